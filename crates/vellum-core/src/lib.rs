@@ -1,0 +1,46 @@
+//! The words of Vellum, and nothing that does I/O.
+//!
+//! Everything hangs on two nouns. [`Storage`] is a flat array of bytes on the host side; [`Disk`] is what a guest
+//! sees. *Backends give `Storage`. Formats turn `Storage` into `Disk`. Layers turn `Disk` into `Disk`. Exports serve
+//! a `Disk`. The control plane wires them.* That sentence is the architecture.
+//!
+//! In reading order: [`units`] (typed addresses), [`buffer`] (owned memory), [`error`], [`storage`] and [`disk`]
+//! (the two traits with their written contracts), [`clock`] (time and chance as arguments), [`tally`] (counting I/O),
+//! [`stream`] (a connection), [`merged`] (a chain's map as one), [`memory`] (the reference implementations), [`checked`] (watches a seam),
+//! [`contract`] (the suites any implementation must pass).
+
+pub mod buffer;
+pub mod checked;
+pub mod clock;
+pub mod contract;
+pub mod disk;
+pub mod error;
+pub mod join;
+pub mod memory;
+pub mod merged;
+pub mod storage;
+pub mod stream;
+pub mod tally;
+pub mod units;
+
+use std::pin::Pin;
+
+pub use buffer::{BUFFER_ALIGNMENT, Buffer, is_zero};
+pub use checked::CheckedDisk;
+pub use clock::{Clock, Random};
+pub use disk::{Disk, Extent, Geometry, Place, SharedDisk, WriteFlags, ZeroFlags};
+pub use error::{Context, Error, ErrorKind, Result};
+pub use join::{join_all, try_join_all};
+pub use memory::{MemoryDisk, MemoryStorage};
+pub use merged::{MergedExtent, map_merged};
+pub use storage::{Limits, SharedStorage, Storage, StorageRun, Zeroes};
+pub use stream::ByteStream;
+pub use tally::{HostTally, IoCounts, IoTally, Tallied};
+pub use units::{
+    BlockSize, Cluster, Guest, GuestCluster, GuestOffset, GuestSpan, Image, ImageCluster, ImageOffset,
+    ImageSpan, Offset, Span,
+};
+
+/// A future that stays on the worker it was made on. Disks and storages are shared by all workers; their futures
+/// use the ring of the worker that polls them.
+pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;

@@ -1,0 +1,124 @@
+//! `Storage`: a flat array of bytes on the host side. Formats turn it into a [`Disk`](crate::Disk).
+//!
+//! Backends implement it: a file, a block device, an object, a peer, a simulated drive. What one *can* do is a
+//! field of [`Limits`], not another trait. Every implementation passes [`contract::storage`](crate::contract).
+//!
+//! # The contract
+//!
+//! 1. **Any byte range** may be read or written; a storage that can only move aligned blocks does the rest itself,
+//!    and tells in [`Limits::block_size`] what it moves without that work. Overlapping requests that run at the same
+//!    time leave each sector with the bytes of one of them, or of none that failed.
+//! 2. **Reads past the end** give zeros. A write past the end grows the storage; the bytes between read as zero.
+//!    Where the length is fixed ([`Limits::fixed_len`]) such a write fails with `NoSpace` and changes nothing.
+//! 3. **Durable**: when [`flush`](Storage::flush) returns, every change that had returned before the flush was
+//!    *submitted* (first polled) is durable: bytes, zeros, holes and length.
+//! 4. **Between two completed flushes anything goes**: changes reach the medium in any order, in part, or not at
+//!    all, 512-byte sector by sector. A sector is old or new, never mixed. A change never harms other sectors.
+//! 5. **A failed write** may have changed any of the sectors it covers, and no other; it may be tried again.
+//! 6. **A failed flush is final**: what was written since the last good flush may be lost although it still
+//!    reads back. Every later write and flush fails with `Poisoned` until the storage is opened anew.
+//! 7. **Cancellation**: a future that was polled should be polled to its end. When it is dropped earlier, the
+//!    operation may still happen, at any later time; no memory is ever freed that the kernel still uses.
+//! 8. Futures run on the worker that polls them first and are not moved to another.
+
+use std::sync::Arc;
+
+use crate::units::{BlockSize, ImageOffset, ImageSpan};
+use crate::{Buffer, LocalFuture, Result};
+
+/// What a storage is and can do. Facts, fixed while it is open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// Requests aligned to this in place and length are moved without reading and merging.
+    pub block_size: BlockSize,
+    /// What the medium writes as one unit inside: 4 KiB on most drives, whatever they tell the bus. Records that
+    /// must not share fate are kept this far apart.
+    pub physical_block: BlockSize,
+    /// The length cannot change (a block device).
+    pub fixed_len: bool,
+    /// Writes are refused.
+    pub read_only: bool,
+    /// Space never written before reads as zero: a file that grows does, a block device does not.
+    pub grows_zeroed: bool,
+    /// `write_zeroes` is done by the host without writing the zeros.
+    pub fast_zeroes: bool,
+    /// `discard` gives space back.
+    pub discards: bool,
+}
+
+impl Limits {
+    /// A file that can grow, moves any byte range, and can do everything.
+    pub fn plain() -> Self {
+        Self {
+            block_size: BlockSize::from_shift(0),
+            physical_block: BlockSize::PAGE,
+            fixed_len: false,
+            read_only: false,
+            grows_zeroed: true,
+            fast_zeroes: true,
+            discards: true,
+        }
+    }
+}
+
+/// How zeros may be stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Zeroes {
+    /// The space stays allocated, so that a later write there cannot fail for want of it.
+    Allocated,
+    /// The space may be given back to the host.
+    MayUnmap,
+}
+
+/// A run of a storage, and whether the host stores bytes for it or it is a hole that reads as zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StorageRun {
+    /// Where it lies.
+    pub span: ImageSpan,
+    /// False for a hole.
+    pub is_data: bool,
+}
+
+/// A flat array of bytes on the host side. The module has the contract.
+#[expect(clippy::len_without_is_empty, reason = "nobody asks whether a drive is empty")]
+pub trait Storage: Send + Sync {
+    /// What to call it in messages: the file's name as the user knows it.
+    fn name(&self) -> &str;
+
+    /// Facts about it.
+    fn limits(&self) -> &Limits;
+
+    /// The length in bytes, counting every change that has returned.
+    fn len(&self) -> u64;
+
+    /// Fills the buffer with the bytes from `at` on and gives it back.
+    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>>;
+
+    /// Writes the buffer's bytes from `at` on.
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>>;
+
+    /// Makes durable what has been written (contract 3).
+    fn flush(&self) -> LocalFuture<'_, Result<()>>;
+
+    /// Makes the run read as zero. A run past the end grows the storage, as a write would.
+    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>>;
+
+    /// Tells the host that nobody needs the bytes of the run. Afterwards each sector reads as zero or as before;
+    /// the length does not change. Never fails for want of support.
+    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>>;
+
+    /// Cuts the storage off at `len` bytes or grows it with zeros. `Unsupported` where the length is fixed.
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>>;
+
+    /// Reserves space for the run, so that writes there do not fail for want of it; grows the storage to hold it.
+    /// Bytes do not change. `Unsupported` where the host cannot.
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>>;
+
+    /// Which parts of the run (cut off at the end of the storage) are data and which are holes: from its start,
+    /// in order, without gaps, neighbours merged. Where the host cannot tell, all is data. The answer may stop
+    /// early after any run but is not empty unless the run is.
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>>;
+}
+
+/// A storage shared by all who use it.
+pub type SharedStorage = Arc<dyn Storage>;

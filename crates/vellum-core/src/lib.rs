@@ -5,7 +5,7 @@
 //! a `Disk`. The control plane wires them.* That sentence is the architecture.
 //!
 //! In reading order: [`units`] (typed addresses), [`buffer`] (owned memory), [`error`], [`storage`] and [`disk`]
-//! (the two traits with their written contracts), [`clock`] (time and chance as arguments), [`tally`] (counting I/O),
+//! (the two traits with their written contracts), [`clock`] (time and chance as arguments), [`offload`] (long computations elsewhere), [`tally`] (counting I/O),
 //! [`stream`] (a connection), [`merged`] (a chain's map as one), [`memory`] (the reference implementations), [`checked`] (watches a seam),
 //! [`contract`] (the suites any implementation must pass).
 
@@ -18,6 +18,7 @@ pub mod error;
 pub mod join;
 pub mod memory;
 pub mod merged;
+pub mod offload;
 pub mod storage;
 pub mod stream;
 pub mod tally;
@@ -32,7 +33,8 @@ pub use disk::{Disk, Extent, Geometry, Place, SharedDisk, WriteFlags, ZeroFlags}
 pub use error::{Context, Error, ErrorKind, Result};
 pub use join::{join_all, try_join_all};
 pub use memory::{MemoryDisk, MemoryStorage};
-pub use merged::{MergedExtent, map_merged};
+pub use merged::{MergedExtent, map_merged, read_below};
+pub use offload::{Inline, Offload, offload};
 pub use storage::{Limits, SharedStorage, Storage, StorageRun, Zeroes};
 pub use stream::ByteStream;
 pub use tally::{HostTally, IoCounts, IoTally, Tallied};

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::disk::{Disk, Extent, Geometry, Place, SharedDisk, WriteFlags, ZeroFlags};
+use crate::merged::read_below;
 use crate::storage::{Limits, Storage, StorageRun, Zeroes};
 use crate::units::{BlockSize, GuestOffset, GuestSpan, ImageOffset, ImageSpan};
 use crate::{Buffer, Error, ErrorKind, LocalFuture, Result};
@@ -343,16 +344,10 @@ impl MemoryDisk {
             if self.lock_own()[index] || piece.intersect(span) == piece {
                 continue;
             }
-            let mut bytes = [0; 512];
-            let size = below.geometry().size;
-            let inside = to_usize(size.saturating_sub(piece.start().bytes()).min(512));
-            if inside > 0 {
-                let read = below.read(piece.start(), Buffer::zeroed(inside)).await?;
-                read.copy_to(0, &mut bytes[..inside]);
-            }
+            let bytes = read_below(Some(below), piece.start(), Buffer::for_overwrite(512)).await?;
             let mut own = self.lock_own();
             if !own[index] {
-                self.storage.lock().write(ImageOffset::new(piece.start().bytes()), &bytes);
+                self.storage.lock().write(ImageOffset::new(piece.start().bytes()), bytes.slice());
                 own[index] = true;
             }
         }
@@ -390,16 +385,8 @@ impl Disk for MemoryDisk {
                 if own {
                     let at = ImageOffset::new(piece.start().bytes());
                     part = self.storage.read(at, part).await?;
-                } else if let Some(below) = &self.below {
-                    let size = below.geometry().size;
-                    let tail =
-                        part.split_off(to_usize(size.saturating_sub(piece.start().bytes()).min(piece.len())));
-                    if !part.is_empty() {
-                        part = below.read(piece.start(), part).await?;
-                    }
-                    let mut zeros = tail;
-                    zeros.fill(0);
-                    part.append(zeros);
+                } else {
+                    part = read_below(self.below.as_ref(), piece.start(), part).await?;
                 }
                 done.append(part);
             }

@@ -3,9 +3,22 @@
 //! Each disk's [`map`](crate::Disk::map) speaks for itself and says [`Place::Below`] where it has nothing. Here the
 //! question goes down the chain until somebody answers. Past the end of a shorter disk below, everything reads as zero.
 
-use crate::Result;
 use crate::disk::{Extent, Place, SharedDisk};
-use crate::units::GuestSpan;
+use crate::units::{GuestOffset, GuestSpan};
+use crate::{Buffer, Result};
+
+/// Fills the buffer from the disk below, if there is one; zeros past its end, and where there is none.
+pub async fn read_below(below: Option<&SharedDisk>, at: GuestOffset, mut buffer: Buffer) -> Result<Buffer> {
+    let inside = below.map_or(0, |below| below.geometry().size.saturating_sub(at.bytes()));
+    let mut outside = buffer.split_off(usize::try_from(inside).unwrap_or(usize::MAX).min(buffer.len()));
+    outside.fill(0);
+    let mut filled = match below {
+        Some(below) if !buffer.is_empty() => below.read(at, buffer).await?,
+        _ => buffer,
+    };
+    filled.append(outside);
+    Ok(filled)
+}
 
 /// After this many extents an answer stops early, so that its size is bounded.
 const EXTENTS_MAX: usize = 4096;

@@ -1,0 +1,224 @@
+//! Who is changing which cluster: allocations synchronise per cluster (per subcluster, where there are some), not per
+//! image.
+//!
+//! A writer *claims* the units of a cluster that it is going to allocate, zero or free; a second one that wants any of
+//! the same units waits, others go on. Writers that fill different subclusters of one new cluster share the one place
+//! in the image that the first of them gets: the *fresh* host cluster, kept here until a publisher puts it into the L2
+//! entry. Reads and writes in place claim nothing.
+//!
+//! 1. A unit is claimed by one holder at a time.
+//! 2. Claims on several clusters are taken in ascending order, so that holders never wait in a circle; nobody waits for
+//!    a claim while it is getting a fresh cluster.
+//! 3. A fresh cluster that was not published when the last holder lets go is given back by that holder.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use event_listener::{Event, EventListener};
+use vellum_core::{GuestCluster, ImageOffset};
+
+const SHARDS: usize = 16;
+
+/// A cluster of the image that has been allocated for a guest cluster but may not be in its L2 entry yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fresh {
+    /// Where it is.
+    pub(crate) at: ImageOffset,
+    /// It reads as zero where nobody wrote.
+    pub(crate) zeroed: bool,
+}
+
+#[derive(Default)]
+struct Claim {
+    busy: u32,
+    /// Somebody is allocating the fresh cluster.
+    allocating: bool,
+    fresh: Option<Fresh>,
+    published: bool,
+}
+
+#[derive(Default)]
+struct Shard {
+    claims: Mutex<HashMap<GuestCluster, Claim>>,
+    changed: Event,
+}
+
+/// All claims of one image.
+#[derive(Default)]
+pub(crate) struct Claims {
+    shards: [Shard; SHARDS],
+}
+
+/// What a holder learns when it asks for the fresh cluster.
+pub(crate) enum Ask {
+    /// There is one.
+    Have(Fresh),
+    /// The asker must allocate it and call [`Held::provide`] or [`Held::give_up`].
+    Yours,
+    /// Somebody else is allocating it; ask again afterwards.
+    Wait(EventListener),
+}
+
+impl Claims {
+    fn shard(&self, cluster: GuestCluster) -> &Shard {
+        &self.shards[usize::try_from(cluster.index() % SHARDS as u64).expect("a small number")]
+    }
+
+    /// Claims the units of the mask, waiting until they are free.
+    pub(crate) async fn claim(&self, cluster: GuestCluster, mask: u32) -> Held<'_> {
+        loop {
+            let listener = {
+                let shard = self.shard(cluster);
+                let mut claims = shard.lock();
+                let claim = claims.entry(cluster).or_default();
+                if claim.busy & mask == 0 {
+                    claim.busy |= mask;
+                    return Held { claims: self, cluster, mask, released: false };
+                }
+                shard.changed.listen()
+            };
+            listener.await;
+        }
+    }
+}
+
+impl Shard {
+    fn lock(&self) -> MutexGuard<'_, HashMap<GuestCluster, Claim>> {
+        self.claims.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Units of a cluster that the holder may change.
+pub(crate) struct Held<'a> {
+    claims: &'a Claims,
+    cluster: GuestCluster,
+    mask: u32,
+    released: bool,
+}
+
+impl Held<'_> {
+    fn with<T>(&self, act: impl FnOnce(&mut Claim) -> T) -> T {
+        let mut claims = self.claims.shard(self.cluster).lock();
+        act(claims.get_mut(&self.cluster).expect("a held claim is listed"))
+    }
+
+    /// The units that are held.
+    pub(crate) fn mask(&self) -> u32 {
+        self.mask
+    }
+
+    /// Asks for the cluster's fresh place in the image.
+    pub(crate) fn fresh(&self) -> Ask {
+        self.with(|claim| match claim.fresh {
+            Some(fresh) => Ask::Have(fresh),
+            None if claim.allocating => Ask::Wait(self.claims.shard(self.cluster).changed.listen()),
+            None => {
+                claim.allocating = true;
+                Ask::Yours
+            }
+        })
+    }
+
+    /// Answers [`Ask::Yours`] with the cluster that was allocated.
+    pub(crate) fn provide(&self, fresh: Fresh) {
+        self.with(|claim| {
+            assert!(claim.allocating && claim.fresh.is_none(), "one allocates for all");
+            claim.allocating = false;
+            claim.fresh = Some(fresh);
+            claim.published = false;
+        });
+        self.claims.shard(self.cluster).changed.notify(usize::MAX);
+    }
+
+    /// Answers [`Ask::Yours`] when nothing could be allocated.
+    pub(crate) fn give_up(&self) {
+        self.with(|claim| claim.allocating = false);
+        self.claims.shard(self.cluster).changed.notify(usize::MAX);
+    }
+
+    /// The fresh cluster is in the L2 entry: whoever comes now finds it there.
+    pub(crate) fn published(&self) {
+        self.with(|claim| claim.published = true);
+    }
+
+    /// Lets go. Gives the fresh cluster back to the caller when nobody else holds the guest cluster and it was never
+    /// published.
+    #[must_use = "an unpublished cluster must be freed"]
+    pub(crate) fn release(mut self) -> Option<Fresh> {
+        self.let_go()
+    }
+
+    fn let_go(&mut self) -> Option<Fresh> {
+        self.released = true;
+        let shard = self.claims.shard(self.cluster);
+        let mut claims = shard.lock();
+        let claim = claims.get_mut(&self.cluster).expect("a held claim is listed");
+        claim.busy &= !self.mask;
+        let mut unpublished = None;
+        if claim.busy == 0 {
+            unpublished = claim.fresh.filter(|_| !claim.published);
+            claims.remove(&self.cluster);
+        }
+        drop(claims);
+        shard.changed.notify(usize::MAX);
+        unpublished
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        // Only when a request's future is dropped half way: the fresh cluster, if any, stays allocated, because a
+        // host write to it may still be on its way.
+        if !self.released {
+            let _still_allocated = self.let_go();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_lite::future::{block_on, poll_once};
+
+    use super::*;
+
+    fn cluster() -> GuestCluster {
+        GuestCluster::new(5)
+    }
+
+    #[test]
+    fn disjoint_units_are_held_together_and_shared_ones_in_turn() {
+        let claims = Claims::default();
+        block_on(async {
+            let first = claims.claim(cluster(), 0b0011).await;
+            let second = claims.claim(cluster(), 0b0100).await;
+            let mut third = Box::pin(claims.claim(cluster(), 0b0110));
+            assert!(poll_once(&mut third).await.is_none());
+            assert!(first.release().is_none());
+            assert!(poll_once(&mut third).await.is_none());
+            assert!(second.release().is_none());
+            assert_eq!(third.await.mask(), 0b0110);
+        });
+    }
+
+    #[test]
+    fn one_allocates_for_all_and_the_last_gives_back_what_nobody_published() {
+        let claims = Claims::default();
+        let fresh = Fresh { at: ImageOffset::new(0x10000), zeroed: true };
+        block_on(async {
+            let first = claims.claim(cluster(), 1).await;
+            let second = claims.claim(cluster(), 2).await;
+            assert!(matches!(first.fresh(), Ask::Yours));
+            assert!(matches!(second.fresh(), Ask::Wait(_)));
+            first.provide(fresh);
+            assert!(matches!(second.fresh(), Ask::Have(found) if found == fresh));
+            assert_eq!(first.release(), None, "somebody still uses it");
+            assert_eq!(second.release(), Some(fresh));
+            // The next one starts afresh.
+            let third = claims.claim(cluster(), 1).await;
+            assert!(matches!(third.fresh(), Ask::Yours));
+            third.provide(fresh);
+            third.published();
+            assert_eq!(third.release(), None);
+        });
+    }
+}

@@ -1,0 +1,249 @@
+//! L2 entries: two words that say where a cluster's bytes are, and the one shape in which the rest of the code sees
+//! them.
+//!
+//! ```text
+//!   standard, 64 bits                               extended, 128 bits
+//!   63 copied  62 compressed  55…9 offset  0 zero   63 copied  62 compressed  55…9 offset │ 31…0 zero │ 31…0 alloc
+//! ```
+//!
+//! A cluster is cut into *units*: 32 subclusters with extended entries, one unit otherwise. Each unit is in one of three
+//! states, which is all that reading and writing need to know:
+//!
+//! | alloc | zero | the unit's bytes |
+//! |:-:|:-:|---|
+//! | 1 | 0 | at `host` + its place in the cluster |
+//! | 0 | 1 | zeros (space may be set aside at `host`) |
+//! | 0 | 0 | in the disk below |
+//!
+//! 1. `alloc` and `zero` share no bit; `alloc` is empty without `host`.
+//! 2. A standard entry knows no "host but not allocated"; [`Entries::encode`] is never asked for it.
+
+use vellum_core::{BlockSize, Error, ImageOffset, ImageSpan, Result};
+
+use super::header::Header;
+use super::layout::{COMPRESSED, COPIED, OFFSET_MASK, SUBCLUSTERS, ZERO};
+
+/// What a cluster of the disk is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ClusterState {
+    /// The whole cluster is stored compressed in these bytes of the image. The length is an upper bound.
+    Compressed(ImageSpan),
+    /// Anything else.
+    Plain(Units),
+}
+
+/// The units of a cluster; see the module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Units {
+    /// The cluster of the image that is set aside.
+    pub(crate) host: Option<ImageOffset>,
+    /// `host` has a refcount of exactly one, so it may be written in place.
+    pub(crate) copied: bool,
+    /// Units whose bytes are at `host`.
+    pub(crate) alloc: u32,
+    /// Units that read as zero.
+    pub(crate) zero: u32,
+}
+
+/// The two words of an entry; the second is zero where entries have 64 bits.
+pub(crate) type Words = (u64, u64);
+
+/// How entries of one image are read and written.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Entries {
+    cluster: BlockSize,
+    extended: bool,
+    zero_flag: bool,
+    /// Guest data lies in another file, at the guest's own offsets.
+    data_file: bool,
+}
+
+impl Entries {
+    pub(crate) fn of(header: &Header) -> Self {
+        Self {
+            cluster: header.cluster_size(),
+            extended: header.has_subclusters(),
+            zero_flag: header.version() >= 3,
+            data_file: header.has_data_file(),
+        }
+    }
+
+    /// Units in a cluster: 1 or 32.
+    pub(crate) fn units(self) -> u32 {
+        if self.extended { SUBCLUSTERS } else { 1 }
+    }
+
+    /// 64-bit words of an entry: 1 or 2.
+    pub(crate) fn words(self) -> usize {
+        if self.extended { 2 } else { 1 }
+    }
+
+    /// The size of a unit.
+    pub(crate) fn unit_size(self) -> BlockSize {
+        BlockSize::from_shift(self.cluster.shift() - self.units().trailing_zeros())
+    }
+
+    /// The mask of all units.
+    pub(crate) fn all(self) -> u32 {
+        if self.extended { u32::MAX } else { 1 }
+    }
+
+    /// The mask of the units that bytes `start..end` of a cluster touch.
+    pub(crate) fn touched(self, start: u64, end: u64) -> u32 {
+        if start >= end {
+            return 0;
+        }
+        let shift = self.unit_size().shift();
+        mask(start >> shift, ((end - 1) >> shift) + 1)
+    }
+
+    /// The mask of the units that lie wholly within bytes `start..end` of a cluster.
+    pub(crate) fn covered(self, start: u64, end: u64) -> u32 {
+        let size = self.unit_size();
+        let (first, end) = (size.round_up(start) >> size.shift(), end >> size.shift());
+        if first >= end { 0 } else { mask(first, end) }
+    }
+
+    /// Whether zeros can be recorded in an entry (version 3).
+    pub(crate) fn has_zero_flag(self) -> bool {
+        self.zero_flag
+    }
+
+    /// Reads an entry. Fails when it is one that no program writes.
+    pub(crate) fn decode(self, (word, bitmap): Words) -> Result<ClusterState> {
+        if word & COMPRESSED != 0 {
+            if self.data_file || word & COPIED != 0 || bitmap != 0 {
+                return Err(Error::corrupt(format!(
+                    "the L2 entry {word:#x} of a compressed cluster is impossible"
+                )));
+            }
+            let offset_bits = 62 - (self.cluster.shift() - 8);
+            let at = ImageOffset::new(word & ((1 << offset_bits) - 1));
+            let sectors = (word & (COMPRESSED - 1)) >> offset_bits;
+            let len = (sectors + 1) * 512 - at.bytes() % 512;
+            return Ok(ClusterState::Compressed(at.span(len)));
+        }
+        let offset = word & OFFSET_MASK;
+        if offset & (self.cluster.bytes() - 1) != 0 {
+            return Err(Error::corrupt(format!("the L2 entry {word:#x} points between two clusters")));
+        }
+        // With an external data file offset 0 is a place like any other; "copied" tells that it is meant.
+        let host = (offset != 0 || (self.data_file && word & COPIED != 0)).then(|| ImageOffset::new(offset));
+        let copied = host.is_some() && (word & COPIED != 0 || self.data_file);
+        if self.extended {
+            #[expect(clippy::cast_possible_truncation, reason = "the two halves of the word are wanted")]
+            let (zero, alloc) = ((bitmap >> 32) as u32, bitmap as u32);
+            if alloc & zero != 0 || (host.is_none() && alloc != 0) {
+                return Err(Error::corrupt(format!("the subcluster bitmap {bitmap:#x} contradicts itself")));
+            }
+            return Ok(ClusterState::Plain(Units { host, copied, alloc, zero }));
+        }
+        let is_zero = self.zero_flag && word & ZERO != 0;
+        let (alloc, zero) = match (is_zero, host) {
+            (true, _) => (0, 1),
+            (false, Some(_)) => (1, 0),
+            (false, None) => (0, 0),
+        };
+        Ok(ClusterState::Plain(Units { host, copied, alloc, zero }))
+    }
+
+    /// Writes an entry for a cluster that is not compressed.
+    pub(crate) fn encode(self, units: Units) -> Words {
+        assert!(units.alloc & units.zero == 0, "a unit is allocated or zero, not both: {units:?}");
+        assert!(units.alloc == 0 || units.host.is_some(), "allocated units have a place: {units:?}");
+        let offset = units.host.map_or(0, ImageOffset::bytes);
+        assert!(offset & !OFFSET_MASK == 0, "an image offset has 56 bits: {units:?}");
+        let copied = if units.host.is_some() && units.copied { COPIED } else { 0 };
+        if self.extended {
+            return (offset | copied, u64::from(units.zero) << 32 | u64::from(units.alloc));
+        }
+        assert!(units.zero == 0 || self.zero_flag, "version 2 has no zero clusters");
+        assert!(
+            units.host.is_none() || units.alloc | units.zero == 1,
+            "a standard entry with a place is allocated or zero: {units:?}"
+        );
+        (offset | copied | if units.zero == 1 { ZERO } else { 0 }, 0)
+    }
+}
+
+impl Units {
+    /// Whether all units of the mask can be written where they are.
+    pub(crate) fn writable_in_place(self, mask: u32) -> bool {
+        self.copied && self.alloc & mask == mask
+    }
+}
+
+/// Bits `first..end`.
+pub(crate) fn mask(first: u64, end: u64) -> u32 {
+    let below = |bit: u64| if bit >= 32 { u32::MAX } else { (1 << bit) - 1 };
+    below(end) & !below(first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entries(extended: bool) -> Entries {
+        Entries { cluster: BlockSize::from_shift(16), extended, zero_flag: true, data_file: false }
+    }
+
+    fn plain(host: u64, copied: bool, alloc: u32, zero: u32) -> ClusterState {
+        let host = (host != 0).then(|| ImageOffset::new(host));
+        ClusterState::Plain(Units { host, copied, alloc, zero })
+    }
+
+    #[test]
+    fn standard_entries() {
+        let table = [
+            (0, plain(0, false, 0, 0)),
+            (1, plain(0, false, 0, 1)),
+            (0x5_0000 | COPIED, plain(0x5_0000, true, 1, 0)),
+            (0x5_0000, plain(0x5_0000, false, 1, 0)),
+            (0x5_0001 | COPIED, plain(0x5_0000, true, 0, 1)),
+        ];
+        for (word, state) in table {
+            assert_eq!(entries(false).decode((word, 0)).unwrap(), state, "{word:#x}");
+            let ClusterState::Plain(units) = state else { unreachable!() };
+            assert_eq!(entries(false).encode(units), (word, 0));
+        }
+    }
+
+    #[test]
+    fn extended_entries() {
+        let state = plain(0x5_0000, true, 0x0000_00FF, 0xFF00_0000);
+        let words = (0x5_0000 | COPIED, 0xFF00_0000_0000_00FF);
+        assert_eq!(entries(true).decode(words).unwrap(), state);
+        let ClusterState::Plain(units) = state else { unreachable!() };
+        assert_eq!(entries(true).encode(units), words);
+        assert!(entries(true).decode((0x5_0000, 0x1_0000_0001)).is_err(), "allocated and zero at once");
+        assert!(entries(true).decode((0, 1)).is_err(), "allocated nowhere");
+    }
+
+    #[test]
+    fn compressed_entries_end_at_a_sector() {
+        // 64 KiB clusters: 54 bits of offset, 8 bits of sectors.
+        let word = COMPRESSED | 3 << 54 | 0x1234;
+        let span = ImageOffset::new(0x1234).span(4 * 512 - 0x34);
+        assert_eq!(entries(false).decode((word, 0)).unwrap(), ClusterState::Compressed(span));
+        assert!(entries(false).decode((word | COPIED, 0)).is_err());
+    }
+
+    #[test]
+    fn an_unaligned_place_is_corrupt() {
+        assert!(entries(false).decode((0x5_0200 | COPIED, 0)).is_err());
+    }
+
+    #[test]
+    fn masks_of_touched_and_covered_units() {
+        let e = entries(true); // units of 2 KiB
+        assert_eq!(e.touched(0, 1), 0b1);
+        assert_eq!(e.touched(2047, 2049), 0b11);
+        assert_eq!(e.touched(0, 65536), u32::MAX);
+        assert_eq!(e.touched(5, 5), 0);
+        assert_eq!(e.covered(1, 6144), 0b110);
+        assert_eq!(e.covered(1, 2049), 0);
+        assert_eq!(entries(false).touched(60_000, 65_536), 1);
+        assert_eq!(entries(false).covered(0, 65_535), 0);
+        assert_eq!(entries(false).covered(0, 65_536), 1);
+    }
+}

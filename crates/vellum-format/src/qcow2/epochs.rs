@@ -1,0 +1,155 @@
+//! When may a freed cluster be used again? Not before every request that may still be reading or writing it has ended.
+//!
+//! A request looks up where a cluster is and then transfers bytes there without holding anything. If the cluster were
+//! freed and given to somebody else meanwhile, it would read foreign bytes, or write over them. So each request enters
+//! the current *epoch* first and leaves it at the end; a cluster that was unmapped in epoch `t` is free of users as soon
+//! as all requests that entered in `t` or before have left.
+//!
+//! 1. The epoch moves from `e` to `e + 1` only when nobody is left from `e - 1`.
+//! 2. So in epoch `t + 2` nobody is left who entered in `t` or before.
+
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+/// Counters are spread so that cores do not fight for one cache line.
+const SHARDS: usize = 8;
+
+#[repr(align(64))]
+#[derive(Default)]
+struct Shard {
+    inside: [AtomicU64; 2],
+}
+
+/// The epochs of one image.
+#[derive(Default)]
+pub(crate) struct Epochs {
+    current: AtomicU64,
+    shards: [Shard; SHARDS],
+}
+
+/// A request that is inside an epoch.
+pub(crate) struct Inside<'a> {
+    counter: &'a AtomicU64,
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.counter.fetch_sub(1, SeqCst);
+    }
+}
+
+thread_local! {
+    static SHARD: usize = {
+        static NEXT: std::sync::atomic::AtomicUsize = const { std::sync::atomic::AtomicUsize::new(0) };
+        NEXT.fetch_add(1, SeqCst) % SHARDS
+    };
+}
+
+impl Epochs {
+    /// Enters the current epoch.
+    pub(crate) fn enter(&self) -> Inside<'_> {
+        let shard = &self.shards[SHARD.with(|shard| *shard)];
+        loop {
+            let epoch = self.current.load(SeqCst);
+            let counter = &shard.inside[Self::slot(epoch)];
+            counter.fetch_add(1, SeqCst);
+            let inside = Inside { counter };
+            // Had the epoch moved on in between, the count might have been missed by who moved it.
+            if self.current.load(SeqCst) == epoch {
+                return inside;
+            }
+        }
+    }
+
+    fn slot(epoch: u64) -> usize {
+        usize::from(epoch % 2 == 1)
+    }
+
+    /// The current epoch: the stamp for what is unmapped now.
+    pub(crate) fn now(&self) -> u64 {
+        self.current.load(SeqCst)
+    }
+
+    /// Whether nobody is left who entered in the epoch of the stamp or before. Moves the epoch on if it can.
+    pub(crate) fn has_passed(&self, stamp: u64) -> bool {
+        for _ in 0..2 {
+            let epoch = self.current.load(SeqCst);
+            if epoch >= stamp + 2 {
+                return true;
+            }
+            let before = Self::slot(epoch + 1);
+            if self.shards.iter().any(|shard| shard.inside[before].load(SeqCst) != 0) {
+                return false;
+            }
+            // Somebody else may have moved it; then the loop looks again.
+            let _ = self.current.compare_exchange(epoch, epoch + 1, SeqCst, SeqCst);
+        }
+        self.current.load(SeqCst) >= stamp + 2
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stamp_passes_when_the_last_earlier_request_has_left() {
+        let epochs = Epochs::default();
+        let early = epochs.enter();
+        let stamp = epochs.now();
+        assert!(!epochs.has_passed(stamp));
+        let late = epochs.enter();
+        drop(early);
+        assert!(!epochs.has_passed(stamp) || epochs.now() >= stamp + 2);
+        drop(late);
+        assert!(epochs.has_passed(stamp));
+    }
+
+    #[test]
+    fn requests_that_entered_later_do_not_hold_a_stamp_for_ever() {
+        let epochs = Epochs::default();
+        let mut inside = epochs.enter();
+        let stamp = epochs.now();
+        // A steady stream: each request enters before the one before it leaves.
+        let mut passed = false;
+        for _ in 0..8 {
+            passed |= epochs.has_passed(stamp);
+            inside = {
+                let next = epochs.enter();
+                drop(inside);
+                next
+            };
+        }
+        drop(inside);
+        assert!(passed);
+    }
+
+    #[test]
+    fn nobody_is_inside_when_a_stamp_has_passed() {
+        // Each "cluster" is unmapped by the freer and may be looked at by readers that entered before.
+        let epochs = Epochs::default();
+        let mapped = AtomicU64::new(0);
+        let freed = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    for _ in 0..100_000 {
+                        let inside = epochs.enter();
+                        let cluster = mapped.load(SeqCst);
+                        assert!(cluster >= freed.load(SeqCst), "a reader looks at a freed cluster");
+                        drop(inside);
+                    }
+                });
+            }
+            scope.spawn(|| {
+                for next in 1..20_000u64 {
+                    mapped.store(next, SeqCst);
+                    let stamp = epochs.now();
+                    while !epochs.has_passed(stamp) {
+                        std::hint::spin_loop();
+                    }
+                    freed.store(next, SeqCst);
+                }
+            });
+        });
+    }
+}

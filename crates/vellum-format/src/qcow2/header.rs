@@ -1,0 +1,483 @@
+//! The header: read as bytes that nobody vouches for, checked once, then trusted.
+//!
+//! [`Header::parse`] is the only door. It looks at every field that places or sizes something, so that after it no
+//! table lies outside the limits, no allocation made from the header passes them, and no unknown incompatible feature
+//! is left. What it cannot see is whether the tables are inside the file; [`Header::check_against_len`] adds that.
+//!
+//! 1. An unknown incompatible feature is refused by its name, if the image names it, else by its number.
+//! 2. Unknown extensions and compatible features are kept: a change to the header rewrites its first sector only, and
+//!    of it only the fields that change.
+//! 3. Everything a header change touches lies in the first 512 bytes, so a header is old or new, never mixed.
+
+use vellum_core::{BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, Storage};
+
+use super::layout::*;
+
+/// How compressed clusters are compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compression {
+    /// Raw deflate, window of 4 KiB.
+    Zlib,
+    /// Zstandard.
+    Zstd,
+}
+
+/// What the header says of persistent bitmaps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BitmapDirectory {
+    /// How many bitmaps there are.
+    pub count: u32,
+    /// Where their directory lies.
+    pub span: ImageSpan,
+}
+
+/// A header whose every field has been checked.
+#[derive(Debug, Clone)]
+pub struct Header {
+    pub(crate) sector: [u8; 512],
+    pub(crate) version: u32,
+    pub(crate) cluster_size: BlockSize,
+    pub(crate) size: u64,
+    pub(crate) l1_entries: u32,
+    pub(crate) l1_offset: ImageOffset,
+    pub(crate) refcount_table: ImageSpan,
+    pub(crate) refcount_order: u32,
+    pub(crate) snapshot_count: u32,
+    pub(crate) snapshots_offset: ImageOffset,
+    pub(crate) incompatible: u64,
+    pub(crate) compatible: u64,
+    pub(crate) autoclear: u64,
+    pub(crate) compression: Compression,
+    pub(crate) backing_file: Option<String>,
+    pub(crate) backing_format: Option<String>,
+    pub(crate) data_file: Option<String>,
+    pub(crate) bitmaps: Option<BitmapDirectory>,
+}
+
+impl Header {
+    /// Reads and checks the header of an image.
+    pub async fn read(storage: &dyn Storage) -> Result<Self> {
+        let len = storage.len();
+        // Cluster 0 holds everything the header has; how long it is stands in the first bytes.
+        let first = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(512)).await?;
+        let bits = be32(first.slice(), field::CLUSTER_BITS).clamp(CLUSTER_BITS_MIN, CLUSTER_BITS_MAX);
+        let cluster = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(1 << bits)).await?;
+        let header =
+            Self::parse(cluster.slice(), len).context(|| format!("{} is not usable", storage.name()))?;
+        header.check_against_len(len).context(|| format!("{} is not usable", storage.name()))?;
+        Ok(header)
+    }
+
+    /// Checks the bytes of cluster 0. `len` is the length of the file, for messages about bytes that are missing.
+    pub fn parse(cluster: &[u8], len: u64) -> Result<Self> {
+        if cluster.len() < 512 || be32(cluster, field::MAGIC) != MAGIC {
+            return Err(Error::invalid("not a qcow2 image: it does not begin with the magic number"));
+        }
+        let version = be32(cluster, field::VERSION);
+        if !(2..=3).contains(&version) {
+            return Err(Error::unsupported(format!("qcow2 version {version} is not known (2 and 3 are)")));
+        }
+        let cluster_bits = be32(cluster, field::CLUSTER_BITS);
+        if !(CLUSTER_BITS_MIN..=CLUSTER_BITS_MAX).contains(&cluster_bits) {
+            return Err(Error::corrupt(format!(
+                "the cluster size 2^{cluster_bits} is outside 2^{CLUSTER_BITS_MIN} to 2^{CLUSTER_BITS_MAX}"
+            )));
+        }
+        let cluster_size = BlockSize::from_shift(cluster_bits);
+        if len < V2_HEADER_LEN as u64 || (version == 3 && len < V3_HEADER_LEN_MIN as u64) {
+            return Err(Error::corrupt("the file ends within the header: it was truncated"));
+        }
+        let cluster = &cluster[..cluster.len().min(1 << cluster_bits)];
+
+        let (header_len, incompatible, compatible, autoclear, refcount_order) = if version == 2 {
+            (V2_HEADER_LEN, 0, 0, 0, 4)
+        } else {
+            let header_len = be32(cluster, field::HEADER_LENGTH) as usize;
+            if header_len < V3_HEADER_LEN_MIN || header_len > cluster.len() || header_len % 8 != 0 {
+                return Err(Error::corrupt(format!("the header length {header_len} is impossible")));
+            }
+            (
+                header_len,
+                be64(cluster, field::INCOMPATIBLE),
+                be64(cluster, field::COMPATIBLE),
+                be64(cluster, field::AUTOCLEAR),
+                be32(cluster, field::REFCOUNT_ORDER),
+            )
+        };
+        if refcount_order > 6 {
+            return Err(Error::corrupt(format!("a refcount width of 2^{refcount_order} bits is above 64")));
+        }
+        let backing_offset = be64(cluster, field::BACKING_FILE_OFFSET);
+        let backing_len = be32(cluster, field::BACKING_FILE_SIZE);
+        // Extensions end where the backing name begins, or with the cluster.
+        let extensions_end = match usize::try_from(backing_offset) {
+            Ok(0) => cluster.len(),
+            Ok(at) if at <= cluster.len() => at,
+            _ => return Err(Error::corrupt("the backing file name lies outside the first cluster")),
+        };
+        let extensions = Extensions::parse(cluster, header_len, extensions_end)?;
+        refuse_unknown_features(incompatible, &extensions.feature_names)?;
+
+        let backing_file = match (backing_offset, backing_len) {
+            (0, _) | (_, 0) => None,
+            (_, long) if long > BACKING_NAME_MAX => {
+                return Err(Error::corrupt(format!("a backing file name of {long} bytes is too long")));
+            }
+            (_, len) => {
+                let end = extensions_end + len as usize;
+                let name = cluster.get(extensions_end..end).ok_or_else(|| {
+                    Error::corrupt("the backing file name passes the end of the first cluster")
+                })?;
+                Some(text(name, "backing file name")?)
+            }
+        };
+
+        match be32(cluster, field::CRYPT_METHOD) {
+            0 => {}
+            1 => {
+                return Err(Error::unsupported(
+                    "the image is encrypted with the old AES-CBC scheme: convert it with qemu-img",
+                ));
+            }
+            2 => {
+                return Err(Error::unsupported(
+                    "the image is encrypted with LUKS, which is not supported yet",
+                ));
+            }
+            other => return Err(Error::corrupt(format!("encryption method {other} is not known"))),
+        }
+        let compression = match cluster.get(field::COMPRESSION_TYPE) {
+            Some(kind) if header_len > field::COMPRESSION_TYPE => match kind {
+                0 => Compression::Zlib,
+                1 => Compression::Zstd,
+                other => return Err(Error::unsupported(format!("compression type {other} is not known"))),
+            },
+            _ => Compression::Zlib,
+        };
+        if (compression != Compression::Zlib) != (incompatible & incompatible::COMPRESSION != 0) {
+            return Err(Error::corrupt("the compression type and its feature bit contradict each other"));
+        }
+        if incompatible & incompatible::EXTENDED_L2 != 0 && cluster_bits < EXTENDED_CLUSTER_BITS_MIN {
+            return Err(Error::corrupt("extended L2 entries need clusters of at least 16 KiB"));
+        }
+        if incompatible & incompatible::DATA_FILE == 0 && autoclear & autoclear::RAW_EXTERNAL != 0 {
+            return Err(Error::corrupt("the raw external data bit is set on an image without a data file"));
+        }
+        if extensions.has_encryption {
+            return Err(Error::corrupt("there is an encryption header on an image that is not encrypted"));
+        }
+
+        let mut sector = [0; 512];
+        sector.copy_from_slice(&cluster[..512]);
+        let mut header = Self {
+            sector,
+            version,
+            cluster_size,
+            size: be64(cluster, field::SIZE),
+            l1_entries: be32(cluster, field::L1_SIZE),
+            l1_offset: ImageOffset::new(be64(cluster, field::L1_TABLE_OFFSET)),
+            refcount_table: ImageOffset::ZERO.span(0),
+            refcount_order,
+            snapshot_count: be32(cluster, field::NB_SNAPSHOTS),
+            snapshots_offset: ImageOffset::new(be64(cluster, field::SNAPSHOTS_OFFSET)),
+            incompatible,
+            compatible,
+            autoclear,
+            compression,
+            backing_file,
+            backing_format: extensions.backing_format,
+            data_file: extensions.data_file,
+            bitmaps: None,
+        };
+        if header.has_data_file() && header.data_file.is_none() {
+            // The name is optional in the format, but without one there is nothing to open.
+            return Err(Error::unsupported("the image keeps its data in another file but does not name it"));
+        }
+        header.refcount_table = header.check_refcount_table(
+            be64(cluster, field::REFCOUNT_TABLE_OFFSET),
+            be32(cluster, field::REFCOUNT_TABLE_CLUSTERS),
+        )?;
+        header.check_l1()?;
+        header.check_snapshots()?;
+        header.bitmaps = header.check_bitmaps(extensions.bitmaps.as_deref())?;
+        Ok(header)
+    }
+
+    fn check_refcount_table(&self, offset: u64, clusters: u32) -> Result<ImageSpan> {
+        let len = u64::from(clusters) << self.cluster_size.shift();
+        if len == 0 {
+            return Err(Error::corrupt("the image has no refcount table"));
+        }
+        if len > REFCOUNT_TABLE_BYTES_MAX.max(self.cluster_size.bytes()) {
+            return Err(Error::corrupt(format!("a refcount table of {clusters} clusters is too large")));
+        }
+        self.table(offset, len, "refcount table")
+    }
+
+    fn check_l1(&self) -> Result<()> {
+        if self.size > 1 << 62 {
+            return Err(Error::corrupt(format!("a disk of {} bytes is too large", self.size)));
+        }
+        let len = u64::from(self.l1_entries) * 8;
+        if len > L1_BYTES_MAX {
+            return Err(Error::corrupt(format!("an L1 table of {} entries is too large", self.l1_entries)));
+        }
+        let needed = self.size.div_ceil(self.l2_reach());
+        if u64::from(self.l1_entries) < needed {
+            return Err(Error::corrupt(format!(
+                "the L1 table has {} entries, a disk of {} bytes needs {needed}",
+                self.l1_entries, self.size
+            )));
+        }
+        if len > 0 {
+            self.table(self.l1_offset.bytes(), len, "L1 table")?;
+        }
+        Ok(())
+    }
+
+    fn check_snapshots(&self) -> Result<()> {
+        if self.snapshot_count > SNAPSHOTS_MAX {
+            return Err(Error::corrupt(format!("{} snapshots are too many", self.snapshot_count)));
+        }
+        if self.snapshot_count > 0 {
+            // The table's length is known only when it is read; 40 bytes is the shortest entry.
+            let len = u64::from(self.snapshot_count) * 40;
+            self.table(self.snapshots_offset.bytes(), len, "snapshot table")?;
+        }
+        Ok(())
+    }
+
+    fn check_bitmaps(&self, extension: Option<&[u8]>) -> Result<Option<BitmapDirectory>> {
+        let Some(bytes) = extension else { return Ok(None) };
+        if bytes.len() < 24 {
+            return Err(Error::corrupt("the bitmaps extension is too short"));
+        }
+        if self.autoclear & autoclear::BITMAPS == 0 {
+            return Ok(None); // left behind by a program that did not keep them up: they mean nothing
+        }
+        let (count, len, offset) = (be32(bytes, 0), be64(bytes, 8), be64(bytes, 16));
+        if count == 0 || count > 65535 || len > u64::from(count) * 2048 {
+            return Err(Error::corrupt("the bitmaps extension has impossible sizes"));
+        }
+        Ok(Some(BitmapDirectory { count, span: self.table(offset, len, "bitmap directory")? }))
+    }
+
+    /// A run of the image that a table may occupy: aligned, behind the header, within the limits.
+    pub(crate) fn table(&self, offset: u64, len: u64, what: &str) -> Result<ImageSpan> {
+        let span = ImageSpan::checked(ImageOffset::new(offset), len);
+        match span {
+            Some(span)
+                if self.cluster_size.aligns(span.start()) && offset != 0 && span.end() <= IMAGE_END =>
+            {
+                Ok(span)
+            }
+            _ => Err(Error::corrupt(format!("the {what} cannot lie at {offset:#x} (length {len:#x})"))),
+        }
+    }
+
+    /// Refuses an image whose tables are not all inside the file.
+    pub fn check_against_len(&self, len: u64) -> Result<()> {
+        let inside = |span: ImageSpan, what: &str| {
+            if span.end().bytes() > len {
+                return Err(Error::corrupt(format!(
+                    "the file is {len} bytes long, but the {what} ends at {}: it was truncated",
+                    span.end().bytes()
+                )));
+            }
+            Ok(())
+        };
+        inside(self.refcount_table.start().span(8), "refcount table")?;
+        inside(self.l1_span(), "L1 table")?;
+        if let Some(bitmaps) = self.bitmaps {
+            inside(bitmaps.span, "bitmap directory")?;
+        }
+        if self.l1_span().overlaps(self.refcount_table) {
+            return Err(Error::corrupt("the L1 table and the refcount table overlap"));
+        }
+        Ok(())
+    }
+
+    /// Bytes of the disk that one L2 table maps.
+    pub(crate) fn l2_reach(&self) -> u64 {
+        (self.cluster_size.bytes() / self.l2_entry_len()) << self.cluster_size.shift()
+    }
+
+    /// Bytes of an L2 entry: 8, or 16 with subclusters.
+    pub(crate) fn l2_entry_len(&self) -> u64 {
+        if self.has_subclusters() { 16 } else { 8 }
+    }
+
+    /// Where the active L1 table lies.
+    pub(crate) fn l1_span(&self) -> ImageSpan {
+        if self.l1_entries == 0 {
+            return ImageOffset::ZERO.span(0);
+        }
+        self.l1_offset.span(u64::from(self.l1_entries) * 8)
+    }
+
+    /// The size of the disk in bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The version: 2 or 3.
+    pub fn version(&self) -> u32 {
+        self.version
+    }
+
+    /// The cluster size.
+    pub fn cluster_size(&self) -> BlockSize {
+        self.cluster_size
+    }
+
+    /// Bits of one refcount.
+    pub fn refcount_bits(&self) -> u32 {
+        1 << self.refcount_order
+    }
+
+    /// Whether L2 entries have subclusters (`extended_l2`).
+    pub fn has_subclusters(&self) -> bool {
+        self.incompatible & incompatible::EXTENDED_L2 != 0
+    }
+
+    /// Whether guest data lies in another file.
+    pub fn has_data_file(&self) -> bool {
+        self.incompatible & incompatible::DATA_FILE != 0
+    }
+
+    /// Whether the other file is a raw image by itself.
+    pub fn data_file_is_raw(&self) -> bool {
+        self.autoclear & autoclear::RAW_EXTERNAL != 0
+    }
+
+    /// Whether the image was not closed by who wrote it last, so that refcounts may be wrong.
+    pub fn is_dirty(&self) -> bool {
+        self.incompatible & incompatible::DIRTY != 0
+    }
+
+    /// Whether somebody found the metadata damaged.
+    pub fn is_corrupt(&self) -> bool {
+        self.incompatible & incompatible::CORRUPT != 0
+    }
+
+    /// Whether refcount updates may be put off.
+    pub fn has_lazy_refcounts(&self) -> bool {
+        self.compatible & compatible::LAZY_REFCOUNTS != 0
+    }
+
+    /// How compressed clusters are compressed.
+    pub fn compression(&self) -> Compression {
+        self.compression
+    }
+
+    /// The name of the backing file as it stands in the image.
+    pub fn backing_file(&self) -> Option<&str> {
+        self.backing_file.as_deref()
+    }
+
+    /// The format of the backing file, if it stands in the image.
+    pub fn backing_format(&self) -> Option<&str> {
+        self.backing_format.as_deref()
+    }
+
+    /// The name of the external data file as it stands in the image.
+    pub fn data_file(&self) -> Option<&str> {
+        self.data_file.as_deref()
+    }
+
+    /// Where the persistent bitmaps are, if there are some that count.
+    pub fn bitmaps(&self) -> Option<BitmapDirectory> {
+        self.bitmaps
+    }
+
+    /// Changes the feature bits in memory.
+    pub(crate) fn set_features(&mut self, incompatible: u64, autoclear: u64) {
+        assert!(self.version >= 3, "version 2 has no feature bits");
+        self.incompatible = incompatible;
+        self.autoclear = autoclear;
+        put64(&mut self.sector, field::INCOMPATIBLE, incompatible);
+        put64(&mut self.sector, field::AUTOCLEAR, autoclear);
+    }
+
+    /// Changes in memory where the refcount table lies.
+    pub(crate) fn set_refcount_table(&mut self, table: ImageSpan) {
+        self.refcount_table = table;
+        let clusters = self.cluster_size.count_for(table.len());
+        put64(&mut self.sector, field::REFCOUNT_TABLE_OFFSET, table.start().bytes());
+        put32(
+            &mut self.sector,
+            field::REFCOUNT_TABLE_CLUSTERS,
+            u32::try_from(clusters).expect("a refcount table is at most 8 MiB"),
+        );
+    }
+
+    /// The first sector as it is to be on the medium.
+    pub(crate) fn first_sector(&self) -> Buffer {
+        Buffer::copy_of(&self.sector)
+    }
+}
+
+#[derive(Default)]
+struct Extensions {
+    backing_format: Option<String>,
+    data_file: Option<String>,
+    bitmaps: Option<Vec<u8>>,
+    has_encryption: bool,
+    feature_names: Vec<u8>,
+}
+
+impl Extensions {
+    fn parse(cluster: &[u8], start: usize, end: usize) -> Result<Self> {
+        let mut found = Self::default();
+        let mut at = start;
+        while at + 8 <= end {
+            let (kind, len) = (be32(cluster, at), be32(cluster, at + 4) as usize);
+            if kind == extension::END {
+                break;
+            }
+            at += 8;
+            let body = at
+                .checked_add(len)
+                .filter(|body_end| *body_end <= end)
+                .map(|body_end| &cluster[at..body_end])
+                .ok_or_else(|| {
+                    Error::corrupt(format!("header extension {kind:#x} is longer than its room"))
+                })?;
+            match kind {
+                extension::BACKING_FORMAT => found.backing_format = Some(text(body, "backing format")?),
+                extension::DATA_FILE => found.data_file = Some(text(body, "data file name")?),
+                extension::BITMAPS => found.bitmaps = Some(body.to_vec()),
+                extension::ENCRYPTION => found.has_encryption = true,
+                extension::FEATURE_NAMES => found.feature_names = body.to_vec(),
+                _ => {} // kept, because header changes leave it where it is
+            }
+            at += len.next_multiple_of(8);
+        }
+        Ok(found)
+    }
+}
+
+fn text(bytes: &[u8], what: &str) -> Result<String> {
+    let bytes = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
+    String::from_utf8(bytes.to_vec()).map_err(|_| Error::corrupt(format!("the {what} is not UTF-8")))
+}
+
+fn refuse_unknown_features(bits: u64, names: &[u8]) -> Result<()> {
+    let unknown = bits & !incompatible::KNOWN;
+    if unknown == 0 {
+        return Ok(());
+    }
+    let name_of = |bit: u32| {
+        names
+            .chunks_exact(FEATURE_NAME_LEN)
+            .find(|row| row[0] == 0 && u32::from(row[1]) == bit)
+            .and_then(|row| text(&row[2..], "feature name").ok())
+            .filter(|name| !name.is_empty())
+            .unwrap_or_else(|| format!("unknown incompatible feature, bit {bit}"))
+    };
+    let list: Vec<String> = (0..64).filter(|bit| unknown >> bit & 1 == 1).map(name_of).collect();
+    Err(Error::new(
+        ErrorKind::Unsupported,
+        format!("the image needs features that this program does not have: {}", list.join(", ")),
+    ))
+}

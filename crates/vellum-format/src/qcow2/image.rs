@@ -1,0 +1,490 @@
+//! The open image: what is in memory of it, who may change what, and how a page gets here.
+//!
+//! ```text
+//!   guest cluster ──► L1 entry (atomic) ──► page of an L2 table (atomic words) ──► Units ──► host cluster
+//!                          │                      │
+//!                          │ none: everything     │ not in memory: loaded once, whoever asks first
+//!                          ▼ is in the disk below ▼
+//! ```
+//!
+//! Locks, in the order in which they may be held together; none is held across I/O except the keyed ones, which are
+//! made for that and of which a task holds one at a time:
+//!
+//! 1. claims on guest clusters (`claims.rs`), ascending;
+//! 2. the table lock of an L1 index: making or copying an L2 table;
+//! 3. the load lock of a page;
+//! 4. short in-memory locks: refcounts, a page's state, the lists of dirty pages and freed clusters.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use arc_swap::Guard;
+use vellum_core::{
+    BlockSize, Buffer, Context, Error, ErrorKind, Geometry, GuestCluster, GuestOffset, GuestSpan,
+    ImageCluster, ImageOffset, ImageSpan, Result, SharedDisk, SharedStorage,
+};
+
+use super::claims::Claims;
+use super::commit::Commits;
+use super::compressed::Decompressor;
+use super::entry::{ClusterState, Entries, Words};
+use super::epochs::Epochs;
+use super::header::Header;
+use super::keyed::KeyedLocks;
+use super::layout::{COPIED, L1_RESERVED, OFFSET_MASK};
+use super::pages::{Evicted, Page, Pages, SetFull, WasClean};
+use super::refcount::{RefcountPage, Refcounts, Run, Stop};
+
+/// When this many pages of refcounts are dirty, the next writer commits.
+const REFCOUNT_PAGES_DIRTY_MAX: usize = 512;
+
+/// An open qcow2 image.
+pub struct Qcow2 {
+    pub(crate) name: String,
+    pub(crate) header: Mutex<Header>,
+    pub(crate) geometry: Geometry,
+    pub(crate) cluster: BlockSize,
+    pub(crate) entries: Entries,
+    /// The image file, as the way for metadata.
+    pub(crate) metadata: SharedStorage,
+    /// Where guest data lies: the image file again, or the external data file.
+    pub(crate) data: SharedStorage,
+    pub(crate) has_data_file: bool,
+    pub(crate) below: Option<SharedDisk>,
+    pub(crate) l1: L1,
+    pub(crate) pages: Pages,
+    pub(crate) page_bytes: usize,
+    pub(crate) loads: KeyedLocks,
+    pub(crate) tables: KeyedLocks,
+    pub(crate) refcount_loads: KeyedLocks,
+    pub(crate) claims: Claims,
+    pub(crate) epochs: Epochs,
+    /// Nothing when the image is open for reading.
+    pub(crate) refcounts: Option<Mutex<Refcounts>>,
+    pub(crate) dirty: Mutex<HashMap<u64, Arc<Page>>>,
+    pub(crate) dirty_max: usize,
+    pub(crate) commits: Commits,
+    pub(crate) decompressor: Decompressor,
+    pub(crate) marked: async_lock::Mutex<bool>,
+    pub(crate) is_marked: AtomicBool,
+    pub(crate) state: State,
+}
+
+/// The L1 table, all of it in memory.
+pub(crate) struct L1 {
+    pub(crate) at: ImageOffset,
+    pub(crate) entries: Box<[AtomicU64]>,
+    /// Indexes of entries that were changed and not yet written.
+    pub(crate) dirty: Mutex<BTreeSet<usize>>,
+}
+
+/// Whether the image still takes requests.
+#[derive(Default)]
+pub(crate) struct State {
+    closed: AtomicBool,
+    stopped: Mutex<Option<Error>>,
+    is_stopped: AtomicBool,
+}
+
+impl State {
+    /// Refuses what comes after `close`.
+    pub(crate) fn check_open(&self) -> Result<()> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Closed, "the disk is closed"));
+        }
+        Ok(())
+    }
+
+    /// Refuses changes once something happened after which the medium cannot be trusted.
+    pub(crate) fn check_stopped(&self) -> Result<()> {
+        if self.is_stopped.load(Ordering::Acquire) {
+            let stopped = self.stopped.lock().unwrap_or_else(PoisonError::into_inner);
+            return Err(stopped.clone().expect("set before the flag"));
+        }
+        Ok(())
+    }
+
+    /// From now on no change is accepted, for this reason. The first reason stays.
+    pub(crate) fn stop(&self, why: Error) {
+        let mut stopped = self.stopped.lock().unwrap_or_else(PoisonError::into_inner);
+        stopped.get_or_insert(why);
+        self.is_stopped.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn close(&self) -> bool {
+        !self.closed.swap(true, Ordering::AcqRel)
+    }
+}
+
+/// Where a guest cluster's entry is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Slot {
+    pub(crate) l1_index: usize,
+    pub(crate) page: u64,
+    pub(crate) index: usize,
+}
+
+/// The mapping needs a page that is not in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Missing(pub(crate) u64);
+
+impl Qcow2 {
+    /// Checks that the request is inside the disk and the disk still open.
+    pub(crate) fn check(&self, span: Option<GuestSpan>) -> Result<GuestSpan> {
+        self.state.check_open()?;
+        let span = span.ok_or_else(|| Error::invalid("the request passes 2^64"))?;
+        if span.end().bytes() > self.geometry.size {
+            return Err(Error::invalid(format!(
+                "the request {span} passes the end of the disk at {:#x}",
+                self.geometry.size
+            )));
+        }
+        Ok(span)
+    }
+
+    /// Checks that a change is allowed.
+    pub(crate) fn check_change(&self, span: Option<GuestSpan>) -> Result<GuestSpan> {
+        let span = self.check(span)?;
+        if self.geometry.read_only {
+            return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open for reading only", self.name)));
+        }
+        self.state.check_stopped()?;
+        Ok(span)
+    }
+
+    pub(crate) fn entries_per_page(&self) -> u64 {
+        self.page_bytes as u64 / self.entry_bytes()
+    }
+
+    fn entry_bytes(&self) -> u64 {
+        if self.entries.units() > 1 { 16 } else { 8 }
+    }
+
+    fn pages_per_table(&self) -> u64 {
+        self.cluster.bytes() / self.page_bytes as u64
+    }
+
+    /// Where the entry of a guest cluster is.
+    pub(crate) fn slot(&self, cluster: GuestCluster) -> Slot {
+        let per_page = self.entries_per_page();
+        let page = cluster.index() / per_page;
+        Slot {
+            l1_index: usize::try_from(page / self.pages_per_table()).expect("an L1 table fits memory"),
+            page,
+            index: usize::try_from(cluster.index() % per_page).expect("a page is small"),
+        }
+    }
+
+    /// The part of the run that lies in its first cluster, and the rest.
+    pub(crate) fn first_part(&self, span: GuestSpan) -> (GuestSpan, GuestSpan) {
+        span.split_at(self.cluster.bytes() - self.cluster.within(span.start()))
+    }
+
+    fn l1_entry(&self, index: usize) -> u64 {
+        self.l1.entries.get(index).map_or(0, |entry| entry.load(Ordering::Acquire))
+    }
+
+    /// What a guest cluster is made of, from memory alone. Waits for nobody and holds nothing.
+    pub(crate) fn lookup(&self, cluster: GuestCluster) -> Result<Result<ClusterState, Missing>> {
+        let slot = self.slot(cluster);
+        if self.l1_entry(slot.l1_index) & OFFSET_MASK == 0 {
+            return Ok(Ok(ClusterState::Plain(Default::default())));
+        }
+        match self.pages.get(slot.page) {
+            Some(page) => {
+                let page = page.as_ref().expect("a found page is there");
+                self.decode(cluster, page.entry(slot.index)).map(Ok)
+            }
+            None => Ok(Err(Missing(slot.page))),
+        }
+    }
+
+    pub(crate) fn decode(&self, cluster: GuestCluster, words: Words) -> Result<ClusterState> {
+        self.entries.decode(words).context(|| {
+            let at = self.cluster.start_of(cluster);
+            format!("{}: the mapping of the disk at {at} is damaged: run `vellum check`", self.name)
+        })
+    }
+
+    /// What a guest cluster is made of, loading the page if need be.
+    pub(crate) async fn look(&self, cluster: GuestCluster) -> Result<ClusterState> {
+        loop {
+            match self.lookup(cluster)? {
+                Ok(state) => return Ok(state),
+                Err(Missing(page)) => self.load(page).await?,
+            }
+        }
+    }
+
+    /// Where a page lies now, if its table exists.
+    pub(crate) fn page_place(&self, page: u64) -> Result<Option<ImageSpan>> {
+        let index = usize::try_from(page / self.pages_per_table()).expect("an L1 table fits memory");
+        let entry = self.l1_entry(index);
+        let table = ImageOffset::new(entry & OFFSET_MASK);
+        if table.bytes() == 0 {
+            return Ok(None);
+        }
+        if entry & L1_RESERVED != 0 || !self.cluster.aligns(table) {
+            return Err(Error::corrupt(format!(
+                "{}: entry {index} of the L1 table is impossible ({entry:#x}): run `vellum check`",
+                self.name
+            )));
+        }
+        let at = table + (page % self.pages_per_table()) * self.page_bytes as u64;
+        Ok(Some(at.span(self.page_bytes as u64)))
+    }
+
+    /// Brings a page into memory, unless it is there or has no table.
+    pub(crate) async fn load(&self, number: u64) -> Result<()> {
+        loop {
+            {
+                let _loading = self.loads.lock(number).await;
+                if self.pages.get(number).is_some() {
+                    return Ok(());
+                }
+                let Some(place) = self.page_place(number)? else { return Ok(()) };
+                let page = self.read_page(number, place).await?;
+                if self.pages.insert(page) == Ok(()) {
+                    return Ok(());
+                }
+            }
+            self.commit().await?; // every page of the set is dirty: write them, then there is room
+        }
+    }
+
+    async fn read_page(&self, number: u64, place: ImageSpan) -> Result<Arc<Page>> {
+        if place.end().bytes() > self.metadata.len().next_multiple_of(self.cluster.bytes()) {
+            return Err(Error::corrupt(format!(
+                "{}: an L2 table lies at {}, past the end of the file: it was truncated",
+                self.name,
+                place.start()
+            )));
+        }
+        let buffer = Buffer::for_overwrite(self.page_bytes);
+        let buffer = self
+            .metadata
+            .read(place.start(), buffer)
+            .await
+            .context(|| format!("{}: can't read the L2 table at {}", self.name, place.start()))?;
+        let page = Page::from_bytes(number, buffer.slice(), self.entries.words());
+        if self.refcounts.is_some() {
+            self.refuse_overlaps(&page, place)?;
+        }
+        Ok(page)
+    }
+
+    /// A page that was read must not send guest writes into the image's own metadata.
+    fn refuse_overlaps(&self, page: &Page, place: ImageSpan) -> Result<()> {
+        if self.has_data_file {
+            return Ok(());
+        }
+        let refcounts = self.refcounts();
+        for index in 0..page.entries() {
+            let words = page.entry(index);
+            let Ok(ClusterState::Plain(units)) = self.entries.decode(words) else { continue };
+            if let Some(host) = units.host.filter(|host| refcounts.is_metadata(*host)) {
+                return Err(Error::corrupt(format!(
+                    "{}: an entry of the L2 table at {} points to metadata at {host}: run `vellum check`",
+                    self.name,
+                    place.start()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// The page in memory, loaded if need be; its table must exist.
+    async fn page(&self, number: u64) -> Result<Guard<Option<Arc<Page>>>> {
+        loop {
+            if let Some(page) = self.pages.get(number) {
+                return Ok(page);
+            }
+            self.load(number).await?;
+        }
+    }
+
+    /// Replaces the entry of a guest cluster by what `change` makes of its state, and gives the state before. The L2
+    /// table must exist and be this image's own ([`Qcow2::own_table`]). From here on readers see the new entry; it is
+    /// on the medium after the next commit.
+    pub(crate) async fn publish(
+        &self,
+        cluster: GuestCluster,
+        change: impl Fn(ClusterState) -> ClusterState,
+    ) -> Result<ClusterState> {
+        let slot = self.slot(cluster);
+        loop {
+            let page = self.page(slot.page).await?;
+            let page = page.as_ref().expect("a found page is there");
+            let mut before = None;
+            let updated = page.update(slot.index, |words| {
+                let state = self.decode(cluster, words)?;
+                before = Some(state);
+                match change(state) {
+                    ClusterState::Plain(units) => Ok(self.entries.encode(units)),
+                    ClusterState::Compressed(_) => Ok(words),
+                }
+            });
+            match updated {
+                Err(Evicted) => continue,
+                Ok(Err(error)) => return Err(error),
+                Ok(Ok((_, became_dirty))) => {
+                    self.list_dirty(page, became_dirty);
+                    return Ok(before.expect("the change was asked"));
+                }
+            }
+        }
+    }
+
+    pub(crate) fn list_dirty(&self, page: &Arc<Page>, WasClean(was_clean): WasClean) {
+        if was_clean {
+            lock(&self.dirty).insert(page.number(), page.clone());
+        }
+    }
+
+    /// Whether so much metadata waits to be written that the next writer should see to it.
+    pub(crate) fn has_much_dirty(&self) -> bool {
+        lock(&self.dirty).len() >= self.dirty_max
+            || self.refcounts().dirty_pages() >= REFCOUNT_PAGES_DIRTY_MAX
+    }
+
+    /// Bytes of the disk that one L2 table maps.
+    pub(crate) fn l2_reach(&self) -> BlockSize {
+        let entries = self.entries_per_page() * self.pages_per_table();
+        BlockSize::from_shift(self.cluster.shift() + entries.trailing_zeros())
+    }
+
+    /// Whether there is an L2 table for the guest cluster.
+    pub(crate) fn has_table(&self, cluster: GuestCluster) -> bool {
+        self.l1_entry(self.slot(cluster).l1_index) & OFFSET_MASK != 0
+    }
+
+    /// Whether the external data file must read as the disk does.
+    pub(crate) fn data_file_is_raw(&self) -> bool {
+        self.has_data_file && lock(&self.header).data_file_is_raw()
+    }
+
+    /// Makes sure that the L2 table of a guest cluster exists and belongs to the active disk alone, so that its entries
+    /// may be changed.
+    pub(crate) async fn own_table(&self, cluster: GuestCluster) -> Result<()> {
+        let slot = self.slot(cluster);
+        if self.l1_entry(slot.l1_index) & COPIED != 0 {
+            return Ok(());
+        }
+        let _making = self.tables.lock(slot.l1_index as u64).await;
+        let entry = self.l1_entry(slot.l1_index);
+        if entry & COPIED != 0 {
+            return Ok(());
+        }
+        let old = ImageOffset::new(entry & OFFSET_MASK);
+        let run = self.allocate(1).await?;
+        let new = self.cluster.start_of(ImageCluster::new(run.first));
+        let table = new.span(self.cluster.bytes());
+        match self.fill_table(old, table, run.zeroed).await {
+            Ok(()) => {}
+            Err(error) => {
+                self.give_back(run).await;
+                return Err(error);
+            }
+        }
+        self.refcounts().note_metadata(table);
+        // Published: readers find the table. It is on the medium before the L1 entry is (commit.rs).
+        self.l1.entries[slot.l1_index].store(new.bytes() | COPIED, Ordering::Release);
+        lock(&self.l1.dirty).insert(slot.l1_index);
+        if old.bytes() != 0 {
+            self.free(old.span(self.cluster.bytes()));
+        } else {
+            self.insert_empty(slot.page).await;
+        }
+        Ok(())
+    }
+
+    /// Gives a new L2 table its first content on the storage: zeros, or the table it replaces.
+    async fn fill_table(&self, old: ImageOffset, table: ImageSpan, zeroed: bool) -> Result<()> {
+        let context = || format!("{}: can't write a new L2 table at {}", self.name, table.start());
+        if old.bytes() != 0 {
+            let len = usize::try_from(table.len()).expect("a cluster fits memory");
+            let content = self.metadata.read(old, Buffer::for_overwrite(len)).await.context(context)?;
+            self.metadata.write(table.start(), content).await.context(context)?;
+        } else if !zeroed {
+            self.metadata.write_zeroes(table, vellum_core::Zeroes::Allocated).await.context(context)?;
+        }
+        Ok(())
+    }
+
+    /// Saves reading back a page of a table that was just made. If it does not fit, it will be read after all.
+    async fn insert_empty(&self, number: u64) {
+        let _loading = self.loads.lock(number).await;
+        if self.pages.get(number).is_none() {
+            let page = Page::empty(number, self.page_bytes, self.entries.words());
+            let _: Result<(), SetFull> = self.pages.insert(page);
+        }
+    }
+
+    /// The refcounts, for a moment. Panics when the image is open for reading.
+    pub(crate) fn refcounts(&self) -> MutexGuard<'_, Refcounts> {
+        lock(self.refcounts.as_ref().expect("only a writer asks"))
+    }
+
+    /// Runs an operation on the refcounts, loading the pages it asks for.
+    pub(crate) async fn with_refcounts<T>(
+        &self,
+        mut operation: impl FnMut(&mut Refcounts) -> Result<T, Stop>,
+    ) -> Result<T> {
+        loop {
+            let stop = match operation(&mut self.refcounts()) {
+                Ok(value) => return Ok(value),
+                Err(stop) => stop,
+            };
+            match stop {
+                Stop::Load(page) => self.load_refcounts(page).await?,
+                Stop::Failed(error) => {
+                    return Err(error.context(format!("{}: can't allocate space", self.name)));
+                }
+            }
+        }
+    }
+
+    async fn load_refcounts(&self, page: RefcountPage) -> Result<()> {
+        let _loading = self.refcount_loads.lock(page.number).await;
+        let len = usize::try_from(page.span.len()).expect("a page is small");
+        let buffer = self
+            .metadata
+            .read(page.span.start(), Buffer::for_overwrite(len))
+            .await
+            .context(|| format!("{}: can't read the refcounts at {}", self.name, page.span.start()))?;
+        self.refcounts().loaded(page, buffer.slice().to_vec());
+        Ok(())
+    }
+
+    /// Allocates up to `want` neighbouring clusters.
+    pub(crate) async fn allocate(&self, want: u64) -> Result<Run> {
+        self.with_refcounts(|refcounts| refcounts.allocate(want)).await
+    }
+
+    /// Gives back clusters that no metadata ever named and no host write is still on its way to.
+    pub(crate) async fn give_back(&self, run: Run) {
+        for cluster in run.first..run.first + run.count {
+            let released = self.with_refcounts(|refcounts| refcounts.release(cluster, false)).await;
+            if let Err(error) = released {
+                self.state.stop(error); // the cluster is lost until the image is opened anew and repaired
+            }
+        }
+    }
+
+    /// Notes that the active disk no longer uses these bytes of the image. They are given back once that is so on the
+    /// medium too and nobody is still reading them.
+    pub(crate) fn free(&self, span: ImageSpan) {
+        self.commits.note_free(span);
+    }
+
+    /// The first byte of the guest cluster.
+    pub(crate) fn start(&self, cluster: GuestCluster) -> GuestOffset {
+        self.cluster.start_of(cluster)
+    }
+}
+
+/// Locks a mutex; a panic elsewhere while it was held does not matter, as nothing is left half done under it.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,41 @@
+//! Where the bytes of the disk are, for whoever asks: block status, conversion, the layers above.
+
+use vellum_core::{Extent, GuestSpan, Place, Result};
+
+use super::image::{Missing, Qcow2};
+use super::read::{Origin, Parts};
+
+/// An answer stops early after this many extents.
+const EXTENTS_MAX: usize = 1024;
+/// The mapping is looked at in runs of this many clusters.
+const CLUSTERS_AT_ONCE: u64 = 512;
+
+impl Qcow2 {
+    pub(crate) async fn map_span(&self, span: GuestSpan) -> Result<Vec<Extent>> {
+        let mut parts = Parts::new();
+        let mut rest = span;
+        while !rest.is_empty() && parts.len() < EXTENTS_MAX {
+            let (now, later) = rest.split_at(CLUSTERS_AT_ONCE << self.cluster.shift());
+            rest = match self.cut(now, &mut parts)? {
+                Ok(()) => later,
+                Err((from, Missing(page))) => {
+                    self.load(page).await?;
+                    GuestSpan::between(from.start(), rest.end())
+                }
+            };
+        }
+        let mut at = span.start();
+        let extents = parts.into_iter().map(|part| {
+            let span = at.span(part.len);
+            at = span.end();
+            let place = match part.from {
+                Origin::Zero { allocated } => Place::Zero { allocated },
+                Origin::Host(at) => Place::Data { storage: self.data.clone(), at },
+                Origin::Below => Place::Below,
+                Origin::Compressed { .. } => Place::Compressed,
+            };
+            Extent { span, place }
+        });
+        Ok(extents.collect())
+    }
+}

@@ -1,0 +1,115 @@
+//! qcow2, versions 2 and 3: the format of QEMU's copy-on-write images, read and written.
+//!
+//! Nouns name what is on disk, verbs what a request does:
+//!
+//! | on disk | |
+//! |---|---|
+//! | [`layout`] | bytes, offsets, bits |
+//! | [`header`] | the header, checked once |
+//! | [`entry`] | L2 entries and the one shape they are seen in |
+//! | [`pages`] | the mapping in memory, read without a lock |
+//! | [`refcount`] | what is in use, and the allocator |
+//! | [`snapshot`] | internal snapshots |
+//! | [`compressed`] | compressed clusters |
+//!
+//! | what is done | |
+//! |---|---|
+//! | [`open`], [`create`] | and what is believed of an image |
+//! | [`read`], [`write`] with [`plan`], [`zero`], [`map`] | requests |
+//! | [`commit`] | the order in which metadata reaches the medium; all of it |
+//! | [`check`] | everything an image claims, compared; and repaired |
+//! | [`claims`], [`epochs`], [`keyed`] | who may change, who may still be looking, who loads |
+//!
+//! Source: QEMU's `docs/interop/qcow2.rst`. Left out for now: encryption, keeping bitmaps up (the autoclear bit is
+//! cleared before the first change, as the specification wants), making and deleting internal snapshots.
+
+pub mod check;
+mod claims;
+mod commit;
+mod compressed;
+pub mod create;
+mod entry;
+mod epochs;
+pub mod header;
+mod image;
+mod keyed;
+mod layout;
+mod map;
+pub mod open;
+mod pages;
+mod plan;
+mod read;
+mod refcount;
+pub mod snapshot;
+mod write;
+mod zero;
+
+use vellum_core::{
+    Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags,
+    ZeroFlags,
+};
+
+pub use create::{CreateOptions, Preallocation, create};
+pub use header::{Compression, Header};
+pub use image::Qcow2;
+pub use open::{Files, OpenOptions};
+pub use snapshot::Snapshot;
+
+impl Disk for Qcow2 {
+    fn geometry(&self) -> Geometry {
+        self.geometry.clone()
+    }
+
+    fn below(&self) -> Option<SharedDisk> {
+        self.below.clone()
+    }
+
+    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        Box::pin(async move {
+            let span = self.check(GuestSpan::checked(at, buffer.len() as u64))?;
+            self.read_span(span, buffer).await
+        })
+    }
+
+    fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let span = self.check_change(GuestSpan::checked(at, data.len() as u64))?;
+            self.write_span(span, data).await?;
+            if flags.fua { self.make_durable().await } else { Ok(()) }
+        })
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.state.check_open()?;
+            if self.geometry.read_only { Ok(()) } else { self.make_durable().await }
+        })
+    }
+
+    fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let span = self.check_change(Some(span))?;
+            self.zero_span(span, flags).await?;
+            if flags.fua { self.make_durable().await } else { Ok(()) }
+        })
+    }
+
+    fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let span = self.check_change(Some(span))?;
+            self.discard_span(span).await?;
+            if flags.fua { self.make_durable().await } else { Ok(()) }
+        })
+    }
+
+    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        Box::pin(async move {
+            let span = self.check(Some(span))?;
+            self.map_span(span).await
+        })
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.close_image())
+    }
+}

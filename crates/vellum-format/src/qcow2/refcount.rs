@@ -1,0 +1,528 @@
+//! Which clusters of the image are in use, and which one is next: refcounts in memory, and the allocator on them.
+//!
+//! ```text
+//!   refcount table ──► block 0 ──► refcounts of clusters 0 … n-1        a block is one cluster of refcounts,
+//!   (all in memory)    block 1 ──► refcounts of clusters n … 2n-1       held here in pages of up to 4 KiB
+//! ```
+//!
+//! Everything here is decided in memory, under one short lock that is never held across I/O. An operation that needs a
+//! page that is not in memory says so ([`Stop::Load`]); the caller loads it and asks again.
+//!
+//! 1. A cluster is handed out only when its refcount is zero in memory; it is one from then on.
+//! 2. A refcount is lowered only after the metadata that named the cluster no longer does so on the medium, and nobody
+//!    can be using it (the caller's duty: see `commit.rs`, `epochs.rs`). So "zero in memory" always means "may be used".
+//! 3. All clusters below `cursor` have a refcount above zero, or lie on a page that says so itself.
+//! 4. A new block lies in the first cluster that it counts, so that it needs no other block. When the table itself is
+//!    full, the new blocks and the new table lie together behind everything else.
+//! 5. A cluster known to hold metadata is never handed out, whatever its refcount: then the image is corrupt.
+
+use std::collections::{BTreeSet, HashMap};
+
+use roaring::RoaringTreemap;
+use vellum_core::{BlockSize, Error, ErrorKind, ImageOffset, ImageSpan, Result};
+
+use super::header::Header;
+use super::layout::{METADATA_PAGE, REFCOUNT_TABLE_BYTES_MAX, be64, put64};
+
+/// Why an operation could not be done now.
+#[derive(Debug)]
+pub(crate) enum Stop {
+    /// This page must be brought into memory first.
+    Load(RefcountPage),
+    /// It cannot be done.
+    Failed(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// A page of refcounts that is not in memory, and where it lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RefcountPage {
+    pub(crate) number: u64,
+    pub(crate) span: ImageSpan,
+}
+
+/// Neighbouring clusters that were handed out together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Run {
+    /// Index of the first cluster.
+    pub(crate) first: u64,
+    /// How many.
+    pub(crate) count: u64,
+    /// They read as zero until somebody writes.
+    pub(crate) zeroed: bool,
+}
+
+/// What a commit must write of the refcounts.
+#[derive(Debug, Default)]
+pub(crate) struct SealedRefcounts {
+    /// Pages of blocks: number, place, bytes.
+    pub(crate) pages: Vec<(u64, ImageOffset, Vec<u8>)>,
+    /// Parts of the table, to be written after the pages are durable.
+    pub(crate) table: Vec<(ImageOffset, Vec<u8>)>,
+    /// The table has moved: all of it is written with the pages, and the header must name this place afterwards.
+    pub(crate) moved_to: Option<ImageSpan>,
+    /// Where the table was before; free once the header names the new place.
+    pub(crate) old_tables: Vec<ImageSpan>,
+}
+
+struct Page {
+    bytes: Vec<u8>,
+    dirty: bool,
+    writing: bool,
+    /// No refcount before this index is zero.
+    free_from: u64,
+}
+
+/// The refcounts of an image that is open for writing.
+pub(crate) struct Refcounts {
+    cluster: BlockSize,
+    order: u32,
+    page_len: u64,
+    /// Image offsets of the blocks; 0 where there is none.
+    table: Vec<u64>,
+    table_at: ImageSpan,
+    table_dirty: BTreeSet<usize>,
+    moved: bool,
+    old_tables: Vec<ImageSpan>,
+    pages: HashMap<u64, Page>,
+    pages_max: usize,
+    /// How many pages are dirty.
+    dirty: usize,
+    cursor: u64,
+    /// The storage reads as zero from this cluster on: nobody ever wrote there.
+    frontier: u64,
+    /// Free clusters below the frontier that read as zero because they were punched.
+    punched: RoaringTreemap,
+    metadata: RoaringTreemap,
+    /// The storage ends before this cluster and cannot grow.
+    end: Option<u64>,
+}
+
+/// Entries of the table that are written together.
+const TABLE_CHUNK: usize = 512;
+
+impl Refcounts {
+    /// The refcounts of an image whose table has been read.
+    pub(crate) fn new(
+        header: &Header,
+        table: &[u8],
+        storage_len: u64,
+        may_grow: bool,
+        grows_zeroed: bool,
+    ) -> Self {
+        let cluster = header.cluster_size();
+        let mut new = Self {
+            cluster,
+            order: header.refcount_order,
+            page_len: METADATA_PAGE.min(cluster).bytes(),
+            table: table.chunks_exact(8).map(|entry| be64(entry, 0)).collect(),
+            table_at: header.refcount_table,
+            table_dirty: BTreeSet::new(),
+            moved: false,
+            old_tables: Vec::new(),
+            pages: HashMap::new(),
+            pages_max: 1024,
+            dirty: 0,
+            cursor: 0,
+            frontier: if may_grow && grows_zeroed { cluster.count_for(storage_len) } else { u64::MAX },
+            punched: RoaringTreemap::new(),
+            metadata: RoaringTreemap::new(),
+            end: (!may_grow).then(|| storage_len >> cluster.shift()),
+        };
+        new.note_metadata(ImageOffset::ZERO.span(1));
+        new.note_metadata(header.refcount_table);
+        for index in 0..new.table.len() {
+            if new.table[index] != 0 {
+                new.note_metadata(ImageOffset::new(new.table[index]).span(1));
+            }
+        }
+        new
+    }
+
+    /// Refuses a table that points where no block can be.
+    pub(crate) fn check_table(&self) -> Result<()> {
+        let mut seen = RoaringTreemap::new();
+        for (index, at) in self.table.iter().enumerate().filter(|(_, at)| **at != 0) {
+            let at = ImageOffset::new(*at);
+            if !self.cluster.aligns(at)
+                || at.bytes() >> 56 != 0
+                || !seen.insert(self.cluster.cluster_of(at).index())
+            {
+                return Err(Error::corrupt(format!(
+                    "entry {index} of the refcount table is impossible ({at}): run `vellum check -r all`"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Remembers that the run holds metadata.
+    pub(crate) fn note_metadata(&mut self, span: ImageSpan) {
+        for cluster in self.cluster.clusters_in(span) {
+            self.metadata.insert(cluster.index());
+        }
+    }
+
+    /// Whether the cluster is known to hold metadata.
+    pub(crate) fn is_metadata(&self, at: ImageOffset) -> bool {
+        self.metadata.contains(self.cluster.cluster_of(at).index())
+    }
+
+    fn per_page(&self) -> u64 {
+        (self.page_len * 8) >> self.order
+    }
+
+    fn per_block(&self) -> u64 {
+        (self.cluster.bytes() * 8) >> self.order
+    }
+
+    fn block_of(&self, cluster: u64) -> usize {
+        usize::try_from(cluster / self.per_block()).unwrap_or(usize::MAX)
+    }
+
+    /// Where the page lies, if its block exists.
+    fn place(&self, page: u64) -> Option<ImageOffset> {
+        let pages_per_block = self.cluster.bytes() / self.page_len;
+        let block = usize::try_from(page / pages_per_block).ok()?;
+        let at = self.table.get(block).copied().filter(|at| *at != 0)?;
+        Some(ImageOffset::new(at) + (page % pages_per_block) * self.page_len)
+    }
+
+    fn page(&mut self, cluster: u64) -> Result<&mut Page, Stop> {
+        let number = cluster / self.per_page();
+        let place = self.place(number);
+        match (self.pages.contains_key(&number), place) {
+            (true, _) => Ok(self.pages.get_mut(&number).expect("it is there")),
+            (false, Some(at)) => Err(Stop::Load(RefcountPage { number, span: at.span(self.page_len) })),
+            (false, None) => {
+                let at = cluster << self.cluster.shift();
+                Err(Error::corrupt(format!("cluster {at:#x} is in use but has no refcount")).into())
+            }
+        }
+    }
+
+    /// Brings a page into memory; the caller has read it and is the only one loading it.
+    pub(crate) fn loaded(&mut self, page: RefcountPage, bytes: Vec<u8>) {
+        // Between asking and now the block cannot have moved, but a fresh one may have been put in its place.
+        if self.place(page.number) != Some(page.span.start()) || self.pages.contains_key(&page.number) {
+            return;
+        }
+        self.make_room();
+        self.pages.insert(page.number, Page { bytes, dirty: false, writing: false, free_from: 0 });
+    }
+
+    fn make_room(&mut self) {
+        if self.pages.len() < self.pages_max {
+            return;
+        }
+        // Which page goes hardly matters: pages are read again in microseconds, and allocation moves on.
+        let near = self.cursor / self.per_page();
+        let far = |number: &u64| number.abs_diff(near);
+        let victim = self
+            .pages
+            .iter()
+            .filter(|(_, page)| !page.dirty && !page.writing)
+            .map(|(n, _)| *n)
+            .max_by_key(far);
+        if let Some(victim) = victim {
+            self.pages.remove(&victim);
+        }
+    }
+
+    /// How many pages wait to be written.
+    pub(crate) fn dirty_pages(&self) -> usize {
+        self.dirty
+    }
+
+    /// The refcount of a cluster.
+    pub(crate) fn get(&mut self, cluster: u64) -> Result<u64, Stop> {
+        if self.table.get(self.block_of(cluster)).is_none_or(|at| *at == 0) {
+            return Ok(0);
+        }
+        let (order, index) = (self.order, cluster % self.per_page());
+        Ok(read(&self.page(cluster)?.bytes, order, index))
+    }
+
+    /// Hands out up to `want` neighbouring clusters, at least one.
+    pub(crate) fn allocate(&mut self, want: u64) -> Result<Run, Stop> {
+        let mut at = self.cursor;
+        loop {
+            if self.end.is_some_and(|end| at >= end) {
+                return Err(full("the image's storage is full and cannot grow").into());
+            }
+            let block = self.block_of(at);
+            if self.table.get(block).is_none_or(|entry| *entry == 0) {
+                self.add_block(block)?;
+                continue;
+            }
+            let (order, per_page) = (self.order, self.per_page());
+            let page_start = at - at % per_page;
+            let page = self.page(at)?;
+            let from = (at - page_start).max(page.free_from);
+            let Some(index) = (from..per_page).find(|index| read(&page.bytes, order, *index) == 0) else {
+                if from == page.free_from {
+                    page.free_from = per_page;
+                }
+                at = page_start + per_page;
+                continue;
+            };
+            if from == page.free_from {
+                page.free_from = index;
+            }
+            let first = page_start + index;
+            if self.end.is_some_and(|end| first >= end) {
+                at = first;
+                continue;
+            }
+            return self.take(first, want);
+        }
+    }
+
+    /// Takes the free cluster `first` and up to `want - 1` free neighbours on the same page that are like it.
+    fn take(&mut self, first: u64, want: u64) -> Result<Run, Stop> {
+        let zeroed = self.reads_zero(first);
+        let (order, per_page) = (self.order, self.per_page());
+        let limit =
+            (first - first % per_page + per_page).min(self.end.unwrap_or(u64::MAX)).min(first + want.max(1));
+        let mut count = 0;
+        while first + count < limit {
+            let cluster = first + count;
+            if read(&self.page(cluster)?.bytes, order, cluster % per_page) != 0
+                || self.reads_zero(cluster) != zeroed
+            {
+                break;
+            }
+            if self.metadata.contains(cluster) {
+                let at = cluster << self.cluster.shift();
+                return Err(Error::corrupt(format!(
+                    "the metadata cluster {at:#x} has refcount 0: run `vellum check -r all`"
+                ))
+                .into());
+            }
+            count += 1;
+        }
+        for cluster in first..first + count {
+            self.set(cluster, 1)?;
+        }
+        self.cursor = first + count;
+        self.not_zero(first..first + count);
+        Ok(Run { first, count, zeroed })
+    }
+
+    fn reads_zero(&self, cluster: u64) -> bool {
+        cluster >= self.frontier || self.punched.contains(cluster)
+    }
+
+    /// From now on nobody may take it for granted that these clusters read as zero.
+    fn not_zero(&mut self, clusters: std::ops::Range<u64>) {
+        self.frontier = self.frontier.max(clusters.end);
+        self.punched.remove_range(clusters);
+    }
+
+    fn set(&mut self, cluster: u64, value: u64) -> Result<(), Stop> {
+        let (order, index) = (self.order, cluster % self.per_page());
+        let page = self.page(cluster)?;
+        write(&mut page.bytes, order, index, value);
+        if value == 0 {
+            page.free_from = page.free_from.min(index);
+        }
+        if !std::mem::replace(&mut page.dirty, true) {
+            self.dirty += 1;
+        }
+        Ok(())
+    }
+
+    /// Makes refcounts for clusters that have none.
+    fn add_block(&mut self, block: usize) -> Result<()> {
+        let first = block as u64 * self.per_block();
+        // Blocks and, when the table is full, a larger table behind them.
+        let (blocks, table_clusters) = if block < self.table.len() {
+            (1, 0)
+        } else {
+            let entries_per_cluster = self.cluster.bytes() / 8;
+            let mut blocks = 1u64;
+            loop {
+                let entries = (block as u64 + blocks).max(self.table.len() as u64 * 3 / 2);
+                let clusters = entries.div_ceil(entries_per_cluster);
+                if (blocks + clusters).div_ceil(self.per_block()) <= blocks {
+                    break (blocks, clusters);
+                }
+                blocks += 1;
+            }
+        };
+        let table_len = table_clusters << self.cluster.shift();
+        if table_len > REFCOUNT_TABLE_BYTES_MAX {
+            return Err(full("the image has reached the largest size that its refcount table allows"));
+        }
+        let new = first..first + blocks + table_clusters;
+        if self.end.is_some_and(|end| new.end > end) {
+            return Err(full("the image's storage is full and cannot grow"));
+        }
+        if let Some(cluster) = new.clone().find(|cluster| self.metadata.contains(*cluster)) {
+            let at = cluster << self.cluster.shift();
+            return Err(Error::corrupt(format!(
+                "the metadata cluster {at:#x} has no refcount: run `vellum check -r all`"
+            )));
+        }
+        if table_clusters > 0 {
+            self.old_tables.push(self.table_at);
+            let entries = usize::try_from(table_len / 8).expect("at most 8 MiB");
+            self.table.resize(entries, 0);
+            self.table_at = ImageOffset::new((first + blocks) << self.cluster.shift()).span(table_len);
+            self.moved = true;
+            self.note_metadata(self.table_at);
+        }
+        let pages_per_block = self.cluster.bytes() / self.page_len;
+        for i in 0..blocks {
+            let at = ImageOffset::new((first + i) << self.cluster.shift());
+            let index = block + usize::try_from(i).expect("a few blocks");
+            self.table[index] = at.bytes();
+            self.table_dirty.insert(index / TABLE_CHUNK);
+            self.note_metadata(at.span(1));
+            for page in 0..pages_per_block {
+                // The cluster's old bytes, if it has any, must not be taken for refcounts: every page is written.
+                let number = index as u64 * pages_per_block + page;
+                let bytes = vec![0; usize::try_from(self.page_len).expect("a page")];
+                let dirty = !self.reads_zero(first + i);
+                self.dirty += usize::from(dirty);
+                self.pages.insert(number, Page { bytes, dirty, writing: false, free_from: 0 });
+            }
+        }
+        for cluster in new.clone() {
+            self.set(cluster, 1).map_err(|stop| match stop {
+                Stop::Failed(error) => error,
+                Stop::Load(page) => unreachable!("page {page:?} was just made"),
+            })?;
+        }
+        self.not_zero(new);
+        Ok(())
+    }
+
+    /// Lowers a refcount by one and gives the new value. `punched` says that the cluster's bytes now read as zero; it
+    /// means something only when nobody else has the cluster.
+    pub(crate) fn release(&mut self, cluster: u64, punched: bool) -> Result<u64, Stop> {
+        let old = self.get(cluster)?;
+        if old == 0 {
+            let at = cluster << self.cluster.shift();
+            return Err(Error::corrupt(format!("cluster {at:#x} is freed but its refcount is 0")).into());
+        }
+        self.set(cluster, old - 1)?;
+        if old == 1 {
+            self.cursor = self.cursor.min(cluster);
+            self.metadata.remove(cluster);
+            self.not_zero(cluster..cluster + 1);
+            if punched {
+                self.punched.insert(cluster);
+            }
+        }
+        Ok(old - 1)
+    }
+
+    /// Takes what must be written. The pages count as being written until [`Refcounts::written`].
+    pub(crate) fn seal(&mut self) -> SealedRefcounts {
+        let mut sealed = SealedRefcounts::default();
+        let dirty: Vec<u64> =
+            self.pages.iter().filter(|(_, page)| page.dirty).map(|(number, _)| *number).collect();
+        for number in dirty {
+            let at = self.place(number).expect("a page in memory has a block");
+            let page = self.pages.get_mut(&number).expect("it is there");
+            page.dirty = false;
+            page.writing = true;
+            sealed.pages.push((number, at, page.bytes.clone()));
+        }
+        self.dirty = 0;
+        sealed.pages.sort_by_key(|(_, at, _)| *at);
+        let chunks = std::mem::take(&mut self.table_dirty);
+        if std::mem::take(&mut self.moved) {
+            let mut bytes = vec![0; self.table.len() * 8];
+            for (index, entry) in self.table.iter().enumerate() {
+                put64(&mut bytes, index * 8, *entry);
+            }
+            sealed.table.push((self.table_at.start(), bytes));
+            sealed.moved_to = Some(self.table_at);
+            sealed.old_tables = std::mem::take(&mut self.old_tables);
+        } else {
+            for chunk in chunks {
+                let first = chunk * TABLE_CHUNK;
+                let entries = &self.table[first..self.table.len().min(first + TABLE_CHUNK)];
+                let mut bytes = vec![0; entries.len() * 8];
+                for (index, entry) in entries.iter().enumerate() {
+                    put64(&mut bytes, index * 8, *entry);
+                }
+                sealed.table.push((self.table_at.start() + first as u64 * 8, bytes));
+            }
+        }
+        sealed
+    }
+
+    /// The sealed pages are on the medium, or (`failed`) must be written again.
+    pub(crate) fn written(&mut self, sealed: SealedRefcounts, failed: bool) {
+        for (number, _, _) in &sealed.pages {
+            if let Some(page) = self.pages.get_mut(number) {
+                page.writing = false;
+                if failed && !std::mem::replace(&mut page.dirty, true) {
+                    self.dirty += 1;
+                }
+            }
+        }
+        if !failed {
+            return;
+        }
+        if sealed.moved_to.is_some() {
+            self.moved = true;
+            let mut old = sealed.old_tables;
+            old.append(&mut self.old_tables);
+            self.old_tables = old;
+        }
+        let base = self.table_at.start();
+        for (at, _) in sealed.table.iter().filter(|(at, _)| *at >= base) {
+            self.table_dirty.insert(usize::try_from((*at - base) / 8).unwrap_or(0) / TABLE_CHUNK);
+        }
+    }
+}
+
+fn full(why: &'static str) -> Error {
+    Error::new(ErrorKind::NoSpace, why)
+}
+
+/// Reads refcount `index` of 2^`order` bits.
+pub(crate) fn read(bytes: &[u8], order: u32, index: u64) -> u64 {
+    let index = usize::try_from(index).expect("an index within a block");
+    match order {
+        0..=2 => {
+            let (bits, per_byte) = (1u32 << order, 8usize >> order);
+            let shift = u32::try_from(index % per_byte).expect("below 8") * bits;
+            u64::from(bytes[index / per_byte] >> shift) & ((1 << bits) - 1)
+        }
+        3 => u64::from(bytes[index]),
+        _ => {
+            let len = 1usize << (order - 3);
+            bytes[index * len..(index + 1) * len].iter().fold(0, |value, byte| value << 8 | u64::from(*byte))
+        }
+    }
+}
+
+/// Writes refcount `index` of 2^`order` bits.
+pub(crate) fn write(bytes: &mut [u8], order: u32, index: u64, value: u64) {
+    let index = usize::try_from(index).expect("an index within a block");
+    assert!(order == 6 || value < 1 << (1 << order), "the refcount {value} fits {} bits", 1 << order);
+    match order {
+        0..=2 => {
+            let (bits, per_byte) = (1u32 << order, 8usize >> order);
+            let shift = u32::try_from(index % per_byte).expect("below 8") * bits;
+            let mask = ((1u8 << bits) - 1) << shift;
+            let value = u8::try_from(value).expect("it fits the bits") << shift;
+            bytes[index / per_byte] = bytes[index / per_byte] & !mask | value;
+        }
+        3 => bytes[index] = u8::try_from(value).expect("it fits the bits"),
+        _ => {
+            let len = 1usize << (order - 3);
+            bytes[index * len..(index + 1) * len].copy_from_slice(&value.to_be_bytes()[8 - len..]);
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Internal snapshots: the table that lists them, read and checked. They are preserved and can be read; making and
+//! deleting them is left out for now.
+
+use vellum_core::{Buffer, Context, Error, ImageOffset, ImageSpan, Result, Storage};
+
+use super::header::Header;
+use super::layout::*;
+
+/// One internal snapshot, as its table entry has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Where its L1 table lies.
+    pub(crate) l1: ImageSpan,
+    /// A short name that is unique in the image; a number, as a rule.
+    pub id: String,
+    /// The name the user gave.
+    pub name: String,
+    /// When it was made: seconds since 1970.
+    pub date_seconds: u32,
+    /// The rest of that moment, in nanoseconds.
+    pub date_nanoseconds: u32,
+    /// How long the guest had run, in nanoseconds.
+    pub vm_clock_nanoseconds: u64,
+    /// Bytes of saved machine state; 0 when only the disk was kept.
+    pub vm_state_size: u64,
+    /// The size of the disk then, in bytes.
+    pub disk_size: u64,
+    /// Instructions the guest had executed, where that was counted.
+    pub icount: Option<u64>,
+}
+
+/// The table of snapshots, and how long it is.
+#[derive(Debug, Clone)]
+pub(crate) struct SnapshotTable {
+    pub(crate) snapshots: Vec<Snapshot>,
+    pub(crate) span: ImageSpan,
+}
+
+const FIXED_LEN: usize = 40;
+
+/// Reads the snapshot table.
+pub(crate) async fn read_table(header: &Header, storage: &dyn Storage) -> Result<SnapshotTable> {
+    let start = header.snapshots_offset;
+    let mut snapshots = Vec::new();
+    let mut at = start;
+    for index in 0..header.snapshot_count {
+        let context = || format!("{}: snapshot {index} cannot be read", storage.name());
+        let (snapshot, len) = read_entry(header, storage, at).await.context(context)?;
+        snapshots.push(snapshot);
+        at += len;
+        if at - start > SNAPSHOT_TABLE_BYTES_MAX {
+            return Err(Error::corrupt("the snapshot table is larger than 64 MiB"));
+        }
+    }
+    Ok(SnapshotTable { snapshots, span: ImageSpan::between(start, at) })
+}
+
+async fn read_entry(header: &Header, storage: &dyn Storage, at: ImageOffset) -> Result<(Snapshot, u64)> {
+    let inside = |end: u64| {
+        if end > storage.len() {
+            return Err(Error::corrupt("the file ends within the snapshot table: it was truncated"));
+        }
+        Ok(())
+    };
+    inside((at + FIXED_LEN as u64).bytes())?;
+    let fixed = storage.read(at, Buffer::for_overwrite(FIXED_LEN)).await?;
+    let fixed = fixed.slice();
+    let (id_len, name_len) = (usize::from(be16(fixed, 12)), usize::from(be16(fixed, 14)));
+    let extra_len = be32(fixed, 36);
+    if extra_len > SNAPSHOT_EXTRA_MAX {
+        return Err(Error::corrupt(format!("{extra_len} bytes of extra data are too many")));
+    }
+    let extra_len = extra_len as usize;
+    let rest_len = extra_len + id_len + name_len;
+    inside((at + (FIXED_LEN + rest_len) as u64).bytes())?;
+    let rest = storage.read(at + FIXED_LEN as u64, Buffer::for_overwrite(rest_len)).await?;
+    let (extra, names) = rest.slice().split_at(extra_len);
+    let (id, name) = names.split_at(id_len);
+    let extra_u64 = |index: usize| (extra.len() >= (index + 1) * 8).then(|| be64(extra, index * 8));
+    let l1_len = u64::from(be32(fixed, 8)) * 8;
+    if l1_len > L1_BYTES_MAX {
+        return Err(Error::corrupt(format!("its L1 table of {l1_len} bytes is too large")));
+    }
+    let l1 = match l1_len {
+        0 => ImageOffset::ZERO.span(0),
+        _ => header.table(be64(fixed, 0), l1_len, "L1 table of a snapshot")?,
+    };
+    inside(l1.end().bytes())?;
+    let snapshot = Snapshot {
+        l1,
+        id: String::from_utf8_lossy(id).into_owned(),
+        name: String::from_utf8_lossy(name).into_owned(),
+        date_seconds: be32(fixed, 16),
+        date_nanoseconds: be32(fixed, 20),
+        vm_clock_nanoseconds: be64(fixed, 24),
+        vm_state_size: extra_u64(0).unwrap_or(u64::from(be32(fixed, 32))),
+        disk_size: extra_u64(1).unwrap_or(header.size()),
+        icount: extra_u64(2).filter(|count| *count != u64::MAX),
+    };
+    Ok((snapshot, (FIXED_LEN + rest_len).next_multiple_of(8) as u64))
+}
+
+impl SnapshotTable {
+    /// The snapshot with this id, else with this name.
+    pub(crate) fn find(&self, wanted: &str) -> Option<&Snapshot> {
+        let by_id = self.snapshots.iter().find(|snapshot| snapshot.id == wanted);
+        by_id.or_else(|| self.snapshots.iter().find(|snapshot| snapshot.name == wanted))
+    }
+}

@@ -1,0 +1,345 @@
+//! Writing: plan, do, publish.
+//!
+//! ```text
+//!   all of it in place?  ──yes──► one host write per run, nothing else           (no claim, no allocation)
+//!          │no
+//!   claim the units ► plan each cluster ► allocate ► fill + data, written together ► publish ► let go
+//! ```
+//!
+//! 1. Bytes are written before the entry that names them is published, so a reader never sees what was there before.
+//! 2. What is published reaches the medium at the next commit, which flushes the data first (`commit.rs`).
+//! 3. When anything fails, what was allocated and not published is given back: each cluster reads as before or as
+//!    written.
+//! 4. No lock is held while bytes move; claims keep others from the same units only.
+
+use smallvec::SmallVec;
+use vellum_core::{
+    Buffer, Context, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageCluster, ImageOffset, LocalFuture,
+    Result, read_below, try_join_all,
+};
+
+use super::claims::{Ask, Fresh, Held};
+use super::entry::ClusterState;
+use super::image::{Missing, Qcow2};
+use super::plan::{Plan, Segment, Source, Target, plan_write, published};
+use super::refcount::Run;
+
+/// A write is done in pieces of at most this many clusters when it must allocate.
+const CLUSTERS_AT_ONCE: u64 = 512;
+
+/// One cluster of a write.
+struct Step<'a> {
+    cluster: GuestCluster,
+    state: ClusterState,
+    plan: Plan,
+    held: Option<Held<'a>>,
+    /// Where the bytes go, once that is settled.
+    host: Option<Fresh>,
+}
+
+impl Qcow2 {
+    pub(crate) async fn write_span(&self, span: GuestSpan, mut data: Buffer) -> Result<()> {
+        if span.is_empty() {
+            return Ok(());
+        }
+        self.begin_change().await?;
+        let mut rest = span;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(CLUSTERS_AT_ONCE << self.cluster.shift());
+            let part = data.split_to(usize::try_from(now.len()).expect("within the buffer"));
+            self.write_some(now, part).await?;
+            rest = later;
+            if self.has_much_dirty() {
+                self.commit().await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn write_some(&self, span: GuestSpan, data: Buffer) -> Result<()> {
+        let mut copy = None;
+        let first = {
+            let inside = self.epochs.enter();
+            if let Some(runs) = self.all_in_place(span).await? {
+                let result = self.write_runs(runs, data).await;
+                self.commits.note_change();
+                return result;
+            }
+            if self.commits.has_quarantine() {
+                copy = Some(data.duplicate());
+            }
+            let result = self.write_allocating(span, data).await;
+            drop(inside);
+            result
+        };
+        match (first, copy) {
+            // Space that was freed but not given back yet may be what is missing.
+            (Err(error), Some(copy)) if error.kind() == ErrorKind::NoSpace => {
+                self.commit().await?;
+                if !self.give_back_freed().await? {
+                    return Err(error);
+                }
+                let _inside = self.epochs.enter();
+                self.write_allocating(span, copy).await
+            }
+            (result, _) => result,
+        }
+    }
+
+    /// The host runs of a write that changes no mapping; nothing when it must.
+    async fn all_in_place(&self, span: GuestSpan) -> Result<Option<SmallVec<[(ImageOffset, u64); 2]>>> {
+        let mut runs: SmallVec<[(ImageOffset, u64); 2]> = SmallVec::new();
+        let mut rest = span;
+        while !rest.is_empty() {
+            let (now, later) = self.first_part(rest);
+            let state = match self.lookup(self.cluster.cluster_of(now.start()))? {
+                Ok(state) => state,
+                Err(Missing(page)) => {
+                    self.load(page).await?;
+                    continue;
+                }
+            };
+            let start = self.cluster.within(now.start());
+            let ClusterState::Plain(units) = state else { return Ok(None) };
+            if !units.writable_in_place(self.entries.touched(start, start + now.len())) {
+                return Ok(None);
+            }
+            let at = units.host.expect("allocated units have a place") + start;
+            match runs.last_mut() {
+                Some((first, len)) if *first + *len == at => *len += now.len(),
+                _ => runs.push((at, now.len())),
+            }
+            rest = later;
+        }
+        Ok(Some(runs))
+    }
+
+    async fn write_runs(&self, runs: SmallVec<[(ImageOffset, u64); 2]>, mut data: Buffer) -> Result<()> {
+        if let [(at, _)] = runs[..] {
+            return self.data.write(at, data).await;
+        }
+        let writes = runs.into_iter().map(|(at, len)| {
+            let part = data.split_to(usize::try_from(len).expect("within the buffer"));
+            self.data.write(at, part)
+        });
+        let writes: Vec<_> = writes.collect();
+        try_join_all(writes).await.map(drop)
+    }
+
+    pub(crate) async fn write_allocating(&self, span: GuestSpan, data: Buffer) -> Result<()> {
+        let mut steps = Vec::new();
+        let result = self.write_steps(span, data, &mut steps).await;
+        self.commits.note_change();
+        for held in steps.into_iter().filter_map(|step| step.held) {
+            self.let_go(held).await;
+        }
+        result
+    }
+
+    /// Ends a claim; a fresh cluster that nobody published is given back.
+    pub(crate) async fn let_go(&self, held: Held<'_>) {
+        if let Some(fresh) = held.release() {
+            let first = self.cluster.cluster_of(fresh.at).index();
+            self.give_back(Run { first, count: 1, zeroed: false }).await;
+        }
+    }
+
+    async fn write_steps<'a>(
+        &'a self,
+        span: GuestSpan,
+        data: Buffer,
+        steps: &mut Vec<Step<'a>>,
+    ) -> Result<()> {
+        let mut rest = span;
+        while !rest.is_empty() {
+            let (part, later) = self.first_part(rest);
+            steps.push(self.plan_step(part).await?);
+            rest = later;
+        }
+        let mut last_table = None;
+        for step in steps.iter().filter(|step| step.held.is_some()) {
+            let table = self.slot(step.cluster).l1_index;
+            if last_table.replace(table) != Some(table) {
+                self.own_table(step.cluster).await?;
+            }
+        }
+        self.settle_hosts(steps).await?;
+        self.transfer(steps, data).await?;
+        for step in steps.iter() {
+            if let Some(held) = &step.held {
+                self.publish_step(step, held).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Plans one cluster and claims what the plan needs. The plan is made again from what is there once the claim is
+    /// held, because others may have changed it meanwhile.
+    async fn plan_step(&self, part: GuestSpan) -> Result<Step<'_>> {
+        let cluster = self.cluster.cluster_of(part.start());
+        let start = self.cluster.within(part.start());
+        let identity = self.has_data_file.then(|| ImageOffset::new(self.start(cluster).bytes()));
+        let plan = |state| {
+            plan_write(self.entries, state, (start, start + part.len()), identity, self.below.is_some())
+        };
+        let mut held: Option<Held<'_>> = None;
+        loop {
+            let state = self.look(cluster).await?;
+            let plan = plan(state);
+            let has = held.as_ref().map_or(0, Held::mask);
+            if plan.claim & !has == 0 {
+                if plan.claim == 0
+                    && let Some(held) = held.take()
+                {
+                    self.let_go(held).await;
+                }
+                return Ok(Step { cluster, state, plan, held, host: None });
+            }
+            if let Some(held) = held.take() {
+                self.let_go(held).await;
+            }
+            held = Some(self.claims.claim(cluster, plan.claim).await);
+        }
+    }
+
+    /// Settles where each cluster's bytes go, allocating fresh clusters in runs where neighbours need them.
+    async fn settle_hosts(&self, steps: &mut [Step<'_>]) -> Result<()> {
+        let mut mine = Vec::new();
+        for (index, step) in steps.iter_mut().enumerate() {
+            match step.plan.target {
+                Target::InPlace(at) | Target::Own(at) => step.host = Some(Fresh { at, zeroed: false }),
+                Target::Fresh => match step.held.as_ref().expect("a fresh cluster needs a claim").fresh() {
+                    Ask::Have(fresh) => step.host = Some(fresh),
+                    Ask::Yours => mine.push(index),
+                    Ask::Wait(_) => {}
+                },
+            }
+        }
+        let mut next = 0;
+        while next < mine.len() {
+            let run = match self.allocate((mine.len() - next) as u64).await {
+                Ok(run) => run,
+                Err(error) => {
+                    for index in &mine[next..] {
+                        steps[*index].held.as_ref().expect("claimed").give_up();
+                    }
+                    return Err(error);
+                }
+            };
+            for cluster in run.first..run.first + run.count {
+                let at = self.cluster.start_of(ImageCluster::new(cluster));
+                let step = &mut steps[mine[next]];
+                let fresh = Fresh { at, zeroed: run.zeroed };
+                step.held.as_ref().expect("claimed").provide(fresh);
+                step.host = Some(fresh);
+                next += 1;
+            }
+        }
+        // Only now wait for what others allocate: they do not wait for us.
+        for step in steps.iter_mut().filter(|step| step.host.is_none()) {
+            let held = step.held.as_ref().expect("claimed");
+            step.host = Some(loop {
+                match held.fresh() {
+                    Ask::Have(fresh) => break fresh,
+                    Ask::Wait(listener) => listener.await,
+                    Ask::Yours => match self.allocate(1).await {
+                        Ok(run) => {
+                            let at = self.cluster.start_of(ImageCluster::new(run.first));
+                            held.provide(Fresh { at, zeroed: run.zeroed });
+                        }
+                        Err(error) => {
+                            held.give_up();
+                            return Err(error);
+                        }
+                    },
+                }
+            });
+        }
+        Ok(())
+    }
+
+    /// Reads what the clusters are filled with, and writes it together with the guest's bytes.
+    async fn transfer(&self, steps: &[Step<'_>], mut data: Buffer) -> Result<()> {
+        // In order of the disk: guest bytes are cut off the request, fill is read.
+        let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();
+        for step in steps {
+            let host = step.host.expect("settled");
+            for segment in &step.plan.segments {
+                let mut segment = *segment;
+                if self.has_data_file && segment.source != Source::Guest {
+                    // A data file ends where the disk ends, not with the cluster.
+                    segment.end = segment.end.min(self.geometry.size - self.start(step.cluster).bytes());
+                }
+                if segment.start >= segment.end || (segment.source == Source::Zero && host.zeroed) {
+                    continue;
+                }
+                let len = usize::try_from(segment.end - segment.start).expect("within a cluster");
+                let piece: LocalFuture<'_, Result<Buffer>> = match segment.source {
+                    Source::Guest => {
+                        let piece = data.split_to(len);
+                        Box::pin(std::future::ready(Ok(piece)))
+                    }
+                    _ => Box::pin(self.fill(self.start(step.cluster), segment, Buffer::for_overwrite(len))),
+                };
+                pieces.push((host.at + segment.start, piece));
+            }
+        }
+        let (places, pieces): (Vec<_>, Vec<_>) = pieces.into_iter().unzip();
+        let pieces = try_join_all(pieces).await.context(|| format!("{}: can't copy on write", self.name))?;
+        let mut writes: Vec<(ImageOffset, Buffer)> = Vec::new();
+        for (at, piece) in places.into_iter().zip(pieces) {
+            match writes.last_mut() {
+                Some((first, before)) if *first + before.len() as u64 == at => before.append(piece),
+                _ => writes.push((at, piece)),
+            }
+        }
+        try_join_all(writes.into_iter().map(|(at, data)| self.data.write(at, data))).await.map(drop)
+    }
+
+    async fn fill(&self, cluster: GuestOffset, segment: Segment, mut buffer: Buffer) -> Result<Buffer> {
+        match segment.source {
+            Source::Guest => unreachable!("the guest's bytes are not read"),
+            Source::Zero => {
+                buffer.fill(0);
+                Ok(buffer)
+            }
+            Source::Below => read_below(self.below.as_ref(), cluster + segment.start, buffer).await,
+            Source::Host(old) => self.data.read(old + segment.start, buffer).await,
+            Source::Compressed(packed) => {
+                let bytes = self.decompressor.read(packed).await?;
+                let start = usize::try_from(segment.start).expect("within a cluster");
+                buffer.copy_from(0, &bytes[start..start + buffer.len()]);
+                Ok(buffer)
+            }
+        }
+    }
+
+    async fn publish_step(&self, step: &Step<'_>, held: &Held<'_>) -> Result<()> {
+        let host = step.host.expect("settled").at;
+        self.publish(step.cluster, |old| published(old, step.plan.publish, host)).await?;
+        if step.plan.target == Target::Fresh {
+            held.published();
+            // What was replaced. A cluster without a place, or one that another holder published, replaces nothing.
+            match step.state {
+                ClusterState::Compressed(packed) => self.free(packed),
+                ClusterState::Plain(units) => {
+                    if let Some(old) = units.host.filter(|old| *old != host) {
+                        self.free(old.span(self.cluster.bytes()));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A write that is durable when it returns.
+    pub(crate) async fn make_durable(&self) -> Result<()> {
+        self.state.check_stopped()?;
+        self.commit().await?;
+        // The promise is kept by now. What cannot be given back at this moment will be later.
+        match self.give_back_freed().await {
+            Err(error) if error.kind() == ErrorKind::Corrupt => Err(error),
+            _ => Ok(()),
+        }
+    }
+}

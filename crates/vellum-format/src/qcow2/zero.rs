@@ -1,0 +1,241 @@
+//! Zeros and discards: mostly a change of the mapping, and a cluster to free.
+//!
+//! | the cluster now | zeros that keep space | zeros that may unmap, discard |
+//! |---|---|---|
+//! | own place | zero flag beside the place | zero flag, the place is freed |
+//! | place shared with a snapshot, compressed | zero flag, the place is freed | the same |
+//! | no place, something below | zero flag | zero flag |
+//! | no place, nothing below | reads as zero already | reads as zero already |
+//!
+//! Zeros that cover a unit only in part are written as data; a discard leaves such edges alone. Version 2 has no zero
+//! flag: there zeros are written as data, unless nothing lies below and the cluster can be let go.
+
+use vellum_core::{
+    Buffer, Error, GuestCluster, GuestOffset, GuestSpan, ImageOffset, Result, ZeroFlags, Zeroes,
+};
+
+use super::entry::{ClusterState, Units};
+use super::image::Qcow2;
+
+/// Zeros are written as data in pieces of this many bytes.
+const WRITTEN_AT_ONCE: u64 = 1 << 20;
+
+/// What happens to the place of a cluster whose units become zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Space {
+    Keep,
+    Free,
+}
+
+impl Qcow2 {
+    pub(crate) async fn zero_span(&self, span: GuestSpan, flags: ZeroFlags) -> Result<()> {
+        if span.is_empty() {
+            return Ok(());
+        }
+        let can_unmap_instead = self.below.is_none() && flags.may_unmap;
+        if flags.fast_only && !self.entries.has_zero_flag() && !can_unmap_instead {
+            return Err(Error::unsupported(
+                "a version 2 image cannot record zeros: they would have to be written",
+            ));
+        }
+        self.begin_change().await?;
+        let space = if flags.may_unmap { Space::Free } else { Space::Keep };
+        self.each_cluster(span, async |part| self.zero_part(part, space).await).await
+    }
+
+    pub(crate) async fn discard_span(&self, span: GuestSpan) -> Result<()> {
+        // The last cluster may be cut off by the end of the disk; it is whole all the same.
+        let end = span.end().bytes();
+        let end =
+            if end == self.geometry.size { self.cluster.round_up(end) } else { self.cluster.round_down(end) };
+        let start = self.cluster.round_up(span.start().bytes());
+        if start >= end || (!self.entries.has_zero_flag() && self.below.is_some()) {
+            return Ok(());
+        }
+        self.begin_change().await?;
+        let end = end.min(self.geometry.size);
+        let whole = GuestSpan::between(GuestOffset::new(start), GuestOffset::new(end));
+        self.each_cluster(whole, async |part| self.zero_part(part, Space::Free).await).await
+    }
+
+    /// Does something with each cluster's part of the run, leaving out what reads as zero because there is no table and
+    /// nothing below, and seeing to it that not too much metadata waits to be written.
+    async fn each_cluster(&self, span: GuestSpan, act: impl AsyncFn(GuestSpan) -> Result<()>) -> Result<()> {
+        let mut rest = span;
+        while !rest.is_empty() {
+            let (part, later) = match self.nothing_until(rest) {
+                Some(nothing) => {
+                    rest = rest.split_at(nothing).1;
+                    continue;
+                }
+                None => self.first_part(rest),
+            };
+            let result = {
+                let _inside = self.epochs.enter();
+                act(part).await
+            };
+            self.commits.note_change();
+            result?;
+            rest = later;
+            if self.has_much_dirty() {
+                self.commit().await?;
+                let _ = self.give_back_freed().await;
+            }
+        }
+        Ok(())
+    }
+
+    /// How many bytes from the start of the run have no L2 table, when nothing lies below either.
+    fn nothing_until(&self, span: GuestSpan) -> Option<u64> {
+        if self.below.is_some() || self.has_data_file {
+            return None;
+        }
+        let reach = self.l2_reach();
+        let (now, _) = span.split_at(reach.bytes() - reach.within(span.start()));
+        (!self.has_table(self.cluster.cluster_of(now.start()))).then_some(now.len())
+    }
+
+    async fn zero_part(&self, part: GuestSpan, space: Space) -> Result<()> {
+        let cluster = self.cluster.cluster_of(part.start());
+        let start = self.cluster.within(part.start());
+        // A cluster that the end of the disk cuts off is covered when the part goes up to that end.
+        let is_last = part.end().bytes() == self.geometry.size;
+        let end = if is_last { self.cluster.bytes() } else { start + part.len() };
+        let covered = self.entries.covered(start, end);
+        let touched = self.entries.touched(start, end);
+        let whole = covered == self.entries.all();
+        let size = self.entries.unit_size();
+
+        let can_flag =
+            self.entries.has_zero_flag() || (whole && self.below.is_none() && space == Space::Free);
+        // A compressed cluster has no subclusters that could be zero by themselves.
+        let is_packed = !whole && matches!(self.look(cluster).await?, ClusterState::Compressed(_));
+        if covered == 0 || !can_flag || is_packed {
+            return self.write_zeros(part).await;
+        }
+        if covered != touched {
+            // Edges first, as data; what they leave is whole units.
+            let inner_start = self.start(cluster) + size.round_up(start);
+            let inner_end = self.start(cluster) + size.round_down(end);
+            let head = GuestSpan::between(part.start(), inner_start.min(part.end()));
+            let tail = GuestSpan::between(inner_end.max(part.start()).min(part.end()), part.end());
+            self.write_zeros(head).await?;
+            self.write_zeros(tail).await?;
+        }
+        self.flag_zero(cluster, covered, space).await
+    }
+
+    /// Writes zeros as data where the disk does not read as zero already.
+    async fn write_zeros(&self, span: GuestSpan) -> Result<()> {
+        let mut rest = span;
+        while !rest.is_empty() {
+            let (part, later) = self.first_part(rest);
+            let (part, later) =
+                if part.len() > WRITTEN_AT_ONCE { rest.split_at(WRITTEN_AT_ONCE) } else { (part, later) };
+            if !self.reads_zero(part).await? {
+                let zeros = Buffer::zeroed(usize::try_from(part.len()).expect("bounded"));
+                self.write_allocating(part, zeros).await?;
+            }
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// Whether a part of one cluster reads as zero by what the mapping says.
+    async fn reads_zero(&self, part: GuestSpan) -> Result<bool> {
+        let start = self.cluster.within(part.start());
+        let touched = self.entries.touched(start, start + part.len());
+        Ok(match self.look(self.cluster.cluster_of(part.start())).await? {
+            ClusterState::Compressed(_) => false,
+            ClusterState::Plain(units) => {
+                let below = !(units.alloc | units.zero) & touched;
+                units.alloc & touched == 0 && (below == 0 || self.below.is_none())
+            }
+        })
+    }
+
+    /// Makes the units of the mask zero in the mapping.
+    async fn flag_zero(&self, cluster: GuestCluster, mask: u32, space: Space) -> Result<()> {
+        let held = self.claims.claim(cluster, mask).await;
+        let result = self.flag_claimed(cluster, mask, space).await;
+        self.let_go(held).await;
+        result
+    }
+
+    async fn flag_claimed(&self, cluster: GuestCluster, mask: u32, space: Space) -> Result<()> {
+        let state = self.look(cluster).await?;
+        let all = mask == self.entries.all();
+        let is_zero = match state {
+            ClusterState::Compressed(_) => false,
+            ClusterState::Plain(units) => {
+                units.alloc & mask == 0
+                    && (units.zero & mask == mask || self.below.is_none())
+                    && !(all && space == Space::Free && units.host.is_some())
+            }
+        };
+        if is_zero && !self.data_file_is_raw() {
+            return Ok(());
+        }
+        self.zero_data_file(cluster, mask, space).await?;
+        if is_zero {
+            return Ok(());
+        }
+        self.own_table(cluster).await?;
+        let zero_flag = self.entries.has_zero_flag();
+        let free_place = |old: ClusterState| match old {
+            ClusterState::Compressed(packed) => Some(packed),
+            ClusterState::Plain(units) => units
+                .host
+                .filter(|_| {
+                    all && (space == Space::Free || !units.copied || !zero_flag) && !self.has_data_file
+                })
+                .map(|host| host.span(self.cluster.bytes())),
+        };
+        let before = self
+            .publish(cluster, |old| {
+                let keeps = free_place(old).is_none();
+                ClusterState::Plain(match old {
+                    ClusterState::Plain(units) if keeps => Units {
+                        host: units.host.filter(|_| !(all && self.has_data_file && space == Space::Free)),
+                        copied: units.copied,
+                        alloc: units.alloc & !mask,
+                        zero: if zero_flag { units.zero | mask } else { 0 },
+                    },
+                    _ => {
+                        Units { host: None, copied: false, alloc: 0, zero: if zero_flag { mask } else { 0 } }
+                    }
+                })
+            })
+            .await?;
+        if let Some(place) = free_place(before) {
+            self.free(place);
+        }
+        Ok(())
+    }
+
+    /// A raw data file must itself read as the disk does; any other gives space back.
+    async fn zero_data_file(&self, cluster: GuestCluster, mask: u32, space: Space) -> Result<()> {
+        if !self.has_data_file {
+            return Ok(());
+        }
+        let size = self.entries.unit_size().bytes();
+        let start = self.start(cluster).bytes();
+        let mut unit = 0;
+        while unit < self.entries.units() {
+            let run = (mask >> unit).trailing_ones();
+            if run > 0 {
+                let at = start + u64::from(unit) * size;
+                let end = (at + u64::from(run) * size).min(self.geometry.size);
+                let span = ImageOffset::new(at).span(end.saturating_sub(at));
+                if self.data_file_is_raw() {
+                    let how = if space == Space::Free { Zeroes::MayUnmap } else { Zeroes::Allocated };
+                    self.data.write_zeroes(span, how).await?;
+                } else if space == Space::Free {
+                    self.data.discard(span).await?;
+                }
+            }
+            unit += run.max(1);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,178 @@
+//! Every format passes the disk suite of `vellum-core`, in every configuration that changes how it works inside, and is
+//! free of errors and leaks each time it was closed.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use futures_lite::future::block_on;
+use vellum_core::contract::{self, DiskBench};
+use vellum_core::{
+    CheckedDisk, HostTally, LocalFuture, MemoryDisk, MemoryStorage, Result, SharedDisk, SharedStorage, Storage,
+};
+use vellum_format::Raw;
+use vellum_format::qcow2::check::{Repair, check};
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Preallocation, Qcow2, create};
+
+struct Qcow2Bench {
+    options: CreateOptions,
+    base: Option<Vec<u8>>,
+    mapping_bytes_max: u64,
+    image: RefCell<Option<Arc<MemoryStorage>>>,
+    data_file: RefCell<Option<Arc<MemoryStorage>>>,
+}
+
+impl Qcow2Bench {
+    fn new(options: CreateOptions, with_base: bool) -> Self {
+        let base = with_base.then(|| (0..700_001u32).map(|i| u8::try_from(i % 253 + 1).unwrap()).collect());
+        Self {
+            options,
+            base,
+            mapping_bytes_max: 1 << 20,
+            image: RefCell::default(),
+            data_file: RefCell::default(),
+        }
+    }
+
+    async fn open(&self) -> Result<SharedDisk> {
+        let image = self.image.borrow().clone().expect("made before") as SharedStorage;
+        let header = Header::read(&*image).await?;
+        let mut lines = Vec::new();
+        let report = check(&header, &image, Repair::Nothing, &mut |line| lines.push(line)).await?;
+        assert!(report.is_clean(), "an image that was closed is clean: {report:?} {lines:?}");
+        assert!(!header.is_dirty(), "the dirty bit is cleared by closing");
+        let files = Files {
+            image,
+            data_file: self.data_file.borrow().clone().map(|file| file as SharedStorage),
+            below: self.base.as_ref().map(|base| MemoryDisk::holding(base) as SharedDisk),
+        };
+        let options = OpenOptions { mapping_bytes_max: self.mapping_bytes_max, ..OpenOptions::default() };
+        Ok(CheckedDisk::new(Qcow2::open(header, files, options).await?))
+    }
+}
+
+impl DiskBench for Qcow2Bench {
+    fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
+        Box::pin(async move {
+            let image = MemoryStorage::new("image");
+            let data_file = self.options.data_file.is_some().then(|| MemoryStorage::new("data"));
+            let shared = data_file.clone().map(|file| file as SharedStorage);
+            let options = CreateOptions { size, ..self.options.clone() };
+            create(&*image, shared.as_ref(), &options).await?;
+            *self.image.borrow_mut() = Some(image);
+            *self.data_file.borrow_mut() = data_file;
+            self.open().await
+        })
+    }
+
+    fn reopen(&self) -> LocalFuture<'_, Result<SharedDisk>> {
+        Box::pin(self.open())
+    }
+
+    fn fresh_content(&self, size: u64) -> Vec<u8> {
+        let mut content = self.base.clone().unwrap_or_default();
+        content.resize(usize::try_from(size).unwrap(), 0);
+        content
+    }
+}
+
+fn suite(options: CreateOptions) {
+    for with_base in [false, true] {
+        let backing = with_base.then(|| ("base".to_owned(), Some("raw".to_owned())));
+        if with_base && options.data_file_raw {
+            continue;
+        }
+        let options = CreateOptions { backing, ..options.clone() };
+        block_on(contract::disk(&Qcow2Bench::new(options, with_base)));
+    }
+}
+
+#[test]
+fn defaults() {
+    suite(CreateOptions::default());
+}
+
+#[test]
+fn version_2() {
+    suite(CreateOptions { version: 2, ..CreateOptions::default() });
+}
+
+#[test]
+fn small_clusters() {
+    for cluster_size in [512, 1024, 4096] {
+        suite(CreateOptions { cluster_size, ..CreateOptions::default() });
+    }
+}
+
+#[test]
+fn large_clusters() {
+    suite(CreateOptions { cluster_size: 2 << 20, ..CreateOptions::default() });
+}
+
+#[test]
+fn every_refcount_width() {
+    for refcount_bits in [1, 2, 4, 8, 32, 64] {
+        suite(CreateOptions { refcount_bits, cluster_size: 1024, ..CreateOptions::default() });
+    }
+}
+
+#[test]
+fn subclusters() {
+    for cluster_size in [16_384, 65_536, 131_072] {
+        suite(CreateOptions { extended_l2: true, cluster_size, ..CreateOptions::default() });
+    }
+}
+
+#[test]
+fn data_file() {
+    let data_file = Some("data".to_owned());
+    suite(CreateOptions { data_file: data_file.clone(), ..CreateOptions::default() });
+    suite(CreateOptions { data_file: data_file.clone(), extended_l2: true, ..CreateOptions::default() });
+    suite(CreateOptions { data_file, data_file_raw: true, ..CreateOptions::default() });
+}
+
+#[test]
+fn preallocated_mapping() {
+    suite(CreateOptions { preallocation: Preallocation::Metadata, extended_l2: true, ..CreateOptions::default() });
+    let options = CreateOptions { preallocation: Preallocation::Metadata, ..CreateOptions::default() };
+    block_on(contract::disk(&Qcow2Bench::new(options, false)));
+}
+
+#[test]
+fn a_mapping_that_does_not_fit_memory() {
+    let options = CreateOptions { cluster_size: 512, ..CreateOptions::default() };
+    let bench = Qcow2Bench { mapping_bytes_max: 4096, ..Qcow2Bench::new(options, true) };
+    block_on(contract::disk(&bench));
+}
+
+#[test]
+fn long_random_runs() {
+    for (seed, cluster_size, extended_l2) in [(11, 512, false), (12, 65_536, false), (13, 16_384, true)] {
+        let options = CreateOptions { cluster_size, extended_l2, ..CreateOptions::default() };
+        let bench = Qcow2Bench::new(options, seed % 2 == 0);
+        block_on(contract::disk_random_operations(&bench, 3 << 20, seed, 2_000));
+    }
+}
+
+struct RawBench(RefCell<Option<Arc<MemoryStorage>>>);
+
+impl DiskBench for RawBench {
+    fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
+        let storage = MemoryStorage::new("raw");
+        Box::pin(async move {
+            storage.set_len(size).await?;
+            *self.0.borrow_mut() = Some(storage);
+            self.reopen().await
+        })
+    }
+
+    fn reopen(&self) -> LocalFuture<'_, Result<SharedDisk>> {
+        let storage = self.0.borrow().clone().expect("made before");
+        let disk = Raw::open(storage, false, &HostTally::default());
+        Box::pin(std::future::ready(Ok(CheckedDisk::new(disk) as SharedDisk)))
+    }
+}
+
+#[test]
+fn raw() {
+    block_on(contract::disk(&RawBench(RefCell::default())));
+}

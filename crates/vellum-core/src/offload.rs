@@ -33,7 +33,8 @@ pub async fn offload<T: Send + 'static>(place: &dyn Offload, job: impl FnOnce() 
     }));
     loop {
         let listener = done.1.listen();
-        match std::mem::replace(&mut *lock(&done.0), Slot::Running) {
+        let slot = std::mem::replace(&mut *lock(&done.0), Slot::Running);
+        match slot {
             Slot::Done(value) => return value,
             Slot::Lost => panic!("an offloaded job did not finish"),
             Slot::Running => listener.await,

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use futures_lite::future::block_on;
 use vellum_core::contract::{self, DiskBench};
 use vellum_core::{
-    CheckedDisk, HostTally, LocalFuture, MemoryDisk, MemoryStorage, Result, SharedDisk, SharedStorage, Storage,
+    CheckedDisk, HostTally, LocalFuture, MemoryDisk, MemoryStorage, Result, SharedDisk, SharedStorage,
+    Storage,
 };
 use vellum_format::Raw;
 use vellum_format::qcow2::check::{Repair, check};
@@ -132,7 +133,11 @@ fn data_file() {
 
 #[test]
 fn preallocated_mapping() {
-    suite(CreateOptions { preallocation: Preallocation::Metadata, extended_l2: true, ..CreateOptions::default() });
+    suite(CreateOptions {
+        preallocation: Preallocation::Metadata,
+        extended_l2: true,
+        ..CreateOptions::default()
+    });
     let options = CreateOptions { preallocation: Preallocation::Metadata, ..CreateOptions::default() };
     block_on(contract::disk(&Qcow2Bench::new(options, false)));
 }

@@ -93,7 +93,7 @@ impl Header {
             (V2_HEADER_LEN, 0, 0, 0, 4)
         } else {
             let header_len = be32(cluster, field::HEADER_LENGTH) as usize;
-            if header_len < V3_HEADER_LEN_MIN || header_len > cluster.len() || header_len % 8 != 0 {
+            if header_len < V3_HEADER_LEN_MIN || header_len > cluster.len() || !header_len.is_multiple_of(8) {
                 return Err(Error::corrupt(format!("the header length {header_len} is impossible")));
             }
             (

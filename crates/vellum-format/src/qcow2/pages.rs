@@ -198,7 +198,7 @@ pub(crate) struct Pages {
     ways: Box<[Way]>,
     sets: u64,
     /// Where each set's clock hand stands; the lock also orders insertions into the set.
-    hands: Box<[Mutex<u8>]>,
+    hands: Box<[Mutex<usize>]>,
 }
 
 /// Every page of the set is dirty: something must be written before another page fits.
@@ -268,10 +268,10 @@ impl Pages {
         Ok(())
     }
 
-    fn evict(ways: &[Way], hand: &mut u8) -> Option<usize> {
+    fn evict(ways: &[Way], hand: &mut usize) -> Option<usize> {
         for _ in 0..2 * WAYS {
-            let index = usize::from(*hand);
-            *hand = (*hand + 1) % WAYS as u8;
+            let index = *hand;
+            *hand = (*hand + 1) % WAYS;
             let way = &ways[index];
             if way.used.swap(false, Ordering::Relaxed) {
                 continue;
@@ -317,7 +317,7 @@ mod tests {
             pages.insert(page(i * 2)).unwrap(); // all in the same set
         }
         assert!(pages.get(0).is_none(), "eight others took its place");
-        assert_eq!(first.update(0, |old| Ok::<_, ()>(old)), Err(Evicted));
+        assert_eq!(first.update(0, Ok::<_, ()>), Err(Evicted));
         assert!(pages.get(16).is_some());
     }
 

@@ -188,7 +188,7 @@ impl Qcow2 {
     /// What a guest cluster is made of, from memory alone. Waits for nobody and holds nothing.
     pub(crate) fn lookup(&self, cluster: GuestCluster) -> Result<Result<ClusterState, Missing>> {
         let slot = self.slot(cluster);
-        if self.l1_entry(slot.l1_index) & OFFSET_MASK == 0 {
+        if self.l1_entry(slot.l1_index) == 0 {
             return Ok(Ok(ClusterState::Plain(Default::default())));
         }
         match self.pages.get(slot.page) {
@@ -222,10 +222,10 @@ impl Qcow2 {
         let index = usize::try_from(page / self.pages_per_table()).expect("an L1 table fits memory");
         let entry = self.l1_entry(index);
         let table = ImageOffset::new(entry & OFFSET_MASK);
-        if table.bytes() == 0 {
+        if entry == 0 {
             return Ok(None);
         }
-        if entry & L1_RESERVED != 0 || !self.cluster.aligns(table) {
+        if table.bytes() == 0 || entry & L1_RESERVED != 0 || !self.cluster.aligns(table) {
             return Err(Error::corrupt(format!(
                 "{}: entry {index} of the L1 table is impossible ({entry:#x}): run `vellum check`",
                 self.name
@@ -300,6 +300,12 @@ impl Qcow2 {
             if let Some(page) = self.pages.get(number) {
                 return Ok(page);
             }
+            if self.page_place(number)?.is_none() {
+                return Err(Error::corrupt(format!(
+                    "{}: an L1 entry names no table: run `vellum check`",
+                    self.name
+                )));
+            }
             self.load(number).await?;
         }
     }
@@ -356,7 +362,7 @@ impl Qcow2 {
 
     /// Whether there is an L2 table for the guest cluster.
     pub(crate) fn has_table(&self, cluster: GuestCluster) -> bool {
-        self.l1_entry(self.slot(cluster).l1_index) & OFFSET_MASK != 0
+        self.l1_entry(self.slot(cluster).l1_index) != 0
     }
 
     /// Whether the external data file must read as the disk does.

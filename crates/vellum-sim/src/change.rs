@@ -7,8 +7,8 @@
 //!                                    └───────┴─┴─┘   └─┴─────────┘               (page 1, sector 0)
 //! ```
 //!
-//! 1. A change consists of whole sectors, because that is what a medium writes. Where a request covers a sector only in
-//!    part, the rest of it comes from what was visible when the request took effect: see [`Patches::settled`].
+//! 1. A change consists of whole sectors, because that is what a medium writes. Where a request covers a sector only
+//!    in part, the rest of it comes from what was visible when the request took effect.
 //! 2. A page that is replaced as a whole is shared with the content it is put in, never copied.
 //! 3. Sectors (or pages, where the drive promises more) are counted in the order of their addresses; a torn change
 //!    keeps some of them.

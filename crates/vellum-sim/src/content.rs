@@ -12,12 +12,12 @@
 //! persistent tree: a copy is one reference, and a change copies only the nodes on its way down.
 //!
 //! 1. A page or node that somebody else holds too is never changed, only replaced.
-//! 2. Bytes past `len` are zero, except while a crash image is being put together (then [`Content::seal`] cuts them).
-//! 3. Two contents with the same length and bytes are equal and have the same digest, whichever of their zeros are holes.
+//! 2. Bytes past `len` are zero, except while a crash image is being put together (then they are cut off).
+//! 3. Two contents with the same length and bytes are equal and have the same digest, whichever of their zeros are
+//!    holes.
 //! 4. Pages and nodes remember their digests, so the digest of a changed copy costs only what was changed.
 
 use std::fmt;
-use std::hash::{Hash, Hasher};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -515,12 +515,6 @@ impl PartialEq for Content {
 }
 
 impl Eq for Content {}
-
-impl Hash for Content {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        state.write_u64(self.digest());
-    }
-}
 
 impl fmt::Debug for Content {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -18,7 +18,7 @@
 //! Building an image copies only the nodes on the way to what it changes, and [`CrashPoint::subsets`] shares them
 //! between images, so an explorer spends its time in recovery and not here.
 
-use vellum_core::{ImageSpan, Random};
+use vellum_core::{ImageOffset, ImageSpan, Random};
 
 use crate::change::{Change, Granule, Patches, Torn};
 use crate::content::Content;
@@ -100,6 +100,8 @@ impl EventLog {
             CrashKind::ProcessKill if self.poisoned_before(position) => CrashKind::FailedFlush,
             kind => kind,
         };
+        // The host's cache works in pages; the drive in what it promises.
+        let granule = if kind == CrashKind::FailedFlush { Granule::Page } else { self.granule() };
         let durable = self.durable(position);
         let events = self.pending(&durable, position);
         // What is in flight settles over what everybody sees.
@@ -117,8 +119,9 @@ impl EventLog {
                 Some(visible) if !ended => event.change().settled(visible),
                 _ => event.effect().clone(),
             };
-            let event_id = Some(event.id());
-            pending.push(self.perhaps(event_id, event.operation(), event.span(), change));
+            let units = change.units(granule);
+            let (operation, span) = (event.operation(), event.span());
+            pending.push(Pending { event: Some(event.id()), operation, span, change, units });
         }
         let base = match kind {
             CrashKind::PowerCut => durable.content.clone(),
@@ -126,50 +129,29 @@ impl EventLog {
             CrashKind::FailedFlush => {
                 let visible = self.visible_at(position);
                 let in_flight = std::mem::take(&mut pending);
-                pending = self.dirty_pages(durable.content, visible);
+                pending = dirty_pages(durable.content, visible);
                 pending.extend(in_flight);
                 durable.content.clone()
             }
         };
         pending.retain(|pending| pending.units > 0);
-        CrashPoint { kind, position, base, pending, granule: self.granule_of(kind) }
+        CrashPoint { kind, position, base, pending, granule }
     }
+}
 
-    fn granule_of(&self, kind: CrashKind) -> Granule {
-        match kind {
-            CrashKind::FailedFlush => Granule::Page,
-            CrashKind::PowerCut | CrashKind::ProcessKill => self.granule(),
-        }
+/// The cache holds one version of each page, the last: either that reached the medium, or it did not.
+fn dirty_pages(durable: &Content, visible: &Content) -> Vec<Pending> {
+    let perhaps = |operation, span, change| Pending { event: None, operation, span, change, units: 1 };
+    let page = |index| {
+        let patches = Patches::page_of(visible, index);
+        perhaps(Operation::Write, patches.span(), Change::Sectors(patches))
+    };
+    let mut pages: Vec<Pending> = visible.pages_that_differ(durable).into_iter().map(page).collect();
+    if visible.len() != durable.len() {
+        let span = ImageOffset::ZERO.span(visible.len());
+        pages.push(perhaps(Operation::SetLen, span, Change::Length(visible.len())));
     }
-
-    fn perhaps(&self, event: Option<u64>, operation: Operation, span: ImageSpan, change: Change) -> Pending {
-        let units = change.units(self.granule());
-        Pending { event, operation, span, change, units }
-    }
-
-    /// The cache holds one version of each page, the last: either that reached the medium, or it did not.
-    fn dirty_pages(&self, durable: &Content, visible: &Content) -> Vec<Pending> {
-        let mut pages: Vec<Pending> = visible
-            .pages_that_differ(durable)
-            .into_iter()
-            .map(|index| {
-                let patches = Patches::page_of(visible, index);
-                let span = patches.span();
-                Pending {
-                    event: None,
-                    operation: Operation::Write,
-                    span,
-                    change: Change::Sectors(patches),
-                    units: 1,
-                }
-            })
-            .collect();
-        if visible.len() != durable.len() {
-            let span = vellum_core::ImageOffset::ZERO.span(visible.len());
-            pages.push(self.perhaps(None, Operation::SetLen, span, Change::Length(visible.len())));
-        }
-        pages
-    }
+    pages
 }
 
 impl CrashPoint {
@@ -215,8 +197,8 @@ impl CrashPoint {
         self.image(|index| if index < 64 && kept & (1 << index) != 0 { Fate::Kept } else { Fate::Lost })
     }
 
-    /// The image with everything lost, the ones with everything kept up to some change, those with one change lost, and those with
-    /// one change kept: what to try where there are too many subsets.
+    /// The image with everything lost, the ones with everything kept up to some change, those with one change lost,
+    /// and those with one change kept: what to try where there are too many subsets.
     pub fn corners(&self) -> impl Iterator<Item = Content> {
         let count = self.pending.len();
         let keep = |kept: bool| if kept { Fate::Kept } else { Fate::Lost };
@@ -233,8 +215,8 @@ impl CrashPoint {
             .then(|| Subsets { point: self, open: vec![(0, 0, self.base.clone())] })
     }
 
-    /// The images in which one change is torn and the others have the fates of `kept`, bit by bit: every prefix and every suffix of
-    /// the torn change, and, when it has at most eight units, every set of them.
+    /// The images in which one change is torn and the others have the fates of `kept`, bit by bit: every prefix and
+    /// every suffix of the torn change, and, when it has at most eight units, every set of them.
     pub fn tears(&self, torn: usize, kept: u64) -> impl Iterator<Item = Content> {
         let units = self.pending[torn].units;
         let few = if units <= 8 { 1 << units } else { 0 };

@@ -4,8 +4,8 @@
 //! requests in flight) and gives the time until it ends. It may keep what state it likes: where the head is, how
 //! full the cache is, until when a channel is busy.
 //!
-//! No delay means that an operation ends in its first poll, without a turn of the world. The smallest delay is enough to let others
-//! run in between.
+//! No delay means that an operation ends in its first poll, without a turn of the world. The smallest delay is
+//! enough to let others run in between.
 
 use std::fmt;
 use std::ops::RangeInclusive;

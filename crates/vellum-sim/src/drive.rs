@@ -7,7 +7,8 @@
 //!
 //! 1. A change takes effect when it *ends*, with the data it was given when it was *submitted*. Of overlapping writes
 //!    in flight the one that ends last wins, and with a random delay that is any of them.
-//! 2. A read sees what is visible when it ends or, where it took time, perhaps what was visible when it was submitted.
+//! 2. A read sees what is visible when it ends or, where it took time, perhaps what was visible when it was
+//!    submitted.
 //! 3. What is visible is what a host's cache would show; what a crash leaves is another matter, and
 //!    [`EventLog::crash`] knows it.
 //! 4. An operation whose future is dropped half way takes effect later, or never; the seed decides.
@@ -163,9 +164,10 @@ impl Drive {
         }
     }
 
-    /// The drive as a process finds it that is started after this one was killed, on the same host: what was visible still is, what was in
-    /// flight happened or not (drawn from `random`), and what was not flushed is still not durable. After a failed
-    /// flush the pages that were dropped are gone. This handle is unplugged; faults and delay go on.
+    /// The drive as a process finds it that is started after this one was killed, on the same host: what was visible
+    /// still is, what was in flight happened or not (drawn from `random`), and what was not flushed is still not
+    /// durable. After a failed flush the pages that were dropped are gone. This handle is unplugged; faults and
+    /// delay go on.
     pub fn restart(&self, random: &mut Random) -> Arc<Self> {
         self.unplug();
         let position = self.core.take_position();

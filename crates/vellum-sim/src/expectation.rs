@@ -5,9 +5,9 @@
 //!   requests     │ 1     │ 1, 4  │ none        │        each run has the same requests, so the same judgement
 //! ```
 //!
-//! Three ways to judge a sector, from the usual to the rare; the strongest that is exact is taken:
-//! *values* (all its requests cover it as a whole: it must be one of theirs), *chain* (some cover it in part, one after
-//! the other: the values they made), *bytes* (some ran at the same time: each byte for itself).
+//! Three ways to judge a sector, from the usual to the rare; the strongest that is exact is taken: *values* (all its
+//! requests cover it as a whole: it must be one of theirs), *chain* (some cover it in part, one after the other: the
+//! values they made), *bytes* (some ran at the same time: each byte for itself).
 
 use std::fmt;
 use std::ops::Range;
@@ -45,7 +45,8 @@ pub struct Expectation {
 enum Judgement {
     Values(Vec<Source>),
     Chain(Vec<Sector>),
-    Bytes,
+    /// Runs of bytes within the sector that the same requests touch, and the values each byte of them may have.
+    Bytes(Vec<(Range<usize>, Vec<Sector>)>),
 }
 
 /// Where a value comes from.
@@ -198,10 +199,9 @@ impl Expectation {
                 sources.iter().any(|source| self.matches(*source, sector, found))
             }
             Some((_, Judgement::Chain(values))) => values.iter().any(|value| value[..found.len()] == *found),
-            Some((segment, Judgement::Bytes)) => (0..found.len()).all(|byte| {
-                let at = sector * SECTOR_BYTES as u64 + byte as u64;
-                let mut sources = self.sources(&segment.facts, Some(at)).into_iter();
-                sources.any(|source| self.value(source, sector)[byte] == found[byte])
+            Some((_, Judgement::Bytes(runs))) => runs.iter().all(|(run, values)| {
+                let run = run.start..run.end.min(found.len());
+                run.into_iter().all(|byte| values.iter().any(|value| value[byte] == found[byte]))
             }),
         }
     }
@@ -292,7 +292,26 @@ impl Expectation {
         if segment.facts.iter().all(is_whole) {
             return Judgement::Values(self.sources(&segment.facts, None));
         }
-        self.chain(segment).map_or(Judgement::Bytes, Judgement::Chain)
+        self.chain(segment).map_or_else(|| Judgement::Bytes(self.bytes(segment)), Judgement::Chain)
+    }
+
+    /// Cuts a sector where requests begin and end.
+    fn bytes(&self, segment: &Segment) -> Vec<(Range<usize>, Vec<Sector>)> {
+        let sector = segment.sectors.start;
+        let whole = GuestOffset::new(sector * SECTOR_BYTES as u64).span(SECTOR_BYTES as u64);
+        let mut cuts = vec![whole.start(), whole.end()];
+        for index in &segment.facts {
+            let part = self.facts[*index].request.span().intersect(whole);
+            cuts.extend([part.start(), part.end()]);
+        }
+        cuts.sort_unstable();
+        cuts.dedup();
+        let run_of = |cut: &[GuestOffset]| {
+            let run = to_usize(cut[0] - whole.start())..to_usize(cut[1] - whole.start());
+            let sources = self.sources(&segment.facts, Some(cut[0].bytes()));
+            (run, sources.into_iter().map(|source| self.value(source, sector)).collect())
+        };
+        cuts.windows(2).map(run_of).collect()
     }
 
     /// The values that requests made which followed one another; `None` when they did not, or made too many.
@@ -354,7 +373,7 @@ impl Expectation {
             Some((_, Judgement::Chain(values))) => {
                 values.iter().map(|value| sketch(&value[..found.len()])).collect()
             }
-            Some((segment, Judgement::Bytes)) => {
+            Some((segment, Judgement::Bytes(_))) => {
                 let requests: Vec<String> =
                     segment.facts.iter().map(|index| self.facts[*index].number.to_string()).collect();
                 vec![format!("byte by byte what the requests {} leave", requests.join(", "))]

@@ -1,11 +1,12 @@
 //! Which operations fail, and how: made so that a test can fail each of them in turn (SQLite's method).
 //!
 //! A [`FaultPlan`] is shared by a test and its drives. It counts the operations it sees, and fails those that a
-//! [`Fault`] asks for: "the seventh flush, once", "every write from the third on, with no space left, after some of its sectors changed".
-//! [`FaultSweep`] runs a scenario again and again, with N = 0, 1, 2 … as the failing operation, until a run passes without
-//! meeting the fault.
+//! [`Fault`] asks for: "the seventh flush, once", "every write from the third on, with no space left, after some of
+//! its sectors changed". [`FaultSweep`] runs a scenario again and again, with N = 0, 1, 2 … as the failing
+//! operation, until a run passes without meeting the fault.
 //!
-//! 1. An operation is counted when it is submitted and the drive has found nothing wrong with it, and fails when it ends.
+//! 1. An operation is counted when it is submitted and the drive has found nothing wrong with it, and fails when it
+//!    ends.
 //! 2. A failed write may have changed any sectors it covers, and no others (storage contract 5).
 //! 3. A failed flush poisons the drive, whatever else the fault says (storage contract 6).
 
@@ -186,7 +187,8 @@ pub struct SweepReport {
 }
 
 impl FaultSweep {
-    /// Every operation, once and for ever, with an I/O error (without effect, with some, with all of it) and with no space left.
+    /// Every operation, once and for ever, with an I/O error (without effect, with some, with all of it) and with no
+    /// space left.
     pub fn new(seed: u64) -> Self {
         Self {
             seed,

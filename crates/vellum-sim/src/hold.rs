@@ -1,7 +1,7 @@
 //! Stopping chosen operations half way, so that a race becomes a story: "while a flush is held, reads go on".
 //!
-//! A held operation has been submitted and has no effect yet. Released, it goes on and takes the time it would have taken. Dropping
-//! the [`Hold`] releases everything.
+//! A held operation has been submitted and has no effect yet. Released, it goes on and takes the time it would have
+//! taken. Dropping the [`Hold`] releases everything.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;

@@ -32,7 +32,7 @@
 //! for image in point.tears(0, 0) {
 //!     let bytes = image.to_vec();
 //!     assert!(bytes[..4096].chunks(512).all(|sector| sector == [1; 512] || sector == [2; 512]));
-//!     seen.insert(image);
+//!     seen.insert(image.digest());
 //! }
 //! assert_eq!(seen.len(), 256);
 //! # Ok::<(), vellum_core::Error>(())
@@ -43,8 +43,8 @@
 //! - *Races*: [`Drive::hold`] stops an operation until the test lets it go; [`World::shuffled`] tries another
 //!   interleaving with every seed.
 //! - *Failures*: [`FaultPlan`] fails the Nth operation; [`fault_loop`] fails each one in turn.
-//! - *Crashes while it runs*: [`Drive::crash`] gives one image drawn by chance, [`Drive::restart`] the same host after
-//!   a killed process.
+//! - *Crashes while it runs*: [`Drive::crash`] gives one image drawn by chance, [`Drive::restart`] the same host
+//!   after a killed process.
 //! - *Crashes afterwards*: run to the end, take [`Drive::log`], and go through [`EventLog::crash_positions`].
 //! - *Verdicts*: [`Oracle::watch`] the disk, then [`Oracle::expect_at`] the position and
 //!   [`Expectation::check_disk`] what was recovered.
@@ -84,4 +84,4 @@ pub use log::{Event, EventLog, History, Outcome};
 pub use operation::{Operation, Operations, Request};
 pub use oracle::{GuestRequest, Oracle, OracleDisk, read_disk};
 pub use stream::{SimStream, StreamOptions, stream_pair};
-pub use world::{Handle, Position, World};
+pub use world::{Handle, Position, Spawner, World};

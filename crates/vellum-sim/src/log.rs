@@ -21,6 +21,7 @@
 //! [`EventLog::crash`] answers what a crash may leave; `crash` has the answer's type.
 
 use std::collections::BTreeSet;
+use std::fmt;
 
 use vellum_core::ImageSpan;
 
@@ -115,6 +116,29 @@ impl Event {
 
     pub(crate) fn effect(&self) -> &Change {
         &self.effect
+    }
+}
+
+/// One line: `#3–#7 write 0x1000+0x200: 1 sectors`.
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { submitted, operation, span, .. } = self;
+        match self.ended {
+            Some(ended) => write!(f, "{submitted}–{ended} {operation} {span}: ")?,
+            None => write!(f, "{submitted}–… {operation} {span}: ")?,
+        }
+        match self.outcome {
+            Outcome::InFlight => write!(f, "in flight, {:?}", self.change),
+            Outcome::Done => write!(f, "{:?}", self.effect),
+            Outcome::Failed => write!(f, "failed, {:?}", self.effect),
+        }
+    }
+}
+
+/// One line for each event.
+impl fmt::Display for EventLog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.events.iter().try_for_each(|event| writeln!(f, "{event}"))
     }
 }
 

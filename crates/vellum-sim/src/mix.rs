@@ -1,4 +1,5 @@
-//! Fast 64-bit digests: of pages, of contents, of a whole run. Good enough to tell states apart, not to resist malice.
+//! Fast 64-bit digests: of pages, of contents, of a whole run. Good enough to tell states apart, not to resist
+//! malice.
 //!
 //! The building block is a folded multiplication (64 × 64 → 128 bits, halves joined), which mixes sixteen bytes in a
 //! few cycles. Four lanes run side by side, because one multiplication must wait for the one before it.

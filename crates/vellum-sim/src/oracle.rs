@@ -1,7 +1,7 @@
 //! What a guest may find after a crash: the judge of every crash test.
 //!
-//! An [`Oracle`] records what the guest asked of a disk, when, and when it was answered. For a crash at any position it
-//! knows which values each 512-byte sector may have ([`Disk`] contract 1 and 2):
+//! An [`Oracle`] records what the guest asked of a disk, when, and when it was answered. For a crash at any position
+//! it knows which values each 512-byte sector may have ([`Disk`] contract 1 and 2):
 //!
 //! ```text
 //!   write A   ├──┤                               For a crash at ▲: A is durable, because it had returned before the
@@ -10,12 +10,12 @@
 //!   write C                 ├──── … ▲            or as C, and as nothing else: not as what was there before A.
 //! ```
 //!
-//! 1. A value is *overruled* when a durable write began after it had returned. Every value that is not overruled is admissible,
-//!    the initial content among them.
+//! 1. A value is *overruled* when a durable write began after it had returned. Every value that is not overruled is
+//!    admissible, the initial content among them.
 //! 2. A discard adds zero to what is admissible and overrules nothing: each sector reads as zero or as before.
 //! 3. A request that failed, or was never answered, may have happened in any sector. It is never durable.
-//! 4. A write of a part of a sector makes a new value out of the old one. Where such writes follow each other, the values are
-//!    known exactly; where they ran at the same time, each byte is judged by itself.
+//! 4. A write of a part of a sector makes a new value out of the old one. Where such writes follow each other, the
+//!    values are known exactly; where they ran at the same time, each byte is judged by itself.
 //! 5. What a crash has lost does not become durable by a later flush: the oracle is told of crashes
 //!    ([`Oracle::note_crash`]) when it goes on afterwards.
 //!
@@ -186,7 +186,13 @@ impl HistoryOfGuest {
     /// The changes submitted before `position`, as they stood there.
     fn facts(&self, position: Position) -> Vec<Fact> {
         let past = &self.requests[..self.requests.partition_point(|request| request.submitted < position)];
-        let ended_by = |recorded: &Recorded| recorded.ended.filter(|(ended, _)| *ended < position);
+        let crash_after =
+            |from: Position| self.crashes.iter().copied().find(|crash| from < *crash && *crash < position);
+        // An answer that comes after a crash comes from nobody.
+        let ended_by = |recorded: &Recorded| {
+            let cut_off = crash_after(recorded.submitted);
+            recorded.ended.filter(|(ended, _)| *ended < position && cut_off.is_none_or(|cut| *ended < cut))
+        };
         // For each stretch between two crashes: what ended before this is durable.
         let mut flushes: Vec<Position> = past
             .iter()
@@ -201,24 +207,20 @@ impl HistoryOfGuest {
                 .get(first)
                 .is_some_and(|flush| !self.crashes.iter().any(|crash| ended < *crash && *crash < *flush))
         };
-        let crashed_since =
-            |from: Position| self.crashes.iter().any(|crash| from < *crash && *crash < position);
         let fact_of = |(number, recorded): (usize, &Recorded)| {
             let ended = ended_by(recorded);
             let succeeded = ended.is_some_and(|(_, succeeded)| succeeded);
-            let durable =
-                ended.is_some_and(|(ended, _)| succeeded && (recorded.request.is_fua() || flushed(ended)));
-            let lost = !durable && crashed_since(recorded.submitted);
-            // A process that died answers nothing any more: its requests have ended, whatever became of them.
-            let end_by_crash =
-                self.crashes.iter().find(|crash| recorded.submitted < **crash && **crash < position);
+            let fua = recorded.request.is_fua();
+            let durable = ended.is_some_and(|(ended, _)| succeeded && (fua || flushed(ended)));
+            // Cut off or not, what a crash came after has ended, whatever became of it.
+            let crash = crash_after(recorded.submitted);
             Fact {
                 number,
                 request: recorded.request.clone(),
                 submitted: recorded.submitted,
-                ended: ended.map(|(ended, _)| ended).or(end_by_crash.copied()),
+                ended: ended.map(|(ended, _)| ended).or(crash),
                 durable,
-                uncertain: lost || (ended.is_some() && !succeeded),
+                uncertain: !durable && (crash.is_some() || ended.is_some() && !succeeded),
             }
         };
         let changes = past.iter().enumerate().filter(|(_, recorded)| !recorded.request.span().is_empty());
@@ -226,8 +228,8 @@ impl HistoryOfGuest {
     }
 }
 
-/// Cuts the disk into runs of sectors that the same requests touch. A sector that some request touches only in part is
-/// a run of its own.
+/// Cuts the disk into runs of sectors that the same requests touch. A sector that some request touches only in part
+/// is a run of its own.
 fn segments_of(facts: &[Fact]) -> Vec<Segment> {
     let sector = SECTOR_BYTES as u64;
     let mut cuts = BTreeSet::new();

@@ -8,8 +8,8 @@
 //! 1. Bytes arrive in order, none lost, unless the connection is reset.
 //! 2. A writer waits while `capacity` bytes are on their way or have not been read.
 //! 3. Fragmenting, a read gives any number of the bytes that have arrived, at least one; the seed decides.
-//! 4. [`shutdown`](ByteStream::shutdown), or dropping an end, lets the peer read what was sent and then the end; what the peer writes then
-//!    fails. [`reset`](SimStream::reset) loses what is on its way, and both ends fail.
+//! 4. [`shutdown`](ByteStream::shutdown), or dropping an end, lets the peer read what was sent and then the end;
+//!    what the peer writes then fails. [`reset`](SimStream::reset) loses what is on its way, and both ends fail.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;

@@ -154,6 +154,11 @@ impl World {
         Handle(Some(self.core.spawn(future)))
     }
 
+    /// What a task needs to start others.
+    pub fn spawner(&self) -> Spawner {
+        Spawner { core: self.core.clone(), one_thread: PhantomData }
+    }
+
     /// The clock of this world, to be handed to whatever needs one.
     pub fn clock(&self) -> Arc<dyn Clock> {
         Arc::new(SimClock::new(self.core.clone()))
@@ -202,6 +207,20 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         self.core.close();
+    }
+}
+
+/// Starts tasks in a world, from inside its tasks.
+#[derive(Clone)]
+pub struct Spawner {
+    core: Arc<Core>,
+    one_thread: PhantomData<Rc<()>>,
+}
+
+impl Spawner {
+    /// Starts a task. It runs whether or not the handle is kept, until its world is dropped.
+    pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Handle<T> {
+        Handle(Some(self.core.spawn(future)))
     }
 }
 

@@ -67,6 +67,23 @@ fn crash_images_per_second() {
     report("a random one, torn, with its digest", |_| {
         std::hint::black_box(point.random_image(&mut random).digest());
     });
+    report("a world and a drive on an image", |round| {
+        let world = World::new(round);
+        let image = point.image_of(round % 4096);
+        drop(std::hint::black_box(Drive::from_content(&world, image, DriveOptions::default())));
+    });
+    report("there, 16 reads, a write and a flush", |round| {
+        let world = World::new(round);
+        let drive = Drive::from_content(&world, point.image_of(round % 4096), DriveOptions::default());
+        world.run(async {
+            for page in 0..16 {
+                let read = drive.read(at(page * 65_536), Buffer::for_overwrite(4096)).await;
+                std::hint::black_box(read.expect("a read succeeds"));
+            }
+            write(&*drive, 0, 4096, 7).await.expect("a write succeeds");
+            drive.flush().await.expect("a flush succeeds");
+        });
+    });
     let all: HashSet<u64> =
         point.subsets().expect("twelve changes").map(|(_, image)| image.digest()).collect();
     assert_eq!(all.len(), 4096, "all subsets are told apart");

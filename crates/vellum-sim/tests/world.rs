@@ -9,8 +9,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use common::{any_order, drive_of, write};
-use vellum_core::{Storage, join_all};
-use vellum_sim::{DriveOptions, World};
+use vellum_core::{Buffer, ByteStream, Storage, join_all};
+use vellum_sim::{DriveOptions, StreamOptions, World, stream_pair};
 
 fn millis(count: u64) -> Duration {
     Duration::from_millis(count)
@@ -75,9 +75,11 @@ fn what_was_spawned_goes_on_in_the_next_run_and_ends_with_the_world() {
         7
     });
     let forever = alive.clone();
+    let (one, other) = stream_pair(&world, &StreamOptions::default());
     drop(world.spawn(async move {
-        std::future::pending::<()>().await;
-        drop(forever);
+        // It waits for itself: its waker lies in what it owns.
+        one.read(Buffer::zeroed(1)).await.expect("never");
+        drop((other, forever));
     }));
     world.run(async {});
     assert_eq!(Rc::strong_count(&alive), 3);
@@ -104,6 +106,17 @@ fn a_killed_task_drops_what_it_holds() {
         world.yield_now().await;
         assert_eq!(ended.abort().await, Some(3));
     });
+}
+
+#[test]
+fn tasks_start_tasks() {
+    let world = World::shuffled(1);
+    let spawner = world.spawner();
+    let sum = world.spawn(async move {
+        let parts = (1..=10u64).map(|number| spawner.spawn(async move { number }));
+        join_all(parts).await.into_iter().sum::<u64>()
+    });
+    assert_eq!(world.run(sum), 55);
 }
 
 fn panic_of(run: impl FnOnce()) -> String {

@@ -1,0 +1,74 @@
+//! How long a drive takes: nothing, a fixed time, a random one, or what a model of a real drive says.
+//!
+//! A model is a closure that sees each [`Request`] when it is submitted (with the virtual time and the number of
+//! requests in flight) and gives the time until it ends. It may keep what state it likes: where the head is, how
+//! full the cache is, until when a channel is busy.
+//!
+//! No delay means that an operation ends in its first poll, without a turn of the world. The smallest delay is
+//! enough to let others run in between.
+
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use vellum_core::Random;
+
+use crate::operation::{Operation, Request};
+
+type Model = dyn FnMut(&Request, &mut Random) -> Duration + Send;
+
+/// How long operations take. Copies share one model, as two handles share one drive.
+#[derive(Clone, Default)]
+pub struct Delay(Option<Arc<Mutex<Model>>>);
+
+impl Delay {
+    /// Every operation ends in its first poll.
+    pub fn none() -> Self {
+        Self(None)
+    }
+
+    /// Every operation takes the same time.
+    pub fn fixed(delay: Duration) -> Self {
+        Self::model(move |_, _| delay)
+    }
+
+    /// Every operation takes its own time, so that they end in another order than they began.
+    pub fn between(range: RangeInclusive<Duration>) -> Self {
+        Self::model(move |_, random| random_between(&range, random))
+    }
+
+    /// What `model` says.
+    pub fn model(model: impl FnMut(&Request, &mut Random) -> Duration + Send + 'static) -> Self {
+        Self(Some(Arc::new(Mutex::new(model))))
+    }
+
+    /// The same, but flushes take `flush`.
+    #[must_use]
+    pub fn with_flush(self, flush: Duration) -> Self {
+        Self::model(move |request, random| match request.operation {
+            Operation::Flush => flush,
+            _ => self.of(request, random),
+        })
+    }
+
+    pub(crate) fn of(&self, request: &Request, random: &mut Random) -> Duration {
+        self.0.as_ref().map_or(Duration::ZERO, |model| {
+            let mut model = model.lock().unwrap_or_else(PoisonError::into_inner);
+            model(request, random)
+        })
+    }
+}
+
+impl fmt::Debug for Delay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Delay(model)" } else { "Delay(none)" })
+    }
+}
+
+/// A random time, to the nanosecond.
+pub(crate) fn random_between(range: &RangeInclusive<Duration>, random: &mut Random) -> Duration {
+    let width = range.end().saturating_sub(*range.start());
+    let width = u64::try_from(width.as_nanos()).unwrap_or(u64::MAX - 1);
+    *range.start() + Duration::from_nanos(random.below(width + 1))
+}

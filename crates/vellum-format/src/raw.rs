@@ -2,7 +2,8 @@
 //!
 //! Nothing stands between a request and the storage, so the storage's contract is the disk's: overwrites are in place,
 //! flushes go through, and a crash leaves each sector old or new. A file whose length is no multiple of 512 bytes is
-//! served as if it were, as other programs do: the missing bytes read as zero and come into being when they are written.
+//! served as if it were, as other programs do: the missing bytes read as zero, and before the first change there the file
+//! is made longer, so that no sector can come out of a crash half old and half cut off.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,6 +18,10 @@ use vellum_core::{
 pub struct Raw {
     storage: SharedStorage,
     geometry: Geometry,
+    /// The bytes of the file as it was opened.
+    len: u64,
+    /// The file has been made a multiple of 512 bytes long, or was.
+    is_whole: AtomicBool,
     closed: AtomicBool,
 }
 
@@ -31,8 +36,10 @@ impl Raw {
             read_only: read_only || limits.read_only,
             fast_zeroes: limits.fast_zeroes,
         };
+        let len = storage.len();
+        let is_whole = AtomicBool::new(len == geometry.size || limits.fixed_len);
         let storage = Tallied::shared(storage, tally.data.clone());
-        Arc::new(Self { storage, geometry, closed: AtomicBool::new(false) })
+        Arc::new(Self { storage, geometry, len, is_whole, closed: AtomicBool::new(false) })
     }
 
     fn check_open(&self) -> Result<()> {
@@ -58,6 +65,17 @@ impl Raw {
         }
         Ok(span)
     }
+
+    /// Whether the change touches a last sector that the file has only in part.
+    fn needs_whole(&self, span: ImageSpan) -> bool {
+        !self.is_whole.load(Ordering::Acquire) && span.end().bytes() > BlockSize::SECTOR.round_down(self.len)
+    }
+
+    async fn make_whole(&self) -> Result<()> {
+        self.storage.set_len(self.geometry.size).await?;
+        self.is_whole.store(true, Ordering::Release);
+        Ok(())
+    }
 }
 
 impl Disk for Raw {
@@ -75,11 +93,13 @@ impl Disk for Raw {
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         match self.check_change(GuestSpan::checked(at, data.len() as u64)) {
             Err(error) => Box::pin(std::future::ready(Err(error))),
-            Ok(_) if data.is_empty() && !flags.fua => Box::pin(std::future::ready(Ok(()))),
-            Ok(span) if !flags.fua => self.storage.write(span.start(), data),
+            Ok(span) if !flags.fua && !self.needs_whole(span) => self.storage.write(span.start(), data),
             Ok(span) => Box::pin(async move {
+                if self.needs_whole(span) {
+                    self.make_whole().await?;
+                }
                 self.storage.write(span.start(), data).await?;
-                self.storage.flush().await
+                if flags.fua { self.storage.flush().await } else { Ok(()) }
             }),
         }
     }
@@ -97,6 +117,9 @@ impl Disk for Raw {
             let span = self.check_change(Some(span))?;
             if flags.fast_only && !self.geometry.fast_zeroes {
                 return Err(Error::unsupported(format!("{} has no fast zeros", self.storage.name())));
+            }
+            if self.needs_whole(span) {
+                self.make_whole().await?;
             }
             let how = if flags.may_unmap { Zeroes::MayUnmap } else { Zeroes::Allocated };
             self.storage.write_zeroes(span, how).await?;

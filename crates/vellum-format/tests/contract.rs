@@ -7,8 +7,8 @@ use std::sync::Arc;
 use futures_lite::future::block_on;
 use vellum_core::contract::{self, DiskBench};
 use vellum_core::{
-    CheckedDisk, HostTally, LocalFuture, MemoryDisk, MemoryStorage, Result, SharedDisk, SharedStorage,
-    Storage,
+    Buffer, CheckedDisk, Disk, GuestOffset, HostTally, LocalFuture, MemoryDisk, MemoryStorage, Result,
+    SharedDisk, SharedStorage, Storage, WriteFlags,
 };
 use vellum_format::Raw;
 use vellum_format::qcow2::check::{Repair, check};
@@ -180,4 +180,19 @@ impl DiskBench for RawBench {
 #[test]
 fn raw() {
     block_on(contract::disk(&RawBench(RefCell::default())));
+}
+
+#[test]
+fn a_raw_file_that_ends_within_a_sector() {
+    block_on(async {
+        let storage = MemoryStorage::holding("odd", &[1; 1000]);
+        let disk = Raw::open(storage.clone(), false, &HostTally::default());
+        assert_eq!(disk.geometry().size, 1024);
+        let read = disk.read(GuestOffset::ZERO, Buffer::for_overwrite(1024)).await.unwrap();
+        assert_eq!((read.slice()[999], read.slice()[1000], read.slice()[1023]), (1, 0, 0));
+        assert_eq!(storage.len(), 1000, "reading changes nothing");
+        disk.write(GuestOffset::new(1010), Buffer::copy_of(&[2; 5]), WriteFlags::default()).await.unwrap();
+        assert_eq!(storage.len(), 1024, "the file is whole before it is written there");
+        disk.close().await.unwrap();
+    });
 }

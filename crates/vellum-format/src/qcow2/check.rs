@@ -109,13 +109,18 @@ pub async fn check(
 /// Repairs an image that was not closed, so that it can be written.
 pub(crate) async fn repair_dirty(header: &Header, image: &SharedStorage) -> Result<()> {
     let report = check(header, image, Repair::All, &mut |_| {}).await?;
-    if report.check_errors > 0 || report.corruptions > 0 {
-        return Err(Error::corrupt(format!(
-            "{} corruptions and {} unreadable parts are left: see `vellum check`",
-            report.corruptions, report.check_errors
-        )));
+    if report.check_errors == 0 && report.corruptions == 0 {
+        return Ok(());
     }
-    Ok(())
+    let mut first = None;
+    let again = Header::read(&**image).await?;
+    check(&again, image, Repair::Nothing, &mut |line| first = first.take().or(Some(line))).await?;
+    Err(Error::corrupt(format!(
+        "{} corruptions and {} unreadable parts cannot be repaired (first: {}): see `vellum check`",
+        report.corruptions,
+        report.check_errors,
+        first.unwrap_or_default()
+    )))
 }
 
 async fn clear_marks(header: &mut Header, image: &dyn Storage) -> Result<()> {

@@ -382,6 +382,9 @@ impl Qcow2 {
         if *marked {
             return Ok(());
         }
+        if let Some(end) = { self.refcounts().end() } {
+            self.reach(end).await?;
+        }
         if lock(&self.header).version() >= 3 {
             self.change_header(|header| {
                 let autoclear = header.autoclear & autoclear::KEPT;
@@ -421,6 +424,12 @@ impl Qcow2 {
             }
         }
         let was_marked = *self.marked.lock().await;
+        if let Some(end) = { self.refcounts().end() }.filter(|end| was_marked && *end < self.metadata.len()) {
+            self.metadata
+                .set_len(end)
+                .await
+                .context(|| format!("{}: can't cut the file to its end", self.name))?;
+        }
         if was_marked && lock(&self.header).version() >= 3 {
             // Commit point of the clean close: what the bit stands for was flushed above.
             self.change_header(|header| {

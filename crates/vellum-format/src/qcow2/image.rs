@@ -39,6 +39,9 @@ use super::refcount::{RefcountPage, Refcounts, Run, Stop};
 /// When this many pages of refcounts are dirty, the next writer commits.
 const REFCOUNT_PAGES_DIRTY_MAX: usize = 512;
 
+/// The file grows by this much at a time; what is too much is cut off when the image is closed.
+const GROWTH_STEP: BlockSize = BlockSize::from_shift(20);
+
 /// An open qcow2 image.
 pub struct Qcow2 {
     pub(crate) name: String,
@@ -68,6 +71,9 @@ pub struct Qcow2 {
     pub(crate) decompressor: Decompressor,
     pub(crate) marked: async_lock::Mutex<bool>,
     pub(crate) is_marked: AtomicBool,
+    /// The length the file has been given; everything allocated lies below it.
+    pub(crate) len: AtomicU64,
+    pub(crate) growing: async_lock::Mutex<()>,
     pub(crate) state: State,
 }
 
@@ -463,9 +469,34 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Allocates up to `want` neighbouring clusters.
+    /// Allocates up to `want` neighbouring clusters. The file reaches their end when this returns.
     pub(crate) async fn allocate(&self, want: u64) -> Result<Run> {
-        self.with_refcounts(|refcounts| refcounts.allocate(want)).await
+        let (run, end) =
+            self.with_refcounts(|refcounts| Ok((refcounts.allocate(want)?, refcounts.end()))).await?;
+        if let Some(end) = end
+            && let Err(error) = self.reach(end).await
+        {
+            self.give_back(run).await;
+            return Err(error);
+        }
+        Ok(run)
+    }
+
+    /// Makes the file at least so long. It grows in steps, and never ends within a cluster: were the end within a
+    /// sector, a write across it could come out of a crash with its bytes but without the new length, and the sector
+    /// would be neither old nor new.
+    pub(crate) async fn reach(&self, end: u64) -> Result<()> {
+        if end <= self.len.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let _growing = self.growing.lock().await;
+        if end <= self.len.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let len = self.cluster.max(GROWTH_STEP).round_up(end.max(self.metadata.len()));
+        self.metadata.set_len(len).await.context(|| format!("{}: can't grow the file", self.name))?;
+        self.len.store(len, Ordering::Release);
+        Ok(())
     }
 
     /// Gives back clusters that no metadata ever named and no host write is still on its way to.

@@ -96,6 +96,8 @@ pub(crate) struct Refcounts {
     cursor: u64,
     /// The storage reads as zero from this cluster on: nobody ever wrote there.
     frontier: u64,
+    /// No cluster from this one on was ever in use.
+    used: u64,
     /// Free clusters below the frontier that read as zero because they were punched.
     punched: RoaringTreemap,
     metadata: RoaringTreemap,
@@ -130,6 +132,7 @@ impl Refcounts {
             dirty: 0,
             cursor: 0,
             frontier: if may_grow && grows_zeroed { cluster.count_for(storage_len) } else { u64::MAX },
+            used: cluster.count_for(storage_len),
             punched: RoaringTreemap::new(),
             metadata: RoaringTreemap::new(),
             end: (!may_grow).then(|| storage_len >> cluster.shift()),
@@ -248,6 +251,11 @@ impl Refcounts {
         Ok(read(&self.page(cluster)?.bytes, order, index))
     }
 
+    /// Where the last cluster ends that was ever in use, in bytes; nothing where the storage cannot grow.
+    pub(crate) fn end(&self) -> Option<u64> {
+        self.end.is_none().then(|| self.used.max(1) << self.cluster.shift())
+    }
+
     /// Hands out up to `want` neighbouring clusters, at least one.
     pub(crate) fn allocate(&mut self, want: u64) -> Result<Run, Stop> {
         let mut at = self.cursor;
@@ -321,6 +329,7 @@ impl Refcounts {
     /// From now on nobody may take it for granted that these clusters read as zero.
     fn not_zero(&mut self, clusters: std::ops::Range<u64>) {
         self.frontier = self.frontier.max(clusters.end);
+        self.used = self.used.max(clusters.end);
         self.punched.remove_range(clusters);
     }
 

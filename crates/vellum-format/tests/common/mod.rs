@@ -1,0 +1,107 @@
+//! What the simulated tests share: small images in a world, opened, scribbled on, and looked at again afterwards.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vellum_core::{
+    Buffer, Disk, GuestOffset, GuestSpan, MemoryDisk, Random, Result, SharedDisk, SharedStorage, WriteFlags,
+    ZeroFlags,
+};
+use vellum_format::qcow2::check::{CheckReport, Repair, check};
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
+use vellum_sim::{Content, Delay, Drive, DriveOptions, FaultPlan, World};
+
+/// One kind of image under test.
+#[derive(Clone)]
+pub(crate) struct Setup {
+    pub(crate) name: &'static str,
+    pub(crate) options: CreateOptions,
+    pub(crate) has_base: bool,
+}
+
+/// How much longer than usual random tests run: the soak sets it.
+pub(crate) fn scale() -> u64 {
+    std::env::var("VELLUM_TEST_SCALE").ok().and_then(|scale| scale.parse().ok()).unwrap_or(1)
+}
+
+pub(crate) const SIZE: u64 = 192 * 1024;
+
+pub(crate) fn setups() -> Vec<Setup> {
+    let plain = |cluster_size| CreateOptions { size: SIZE, cluster_size, ..CreateOptions::default() };
+    let setup = |name, options, has_base| Setup { name, options, has_base };
+    vec![
+        setup("4 KiB clusters", plain(4096), false),
+        setup("512 byte clusters over a base", plain(512), true),
+        setup("subclusters over a base", CreateOptions { extended_l2: true, ..plain(16_384) }, true),
+        setup("wide refcounts", CreateOptions { refcount_bits: 64, ..plain(512) }, false),
+    ]
+}
+
+pub(crate) fn base() -> Vec<u8> {
+    (0..150_000u32).map(|i| u8::try_from(i % 251 + 1).unwrap()).collect()
+}
+
+impl Setup {
+    /// What the empty disk reads as.
+    pub(crate) fn content(&self) -> Content {
+        let mut bytes = if self.has_base { base() } else { Vec::new() };
+        bytes.resize(usize::try_from(self.options.size).unwrap(), 0);
+        Content::of(&bytes)
+    }
+
+    /// The image as it is made, with nothing in it.
+    pub(crate) fn empty_image(&self) -> Content {
+        let world = World::new(0);
+        let drive = Drive::new(&world, DriveOptions::default());
+        world.run(create(&*drive, None, &self.options)).unwrap();
+        drive.content()
+    }
+
+    pub(crate) async fn open(&self, drive: &Arc<Drive>) -> Result<Arc<Qcow2>> {
+        let image: SharedStorage = drive.clone();
+        let header = Header::read(&*image).await?;
+        let below = self.has_base.then(|| MemoryDisk::holding(&base()) as SharedDisk);
+        Qcow2::open(header, Files { image, data_file: None, below }, OpenOptions::default()).await
+    }
+}
+
+/// A drive with delays, so that operations run at the same time and end in any order.
+pub(crate) fn busy_drive(world: &World, content: Content, faults: FaultPlan) -> Arc<Drive> {
+    let delay = Delay::between(Duration::from_micros(20)..=Duration::from_micros(300))
+        .with_flush(Duration::from_micros(500));
+    Drive::from_content(world, content, DriveOptions { delay, faults, ..DriveOptions::default() })
+}
+
+/// Looks at an image from outside.
+pub(crate) async fn look(image: &SharedStorage) -> Result<(CheckReport, Vec<String>)> {
+    let header = Header::read(&**image).await?;
+    let mut lines = Vec::new();
+    let report = check(&header, image, Repair::Nothing, &mut |line| lines.push(line)).await?;
+    Ok((report, lines))
+}
+
+/// One random request. Errors are for the caller to judge.
+pub(crate) async fn random_request(disk: &dyn Disk, random: &mut Random) -> Result<()> {
+    let size = disk.geometry().size;
+    let align = *random.pick(&[1, 512, 4096, 16_384]);
+    let at = random.below(size) / align * align;
+    let longest = *random.pick(&[512, 4096, 20_000, 60_000]);
+    let len = (1 + random.below(longest)).next_multiple_of(align).min(size - at);
+    let span = GuestOffset::new(at).span(len);
+    let fua = random.one_in(8);
+    match random.below(12) {
+        0..=6 => disk.write(span.start(), noise(span, random), WriteFlags { fua }).await,
+        7 => disk.write_zeroes(span, ZeroFlags { fua, may_unmap: random.one_in(2), fast_only: false }).await,
+        8 => disk.discard(span, WriteFlags { fua }).await,
+        9 => disk.read(span.start(), Buffer::zeroed(usize::try_from(len).unwrap())).await.map(drop),
+        _ => disk.flush().await,
+    }
+}
+
+pub(crate) fn noise(span: GuestSpan, random: &mut Random) -> Buffer {
+    let mut bytes = vec![0; usize::try_from(span.len()).unwrap()];
+    random.fill(&mut bytes);
+    Buffer::copy_of(&bytes)
+}

@@ -137,6 +137,101 @@ fn input_in_any_pieces_gives_the_same_answers() {
     }
 }
 
+/// The client reads so many bytes of the replies and no more, over a connection that holds little.
+#[test]
+fn a_client_that_stops_listening_at_any_byte_leaves_nothing_behind() {
+    let talk = talk();
+    for len in 0..1600 {
+        let disk = RuledDisk::new(SIZE);
+        let world = World::new(shared(&disk));
+        world.run(async {
+            let (mut client, session) = world.connect_over(2000);
+            client.send(&talk).await;
+            client.try_receive(len).await;
+            drop(client);
+            session.await;
+        });
+        world.assert_nothing_is_left();
+    }
+}
+
+#[test]
+fn a_stream_that_fails_ends_its_session_and_no_other() {
+    let disk = RuledDisk::new(SIZE);
+    let world = World::new(shared(&disk));
+    world.run(async {
+        for (while_waiting, is_begun) in [(true, true), (false, true), (true, false)] {
+            let (mut client, session) = world.connect();
+            if is_begun {
+                client.begin(Wish::default()).await;
+            }
+            disk.close_gate();
+            if !while_waiting {
+                client.request(header(command::WRITE, 1, 0, 4), b"data").await;
+            }
+            world.settle().await;
+            client.stream.break_down();
+            world.settle().await;
+            assert_eq!(session.is_finished(), while_waiting, "the disk is waited for");
+            disk.open_gate();
+            assert!(matches!(session.await, Ending::Failed(_)));
+        }
+    });
+    world.assert_nothing_is_left();
+}
+
+#[test]
+fn a_drain_in_the_middle_of_a_payload_does_not_wait_for_the_rest() {
+    for come in [0, 100, 300_000] {
+        let disk = RuledDisk::new(SIZE);
+        let world = World::new(shared(&disk));
+        world.run(async {
+            let (mut client, session) = world.connect();
+            client.begin(Wish::default()).await;
+            let bytes = header(command::WRITE, 1, 0, 400_000).encode();
+            client.send(&[&bytes[..], &vec![1; come]].concat()).await;
+            world.settle().await;
+            world.shutdown.drain();
+            assert!(matches!(session.await, Ending::Drained));
+        });
+        assert_eq!(disk.take_seen(), []);
+        world.assert_nothing_is_left();
+    }
+}
+
+#[test]
+fn the_deadline_of_the_handshake_ends_with_the_handshake() {
+    let world = World::new(shared(&RuledDisk::new(SIZE)));
+    world.run(async {
+        let (mut client, session) = world.connect();
+        client.begin(Wish::default()).await;
+        world.clock.ring();
+        world.settle().await;
+        assert!(!session.is_finished(), "an idle client may stay");
+        assert_eq!(client.read(0, 4).await, [0; 4]);
+    });
+}
+
+#[test]
+fn a_removed_export_can_be_cut_off_from_clients_that_do_not_read() {
+    let disk = RuledDisk::new(SIZE);
+    let world = World::new(shared(&disk));
+    world.run(async {
+        let (mut client, session) = world.connect_over(1000);
+        client.begin(Wish::default()).await;
+        client.write(0, 0, &[1; 100]).await;
+        client.request(header(command::READ, 1, 0, 64 << 10), b"").await;
+        world.settle().await;
+        let removed = world.exports.remove("").expect("it is there");
+        world.settle().await;
+        assert!(!session.is_finished());
+        removed.cut();
+        let _disk = removed.unused().await;
+        assert!(matches!(session.await, Ending::Cut));
+    });
+    world.assert_nothing_is_left();
+}
+
 #[test]
 fn half_a_write_is_never_written() {
     let disk = RuledDisk::new(SIZE);

@@ -2,12 +2,14 @@
 //! hold is one of them.
 //!
 //! ```text
-//!   handshake      4 KiB receive buffer + one option (option_bytes_max) + one reply (reply_bytes_max)
+//!   handshake      4 KiB receive buffer + an option (option_bytes_max) + an answer (reply_bytes_max), the last two
+//!                  perhaps doubled while they grow and are sent
 //!   transmission   receive_bytes + memory_bytes_max (payloads, read buffers, replies not yet sent)
 //!                  + less than 1 KiB for each of requests_max
 //! ```
 //!
-//! With the defaults that is 80 KiB + 256 KiB, and then 32.4 MiB, of which an idle connection uses 256 KiB.
+//! With the defaults that is 700 KiB at the very most in the handshake, and 32.4 MiB in the transmission; a client that
+//! is idle holds 256 KiB. What the disk needs to do a request is the disk's.
 
 use std::time::Duration;
 

@@ -41,6 +41,11 @@ impl Replies {
         self.ready.is_empty()
     }
 
+    /// How many bytes are ready.
+    pub(super) fn len(&self) -> usize {
+        self.ready.len()
+    }
+
     /// All that is ready, in order.
     pub(super) fn take(&mut self) -> Buffer {
         std::mem::take(&mut self.ready)

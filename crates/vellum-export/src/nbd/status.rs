@@ -20,6 +20,7 @@
 //! Source: NBD protocol, "Metadata querying", `NBD_CMD_BLOCK_STATUS`; QEMU's `docs/interop/nbd.rst` for the `qemu:`
 //! namespace.
 
+use futures_lite::future::yield_now;
 use vellum_core::{Error, GuestSpan, MergedExtent, Place, Result, SharedDisk, map_merged};
 
 use super::wire::allocation;
@@ -139,7 +140,11 @@ pub(super) async fn block_status(disk: &SharedDisk, question: Question<'_>) -> R
     let mut folders: Vec<Folder> =
         contexts.iter().map(|context| Folder::new(context, block, runs_max)).collect();
     let mut at = span.start();
-    for _ in 0..MAPS_MAX {
+    for round in 0..MAPS_MAX {
+        if round > 0 {
+            // A disk that has its map in memory would not let others have their turn.
+            yield_now().await;
+        }
         let rest = GuestSpan::between(at, span.end());
         for extent in &map_merged(disk, rest).await? {
             // Never past the end of the request, whatever the disk knows beyond it.

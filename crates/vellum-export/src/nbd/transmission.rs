@@ -47,6 +47,9 @@ use crate::shutdown::{Stage, Watch};
 /// After so many passes in a row others get their turn on this worker.
 const PASSES_MAX: usize = 16;
 
+/// With this much to send, sending begins before more requests do, so that the peer has something to do meanwhile.
+const EAGER_BYTES: usize = 256 << 10;
+
 /// What the transmission stands on.
 pub(super) struct Ground<'a> {
     pub(super) stream: &'a dyn ByteStream,
@@ -151,6 +154,9 @@ impl Session<'_> {
                     let running = Running::new(self.disk, self.terms, ticket, payload);
                     if let Some((ticket, outcome)) = self.flight.start(running) {
                         self.books.answer(ticket, outcome);
+                    }
+                    if self.sending.is_none() && self.books.replies.len() >= EAGER_BYTES {
+                        break;
                     }
                 }
                 Next::Refuse { cookie, refusal } => {

@@ -6,6 +6,7 @@
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use futures_lite::future::yield_now;
 use vellum_core::{Buffer, Error, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags};
 
 use super::limits::memory_of;
@@ -121,6 +122,10 @@ async fn cache(disk: &SharedDisk, span: GuestSpan) -> Result<()> {
             return Err(Error::corrupt("the disk gave fewer bytes than it was asked for"));
         }
         rest = later;
+        if !rest.is_empty() {
+            // A disk that has it in memory would not let others have their turn.
+            yield_now().await;
+        }
     }
     Ok(())
 }

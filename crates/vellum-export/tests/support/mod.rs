@@ -7,6 +7,7 @@
 pub mod client;
 pub mod disks;
 pub mod pipe;
+pub mod socket;
 
 use std::cell::Cell;
 use std::pin::pin;

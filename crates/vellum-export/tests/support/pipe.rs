@@ -24,6 +24,8 @@ struct Lane {
     ended: bool,
     /// Nobody will take bytes out.
     deaf: bool,
+    /// The connection is lost.
+    broken: bool,
     /// All bytes that ever went in.
     total: u64,
     /// How often a write began.
@@ -78,6 +80,15 @@ impl Pipe {
         self.outgoing.borrow().bytes.len()
     }
 
+    /// From now on everything fails, at both ends.
+    pub fn break_down(&self) {
+        for lane in [&self.incoming, &self.outgoing] {
+            let mut lane = lane.borrow_mut();
+            lane.broken = true;
+            lane.wake();
+        }
+    }
+
     /// Says that no more bytes will come from this end, but still reads.
     pub fn end_writing(&self) {
         let mut lane = self.outgoing.borrow_mut();
@@ -86,15 +97,22 @@ impl Pipe {
     }
 }
 
+fn lost() -> Error {
+    Error::new(ErrorKind::Io, "the connection is lost")
+}
+
 impl ByteStream for Pipe {
     fn read(&self, mut buffer: Buffer) -> LocalFuture<'_, Result<(Buffer, usize)>> {
         assert!(!buffer.is_empty(), "a read needs room");
         Box::pin(async move {
             let count = poll_fn(|context| {
                 let mut lane = self.incoming.borrow_mut();
+                if lane.broken {
+                    return Poll::Ready(Err(lost()));
+                }
                 if lane.bytes.is_empty() {
                     if lane.ended || lane.deaf {
-                        return Poll::Ready(0);
+                        return Poll::Ready(Ok(0));
                     }
                     lane.reader = Some(context.waker().clone());
                     return Poll::Pending;
@@ -107,9 +125,9 @@ impl ByteStream for Pipe {
                 let bytes: Vec<u8> = lane.bytes.drain(..count).collect();
                 buffer.copy_from(0, &bytes);
                 lane.wake();
-                Poll::Ready(count)
+                Poll::Ready(Ok(count))
             })
-            .await;
+            .await?;
             Ok((buffer, count))
         })
     }
@@ -121,6 +139,9 @@ impl ByteStream for Pipe {
             let mut sent = 0;
             poll_fn(|context| {
                 let mut lane = self.outgoing.borrow_mut();
+                if lane.broken {
+                    return Poll::Ready(Err(lost()));
+                }
                 loop {
                     if lane.deaf || lane.ended {
                         return Poll::Ready(Err(Error::new(ErrorKind::Closed, "the peer is gone")));

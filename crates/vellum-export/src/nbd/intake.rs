@@ -27,6 +27,13 @@ use super::terms::Terms;
 use super::wire::{REQUEST_HEADER_BYTES, RequestHeader};
 use super::work::{Ticket, memory_for};
 
+/// A payload of which so much is still to come is large.
+const LARGE_BYTES: usize = 16 << 10;
+
+/// What follows a large payload is probably another one. So a read that completes one brings no more than a head of what
+/// follows; the rest of the next payload can then be read in place as well, instead of being copied out of the inbox.
+const HEAD_BYTES: usize = 4096;
+
 /// What is to be done next.
 pub(super) enum Next {
     /// A request with its payload.
@@ -48,6 +55,8 @@ pub(super) struct Intake<'a> {
     stream: &'a dyn ByteStream,
     /// Away while a read is going on.
     inbox: Buffer,
+    /// The part of the inbox that a read was not given.
+    spare: Buffer,
     start: usize,
     end: usize,
     stage: Stage,
@@ -74,7 +83,15 @@ impl<'a> Intake<'a> {
     pub(super) fn new(stream: &'a dyn ByteStream, receive_bytes: usize, early: &[u8]) -> Self {
         let mut inbox = Buffer::for_overwrite(receive_bytes.max(early.len()));
         inbox.copy_from(0, early);
-        Self { stream, inbox, start: 0, end: early.len(), stage: Stage::Header, receiving: None }
+        Self {
+            stream,
+            inbox,
+            spare: Buffer::empty(),
+            start: 0,
+            end: early.len(),
+            stage: Stage::Header,
+            receiving: None,
+        }
     }
 
     /// Whether the stream may end here: between two requests.
@@ -184,6 +201,9 @@ impl<'a> Intake<'a> {
             debug_assert!(self.start == self.end, "the payload took what had come");
             (self.start, self.end) = (0, 0);
             let mut target = bytes.split_off(*filled);
+            if target.len() >= LARGE_BYTES {
+                self.spare = self.inbox.split_off(HEAD_BYTES);
+            }
             target.append(std::mem::take(&mut self.inbox));
             return target;
         }
@@ -198,6 +218,7 @@ impl<'a> Intake<'a> {
         {
             let lacking = usize::try_from(span.len()).expect("a payload fits the address space") - *filled;
             self.inbox = buffer.split_off(lacking);
+            self.inbox.append(std::mem::take(&mut self.spare));
             bytes.append(buffer);
             *filled += count.min(lacking);
             self.end = count.saturating_sub(lacking);
@@ -216,6 +237,7 @@ impl<'a> Intake<'a> {
         }
         self.receiving = None;
         self.inbox = Buffer::empty();
+        self.spare = Buffer::empty();
         (self.start, self.end) = (0, 0);
     }
 }

@@ -1,7 +1,7 @@
 //! Serves a [`Disk`](vellum_core::Disk): parses each request once, completes it exactly once.
 //!
 //! Bytes from outside become a checked request in one place per protocol; from there on nothing is checked again, only
-//! asserted. What every protocol needs stands here: [`flight`] (the requests that are running), [`shutdown`] (ending
+//! asserted. What every protocol needs stands here: `flight` (the requests that are running), [`shutdown`] (ending
 //! a session in good order) and [`slots`] (how many connections there may be). [`nbd`] is the first protocol.
 //!
 //! Invariants

@@ -1,4 +1,4 @@
-//! Every command of the transmission, with every flag, right and wrong: what the client sees and what the disk is asked.
+//! Every command of the transmission, with every flag, right and wrong: what the client sees, what the disk is asked.
 
 mod support;
 

@@ -87,8 +87,8 @@ fn cve_2013_7441_leaving_during_negotiation_ends_one_session() {
     world.assert_nothing_is_left();
 }
 
-/// CVE-2015-0847: ending the server from a signal handler corrupted it. Here a shutdown may be asked for at any time, from any
-/// thread, and more than once.
+/// CVE-2015-0847: ending the server from a signal handler corrupted it. Here a shutdown may be asked for at any time,
+/// from any thread, and more than once.
 #[test]
 fn cve_2015_0847_shutting_down_again_and_again_from_other_threads() {
     let disk = RuledDisk::new(SIZE);
@@ -269,8 +269,8 @@ fn cve_2019_14851_options_in_every_order() {
     world.assert_nothing_is_left();
 }
 
-/// CVE-2020-10761: an error message that repeated the client's name grew past the limit of strings. (`Client` checks the
-/// length of every message it gets.)
+/// CVE-2020-10761: an error message that repeated the client's name grew past the limit of strings. (`Client` checks
+/// the length of every message it gets.)
 #[test]
 fn cve_2020_10761_no_error_is_longer_than_a_string() {
     let world = world();
@@ -430,8 +430,8 @@ fn cve_2025_47711_extents_longer_than_the_wire_can_tell() {
     });
 }
 
-/// CVE-2025-47712: rounding a block status request to the block size overflowed. Extents here are unaligned to the block
-/// the client was promised; runs must be aligned and must not pass the end.
+/// CVE-2025-47712: rounding a block status request to the block size overflowed. Extents here are unaligned to the
+/// block the client was promised; runs must be aligned and must not pass the end.
 #[test]
 fn cve_2025_47712_runs_are_whole_blocks_whatever_the_extents() {
     let geometry = vellum_core::Geometry {

@@ -1,5 +1,5 @@
-//! Other people's clients on a real socket: libnbd (nbdinfo, nbdcopy, nbdsh), QEMU (qemu-img, qemu-io), nbdkit, fio. A test
-//! whose program is not installed says so and passes.
+//! Other people's clients on a real socket: libnbd (nbdinfo, nbdcopy, Python), QEMU (qemu-img, qemu-io), nbdkit, fio.
+//! A test whose program is not installed says so and passes.
 
 mod support;
 

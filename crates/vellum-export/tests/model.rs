@@ -1,7 +1,8 @@
 //! Random clients against a model: thousands of random commands, many in flight on several connections, on a disk that
 //! answers in random order. Each answer must be what the model says. A failure prints its seed.
 //!
-//! Requests that are under way at once never touch the same bytes unless both only read: what two of those leave is not defined.
+//! Requests that are under way at once never touch the same bytes unless both only read: what two of those leave is
+//! not defined.
 
 mod support;
 

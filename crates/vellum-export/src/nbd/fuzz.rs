@@ -1,5 +1,5 @@
-//! Entry points for fuzzers: the pure parsers, and a whole session on a small disk in memory. One string of bytes decides
-//! everything; there is no I/O, no time and no thread.
+//! Entry points for fuzzers: the pure parsers, and a whole session on a small disk in memory. One string of bytes
+//! decides everything; there is no I/O, no time and no thread.
 //!
 //! ```text
 //!   fuzz_session   │ mode │ seed │ what the client sends …
@@ -9,8 +9,8 @@
 //! ```
 //!
 //! A session must not panic, must not stop without having ended, must leave no disk request half done, and must
-//! answer every request exactly once. The last is counted from outside: requests by another reading of the input, replies
-//! by another reading of the output.
+//! answer every request exactly once. The last is counted from outside: requests by another reading of the input,
+//! replies by another reading of the output.
 
 use std::cell::{Cell, RefCell};
 use std::pin::pin;

@@ -30,8 +30,8 @@ use super::work::{Ticket, memory_for};
 /// A payload of which so much is still to come is large.
 const LARGE_BYTES: usize = 16 << 10;
 
-/// What follows a large payload is probably another one. So a read that completes one brings no more than a head of what
-/// follows; the rest of the next payload can then be read in place as well, instead of being copied out of the inbox.
+/// What follows a large payload is probably another one. So a read that completes one brings no more than a head of
+/// what follows; the rest of the next payload can then be read in place too, instead of being copied out of the inbox.
 const HEAD_BYTES: usize = 4096;
 
 /// What is to be done next.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   serve_connection      session       greeting, deadline, the end
-//!     handshake           handshake     bytes in, bytes out ──► an export (exports) and the terms it is used on (terms)
+//!     handshake           handshake     bytes in, bytes out ──► an export (exports) and the terms of its use (terms)
 //!     transmission        transmission  passes: take in, begin, gather, send
 //!                           intake      bytes from the stream ──► requests with payloads, as the ledger admits them
 //!                           request     the one door: header + terms ──► Request or Refusal

@@ -55,6 +55,21 @@ struct Opening {
 /// The stream was shut down then, and can be closed. The future must not be dropped before it has ended: disk requests
 /// may be half done (contract 10 of the disk). To end it early, use the `shutdown`.
 ///
+/// What an accept loop runs as a task of its own for each connection, on the worker it shall stay on:
+///
+/// ```
+/// # use vellum_core::{ByteStream, Clock};
+/// # use vellum_export::nbd::{Exports, Limits, serve_connection};
+/// # use vellum_export::{ConnectionSlot, Shutdown};
+/// # async fn one(
+/// #     stream: &dyn ByteStream, slot: ConnectionSlot,
+/// #     exports: &Exports, clock: &dyn Clock, limits: &Limits, shutdown: &Shutdown,
+/// # ) {
+/// let ending = serve_connection(stream, exports, clock, limits, shutdown).await;
+/// drop(slot);
+/// # let _ = ending; }
+/// ```
+///
 /// # Panics
 /// When the limits cannot be worked with; see [`Limits::check`].
 pub async fn serve_connection(

@@ -58,10 +58,10 @@ pub(super) async fn read(disk: &SharedDisk, span: GuestSpan) -> Parts {
         // A map that cannot be read is no reason to refuse a read that perhaps can.
         Err(_) => vec![(span, false)],
     };
-    let reads = runs.iter().filter(|(_, is_hole)| !is_hole).map(|(run, _)| {
-        let len = usize::try_from(run.len()).expect("a payload fits the address space");
-        disk.read(run.start(), Buffer::for_overwrite(len))
-    });
+    let data = || runs.iter().filter(|(_, is_hole)| !is_hole).map(|(run, _)| *run);
+    // One buffer, cut up: many would take more memory than the request was charged for.
+    let mut memory = Buffer::for_overwrite(to_usize(data().map(|run| run.len()).sum()));
+    let reads = data().map(|run| disk.read(run.start(), memory.split_to(to_usize(run.len()))));
     let mut read = join_all(reads).await.into_iter();
     let mut parts = Parts::new();
     for (run, is_hole) in runs {

@@ -31,8 +31,8 @@ pub(super) const RUNS_MAX: usize = 8192;
 /// The most often the disk is asked for one answer.
 pub(super) const MAPS_MAX: usize = 16;
 
-/// What a request for status is charged: the extents of one map, and the runs of each context.
-pub(super) const MEMORY_BYTES: usize = 512 << 10;
+/// What a request for status is charged: the extents of one map while they gather, and the runs of each context.
+pub(super) const MEMORY_BYTES: usize = 1 << 20;
 
 /// One way to look at the extents of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

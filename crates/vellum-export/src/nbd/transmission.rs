@@ -14,9 +14,9 @@
 //! 1. Requests run side by side and are answered as they end. A client that needs an order waits for replies.
 //! 2. **Flush.** It is submitted to the disk when it is parsed. A write whose reply was sent before the client sent
 //!    the flush had returned from the disk before that, on whichever connection, as all of them use the one disk; so
-//!    contract 1 of the disk makes the flush cover it. That is what `NBD_FLAG_CAN_MULTI_CONN` promises. A write that is still
-//!    running when the flush comes may or may not be covered, as the protocol allows ("Ordering of messages and
-//!    writes").
+//!    contract 1 of the disk makes the flush cover it. That is what `NBD_FLAG_CAN_MULTI_CONN` promises. A write that
+//!    is still running when the flush comes may or may not be covered, as the protocol allows ("Ordering of messages
+//!    and writes").
 //! 3. **Back-pressure.** What is taken in is opened in the ledger, and settled when its reply has left. A client that
 //!    does not read is not read from.
 //! 4. **The end.** However it comes, requests that were begun are polled to their end. If the peer still listens
@@ -38,6 +38,7 @@ use super::limits::Limits;
 use super::reply::{Replies, sentence_of};
 use super::request::Request;
 use super::session::Ending;
+use super::sparse::Part;
 use super::terms::Terms;
 use super::wire::Errno;
 use super::work::{Outcome, Running, Ticket};
@@ -258,7 +259,14 @@ impl Books {
         let error = match (outcome, request) {
             (Outcome::Done(Ok(())), _) => return self.replies.done(cookie),
             (Outcome::Status(Ok(answers)), _) => return self.replies.status(cookie, &answers),
-            (Outcome::Parts(parts), _) => return self.replies.parts(cookie, parts),
+            (Outcome::Parts(parts), _) => {
+                for part in &parts {
+                    if let Part::Failed { at, error } = part {
+                        tracing::debug!(?request, %at, error = error.chain(), "a part of a read failed");
+                    }
+                }
+                return self.replies.parts(cookie, parts);
+            }
             (Outcome::Bytes(Ok(bytes)), Request::Read { span, whole })
                 if bytes.len() as u64 == span.len() =>
             {

@@ -1,4 +1,5 @@
-//! A real Unix socket with a server behind it, thin as can be, so that other people's clients can be run against the session.
+//! A real Unix socket with a server behind it, thin as can be, so that other people's clients can be run against the
+//! session.
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

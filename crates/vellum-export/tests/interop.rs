@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use support::disks::{RuledDisk, shared};
 use support::socket::Server;
-use vellum_core::{CheckedDisk, Random};
+use vellum_core::{BlockSize, CheckedDisk, Geometry, Random};
 use vellum_export::nbd::{Export, Exports};
 
 const SIZE: u64 = 64 << 20;
@@ -346,6 +346,41 @@ o.opt_abort()
     let path = bench.server.directory().join("script.py");
     fs::write(&path, script).expect("a file for the script");
     run(python, &[&path.display().to_string()]);
+}
+
+/// A disk of 4 KiB blocks and one of an odd size, as clients that promise to keep to sizes see them.
+#[test]
+fn clients_keep_to_the_sizes_they_are_told() {
+    requires!("qemu-io");
+    requires!("nbdcopy");
+    let of = |size, block| {
+        let geometry = Geometry { size, block_size: block, ..RuledDisk::new(0).geometry.clone() };
+        RuledDisk::with(geometry)
+    };
+    let (coarse, odd) = (of(8 << 20, BlockSize::PAGE), of((1 << 20) + 13, BlockSize::SECTOR));
+    let exports = Exports::new();
+    for (name, disk) in [("coarse", &coarse), ("odd", &odd)] {
+        let (name, disk) = (name.to_owned(), shared(disk));
+        exports
+            .add(Export { name, description: String::new(), disk, read_only: false })
+            .expect("a free name");
+    }
+    let server = Server::start(&exports);
+    let script = ["-c", "write -P 7 4000 200", "-c", "read -P 7 4000 200", "-c", "read -P 0 4200 1000"];
+    let uri = server.uri("coarse");
+    run("qemu-io", &[&["-f", "raw"], &script[..], &[&uri]].concat());
+    let seen = coarse.take_seen();
+    assert!(!seen.is_empty() && seen.iter().all(|seen| seen.at % 4096 == 0 && seen.len % 4096 == 0));
+    assert_eq!(coarse.bytes(3999, 202), [&[0][..], &[7; 200], &[0]].concat());
+
+    let image = server.directory().join("odd");
+    let bytes = noise((1 << 20) + 13, 3);
+    fs::write(&image, &bytes).expect("a file for the image");
+    let (image, uri) = (image.display().to_string(), server.uri("odd"));
+    run("nbdcopy", &[&image, &uri]);
+    let copy = server.directory().join("copy").display().to_string();
+    run("nbdcopy", &[&uri, &copy]);
+    assert!(fs::read(&copy).expect("the copy") == bytes);
 }
 
 #[test]

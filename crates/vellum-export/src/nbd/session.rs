@@ -11,6 +11,7 @@
 //!    for [`Limits::handshake_time`] only (CVE-2024-7409).
 //! 3. The export is held from the moment it was chosen until the last of its requests has ended.
 
+use std::fmt;
 use std::future::poll_fn;
 use std::task::Poll;
 
@@ -41,6 +42,20 @@ pub enum Ending {
     Violation(&'static str),
     /// The stream failed.
     Failed(Error),
+}
+
+impl fmt::Display for Ending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Goodbye => f.write_str("the client said goodbye"),
+            Self::Hangup => f.write_str("the client hung up"),
+            Self::Drained => f.write_str("the server drained it"),
+            Self::Cut => f.write_str("the server cut it"),
+            Self::Refused(why) => write!(f, "the client was refused: {why}"),
+            Self::Violation(why) => write!(f, "the client broke the protocol: {why}"),
+            Self::Failed(error) => write!(f, "the connection failed: {}", error.chain()),
+        }
+    }
 }
 
 /// What the handshake left behind.
@@ -91,11 +106,11 @@ pub async fn serve_connection(
             tracing::info!(export = export.name, read_only = terms.read_only, "a client begins");
             let watches = [Watch::new(shutdown), Watch::new(attached.shutdown())];
             let ending = transmit(Ground { stream, export, terms: &terms, limits }, watches, &early).await;
-            tracing::info!(export = export.name, ?ending, "a client has left");
+            tracing::info!(export = export.name, %ending, "a client has left");
             ending
         }
         Err(ending) => {
-            tracing::debug!(?ending, "a client chose no export");
+            tracing::debug!(%ending, "a client chose no export");
             ending
         }
     };

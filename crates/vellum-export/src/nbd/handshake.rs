@@ -1,0 +1,361 @@
+//! The handshake: bytes in, bytes out, and in the end an export and the terms it is used on. No I/O.
+//!
+//! ```text
+//!            greeting
+//!               ▼                        ┌────────────── answered ◄─────────────┐
+//!   Flags ──4 bytes──► OptionHeader ──16 bytes──► OptionData ──len bytes──► answer()
+//!                            │                                                  │
+//!                            └──too long──► Skip ──► ERR_TOO_BIG      GO, EXPORT_NAME: Enter
+//! ```
+//!
+//! 1. [`Handshake::feed`] takes any cut of the client's bytes: it gathers until what it waits for is there.
+//! 2. It stops after each answer, so that one answer is sent before the next is made, and only one is ever held.
+//! 3. A length that the client sent makes nothing larger by itself; what is gathered grows with what has come.
+//! 4. No export's disk is asked anything but its geometry, and none is touched before the client has chosen it.
+//! 5. Answers never repeat the client's own words, so they have a length that the server chose.
+//! 6. Each answer is a function of what was negotiated so far. Whoever adds TLS must begin a new `Handshake` after it,
+//!    with an empty receive buffer: what came in the clear must not count (CVE-2021-3716).
+//!
+//! Left out: clients that do not know fixed newstyle (before 2011). They cannot be told an error, and are turned away.
+//!
+//! Source: NBD protocol, "Fixed newstyle negotiation", "Option types", "Option reply types".
+
+use super::exports::{Attached, Export, Exports};
+use super::limits::Limits;
+use super::session::Ending;
+use super::status::{Contexts, MetaContext};
+use super::terms::Terms;
+use super::wire::{
+    self, ContextRequest, InfoRequest, OptionHeader, handshake_flag, info, option, option_reply as reply,
+};
+
+/// What came out of a handshake.
+pub(super) struct Negotiated {
+    pub(super) attached: Attached,
+    pub(super) terms: Terms,
+}
+
+/// How it goes on after the bytes that were fed.
+pub(super) enum Step {
+    /// More bytes are needed, or another look at the rest.
+    More,
+    /// The transmission begins with the next byte.
+    Enter(Negotiated),
+    /// It is over, once the answer is sent.
+    End(Ending),
+}
+
+enum State {
+    Flags,
+    OptionHeader,
+    OptionData(OptionHeader),
+    /// Data of an option that is not looked at.
+    Skip {
+        option: u32,
+        left: u32,
+    },
+}
+
+/// One client's handshake, from its flags on.
+pub(super) struct Handshake<'a> {
+    exports: &'a Exports,
+    limits: &'a Limits,
+    state: State,
+    gathered: Vec<u8>,
+    options: u32,
+    bytes: u64,
+    no_zeroes: bool,
+    structured: bool,
+    /// The contexts that were chosen last, and for which export.
+    chosen: Option<(String, Contexts)>,
+}
+
+impl<'a> Handshake<'a> {
+    pub(super) fn new(exports: &'a Exports, limits: &'a Limits) -> Self {
+        Self {
+            exports,
+            limits,
+            state: State::Flags,
+            gathered: Vec::new(),
+            options: 0,
+            bytes: 0,
+            no_zeroes: false,
+            structured: false,
+            chosen: None,
+        }
+    }
+
+    /// Takes bytes off the front of `input` and appends what is to be sent to `out`. Tells how many it took; bytes
+    /// that are left are fed again, unless the handshake is over.
+    pub(super) fn feed(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, Step) {
+        let before = self.bytes;
+        let step = self.advance(input, out);
+        (usize::try_from(self.bytes - before).expect("no more than were given"), step)
+    }
+
+    fn advance(&mut self, input: &[u8], out: &mut Vec<u8>) -> Step {
+        if let State::Skip { option, left } = &mut self.state {
+            let part = (*left).min(u32::try_from(input.len()).unwrap_or(u32::MAX));
+            *left -= part;
+            self.bytes += u64::from(part);
+            if *left == 0 {
+                refuse(out, *option, reply::ERR_TOO_BIG, "the option is too long");
+                self.state = State::OptionHeader;
+            }
+            return self.within_limits();
+        }
+        let wanted = match &self.state {
+            State::Flags => wire::CLIENT_FLAGS_BYTES,
+            State::OptionHeader => wire::OPTION_HEADER_BYTES,
+            State::OptionData(header) => header.len as usize,
+            State::Skip { .. } => unreachable!("skipped above"),
+        };
+        let part = (wanted - self.gathered.len()).min(input.len());
+        self.gathered.extend_from_slice(&input[..part]);
+        self.bytes += part as u64;
+        if self.gathered.len() < wanted {
+            return self.within_limits();
+        }
+        let gathered = std::mem::take(&mut self.gathered);
+        let step = match &self.state {
+            State::Flags => self.take_flags(&gathered),
+            State::OptionHeader => self.take_header(&gathered, out),
+            State::OptionData(header) => {
+                let option = header.option;
+                self.state = State::OptionHeader;
+                self.answer(option, &gathered, out)
+            }
+            State::Skip { .. } => unreachable!("skipped above"),
+        };
+        match step {
+            Step::More => self.within_limits(),
+            over => over,
+        }
+    }
+
+    fn within_limits(&self) -> Step {
+        if self.bytes > self.limits.handshake_bytes_max {
+            return Step::End(Ending::Refused("too many bytes before an export was chosen"));
+        }
+        Step::More
+    }
+
+    fn take_flags(&mut self, bytes: &[u8]) -> Step {
+        let flags = bytes.try_into().map_or(0, u32::from_be_bytes);
+        let fixed = u32::from(handshake_flag::FIXED_NEWSTYLE);
+        let no_zeroes = u32::from(handshake_flag::NO_ZEROES);
+        if flags & !(fixed | no_zeroes) != 0 {
+            // "The server MUST drop the TCP connection if the client sets an unknown flag."
+            return Step::End(Ending::Violation("unknown client flags"));
+        }
+        if flags & fixed == 0 {
+            return Step::End(Ending::Refused("the client does not know fixed newstyle negotiation"));
+        }
+        self.no_zeroes = flags & no_zeroes != 0;
+        self.state = State::OptionHeader;
+        Step::More
+    }
+
+    fn take_header(&mut self, bytes: &[u8], out: &mut Vec<u8>) -> Step {
+        let header = bytes.try_into().ok().and_then(OptionHeader::parse);
+        let Some(header) = header else {
+            return Step::End(Ending::Violation("an option without its magic"));
+        };
+        self.options += 1;
+        if self.options > self.limits.options_max {
+            return Step::End(Ending::Refused("too many options"));
+        }
+        if header.len == 0 {
+            return self.answer(header.option, &[], out);
+        }
+        if header.len <= self.limits.option_bytes_max {
+            self.state = State::OptionData(header);
+        } else if u64::from(header.len) > self.limits.handshake_bytes_max {
+            return Step::End(Ending::Violation("an option longer than a handshake"));
+        } else if header.option == option::EXPORT_NAME {
+            return Step::End(Ending::Refused("no such export"));
+        } else {
+            self.state = State::Skip { option: header.option, left: header.len };
+        }
+        Step::More
+    }
+
+    /// Answers one option.
+    fn answer(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
+        match option {
+            option::EXPORT_NAME => return self.export_name(data, out),
+            option::GO => {
+                if let Some(negotiated) = self.describe(option, data, out) {
+                    return Step::Enter(negotiated);
+                }
+            }
+            option::ABORT => {
+                // "A server SHOULD ignore any data sent by the client."
+                acknowledge(out, option);
+                return Step::End(Ending::Goodbye);
+            }
+            option::INFO => {
+                self.describe(option, data, out);
+            }
+            option::LIST if data.is_empty() => self.list(out),
+            option::STRUCTURED_REPLY if data.is_empty() => {
+                self.structured = true;
+                acknowledge(out, option);
+            }
+            option::LIST | option::STRUCTURED_REPLY => {
+                refuse(out, option, reply::ERR_INVALID, "this option has no data");
+            }
+            option::LIST_META_CONTEXT => self.list_contexts(data, out),
+            option::SET_META_CONTEXT => self.set_contexts(data, out),
+            option::STARTTLS => refuse(out, option, reply::ERR_UNSUP, "this server has no TLS"),
+            // Among them NBD_OPT_EXTENDED_HEADERS.
+            _ => refuse(out, option, reply::ERR_UNSUP, "unknown option"),
+        }
+        Step::More
+    }
+
+    /// `NBD_OPT_EXPORT_NAME`: there is no way to say no but to hang up.
+    fn export_name(&self, data: &[u8], out: &mut Vec<u8>) -> Step {
+        let attached = wire::parse_string(data).and_then(|name| self.exports.attach(name));
+        let Some(attached) = attached else {
+            return Step::End(Ending::Refused("no such export"));
+        };
+        let terms = self.terms(attached.export(), false);
+        out.extend_from_slice(&terms.size.to_be_bytes());
+        out.extend_from_slice(&terms.flags().to_be_bytes());
+        if !self.no_zeroes {
+            out.extend_from_slice(&[0; 124]);
+        }
+        Step::Enter(Negotiated { attached, terms })
+    }
+
+    /// `NBD_OPT_INFO` and `NBD_OPT_GO`, which differ only in what follows.
+    fn describe(&self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Option<Negotiated> {
+        let Some(request) = InfoRequest::parse(data) else {
+            refuse(out, option, reply::ERR_INVALID, "the option's lengths contradict each other");
+            return None;
+        };
+        let Some(attached) = self.exports.attach(request.name) else {
+            refuse(out, option, reply::ERR_UNKNOWN, "no such export");
+            return None;
+        };
+        let export = attached.export();
+        let terms = self.terms(export, request.wants(info::BLOCK_SIZE));
+        let mut fact = |kind: u16, parts: &[&[u8]]| {
+            let kind = kind.to_be_bytes();
+            let mut data = vec![&kind[..]];
+            data.extend_from_slice(parts);
+            put(out, option, reply::INFO, &data);
+        };
+        fact(info::EXPORT, &[&terms.size.to_be_bytes(), &terms.flags().to_be_bytes()]);
+        if request.wants(info::NAME) {
+            fact(info::NAME, &[export.name.as_bytes()]);
+        }
+        if request.wants(info::DESCRIPTION) && !export.description.is_empty() {
+            fact(info::DESCRIPTION, &[export.description.as_bytes()]);
+        }
+        // Told to all, as clients ignore what they did not ask for; those who did not ask hear of no smallest block.
+        let sizes = [terms.block_min, terms.block_preferred, terms.payload_max].map(u32::to_be_bytes);
+        fact(info::BLOCK_SIZE, &[sizes.as_flattened()]);
+        acknowledge(out, option);
+        Some(Negotiated { attached, terms })
+    }
+
+    fn terms(&self, export: &Export, keeps_sizes: bool) -> Terms {
+        let terms = Terms::new(&export.disk.geometry(), export.read_only, keeps_sizes, self.limits);
+        let contexts = match &self.chosen {
+            Some((name, contexts)) if *name == export.name => contexts.clone(),
+            _ => Contexts::default(),
+        };
+        Terms { structured: self.structured, contexts, ..terms }
+    }
+
+    fn list(&self, out: &mut Vec<u8>) {
+        let begin = out.len();
+        let mut is_whole = true;
+        self.exports.list(|name, description| {
+            let len = out.len() - begin + name.len() + description.len() + 64;
+            is_whole = len <= self.limits.reply_bytes_max;
+            if is_whole {
+                let name_len = u32::try_from(name.len()).expect("at most 4096").to_be_bytes();
+                let data = [&name_len[..], name.as_bytes(), description.as_bytes()];
+                put(out, option::LIST, reply::SERVER, &data);
+            }
+            is_whole
+        });
+        if is_whole {
+            acknowledge(out, option::LIST);
+        } else {
+            refuse(out, option::LIST, reply::ERR_TOO_BIG, "there are too many exports to list");
+        }
+    }
+
+    fn list_contexts(&self, data: &[u8], out: &mut Vec<u8>) {
+        let option = option::LIST_META_CONTEXT;
+        let Some(request) = self.context_request(option, data, out) else { return };
+        for context in MetaContext::ALL {
+            let queries = &request.queries;
+            if queries.is_empty() || queries.iter().any(|query| context.is_matched_by(query)) {
+                put(out, option, reply::META_CONTEXT, &[&[0; 4], context.name().as_bytes()]);
+            }
+        }
+        acknowledge(out, option);
+    }
+
+    fn set_contexts(&mut self, data: &[u8], out: &mut Vec<u8>) {
+        let option = option::SET_META_CONTEXT;
+        // "Issuing this command replaces all previously-set metadata contexts (including when this command fails)."
+        self.chosen = None;
+        let Some(request) = self.context_request(option, data, out) else { return };
+        let mut contexts = Contexts::default();
+        for context in MetaContext::ALL {
+            if request.queries.iter().any(|query| context.is_named_by(query)) {
+                contexts.select(context);
+                let id = context.id().to_be_bytes();
+                put(out, option, reply::META_CONTEXT, &[&id, context.name().as_bytes()]);
+            }
+        }
+        self.chosen = Some((request.name.to_owned(), contexts));
+        acknowledge(out, option);
+    }
+
+    fn context_request<'d>(
+        &self,
+        option: u32,
+        data: &'d [u8],
+        out: &mut Vec<u8>,
+    ) -> Option<ContextRequest<'d>> {
+        if !self.structured {
+            refuse(out, option, reply::ERR_INVALID, "structured replies come first");
+            return None;
+        }
+        let Some(request) = ContextRequest::parse(data) else {
+            refuse(out, option, reply::ERR_INVALID, "the option's lengths contradict each other");
+            return None;
+        };
+        if self.exports.sessions(request.name).is_none() {
+            refuse(out, option, reply::ERR_UNKNOWN, "no such export");
+            return None;
+        }
+        Some(request)
+    }
+}
+
+fn acknowledge(out: &mut Vec<u8>, option: u32) {
+    put(out, option, reply::ACK, &[]);
+}
+
+fn refuse(out: &mut Vec<u8>, option: u32, error: u32, message: &'static str) {
+    put(out, option, error, &[message.as_bytes()]);
+}
+
+fn put(out: &mut Vec<u8>, option: u32, kind: u32, data: &[&[u8]]) {
+    let len: usize = data.iter().map(|part| part.len()).sum();
+    out.extend_from_slice(&wire::OPTION_REPLY_MAGIC.to_be_bytes());
+    out.extend_from_slice(&option.to_be_bytes());
+    out.extend_from_slice(&kind.to_be_bytes());
+    out.extend_from_slice(&u32::try_from(len).expect("an answer is short").to_be_bytes());
+    for part in data {
+        out.extend_from_slice(part);
+    }
+}

@@ -1,0 +1,352 @@
+//! Block status: what a disk's map says, in the words of the metadata contexts a client chose.
+//!
+//! ```text
+//!   extents   │ data at depth 0 │ data at depth 1 │ zero, unallocated │ …      from the merged map of the chain
+//!   statuses  │        0        │        0        │     HOLE|ZERO     │        MetaContext::status_of
+//!   runs      │                 0                 │     HOLE|ZERO     │        Folder: neighbours merged, cut at
+//!                                                                            multiples of the minimum block
+//! ```
+//!
+//! 1. An answer has at least one run; its runs follow each other from the start of the request and never pass its end,
+//!    so that every length fits 32 bits.
+//! 2. A run starts and ends at a multiple of the minimum block the client was promised. A block with several statuses
+//!    gets the one that promises least.
+//! 3. An answer is bounded: [`RUNS_MAX`] runs for each context, [`MAPS_MAX`] questions to the disk. It may be shorter
+//!    than was asked; the client asks again from there.
+//!
+//! A new context is a new [`MetaContext`]. One that needs its own source, as a dirty bitmap does, gets its runs beside
+//! the map and is folded in the same way.
+//!
+//! Source: NBD protocol, "Metadata querying", `NBD_CMD_BLOCK_STATUS`; QEMU's `docs/interop/nbd.rst` for the `qemu:`
+//! namespace.
+
+use futures_lite::future::yield_now;
+use vellum_core::{Error, GuestSpan, MergedExtent, Place, Result, SharedDisk, map_merged};
+
+use super::wire::allocation;
+
+/// The most runs of one answer for one context: 64 KiB on the wire, which is within every payload limit.
+pub(super) const RUNS_MAX: usize = 8192;
+
+/// The most often the disk is asked for one answer.
+pub(super) const MAPS_MAX: usize = 16;
+
+/// What a request for status is charged: the extents of one map while they gather, and the runs of each context.
+pub(super) const MEMORY_BYTES: usize = 1 << 20;
+
+/// One way to look at the extents of a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum MetaContext {
+    /// `base:allocation`: holes and zeros.
+    Allocation,
+    /// `qemu:allocation-depth`: how many images up the chain one must go; 0 where nobody has anything.
+    AllocationDepth,
+}
+
+impl MetaContext {
+    pub(super) const ALL: [Self; 2] = [Self::Allocation, Self::AllocationDepth];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Allocation => "base:allocation",
+            Self::AllocationDepth => "qemu:allocation-depth",
+        }
+    }
+
+    /// The number it has on the wire.
+    pub(super) fn id(self) -> u32 {
+        self as u32 + 1
+    }
+
+    /// Whether a query asks for it by its name.
+    pub(super) fn is_named_by(self, query: &str) -> bool {
+        query == self.name()
+    }
+
+    /// Whether a query asks for it by its name or for its whole namespace: `base:`, `qemu:`.
+    pub(super) fn is_matched_by(self, query: &str) -> bool {
+        let namespace = self.name().split_inclusive(':').next();
+        self.is_named_by(query) || Some(query) == namespace
+    }
+
+    fn status_of(self, extent: &MergedExtent) -> u32 {
+        match (self, &extent.place) {
+            // Zeros that only a disk below has set space aside for have none here: writing them takes new space.
+            (Self::Allocation, Place::Zero { allocated: true }) if extent.depth == 0 => allocation::ZERO,
+            (Self::Allocation, Place::Zero { .. } | Place::Below) => allocation::HOLE | allocation::ZERO,
+            (Self::Allocation, Place::Data { .. } | Place::Compressed) => 0,
+            (Self::AllocationDepth, Place::Below) => 0,
+            (Self::AllocationDepth, _) => u32::try_from(extent.depth + 1).unwrap_or(u32::MAX),
+        }
+    }
+
+    /// The status of a block whose parts have these two.
+    fn joined(self, one: u32, other: u32) -> u32 {
+        match self {
+            // A hole is only what is a hole throughout.
+            Self::Allocation => one & other,
+            // A block counts as belonging to the nearest image that has some of it.
+            Self::AllocationDepth if one == 0 || other == 0 => one.max(other),
+            Self::AllocationDepth => one.min(other),
+        }
+    }
+}
+
+/// The contexts a client chose, each once.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Contexts(Vec<MetaContext>);
+
+impl Contexts {
+    pub(super) fn select(&mut self, context: MetaContext) {
+        if !self.0.contains(&context) {
+            self.0.push(context);
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = MetaContext> {
+        self.0.iter().copied()
+    }
+}
+
+/// A run of bytes with one status.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Run {
+    pub(super) len: u64,
+    pub(super) status: u32,
+}
+
+/// What a request for status gives: each context with its runs.
+pub(super) type Statuses = Vec<(MetaContext, Vec<Run>)>;
+
+/// What is wanted to be known.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Question<'a> {
+    pub(super) span: GuestSpan,
+    /// Only the first run.
+    pub(super) one: bool,
+    /// Runs are multiples of this; the span is one.
+    pub(super) block: u64,
+    pub(super) contexts: &'a Contexts,
+}
+
+/// The runs of each context, from the start of the span. They may end early.
+pub(super) async fn block_status(disk: &SharedDisk, question: Question<'_>) -> Result<Statuses> {
+    let Question { span, one, block, contexts } = question;
+    let runs_max = if one { 1 } else { RUNS_MAX };
+    let mut folders: Vec<Folder> =
+        contexts.iter().map(|context| Folder::new(context, block, runs_max)).collect();
+    let mut at = span.start();
+    for round in 0..MAPS_MAX {
+        if round > 0 {
+            // A disk that has its map in memory would not let others have their turn.
+            yield_now().await;
+        }
+        let rest = GuestSpan::between(at, span.end());
+        for extent in &map_merged(disk, rest).await? {
+            // Never past the end of the request, whatever the disk knows beyond it.
+            let part = extent.span.intersect(rest);
+            for folder in &mut folders {
+                folder.push(part.len(), folder.context.status_of(extent));
+            }
+            at = part.end();
+        }
+        if at == rest.start() {
+            return Err(Error::corrupt("the map of a run of bytes is empty"));
+        }
+        if at == span.end() || folders.iter().all(|folder| folder.is_full) {
+            break;
+        }
+    }
+    let to_the_end = at == span.end();
+    Ok(folders.into_iter().map(|folder| (folder.context, folder.finish(to_the_end))).collect())
+}
+
+/// Joins statuses into runs of whole blocks.
+struct Folder {
+    context: MetaContext,
+    block: u64,
+    runs_max: usize,
+    runs: Vec<Run>,
+    /// A block that is not yet covered whole.
+    begun: Option<Run>,
+    /// One run more was begun than there may be, so the last one is final.
+    is_full: bool,
+}
+
+impl Folder {
+    fn new(context: MetaContext, block: u64, runs_max: usize) -> Self {
+        Self { context, block, runs_max, runs: Vec::new(), begun: None, is_full: false }
+    }
+
+    fn push(&mut self, mut len: u64, status: u32) {
+        if let Some(begun) = &mut self.begun {
+            let part = len.min(self.block - begun.len);
+            begun.len += part;
+            begun.status = self.context.joined(begun.status, status);
+            len -= part;
+            if begun.len < self.block {
+                return;
+            }
+            let whole = *begun;
+            self.begun = None;
+            self.emit(whole);
+        }
+        let rest = len % self.block;
+        self.emit(Run { len: len - rest, status });
+        if rest > 0 {
+            self.begun = Some(Run { len: rest, status });
+        }
+    }
+
+    fn emit(&mut self, run: Run) {
+        if run.len == 0 || self.is_full {
+            return;
+        }
+        let has_all = self.runs.len() == self.runs_max;
+        match self.runs.last_mut() {
+            Some(last) if last.status == run.status => last.len += run.len,
+            _ if has_all => self.is_full = true,
+            _ => self.runs.push(run),
+        }
+    }
+
+    fn finish(mut self, to_the_end: bool) -> Vec<Run> {
+        match self.begun.take() {
+            Some(begun) if to_the_end => self.emit(begun),
+            // The disk was asked often enough, and has told of less than one block: "a server MAY always safely
+            // report a status of 0 for any block".
+            Some(_) if self.runs.is_empty() => self.emit(Run { len: self.block, status: 0 }),
+            _ => {}
+        }
+        self.runs
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vellum_core::{GuestOffset, ImageOffset, MemoryStorage};
+
+    use super::*;
+
+    const H: u32 = allocation::HOLE;
+    const Z: u32 = allocation::ZERO;
+
+    fn extent(place: Place, depth: usize) -> MergedExtent {
+        MergedExtent { span: GuestOffset::ZERO.span(1), place, depth }
+    }
+
+    fn data() -> Place {
+        Place::Data { storage: MemoryStorage::new("test"), at: ImageOffset::ZERO }
+    }
+
+    #[test]
+    fn statuses_say_what_a_place_is() {
+        let cases = [
+            (data(), 0, 0, 1),
+            (data(), 3, 0, 4),
+            (Place::Compressed, 1, 0, 2),
+            (Place::Zero { allocated: true }, 0, Z, 1),
+            (Place::Zero { allocated: true }, 1, H | Z, 2),
+            (Place::Zero { allocated: false }, 0, H | Z, 1),
+            (Place::Below, 2, H | Z, 0),
+        ];
+        for (place, depth, allocation, own_depth) in cases {
+            let extent = extent(place, depth);
+            assert_eq!(MetaContext::Allocation.status_of(&extent), allocation, "{extent:?}");
+            assert_eq!(MetaContext::AllocationDepth.status_of(&extent), own_depth, "{extent:?}");
+        }
+    }
+
+    /// Parts as `len:status`, runs in the same words.
+    fn fold(
+        context: MetaContext,
+        block: u64,
+        runs_max: usize,
+        to_the_end: bool,
+        parts: &[(u64, u32)],
+    ) -> String {
+        let mut folder = Folder::new(context, block, runs_max);
+        for (len, status) in parts {
+            folder.push(*len, *status);
+        }
+        let runs = folder.finish(to_the_end);
+        runs.iter().map(|run| format!("{}:{}", run.len, run.status)).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn runs_are_merged_and_cut_at_blocks() {
+        let allocation = |block, parts: &[(u64, u32)]| fold(MetaContext::Allocation, block, 99, true, parts);
+        assert_eq!(allocation(1, &[(5, 0), (7, 0), (3, 3)]), "12:0 3:3");
+        assert_eq!(allocation(8, &[(8, 3), (16, 0), (8, 0)]), "8:3 24:0");
+        assert_eq!(allocation(8, &[(4, 3), (4, 0), (8, 3)]), "8:0 8:3", "mixed: promise least");
+        assert_eq!(allocation(8, &[(4, 3), (12, 2)]), "16:2", "mixed: zero but no hole");
+        assert_eq!(allocation(8, &[(20, 3), (1, 0), (3, 3)]), "16:3 8:0");
+        assert_eq!(allocation(8, &[(1, 3), (1, 2), (1, 3), (5, 3), (9, 0), (7, 3)]), "8:2 16:0");
+        assert_eq!(allocation(8, &[(12, 3)]), "12:3", "an odd end of the disk");
+        assert_eq!(allocation(8, &[(3, 1)]), "3:1");
+        let depth = |parts: &[(u64, u32)]| fold(MetaContext::AllocationDepth, 8, 99, true, parts);
+        assert_eq!(depth(&[(4, 3), (4, 1)]), "8:1", "some of it is near");
+        assert_eq!(depth(&[(4, 0), (4, 2), (8, 2)]), "16:2");
+    }
+
+    #[test]
+    fn an_answer_that_ends_early_ends_with_a_whole_block() {
+        let early = |runs_max, parts: &[(u64, u32)]| fold(MetaContext::Allocation, 8, runs_max, false, parts);
+        assert_eq!(early(9, &[(8, 0), (12, 3)]), "8:0 8:3");
+        assert_eq!(
+            early(1, &[(8, 0), (8, 3), (8, 0)]),
+            "8:0",
+            "one run, and what follows is not joined to it"
+        );
+        assert_eq!(early(2, &[(8, 0), (8, 3), (16, 3), (8, 0), (8, 3)]), "8:0 24:3");
+        assert_eq!(early(9, &[(5, 3)]), "8:0", "less than a block is known");
+    }
+
+    /// Whatever the parts, the runs cover them in whole blocks and say of no byte more than its part does.
+    #[test]
+    fn runs_never_say_more_than_the_extents() {
+        let mut random = vellum_core::Random::from_seed(11);
+        for _ in 0..2_000 {
+            let block = 1 << random.below(5);
+            let blocks = random.below(20) + 1;
+            let mut bytes: Vec<u32> = Vec::new();
+            let mut parts = Vec::new();
+            while (bytes.len() as u64) < block * blocks {
+                let len = (random.below(2 * block) + 1).min(block * blocks - bytes.len() as u64);
+                let status = *random.pick(&[0, H, Z, H | Z]);
+                parts.push((len, status));
+                bytes.extend((0..len).map(|_| status));
+            }
+            let mut folder = Folder::new(MetaContext::Allocation, block, 99);
+            for (len, status) in &parts {
+                folder.push(*len, *status);
+            }
+            let mut rest = &bytes[..];
+            for run in folder.finish(true) {
+                assert!(run.len > 0 && run.len.is_multiple_of(block));
+                let (now, later) = rest.split_at(usize::try_from(run.len).unwrap());
+                assert!(now.iter().all(|byte| byte & run.status == run.status), "{parts:?}");
+                rest = later;
+            }
+            assert!(rest.is_empty(), "{parts:?}");
+        }
+    }
+
+    #[test]
+    fn queries_name_a_context_or_its_namespace() {
+        let matched = |query| MetaContext::ALL.map(|context| context.is_matched_by(query));
+        assert_eq!(matched("base:allocation"), [true, false]);
+        assert_eq!(matched("base:"), [true, false]);
+        assert_eq!(matched("qemu:"), [false, true]);
+        for query in
+            ["", ":", "base", "base:alloc", "base:allocation ", "BASE:", "x-other:", "qemu:dirty-bitmap:"]
+        {
+            assert_eq!(matched(query), [false, false], "{query}");
+        }
+        assert!(!MetaContext::Allocation.is_named_by("base:"));
+    }
+}

@@ -1,0 +1,285 @@
+//! The transmission: requests in, replies out, many at a time, in one future.
+//!
+//! ```text
+//!              ┌───────────── one pass ─────────────┐
+//!   stream ──► take_in ──► begin ──► flight ──► gather ──► replies ──► send ──► stream
+//!                 ▲                 (the disk)                │
+//!                 └───────────── ledger: room again ◄─────────┘ sent
+//! ```
+//!
+//! A pass begins every request that has come and gathers every one that has ended; then all replies that are ready
+//! leave in one write. While that write goes on, more of them gather for the next: the busier the session, the more
+//! requests share one call of the host.
+//!
+//! 1. Requests run side by side and are answered as they end. A client that needs an order waits for replies.
+//! 2. **Flush.** It is submitted to the disk when it is parsed. A write whose reply was sent before the client sent
+//!    the flush had returned from the disk before that, on whichever connection, as all of them use the one disk; so
+//!    contract 1 of the disk makes the flush cover it. That is what `NBD_FLAG_CAN_MULTI_CONN` promises. A write that
+//!    is still running when the flush comes may or may not be covered, as the protocol allows ("Ordering of messages
+//!    and writes").
+//! 3. **Back-pressure.** What is taken in is opened in the ledger, and settled when its reply has left. A client that
+//!    does not read is not read from.
+//! 4. **The end.** However it comes, requests that were begun are polled to their end. If the peer still listens
+//!    they are answered; if it is gone their outcomes are dropped. Then the books are clear.
+//! 5. After a drain was asked for no request is begun. One that had come but was not begun stays unanswered, and the
+//!    client, finding the connection closed, sends it again elsewhere.
+//!
+//! Source: NBD protocol, "Transmission", "Terminating the transmission phase".
+
+use std::future::poll_fn;
+use std::task::{Context, Poll};
+
+use vellum_core::{ByteStream, Error, LocalFuture, Result, SharedDisk};
+
+use super::exports::Export;
+use super::intake::{Intake, Next};
+use super::ledger::{Holding, Ledger};
+use super::limits::Limits;
+use super::reply::{Replies, sentence_of};
+use super::request::Request;
+use super::session::Ending;
+use super::sparse::Part;
+use super::terms::Terms;
+use super::wire::Errno;
+use super::work::{Outcome, Running, Ticket};
+use crate::flight::Flight;
+use crate::shutdown::{Stage, Watch};
+
+/// After so many passes in a row others get their turn on this worker.
+const PASSES_MAX: usize = 16;
+
+/// With this much to send, sending begins before more requests do, so that the peer has something to do meanwhile.
+const EAGER_BYTES: usize = 256 << 10;
+
+/// What the transmission stands on.
+pub(super) struct Ground<'a> {
+    pub(super) stream: &'a dyn ByteStream,
+    pub(super) export: &'a Export,
+    pub(super) terms: &'a Terms,
+    pub(super) limits: &'a Limits,
+}
+
+/// Serves requests until the client leaves, is thrown out, or a shutdown asks.
+pub(super) async fn transmit(ground: Ground<'_>, mut watches: [Watch<'_>; 2], early: &[u8]) -> Ending {
+    let Ground { stream, export, terms, limits } = ground;
+    let mut session = Session {
+        stream,
+        disk: &export.disk,
+        terms,
+        intake: Intake::new(stream, limits.receive_bytes, early),
+        flight: Flight::new(limits.requests_max),
+        books: Books {
+            replies: Replies::new(terms.structured),
+            ledger: Ledger::new(limits.requests_max, limits.memory_bytes_max),
+            encoded: Holding::default(),
+            peer_is_gone: false,
+        },
+        sending: None,
+        ending: None,
+    };
+    let ending = poll_fn(|context| {
+        let stage = watches.iter_mut().map(|watch| watch.poll_stage(context)).max();
+        session.obey(stage.unwrap_or_default());
+        session.poll(context)
+    })
+    .await;
+    assert!(session.books.ledger.is_clear(), "every request was answered once: {:?}", session.books.ledger);
+    ending
+}
+
+struct Session<'a> {
+    stream: &'a dyn ByteStream,
+    disk: &'a SharedDisk,
+    terms: &'a Terms,
+    intake: Intake<'a>,
+    flight: Flight<Running<'a>>,
+    books: Books,
+    /// A write of replies that is going on, and what it settles.
+    sending: Option<(LocalFuture<'a, Result<()>>, Holding)>,
+    /// Why nothing more is taken in.
+    ending: Option<Ending>,
+}
+
+/// The replies and their accounts.
+struct Books {
+    replies: Replies,
+    ledger: Ledger,
+    /// What the replies that are ready will settle when they have left.
+    encoded: Holding,
+    /// Nobody will read a reply.
+    peer_is_gone: bool,
+}
+
+impl Session<'_> {
+    fn obey(&mut self, stage: Stage) {
+        match stage {
+            Stage::Serving => {}
+            Stage::Draining => self.end(Ending::Drained),
+            Stage::Cut if self.books.peer_is_gone => {}
+            Stage::Cut => {
+                self.end(Ending::Cut);
+                self.ending = Some(Ending::Cut);
+                self.lose_peer();
+            }
+        }
+    }
+
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Ending> {
+        for _ in 0..PASSES_MAX {
+            let books = &mut self.books;
+            let gathered = self.flight.poll_woken(context, |(ticket, outcome)| books.answer(ticket, outcome));
+            let taken = self.take_in(context);
+            let sent = self.send(context);
+            let is_done =
+                self.flight.running() == 0 && self.sending.is_none() && self.books.replies.is_empty();
+            if is_done && let Some(ending) = self.ending.take() {
+                self.stream.shutdown();
+                return Poll::Ready(ending);
+            }
+            if gathered == 0 && !taken && !sent {
+                return Poll::Pending;
+            }
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    }
+
+    /// Begins what has come, and reads once more. Tells whether anything happened.
+    fn take_in(&mut self, context: &mut Context<'_>) -> bool {
+        let mut happened = false;
+        let mut may_read = true;
+        while self.ending.is_none() {
+            match self.intake.next(self.terms, &mut self.books.ledger) {
+                Next::Begin(ticket, payload) => {
+                    happened = true;
+                    let running = Running::new(self.disk, self.terms, ticket, payload);
+                    if let Some((ticket, outcome)) = self.flight.start(running) {
+                        self.books.answer(ticket, outcome);
+                    }
+                    if self.sending.is_none() && self.books.replies.len() >= EAGER_BYTES {
+                        break;
+                    }
+                }
+                Next::Refuse { cookie, refusal } => {
+                    happened = true;
+                    self.books.replies.failed(cookie, refusal.errno, refusal.message);
+                    self.books.encoded.requests += 1;
+                    if refusal.is_abuse {
+                        self.end(Ending::Violation("a payload too large to wait for"));
+                    }
+                }
+                Next::Starved if !may_read => break,
+                Next::Starved => match self.intake.poll_receive(context) {
+                    Poll::Pending => break,
+                    Poll::Ready(received) => {
+                        happened = true;
+                        // Once: first what has come is answered.
+                        may_read = false;
+                        self.received(received);
+                    }
+                },
+                Next::Blocked => break,
+                Next::Goodbye => self.end(Ending::Goodbye),
+                Next::Broken => self.end(Ending::Violation("a request without its magic")),
+            }
+        }
+        happened
+    }
+
+    fn received(&mut self, received: Result<usize>) {
+        match received {
+            Ok(0) if self.intake.is_between_requests() => self.end(Ending::Hangup),
+            Ok(0) => self.end(Ending::Violation("the stream ended within a request")),
+            Ok(_) => {}
+            Err(error) => {
+                self.end(Ending::Failed(error));
+                self.lose_peer();
+            }
+        }
+    }
+
+    /// Sends what is ready. Tells whether anything was handed to the stream whole.
+    fn send(&mut self, context: &mut Context<'_>) -> bool {
+        if self.sending.is_none() && !self.books.replies.is_empty() {
+            let settles = std::mem::take(&mut self.books.encoded);
+            self.sending = Some((self.stream.write_all(self.books.replies.take()), settles));
+        }
+        let Some((write, settles)) = &mut self.sending else { return false };
+        let Poll::Ready(written) = write.as_mut().poll(context) else { return false };
+        self.books.ledger.settle(*settles);
+        self.sending = None;
+        if let Err(error) = written {
+            self.end(Ending::Failed(error));
+            self.lose_peer();
+        }
+        true
+    }
+
+    /// Takes in nothing more. The first reason is the one that is told.
+    fn end(&mut self, ending: Ending) {
+        if self.ending.is_none() {
+            self.intake.abandon(&mut self.books.ledger);
+            self.ending = Some(ending);
+        }
+    }
+
+    /// Sends nothing more.
+    fn lose_peer(&mut self) {
+        if self.books.peer_is_gone {
+            return;
+        }
+        self.books.peer_is_gone = true;
+        if let Some((_, settles)) = self.sending.take() {
+            self.books.ledger.settle(settles);
+        }
+        drop(self.books.replies.take());
+        self.books.ledger.settle(std::mem::take(&mut self.books.encoded));
+        self.stream.shutdown();
+    }
+}
+
+impl Books {
+    /// Encodes the reply to a request that has ended, if there is somebody to read it.
+    fn answer(&mut self, ticket: Ticket, outcome: Outcome) {
+        let mut holding = Holding { requests: 1, memory: ticket.memory };
+        if let Request::Write { .. } | Request::Cache { .. } = ticket.request {
+            // The disk has let go of the payload.
+            self.ledger.release(holding.memory);
+            holding.memory = 0;
+        }
+        if self.peer_is_gone {
+            return self.ledger.settle(holding);
+        }
+        self.encoded.requests += holding.requests;
+        self.encoded.memory += holding.memory;
+        self.encode(ticket.cookie, ticket.request, outcome);
+    }
+
+    fn encode(&mut self, cookie: u64, request: Request, outcome: Outcome) {
+        let error = match (outcome, request) {
+            (Outcome::Done(Ok(())), _) => return self.replies.done(cookie),
+            (Outcome::Status(Ok(answers)), _) => return self.replies.status(cookie, &answers),
+            (Outcome::Parts(parts), _) => {
+                for part in &parts {
+                    if let Part::Failed { at, error } = part {
+                        tracing::debug!(?request, %at, error = error.chain(), "a part of a read failed");
+                    }
+                }
+                return self.replies.parts(cookie, parts);
+            }
+            (Outcome::Bytes(Ok(bytes)), Request::Read { span, whole })
+                if bytes.len() as u64 == span.len() =>
+            {
+                return self.replies.read(cookie, span, whole, bytes);
+            }
+            (Outcome::Bytes(Ok(_)), _) => Error::corrupt("the disk gave fewer bytes than it was asked for"),
+            (Outcome::Done(Err(error)) | Outcome::Status(Err(error)) | Outcome::Bytes(Err(error)), _) => {
+                error
+            }
+        };
+        tracing::debug!(?request, error = error.chain(), "a request failed");
+        let had_to_be_fast = matches!(request, Request::Zero { flags, .. } if flags.fast_only);
+        let errno = Errno::of(error.kind(), had_to_be_fast);
+        self.replies.failed(cookie, errno, &sentence_of(&error));
+    }
+}

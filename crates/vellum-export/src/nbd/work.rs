@@ -1,0 +1,131 @@
+//! A request at the disk: begun, polled to its end, and handed over with the ticket that says whom it belongs to.
+//!
+//! Most requests are one call of the disk, whose future is held as it is; only reads that look for holes, cache
+//! requests and block status need a future of their own.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use futures_lite::future::yield_now;
+use vellum_core::{Buffer, Error, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags};
+
+use super::limits::memory_of;
+use super::request::Request;
+use super::sparse::{self, Parts};
+use super::status::{self, Question, Statuses};
+use super::terms::Terms;
+
+/// A cache request reads this much at a time.
+const CACHE_BYTES: u64 = 1 << 20;
+
+/// What is needed to answer a request that was begun.
+#[derive(Debug)]
+pub(super) struct Ticket {
+    pub(super) cookie: u64,
+    pub(super) request: Request,
+    /// What the ledger has it down for.
+    pub(super) memory: usize,
+}
+
+/// How a request ended.
+pub(super) enum Outcome {
+    Bytes(Result<Buffer>),
+    Parts(Parts),
+    Done(Result<()>),
+    Status(Result<Statuses>),
+}
+
+/// A request at the disk.
+pub(super) struct Running<'a> {
+    ticket: Option<Ticket>,
+    work: Work<'a>,
+}
+
+enum Work<'a> {
+    Bytes(LocalFuture<'a, Result<Buffer>>),
+    Parts(LocalFuture<'a, Parts>),
+    Done(LocalFuture<'a, Result<()>>),
+    Status(LocalFuture<'a, Result<Statuses>>),
+}
+
+/// The memory that a request holds until its reply has left; that of a write only until it is written.
+pub(super) fn memory_for(request: &Request) -> usize {
+    match request {
+        Request::Read { span, .. } | Request::Write { span, .. } => memory_of(span.len()),
+        Request::Cache { span } => memory_of(span.len().min(CACHE_BYTES)),
+        Request::Status { .. } => status::MEMORY_BYTES,
+        Request::Flush | Request::Trim { .. } | Request::Zero { .. } | Request::Disconnect => 0,
+    }
+}
+
+impl<'a> Running<'a> {
+    /// Begins a request; `payload` is as long as a write's span, and empty for all others.
+    pub(super) fn new(disk: &'a SharedDisk, terms: &'a Terms, ticket: Ticket, payload: Buffer) -> Self {
+        let work = match ticket.request {
+            Request::Read { span, whole } => {
+                if terms.structured && !whole && span.len() >= sparse::MAP_BYTES_MIN {
+                    Work::Parts(Box::pin(sparse::read(disk, span)))
+                } else {
+                    let len = usize::try_from(span.len()).expect("a payload fits the address space");
+                    Work::Bytes(disk.read(span.start(), Buffer::for_overwrite(len)))
+                }
+            }
+            Request::Write { span, fua } => {
+                assert!(payload.len() as u64 == span.len(), "a write has the payload its header promised");
+                Work::Done(disk.write(span.start(), payload, WriteFlags { fua }))
+            }
+            Request::Flush => Work::Done(disk.flush()),
+            Request::Trim { span, fua } => Work::Done(disk.discard(span, WriteFlags { fua })),
+            Request::Zero { span, flags } => Work::Done(disk.write_zeroes(span, flags)),
+            Request::Cache { span } => Work::Done(Box::pin(cache(disk, span))),
+            Request::Status { span, one } => {
+                let block = u64::from(terms.block_min);
+                let question = Question { span, one, block, contexts: &terms.contexts };
+                Work::Status(Box::pin(status::block_status(disk, question)))
+            }
+            Request::Disconnect => unreachable!("a goodbye is no work"),
+        };
+        Self { ticket: Some(ticket), work }
+    }
+}
+
+impl Future for Running<'_> {
+    type Output = (Ticket, Outcome);
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let outcome = match &mut self.work {
+            Work::Bytes(future) => future.as_mut().poll(context).map(Outcome::Bytes),
+            Work::Parts(future) => future.as_mut().poll(context).map(Outcome::Parts),
+            Work::Done(future) => future.as_mut().poll(context).map(Outcome::Done),
+            Work::Status(future) => future.as_mut().poll(context).map(Outcome::Status),
+        };
+        outcome.map(|outcome| {
+            let ticket = self.ticket.take().expect("a request ends once");
+            (ticket, outcome)
+        })
+    }
+}
+
+/// Reads the run and throws it away, so that what lies below or far away is near when it is wanted: a base that is
+/// copied on read, a cache, the host's page cache. One piece at a time, as nobody waits for the bytes.
+async fn cache(disk: &SharedDisk, span: GuestSpan) -> Result<()> {
+    let mut rest = span;
+    let mut buffer = Buffer::empty();
+    while !rest.is_empty() {
+        let (now, later) = rest.split_at(CACHE_BYTES);
+        let len = usize::try_from(now.len()).expect("at most 1 MiB");
+        if buffer.len() != len {
+            buffer = Buffer::for_overwrite(len);
+        }
+        buffer = disk.read(now.start(), buffer).await?;
+        if buffer.len() != len {
+            return Err(Error::corrupt("the disk gave fewer bytes than it was asked for"));
+        }
+        rest = later;
+        if !rest.is_empty() {
+            // A disk that has it in memory would not let others have their turn.
+            yield_now().await;
+        }
+    }
+    Ok(())
+}

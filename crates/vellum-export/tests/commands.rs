@@ -1,0 +1,539 @@
+//! Every command of the transmission, with every flag, right and wrong: what the client sees, what the disk is asked.
+
+mod support;
+
+use std::sync::Arc;
+
+use support::World;
+use support::client::{Client, Wish};
+use support::disks::{Kind, RuledDisk, Seen, shared};
+use vellum_core::{
+    BlockSize, Disk, Error, ErrorKind, Geometry, ImageOffset, MemoryDisk, MemoryStorage, Place,
+};
+use vellum_core::{Random, SharedDisk, ZeroFlags};
+use vellum_export::nbd::wire::{RequestHeader, command, command_flag as flag};
+use vellum_export::nbd::{Ending, Limits};
+
+const SIZE: u64 = 4 << 20;
+
+/// A world with one client that has begun.
+fn begun(disk: SharedDisk, wish: Wish<'_>) -> (World, Client, async_executor::Task<Ending>) {
+    let world = World::new(disk);
+    let (mut client, session) = world.connect();
+    world.run(client.begin(wish));
+    (world, client, session)
+}
+
+fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    Random::from_seed(seed).fill(&mut bytes);
+    bytes
+}
+
+fn simple() -> Wish<'static> {
+    Wish { structured: false, contexts: &[], ..Wish::default() }
+}
+
+#[test]
+fn what_was_written_is_read_at_any_place_and_length() {
+    for wish in [Wish::default(), simple()] {
+        let (world, mut client, _session) = begun(MemoryDisk::new(SIZE), wish);
+        world.run(async {
+            for (seed, (at, len)) in
+                (0..).zip([(0, 1), (1, 511), (4095, 2), (100_000, 65_537), (SIZE - 1_000_000, 1_000_000)])
+            {
+                let data = noise(len, seed);
+                assert_eq!(client.write(0, at, &data).await.error, 0);
+                assert!(client.read(at, len as u64).await == data, "{len} bytes at {at}");
+            }
+            assert_eq!(client.read(77, 0).await, b"");
+            assert_eq!(client.write(0, 77, b"").await.error, 0);
+        });
+    }
+}
+
+#[test]
+fn flags_reach_the_disk() {
+    let disk = RuledDisk::new(SIZE);
+    let (world, mut client, _session) = begun(shared(&disk), Wish::default());
+    world.run(async {
+        let zero = |fua, may_unmap, fast_only| ZeroFlags { fua, may_unmap, fast_only };
+        let seen = |kind, fua, zero| Seen { kind, at: 4096, len: 512, fua, zero };
+        let none = ZeroFlags::default();
+        assert_eq!(client.write(0, 4096, &[1; 512]).await.error, 0);
+        assert_eq!(client.write(flag::FUA, 4096, &[1; 512]).await.error, 0);
+        let asked =
+            [(4, 0), (4, flag::FUA), (6, 0), (6, flag::NO_HOLE), (6, flag::FUA | flag::FAST_ZERO), (0, 1)];
+        for (command, flags) in asked {
+            assert_eq!(client.ask(command, flags, 4096, 512).await.error, 0);
+        }
+        assert_eq!(client.ask(3, flag::FUA, 0, 0).await.error, 0);
+        let expected = [
+            seen(Kind::Write, false, none),
+            seen(Kind::Write, true, none),
+            seen(Kind::Discard, false, none),
+            seen(Kind::Discard, true, none),
+            seen(Kind::Zero, false, zero(false, true, false)),
+            seen(Kind::Zero, false, zero(false, false, false)),
+            seen(Kind::Zero, false, zero(true, true, true)),
+            seen(Kind::Read, false, none),
+            Seen { kind: Kind::Flush, at: 0, len: 0, fua: false, zero: none },
+        ];
+        assert_eq!(disk.take_seen(), expected);
+    });
+}
+
+#[test]
+fn requests_that_are_wrong_never_reach_the_disk() {
+    let disk = RuledDisk::new(SIZE);
+    for wish in [Wish::default(), simple()] {
+        let (world, mut client, session) = begun(shared(&disk), wish);
+        world.run(async {
+            let wrong = [
+                (0, flag::NO_HOLE, 0, 512),
+                (0, 0, SIZE, 1),
+                (0, 0, u64::MAX, 2),
+                (3, 0, 0, 1),
+                (4, flag::DF, 0, 512),
+                (5, flag::FAST_ZERO, 0, 512),
+                (6, flag::REQ_ONE, 0, 512),
+                (6, 0, SIZE - 1, 2),
+                (7, flag::FAST_ZERO, 0, 512),
+                (7, 0, 0, u64::from(u32::MAX)),
+                (7, 0, 0, 0),
+                (8, 0, 0, 0),
+                (99, 0xffff, 1, 2),
+            ];
+            for (command, flags, offset, len) in wrong {
+                let answer = client.ask(command, flags, offset, len).await;
+                let expected = if command == 6 && offset > 0 { 28 } else { 22 };
+                assert_eq!(answer.error, expected, "command {command}");
+            }
+            assert_eq!(client.write(flag::NO_HOLE, 0, &[1; 512]).await.error, 22);
+            assert_eq!(client.write(0, SIZE - 511, &[1; 512]).await.error, 28);
+            assert_eq!(disk.take_seen(), []);
+            assert_eq!(client.read(0, 512).await, [0; 512], "the session goes on");
+            assert_eq!(disk.take_seen().len(), 1);
+            drop(client);
+            assert!(matches!(session.await, Ending::Hangup));
+        });
+        world.assert_nothing_is_left();
+    }
+}
+
+#[test]
+fn a_read_only_export_serves_reads_and_refuses_changes_cleanly() {
+    let disk = RuledDisk::new(SIZE);
+    let world = World::with(shared(&disk), true, Limits::default());
+    let (mut client, _session) = world.connect();
+    world.run(async {
+        client.begin(Wish::default()).await;
+        assert_eq!(client.write(0, 0, &noise(100_000, 1)).await.error, 1);
+        assert_eq!(client.ask(4, 0, 0, 512).await.error, 1);
+        assert_eq!(client.ask(6, 0, 0, 512).await.error, 1);
+        assert_eq!(disk.take_seen(), []);
+        assert_eq!(client.ask(3, 0, 0, 0).await.error, 0);
+        assert_eq!(client.read(0, 512).await, [0; 512], "the payload was taken off the wire");
+    });
+}
+
+#[test]
+fn the_disk_can_make_itself_read_only() {
+    let geometry = Geometry { read_only: true, ..RuledDisk::new(SIZE).geometry.clone() };
+    let (world, mut client, _session) = begun(shared(&RuledDisk::with(geometry)), Wish::default());
+    world.run(async {
+        assert_eq!(client.write(0, 0, &[1; 10]).await.error, 1);
+        assert_eq!(client.read(0, 10).await, [0; 10]);
+    });
+}
+
+#[test]
+fn failures_of_the_disk_are_told_by_kind_and_without_names_of_the_host() {
+    let cases = [
+        (ErrorKind::Io, 5),
+        (ErrorKind::NoSpace, 28),
+        (ErrorKind::Corrupt, 5),
+        (ErrorKind::Unsupported, 22),
+        (ErrorKind::Invalid, 22),
+        (ErrorKind::ReadOnly, 1),
+        (ErrorKind::Poisoned, 5),
+        (ErrorKind::Closed, 108),
+    ];
+    for (kind, number) in cases {
+        for wish in [Wish::default(), simple()] {
+            let structured = wish.structured;
+            let disk = RuledDisk::new(SIZE);
+            disk.fail(move |_| Some(Error::new(kind, "cannot touch /srv/secret.qcow2")));
+            let (world, mut client, _session) = begun(shared(&disk), wish);
+            world.run(async {
+                let mut answers = vec![client.write(0, 0, &[1; 512]).await];
+                for command in [0, 4, 5, 6] {
+                    answers.push(client.ask(command, 0, 0, 512).await);
+                }
+                answers.push(client.ask(3, 0, 0, 0).await);
+                if structured {
+                    answers.push(client.ask(7, 0, 0, 512).await);
+                    answers.push(client.ask(0, 0, 0, 1 << 20).await);
+                }
+                for answer in answers {
+                    assert_eq!(answer.error, number, "{kind:?}");
+                    assert!(!answer.message.contains("secret"), "{}", answer.message);
+                    assert_eq!(answer.message.is_empty(), !structured);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn zeros_that_must_be_fast_fail_as_unsupported_where_they_are_not() {
+    let geometry = Geometry { fast_zeroes: false, ..RuledDisk::new(SIZE).geometry.clone() };
+    let (world, mut client, _session) = begun(shared(&RuledDisk::with(geometry)), Wish::default());
+    world.run(async {
+        assert_eq!(client.write(0, 0, &[7; 512]).await.error, 0);
+        assert_eq!(client.ask(6, flag::FAST_ZERO, 0, 512).await.error, 95);
+        assert_eq!(client.read(0, 512).await, [7; 512], "nothing was changed");
+        assert_eq!(client.ask(6, 0, 0, 512).await.error, 0, "slowly it works");
+        assert_eq!(client.read(0, 512).await, [0; 512]);
+    });
+}
+
+#[test]
+fn zeros_and_trims_may_be_as_long_as_the_wire_allows() {
+    let size = 8 << 30;
+    let disk = RuledDisk::new(size);
+    let (world, mut client, _session) = begun(shared(&disk), Wish::default());
+    world.run(async {
+        for command in [4, 6] {
+            assert_eq!(client.ask(command, 0, 4 << 30, u64::from(u32::MAX)).await.error, 0);
+        }
+        assert!(disk.take_seen().iter().all(|seen| seen.len == u64::from(u32::MAX)));
+    });
+}
+
+#[test]
+fn a_small_read_of_zeros_is_told_as_a_hole_unless_it_must_be_whole() {
+    let (world, mut client, _session) = begun(shared(&RuledDisk::new(SIZE)), Wish::default());
+    world.run(async {
+        let answer = client.ask(0, 0, 4096, 4096).await;
+        assert_eq!((answer.holes, answer.chunks), (vec![(4096, 4096)], 1));
+        let answer = client.ask(0, flag::DF, 4096, 4096).await;
+        assert_eq!((answer.holes, answer.data), (vec![], vec![0; 4096]));
+        client.write(0, 8191, &[1]).await;
+        let answer = client.ask(0, 0, 4096, 4096).await;
+        assert_eq!((answer.holes.len(), answer.data[4095]), (0, 1));
+        assert_eq!(client.ask(0, flag::DF, 0, 0).await.error, 0);
+    });
+}
+
+#[test]
+fn a_large_read_does_not_read_its_holes() {
+    let disk = RuledDisk::new(SIZE);
+    let (world, mut client, _session) = begun(shared(&disk), Wish::default());
+    world.run(async {
+        let data = noise(64 << 10, 1);
+        client.write(0, 1 << 20, &data).await;
+        disk.take_seen();
+        let answer = client.ask(0, 0, 0, SIZE).await;
+        assert_eq!(answer.holes, [(0, 1 << 20), ((1 << 20) + (64 << 10), SIZE - (1 << 20) - (64 << 10))]);
+        assert_eq!(answer.chunks, 3);
+        assert!(answer.data[1 << 20..][..64 << 10] == data);
+        let read: Vec<_> = disk.take_seen().into_iter().filter(|seen| seen.kind == Kind::Read).collect();
+        assert_eq!(read.iter().map(|seen| (seen.at, seen.len)).collect::<Vec<_>>(), [(1 << 20, 64 << 10)]);
+    });
+}
+
+#[test]
+fn an_error_in_the_middle_of_a_large_read_spoils_only_its_part() {
+    let disk = RuledDisk::new(SIZE);
+    let (world, mut client, _session) = begun(shared(&disk), Wish::default());
+    world.run(async {
+        for at in [0, 1 << 20, 2 << 20] {
+            client.write(0, at, &noise(64 << 10, at)).await;
+        }
+        disk.fail(|seen| {
+            (seen.kind == Kind::Read && seen.at == 1 << 20).then(|| Error::new(ErrorKind::Io, "a bad sector"))
+        });
+        let answer = client.ask(0, 0, 0, SIZE).await;
+        assert_eq!(answer.error, 5);
+        assert_eq!(answer.failed_at, [(5, 1 << 20)]);
+        assert!(answer.data[..64 << 10] == noise(64 << 10, 0));
+        assert!(answer.data[2 << 20..][..64 << 10] == noise(64 << 10, 2 << 20));
+        let whole = client.ask(0, flag::DF, 0, SIZE).await;
+        assert_eq!((whole.error, whole.chunks), (0, 1), "another read, another fate");
+    });
+}
+
+#[test]
+fn a_cache_request_reads_in_pieces_and_sends_nothing() {
+    let disk = RuledDisk::new(64 << 20);
+    let (world, mut client, _session) = begun(shared(&disk), Wish::default());
+    world.run(async {
+        let answer = client.ask(5, 0, 100, (2 << 20) + 5).await;
+        assert_eq!((answer.error, answer.data.len()), (0, 0));
+        let read: Vec<_> = disk.take_seen().iter().map(|seen| (seen.at, seen.len)).collect();
+        assert_eq!(read, [(100, 1 << 20), (100 + (1 << 20), 1 << 20), (100 + (2 << 20), 5)]);
+        assert_eq!(client.ask(5, 0, 0, 0).await.error, 0);
+        assert_eq!(client.ask(5, 0, 0, (32 << 20) + 1).await.error, 75, "bounded work for 28 bytes");
+    });
+}
+
+#[test]
+fn status_tells_holes_zeros_and_depth() {
+    let disk = RuledDisk::new(SIZE);
+    let data = || Place::Data { storage: MemoryStorage::new("elsewhere"), at: ImageOffset::ZERO };
+    let k = 1024;
+    disk.say(0, 64 * k, Place::Zero { allocated: false });
+    disk.say(64 * k, 64 * k, data());
+    disk.say(128 * k, 64 * k, Place::Compressed);
+    disk.say(192 * k, 64 * k, Place::Zero { allocated: true });
+    disk.say(256 * k, SIZE - 256 * k, Place::Below);
+    let contexts = &["base:allocation", "qemu:allocation-depth"];
+    let (world, mut client, _session) = begun(shared(&disk), Wish { contexts, ..Wish::default() });
+    world.run(async {
+        let k = 1024;
+        let answer = client.ask(7, 0, 0, SIZE).await;
+        let rest = u32::try_from(SIZE).unwrap() - 256 * k;
+        let allocation = vec![(64 * k, 3), (128 * k, 0), (64 * k, 2), (rest, 3)];
+        let depth = vec![(256 * k, 1), (rest, 0)];
+        assert_eq!(answer.status, [(1, allocation), (2, depth)]);
+        let answer = client.ask(7, flag::REQ_ONE, 100 * u64::from(k), 50 * u64::from(k)).await;
+        assert_eq!(answer.status, [(1, vec![(50 * k, 0)]), (2, vec![(50 * k, 1)])]);
+        let answer = client.ask(7, flag::REQ_ONE, 10, 512).await;
+        assert_eq!(answer.status, [(1, vec![(512, 3)]), (2, vec![(512, 1)])]);
+    });
+}
+
+#[test]
+fn status_follows_the_chain() {
+    let base = RuledDisk::new(SIZE);
+    world_of_two(base, |world, mut client| {
+        world.run(async move {
+            let answer = client.ask(7, 0, 0, SIZE).await;
+            let (kib, size) = (1024, u32::try_from(SIZE).unwrap());
+            // The base has its second 64 KiB, the overlay the third.
+            assert_eq!(
+                answer.status,
+                [
+                    (1, vec![(64 * kib, 3), (128 * kib, 0), (size - 192 * kib, 3)]),
+                    (2, vec![(64 * kib, 2), (64 * kib, 2), (64 * kib, 1), (size - 192 * kib, 2)])
+                        .clone_merged(),
+                ]
+            );
+        });
+    });
+}
+
+/// Joins neighbours of one status, so that an expectation can be written part by part.
+trait CloneMerged {
+    fn clone_merged(&self) -> Self;
+}
+
+impl CloneMerged for (u32, Vec<(u32, u32)>) {
+    fn clone_merged(&self) -> Self {
+        let mut runs: Vec<(u32, u32)> = Vec::new();
+        for (len, status) in &self.1 {
+            match runs.last_mut() {
+                Some(last) if last.1 == *status => last.0 += len,
+                _ => runs.push((*len, *status)),
+            }
+        }
+        (self.0, runs)
+    }
+}
+
+fn world_of_two(base: Arc<RuledDisk>, test: impl FnOnce(&World, Client)) {
+    let setup = async {
+        let data = vellum_core::Buffer::copy_of(&[5; 64 << 10]);
+        base.write(vellum_core::GuestOffset::new(64 << 10), data, Default::default()).await.unwrap();
+        let overlay = MemoryDisk::over(SIZE, Some(shared(&base)));
+        let data = vellum_core::Buffer::copy_of(&[6; 64 << 10]);
+        overlay.write(vellum_core::GuestOffset::new(128 << 10), data, Default::default()).await.unwrap();
+        overlay
+    };
+    let overlay = futures_lite::future::block_on(setup);
+    let contexts = &["base:allocation", "qemu:allocation-depth"];
+    let (world, client, _session) = begun(overlay, Wish { contexts, ..Wish::default() });
+    test(&world, client);
+}
+
+#[test]
+fn status_of_many_extents_is_cut_and_can_be_continued() {
+    // 20,000 extents of 512 bytes: more than one answer holds.
+    let disk = RuledDisk::new(SIZE * 4);
+    let extents = 20_000;
+    for index in 0..extents {
+        disk.say(index * 512, 512, Place::Zero { allocated: index % 2 == 0 });
+    }
+    disk.say(extents * 512, SIZE * 4 - extents * 512, Place::Zero { allocated: true });
+    let (world, mut client, _session) = begun(shared(&disk), Wish::default());
+    world.run(async {
+        let (mut at, mut answers, mut runs) = (0, 0, Vec::new());
+        while at < SIZE * 4 {
+            let answer = client.ask(7, 0, at, SIZE * 4 - at).await;
+            assert_eq!(answer.error, 0);
+            answers += 1;
+            for (len, status) in &answer.status[0].1 {
+                runs.push((at, *status));
+                at += u64::from(*len);
+            }
+        }
+        assert_eq!(at, SIZE * 4);
+        assert!(answers >= 3, "{answers} answers");
+        for (index, (at, status)) in (0..).zip(runs.iter().take(20_000)) {
+            assert_eq!((*at, *status), (index * 512, if index % 2 == 0 { 2 } else { 3 }));
+        }
+    });
+}
+
+#[test]
+fn requests_run_side_by_side_and_are_answered_as_they_end() {
+    let disk = RuledDisk::new(SIZE);
+    let (world, mut client, _session) = begun(shared(&disk), simple());
+    world.run(async {
+        disk.answer_late(Random::from_seed(8));
+        let mut bytes = Vec::new();
+        for cookie in 0..100 {
+            let header = RequestHeader { flags: 0, command: 0, cookie, offset: cookie * 512, len: 512 };
+            bytes.extend(client.note(header));
+        }
+        client.send(&bytes).await;
+        let mut order = Vec::new();
+        for _ in 0..100 {
+            order.push(client.answer().await.expect("it is answered").cookie);
+        }
+        assert_ne!(order, (0..100).collect::<Vec<_>>(), "not one after the other");
+        order.sort_unstable();
+        assert_eq!(order, (0..100).collect::<Vec<_>>(), "each once");
+        assert!(disk.running_max.load(std::sync::atomic::Ordering::Relaxed) >= 60);
+    });
+}
+
+#[test]
+fn no_more_requests_run_than_the_limit_allows() {
+    let disk = RuledDisk::new(SIZE);
+    let limits = Limits { requests_max: 7, ..Limits::default() };
+    let world = World::with(shared(&disk), false, limits);
+    let (mut client, _session) = world.connect();
+    world.run(async {
+        client.begin(simple()).await;
+        disk.answer_late(Random::from_seed(9));
+        for cookie in 0..200 {
+            let header = RequestHeader { flags: 0, command: 0, cookie, offset: cookie * 512, len: 512 };
+            let bytes = client.note(header);
+            client.send(&bytes).await;
+        }
+        for _ in 0..200 {
+            assert_eq!(client.answer().await.expect("it is answered").error, 0);
+        }
+        assert_eq!(disk.running_max.load(std::sync::atomic::Ordering::Relaxed), 7);
+    });
+}
+
+#[test]
+fn a_flush_is_submitted_when_it_comes_and_not_after_the_writes_before_it() {
+    let disk = RuledDisk::new(SIZE);
+    let (world, mut client, _session) = begun(shared(&disk), simple());
+    world.run(async {
+        disk.close_gate();
+        let write = RequestHeader { flags: 0, command: command::WRITE, cookie: 1, offset: 0, len: 4 };
+        let flush = RequestHeader { flags: 0, command: command::FLUSH, cookie: 2, offset: 0, len: 0 };
+        client.request(write, b"data").await;
+        client.request(flush, b"").await;
+        world.settle().await;
+        let kinds: Vec<_> = disk.take_seen().iter().map(|seen| seen.kind).collect();
+        assert_eq!(kinds, [Kind::Write, Kind::Flush], "both are under way");
+        disk.open_gate();
+        assert!(client.answer().await.is_some() && client.answer().await.is_some());
+    });
+}
+
+/// Multi-conn: a flush on one connection is submitted after every write that was answered on another.
+#[test]
+fn a_flush_on_one_connection_covers_what_was_answered_on_another() {
+    let disk = RuledDisk::new(SIZE);
+    let world = World::new(shared(&disk));
+    let (mut first, _session) = world.connect();
+    let (mut second, _session) = world.connect();
+    world.run(async {
+        first.begin(Wish::default()).await;
+        second.begin(Wish::default()).await;
+        for round in 0..50_u64 {
+            let data = noise(512, round);
+            assert_eq!(first.write(0, round * 512, &data).await.error, 0);
+            assert_eq!(second.ask(3, 0, 0, 0).await.error, 0);
+            assert_eq!(second.read(round * 512, 512).await, data, "and it is seen there");
+            let seen = disk.take_seen();
+            let kinds: Vec<_> = seen.iter().map(|seen| seen.kind).collect();
+            assert_eq!(kinds, [Kind::Write, Kind::Flush, Kind::Read]);
+        }
+    });
+}
+
+#[test]
+fn disconnect_waits_for_what_is_under_way_and_ignores_what_follows() {
+    let disk = RuledDisk::new(SIZE);
+    let (world, mut client, session) = begun(shared(&disk), simple());
+    world.run(async {
+        disk.close_gate();
+        let header = |command, cookie| RequestHeader { flags: 0, command, cookie, offset: 0, len: 4 };
+        client.request(header(command::WRITE, 1), b"data").await;
+        client.send(&header(command::DISC, 2).encode()).await;
+        client.send(&header(command::READ, 3).encode()).await;
+        world.settle().await;
+        assert!(!session.is_finished());
+        disk.open_gate();
+        assert_eq!(client.answer().await.expect("it was under way").cookie, 1);
+        assert!(client.is_over().await);
+        assert!(matches!(session.await, Ending::Goodbye));
+        assert_eq!(disk.take_seen().len(), 1);
+    });
+}
+
+#[test]
+fn a_large_payload_comes_in_many_pieces_and_goes_to_aligned_memory() {
+    let geometry = Geometry {
+        size: 64 << 20,
+        block_size: BlockSize::from_shift(0),
+        preferred_size: BlockSize::PAGE,
+        read_only: false,
+        fast_zeroes: true,
+    };
+    let disk = RuledDisk::with(geometry);
+    let world = World::new(shared(&disk));
+    let (mut client, _session) = world.connect_over(10_000);
+    world.run(async {
+        client.begin(simple()).await;
+        for (seed, len) in
+            [(1, 200_000), (2, 256 << 10), (3, (256 << 10) - 28), (4, 1_000_001), (5, 32 << 20)]
+        {
+            let data = noise(len, seed);
+            assert_eq!(client.write(0, seed, &data).await.error, 0);
+            assert!(disk.bytes(seed, len) == data, "{len} bytes");
+        }
+    });
+}
+
+#[test]
+fn replies_that_are_ready_together_leave_together() {
+    let disk = RuledDisk::new(SIZE);
+    let (world, mut client, _session) = begun(shared(&disk), simple());
+    world.run(async {
+        disk.close_gate();
+        let mut bytes = Vec::new();
+        for cookie in 0..32 {
+            let header = RequestHeader { flags: 0, command: 0, cookie, offset: 0, len: 512 };
+            bytes.extend(client.note(header));
+        }
+        client.send(&bytes).await;
+        world.settle().await;
+        let before = client.stream.total_sent_here();
+        let writes = client.stream.writes_here();
+        disk.open_gate();
+        for _ in 0..32 {
+            client.answer().await.expect("it is answered");
+        }
+        assert_eq!(client.stream.total_sent_here() - before, 32 * (16 + 512));
+        assert_eq!(client.stream.writes_here() - writes, 1, "32 replies, one write");
+    });
+}

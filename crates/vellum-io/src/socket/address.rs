@@ -1,0 +1,74 @@
+//! Where to listen and whom to call.
+
+use std::fmt;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use socket2::SockRef;
+use vellum_core::{Context, Error, ErrorKind, Result};
+
+use crate::blocking::unblock;
+
+/// A place that can be listened at or connected to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Address {
+    /// A Unix socket in the file system.
+    Unix(PathBuf),
+    /// A TCP port of a host, by name or number.
+    Tcp {
+        /// A name, an IPv4 address or an IPv6 address without brackets.
+        host: String,
+        /// The port; 0 to listen at any that is free.
+        port: u16,
+    },
+}
+
+impl Address {
+    /// The Unix socket at `path`.
+    pub fn unix(path: impl Into<PathBuf>) -> Self {
+        Self::Unix(path.into())
+    }
+
+    /// The TCP port of a host.
+    pub fn tcp(host: impl Into<String>, port: u16) -> Self {
+        Self::Tcp { host: host.into(), port }
+    }
+}
+
+impl From<SocketAddr> for Address {
+    fn from(address: SocketAddr) -> Self {
+        Self::Tcp { host: address.ip().to_string(), port: address.port() }
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "{}", path.display()),
+            Self::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
+            Self::Tcp { host, port } => write!(f, "{host}:{port}"),
+        }
+    }
+}
+
+/// What a host's name stands for, best first.
+pub(super) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>> {
+    let name = host.to_owned();
+    let found = unblock(move || (name.as_str(), port).to_socket_addrs().map(Vec::from_iter)).await;
+    let found = found.context(|| format!("can't find the host {host}"))?;
+    if found.is_empty() {
+        return Err(Error::new(ErrorKind::NotFound, format!("the host {host} has no address")));
+    }
+    Ok(found)
+}
+
+/// Who is at the other end: an address, or the process behind a Unix socket.
+pub(super) fn peer_of(descriptor: &OwnedFd) -> String {
+    let address = SockRef::from(descriptor).peer_addr().ok().and_then(|address| address.as_socket());
+    match (address, rustix::net::sockopt::socket_peercred(descriptor)) {
+        (Some(address), _) => address.to_string(),
+        (None, Ok(peer)) => format!("process {}", peer.pid.as_raw_nonzero()),
+        (None, Err(_)) => "an unknown peer".into(),
+    }
+}

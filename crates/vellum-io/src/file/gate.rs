@@ -25,14 +25,14 @@ use super::handle::Handle;
 
 /// How many bytes lie in one stretch. At least a page, so that no two stripes ever share a page of the page cache.
 const STRETCH_SHIFT: u32 = 16;
-const STRIPES: u64 = 64;
+const STRIPES: usize = 64;
 
 /// Set while one request has the stripe for itself, or waits for the others to leave. The rest counts those inside.
 const EXCLUSIVE: u32 = 1 << 31;
 
 /// The stripes of one file.
 pub(crate) struct Gate {
-    stripes: [Stripe; STRIPES as usize],
+    stripes: [Stripe; STRIPES],
 }
 
 /// On a cache line of its own, so that workers at different places do not slow each other.
@@ -51,33 +51,30 @@ pub(crate) struct Passage {
 
 enum Inside {
     /// Shared, in these stripes.
-    Shared { first: u64, count: u64 },
+    Shared { first: usize, count: usize },
     /// Alone, in these stripes.
-    Alone { first: u64, count: u64 },
+    Alone { first: usize, count: usize },
 }
 
 impl Gate {
     pub(crate) fn new() -> Self {
-        Self {
-            stripes: [const { Stripe { state: AtomicU32::new(0), changed: Event::new() } }; STRIPES as usize],
-        }
+        Self { stripes: [const { Stripe { state: AtomicU32::new(0), changed: Event::new() } }; STRIPES] }
     }
 
-    fn stripe(&self, number: u64) -> &Stripe {
-        &self.stripes[usize::try_from(number % STRIPES).expect("below 64")]
+    fn stripe(&self, number: usize) -> &Stripe {
+        &self.stripes[number]
     }
 }
 
-/// The stripes that `len` bytes from `at` on lie in: the first, and how many from there, counted in a circle that
-/// starts anew at stripe 0.
-fn stripes_of(at: u64, len: u64) -> (u64, u64) {
-    let first = at >> STRETCH_SHIFT;
-    let last = (at + len.max(1) - 1) >> STRETCH_SHIFT;
-    // Wrapping past the last stripe would break the order they are entered in; such a run takes all of them.
-    if (first % STRIPES) + (last - first) < STRIPES {
-        (first % STRIPES, last - first + 1)
-    } else {
-        (0, STRIPES)
+/// The stripes that `len` bytes from `at` on lie in: the first, and how many from there on.
+fn stripes_of(at: u64, len: u64) -> (usize, usize) {
+    let stretch = at >> STRETCH_SHIFT;
+    let more = ((at + len.max(1) - 1) >> STRETCH_SHIFT) - stretch;
+    let first = usize::try_from(stretch % STRIPES as u64).expect("below 64");
+    match usize::try_from(more) {
+        Ok(more) if more < STRIPES - first => (first, more + 1),
+        // Going round past the last stripe would break the order they are entered in; such a run takes all.
+        _ => (0, STRIPES),
     }
 }
 
@@ -104,7 +101,7 @@ impl Passage {
         Self::alone_in(file, (0, STRIPES)).await
     }
 
-    async fn alone_in(file: &Arc<Handle>, (first, count): (u64, u64)) -> Option<Self> {
+    async fn alone_in(file: &Arc<Handle>, (first, count): (usize, usize)) -> Option<Self> {
         let gate = file.gate()?;
         let mut passage = Self { file: file.clone(), inside: Inside::Alone { first, count: 0 } };
         for number in first..first + count {

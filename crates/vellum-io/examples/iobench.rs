@@ -1,7 +1,7 @@
 //! What one operation costs: 4 KiB random reads, through a ring and through threads, cached and past the page cache.
 //!
 //! ```text
-//! cargo run --release -p vellum-io --example iobench [-- FILE [MiB [seconds]]]
+//! cargo run --release -p vellum-io --example iobench [-- FILE [MiB [seconds [part of "DRIVER CASE"]]]]
 //! ```
 //!
 //! One worker keeps 32 reads in flight. CPU is that of the whole process, user and system, so the threads of the kernel
@@ -32,19 +32,21 @@ fn main() {
     let mut number = |default: u64| arguments.next().and_then(|text| text.parse().ok()).unwrap_or(default);
     let len = number(256) << 20;
     let time = Duration::from_secs(number(3));
+    let wanted = arguments.next().unwrap_or_default();
     let cases = [
-        Case { name: "cached read", direct: false, write: false, depth: DEPTH },
+        Case { name: "cached read, depth 32", direct: false, write: false, depth: DEPTH },
         Case { name: "cached read, depth 1", direct: false, write: false, depth: 1 },
-        Case { name: "O_DIRECT read", direct: true, write: false, depth: DEPTH },
-        Case { name: "O_DIRECT write", direct: true, write: true, depth: DEPTH },
-        Case { name: "cached write", direct: false, write: true, depth: DEPTH },
+        Case { name: "O_DIRECT read, depth 32", direct: true, write: false, depth: DEPTH },
+        Case { name: "O_DIRECT read, depth 1", direct: true, write: false, depth: 1 },
+        Case { name: "O_DIRECT write, depth 32", direct: true, write: true, depth: DEPTH },
+        Case { name: "cached write, depth 32", direct: false, write: true, depth: DEPTH },
     ];
-    println!("{:<8} {:<22} {:>10} {:>12} {:>12}", "driver", "case", "kIOPS", "CPU µs/op", "system %");
+    println!("{:<8} {:<24} {:>10} {:>12} {:>12}", "driver", "case", "kIOPS", "CPU µs/op", "system %");
     for mode in [IoMode::Uring, IoMode::Threads] {
-        for case in &cases {
+        for case in cases.iter().filter(|case| format!("{mode:?} {}", case.name).contains(&wanted)) {
             match run(mode, async || measure(&path, len, time, case).await).and_then(|result| result) {
-                Ok(line) => println!("{:<8} {:<22} {line}", format!("{mode:?}"), case.name),
-                Err(error) => println!("{:<8} {:<22} {}", format!("{mode:?}"), case.name, error.chain()),
+                Ok(line) => println!("{:<8} {:<24} {line}", format!("{mode:?}"), case.name),
+                Err(error) => println!("{:<8} {:<24} {}", format!("{mode:?}"), case.name, error.chain()),
             }
         }
     }

@@ -332,19 +332,20 @@ impl Aftermath {
 
 /// The best ring that the kernel gives. The flags tell it that one thread uses the ring and comes back often, so it
 /// need not interrupt that thread to complete operations; each step down the ladder is a kernel some years older.
+///
+/// `DEFER_TASKRUN` is left out on purpose: it makes the kernel wake us for fewer completions at a time. Measured with
+/// `iobench` (4 KiB O_DIRECT reads, 32 deep, 90 kIOPS): 16 700 enters and 3.5 µs of CPU per read with it, 7 700 and
+/// 2.7 µs without.
 fn set_up() -> io::Result<IoUring> {
     let mut refused = None;
-    for step in 0..4 {
+    for step in 0..3 {
         let mut builder = IoUring::builder();
         builder.dontfork().setup_clamp().setup_cqsize(COMPLETIONS);
-        if step < 3 {
+        if step < 2 {
             builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
         }
-        if step < 2 {
-            builder.setup_single_issuer();
-        }
         if step < 1 {
-            builder.setup_defer_taskrun();
+            builder.setup_single_issuer();
         }
         match builder.build(SUBMISSIONS) {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => refused = Some(error),

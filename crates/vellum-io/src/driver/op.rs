@@ -283,6 +283,30 @@ mod tests {
     }
 
     #[test]
+    fn a_failed_flush_poisons_its_file_and_a_cancelled_one_does_not() {
+        let file = Handle::for_test();
+        Op::Sync(file.clone()).settle(Ok(0));
+        Op::Sync(file.clone()).settle(Err(libc::ECANCELED));
+        assert!(!file.is_poisoned());
+        Op::Sync(file.clone()).settle(Err(libc::EIO));
+        assert!(file.is_poisoned());
+    }
+
+    #[test]
+    fn a_write_that_ended_counts_for_the_length_and_one_that_failed_does_not() {
+        let file = Handle::for_test();
+        let write = |at, done| {
+            let buffer = Buffer::zeroed(100);
+            Op::Write(Transfer { file: file.clone(), cached: false, at, buffer, done, passage: None })
+        };
+        write(1000, 10).settle(Ok(50));
+        assert_eq!(file.len(), 1060);
+        write(5000, 0).settle(Err(libc::EIO));
+        write(0, 0).settle(Ok(100));
+        assert_eq!(file.len(), 1060);
+    }
+
+    #[test]
     fn a_transfer_of_too_many_pieces_is_cut_at_a_sector() {
         let file = Handle::for_test();
         let buffer = in_pieces(&[100; 1500]);

@@ -23,8 +23,8 @@
 
 use vellum_core::{BlockSize, Buffer, ImageOffset, ImageSpan, Result};
 
-use super::File;
 use super::gate::Passage;
+use super::{File, POSITION_MAX};
 use crate::driver::op::Transfer;
 
 /// How many bytes are bounced at once.
@@ -68,12 +68,12 @@ fn to_usize(len: u64) -> usize {
 impl File {
     /// Reads any byte range.
     pub(super) async fn read_direct(&self, direct: &Direct, at: u64, mut buffer: Buffer) -> Result<Buffer> {
-        let Some(span) = ImageSpan::checked(ImageOffset::new(at), buffer.len() as u64) else {
+        let span = ImageSpan::checked(ImageOffset::new(at), buffer.len() as u64);
+        let span = span.filter(|span| span.end().bytes() <= POSITION_MAX);
+        let Some(span) = span.filter(|span| !direct.aligns(*span) || !direct.fits(&buffer)) else {
+            // As it is; or where no file reaches.
             return self.read_run(at, buffer).await;
         };
-        if direct.aligns(span) && direct.fits(&buffer) {
-            return self.read_run(at, buffer).await;
-        }
         for part in chunks(direct.block.widen(span)) {
             let bounce = Buffer::for_overwrite(to_usize(part.len()));
             let bounce = self.read_run(part.start().bytes(), bounce).await?;

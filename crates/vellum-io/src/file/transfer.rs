@@ -25,7 +25,7 @@ impl File {
         }
         let mut transfer = self.transfer(at, buffer, None);
         if at.checked_add(len as u64).is_none_or(|end| end > POSITION_MAX) {
-            // No file reaches that far. (One byte of slack is not worth a special case.)
+            // No file reaches that far, so all of it lies past the end; and the kernel would not take the position.
             zero_from(&mut transfer.buffer, 0);
             return Ok(transfer.buffer);
         }

@@ -13,7 +13,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use vellum_core::contract::StorageBench;
-use vellum_core::{Limits, LocalFuture, Result, SharedStorage, Storage};
+use vellum_core::{LocalFuture, Result, SharedStorage, Storage};
 use vellum_io::{File, IoMode, LockMode, OpenOptions, run};
 
 pub const MODES: [IoMode; 2] = [IoMode::Uring, IoMode::Threads];
@@ -177,9 +177,4 @@ pub fn writing(direct: bool) -> OpenOptions {
 /// The same with no lock, for files that the test itself opens twice.
 pub fn unlocked(direct: bool) -> OpenOptions {
     writing(direct).lock(LockMode::None)
-}
-
-/// Whether two facts of a file are the same, for messages.
-pub fn describe(limits: &Limits) -> String {
-    format!("{limits:?}")
 }

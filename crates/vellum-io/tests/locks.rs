@@ -5,6 +5,8 @@
 mod common;
 
 use std::fs::OpenOptions as StdOpenOptions;
+use std::io::Read;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -107,8 +109,10 @@ impl Served {
             .spawn()
             .expect("qemu-nbd starts");
         let served = Self(child);
+        // It listens before it opens the image, and greets afterwards.
         let start = Instant::now();
-        while !socket.exists() {
+        let greets = || UnixStream::connect(&socket).and_then(|mut stream| stream.read_exact(&mut [0; 8]));
+        while greets().is_err() {
             assert!(start.elapsed() < Duration::from_secs(20), "qemu-nbd serves");
             std::thread::sleep(Duration::from_millis(10));
         }

@@ -255,6 +255,48 @@ fn changes_of_parts_of_blocks_lose_no_neighbours() {
     }
 }
 
+/// A whole block that is written while a part of it is changed: afterwards the rest is that of the whole block.
+#[test]
+fn a_whole_block_is_not_lost_beside_a_change_of_part_of_it() {
+    in_both_modes(|| async {
+        let dir = TempDir::new();
+        let Some(file) = direct_file(&dir.join("file")).await else { return };
+        let file = Rc::new(file);
+        let blocks = 64;
+        file.write(at(0), Buffer::zeroed(blocks * 4096)).await.expect("a write");
+        let mut random = Random::from_seed(8);
+        for round in 0..40u8 {
+            let (part, whole) = (round * 2 + 1, round * 2 + 2);
+            let mut tasks = Vec::new();
+            for block in 0..blocks as u64 {
+                let order = random.one_in(2);
+                for is_whole in [order, !order] {
+                    let file = file.clone();
+                    let wait = Duration::from_micros(random.below(300));
+                    tasks.push(spawn_local(async move {
+                        clock().sleep(wait).await;
+                        let (place, data) = match is_whole {
+                            true => (block * 4096, filled(whole, 4096)),
+                            false => (block * 4096 + 700, filled(part, 100)),
+                        };
+                        file.write(at(place), data).await.expect("a write");
+                    }));
+                }
+            }
+            for task in tasks {
+                task.await;
+            }
+            let all = file.read(at(0), Buffer::zeroed(blocks * 4096)).await.expect("a read").to_vec();
+            for (index, block) in all.chunks(4096).enumerate() {
+                let rest = block[..700].iter().chain(&block[800..]);
+                assert!(rest.clone().all(|byte| *byte == whole), "round {round}: block {index} was lost");
+                assert!(block[700..800].iter().all(|byte| *byte == block[700]));
+                assert!(block[700] == part || block[700] == whole);
+            }
+        }
+    });
+}
+
 /// The last block grows under small appends of several workers, and nothing of it is lost.
 #[test]
 fn appends_past_the_page_cache_by_several_workers() {

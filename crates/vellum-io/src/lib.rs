@@ -18,7 +18,7 @@
 //! 3. Only [`unblock`] and the drivers block, and neither blocks a worker that has tasks to run.
 //!
 //! In reading order: `worker` (the loop), `workers`, `driver` (operations, their slots, the two drivers), `file`, `socket`,
-//! `signal`; and below them `timer`, `blocking`, `wakeup`, `oneshot`.
+//! `ready`, `signal`; and below them `timer`, `blocking`, `wakeup`, `oneshot`.
 
 #![cfg(target_os = "linux")]
 
@@ -26,6 +26,7 @@ mod blocking;
 mod driver;
 mod file;
 mod oneshot;
+mod ready;
 mod signal;
 mod socket;
 mod timer;
@@ -36,6 +37,7 @@ mod workers;
 pub use blocking::unblock;
 pub use driver::IoMode;
 pub use file::{File, LockMode, OpenOptions};
+pub use ready::{readable, writable};
 pub use signal::{Signal, Signals};
 pub use socket::{Address, Listener, Socket, Stream, connect};
 pub use worker::{Task, clock, io_mode, run, spawn_local, worker_index};

@@ -65,6 +65,19 @@ fn only_files_and_block_devices_are_opened_and_nothing_blocks() {
 }
 
 #[test]
+fn a_file_that_cannot_be_opened_is_not_created() {
+    in_both_modes(|| async {
+        let dir = TempDir::new();
+        let options = OpenOptions::writing().lock(LockMode::Read);
+        File::create_new(dir.join("file"), options).await.expect_err("a writer with a reader's lock");
+        assert!(!dir.join("file").exists());
+        // The name is free for the next.
+        drop(File::create_new(dir.join("file"), writing(false)).await.expect("a file"));
+        assert!(dir.join("file").exists());
+    });
+}
+
+#[test]
 fn the_lock_fits_the_way_of_opening() {
     in_both_modes(|| async {
         let dir = TempDir::new();

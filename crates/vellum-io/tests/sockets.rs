@@ -9,12 +9,16 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{MODES, TempDir, in_both_modes};
 use futures_lite::future::{block_on, or, poll_once};
 use vellum_core::{Buffer, ByteStream, ErrorKind, Random};
-use vellum_io::{Address, Listener, Socket, Stream, Workers, WorkersConfig, clock, connect, spawn_local};
+use vellum_io::{
+    Address, Listener, Socket, Stream, Workers, WorkersConfig, clock, connect, readable, spawn_local,
+    writable,
+};
 
 async fn pause(milliseconds: u64) {
     clock().sleep(Duration::from_millis(milliseconds)).await;
@@ -282,6 +286,25 @@ fn addresses_are_written_as_people_do() {
     assert_eq!(Address::tcp("::1", 10809).to_string(), "[::1]:10809");
     assert_eq!(Address::tcp("host", 10809).to_string(), "host:10809");
     assert_eq!(Address::unix("/run/socket").to_string(), "/run/socket");
+}
+
+#[test]
+fn any_descriptor_can_be_waited_for() {
+    in_both_modes(|| async {
+        let eventfd = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).expect("an eventfd");
+        let eventfd = Arc::new(eventfd);
+        writable(&eventfd).await.expect("there is room");
+        let mut wait = Box::pin(readable(&eventfd));
+        assert!(poll_once(&mut wait).await.is_none());
+        let bell = eventfd.clone();
+        let ringing = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(20));
+            rustix::io::write(&*bell, &[1, 0, 0, 0, 0, 0, 0, 0]).expect("it rings");
+        });
+        wait.await.expect("it rang");
+        ringing.join().expect("it ends");
+        assert_eq!(rustix::io::read(&*eventfd, &mut [0; 8]), Ok(8));
+    });
 }
 
 /// Without descriptors an accept fails, again and again, and goes on when there are some. In a process of its own.

@@ -61,24 +61,39 @@ impl File {
     /// with `Unsupported` when it is anything else than a file or block device, or cannot be opened for direct I/O.
     pub async fn open(path: impl AsRef<Path>, options: OpenOptions) -> Result<Arc<Self>> {
         let path = path.as_ref().to_owned();
-        unblock(move || open(&path, &options, OFlags::empty()).map(Arc::new)).await
+        unblock(move || open(&path, &options).map(Arc::new)).await
     }
 
     /// Creates a file, which must not exist, and opens it for writing as `options` say. When this returns its name is
-    /// as durable as the next flush of its content.
+    /// as durable as the next flush of its content; when it fails there is no such file.
     pub async fn create_new(path: impl AsRef<Path>, options: OpenOptions) -> Result<Arc<Self>> {
         let path = path.as_ref().to_owned();
-        unblock(move || {
-            let options = OpenOptions { writable: true, ..options };
-            let file = open(&path, &options, OFlags::CREATE | OFlags::EXCL)?;
-            sync_directory_of(&path)?;
-            Ok(Arc::new(file))
-        })
-        .await
+        let options = OpenOptions { writable: true, ..options };
+        unblock(move || create(&path, &options).map(Arc::new)).await
     }
 }
 
-fn open(path: &Path, options: &OpenOptions, create: OFlags) -> Result<File> {
+fn create(path: &Path, options: &OpenOptions) -> Result<File> {
+    let name = path.display().to_string();
+    // Created without O_DIRECT: a file system that does not know it makes the file and fails afterwards.
+    let created = open_descriptor(path, false, true, OFlags::CREATE | OFlags::EXCL)
+        .map_err(|errno| Error::io(errno.into(), format!("can't create {name}")))?;
+    let created = stat(&created, &name)?;
+    let opened = open(path, options).and_then(|file| {
+        let opened = rustix::fs::fstat(file.as_fd()).map_err(|errno| cannot_open(errno, &name))?;
+        check_same(&created, &opened, &name)?;
+        sync_directory_of(path)?;
+        Ok(file)
+    });
+    // What somebody else has opened meanwhile, or put in its place, is left to them.
+    let is_ours = || rustix::fs::stat(path).is_ok_and(|now| check_same(&created, &now, &name).is_ok());
+    if opened.as_ref().is_err_and(|error| error.kind() != ErrorKind::Locked) && is_ours() {
+        drop(std::fs::remove_file(path));
+    }
+    opened
+}
+
+fn open(path: &Path, options: &OpenOptions) -> Result<File> {
     let name = path.display().to_string();
     let is_writer = options.lock == LockMode::Write;
     if options.lock != LockMode::None && options.writable != is_writer {
@@ -86,17 +101,15 @@ fn open(path: &Path, options: &OpenOptions, create: OFlags) -> Result<File> {
             "can't open {name}: a file that is written takes the lock for writing, one that is read does not"
         )));
     }
-    if create.is_empty() {
-        let facts = retry(|| rustix::fs::stat(path)).map_err(|errno| cannot_open(errno, &name))?;
-        facts::check_type(&facts, &name)?;
-    }
-    let file =
-        open_descriptor(path, options.direct, options.writable, create).map_err(|errno| match errno {
-            Errno::INVAL if options.direct => {
-                Error::unsupported(format!("can't open {name} for direct I/O: its file system can't do it"))
-            }
-            errno => cannot_open(errno, &name),
-        })?;
+    let facts = retry(|| rustix::fs::stat(path)).map_err(|errno| cannot_open(errno, &name))?;
+    facts::check_type(&facts, &name)?;
+    let file = open_descriptor(path, options.direct, options.writable, OFlags::empty());
+    let file = file.map_err(|errno| match errno {
+        Errno::INVAL if options.direct => {
+            Error::unsupported(format!("can't open {name} for direct I/O: its file system can't do it"))
+        }
+        errno => cannot_open(errno, &name),
+    })?;
     let opened = stat(&file, &name)?;
     facts::check_type(&opened, &name)?;
     must_block(&file).map_err(|errno| cannot_open(errno, &name))?;
@@ -156,6 +169,13 @@ fn open_cached(path: &Path, opened: &Stat, name: &str) -> Result<OwnedFd> {
     }
     must_block(&file).map_err(|errno| cannot_open(errno, name))?;
     Ok(file)
+}
+
+fn check_same(one: &Stat, other: &Stat, name: &str) -> Result<()> {
+    if (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino) {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Io, format!("can't open {name}: it is being replaced by another file")))
 }
 
 /// Makes the names in a file's directory durable.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 
 use socket2::SockRef;
@@ -66,9 +66,26 @@ pub(super) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>> {
 /// Who is at the other end: an address, or the process behind a Unix socket.
 pub(super) fn peer_of(descriptor: &OwnedFd) -> String {
     let address = SockRef::from(descriptor).peer_addr().ok().and_then(|address| address.as_socket());
-    match (address, rustix::net::sockopt::socket_peercred(descriptor)) {
+    match (address, peer_process(descriptor)) {
         (Some(address), _) => address.to_string(),
-        (None, Ok(peer)) => format!("process {}", peer.pid.as_raw_nonzero()),
-        (None, Err(_)) => "an unknown peer".into(),
+        // In another container it may have no number that we know.
+        (None, Some(process)) if process != 0 => format!("process {process}"),
+        (None, _) => "another program".into(),
     }
+}
+
+fn peer_process(descriptor: &OwnedFd) -> Option<libc::pid_t> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = libc::socklen_t::try_from(size_of_val(&peer)).expect("a small structure");
+    // SAFETY: the kernel writes at most `len` bytes to `peer`, which has that many, and any numbers are good in it.
+    let result = unsafe {
+        libc::getsockopt(
+            descriptor.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut len,
+        )
+    };
+    (result == 0).then_some(peer.pid)
 }

@@ -130,7 +130,7 @@ fn requests_beyond_what_a_file_can_be_are_answered() {
             assert_eq!(error.kind(), ErrorKind::NoSpace);
             let error = file.write(at(u64::MAX), filled(1, 100)).await.expect_err("no file is so long");
             assert_eq!(error.kind(), ErrorKind::NoSpace);
-            let error = file.write(at((1 << 62) + 1), filled(1, 1)).await.expect_err("no file is so long");
+            let error = file.write(at((1 << 63) - 1), filled(1, 1)).await.expect_err("no file is so long");
             assert_eq!(error.kind(), ErrorKind::NoSpace);
             let error = file.set_len(u64::MAX).await.expect_err("no file is so long");
             assert_eq!(error.kind(), ErrorKind::NoSpace);

@@ -42,9 +42,10 @@ pub fn is_root() -> bool {
 pub struct TempDir(PathBuf);
 
 impl TempDir {
-    /// On the file system the program was built on, which is a real one.
+    /// On the file system the program was built on, which is a real one, or where `VELLUM_TEST_DIR` says.
     pub fn new() -> Self {
-        Self::within(Path::new(env!("CARGO_TARGET_TMPDIR")))
+        let chosen = std::env::var_os("VELLUM_TEST_DIR").map(PathBuf::from);
+        Self::within(chosen.as_deref().unwrap_or(Path::new(env!("CARGO_TARGET_TMPDIR"))))
     }
 
     pub fn within(parent: &Path) -> Self {

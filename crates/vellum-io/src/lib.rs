@@ -41,4 +41,4 @@ pub use ready::{readable, writable};
 pub use signal::{Signal, Signals};
 pub use socket::{Address, Listener, Socket, Stream, connect};
 pub use worker::{Task, clock, io_mode, run, spawn_local, worker_index};
-pub use workers::{Handle, Spawned, Workers, WorkersConfig};
+pub use workers::{Spawned, Workers, WorkersConfig, WorkersHandle};

@@ -115,3 +115,40 @@ impl Wake for MainReady {
         self.wakeup.ring();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::io::Errno;
+
+    #[test]
+    fn only_one_who_sleeps_costs_a_system_call_and_only_once() {
+        let bell = eventfd(0, EventfdFlags::NONBLOCK).expect("an eventfd");
+        let wakeup = Wakeup::new(Bell::Eventfd(bell));
+        let rings = || {
+            let mut count = [0; 8];
+            rustix::io::read(wakeup.eventfd().expect("an eventfd"), &mut count).map(|_| count[0])
+        };
+        wakeup.ring();
+        assert_eq!(rings(), Err(Errno::AGAIN), "it is up");
+        wakeup.lie_down();
+        (0..5).for_each(|_| wakeup.ring());
+        assert_eq!(rings(), Ok(1), "one of five gets it up");
+        wakeup.lie_down();
+        wakeup.get_up();
+        wakeup.ring();
+        assert_eq!(rings(), Err(Errno::AGAIN), "it got up by itself");
+    }
+
+    #[test]
+    fn the_main_future_is_woken_once_for_many_calls() {
+        let bell = eventfd(0, EventfdFlags::NONBLOCK).expect("an eventfd");
+        let ready = MainReady::new(Wakeup::new(Bell::Eventfd(bell)));
+        assert!(ready.take(), "it is polled first of all");
+        assert!(!ready.take());
+        ready.wake_by_ref();
+        ready.clone().wake();
+        assert!(ready.take() && !ready.take());
+    }
+}

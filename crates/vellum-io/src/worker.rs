@@ -65,7 +65,8 @@ fn current<T>(look: impl FnOnce(&Rc<Worker>) -> T) -> T {
 /// Makes this thread a worker, runs `main` on it to its end, and gives its value. Tasks that are left are dropped.
 ///
 /// Fails with `Unsupported` when the mode cannot be had, and with `Invalid` on a thread that is a worker already.
-/// Panics when a task does.
+/// Panics when a task does. The first worker of a program has the signal SIGXFSZ ignored, so that a write past the limit
+/// on file sizes fails like any other instead of ending the program.
 pub fn run<T>(mode: IoMode, main: impl AsyncFnOnce() -> T) -> Result<T> {
     run_as(0, mode, main)
 }
@@ -155,6 +156,9 @@ impl Stage {
         let tick_waker = Waker::from(self.wakeup.clone());
         let mut tick_context = Context::from_waker(&tick_waker);
         loop {
+            if let Some(panic) = self.worker.panic.take() {
+                resume_unwind(panic);
+            }
             timers.fire();
             if main_ready.take()
                 && let Poll::Ready(value) = main.as_mut().poll(&mut main_context)
@@ -162,10 +166,7 @@ impl Stage {
                 return Ok(value);
             }
             let ran = (0..BATCH).take_while(|_| executor.try_tick()).count();
-            if let Some(panic) = self.worker.panic.take() {
-                resume_unwind(panic);
-            }
-            if ran == BATCH || main_ready.is_ready() {
+            if ran == BATCH || main_ready.is_ready() || self.worker.panic.borrow().is_some() {
                 driver.submit();
                 driver.reap();
                 continue;

@@ -1,7 +1,7 @@
 //! Several workers: one thread each, given tasks from anywhere.
 //!
 //! ```text
-//!   Handle::spawn(2, make) ──▶ inbox of worker 2 ──▶ its thread calls make() and runs the future it gives
+//!   spawn(2, make) ──▶ inbox of worker 2 ──▶ its thread calls make() and runs the future it gives
 //!                                                          │ value
 //!   Spawned (a future, for any thread) ◀───────────────────┘
 //! ```
@@ -46,15 +46,15 @@ impl Default for WorkersConfig {
     }
 }
 
-/// Some worker threads. Dropping them shuts them down.
+/// Some worker threads. Dropping them shuts them down; that, like ending them otherwise, is not for one of their own tasks.
 pub struct Workers {
-    handle: Handle,
+    handle: WorkersHandle,
     threads: Vec<JoinHandle<()>>,
 }
 
 /// Gives tasks to workers, from any thread.
 #[derive(Clone)]
-pub struct Handle {
+pub struct WorkersHandle {
     shared: Arc<Shared>,
 }
 
@@ -124,7 +124,7 @@ impl Workers {
         let inboxes = gates.iter().map(|_| Inbox::default()).collect();
         let (census, changed) = (Mutex::default(), Condvar::new());
         let shared = Arc::new(Shared { mode, inboxes, census, changed });
-        let workers = Self { handle: Handle { shared: shared.clone() }, threads };
+        let workers = Self { handle: WorkersHandle { shared: shared.clone() }, threads };
         if let Err(error) = result {
             // Those who have started wait at their gates; this ends them.
             drop(gates);
@@ -137,7 +137,7 @@ impl Workers {
     }
 
     /// For giving tasks, also from tasks.
-    pub fn handle(&self) -> Handle {
+    pub fn handle(&self) -> WorkersHandle {
         self.handle.clone()
     }
 
@@ -151,7 +151,7 @@ impl Workers {
         self.handle.shared.mode
     }
 
-    /// Runs what `make` makes on a worker. As [`Handle::spawn`].
+    /// Runs what `make` makes on a worker. As [`WorkersHandle::spawn`].
     pub fn spawn<T, F>(&self, index: usize, make: impl FnOnce() -> F + Send + 'static) -> Spawned<T>
     where
         F: Future<Output = T> + 'static,
@@ -202,7 +202,7 @@ impl Drop for Workers {
     }
 }
 
-impl Handle {
+impl WorkersHandle {
     /// How many workers there are.
     pub fn count(&self) -> usize {
         self.shared.inboxes.len()

@@ -127,3 +127,36 @@ impl<H> Slots<H> {
         std::mem::forget(std::mem::replace(self, Self { slots: Slab::new(), running: 0 }));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_operation_holds_stays_until_it_has_ended() {
+        let mut slots = Slots::new();
+        let kept = slots.insert("kept");
+        let orphan = slots.insert("orphan");
+        assert_eq!(slots.running(), 2);
+        assert!(slots.abandon(orphan).0.is_none(), "it has not ended");
+        assert_eq!(slots.peek(orphan), Some(&"orphan"));
+        assert_ne!(slots.insert("late"), orphan, "its number is not used again");
+        assert!(matches!(slots.complete(orphan, Ok(1)), Completed::Orphan("orphan")));
+        assert!(matches!(slots.complete(kept, Err(5)), Completed::Quiet));
+        let context = Context::from_waker(Waker::noop());
+        assert!(matches!(slots.poll(kept, &context), Poll::Ready((Err(5), "kept"))));
+        assert_eq!(slots.peek(kept), None);
+        assert_eq!(slots.running(), 1);
+    }
+
+    #[test]
+    fn one_that_has_ended_is_given_back_when_it_is_abandoned() {
+        let mut slots = Slots::new();
+        let key = slots.insert(7);
+        let context = Context::from_waker(Waker::noop());
+        assert!(slots.poll(key, &context).is_pending());
+        assert!(matches!(slots.complete(key, Ok(3)), Completed::Wake(_)));
+        assert_eq!(slots.running_keys(), [0usize; 0]);
+        assert!(matches!(slots.abandon(key), (Some((Ok(3), 7)), None)));
+    }
+}

@@ -119,8 +119,9 @@ fn direct_file(file: &OwnedFd, name: &str) -> Result<Direct> {
     let block = block.ok_or_else(|| unsupported(&format!("it asks for blocks of {offset} bytes")))?;
     let memory = BlockSize::from_bytes(memory).filter(|block| block.bytes() <= BlockSize::PAGE.bytes());
     let memory = memory.ok_or_else(|| unsupported("it asks for a strange alignment of memory"))?;
-    // Units smaller than a sector help nobody: a sector is what is old or new after a crash.
-    Ok(Direct { block: block.max(BlockSize::SECTOR), memory: usize_of(memory) })
+    // Units smaller than a sector help nobody: a sector is what is old or new after a crash. And a transfer that is
+    // continued after some blocks is to find the memory there aligned too.
+    Ok(Direct { block: block.max(memory).max(BlockSize::SECTOR), memory: usize_of(memory) })
 }
 
 /// Whether the file system can free a part of a file: asked of a page that lies far behind the end, where nothing is.

@@ -13,8 +13,10 @@ use super::{File, POSITION_MAX};
 use crate::driver::op::{Op, PIECES_MAX, Transfer};
 use crate::driver::{submit, submit_blocking};
 
-/// How often a ring may say `EAGAIN` about one transfer before a thread performs it, blocking as long as it takes.
-const AGAIN_MAX: u32 = 8;
+/// How often one transfer may come back unmoved before a thread performs it, blocking as long as it takes; and how
+/// often in all.
+const FROM_RING_MAX: u32 = 8;
+const UNMOVED_MAX: u32 = 16;
 
 impl File {
     /// Reads through the page cache, or whole blocks.
@@ -29,10 +31,10 @@ impl File {
             zero_from(&mut transfer.buffer, 0);
             return Ok(transfer.buffer);
         }
-        let mut again = 0;
+        let mut unmoved = 0;
         loop {
-            let (result, op) = match again {
-                ..AGAIN_MAX => submit(Op::Read(transfer)).await,
+            let (result, op) = match unmoved {
+                ..FROM_RING_MAX => submit(Op::Read(transfer)).await,
                 _ => submit_blocking(Op::Read(transfer)).await,
             };
             transfer = op.into_transfer();
@@ -50,7 +52,7 @@ impl File {
                     }
                 }
                 Err(libc::EINTR) => {}
-                Err(libc::EAGAIN) => again += 1,
+                Err(libc::EAGAIN) if unmoved < UNMOVED_MAX => unmoved += 1,
                 Err(errno) => return Err(Error::os(errno, self.doing("read", at, len as u64))),
             }
         }
@@ -86,13 +88,14 @@ impl File {
     /// Writes all of it and gives the buffer back.
     pub(super) async fn write_all(&self, mut transfer: Transfer) -> Result<Buffer> {
         let (at, len) = (transfer.at, transfer.buffer.len());
-        let mut again = 0;
+        let mut unmoved = 0;
         loop {
-            let (result, op) = match again {
-                ..AGAIN_MAX => submit(Op::Write(transfer)).await,
+            let (result, op) = match unmoved {
+                ..FROM_RING_MAX => submit(Op::Write(transfer)).await,
                 _ => submit_blocking(Op::Write(transfer)).await,
             };
             transfer = op.into_transfer();
+            let before = transfer.done;
             match result {
                 // The kernel's way to say that there is no room, where it has no other.
                 Ok(0) => return Err(Error::os(libc::ENOSPC, self.doing("write", at, len as u64))),
@@ -105,9 +108,13 @@ impl File {
                         // The next call has to start at a block again, though part of it is written already.
                         transfer.done = direct.whole(transfer.done);
                     }
+                    if transfer.done == before && unmoved == UNMOVED_MAX {
+                        return Err(Error::os(libc::EIO, self.doing("write", at, len as u64)));
+                    }
+                    unmoved += u32::from(transfer.done == before);
                 }
                 Err(libc::EINTR) => {}
-                Err(libc::EAGAIN) => again += 1,
+                Err(libc::EAGAIN) if unmoved < UNMOVED_MAX => unmoved += 1,
                 Err(errno) => return Err(Error::os(errno, self.doing("write", at, len as u64))),
             }
         }

@@ -1,0 +1,130 @@
+//! Operations performed by plain system calls, for the driver that has no ring.
+//!
+//! Files are worked on by threads that may block ([`perform`]); cached data is first tried for without blocking, on
+//! the worker's own thread ([`read_cached`]), which is what a ring does too. Sockets are asked not to block, call by call
+//! ([`attempt`]), so that they need no mode of their own and can move to a worker that has a ring.
+
+use std::os::fd::{AsFd, BorrowedFd, IntoRawFd};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, ReadWriteFlags};
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags};
+
+use super::op::{Message, Op, OpResult, Readiness, Transfer, slices, slices_mut};
+
+/// Performs an operation on a file, blocking as long as it takes. Interrupted calls are tried again.
+pub(crate) fn perform(op: &mut Op) -> OpResult {
+    loop {
+        let result = match op {
+            Op::Read(transfer) => read(transfer, ReadWriteFlags::empty()),
+            Op::Write(transfer) => write(transfer),
+            Op::Sync(file) => rustix::fs::fdatasync(file.descriptor(false)).map(|()| 0),
+            Op::Allocate(run) => {
+                rustix::fs::fallocate(run.descriptor(), run.mode, run.at, run.len).map(|()| 0)
+            }
+            Op::Receive(_) | Op::Send(_) | Op::Accept(_) | Op::Await(..) => {
+                unreachable!("sockets are not worked on by blocking threads")
+            }
+        };
+        // A flush that was interrupted is not tried again: what it had learned of lost pages may be gone.
+        match (result, &op) {
+            (Err(Errno::INTR), Op::Read(_) | Op::Write(_) | Op::Allocate(_)) => {}
+            (result, _) => return told(result),
+        }
+    }
+}
+
+/// Tries a read that needs no drive, because all or part of the data is in the page cache. `None` when it does.
+pub(crate) fn read_cached(transfer: &mut Transfer) -> Option<OpResult> {
+    static UNSUPPORTED: AtomicBool = AtomicBool::new(false);
+    if UNSUPPORTED.load(Relaxed) {
+        return None;
+    }
+    match read(transfer, ReadWriteFlags::NOWAIT) {
+        // Some kernels say zero without being at the end of the file; a thread finds out.
+        Ok(0) => None,
+        Ok(count) => Some(told(Ok(count))),
+        Err(Errno::NOSYS) => {
+            UNSUPPORTED.store(true, Relaxed);
+            None
+        }
+        // EAGAIN: not in the cache. Anything else a thread will meet again, and tell.
+        Err(_) => None,
+    }
+}
+
+/// Tries an operation on a socket. `None` when the socket is not ready for it.
+pub(crate) fn attempt(op: &mut Op) -> Option<OpResult> {
+    loop {
+        let result = match op {
+            Op::Receive(message) => receive(message),
+            Op::Send(message) => send(message),
+            Op::Accept(socket) => accept(socket.as_fd()),
+            Op::Await(socket, readiness) => is_ready(socket.as_fd(), *readiness),
+            Op::Read(_) | Op::Write(_) | Op::Sync(_) | Op::Allocate(_) => {
+                unreachable!("files are always ready")
+            }
+        };
+        match result {
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => return None,
+            result => return Some(told(result)),
+        }
+    }
+}
+
+fn told(result: Result<usize, Errno>) -> OpResult {
+    let count = result.map_err(Errno::raw_os_error)?;
+    Ok(u32::try_from(count).expect("a system call moves less than 4 GiB"))
+}
+
+fn read(transfer: &mut Transfer, flags: ReadWriteFlags) -> Result<usize, Errno> {
+    let (at, stretch, file) = (transfer.position(), transfer.stretch(), transfer.file.clone());
+    let descriptor = file.descriptor(transfer.cached);
+    let mut slices = slices_mut(&mut transfer.buffer, transfer.done, stretch);
+    if flags.is_empty() {
+        rustix::io::preadv(descriptor, &mut slices, at)
+    } else {
+        rustix::io::preadv2(descriptor, &mut slices, at, flags)
+    }
+}
+
+fn write(transfer: &Transfer) -> Result<usize, Errno> {
+    let slices = slices(&transfer.buffer, transfer.done, transfer.stretch());
+    rustix::io::pwritev(transfer.descriptor(), &slices, transfer.position())
+}
+
+fn receive(message: &mut Message) -> Result<usize, Errno> {
+    let socket = message.socket.clone();
+    let rest = message.buffer.len() - message.done;
+    let mut slices = slices_mut(&mut message.buffer, message.done, rest);
+    let mut none = RecvAncillaryBuffer::default();
+    Ok(rustix::net::recvmsg(&socket, &mut slices, &mut none, RecvFlags::DONTWAIT)?.bytes)
+}
+
+fn send(message: &Message) -> Result<usize, Errno> {
+    let rest = message.buffer.len() - message.done;
+    let slices = slices(&message.buffer, message.done, rest);
+    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+    rustix::net::sendmsg(message.descriptor(), &slices, &mut SendAncillaryBuffer::default(), flags)
+}
+
+fn accept(socket: BorrowedFd<'_>) -> Result<usize, Errno> {
+    // The listener may be a blocking one, made for a ring, and a connection may vanish after it was announced.
+    is_ready(socket, Readiness::Read)?;
+    let accepted = rustix::net::accept_with(socket, SocketFlags::CLOEXEC)?;
+    Ok(usize::try_from(accepted.into_raw_fd()).expect("descriptors are not negative"))
+}
+
+fn is_ready(socket: BorrowedFd<'_>, readiness: Readiness) -> Result<usize, Errno> {
+    let events = match readiness {
+        Readiness::Read => PollFlags::IN,
+        Readiness::Write => PollFlags::OUT,
+    };
+    let mut polled = [PollFd::from_borrowed_fd(socket, events)];
+    match poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))? {
+        0 => Err(Errno::AGAIN),
+        _ => Ok(usize::from(polled[0].revents().bits())),
+    }
+}

@@ -1,0 +1,356 @@
+//! The ring of one worker.
+//!
+//! ```text
+//!   start ──▶ slot + entry ──▶ submission queue ──┐ one io_uring_enter per turn of the worker:
+//!                 (backlog when it is full)       │ submits all, and waits when there is nothing to run
+//!   future ◀── slot ◀── completion queue ◀────────┘
+//! ```
+//!
+//! 1. Each entry in the ring belongs to a slot, whose number is its `user_data`, and which keeps all the kernel uses
+//!    until the terminal completion; no entry is made that has more than one.
+//! 2. The ring is used by the worker's thread only; others ring an eventfd, which the ring reads whenever the
+//!    worker is about to sleep.
+//! 3. An entry that finds the queue full waits in the backlog, so starting an operation never fails and never
+//!    re-enters the kernel. Completions that find their queue full are kept by the kernel (`NODROP`) and fetched by
+//!    the next enter.
+//! 4. Wakers are called and orphans dropped with no borrow held, because both may come back here.
+//! 5. Before the ring goes, everything in flight has ended. Where the kernel refuses even that, memory is leaked
+//!    rather than freed under it.
+//!
+//! Left out: registered files and buffers (measured: 0.1 µs of 1.7), polled I/O, zero-copy send.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use io_uring::types::{Fd, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode, squeue};
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::choose::{NoRing, check_abilities};
+use super::entry::Held;
+use super::op::{Op, OpResult};
+use super::slots::{Completed, Slots};
+use crate::wakeup::{Bell, Wakeup};
+
+/// How many operations one enter submits at most.
+const SUBMISSIONS: u32 = 256;
+
+/// How many completions the kernel can leave without keeping a list of its own.
+const COMPLETIONS: u32 = 2048;
+
+/// The most kernel threads that work for one worker, where a file system makes the kernel block: on regular files,
+/// and on anything else. Without the first cap a burst of writes on tmpfs starts hundreds.
+const KERNEL_THREADS: [u32; 2] = [16, 8];
+
+/// `user_data` that is no slot's: the read of the eventfd, and requests to cancel.
+const WAKE: u64 = u64::MAX;
+const CANCEL: u64 = u64::MAX - 1;
+
+/// How long to wait for operations to end, when shutting down, before asking them again to hurry.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
+
+/// A worker's ring.
+pub(crate) struct Uring {
+    ring: RefCell<Ring>,
+}
+
+struct Ring {
+    io: IoUring,
+    slots: Slots<Held>,
+    backlog: VecDeque<squeue::Entry>,
+    wakeup: Arc<Wakeup>,
+    /// Where the kernel puts the count of the eventfd. Boxed, because the ring may move.
+    wake_count: Box<[u8; 8]>,
+    wake_armed: bool,
+    aftermath: Aftermath,
+}
+
+/// What is to be done once the ring is not borrowed any more.
+#[derive(Default)]
+struct Aftermath {
+    wakers: Vec<Waker>,
+    orphans: Vec<(Held, OpResult)>,
+}
+
+impl Uring {
+    /// A ring for this thread, and the bell that others ring.
+    pub(crate) fn new() -> Result<(Self, Arc<Wakeup>), NoRing> {
+        let errno = |error: io::Error| NoRing::Setup(error.raw_os_error().unwrap_or(libc::EIO));
+        let io = set_up().map_err(errno)?;
+        check_abilities(&io)?;
+        // Only a cap, and old kernels do not know it.
+        drop(io.submitter().register_iowq_max_workers(&mut KERNEL_THREADS.clone()));
+        // Not non-blocking: the ring would not wait on it then.
+        let bell = eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| NoRing::Setup(error.raw_os_error()))?;
+        let wakeup = Wakeup::new(Bell::Eventfd(bell));
+        let ring = Ring {
+            io,
+            slots: Slots::new(),
+            backlog: VecDeque::new(),
+            wakeup: wakeup.clone(),
+            wake_count: Box::new([0; 8]),
+            wake_armed: false,
+            aftermath: Aftermath::default(),
+        };
+        Ok((Self { ring: RefCell::new(ring) }, wakeup))
+    }
+
+    /// Puts the operation into the queue; the kernel sees it at the next turn of the worker.
+    pub(crate) fn start(&self, op: Op) -> usize {
+        let ring = &mut *self.ring.borrow_mut();
+        let key = ring.slots.insert(Held::new(op));
+        let entry = ring.slots.held(key).entry().user_data(key as u64);
+        ring.push(entry);
+        key
+    }
+
+    /// The result of the operation, or a promise to wake.
+    pub(crate) fn poll_op(&self, key: usize, context: &Context<'_>) -> Poll<(OpResult, Op)> {
+        self.ring.borrow_mut().slots.poll(key, context).map(|(result, held)| (result, held.op))
+    }
+
+    /// Nobody waits for the operation any more: ask the kernel to give it up.
+    pub(crate) fn abandon(&self, key: usize) {
+        let mut ring = self.ring.borrow_mut();
+        let (ended, waker) = ring.slots.abandon(key);
+        if ended.is_none() && ring.slots.held(key).op.may_cancel() {
+            ring.push_cancel(key as u64);
+        }
+        drop(ring);
+        drop(waker);
+        if let Some((result, held)) = ended {
+            held.op.discard(result);
+        }
+    }
+
+    /// Submits what has gathered, without waiting. For a worker that has tasks to run.
+    pub(crate) fn submit(&self) {
+        let mut ring = self.ring.borrow_mut();
+        if ring.has_business() {
+            ring.enter(None).expect("the kernel takes entries of a ring it has made");
+        }
+    }
+
+    /// Submits what has gathered and waits until something ends, somebody rings, or `patience` is over.
+    pub(crate) fn wait(&self, patience: Option<Duration>) {
+        let mut ring = self.ring.borrow_mut();
+        ring.arm_wake();
+        let wait = Wait { patience };
+        ring.enter(Some(wait)).expect("the kernel takes entries of a ring it has made");
+    }
+
+    /// Waits for the end of everything in flight.
+    pub(crate) fn close(&self) {
+        let mut ring = self.ring.borrow_mut();
+        if ring.drain().is_err() {
+            ring.slots.leak();
+            std::mem::forget(std::mem::take(&mut ring.wake_count));
+            ring.wake_armed = false;
+        }
+        let mut aftermath = std::mem::take(&mut ring.aftermath);
+        drop(ring);
+        aftermath.perform();
+    }
+
+    /// Hands out what has ended.
+    pub(crate) fn reap(&self) {
+        let mut ring = self.ring.borrow_mut();
+        ring.reap();
+        if ring.aftermath.is_empty() {
+            return;
+        }
+        let mut aftermath = std::mem::take(&mut ring.aftermath);
+        drop(ring);
+        aftermath.perform();
+        // The empty lists go back, so that they need not be allocated again.
+        if let Ok(mut ring) = self.ring.try_borrow_mut()
+            && ring.aftermath.is_empty()
+        {
+            ring.aftermath = aftermath;
+        }
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+struct Wait {
+    patience: Option<Duration>,
+}
+
+impl Ring {
+    fn push(&mut self, entry: squeue::Entry) {
+        if !self.backlog.is_empty() || !self.try_push(&entry) {
+            self.backlog.push_back(entry);
+        }
+    }
+
+    fn try_push(&mut self, entry: &squeue::Entry) -> bool {
+        let mut queue = self.io.submission();
+        // SAFETY: what the entry points to is kept by its slot (or by the ring, for the eventfd) until the terminal
+        // completion: invariant 1.
+        unsafe { queue.push(entry) }.is_ok()
+    }
+
+    fn push_cancel(&mut self, target: u64) {
+        self.push(opcode::AsyncCancel::new(target).build().user_data(CANCEL));
+    }
+
+    fn push_backlog(&mut self) {
+        while let Some(entry) = self.backlog.pop_front() {
+            if !self.try_push(&entry) {
+                self.backlog.push_front(entry);
+                return;
+            }
+        }
+    }
+
+    fn arm_wake(&mut self) {
+        if self.wake_armed {
+            return;
+        }
+        let fd = Fd(self.wakeup.eventfd().expect("a ring's bell is an eventfd").as_raw_fd());
+        let read = opcode::Read::new(fd, self.wake_count.as_mut_ptr(), 8);
+        self.push(read.build().user_data(WAKE));
+        self.wake_armed = true;
+    }
+
+    /// Whether the kernel has something to be told, or to be asked for.
+    fn has_business(&mut self) -> bool {
+        if !self.backlog.is_empty() {
+            return true;
+        }
+        let queue = self.io.submission();
+        !queue.is_empty() || queue.taskrun() || queue.cq_overflow()
+    }
+
+    /// Submits everything; then waits for a completion, if asked to and there is none.
+    fn enter(&mut self, wait: Option<Wait>) -> io::Result<()> {
+        loop {
+            self.push_backlog();
+            let last = self.backlog.is_empty();
+            let idle = self.io.completion().is_empty();
+            let entered = match &wait {
+                Some(wait) if last && idle => self.submit_and_wait(wait),
+                Some(_) if !self.has_business() => return Ok(()),
+                _ => self.io.submit(),
+            };
+            match entered.map_err(|error| (error.raw_os_error(), error)) {
+                Ok(_) if last => return Ok(()),
+                Ok(_) => {}
+                // A signal, or the end of our patience.
+                Err((Some(libc::EINTR | libc::ETIME), _)) => return Ok(()),
+                // The kernel wants its completions fetched first, or is out of memory for now.
+                Err((Some(libc::EBUSY), _)) => return Ok(()),
+                Err((Some(libc::EAGAIN | libc::ENOMEM), _)) => {
+                    std::thread::yield_now();
+                    return Ok(());
+                }
+                Err((_, error)) => return Err(error),
+            }
+        }
+    }
+
+    fn submit_and_wait(&self, wait: &Wait) -> io::Result<usize> {
+        match wait.patience {
+            None => self.io.submit_and_wait(1),
+            Some(patience) => {
+                let time = Timespec::from(patience);
+                self.io.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&time))
+            }
+        }
+    }
+
+    /// Takes the completions and notes whom they concern.
+    fn reap(&mut self) {
+        for completion in self.io.completion() {
+            match completion.user_data() {
+                WAKE => self.wake_armed = false,
+                CANCEL => {}
+                key => {
+                    let key = usize::try_from(key).expect("the number of a slot");
+                    let result = match completion.result() {
+                        result @ 0.. => Ok(result.cast_unsigned()),
+                        errno => Err(-errno),
+                    };
+                    self.slots.held(key).op.settle(result);
+                    match self.slots.complete(key, result) {
+                        Completed::Wake(waker) => self.aftermath.wakers.push(waker),
+                        Completed::Orphan(held) => self.aftermath.orphans.push((held, result)),
+                        Completed::Quiet => {}
+                    }
+                }
+            }
+        }
+    }
+
+    /// Waits for the end of everything in flight.
+    fn drain(&mut self) -> io::Result<()> {
+        let mut cancel = true;
+        while self.slots.running() > 0 || self.wake_armed {
+            if cancel {
+                for key in self.slots.running_keys() {
+                    if self.slots.held(key).op.may_cancel() {
+                        self.push_cancel(key as u64);
+                    }
+                }
+                if self.wake_armed {
+                    self.push_cancel(WAKE);
+                }
+            }
+            let before = self.slots.running();
+            self.enter(Some(Wait { patience: Some(DRAIN_PATIENCE) }))?;
+            self.reap();
+            cancel = self.slots.running() == before;
+        }
+        Ok(())
+    }
+}
+
+impl Aftermath {
+    fn is_empty(&self) -> bool {
+        self.wakers.is_empty() && self.orphans.is_empty()
+    }
+
+    fn perform(&mut self) {
+        for waker in self.wakers.drain(..) {
+            waker.wake();
+        }
+        for (held, result) in self.orphans.drain(..) {
+            held.op.discard(result);
+        }
+    }
+}
+
+/// The best ring that the kernel gives. The flags tell it that one thread uses the ring and comes back often, so it
+/// need not interrupt that thread to complete operations; each step down the ladder is a kernel some years older.
+///
+/// `DEFER_TASKRUN` is left out on purpose: it makes the kernel wake us for fewer completions at a time. Measured with
+/// `iobench` (4 KiB O_DIRECT reads, 32 deep, 90 kIOPS): 11 reads per enter and 3.5 µs of CPU per read with it, 24
+/// and 2.7 µs without.
+fn set_up() -> io::Result<IoUring> {
+    let mut refused = None;
+    for step in 0..3 {
+        let mut builder = IoUring::builder();
+        builder.dontfork().setup_clamp().setup_cqsize(COMPLETIONS);
+        if step < 2 {
+            builder.setup_submit_all().setup_coop_taskrun().setup_taskrun_flag();
+        }
+        if step < 1 {
+            builder.setup_single_issuer();
+        }
+        match builder.build(SUBMISSIONS) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => refused = Some(error),
+            built => return built,
+        }
+    }
+    Err(refused.expect("every step was refused"))
+}

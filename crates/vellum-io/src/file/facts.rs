@@ -1,0 +1,167 @@
+//! What is to be known of a file before it is used: what it is, how long, what it moves, what the drive below does.
+//!
+//! Most of it the kernel tells of the file; about the drive under a file system it tells in sysfs, by device number:
+//!
+//! ```text
+//!   /sys/dev/block/253:1/queue/…            a whole drive
+//!   /sys/dev/block/253:2/../queue/…         a partition: its drive's directory is the parent
+//! ```
+//!
+//! What cannot be found out is taken for the more careful answer. In particular the physical block is never less than
+//! 4 KiB: drives that say 512 bytes mostly write 4 KiB inside, and the page cache writes whole pages anyway.
+
+use std::fs;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+
+use rustix::fs::{AtFlags, FallocateFlags, FileType, SeekFrom, Stat, StatxFlags};
+use rustix::io::Errno;
+use vellum_core::{BlockSize, Error, Limits, Result};
+
+use super::direct::Direct;
+use super::{Kind, OpenOptions, retry};
+
+/// The largest block that transfers past the page cache may ask for: the gate keeps larger ones apart no more.
+const DIRECT_BLOCK_MAX: u64 = 1 << 16;
+
+/// What is known of an open file.
+pub(super) struct Facts {
+    pub(super) kind: Kind,
+    pub(super) len: u64,
+    pub(super) limits: Limits,
+    pub(super) direct: Option<Direct>,
+}
+
+/// Refuses what is no image: everything but regular files and block devices.
+pub(super) fn check_type(facts: &Stat, name: &str) -> Result<FileType> {
+    let kind = FileType::from_raw_mode(facts.st_mode);
+    let what = match kind {
+        FileType::RegularFile | FileType::BlockDevice => return Ok(kind),
+        FileType::Directory => "a directory",
+        FileType::Fifo => "a pipe",
+        FileType::Socket => "a socket",
+        FileType::CharacterDevice => "a character device",
+        _ => "something else",
+    };
+    Err(Error::unsupported(format!("can't open {name}: it is {what}, not a regular file or block device")))
+}
+
+/// Finds out all about an open file.
+pub(super) fn find(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> Result<Facts> {
+    match check_type(stat, name)? {
+        FileType::BlockDevice => of_device(file, stat, options, name),
+        _ => of_file(file, stat, options, name),
+    }
+}
+
+fn of_file(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> Result<Facts> {
+    let direct = if options.direct { Some(direct_file(file, name)?) } else { None };
+    let len = u64::try_from(stat.st_size).unwrap_or(0);
+    let punches = options.writable && can_punch(file, len);
+    let physical = Queue::of(stat.st_dev).number("physical_block_size");
+    let limits = Limits {
+        block_size: direct.as_ref().map_or(BlockSize::from_shift(0), |direct| direct.block),
+        physical_block: physical_block(physical),
+        fixed_len: false,
+        read_only: !options.writable,
+        grows_zeroed: true,
+        fast_zeroes: punches,
+        discards: punches,
+    };
+    Ok(Facts { kind: Kind::Regular, len, limits, direct })
+}
+
+fn of_device(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> Result<Facts> {
+    let failed = |errno: Errno| Error::io(errno.into(), format!("can't find out the size of {name}"));
+    let sector = rustix::fs::ioctl_blksszget(file).map_err(failed)?;
+    let sector = BlockSize::from_bytes(u64::from(sector)).unwrap_or(BlockSize::PAGE);
+    let physical = rustix::fs::ioctl_blkpbszget(file).ok().map(u64::from);
+    // The end of a device is where its size ends.
+    let len = rustix::fs::seek(file, SeekFrom::End(0)).map_err(failed)?;
+    let queue = Queue::of(stat.st_rdev);
+    let zeroes = queue.number("write_zeroes_max_bytes").unwrap_or(0) > 0;
+    let discards = queue.number("discard_max_bytes").unwrap_or(0) > 0;
+    let direct = options.direct.then(|| Direct { block: sector, memory: usize_of(sector) });
+    let limits = Limits {
+        block_size: direct.as_ref().map_or(BlockSize::from_shift(0), |direct| direct.block),
+        physical_block: physical_block(physical),
+        fixed_len: true,
+        read_only: !options.writable,
+        grows_zeroed: false,
+        fast_zeroes: options.writable && zeroes,
+        discards: options.writable && discards && (zeroes || options.trim),
+    };
+    Ok(Facts { kind: Kind::Block { sector }, len, limits, direct })
+}
+
+fn physical_block(told: Option<u64>) -> BlockSize {
+    told.and_then(BlockSize::from_bytes).unwrap_or(BlockSize::PAGE).max(BlockSize::PAGE)
+}
+
+fn usize_of(block: BlockSize) -> usize {
+    usize::try_from(block.bytes()).expect("blocks are small")
+}
+
+/// What the file system asks of transfers past the page cache. Kernels before 6.1 do not tell; a page is enough for all.
+fn direct_file(file: &OwnedFd, name: &str) -> Result<Direct> {
+    let unsupported = |why: &str| Error::unsupported(format!("can't open {name} for direct I/O: {why}"));
+    let told = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+    let (offset, memory) = match told {
+        Ok(told) if told.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => {
+            (u64::from(told.stx_dio_offset_align), u64::from(told.stx_dio_mem_align))
+        }
+        _ => (BlockSize::PAGE.bytes(), BlockSize::PAGE.bytes()),
+    };
+    if offset == 0 {
+        return Err(unsupported("its file system can't do it for this file"));
+    }
+    let block = BlockSize::from_bytes(offset).filter(|block| block.bytes() <= DIRECT_BLOCK_MAX);
+    let block = block.ok_or_else(|| unsupported(&format!("it asks for blocks of {offset} bytes")))?;
+    let memory = BlockSize::from_bytes(memory).filter(|block| block.bytes() <= BlockSize::PAGE.bytes());
+    let memory = memory.ok_or_else(|| unsupported("it asks for a strange alignment of memory"))?;
+    // Units smaller than a sector help nobody: a sector is what is old or new after a crash. And a transfer that is
+    // continued after some blocks is to find the memory there aligned too.
+    Ok(Direct { block: block.max(memory).max(BlockSize::SECTOR), memory: usize_of(memory) })
+}
+
+/// Whether the file system can free a part of a file: asked of a page that lies far behind the end, where nothing is.
+fn can_punch(file: &OwnedFd, len: u64) -> bool {
+    let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    let beyond = BlockSize::PAGE.round_up(len.saturating_add(1 << 30));
+    match retry(|| rustix::fs::fallocate(file.as_fd(), mode, beyond, BlockSize::PAGE.bytes())) {
+        Ok(()) => true,
+        // Behind all that a file can be: nothing is said about the ability.
+        Err(Errno::FBIG | Errno::INVAL) => true,
+        Err(_) => false,
+    }
+}
+
+/// The directory of facts about a drive.
+struct Queue(Option<PathBuf>);
+
+impl Queue {
+    fn of(device: u64) -> Self {
+        let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+        let drive = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
+        let places = [drive.join("queue"), drive.join("../queue")];
+        Self(places.into_iter().find(|place| place.is_dir()))
+    }
+
+    fn number(&self, name: &str) -> Option<u64> {
+        let text = fs::read_to_string(self.0.as_ref()?.join(name)).ok()?;
+        text.trim().parse().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_physical_block_is_at_least_a_page() {
+        assert_eq!(physical_block(None).bytes(), 4096);
+        assert_eq!(physical_block(Some(512)).bytes(), 4096);
+        assert_eq!(physical_block(Some(16_384)).bytes(), 16_384);
+        assert_eq!(physical_block(Some(0)).bytes(), 4096);
+    }
+}

@@ -1,0 +1,171 @@
+//! Keeps two programs from writing one image, QEMU among them: the lock bytes are QEMU's.
+//!
+//! ```text
+//!   byte 100 + i   somebody does i                     i = 0  read what is consistent
+//!   byte 200 + i   somebody suffers no other doing i       1  write
+//!                                                          2  write what changes nothing (not used here)
+//!                                                          3  change the length
+//! ```
+//!
+//! Every lock is a shared one, so a byte says only that *somebody* holds it; whether an exclusive one could be had
+//! tells whether anybody else does. Who opens an image locks its bytes first and looks afterwards: of two who open at
+//! the same time at least one sees the other.
+//!
+//! | mode | does | suffers no other to |
+//! |---|---|---|
+//! | `Write` | read, write, change the length | write, change the length |
+//! | `Read` | read | write, change the length |
+//! | `ForceShare` | read | – |
+//!
+//! The locks belong to the open file, not to the process: two files open in one process exclude each other too, and
+//! the locks go when the last descriptor is closed. A process that is being started holds copies of all descriptors
+//! for a moment; therefore, and because a look at an image takes a moment too, a conflict is looked at again a few
+//! times before it is told.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use vellum_core::{Error, ErrorKind, Result};
+
+/// How an image is kept from others while it is open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LockMode {
+    /// Not at all. For files that are no images, and for block devices somebody else looks after.
+    None,
+    /// Others may read it, nobody may write it.
+    #[default]
+    Read,
+    /// Others may neither write it nor read it, but with `ForceShare`.
+    Write,
+    /// Others may do anything. What is read may be inconsistent. As `qemu-img -U`.
+    ForceShare,
+}
+
+const READ: u32 = 1 << 0;
+const WRITE: u32 = 1 << 1;
+const RESIZE: u32 = 1 << 3;
+const PERMISSIONS: [(u32, &str); 4] =
+    [(0, "consistent read"), (1, "write"), (2, "write unchanged"), (3, "resize")];
+
+const DOES: i64 = 100;
+const SUFFERS_NOT: i64 = 200;
+
+/// The waits between the looks at a conflict.
+const LOOK_AGAIN: [Duration; 4] = [
+    Duration::from_millis(5),
+    Duration::from_millis(15),
+    Duration::from_millis(30),
+    Duration::from_millis(60),
+];
+
+impl LockMode {
+    /// What it does, and what it suffers no other to do.
+    fn permissions(self) -> (u32, u32) {
+        match self {
+            Self::None => (0, 0),
+            Self::Read => (READ, WRITE | RESIZE),
+            Self::Write => (READ | WRITE | RESIZE, WRITE | RESIZE),
+            Self::ForceShare => (READ, 0),
+        }
+    }
+}
+
+/// Locks the image, or says who is in the way. Blocks for a tenth of a second at most.
+pub(super) fn acquire(file: BorrowedFd<'_>, mode: LockMode, name: &str) -> Result<()> {
+    let mut waits = LOOK_AGAIN.into_iter();
+    loop {
+        let conflict = match try_acquire(file, mode) {
+            Ok(()) => return Ok(()),
+            Err(Refusal::Conflict(conflict)) => conflict,
+            Err(Refusal::Failed(errno)) => {
+                return Err(Error::io(errno.into(), format!("can't lock {name}: its file system refuses; open it without a lock if nobody else uses it"))
+                    .with_kind(ErrorKind::Unsupported));
+            }
+        };
+        release(file, mode);
+        let Some(wait) = waits.next() else {
+            let remedy = match mode {
+                LockMode::Write => "close it there first",
+                _ => "close it there first, or read it while it changes with --force-share",
+            };
+            return Err(Error::new(
+                ErrorKind::Locked,
+                format!("{name} is in use: another program {conflict}; {remedy}"),
+            ));
+        };
+        std::thread::sleep(wait);
+    }
+}
+
+enum Refusal {
+    Conflict(String),
+    Failed(Errno),
+}
+
+fn try_acquire(file: BorrowedFd<'_>, mode: LockMode) -> Result<(), Refusal> {
+    let (does, suffers_not) = mode.permissions();
+    for (index, _) in PERMISSIONS {
+        if does & (1 << index) != 0 {
+            share(file, DOES + i64::from(index))?;
+        }
+        if suffers_not & (1 << index) != 0 {
+            share(file, SUFFERS_NOT + i64::from(index))?;
+        }
+    }
+    for (index, name) in PERMISSIONS {
+        if does & (1 << index) != 0 && is_held(file, SUFFERS_NOT + i64::from(index))? {
+            return Err(Refusal::Conflict(format!("does not share \"{name}\"")));
+        }
+        if suffers_not & (1 << index) != 0 && is_held(file, DOES + i64::from(index))? {
+            return Err(Refusal::Conflict(format!("has it open for \"{name}\"")));
+        }
+    }
+    Ok(())
+}
+
+fn release(file: BorrowedFd<'_>, mode: LockMode) {
+    let (does, suffers_not) = mode.permissions();
+    for (index, _) in PERMISSIONS {
+        // Letting go of a lock does not fail, and the descriptor is closed soon anyway.
+        if does & (1 << index) != 0 {
+            let _ = call(file, libc::F_OFD_SETLK, libc::F_UNLCK, DOES + i64::from(index));
+        }
+        if suffers_not & (1 << index) != 0 {
+            let _ = call(file, libc::F_OFD_SETLK, libc::F_UNLCK, SUFFERS_NOT + i64::from(index));
+        }
+    }
+}
+
+/// Takes a shared lock on one byte.
+fn share(file: BorrowedFd<'_>, byte: i64) -> Result<(), Refusal> {
+    match call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte) {
+        Ok(_) => Ok(()),
+        Err(Errno::AGAIN | Errno::ACCESS) => Err(Refusal::Conflict("holds it for itself alone".into())),
+        Err(errno) => Err(Refusal::Failed(errno)),
+    }
+}
+
+/// Whether somebody else holds a lock on the byte.
+fn is_held(file: BorrowedFd<'_>, byte: i64) -> Result<bool, Refusal> {
+    let found = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte).map_err(Refusal::Failed)?;
+    Ok(found != libc::F_UNLCK)
+}
+
+/// One call of `fcntl` about one byte; gives the kind of lock it left in its argument.
+fn call(file: BorrowedFd<'_>, command: i32, kind: i32, byte: i64) -> Result<i32, Errno> {
+    let lock_kind = i16::try_from(kind).expect("kinds of locks are small numbers");
+    let whence = i16::try_from(libc::SEEK_SET).expect("a small number");
+    let mut lock = libc::flock { l_type: lock_kind, l_whence: whence, l_start: byte, l_len: 1, l_pid: 0 };
+    loop {
+        // SAFETY: the two commands used read and write the one `flock` that is passed.
+        let result = unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) };
+        match result {
+            0.. => return Ok(i32::from(lock.l_type)),
+            _ => match std::io::Error::last_os_error().raw_os_error() {
+                Some(libc::EINTR) => {}
+                errno => return Err(Errno::from_raw_os_error(errno.unwrap_or(libc::EIO))),
+            },
+        }
+    }
+}

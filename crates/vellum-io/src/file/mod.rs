@@ -1,0 +1,275 @@
+//! Regular files and block devices as [`Storage`].
+//!
+//! ```text
+//!   File ── read, write ──▶ transfer   one run of bytes, continued until it is complete
+//!              │  O_DIRECT ─▶ direct   whole blocks past the page cache; what is no whole block, another way
+//!        ── write_zeroes, discard, preallocate ──▶ space   what fallocate can do, and zeros where it cannot
+//!        ── flush, set_len, runs                ──▶ here
+//! ```
+//!
+//! A file belongs to no worker: any of them may use it, and each request goes through the driver of the worker that
+//! polls it first.
+//!
+//! 1. What the [`Storage`] contract says; its suite runs on every kind of file this module opens.
+//! 2. After a failed flush every change fails with `Poisoned`, also when the future of that flush was dropped.
+//! 3. A file is opened only when it is a regular file or a block device, and never blocks in doing so.
+//!
+//! Left out: mapping files into memory; `copy_file_range` and reflinks.
+
+mod direct;
+mod facts;
+pub(crate) mod gate;
+pub(crate) mod handle;
+mod lock;
+mod open;
+mod space;
+mod transfer;
+
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
+use vellum_core::{
+    Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result, Storage, StorageRun,
+    Zeroes,
+};
+
+pub use lock::LockMode;
+pub use open::OpenOptions;
+
+use crate::blocking::unblock;
+use crate::driver::op::Op;
+use crate::driver::submit;
+use direct::Direct;
+use gate::Passage;
+use handle::Handle;
+use space::Abilities;
+
+/// How many runs one answer has at most.
+const RUNS_MAX: usize = 4096;
+
+/// The kernel counts positions with a signed number.
+const POSITION_MAX: u64 = i64::MAX as u64;
+
+/// An open file or block device.
+pub struct File {
+    name: String,
+    limits: Limits,
+    kind: Kind,
+    handle: Arc<Handle>,
+    /// How to move whole blocks; `None` for a file that goes through the page cache.
+    direct: Option<Direct>,
+    abilities: Abilities,
+}
+
+/// What was opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Regular,
+    Block {
+        /// Space is handled in units of this many bytes, also where bytes are not.
+        sector: vellum_core::BlockSize,
+    },
+}
+
+impl File {
+    /// What was being done, for an error about a run of this file.
+    fn doing(&self, what: &str, at: u64, len: u64) -> String {
+        format!("can't {what} {len} bytes at {at:#x} of {}", self.name)
+    }
+
+    /// Whether a change may be made at all.
+    fn check_writable(&self) -> Result<()> {
+        if self.limits.read_only {
+            return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open for reading only", self.name)));
+        }
+        if self.handle.is_poisoned() {
+            return Err(Error::new(
+                ErrorKind::Poisoned,
+                format!(
+                    "an earlier flush of {} failed, so its latest writes may be lost; open it again",
+                    self.name
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    /// Whether a change of this run may be made.
+    fn check_change(&self, span: ImageSpan) -> Result<()> {
+        self.check_writable()?;
+        let end = span.end().bytes();
+        if self.limits.fixed_len && end > self.handle.len() {
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                format!("{} ends at {:#x}, before {end:#x}", self.name, self.handle.len()),
+            ));
+        }
+        if end > POSITION_MAX {
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                format!("no file can grow to {end:#x}, as {} should", self.name),
+            ));
+        }
+        Ok(())
+    }
+
+    async fn sync(&self) -> Result<()> {
+        if self.limits.read_only {
+            return Ok(());
+        }
+        self.check_writable()?;
+        let (result, _) = submit(Op::Sync(self.handle.clone())).await;
+        match result {
+            Ok(_) => Ok(()),
+            Err(errno) => Err(Error::os(errno, format!("can't flush {}", self.name))),
+        }
+    }
+
+    async fn change_len(&self, len: u64) -> Result<()> {
+        self.check_writable()?;
+        if self.limits.fixed_len {
+            return Err(Error::unsupported(format!("the length of {}, a block device, is fixed", self.name)));
+        }
+        // A partial block must not be written back meanwhile, which would grow the file again.
+        let passage = Passage::alone_everywhere(&self.handle).await;
+        let handle = self.handle.clone();
+        let changed = unblock(move || {
+            let file = handle.descriptor(false);
+            let result = retry(|| rustix::fs::ftruncate(file, len));
+            if let Ok(facts) = rustix::fs::fstat(file) {
+                handle.set_len(u64::try_from(facts.st_size).unwrap_or(0));
+            }
+            drop(passage);
+            result
+        });
+        changed.await.map_err(|errno| {
+            // The kernel's word for "longer than any file".
+            let errno = if errno == Errno::INVAL && len > POSITION_MAX { Errno::FBIG } else { errno };
+            Error::io(errno.into(), format!("can't set the length of {} to {len}", self.name))
+        })
+    }
+
+    async fn find_runs(&self, span: ImageSpan) -> Result<Vec<StorageRun>> {
+        let end = ImageOffset::new(self.handle.len()).max(span.start());
+        let span = span.intersect(ImageSpan::between(span.start(), end));
+        if span.is_empty() {
+            return Ok(Vec::new());
+        }
+        if self.kind != Kind::Regular {
+            return Ok(vec![StorageRun { span, is_data: true }]);
+        }
+        let handle = self.handle.clone();
+        let found = unblock(move || seek_runs(handle.descriptor(false), span)).await;
+        found.map_err(|errno| {
+            Error::io(errno.into(), self.doing("find the holes in", span.start().bytes(), span.len()))
+        })
+    }
+}
+
+/// The runs of data and holes. Where the file system cannot tell, all is data.
+fn seek_runs(file: BorrowedFd<'_>, span: ImageSpan) -> Result<Vec<StorageRun>, Errno> {
+    let mut runs = Vec::new();
+    let mut at = span.start();
+    while at < span.end() && runs.len() < RUNS_MAX {
+        let data = match rustix::fs::seek(file, SeekFrom::Data(at.bytes())) {
+            Ok(data) => ImageOffset::new(data),
+            // No data from here on.
+            Err(Errno::NXIO) => span.end(),
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
+            Err(errno) => return Err(errno),
+        };
+        let data = data.max(at).min(span.end());
+        if data > at {
+            runs.push(StorageRun { span: ImageSpan::between(at, data), is_data: false });
+            at = data;
+            continue;
+        }
+        let hole = match rustix::fs::seek(file, SeekFrom::Hole(at.bytes())) {
+            Ok(hole) => ImageOffset::new(hole),
+            Err(Errno::NXIO | Errno::INVAL | Errno::OPNOTSUPP) => span.end(),
+            Err(errno) => return Err(errno),
+        };
+        // A hole right here would contradict what was just said, unless the file changes under us: then it is data.
+        let hole = if hole <= at { span.end() } else { hole.min(span.end()) };
+        runs.push(StorageRun { span: ImageSpan::between(at, hole), is_data: true });
+        at = hole;
+    }
+    Ok(runs)
+}
+
+/// Calls again as long as the call is interrupted.
+fn retry<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
+    loop {
+        match call() {
+            Err(Errno::INTR) => {}
+            result => return result,
+        }
+    }
+}
+
+impl Storage for File {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn len(&self) -> u64 {
+        self.handle.len()
+    }
+
+    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        match &self.direct {
+            None => Box::pin(self.read_run(at.bytes(), buffer)),
+            Some(direct) => Box::pin(self.read_direct(direct, at.bytes(), buffer)),
+        }
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        match &self.direct {
+            None => Box::pin(self.write_run(at.bytes(), data)),
+            Some(direct) => Box::pin(self.write_direct(direct, at.bytes(), data)),
+        }
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.sync())
+    }
+
+    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.zero(span, how))
+    }
+
+    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.give_back(span))
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.change_len(len))
+    }
+
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.reserve(span))
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        Box::pin(self.find_runs(span))
+    }
+}
+
+impl AsFd for File {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.handle.descriptor(false)
+    }
+}
+
+impl fmt::Debug for File {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "File({}, {:?}, {:?})", self.name, self.kind, self.limits)
+    }
+}

@@ -1,0 +1,193 @@
+//! Opening and creating files, without trusting what a path leads to.
+//!
+//! A path may lead to a pipe that blocks whoever opens it, or to a tape that rewinds. So it is looked at first, opened
+//! without blocking, and looked at again: what was opened is what counts.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::{Mode, OFlags, Stat};
+use rustix::io::Errno;
+use vellum_core::{Context, Error, ErrorKind, Result};
+
+use super::handle::Handle;
+use super::space::Abilities;
+use super::{File, LockMode, facts, lock, retry};
+use crate::blocking::unblock;
+
+/// How a file is opened. The default is for reading an image that nobody writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct OpenOptions {
+    /// The file is to be written too.
+    pub writable: bool,
+    /// Transfers go past the page cache (O_DIRECT). Any byte range still works; what is no whole block is slower.
+    pub direct: bool,
+    /// What others may do with the image meanwhile.
+    pub lock: LockMode,
+    /// A block device's sectors read as zero or as before after `BLKDISCARD`, which the caller knows of this drive
+    /// (thin volumes do that); then it is used for `discard` where the drive has nothing better.
+    pub trim: bool,
+}
+
+impl OpenOptions {
+    /// For reading an image that nobody writes.
+    pub fn reading() -> Self {
+        Self::default()
+    }
+
+    /// For reading and writing an image that nobody else uses.
+    pub fn writing() -> Self {
+        Self { writable: true, lock: LockMode::Write, ..Self::default() }
+    }
+
+    /// The same past the page cache, or not.
+    #[must_use]
+    pub fn direct(self, direct: bool) -> Self {
+        Self { direct, ..self }
+    }
+
+    /// The same with another lock.
+    #[must_use]
+    pub fn lock(self, lock: LockMode) -> Self {
+        Self { lock, ..self }
+    }
+}
+
+impl File {
+    /// Opens a regular file or a block device.
+    ///
+    /// Fails with `NotFound`; with `Locked` when another program uses the image in a way that the lock mode excludes;
+    /// with `Unsupported` when it is anything else than a file or block device, or cannot be opened for direct I/O.
+    pub async fn open(path: impl AsRef<Path>, options: OpenOptions) -> Result<Arc<Self>> {
+        let path = path.as_ref().to_owned();
+        unblock(move || open(&path, &options).map(Arc::new)).await
+    }
+
+    /// Creates a file, which must not exist, and opens it for writing as `options` say. When this returns its name is
+    /// as durable as the next flush of its content; when it fails there is no such file.
+    pub async fn create_new(path: impl AsRef<Path>, options: OpenOptions) -> Result<Arc<Self>> {
+        let path = path.as_ref().to_owned();
+        let options = OpenOptions { writable: true, ..options };
+        unblock(move || create(&path, &options).map(Arc::new)).await
+    }
+}
+
+fn create(path: &Path, options: &OpenOptions) -> Result<File> {
+    let name = path.display().to_string();
+    // Created without O_DIRECT: a file system that does not know it makes the file and fails afterwards.
+    let created = open_descriptor(path, false, true, OFlags::CREATE | OFlags::EXCL)
+        .map_err(|errno| Error::io(errno.into(), format!("can't create {name}")))?;
+    let created = stat(&created, &name)?;
+    let opened = open(path, options).and_then(|file| {
+        let opened = rustix::fs::fstat(file.as_fd()).map_err(|errno| cannot_open(errno, &name))?;
+        check_same(&created, &opened, &name)?;
+        sync_directory_of(path)?;
+        Ok(file)
+    });
+    // What somebody else has opened meanwhile, or put in its place, is left to them.
+    let is_ours = || rustix::fs::stat(path).is_ok_and(|now| check_same(&created, &now, &name).is_ok());
+    if opened.as_ref().is_err_and(|error| error.kind() != ErrorKind::Locked) && is_ours() {
+        drop(std::fs::remove_file(path));
+    }
+    opened
+}
+
+fn open(path: &Path, options: &OpenOptions) -> Result<File> {
+    let name = path.display().to_string();
+    let is_writer = options.lock == LockMode::Write;
+    if options.lock != LockMode::None && options.writable != is_writer {
+        return Err(Error::invalid(format!(
+            "can't open {name}: a file that is written takes the lock for writing, one that is read does not"
+        )));
+    }
+    let facts = retry(|| rustix::fs::stat(path)).map_err(|errno| cannot_open(errno, &name))?;
+    facts::check_type(&facts, &name)?;
+    let file = open_descriptor(path, options.direct, options.writable, OFlags::empty());
+    let file = file.map_err(|errno| match errno {
+        Errno::INVAL if options.direct => {
+            Error::unsupported(format!("can't open {name} for direct I/O: its file system can't do it"))
+        }
+        errno => cannot_open(errno, &name),
+    })?;
+    let opened = stat(&file, &name)?;
+    facts::check_type(&opened, &name)?;
+    must_block(&file).map_err(|errno| cannot_open(errno, &name))?;
+    lock::acquire(file.as_fd(), options.lock, &name)?;
+    // Asked again now that nobody can change it any more.
+    let facts = facts::find(&file, &stat(&file, &name)?, options, &name)?;
+    let handle = if facts.direct.is_some() {
+        let needs_cached = options.writable && !facts.limits.fixed_len;
+        let cached = if needs_cached { Some(open_cached(path, &opened, &name)?) } else { None };
+        Handle::direct(file, cached, facts.len)
+    } else {
+        Handle::buffered(file, facts.len)
+    };
+    Ok(File {
+        name,
+        limits: facts.limits,
+        kind: facts.kind,
+        handle: Arc::new(handle),
+        direct: facts.direct,
+        abilities: Abilities::hoped_for(options.trim),
+    })
+}
+
+fn cannot_open(errno: Errno, name: &str) -> Error {
+    Error::io(errno.into(), format!("can't open {name}"))
+}
+
+fn stat(file: &OwnedFd, name: &str) -> Result<Stat> {
+    rustix::fs::fstat(file).map_err(|errno| Error::io(errno.into(), format!("can't ask about {name}")))
+}
+
+fn open_descriptor(path: &Path, direct: bool, writable: bool, create: OFlags) -> Result<OwnedFd, Errno> {
+    let mut flags = OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK | create;
+    flags |= if writable { OFlags::RDWR } else { OFlags::RDONLY };
+    if direct {
+        flags |= OFlags::DIRECT;
+    }
+    retry(|| rustix::fs::open(path, flags, Mode::from_raw_mode(0o644)))
+}
+
+/// Takes back the flag that kept opening from blocking: a ring would give up, rather than wait, on such a descriptor.
+fn must_block(file: &OwnedFd) -> Result<(), Errno> {
+    let flags = rustix::fs::fcntl_getfl(file)?;
+    rustix::fs::fcntl_setfl(file, flags - OFlags::NONBLOCK)
+}
+
+/// The same file once more, through the page cache.
+fn open_cached(path: &Path, opened: &Stat, name: &str) -> Result<OwnedFd> {
+    let file =
+        open_descriptor(path, false, true, OFlags::empty()).map_err(|errno| cannot_open(errno, name))?;
+    let again = stat(&file, name)?;
+    if (again.st_dev, again.st_ino) != (opened.st_dev, opened.st_ino) {
+        return Err(Error::new(
+            ErrorKind::Io,
+            format!("can't open {name}: it is being replaced by another file"),
+        ));
+    }
+    must_block(&file).map_err(|errno| cannot_open(errno, name))?;
+    Ok(file)
+}
+
+fn check_same(one: &Stat, other: &Stat, name: &str) -> Result<()> {
+    if (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino) {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Io, format!("can't open {name}: it is being replaced by another file")))
+}
+
+/// Makes the names in a file's directory durable.
+fn sync_directory_of(path: &Path) -> Result<()> {
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let synced = rustix::fs::open(directory, flags, Mode::empty())
+        .and_then(|directory| match rustix::fs::fsync(&directory) {
+            // Some file systems cannot, and need not.
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(()),
+            result => result,
+        })
+        .map_err(std::io::Error::from);
+    synced.context(|| format!("can't make the name of {} durable", path.display()))
+}

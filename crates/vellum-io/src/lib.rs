@@ -1,0 +1,44 @@
+//! The real world, one core at a time: files, block devices, sockets, timers and signals for futures that stay on
+//! the thread they began on.
+//!
+//! ```text
+//!   Workers ─── worker 0 ─────────── worker 1 ─────────── …        one thread each; tasks never move
+//!                 │ executor           │ executor                  async-executor's LocalExecutor
+//!                 │ timers             │ timers
+//!                 │ driver             │ driver                    io_uring, or threads where there is none
+//!                 └──── File, Listener, Signals: shared by all ──┘
+//! ```
+//!
+//! [`run`] makes the current thread a worker (a command-line tool needs no more); [`Workers`] start several. On a
+//! worker [`spawn_local`] starts tasks, [`clock`] gives the time, and everything else is asked of [`File`], [`Listener`]
+//! and [`Stream`]. Nothing above this crate knows which driver it is.
+//!
+//! 1. Memory that the kernel uses is owned by the operation until it has ended, whoever drops which future.
+//! 2. When a worker has ended, nothing of its I/O is under way.
+//! 3. Only [`unblock`] and the drivers block, and neither blocks a worker that has tasks to run.
+//!
+//! In reading order: `worker` (the loop), `workers`, `driver` (operations, their slots, the two drivers), `file`, `socket`,
+//! `ready`, `signal`; and below them `timer`, `blocking`, `wakeup`, `oneshot`.
+
+#![cfg(target_os = "linux")]
+
+mod blocking;
+mod driver;
+mod file;
+mod oneshot;
+mod ready;
+mod signal;
+mod socket;
+mod timer;
+mod wakeup;
+mod worker;
+mod workers;
+
+pub use blocking::unblock;
+pub use driver::IoMode;
+pub use file::{File, LockMode, OpenOptions};
+pub use ready::{readable, writable};
+pub use signal::{Signal, Signals};
+pub use socket::{Address, Listener, Socket, Stream, connect};
+pub use worker::{Task, clock, io_mode, run, spawn_local, worker_index};
+pub use workers::{Spawned, Workers, WorkersConfig, WorkersHandle};

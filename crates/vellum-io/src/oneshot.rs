@@ -1,0 +1,100 @@
+//! One value from one thread to a future on another.
+//!
+//! What a job of the blocking pool answers, and what a task on another worker gives back. The receiver learns when
+//! the sender is dropped without an answer, so nobody waits for a job that is gone.
+
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+enum State<T> {
+    Waiting(Option<Waker>),
+    Sent(T),
+    Gone,
+}
+
+struct Shared<T>(Mutex<State<T>>);
+
+impl<T> Shared<T> {
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Leaves the waiting state and wakes whoever waits; does nothing when it was left before.
+    fn settle(&self, state: State<T>) {
+        let mut current = self.lock();
+        if let State::Waiting(waker) = &mut *current {
+            let waker = waker.take();
+            *current = state;
+            drop(current);
+            if let Some(waker) = waker {
+                waker.wake();
+            }
+        }
+    }
+}
+
+/// Gives the value, once.
+pub(crate) struct Sender<T>(Arc<Shared<T>>);
+
+/// Waits for the value; `None` when the sender was dropped without giving one.
+pub(crate) struct Receiver<T>(Arc<Shared<T>>);
+
+pub(crate) fn oneshot<T>() -> (Sender<T>, Receiver<T>) {
+    let shared = Arc::new(Shared(Mutex::new(State::Waiting(None))));
+    (Sender(shared.clone()), Receiver(shared))
+}
+
+impl<T> Sender<T> {
+    pub(crate) fn send(self, value: T) {
+        self.0.settle(State::Sent(value));
+    }
+}
+
+impl<T> Drop for Sender<T> {
+    fn drop(&mut self) {
+        self.0.settle(State::Gone);
+    }
+}
+
+impl<T> Future for Receiver<T> {
+    type Output = Option<T>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<T>> {
+        let mut state = self.0.lock();
+        match &mut *state {
+            State::Waiting(waker) => {
+                match waker {
+                    Some(waker) => waker.clone_from(context.waker()),
+                    None => *waker = Some(context.waker().clone()),
+                }
+                Poll::Pending
+            }
+            State::Sent(_) | State::Gone => match std::mem::replace(&mut *state, State::Gone) {
+                State::Sent(value) => Poll::Ready(Some(value)),
+                _ => Poll::Ready(None),
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_lite::future::block_on;
+
+    #[test]
+    fn a_value_crosses_threads() {
+        let (sender, receiver) = oneshot();
+        let thread = std::thread::spawn(move || sender.send(7));
+        assert_eq!(block_on(receiver), Some(7));
+        thread.join().expect("the sender ends");
+    }
+
+    #[test]
+    fn a_dropped_sender_is_noticed() {
+        let (sender, receiver) = oneshot::<u8>();
+        drop(sender);
+        assert_eq!(block_on(receiver), None);
+    }
+}

@@ -1,0 +1,200 @@
+//! Listening for connections.
+//!
+//! A Unix socket leaves a file behind when its program dies, and the next one finds the address in use. Such a file is
+//! removed when nobody answers there any more. Between that look and the removal somebody else could have begun to
+//! listen; so whoever does it holds a lock on the directory.
+//!
+//! 1. A socket file is removed only when a connection to it was refused, or when it is our own.
+//! 2. An accept that fails for one connection, or for a while, does not end a loop that goes on at `NoSpace`.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use std::{fs, io};
+
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use socket2::{Domain, Protocol, SockAddr, Type};
+use vellum_core::{Context, Error, ErrorKind, Result};
+
+use super::Socket;
+use super::address::{Address, peer_of, resolve};
+use crate::blocking::unblock;
+use crate::clock;
+use crate::driver::op::{Op, Readiness, accepted};
+use crate::driver::submit;
+
+/// How many connections the kernel keeps waiting. It has a limit of its own.
+const BACKLOG: i32 = 1024;
+
+/// How long an accept waits before it tells of a shortage, so that a loop around it neither spins nor stops.
+const SHORTAGE_WAIT: Duration = Duration::from_millis(100);
+
+/// Somebody who listens.
+pub struct Listener {
+    socket: Arc<OwnedFd>,
+    address: Address,
+    #[expect(dead_code, reason = "it is held, and removes the file when it is dropped")]
+    file: Option<SocketFile>,
+}
+
+impl Listener {
+    /// Listens at `address`. A Unix socket's file that nobody listens at any more is replaced.
+    ///
+    /// Fails with `Locked` when somebody else listens there, with `Invalid` when the path is too long or leads to
+    /// something else than a socket.
+    pub async fn bind(address: &Address) -> Result<Self> {
+        match address {
+            Address::Unix(path) => {
+                let path = path.clone();
+                unblock(move || bind_unix(&path)).await
+            }
+            Address::Tcp { host, port } => {
+                let mut result = Err(Error::new(ErrorKind::NotFound, "no address was tried"));
+                for resolved in resolve(host, *port).await? {
+                    result = bind_tcp(resolved);
+                    if result.is_ok() {
+                        break;
+                    }
+                }
+                let (socket, bound) = result?;
+                Ok(Self { socket: Arc::new(socket), address: bound, file: None })
+            }
+        }
+    }
+
+    /// Takes over a socket that listens already, as a service manager passes them. Its file, if any, stays.
+    pub fn adopt(socket: OwnedFd, address: Address) -> Self {
+        Self { socket: Arc::new(socket), address, file: None }
+    }
+
+    /// Where it listens; with the port that was found when any was asked for.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// The next connection. May be called by several tasks at once.
+    ///
+    /// A caller that accepts in a loop goes on when this fails with `NoSpace`: the host is short of descriptors or
+    /// memory, the connection still waits, and this has waited a little before it failed. Any other failure means that the
+    /// listener is broken. Connections that were gone before they were taken are passed over.
+    pub async fn accept(&self) -> Result<Socket> {
+        loop {
+            let (result, _) = submit(Op::Accept(self.socket.clone())).await;
+            let errno = match result {
+                Ok(descriptor) => {
+                    let descriptor = accepted(descriptor);
+                    let peer = peer_of(&descriptor);
+                    return Ok(Socket { descriptor, peer });
+                }
+                Err(errno) => errno,
+            };
+            match errno {
+                // What went wrong with one connection is told here too; the next may be well.
+                libc::ECONNABORTED | libc::EINTR | libc::EPERM | libc::EPROTO | libc::ENETDOWN => {}
+                libc::ENETUNREACH
+                | libc::EHOSTUNREACH
+                | libc::EHOSTDOWN
+                | libc::ENONET
+                | libc::ENOPROTOOPT => {}
+                // A listener that somebody made non-blocking.
+                libc::EAGAIN => drop(submit(Op::Await(self.socket.clone(), Readiness::Read)).await),
+                libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM => {
+                    clock().sleep(SHORTAGE_WAIT).await;
+                    let error = Error::os(errno, format!("can't take a connection at {}", self.address));
+                    return Err(error.with_kind(ErrorKind::NoSpace));
+                }
+                _ => return Err(Error::os(errno, format!("can't listen at {}", self.address))),
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Listener({})", self.address)
+    }
+}
+
+/// The file of a Unix socket that we listen at.
+struct SocketFile {
+    path: PathBuf,
+    /// Device and number, so that another's file that has taken the name stays.
+    identity: (u64, u64),
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if fs::symlink_metadata(&self.path).is_ok_and(|now| (now.dev(), now.ino()) == self.identity) {
+            drop(fs::remove_file(&self.path));
+        }
+    }
+}
+
+fn bind_unix(path: &Path) -> Result<Listener> {
+    let doing = || format!("can't listen at {}", path.display());
+    let listener = match UnixListener::bind(path) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            let _lock = lock_directory_of(path);
+            remove_stale(path)?;
+            UnixListener::bind(path)
+        }
+        bound => bound,
+    };
+    let listener = listener.map_err(|error| {
+        let in_use = error.kind() == io::ErrorKind::AddrInUse;
+        let error = Error::io(error, doing());
+        if in_use { error.with_kind(ErrorKind::Locked) } else { error }
+    })?;
+    let facts = fs::symlink_metadata(path).context(doing)?;
+    let file = SocketFile { path: path.to_owned(), identity: (facts.dev(), facts.ino()) };
+    let socket = Arc::new(OwnedFd::from(listener));
+    Ok(Listener { socket, address: Address::unix(path), file: Some(file) })
+}
+
+/// Removes a socket's file when nobody listens there any more.
+fn remove_stale(path: &Path) -> Result<()> {
+    let doing = || format!("can't listen at {}", path.display());
+    let Ok(facts) = fs::symlink_metadata(path) else {
+        return Ok(());
+    };
+    if !facts.file_type().is_socket() {
+        return Err(Error::invalid(format!("{}: there is a file of that name that is no socket", doing())));
+    }
+    match UnixStream::connect(path) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            fs::remove_file(path).context(doing)
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        _ => Err(Error::new(ErrorKind::Locked, format!("{}: another program does", doing()))),
+    }
+}
+
+/// Keeps other programs that do the same out. Where the directory cannot be locked, it goes without.
+fn lock_directory_of(path: &Path) -> Option<OwnedFd> {
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let directory = rustix::fs::open(directory, flags, Mode::empty()).ok()?;
+    rustix::fs::flock(&directory, FlockOperation::LockExclusive).ok()?;
+    Some(directory)
+}
+
+fn bind_tcp(address: std::net::SocketAddr) -> Result<(OwnedFd, Address)> {
+    let bind = || {
+        let socket = socket2::Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+        // A server that is started anew finds its port in use by connections of the last one otherwise.
+        socket.set_reuse_address(true)?;
+        socket.bind(&SockAddr::from(address))?;
+        socket.listen(BACKLOG)?;
+        let bound = socket.local_addr()?.as_socket().unwrap_or(address);
+        Ok((OwnedFd::from(socket), Address::from(bound)))
+    };
+    bind().map_err(|error: io::Error| {
+        let in_use = error.kind() == io::ErrorKind::AddrInUse;
+        let error = Error::io(error, format!("can't listen at {address}"));
+        if in_use { error.with_kind(ErrorKind::Locked) } else { error }
+    })
+}

@@ -1,0 +1,68 @@
+//! Connections: who listens, who calls, and the bytes in between.
+//!
+//! ```text
+//!   Listener ── accept ──▶ Socket ── (may travel to another worker) ── attach ──▶ Stream: ByteStream
+//!   connect ─────────────────┘
+//! ```
+//!
+//! A [`Socket`] belongs to no worker; a [`Stream`] stays on the one it was attached on.
+
+mod address;
+mod listener;
+mod stream;
+
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+pub use address::Address;
+pub use listener::Listener;
+pub use stream::{Stream, connect};
+
+use vellum_core::{Context, Result};
+
+/// One end of a connection that no worker uses yet.
+#[derive(Debug)]
+pub struct Socket {
+    descriptor: OwnedFd,
+    peer: String,
+}
+
+impl Socket {
+    /// Any connected stream socket, and what to call its other end in messages.
+    pub fn new(descriptor: OwnedFd, peer: impl Into<String>) -> Self {
+        Self { descriptor, peer: peer.into() }
+    }
+
+    /// Two ends of one connection within the program.
+    pub fn pair() -> Result<(Self, Self)> {
+        let (one, other) = UnixStream::pair().context(|| "can't make a pair of sockets")?;
+        Ok((Self::new(one.into(), "this program"), Self::new(other.into(), "this program")))
+    }
+
+    /// Who is at the other end, for messages.
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    /// Makes the connection one of the current worker.
+    pub fn attach(self) -> Stream {
+        Stream::new(self.descriptor, self.peer)
+    }
+}
+
+impl From<UnixStream> for Socket {
+    fn from(stream: UnixStream) -> Self {
+        let descriptor = OwnedFd::from(stream);
+        let peer = address::peer_of(&descriptor);
+        Self { descriptor, peer }
+    }
+}
+
+impl From<TcpStream> for Socket {
+    fn from(stream: TcpStream) -> Self {
+        let descriptor = OwnedFd::from(stream);
+        let peer = address::peer_of(&descriptor);
+        Self { descriptor, peer }
+    }
+}

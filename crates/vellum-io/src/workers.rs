@@ -1,0 +1,348 @@
+//! Several workers: one thread each, given tasks from anywhere.
+//!
+//! ```text
+//!   spawn(2, make) ──▶ inbox of worker 2 ──▶ its thread calls make() and runs the future it gives
+//!                                                          │ value
+//!   Spawned (a future, for any thread) ◀───────────────────┘
+//! ```
+//!
+//! The closure travels, the future does not: it is made on the worker's thread, where it may hold what cannot leave.
+//!
+//! 1. [`Workers::join`] waits until every task that was given with `spawn` has ended, [`Workers::shutdown`] drops them
+//!    where they are; both then end the threads. What a task has started with `spawn_local` and not waited for ends
+//!    with its worker.
+//! 2. A panic on any worker ends all of them, and comes out of `join` or `shutdown`.
+//! 3. When a worker has ended, nothing of its I/O is under way.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::pin::Pin;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::task::{Context, Poll, Waker};
+use std::thread::{self, JoinHandle};
+
+use vellum_core::{Context as _, Error, ErrorKind, Result};
+
+use crate::driver::IoMode;
+use crate::oneshot::{Receiver, oneshot};
+use crate::worker::{io_mode, run_as, spawn_local};
+
+/// How many workers, and how they reach the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkersConfig {
+    /// How many threads, at least one.
+    pub threads: usize,
+    /// How they reach the kernel; all the same way.
+    pub mode: IoMode,
+}
+
+impl Default for WorkersConfig {
+    /// One per core, with a ring where there is one.
+    fn default() -> Self {
+        let threads = thread::available_parallelism().map_or(1, usize::from);
+        Self { threads, mode: IoMode::Auto }
+    }
+}
+
+/// Some worker threads. Dropping them shuts them down; that, like ending them otherwise, is not for one of their own tasks.
+pub struct Workers {
+    handle: WorkersHandle,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// Gives tasks to workers, from any thread.
+#[derive(Clone)]
+pub struct WorkersHandle {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    mode: IoMode,
+    inboxes: Vec<Inbox>,
+    census: Mutex<Census>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Census {
+    /// Tasks that were given and have not ended.
+    tasks: usize,
+    /// The first panic of a worker.
+    panic: Option<Box<dyn Any + Send>>,
+}
+
+/// What a worker is given from outside.
+#[derive(Default)]
+struct Inbox(Mutex<Letters>);
+
+#[derive(Default)]
+struct Letters {
+    jobs: VecDeque<Job>,
+    is_closed: bool,
+    reader: Option<Waker>,
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+impl Workers {
+    /// Starts the threads and waits until each of them works.
+    ///
+    /// Fails with `Unsupported` when the mode cannot be had, with `Io` when the host gives no thread.
+    pub fn start(config: WorkersConfig) -> Result<Self> {
+        if config.threads == 0 {
+            return Err(Error::invalid("can't start no workers: at least one thread is needed"));
+        }
+        let (sender, started) = mpsc::channel();
+        let mut gates = Vec::new();
+        let mut threads = Vec::new();
+        let mut result = Ok(());
+        for index in 0..config.threads {
+            let (gate, wait) = mpsc::channel::<Arc<Shared>>();
+            let sender = sender.clone();
+            let thread = thread::Builder::new()
+                .name(format!("vellum-worker-{index}"))
+                .spawn(move || work(index, config.mode, &sender, &wait));
+            match thread.context(|| format!("can't start worker {index}")) {
+                Ok(thread) => threads.push(thread),
+                Err(error) => {
+                    result = Err(error);
+                    break;
+                }
+            }
+            gates.push(gate);
+        }
+        drop(sender);
+        let mut mode = config.mode;
+        for _ in &threads {
+            match started.recv().expect("a worker says whether it works") {
+                Ok(its) => mode = its,
+                Err(error) => result = Err(error),
+            }
+        }
+        let inboxes = gates.iter().map(|_| Inbox::default()).collect();
+        let (census, changed) = (Mutex::default(), Condvar::new());
+        let shared = Arc::new(Shared { mode, inboxes, census, changed });
+        let workers = Self { handle: WorkersHandle { shared: shared.clone() }, threads };
+        if let Err(error) = result {
+            // Those who have started wait at their gates; this ends them.
+            drop(gates);
+            return Err(error);
+        }
+        for gate in gates {
+            gate.send(shared.clone()).expect("a worker that has started waits at its gate");
+        }
+        Ok(workers)
+    }
+
+    /// For giving tasks, also from tasks.
+    pub fn handle(&self) -> WorkersHandle {
+        self.handle.clone()
+    }
+
+    /// How many workers there are.
+    pub fn count(&self) -> usize {
+        self.handle.count()
+    }
+
+    /// How they reach the kernel: `Uring` or `Threads`.
+    pub fn mode(&self) -> IoMode {
+        self.handle.shared.mode
+    }
+
+    /// Runs what `make` makes on a worker. As [`WorkersHandle::spawn`].
+    pub fn spawn<T, F>(&self, index: usize, make: impl FnOnce() -> F + Send + 'static) -> Spawned<T>
+    where
+        F: Future<Output = T> + 'static,
+        T: Send + 'static,
+    {
+        self.handle.spawn(index, make)
+    }
+
+    /// Waits, blocking the thread, until every task that was given has ended, and ends the workers. Panics when one of
+    /// them did, with what it did.
+    pub fn join(mut self) {
+        let shared = &self.handle.shared;
+        let mut census = shared.census();
+        while census.tasks > 0 && census.panic.is_none() {
+            census = shared.changed.wait(census).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(census);
+        self.end();
+        self.pass_panic_on();
+    }
+
+    /// Ends the workers, blocking the thread until they have, and drops the tasks that have not ended. Panics when one of
+    /// them did, with what it did.
+    pub fn shutdown(mut self) {
+        self.end();
+        self.pass_panic_on();
+    }
+
+    fn end(&mut self) {
+        self.handle.shared.close();
+        for thread in self.threads.drain(..) {
+            // Their panics are in the census.
+            drop(thread.join());
+        }
+    }
+
+    fn pass_panic_on(&self) {
+        let panic = self.handle.shared.census().panic.take();
+        if let Some(panic) = panic {
+            resume_unwind(panic);
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl WorkersHandle {
+    /// How many workers there are.
+    pub fn count(&self) -> usize {
+        self.shared.inboxes.len()
+    }
+
+    /// Runs what `make` makes on the worker with this number: `make` is called there. The task goes on when what is
+    /// returned is dropped. Panics when there is no such worker.
+    pub fn spawn<T, F>(&self, index: usize, make: impl FnOnce() -> F + Send + 'static) -> Spawned<T>
+    where
+        F: Future<Output = T> + 'static,
+        T: Send + 'static,
+    {
+        let (sender, receiver) = oneshot();
+        let counted = Counted::new(self.shared.clone());
+        self.shared.inboxes[index].put(Box::new(move || {
+            let task = spawn_local(async move {
+                let _counted = counted;
+                sender.send(make().await);
+            });
+            task.detach();
+        }));
+        Spawned(receiver)
+    }
+}
+
+/// A task on a worker. A future, on any thread, of its value; fails with `Closed` when the worker ended before it.
+pub struct Spawned<T>(Receiver<T>);
+
+impl<T> Future for Spawned<T> {
+    type Output = Result<T>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<T>> {
+        Pin::new(&mut self.0).poll(context).map(|value| {
+            value.ok_or_else(|| Error::new(ErrorKind::Closed, "the worker was ended before its task had"))
+        })
+    }
+}
+
+/// One task that was given, for as long as it exists.
+struct Counted(Arc<Shared>);
+
+impl Counted {
+    fn new(shared: Arc<Shared>) -> Self {
+        shared.census().tasks += 1;
+        Self(shared)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.census().tasks -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+impl Shared {
+    fn census(&self) -> MutexGuard<'_, Census> {
+        self.census.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn close(&self) {
+        self.inboxes.iter().for_each(Inbox::close);
+    }
+
+    fn panicked(&self, panic: Box<dyn Any + Send>) {
+        self.census().panic.get_or_insert(panic);
+        self.changed.notify_all();
+        self.close();
+    }
+}
+
+impl Inbox {
+    fn lock(&self) -> MutexGuard<'_, Letters> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn put(&self, job: Job) {
+        let mut letters = self.lock();
+        if letters.is_closed {
+            drop(letters);
+            // With nothing locked, because dropping the job counts its task out.
+            drop(job);
+            return;
+        }
+        letters.jobs.push_back(job);
+        let reader = letters.reader.take();
+        drop(letters);
+        reader.into_iter().for_each(Waker::wake);
+    }
+
+    fn close(&self) {
+        let mut letters = self.lock();
+        letters.is_closed = true;
+        let jobs = std::mem::take(&mut letters.jobs);
+        let reader = letters.reader.take();
+        drop(letters);
+        drop(jobs);
+        reader.into_iter().for_each(Waker::wake);
+    }
+
+    /// The next job, or `None` when there will be no more.
+    async fn next(&self) -> Option<Job> {
+        poll_fn(|context| {
+            let mut letters = self.lock();
+            if let Some(job) = letters.jobs.pop_front() {
+                return Poll::Ready(Some(job));
+            }
+            if letters.is_closed {
+                return Poll::Ready(None);
+            }
+            letters.reader = Some(context.waker().clone());
+            Poll::Pending
+        })
+        .await
+    }
+}
+
+/// What a worker's thread does: tells that it works, learns whether all others do, and serves its inbox.
+fn work(
+    index: usize,
+    mode: IoMode,
+    started: &mpsc::Sender<Result<IoMode>>,
+    gate: &mpsc::Receiver<Arc<Shared>>,
+) {
+    let mut shared = None;
+    let served = catch_unwind(AssertUnwindSafe(|| {
+        run_as(index, mode, async || {
+            // Nobody listens any more once another worker has failed to start.
+            drop(started.send(Ok(io_mode())));
+            let shared = shared.insert(gate.recv().ok()?);
+            while let Some(job) = shared.inboxes[index].next().await {
+                job();
+            }
+            Some(())
+        })
+    }));
+    match (served, shared) {
+        (Ok(Err(error)), _) => drop(started.send(Err(error))),
+        (Err(panic), Some(shared)) => shared.panicked(panic),
+        (Err(panic), None) => resume_unwind(panic),
+        (Ok(Ok(_)), _) => {}
+    }
+}

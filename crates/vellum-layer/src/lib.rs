@@ -1,9 +1,12 @@
-//! Layers: they turn a [`Disk`](vellum_core::Disk) into a [`Disk`](vellum_core::Disk). For now the copy-on-write chain.
+//! Layers: they turn a [`Disk`](vellum_core::Disk) into a [`Disk`](vellum_core::Disk). The
+//! copy-on-write chain; and what is done with whole disks: copying, comparing.
 
 #![forbid(unsafe_code)]
 
 pub mod chain;
+pub mod copy;
 pub mod gate;
 
 pub use chain::{Chain, ChainOptions, Member, Opener, Purpose};
+pub use copy::{Comparison, CopyOptions, compare, copy};
 pub use gate::Gate;

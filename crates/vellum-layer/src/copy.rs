@@ -1,0 +1,344 @@
+//! Copying one disk to another, and comparing two: what conversion, comparison and migration are made of.
+//!
+//! Both walk the disks in pieces, several at a time, and skip what the map says is zero. Neither prints: progress goes to
+//! whoever asked, in bytes, and a request to stop is obeyed between two pieces.
+//!
+//! 1. A piece that failed stops the copy; pieces under way are finished first, so nothing is written after the answer.
+//! 2. What reads as zero is not written to a target that reads as zero already.
+//! 3. The target is flushed before the copy counts as done.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use vellum_core::{
+    BlockSize, Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Place, Result,
+    SharedDisk, WriteFlags, ZeroFlags, is_zero, map_merged, read_below,
+};
+
+/// Bytes copied as one piece.
+const PIECE: u64 = 2 << 20;
+
+/// How a copy is done.
+#[derive(Clone, Copy)]
+pub struct CopyOptions<'a> {
+    /// Pieces under way at once, at least one.
+    pub pieces_at_once: usize,
+    /// Runs of zeros at least this long are not written; zero writes everything that is not a hole.
+    pub sparse_bytes: u64,
+    /// The target reads as zero already.
+    pub target_is_zero: bool,
+    /// Set from outside to stop between two pieces.
+    pub stop: &'a AtomicBool,
+}
+
+/// Copies all of `source` to the front of `target`, which is at least as long. `progress` gets the bytes done.
+///
+/// # Errors
+/// What reading and writing say; `Closed` when it was stopped.
+pub async fn copy(
+    source: &SharedDisk,
+    target: &SharedDisk,
+    options: CopyOptions<'_>,
+    progress: &dyn Fn(u64),
+) -> Result<()> {
+    let size = source.geometry().size;
+    let piece = |span| copy_piece(source, target, span, options);
+    in_pieces(&[source], GuestOffset::ZERO.span(size), options.pieces_at_once, options.stop, progress, piece)
+        .await?;
+    target.flush().await.context(|| "can't flush the copy")
+}
+
+async fn copy_piece(
+    source: &SharedDisk,
+    target: &SharedDisk,
+    piece: Piece,
+    options: CopyOptions<'_>,
+) -> Result<Option<GuestOffset>> {
+    let span = piece.span;
+    if piece.is_zero {
+        if !options.target_is_zero {
+            let flags = ZeroFlags { may_unmap: true, ..ZeroFlags::default() };
+            target
+                .write_zeroes(span, flags)
+                .await
+                .context(|| format!("can't write zeros at {}", span.start()))?;
+        }
+        return Ok(None);
+    }
+    let data = read_piece(source, span).await?;
+    for (part, data) in cut_zeros(span, data, options.sparse_bytes) {
+        let context = || format!("can't write {} bytes at {}", part.len(), part.start());
+        match data {
+            Some(data) => target.write(part.start(), data, WriteFlags::default()).await.context(context)?,
+            None if options.target_is_zero => {}
+            None => {
+                let flags = ZeroFlags { may_unmap: true, ..ZeroFlags::default() };
+                target.write_zeroes(part, flags).await.context(context)?;
+            }
+        }
+    }
+    Ok(None)
+}
+
+async fn read_piece(disk: &SharedDisk, span: GuestSpan) -> Result<Buffer> {
+    let len = usize::try_from(span.len()).expect("a piece is small");
+    let context = || format!("can't read {len} bytes at {}", span.start());
+    disk.read(span.start(), Buffer::for_overwrite(len)).await.context(context)
+}
+
+/// Cuts data into runs that are to be written and runs of zeros that need not be.
+fn cut_zeros(span: GuestSpan, data: Buffer, sparse_bytes: u64) -> Vec<(GuestSpan, Option<Buffer>)> {
+    if sparse_bytes == 0 {
+        return vec![(span, Some(data))];
+    }
+    let unit = BlockSize::from_bytes(sparse_bytes.next_power_of_two()).expect("a power of two");
+    let mut data = data.contiguous();
+    let mut runs: Vec<(GuestSpan, bool)> = Vec::new();
+    let mut at = 0;
+    for part in unit.pieces_of(span) {
+        let len = usize::try_from(part.len()).expect("a piece is small");
+        let zero = is_zero(&data.slice()[at..at + len]);
+        at += len;
+        match runs.last_mut() {
+            Some((last, same)) if *same == zero => *last = GuestSpan::between(last.start(), part.end()),
+            _ => runs.push((part, zero)),
+        }
+    }
+    runs.into_iter()
+        .map(|(run, zero)| {
+            let part = data.split_to(usize::try_from(run.len()).expect("a piece is small"));
+            (run, (!zero).then_some(part))
+        })
+        .collect()
+}
+
+/// How a comparison ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Comparison {
+    /// They read the same.
+    Identical,
+    /// The first byte that differs.
+    DiffersAt(GuestOffset),
+}
+
+/// Compares two disks. Where one is longer, its rest must read as zero.
+///
+/// # Errors
+/// What reading says; `Closed` when it was stopped.
+pub async fn compare(
+    first: &SharedDisk,
+    second: &SharedDisk,
+    pieces_at_once: usize,
+    stop: &AtomicBool,
+    progress: &dyn Fn(u64),
+) -> Result<Comparison> {
+    let size = first.geometry().size.max(second.geometry().size);
+    let piece = |piece: Piece| compare_piece(first, second, piece);
+    let all = GuestOffset::ZERO.span(size);
+    let found = in_pieces(&[first, second], all, pieces_at_once, stop, progress, piece).await?;
+    Ok(found.map_or(Comparison::Identical, Comparison::DiffersAt))
+}
+
+async fn compare_piece(first: &SharedDisk, second: &SharedDisk, piece: Piece) -> Result<Option<GuestOffset>> {
+    let span = piece.span;
+    if piece.is_zero {
+        return Ok(None);
+    }
+    let len = usize::try_from(span.len()).expect("a piece is small");
+    // Past its end a disk reads as zero, as if it lay below a longer one.
+    let one = read_below(Some(first), span.start(), Buffer::for_overwrite(len)).await?.contiguous();
+    let other = read_below(Some(second), span.start(), Buffer::for_overwrite(len)).await?.contiguous();
+    if one.slice() == other.slice() {
+        return Ok(None);
+    }
+    let at = one.slice().iter().zip(other.slice()).position(|(a, b)| a != b).expect("they differ");
+    Ok(Some(span.start() + at as u64))
+}
+
+/// A run of the disk that is handled at once.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    span: GuestSpan,
+    /// By the maps of all disks it reads as zero.
+    is_zero: bool,
+}
+
+/// Walks the run in pieces, several at a time. Stops at the first error, and at the lowest piece for which `act` gives
+/// something, which is the result.
+async fn in_pieces<'a, F>(
+    disks: &[&SharedDisk],
+    span: GuestSpan,
+    at_once: usize,
+    stop: &AtomicBool,
+    progress: &dyn Fn(u64),
+    act: impl Fn(Piece) -> F,
+) -> Result<Option<GuestOffset>>
+where
+    F: Future<Output = Result<Option<GuestOffset>>> + 'a,
+{
+    let mut running: FuturesUnordered<LocalFuture<'_, (u64, Result<Option<GuestOffset>>)>> =
+        FuturesUnordered::new();
+    let mut rest = span;
+    let mut known: Vec<(GuestSpan, bool)> = Vec::new();
+    let mut outcome: Result<Option<GuestOffset>> = Ok(None);
+    let mut done = 0;
+    loop {
+        let goes_on = matches!(outcome, Ok(None)) && !stop.load(Ordering::Relaxed);
+        while goes_on && running.len() < at_once.max(1) && !rest.is_empty() {
+            let piece = match next_piece(disks, rest, &mut known).await {
+                Ok(piece) => piece,
+                Err(error) => {
+                    outcome = Err(error);
+                    break;
+                }
+            };
+            rest = GuestSpan::between(piece.span.end(), rest.end());
+            let work = act(piece);
+            running.push(Box::pin(async move { (piece.span.len(), work.await) }));
+        }
+        let Some((len, result)) = running.next().await else { break };
+        done += len;
+        progress(done);
+        outcome = match (outcome, result) {
+            (Ok(Some(a)), Ok(Some(b))) => Ok(Some(a.min(b))),
+            (Ok(None), result) => result,
+            (outcome, _) => outcome,
+        };
+    }
+    if stop.load(Ordering::Relaxed) && !rest.is_empty() && outcome.is_ok() {
+        return Err(Error::new(ErrorKind::Closed, "stopped before the end"));
+    }
+    outcome
+}
+
+/// The next piece of the run: as much of it as is in one kind, at most [`PIECE`] bytes where something must be read.
+async fn next_piece(
+    disks: &[&SharedDisk],
+    rest: GuestSpan,
+    known: &mut Vec<(GuestSpan, bool)>,
+) -> Result<Piece> {
+    if known.is_empty() {
+        *known = zero_runs(disks, rest).await?;
+        known.reverse();
+    }
+    let (run, is_zero) = known.pop().expect("a map is not empty");
+    let longest = if is_zero { u64::MAX } else { PIECE - run.start().bytes() % PIECE };
+    let (span, later) = run.split_at(longest);
+    if !later.is_empty() {
+        known.push((later, is_zero));
+    }
+    Ok(Piece { span, is_zero })
+}
+
+/// Which parts of the run read as zero on all disks, from its start. Stops early where an answer does.
+async fn zero_runs(disks: &[&SharedDisk], span: GuestSpan) -> Result<Vec<(GuestSpan, bool)>> {
+    let mut runs = vec![(span, true)];
+    for disk in disks {
+        let extents = map_merged(disk, span).await?;
+        let covered = extents.last().map_or(span.start(), |extent| extent.span.end());
+        let span = GuestSpan::between(span.start(), covered);
+        let mut merged: Vec<(GuestSpan, bool)> = Vec::new();
+        for (run, zero) in runs {
+            for extent in &extents {
+                let part = run.intersect(extent.span).intersect(span);
+                if part.is_empty() {
+                    continue;
+                }
+                let zero = zero && matches!(extent.place, Place::Zero { .. } | Place::Below);
+                match merged.last_mut() {
+                    Some((last, same)) if *same == zero => {
+                        *last = GuestSpan::between(last.start(), part.end())
+                    }
+                    _ => merged.push((part, zero)),
+                }
+            }
+        }
+        runs = merged;
+    }
+    Ok(runs)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use futures_lite::future::block_on;
+    use vellum_core::{CheckedDisk, MemoryDisk, Random};
+
+    use super::*;
+
+    fn patchy(size: usize, seed: u64) -> Vec<u8> {
+        let mut random = Random::from_seed(seed);
+        let mut bytes = vec![0; size];
+        for _ in 0..20 {
+            let at = random.index(size);
+            let len = random.index(100_000).min(size - at);
+            random.fill(&mut bytes[at..at + len]);
+        }
+        bytes
+    }
+
+    fn options(stop: &AtomicBool) -> CopyOptions<'_> {
+        CopyOptions { pieces_at_once: 8, sparse_bytes: 4096, target_is_zero: true, stop }
+    }
+
+    #[test]
+    fn a_copy_is_identical_and_sparse() {
+        let size = 20 << 20;
+        let bytes = patchy(size, 1);
+        let source: SharedDisk = MemoryDisk::holding(&bytes);
+        let target = CheckedDisk::new(MemoryDisk::new(size as u64));
+        let shared: SharedDisk = target.clone();
+        let stop = AtomicBool::new(false);
+        let done = Cell::new(0);
+        block_on(copy(&source, &shared, options(&stop), &|bytes| done.set(bytes))).unwrap();
+        assert_eq!(done.get(), size as u64);
+        assert_eq!(block_on(compare(&source, &shared, 4, &stop, &|_| {})).unwrap(), Comparison::Identical);
+        let written = target.counts().bytes_written;
+        assert!(written < 4 << 20, "{written} bytes were written of about 1 MiB that is not zero");
+        assert_eq!(target.counts().flushes, 1);
+    }
+
+    #[test]
+    fn a_target_that_holds_something_is_overwritten_with_zeros() {
+        let size = 5 << 20;
+        let bytes = patchy(size, 2);
+        let source: SharedDisk = MemoryDisk::holding(&bytes);
+        let target: SharedDisk = MemoryDisk::holding(&vec![7; size]);
+        let stop = AtomicBool::new(false);
+        let options = CopyOptions { target_is_zero: false, ..options(&stop) };
+        block_on(copy(&source, &target, options, &|_| {})).unwrap();
+        assert_eq!(block_on(compare(&source, &target, 4, &stop, &|_| {})).unwrap(), Comparison::Identical);
+    }
+
+    #[test]
+    fn the_first_difference_is_found_and_a_longer_disk_may_end_in_zeros() {
+        let bytes = patchy(9 << 20, 3);
+        let mut other = bytes.clone();
+        other[8_000_001] ^= 1;
+        other[8_900_000] ^= 1;
+        let first: SharedDisk = MemoryDisk::holding(&bytes);
+        let second: SharedDisk = MemoryDisk::holding(&other);
+        let stop = AtomicBool::new(false);
+        let run = |a, b| block_on(compare(a, b, 8, &stop, &|_| {})).unwrap();
+        assert_eq!(run(&first, &second), Comparison::DiffersAt(GuestOffset::new(8_000_001)));
+        let mut longer = bytes.clone();
+        longer.resize(12 << 20, 0);
+        let third: SharedDisk = MemoryDisk::holding(&longer);
+        assert_eq!(run(&first, &third), Comparison::Identical);
+        longer[(11 << 20) + 5] = 1;
+        let fourth: SharedDisk = MemoryDisk::holding(&longer);
+        assert_eq!(run(&fourth, &first), Comparison::DiffersAt(GuestOffset::new((11 << 20) + 5)));
+    }
+
+    #[test]
+    fn a_copy_that_is_stopped_says_so() {
+        let source: SharedDisk = MemoryDisk::holding(&[1; 40 << 20]);
+        let target: SharedDisk = MemoryDisk::new(40 << 20);
+        let stop = AtomicBool::new(false);
+        let progress = |_| stop.store(true, Ordering::Relaxed);
+        let error = block_on(copy(&source, &target, options(&stop), &progress)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Closed);
+    }
+}

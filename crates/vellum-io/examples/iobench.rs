@@ -61,7 +61,11 @@ async fn measure(path: &PathBuf, len: u64, time: Duration, case: &Case) -> Resul
     if file.len() < len {
         fill(&file, len).await?;
     }
-    if !case.direct {
+    // What the case before has left in the page cache is not to be in the way of this one.
+    file.flush().await?;
+    if case.direct {
+        let _ = rustix::fs::fadvise(&*file, 0, None, rustix::fs::Advice::DontNeed);
+    } else {
         let mut at = 0;
         while at < len {
             file.read(ImageOffset::new(at), Buffer::for_overwrite(1 << 20)).await?;

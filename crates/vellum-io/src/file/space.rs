@@ -208,3 +208,67 @@ fn discard_sectors(handle: &Arc<Handle>, span: ImageSpan) -> std::io::Result<()>
     let result = unsafe { libc::ioctl(file, BLKDISCARD as _, range.as_ptr()) };
     if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{IoMode, LockMode, OpenOptions, run};
+    use std::cell::Cell;
+    use std::path::PathBuf;
+    use vellum_core::contract::{StorageBench, storage};
+    use vellum_core::{LocalFuture, SharedStorage};
+
+    /// Files on a host that can do nothing but move bytes.
+    struct Unable {
+        path: PathBuf,
+        count: Cell<u32>,
+    }
+
+    impl Unable {
+        fn path(&self) -> PathBuf {
+            self.path.with_extension(self.count.get().to_string())
+        }
+
+        async fn open(&self, create: bool) -> Result<SharedStorage> {
+            let options = OpenOptions::writing().lock(LockMode::None);
+            let file = match create {
+                true => File::create_new(self.path(), options).await?,
+                false => File::open(self.path(), options).await?,
+            };
+            for ability in [&file.abilities.punch, &file.abilities.zero, &file.abilities.reserve] {
+                ability.store(false, Relaxed);
+            }
+            Ok(file)
+        }
+    }
+
+    impl StorageBench for Unable {
+        fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
+            Box::pin(async move {
+                drop(std::fs::remove_file(self.path()));
+                self.count.set(self.count.get() + 1);
+                let file = self.open(true).await?;
+                file.set_len(len).await?;
+                Ok(file)
+            })
+        }
+
+        fn reopen(&self) -> LocalFuture<'_, Result<SharedStorage>> {
+            Box::pin(self.open(false))
+        }
+    }
+
+    #[test]
+    fn a_host_that_can_do_nothing_is_done_without() {
+        let name = format!("vellum-io-unable-{}", std::process::id());
+        let bench = Unable { path: std::env::temp_dir().join(name), count: Cell::new(0) };
+        run(IoMode::Auto, async || {
+            storage(&bench).await;
+            let file = bench.fresh(0).await.expect("a file");
+            let error = file.preallocate(ImageOffset::ZERO.span(4096)).await.expect_err("it can't reserve");
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+        })
+        .expect("a worker");
+        std::fs::remove_file(bench.path()).expect("the last file");
+    }
+}

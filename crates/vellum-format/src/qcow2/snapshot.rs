@@ -36,6 +36,14 @@ pub(crate) struct SnapshotTable {
     pub(crate) span: ImageSpan,
 }
 
+/// The internal snapshots of an image, in the order of its table.
+///
+/// # Errors
+/// `Corrupt` when the table is damaged.
+pub async fn list(header: &Header, storage: &dyn Storage) -> Result<Vec<Snapshot>> {
+    Ok(read_table(header, storage).await?.snapshots)
+}
+
 const FIXED_LEN: usize = 40;
 
 /// Reads the snapshot table.

@@ -1,0 +1,196 @@
+//! Opening and making images, from what a user says.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage, Storage};
+use vellum_format::qcow2::{self, CreateOptions, Preallocation};
+use vellum_format::{FormatKind, probe};
+use vellum_io::{File, OpenOptions};
+use vellum_layer::{Chain, ChainOptions, Gate, Opener, Purpose};
+
+use crate::host::{Host, HostOptions, Pool};
+
+/// How an image is opened.
+#[derive(Debug, Clone, Default)]
+pub struct ImageOptions {
+    /// Its format; guessed when not given, but never for writing a raw disk.
+    pub format: Option<FormatKind>,
+    /// Nothing is written.
+    pub read_only: bool,
+    /// Read even while others write; only with `read_only`.
+    pub force_share: bool,
+    /// Past the page cache.
+    pub direct: bool,
+    /// This internal snapshot.
+    pub snapshot: Option<String>,
+    /// The image alone, without what it refers to below.
+    pub without_backing: bool,
+    /// Where references may lead, besides each image's own directory.
+    pub allow_dirs: Vec<PathBuf>,
+}
+
+impl ImageOptions {
+    /// For looking at an image.
+    pub fn reading() -> Self {
+        Self { read_only: true, ..Self::default() }
+    }
+
+    fn host(&self) -> Result<Host> {
+        if self.force_share && !self.read_only {
+            return Err(Error::invalid(
+                "--force-share is for reading: an image is written by one program at a time",
+            ));
+        }
+        Ok(Host::new(HostOptions { direct: self.direct, force_share: self.force_share }))
+    }
+}
+
+/// Opens an image and everything below it. Must be called on a worker.
+///
+/// # Errors
+/// Those of [`Chain::open`].
+pub async fn open_image(path: &Path, options: &ImageOptions) -> Result<Chain> {
+    let chain = ChainOptions {
+        format: options.format,
+        read_only: options.read_only,
+        snapshot: options.snapshot.clone(),
+        without_backing: options.without_backing,
+        gate: Host::gate(&options.allow_dirs)?,
+        offload: Arc::new(Pool),
+        ..ChainOptions::default()
+    };
+    Chain::open(&options.host()?, path, &chain).await
+}
+
+/// Opens one image file, without what it refers to, and tells its format.
+///
+/// # Errors
+/// What opening and reading its first bytes say.
+pub async fn open_file(path: &Path, options: &ImageOptions) -> Result<(SharedStorage, FormatKind)> {
+    let host = options.host()?;
+    let purpose = if options.read_only { Purpose::Read } else { Purpose::Write };
+    let storage = host.open(&host.canonical(path)?, path, purpose).await?;
+    let format = match options.format {
+        Some(format) => format,
+        None => probe(&*storage).await?,
+    };
+    Ok((storage, format))
+}
+
+/// A new image: where, and what is below it.
+#[derive(Debug, Clone)]
+pub struct CreateTarget {
+    /// The image file. An existing file is replaced, unless somebody has it open.
+    pub path: PathBuf,
+    /// The size of the disk in bytes; that of the backing image when not given.
+    pub size: Option<u64>,
+    /// The backing image's name, as it will stand in the new one, and its format.
+    pub backing: Option<(String, FormatKind)>,
+    /// The backing image is not looked at; the size must be given.
+    pub trust_backing: bool,
+    /// Where the backing image's own references may lead.
+    pub allow_dirs: Vec<PathBuf>,
+}
+
+impl CreateTarget {
+    /// The size of the disk: as given, else as the backing image has it.
+    ///
+    /// # Errors
+    /// When there is neither, or the backing image cannot be opened.
+    pub async fn disk_size(&self) -> Result<u64> {
+        let backing = match (&self.backing, self.trust_backing) {
+            (Some((name, format)), false) => {
+                let options = ImageOptions {
+                    format: Some(*format),
+                    allow_dirs: self.allow_dirs.clone(),
+                    ..ImageOptions::reading()
+                };
+                let path = Gate::resolve(&self.path, name)?;
+                let chain = open_image(&path, &options).await.context(|| {
+                    format!("can't use the backing image {name} (`-u` makes the image without looking at it)")
+                })?;
+                let size = chain.disk().geometry().size;
+                chain.close().await?;
+                Some(size)
+            }
+            _ => None,
+        };
+        self.size.or(backing).ok_or_else(|| {
+            Error::invalid(format!("{} needs a size: say it after the file name", self.path.display()))
+        })
+    }
+
+    async fn file(&self) -> Result<Arc<File>> {
+        new_file(&self.path).await
+    }
+}
+
+/// A file to be filled: made when it is not there, opened when it is. Its old content is replaced by whoever fills it.
+///
+/// # Errors
+/// `Locked` when another program has it open.
+pub async fn new_file(path: &Path) -> Result<Arc<File>> {
+    match File::create_new(path, OpenOptions::writing()).await {
+        Err(error) if path.exists() => match File::open(path, OpenOptions::writing()).await {
+            Err(second) if second.kind() == ErrorKind::NotFound => Err(error),
+            opened => opened,
+        },
+        created => created,
+    }
+}
+
+/// Makes a qcow2 image. Must be called on a worker. Gives the size of the disk.
+///
+/// # Errors
+/// `Invalid` for options that contradict each other, and what the files say. An image that could not be made whole is
+/// removed.
+pub async fn create_qcow2(target: &CreateTarget, options: CreateOptions) -> Result<u64> {
+    let size = target.disk_size().await?;
+    let backing = target.backing.as_ref().map(|(name, format)| (name.clone(), Some(format.to_string())));
+    let options = CreateOptions { size, backing, ..options };
+    let data_file: Option<SharedStorage> = match &options.data_file {
+        None => None,
+        Some(name) => Some(new_file(&Gate::resolve(&target.path, name)?).await?),
+    };
+    let is_new = !target.path.exists();
+    let file = target.file().await?;
+    let made = qcow2::create(&*file, data_file.as_ref(), &options).await;
+    if made.is_err() && is_new {
+        drop(file);
+        let _ = std::fs::remove_file(&target.path);
+    }
+    made.map(|()| size)
+}
+
+/// Makes a raw disk of zeros. Must be called on a worker.
+///
+/// # Errors
+/// `Invalid` for a preallocation that a raw disk has not, and what the file says.
+pub async fn create_raw(path: &Path, size: u64, preallocation: Preallocation) -> Result<()> {
+    let file = new_file(path).await?;
+    if file.limits().fixed_len {
+        if file.len() < size {
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                format!("{} has {} bytes, the disk needs {size}", path.display(), file.len()),
+            ));
+        }
+        return Ok(());
+    }
+    file.set_len(0).await?;
+    file.set_len(size).await?;
+    let all = vellum_core::ImageOffset::ZERO.span(size);
+    match preallocation {
+        Preallocation::Off => {}
+        Preallocation::Metadata => return Err(Error::invalid("a raw disk has no metadata to preallocate")),
+        Preallocation::Falloc => file.preallocate(all).await?,
+        Preallocation::Full => {
+            for span in vellum_core::BlockSize::from_shift(20).pieces_of(all) {
+                let len = usize::try_from(span.len()).expect("a mebibyte");
+                file.write(span.start(), vellum_core::Buffer::zeroed(len)).await?;
+            }
+        }
+    }
+    file.flush().await
+}

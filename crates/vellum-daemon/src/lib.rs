@@ -1,0 +1,18 @@
+//! The control plane as a library: everything that a program does with images, put together from the crates below.
+//!
+//! The command line is a thin layer over it: it reads arguments, calls one function here, and prints what comes back.
+//! Nothing here prints.
+//!
+//! In reading order: [`host`] (files as the chain's opener), [`image`] (opening and making images), [`serve`] (a server, from
+//! its specification to its end), [`stats`] (what was counted).
+
+#![forbid(unsafe_code)]
+
+pub mod host;
+pub mod image;
+pub mod serve;
+pub mod stats;
+
+pub use host::{Host, HostOptions, Pool};
+pub use image::{CreateTarget, ImageOptions, create_qcow2, create_raw, open_image};
+pub use serve::{ExportSpec, Report, ServeSpec, serve};

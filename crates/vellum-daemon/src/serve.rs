@@ -1,0 +1,309 @@
+//! A server: disks opened, sockets bound, connections spread over the workers, and all of it ended in good order.
+//!
+//! ```text
+//!   control (worker 0)   opens chains ► binds ► says "ready" ► waits for a signal ► drains ► closes ► counts
+//!   accept, per socket   takes a connection slot, a connection, and gives it to the next worker in turn
+//!   session              one per connection, on one worker; requests go to the shared disk
+//! ```
+//!
+//! 1. One chain per image file, however many exports and sockets it has.
+//! 2. On SIGTERM or SIGINT nobody new is let in, requests that were begun are answered, then every disk is closed; a
+//!    second signal, or a drain that takes longer than it may, cuts the connections but still closes the disks.
+//! 3. A connection that fails, whatever its client did, ends alone.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use futures_lite::future::{block_on, or};
+use vellum_core::{CheckedDisk, Context, Error, ErrorKind, Result, SharedDisk};
+use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
+use vellum_export::{ConnectionSlots, Shutdown};
+use vellum_io::{
+    Address, IoMode, Listener, Signal, Signals, Workers, WorkersConfig, WorkersHandle, clock, io_mode,
+    spawn_local, unblock,
+};
+use vellum_layer::Chain;
+
+use crate::image::{ImageOptions, open_image};
+use crate::stats::{DiskStats, Stats};
+
+/// A disk to be served, and under which name.
+#[derive(Debug, Clone)]
+pub struct ExportSpec {
+    /// The export's name; empty for the default.
+    pub name: String,
+    /// The image.
+    pub path: PathBuf,
+    /// How it is opened.
+    pub image: ImageOptions,
+    /// A line about it for who lists the exports.
+    pub description: String,
+}
+
+/// What a server is to do.
+#[derive(Debug, Clone)]
+pub struct ServeSpec {
+    /// What is served.
+    pub exports: Vec<ExportSpec>,
+    /// Where NBD clients are waited for.
+    pub nbd: Vec<Address>,
+    /// Workers.
+    pub threads: usize,
+    /// How they reach the kernel.
+    pub mode: IoMode,
+    /// Connections at once, over all sockets.
+    pub connections_max: usize,
+    /// What one connection may take.
+    pub limits: Limits,
+    /// How long a drain may take before connections are cut.
+    pub drain_time: Duration,
+    /// Where statistics are written, once a second and at the end.
+    pub stats_path: Option<PathBuf>,
+}
+
+/// What became of a server that ended in good order.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// What was counted, taken after everything was closed.
+    pub stats: Stats,
+    /// Which signal ended it.
+    pub signal: Signal,
+}
+
+/// A disk that is open.
+struct Served {
+    chain: Chain,
+    disk: Arc<CheckedDisk>,
+    path: PathBuf,
+    names: Vec<String>,
+}
+
+/// Serves until a signal comes. `ready` is called once clients can connect, with the addresses as they are bound.
+///
+/// # Errors
+/// What keeps it from starting, or what a disk said when it was closed: then flushed data is safe, and the error says
+/// what is not.
+pub fn serve(spec: ServeSpec, ready: impl FnOnce(&[Address]) + Send + 'static) -> Result<Report> {
+    spec.limits.check()?;
+    let workers = Workers::start(WorkersConfig { threads: spec.threads, mode: spec.mode })?;
+    let handle = workers.handle();
+    let control = workers.spawn(0, move || control(spec, handle, ready));
+    let report = block_on(control)?;
+    workers.shutdown();
+    report
+}
+
+async fn control(spec: ServeSpec, workers: WorkersHandle, ready: impl FnOnce(&[Address])) -> Result<Report> {
+    // Signals first: one that comes while images are opened is not lost.
+    let mut signals = Signals::new(&[Signal::Terminate, Signal::Interrupt])?;
+    let served = Arc::new(open_all(&spec.exports).await?);
+    let result = run(&spec, &served, workers, &mut signals, ready).await;
+    let closed = close_all(&served).await;
+    let signal = result?;
+    closed?;
+    let stats = stats(&served, &Exports::new());
+    if let Some(path) = &spec.stats_path {
+        stats.write_to(path)?;
+    }
+    Ok(Report { stats, signal })
+}
+
+async fn run(
+    spec: &ServeSpec,
+    served: &Arc<Vec<Served>>,
+    workers: WorkersHandle,
+    signals: &mut Signals,
+    ready: impl FnOnce(&[Address]),
+) -> Result<Signal> {
+    let exports = Exports::new();
+    for (export, disk) in
+        spec.exports.iter().flat_map(|export| find(served, export).map(|disk| (export, disk)))
+    {
+        exports.add(Export {
+            name: export.name.clone(),
+            description: export.description.clone(),
+            disk,
+            read_only: export.image.read_only,
+        })?;
+    }
+    let mut listeners = Vec::new();
+    for address in &spec.nbd {
+        listeners.push(Listener::bind(address).await?);
+    }
+    let addresses: Vec<Address> = listeners.iter().map(|listener| listener.address().clone()).collect();
+    let shutdown = Shutdown::new();
+    let slots = ConnectionSlots::new(spec.connections_max);
+    let next_worker = Arc::new(AtomicUsize::new(0));
+    let accepting: Vec<_> = listeners
+        .into_iter()
+        .map(|listener| {
+            let door = Door {
+                exports: exports.clone(),
+                slots: slots.clone(),
+                shutdown: shutdown.clone(),
+                limits: spec.limits.clone(),
+                workers: workers.clone(),
+                next_worker: next_worker.clone(),
+            };
+            spawn_local(door.accept(listener))
+        })
+        .collect();
+    let reporting = spec.stats_path.clone().map(|path| {
+        let (served, exports) = (served.clone(), exports.clone());
+        spawn_local(async move {
+            loop {
+                clock().sleep(Duration::from_secs(1)).await;
+                let (now, path) = (stats(&served, &exports), path.clone());
+                if let Err(error) = unblock(move || now.write_to(&path)).await {
+                    tracing::warn!("{}", error.chain());
+                }
+            }
+        })
+    });
+    ready(&addresses);
+
+    let signal = signals.next().await?;
+    tracing::info!(?signal, "draining");
+    for task in accepting {
+        task.cancel().await; // the sockets are closed and their files removed
+    }
+    shutdown.drain();
+    let drained = async {
+        while slots.taken() > 0 {
+            clock().sleep(Duration::from_millis(5)).await;
+        }
+    };
+    let impatient = async {
+        or(async { drop(signals.next().await) }, clock().sleep(spec.drain_time)).await;
+        tracing::warn!("cutting the connections that are left");
+        shutdown.cut();
+        std::future::pending().await
+    };
+    or(drained, impatient).await;
+    if let Some(task) = reporting {
+        task.cancel().await;
+    }
+    Ok(signal)
+}
+
+/// Where connections come in.
+struct Door {
+    exports: Exports,
+    slots: ConnectionSlots,
+    shutdown: Shutdown,
+    limits: Limits,
+    workers: WorkersHandle,
+    next_worker: Arc<AtomicUsize>,
+}
+
+impl Door {
+    async fn accept(self, listener: Listener) {
+        loop {
+            // A slot first: a client that finds the server full waits in the socket's queue.
+            let slot = self.slots.take().await;
+            let socket = match listener.accept().await {
+                Ok(socket) => socket,
+                Err(error) if error.kind() == ErrorKind::NoSpace => {
+                    tracing::warn!("{}", error.chain());
+                    continue;
+                }
+                Err(error) => {
+                    tracing::error!(
+                        "no more clients are let in at {}: {}",
+                        listener.address(),
+                        error.chain()
+                    );
+                    return;
+                }
+            };
+            let worker = self.next_worker.fetch_add(1, Ordering::Relaxed) % self.workers.count();
+            let (exports, shutdown, limits) =
+                (self.exports.clone(), self.shutdown.clone(), self.limits.clone());
+            // The session goes on by itself; what is returned is only a way to wait for it.
+            drop(self.workers.spawn(worker, move || async move {
+                let stream = socket.attach();
+                serve_connection(&stream, &exports, &*clock(), &limits, &shutdown).await;
+                drop(slot);
+            }));
+        }
+    }
+}
+
+async fn open_all(exports: &[ExportSpec]) -> Result<Vec<Served>> {
+    let mut served: Vec<Served> = Vec::new();
+    let mut by_file: BTreeMap<PathBuf, usize> = BTreeMap::new();
+    for export in exports {
+        let canonical =
+            export.path.canonicalize().context(|| format!("can't open {}", export.path.display()))?;
+        if let Some(index) = by_file.get(&canonical) {
+            served[*index].names.push(export.name.clone());
+            continue;
+        }
+        let chain = match open_image(&export.path, &export.image).await {
+            Ok(chain) => chain,
+            Err(error) => {
+                close_all(&served).await?;
+                return Err(error);
+            }
+        };
+        let disk = CheckedDisk::new(chain.disk().clone());
+        by_file.insert(canonical, served.len());
+        served.push(Served { chain, disk, path: export.path.clone(), names: vec![export.name.clone()] });
+    }
+    Ok(served)
+}
+
+fn find(served: &[Served], export: &ExportSpec) -> Option<SharedDisk> {
+    let found = served.iter().find(|served| served.names.contains(&export.name))?;
+    Some(found.disk.clone())
+}
+
+/// Closes every disk, also when one of them fails; the first failure counts.
+async fn close_all(served: &[Served]) -> Result<()> {
+    let mut result = Ok(());
+    for disk in served {
+        result = result.and(disk.chain.close().await);
+    }
+    result
+}
+
+fn stats(served: &[Served], exports: &Exports) -> Stats {
+    let disks = served.iter().map(|served| DiskStats {
+        exports: served.names.clone(),
+        image: served.path.display().to_string(),
+        connections: served.names.iter().filter_map(|name| exports.sessions(name)).sum(),
+        guest: served.disk.counts().into(),
+        guest_errors: served.disk.errors(),
+        host: (&served.chain.top_tally).into(),
+        below: (&served.chain.below_tally).into(),
+    });
+    Stats {
+        uptime_seconds: clock().now().as_secs_f64(),
+        io: match io_mode() {
+            IoMode::Threads => "threads".to_owned(),
+            _ => "uring".to_owned(),
+        },
+        disks: disks.collect(),
+    }
+}
+
+/// The address that `text` means: `unix:PATH` or `tcp:HOST:PORT`.
+///
+/// # Errors
+/// `Invalid`, with the two forms.
+pub fn parse_address(text: &str) -> Result<Address> {
+    if let Some(path) = text.strip_prefix("unix:").filter(|path| !path.is_empty()) {
+        return Ok(Address::unix(path));
+    }
+    let tcp = text.strip_prefix("tcp:").and_then(|rest| rest.rsplit_once(':'));
+    if let Some((host, port)) = tcp
+        && let Ok(port) = port.parse()
+    {
+        let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+        return Ok(Address::tcp(if host.is_empty() { "localhost" } else { host }, port));
+    }
+    Err(Error::invalid(format!("{text:?} is no address: say unix:PATH or tcp:HOST:PORT")))
+}

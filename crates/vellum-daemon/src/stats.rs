@@ -1,0 +1,110 @@
+//! What was counted: the guest's operations, and what they cost the host.
+
+use std::path::Path;
+
+use serde::Serialize;
+use vellum_core::{Context, HostTally, IoCounts, Result};
+
+/// Operations and bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Operations {
+    /// Reads.
+    pub reads: u64,
+    /// Writes.
+    pub writes: u64,
+    /// Flushes.
+    pub flushes: u64,
+    /// Write-zeroes.
+    pub zeroes: u64,
+    /// Discards.
+    pub discards: u64,
+    /// Bytes read.
+    pub bytes_read: u64,
+    /// Bytes written.
+    pub bytes_written: u64,
+    /// Bytes zeroed.
+    pub bytes_zeroed: u64,
+    /// Bytes discarded.
+    pub bytes_discarded: u64,
+}
+
+impl From<IoCounts> for Operations {
+    fn from(counts: IoCounts) -> Self {
+        Self {
+            reads: counts.reads,
+            writes: counts.writes,
+            flushes: counts.flushes,
+            zeroes: counts.zeroes,
+            discards: counts.discards,
+            bytes_read: counts.bytes_read,
+            bytes_written: counts.bytes_written,
+            bytes_zeroed: counts.bytes_zeroed,
+            bytes_discarded: counts.bytes_discarded,
+        }
+    }
+}
+
+/// Host operations, guest data and metadata apart. A flush covers both and is counted with the data.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct HostOperations {
+    /// What moved guest bytes.
+    pub data: Operations,
+    /// What moved the format's own bytes.
+    pub metadata: Operations,
+}
+
+impl From<&HostTally> for HostOperations {
+    fn from(tally: &HostTally) -> Self {
+        Self { data: tally.data.counts().into(), metadata: tally.metadata.counts().into() }
+    }
+}
+
+/// One disk that is served.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DiskStats {
+    /// The names under which it is served.
+    pub exports: Vec<String>,
+    /// The image file.
+    pub image: String,
+    /// Connections now.
+    pub connections: usize,
+    /// What guests asked.
+    pub guest: Operations,
+    /// Requests that failed.
+    pub guest_errors: u64,
+    /// What that cost in the image.
+    pub host: HostOperations,
+    /// What that cost in the images below it.
+    pub below: HostOperations,
+}
+
+/// A server.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Stats {
+    /// How long it has run, in seconds.
+    pub uptime_seconds: f64,
+    /// How it does its I/O: `uring` or `threads`.
+    pub io: String,
+    /// Its disks.
+    pub disks: Vec<DiskStats>,
+}
+
+impl Stats {
+    /// Writes them as JSON, so that a reader sees the old or the new, never half.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn write_to(&self, path: &Path) -> Result<()> {
+        let mut text = serde_json::to_string_pretty(self).expect("numbers and strings");
+        text.push('\n');
+        let mut temporary = path.as_os_str().to_owned();
+        temporary.push(".new");
+        let context = || format!("can't write the statistics to {}", path.display());
+        std::fs::write(&temporary, text).context(context)?;
+        std::fs::rename(&temporary, path).context(context)
+    }
+}

@@ -1,0 +1,221 @@
+//! What several commands take: sizes, formats, `-o` options, and how an image is opened.
+
+use std::path::PathBuf;
+
+use clap::ValueEnum;
+use vellum_core::{Error, Result};
+use vellum_daemon::ImageOptions;
+use vellum_format::FormatKind;
+use vellum_format::qcow2::{Compression, CreateOptions, Preallocation};
+
+/// How results are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub(crate) enum OutputFormat {
+    /// For people
+    #[default]
+    Human,
+    /// For programs; the same field names as qemu-img
+    Json,
+}
+
+/// How an image that is only looked at is opened
+#[derive(Debug, clap::Args)]
+pub(crate) struct ReadArgs {
+    /// Format of the image; guessed when not given
+    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
+    pub(crate) format: Option<FormatKind>,
+    /// Read the image even while another program writes it; what is read may be inconsistent
+    #[arg(short = 'U', long)]
+    pub(crate) force_share: bool,
+    /// Also open backing and data files in DIR, besides each image's own directory
+    #[arg(long, value_name = "DIR")]
+    pub(crate) allow_dir: Vec<PathBuf>,
+}
+
+impl ReadArgs {
+    pub(crate) fn options(&self) -> ImageOptions {
+        ImageOptions {
+            format: self.format,
+            force_share: self.force_share,
+            allow_dirs: self.allow_dir.clone(),
+            ..ImageOptions::reading()
+        }
+    }
+}
+
+/// A format by its name.
+pub(crate) fn parse_format(name: &str) -> Result<FormatKind> {
+    name.parse()
+}
+
+/// A number of bytes: digits, perhaps a fraction, and a suffix (k, M, G, T, P, E; powers of 1024).
+pub(crate) fn parse_size(text: &str) -> Result<u64> {
+    let bad =
+        || Error::invalid(format!("{text:?} is no size: say a number of bytes, or with k, M, G, T, P or E"));
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].trim_end_matches("iB").trim_end_matches(['b', 'B']) {
+        "" => 0,
+        "k" | "K" => 10,
+        "M" | "m" => 20,
+        "G" | "g" => 30,
+        "T" | "t" => 40,
+        "P" | "p" => 50,
+        "E" | "e" => 60,
+        _ => return Err(bad()),
+    };
+    let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
+    let number: u64 = whole.parse().map_err(|_| bad())?;
+    let bytes = number.checked_mul(1 << shift).ok_or_else(bad)?;
+    if fraction.is_empty() {
+        return Ok(bytes);
+    }
+    // Exact as far as it matters: nine digits of a fraction.
+    if shift == 0 || fraction.len() > 9 || !fraction.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(bad());
+    }
+    let numerator: u128 = fraction.parse::<u128>().map_err(|_| bad())? << shift;
+    let part = numerator / 10u128.pow(u32::try_from(fraction.len()).expect("at most 9"));
+    bytes.checked_add(u64::try_from(part).map_err(|_| bad())?).ok_or_else(bad)
+}
+
+/// The options of `-o`, as `key=value`; a comma in a value is written twice.
+pub(crate) fn split_options(lists: &[String]) -> Result<Vec<(String, String)>> {
+    let mut options = Vec::new();
+    for list in lists {
+        let list = list.replace(",,", "\0");
+        for option in list.split(',').filter(|option| !option.is_empty()) {
+            let option = option.replace('\0', ",");
+            let (key, value) = option.split_once('=').unwrap_or((&option, "on"));
+            options.push((key.to_owned(), value.to_owned()));
+        }
+    }
+    Ok(options)
+}
+
+/// What `-o` can say of a new image.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct NewImage {
+    pub(crate) qcow2: CreateOptions,
+    pub(crate) size: Option<u64>,
+    pub(crate) backing_file: Option<String>,
+    pub(crate) backing_format: Option<FormatKind>,
+    /// Whether anything was said that only qcow2 has.
+    pub(crate) only_qcow2: Option<String>,
+}
+
+/// The options that `-o help` lists: name, values, meaning.
+pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 12] = [
+    ("size", "SIZE", "size of the disk"),
+    ("preallocation", "off|metadata|falloc|full", "what gets its place from the beginning"),
+    ("cluster_size", "SIZE", "cluster size, 512 to 2M (qcow2; default 64k)"),
+    ("compat", "v2|v3", "version, also 0.10 and 1.1 (qcow2; default v3)"),
+    ("backing_file", "NAME", "the backing image (qcow2)"),
+    ("backing_fmt", "raw|qcow2", "its format (qcow2)"),
+    ("extended_l2", "on|off", "subclusters (qcow2)"),
+    ("refcount_bits", "1…64", "width of a refcount (qcow2; default 16)"),
+    ("lazy_refcounts", "on|off", "other programs may put off refcounts (qcow2)"),
+    ("compression_type", "zlib|zstd", "how clusters will be compressed (qcow2)"),
+    ("data_file", "NAME", "keep guest data in this file (qcow2)"),
+    ("data_file_raw", "on|off", "the data file is a raw image by itself (qcow2)"),
+];
+
+impl NewImage {
+    pub(crate) fn parse(lists: &[String]) -> Result<Self> {
+        let mut new = Self::default();
+        for (key, value) in split_options(lists)? {
+            if !["size", "preallocation"].contains(&key.as_str()) {
+                new.only_qcow2.get_or_insert(key.clone());
+            }
+            new.set(&key, &value)?;
+        }
+        Ok(new)
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> Result<()> {
+        let bad = |values: &str| Error::invalid(format!("-o {key}={value}: the value is one of {values}"));
+        let switch = || match value {
+            "on" | "yes" | "true" => Ok(true),
+            "off" | "no" | "false" => Ok(false),
+            _ => Err(bad("on, off")),
+        };
+        match key {
+            "size" => self.size = Some(parse_size(value)?),
+            "preallocation" => {
+                self.qcow2.preallocation = match value {
+                    "off" => Preallocation::Off,
+                    "metadata" => Preallocation::Metadata,
+                    "falloc" => Preallocation::Falloc,
+                    "full" => Preallocation::Full,
+                    _ => return Err(bad("off, metadata, falloc, full")),
+                }
+            }
+            "cluster_size" => self.qcow2.cluster_size = parse_size(value)?,
+            "compat" => {
+                self.qcow2.version = match value {
+                    "0.10" | "v2" => 2,
+                    "1.1" | "v3" => 3,
+                    _ => return Err(bad("v2 (0.10), v3 (1.1)")),
+                }
+            }
+            "backing_file" => self.backing_file = Some(value.to_owned()),
+            "backing_fmt" => self.backing_format = Some(value.parse()?),
+            "extended_l2" => self.qcow2.extended_l2 = switch()?,
+            "refcount_bits" => {
+                self.qcow2.refcount_bits = value.parse().map_err(|_| bad("1, 2, 4, 8, 16, 32, 64"))?;
+            }
+            "lazy_refcounts" => self.qcow2.lazy_refcounts = switch()?,
+            "compression_type" => {
+                self.qcow2.compression = match value {
+                    "zlib" => Compression::Zlib,
+                    "zstd" => Compression::Zstd,
+                    _ => return Err(bad("zlib, zstd")),
+                }
+            }
+            "data_file" => self.qcow2.data_file = Some(value.to_owned()),
+            "data_file_raw" => self.qcow2.data_file_raw = switch()?,
+            _ => {
+                return Err(Error::invalid(format!(
+                    "-o {key}: there is no such option (`-o help` lists them)"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("512", 512),
+            ("64k", 65_536),
+            ("64K", 65_536),
+            ("1M", 1 << 20),
+            ("1.5G", 3 << 29),
+            ("2T", 2 << 40),
+            ("10GiB", 10 << 30),
+            ("0.5k", 512),
+        ] {
+            assert_eq!(parse_size(text).unwrap(), bytes, "{text}");
+        }
+        for text in ["", "k", "-1", "1X", "1.5", "1.2.3M", "99999999999E", "1 M"] {
+            assert!(parse_size(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn options_with_commas_and_switches() {
+        let lists = ["cluster_size=4k,lazy_refcounts".to_owned(), "backing_file=a,,b,size=1M".to_owned()];
+        let new = NewImage::parse(&lists).unwrap();
+        assert_eq!(new.qcow2.cluster_size, 4096);
+        assert!(new.qcow2.lazy_refcounts);
+        assert_eq!(new.backing_file.as_deref(), Some("a,b"));
+        assert_eq!(new.size, Some(1 << 20));
+        assert!(NewImage::parse(&["nonsense=1".to_owned()]).is_err());
+        assert!(NewImage::parse(&["extended_l2=maybe".to_owned()]).is_err());
+    }
+}

@@ -1,0 +1,164 @@
+//! `vellum check`: what an image claims, compared; and repaired.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::ValueEnum;
+use serde_json::json;
+use vellum_core::{Error, Result};
+use vellum_daemon::ImageOptions;
+use vellum_daemon::image::open_file;
+use vellum_format::FormatKind;
+use vellum_format::qcow2::Header;
+use vellum_format::qcow2::check::{CheckReport, Repair, check};
+use vellum_io::{IoMode, run as run_worker};
+
+use super::{Outcome, with_code};
+use crate::args::{OutputFormat, ReadArgs};
+use crate::output::{complain, say, say_json};
+
+/// Compare what an image claims with what is there, and repair it if asked
+///
+/// Exit codes: 0 nothing is wrong, 1 it could not be checked, 2 the image is corrupt, 3 clusters are leaked (space is
+/// lost, nothing else), 63 the format has nothing to check.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    read: ReadArgs,
+    /// How the answer is printed
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+    /// Repair what is wrong
+    #[arg(short, long, value_enum, value_name = "WHAT")]
+    repair: Option<What>,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// The image
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+}
+
+/// What is repaired.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum What {
+    /// Leaked clusters
+    Leaks,
+    /// Everything that can be
+    All,
+}
+
+const CANNOT_CHECK: u8 = 1;
+const CORRUPT: u8 = 2;
+const LEAKS: u8 = 3;
+const NOTHING_TO_CHECK: u8 = 63;
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let result = run_worker(IoMode::Auto, async || examine(args).await)?;
+    let Some((report, lines)) = result.map_err(with_code(CANNOT_CHECK))? else {
+        let error = Error::unsupported("a raw image has nothing that could be checked");
+        return Err(with_code(NOTHING_TO_CHECK)(error));
+    };
+    match args.output {
+        OutputFormat::Json => say_json(&answer(args, &report)),
+        OutputFormat::Human => {
+            for line in &lines {
+                complain(line);
+            }
+            if !args.quiet {
+                summarise(&report);
+            }
+        }
+    }
+    Ok(ExitCode::from(match &report {
+        report if report.check_errors > 0 => CANNOT_CHECK,
+        report if report.corruptions > 0 => CORRUPT,
+        report if report.leaks > 0 => LEAKS,
+        _ => 0,
+    }))
+}
+
+async fn examine(args: &Args) -> Result<Option<(CheckReport, Vec<String>)>> {
+    let options = ImageOptions { read_only: args.repair.is_none(), ..args.read.options() };
+    let (storage, format) = open_file(&args.file, &options).await?;
+    if format == FormatKind::Raw {
+        return Ok(None);
+    }
+    let header = Header::read(&*storage).await?;
+    let repair = match args.repair {
+        None => Repair::Nothing,
+        Some(What::Leaks) => Repair::Leaks,
+        Some(What::All) => Repair::All,
+    };
+    let mut lines = Vec::new();
+    let report = check(&header, &storage, repair, &mut |line| lines.push(line)).await?;
+    Ok(Some((report, lines)))
+}
+
+fn answer(args: &Args, report: &CheckReport) -> serde_json::Value {
+    let mut answer = json!({
+        "filename": args.file.display().to_string(),
+        "format": "qcow2",
+        "check-errors": report.check_errors,
+        "image-end-offset": report.image_end_offset,
+        "total-clusters": report.total_clusters,
+    });
+    // As with qemu-img, what is zero is left out.
+    for (name, value) in [
+        ("corruptions", report.corruptions),
+        ("leaks", report.leaks),
+        ("corruptions-fixed", report.corruptions_fixed),
+        ("leaks-fixed", report.leaks_fixed),
+        ("allocated-clusters", report.allocated_clusters),
+        ("fragmented-clusters", report.fragmented_clusters),
+        ("compressed-clusters", report.compressed_clusters),
+    ] {
+        if value > 0 {
+            answer[name] = json!(value);
+        }
+    }
+    answer
+}
+
+fn summarise(report: &CheckReport) {
+    if report.corruptions_fixed > 0 || report.leaks_fixed > 0 {
+        say("The following inconsistencies were found and repaired:\n");
+        say(&format!("    {} leaked clusters", report.leaks_fixed));
+        say(&format!("    {} corruptions\n", report.corruptions_fixed));
+        say("Double checking the fixed image now...");
+    }
+    if report.is_clean() {
+        say("No errors were found on the image.");
+    }
+    if report.corruptions > 0 {
+        say(&format!(
+            "\n{} errors were found on the image.\nData may be corrupted, or further writes to the image may corrupt it.",
+            report.corruptions
+        ));
+    }
+    if report.leaks > 0 {
+        say(&format!(
+            "\n{} leaked clusters were found on the image.\nThis means waste of disk space, but no harm to data.",
+            report.leaks
+        ));
+    }
+    if report.check_errors > 0 {
+        say(&format!("\n{} internal errors have occurred during the check.", report.check_errors));
+    }
+    if report.total_clusters > 0 && report.allocated_clusters > 0 {
+        let share = |part: u64, whole: u64| {
+            #[expect(clippy::cast_precision_loss, reason = "four digits are shown")]
+            let share = part as f64 * 100.0 / whole as f64;
+            share
+        };
+        say(&format!(
+            "{}/{} = {:.2}% allocated, {:.2}% fragmented, {:.2}% compressed clusters",
+            report.allocated_clusters,
+            report.total_clusters,
+            share(report.allocated_clusters, report.total_clusters),
+            share(report.fragmented_clusters, report.allocated_clusters),
+            share(report.compressed_clusters, report.allocated_clusters)
+        ));
+    }
+    say(&format!("Image end offset: {}", report.image_end_offset));
+}

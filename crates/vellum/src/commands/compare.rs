@@ -1,0 +1,120 @@
+//! `vellum compare`: do two disks read the same?
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use serde_json::json;
+use vellum_core::{ErrorKind, Result};
+use vellum_daemon::{ImageOptions, open_image};
+use vellum_format::FormatKind;
+use vellum_io::{IoMode, run as run_worker};
+use vellum_layer::{Comparison, compare};
+
+use super::{Outcome, with_code};
+use crate::args::{OutputFormat, parse_format};
+use crate::output::{say, say_json};
+use crate::progress::{Progress, stop_flag};
+
+/// Tell whether two disks read the same
+///
+/// Exit codes: 0 they do, 1 they differ, 2 an image could not be opened, 4 an image could not be read.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format of the first image; guessed when not given
+    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
+    format: Option<FormatKind>,
+    /// Format of the second image; guessed when not given
+    #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format)]
+    second_format: Option<FormatKind>,
+    /// Disks of different size differ, also where the longer one ends in zeros
+    #[arg(short, long)]
+    strict: bool,
+    /// Show a bar (on a terminal it is always shown)
+    #[arg(short, long)]
+    progress: bool,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// Read the images even while another program writes them
+    #[arg(short = 'U', long)]
+    force_share: bool,
+    /// How the answer is printed
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+    /// Also open backing and data files in DIR
+    #[arg(long, value_name = "DIR")]
+    allow_dir: Vec<PathBuf>,
+    /// The first image
+    first: PathBuf,
+    /// The second image
+    second: PathBuf,
+}
+
+const DIFFERENT: u8 = 1;
+const CANNOT_OPEN: u8 = 2;
+const CANNOT_READ: u8 = 4;
+
+/// What was found.
+struct Answer {
+    comparison: Comparison,
+    sizes: (u64, u64),
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let result = run_worker(IoMode::Auto, async || examine(args).await)?;
+    let answer = result.map_err(|(error, code)| with_code(code)(error))?;
+    let strictly_different = args.strict && answer.sizes.0 != answer.sizes.1;
+    let line = match answer.comparison {
+        _ if strictly_different => "Strict mode: Image size mismatch!".to_owned(),
+        Comparison::Identical if answer.sizes.0 != answer.sizes.1 => {
+            "Warning: Image size mismatch!\nImages are identical.".to_owned()
+        }
+        Comparison::Identical => "Images are identical.".to_owned(),
+        Comparison::DiffersAt(at) => format!("Content mismatch at offset {}!", at.bytes()),
+    };
+    let identical = answer.comparison == Comparison::Identical && !strictly_different;
+    match args.output {
+        OutputFormat::Json => {
+            let offset = match answer.comparison {
+                Comparison::DiffersAt(at) => json!(at.bytes()),
+                Comparison::Identical => json!(null),
+            };
+            say_json(&json!({
+                "identical": identical,
+                "mismatch-offset": offset,
+                "virtual-sizes": [answer.sizes.0, answer.sizes.1],
+            }));
+        }
+        OutputFormat::Human if !args.quiet => say(&line),
+        OutputFormat::Human => {}
+    }
+    Ok(ExitCode::from(if identical { 0 } else { DIFFERENT }))
+}
+
+async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
+    let open = async |path: &PathBuf, format| {
+        let options = ImageOptions {
+            format,
+            force_share: args.force_share,
+            allow_dirs: args.allow_dir.clone(),
+            ..ImageOptions::reading()
+        };
+        open_image(path, &options).await.map_err(|error| (error, CANNOT_OPEN))
+    };
+    let first = open(&args.first, args.format).await?;
+    let second = open(&args.second, args.second_format).await?;
+    let sizes = (first.disk().geometry().size, second.disk().geometry().size);
+    if args.strict && sizes.0 != sizes.1 {
+        return Ok(Answer { comparison: Comparison::Identical, sizes });
+    }
+    let bar = Progress::new(sizes.0.max(sizes.1), args.quiet);
+    let stop = stop_flag().map_err(|error| (error, CANNOT_READ))?;
+    let comparison = compare(first.disk(), second.disk(), 8, &stop, &|bytes| bar.set(bytes)).await;
+    bar.end();
+    let code = |error: &vellum_core::Error| if error.kind() == ErrorKind::Closed { 130 } else { CANNOT_READ };
+    let comparison = comparison.map_err(|error| {
+        let code = code(&error);
+        (error, code)
+    })?;
+    Ok(Answer { comparison, sizes })
+}

@@ -1,0 +1,182 @@
+//! `vellum create`: make an image, or clone one.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use serde::Serialize;
+use vellum_core::{Error, Result};
+use vellum_daemon::{CreateTarget, create_qcow2, create_raw};
+use vellum_format::FormatKind;
+use vellum_format::qcow2::{Compression, CreateOptions, Preallocation};
+use vellum_io::{IoMode, run as run_worker};
+
+use super::Outcome;
+use crate::args::{CREATE_OPTIONS, NewImage, OutputFormat, parse_format, parse_size};
+use crate::output::{say, say_json};
+
+/// Make an image; with a backing image, a clone that holds only what differs
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format: raw (default) or qcow2 (default with -b)
+    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
+    format: Option<FormatKind>,
+    /// The backing image; a relative name starts at the new image's directory
+    #[arg(short, long, value_name = "FILE")]
+    backing: Option<String>,
+    /// Format of the backing image
+    #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format)]
+    backing_format: Option<FormatKind>,
+    /// Do not look at the backing image; the size must be given
+    #[arg(short, long)]
+    unsafe_backing: bool,
+    /// Options as KEY=VALUE, separated by commas; `-o help` lists them
+    #[arg(short, long, value_name = "OPTIONS")]
+    options: Vec<String>,
+    /// Say nothing
+    #[arg(short, long)]
+    quiet: bool,
+    /// How the answer is printed
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+    /// Let the backing image refer to files in DIR, besides its own directory
+    #[arg(long, value_name = "DIR")]
+    allow_dir: Vec<PathBuf>,
+    /// The image to make; an existing file is replaced
+    #[arg(value_name = "FILE", required_unless_present = "options")]
+    file: Option<PathBuf>,
+    /// Size of the disk (k, M, G, T); that of the backing image when not given
+    #[arg(value_name = "SIZE", value_parser = parse_size)]
+    size: Option<u64>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Answer {
+    filename: String,
+    format: String,
+    virtual_size: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cluster_size: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backing_filename: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backing_filename_format: Option<String>,
+}
+
+pub(crate) fn run(args: Args) -> Outcome {
+    if args.options.iter().any(|list| list.split(',').any(|option| option == "help" || option == "?")) {
+        for (name, values, meaning) in CREATE_OPTIONS {
+            say(&format!("  {:<40} {meaning}", format!("{name}=<{values}>")));
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let new = NewImage::parse(&args.options)?;
+    let path = args.file.clone().ok_or_else(|| Error::invalid("say which file to make"))?;
+    let backing = args.backing.clone().or(new.backing_file.clone());
+    let format = match (args.format, &backing) {
+        (Some(format), _) => format,
+        (None, Some(_)) => FormatKind::Qcow2,
+        (None, None) => FormatKind::Raw,
+    };
+    let backing_format = args.backing_format.or(new.backing_format);
+    let backing = match (backing, backing_format) {
+        (None, _) => None,
+        (Some(name), Some(format)) => Some((name, format)),
+        // Guessing here would let whoever wrote the first bytes of a raw disk choose.
+        (Some(name), None) => {
+            return Err(Error::invalid(format!(
+                "say the format of the backing image {name}: `-F raw` or `-F qcow2`"
+            ))
+            .into());
+        }
+    };
+    let target = CreateTarget {
+        path,
+        size: args.size.or(new.size),
+        backing,
+        trust_backing: args.unsafe_backing,
+        allow_dirs: args.allow_dir.clone(),
+    };
+    let options = new.qcow2.clone();
+    let size = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
+    if !args.quiet {
+        match args.output {
+            OutputFormat::Human => say(&formatting(format, &target, &options, size)),
+            OutputFormat::Json => say_json(&answer(format, &target, &options, size)),
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Result<u64> {
+    match format {
+        FormatKind::Qcow2 => create_qcow2(target, new.qcow2.clone()).await,
+        FormatKind::Raw => {
+            if target.backing.is_some() {
+                return Err(Error::invalid("a raw image has no backing image: say `-f qcow2`"));
+            }
+            if let Some(option) = &new.only_qcow2 {
+                return Err(Error::invalid(format!("-o {option} is for qcow2: say `-f qcow2`")));
+            }
+            let size = target.disk_size().await?;
+            create_raw(&target.path, size, new.qcow2.preallocation).await?;
+            Ok(size)
+        }
+    }
+}
+
+fn switch(is_on: bool) -> &'static str {
+    if is_on { "on" } else { "off" }
+}
+
+/// The line that `qemu-img create` prints.
+fn formatting(format: FormatKind, target: &CreateTarget, options: &CreateOptions, size: u64) -> String {
+    let mut line = format!("Formatting '{}', fmt={format}", target.path.display());
+    if format == FormatKind::Raw {
+        line += &format!(" size={size}");
+        if options.preallocation != Preallocation::Off {
+            line += &format!(" preallocation={}", preallocation(options.preallocation));
+        }
+        return line;
+    }
+    let compression = if options.compression == Compression::Zstd { "zstd" } else { "zlib" };
+    line += &format!(
+        " cluster_size={} extended_l2={} compression_type={compression} size={size}",
+        options.cluster_size,
+        switch(options.extended_l2)
+    );
+    if options.preallocation != Preallocation::Off {
+        line += &format!(" preallocation={}", preallocation(options.preallocation));
+    }
+    if let Some((name, format)) = &target.backing {
+        line += &format!(" backing_file={name} backing_fmt={format}");
+    }
+    if let Some(name) = &options.data_file {
+        line += &format!(" data_file={name} data_file_raw={}", switch(options.data_file_raw));
+    }
+    line + &format!(
+        " lazy_refcounts={} refcount_bits={}",
+        switch(options.lazy_refcounts),
+        options.refcount_bits
+    )
+}
+
+fn preallocation(how: Preallocation) -> &'static str {
+    match how {
+        Preallocation::Off => "off",
+        Preallocation::Metadata => "metadata",
+        Preallocation::Falloc => "falloc",
+        Preallocation::Full => "full",
+    }
+}
+
+fn answer(format: FormatKind, target: &CreateTarget, options: &CreateOptions, size: u64) -> Answer {
+    Answer {
+        filename: target.path.display().to_string(),
+        format: format.to_string(),
+        virtual_size: size,
+        cluster_size: (format == FormatKind::Qcow2).then_some(options.cluster_size),
+        backing_filename: target.backing.as_ref().map(|(name, _)| name.clone()),
+        backing_filename_format: target.backing.as_ref().map(|(_, format)| format.to_string()),
+    }
+}

@@ -1,0 +1,143 @@
+//! `vellum map`: where the bytes of a disk are.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use serde::Serialize;
+use vellum_core::{Error, GuestOffset, GuestSpan, MergedExtent, Place, Result, SharedStorage, map_merged};
+use vellum_daemon::open_image;
+use vellum_io::{IoMode, run as run_worker};
+use vellum_layer::Chain;
+
+use super::Outcome;
+use crate::args::{OutputFormat, ReadArgs, parse_size};
+use crate::output::say;
+
+/// Tell where the bytes of a disk are: in which image of the chain, and at which offset
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    read: ReadArgs,
+    /// How the answer is printed
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+    /// Begin at this byte of the disk
+    #[arg(short, long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    start_offset: u64,
+    /// Look at so many bytes at most
+    #[arg(short = 'l', long, value_name = "SIZE", value_parser = parse_size)]
+    max_length: Option<u64>,
+    /// The image
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+}
+
+/// One extent, with the names that `qemu-img map --output=json` uses.
+#[derive(Serialize)]
+struct Row {
+    start: u64,
+    length: u64,
+    depth: usize,
+    present: bool,
+    zero: bool,
+    data: bool,
+    compressed: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    offset: Option<u64>,
+    #[serde(skip)]
+    file: Option<String>,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let rows = run_worker(IoMode::Auto, async || gather(args).await)??;
+    match args.output {
+        OutputFormat::Json => {
+            let lines: Vec<String> =
+                rows.iter().map(|row| serde_json::to_string(row).expect("numbers")).collect();
+            say(&format!("[{}]", lines.join(",\n")));
+        }
+        OutputFormat::Human => {
+            let cannot = "part of the disk is compressed, which has no place to show: say --output json";
+            if rows.iter().any(|row| row.compressed) {
+                return Err(Error::unsupported(cannot).into());
+            }
+            say(&format!("{:<15} {:<15} {:<15} File", "Offset", "Length", "Mapped to"));
+            for row in rows.iter().filter(|row| row.data) {
+                let offset = row.offset.expect("data that is not compressed has a place");
+                let file = row.file.as_deref().unwrap_or_default();
+                say(&format!("{:<#15x} {:<#15x} {:<#15x} {file}", row.start, row.length, offset));
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn gather(args: &Args) -> Result<Vec<Row>> {
+    let chain = open_image(&args.file, &args.read.options()).await?;
+    let size = chain.disk().geometry().size;
+    let start = args.start_offset.min(size);
+    let len = args.max_length.unwrap_or(u64::MAX).min(size - start);
+    let mut rest = GuestOffset::new(start).span(len);
+    let mut rows: Vec<Row> = Vec::new();
+    while !rest.is_empty() {
+        for extent in map_merged(chain.disk(), rest).await? {
+            rest = GuestSpan::between(extent.span.end(), rest.end());
+            push(&mut rows, row(&chain, extent));
+        }
+    }
+    chain.close().await?;
+    Ok(rows)
+}
+
+fn row(chain: &Chain, extent: MergedExtent) -> Row {
+    let (start, length) = (extent.span.start().bytes(), extent.span.len());
+    let plain = Row {
+        start,
+        length,
+        depth: extent.depth,
+        present: true,
+        zero: false,
+        data: true,
+        compressed: false,
+        offset: None,
+        file: None,
+    };
+    match extent.place {
+        Place::Data { storage, at } => {
+            Row { offset: Some(at.bytes()), file: Some(name(chain, extent.depth, &storage)), ..plain }
+        }
+        Place::Compressed => Row { compressed: true, ..plain },
+        // What nobody in the chain has is not present; zeros that an image recorded are.
+        Place::Below => Row { present: false, zero: true, data: false, ..plain },
+        Place::Zero { .. } => Row { zero: true, data: false, ..plain },
+    }
+}
+
+/// The name of the file as it was asked for, or as the image above has it.
+fn name(chain: &Chain, depth: usize, storage: &SharedStorage) -> String {
+    let member = &chain.members[depth];
+    match &member.data_file {
+        Some((path, file)) if file.name() == storage.name() || Arc::ptr_eq(file, storage) => {
+            path.display().to_string()
+        }
+        _ => member.path.strip_prefix("./").unwrap_or(&member.path).display().to_string(),
+    }
+}
+
+fn push(rows: &mut Vec<Row>, next: Row) {
+    if let Some(last) = rows.last_mut() {
+        let same = (last.depth, last.present, last.zero, last.data, last.compressed)
+            == (next.depth, next.present, next.zero, next.data, next.compressed);
+        let follows = match (last.offset, next.offset) {
+            (Some(at), Some(next)) => at + last.length == next,
+            (None, None) => true,
+            _ => false,
+        };
+        if same && follows && last.file == next.file && last.start + last.length == next.start {
+            last.length += next.length;
+            return;
+        }
+    }
+    rows.push(next);
+}

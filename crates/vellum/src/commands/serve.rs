@@ -1,0 +1,162 @@
+//! `vellum serve`: serve disks until told to stop.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use vellum_core::{Error, Result};
+use vellum_daemon::serve::parse_address;
+use vellum_daemon::stats::DiskStats;
+use vellum_daemon::{ExportSpec, ImageOptions, ServeSpec, serve};
+use vellum_format::FormatKind;
+use vellum_io::{Address, IoMode};
+
+use super::Outcome;
+use crate::args::parse_format;
+use crate::output::{complain, human_bytes};
+
+/// Serve disks over NBD until SIGTERM or Ctrl-C
+///
+/// On either, requests that were begun are answered and the images closed; after that they are plain images again. A
+/// server that is killed loses nothing that was flushed.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The image to serve under the default export name
+    #[arg(value_name = "IMAGE", required_unless_present = "export")]
+    image: Option<PathBuf>,
+    /// Serve NBD at unix:PATH or tcp:HOST:PORT; may be given several times
+    #[arg(long, value_name = "ADDRESS", required = true, value_parser = parse_address)]
+    nbd: Vec<Address>,
+    /// Serve IMAGE under NAME too; may be given several times
+    #[arg(long, value_name = "NAME=IMAGE", value_parser = parse_export)]
+    export: Vec<(String, PathBuf)>,
+    /// Format of the images; a raw disk is written only when it is said to be raw
+    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
+    format: Option<FormatKind>,
+    /// How the host's I/O is done; io_uring where it works, when not given
+    #[arg(long, value_enum, value_name = "HOW")]
+    io: Option<Io>,
+    /// Transfers go past the page cache (O_DIRECT)
+    #[arg(long)]
+    direct: bool,
+    /// Refuse writes
+    #[arg(short, long)]
+    read_only: bool,
+    /// With --read-only: serve the image even while another program writes it
+    #[arg(short = 'U', long, requires = "read_only")]
+    force_share: bool,
+    /// Serve this internal snapshot, by id or name; implies --read-only
+    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    snapshot: Option<String>,
+    /// Worker threads; one per core when not given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// Connections at once
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    max_connections: u32,
+    /// Seconds that requests under way have to end after SIGTERM before connections are cut
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    drain_seconds: u64,
+    /// Write statistics to PATH as JSON, once a second and at the end
+    #[arg(long, value_name = "PATH")]
+    stats_json: Option<PathBuf>,
+    /// Also open backing and data files in DIR, besides each image's own directory
+    #[arg(long, value_name = "DIR")]
+    allow_dir: Vec<PathBuf>,
+    /// Say nothing
+    #[arg(short, long)]
+    quiet: bool,
+}
+
+/// How the host's I/O is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Io {
+    /// io_uring, or an error
+    Uring,
+    /// A pool of threads
+    Threads,
+}
+
+fn parse_export(text: &str) -> Result<(String, PathBuf)> {
+    let (name, path) = text
+        .split_once('=')
+        .filter(|(_, path)| !path.is_empty())
+        .ok_or_else(|| Error::invalid(format!("{text:?} is no export: say NAME=IMAGE")))?;
+    Ok((name.to_owned(), PathBuf::from(path)))
+}
+
+pub(crate) fn run(args: Args) -> Outcome {
+    let image = ImageOptions {
+        format: args.format,
+        read_only: args.read_only || args.snapshot.is_some(),
+        force_share: args.force_share,
+        direct: args.direct,
+        snapshot: args.snapshot.clone(),
+        without_backing: false,
+        allow_dirs: args.allow_dir.clone(),
+    };
+    let default = args.image.clone().map(|path| (String::new(), path));
+    let exports = default.into_iter().chain(args.export.clone()).map(|(name, path)| ExportSpec {
+        name,
+        description: path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default(),
+        path,
+        image: image.clone(),
+    });
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let spec = ServeSpec {
+        exports: exports.collect(),
+        nbd: args.nbd.clone(),
+        threads: args.threads.map_or(cores, usize::from),
+        mode: match args.io {
+            None => IoMode::Auto,
+            Some(Io::Uring) => IoMode::Uring,
+            Some(Io::Threads) => IoMode::Threads,
+        },
+        connections_max: usize::try_from(args.max_connections).expect("32 bits"),
+        limits: Default::default(),
+        drain_time: Duration::from_secs(args.drain_seconds),
+        stats_path: args.stats_json.clone(),
+    };
+    let quiet = args.quiet;
+    let names: Vec<String> = spec.exports.iter().map(|export| export.name.clone()).collect();
+    let report = serve(spec, move |addresses| {
+        if !quiet {
+            for address in addresses {
+                announce(address, &names);
+            }
+        }
+    })?;
+    if !quiet {
+        for disk in &report.stats.disks {
+            complain(&summary(disk));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// One line per export, with the URI that clients take.
+fn announce(address: &Address, names: &[String]) {
+    for name in names {
+        let uri = match address {
+            Address::Unix(path) => format!("nbd+unix:///{name}?socket={}", path.display()),
+            Address::Tcp { .. } => format!("nbd://{address}/{name}"),
+        };
+        complain(&format!("serving {uri}"));
+    }
+}
+
+fn summary(disk: &DiskStats) -> String {
+    let (guest, data, metadata) = (&disk.guest, &disk.host.data, &disk.host.metadata);
+    format!(
+        "{}: closed; guest: {} reads, {} writes ({}), {} flushes; host: {} writes ({}), {} flushes",
+        disk.image,
+        guest.reads,
+        guest.writes,
+        human_bytes(guest.bytes_written),
+        guest.flushes,
+        data.writes + metadata.writes,
+        human_bytes(data.bytes_written + metadata.bytes_written),
+        data.flushes + metadata.flushes
+    )
+}

@@ -1,0 +1,57 @@
+//! The command line: arguments in, one call into the library, answers out.
+//!
+//! Data goes to stdout, everything else to stderr. A failure is one line, with its causes and, where there is one, the
+//! remedy; exit codes are those of `qemu-img`. One file in `commands/` for each command; its `Args` are its help.
+
+#![forbid(unsafe_code)]
+
+mod args;
+mod commands;
+mod output;
+mod progress;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Copy-on-write disks for virtual machines: create, clone, check, convert and serve images (raw, qcow2)
+#[derive(Parser)]
+#[command(name = "vellum", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Create(commands::create::Args),
+    Info(commands::info::Args),
+    Map(commands::map::Args),
+    Check(commands::check::Args),
+    Convert(commands::convert::Args),
+    Compare(commands::compare::Args),
+    Recover(commands::recover::Args),
+    Serve(commands::serve::Args),
+    Quickstart(commands::quickstart::Args),
+}
+
+fn main() -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("VELLUM_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let (name, result) = match Cli::parse().command {
+        Command::Create(args) => ("create", commands::create::run(args)),
+        Command::Info(args) => ("info", commands::info::run(&args)),
+        Command::Map(args) => ("map", commands::map::run(&args)),
+        Command::Check(args) => ("check", commands::check::run(&args)),
+        Command::Convert(args) => ("convert", commands::convert::run(args)),
+        Command::Compare(args) => ("compare", commands::compare::run(&args)),
+        Command::Recover(args) => ("recover", commands::recover::run(&args)),
+        Command::Serve(args) => ("serve", commands::serve::run(args)),
+        Command::Quickstart(args) => ("quickstart", commands::quickstart::run(&args)),
+    };
+    result.unwrap_or_else(|failure| {
+        output::complain(&format!("vellum {name}: {}", failure.error.chain()));
+        ExitCode::from(failure.code)
+    })
+}

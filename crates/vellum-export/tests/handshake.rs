@@ -7,7 +7,7 @@ use support::client::{Wish, context_data, info_data, option_bytes};
 use support::disks::{RuledDisk, shared};
 use vellum_core::{BlockSize, Geometry};
 use vellum_export::nbd::wire::{info, option, option_reply as reply, transmission_flag as flag};
-use vellum_export::nbd::{Ending, Limits};
+use vellum_export::nbd::{Ending, Export, Limits};
 
 const SIZE: u64 = 1 << 20;
 
@@ -36,6 +36,32 @@ fn go_tells_everything_and_begins() {
         assert_eq!(world.exports.sessions(""), Some(0));
     });
     world.assert_nothing_is_left();
+}
+
+#[test]
+fn only_what_was_asked_for_and_exists_is_told() {
+    let world = world();
+    let export = Export {
+        name: "plain".to_owned(),
+        description: String::new(),
+        disk: world.disk.clone(),
+        read_only: false,
+    };
+    world.exports.add(export).expect("the name is free");
+    let (mut client, _session) = world.connect();
+    world.run(async {
+        client.greet().await;
+        let told = client.inform(option::INFO, "", &[]).await.expect("the default export");
+        assert_eq!((told.name, told.description), (None, None), "nothing was asked");
+        assert!(told.blocks.is_some(), "but sizes are told to all");
+        let facts = [info::NAME, info::DESCRIPTION];
+        let told = client.inform(option::INFO, "plain", &facts).await.expect("it is there");
+        assert_eq!(
+            (told.name.as_deref(), told.description),
+            (Some("plain"), None),
+            "there is no description"
+        );
+    });
 }
 
 #[test]

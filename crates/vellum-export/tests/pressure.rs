@@ -224,6 +224,29 @@ fn a_handshake_holds_little_whatever_is_sent() {
     world.run(session);
 }
 
+/// What a request for status may gather is charged like a payload.
+#[test]
+fn requests_for_status_are_charged() {
+    let _alone = ALONE.lock().unwrap_or_else(|error| error.into_inner());
+    let limits = Limits { memory_bytes_max: 3 << 20, payload_bytes_max: 1 << 20, ..Limits::default() };
+    let disk = RuledDisk::new(8 << 20);
+    let world = World::with(shared(&disk), false, limits);
+    let (mut client, _session) = world.connect();
+    world.run(async {
+        client.begin(Wish::default()).await;
+        disk.close_gate();
+        for cookie in 0..10 {
+            client.request(header(command::BLOCK_STATUS, cookie, 0, 8 << 20), b"").await;
+        }
+        world.settle().await;
+        assert_eq!(disk.take_seen().len(), 3);
+        disk.open_gate();
+        for _ in 0..10 {
+            assert_eq!(client.answer().await.expect("it comes").error, 0);
+        }
+    });
+}
+
 /// A write of which only the header has come holds what was charged for it, and the next one waits.
 #[test]
 fn a_payload_is_charged_before_it_is_made() {

@@ -101,11 +101,13 @@ fn runs_of(span: GuestSpan, extents: impl Iterator<Item = (GuestSpan, bool)>) ->
     let mut at = span.start();
     for hole in holes {
         // The ends of the request are as good as the edge of a grain.
-        let start = if hole.start() == span.start() { hole } else { GRAIN.narrow(hole) }.start();
-        let end = if hole.end() == span.end() { hole } else { GRAIN.narrow(hole) }.end();
-        if end <= start || (end - start) < GRAIN.bytes() {
+        let (start, end) = (hole.start().bytes(), hole.end().bytes());
+        let start = if hole.start() == span.start() { start } else { GRAIN.round_up(start) };
+        let end = if hole.end() == span.end() { end } else { GRAIN.round_down(end) };
+        if end.saturating_sub(start) < GRAIN.bytes() {
             continue;
         }
+        let (start, end) = (GuestOffset::new(start), GuestOffset::new(end));
         if at < start {
             runs.push((GuestSpan::between(at, start), false));
         }
@@ -150,7 +152,8 @@ fn push_bytes(parts: &mut Parts, run: GuestSpan, mut bytes: Buffer) {
 
 fn push_hole(parts: &mut Parts, at: GuestOffset, len: u64) {
     match parts.last_mut() {
-        Some(Part::Hole { at: start, len: before }) if *start + *before == at => *before += len,
+        // Parts follow each other without a gap, so this one does.
+        Some(Part::Hole { len: before, .. }) => *before += len,
         _ if len == 0 => {}
         _ => parts.push(Part::Hole { at, len }),
     }
@@ -216,11 +219,25 @@ mod tests {
             [(10 * K, 300 * K, true)],
             "the ends of the request need no grain"
         );
-        let chequered: Vec<(u64, u64, bool)> = (0..40).map(|i| (i * 64 * K, 64 * K, i % 2 == 0)).collect();
+        for (at, len) in
+            [(0, 10 * K), (10 * K, 20 * K), (70 * K, 60 * K), (490 * K, 10 * K), (450 * K, 50 * K)]
+        {
+            let request = span(10 * K, 490 * K);
+            let hole = request.intersect(span(at, len));
+            let extent = (hole.start().bytes(), hole.len(), true);
+            assert_eq!(runs(request, &[extent]), [(10 * K, 490 * K, false)], "too short: {extent:?}");
+        }
         assert_eq!(
-            runs(span(0, 2560 * K), &chequered),
-            [(0, 2560 * K, false)],
-            "too many to read one by one"
+            runs(span(10 * K, 490 * K), &[(10 * K, 70 * K, true), (400 * K, 100 * K, true)]),
+            [(10 * K, 490 * K, false)],
+            "grains at the ends need not be whole, but a hole must be as long as one"
+        );
+        let chequered = |n| (0..n).map(|i| (i * 64 * K, 64 * K, i % 2 == 0)).collect::<Vec<_>>();
+        assert_eq!(runs(span(0, 32 * 64 * K), &chequered(32)).len(), 32, "16 reads");
+        assert_eq!(
+            runs(span(0, 34 * 64 * K), &chequered(34)),
+            [(0, 34 * 64 * K, false)],
+            "17 would be too many"
         );
     }
 

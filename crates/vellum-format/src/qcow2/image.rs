@@ -397,6 +397,12 @@ impl Qcow2 {
             }
         }
         self.refcounts().note_metadata(table);
+        // Nobody loads the page of an empty table before it is put into memory below. Else somebody could load it, change
+        // it, have it written and evicted, all in between, and the empty one would take its place.
+        let _loading = match old.bytes() {
+            0 => Some(self.loads.lock(slot.page).await),
+            _ => None,
+        };
         // Published: readers find the table. It is on the medium before the L1 entry is (commit.rs). A commit waits for the
         // lock, so nobody who uses the table can be told that it is durable before its index is listed.
         {
@@ -407,7 +413,7 @@ impl Qcow2 {
         if old.bytes() != 0 {
             self.free(old.span(self.cluster.bytes()));
         } else {
-            self.insert_empty(slot.page).await;
+            self.insert_empty(slot.page);
         }
         Ok(())
     }
@@ -425,13 +431,11 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Saves reading back a page of a table that was just made. If it does not fit, it will be read after all.
-    async fn insert_empty(&self, number: u64) {
-        let _loading = self.loads.lock(number).await;
-        if self.pages.get(number).is_none() {
-            let page = Page::empty(number, self.page_bytes, self.entries.words());
-            let _: Result<(), SetFull> = self.pages.insert(page);
-        }
+    /// Saves reading back a page of a table that is just made. If it does not fit, it will be read after all. The caller
+    /// has held the page's load lock since before anybody could find the table.
+    fn insert_empty(&self, number: u64) {
+        let page = Page::empty(number, self.page_bytes, self.entries.words());
+        let _: Result<(), SetFull> = self.pages.insert(page);
     }
 
     /// The refcounts, for a moment. Panics when the image is open for reading.

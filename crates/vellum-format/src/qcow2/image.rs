@@ -464,6 +464,11 @@ impl Qcow2 {
 
     async fn load_refcounts(&self, page: RefcountPage) -> Result<()> {
         let _loading = self.refcount_loads.lock(page.number).await;
+        if self.refcounts().has(page) {
+            // Somebody else was first. Were it read again all the same, it could be changed, written and evicted
+            // meanwhile, and what this read brings would be out of date.
+            return Ok(());
+        }
         let len = usize::try_from(page.span.len()).expect("a page is small");
         let buffer = self
             .metadata

@@ -213,7 +213,13 @@ impl Refcounts {
         }
     }
 
-    /// Brings a page into memory; the caller has read it and is the only one loading it.
+    /// Whether the page is in memory.
+    pub(crate) fn has(&self, page: RefcountPage) -> bool {
+        self.pages.contains_key(&page.number)
+    }
+
+    /// Brings a page into memory; the caller has read it and is the only one loading it: it has been absent since before
+    /// it was read.
     pub(crate) fn loaded(&mut self, page: RefcountPage, bytes: Vec<u8>) {
         // Between asking and now the block cannot have moved, but a fresh one may have been put in its place.
         if self.place(page.number) != Some(page.span.start()) || self.pages.contains_key(&page.number) {

@@ -157,10 +157,9 @@ impl Disk for Raw {
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            if self.closed.swap(true, Ordering::AcqRel) || self.geometry.read_only {
-                return Ok(());
-            }
-            self.storage.flush().await
+            self.closed.store(true, Ordering::Release);
+            // Flushed each time: a second call must not make a success of what failed in the first.
+            if self.geometry.read_only { Ok(()) } else { self.storage.flush().await }
         })
     }
 }

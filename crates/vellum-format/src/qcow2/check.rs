@@ -16,6 +16,8 @@
 //!    only, in chunks that exist when something is in them.
 //! 2. A repair may be cut off anywhere: until its last step, the switch of the header or the clearing of the dirty bit,
 //!    running it again does the same work again.
+//! 3. A part of the mapping that cannot be read, or is damaged, hides what it names. Then nothing that seems unused may
+//!    be given away: refcounts are only raised, flags only cleared, and a new structure is not written at all.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -205,6 +207,8 @@ struct Walked {
     structure: References,
     /// The structure cannot be repaired where it lies.
     structure_broken: bool,
+    /// Something that names clusters could not be looked at: there may be more references than were counted.
+    hidden: bool,
     table: Vec<u64>,
     /// A flag of the active tables may be wrong.
     flags_suspect: bool,
@@ -220,6 +224,7 @@ impl Walk<'_> {
             references: References::default(),
             structure: References::default(),
             structure_broken: false,
+            hidden: false,
             table: Vec::new(),
             flags_suspect: header.snapshot_count > 0,
         };
@@ -246,9 +251,26 @@ impl Walk<'_> {
         (self.say)(format!("ERROR: I/O error in {what}: {}", error.chain()));
     }
 
+    /// Something that names clusters is damaged.
+    fn hiding(&mut self, line: String) {
+        self.result.hidden = true;
+        self.error(line);
+    }
+
+    /// Counts a reference to each cluster of a table; false when it leaves the file, and what it names is not to be seen.
+    fn count_table(&mut self, span: ImageSpan) -> bool {
+        let is_inside = self.count(span);
+        self.result.hidden |= !is_inside;
+        is_inside
+    }
+
     /// Counts a reference to each cluster of the run; false when the run leaves the file.
     fn count(&mut self, span: ImageSpan) -> bool {
-        let Some(clusters) = self.inside(span) else { return false };
+        let Some(clusters) = self.inside(span) else {
+            // What lies wholly behind the end uses no cluster; what begins before it does.
+            self.result.hidden |= span.start().bytes() < self.image.len();
+            return false;
+        };
         clusters.for_each(|cluster| self.result.references.add(cluster));
         true
     }
@@ -278,12 +300,13 @@ impl Walk<'_> {
 
     /// Counts an L1 table and all it leads to.
     async fn walk_l1(&mut self, span: ImageSpan, is_active: bool) -> Result<()> {
-        if span.is_empty() || !self.count(span) {
+        if span.is_empty() || !self.count_table(span) {
             return Ok(());
         }
         let table = match self.read(span).await {
             Ok(table) => table,
             Err(error) => {
+                self.result.hidden = true;
                 self.unreadable("the L1 table", &error);
                 return Ok(());
             }
@@ -307,18 +330,18 @@ impl Walk<'_> {
     fn l2_place(&mut self, index: usize, entry: u64, is_active: bool) -> Option<ImageSpan> {
         let at = ImageOffset::new(entry & OFFSET_MASK);
         if entry & L1_RESERVED != 0 {
-            self.error(format!("found L1 entry with reserved bits set: {entry:x}"));
+            self.hiding(format!("found L1 entry with reserved bits set: {entry:x}"));
         }
         if at.bytes() == 0 {
             return None;
         }
         if !self.header.cluster_size().aligns(at) {
-            self.error(format!("l2_offset={at}: Table is not cluster aligned; L1 entry {index} corrupted"));
+            self.hiding(format!("l2_offset={at}: Table is not cluster aligned; L1 entry {index} corrupted"));
             return None;
         }
         self.result.flags_suspect |= is_active && entry & COPIED == 0;
         let l2 = at.span(self.header.cluster_size().bytes());
-        self.count(l2).then_some(l2)
+        self.count_table(l2).then_some(l2)
     }
 
     async fn walk_tables(
@@ -338,7 +361,10 @@ impl Walk<'_> {
         for ((_, span), table) in wanted.into_iter().zip(try_join_all(reads).await?) {
             match table {
                 Ok(table) => self.walk_l2(span, table.slice(), is_active, next_contiguous),
-                Err(error) => self.unreadable(&format!("the L2 table at {}", span.start()), &error),
+                Err(error) => {
+                    self.result.hidden = true;
+                    self.unreadable(&format!("the L2 table at {}", span.start()), &error);
+                }
             }
         }
         Ok(())
@@ -351,7 +377,7 @@ impl Walk<'_> {
             let pair = (be64(entry, 0), if words == 2 { be64(entry, 8) } else { 0 });
             let place = match self.entries.decode(pair) {
                 Err(error) => {
-                    self.error(format!("L2 table at {}, entry {index}: {error}", at.start()));
+                    self.hiding(format!("L2 table at {}, entry {index}: {error}", at.start()));
                     continue;
                 }
                 Ok(ClusterState::Compressed(packed)) => {
@@ -388,7 +414,7 @@ impl Walk<'_> {
         let table = match snapshot::read_table(self.header, self.image).await {
             Ok(table) => table,
             Err(error) if error.kind() == ErrorKind::Corrupt => {
-                self.error(format!("snapshot table: {}", error.chain()));
+                self.hiding(format!("snapshot table: {}", error.chain()));
                 return Ok(());
             }
             Err(error) => return Err(error),
@@ -402,7 +428,7 @@ impl Walk<'_> {
 
     async fn walk_bitmaps(&mut self) -> Result<()> {
         let Some(directory) = self.header.bitmaps() else { return Ok(()) };
-        if !self.count(directory.span) {
+        if !self.count_table(directory.span) {
             return Ok(());
         }
         let bytes = self.read(directory.span).await.context(|| "can't read the bitmap directory")?;
@@ -410,7 +436,7 @@ impl Walk<'_> {
         let mut at = 0;
         for _ in 0..directory.count {
             if at + 24 > bytes.len() {
-                self.error("the bitmap directory ends too early".to_owned());
+                self.hiding("the bitmap directory ends too early".to_owned());
                 return Ok(());
             }
             let (offset, entries) = (be64(bytes, at), be32(bytes, at + 8));
@@ -419,11 +445,11 @@ impl Walk<'_> {
             let table = match self.header.table(offset, u64::from(entries) * 8, "bitmap table") {
                 Ok(table) if table.len() <= L1_BYTES_MAX => table,
                 _ => {
-                    self.error(format!("a bitmap table cannot lie at {offset:#x}"));
+                    self.hiding(format!("a bitmap table cannot lie at {offset:#x}"));
                     continue;
                 }
             };
-            if !self.count(table) {
+            if !self.count_table(table) {
                 continue;
             }
             let table = self.read(table).await.context(|| "can't read a bitmap table")?;
@@ -538,7 +564,7 @@ impl Walk<'_> {
 
     /// Compares the "copied" flags of the active tables with the references.
     async fn check_flags(&mut self) -> Result<()> {
-        let wrong = wrong_flags(self.header, self.image, &self.result.references).await?;
+        let wrong = wrong_flags(self.header, self.image, &self.result).await?;
         for flag in wrong {
             let kind = if flag.is_table { "L2" } else { "data" };
             self.error(format!(
@@ -559,11 +585,7 @@ struct WrongFlag {
     is_table: bool,
 }
 
-async fn wrong_flags(
-    header: &Header,
-    image: &dyn Storage,
-    references: &References,
-) -> Result<Vec<WrongFlag>> {
+async fn wrong_flags(header: &Header, image: &dyn Storage, walked: &Walked) -> Result<Vec<WrongFlag>> {
     let entries = Entries::of(header);
     let cluster = header.cluster_size();
     let mut wrong = Vec::new();
@@ -573,8 +595,12 @@ async fn wrong_flags(
     }
     let l1 = image.read(span.start(), Buffer::for_overwrite(to_usize(span.len()))).await?;
     let mut look = |at: ImageOffset, old: u64, host: ImageOffset, is_table: bool| {
-        let count = references.get(cluster.cluster_of(host).index());
-        let new = if count == 1 { old | COPIED } else { old & !COPIED };
+        let count = walked.references.get(cluster.cluster_of(host).index());
+        let new = match count {
+            0 | 1 if walked.hidden => old, // there may be more references
+            1 => old | COPIED,
+            _ => old & !COPIED,
+        };
         if old != new {
             wrong.push(WrongFlag { at, old, new, references: count, is_table });
         }
@@ -616,6 +642,12 @@ struct Fix<'a> {
 impl Fix<'_> {
     async fn run(&mut self) -> Result<()> {
         if self.repair == Repair::All {
+            if self.walk.structure_broken && self.walk.hidden {
+                return Err(Error::corrupt(
+                    "the refcounts cannot be rebuilt: parts of the mapping are damaged or unreadable, and what they \
+                     name would count as free",
+                ));
+            }
             self.fix_flags().await?;
             if self.walk.structure_broken {
                 return self.rebuild().await;
@@ -626,17 +658,22 @@ impl Fix<'_> {
     }
 
     async fn fix_flags(&mut self) -> Result<()> {
-        for flag in wrong_flags(self.header, self.image, &self.walk.references).await? {
+        for flag in wrong_flags(self.header, self.image, &self.walk).await? {
             (self.say)(format!("Repairing OFLAG_COPIED of entry {:x} at {}", flag.old, flag.at));
             self.image.write(flag.at, Buffer::copy_of(&flag.new.to_be_bytes())).await?;
         }
         Ok(())
     }
 
-    /// Writes the right refcounts into the blocks that there are.
+    /// Writes the right refcounts into the blocks that there are. None is lowered when there may be references that were
+    /// not seen; and nothing is written to blocks that may be something else.
     async fn fix_counts(&mut self) -> Result<()> {
         let cluster = self.header.cluster_size().bytes();
         let (order, per_block) = (self.header.refcount_order, (cluster * 8) >> self.header.refcount_order);
+        if self.walk.structure_broken {
+            (self.say)("The refcount structure must be rebuilt first; no leak is repaired".to_owned());
+            return Ok(());
+        }
         for (block, at) in self.walk.table.iter().enumerate().filter(|(_, at)| **at != 0) {
             let at = ImageOffset::new(*at);
             let Ok(bytes) = self.image.read(at, Buffer::for_overwrite(to_usize(cluster))).await else {
@@ -648,7 +685,7 @@ impl Fix<'_> {
                 let n = block as u64 * per_block + index;
                 let old = refcount::read(&bytes, order, index);
                 let new = self.walk.references.get(n) + self.walk.structure.get(n);
-                let may = old > new || self.repair == Repair::All;
+                let may = if old > new { !self.walk.hidden } else { self.repair == Repair::All };
                 if old != new && may && (order == 6 || new < 1 << (1u32 << order)) {
                     (self.say)(format!("Repairing cluster {n} refcount={old} reference={new}"));
                     refcount::write(&mut bytes, order, index, new);

@@ -60,6 +60,10 @@ pub(crate) struct Commits {
     changes: AtomicU64,
     /// The value of `changes` that the last good host flush covers.
     covered: AtomicU64,
+    /// Held by who gives back clusters.
+    giving: async_lock::Mutex<()>,
+    /// Runs that have been given back.
+    given: AtomicU64,
 }
 
 #[derive(Default)]
@@ -84,6 +88,11 @@ impl Commits {
 
     pub(crate) fn note_free(&self, span: ImageSpan) {
         lock(&self.freed).push(span);
+    }
+
+    /// How many runs have been given back; a number that grows.
+    pub(crate) fn given(&self) -> u64 {
+        self.given.load(Ordering::Acquire)
     }
 
     /// Whether clusters wait to be given back.
@@ -183,7 +192,8 @@ impl Qcow2 {
     async fn lead(&self) -> Result<()> {
         self.state.check_stopped()?;
         let covers = self.commits.changes.load(Ordering::Acquire);
-        let sealed = self.seal()?;
+        // What a seal has taken up when it fails is on no list any more: nobody may believe that it was written.
+        let sealed = self.seal().inspect_err(|error| self.state.stop(error.clone()))?;
         if sealed.is_empty() {
             let result = match self.commits.covered.load(Ordering::Acquire) == covers {
                 true => Ok(()),
@@ -321,9 +331,51 @@ impl Qcow2 {
         Ok(())
     }
 
+    /// Repeats what failed for want of space as long as there is some after all: what was freed may wait for a commit,
+    /// or for those who may still be reading it. `act` must not be inside an epoch when it returns.
+    pub(crate) async fn with_space<T>(&self, mut act: impl AsyncFnMut() -> Result<T>) -> Result<T> {
+        loop {
+            let given = self.commits.given();
+            match act().await {
+                Err(error) if error.kind() == ErrorKind::NoSpace && self.make_space(given).await? => {}
+                result => return result,
+            }
+        }
+    }
+
+    /// Gives back everything that was freed. Tells whether anything was, by anybody, since `given` was asked.
+    pub(crate) async fn make_space(&self, given: u64) -> Result<bool> {
+        self.commit().await?;
+        loop {
+            self.give_back_freed().await?;
+            if self.commits.given() != given {
+                return Ok(true);
+            }
+            let stamp = lock(&self.commits.quarantine).front().map(|(stamp, _)| *stamp);
+            match stamp {
+                None => return Ok(false),
+                Some(stamp) => self.epochs.until_passed(stamp).await,
+            }
+        }
+    }
+
     /// Gives back the clusters that were freed durably and that nobody can be using any more. Must not be called from
     /// inside an epoch if it is to get anywhere. Tells whether any was given back.
     pub(crate) async fn give_back_freed(&self) -> Result<bool> {
+        // One at a time: else some run might be on its way while another task finds nothing left, and says so.
+        let giving = self.commits.giving.lock().await;
+        self.give_back_all(giving).await
+    }
+
+    /// The same, unless somebody is doing it.
+    pub(crate) async fn give_back_unless_busy(&self) -> Result<()> {
+        match self.commits.giving.try_lock() {
+            Some(giving) => self.give_back_all(giving).await.map(drop),
+            None => Ok(()),
+        }
+    }
+
+    async fn give_back_all(&self, _giving: async_lock::MutexGuard<'_, ()>) -> Result<bool> {
         let mut any = false;
         loop {
             let batch = {
@@ -337,6 +389,7 @@ impl Qcow2 {
             while let Some(span) = spans.pop() {
                 let Err((rest, error)) = self.give_back_span(span).await else {
                     any = true;
+                    self.commits.given.fetch_add(1, Ordering::AcqRel);
                     continue;
                 };
                 if error.kind() == ErrorKind::Corrupt {
@@ -411,12 +464,21 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Everything home, everything freed given back, and the dirty bit cleared.
+    /// Everything home, everything freed given back, and the dirty bit cleared. When that failed once it is not tried
+    /// again, nor taken for done: the image stays marked, and the next opening repairs it.
     pub(crate) async fn close_image(&self) -> Result<()> {
-        if !self.state.close() || self.geometry.read_only {
+        if self.geometry.read_only {
+            self.state.close();
             return Ok(());
         }
         self.state.check_stopped()?;
+        if !self.state.close() {
+            return Ok(());
+        }
+        self.close_once().await.inspect_err(|error| self.state.stop(error.clone()))
+    }
+
+    async fn close_once(&self) -> Result<()> {
         loop {
             self.commit().await?;
             if !self.give_back_freed().await? {

@@ -10,6 +10,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
+use event_listener::Event;
+
 /// Counters are spread so that cores do not fight for one cache line.
 const SHARDS: usize = 8;
 
@@ -24,16 +26,32 @@ struct Shard {
 pub(crate) struct Epochs {
     current: AtomicU64,
     shards: [Shard; SHARDS],
+    /// How many wait for requests to leave, and what tells them.
+    waiting: AtomicU64,
+    left: Event,
 }
 
 /// A request that is inside an epoch.
 pub(crate) struct Inside<'a> {
+    epochs: &'a Epochs,
     counter: &'a AtomicU64,
 }
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
         self.counter.fetch_sub(1, SeqCst);
+        if self.epochs.waiting.load(SeqCst) > 0 {
+            self.epochs.left.notify(usize::MAX);
+        }
+    }
+}
+
+/// One who waits, until dropped.
+struct Waiting<'a>(&'a AtomicU64);
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, SeqCst);
     }
 }
 
@@ -52,7 +70,7 @@ impl Epochs {
             let epoch = self.current.load(SeqCst);
             let counter = &shard.inside[Self::slot(epoch)];
             counter.fetch_add(1, SeqCst);
-            let inside = Inside { counter };
+            let inside = Inside { epochs: self, counter };
             // Had the epoch moved on in between, the count might have been missed by who moved it.
             if self.current.load(SeqCst) == epoch {
                 return inside;
@@ -84,6 +102,19 @@ impl Epochs {
             let _ = self.current.compare_exchange(epoch, epoch + 1, SeqCst, SeqCst);
         }
         self.current.load(SeqCst) >= stamp + 2
+    }
+
+    /// Waits until [`Epochs::has_passed`]. Must not be called from inside an epoch.
+    pub(crate) async fn until_passed(&self, stamp: u64) {
+        self.waiting.fetch_add(1, SeqCst);
+        let _waiting = Waiting(&self.waiting);
+        loop {
+            let left = self.left.listen();
+            if self.has_passed(stamp) {
+                return;
+            }
+            left.await;
+        }
     }
 }
 

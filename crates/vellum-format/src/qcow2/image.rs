@@ -72,8 +72,6 @@ pub struct Qcow2 {
     pub(crate) decompressor: Decompressor,
     pub(crate) marked: async_lock::Mutex<bool>,
     pub(crate) is_marked: AtomicBool,
-    /// The length the file has been given; everything allocated lies below it.
-    pub(crate) len: AtomicU64,
     pub(crate) growing: async_lock::Mutex<()>,
     pub(crate) state: State,
 }
@@ -455,6 +453,7 @@ impl Qcow2 {
             };
             match stop {
                 Stop::Load(page) => self.load_refcounts(page).await?,
+                Stop::Grow(end) => self.reach(end).await?,
                 Stop::Failed(error) => {
                     return Err(error.context(format!("{}: can't allocate space", self.name)));
                 }
@@ -479,33 +478,26 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Allocates up to `want` neighbouring clusters. The file reaches their end when this returns.
+    /// Allocates up to `want` neighbouring clusters. The file reaches their end.
     pub(crate) async fn allocate(&self, want: u64) -> Result<Run> {
-        let (run, end) =
-            self.with_refcounts(|refcounts| Ok((refcounts.allocate(want)?, refcounts.end()))).await?;
-        if let Some(end) = end
-            && let Err(error) = self.reach(end).await
-        {
-            self.give_back(run).await;
-            return Err(error);
-        }
-        Ok(run)
+        self.with_refcounts(|refcounts| refcounts.allocate(want)).await
     }
 
     /// Makes the file at least so long. It grows in steps, and never ends within a cluster: were the end within a
     /// sector, a write across it could come out of a crash with its bytes but without the new length, and the sector
     /// would be neither old nor new.
     pub(crate) async fn reach(&self, end: u64) -> Result<()> {
-        if end <= self.len.load(Ordering::Acquire) {
+        if self.refcounts().reaches(end) {
             return Ok(());
         }
         let _growing = self.growing.lock().await;
-        if end <= self.len.load(Ordering::Acquire) {
+        if self.refcounts().reaches(end) {
             return Ok(());
         }
+        // Nobody writes past the end meanwhile: what lies there has not been handed out yet.
         let len = self.cluster.max(GROWTH_STEP).round_up(end.max(self.metadata.len()));
         self.metadata.set_len(len).await.context(|| format!("{}: can't grow the file", self.name))?;
-        self.len.store(len, Ordering::Release);
+        self.refcounts().has_grown(len);
         Ok(())
     }
 

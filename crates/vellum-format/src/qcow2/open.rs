@@ -127,8 +127,6 @@ impl Qcow2 {
             read_only,
             fast_zeroes: entries.has_zero_flag(),
         };
-        // A file that ends within a cluster is made longer before the first change.
-        let len = cluster.round_down(image.len());
         let decompressor = Decompressor::new(data.clone(), header.compression(), cluster, options.offload);
         Ok(Arc::new(Self {
             name: image.name().to_owned(),
@@ -155,7 +153,6 @@ impl Qcow2 {
             decompressor,
             marked: Default::default(),
             is_marked: AtomicBool::new(false),
-            len: AtomicU64::new(len),
             growing: Default::default(),
             state: State::default(),
         }))

@@ -15,7 +15,10 @@
 //!    found out about a page outlives the page in memory: the search for a free cluster may pass more pages than fit.
 //! 4. A new block lies in the first cluster that it counts, so that it needs no other block. When the table itself is
 //!    full, the new blocks and the new table lie together behind everything else.
-//! 5. A cluster known to hold metadata is never handed out, whatever its refcount: then the image is corrupt.
+//! 5. No cluster is handed out, and no block or table placed, before the storage reaches its end ([`Stop::Grow`]). Else a
+//!    commit could write refcounts there while somebody is still setting a smaller length, which cuts them off; and a
+//!    storage that cannot grow would fail the commit, and with it those who need no room.
+//! 6. A cluster known to hold metadata is never handed out, whatever its refcount: then the image is corrupt.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -30,6 +33,8 @@ use super::layout::{METADATA_PAGE, REFCOUNT_TABLE_BYTES_MAX, be64, put64};
 pub(crate) enum Stop {
     /// This page must be brought into memory first.
     Load(RefcountPage),
+    /// The storage must reach this many bytes first.
+    Grow(u64),
     /// It cannot be done.
     Failed(Error),
 }
@@ -106,6 +111,8 @@ pub(crate) struct Refcounts {
     metadata: RoaringTreemap,
     /// The storage ends before this cluster and cannot grow.
     end: Option<u64>,
+    /// The storage holds all clusters before this one.
+    reached: u64,
 }
 
 /// Entries of the table that are written together.
@@ -140,6 +147,8 @@ impl Refcounts {
             punched: RoaringTreemap::new(),
             metadata: RoaringTreemap::new(),
             end: (!may_grow).then(|| storage_len >> cluster.shift()),
+            // A file that ends within a cluster is made longer before the first change.
+            reached: if may_grow { storage_len >> cluster.shift() } else { u64::MAX },
         };
         new.note_metadata(ImageOffset::ZERO.span(1));
         new.note_metadata(header.refcount_table);
@@ -266,6 +275,21 @@ impl Refcounts {
         self.end.is_none().then(|| self.used.max(1) << self.cluster.shift())
     }
 
+    /// Whether the storage has been given this length, in bytes.
+    pub(crate) fn reaches(&self, end: u64) -> bool {
+        self.cluster.count_for(end) <= self.reached
+    }
+
+    /// The storage has been given this length, in bytes.
+    pub(crate) fn has_grown(&mut self, len: u64) {
+        self.reached = self.reached.max(len >> self.cluster.shift());
+    }
+
+    /// Asks for the storage to hold all clusters before this one.
+    fn need(&self, end: u64) -> Result<(), Stop> {
+        if end <= self.reached { Ok(()) } else { Err(Stop::Grow(end << self.cluster.shift())) }
+    }
+
     /// Hands out up to `want` neighbouring clusters, at least one.
     pub(crate) fn allocate(&mut self, want: u64) -> Result<Run, Stop> {
         let mut at = self.cursor;
@@ -312,6 +336,8 @@ impl Refcounts {
         let (order, per_page) = (self.order, self.per_page());
         let limit =
             (first - first % per_page + per_page).min(self.end.unwrap_or(u64::MAX)).min(first + want.max(1));
+        // What there is is used up first.
+        let limit = if first < self.reached { limit.min(self.reached) } else { limit };
         let mut count = 0;
         while first + count < limit {
             let cluster = first + count;
@@ -329,6 +355,7 @@ impl Refcounts {
             }
             count += 1;
         }
+        self.need(first + count)?;
         for cluster in first..first + count {
             self.set(cluster, 1)?;
         }
@@ -365,7 +392,7 @@ impl Refcounts {
     }
 
     /// Makes refcounts for clusters that have none.
-    fn add_block(&mut self, block: usize) -> Result<()> {
+    fn add_block(&mut self, block: usize) -> Result<(), Stop> {
         let first = block as u64 * self.per_block();
         // Blocks and, when the table is full, a larger table behind them.
         let (blocks, table_clusters) = if block < self.table.len() {
@@ -384,17 +411,19 @@ impl Refcounts {
         };
         let table_len = table_clusters << self.cluster.shift();
         if table_len > REFCOUNT_TABLE_BYTES_MAX {
-            return Err(full("the image has reached the largest size that its refcount table allows"));
+            return Err(full("the image has reached the largest size that its refcount table allows").into());
         }
         let new = first..first + blocks + table_clusters;
         if self.end.is_some_and(|end| new.end > end) {
-            return Err(full("the image's storage is full and cannot grow"));
+            return Err(full("the image's storage is full and cannot grow").into());
         }
+        self.need(new.end)?;
         if let Some(cluster) = new.clone().find(|cluster| self.metadata.contains(*cluster)) {
             let at = cluster << self.cluster.shift();
             return Err(Error::corrupt(format!(
                 "the metadata cluster {at:#x} has no refcount: run `vellum check -r all`"
-            )));
+            ))
+            .into());
         }
         if table_clusters > 0 {
             self.old_tables.push(self.table_at);
@@ -421,10 +450,7 @@ impl Refcounts {
             }
         }
         for cluster in new.clone() {
-            self.set(cluster, 1).map_err(|stop| match stop {
-                Stop::Failed(error) => error,
-                Stop::Load(page) => unreachable!("page {page:?} was just made"),
-            })?;
+            self.set(cluster, 1)?;
         }
         self.not_zero(new);
         Ok(())

@@ -56,33 +56,34 @@ impl Qcow2 {
         Ok(())
     }
 
-    async fn write_some(&self, span: GuestSpan, data: Buffer) -> Result<()> {
-        let mut copy = None;
-        let first = {
-            let inside = self.epochs.enter();
-            if let Some(runs) = self.all_in_place(span).await? {
-                let result = self.write_runs(runs, data).await;
-                self.commits.note_change();
-                return result;
-            }
-            if self.commits.has_quarantine() {
-                copy = Some(data.duplicate());
-            }
-            let result = self.write_allocating(span, data).await;
-            drop(inside);
-            result
-        };
-        match (first, copy) {
-            // Space that was freed but not given back yet may be what is missing.
-            (Err(error), Some(copy)) if error.kind() == ErrorKind::NoSpace => {
-                self.commit().await?;
-                if !self.give_back_freed().await? {
-                    return Err(error);
-                }
+    async fn write_some(&self, span: GuestSpan, mut data: Buffer) -> Result<()> {
+        loop {
+            let (given, mut copy) = (self.commits.given(), None);
+            let result = {
                 let _inside = self.epochs.enter();
-                self.write_allocating(span, copy).await
+                if let Some(runs) = self.all_in_place(span).await? {
+                    let result = self.write_runs(runs, data).await;
+                    self.commits.note_change();
+                    return result;
+                }
+                // The host may be full too. Then what was freed may help, and the bytes are needed once more.
+                if self.commits.has_quarantine() {
+                    copy = Some(data.duplicate());
+                }
+                self.write_allocating(span, &mut data).await
+            };
+            let error = match result {
+                Err(error) if error.kind() == ErrorKind::NoSpace => error,
+                result => return result,
+            };
+            if data.len() as u64 != span.len() {
+                let Some(copy) = copy else { return Err(error) };
+                data = copy;
             }
-            (result, _) => result,
+            // Space that was freed but not given back yet may be what is missing.
+            if !self.make_space(given).await? {
+                return Err(error);
+            }
         }
     }
 
@@ -126,7 +127,9 @@ impl Qcow2 {
         try_join_all(writes).await.map(drop)
     }
 
-    pub(crate) async fn write_allocating(&self, span: GuestSpan, data: Buffer) -> Result<()> {
+    /// Writes clusters some of which must be allocated. Takes the data out of the buffer when all clusters are there;
+    /// when it fails before that, the buffer is whole.
+    pub(crate) async fn write_allocating(&self, span: GuestSpan, data: &mut Buffer) -> Result<()> {
         let mut steps = Vec::new();
         let result = self.write_steps(span, data, &mut steps).await;
         self.commits.note_change();
@@ -147,7 +150,7 @@ impl Qcow2 {
     async fn write_steps<'a>(
         &'a self,
         span: GuestSpan,
-        data: Buffer,
+        data: &mut Buffer,
         steps: &mut Vec<Step<'a>>,
     ) -> Result<()> {
         let mut rest = span;
@@ -259,7 +262,7 @@ impl Qcow2 {
     }
 
     /// Reads what the clusters are filled with, and writes it together with the guest's bytes.
-    async fn transfer(&self, steps: &[Step<'_>], mut data: Buffer) -> Result<()> {
+    async fn transfer(&self, steps: &[Step<'_>], data: &mut Buffer) -> Result<()> {
         // In order of the disk: guest bytes are cut off the request, fill is read.
         let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();
         for step in steps {
@@ -337,7 +340,7 @@ impl Qcow2 {
         self.state.check_stopped()?;
         self.commit().await?;
         // The promise is kept by now. What cannot be given back at this moment will be later.
-        match self.give_back_freed().await {
+        match self.give_back_unless_busy().await {
             Err(error) if error.kind() == ErrorKind::Corrupt => Err(error),
             _ => Ok(()),
         }

@@ -70,16 +70,18 @@ impl Qcow2 {
                 }
                 None => self.first_part(rest),
             };
-            let result = {
+            // Done again from its start when space was missing: what is zero already costs nothing then.
+            self.with_space(async || {
                 let _inside = self.epochs.enter();
-                act(part).await
-            };
-            self.commits.note_change();
-            result?;
+                let result = act(part).await;
+                self.commits.note_change();
+                result
+            })
+            .await?;
             rest = later;
             if self.has_much_dirty() {
                 self.commit().await?;
-                let _ = self.give_back_freed().await;
+                let _ = self.give_back_unless_busy().await;
             }
         }
         Ok(())
@@ -133,8 +135,8 @@ impl Qcow2 {
             let (part, later) =
                 if part.len() > WRITTEN_AT_ONCE { rest.split_at(WRITTEN_AT_ONCE) } else { (part, later) };
             if !self.reads_zero(part).await? {
-                let zeros = Buffer::zeroed(usize::try_from(part.len()).expect("bounded"));
-                self.write_allocating(part, zeros).await?;
+                let mut zeros = Buffer::zeroed(usize::try_from(part.len()).expect("bounded"));
+                self.write_allocating(part, &mut zeros).await?;
             }
             rest = later;
         }

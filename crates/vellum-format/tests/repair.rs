@@ -1,0 +1,136 @@
+//! Repairs that must not make things worse: of images that cannot be seen whole, and of images whose parts lie upon each
+//! other. What a repair may do without seeing everything is raise a refcount and clear a flag; the rest would give away
+//! what only the hidden part still uses.
+
+mod common;
+
+use common::{Setup, look};
+use futures_lite::future::block_on;
+use vellum_core::{
+    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, MemoryStorage, SharedStorage, WriteFlags,
+};
+use vellum_format::qcow2::check::{Repair, check};
+use vellum_format::qcow2::{CreateOptions, Header, create};
+use vellum_sim::{Content, Drive, DriveOptions, Fault, FaultPlan, Operation, Repeat, World};
+
+const CLUSTER: u64 = 4096;
+
+fn setup() -> Setup {
+    let options = CreateOptions { size: 1 << 20, cluster_size: CLUSTER, ..CreateOptions::default() };
+    Setup { name: "4 KiB clusters", options, has_base: false }
+}
+
+/// An image with data in its first 16 clusters.
+fn image() -> Content {
+    let (setup, world) = (setup(), World::new(0));
+    let drive = Drive::new(&world, DriveOptions::default());
+    world.run(async {
+        create(&*drive, None, &setup.options).await.unwrap();
+        let disk = setup.open(&drive).await.unwrap();
+        let data = Buffer::copy_of(&[7; 16 * 4096]);
+        disk.write(GuestOffset::ZERO, data, WriteFlags::default()).await.unwrap();
+        disk.close().await.unwrap();
+    });
+    drive.content()
+}
+
+fn word(image: &[u8], at: u64) -> u64 {
+    let at = usize::try_from(at).unwrap();
+    u64::from_be_bytes(image[at..at + 8].try_into().unwrap())
+}
+
+/// Where the first L2 table lies.
+fn table(image: &[u8]) -> u64 {
+    word(image, word(image, 40)) & 0x00FF_FFFF_FFFF_FE00
+}
+
+/// A table cannot be read for a moment while leaks are repaired. What it maps is in use all the same, and must not be
+/// handed out to whoever writes next.
+#[test]
+fn what_an_unreadable_table_maps_is_no_leak() {
+    for repair in [Repair::Leaks, Repair::All] {
+        let world = World::new(0);
+        let content = image();
+        let table = ImageOffset::new(table(&content.to_vec())).span(CLUSTER);
+        let plan = FaultPlan::none();
+        let options = DriveOptions { faults: plan.clone(), ..DriveOptions::default() };
+        let drive = Drive::from_content(&world, content, options);
+        world.run(async {
+            let image: SharedStorage = drive.clone();
+            let header = Header::read(&*image).await.unwrap();
+            plan.add(Fault {
+                within: Some(table),
+                repeat: Repeat::ForEver,
+                ..Fault::nth(Operation::Read, 0)
+            });
+            let report = check(&header, &image, repair, &mut |_| {}).await.unwrap();
+            assert!(report.check_errors > 0, "{repair:?}: {report:?}");
+            plan.clear();
+            let (report, lines) = look(&image).await.unwrap();
+            assert!(report.is_clean(), "{repair:?}: {lines:?}");
+            let disk = setup().open(&drive).await.unwrap();
+            let other = GuestOffset::new(64 * CLUSTER);
+            disk.write(other, Buffer::copy_of(&[8; 8 * 4096]), WriteFlags::FUA).await.unwrap();
+            let read = disk.read(GuestOffset::ZERO, Buffer::zeroed(16 * 4096)).await.unwrap().to_vec();
+            assert!(read.iter().all(|byte| *byte == 7), "{repair:?}: somebody else's bytes");
+            disk.close().await.unwrap();
+        });
+    }
+}
+
+/// An entry of the L1 table is damaged. What hangs from it is hidden, not free.
+#[test]
+fn what_a_damaged_entry_hides_is_no_leak() {
+    for repair in [Repair::Leaks, Repair::All] {
+        let mut bytes = image().to_vec();
+        let (l1, good) = (usize::try_from(word(&bytes, 40)).unwrap(), word(&bytes, word(&bytes, 40)));
+        bytes[l1..l1 + 8].copy_from_slice(&(good ^ 0x200).to_be_bytes());
+        let storage = MemoryStorage::holding("image", &bytes);
+        let image: SharedStorage = storage.clone();
+        block_on(async {
+            let header = Header::read(&*image).await.unwrap();
+            let report = check(&header, &image, repair, &mut |_| {}).await.unwrap();
+            assert!(report.corruptions > 0, "{report:?}");
+            image.write(ImageOffset::new(l1 as u64), Buffer::copy_of(&good.to_be_bytes())).await.unwrap();
+            let (report, lines) = look(&image).await.unwrap();
+            assert!(report.is_clean(), "{repair:?}: {lines:?}");
+        });
+    }
+}
+
+/// The refcount table names a cluster of guest data as its block. Lowering "refcounts" there would change what the guest
+/// wrote.
+#[test]
+fn a_repair_of_leaks_writes_no_block_that_somebody_else_uses() {
+    let mut bytes = image().to_vec();
+    let data = word(&bytes, table(&bytes)) & 0x00FF_FFFF_FFFF_FE00;
+    let refcount_table = usize::try_from(word(&bytes, 48)).unwrap();
+    bytes[refcount_table..refcount_table + 8].copy_from_slice(&data.to_be_bytes());
+    for repair in [Repair::Leaks, Repair::All] {
+        let storage = MemoryStorage::holding("image", &bytes);
+        let image: SharedStorage = storage.clone();
+        block_on(async {
+            let header = Header::read(&*image).await.unwrap();
+            let _ = check(&header, &image, repair, &mut |_| {}).await;
+            let read = image.read(ImageOffset::new(data), Buffer::zeroed(4096)).await.unwrap().to_vec();
+            assert!(read.iter().all(|byte| *byte == 7), "{repair:?} changed the guest's bytes");
+        });
+    }
+}
+
+/// Without its refcounts and with a part of the mapping hidden, an image cannot be given new refcounts: those would say
+/// that the hidden part is free.
+#[test]
+fn refcounts_are_not_rebuilt_for_half_an_image() {
+    let mut bytes = image().to_vec();
+    let (l1, good) = (usize::try_from(word(&bytes, 40)).unwrap(), word(&bytes, word(&bytes, 40)));
+    bytes[l1..l1 + 8].copy_from_slice(&(good ^ 0x200).to_be_bytes());
+    let refcount_table = usize::try_from(word(&bytes, 48)).unwrap();
+    bytes[refcount_table..refcount_table + 8].fill(0);
+    let storage = MemoryStorage::holding("image", &bytes);
+    let image: SharedStorage = storage.clone();
+    let header = block_on(Header::read(&*image)).unwrap();
+    let error = block_on(check(&header, &image, Repair::All, &mut |_| {})).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{}", error.chain());
+    assert!(storage.content().to_vec() == bytes, "nothing was written");
+}

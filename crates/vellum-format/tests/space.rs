@@ -1,0 +1,220 @@
+//! When space runs out: what is still there is found, what is not is said, and nothing else suffers.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Setup, busy_drive, look};
+use vellum_core::{
+    Buffer, Disk, ErrorKind, GuestOffset, GuestSpan, ImageOffset, Limits, SharedStorage, WriteFlags,
+    ZeroFlags,
+};
+use vellum_format::qcow2::{CreateOptions, Qcow2};
+use vellum_sim::{Content, Delay, Drive, DriveOptions, Fault, FaultPlan, Operation, Repeat, World};
+
+const CLUSTER: u64 = 512;
+/// A table of 64 entries maps 32 KiB.
+const REACH: u64 = 64 * CLUSTER;
+
+fn setup(size: u64) -> Setup {
+    let options = CreateOptions { size, cluster_size: CLUSTER, ..CreateOptions::default() };
+    Setup { name: "512 byte clusters over a base", options, has_base: true }
+}
+
+/// An image on a device that has room for its metadata and a few clusters.
+async fn on_a_small_device(world: &World, setup: &Setup, clusters: u64) -> (Arc<Drive>, Arc<Qcow2>) {
+    let content = setup.empty_image();
+    let mut bytes = content.to_vec();
+    bytes.resize(bytes.len() + usize::try_from(clusters * CLUSTER).unwrap(), 0);
+    let limits = Limits { fixed_len: true, grows_zeroed: false, ..Limits::plain() };
+    let delay = Delay::between(Duration::from_micros(20)..=Duration::from_micros(300));
+    let options = DriveOptions { limits, delay, ..DriveOptions::default() };
+    let drive = Drive::from_content(world, Content::of(&bytes), options);
+    let disk = setup.open(&drive).await.unwrap();
+    (drive, disk)
+}
+
+/// Writes clusters in the first table until there is no space. Gives how many there was space for.
+async fn fill(disk: &Qcow2) -> u64 {
+    for index in 0..64 {
+        let data = Buffer::copy_of(&[7; 512]);
+        match disk.write(GuestOffset::new(index * CLUSTER), data, WriteFlags::default()).await {
+            Ok(()) => {}
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::NoSpace, "{}", error.chain());
+                return index;
+            }
+        }
+    }
+    panic!("the device is too large for the test");
+}
+
+async fn close_and_look(drive: &Arc<Drive>, disk: &Qcow2) {
+    disk.close().await.unwrap();
+    let image: SharedStorage = drive.clone();
+    let (report, lines) = look(&image).await.unwrap();
+    assert!(report.is_clean(), "{lines:?}");
+}
+
+/// A request that is not a write needs space too: for a table, or for the rest of a cluster. What was freed a moment ago
+/// serves.
+#[test]
+fn zeros_and_discards_find_the_space_that_was_just_freed() {
+    let setup = setup(4 * REACH);
+    for request in 0..3 {
+        let world = World::new(request);
+        world.run(async {
+            let (drive, disk) = on_a_small_device(&world, &setup, 20).await;
+            let filled = fill(&disk).await;
+            assert!(filled > 8, "{filled}");
+            disk.flush().await.unwrap();
+            disk.discard(GuestOffset::ZERO.span(8 * CLUSTER), WriteFlags::default()).await.unwrap();
+            let elsewhere = GuestOffset::new(2 * REACH);
+            let zeroes = |span: GuestSpan| disk.write_zeroes(span, ZeroFlags::default());
+            let result = match request {
+                0 => zeroes(elsewhere.span(4 * CLUSTER)).await,
+                1 => zeroes(elsewhere.span(100)).await,
+                _ => disk.discard(elsewhere.span(4 * CLUSTER), WriteFlags::default()).await,
+            };
+            result.unwrap_or_else(|error| panic!("request {request}: {}", error.chain()));
+            let read = disk.read(elsewhere, Buffer::for_overwrite(100)).await.unwrap().to_vec();
+            assert!(read.iter().all(|byte| *byte == 0), "request {request}");
+            close_and_look(&drive, &disk).await;
+        });
+    }
+}
+
+/// What was freed cannot be used while somebody may still be reading it. A write that needs it waits for that reader.
+#[test]
+fn a_write_waits_for_the_reader_of_what_was_freed() {
+    let setup = setup(4 * REACH);
+    let world = World::new(1);
+    world.run(async {
+        let (drive, disk) = on_a_small_device(&world, &setup, 20).await;
+        let filled = fill(&disk).await;
+        let hold = drive.hold(Operation::Read);
+        let reader = world.spawn({
+            let disk = disk.clone();
+            async move { disk.read(GuestOffset::ZERO, Buffer::zeroed(512)).await.unwrap().to_vec() }
+        });
+        hold.caught(1).await;
+        disk.discard(GuestOffset::ZERO.span(4 * CLUSTER), WriteFlags::FUA).await.unwrap();
+        let writer = world.spawn({
+            let disk = disk.clone();
+            async move {
+                let at = GuestOffset::new(filled * CLUSTER);
+                disk.write(at, Buffer::copy_of(&[9; 512]), WriteFlags::FUA).await
+            }
+        });
+        world.sleep(Duration::from_secs(1)).await;
+        assert!(!writer.is_finished(), "the space is still being read");
+        hold.release();
+        let read = reader.await;
+        assert!(read.iter().all(|byte| *byte == 7 || *byte == 0), "somebody else's bytes");
+        writer.await.unwrap_or_else(|error| panic!("{}", error.chain()));
+        close_and_look(&drive, &disk).await;
+    });
+}
+
+/// The host gives no more room. That fails the requests that need room, and only them: what was written before can still
+/// be made durable, and what is freed can be used.
+#[test]
+fn a_file_that_cannot_grow_fails_nobody_else() {
+    let options =
+        CreateOptions { size: 64 << 20, cluster_size: 512, refcount_bits: 64, ..CreateOptions::default() };
+    let setup = Setup { name: "wide refcounts", options, has_base: false };
+    let world = World::new(0);
+    let plan = FaultPlan::none();
+    let drive = busy_drive(&world, setup.empty_image(), plan.clone());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        let step = 64 * 1024;
+        let write = |at: u64, value: u8| {
+            disk.write(GuestOffset::new(at), Buffer::copy_of(&vec![value; 64 * 1024]), WriteFlags::default())
+        };
+        write(0, 1).await.unwrap();
+        plan.add(Fault {
+            error: ErrorKind::NoSpace,
+            repeat: Repeat::ForEver,
+            ..Fault::nth(Operation::SetLen, 0)
+        });
+        let mut at = step;
+        let error = loop {
+            match write(at, 1).await {
+                Ok(()) => at += step,
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error.kind(), ErrorKind::NoSpace, "{}", error.chain());
+        let len = drive.content().len();
+        disk.flush().await.unwrap_or_else(|error| panic!("what was written before: {}", error.chain()));
+        assert_eq!(drive.content().len(), len, "the file has grown all the same");
+        disk.discard(GuestOffset::ZERO.span(2 * step), WriteFlags::FUA).await.unwrap();
+        write(at, 2).await.unwrap_or_else(|error| panic!("into what was freed: {}", error.chain()));
+        disk.flush().await.unwrap();
+        plan.clear();
+        close_and_look(&drive, &disk).await;
+    });
+}
+
+/// The file is made longer for one writer, slowly. Meanwhile others get space behind that, and a flush writes the refcounts
+/// of it. Those must not be cut off when the first writer's new length is set.
+#[test]
+fn a_file_that_grows_cuts_off_nothing() {
+    let options =
+        CreateOptions { size: 64 << 20, cluster_size: 512, refcount_bits: 64, ..CreateOptions::default() };
+    let setup = Setup { name: "wide refcounts", options, has_base: false };
+    let world = World::new(0);
+    let drive = busy_drive(&world, setup.empty_image(), FaultPlan::none());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        let write = |index: u64| {
+            let disk = disk.clone();
+            let at = GuestOffset::new(index * 64 * 1024);
+            world.spawn(async move {
+                disk.write(at, Buffer::copy_of(&[3; 64 * 1024]), WriteFlags::default()).await.unwrap();
+            })
+        };
+        // The tables are there before.
+        for table in 0..400 {
+            let at = GuestOffset::new(table * 32 * 1024);
+            disk.write(at, Buffer::copy_of(&[3; 512]), WriteFlags::default()).await.unwrap();
+        }
+        let hold = drive.hold(Operation::SetLen);
+        let writers: Vec<_> = (0..200).map(write).collect();
+        hold.caught(1).await;
+        world.sleep(Duration::from_millis(50)).await;
+        disk.flush().await.unwrap();
+        hold.release();
+        for writer in writers {
+            writer.await;
+        }
+        // Its pages of refcounts are read again.
+        close_and_look(&drive, &disk).await;
+    });
+}
+
+/// A close that failed is not made good by asking again.
+#[test]
+fn a_close_that_failed_never_becomes_a_success() {
+    let setup = setup(REACH);
+    let world = World::new(0);
+    let plan = FaultPlan::none();
+    let options = DriveOptions { faults: plan.clone(), ..DriveOptions::default() };
+    let drive = Drive::from_content(&world, setup.empty_image(), options);
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        disk.write(GuestOffset::ZERO, Buffer::copy_of(&[7; 512]), WriteFlags::default()).await.unwrap();
+        let l1 = ImageOffset::new(u64::from_be_bytes(drive.content().to_vec()[40..48].try_into().unwrap()));
+        plan.add(Fault { within: Some(l1.span(512)), ..Fault::nth(Operation::Write, 0) });
+        disk.close().await.unwrap_err();
+        let again = disk.close().await;
+        let image: SharedStorage = drive.clone();
+        let written = setup.open(&drive).await.unwrap();
+        let read = written.read(GuestOffset::ZERO, Buffer::zeroed(512)).await.unwrap().to_vec();
+        assert!(again.is_err() || read.iter().all(|byte| *byte == 7), "lost, and closed well");
+        let (report, lines) = look(&image).await.unwrap();
+        assert!(report.corruptions == 0, "{lines:?}");
+    });
+}

@@ -289,7 +289,6 @@ impl Walk<'_> {
             }
         };
         let table = table.slice();
-        let mut next_contiguous = None;
         let mut wanted: Vec<(usize, ImageSpan)> = Vec::new();
         for index in 0..table.len() / 8 {
             let entry = be64(table, index * 8);
@@ -297,7 +296,7 @@ impl Walk<'_> {
                 wanted.push((index, l2));
             }
             if wanted.len() == TABLES_AT_ONCE || (index + 1) * 8 == table.len() {
-                self.walk_tables(std::mem::take(&mut wanted), is_active, &mut next_contiguous).await?;
+                self.walk_tables(std::mem::take(&mut wanted), is_active).await?;
             }
         }
         Ok(())
@@ -321,12 +320,7 @@ impl Walk<'_> {
         self.count(l2).then_some(l2)
     }
 
-    async fn walk_tables(
-        &mut self,
-        wanted: Vec<(usize, ImageSpan)>,
-        is_active: bool,
-        next_contiguous: &mut Option<ImageOffset>,
-    ) -> Result<()> {
+    async fn walk_tables(&mut self, wanted: Vec<(usize, ImageSpan)>, is_active: bool) -> Result<()> {
         let image = self.image;
         let reads: Vec<LocalFuture<'_, Result<Result<Buffer>>>> = wanted
             .iter()
@@ -337,14 +331,16 @@ impl Walk<'_> {
             .collect();
         for ((_, span), table) in wanted.into_iter().zip(try_join_all(reads).await?) {
             match table {
-                Ok(table) => self.walk_l2(span, table.slice(), is_active, next_contiguous),
+                Ok(table) => self.walk_l2(span, table.slice(), is_active),
                 Err(error) => self.unreadable(&format!("the L2 table at {}", span.start()), &error),
             }
         }
         Ok(())
     }
 
-    fn walk_l2(&mut self, at: ImageSpan, table: &[u8], is_active: bool, next: &mut Option<ImageOffset>) {
+    fn walk_l2(&mut self, at: ImageSpan, table: &[u8], is_active: bool) {
+        // As with QEMU, the first cluster of a table is never counted as fragmented.
+        let mut next: Option<ImageOffset> = None;
         let words = self.entries.words();
         let cluster = self.header.cluster_size().bytes();
         for (index, entry) in table.chunks_exact(words * 8).enumerate() {
@@ -373,7 +369,7 @@ impl Walk<'_> {
                 if next.is_some_and(|next| next != host) {
                     self.result.report.fragmented_clusters += 1;
                 }
-                *next = Some(host + cluster);
+                next = Some(host + cluster);
             }
             if !self.header.has_data_file() {
                 self.count(host.span(cluster));

@@ -23,7 +23,7 @@ sum() {
 settle() {
     sync
     echo "$*" > /data/settled.new
-    dd if=/data/settled.new of=/data/settled conv=fsync 2> /dev/null
+    dd if=/data/settled.new of=/data/settled conv=fsync status=none
 }
 
 end() {
@@ -38,11 +38,18 @@ pages() {
     n=0
     while [ "$n" -lt "$1" ]; do
         n=$((n + 1))
-        dd if=/srv/noise of="/data/pages.$round.$n" bs=4096 skip="$n" count=$((1 + n % 17)) 2> /dev/null
+        dd if=/srv/noise of="/data/pages.$round.$n" bs=4096 skip="$n" count=$((1 + n % 17)) status=none
         if [ $((n % 4)) = 0 ]; then
             settle "$round.$n"
             say "settled $n"
         fi
+    done
+}
+
+# A log whose every record is synced by itself. Each log has another page of the noise first.
+keep_log() {
+    for n in $(seq 0 31); do
+        dd if=/srv/noise of="/data/log.$1" bs=4096 count=1 skip=$(($1 + n)) seek="$n" conv=notrunc,fsync status=none
     done
 }
 
@@ -52,7 +59,7 @@ write() {
     cat /srv/noise /srv/rewritten /srv/noise > /data/joined
     seq 1 100000 > /data/numbers
     head -c 3000000 /dev/urandom > /data/random
-    dd if=/srv/noise of=/srv/rewritten bs=1000 skip=7 seek=333 count=1001 conv=notrunc 2> /dev/null
+    dd if=/srv/noise of=/srv/rewritten bs=1000 skip=7 seek=333 count=1001 conv=notrunc status=none
     echo "The guest was here." >> /etc/motd
     rm /srv/deleted
     mkdir /data/many
@@ -60,13 +67,13 @@ write() {
         echo "file $n" > "/data/many/$n"
     done
     settle written
-    # A log whose every record is synced by itself.
-    for n in $(seq 0 63); do
-        dd if=/srv/noise of=/data/log bs=4096 count=1 skip="$n" seek="$n" conv=notrunc,fsync 2> /dev/null
+    for log in 1 2 3 4; do
+        keep_log "$log" &
     done
+    wait
     settle logged
     forget
-    sum /data/copy /data/joined /data/numbers /data/random /srv/rewritten /data/log
+    sum /data/copy /data/joined /data/numbers /data/random /srv/rewritten /data/log.*
     fstrim /
     forget
     sum /data/random /srv/noise
@@ -75,7 +82,8 @@ write() {
 [ -e /bin/sh ] || /bin/busybox --install -s /bin
 mount -t proc proc /proc
 mount -t sysfs sys /sys
-dmesg -n 1
+# From here on the kernel tells only of errors.
+dmesg -n 4
 say "booted $(uname -r)"
 case "$story" in
 write)

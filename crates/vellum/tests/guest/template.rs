@@ -24,20 +24,19 @@ pub struct Template {
 }
 
 impl Template {
-    /// Makes all of it, with `vellum convert` and `vellum create`.
-    pub fn new(debian: &Debian) -> Self {
+    /// Makes all of it: the template in this format, the clone in qcow2.
+    pub fn new(debian: &Debian, format: &str) -> Self {
         let dir = Dir::new("guest");
         let (noise, rewritten) = (noise(3 << 20, 1), noise(2 << 20, 2));
         make_root(debian, &dir.join("root"), &noise, &rewritten);
-        let raw = dir.text("template.raw");
+        let raw = dir.text("root.ext4");
         tool("mke2fs", &["-q", "-t", "ext4", "-d", &dir.text("root"), &raw, SIZE]);
         std::fs::remove_dir_all(dir.join("root")).expect("the root directory");
 
-        let (image, clone) = (dir.join("template.qcow2"), dir.join("clone.qcow2"));
-        vellum(&["convert", "-q", "-f", "raw", "-O", "qcow2", &raw, path_text(&image)]).answer();
-        std::fs::remove_file(&raw).expect("the raw template");
-        vellum(&["create", "-q", "-b", "template.qcow2", "-F", "qcow2", "-f", "qcow2", path_text(&clone)])
-            .answer();
+        let (image, clone) = (dir.join("template"), dir.join("clone.qcow2"));
+        vellum(&["convert", "-q", "-f", "raw", "-O", format, &raw, path_text(&image)]).answer();
+        std::fs::remove_file(&raw).expect("the raw file system");
+        vellum(&["create", "-q", "-f", "qcow2", "-b", "template", "-F", format, path_text(&clone)]).answer();
 
         let first_files = dir.join("first.cpio");
         std::fs::write(&first_files, first_archive(debian)).expect("the kernel's first files");
@@ -62,12 +61,12 @@ impl Template {
 }
 
 fn make_root(debian: &Debian, root: &Path, noise: &[u8], rewritten: &[u8]) {
-    for dir in ["bin", "sbin", "etc", "srv", "data", "dev", "proc", "sys"] {
+    for dir in ["bin", "boot", "sbin", "etc", "srv", "data", "dev", "proc", "sys"] {
         std::fs::create_dir_all(root.join(dir)).expect("a directory of the root");
     }
-    for dir in ["boot", "lib"] {
-        tool("cp", &["-a", path_text(&debian.dir.join(dir)), path_text(root)]);
-    }
+    tool("cp", &["-R", path_text(&debian.dir.join("lib")), path_text(root)]);
+    std::fs::copy(debian.kernel(), root.join("boot").join(debian.kernel().file_name().expect("a name")))
+        .expect("the kernel");
     std::fs::copy(&debian.busybox, root.join("bin/busybox")).expect("busybox");
     put_program(&root.join("sbin/init"), include_str!("init.sh"));
     let put = |name: &str, bytes: &[u8]| std::fs::write(root.join(name), bytes).expect("a file of the root");

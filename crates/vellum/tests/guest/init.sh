@@ -53,6 +53,15 @@ keep_log() {
     done
 }
 
+# Makes the disk busy for ever: files come, are synced, and go.
+churn() {
+    while true; do
+        keep_log 1
+        dd if=/srv/noise of=/data/churn bs=65536 conv=fsync status=none
+        rm /data/churn /data/log.1
+    done
+}
+
 write() {
     sum "/boot/vmlinuz-$(uname -r)" /srv/noise
     cp /srv/noise /data/copy
@@ -90,6 +99,9 @@ write)
     write
     ;;
 until-killed)
+    # Places on the disk are given back as soon as files are removed, and taken again.
+    mount -o remount,discard /
+    churn &
     pages 100000
     ;;
 verify)

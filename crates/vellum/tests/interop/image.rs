@@ -174,7 +174,9 @@ impl Image {
     pub fn scribble_with_qemu(&mut self, random: &mut Random, count: usize) {
         let mut model = std::mem::take(&mut self.model);
         let mut discarded = vec![false; model.len().div_ceil(SECTOR)];
-        let may_discard = self.config.version == 3 || self.config.depth == 0;
+        // QEMU does not pass a discard on to a raw data file, which then no longer reads as the disk.
+        let keeps_up = self.config.data_file != DataFile::Raw;
+        let may_discard = keeps_up && (self.config.version == 3 || self.config.depth == 0);
         let doubt = may_discard.then_some(&mut discarded[..]);
         let commands = self.script(random, &mut model, count, doubt);
         qemu_io(&["-f", "qcow2", path_text(&self.path)], &commands);
@@ -189,6 +191,7 @@ impl Image {
         let config = self.config;
         assert_eq!(first_difference(&dump, &model), None, "{config}: QEMU reads its own image");
         self.model = model;
+        self.check_surroundings();
     }
 
     fn source(&self, random: &mut Random) -> Source {

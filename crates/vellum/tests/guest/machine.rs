@@ -41,7 +41,9 @@ impl Machine {
         });
         // A guest that panics reboots at once, which QEMU is told not to do: it ends.
         let words = format!("console=ttyS0 panic=-1 story={story} round={round}");
-        let mut child = Command::new("qemu-system-x86_64")
+        // If the test itself is killed, the kernel ends QEMU with it.
+        let mut child = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", "qemu-system-x86_64"])
             .args(["-nodefaults", "-no-user-config", "-no-reboot", "-accel", "tcg", "-m", "256"])
             .args(["-display", "none", "-serial", "stdio"])
             .arg("-kernel")

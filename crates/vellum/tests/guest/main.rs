@@ -34,7 +34,7 @@ use tools::{Files, assert_image_is_clean, sha256};
 /// Ends the test, with the reason, where there is no guest to be had; gives a template with a clone.
 macro_rules! template {
     ($format:expr) => {{
-        requires!("qemu-system-x86_64", "qemu-img", "mke2fs", "e2fsck", "debugfs", "sha256sum");
+        requires!("qemu-system-x86_64", "setpriv", "qemu-img", "mke2fs", "e2fsck", "debugfs", "sha256sum");
         match Debian::find() {
             Ok(debian) => Template::new(&debian, $format),
             Err(reason) => return skipped(&reason),

@@ -83,11 +83,22 @@ async fn gather(args: &Args) -> Result<Vec<Row>> {
     while !rest.is_empty() {
         for extent in map_merged(chain.disk(), rest).await? {
             rest = GuestSpan::between(extent.span.end(), rest.end());
-            push(&mut rows, row(&chain, extent));
+            for part in at_the_end_of_its_disk(&chain, extent) {
+                push(&mut rows, row(&chain, part));
+            }
         }
     }
     chain.close().await?;
     Ok(rows)
+}
+
+/// Cuts an extent where the disk that answered ends. Behind that nobody has anything, and as with `qemu-img` it is the
+/// longer disk above that says so.
+fn at_the_end_of_its_disk(chain: &Chain, extent: MergedExtent) -> impl Iterator<Item = MergedExtent> {
+    let size = chain.members[extent.depth].disk.geometry().size;
+    let (inside, outside) = extent.span.split_at(size.saturating_sub(extent.span.start().bytes()));
+    let behind = MergedExtent { span: outside, place: Place::Below, depth: extent.depth.saturating_sub(1) };
+    [MergedExtent { span: inside, ..extent }, behind].into_iter().filter(|part| !part.span.is_empty())
 }
 
 fn row(chain: &Chain, extent: MergedExtent) -> Row {
@@ -110,7 +121,11 @@ fn row(chain: &Chain, extent: MergedExtent) -> Row {
         Place::Compressed => Row { compressed: true, ..plain },
         // What nobody in the chain has is not present; zeros that an image recorded are.
         Place::Below => Row { present: false, zero: true, data: false, ..plain },
-        Place::Zero { .. } => Row { zero: true, data: false, ..plain },
+        Place::Zero { .. } => {
+            // A hole of a raw disk lies where it would have its bytes.
+            let is_raw = chain.members[extent.depth].header.is_none();
+            Row { zero: true, data: false, offset: is_raw.then_some(start), ..plain }
+        }
     }
 }
 

@@ -1,0 +1,85 @@
+//! Running programs: what is run is said first, and how long it took afterwards.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::Outcome;
+
+/// The root of the tree.
+pub(crate) fn root() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().expect("xtask lies in the tree").to_owned()
+}
+
+/// Where cargo puts what it builds.
+pub(crate) fn target_dir() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(dir) => root().join(dir), // `join` keeps a path that is absolute
+        None => root().join("target"),
+    }
+}
+
+/// A command of the same cargo that runs this, in the root of the tree.
+pub(crate) fn cargo(arguments: &[&str]) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(arguments).current_dir(root());
+    command
+}
+
+/// Says what is run, runs it with its output on the terminal, and fails as it does.
+pub(crate) fn run(command: &mut Command) -> Outcome {
+    eprintln!("$ {}", show(command));
+    let status = command.status().map_err(|error| format!("{}: {error}", name(command)))?;
+    if status.success() { Ok(()) } else { Err(format!("`{}` failed: {status}", show(command))) }
+}
+
+/// What a program prints, when it succeeds.
+pub(crate) fn output(command: &mut Command) -> Result<String, String> {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| format!("{}: {error}", name(command)))?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if output.status.success() {
+        Ok(text(&output.stdout))
+    } else {
+        Err(format!("`{}` failed: {}", show(command), text(&output.stderr)))
+    }
+}
+
+/// Whether a program is installed.
+pub(crate) fn has(program: &str) -> bool {
+    let paths = std::env::var_os("PATH").unwrap_or_default();
+    // Programs of the administrator are wanted too, whoever runs this.
+    let also = ["/usr/sbin", "/sbin"].map(PathBuf::from);
+    std::env::split_paths(&paths).chain(also).any(|dir| dir.join(program).is_file())
+}
+
+/// Runs a step, and says at its end how long it took.
+pub(crate) fn step(name: &str, work: impl FnOnce() -> Outcome) -> Outcome {
+    eprintln!("\n── {name}");
+    let start = Instant::now();
+    let outcome = work();
+    let how = if outcome.is_ok() { "done" } else { "FAILED" };
+    eprintln!("── {name}: {how} in {}", show_time(start.elapsed()));
+    outcome
+}
+
+/// A time as a person says it.
+pub(crate) fn show_time(time: Duration) -> String {
+    let seconds = time.as_secs();
+    if seconds < 120 { format!("{seconds} s") } else { format!("{} min {} s", seconds / 60, seconds % 60) }
+}
+
+fn name(command: &Command) -> String {
+    command.get_program().to_string_lossy().into_owned()
+}
+
+/// The command as one could type it; the path of the program itself is of no interest.
+fn show(command: &Command) -> String {
+    let program = Path::new(command.get_program());
+    let program = program.file_name().unwrap_or(command.get_program()).to_string_lossy();
+    let words = command.get_args().map(|argument| argument.to_string_lossy());
+    [program].into_iter().chain(words).collect::<Vec<_>>().join(" ")
+}

@@ -1,2 +1,8 @@
 //! Stub.
-use crate::Outcome; pub(crate) fn run() -> Outcome { Ok(()) } pub(crate) fn soak(_: &[String]) -> Outcome { Ok(()) }
+use crate::Outcome;
+pub(crate) fn run() -> Outcome {
+    Ok(())
+}
+pub(crate) fn soak(_: &[String]) -> Outcome {
+    Ok(())
+}

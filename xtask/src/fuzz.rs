@@ -80,7 +80,10 @@ pub(crate) fn every_target(seconds: u64) -> Outcome {
 
 fn find(name: &str) -> Result<&'static Target, String> {
     let names = || TARGETS.map(|target| target.name).join(", ");
-    TARGETS.iter().find(|target| target.name == name).ok_or_else(|| format!("no target {name}: there are {}", names()))
+    TARGETS
+        .iter()
+        .find(|target| target.name == name)
+        .ok_or_else(|| format!("no target {name}: there are {}", names()))
 }
 
 fn workspace() -> PathBuf {
@@ -90,7 +93,8 @@ fn workspace() -> PathBuf {
 /// Builds every target; where they are. With a target platform named, build scripts and macros go without coverage.
 fn build() -> Result<PathBuf, String> {
     let host = output(Command::new("rustc").arg("-vV"))?;
-    let host = host.lines().find_map(|line| line.strip_prefix("host: ")).ok_or("rustc does not say its host")?;
+    let host =
+        host.lines().find_map(|line| line.strip_prefix("host: ")).ok_or("rustc does not say its host")?;
     let target_dir = target_dir().join("fuzz");
     let mut command = cargo(&["build", "--release", "--locked", "--bins", "--target", host]);
     command.arg("--target-dir").arg(&target_dir).current_dir(workspace());

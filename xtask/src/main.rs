@@ -12,14 +12,16 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "it talks to whoever called it")]
 
+mod apt;
 mod ci;
 mod fuzz;
+mod kernel;
 mod packages;
+mod qemu;
 mod shell;
 mod skips;
 mod test;
 mod tidy;
-mod vm;
 
 use std::process::ExitCode;
 

@@ -1,5 +1,6 @@
 //! Running programs: what is run is said first, and how long it took afterwards.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -36,10 +37,8 @@ pub(crate) fn run(command: &mut Command) -> Outcome {
 
 /// What a program prints, when it succeeds.
 pub(crate) fn output(command: &mut Command) -> Result<String, String> {
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| format!("{}: {error}", name(command)))?;
+    let output =
+        command.stdin(Stdio::null()).output().map_err(|error| format!("{}: {error}", name(command)))?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
     if output.status.success() {
         Ok(text(&output.stdout))
@@ -54,6 +53,11 @@ pub(crate) fn has(program: &str) -> bool {
     // Programs of the administrator are wanted too, whoever runs this.
     let also = ["/usr/sbin", "/sbin"].map(PathBuf::from);
     std::env::split_paths(&paths).chain(also).any(|dir| dir.join(program).is_file())
+}
+
+/// Whether root runs this.
+pub(crate) fn root_is_running() -> bool {
+    std::fs::metadata("/proc/self").is_ok_and(|facts| facts.uid() == 0)
 }
 
 /// Runs a step, and says at its end how long it took.

@@ -1,2 +1,5 @@
 //! Stub.
-use crate::Outcome; pub(crate) fn run(_: &[String]) -> Outcome { Ok(()) }
+use crate::Outcome;
+pub(crate) fn run(_: &[String]) -> Outcome {
+    Ok(())
+}

@@ -1,2 +1,5 @@
 //! Stub.
-use crate::Outcome; pub(crate) fn run() -> Outcome { Ok(()) }
+use crate::Outcome;
+pub(crate) fn run() -> Outcome {
+    Ok(())
+}

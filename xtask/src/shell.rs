@@ -1,8 +1,10 @@
 //! Running programs: what is run is said first, and how long it took afterwards.
 
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use crate::Outcome;
@@ -35,6 +37,37 @@ pub(crate) fn run(command: &mut Command) -> Outcome {
     if status.success() { Ok(()) } else { Err(format!("`{}` failed: {status}", show(command))) }
 }
 
+/// One of the two that a program writes to.
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum Stream {
+    Output,
+    Errors,
+}
+
+/// The same, while somebody listens to one of the streams, line by line.
+pub(crate) fn run_and_listen(command: &mut Command, stream: Stream, mut listen: impl FnMut(&str)) -> Outcome {
+    eprintln!("$ {}", show(command));
+    let fail = |command: &Command, error: std::io::Error| format!("{}: {error}", name(command));
+    match stream {
+        Stream::Output => command.stdout(Stdio::piped()),
+        Stream::Errors => command.stderr(Stdio::piped()),
+    };
+    let mut child = command.spawn().map_err(|error| fail(command, error))?;
+    let pipe: Box<dyn Read> = match stream {
+        Stream::Output => Box::new(child.stdout.take().expect("it was asked for")),
+        Stream::Errors => Box::new(child.stderr.take().expect("it was asked for")),
+    };
+    // What a program prints need not be UTF-8.
+    for line in BufReader::new(pipe).split(b'\n') {
+        let line = line.map_err(|error| fail(command, error))?;
+        let line = String::from_utf8_lossy(&line);
+        eprintln!("{line}");
+        listen(&line);
+    }
+    let status = child.wait().map_err(|error| fail(command, error))?;
+    if status.success() { Ok(()) } else { Err(format!("`{}` failed: {status}", show(command))) }
+}
+
 /// What a program prints, when it succeeds.
 pub(crate) fn output(command: &mut Command) -> Result<String, String> {
     let output =
@@ -60,19 +93,41 @@ pub(crate) fn root_is_running() -> bool {
     std::fs::metadata("/proc/self").is_ok_and(|facts| facts.uid() == 0)
 }
 
+/// A step that was run: what it was, how long it took, whether it went well.
+struct Step {
+    name: String,
+    time: Duration,
+    well: bool,
+}
+
+static STEPS: Mutex<Vec<Step>> = Mutex::new(Vec::new());
+
 /// Runs a step, and says at its end how long it took.
 pub(crate) fn step(name: &str, work: impl FnOnce() -> Outcome) -> Outcome {
     eprintln!("\n── {name}");
     let start = Instant::now();
     let outcome = work();
-    let how = if outcome.is_ok() { "done" } else { "FAILED" };
-    eprintln!("── {name}: {how} in {}", show_time(start.elapsed()));
+    let time = start.elapsed();
+    let well = outcome.is_ok();
+    eprintln!("── {name}: {} in {}", if well { "done" } else { "FAILED" }, show_time(time));
+    STEPS.lock().expect("nobody panics with it").push(Step { name: name.to_owned(), time, well });
     outcome
+}
+
+/// All steps so far, with their times.
+pub(crate) fn print_steps() {
+    eprintln!("\n── steps");
+    for Step { name, time, well } in &*STEPS.lock().expect("nobody panics with it") {
+        eprintln!("{name:24} {:>12}{}", show_time(*time), if *well { "" } else { "  FAILED" });
+    }
 }
 
 /// A time as a person says it.
 pub(crate) fn show_time(time: Duration) -> String {
     let seconds = time.as_secs();
+    if seconds < 2 {
+        return format!("{} ms", time.as_millis());
+    }
     if seconds < 120 { format!("{seconds} s") } else { format!("{} min {} s", seconds / 60, seconds % 60) }
 }
 

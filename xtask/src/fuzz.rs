@@ -11,9 +11,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Mutex;
 
 use crate::Outcome;
-use crate::shell::{cargo, has, output, root, run as run_command, step, target_dir};
+use crate::shell::{Stream, cargo, has, output, root, run as run_command, run_and_listen, step, target_dir};
 
 /// A target and what its inputs may take.
 struct Target {
@@ -39,6 +40,32 @@ const COVERAGE: [&str; 6] = [
     "-Cllvm-args=-sanitizer-coverage-pc-table",
     "-Cllvm-args=-sanitizer-coverage-trace-compares",
 ];
+
+/// What one run of a target came to.
+struct Counts {
+    target: &'static str,
+    /// Inputs that were tried.
+    inputs: u64,
+    /// Inputs that are kept, because each went a way of its own.
+    corpus: usize,
+}
+
+static COUNTS: Mutex<Vec<Counts>> = Mutex::new(Vec::new());
+
+impl Counts {
+    /// libFuzzer prints `stat::number_of_executed_units: N` when it ends.
+    fn read(&mut self, line: &str) {
+        let number = line.strip_prefix("stat::number_of_executed_units:");
+        self.inputs = number.and_then(|number| number.trim().parse().ok()).unwrap_or(self.inputs);
+    }
+}
+
+/// What was fuzzed so far.
+pub(crate) fn print_counts() {
+    for Counts { target, inputs, corpus } in &*COUNTS.lock().expect("nobody panics with it") {
+        eprintln!("fuzz {target:19} {inputs:>12} inputs, {corpus} kept");
+    }
+}
 
 pub(crate) fn run(arguments: &[String]) -> Outcome {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
@@ -123,7 +150,11 @@ fn fuzz(target: &Target, programs: &Path, seconds: u64) -> Outcome {
     let mut command = begin(target, programs);
     command.args([&format!("-max_total_time={seconds}"), "-print_final_stats=1", "-verbosity=0"]);
     command.arg(&corpus).arg(workspace().join("seeds").join(target.name));
-    run_command(&mut command).map_err(|error| {
+    let mut counts = Counts { target: target.name, inputs: 0, corpus: 0 };
+    let outcome = run_and_listen(&mut command, Stream::Errors, |line| counts.read(line));
+    counts.corpus = fs::read_dir(&corpus).map_or(0, Iterator::count);
+    COUNTS.lock().expect("nobody panics with it").push(counts);
+    outcome.map_err(|error| {
         format!(
             "{error}\nhint: the input is in fuzz/artifacts/{name}; `cargo xtask fuzz {name} FILE` runs it again",
             name = target.name
@@ -135,4 +166,34 @@ fn write_seeds() -> Outcome {
     let mut command = cargo(&["run", "--release", "--locked", "--example", "seeds", "--target-dir"]);
     command.arg(target_dir().join("fuzz")).arg("--").arg(workspace().join("seeds")).current_dir(workspace());
     run_command(&mut command)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_inputs_is_read() {
+        let mut counts = Counts { target: "x", inputs: 0, corpus: 0 };
+        for line in ["#2 INITED", "stat::number_of_executed_units: 1234", "stat::peak_rss_mb: 60"] {
+            counts.read(line);
+        }
+        assert_eq!(counts.inputs, 1234);
+    }
+
+    #[test]
+    fn every_target_has_its_file_and_its_seeds() {
+        let mut files: Vec<String> = fs::read_dir(workspace().join("targets"))
+            .expect("the directory is there")
+            .map(|entry| entry.expect("it can be read").file_name().to_string_lossy().into_owned())
+            .collect();
+        files.sort();
+        let mut names = TARGETS.map(|target| format!("{}.rs", target.name));
+        names.sort();
+        assert_eq!(files, names);
+        for target in TARGETS {
+            let seeds = fs::read_dir(workspace().join("seeds").join(target.name)).map_or(0, Iterator::count);
+            assert!(seeds > 0, "{} has no seeds", target.name);
+        }
+    }
 }

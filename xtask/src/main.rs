@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   test       packages ► build ► tests ► doc tests ► what was skipped, and why
-//!   ci         fmt, clippy, docs, tidy, licences ► test ► a minute of each fuzz target     what `.ci/run` runs
+//!   ci         format, tidy, lints, docs ► test ► a minute of each fuzz target             what `.ci/run` runs
 //!   soak       the same tests, longer and over everything ► longer fuzzing ► counts
 //! ```
 //!
@@ -30,7 +30,8 @@ cargo xtask COMMAND
 
   test [FILTER…]                 build everything and run the tests, or those whose names contain a FILTER
   ci                             everything a change must pass: format, lints, docs, tidy, tests, fuzzing
-  soak [MINUTES]                 the long ones: scaled random tests, the full matrix, MINUTES (10) of each fuzz target
+  soak [MINUTES] [PART/PARTS]    the long ones: random tests 20 times as long, the full matrix or a part of it, such
+                                 as 3/50, and MINUTES (10) of each fuzz target
   fuzz [TARGET] [SECONDS]        fuzz one target, or each, for a minute or SECONDS
   fuzz TARGET FILE…              run these inputs once: reproduce a crash
   fuzz TARGET -- ARGUMENT…       libFuzzer's own arguments, such as -minimize_crash=1 -runs=100000 FILE

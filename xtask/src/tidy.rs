@@ -1,5 +1,0 @@
-//! Stub.
-use crate::Outcome;
-pub(crate) fn run() -> Outcome {
-    Ok(())
-}

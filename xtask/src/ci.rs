@@ -32,7 +32,11 @@ pub(crate) fn run() -> Outcome {
 /// `soak [MINUTES] [PART/PARTS]`.
 pub(crate) fn soak(arguments: &[String]) -> Outcome {
     let (minutes, part) = soak_arguments(arguments)?;
-    let variables = [("VELLUM_TEST_SCALE", SOAK_SCALE.to_owned()), ("VELLUM_FULL_MATRIX", part.to_owned())];
+    let variables = [
+        ("VELLUM_TEST_SCALE", SOAK_SCALE.to_owned()),
+        ("VELLUM_FULL_MATRIX", part.to_owned()),
+        ("VELLUM_EXPLORE", "all".to_owned()),
+    ];
     let mut failed = Failed::default();
     let (report, tests) =
         test::everything(&test::Plan { filters: &[], profile: "soak", variables: &variables });

@@ -18,8 +18,8 @@ mod fuzz;
 mod kernel;
 mod packages;
 mod qemu;
+mod remarks;
 mod shell;
-mod skips;
 mod test;
 mod tidy;
 

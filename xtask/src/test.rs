@@ -6,8 +6,8 @@
 use std::fs;
 use std::process::Command;
 
+use crate::remarks::{self, EXPLORED, Remark, SKIPPED};
 use crate::shell::{Stream, cargo, output, run as run_command, run_and_listen, step, target_dir};
-use crate::skips::{self, Skip};
 use crate::{Outcome, kernel, packages};
 
 /// How long, and over how much.
@@ -24,13 +24,18 @@ pub(crate) struct Plan<'a> {
 #[derive(Default)]
 pub(crate) struct Report {
     summary: Vec<String>,
-    skips: Vec<Skip>,
+    skips: Vec<Remark>,
+    explored: Vec<Remark>,
 }
 
 impl Report {
     /// Says what was skipped, and then what the runner said last.
     pub(crate) fn print(&self) {
-        eprint!("\n{}", skips::show(&self.skips));
+        eprintln!();
+        for Remark { what, test } in &self.explored {
+            eprintln!("{test}: {what}");
+        }
+        eprint!("{}", remarks::show_skips(&self.skips));
         for line in &self.summary {
             eprintln!("{line}");
         }
@@ -91,7 +96,8 @@ fn by_nextest(plan: &Plan<'_>, report: &mut Report) -> Outcome {
         }
     });
     if let Ok(text) = fs::read_to_string(&junit) {
-        report.skips = skips::from_junit(&text);
+        report.skips = remarks::from_junit(&text, SKIPPED);
+        report.explored = remarks::from_junit(&text, EXPLORED);
     }
     outcome
 }
@@ -103,7 +109,8 @@ fn by_cargo(plan: &Plan<'_>, report: &mut Report) -> Outcome {
     let mut lines = Vec::new();
     let outcome =
         run_and_listen(prepare(&mut command, plan), Stream::Output, |line| lines.push(line.to_owned()));
-    report.skips = skips::from_libtest(&lines);
+    report.skips = remarks::from_libtest(&lines, SKIPPED);
+    report.explored = remarks::from_libtest(&lines, EXPLORED);
     report.summary = vec![add_up(&lines)];
     outcome
 }

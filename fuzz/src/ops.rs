@@ -17,7 +17,7 @@ use vellum_format::qcow2::{CreateOptions, OpenOptions, Preallocation, create};
 
 use crate::Image;
 use crate::bytes::Bytes;
-use crate::watched::{Request, Watched};
+use crate::watched::{MODEL_BYTES_MAX, Request, Watched};
 
 /// Steps of one program.
 const STEPS_MAX: usize = 32;
@@ -87,7 +87,7 @@ async fn run(mut bytes: Bytes<'_>) {
                 poke(&image, &mut bytes).await;
                 let is_same =
                     is_sound && image.check(Repair::Nothing).await.is_ok_and(|(now, _)| now.is_clean());
-                let Some(again) = open(&image, is_same).await else { return look(&image).await };
+                let Some(again) = open_poked(&image, is_same).await else { return look(&image).await };
                 watched = again;
             }
             _ => {
@@ -120,14 +120,18 @@ fn span(bytes: &mut Bytes<'_>, size: u64) -> GuestSpan {
     GuestOffset::new(at).span((len * unit).min(size - at).min(80_000))
 }
 
-/// Opens for writing. A sound image must open.
+/// Opens for writing. A sound image must open, and must be read if it is not larger than a model may be.
 async fn open(image: &Image, is_sound: bool) -> Option<Watched> {
+    let watched = open_poked(image, is_sound).await?;
+    let is_large = watched.disk.geometry().size > MODEL_BYTES_MAX;
+    assert!(!is_sound || is_large || watched.model.is_some(), "a sound image can be read");
+    Some(watched)
+}
+
+/// The same after a poke. It may have made compressed data of what is none, and no check unpacks those.
+async fn open_poked(image: &Image, is_sound: bool) -> Option<Watched> {
     match image.open(OpenOptions::default()).await {
-        Ok(disk) => {
-            let watched = Watched::new(disk, is_sound).await;
-            assert!(!is_sound || watched.model.is_some(), "a sound image can be read");
-            Some(watched)
-        }
+        Ok(disk) => Some(Watched::new(disk, is_sound).await),
         Err(error) if is_sound => panic!("a sound image is not opened: {}", error.chain()),
         Err(_) => None,
     }

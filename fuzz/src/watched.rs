@@ -26,7 +26,7 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    /// Begins with what the disk reads as now. Where `is_sound`, that must succeed.
+    /// Begins with what the disk reads as now, if it is sound and can be read.
     pub(crate) async fn new(disk: Arc<Qcow2>, is_sound: bool) -> Self {
         let size = disk.geometry().size;
         let mut watched = Self { disk, model: None };

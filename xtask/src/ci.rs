@@ -16,7 +16,7 @@ const SOAK_SCALE: &str = "20";
 
 pub(crate) fn run() -> Outcome {
     let mut failed = Failed::default();
-    failed.note("format", step("format", || run_command(&mut cargo(&["fmt", "--all", "--check"]))));
+    failed.note("format", step("format", format));
     failed.note("tidy", step("tidy", tidy::run));
     failed.note("lints", step("lints", lints));
     failed.note("docs", step("docs", docs));
@@ -65,6 +65,12 @@ fn soak_arguments(arguments: &[String]) -> Result<(u64, &str), String> {
         }
     }
     Ok((minutes, part))
+}
+
+/// The fuzz targets are a workspace of their own.
+fn format() -> Outcome {
+    run_command(&mut cargo(&["fmt", "--all", "--check"]))?;
+    run_command(&mut cargo(&["fmt", "--manifest-path", "fuzz/Cargo.toml", "--", "--check"]))
 }
 
 fn lints() -> Outcome {

@@ -82,7 +82,11 @@ pub(crate) fn run(arguments: &[String]) -> Outcome {
                     fuzz(target, &programs, seconds.parse().expect("as just seen"))
                 }
                 ["--", ref own @ ..] => run_command(begin(target, &programs).args(own)),
-                ref files => run_command(begin(target, &programs).args(files)),
+                // The target runs in fuzz/, the files are named from where its caller is.
+                ref files => {
+                    let files: Result<Vec<PathBuf>, _> = files.iter().map(std::path::absolute).collect();
+                    run_command(begin(target, &programs).args(files.map_err(|error| error.to_string())?))
+                }
             }
         }
     }

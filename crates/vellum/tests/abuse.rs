@@ -288,6 +288,15 @@ fn good_client(mut client: Client, stop: &AtomicBool, done: &AtomicU64) -> Vec<u
     disk
 }
 
+/// Lets the good client end, also when the test fails before it should.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Waits for something that comes sooner or later.
 #[track_caller]
 fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
@@ -310,6 +319,7 @@ fn abused(way: &[&str]) {
     let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));
     let disk = std::thread::scope(|scope| {
         let working = scope.spawn(|| good_client(client, &stop, &done));
+        let stopping = Stop(&stop);
         eventually("the good client works", || done.load(Ordering::Relaxed) > 20);
         let (descriptors, memory) = (server.descriptors(), server.memory_kib_max());
         for (name, rudeness) in KINDS {
@@ -330,7 +340,7 @@ fn abused(way: &[&str]) {
         let grown = server.memory_kib_max() - memory;
         let bound = HOARDERS * KIB_FOR_A_CLIENT + (32 << 10);
         assert!(grown < bound, "{grown} KiB more, {bound} were to be expected at most");
-        stop.store(true, Ordering::Relaxed);
+        drop(stopping);
         working.join().expect("the good client")
     });
     assert!(!server.said().contains("panicked"), "{}", server.said());

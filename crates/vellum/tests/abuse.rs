@@ -162,10 +162,9 @@ fn endless_options(peer: &Peer) -> io::Result<Vec<Socket>> {
         let mut socket = hello(peer)?;
         let mut reader = socket.duplicate()?;
         let reading = std::thread::spawn(move || until_end(&mut reader));
-        assert!(
-            socket.write_all(&flood).is_err() || socket.write_all(&flood).is_err(),
-            "somebody listens for ever"
-        );
+        // What the kernel still takes says nothing of the server; some time it must be refused.
+        let is_refused = (0..200).any(|_| socket.write_all(&flood).is_err());
+        assert!(is_refused, "somebody listens for ever");
         reading.join().expect("it reads");
     }
     Ok(Vec::new())

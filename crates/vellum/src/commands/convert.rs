@@ -120,12 +120,16 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
     }
     let result = fill(args, source.disk(), size).await;
     source.close().await?;
-    if result.is_err() && !args.no_create && !existed {
+    let is_removed = result.is_err() && !args.no_create && !existed;
+    if is_removed {
         // Half an image is worse than none: somebody might use it.
         let _ = std::fs::remove_file(&args.target);
     }
     result.map(|()| size).map_err(|error| match error.kind() {
-        ErrorKind::Closed => with_code(130)(error.context("interrupted; the unfinished image was removed")),
+        ErrorKind::Closed => with_code(130)(error.context(match is_removed {
+            true => "interrupted; the unfinished image was removed",
+            false => "interrupted; the image is unfinished",
+        })),
         _ => error.into(),
     })
 }

@@ -66,11 +66,16 @@ pub(crate) fn run(args: &Args) -> Outcome {
             for row in rows.iter().filter(|row| row.data) {
                 let offset = row.offset.expect("data that is not compressed has a place");
                 let file = row.file.as_deref().unwrap_or_default();
-                say(&format!("{:<#15x} {:<#15x} {:<#15x} {file}", row.start, row.length, offset));
+                say(&format!("{:<15} {:<15} {:<15} {file}", hex(row.start), hex(row.length), hex(offset)));
             }
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A number as C's `%#x` prints it: zero has no prefix.
+fn hex(number: u64) -> String {
+    if number == 0 { "0".to_owned() } else { format!("{number:#x}") }
 }
 
 async fn gather(args: &Args) -> Result<Vec<Row>> {

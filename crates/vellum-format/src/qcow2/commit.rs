@@ -302,7 +302,7 @@ impl Qcow2 {
     fn settle(&self, sealed: Sealed, covers: u64, result: Result<()>) -> Result<()> {
         let failed = result.is_err();
         for (page, _, _) in &sealed.pages {
-            self.list_dirty(page, page.written(failed));
+            page.written(failed, || self.list_dirty(page));
         }
         let Sealed { freed, l1, mut refcounts, .. } = sealed;
         let old_tables = if failed { Vec::new() } else { std::mem::take(&mut refcounts.old_tables) };

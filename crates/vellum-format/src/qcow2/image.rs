@@ -13,7 +13,8 @@
 //! 1. claims on guest clusters (`claims.rs`), ascending;
 //! 2. the table lock of an L1 index: making or copying an L2 table;
 //! 3. the load lock of a page;
-//! 4. short in-memory locks: refcounts, a page's state, the lists of dirty pages and freed clusters.
+//! 4. short in-memory locks: refcounts, a page's state and within it the list of dirty pages, the lists of dirty L1
+//!    entries and freed clusters.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -33,7 +34,7 @@ use super::epochs::Epochs;
 use super::header::Header;
 use super::keyed::KeyedLocks;
 use super::layout::{COPIED, L1_RESERVED, OFFSET_MASK};
-use super::pages::{Evicted, Page, Pages, SetFull, WasClean};
+use super::pages::{Evicted, Page, Pages, SetFull};
 use super::refcount::{RefcountPage, Refcounts, Run, Stop};
 
 /// When this many pages of refcounts are dirty, the next writer commits.
@@ -329,29 +330,25 @@ impl Qcow2 {
             let page = self.page(slot.page).await?;
             let page = page.as_ref().expect("a found page is there");
             let mut before = None;
-            let updated = page.update(slot.index, |words| {
+            let change = |words| {
                 let state = self.decode(cluster, words)?;
                 before = Some(state);
                 match change(state) {
                     ClusterState::Plain(units) => Ok(self.entries.encode(units)),
                     ClusterState::Compressed(_) => Ok(words),
                 }
-            });
-            match updated {
+            };
+            match page.update(slot.index, change, || self.list_dirty(page)) {
                 Err(Evicted) => continue,
                 Ok(Err(error)) => return Err(error),
-                Ok(Ok((_, became_dirty))) => {
-                    self.list_dirty(page, became_dirty);
-                    return Ok(before.expect("the change was asked"));
-                }
+                Ok(Ok(_)) => return Ok(before.expect("the change was asked")),
             }
         }
     }
 
-    pub(crate) fn list_dirty(&self, page: &Arc<Page>, WasClean(was_clean): WasClean) {
-        if was_clean {
-            lock(&self.dirty).insert(page.number(), page.clone());
-        }
+    /// Lists a page that must be written. The page is locked meanwhile.
+    pub(crate) fn list_dirty(&self, page: &Arc<Page>) {
+        lock(&self.dirty).insert(page.number(), page.clone());
     }
 
     /// Whether so much metadata waits to be written that the next writer should see to it.
@@ -400,13 +397,23 @@ impl Qcow2 {
             }
         }
         self.refcounts().note_metadata(table);
-        // Published: readers find the table. It is on the medium before the L1 entry is (commit.rs).
-        self.l1.entries[slot.l1_index].store(new.bytes() | COPIED, Ordering::Release);
-        lock(&self.l1.dirty).insert(slot.l1_index);
+        // Nobody loads the page of an empty table before it is put into memory below. Else somebody could load it, change
+        // it, have it written and evicted, all in between, and the empty one would take its place.
+        let _loading = match old.bytes() {
+            0 => Some(self.loads.lock(slot.page).await),
+            _ => None,
+        };
+        // Published: readers find the table. It is on the medium before the L1 entry is (commit.rs). A commit waits for the
+        // lock, so nobody who uses the table can be told that it is durable before its index is listed.
+        {
+            let mut dirty = lock(&self.l1.dirty);
+            self.l1.entries[slot.l1_index].store(new.bytes() | COPIED, Ordering::Release);
+            dirty.insert(slot.l1_index);
+        }
         if old.bytes() != 0 {
             self.free(old.span(self.cluster.bytes()));
         } else {
-            self.insert_empty(slot.page).await;
+            self.insert_empty(slot.page);
         }
         Ok(())
     }
@@ -424,13 +431,11 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Saves reading back a page of a table that was just made. If it does not fit, it will be read after all.
-    async fn insert_empty(&self, number: u64) {
-        let _loading = self.loads.lock(number).await;
-        if self.pages.get(number).is_none() {
-            let page = Page::empty(number, self.page_bytes, self.entries.words());
-            let _: Result<(), SetFull> = self.pages.insert(page);
-        }
+    /// Saves reading back a page of a table that is just made. If it does not fit, it will be read after all. The caller
+    /// has held the page's load lock since before anybody could find the table.
+    fn insert_empty(&self, number: u64) {
+        let page = Page::empty(number, self.page_bytes, self.entries.words());
+        let _: Result<(), SetFull> = self.pages.insert(page);
     }
 
     /// The refcounts, for a moment. Panics when the image is open for reading.
@@ -459,6 +464,11 @@ impl Qcow2 {
 
     async fn load_refcounts(&self, page: RefcountPage) -> Result<()> {
         let _loading = self.refcount_loads.lock(page.number).await;
+        if self.refcounts().has(page) {
+            // Somebody else was first. Were it read again all the same, it could be changed, written and evicted
+            // meanwhile, and what this read brings would be out of date.
+            return Ok(());
+        }
         let len = usize::try_from(page.span.len()).expect("a page is small");
         let buffer = self
             .metadata

@@ -14,6 +14,8 @@
 //! 2. A dirty page, and one whose sealed copy is on its way to the medium, is not evicted.
 //! 3. An extended entry is two words: readers see both of one write (a sequence count), never half.
 //! 4. Inserting is done by one task per page number at a time (the caller holds the load lock of that number).
+//! 5. A page is listed as dirty before anybody else can see that it is. Else a second writer could find it dirty, trust
+//!    the first to list it, and be told by a flush that its entry is durable while the page is on no list yet.
 //!
 //! Left out: where a page lies in the image. That is the L1 table's answer, and may change while a page is in memory.
 
@@ -111,12 +113,13 @@ impl Page {
     }
 
     /// Replaces an entry by what `change` makes of it, and gives the old one. `change` may refuse; then nothing
-    /// changes. Tells whether the page was clean before.
+    /// changes. If the page was clean, `list` is called to list it, with the page locked.
     pub(crate) fn update<E>(
         &self,
         index: usize,
         change: impl FnOnce(Words) -> Result<Words, E>,
-    ) -> Result<Result<(Words, WasClean), E>, Evicted> {
+        list: impl FnOnce(),
+    ) -> Result<Result<Words, E>, Evicted> {
         let mut state = self.lock();
         if state.evicted {
             return Err(Evicted);
@@ -126,12 +129,13 @@ impl Page {
             Ok(new) => new,
             Err(error) => return Ok(Err(error)),
         };
-        let was_clean = !state.dirty;
         if new != old {
             self.store(index, new);
-            state.dirty = true;
+            if !std::mem::replace(&mut state.dirty, true) {
+                list();
+            }
         }
-        Ok(Ok((old, WasClean(was_clean && new != old))))
+        Ok(Ok(old))
     }
 
     /// Reads an entry while holding the page's lock, when nobody can be half way through a change.
@@ -171,20 +175,16 @@ impl Page {
         bytes
     }
 
-    /// The sealed copy is on the medium, or (`failed`) is not and must be written again. Tells whether the page
-    /// became dirty by that.
-    pub(crate) fn written(&self, failed: bool) -> WasClean {
+    /// The sealed copy is on the medium, or (`failed`) is not and must be written again; if that makes the page dirty,
+    /// `list` is called to list it, with the page locked.
+    pub(crate) fn written(&self, failed: bool, list: impl FnOnce()) {
         let mut state = self.lock();
         state.writing = false;
-        let was_clean = !state.dirty;
-        state.dirty |= failed;
-        WasClean(failed && was_clean)
+        if failed && !std::mem::replace(&mut state.dirty, true) {
+            list();
+        }
     }
 }
-
-/// Whether the page has just become dirty, so that the caller must list it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct WasClean(pub(crate) bool);
 
 struct Way {
     /// Page number + 1; 0 when empty. Written after the page, so a match may still be stale and is checked.
@@ -303,8 +303,17 @@ mod tests {
         Page::empty(number, 4096, 1)
     }
 
-    fn set(page: &Page, index: usize, word: u64) -> WasClean {
-        page.update(index, |_| Ok::<_, ()>((word, 0))).unwrap().unwrap().1
+    /// Changes an entry; tells whether the page was listed by that.
+    fn set(page: &Page, index: usize, word: u64) -> bool {
+        let mut listed = false;
+        page.update(index, |_| Ok::<_, ()>((word, 0)), || listed = true).unwrap().unwrap();
+        listed
+    }
+
+    fn written(page: &Page, failed: bool) -> bool {
+        let mut listed = false;
+        page.written(failed, || listed = true);
+        listed
     }
 
     #[test]
@@ -317,7 +326,7 @@ mod tests {
             pages.insert(page(i * 2)).unwrap(); // all in the same set
         }
         assert!(pages.get(0).is_none(), "eight others took its place");
-        assert_eq!(first.update(0, Ok::<_, ()>), Err(Evicted));
+        assert_eq!(first.update(0, Ok::<_, ()>, || {}), Err(Evicted));
         assert!(pages.get(16).is_some());
     }
 
@@ -326,8 +335,8 @@ mod tests {
         let pages = Pages::with_room_for(16);
         for i in 0..8 {
             let page = page(i * 2);
-            assert_eq!(set(&page, 1, 7), WasClean(true));
-            assert_eq!(set(&page, 1, 8), WasClean(false));
+            assert!(set(&page, 1, 7));
+            assert!(!set(&page, 1, 8));
             pages.insert(page).unwrap();
         }
         assert_eq!(pages.insert(page(100)), Err(SetFull));
@@ -335,9 +344,29 @@ mod tests {
         let bytes = kept.seal();
         assert_eq!(be64(&bytes, 8), 8);
         assert_eq!(pages.insert(page(100)), Err(SetFull), "a page being written stays too");
-        assert_eq!(kept.written(false), WasClean(false));
+        assert!(!written(&kept, false));
         pages.insert(page(100)).unwrap();
         assert!(pages.get(4).is_none());
+    }
+
+    #[test]
+    fn a_page_is_listed_before_a_second_writer_finds_it_dirty() {
+        let page = page(0);
+        let is_listed = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let list = || {
+                scope.spawn(|| {
+                    assert!(!set(&page, 1, 2), "the first writer lists it");
+                    assert!(
+                        is_listed.load(Ordering::SeqCst),
+                        "the second was done before the page was listed"
+                    );
+                });
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                is_listed.store(true, Ordering::SeqCst);
+            };
+            page.update(0, |_| Ok::<_, ()>((1, 0)), list).unwrap().unwrap();
+        });
     }
 
     #[test]
@@ -345,10 +374,10 @@ mod tests {
         let page = page(3);
         set(&page, 0, 1);
         page.seal();
-        assert_eq!(page.written(true), WasClean(true));
+        assert!(written(&page, true));
         page.seal();
         set(&page, 0, 2);
-        assert_eq!(page.written(true), WasClean(false), "it was dirty already");
+        assert!(!written(&page, true), "it was dirty already");
     }
 
     #[test]
@@ -358,7 +387,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for value in 1..200_000u64 {
-                    page.update(5, |_| Ok::<_, ()>((value, !value))).unwrap().unwrap();
+                    page.update(5, |_| Ok::<_, ()>((value, !value)), || {}).unwrap().unwrap();
                 }
                 stop.store(true, Ordering::Release);
             });

@@ -11,7 +11,8 @@
 //! 1. A cluster is handed out only when its refcount is zero in memory; it is one from then on.
 //! 2. A refcount is lowered only after the metadata that named the cluster no longer does so on the medium, and nobody
 //!    can be using it (the caller's duty: see `commit.rs`, `epochs.rs`). So "zero in memory" always means "may be used".
-//! 3. All clusters below `cursor` have a refcount above zero, or lie on a page that says so itself.
+//! 3. All clusters below `cursor` have a refcount above zero, and so have all on a page that is listed as full. What was
+//!    found out about a page outlives the page in memory: the search for a free cluster may pass more pages than fit.
 //! 4. A new block lies in the first cluster that it counts, so that it needs no other block. When the table itself is
 //!    full, the new blocks and the new table lie together behind everything else.
 //! 5. A cluster known to hold metadata is never handed out, whatever its refcount: then the image is corrupt.
@@ -94,6 +95,8 @@ pub(crate) struct Refcounts {
     /// How many pages are dirty.
     dirty: usize,
     cursor: u64,
+    /// Pages on which no refcount is zero.
+    full: RoaringTreemap,
     /// The storage reads as zero from this cluster on: nobody ever wrote there.
     frontier: u64,
     /// No cluster from this one on was ever in use.
@@ -131,6 +134,7 @@ impl Refcounts {
             pages_max: 1024,
             dirty: 0,
             cursor: 0,
+            full: RoaringTreemap::new(),
             frontier: if may_grow && grows_zeroed { cluster.count_for(storage_len) } else { u64::MAX },
             used: cluster.count_for(storage_len),
             punched: RoaringTreemap::new(),
@@ -209,7 +213,13 @@ impl Refcounts {
         }
     }
 
-    /// Brings a page into memory; the caller has read it and is the only one loading it.
+    /// Whether the page is in memory.
+    pub(crate) fn has(&self, page: RefcountPage) -> bool {
+        self.pages.contains_key(&page.number)
+    }
+
+    /// Brings a page into memory; the caller has read it and is the only one loading it: it has been absent since before
+    /// it was read.
     pub(crate) fn loaded(&mut self, page: RefcountPage, bytes: Vec<u8>) {
         // Between asking and now the block cannot have moved, but a fresh one may have been put in its place.
         if self.place(page.number) != Some(page.span.start()) || self.pages.contains_key(&page.number) {
@@ -270,13 +280,18 @@ impl Refcounts {
             }
             let (order, per_page) = (self.order, self.per_page());
             let page_start = at - at % per_page;
+            if self.full.contains(at / per_page) {
+                at = page_start + per_page;
+                continue;
+            }
             let page = self.page(at)?;
             let from = (at - page_start).max(page.free_from);
             let Some(index) = (from..per_page).find(|index| read(&page.bytes, order, *index) == 0) else {
-                if from == page.free_from {
-                    page.free_from = per_page;
-                }
+                // What lies before `from` is in use as well: below the cursor, or below the page's own mark.
+                page.free_from = per_page;
+                self.full.insert(at / per_page);
                 at = page_start + per_page;
+                self.cursor = at;
                 continue;
             };
             if from == page.free_from {
@@ -342,6 +357,9 @@ impl Refcounts {
         }
         if !std::mem::replace(&mut page.dirty, true) {
             self.dirty += 1;
+        }
+        if value == 0 {
+            self.full.remove(cluster / self.per_page());
         }
         Ok(())
     }

@@ -1,0 +1,128 @@
+//! Corners in which bytes were lost once, or could have been: each test tells the story of one.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{Setup, busy_drive, look};
+use vellum_core::{Buffer, Disk, GuestOffset, ImageOffset, SharedStorage, WriteFlags};
+use vellum_format::qcow2::{CreateOptions, create};
+use vellum_sim::{Content, Drive, DriveOptions, FaultPlan, Operation, World};
+
+fn whole(value: u8) -> Buffer {
+    Buffer::copy_of(&[value; 512])
+}
+
+/// An image with more pages of refcounts than are kept in memory: 64 clusters of 512 bytes to a page, 1024 pages. All of
+/// its disk is allocated but the last 1000 clusters.
+const FULL: u64 = 70_000 * 512;
+
+fn many_refcounts() -> (Setup, Content) {
+    let size = FULL + 1000 * 512;
+    let options = CreateOptions { size, cluster_size: 512, refcount_bits: 64, ..CreateOptions::default() };
+    let setup = Setup { name: "many refcounts", options, has_base: false };
+    let world = World::new(0);
+    let drive = Drive::new(&world, DriveOptions::default());
+    world.run(async {
+        create(&*drive, None, &setup.options).await.unwrap();
+        let disk = setup.open(&drive).await.unwrap();
+        for at in (0..FULL).step_by(1 << 20) {
+            let len = (FULL - at).min(1 << 20);
+            let data = Buffer::copy_of(&vec![1; usize::try_from(len).unwrap()]);
+            disk.write(GuestOffset::new(at), data, WriteFlags::default()).await.unwrap();
+        }
+        disk.close().await.unwrap();
+    });
+    (setup, drive.content())
+}
+
+/// The allocator looks for a free cluster from the beginning. More pages are full than fit in memory; it must get past
+/// them all the same, and not read them over and over for each cluster that was freed.
+#[test]
+fn a_free_cluster_is_found_behind_more_refcounts_than_memory_holds() {
+    let (setup, full) = many_refcounts();
+    let world = World::new(0);
+    let drive = busy_drive(&world, full, FaultPlan::none());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        let writer = world.spawn({
+            let disk = disk.clone();
+            async move {
+                let data = Buffer::copy_of(&[2; 500 * 512]);
+                disk.write(GuestOffset::new(FULL), data, WriteFlags::FUA).await.unwrap();
+            }
+        });
+        world.sleep(Duration::from_secs(60)).await;
+        assert!(writer.is_finished(), "after {:?}", drive.counts());
+        let mark = drive.counts();
+        for round in 0..8 {
+            let (old, new) = (GuestOffset::new(round * 512), GuestOffset::new(FULL + (500 + round) * 512));
+            disk.discard(old.span(512), WriteFlags::FUA).await.unwrap();
+            // The first takes what was freed, the second has to look behind everything again.
+            disk.write(new, whole(3), WriteFlags::FUA).await.unwrap();
+            disk.write(new + 100 * 512, whole(4), WriteFlags::FUA).await.unwrap();
+        }
+        let reads = drive.counts_since(mark).reads;
+        assert!(reads < 200, "{reads} reads");
+        disk.close().await.unwrap();
+        let image: SharedStorage = drive.clone();
+        let (report, lines) = look(&image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+    });
+}
+
+/// Two writers need the same page of refcounts. The first gets it, takes the last free cluster of it, and has the page
+/// written and evicted. What the second one's read brings then must not be the page as it was before.
+#[test]
+fn a_page_of_refcounts_that_comes_late_gives_no_cluster_away_twice() {
+    let (setup, full) = many_refcounts();
+    for seed in 0..6 {
+        let world = World::new(seed);
+        let drive = busy_drive(&world, full.clone(), FaultPlan::none());
+        world.run(async {
+            let disk = setup.open(&drive).await.unwrap();
+            let first_page = refcounts_of_the_free_cluster(&drive.content());
+            let (ours, theirs) = (GuestOffset::new(FULL), GuestOffset::new(FULL + 500 * 512));
+            let hold = drive.hold_within(Operation::Read, first_page.span(512));
+            let write = |at: GuestOffset, value: u8| {
+                let disk = disk.clone();
+                world.spawn(async move { disk.write(at, whole(value), WriteFlags::FUA).await.unwrap() })
+            };
+            let (first, second) = (write(ours, 2), write(theirs, 3));
+            hold.caught(1).await;
+            assert!(hold.release_one());
+            // One of them has its page; if the other reads it all the same, that takes its time.
+            while !first.is_finished() && !second.is_finished() {
+                world.sleep(Duration::from_millis(1)).await;
+            }
+            // The cursor goes to the end, and with it what is kept in memory.
+            disk.write(ours + 512, Buffer::copy_of(&[4; 400 * 512]), WriteFlags::FUA).await.unwrap();
+            hold.release();
+            first.await;
+            second.await;
+            // Something on that page is freed, and the allocator goes there again.
+            disk.discard(GuestOffset::ZERO.span(8 * 512), WriteFlags::FUA).await.unwrap();
+            let last = GuestOffset::new(FULL + 600 * 512);
+            disk.write(last, Buffer::copy_of(&[5; 16 * 512]), WriteFlags::FUA).await.unwrap();
+            let read = async |at: GuestOffset| disk.read(at, Buffer::zeroed(1)).await.unwrap().slice()[0];
+            assert_eq!((read(ours).await, read(theirs).await), (2, 3), "two guests have one cluster");
+            disk.close().await.unwrap();
+            let image: SharedStorage = drive.clone();
+            let (report, lines) = look(&image).await.unwrap();
+            assert!(report.is_clean(), "{lines:?}");
+        });
+    }
+}
+
+/// Where the refcount of the first free cluster stands: 64 bits each, blocks of 64.
+fn refcounts_of_the_free_cluster(image: &Content) -> ImageOffset {
+    let word = |at: u64| {
+        let mut bytes = [0; 8];
+        image.read(ImageOffset::new(at), &mut bytes);
+        u64::from_be_bytes(bytes)
+    };
+    let table = word(48);
+    let block =
+        (0..).map(|index| word(table + index * 8)).find(|block| (0..64).any(|i| word(block + i * 8) == 0));
+    ImageOffset::new(block.unwrap())
+}

@@ -1,0 +1,414 @@
+//! One image, several real threads: what the simulator, which lives in one thread, cannot see.
+//!
+//! The storage is memory that keeps two contents: what reads see, and what a power cut would leave. Only a flush moves
+//! bytes from the first to the second, so whatever a commit forgot is missing there the moment it returns.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier, Mutex, MutexGuard};
+
+use common::look;
+use futures_lite::future::block_on;
+use vellum_core::{
+    Buffer, Disk, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, Random, Result, SharedStorage,
+    Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
+};
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
+
+/// A file in memory. What was not flushed is lost in a power cut, all of it.
+struct Volatile {
+    limits: Limits,
+    contents: Mutex<Contents>,
+}
+
+#[derive(Default)]
+struct Contents {
+    visible: Vec<u8>,
+    durable: Vec<u8>,
+    /// Sectors that differ.
+    dirty: BTreeSet<usize>,
+}
+
+impl Contents {
+    fn reach(&mut self, end: usize) {
+        if self.visible.len() < end {
+            self.visible.resize(end, 0);
+        }
+    }
+
+    fn touch(&mut self, start: usize, end: usize) {
+        self.dirty.extend(start / 512..end.div_ceil(512));
+    }
+}
+
+fn index(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap()
+}
+
+impl Volatile {
+    fn new() -> Arc<Self> {
+        Arc::new(Self { limits: Limits::plain(), contents: Mutex::default() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Contents> {
+        self.contents.lock().unwrap()
+    }
+
+    /// What a power cut leaves.
+    fn after_power_cut(&self) -> Vec<u8> {
+        self.lock().durable.clone()
+    }
+}
+
+impl Storage for Volatile {
+    fn name(&self) -> &str {
+        "volatile"
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn len(&self) -> u64 {
+        self.lock().visible.len() as u64
+    }
+
+    fn read(&self, at: ImageOffset, mut buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        Box::pin(async move {
+            let contents = self.lock();
+            let mut at = index(at.bytes());
+            for piece in buffer.pieces_mut() {
+                for (i, byte) in piece.iter_mut().enumerate() {
+                    *byte = contents.visible.get(at + i).copied().unwrap_or(0);
+                }
+                at += piece.len();
+            }
+            drop(contents);
+            Ok(buffer)
+        })
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let (start, data) = (index(at.bytes()), data.to_vec());
+            let mut contents = self.lock();
+            contents.reach(start + data.len());
+            contents.visible[start..start + data.len()].copy_from_slice(&data);
+            contents.touch(start, start + data.len());
+            Ok(())
+        })
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            {
+                let contents = &mut *self.lock();
+                contents.durable.resize(contents.visible.len(), 0);
+                for sector in std::mem::take(&mut contents.dirty) {
+                    let end = (sector * 512 + 512).min(contents.visible.len());
+                    let Some(bytes) = contents.visible.get(sector * 512..end) else { continue };
+                    contents.durable[sector * 512..end].copy_from_slice(bytes);
+                }
+            }
+            std::thread::yield_now();
+            Ok(())
+        })
+    }
+
+    fn write_zeroes(&self, span: ImageSpan, _how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let (start, end) = (index(span.start().bytes()), index(span.end().bytes()));
+            let mut contents = self.lock();
+            contents.reach(end);
+            contents.visible[start..end].fill(0);
+            contents.touch(start, end);
+            Ok(())
+        })
+    }
+
+    fn discard(&self, _span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.lock().visible.resize(index(len), 0);
+            Ok(())
+        })
+    }
+
+    fn preallocate(&self, _span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        Box::pin(std::future::ready(Ok(vec![StorageRun { span, is_data: true }])))
+    }
+}
+
+async fn open(image: &Arc<Volatile>, mapping_bytes_max: u64) -> Arc<Qcow2> {
+    let image: SharedStorage = image.clone();
+    let header = Header::read(&*image).await.unwrap();
+    let options = OpenOptions { mapping_bytes_max, ..OpenOptions::default() };
+    Qcow2::open(header, Files { image, data_file: None, below: None }, options).await.unwrap()
+}
+
+fn fresh(options: &CreateOptions) -> Arc<Volatile> {
+    let image = Volatile::new();
+    block_on(create(&*image, None, options)).unwrap();
+    image
+}
+
+/// The first bytes of a guest cluster, found by hand in what a power cut would leave now.
+fn durable_bytes(image: &Volatile, guest: u64) -> Option<[u8; 8]> {
+    let contents = image.lock();
+    let word = |at: u64| {
+        let bytes = contents.durable.get(index(at)..index(at) + 8)?;
+        Some(u64::from_be_bytes(bytes.try_into().unwrap()))
+    };
+    let shift = word(16)? & 0xFFFF_FFFF;
+    let (cluster, per_table) = (guest >> shift, 1 << (shift - 3));
+    let place = |entry: u64| Some(entry & 0x00FF_FFFF_FFFF_FE00).filter(|at| *at != 0);
+    let l2 = place(word(word(40)? + cluster / per_table * 8)?)?;
+    let data = place(word(l2 + cluster % per_table * 8)?)?;
+    word(data).map(u64::to_be_bytes)
+}
+
+/// Each thread writes clusters of its own with FUA; all have their entries in the same page of the same table. What one
+/// was told is durable must be so, whatever the others are in the middle of.
+#[test]
+fn what_shares_a_page_with_another_writer_is_durable_all_the_same() {
+    let options = CreateOptions { size: 1 << 20, cluster_size: 4096, ..CreateOptions::default() };
+    let image = fresh(&options);
+    let disk = block_on(open(&image, 1 << 20));
+    let threads = 4;
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            let (disk, image) = (&disk, &image);
+            scope.spawn(move || {
+                for round in 1..=20_000 * common::scale() {
+                    let at = GuestOffset::new((round % 16 * threads + thread) * 4096);
+                    // What is not there is allocated again, so that each round changes the mapping.
+                    block_on(disk.discard(at.span(4096), WriteFlags::default())).unwrap();
+                    let value = round.to_be_bytes();
+                    block_on(disk.write(at, Buffer::copy_of(&value.repeat(512)), WriteFlags::FUA)).unwrap();
+                    let found = durable_bytes(image, at.bytes());
+                    assert_eq!(found, Some(value), "thread {thread}, round {round}: lost in a power cut");
+                }
+            });
+        }
+    });
+    block_on(disk.close()).unwrap();
+}
+
+/// Threads meet at each new L2 table. Whoever made it, what each wrote into it and was told is durable is so; and what
+/// was written stays when the page is evicted and comes back.
+#[test]
+fn a_table_that_several_threads_touch_first_loses_nobodys_entry() {
+    for round in 0..8 * common::scale() {
+        let size = 16 << 20;
+        let options = CreateOptions { size, cluster_size: 512, ..CreateOptions::default() };
+        let image = fresh(&options);
+        // Sixteen pages fit, so that pages come and go all the time.
+        let disk = block_on(open(&image, 8192));
+        let (threads, reach) = (4, 64 * 512);
+        let barrier = Barrier::new(threads);
+        // A thread that panicked would leave the others at the barrier.
+        let lost = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            for thread in 0..threads as u64 {
+                let (disk, image, barrier, lost) = (&disk, &image, &barrier, &lost);
+                scope.spawn(move || {
+                    for table in 0..size / reach {
+                        barrier.wait();
+                        let at = GuestOffset::new(table * reach + thread * 512);
+                        let value = (round << 32 | table << 8 | thread | 1 << 63).to_be_bytes();
+                        let data = Buffer::copy_of(&value.repeat(64));
+                        block_on(disk.write(at, data, WriteFlags::FUA)).unwrap();
+                        if durable_bytes(image, at.bytes()) != Some(value) {
+                            lost.lock().unwrap().push((thread, table));
+                        }
+                        // Others, so that its page has to make room.
+                        for back in 1..=table.min(24) {
+                            let at = GuestOffset::new((table - back) * reach);
+                            block_on(disk.read(at, Buffer::zeroed(8))).unwrap();
+                        }
+                    }
+                });
+            }
+        });
+        let lost = lost.into_inner().unwrap();
+        assert!(lost.is_empty(), "round {round}: lost in a power cut, by thread and table: {lost:?}");
+        for table in 0..size / reach {
+            for thread in 0..threads as u64 {
+                let at = GuestOffset::new(table * reach + thread * 512);
+                let read = block_on(disk.read(at, Buffer::zeroed(8))).unwrap().to_vec();
+                let value = (round << 32 | table << 8 | thread | 1 << 63).to_be_bytes();
+                assert_eq!(read, value, "thread {thread}, table {table}");
+            }
+        }
+        block_on(disk.close()).unwrap();
+        let shared: SharedStorage = image.clone();
+        let (report, lines) = block_on(look(&shared)).unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+    }
+}
+
+/// One request of a thread, and between which ticks of the clock it ran.
+struct Done {
+    start: u64,
+    end: u64,
+    first: u64,
+    sectors: u64,
+    what: What,
+}
+
+enum What {
+    /// Every sector begins with this number.
+    Write(u64),
+    Zero,
+    /// Zero or as before.
+    Discard,
+    /// What each sector began with.
+    Read(Vec<u64>),
+}
+
+/// Anything from several threads over the same clusters: each read, and what is left at the end, is what some order of
+/// the requests gives, sector by sector; what a power cut leaves opens, is repaired and clean, and has what was flushed.
+#[test]
+fn threads_over_the_same_clusters() {
+    let plain = |cluster_size| CreateOptions { size: 256 << 10, cluster_size, ..CreateOptions::default() };
+    let kinds = [
+        plain(512),
+        plain(4096),
+        CreateOptions { extended_l2: true, ..plain(16_384) },
+        CreateOptions { refcount_bits: 1, ..plain(512) },
+        CreateOptions { version: 2, ..plain(4096) },
+    ];
+    for (kind, options) in kinds.iter().enumerate() {
+        for seed in 0..3 * common::scale() {
+            one_race(options, kind, seed);
+        }
+    }
+}
+
+fn one_race(options: &CreateOptions, kind: usize, seed: u64) {
+    let image = fresh(options);
+    let disk = block_on(open(&image, 8192));
+    let clock = AtomicU64::new(1);
+    let sectors = options.size / 512;
+    let logs: Vec<Vec<Done>> = std::thread::scope(|scope| {
+        let handles: Vec<_> = (0..4u64)
+            .map(|thread| {
+                let (disk, clock) = (&disk, &clock);
+                scope.spawn(move || {
+                    let mut random = Random::from_seed(seed * 8 + thread);
+                    let mut log = Vec::new();
+                    for number in 1..=600u64 {
+                        let longest = *random.pick(&[4, 40, 120]);
+                        let len = 1 + random.below(longest);
+                        let first = random.below(sectors - len);
+                        let span = GuestOffset::new(first * 512).span(len * 512);
+                        let flags = WriteFlags { fua: random.one_in(16) };
+                        let start = clock.fetch_add(1, Ordering::SeqCst);
+                        let what = match random.below(10) {
+                            0 => {
+                                block_on(disk.flush()).unwrap();
+                                continue;
+                            }
+                            1 => {
+                                block_on(disk.discard(span, flags)).unwrap();
+                                What::Discard
+                            }
+                            2 => {
+                                let may_unmap = random.one_in(2);
+                                let flags = ZeroFlags { may_unmap, ..ZeroFlags::default() };
+                                block_on(disk.write_zeroes(span, flags)).unwrap();
+                                What::Zero
+                            }
+                            3..=5 => {
+                                let buffer = Buffer::zeroed(index(span.len()));
+                                let bytes = block_on(disk.read(span.start(), buffer)).unwrap().to_vec();
+                                let value = |sector: &[u8]| {
+                                    assert!(
+                                        sector.chunks(8).all(|word| word == &sector[..8]),
+                                        "a torn sector"
+                                    );
+                                    u64::from_be_bytes(sector[..8].try_into().unwrap())
+                                };
+                                What::Read(bytes.chunks(512).map(value).collect())
+                            }
+                            _ => {
+                                let value = number << 8 | thread | 1 << 63;
+                                let data = value.to_be_bytes().repeat(index(span.len()) / 8);
+                                block_on(disk.write(span.start(), Buffer::copy_of(&data), flags)).unwrap();
+                                What::Write(value)
+                            }
+                        };
+                        let end = clock.fetch_add(1, Ordering::SeqCst);
+                        log.push(Done { start, end, first, sectors: len, what });
+                    }
+                    log
+                })
+            })
+            .collect();
+        handles.into_iter().map(|handle| handle.join().unwrap()).collect()
+    });
+    let mut log: Vec<Done> = logs.into_iter().flatten().collect();
+    let now = clock.load(Ordering::SeqCst);
+    let whole = block_on(disk.read(GuestOffset::ZERO, Buffer::zeroed(index(options.size)))).unwrap().to_vec();
+    let value = |sector: &[u8]| u64::from_be_bytes(sector[..8].try_into().unwrap());
+    let last = What::Read(whole.chunks(512).map(value).collect());
+    log.push(Done { start: now, end: now + 1, first: 0, sectors, what: last });
+    judge(&log, sectors, &format!("kind {kind}, seed {seed}"));
+    if seed % 2 == 0 {
+        block_on(disk.flush()).unwrap();
+        drop(disk);
+        let left = Volatile::new();
+        left.lock().visible = image.after_power_cut();
+        left.lock().durable = image.after_power_cut();
+        let again = block_on(open(&left, 8192));
+        let after = block_on(again.read(GuestOffset::ZERO, Buffer::zeroed(index(options.size)))).unwrap();
+        assert!(after.to_vec() == whole, "kind {kind}, seed {seed}: what was flushed is not there");
+        block_on(again.close()).unwrap();
+        let (report, lines) = block_on(look(&(left as SharedStorage))).unwrap();
+        assert!(report.corruptions == 0 && (report.is_clean() || options.version == 2), "{lines:?}");
+    } else {
+        block_on(disk.close()).unwrap();
+        let (report, lines) = block_on(look(&(image as SharedStorage))).unwrap();
+        assert!(report.is_clean(), "kind {kind}, seed {seed}: {lines:?}");
+    }
+}
+
+/// Every value that was read is one that a change gave which no later one, over before the read began, has replaced.
+fn judge(log: &[Done], sectors: u64, what: &str) {
+    for sector in 0..sectors {
+        let here = || log.iter().filter(|done| (done.first..done.first + done.sectors).contains(&sector));
+        let changes: Vec<(u64, u64, u64)> = here()
+            .filter_map(|done| match done.what {
+                What::Write(value) => Some((done.start, done.end, value)),
+                What::Zero => Some((done.start, done.end, 0)),
+                What::Discard | What::Read(_) => None,
+            })
+            .collect();
+        let discards: Vec<(u64, u64)> = here()
+            .filter(|done| matches!(done.what, What::Discard))
+            .map(|done| (done.start, done.end))
+            .collect();
+        for done in here() {
+            let What::Read(values) = &done.what else { continue };
+            let value = values[index(sector - done.first)];
+            let replaced =
+                |from: u64| changes.iter().any(|(start, end, _)| *start > from && *end < done.start);
+            let given = changes
+                .iter()
+                .any(|(start, end, given)| *given == value && *start < done.end && !replaced(*end));
+            // At the beginning everything is zero; a discard may make it so again.
+            let zeroed = |(start, end): &(u64, u64)| *start < done.end && !replaced(*end);
+            let zero = value == 0 && (!replaced(0) || discards.iter().any(zeroed));
+            assert!(given || zero, "{what}: sector {sector} reads as {value:#x} at {}", done.start);
+        }
+    }
+}

@@ -70,6 +70,8 @@ impl Images {
     pub(crate) fn make(dir: &Path, size: u64, vellum: &Path) -> Result<Self> {
         let dir = dir.join(format!("vellum-bench-{}", std::process::id()));
         fs::create_dir_all(&dir).context(|| format!("can't make {}", dir.display()))?;
+        // The overlay names the image below it, and is told where that is from here, not from where it lies itself.
+        let dir = dir.canonicalize().context(|| format!("can't find {}", dir.display()))?;
         let images = Self { dir };
         let raw = images.path(Image::Raw);
         write_raw(&raw, size).context(|| format!("can't write {}", raw.display()))?;

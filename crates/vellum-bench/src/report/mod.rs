@@ -1,16 +1,39 @@
 //! What is told of samples: medians, ratios, lines of a table, a file of JSON. The only place that prints.
 
-use std::fs;
-use std::path::Path;
-
 use serde::Serialize;
-use vellum_core::{Context, Result};
 
 use crate::load::Sample;
 
-/// A line of the answer.
+/// What goes to stdout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Output {
+    /// The table, for people.
+    Human,
+    /// Everything that was seen, for programs.
+    Json,
+}
+
+/// Where lines of the table go.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Table(Output);
+
+impl Table {
+    /// To stdout, when nothing else goes there.
+    pub(crate) fn to(output: Output) -> Self {
+        Self(output)
+    }
+
+    /// A line of the table.
+    pub(crate) fn say(self, line: &str) {
+        match self.0 {
+            Output::Human => say(line),
+            Output::Json => complain(line),
+        }
+    }
+}
+
 #[expect(clippy::print_stdout, reason = "answers go to stdout, and only here")]
-pub(crate) fn say(line: &str) {
+fn say(line: &str) {
     println!("{line}");
 }
 
@@ -20,11 +43,9 @@ pub(crate) fn complain(line: &str) {
     eprintln!("{line}");
 }
 
-/// Writes everything that was seen.
-pub(crate) fn write_json(path: &Path, report: &impl Serialize) -> Result<()> {
-    let mut text = serde_json::to_string_pretty(report).expect("numbers and strings");
-    text.push('\n');
-    fs::write(path, text).context(|| format!("can't write {}", path.display()))
+/// Everything that was seen.
+pub(crate) fn say_json(report: &impl Serialize) {
+    say(&serde_json::to_string_pretty(report).expect("numbers and strings"));
 }
 
 /// The middle one; of an even number the mean of the two in the middle. Zero when there is none.
@@ -37,6 +58,16 @@ pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
         len if len % 2 == 1 => values[middle],
         _ => f64::midpoint(values[middle - 1], values[middle]),
     }
+}
+
+/// Half of the way from the smallest to the largest, in percent of the median.
+fn spread_percent(values: impl IntoIterator<Item = f64>) -> f64 {
+    let values: Vec<f64> = values.into_iter().collect();
+    let (low, high) = values
+        .iter()
+        .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(*value), high.max(*value)));
+    let middle = median(values);
+    if middle > 0.0 { (high - low) / 2.0 / middle * 100.0 } else { 0.0 }
 }
 
 impl Sample {
@@ -82,9 +113,9 @@ impl Series {
         median(self.samples.iter().map(figure))
     }
 
-    /// The median over the rounds of `this` sample's figure divided by the other's of the same round.
-    fn ratio_to(&self, other: &Self, figure: impl Fn(&Sample) -> f64) -> f64 {
-        median(self.samples.iter().zip(&other.samples).map(|(mine, theirs)| figure(mine) / figure(theirs)))
+    /// For each round the figure divided by the other's of the same round.
+    fn ratios_to(&self, other: &Self, figure: impl Fn(&Sample) -> f64) -> Vec<f64> {
+        self.samples.iter().zip(&other.samples).map(|(mine, theirs)| figure(mine) / figure(theirs)).collect()
     }
 }
 
@@ -110,60 +141,57 @@ impl Figures {
 
     fn show(self, series: &Series) -> String {
         let main = short(series.median_of(|sample| self.main_of(sample)));
-        match self {
-            Self::Rate => format!("{main} kIOPS"),
-            Self::Throughput => format!("{main} MB/s"),
+        let spread = spread_percent(series.samples.iter().map(|sample| self.main_of(sample)));
+        let (unit, more) = match self {
+            Self::Rate => ("kIOPS", String::new()),
+            Self::Throughput => ("MB/s", String::new()),
             Self::Latency => {
-                format!("{main} µs (p99 {})", short(series.median_of(|sample| sample.latency_us_p99)))
-            }
-        }
-    }
-}
-
-/// Width of the name of a case, and of the three columns of a program.
-const NAME: usize = 30;
-const COLUMNS: [usize; 3] = [20, 9, 13];
-
-/// The head of a table whose first program is compared to the others.
-pub(crate) fn head(title: &str, servers: &[String]) -> String {
-    let [main, cpu, ratio] = COLUMNS;
-    let mut line = pad(title, NAME);
-    for (index, server) in servers.iter().enumerate() {
-        line += &format!(" | {} {}", pad(server, main), pad("CPU µs", cpu));
-        if index > 0 {
-            line += &format!(" {}", pad("ratio, CPU", ratio));
-        }
-    }
-    line.trim_end().to_owned()
-}
-
-/// A line of a table: what each program did, and how the first compares to each of the others: so many times their rate (or
-/// their time) at so many times their CPU time.
-pub(crate) fn line(name: &str, figures: Figures, series: &[Series]) -> String {
-    let [main, cpu, ratio] = COLUMNS;
-    let mut line = pad(name, NAME);
-    for (index, theirs) in series.iter().enumerate() {
-        let shown = match &theirs.skipped {
-            Some(_) => [pad("n/a", main), pad("", cpu)],
-            None => {
-                let cpu_us = short(theirs.median_of(Sample::server_cpu_us));
-                [pad(&figures.show(theirs), main), pad(&cpu_us, cpu)]
+                ("µs", format!(", p99 {}", short(series.median_of(|sample| sample.latency_us_p99))))
             }
         };
-        line += &format!(" | {} {}", shown[0], shown[1]);
-        if index > 0 {
-            let ours = &series[0];
-            let told = if theirs.samples.is_empty() || ours.samples.is_empty() {
-                String::new()
-            } else {
-                let rate = ours.ratio_to(theirs, |sample| figures.main_of(sample));
-                let cost = ours.ratio_to(theirs, Sample::server_cpu_us);
-                format!("{rate:.2}x, {cost:.2}x")
-            };
-            line += &format!(" {}", pad(&told, ratio));
-        }
+        format!("{main} {unit} ±{spread:.0}%{more}")
     }
-    line.trim_end().to_owned()
+
+    /// How `ours` compares to `theirs`: so many times their rate (or their time), at so many times their CPU time. The
+    /// medians over the rounds, each of which gives one ratio. `None` where one of them was left out.
+    pub(crate) fn compare(self, ours: &Series, theirs: &Series) -> Option<String> {
+        let rates = ours.ratios_to(theirs, |sample| self.main_of(sample));
+        let costs = ours.ratios_to(theirs, Sample::server_cpu_us);
+        if rates.is_empty() {
+            return None;
+        }
+        let spread = spread_percent(rates.iter().copied());
+        Some(format!("{:.2}x ±{spread:.0}%, CPU {:.2}x", median(rates), median(costs)))
+    }
+}
+
+/// Widths of the columns: the case, the program, what it did, the CPU time, the number of operations.
+const COLUMNS: [usize; 5] = [14, 9, 26, 18, 13];
+
+/// The lines of a case: what each program did, and how the first one compares to each of the others.
+pub(crate) fn lines(name: &str, figures: Figures, series: &[Series]) -> Vec<String> {
+    let [title, program, main, cpu, count] = COLUMNS;
+    let mut lines = Vec::new();
+    for (index, theirs) in series.iter().enumerate() {
+        let mut line =
+            format!("  {} {}", pad(if index == 0 { name } else { "" }, title), pad(&theirs.server, program));
+        if theirs.skipped.is_some() {
+            lines.push(line + " n/a");
+            continue;
+        }
+        let cpu_us = short(theirs.median_of(Sample::server_cpu_us));
+        let operations: u64 = theirs.samples.iter().map(|sample| sample.operations).sum();
+        line += &format!(" {}", pad(&figures.show(theirs), main));
+        line += &format!(" {}", pad(&format!("CPU {cpu_us} µs/op"), cpu));
+        line += &format!(" {}", pad(&format!("{operations} ops"), count));
+        if index > 0
+            && let Some(compared) = figures.compare(&series[0], theirs)
+        {
+            line += &format!(" {}: {compared}", series[0].server);
+        }
+        lines.push(line.trim_end().to_owned());
+    }
+    lines
 }
 
 fn pad(text: &str, width: usize) -> String {
@@ -214,11 +242,21 @@ mod tests {
             Series { samples: vec![sample(100_000, 1.0), sample(10_000, 0.1)], ..Series::of("b".into()) };
         let absent = Series { skipped: Some("no plugin".into()), ..Series::of("c".into()) };
         let all = [ours, theirs, absent];
-        let line = line("random read", Figures::Rate, &all);
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let expected = "random read | 55.0 kIOPS 5.00 | 27.5 kIOPS 10.0 2.00x, 0.50x | n/a";
-        assert_eq!(words.join(" "), expected, "the machine was ten times slower in the second round");
-        let head = head("raw", &["ours".into(), "b".into(), "c".into()]);
-        assert_eq!(head.find(" | "), line.find(" | "));
+        let lines = lines("raw", Figures::Rate, &all);
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(words(&lines[0]), "raw ours 55.0 kIOPS ±82% CPU 5.00 µs/op 220000 ops");
+        assert_eq!(
+            words(&lines[1]),
+            "b 27.5 kIOPS ±82% CPU 10.0 µs/op 110000 ops ours: 2.00x ±0%, CPU 0.50x",
+            "the machine was ten times slower in the second round, which is in both halves of a ratio"
+        );
+        assert_eq!(words(&lines[2]), "c n/a");
+    }
+
+    #[test]
+    fn spreads() {
+        assert_eq!(spread_percent([90.0, 100.0, 120.0]).to_bits(), 15f64.to_bits());
+        assert_eq!(spread_percent([5.0]).to_bits(), 0f64.to_bits());
+        assert_eq!(spread_percent([]).to_bits(), 0f64.to_bits());
     }
 }

@@ -20,9 +20,19 @@ pub(crate) struct Vellum {
 }
 
 impl Vellum {
-    /// The program beside this one.
+    /// The program beside this one. Under `cargo run` it is built first, so that what is measured is what is there to
+    /// read.
     pub(crate) fn beside_me() -> Result<Self> {
         let me = std::env::current_exe().context(|| "can't find this program")?;
+        if let Some(cargo) = std::env::var_os("CARGO") {
+            let release = me.parent().is_some_and(|dir| dir.ends_with("release"));
+            let mut build = Command::new(cargo);
+            build.args(["build", "--quiet", "--package", "vellum"]).args(release.then_some("--release"));
+            let built = build.status().context(|| format!("can't run {build:?}"))?;
+            if !built.success() {
+                return Err(Error::invalid(format!("{build:?} failed")));
+            }
+        }
         let path = me.with_file_name("vellum");
         if !path.exists() {
             return Err(Error::invalid(format!(

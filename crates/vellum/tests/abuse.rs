@@ -267,7 +267,7 @@ fn crowd(peer: &Peer) -> io::Result<Vec<Socket>> {
 
 /// Writes, reads back and compares in the first half of the disk until told to stop. Gives what it wrote.
 fn good_client(mut client: Client, stop: &AtomicBool, done: &AtomicU64) -> Vec<u8> {
-    let mut disk = client.read(0, (SIZE / 2) as u32).expect("a read");
+    let mut disk = client.read(0, u32::try_from(SIZE / 2).expect("small")).expect("a read");
     let mut random = Random::from_seed(5);
     while !stop.load(Ordering::Relaxed) {
         let len = 1 + random.index(20_000);

@@ -49,7 +49,7 @@ fn qemu_img_asks_and_maps() {
             .as_array()
             .expect("rows")
             .iter()
-            .map(|row| (row["start"].as_u64().expect("a number") as usize / MIB, row["zero"] == true))
+            .map(|row| (row["start"].as_u64().expect("a number") / MIB as u64, row["zero"] == true))
             .collect();
         assert_eq!(rows, [(0, true), (2, false), (3, true)], "{kind:?}: {map}");
         let write = run("qemu-io", &["-f", "raw", "-c", "write 0 512", &uri]);

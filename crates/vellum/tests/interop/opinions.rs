@@ -121,7 +121,7 @@ fn maps_agree(image: &Image) {
         };
         let end = one.end.min(other.end);
         let (ours, theirs) = (one.from(at), other.from(at));
-        let bytes = &image.model[at as usize..end as usize];
+        let bytes = &image.model[to_usize(at)..to_usize(end)];
         let agree = means_the_same(&ours, &theirs, bytes);
         assert!(agree, "{}: map\nours   {ours:?}\ntheirs {theirs:?}", image.config);
         at = end;
@@ -142,4 +142,8 @@ fn means_the_same(ours: &Row, theirs: &Row, bytes: &[u8]) -> bool {
         ..theirs.clone()
     };
     *ours == theirs && (!ours.zero || vellum_core::is_zero(bytes))
+}
+
+fn to_usize(bytes: u64) -> usize {
+    usize::try_from(bytes).expect("within the model")
 }

@@ -144,7 +144,7 @@ mod tests {
         let of = |dir: &str| {
             mount_of(mounts, Path::new(dir)).map(|(kind, source)| medium(&kind, &source)).unwrap()
         };
-        assert_eq!(of("/home/me"), "ext4 on vda");
+        assert_eq!(of("/srv/me"), "ext4 on vda");
         assert_eq!(of("/dev/shm/x"), "tmpfs");
         assert_eq!(of("/mnt"), "xfs on a loop device");
     }

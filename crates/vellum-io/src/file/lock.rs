@@ -19,8 +19,9 @@
 //!
 //! The locks belong to the open file, not to the process: two files open in one process exclude each other too, and
 //! the locks are let go of when the file is closed, and at the latest when the last descriptor is: a process that is
-//! being started holds copies of all descriptors for a moment. Because a program may have been killed just then, and
-//! because a look at an image takes a moment too, a conflict is looked at again a few times before it is told.
+//! being started holds copies of all descriptors for a moment. Because a program may have been killed just then (the
+//! kernel closes the files of an io_uring some time after the process is gone), and because a look at an image takes a
+//! moment too, a conflict is looked at again a few times before it is told.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Duration;
@@ -52,11 +53,14 @@ const DOES: i64 = 100;
 const SUFFERS_NOT: i64 = 200;
 
 /// The waits between the looks at a conflict.
-const LOOK_AGAIN: [Duration; 4] = [
+const LOOK_AGAIN: [Duration; 7] = [
     Duration::from_millis(5),
     Duration::from_millis(15),
     Duration::from_millis(30),
     Duration::from_millis(60),
+    Duration::from_millis(120),
+    Duration::from_millis(250),
+    Duration::from_millis(500),
 ];
 
 impl LockMode {
@@ -71,7 +75,7 @@ impl LockMode {
     }
 }
 
-/// Locks the image, or says who is in the way. Blocks for a tenth of a second at most.
+/// Locks the image, or says who is in the way. Blocks for a second at most.
 pub(super) fn acquire(file: BorrowedFd<'_>, mode: LockMode, name: &str) -> Result<()> {
     let mut waits = LOOK_AGAIN.into_iter();
     loop {

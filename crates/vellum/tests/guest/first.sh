@@ -12,6 +12,6 @@ until [ -b /dev/vda ]; do
     waited=$((waited + 1))
     $busybox usleep 100000
 done
-$busybox mount -t ext4 /dev/vda /root
-$busybox mount -t devtmpfs dev /root/dev
-exec $busybox switch_root /root /sbin/init
+$busybox mount -t ext4 /dev/vda /sysroot
+$busybox mount -t devtmpfs dev /sysroot/dev
+exec $busybox switch_root /sysroot /sbin/init

@@ -85,7 +85,7 @@ fn put_program(path: &Path, text: &str) {
 /// What the kernel has before it has a disk: busybox, the modules for the disk, and the program that loads them.
 fn first_archive(debian: &Debian) -> Vec<u8> {
     let mut archive = crate::cpio::Archive::default();
-    for dir in ["bin", "dev", "modules", "root"] {
+    for dir in ["bin", "dev", "modules", "sysroot"] {
         archive.directory(dir);
     }
     archive.character_device("dev/console", 5, 1);

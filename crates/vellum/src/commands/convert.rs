@@ -17,7 +17,7 @@ use crate::progress::{Progress, stop_flag};
 
 /// Copy a disk into a new image, of the same or another format
 ///
-/// Zeros are not stored. An image that could not be finished is removed.
+/// Zeros are not stored. An image that could not be finished is removed; a file that was there before is emptied.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the source; guessed when not given
@@ -119,15 +119,34 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         make(args, &new, size).await?;
     }
     let result = fill(args, source.disk(), size).await;
-    source.close().await?;
-    if result.is_err() && !args.no_create && !existed {
-        // Half an image is worse than none: somebody might use it.
-        let _ = std::fs::remove_file(&args.target);
-    }
-    result.map(|()| size).map_err(|error| match error.kind() {
-        ErrorKind::Closed => with_code(130)(error.context("interrupted; the unfinished image was removed")),
-        _ => error.into(),
+    let result = result.and(source.close().await);
+    result.map(|()| size).map_err(|error| {
+        let code = if error.kind() == ErrorKind::Closed { 130 } else { 1 };
+        let left = give_up(args, existed, error.kind());
+        with_code(code)(error.context(left))
     })
+}
+
+/// Sees to it that nobody takes what could not be finished for a whole image, and says what is left of it.
+fn give_up(args: &Args, existed: bool, why: ErrorKind) -> String {
+    let target = args.target.display();
+    let is_file = args.target.metadata().is_ok_and(|facts| facts.is_file());
+    // Where another program has it open by now, it is no longer ours to empty.
+    if args.no_create || !is_file || why == ErrorKind::Locked {
+        return format!("{target} holds a copy that is not whole");
+    }
+    // Emptied first: the name may be a link, or not the only one.
+    let emptied = std::fs::OpenOptions::new().write(true).truncate(true).open(&args.target);
+    match (emptied, existed) {
+        (Err(error), _) => format!("{target} holds a copy that is not whole, and cannot be emptied: {error}"),
+        (Ok(_), true) => format!("{target} was emptied, as the copy is not whole"),
+        (Ok(_), false) => match std::fs::remove_file(&args.target) {
+            Ok(()) => "the unfinished image was removed".to_owned(),
+            Err(error) => {
+                format!("{target} is empty, as the copy is not whole, and cannot be removed: {error}")
+            }
+        },
+    }
 }
 
 async fn make(args: &Args, new: &NewImage, size: u64) -> Result<()> {

@@ -5,7 +5,7 @@
 //! a `Disk`. The control plane wires them.* That sentence is the architecture.
 //!
 //! In reading order: [`units`] (typed addresses), [`buffer`] (owned memory), [`error`], [`storage`] and [`disk`]
-//! (the two traits with their written contracts), [`clock`] (time and chance as arguments), [`offload`] (long computations elsewhere), [`tally`] (counting I/O),
+//! (the two traits with their written contracts), [`clock`] (time and chance as arguments), [`mod@offload`] (long computations elsewhere), [`tally`] (counting I/O),
 //! [`stream`] (a connection), [`merged`] (a chain's map as one), [`memory`] (the reference implementations), [`checked`] (watches a seam),
 //! [`contract`] (the suites any implementation must pass).
 

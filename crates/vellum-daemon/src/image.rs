@@ -166,9 +166,20 @@ pub async fn create_qcow2(target: &CreateTarget, options: CreateOptions) -> Resu
 /// Makes a raw disk of zeros. Must be called on a worker.
 ///
 /// # Errors
-/// `Invalid` for a preallocation that a raw disk has not, and what the file says.
+/// `Invalid` for a preallocation that a raw disk has not, and what the file says. A file that could not be made whole is
+/// removed.
 pub async fn create_raw(path: &Path, size: u64, preallocation: Preallocation) -> Result<()> {
+    let is_new = !path.exists();
     let file = new_file(path).await?;
+    let made = lay_out_raw(path, &file, size, preallocation).await;
+    if made.is_err() && is_new {
+        drop(file);
+        let _ = std::fs::remove_file(path);
+    }
+    made
+}
+
+async fn lay_out_raw(path: &Path, file: &File, size: u64, preallocation: Preallocation) -> Result<()> {
     if file.limits().fixed_len {
         if file.len() < size {
             return Err(Error::new(

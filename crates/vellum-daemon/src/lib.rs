@@ -3,7 +3,7 @@
 //! The command line is a thin layer over it: it reads arguments, calls one function here, and prints what comes back.
 //! Nothing here prints.
 //!
-//! In reading order: [`host`] (files as the chain's opener), [`image`] (opening and making images), [`serve`] (a server, from
+//! In reading order: [`host`] (files as the chain's opener), [`image`] (opening and making images), [`mod@serve`] (a server, from
 //! its specification to its end), [`stats`] (what was counted).
 
 #![forbid(unsafe_code)]

@@ -108,12 +108,17 @@ impl<'a> Watch<'a> {
                 self.seen = stage;
                 self.listener = None;
             }
-            if self.listener.is_some() && self.waker.will_wake(context.waker()) {
+            let is_known = self.listener.is_some() && self.waker.will_wake(context.waker());
+            // Who is told at all while it serves sees another stage. Later on the listener must be asked: one that was
+            // made between the change and its announcement is told of a change it has seen, and is then used up.
+            if is_known && stage == Stage::Serving {
                 return stage;
             }
             let listener = self.listener.get_or_insert_with(|| self.shutdown.0.changed.listen());
             if listener.poll(context).is_ready() {
                 self.listener = None;
+            } else if is_known {
+                return stage;
             }
             self.waker.clone_from(context.waker());
             // And look again: the change may have come before we listened.
@@ -158,6 +163,25 @@ mod tests {
             let later = async { shutdown.cut() };
             zip(cut, later).await;
         });
+    }
+
+    #[test]
+    fn a_change_that_is_seen_before_it_is_announced_hides_no_later_one() {
+        let shutdown = Shutdown::new();
+        let mut watch = Watch::new(&shutdown);
+        let mut look = async || poll_fn(|context| Poll::Ready(watch.poll_stage(context))).await;
+        block_on(async {
+            assert_eq!(look().await, Stage::Serving);
+            shutdown.0.stage.store(Stage::Draining as u8, Ordering::Release);
+            assert_eq!(look().await, Stage::Draining);
+            shutdown.0.changed.notify(usize::MAX);
+            assert_eq!(look().await, Stage::Draining);
+        });
+        let cut = poll_fn(|context| match watch.poll_stage(context) {
+            Stage::Cut => Poll::Ready(()),
+            _ => Poll::Pending,
+        });
+        block_on(zip(cut, async { shutdown.cut() }));
     }
 
     #[test]

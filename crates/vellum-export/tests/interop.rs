@@ -453,6 +453,7 @@ fn fio_verifies_what_it_wrote() {
                 "--iodepth=32",
                 "--verify=crc32c",
                 "--verify_fatal=1",
+                "--verify_state_save=0", // it would be left in the tree
                 "--do_verify=1",
                 "--fsync=64",
             ],

@@ -5,8 +5,8 @@ mod common;
 use std::time::Duration;
 
 use common::{Setup, busy_drive, look};
-use vellum_core::{Buffer, Disk, GuestOffset, ImageOffset, SharedStorage, WriteFlags};
-use vellum_format::qcow2::{CreateOptions, create};
+use vellum_core::{Buffer, Disk, GuestOffset, ImageOffset, SharedStorage, WriteFlags, ZeroFlags};
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_sim::{Content, Drive, DriveOptions, FaultPlan, Operation, World};
 
 fn whole(value: u8) -> Buffer {
@@ -110,6 +110,63 @@ fn a_page_of_refcounts_that_comes_late_gives_no_cluster_away_twice() {
             let image: SharedStorage = drive.clone();
             let (report, lines) = look(&image).await.unwrap();
             assert!(report.is_clean(), "{lines:?}");
+        });
+    }
+}
+
+/// A guest writes a cluster in place, and before that has ended it zeroes the cluster. Which of the two comes first is
+/// open, but a raw data file must have them in the same order as the disk.
+#[test]
+fn a_raw_data_file_reads_as_the_disk_does_after_a_race() {
+    let options = CreateOptions {
+        size: 8192,
+        cluster_size: 4096,
+        data_file: Some("data".to_owned()),
+        data_file_raw: true,
+        ..CreateOptions::default()
+    };
+    for may_unmap in [false, true] {
+        let world = World::new(0);
+        let new_drive = || busy_drive(&world, Content::default(), FaultPlan::none());
+        let (image, data) = (new_drive(), new_drive());
+        world.run(async {
+            create(&*image, Some(&(data.clone() as SharedStorage)), &options).await.unwrap();
+            let header = Header::read(&*image).await.unwrap();
+            let files = Files { image: image.clone(), data_file: Some(data.clone()), below: None };
+            let disk = Qcow2::open(header, files, OpenOptions::default()).await.unwrap();
+            let write = async |value| {
+                let data = Buffer::copy_of(&[value; 4096]);
+                disk.write(GuestOffset::ZERO, data, WriteFlags::default()).await.unwrap();
+            };
+            write(1).await;
+            let hold = data.hold(Operation::Write);
+            let writer = world.spawn({
+                let disk = disk.clone();
+                async move {
+                    let data = Buffer::copy_of(&[2; 4096]);
+                    disk.write(GuestOffset::ZERO, data, WriteFlags::default()).await.unwrap();
+                }
+            });
+            hold.caught(1).await;
+            let zeroer = world.spawn({
+                let disk = disk.clone();
+                let flags = ZeroFlags { may_unmap, ..ZeroFlags::default() };
+                async move { disk.write_zeroes(GuestOffset::ZERO.span(4096), flags).await.unwrap() }
+            });
+            world.sleep(Duration::from_millis(50)).await;
+            hold.release();
+            writer.await;
+            zeroer.await;
+            let in_the_file = || {
+                let mut bytes = vec![9; 4096];
+                data.content().read(ImageOffset::ZERO, &mut bytes);
+                bytes
+            };
+            let read = async || disk.read(GuestOffset::ZERO, Buffer::zeroed(4096)).await.unwrap().to_vec();
+            assert!(read().await == in_the_file(), "may_unmap {may_unmap}");
+            write(3).await;
+            assert!(read().await == in_the_file() && in_the_file() == [3; 4096], "may_unmap {may_unmap}");
+            disk.close().await.unwrap();
         });
     }
 }

@@ -207,6 +207,7 @@ fn tables_that_point_at_each_other() {
         ("the L2 table", 0x4_0000),
         ("between clusters", 0x4_0200),
         ("past the end", 1 << 50),
+        ("the last of all bytes", u64::MAX),
         ("just past the end", good.len() as u64),
     ];
     for (what, target) in &targets {

@@ -363,7 +363,7 @@ fn one_race(options: &CreateOptions, kind: usize, seed: u64) {
     let last = What::Read(whole.chunks(512).map(value).collect());
     log.push(Done { start: now, end: now + 1, first: 0, sectors, what: last });
     judge(&log, sectors, &format!("kind {kind}, seed {seed}"));
-    if seed % 2 == 0 {
+    if seed.is_multiple_of(2) {
         block_on(disk.flush()).unwrap();
         drop(disk);
         let left = Volatile::new();

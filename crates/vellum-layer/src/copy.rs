@@ -24,7 +24,7 @@ const PIECE: u64 = 2 << 20;
 pub struct CopyOptions<'a> {
     /// Pieces under way at once, at least one.
     pub pieces_at_once: usize,
-    /// Runs of zeros at least this long are not written; zero writes everything that is not a hole.
+    /// Runs of zeros at least this long are not written; zero writes everything, holes too.
     pub sparse_bytes: u64,
     /// The target reads as zero already.
     pub target_is_zero: bool,
@@ -56,6 +56,9 @@ async fn copy_piece(
     options: CopyOptions<'_>,
 ) -> Result<Option<GuestOffset>> {
     let span = piece.span;
+    if piece.is_zero && options.sparse_bytes == 0 {
+        return write_zeros_as_data(target, span, options.stop).await;
+    }
     if piece.is_zero {
         if !options.target_is_zero {
             let flags = ZeroFlags { may_unmap: true, ..ZeroFlags::default() };
@@ -77,6 +80,22 @@ async fn copy_piece(
                 target.write_zeroes(part, flags).await.context(context)?;
             }
         }
+    }
+    Ok(None)
+}
+
+async fn write_zeros_as_data(
+    target: &SharedDisk,
+    span: GuestSpan,
+    stop: &AtomicBool,
+) -> Result<Option<GuestOffset>> {
+    for part in BlockSize::from_shift(20).pieces_of(span) {
+        if stop.load(Ordering::Relaxed) {
+            return Err(Error::new(ErrorKind::Closed, "it was stopped"));
+        }
+        let len = usize::try_from(part.len()).expect("a mebibyte");
+        let context = || format!("can't write {len} bytes at {}", part.start());
+        target.write(part.start(), Buffer::zeroed(len), WriteFlags::default()).await.context(context)?;
     }
     Ok(None)
 }

@@ -99,6 +99,8 @@ pub(crate) struct NewImage {
     pub(crate) size: Option<u64>,
     pub(crate) backing_file: Option<String>,
     pub(crate) backing_format: Option<FormatKind>,
+    /// The version, in the word that was used for it.
+    pub(crate) compat: Option<String>,
     /// Whether anything was said that only qcow2 has.
     pub(crate) only_qcow2: Option<String>,
 }
@@ -155,7 +157,8 @@ impl NewImage {
                     "0.10" | "v2" => 2,
                     "1.1" | "v3" => 3,
                     _ => return Err(bad("v2 (0.10), v3 (1.1)")),
-                }
+                };
+                self.compat = Some(value.to_owned());
             }
             "backing_file" => self.backing_file = Some(value.to_owned()),
             "backing_fmt" => self.backing_format = Some(value.parse()?),

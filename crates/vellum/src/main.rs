@@ -39,7 +39,17 @@ fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("VELLUM_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    let (name, result) = match Cli::parse().command {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let is_failure = error.use_stderr();
+            // Help that nobody reads is no failure.
+            drop(error.print());
+            // As with qemu-img: 2 would be an answer, that an image is corrupt or could not be opened.
+            return if is_failure { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+        }
+    };
+    let (name, result) = match cli.command {
         Command::Create(args) => ("create", commands::create::run(args)),
         Command::Info(args) => ("info", commands::info::run(&args)),
         Command::Map(args) => ("map", commands::map::run(&args)),

@@ -6,8 +6,10 @@
 //! ```
 //!
 //! Why so: a look at bytes that were just read ends at the first byte that is not zero, so it costs next to nothing
-//! for data and saves sending for zeros. Asking the map costs a question to the disk, which pays from
-//! [`MAP_BYTES_MIN`] on: not reading a hole saves filling and looking at that much memory.
+//! for data and saves sending for zeros. Asking the map costs a question to the disk, which may have to ask the file
+//! system and wait for a thread to do so. It pays from [`MAP_BYTES_MIN`] on, and only where there are holes: not reading
+//! one saves filling and looking at that much memory. So a client that finds only data is spared the question until a
+//! read finds zeros again ([`Outlook`]).
 //!
 //! 1. The parts of a read follow each other without gap or overlap and cover it. None is empty.
 //! 2. A hole is what reads as zero, whether or not space is set aside for it; the client learns of space by
@@ -18,6 +20,8 @@
 //! of reading for its holes, which is as good as any other while both run (contract 9 of the disk).
 //!
 //! Source: NBD protocol, `NBD_CMD_READ`, "Structured replies".
+
+use std::cell::Cell;
 
 use smallvec::SmallVec;
 use vellum_core::{
@@ -45,8 +49,38 @@ pub(super) enum Part {
     Failed { at: GuestOffset, error: Error },
 }
 
+/// Whether the large reads of a session meet holes: the last one that ended did, or none has ended yet.
+#[derive(Debug)]
+pub(super) struct Outlook(Cell<bool>);
+
+impl Outlook {
+    pub(super) fn new() -> Self {
+        Self(Cell::new(true))
+    }
+
+    fn learn(&self, parts: &Parts) {
+        // A failure may concern a part of what was read as one; the next read is to tell which.
+        self.0.set(parts.iter().any(|part| !matches!(part, Part::Data { .. })));
+    }
+}
+
 /// Reads what is not known to be zero.
-pub(super) async fn read(disk: &SharedDisk, span: GuestSpan) -> Parts {
+pub(super) async fn read(disk: &SharedDisk, span: GuestSpan, outlook: &Outlook) -> Parts {
+    let parts = read_runs(disk, span, outlook.0.get()).await;
+    outlook.learn(&parts);
+    parts
+}
+
+async fn read_runs(disk: &SharedDisk, span: GuestSpan, asks_map: bool) -> Parts {
+    if !asks_map {
+        let mut parts = Parts::new();
+        push_read(
+            &mut parts,
+            span,
+            disk.read(span.start(), Buffer::for_overwrite(to_usize(span.len()))).await,
+        );
+        return parts;
+    }
     let runs = match map_merged(disk, span).await {
         Ok(extents) => {
             let extents = extents.iter().map(|extent| {
@@ -182,7 +216,8 @@ fn to_usize(bytes: u64) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use vellum_core::Random;
+    use futures_lite::future::block_on;
+    use vellum_core::{Disk, MemoryDisk, Random, WriteFlags};
 
     use super::*;
 
@@ -277,6 +312,30 @@ mod tests {
             }
             assert!(seen == bytes, "read at {start}, {len} bytes");
         }
+    }
+
+    #[test]
+    fn the_map_is_asked_only_while_reads_meet_holes_and_never_missed() {
+        let inner = MemoryDisk::new(4 << 20);
+        block_on(async {
+            let data = Buffer::copy_of(&[7; 3 << 20]);
+            inner.write(GuestOffset::ZERO, data, WriteFlags::default()).await.expect("memory takes it");
+        });
+        let asked = Cell::new(0);
+        let disk: SharedDisk = inner;
+        let outlook = Outlook::new();
+        let read = |at: u64| {
+            asked.set(asked.get() + u32::from(outlook.0.get()));
+            let parts = block_on(super::read(&disk, span(at << 20, 1 << 20), &outlook));
+            assert_eq!(parts.len(), 1);
+            (matches!(parts[0], Part::Hole { len: 0x10_0000, .. }), asked.get())
+        };
+        assert_eq!(read(0), (false, 1), "nothing is known yet");
+        assert_eq!(read(1), (false, 1), "the one before was data");
+        assert_eq!(read(3), (true, 1), "zeros are seen without the map");
+        assert_eq!(read(3), (true, 2));
+        assert_eq!(read(2), (false, 3));
+        assert_eq!(read(0), (false, 3));
     }
 
     #[test]

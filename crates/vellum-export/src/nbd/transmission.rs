@@ -38,7 +38,7 @@ use super::limits::Limits;
 use super::reply::{Replies, sentence_of};
 use super::request::Request;
 use super::session::Ending;
-use super::sparse::Part;
+use super::sparse::{Outlook, Part};
 use super::terms::Terms;
 use super::wire::Errno;
 use super::work::{Outcome, Running, Ticket};
@@ -62,10 +62,12 @@ pub(super) struct Ground<'a> {
 /// Serves requests until the client leaves, is thrown out, or a shutdown asks.
 pub(super) async fn transmit(ground: Ground<'_>, mut watches: [Watch<'_>; 2], early: &[u8]) -> Ending {
     let Ground { stream, export, terms, limits } = ground;
+    let outlook = Outlook::new();
     let mut session = Session {
         stream,
         disk: &export.disk,
         terms,
+        outlook: &outlook,
         intake: Intake::new(stream, limits.receive_bytes, early),
         flight: Flight::new(limits.requests_max),
         books: Books {
@@ -91,6 +93,7 @@ struct Session<'a> {
     stream: &'a dyn ByteStream,
     disk: &'a SharedDisk,
     terms: &'a Terms,
+    outlook: &'a Outlook,
     intake: Intake<'a>,
     flight: Flight<Running<'a>>,
     books: Books,
@@ -152,7 +155,7 @@ impl Session<'_> {
             match self.intake.next(self.terms, &mut self.books.ledger) {
                 Next::Begin(ticket, payload) => {
                     happened = true;
-                    let running = Running::new(self.disk, self.terms, ticket, payload);
+                    let running = Running::new(self.disk, self.terms, self.outlook, ticket, payload);
                     if let Some((ticket, outcome)) = self.flight.start(running) {
                         self.books.answer(ticket, outcome);
                     }

@@ -11,7 +11,7 @@ use vellum_core::{Buffer, Error, GuestSpan, LocalFuture, Result, SharedDisk, Wri
 
 use super::limits::memory_of;
 use super::request::Request;
-use super::sparse::{self, Parts};
+use super::sparse::{self, Outlook, Parts};
 use super::status::{self, Question, Statuses};
 use super::terms::Terms;
 
@@ -60,11 +60,17 @@ pub(super) fn memory_for(request: &Request) -> usize {
 
 impl<'a> Running<'a> {
     /// Begins a request; `payload` is as long as a write's span, and empty for all others.
-    pub(super) fn new(disk: &'a SharedDisk, terms: &'a Terms, ticket: Ticket, payload: Buffer) -> Self {
+    pub(super) fn new(
+        disk: &'a SharedDisk,
+        terms: &'a Terms,
+        outlook: &'a Outlook,
+        ticket: Ticket,
+        payload: Buffer,
+    ) -> Self {
         let work = match ticket.request {
             Request::Read { span, whole } => {
                 if terms.structured && !whole && span.len() >= sparse::MAP_BYTES_MIN {
-                    Work::Parts(Box::pin(sparse::read(disk, span)))
+                    Work::Parts(Box::pin(sparse::read(disk, span, outlook)))
                 } else {
                     let len = usize::try_from(span.len()).expect("a payload fits the address space");
                     Work::Bytes(disk.read(span.start(), Buffer::for_overwrite(len)))

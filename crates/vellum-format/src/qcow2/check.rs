@@ -312,7 +312,6 @@ impl Walk<'_> {
             }
         };
         let table = table.slice();
-        let mut next_contiguous = None;
         let mut wanted: Vec<(usize, ImageSpan)> = Vec::new();
         for index in 0..table.len() / 8 {
             let entry = be64(table, index * 8);
@@ -320,7 +319,7 @@ impl Walk<'_> {
                 wanted.push((index, l2));
             }
             if wanted.len() == TABLES_AT_ONCE || (index + 1) * 8 == table.len() {
-                self.walk_tables(std::mem::take(&mut wanted), is_active, &mut next_contiguous).await?;
+                self.walk_tables(std::mem::take(&mut wanted), is_active).await?;
             }
         }
         Ok(())
@@ -344,12 +343,7 @@ impl Walk<'_> {
         self.count_table(l2).then_some(l2)
     }
 
-    async fn walk_tables(
-        &mut self,
-        wanted: Vec<(usize, ImageSpan)>,
-        is_active: bool,
-        next_contiguous: &mut Option<ImageOffset>,
-    ) -> Result<()> {
+    async fn walk_tables(&mut self, wanted: Vec<(usize, ImageSpan)>, is_active: bool) -> Result<()> {
         let image = self.image;
         let reads: Vec<LocalFuture<'_, Result<Result<Buffer>>>> = wanted
             .iter()
@@ -360,7 +354,7 @@ impl Walk<'_> {
             .collect();
         for ((_, span), table) in wanted.into_iter().zip(try_join_all(reads).await?) {
             match table {
-                Ok(table) => self.walk_l2(span, table.slice(), is_active, next_contiguous),
+                Ok(table) => self.walk_l2(span, table.slice(), is_active),
                 Err(error) => {
                     self.result.hidden = true;
                     self.unreadable(&format!("the L2 table at {}", span.start()), &error);
@@ -370,7 +364,9 @@ impl Walk<'_> {
         Ok(())
     }
 
-    fn walk_l2(&mut self, at: ImageSpan, table: &[u8], is_active: bool, next: &mut Option<ImageOffset>) {
+    fn walk_l2(&mut self, at: ImageSpan, table: &[u8], is_active: bool) {
+        // As with QEMU, the first cluster of a table is never counted as fragmented.
+        let mut next: Option<ImageOffset> = None;
         let words = self.entries.words();
         let cluster = self.header.cluster_size().bytes();
         for (index, entry) in table.chunks_exact(words * 8).enumerate() {
@@ -393,13 +389,17 @@ impl Walk<'_> {
                 Ok(ClusterState::Plain(units)) => units,
             };
             let Some(host) = place.host else { continue };
+            if host.bytes() == 0 && words == 1 && place.zero == 1 {
+                // At the start of a data file: to QEMU zeros without a place, so not counted.
+                continue;
+            }
             self.result.flags_suspect |= is_active && !place.copied;
             if is_active {
                 self.result.report.allocated_clusters += 1;
                 if next.is_some_and(|next| next != host) {
                     self.result.report.fragmented_clusters += 1;
                 }
-                *next = Some(host + cluster);
+                next = Some(host + cluster);
             }
             if !self.header.has_data_file() {
                 self.count(host.span(cluster));

@@ -14,8 +14,8 @@
 //!
 //! | what is done | |
 //! |---|---|
-//! | [`open`], [`create`] | and what is believed of an image |
-//! | [`read`], [`write`] with [`plan`], [`zero`], [`map`] | requests |
+//! | [`open`], [`mod@create`] | and what is believed of an image |
+//! | [`read`], [`mod@write`] with [`plan`], [`zero`], [`map`] | requests |
 //! | [`commit`] | the order in which metadata reaches the medium; all of it |
 //! | [`check`] | everything an image claims, compared; and repaired |
 //! | [`claims`], [`epochs`], [`keyed`] | who may change, who may still be looking, who loads |

@@ -153,7 +153,8 @@ impl Refcounts {
         new.note_metadata(ImageOffset::ZERO.span(1));
         new.note_metadata(header.refcount_table);
         for index in 0..new.table.len() {
-            if new.table[index] != 0 {
+            // What lies beyond 2^56 is refused by `check_table`.
+            if new.table[index] != 0 && new.table[index] >> 56 == 0 {
                 new.note_metadata(ImageOffset::new(new.table[index]).span(1));
             }
         }

@@ -11,6 +11,9 @@
 //! 3. When anything fails, what was allocated and not published is given back: each cluster reads as before or as
 //!    written.
 //! 4. No lock is held while bytes move; claims keep others from the same units only.
+//! 5. With a raw data file, writes in place claim their units, too. Elsewhere it is the mapping that makes a unit zero,
+//!    and it does not matter whether an older write's bytes land at the old place afterwards. A raw data file is read
+//!    without the mapping: there zeros and data must land one after the other.
 
 use smallvec::SmallVec;
 use vellum_core::{
@@ -89,6 +92,9 @@ impl Qcow2 {
 
     /// The host runs of a write that changes no mapping; nothing when it must.
     async fn all_in_place(&self, span: GuestSpan) -> Result<Option<SmallVec<[(ImageOffset, u64); 2]>>> {
+        if self.data_file_is_raw() {
+            return Ok(None);
+        }
         let mut runs: SmallVec<[(ImageOffset, u64); 2]> = SmallVec::new();
         let mut rest = span;
         while !rest.is_empty() {
@@ -160,7 +166,7 @@ impl Qcow2 {
             rest = later;
         }
         let mut last_table = None;
-        for step in steps.iter().filter(|step| step.held.is_some()) {
+        for step in steps.iter().filter(|step| step.plan.publish != 0) {
             let table = self.slot(step.cluster).l1_index;
             if last_table.replace(table) != Some(table) {
                 self.own_table(step.cluster).await?;
@@ -169,7 +175,9 @@ impl Qcow2 {
         self.settle_hosts(steps).await?;
         self.transfer(steps, data).await?;
         for step in steps.iter() {
-            if let Some(held) = &step.held {
+            if let Some(held) = &step.held
+                && step.plan.publish != 0
+            {
                 self.publish_step(step, held).await?;
             }
         }
@@ -182,8 +190,15 @@ impl Qcow2 {
         let cluster = self.cluster.cluster_of(part.start());
         let start = self.cluster.within(part.start());
         let identity = self.has_data_file.then(|| ImageOffset::new(self.start(cluster).bytes()));
+        let always_claimed = match self.data_file_is_raw() {
+            true => self.entries.touched(start, start + part.len()),
+            false => 0,
+        };
         let plan = |state| {
-            plan_write(self.entries, state, (start, start + part.len()), identity, self.below.is_some())
+            let bytes = (start, start + part.len());
+            let mut plan = plan_write(self.entries, state, bytes, identity, self.below.is_some());
+            plan.claim |= always_claimed;
+            plan
         };
         let mut held: Option<Held<'_>> = None;
         loop {

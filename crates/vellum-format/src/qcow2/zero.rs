@@ -127,14 +127,15 @@ impl Qcow2 {
         self.flag_zero(cluster, covered, space).await
     }
 
-    /// Writes zeros as data where the disk does not read as zero already.
+    /// Writes zeros as data where the disk does not read as zero already. A raw data file may hold something else there:
+    /// QEMU does not pass discards on to it.
     async fn write_zeros(&self, span: GuestSpan) -> Result<()> {
         let mut rest = span;
         while !rest.is_empty() {
             let (part, later) = self.first_part(rest);
             let (part, later) =
                 if part.len() > WRITTEN_AT_ONCE { rest.split_at(WRITTEN_AT_ONCE) } else { (part, later) };
-            if !self.reads_zero(part).await? {
+            if self.data_file_is_raw() || !self.reads_zero(part).await? {
                 let mut zeros = Buffer::zeroed(usize::try_from(part.len()).expect("bounded"));
                 self.write_allocating(part, &mut zeros).await?;
             }

@@ -2,12 +2,14 @@
 //!
 //! 1. The length is the largest end of any change that has ended, or what the last `set_len` found: it never runs ahead
 //!    of the file.
-//! 2. Poison is for ever. It is set by the driver, whether or not anybody waited for the flush that failed.
+//! 2. The lock goes with the handle, even while a process that is being started still holds copies of the descriptors.
+//! 3. Poison is for ever. It is set by the driver, whether or not anybody waited for the flush that failed.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
 use super::gate::Gate;
+use super::lock::{self, LockMode};
 
 /// An open file, as the drivers know it.
 pub(crate) struct Handle {
@@ -18,17 +20,28 @@ pub(crate) struct Handle {
     gate: Option<Box<Gate>>,
     len: AtomicU64,
     poisoned: AtomicBool,
+    /// What `main` holds.
+    lock: LockMode,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        lock::release(self.main.as_fd(), self.lock);
+    }
 }
 
 impl Handle {
-    /// An open file of `len` bytes that moves any byte range.
-    pub(crate) fn buffered(main: OwnedFd, len: u64) -> Self {
-        Self { main, cached: None, gate: None, len: AtomicU64::new(len), poisoned: AtomicBool::new(false) }
+    /// An open file of `len` bytes, locked like this, that moves any byte range.
+    pub(crate) fn buffered(main: OwnedFd, lock: LockMode, len: u64) -> Self {
+        let (len, poisoned) = (AtomicU64::new(len), AtomicBool::new(false));
+        Self { main, cached: None, gate: None, len, poisoned, lock }
     }
 
-    /// An open file of `len` bytes whose `main` descriptor moves whole blocks only.
-    pub(crate) fn direct(main: OwnedFd, cached: Option<OwnedFd>, len: u64) -> Self {
-        Self { cached, gate: Some(Box::new(Gate::new())), ..Self::buffered(main, len) }
+    /// The same, but `main` moves whole blocks only.
+    pub(crate) fn direct(main: OwnedFd, lock: LockMode, cached: Option<OwnedFd>, len: u64) -> Self {
+        let mut handle = Self::buffered(main, lock, len);
+        (handle.cached, handle.gate) = (cached, Some(Box::new(Gate::new())));
+        handle
     }
 
     /// The descriptor that transfers use: the main one, or the one through the page cache.
@@ -77,6 +90,29 @@ impl Handle {
     #[cfg(test)]
     pub(crate) fn for_test() -> std::sync::Arc<Self> {
         let file = std::fs::File::open("/dev/null").expect("there is a null device");
-        std::sync::Arc::new(Self::direct(file.into(), None, 0))
+        std::sync::Arc::new(Self::direct(file.into(), LockMode::None, None, 0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_lock_goes_with_the_handle_though_a_copy_of_the_descriptor_lives() {
+        let path = std::env::temp_dir().join(format!("vellum-handle-{}", std::process::id()));
+        std::fs::write(&path, [0; 512]).expect("an image");
+        let open = || std::fs::File::options().read(true).write(true).open(&path).expect("it is there");
+        let file = open();
+        // As a process has it that is being started.
+        let copy = file.try_clone().expect("a copy");
+        lock::acquire(file.as_fd(), LockMode::Write, "image").expect("nobody has it");
+        let handle = Handle::buffered(file.into(), LockMode::Write, 512);
+        let other = open();
+        assert!(lock::acquire(other.as_fd(), LockMode::Write, "image").is_err(), "the handle has it");
+        drop(handle);
+        lock::acquire(other.as_fd(), LockMode::Write, "image").expect("the handle has gone");
+        drop((copy, other));
+        std::fs::remove_file(path).expect("the image");
     }
 }

@@ -18,9 +18,9 @@
 //! | `ForceShare` | read | – |
 //!
 //! The locks belong to the open file, not to the process: two files open in one process exclude each other too, and
-//! the locks go when the last descriptor is closed. A process that is being started holds copies of all descriptors
-//! for a moment; therefore, and because a look at an image takes a moment too, a conflict is looked at again a few
-//! times before it is told.
+//! the locks are let go of when the file is closed, and at the latest when the last descriptor is: a process that is
+//! being started holds copies of all descriptors for a moment. Because a program may have been killed just then, and
+//! because a look at an image takes a moment too, a conflict is looked at again a few times before it is told.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Duration;
@@ -124,7 +124,8 @@ fn try_acquire(file: BorrowedFd<'_>, mode: LockMode) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn release(file: BorrowedFd<'_>, mode: LockMode) {
+/// Lets go of the locks, whoever else holds copies of the descriptor.
+pub(super) fn release(file: BorrowedFd<'_>, mode: LockMode) {
     let (does, suffers_not) = mode.permissions();
     for (index, _) in PERMISSIONS {
         // Letting go of a lock does not fail, and the descriptor is closed soon anyway.

@@ -119,9 +119,9 @@ fn open(path: &Path, options: &OpenOptions) -> Result<File> {
     let handle = if facts.direct.is_some() {
         let needs_cached = options.writable && !facts.limits.fixed_len;
         let cached = if needs_cached { Some(open_cached(path, &opened, &name)?) } else { None };
-        Handle::direct(file, cached, facts.len)
+        Handle::direct(file, options.lock, cached, facts.len)
     } else {
-        Handle::buffered(file, facts.len)
+        Handle::buffered(file, options.lock, facts.len)
     };
     Ok(File {
         name,

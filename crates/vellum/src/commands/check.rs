@@ -56,7 +56,10 @@ const NOTHING_TO_CHECK: u8 = 63;
 pub(crate) fn run(args: &Args) -> Outcome {
     let result = run_worker(IoMode::Auto, async || examine(args).await)?;
     let Some((report, lines)) = result.map_err(with_code(CANNOT_CHECK))? else {
-        let error = Error::unsupported("a raw image has nothing that could be checked");
+        let error = Error::unsupported(format!(
+            "{} is a raw image, which has nothing that could be checked",
+            args.file.display()
+        ));
         return Err(with_code(NOTHING_TO_CHECK)(error));
     };
     match args.output {

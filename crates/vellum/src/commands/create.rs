@@ -101,7 +101,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     let size = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
     if !args.quiet {
         match args.output {
-            OutputFormat::Human => say(&formatting(format, &target, &options, size)),
+            OutputFormat::Human => say(&formatting(format, &target, &new, size)),
             OutputFormat::Json => say_json(&answer(format, &target, &options, size)),
         }
     }
@@ -130,7 +130,8 @@ fn switch(is_on: bool) -> &'static str {
 }
 
 /// The line that `qemu-img create` prints.
-fn formatting(format: FormatKind, target: &CreateTarget, options: &CreateOptions, size: u64) -> String {
+fn formatting(format: FormatKind, target: &CreateTarget, new: &NewImage, size: u64) -> String {
+    let options = &new.qcow2;
     let mut line = format!("Formatting '{}', fmt={format}", target.path.display());
     if format == FormatKind::Raw {
         line += &format!(" size={size}");
@@ -140,13 +141,13 @@ fn formatting(format: FormatKind, target: &CreateTarget, options: &CreateOptions
         return line;
     }
     let compression = if options.compression == Compression::Zstd { "zstd" } else { "zlib" };
-    line += &format!(
-        " cluster_size={} extended_l2={} compression_type={compression} size={size}",
-        options.cluster_size,
-        switch(options.extended_l2)
-    );
+    line += &format!(" cluster_size={} extended_l2={}", options.cluster_size, switch(options.extended_l2));
     if options.preallocation != Preallocation::Off {
         line += &format!(" preallocation={}", preallocation(options.preallocation));
+    }
+    line += &format!(" compression_type={compression} size={size}");
+    if let Some(compat) = &new.compat {
+        line += &format!(" compat={compat}");
     }
     if let Some((name, format)) = &target.backing {
         line += &format!(" backing_file={name} backing_fmt={format}");

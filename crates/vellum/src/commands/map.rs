@@ -66,11 +66,16 @@ pub(crate) fn run(args: &Args) -> Outcome {
             for row in rows.iter().filter(|row| row.data) {
                 let offset = row.offset.expect("data that is not compressed has a place");
                 let file = row.file.as_deref().unwrap_or_default();
-                say(&format!("{:<#15x} {:<#15x} {:<#15x} {file}", row.start, row.length, offset));
+                say(&format!("{:<15} {:<15} {:<15} {file}", hex(row.start), hex(row.length), hex(offset)));
             }
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A number as C's `%#x` prints it: zero has no prefix.
+fn hex(number: u64) -> String {
+    if number == 0 { "0".to_owned() } else { format!("{number:#x}") }
 }
 
 async fn gather(args: &Args) -> Result<Vec<Row>> {
@@ -83,11 +88,22 @@ async fn gather(args: &Args) -> Result<Vec<Row>> {
     while !rest.is_empty() {
         for extent in map_merged(chain.disk(), rest).await? {
             rest = GuestSpan::between(extent.span.end(), rest.end());
-            push(&mut rows, row(&chain, extent));
+            for part in at_the_end_of_its_disk(&chain, extent) {
+                push(&mut rows, row(&chain, part));
+            }
         }
     }
     chain.close().await?;
     Ok(rows)
+}
+
+/// Cuts an extent where the disk that answered ends. Behind that nobody has anything, and as with `qemu-img` it is the
+/// longer disk above that says so.
+fn at_the_end_of_its_disk(chain: &Chain, extent: MergedExtent) -> impl Iterator<Item = MergedExtent> {
+    let size = chain.members[extent.depth].disk.geometry().size;
+    let (inside, outside) = extent.span.split_at(size.saturating_sub(extent.span.start().bytes()));
+    let behind = MergedExtent { span: outside, place: Place::Below, depth: extent.depth.saturating_sub(1) };
+    [MergedExtent { span: inside, ..extent }, behind].into_iter().filter(|part| !part.span.is_empty())
 }
 
 fn row(chain: &Chain, extent: MergedExtent) -> Row {
@@ -110,7 +126,11 @@ fn row(chain: &Chain, extent: MergedExtent) -> Row {
         Place::Compressed => Row { compressed: true, ..plain },
         // What nobody in the chain has is not present; zeros that an image recorded are.
         Place::Below => Row { present: false, zero: true, data: false, ..plain },
-        Place::Zero { .. } => Row { zero: true, data: false, ..plain },
+        Place::Zero { .. } => {
+            // A hole of a raw disk lies where it would have its bytes.
+            let is_raw = chain.members[extent.depth].header.is_none();
+            Row { zero: true, data: false, offset: is_raw.then_some(start), ..plain }
+        }
     }
 }
 

@@ -1,0 +1,160 @@
+//! The disks that are served: the same bytes raw, as qcow2 with every cluster mapped, and through an empty qcow2 overlay.
+//!
+//! ```text
+//!   disk.raw ──► converted: disk.qcow2        every 4 KiB block begins with its tag (load::workload)
+//!        ▲─────── overlay.qcow2               maps nothing: each read goes down to disk.raw
+//! ```
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use rustix::fs::Advice;
+use vellum_core::{Context, Error, Result};
+
+use crate::load::workload::{filler, stamp};
+
+/// Which disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Image {
+    /// Byte for byte.
+    Raw,
+    /// All clusters mapped.
+    Qcow2,
+    /// Nothing mapped, over the raw one.
+    Overlay,
+}
+
+impl Image {
+    /// All of them.
+    pub(crate) const ALL: [Self; 3] = [Self::Raw, Self::Qcow2, Self::Overlay];
+
+    /// A short name, for choosing it.
+    pub(crate) fn id(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+            Self::Overlay => "overlay",
+        }
+    }
+
+    /// The name in a table.
+    pub(crate) fn title(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2, mapped",
+            Self::Overlay => "empty qcow2 overlay on raw",
+        }
+    }
+
+    /// The format to open it with.
+    pub(crate) fn format(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 | Self::Overlay => "qcow2",
+        }
+    }
+}
+
+/// The images in their directory; removed when dropped.
+pub(crate) struct Images {
+    dir: PathBuf,
+}
+
+const PIECE_BYTES: usize = 1 << 20;
+
+impl Images {
+    /// Makes all images, of `size` bytes, with this `vellum`.
+    pub(crate) fn make(dir: &Path, size: u64, vellum: &Path) -> Result<Self> {
+        let dir = dir.join(format!("vellum-bench-{}", std::process::id()));
+        fs::create_dir_all(&dir).context(|| format!("can't make {}", dir.display()))?;
+        // The overlay names the image below it, and is told where that is from here, not from where it lies itself.
+        let dir = dir.canonicalize().context(|| format!("can't find {}", dir.display()))?;
+        let images = Self { dir };
+        let raw = images.path(Image::Raw);
+        write_raw(&raw, size).context(|| format!("can't write {}", raw.display()))?;
+        let (qcow2, overlay) = (images.path(Image::Qcow2), images.path(Image::Overlay));
+        run(Command::new(vellum).args(["convert", "-q", "-f", "raw", "-O", "qcow2"]).arg(&raw).arg(&qcow2))?;
+        let mut create = Command::new(vellum);
+        create.args(["create", "-q", "-f", "qcow2", "-b"]).arg(&raw).args(["-F", "raw"]).arg(&overlay);
+        run(&mut create)?;
+        for image in Image::ALL {
+            images.settle(image)?;
+        }
+        Ok(images)
+    }
+
+    /// Where sockets and logs go.
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The image's file.
+    pub(crate) fn path(&self, image: Image) -> PathBuf {
+        self.dir.join(match image {
+            Image::Raw => "disk.raw",
+            Image::Qcow2 => "disk.qcow2",
+            Image::Overlay => "overlay.qcow2",
+        })
+    }
+
+    /// The file that holds the image's data.
+    fn data(&self, image: Image) -> PathBuf {
+        match image {
+            Image::Overlay => self.path(Image::Raw),
+            image => self.path(image),
+        }
+    }
+
+    fn settle(&self, image: Image) -> Result<()> {
+        let path = self.data(image);
+        let sync = || OpenOptions::new().write(true).open(&path)?.sync_all();
+        sync().context(|| format!("can't flush {}", path.display()))
+    }
+
+    /// Nothing of the image waits to be written, and all of it is in the page cache, or none.
+    pub(crate) fn prepare(&self, image: Image, cached: bool) -> Result<()> {
+        self.settle(image)?;
+        let path = self.data(image);
+        let arrange = || {
+            let mut file = File::open(&path)?;
+            if cached {
+                io::copy(&mut file, &mut io::sink()).map(drop)
+            } else {
+                Ok(rustix::fs::fadvise(&file, 0, None, Advice::DontNeed)?)
+            }
+        };
+        arrange().context(|| format!("can't read {}", path.display()))
+    }
+}
+
+impl Drop for Images {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.dir));
+    }
+}
+
+fn write_raw(path: &Path, size: u64) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    let mut piece = filler(PIECE_BYTES);
+    let mut at = 0;
+    while at < size {
+        stamp(&mut piece, at);
+        file.write_all(&piece)?;
+        at += PIECE_BYTES as u64;
+    }
+    Ok(())
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .context(|| format!("can't run {}", command.get_program().display()))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("{command:?} failed: {}", String::from_utf8_lossy(&output.stderr).trim())))
+}

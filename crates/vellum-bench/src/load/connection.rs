@@ -1,0 +1,335 @@
+//! One NBD connection of the generator: the handshake, requests out, replies in.
+//!
+//! ```text
+//!   requests ──► outbox ──► one write for all that are ready
+//!   replies  ◄── inbox  ◄── one read for all that have come; payloads are looked at where they lie
+//! ```
+//!
+//! It is as lean as a client can be without tricks, so that the server is what is measured, and it treats all servers alike.
+//! Every reply is checked: its cookie, its length, and the tags of its bytes.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use vellum_core::{Context, Error, Result};
+use vellum_export::nbd::wire::{
+    CHUNK_HEADER_BYTES, CHUNK_MAGIC, GREETING_BYTES, GREETING_MAGIC, OPTION_MAGIC, OPTION_REPLY_MAGIC,
+    RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, chunk, command, info, option, option_reply,
+};
+
+use super::workload::{BLOCK, Operation, Places, Workload, filler, stamp, tag};
+
+/// A server that says nothing for so long is stuck.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What one read can bring.
+const INBOX_BYTES: usize = 256 << 10;
+
+/// Payloads of this size are written from where they are; smaller ones go out together.
+const LARGE_BYTES: usize = 64 << 10;
+
+/// A connection past its handshake.
+pub(crate) struct Session {
+    stream: UnixStream,
+    structured: bool,
+    /// The size of the disk.
+    pub(crate) size: u64,
+}
+
+fn broken(what: &str) -> Error {
+    Error::corrupt(format!("the server broke the protocol: {what}"))
+}
+
+fn be<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    bytes[at..at + N].try_into().expect("as many as were asked for")
+}
+
+impl Session {
+    /// Connects to the default export.
+    pub(crate) fn open(socket: &Path, structured: bool) -> Result<Self> {
+        let stream = UnixStream::connect(socket).context(|| "can't connect to the server")?;
+        stream.set_read_timeout(Some(PATIENCE)).context(|| "can't set a timeout")?;
+        let mut session = Self { stream, structured: false, size: 0 };
+        session.negotiate(structured).context(|| "can't agree with the server")?;
+        Ok(session)
+    }
+
+    fn negotiate(&mut self, structured: bool) -> Result<()> {
+        let greeting: [u8; GREETING_BYTES] = self.take()?;
+        if be(&greeting, 0) != GREETING_MAGIC.to_be_bytes() || be(&greeting, 8) != OPTION_MAGIC.to_be_bytes()
+        {
+            return Err(broken("its greeting is not that of NBD, newstyle"));
+        }
+        self.put(&3u32.to_be_bytes())?;
+        if structured {
+            self.ask(option::STRUCTURED_REPLY, &[])?;
+            self.structured = self.answer(option::STRUCTURED_REPLY)?.0 == option_reply::ACK;
+        }
+        // The default export, and no wish for facts.
+        self.ask(option::GO, &[0; 6])?;
+        loop {
+            let (kind, data) = self.answer(option::GO)?;
+            match kind {
+                option_reply::INFO if data.len() == 12 && be(&data, 0) == info::EXPORT.to_be_bytes() => {
+                    self.size = u64::from_be_bytes(be(&data, 2));
+                }
+                option_reply::INFO => {}
+                option_reply::ACK => return Ok(()),
+                kind => return Err(broken(&format!("it answers GO with {kind:#x}"))),
+            }
+        }
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        self.stream.write_all(bytes).context(|| "can't write to the server")
+    }
+
+    fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut bytes = [0; N];
+        self.stream.read_exact(&mut bytes).context(|| "can't read from the server")?;
+        Ok(bytes)
+    }
+
+    fn ask(&mut self, option: u32, data: &[u8]) -> Result<()> {
+        let len = u32::try_from(data.len()).expect("a short option");
+        let bytes =
+            [&OPTION_MAGIC.to_be_bytes(), &option.to_be_bytes()[..], &len.to_be_bytes(), data].concat();
+        self.put(&bytes)
+    }
+
+    fn answer(&mut self, option: u32) -> Result<(u32, Vec<u8>)> {
+        let head: [u8; 20] = self.take()?;
+        if be(&head, 0) != OPTION_REPLY_MAGIC.to_be_bytes() || be(&head, 8) != option.to_be_bytes() {
+            return Err(broken("an answer to another question"));
+        }
+        let len = u32::from_be_bytes(be(&head, 16));
+        if len > 1 << 16 {
+            return Err(broken("an answer without end"));
+        }
+        let mut data = vec![0; len as usize];
+        self.stream.read_exact(&mut data).context(|| "can't read from the server")?;
+        Ok((u32::from_be_bytes(be(&head, 12)), data))
+    }
+}
+
+/// A request under way.
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    offset: u64,
+    begun: Instant,
+    /// Bytes that have come.
+    come: usize,
+    busy: bool,
+}
+
+/// A connection with a workload.
+pub(crate) struct Client {
+    session: Session,
+    workload: Workload,
+    places: Places,
+    slots: Vec<Slot>,
+    idle: Vec<usize>,
+    outbox: Vec<u8>,
+    payload: Vec<u8>,
+    inbox: Vec<u8>,
+    start: usize,
+    end: usize,
+    /// A payload that has come in part: whose, and how many bytes are left; whether its reply ends with it.
+    partial: Option<(usize, usize, bool)>,
+}
+
+impl Client {
+    pub(crate) fn new(session: Session, workload: Workload, places: Places) -> Self {
+        let idle_slot = Slot { offset: 0, begun: Instant::now(), come: 0, busy: false };
+        Self {
+            session,
+            workload,
+            places,
+            slots: vec![idle_slot; workload.depth],
+            idle: (0..workload.depth).collect(),
+            outbox: Vec::new(),
+            payload: filler(workload.len),
+            inbox: vec![0; INBOX_BYTES],
+            start: 0,
+            end: 0,
+            partial: None,
+        }
+    }
+
+    /// How many requests are under way.
+    pub(crate) fn under_way(&self) -> usize {
+        self.slots.len() - self.idle.len()
+    }
+
+    /// Asks until as many requests are under way as there shall be.
+    pub(crate) fn ask(&mut self) -> Result<()> {
+        let now = Instant::now();
+        while let Some(index) = self.idle.pop() {
+            let offset = self.places.next();
+            self.slots[index] = Slot { offset, begun: now, come: 0, busy: true };
+            let command = match self.workload.operation {
+                Operation::Read => command::READ,
+                Operation::Write => command::WRITE,
+            };
+            let len = self.workload.len as u64;
+            let header = RequestHeader { flags: 0, command, cookie: index as u64, offset, len };
+            self.outbox.extend_from_slice(&header.encode());
+            if self.workload.operation == Operation::Write {
+                stamp(&mut self.payload, offset);
+                if self.payload.len() >= LARGE_BYTES {
+                    self.send()?;
+                    self.session.stream.write_all(&self.payload).context(|| "can't write to the server")?;
+                } else {
+                    self.outbox.extend_from_slice(&self.payload);
+                }
+            }
+        }
+        self.send()
+    }
+
+    fn send(&mut self) -> Result<()> {
+        if !self.outbox.is_empty() {
+            self.session.stream.write_all(&self.outbox).context(|| "can't write to the server")?;
+            self.outbox.clear();
+        }
+        Ok(())
+    }
+
+    /// Waits for replies, and calls `ended` with the time each request took.
+    pub(crate) fn hear(&mut self, mut ended: impl FnMut(Duration)) -> Result<()> {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.start > 0 && self.inbox.len() - self.end < CHUNK_HEADER_BYTES + 8 {
+            self.inbox.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let count =
+            self.session.stream.read(&mut self.inbox[self.end..]).context(|| "can't read from the server")?;
+        if count == 0 {
+            return Err(broken("it hung up"));
+        }
+        self.end += count;
+        let now = Instant::now();
+        while let Some(ends) = self.next_piece()? {
+            if let Some(index) = ends {
+                self.finish(index)?;
+                ended(now - self.slots[index].begun);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the next piece out of the inbox: `None` when it is not there yet, and the request whose reply it ends.
+    fn next_piece(&mut self) -> Result<Option<Option<usize>>> {
+        if let Some((index, left, is_last)) = self.partial.take() {
+            let part = left.min(self.end - self.start);
+            if part == 0 {
+                self.partial = Some((index, left, is_last));
+                return Ok(None);
+            }
+            self.take_payload(index, part)?;
+            if part < left {
+                self.partial = Some((index, left - part, is_last));
+                return Ok(None);
+            }
+            return Ok(Some(is_last.then_some(index)));
+        }
+        let bytes = &self.inbox[self.start..self.end];
+        if bytes.len() < SIMPLE_REPLY_BYTES {
+            return Ok(None);
+        }
+        match u32::from_be_bytes(be(bytes, 0)) {
+            SIMPLE_REPLY_MAGIC => {
+                let (error, cookie) = (u32::from_be_bytes(be(bytes, 4)), u64::from_be_bytes(be(bytes, 8)));
+                if error != 0 {
+                    return Err(Error::os(error.cast_signed(), "the server failed a request"));
+                }
+                self.start += SIMPLE_REPLY_BYTES;
+                let index = self.slot_of(cookie)?;
+                if self.workload.operation == Operation::Read {
+                    self.partial = Some((index, self.workload.len, true));
+                    return Ok(Some(None));
+                }
+                Ok(Some(Some(index)))
+            }
+            CHUNK_MAGIC => self.next_chunk(),
+            magic => Err(broken(&format!("a reply with the magic {magic:#x}"))),
+        }
+    }
+
+    fn next_chunk(&mut self) -> Result<Option<Option<usize>>> {
+        let bytes = &self.inbox[self.start..self.end];
+        if bytes.len() < CHUNK_HEADER_BYTES {
+            return Ok(None);
+        }
+        let (flags, kind) = (u16::from_be_bytes(be(bytes, 4)), u16::from_be_bytes(be(bytes, 6)));
+        let (cookie, len) = (u64::from_be_bytes(be(bytes, 8)), u32::from_be_bytes(be(bytes, 16)) as usize);
+        let is_last = flags & chunk::FLAG_DONE != 0;
+        match kind {
+            chunk::NONE if len == 0 => {
+                self.start += CHUNK_HEADER_BYTES;
+                Ok(Some(is_last.then_some(self.slot_of(cookie)?)))
+            }
+            chunk::OFFSET_DATA if len > 8 => {
+                if bytes.len() < CHUNK_HEADER_BYTES + 8 {
+                    return Ok(None);
+                }
+                let at = u64::from_be_bytes(be(bytes, CHUNK_HEADER_BYTES));
+                self.start += CHUNK_HEADER_BYTES + 8;
+                let index = self.slot_of(cookie)?;
+                let slot = self.slots[index];
+                if at != slot.offset + slot.come as u64 {
+                    return Err(broken("its chunks do not come in order, as this client wants them"));
+                }
+                self.partial = Some((index, len - 8, is_last));
+                Ok(Some(None))
+            }
+            chunk::OFFSET_HOLE => Err(broken("it says there is a hole where data was written")),
+            _ => Err(broken(&format!("a chunk of kind {kind:#x} and {len} bytes"))),
+        }
+    }
+
+    fn slot_of(&self, cookie: u64) -> Result<usize> {
+        let index =
+            usize::try_from(cookie).ok().filter(|index| self.slots.get(*index).is_some_and(|slot| slot.busy));
+        index.ok_or_else(|| broken("a reply to a request that was not made"))
+    }
+
+    /// Looks at bytes of a read.
+    fn take_payload(&mut self, index: usize, part: usize) -> Result<()> {
+        let bytes = &self.inbox[self.start..self.start + part];
+        let slot = &mut self.slots[index];
+        if slot.come + part > self.workload.len {
+            return Err(broken("more bytes than were asked for"));
+        }
+        let mut at = slot.come.next_multiple_of(BLOCK) - slot.come;
+        while at + 8 <= part {
+            let place = slot.offset + (slot.come + at) as u64;
+            if be(bytes, at) != tag(place) {
+                return Err(Error::corrupt(format!("the server gave wrong bytes for {place:#x}")));
+            }
+            at += BLOCK;
+        }
+        slot.come += part;
+        self.start += part;
+        Ok(())
+    }
+
+    fn finish(&mut self, index: usize) -> Result<()> {
+        let slot = &mut self.slots[index];
+        if self.workload.operation == Operation::Read && slot.come != self.workload.len {
+            return Err(broken("fewer bytes than were asked for"));
+        }
+        slot.busy = false;
+        self.idle.push(index);
+        Ok(())
+    }
+
+    /// Says goodbye.
+    pub(crate) fn leave(mut self) -> Result<()> {
+        let header = RequestHeader { flags: 0, command: command::DISC, cookie: 0, offset: 0, len: 0 };
+        self.session.put(&header.encode())
+    }
+}

@@ -1,0 +1,263 @@
+//! The load: one thread per connection keeps its requests under way, and one looks at the clock.
+//!
+//! ```text
+//!   warm up │◄──────────── the window ────────────►│ come to an end
+//!           operations and CPU time are read here  and here
+//! ```
+//!
+//! What is counted are the operations that ended in the window and the CPU time the server took in it, both read at the
+//! same two moments. The client's own CPU time is told too, as it runs on the same machine.
+
+mod connection;
+pub(crate) mod fio;
+mod latency;
+pub(crate) mod workload;
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use vellum_core::{Error, Result};
+
+use crate::host::{Usage, cpu_seconds};
+use connection::{Client, Session};
+use latency::Latency;
+use workload::{Places, Workload};
+
+/// How long a load lasts.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Timing {
+    /// Before anything counts.
+    pub(crate) warm_up: Duration,
+    /// What counts.
+    pub(crate) window: Duration,
+}
+
+/// How clients reach a server, and in which dialect.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Target<'a> {
+    /// The server's process.
+    pub(crate) pid: u32,
+    /// Its socket.
+    pub(crate) socket: &'a Path,
+    /// Clients at once.
+    pub(crate) connections: usize,
+    /// Ask for structured replies, as libnbd and QEMU do and the kernel does not.
+    pub(crate) structured: bool,
+}
+
+/// What was seen in one window.
+#[derive(Debug, Clone, Copy, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Sample {
+    /// Operations that ended.
+    pub(crate) operations: u64,
+    /// Bytes they moved.
+    pub(crate) bytes: u64,
+    /// The length of the window.
+    pub(crate) seconds: f64,
+    /// What the server's process took of the processors, its threads in the kernel included.
+    pub(crate) server_cpu_seconds: f64,
+    /// The same of the client.
+    pub(crate) client_cpu_seconds: f64,
+    /// What everybody else took.
+    pub(crate) others_cpu_seconds: f64,
+    /// The median time of an operation.
+    pub(crate) latency_us_median: f64,
+    /// What 99 of 100 operations did not exceed.
+    pub(crate) latency_us_p99: f64,
+}
+
+const WARMING_UP: u8 = 0;
+const MEASURING: u8 = 1;
+const ENDING: u8 = 2;
+
+/// Puts the load on the server and tells what was seen. The same seed asks the same places.
+pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing, seed: u64) -> Result<Sample> {
+    let phase = AtomicU8::new(WARMING_UP);
+    let counters: Vec<AtomicU64> = (0..target.connections).map(|_| AtomicU64::new(0)).collect();
+    let total = || counters.iter().map(|counter| counter.load(Ordering::Relaxed)).sum::<u64>();
+    let mut clients = Vec::new();
+    for index in 0..target.connections {
+        let session = Session::open(target.socket, target.structured)?;
+        let places = Places::new(workload, session.size, index, target.connections, seed);
+        clients.push(Client::new(session, *workload, places));
+    }
+    thread::scope(|scope| {
+        let threads: Vec<_> = clients
+            .into_iter()
+            .zip(&counters)
+            .map(|(client, counter)| scope.spawn(|| keep_busy(client, &phase, counter)))
+            .collect();
+        thread::sleep(timing.warm_up);
+        let (begun, usage, before) = (Instant::now(), Usage::now(target.pid), total());
+        phase.store(MEASURING, Ordering::Relaxed);
+        thread::sleep(timing.window);
+        let (used, after, elapsed) = (Usage::now(target.pid), total(), begun.elapsed());
+        phase.store(ENDING, Ordering::Relaxed);
+        let mut latency = Latency::default();
+        for thread in threads {
+            latency.add(&thread.join().expect("a client does not panic")?);
+        }
+        let operations = after - before;
+        if operations == 0 {
+            return Err(Error::invalid("no operation ended in the window: it is too short"));
+        }
+        let used = used? - usage?;
+        Ok(Sample {
+            operations,
+            bytes: operations * workload.len as u64,
+            seconds: elapsed.as_secs_f64(),
+            server_cpu_seconds: used.server,
+            client_cpu_seconds: used.client,
+            others_cpu_seconds: used.others(),
+            latency_us_median: latency.percentile(50.0),
+            latency_us_p99: latency.percentile(99.0),
+        })
+    })
+}
+
+/// One connection, until the end.
+fn keep_busy(mut client: Client, phase: &AtomicU8, counter: &AtomicU64) -> Result<Latency> {
+    let mut latency = Latency::default();
+    let mut seen = WARMING_UP;
+    let mut count = 0;
+    loop {
+        let now = phase.load(Ordering::Relaxed);
+        if now == ENDING {
+            break;
+        }
+        if now != seen {
+            latency.clear();
+            seen = now;
+        }
+        client.ask()?;
+        client.hear(|time| {
+            latency.note(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+            count += 1;
+        })?;
+        counter.store(count, Ordering::Relaxed);
+    }
+    while client.under_way() > 0 {
+        client.hear(|_| {})?;
+    }
+    client.leave()?;
+    Ok(latency)
+}
+
+/// Reads the whole disk once, and looks at every block: whether the server serves what it should.
+#[cfg(test)]
+pub(crate) fn verify(socket: &Path, structured: bool) -> Result<()> {
+    use workload::{Operation, Order};
+    let session = Session::open(socket, structured)?;
+    let workload = Workload { operation: Operation::Read, order: Order::Sequential, len: 1 << 20, depth: 4 };
+    let requests = session.size / (1 << 20);
+    let places = Places::new(&workload, session.size, 0, 1, 0);
+    let mut client = Client::new(session, workload, places);
+    let mut done = 0;
+    while done < requests {
+        client.ask()?;
+        client.hear(|_| done += 1)?;
+    }
+    while client.under_way() > 0 {
+        client.hear(|_| {})?;
+    }
+    client.leave()
+}
+
+/// What a load outside this program took of the processors while `work` ran, per second of it.
+pub(crate) fn server_cpu_of<T>(pid: u32, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
+    let before = cpu_seconds(pid)?;
+    let value = work()?;
+    Ok((value, cpu_seconds(pid)? - before))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::sync::mpsc;
+
+    use vellum_core::{Buffer, Disk, GuestOffset, MemoryDisk, SharedDisk, WriteFlags};
+    use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
+    use vellum_export::{ConnectionSlots, Shutdown};
+    use vellum_io::{Address, IoMode, Listener, clock, spawn_local};
+
+    use super::workload::{BLOCK, Operation, Order, filler, stamp};
+    use super::*;
+
+    const SIZE: usize = 4 << 20;
+
+    /// A server in this process, whose disk has right bytes but at the places in `wrong`.
+    fn serve(name: &str, wrong: &'static [u64]) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("vellum-bench-{name}-{}.sock", std::process::id()));
+        let (ready, is_ready) = mpsc::channel();
+        let address = path.clone();
+        thread::spawn(move || {
+            let served = vellum_io::run(IoMode::Auto, async || {
+                let disk = MemoryDisk::new(SIZE as u64);
+                let mut bytes = filler(SIZE);
+                stamp(&mut bytes, 0);
+                for at in wrong {
+                    bytes[usize::try_from(*at).unwrap()] ^= 1;
+                }
+                disk.write(GuestOffset::ZERO, Buffer::copy_of(&bytes), WriteFlags::default()).await.unwrap();
+                let exports = Exports::new();
+                let disk: SharedDisk = disk;
+                let export =
+                    Export { name: String::new(), description: String::new(), disk, read_only: false };
+                exports.add(export).unwrap();
+                let listener = Listener::bind(&Address::unix(&address)).await.unwrap();
+                ready.send(()).unwrap();
+                let slots = ConnectionSlots::new(8);
+                loop {
+                    let socket = listener.accept().await.unwrap();
+                    let (exports, slot) = (exports.clone(), slots.take().await);
+                    let session = async move {
+                        let stream = socket.attach();
+                        serve_connection(&stream, &exports, &*clock(), &Limits::default(), &Shutdown::new())
+                            .await;
+                        drop(slot);
+                    };
+                    spawn_local(session).detach();
+                }
+            });
+            served.unwrap();
+        });
+        is_ready.recv().unwrap();
+        path
+    }
+
+    fn sample(socket: &Path, workload: Workload, structured: bool) -> Result<Sample> {
+        let target = Target { pid: std::process::id(), socket, connections: 2, structured };
+        let timing = Timing { warm_up: Duration::from_millis(20), window: Duration::from_millis(100) };
+        run(target, &workload, timing, 1)
+    }
+
+    #[test]
+    fn every_workload_runs_in_both_dialects_and_writes_what_it_reads() {
+        let socket = serve("right", &[]);
+        for structured in [true, false] {
+            for (operation, order, len, depth) in [
+                (Operation::Read, Order::Random, BLOCK, 32),
+                (Operation::Write, Order::Random, BLOCK, 32),
+                (Operation::Read, Order::Sequential, 1 << 20, 4),
+                (Operation::Write, Order::Sequential, 1 << 20, 4),
+                (Operation::Read, Order::Random, BLOCK, 1),
+            ] {
+                let workload = Workload { operation, order, len, depth };
+                let sample = sample(&socket, workload, structured).unwrap();
+                assert!(sample.operations > 0 && sample.seconds >= 0.1, "{workload:?}: {sample:?}");
+                assert!(sample.latency_us_median > 0.0 && sample.latency_us_p99 >= sample.latency_us_median);
+            }
+            verify(&socket, structured).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_server_that_gives_wrong_bytes_is_found_out() {
+        let socket = serve("wrong", &[(3 << 20) + 8192]);
+        let error = verify(&socket, true).unwrap_err();
+        assert_eq!(error.to_string(), "the server gave wrong bytes for 0x302000");
+    }
+}

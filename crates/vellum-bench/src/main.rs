@@ -1,0 +1,52 @@
+//! `vellum-bench`: what Vellum does and what it costs, beside other programs, in one run.
+//!
+//! ```text
+//!   commands   an experiment each: which cases, in which order, compared how
+//!     server   programs that serve an image: how each is started, reached and stopped
+//!     load     what a client asks, and what it sees: workloads, the generator, fio as the other opinion
+//!     images   the disks that are served
+//!     host     what the machine says: CPU time, the medium, the kernel
+//!     report   samples become medians and ratios, a table and JSON
+//! ```
+//!
+//! Clocks lie on a busy machine. So programs take turns, each round gives one ratio per pair, and the median of the rounds is
+//! what is told; beside each rate stands the CPU time of the server per operation, which suffers least from others.
+
+#![forbid(unsafe_code)]
+
+mod commands;
+mod host;
+mod images;
+mod load;
+mod report;
+mod server;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Measure Vellum beside other programs
+#[derive(Parser)]
+#[command(name = "vellum-bench", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Nbd(commands::nbd::Args),
+}
+
+fn main() -> ExitCode {
+    let (name, result) = match Cli::parse().command {
+        Command::Nbd(args) => ("nbd", commands::nbd::run(&args)),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            report::complain(&format!("vellum-bench {name}: {}", error.chain()));
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! The command line, as somebody meets it who knows `qemu-img`.
+//!
+//! ```text
+//!   answers.rs   info, map, check: the same JSON and the same text as qemu-img, for the same images
+//!   making.rs    create, convert, quickstart; options, sizes, and how bad ones are refused
+//!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
+//!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
+//!   space.rs     full file systems, block devices
+//! ```
+
+#![allow(unreachable_pub, reason = "the modules of a test are its own")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod answers;
+mod damage;
+mod locks;
+mod making;
+mod space;
+
+use support::program::{Ran, vellum};
+
+const MIB: usize = 1 << 20;
+
+/// Runs our program, which must fail with one line on stderr that has all of these words, and say nothing else.
+#[track_caller]
+fn refused(code: i32, words: &[&str], arguments: &[&str]) -> Ran {
+    let ran = vellum(arguments);
+    is_refusal(&ran, code, words, arguments);
+    ran
+}
+
+#[track_caller]
+fn is_refusal(ran: &Ran, code: i32, words: &[&str], arguments: &[&str]) {
+    assert_eq!(ran.code, code, "{arguments:?}: {ran:?}");
+    assert_eq!(ran.out, "", "stdout is for data: {arguments:?}");
+    assert_eq!(ran.err.lines().count(), 1, "one line: {arguments:?}: {}", ran.err);
+    assert!(ran.err.starts_with("vellum "), "{arguments:?}: {}", ran.err);
+    assert!(!ran.err.contains("panicked"), "{arguments:?}: {}", ran.err);
+    for word in words {
+        assert!(ran.err.contains(word), "{arguments:?} does not say {word:?}: {}", ran.err);
+    }
+}

@@ -1,0 +1,188 @@
+//! Making images: create, convert, quickstart.
+
+use std::os::unix::fs::MetadataExt;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Signal, kill_process};
+
+use super::support::dir::Dir;
+use super::support::program::{has, pid_of, qemu_dump, succeed, vellum, vellum_command, wait};
+use super::support::{first_difference, noise, patchy};
+use super::{MIB, refused};
+
+fn room(path: &str) -> usize {
+    usize::try_from(std::fs::metadata(path).expect("the file").blocks() * 512).expect("a number")
+}
+
+#[test]
+fn sizes_have_suffixes() {
+    let dir = Dir::new("sizes");
+    let image = dir.text("image");
+    for (text, bytes) in [
+        ("512", 512),
+        ("1k", 1024),
+        ("3K", 3072),
+        ("5M", 5 << 20),
+        ("1.5G", 3 << 29),
+        ("2T", 2u64 << 40),
+        ("0", 0),
+    ] {
+        for format in ["raw", "qcow2"] {
+            vellum(&["create", "-q", "-f", format, &image, text]).answer();
+            let info = vellum(&["info", "-f", format, "--output", "json", &image]).json();
+            assert_eq!(info["virtual-size"], bytes, "{format} {text}");
+            assert!(room(&image) < MIB, "a disk of {text} takes {} bytes", room(&image));
+        }
+    }
+    // What cannot be understood as a command fails like any other: 2 would tell of a corrupt image.
+    for text in ["", "-5", "1Q", "lots", "1.2.3M", "99999999999E"] {
+        let ran = vellum(&["create", "-f", "qcow2", &image, "--", text]);
+        assert_eq!(ran.code, 1, "{text:?}: {ran:?}");
+        assert!(ran.err.contains("size") && ran.out.is_empty(), "{text:?}: {ran:?}");
+    }
+    assert_eq!(vellum(&["check", "--nonsense", &image]).code, 1);
+    assert_eq!(vellum(&["--help"]).code, 0);
+}
+
+#[test]
+fn bad_options_are_refused_and_leave_nothing() {
+    let dir = Dir::new("options");
+    let image = dir.text("image");
+    for (options, word) in [
+        ("nonsense=1", "nonsense"),
+        ("cluster_size=3k", "cluster_size"),
+        ("cluster_size=256", "cluster_size"),
+        ("cluster_size=4M", "cluster_size"),
+        ("refcount_bits=3", "refcount_bits"),
+        ("refcount_bits=128", "refcount_bits"),
+        ("compat=v4", "compat"),
+        ("compat=v2,extended_l2=on", "extended_l2"),
+        ("compat=v2,lazy_refcounts=on", "lazy_refcounts"),
+        ("compat=v2,refcount_bits=1", "refcount_bits"),
+        ("compat=v2,compression_type=zstd", "compression_type"),
+        ("extended_l2=on,cluster_size=8k", "cluster"),
+        ("extended_l2=perhaps", "extended_l2"),
+        ("preallocation=some", "preallocation"),
+        ("data_file_raw=on", "data_file"),
+        ("compression_type=lzma", "compression_type"),
+    ] {
+        refused(1, &[word], &["create", "-f", "qcow2", "-o", options, &image, "1M"]);
+        assert_eq!(dir.names(), Vec::<String>::new(), "{options} leaves something");
+    }
+    refused(1, &["cluster_size"], &["create", "-f", "raw", "-o", "cluster_size=4k", &image, "1M"]);
+    refused(1, &["backing"], &["create", "-f", "raw", "-b", "x", "-F", "raw", &image, "1M"]);
+    refused(1, &["size"], &["create", "-f", "qcow2", &image]);
+    refused(1, &["-F raw", "base"], &["create", "-f", "qcow2", "-b", "base", &image]);
+    refused(1, &["no such base"], &["create", "-f", "qcow2", "-b", "no such base", "-F", "raw", &image]);
+    refused(1, &["not/there"], &["create", "-f", "qcow2", &dir.text("not/there"), "1M"]);
+    assert_eq!(dir.names(), Vec::<String>::new());
+    let help = vellum(&["create", "-o", "help"]).answer();
+    assert!(help.contains("cluster_size") && help.contains("extended_l2"), "{help}");
+}
+
+#[test]
+fn convert_keeps_the_bytes_and_the_holes() {
+    let dir = Dir::new("convert");
+    let mut bytes = patchy(48 * MIB + 512, 40);
+    bytes[20 * MIB..30 * MIB].fill(0);
+    let raw = dir.text("raw");
+    std::fs::write(&raw, &bytes).expect("a disk without holes");
+    let data = bytes.chunks(4096).filter(|block| block.iter().any(|byte| *byte != 0)).count() * 4096;
+    for (index, options) in [
+        "",
+        "cluster_size=4k",
+        "compat=v2",
+        "extended_l2=on,cluster_size=64k",
+        "cluster_size=2M",
+        "preallocation=metadata",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let (qcow2, back) = (dir.text("there.qcow2"), dir.text("back"));
+        let options = if options.is_empty() { vec![] } else { vec!["-o", options] };
+        let ways: [&[&str]; 3] = [&[], &["--direct"], &["-m", "1"]];
+        let there =
+            [&["convert", "-f", "raw", "-O", "qcow2"], &options[..], ways[index % 3], &[&raw, &qcow2]]
+                .concat();
+        let ran = vellum(&there);
+        assert_eq!((ran.code, ran.out.as_str(), ran.err.as_str()), (0, "", ""), "{there:?}");
+        assert_eq!(vellum(&["compare", "-f", "raw", &raw, &qcow2]).code, 0, "{options:?}");
+        vellum(&["check", &qcow2]).answer();
+        if has("qemu-img") {
+            succeed("qemu-img", &["check", &qcow2]);
+            let theirs = qemu_dump(qcow2.as_ref(), "qcow2", None);
+            assert_eq!(first_difference(&theirs, &bytes), None, "{options:?}");
+        }
+        vellum(&["convert", "-O", "raw", &qcow2, &back]).answer();
+        assert_eq!(first_difference(&std::fs::read(&back).expect("the copy"), &bytes), None, "{options:?}");
+        assert!(room(&back) < data + 8 * MIB, "{} bytes for {data} bytes of data", room(&back));
+        std::fs::remove_file(&qcow2).expect("the copy");
+        std::fs::remove_file(&back).expect("the copy");
+    }
+}
+
+#[test]
+fn convert_flattens_a_chain_and_refuses_what_makes_no_sense() {
+    let dir = Dir::new("convert");
+    let bytes = noise(2 * MIB, 41);
+    std::fs::write(dir.join("template"), &bytes).expect("a template");
+    let (clone, flat) = (dir.text("clone.qcow2"), dir.text("flat.qcow2"));
+    vellum(&["create", "-q", "-f", "qcow2", "-b", "template", "-F", "raw", &clone]).answer();
+    vellum(&["convert", "-O", "qcow2", &clone, &flat]).answer();
+    let info = vellum(&["info", "--output", "json", &flat]).json();
+    assert!(info.get("backing-filename").is_none(), "{info}");
+    std::fs::remove_file(dir.join("template")).expect("the template");
+    refused(1, &["template"], &["convert", "-O", "raw", &clone, &dir.text("none")]);
+    let copy = dir.text("copy");
+    vellum(&["convert", "-O", "raw", &flat, &copy]).answer();
+    assert_eq!(first_difference(&std::fs::read(&copy).expect("the copy"), &bytes), None);
+    refused(1, &["itself"], &["convert", "-O", "qcow2", &flat, &flat]);
+    refused(1, &["no such"], &["convert", &dir.text("no such"), &dir.text("none")]);
+    let small = dir.text("small");
+    vellum(&["create", "-q", &small, "1M"]).answer();
+    refused(1, &["small", "1048576"], &["convert", "-n", "-O", "raw", &flat, &small]);
+    assert_eq!(std::fs::metadata(&small).expect("it is kept").len(), MIB as u64);
+    assert!(!dir.join("none").exists());
+}
+
+#[test]
+fn convert_stops_when_told_and_leaves_nothing() {
+    let dir = Dir::new("convert");
+    let (source, target) = (dir.text("source"), dir.text("target"));
+    // Every zero is to be written: that takes long enough to be told to stop.
+    vellum(&["create", "-q", &source, "64G"]).answer();
+    for (format, signal) in [("raw", Signal::INT), ("qcow2", Signal::TERM)] {
+        let mut command = vellum_command();
+        command.args(["convert", "-f", "raw", "-O", format, "-S", "0", "-m", "1", &source, &target]);
+        let begun = Instant::now();
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("our own program");
+        while std::fs::metadata(&target).map_or(0, |facts| facts.blocks()) < 4096 {
+            std::thread::sleep(Duration::from_millis(2));
+            assert!(begun.elapsed() < Duration::from_secs(60), "nothing is written");
+        }
+        kill_process(pid_of(&child), signal).expect("it runs");
+        let ran = wait(child, begun, Duration::from_secs(60)).expect("it ends");
+        super::is_refusal(&ran, 130, &["interrupted", "removed"], &["convert", format]);
+        assert_eq!(dir.names(), ["source"], "{format}");
+    }
+}
+
+#[test]
+fn quickstart_shows_that_nothing_flushed_is_lost() {
+    let dir = Dir::new("quickstart");
+    let mut command = vellum_command();
+    command.args(["quickstart", "--seconds", "1"]).env("TMPDIR", dir.path()).current_dir(dir.path());
+    let ran = super::support::program::finish(command, None);
+    let out = ran.answer();
+    for word in ["template", "clone", "client", "writes", "recover"] {
+        assert!(out.to_lowercase().contains(word), "it does not tell of {word}:\n{out}");
+    }
+    assert_eq!(dir.names(), Vec::<String>::new(), "it cleans up");
+    let kept = dir.text("kept");
+    let mut command = vellum_command();
+    command.args(["quickstart", "--seconds", "1", "--keep", &kept]).env("TMPDIR", dir.path());
+    super::support::program::finish(command, None).answer();
+    vellum(&["check", &format!("{kept}/clone.qcow2")]).answer();
+}

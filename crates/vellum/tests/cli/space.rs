@@ -1,0 +1,176 @@
+//! Where there is no room, and where the room is a block device.
+
+use super::MIB;
+use super::support::client::Client;
+use super::support::dir::Dir;
+use super::support::loops::{LoopDevice, Mount};
+use super::support::program::{has, run, succeed, vellum};
+use super::support::server::Server;
+use super::support::{first_difference, noise, patchy};
+use super::{refused, support};
+
+const NO_SPACE: i32 = 28;
+const PIECE: usize = 48 << 10;
+
+/// Fills the disk until the file system is full, makes room, goes on, and finds every byte that was written.
+fn fill(mount: &Mount, format: &str, way: &[&str]) {
+    let about = format!("{format} {way:?}");
+    let (image, ballast) = (mount.dir.text("image"), mount.dir.join("ballast"));
+    vellum(&["create", "-q", "-f", format, &image, "64M"]).answer();
+    std::fs::write(&ballast, noise(8 * MIB, 70)).expect("there is room yet");
+    let server = Server::start(&[&[&image, "-f", format], way].concat());
+    let mut client = Client::connect(&server.peer(), "").expect("a server");
+    let mut disk = vec![0; 64 * MIB];
+    let pieces = disk.len() / PIECE;
+    let (mut failed, mut refusals) = (Vec::new(), 0);
+    for piece in 0..pieces {
+        let (at, bytes) = (piece * PIECE, noise(PIECE, 71 + piece as u64));
+        match client.write(at as u64, &bytes, 0) {
+            Ok(()) => disk[at..at + PIECE].copy_from_slice(&bytes),
+            Err(error) => {
+                assert_eq!(error.raw_os_error(), Some(NO_SPACE), "{about}: {error}");
+                failed.push(piece);
+                refusals += 1;
+            }
+        }
+        if refusals == 5 {
+            break;
+        }
+    }
+    assert_eq!(refusals, 5, "{about}: the file system is not full");
+    // What was answered is there; a write that failed may have been done in part, so its place counts for nothing.
+    let first = client.read_all().expect("reads go on");
+    for piece in &failed {
+        let range = piece * PIECE..(piece + 1) * PIECE;
+        disk[range.clone()].copy_from_slice(&first[range]);
+    }
+    assert_eq!(first_difference(&first, &disk), None, "{about}: full");
+    std::fs::remove_file(&ballast).expect("the ballast");
+    for piece in failed {
+        let (at, bytes) = (piece * PIECE, noise(PIECE, 5000 + piece as u64));
+        client
+            .write(at as u64, &bytes, 0)
+            .unwrap_or_else(|error| panic!("{about}: there is room again: {error}"));
+        disk[at..at + PIECE].copy_from_slice(&bytes);
+    }
+    client.flush().unwrap_or_else(|error| panic!("{about}: there is room again: {error}"));
+    assert_eq!(
+        first_difference(&client.read_all().expect("reads go on"), &disk),
+        None,
+        "{about}: room again"
+    );
+    client.disconnect();
+    server.stop();
+    let server = Server::start(&[&image, "-f", format, "--read-only"]);
+    let mut client = Client::connect(&server.peer(), "").expect("a server");
+    assert_eq!(first_difference(&client.read_all().expect("reads"), &disk), None, "{about}: reopened");
+    client.disconnect();
+    server.stop();
+    if format == "qcow2" {
+        vellum(&["check", &image]).answer();
+        if has("qemu-img") {
+            succeed("qemu-img", &["check", &image]);
+        }
+    }
+    std::fs::remove_file(&image).expect("the image");
+}
+
+#[test]
+fn a_full_file_system_loses_nothing() {
+    let Some(ext4) = Mount::ext4(32 << 20) else { return };
+    for format in ["raw", "qcow2"] {
+        fill(&ext4, format, &[]);
+        fill(&ext4, format, &["--io", "threads"]);
+    }
+}
+
+#[test]
+fn a_full_tmpfs_loses_nothing() {
+    let Some(tmpfs) = Mount::tmpfs(24 << 20) else { return };
+    for format in ["raw", "qcow2"] {
+        fill(&tmpfs, format, &[]);
+    }
+}
+
+#[test]
+fn making_an_image_where_there_is_no_room() {
+    let Some(mount) = Mount::tmpfs(4 << 20) else { return };
+    let dir = Dir::new("room");
+    std::fs::write(dir.join("source"), noise(8 * MIB, 80)).expect("a disk");
+    let target = mount.dir.text("target");
+    for format in ["raw", "qcow2"] {
+        refused(
+            1,
+            &["target", "space"],
+            &["convert", "-f", "raw", "-O", format, &dir.text("source"), &target],
+        );
+        assert_eq!(mount.dir.names(), Vec::<String>::new(), "{format}: half an image is left");
+        refused(
+            1,
+            &["target", "space"],
+            &["create", "-f", format, "-o", "preallocation=full", &target, "8M"],
+        );
+        assert_eq!(mount.dir.names(), Vec::<String>::new(), "{format}: half an image is left");
+    }
+}
+
+#[test]
+fn images_live_on_block_devices() {
+    for block in [512, 4096] {
+        let Some(device) = LoopDevice::new(48 << 20, block) else { return };
+        let path = device.text();
+        let dir = Dir::new("device");
+        let bytes = patchy(24 * MIB, 90);
+        std::fs::write(dir.join("source"), &bytes).expect("a disk");
+        let source = dir.text("source");
+        for (format, direct) in [("qcow2", false), ("qcow2", true), ("raw", true), ("raw", false)] {
+            let about = format!("{format} on blocks of {block}, direct {direct}");
+            let way = if direct { &["--direct"][..] } else { &[] };
+            let convert = [&["convert", "-f", "raw", "-O", format], way, &[&source, &path]].concat();
+            let ran = vellum(&convert);
+            assert_eq!(ran.code, 0, "{about}: {}", ran.err);
+            let server = Server::start(&[&[&path, "-f", format], way].concat());
+            let mut client = Client::connect(&server.peer(), "").expect("a server");
+            let mut expected = client.read_all().expect("reads");
+            let device_is_longer = usize::try_from(client.size).expect("short") > bytes.len();
+            assert_eq!(device_is_longer, format == "raw", "{about}");
+            assert_eq!(first_difference(&expected[..bytes.len()], &bytes), None, "{about}");
+            for index in 0..20_usize {
+                let (at, piece) = (index * 1_150_976, noise(20_480, 100 + index as u64));
+                client.write(at as u64, &piece, 0).unwrap_or_else(|error| panic!("{about}: {error}"));
+                expected[at..at + piece.len()].copy_from_slice(&piece);
+            }
+            client.zero(5 << 20, 1 << 20, 0).expect("zeros");
+            expected[5 << 20..6 << 20].fill(0);
+            client.flush().expect("a flush");
+            assert_eq!(first_difference(&client.read_all().expect("reads"), &expected), None, "{about}");
+            client.disconnect();
+            server.stop();
+            let copy = dir.text("copy");
+            vellum(&["convert", "-f", format, "-O", "raw", &path, &copy]).answer();
+            let copied = std::fs::read(&copy).expect("the copy");
+            assert_eq!(first_difference(&copied, &expected), None, "{about}");
+            if format == "qcow2" {
+                vellum(&["check", &path]).answer();
+                if has("qemu-img") {
+                    succeed("qemu-img", &["check", "-f", "qcow2", &path]);
+                    let same = run("qemu-img", &["compare", "-f", "qcow2", "-F", "raw", &path, &copy]);
+                    assert_eq!(same.code, 0, "{about}: {same:?}");
+                }
+            }
+        }
+        // A device does not grow.
+        vellum(&["create", "-q", &dir.text("large"), "64M"]).answer();
+        let large = dir.text("large");
+        refused(1, &[&path], &["convert", "-f", "raw", "-O", "raw", &large, &path]);
+        vellum(&["create", "-q", "-f", "qcow2", &path, "1G"]).answer();
+        let server = Server::start(&[&path, "-f", "qcow2"]);
+        let mut client = Client::connect(&server.peer(), "").expect("a server");
+        let piece = support::noise(1 << 20, 3);
+        let full = (0..1024_u64).find_map(|mib| client.write(mib << 20, &piece, 0).err());
+        assert_eq!(full.expect("the device is full").raw_os_error(), Some(NO_SPACE));
+        client.disconnect();
+        server.stop();
+        vellum(&["check", &path]).answer();
+    }
+}

@@ -1,0 +1,306 @@
+//! The server is killed in the middle of its work, again and again, and every flushed byte is there.
+//!
+//! ```text
+//!   guest, 3 connections ──► server ──► SIGKILL at a random moment
+//!        │                                   │
+//!        └─ remembers every answer           ├─ QEMU checks what is left: leaks perhaps, errors never
+//!                 │                          ├─ `vellum recover` (perhaps killed too), or the next server does it
+//!                 └──────► judges ◄──────────┘
+//! ```
+//!
+//! Rounds follow each other on one image, so that later crashes meet what earlier ones left. `VELLUM_TEST_SCALE` makes
+//! more of them, `VELLUM_TEST_SEED` repeats a run as far as a race can be repeated.
+
+#![allow(unreachable_pub, reason = "the modules of a test are its own")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod guest;
+mod model;
+
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::sync::Barrier;
+use std::time::Duration;
+
+use guest::Guest;
+use model::Model;
+use rustix::process::Signal;
+use support::client::Client;
+use support::dir::Dir;
+use support::program::{has, qemu_dump, run, skipped, succeed, vellum, vellum_command};
+use support::server::Server;
+use support::{noise, scale};
+use vellum_core::Random;
+
+const SIZE: usize = 6 << 20;
+const CONNECTIONS: usize = 3;
+/// For each kind of image.
+const ROUNDS: usize = 5;
+
+/// A kind of image, by the options it is made with.
+struct Kind {
+    name: &'static str,
+    format: &'static str,
+    options: &'static str,
+    /// The format of what lies below.
+    base: Option<&'static str>,
+}
+
+impl Kind {
+    const fn qcow2(name: &'static str, options: &'static str, base: Option<&'static str>) -> Self {
+        Self { name, format: "qcow2", options, base }
+    }
+
+    /// Makes the image, and tells what it reads as.
+    fn make(&self, dir: &Dir) -> (PathBuf, Vec<u8>) {
+        let path = dir.join("disk");
+        let text = dir.text("disk");
+        if self.format == "raw" {
+            vellum(&["create", "-f", "raw", &text, &SIZE.to_string()]).answer();
+            return (path, vec![0; SIZE]);
+        }
+        // QEMU looks for a data file from where it is started, so the name is a whole path.
+        let options = self.options.replace("DIR", &dir.text(""));
+        let options = if options.is_empty() { vec![] } else { vec!["-o", &options] };
+        let Some(base) = self.base else {
+            let size = SIZE.to_string();
+            vellum(&[&["create", "-f", "qcow2"], &options[..], &[&text, &size]].concat()).answer();
+            return (path, vec![0; SIZE]);
+        };
+        let mut bytes = noise(SIZE, 1);
+        bytes[SIZE / 2..SIZE / 2 + (SIZE >> 3)].fill(0);
+        std::fs::write(dir.join("template"), &bytes).expect("a template");
+        let mut below = "template";
+        if base == "qcow2" {
+            below = "base";
+            vellum(&["convert", "-f", "raw", "-O", "qcow2", &dir.text("template"), &dir.text(below)])
+                .answer();
+        }
+        vellum(&[&["create", "-f", "qcow2", "-b", below, "-F", base], &options[..], &[&text]].concat())
+            .answer();
+        (path, bytes)
+    }
+
+    /// After a crash a version 2 image may have leaks until it is recovered: it has no dirty bit.
+    fn has_dirty_bit(&self) -> bool {
+        self.format == "qcow2" && !self.options.contains("v2")
+    }
+}
+
+/// QEMU's opinion, where QEMU is there: no errors, and no leaks unless they are allowed.
+#[track_caller]
+fn check(kind: &Kind, image: &str, leaks_allowed: bool) {
+    if kind.format == "raw" {
+        return;
+    }
+    let good = |code: i32| code == 0 || leaks_allowed && code == 3;
+    let ours = vellum(&["check", image]);
+    assert!(good(ours.code), "{}: {ours:?}", kind.name);
+    if has("qemu-img") {
+        let theirs = run("qemu-img", &["check", image]);
+        assert!(good(theirs.code), "{}: {theirs:?}", kind.name);
+    }
+}
+
+fn ways() -> Vec<&'static [&'static str]> {
+    let dir = Dir::new("ways");
+    vellum(&["create", &dir.text("probe"), "4096"]).answer();
+    let mut ways: Vec<&[&str]> = vec![&["--io", "threads"]];
+    match Server::try_start(&[&dir.text("probe"), "-f", "raw", "--io", "uring"]) {
+        Ok(_) => ways.extend([&["--io", "uring"][..], &["--io", "uring", "--direct"]]),
+        Err(ran) => skipped(&format!("io_uring does not work here: {}", ran.err.trim())),
+    }
+    ways
+}
+
+fn seed() -> u64 {
+    std::env::var("VELLUM_TEST_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(20_261_121)
+}
+
+/// One image, killed often.
+fn rounds(kind: &Kind) {
+    let dir = Dir::new("kill");
+    let (path, mut bytes) = kind.make(&dir);
+    let image = path.to_str().expect("text").to_owned();
+    let ways = ways();
+    let mut random = Random::from_seed(seed() ^ kind.name.len() as u64);
+    let (mut answered, mut lost) = (0, 0);
+    for round in 0..ROUNDS * scale() {
+        let way = ways[round % ways.len()];
+        let about = format!("{}, round {round} {way:?}, seed {}", kind.name, seed());
+        let model = Model::new(std::mem::take(&mut bytes), random.any());
+        let server = Server::start(&[&[&image, "-f", kind.format], way].concat());
+        let block = if way.contains(&"--direct") { 8 } else { 1 };
+        let peer = server.peer();
+        std::thread::scope(|scope| {
+            for _ in 0..CONNECTIONS {
+                let (peer, model, random) = (peer.clone(), &model, random.fork());
+                scope.spawn(move || {
+                    // It ends with the server, whenever that is.
+                    let guest = Guest::connect(&peer, model, block, random);
+                    guest.and_then(|mut guest| guest.work(usize::MAX))
+                });
+            }
+            std::thread::sleep(Duration::from_millis(10 + random.below(250)));
+            server.kill();
+        });
+        let counts = model.counts();
+        (answered, lost) = (answered + counts.0, lost + counts.1);
+        check(kind, &image, true);
+        bytes = match round % 2 {
+            0 if kind.format == "qcow2" => recovered(kind, &image, &mut random),
+            _ => served(kind, &image),
+        };
+        if let Err(what) = model.judge(&bytes) {
+            panic!("{about}: {what}");
+        }
+    }
+    assert!(answered > 0 && lost > 0, "{}: {answered} answered, {lost} under way", kind.name);
+}
+
+/// Lets `vellum recover` repair the image, perhaps killed on its way too, and reads it with another program.
+fn recovered(kind: &Kind, image: &str, random: &mut Random) -> Vec<u8> {
+    while random.one_in(2) {
+        let mut command = vellum_command();
+        command.args(["recover", image]).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut child = command.spawn().expect("our own program can be started");
+        std::thread::sleep(Duration::from_micros(random.below(12_000)));
+        drop(child.kill());
+        drop(child.wait());
+        check(kind, image, true);
+    }
+    vellum(&["recover", "--output", "json", image]).json();
+    check(kind, image, false);
+    let info = vellum(&["info", "--output", "json", image]).json();
+    assert_eq!(info["dirty-flag"], false, "{}: {info}", kind.name);
+    let raw = format!("{image}.copy");
+    if has("qemu-img") {
+        return qemu_dump(std::path::Path::new(image), kind.format, None);
+    }
+    vellum(&["convert", "-f", kind.format, "-O", "raw", image, &raw]).answer();
+    std::fs::read(&raw).expect("the copy")
+}
+
+/// Lets the next server repair the image, and reads it through that.
+fn served(kind: &Kind, image: &str) -> Vec<u8> {
+    let server = Server::start(&[image, "-f", kind.format]);
+    let mut client = Client::connect(&server.peer(), "").expect("the server is there again");
+    let bytes = client.read_all().expect("all of the disk");
+    client.disconnect();
+    server.stop();
+    check(kind, image, !kind.has_dirty_bit());
+    bytes
+}
+
+#[test]
+fn killed_raw() {
+    rounds(&Kind { name: "raw", format: "raw", options: "", base: None });
+}
+
+#[test]
+fn killed_qcow2() {
+    rounds(&Kind::qcow2("qcow2", "", None));
+}
+
+#[test]
+fn killed_qcow2_over_raw() {
+    rounds(&Kind::qcow2("qcow2 over raw", "", Some("raw")));
+}
+
+#[test]
+fn killed_qcow2_over_qcow2() {
+    rounds(&Kind::qcow2("qcow2 over qcow2", "cluster_size=16k", Some("qcow2")));
+}
+
+#[test]
+fn killed_subclusters() {
+    rounds(&Kind::qcow2("subclusters", "extended_l2=on,cluster_size=128k", Some("raw")));
+}
+
+#[test]
+fn killed_small_clusters() {
+    rounds(&Kind::qcow2("clusters of 512 bytes", "cluster_size=512,refcount_bits=1", None));
+    rounds(&Kind::qcow2("clusters of 4 KiB", "cluster_size=4k,refcount_bits=64", Some("raw")));
+}
+
+#[test]
+fn killed_version_2() {
+    rounds(&Kind::qcow2("version 2", "compat=v2", Some("raw")));
+}
+
+#[test]
+fn killed_data_file() {
+    rounds(&Kind::qcow2("data file", "data_file=DIR/disk.data", None));
+}
+
+/// SIGTERM and Ctrl-C: what was sent is answered, what was answered is there, flushed or not, and the image is closed.
+#[test]
+fn drained() {
+    let kinds = [
+        Kind { name: "raw", format: "raw", options: "", base: None },
+        Kind::qcow2("qcow2", "", None),
+        Kind::qcow2("subclusters", "extended_l2=on,cluster_size=64k", Some("raw")),
+    ];
+    for (kind, signal) in kinds.iter().zip([Signal::TERM, Signal::INT, Signal::TERM]) {
+        let dir = Dir::new("drain");
+        let (path, bytes) = kind.make(&dir);
+        let image = path.to_str().expect("text");
+        let mut random = Random::from_seed(seed());
+        for (way, finishes) in ways().into_iter().flat_map(|way| [(way, true), (way, false)]) {
+            let bytes = if dir.join("seen").exists() {
+                std::fs::read(dir.join("seen")).expect("the last round")
+            } else {
+                bytes.clone()
+            };
+            let model = Model::new(bytes, random.any());
+            let server = Server::start(&[&[image, "-f", kind.format], way].concat());
+            let idle = Client::connect(&server.peer(), "").expect("a server");
+            let block = if way.contains(&"--direct") { 8 } else { 1 };
+            let peer = server.peer();
+            let sent = Barrier::new(CONNECTIONS + 1);
+            let ran = std::thread::scope(|scope| {
+                for _ in 0..CONNECTIONS {
+                    let (peer, model, random, sent) = (peer.clone(), &model, random.fork(), &sent);
+                    scope.spawn(move || {
+                        let mut guest = Guest::connect(&peer, model, block, random).expect("a server");
+                        if finishes {
+                            // All is sent, and read from the socket, when the signal comes.
+                            guest.work(40).expect("a server");
+                            sent.wait();
+                            guest.hear_all().expect("what was begun is answered");
+                        } else {
+                            sent.wait();
+                            drop(guest.work(usize::MAX));
+                        }
+                    });
+                }
+                sent.wait();
+                std::thread::sleep(Duration::from_millis(50));
+                server.signal(signal);
+                server.wait(Duration::from_secs(60))
+            });
+            drop(idle);
+            assert_eq!(ran.code, 0, "{} {way:?}: {}", kind.name, ran.err);
+            assert!(ran.err.contains("closed"), "{}", ran.err);
+            if finishes {
+                assert_eq!(model.counts().1, 0, "{} {way:?}: a request is not answered", kind.name);
+            }
+            // Closed is flushed: whatever was answered is there.
+            let all = model.flush_sent();
+            model.flush_answered(all);
+            check(kind, image, false);
+            let info = vellum(&["info", "--output", "json", "-f", kind.format, image]).json();
+            assert_eq!(info["dirty-flag"], false, "{}: {info}", kind.name);
+            let copy = dir.text("seen");
+            vellum(&["convert", "-f", kind.format, "-O", "raw", image, &copy]).answer();
+            if has("qemu-img") {
+                succeed("qemu-img", &["compare", "-f", kind.format, "-F", "raw", image, &copy]);
+            }
+            model.judge(&std::fs::read(&copy).expect("the copy")).unwrap_or_else(|what| {
+                panic!("{} {way:?}, seed {}: {what}", kind.name, seed());
+            });
+        }
+    }
+}

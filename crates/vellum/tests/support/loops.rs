@@ -1,0 +1,85 @@
+//! Loop devices and small file systems on them, where there are any to be had.
+
+use std::path::PathBuf;
+
+use super::dir::Dir;
+use super::program::{is_root, run, skipped};
+
+/// A loop device over a file of its own.
+pub struct LoopDevice {
+    pub path: PathBuf,
+    _dir: Dir,
+}
+
+impl LoopDevice {
+    /// A device of `len` bytes that moves blocks of `block` bytes; says why when there is none to be had.
+    pub fn new(len: u64, block: u32) -> Option<Self> {
+        if !is_root() {
+            skipped("loop devices are root's");
+            return None;
+        }
+        let dir = Dir::new("loop");
+        std::fs::File::create(dir.join("backing"))
+            .and_then(|file| file.set_len(len))
+            .expect("a file for the device");
+        let ran = run("losetup", &["--show", "-f", "-b", &block.to_string(), &dir.text("backing")]);
+        if ran.code != 0 {
+            skipped(&format!("no loop device: {}", ran.err.trim()));
+            return None;
+        }
+        Some(Self { path: ran.out.trim().into(), _dir: dir })
+    }
+
+    pub fn text(&self) -> String {
+        self.path.display().to_string()
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        drop(run("losetup", &["-d", &self.text()]));
+    }
+}
+
+/// A file system of its own, mounted.
+pub struct Mount {
+    pub dir: Dir,
+    _device: Option<LoopDevice>,
+}
+
+impl Mount {
+    /// A tmpfs of `len` bytes.
+    pub fn tmpfs(len: u64) -> Option<Self> {
+        if !is_root() {
+            skipped("mounting is root's");
+            return None;
+        }
+        let dir = Dir::new("mount");
+        let ran = run("mount", &["-t", "tmpfs", "-o", &format!("size={len}"), "tmpfs", &dir.text("")]);
+        if ran.code != 0 {
+            skipped(&format!("no tmpfs: {}", ran.err.trim()));
+            return None;
+        }
+        Some(Self { dir, _device: None })
+    }
+
+    /// An ext4 on a loop device of `len` bytes.
+    pub fn ext4(len: u64) -> Option<Self> {
+        let device = LoopDevice::new(len, 512)?;
+        let dir = Dir::new("mount");
+        let made = run("mkfs.ext4", &["-q", "-O", "^has_journal", "-m", "0", &device.text()]);
+        let ran = if made.code == 0 { run("mount", &[&device.text(), &dir.text("")]) } else { made };
+        if ran.code != 0 {
+            skipped(&format!("no ext4: {}", ran.err.trim()));
+            return None;
+        }
+        Some(Self { dir, _device: Some(device) })
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        // Whoever still has a file open there is left to itself.
+        drop(run("umount", &["-l", &self.dir.text("")]));
+    }
+}

@@ -1,0 +1,45 @@
+//! What the stories share: a directory that goes with the test, programs run to their end, a server that never outlives
+//! its test, and a client of our own that is small enough to be trusted.
+
+#![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
+
+pub mod client;
+pub mod dir;
+pub mod loops;
+pub mod program;
+pub mod server;
+
+use vellum_core::Random;
+
+/// How much longer than usual random tests run: the soak sets it.
+pub fn scale() -> usize {
+    std::env::var("VELLUM_TEST_SCALE").ok().and_then(|scale| scale.parse().ok()).unwrap_or(1)
+}
+
+/// Bytes that do not repeat and do not compress.
+pub fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    Random::from_seed(seed).fill(&mut bytes);
+    bytes
+}
+
+/// A disk with data here and there.
+pub fn patchy(len: usize, seed: u64) -> Vec<u8> {
+    let mut random = Random::from_seed(seed);
+    let mut bytes = vec![0; len];
+    for _ in 0..12 {
+        let at = random.index(len);
+        let end = (at + 1 + random.index(len / 20)).min(len);
+        random.fill(&mut bytes[at..end]);
+    }
+    bytes
+}
+
+/// The first byte in which two runs of bytes differ, for messages; equal lengths are asked for first.
+pub fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
+    assert_eq!(one.len(), other.len(), "the lengths");
+    if one == other {
+        return None;
+    }
+    one.iter().zip(other).position(|(a, b)| a != b)
+}

@@ -1,0 +1,213 @@
+//! Writes the seeds: `seeds DIRECTORY`. What is committed under `fuzz/seeds` was made by this, with qemu-img present.
+//!
+//! Images are of small clusters, because a fuzzer learns more from two kilobytes than from two hundred. Those of
+//! qemu-img have what we do not write: compressed clusters, snapshots, bitmaps, names of features.
+
+#![allow(clippy::print_stderr, reason = "it tells what it left out")]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs, io};
+
+use futures_lite::future::block_on;
+use vellum_core::{Buffer, Disk, GuestOffset, MemoryStorage, Random, SharedStorage, WriteFlags, ZeroFlags};
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
+
+fn main() -> io::Result<()> {
+    let root = PathBuf::from(env::args_os().nth(1).expect("seeds DIRECTORY"));
+    let mut images = own_images();
+    match qemu_images() {
+        Ok(made) => images.extend(made),
+        Err(error) => eprintln!("no seeds by qemu-img: {error}"),
+    }
+    for (name, image) in images {
+        let header = [&image[..image.len().min(1024)], &[16]].concat();
+        write(&root.join("qcow2_header"), &name, &header)?;
+        write(&root.join("qcow2_open"), &name, &image)?;
+    }
+    for (index, program) in programs().into_iter().enumerate() {
+        write(&root.join("qcow2_ops"), &format!("program-{index:02}"), &program)?;
+    }
+    for (name, talk) in handshakes() {
+        write(&root.join("nbd_handshake"), name, &talk)?;
+        // A session that has its own handshake (mode 0).
+        write(&root.join("nbd_session"), &format!("talk-{name}"), &[&[0, 1], &talk[8..]].concat())?;
+    }
+    for (index, request) in requests().into_iter().enumerate() {
+        write(&root.join("nbd_request"), &format!("request-{index}"), &[&request[..], &[12]].concat())?;
+    }
+    for mode in [1, 3, 7, 1 | 8, 3 | 16, 3 | 128, 3 | 32 | 16, 3 | 64, 255] {
+        let data: Vec<u8> = requests().concat();
+        write(&root.join("nbd_session"), &format!("mode-{mode}"), &[&[mode, 5], &data[..]].concat())?;
+    }
+    Ok(())
+}
+
+fn write(dir: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
+    fs::create_dir_all(dir)?;
+    fs::write(dir.join(name), bytes)
+}
+
+/// Without the zeros at the end, which a file need not have to be read.
+fn trimmed(mut image: Vec<u8>, unit: usize) -> Vec<u8> {
+    while image.ends_with(&[0]) {
+        image.pop();
+    }
+    image.resize(image.len().next_multiple_of(unit), 0);
+    image
+}
+
+fn own_images() -> Vec<(String, Vec<u8>)> {
+    let small = CreateOptions { size: 40_000, cluster_size: 512, ..CreateOptions::default() };
+    let backing = Some(("base".to_owned(), Some("raw".to_owned())));
+    let kinds = [
+        ("empty", CreateOptions { size: 0, ..small.clone() }),
+        ("plain", small.clone()),
+        ("version-2", CreateOptions { version: 2, ..small.clone() }),
+        ("refcounts-of-1-bit", CreateOptions { refcount_bits: 1, ..small.clone() }),
+        ("refcounts-of-64-bits", CreateOptions { refcount_bits: 64, ..small.clone() }),
+        ("over-a-base", CreateOptions { backing, ..small.clone() }),
+        ("data-file", CreateOptions { data_file: Some("data".to_owned()), ..small.clone() }),
+        ("subclusters", CreateOptions { cluster_size: 16_384, extended_l2: true, ..small }),
+    ];
+    kinds.into_iter().map(|(name, options)| (name.to_owned(), own_image(&options))).collect()
+}
+
+fn own_image(options: &CreateOptions) -> Vec<u8> {
+    let image = MemoryStorage::new("image");
+    let data_file: SharedStorage = MemoryStorage::new("data");
+    let data_file = options.data_file.is_some().then_some(data_file);
+    block_on(async {
+        create(&*image, data_file.as_ref(), options).await.expect("created");
+        let shared: SharedStorage = image.clone();
+        let header = Header::read(&*shared).await.expect("a header");
+        let files = Files { image: shared, data_file, below: None };
+        let disk = Qcow2::open(header, files, OpenOptions::default()).await.expect("opened");
+        if options.size > 0 {
+            // Little data: what a fuzzer is to play with is the metadata.
+            let write = disk.write(GuestOffset::new(700), Buffer::copy_of(&[1; 300]), WriteFlags::default());
+            write.await.expect("written");
+            let span = GuestOffset::new(33_000).span(1000);
+            disk.write_zeroes(span, ZeroFlags::default()).await.expect("zeroed");
+        }
+        disk.close().await.expect("closed");
+    });
+    trimmed(image.content().to_vec(), 512)
+}
+
+/// Images with what only QEMU writes.
+fn qemu_images() -> io::Result<Vec<(String, Vec<u8>)>> {
+    let dir = env::temp_dir().join(format!("vellum-seeds-{}", std::process::id()));
+    fs::create_dir_all(&dir)?;
+    let run = |program: &str, arguments: &[&str]| {
+        let status = Command::new(program)
+            .args(arguments)
+            .current_dir(&dir)
+            .stdout(std::process::Stdio::null())
+            .status()?;
+        if status.success() {
+            Ok(())
+        } else {
+            Err(io::Error::other(format!("{program} {arguments:?}: {status}")))
+        }
+    };
+    // Text compresses; its clusters end up next to each other.
+    let text: Vec<u8> =
+        (0..12_000_u32).flat_map(|at| format!("{} ", at / 7).into_bytes()).take(12_000).collect();
+    fs::write(dir.join("text"), &text)?;
+    let mut images = Vec::new();
+    let mut keep = |name: &str, unit| {
+        images.push((format!("qemu-{name}"), trimmed(fs::read(dir.join("image"))?, unit)));
+        io::Result::Ok(())
+    };
+    for (name, options, compress) in [
+        ("deflate", "cluster_size=512", true),
+        ("zstd", "cluster_size=2048,compression_type=zstd", true),
+        ("version-2", "cluster_size=512,compat=0.10", false),
+        ("lazy", "cluster_size=512,lazy_refcounts=on", false),
+    ] {
+        let compress: &[&str] = if compress { &["-c"] } else { &[] };
+        let convert = ["convert", "-f", "raw", "-O", "qcow2", "-o", options];
+        let arguments = [&convert[..], compress, &["text", "image"]].concat();
+        run("qemu-img", &arguments)?;
+        keep(name, 512)?;
+    }
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", "image", "20k"])?;
+    run("qemu-io", &["-c", "write -q 1k 2k", "image"])?;
+    run("qemu-img", &["snapshot", "-c", "first", "image"])?;
+    run("qemu-io", &["-c", "write -q 2k 3k", "image"])?;
+    run("qemu-img", &["snapshot", "-c", "second", "image"])?;
+    keep("snapshots", 512)?;
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", "image", "20k"])?;
+    run("qemu-img", &["bitmap", "--add", "-g", "512", "image", "changes"])?;
+    run("qemu-io", &["-c", "write -q 1k 1k", "image"])?;
+    keep("bitmap", 512)?;
+    fs::remove_dir_all(&dir)?;
+    Ok(images)
+}
+
+/// Programs for `qcow2_ops`: shapes of all kinds, steps at random.
+fn programs() -> Vec<Vec<u8>> {
+    let mut random = Random::from_seed(1);
+    let flags = [0, 0, 1, 2, 4, 8, 16, 16 | 32, 64, 64 | 2, 64 | 2 | 8, 64 | 16];
+    let program = |flags: u8| {
+        let [size_low, size_high] = 60_000_u16.to_le_bytes();
+        let cluster = if flags & 2 == 0 { u8::try_from(random.below(8)).expect("small") } else { 5 };
+        let mut program = vec![cluster, if flags & 1 == 0 { 4 } else { 0 }, flags, 1, size_low, size_high];
+        let mut steps = vec![0; 80];
+        random.fill(&mut steps);
+        program.extend(steps);
+        program
+    };
+    flags.into_iter().map(program).collect()
+}
+
+/// Handshakes for `nbd_handshake`: how they are cut into pieces, the client's flags, options.
+fn handshakes() -> Vec<(&'static str, Vec<u8>)> {
+    let option = |number: u32, data: &[u8]| {
+        let len = u32::try_from(data.len()).expect("short").to_be_bytes();
+        [b"IHAVEOPT", &number.to_be_bytes()[..], &len, data].concat()
+    };
+    let begin = [255, 255, 255, 255, 255, 255, 255, 255, 0, 0, 0, 3];
+    let talk = |options: &[Vec<u8>]| [&begin[..], &options.concat()].concat();
+    let go = option(7, b"\0\0\0\0\0\x02\0\x03\0\x02");
+    let context = option(10, b"\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation");
+    vec![
+        ("export-name", talk(&[option(1, b"")])),
+        ("list", talk(&[option(3, b""), option(2, b"")])),
+        ("info-go", talk(&[option(6, b"\0\0\0\0\0\0"), go.clone()])),
+        ("structured", talk(&[option(8, b""), context, go])),
+        ("contexts", talk(&[option(8, b""), option(9, b"\0\0\0\0\0\0\0\x02\0\0\0\x05base:\0\0\0\x05qemu:")])),
+        ("tls", talk(&[option(5, b""), option(11, b""), option(99, b"what?")])),
+    ]
+}
+
+/// One request of each command, with payload where there is one.
+fn requests() -> Vec<Vec<u8>> {
+    let request = |flags: u16, command: u16, offset: u64, payload: &[u8], len: u32| {
+        [
+            &0x2560_9513_u32.to_be_bytes()[..],
+            &flags.to_be_bytes(),
+            &command.to_be_bytes(),
+            &(0xC00C_1E00 | u64::from(command)).to_be_bytes(),
+            &offset.to_be_bytes(),
+            &len.to_be_bytes(),
+            payload,
+        ]
+        .concat()
+    };
+    vec![
+        request(0, 1, 600, &[9; 100], 100),
+        request(1, 1, 4096, &[8; 64], 64),
+        request(0, 0, 0, &[], 8192),
+        request(4, 0, 512, &[], 4096),
+        request(0, 7, 0, &[], 16_384),
+        request(8, 7, 100, &[], 1000),
+        request(2, 6, 1024, &[], 3000),
+        request(0, 4, 2048, &[], 2048),
+        request(0, 3, 0, &[], 0),
+        request(0, 5, 0, &[], 4096),
+        request(0, 77, 0, &[], 0),
+        request(0, 2, 0, &[], 0),
+    ]
+}

@@ -1,0 +1,78 @@
+//! What the qcow2 fuzz targets do with their bytes. (Those of NBD are in `vellum-export/src/nbd/fuzz.rs`.)
+//!
+//! ```text
+//!   qcow2_header   bytes are the first part of a file      header, names, snapshot table
+//!   qcow2_open     bytes are a file                        check, repair, open, read, map, write, close, again
+//!   qcow2_ops      bytes are a program                     our own image, requests, pokes into closed metadata
+//! ```
+//!
+//! Rules for every input:
+//!
+//! 1. No panic, no end of memory ([`MEMORY_MAX`]), no end of time (libFuzzer's `-timeout`).
+//! 2. What the check calls clean works: requests succeed, read back, and leave an image that is clean again.
+//! 3. A repair that claims success leaves nothing to repair.
+
+#![forbid(unsafe_code)]
+
+mod bytes;
+mod header;
+mod open;
+mod ops;
+mod watched;
+
+pub use header::qcow2_header;
+pub use open::qcow2_open;
+pub use ops::qcow2_ops;
+
+use peak_alloc::PeakAlloc;
+use vellum_core::{MemoryDisk, Result, SharedDisk, SharedStorage};
+use vellum_format::qcow2::check::{CheckReport, Repair, check};
+use vellum_format::qcow2::{Files, Header, OpenOptions, Qcow2};
+
+#[global_allocator]
+static MEMORY: PeakAlloc = PeakAlloc;
+
+/// What one input may take besides itself.
+pub const MEMORY_MAX: usize = 96 << 20;
+
+/// Runs `work` and measures it.
+fn bounded(work: impl FnOnce()) {
+    let before = MEMORY.current_usage();
+    MEMORY.reset_peak_usage();
+    work();
+    let used = MEMORY.peak_usage().saturating_sub(before);
+    assert!(used <= MEMORY_MAX, "{} MiB of memory", used >> 20);
+}
+
+/// The disk below, where one is wanted: no byte of it is zero, and it is shorter than most disks above it.
+fn base() -> SharedDisk {
+    let bytes: Vec<u8> = (0..20_000_u32).map(|at| u8::try_from(at % 251 + 1).expect("small")).collect();
+    MemoryDisk::holding(&bytes)
+}
+
+/// The files of an image.
+#[derive(Clone)]
+struct Image {
+    storage: SharedStorage,
+    data_file: SharedStorage,
+    has_base: bool,
+}
+
+impl Image {
+    async fn open(&self, options: OpenOptions) -> Result<std::sync::Arc<Qcow2>> {
+        let header = Header::read(&*self.storage).await?;
+        let files = Files {
+            image: self.storage.clone(),
+            data_file: header.has_data_file().then(|| self.data_file.clone()),
+            below: self.has_base.then(base),
+        };
+        Qcow2::open(header, files, options).await
+    }
+
+    async fn check(&self, repair: Repair) -> Result<(CheckReport, Vec<String>)> {
+        let header = Header::read(&*self.storage).await?;
+        let mut lines = Vec::new();
+        let report = check(&header, &self.storage, repair, &mut |line| lines.push(line)).await?;
+        Ok((report, lines))
+    }
+}

@@ -1,0 +1,122 @@
+//! Everything a change must pass, cheap things first; and the long version of the same.
+//!
+//! A step that fails does not keep the others from running: one run tells all there is to tell. What the runner of the
+//! tests said last is said last here, too.
+
+use crate::shell::{cargo, print_steps, run as run_command, step};
+use crate::{Outcome, fuzz, test, tidy};
+
+/// How long each fuzz target runs in `ci`.
+const FUZZ_SECONDS: u64 = 60;
+/// What `soak` takes when it is told nothing: minutes for each fuzz target, the part of the matrix, the scale of the
+/// random tests.
+const SOAK_MINUTES: u64 = 10;
+const SOAK_PART: &str = "1/1";
+const SOAK_SCALE: &str = "20";
+
+pub(crate) fn run() -> Outcome {
+    let mut failed = Failed::default();
+    failed.note("format", step("format", format));
+    failed.note("tidy", step("tidy", tidy::run));
+    failed.note("lints", step("lints", lints));
+    failed.note("docs", step("docs", docs));
+    let (report, tests) = test::everything(&test::Plan { filters: &[], profile: "ci", variables: &[] });
+    failed.note("tests", tests);
+    failed.note("fuzzing", fuzz::every_target(FUZZ_SECONDS));
+    print_steps();
+    fuzz::print_counts();
+    report.print();
+    failed.outcome()
+}
+
+/// `soak [MINUTES] [PART/PARTS]`.
+pub(crate) fn soak(arguments: &[String]) -> Outcome {
+    let (minutes, part) = soak_arguments(arguments)?;
+    let variables = [
+        ("VELLUM_TEST_SCALE", SOAK_SCALE.to_owned()),
+        ("VELLUM_FULL_MATRIX", part.to_owned()),
+        ("VELLUM_EXPLORE", "all".to_owned()),
+    ];
+    let mut failed = Failed::default();
+    let (report, tests) =
+        test::everything(&test::Plan { filters: &[], profile: "soak", variables: &variables });
+    failed.note("tests", tests);
+    failed.note("fuzzing", fuzz::every_target(minutes * 60));
+    print_steps();
+    fuzz::print_counts();
+    report.print();
+    failed.outcome()
+}
+
+fn soak_arguments(arguments: &[String]) -> Result<(u64, &str), String> {
+    let (mut minutes, mut part) = (SOAK_MINUTES, SOAK_PART);
+    for argument in arguments {
+        if let Some((number, parts)) = argument.split_once('/') {
+            let is_part = match (number.parse::<u64>(), parts.parse::<u64>()) {
+                (Ok(number), Ok(parts)) => (1..=parts).contains(&number),
+                _ => false,
+            };
+            if !is_part {
+                return Err(format!("{argument} is no part, such as 3/50"));
+            }
+            part = argument;
+        } else {
+            minutes = argument.parse().map_err(|_| format!("{argument} is no number of minutes"))?;
+        }
+    }
+    Ok((minutes, part))
+}
+
+/// The fuzz targets are a workspace of their own.
+fn format() -> Outcome {
+    run_command(&mut cargo(&["fmt", "--all", "--check"]))?;
+    run_command(&mut cargo(&["fmt", "--manifest-path", "fuzz/Cargo.toml", "--", "--check"]))
+}
+
+fn lints() -> Outcome {
+    let mut command = cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"]);
+    run_command(&mut command)
+}
+
+/// With everything that is private: they are for whoever works on it, and so may link to it.
+fn docs() -> Outcome {
+    let mut command = cargo(&["doc", "--workspace", "--no-deps", "--document-private-items", "--locked"]);
+    run_command(command.env("RUSTDOCFLAGS", "-D warnings -A rustdoc::private_intra_doc_links"))
+}
+
+/// The names of what went wrong; each has said more when it did.
+#[derive(Default)]
+struct Failed(Vec<&'static str>);
+
+impl Failed {
+    fn note(&mut self, name: &'static str, outcome: Outcome) {
+        if let Err(what) = outcome {
+            eprintln!("{name}: {what}");
+            self.0.push(name);
+        }
+    }
+
+    fn outcome(self) -> Outcome {
+        if self.0.is_empty() { Ok(()) } else { Err(format!("failed: {}", self.0.join(", "))) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arguments(words: &[&str]) -> Result<(u64, String), String> {
+        let words: Vec<String> = words.iter().map(|&word| word.to_owned()).collect();
+        soak_arguments(&words).map(|(minutes, part)| (minutes, part.to_owned()))
+    }
+
+    #[test]
+    fn a_soak_takes_minutes_and_a_part_of_the_matrix() {
+        assert_eq!(arguments(&[]), Ok((10, "1/1".to_owned())));
+        assert_eq!(arguments(&["3"]), Ok((3, "1/1".to_owned())));
+        assert_eq!(arguments(&["2", "3/50"]), Ok((2, "3/50".to_owned())));
+        for wrong in ["x", "0/4", "5/4", "1/", "-1"] {
+            assert!(arguments(&[wrong]).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! The Debian packages the tests want. Root gets what is missing installed; anybody else is told the names.
+//!
+//! Nothing here is a failure: a test whose program is absent says so and passes. So this only reports.
+
+use std::process::Command;
+
+use crate::shell::{has, output, root_is_running, run as run_command};
+use crate::{Outcome, apt, kernel, qemu};
+
+/// What a test calls, where Debian has it, and what for.
+struct Want {
+    what: Need,
+    package: &'static str,
+    purpose: &'static str,
+}
+
+enum Need {
+    Program(&'static str),
+    /// A module of Python.
+    Python(&'static str),
+}
+
+use Need::{Program, Python};
+
+const WANTS: [Want; 18] = [
+    want(Program("qemu-img"), "qemu-utils", "the other opinion on images: check, compare, convert"),
+    want(Program("qemu-io"), "qemu-utils", "writes what is read here, and reads what is written here"),
+    want(Program("qemu-system-x86_64"), "qemu-system-x86", "boots a guest from a served clone"),
+    want(Program("nbdinfo"), "libnbd-bin", "NBD: asks what a server offers"),
+    want(Program("nbdcopy"), "libnbd-bin", "NBD: copies with several connections"),
+    want(Python("nbd"), "python3-libnbd", "NBD: a client that can be told each step"),
+    want(Program("nbdkit"), "nbdkit", "NBD: its plugin is one more client"),
+    want(Program("fio"), "fio", "NBD: load that verifies what it reads"),
+    want(Program("mkfs.ext4"), "e2fsprogs", "the root file system of the guest"),
+    want(Program("debugfs"), "e2fsprogs", "reads what the guest wrote without mounting it"),
+    want(Program("mkfs.xfs"), "xfsprogs", "a second file system to put images on"),
+    want(Program("busybox"), "busybox-static", "the programs of the guest"),
+    want(Program("cpio"), "cpio", "packs the guest's first file system"),
+    want(Program("xz"), "xz-utils", "unpacks modules of the guest's kernel"),
+    want(Program("strace"), "strace", "sees which system calls are made"),
+    want(Program("losetup"), "mount", "block devices over files"),
+    want(Program("setpriv"), "util-linux", "tests of the locks as another user"),
+    want(Program("c++"), "g++", "builds libFuzzer"),
+];
+
+const fn want(what: Need, package: &'static str, purpose: &'static str) -> Want {
+    Want { what, package, purpose }
+}
+
+impl Want {
+    fn name(&self) -> &'static str {
+        match self.what {
+            Program(name) | Python(name) => name,
+        }
+    }
+
+    fn is_there(&self) -> bool {
+        match self.what {
+            Program(name) => has(name),
+            Python(module) => {
+                // The one of Debian has the packages of Debian, whichever comes first in the path.
+                let import = format!("import {module}");
+                let knows = |python| output(Command::new(python).args(["-c", &import])).is_ok();
+                knows("python3") || knows("/usr/bin/python3")
+            }
+        }
+    }
+}
+
+/// Lists what is wanted and what of it is there, and gets the rest.
+pub(crate) fn run() -> Outcome {
+    for want in &WANTS {
+        let there = if want.is_there() { " " } else { "-" };
+        println!("{there} {:20} {:16} {}", want.name(), want.package, want.purpose);
+    }
+    get();
+    Ok(())
+}
+
+/// Gets what is missing, as far as that can be done, and tells what it does.
+pub(crate) fn get() {
+    let missing: Vec<&Want> = WANTS.iter().filter(|want| !want.is_there()).collect();
+    if !missing.is_empty() {
+        for want in &missing {
+            eprintln!("packages: {} is missing, from {}: {}", want.name(), want.package, want.purpose);
+        }
+        let mut names: Vec<&str> = missing.iter().map(|want| want.package).collect();
+        names.sort_unstable();
+        names.dedup();
+        install(&names);
+    }
+    if let Err(reason) = kernel::get() {
+        eprintln!("packages: no kernel for the guest: {reason}");
+    }
+}
+
+fn install(names: &[&str]) {
+    if !has("apt-get") {
+        eprintln!("packages: this is not Debian; the tests that want these programs are skipped");
+        return;
+    }
+    if !root_is_running() {
+        eprintln!("packages: root would install them: apt-get install {}", names.join(" "));
+        return;
+    }
+    eprintln!("packages: installing {}", names.join(" "));
+    if let Err(reason) = run_command(&mut apt::get(&["update"])) {
+        eprintln!("packages: {reason}; going on with the lists there are");
+    }
+    // Programs of one QEMU have to be of one version, which may need care. They do not hold up the others.
+    let (of_qemu, others): (Vec<&str>, Vec<&str>) = names.iter().partition(|name| name.starts_with("qemu-"));
+    let outcomes = [
+        if others.is_empty() { Ok(()) } else { apt::install(&others) },
+        if of_qemu.is_empty() { Ok(()) } else { qemu::install() },
+    ];
+    for reason in outcomes.into_iter().filter_map(Result::err) {
+        eprintln!("packages: {reason}; the tests that want them are skipped");
+    }
+}

@@ -1,0 +1,129 @@
+//! QEMU's packages, all of one version.
+//!
+//! A machine may have a `qemu-utils` from CODENAME-backports while its sources name only CODENAME. Then plain
+//! `apt-get install qemu-system-x86` would take the release's old version and throw the installed programs out.
+//! So the version that is installed decides, and when it is not offered, backports are asked: through a
+//! source derived from the installed ones, which lives in a directory that goes away again.
+//!
+//! ```text
+//!   installed?  ── no ──►  whatever the sources offer
+//!      │ yes, version V
+//!   sources offer V?  ── yes ──►  V
+//!      │ no
+//!   backports offer V?  ── yes ──►  V from backports
+//!      │ no
+//!   the newest of backports, for all
+//! ```
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::Outcome;
+use crate::apt::{self, Offer, Source};
+use crate::shell::{output, run, target_dir};
+
+const PACKAGES: [&str; 2] = ["qemu-system-x86", "qemu-utils"];
+
+/// Installs all of them.
+pub(crate) fn install() -> Outcome {
+    let Some(installed) = installed_version("qemu-utils") else {
+        return apt::install(&PACKAGES);
+    };
+    if policy(&[])?.iter().any(|offer| offer.version == installed) {
+        return run(apt::get(&["install", "-y", "--no-install-recommends"]).args(at_version(&installed)));
+    }
+    let codename = apt::codename()?;
+    let suite = format!("{codename}-backports");
+    let sources = Sources::with_backports(&codename)?;
+    run(apt::get(&["update"]).args(sources.options()))?;
+    let offers = policy(&sources.options())?;
+    let version =
+        choose(&offers, &installed, &suite).ok_or_else(|| format!("{suite} has no {}", PACKAGES[0]))?;
+    if version != installed {
+        eprintln!("packages: QEMU {installed} is not offered any more; taking {version} for all of it");
+    }
+    let mut install = apt::get(&["install", "-y", "--no-install-recommends", "-t", &suite]);
+    run(install.args(sources.options()).args(at_version(version)))
+}
+
+/// The installed version if there is one to match, else the newest of backports. Offers stand newest first.
+fn choose<'a>(offers: &'a [Offer], installed: &str, suite: &str) -> Option<&'a str> {
+    let same = offers.iter().find(|offer| offer.version == installed);
+    let newest = || offers.iter().find(|offer| offer.suites.iter().any(|of| of == suite));
+    same.or_else(newest).map(|offer| offer.version.as_str())
+}
+
+fn at_version(version: &str) -> [String; PACKAGES.len()] {
+    PACKAGES.map(|package| format!("{package}={version}"))
+}
+
+fn installed_version(package: &str) -> Option<String> {
+    let format = "-f=${db:Status-Status} ${Version}";
+    let answer = output(Command::new("dpkg-query").args(["-W", format, package])).ok()?;
+    answer.strip_prefix("installed ").map(str::to_owned)
+}
+
+/// What is offered of the program that is missing most often.
+fn policy(options: &[String]) -> Result<Vec<Offer>, String> {
+    let mut command = Command::new("apt-cache");
+    command.env("LC_ALL", "C").args(options).args(["policy", PACKAGES[0]]);
+    Ok(apt::parse_policy(&output(&mut command)?))
+}
+
+/// A directory of package sources: the machine's own, and backports.
+struct Sources(PathBuf);
+
+impl Sources {
+    fn with_backports(codename: &str) -> Result<Self, String> {
+        let fail = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
+        let dir = target_dir().join("apt-sources");
+        drop(fs::remove_dir_all(&dir));
+        fs::create_dir_all(&dir).map_err(|error| fail(&dir, error))?;
+        let sources = Self(dir);
+        let mut found = None;
+        for source in apt::installed_sources() {
+            let path = sources.0.join(&source.name);
+            fs::write(&path, &source.text).map_err(|error| fail(&path, error))?;
+            found = found.or_else(|| apt::derive_backports(&source, codename));
+        }
+        let Source { name, text } = found.ok_or_else(|| format!("no package source names {codename}"))?;
+        let path = sources.0.join(name);
+        fs::write(&path, text).map_err(|error| fail(&path, error))?;
+        Ok(sources)
+    }
+
+    fn options(&self) -> [String; 4] {
+        let parts = format!("Dir::Etc::sourceparts={}", self.0.display());
+        ["-o".to_owned(), parts, "-o".to_owned(), "Dir::Etc::sourcelist=/dev/null".to_owned()]
+    }
+}
+
+impl Drop for Sources {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offer(version: &str, suites: &[&str]) -> Offer {
+        Offer { version: version.to_owned(), suites: suites.iter().map(|&suite| suite.to_owned()).collect() }
+    }
+
+    #[test]
+    fn the_installed_version_is_kept() {
+        let offers = [offer("3", &["x-backports"]), offer("2", &["x-backports"]), offer("1", &["x"])];
+        assert_eq!(choose(&offers, "2", "x-backports"), Some("2"));
+        assert_eq!(choose(&offers, "1", "x-backports"), Some("1"));
+    }
+
+    #[test]
+    fn a_version_that_is_gone_is_followed_by_the_newest_of_backports() {
+        let offers = [offer("4", &["y"]), offer("3", &["x-backports"]), offer("1", &["x"])];
+        assert_eq!(choose(&offers, "2", "x-backports"), Some("3"));
+        assert_eq!(choose(&offers[2..], "2", "x-backports"), None);
+    }
+}

@@ -1,0 +1,109 @@
+//! Rules for Rust.
+
+use super::{Complaint, complaint};
+
+/// Where `unsafe` may stand: files, or whole directories. Why each one is sound, the `// SAFETY:` above it says; that it
+/// says something, the lint `undocumented_unsafe_blocks` sees to.
+const UNSAFE: [&str; 4] = [
+    // Aligned memory, parts of which are written before all of it is.
+    "crates/vellum-core/src/buffer.rs",
+    // What the kernel is given to read and write, and calls that have no safe form.
+    "crates/vellum-io/src/",
+    // A second process, a signal, a limit: things a test does to its own process.
+    "crates/vellum-io/tests/",
+    // An allocator that counts.
+    "crates/vellum-export/tests/pressure.rs",
+];
+
+/// Crates with `unsafe`; every other says that it has none.
+const CRATES_WITH_UNSAFE: [&str; 2] = ["vellum-core", "vellum-io"];
+
+/// Half of this is a good length; longer than this, a file is read by nobody. One that has to be says why in its head: `//! Long because …`.
+const LINES_MAX: usize = 800;
+const LONG: &str = "//! Long because ";
+
+pub(super) fn check(path: &str, text: &str) -> Vec<Complaint> {
+    let mut complaints = Vec::new();
+    if !text.starts_with("//!") {
+        complaints.push(complaint(1, "the file does not say what it is for: begin with `//!`"));
+    }
+    let lines = text.lines().count();
+    if lines > LINES_MAX && !text.lines().any(|line| line.starts_with(LONG)) {
+        complaints.push(complaint(0, format!("{lines} lines: split it, or say why not (`{LONG}…`)")));
+    }
+    if !UNSAFE.iter().any(|place| path.starts_with(place)) {
+        let with_unsafe = text.lines().enumerate().filter(|(_, line)| has_unsafe(line));
+        complaints.extend(with_unsafe.map(|(index, _)| {
+            complaint(index + 1, "`unsafe` has no place here (xtask/src/tidy/code.rs says where it has)")
+        }));
+    }
+    let is_root = path.ends_with("src/lib.rs") || path.ends_with("src/main.rs");
+    let may = CRATES_WITH_UNSAFE.iter().any(|name| path.starts_with(&format!("crates/{name}/")));
+    if is_root && !may && !path.starts_with("fuzz/") && !text.contains("#![forbid(unsafe_code)]") {
+        complaints.push(complaint(0, "a crate without `unsafe` says so: `#![forbid(unsafe_code)]`"));
+    }
+    complaints
+}
+
+/// Whether there is unsafe code in a line, not just the word in a comment or in the name of a lint.
+fn has_unsafe(line: &str) -> bool {
+    let code = line.split("//").next().unwrap_or_default();
+    let mut words = code.split(|letter: char| !letter.is_alphanumeric() && !"_{(\"".contains(letter));
+    let is_begin = |word: &str| ["{", "fn", "impl", "extern", "trait"].contains(&word);
+    while let Some(word) = words.next() {
+        if word.trim_start_matches(['{', '(']) == "unsafe" && words.next().is_some_and(is_begin) {
+            return true;
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK: &str = concat!("un", "safe { x }");
+
+    fn whats(path: &str, text: &str) -> Vec<usize> {
+        check(path, text).iter().map(|complaint| complaint.line).collect()
+    }
+
+    #[test]
+    fn a_file_begins_with_its_story() {
+        assert_eq!(whats("a.rs", "use std;\n"), [1]);
+        assert_eq!(whats("a.rs", "//! Story.\n"), [0; 0]);
+    }
+
+    #[test]
+    fn a_long_file_says_why() {
+        let long = "x\n".repeat(LINES_MAX);
+        assert_eq!(whats("a.rs", &format!("//! Story.\n{long}")), [0]);
+        assert_eq!(whats("a.rs", &format!("//! Story.\n{LONG}it is.\n{long}")), [0; 0]);
+    }
+
+    #[test]
+    fn unsafe_stays_in_its_places() {
+        let text = format!("//! Story.\nlet y = {BLOCK};\n");
+        assert_eq!(whats("crates/vellum/src/a.rs", &text), [2]);
+        assert_eq!(whats("crates/vellum-io/src/a.rs", &text), [0; 0]);
+        assert_eq!(whats("crates/vellum/src/lib.rs", "//! Story.\n"), [0]);
+        assert_eq!(whats("crates/vellum-io/src/lib.rs", "//! Story.\n"), [0; 0]);
+    }
+
+    #[test]
+    fn the_word_alone_is_not_code() {
+        for code in [
+            BLOCK,
+            concat!("un", "safe fn f() {}"),
+            concat!("pub un", "safe impl A for B {}"),
+            &format!("({BLOCK})"),
+        ] {
+            assert!(has_unsafe(code), "{code}");
+        }
+        for other in
+            ["#![forbid(unsafe_code)]", "// unsafe { x }", "an unsafe thing", "let unsafe_thing = 1;"]
+        {
+            assert!(!has_unsafe(other), "{other}");
+        }
+    }
+}

@@ -239,6 +239,23 @@ fn a_data_file_is_removed_or_named() {
 }
 
 #[test]
+fn a_target_that_can_be_none_is_told_and_the_source_is_safe() {
+    let dir = Dir::new("unfinished");
+    let (source, other, disk) = (dir.text("source"), dir.text("other"), noise(MIB, 15));
+    std::fs::write(&source, &disk).expect("a disk");
+    std::fs::hard_link(&source, &other).expect("a second name");
+    for way in [&["-f", "raw"][..], &["-f", "raw", "-U"], &["-f", "raw", "-n"]] {
+        fails(&["source", "itself"], &[way, &[&source, &other]].concat());
+        assert!(is_same(&source, &disk), "{way:?}");
+    }
+    fails(&["a pipe"], &["-f", "raw", &source, "/dev/stdout"]);
+    fails(&["a character device"], &["-f", "raw", &source, "/dev/null"]);
+    fails(&["a directory"], &["-f", "raw", &source, &dir.text("")]);
+    fails(&["not there/target"], &["-f", "raw", &source, &dir.text("not there/target")]);
+    assert_eq!(dir.names(), ["other", "source"]);
+}
+
+#[test]
 fn a_target_in_use_is_not_touched() {
     let dir = Dir::new("unfinished");
     let (source, target) = (dir.text("source"), dir.text("target"));

@@ -102,21 +102,27 @@ impl Drop for Draft {
     }
 }
 
-fn begin(target: &Path) -> Result<Option<Draft>> {
-    let target = follow_links(target)?;
-    let name = target.display();
+fn begin(name: &Path) -> Result<Option<Draft>> {
+    let found = retry(|| rustix::fs::stat(name));
+    if found.is_ok_and(|facts| FileType::from_raw_mode(facts.st_mode) != FileType::RegularFile) {
+        return Ok(None);
+    }
+    let target = follow_links(name)?;
+    let failed = |errno: Errno| Error::io(errno.into(), format!("can't create {}", name.display()));
     let (Some(file_name), false) = (target.file_name(), target.as_os_str().as_bytes().ends_with(b"/")) else {
         return Ok(None);
     };
-    let old = match retry(|| rustix::fs::stat(&target)) {
-        Ok(facts) if FileType::from_raw_mode(facts.st_mode) != FileType::RegularFile => return Ok(None),
-        Ok(_) => {
-            let file = Arc::new(open(&target, &OpenOptions::writing())?);
-            let facts = stat(&file, &target)?;
-            Some(Old { _file: file, facts })
+    let old = match found {
+        Ok(facts) => {
+            let file = Arc::new(open(name, &OpenOptions::writing())?);
+            // A link of the kernel's, to a file without a name, leads elsewhere than it says.
+            if !rustix::fs::stat(&target).is_ok_and(|there| is_same(&there, &Some(facts))) {
+                return Ok(None);
+            }
+            Some(Old { facts: stat(&file, name)?, _file: file })
         }
         Err(Errno::NOENT) => None,
-        Err(errno) => return Err(Error::io(errno.into(), format!("can't create {name}"))),
+        Err(errno) => return Err(failed(errno)),
     };
     if old.as_ref().is_some_and(|old| !can_be_replaced(&target, &old.facts)) {
         return Ok(None);
@@ -126,7 +132,7 @@ fn begin(target: &Path) -> Result<Option<Draft>> {
     let (path, file) = match create(directory_of(&target), &prefix, old.is_some()) {
         Ok(created) => created,
         Err(Errno::ACCESS | Errno::PERM | Errno::ROFS) if old.is_some() => return Ok(None),
-        Err(errno) => return Err(Error::io(errno.into(), format!("can't create {name}"))),
+        Err(errno) => return Err(failed(errno)),
     };
     let draft = Draft { path, target, file, old, is_done: false };
     match &draft.old {

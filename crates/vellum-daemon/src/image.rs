@@ -149,18 +149,33 @@ pub async fn create_qcow2(target: &CreateTarget, options: CreateOptions) -> Resu
     let size = target.disk_size().await?;
     let backing = target.backing.as_ref().map(|(name, format)| (name.clone(), Some(format.to_string())));
     let options = CreateOptions { size, backing, ..options };
-    let data_file: Option<SharedStorage> = match &options.data_file {
+    let data_path = options.data_file.as_ref().map(|name| Gate::resolve(&target.path, name)).transpose()?;
+    let is_new_data = data_path.as_ref().filter(|path| !path.exists());
+    let data_file: Option<SharedStorage> = match &data_path {
         None => None,
-        Some(name) => Some(new_file(&Gate::resolve(&target.path, name)?).await?),
+        Some(path) => Some(new_file(path).await?),
     };
+    let made = lay_out_qcow2(target, data_file.as_ref(), &options).await;
+    if let (Err(_), Some(path)) = (&made, is_new_data) {
+        drop(data_file);
+        let _ = std::fs::remove_file(path);
+    }
+    made.map(|()| size)
+}
+
+async fn lay_out_qcow2(
+    target: &CreateTarget,
+    data_file: Option<&SharedStorage>,
+    options: &CreateOptions,
+) -> Result<()> {
     let is_new = !target.path.exists();
     let file = target.file().await?;
-    let made = qcow2::create(&*file, data_file.as_ref(), &options).await;
+    let made = qcow2::create(&*file, data_file, options).await;
     if made.is_err() && is_new {
         drop(file);
         let _ = std::fs::remove_file(&target.path);
     }
-    made.map(|()| size)
+    made
 }
 
 /// Makes a raw disk of zeros. Must be called on a worker.

@@ -36,7 +36,7 @@ mod workers;
 
 pub use blocking::unblock;
 pub use driver::IoMode;
-pub use file::{File, LockMode, OpenOptions};
+pub use file::{Draft, File, LockMode, OpenOptions};
 pub use ready::{readable, writable};
 pub use signal::{Signal, Signals};
 pub use socket::{Address, Listener, Socket, Stream, connect};

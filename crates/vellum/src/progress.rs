@@ -1,11 +1,13 @@
 //! Long work: a bar on stderr when somebody watches, and Ctrl-C that ends it in good order.
 
+use std::future::pending;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use futures_lite::future::or;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use vellum_core::Result;
-use vellum_io::{Signal, Signals, spawn_local};
+use vellum_core::{Error, ErrorKind, Result};
+use vellum_io::{Signal, Signals, Task, spawn_local};
 
 /// A bar of bytes. Shown on a terminal, or nowhere.
 pub(crate) struct Progress(ProgressBar);
@@ -29,16 +31,39 @@ impl Progress {
     }
 }
 
-/// A flag that SIGINT or SIGTERM sets. Must be called on a worker.
-pub(crate) fn stop_flag() -> Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let mut signals = Signals::new(&[Signal::Interrupt, Signal::Terminate])?;
-    let flag = stop.clone();
-    spawn_local(async move {
-        if signals.next().await.is_ok() {
-            flag.store(true, Ordering::Relaxed);
+/// Whether SIGINT or SIGTERM came, from when it was made on.
+pub(crate) struct Stop {
+    /// For work that looks at it between its pieces.
+    pub(crate) flag: Arc<AtomicBool>,
+    watch: Task<()>,
+}
+
+impl Stop {
+    /// Must be called on a worker.
+    pub(crate) fn new() -> Result<Self> {
+        let flag = Arc::new(AtomicBool::new(false));
+        let mut signals = Signals::new(&[Signal::Interrupt, Signal::Terminate])?;
+        let told = flag.clone();
+        let watch = spawn_local(async move {
+            if signals.next().await.is_ok() {
+                told.store(true, Ordering::Relaxed);
+            } else {
+                pending::<()>().await;
+            }
+        });
+        Ok(Self { flag, watch })
+    }
+
+    /// Does work that looks at nothing; it is dropped where it is, with `Closed`, when one of the signals comes.
+    pub(crate) async fn or_stopped<T>(&mut self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let stopped = || Error::new(ErrorKind::Closed, "it was stopped");
+        if self.flag.load(Ordering::Relaxed) {
+            return Err(stopped());
         }
-    })
-    .detach();
-    Ok(stop)
+        or(work, async {
+            (&mut self.watch).await;
+            Err(stopped())
+        })
+        .await
+    }
 }

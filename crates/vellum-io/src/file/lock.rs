@@ -51,6 +51,7 @@ const PERMISSIONS: [(u32, &str); 4] =
 
 const DOES: i64 = 100;
 const SUFFERS_NOT: i64 = 200;
+const CLAIM: i64 = 300;
 
 /// The waits between the looks at a conflict.
 const LOOK_AGAIN: [Duration; 7] = [
@@ -139,6 +140,15 @@ pub(super) fn release(file: BorrowedFd<'_>, mode: LockMode) {
         if suffers_not & (1 << index) != 0 {
             let _ = call(file, libc::F_OFD_SETLK, libc::F_UNLCK, SUFFERS_NOT + i64::from(index));
         }
+    }
+}
+
+/// Marks a file that is no image yet as somebody's: false when it is another's. QEMU knows nothing of this byte.
+pub(super) fn claim(file: BorrowedFd<'_>) -> Result<bool, Errno> {
+    match call(file, libc::F_OFD_SETLK, libc::F_WRLCK, CLAIM) {
+        Ok(_) => Ok(true),
+        Err(Errno::AGAIN | Errno::ACCESS) => Ok(false),
+        Err(errno) => Err(errno),
     }
 }
 

@@ -5,6 +5,7 @@
 //!              │  O_DIRECT ─▶ direct   whole blocks past the page cache; what is no whole block, another way
 //!        ── write_zeroes, discard, preallocate ──▶ space   what fallocate can do, and zeros where it cannot
 //!        ── flush, set_len, runs                ──▶ here
+//!   Draft ─ begin, publish ──▶ draft   a file that gets its name when it is whole
 //! ```
 //!
 //! A file belongs to no worker: any of them may use it, and each request goes through the driver of the worker that
@@ -17,6 +18,7 @@
 //! Left out: mapping files into memory; `copy_file_range` and reflinks.
 
 mod direct;
+mod draft;
 mod facts;
 pub(crate) mod gate;
 pub(crate) mod handle;
@@ -36,6 +38,7 @@ use vellum_core::{
     Zeroes,
 };
 
+pub use draft::Draft;
 pub use lock::LockMode;
 pub use open::OpenOptions;
 

@@ -93,7 +93,7 @@ fn create(path: &Path, options: &OpenOptions) -> Result<File> {
     opened
 }
 
-fn open(path: &Path, options: &OpenOptions) -> Result<File> {
+pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<File> {
     let name = path.display().to_string();
     let is_writer = options.lock == LockMode::Write;
     if options.lock != LockMode::None && options.writable != is_writer {
@@ -179,7 +179,7 @@ fn check_same(one: &Stat, other: &Stat, name: &str) -> Result<()> {
 }
 
 /// Makes the names in a file's directory durable.
-fn sync_directory_of(path: &Path) -> Result<()> {
+pub(super) fn sync_directory_of(path: &Path) -> Result<()> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let synced = rustix::fs::open(directory, flags, Mode::empty())

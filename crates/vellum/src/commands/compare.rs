@@ -13,7 +13,7 @@ use vellum_layer::{Comparison, compare};
 use super::{Outcome, with_code};
 use crate::args::{OutputFormat, parse_format};
 use crate::output::{say, say_json};
-use crate::progress::{Progress, stop_flag};
+use crate::progress::{Progress, Stop};
 
 /// Tell whether two disks read the same
 ///
@@ -108,8 +108,8 @@ async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
         return Ok(Answer { comparison: Comparison::Identical, sizes });
     }
     let bar = Progress::new(sizes.0.max(sizes.1), args.quiet);
-    let stop = stop_flag().map_err(|error| (error, CANNOT_READ))?;
-    let comparison = compare(first.disk(), second.disk(), 8, &stop, &|bytes| bar.set(bytes)).await;
+    let stop = Stop::new().map_err(|error| (error, CANNOT_READ))?;
+    let comparison = compare(first.disk(), second.disk(), 8, &stop.flag, &|bytes| bar.set(bytes)).await;
     bar.end();
     let code = |error: &vellum_core::Error| if error.kind() == ErrorKind::Closed { 130 } else { CANNOT_READ };
     let comparison = comparison.map_err(|error| {

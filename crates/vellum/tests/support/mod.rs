@@ -9,6 +9,8 @@ pub mod loops;
 pub mod program;
 pub mod server;
 
+use std::os::unix::fs::MetadataExt;
+
 use vellum_core::Random;
 
 /// How much longer than usual random tests run: the soak sets it.
@@ -42,4 +44,11 @@ pub fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
         return None;
     }
     one.iter().zip(other).position(|(a, b)| a != b)
+}
+
+/// How many bytes of the drive the files take that are in a directory besides these.
+pub fn room_beside(dir: &dir::Dir, others: &[&str]) -> u64 {
+    let names = dir.names().into_iter().filter(|name| !others.contains(&name.as_str()));
+    // It may vanish or be renamed just now.
+    names.filter_map(|name| std::fs::metadata(dir.join(&name)).ok()).map(|facts| facts.blocks() * 512).sum()
 }

@@ -1,0 +1,399 @@
+//! A file that gets its name when it is whole.
+//!
+//! ```text
+//!   begin      .NAME.vellum-1f3a5c7e beside NAME: empty, with the owner and the mode of the file it will replace
+//!              (whoever began it fills it)
+//!   publish    fsync; rename to NAME; fsync of the directory
+//! ```
+//!
+//! 1. Under NAME is at every moment what was there before or the whole new file, also when the machine stops.
+//! 2. A draft that is dropped is removed. What a killed program left is removed by the next draft of the same name.
+//! 3. The file that will be replaced is locked for writing until then, so nobody works on what is about to vanish.
+//!
+//! Where a new file could not stand in for the old one, there is no draft, and the old one is to be overwritten: block
+//! devices; files with several names, with extended attributes (access lists), with a file system mounted on them; and
+//! where the directory may not be written or the owner not be kept.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::hash::{BuildHasher, RandomState};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, Stat, StatxAttributes, StatxFlags};
+use rustix::io::Errno;
+use vellum_core::{Error, ErrorKind, Result};
+
+use super::open::{open, sync_directory_of};
+use super::{File, OpenOptions, lock, retry};
+use crate::blocking::unblock;
+
+/// Names have 255 bytes at most; the longest that a draft keeps whole leaves room for its own part.
+const NAME_KEPT: usize = 200;
+
+/// A chain of links that is longer is a loop, for the kernel too.
+const LINKS_MAX: usize = 40;
+
+/// A file under a temporary name.
+#[derive(Debug)]
+pub struct Draft {
+    path: PathBuf,
+    target: PathBuf,
+    /// Holds the lock that tells the draft from one left behind.
+    file: OwnedFd,
+    old: Option<Old>,
+    is_done: bool,
+}
+
+#[derive(Debug)]
+struct Old {
+    /// Keeps the lock.
+    _file: Arc<File>,
+    facts: Stat,
+}
+
+impl Draft {
+    /// An empty file that can take the place of `target`, or of what it is a link to. Nothing when what is there has to
+    /// be overwritten instead.
+    ///
+    /// # Errors
+    /// `Locked` when another program uses what is there; what creating a file says.
+    pub async fn begin(target: impl AsRef<Path>) -> Result<Option<Self>> {
+        let target = target.as_ref().to_owned();
+        unblock(move || begin(&target)).await
+    }
+
+    /// Where it is now.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether it will replace another file.
+    pub fn replaces(&self) -> bool {
+        self.old.is_some()
+    }
+
+    /// Gives it its name, durably. Whoever filled it has closed it.
+    ///
+    /// # Errors
+    /// What the file system says, or that somebody else has made the target meanwhile. Then the draft is removed.
+    pub async fn publish(self) -> Result<()> {
+        unblock(move || publish(self)).await
+    }
+
+    /// Removes it.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub fn discard(mut self) -> io::Result<()> {
+        self.is_done = true;
+        fs::remove_file(&self.path)
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if !self.is_done {
+            drop(fs::remove_file(&self.path));
+        }
+    }
+}
+
+fn begin(name: &Path) -> Result<Option<Draft>> {
+    let found = retry(|| rustix::fs::stat(name));
+    if found.is_ok_and(|facts| FileType::from_raw_mode(facts.st_mode) != FileType::RegularFile) {
+        return Ok(None);
+    }
+    let target = follow_links(name)?;
+    let failed = |errno: Errno| Error::io(errno.into(), format!("can't create {}", name.display()));
+    let (Some(file_name), false) = (target.file_name(), target.as_os_str().as_bytes().ends_with(b"/")) else {
+        return Ok(None);
+    };
+    let old = match found {
+        Ok(facts) => {
+            let file = Arc::new(open(name, &OpenOptions::writing())?);
+            // A link of the kernel's, to a file without a name, leads elsewhere than it says.
+            if !rustix::fs::stat(&target).is_ok_and(|there| is_same(&there, &Some(facts))) {
+                return Ok(None);
+            }
+            Some(Old { facts: stat(&file, name)?, _file: file })
+        }
+        Err(Errno::NOENT) => None,
+        Err(errno) => return Err(failed(errno)),
+    };
+    if old.as_ref().is_some_and(|old| !can_be_replaced(&target, &old.facts)) {
+        return Ok(None);
+    }
+    let prefix = prefix_of(file_name);
+    remove_left_behind(directory_of(&target), &prefix);
+    let (path, file) = match create(directory_of(&target), &prefix, old.is_some()) {
+        Ok(created) => created,
+        Err(Errno::ACCESS | Errno::PERM | Errno::ROFS) if old.is_some() => return Ok(None),
+        Err(errno) => return Err(failed(errno)),
+    };
+    let draft = Draft { path, target, file, old, is_done: false };
+    match &draft.old {
+        Some(old) if take_over(&draft.file, &old.facts).is_err() => Ok(None),
+        _ => Ok(Some(draft)),
+    }
+}
+
+fn stat(file: &impl AsFd, path: &Path) -> Result<Stat> {
+    rustix::fs::fstat(file)
+        .map_err(|errno| Error::io(errno.into(), format!("can't ask about {}", path.display())))
+}
+
+/// What a name leads to, whether or not it is there.
+fn follow_links(path: &Path) -> Result<PathBuf> {
+    let mut path = path.to_owned();
+    for _ in 0..LINKS_MAX {
+        match fs::read_link(&path) {
+            Ok(to) => path = directory_of(&path).join(to),
+            // It is no link, or it is not there; what else is wrong, whoever opens it will learn.
+            Err(_) => return Ok(path),
+        }
+    }
+    Err(Error::invalid(format!("{} is a loop of links", path.display())))
+}
+
+fn directory_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Whether another file under its name would be the same to everybody.
+fn can_be_replaced(path: &Path, facts: &Stat) -> bool {
+    let is_mount = rustix::fs::statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS)
+        .is_ok_and(|told| told.stx_attributes.contains(StatxAttributes::MOUNT_ROOT));
+    // A security label is the directory's affair. What does not fit into the buffer is more than a label.
+    let mut names = [0; 1024];
+    let has_attributes = match rustix::fs::listxattr(path, &mut names) {
+        Ok(len) => {
+            names[..len].split(|byte| *byte == 0).any(|name| !name.is_empty() && name != b"security.selinux")
+        }
+        Err(errno) => errno == Errno::RANGE,
+    };
+    facts.st_nlink == 1 && !is_mount && !has_attributes
+}
+
+/// What the names of all drafts of one file begin with.
+fn prefix_of(file_name: &OsStr) -> OsString {
+    let kept = &file_name.as_bytes()[..file_name.len().min(NAME_KEPT)];
+    OsString::from_vec([b".", kept, b".vellum-"].concat())
+}
+
+fn create(directory: &Path, prefix: &OsStr, is_private: bool) -> Result<(PathBuf, OwnedFd), Errno> {
+    // What replaces a file is for nobody else to read before it has that file's mode.
+    let mode = Mode::from_raw_mode(if is_private { 0o600 } else { 0o644 });
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
+    loop {
+        let mut name = prefix.to_owned();
+        name.push(format!("{:08x}", RandomState::new().hash_one(std::process::id()) >> 32));
+        let path = directory.join(name);
+        let file = match retry(|| rustix::fs::open(&path, flags, mode)) {
+            Err(Errno::EXIST) => continue,
+            opened => opened?,
+        };
+        // Where there are no locks nobody can tell what is left behind, and nobody removes it.
+        let _ = lock::claim(file.as_fd());
+        // Before it was locked somebody may have taken it for left behind.
+        if rustix::fs::stat(&path).is_ok_and(|now| is_same(&now, &rustix::fs::fstat(&file).ok())) {
+            return Ok((path, file));
+        }
+    }
+}
+
+fn is_same(one: &Stat, other: &Option<Stat>) -> bool {
+    other.is_some_and(|other| (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino))
+}
+
+/// Removes the drafts of programs that were killed: those that nobody holds the lock of.
+fn remove_left_behind(directory: &Path, prefix: &OsStr) {
+    let Ok(entries) = fs::read_dir(directory) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let rest = name.as_bytes().strip_prefix(prefix.as_bytes());
+        let is_draft = rest.is_some_and(|rest| rest.len() == 8 && rest.iter().all(u8::is_ascii_hexdigit));
+        if !is_draft || !entry.file_type().is_ok_and(|kind| kind.is_file()) {
+            continue;
+        }
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let path = directory.join(&name);
+        if let Ok(file) = rustix::fs::open(&path, flags, Mode::empty())
+            && lock::claim(file.as_fd()) == Ok(true)
+        {
+            drop(fs::remove_file(path));
+        }
+    }
+}
+
+/// Makes the owner and the mode those of the other file.
+fn take_over(file: &OwnedFd, facts: &Stat) -> Result<(), Errno> {
+    let now = rustix::fs::fstat(file)?;
+    if (now.st_uid, now.st_gid) != (facts.st_uid, facts.st_gid) {
+        let (owner, group) = (facts.st_uid, facts.st_gid);
+        rustix::fs::fchown(
+            file,
+            Some(rustix::fs::Uid::from_raw(owner)),
+            Some(rustix::fs::Gid::from_raw(group)),
+        )?;
+    }
+    rustix::fs::fchmod(file, Mode::from_raw_mode(facts.st_mode & 0o777))
+}
+
+fn publish(mut draft: Draft) -> Result<()> {
+    let (path, target) = (&draft.path, &draft.target);
+    let failed = |errno: Errno| Error::io(errno.into(), format!("can't create {}", target.display()));
+    // Whoever filled it has flushed it, but not its owner and mode.
+    retry(|| rustix::fs::fsync(&draft.file)).map_err(failed)?;
+    let now = retry(|| rustix::fs::stat(target));
+    let is_as_it_was = match (&draft.old, &now) {
+        (Some(old), now) => now.is_ok_and(|now| is_same(&now, &Some(old.facts))),
+        (None, now) => now.is_err(),
+    };
+    let flags = if draft.old.is_some() { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
+    let renamed = match rustix::fs::renameat_with(CWD, path, CWD, target, flags) {
+        _ if !is_as_it_was => Err(Errno::EXIST),
+        // Some file systems cannot promise it.
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => rustix::fs::rename(path, target),
+        renamed => renamed,
+    };
+    match renamed {
+        Ok(()) => draft.is_done = true,
+        Err(Errno::EXIST) => {
+            return Err(Error::new(
+                ErrorKind::Locked,
+                format!("another program has made or replaced {} meanwhile", target.display()),
+            ));
+        }
+        Err(errno) => return Err(failed(errno)),
+    }
+    sync_directory_of(&draft.target)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    use super::*;
+
+    struct Dir(PathBuf);
+
+    impl Dir {
+        fn new(name: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("vellum-draft-{name}-{}", std::process::id()));
+            drop(fs::remove_dir_all(&path));
+            fs::create_dir(&path).expect("a directory");
+            Self(path)
+        }
+
+        fn names(&self) -> Vec<OsString> {
+            let entries = fs::read_dir(&self.0).expect("the directory");
+            let mut names: Vec<OsString> =
+                entries.map(|entry| entry.expect("an entry").file_name()).collect();
+            names.sort();
+            names
+        }
+    }
+
+    impl Drop for Dir {
+        fn drop(&mut self) {
+            drop(fs::remove_dir_all(&self.0));
+        }
+    }
+
+    fn draft_of(path: &Path) -> Draft {
+        begin(path).expect("it can be made").expect("by a draft")
+    }
+
+    #[test]
+    fn a_name_is_given_when_all_is_there() {
+        let dir = Dir::new("name");
+        let target = dir.0.join("image");
+        let draft = draft_of(&target);
+        assert!(!draft.replaces() && !target.exists());
+        fs::write(draft.path(), "whole").expect("the draft");
+        publish(draft).expect("nobody is in the way");
+        assert_eq!(fs::read(&target).expect("the image"), b"whole");
+        assert_eq!(dir.names(), ["image"]);
+        drop(draft_of(&target));
+        assert_eq!(dir.names(), ["image"], "a draft that is dropped is removed");
+    }
+
+    #[test]
+    fn what_replaces_a_file_has_its_mode_and_links_lead_to_it() {
+        let dir = Dir::new("mode");
+        let (target, link) = (dir.0.join("image"), dir.0.join("link"));
+        fs::write(&target, "old").expect("a file");
+        fs::set_permissions(&target, fs::Permissions::from_mode(0o640)).expect("our file");
+        symlink("image", &link).expect("a link");
+        let draft = draft_of(&link);
+        assert!(draft.replaces());
+        fs::write(draft.path(), "new").expect("the draft");
+        assert_eq!(fs::read(&target).expect("the image"), b"old");
+        publish(draft).expect("nobody is in the way");
+        assert_eq!(fs::read(&target).expect("the image"), b"new");
+        assert_eq!(fs::metadata(&target).expect("the image").mode() & 0o777, 0o640);
+        assert!(link.is_symlink());
+        // A link to nothing, and a loop.
+        fs::remove_file(&target).expect("the image");
+        publish(draft_of(&link)).expect("nobody is in the way");
+        assert!(target.exists() && link.is_symlink());
+        symlink("loop", dir.0.join("loop")).expect("a link");
+        assert_eq!(begin(&dir.0.join("loop")).expect_err("a loop").kind(), ErrorKind::Invalid);
+    }
+
+    #[test]
+    fn what_cannot_be_replaced_has_no_draft() {
+        let dir = Dir::new("none");
+        let target = dir.0.join("image");
+        fs::write(&target, "old").expect("a file");
+        fs::hard_link(&target, dir.0.join("other")).expect("a second name");
+        assert!(begin(&target).expect("it can be written").is_none());
+        assert!(begin(&dir.0).expect("whoever opens it is told").is_none());
+        assert!(begin(Path::new("/dev/null")).expect("whoever opens it is told").is_none());
+        assert_eq!(dir.names().len(), 2);
+    }
+
+    #[test]
+    fn what_is_in_use_is_left_alone() {
+        let dir = Dir::new("locked");
+        let target = dir.0.join("image");
+        fs::write(&target, "old").expect("a file");
+        let draft = draft_of(&target);
+        let second = begin(&target).expect_err("the first draft holds it");
+        assert_eq!(second.kind(), ErrorKind::Locked);
+        // Somebody who asks for no lock.
+        fs::remove_file(&target).expect("the image");
+        fs::write(&target, "theirs").expect("a file");
+        assert_eq!(publish(draft).expect_err("it was replaced").kind(), ErrorKind::Locked);
+        let draft = draft_of(&dir.0.join("new"));
+        fs::write(dir.0.join("new"), "theirs").expect("a file");
+        assert_eq!(publish(draft).expect_err("it was made").kind(), ErrorKind::Locked);
+        assert_eq!(dir.names(), ["image", "new"]);
+    }
+
+    #[test]
+    fn what_was_left_behind_is_removed_and_nothing_else() {
+        let dir = Dir::new("left");
+        let target = dir.0.join("image");
+        for name in [".image.vellum-0123abcd", ".image.vellum-notes", ".other.vellum-0123abcd"] {
+            fs::write(dir.0.join(name), "").expect("a file");
+        }
+        let first = draft_of(&target);
+        let second = draft_of(&target);
+        assert!(first.path().exists() && second.path().exists(), "one that is used is no leftover");
+        drop((first, second));
+        assert_eq!(dir.names(), [".image.vellum-notes", ".other.vellum-0123abcd"]);
+    }
+
+    #[test]
+    fn a_name_may_be_as_long_as_names_may_be() {
+        let dir = Dir::new("long");
+        let target = dir.0.join("x".repeat(255));
+        publish(draft_of(&target)).expect("nobody is in the way");
+        assert!(target.exists());
+    }
+}

@@ -144,7 +144,7 @@ struct References {
     large: HashMap<u64, u64>,
 }
 
-const CHUNK: usize = 4096;
+const CHUNK: usize = 1024;
 
 impl References {
     fn add(&mut self, cluster: u64) {
@@ -160,12 +160,20 @@ impl References {
         &mut chunk[to_usize(cluster % CHUNK as u64)]
     }
 
+    /// The counts around a cluster that fit 16 bits; nothing where all are zero.
+    fn chunk_of(&self, cluster: u64) -> Option<&[u16; CHUNK]> {
+        self.chunks.get(&(cluster / CHUNK as u64)).map(|chunk| &**chunk)
+    }
+
     fn get(&self, cluster: u64) -> u64 {
         let small = self
             .chunks
             .get(&(cluster / CHUNK as u64))
             .map_or(0, |chunk| chunk[to_usize(cluster % CHUNK as u64)]);
-        u64::from(small) + self.large.get(&cluster).copied().unwrap_or(0)
+        match small {
+            u16::MAX => u64::from(small) + self.large.get(&cluster).copied().unwrap_or(0),
+            small => u64::from(small),
+        }
     }
 
     /// The highest cluster that has one.
@@ -186,6 +194,45 @@ impl References {
             let first = chunk * CHUNK as u64;
             counts.iter().enumerate().filter(|(_, count)| **count > 0).map(move |(i, _)| first + i as u64)
         })
+    }
+}
+
+/// Clusters that are looked at together: those with neither a refcount nor a reference are skipped so.
+const GROUP: u64 = 64;
+
+impl Walked {
+    /// Of the clusters that a refcount block counts, those that may have a refcount or a reference: their numbers in the
+    /// block, with their references. Most of an image is either full or not there, and what is not there must cost
+    /// nothing.
+    fn in_use(&self, first: u64, per_block: u64, block: &[u8]) -> Vec<(u64, u64)> {
+        let group_bytes = block.len() / to_usize(per_block.div_ceil(GROUP));
+        let mut found = Vec::new();
+        let (mut chunk, mut counts) = (u64::MAX, [None, None]);
+        for (start, bytes) in (0..per_block).step_by(to_usize(GROUP)).zip(block.chunks(group_bytes)) {
+            let cluster = first + start;
+            if cluster / CHUNK as u64 != chunk {
+                chunk = cluster / CHUNK as u64;
+                counts = [self.references.chunk_of(cluster), self.structure.chunk_of(cluster)];
+            }
+            let within = to_usize(cluster % CHUNK as u64);
+            let is_referenced = |counts: &Option<&[u16; CHUNK]>| {
+                counts.is_some_and(|counts| {
+                    counts[within..within + to_usize(GROUP)].iter().any(|count| *count > 0)
+                })
+            };
+            if !vellum_core::is_zero(bytes) || counts.iter().any(is_referenced) {
+                for index in start..start + GROUP {
+                    let at = to_usize((first + index) % CHUNK as u64);
+                    let small = counts.map(|counts| counts.map_or(0, |counts| counts[at]));
+                    let references = match small.contains(&u16::MAX) {
+                        true => self.references.get(first + index) + self.structure.get(first + index),
+                        false => small.map(u64::from).iter().sum(),
+                    };
+                    found.push((index, references));
+                }
+            }
+        }
+        found
     }
 }
 
@@ -526,9 +573,10 @@ impl Walk<'_> {
                     continue;
                 }
             };
-            for index in 0..per_block {
+            let first = block as u64 * per_block;
+            for (index, references) in self.result.in_use(first, per_block, bytes.slice()) {
                 let refcount = refcount::read(bytes.slice(), self.header.refcount_order, index);
-                self.compare_one(block as u64 * per_block + index, refcount);
+                self.compare_one(first + index, refcount, references);
             }
         }
         // Clusters in use without a block.
@@ -543,13 +591,13 @@ impl Walk<'_> {
         without.dedup();
         for cluster in without {
             self.result.structure_broken = true;
-            self.compare_one(cluster, 0);
+            let references = self.result.references.get(cluster) + self.result.structure.get(cluster);
+            self.compare_one(cluster, 0, references);
         }
         Ok(())
     }
 
-    fn compare_one(&mut self, cluster: u64, refcount: u64) {
-        let references = self.result.references.get(cluster) + self.result.structure.get(cluster);
+    fn compare_one(&mut self, cluster: u64, refcount: u64, references: u64) {
         if refcount > 0 {
             let end = (cluster + 1) << self.header.cluster_size().shift();
             self.result.report.image_end_offset = self.result.report.image_end_offset.max(end);

@@ -15,7 +15,7 @@ use std::ops::Range;
 use vellum_core::{Buffer, Disk, Error, GuestOffset, GuestSpan, ImageOffset, Result};
 
 use crate::content::{Content, SECTOR_BYTES, to_usize};
-use crate::mix::digest_of;
+use crate::mix::{digest_of, mix};
 use crate::oracle::{Fact, GuestRequest};
 use crate::world::Position;
 
@@ -190,6 +190,35 @@ impl Expectation {
             }
         }
         Ok(())
+    }
+
+    /// Stands for all that may be found: two expectations of one oracle with the same digest admit the same.
+    pub fn digest(&self) -> u64 {
+        self.judged.iter().fold(0, |sum, (segment, judgement)| {
+            let place = mix(segment.sectors.start, segment.sectors.end);
+            mix(mix(sum, place), self.digest_of_judgement(judgement))
+        })
+    }
+
+    fn digest_of_judgement(&self, judgement: &Judgement) -> u64 {
+        let source = |source: &Source| match source {
+            Source::Initial => 1,
+            Source::Zeroes => 2,
+            Source::Fact(index) => 3 + self.facts[*index].number as u64,
+        };
+        let values = |seed: u64, values: &[Sector]| {
+            values.iter().fold(seed, |digest, value| mix(digest, digest_of(value)))
+        };
+        match judgement {
+            // The order says nothing.
+            Judgement::Values(sources) => {
+                sources.iter().map(source).fold(0, |sum: u64, source| sum.wrapping_add(mix(4, source)))
+            }
+            Judgement::Chain(chain) => values(5, chain),
+            Judgement::Bytes(runs) => runs.iter().fold(6, |digest, (run, bytes)| {
+                values(mix(digest, (run.start << 16 | run.end) as u64), bytes)
+            }),
+        }
     }
 
     fn admits(&self, judged: Option<&(Segment, Judgement)>, sector: u64, found: &[u8]) -> bool {

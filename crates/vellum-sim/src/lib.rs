@@ -6,6 +6,7 @@
 //!   EventLog  ── crash(kind, position) ──▶ CrashPoint ── image, subsets, corners, tears, random ──▶ Content
 //!   Oracle    watches a Disk and judges what is found after a crash
 //!   SimStream two ends of a connection
+//!   Explorer  every image of every crash of every program, recovered and judged
 //! ```
 //!
 //! # A crash test
@@ -52,7 +53,7 @@
 //!
 //! In reading order: [`world`], [`content`] (bytes that cost nothing to copy), [`operation`], [`change`], [`log`]
 //! and [`crash`] (what the medium may hold), [`delay`], [`fault`], [`hold`], [`drive`], [`stream`], [`oracle`],
-//! [`expectation`].
+//! [`expectation`], [`explore`].
 
 #![forbid(unsafe_code)]
 
@@ -63,6 +64,7 @@ pub mod crash;
 pub mod delay;
 pub mod drive;
 pub mod expectation;
+pub mod explore;
 pub mod fault;
 pub mod hold;
 pub mod log;

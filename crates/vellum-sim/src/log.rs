@@ -25,7 +25,7 @@ use std::fmt;
 
 use vellum_core::ImageSpan;
 
-use crate::change::{Change, Granule};
+use crate::change::{Change, Granule, Patches};
 use crate::content::Content;
 use crate::operation::Operation;
 use crate::world::Position;
@@ -360,6 +360,59 @@ impl EventLog {
                 self.shorten(position.next());
             }
         }
+    }
+
+    /// The log as it stood at a position: what ended later is in flight.
+    pub(crate) fn until(&self, position: Position) -> Self {
+        let mut log = self.clone();
+        log.visible = self.visible_at(position).clone();
+        log.events.truncate(self.events.partition_point(|event| event.submitted < position));
+        log.ended.retain(|(ended, _)| *ended < position);
+        log.in_flight.clear();
+        log.poisoned = self.poisoned.filter(|poisoned| *poisoned < position);
+        for event in &mut log.events {
+            if !event.ended_before(position) {
+                event.ended = None;
+                event.outcome = Outcome::InFlight;
+                event.effect = Change::Nothing;
+                if event.operation != Operation::Flush {
+                    event.visible = None;
+                }
+                log.in_flight.insert(event.id);
+            }
+        }
+        log.events_made = log.events.last().map_or(0, |event| event.id + 1);
+        log
+    }
+
+    /// The process was killed at `position`, and the page cache holds `image`, of which nothing new is durable.
+    pub(crate) fn become_visible(&mut self, position: Position, image: &Content) {
+        for id in std::mem::take(&mut self.in_flight) {
+            let index = self.index_from(id);
+            self.events[index].ended = Some(position);
+            self.events[index].outcome = Outcome::Failed;
+        }
+        let mut changes: Vec<Change> = image
+            .pages_that_differ(&self.visible)
+            .into_iter()
+            .map(|index| Change::Sectors(Patches::page_of(image, index)))
+            .collect();
+        if image.len() != self.visible.len() {
+            changes.push(Change::Length(image.len()));
+        }
+        for change in changes {
+            let span = match &change {
+                Change::Sectors(patches) => patches.span(),
+                _ => vellum_core::ImageOffset::new(image.len()).span(0),
+            };
+            let id = self.submit(position, Operation::Write, span, change.clone());
+            self.end(position, Outcome::Done, &[(id, change)]);
+        }
+    }
+
+    /// Whether pages may have been dropped at a position, because a flush had failed.
+    pub(crate) fn is_poisoned_at(&self, position: Position) -> bool {
+        self.poisoned_before(position)
     }
 
     /// Forgets what is durable at `position`, which is now.

@@ -4,6 +4,9 @@
 //! The building block is a folded multiplication (64 × 64 → 128 bits, halves joined), which mixes sixteen bytes in a
 //! few cycles. Four lanes run side by side, because one multiplication must wait for the one before it.
 
+use std::collections::HashSet;
+use std::hash::{BuildHasherDefault, Hasher};
+
 const KEYS: [u64; 2] = [0x9E37_79B9_7F4A_7C15, 0xA076_1D64_78BD_642F];
 
 /// Where the lanes start. None is a key: a lane equal to the key would multiply by zero and lose the other word.
@@ -30,6 +33,27 @@ pub(crate) fn digest_of(bytes: &[u8]) -> u64 {
     }
     mix(mix(lanes[0], lanes[1]), mix(lanes[2], lanes[3]))
 }
+
+/// Looks digests up: they are mixed well enough to be their own hash.
+#[derive(Default)]
+pub(crate) struct AsIs(u64);
+
+impl Hasher for AsIs {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = bytes.iter().fold(self.0, |hash, byte| mix(hash, u64::from(*byte)));
+    }
+
+    fn write_u64(&mut self, digest: u64) {
+        self.0 = digest;
+    }
+}
+
+/// A set of digests.
+pub(crate) type DigestSet = HashSet<u64, BuildHasherDefault<AsIs>>;
 
 #[cfg(test)]
 mod tests {

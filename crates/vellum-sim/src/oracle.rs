@@ -141,6 +141,12 @@ impl Oracle {
         self.lock().requests.len()
     }
 
+    /// Where the guest was answered: from there on more may be promised than one position earlier.
+    pub fn answers(&self) -> Vec<Position> {
+        let ended = |recorded: &Recorded| recorded.ended.map(|(ended, _)| ended.next());
+        self.lock().requests.iter().filter_map(ended).collect()
+    }
+
     /// What may be found after a crash at `position`.
     pub fn expect_at(&self, position: Position) -> Expectation {
         let history = self.lock();

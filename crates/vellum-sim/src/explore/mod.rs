@@ -1,0 +1,438 @@
+//! The crash explorer: runs a program, puts a crash everywhere, and judges every image that it can leave.
+//!
+//! ```text
+//!   program ──run──▶ log of host events + record of what the guest was told
+//!                         │ at every position, for every kind of crash
+//!                         ▼
+//!                    images (subsets, corners, tears, chance)
+//!                         │ each image once per thing that may be expected of it
+//!                         ▼
+//!            open ► recover ► read, compare ► close ► look from outside          ── now and then: the same on a medium
+//!                                                                                  that records, and a crash in there
+//! ```
+//!
+//! 1. A *state* is an image that a crash left. It counts once for each subject, whatever programs lead to it.
+//! 2. An image is judged again where something else may be expected of it.
+//! 3. Everything is determined by the [`Case`]: subject, program, seed, fault, kind, position and number of the image.
+//!    A failing state is kept as that text, and can be written down as a file.
+//! 4. In a program of one queue only the last step and the closing are looked at when the caller says so: what comes
+//!    before, the shorter programs have covered.
+//!
+//! Any format plugs in as a [`Subject`]. Left out: images of several files.
+
+mod case;
+mod medium;
+mod program;
+mod run;
+mod states;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use futures_lite::future::block_on;
+use vellum_core::{Buffer, Disk, GuestOffset, LocalFuture, Result as CoreResult, SharedDisk, SharedStorage};
+
+pub use case::{Case, Failure, Plan};
+pub use medium::Medium;
+pub use program::{Act, Program, Step};
+pub use states::Depth;
+
+use crate::change::Granule;
+use crate::content::Content;
+use crate::crash::CrashKind;
+use crate::expectation::Expectation;
+use crate::log::EventLog;
+use crate::mix::{DigestSet, mix};
+use crate::world::Position;
+use run::Run;
+use states::each_state;
+
+/// A kind of image that is explored.
+pub trait Subject: Sync {
+    /// One word or a few; part of a case.
+    fn name(&self) -> String;
+
+    /// The image at the beginning, durable and closed.
+    fn image(&self) -> Content;
+
+    /// What the guest sees of it then.
+    fn guest(&self) -> Content;
+
+    /// The places of a program: two near each other, one far off, then as many as there are.
+    fn places(&self) -> Vec<GuestOffset>;
+
+    /// Opens an image for writing, whatever state a crash has left it in.
+    fn open(&self, image: SharedStorage) -> LocalFuture<'_, CoreResult<SharedDisk>>;
+
+    /// Looks at a closed image from outside: a sentence about what is wrong.
+    fn verify(&self, image: SharedStorage) -> LocalFuture<'_, Result<(), String>>;
+
+    /// Is given some images that were recovered, verified and closed: for other programs to look at.
+    fn sample(&self, _recovered: &Content) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+/// How much is looked at.
+#[derive(Debug, Clone)]
+pub struct Thoroughness {
+    /// The images of one crash.
+    pub depth: Depth,
+    /// One in so many states is recovered with crashes in between.
+    pub nested_one_in: u64,
+    /// One in so many recovered images is given to [`Subject::sample`].
+    pub sample_one_in: u64,
+    /// One in so many is compared whole, not only around what was written.
+    pub whole_one_in: u64,
+}
+
+impl Default for Thoroughness {
+    fn default() -> Self {
+        Self { depth: Depth::FULL, nested_one_in: 100, sample_one_in: 1000, whole_one_in: 50 }
+    }
+}
+
+/// What was looked at.
+#[derive(Debug, Clone, Default)]
+pub struct Counts {
+    /// Programs that were run.
+    pub programs: u64,
+    /// Positions at which a crash was put, each kind for itself.
+    pub crashes: u64,
+    /// Different images.
+    pub states: u64,
+    /// How often an image was recovered and judged.
+    pub judged: u64,
+    /// How often a recovery was crashed and the outcome recovered and judged.
+    pub nested: u64,
+    /// How many recovered images another program looked at.
+    pub sampled: u64,
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.programs += other.programs;
+        self.crashes += other.crashes;
+        self.states += other.states;
+        self.judged += other.judged;
+        self.nested += other.nested;
+        self.sampled += other.sampled;
+    }
+}
+
+/// Explores one subject. Threads may share it.
+pub struct Explorer<'a> {
+    subject: &'a dyn Subject,
+    thoroughness: Thoroughness,
+    image: Content,
+    guest: Content,
+    seen: [Mutex<DigestSet>; 16],
+    counts: Mutex<Counts>,
+}
+
+/// What an exploration came to.
+#[derive(Debug)]
+pub struct Report {
+    /// The subject.
+    pub subject: String,
+    /// What was looked at.
+    pub counts: Counts,
+    /// How long it took, and on how many threads.
+    pub took: (Duration, usize),
+    /// What was found; the first of each thread.
+    pub failures: Vec<Failure>,
+}
+
+impl std::fmt::Display for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Counts { programs, crashes, states, judged, nested, sampled } = self.counts;
+        #[allow(clippy::cast_precision_loss, reason = "a rate for people")]
+        let rate = judged as f64 / self.took.0.as_secs_f64() / self.took.1 as f64;
+        write!(
+            f,
+            "{}: {programs} programs, {crashes} crashes, {states} states, {judged} judged, {nested} nested, {sampled} \
+             seen by others, {} violations; {rate:.0} per second and core",
+            self.subject,
+            self.failures.len()
+        )?;
+        self.failures.iter().try_for_each(|failure| write!(f, "\n  {failure}"))
+    }
+}
+
+impl<'a> Explorer<'a> {
+    /// An explorer that has seen nothing.
+    pub fn new(subject: &'a dyn Subject, thoroughness: Thoroughness) -> Self {
+        let (image, guest) = (subject.image(), subject.guest());
+        let seen = std::array::from_fn(|_| Mutex::default());
+        Self { subject, thoroughness, image, guest, seen, counts: Mutex::default() }
+    }
+
+    /// Explores all plans on so many threads; each thread stops at the first failure it finds.
+    pub fn explore_all(&self, plans: &[Plan], threads: usize) -> Report {
+        let begun = Instant::now();
+        let next = AtomicUsize::new(0);
+        let failures = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    while let Some(plan) = plans.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        if let Err(failure) = self.explore(plan) {
+                            failures.lock().unwrap_or_else(PoisonError::into_inner).push(*failure);
+                            next.store(plans.len(), Ordering::Relaxed);
+                        }
+                    }
+                });
+            }
+        });
+        Report {
+            subject: self.subject.name(),
+            counts: self.counts(),
+            took: (begun.elapsed(), threads),
+            failures: failures.into_inner().unwrap_or_else(PoisonError::into_inner),
+        }
+    }
+
+    /// What was looked at so far.
+    pub fn counts(&self) -> Counts {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Runs one program and judges every image of every crash.
+    pub fn explore(&self, plan: &Plan) -> Result<(), Box<Failure>> {
+        let run = Run::of(self.subject, plan, self.image.clone(), self.guest.clone());
+        let mut work =
+            Work { explorer: self, plan, run: &run, judged: DigestSet::default(), counts: Counts::default() };
+        work.counts.programs = 1;
+        let outcome = work.every_crash();
+        *self.counts.lock().unwrap_or_else(PoisonError::into_inner) += work.counts;
+        outcome
+    }
+
+    /// Judges the one state that a case names, and gives its image.
+    pub fn replay(&self, case: &Case) -> (Content, Result<(), String>) {
+        let run = Run::of(self.subject, &case.plan, self.image.clone(), self.guest.clone());
+        let point = run.log.crash(case.kind, case.position);
+        let expectation = run.oracle.expect_at(case.position);
+        let image = state_number(&point, &self.thoroughness.depth, case.state);
+        let Some((at, nested)) = case.nested else {
+            let verdict = self.judge(&image, &expectation, true);
+            return (image, verdict);
+        };
+        let log = self.recovery_log(&run, case.kind, case.position, &image);
+        let point = log.crash(CrashKind::PowerCut, at);
+        let image = state_number(&point, &Depth::NESTED, nested);
+        let verdict = self.judge(&image, &expectation, true);
+        (image, verdict)
+    }
+
+    fn is_new(&self, digest: u64) -> bool {
+        let shard = usize::try_from(digest >> 60).expect("four bits");
+        self.seen[shard].lock().unwrap_or_else(PoisonError::into_inner).insert(digest)
+    }
+
+    /// Recovers an image and judges what it has become.
+    fn judge(&self, image: &Content, expectation: &Expectation, whole: bool) -> Result<(), String> {
+        let medium = Medium::new(image.clone());
+        self.recover_and_judge(&medium, expectation, whole)
+    }
+
+    fn recover_and_judge(
+        &self,
+        medium: &Arc<Medium>,
+        expectation: &Expectation,
+        whole: bool,
+    ) -> Result<(), String> {
+        let work = AssertUnwindSafe(|| block_on(self.recover(medium, expectation, whole)));
+        catch_unwind(work).unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            Err(format!("panic: {}", text.or(panic.downcast_ref().copied()).unwrap_or("of another kind")))
+        })
+    }
+
+    async fn recover(
+        &self,
+        medium: &Arc<Medium>,
+        expectation: &Expectation,
+        whole: bool,
+    ) -> Result<(), String> {
+        let error = |what: &str, error: vellum_core::Error| format!("{what}: {}", error.chain());
+        let disk = self.subject.open(medium.clone()).await.map_err(|e| error("it cannot be opened", e))?;
+        if whole {
+            expectation.check_whole_disk(&*disk).await.map_err(|violation| violation.to_string())?;
+        } else {
+            check_around(&*disk, expectation).await?;
+        }
+        disk.close().await.map_err(|e| error("it cannot be closed", e))?;
+        self.subject.verify(medium.clone()).await
+    }
+
+    /// What happens to a medium while an image is recovered, as a log.
+    fn recovery_log(&self, run: &Run, kind: CrashKind, position: Position, image: &Content) -> EventLog {
+        let medium = match kind {
+            // The host lives on: what was not flushed before the crash still is not.
+            CrashKind::ProcessKill => {
+                let mut log = run.log.until(position);
+                log.become_visible(position, image);
+                Medium::going_on(log, position)
+            }
+            _ => Medium::recording(image.clone(), Granule::Sector),
+        };
+        let work = AssertUnwindSafe(|| {
+            block_on(async {
+                if let Ok(disk) = self.subject.open(medium.clone()).await {
+                    // What closing says is judged elsewhere.
+                    let _ = disk.close().await;
+                }
+            });
+        });
+        let _ = catch_unwind(work);
+        medium.log().expect("it records")
+    }
+}
+
+/// Reads what was touched and its neighbourhood.
+async fn check_around(disk: &dyn Disk, expectation: &Expectation) -> Result<(), String> {
+    const AROUND: u64 = 4096;
+    let size = disk.geometry().size;
+    let mut done = 0;
+    for span in expectation.touched() {
+        let start = (span.start().bytes() / AROUND * AROUND).saturating_sub(AROUND).max(done);
+        let end = (span.end().bytes().next_multiple_of(AROUND) + AROUND).min(size);
+        if start >= end {
+            continue;
+        }
+        done = end;
+        let at = GuestOffset::new(start);
+        let buffer = Buffer::for_overwrite(usize::try_from(end - start).expect("small"));
+        let bytes = disk.read(at, buffer).await.map_err(|e| format!("it cannot be read: {}", e.chain()))?;
+        let bytes = bytes.contiguous();
+        expectation.check_bytes(at, bytes.slice()).map_err(|violation| violation.to_string())?;
+    }
+    Ok(())
+}
+
+fn state_number(point: &crate::CrashPoint, depth: &Depth, wanted: usize) -> Content {
+    let mut found = None;
+    let _ = each_state(point, depth, |number, content| {
+        if number == wanted {
+            found = Some(content);
+            return Err(());
+        }
+        Ok(())
+    });
+    found.expect("the case names a state that this crash can leave")
+}
+
+/// One program's exploration.
+struct Work<'a> {
+    explorer: &'a Explorer<'a>,
+    plan: &'a Plan,
+    run: &'a Run,
+    /// Images with what was expected of them.
+    judged: DigestSet,
+    counts: Counts,
+}
+
+impl Work<'_> {
+    fn every_crash(&mut self) -> Result<(), Box<Failure>> {
+        if let Some(wrong) = &self.run.wrong {
+            let case = self.case(CrashKind::PowerCut, self.run.from, 0);
+            return Err(Box::new(Failure { case, what: wrong.clone() }));
+        }
+        for position in self.run.positions() {
+            let expectation = self.run.oracle.expect_at(position);
+            let poisoned = self.run.log.is_poisoned_at(position);
+            let kinds: &[CrashKind] = if poisoned {
+                &[CrashKind::FailedFlush]
+            } else {
+                &[CrashKind::PowerCut, CrashKind::ProcessKill]
+            };
+            for kind in kinds {
+                self.one_crash(*kind, position, &expectation)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn case(&self, kind: CrashKind, position: Position, state: usize) -> Case {
+        let subject = self.explorer.subject.name();
+        Case { subject, plan: self.plan.clone(), kind, position, state, nested: None }
+    }
+
+    fn one_crash(
+        &mut self,
+        kind: CrashKind,
+        position: Position,
+        expectation: &Expectation,
+    ) -> Result<(), Box<Failure>> {
+        self.counts.crashes += 1;
+        let point = self.run.log.crash(kind, position);
+        let expected = expectation.digest();
+        let depth = &self.explorer.thoroughness.depth;
+        each_state(&point, depth, |number, image| {
+            let digest = image.digest();
+            let is_new = self.judged.insert(mix(digest, expected));
+            if !is_new {
+                return Ok(());
+            }
+            self.one_state(kind, position, &image, expectation).map_err(|(what, nested)| {
+                let case = Case { nested, ..self.case(kind, position, number) };
+                Box::new(Failure { case, what })
+            })
+        })
+    }
+
+    fn one_state(
+        &mut self,
+        kind: CrashKind,
+        position: Position,
+        image: &Content,
+        expectation: &Expectation,
+    ) -> Result<(), (String, Option<(Position, usize)>)> {
+        let digest = image.digest();
+        let is_new = self.explorer.is_new(digest);
+        self.counts.states += u64::from(is_new);
+        self.counts.judged += 1;
+        let chance = mix(digest, 77);
+        let thoroughness = &self.explorer.thoroughness;
+        let whole = chance.is_multiple_of(thoroughness.whole_one_in);
+        let medium = Medium::new(image.clone());
+        self.explorer.recover_and_judge(&medium, expectation, whole).map_err(|what| (what, None))?;
+        if is_new && mix(chance, 1).is_multiple_of(thoroughness.sample_one_in) {
+            self.counts.sampled += 1;
+            let recovered = medium.content();
+            self.explorer.subject.sample(&recovered).map_err(|what| (what, None))?;
+        }
+        if is_new && mix(chance, 2).is_multiple_of(thoroughness.nested_one_in) {
+            self.crash_the_recovery(kind, position, image, expectation)?;
+        }
+        Ok(())
+    }
+
+    fn crash_the_recovery(
+        &mut self,
+        kind: CrashKind,
+        position: Position,
+        image: &Content,
+        expectation: &Expectation,
+    ) -> Result<(), (String, Option<(Position, usize)>)> {
+        let log = self.explorer.recovery_log(self.run, kind, position, image);
+        let mut seen = DigestSet::default();
+        for at in
+            log.crash_positions().into_iter().filter(|at| kind != CrashKind::ProcessKill || *at > position)
+        {
+            let point = log.crash(CrashKind::PowerCut, at);
+            each_state(&point, &Depth::NESTED, |number, image| {
+                if !seen.insert(image.digest()) {
+                    return Ok(());
+                }
+                self.counts.nested += 1;
+                let verdict = self.explorer.judge(&image, expectation, false);
+                verdict.map_err(|what| (format!("after a crash in the recovery: {what}"), Some((at, number))))
+            })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,103 @@
+//! The crash explorer on the formats: every image that every crash in every short program can leave is recovered, read
+//! and checked.
+//!
+//! Usually all programs of up to two steps, some of three, and long ones by chance; `VELLUM_TEST_SCALE` multiplies what is
+//! drawn by chance, and `VELLUM_EXPLORE=all` takes all programs of three steps. `VELLUM_EXPLORE_CASE=CASE` judges one
+//! state again, and `VELLUM_EXPLORE_DUMP=FILE` writes its image down.
+
+mod common;
+mod subjects;
+
+use common::scale;
+use subjects::{QcowSubject, RawSubject};
+use vellum_core::Random;
+use vellum_sim::explore::{Case, Counts, Explorer, Plan, Program, Step, Subject, Thoroughness};
+
+/// Programs by chance for each subject: short ones, long ones, ones of several queues, ones whose flush fails.
+const SHORT: u64 = 60;
+const LONG: u64 = 6;
+const SEVERAL: u64 = 8;
+const FAILING: u64 = 30;
+
+fn plans(seed: u64) -> Vec<Plan> {
+    let mut plans = Vec::new();
+    let mut random = Random::from_seed(seed);
+    for len in 1..=2 {
+        plans.extend(Program::all(len, 3).map(Plan::last_step));
+    }
+    if std::env::var("VELLUM_EXPLORE").is_ok_and(|what| what == "all") {
+        plans.extend(Program::all(3, 3).map(Plan::last_step));
+    } else {
+        let all = Step::all(3).len().pow(3);
+        for _ in 0..SHORT * scale() {
+            let number = random.index(all);
+            plans.extend(Program::all(3, 3).nth(number).map(Plan::last_step));
+        }
+    }
+    for _ in 0..LONG * scale() {
+        plans.push(Plan::whole(Program::random(&mut random, 1, 12, 8)));
+    }
+    for seed in 0..SEVERAL * scale() {
+        let (queues, steps) = (2 + random.index(3), 3 + random.index(3));
+        plans.push(Plan { seed, ..Plan::whole(Program::random(&mut random, queues, steps, 8)) });
+    }
+    for _ in 0..FAILING * scale() {
+        let program = Program::random(&mut random, 1, 5, 3);
+        plans.push(Plan { fail_flush: Some(random.below(12)), ..Plan::whole(program) });
+    }
+    plans
+}
+
+#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
+fn explore(subject: &dyn Subject, one_in: usize) -> Counts {
+    let explorer = Explorer::new(subject, Thoroughness::default());
+    if let Ok(text) = std::env::var("VELLUM_EXPLORE_CASE") {
+        let case: Case = text.parse().unwrap();
+        if case.subject == subject.name() {
+            let (image, verdict) = explorer.replay(&case);
+            if let Some(path) = std::env::var_os("VELLUM_EXPLORE_DUMP") {
+                image.write_to(&mut std::fs::File::create(path).unwrap()).unwrap();
+            }
+            verdict.unwrap_or_else(|what| panic!("{case}: {what}"));
+        }
+        return Counts::default();
+    }
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let plans: Vec<Plan> = plans(1).into_iter().step_by(one_in).collect();
+    let report = explorer.explore_all(&plans, threads);
+    eprintln!("explored {report}");
+    assert!(report.failures.is_empty(), "{report}");
+    report.counts
+}
+
+#[test]
+fn qcow2() {
+    let counts = explore(&QcowSubject::plain(), 1);
+    assert!(counts.states > 1000 && counts.nested > 100, "{counts:?}");
+}
+
+#[test]
+fn qcow2_over_a_base() {
+    explore(&QcowSubject::over_a_base(), 1);
+}
+
+#[test]
+fn qcow2_with_subclusters_over_a_base() {
+    explore(&QcowSubject::subclusters(), 2);
+}
+
+#[test]
+fn qcow2_version_2() {
+    explore(&QcowSubject::version_2(), 1);
+}
+
+/// Each look at it moves sixteen times as much metadata, so there are fewer.
+#[test]
+fn qcow2_with_large_clusters() {
+    explore(&QcowSubject::large_clusters(), 8);
+}
+
+#[test]
+fn raw() {
+    explore(&RawSubject, 1);
+}

@@ -2,6 +2,9 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
 use vellum_core::{GuestOffset, HostTally, LocalFuture, MemoryDisk, Result, SharedDisk, SharedStorage};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2};
 use vellum_format::raw::Raw;
@@ -95,6 +98,32 @@ impl Subject for QcowSubject {
                 Err(format!("the check says: {}", lines.join("; ")))
             }
         })
+    }
+
+    fn sample(&self, recovered: &Content) -> std::result::Result<(), String> {
+        qemu_check(recovered, self.may_leak)
+    }
+}
+
+/// What QEMU says of an image, where there is QEMU.
+fn qemu_check(image: &Content, may_leak: bool) -> std::result::Result<(), String> {
+    static FILES: AtomicU32 = AtomicU32::new(0);
+    let name = format!("explored-{}-{}.qcow2", std::process::id(), FILES.fetch_add(1, Relaxed));
+    let path = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let written = std::fs::File::create(&path).and_then(|mut file| image.write_to(&mut file));
+    written.map_err(|error| format!("{}: {error}", path.display()))?;
+    let checked = Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(&path).output();
+    std::fs::remove_file(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    match checked {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(format!("qemu-img: {error}")),
+        Ok(output) => match output.status.code() {
+            Some(0) => Ok(()),
+            Some(3) if may_leak => Ok(()),
+            code => {
+                Err(format!("qemu-img check ends with {code:?}: {}", String::from_utf8_lossy(&output.stdout)))
+            }
+        },
     }
 }
 

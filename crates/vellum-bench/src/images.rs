@@ -136,7 +136,8 @@ impl Drop for Images {
     }
 }
 
-fn write_raw(path: &Path, size: u64) -> io::Result<()> {
+/// A disk full of bytes that do not compress.
+pub(crate) fn write_raw(path: &Path, size: u64) -> io::Result<()> {
     let mut file = File::create(path)?;
     let mut piece = filler(PIECE_BYTES);
     let mut at = 0;
@@ -148,7 +149,8 @@ fn write_raw(path: &Path, size: u64) -> io::Result<()> {
     Ok(())
 }
 
-fn run(command: &mut Command) -> Result<()> {
+/// Runs a program that makes an image; what it complains of is the error.
+pub(crate) fn run(command: &mut Command) -> Result<()> {
     let output = command
         .stdin(Stdio::null())
         .output()

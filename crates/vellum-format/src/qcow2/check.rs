@@ -5,6 +5,7 @@
 //!   compare    refcount table → blocks                                                  refcount per cluster
 //!                refcount < references   corruption: the cluster could be given away while in use
 //!                refcount > references   leak: space is lost, nothing else
+//!              a cluster that is a table and something else: corruption, whatever its refcount is
 //!              "copied" flags of the active tables against references = 1
 //! ```
 //!
@@ -19,7 +20,7 @@
 //! 3. A part of the mapping that cannot be read, or is damaged, hides what it names. Then nothing that seems unused may
 //!    be given away: refcounts are only raised, flags only cleared, and a new structure is not written at all.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 
 use vellum_core::{
     Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Result, SharedStorage, Storage,
@@ -30,6 +31,7 @@ use super::entry::{ClusterState, Entries};
 use super::header::Header;
 use super::layout::*;
 use super::refcount;
+use super::references::{Kind, References, Tables};
 use super::snapshot;
 
 /// What may be repaired.
@@ -136,59 +138,6 @@ async fn clear_marks(header: &mut Header, image: &dyn Storage) -> Result<()> {
     Ok(())
 }
 
-/// References per cluster, for clusters inside the file.
-#[derive(Default)]
-struct References {
-    chunks: HashMap<u64, Box<[u16; CHUNK]>>,
-    /// What does not fit 16 bits.
-    large: HashMap<u64, u64>,
-}
-
-const CHUNK: usize = 4096;
-
-impl References {
-    fn add(&mut self, cluster: u64) {
-        let count = self.slot(cluster);
-        match count.checked_add(1) {
-            Some(more) => *count = more,
-            None => *self.large.entry(cluster).or_insert(0) += 1,
-        }
-    }
-
-    fn slot(&mut self, cluster: u64) -> &mut u16 {
-        let chunk = self.chunks.entry(cluster / CHUNK as u64).or_insert_with(|| Box::new([0; CHUNK]));
-        &mut chunk[to_usize(cluster % CHUNK as u64)]
-    }
-
-    fn get(&self, cluster: u64) -> u64 {
-        let small = self
-            .chunks
-            .get(&(cluster / CHUNK as u64))
-            .map_or(0, |chunk| chunk[to_usize(cluster % CHUNK as u64)]);
-        u64::from(small) + self.large.get(&cluster).copied().unwrap_or(0)
-    }
-
-    /// The highest cluster that has one.
-    fn last(&self) -> Option<u64> {
-        let chunk = self
-            .chunks
-            .iter()
-            .filter(|(_, counts)| counts.iter().any(|count| *count > 0))
-            .map(|(n, _)| *n)
-            .max()?;
-        let within = self.chunks[&chunk].iter().rposition(|count| *count > 0)?;
-        Some(chunk * CHUNK as u64 + within as u64)
-    }
-
-    /// All clusters that have one, in chunks, in no order.
-    fn each(&self) -> impl Iterator<Item = u64> {
-        self.chunks.iter().flat_map(|(chunk, counts)| {
-            let first = chunk * CHUNK as u64;
-            counts.iter().enumerate().filter(|(_, count)| **count > 0).map(move |(i, _)| first + i as u64)
-        })
-    }
-}
-
 /// One pass over the image.
 struct Walk<'a> {
     header: &'a Header,
@@ -203,6 +152,8 @@ struct Walked {
     report: CheckReport,
     /// References by everything but the refcount structure.
     references: References,
+    /// Those of them that name tables.
+    tables: Tables,
     /// The refcount structure's own clusters.
     structure: References,
     /// The structure cannot be repaired where it lies.
@@ -222,6 +173,7 @@ impl Walk<'_> {
                 ..CheckReport::default()
             },
             references: References::default(),
+            tables: Tables::default(),
             structure: References::default(),
             structure_broken: false,
             hidden: false,
@@ -229,10 +181,11 @@ impl Walk<'_> {
             flags_suspect: header.snapshot_count > 0,
         };
         let mut walk = Walk { header, image, entries: Entries::of(header), say, result };
-        walk.count(ImageOffset::ZERO.span(header.cluster_size().bytes()));
+        walk.count_table(ImageOffset::ZERO.span(header.cluster_size().bytes()), Kind::Header);
         walk.walk_l1(header.l1_span(), true).await?;
         walk.walk_snapshots().await?;
         walk.walk_bitmaps().await?;
+        walk.find_overlaps();
         walk.walk_structure().await?;
         walk.compare().await?;
         if walk.result.flags_suspect || walk.result.report.corruptions > 0 {
@@ -258,10 +211,22 @@ impl Walk<'_> {
     }
 
     /// Counts a reference to each cluster of a table; false when it leaves the file, and what it names is not to be seen.
-    fn count_table(&mut self, span: ImageSpan) -> bool {
+    fn count_table(&mut self, span: ImageSpan, kind: Kind) -> bool {
         let is_inside = self.count(span);
         self.result.hidden |= !is_inside;
+        if is_inside {
+            let clusters = self.header.cluster_size().clusters_in(span);
+            clusters.for_each(|cluster| self.result.tables.add(cluster.index(), kind));
+        }
         is_inside
+    }
+
+    /// A table that is also guest data, or two tables at once: what the guest writes would change the mapping. No
+    /// refcount makes that right, and no repair can tell which of the two is meant.
+    fn find_overlaps(&mut self) {
+        for (cluster, kind) in self.result.tables.shared(&self.result.references) {
+            self.error(format!("cluster {cluster} is mapped, but overlaps metadata ({})", kind.name()));
+        }
     }
 
     /// Counts a reference to each cluster of the run; false when the run leaves the file.
@@ -300,7 +265,7 @@ impl Walk<'_> {
 
     /// Counts an L1 table and all it leads to.
     async fn walk_l1(&mut self, span: ImageSpan, is_active: bool) -> Result<()> {
-        if span.is_empty() || !self.count_table(span) {
+        if span.is_empty() || !self.count_table(span, Kind::L1) {
             return Ok(());
         }
         let table = match self.read(span).await {
@@ -340,7 +305,7 @@ impl Walk<'_> {
         }
         self.result.flags_suspect |= is_active && entry & COPIED == 0;
         let l2 = at.span(self.header.cluster_size().bytes());
-        self.count_table(l2).then_some(l2)
+        self.count_table(l2, Kind::L2).then_some(l2)
     }
 
     async fn walk_tables(&mut self, wanted: Vec<(usize, ImageSpan)>, is_active: bool) -> Result<()> {
@@ -419,7 +384,7 @@ impl Walk<'_> {
             }
             Err(error) => return Err(error),
         };
-        self.count(table.span);
+        self.count_table(table.span, Kind::Snapshots);
         for snapshot in &table.snapshots {
             self.walk_l1(snapshot.l1, false).await?;
         }
@@ -428,7 +393,7 @@ impl Walk<'_> {
 
     async fn walk_bitmaps(&mut self) -> Result<()> {
         let Some(directory) = self.header.bitmaps() else { return Ok(()) };
-        if !self.count_table(directory.span) {
+        if !self.count_table(directory.span, Kind::Bitmaps) {
             return Ok(());
         }
         let bytes = self.read(directory.span).await.context(|| "can't read the bitmap directory")?;
@@ -449,7 +414,7 @@ impl Walk<'_> {
                     continue;
                 }
             };
-            if !self.count_table(table) {
+            if !self.count_table(table, Kind::Bitmaps) {
                 continue;
             }
             let table = self.read(table).await.context(|| "can't read a bitmap table")?;

@@ -33,8 +33,8 @@ fn shape(bytes: &mut Bytes<'_>) -> (CreateOptions, bool) {
     let [cluster, refcounts, flags, scale] = bytes.array();
     let cluster_size = 512 << (cluster % 8);
     let options = CreateOptions {
-        // Two clusters of the largest, three L2 tables of the smallest: much happens in little work.
-        size: (bytes.number() << (scale % 8)).min(112 << 10),
+        // Two clusters of the largest (the last is cut), three L2 tables of the smallest: much happens in little work.
+        size: (bytes.number() << (scale % 8)).min(80 << 10),
         version: if flags & 1 == 0 { 3 } else { 2 },
         cluster_size,
         refcount_bits: 1 << (refcounts % 7),

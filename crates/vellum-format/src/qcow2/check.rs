@@ -31,7 +31,7 @@ use super::entry::{ClusterState, Entries};
 use super::header::Header;
 use super::layout::*;
 use super::refcount;
-use super::references::{Kind, References, Tables};
+use super::references::{GROUP, Kind, References, Tables, busy_groups};
 use super::snapshot;
 
 /// What may be repaired.
@@ -163,6 +163,14 @@ struct Walked {
     table: Vec<u64>,
     /// A flag of the active tables may be wrong.
     flags_suspect: bool,
+}
+
+impl Walked {
+    /// Clusters of a refcount block that may have a refcount or a reference, and some of their neighbours.
+    fn in_use(&self, first: u64, block: &[u8], order: u32) -> impl Iterator<Item = u64> + use<> {
+        let groups = busy_groups(first, block, order, [&self.references, &self.structure]);
+        groups.into_iter().flat_map(|first| first..first + GROUP as u64)
+    }
 }
 
 impl Walk<'_> {
@@ -491,9 +499,9 @@ impl Walk<'_> {
                     continue;
                 }
             };
-            for index in 0..per_block {
-                let refcount = refcount::read(bytes.slice(), self.header.refcount_order, index);
-                self.compare_one(block as u64 * per_block + index, refcount);
+            let (bytes, order, first) = (bytes.slice(), self.header.refcount_order, block as u64 * per_block);
+            for cluster in self.result.in_use(first, bytes, order) {
+                self.compare_one(cluster, refcount::read(bytes, order, cluster - first));
             }
         }
         // Clusters in use without a block.
@@ -646,8 +654,9 @@ impl Fix<'_> {
             };
             let mut bytes = bytes.slice().to_vec();
             let mut changed = false;
-            for index in 0..per_block {
-                let n = block as u64 * per_block + index;
+            let first = block as u64 * per_block;
+            for n in self.walk.in_use(first, &bytes, order) {
+                let index = n - first;
                 let old = refcount::read(&bytes, order, index);
                 let new = self.walk.references.get(n) + self.walk.structure.get(n);
                 let may = if old > new { !self.walk.hidden } else { self.repair == Repair::All };
@@ -700,15 +709,16 @@ impl Fix<'_> {
         let mut table = vec![0; to_usize(table_len)];
         for (place, block) in (first..).zip(&blocks) {
             let mut bytes = vec![0; to_usize(cluster.bytes())];
-            for index in 0..per_block {
-                let n = block * per_block + index;
-                let count = references.get(n) + u64::from((first..end).contains(&n));
+            let start = block * per_block;
+            let own = first.max(start)..end.min(start + per_block);
+            for n in self.walk.in_use(start, &bytes, order).chain(own.clone()) {
+                let count = references.get(n) + u64::from(own.contains(&n));
                 if order < 6 && count >= 1 << (1u32 << order) {
                     return Err(Error::corrupt(format!(
                         "cluster {n} has {count} references, too many for the width"
                     )));
                 }
-                refcount::write(&mut bytes, order, index, count);
+                refcount::write(&mut bytes, order, n - start, count);
             }
             let at = ImageOffset::new(place << cluster.shift());
             self.image.write(at, Buffer::copy_of(&bytes)).await?;

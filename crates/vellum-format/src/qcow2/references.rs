@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use vellum_core::is_zero;
+
 /// References per cluster, for clusters inside the file.
 #[derive(Default)]
 pub(super) struct References {
@@ -11,6 +13,9 @@ pub(super) struct References {
 }
 
 const CHUNK: usize = 4096;
+
+/// Clusters that are looked at together. The smallest block of refcounts counts as many.
+pub(super) const GROUP: usize = 64;
 
 impl References {
     pub(super) fn add(&mut self, cluster: u64) {
@@ -31,25 +36,51 @@ impl References {
         u64::from(small) + self.large.get(&cluster).copied().unwrap_or(0)
     }
 
+    /// Whether none of these clusters has one: `len` of them, whole groups within one chunk.
+    pub(super) fn has_none(&self, first: u64, len: u64) -> bool {
+        let Some(chunk) = self.chunks.get(&(first / CHUNK as u64)) else { return true };
+        let counts = &chunk[within(first)..within(first + len - 1) + 1];
+        counts.as_chunks::<GROUP>().0.iter().all(|group| *group == [0; GROUP])
+    }
+
     /// The highest cluster that has one.
     pub(super) fn last(&self) -> Option<u64> {
-        let chunk = self
-            .chunks
-            .iter()
-            .filter(|(_, counts)| counts.iter().any(|count| *count > 0))
-            .map(|(n, _)| *n)
-            .max()?;
-        let within = self.chunks[&chunk].iter().rposition(|count| *count > 0)?;
-        Some(chunk * CHUNK as u64 + within as u64)
+        self.each().max()
     }
 
     /// All clusters that have one, in chunks, in no order.
     pub(super) fn each(&self) -> impl Iterator<Item = u64> {
-        self.chunks.iter().flat_map(|(chunk, counts)| {
-            let first = chunk * CHUNK as u64;
-            counts.iter().enumerate().filter(|(_, count)| **count > 0).map(move |(i, _)| first + i as u64)
+        let groups = self.chunks.iter().flat_map(|(chunk, counts)| {
+            let groups = counts.as_chunks::<GROUP>().0.iter().enumerate();
+            groups.map(move |(index, group)| (chunk * CHUNK as u64 + (index * GROUP) as u64, group))
+        });
+        groups.filter(|(_, group)| **group != [0; GROUP]).flat_map(|(first, group)| {
+            let named = group.iter().enumerate().filter(|(_, count)| **count > 0);
+            named.map(move |(index, _)| first + index as u64)
         })
     }
+}
+
+/// The groups of clusters (each by its first) in which anything has a refcount or a reference. `bytes` are the refcounts
+/// of a whole block, of 2^`order` bits each, and `block` the first cluster that it counts. A block may count half a
+/// million clusters of which three are in use.
+pub(super) fn busy_groups(block: u64, bytes: &[u8], order: u32, all: [&References; 2]) -> Vec<u64> {
+    let is_idle = |first: u64, bytes: &[u8], len: u64| {
+        all.iter().all(|references| references.has_none(first, len)) && is_zero(bytes)
+    };
+    let mut busy = Vec::new();
+    let (chunk, group) = (CHUNK << order >> 3, GROUP << order >> 3);
+    for (chunk, first) in bytes.chunks(chunk).zip((block..).step_by(CHUNK)) {
+        if is_idle(first, chunk, ((chunk.len() << 3) >> order) as u64) {
+            continue;
+        }
+        for (bytes, first) in chunk.chunks(group).zip((first..).step_by(GROUP)) {
+            if !is_idle(first, bytes, GROUP as u64) {
+                busy.push(first);
+            }
+        }
+    }
+    busy
 }
 
 /// What a table is that guest data must not lie in. (The refcount structure is counted apart from all this.)

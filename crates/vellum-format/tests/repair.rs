@@ -10,7 +10,7 @@ use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, MemoryStorage, SharedStorage, WriteFlags,
 };
 use vellum_format::qcow2::check::{Repair, check};
-use vellum_format::qcow2::{CreateOptions, Header, create};
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_sim::{Content, Drive, DriveOptions, Fault, FaultPlan, Operation, Repeat, World};
 
 const CLUSTER: u64 = 4096;
@@ -188,5 +188,45 @@ fn a_killed_image_of_version_2_has_lost_space_and_nothing_else() {
         let read = disk.read(GuestOffset::ZERO, Buffer::zeroed(4 * 4096)).await.unwrap().to_vec();
         assert!(read[..4096].iter().all(|byte| *byte == 0) && read[4096..].iter().all(|byte| *byte == 7));
         disk.close().await.unwrap();
+    });
+}
+
+/// With a data file the guest's offset is the place. An entry that names another one gives two guest clusters the same
+/// bytes: a corruption, and neither is read nor written through it.
+#[test]
+fn a_cluster_at_the_wrong_place_of_a_data_file_is_a_corruption() {
+    let data_file = Some("data".to_owned());
+    let options =
+        CreateOptions { size: 1 << 20, cluster_size: CLUSTER, data_file, ..CreateOptions::default() };
+    let (image, data): (SharedStorage, SharedStorage) =
+        (MemoryStorage::new("image"), MemoryStorage::new("data"));
+    let open = async || {
+        let header = Header::read(&*image).await.unwrap();
+        let files = Files { image: image.clone(), data_file: Some(data.clone()), below: None };
+        Qcow2::open(header, files, OpenOptions::default()).await.unwrap()
+    };
+    let word = async |at: u64| {
+        let read = image.read(ImageOffset::new(at), Buffer::zeroed(8)).await.unwrap();
+        u64::from_be_bytes(read.slice().try_into().unwrap())
+    };
+    block_on(async {
+        create(&*image, Some(&data), &options).await.unwrap();
+        let disk = open().await;
+        let bytes = Buffer::copy_of(&[7; 4 * 4096]);
+        disk.write(GuestOffset::ZERO, bytes, WriteFlags::FUA).await.unwrap();
+        disk.close().await.unwrap();
+        assert!(look(&image).await.unwrap().0.is_clean());
+        let table = word(word(40).await).await & 0x00FF_FFFF_FFFF_FE00;
+        let entry = Buffer::copy_of(&(1 << 63 | (3 * CLUSTER)).to_be_bytes());
+        image.write(ImageOffset::new(table + 2 * 8), entry).await.unwrap();
+        let (report, lines) = look(&image).await.unwrap();
+        assert_eq!(report.corruptions, 1, "{lines:?}");
+        let disk = open().await;
+        let wrong = GuestOffset::new(2 * CLUSTER);
+        let read = disk.read(wrong, Buffer::zeroed(4096)).await.unwrap_err();
+        let write = disk.write(wrong, Buffer::zeroed(4096), WriteFlags::default()).await.unwrap_err();
+        assert_eq!((read.kind(), write.kind()), (ErrorKind::Corrupt, ErrorKind::Corrupt));
+        let right = disk.read(GuestOffset::new(3 * CLUSTER), Buffer::zeroed(4096)).await.unwrap();
+        assert!(right.to_vec() == [7; 4096]);
     });
 }

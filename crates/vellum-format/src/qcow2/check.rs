@@ -23,8 +23,8 @@
 use std::collections::BTreeSet;
 
 use vellum_core::{
-    Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Result, SharedStorage, Storage,
-    try_join_all,
+    Buffer, Context, Error, ErrorKind, GuestCluster, ImageOffset, ImageSpan, LocalFuture, Result,
+    SharedStorage, Storage, try_join_all,
 };
 
 use super::entry::{ClusterState, Entries};
@@ -325,9 +325,9 @@ impl Walk<'_> {
                 Box::pin(async move { Ok(read.await) }) as LocalFuture<'_, _>
             })
             .collect();
-        for ((_, span), table) in wanted.into_iter().zip(try_join_all(reads).await?) {
+        for ((l1_index, span), table) in wanted.into_iter().zip(try_join_all(reads).await?) {
             match table {
-                Ok(table) => self.walk_l2(span, table.slice(), is_active),
+                Ok(table) => self.walk_l2(l1_index, span, table.slice(), is_active),
                 Err(error) => {
                     self.result.hidden = true;
                     self.unreadable(&format!("the L2 table at {}", span.start()), &error);
@@ -337,14 +337,21 @@ impl Walk<'_> {
         Ok(())
     }
 
-    fn walk_l2(&mut self, at: ImageSpan, table: &[u8], is_active: bool) {
+    fn walk_l2(&mut self, l1_index: usize, at: ImageSpan, table: &[u8], is_active: bool) {
         // As with QEMU, the first cluster of a table is never counted as fragmented.
         let mut next: Option<ImageOffset> = None;
         let words = self.entries.words();
         let cluster = self.header.cluster_size().bytes();
+        let first = (l1_index * (table.len() / (words * 8))) as u64;
         for (index, entry) in table.chunks_exact(words * 8).enumerate() {
             let pair = (be64(entry, 0), if words == 2 { be64(entry, 8) } else { 0 });
-            let place = match self.entries.decode(pair) {
+            let state = self.entries.decode(pair);
+            if let Ok(state) = state
+                && let Err(error) = self.entries.check_place(GuestCluster::new(first + index as u64), state)
+            {
+                self.error(format!("L2 table at {}, entry {index}: {error}", at.start()));
+            }
+            let place = match state {
                 Err(error) => {
                     self.hiding(format!("L2 table at {}, entry {index}: {error}", at.start()));
                     continue;

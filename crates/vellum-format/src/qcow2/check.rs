@@ -693,6 +693,12 @@ impl Fix<'_> {
         let (table_clusters, end) = loop {
             let entries = blocks.last().map_or(1, |last| last + 1);
             let table_clusters = cluster.count_for(entries * 8);
+            // Asked before the table's own clusters are counted: in a very long file they would be millions.
+            if table_clusters << cluster.shift() > REFCOUNT_TABLE_BYTES_MAX.max(cluster.bytes()) {
+                return Err(Error::corrupt(
+                    "the image is too large for its cluster size: new refcounts do not fit",
+                ));
+            }
             let end = first + blocks.len() as u64 + table_clusters;
             let before = blocks.len();
             blocks.extend(first / per_block..=(end - 1) / per_block);
@@ -708,11 +714,6 @@ impl Fix<'_> {
             ));
         }
         let table_len = table_clusters << cluster.shift();
-        if table_len > REFCOUNT_TABLE_BYTES_MAX.max(cluster.bytes()) {
-            return Err(Error::corrupt(
-                "the image is too large for its cluster size: new refcounts do not fit",
-            ));
-        }
         let mut table = vec![0; to_usize(table_len)];
         for (place, block) in (first..).zip(&blocks) {
             let mut bytes = vec![0; to_usize(cluster.bytes())];

@@ -76,3 +76,11 @@ impl Image {
         Ok((report, lines))
     }
 }
+
+/// How many corruptions are something else than a missing "copied" flag. Two guest clusters in one place are damage that
+/// a repair turns into sharing. When one of them moves away, the other is alone and does not say so, with QEMU as with
+/// us: the next write copies once more than it must, and nothing is lost.
+fn corruptions_but_flags(report: &CheckReport, lines: &[String]) -> u64 {
+    let is_missing = |line: &&String| line.starts_with("ERROR OFLAG_COPIED") && line.ends_with("refcount=1");
+    report.corruptions - lines.iter().filter(is_missing).count() as u64
+}

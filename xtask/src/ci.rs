@@ -22,7 +22,7 @@ pub(crate) fn run() -> Outcome {
     failed.note("docs", step("docs", docs));
     let (report, tests) = test::everything(&test::Plan { filters: &[], profile: "ci", variables: &[] });
     failed.note("tests", tests);
-    failed.note("fuzzing", fuzz::every_target(FUZZ_SECONDS));
+    failed.note("fuzzing", fuzz::every_target(FUZZ_SECONDS, fuzz::Start::Same));
     print_steps();
     fuzz::print_counts();
     report.print();
@@ -41,7 +41,7 @@ pub(crate) fn soak(arguments: &[String]) -> Outcome {
     let (report, tests) =
         test::everything(&test::Plan { filters: &[], profile: "soak", variables: &variables });
     failed.note("tests", tests);
-    failed.note("fuzzing", fuzz::every_target(minutes * 60));
+    failed.note("fuzzing", fuzz::every_target(minutes * 60, fuzz::Start::New));
     print_steps();
     fuzz::print_counts();
     report.print();

@@ -60,6 +60,15 @@ impl Counts {
     }
 }
 
+/// Where the random choices begin.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Start {
+    /// With the same number each time: what a change has to pass does not depend on luck.
+    Same,
+    /// Anywhere: to find what is not known yet.
+    New,
+}
+
 /// What was fuzzed so far.
 pub(crate) fn print_counts() {
     for Counts { target, inputs, corpus } in &*COUNTS.lock().expect("nobody panics with it") {
@@ -70,16 +79,18 @@ pub(crate) fn print_counts() {
 pub(crate) fn run(arguments: &[String]) -> Outcome {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match arguments[..] {
-        [] => every_target(60),
+        [] => every_target(60, Start::New),
         ["seeds"] => write_seeds(),
-        [seconds] if seconds.parse::<u64>().is_ok() => every_target(seconds.parse().expect("as just seen")),
+        [seconds] if seconds.parse::<u64>().is_ok() => {
+            every_target(seconds.parse().expect("as just seen"), Start::New)
+        }
         [name, ref rest @ ..] => {
             let target = find(name)?;
             let programs = build()?;
             match *rest {
-                [] => fuzz(target, &programs, 60),
+                [] => fuzz(target, &programs, 60, Start::New),
                 [seconds] if seconds.parse::<u64>().is_ok() => {
-                    fuzz(target, &programs, seconds.parse().expect("as just seen"))
+                    fuzz(target, &programs, seconds.parse().expect("as just seen"), Start::New)
                 }
                 ["--", ref own @ ..] => run_command(begin(target, &programs).args(own)),
                 // The target runs in fuzz/, the files are named from where its caller is.
@@ -93,7 +104,7 @@ pub(crate) fn run(arguments: &[String]) -> Outcome {
 }
 
 /// Each target for so long; all of them run, whatever the first finds.
-pub(crate) fn every_target(seconds: u64) -> Outcome {
+pub(crate) fn every_target(seconds: u64, start: Start) -> Outcome {
     if !has("c++") && !has("g++") && !has("clang++") {
         eprintln!("skipped: fuzzing, because libFuzzer is built with a C++ compiler and there is none");
         return Ok(());
@@ -101,7 +112,8 @@ pub(crate) fn every_target(seconds: u64) -> Outcome {
     let programs = build()?;
     let mut failed = Vec::new();
     for target in &TARGETS {
-        if let Err(error) = step(&format!("fuzz {}", target.name), || fuzz(target, &programs, seconds)) {
+        if let Err(error) = step(&format!("fuzz {}", target.name), || fuzz(target, &programs, seconds, start))
+        {
             eprintln!("{error}");
             failed.push(target.name);
         }
@@ -144,15 +156,18 @@ fn begin(target: &Target, programs: &Path) -> Command {
     command.current_dir(workspace());
     command.arg(format!("-artifact_prefix={}/", artifacts.display()));
     command.arg(format!("-max_len={}", target.input_bytes_max));
-    command.args(["-rss_limit_mb=512", "-timeout=5"]);
+    command.args(["-rss_limit_mb=512", "-timeout=20"]);
     command
 }
 
-fn fuzz(target: &Target, programs: &Path, seconds: u64) -> Outcome {
+fn fuzz(target: &Target, programs: &Path, seconds: u64, start: Start) -> Outcome {
     let corpus = workspace().join("corpus").join(target.name);
     fs::create_dir_all(&corpus).map_err(|error| format!("{}: {error}", corpus.display()))?;
     let mut command = begin(target, programs);
     command.args([&format!("-max_total_time={seconds}"), "-print_final_stats=1", "-verbosity=0"]);
+    if start == Start::Same {
+        command.arg("-seed=1");
+    }
     command.arg(&corpus).arg(workspace().join("seeds").join(target.name));
     let mut counts = Counts { target: target.name, inputs: 0, corpus: 0 };
     let outcome = run_and_listen(&mut command, Stream::Errors, |line| counts.read(line));

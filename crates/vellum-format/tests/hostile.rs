@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use futures_lite::future::block_on;
 use peak_alloc::PeakAlloc;
 use vellum_core::{
-    Buffer, Disk, ErrorKind, GuestOffset, MemoryStorage, Result, SharedStorage, WriteFlags, ZeroFlags,
+    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, MemoryStorage, Result, SharedStorage, Storage,
+    WriteFlags, ZeroFlags,
 };
 use vellum_format::qcow2::check::{Repair, check};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
@@ -256,6 +257,27 @@ fn huge_sparse_images_cost_what_is_in_them() {
         let errors = limits(&format!("a disk of {size} bytes"), &bytes);
         assert!(errors.is_empty(), "{errors:?}");
     }
+}
+
+/// Found by fuzzing: new refcounts would have had to count their own table, which in so long a file is millions of clusters.
+#[test]
+fn refcounts_of_a_very_long_file_are_refused_at_once() {
+    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let image = MemoryStorage::new("image");
+    let options =
+        CreateOptions { size: 65_536, cluster_size: 512, refcount_bits: 64, ..CreateOptions::default() };
+    block_on(async {
+        create(&*image, None, &options).await.unwrap();
+        image.set_len(1 << 40).await.unwrap();
+        image.write(ImageOffset::new(512), Buffer::copy_of(&[0, 0, 0, 0, 0, 0, 7, 1])).await.unwrap();
+        let header = Header::read(&*image).await.unwrap();
+        let begun = Instant::now();
+        let image: SharedStorage = image;
+        let error = check(&header, &image, Repair::All, &mut |_| {}).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{}", error.chain());
+        assert!(error.chain().contains("too large for its cluster size"), "{}", error.chain());
+        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    });
 }
 
 #[test]

@@ -103,7 +103,12 @@ pub(crate) struct NewImage {
     pub(crate) compat: Option<String>,
     /// Whether anything was said that only qcow2 has.
     pub(crate) only_qcow2: Option<String>,
+    /// Whether somebody said if there are to be subclusters.
+    says_subclusters: bool,
 }
+
+/// Subclusters are at least this large, and a cluster has 32 of them.
+const SUBCLUSTERS_FROM: u64 = 16 << 10;
 
 /// The options that `-o help` lists: name, values, meaning.
 pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 12] = [
@@ -113,7 +118,7 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 12] = [
     ("compat", "v2|v3", "version, also 0.10 and 1.1 (qcow2; default v3)"),
     ("backing_file", "NAME", "the backing image (qcow2)"),
     ("backing_fmt", "raw|qcow2", "its format (qcow2)"),
-    ("extended_l2", "on|off", "subclusters (qcow2)"),
+    ("extended_l2", "on|off", "subclusters (qcow2; default on over a backing image, else off)"),
     ("refcount_bits", "1…64", "width of a refcount (qcow2; default 16)"),
     ("lazy_refcounts", "on|off", "other programs may put off refcounts (qcow2)"),
     ("compression_type", "zlib|zstd", "how clusters will be compressed (qcow2)"),
@@ -131,6 +136,14 @@ impl NewImage {
             new.set(&key, &value)?;
         }
         Ok(new)
+    }
+
+    /// What is best for an image over another one, where nobody has said otherwise: with subclusters a write that covers
+    /// only a part of a cluster copies nothing from below.
+    pub(crate) fn suit_overlay(&mut self) {
+        if !self.says_subclusters && self.qcow2.version >= 3 && self.qcow2.cluster_size >= SUBCLUSTERS_FROM {
+            self.qcow2.extended_l2 = true;
+        }
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<()> {
@@ -162,7 +175,10 @@ impl NewImage {
             }
             "backing_file" => self.backing_file = Some(value.to_owned()),
             "backing_fmt" => self.backing_format = Some(value.parse()?),
-            "extended_l2" => self.qcow2.extended_l2 = switch()?,
+            "extended_l2" => {
+                self.qcow2.extended_l2 = switch()?;
+                self.says_subclusters = true;
+            }
             "refcount_bits" => {
                 self.qcow2.refcount_bits = value.parse().map_err(|_| bad("1, 2, 4, 8, 16, 32, 64"))?;
             }

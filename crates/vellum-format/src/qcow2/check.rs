@@ -5,6 +5,7 @@
 //!   compare    refcount table → blocks                                                  refcount per cluster
 //!                refcount < references   corruption: the cluster could be given away while in use
 //!                refcount > references   leak: space is lost, nothing else
+//!              a cluster that is a table and something else: corruption, whatever its refcount is
 //!              "copied" flags of the active tables against references = 1
 //! ```
 //!
@@ -19,17 +20,18 @@
 //! 3. A part of the mapping that cannot be read, or is damaged, hides what it names. Then nothing that seems unused may
 //!    be given away: refcounts are only raised, flags only cleared, and a new structure is not written at all.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 
 use vellum_core::{
-    Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Result, SharedStorage, Storage,
-    try_join_all,
+    Buffer, Context, Error, ErrorKind, GuestCluster, ImageOffset, ImageSpan, LocalFuture, Result,
+    SharedStorage, Storage, try_join_all,
 };
 
 use super::entry::{ClusterState, Entries};
 use super::header::Header;
 use super::layout::*;
 use super::refcount;
+use super::references::{GROUP, Kind, References, Tables, busy_groups};
 use super::snapshot;
 
 /// What may be repaired.
@@ -136,106 +138,6 @@ async fn clear_marks(header: &mut Header, image: &dyn Storage) -> Result<()> {
     Ok(())
 }
 
-/// References per cluster, for clusters inside the file.
-#[derive(Default)]
-struct References {
-    chunks: HashMap<u64, Box<[u16; CHUNK]>>,
-    /// What does not fit 16 bits.
-    large: HashMap<u64, u64>,
-}
-
-const CHUNK: usize = 1024;
-
-impl References {
-    fn add(&mut self, cluster: u64) {
-        let count = self.slot(cluster);
-        match count.checked_add(1) {
-            Some(more) => *count = more,
-            None => *self.large.entry(cluster).or_insert(0) += 1,
-        }
-    }
-
-    fn slot(&mut self, cluster: u64) -> &mut u16 {
-        let chunk = self.chunks.entry(cluster / CHUNK as u64).or_insert_with(|| Box::new([0; CHUNK]));
-        &mut chunk[to_usize(cluster % CHUNK as u64)]
-    }
-
-    /// The counts around a cluster that fit 16 bits; nothing where all are zero.
-    fn chunk_of(&self, cluster: u64) -> Option<&[u16; CHUNK]> {
-        self.chunks.get(&(cluster / CHUNK as u64)).map(|chunk| &**chunk)
-    }
-
-    fn get(&self, cluster: u64) -> u64 {
-        let small = self
-            .chunks
-            .get(&(cluster / CHUNK as u64))
-            .map_or(0, |chunk| chunk[to_usize(cluster % CHUNK as u64)]);
-        match small {
-            u16::MAX => u64::from(small) + self.large.get(&cluster).copied().unwrap_or(0),
-            small => u64::from(small),
-        }
-    }
-
-    /// The highest cluster that has one.
-    fn last(&self) -> Option<u64> {
-        let chunk = self
-            .chunks
-            .iter()
-            .filter(|(_, counts)| counts.iter().any(|count| *count > 0))
-            .map(|(n, _)| *n)
-            .max()?;
-        let within = self.chunks[&chunk].iter().rposition(|count| *count > 0)?;
-        Some(chunk * CHUNK as u64 + within as u64)
-    }
-
-    /// All clusters that have one, in chunks, in no order.
-    fn each(&self) -> impl Iterator<Item = u64> {
-        self.chunks.iter().flat_map(|(chunk, counts)| {
-            let first = chunk * CHUNK as u64;
-            counts.iter().enumerate().filter(|(_, count)| **count > 0).map(move |(i, _)| first + i as u64)
-        })
-    }
-}
-
-/// Clusters that are looked at together: those with neither a refcount nor a reference are skipped so.
-const GROUP: u64 = 64;
-
-impl Walked {
-    /// Of the clusters that a refcount block counts, those that may have a refcount or a reference: their numbers in the
-    /// block, with their references. Most of an image is either full or not there, and what is not there must cost
-    /// nothing.
-    fn in_use(&self, first: u64, per_block: u64, block: &[u8]) -> Vec<(u64, u64)> {
-        let group_bytes = block.len() / to_usize(per_block.div_ceil(GROUP));
-        let mut found = Vec::new();
-        let (mut chunk, mut counts) = (u64::MAX, [None, None]);
-        for (start, bytes) in (0..per_block).step_by(to_usize(GROUP)).zip(block.chunks(group_bytes)) {
-            let cluster = first + start;
-            if cluster / CHUNK as u64 != chunk {
-                chunk = cluster / CHUNK as u64;
-                counts = [self.references.chunk_of(cluster), self.structure.chunk_of(cluster)];
-            }
-            let within = to_usize(cluster % CHUNK as u64);
-            let is_referenced = |counts: &Option<&[u16; CHUNK]>| {
-                counts.is_some_and(|counts| {
-                    counts[within..within + to_usize(GROUP)].iter().any(|count| *count > 0)
-                })
-            };
-            if !vellum_core::is_zero(bytes) || counts.iter().any(is_referenced) {
-                for index in start..start + GROUP {
-                    let at = to_usize((first + index) % CHUNK as u64);
-                    let small = counts.map(|counts| counts.map_or(0, |counts| counts[at]));
-                    let references = match small.contains(&u16::MAX) {
-                        true => self.references.get(first + index) + self.structure.get(first + index),
-                        false => small.map(u64::from).iter().sum(),
-                    };
-                    found.push((index, references));
-                }
-            }
-        }
-        found
-    }
-}
-
 /// One pass over the image.
 struct Walk<'a> {
     header: &'a Header,
@@ -250,6 +152,8 @@ struct Walked {
     report: CheckReport,
     /// References by everything but the refcount structure.
     references: References,
+    /// Those of them that name tables.
+    tables: Tables,
     /// The refcount structure's own clusters.
     structure: References,
     /// The structure cannot be repaired where it lies.
@@ -261,6 +165,14 @@ struct Walked {
     flags_suspect: bool,
 }
 
+impl Walked {
+    /// Clusters of a refcount block that may have a refcount or a reference, and some of their neighbours.
+    fn in_use(&self, first: u64, block: &[u8], order: u32) -> impl Iterator<Item = u64> + use<> {
+        let groups = busy_groups(first, block, order, [&self.references, &self.structure]);
+        groups.into_iter().flat_map(|first| first..first + GROUP as u64)
+    }
+}
+
 impl Walk<'_> {
     async fn run(header: &Header, image: &dyn Storage, say: &mut dyn FnMut(String)) -> Result<Walked> {
         let result = Walked {
@@ -269,6 +181,7 @@ impl Walk<'_> {
                 ..CheckReport::default()
             },
             references: References::default(),
+            tables: Tables::default(),
             structure: References::default(),
             structure_broken: false,
             hidden: false,
@@ -276,10 +189,11 @@ impl Walk<'_> {
             flags_suspect: header.snapshot_count > 0,
         };
         let mut walk = Walk { header, image, entries: Entries::of(header), say, result };
-        walk.count(ImageOffset::ZERO.span(header.cluster_size().bytes()));
+        walk.count_table(ImageOffset::ZERO.span(header.cluster_size().bytes()), Kind::Header);
         walk.walk_l1(header.l1_span(), true).await?;
         walk.walk_snapshots().await?;
         walk.walk_bitmaps().await?;
+        walk.find_overlaps();
         walk.walk_structure().await?;
         walk.compare().await?;
         if walk.result.flags_suspect || walk.result.report.corruptions > 0 {
@@ -305,10 +219,22 @@ impl Walk<'_> {
     }
 
     /// Counts a reference to each cluster of a table; false when it leaves the file, and what it names is not to be seen.
-    fn count_table(&mut self, span: ImageSpan) -> bool {
+    fn count_table(&mut self, span: ImageSpan, kind: Kind) -> bool {
         let is_inside = self.count(span);
         self.result.hidden |= !is_inside;
+        if is_inside {
+            let clusters = self.header.cluster_size().clusters_in(span);
+            clusters.for_each(|cluster| self.result.tables.add(cluster.index(), kind));
+        }
         is_inside
+    }
+
+    /// A table that is also guest data, or two tables at once: what the guest writes would change the mapping. No
+    /// refcount makes that right, and no repair can tell which of the two is meant.
+    fn find_overlaps(&mut self) {
+        for (cluster, kind) in self.result.tables.shared(&self.result.references) {
+            self.error(format!("cluster {cluster} is mapped, but overlaps metadata ({})", kind.name()));
+        }
     }
 
     /// Counts a reference to each cluster of the run; false when the run leaves the file.
@@ -347,7 +273,7 @@ impl Walk<'_> {
 
     /// Counts an L1 table and all it leads to.
     async fn walk_l1(&mut self, span: ImageSpan, is_active: bool) -> Result<()> {
-        if span.is_empty() || !self.count_table(span) {
+        if span.is_empty() || !self.count_table(span, Kind::L1) {
             return Ok(());
         }
         let table = match self.read(span).await {
@@ -387,7 +313,7 @@ impl Walk<'_> {
         }
         self.result.flags_suspect |= is_active && entry & COPIED == 0;
         let l2 = at.span(self.header.cluster_size().bytes());
-        self.count_table(l2).then_some(l2)
+        self.count_table(l2, Kind::L2).then_some(l2)
     }
 
     async fn walk_tables(&mut self, wanted: Vec<(usize, ImageSpan)>, is_active: bool) -> Result<()> {
@@ -399,9 +325,9 @@ impl Walk<'_> {
                 Box::pin(async move { Ok(read.await) }) as LocalFuture<'_, _>
             })
             .collect();
-        for ((_, span), table) in wanted.into_iter().zip(try_join_all(reads).await?) {
+        for ((l1_index, span), table) in wanted.into_iter().zip(try_join_all(reads).await?) {
             match table {
-                Ok(table) => self.walk_l2(span, table.slice(), is_active),
+                Ok(table) => self.walk_l2(l1_index, span, table.slice(), is_active),
                 Err(error) => {
                     self.result.hidden = true;
                     self.unreadable(&format!("the L2 table at {}", span.start()), &error);
@@ -411,14 +337,21 @@ impl Walk<'_> {
         Ok(())
     }
 
-    fn walk_l2(&mut self, at: ImageSpan, table: &[u8], is_active: bool) {
+    fn walk_l2(&mut self, l1_index: usize, at: ImageSpan, table: &[u8], is_active: bool) {
         // As with QEMU, the first cluster of a table is never counted as fragmented.
         let mut next: Option<ImageOffset> = None;
         let words = self.entries.words();
         let cluster = self.header.cluster_size().bytes();
+        let first = (l1_index * (table.len() / (words * 8))) as u64;
         for (index, entry) in table.chunks_exact(words * 8).enumerate() {
             let pair = (be64(entry, 0), if words == 2 { be64(entry, 8) } else { 0 });
-            let place = match self.entries.decode(pair) {
+            let state = self.entries.decode(pair);
+            if let Ok(state) = state
+                && let Err(error) = self.entries.check_place(GuestCluster::new(first + index as u64), state)
+            {
+                self.error(format!("L2 table at {}, entry {index}: {error}", at.start()));
+            }
+            let place = match state {
                 Err(error) => {
                     self.hiding(format!("L2 table at {}, entry {index}: {error}", at.start()));
                     continue;
@@ -466,7 +399,7 @@ impl Walk<'_> {
             }
             Err(error) => return Err(error),
         };
-        self.count(table.span);
+        self.count_table(table.span, Kind::Snapshots);
         for snapshot in &table.snapshots {
             self.walk_l1(snapshot.l1, false).await?;
         }
@@ -475,7 +408,7 @@ impl Walk<'_> {
 
     async fn walk_bitmaps(&mut self) -> Result<()> {
         let Some(directory) = self.header.bitmaps() else { return Ok(()) };
-        if !self.count_table(directory.span) {
+        if !self.count_table(directory.span, Kind::Bitmaps) {
             return Ok(());
         }
         let bytes = self.read(directory.span).await.context(|| "can't read the bitmap directory")?;
@@ -496,7 +429,7 @@ impl Walk<'_> {
                     continue;
                 }
             };
-            if !self.count_table(table) {
+            if !self.count_table(table, Kind::Bitmaps) {
                 continue;
             }
             let table = self.read(table).await.context(|| "can't read a bitmap table")?;
@@ -573,10 +506,9 @@ impl Walk<'_> {
                     continue;
                 }
             };
-            let first = block as u64 * per_block;
-            for (index, references) in self.result.in_use(first, per_block, bytes.slice()) {
-                let refcount = refcount::read(bytes.slice(), self.header.refcount_order, index);
-                self.compare_one(first + index, refcount, references);
+            let (bytes, order, first) = (bytes.slice(), self.header.refcount_order, block as u64 * per_block);
+            for cluster in self.result.in_use(first, bytes, order) {
+                self.compare_one(cluster, refcount::read(bytes, order, cluster - first));
             }
         }
         // Clusters in use without a block.
@@ -591,13 +523,13 @@ impl Walk<'_> {
         without.dedup();
         for cluster in without {
             self.result.structure_broken = true;
-            let references = self.result.references.get(cluster) + self.result.structure.get(cluster);
-            self.compare_one(cluster, 0, references);
+            self.compare_one(cluster, 0);
         }
         Ok(())
     }
 
-    fn compare_one(&mut self, cluster: u64, refcount: u64, references: u64) {
+    fn compare_one(&mut self, cluster: u64, refcount: u64) {
+        let references = self.result.references.get(cluster) + self.result.structure.get(cluster);
         if refcount > 0 {
             let end = (cluster + 1) << self.header.cluster_size().shift();
             self.result.report.image_end_offset = self.result.report.image_end_offset.max(end);
@@ -729,8 +661,9 @@ impl Fix<'_> {
             };
             let mut bytes = bytes.slice().to_vec();
             let mut changed = false;
-            for index in 0..per_block {
-                let n = block as u64 * per_block + index;
+            let first = block as u64 * per_block;
+            for n in self.walk.in_use(first, &bytes, order) {
+                let index = n - first;
                 let old = refcount::read(&bytes, order, index);
                 let new = self.walk.references.get(n) + self.walk.structure.get(n);
                 let may = if old > new { !self.walk.hidden } else { self.repair == Repair::All };
@@ -760,6 +693,12 @@ impl Fix<'_> {
         let (table_clusters, end) = loop {
             let entries = blocks.last().map_or(1, |last| last + 1);
             let table_clusters = cluster.count_for(entries * 8);
+            // Asked before the table's own clusters are counted: in a very long file they would be millions.
+            if table_clusters << cluster.shift() > REFCOUNT_TABLE_BYTES_MAX.max(cluster.bytes()) {
+                return Err(Error::corrupt(
+                    "the image is too large for its cluster size: new refcounts do not fit",
+                ));
+            }
             let end = first + blocks.len() as u64 + table_clusters;
             let before = blocks.len();
             blocks.extend(first / per_block..=(end - 1) / per_block);
@@ -775,23 +714,19 @@ impl Fix<'_> {
             ));
         }
         let table_len = table_clusters << cluster.shift();
-        if table_len > REFCOUNT_TABLE_BYTES_MAX.max(cluster.bytes()) {
-            return Err(Error::corrupt(
-                "the image is too large for its cluster size: new refcounts do not fit",
-            ));
-        }
         let mut table = vec![0; to_usize(table_len)];
         for (place, block) in (first..).zip(&blocks) {
             let mut bytes = vec![0; to_usize(cluster.bytes())];
-            for index in 0..per_block {
-                let n = block * per_block + index;
-                let count = references.get(n) + u64::from((first..end).contains(&n));
+            let start = block * per_block;
+            let own = first.max(start)..end.min(start + per_block);
+            for n in self.walk.in_use(start, &bytes, order).chain(own.clone()) {
+                let count = references.get(n) + u64::from(own.contains(&n));
                 if order < 6 && count >= 1 << (1u32 << order) {
                     return Err(Error::corrupt(format!(
                         "cluster {n} has {count} references, too many for the width"
                     )));
                 }
-                refcount::write(&mut bytes, order, index, count);
+                refcount::write(&mut bytes, order, n - start, count);
             }
             let at = ImageOffset::new(place << cluster.shift());
             self.image.write(at, Buffer::copy_of(&bytes)).await?;

@@ -18,7 +18,7 @@
 //! 1. `alloc` and `zero` share no bit; `alloc` is empty without `host`.
 //! 2. A standard entry knows no "host but not allocated"; [`Entries::encode`] is never asked for it.
 
-use vellum_core::{BlockSize, Error, ImageOffset, ImageSpan, Result};
+use vellum_core::{BlockSize, Error, GuestCluster, ImageOffset, ImageSpan, Result};
 
 use super::header::Header;
 use super::layout::{COMPRESSED, COPIED, OFFSET_MASK, SUBCLUSTERS, ZERO};
@@ -145,6 +145,22 @@ impl Entries {
             (false, None) => (0, 0),
         };
         Ok(ClusterState::Plain(Units { host, copied, alloc, zero }))
+    }
+
+    /// A data file holds each cluster where the guest has it. An entry that says otherwise gives two guest clusters one
+    /// place, and no refcount tells.
+    pub(crate) fn check_place(self, cluster: GuestCluster, state: ClusterState) -> Result<()> {
+        let guest = self.cluster.start_of(cluster).bytes();
+        match state {
+            ClusterState::Plain(Units { host: Some(host), .. })
+                if self.data_file && host.bytes() != guest =>
+            {
+                Err(Error::corrupt(format!(
+                    "offset {guest:#x} of the disk is said to be at {host} of the data file"
+                )))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Writes an entry for a cluster that is not compressed.

@@ -206,7 +206,8 @@ impl Qcow2 {
     }
 
     pub(crate) fn decode(&self, cluster: GuestCluster, words: Words) -> Result<ClusterState> {
-        self.entries.decode(words).context(|| {
+        let state = self.entries.decode(words);
+        state.and_then(|state| self.entries.check_place(cluster, state).map(|()| state)).context(|| {
             let at = self.cluster.start_of(cluster);
             format!("{}: the mapping of the disk at {at} is damaged: run `vellum check`", self.name)
         })

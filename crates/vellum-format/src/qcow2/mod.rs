@@ -40,6 +40,7 @@ mod pages;
 mod plan;
 mod read;
 mod refcount;
+mod references;
 pub mod snapshot;
 mod write;
 mod zero;

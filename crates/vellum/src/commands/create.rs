@@ -70,7 +70,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    let new = NewImage::parse(&args.options)?;
+    let mut new = NewImage::parse(&args.options)?;
     let path = args.file.clone().ok_or_else(|| Error::invalid("say which file to make"))?;
     let backing = args.backing.clone().or(new.backing_file.clone());
     let format = match (args.format, &backing) {
@@ -78,6 +78,9 @@ pub(crate) fn run(args: Args) -> Outcome {
         (None, Some(_)) => FormatKind::Qcow2,
         (None, None) => FormatKind::Raw,
     };
+    if format == FormatKind::Qcow2 && backing.is_some() {
+        new.suit_overlay();
+    }
     let backing_format = args.backing_format.or(new.backing_format);
     let backing = match (backing, backing_format) {
         (None, _) => None,

@@ -145,11 +145,11 @@ fn create_makes_what_qemu_img_makes() {
         &["-f", "qcow2", "-o", "cluster_size=512,refcount_bits=64", "IMAGE", "17M"],
         &["-f", "qcow2", "-o", "cluster_size=2M", "-o", "extended_l2=on", "IMAGE", "100M"],
         &["-f", "qcow2", "-o", "compression_type=zstd", "IMAGE", "1.5G"],
-        &["-f", "qcow2", "-b", "template", "-F", "raw", "IMAGE"],
-        &["-f", "qcow2", "-b", "template", "-F", "raw", "IMAGE", "5M"],
-        &["-f", "qcow2", "-o", "backing_file=template,backing_fmt=raw", "IMAGE", "4M"],
+        &["-f", "qcow2", "-b", "template", "-F", "raw", "-o", "extended_l2=off", "IMAGE"],
+        &["-f", "qcow2", "-b", "template", "-F", "raw", "-o", "extended_l2=on", "IMAGE", "5M"],
+        &["-f", "qcow2", "-o", "backing_file=template,backing_fmt=raw,cluster_size=8k", "IMAGE", "4M"],
         &["-f", "qcow2", "-o", "preallocation=metadata", "IMAGE", "32M"],
-        &["-f", "qcow2", "-u", "-b", "not there", "-F", "qcow2", "IMAGE", "1M"],
+        &["-f", "qcow2", "-u", "-b", "not there", "-F", "qcow2", "-o", "compat=0.10", "IMAGE", "1M"],
     ];
     let describe = |image: &str| {
         let mut info = run("qemu-img", &["info", "-U", "--output=json", image]).json();
@@ -174,6 +174,23 @@ fn create_makes_what_qemu_img_makes() {
         assert_eq!(my_info, describe(&image), "{case:?}");
         assert_eq!(mine, yours, "{case:?}");
         std::fs::remove_file(&image).expect("the image");
+    }
+}
+
+/// An image over another one has subclusters, so that a small write copies nothing from below, unless somebody says no.
+#[test]
+fn a_clone_has_subclusters_by_default() {
+    let dir = Dir::new("clone");
+    std::fs::write(dir.join("template"), vec![7; MIB]).expect("a template");
+    for (options, expected) in
+        [(&[][..], true), (&["-o", "extended_l2=off"], false), (&["-o", "compat=v2"], false)]
+    {
+        let clone = dir.text("clone");
+        let words = [&["create", "-f", "qcow2", "-b", "template", "-F", "raw"], options, &[&clone]].concat();
+        vellum(&words).answer();
+        let info = vellum(&["info", "--output", "json", &clone]).json();
+        let has = &info["format-specific"]["data"]["extended-l2"];
+        assert_eq!(has == &Value::Bool(true), expected, "{options:?}: {info}");
     }
 }
 

@@ -195,7 +195,10 @@ fn make_clone(path: &Path) -> Result<()> {
         trust_backing: false,
         allow_dirs: Vec::new(),
     };
-    run_worker(IoMode::Auto, async || create_qcow2(&target, CreateOptions::default()).await)?.map(drop)
+    run_worker(IoMode::Auto, async || {
+        create_qcow2(&target, CreateOptions { extended_l2: true, ..CreateOptions::default() }).await
+    })?
+    .map(drop)
 }
 
 /// A number that changes when any byte of the file does, as good as surely.

@@ -10,8 +10,9 @@
 //!     report   samples become medians and ratios, a table and JSON
 //! ```
 //!
-//! Clocks lie on a busy machine. So what can be counted is counted (`sync-amplification`), and where time is the point, programs take turns, each round gives one ratio per pair, and the median of the rounds is
-//! what is told; beside each rate stands the CPU time of the server per operation, which suffers least from others.
+//! Clocks lie on a busy machine. So what can be counted is counted (`sync-amplification`), and where time is the point,
+//! programs take turns, each round gives one ratio per pair, and the median of the rounds is what is told; beside each rate
+//! stands the CPU time of the server per operation, which suffers least from others.
 
 #![forbid(unsafe_code)]
 

@@ -1,49 +1,54 @@
-//! `vellum-bench sync-amplification`: what a guest's synchronous writes cost the host, by counts and not by clocks.
+//! `vellum-bench sync-amplification`: what synchronous writes of a guest cost the host, by counts and not by clocks.
 //!
 //! ```text
-//!   for each workload, for each format
-//!     make an image ► serve it ► fill, 64 operations │ the operations that count │ stop: the image is closed
-//!                                                    └────── foreground ────────┘
-//!                                                    └─────────────────── total ──────────────────────┘
+//!   for each workload, for each format: one row      several rows at once, as a count does not care who else is at work;
+//!                                                    those of several guests alone, as flushes are shared by who comes in time
 //! ```
 //!
 //! QEMU's calls are seen by `strace`, so its server uses threads and not a ring. Vellum counts for itself, as it is used; each
-//! of its formats is watched once by both, and both have to say the same.
+//! of its formats is watched once by both (with `--strace` each row), and both have to say the same.
 
+mod count;
 mod subjects;
 mod workloads;
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::thread;
 use std::time::SystemTime;
 
 use serde::Serialize;
-use vellum_core::{Context, Error, ErrorKind, Result};
+use vellum_core::{Context, Error, Result};
 
 use super::dir_or_beside_me;
-use crate::cost::{Counts, stats, strace};
+use crate::cost::Counts;
 use crate::host::Machine;
 use crate::images;
-use crate::load::guest::{Guest as Client, Request};
-use crate::report::amplification::{Guest, Host, Row, head, line};
-use crate::report::{Output, Table, complain, say_json};
-use crate::server::{Cache, QemuNbd, Running, Server, Serving, Vellum, first_line_of};
-use subjects::{Maker, SUBJECTS, Subject};
-use workloads::{BASE_BYTES, WORKLOADS, Workload};
+use crate::report::amplification::{Row, head, line};
+use crate::report::{Output, Table, say_json};
+use crate::server::{Vellum, first_line_of};
+use count::{Bench, Counted};
+use subjects::{Maker, SUBJECTS, Tools};
+use workloads::{BASE_BYTES, Below, WORKLOADS, Workload};
+
+/// Rows of one guest that are counted at once. They mostly wait: for the drive, and for figures that come once a second.
+const WORKERS: usize = 4;
 
 /// Count what synchronous writes cost the host: flushes, writes and bytes, for each format of Vellum and QEMU
 ///
-/// One guest waits for each answer. The first 64 operations do not count; then each line tells what the guest asked (w, f) and
+/// A guest waits for each answer. The first 64 operations do not count; then each line tells what the guest asked (w, f) and
 /// what the host was asked for it: flushes of the file (F), writes to it (W), KiB written, calls that punch a hole or zero a
 /// range (H), and how many times the guest's own that is.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// 32 operations of each workload
+    /// Some workloads, 32 operations of each
     #[arg(long)]
     quick: bool,
     /// Operations that count [default: 256, quick: 32]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(4..=1024))]
     operations: Option<u16>,
     /// Where images and sockets are made; beside this program when not given
     #[arg(long, value_name = "DIR")]
@@ -54,6 +59,9 @@ pub(crate) struct Args {
     /// Vellum alone
     #[arg(long)]
     skip_peers: bool,
+    /// Look at each row of Vellum from outside too, and not at one of each format
+    #[arg(long)]
+    strace: bool,
     /// The vellum to look at
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
     vellum: Option<Vellum>,
@@ -82,10 +90,11 @@ struct Report {
 struct Outcome {
     workload: &'static str,
     title: &'static str,
+    guests: usize,
     rows: Vec<Row>,
 }
 
-/// What both witnesses said of one run of Vellum.
+/// What both witnesses said of one run of Vellum, to the clean close.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Confirmation {
@@ -95,28 +104,25 @@ struct Confirmation {
     strace: Counts,
 }
 
-/// Who counts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Witness {
-    Stats,
-    Strace,
-    Both,
+impl Confirmation {
+    /// Holes are told and not compared: a file system that knows none fails the call, which only one witness counts.
+    fn holds(&self) -> bool {
+        let compared = |counts: Counts| Counts { holes: 0, ..counts };
+        compared(self.stats) == compared(self.strace)
+    }
 }
 
-/// What stays the same for all images.
-struct Bench {
-    dir: PathBuf,
-    vellum: Vellum,
-    count: usize,
-    /// Why there is no `strace`.
-    blind: Option<String>,
-    /// Why there is no QEMU.
-    no_qemu: Option<String>,
+/// A row to come: which workload of those chosen, which of all subjects.
+#[derive(Clone, Copy)]
+struct Job {
+    workload: usize,
+    subject: usize,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
     let wanted = |workload: &&Workload| {
-        args.only.is_empty() || args.only.iter().any(|text| workload.id.contains(text.as_str()))
+        let named = args.only.iter().any(|text| workload.id.contains(text.as_str()));
+        if args.only.is_empty() { !args.quick || workload.quick } else { named }
     };
     let workloads: Vec<&Workload> = WORKLOADS.iter().filter(wanted).collect();
     let table = Table::to(args.output);
@@ -127,63 +133,160 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if workloads.is_empty() {
         return Err(Error::invalid("no workload has such a name: see --list"));
     }
-    let count = args.operations.map_or(if args.quick { 32 } else { 256 }, usize::from);
+    let (bench, programs) = prepare(args)?;
+    let machine = Machine::with(&bench.dir);
+    table.say(&format!(
+        "{} operations after {}; images on {}; Linux {}",
+        bench.operations,
+        workloads::WARM_UP,
+        machine.medium,
+        machine.kernel
+    ));
+    programs.iter().for_each(|program| table.say(program));
+    if workloads.iter().any(|workload| workload.below == Below::Base) {
+        images::write_raw(&bench.base(), BASE_BYTES).context(|| "can't write the base")?;
+    }
+    let (outcomes, mut confirmations) = count_all(&bench, &workloads, args.skip_peers, table)?;
+    table.say("");
+    tell_reasons(&outcomes, table);
+    if let Some(reason) = &bench.blind {
+        table.say(&format!("skipped: what Vellum counts is not confirmed: {reason}"));
+    } else if !args.strace {
+        confirmations = confirm(&bench, &workloads)?;
+    }
+    let doubts = confirmations.iter().filter(|confirmation| !confirmation.holds()).count();
+    for Confirmation { subject, workload, stats, strace } in &confirmations {
+        let same = format!("strace counted the same: {} flushes, {} writes", stats.flushes, stats.writes);
+        let said =
+            if doubts == 0 { same } else { format!("strace counted {strace:?}, Vellum itself {stats:?}") };
+        table.say(&format!("{subject}, {workload}: {said}"));
+    }
+    if args.output == Output::Json {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let (unix_seconds, operations) = (now.as_secs(), bench.operations);
+        say_json(&Report { unix_seconds, machine, operations, programs, workloads: outcomes, confirmations });
+    }
+    if doubts > 0 {
+        return Err(Error::corrupt(format!("strace and Vellum's own counters differ at {doubts} rows")));
+    }
+    Ok(())
+}
+
+/// Looks which programs are there and what they can, and makes the directory. Their versions, too.
+fn prepare(args: &Args) -> Result<(Bench, Vec<String>)> {
     let vellum = args.vellum.clone().map_or_else(Vellum::beside_me, Ok)?;
-    let mut programs = vec![vellum.version()?];
-    let mut version = |command: &mut Command| match first_line_of(command) {
+    let mut programs = vec![first_line_of(Command::new(&vellum.path).arg("--version"))?];
+    let mut missing = |program: &str| match first_line_of(Command::new(program).arg("--version")) {
         Ok(version) => {
             programs.push(version);
             None
         }
         Err(error) => Some(error.chain()),
     };
-    let blind = version(Command::new("strace").arg("--version"));
-    let no_qemu = version(Command::new("qemu-img").arg("--version"))
-        .or_else(|| version(Command::new("qemu-nbd").arg("--version")));
+    let blind = missing("strace");
+    let no_qemu = missing("qemu-img").or_else(|| missing("qemu-nbd"));
     let dir = dir_or_beside_me(args.dir.as_ref())?.join(format!("vellum-bench-{}", std::process::id()));
     fs::create_dir_all(&dir).context(|| format!("can't make {}", dir.display()))?;
     // As the kernel names it: paths in a trace are compared with it.
     let dir = dir.canonicalize().context(|| format!("can't find {}", dir.display()))?;
-    let bench = Bench { dir, vellum, count, blind, no_qemu };
-    let machine = Machine::with(&bench.dir);
-    table
-        .say(&format!("{count} operations after 64; images on {}; Linux {}", machine.medium, machine.kernel));
-    programs.iter().for_each(|program| table.say(program));
-    if workloads.iter().any(|workload| workload.on_base) {
-        images::write_raw(&bench.base(), BASE_BYTES).context(|| "can't write the base")?;
-    }
-    let mut outcomes = Vec::new();
-    for workload in &workloads {
-        table.say("");
-        table.say(&format!("{}: {}", workload.id, workload.title));
-        head().iter().for_each(|line| table.say(line));
-        let subjects = SUBJECTS.iter().filter(|subject| {
-            subject.takes(workload) && (subject.maker == Maker::Vellum || !args.skip_peers)
-        });
-        let mut rows = Vec::new();
-        for subject in subjects {
-            let row = bench.row(subject, workload)?;
-            table.say(&line(&row));
-            rows.push(row);
-        }
-        outcomes.push(Outcome { workload: workload.id, title: workload.title, rows });
-    }
-    table.say("");
-    tell_reasons(&outcomes, table);
-    let confirmations = bench.confirm(&workloads, table)?;
-    if args.output == Output::Json {
-        let unix_seconds = now_us() / 1_000_000;
-        let report =
-            Report { unix_seconds, machine, operations: count, programs, workloads: outcomes, confirmations };
-        say_json(&report);
-    }
-    Ok(())
+    let probe = dir.join("probe");
+    let tools = Tools::probe(&vellum.path, &probe);
+    let refusal = |subject: &subjects::Subject| match (&no_qemu, subject.maker) {
+        (Some(reason), Maker::Qemu) => Some(reason.clone()),
+        _ => subject.refusal(tools, &probe),
+    };
+    let refusals = SUBJECTS.iter().map(refusal).collect();
+    let (knows_journal, confirms_all) = (tools.knows_journal, args.strace);
+    let operations = args.operations.map_or(if args.quick { 32 } else { 256 }, usize::from);
+    let bench = Bench { dir, vellum, knows_journal, operations, blind, no_qemu, confirms_all, refusals };
+    Ok((bench, programs))
 }
 
-/// Microseconds since 1970, as `strace -ttt` tells the time.
-fn now_us() -> u64 {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(now.as_micros()).unwrap_or(u64::MAX)
+/// Counts all rows, and tells each workload when its last one is there.
+fn count_all(
+    bench: &Bench,
+    workloads: &[&Workload],
+    skip_peers: bool,
+    table: Table,
+) -> Result<(Vec<Outcome>, Vec<Confirmation>)> {
+    let jobs_of = |index: usize| {
+        let workload = workloads[index];
+        let takes = move |subject: &usize| {
+            let subject = &SUBJECTS[*subject];
+            subject.takes(workload) && (subject.maker == Maker::Vellum || !skip_peers)
+        };
+        (0..SUBJECTS.len()).filter(takes).map(move |subject| Job { workload: index, subject })
+    };
+    let jobs: Vec<Job> = (0..workloads.len()).flat_map(jobs_of).collect();
+    let (alone, together): (Vec<Job>, Vec<Job>) =
+        jobs.iter().partition(|job| workloads[job.workload].guests > 1);
+    let mut rows: Vec<Vec<Option<Row>>> = vec![Vec::new(); workloads.len()];
+    jobs.iter().for_each(|job| rows[job.workload].push(None));
+    let place = |job: Job| jobs_of(job.workload).take_while(|other| other.subject != job.subject).count();
+    let (mut outcomes, mut confirmations) = (Vec::new(), Vec::new());
+    let mut take = |job: Job, counted: Counted| {
+        let workload = workloads[job.workload];
+        if let (Some(stats), Some(strace)) = (counted.row.host, counted.strace) {
+            let (subject, workload) = (counted.row.subject, workload.id);
+            let (stats, strace) = (stats.total, strace.total);
+            confirmations.push(Confirmation { subject, workload, stats, strace });
+        }
+        rows[job.workload][place(job)] = Some(counted.row);
+        // Workloads are told in their order, whichever ends first.
+        while let Some(workload) = workloads.get(outcomes.len())
+            && rows[outcomes.len()].iter().all(Option::is_some)
+        {
+            let rows = std::mem::take(&mut rows[outcomes.len()]).into_iter().flatten().collect();
+            let (id, title, guests) = (workload.id, workload.title, workload.guests);
+            let outcome = Outcome { workload: id, title, guests, rows };
+            tell(&outcome, table);
+            outcomes.push(outcome);
+        }
+    };
+    spread(bench, workloads, &together, WORKERS, &mut take)?;
+    spread(bench, workloads, &alone, 1, &mut take)?;
+    Ok((outcomes, confirmations))
+}
+
+/// Lets so many workers do the jobs; the first error ends them all.
+fn spread(
+    bench: &Bench,
+    workloads: &[&Workload],
+    jobs: &[Job],
+    workers: usize,
+    take: &mut impl FnMut(Job, Counted),
+) -> Result<()> {
+    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let (results, coming) = mpsc::channel();
+    let work = |worker: usize, results: &mpsc::Sender<(Job, Result<Counted>)>| {
+        while !failed.load(Ordering::Relaxed)
+            && let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed))
+        {
+            let counted = bench.row(job.subject, workloads[job.workload], worker);
+            failed.fetch_or(counted.is_err(), Ordering::Relaxed);
+            if results.send((*job, counted)).is_err() {
+                return;
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for worker in 0..workers {
+            let (results, work) = (results.clone(), &work);
+            scope.spawn(move || work(worker, &results));
+        }
+        drop(results);
+        coming.into_iter().try_for_each(|(job, counted)| {
+            take(job, counted?);
+            Ok(())
+        })
+    })
+}
+
+fn tell(outcome: &Outcome, table: Table) {
+    table.say("");
+    table.say(&format!("{}: {}", outcome.workload, outcome.title));
+    head().iter().for_each(|line| table.say(line));
+    outcome.rows.iter().for_each(|row| table.say(&line(row)));
 }
 
 /// Why formats were left out, each reason once.
@@ -200,161 +303,18 @@ fn tell_reasons(outcomes: &[Outcome], table: Table) {
     }
 }
 
-/// What the guest asks of these requests.
-fn asked(requests: &[Request]) -> Guest {
-    let mut guest = Guest::default();
-    for request in requests {
-        match request {
-            Request::Write { len, .. } => {
-                guest.writes += 1;
-                guest.bytes_written += *len as u64;
-            }
-            Request::Discard { .. } => guest.discards += 1,
-            Request::Flush => guest.flushes += 1,
-        }
-    }
-    guest
-}
-
-impl Bench {
-    fn base(&self) -> PathBuf {
-        self.dir.join("base.raw")
-    }
-
-    /// Counts for one format; a format of QEMU that cannot be counted is told with its reason.
-    fn row(&self, subject: &Subject, workload: &Workload) -> Result<Row> {
-        let witness = if subject.maker == Maker::Qemu { Witness::Strace } else { Witness::Stats };
-        let mut row = Row {
-            subject: subject.name,
-            witness: if witness == Witness::Strace { "strace" } else { "stats" },
-            guest: asked(&workload.plan(self.count).counted),
-            host: None,
-            skipped: None,
+/// Each of our formats once with both witnesses, at the first workload that is one for it.
+fn confirm(bench: &Bench, workloads: &[&Workload]) -> Result<Vec<Confirmation>> {
+    let mut all = Vec::new();
+    for (subject, refusal) in SUBJECTS.iter().zip(&bench.refusals) {
+        let Some(workload) = workloads.iter().find(|workload| subject.takes(workload)) else {
+            continue;
         };
-        if subject.maker == Maker::Qemu {
-            row.skipped = self.no_qemu.clone().or_else(|| self.blind.clone());
-            if row.skipped.is_some() {
-                return Ok(row);
-            }
-        }
-        match self.count(subject, workload, witness) {
-            Ok((host, _)) => row.host = Some(host),
-            Err(error) if subject.maker == Maker::Qemu => row.skipped = Some(error.chain()),
-            Err(error) => return Err(error).context(|| format!("{} at {}", subject.name, workload.id)),
-        }
-        Ok(row)
-    }
-
-    /// Makes an image, does the workload, closes it. With two witnesses the second is `strace`.
-    fn count(
-        &self,
-        subject: &Subject,
-        workload: &Workload,
-        witness: Witness,
-    ) -> Result<(Host, Option<Host>)> {
-        let plan = workload.plan(self.count);
-        let path = |name: &str| self.dir.join(name);
-        let (image, socket) = (path(&format!("image.{}", subject.format)), path("nbd.sock"));
-        let (figures, log) = (path("stats.json"), path("trace"));
-        for old in [&image, &figures, &log] {
-            match fs::remove_file(old) {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(Error::io(error, format!("can't remove {}", old.display())));
-                }
-                _ => {}
-            }
-        }
-        let base = self.base();
-        let base = workload.on_base.then_some(base.as_path());
-        subject.make(&self.vellum.path, &image, plan.disk_bytes, base)?;
-        let cache = Cache::Buffered;
-        let serving =
-            Serving { image: &image, format: subject.format, cache, connections: 1, socket: &socket };
-        let mut command = match subject.maker {
-            Maker::Vellum => self.our_server(&figures, witness).command(&serving)?,
-            Maker::Qemu => QemuNbd::VISIBLE.command(&serving)?,
-        };
-        if witness != Witness::Stats {
-            command = strace::watched(&command, &log);
-        }
-        let running = Running::start_command(command, &serving)?;
-        let pid = running.pid();
-        let mut client = Client::connect(running.socket())?;
-        let mut marks = Vec::new();
-        for requests in [&plan.before, &plan.counted] {
-            for request in requests {
-                client.ask(*request)?;
-            }
-            let at = now_us();
-            let counts = if witness == Witness::Strace {
-                Counts::default()
-            } else {
-                // Figures that know of this read were taken after the last answer.
-                client.read_a_block()?;
-                stats::read_after(&figures, marks.len() as u64 + 1)?
-            };
-            marks.push((at, counts));
-        }
-        client.leave()?;
-        running.stop()?;
-        let [(begun, before), (ended, after)] = marks[..] else { unreachable!("two spans") };
-        let of_stats = || -> Result<Host> {
-            let total = stats::read(&figures)? - before;
-            Ok(Host { foreground: after - before, total })
-        };
-        let of_strace = || -> Result<Host> {
-            let calls = strace::read(&log, pid, &self.dir)?;
-            let until = |end| strace::sum(&calls, begun, end);
-            Ok(Host { foreground: until(ended), total: until(u64::MAX) })
-        };
-        Ok(match witness {
-            Witness::Stats => (of_stats()?, None),
-            Witness::Strace => (of_strace()?, None),
-            Witness::Both => (of_stats()?, Some(of_strace()?)),
-        })
-    }
-
-    /// Vellum, which writes its figures to this file; without a ring when it is watched.
-    fn our_server(&self, figures: &Path, witness: Witness) -> Vellum {
-        let mut vellum = self.vellum.clone();
-        vellum.arguments.extend(["--stats-json".into(), figures.into()]);
-        if witness != Witness::Stats {
-            vellum.arguments.extend(["--io".into(), "threads".into()]);
-        }
-        vellum
-    }
-
-    /// Each of our formats once with both witnesses, at the first workload that is one for it.
-    fn confirm(&self, workloads: &[&Workload], table: Table) -> Result<Vec<Confirmation>> {
-        if let Some(reason) = &self.blind {
-            table.say(&format!("skipped: what Vellum counts is not confirmed: {reason}"));
-            return Ok(Vec::new());
-        }
-        let mut all = Vec::new();
-        for subject in SUBJECTS.iter().filter(|subject| subject.maker == Maker::Vellum) {
-            let Some(workload) = workloads.iter().find(|workload| subject.takes(workload)) else {
-                continue;
-            };
-            let (Host { total: stats, .. }, Some(Host { total: strace, .. })) =
-                self.count(subject, workload, Witness::Both)?
-            else {
-                return Err(Error::new(ErrorKind::NotFound, "strace said nothing"));
-            };
-            let confirmed = if stats == strace {
-                format!("strace counted the same: {} flushes, {} writes", stats.flushes, stats.writes)
-            } else {
-                complain(&format!("{}: strace and the statistics differ", subject.name));
-                format!("strace DIFFERS: {strace:?}, its own {stats:?}")
-            };
-            table.say(&format!("{}, {}: {confirmed}", subject.name, workload.id));
+        if subject.maker == Maker::Vellum && refusal.is_none() {
+            let (stats, strace) = bench.both(subject, workload)?;
+            let (stats, strace) = (stats.total, strace.total);
             all.push(Confirmation { subject: subject.name, workload: workload.id, stats, strace });
         }
-        Ok(all)
     }
-}
-
-impl Drop for Bench {
-    fn drop(&mut self) {
-        drop(fs::remove_dir_all(&self.dir));
-    }
+    Ok(all)
 }

@@ -1,11 +1,12 @@
 //! Whose cost is looked at: formats with their options, made and served by QEMU and by Vellum.
 
+use std::ffi::OsStr;
 use std::path::Path;
 use std::process::Command;
 
 use vellum_core::Result;
 
-use super::workloads::Workload;
+use super::workloads::{Below, Workload};
 use crate::images;
 
 /// The program that makes and serves an image.
@@ -17,6 +18,22 @@ pub(super) enum Maker {
     Qemu,
 }
 
+/// Whether an image has another one below it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Base {
+    Never,
+    Either,
+    Always,
+}
+
+/// How a qcow2 of Vellum makes its metadata durable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Journal {
+    /// Not by a journal. Where `create` knows of one, it is told to leave it out.
+    Off,
+    On,
+}
+
 /// A format with options, of a program.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Subject {
@@ -26,54 +43,102 @@ pub(super) struct Subject {
     /// The format's name, the same to both programs.
     pub(super) format: &'static str,
     options: &'static str,
-    alone: bool,
-    on_base: bool,
+    base: Base,
+    journal: Journal,
 }
 
-const fn alone(name: &'static str, maker: Maker, format: &'static str, options: &'static str) -> Subject {
-    Subject { name, maker, format, options, alone: true, on_base: false }
+const fn vellum(
+    name: &'static str,
+    format: &'static str,
+    options: &'static str,
+    base: Base,
+    journal: Journal,
+) -> Subject {
+    Subject { name, maker: Maker::Vellum, format, options, base, journal }
 }
 
-const fn either(name: &'static str, maker: Maker, format: &'static str, options: &'static str) -> Subject {
-    Subject { name, maker, format, options, alone: true, on_base: true }
+const fn qemu(name: &'static str, format: &'static str, options: &'static str, base: Base) -> Subject {
+    Subject { name, maker: Maker::Qemu, format, options, base, journal: Journal::Off }
 }
 
 /// All of them, ours first.
-pub(super) const SUBJECTS: [Subject; 12] = [
-    alone("vellum raw", Maker::Vellum, "raw", ""),
-    either("vellum qcow2", Maker::Vellum, "qcow2", ""),
-    Subject { alone: false, ..either("vellum qcow2 extended_l2", Maker::Vellum, "qcow2", "extended_l2=on") },
-    alone("qemu raw", Maker::Qemu, "raw", ""),
-    either("qemu qcow2", Maker::Qemu, "qcow2", ""),
-    either("qemu qcow2 lazy_refcounts", Maker::Qemu, "qcow2", "lazy_refcounts=on"),
-    alone("qemu qcow2 prealloc metadata", Maker::Qemu, "qcow2", "preallocation=metadata"),
-    Subject { alone: false, ..either("qemu qcow2 extended_l2", Maker::Qemu, "qcow2", "extended_l2=on") },
-    alone("qemu qed", Maker::Qemu, "qed", ""),
-    alone("qemu vmdk", Maker::Qemu, "vmdk", ""),
-    alone("qemu vhdx", Maker::Qemu, "vhdx", ""),
-    alone("qemu vdi", Maker::Qemu, "vdi", ""),
+pub(super) const SUBJECTS: [Subject; 13] = [
+    vellum("vellum raw", "raw", "", Base::Never, Journal::Off),
+    vellum("vellum qcow2 plain", "qcow2", "", Base::Either, Journal::Off),
+    vellum("vellum qcow2 plain, whole", "qcow2", "extended_l2=off", Base::Always, Journal::Off),
+    vellum("vellum qcow2 journaled", "qcow2", "", Base::Either, Journal::On),
+    qemu("qemu raw", "raw", "", Base::Never),
+    qemu("qemu qcow2", "qcow2", "", Base::Either),
+    qemu("qemu qcow2 lazy_refcounts", "qcow2", "lazy_refcounts=on", Base::Either),
+    qemu("qemu qcow2 prealloc metadata", "qcow2", "preallocation=metadata", Base::Never),
+    qemu("qemu qcow2 extended_l2", "qcow2", "extended_l2=on", Base::Always),
+    qemu("qemu qed", "qed", "", Base::Either),
+    qemu("qemu vmdk", "vmdk", "", Base::Never),
+    qemu("qemu vhdx", "vhdx", "", Base::Never),
+    qemu("qemu vdi", "vdi", "", Base::Never),
 ];
+
+/// Vellum as it makes images.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tools<'a> {
+    pub(super) vellum: &'a Path,
+    /// Whether its `create` knows the option `journal`.
+    pub(super) knows_journal: bool,
+}
+
+impl<'a> Tools<'a> {
+    /// Looks what this `vellum` can, by making an image there.
+    pub(super) fn probe(vellum: &'a Path, image: &Path) -> Self {
+        let made = images::run(create(vellum.as_os_str(), "qcow2", &["journal=off"]).arg(image).arg("1M"));
+        Self { vellum, knows_journal: made.is_ok() }
+    }
+}
+
+fn create(program: &OsStr, format: &str, options: &[&str]) -> Command {
+    let mut command = Command::new(program);
+    command.args(["create", "-q", "-f", format]);
+    for option in options.iter().filter(|option| !option.is_empty()) {
+        command.args(["-o", option]);
+    }
+    command
+}
 
 impl Subject {
     /// Whether the workload is one for it.
     pub(super) fn takes(&self, workload: &Workload) -> bool {
-        if workload.on_base { self.on_base } else { self.alone }
+        match workload.below {
+            Below::Nothing => self.base != Base::Always,
+            Below::Base => self.base != Base::Never,
+            Below::Snapshot => self.base != Base::Always && self.format == "qcow2",
+        }
     }
 
     /// Makes an empty image; over `base`, which is raw, when there is one.
-    pub(super) fn make(&self, vellum: &Path, image: &Path, size: u64, base: Option<&Path>) -> Result<()> {
+    pub(super) fn make(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Result<()> {
         let mut command = match self.maker {
-            Maker::Vellum => Command::new(vellum),
-            Maker::Qemu => Command::new("qemu-img"),
+            Maker::Vellum => {
+                let journal = match self.journal {
+                    Journal::On => "journal=on",
+                    Journal::Off if tools.knows_journal && self.format == "qcow2" => "journal=off",
+                    Journal::Off => "",
+                };
+                create(tools.vellum.as_os_str(), self.format, &[self.options, journal])
+            }
+            Maker::Qemu => create(OsStr::new("qemu-img"), self.format, &[self.options]),
         };
-        command.args(["create", "-q", "-f", self.format]);
-        if !self.options.is_empty() {
-            command.args(["-o", self.options]);
-        }
         if let Some(base) = base {
             command.arg("-b").arg(base).args(["-F", "raw"]);
         }
         command.arg(image).arg(size.to_string());
         images::run(&mut command)
+    }
+
+    /// Why it cannot be looked at, as its maker says when it is asked for such an image. A plain image of ours that cannot
+    /// be made is a mistake and no reason.
+    pub(super) fn refusal(&self, tools: Tools<'_>, image: &Path) -> Option<String> {
+        if self.maker == Maker::Vellum && self.journal == Journal::Off {
+            return None;
+        }
+        self.make(tools, image, 64 << 20, None).err().map(|error| error.chain())
     }
 }

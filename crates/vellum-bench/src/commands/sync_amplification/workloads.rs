@@ -1,7 +1,7 @@
 //! What the synchronous guest does: a number of operations, each of some writes or discards with flushes after them.
 //!
 //! ```text
-//!   fill, when places are to be mapped already │ 64 operations │ the operations that count
+//!   fill, when places are to be mapped already ► close, snapshot │ 64 operations │ the operations that count, of 1 or 4 guests
 //! ```
 //!
 //! Places are clusters of 64 KiB. Those of a random order are all different, so that each write of an append is the first one
@@ -18,8 +18,8 @@ const L2_TABLE_REACH: u64 = 512 << 20;
 /// The part of a disk that random places lie in: what two L2 tables of qcow2 map.
 const RANDOM_REACH: u64 = 2 * L2_TABLE_REACH;
 /// The size of a disk whose workload does not need more.
-const DISK_BYTES: u64 = 4 << 30;
-/// The size of a full base, and so of the overlay's disk.
+const DISK_BYTES: u64 = 16 << 30;
+/// The size of a full base.
 pub(super) const BASE_BYTES: u64 = 128 << 20;
 
 /// Operations after which a new image is at work as an older one is.
@@ -44,6 +44,17 @@ enum Kind {
     InPlace,
 }
 
+/// What the image shows where it holds nothing of its own yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Below {
+    /// Zeroes.
+    Nothing,
+    /// A full raw image.
+    Base,
+    /// The same clusters, shared with an internal snapshot.
+    Snapshot,
+}
+
 /// A workload.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Workload {
@@ -54,65 +65,59 @@ pub(super) struct Workload {
     kind: Kind,
     /// Bytes of one write.
     len: usize,
-    /// Whether the image is an overlay on a full base.
-    pub(super) on_base: bool,
+    pub(super) below: Below,
+    /// How many guests share the operations that count.
+    pub(super) guests: usize,
+    /// Whether a quick run has it.
+    pub(super) quick: bool,
 }
 
-const fn workload(id: &'static str, title: &'static str, kind: Kind, kib: usize, on_base: bool) -> Workload {
-    Workload { id, title, kind, len: kib << 10, on_base }
+const fn workload(id: &'static str, title: &'static str, kind: Kind, kib: usize) -> Workload {
+    Workload { id, title, kind, len: kib << 10, below: Below::Nothing, guests: 1, quick: false }
 }
+
+impl Workload {
+    const fn quick(self) -> Self {
+        Self { quick: true, ..self }
+    }
+
+    const fn over(self, below: Below) -> Self {
+        Self { below, ..self }
+    }
+
+    const fn guests(self, guests: usize) -> Self {
+        Self { guests, ..self }
+    }
+}
+
+use Below::{Base, Snapshot};
+use Kind::{AppendOverwrite, AppendRandom, AppendSequential, FirstTouch, InPlace, Reallocate};
 
 /// All of them, in the order of the table.
-pub(super) const WORKLOADS: [Workload; 13] = [
-    workload("append-rand-4k", "4 KiB to new clusters, anywhere", Kind::AppendRandom, 4, false),
-    workload("append-rand-64k", "64 KiB to new clusters, anywhere", Kind::AppendRandom, 64, false),
-    workload("append-seq-4k", "4 KiB behind the last, 16 to a cluster", Kind::AppendSequential, 4, false),
-    workload("append-seq-64k", "64 KiB behind the last", Kind::AppendSequential, 64, false),
-    workload(
-        "append-overwrite-4k",
-        "4 KiB to new clusters, flush, the same place again, flush",
-        Kind::AppendOverwrite,
-        4,
-        false,
-    ),
-    workload(
-        "append-overwrite-64k",
-        "64 KiB to new clusters, flush, the same place again, flush",
-        Kind::AppendOverwrite,
-        64,
-        false,
-    ),
-    workload("first-touch-4k", "4 KiB, each 512 MiB behind the last", Kind::FirstTouch, 4, false),
-    workload("reallocate-4k", "discard of a 64 KiB cluster, 4 KiB to it", Kind::Reallocate, 4, false),
-    workload("overwrite-4k", "4 KiB to mapped clusters", Kind::InPlace, 4, false),
-    workload(
-        "base-append-rand-4k",
-        "full base: 4 KiB to new clusters, anywhere",
-        Kind::AppendRandom,
-        4,
-        true,
-    ),
-    workload(
-        "base-append-rand-64k",
-        "full base: 64 KiB to new clusters, anywhere",
-        Kind::AppendRandom,
-        64,
-        true,
-    ),
-    workload(
-        "base-append-seq-4k",
-        "full base: 4 KiB behind the last, 16 to a cluster",
-        Kind::AppendSequential,
-        4,
-        true,
-    ),
-    workload(
-        "base-append-overwrite-4k",
-        "full base: 4 KiB to new clusters, flush, the same place again, flush",
-        Kind::AppendOverwrite,
-        4,
-        true,
-    ),
+pub(super) const WORKLOADS: [Workload; 20] = [
+    workload("append-rand-4k", "4 KiB to new clusters, anywhere", AppendRandom, 4).quick(),
+    workload("append-rand-64k", "64 KiB to new clusters, anywhere", AppendRandom, 64),
+    workload("append-seq-4k", "4 KiB behind the last, 16 to a cluster", AppendSequential, 4).quick(),
+    workload("append-seq-64k", "64 KiB behind the last", AppendSequential, 64),
+    workload("append-overwrite-4k", "4 KiB to new clusters, each place twice", AppendOverwrite, 4),
+    workload("append-overwrite-64k", "64 KiB to new clusters, each place twice", AppendOverwrite, 64),
+    workload("first-touch-4k", "4 KiB, each 512 MiB behind the last", FirstTouch, 4),
+    workload("reallocate-4k", "discard of a 64 KiB cluster, 4 KiB to it", Reallocate, 4),
+    workload("overwrite-4k", "4 KiB to mapped clusters", InPlace, 4).quick(),
+    workload("base-append-rand-4k", "full base: 4 KiB to new clusters, anywhere", AppendRandom, 4).over(Base),
+    workload("base-append-rand-64k", "full base: 64 KiB to new clusters", AppendRandom, 64).over(Base),
+    workload("base-append-seq-4k", "full base: 4 KiB behind the last", AppendSequential, 4).over(Base),
+    workload("base-append-seq-64k", "full base: 64 KiB behind the last", AppendSequential, 64).over(Base),
+    workload("base-append-overwrite-4k", "full base: 4 KiB, each place twice", AppendOverwrite, 4).over(Base),
+    workload("base-append-overwrite-64k", "full base: 64 KiB, each place twice", AppendOverwrite, 64)
+        .over(Base),
+    workload("base-reallocate-4k", "full base: discard of a cluster, 4 KiB to it", Reallocate, 4).over(Base),
+    workload("snapshot-4k", "4 KiB to clusters that a snapshot shares", InPlace, 4).over(Snapshot),
+    workload("snapshot-64k", "64 KiB to clusters that a snapshot shares", InPlace, 64).over(Snapshot),
+    workload("flushers-append-4k", "4 guests: 4 KiB to new clusters, anywhere", AppendRandom, 4)
+        .guests(4)
+        .quick(),
+    workload("flushers-overwrite-4k", "4 guests: 4 KiB to mapped clusters", InPlace, 4).guests(4),
 ];
 
 /// What is asked, in order.
@@ -120,42 +125,45 @@ pub(super) const WORKLOADS: [Workload; 13] = [
 pub(super) struct Plan {
     /// The size of the disk.
     pub(super) disk_bytes: u64,
-    /// All that does not count: the fill and the first operations.
-    pub(super) before: Vec<Request>,
-    /// What counts.
-    pub(super) counted: Vec<Request>,
+    /// What is written before all else; the image is closed then.
+    pub(super) fill: Vec<Request>,
+    /// The first operations, which do not count.
+    pub(super) warm_up: Vec<Request>,
+    /// What counts, for each guest.
+    pub(super) counted: Vec<Vec<Request>>,
 }
 
 impl Workload {
     /// The requests of so many operations that count, after the warm-up.
     pub(super) fn plan(&self, count: usize) -> Plan {
         let operations = WARM_UP + count;
-        let reach = match (self.kind, self.on_base) {
-            (_, true) => BASE_BYTES,
+        let is_mapped = matches!(self.kind, Reallocate | InPlace);
+        let reach = match self.below {
             // Mapped beforehand, and no more than is needed.
-            (Kind::Reallocate | Kind::InPlace, _) => operations as u64 * CLUSTER_BYTES,
+            _ if is_mapped => operations as u64 * CLUSTER_BYTES,
+            Base => BASE_BYTES,
             _ => RANDOM_REACH,
         };
-        let disk_bytes = match (self.kind, self.on_base) {
-            (_, true) => BASE_BYTES,
-            (Kind::FirstTouch, _) => operations as u64 * L2_TABLE_REACH,
+        let disk_bytes = match self.kind {
+            FirstTouch => DISK_BYTES.max(operations as u64 * L2_TABLE_REACH),
             _ => DISK_BYTES,
         };
         let mut random = Random::from_seed(SEED);
         let clusters = distinct(reach / CLUSTER_BYTES, operations, &mut random);
-        let mut before = Vec::new();
-        if matches!(self.kind, Kind::Reallocate | Kind::InPlace) {
-            let cluster_bytes = usize::try_from(CLUSTER_BYTES).expect("small");
-            let fill = |index| Request::Write { offset: index as u64 * CLUSTER_BYTES, len: cluster_bytes };
-            before.extend((0..operations).map(fill));
-            before.push(Request::Flush);
+        let mut fill = Vec::new();
+        if is_mapped {
+            let len = usize::try_from(CLUSTER_BYTES).expect("small");
+            let write = |index| Request::Write { offset: index as u64 * CLUSTER_BYTES, len };
+            fill.extend((0..operations).map(write));
+            fill.push(Request::Flush);
         }
-        let mut counted = Vec::new();
+        let mut warm_up = Vec::new();
+        let mut counted = vec![Vec::new(); self.guests];
         for (index, cluster) in clusters.into_iter().enumerate() {
-            let requests = if index < WARM_UP { &mut before } else { &mut counted };
+            let requests = if index < WARM_UP { &mut warm_up } else { &mut counted[index % self.guests] };
             self.operation(index, cluster, &mut random, requests);
         }
-        Plan { disk_bytes, before, counted }
+        Plan { disk_bytes, fill, warm_up, counted }
     }
 
     fn operation(&self, index: usize, cluster: u64, random: &mut Random, requests: &mut Vec<Request>) {
@@ -163,16 +171,16 @@ impl Workload {
         // A small write lies anywhere in its cluster.
         let within = random.below(CLUSTER_BYTES / len as u64) * len as u64;
         let offset = match self.kind {
-            Kind::AppendSequential => index * len as u64,
-            Kind::FirstTouch => index * L2_TABLE_REACH + within,
+            AppendSequential => index * len as u64,
+            FirstTouch => index * L2_TABLE_REACH + within,
             _ => cluster * CLUSTER_BYTES + within,
         };
-        if self.kind == Kind::Reallocate {
+        if self.kind == Reallocate {
             let len = usize::try_from(CLUSTER_BYTES).expect("small");
             requests.push(Request::Discard { offset: cluster * CLUSTER_BYTES, len });
         }
         requests.extend([Request::Write { offset, len }, Request::Flush]);
-        if self.kind == Kind::AppendOverwrite {
+        if self.kind == AppendOverwrite {
             requests.extend([Request::Write { offset, len }, Request::Flush]);
         }
     }
@@ -205,17 +213,25 @@ mod tests {
     }
 
     #[test]
-    fn plans_stay_in_the_disk_and_end_with_a_flush() {
+    fn plans_stay_in_the_disk_and_each_guest_ends_with_a_flush() {
         for workload in WORKLOADS {
             let plan = workload.plan(32);
-            for (offset, len) in writes(&plan.before).into_iter().chain(writes(&plan.counted)) {
-                assert!(offset + len as u64 <= plan.disk_bytes, "{}", workload.id);
+            assert_eq!(plan.counted.len(), workload.guests, "{}", workload.id);
+            let (mut flushes, mut counted) = (0, 0);
+            let before = plan.fill.last().is_none_or(|last| *last == Request::Flush);
+            assert!(before && plan.warm_up.last() == Some(&Request::Flush), "{}", workload.id);
+            for requests in &plan.counted {
+                assert_eq!(requests.last(), Some(&Request::Flush), "{}", workload.id);
+                flushes += requests.iter().filter(|request| **request == Request::Flush).count();
+                counted += writes(requests).len();
             }
-            assert_eq!(plan.before.last(), Some(&Request::Flush), "{}", workload.id);
-            assert_eq!(plan.counted.last(), Some(&Request::Flush), "{}", workload.id);
-            let flushes = plan.counted.iter().filter(|request| **request == Request::Flush).count();
-            let per_operation = if workload.kind == Kind::AppendOverwrite { 2 } else { 1 };
-            assert_eq!((flushes, writes(&plan.counted).len()), (32 * per_operation, 32 * per_operation));
+            for requests in [&plan.fill, &plan.warm_up].into_iter().chain(&plan.counted) {
+                for (offset, len) in writes(requests) {
+                    assert!(offset + len as u64 <= plan.disk_bytes, "{}", workload.id);
+                }
+            }
+            let per_operation = if workload.kind == AppendOverwrite { 2 } else { 1 };
+            assert_eq!((flushes, counted), (32 * per_operation, 32 * per_operation), "{}", workload.id);
         }
     }
 
@@ -224,17 +240,23 @@ mod tests {
         for workload in WORKLOADS {
             let plan = workload.plan(200);
             let cluster = |(offset, _): (u64, usize)| offset / CLUSTER_BYTES;
-            let mut seen: HashSet<u64> = writes(&plan.before).into_iter().map(cluster).collect();
-            let new = writes(&plan.counted).into_iter().filter(|write| seen.insert(cluster(*write))).count();
+            let before = writes(&plan.fill).into_iter().chain(writes(&plan.warm_up));
+            let mut seen: HashSet<u64> = before.map(cluster).collect();
+            let counted = plan.counted.iter().flat_map(|requests| writes(requests));
+            let new = counted.filter(|write| seen.insert(cluster(*write))).count();
             let expected = match workload.kind {
-                Kind::AppendRandom | Kind::FirstTouch | Kind::AppendOverwrite => 200,
-                Kind::AppendSequential => {
-                    200 / (64 / (workload.len >> 10)) + usize::from(workload.len == 4096)
-                }
-                Kind::Reallocate | Kind::InPlace => 0,
+                AppendRandom | FirstTouch | AppendOverwrite => 200,
+                // 64 writes of 4 KiB end with a cluster, and 200 more with half of one.
+                AppendSequential => 200 / (64 / (workload.len >> 10)) + usize::from(workload.len == 4096),
+                Reallocate | InPlace => 0,
             };
-            // 64 writes of 4 KiB end with a cluster, and 200 more with half of one.
             assert_eq!(new, expected, "{}", workload.id);
         }
+    }
+
+    #[test]
+    fn names_are_different() {
+        let names: HashSet<&str> = WORKLOADS.iter().map(|workload| workload.id).collect();
+        assert_eq!(names.len(), WORKLOADS.len());
     }
 }

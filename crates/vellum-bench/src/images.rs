@@ -151,12 +151,18 @@ pub(crate) fn write_raw(path: &Path, size: u64) -> io::Result<()> {
 
 /// Runs a program that makes an image; what it complains of is the error.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
+    match complaint(command)? {
+        None => Ok(()),
+        Some(said) => Err(Error::invalid(format!("{command:?} failed: {said}"))),
+    }
+}
+
+/// The same; what it complains of is the answer, in its own words.
+pub(crate) fn complaint(command: &mut Command) -> Result<Option<String>> {
     let output = command
         .stdin(Stdio::null())
         .output()
         .context(|| format!("can't run {}", command.get_program().display()))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(Error::invalid(format!("{command:?} failed: {}", String::from_utf8_lossy(&output.stderr).trim())))
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Ok((!output.status.success()).then_some(said))
 }

@@ -31,7 +31,7 @@ use crate::report::amplification::{Row, head, line};
 use crate::report::{Output, Table, say_json};
 use crate::server::{Vellum, first_line_of};
 use count::{Bench, Counted};
-use subjects::{Maker, SUBJECTS, Tools};
+use subjects::{Maker, SUBJECTS, Subject, Tools};
 use workloads::{BASE_BYTES, Below, WORKLOADS, Workload};
 
 /// Rows of one guest that are counted at once. They mostly wait: for the drive, and for figures that come once a second.
@@ -190,12 +190,12 @@ fn prepare(args: &Args) -> Result<(Bench, Vec<String>)> {
     // As the kernel names it: paths in a trace are compared with it.
     let dir = dir.canonicalize().context(|| format!("can't find {}", dir.display()))?;
     let probe = dir.join("probe");
-    let tools = Tools::probe(&vellum.path, &probe);
-    let refusal = |subject: &subjects::Subject| match (&no_qemu, subject.maker) {
-        (Some(reason), Maker::Qemu) => Some(reason.clone()),
+    let tools = Tools::probe(&vellum.path, &probe)?;
+    let refusal = |subject: &Subject| match (&no_qemu, subject.maker) {
+        (Some(reason), Maker::Qemu) => Ok(Some(reason.clone())),
         _ => subject.refusal(tools, &probe),
     };
-    let refusals = SUBJECTS.iter().map(refusal).collect();
+    let refusals = SUBJECTS.iter().map(refusal).collect::<Result<_>>()?;
     let (knows_journal, confirms_all) = (tools.knows_journal, args.strace);
     let operations = args.operations.map_or(if args.quick { 32 } else { 256 }, usize::from);
     let bench = Bench { dir, vellum, knows_journal, operations, blind, no_qemu, confirms_all, refusals };
@@ -303,18 +303,23 @@ fn tell_reasons(outcomes: &[Outcome], table: Table) {
     }
 }
 
-/// Each of our formats once with both witnesses, at the first workload that is one for it.
+/// Each of our formats once with both witnesses, at the first workload that is one for it; all at once.
 fn confirm(bench: &Bench, workloads: &[&Workload]) -> Result<Vec<Confirmation>> {
-    let mut all = Vec::new();
-    for (subject, refusal) in SUBJECTS.iter().zip(&bench.refusals) {
-        let Some(workload) = workloads.iter().find(|workload| subject.takes(workload)) else {
-            continue;
-        };
-        if subject.maker == Maker::Vellum && refusal.is_none() {
-            let (stats, strace) = bench.both(subject, workload)?;
-            let (stats, strace) = (stats.total, strace.total);
-            all.push(Confirmation { subject: subject.name, workload: workload.id, stats, strace });
-        }
-    }
-    Ok(all)
+    let first = |subject: &Subject| workloads.iter().find(|workload| subject.takes(workload)).copied();
+    let chosen: Vec<(&Subject, &Workload)> = SUBJECTS
+        .iter()
+        .zip(&bench.refusals)
+        .filter(|(subject, refusal)| subject.maker == Maker::Vellum && refusal.is_none())
+        .filter_map(|(subject, _)| first(subject).map(|workload| (subject, workload)))
+        .collect();
+    let look = |worker: usize, subject: &Subject, workload: &Workload| {
+        let (stats, strace) = bench.both(subject, workload, worker)?;
+        let (subject, workload) = (subject.name, workload.id);
+        Ok(Confirmation { subject, workload, stats: stats.total, strace: strace.total })
+    };
+    thread::scope(|scope| {
+        let spawn = |(worker, (subject, workload))| scope.spawn(move || look(worker, subject, workload));
+        let looks: Vec<_> = chosen.into_iter().enumerate().map(spawn).collect();
+        looks.into_iter().map(|look| look.join().expect("who looks does not panic")).collect()
+    })
 }

@@ -239,6 +239,8 @@ impl Bench {
     fn our_server(&self, figures: &Path, witness: Witness) -> Vellum {
         let mut vellum = self.vellum.clone();
         vellum.arguments.extend(["--stats-json".into(), figures.into()]);
+        // For the base, which is not beside the image.
+        vellum.arguments.extend(["--allow-dir".into(), self.dir.clone().into()]);
         if witness != Witness::Stats {
             vellum.arguments.extend(["--io".into(), "threads".into()]);
         }
@@ -246,8 +248,8 @@ impl Bench {
     }
 
     /// What both witnesses say of one run.
-    pub(super) fn both(&self, subject: &Subject, workload: &Workload) -> Result<(Host, Host)> {
-        let (stats, strace) = self.count(subject, workload, Witness::Both, 0)?;
+    pub(super) fn both(&self, subject: &Subject, workload: &Workload, worker: usize) -> Result<(Host, Host)> {
+        let (stats, strace) = self.count(subject, workload, Witness::Both, worker)?;
         let strace = strace.ok_or_else(|| Error::new(ErrorKind::NotFound, "strace said nothing"))?;
         Ok((stats, strace))
     }

@@ -65,7 +65,7 @@ const fn qemu(name: &'static str, format: &'static str, options: &'static str, b
 pub(super) const SUBJECTS: [Subject; 13] = [
     vellum("vellum raw", "raw", "", Base::Never, Journal::Off),
     vellum("vellum qcow2 plain", "qcow2", "", Base::Either, Journal::Off),
-    vellum("vellum qcow2 plain, whole", "qcow2", "extended_l2=off", Base::Always, Journal::Off),
+    vellum("vellum qcow2 extended_l2=off", "qcow2", "extended_l2=off", Base::Always, Journal::Off),
     vellum("vellum qcow2 journaled", "qcow2", "", Base::Either, Journal::On),
     qemu("qemu raw", "raw", "", Base::Never),
     qemu("qemu qcow2", "qcow2", "", Base::Either),
@@ -88,9 +88,10 @@ pub(super) struct Tools<'a> {
 
 impl<'a> Tools<'a> {
     /// Looks what this `vellum` can, by making an image there.
-    pub(super) fn probe(vellum: &'a Path, image: &Path) -> Self {
-        let made = images::run(create(vellum.as_os_str(), "qcow2", &["journal=off"]).arg(image).arg("1M"));
-        Self { vellum, knows_journal: made.is_ok() }
+    pub(super) fn probe(vellum: &'a Path, image: &Path) -> Result<Self> {
+        let mut command = create(vellum.as_os_str(), "qcow2", &["journal=off"]);
+        let knows_journal = images::complaint(command.arg(image).arg("1M"))?.is_none();
+        Ok(Self { vellum, knows_journal })
     }
 }
 
@@ -113,8 +114,8 @@ impl Subject {
         }
     }
 
-    /// Makes an empty image; over `base`, which is raw, when there is one.
-    pub(super) fn make(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Result<()> {
+    /// The command that makes an empty image; over `base`, which is raw, when there is one.
+    fn making(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Command {
         let mut command = match self.maker {
             Maker::Vellum => {
                 let journal = match self.journal {
@@ -130,15 +131,20 @@ impl Subject {
             command.arg("-b").arg(base).args(["-F", "raw"]);
         }
         command.arg(image).arg(size.to_string());
-        images::run(&mut command)
+        command
+    }
+
+    /// Makes it.
+    pub(super) fn make(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Result<()> {
+        images::run(&mut self.making(tools, image, size, base))
     }
 
     /// Why it cannot be looked at, as its maker says when it is asked for such an image. A plain image of ours that cannot
     /// be made is a mistake and no reason.
-    pub(super) fn refusal(&self, tools: Tools<'_>, image: &Path) -> Option<String> {
+    pub(super) fn refusal(&self, tools: Tools<'_>, image: &Path) -> Result<Option<String>> {
         if self.maker == Maker::Vellum && self.journal == Journal::Off {
-            return None;
+            return Ok(None);
         }
-        self.make(tools, image, 64 << 20, None).err().map(|error| error.chain())
+        images::complaint(&mut self.making(tools, image, 64 << 20, None))
     }
 }

@@ -310,3 +310,22 @@ fn every_byte_of_the_metadata_wrong_once() {
     }
     assert!(tried > 3_000, "{tried}");
 }
+
+/// Found by fuzzing: the check passed such an entry, as QEMU does, but the disk could not be read.
+#[test]
+fn an_l1_entry_of_a_flag_and_nothing_else_names_no_table() {
+    let mut bytes = image();
+    let l1 = usize::try_from(u64::from_be_bytes(bytes[40..48].try_into().unwrap())).unwrap();
+    put(&mut bytes, l1, &(1u64 << 63).to_be_bytes());
+    let image = MemoryStorage::holding("image", &bytes);
+    block_on(async {
+        let disk = open(image.clone(), false).await.unwrap();
+        let read = disk.read(GuestOffset::ZERO, Buffer::zeroed(4096)).await.unwrap();
+        assert!(read.is_zero());
+        disk.write(GuestOffset::ZERO, Buffer::copy_of(&[7; 4096]), WriteFlags::FUA).await.unwrap();
+        disk.close().await.unwrap();
+        let disk = open(image.clone(), true).await.unwrap();
+        let read = disk.read(GuestOffset::ZERO, Buffer::zeroed(4096)).await.unwrap();
+        assert_eq!(read.slice(), [7; 4096]);
+    });
+}

@@ -13,7 +13,7 @@ use super::compressed::Decompressor;
 use super::entry::Entries;
 use super::header::Header;
 use super::image::{L1, Qcow2, State};
-use super::layout::{METADATA_PAGE, OFFSET_MASK, be64};
+use super::layout::{COPIED, METADATA_PAGE, OFFSET_MASK, be64};
 use super::pages::Pages;
 use super::refcount::Refcounts;
 use super::snapshot::{self, SnapshotTable};
@@ -163,7 +163,9 @@ async fn read_l1(image: &SharedStorage, span: ImageSpan) -> Result<Box<[AtomicU6
     let len = usize::try_from(span.len()).expect("at most 32 MiB");
     let bytes =
         image.read(span.start(), Buffer::for_overwrite(len)).await.context(|| "can't read the L1 table")?;
-    Ok(bytes.slice().chunks_exact(8).map(|entry| AtomicU64::new(be64(entry, 0))).collect())
+    // To QEMU an entry without an offset names no table, whatever its flag says; so it does here.
+    let entry = |bytes| Some(be64(bytes, 0)).filter(|entry| *entry != COPIED).unwrap_or(0);
+    Ok(bytes.slice().chunks_exact(8).map(|bytes| AtomicU64::new(entry(bytes))).collect())
 }
 
 async fn read_refcounts(

@@ -1,12 +1,15 @@
 //! `vellum-bench sync-amplification`: what synchronous writes of a guest cost the host, by counts and not by clocks.
 //!
 //! ```text
-//!   for each workload, for each format: one row      several rows at once, as a count does not care who else is at work;
-//!                                                    those of several guests alone, as flushes are shared by who comes in time
+//!   for each workload, for each format: one row
+//!     of one guest        several at once: a count does not care who else is at work
+//!     of several guests   alone: flushes are shared by who comes in time
 //! ```
 //!
-//! QEMU's calls are seen by `strace`, so its server uses threads and not a ring. Vellum counts for itself, as it is used; each
-//! of its formats is watched once by both (with `--strace` each row), and both have to say the same.
+//! QEMU's calls are seen by `strace`, so its server uses threads and not a ring. Vellum counts for itself, as it is used;
+//! each of its formats is watched once by both (with `--strace` each row), and both have to say the same. What began in the
+//! background after the last answer is no foreground to `strace`, which knows when; to Vellum's own figures, which come
+//! once a second, it may be.
 
 mod count;
 mod subjects;
@@ -59,7 +62,7 @@ pub(crate) struct Args {
     /// Vellum alone
     #[arg(long)]
     skip_peers: bool,
-    /// Look at each row of Vellum from outside too, and not at one of each format
+    /// Look at each row of Vellum from outside too, without a ring, and not at one of each format
     #[arg(long)]
     strace: bool,
     /// The vellum to look at
@@ -226,9 +229,8 @@ fn count_all(
     let (mut outcomes, mut confirmations) = (Vec::new(), Vec::new());
     let mut take = |job: Job, counted: Counted| {
         let workload = workloads[job.workload];
-        if let (Some(stats), Some(strace)) = (counted.row.host, counted.strace) {
+        if let Some((stats, strace)) = counted.said {
             let (subject, workload) = (counted.row.subject, workload.id);
-            let (stats, strace) = (stats.total, strace.total);
             confirmations.push(Confirmation { subject, workload, stats, strace });
         }
         rows[job.workload][place(job)] = Some(counted.row);

@@ -47,10 +47,10 @@ pub(super) struct Bench {
     pub(super) refusals: Vec<Option<String>>,
 }
 
-/// A row, and what the second witness saw of the same run.
+/// A row, and what both witnesses say of it to the clean close: Vellum itself, and `strace`.
 pub(super) struct Counted {
     pub(super) row: Row,
-    pub(super) strace: Option<Host>,
+    pub(super) said: Option<(Counts, Counts)>,
 }
 
 /// The files of one worker, who counts one row at a time.
@@ -125,8 +125,8 @@ impl Bench {
         self.dir.join("base.raw")
     }
 
-    /// Counts for one format, with the files of one worker. A format that cannot be looked at is told with its reason; a plain
-    /// image of ours that fails is an error.
+    /// Counts for one format, with the files of one worker. A format that cannot be looked at is told with its reason; a
+    /// plain image of ours that fails is an error.
     pub(super) fn row(&self, subject: usize, workload: &Workload, worker: usize) -> Result<Counted> {
         let refusal = &self.refusals[subject];
         let subject = &SUBJECTS[subject];
@@ -138,7 +138,7 @@ impl Bench {
         let needs_qemu = subject.maker == Maker::Qemu || workload.below == Below::Snapshot;
         let mut row = Row {
             subject: subject.name,
-            witness: if witness == Witness::Strace { "strace" } else { "stats" },
+            witness: if witness == Witness::Stats { "stats" } else { "strace" },
             guest: asked(&workload.plan(self.operations).counted),
             host: None,
             skipped: refusal.clone(),
@@ -149,15 +149,19 @@ impl Bench {
         if row.skipped.is_none() && witness == Witness::Strace {
             row.skipped.clone_from(&self.blind);
         }
-        let mut seen = None;
+        let mut said = None;
         if row.skipped.is_none() {
             match self.count(subject, workload, witness, worker) {
-                Ok((host, strace)) => (row.host, seen) = (Some(host), strace),
+                // Of two, the one is told that knows when each call began.
+                Ok((host, strace)) => {
+                    row.host = strace.or(Some(host));
+                    said = strace.map(|strace| (host.total, strace.total));
+                }
                 Err(error) if subject.maker == Maker::Qemu => row.skipped = Some(error.chain()),
                 Err(error) => return Err(error).context(|| format!("{} at {}", subject.name, workload.id)),
             }
         }
-        Ok(Counted { row, strace: seen })
+        Ok(Counted { row, said })
     }
 
     /// Makes an image, does the workload, closes it. With two witnesses the second is `strace`.

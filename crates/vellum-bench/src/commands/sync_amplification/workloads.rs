@@ -1,11 +1,11 @@
 //! What the synchronous guest does: a number of operations, each of some writes or discards with flushes after them.
 //!
 //! ```text
-//!   fill, when places are to be mapped already ► close, snapshot │ 64 operations │ the operations that count, of 1 or 4 guests
+//!   fill, when places are to be mapped already ► close, snapshot │ 64 operations │ those that count, of 1 or 4 guests
 //! ```
 //!
-//! Places are clusters of 64 KiB. Those of a random order are all different, so that each write of an append is the first one
-//! of its cluster.
+//! Places are clusters of 64 KiB. Those of a random order are all different, so that each write of an append is the first
+//! one of its cluster.
 
 use vellum_core::Random;
 

@@ -136,7 +136,8 @@ impl Drop for Images {
     }
 }
 
-fn write_raw(path: &Path, size: u64) -> io::Result<()> {
+/// A disk full of bytes that do not compress.
+pub(crate) fn write_raw(path: &Path, size: u64) -> io::Result<()> {
     let mut file = File::create(path)?;
     let mut piece = filler(PIECE_BYTES);
     let mut at = 0;
@@ -148,13 +149,20 @@ fn write_raw(path: &Path, size: u64) -> io::Result<()> {
     Ok(())
 }
 
-fn run(command: &mut Command) -> Result<()> {
+/// Runs a program that makes an image; what it complains of is the error.
+pub(crate) fn run(command: &mut Command) -> Result<()> {
+    match complaint(command)? {
+        None => Ok(()),
+        Some(said) => Err(Error::invalid(format!("{command:?} failed: {said}"))),
+    }
+}
+
+/// The same; what it complains of is the answer, in its own words.
+pub(crate) fn complaint(command: &mut Command) -> Result<Option<String>> {
     let output = command
         .stdin(Stdio::null())
         .output()
         .context(|| format!("can't run {}", command.get_program().display()))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(Error::invalid(format!("{command:?} failed: {}", String::from_utf8_lossy(&output.stderr).trim())))
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Ok((!output.status.success()).then_some(said))
 }

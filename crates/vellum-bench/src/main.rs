@@ -4,17 +4,20 @@
 //!   commands   an experiment each: which cases, in which order, compared how
 //!     server   programs that serve an image: how each is started, reached and stopped
 //!     load     what a client asks, and what it sees: workloads, the generator, fio as the other opinion
+//!     cost     what a server asks of the host: counts of writes and flushes
 //!     images   the disks that are served
 //!     host     what the machine says: CPU time, the medium, the kernel
 //!     report   samples become medians and ratios, a table and JSON
 //! ```
 //!
-//! Clocks lie on a busy machine. So programs take turns, each round gives one ratio per pair, and the median of the rounds is
-//! what is told; beside each rate stands the CPU time of the server per operation, which suffers least from others.
+//! Clocks lie on a busy machine. So what can be counted is counted (`sync-amplification`), and where time is the point,
+//! programs take turns, each round gives one ratio per pair, and the median of the rounds is what is told; beside each rate
+//! stands the CPU time of the server per operation, which suffers least from others.
 
 #![forbid(unsafe_code)]
 
 mod commands;
+mod cost;
 mod host;
 mod images;
 mod load;
@@ -36,11 +39,13 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Nbd(commands::nbd::Args),
+    SyncAmplification(commands::sync_amplification::Args),
 }
 
 fn main() -> ExitCode {
     let (name, result) = match Cli::parse().command {
         Command::Nbd(args) => ("nbd", commands::nbd::run(&args)),
+        Command::SyncAmplification(args) => ("sync-amplification", commands::sync_amplification::run(&args)),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,8 +1,11 @@
 //! One file for each experiment. An experiment chooses cases, lets programs take turns at each, and reports.
 
 pub(crate) mod nbd;
+pub(crate) mod sync_amplification;
 
-use vellum_core::{Error, Result};
+use std::path::PathBuf;
+
+use vellum_core::{Context, Error, Result};
 
 /// A number of bytes: digits, and perhaps K, M or G.
 pub(crate) fn parse_size(text: &str) -> Result<u64> {
@@ -19,4 +22,13 @@ pub(crate) fn parse_size(text: &str) -> Result<u64> {
     size.ok_or_else(|| {
         Error::invalid(format!("{text:?} is no size: say a number of bytes, or with K, M or G"))
     })
+}
+
+/// Where images are made: what was said, or beside this program.
+pub(crate) fn dir_or_beside_me(said: Option<&PathBuf>) -> Result<PathBuf> {
+    if let Some(dir) = said {
+        return Ok(dir.clone());
+    }
+    let me = std::env::current_exe().context(|| "can't find this program")?;
+    Ok(me.parent().expect("a program lies in a directory").to_owned())
 }

@@ -18,7 +18,7 @@ use std::time::{Duration, SystemTime};
 use serde::Serialize;
 use vellum_core::{Context, Error, ErrorKind, Result};
 
-use super::parse_size;
+use super::{dir_or_beside_me, parse_size};
 use crate::host::Machine;
 use crate::images::{Image, Images};
 use crate::load::{self, Sample, Target, Timing, fio};
@@ -135,14 +135,6 @@ impl Args {
         }
         Ok(size)
     }
-
-    fn dir(&self) -> Result<PathBuf> {
-        if let Some(dir) = &self.dir {
-            return Ok(dir.clone());
-        }
-        let me = std::env::current_exe().context(|| "can't find this program")?;
-        Ok(me.parent().expect("a program lies in a directory").to_owned())
-    }
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -155,7 +147,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if cases.is_empty() {
         return Err(Error::invalid("no case has such a name: see --list"));
     }
-    let (timing, size, dir) = (args.timing()?, args.size()?, args.dir()?);
+    let (timing, size, dir) = (args.timing()?, args.size()?, dir_or_beside_me(args.dir.as_ref())?);
     let ours = if args.vellum.is_empty() { vec![Vellum::beside_me()?] } else { args.vellum.clone() };
     let entrants = entrants(args, &ours)?;
     let machine = Machine::with(&dir);
@@ -228,7 +220,7 @@ fn entrants(args: &Args, ours: &[Vellum]) -> Result<Vec<Entrant>> {
     let mut servers: Vec<Box<dyn Server>> = Vec::new();
     servers.extend(ours.iter().map(|vellum| Box::new(vellum.clone()) as Box<dyn Server>));
     if !args.skip_peers {
-        servers.push(Box::new(QemuNbd));
+        servers.push(Box::new(QemuNbd::FAST));
         servers.push(Box::new(Nbdkit));
     }
     let mut entrants: Vec<Entrant> = Vec::new();

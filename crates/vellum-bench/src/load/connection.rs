@@ -38,11 +38,11 @@ pub(crate) struct Session {
     pub(crate) size: u64,
 }
 
-fn broken(what: &str) -> Error {
+pub(super) fn broken(what: &str) -> Error {
     Error::corrupt(format!("the server broke the protocol: {what}"))
 }
 
-fn be<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+pub(super) fn be<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     bytes[at..at + N].try_into().expect("as many as were asked for")
 }
 
@@ -82,11 +82,11 @@ impl Session {
         }
     }
 
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+    pub(super) fn put(&mut self, bytes: &[u8]) -> Result<()> {
         self.stream.write_all(bytes).context(|| "can't write to the server")
     }
 
-    fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
+    pub(super) fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
         let mut bytes = [0; N];
         self.stream.read_exact(&mut bytes).context(|| "can't read from the server")?;
         Ok(bytes)
@@ -97,6 +97,11 @@ impl Session {
         let bytes =
             [&OPTION_MAGIC.to_be_bytes(), &option.to_be_bytes()[..], &len.to_be_bytes(), data].concat();
         self.put(&bytes)
+    }
+
+    pub(super) fn say_goodbye(&mut self) -> Result<()> {
+        let header = RequestHeader { flags: 0, command: command::DISC, cookie: 0, offset: 0, len: 0 };
+        self.put(&header.encode())
     }
 
     fn answer(&mut self, option: u32) -> Result<(u32, Vec<u8>)> {
@@ -329,7 +334,6 @@ impl Client {
 
     /// Says goodbye.
     pub(crate) fn leave(mut self) -> Result<()> {
-        let header = RequestHeader { flags: 0, command: command::DISC, cookie: 0, offset: 0, len: 0 };
-        self.session.put(&header.encode())
+        self.session.say_goodbye()
     }
 }

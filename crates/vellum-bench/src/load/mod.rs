@@ -10,6 +10,7 @@
 
 mod connection;
 pub(crate) mod fio;
+pub(crate) mod guest;
 mod latency;
 pub(crate) mod workload;
 

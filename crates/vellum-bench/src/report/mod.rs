@@ -1,5 +1,7 @@
 //! What is told of samples: medians, ratios, lines of a table, a file of JSON. The only place that prints.
 
+pub(crate) mod amplification;
+
 use serde::Serialize;
 
 use crate::load::Sample;

@@ -62,7 +62,7 @@ pub(crate) trait Server {
 }
 
 /// The first line that the command prints.
-fn first_line_of(command: &mut Command) -> Result<String> {
+pub(crate) fn first_line_of(command: &mut Command) -> Result<String> {
     let program = command.get_program().display().to_string();
     let output = command.stdin(Stdio::null()).output().map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => {
@@ -83,7 +83,11 @@ pub(crate) struct Running {
 impl Running {
     /// Starts the server and waits until clients can connect.
     pub(crate) fn start(server: &dyn Server, serving: &Serving<'_>) -> Result<Self> {
-        let mut command = server.command(serving)?;
+        Self::start_command(server.command(serving)?, serving)
+    }
+
+    /// The same with a command that was changed, for example to be watched.
+    pub(crate) fn start_command(mut command: Command, serving: &Serving<'_>) -> Result<Self> {
         let log = serving.socket.with_extension("log");
         drop(fs::remove_file(serving.socket));
         let error = File::create(&log).context(|| format!("can't make {}", log.display()))?;
@@ -111,10 +115,21 @@ impl Running {
     pub(crate) fn socket(&self) -> &Path {
         &self.socket
     }
-}
 
-impl Drop for Running {
-    fn drop(&mut self) {
+    /// Tells it to end, and fails unless it ends in good order: its images are closed then.
+    pub(crate) fn stop(mut self) -> Result<()> {
+        self.end();
+        let status = self.child.wait().context(|| "can't ask for the server")?;
+        if !status.success() {
+            return Err(Error::invalid(format!("the server did not end in good order: {status}")));
+        }
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        if matches!(self.child.try_wait(), Ok(Some(_))) {
+            return;
+        }
         // In good order first: an image that was written has to be closed.
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         let begun = Instant::now();
@@ -125,5 +140,11 @@ impl Drop for Running {
             }
             thread::sleep(Duration::from_millis(5));
         }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.end();
     }
 }

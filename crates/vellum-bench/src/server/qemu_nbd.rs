@@ -1,4 +1,4 @@
-//! QEMU's NBD server, with io_uring: the fastest way it has to the file.
+//! QEMU's NBD server: with io_uring, the fastest way it has to the file, or with threads, whose calls can be watched.
 
 use std::process::Command;
 
@@ -8,7 +8,16 @@ use super::{Cache, Server, Serving, first_line_of};
 
 /// `qemu-nbd` of this host.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct QemuNbd;
+pub(crate) struct QemuNbd {
+    aio: &'static str,
+}
+
+impl QemuNbd {
+    /// As fast as it can be.
+    pub(crate) const FAST: Self = Self { aio: "io_uring" };
+    /// With calls that `strace` sees; the guest's discards reach the file.
+    pub(crate) const VISIBLE: Self = Self { aio: "threads" };
+}
 
 impl Server for QemuNbd {
     fn name(&self) -> String {
@@ -25,7 +34,8 @@ impl Server for QemuNbd {
             Cache::Direct => "none",
         };
         let mut command = Command::new("qemu-nbd");
-        command.args(["--persistent", "--aio=io_uring", "--format", serving.format]);
+        command.args(["--persistent", "--format", serving.format]).arg(format!("--aio={}", self.aio));
+        command.args((self.aio == Self::VISIBLE.aio).then_some("--discard=unmap"));
         command.arg(format!("--cache={cache}"));
         // One more, for whoever looks whether it is there.
         command.arg(format!("--shared={}", serving.connections + 1));

@@ -1,7 +1,7 @@
 //! Vellum, or several builds of it side by side.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use vellum_core::{Context, Error, Result};
@@ -25,9 +25,11 @@ impl Vellum {
     pub(crate) fn beside_me() -> Result<Self> {
         let me = std::env::current_exe().context(|| "can't find this program")?;
         if let Some(cargo) = std::env::var_os("CARGO") {
-            let release = me.parent().is_some_and(|dir| dir.ends_with("release"));
+            // A profile's programs lie in a directory of its name; only that of `dev` has another.
+            let profile = me.parent().and_then(Path::file_name).filter(|name| *name != "debug");
             let mut build = Command::new(cargo);
-            build.args(["build", "--quiet", "--package", "vellum"]).args(release.then_some("--release"));
+            build.args(["build", "--quiet", "--package", "vellum", "--profile"]);
+            build.arg(profile.unwrap_or("dev".as_ref()));
             let built = build.status().context(|| format!("can't run {build:?}"))?;
             if !built.success() {
                 return Err(Error::invalid(format!("{build:?} failed")));

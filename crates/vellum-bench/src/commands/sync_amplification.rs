@@ -1,0 +1,327 @@
+//! `vellum-bench sync-amplification`: what synchronous writes of a guest cost the host, by counts and not by clocks.
+//!
+//! ```text
+//!   for each workload, for each format: one row
+//!     of one guest        several at once: a count does not care who else is at work
+//!     of several guests   alone: flushes are shared by who comes in time
+//! ```
+//!
+//! QEMU's calls are seen by `strace`, so its server uses threads and not a ring. Vellum counts for itself, as it is used;
+//! each of its formats is watched once by both (with `--strace` each row), and both have to say the same. What began in the
+//! background after the last answer is no foreground to `strace`, which knows when; to Vellum's own figures, which come
+//! once a second, it may be.
+
+mod count;
+mod subjects;
+mod workloads;
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::SystemTime;
+
+use serde::Serialize;
+use vellum_core::{Context, Error, Result};
+
+use super::dir_or_beside_me;
+use crate::cost::Counts;
+use crate::host::Machine;
+use crate::images;
+use crate::report::amplification::{Row, head, line};
+use crate::report::{Output, Table, say_json};
+use crate::server::{Vellum, first_line_of};
+use count::{Bench, Counted};
+use subjects::{Maker, SUBJECTS, Subject, Tools};
+use workloads::{BASE_BYTES, Below, WORKLOADS, Workload};
+
+/// Rows of one guest that are counted at once. They mostly wait: for the drive, and for figures that come once a second.
+const WORKERS: usize = 4;
+
+/// Count what synchronous writes cost the host: flushes, writes and bytes, for each format of Vellum and QEMU
+///
+/// A guest waits for each answer. The first 64 operations do not count; then each line tells what the guest asked (w, f) and
+/// what the host was asked for it: flushes of the file (F), writes to it (W), KiB written, calls that punch a hole or zero a
+/// range (H), and how many times the guest's own that is.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Some workloads, 32 operations of each
+    #[arg(long)]
+    quick: bool,
+    /// Operations that count [default: 256, quick: 32]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(4..=1024))]
+    operations: Option<u16>,
+    /// Where images and sockets are made; beside this program when not given
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// Only workloads whose name contains TEXT; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    only: Vec<String>,
+    /// Vellum alone
+    #[arg(long)]
+    skip_peers: bool,
+    /// Look at each row of Vellum from outside too, without a ring, and not at one of each format
+    #[arg(long)]
+    strace: bool,
+    /// The vellum to look at
+    #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
+    vellum: Option<Vellum>,
+    /// What goes to stdout: the table, or all counts as JSON (the table goes to stderr then)
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
+    output: Output,
+    /// Name the workloads and do nothing
+    #[arg(long)]
+    list: bool,
+}
+
+/// Everything that was counted, for programs.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Report {
+    unix_seconds: u64,
+    machine: Machine,
+    operations: usize,
+    programs: Vec<String>,
+    workloads: Vec<Outcome>,
+    confirmations: Vec<Confirmation>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Outcome {
+    workload: &'static str,
+    title: &'static str,
+    guests: usize,
+    rows: Vec<Row>,
+}
+
+/// What both witnesses said of one run of Vellum, to the clean close.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Confirmation {
+    subject: &'static str,
+    workload: &'static str,
+    stats: Counts,
+    strace: Counts,
+}
+
+impl Confirmation {
+    /// Holes are told and not compared: a file system that knows none fails the call, which only one witness counts.
+    fn holds(&self) -> bool {
+        let compared = |counts: Counts| Counts { holes: 0, ..counts };
+        compared(self.stats) == compared(self.strace)
+    }
+}
+
+/// A row to come: which workload of those chosen, which of all subjects.
+#[derive(Clone, Copy)]
+struct Job {
+    workload: usize,
+    subject: usize,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let wanted = |workload: &&Workload| {
+        let named = args.only.iter().any(|text| workload.id.contains(text.as_str()));
+        if args.only.is_empty() { !args.quick || workload.quick } else { named }
+    };
+    let workloads: Vec<&Workload> = WORKLOADS.iter().filter(wanted).collect();
+    let table = Table::to(args.output);
+    if args.list {
+        workloads.iter().for_each(|workload| table.say(workload.id));
+        return Ok(());
+    }
+    if workloads.is_empty() {
+        return Err(Error::invalid("no workload has such a name: see --list"));
+    }
+    let (bench, programs) = prepare(args)?;
+    let machine = Machine::with(&bench.dir);
+    table.say(&format!(
+        "{} operations after {}; images on {}; Linux {}",
+        bench.operations,
+        workloads::WARM_UP,
+        machine.medium,
+        machine.kernel
+    ));
+    programs.iter().for_each(|program| table.say(program));
+    if workloads.iter().any(|workload| workload.below == Below::Base) {
+        images::write_raw(&bench.base(), BASE_BYTES).context(|| "can't write the base")?;
+    }
+    let (outcomes, mut confirmations) = count_all(&bench, &workloads, args.skip_peers, table)?;
+    table.say("");
+    tell_reasons(&outcomes, table);
+    if let Some(reason) = &bench.blind {
+        table.say(&format!("skipped: what Vellum counts is not confirmed: {reason}"));
+    } else if !args.strace {
+        confirmations = confirm(&bench, &workloads)?;
+    }
+    let doubts = confirmations.iter().filter(|confirmation| !confirmation.holds()).count();
+    for Confirmation { subject, workload, stats, strace } in &confirmations {
+        let same = format!("strace counted the same: {} flushes, {} writes", stats.flushes, stats.writes);
+        let said =
+            if doubts == 0 { same } else { format!("strace counted {strace:?}, Vellum itself {stats:?}") };
+        table.say(&format!("{subject}, {workload}: {said}"));
+    }
+    if args.output == Output::Json {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let (unix_seconds, operations) = (now.as_secs(), bench.operations);
+        say_json(&Report { unix_seconds, machine, operations, programs, workloads: outcomes, confirmations });
+    }
+    if doubts > 0 {
+        return Err(Error::corrupt(format!("strace and Vellum's own counters differ at {doubts} rows")));
+    }
+    Ok(())
+}
+
+/// Looks which programs are there and what they can, and makes the directory. Their versions, too.
+fn prepare(args: &Args) -> Result<(Bench, Vec<String>)> {
+    let vellum = args.vellum.clone().map_or_else(Vellum::beside_me, Ok)?;
+    let mut programs = vec![first_line_of(Command::new(&vellum.path).arg("--version"))?];
+    let mut missing = |program: &str| match first_line_of(Command::new(program).arg("--version")) {
+        Ok(version) => {
+            programs.push(version);
+            None
+        }
+        Err(error) => Some(error.chain()),
+    };
+    let blind = missing("strace");
+    let no_qemu = missing("qemu-img").or_else(|| missing("qemu-nbd"));
+    let dir = dir_or_beside_me(args.dir.as_ref())?.join(format!("vellum-bench-{}", std::process::id()));
+    fs::create_dir_all(&dir).context(|| format!("can't make {}", dir.display()))?;
+    // As the kernel names it: paths in a trace are compared with it.
+    let dir = dir.canonicalize().context(|| format!("can't find {}", dir.display()))?;
+    let probe = dir.join("probe");
+    let tools = Tools::probe(&vellum.path, &probe)?;
+    let refusal = |subject: &Subject| match (&no_qemu, subject.maker) {
+        (Some(reason), Maker::Qemu) => Ok(Some(reason.clone())),
+        _ => subject.refusal(tools, &probe),
+    };
+    let refusals = SUBJECTS.iter().map(refusal).collect::<Result<_>>()?;
+    let (knows_journal, confirms_all) = (tools.knows_journal, args.strace);
+    let operations = args.operations.map_or(if args.quick { 32 } else { 256 }, usize::from);
+    let bench = Bench { dir, vellum, knows_journal, operations, blind, no_qemu, confirms_all, refusals };
+    Ok((bench, programs))
+}
+
+/// Counts all rows, and tells each workload when its last one is there.
+fn count_all(
+    bench: &Bench,
+    workloads: &[&Workload],
+    skip_peers: bool,
+    table: Table,
+) -> Result<(Vec<Outcome>, Vec<Confirmation>)> {
+    let jobs_of = |index: usize| {
+        let workload = workloads[index];
+        let takes = move |subject: &usize| {
+            let subject = &SUBJECTS[*subject];
+            subject.takes(workload) && (subject.maker == Maker::Vellum || !skip_peers)
+        };
+        (0..SUBJECTS.len()).filter(takes).map(move |subject| Job { workload: index, subject })
+    };
+    let jobs: Vec<Job> = (0..workloads.len()).flat_map(jobs_of).collect();
+    let (alone, together): (Vec<Job>, Vec<Job>) =
+        jobs.iter().partition(|job| workloads[job.workload].guests > 1);
+    let mut rows: Vec<Vec<Option<Row>>> = vec![Vec::new(); workloads.len()];
+    jobs.iter().for_each(|job| rows[job.workload].push(None));
+    let place = |job: Job| jobs_of(job.workload).take_while(|other| other.subject != job.subject).count();
+    let (mut outcomes, mut confirmations) = (Vec::new(), Vec::new());
+    let mut take = |job: Job, counted: Counted| {
+        let workload = workloads[job.workload];
+        if let Some((stats, strace)) = counted.said {
+            let (subject, workload) = (counted.row.subject, workload.id);
+            confirmations.push(Confirmation { subject, workload, stats, strace });
+        }
+        rows[job.workload][place(job)] = Some(counted.row);
+        // Workloads are told in their order, whichever ends first.
+        while let Some(workload) = workloads.get(outcomes.len())
+            && rows[outcomes.len()].iter().all(Option::is_some)
+        {
+            let rows = std::mem::take(&mut rows[outcomes.len()]).into_iter().flatten().collect();
+            let (id, title, guests) = (workload.id, workload.title, workload.guests);
+            let outcome = Outcome { workload: id, title, guests, rows };
+            tell(&outcome, table);
+            outcomes.push(outcome);
+        }
+    };
+    spread(bench, workloads, &together, WORKERS, &mut take)?;
+    spread(bench, workloads, &alone, 1, &mut take)?;
+    Ok((outcomes, confirmations))
+}
+
+/// Lets so many workers do the jobs; the first error ends them all.
+fn spread(
+    bench: &Bench,
+    workloads: &[&Workload],
+    jobs: &[Job],
+    workers: usize,
+    take: &mut impl FnMut(Job, Counted),
+) -> Result<()> {
+    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let (results, coming) = mpsc::channel();
+    let work = |worker: usize, results: &mpsc::Sender<(Job, Result<Counted>)>| {
+        while !failed.load(Ordering::Relaxed)
+            && let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed))
+        {
+            let counted = bench.row(job.subject, workloads[job.workload], worker);
+            failed.fetch_or(counted.is_err(), Ordering::Relaxed);
+            if results.send((*job, counted)).is_err() {
+                return;
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for worker in 0..workers {
+            let (results, work) = (results.clone(), &work);
+            scope.spawn(move || work(worker, &results));
+        }
+        drop(results);
+        coming.into_iter().try_for_each(|(job, counted)| {
+            take(job, counted?);
+            Ok(())
+        })
+    })
+}
+
+fn tell(outcome: &Outcome, table: Table) {
+    table.say("");
+    table.say(&format!("{}: {}", outcome.workload, outcome.title));
+    head().iter().for_each(|line| table.say(line));
+    outcome.rows.iter().for_each(|row| table.say(&line(row)));
+}
+
+/// Why formats were left out, each reason once.
+fn tell_reasons(outcomes: &[Outcome], table: Table) {
+    let mut told: Vec<String> = Vec::new();
+    for row in outcomes.iter().flat_map(|outcome| &outcome.rows) {
+        if let Some(reason) = &row.skipped {
+            let reason = format!("skipped: {}: {reason}", row.subject);
+            if !told.contains(&reason) {
+                table.say(&reason);
+                told.push(reason);
+            }
+        }
+    }
+}
+
+/// Each of our formats once with both witnesses, at the first workload that is one for it; all at once.
+fn confirm(bench: &Bench, workloads: &[&Workload]) -> Result<Vec<Confirmation>> {
+    let first = |subject: &Subject| workloads.iter().find(|workload| subject.takes(workload)).copied();
+    let chosen: Vec<(&Subject, &Workload)> = SUBJECTS
+        .iter()
+        .zip(&bench.refusals)
+        .filter(|(subject, refusal)| subject.maker == Maker::Vellum && refusal.is_none())
+        .filter_map(|(subject, _)| first(subject).map(|workload| (subject, workload)))
+        .collect();
+    let look = |worker: usize, subject: &Subject, workload: &Workload| {
+        let (stats, strace) = bench.both(subject, workload, worker)?;
+        let (subject, workload) = (subject.name, workload.id);
+        Ok(Confirmation { subject, workload, stats: stats.total, strace: strace.total })
+    };
+    thread::scope(|scope| {
+        let spawn = |(worker, (subject, workload))| scope.spawn(move || look(worker, subject, workload));
+        let looks: Vec<_> = chosen.into_iter().enumerate().map(spawn).collect();
+        looks.into_iter().map(|look| look.join().expect("who looks does not panic")).collect()
+    })
+}

@@ -1,0 +1,150 @@
+//! Whose cost is looked at: formats with their options, made and served by QEMU and by Vellum.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::process::Command;
+
+use vellum_core::Result;
+
+use super::workloads::{Below, Workload};
+use crate::images;
+
+/// The program that makes and serves an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Maker {
+    /// `vellum create`, `vellum serve`.
+    Vellum,
+    /// `qemu-img create`, `qemu-nbd`.
+    Qemu,
+}
+
+/// Whether an image has another one below it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Base {
+    Never,
+    Either,
+    Always,
+}
+
+/// How a qcow2 of Vellum makes its metadata durable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Journal {
+    /// Not by a journal. Where `create` knows of one, it is told to leave it out.
+    Off,
+    On,
+}
+
+/// A format with options, of a program.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Subject {
+    /// The name in a table.
+    pub(super) name: &'static str,
+    pub(super) maker: Maker,
+    /// The format's name, the same to both programs.
+    pub(super) format: &'static str,
+    options: &'static str,
+    base: Base,
+    journal: Journal,
+}
+
+const fn vellum(
+    name: &'static str,
+    format: &'static str,
+    options: &'static str,
+    base: Base,
+    journal: Journal,
+) -> Subject {
+    Subject { name, maker: Maker::Vellum, format, options, base, journal }
+}
+
+const fn qemu(name: &'static str, format: &'static str, options: &'static str, base: Base) -> Subject {
+    Subject { name, maker: Maker::Qemu, format, options, base, journal: Journal::Off }
+}
+
+/// All of them, ours first.
+pub(super) const SUBJECTS: [Subject; 13] = [
+    vellum("vellum raw", "raw", "", Base::Never, Journal::Off),
+    vellum("vellum qcow2 plain", "qcow2", "", Base::Either, Journal::Off),
+    vellum("vellum qcow2 extended_l2=off", "qcow2", "extended_l2=off", Base::Always, Journal::Off),
+    vellum("vellum qcow2 journaled", "qcow2", "", Base::Either, Journal::On),
+    qemu("qemu raw", "raw", "", Base::Never),
+    qemu("qemu qcow2", "qcow2", "", Base::Either),
+    qemu("qemu qcow2 lazy_refcounts", "qcow2", "lazy_refcounts=on", Base::Either),
+    qemu("qemu qcow2 prealloc metadata", "qcow2", "preallocation=metadata", Base::Never),
+    qemu("qemu qcow2 extended_l2", "qcow2", "extended_l2=on", Base::Always),
+    qemu("qemu qed", "qed", "", Base::Either),
+    qemu("qemu vmdk", "vmdk", "", Base::Never),
+    qemu("qemu vhdx", "vhdx", "", Base::Never),
+    qemu("qemu vdi", "vdi", "", Base::Never),
+];
+
+/// Vellum as it makes images.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tools<'a> {
+    pub(super) vellum: &'a Path,
+    /// Whether its `create` knows the option `journal`.
+    pub(super) knows_journal: bool,
+}
+
+impl<'a> Tools<'a> {
+    /// Looks what this `vellum` can, by making an image there.
+    pub(super) fn probe(vellum: &'a Path, image: &Path) -> Result<Self> {
+        let mut command = create(vellum.as_os_str(), "qcow2", &["journal=off"]);
+        let knows_journal = images::complaint(command.arg(image).arg("1M"))?.is_none();
+        Ok(Self { vellum, knows_journal })
+    }
+}
+
+fn create(program: &OsStr, format: &str, options: &[&str]) -> Command {
+    let mut command = Command::new(program);
+    command.args(["create", "-q", "-f", format]);
+    for option in options.iter().filter(|option| !option.is_empty()) {
+        command.args(["-o", option]);
+    }
+    command
+}
+
+impl Subject {
+    /// Whether the workload is one for it.
+    pub(super) fn takes(&self, workload: &Workload) -> bool {
+        match workload.below {
+            Below::Nothing => self.base != Base::Always,
+            Below::Base => self.base != Base::Never,
+            Below::Snapshot => self.base != Base::Always && self.format == "qcow2",
+        }
+    }
+
+    /// The command that makes an empty image; over `base`, which is raw, when there is one.
+    fn making(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Command {
+        let mut command = match self.maker {
+            Maker::Vellum => {
+                let journal = match self.journal {
+                    Journal::On => "journal=on",
+                    Journal::Off if tools.knows_journal && self.format == "qcow2" => "journal=off",
+                    Journal::Off => "",
+                };
+                create(tools.vellum.as_os_str(), self.format, &[self.options, journal])
+            }
+            Maker::Qemu => create(OsStr::new("qemu-img"), self.format, &[self.options]),
+        };
+        if let Some(base) = base {
+            command.arg("-b").arg(base).args(["-F", "raw"]);
+        }
+        command.arg(image).arg(size.to_string());
+        command
+    }
+
+    /// Makes it.
+    pub(super) fn make(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Result<()> {
+        images::run(&mut self.making(tools, image, size, base))
+    }
+
+    /// Why it cannot be looked at, as its maker says when it is asked for such an image. A plain image of ours that cannot
+    /// be made is a mistake and no reason.
+    pub(super) fn refusal(&self, tools: Tools<'_>, image: &Path) -> Result<Option<String>> {
+        if self.maker == Maker::Vellum && self.journal == Journal::Off {
+            return Ok(None);
+        }
+        images::complaint(&mut self.making(tools, image, 64 << 20, None))
+    }
+}

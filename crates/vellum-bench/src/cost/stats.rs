@@ -1,0 +1,111 @@
+//! What Vellum says of itself: the file of `serve --stats-json`, rewritten once a second and at the end.
+
+use std::fs;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+use vellum_core::{Context, Error, ErrorKind, Result};
+
+use super::Counts;
+
+/// How long new figures may take to come.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+#[derive(Deserialize)]
+struct File {
+    disks: Vec<Disk>,
+}
+
+#[derive(Deserialize)]
+struct Disk {
+    guest: Operations,
+    host: Host,
+}
+
+#[derive(Deserialize)]
+struct Host {
+    data: Operations,
+    metadata: Operations,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Operations {
+    reads: u64,
+    writes: u64,
+    flushes: u64,
+    zeroes: u64,
+    discards: u64,
+    bytes_written: u64,
+}
+
+/// How many reads the guest had made then, and what the host had been asked for the one disk that is served.
+fn parse(text: &str) -> Result<(u64, Counts)> {
+    let file: File = serde_json::from_str(text)
+        .map_err(|error| Error::corrupt(format!("the statistics have another form: {error}")))?;
+    let [disk] = &file.disks[..] else {
+        return Err(Error::corrupt("the statistics are not those of one disk"));
+    };
+    let mut counts = Counts::default();
+    for part in [&disk.host.data, &disk.host.metadata] {
+        counts += Counts {
+            flushes: part.flushes,
+            writes: part.writes,
+            bytes_written: part.bytes_written,
+            holes: part.zeroes + part.discards,
+        };
+    }
+    Ok((disk.guest.reads, counts))
+}
+
+/// What was counted up to now.
+pub(crate) fn read(path: &Path) -> Result<Counts> {
+    let context = || format!("can't read {}", path.display());
+    Ok(parse(&fs::read_to_string(path).context(context)?).context(context)?.1)
+}
+
+/// Waits for figures that were taken after the guest's read number `reads`.
+pub(crate) fn read_after(path: &Path, reads: u64) -> Result<Counts> {
+    let begun = Instant::now();
+    loop {
+        match fs::read_to_string(path) {
+            Ok(text) => {
+                let (seen, counts) = parse(&text)?;
+                if seen >= reads {
+                    return Ok(counts);
+                }
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {} // the first second
+            Err(error) => return Err(Error::io(error, format!("can't read {}", path.display()))),
+        }
+        if begun.elapsed() > PATIENCE {
+            return Err(Error::new(ErrorKind::NotFound, "the server writes no statistics"));
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn data_and_metadata_are_counted_together() {
+        let operations = |reads: u64, writes: u64, flushes: u64| {
+            serde_json::json!({
+                "reads": reads, "writes": writes, "flushes": flushes, "zeroes": 1, "discards": 2,
+                "bytes-read": 9, "bytes-written": 4096 * writes, "bytes-zeroed": 9, "bytes-discarded": 9,
+            })
+        };
+        let disk = serde_json::json!({
+            "exports": [""], "image": "x", "guest": operations(7, 1, 1),
+            "host": { "data": operations(0, 3, 5), "metadata": operations(1, 2, 0) },
+        });
+        let text = serde_json::json!({ "io": "uring", "disks": [disk] }).to_string();
+        let counts = Counts { flushes: 5, writes: 5, bytes_written: 5 * 4096, holes: 6 };
+        assert_eq!(parse(&text).unwrap(), (7, counts));
+        assert!(parse("{}").is_err() && parse(r#"{"disks": []}"#).is_err());
+    }
+}

@@ -1,0 +1,198 @@
+//! `strace` as a witness: the lines it writes, and which of them are writes and flushes of files in a directory.
+//!
+//! ```text
+//!   2704  1795264691.045133 fallocate(5</d/q.qcow2>, FALLOC_FL_ZERO_RANGE, 327680, 65536) = 0
+//!   2704  1795264691.045323 pwrite64(5</d/q.qcow2>, ""..., 4096, 327680 <unfinished ...>
+//!   2705  1795264691.045400 fdatasync(5</d/q.qcow2>) = 0
+//!   2704  1795264691.045682 <... pwrite64 resumed>) = 4096
+//! ```
+//!
+//! A call counts at the moment it began, with what it gave back; one that failed did nothing and does not count.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use vellum_core::{Context, Error, Result};
+
+use super::Counts;
+
+/// How long the end of a trace may take to come after that of the process.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What is looked at.
+const CALLS: &str = "trace=pwrite64,pwritev,pwritev2,fdatasync,fsync,fallocate";
+
+/// The same command, watched from beside: its process is the program itself, which signals reach.
+pub(crate) fn watched(command: &Command, log: &Path) -> Command {
+    let mut strace = Command::new("strace");
+    strace.args(["-D", "-f", "-q", "-y", "-s", "0", "-ttt", "-e", CALLS, "-e", "signal=none", "-o"]).arg(log);
+    strace.arg("--").arg(command.get_program()).args(command.get_args());
+    strace
+}
+
+/// A call that succeeded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Call {
+    /// When it began, in microseconds since 1970.
+    pub(crate) begun_us: u64,
+    /// What it counts as.
+    pub(crate) counts: Counts,
+}
+
+/// The trace of a process that has ended, or is about to: the calls to files in `dir`.
+pub(crate) fn read(log: &Path, pid: u32, dir: &Path) -> Result<Vec<Call>> {
+    let begun = Instant::now();
+    loop {
+        let text = fs::read_to_string(log).context(|| format!("can't read {}", log.display()))?;
+        if has_ended(&text, pid) {
+            return parse(&text, dir);
+        }
+        if begun.elapsed() > PATIENCE {
+            return Err(Error::corrupt(format!("{} does not come to an end", log.display())));
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Calls that began after `from_us`, and no later than `to_us`.
+pub(crate) fn sum(calls: &[Call], from_us: u64, to_us: u64) -> Counts {
+    let mut sum = Counts::default();
+    for call in calls.iter().filter(|call| call.begun_us > from_us && call.begun_us <= to_us) {
+        sum += call.counts;
+    }
+    sum
+}
+
+/// A line's process and the rest of it.
+fn split(line: &str) -> Option<(u32, &str)> {
+    let (pid, rest) = line.split_once(' ')?;
+    Some((pid.parse().ok()?, rest.trim_start()))
+}
+
+/// Whether the trace tells of the end of the process.
+fn has_ended(text: &str, pid: u32) -> bool {
+    let ends = |rest: &str| rest.contains(" +++ exited with") || rest.contains(" +++ killed by");
+    text.lines().rev().filter_map(split).any(|(of, rest)| of == pid && ends(rest))
+}
+
+fn parse(text: &str, dir: &Path) -> Result<Vec<Call>> {
+    let mut calls = Vec::new();
+    // What each thread has begun: one call at most.
+    let mut unfinished: HashMap<u32, (u64, &str)> = HashMap::new();
+    for line in text.lines() {
+        let strange = || Error::corrupt(format!("strace says {line:?}, which is not understood"));
+        let (pid, rest) = split(line).ok_or_else(strange)?;
+        let (time, said) = rest.split_once(' ').ok_or_else(strange)?;
+        let time = microseconds(time).ok_or_else(strange)?;
+        if said.starts_with("+++ ") || said.starts_with("--- ") {
+            continue;
+        }
+        let (begun_us, call, result) = if let Some(call) = said.strip_suffix(" <unfinished ...>") {
+            unfinished.insert(pid, (time, call));
+            continue;
+        } else if said.starts_with("<... ") {
+            let (begun, call) = unfinished.remove(&pid).ok_or_else(strange)?;
+            let (_, result) = said.split_once("resumed>").ok_or_else(strange)?;
+            (begun, call, result)
+        } else {
+            (time, said, said)
+        };
+        let (_, result) = result.rsplit_once(" = ").ok_or_else(strange)?;
+        if is_in(dir, call)
+            && let Ok(result) = result.split(' ').next().unwrap_or_default().parse::<u64>()
+        {
+            calls.push(Call { begun_us, counts: counts_of(call, result) });
+        }
+    }
+    calls.sort_by_key(|call| call.begun_us);
+    Ok(calls)
+}
+
+/// `1795264691.045133`.
+fn microseconds(time: &str) -> Option<u64> {
+    let (seconds, micros) = time.split_once('.')?;
+    let micros = (micros.len() == 6).then_some(micros)?;
+    Some(seconds.parse::<u64>().ok()? * 1_000_000 + micros.parse::<u64>().ok()?)
+}
+
+/// Whether the first argument, `5</d/q.qcow2>`, is a file of the directory.
+fn is_in(dir: &Path, call: &str) -> bool {
+    let Some((before, place)) = call.split_once('<') else {
+        return false;
+    };
+    let Some(dir) = dir.to_str() else {
+        return false;
+    };
+    before.contains('(') && place.strip_prefix(dir).is_some_and(|rest| rest.starts_with('/'))
+}
+
+fn counts_of(call: &str, result: u64) -> Counts {
+    let name = call.split('(').next().unwrap_or_default();
+    match name {
+        "fdatasync" | "fsync" => Counts { flushes: 1, ..Counts::default() },
+        "pwrite64" | "pwritev" | "pwritev2" => {
+            Counts { writes: 1, bytes_written: result, ..Counts::default() }
+        }
+        "fallocate" if call.contains("PUNCH_HOLE") || call.contains("ZERO_RANGE") => {
+            Counts { holes: 1, ..Counts::default() }
+        }
+        _ => Counts::default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TRACE: &str = "\
+10  1700000000.000100 pwrite64(5</d/q.qcow2>, \"\"..., 65536, 131072) = 65536
+10  1700000000.000200 fdatasync(5</d/q.qcow2>) = 0
+11  1700000000.000300 fallocate(5</d/q.qcow2>, FALLOC_FL_ZERO_RANGE, 327680, 65536) = 0
+11  1700000000.000310 fallocate(5</d/q.qcow2>, 0, 0, 65536) = 0
+11  1700000000.000320 fallocate(5</d/q.qcow2>, FALLOC_FL_KEEP_SIZE|FALLOC_FL_PUNCH_HOLE, 0, 9) = -1 EOPNOTSUPP (Not supported)
+10  1700000000.000400 pwritev(5</d/q.qcow2>, [{iov_base=\"\"..., iov_len=4096}], 1, 0 <unfinished ...>
+11  1700000000.000500 fdatasync(5</d/q.qcow2> <unfinished ...>
+10  1700000001.000600 <... pwritev resumed>) = 4096
+11  1700000001.000700 <... fdatasync resumed>) = 0
+10  1700000001.000800 pwrite64(6</d2/log>, \"\"..., 10, 0) = 10
+10  1700000001.000900 fsync(7</d/base.raw>) = 0
+10  1700000001.001000 pwritev(8<anon_inode:[eventfd]>, [], 0, 0) = 0
+10  1700000001.001100 --- SIGTERM {si_signo=SIGTERM, si_code=SI_USER, si_pid=9, si_uid=0} ---
+11  1700000001.001200 +++ exited with 0 +++
+";
+
+    #[test]
+    fn calls_count_when_they_began_and_only_in_the_directory() {
+        let calls = parse(TRACE, Path::new("/d")).unwrap();
+        let all = sum(&calls, 0, u64::MAX);
+        assert_eq!(all, Counts { flushes: 3, writes: 2, bytes_written: 65536 + 4096, holes: 1 });
+        let second = 1_700_000_000_000_000;
+        let early = sum(&calls, second + 100, second + 500);
+        let expected = Counts { flushes: 2, writes: 1, bytes_written: 4096, holes: 1 };
+        assert_eq!(early, expected, "the bounds are open below and closed above");
+        assert_eq!(sum(&calls, second + 500, u64::MAX), Counts { flushes: 1, ..Counts::default() });
+    }
+
+    #[test]
+    fn the_end_of_a_trace_is_that_of_the_process_not_of_a_thread() {
+        assert!(has_ended(TRACE, 11) && !has_ended(TRACE, 10) && !has_ended(TRACE, 1));
+        assert!(has_ended("10 1700000000.000100 +++ killed by SIGKILL +++", 10));
+    }
+
+    #[test]
+    fn lines_that_are_not_understood_are_an_error() {
+        for line in [
+            "strace: Process 7 attached",
+            "10  1700000000.0001 fsync(5</d/x>) = 0",
+            "10  1700000000.000100 <... pwritev resumed>) = 4096",
+            "10  1700000000.000100 fsync(5</d/x>)",
+        ] {
+            let error = parse(line, Path::new("/d")).unwrap_err();
+            assert!(error.to_string().contains("not understood"), "{line}: {error}");
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! The table of `sync-amplification`: what the guest asked, what the host was asked for it, and how many times as much that is.
+
+use serde::Serialize;
+
+use crate::cost::Counts;
+
+/// What the guest asked.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Guest {
+    pub(crate) writes: u64,
+    pub(crate) bytes_written: u64,
+    pub(crate) discards: u64,
+    pub(crate) flushes: u64,
+}
+
+/// What the host was asked for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Host {
+    /// Until the last answer.
+    pub(crate) foreground: Counts,
+    /// Until the image was closed.
+    pub(crate) total: Counts,
+}
+
+/// One format of one program at one workload.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Row {
+    pub(crate) subject: &'static str,
+    /// Who counted: `strace` or `stats`.
+    pub(crate) witness: &'static str,
+    pub(crate) guest: Guest,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) host: Option<Host>,
+    /// Why there is nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) skipped: Option<String>,
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts are far below 2^53")]
+fn per(count: u64, unit: u64) -> f64 {
+    count as f64 / unit as f64
+}
+
+/// The widths of the columns: a name, then two of the guest, then twice those of the host.
+const NAME: usize = 29;
+
+/// What stands above the rows.
+pub(crate) fn head() -> [String; 2] {
+    let host =
+        format!("{:>6} {:>6} {:>7} {:>5}  {:>5} {:>5} {:>6}", "F", "W", "KiB", "H", "F/f", "W/w", "KiB/w");
+    let width = host.chars().count();
+    [
+        format!(
+            "  {:<NAME$} {:<9}  | {:<width$} | to a clean close",
+            "", "guest", "host, to the last answer"
+        ),
+        format!("  {:<NAME$} {:>4} {:>4}  | {host} | {host}", "", "w", "f"),
+    ]
+}
+
+/// A row as a line.
+pub(crate) fn line(row: &Row) -> String {
+    let name = format!("  {:<NAME$}", row.subject);
+    let Some(host) = row.host else {
+        return format!("{name} n/a");
+    };
+    let Guest { writes, flushes, .. } = row.guest;
+    let side = |counts: Counts| {
+        format!(
+            "{:>6} {:>6} {:>7} {:>5}  {:>5.2} {:>5.2} {:>6.1}",
+            counts.flushes,
+            counts.writes,
+            counts.bytes_written.div_ceil(1024),
+            counts.holes,
+            per(counts.flushes, flushes),
+            per(counts.writes, writes),
+            per(counts.bytes_written, writes) / 1024.0,
+        )
+    };
+    format!("{name} {writes:>4} {flushes:>4}  | {} | {}", side(host.foreground), side(host.total))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_tells_counts_and_ratios_of_both_spans() {
+        let foreground = Counts { flushes: 512, writes: 768, bytes_written: 256 * 135_168, holes: 256 };
+        let total = Counts { flushes: 513, ..foreground };
+        let guest = Guest { writes: 256, bytes_written: 1 << 20, discards: 0, flushes: 256 };
+        let row = Row {
+            subject: "qemu qcow2",
+            witness: "strace",
+            guest,
+            host: Some(Host { foreground, total }),
+            skipped: None,
+        };
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(
+            words(&line(&row)),
+            "qemu qcow2 256 256 | 512 768 33792 256 2.00 3.00 132.0 | 513 768 33792 256 2.00 3.00 132.0"
+        );
+        let bars = |line: &str| line.match_indices('|').map(|(at, _)| at).collect::<Vec<_>>();
+        let [first, second] = head();
+        assert_eq!(bars(&first), bars(&second), "columns stand below their names");
+        assert_eq!(bars(&second), bars(&line(&row)));
+        let absent = Row { host: None, skipped: Some("no such format".into()), ..row };
+        assert_eq!(words(&line(&absent)), "qemu qcow2 n/a");
+        let json = serde_json::to_value(&absent).unwrap();
+        assert_eq!(json["skipped"], "no such format");
+        assert!(json.get("host").is_none());
+    }
+}

@@ -1,0 +1,122 @@
+//! `vellum-bench sync-amplification --quick` on this machine: what Vellum asks of the host is bounded.
+//!
+//! Counts of one guest are the same each time; those of four depend on who comes in time, so all are bounded and none is
+//! asserted to the last write. Where `strace` is installed the program looks from outside too, and fails when it sees
+//! something else than Vellum counted.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+/// What a row may cost at most: host flushes per guest flush, host writes per guest write, KiB per guest write.
+struct Bound {
+    workload: &'static str,
+    subject: &'static str,
+    flushes: f64,
+    writes: f64,
+    kib: f64,
+}
+
+const fn bound(workload: &'static str, subject: &'static str, flushes: f64, writes: f64, kib: f64) -> Bound {
+    Bound { workload, subject, flushes, writes, kib }
+}
+
+const BOUNDS: [Bound; 8] = [
+    bound("append-rand-4k", "vellum raw", 1.0, 1.0, 4.0),
+    bound("append-seq-4k", "vellum raw", 1.0, 1.0, 4.0),
+    bound("overwrite-4k", "vellum raw", 1.0, 1.0, 4.0),
+    bound("flushers-append-4k", "vellum raw", 1.0, 1.0, 4.0),
+    // A flush before what points at new data, and one after: data, an L2 sector and a refcount sector are written.
+    bound("append-rand-4k", "vellum qcow2 plain", 2.0, 3.0, 12.0),
+    // The same for each sixteenth write.
+    bound("append-seq-4k", "vellum qcow2 plain", 1.2, 1.2, 5.0),
+    bound("overwrite-4k", "vellum qcow2 plain", 1.0, 1.0, 4.0),
+    bound("flushers-append-4k", "vellum qcow2 plain", 2.0, 3.0, 12.0),
+];
+
+/// What a clean close may add: the last metadata, what must be durable before it, and the header.
+const CLOSING: u64 = 4;
+
+/// The program that is looked at lies beside the one that looks, where the whole workspace was built.
+fn vellum() -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_BIN_EXE_vellum-bench")).with_file_name("vellum");
+    path.exists().then_some(path)
+}
+
+fn number(value: &Value, place: &str) -> u64 {
+    value.pointer(place).and_then(Value::as_u64).unwrap_or_else(|| panic!("no number {place} in {value}"))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts are far below 2^53")]
+fn per(count: u64, unit: u64) -> f64 {
+    assert!(unit > 0, "the guest did something");
+    count as f64 / unit as f64
+}
+
+#[expect(clippy::print_stderr, reason = "a test that is skipped says why")]
+fn skipped(reason: &str) {
+    eprintln!("skipped: {reason}");
+}
+
+fn is_installed(program: &str) -> bool {
+    Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
+}
+
+#[test]
+fn what_vellum_asks_of_the_host_is_bounded() {
+    let Some(vellum) = vellum() else {
+        return skipped("vellum is not built beside vellum-bench (cargo build -p vellum)");
+    };
+    let output = Command::new(env!("CARGO_BIN_EXE_vellum-bench"))
+        .args(["sync-amplification", "--quick", "--skip-peers", "--output", "json", "--dir"])
+        .arg(env!("CARGO_TARGET_TMPDIR"))
+        .arg("--vellum")
+        .arg(vellum)
+        .output()
+        .expect("vellum-bench runs");
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{told}");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("the report is JSON");
+
+    let workloads = report["workloads"].as_array().expect("workloads");
+    let mut looked_at = HashSet::new();
+    for outcome in workloads {
+        let guests = number(outcome, "/guests");
+        for row in outcome["rows"].as_array().expect("rows") {
+            let (workload, subject) = (&outcome["workload"], &row["subject"]);
+            let Some(bound) =
+                BOUNDS.iter().find(|bound| *workload == bound.workload && *subject == bound.subject)
+            else {
+                continue;
+            };
+            looked_at.insert((bound.workload, bound.subject));
+            let of = |place: &str| number(row, place);
+            let (flushes, writes) = (of("/guest/flushes"), of("/guest/writes"));
+            let (host_flushes, host_writes) = (of("/host/foreground/flushes"), of("/host/foreground/writes"));
+            let kib = per(of("/host/foreground/bytes-written"), writes) / 1024.0;
+            let said = format!("{workload} {subject}\n{told}");
+            assert!(per(host_flushes, flushes) <= bound.flushes, "{said}");
+            assert!(per(host_writes, writes) <= bound.writes, "{said}");
+            assert!(kib <= bound.kib, "{said}");
+            // No promise without a flush: as many guests as there are can share one.
+            assert!(host_flushes * guests >= flushes, "{said}");
+            assert!(host_writes >= writes, "{said}");
+            for (total, foreground) in
+                [("/host/total/flushes", host_flushes), ("/host/total/writes", host_writes)]
+            {
+                let total = of(total);
+                assert!((foreground..=foreground + CLOSING).contains(&total), "{said}");
+            }
+        }
+    }
+    assert_eq!(looked_at.len(), BOUNDS.len(), "each bound has its row: {looked_at:?}");
+
+    if is_installed("strace") {
+        let confirmed = report["confirmations"].as_array().expect("confirmations");
+        assert!(confirmed.len() >= 2, "raw and qcow2 were seen from outside: {confirmed:?}");
+    } else {
+        skipped("strace is not installed; what Vellum counts is not confirmed from outside");
+    }
+}

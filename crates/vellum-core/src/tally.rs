@@ -131,6 +131,8 @@ pub struct HostTally {
     pub data: Arc<IoTally>,
     /// What moved the format's own bytes.
     pub metadata: Arc<IoTally>,
+    /// What took home bytes that a journal had made durable already: work that nobody waits for.
+    pub checkpoint: Arc<IoTally>,
 }
 
 /// A storage that counts what goes through it.

@@ -53,11 +53,17 @@ pub struct HostOperations {
     pub data: Operations,
     /// What moved the format's own bytes.
     pub metadata: Operations,
+    /// What took home bytes that a journal had made durable already.
+    pub checkpoint: Operations,
 }
 
 impl From<&HostTally> for HostOperations {
     fn from(tally: &HostTally) -> Self {
-        Self { data: tally.data.counts().into(), metadata: tally.metadata.counts().into() }
+        Self {
+            data: tally.data.counts().into(),
+            metadata: tally.metadata.counts().into(),
+            checkpoint: tally.checkpoint.counts().into(),
+        }
     }
 }
 

@@ -8,6 +8,7 @@
 pub mod probe;
 pub mod qcow2;
 pub mod raw;
+mod turns;
 
 pub use probe::{FormatKind, probe};
 pub use qcow2::Qcow2;

@@ -1,7 +1,7 @@
 //! raw: the disk is the file, byte for byte.
 //!
 //! Nothing stands between a request and the storage, so the storage's contract is the disk's: overwrites are in place,
-//! flushes go through, and a crash leaves each sector old or new. A file whose length is no multiple of 512 bytes is
+//! flushes go through (those at a time together), and a crash leaves each sector old or new. A file whose length is no multiple of 512 bytes is
 //! served as if it were, as other programs do: the missing bytes read as zero, and before the first change there the file
 //! is made longer, so that no sector can come out of a crash half old and half cut off.
 
@@ -14,6 +14,8 @@ use vellum_core::{
     Zeroes,
 };
 
+use crate::turns::Turns;
+
 /// A raw image.
 pub struct Raw {
     storage: SharedStorage,
@@ -23,6 +25,7 @@ pub struct Raw {
     /// The file has been made a multiple of 512 bytes long, or was.
     is_whole: AtomicBool,
     closed: AtomicBool,
+    flushes: Turns,
 }
 
 impl Raw {
@@ -39,7 +42,14 @@ impl Raw {
         let len = storage.len();
         let is_whole = AtomicBool::new(len == geometry.size || limits.fixed_len);
         let storage = Tallied::shared(storage, tally.data.clone());
-        Arc::new(Self { storage, geometry, len, is_whole, closed: AtomicBool::new(false) })
+        Arc::new(Self {
+            storage,
+            geometry,
+            len,
+            is_whole,
+            closed: AtomicBool::new(false),
+            flushes: Turns::default(),
+        })
     }
 
     fn check_open(&self) -> Result<()> {
@@ -71,6 +81,11 @@ impl Raw {
         !self.is_whole.load(Ordering::Acquire) && span.end().bytes() > BlockSize::SECTOR.round_down(self.len)
     }
 
+    /// A host flush that began after now. Those who ask while one is under way share the next.
+    async fn sync(&self) -> Result<()> {
+        self.flushes.share(async || self.storage.flush().await, || None).await
+    }
+
     async fn make_whole(&self) -> Result<()> {
         self.storage.set_len(self.geometry.size).await?;
         self.is_whole.store(true, Ordering::Release);
@@ -99,7 +114,7 @@ impl Disk for Raw {
                     self.make_whole().await?;
                 }
                 self.storage.write(span.start(), data).await?;
-                if flags.fua { self.storage.flush().await } else { Ok(()) }
+                if flags.fua { self.sync().await } else { Ok(()) }
             }),
         }
     }
@@ -107,7 +122,7 @@ impl Disk for Raw {
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         match self.check_open() {
             Ok(()) if self.geometry.read_only => Box::pin(std::future::ready(Ok(()))),
-            Ok(()) => self.storage.flush(),
+            Ok(()) => Box::pin(self.sync()),
             Err(error) => Box::pin(std::future::ready(Err(error))),
         }
     }
@@ -123,7 +138,7 @@ impl Disk for Raw {
             }
             let how = if flags.may_unmap { Zeroes::MayUnmap } else { Zeroes::Allocated };
             self.storage.write_zeroes(span, how).await?;
-            if flags.fua { self.storage.flush().await } else { Ok(()) }
+            if flags.fua { self.sync().await } else { Ok(()) }
         })
     }
 
@@ -131,7 +146,7 @@ impl Disk for Raw {
         Box::pin(async move {
             let span = self.check_change(Some(span))?;
             self.storage.discard(span).await?;
-            if flags.fua { self.storage.flush().await } else { Ok(()) }
+            if flags.fua { self.sync().await } else { Ok(()) }
         })
     }
 
@@ -159,7 +174,7 @@ impl Disk for Raw {
         Box::pin(async move {
             self.closed.store(true, Ordering::Release);
             // Flushed each time: a second call must not make a success of what failed in the first.
-            if self.geometry.read_only { Ok(()) } else { self.storage.flush().await }
+            if self.geometry.read_only { Ok(()) } else { self.sync().await }
         })
     }
 }

@@ -98,6 +98,21 @@ fn qcow2_with_large_clusters() {
 }
 
 #[test]
+fn journal() {
+    explore(&QcowSubject::journal(), 1);
+}
+
+#[test]
+fn journal_over_a_base() {
+    explore(&QcowSubject::journal_over_a_base(), 1);
+}
+
+#[test]
+fn journal_with_subclusters_over_a_base() {
+    explore(&QcowSubject::journal_subclusters(), 1);
+}
+
+#[test]
 fn raw() {
     explore(&RawSubject, 1);
 }

@@ -150,6 +150,7 @@ impl Chain {
                         mapping_bytes_max: share,
                         offload: options.offload.clone(),
                         tally: tally.clone(),
+                        journal_key: None,
                     };
                     Qcow2::open(header.clone(), files, open).await.context(|| describe(&image.path, depth))?
                 }

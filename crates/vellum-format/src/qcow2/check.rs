@@ -92,6 +92,19 @@ pub async fn check(
     repair: Repair,
     say: &mut dyn FnMut(String),
 ) -> Result<CheckReport> {
+    if header.needs_replay() {
+        return Err(header.replay_first(image.name()).context(format!("can't check {}", image.name())));
+    }
+    check_tables(header, image, repair, say).await
+}
+
+/// The same, whatever a journal holds.
+async fn check_tables(
+    header: &Header,
+    image: &SharedStorage,
+    repair: Repair,
+    say: &mut dyn FnMut(String),
+) -> Result<CheckReport> {
     let first = Walk::run(header, &**image, say).await?;
     if repair == Repair::Nothing || (first.report.is_clean() && !header.is_dirty() && !header.is_corrupt()) {
         return Ok(first.report);
@@ -112,13 +125,13 @@ pub async fn check(
 
 /// Repairs an image that was not closed, so that it can be written.
 pub(crate) async fn repair_dirty(header: &Header, image: &SharedStorage) -> Result<()> {
-    let report = check(header, image, Repair::All, &mut |_| {}).await?;
+    let report = check_tables(header, image, Repair::All, &mut |_| {}).await?;
     if report.check_errors == 0 && report.corruptions == 0 {
         return Ok(());
     }
     let mut first = None;
     let again = Header::read(&**image).await?;
-    check(&again, image, Repair::Nothing, &mut |line| first = first.take().or(Some(line))).await?;
+    check_tables(&again, image, Repair::Nothing, &mut |line| first = first.take().or(Some(line))).await?;
     Err(Error::corrupt(format!(
         "{} corruptions and {} unreadable parts cannot be repaired (first: {}): see `vellum check`",
         report.corruptions,

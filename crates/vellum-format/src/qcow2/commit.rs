@@ -24,23 +24,28 @@
 //! 4. So whatever a crash leaves, no reachable cluster has a refcount too low; too high it may be, which the dirty bit
 //!    tells and the next opening repairs.
 //!
+//! That is the ordered way. An image with a journal goes another one, with one flush (`journal/commit.rs`); both begin with
+//! the same seal.
+//!
 //! One commit runs at a time; flushes that arrive meanwhile share the next one. With nothing to write a flush is one
 //! host flush, and none when nothing was written since the last. A failed metadata *write* fails the flushes that waited
 //! for it and is tried again by the next; a failed *flush* stops the image for good.
 
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use event_listener::{Event, EventListener};
 use vellum_core::{
-    Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Result, Zeroes, try_join_all,
+    Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Result, SharedStorage,
+    try_join_all,
 };
 
 use super::image::{Qcow2, lock};
+use super::journal::{Changed, Journal};
 use super::layout::{autoclear, incompatible, put64};
 use super::pages::Page;
+use super::quarantine::{Pace, Quarantine};
 use super::refcount::SealedRefcounts;
+use crate::turns::Turns;
 
 /// This many metadata writes are under way at once.
 const WRITES_AT_ONCE: usize = 32;
@@ -50,34 +55,14 @@ const L1_SECTOR_ENTRIES: usize = 64;
 /// Who commits, who waits, and what was freed.
 #[derive(Default)]
 pub(crate) struct Commits {
-    turns: Mutex<Turns>,
-    finished: Event,
+    turns: Turns,
     /// Freed since the last seal.
     freed: Mutex<Vec<ImageSpan>>,
-    /// Freed, durably so, and waiting for requests to leave: the epoch in which they were sealed, and what.
-    quarantine: Mutex<VecDeque<(u64, Vec<ImageSpan>)>>,
+    pub(crate) quarantine: Quarantine,
     /// Changes of the storage that have completed.
     changes: AtomicU64,
     /// The value of `changes` that the last good host flush covers.
     covered: AtomicU64,
-    /// Held by who gives back clusters.
-    giving: async_lock::Mutex<()>,
-    /// Runs that have been given back.
-    given: AtomicU64,
-}
-
-#[derive(Default)]
-struct Turns {
-    started: u64,
-    ended: u64,
-    is_running: bool,
-    last: Option<Result<()>>,
-}
-
-enum Turn {
-    Lead,
-    Wait(EventListener),
-    Over(Result<()>),
 }
 
 impl Commits {
@@ -90,76 +75,37 @@ impl Commits {
         lock(&self.freed).push(span);
     }
 
-    /// How many runs have been given back; a number that grows.
-    pub(crate) fn given(&self) -> u64 {
-        self.given.load(Ordering::Acquire)
-    }
-
     /// Whether clusters wait to be given back.
     pub(crate) fn has_quarantine(&self) -> bool {
-        !lock(&self.freed).is_empty() || !lock(&self.quarantine).is_empty()
+        !lock(&self.freed).is_empty() || !self.quarantine.is_empty()
     }
 
-    /// The number of the first commit that begins after this moment.
-    fn ticket(&self) -> u64 {
-        lock(&self.turns).started + 1
+    /// Whether the last host flush covers all of this many changes.
+    fn covers(&self, changes: u64) -> bool {
+        self.covered.load(Ordering::Acquire) == changes
     }
 
-    fn turn(&self, ticket: u64) -> Turn {
-        let mut turns = lock(&self.turns);
-        if turns.ended >= ticket {
-            return Turn::Over(turns.last.clone().expect("a commit has ended"));
-        }
-        if turns.is_running {
-            return Turn::Wait(self.finished.listen());
-        }
-        turns.is_running = true;
-        turns.started += 1;
-        Turn::Lead
+    /// How many changes there have been, and how many of them a host flush covers.
+    pub(crate) fn changes(&self) -> (u64, u64) {
+        (self.changes.load(Ordering::Acquire), self.covered.load(Ordering::Acquire))
     }
 }
 
-/// The leader of a commit; if its future is dropped half way, the image stops.
-struct Leading<'a> {
-    image: &'a Qcow2,
-    has_ended: bool,
-}
-
-impl Leading<'_> {
-    fn end(mut self, result: Result<()>) -> Result<()> {
-        self.has_ended = true;
-        self.image.commits.ended(result.clone());
-        result
-    }
-}
-
-impl Drop for Leading<'_> {
-    fn drop(&mut self) {
-        if !self.has_ended {
-            let why = Error::new(ErrorKind::Poisoned, "a commit was abandoned half way: reopen the image");
-            self.image.state.stop(why.clone());
-            self.image.commits.ended(Err(why));
-        }
-    }
-}
-
-impl Commits {
-    fn ended(&self, result: Result<()>) {
-        let mut turns = lock(&self.turns);
-        turns.is_running = false;
-        turns.ended = turns.started;
-        turns.last = Some(result);
-        drop(turns);
-        self.finished.notify(usize::MAX);
-    }
+/// A page of the mapping as it is to be written.
+pub(crate) struct SealedPage {
+    page: Arc<Page>,
+    pub(crate) at: ImageOffset,
+    pub(crate) bytes: Vec<u8>,
+    pub(crate) changed: Changed,
 }
 
 /// Copies of everything that a commit writes.
-struct Sealed {
+pub(crate) struct Sealed {
     freed: Vec<ImageSpan>,
-    l1: Vec<(ImageOffset, Vec<u8>, Vec<usize>)>,
-    pages: Vec<(Arc<Page>, ImageOffset, Vec<u8>)>,
-    refcounts: SealedRefcounts,
+    /// Sectors of the L1 table: where, what, and the indexes of the entries that have changed.
+    pub(crate) l1: Vec<(ImageOffset, Vec<u8>, Vec<usize>)>,
+    pub(crate) pages: Vec<SealedPage>,
+    pub(crate) refcounts: SealedRefcounts,
 }
 
 impl Sealed {
@@ -167,7 +113,7 @@ impl Sealed {
         !self.l1.is_empty() || !self.pages.is_empty()
     }
 
-    fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         !self.has_mapping() && self.refcounts.pages.is_empty() && self.refcounts.table.is_empty()
     }
 }
@@ -175,48 +121,71 @@ impl Sealed {
 impl Qcow2 {
     /// Makes durable every change that was published before the call.
     pub(crate) async fn commit(&self) -> Result<()> {
-        let ticket = self.commits.ticket();
-        loop {
-            match self.commits.turn(ticket) {
-                Turn::Over(result) => return result,
-                Turn::Wait(listener) => listener.await,
-                Turn::Lead => {
-                    let leading = Leading { image: self, has_ended: false };
-                    let result = self.lead().await;
-                    let _ = leading.end(result);
-                }
-            }
-        }
+        let abandoned = || {
+            let why = Error::new(ErrorKind::Poisoned, "a commit was abandoned half way: reopen the image");
+            self.state.stop(why.clone());
+            Some(why)
+        };
+        self.commits.turns.share(async || self.lead().await, abandoned).await
     }
 
     async fn lead(&self) -> Result<()> {
         self.state.check_stopped()?;
         let covers = self.commits.changes.load(Ordering::Acquire);
+        if let Some(journal) = self.journal() {
+            let result = self.lead_journaled(journal, covers).await;
+            return result.map_err(|error| {
+                let why = error
+                    .context(format!("{}: the journal could not be written; reopen the image", self.name));
+                let why = why.with_kind(ErrorKind::Poisoned);
+                self.state.stop(why.clone());
+                why
+            });
+        }
         // What a seal has taken up when it fails is on no list any more: nobody may believe that it was written.
         let sealed = self.seal().inspect_err(|error| self.state.stop(error.clone()))?;
-        if sealed.is_empty() {
-            let result = match self.commits.covered.load(Ordering::Acquire) == covers {
-                true => Ok(()),
-                false => self.flush_storage().await,
-            };
-            return self.settle(sealed, covers, result);
-        }
-        let result = self.write_sealed(&sealed).await;
+        let result = match sealed.is_empty() {
+            true => self.flush_unless_covered(covers).await,
+            false => self.write_sealed(&sealed).await,
+        };
         self.settle(sealed, covers, result)
     }
 
+    /// The same with a journal. Any failure stops the image.
+    async fn lead_journaled(&self, journal: &Journal, covers: u64) -> Result<()> {
+        let (mut sealed, mut transaction) = self.seal_transaction(journal)?;
+        if transaction.is_none() && !self.commits.covers(covers) && journal.has_chores() {
+            // The flush is due in any case: a record that goes with it costs nothing else.
+            journal.do_chores();
+            (sealed, transaction) = self.seal_transaction(journal)?;
+        }
+        let result = match transaction {
+            None => self.flush_unless_covered(covers).await,
+            Some(transaction) => self.commit_transaction(journal, &sealed, transaction).await,
+        };
+        self.settle(sealed, covers, result)
+    }
+
+    /// A host flush, unless nothing was changed since the last one began.
+    async fn flush_unless_covered(&self, covers: u64) -> Result<()> {
+        match self.commits.covers(covers) {
+            true => Ok(()),
+            false => self.flush_storage().await,
+        }
+    }
+
     /// Copies what is dirty, in the order that the module gives.
-    fn seal(&self) -> Result<Sealed> {
+    pub(crate) fn seal(&self) -> Result<Sealed> {
         let freed = std::mem::take(&mut *lock(&self.commits.freed));
         let l1 = self.seal_l1();
         let dirty = std::mem::take(&mut *lock(&self.dirty));
         let mut pages = Vec::with_capacity(dirty.len());
         for page in dirty.into_values() {
             let place = self.page_place(page.number())?.expect("a changed page has a table");
-            let bytes = page.seal();
-            pages.push((page, place.start(), bytes));
+            let (bytes, changed) = page.seal();
+            pages.push(SealedPage { page, at: place.start(), bytes, changed });
         }
-        pages.sort_by_key(|(_, at, _)| *at);
+        pages.sort_by_key(|page| page.at);
         let refcounts = self.refcounts().seal();
         Ok(Sealed { freed, l1, pages, refcounts })
     }
@@ -243,35 +212,38 @@ impl Qcow2 {
         sectors
     }
 
-    async fn write_sealed(&self, sealed: &Sealed) -> Result<()> {
+    /// Writes what was sealed in the ordered way.
+    pub(crate) async fn write_sealed(&self, sealed: &Sealed) -> Result<()> {
         let refcounts = &sealed.refcounts;
         let moved = refcounts.moved_to;
         // Stage 1.
-        let pages = refcounts.pages.iter().map(|(_, at, bytes)| (*at, &bytes[..]));
+        let pages = refcounts.pages.iter().map(|page| (page.at, &page.bytes[..]));
         let table = refcounts.table.iter().map(|(at, bytes)| (*at, &bytes[..]));
         let with_pages = moved.is_some().then(|| table.clone()).into_iter().flatten();
-        self.write_all(pages.chain(with_pages), "refcounts").await?;
+        self.write_all(&self.metadata, pages.chain(with_pages), "refcounts").await?;
         self.flush_storage().await?;
         // Stage 2.
         if let Some(place) = moved {
             self.change_header(|header| header.set_refcount_table(place)).await?;
             self.flush_storage().await?;
         } else if !refcounts.table.is_empty() {
-            self.write_all(table, "the refcount table").await?;
+            self.write_all(&self.metadata, table, "the refcount table").await?;
             self.flush_storage().await?;
         }
         // Stage 3.
         if sealed.has_mapping() {
             let l1 = sealed.l1.iter().map(|(at, bytes, _)| (*at, &bytes[..]));
-            let pages = sealed.pages.iter().map(|(_, at, bytes)| (*at, &bytes[..]));
-            self.write_all(l1.chain(pages), "the mapping").await?;
+            let pages = sealed.pages.iter().map(|page| (page.at, &page.bytes[..]));
+            self.write_all(&self.metadata, l1.chain(pages), "the mapping").await?;
             self.flush_storage().await?; // commit point
         }
         Ok(())
     }
 
-    async fn write_all<'a>(
+    /// Writes parts of the image, neighbours as one.
+    pub(crate) async fn write_all<'a>(
         &self,
+        storage: &SharedStorage,
         parts: impl Iterator<Item = (ImageOffset, &'a [u8])>,
         what: &str,
     ) -> Result<()> {
@@ -284,7 +256,7 @@ impl Qcow2 {
                 while let Some((_, next)) = parts.next_if(|(next, _)| *next == at + data.len() as u64) {
                     data.append(Buffer::copy_of(next));
                 }
-                batch.push(self.metadata.write(at, data));
+                batch.push(storage.write(at, data));
                 if batch.len() == WRITES_AT_ONCE {
                     break;
                 }
@@ -311,7 +283,7 @@ impl Qcow2 {
     /// Takes note of how the commit ended.
     fn settle(&self, sealed: Sealed, covers: u64, result: Result<()>) -> Result<()> {
         let failed = result.is_err();
-        for (page, _, _) in &sealed.pages {
+        for SealedPage { page, .. } in &sealed.pages {
             page.written(failed, || self.list_dirty(page));
         }
         let Sealed { freed, l1, mut refcounts, .. } = sealed;
@@ -324,109 +296,20 @@ impl Qcow2 {
         }
         self.commits.covered.fetch_max(covers, Ordering::AcqRel);
         // The old places of the refcount table were named by the header until now.
+        if let Some(journal) = self.journal() {
+            let _shared = journal.shared();
+            old_tables.iter().for_each(|table| journal.freed(*table, self.cluster));
+        }
         let freed: Vec<ImageSpan> = freed.into_iter().chain(old_tables).collect();
         if !freed.is_empty() {
-            lock(&self.commits.quarantine).push_back((self.epochs.now(), freed));
-        }
-        Ok(())
-    }
-
-    /// Repeats what failed for want of space as long as there is some after all: what was freed may wait for a commit,
-    /// or for those who may still be reading it. `act` must not be inside an epoch when it returns.
-    pub(crate) async fn with_space<T>(&self, mut act: impl AsyncFnMut() -> Result<T>) -> Result<T> {
-        loop {
-            let given = self.commits.given();
-            match act().await {
-                Err(error) if error.kind() == ErrorKind::NoSpace && self.make_space(given).await? => {}
-                result => return result,
-            }
-        }
-    }
-
-    /// Gives back everything that was freed. Tells whether anything was, by anybody, since `given` was asked.
-    pub(crate) async fn make_space(&self, given: u64) -> Result<bool> {
-        self.commit().await?;
-        loop {
-            self.give_back_freed().await?;
-            if self.commits.given() != given {
-                return Ok(true);
-            }
-            let stamp = lock(&self.commits.quarantine).front().map(|(stamp, _)| *stamp);
-            match stamp {
-                None => return Ok(false),
-                Some(stamp) => self.epochs.until_passed(stamp).await,
-            }
-        }
-    }
-
-    /// Gives back the clusters that were freed durably and that nobody can be using any more. Must not be called from
-    /// inside an epoch if it is to get anywhere. Tells whether any was given back.
-    pub(crate) async fn give_back_freed(&self) -> Result<bool> {
-        // One at a time: else some run might be on its way while another task finds nothing left, and says so.
-        let giving = self.commits.giving.lock().await;
-        self.give_back_all(giving).await
-    }
-
-    /// The same, unless somebody is doing it.
-    pub(crate) async fn give_back_unless_busy(&self) -> Result<()> {
-        match self.commits.giving.try_lock() {
-            Some(giving) => self.give_back_all(giving).await.map(drop),
-            None => Ok(()),
-        }
-    }
-
-    async fn give_back_all(&self, _giving: async_lock::MutexGuard<'_, ()>) -> Result<bool> {
-        let mut any = false;
-        loop {
-            let batch = {
-                let mut quarantine = lock(&self.commits.quarantine);
-                match quarantine.front() {
-                    Some((stamp, _)) if self.epochs.has_passed(*stamp) => quarantine.pop_front(),
-                    _ => None,
-                }
-            };
-            let Some((stamp, mut spans)) = batch else { return Ok(any) };
-            while let Some(span) = spans.pop() {
-                let Err((rest, error)) = self.give_back_span(span).await else {
-                    any = true;
-                    self.commits.given.fetch_add(1, Ordering::AcqRel);
-                    continue;
-                };
-                if error.kind() == ErrorKind::Corrupt {
-                    self.state.stop(error.clone());
-                    return Err(error);
-                }
-                spans.push(rest); // it will be tried again
-                lock(&self.commits.quarantine).push_front((stamp, spans));
-                return Err(error);
-            }
-        }
-    }
-
-    /// Lowers the refcount of each cluster that holds a byte of the run, and punches them if all become free. On
-    /// failure tells what is left to do.
-    async fn give_back_span(&self, span: ImageSpan) -> Result<(), (ImageSpan, Error)> {
-        let wide = self.cluster.widen(span);
-        let mut sole = true;
-        for cluster in self.cluster.clusters_in(wide) {
-            let count = self.with_refcounts(|refcounts| refcounts.get(cluster.index())).await;
-            sole &= count.map_err(|error| (wide, error))? == 1;
-        }
-        // Punched before the refcount is lowered: from then on somebody else may write there.
-        let punched = sole
-            && self.metadata.limits().fast_zeroes
-            && self.metadata.write_zeroes(wide, Zeroes::MayUnmap).await.is_ok();
-        self.commits.note_change();
-        for cluster in self.cluster.clusters_in(wide) {
-            let released = self.with_refcounts(|refcounts| refcounts.release(cluster.index(), punched)).await;
-            let rest = ImageSpan::between(self.cluster.start_of(cluster), wide.end());
-            released.map_err(|error| (rest, error))?;
+            self.commits.quarantine.add(self.epochs.now(), freed);
         }
         Ok(())
     }
 
     /// Marks the image as being written, before its first change: sets the dirty bit (version 3), so that whoever opens
-    /// it after a crash repairs the refcounts, and clears the autoclear bits of what this program does not keep up.
+    /// it after a crash repairs the refcounts, and clears the autoclear bits of what this program does not keep up. With a
+    /// journal, that is begun instead.
     pub(crate) async fn begin_change(&self) -> Result<()> {
         if self.is_marked.load(Ordering::Acquire) {
             return Ok(());
@@ -438,7 +321,8 @@ impl Qcow2 {
         if let Some(end) = { self.refcounts().end() } {
             self.reach(end).await?;
         }
-        if lock(&self.header).version() >= 3 {
+        let has_journal = self.begin_journal().await?;
+        if !has_journal && lock(&self.header).version() >= 3 {
             self.change_header(|header| {
                 let autoclear = header.autoclear & autoclear::KEPT;
                 header.set_features(header.incompatible | incompatible::DIRTY, autoclear);
@@ -452,7 +336,7 @@ impl Qcow2 {
     }
 
     /// Writes a changed header; in memory it changes when the write has succeeded. Not durable before the next flush.
-    async fn change_header(&self, change: impl FnOnce(&mut super::header::Header)) -> Result<()> {
+    pub(crate) async fn change_header(&self, change: impl FnOnce(&mut super::header::Header)) -> Result<()> {
         let mut new = lock(&self.header).clone();
         change(&mut new);
         let sector = new.first_sector();
@@ -481,9 +365,12 @@ impl Qcow2 {
     async fn close_once(&self) -> Result<()> {
         loop {
             self.commit().await?;
-            if !self.give_back_freed().await? {
+            if !self.give_back_freed(Pace::Now).await? {
                 break;
             }
+        }
+        if let Some(journal) = self.journal() {
+            return self.end_journal(journal).await;
         }
         let was_marked = *self.marked.lock().await;
         if let Some(end) = { self.refcounts().end() }.filter(|end| was_marked && *end < self.metadata.len()) {

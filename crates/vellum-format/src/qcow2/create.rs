@@ -12,8 +12,15 @@ use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, Result, Shared
 use super::header::Compression;
 #[cfg(test)]
 use super::header::Header;
+use super::journal::record::{BYTES_MAX, BYTES_MIN, Extension};
 use super::layout::*;
 use super::refcount;
+
+/// The name of the feature that keeps other programs away from an image whose journal must be replayed.
+pub(crate) const JOURNAL_FEATURE: &str = "vellum journal needs replay";
+
+/// How large a journal is when nobody says, in bytes.
+pub const JOURNAL_BYTES_DEFAULT: u64 = 1 << 20;
 
 /// How much of a new disk has its place from the beginning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -54,6 +61,8 @@ pub struct CreateOptions {
     pub data_file_raw: bool,
     /// What gets its place from the beginning.
     pub preallocation: Preallocation,
+    /// How large the journal is to be while the image is written, in bytes; none when nothing is said.
+    pub journal: Option<u64>,
 }
 
 impl Default for CreateOptions {
@@ -70,6 +79,7 @@ impl Default for CreateOptions {
             data_file: None,
             data_file_raw: false,
             preallocation: Preallocation::Off,
+            journal: None,
         }
     }
 }
@@ -172,6 +182,7 @@ fn check(options: &CreateOptions) -> Result<BlockSize> {
             (options.lazy_refcounts, "lazy_refcounts"),
             (options.compression != Compression::Zlib, "compression_type other than zlib"),
             (options.data_file.is_some(), "data_file"),
+            (options.journal.is_some(), "journal"),
         ];
         if let Some((_, what)) = needs.iter().find(|(needed, _)| *needed) {
             return Err(Error::invalid(format!("{what} needs compat=1.1 (version 3)")));
@@ -181,6 +192,14 @@ fn check(options: &CreateOptions) -> Result<BlockSize> {
     }
     if options.extended_l2 && cluster.shift() < EXTENDED_CLUSTER_BITS_MIN {
         return Err(Error::invalid("extended_l2 needs clusters of at least 16K"));
+    }
+    if options.journal.is_some() && options.data_file.is_some() {
+        return Err(Error::invalid("journal and data_file do not go together yet: leave one of them out"));
+    }
+    if let Some(bytes) = options.journal.filter(|bytes| !(BYTES_MIN..=BYTES_MAX).contains(bytes)) {
+        return Err(Error::invalid(format!(
+            "a journal of {bytes} bytes: it must be {BYTES_MIN} to {BYTES_MAX} bytes"
+        )));
     }
     if options.data_file_raw && options.data_file.is_none() {
         return Err(Error::invalid("data_file_raw needs data_file"));
@@ -350,6 +369,11 @@ fn encode_header(options: &CreateOptions, plan: &Plan) -> Result<Vec<u8>> {
         put32(&mut bytes, field::HEADER_LENGTH, u32::try_from(header_len).expect("small"));
         bytes[field::COMPRESSION_TYPE] = u8::from(options.compression == Compression::Zstd);
     }
+    if let Some(wanted_bytes) = options.journal {
+        // The first of them, so that it lies in the first sector, which changes whole.
+        let extension = Extension { wanted_bytes, run: ImageOffset::ZERO.span(0), generation: 0, key: 0 };
+        put_extension(&mut bytes, extension::JOURNAL, &extension.encode());
+    }
     if let Some((_, Some(format))) = &options.backing {
         put_extension(&mut bytes, extension::BACKING_FORMAT, format.as_bytes());
     }
@@ -358,9 +382,13 @@ fn encode_header(options: &CreateOptions, plan: &Plan) -> Result<Vec<u8>> {
     }
     let name = options.backing.as_ref().map_or("", |(name, _)| name);
     let cluster = to_usize(plan.cluster.bytes());
-    let names = feature_names();
-    if options.version >= 3 && bytes.len() + 8 + names.len() + 8 + name.len() <= cluster {
-        put_extension(&mut bytes, extension::FEATURE_NAMES, &names);
+    let names = feature_names(options.journal.is_some());
+    // Where there is no room for all of them, the journal's is the one that somebody will need.
+    let journal_name = &names[names.len() - if options.journal.is_some() { FEATURE_NAME_LEN } else { 0 }..];
+    let room = cluster.saturating_sub(bytes.len() + 8 + 8 + name.len());
+    let fitting = [&names, journal_name].into_iter().find(|names| !names.is_empty() && names.len() <= room);
+    if let Some(names) = fitting.filter(|_| options.version >= 3) {
+        put_extension(&mut bytes, extension::FEATURE_NAMES, names);
     }
     put_extension(&mut bytes, extension::END, b"");
     if !name.is_empty() {
@@ -381,7 +409,7 @@ fn encode_header(options: &CreateOptions, plan: &Plan) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn put_extension(bytes: &mut Vec<u8>, kind: u32, body: &[u8]) {
+pub(crate) fn put_extension(bytes: &mut Vec<u8>, kind: u32, body: &[u8]) {
     bytes.extend_from_slice(&kind.to_be_bytes());
     bytes.extend_from_slice(&u32::try_from(body.len()).expect("short").to_be_bytes());
     bytes.extend_from_slice(body);
@@ -389,8 +417,8 @@ fn put_extension(bytes: &mut Vec<u8>, kind: u32, body: &[u8]) {
 }
 
 /// The table by which other programs can name a feature they do not know.
-fn feature_names() -> Vec<u8> {
-    let names: [(u8, u8, &str); 8] = [
+fn feature_names(with_journal: bool) -> Vec<u8> {
+    let names: [(u8, u8, &str); 9] = [
         (0, 0, "dirty bit"),
         (0, 1, "corrupt bit"),
         (0, 2, "external data file"),
@@ -399,11 +427,13 @@ fn feature_names() -> Vec<u8> {
         (1, 0, "lazy refcounts"),
         (2, 0, "bitmaps"),
         (2, 1, "raw external data"),
+        (0, JOURNAL_BIT, JOURNAL_FEATURE),
     ];
+    let names = &names[..names.len() - usize::from(!with_journal)];
     let mut table = vec![0; names.len() * FEATURE_NAME_LEN];
     for (row, (kind, bit, name)) in table.chunks_exact_mut(FEATURE_NAME_LEN).zip(names) {
-        row[0] = kind;
-        row[1] = bit;
+        row[0] = *kind;
+        row[1] = *bit;
         row[2..2 + name.len()].copy_from_slice(name.as_bytes());
     }
     table

@@ -11,6 +11,7 @@
 
 use vellum_core::{BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, Storage};
 
+use super::journal::record::{EXTENSION_LEN, Extension};
 use super::layout::*;
 
 /// How compressed clusters are compressed.
@@ -52,6 +53,9 @@ pub struct Header {
     pub(crate) backing_format: Option<String>,
     pub(crate) data_file: Option<String>,
     pub(crate) bitmaps: Option<BitmapDirectory>,
+    /// The journal's extension, and where its body stands in the first sector.
+    pub(crate) journal: Option<(Extension, usize)>,
+    has_misplaced_journal: bool,
 }
 
 impl Header {
@@ -188,7 +192,12 @@ impl Header {
             backing_format: extensions.backing_format,
             data_file: extensions.data_file,
             bitmaps: None,
+            journal: extensions.journal,
+            has_misplaced_journal: extensions.has_misplaced_journal,
         };
+        if header.needs_replay() && header.journal.is_none() {
+            return Err(Error::corrupt("the image was written with a journal, and does not say where it is"));
+        }
         if header.has_data_file() && header.data_file.is_none() {
             // The name is optional in the format, but without one there is nothing to open.
             return Err(Error::unsupported("the image keeps its data in another file but does not name it"));
@@ -355,6 +364,36 @@ impl Header {
         self.incompatible & incompatible::DIRTY != 0
     }
 
+    /// Whether changes lie in a journal that must be replayed first.
+    pub fn needs_replay(&self) -> bool {
+        self.incompatible & incompatible::JOURNAL != 0
+    }
+
+    /// Why such an image cannot be looked at as it is.
+    pub(crate) fn replay_first(&self, name: &str) -> Error {
+        Error::unsupported(format!(
+            "the image was not closed, and what its journal holds must be replayed first: run `vellum recover {name}`"
+        ))
+    }
+
+    /// Whether a journal was asked for, but another program has moved the wish to where it cannot be followed:
+    /// [`set_journal`](super::set_journal) puts it back.
+    pub fn has_misplaced_journal(&self) -> bool {
+        self.has_misplaced_journal && self.journal.is_none()
+    }
+
+    /// How large the journal is to be, in bytes, if there is to be one.
+    pub fn journal_bytes(&self) -> Option<u64> {
+        self.journal.map(|(extension, _)| extension.wanted_bytes)
+    }
+
+    /// Changes in memory where the journal is.
+    pub(crate) fn set_journal(&mut self, extension: Extension) {
+        let (_, at) = self.journal.expect("only an image with the extension has a journal");
+        self.journal = Some((extension, at));
+        self.sector[at..at + EXTENSION_LEN].copy_from_slice(&extension.encode());
+    }
+
     /// Whether somebody found the metadata damaged.
     pub fn is_corrupt(&self) -> bool {
         self.incompatible & incompatible::CORRUPT != 0
@@ -424,6 +463,8 @@ struct Extensions {
     bitmaps: Option<Vec<u8>>,
     has_encryption: bool,
     feature_names: Vec<u8>,
+    journal: Option<(Extension, usize)>,
+    has_misplaced_journal: bool,
 }
 
 impl Extensions {
@@ -449,6 +490,11 @@ impl Extensions {
                 extension::BITMAPS => found.bitmaps = Some(body.to_vec()),
                 extension::ENCRYPTION => found.has_encryption = true,
                 extension::FEATURE_NAMES => found.feature_names = body.to_vec(),
+                // It changes together with the feature bit, so it counts only where one write reaches both.
+                extension::JOURNAL if at + EXTENSION_LEN <= 512 => {
+                    found.journal = Some((Extension::decode(body)?, at));
+                }
+                extension::JOURNAL => found.has_misplaced_journal = true,
                 _ => {} // kept, because header changes leave it where it is
             }
             at += len.next_multiple_of(8);

@@ -32,6 +32,7 @@ use super::compressed::Decompressor;
 use super::entry::{ClusterState, Entries, Words};
 use super::epochs::Epochs;
 use super::header::Header;
+use super::journal::{Journal, SectorChecks, checks_of};
 use super::keyed::KeyedLocks;
 use super::layout::{COPIED, L1_RESERVED, OFFSET_MASK};
 use super::pages::{Evicted, Page, Pages, SetFull};
@@ -52,6 +53,8 @@ pub struct Qcow2 {
     pub(crate) entries: Entries,
     /// The image file, as the way for metadata.
     pub(crate) metadata: SharedStorage,
+    /// The same, for what a journal takes home.
+    pub(crate) home: SharedStorage,
     /// Where guest data lies: the image file again, or the external data file.
     pub(crate) data: SharedStorage,
     pub(crate) has_data_file: bool,
@@ -69,6 +72,8 @@ pub struct Qcow2 {
     pub(crate) dirty: Mutex<HashMap<u64, Arc<Page>>>,
     pub(crate) dirty_max: usize,
     pub(crate) commits: Commits,
+    /// Nothing when the image is not to have one, or is open for reading.
+    pub(crate) journal: Option<Journal>,
     pub(crate) decompressor: Decompressor,
     pub(crate) marked: async_lock::Mutex<bool>,
     pub(crate) is_marked: AtomicBool,
@@ -267,17 +272,23 @@ impl Qcow2 {
                 place.start()
             )));
         }
-        let buffer = Buffer::for_overwrite(self.page_bytes);
-        let buffer = self
-            .metadata
-            .read(place.start(), buffer)
-            .await
-            .context(|| format!("{}: can't read the L2 table at {}", self.name, place.start()))?;
-        let page = Page::from_bytes(number, buffer.slice(), self.entries.words());
+        let context = || format!("{}: can't read the L2 table at {}", self.name, place.start());
+        let bytes = self.read_metadata(place).await.context(context)?;
+        let page = Page::from_bytes(number, &bytes, self.entries.words());
         if self.refcounts.is_some() {
             self.refuse_overlaps(&page, place)?;
         }
         Ok(page)
+    }
+
+    /// A page of metadata as it was when it was last committed.
+    async fn read_metadata(&self, place: ImageSpan) -> Result<Arc<[u8]>> {
+        if let Some(kept) = self.journal().and_then(|journal| journal.kept(place.start())) {
+            return Ok(kept);
+        }
+        let len = usize::try_from(place.len()).expect("a page is small");
+        let buffer = self.metadata.read(place.start(), Buffer::for_overwrite(len)).await?;
+        Ok(Arc::from(buffer.slice()))
     }
 
     /// A page that was read must not send guest writes into the image's own metadata.
@@ -318,11 +329,12 @@ impl Qcow2 {
 
     /// Replaces the entry of a guest cluster by what `change` makes of its state, and gives the state before. The L2
     /// table must exist and be this image's own ([`Qcow2::own_table`]). From here on readers see the new entry; it is
-    /// on the medium after the next commit.
+    /// on the medium after the next commit, together with what `with` notes, which is told the state before.
     pub(crate) async fn publish(
         &self,
         cluster: GuestCluster,
         change: impl Fn(ClusterState) -> ClusterState,
+        with: impl Fn(ClusterState),
     ) -> Result<ClusterState> {
         let slot = self.slot(cluster);
         loop {
@@ -332,11 +344,13 @@ impl Qcow2 {
             let change = |words| {
                 let state = self.decode(cluster, words)?;
                 before = Some(state);
+                with(state);
                 match change(state) {
                     ClusterState::Plain(units) => Ok(self.entries.encode(units)),
                     ClusterState::Compressed(_) => Ok(words),
                 }
             };
+            let _shared = self.journal().map(Journal::shared);
             match page.update(slot.index, change, || self.list_dirty(page)) {
                 Err(Evicted) => continue,
                 Ok(Err(error)) => return Err(error),
@@ -354,6 +368,7 @@ impl Qcow2 {
     pub(crate) fn has_much_dirty(&self) -> bool {
         lock(&self.dirty).len() >= self.dirty_max
             || self.refcounts().dirty_pages() >= REFCOUNT_PAGES_DIRTY_MAX
+            || self.journal().is_some_and(Journal::is_large)
     }
 
     /// Bytes of the disk that one L2 table maps.
@@ -388,13 +403,13 @@ impl Qcow2 {
         let run = self.allocate(1).await?;
         let new = self.cluster.start_of(ImageCluster::new(run.first));
         let table = new.span(self.cluster.bytes());
-        match self.fill_table(old, table, run.zeroed).await {
-            Ok(()) => {}
+        let checks = match self.fill_table(old, table, run.zeroed).await {
+            Ok(checks) => checks,
             Err(error) => {
                 self.give_back(run).await;
                 return Err(error);
             }
-        }
+        };
         self.refcounts().note_metadata(table);
         // Nobody loads the page of an empty table before it is put into memory below. Else somebody could load it, change
         // it, have it written and evicted, all in between, and the empty one would take its place.
@@ -405,29 +420,53 @@ impl Qcow2 {
         // Published: readers find the table. It is on the medium before the L1 entry is (commit.rs). A commit waits for the
         // lock, so nobody who uses the table can be told that it is durable before its index is listed.
         {
+            let _shared = self.journal().map(Journal::shared);
+            if let Some(journal) = self.journal() {
+                journal.settle(ImageCluster::new(run.first));
+                journal.add_checks(&checks);
+                if old.bytes() == 0 {
+                    journal.add_zeros(table);
+                }
+            }
             let mut dirty = lock(&self.l1.dirty);
             self.l1.entries[slot.l1_index].store(new.bytes() | COPIED, Ordering::Release);
             dirty.insert(slot.l1_index);
+            drop(dirty);
+            if old.bytes() != 0 {
+                self.free(old.span(self.cluster.bytes()));
+            }
         }
-        if old.bytes() != 0 {
-            self.free(old.span(self.cluster.bytes()));
-        } else {
+        if old.bytes() == 0 {
             self.insert_empty(slot.page);
         }
         Ok(())
     }
 
-    /// Gives a new L2 table its first content on the storage: zeros, or the table it replaces.
-    async fn fill_table(&self, old: ImageOffset, table: ImageSpan, zeroed: bool) -> Result<()> {
+    /// Gives a new L2 table its first content on the storage: zeros, or the table it replaces. A journal wants to know the
+    /// checksums of that.
+    async fn fill_table(
+        &self,
+        old: ImageOffset,
+        table: ImageSpan,
+        zeroed: bool,
+    ) -> Result<Vec<SectorChecks>> {
         let context = || format!("{}: can't write a new L2 table at {}", self.name, table.start());
         if old.bytes() != 0 {
             let len = usize::try_from(table.len()).expect("a cluster fits memory");
             let content = self.metadata.read(old, Buffer::for_overwrite(len)).await.context(context)?;
+            let has_journal = self.journal().is_some();
+            let checks = if has_journal {
+                checks_of(table.start(), content.pieces(), self.cluster, |_| true)
+            } else {
+                Vec::new()
+            };
             self.metadata.write(table.start(), content).await.context(context)?;
-        } else if !zeroed {
+            return Ok(checks);
+        } else if !zeroed || self.journal().is_some() {
+            // With a journal its entries go home later: space that is missing is to be missed now.
             self.metadata.write_zeroes(table, vellum_core::Zeroes::Allocated).await.context(context)?;
         }
-        Ok(())
+        Ok(Vec::new())
     }
 
     /// Saves reading back a page of a table that is just made. If it does not fit, it will be read after all. The caller
@@ -448,9 +487,13 @@ impl Qcow2 {
         mut operation: impl FnMut(&mut Refcounts) -> Result<T, Stop>,
     ) -> Result<T> {
         loop {
-            let stop = match operation(&mut self.refcounts()) {
-                Ok(value) => return Ok(value),
-                Err(stop) => stop,
+            let stop = {
+                // What the operation changes belongs together with what it tells the journal.
+                let _shared = self.journal().map(Journal::shared);
+                match operation(&mut self.refcounts()) {
+                    Ok(value) => return Ok(value),
+                    Err(stop) => stop,
+                }
             };
             match stop {
                 Stop::Load(page) => self.load_refcounts(page).await?,
@@ -469,19 +512,24 @@ impl Qcow2 {
             // meanwhile, and what this read brings would be out of date.
             return Ok(());
         }
-        let len = usize::try_from(page.span.len()).expect("a page is small");
-        let buffer = self
-            .metadata
-            .read(page.span.start(), Buffer::for_overwrite(len))
+        let bytes = self
+            .read_metadata(page.span)
             .await
             .context(|| format!("{}: can't read the refcounts at {}", self.name, page.span.start()))?;
-        self.refcounts().loaded(page, buffer.slice().to_vec());
+        self.refcounts().loaded(page, bytes.to_vec());
         Ok(())
     }
 
     /// Allocates up to `want` neighbouring clusters. The file reaches their end.
     pub(crate) async fn allocate(&self, want: u64) -> Result<Run> {
-        self.with_refcounts(|refcounts| refcounts.allocate(want)).await
+        self.with_refcounts(|refcounts| {
+            let run = refcounts.allocate(want)?;
+            if let Some(journal) = self.journal() {
+                journal.owe(run.first, run.count);
+            }
+            Ok(run)
+        })
+        .await
     }
 
     /// Makes the file at least so long. It grows in steps, and never ends within a cluster: were the end within a
@@ -505,16 +553,18 @@ impl Qcow2 {
     /// Gives back clusters that no metadata ever named and no host write is still on its way to.
     pub(crate) async fn give_back(&self, run: Run) {
         for cluster in run.first..run.first + run.count {
-            let released = self.with_refcounts(|refcounts| refcounts.release(cluster, false)).await;
-            if let Err(error) = released {
+            if let Err(error) = self.release(ImageCluster::new(cluster), false).await {
                 self.state.stop(error); // the cluster is lost until the image is opened anew and repaired
             }
         }
     }
 
     /// Notes that the active disk no longer uses these bytes of the image. They are given back once that is so on the
-    /// medium too and nobody is still reading them.
+    /// medium too and nobody is still reading them. Noted together with the change that frees them.
     pub(crate) fn free(&self, span: ImageSpan) {
+        if let Some(journal) = self.journal() {
+            journal.freed(span, self.cluster);
+        }
         self.commits.note_free(span);
     }
 

@@ -58,8 +58,10 @@ pub(crate) mod incompatible {
     pub(crate) const COMPRESSION: u64 = 1 << 3;
     /// L2 entries are 128 bits, with 32 subclusters.
     pub(crate) const EXTENDED_L2: u64 = 1 << 4;
+    /// Changes lie in a journal that must be replayed first. Vellum's own; its name stands in the feature name table.
+    pub(crate) const JOURNAL: u64 = 1 << super::JOURNAL_BIT;
     /// Those this program knows.
-    pub(crate) const KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2;
+    pub(crate) const KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2 | JOURNAL;
 }
 
 /// Compatible features: a program that does not know one may ignore it.
@@ -86,7 +88,14 @@ pub(crate) mod extension {
     pub(crate) const BITMAPS: u32 = 0x2385_2875;
     pub(crate) const DATA_FILE: u32 = 0x4441_5441;
     pub(crate) const ENCRYPTION: u32 = 0x0537_BE77;
+    /// Vellum's own: that there is to be a journal, and where it is. "VLJ1"
+    pub(crate) const JOURNAL: u32 = 0x564C_4A31;
+    /// Vellum's own: bytes that mean nothing, while a header is being changed. "VLPD"
+    pub(crate) const PADDING: u32 = 0x564C_5044;
 }
+
+/// The number of the journal's incompatible feature bit.
+pub(crate) const JOURNAL_BIT: u8 = 47;
 
 /// Bytes of one row of the feature name table: kind, bit, name padded with zeros.
 pub(crate) const FEATURE_NAME_LEN: usize = 48;

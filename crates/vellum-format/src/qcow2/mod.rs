@@ -17,6 +17,9 @@
 //! | [`open`], [`mod@create`] | and what is believed of an image |
 //! | [`read`], [`mod@write`] with [`plan`], [`zero`], [`map`] | requests |
 //! | [`commit`] | the order in which metadata reaches the medium; all of it |
+//! | [`journal`] | the way with one flush, and what is replayed after a crash |
+//! | [`journal_wish`] | whether an image is to have one: put into its header, or taken out |
+//! | [`quarantine`] | what was freed, until it may be used again |
 //! | [`check`] | everything an image claims, compared; and repaired |
 //! | [`claims`], [`epochs`], [`keyed`] | who may change, who may still be looking, who loads |
 //!
@@ -32,12 +35,15 @@ mod entry;
 mod epochs;
 pub mod header;
 mod image;
+mod journal;
+pub mod journal_wish;
 mod keyed;
 mod layout;
 mod map;
 pub mod open;
 mod pages;
 mod plan;
+mod quarantine;
 mod read;
 mod refcount;
 mod references;
@@ -50,9 +56,11 @@ use vellum_core::{
     ZeroFlags,
 };
 
-pub use create::{CreateOptions, Preallocation, create};
+pub use create::{CreateOptions, JOURNAL_BYTES_DEFAULT, Preallocation, create};
 pub use header::{Compression, Header};
 pub use image::Qcow2;
+pub use journal::recover::{Recovery, recover};
+pub use journal_wish::{JournalChange, set_journal};
 pub use open::{Files, OpenOptions};
 pub use snapshot::Snapshot;
 

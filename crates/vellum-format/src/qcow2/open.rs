@@ -13,6 +13,7 @@ use super::compressed::Decompressor;
 use super::entry::Entries;
 use super::header::Header;
 use super::image::{L1, Qcow2, State};
+use super::journal::{Journal, Overlaid, recover};
 use super::layout::{COPIED, METADATA_PAGE, OFFSET_MASK, be64};
 use super::pages::Pages;
 use super::refcount::Refcounts;
@@ -44,6 +45,9 @@ pub struct OpenOptions {
     pub offload: Arc<dyn Offload>,
     /// Counts what the image costs the host.
     pub tally: HostTally,
+    /// What a journal's records are to be known by: a number that no guest knows. Drawn from the system when nothing is
+    /// said; a simulation says it.
+    pub journal_key: Option<u128>,
 }
 
 impl Default for OpenOptions {
@@ -54,6 +58,7 @@ impl Default for OpenOptions {
             mapping_bytes_max: MAPPING_BYTES_DEFAULT,
             offload: Arc::new(Inline),
             tally: HostTally::default(),
+            journal_key: None,
         }
     }
 }
@@ -78,12 +83,20 @@ impl Qcow2 {
                 "the image is marked corrupt and can only be read: open it read-only, or run `vellum check -r all`",
             ));
         }
+        if header.needs_replay() {
+            if read_only {
+                return Err(header.replay_first(image.name()));
+            }
+            recover::recover(&header, &image).await.context(|| "the image was not closed")?;
+            header = Header::read(&*image).await?;
+        }
         if !read_only && header.is_dirty() {
             check::repair_dirty(&header, &image)
                 .await
                 .context(|| "the image was not closed and needs repair")?;
             header = Header::read(&*image).await?;
         }
+        let home = Tallied::shared(files.image.clone(), options.tally.checkpoint.clone());
         let data = match (header.has_data_file(), files.data_file) {
             (true, Some(data_file)) => data_file,
             (true, None) => return Err(Error::invalid("its data file was not opened")),
@@ -127,6 +140,16 @@ impl Qcow2 {
             read_only,
             fast_zeroes: entries.has_zero_flag(),
         };
+        let journal = match header.journal_bytes() {
+            Some(bytes) if !read_only && header.version() >= 3 && !header.has_data_file() => {
+                Some(Journal::new(bytes, options.journal_key))
+            }
+            _ => None,
+        };
+        let data: SharedStorage = match &journal {
+            Some(journal) => Arc::new(Overlaid { image: data, full: journal.full.clone() }),
+            None => data,
+        };
         let decompressor = Decompressor::new(data.clone(), header.compression(), cluster, options.offload);
         Ok(Arc::new(Self {
             name: image.name().to_owned(),
@@ -136,6 +159,7 @@ impl Qcow2 {
             cluster,
             entries,
             metadata: image,
+            home,
             data,
             below: files.below,
             l1: L1 { at: l1_span.start(), entries: l1, dirty: Mutex::default() },
@@ -150,6 +174,7 @@ impl Qcow2 {
             refcounts,
             dirty: Mutex::default(),
             commits: Default::default(),
+            journal,
             decompressor,
             marked: Default::default(),
             is_marked: AtomicBool::new(false),

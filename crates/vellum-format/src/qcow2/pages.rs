@@ -25,6 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use arc_swap::{ArcSwapOption, Guard};
 
 use super::entry::Words;
+use super::journal::Changed;
 use super::layout::{be64, put64};
 
 const WAYS: usize = 8;
@@ -45,6 +46,8 @@ struct PageState {
     dirty: bool,
     writing: bool,
     evicted: bool,
+    /// Words that differ from what was sealed last.
+    changed: Changed,
 }
 
 /// The page was evicted in the meantime: find it again.
@@ -131,6 +134,9 @@ impl Page {
         };
         if new != old {
             self.store(index, new);
+            let first = index * self.words_per_entry;
+            state.changed.add(first);
+            state.changed.add(first + self.words_per_entry - 1);
             if !std::mem::replace(&mut state.dirty, true) {
                 list();
             }
@@ -162,8 +168,9 @@ impl Page {
         self.sequence.store(sequence.wrapping_add(2), Ordering::Release);
     }
 
-    /// The page's bytes as they are now, to be written; it counts as being written until [`Page::written`].
-    pub(crate) fn seal(&self) -> Vec<u8> {
+    /// The page's bytes as they are now, to be written, and which words have changed; it counts as being written until
+    /// [`Page::written`].
+    pub(crate) fn seal(&self) -> (Vec<u8>, Changed) {
         let mut state = self.lock();
         debug_assert!(state.dirty && !state.evicted);
         state.dirty = false;
@@ -172,7 +179,7 @@ impl Page {
         for (index, word) in self.words.iter().enumerate() {
             put64(&mut bytes, index * 8, word.load(Ordering::Relaxed));
         }
-        bytes
+        (bytes, std::mem::take(&mut state.changed))
     }
 
     /// The sealed copy is on the medium, or (`failed`) is not and must be written again; if that makes the page dirty,
@@ -341,7 +348,7 @@ mod tests {
         }
         assert_eq!(pages.insert(page(100)), Err(SetFull));
         let kept = pages.get(4).unwrap().as_ref().unwrap().clone();
-        let bytes = kept.seal();
+        let (bytes, _) = kept.seal();
         assert_eq!(be64(&bytes, 8), 8);
         assert_eq!(pages.insert(page(100)), Err(SetFull), "a page being written stays too");
         assert!(!written(&kept, false));
@@ -373,9 +380,9 @@ mod tests {
     fn a_failed_write_makes_the_page_dirty_again() {
         let page = page(3);
         set(&page, 0, 1);
-        page.seal();
+        let _ = page.seal();
         assert!(written(&page, true));
-        page.seal();
+        let _ = page.seal();
         set(&page, 0, 2);
         assert!(!written(&page, true), "it was dirty already");
     }

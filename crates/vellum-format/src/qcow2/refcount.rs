@@ -18,14 +18,17 @@
 //! 5. No cluster is handed out, and no block or table placed, before the storage reaches its end ([`Stop::Grow`]). Else a
 //!    commit could write refcounts there while somebody is still setting a smaller length, which cuts them off; and a
 //!    storage that cannot grow would fail the commit, and with it those who need no room.
-//! 6. A cluster known to hold metadata is never handed out, whatever its refcount: then the image is corrupt.
+//! 6. A cluster known to hold metadata is never handed out, whatever its refcount: then the image is corrupt. Only the
+//!    journal lies where refcounts are zero.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 
 use roaring::RoaringTreemap;
 use vellum_core::{BlockSize, Error, ErrorKind, ImageOffset, ImageSpan, Result};
 
 use super::header::Header;
+use super::journal::Changed;
 use super::layout::{METADATA_PAGE, REFCOUNT_TABLE_BYTES_MAX, be64, put64};
 
 /// Why an operation could not be done now.
@@ -63,11 +66,21 @@ pub(crate) struct Run {
     pub(crate) zeroed: bool,
 }
 
+/// A page of refcounts as it is to be written.
+#[derive(Debug)]
+pub(crate) struct SealedPage {
+    number: u64,
+    pub(crate) at: ImageOffset,
+    pub(crate) bytes: Vec<u8>,
+    /// Words that differ from what was sealed last.
+    pub(crate) changed: Changed,
+}
+
 /// What a commit must write of the refcounts.
 #[derive(Debug, Default)]
 pub(crate) struct SealedRefcounts {
-    /// Pages of blocks: number, place, bytes.
-    pub(crate) pages: Vec<(u64, ImageOffset, Vec<u8>)>,
+    /// Pages of blocks.
+    pub(crate) pages: Vec<SealedPage>,
     /// Parts of the table, to be written after the pages are durable.
     pub(crate) table: Vec<(ImageOffset, Vec<u8>)>,
     /// The table has moved: all of it is written with the pages, and the header must name this place afterwards.
@@ -80,6 +93,7 @@ struct Page {
     bytes: Vec<u8>,
     dirty: bool,
     writing: bool,
+    changed: Changed,
     /// No refcount before this index is zero.
     free_from: u64,
 }
@@ -109,6 +123,8 @@ pub(crate) struct Refcounts {
     /// Free clusters below the frontier that read as zero because they were punched.
     punched: RoaringTreemap,
     metadata: RoaringTreemap,
+    /// Clusters that are never handed out: the journal lies there.
+    kept_out: Range<u64>,
     /// The storage ends before this cluster and cannot grow.
     end: Option<u64>,
     /// The storage holds all clusters before this one.
@@ -146,6 +162,7 @@ impl Refcounts {
             used: cluster.count_for(storage_len),
             punched: RoaringTreemap::new(),
             metadata: RoaringTreemap::new(),
+            kept_out: 0..0,
             end: (!may_grow).then(|| storage_len >> cluster.shift()),
             // A file that ends within a cluster is made longer before the first change.
             reached: if may_grow { storage_len >> cluster.shift() } else { u64::MAX },
@@ -236,7 +253,10 @@ impl Refcounts {
             return;
         }
         self.make_room();
-        self.pages.insert(page.number, Page { bytes, dirty: false, writing: false, free_from: 0 });
+        self.pages.insert(
+            page.number,
+            Page { bytes, dirty: false, writing: false, changed: Changed::default(), free_from: 0 },
+        );
     }
 
     fn make_room(&mut self) {
@@ -291,6 +311,83 @@ impl Refcounts {
         if end <= self.reached { Ok(()) } else { Err(Stop::Grow(end << self.cluster.shift())) }
     }
 
+    /// Clusters for a journal: between `least` and `want` of them, beginning at a multiple of `align`, none of them in use,
+    /// and not where a refcount block will have to be. Behind everything else where the storage grows, near its end where it
+    /// does not. Nothing when there is no such place.
+    pub(crate) fn find_journal(
+        &mut self,
+        least: u64,
+        want: u64,
+        align: u64,
+    ) -> Result<Option<Range<u64>>, Stop> {
+        let mut want = want.min(self.per_block() / 2 / align * align);
+        while want >= least {
+            if let Some(found) = self.find_run(want, align)? {
+                return Ok(Some(found));
+            }
+            want = if want > least { (want / 2 / align * align).max(least) } else { 0 };
+        }
+        Ok(None)
+    }
+
+    fn find_run(&mut self, want: u64, align: u64) -> Result<Option<Range<u64>>, Stop> {
+        let per_block = self.per_block();
+        let Some(end) = self.end else {
+            let block = self.block_of(self.used);
+            for block in block..block + 3 {
+                let start = self.behind_block(block).max(self.used).next_multiple_of(align);
+                let fits = start + want <= (block as u64 + 1) * per_block;
+                if fits && self.are_free(start..start + want)? {
+                    return Ok(Some(start..start + want));
+                }
+            }
+            return Ok(None);
+        };
+        let last = self.block_of(end.saturating_sub(1));
+        for block in (last.saturating_sub(7)..=last).rev() {
+            let bottom = self.behind_block(block);
+            let mut start = end.min((block as u64 + 1) * per_block) / align * align;
+            let mut run_end = start;
+            while start > bottom {
+                start -= 1;
+                if self.get(start)? != 0 || self.metadata.contains(start) {
+                    run_end = start / align * align;
+                } else if run_end.saturating_sub(start) >= want && start.is_multiple_of(align) {
+                    return Ok(Some(start..start + want));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn are_free(&mut self, mut clusters: Range<u64>) -> Result<bool, Stop> {
+        clusters.try_fold(true, |all, cluster| Ok(all && self.get(cluster)? == 0))
+    }
+
+    /// The first cluster of a block's range that no block or table takes.
+    fn behind_block(&self, block: usize) -> u64 {
+        let first = block as u64 * self.per_block();
+        match self.table.get(block) {
+            Some(at) if *at != 0 => first,
+            _ => {
+                let (blocks, table) = self.block_needs(block);
+                first + blocks + table
+            }
+        }
+    }
+
+    /// The clusters that were kept out are like any other again.
+    pub(crate) fn let_in(&mut self) {
+        let clusters = std::mem::replace(&mut self.kept_out, 0..0);
+        self.metadata.remove_range(clusters);
+    }
+
+    /// From now on these clusters are never handed out, nor believed to be guest data.
+    pub(crate) fn keep_out(&mut self, clusters: Range<u64>) {
+        self.metadata.insert_range(clusters.clone());
+        self.kept_out = clusters;
+    }
+
     /// Hands out up to `want` neighbouring clusters, at least one.
     pub(crate) fn allocate(&mut self, want: u64) -> Result<Run, Stop> {
         let mut at = self.cursor;
@@ -323,6 +420,10 @@ impl Refcounts {
                 page.free_from = index;
             }
             let first = page_start + index;
+            if self.kept_out.contains(&first) {
+                at = self.kept_out.end;
+                continue;
+            }
             if self.end.is_some_and(|end| first >= end) {
                 at = first;
                 continue;
@@ -337,6 +438,7 @@ impl Refcounts {
         let (order, per_page) = (self.order, self.per_page());
         let limit =
             (first - first % per_page + per_page).min(self.end.unwrap_or(u64::MAX)).min(first + want.max(1));
+        let limit = if first < self.kept_out.start { limit.min(self.kept_out.start) } else { limit };
         // What there is is used up first.
         let limit = if first < self.reached { limit.min(self.reached) } else { limit };
         let mut count = 0;
@@ -370,7 +472,7 @@ impl Refcounts {
     }
 
     /// From now on nobody may take it for granted that these clusters read as zero.
-    fn not_zero(&mut self, clusters: std::ops::Range<u64>) {
+    fn not_zero(&mut self, clusters: Range<u64>) {
         self.frontier = self.frontier.max(clusters.end);
         self.used = self.used.max(clusters.end);
         self.punched.remove_range(clusters);
@@ -380,6 +482,7 @@ impl Refcounts {
         let (order, index) = (self.order, cluster % self.per_page());
         let page = self.page(cluster)?;
         write(&mut page.bytes, order, index, value);
+        page.changed.add(usize::try_from((index << order) / 64).expect("within a page"));
         if value == 0 {
             page.free_from = page.free_from.min(index);
         }
@@ -392,30 +495,35 @@ impl Refcounts {
         Ok(())
     }
 
+    /// How many clusters a block takes that is made now: for blocks and, when the table is full, for a larger table
+    /// behind them.
+    fn block_needs(&self, block: usize) -> (u64, u64) {
+        if block < self.table.len() {
+            return (1, 0);
+        }
+        let entries_per_cluster = self.cluster.bytes() / 8;
+        let mut blocks = 1u64;
+        loop {
+            let entries = (block as u64 + blocks).max(self.table.len() as u64 * 3 / 2);
+            let clusters = entries.div_ceil(entries_per_cluster);
+            if (blocks + clusters).div_ceil(self.per_block()) <= blocks {
+                return (blocks, clusters);
+            }
+            blocks += 1;
+        }
+    }
+
     /// Makes refcounts for clusters that have none.
     fn add_block(&mut self, block: usize) -> Result<(), Stop> {
         let first = block as u64 * self.per_block();
-        // Blocks and, when the table is full, a larger table behind them.
-        let (blocks, table_clusters) = if block < self.table.len() {
-            (1, 0)
-        } else {
-            let entries_per_cluster = self.cluster.bytes() / 8;
-            let mut blocks = 1u64;
-            loop {
-                let entries = (block as u64 + blocks).max(self.table.len() as u64 * 3 / 2);
-                let clusters = entries.div_ceil(entries_per_cluster);
-                if (blocks + clusters).div_ceil(self.per_block()) <= blocks {
-                    break (blocks, clusters);
-                }
-                blocks += 1;
-            }
-        };
+        let (blocks, table_clusters) = self.block_needs(block);
         let table_len = table_clusters << self.cluster.shift();
         if table_len > REFCOUNT_TABLE_BYTES_MAX {
             return Err(full("the image has reached the largest size that its refcount table allows").into());
         }
         let new = first..first + blocks + table_clusters;
-        if self.end.is_some_and(|end| new.end > end) {
+        let is_in_the_way = new.start < self.kept_out.end && self.kept_out.start < new.end;
+        if self.end.is_some_and(|end| new.end > end) || is_in_the_way {
             return Err(full("the image's storage is full and cannot grow").into());
         }
         self.need(new.end)?;
@@ -447,7 +555,10 @@ impl Refcounts {
                 let bytes = vec![0; usize::try_from(self.page_len).expect("a page")];
                 let dirty = !self.reads_zero(first + i);
                 self.dirty += usize::from(dirty);
-                self.pages.insert(number, Page { bytes, dirty, writing: false, free_from: 0 });
+                self.pages.insert(
+                    number,
+                    Page { bytes, dirty, writing: false, changed: Changed::default(), free_from: 0 },
+                );
             }
         }
         for cluster in new.clone() {
@@ -487,10 +598,11 @@ impl Refcounts {
             let page = self.pages.get_mut(&number).expect("it is there");
             page.dirty = false;
             page.writing = true;
-            sealed.pages.push((number, at, page.bytes.clone()));
+            let changed = std::mem::take(&mut page.changed);
+            sealed.pages.push(SealedPage { number, at, bytes: page.bytes.clone(), changed });
         }
         self.dirty = 0;
-        sealed.pages.sort_by_key(|(_, at, _)| *at);
+        sealed.pages.sort_by_key(|page| page.at);
         let chunks = std::mem::take(&mut self.table_dirty);
         if std::mem::take(&mut self.moved) {
             let mut bytes = vec![0; self.table.len() * 8];
@@ -516,8 +628,8 @@ impl Refcounts {
 
     /// The sealed pages are on the medium, or (`failed`) must be written again.
     pub(crate) fn written(&mut self, sealed: SealedRefcounts, failed: bool) {
-        for (number, _, _) in &sealed.pages {
-            if let Some(page) = self.pages.get_mut(number) {
+        for page in &sealed.pages {
+            if let Some(page) = self.pages.get_mut(&page.number) {
                 page.writing = false;
                 if failed && !std::mem::replace(&mut page.dirty, true) {
                     self.dirty += 1;

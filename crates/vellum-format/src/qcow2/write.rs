@@ -15,15 +15,18 @@
 //!    and it does not matter whether an older write's bytes land at the old place afterwards. A raw data file is read
 //!    without the mapping: there zeros and data must land one after the other.
 
+use std::cell::Cell;
+
 use smallvec::SmallVec;
 use vellum_core::{
-    Buffer, Context, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageCluster, ImageOffset, LocalFuture,
-    Result, read_below, try_join_all,
+    Buffer, Context, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageCluster, ImageOffset, ImageSpan,
+    LocalFuture, Result, read_below, try_join_all,
 };
 
 use super::claims::{Ask, Fresh, Held};
 use super::entry::ClusterState;
 use super::image::{Missing, Qcow2};
+use super::journal::{Journal, Overwrite, SectorChecks, checks_of};
 use super::plan::{Plan, Segment, Source, Target, plan_write, published};
 use super::refcount::Run;
 
@@ -38,6 +41,18 @@ struct Step<'a> {
     held: Option<Held<'a>>,
     /// Where the bytes go, once that is settled.
     host: Option<Fresh>,
+    /// For the journal: what arrives in the units that are to be published.
+    checks: Vec<SectorChecks>,
+}
+
+impl Step<'_> {
+    /// Units that have no bytes of their own yet.
+    fn fresh_units(&self) -> u32 {
+        match (self.plan.target, self.state) {
+            (Target::Own(_), ClusterState::Plain(units)) => self.plan.publish & !units.alloc,
+            _ => self.plan.publish,
+        }
+    }
 }
 
 impl Qcow2 {
@@ -47,8 +62,10 @@ impl Qcow2 {
         }
         self.begin_change().await?;
         let mut rest = span;
+        let fresh_max = self.journal().map_or(u64::MAX, Journal::fresh_bytes_max);
+        let at_once = self.cluster.round_up(fresh_max.min(CLUSTERS_AT_ONCE << self.cluster.shift()));
         while !rest.is_empty() {
-            let (now, later) = rest.split_at(CLUSTERS_AT_ONCE << self.cluster.shift());
+            let (now, later) = rest.split_at(at_once);
             let part = data.split_to(usize::try_from(now.len()).expect("within the buffer"));
             self.write_some(now, part).await?;
             rest = later;
@@ -61,7 +78,7 @@ impl Qcow2 {
 
     async fn write_some(&self, span: GuestSpan, mut data: Buffer) -> Result<()> {
         loop {
-            let (given, mut copy) = (self.commits.given(), None);
+            let (given, mut copy) = (self.commits.quarantine.given(), None);
             let result = {
                 let _inside = self.epochs.enter();
                 if let Some(runs) = self.all_in_place(span).await? {
@@ -123,14 +140,52 @@ impl Qcow2 {
 
     async fn write_runs(&self, runs: SmallVec<[(ImageOffset, u64); 2]>, mut data: Buffer) -> Result<()> {
         if let [(at, _)] = runs[..] {
-            return self.data.write(at, data).await;
+            return self.write_in_place(at, data).await;
         }
         let writes = runs.into_iter().map(|(at, len)| {
             let part = data.split_to(usize::try_from(len).expect("within the buffer"));
-            self.data.write(at, part)
+            Box::pin(self.write_in_place(at, part)) as LocalFuture<'_, Result<()>>
         });
         let writes: Vec<_> = writes.collect();
         try_join_all(writes).await.map(drop)
+    }
+
+    /// Overwrites bytes of the disk where they lie.
+    async fn write_in_place(&self, at: ImageOffset, mut data: Buffer) -> Result<()> {
+        let Some(journal) = self.journal() else { return self.data.write(at, data).await };
+        loop {
+            match journal.overwrite(at, &data) {
+                Overwrite::Now => return self.data.write(at, data).await,
+                Overwrite::Replacing(replacing) => {
+                    let written = self.data.write(at, data).await;
+                    replacing.ended(written.is_ok());
+                    return written;
+                }
+                Overwrite::Taken(rest) => {
+                    let mut here = at;
+                    for part in rest {
+                        drop(data.split_to(usize::try_from(part.start() - here).expect("within the buffer")));
+                        let bytes = data.split_to(usize::try_from(part.len()).expect("within the buffer"));
+                        self.data.write(part.start(), bytes).await?;
+                        here = part.end();
+                    }
+                    return Ok(());
+                }
+                Overwrite::Later => self.make_way(journal, at.span(data.len() as u64)).await?,
+            }
+        }
+    }
+
+    /// Waits until nothing in these bytes is of use to a recovery.
+    async fn make_way(&self, journal: &Journal, span: ImageSpan) -> Result<()> {
+        while journal.must_wait(span) {
+            journal.want_proof();
+            if journal.full.has(span) {
+                journal.want_relief();
+            }
+            self.commit().await?;
+        }
+        Ok(())
     }
 
     /// Writes clusters some of which must be allocated. Takes the data out of the buffer when all clusters are there;
@@ -174,6 +229,7 @@ impl Qcow2 {
         }
         self.settle_hosts(steps).await?;
         self.transfer(steps, data).await?;
+        self.flush_what_cannot_be_checked(steps).await?;
         for step in steps.iter() {
             if let Some(held) = &step.held
                 && step.plan.publish != 0
@@ -211,7 +267,7 @@ impl Qcow2 {
                 {
                     self.let_go(held).await;
                 }
-                return Ok(Step { cluster, state, plan, held, host: None });
+                return Ok(Step { cluster, state, plan, held, host: None, checks: Vec::new() });
             }
             if let Some(held) = held.take() {
                 self.let_go(held).await;
@@ -277,10 +333,10 @@ impl Qcow2 {
     }
 
     /// Reads what the clusters are filled with, and writes it together with the guest's bytes.
-    async fn transfer(&self, steps: &[Step<'_>], data: &mut Buffer) -> Result<()> {
+    async fn transfer(&self, steps: &mut [Step<'_>], data: &mut Buffer) -> Result<()> {
         // In order of the disk: guest bytes are cut off the request, fill is read.
         let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();
-        for step in steps {
+        for step in &*steps {
             let host = step.host.expect("settled");
             for segment in &step.plan.segments {
                 let mut segment = *segment;
@@ -311,7 +367,54 @@ impl Qcow2 {
                 _ => writes.push((at, piece)),
             }
         }
+        if let Some(journal) = self.journal() {
+            for (at, data) in &writes {
+                self.add_step_checks(steps, *at, data);
+                self.make_way(journal, at.span(data.len() as u64)).await?;
+            }
+        }
         try_join_all(writes.into_iter().map(|(at, data)| self.data.write(at, data))).await.map(drop)
+    }
+
+    /// Notes the checksums of what a write puts into fresh units. Bytes beside them are overwritten in place.
+    fn add_step_checks(&self, steps: &mut [Step<'_>], at: ImageOffset, data: &Buffer) {
+        let owner = |steps: &[Step<'_>], sector: ImageOffset| {
+            let place = ImageOffset::new(self.cluster.round_down(sector.bytes()));
+            steps.iter().position(|step| step.host.is_some_and(|host| host.at == place))
+        };
+        let last = Cell::new((u64::MAX, 0));
+        let wanted = |sector: ImageOffset| {
+            let number = self.cluster.cluster_of(sector).index();
+            if last.get().0 != number {
+                let fresh = owner(steps, sector).map_or(0, |index| steps[index].fresh_units());
+                last.set((number, fresh));
+            }
+            let start = self.cluster.within(sector);
+            self.entries.touched(start, start + 1) & last.get().1 != 0
+        };
+        for check in checks_of(at, data.pieces(), self.cluster, wanted) {
+            let index = owner(steps, check.0).expect("every write is some step's");
+            steps[index].checks.push(check);
+        }
+    }
+
+    /// Where an older write may still land, no checksum is right. Then the bytes are durable before they are named.
+    async fn flush_what_cannot_be_checked(&self, steps: &mut [Step<'_>]) -> Result<()> {
+        let Some(journal) = self.journal() else { return Ok(()) };
+        let mut any = false;
+        for step in steps.iter_mut().filter(|step| matches!(step.plan.target, Target::Own(_))) {
+            if !step.checks.is_empty()
+                && journal.may_be_written_late(step.host.expect("settled").at, &self.epochs)
+            {
+                step.checks.clear();
+                any = true;
+            }
+        }
+        if !any {
+            return Ok(());
+        }
+        self.commits.note_change();
+        self.commit().await
     }
 
     async fn fill(&self, cluster: GuestOffset, segment: Segment, mut buffer: Buffer) -> Result<Buffer> {
@@ -334,11 +437,18 @@ impl Qcow2 {
 
     async fn publish_step(&self, step: &Step<'_>, held: &Held<'_>) -> Result<()> {
         let host = step.host.expect("settled").at;
-        self.publish(step.cluster, |old| published(old, step.plan.publish, host)).await?;
-        if step.plan.target == Target::Fresh {
-            held.published();
+        let is_fresh = step.plan.target == Target::Fresh;
+        let noted = |before| {
+            if let Some(journal) = self.journal() {
+                journal.add_checks(&step.checks);
+                // The first of those who share the place publishes it.
+                if !matches!(before, ClusterState::Plain(units) if units.host == Some(host)) {
+                    journal.settle(self.cluster.cluster_of(host));
+                }
+            }
             // What was replaced. A cluster without a place, or one that another holder published, replaces nothing.
             match step.state {
+                _ if !is_fresh => {}
                 ClusterState::Compressed(packed) => self.free(packed),
                 ClusterState::Plain(units) => {
                     if let Some(old) = units.host.filter(|old| *old != host) {
@@ -346,6 +456,10 @@ impl Qcow2 {
                     }
                 }
             }
+        };
+        self.publish(step.cluster, |old| published(old, step.plan.publish, host), noted).await?;
+        if is_fresh {
+            held.published();
         }
         Ok(())
     }

@@ -78,6 +78,9 @@ impl Qcow2 {
                 result
             })
             .await?;
+            if let Some(journal) = self.journal() {
+                journal.forget_zeroed(&self.epochs);
+            }
             rest = later;
             if self.has_much_dirty() {
                 self.commit().await?;
@@ -194,26 +197,29 @@ impl Qcow2 {
                 })
                 .map(|host| host.span(self.cluster.bytes())),
         };
-        let before = self
-            .publish(cluster, |old| {
-                let keeps = free_place(old).is_none();
-                ClusterState::Plain(match old {
-                    ClusterState::Plain(units) if keeps => Units {
-                        host: units.host.filter(|_| !(all && self.has_data_file && space == Space::Free)),
-                        copied: units.copied,
-                        alloc: units.alloc & !mask,
-                        zero: if zero_flag { units.zero | mask } else { 0 },
-                    },
-                    _ => {
-                        Units { host: None, copied: false, alloc: 0, zero: if zero_flag { mask } else { 0 } }
-                    }
-                })
+        let change = |old| {
+            let keeps = free_place(old).is_none();
+            ClusterState::Plain(match old {
+                ClusterState::Plain(units) if keeps => Units {
+                    host: units.host.filter(|_| !(all && self.has_data_file && space == Space::Free)),
+                    copied: units.copied,
+                    alloc: units.alloc & !mask,
+                    zero: if zero_flag { units.zero | mask } else { 0 },
+                },
+                _ => Units { host: None, copied: false, alloc: 0, zero: if zero_flag { mask } else { 0 } },
             })
-            .await?;
-        if let Some(place) = free_place(before) {
-            self.free(place);
-        }
-        Ok(())
+        };
+        self.publish(cluster, change, |before| match (free_place(before), before) {
+            (Some(place), _) => self.free(place),
+            (None, ClusterState::Plain(Units { host: Some(kept), .. })) => {
+                if let Some(journal) = self.journal() {
+                    journal.note_zeroed(kept, &self.epochs);
+                }
+            }
+            _ => {}
+        })
+        .await
+        .map(drop)
     }
 
     /// A raw data file must itself read as the disk does; any other gives space back.

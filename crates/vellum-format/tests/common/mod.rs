@@ -36,6 +36,13 @@ pub(crate) fn setups() -> Vec<Setup> {
         setup("512 byte clusters over a base", plain(512), true),
         setup("subclusters over a base", CreateOptions { extended_l2: true, ..plain(16_384) }, true),
         setup("wide refcounts", CreateOptions { refcount_bits: 64, ..plain(512) }, false),
+        setup("a journal", CreateOptions { journal: Some(128 << 10), ..plain(4096) }, false),
+        setup("a journal over a base", CreateOptions { journal: Some(64 << 10), ..plain(512) }, true),
+        setup(
+            "a journal, subclusters over a base",
+            CreateOptions { extended_l2: true, journal: Some(128 << 10), ..plain(16_384) },
+            true,
+        ),
     ]
 }
 
@@ -63,7 +70,12 @@ impl Setup {
         let image: SharedStorage = drive.clone();
         let header = Header::read(&*image).await?;
         let below = self.has_base.then(|| MemoryDisk::holding(&base()) as SharedDisk);
-        Qcow2::open(header, Files { image, data_file: None, below }, OpenOptions::default()).await
+        Qcow2::open(
+            header,
+            Files { image, data_file: None, below },
+            OpenOptions { journal_key: Some(1), ..OpenOptions::default() },
+        )
+        .await
     }
 }
 

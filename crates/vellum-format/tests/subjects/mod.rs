@@ -56,6 +56,22 @@ impl QcowSubject {
         Self::new("qcow2, subclusters over a base", options, true, 3 << 20)
     }
 
+    /// A journal so small that it goes round within a few steps, and much does not fit a record.
+    pub(crate) fn journal() -> Self {
+        let options = CreateOptions { journal: Some(64 << 10), ..Self::options(4096) };
+        Self::new("qcow2 with a journal, 4 KiB clusters", options, false, 2 << 20)
+    }
+
+    pub(crate) fn journal_over_a_base() -> Self {
+        let options = CreateOptions { size: 256 << 10, journal: Some(64 << 10), ..Self::options(512) };
+        Self::new("qcow2 with a journal, 512 byte clusters over a base", options, true, 96 << 10)
+    }
+
+    pub(crate) fn journal_subclusters() -> Self {
+        let options = CreateOptions { extended_l2: true, journal: Some(128 << 10), ..Self::options(16_384) };
+        Self::new("qcow2 with a journal, subclusters over a base", options, true, 3 << 20)
+    }
+
     pub(crate) fn large_clusters() -> Self {
         Self::new("qcow2, 64 KiB clusters", Self::options(65_536), false, 3 << 20)
     }
@@ -84,7 +100,8 @@ impl Subject for QcowSubject {
         Box::pin(async move {
             let header = Header::read(&*image).await?;
             let files = Files { image, data_file: None, below: self.below.clone() };
-            Ok(Qcow2::open(header, files, OpenOptions::default()).await? as SharedDisk)
+            Ok(Qcow2::open(header, files, OpenOptions { journal_key: Some(1), ..OpenOptions::default() })
+                .await? as SharedDisk)
         })
     }
 

@@ -1,0 +1,281 @@
+//! The internal journal: what a transaction gathers, where records go, and what is not yet home.
+//!
+//! ```text
+//!   publish, allocate, free        gate shared      page, refcount, check, owed: one step
+//!          │
+//!   seal                           gate alone       all of it as it stands: one record
+//!          │
+//!   record ──► ring ──► flush      commit point     the sealed pages are kept until they are home
+//!          │ half of the ring is used
+//!   pages kept ──► home            with the next record's flush; the record after that moves the tail
+//! ```
+//!
+//! 1. What changes together is changed under the shared gate, so a record holds all of it or nothing.
+//! 2. A sector with an unproven check is overwritten only when the open transaction can take the new value up
+//!    (`checks.rs`), after a commit has proven it, or through the journal (`full.rs`).
+//! 3. A page that is not home is found here by who loads it ([`Journal::kept`]).
+//! 4. Only the leader of a commit writes records, moves the tail and takes pages home.
+//!
+//! The protocol is `docs/design/0003-qcow2-journal.md`; the order of writes is in `journal/commit.rs`, where the journal
+//! lies and when it begins and ends in `journal/life.rs`, what a crash leaves in `journal/recover.rs`.
+
+mod checks;
+mod commit;
+mod full;
+mod life;
+pub(crate) mod record;
+pub(crate) mod recover;
+mod ring;
+mod words;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use vellum_core::{BlockSize, ImageCluster, ImageOffset, ImageSpan};
+
+pub(crate) use checks::{Overwrite, SectorChecks, checks_of};
+pub(crate) use full::{Full, Overlaid};
+pub(crate) use words::Changed;
+
+use super::epochs::Epochs;
+use super::image::lock;
+use checks::{Gathered, Unproven};
+use record::{Item, SECTOR};
+use ring::Ring;
+
+/// So many pages wait in memory to be taken home, at most.
+const KEPT_MAX: usize = 4096;
+
+/// Where the ring stands.
+struct Ledger {
+    generation: u64,
+    key: u128,
+    run: ImageSpan,
+    ring: Ring,
+    /// What the next record says of the tail.
+    tail: u64,
+    /// What the last flushed record said.
+    told: u64,
+    /// Pages whose last durable version is not home, by place.
+    kept: BTreeMap<ImageOffset, Kept>,
+}
+
+/// The last durable version of a page that is not home.
+#[derive(Clone)]
+struct Kept {
+    bytes: Arc<[u8]>,
+    /// The first record that recovery needs for it.
+    since: u64,
+}
+
+/// Places that were made zero and kept, the epoch in which nobody may write there late any more, and the order.
+#[derive(Default)]
+struct Zeroed {
+    stamps: HashMap<ImageOffset, u64>,
+    order: VecDeque<(u64, ImageOffset)>,
+}
+
+/// The journal of an image that is open for writing.
+pub(crate) struct Journal {
+    wanted_bytes: u64,
+    /// What its records are to be known by; drawn at random when nothing is said.
+    key: Option<u128>,
+    /// Records are written. Set before the first change, if ever.
+    is_on: AtomicBool,
+    gate: RwLock<()>,
+    open: Mutex<Gathered>,
+    /// Clusters whose refcount is higher than the mapping explains, and by how much.
+    owed: Mutex<BTreeMap<u64, u64>>,
+    unproven: Unproven,
+    /// All transactions up to this one are proven.
+    proven: AtomicU64,
+    /// Somebody waits for a proof: the next commit writes a record even if it is empty.
+    proof_wanted: AtomicBool,
+    /// Somebody waits for pages or sectors to be home.
+    relief_wanted: AtomicBool,
+    /// Overwrites under way whose sectors have two values meanwhile.
+    replacing: AtomicU64,
+    /// Guest data that is newer in memory than at home.
+    pub(crate) full: Arc<Full>,
+    /// Older writes may still be on their way there.
+    zeroed: Mutex<Zeroed>,
+    ledger: Mutex<Option<Ledger>>,
+}
+
+impl Journal {
+    pub(crate) fn new(wanted_bytes: u64, key: Option<u128>) -> Self {
+        Self {
+            wanted_bytes,
+            key,
+            is_on: AtomicBool::new(false),
+            gate: RwLock::new(()),
+            open: Mutex::default(),
+            owed: Mutex::default(),
+            unproven: Unproven::default(),
+            proven: AtomicU64::new(0),
+            proof_wanted: AtomicBool::new(false),
+            relief_wanted: AtomicBool::new(false),
+            replacing: AtomicU64::new(0),
+            full: Arc::default(),
+            zeroed: Mutex::default(),
+            ledger: Mutex::new(None),
+        }
+    }
+
+    pub(crate) fn is_on(&self) -> bool {
+        self.is_on.load(Ordering::Acquire)
+    }
+
+    /// Held while things are changed that belong together. Not to be taken twice by one task.
+    pub(crate) fn shared(&self) -> RwLockReadGuard<'_, ()> {
+        self.gate.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn alone(&self) -> RwLockWriteGuard<'_, ()> {
+        self.gate.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The refcounts of these clusters are higher than what is published explains.
+    pub(crate) fn owe(&self, first: u64, count: u64) {
+        let mut owed = lock(&self.owed);
+        for cluster in first..first + count {
+            *owed.entry(cluster).or_insert(0) += 1;
+        }
+    }
+
+    /// One of them was published, or its refcount lowered.
+    pub(crate) fn settle(&self, cluster: ImageCluster) {
+        let mut owed = lock(&self.owed);
+        if let Some(count) = owed.get_mut(&cluster.index()) {
+            *count -= 1;
+            if *count == 0 {
+                owed.remove(&cluster.index());
+            }
+        }
+    }
+
+    /// The active disk no longer uses these bytes: their clusters' refcounts are owed, and what lies there need not
+    /// arrive.
+    pub(crate) fn freed(&self, span: ImageSpan, cluster: BlockSize) {
+        let wide = cluster.widen(span);
+        self.owe(cluster.cluster_of(wide.start()).index(), cluster.count_for(wide.len()));
+        self.forget_checks(wide);
+    }
+
+    /// A new table begins as zeros.
+    pub(crate) fn add_zeros(&self, span: ImageSpan) {
+        lock(&self.open).zeros.push(span);
+    }
+
+    /// Whether the open transaction has become so large that the next writer should commit it.
+    pub(crate) fn is_large(&self) -> bool {
+        let longest = lock(&self.ledger).as_ref().map_or(u64::MAX, |ledger| ledger.ring.record_max());
+        let open = lock(&self.open);
+        open.check_bytes() > longest / 4 || open.full_bytes() >= longest / 2
+    }
+
+    /// So many bytes of fresh data may be written before the next commit is due, about.
+    pub(crate) fn fresh_bytes_max(&self) -> u64 {
+        let longest = lock(&self.ledger).as_ref().map_or(u64::MAX >> 8, |ledger| ledger.ring.record_max());
+        longest / 2 / 4 * SECTOR
+    }
+
+    /// The last durable version of a page that is not home.
+    pub(crate) fn kept(&self, place: ImageOffset) -> Option<Arc<[u8]>> {
+        lock(&self.ledger).as_ref()?.kept.get(&place).map(|kept| kept.bytes.clone())
+    }
+
+    /// Units of the cluster at this place are about to be made zero, and the place is kept.
+    pub(crate) fn note_zeroed(&self, place: ImageOffset, epochs: &Epochs) {
+        // Who enters the next epoch may still look up what was there before.
+        let stamp = epochs.now() + 1;
+        let mut zeroed = lock(&self.zeroed);
+        zeroed.stamps.insert(place, stamp);
+        zeroed.order.push_back((stamp, place));
+    }
+
+    /// Whether a write that was looked up before its unit became zero may still be on its way to this cluster. Then
+    /// nobody can say what checksum the sectors will have.
+    pub(crate) fn may_be_written_late(&self, place: ImageOffset, epochs: &Epochs) -> bool {
+        let stamp = lock(&self.zeroed).stamps.get(&place).copied();
+        stamp.is_some_and(|stamp| !epochs.has_passed(stamp))
+    }
+
+    /// Forgets about places that nobody can still be writing to late.
+    pub(crate) fn forget_zeroed(&self, epochs: &Epochs) {
+        let mut zeroed = lock(&self.zeroed);
+        while let Some((stamp, place)) =
+            zeroed.order.front().copied().filter(|(stamp, _)| epochs.has_passed(*stamp))
+        {
+            zeroed.order.pop_front();
+            if zeroed.stamps.get(&place) == Some(&stamp) {
+                zeroed.stamps.remove(&place);
+            }
+        }
+    }
+
+    /// Takes what was gathered; nothing when there is nothing to tell, `has_pages` included. The caller holds the gate
+    /// alone.
+    fn seal(&self, has_pages: bool) -> Option<Transaction> {
+        let mut open = lock(&self.open);
+        let proof_wanted = self.proof_wanted.swap(false, Ordering::AcqRel);
+        if !has_pages && open.is_empty() && !proof_wanted {
+            return None;
+        }
+        let (sequence, mut items, places) = open.take();
+        let (full, home) = self.full.seal(sequence, &places);
+        drop(open);
+        items.extend(full);
+        items.extend(runs_of(&lock(&self.owed)));
+        Some(Transaction { sequence, items, full: home })
+    }
+}
+
+/// What a seal took.
+pub(crate) struct Transaction {
+    sequence: u64,
+    items: Vec<Item>,
+    /// Guest data as it is to be at home.
+    full: Vec<full::Home>,
+}
+
+/// Clusters that are owed, as runs; twice where twice.
+fn runs_of(owed: &BTreeMap<u64, u64>) -> Vec<Item> {
+    let mut runs: Vec<(u64, u64)> = Vec::new();
+    let most = owed.values().copied().max().unwrap_or(0);
+    for times in 1..=most {
+        let mut last: Option<(u64, u64)> = None;
+        for cluster in owed.iter().filter(|(_, count)| **count >= times).map(|(cluster, _)| *cluster) {
+            last = match last {
+                Some((first, count)) if first + count == cluster => Some((first, count + 1)),
+                other => {
+                    runs.extend(other);
+                    Some((cluster, 1))
+                }
+            };
+        }
+        runs.extend(last);
+    }
+    runs.into_iter().map(|(first, count)| Item::Owed { first, count }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn owed_clusters_are_told_as_runs() {
+        let journal = Journal::new(0, None);
+        journal.owe(5, 3);
+        journal.owe(6, 1);
+        journal.owe(9, 1);
+        let runs = runs_of(&lock(&journal.owed));
+        let owed = |first, count| Item::Owed { first, count };
+        assert_eq!(runs, [owed(5, 3), owed(9, 1), owed(6, 1)]);
+        for cluster in [5, 6, 6, 7, 9] {
+            journal.settle(ImageCluster::new(cluster));
+        }
+        assert!(runs_of(&lock(&journal.owed)).is_empty());
+    }
+}

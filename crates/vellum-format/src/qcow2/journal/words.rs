@@ -1,0 +1,56 @@
+//! Which words of a page of metadata have changed, and the items that say so.
+
+use vellum_core::ImageOffset;
+
+use super::super::layout::be64;
+use super::record::Item;
+
+/// Which words of a page have changed, by their number; pages have at most 512.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Changed([u64; 8]);
+
+impl Changed {
+    /// Notes a word.
+    pub(crate) fn add(&mut self, word: usize) {
+        self.0[word / 64 % 8] |= 1 << (word % 64);
+    }
+
+    /// The changed words of a page that lies at this place, as items.
+    pub(crate) fn items(self, place: ImageOffset, bytes: &[u8]) -> Vec<Item> {
+        let words = (0..bytes.len() / 8).filter(|word| self.0[word / 64 % 8] >> (word % 64) & 1 == 1);
+        items_of(words.map(|word| (place + word as u64 * 8, be64(bytes, word * 8))))
+    }
+}
+
+/// Words by their places, ascending, as items: neighbours in one.
+pub(super) fn items_of(words: impl Iterator<Item = (ImageOffset, u64)>) -> Vec<Item> {
+    let mut items: Vec<Item> = Vec::new();
+    for (place, value) in words {
+        match items.last_mut() {
+            Some(Item::Words { at, values }) if *at + values.len() as u64 * 8 == place => values.push(value),
+            _ => items.push(Item::Words { at: place, values: vec![value] }),
+        }
+    }
+    items
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_are_told_together() {
+        let mut bytes = vec![0; 4096];
+        let mut changed = Changed::default();
+        for word in [0, 63, 64, 511] {
+            changed.add(word);
+            bytes[word * 8 + 7] = 1;
+        }
+        let at = |word: u64| ImageOffset::new(0x10000 + word * 8);
+        let words = |at, values: &[u64]| Item::Words { at, values: values.to_vec() };
+        assert_eq!(
+            changed.items(at(0), &bytes),
+            [words(at(0), &[1]), words(at(63), &[1, 1]), words(at(511), &[1])]
+        );
+    }
+}

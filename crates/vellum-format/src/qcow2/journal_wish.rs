@@ -1,0 +1,334 @@
+//! Whether an image is to have a journal: the extension is put into the header of an image that is there, or taken out.
+//!
+//! The extension changes together with the feature bit, so it must lie in the first sector; what stood there moves on.
+//! A header of more than one sector does not change in one write, so it is moved in hops, each of them old or new:
+//!
+//! ```text
+//!   sector 0            1                2                 3
+//!   │head│A │B          │ B │C │name     │                 │              as it was
+//!   │head│J │pad ───────┼────────────────┼►A │B │C │name   │              what follows is written, flushed; then sector 0
+//!   │head│J │A │B       │ B │C │name     │                 │              the same again, without the padding
+//! ```
+//!
+//! 1. Before sector 0 changes, nothing is written to a sector that the old header uses; after it, nothing the new one uses.
+//!    So a crash leaves the old header, or one of the new ones, and each says all that the old one said.
+//! 2. Extensions of others are kept byte for byte, in their order; the backing file's name as it was. Only the table of
+//!    feature names gains or loses a row: our own. In a header that is too small for the table and the extension, names of
+//!    features that the image does not have are left out, which the format allows.
+//! 3. Where there is no room for both layouts beside each other, nothing is done: [`ErrorKind::NoSpace`].
+//!
+//! An extension that another program moved behind the first sector, when it wrote the header anew, is put back.
+
+use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage, Storage};
+
+use super::create::{JOURNAL_FEATURE, put_extension};
+use super::header::Header;
+use super::journal::record::{BYTES_MAX, BYTES_MIN, Extension};
+use super::journal::recover::{Recovery, recover};
+use super::layout::*;
+
+const SECTOR: usize = 512;
+
+/// What became of a wish.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct JournalChange {
+    /// How large the journal was to be before, in bytes.
+    pub before: Option<u64>,
+    /// How large it is to be now.
+    pub after: Option<u64>,
+    /// Names of features that the image does not have were left out of the header, to make room.
+    pub names_cut: bool,
+    /// The image had not been closed, and its journal was replayed first.
+    pub recovery: Option<Recovery>,
+}
+
+/// Makes the image one that is written with a journal of `wanted` bytes from now on, or with none. The image is not open
+/// otherwise.
+///
+/// # Errors
+/// `Invalid` for a size or an image that cannot be, `NoSpace` when the header has no room, `Corrupt` for an image that is
+/// marked so, and what the storage says.
+pub async fn set_journal(image: &SharedStorage, wanted: Option<u64>) -> Result<JournalChange> {
+    let context = || format!("can't change the journal of {}", image.name());
+    set_inner(image, wanted).await.context(context)
+}
+
+async fn set_inner(image: &SharedStorage, wanted: Option<u64>) -> Result<JournalChange> {
+    let mut change = JournalChange { after: wanted, ..JournalChange::default() };
+    let mut header = Header::read(&**image).await?;
+    refuse(&header, wanted)?;
+    if header.needs_replay() {
+        change.recovery = Some(recover(&header, image).await.context(|| "the image was not closed")?);
+        header = Header::read(&**image).await?;
+    }
+    change.before = header.journal_bytes();
+    let old = Layout::read(&header, &**image).await?;
+    if wanted.is_none() && !old.is_padded && !old.parts.has_ours() {
+        return Ok(change);
+    }
+    let wanted = wanted.map(|bytes| old.extension(bytes));
+    for names in [Names::All, Names::InUse] {
+        if relay(&header, &**image, &old.parts.with_journal(wanted, names, &header)).await? {
+            change.names_cut = names == Names::InUse;
+            return Ok(change);
+        }
+    }
+    Err(Error::new(
+        ErrorKind::NoSpace,
+        format!(
+            "the header has no room for it: names and extensions take {} of the first cluster's {} bytes",
+            old.used_end(),
+            old.bytes.len()
+        ),
+    ))
+}
+
+fn refuse(header: &Header, wanted: Option<u64>) -> Result<()> {
+    if header.is_corrupt() {
+        return Err(Error::corrupt("the image is marked corrupt: run `vellum check -r all` first"));
+    }
+    let Some(bytes) = wanted else { return Ok(()) };
+    if header.version() < 3 {
+        return Err(Error::invalid(
+            "a journal needs version 3: convert the image with `vellum convert -O qcow2`",
+        ));
+    }
+    if header.has_data_file() {
+        return Err(Error::invalid("an image whose data lies in another file cannot have a journal yet"));
+    }
+    if !(BYTES_MIN..=BYTES_MAX).contains(&bytes) {
+        return Err(Error::invalid(format!(
+            "a journal of {bytes} bytes: it must be {BYTES_MIN} to {BYTES_MAX} bytes"
+        )));
+    }
+    Ok(())
+}
+
+/// Which rows the table of feature names is to keep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Names {
+    All,
+    InUse,
+}
+
+/// What a header says, without where it says it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Parts {
+    /// The fields, up to the header's length. The place of the backing file's name counts for nothing.
+    fields: Vec<u8>,
+    extensions: Vec<(u32, Vec<u8>)>,
+    backing_name: Vec<u8>,
+}
+
+/// A first cluster, and which sectors of it mean something.
+struct Layout {
+    bytes: Vec<u8>,
+    parts: Parts,
+    used: Vec<bool>,
+    /// A change of it was cut off between two hops.
+    is_padded: bool,
+}
+
+impl Layout {
+    async fn read(header: &Header, image: &dyn Storage) -> Result<Self> {
+        let len = usize::try_from(header.cluster_size().bytes()).expect("at most 2 MiB");
+        let bytes = image.read(ImageOffset::ZERO, Buffer::for_overwrite(len)).await?.to_vec();
+        Ok(Self::parse(bytes))
+    }
+
+    /// Of bytes that have been checked as a header of version 3.
+    fn parse(bytes: Vec<u8>) -> Self {
+        let fields_len = if be32(&bytes, field::VERSION) == 2 {
+            V2_HEADER_LEN
+        } else {
+            be32(&bytes, field::HEADER_LENGTH) as usize
+        };
+        let name_at = usize::try_from(be64(&bytes, field::BACKING_FILE_OFFSET)).expect("it was checked");
+        let name_len = be32(&bytes, field::BACKING_FILE_SIZE) as usize;
+        let (end, name) = match name_at {
+            0 => (bytes.len(), Vec::new()),
+            at => (at, bytes[at..at + name_len].to_vec()),
+        };
+        let mut used = vec![false; bytes.len().div_ceil(SECTOR)];
+        let mut using = |from: usize, to: usize| used[from / SECTOR..to.div_ceil(SECTOR)].fill(true);
+        using(0, fields_len.max(SECTOR));
+        using(name_at, name_at + name.len());
+        let (mut extensions, mut is_padded) = (Vec::new(), false);
+        let mut at = fields_len;
+        while at + 8 <= end {
+            let (kind, len) = (be32(&bytes, at), be32(&bytes, at + 4) as usize);
+            if kind == extension::END {
+                using(at, at + 8);
+                break;
+            }
+            let body = at + 8..at + 8 + len;
+            using(at, if kind == extension::PADDING { body.start } else { body.end });
+            is_padded |= kind == extension::PADDING;
+            if kind != extension::PADDING {
+                extensions.push((kind, bytes[body.clone()].to_vec()));
+            }
+            at = body.start + len.next_multiple_of(8);
+        }
+        let parts = Parts { fields: bytes[..fields_len].to_vec(), extensions, backing_name: name };
+        Self { bytes, parts, used, is_padded }
+    }
+
+    fn used_end(&self) -> usize {
+        self.used.iter().rposition(|used| *used).map_or(0, |last| (last + 1) * SECTOR)
+    }
+
+    /// An extension that asks for so many bytes, and keeps what is known of one that is there, wherever it lies.
+    fn extension(&self, wanted_bytes: u64) -> Extension {
+        let found = self.parts.extensions.iter().find(|(kind, _)| *kind == extension::JOURNAL);
+        let generation =
+            found.and_then(|(_, body)| Extension::decode(body).ok()).map_or(0, |found| found.generation);
+        Extension { wanted_bytes, run: ImageOffset::ZERO.span(0), generation, key: 0 }
+    }
+
+    /// Whether sector 0 of `next` may replace that of `self`: all else that `next` says fits between what `self` says.
+    fn leads_to(&self, next: &Self) -> bool {
+        self.before_sector_0(next).all(|sector| !self.used[sector])
+    }
+
+    /// Sectors that must be there before sector 0 of `next` is.
+    fn before_sector_0(&self, next: &Self) -> impl Iterator<Item = usize> {
+        let differs = |sector: &usize| self.sector(*sector) != next.sector(*sector);
+        (1..next.used.len()).filter(|sector| next.used[*sector]).filter(differs)
+    }
+
+    fn sector(&self, index: usize) -> &[u8] {
+        &self.bytes[index * SECTOR..(index + 1) * SECTOR]
+    }
+}
+
+impl Parts {
+    /// Whether anything of a journal is here.
+    fn has_ours(&self) -> bool {
+        self.extensions.iter().any(|(kind, body)| match *kind {
+            extension::JOURNAL => true,
+            extension::FEATURE_NAMES => body.chunks_exact(FEATURE_NAME_LEN).any(is_own_row),
+            _ => false,
+        })
+    }
+
+    fn with_journal(&self, wanted: Option<Extension>, names: Names, header: &Header) -> Self {
+        let mut parts = self.clone();
+        parts.extensions.retain(|(kind, _)| *kind != extension::JOURNAL);
+        let table = parts.extensions.iter().position(|(kind, _)| *kind == extension::FEATURE_NAMES);
+        if let Some(table) = table {
+            let rows = std::mem::take(&mut parts.extensions[table].1);
+            let keeps = |row: &[u8]| match row.len() {
+                FEATURE_NAME_LEN => !is_own_row(row) && (names == Names::All || is_in_use(header, row)),
+                _ => true, // a piece of a row, from who knows whom
+            };
+            parts.extensions[table].1 =
+                rows.chunks(FEATURE_NAME_LEN).filter(|row| keeps(row)).flatten().copied().collect();
+        }
+        if let Some(wanted) = wanted {
+            let mut row = vec![0; FEATURE_NAME_LEN];
+            row[1] = JOURNAL_BIT;
+            row[2..2 + JOURNAL_FEATURE.len()].copy_from_slice(JOURNAL_FEATURE.as_bytes());
+            match table {
+                Some(table) if parts.extensions[table].1.len().is_multiple_of(FEATURE_NAME_LEN) => {
+                    parts.extensions[table].1.extend(row);
+                }
+                Some(_) => {}
+                None => parts.extensions.push((extension::FEATURE_NAMES, row)),
+            }
+            parts.extensions.insert(0, (extension::JOURNAL, wanted.encode().to_vec()));
+        }
+        parts.extensions.retain(|(kind, body)| *kind != extension::FEATURE_NAMES || !body.is_empty());
+        if header.version() >= 3 {
+            // What others may keep up beside the disk, and this program does not know, it cannot say to be in order.
+            let known = header.autoclear & (autoclear::BITMAPS | autoclear::RAW_EXTERNAL);
+            put64(&mut parts.fields, field::AUTOCLEAR, known);
+        }
+        parts
+    }
+
+    /// The first cluster; with padding, what follows the journal's extension begins at `at`. Nothing when it does not fit.
+    fn encode(&self, at: Option<usize>, cluster: usize) -> Option<Layout> {
+        let mut bytes = self.fields.clone();
+        let first = self.extensions.iter().take_while(|(kind, _)| *kind == extension::JOURNAL).count();
+        let (journal, others) = self.extensions.split_at(first);
+        for (kind, body) in journal {
+            put_extension(&mut bytes, *kind, body);
+        }
+        if let Some(at) = at {
+            let len = at.checked_sub(bytes.len() + 8)?;
+            put_extension(&mut bytes, extension::PADDING, &vec![0; len]);
+        }
+        for (kind, body) in others {
+            put_extension(&mut bytes, *kind, body);
+        }
+        put_extension(&mut bytes, extension::END, b"");
+        let name_at = if self.backing_name.is_empty() { 0 } else { bytes.len() as u64 };
+        put64(&mut bytes, field::BACKING_FILE_OFFSET, name_at);
+        bytes.extend_from_slice(&self.backing_name);
+        if bytes.len() > cluster {
+            return None;
+        }
+        bytes.resize(cluster, 0);
+        Some(Layout::parse(bytes))
+    }
+}
+
+fn is_own_row(row: &[u8]) -> bool {
+    row[0] == 0 && row[1] == JOURNAL_BIT
+}
+
+fn is_in_use(header: &Header, row: &[u8]) -> bool {
+    let bits = [header.incompatible, header.compatible, header.autoclear];
+    bits.get(usize::from(row[0])).is_some_and(|bits| row[1] < 64 && bits >> row[1] & 1 == 1)
+}
+
+/// Brings the header to say this. Tells whether there is room.
+async fn relay(header: &Header, image: &dyn Storage, wanted: &Parts) -> Result<bool> {
+    let cluster = usize::try_from(header.cluster_size().bytes()).expect("at most 2 MiB");
+    let Some(last) = wanted.encode(None, cluster) else { return Ok(false) };
+    // Checked before it is written.
+    let seen = Header::parse(&last.bytes, image.len())?;
+    let has_journal = wanted.extensions.iter().any(|(kind, _)| *kind == extension::JOURNAL);
+    if seen.journal.is_some() != has_journal {
+        return Ok(false); // it would not lie in the first sector
+    }
+    let old = Layout::read(header, image).await?;
+    if old.leads_to(&last) {
+        hop(image, &old, &last).await?;
+        return Ok(true);
+    }
+    // Behind both, so that the padding can go again.
+    let behind = [old.used_end().max(last.used_end()), old.used_end()];
+    let between =
+        behind.iter().find_map(|at| wanted.encode(Some(*at), cluster).filter(|next| old.leads_to(next)));
+    let Some(between) = between else { return Ok(false) };
+    hop(image, &old, &between).await?;
+    let between = Layout::read(header, image).await?;
+    if between.leads_to(&last) {
+        hop(image, &between, &last).await?;
+    }
+    Ok(true)
+}
+
+/// From one header to another.
+async fn hop(image: &dyn Storage, old: &Layout, next: &Layout) -> Result<()> {
+    let place = |sector: usize| ImageOffset::new((sector * SECTOR) as u64);
+    let write = |sector: usize| image.write(place(sector), Buffer::copy_of(next.sector(sector)));
+    let mut has_written = false;
+    for sector in old.before_sector_0(next) {
+        write(sector).await?;
+        has_written = true;
+    }
+    if has_written {
+        image.flush().await?;
+    }
+    if old.sector(0) == next.sector(0) {
+        return Ok(());
+    }
+    write(0).await?;
+    image.flush().await?; // commit point: now it says the new
+    for sector in (1..next.used.len()).filter(|sector| !next.used[*sector] && old.used[*sector]) {
+        write(sector).await?; // zeros, over what is not said any more
+    }
+    image.flush().await
+}

@@ -28,6 +28,12 @@ fn main() -> io::Result<()> {
     for (index, program) in programs().into_iter().enumerate() {
         write(&root.join("qcow2_ops"), &format!("program-{index:02}"), &program)?;
     }
+    for seed in 0..6 {
+        let mut random = Random::from_seed(seed);
+        let mut bytes = vec![0; 120];
+        random.fill(&mut bytes);
+        write(&root.join("qcow2_journal"), &format!("records-{seed}"), &bytes)?;
+    }
     for (name, talk) in handshakes() {
         write(&root.join("nbd_handshake"), name, &talk)?;
         // A session that has its own handshake (mode 0).

@@ -4,6 +4,7 @@
 //!   qcow2_header   bytes are the first part of a file      header, names, snapshot table
 //!   qcow2_open     bytes are a file                        check, repair, open, read, map, write, close, again
 //!   qcow2_ops      bytes are a program                     our own image, requests, pokes into closed metadata
+//!   qcow2_journal  bytes are records                       an image that was not closed, recovered, used, checked
 //! ```
 //!
 //! Rules for every input:
@@ -16,11 +17,13 @@
 
 mod bytes;
 mod header;
+mod journal;
 mod open;
 mod ops;
 mod watched;
 
 pub use header::qcow2_header;
+pub use journal::qcow2_journal;
 pub use open::qcow2_open;
 pub use ops::qcow2_ops;
 
@@ -31,6 +34,9 @@ use vellum_format::qcow2::{Files, Header, OpenOptions, Qcow2};
 
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
+
+/// What records are known by: an input leads to the same bytes each time.
+const KEY: u128 = 1;
 
 /// What one input may take besides itself.
 pub const MEMORY_MAX: usize = 96 << 20;
@@ -66,7 +72,7 @@ impl Image {
             data_file: header.has_data_file().then(|| self.data_file.clone()),
             below: self.has_base.then(base),
         };
-        Qcow2::open(header, files, options).await
+        Qcow2::open(header, files, OpenOptions { journal_key: Some(KEY), ..options }).await
     }
 
     async fn check(&self, repair: Repair) -> Result<(CheckReport, Vec<String>)> {

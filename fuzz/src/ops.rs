@@ -43,6 +43,7 @@ fn shape(bytes: &mut Bytes<'_>) -> (CreateOptions, bool) {
         preallocation: if flags & 8 == 0 { Preallocation::Off } else { Preallocation::Metadata },
         data_file: (flags & 16 != 0).then(|| "data".to_owned()),
         data_file_raw: flags & 32 != 0,
+        journal: (scale & 64 != 0).then_some(64 << 10),
         backing: (flags & 64 != 0).then(|| ("base".to_owned(), Some("raw".to_owned()))),
         ..CreateOptions::default()
     };
@@ -152,6 +153,10 @@ async fn open(image: &Image, is_sound: bool) -> Option<Watched> {
 /// After a kill. Clusters may be lost, but none is in use with a refcount too low. Version 2 has no dirty bit to have it
 /// repaired by the next opening: its user is told to run `vellum recover`, which is this.
 async fn recover(image: &Image, is_poked: bool) {
+    let header = Header::read(&*image.storage).await.expect("a killed image has a header");
+    if header.needs_replay() {
+        vellum_format::qcow2::recover(&header, &image.storage).await.expect("a killed image is recovered");
+    }
     let (left, lines) = image.check(Repair::Nothing).await.expect("a killed image can be checked");
     let corruptions = corruptions(&left, &lines, is_poked);
     assert!(corruptions == 0 && left.check_errors == 0, "corrupt after a kill: {lines:#?}");

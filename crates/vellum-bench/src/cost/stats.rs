@@ -28,6 +28,16 @@ struct Disk {
 struct Host {
     data: Operations,
     metadata: Operations,
+    /// What a journal took home: work that no answer waited for.
+    checkpoint: Operations,
+}
+
+/// What the host had been asked.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Figures {
+    /// What had to happen before the guest was answered.
+    pub(crate) foreground: Counts,
+    pub(crate) total: Counts,
 }
 
 #[derive(Deserialize)]
@@ -42,39 +52,40 @@ struct Operations {
 }
 
 /// How many reads the guest had made then, and what the host had been asked for the one disk that is served.
-fn parse(text: &str) -> Result<(u64, Counts)> {
+fn parse(text: &str) -> Result<(u64, Figures)> {
     let file: File = serde_json::from_str(text)
         .map_err(|error| Error::corrupt(format!("the statistics have another form: {error}")))?;
     let [disk] = &file.disks[..] else {
         return Err(Error::corrupt("the statistics are not those of one disk"));
     };
-    let mut counts = Counts::default();
-    for part in [&disk.host.data, &disk.host.metadata] {
-        counts += Counts {
-            flushes: part.flushes,
-            writes: part.writes,
-            bytes_written: part.bytes_written,
-            holes: part.zeroes + part.discards,
-        };
-    }
-    Ok((disk.guest.reads, counts))
+    let counts = |part: &Operations| Counts {
+        flushes: part.flushes,
+        writes: part.writes,
+        bytes_written: part.bytes_written,
+        holes: part.zeroes + part.discards,
+    };
+    let mut figures = Figures { foreground: counts(&disk.host.data), ..Figures::default() };
+    figures.foreground += counts(&disk.host.metadata);
+    figures.total = figures.foreground;
+    figures.total += counts(&disk.host.checkpoint);
+    Ok((disk.guest.reads, figures))
 }
 
-/// What was counted up to now.
-pub(crate) fn read(path: &Path) -> Result<Counts> {
+/// All that was counted up to now.
+pub(crate) fn read(path: &Path) -> Result<Figures> {
     let context = || format!("can't read {}", path.display());
     Ok(parse(&fs::read_to_string(path).context(context)?).context(context)?.1)
 }
 
 /// Waits for figures that were taken after the guest's read number `reads`.
-pub(crate) fn read_after(path: &Path, reads: u64) -> Result<Counts> {
+pub(crate) fn read_after(path: &Path, reads: u64) -> Result<Figures> {
     let begun = Instant::now();
     loop {
         match fs::read_to_string(path) {
             Ok(text) => {
-                let (seen, counts) = parse(&text)?;
+                let (seen, figures) = parse(&text)?;
                 if seen >= reads {
-                    return Ok(counts);
+                    return Ok(figures);
                 }
             }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {} // the first second
@@ -101,11 +112,13 @@ mod tests {
         };
         let disk = serde_json::json!({
             "exports": [""], "image": "x", "guest": operations(7, 1, 1),
-            "host": { "data": operations(0, 3, 5), "metadata": operations(1, 2, 0) },
+            "host": { "data": operations(0, 3, 5), "metadata": operations(1, 2, 0),
+                "checkpoint": operations(0, 7, 0) },
         });
         let text = serde_json::json!({ "io": "uring", "disks": [disk] }).to_string();
         let counts = Counts { flushes: 5, writes: 5, bytes_written: 5 * 4096, holes: 6 };
-        assert_eq!(parse(&text).unwrap(), (7, counts));
+        let total = Counts { flushes: 5, writes: 12, bytes_written: 12 * 4096, holes: 9 };
+        assert_eq!(parse(&text).unwrap(), (7, Figures { foreground: counts, total }));
         assert!(parse("{}").is_err() && parse(r#"{"disks": []}"#).is_err());
     }
 }

@@ -113,7 +113,7 @@ fn ask_all(clients: &mut [Client], requests: &[Vec<Request>]) -> Result<()> {
 #[derive(Clone, Copy)]
 struct Mark {
     at_us: u64,
-    stats: Counts,
+    stats: stats::Figures,
 }
 
 impl Bench {
@@ -209,7 +209,7 @@ impl Bench {
         let mark = |clients: &mut [Client], number: u64| {
             let at_us = now_us();
             let stats = if witness == Witness::Strace {
-                Counts::default()
+                stats::Figures::default()
             } else {
                 // Figures that know of this read were taken after the last answer.
                 clients[0].read_a_block()?;
@@ -225,7 +225,8 @@ impl Bench {
         running.stop()?;
         let of_stats = || -> Result<Host> {
             let closed = stats::read(&desk.figures)?;
-            Ok(Host { foreground: ended.stats - begun.stats, total: closed - begun.stats })
+            let (begun, ended) = (begun.stats, ended.stats);
+            Ok(Host { foreground: ended.foreground - begun.foreground, total: closed.total - begun.total })
         };
         let of_strace = || -> Result<Host> {
             let calls = strace::read(&desk.trace, pid, &desk.dir)?;

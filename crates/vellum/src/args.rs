@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use vellum_core::{Error, Result};
 use vellum_daemon::ImageOptions;
 use vellum_format::FormatKind;
-use vellum_format::qcow2::{Compression, CreateOptions, Preallocation};
+use vellum_format::qcow2::{Compression, CreateOptions, JOURNAL_BYTES_DEFAULT, Preallocation};
 
 /// How results are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
@@ -105,13 +105,23 @@ pub(crate) struct NewImage {
     pub(crate) only_qcow2: Option<String>,
     /// Whether somebody said if there are to be subclusters.
     says_subclusters: bool,
+    /// Whether there is to be a journal, if somebody said so.
+    journal: Option<bool>,
+    /// How large, if somebody said so.
+    journal_bytes: Option<u64>,
 }
+
+/// Whether images get a journal when nobody says.
+const JOURNAL_UNLESS_SAID: bool = false;
+
+/// Where nobody asked for one, images of smaller clusters get none: the first cluster may not have room for its names.
+const JOURNAL_FROM: u64 = 4 << 10;
 
 /// Subclusters are at least this large, and a cluster has 32 of them.
 const SUBCLUSTERS_FROM: u64 = 16 << 10;
 
 /// The options that `-o help` lists: name, values, meaning.
-pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 12] = [
+pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 14] = [
     ("size", "SIZE", "size of the disk"),
     ("preallocation", "off|metadata|falloc|full", "what gets its place from the beginning"),
     ("cluster_size", "SIZE", "cluster size, 512 to 2M (qcow2; default 64k)"),
@@ -124,6 +134,8 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 12] = [
     ("compression_type", "zlib|zstd", "how clusters will be compressed (qcow2)"),
     ("data_file", "NAME", "keep guest data in this file (qcow2)"),
     ("data_file_raw", "on|off", "the data file is a raw image by itself (qcow2)"),
+    ("journal", "on|off", "write with a journal: one flush for a flush (qcow2; default off)"),
+    ("journal_size", "SIZE", "its size while the image is open, 64k to 64M (qcow2; default 1M)"),
 ];
 
 impl NewImage {
@@ -135,7 +147,29 @@ impl NewImage {
             }
             new.set(&key, &value)?;
         }
+        new.qcow2.journal = new.journal_wish()?;
         Ok(new)
+    }
+
+    /// How large a journal there is to be, if any. Who says a size wants one; what nobody said is left out quietly where
+    /// it cannot be.
+    fn journal_wish(&self) -> Result<Option<u64>> {
+        let bytes = self.journal_bytes.unwrap_or(JOURNAL_BYTES_DEFAULT);
+        let qcow2 = &self.qcow2;
+        let can = qcow2.version >= 3 && qcow2.data_file.is_none() && qcow2.cluster_size >= JOURNAL_FROM;
+        match (self.journal, self.journal_bytes) {
+            (Some(false), Some(_)) => {
+                Err(Error::invalid("-o journal_size: there is to be no journal (journal=off)"))
+            }
+            (Some(false), None) => Ok(None),
+            (Some(true), _) | (None, Some(_)) => Ok(Some(bytes)),
+            (None, None) => Ok((JOURNAL_UNLESS_SAID && can).then_some(bytes)),
+        }
+    }
+
+    /// Whether anything was said of a journal.
+    pub(crate) fn says_journal(&self) -> bool {
+        self.journal.is_some() || self.journal_bytes.is_some()
     }
 
     /// What is best for an image over another one, where nobody has said otherwise: with subclusters a write that covers
@@ -191,6 +225,8 @@ impl NewImage {
                 }
             }
             "data_file" => self.qcow2.data_file = Some(value.to_owned()),
+            "journal" => self.journal = Some(switch()?),
+            "journal_size" => self.journal_bytes = Some(parse_size(value)?),
             "data_file_raw" => self.qcow2.data_file_raw = switch()?,
             _ => {
                 return Err(Error::invalid(format!(
@@ -234,6 +270,12 @@ mod tests {
         assert!(new.qcow2.lazy_refcounts);
         assert_eq!(new.backing_file.as_deref(), Some("a,b"));
         assert_eq!(new.size, Some(1 << 20));
+        let journal = |list: &str| NewImage::parse(&[list.to_owned()]).map(|new| new.qcow2.journal);
+        assert_eq!(journal("journal=on").unwrap(), Some(1 << 20));
+        assert_eq!(journal("journal_size=256k").unwrap(), Some(256 << 10));
+        assert_eq!(journal("journal=off").unwrap(), None);
+        assert_eq!(journal("compat=v2").unwrap(), None);
+        assert!(journal("journal=off,journal_size=1M").is_err());
         assert!(NewImage::parse(&["nonsense=1".to_owned()]).is_err());
         assert!(NewImage::parse(&["extended_l2=maybe".to_owned()]).is_err());
     }

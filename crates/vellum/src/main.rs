@@ -31,6 +31,7 @@ enum Command {
     Convert(commands::convert::Args),
     Compare(commands::compare::Args),
     Recover(commands::recover::Args),
+    Journal(commands::journal::Args),
     Serve(commands::serve::Args),
     Quickstart(commands::quickstart::Args),
 }
@@ -57,6 +58,7 @@ fn main() -> ExitCode {
         Command::Convert(args) => ("convert", commands::convert::run(args)),
         Command::Compare(args) => ("compare", commands::compare::run(&args)),
         Command::Recover(args) => ("recover", commands::recover::run(&args)),
+        Command::Journal(args) => ("journal", commands::journal::run(&args)),
         Command::Serve(args) => ("serve", commands::serve::run(args)),
         Command::Quickstart(args) => ("quickstart", commands::quickstart::run(&args)),
     };

@@ -61,6 +61,8 @@ struct Answer {
     backing_filename: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     backing_filename_format: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    journal_size: Option<u64>,
 }
 
 pub(crate) fn run(args: Args) -> Outcome {
@@ -158,6 +160,10 @@ fn formatting(format: FormatKind, target: &CreateTarget, new: &NewImage, size: u
     if let Some(name) = &options.data_file {
         line += &format!(" data_file={name} data_file_raw={}", switch(options.data_file_raw));
     }
+    if new.says_journal() {
+        line += &format!(" journal={}", switch(options.journal.is_some()));
+        line += &options.journal.map(|bytes| format!(" journal_size={bytes}")).unwrap_or_default();
+    }
     line + &format!(
         " lazy_refcounts={} refcount_bits={}",
         switch(options.lazy_refcounts),
@@ -182,5 +188,6 @@ fn answer(format: FormatKind, target: &CreateTarget, options: &CreateOptions, si
         cluster_size: (format == FormatKind::Qcow2).then_some(options.cluster_size),
         backing_filename: target.backing.as_ref().map(|(name, _)| name.clone()),
         backing_filename_format: target.backing.as_ref().map(|(_, format)| format.to_string()),
+        journal_size: options.journal.filter(|_| format == FormatKind::Qcow2),
     }
 }

@@ -148,7 +148,7 @@ impl Facts {
             format!("disk size: {}", human_bytes(self.actual_size)),
         ];
         if let Some(header) = &self.header {
-            if header.is_dirty() {
+            if was_left_open(header) {
                 lines.push("cleanly shut down: no".to_owned());
             }
             lines.push(format!("cluster_size: {}", header.cluster_size().bytes()));
@@ -166,7 +166,11 @@ impl Facts {
             }
             lines.push("Format specific information:".to_owned());
             for (name, value) in specifics(header) {
-                let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+                let value = match (name.as_str(), value.as_str()) {
+                    ("journal", _) => journal_line(header, &self.name()),
+                    (_, Some(text)) => text.to_owned(),
+                    _ => value.to_string(),
+                };
                 lines.push(format!("    {}: {value}", name.replace('-', " ")));
             }
         }
@@ -194,7 +198,7 @@ impl Facts {
             "filename": self.name(),
             "format": self.format.to_string(),
             "actual-size": self.actual_size,
-            "dirty-flag": self.header.as_ref().is_some_and(Header::is_dirty),
+            "dirty-flag": self.header.as_ref().is_some_and(was_left_open),
         });
         let Some(header) = &self.header else { return info };
         info["cluster-size"] = json!(header.cluster_size().bytes());
@@ -211,6 +215,24 @@ impl Facts {
             info["snapshots"] = self.snapshots.iter().map(snapshot_json).collect();
         }
         info
+    }
+}
+
+/// Whether who wrote the image last did not close it.
+fn was_left_open(header: &Header) -> bool {
+    header.is_dirty() || header.needs_replay()
+}
+
+/// What there is to tell of the journal.
+fn journal_line(header: &Header, name: &str) -> String {
+    match header.journal_bytes() {
+        Some(bytes) if header.needs_replay() => {
+            format!("{}, must be replayed: run `vellum recover {name}`", human_bytes(bytes))
+        }
+        Some(bytes) => human_bytes(bytes),
+        None => format!(
+            "not used, as another program has rewritten the header: `vellum journal enable {name}` puts it right"
+        ),
     }
 }
 
@@ -232,6 +254,11 @@ fn specifics(header: &Header) -> Vec<(String, Value)> {
     if header.version() >= 3 {
         facts.push(("corrupt", json!(header.is_corrupt())));
         facts.push(("extended-l2", json!(header.has_subclusters())));
+    }
+    if let Some(bytes) = header.journal_bytes() {
+        facts.push(("journal", json!({ "size": bytes, "needs-recovery": header.needs_replay() })));
+    } else if header.has_misplaced_journal() {
+        facts.push(("journal", json!({ "size": 0, "needs-recovery": false, "misplaced": true })));
     }
     facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }

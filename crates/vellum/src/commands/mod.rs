@@ -5,6 +5,7 @@ pub(crate) mod compare;
 pub(crate) mod convert;
 pub(crate) mod create;
 pub(crate) mod info;
+pub(crate) mod journal;
 pub(crate) mod map;
 pub(crate) mod quickstart;
 pub(crate) mod recover;

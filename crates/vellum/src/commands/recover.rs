@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use serde_json::json;
-use vellum_core::{Error, ErrorKind, Result, SharedStorage};
+use serde_json::{Value, json};
+use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
 use vellum_daemon::ImageOptions;
 use vellum_daemon::image::open_file;
 use vellum_format::FormatKind;
-use vellum_format::qcow2::Header;
 use vellum_format::qcow2::check::{CheckReport, Repair, check};
+use vellum_format::qcow2::{Header, Recovery, recover as replay};
 use vellum_io::{IoMode, run as run_worker};
 
 use super::Outcome;
@@ -18,7 +18,8 @@ use crate::output::{say, say_json};
 
 /// Repair an image that was not closed: after a crash, a power cut, a killed server
 ///
-/// Serving or opening such an image does the same by itself. Flushed data is never lost by it.
+/// Serving such an image does the same by itself: the journal is replayed, or without one the refcounts are made right.
+/// Flushed data is never lost by it.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image; guessed when not given
@@ -36,6 +37,8 @@ pub(crate) struct Args {
 struct Recovered {
     /// It had not been closed by who wrote it last.
     was_dirty: bool,
+    /// What the journal came to, where there was one to replay.
+    replayed: Option<Recovery>,
     report: CheckReport,
 }
 
@@ -43,17 +46,24 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let recovered = run_worker(IoMode::Auto, async || recover(args).await)??;
     let name = args.file.display();
     match args.output {
-        OutputFormat::Json => say_json(&json!({
-            "filename": name.to_string(),
-            "was-dirty": recovered.was_dirty,
-            "corruptions-fixed": recovered.report.corruptions_fixed,
-            "leaks-fixed": recovered.report.leaks_fixed,
-        })),
+        OutputFormat::Json => {
+            let mut answer = json!({
+                "filename": name.to_string(),
+                "was-dirty": recovered.was_dirty,
+                "corruptions-fixed": recovered.report.corruptions_fixed,
+                "leaks-fixed": recovered.report.leaks_fixed,
+            });
+            if let Some(recovery) = &recovered.replayed {
+                answer["journal"] = replayed_json(recovery);
+            }
+            say_json(&answer);
+        }
         OutputFormat::Human => {
             let fixed = (recovered.report.corruptions_fixed, recovered.report.leaks_fixed);
-            say(&match (recovered.was_dirty, fixed) {
-                (false, (0, 0)) => format!("{name} was closed in good order: nothing to do"),
-                (_, (corruptions, leaks)) => format!(
+            say(&match (&recovered.replayed, recovered.was_dirty, fixed) {
+                (Some(recovery), _, (0, 0)) => format!("{name} is recovered: {}", self::replayed(recovery)),
+                (None, false, (0, 0)) => format!("{name} was closed in good order: nothing to do"),
+                (_, _, (corruptions, leaks)) => format!(
                     "{name} is recovered: {leaks} leaked clusters freed, {corruptions} refcounts or flags corrected"
                 ),
             });
@@ -71,8 +81,18 @@ async fn recover(args: &Args) -> Result<Recovered> {
             args.file.display()
         )));
     }
-    let header = Header::read(&*storage).await?;
-    let was_dirty = header.is_dirty();
+    let mut header = Header::read(&*storage).await?;
+    let mut replayed = None;
+    let was_dirty = header.is_dirty() || header.needs_replay();
+    if header.needs_replay() {
+        let context = || format!("can't recover {}", args.file.display());
+        replayed = Some(replay(&header, &storage).await.context(context)?);
+        header = Header::read(&*storage).await?;
+        if !header.is_dirty() {
+            // The tables are as they were flushed; there is no need to look at all of them.
+            return Ok(Recovered { was_dirty, replayed, report: CheckReport::default() });
+        }
+    }
     // Version 2 has no dirty bit: there every image may have been left open.
     let report = check(&header, &storage, Repair::All, &mut |_| {}).await?;
     if report.corruptions > 0 || report.check_errors > 0 {
@@ -87,5 +107,34 @@ async fn recover(args: &Args) -> Result<Recovered> {
             ),
         ));
     }
-    Ok(Recovered { was_dirty, report })
+    Ok(Recovered { was_dirty, replayed, report })
+}
+
+/// What a replay did, for people.
+pub(crate) fn replayed(recovery: &Recovery) -> String {
+    let mut text = match recovery.records {
+        0 => "its journal held nothing".to_owned(),
+        records => format!(
+            "{records} journal records replayed, {} table pages written, {} clusters given back",
+            recovery.pages, recovery.given_back
+        ),
+    };
+    if recovery.left_out {
+        text += "; the newest record had not been flushed and was left out";
+    }
+    if recovery.repaired {
+        text += "; the whole image was looked at and repaired";
+    }
+    text
+}
+
+/// The same, for programs.
+pub(crate) fn replayed_json(recovery: &Recovery) -> Value {
+    json!({
+        "records-replayed": recovery.records,
+        "pages-written": recovery.pages,
+        "clusters-given-back": recovery.given_back,
+        "newest-left-out": recovery.left_out,
+        "repaired": recovery.repaired,
+    })
 }

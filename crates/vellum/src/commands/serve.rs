@@ -147,7 +147,8 @@ fn announce(address: &Address, names: &[String]) {
 }
 
 fn summary(disk: &DiskStats) -> String {
-    let (guest, data, metadata) = (&disk.guest, &disk.host.data, &disk.host.metadata);
+    let guest = &disk.guest;
+    let host = [&disk.host.data, &disk.host.metadata, &disk.host.checkpoint];
     format!(
         "{}: closed; guest: {} reads, {} writes ({}), {} flushes; host: {} writes ({}), {} flushes",
         disk.image,
@@ -155,8 +156,8 @@ fn summary(disk: &DiskStats) -> String {
         guest.writes,
         human_bytes(guest.bytes_written),
         guest.flushes,
-        data.writes + metadata.writes,
-        human_bytes(data.bytes_written + metadata.bytes_written),
-        data.flushes + metadata.flushes
+        host.iter().map(|part| part.writes).sum::<u64>(),
+        human_bytes(host.iter().map(|part| part.bytes_written).sum()),
+        host.iter().map(|part| part.flushes).sum::<u64>()
     )
 }

@@ -1,5 +1,7 @@
 //! Where there is no room, and where the room is a block device.
 
+use std::time::{Duration, Instant};
+
 use super::MIB;
 use super::support::client::Client;
 use super::support::dir::Dir;
@@ -12,11 +14,19 @@ use super::{refused, support};
 const NO_SPACE: i32 = 28;
 const PIECE: usize = 48 << 10;
 
+/// Formats, with the options that images of them are made with.
+const KINDS: [(&str, &str); 3] = [("raw", ""), ("qcow2", "journal=off"), ("qcow2", "journal=on")];
+
+/// The arguments that say so.
+fn said(options: &str) -> Vec<&str> {
+    if options.is_empty() { Vec::new() } else { vec!["-o", options] }
+}
+
 /// Fills the disk until the file system is full, makes room, goes on, and finds every byte that was written.
-fn fill(mount: &Mount, format: &str, way: &[&str]) {
-    let about = format!("{format} {way:?}");
+fn fill(mount: &Mount, (format, options): (&str, &str), way: &[&str]) {
+    let about = format!("{format} {options} {way:?}");
     let (image, ballast) = (mount.dir.text("image"), mount.dir.join("ballast"));
-    vellum(&["create", "-q", "-f", format, &image, "64M"]).answer();
+    vellum(&[&["create", "-q", "-f", format], &said(options)[..], &[&image, "64M"]].concat()).answer();
     std::fs::write(&ballast, noise(8 * MIB, 70)).expect("there is room yet");
     let server = Server::start(&[&[&image, "-f", format], way].concat());
     let mut client = Client::connect(&server.peer(), "").expect("a server");
@@ -78,17 +88,17 @@ fn fill(mount: &Mount, format: &str, way: &[&str]) {
 #[test]
 fn a_full_file_system_loses_nothing() {
     let Some(ext4) = Mount::ext4(32 << 20) else { return };
-    for format in ["raw", "qcow2"] {
-        fill(&ext4, format, &[]);
-        fill(&ext4, format, &["--io", "threads"]);
+    for kind in KINDS {
+        fill(&ext4, kind, &[]);
+        fill(&ext4, kind, &["--io", "threads"]);
     }
 }
 
 #[test]
 fn a_full_tmpfs_loses_nothing() {
     let Some(tmpfs) = Mount::tmpfs(24 << 20) else { return };
-    for format in ["raw", "qcow2"] {
-        fill(&tmpfs, format, &[]);
+    for kind in KINDS {
+        fill(&tmpfs, kind, &[]);
     }
 }
 
@@ -123,10 +133,13 @@ fn images_live_on_block_devices() {
         let bytes = patchy(24 * MIB, 90);
         std::fs::write(dir.join("source"), &bytes).expect("a disk");
         let source = dir.text("source");
-        for (format, direct) in [("qcow2", false), ("qcow2", true), ("raw", true), ("raw", false)] {
-            let about = format!("{format} on blocks of {block}, direct {direct}");
+        let kinds = KINDS.into_iter().flat_map(|kind| [(kind, false), (kind, true)]);
+        for ((format, options), direct) in kinds {
+            let about = format!("{format} {options} on blocks of {block}, direct {direct}");
             let way = if direct { &["--direct"][..] } else { &[] };
-            let convert = [&["convert", "-f", "raw", "-O", format], way, &[&source, &path]].concat();
+            let said = said(options);
+            let convert =
+                [&["convert", "-f", "raw", "-O", format], &said[..], way, &[&source, &path]].concat();
             let ran = vellum(&convert);
             assert_eq!(ran.code, 0, "{about}: {}", ran.err);
             let server = Server::start(&[&[&path, "-f", format], way].concat());
@@ -145,7 +158,18 @@ fn images_live_on_block_devices() {
             client.flush().expect("a flush");
             assert_eq!(first_difference(&client.read_all().expect("reads"), &expected), None, "{about}");
             client.disconnect();
-            server.stop();
+            if options != "journal=on" {
+                server.stop();
+            } else {
+                server.kill();
+                // The kernel lets go of the locks of a killed io_uring some time after the process is gone.
+                let begun = Instant::now();
+                while vellum(&["info", &path]).code != 0 && begun.elapsed() < Duration::from_secs(10) {
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+                let recovered = vellum(&["recover", "--output", "json", &path]).json();
+                assert!(recovered["journal"]["records-replayed"].as_u64() > Some(0), "{about}: {recovered}");
+            }
             let copy = dir.text("copy");
             vellum(&["convert", "-f", format, "-O", "raw", &path, &copy]).answer();
             let copied = std::fs::read(&copy).expect("the copy");

@@ -3,7 +3,7 @@
 //!
 //! A configuration is a row of digits, one for each parameter. The pairs are found by greed: of all legal rows the one
 //! with the most pairs that are not yet covered comes next, the first of them where there are several. So the set is the
-//! same everywhere, and a few dozen rows where the product has sixteen thousand.
+//! same everywhere, and a few dozen rows where the product has tens of thousands.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -48,6 +48,8 @@ pub struct Config {
     pub snapshots: bool,
     /// The disk does not end with a cluster.
     pub odd: bool,
+    /// Vellum writes it with a journal.
+    pub journal: bool,
 }
 
 const CLUSTERS: [u64; 4] = [512, 4096, 65_536, 2 << 20];
@@ -56,8 +58,8 @@ const PACKINGS: [Packing; 3] = [Packing::None, Packing::Zlib, Packing::Zstd];
 const DEPTHS: [usize; 4] = [0, 1, 2, 10];
 const DATA_FILES: [DataFile; 3] = [DataFile::None, DataFile::Plain, DataFile::Raw];
 
-const PARAMETERS: usize = 13;
-const LEVELS: [u8; PARAMETERS] = [4, 4, 2, 3, 2, 2, 4, 2, 2, 2, 3, 2, 2];
+const PARAMETERS: usize = 14;
+const LEVELS: [u8; PARAMETERS] = [4, 4, 2, 3, 2, 2, 4, 2, 2, 2, 3, 2, 2, 2];
 
 type Row = [u8; PARAMETERS];
 
@@ -79,6 +81,7 @@ impl Config {
             data_file: DATA_FILES[at(10)],
             snapshots: on(11),
             odd: on(12),
+            journal: on(13),
         }
     }
 
@@ -93,6 +96,7 @@ impl Config {
             // A snapshot shares clusters, which one bit cannot count.
             self.refcount_bits == 1 && self.snapshots,
             self.data_file != DataFile::None && (self.packing != Packing::None || self.snapshots),
+            self.journal && (old || self.data_file != DataFile::None),
             // It would have to read as the disk does, and so hold the base.
             self.data_file == DataFile::Raw && self.depth > 0,
             // There is nothing below that could be called so.
@@ -168,6 +172,7 @@ impl fmt::Display for Config {
             (self.data_file == DataFile::Raw, "raw data_file"),
             (self.snapshots, "snapshots"),
             (self.odd, "odd size"),
+            (self.journal, "journal"),
         ];
         for (_, word) in words.iter().filter(|(is_so, _)| *is_so) {
             write!(f, " {word}")?;

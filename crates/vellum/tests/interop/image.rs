@@ -60,6 +60,10 @@ impl Image {
             image.snapshots.push((name.to_string(), image.model.clone()));
             image.scribble_with_qemu(&mut random, 25);
         }
+        if config.journal {
+            let size = if seed.is_multiple_of(2) { "64k" } else { "1M" };
+            vellum(&["journal", "enable", "--size", size, image.text()]).answer();
+        }
         image
     }
 
@@ -71,6 +75,7 @@ impl Image {
         if let Some(extra) = self.data_file_option() {
             options += &extra;
         }
+        options += if config.journal { ",journal=on,journal_size=256k" } else { ",journal=off" };
         let mut arguments = vec!["create", "-q", "-f", "qcow2", "-o", &options];
         if let Some((name, format)) = &self.base {
             arguments.extend(["-b", name, "-F", format]);

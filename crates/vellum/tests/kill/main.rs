@@ -29,7 +29,7 @@ use model::Model;
 use rustix::process::Signal;
 use support::client::Client;
 use support::dir::Dir;
-use support::program::{has, qemu_dump, run, skipped, succeed, vellum, vellum_command};
+use support::program::{Ran, has, qemu_dump, run, skipped, succeed, vellum, vellum_command};
 use support::server::Server;
 use support::{noise, scale};
 use vellum_core::Random;
@@ -62,8 +62,11 @@ impl Kind {
             return (path, vec![0; SIZE]);
         }
         // QEMU looks for a data file from where it is started, so the name is a whole path.
-        let options = self.options.replace("DIR", &dir.text(""));
-        let options = if options.is_empty() { vec![] } else { vec!["-o", &options] };
+        let mut options = self.options.replace("DIR", &dir.text(""));
+        if !self.has_journal() {
+            options = format!("journal=off,{options}");
+        }
+        let options = ["-o", &options];
         let Some(base) = self.base else {
             let size = SIZE.to_string();
             vellum(&[&["create", "-f", "qcow2"], &options[..], &[&text, &size]].concat()).answer();
@@ -87,6 +90,44 @@ impl Kind {
     fn has_dirty_bit(&self) -> bool {
         self.format == "qcow2" && !self.options.contains("v2")
     }
+
+    fn has_journal(&self) -> bool {
+        self.options.contains("journal=on")
+    }
+}
+
+/// What a crash has left. An image whose journal must be replayed is refused by everybody, who say why; any other may have
+/// leaks, and no errors.
+#[track_caller]
+fn check_crashed(kind: &Kind, image: &str) {
+    let needs_recovery = kind.has_journal() && {
+        let info = unlocked(|| vellum(&["info", "--output", "json", image])).json();
+        let needs = info["format-specific"]["data"]["journal"]["needs-recovery"].as_bool();
+        assert_eq!(info["dirty-flag"].as_bool(), needs, "{}: {info}", kind.name);
+        needs.expect("the journal is told")
+    };
+    if !needs_recovery {
+        return check(kind, image, !kind.has_journal());
+    }
+    let ours = vellum(&["check", image]);
+    assert!(ours.code == 1 && ours.err.contains("vellum recover"), "{}: {ours:?}", kind.name);
+    if has("qemu-img") {
+        let theirs = unlocked(|| run("qemu-img", &["check", image]));
+        let says_why = theirs.err.contains("vellum journal needs replay");
+        assert!(theirs.code == 1 && says_why, "{}: {theirs:?}", kind.name);
+    }
+}
+
+/// The kernel lets go of the locks of a killed io_uring some time after the process is gone.
+fn unlocked(mut run: impl FnMut() -> Ran) -> Ran {
+    let begun = std::time::Instant::now();
+    loop {
+        let ran = run();
+        if !(ran.err.contains("lock") && begun.elapsed() < Duration::from_secs(10)) {
+            return ran;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
 }
 
 /// QEMU's opinion, where QEMU is there: no errors, and no leaks unless they are allowed.
@@ -99,15 +140,7 @@ fn check(kind: &Kind, image: &str, leaks_allowed: bool) {
     let ours = vellum(&["check", image]);
     assert!(good(ours.code), "{}: {ours:?}", kind.name);
     if has("qemu-img") {
-        // The kernel lets go of the locks of a killed io_uring some time after the process is gone.
-        let begun = std::time::Instant::now();
-        let theirs = loop {
-            let ran = run("qemu-img", &["check", image]);
-            if !(ran.err.contains("lock") && begun.elapsed() < Duration::from_secs(10)) {
-                break ran;
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        };
+        let theirs = unlocked(|| run("qemu-img", &["check", image]));
         assert!(good(theirs.code), "{}: {theirs:?}", kind.name);
     }
 }
@@ -129,13 +162,17 @@ fn seed() -> u64 {
 
 /// One image, killed often.
 fn rounds(kind: &Kind) {
+    so_many_rounds(kind, ROUNDS);
+}
+
+fn so_many_rounds(kind: &Kind, count: usize) {
     let dir = Dir::new("kill");
     let (path, mut bytes) = kind.make(&dir);
     let image = path.to_str().expect("text").to_owned();
     let ways = ways();
     let mut random = Random::from_seed(seed() ^ kind.name.len() as u64);
     let (mut answered, mut lost) = (0, 0);
-    for round in 0..ROUNDS * scale() {
+    for round in 0..count * scale() {
         let way = ways[round % ways.len()];
         let about = format!("{}, round {round} {way:?}, seed {}", kind.name, seed());
         let model = Model::new(std::mem::take(&mut bytes), random.any());
@@ -156,7 +193,7 @@ fn rounds(kind: &Kind) {
         });
         let counts = model.counts();
         (answered, lost) = (answered + counts.0, lost + counts.1);
-        check(kind, &image, true);
+        check_crashed(kind, &image);
         bytes = match round % 2 {
             0 if kind.format == "qcow2" => recovered(kind, &image, &mut random),
             _ => served(kind, &image),
@@ -177,7 +214,7 @@ fn recovered(kind: &Kind, image: &str, random: &mut Random) -> Vec<u8> {
         std::thread::sleep(Duration::from_micros(random.below(12_000)));
         drop(child.kill());
         drop(child.wait());
-        check(kind, image, true);
+        check_crashed(kind, image);
     }
     vellum(&["recover", "--output", "json", image]).json();
     check(kind, image, false);
@@ -243,6 +280,30 @@ fn killed_data_file() {
     rounds(&Kind::qcow2("data file", "data_file=DIR/disk.data", None));
 }
 
+/// With a journal fifty times in all, as it is the journal that has most to lose.
+#[test]
+fn killed_journal() {
+    so_many_rounds(&Kind::qcow2("journal", "journal=on", None), 20);
+}
+
+#[test]
+fn killed_journal_over_qcow2() {
+    let options = "cluster_size=16k,journal=on,journal_size=256k";
+    so_many_rounds(&Kind::qcow2("journal over qcow2", options, Some("qcow2")), 10);
+}
+
+#[test]
+fn killed_journal_and_subclusters() {
+    let options = "extended_l2=on,cluster_size=128k,journal=on";
+    so_many_rounds(&Kind::qcow2("journal, subclusters", options, Some("raw")), 10);
+}
+
+#[test]
+fn killed_journal_and_small_clusters() {
+    let options = "cluster_size=512,refcount_bits=1,journal=on,journal_size=64k";
+    so_many_rounds(&Kind::qcow2("journal, clusters of 512 bytes", options, None), 10);
+}
+
 /// SIGTERM and Ctrl-C: what was sent is answered, what was answered is there, flushed or not, and the image is closed.
 #[test]
 fn drained() {
@@ -250,8 +311,10 @@ fn drained() {
         Kind { name: "raw", format: "raw", options: "", base: None },
         Kind::qcow2("qcow2", "", None),
         Kind::qcow2("subclusters", "extended_l2=on,cluster_size=64k", Some("raw")),
+        Kind::qcow2("journal", "journal=on", Some("raw")),
     ];
-    for (kind, signal) in kinds.iter().zip([Signal::TERM, Signal::INT, Signal::TERM]) {
+    let signals = [Signal::TERM, Signal::INT, Signal::TERM, Signal::INT];
+    for (kind, signal) in kinds.iter().zip(signals) {
         let dir = Dir::new("drain");
         let (path, bytes) = kind.make(&dir);
         let image = path.to_str().expect("text");

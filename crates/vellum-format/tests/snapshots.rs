@@ -94,8 +94,10 @@ fn a_snapshot_stays_through_crashes_of_the_disk_above_it() {
                 let world = World::new(0);
                 let drive = Drive::from_content(&world, left, DriveOptions::default());
                 world.run(async {
-                    // Before any repair too.
-                    assert!(snapshot_of(&setup, &drive).await == before, "{what}: the snapshot changed");
+                    // Before any repair too; a journal is replayed before anything is read.
+                    if !Header::read(&*drive).await.unwrap().needs_replay() {
+                        assert!(snapshot_of(&setup, &drive).await == before, "{what}: the snapshot changed");
+                    }
                     let disk = setup.open(&drive).await.unwrap_or_else(|e| panic!("{what}: {}", e.chain()));
                     if let Err(violation) = expectation.check_disk(&*disk).await {
                         panic!("{what}: {violation}");

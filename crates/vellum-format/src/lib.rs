@@ -8,6 +8,8 @@
 pub mod probe;
 pub mod qcow2;
 pub mod raw;
+#[doc(hidden)]
+pub mod sabotage;
 mod turns;
 
 pub use probe::{FormatKind, probe};

@@ -113,6 +113,66 @@ fn journal_with_subclusters_over_a_base() {
 }
 
 #[test]
+fn journal_on_a_device() {
+    explore(&QcowSubject::journal_on_a_device(), 2);
+}
+
+#[test]
+fn journal_with_little_memory() {
+    explore(&QcowSubject::journal_small_cache(), 2);
+}
+
+#[test]
+fn journal_with_large_clusters() {
+    explore(&QcowSubject::journal_large_clusters(), 8);
+}
+
+#[test]
+fn journal_with_wide_refcounts() {
+    explore(&QcowSubject::journal_wide_refcounts(), 1);
+}
+
+#[test]
+fn journal_with_narrow_refcounts() {
+    explore(&QcowSubject::journal_narrow_refcounts(), 2);
+}
+
+/// The crashes of the paper that the journal is taken from (FAST'16, *Mitigating Sync Amplification for Copy-on-write
+/// Virtual Disk*): two workloads, and of each 200 crashes between two flushes, some of the writes there lost. Each image is
+/// looked at by QEMU, too.
+#[test]
+#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
+fn journal_scenarios_of_the_paper() {
+    const CRASHES: u64 = 200;
+    let subject = QcowSubject::journal_appended();
+    for (name, step) in
+        [("append", "w64k@PLACE flush "), ("append + overwrite", "w64k@PLACE flush w64k@PLACE flush ")]
+    {
+        let steps: String = (0..30).map(|place| step.replace("PLACE", &place.to_string())).collect();
+        let plan = Plan::whole(steps.parse().unwrap());
+        let explorer = Explorer::new(&subject, Thoroughness::default());
+        let report = explorer.scenarios(&plan, CRASHES * scale(), 16);
+        eprintln!("explored the paper's crashes, {name}: {report}");
+        assert!(report.failures.is_empty(), "{report}");
+        assert!(report.counts.states > CRASHES / 2, "{report}");
+    }
+}
+
+#[test]
+fn snapshots() {
+    if let Some(subject) = QcowSubject::snapshots() {
+        explore(&subject, 16);
+    }
+}
+
+#[test]
+fn journal_with_snapshots() {
+    if let Some(subject) = QcowSubject::journal_snapshots() {
+        explore(&subject, 8);
+    }
+}
+
+#[test]
 fn raw() {
     explore(&RawSubject, 1);
 }

@@ -37,7 +37,8 @@ pub(crate) const WHOLE_PAGE: u8 = u8::MAX;
 const FANOUT_SHIFT: u32 = 5;
 const FANOUT: usize = 1 << FANOUT_SHIFT;
 
-/// A digest that is worked out when it is first asked for. Zero says "not yet".
+/// A digest that is worked out when it is first asked for. Zero says "not yet"; where the digest is zero, as for a page of
+/// zeros, all ones stand for it.
 #[derive(Default)]
 struct Remembered(AtomicU64);
 
@@ -46,9 +47,10 @@ impl Remembered {
         match self.0.load(Relaxed) {
             0 => {
                 let digest = work_out();
-                self.0.store(digest, Relaxed);
+                self.0.store(if digest == 0 { u64::MAX } else { digest }, Relaxed);
                 digest
             }
+            u64::MAX => 0,
             digest => digest,
         }
     }

@@ -358,6 +358,9 @@ impl Walk<'_> {
         let first = (l1_index * (table.len() / (words * 8))) as u64;
         for (index, entry) in table.chunks_exact(words * 8).enumerate() {
             let pair = (be64(entry, 0), if words == 2 { be64(entry, 8) } else { 0 });
+            if pair == (0, 0) {
+                continue; // most of them, in most tables
+            }
             let state = self.entries.decode(pair);
             if let Ok(state) = state
                 && let Err(error) = self.entries.check_place(GuestCluster::new(first + index as u64), state)

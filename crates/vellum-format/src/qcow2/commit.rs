@@ -45,6 +45,7 @@ use super::layout::{autoclear, incompatible, put64};
 use super::pages::Page;
 use super::quarantine::{Pace, Quarantine};
 use super::refcount::SealedRefcounts;
+use crate::sabotage::{self, Bug};
 use crate::turns::Turns;
 
 /// This many metadata writes are under way at once.
@@ -153,7 +154,15 @@ impl Qcow2 {
 
     /// The same with a journal. Any failure stops the image.
     async fn lead_journaled(&self, journal: &Journal, covers: u64) -> Result<()> {
-        let (mut sealed, mut transaction) = self.seal_transaction(journal)?;
+        let (mut sealed, mut transaction) = match sabotage::is(Bug::SealHalf) {
+            false => self.seal_transaction(journal)?,
+            true => {
+                let sealed = self.seal()?;
+                self.flush_storage().await?; // others run meanwhile
+                let transaction = self.transaction_of(journal, &sealed);
+                (sealed, transaction)
+            }
+        };
         if transaction.is_none() && !self.commits.covers(covers) && journal.has_chores() {
             // The flush is due in any case: a record that goes with it costs nothing else.
             journal.do_chores();
@@ -272,6 +281,9 @@ impl Qcow2 {
             true => try_join_all([self.data.flush(), self.metadata.flush()]).await.map(drop),
             false => self.data.flush().await,
         };
+        if sabotage::is(Bug::FlushErrorIgnored) {
+            return Ok(());
+        }
         flushed.map_err(|error| {
             let why = error.context(format!("{}: a host flush failed; reopen the image", self.name));
             let why = why.with_kind(ErrorKind::Poisoned);

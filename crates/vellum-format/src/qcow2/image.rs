@@ -37,6 +37,7 @@ use super::keyed::KeyedLocks;
 use super::layout::{COPIED, L1_RESERVED, OFFSET_MASK};
 use super::pages::{Evicted, Page, Pages, SetFull};
 use super::refcount::{RefcountPage, Refcounts, Run, Stop};
+use crate::sabotage::{self, Bug};
 
 /// When this many pages of refcounts are dirty, the next writer commits.
 const REFCOUNT_PAGES_DIRTY_MAX: usize = 512;
@@ -299,6 +300,9 @@ impl Qcow2 {
         let refcounts = self.refcounts();
         for index in 0..page.entries() {
             let words = page.entry(index);
+            if words == (0, 0) {
+                continue;
+            }
             let Ok(ClusterState::Plain(units)) = self.entries.decode(words) else { continue };
             if let Some(host) = units.host.filter(|host| refcounts.is_metadata(*host)) {
                 return Err(Error::corrupt(format!(
@@ -564,6 +568,10 @@ impl Qcow2 {
     pub(crate) fn free(&self, span: ImageSpan) {
         if let Some(journal) = self.journal() {
             journal.freed(span, self.cluster);
+        }
+        if sabotage::is(Bug::FreedBeforeDurable) {
+            self.commits.quarantine.add(self.epochs.now(), vec![span]);
+            return;
         }
         self.commits.note_free(span);
     }

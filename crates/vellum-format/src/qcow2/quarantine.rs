@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vellum_core::{Error, ErrorKind, ImageCluster, ImageSpan, Result, Zeroes};
 
 use super::image::{Qcow2, lock};
+use crate::sabotage::{self, Bug};
 
 /// What was freed durably.
 #[derive(Default)]
@@ -137,7 +138,7 @@ impl Qcow2 {
     async fn is_out_of_records(&self, span: ImageSpan, pace: Pace) -> Result<bool> {
         let Some(journal) = self.journal() else { return Ok(true) };
         let wide = self.cluster.widen(span);
-        while journal.full.has(wide) {
+        while journal.full.has(wide) && !sabotage::is(Bug::GivenBackInRecords) {
             journal.want_relief();
             if pace == Pace::Later {
                 return Ok(false);
@@ -190,12 +191,15 @@ impl Qcow2 {
             && self.metadata.write_zeroes(wide, Zeroes::MayUnmap).await.is_ok();
         self.commits.note_change();
         let has_journal = self.journal().is_some();
-        if has_journal && punched && pace == Pace::Later {
+        let waits_for_flush = !sabotage::is(Bug::PunchNotCovered) && !sabotage::is(Bug::FreedBeforeDurable);
+        if has_journal && punched && pace == Pace::Later && waits_for_flush {
             let (change, _) = self.commits.changes();
             lock(&self.commits.quarantine.punched).push_back((change, wide));
             return Ok(false);
         }
-        self.release_span(wide, punched && !has_journal).await.map(|()| true)
+        self.release_span(wide, punched && (!has_journal || sabotage::is(Bug::PunchNotCovered)))
+            .await
+            .map(|()| true)
     }
 
     /// Lowers the refcount of each cluster of the run.

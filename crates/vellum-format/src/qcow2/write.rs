@@ -29,6 +29,7 @@ use super::image::{Missing, Qcow2};
 use super::journal::{Journal, Overwrite, SectorChecks, checks_of};
 use super::plan::{Plan, Segment, Source, Target, plan_write, published};
 use super::refcount::Run;
+use crate::sabotage::{self, Bug};
 
 /// A write is done in pieces of at most this many clusters when it must allocate.
 const CLUSTERS_AT_ONCE: u64 = 512;
@@ -230,7 +231,14 @@ impl Qcow2 {
         self.settle_hosts(steps).await?;
         self.transfer(steps, data).await?;
         self.flush_what_cannot_be_checked(steps).await?;
-        for step in steps.iter() {
+        if sabotage::is(Bug::PublishedBeforeWritten) {
+            return Ok(());
+        }
+        self.publish_steps(steps).await
+    }
+
+    async fn publish_steps(&self, steps: &[Step<'_>]) -> Result<()> {
+        for step in steps {
             if let Some(held) = &step.held
                 && step.plan.publish != 0
             {
@@ -370,8 +378,13 @@ impl Qcow2 {
         if let Some(journal) = self.journal() {
             for (at, data) in &writes {
                 self.add_step_checks(steps, *at, data);
-                self.make_way(journal, at.span(data.len() as u64)).await?;
+                if !sabotage::is(Bug::FilledOverUnproven) {
+                    self.make_way(journal, at.span(data.len() as u64)).await?;
+                }
             }
+        }
+        if sabotage::is(Bug::PublishedBeforeWritten) {
+            self.publish_steps(steps).await?;
         }
         try_join_all(writes.into_iter().map(|(at, data)| self.data.write(at, data))).await.map(drop)
     }

@@ -16,6 +16,7 @@ use vellum_core::{
 
 use super::entry::{ClusterState, Units};
 use super::image::Qcow2;
+use crate::sabotage::{self, Bug};
 
 /// Zeros are written as data in pieces of this many bytes.
 const WRITTEN_AT_ONCE: u64 = 1 << 20;
@@ -82,8 +83,10 @@ impl Qcow2 {
                 journal.forget_zeroed(&self.epochs);
             }
             rest = later;
-            if self.has_much_dirty() {
-                self.commit().await?;
+            if self.has_much_dirty() || sabotage::is(Bug::FreedBeforeDurable) {
+                if !sabotage::is(Bug::FreedBeforeDurable) {
+                    self.commit().await?;
+                }
                 let _ = self.give_back_unless_busy().await;
             }
         }

@@ -2,16 +2,20 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
-use std::process::Command;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+mod device;
+mod qemu;
 
-use vellum_core::{GuestOffset, HostTally, LocalFuture, MemoryDisk, Result, SharedDisk, SharedStorage};
-use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2};
+use futures_lite::future::block_on;
+use vellum_core::{
+    Buffer, Disk, GuestOffset, HostTally, LocalFuture, MemoryDisk, Random, Result, SharedDisk, SharedStorage,
+};
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_format::raw::Raw;
 use vellum_sim::Content;
-use vellum_sim::explore::Subject;
+use vellum_sim::explore::{Medium, Subject};
 
 use crate::common::{Setup, base, look};
+use device::Device;
 
 const SIZE: u64 = 4 << 20;
 
@@ -23,13 +27,31 @@ pub(crate) struct QcowSubject {
     below: Option<SharedDisk>,
     /// Version 2 has no mark for an image that was not closed: what a crash leaves allocated stays so until a repair.
     may_leak: bool,
+    /// It lies on a device of this length, which has other bytes on it.
+    device: Option<u64>,
+    /// Memory for the mapping is as small as it can be.
+    has_small_cache: bool,
+    /// The places follow each other.
+    is_in_a_row: bool,
+    /// What another program has made: the image, and what the guest sees.
+    made: Option<(Content, Content)>,
 }
 
 impl QcowSubject {
     fn new(name: &'static str, options: CreateOptions, has_base: bool, far: u64) -> Self {
         let below = has_base.then(|| MemoryDisk::holding(&base()) as SharedDisk);
         let may_leak = options.version == 2;
-        Self { setup: Setup { name, options, has_base }, far, below, may_leak }
+        let setup = Setup { name, options, has_base };
+        Self {
+            setup,
+            far,
+            below,
+            may_leak,
+            device: None,
+            has_small_cache: false,
+            is_in_a_row: false,
+            made: None,
+        }
     }
 
     fn options(cluster_size: u64) -> CreateOptions {
@@ -72,6 +94,72 @@ impl QcowSubject {
         Self::new("qcow2 with a journal, subclusters over a base", options, true, 3 << 20)
     }
 
+    /// Nothing grows, nothing is zero by itself, and no zeros are fast.
+    pub(crate) fn journal_on_a_device() -> Self {
+        let options = CreateOptions { journal: Some(64 << 10), ..Self::options(4096) };
+        let new = Self::new("qcow2 with a journal on a device", options, false, 2 << 20);
+        Self { device: Some(1 << 20), ..new }
+    }
+
+    /// What is appended to, 64 KiB at a time.
+    pub(crate) fn journal_appended() -> Self {
+        let new = Self::journal_large_clusters();
+        Self { is_in_a_row: true, ..new }
+    }
+
+    pub(crate) fn journal_large_clusters() -> Self {
+        let options = CreateOptions { journal: Some(256 << 10), ..Self::options(65_536) };
+        Self::new("qcow2 with a journal, 64 KiB clusters", options, false, 3 << 20)
+    }
+
+    /// Refcounts take so much room that blocks of them are made again and again, which no record can tell.
+    pub(crate) fn journal_wide_refcounts() -> Self {
+        let options = CreateOptions { refcount_bits: 64, journal: Some(64 << 10), ..Self::options(1024) };
+        Self::new("qcow2 with a journal, refcounts of 64 bits", options, false, 1 << 20)
+    }
+
+    /// Sixty-four refcounts change with every word, and none can be two.
+    pub(crate) fn journal_narrow_refcounts() -> Self {
+        let options = CreateOptions { refcount_bits: 1, journal: Some(64 << 10), ..Self::options(4096) };
+        Self::new("qcow2 with a journal, refcounts of 1 bit", options, true, 2 << 20)
+    }
+
+    /// Pages are loaded again and again: there is memory for sixteen of them.
+    pub(crate) fn journal_small_cache() -> Self {
+        let options = CreateOptions { journal: Some(64 << 10), ..Self::options(512) };
+        let new = Self::new("qcow2 with a journal and little memory", options, false, 32 << 10);
+        Self { has_small_cache: true, ..new }
+    }
+
+    /// QEMU has written to it and made snapshots; nothing where there is no QEMU.
+    pub(crate) fn snapshots() -> Option<Self> {
+        let new = Self::new("qcow2 with snapshots", Self::options(4096), false, 2 << 20);
+        new.with_snapshots()
+    }
+
+    pub(crate) fn journal_snapshots() -> Option<Self> {
+        let options = CreateOptions { journal: Some(64 << 10), ..Self::options(4096) };
+        Self::new("qcow2 with a journal and snapshots", options, false, 2 << 20).with_snapshots()
+    }
+
+    fn with_snapshots(self) -> Option<Self> {
+        let made = qemu::with_snapshots(&self.setup.empty_image(), self.far)?;
+        Some(Self { made: Some(made), ..self })
+    }
+
+    fn on_its_medium(&self, image: SharedStorage) -> SharedStorage {
+        if self.device.is_some() { Device::shared(image) } else { image }
+    }
+
+    /// The image on a device that was in use before.
+    fn image_on_a_device(&self, len: u64) -> Content {
+        let mut bytes = vec![0; usize::try_from(len).unwrap()];
+        Random::from_seed(9).fill(&mut bytes);
+        let medium = Medium::new(Content::of(&bytes));
+        block_on(create(&*Device::shared(medium.clone()), None, &self.setup.options)).unwrap();
+        medium.content()
+    }
+
     pub(crate) fn large_clusters() -> Self {
         Self::new("qcow2, 64 KiB clusters", Self::options(65_536), false, 3 << 20)
     }
@@ -83,31 +171,47 @@ impl Subject for QcowSubject {
     }
 
     fn image(&self) -> Content {
-        self.setup.empty_image()
+        match (&self.made, self.device) {
+            (Some((image, _)), _) => image.clone(),
+            (None, Some(len)) => self.image_on_a_device(len),
+            (None, None) => self.setup.empty_image(),
+        }
     }
 
     fn guest(&self) -> Content {
-        self.setup.content()
+        self.made.as_ref().map_or_else(|| self.setup.content(), |(_, guest)| guest.clone())
     }
 
     fn places(&self) -> Vec<GuestOffset> {
+        if self.is_in_a_row {
+            return (0..SIZE >> 16).map(|index| GuestOffset::new(index << 16)).collect();
+        }
         let far = self.far;
         let places = [16_384, 32_768, far, far + 8192, 0, far + 4096, 49_152, far + 65_536];
-        places.map(GuestOffset::new).to_vec()
+        let mut places = places.map(GuestOffset::new).to_vec();
+        if self.has_small_cache {
+            // Each in a table of its own.
+            places.extend((2..32).map(|table| GuestOffset::new(table << 16)));
+        }
+        places
     }
 
     fn open(&self, image: SharedStorage) -> LocalFuture<'_, Result<SharedDisk>> {
         Box::pin(async move {
+            let image = self.on_its_medium(image);
             let header = Header::read(&*image).await?;
             let files = Files { image, data_file: None, below: self.below.clone() };
-            Ok(Qcow2::open(header, files, OpenOptions { journal_key: Some(1), ..OpenOptions::default() })
-                .await? as SharedDisk)
+            let mut options = OpenOptions { journal_key: Some(1), ..OpenOptions::default() };
+            if self.has_small_cache {
+                options.mapping_bytes_max = 0;
+            }
+            Ok(Qcow2::open(header, files, options).await? as SharedDisk)
         })
     }
 
     fn verify(&self, image: SharedStorage) -> LocalFuture<'_, Result<(), String>> {
         Box::pin(async move {
-            let (report, lines) = look(&image).await.map_err(|error| error.chain())?;
+            let (report, lines) = look(&self.on_its_medium(image)).await.map_err(|error| error.chain())?;
             let is_sound = report.check_errors == 0 && report.corruptions == 0;
             if is_sound && (report.leaks == 0 || self.may_leak) {
                 Ok(())
@@ -118,29 +222,22 @@ impl Subject for QcowSubject {
     }
 
     fn sample(&self, recovered: &Content) -> std::result::Result<(), String> {
-        qemu_check(recovered, self.may_leak)
+        let guest = block_on(self.read_all(recovered)).map_err(|error| error.chain())?;
+        qemu::check(recovered, &guest, self.may_leak)
     }
 }
 
-/// What QEMU says of an image, where there is QEMU.
-fn qemu_check(image: &Content, may_leak: bool) -> std::result::Result<(), String> {
-    static FILES: AtomicU32 = AtomicU32::new(0);
-    let name = format!("explored-{}-{}.qcow2", std::process::id(), FILES.fetch_add(1, Relaxed));
-    let path = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let written = std::fs::File::create(&path).and_then(|mut file| image.write_to(&mut file));
-    written.map_err(|error| format!("{}: {error}", path.display()))?;
-    let checked = Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(&path).output();
-    std::fs::remove_file(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-    match checked {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(format!("qemu-img: {error}")),
-        Ok(output) => match output.status.code() {
-            Some(0) => Ok(()),
-            Some(3) if may_leak => Ok(()),
-            code => {
-                Err(format!("qemu-img check ends with {code:?}: {}", String::from_utf8_lossy(&output.stdout)))
-            }
-        },
+impl QcowSubject {
+    /// What is read of a closed image, its base left aside.
+    async fn read_all(&self, image: &Content) -> Result<Content> {
+        let image = Medium::new(image.clone());
+        let header = Header::read(&*image).await?;
+        let files = Files { image, data_file: None, below: None };
+        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let disk = Qcow2::open(header, files, options).await?;
+        let len = usize::try_from(disk.geometry().size).unwrap();
+        let bytes = disk.read(GuestOffset::ZERO, Buffer::zeroed(len)).await?;
+        Ok(Content::of(&bytes.to_vec()))
     }
 }
 

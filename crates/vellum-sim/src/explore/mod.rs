@@ -32,7 +32,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures_lite::future::block_on;
-use vellum_core::{Buffer, Disk, GuestOffset, LocalFuture, Result as CoreResult, SharedDisk, SharedStorage};
+use vellum_core::{
+    Buffer, Disk, GuestOffset, LocalFuture, Random, Result as CoreResult, SharedDisk, SharedStorage,
+};
 
 pub use case::{Case, Failure, Plan};
 pub use medium::Medium;
@@ -90,7 +92,7 @@ pub struct Thoroughness {
 
 impl Default for Thoroughness {
     fn default() -> Self {
-        Self { depth: Depth::FULL, nested_one_in: 100, sample_one_in: 1000, whole_one_in: 50 }
+        Self { depth: Depth::FULL, nested_one_in: 100, sample_one_in: 450, whole_one_in: 50 }
     }
 }
 
@@ -225,6 +227,43 @@ impl<'a> Explorer<'a> {
         let image = state_number(&point, &Depth::NESTED, nested);
         let verdict = self.judge(&image, &expectation, true);
         (image, verdict)
+    }
+
+    /// Puts power cuts into one program, so many, place and outcome drawn by chance, and has each recovered image looked at
+    /// by [`Subject::sample`] too.
+    pub fn scenarios(&self, plan: &Plan, count: u64, seed: u64) -> Report {
+        let begun = Instant::now();
+        let run = Run::of(self.subject, plan, self.image.clone(), self.guest.clone());
+        let mut random = Random::from_seed(seed);
+        let (positions, depth) = (run.positions(), &self.thoroughness.depth);
+        let mut counts = Counts { programs: 1, ..Counts::default() };
+        let mut failures = Vec::new();
+        for _ in 0..count {
+            let position = *random.pick(&positions);
+            let point = run.log.crash(CrashKind::PowerCut, position);
+            let mut states = 0;
+            let _ = each_state(&point, depth, |_, _| {
+                states += 1;
+                Ok::<_, ()>(())
+            });
+            let state = random.index(states);
+            let image = state_number(&point, depth, state);
+            counts.crashes += 1;
+            counts.judged += 1;
+            counts.states += u64::from(self.is_new(image.digest()));
+            let medium = Medium::new(image);
+            let verdict = self.recover_and_judge(&medium, &run.oracle.expect_at(position), true);
+            let verdict = verdict.and_then(|()| {
+                counts.sampled += 1;
+                self.subject.sample(&medium.content())
+            });
+            if let Err(what) = verdict {
+                let (subject, plan) = (self.subject.name(), plan.clone());
+                let case = Case { subject, plan, kind: CrashKind::PowerCut, position, state, nested: None };
+                failures.push(Failure { case, what });
+            }
+        }
+        Report { subject: self.subject.name(), counts, took: (begun.elapsed(), 1), failures }
     }
 
     fn is_new(&self, digest: u64) -> bool {

@@ -22,6 +22,7 @@ use super::super::image::lock;
 use super::Journal;
 use super::full::sectors_of;
 use super::record::{Item, SECTOR, SECTOR_LEN};
+use crate::sabotage::{self, Bug};
 
 /// Checksums of neighbouring sectors, and where the first of them lies.
 pub(crate) type SectorChecks = (ImageOffset, Vec<u32>);
@@ -84,12 +85,19 @@ impl Gathered {
     pub(super) fn take(&mut self) -> (u64, Vec<Item>, BTreeSet<u64>) {
         let next = Self { sequence: self.sequence + 1, ..Self::default() };
         let sealed = std::mem::replace(self, next);
-        let mut items: Vec<Item> = sealed.zeros.into_iter().map(Item::Zero).collect();
+        let mut items: Vec<Item> = Vec::new();
+        if !sabotage::is(Bug::NoZeros) {
+            items.extend(sealed.zeros.into_iter().map(Item::Zero));
+        }
         let checks = sealed.checks.into_iter();
-        items.extend(checks.map(|(at, crcs)| Item::Check { at: ImageOffset::new(at), crcs }));
+        if !sabotage::is(Bug::NoChecks) {
+            items.extend(checks.map(|(at, crcs)| Item::Check { at: ImageOffset::new(at), crcs }));
+        }
         for (at, others) in sealed.others {
             let other = |crc| Item::Other { at: ImageOffset::new(at), crc };
-            items.extend(others.values.into_iter().map(other));
+            if !sabotage::is(Bug::NoOthers) {
+                items.extend(others.values.into_iter().map(other));
+            }
         }
         (sealed.sequence, items, sealed.full)
     }
@@ -233,10 +241,16 @@ impl Journal {
         }
         let mut open = lock(&self.open);
         let runs = self.unproven.overlapping(span);
+        if sabotage::is(Bug::FullNotSticky) && runs.is_empty() {
+            self.forget_full(span);
+            return Overwrite::Now;
+        }
         let is_here = self.full.has(span);
         let is_open = |(_, _, sequence): &(u64, u64, u64)| *sequence == open.sequence;
         match (!is_here, runs.iter().filter(|run| is_open(run)).count()) {
             (true, 0) if runs.is_empty() => Overwrite::Now, // settled since it was asked
+            (true, count) if count == runs.len() && sabotage::is(Bug::StaleCheck) => Overwrite::Now,
+            (true, 0) if sabotage::is(Bug::UnprovenOverwritten) => Overwrite::Now,
             (true, count) if count == runs.len() => self.replace(&mut open, at, data, &runs),
             // Some of one kind and some of the other: rare.
             (_, 1..) => Overwrite::Later,

@@ -27,9 +27,10 @@ use vellum_core::{Buffer, Context, Error, ErrorKind, ImageSpan, LocalFuture, Res
 use super::super::commit::Sealed;
 use super::super::image::{Qcow2, lock};
 use super::full::Home;
-use super::record::{Item, Record};
+use super::record::{Item, Record, SECTOR, SECTOR_LEN};
 use super::words::items_of;
 use super::{Journal, KEPT_MAX, Kept, Ledger, Transaction};
+use crate::sabotage::{self, Bug};
 
 impl Ledger {
     fn wants_relief(&self) -> bool {
@@ -81,8 +82,17 @@ impl Journal {
             return Vec::new();
         }
         let mut home = self.all_kept();
-        home.retain(|(at, page)| !self.is_unproven(at.span(page.len() as u64)));
+        let may_go = |(at, page): &Home| !self.is_unproven(at.span(page.len() as u64));
+        home.retain(|home| may_go(home) || sabotage::is(Bug::HomeBeforeProven));
         home
+    }
+
+    /// A mistake: guest data that records have is forgotten, and not taken home either.
+    pub(super) fn forget_full(&self, span: ImageSpan) {
+        self.full.drop_all(span);
+        self.with_ledger(|ledger| {
+            ledger.kept.retain(|at, kept| kept.bytes.len() != SECTOR_LEN || !at.span(SECTOR).overlaps(span))
+        });
     }
 }
 
@@ -91,9 +101,15 @@ impl Qcow2 {
     pub(crate) fn seal_transaction(&self, journal: &Journal) -> Result<(Sealed, Option<Transaction>)> {
         let _alone = journal.alone();
         let sealed = self.seal()?;
-        let Some(mut transaction) = journal.seal(!sealed.is_empty()) else { return Ok((sealed, None)) };
+        let transaction = self.transaction_of(journal, &sealed);
+        Ok((sealed, transaction))
+    }
+
+    /// What belongs to the sealed copies; the caller has sealed them just now.
+    pub(crate) fn transaction_of(&self, journal: &Journal, sealed: &Sealed) -> Option<Transaction> {
+        let mut transaction = journal.seal(!sealed.is_empty())?;
         let items = &mut transaction.items;
-        for (at, bytes, indexes) in &sealed.l1 {
+        for (at, bytes, indexes) in sealed.l1.iter().filter(|_| !sabotage::is(Bug::NoL1)) {
             let first = (at.bytes() - self.l1.at.bytes()) / 8;
             items.extend(items_of(indexes.iter().map(|index| {
                 let word = *index - usize::try_from(first).expect("an L1 table fits memory");
@@ -103,10 +119,10 @@ impl Qcow2 {
         for page in &sealed.pages {
             items.extend(page.changed.items(page.at, &page.bytes));
         }
-        for page in &sealed.refcounts.pages {
+        for page in sealed.refcounts.pages.iter().filter(|_| !sabotage::is(Bug::NoRefcounts)) {
             items.extend(page.changed.items(page.at, &page.bytes));
         }
-        Ok((sealed, Some(transaction)))
+        Some(transaction)
     }
 
     /// Makes a sealed transaction durable. Must be led by one task at a time.
@@ -128,12 +144,15 @@ impl Qcow2 {
             asks_for_repair: false,
             items,
         };
-        let full = record(items, journal.with_ledger(|ledger| ledger.tail));
+        let mut full = record(items, journal.with_ledger(|ledger| ledger.tail));
         let longest = journal.with_ledger(|ledger| ledger.ring.record_max());
         if !sealed.refcounts.table.is_empty() || full.encoded_len() as u64 > longest {
             return self.commit_in_order(journal, sealed, full, &data).await;
         }
         let mut home = journal.relief();
+        if sabotage::is(Bug::TailBeforeHome) && !home.is_empty() {
+            full.tail = sequence;
+        }
         let may_fail = journal.with_ledger(|ledger| ledger.ring.has_room());
         let mut homeward = Ok(());
         let both: [LocalFuture<'_, Result<()>>; 2] = [
@@ -150,8 +169,11 @@ impl Qcow2 {
             }
             home.clear(); // they stay where they are, and are tried again
         }
+        if sabotage::is(Bug::CheckpointBeforeCommit) {
+            self.write_home(&pages_of(sealed).collect::<Vec<_>>()).await?;
+        }
         self.flush_storage().await?; // commit point
-        journal.has_proven(sequence - 1);
+        journal.has_proven(sequence - u64::from(!sabotage::is(Bug::DurableIsProven)));
         journal.with_ledger(|ledger| {
             ledger.ring.advance(full.tail);
             ledger.told = full.tail;
@@ -159,6 +181,10 @@ impl Qcow2 {
             ledger.keep(sequence, pages_of(sealed).chain(data));
             if !home.is_empty() {
                 ledger.tail = ledger.needed(sequence + 1);
+                if sabotage::is(Bug::TailUsedEarly) {
+                    ledger.ring.advance(ledger.tail);
+                    journal.full.forget(ledger.tail);
+                }
             }
         });
         journal.full.forget(full.tail);
@@ -176,22 +202,18 @@ impl Qcow2 {
         let owed: Vec<Item> =
             full.items.iter().filter(|item| matches!(item, Item::Owed { .. })).cloned().collect();
         // Proven first: a page that goes home may have checks. What this transaction owes is no use without it.
-        let proof = Record { items: Vec::new(), asks_for_repair: true, ..full };
+        let asks_for_repair = !sabotage::is(Bug::BarrierWantsNoRepair);
+        let proof = Record { items: Vec::new(), asks_for_repair, ..full };
         self.write_record(journal, &proof).await?;
         self.flush_storage().await?;
         journal.has_proven(proof.sequence - 1);
         let home = journal.all_kept();
-        self.write_home(&home).await?;
-        self.flush_storage().await?;
+        if !sabotage::is(Bug::BarrierBeforeHome) {
+            self.write_home(&home).await?;
+            self.flush_storage().await?;
+        }
         let sequence = journal.skip();
-        let barrier = Record {
-            sequence,
-            durable: sequence - 1,
-            tail: sequence,
-            asks_for_repair: true,
-            items: Vec::new(),
-            ..proof
-        };
+        let barrier = Record { sequence, durable: sequence - 1, tail: sequence, items: Vec::new(), ..proof };
         let longest = journal.with_ledger(|ledger| ledger.ring.record_max());
         self.write_record(journal, &barrier).await?;
         self.flush_storage().await?;

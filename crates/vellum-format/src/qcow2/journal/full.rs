@@ -123,6 +123,11 @@ impl Full {
         (items, home)
     }
 
+    /// A mistake: forgets about these sectors, wherever they are needed.
+    pub(super) fn drop_all(&self, span: ImageSpan) {
+        lock(&self.sectors).retain(|at, _| !span.overlaps(ImageOffset::new(*at).span(SECTOR)));
+    }
+
     /// A flushed record says that records before `tail` are not needed.
     pub(super) fn forget(&self, tail: u64) {
         if !self.any.load(Ordering::Acquire) {

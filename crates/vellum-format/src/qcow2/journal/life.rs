@@ -18,6 +18,7 @@ use super::super::layout::{autoclear, incompatible};
 use super::record::{BLOCK, BYTES_MAX, BYTES_MIN, Extension};
 use super::ring::Ring;
 use super::{Journal, Ledger};
+use crate::sabotage::{self, Bug};
 
 /// The run is written with zeros in pieces of this many bytes.
 const ZEROED_AT_ONCE: u64 = 1 << 20;
@@ -69,7 +70,7 @@ impl Qcow2 {
         self.reach(run.end().bytes()).await?;
         let context = || format!("{}: can't write the journal", self.name);
         let mut rest = run;
-        while !rest.is_empty() {
+        while !rest.is_empty() && !sabotage::is(Bug::OldRunKept) {
             let (now, later) = rest.split_at(ZEROED_AT_ONCE);
             let zeros = Buffer::zeroed(usize::try_from(now.len()).expect("bounded"));
             self.metadata.write(now.start(), zeros).await.context(context)?;
@@ -79,7 +80,7 @@ impl Qcow2 {
         let generation = {
             let header = lock(&self.header);
             let (extension, _) = header.journal.expect("there is a journal because the header has one");
-            extension.generation.wrapping_add(1)
+            extension.generation.wrapping_add(u64::from(!sabotage::is(Bug::OldRunKept)))
         };
         let key = match journal.key {
             Some(key) => key,
@@ -105,7 +106,9 @@ impl Qcow2 {
         }
         let kept = journal.all_kept();
         self.write_home(&kept).await?;
-        self.flush_storage().await?;
+        if !sabotage::is(Bug::ClosedBeforeHome) {
+            self.flush_storage().await?;
+        }
         let run = journal.run().expect("it has begun");
         self.change_header(|header| {
             let (extension, _) = header.journal.expect("there is a journal");

@@ -40,6 +40,7 @@ pub(crate) use words::Changed;
 
 use super::epochs::Epochs;
 use super::image::lock;
+use crate::sabotage::{self, Bug};
 use checks::{Gathered, Unproven};
 use record::{Item, SECTOR};
 use ring::Ring;
@@ -146,6 +147,9 @@ impl Journal {
 
     /// One of them was published, or its refcount lowered.
     pub(crate) fn settle(&self, cluster: ImageCluster) {
+        if sabotage::is(Bug::OwedNotSettled) {
+            return;
+        }
         let mut owed = lock(&self.owed);
         if let Some(count) = owed.get_mut(&cluster.index()) {
             *count -= 1;
@@ -183,6 +187,9 @@ impl Journal {
 
     /// The last durable version of a page that is not home.
     pub(crate) fn kept(&self, place: ImageOffset) -> Option<Arc<[u8]>> {
+        if sabotage::is(Bug::KeptNotAsked) {
+            return None;
+        }
         lock(&self.ledger).as_ref()?.kept.get(&place).map(|kept| kept.bytes.clone())
     }
 
@@ -199,7 +206,7 @@ impl Journal {
     /// nobody can say what checksum the sectors will have.
     pub(crate) fn may_be_written_late(&self, place: ImageOffset, epochs: &Epochs) -> bool {
         let stamp = lock(&self.zeroed).stamps.get(&place).copied();
-        stamp.is_some_and(|stamp| !epochs.has_passed(stamp))
+        stamp.is_some_and(|stamp| !epochs.has_passed(stamp)) && !sabotage::is(Bug::LateWritesChecked)
     }
 
     /// Forgets about places that nobody can still be writing to late.
@@ -227,7 +234,9 @@ impl Journal {
         let (full, home) = self.full.seal(sequence, &places);
         drop(open);
         items.extend(full);
-        items.extend(runs_of(&lock(&self.owed)));
+        if !sabotage::is(Bug::NoOwed) {
+            items.extend(runs_of(&lock(&self.owed)));
+        }
         Some(Transaction { sequence, items, full: home })
     }
 }

@@ -1,0 +1,195 @@
+//! The crash explorer against mistakes inside the journal: each is switched on in the engine itself, and must be found.
+
+mod common;
+mod subjects;
+
+use subjects::QcowSubject;
+use vellum_core::{GuestOffset, LocalFuture, Random, Result, SharedDisk, SharedStorage};
+use vellum_format::sabotage::{Bug, put_in};
+use vellum_sim::Content;
+use vellum_sim::explore::{Depth, Explorer, Plan, Program, Subject, Thoroughness};
+
+/// A subject whose engine has a bug.
+struct Sabotaged {
+    inner: QcowSubject,
+    bug: Bug,
+}
+
+impl Subject for Sabotaged {
+    fn name(&self) -> String {
+        format!("{} with {:?}", self.inner.name(), self.bug)
+    }
+
+    fn image(&self) -> Content {
+        self.inner.image()
+    }
+
+    fn guest(&self) -> Content {
+        self.inner.guest()
+    }
+
+    fn places(&self) -> Vec<GuestOffset> {
+        self.inner.places()
+    }
+
+    /// The thread does nothing else from here on.
+    fn open(&self, image: SharedStorage) -> LocalFuture<'_, Result<SharedDisk>> {
+        put_in(Some(self.bug));
+        self.inner.open(image)
+    }
+
+    fn verify(&self, image: SharedStorage) -> LocalFuture<'_, std::result::Result<(), String>> {
+        self.inner.verify(image)
+    }
+}
+
+/// What is known to be dangerous.
+const KNOWN: [&str; 11] = [
+    "w4k@0 w4k@0 flush",
+    "w4k@0 flush w4k@0 flush",
+    "w4k@0 flush odd@0 flush",
+    "w4k@0 flush discard@0 w4k@1 flush",
+    "w4k@0 flush w4k@2 flush discard@0 w4k@1 flush",
+    "w4k@0 discard@0 flush w512@1 flush",
+    "w4k@0 flush discard@0 flush w512@1 flush w512@2 flush",
+    "w4k@0 flush w4k@0 flush w512@1 flush w4k@0 flush",
+    "w4k@0 flush w4k@0 flush discard@0 flush w4k@1 flush w4k@2 flush",
+    "w4k@0 flush reopen w4k@1 flush w4k@2",
+    "w64k@0 flush w64k@2 flush w64k@7 flush",
+];
+
+/// The same, side by side.
+const KNOWN_OF_SEVERAL: [&str; 4] = [
+    "w4k@0 w4k@0 w4k@0 | flush flush flush",
+    "w4k@0 flush w4k@0 flush w4k@0 | w4k@1 flush w4k@1 flush w4k@1",
+    "w4k@0 w4k@0 w4k@0 w4k@0 | zero@0 w4k@0 flush zero@0 w4k@0 flush",
+    "w4k@0 w4k@2 w4k@1 w4k@3 | flush flush flush flush",
+];
+
+fn plans() -> Vec<Plan> {
+    let whole = |text: &str| Plan::whole(text.parse().unwrap());
+    let mut plans: Vec<Plan> = KNOWN.into_iter().map(whole).collect();
+    for number in 0..8 {
+        plans.push(Plan { fail_flush: Some(number), ..whole("w4k@0 flush w4k@1 flush w4k@0 flush") });
+    }
+    // More tables than there is memory for.
+    let few = |first| (first..first + 5).map(|place| format!("w512@{place} ")).collect::<String>();
+    let many: Vec<String> = [8, 13, 18, 23, 8].map(few).to_vec();
+    plans.push(Plan::last_step(format!("{} flush", many.join("flush ")).parse().unwrap()));
+    // Round the ring; the first step and the last meet what it has of them.
+    for times in 3..11 {
+        let loops = "w512@1 flush ".repeat(times);
+        for text in
+            [format!("w4k@0 flush w4k@0 flush {loops} w4k@0 flush"), format!("{loops} w4k@2 flush {loops}")]
+        {
+            plans.push(whole(&text));
+        }
+    }
+    for seed in 0..30 {
+        plans.extend(KNOWN_OF_SEVERAL.into_iter().map(|text| Plan { seed, ..whole(text) }));
+    }
+    plans.extend((1..=2).flat_map(|len| Program::all(len, 3)).map(Plan::last_step));
+    let mut random = Random::from_seed(3);
+    for number in 0..200 {
+        let program = Program::random(&mut random, 1, 4 + number % 3, 3);
+        let fail_flush = (number % 4 == 0).then(|| random.below(10));
+        plans.push(Plan { fail_flush, ..Plan::whole(program) });
+    }
+    plans
+}
+
+/// Looks for the bug until it is found, and once more by the name of the state.
+#[allow(clippy::print_stderr, reason = "how soon each is found is worth knowing")]
+fn find(inner: QcowSubject, bug: Bug) {
+    let thoroughness = Thoroughness {
+        depth: Depth { sampled: 8, ..Depth::FULL },
+        nested_one_in: 20,
+        sample_one_in: u64::MAX,
+        whole_one_in: 50,
+    };
+    let subject = Sabotaged { inner, bug };
+    let explorer = Explorer::new(&subject, thoroughness);
+    let report = explorer.explore_all(&plans(), 1);
+    let failure = report.failures.first().unwrap_or_else(|| panic!("not found: {report}"));
+    eprintln!("{bug:?}: found after {} states: {failure}", report.counts.judged);
+    let (_, verdict) = explorer.replay(&failure.case.to_string().parse().unwrap());
+    assert!(
+        verdict.is_err() || failure.what.starts_with("nothing failed"),
+        "{failure}: passes when it is judged again"
+    );
+}
+
+/// One test for each bug, on the kind of image where it shows.
+macro_rules! found {
+    ($($subject:ident { $($name:ident: $bug:ident,)* })*) => {
+        $($(
+            #[test]
+            fn $name() {
+                find(QcowSubject::$subject(), Bug::$bug);
+            }
+        )*)*
+    };
+}
+
+found! {
+    journal {
+        stale_check: StaleCheck,
+        no_others: NoOthers,
+        no_owed: NoOwed,
+        owed_not_settled: OwedNotSettled,
+        no_l1: NoL1,
+        no_refcounts: NoRefcounts,
+        unproven_overwritten: UnprovenOverwritten,
+        durable_is_proven: DurableIsProven,
+        seal_half: SealHalf,
+        checkpoint_before_commit: CheckpointBeforeCommit,
+        tail_before_home: TailBeforeHome,
+        tail_used_early: TailUsedEarly,
+        flush_error_ignored: FlushErrorIgnored,
+        freed_before_durable: FreedBeforeDurable,
+        punch_not_covered: PunchNotCovered,
+        given_back_in_records: GivenBackInRecords,
+        full_not_sticky: FullNotSticky,
+        closed_before_home: ClosedBeforeHome,
+        only_newest_replayed: OnlyNewestReplayed,
+        forgotten_before_home: ForgottenBeforeHome,
+        lowered_not_told: LoweredNotTold,
+        published_before_written: PublishedBeforeWritten,
+    }
+    journal_on_a_device {
+        no_checks: NoChecks,
+        no_verify: NoVerify,
+        no_zeros: NoZeros,
+        old_run_kept: OldRunKept,
+    }
+    journal_small_cache {
+        kept_not_asked: KeptNotAsked,
+    }
+    journal_over_a_base {
+        barrier_wants_no_repair: BarrierWantsNoRepair,
+        barrier_before_home: BarrierBeforeHome,
+    }
+    journal_subclusters {
+        filled_over_unproven: FilledOverUnproven,
+        late_writes_checked: LateWritesChecked,
+    }
+}
+
+/// These show only where tables and clusters are shared.
+macro_rules! found_with_snapshots {
+    ($($name:ident: $bug:ident,)*) => {
+        $(
+            #[test]
+            fn $name() {
+                if let Some(subject) = QcowSubject::journal_snapshots() {
+                    find(subject, Bug::$bug);
+                }
+            }
+        )*
+    };
+}
+
+found_with_snapshots! {
+    home_before_proven: HomeBeforeProven,
+    result_not_told: ResultNotTold,
+}

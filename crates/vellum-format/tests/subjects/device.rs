@@ -1,0 +1,73 @@
+//! A medium that behaves as a block device does: a fixed length, old bytes everywhere, zeros only by writing them.
+
+use std::sync::Arc;
+
+use vellum_core::{
+    Buffer, ImageOffset, ImageSpan, Limits, LocalFuture, Result, SharedStorage, Storage, StorageRun, Zeroes,
+};
+
+pub(crate) struct Device {
+    inner: SharedStorage,
+    limits: Limits,
+}
+
+impl Device {
+    pub(crate) fn shared(inner: SharedStorage) -> SharedStorage {
+        let limits = Limits {
+            fixed_len: true,
+            grows_zeroed: false,
+            fast_zeroes: false,
+            discards: false,
+            ..inner.limits().clone()
+        };
+        Arc::new(Self { inner, limits })
+    }
+}
+
+impl Storage for Device {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn len(&self) -> u64 {
+        self.inner.len()
+    }
+
+    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        self.inner.read(at, buffer)
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        assert!(at.bytes() + data.len() as u64 <= self.inner.len(), "a device has an end");
+        self.inner.write(at, data)
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.inner.flush()
+    }
+
+    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        assert!(span.end().bytes() <= self.inner.len(), "a device has an end");
+        self.inner.write_zeroes(span, how)
+    }
+
+    fn discard(&self, _span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        panic!("a device has one length, not {len}");
+    }
+
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.inner.preallocate(span)
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        self.inner.runs(span)
+    }
+}

@@ -5,6 +5,7 @@
 //!     server   programs that serve an image: how each is started, reached and stopped
 //!     load     what a client asks, and what it sees: workloads, the generator, fio as the other opinion
 //!     cost     what a server asks of the host: counts of writes and flushes
+//!     subjects formats with their options, and the program that makes each
 //!     images   the disks that are served
 //!     host     what the machine says: CPU time, the medium, the kernel
 //!     report   samples become medians and ratios, a table and JSON
@@ -23,6 +24,7 @@ mod images;
 mod load;
 mod report;
 mod server;
+mod subjects;
 
 use std::process::ExitCode;
 
@@ -39,12 +41,14 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Nbd(commands::nbd::Args),
+    ReplayTraces(commands::replay_traces::Args),
     SyncAmplification(commands::sync_amplification::Args),
 }
 
 fn main() -> ExitCode {
     let (name, result) = match Cli::parse().command {
         Command::Nbd(args) => ("nbd", commands::nbd::run(&args)),
+        Command::ReplayTraces(args) => ("replay-traces", commands::replay_traces::run(&args)),
         Command::SyncAmplification(args) => ("sync-amplification", commands::sync_amplification::run(&args)),
     };
     match result {

@@ -1,6 +1,7 @@
 //! One file for each experiment. An experiment chooses cases, lets programs take turns at each, and reports.
 
 pub(crate) mod nbd;
+pub(crate) mod replay_traces;
 pub(crate) mod sync_amplification;
 
 use std::path::PathBuf;

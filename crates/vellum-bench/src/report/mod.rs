@@ -1,6 +1,7 @@
 //! What is told of samples: medians, ratios, lines of a table, a file of JSON. The only place that prints.
 
 pub(crate) mod amplification;
+pub(crate) mod replay;
 
 use serde::Serialize;
 

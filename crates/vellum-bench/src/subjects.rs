@@ -27,7 +27,7 @@ pub(crate) enum Base {
 
 /// How a qcow2 of Vellum makes its metadata durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Journal {
+pub(crate) enum Journal {
     /// Not by a journal. Where `create` knows of one, it is told to leave it out.
     Off,
     On,
@@ -46,7 +46,8 @@ pub(crate) struct Subject {
     journal: Journal,
 }
 
-const fn vellum(
+/// One of Vellum.
+pub(crate) const fn vellum(
     name: &'static str,
     format: &'static str,
     options: &'static str,
@@ -56,7 +57,13 @@ const fn vellum(
     Subject { name, maker: Maker::Vellum, format, options, base, journal }
 }
 
-const fn qemu(name: &'static str, format: &'static str, options: &'static str, base: Base) -> Subject {
+/// One of QEMU.
+pub(crate) const fn qemu(
+    name: &'static str,
+    format: &'static str,
+    options: &'static str,
+    base: Base,
+) -> Subject {
     Subject { name, maker: Maker::Qemu, format, options, base, journal: Journal::Off }
 }
 

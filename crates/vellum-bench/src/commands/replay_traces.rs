@@ -21,7 +21,7 @@ use crate::images;
 use crate::load::guest::Request;
 use crate::load::trace::Trace;
 use crate::report::replay::{Outcome, Row, head, line};
-use crate::report::{Output, Table, say_json};
+use crate::report::{Output, Table, say_json, tell_skipped};
 use crate::server::Vellum;
 use crate::subjects::{Base, Maker, SUBJECTS, Subject};
 
@@ -92,7 +92,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     for path in &args.trace {
         traces.push(replay(&lab, path, &args.phase, &subjects, table)?);
     }
-    tell_reasons(&traces, table);
+    let rows = traces.iter().flat_map(|outcome| &outcome.rows);
+    tell_skipped(rows.filter_map(|row| Some((row.subject, row.skipped.as_deref()?))), table);
     if args.output == Output::Json {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         say_json(&Report { unix_seconds: now.as_secs(), machine, programs: lab.programs.clone(), traces });
@@ -185,20 +186,6 @@ fn row(lab: &Lab, subject: &Subject, plan: &Plan, base: &Path) -> Result<Row> {
     row.host = seen.stats.or(seen.strace);
     row.base_bytes_read = seen.base_bytes_read;
     Ok(row)
-}
-
-/// Why formats were left out, each reason once.
-fn tell_reasons(traces: &[Outcome], table: Table) {
-    let mut told: Vec<String> = Vec::new();
-    for row in traces.iter().flat_map(|outcome| &outcome.rows) {
-        if let Some(reason) = &row.skipped {
-            let reason = format!("skipped: {}: {reason}", row.subject);
-            if !told.contains(&reason) {
-                table.say(&reason);
-                told.push(reason);
-            }
-        }
-    }
 }
 
 #[cfg(test)]

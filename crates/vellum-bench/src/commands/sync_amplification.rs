@@ -28,7 +28,7 @@ use crate::cost::lab::Lab;
 use crate::host::{Device, Machine};
 use crate::images;
 use crate::report::amplification::{Row, head, line};
-use crate::report::{Output, Table, say_json};
+use crate::report::{Output, Table, say_json, tell_skipped};
 use crate::server::Vellum;
 use crate::subjects::{Maker, SUBJECTS, Subject};
 use count::{Bench, Counted};
@@ -144,7 +144,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let (outcomes, mut confirmations) = count_all(&bench, &workloads, args.skip_peers, table)?;
     table.say("");
-    tell_reasons(&outcomes, table);
+    let rows = outcomes.iter().flat_map(|outcome| &outcome.rows);
+    tell_skipped(rows.filter_map(|row| Some((row.subject, row.skipped.as_deref()?))), table);
     if let Some(reason) = &lab.blind {
         table.say(&format!("skipped: what Vellum counts is not confirmed: {reason}"));
     } else if !args.strace {
@@ -264,20 +265,6 @@ fn tell(outcome: &Outcome, table: Table) {
     table.say(&format!("{}: {}", outcome.workload, outcome.title));
     head().iter().for_each(|line| table.say(line));
     outcome.rows.iter().for_each(|row| table.say(&line(row)));
-}
-
-/// Why formats were left out, each reason once.
-fn tell_reasons(outcomes: &[Outcome], table: Table) {
-    let mut told: Vec<String> = Vec::new();
-    for row in outcomes.iter().flat_map(|outcome| &outcome.rows) {
-        if let Some(reason) = &row.skipped {
-            let reason = format!("skipped: {}: {reason}", row.subject);
-            if !told.contains(&reason) {
-                table.say(&reason);
-                told.push(reason);
-            }
-        }
-    }
 }
 
 /// Each of our formats once with both witnesses, at the first workload that is one for it; all at once.

@@ -34,6 +34,18 @@ pub(crate) fn watched(command: &Command, log: &Path) -> Command {
     strace
 }
 
+/// The same command, which waits so long each time before it may flush. Nothing else is watched, nor slowed by more than it
+/// takes to see that.
+pub(crate) fn held(command: &Command, delay: Duration, log: &Path) -> Command {
+    let mut strace = Command::new("strace");
+    strace.args(["-D", "-f", "--seccomp-bpf", "-q", "-e", "trace=fdatasync,fsync", "-e", "signal=none"]);
+    if !delay.is_zero() {
+        strace.arg("-e").arg(format!("inject=fdatasync,fsync:delay_enter={}", delay.as_micros()));
+    }
+    strace.arg("-o").arg(log).arg("--").arg(command.get_program()).args(command.get_args());
+    strace
+}
+
 /// A call that succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Call {

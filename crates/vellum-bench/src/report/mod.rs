@@ -51,6 +51,17 @@ pub(crate) fn say_json(report: &impl Serialize) {
     say(&serde_json::to_string_pretty(report).expect("numbers and strings"));
 }
 
+/// Why some were left out, each reason once.
+pub(crate) fn tell_skipped<'a>(skipped: impl Iterator<Item = (&'a str, &'a str)>, table: Table) {
+    let mut told: Vec<(&str, &str)> = Vec::new();
+    for (subject, reason) in skipped {
+        if !told.contains(&(subject, reason)) {
+            table.say(&format!("skipped: {subject}: {reason}"));
+            told.push((subject, reason));
+        }
+    }
+}
+
 /// The middle one; of an even number the mean of the two in the middle. Zero when there is none.
 pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.into_iter().collect();
@@ -202,7 +213,7 @@ fn pad(text: &str, width: usize) -> String {
 }
 
 /// Three digits.
-fn short(number: f64) -> String {
+pub(crate) fn short(number: f64) -> String {
     let digits = if number >= 99.95 {
         0
     } else if number >= 9.995 {

@@ -8,24 +8,24 @@ use std::process::Command;
 use serde_json::Value;
 
 /// The program that is looked at lies beside the one that looks, where the whole workspace was built.
-pub fn vellum() -> Option<PathBuf> {
+pub(crate) fn vellum() -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_BIN_EXE_vellum-bench")).with_file_name("vellum");
     path.exists().then_some(path)
 }
 
-pub const NO_VELLUM: &str = "vellum is not built beside vellum-bench (cargo build -p vellum)";
+pub(crate) const NO_VELLUM: &str = "vellum is not built beside vellum-bench (cargo build -p vellum)";
 
 #[expect(clippy::print_stderr, reason = "a test that is skipped says why")]
-pub fn skipped(reason: &str) {
+pub(crate) fn skipped(reason: &str) {
     eprintln!("skipped: {reason}");
 }
 
-pub fn is_installed(program: &str) -> bool {
+pub(crate) fn is_installed(program: &str) -> bool {
     Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
 /// `vellum-bench COMMAND` with images in the directory of the tests: its report, and the table it told.
-pub fn report(command: &str, vellum: &Path, arguments: &[&str]) -> (Value, String) {
+pub(crate) fn report(command: &str, vellum: &Path, arguments: &[&str]) -> (Value, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_vellum-bench"))
         .arg(command)
         .args(["--output", "json", "--dir", env!("CARGO_TARGET_TMPDIR"), "--vellum"])
@@ -38,12 +38,12 @@ pub fn report(command: &str, vellum: &Path, arguments: &[&str]) -> (Value, Strin
     (serde_json::from_slice(&output.stdout).expect("the report is JSON"), told)
 }
 
-pub fn number(value: &Value, place: &str) -> u64 {
+pub(crate) fn number(value: &Value, place: &str) -> u64 {
     value.pointer(place).and_then(Value::as_u64).unwrap_or_else(|| panic!("no number {place} in {value}"))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^53")]
-pub fn per(count: u64, unit: u64) -> f64 {
+pub(crate) fn per(count: u64, unit: u64) -> f64 {
     assert!(unit > 0, "the guest did something");
     count as f64 / unit as f64
 }

@@ -5,6 +5,9 @@
 //!   reader: 4 KiB anywhere here          writer: 4 KiB to the next cluster, a flush, again
 //! ```
 //!
+//! Reads are due at fixed times, and their time counts from when they were due: one that is late because the one before it
+//! waited has waited too.
+//!
 //! `strace` holds each `fdatasync` and `fsync` of the server for a while before the kernel sees it (`inject=…:delay_enter`).
 //! It sees no ring, so both programs use threads: `qemu-nbd --aio=threads`, `vellum serve --io threads`. It watches without
 //! holding, too, so that what watching costs is in all figures.
@@ -31,6 +34,8 @@ use crate::subjects::{Base, Journal, Maker, Subject, qemu, vellum};
 const MAPPED_BYTES: u64 = 64 << 20;
 const CLUSTER_BYTES: u64 = 64 << 10;
 const READ_BYTES: usize = 4096;
+/// When the next one is due after a read.
+const READ_EVERY: Duration = Duration::from_millis(5);
 const DISK_BYTES: u64 = 16 << 30;
 
 const SUBJECTS: [Subject; 4] = [
@@ -111,8 +116,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let table = Table::to(args.output);
     let machine = Machine::with(&lab.dir);
     table.say(&format!(
-        "reads of {} KiB for {} s each, fdatasync held for {} ms; images on {}; Linux {}, {} processors",
+        "a read of {} KiB each {} ms for {} s, fdatasync held for {} ms; images on {}; Linux {}, {} processors",
         READ_BYTES >> 10,
+        READ_EVERY.as_millis(),
         args.seconds,
         args.delay,
         machine.medium,
@@ -202,11 +208,15 @@ fn read(running: &Running, write_from: Option<&mut u64>, span: Duration) -> Resu
         });
         let begun = Instant::now();
         let mut read_all = || {
-            while begun.elapsed() < span {
+            for index in 0.. {
+                let due = begun + READ_EVERY * index;
+                if due >= begun + span {
+                    break;
+                }
+                thread::sleep(due.saturating_duration_since(Instant::now()));
                 let block = random.below(MAPPED_BYTES / READ_BYTES as u64);
-                let asked = Instant::now();
                 reader.ask(Request::Read { offset: block * READ_BYTES as u64, len: READ_BYTES })?;
-                latency.note(u64::try_from(asked.elapsed().as_nanos()).unwrap_or(u64::MAX));
+                latency.note(u64::try_from(due.elapsed().as_nanos()).unwrap_or(u64::MAX));
                 reads += 1;
             }
             Ok(())

@@ -197,6 +197,46 @@ fn a_mail_server_on_an_overlay() {
     });
 }
 
+/// Writes that begin in what the one before wrote and end in fresh space, and no flush of the guest: they wait for nothing.
+#[test]
+fn writes_that_straddle_fresh_space_are_not_committed_one_by_one() {
+    const WRITES: u64 = 256;
+    let whole = journaled();
+    let over = CreateOptions { extended_l2: true, ..journaled() };
+    for (options, has_base, len, step) in [
+        (&whole, false, 12_288, 12_288), // a cluster is never a whole number of writes
+        (&over, true, 4608, 4096),       // each begins with the last sector of the one before
+        (&over, true, 3072, 3072),       // nor is a subcluster
+    ] {
+        let setup = Setup { name: "straddling", options: options.clone(), has_base };
+        let world = World::new(0);
+        let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+        let base = MemoryDisk::holding(&vec![7; 64 << 20]);
+        let tally = HostTally::default();
+        world.run(async {
+            let disk = open(&drive, has_base.then(|| base.clone() as SharedDisk), &tally).await;
+            let mut expected = vec![if has_base { 7 } else { 0 }; 4 << 20];
+            for i in 0..WRITES {
+                let (at, byte) = (i * step + 512, u8::try_from(i % 251 + 1).unwrap());
+                disk.write(GuestOffset::new(at), Buffer::copy_of(&vec![byte; len]), WriteFlags::default())
+                    .await
+                    .unwrap();
+                let at = usize::try_from(at).unwrap();
+                expected[at..at + len].fill(byte);
+            }
+            disk.flush().await.unwrap();
+            let flushes = tally.data.counts().flushes + tally.metadata.counts().flushes;
+            assert!(flushes <= 4, "{flushes} flushes for {WRITES} writes of {len} and one flush");
+            let read = disk.read(GuestOffset::ZERO, Buffer::zeroed(expected.len())).await.unwrap();
+            assert!(read.to_vec() == expected, "what was written is read");
+            disk.close().await.unwrap();
+            let image: SharedStorage = drive.clone();
+            let (report, lines) = look(&image).await.unwrap();
+            assert!(report.is_clean(), "{lines:?}");
+        });
+    }
+}
+
 /// Four guests that flush at a time share.
 #[test]
 fn flushes_are_shared() {

@@ -36,13 +36,14 @@ use vellum_core::{BlockSize, ImageCluster, ImageOffset, ImageSpan};
 
 pub(crate) use checks::{Overwrite, SectorChecks, checks_of};
 pub(crate) use full::{Full, Overlaid};
+pub(crate) use record::SECTOR;
 pub(crate) use words::Changed;
 
 use super::epochs::Epochs;
 use super::image::lock;
 use crate::sabotage::{self, Bug};
 use checks::{Gathered, Unproven};
-use record::{Item, SECTOR};
+use record::Item;
 use ring::Ring;
 
 /// So many pages wait in memory to be taken home, at most.

@@ -197,13 +197,15 @@ fn read(running: &Running, write_from: Option<&mut u64>, span: Duration) -> Resu
         let writer = writing.map(|(mut guest, next)| {
             let (is_over, flushes) = (&is_over, &flushes);
             scope.spawn(move || {
-                while !is_over.load(Ordering::Relaxed) {
+                loop {
                     guest.ask(Request::Write { offset: *next, len: READ_BYTES })?;
                     guest.ask(Request::Flush)?;
                     *next += CLUSTER_BYTES;
                     flushes.fetch_add(1, Ordering::Relaxed);
+                    if is_over.load(Ordering::Relaxed) {
+                        return guest.leave();
+                    }
                 }
-                guest.leave()
             })
         });
         let begun = Instant::now();

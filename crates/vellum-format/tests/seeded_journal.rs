@@ -162,6 +162,14 @@ found! {
         no_zeros: NoZeros,
         old_run_kept: OldRunKept,
     }
+    journal_prepared {
+        prepared_given_out: PreparedGivenOut,
+        given_back_in_use: GivenBackInUse,
+    }
+    prepared {
+        plain_prepared_given_out: PreparedGivenOut,
+        plain_given_back_in_use: GivenBackInUse,
+    }
     journal_small_cache {
         kept_not_asked: KeptNotAsked,
     }

@@ -24,8 +24,8 @@ use vellum_core::{CheckedDisk, Context, Disk, Error, ErrorKind, Result, SharedDi
 use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{
-    Address, IoMode, Listener, Signal, Signals, Spawned, Workers, WorkersConfig, WorkersHandle, clock, io_mode,
-    spawn_local, unblock,
+    Address, IoMode, Listener, Signal, Signals, Spawned, Workers, WorkersConfig, WorkersHandle, clock,
+    io_mode, spawn_local, unblock,
 };
 use vellum_layer::Chain;
 

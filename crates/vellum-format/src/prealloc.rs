@@ -82,7 +82,8 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    /// The end is there now. The rate rises at once and falls by half in about a second.
+    /// The end is there now. The rate is what was allocated in about the last second: a burst does not make it high, and an
+    /// idle moment does not make it low.
     pub(crate) fn note(&mut self, now: Duration, end: u64) {
         let Some((before, old)) = self.last else {
             self.last = Some((now, end));
@@ -92,9 +93,10 @@ impl Pace {
         self.has_moved |= end > old;
         // Within a millisecond chance counts for more than anything else.
         let Ok(millis @ 1..) = u64::try_from(elapsed.as_millis()) else { return };
-        let sample = end.saturating_sub(old).saturating_mul(1000) / millis;
-        let kept = self.rate - self.rate / 2000 * millis.min(2000);
-        self.rate = sample.max(kept);
+        let moved = u128::from(end.saturating_sub(old));
+        let kept = u128::from(self.rate) * u128::from(1000 - millis.min(1000)) / 1000;
+        let added = moved * 1000 / u128::from(millis.max(1000));
+        self.rate = u64::try_from(kept + added).unwrap_or(u64::MAX);
         self.last = Some((now, end));
     }
 
@@ -135,10 +137,10 @@ mod tests {
         for (bytes, distance) in [
             (0, 0),
             (512, MIB),
-            (MIB / 10, MIB),
-            (MIB, 10 * MIB),
-            (5 * MIB, 50 * MIB),
-            (7 * MIB, 64 * MIB),
+            (MIB, MIB),
+            (5 * MIB, 5 * MIB),
+            (64 * MIB, 64 * MIB),
+            (65 * MIB, 64 * MIB),
             (u64::MAX, 64 * MIB),
         ] {
             let mut pace = Pace::default();
@@ -152,21 +154,31 @@ mod tests {
     }
 
     #[test]
-    fn the_rate_rises_at_once_and_falls_slowly() {
+    fn the_rate_is_that_of_the_last_second() {
+        // Steps of so many milliseconds: whatever they are, it comes to the same, about.
+        for step in [10, 50, 100, 500, 1000] {
+            let (mut pace, mut now, mut end) = (Pace::default(), 0, 0);
+            pace.note(at(now), end);
+            let mut run = |seconds: u64, per_second: u64| {
+                for _ in 0..seconds * 1000 / step {
+                    now += step;
+                    end += per_second * step / 1000;
+                    pace.note(at(now), end);
+                }
+                pace.distance(Prealloc::Adaptive)
+            };
+            let busy = run(1, 20 * MIB);
+            assert!((12 * MIB..=20 * MIB).contains(&busy), "{busy} after a second in steps of {step} ms");
+            let long = run(9, 20 * MIB);
+            assert!((19 * MIB..=20 * MIB).contains(&long), "{long} after ten seconds in steps of {step} ms");
+            let idle = run(1, 0);
+            assert!(idle < 8 * MIB, "{idle} after an idle second in steps of {step} ms");
+            assert_eq!(run(60, 0), MIB, "after an idle minute in steps of {step} ms");
+        }
         let mut pace = Pace::default();
         pace.note(at(0), 0);
-        pace.note(at(100), 2 * MIB);
-        assert_eq!(pace.distance(Prealloc::Adaptive), 20 * MIB);
-        let mut before = 20 * MIB;
-        for step in 2..12 {
-            pace.note(at(step * 100), 2 * MIB);
-            let now = pace.distance(Prealloc::Adaptive);
-            assert!(now < before, "{now} after {before}");
-            before = now;
-        }
-        assert!((8 * MIB..14 * MIB).contains(&before), "{before} a second later");
-        pace.note(at(60_000), 2 * MIB);
-        assert_eq!(pace.distance(Prealloc::Adaptive), MIB, "idle for a minute");
+        pace.note(at(10_000), 50 * MIB);
+        assert_eq!(pace.distance(Prealloc::Adaptive), 5 * MIB, "ten seconds between two looks");
     }
 
     #[test]

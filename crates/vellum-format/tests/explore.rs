@@ -139,17 +139,17 @@ fn journal_with_narrow_refcounts() {
 
 #[test]
 fn prepared() {
-    explore(&QcowSubject::prepared(), 2);
+    explore(&QcowSubject::prepared(), 4);
 }
 
 #[test]
 fn prepared_over_a_base() {
-    explore(&QcowSubject::prepared_over_a_base(), 2);
+    explore(&QcowSubject::prepared_over_a_base(), 8);
 }
 
 #[test]
 fn journal_prepared() {
-    explore(&QcowSubject::journal_prepared(), 1);
+    explore(&QcowSubject::journal_prepared(), 2);
 }
 
 /// The crashes of the paper that the journal is taken from (FAST'16, *Mitigating Sync Amplification for Copy-on-write

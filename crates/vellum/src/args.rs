@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use vellum_core::{Error, Result};
 use vellum_daemon::ImageOptions;
-use vellum_format::{FormatKind, Prealloc};
 use vellum_format::qcow2::{Compression, CreateOptions, JOURNAL_BYTES_DEFAULT, Preallocation};
+use vellum_format::{FormatKind, Prealloc};
 
 /// How results are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]

@@ -124,7 +124,7 @@ pub(crate) struct Refcounts {
     frontier: u64,
     /// No cluster from this one on was ever in use.
     used: u64,
-    /// Free clusters below the frontier that read as zero because they were punched.
+    /// Free clusters below the frontier that read as zero: punched, or passed over while they were prepared.
     punched: RoaringTreemap,
     metadata: RoaringTreemap,
     /// Clusters that are never handed out: the journal lies there.

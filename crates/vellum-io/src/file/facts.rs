@@ -14,7 +14,7 @@ use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 
-use rustix::fs::{AtFlags, FallocateFlags, FileType, SeekFrom, Stat, StatxFlags};
+use rustix::fs::{AtFlags, FallocateFlags, FileType, FsWord, SeekFrom, Stat, StatxFlags};
 use rustix::io::Errno;
 use vellum_core::{BlockSize, Error, Limits, Result};
 
@@ -139,15 +139,15 @@ fn can_punch(file: &OwnedFd, len: u64) -> bool {
 }
 
 /// What `statfs` says of ext2, ext3 and ext4.
-const EXT: i64 = 0xEF53;
+const EXT: FsWord = 0xEF53;
 /// And of XFS.
-const XFS: i64 = 0x5846_5342;
+const XFS: FsWord = 0x5846_5342;
 
 /// Whether the file system overwrites bytes where they lie, and writes its own journal when blocks are new. Only what is
 /// known to is believed to.
 fn journals_blocks(file: &OwnedFd) -> bool {
     let kind = retry(|| rustix::fs::fstatfs(file)).map(|facts| facts.f_type);
-    kind.is_ok_and(|kind| [EXT, XFS].contains(&i64::from(kind)))
+    kind.is_ok_and(|kind| [EXT, XFS].contains(&kind))
 }
 
 /// The directory of facts about a drive.

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+mod prealloc;
 pub mod probe;
 pub mod qcow2;
 pub mod raw;
@@ -12,6 +13,7 @@ pub mod raw;
 pub mod sabotage;
 mod turns;
 
+pub use prealloc::Prealloc;
 pub use probe::{FormatKind, probe};
 pub use qcow2::Qcow2;
 pub use raw::Raw;

@@ -74,6 +74,10 @@ pub enum Bug {
     LoweredNotTold,
     /// Recovery clears the bit without a flush after the pages.
     ForgottenBeforeHome,
+    /// Clusters are handed out while zeros are on their way to them.
+    PreparedGivenOut,
+    /// Recovery cuts the file off in the middle of what is in use.
+    GivenBackInUse,
 }
 
 #[cfg(feature = "sabotage")]

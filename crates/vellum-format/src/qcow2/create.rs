@@ -15,6 +15,7 @@ use super::header::Header;
 use super::journal::record::{BYTES_MAX, BYTES_MIN, Extension};
 use super::layout::*;
 use super::refcount;
+use crate::Prealloc;
 
 /// The name of the feature that keeps other programs away from an image whose journal must be replayed.
 pub(crate) const JOURNAL_FEATURE: &str = "vellum journal needs replay";
@@ -63,6 +64,9 @@ pub struct CreateOptions {
     pub preallocation: Preallocation,
     /// How large the journal is to be while the image is written, in bytes; none when nothing is said.
     pub journal: Option<u64>,
+    /// Whether space is to be prepared ahead of need while the image is written. It stands beside the journal's size, so it
+    /// can be said only where there is to be a journal.
+    pub prealloc: Prealloc,
 }
 
 impl Default for CreateOptions {
@@ -80,6 +84,7 @@ impl Default for CreateOptions {
             data_file_raw: false,
             preallocation: Preallocation::Off,
             journal: None,
+            prealloc: Prealloc::default(),
         }
     }
 }
@@ -195,6 +200,11 @@ fn check(options: &CreateOptions) -> Result<BlockSize> {
     }
     if options.journal.is_some() && options.data_file.is_some() {
         return Err(Error::invalid("journal and data_file do not go together yet: leave one of them out"));
+    }
+    if options.prealloc != Prealloc::Auto && options.journal.is_none() {
+        return Err(Error::invalid(
+            "prealloc is remembered with the journal: say journal=on too, or use `vellum serve --prealloc`",
+        ));
     }
     if let Some(bytes) = options.journal.filter(|bytes| !(BYTES_MIN..=BYTES_MAX).contains(bytes)) {
         return Err(Error::invalid(format!(
@@ -371,7 +381,8 @@ fn encode_header(options: &CreateOptions, plan: &Plan) -> Result<Vec<u8>> {
     }
     if let Some(wanted_bytes) = options.journal {
         // The first of them, so that it lies in the first sector, which changes whole.
-        let extension = Extension { wanted_bytes, run: ImageOffset::ZERO.span(0), generation: 0, key: 0 };
+        let run = ImageOffset::ZERO.span(0);
+        let extension = Extension { wanted_bytes, run, generation: 0, key: 0, prealloc: options.prealloc };
         put_extension(&mut bytes, extension::JOURNAL, &extension.encode());
     }
     if let Some((_, Some(format))) = &options.backing {

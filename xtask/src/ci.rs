@@ -6,8 +6,6 @@
 use crate::shell::{cargo, print_steps, run as run_command, step};
 use crate::{Outcome, fuzz, test, tidy};
 
-/// How long each fuzz target runs in `ci`.
-const FUZZ_SECONDS: u64 = 60;
 /// What `soak` takes when it is told nothing: minutes for each fuzz target, the part of the matrix, the scale of the
 /// random tests.
 const SOAK_MINUTES: u64 = 10;
@@ -22,7 +20,7 @@ pub(crate) fn run() -> Outcome {
     failed.note("docs", step("docs", docs));
     let (report, tests) = test::everything(&test::Plan { filters: &[], profile: "ci", variables: &[] });
     failed.note("tests", tests);
-    failed.note("fuzzing", fuzz::every_target(FUZZ_SECONDS, fuzz::Start::Same));
+    failed.note("fuzzing", fuzz::every_target(fuzz::Inputs::Fixed));
     print_steps();
     fuzz::print_counts();
     report.print();
@@ -41,7 +39,7 @@ pub(crate) fn soak(arguments: &[String]) -> Outcome {
     let (report, tests) =
         test::everything(&test::Plan { filters: &[], profile: "soak", variables: &variables });
     failed.note("tests", tests);
-    failed.note("fuzzing", fuzz::every_target(minutes * 60, fuzz::Start::New));
+    failed.note("fuzzing", fuzz::every_target(fuzz::Inputs::Seconds(minutes * 60)));
     print_steps();
     fuzz::print_counts();
     report.print();

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   test       packages ► build ► tests ► doc tests ► what was skipped, and why
-//!   ci         format, tidy, lints, docs ► test ► a minute of each fuzz target             what `.ci/run` runs
+//!   ci         format, tidy, lints, docs ► test ► so many inputs of each fuzz target       what `.ci/run` runs
 //!   soak       the same tests, longer and over everything ► longer fuzzing ► counts
 //! ```
 //!

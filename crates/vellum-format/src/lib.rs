@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+mod hash;
 mod prealloc;
 pub mod probe;
 pub mod qcow2;

@@ -16,7 +16,7 @@
 //! 4. short in-memory locks: refcounts, a page's state and within it the list of dirty pages, the lists of dirty L1
 //!    entries and freed clusters.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -38,6 +38,7 @@ use super::layout::{COPIED, L1_RESERVED, OFFSET_MASK};
 use super::pages::{Evicted, Page, Pages, SetFull};
 use super::prepare::Prepare;
 use super::refcount::{RefcountPage, Refcounts, Run, Stop};
+use crate::hash::HashMap;
 use crate::sabotage::{self, Bug};
 
 /// When this many pages of refcounts are dirty, the next writer commits.

@@ -28,7 +28,7 @@ pub(crate) mod recover;
 mod ring;
 mod words;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -41,6 +41,7 @@ pub(crate) use words::Changed;
 
 use super::epochs::Epochs;
 use super::image::lock;
+use crate::hash::HashMap;
 use crate::sabotage::{self, Bug};
 use checks::{Gathered, Unproven};
 use record::Item;

@@ -27,14 +27,19 @@ pub(crate) fn run() -> Outcome {
     failed.outcome()
 }
 
+/// What makes tests by chance longer, and the crash explorer complete.
+pub(crate) fn soak_variables() -> [(&'static str, &'static str); 2] {
+    [("VELLUM_TEST_SCALE", SOAK_SCALE), ("VELLUM_EXPLORE", "all")]
+}
+
 /// `soak [MINUTES] [PART/PARTS]`.
 pub(crate) fn soak(arguments: &[String]) -> Outcome {
     let (minutes, part) = soak_arguments(arguments)?;
-    let variables = [
-        ("VELLUM_TEST_SCALE", SOAK_SCALE.to_owned()),
-        ("VELLUM_FULL_MATRIX", part.to_owned()),
-        ("VELLUM_EXPLORE", "all".to_owned()),
-    ];
+    let variables: Vec<(&str, String)> = soak_variables()
+        .into_iter()
+        .chain([("VELLUM_FULL_MATRIX", part)])
+        .map(|(name, value)| (name, value.to_owned()))
+        .collect();
     let mut failed = Failed::default();
     let (report, tests) =
         test::everything(&test::Plan { filters: &[], profile: "soak", variables: &variables });

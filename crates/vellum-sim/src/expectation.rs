@@ -205,7 +205,8 @@ impl Expectation {
         Ok(())
     }
 
-    /// Stands for all that may be found: two expectations of one oracle with the same digest admit the same.
+    /// Stands for all that may be found: two expectations with the same digest, of oracles with the same initial content,
+    /// admit the same.
     pub fn digest(&self) -> u64 {
         self.judged.iter().fold(0, |sum, (segment, judgement)| {
             let place = mix(segment.sectors.start, segment.sectors.end);
@@ -217,7 +218,7 @@ impl Expectation {
         let source = |source: &Source| match source {
             Source::Initial => 1,
             Source::Zeroes => 2,
-            Source::Fact(index) => 3 + self.facts[*index].number as u64,
+            Source::Fact(index) => mix(3, self.facts[*index].digest),
         };
         let values = |seed: u64, values: &[Sector]| {
             values.iter().fold(seed, |digest, value| mix(digest, digest_of(value)))

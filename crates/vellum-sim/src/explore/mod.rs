@@ -12,7 +12,7 @@
 //! ```
 //!
 //! 1. A *state* is an image that a crash left. It counts once for each subject, whatever programs lead to it.
-//! 2. An image is judged again where something else may be expected of it. Recovery does not know what is expected, so
+//! 2. An image is judged again where something else may be expected of it, in whatever program. Recovery does not know what is expected, so
 //!    within one program an image is recovered and read once, and what was read is held against each expectation.
 //! 3. Everything is determined by the [`Case`]: subject, program, seed, fault, kind, position and number of the image.
 //!    A failing state is kept as that text, and can be written down as a file.
@@ -128,13 +128,27 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
+/// Digests that all threads know.
+#[derive(Default)]
+struct Shared([Mutex<DigestSet>; 16]);
+
+impl Shared {
+    /// Tells whether it is new.
+    fn insert(&self, digest: u64) -> bool {
+        let shard = usize::try_from(digest >> 60).expect("four bits");
+        self.0[shard].lock().unwrap_or_else(PoisonError::into_inner).insert(digest)
+    }
+}
+
 /// Explores one subject. Threads may share it.
 pub struct Explorer<'a> {
     subject: &'a dyn Subject,
     thoroughness: Thoroughness,
     image: Content,
     guest: Content,
-    seen: [Mutex<DigestSet>; 16],
+    seen: Shared,
+    /// Images with what was expected of them.
+    judged: Shared,
     counts: Mutex<Counts>,
 }
 
@@ -181,8 +195,8 @@ impl<'a> Explorer<'a> {
     /// An explorer that has seen nothing.
     pub fn new(subject: &'a dyn Subject, thoroughness: Thoroughness) -> Self {
         let (image, guest) = (subject.image(), subject.guest());
-        let seen = std::array::from_fn(|_| Mutex::default());
-        Self { subject, thoroughness, image, guest, seen, counts: Mutex::default() }
+        let (seen, judged) = Default::default();
+        Self { subject, thoroughness, image, guest, seen, judged, counts: Mutex::default() }
     }
 
     /// Explores all plans on so many threads; each thread stops at the first failure it finds.
@@ -264,7 +278,7 @@ impl<'a> Explorer<'a> {
             let image = state_number(&point, depth, state);
             counts.crashes += 1;
             counts.judged += 1;
-            counts.states += u64::from(self.is_new(image.digest()));
+            counts.states += u64::from(self.seen.insert(image.digest()));
             let medium = Medium::new(image);
             let verdict = self.recover_and_judge(&medium, &[&run.oracle.expect_at(position)], true);
             let verdict = verdict.map_err(|(_, what)| what).and_then(|()| {
@@ -278,11 +292,6 @@ impl<'a> Explorer<'a> {
             }
         }
         Report { subject: self.subject.name(), counts, took: watch.elapsed(), failures }
-    }
-
-    fn is_new(&self, digest: u64) -> bool {
-        let shard = usize::try_from(digest >> 60).expect("four bits");
-        self.seen[shard].lock().unwrap_or_else(PoisonError::into_inner).insert(digest)
     }
 
     /// Recovers an image and judges what it has become.
@@ -408,8 +417,6 @@ struct Work<'a> {
     explorer: &'a Explorer<'a>,
     plan: &'a Plan,
     run: &'a Run,
-    /// Images with what was expected of them.
-    judged: DigestSet,
     /// The digests of the images that were put together.
     recipes: DigestMap<u64>,
     /// What is to be judged next, and where in it each image is, by its digest.
@@ -442,7 +449,6 @@ impl<'a> Work<'a> {
             explorer,
             plan,
             run,
-            judged: DigestSet::default(),
             recipes: DigestMap::default(),
             images: Vec::new(),
             places: DigestMap::default(),
@@ -494,7 +500,7 @@ impl<'a> Work<'a> {
                 content = Some(image);
                 digest
             });
-            if !self.judged.insert(mix(digest, expected)) {
+            if !self.explorer.judged.insert(mix(digest, expected)) {
                 return Ok(());
             }
             let place = *self.places.entry(digest).or_insert(self.images.len());
@@ -522,7 +528,7 @@ impl<'a> Work<'a> {
 
     fn one_image(&mut self, image: &Image) -> Result<(), Wrong> {
         let digest = image.content.digest();
-        let is_new = self.explorer.is_new(digest);
+        let is_new = self.explorer.seen.insert(digest);
         self.counts.states += u64::from(is_new);
         self.counts.judged += image.found.len() as u64;
         let chance = mix(digest, 77);

@@ -67,12 +67,11 @@ impl<'a> Images<'a> {
         self.made.truncate(common + 1);
         self.before.clear();
         self.before.extend_from_slice(fates);
-        for index in self.made.len() - 1..fates.len() {
-            let mut content = self.made[index].clone();
-            self.point.apply(index, &fates[index], &mut content);
-            self.made.push(content);
+        let mut content = self.made[self.made.len() - 1].clone();
+        for (index, fate) in fates.iter().enumerate().skip(self.made.len() - 1) {
+            self.point.apply(index, fate, &mut content);
+            self.made.push(content.clone());
         }
-        let mut content = self.made[fates.len()].clone();
         content.seal();
         content
     }

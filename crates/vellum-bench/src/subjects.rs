@@ -67,12 +67,16 @@ pub(crate) const fn qemu(
     Subject { name, maker: Maker::Qemu, format, options, base, journal: Journal::Off }
 }
 
+/// Zeros are written ahead of need, in the background. How many there are depends on the time that passes.
+const PREPARES: &str = "prealloc=adaptive";
+
 /// All of them, ours first.
-pub(crate) const SUBJECTS: [Subject; 13] = [
+pub(crate) const SUBJECTS: [Subject; 14] = [
     vellum("vellum raw", "raw", "", Base::Never, Journal::Off),
     vellum("vellum qcow2 plain", "qcow2", "", Base::Either, Journal::Off),
     vellum("vellum qcow2 extended_l2=off", "qcow2", "extended_l2=off", Base::Always, Journal::Off),
     vellum("vellum qcow2 journaled", "qcow2", "", Base::Either, Journal::On),
+    vellum("vellum qcow2 prepared", "qcow2", PREPARES, Base::Never, Journal::On),
     qemu("qemu raw", "raw", "", Base::Never),
     qemu("qemu qcow2", "qcow2", "", Base::Either),
     qemu("qemu qcow2 lazy_refcounts", "qcow2", "lazy_refcounts=on", Base::Either),
@@ -129,6 +133,11 @@ impl Subject {
         }
         command.arg(image).arg(size.to_string());
         command
+    }
+
+    /// Whether zeros are written ahead of need.
+    pub(crate) fn prepares(&self) -> bool {
+        self.options == PREPARES
     }
 
     /// Makes it.

@@ -221,7 +221,7 @@ impl Lab {
             socket: &desk.socket,
         };
         let server: &dyn Server = match subject.maker {
-            Maker::Vellum => &self.our_server(&desk.figures, witness),
+            Maker::Vellum => &self.our_server(&desk.figures, witness, subject.prepares()),
             Maker::Qemu => &QemuNbd::VISIBLE,
         };
         if !plan.fill.is_empty() {
@@ -287,9 +287,13 @@ impl Lab {
         Ok(seen)
     }
 
-    /// Vellum, which writes its figures to this file; without a ring when it is watched.
-    fn our_server(&self, figures: &Path, witness: Witness) -> Vellum {
+    /// Vellum, which writes its figures to this file; without a ring when it is watched. What it prepares ahead of need
+    /// depends on the time, so it is counted in rows of its own.
+    fn our_server(&self, figures: &Path, witness: Witness, prepares: bool) -> Vellum {
         let mut vellum = self.vellum.clone();
+        if !prepares {
+            vellum.arguments.extend(["--prealloc".into(), "off".into()]);
+        }
         vellum.arguments.extend(["--stats-json".into(), figures.into()]);
         // For the base, which is not beside the image.
         vellum.arguments.extend(["--allow-dir".into(), self.dir.clone().into()]);

@@ -33,7 +33,9 @@ impl Bench {
         let subject = &SUBJECTS[subject];
         let witness = match subject.maker {
             Maker::Qemu => Witness::Strace,
-            Maker::Vellum if self.confirms_all && self.lab.blind.is_none() => Witness::Both,
+            Maker::Vellum if self.confirms_all && self.lab.blind.is_none() && !subject.prepares() => {
+                Witness::Both
+            }
             Maker::Vellum => Witness::Stats,
         };
         let needs_qemu = subject.maker == Maker::Qemu || workload.below == Below::Snapshot;

@@ -5,11 +5,17 @@
 
 #![forbid(unsafe_code)]
 
+mod bytes;
+mod claims;
+mod epochs;
+mod journal;
+mod keyed;
 pub mod probe;
 pub mod qcow2;
 pub mod raw;
 #[doc(hidden)]
 pub mod sabotage;
+mod state;
 mod turns;
 
 pub use probe::{FormatKind, probe};

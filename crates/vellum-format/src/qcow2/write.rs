@@ -23,12 +23,12 @@ use vellum_core::{
     LocalFuture, Result, read_below, try_join_all,
 };
 
-use super::claims::{Ask, Fresh, Held};
 use super::entry::ClusterState;
 use super::image::{Missing, Qcow2};
 use super::journal::{Journal, Overwrite, SectorChecks, checks_of};
 use super::plan::{Plan, Segment, Source, Target, plan_write, published};
 use super::refcount::Run;
+use crate::claims::{Ask, Fresh, Held};
 use crate::sabotage::{self, Bug};
 
 /// A write is done in pieces of at most this many clusters when it must allocate.
@@ -63,7 +63,7 @@ impl Qcow2 {
         }
         self.begin_change().await?;
         let mut rest = span;
-        let fresh_max = self.journal().map_or(u64::MAX, Journal::fresh_bytes_max);
+        let fresh_max = self.journal().map_or(u64::MAX, |journal| journal.fresh_bytes_max());
         let at_once = self.cluster.round_up(fresh_max.min(CLUSTERS_AT_ONCE << self.cluster.shift()));
         while !rest.is_empty() {
             let (now, later) = rest.split_at(at_once);

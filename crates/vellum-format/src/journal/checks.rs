@@ -29,6 +29,8 @@ pub(crate) type SectorChecks = (ImageOffset, Vec<u32>);
 
 /// A sector has so many values at most.
 const VALUES_MAX: usize = 8;
+/// A second value takes so much of a record.
+const OTHER_BYTES: u64 = 24;
 /// An overwrite larger than this waits for a proof instead.
 const REPLACED_BYTES_MAX: usize = 256 << 10;
 
@@ -74,6 +76,11 @@ impl Gathered {
     /// What checks and second values will take in the record, in bytes.
     pub(super) fn check_bytes(&self) -> u64 {
         self.sectors as u64 * 4 + self.others.len() as u64 * 48
+    }
+
+    /// What second values alone will take at most.
+    fn other_bytes(&self) -> u64 {
+        self.others.values().map(|others| others.values.len() as u64 * OTHER_BYTES).sum()
     }
 
     /// Guest data that the record will have.
@@ -267,7 +274,8 @@ impl Journal {
         runs: &[(u64, u64, u64)],
     ) -> Overwrite<'_> {
         let is_whole = at.bytes().is_multiple_of(SECTOR) && (data.len() as u64).is_multiple_of(SECTOR);
-        if !is_whole || data.len() > REPLACED_BYTES_MAX {
+        let replaced = (data.len() as u64 / SECTOR) * OTHER_BYTES;
+        if !is_whole || data.len() > REPLACED_BYTES_MAX || open.other_bytes() + replaced > self.others_max() {
             return Overwrite::Later;
         }
         let is_checked =
@@ -323,6 +331,11 @@ impl Journal {
         }
         open.full.append(&mut places);
         Overwrite::Taken(rest)
+    }
+
+    /// So many bytes of second values one record may have.
+    fn others_max(&self) -> u64 {
+        lock(&self.ledger).as_ref().map_or(u64::MAX, |ledger| ledger.ring.record_max() / 8)
     }
 
     /// So much guest data one record may have.

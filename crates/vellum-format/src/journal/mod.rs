@@ -25,6 +25,7 @@ mod checks;
 pub(crate) mod commit;
 mod full;
 pub(crate) mod ledger;
+mod place;
 pub(crate) mod record;
 pub(crate) mod replay;
 pub(crate) mod ring;

@@ -23,6 +23,21 @@ const VERIFIED_AT_ONCE: usize = 2048;
 /// More tables than this are never away from home at a time, and more sectors of guest data neither.
 const PAGES_MAX: usize = 64 << 10;
 
+/// What recovery did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Recovery {
+    /// Records that were replayed.
+    pub records: u64,
+    /// Pages of tables that were written.
+    pub pages: u64,
+    /// Clusters that were reserved for something that never came to be, and given back. (qcow2)
+    pub given_back: u64,
+    /// The newest record was not whole with its data, and was left out. Nobody had been told that it was durable.
+    pub left_out: bool,
+    /// The whole image was looked at and repaired. (qcow2)
+    pub repaired: bool,
+}
+
 /// Where a journal is, and which of its records count.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {

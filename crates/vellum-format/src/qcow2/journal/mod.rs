@@ -18,7 +18,7 @@ use std::sync::Mutex;
 use vellum_core::{BlockSize, ImageCluster, ImageSpan};
 
 use crate::journal::record::Item;
-pub(crate) use crate::journal::{Changed, Overlaid, Overwrite, SectorChecks, checks_of};
+pub(crate) use crate::journal::{Changed, Overlaid, SectorChecks, checks_of};
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 

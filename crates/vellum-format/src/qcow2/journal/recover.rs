@@ -32,6 +32,7 @@ use super::super::layout::{METADATA_PAGE, OFFSET_MASK, be64, incompatible};
 use super::super::refcount;
 use super::extension::Extension;
 use crate::journal::record::{Item, Record};
+pub use crate::journal::replay::Recovery;
 use crate::journal::replay::{self, Needed, Place, Replay, Rules};
 use crate::journal::words::items_of;
 use crate::sabotage::{self, Bug};
@@ -40,21 +41,6 @@ use crate::sabotage::{self, Bug};
 const GROWTH_MAX: u64 = 1 << 40;
 /// More owed clusters than this are left to a repair.
 const OWED_MAX: u64 = 1 << 24;
-
-/// What recovery did.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Recovery {
-    /// Records that were replayed.
-    pub records: u64,
-    /// Pages of tables that were written.
-    pub pages: u64,
-    /// Clusters that were reserved for something that never came to be, and given back.
-    pub given_back: u64,
-    /// The newest record was not whole with its data, and was left out. Nobody had been told that it was durable.
-    pub left_out: bool,
-    /// The whole image was looked at and repaired.
-    pub repaired: bool,
-}
 
 /// Replays the journal of an image that was not closed ([`Header::needs_replay`]). Opening for writing does it by itself.
 ///

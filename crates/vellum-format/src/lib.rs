@@ -5,6 +5,8 @@
 
 #![forbid(unsafe_code)]
 
+mod bytes;
+pub mod native;
 pub mod probe;
 pub mod qcow2;
 pub mod raw;

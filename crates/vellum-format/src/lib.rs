@@ -10,6 +10,7 @@ mod claims;
 mod epochs;
 mod journal;
 mod keyed;
+pub mod native;
 pub mod probe;
 pub mod qcow2;
 pub mod raw;

@@ -19,6 +19,7 @@ pub mod sabotage;
 mod state;
 mod turns;
 
+pub use native::Native;
 pub use probe::{FormatKind, probe};
 pub use qcow2::Qcow2;
 pub use raw::Raw;

@@ -12,7 +12,9 @@
 //! | what is done | |
 //! |---|---|
 //! | [`mod@create`] | a new image |
+//! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 
+pub mod check;
 pub mod create;
 pub mod geometry;
 pub mod superblock;

@@ -17,7 +17,9 @@
 //! | `read`, `write`, `zero` | requests |
 //! | `commit` | the journal's life, and what is durable when |
 //! | `units` | which units are free, and what must happen before one is used |
+//! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 
+pub mod check;
 mod commit;
 pub mod create;
 pub mod geometry;

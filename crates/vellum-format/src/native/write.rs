@@ -313,14 +313,13 @@ impl Native {
 
     /// Whether the byte lies in a sub-block that becomes data.
     fn becomes_data(&self, steps: &[Step<'_>], at: ImageOffset) -> bool {
-        let (step, cell) = steps
-            .iter()
-            .find_map(|step| {
-                let place = step.at.expect("settled");
-                (place <= at && at < place + self.cell.bytes()).then_some((step, place))
-            })
-            .expect("every write is some step's");
-        let guest = self.cell.start_of(self.cell_of(step.part.start())) + (at - cell);
+        let found = steps.iter().find_map(|step| {
+            let place = step.at.expect("settled");
+            (place <= at && at < place + self.cell.bytes()).then_some((step, place))
+        });
+        // A byte behind the last one is nobody's.
+        let Some((step, place)) = found else { return false };
+        let guest = self.cell.start_of(self.cell_of(step.part.start())) + (at - place);
         step.subs.binary_search(&SUB_BLOCK.cluster_of(guest).index()).is_ok()
     }
 

@@ -6,14 +6,20 @@
 #![forbid(unsafe_code)]
 
 mod bytes;
+mod claims;
+mod epochs;
+mod journal;
+mod keyed;
 pub mod native;
 pub mod probe;
 pub mod qcow2;
 pub mod raw;
 #[doc(hidden)]
 pub mod sabotage;
+mod state;
 mod turns;
 
+pub use native::Native;
 pub use probe::{FormatKind, probe};
 pub use qcow2::Qcow2;
 pub use raw::Raw;

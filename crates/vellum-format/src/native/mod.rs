@@ -12,13 +12,30 @@
 //! | what is done | |
 //! |---|---|
 //! | [`mod@create`] | a new image |
+//! | [`open`], `recover` | and what is believed of an image; what a crash leaves |
+//! | `image`, `home` | what is in memory: the home pages, read without a lock |
+//! | `read`, `write`, `zero` | requests |
+//! | `commit` | the journal's life, and what is durable when |
 //! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
+//! | `units` | which units are free, and what must happen before one is used |
 
 pub mod check;
+mod commit;
 pub mod create;
 pub mod geometry;
+mod home;
+mod image;
+pub mod open;
+mod read;
+mod recover;
 pub mod superblock;
+mod units;
+mod write;
+mod zero;
 
 pub use create::{CreateOptions, JOURNAL_BYTES_DEFAULT, NewBase, create};
 pub use geometry::{Layout, Places, Region, Shape};
+pub use image::Native;
+pub use open::OpenOptions;
+pub use recover::recover;
 pub use superblock::{Base, Slot, Superblock, Superblocks};

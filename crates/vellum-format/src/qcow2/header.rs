@@ -11,7 +11,7 @@
 
 use vellum_core::{BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, Storage};
 
-use super::journal::record::{EXTENSION_LEN, Extension};
+use super::journal::extension::{EXTENSION_LEN, Extension};
 use super::layout::*;
 
 /// How compressed clusters are compressed.

@@ -21,23 +21,22 @@
 //! | [`journal_wish`] | whether an image is to have one: put into its header, or taken out |
 //! | [`quarantine`] | what was freed, until it may be used again |
 //! | [`check`] | everything an image claims, compared; and repaired |
-//! | [`claims`], [`epochs`], [`keyed`] | who may change, who may still be looking, who loads |
+//!
+//! Shared with other formats: `claims`, `epochs`, `keyed` (who may change, who may still be looking, who loads), and most
+//! of the journal.
 //!
 //! Source: QEMU's `docs/interop/qcow2.rst`. Left out for now: encryption, keeping bitmaps up (the autoclear bit is
 //! cleared before the first change, as the specification wants), making and deleting internal snapshots.
 
 pub mod check;
-mod claims;
 mod commit;
 mod compressed;
 pub mod create;
 mod entry;
-mod epochs;
 pub mod header;
 mod image;
 mod journal;
 pub mod journal_wish;
-mod keyed;
 mod layout;
 mod map;
 pub mod open;

@@ -1,0 +1,106 @@
+//! What a crash leaves, made whole: the journal is replayed into the home pages.
+//!
+//! ```text
+//!   flush ► read the ring ► verify the newest ──fails──► void it ► flush ► the one before
+//!         ► replay in memory ► a record that says so ► flush
+//!         ► pages home ► flush ► superblock without the bit ► flush                                  commit point
+//! ```
+//!
+//! Up to the last step every input stays as it was, or is replaced by one that says the same: recovery may be cut off
+//! anywhere and begun again. The cost is bounded by the journal, whatever the size of the image.
+
+use vellum_core::{BlockSize, Error, ImageSpan, Result, SharedStorage};
+
+use super::geometry::{Places, Region};
+use super::superblock::Superblocks;
+use crate::journal::record::Record;
+use crate::journal::replay::{self, Needed, Place, Recovery, Replay, Rules};
+use crate::sabotage::{self, Bug};
+
+/// What the journal may make the file longer by: the length itself may have been lost in the crash.
+const GROWTH_MAX: u64 = 1 << 40;
+
+/// What a journal may change: words of home, and guest data.
+struct Allowed {
+    places: Places,
+    /// Nothing may lie behind this.
+    end: u64,
+}
+
+impl Rules for Allowed {
+    fn check_words(&self, span: ImageSpan) -> Result<()> {
+        let home = self.places.home();
+        match home.intersect(span) == span {
+            true => Ok(()),
+            false => Err(Error::corrupt(format!(
+                "the journal changes bytes at {}, where no table is",
+                span.start()
+            ))),
+        }
+    }
+
+    fn check_data(&self, span: ImageSpan) -> Result<()> {
+        match span.start() >= self.places.data_offset() && span.end().bytes() <= self.end {
+            true => Ok(()),
+            false => Err(Error::corrupt(format!(
+                "the journal changes bytes at {}, where no data is",
+                span.start()
+            ))),
+        }
+    }
+
+    fn table(&self) -> BlockSize {
+        BlockSize::PAGE
+    }
+
+    fn page(&self) -> BlockSize {
+        BlockSize::PAGE
+    }
+}
+
+/// Replays the journal of an image that was not closed. Opening for writing does it by itself. An image that was closed is left
+/// as it is.
+///
+/// # Errors
+/// `Corrupt` when the journal or the data that it counts on is not what was flushed once, and what the storage says.
+pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
+    let storage = &**image;
+    let mut superblocks = Superblocks::read(storage).await?;
+    let Some(key) = superblocks.superblock.key else { return Ok(Recovery::default()) };
+    let places = superblocks.superblock.places();
+    let run = places.region(Region::Journal);
+    let place = Place { run, generation: superblocks.superblock.generation, key };
+    let Needed { records, left_out } = replay::find(storage, place).await?;
+    let mut recovery = Recovery { left_out, ..Recovery::default() };
+    if let Some(newest) = records.last() {
+        let newest = newest.record.clone();
+        if newest.asks_for_repair {
+            return Err(Error::corrupt("the journal asks for a repair, which this format does not have"));
+        }
+        let end = storage.len().saturating_add(if storage.limits().fixed_len { 0 } else { GROWTH_MAX });
+        let mut replay = Replay::new(Allowed { places, end }, storage);
+        let from = if sabotage::is(Bug::OnlyNewestReplayed) { records.len() - 1 } else { 0 };
+        for found in &records[from..] {
+            replay.replay(&found.record).await?;
+        }
+        recovery.records = records.len() as u64;
+        if !replay::is_result(&newest) && !sabotage::is(Bug::ResultNotTold) {
+            // It proves the newest: what then goes home cannot be held against its checks.
+            let result = Record {
+                sequence: newest.sequence + 1,
+                durable: newest.sequence,
+                items: Vec::new(),
+                ..newest
+            };
+            replay::write_result(storage, run, &records, result).await?;
+        }
+        recovery.pages = replay.go_home().await?;
+        if !sabotage::is(Bug::ForgottenBeforeHome) {
+            storage.flush().await?;
+        }
+    }
+    superblocks.superblock.key = None;
+    superblocks.write(storage).await?;
+    storage.flush().await?; // commit point of the recovery
+    Ok(recovery)
+}

@@ -55,6 +55,24 @@ pub enum Layout {
     Table(BlockSize),
 }
 
+impl Layout {
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Linear => "linear",
+            Self::Table(_) => "table",
+        }
+    }
+
+    /// What one entry of the table maps.
+    pub fn unit(self) -> Option<BlockSize> {
+        match self {
+            Self::Linear => None,
+            Self::Table(unit) => Some(unit),
+        }
+    }
+}
+
 /// The parts of the home area, in the order of the superblock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Region {

@@ -10,6 +10,7 @@ pub(crate) mod map;
 pub(crate) mod quickstart;
 pub(crate) mod recover;
 pub(crate) mod serve;
+pub(crate) mod template;
 
 use std::process::ExitCode;
 

@@ -313,13 +313,12 @@ impl Native {
 
     /// Whether the byte lies in a sub-block that becomes data.
     fn becomes_data(&self, steps: &[Step<'_>], at: ImageOffset) -> bool {
-        let (step, cell) = steps
-            .iter()
-            .find_map(|step| {
-                let place = step.at.expect("settled");
-                (place <= at && at < place + self.cell.bytes()).then_some((step, place))
-            })
-            .expect("every write is some step's");
+        let found = steps.iter().find_map(|step| {
+            let place = step.at.expect("settled");
+            (place <= at && at < place + self.cell.bytes()).then_some((step, place))
+        });
+        // Who walks over the bytes of a write asks about the sector behind the last one, too.
+        let Some((step, cell)) = found else { return false };
         let guest = self.cell.start_of(self.cell_of(step.part.start())) + (at - cell);
         step.subs.binary_search(&SUB_BLOCK.cluster_of(guest).index()).is_ok()
     }

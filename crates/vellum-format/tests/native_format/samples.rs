@@ -89,7 +89,8 @@ pub fn used(
         let disk = open(&storage, false).await.expect("a fresh image");
         for _ in 0..operations {
             let at = random.index(model.len());
-            let len = (1 + random.index(if random.one_in(4) { 150_000 } else { 9000 })).min(model.len() - at);
+            let most = if random.one_in(4) { 150_000 } else { 9000 };
+            let len = (1 + random.index(most)).min(model.len() - at);
             let span = GuestOffset::new(at as u64).span(len as u64);
             let value = u8::try_from(1 + random.below(255)).expect("a byte");
             let done = match random.below(5) {

@@ -9,6 +9,7 @@ mod common;
 mod subjects;
 
 use common::scale;
+use subjects::native::NativeSubject;
 use subjects::{QcowSubject, RawSubject};
 use vellum_core::Random;
 use vellum_sim::explore::{Case, Counts, Explorer, Plan, Program, Step, Subject, Thoroughness};
@@ -175,4 +176,41 @@ fn journal_with_snapshots() {
 #[test]
 fn raw() {
     explore(&RawSubject, 1);
+}
+
+#[test]
+fn native_linear() {
+    explore(&NativeSubject::linear(), 1);
+}
+
+#[test]
+fn native_linear_over_zeros() {
+    explore(&NativeSubject::linear_over_zeros(), 1);
+}
+
+#[test]
+fn native_linear_over_a_base() {
+    let counts = explore(&NativeSubject::linear_over_a_base(), 1);
+    assert!(counts.states > 1000 && counts.nested > 100, "{counts:?}");
+}
+
+#[test]
+fn native_table() {
+    let counts = explore(&NativeSubject::table(), 1);
+    assert!(counts.states > 1000 && counts.nested > 100, "{counts:?}");
+}
+
+#[test]
+fn native_table_over_a_base() {
+    explore(&NativeSubject::table_over_a_base(), 1);
+}
+
+#[test]
+fn native_table_over_a_base_in_large_blocks() {
+    explore(&NativeSubject::table_over_a_base_in_large_blocks(), 2);
+}
+
+#[test]
+fn native_table_on_a_device() {
+    explore(&NativeSubject::table_on_a_device(), 2);
 }

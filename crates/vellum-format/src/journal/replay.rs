@@ -15,7 +15,7 @@ use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, ImageSpan, Res
 
 use super::record::{BLOCK, BLOCK_LEN, Item, Record, SECTOR, SECTOR_LEN};
 use super::ring::Ring;
-use crate::bytes::put64;
+use crate::bytes::{be64, put64};
 use crate::sabotage::{self, Bug};
 
 /// Sectors that are verified at once.
@@ -226,6 +226,12 @@ impl<'a, R: Rules> Replay<'a, R> {
             self.pages.insert(place, bytes);
         }
         Ok((self.pages.get_mut(&place).expect("it is there"), within))
+    }
+
+    /// The words of all pages within the run that the records have changed.
+    pub(crate) fn words_in(&self, span: ImageSpan) -> impl Iterator<Item = u64> {
+        let pages = self.pages.range(span.start()..span.end());
+        pages.flat_map(|(_, page)| page.chunks_exact(8).map(|word| be64(word, 0)))
     }
 
     /// A page that was looked at before.

@@ -20,6 +20,7 @@ use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, LocalFuture, R
 use super::geometry::Region;
 use super::home::SealedPage;
 use super::image::Native;
+use super::recover::last_unit;
 use super::units::Pace;
 use crate::journal::commit::{Medium, write_zeros};
 use crate::journal::ring::Ring;
@@ -251,7 +252,7 @@ impl Native {
         }
         let mut last = 0;
         self.home.each_loaded(self.places.region(Region::Table), |_, word| {
-            last = last.max((word >> 32) as u32).max(word as u32);
+            last = last.max(last_unit(word));
         });
         let end = match last {
             0 => self.places.data_offset(),

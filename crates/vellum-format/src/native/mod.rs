@@ -18,6 +18,7 @@
 //! | `commit` | the journal's life, and what is durable when |
 //! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 //! | `units` | which units are free, and what must happen before one is used |
+//! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 
 pub mod check;
 mod commit;

@@ -94,6 +94,11 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             };
             replay::write_result(storage, run, &records, result).await?;
         }
+        // The table may have arrived where the file's new length has not.
+        let named = replay.words_in(places.region(Region::Table)).map(last_unit).max().unwrap_or(0);
+        if named > 0 && !storage.limits().fixed_len && storage.len() < places.unit(named).end().bytes() {
+            storage.set_len(places.unit(named).end().bytes()).await?;
+        }
         recovery.pages = replay.go_home().await?;
         if !sabotage::is(Bug::ForgottenBeforeHome) {
             storage.flush().await?;
@@ -103,4 +108,10 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     superblocks.write(storage).await?;
     storage.flush().await?; // commit point of the recovery
     Ok(recovery)
+}
+
+/// The last of the units that two entries of the table name.
+pub(super) fn last_unit(word: u64) -> u32 {
+    let entry = |value: u64| u32::try_from(value & 0xFFFF_FFFF).expect("32 bits");
+    entry(word >> 32).max(entry(word))
 }

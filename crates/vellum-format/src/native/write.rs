@@ -317,9 +317,9 @@ impl Native {
             let place = step.at.expect("settled");
             (place <= at && at < place + self.cell.bytes()).then_some((step, place))
         });
-        // Who walks over the bytes of a write asks about the sector behind the last one, too.
-        let Some((step, cell)) = found else { return false };
-        let guest = self.cell.start_of(self.cell_of(step.part.start())) + (at - cell);
+        // A byte behind the last one is nobody's.
+        let Some((step, place)) = found else { return false };
+        let guest = self.cell.start_of(self.cell_of(step.part.start())) + (at - place);
         step.subs.binary_search(&SUB_BLOCK.cluster_of(guest).index()).is_ok()
     }
 

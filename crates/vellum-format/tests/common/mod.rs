@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub(crate) mod native;
+
 use std::sync::Arc;
 use std::time::Duration;
 

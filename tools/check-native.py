@@ -186,7 +186,7 @@ class Superblock:
             (512 * KIB, 512 * KIB) if self.is_table else (0, 0),
             (64 * KIB, 64 * MIB) if self.is_table or self.has_base else (0, 0),
         ]
-        need(self.data_offset % MIB == 0 and MIB <= self.data_offset <= TIB, "impossible data_offset")
+        need(self.data_offset % MIB == 0 and MIB <= self.data_offset <= 8 * GIB, "impossible data_offset")
         seen = []
         for name, (start, length), (least, most) in zip(REGIONS, self.region, bounds):
             least = count(least, PAGE) * PAGE
@@ -255,13 +255,14 @@ class Check:
 
     def is_inside(self, unit):
         """Invariant 3."""
-        reach = self.sb.unit if self.file.is_device else 1
-        return self.place(unit) + reach <= self.file.size
+        if self.file.is_device:
+            return self.place(unit) + self.sb.unit <= self.file.size
+        return self.place(unit) < self.file.size + TIB
 
     def use(self, unit, purpose, view):
         """Invariants 2 and 3."""
         if not self.is_inside(unit):
-            self.corrupt(f"3: {view}: unit {unit} lies behind the end of the file")
+            self.corrupt(f"3: {view}: unit {unit} cannot be there")
         elif self.names.setdefault(unit, purpose) != purpose:
             self.corrupt(f"2: {view}: unit {unit} is used for two things")
 

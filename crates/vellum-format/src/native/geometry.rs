@@ -21,6 +21,8 @@ pub const HOME_START: ImageOffset = ImageOffset::new(2 * PAGE_LEN);
 const PAGE_LEN: u64 = 4096;
 /// `data_offset` is a multiple of this.
 pub const DATA_ALIGN: BlockSize = BlockSize::from_shift(20);
+/// A file may have lost so many bytes of its growth in a crash: what was written behind its end was all zeros.
+pub const GROWTH_MAX: u64 = 1 << 40;
 /// Image offsets end here.
 pub const IMAGE_END: ImageOffset = ImageOffset::new(1 << 56);
 
@@ -43,8 +45,10 @@ pub const BITMAP_BYTES_MAX: u64 = 256 << 20;
 pub const BASE_BYTES_MAX: u64 = 1 << 46;
 /// 2^26 units.
 pub const TABLE_BYTES_MAX: u64 = 256 << 20;
-/// Regions end here: far behind the largest ones.
-const HOME_END_MAX: u64 = 1 << 40;
+/// Regions end here, far behind the largest ones: each page of home takes a pointer in memory.
+const HOME_END_MAX: u64 = 8 << 30;
+/// The largest disk, in bytes.
+const SIZE_MAX: u64 = IMAGE_END.bytes() - (1 << 40);
 
 /// How guest offsets become places of the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -179,7 +183,7 @@ impl Shape {
         if !size.is_multiple_of(512) {
             return Err(Error::invalid(format!("a disk of {size} bytes: it must be a multiple of 512")));
         }
-        if size > IMAGE_END.bytes() - HOME_END_MAX {
+        if size > SIZE_MAX {
             return Err(Error::invalid(format!("a disk of {size} bytes is too large")));
         }
         if base_bytes.is_some_and(|bytes| bytes > size) {
@@ -346,7 +350,7 @@ impl Places {
     /// How large the disk may become without a longer table, in bytes.
     pub fn size_max(&self) -> u64 {
         match self.shape.layout {
-            Layout::Linear => IMAGE_END.bytes() - HOME_END_MAX,
+            Layout::Linear => SIZE_MAX,
             Layout::Table(unit) => (self.region(Region::Table).len() / 4) << unit.shift(),
         }
     }
@@ -402,6 +406,15 @@ impl Places {
         let Layout::Table(unit) = self.shape.layout else { panic!("only a table has units") };
         debug_assert!(number > 0, "0 is no unit");
         (self.data_offset + ((u64::from(number) - 1) << unit.shift())).span(unit.bytes())
+    }
+
+    /// Whether unit `number` may be there, on a storage of this length.
+    pub fn may_hold(&self, number: u32, len: u64, is_fixed: bool) -> bool {
+        let span = self.unit(number);
+        match is_fixed {
+            true => span.end().bytes() <= len,
+            false => span.start().bytes() < len.saturating_add(GROWTH_MAX),
+        }
     }
 
     /// Where the byte lies in `linear`.

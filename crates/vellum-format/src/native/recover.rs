@@ -11,14 +11,11 @@
 
 use vellum_core::{BlockSize, Error, ImageSpan, Result, SharedStorage};
 
-use super::geometry::{Places, Region};
+use super::geometry::{GROWTH_MAX, Places, Region};
 use super::superblock::Superblocks;
 use crate::journal::record::Record;
 use crate::journal::replay::{self, Needed, Place, Recovery, Replay, Rules};
 use crate::sabotage::{self, Bug};
-
-/// What the journal may make the file longer by: the length itself may have been lost in the crash.
-const GROWTH_MAX: u64 = 1 << 40;
 
 /// What a journal may change: words of home, and guest data.
 struct Allowed {

@@ -49,8 +49,12 @@ fn plans(seed: u64) -> Vec<Plan> {
     plans
 }
 
-#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
 fn explore(subject: &dyn Subject, one_in: usize) -> Counts {
+    explore_plans(subject, plans(1).into_iter().step_by(one_in).collect())
+}
+
+#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
+fn explore_plans(subject: &dyn Subject, plans: Vec<Plan>) -> Counts {
     let explorer = Explorer::new(subject, Thoroughness::default());
     if let Ok(text) = std::env::var("VELLUM_EXPLORE_CASE") {
         let case: Case = text.parse().unwrap();
@@ -64,7 +68,6 @@ fn explore(subject: &dyn Subject, one_in: usize) -> Counts {
         return Counts::default();
     }
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let plans: Vec<Plan> = plans(1).into_iter().step_by(one_in).collect();
     let report = explorer.explore_all(&plans, threads);
     eprintln!("explored {report}");
     assert!(report.failures.is_empty(), "{report}");
@@ -213,4 +216,28 @@ fn native_table_over_a_base_in_large_blocks() {
 #[test]
 fn native_table_on_a_device() {
     explore(&NativeSubject::table_on_a_device(), 2);
+}
+
+/// Discards let go of whole units, so that these are taken again.
+fn explore_units(subject: &dyn Subject) {
+    let whole = |plan: Plan| {
+        let program = plan.program.to_string().replace("discard@", "drop64k@").parse().unwrap();
+        Plan { program, ..plan }
+    };
+    explore_plans(subject, plans(1).into_iter().step_by(2).map(whole).collect());
+}
+
+#[test]
+fn native_units() {
+    explore_units(&NativeSubject::units());
+}
+
+#[test]
+fn native_units_over_a_base() {
+    explore_units(&NativeSubject::units_over_a_base());
+}
+
+#[test]
+fn native_units_on_a_device() {
+    explore_units(&NativeSubject::units_on_a_device());
 }

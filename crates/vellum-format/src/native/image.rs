@@ -10,7 +10,7 @@
 //!
 //! A sub-block goes from base to zero or data, and from zero to data, never back. What no longer holds data by itself is a
 //! unit that the table lets go of. So readers look at bit, mask and entry one after the other, without a lock, and writers
-//! change the entry first when there is more to see, the bit first when there is less.
+//! change the entry first: what a bit or a mask sends to the image finds there what it is to find, or zero.
 //!
 //! Locks, in the order in which they may be held together; none is held across I/O:
 //!

@@ -225,11 +225,10 @@ impl Native {
     /// Units whose zeros a flush covers are clean.
     fn settle_zeroed(&self, units: &Units) {
         let covered = self.commits.covered();
+        let is_careless = sabotage::is(Bug::ZeroNotCovered) || sabotage::is(Bug::UnitFreedBeforeDurable);
         let mut zeroed = lock(&units.zeroed);
-        while let Some((_, unit)) = zeroed
-            .front()
-            .copied()
-            .filter(|(change, _)| *change <= covered || sabotage::is(Bug::ZeroNotCovered))
+        while let Some((_, unit)) =
+            zeroed.front().copied().filter(|(change, _)| *change <= covered || is_careless)
         {
             zeroed.pop_front();
             units.clean(unit);

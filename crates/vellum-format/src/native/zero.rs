@@ -78,6 +78,7 @@ impl Native {
             rest = later;
             if sabotage::is(Bug::UnitFreedBeforeDurable) {
                 let _ = self.give_back_unless_busy().await;
+                let _ = self.give_back_unless_busy().await;
             }
         }
         Ok(())
@@ -159,12 +160,13 @@ impl Native {
         self.load_masks(&subs).await?;
         let cost = 24 + 24 * 2 * (subs.len() as u64 / 16 + 2);
         let gate = self.enter_transaction(cost).await?;
-        self.publish_zeros(part, &subs, lets_go.is_some());
+        // The entry first: where a bit says that the image has it, no byte of the unit may show that nobody wrote.
         if let Some((number, unit)) = frees {
             let bits = self.places.entry(number);
             self.home.change(bits.word, |word| bits.set(word, 0));
             self.free(unit);
         }
+        self.publish_zeros(part, &subs, lets_go.is_some());
         drop(gate);
         Ok(())
     }

@@ -213,7 +213,7 @@ fn after_a_failed_flush_nothing_is_written_until_the_image_is_reopened() {
             let disk = setup.open(&drive).await.unwrap();
             let at = GuestOffset::ZERO;
             disk.write(at, Buffer::copy_of(&[1; 4096]), WriteFlags::FUA).await.unwrap();
-            disk.write(at, Buffer::copy_of(&[2; 4096]), WriteFlags::default()).await.unwrap();
+            disk.write(at, Buffer::copy_of(&[2; 512]), WriteFlags::default()).await.unwrap();
             plan.add(Fault::nth(Operation::Flush, 0));
             let failed = disk.flush().await.expect_err(setup.name);
             assert_eq!(failed.kind(), ErrorKind::Poisoned);

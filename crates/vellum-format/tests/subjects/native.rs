@@ -17,12 +17,14 @@ pub(crate) struct NativeSubject {
     far: u64,
     /// It lies on a device of this length, which has other bytes on it.
     device: Option<u64>,
+    /// Places are units, far from each other.
+    is_by_units: bool,
 }
 
 impl NativeSubject {
     fn new(setup: NativeSetup, far: u64) -> Self {
         let below = setup.below();
-        Self { setup, below, far, device: None }
+        Self { setup, below, far, device: None, is_by_units: false }
     }
 
     pub(crate) fn linear() -> Self {
@@ -58,6 +60,23 @@ impl NativeSubject {
         Self::new(setup, 128 << 10)
     }
 
+    /// Whole units are let go and taken again: for programs with `drop64k`.
+    pub(crate) fn units() -> Self {
+        let setup = NativeSetup::table("vellum, table, by units", 512 << 10, 64 << 10);
+        Self { is_by_units: true, ..Self::new(setup, 256 << 10) }
+    }
+
+    pub(crate) fn units_over_a_base() -> Self {
+        let setup = NativeSetup::table("vellum, table over a base, by units", 512 << 10, 64 << 10);
+        Self { is_by_units: true, ..Self::new(setup.over(base(), 32 << 10), 256 << 10) }
+    }
+
+    /// The same where there are fewer units than the disk has.
+    pub(crate) fn units_on_a_device() -> Self {
+        let setup = NativeSetup::table("vellum, table, by units, on a device", 512 << 10, 64 << 10);
+        Self { is_by_units: true, device: Some((1 << 20) + (6 << 16)), ..Self::new(setup, 256 << 10) }
+    }
+
     /// Nothing grows, nothing is zero by itself, no zeros are fast, and there are fewer units than the disk has.
     pub(crate) fn table_on_a_device() -> Self {
         let setup = NativeSetup::table("vellum, table over a base on a device", 512 << 10, 64 << 10)
@@ -89,6 +108,9 @@ impl Subject for NativeSubject {
     }
 
     fn places(&self) -> Vec<GuestOffset> {
+        if self.is_by_units {
+            return [0, 1, 4, 2, 3].map(|unit| GuestOffset::new(unit << 16)).to_vec();
+        }
         let far = self.far;
         [16_384, 32_768, far, far + 8192, 0, far + 4096, 49_152, far + 65_536].map(GuestOffset::new).to_vec()
     }

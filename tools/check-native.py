@@ -257,7 +257,7 @@ class Check:
         """Invariant 3."""
         if self.file.is_device:
             return self.place(unit) + self.sb.unit <= self.file.size
-        return self.place(unit) < self.file.size + TIB
+        return self.place(unit) < self.file.size
 
     def use(self, unit, purpose, view):
         """Invariants 2 and 3."""

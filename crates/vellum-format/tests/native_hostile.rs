@@ -287,7 +287,7 @@ fn regions_that_are_far_apart() {
 
 #[test]
 fn journals_that_lie() {
-    for options in &kinds()[1..] {
+    for options in &kinds()[2..] {
         let good = image(options, false);
         let storage = MemoryStorage::holding("image", &good);
         let superblock = block_on(Superblocks::read(&*storage)).unwrap().superblock;
@@ -295,7 +295,7 @@ fn journals_that_lie() {
         let journal = superblock.places().region(Region::Journal);
         let start = usize::try_from(journal.start().bytes()).unwrap();
         // Every byte of the first records' heads, and some of their bodies.
-        for at in (0..6 * 4096).filter(|at| at % 4096 < 140 && at % 7 == 0) {
+        for at in (0..4 * 4096).filter(|at| at % 4096 < 140 && at % 11 == 0) {
             let mut bytes = good.clone();
             bytes[start + at] ^= 0x41;
             limits(&format!("byte {at} of the journal"), &bytes);
@@ -305,7 +305,7 @@ fn journals_that_lie() {
         limits("an empty journal", &bytes);
         // Data that a record counts on.
         let data = usize::try_from(superblock.places().data_offset().bytes()).unwrap();
-        for at in (data..good.len()).step_by(50_000) {
+        for at in (data..good.len()).step_by(150_000) {
             let mut bytes = good.clone();
             let end = (at + 4096).min(bytes.len());
             bytes[at..end].fill(0x55);

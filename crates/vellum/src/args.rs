@@ -115,7 +115,7 @@ pub(crate) struct NewImage {
 }
 
 /// Whether images get a journal when nobody says.
-const JOURNAL_UNLESS_SAID: bool = false;
+const JOURNAL_UNLESS_SAID: bool = true;
 
 /// Where nobody asked for one, images of smaller clusters get none: the first cluster may not have room for its names.
 const JOURNAL_FROM: u64 = 4 << 10;
@@ -137,7 +137,7 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 18] = [
     ("compression_type", "zlib|zstd", "how clusters will be compressed (qcow2)"),
     ("data_file", "NAME", "keep guest data in this file (qcow2)"),
     ("data_file_raw", "on|off", "the data file is a raw image by itself (qcow2)"),
-    ("journal", "on|off", "write with a journal: one flush for a flush (qcow2; default off)"),
+    ("journal", "on|off", "write with a journal: one flush for a flush (qcow2; default on where it can be)"),
     (
         "journal_size",
         "SIZE",

@@ -21,8 +21,6 @@ pub const HOME_START: ImageOffset = ImageOffset::new(2 * PAGE_LEN);
 const PAGE_LEN: u64 = 4096;
 /// `data_offset` is a multiple of this.
 pub const DATA_ALIGN: BlockSize = BlockSize::from_shift(20);
-/// A file may have lost so many bytes of its growth in a crash: what was written behind its end was all zeros.
-pub const GROWTH_MAX: u64 = 1 << 40;
 /// Image offsets end here.
 pub const IMAGE_END: ImageOffset = ImageOffset::new(1 << 56);
 
@@ -413,7 +411,8 @@ impl Places {
         let span = self.unit(number);
         match is_fixed {
             true => span.end().bytes() <= len,
-            false => span.start().bytes() < len.saturating_add(GROWTH_MAX),
+            // What was not written of it may lie behind the end.
+            false => span.start().bytes() < len,
         }
     }
 

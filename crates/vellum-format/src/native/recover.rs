@@ -11,11 +11,14 @@
 
 use vellum_core::{BlockSize, Error, ImageSpan, Result, SharedStorage};
 
-use super::geometry::{GROWTH_MAX, Places, Region};
+use super::geometry::{Places, Region};
 use super::superblock::Superblocks;
 use crate::journal::record::Record;
 use crate::journal::replay::{self, Needed, Place, Recovery, Replay, Rules};
 use crate::sabotage::{self, Bug};
+
+/// What the journal may make the file longer by: the length itself may have been lost in the crash.
+const GROWTH_MAX: u64 = 1 << 40;
 
 /// What a journal may change: words of home, and guest data.
 struct Allowed {
@@ -80,6 +83,13 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         for found in &records[from..] {
             replay.replay(&found.record).await?;
         }
+        // The table may have arrived where the file's new length has not.
+        let named = replay.words_in(places.region(Region::Table)).map(last_unit).max().unwrap_or(0);
+        if named > 0 && !places.may_hold(named, end, storage.limits().fixed_len) {
+            return Err(Error::corrupt(format!(
+                "the journal names unit {named}, far behind the end of the file"
+            )));
+        }
         recovery.records = records.len() as u64;
         if !replay::is_result(&newest) && !sabotage::is(Bug::ResultNotTold) {
             // It proves the newest: what then goes home cannot be held against its checks.
@@ -91,8 +101,6 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             };
             replay::write_result(storage, run, &records, result).await?;
         }
-        // The table may have arrived where the file's new length has not.
-        let named = replay.words_in(places.region(Region::Table)).map(last_unit).max().unwrap_or(0);
         if named > 0 && !storage.limits().fixed_len && storage.len() < places.unit(named).end().bytes() {
             storage.set_len(places.unit(named).end().bytes()).await?;
         }

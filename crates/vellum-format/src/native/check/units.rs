@@ -84,7 +84,7 @@ impl Walk<'_> {
         if !self.is_inside(entry) {
             let end = self.image.len();
             self.error(|| {
-                format!("table ({view}): unit {index} of the disk lies in unit {entry}, far past the end of the file ({end})")
+                format!("table ({view}): unit {index} of the disk lies in unit {entry}, past the end of the file ({end})")
             });
             return;
         }

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, Disk, GuestOffset, MemoryStorage, Result, SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
+    Buffer, GuestOffset, MemoryStorage, Result, SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
 };
 use vellum_format::native::check::{CheckReport, Repair, check};
 use vellum_format::native::{

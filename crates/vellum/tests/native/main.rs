@@ -3,6 +3,7 @@
 //! ```text
 //!   making.rs     create, convert, info, map; options that make no sense; devices
 //!   chains.rs     over and under raw and qcow2 images, in any order; served, killed, recovered
+//!   resize.rs     larger and smaller disks, of every format
 //!   template.rs   the list of a template's zeros, and when it does not count
 //! ```
 
@@ -13,6 +14,7 @@ mod support;
 
 mod chains;
 mod making;
+mod resize;
 mod template;
 
 use std::path::Path;

@@ -4,10 +4,12 @@ use std::os::unix::fs::MetadataExt;
 
 use serde_json::json;
 
+use super::support::client::Client;
 use super::support::dir::Dir;
 use super::support::loops::LoopDevice;
 use super::support::patchy;
 use super::support::program::vellum;
+use super::support::server::Server;
 use super::{MIB, check_says, refused, same};
 
 #[test]
@@ -118,5 +120,20 @@ fn devices_that_held_something_else() {
     let empty = Dir::new("native-device");
     vellum(&["create", "-q", &empty.text("empty"), "4M"]).answer();
     same(&device, &empty.text("empty"));
+    // A table gives out units of the device, which must not show what they held.
+    std::fs::write(&device, vec![0x77; 24 << 20]).expect("old bytes");
+    vellum(&["create", "-f", "vellum", "-o", "layout=table,journal_size=64k", &device, "64M"]).answer();
+    vellum(&["create", "-q", "-f", "raw", &empty.text("model"), "64M"]).answer();
+    for (disk, format) in [(&device, "vellum"), (&empty.text("model"), "raw")] {
+        let server = Server::start(&[disk, "-f", format]);
+        let mut client = Client::connect(&server.peer(), "").expect("a server");
+        for at in [512, 9 << 20, 40_000_000 / 512 * 512] {
+            client.write(at, &[5; 700], 0).expect("a write");
+        }
+        client.flush().expect("a flush");
+        server.stop();
+    }
+    same(&device, &empty.text("model"));
+    check_says(&device, 0);
     refused(&["too small"], &["create", "-f", "vellum", "-o", "zeroed=on", &device, "24M"]);
 }

@@ -22,11 +22,12 @@ struct Target {
     input_bytes_max: u32,
 }
 
-const TARGETS: [Target; 7] = [
+const TARGETS: [Target; 8] = [
     Target { name: "qcow2_open", input_bytes_max: 96 << 10 },
     Target { name: "qcow2_ops", input_bytes_max: 512 },
     Target { name: "qcow2_journal", input_bytes_max: 1024 },
     Target { name: "qcow2_header", input_bytes_max: 4096 },
+    Target { name: "native_open", input_bytes_max: 1024 },
     Target { name: "nbd_session", input_bytes_max: 4096 },
     Target { name: "nbd_handshake", input_bytes_max: 4096 },
     Target { name: "nbd_request", input_bytes_max: 64 },

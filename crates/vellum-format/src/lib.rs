@@ -18,6 +18,7 @@ pub mod raw;
 pub mod sabotage;
 mod state;
 mod turns;
+pub mod zeros;
 
 pub use native::Native;
 pub use probe::{FormatKind, probe};

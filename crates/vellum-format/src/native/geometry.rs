@@ -43,8 +43,10 @@ pub const BITMAP_BYTES_MAX: u64 = 256 << 20;
 pub const BASE_BYTES_MAX: u64 = 1 << 46;
 /// 2^26 units.
 pub const TABLE_BYTES_MAX: u64 = 256 << 20;
-/// Regions end here: far behind the largest ones.
-const HOME_END_MAX: u64 = 1 << 40;
+/// Regions end here, far behind the largest ones: each page of home takes a pointer in memory.
+const HOME_END_MAX: u64 = 8 << 30;
+/// The largest disk, in bytes.
+const SIZE_MAX: u64 = IMAGE_END.bytes() - (1 << 40);
 
 /// How guest offsets become places of the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,6 +55,24 @@ pub enum Layout {
     Linear,
     /// By a table with one entry for each unit of this size.
     Table(BlockSize),
+}
+
+impl Layout {
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Linear => "linear",
+            Self::Table(_) => "table",
+        }
+    }
+
+    /// What one entry of the table maps.
+    pub fn unit(self) -> Option<BlockSize> {
+        match self {
+            Self::Linear => None,
+            Self::Table(unit) => Some(unit),
+        }
+    }
 }
 
 /// The parts of the home area, in the order of the superblock.
@@ -161,7 +181,7 @@ impl Shape {
         if !size.is_multiple_of(512) {
             return Err(Error::invalid(format!("a disk of {size} bytes: it must be a multiple of 512")));
         }
-        if size > IMAGE_END.bytes() - HOME_END_MAX {
+        if size > SIZE_MAX {
             return Err(Error::invalid(format!("a disk of {size} bytes is too large")));
         }
         if base_bytes.is_some_and(|bytes| bytes > size) {
@@ -328,7 +348,7 @@ impl Places {
     /// How large the disk may become without a longer table, in bytes.
     pub fn size_max(&self) -> u64 {
         match self.shape.layout {
-            Layout::Linear => IMAGE_END.bytes() - HOME_END_MAX,
+            Layout::Linear => SIZE_MAX,
             Layout::Table(unit) => (self.region(Region::Table).len() / 4) << unit.shift(),
         }
     }
@@ -384,6 +404,16 @@ impl Places {
         let Layout::Table(unit) = self.shape.layout else { panic!("only a table has units") };
         debug_assert!(number > 0, "0 is no unit");
         (self.data_offset + ((u64::from(number) - 1) << unit.shift())).span(unit.bytes())
+    }
+
+    /// Whether unit `number` may be there, on a storage of this length.
+    pub fn may_hold(&self, number: u32, len: u64, is_fixed: bool) -> bool {
+        let span = self.unit(number);
+        match is_fixed {
+            true => span.end().bytes() <= len,
+            // What was not written of it may lie behind the end.
+            false => span.start().bytes() < len,
+        }
     }
 
     /// Where the byte lies in `linear`.

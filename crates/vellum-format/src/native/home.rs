@@ -40,7 +40,7 @@ pub(super) struct SealedPage {
 /// All home pages of an image.
 pub(super) struct Home {
     span: ImageSpan,
-    pages: Box<[OnceLock<Page>]>,
+    pages: Box<[OnceLock<Box<Page>>]>,
     /// Numbers of pages with changes that are not sealed.
     dirty: Mutex<Vec<usize>>,
     dirty_count: AtomicUsize,
@@ -167,7 +167,7 @@ impl Home {
 
     fn keep(&self, number: usize, bytes: &[u8]) {
         let words = bytes.chunks_exact(8).map(|word| AtomicU64::new(be64(word, 0))).collect();
-        let _was_there = self.pages[number].set(Page { words, changed: Mutex::default() });
+        let _was_there = self.pages[number].set(Box::new(Page { words, changed: Mutex::default() }));
     }
 }
 

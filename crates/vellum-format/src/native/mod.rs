@@ -16,6 +16,8 @@
 //! | `image`, `home` | what is in memory: the home pages, read without a lock |
 //! | `read`, `write`, `zero` | requests |
 //! | `commit` | the journal's life, and what is durable when |
+//! | `resize` | another size for the disk |
+//! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 //! | `units` | which units are free, and what must happen before one is used |
 //! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 
@@ -28,6 +30,7 @@ mod image;
 pub mod open;
 mod read;
 mod recover;
+mod resize;
 pub mod superblock;
 mod units;
 mod write;
@@ -38,4 +41,5 @@ pub use geometry::{Layout, Places, Region, Shape};
 pub use image::Native;
 pub use open::OpenOptions;
 pub use recover::recover;
+pub use resize::resize;
 pub use superblock::{Base, Slot, Superblock, Superblocks};

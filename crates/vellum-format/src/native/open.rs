@@ -141,9 +141,8 @@ async fn read_units(home: &Home, places: &Places, image: &SharedStorage) -> Resu
                 continue;
             }
             let index = (at - table.start()) / 4 + number;
-            let is_possible = index < places.shape().units()
-                && places.unit(entry).end() <= super::geometry::IMAGE_END
-                && (!limits.fixed_len || entry <= in_file);
+            let is_possible =
+                index < places.shape().units() && places.may_hold(entry, image.len(), limits.fixed_len);
             if !is_possible {
                 return Err(Error::corrupt(format!(
                     "entry {index} of the table names unit {entry}, which cannot be: run `vellum check`"

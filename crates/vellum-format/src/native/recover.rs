@@ -83,6 +83,13 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         for found in &records[from..] {
             replay.replay(&found.record).await?;
         }
+        // The table may have arrived where the file's new length has not.
+        let named = replay.words_in(places.region(Region::Table)).map(last_unit).max().unwrap_or(0);
+        if named > 0 && !places.may_hold(named, end, storage.limits().fixed_len) {
+            return Err(Error::corrupt(format!(
+                "the journal names unit {named}, far behind the end of the file"
+            )));
+        }
         recovery.records = records.len() as u64;
         if !replay::is_result(&newest) && !sabotage::is(Bug::ResultNotTold) {
             // It proves the newest: what then goes home cannot be held against its checks.
@@ -94,8 +101,6 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             };
             replay::write_result(storage, run, &records, result).await?;
         }
-        // The table may have arrived where the file's new length has not.
-        let named = replay.words_in(places.region(Region::Table)).map(last_unit).max().unwrap_or(0);
         if named > 0 && !storage.limits().fixed_len && storage.len() < places.unit(named).end().bytes() {
             storage.set_len(places.unit(named).end().bytes()).await?;
         }

@@ -69,7 +69,7 @@ impl Units {
             unknown.insert_range(1..=end);
         }
         unknown -= used;
-        let pool = Pool { clean: Vec::new(), unknown, next: can_grow.then(|| end + 1) };
+        let pool = Pool { clean: Vec::new(), unknown, next: end.checked_add(1).filter(|_| can_grow) };
         Self {
             pool: Mutex::new(pool),
             waiting: Mutex::default(),

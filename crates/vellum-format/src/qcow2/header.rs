@@ -438,6 +438,18 @@ impl Header {
         put64(&mut self.sector, field::AUTOCLEAR, autoclear);
     }
 
+    /// Changes in memory how large the disk is.
+    pub(crate) fn set_size(&mut self, size: u64) {
+        self.size = size;
+        put64(&mut self.sector, field::SIZE, size);
+    }
+
+    /// Changes in memory how many entries the L1 table has.
+    pub(crate) fn set_l1_entries(&mut self, entries: u32) {
+        self.l1_entries = entries;
+        put32(&mut self.sector, field::L1_SIZE, entries);
+    }
+
     /// Changes in memory where the refcount table lies.
     pub(crate) fn set_refcount_table(&mut self, table: ImageSpan) {
         self.refcount_table = table;

@@ -20,6 +20,7 @@
 //! | [`journal`] | the way with one flush, and what is replayed after a crash |
 //! | [`journal_wish`] | whether an image is to have one: put into its header, or taken out |
 //! | [`quarantine`] | what was freed, until it may be used again |
+//! | `resize` | a larger disk, as far as the L1 table has room |
 //! | [`check`] | everything an image claims, compared; and repaired |
 //!
 //! Shared with other formats: `claims`, `epochs`, `keyed` (who may change, who may still be looking, who loads), and most
@@ -46,6 +47,7 @@ mod quarantine;
 mod read;
 mod refcount;
 mod references;
+mod resize;
 pub mod snapshot;
 mod write;
 mod zero;
@@ -61,6 +63,7 @@ pub use image::Qcow2;
 pub use journal::recover::{Recovery, recover};
 pub use journal_wish::{JournalChange, set_journal};
 pub use open::{Files, OpenOptions};
+pub use resize::grow;
 pub use snapshot::Snapshot;
 
 impl Disk for Qcow2 {

@@ -44,14 +44,9 @@ struct Partial {
 }
 
 impl Walk<'_> {
-    /// Whether a unit has its place in the file.
+    /// Whether a unit may be where it says.
     pub(super) fn is_inside(&self, unit: u32) -> bool {
-        let span = self.places.unit(unit);
-        match self.image.limits().fixed_len {
-            true => span.end().bytes() <= self.image.len(),
-            // What was not written of it may lie behind the end.
-            false => span.start().bytes() < self.image.len(),
-        }
+        self.places.may_hold(unit, self.image.len(), self.image.limits().fixed_len)
     }
 
     /// Home's table.

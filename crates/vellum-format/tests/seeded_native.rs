@@ -143,7 +143,6 @@ found! {
         durable_is_proven: DurableIsProven,
         full_not_sticky: FullNotSticky,
         tail_before_home: TailBeforeHome,
-        tail_used_early: TailUsedEarly,
         flush_error_ignored: FlushErrorIgnored,
         closed_before_home: ClosedBeforeHome,
         only_newest_replayed: OnlyNewestReplayed,

@@ -215,6 +215,9 @@ impl Native {
         self.settle_zeroed(units);
         self.zero_freed(units, pace).await?;
         self.zero_unknown(units, pace).await;
+        if sabotage::is(Bug::ZeroNotCovered) {
+            self.settle_zeroed(units);
+        }
         if pace == Pace::Now && !lock(&units.zeroed).is_empty() {
             self.commit().await?; // whatever is in it, it covers the zeros
             self.settle_zeroed(units);
@@ -284,6 +287,7 @@ impl Native {
             (false, Pace::Later) => CLEAN_AHEAD,
         };
         let ready = { lock(&units.pool).clean.len() } + { lock(&units.zeroed).len() };
+        let at_once = if sabotage::is(Bug::UnitNotZeroed) { 0 } else { at_once };
         for _ in ready..at_once {
             let next = {
                 let mut pool = lock(&units.pool);

@@ -14,7 +14,7 @@
 //! | [`mod@create`] | a new image |
 //! | [`open`], `recover` | and what is believed of an image; what a crash leaves |
 //! | `image`, `home` | what is in memory: the home pages, read without a lock |
-//! | `read`, `write`, `zero` | requests |
+//! | `read`, `write` with `publish`, `zero` | requests |
 //! | `commit` | the journal's life, and what is durable when |
 //! | `resize` | another size for the disk |
 //! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
@@ -28,6 +28,7 @@ pub mod geometry;
 mod home;
 mod image;
 pub mod open;
+mod publish;
 mod read;
 mod recover;
 mod resize;

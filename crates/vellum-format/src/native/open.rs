@@ -53,6 +53,7 @@ impl Native {
         let read_only = options.read_only || image.limits().read_only;
         let metadata = Tallied::shared(image.clone(), options.tally.metadata.clone());
         let mut superblocks = Superblocks::read(&*metadata).await?;
+        superblocks.superblock.refuse_snapshots()?;
         if superblocks.superblock.needs_replay() {
             if read_only {
                 return Err(superblocks.superblock.replay_first(image.name()));
@@ -63,9 +64,6 @@ impl Native {
         let superblock = &superblocks.superblock;
         if superblock.base().is_some() && below.is_none() {
             return Err(Error::invalid("its base was not opened"));
-        }
-        if superblock.has_snapshots() && !read_only {
-            return Err(Error::unsupported("images with snapshots can only be read by this program"));
         }
         let places = superblock.places();
         let shape = places.shape();

@@ -67,6 +67,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     let storage = &**image;
     let mut superblocks = Superblocks::read(storage).await?;
     let Some(key) = superblocks.superblock.key else { return Ok(Recovery::default()) };
+    superblocks.superblock.refuse_snapshots()?;
     let places = superblocks.superblock.places();
     let run = places.region(Region::Journal);
     let place = Place { run, generation: superblocks.superblock.generation, key };

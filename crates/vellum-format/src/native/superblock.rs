@@ -352,6 +352,16 @@ impl Superblock {
         self.has_snapshots
     }
 
+    /// Refuses what only those can read who know of copies of pages and of partial units.
+    pub(crate) fn refuse_snapshots(&self) -> Result<()> {
+        match self.has_snapshots {
+            true => Err(Error::unsupported(
+                "this program can check images with snapshots, and not read or write them",
+            )),
+            false => Ok(()),
+        }
+    }
+
     /// Why such an image cannot be looked at as it is.
     pub fn replay_first(&self, name: &str) -> Error {
         Error::unsupported(format!(

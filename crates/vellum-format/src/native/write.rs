@@ -25,30 +25,17 @@ use vellum_core::{
 
 use super::geometry::SUB_BLOCK;
 use super::home::Missing;
-use super::image::{Native, Origin, Sub, mask};
+use super::image::{Native, Origin, Sub};
+use super::publish::Step;
 use super::read::Parts;
 use crate::claims::{Ask, Fresh, Held};
-use crate::journal::{SectorChecks, checks_of};
+use crate::journal::checks_of;
 use crate::sabotage::{self, Bug};
 
 /// A write that must change more than data is done in pieces of at most this many bytes.
 const BYTES_AT_ONCE: u64 = 8 << 20;
 /// Runs of checks reach over no multiple of this; units begin at multiples of it or of their size.
 const CHECKS_TOGETHER: BlockSize = BlockSize::from_shift(20);
-
-/// One cell of a write.
-struct Step<'a> {
-    part: GuestSpan,
-    held: Held<'a>,
-    /// The unit's place; where there are no units, where the cell lies.
-    at: Option<ImageOffset>,
-    /// The entry is to name the place.
-    is_fresh: bool,
-    /// Sub-blocks that become data.
-    subs: Vec<u64>,
-    /// Of their sectors.
-    checks: Vec<SectorChecks>,
-}
 
 /// Stops the image when a write is dropped half way.
 struct UnderWay<'a> {
@@ -165,7 +152,7 @@ impl Native {
     }
 
     /// The number of the unit that lies there.
-    fn number_of(&self, at: ImageOffset) -> u32 {
+    pub(super) fn number_of(&self, at: ImageOffset) -> u32 {
         let unit = self.unit().expect("only a table has units");
         let index = (at - self.places.data_offset()) >> unit.shift();
         u32::try_from(index + 1).expect("units have 32 bits")
@@ -376,92 +363,6 @@ impl Native {
             };
             let index = steps.iter().position(holds).expect("every write is some step's");
             steps[index].checks.push(check);
-        }
-    }
-
-    async fn publish_steps(&self, steps: &[Step<'_>]) -> Result<()> {
-        for step in steps {
-            if step.is_fresh || !step.subs.is_empty() {
-                self.publish_step(step).await?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Makes one cell's bytes part of the disk.
-    async fn publish_step(&self, step: &Step<'_>) -> Result<()> {
-        let entry = self.unit().map(|unit| {
-            let number = unit.cluster_of(step.part.start()).index();
-            (self.places.entry(number), step.at.expect("settled"))
-        });
-        let mut cost = 24;
-        for (_, crcs) in &step.checks {
-            cost += 20 + crcs.len() as u64 * 4;
-        }
-        // Neighbouring bits and masks share words.
-        cost += 24 * 2 * (step.subs.len() as u64 / 16 + 2);
-        self.load_masks(&step.subs).await?;
-        let gate = self.enter_transaction(cost).await?;
-        let journal = self.journal().expect("begun before");
-        journal.add_checks(&step.checks);
-        if let Some((bits, at)) = entry.filter(|_| step.is_fresh) {
-            let number = self.number_of(at);
-            self.home.change(bits.word, |word| bits.set(word, u64::from(number)));
-            step.held.published();
-        }
-        self.publish_subs(&step.subs);
-        drop(gate);
-        Ok(())
-    }
-
-    /// Brings the masks and bits of these sub-blocks, and of the rest of their blocks, into memory.
-    pub(super) async fn load_masks(&self, subs: &[u64]) -> Result<()> {
-        let mut last = None;
-        for sub in subs {
-            let block = self.block_of_sub(*sub);
-            if last.replace(block) != Some(block) {
-                self.find(|| {
-                    self.home.get(self.places.bit(block))?;
-                    self.block_is(block, mask::DATA)
-                })
-                .await?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether all masks of a block have this value.
-    fn block_is(&self, block: u64, value: u64) -> Result<bool, Missing> {
-        let subs = self.subs_of(block);
-        // Thirty-two to a word; looked at all, so that all are loaded.
-        let mut is = true;
-        for sub in subs {
-            is &= self.home.get(self.places.mask(sub))? == value;
-        }
-        Ok(is)
-    }
-
-    /// Makes sub-blocks data; a block of which all are gets its bit. The caller holds the gate, and everything is loaded.
-    fn publish_subs(&self, subs: &[u64]) {
-        let mut rest = subs;
-        while let Some(first) = rest.first() {
-            let block = self.block_of_sub(*first);
-            let (now, later) = rest.split_at(rest.partition_point(|sub| self.block_of_sub(*sub) == block));
-            rest = later;
-            let all = self.subs_of(block);
-            let bit = self.places.bit(block);
-            let _one_at_a_time = self.lock_block(block);
-            if now.len() as u64 == all.end - all.start {
-                self.home.change(bit.word, |word| bit.set(word, 1));
-                continue;
-            }
-            for sub in now {
-                let bits = self.places.mask(*sub);
-                self.home.change(bits.word, |word| bits.set(word, mask::DATA));
-            }
-            if self.block_is(block, mask::DATA).unwrap_or(false) {
-                self.home.change(bit.word, |word| bit.set(word, 1));
-            }
         }
     }
 

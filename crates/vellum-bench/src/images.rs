@@ -6,7 +6,7 @@
 //! ```
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -147,6 +147,19 @@ pub(crate) fn write_raw(path: &Path, size: u64) -> io::Result<()> {
         at += PIECE_BYTES as u64;
     }
     Ok(())
+}
+
+/// A disk that is full of such bytes in some of its units, and has holes elsewhere.
+pub(crate) fn write_raw_where(path: &Path, unit: u64, full: &[bool]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    let mut piece = filler(usize::try_from(unit).expect("a unit fits in memory"));
+    for (index, _) in full.iter().enumerate().filter(|(_, full)| **full) {
+        let at = index as u64 * unit;
+        stamp(&mut piece, at);
+        file.seek(io::SeekFrom::Start(at))?;
+        file.write_all(&piece)?;
+    }
+    file.set_len(full.len() as u64 * unit)
 }
 
 /// Runs a program that makes an image; what it complains of is the error.

@@ -5,12 +5,13 @@
 //!     server   programs that serve an image: how each is started, reached and stopped
 //!     load     what a client asks, and what it sees: workloads, the generator, fio as the other opinion
 //!     cost     what a server asks of the host: counts of writes and flushes
+//!     subjects formats with their options, and the program that makes each
 //!     images   the disks that are served
 //!     host     what the machine says: CPU time, the medium, the kernel
 //!     report   samples become medians and ratios, a table and JSON
 //! ```
 //!
-//! Clocks lie on a busy machine. So what can be counted is counted (`sync-amplification`), and where time is the point,
+//! Clocks lie on a busy machine. So what can be counted is counted (`sync-amplification`, `replay-traces`), and where time is the point,
 //! programs take turns, each round gives one ratio per pair, and the median of the rounds is what is told; beside each rate
 //! stands the CPU time of the server per operation, which suffers least from others.
 
@@ -23,6 +24,7 @@ mod images;
 mod load;
 mod report;
 mod server;
+mod subjects;
 
 use std::process::ExitCode;
 
@@ -38,13 +40,21 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Growing(commands::growing::Args),
     Nbd(commands::nbd::Args),
+    Recovery(commands::recovery::Args),
+    ReplayTraces(commands::replay_traces::Args),
+    SlowFlush(commands::slow_flush::Args),
     SyncAmplification(commands::sync_amplification::Args),
 }
 
 fn main() -> ExitCode {
     let (name, result) = match Cli::parse().command {
+        Command::Growing(args) => ("growing", commands::growing::run(&args)),
         Command::Nbd(args) => ("nbd", commands::nbd::run(&args)),
+        Command::Recovery(args) => ("recovery", commands::recovery::run(&args)),
+        Command::ReplayTraces(args) => ("replay-traces", commands::replay_traces::run(&args)),
+        Command::SlowFlush(args) => ("slow-flush", commands::slow_flush::run(&args)),
         Command::SyncAmplification(args) => ("sync-amplification", commands::sync_amplification::run(&args)),
     };
     match result {

@@ -4,11 +4,11 @@
 //! asserted to the last write. Where `strace` is installed the program looks from outside too, and fails when it sees
 //! something else than Vellum counted.
 
-use std::collections::HashSet;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+mod support;
 
-use serde_json::Value;
+use std::collections::HashSet;
+
+use support::{NO_VELLUM, is_installed, number, per, report, skipped, vellum};
 
 /// What a row may cost at most: host flushes per guest flush, host writes per guest write, KiB per guest write.
 struct Bound {
@@ -44,46 +44,12 @@ const BOUNDS: [Bound; 12] = [
 /// What a clean close may add: the last metadata, what must be durable before it, and the header.
 const CLOSING: u64 = 4;
 
-/// The program that is looked at lies beside the one that looks, where the whole workspace was built.
-fn vellum() -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_BIN_EXE_vellum-bench")).with_file_name("vellum");
-    path.exists().then_some(path)
-}
-
-fn number(value: &Value, place: &str) -> u64 {
-    value.pointer(place).and_then(Value::as_u64).unwrap_or_else(|| panic!("no number {place} in {value}"))
-}
-
-#[expect(clippy::cast_precision_loss, reason = "counts are far below 2^53")]
-fn per(count: u64, unit: u64) -> f64 {
-    assert!(unit > 0, "the guest did something");
-    count as f64 / unit as f64
-}
-
-#[expect(clippy::print_stderr, reason = "a test that is skipped says why")]
-fn skipped(reason: &str) {
-    eprintln!("skipped: {reason}");
-}
-
-fn is_installed(program: &str) -> bool {
-    Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
-}
-
 #[test]
 fn what_vellum_asks_of_the_host_is_bounded() {
     let Some(vellum) = vellum() else {
-        return skipped("vellum is not built beside vellum-bench (cargo build -p vellum)");
+        return skipped(NO_VELLUM);
     };
-    let output = Command::new(env!("CARGO_BIN_EXE_vellum-bench"))
-        .args(["sync-amplification", "--quick", "--skip-peers", "--output", "json", "--dir"])
-        .arg(env!("CARGO_TARGET_TMPDIR"))
-        .arg("--vellum")
-        .arg(vellum)
-        .output()
-        .expect("vellum-bench runs");
-    let told = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{told}");
-    let report: Value = serde_json::from_slice(&output.stdout).expect("the report is JSON");
+    let (report, told) = report("sync-amplification", &vellum, &["--quick", "--skip-peers"]);
 
     let workloads = report["workloads"].as_array().expect("workloads");
     let mut looked_at = HashSet::new();

@@ -12,6 +12,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use crate::disk::{Disk, Extent, Geometry, SharedDisk, WriteFlags, ZeroFlags};
 use crate::tally::{IoCounts, IoTally};
@@ -156,6 +157,10 @@ impl Disk for CheckedDisk {
             assert!(at <= span.end(), "the map of {span} runs on to {at}");
             Ok(extents)
         })
+    }
+
+    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
+        self.inner.tend(now)
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {

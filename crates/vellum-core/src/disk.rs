@@ -34,8 +34,11 @@
 //! 11. Futures run on the worker that polls them first and are not moved to another.
 //! 12. After [`close`](Disk::close) has returned every request fails with `Closed`. `close` is called when no other
 //!     request is running.
+//! 13. [`tend`](Disk::tend) may be called at any time, beside requests, and need not be called at all: whatever it does
+//!     or leaves undone, the other answers are the same. Its future is polled to its end, too.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::storage::SharedStorage;
 use crate::units::{BlockSize, GuestOffset, GuestSpan, ImageOffset};
@@ -150,6 +153,12 @@ pub trait Disk: Send + Sync {
     /// Where the bytes of the run are: from its start, in order, without gaps. The answer may stop early after any
     /// extent, but is not empty unless the run is.
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>>;
+
+    /// Does a little of the work that nobody waits for: called every now and then, with the time of one clock. True when
+    /// there is more to do at once. What fails is tried again, or given up; the guest is not told.
+    fn tend(&self, _now: Duration) -> LocalFuture<'_, bool> {
+        Box::pin(std::future::ready(false))
+    }
 
     /// Flushes, writes home what is still only in memory, marks the image clean and lets go of it. Closing twice is
     /// legal.

@@ -44,6 +44,9 @@ pub struct Limits {
     pub fast_zeroes: bool,
     /// `discard` gives space back.
     pub discards: bool,
+    /// A flush costs less when what was written lies where bytes were written before: the file system has then nothing of
+    /// its own to write (ext4, XFS). Where every write goes to a new place, or nothing stands in between, it does not.
+    pub prefers_written: bool,
 }
 
 impl Limits {
@@ -57,6 +60,7 @@ impl Limits {
             grows_zeroed: true,
             fast_zeroes: true,
             discards: true,
+            prefers_written: false,
         }
     }
 }

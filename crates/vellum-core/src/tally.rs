@@ -133,6 +133,8 @@ pub struct HostTally {
     pub metadata: Arc<IoTally>,
     /// What took home bytes that a journal had made durable already: work that nobody waits for.
     pub checkpoint: Arc<IoTally>,
+    /// Zeros written ahead of need. Nobody waits for these either.
+    pub prealloc: Arc<IoTally>,
 }
 
 /// A storage that counts what goes through it.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vellum_core::{BlockSize, Context, Error, ErrorKind, Result, SharedStorage, Storage};
 use vellum_format::qcow2::{self, CreateOptions, Preallocation};
-use vellum_format::{FormatKind, native, probe};
+use vellum_format::{FormatKind, Prealloc, native, probe};
 use vellum_io::{File, OpenOptions};
 use vellum_layer::{Chain, ChainOptions, Gate, Opener, Purpose};
 
@@ -29,6 +29,8 @@ pub struct ImageOptions {
     pub without_backing: bool,
     /// Where references may lead, besides each image's own directory.
     pub allow_dirs: Vec<PathBuf>,
+    /// Whether space is prepared ahead of need while it is served.
+    pub prealloc: Prealloc,
 }
 
 impl ImageOptions {
@@ -59,6 +61,7 @@ pub async fn open_image(path: &Path, options: &ImageOptions) -> Result<Chain> {
         without_backing: options.without_backing,
         gate: Host::gate(&options.allow_dirs)?,
         offload: Arc::new(Pool),
+        prealloc: options.prealloc,
         ..ChainOptions::default()
     };
     Chain::open(&options.host()?, path, &chain).await

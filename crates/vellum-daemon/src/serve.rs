@@ -4,26 +4,28 @@
 //!   control (worker 0)   opens chains ► binds ► says "ready" ► waits for a signal ► drains ► closes ► counts
 //!   accept, per socket   takes a connection slot, a connection, and gives it to the next worker in turn
 //!   session              one per connection, on one worker; requests go to the shared disk
+//!   tending              one per disk that is written, on one worker: the work that nobody waits for
 //! ```
 //!
 //! 1. One chain per image file, however many exports and sockets it has.
 //! 2. On SIGTERM or SIGINT nobody new is let in, requests that were begun are answered, then every disk is closed; a
 //!    second signal, or a drain that takes longer than it may, cuts the connections but still closes the disks.
 //! 3. A connection that fails, whatever its client did, ends alone.
+//! 4. Tending ends before the disks are closed, and is never cut off half way.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_lite::future::{block_on, or};
-use vellum_core::{CheckedDisk, Context, Error, ErrorKind, Result, SharedDisk};
+use vellum_core::{CheckedDisk, Context, Disk, Error, ErrorKind, Result, SharedDisk};
 use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{
-    Address, IoMode, Listener, Signal, Signals, Workers, WorkersConfig, WorkersHandle, clock, io_mode,
-    spawn_local, unblock,
+    Address, IoMode, Listener, Signal, Signals, Spawned, Workers, WorkersConfig, WorkersHandle, clock,
+    io_mode, spawn_local, unblock,
 };
 use vellum_layer::Chain;
 
@@ -100,7 +102,9 @@ async fn control(spec: ServeSpec, workers: WorkersHandle, ready: impl FnOnce(&[A
     // Signals first: one that comes while images are opened is not lost.
     let mut signals = Signals::new(&[Signal::Terminate, Signal::Interrupt])?;
     let served = Arc::new(open_all(&spec.exports).await?);
+    let tending = Tending::begin(&served, &workers);
     let result = run(&spec, &served, workers, &mut signals, ready).await;
+    tending.end().await;
     let closed = close_all(&served).await;
     let signal = result?;
     closed?;
@@ -228,6 +232,47 @@ impl Door {
                 serve_connection(&stream, &exports, &*clock(), &limits, &shutdown).await;
                 drop(slot);
             }));
+        }
+    }
+}
+
+/// How often a disk is looked after that has nothing more to do at once.
+const TENDED_EVERY: Duration = Duration::from_millis(50);
+/// Between two things that are done at once, so that requests come first.
+const TENDED_NEXT: Duration = Duration::from_millis(1);
+
+/// The tasks that look after disks.
+struct Tending {
+    has_ended: Arc<AtomicBool>,
+    tasks: Vec<Spawned<()>>,
+}
+
+impl Tending {
+    fn begin(served: &[Served], workers: &WorkersHandle) -> Self {
+        let has_ended = Arc::new(AtomicBool::new(false));
+        let written = served.iter().filter(|served| !served.disk.geometry().read_only).enumerate();
+        let tasks = written
+            .map(|(number, served)| {
+                let (disk, has_ended) = (served.disk.clone(), has_ended.clone());
+                // The last worker first: the first has the sockets and the signals.
+                let worker = workers.count() - 1 - number % workers.count();
+                workers.spawn(worker, move || async move {
+                    while !has_ended.load(Ordering::Acquire) {
+                        let has_more = disk.tend(clock().now()).await;
+                        clock().sleep(if has_more { TENDED_NEXT } else { TENDED_EVERY }).await;
+                    }
+                })
+            })
+            .collect();
+        Self { has_ended, tasks }
+    }
+
+    /// Waits until what was begun is done.
+    async fn end(self) {
+        self.has_ended.store(true, Ordering::Release);
+        for task in self.tasks {
+            // A worker that has ended has nothing under way.
+            let _ = task.await;
         }
     }
 }

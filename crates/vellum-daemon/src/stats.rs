@@ -55,6 +55,8 @@ pub struct HostOperations {
     pub metadata: Operations,
     /// What took home bytes that a journal had made durable already.
     pub checkpoint: Operations,
+    /// What wrote zeros ahead of need.
+    pub prealloc: Operations,
 }
 
 impl From<&HostTally> for HostOperations {
@@ -63,6 +65,7 @@ impl From<&HostTally> for HostOperations {
             data: tally.data.counts().into(),
             metadata: tally.metadata.counts().into(),
             checkpoint: tally.checkpoint.counts().into(),
+            prealloc: tally.prealloc.counts().into(),
         }
     }
 }

@@ -11,6 +11,7 @@ mod epochs;
 mod journal;
 mod keyed;
 pub mod native;
+mod prealloc;
 pub mod probe;
 pub mod qcow2;
 pub mod raw;
@@ -21,6 +22,7 @@ mod turns;
 pub mod zeros;
 
 pub use native::Native;
+pub use prealloc::Prealloc;
 pub use probe::{FormatKind, probe};
 pub use qcow2::Qcow2;
 pub use raw::Raw;

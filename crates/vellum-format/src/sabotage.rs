@@ -88,6 +88,10 @@ pub enum Bug {
     UnitNotZeroed,
     /// A unit counts as zero before a flush covers its zeros.
     ZeroNotCovered,
+    /// Clusters are handed out while zeros are on their way to them.
+    PreparedGivenOut,
+    /// Recovery cuts the file off in the middle of what is in use.
+    GivenBackInUse,
 }
 
 #[cfg(feature = "sabotage")]

@@ -1,23 +1,28 @@
 //! Every format passes the disk suite of `vellum-core`, in every configuration that changes how it works inside, and is
 //! free of errors and leaks each time it was closed.
 
+mod common;
+
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use common::tended::Tended;
 use futures_lite::future::block_on;
 use vellum_core::contract::{self, DiskBench};
 use vellum_core::{
     Buffer, CheckedDisk, Disk, GuestOffset, HostTally, LocalFuture, MemoryDisk, MemoryStorage, Result,
     SharedDisk, SharedStorage, Storage, WriteFlags,
 };
-use vellum_format::Raw;
 use vellum_format::qcow2::check::{Repair, check};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Preallocation, Qcow2, create};
+use vellum_format::{Prealloc, Raw};
 
 struct Qcow2Bench {
     options: CreateOptions,
     base: Option<Vec<u8>>,
     mapping_bytes_max: u64,
+    /// Space is prepared beside every request.
+    prealloc: Option<Prealloc>,
     image: RefCell<Option<Arc<MemoryStorage>>>,
     data_file: RefCell<Option<Arc<MemoryStorage>>>,
 }
@@ -29,6 +34,7 @@ impl Qcow2Bench {
             options,
             base,
             mapping_bytes_max: 1 << 20,
+            prealloc: None,
             image: RefCell::default(),
             data_file: RefCell::default(),
         }
@@ -46,8 +52,12 @@ impl Qcow2Bench {
             data_file: self.data_file.borrow().clone().map(|file| file as SharedStorage),
             below: self.base.as_ref().map(|base| MemoryDisk::holding(base) as SharedDisk),
         };
-        let options = OpenOptions { mapping_bytes_max: self.mapping_bytes_max, ..OpenOptions::default() };
-        Ok(CheckedDisk::new(Qcow2::open(header, files, options).await?))
+        let mut options = OpenOptions { mapping_bytes_max: self.mapping_bytes_max, ..OpenOptions::default() };
+        let Some(prealloc) = self.prealloc else {
+            return Ok(CheckedDisk::new(Qcow2::open(header, files, options).await?));
+        };
+        options.prealloc = prealloc;
+        Ok(Tended::shared(CheckedDisk::new(Qcow2::open(header, files, options).await?)))
     }
 }
 
@@ -107,6 +117,19 @@ fn small_clusters() {
 #[test]
 fn large_clusters() {
     suite(CreateOptions { cluster_size: 2 << 20, ..CreateOptions::default() });
+}
+
+#[test]
+fn space_prepared_ahead() {
+    for (cluster_size, journal) in
+        [(512, None), (4096, Some(64 << 10)), (65_536, None), (65_536, Some(1 << 20))]
+    {
+        for prealloc in [Prealloc::Adaptive, Prealloc::Fixed(64 << 10)] {
+            let options = CreateOptions { cluster_size, journal, ..CreateOptions::default() };
+            let bench = Qcow2Bench { prealloc: Some(prealloc), ..Qcow2Bench::new(options, false) };
+            block_on(contract::disk(&bench));
+        }
+    }
 }
 
 #[test]

@@ -141,6 +141,21 @@ fn journal_with_narrow_refcounts() {
     explore(&QcowSubject::journal_narrow_refcounts(), 2);
 }
 
+#[test]
+fn prepared() {
+    explore(&QcowSubject::prepared(), 4);
+}
+
+#[test]
+fn prepared_over_a_base() {
+    explore(&QcowSubject::prepared_over_a_base(), 8);
+}
+
+#[test]
+fn journal_prepared() {
+    explore(&QcowSubject::journal_prepared(), 2);
+}
+
 /// The crashes of the paper that the journal is taken from (FAST'16, *Mitigating Sync Amplification for Copy-on-write
 /// Virtual Disk*): two workloads, and of each 200 crashes between two flushes, some of the writes there lost. Each image is
 /// looked at by QEMU, too.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use common::{Setup, busy_drive, look};
 use vellum_core::{
-    Buffer, Disk, GuestOffset, HostTally, IoCounts, MemoryDisk, SharedDisk, SharedStorage, WriteFlags,
+    Buffer, Disk, GuestOffset, HostTally, IoCounts, MemoryDisk, Random, SharedDisk, SharedStorage, WriteFlags,
 };
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2};
 use vellum_format::raw::Raw;
@@ -151,6 +151,90 @@ fn one_flush_each() {
     });
     assert_eq!(again.flushes, n);
     assert!(again.writes <= 2 * n && again.bytes <= n * 8704, "{again:?}");
+}
+
+/// A mail server in short, on an overlay of a full base: files of 4 to 32 KiB, a few of them between two flushes, and
+/// blocks of the file system's own that are written again and again. Exact: what is written, what is flushed, and that nothing is read of the base.
+#[test]
+fn a_mail_server_on_an_overlay() {
+    const FLUSHES: u64 = 256;
+    let options = CreateOptions { extended_l2: true, ..journaled() };
+    let setup = Setup { name: "mail", options, has_base: true };
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+    let base = Drive::from_content(&world, Content::zeroed(64 << 20), DriveOptions::default());
+    let (tally, below_tally) = (HostTally::default(), HostTally::default());
+    world.run(async {
+        let below = Raw::open(base.clone(), true, &below_tally);
+        let disk = open(&drive, Some(below as SharedDisk), &tally).await;
+        let mut random = Random::from_seed(1);
+        let (mut end, mut bytes) = (1 << 20, 0);
+        // The first write makes the journal.
+        disk.write(GuestOffset::ZERO, Buffer::copy_of(&[1; 4096]), WriteFlags::FUA).await.unwrap();
+        let foreground = || sum(&[tally.data.counts(), tally.metadata.counts()]);
+        let before = foreground();
+        for _ in 0..FLUSHES {
+            for _ in 0..1 + random.below(8) {
+                let (at, len) = match random.below(4) {
+                    0 => ((1 << 19) + random.below(8) * 4096, 4096),
+                    _ => (end, 4096 * (1 + random.below(8))),
+                };
+                let data = Buffer::copy_of(&vec![7; usize::try_from(len).unwrap()]);
+                disk.write(GuestOffset::new(at), data, WriteFlags::default()).await.unwrap();
+                end += if at == end { len } else { 0 };
+                bytes += len;
+            }
+            disk.flush().await.unwrap();
+        }
+        let after = foreground();
+        let (flushes, written) = (after.0 - before.0, after.2 - before.2);
+        assert_eq!(flushes, FLUSHES, "one for each of the guest's");
+        // Hundredths of a byte for each byte of the guest: the data, the records, and what was not proven yet once more.
+        assert!((100..=115).contains(&(written * 100 / bytes)), "{written} bytes for {bytes}");
+        let read = below_tally.data.counts().bytes_read + below_tally.metadata.counts().bytes_read;
+        assert_eq!(read, 0, "the base is not read to write");
+        disk.close().await.unwrap();
+    });
+}
+
+/// Writes that begin in what the one before wrote and end in fresh space, and no flush of the guest: they wait for nothing.
+#[test]
+fn writes_that_straddle_fresh_space_are_not_committed_one_by_one() {
+    const WRITES: u64 = 256;
+    let whole = journaled();
+    let over = CreateOptions { extended_l2: true, ..journaled() };
+    for (options, has_base, len, step) in [
+        (&whole, false, 12_288, 12_288), // a cluster is never a whole number of writes
+        (&over, true, 4608, 4096),       // each begins with the last sector of the one before
+        (&over, true, 3072, 3072),       // nor is a subcluster
+    ] {
+        let setup = Setup { name: "straddling", options: options.clone(), has_base };
+        let world = World::new(0);
+        let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+        let base = MemoryDisk::holding(&vec![7; 64 << 20]);
+        let tally = HostTally::default();
+        world.run(async {
+            let disk = open(&drive, has_base.then(|| base.clone() as SharedDisk), &tally).await;
+            let mut expected = vec![if has_base { 7 } else { 0 }; 4 << 20];
+            for i in 0..WRITES {
+                let (at, byte) = (i * step + 512, u8::try_from(i % 251 + 1).unwrap());
+                disk.write(GuestOffset::new(at), Buffer::copy_of(&vec![byte; len]), WriteFlags::default())
+                    .await
+                    .unwrap();
+                let at = usize::try_from(at).unwrap();
+                expected[at..at + len].fill(byte);
+            }
+            disk.flush().await.unwrap();
+            let flushes = tally.data.counts().flushes + tally.metadata.counts().flushes;
+            assert!(flushes <= 4, "{flushes} flushes for {WRITES} writes of {len} and one flush");
+            let read = disk.read(GuestOffset::ZERO, Buffer::zeroed(expected.len())).await.unwrap();
+            assert!(read.to_vec() == expected, "what was written is read");
+            disk.close().await.unwrap();
+            let image: SharedStorage = drive.clone();
+            let (report, lines) = look(&image).await.unwrap();
+            assert!(report.is_clean(), "{lines:?}");
+        });
+    }
 }
 
 /// Four guests that flush at a time share.

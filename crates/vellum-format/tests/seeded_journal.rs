@@ -66,9 +66,16 @@ const KNOWN_OF_SEVERAL: [&str; 4] = [
     "w4k@0 w4k@2 w4k@1 w4k@3 | flush flush flush flush",
 ];
 
-fn plans() -> Vec<Plan> {
+/// Clusters are allocated while zeros are under way.
+const BESIDE_ZEROS: &str = "w4k@0 w4k@1 w4k@5 flush | w4k@2 w4k@3 w4k@6 flush";
+
+fn plans(bug: Bug) -> Vec<Plan> {
     let whole = |text: &str| Plan::whole(text.parse().unwrap());
-    let mut plans: Vec<Plan> = KNOWN.into_iter().map(whole).collect();
+    let mut plans: Vec<Plan> = Vec::new();
+    if bug == Bug::PreparedGivenOut {
+        plans.extend((0..30).map(|seed| Plan { seed, ..whole(BESIDE_ZEROS) }));
+    }
+    plans.extend(KNOWN.into_iter().map(whole));
     for number in 0..8 {
         plans.push(Plan { fail_flush: Some(number), ..whole("w4k@0 flush w4k@1 flush w4k@0 flush") });
     }
@@ -109,7 +116,7 @@ fn find(inner: QcowSubject, bug: Bug) {
     };
     let subject = Sabotaged { inner, bug };
     let explorer = Explorer::new(&subject, thoroughness);
-    let report = explorer.explore_all(&plans(), 1);
+    let report = explorer.explore_all(&plans(bug), 1);
     let failure = report.failures.first().unwrap_or_else(|| panic!("not found: {report}"));
     eprintln!("{bug:?}: found after {} states: {failure}", report.counts.judged);
     let (_, verdict) = explorer.replay(&failure.case.to_string().parse().unwrap());
@@ -161,6 +168,14 @@ found! {
         no_verify: NoVerify,
         no_zeros: NoZeros,
         old_run_kept: OldRunKept,
+    }
+    journal_prepared {
+        prepared_given_out: PreparedGivenOut,
+        given_back_in_use: GivenBackInUse,
+    }
+    prepared {
+        plain_prepared_given_out: PreparedGivenOut,
+        plain_given_back_in_use: GivenBackInUse,
     }
     journal_small_cache {
         kept_not_asked: KeptNotAsked,

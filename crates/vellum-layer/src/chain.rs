@@ -22,7 +22,7 @@ use vellum_core::{
 use vellum_format::native::{self, Native, Superblock, Superblocks};
 use vellum_format::qcow2::open::MAPPING_BYTES_DEFAULT;
 use vellum_format::qcow2::{self, Header, Qcow2};
-use vellum_format::{FormatKind, Raw, probe};
+use vellum_format::{FormatKind, Prealloc, Raw, probe};
 
 use crate::gate::Gate;
 
@@ -69,6 +69,8 @@ pub struct ChainOptions {
     pub mapping_bytes_max: u64,
     /// Where long computations run.
     pub offload: Arc<dyn Offload>,
+    /// Whether the top image prepares space ahead of need.
+    pub prealloc: Prealloc,
 }
 
 impl Default for ChainOptions {
@@ -81,6 +83,7 @@ impl Default for ChainOptions {
             gate: Gate::default(),
             mapping_bytes_max: MAPPING_BYTES_DEFAULT,
             offload: Arc::new(Inline),
+            prealloc: Prealloc::default(),
         }
     }
 }
@@ -175,6 +178,7 @@ impl Chain {
                         offload: options.offload.clone(),
                         tally: tally.clone(),
                         journal_key: None,
+                        prealloc: options.prealloc,
                     };
                     Qcow2::open(header.clone(), files, open).await.context(|| describe(&image.path, depth))?
                 }

@@ -23,6 +23,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use vellum_core::{
     Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Result, SharedDisk,
@@ -313,6 +314,11 @@ impl Disk for OracleDisk {
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
         self.inner.map(span)
+    }
+
+    /// Nothing to be held against it.
+    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
+        self.inner.tend(now)
     }
 
     /// A disk that closes well has made everything durable.

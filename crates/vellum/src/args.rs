@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use vellum_core::{Error, Result};
 use vellum_daemon::ImageOptions;
-use vellum_format::FormatKind;
 use vellum_format::native;
 use vellum_format::qcow2::{Compression, CreateOptions, JOURNAL_BYTES_DEFAULT, Preallocation};
+use vellum_format::{FormatKind, Prealloc};
 
 /// How results are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
@@ -79,6 +79,30 @@ pub(crate) fn parse_size(text: &str) -> Result<u64> {
     bytes.checked_add(u64::try_from(part).map_err(|_| bad())?).ok_or_else(bad)
 }
 
+/// How far ahead of need space is prepared.
+pub(crate) fn parse_prealloc(text: &str) -> Result<Prealloc> {
+    match text {
+        "off" => Ok(Prealloc::Off),
+        "adaptive" => Ok(Prealloc::Adaptive),
+        size => match parse_size(size) {
+            Ok(bytes) if (Prealloc::BYTES_MIN..=Prealloc::BYTES_MAX).contains(&bytes) => {
+                Ok(Prealloc::Fixed(bytes.next_multiple_of(4096)))
+            }
+            _ => Err(Error::invalid(format!("{text:?}: say adaptive, off, or a size from 64k to 1G"))),
+        },
+    }
+}
+
+/// How it is said.
+pub(crate) fn prealloc_text(prealloc: Prealloc) -> Option<String> {
+    match prealloc {
+        Prealloc::Auto => None,
+        Prealloc::Off => Some("off".to_owned()),
+        Prealloc::Adaptive => Some("adaptive".to_owned()),
+        Prealloc::Fixed(bytes) => Some(bytes.to_string()),
+    }
+}
+
 /// The options of `-o`, as `key=value`; a comma in a value is written twice.
 pub(crate) fn split_options(lists: &[String]) -> Result<Vec<(String, String)>> {
     let mut options = Vec::new();
@@ -124,7 +148,7 @@ const JOURNAL_FROM: u64 = 4 << 10;
 const SUBCLUSTERS_FROM: u64 = 16 << 10;
 
 /// The options that `-o help` lists: name, values, meaning.
-pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 18] = [
+pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 19] = [
     ("size", "SIZE", "size of the disk"),
     ("preallocation", "off|metadata|falloc|full", "what gets its place from the beginning"),
     ("cluster_size", "SIZE", "cluster size, 512 to 2M (qcow2; default 64k)"),
@@ -151,6 +175,7 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 18] = [
     ("unit_size", "SIZE", "what one entry of the table maps, 64k to 2M (vellum; default 1M)"),
     ("block_size", "SIZE", "what one bit over the backing image covers, 4k to 1M (vellum; default 64k)"),
     ("zeroed", "on|off", "make a device read as zero first (vellum)"),
+    ("prealloc", "adaptive|SIZE|off", "zeros ahead of need while it is served (qcow2 with a journal)"),
 ];
 
 /// Options that raw images have, and images of the native format; qcow2 has all but the last of these.
@@ -264,6 +289,10 @@ impl NewImage {
             "data_file" => self.qcow2.data_file = Some(value.to_owned()),
             "journal" => self.journal = Some(switch()?),
             "journal_size" => self.journal_bytes = Some(parse_size(value)?),
+            "prealloc" => {
+                self.qcow2.prealloc =
+                    parse_prealloc(value).map_err(|_| bad("adaptive, off, a size from 64k to 1G"))?;
+            }
             "data_file_raw" => self.qcow2.data_file_raw = switch()?,
             "layout" => {
                 self.native.has_table = match value {
@@ -345,6 +374,18 @@ mod tests {
         assert_eq!(journal("journal=off").unwrap(), None);
         assert_eq!(journal("compat=v2").unwrap(), None);
         assert!(journal("journal=off,journal_size=1M").is_err());
+        let prealloc = |list: &str| NewImage::parse(&[list.to_owned()]).map(|new| new.qcow2.prealloc);
+        assert_eq!(prealloc("journal=on").unwrap(), Prealloc::Auto);
+        for (text, wanted) in
+            [("adaptive", Prealloc::Adaptive), ("off", Prealloc::Off), ("3M", Prealloc::Fixed(3 << 20))]
+        {
+            let found = prealloc(&format!("journal=on,prealloc={text}")).unwrap();
+            assert_eq!(found, wanted);
+            assert_eq!(prealloc_text(found).map(|text| parse_prealloc(&text).unwrap()), Some(wanted));
+        }
+        for text in ["", "1", "2G", "on", "auto"] {
+            assert!(prealloc(&format!("prealloc={text}")).is_err(), "{text:?}");
+        }
         assert!(NewImage::parse(&["nonsense=1".to_owned()]).is_err());
         assert!(NewImage::parse(&["extended_l2=maybe".to_owned()]).is_err());
     }

@@ -1,13 +1,17 @@
 //! One file for each experiment. An experiment chooses cases, lets programs take turns at each, and reports.
 
+pub(crate) mod growing;
 pub(crate) mod nbd;
+pub(crate) mod recovery;
+pub(crate) mod replay_traces;
+pub(crate) mod slow_flush;
 pub(crate) mod sync_amplification;
 
 use std::path::PathBuf;
 
 use vellum_core::{Context, Error, Result};
 
-/// A number of bytes: digits, and perhaps K, M or G.
+/// A number of bytes: digits, and perhaps K, M, G or T.
 pub(crate) fn parse_size(text: &str) -> Result<u64> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match &text[digits.len()..] {
@@ -15,12 +19,13 @@ pub(crate) fn parse_size(text: &str) -> Result<u64> {
         "k" | "K" => Some(10),
         "m" | "M" => Some(20),
         "g" | "G" => Some(30),
+        "t" | "T" => Some(40),
         _ => None,
     };
     let size =
         digits.parse::<u64>().ok().zip(shift).and_then(|(number, shift)| number.checked_mul(1 << shift));
     size.ok_or_else(|| {
-        Error::invalid(format!("{text:?} is no size: say a number of bytes, or with K, M or G"))
+        Error::invalid(format!("{text:?} is no size: say a number of bytes, or with K, M, G or T"))
     })
 }
 

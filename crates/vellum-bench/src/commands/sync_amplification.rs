@@ -12,12 +12,9 @@
 //! once a second, it may be.
 
 mod count;
-mod subjects;
 mod workloads;
 
-use std::fs;
 use std::path::PathBuf;
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
@@ -26,15 +23,15 @@ use std::time::SystemTime;
 use serde::Serialize;
 use vellum_core::{Context, Error, Result};
 
-use super::dir_or_beside_me;
 use crate::cost::Counts;
-use crate::host::Machine;
+use crate::cost::lab::Lab;
+use crate::host::{Device, Machine};
 use crate::images;
 use crate::report::amplification::{Row, head, line};
-use crate::report::{Output, Table, say_json};
-use crate::server::{Vellum, first_line_of};
+use crate::report::{Output, Table, say_json, tell_skipped};
+use crate::server::Vellum;
+use crate::subjects::{Maker, SUBJECTS, Subject};
 use count::{Bench, Counted};
-use subjects::{Maker, SUBJECTS, Subject, Tools};
 use workloads::{BASE_BYTES, Below, WORKLOADS, Workload};
 
 /// Rows of one guest that are counted at once. They mostly wait: for the drive, and for figures that come once a second.
@@ -65,6 +62,9 @@ pub(crate) struct Args {
     /// Look at each row of Vellum from outside too, without a ring, and not at one of each format
     #[arg(long)]
     strace: bool,
+    /// Count the flushes of the drive below DIR, too: one row at a time, and whatever else uses the drive is counted
+    #[arg(long)]
+    device_flushes: bool,
     /// The vellum to look at
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
     vellum: Option<Vellum>,
@@ -107,14 +107,6 @@ struct Confirmation {
     strace: Counts,
 }
 
-impl Confirmation {
-    /// Holes are told and not compared: a file system that knows none fails the call, which only one witness counts.
-    fn holds(&self) -> bool {
-        let compared = |counts: Counts| Counts { holes: 0, ..counts };
-        compared(self.stats) == compared(self.strace)
-    }
-}
-
 /// A row to come: which workload of those chosen, which of all subjects.
 #[derive(Clone, Copy)]
 struct Job {
@@ -136,8 +128,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if workloads.is_empty() {
         return Err(Error::invalid("no workload has such a name: see --list"));
     }
-    let (bench, programs) = prepare(args)?;
-    let machine = Machine::with(&bench.dir);
+    let bench = prepare(args)?;
+    let lab = &bench.lab;
+    let machine = Machine::with(&lab.dir);
     table.say(&format!(
         "{} operations after {}; images on {}; Linux {}",
         bench.operations,
@@ -145,19 +138,20 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         machine.medium,
         machine.kernel
     ));
-    programs.iter().for_each(|program| table.say(program));
+    lab.programs.iter().for_each(|program| table.say(program));
     if workloads.iter().any(|workload| workload.below == Below::Base) {
-        images::write_raw(&bench.base(), BASE_BYTES).context(|| "can't write the base")?;
+        images::write_raw(&lab.base(), BASE_BYTES).context(|| "can't write the base")?;
     }
     let (outcomes, mut confirmations) = count_all(&bench, &workloads, args.skip_peers, table)?;
     table.say("");
-    tell_reasons(&outcomes, table);
-    if let Some(reason) = &bench.blind {
+    let rows = outcomes.iter().flat_map(|outcome| &outcome.rows);
+    tell_skipped(rows.filter_map(|row| Some((row.subject, row.skipped.as_deref()?))), table);
+    if let Some(reason) = &lab.blind {
         table.say(&format!("skipped: what Vellum counts is not confirmed: {reason}"));
     } else if !args.strace {
         confirmations = confirm(&bench, &workloads)?;
     }
-    let doubts = confirmations.iter().filter(|confirmation| !confirmation.holds()).count();
+    let doubts = confirmations.iter().filter(|seen| !seen.stats.is_confirmed_by(seen.strace)).count();
     for Confirmation { subject, workload, stats, strace } in &confirmations {
         let same = format!("strace counted the same: {} flushes, {} writes", stats.flushes, stats.writes);
         let said =
@@ -166,7 +160,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if args.output == Output::Json {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let (unix_seconds, operations) = (now.as_secs(), bench.operations);
+        let (unix_seconds, operations, programs) = (now.as_secs(), bench.operations, lab.programs.clone());
         say_json(&Report { unix_seconds, machine, operations, programs, workloads: outcomes, confirmations });
     }
     if doubts > 0 {
@@ -175,34 +169,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Looks which programs are there and what they can, and makes the directory. Their versions, too.
-fn prepare(args: &Args) -> Result<(Bench, Vec<String>)> {
-    let vellum = args.vellum.clone().map_or_else(Vellum::beside_me, Ok)?;
-    let mut programs = vec![first_line_of(Command::new(&vellum.path).arg("--version"))?];
-    let mut missing = |program: &str| match first_line_of(Command::new(program).arg("--version")) {
-        Ok(version) => {
-            programs.push(version);
-            None
-        }
-        Err(error) => Some(error.chain()),
-    };
-    let blind = missing("strace");
-    let no_qemu = missing("qemu-img").or_else(|| missing("qemu-nbd"));
-    let dir = dir_or_beside_me(args.dir.as_ref())?.join(format!("vellum-bench-{}", std::process::id()));
-    fs::create_dir_all(&dir).context(|| format!("can't make {}", dir.display()))?;
-    // As the kernel names it: paths in a trace are compared with it.
-    let dir = dir.canonicalize().context(|| format!("can't find {}", dir.display()))?;
-    let probe = dir.join("probe");
-    let tools = Tools::probe(&vellum.path, &probe)?;
-    let refusal = |subject: &Subject| match (&no_qemu, subject.maker) {
-        (Some(reason), Maker::Qemu) => Ok(Some(reason.clone())),
-        _ => subject.refusal(tools, &probe),
-    };
-    let refusals = SUBJECTS.iter().map(refusal).collect::<Result<_>>()?;
-    let (knows_journal, confirms_all) = (tools.knows_journal, args.strace);
+fn prepare(args: &Args) -> Result<Bench> {
+    let mut lab = Lab::open(args.dir.as_ref(), args.vellum.as_ref())?;
+    if args.device_flushes {
+        lab.device = Some(Device::below(&lab.dir)?);
+    }
+    let refusals = SUBJECTS.iter().map(|subject| lab.refusal(subject)).collect::<Result<_>>()?;
     let operations = args.operations.map_or(if args.quick { 32 } else { 256 }, usize::from);
-    let bench = Bench { dir, vellum, knows_journal, operations, blind, no_qemu, confirms_all, refusals };
-    Ok((bench, programs))
+    Ok(Bench { lab, operations, confirms_all: args.strace, refusals })
 }
 
 /// Counts all rows, and tells each workload when its last one is there.
@@ -216,7 +190,7 @@ fn count_all(
         let workload = workloads[index];
         let takes = move |subject: &usize| {
             let subject = &SUBJECTS[*subject];
-            subject.takes(workload) && (subject.maker == Maker::Vellum || !skip_peers)
+            workload.suits(subject) && (subject.maker == Maker::Vellum || !skip_peers)
         };
         (0..SUBJECTS.len()).filter(takes).map(move |subject| Job { workload: index, subject })
     };
@@ -245,7 +219,9 @@ fn count_all(
             outcomes.push(outcome);
         }
     };
-    spread(bench, workloads, &together, WORKERS, &mut take)?;
+    // The drive's counter knows nothing of rows.
+    let workers = if bench.lab.device.is_some() { 1 } else { WORKERS };
+    spread(bench, workloads, &together, workers, &mut take)?;
     spread(bench, workloads, &alone, 1, &mut take)?;
     Ok((outcomes, confirmations))
 }
@@ -291,23 +267,9 @@ fn tell(outcome: &Outcome, table: Table) {
     outcome.rows.iter().for_each(|row| table.say(&line(row)));
 }
 
-/// Why formats were left out, each reason once.
-fn tell_reasons(outcomes: &[Outcome], table: Table) {
-    let mut told: Vec<String> = Vec::new();
-    for row in outcomes.iter().flat_map(|outcome| &outcome.rows) {
-        if let Some(reason) = &row.skipped {
-            let reason = format!("skipped: {}: {reason}", row.subject);
-            if !told.contains(&reason) {
-                table.say(&reason);
-                told.push(reason);
-            }
-        }
-    }
-}
-
 /// Each of our formats once with both witnesses, at the first workload that is one for it; all at once.
 fn confirm(bench: &Bench, workloads: &[&Workload]) -> Result<Vec<Confirmation>> {
-    let first = |subject: &Subject| workloads.iter().find(|workload| subject.takes(workload)).copied();
+    let first = |subject: &Subject| workloads.iter().find(|workload| workload.suits(subject)).copied();
     let chosen: Vec<(&Subject, &Workload)> = SUBJECTS
         .iter()
         .zip(&bench.refusals)

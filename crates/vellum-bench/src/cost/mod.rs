@@ -5,9 +5,10 @@
 //!   stats     Vellum's own counters (`serve --stats-json`)                         Vellum, however it does its I/O
 //! ```
 //!
-//! Both count the same: writes and their bytes, flushes of the file, and calls that punch a hole or zero a range. What sets
+//! [`lab`] makes an image, lets guests at it, closes it and asks them. Both count the same: writes and their bytes, flushes of the file, and calls that punch a hole or zero a range. What sets
 //! the length of the file or reserves space is in neither.
 
+pub(crate) mod lab;
 pub(crate) mod stats;
 pub(crate) mod strace;
 
@@ -25,6 +26,15 @@ pub(crate) struct Counts {
     pub(crate) bytes_written: u64,
     /// `fallocate` that punches a hole or zeroes a range.
     pub(crate) holes: u64,
+}
+
+impl Counts {
+    /// Whether another witness says the same. Holes are told and not compared: a file system that knows none fails the
+    /// call, which only one witness counts.
+    pub(crate) fn is_confirmed_by(self, other: Self) -> bool {
+        let compared = |counts: Self| Self { holes: 0, ..counts };
+        compared(self) == compared(other)
+    }
 }
 
 impl AddAssign for Counts {
@@ -46,4 +56,24 @@ impl Sub for Counts {
             holes: self.holes - earlier.holes,
         }
     }
+}
+
+/// What the guest asked.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Guest {
+    pub(crate) writes: u64,
+    pub(crate) bytes_written: u64,
+    pub(crate) discards: u64,
+    pub(crate) flushes: u64,
+}
+
+/// What the host was asked for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Host {
+    /// Until the last answer.
+    pub(crate) foreground: Counts,
+    /// Until the image was closed.
+    pub(crate) total: Counts,
 }

@@ -30,6 +30,8 @@ struct Host {
     metadata: Operations,
     /// What a journal took home: work that no answer waited for.
     checkpoint: Operations,
+    /// Zeros written ahead of need.
+    prealloc: Operations,
 }
 
 /// What the host had been asked.
@@ -68,6 +70,7 @@ fn parse(text: &str) -> Result<(u64, Figures)> {
     figures.foreground += counts(&disk.host.metadata);
     figures.total = figures.foreground;
     figures.total += counts(&disk.host.checkpoint);
+    figures.total += counts(&disk.host.prealloc);
     Ok((disk.guest.reads, figures))
 }
 
@@ -113,11 +116,11 @@ mod tests {
         let disk = serde_json::json!({
             "exports": [""], "image": "x", "guest": operations(7, 1, 1),
             "host": { "data": operations(0, 3, 5), "metadata": operations(1, 2, 0),
-                "checkpoint": operations(0, 7, 0) },
+                "checkpoint": operations(0, 7, 0), "prealloc": operations(0, 11, 0) },
         });
         let text = serde_json::json!({ "io": "uring", "disks": [disk] }).to_string();
         let counts = Counts { flushes: 5, writes: 5, bytes_written: 5 * 4096, holes: 6 };
-        let total = Counts { flushes: 5, writes: 12, bytes_written: 12 * 4096, holes: 9 };
+        let total = Counts { flushes: 5, writes: 23, bytes_written: 23 * 4096, holes: 12 };
         assert_eq!(parse(&text).unwrap(), (7, Figures { foreground: counts, total }));
         assert!(parse("{}").is_err() && parse(r#"{"disks": []}"#).is_err());
     }

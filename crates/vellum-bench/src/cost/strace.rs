@@ -24,13 +24,25 @@ use super::Counts;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// What is looked at.
-const CALLS: &str = "trace=pwrite64,pwritev,pwritev2,fdatasync,fsync,fallocate";
+const CALLS: &str = "trace=pread64,preadv,preadv2,pwrite64,pwritev,pwritev2,fdatasync,fsync,fallocate";
 
 /// The same command, watched from beside: its process is the program itself, which signals reach.
 pub(crate) fn watched(command: &Command, log: &Path) -> Command {
     let mut strace = Command::new("strace");
     strace.args(["-D", "-f", "-q", "-y", "-s", "0", "-ttt", "-e", CALLS, "-e", "signal=none", "-o"]).arg(log);
     strace.arg("--").arg(command.get_program()).args(command.get_args());
+    strace
+}
+
+/// The same command, which waits so long each time before it may flush. Nothing else is watched, nor slowed by more than it
+/// takes to see that.
+pub(crate) fn held(command: &Command, delay: Duration, log: &Path) -> Command {
+    let mut strace = Command::new("strace");
+    strace.args(["-D", "-f", "--seccomp-bpf", "-q", "-e", "trace=fdatasync,fsync", "-e", "signal=none"]);
+    if !delay.is_zero() {
+        strace.arg("-e").arg(format!("inject=fdatasync,fsync:delay_enter={}", delay.as_micros()));
+    }
+    strace.arg("-o").arg(log).arg("--").arg(command.get_program()).args(command.get_args());
     strace
 }
 
@@ -41,15 +53,17 @@ pub(crate) struct Call {
     pub(crate) begun_us: u64,
     /// What it counts as.
     pub(crate) counts: Counts,
+    /// What it read.
+    pub(crate) bytes_read: u64,
 }
 
-/// The trace of a process that has ended, or is about to: the calls to files in `dir`.
-pub(crate) fn read(log: &Path, pid: u32, dir: &Path) -> Result<Vec<Call>> {
+/// The trace of a process that has ended, or is about to.
+pub(crate) fn read(log: &Path, pid: u32) -> Result<String> {
     let begun = Instant::now();
     loop {
         let text = fs::read_to_string(log).context(|| format!("can't read {}", log.display()))?;
         if has_ended(&text, pid) {
-            return parse(&text, dir);
+            return Ok(text);
         }
         if begun.elapsed() > PATIENCE {
             return Err(Error::corrupt(format!("{} does not come to an end", log.display())));
@@ -67,6 +81,12 @@ pub(crate) fn sum(calls: &[Call], from_us: u64, to_us: u64) -> Counts {
     sum
 }
 
+/// What calls read that began after `from_us`, and no later than `to_us`.
+pub(crate) fn bytes_read(calls: &[Call], from_us: u64, to_us: u64) -> u64 {
+    let within = calls.iter().filter(|call| call.begun_us > from_us && call.begun_us <= to_us);
+    within.map(|call| call.bytes_read).sum()
+}
+
 /// A line's process and the rest of it.
 fn split(line: &str) -> Option<(u32, &str)> {
     let (pid, rest) = line.split_once(' ')?;
@@ -79,7 +99,8 @@ fn has_ended(text: &str, pid: u32) -> bool {
     text.lines().rev().filter_map(split).any(|(of, rest)| of == pid && ends(rest))
 }
 
-fn parse(text: &str, dir: &Path) -> Result<Vec<Call>> {
+/// The calls to one file, or to files in a directory.
+pub(crate) fn parse(text: &str, place: &Path) -> Result<Vec<Call>> {
     let mut calls = Vec::new();
     // What each thread has begun: one call at most.
     let mut unfinished: HashMap<u32, (u64, &str)> = HashMap::new();
@@ -102,10 +123,11 @@ fn parse(text: &str, dir: &Path) -> Result<Vec<Call>> {
             (time, said, said)
         };
         let (_, result) = result.rsplit_once(" = ").ok_or_else(strange)?;
-        if is_in(dir, call)
+        if is_at(place, call)
             && let Ok(result) = result.split(' ').next().unwrap_or_default().parse::<u64>()
         {
-            calls.push(Call { begun_us, counts: counts_of(call, result) });
+            let bytes_read = if call.starts_with("pread") { result } else { 0 };
+            calls.push(Call { begun_us, counts: counts_of(call, result), bytes_read });
         }
     }
     calls.sort_by_key(|call| call.begun_us);
@@ -119,15 +141,15 @@ fn microseconds(time: &str) -> Option<u64> {
     Some(seconds.parse::<u64>().ok()? * 1_000_000 + micros.parse::<u64>().ok()?)
 }
 
-/// Whether the first argument, `5</d/q.qcow2>`, is a file of the directory.
-fn is_in(dir: &Path, call: &str) -> bool {
-    let Some((before, place)) = call.split_once('<') else {
+/// Whether the first argument, `5</d/q.qcow2>`, is that file or one of that directory.
+fn is_at(place: &Path, call: &str) -> bool {
+    let Some((before, named)) = call.split_once('<') else {
         return false;
     };
-    let Some(dir) = dir.to_str() else {
+    let Some(place) = place.to_str() else {
         return false;
     };
-    before.contains('(') && place.strip_prefix(dir).is_some_and(|rest| rest.starts_with('/'))
+    before.contains('(') && named.strip_prefix(place).is_some_and(|rest| rest.starts_with(['/', '>']))
 }
 
 fn counts_of(call: &str, result: u64) -> Counts {
@@ -160,6 +182,8 @@ mod tests {
 11  1700000001.000700 <... fdatasync resumed>) = 0
 10  1700000001.000800 pwrite64(6</d2/log>, \"\"..., 10, 0) = 10
 10  1700000001.000900 fsync(7</d/base.raw>) = 0
+10  1700000001.000950 pread64(7</d/base.raw>, \"\"..., 4096, 0) = 512
+10  1700000001.000960 preadv(5</d/q.qcow2>, [], 1, 0) = 7
 10  1700000001.001000 pwritev(8<anon_inode:[eventfd]>, [], 0, 0) = 0
 10  1700000001.001100 --- SIGTERM {si_signo=SIGTERM, si_code=SI_USER, si_pid=9, si_uid=0} ---
 11  1700000001.001200 +++ exited with 0 +++
@@ -175,6 +199,14 @@ mod tests {
         let expected = Counts { flushes: 2, writes: 1, bytes_written: 4096, holes: 1 };
         assert_eq!(early, expected, "the bounds are open below and closed above");
         assert_eq!(sum(&calls, second + 500, u64::MAX), Counts { flushes: 1, ..Counts::default() });
+    }
+
+    #[test]
+    fn what_was_read_of_one_file() {
+        let of =
+            |place: &str, from_us| bytes_read(&parse(TRACE, Path::new(place)).unwrap(), from_us, u64::MAX);
+        assert_eq!([of("/d/base.raw", 0), of("/d", 0), of("/d/base", 0)], [512, 519, 0]);
+        assert_eq!(of("/d", 1_700_000_001_000_950), 7);
     }
 
     #[test]

@@ -88,8 +88,12 @@ impl Session {
 
     pub(super) fn take<const N: usize>(&mut self) -> Result<[u8; N]> {
         let mut bytes = [0; N];
-        self.stream.read_exact(&mut bytes).context(|| "can't read from the server")?;
+        self.fill(&mut bytes)?;
         Ok(bytes)
+    }
+
+    pub(super) fn fill(&mut self, bytes: &mut [u8]) -> Result<()> {
+        self.stream.read_exact(bytes).context(|| "can't read from the server")
     }
 
     fn ask(&mut self, option: u32, data: &[u8]) -> Result<()> {

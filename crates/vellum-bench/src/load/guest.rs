@@ -3,19 +3,42 @@
 use std::path::Path;
 
 use vellum_core::{Error, Result};
-use vellum_export::nbd::wire::{RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, command};
+use vellum_export::nbd::wire::{
+    RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, command, command_flag,
+};
 
 use super::connection::{Session, be, broken};
 use super::workload::filler;
 
-/// The longest write.
-const WRITE_BYTES_MAX: usize = 64 << 10;
+/// What a guest has at hand to write; a longer write makes more of it.
+const PAYLOAD_BYTES: usize = 64 << 10;
 
 /// A request of such a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Request {
-    /// Write so many bytes there, at most 64 KiB.
+    /// Write so many bytes there.
     Write {
+        /// Where.
+        offset: u64,
+        /// How many.
+        len: usize,
+    },
+    /// Write them, and answer when they are durable (FUA).
+    WriteThrough {
+        /// Where.
+        offset: u64,
+        /// How many.
+        len: usize,
+    },
+    /// Read them, whatever they are.
+    Read {
+        /// Where.
+        offset: u64,
+        /// How many.
+        len: usize,
+    },
+    /// Zero them.
+    Zero {
         /// Where.
         offset: u64,
         /// How many.
@@ -36,31 +59,47 @@ pub(crate) enum Request {
 pub(crate) struct Guest {
     session: Session,
     payload: Vec<u8>,
+    scratch: Vec<u8>,
 }
 
 impl Guest {
     /// Connects.
     pub(crate) fn connect(socket: &Path) -> Result<Self> {
-        Ok(Self { session: Session::open(socket, false)?, payload: filler(WRITE_BYTES_MAX) })
+        Ok(Self {
+            session: Session::open(socket, false)?,
+            payload: filler(PAYLOAD_BYTES),
+            scratch: Vec::new(),
+        })
     }
 
     /// Asks, and waits for the answer.
     pub(crate) fn ask(&mut self, request: Request) -> Result<()> {
         match request {
-            Request::Write { offset, len } => self.call(command::WRITE, offset, len, len),
-            Request::Discard { offset, len } => self.call(command::TRIM, offset, len, 0),
-            Request::Flush => self.call(command::FLUSH, 0, 0, 0),
+            Request::Write { offset, len } => self.call(command::WRITE, 0, offset, len, len),
+            Request::WriteThrough { offset, len } => {
+                self.call(command::WRITE, command_flag::FUA, offset, len, len)
+            }
+            Request::Read { offset, len } => {
+                self.call(command::READ, 0, offset, len, 0)?;
+                self.scratch.resize(len, 0);
+                self.session.fill(&mut self.scratch)
+            }
+            Request::Zero { offset, len } => self.call(command::WRITE_ZEROES, 0, offset, len, 0),
+            Request::Discard { offset, len } => self.call(command::TRIM, 0, offset, len, 0),
+            Request::Flush => self.call(command::FLUSH, 0, 0, 0, 0),
         }
     }
 
-    /// Reads one block at the start of the disk, whatever it holds: something to count that changes nothing.
+    /// Reads one block at the start of the disk: something to count that changes nothing.
     pub(crate) fn read_a_block(&mut self) -> Result<()> {
-        self.call(command::READ, 0, 4096, 0)?;
-        self.session.take::<4096>().map(drop)
+        self.ask(Request::Read { offset: 0, len: 4096 })
     }
 
-    fn call(&mut self, command: u16, offset: u64, len: usize, payload: usize) -> Result<()> {
-        let header = RequestHeader { flags: 0, command, cookie: 1, offset, len: len as u64 };
+    fn call(&mut self, command: u16, flags: u16, offset: u64, len: usize, payload: usize) -> Result<()> {
+        if self.payload.len() < payload {
+            self.payload = filler(payload.next_power_of_two());
+        }
+        let header = RequestHeader { flags, command, cookie: 1, offset, len: len as u64 };
         self.session.put(&[&header.encode()[..], &self.payload[..payload]].concat())?;
         let reply: [u8; SIMPLE_REPLY_BYTES] = self.session.take()?;
         if be(&reply, 0) != SIMPLE_REPLY_MAGIC.to_be_bytes() || be(&reply, 8) != 1u64.to_be_bytes() {

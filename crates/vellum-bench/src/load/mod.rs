@@ -11,7 +11,8 @@
 mod connection;
 pub(crate) mod fio;
 pub(crate) mod guest;
-mod latency;
+pub(crate) mod latency;
+pub(crate) mod trace;
 pub(crate) mod workload;
 
 use std::path::Path;

@@ -2,27 +2,7 @@
 
 use serde::Serialize;
 
-use crate::cost::Counts;
-
-/// What the guest asked.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) struct Guest {
-    pub(crate) writes: u64,
-    pub(crate) bytes_written: u64,
-    pub(crate) discards: u64,
-    pub(crate) flushes: u64,
-}
-
-/// What the host was asked for it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) struct Host {
-    /// Until the last answer.
-    pub(crate) foreground: Counts,
-    /// Until the image was closed.
-    pub(crate) total: Counts,
-}
+use crate::cost::{Counts, Guest, Host};
 
 /// One format of one program at one workload.
 #[derive(Debug, Clone, Serialize)]
@@ -34,13 +14,16 @@ pub(crate) struct Row {
     pub(crate) guest: Guest,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) host: Option<Host>,
+    /// Flushes that the device completed up to the last answer.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) device_flushes: Option<u64>,
     /// Why there is nothing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) skipped: Option<String>,
 }
 
 #[expect(clippy::cast_precision_loss, reason = "counts are far below 2^53")]
-fn per(count: u64, unit: u64) -> f64 {
+pub(super) fn per(count: u64, unit: u64) -> f64 {
     count as f64 / unit as f64
 }
 
@@ -80,7 +63,10 @@ pub(crate) fn line(row: &Row) -> String {
             per(counts.bytes_written, writes) / 1024.0,
         )
     };
-    format!("{name} {writes:>4} {flushes:>4}  | {} | {}", side(host.foreground), side(host.total))
+    let device = row.device_flushes.map_or_else(String::new, |device| {
+        format!(" | device: {device} flushes, {:.2} for each of the guest", per(device, flushes))
+    });
+    format!("{name} {writes:>4} {flushes:>4}  | {} | {}{device}", side(host.foreground), side(host.total))
 }
 
 #[cfg(test)]
@@ -97,6 +83,7 @@ mod tests {
             witness: "strace",
             guest,
             host: Some(Host { foreground, total }),
+            device_flushes: None,
             skipped: None,
         };
         let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -108,6 +95,8 @@ mod tests {
         let [first, second] = head();
         assert_eq!(bars(&first), bars(&second), "columns stand below their names");
         assert_eq!(bars(&second), bars(&line(&row)));
+        let below = Row { device_flushes: Some(1024), ..row.clone() };
+        assert!(line(&below).ends_with(" | device: 1024 flushes, 4.00 for each of the guest"));
         let absent = Row { host: None, skipped: Some("no such format".into()), ..row };
         assert_eq!(words(&line(&absent)), "qemu qcow2 n/a");
         let json = serde_json::to_value(&absent).unwrap();

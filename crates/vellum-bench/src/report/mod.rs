@@ -1,6 +1,7 @@
 //! What is told of samples: medians, ratios, lines of a table, a file of JSON. The only place that prints.
 
 pub(crate) mod amplification;
+pub(crate) mod replay;
 
 use serde::Serialize;
 
@@ -48,6 +49,17 @@ pub(crate) fn complain(line: &str) {
 /// Everything that was seen.
 pub(crate) fn say_json(report: &impl Serialize) {
     say(&serde_json::to_string_pretty(report).expect("numbers and strings"));
+}
+
+/// Why some were left out, each reason once.
+pub(crate) fn tell_skipped<'a>(skipped: impl Iterator<Item = (&'a str, &'a str)>, table: Table) {
+    let mut told: Vec<(&str, &str)> = Vec::new();
+    for (subject, reason) in skipped {
+        if !told.contains(&(subject, reason)) {
+            table.say(&format!("skipped: {subject}: {reason}"));
+            told.push((subject, reason));
+        }
+    }
 }
 
 /// The middle one; of an even number the mean of the two in the middle. Zero when there is none.
@@ -201,7 +213,7 @@ fn pad(text: &str, width: usize) -> String {
 }
 
 /// Three digits.
-fn short(number: f64) -> String {
+pub(crate) fn short(number: f64) -> String {
     let digits = if number >= 99.95 {
         0
     } else if number >= 9.995 {

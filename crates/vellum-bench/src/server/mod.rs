@@ -126,6 +126,12 @@ impl Running {
         Ok(())
     }
 
+    /// Kills it, as a crash does.
+    pub(crate) fn kill(mut self) -> Result<()> {
+        self.child.kill().context(|| "can't kill the server")?;
+        self.child.wait().map(drop).context(|| "can't ask for the server")
+    }
+
     fn end(&mut self) {
         if matches!(self.child.try_wait(), Ok(Some(_))) {
             return;

@@ -30,6 +30,7 @@ use vellum_core::{
 use super::entry::{ClusterState, Entries};
 use super::header::Header;
 use super::layout::*;
+use super::prepare::give_back_tail;
 use super::refcount;
 use super::references::{GROUP, Kind, References, Tables, busy_groups};
 use super::snapshot;
@@ -118,6 +119,11 @@ async fn check_tables(
     after.corruptions_fixed = before.corruptions.saturating_sub(after.corruptions);
     after.leaks_fixed = before.leaks.saturating_sub(after.leaks);
     if repair == Repair::All && after.check_errors == 0 && after.corruptions == 0 {
+        if header.is_dirty() {
+            let journal = header.journal.filter(|_| header.needs_replay());
+            let keep = journal.map_or(ImageOffset::ZERO.span(0), |(extension, _)| extension.run);
+            give_back_tail(&header, &**image, keep).await?;
+        }
         clear_marks(&mut header, &**image).await?;
     }
     Ok(after)

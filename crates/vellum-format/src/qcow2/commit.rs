@@ -347,6 +347,23 @@ impl Qcow2 {
         Ok(())
     }
 
+    /// Whether the image has been marked as being written.
+    pub(crate) fn is_changed(&self) -> bool {
+        self.is_marked.load(Ordering::Acquire)
+    }
+
+    /// Cuts the file to the end of what was ever in use, or of `keep`.
+    pub(crate) async fn cut_to_end(&self, keep: ImageSpan) -> Result<()> {
+        let end = { self.refcounts().end() }.map(|end| end.max(keep.end().bytes()));
+        match end.filter(|end| *end < self.metadata.len()) {
+            Some(end) => {
+                let context = || format!("{}: can't cut the file to its end", self.name);
+                self.metadata.set_len(end).await.context(context)
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Writes a changed header; in memory it changes when the write has succeeded. Not durable before the next flush.
     pub(crate) async fn change_header(&self, change: impl FnOnce(&mut super::header::Header)) -> Result<()> {
         let mut new = lock(&self.header).clone();
@@ -375,6 +392,7 @@ impl Qcow2 {
     }
 
     async fn close_once(&self) -> Result<()> {
+        let _nothing_is_prepared = self.prepare.rest().await;
         loop {
             self.commit().await?;
             if !self.give_back_freed(Pace::Now).await? {
@@ -385,11 +403,8 @@ impl Qcow2 {
             return self.end_journal(journal).await;
         }
         let was_marked = *self.marked.lock().await;
-        if let Some(end) = { self.refcounts().end() }.filter(|end| was_marked && *end < self.metadata.len()) {
-            self.metadata
-                .set_len(end)
-                .await
-                .context(|| format!("{}: can't cut the file to its end", self.name))?;
+        if was_marked {
+            self.cut_to_end(ImageOffset::ZERO.span(0)).await?;
         }
         if was_marked && lock(&self.header).version() >= 3 {
             // Commit point of the clean close: what the bit stands for was flushed above.

@@ -15,6 +15,7 @@ use super::header::Header;
 use super::journal::extension::Extension;
 use super::layout::*;
 use super::refcount;
+use crate::Prealloc;
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 
 /// The name of the feature that keeps other programs away from an image whose journal must be replayed.
@@ -64,6 +65,9 @@ pub struct CreateOptions {
     pub preallocation: Preallocation,
     /// How large the journal is to be while the image is written, in bytes; none when nothing is said.
     pub journal: Option<u64>,
+    /// Whether space is to be prepared ahead of need while the image is written. It stands beside the journal's size, so it
+    /// can be said only where there is to be a journal.
+    pub prealloc: Prealloc,
 }
 
 impl Default for CreateOptions {
@@ -81,6 +85,7 @@ impl Default for CreateOptions {
             data_file_raw: false,
             preallocation: Preallocation::Off,
             journal: None,
+            prealloc: Prealloc::default(),
         }
     }
 }
@@ -196,6 +201,11 @@ fn check(options: &CreateOptions) -> Result<BlockSize> {
     }
     if options.journal.is_some() && options.data_file.is_some() {
         return Err(Error::invalid("journal and data_file do not go together yet: leave one of them out"));
+    }
+    if options.prealloc != Prealloc::Auto && options.journal.is_none() {
+        return Err(Error::invalid(
+            "prealloc is remembered with the journal: say journal=on too, or use `vellum serve --prealloc`",
+        ));
     }
     if let Some(bytes) = options.journal.filter(|bytes| !(BYTES_MIN..=BYTES_MAX).contains(bytes)) {
         return Err(Error::invalid(format!(
@@ -372,7 +382,8 @@ fn encode_header(options: &CreateOptions, plan: &Plan) -> Result<Vec<u8>> {
     }
     if let Some(wanted_bytes) = options.journal {
         // The first of them, so that it lies in the first sector, which changes whole.
-        let extension = Extension { wanted_bytes, run: ImageOffset::ZERO.span(0), generation: 0, key: 0 };
+        let run = ImageOffset::ZERO.span(0);
+        let extension = Extension { wanted_bytes, run, generation: 0, key: 0, prealloc: options.prealloc };
         put_extension(&mut bytes, extension::JOURNAL, &extension.encode());
     }
     if let Some((_, Some(format))) = &options.backing {

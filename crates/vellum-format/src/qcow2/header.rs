@@ -13,6 +13,7 @@ use vellum_core::{BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, Ima
 
 use super::journal::extension::{EXTENSION_LEN, Extension};
 use super::layout::*;
+use crate::Prealloc;
 
 /// How compressed clusters are compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -385,6 +386,11 @@ impl Header {
     /// How large the journal is to be, in bytes, if there is to be one.
     pub fn journal_bytes(&self) -> Option<u64> {
         self.journal.map(|(extension, _)| extension.wanted_bytes)
+    }
+
+    /// Whether space is to be prepared ahead of need while the image is written, if it says so.
+    pub fn prealloc(&self) -> Prealloc {
+        self.journal.map_or(Prealloc::Auto, |(extension, _)| extension.prealloc)
     }
 
     /// Changes in memory where the journal is.

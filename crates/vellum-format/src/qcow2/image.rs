@@ -33,6 +33,7 @@ use super::header::Header;
 use super::journal::{Journal, SectorChecks, checks_of};
 use super::layout::{COPIED, L1_RESERVED, OFFSET_MASK};
 use super::pages::{Evicted, Page, Pages, SetFull};
+use super::prepare::Prepare;
 use super::refcount::{RefcountPage, Refcounts, Run, Stop};
 use crate::claims::Claims;
 use crate::epochs::Epochs;
@@ -76,6 +77,8 @@ pub struct Qcow2 {
     pub(crate) commits: Commits,
     /// Nothing when the image is not to have one, or is open for reading.
     pub(crate) journal: Option<Journal>,
+    /// Space ahead of need.
+    pub(crate) prepare: Prepare,
     pub(crate) decompressor: Decompressor,
     pub(crate) marked: async_lock::Mutex<bool>,
     pub(crate) is_marked: AtomicBool,

@@ -26,6 +26,7 @@ use super::header::Header;
 use super::journal::extension::Extension;
 use super::journal::recover::{Recovery, recover};
 use super::layout::*;
+use crate::Prealloc;
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 
 const SECTOR: usize = 512;
@@ -181,9 +182,10 @@ impl Layout {
     /// An extension that asks for so many bytes, and keeps what is known of one that is there, wherever it lies.
     fn extension(&self, wanted_bytes: u64) -> Extension {
         let found = self.parts.extensions.iter().find(|(kind, _)| *kind == extension::JOURNAL);
-        let generation =
-            found.and_then(|(_, body)| Extension::decode(body).ok()).map_or(0, |found| found.generation);
-        Extension { wanted_bytes, run: ImageOffset::ZERO.span(0), generation, key: 0 }
+        let found = found.and_then(|(_, body)| Extension::decode(body).ok());
+        let (generation, prealloc) =
+            found.map_or((0, Prealloc::Auto), |found| (found.generation, found.prealloc));
+        Extension { wanted_bytes, run: ImageOffset::ZERO.span(0), generation, key: 0, prealloc }
     }
 
     /// Whether sector 0 of `next` may replace that of `self`: all else that `next` says fits between what `self` says.

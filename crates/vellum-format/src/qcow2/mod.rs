@@ -19,6 +19,7 @@
 //! | [`commit`] | the order in which metadata reaches the medium; all of it |
 //! | [`journal`] | the way with one flush, and what is replayed after a crash |
 //! | [`journal_wish`] | whether an image is to have one: put into its header, or taken out |
+//! | `prepare` | space ahead of need, written with zeros while nobody waits |
 //! | [`quarantine`] | what was freed, until it may be used again |
 //! | `resize` | a larger disk, as far as the L1 table has room |
 //! | [`check`] | everything an image claims, compared; and repaired |
@@ -43,6 +44,7 @@ mod map;
 pub mod open;
 mod pages;
 mod plan;
+mod prepare;
 mod quarantine;
 mod read;
 mod refcount;
@@ -51,6 +53,8 @@ mod resize;
 pub mod snapshot;
 mod write;
 mod zero;
+
+use std::time::Duration;
 
 use vellum_core::{
     Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags,
@@ -118,6 +122,10 @@ impl Disk for Qcow2 {
             let span = self.check(Some(span))?;
             self.map_span(span).await
         })
+    }
+
+    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
+        Box::pin(self.prepare_some(now))
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {

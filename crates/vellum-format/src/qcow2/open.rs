@@ -16,8 +16,10 @@ use super::image::{L1, Qcow2, State};
 use super::journal::{Journal, Overlaid, recover};
 use super::layout::{COPIED, METADATA_PAGE, OFFSET_MASK, be64};
 use super::pages::Pages;
+use super::prepare::Prepare;
 use super::refcount::Refcounts;
 use super::snapshot::{self, SnapshotTable};
+use crate::Prealloc;
 
 /// The mapping may take this much memory unless told otherwise: enough for 256 GiB of 64 KiB clusters.
 pub const MAPPING_BYTES_DEFAULT: u64 = 32 << 20;
@@ -48,6 +50,9 @@ pub struct OpenOptions {
     /// What a journal's records are to be known by: a number that no guest knows. Drawn from the system when nothing is
     /// said; a simulation says it.
     pub journal_key: Option<u128>,
+    /// Whether space is prepared ahead of need, when somebody calls [`Disk::tend`](vellum_core::Disk::tend). Where nothing
+    /// is said, as the image says.
+    pub prealloc: Prealloc,
 }
 
 impl Default for OpenOptions {
@@ -59,6 +64,7 @@ impl Default for OpenOptions {
             offload: Arc::new(Inline),
             tally: HostTally::default(),
             journal_key: None,
+            prealloc: Prealloc::default(),
         }
     }
 }
@@ -97,6 +103,13 @@ impl Qcow2 {
             header = Header::read(&*image).await?;
         }
         let home = Tallied::shared(files.image.clone(), options.tally.checkpoint.clone());
+        let ahead = Tallied::shared(files.image.clone(), options.tally.prealloc.clone());
+        let prealloc = match options.prealloc {
+            // Nobody could tell after a crash that something is to be given back; nor is there need where data lies elsewhere.
+            _ if read_only || header.version() < 3 || header.has_data_file() => Prealloc::Off,
+            Prealloc::Auto => header.prealloc(),
+            said => said,
+        };
         let data = match (header.has_data_file(), files.data_file) {
             (true, Some(data_file)) => data_file,
             (true, None) => return Err(Error::invalid("its data file was not opened")),
@@ -175,6 +188,7 @@ impl Qcow2 {
             dirty: Mutex::default(),
             commits: Default::default(),
             journal,
+            prepare: Prepare::new(prealloc, ahead),
             decompressor,
             marked: Default::default(),
             is_marked: AtomicBool::new(false),

@@ -18,7 +18,10 @@
 //! 5. No cluster is handed out, and no block or table placed, before the storage reaches its end ([`Stop::Grow`]). Else a
 //!    commit could write refcounts there while somebody is still setting a smaller length, which cuts them off; and a
 //!    storage that cannot grow would fail the commit, and with it those who need no room.
-//! 6. A cluster known to hold metadata is never handed out, whatever its refcount: then the image is corrupt. Only the
+//! 6. A cluster that is being written with zeros ahead of need ([`Refcounts::prepare`]) is handed out by nobody until that
+//!    write has ended: it is passed over, and comes next afterwards. Only clusters of which none was ever in use are
+//!    prepared, and only where their refcounts have a block.
+//! 7. A cluster known to hold metadata is never handed out, whatever its refcount: then the image is corrupt. Only the
 //!    journal lies where refcounts are zero.
 
 use std::collections::{BTreeSet, HashMap};
@@ -30,6 +33,7 @@ use vellum_core::{BlockSize, Error, ErrorKind, ImageOffset, ImageSpan, Result};
 use super::header::Header;
 use super::journal::Changed;
 use super::layout::{METADATA_PAGE, REFCOUNT_TABLE_BYTES_MAX, be64, put64};
+use crate::sabotage::{self, Bug};
 
 /// Why an operation could not be done now.
 #[derive(Debug)]
@@ -120,11 +124,15 @@ pub(crate) struct Refcounts {
     frontier: u64,
     /// No cluster from this one on was ever in use.
     used: u64,
-    /// Free clusters below the frontier that read as zero because they were punched.
+    /// Free clusters below the frontier that read as zero: punched, or passed over while they were prepared.
     punched: RoaringTreemap,
     metadata: RoaringTreemap,
     /// Clusters that are never handed out: the journal lies there.
     kept_out: Range<u64>,
+    /// Clusters on which zeros are under way.
+    preparing: Range<u64>,
+    /// What was prepared ends before this cluster.
+    prepared: u64,
     /// The storage ends before this cluster and cannot grow.
     end: Option<u64>,
     /// The storage holds all clusters before this one.
@@ -163,6 +171,8 @@ impl Refcounts {
             punched: RoaringTreemap::new(),
             metadata: RoaringTreemap::new(),
             kept_out: 0..0,
+            preparing: 0..0,
+            prepared: 0,
             end: (!may_grow).then(|| storage_len >> cluster.shift()),
             // A file that ends within a cluster is made longer before the first change.
             reached: if may_grow { storage_len >> cluster.shift() } else { u64::MAX },
@@ -424,6 +434,10 @@ impl Refcounts {
                 at = self.kept_out.end;
                 continue;
             }
+            if self.preparing.contains(&first) && !sabotage::is(Bug::PreparedGivenOut) {
+                at = self.preparing.end;
+                continue;
+            }
             if self.end.is_some_and(|end| first >= end) {
                 at = first;
                 continue;
@@ -439,6 +453,8 @@ impl Refcounts {
         let limit =
             (first - first % per_page + per_page).min(self.end.unwrap_or(u64::MAX)).min(first + want.max(1));
         let limit = if first < self.kept_out.start { limit.min(self.kept_out.start) } else { limit };
+        let meets = first < self.preparing.start && !sabotage::is(Bug::PreparedGivenOut);
+        let limit = if meets { limit.min(self.preparing.start) } else { limit };
         // What there is is used up first.
         let limit = if first < self.reached { limit.min(self.reached) } else { limit };
         let mut count = 0;
@@ -465,6 +481,57 @@ impl Refcounts {
         self.cursor = first + count;
         self.not_zero(first..first + count);
         Ok(Run { first, count, zeroed })
+    }
+
+    /// The first cluster behind all that was ever in use, the journal included: where new ones come from, in the end.
+    fn front(&self) -> u64 {
+        self.used.max(self.kept_out.end)
+    }
+
+    /// Where the clusters that were ever in use end, and how much of what lies behind them is prepared, in bytes.
+    pub(crate) fn ahead(&self) -> (u64, u64) {
+        let (front, shift) = (self.front(), self.cluster.shift());
+        (front << shift, self.prepared.saturating_sub(front) << shift)
+    }
+
+    /// The next clusters to write with zeros ahead of need: up to `want`, of which nobody is given one before
+    /// [`Refcounts::prepare_ended`]. Nothing where there are none that may be.
+    pub(crate) fn prepare(&mut self, want: u64) -> Result<Option<Range<u64>>, Stop> {
+        let start = self.prepared.max(self.front());
+        let block = self.block_of(start);
+        let has_block = self.table.get(block).is_some_and(|entry| *entry != 0);
+        if self.end.is_some() || self.frontier > start || !has_block || !self.preparing.is_empty() {
+            return Ok(None);
+        }
+        let piece = start..(start + want).min((block as u64 + 1) * self.per_block());
+        // What the image names behind its end is damage, and not to be touched.
+        let is_metadata = piece.clone().any(|cluster| self.metadata.contains(cluster));
+        if is_metadata || !self.are_free(piece.clone())? {
+            return Ok(None);
+        }
+        self.need(piece.end)?;
+        self.preparing = piece.clone();
+        Ok(Some(piece))
+    }
+
+    /// The zeros have been written, or the attempt has failed and is over: the clusters read as zero, as before, and may
+    /// be handed out.
+    pub(crate) fn prepare_ended(&mut self, done: bool) {
+        let piece = std::mem::replace(&mut self.preparing, 0..0);
+        if done {
+            self.prepared = self.prepared.max(piece.end);
+        }
+        // Where the search for a cluster has passed them over, it begins with them again.
+        let behind = piece.start..piece.end.min(self.frontier).max(piece.start);
+        self.punched.insert_range(behind);
+        self.cursor = self.cursor.min(piece.start);
+        let per_page = self.per_page();
+        for number in piece.start / per_page..piece.end.div_ceil(per_page) {
+            self.full.remove(number);
+            if let Some(page) = self.pages.get_mut(&number) {
+                page.free_from = page.free_from.min(piece.start.saturating_sub(number * per_page));
+            }
+        }
     }
 
     fn reads_zero(&self, cluster: u64) -> bool {

@@ -25,7 +25,7 @@ use vellum_core::{
 
 use super::entry::ClusterState;
 use super::image::{Missing, Qcow2};
-use super::journal::{SectorChecks, checks_of};
+use super::journal::{SECTOR, SectorChecks, checks_of};
 use super::plan::{Plan, Segment, Source, Target, plan_write, published};
 use super::refcount::Run;
 use crate::claims::{Ask, Fresh, Held};
@@ -343,38 +343,81 @@ impl Qcow2 {
                 _ => writes.push((at, piece)),
             }
         }
-        if let Some(journal) = self.journal() {
+        if self.journal().is_some() {
             for (at, data) in &writes {
                 self.add_step_checks(steps, *at, data);
-                if !sabotage::is(Bug::FilledOverUnproven) {
-                    journal.make_way(at.span(data.len() as u64), async || self.commit().await).await?;
-                }
             }
         }
         if sabotage::is(Bug::PublishedBeforeWritten) {
             self.publish_steps(steps).await?;
         }
-        try_join_all(writes.into_iter().map(|(at, data)| self.data.write(at, data))).await.map(drop)
+        let steps = &*steps;
+        let mut parts = Vec::with_capacity(writes.len());
+        for (at, data) in writes {
+            self.write_units(steps, at, data, &mut parts);
+        }
+        try_join_all(parts).await.map(drop)
     }
 
-    /// Notes the checksums of what a write puts into fresh units. Bytes beside them are overwritten in place.
-    fn add_step_checks(&self, steps: &mut [Step<'_>], at: ImageOffset, data: &Buffer) {
-        let owner = |steps: &[Step<'_>], sector: ImageOffset| {
-            let place = ImageOffset::new(self.cluster.round_down(sector.bytes()));
-            steps.iter().position(|step| step.host.is_some_and(|host| host.at == place))
+    /// Writes a run of bytes, fresh units and others beside each other. Where a recovery may still look at what lies there,
+    /// the others are overwritten as all bytes in place are, mostly without a commit, and only fresh ones wait.
+    fn write_units<'s>(
+        &'s self,
+        steps: &[Step<'_>],
+        at: ImageOffset,
+        mut data: Buffer,
+        parts: &mut Vec<LocalFuture<'s, Result<()>>>,
+    ) {
+        let span = at.span(data.len() as u64);
+        let journal = self.journal().filter(|_| !sabotage::is(Bug::FilledOverUnproven));
+        let Some(journal) = journal.filter(|journal| journal.must_wait(span)) else {
+            return parts.push(self.data.write(at, data));
         };
+        let is_fresh = self.fresh_at(steps);
+        let mut here = at;
+        while here < span.end() {
+            let fresh = is_fresh(here);
+            let mut end = here;
+            while end < span.end() && is_fresh(end) == fresh {
+                end = ImageOffset::new((end.bytes() / SECTOR + 1) * SECTOR).min(span.end());
+            }
+            let part = data.split_to(usize::try_from(end - here).expect("within the buffer"));
+            let place = here;
+            parts.push(match fresh {
+                false => Box::pin(self.write_in_place(place, part)),
+                true => Box::pin(async move {
+                    journal.make_way(place.span(part.len() as u64), async || self.commit().await).await?;
+                    self.data.write(place, part).await
+                }),
+            });
+            here = end;
+        }
+    }
+
+    /// Whether a sector lies in a unit that these steps are the first to fill.
+    fn fresh_at<'s>(&'s self, steps: &'s [Step<'_>]) -> impl Fn(ImageOffset) -> bool + 's {
         let last = Cell::new((u64::MAX, 0));
-        let wanted = |sector: ImageOffset| {
+        move |sector| {
             let number = self.cluster.cluster_of(sector).index();
             if last.get().0 != number {
-                let fresh = owner(steps, sector).map_or(0, |index| steps[index].fresh_units());
+                let fresh = self.owner(steps, sector).map_or(0, |index| steps[index].fresh_units());
                 last.set((number, fresh));
             }
             let start = self.cluster.within(sector);
             self.entries.touched(start, start + 1) & last.get().1 != 0
-        };
-        for check in checks_of(at, data.pieces(), self.cluster, wanted) {
-            let index = owner(steps, check.0).expect("every write is some step's");
+        }
+    }
+
+    /// Whose bytes those at this place are.
+    fn owner(&self, steps: &[Step<'_>], at: ImageOffset) -> Option<usize> {
+        let place = ImageOffset::new(self.cluster.round_down(at.bytes()));
+        steps.iter().position(|step| step.host.is_some_and(|host| host.at == place))
+    }
+
+    /// Notes the checksums of what a write puts into fresh units. Bytes beside them are overwritten in place.
+    fn add_step_checks(&self, steps: &mut [Step<'_>], at: ImageOffset, data: &Buffer) {
+        for check in checks_of(at, data.pieces(), self.cluster, self.fresh_at(steps)) {
+            let index = self.owner(steps, check.0).expect("every write is some step's");
             steps[index].checks.push(check);
         }
     }

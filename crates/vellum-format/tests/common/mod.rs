@@ -3,17 +3,23 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 pub(crate) mod native;
+pub(crate) mod tended;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_lite::future::zip;
 use vellum_core::{
     Buffer, Disk, GuestOffset, GuestSpan, MemoryDisk, Random, Result, SharedDisk, SharedStorage, WriteFlags,
     ZeroFlags,
 };
+use vellum_format::Prealloc;
 use vellum_format::qcow2::check::{CheckReport, Repair, check};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_sim::{Content, Delay, Drive, DriveOptions, FaultPlan, World};
+
+/// Space is prepared whenever somebody tends the disk.
+const PREALLOC: Prealloc = Prealloc::Fixed(64 << 10);
 
 /// One kind of image under test.
 #[derive(Clone)]
@@ -75,7 +81,7 @@ impl Setup {
         Qcow2::open(
             header,
             Files { image, data_file: None, below },
-            OpenOptions { journal_key: Some(1), ..OpenOptions::default() },
+            OpenOptions { journal_key: Some(1), prealloc: PREALLOC, ..OpenOptions::default() },
         )
         .await
     }
@@ -96,8 +102,14 @@ pub(crate) async fn look(image: &SharedStorage) -> Result<(CheckReport, Vec<Stri
     Ok((report, lines))
 }
 
-/// One random request. Errors are for the caller to judge.
+/// One random request, and every second time the disk is tended beside it. Errors are for the caller to judge.
 pub(crate) async fn random_request(disk: &dyn Disk, random: &mut Random) -> Result<()> {
+    let is_tended = random.one_in(2);
+    let tending = async { while is_tended && disk.tend(Duration::ZERO).await {} };
+    zip(tending, one_request(disk, random)).await.1
+}
+
+async fn one_request(disk: &dyn Disk, random: &mut Random) -> Result<()> {
     let size = disk.geometry().size;
     let align = *random.pick(&[1, 512, 4096, 16_384]);
     let at = random.below(size) / align * align;

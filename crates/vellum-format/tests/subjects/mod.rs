@@ -10,11 +10,13 @@ use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, Disk, GuestOffset, HostTally, LocalFuture, MemoryDisk, Random, Result, SharedDisk, SharedStorage,
 };
+use vellum_format::Prealloc;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_format::raw::Raw;
 use vellum_sim::Content;
 use vellum_sim::explore::{Medium, Subject};
 
+use crate::common::tended::Tended;
 use crate::common::{Setup, base, look};
 use device::Device;
 
@@ -34,6 +36,8 @@ pub(crate) struct QcowSubject {
     has_small_cache: bool,
     /// The places follow each other.
     is_in_a_row: bool,
+    /// Space is prepared ahead of need, beside every request.
+    is_tended: bool,
     /// What another program has made: the image, and what the guest sees.
     made: Option<(Content, Content)>,
 }
@@ -51,6 +55,7 @@ impl QcowSubject {
             device: None,
             has_small_cache: false,
             is_in_a_row: false,
+            is_tended: false,
             made: None,
         }
     }
@@ -132,6 +137,25 @@ impl QcowSubject {
         Self { has_small_cache: true, ..new }
     }
 
+    /// The same images, with space prepared ahead.
+    pub(crate) fn prepared() -> Self {
+        let new = Self::new("qcow2 with space prepared", Self::options(4096), false, 2 << 20);
+        Self { is_tended: true, ..new }
+    }
+
+    /// Refcount blocks are near each other, and each is a boundary.
+    pub(crate) fn prepared_over_a_base() -> Self {
+        let options = CreateOptions { size: 256 << 10, ..Self::options(512) };
+        let new = Self::new("qcow2 with space prepared over a base", options, true, 96 << 10);
+        Self { is_tended: true, ..new }
+    }
+
+    pub(crate) fn journal_prepared() -> Self {
+        let options = CreateOptions { journal: Some(64 << 10), ..Self::options(4096) };
+        let new = Self::new("qcow2 with a journal and space prepared", options, false, 2 << 20);
+        Self { is_tended: true, ..new }
+    }
+
     /// QEMU has written to it and made snapshots; nothing where there is no QEMU.
     pub(crate) fn snapshots() -> Option<Self> {
         let new = Self::new("qcow2 with snapshots", Self::options(4096), false, 2 << 20);
@@ -206,7 +230,11 @@ impl Subject for QcowSubject {
             if self.has_small_cache {
                 options.mapping_bytes_max = 0;
             }
-            Ok(Qcow2::open(header, files, options).await? as SharedDisk)
+            if !self.is_tended {
+                return Ok(Qcow2::open(header, files, options).await? as SharedDisk);
+            }
+            options.prealloc = Prealloc::Fixed(64 << 10);
+            Ok(Tended::shared(Qcow2::open(header, files, options).await?))
         })
     }
 

@@ -14,7 +14,7 @@ use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 
-use rustix::fs::{AtFlags, FallocateFlags, FileType, SeekFrom, Stat, StatxFlags};
+use rustix::fs::{AtFlags, FallocateFlags, FileType, FsWord, SeekFrom, Stat, StatxFlags};
 use rustix::io::Errno;
 use vellum_core::{BlockSize, Error, Limits, Result};
 
@@ -67,6 +67,7 @@ fn of_file(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> Re
         grows_zeroed: true,
         fast_zeroes: punches,
         discards: punches,
+        prefers_written: options.writable && journals_blocks(file),
     };
     Ok(Facts { kind: Kind::Regular, len, limits, direct })
 }
@@ -90,6 +91,7 @@ fn of_device(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> 
         grows_zeroed: false,
         fast_zeroes: options.writable && zeroes,
         discards: options.writable && discards && (zeroes || options.trim),
+        prefers_written: false,
     };
     Ok(Facts { kind: Kind::Block { sector }, len, limits, direct })
 }
@@ -134,6 +136,18 @@ fn can_punch(file: &OwnedFd, len: u64) -> bool {
         Err(Errno::FBIG | Errno::INVAL) => true,
         Err(_) => false,
     }
+}
+
+/// What `statfs` says of ext2, ext3 and ext4.
+const EXT: FsWord = 0xEF53;
+/// And of XFS.
+const XFS: FsWord = 0x5846_5342;
+
+/// Whether the file system overwrites bytes where they lie, and writes its own journal when blocks are new. Only what is
+/// known to is believed to.
+fn journals_blocks(file: &OwnedFd) -> bool {
+    let kind = retry(|| rustix::fs::fstatfs(file)).map(|facts| facts.f_type);
+    kind.is_ok_and(|kind| [EXT, XFS].contains(&kind))
 }
 
 /// The directory of facts about a drive.

@@ -13,7 +13,7 @@ use vellum_format::qcow2::{Compression, CreateOptions, Preallocation};
 use vellum_io::{IoMode, run as run_worker};
 
 use super::Outcome;
-use crate::args::{CREATE_OPTIONS, NewImage, OutputFormat, parse_format, parse_size};
+use crate::args::{CREATE_OPTIONS, NewImage, OutputFormat, parse_format, parse_size, prealloc_text};
 use crate::output::{complain, human_bytes, say, say_json};
 
 /// Make an image; with a backing image, a clone that holds only what differs
@@ -222,6 +222,9 @@ fn formatting(format: FormatKind, target: &CreateTarget, new: &NewImage, size: u
     if new.says_journal() {
         line += &format!(" journal={}", switch(options.journal.is_some()));
         line += &options.journal.map(|bytes| format!(" journal_size={bytes}")).unwrap_or_default();
+    }
+    if let Some(prealloc) = prealloc_text(options.prealloc) {
+        line += &format!(" prealloc={prealloc}");
     }
     line + &format!(
         " lazy_refcounts={} refcount_bits={}",

@@ -17,7 +17,7 @@ use vellum_layer::Gate;
 use vellum_layer::chain::DEPTH_MAX;
 
 use super::Outcome;
-use crate::args::{OutputFormat, ReadArgs};
+use crate::args::{OutputFormat, ReadArgs, prealloc_text};
 use crate::output::{human_bytes, say, say_json};
 
 /// Tell what an image is
@@ -278,7 +278,10 @@ fn journal_line(header: &Header, name: &str) -> String {
         Some(bytes) if header.needs_replay() => {
             format!("{}, must be replayed: run `vellum recover {name}`", human_bytes(bytes))
         }
-        Some(bytes) => human_bytes(bytes),
+        Some(bytes) => match prealloc_text(header.prealloc()) {
+            Some(prealloc) => format!("{}, prealloc={prealloc}", human_bytes(bytes)),
+            None => human_bytes(bytes),
+        },
         None => format!(
             "not used, as another program has rewritten the header: `vellum journal enable {name}` puts it right"
         ),
@@ -305,7 +308,11 @@ fn specifics(header: &Header) -> Vec<(String, Value)> {
         facts.push(("extended-l2", json!(header.has_subclusters())));
     }
     if let Some(bytes) = header.journal_bytes() {
-        facts.push(("journal", json!({ "size": bytes, "needs-recovery": header.needs_replay() })));
+        let mut journal = json!({ "size": bytes, "needs-recovery": header.needs_replay() });
+        if let Some(prealloc) = prealloc_text(header.prealloc()) {
+            journal["prealloc"] = json!(prealloc);
+        }
+        facts.push(("journal", journal));
     } else if header.has_misplaced_journal() {
         facts.push(("journal", json!({ "size": 0, "needs-recovery": false, "misplaced": true })));
     }

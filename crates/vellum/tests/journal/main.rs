@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   life.rs     a server is killed, everybody refuses the image and says why, `vellum recover`; closed it is plain qcow2
+//!   prepared.rs space ahead of need: a server that has prepared some is killed, or closes
 //!   wishes.rs   `vellum journal enable|disable` on images that QEMU made
 //!   turns.rs    QEMU and Vellum write one image in turns, Vellum sometimes killed
 //! ```
@@ -12,6 +13,7 @@
 mod support;
 
 mod life;
+mod prepared;
 mod turns;
 mod wishes;
 

@@ -9,7 +9,9 @@
 
 use vellum_core::Random;
 
+use crate::cost::lab::Plan;
 use crate::load::guest::Request;
+use crate::subjects::{self, Subject};
 
 /// The unit in which QEMU's and our qcow2 give out space.
 const CLUSTER_BYTES: u64 = 64 << 10;
@@ -120,20 +122,16 @@ pub(super) const WORKLOADS: [Workload; 20] = [
     workload("flushers-overwrite-4k", "4 guests: 4 KiB to mapped clusters", InPlace, 4).guests(4),
 ];
 
-/// What is asked, in order.
-#[derive(Debug, Clone)]
-pub(super) struct Plan {
-    /// The size of the disk.
-    pub(super) disk_bytes: u64,
-    /// What is written before all else; the image is closed then.
-    pub(super) fill: Vec<Request>,
-    /// The first operations, which do not count.
-    pub(super) warm_up: Vec<Request>,
-    /// What counts, for each guest.
-    pub(super) counted: Vec<Vec<Request>>,
-}
-
 impl Workload {
+    /// Whether it is one for this format.
+    pub(super) fn suits(&self, subject: &Subject) -> bool {
+        match self.below {
+            Below::Nothing => subject.base != subjects::Base::Always,
+            Below::Base => subject.base != subjects::Base::Never,
+            Below::Snapshot => subject.base != subjects::Base::Always && subject.format == "qcow2",
+        }
+    }
+
     /// The requests of so many operations that count, after the warm-up.
     pub(super) fn plan(&self, count: usize) -> Plan {
         let operations = WARM_UP + count;

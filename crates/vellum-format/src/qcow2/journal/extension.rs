@@ -1,11 +1,12 @@
 //! The header extension that says where the journal is.
 //!
 //! ```text
-//!   version │ wanted bytes │ run: start, length │ generation │ key │ crc           64 bytes, in the first sector
+//!   version │ prealloc │ wanted bytes │ run: start, length │ generation │ key │ crc           64 bytes, in the first sector
 //! ```
 
 use vellum_core::{Error, ImageOffset, ImageSpan, Result};
 
+use crate::Prealloc;
 use crate::bytes::{be32, be64, put32, put64};
 use crate::journal::record::{BYTES_MAX, be128, put128};
 
@@ -20,6 +21,8 @@ pub(crate) struct Extension {
     pub(crate) generation: u64,
     /// What its records have in common, and nothing else.
     pub(crate) key: u128,
+    /// Whether space is to be prepared ahead of need while the image is written.
+    pub(crate) prealloc: Prealloc,
 }
 
 /// Bytes of the extension's body.
@@ -30,6 +33,7 @@ impl Extension {
     pub(crate) fn encode(&self) -> [u8; EXTENSION_LEN] {
         let mut bytes = [0; EXTENSION_LEN];
         put32(&mut bytes, 0, EXTENSION_VERSION);
+        put32(&mut bytes, 4, self.prealloc.encode());
         put64(&mut bytes, 8, self.wanted_bytes);
         put64(&mut bytes, 16, self.run.start().bytes());
         put64(&mut bytes, 24, self.run.len());
@@ -58,7 +62,13 @@ impl Extension {
         let run = ImageSpan::checked(ImageOffset::new(be64(&copy, 16)), be64(&copy, 24))
             .filter(|run| run.len() <= BYTES_MAX && run.end().bytes() <= 1 << 56)
             .ok_or_else(|| Error::corrupt("the journal cannot lie where its extension says"))?;
-        Ok(Self { wanted_bytes: be64(&copy, 8), run, generation: be64(&copy, 32), key: be128(&copy, 40) })
+        Ok(Self {
+            wanted_bytes: be64(&copy, 8),
+            run,
+            generation: be64(&copy, 32),
+            key: be128(&copy, 40),
+            prealloc: Prealloc::decode(be32(&copy, 4)),
+        })
     }
 }
 
@@ -69,7 +79,8 @@ mod tests {
     #[test]
     fn the_extension_reads_as_it_was_written() {
         let run = ImageOffset::new(1 << 20).span(1 << 20);
-        let extension = Extension { wanted_bytes: 1 << 20, run, generation: 7, key: 5 };
+        let prealloc = Prealloc::Fixed(5 << 20);
+        let extension = Extension { wanted_bytes: 1 << 20, run, generation: 7, key: 5, prealloc };
         assert_eq!(Extension::decode(&extension.encode()).unwrap(), extension);
         let mut bytes = extension.encode();
         bytes[20] ^= 1;

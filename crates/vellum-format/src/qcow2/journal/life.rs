@@ -65,7 +65,8 @@ impl Qcow2 {
             extension.generation.wrapping_add(u64::from(!sabotage::is(Bug::OldRunKept)))
         };
         let key = journal.new_key()?;
-        let extension = Extension { wanted_bytes: journal.wanted_bytes, run, generation, key };
+        let prealloc = lock(&self.header).prealloc();
+        let extension = Extension { wanted_bytes: journal.wanted_bytes, run, generation, key, prealloc };
         self.change_header(|header| {
             header.set_journal(extension);
             let autoclear = header.autoclear & autoclear::KEPT;
@@ -85,6 +86,8 @@ impl Qcow2 {
         }
         journal.empty(self).await?;
         let run = journal.run().expect("it has begun");
+        // What was prepared goes while the bit says that somebody must look.
+        self.cut_to_end(run).await?;
         self.change_header(|header| {
             let (extension, _) = header.journal.expect("there is a journal");
             header.set_journal(Extension { run: ImageOffset::ZERO.span(0), key: 0, ..extension });
@@ -93,13 +96,7 @@ impl Qcow2 {
         .await?;
         self.flush_storage().await?; // commit point of the clean close
         // From here on the image is whole without what follows.
-        let end = { self.refcounts().end() };
-        if let Some(end) = end.filter(|end| *end < self.metadata.len()) {
-            self.metadata
-                .set_len(end)
-                .await
-                .context(|| format!("{}: can't cut the file to its end", self.name))?;
-        }
+        self.cut_to_end(ImageOffset::ZERO.span(0)).await?;
         if run.end().bytes() <= self.metadata.len() && self.metadata.limits().fast_zeroes {
             let _ = self.metadata.write_zeroes(run, Zeroes::MayUnmap).await;
         }

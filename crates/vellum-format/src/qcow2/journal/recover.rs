@@ -29,6 +29,7 @@ use vellum_core::{BlockSize, Error, ImageOffset, ImageSpan, Result, SharedStorag
 use super::super::check;
 use super::super::header::Header;
 use super::super::layout::{METADATA_PAGE, OFFSET_MASK, be64, incompatible};
+use super::super::prepare::give_back_tail;
 use super::super::refcount;
 use super::extension::Extension;
 use crate::journal::record::{Item, Record};
@@ -103,14 +104,17 @@ pub async fn recover(header: &Header, image: &SharedStorage) -> Result<Recovery>
     Ok(recovery)
 }
 
-/// Clears the bit, and forgets where the journal was.
+/// Clears the bit, and forgets where the journal was. What the file grew by and nobody uses is given back: before, what lies
+/// behind the journal; after, the journal, if it is last. What lies before it was there when the image was opened.
 async fn forget(header: &Header, storage: &dyn Storage, run: ImageSpan) -> Result<()> {
+    give_back_tail(header, storage, run).await?;
     let mut header = header.clone();
     let (extension, _) = header.journal.expect("as before");
     header.set_journal(Extension { run: ImageOffset::ZERO.span(0), key: 0, ..extension });
     header.set_features(header.incompatible & !incompatible::JOURNAL, header.autoclear);
     storage.write(ImageOffset::ZERO, header.first_sector()).await?;
     storage.flush().await?; // commit point of the recovery
+    give_back_tail(&header, storage, run.start().span(0)).await?;
     if storage.limits().fast_zeroes && run.end().bytes() <= storage.len() {
         let _ = storage.write_zeroes(run, Zeroes::MayUnmap).await; // free space, from now on
     }

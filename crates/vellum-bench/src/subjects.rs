@@ -6,12 +6,11 @@ use std::process::Command;
 
 use vellum_core::Result;
 
-use super::workloads::{Below, Workload};
 use crate::images;
 
 /// The program that makes and serves an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Maker {
+pub(crate) enum Maker {
     /// `vellum create`, `vellum serve`.
     Vellum,
     /// `qemu-img create`, `qemu-nbd`.
@@ -20,7 +19,7 @@ pub(super) enum Maker {
 
 /// Whether an image has another one below it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Base {
+pub(crate) enum Base {
     Never,
     Either,
     Always,
@@ -28,7 +27,7 @@ enum Base {
 
 /// How a qcow2 of Vellum makes its metadata durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Journal {
+pub(crate) enum Journal {
     /// Not by a journal. Where `create` knows of one, it is told to leave it out.
     Off,
     On,
@@ -36,18 +35,19 @@ enum Journal {
 
 /// A format with options, of a program.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Subject {
+pub(crate) struct Subject {
     /// The name in a table.
-    pub(super) name: &'static str,
-    pub(super) maker: Maker,
+    pub(crate) name: &'static str,
+    pub(crate) maker: Maker,
     /// The format's name, the same to both programs.
-    pub(super) format: &'static str,
+    pub(crate) format: &'static str,
     options: &'static str,
-    base: Base,
+    pub(crate) base: Base,
     journal: Journal,
 }
 
-const fn vellum(
+/// One of Vellum.
+pub(crate) const fn vellum(
     name: &'static str,
     format: &'static str,
     options: &'static str,
@@ -57,12 +57,18 @@ const fn vellum(
     Subject { name, maker: Maker::Vellum, format, options, base, journal }
 }
 
-const fn qemu(name: &'static str, format: &'static str, options: &'static str, base: Base) -> Subject {
+/// One of QEMU.
+pub(crate) const fn qemu(
+    name: &'static str,
+    format: &'static str,
+    options: &'static str,
+    base: Base,
+) -> Subject {
     Subject { name, maker: Maker::Qemu, format, options, base, journal: Journal::Off }
 }
 
 /// All of them, ours first.
-pub(super) const SUBJECTS: [Subject; 13] = [
+pub(crate) const SUBJECTS: [Subject; 13] = [
     vellum("vellum raw", "raw", "", Base::Never, Journal::Off),
     vellum("vellum qcow2 plain", "qcow2", "", Base::Either, Journal::Off),
     vellum("vellum qcow2 extended_l2=off", "qcow2", "extended_l2=off", Base::Always, Journal::Off),
@@ -80,15 +86,15 @@ pub(super) const SUBJECTS: [Subject; 13] = [
 
 /// Vellum as it makes images.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Tools<'a> {
-    pub(super) vellum: &'a Path,
+pub(crate) struct Tools<'a> {
+    pub(crate) vellum: &'a Path,
     /// Whether its `create` knows the option `journal`.
-    pub(super) knows_journal: bool,
+    pub(crate) knows_journal: bool,
 }
 
 impl<'a> Tools<'a> {
     /// Looks what this `vellum` can, by making an image there.
-    pub(super) fn probe(vellum: &'a Path, image: &Path) -> Result<Self> {
+    pub(crate) fn probe(vellum: &'a Path, image: &Path) -> Result<Self> {
         let mut command = create(vellum.as_os_str(), "qcow2", &["journal=off"]);
         let knows_journal = images::complaint(command.arg(image).arg("1M"))?.is_none();
         Ok(Self { vellum, knows_journal })
@@ -105,15 +111,6 @@ fn create(program: &OsStr, format: &str, options: &[&str]) -> Command {
 }
 
 impl Subject {
-    /// Whether the workload is one for it.
-    pub(super) fn takes(&self, workload: &Workload) -> bool {
-        match workload.below {
-            Below::Nothing => self.base != Base::Always,
-            Below::Base => self.base != Base::Never,
-            Below::Snapshot => self.base != Base::Always && self.format == "qcow2",
-        }
-    }
-
     /// The command that makes an empty image; over `base`, which is raw, when there is one.
     fn making(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Command {
         let mut command = match self.maker {
@@ -135,13 +132,13 @@ impl Subject {
     }
 
     /// Makes it.
-    pub(super) fn make(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Result<()> {
+    pub(crate) fn make(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Result<()> {
         images::run(&mut self.making(tools, image, size, base))
     }
 
     /// Why it cannot be looked at, as its maker says when it is asked for such an image. A plain image of ours that cannot
     /// be made is a mistake and no reason.
-    pub(super) fn refusal(&self, tools: Tools<'_>, image: &Path) -> Result<Option<String>> {
+    pub(crate) fn refusal(&self, tools: Tools<'_>, image: &Path) -> Result<Option<String>> {
         if self.maker == Maker::Vellum && self.journal == Journal::Off {
             return Ok(None);
         }

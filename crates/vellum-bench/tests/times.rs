@@ -1,0 +1,65 @@
+//! The commands that time something, on this machine and small: that they come to an end and tell all their rows. What they
+//! counted is looked at, and no time is.
+
+mod support;
+
+use serde_json::Value;
+use support::{NO_VELLUM, is_installed, number, report, skipped, vellum};
+
+fn is_positive(value: &Value, place: &str) -> bool {
+    value.pointer(place).and_then(Value::as_f64).is_some_and(|value| value > 0.0)
+}
+
+#[test]
+fn a_disk_that_grows() {
+    let Some(vellum) = vellum() else {
+        return skipped(NO_VELLUM);
+    };
+    let arguments = ["--skip-peers", "--rounds", "2", "--operations", "4", "--write", "4K"];
+    let (report, told) = report("growing", &vellum, &arguments);
+    let outcome = &report["writes"][0];
+    assert_eq!(number(outcome, "/write-bytes"), 4096);
+    let rows = outcome["rows"].as_array().expect("rows");
+    for subject in ["vellum qcow2 journaled", "vellum qcow2 plain", "vellum raw", "file, growing: pwrite"] {
+        let row = rows.iter().find(|row| row["subject"] == subject).unwrap_or_else(|| panic!("{told}"));
+        assert_eq!(row["rounds-us"].as_array().map(Vec::len), Some(2), "the first round does not count");
+        assert!(is_positive(row, "/median-us") && is_positive(row, "/p99-us"), "{told}");
+    }
+    assert!(!rows.iter().any(|row| row["subject"].as_str().is_some_and(|name| name.starts_with("qemu"))));
+}
+
+#[test]
+fn flushes_that_take_long() {
+    let Some(vellum) = vellum() else {
+        return skipped(NO_VELLUM);
+    };
+    if !is_installed("strace") {
+        return skipped("strace is not installed; nothing holds a flush");
+    }
+    let (report, told) =
+        report("slow-flush", &vellum, &["--skip-peers", "--delay", "20", "--seconds", "0.2"]);
+    let rows = report["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 3, "{told}");
+    for row in rows {
+        for (when, writes) in [("alone", false), ("beside-writer", true), ("beside-slow-writer", true)] {
+            let reads = &row["seen"][when];
+            assert_eq!(number(reads, "/reads"), 40, "one each 5 ms: {told}");
+            assert_eq!(number(reads, "/guest-flushes") > 0, writes, "{when}: {told}");
+            assert!(is_positive(reads, "/max-us"), "{told}");
+        }
+    }
+}
+
+#[test]
+fn an_image_whose_server_was_killed() {
+    let Some(vellum) = vellum() else {
+        return skipped(NO_VELLUM);
+    };
+    let (report, told) = report("recovery", &vellum, &["--size", "1G", "--journal-size", "256K"]);
+    let row = &report["rows"][0];
+    let (writes, records) = (number(row, "/flushed-writes"), number(row, "/records-replayed"));
+    assert_eq!(writes, 31, "{told}");
+    // A record each; the newest is proven by itself, and opening may have made one.
+    assert!((writes - 1..=writes + 2).contains(&records), "{told}");
+    assert!(number(row, "/pages-written") > 0 && is_positive(row, "/serve-seconds"), "{told}");
+}

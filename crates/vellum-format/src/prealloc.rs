@@ -1,0 +1,221 @@
+//! How far ahead of need the end of an image is written with zeros. Pure: what is done with it is `qcow2/prepare.rs`.
+//!
+//! ```text
+//!   rate of allocation, bytes/s   0          1 MiB/s              64 MiB/s
+//!   distance                      nothing    1 MiB   … a second's worth …   64 MiB
+//! ```
+//!
+//! A file system such as ext4 writes its own journal when a flush finds blocks that the file did not have, or had and that
+//! were never written. Where zeros were written before, a flush writes the data alone. So the zeros are written ahead,
+//! when nobody waits, as far ahead as a second of allocating goes.
+
+use std::time::Duration;
+
+/// Whether space is prepared, and how far ahead.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Prealloc {
+    /// As [`Prealloc::Adaptive`] where that helps
+    /// ([`Limits::prefers_written`](vellum_core::Limits::prefers_written)), as [`Prealloc::Off`] where it does not.
+    #[default]
+    Auto,
+    /// Nothing is.
+    Off,
+    /// About as much as is allocated in a second.
+    Adaptive,
+    /// So many bytes.
+    Fixed(u64),
+}
+
+/// The shortest distance, in bytes, once anything is allocated.
+const DISTANCE_MIN: u64 = 1 << 20;
+/// The longest, unless a distance is asked for.
+const DISTANCE_MAX: u64 = 64 << 20;
+
+impl Prealloc {
+    /// The least that may be asked for, in bytes.
+    pub const BYTES_MIN: u64 = 64 << 10;
+    /// The most that may be asked for, in bytes.
+    pub const BYTES_MAX: u64 = 1 << 30;
+
+    /// What is done on a storage of which that is known.
+    pub(crate) fn settled(self, prefers_written: bool) -> Self {
+        match self {
+            Self::Auto if prefers_written => Self::Adaptive,
+            Self::Auto => Self::Off,
+            said => said,
+        }
+    }
+
+    /// As it stands in the journal's header extension: 0 nothing said, 1 off, 2 adaptive, else units of 4 KiB.
+    pub(crate) fn encode(self) -> u32 {
+        match self {
+            Self::Auto => 0,
+            Self::Off => 1,
+            Self::Adaptive => 2,
+            Self::Fixed(bytes) => {
+                u32::try_from(bytes.clamp(Self::BYTES_MIN, Self::BYTES_MAX) >> 12).expect("at most 2^18")
+            }
+        }
+    }
+
+    /// The other way round. What a later version may mean by a number is taken for nothing.
+    pub(crate) fn decode(word: u32) -> Self {
+        let bytes = u64::from(word) << 12;
+        match word {
+            1 => Self::Off,
+            2 => Self::Adaptive,
+            _ if (Self::BYTES_MIN..=Self::BYTES_MAX).contains(&bytes) => Self::Fixed(bytes),
+            _ => Self::Auto,
+        }
+    }
+}
+
+/// How fast the end of the image moves.
+#[derive(Debug, Default)]
+pub(crate) struct Pace {
+    /// When it was looked at, and where the end was.
+    last: Option<(Duration, u64)>,
+    /// Bytes per second.
+    rate: u64,
+    /// It has moved at all.
+    has_moved: bool,
+}
+
+impl Pace {
+    /// The end is there now. The rate is what was allocated in about the last second: a burst does not make it high, and an
+    /// idle moment does not make it low.
+    pub(crate) fn note(&mut self, now: Duration, end: u64) {
+        let Some((before, old)) = self.last else {
+            self.last = Some((now, end));
+            return;
+        };
+        let elapsed = now.saturating_sub(before);
+        self.has_moved |= end > old;
+        // Within a millisecond chance counts for more than anything else.
+        let Ok(millis @ 1..) = u64::try_from(elapsed.as_millis()) else { return };
+        let moved = u128::from(end.saturating_sub(old));
+        let kept = u128::from(self.rate) * u128::from(1000 - millis.min(1000)) / 1000;
+        let added = moved * 1000 / u128::from(millis.max(1000));
+        self.rate = u64::try_from(kept + added).unwrap_or(u64::MAX);
+        self.last = Some((now, end));
+    }
+
+    /// How far ahead space is to be prepared, in bytes.
+    pub(crate) fn distance(&self, how: Prealloc) -> u64 {
+        match how {
+            Prealloc::Auto | Prealloc::Off => 0,
+            Prealloc::Adaptive if self.has_moved => self.rate.clamp(DISTANCE_MIN, DISTANCE_MAX),
+            // An image that is only overwritten never needs any.
+            Prealloc::Adaptive => 0,
+            Prealloc::Fixed(bytes) => bytes,
+        }
+    }
+}
+
+/// What is written at once when so many bytes are to lie ready and so many do, if anything. More is begun only when a
+/// quarter of the distance is used up: a flush that comes by then has few large pieces to carry, not many small ones.
+pub(crate) fn next_piece(distance: u64, ready: u64) -> Option<u64> {
+    const PIECE_MAX: u64 = 1 << 20;
+    let missing = distance.saturating_sub(ready);
+    let piece = (distance / 4).clamp(1, PIECE_MAX);
+    (missing >= piece).then_some(piece)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn at(millis: u64) -> Duration {
+        Duration::from_millis(millis)
+    }
+
+    #[test]
+    fn the_distance_follows_the_rate() {
+        // Bytes allocated within 100 ms, and how far ahead that is.
+        for (bytes, distance) in [
+            (0, 0),
+            (512, MIB),
+            (MIB, MIB),
+            (5 * MIB, 5 * MIB),
+            (64 * MIB, 64 * MIB),
+            (65 * MIB, 64 * MIB),
+            (u64::MAX, 64 * MIB),
+        ] {
+            let mut pace = Pace::default();
+            pace.note(at(5), 0);
+            assert_eq!(pace.distance(Prealloc::Adaptive), 0, "nothing was allocated yet");
+            pace.note(at(105), bytes);
+            assert_eq!(pace.distance(Prealloc::Adaptive), distance, "{bytes} bytes");
+            assert_eq!(pace.distance(Prealloc::Off), 0);
+            assert_eq!(pace.distance(Prealloc::Fixed(3 * MIB)), 3 * MIB);
+        }
+    }
+
+    #[test]
+    fn the_rate_is_that_of_the_last_second() {
+        // Steps of so many milliseconds: whatever they are, it comes to the same, about.
+        for step in [10, 50, 100, 500, 1000] {
+            let (mut pace, mut now, mut end) = (Pace::default(), 0, 0);
+            pace.note(at(now), end);
+            let mut run = |seconds: u64, per_second: u64| {
+                for _ in 0..seconds * 1000 / step {
+                    now += step;
+                    end += per_second * step / 1000;
+                    pace.note(at(now), end);
+                }
+                pace.distance(Prealloc::Adaptive)
+            };
+            let busy = run(1, 20 * MIB);
+            assert!((12 * MIB..=20 * MIB).contains(&busy), "{busy} after a second in steps of {step} ms");
+            let long = run(9, 20 * MIB);
+            assert!((19 * MIB..=20 * MIB).contains(&long), "{long} after ten seconds in steps of {step} ms");
+            let idle = run(1, 0);
+            assert!(idle < 8 * MIB, "{idle} after an idle second in steps of {step} ms");
+            assert_eq!(run(60, 0), MIB, "after an idle minute in steps of {step} ms");
+        }
+        let mut pace = Pace::default();
+        pace.note(at(0), 0);
+        pace.note(at(10_000), 50 * MIB);
+        assert_eq!(pace.distance(Prealloc::Adaptive), 5 * MIB, "ten seconds between two looks");
+    }
+
+    #[test]
+    fn a_clock_that_stands_still_does_no_harm() {
+        let mut pace = Pace::default();
+        for end in [0, MIB, 2 * MIB, MIB] {
+            pace.note(at(7), end);
+        }
+        assert_eq!(pace.distance(Prealloc::Adaptive), MIB);
+        pace.note(at(3), 5 * MIB);
+        assert_eq!(pace.distance(Prealloc::Adaptive), MIB);
+    }
+
+    #[test]
+    fn pieces() {
+        for (distance, ready, piece) in [
+            (0, 0, None),
+            (MIB, 0, Some(MIB / 4)),
+            (MIB, MIB / 4 * 3, Some(MIB / 4)),
+            (MIB, MIB / 4 * 3 + 1, None),
+            (MIB, 2 * MIB, None),
+            (64 * MIB, 10 * MIB, Some(MIB)),
+        ] {
+            assert_eq!(next_piece(distance, ready), piece, "{distance} {ready}");
+        }
+    }
+
+    #[test]
+    fn a_wish_reads_as_it_was_written() {
+        for wish in [Prealloc::Auto, Prealloc::Off, Prealloc::Adaptive]
+            .into_iter()
+            .chain([Prealloc::BYTES_MIN, 3 * MIB, Prealloc::BYTES_MAX].map(Prealloc::Fixed))
+        {
+            assert_eq!(Prealloc::decode(wish.encode()), wish);
+        }
+        for later in [3, 15, (1 << 18) + 1, u32::MAX] {
+            assert_eq!(Prealloc::decode(later), Prealloc::Auto, "{later}");
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! A disk that somebody tends while it is used.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use futures_lite::future::zip;
+use vellum_core::{
+    Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags,
+    ZeroFlags,
+};
+
+/// Beside each request the disk is tended; what that begins comes first.
+pub(crate) struct Tended {
+    inner: SharedDisk,
+    /// Moves with each request.
+    millis: AtomicU64,
+}
+
+/// So much time passes from one request to the next.
+const STEP: u64 = 30;
+
+impl Tended {
+    pub(crate) fn shared(inner: SharedDisk) -> SharedDisk {
+        Arc::new(Self { inner, millis: AtomicU64::new(0) })
+    }
+
+    fn beside<'a, T: 'a>(&'a self, request: LocalFuture<'a, Result<T>>) -> LocalFuture<'a, Result<T>> {
+        let now = Duration::from_millis(self.millis.fetch_add(STEP, Ordering::Relaxed));
+        Box::pin(async move {
+            let tending = async {
+                for _ in 0..4 {
+                    if !self.inner.tend(now).await {
+                        break;
+                    }
+                }
+            };
+            zip(tending, request).await.1
+        })
+    }
+}
+
+impl Disk for Tended {
+    fn geometry(&self) -> Geometry {
+        self.inner.geometry()
+    }
+
+    fn below(&self) -> Option<SharedDisk> {
+        self.inner.below()
+    }
+
+    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        self.inner.read(at, buffer)
+    }
+
+    fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        self.beside(self.inner.write(at, data, flags))
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.beside(self.inner.flush())
+    }
+
+    fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        self.beside(self.inner.write_zeroes(span, flags))
+    }
+
+    fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        self.beside(self.inner.discard(span, flags))
+    }
+
+    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        self.inner.map(span)
+    }
+
+    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
+        self.inner.tend(now)
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        self.inner.close()
+    }
+}

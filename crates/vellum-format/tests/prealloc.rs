@@ -1,0 +1,291 @@
+//! Space ahead of need: what is prepared, when, that nobody waits for it, and that it is given back.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Setup, busy_drive, look};
+use vellum_core::{
+    Buffer, Disk, ErrorKind, GuestOffset, HostTally, ImageOffset, IoCounts, Limits, Random, SharedStorage,
+    Storage, WriteFlags,
+};
+use vellum_format::Prealloc;
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, recover};
+use vellum_sim::{
+    Content, CrashKind, Drive, DriveOptions, Effect, Fault, FaultPlan, Operation, Repeat, World,
+};
+
+const MIB: u64 = 1 << 20;
+const CLUSTER: u64 = 65_536;
+
+fn setups() -> [Setup; 2] {
+    [None, Some(MIB)].map(|journal| {
+        let options = CreateOptions { size: 1 << 30, journal, ..CreateOptions::default() };
+        let name = if journal.is_some() { "with a journal" } else { "in the ordered way" };
+        Setup { name, options, has_base: false }
+    })
+}
+
+/// A drive of which it is known that preparing helps, or does not.
+fn drive(world: &World, content: Content, prefers_written: bool) -> Arc<Drive> {
+    let limits = Limits { prefers_written, ..Limits::plain() };
+    Drive::from_content(world, content, DriveOptions { limits, ..DriveOptions::default() })
+}
+
+async fn open(drive: &Arc<Drive>, prealloc: Prealloc, tally: &HostTally) -> Arc<Qcow2> {
+    let image: SharedStorage = drive.clone();
+    let header = Header::read(&*image).await.unwrap();
+    let tally = tally.clone();
+    let options = OpenOptions { tally, prealloc, journal_key: Some(1), ..OpenOptions::default() };
+    Qcow2::open(header, Files { image, data_file: None, below: None }, options).await.unwrap()
+}
+
+async fn write(disk: &dyn Disk, cluster: u64) {
+    let data = Buffer::copy_of(&vec![u8::try_from(cluster % 250 + 1).unwrap(); 65_536]);
+    disk.write(GuestOffset::new(cluster * CLUSTER), data, WriteFlags::default()).await.unwrap();
+}
+
+async fn reads_as_written(disk: &dyn Disk, clusters: u64) {
+    for cluster in 0..clusters {
+        let at = GuestOffset::new(cluster * CLUSTER);
+        let bytes = disk.read(at, Buffer::zeroed(65_536)).await.unwrap().to_vec();
+        let wanted = u8::try_from(cluster % 250 + 1).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == wanted), "cluster {cluster}");
+    }
+}
+
+/// Tends until there is nothing more to do at once.
+async fn tend(disk: &dyn Disk, millis: u64) {
+    while disk.tend(Duration::from_millis(millis)).await {}
+}
+
+async fn used_end(drive: &Arc<Drive>) -> u64 {
+    let image: SharedStorage = drive.clone();
+    let (report, lines) = look(&image).await.unwrap();
+    assert!(report.is_clean(), "{lines:?}");
+    report.image_end_offset
+}
+
+/// What the guest's requests cost, and what was prepared, when 64 KiB are appended and flushed 200 times, one every 5 ms.
+fn cost(setup: &Setup, prealloc: Prealloc, prefers_written: bool) -> (Vec<IoCounts>, IoCounts) {
+    let world = World::new(0);
+    let drive = drive(&world, setup.empty_image(), prefers_written);
+    let tally = HostTally::default();
+    world.run(async {
+        let disk = open(&drive, prealloc, &tally).await;
+        for i in 0..200 {
+            write(&*disk, i).await;
+            disk.flush().await.unwrap();
+            tend(&*disk, i * 5).await;
+        }
+        let counts = [&tally.data, &tally.metadata, &tally.checkpoint].map(|tally| tally.counts()).to_vec();
+        let prepared = tally.prealloc.counts();
+        reads_as_written(&*disk, 200).await;
+        disk.close().await.unwrap();
+        let end = used_end(&drive).await;
+        assert_eq!(drive.len(), end, "{}: the file ends with what is in use", setup.name);
+        (counts, prepared)
+    })
+}
+
+#[test]
+fn the_foreground_is_the_same() {
+    for setup in setups() {
+        let (without, none) = cost(&setup, Prealloc::Off, true);
+        assert_eq!(none, IoCounts::default());
+        for (prealloc, prefers_written) in
+            [(Prealloc::Auto, true), (Prealloc::Adaptive, false), (Prealloc::Fixed(2 * MIB), false)]
+        {
+            let (with, prepared) = cost(&setup, prealloc, prefers_written);
+            assert_eq!(with, without, "{}, {prealloc:?}", setup.name);
+            assert_eq!(IoCounts { writes: 0, bytes_written: 0, ..prepared }, IoCounts::default());
+            // 12.5 MiB were allocated, within a second: that, and most of it again ahead.
+            let (least, most) = match prealloc {
+                Prealloc::Fixed(_) => (11 * MIB, 15 * MIB),
+                _ => (17 * MIB, 24 * MIB),
+            };
+            assert!((least..=most).contains(&prepared.bytes_written), "{}: {prepared:?}", setup.name);
+        }
+        // Where it does not help nothing is done unasked.
+        assert_eq!(cost(&setup, Prealloc::Auto, false).1, IoCounts::default());
+    }
+}
+
+#[test]
+fn an_image_says_for_itself() {
+    let [_, setup] = setups();
+    for (wish, said, prepares) in [
+        (Prealloc::Fixed(MIB), Prealloc::Auto, true),
+        (Prealloc::Fixed(MIB), Prealloc::Off, false),
+        (Prealloc::Off, Prealloc::Auto, false),
+        (Prealloc::Off, Prealloc::Adaptive, true),
+    ] {
+        let options = CreateOptions { prealloc: wish, ..setup.options.clone() };
+        let setup = Setup { options, ..setup.clone() };
+        // The second time from a header that was written anew.
+        let first = cost(&setup, said, true);
+        assert_eq!(first.1.writes > 0, prepares, "{wish:?} {said:?}");
+        let world = World::new(0);
+        let drive = drive(&world, setup.empty_image(), true);
+        world.run(async {
+            let disk = open(&drive, Prealloc::Off, &HostTally::default()).await;
+            write(&*disk, 0).await;
+            disk.close().await.unwrap();
+            assert_eq!(Header::read(&*drive).await.unwrap().prealloc(), wish);
+        });
+    }
+}
+
+/// An image that is only read or overwritten stays as it is, and so does one of version 2.
+#[test]
+fn nothing_is_prepared_without_need() {
+    let [plain, journaled] = setups();
+    let old = Setup { options: CreateOptions { version: 2, ..plain.options.clone() }, ..plain.clone() };
+    for (setup, prealloc) in
+        [(&plain, Prealloc::Adaptive), (&journaled, Prealloc::Adaptive), (&old, Prealloc::Fixed(MIB))]
+    {
+        let world = World::new(0);
+        let drive = drive(&world, setup.empty_image(), true);
+        let tally = HostTally::default();
+        world.run(async {
+            let disk = open(&drive, Prealloc::Off, &HostTally::default()).await;
+            write(&*disk, 0).await;
+            disk.close().await.unwrap();
+            let disk = open(&drive, prealloc, &tally).await;
+            tend(&*disk, 0).await;
+            for i in 0..20 {
+                write(&*disk, 0).await;
+                tend(&*disk, i * 100).await;
+            }
+            disk.close().await.unwrap();
+            assert_eq!(tally.prealloc.counts(), IoCounts::default());
+        });
+    }
+}
+
+/// Where the image ends when one cluster is written.
+fn end_of_one(setup: &Setup) -> u64 {
+    let world = World::new(0);
+    let drive = drive(&world, setup.empty_image(), false);
+    world.run(async {
+        let disk = open(&drive, Prealloc::Off, &HostTally::default()).await;
+        write(&*disk, 0).await;
+        disk.close().await.unwrap();
+    });
+    drive.len()
+}
+
+/// While zeros are on their way, writes go on beside them and land elsewhere; the piece comes next when it is ready.
+#[test]
+fn nobody_waits_for_zeros_nor_meets_them() {
+    for setup in setups() {
+        let zeros = ImageOffset::new(end_of_one(&setup)).span(MIB / 4);
+        let world = World::new(0);
+        let drive = busy_drive(&world, setup.empty_image(), FaultPlan::none());
+        world.run(async {
+            let disk = open(&drive, Prealloc::Fixed(MIB), &HostTally::default()).await;
+            write(&*disk, 0).await;
+            let hold = drive.hold_within(Operation::Write, zeros);
+            let tending = world.spawn({
+                let disk = disk.clone();
+                async move { disk.tend(Duration::ZERO).await }
+            });
+            hold.caught(1).await;
+            for cluster in 1..40 {
+                write(&*disk, cluster).await;
+            }
+            disk.flush().await.unwrap();
+            assert!(!tending.is_finished() && hold.count() == 1);
+            hold.release();
+            tending.await;
+            reads_as_written(&*disk, 40).await;
+            for cluster in 40..44 {
+                write(&*disk, cluster).await;
+            }
+            tend(&*disk, 10).await;
+            reads_as_written(&*disk, 44).await;
+            disk.close().await.unwrap();
+            assert_eq!(drive.len(), used_end(&drive).await);
+            // Four clusters were passed over, and came next.
+            assert_eq!(drive.len(), zeros.start().bytes() + 43 * CLUSTER, "{}", setup.name);
+        });
+    }
+}
+
+/// It ends at the first failure, and nobody but the tally hears of it.
+#[test]
+fn a_failure_ends_it_quietly() {
+    for setup in setups() {
+        for error in [ErrorKind::NoSpace, ErrorKind::Io] {
+            for (operation, effect) in [
+                (Operation::Write, Effect::None),
+                (Operation::Write, Effect::Some),
+                (Operation::SetLen, Effect::None),
+            ] {
+                let world = World::new(0);
+                let faults = FaultPlan::none();
+                let drive = busy_drive(&world, setup.empty_image(), faults.clone());
+                let tally = HostTally::default();
+                world.run(async {
+                    let disk = open(&drive, Prealloc::Fixed(4 * MIB), &tally).await;
+                    write(&*disk, 0).await;
+                    let repeat = Repeat::Once;
+                    faults.add(Fault { error, effect, repeat, ..Fault::nth(operation, 0) });
+                    tend(&*disk, 0).await;
+                    let after = tally.prealloc.counts().writes;
+                    assert!(faults.hits() == 1 && after <= 1, "{after} {}", faults.hits());
+                    for cluster in 1..30 {
+                        write(&*disk, cluster).await;
+                        disk.flush().await.unwrap();
+                        tend(&*disk, cluster).await;
+                    }
+                    assert_eq!(tally.prealloc.counts().writes, after);
+                    reads_as_written(&*disk, 30).await;
+                    disk.close().await.unwrap();
+                    assert_eq!(drive.len(), used_end(&drive).await);
+                });
+            }
+        }
+    }
+}
+
+/// A crash leaves zeros behind the end. Nobody minds, and who recovers the image cuts them off.
+#[test]
+fn a_recovery_gives_back_what_was_prepared() {
+    for setup in setups() {
+        for kind in [CrashKind::ProcessKill, CrashKind::PowerCut] {
+            let world = World::new(0);
+            let drive = drive(&world, setup.empty_image(), false);
+            world.run(async {
+                let disk = open(&drive, Prealloc::Fixed(16 * MIB), &HostTally::default()).await;
+                for cluster in 0..40 {
+                    write(&*disk, cluster).await;
+                }
+                tend(&*disk, 0).await;
+                disk.flush().await.unwrap();
+                assert!(drive.len() > 18 * MIB);
+            });
+            let left = drive.crash(kind, &mut Random::from_seed(1));
+            assert!(left.len() > 18 * MIB, "{}: it was durable", setup.name);
+            // By opening it, and by recovering alone.
+            for by_opening in [true, false] {
+                let world = World::new(0);
+                let drive = crate::drive(&world, left.clone(), false);
+                world.run(async {
+                    let image: SharedStorage = drive.clone();
+                    let header = Header::read(&*image).await.unwrap();
+                    if by_opening || !header.needs_replay() {
+                        let disk = open(&drive, Prealloc::Auto, &HostTally::default()).await;
+                        assert_eq!(drive.len(), used_end(&drive).await, "{}", setup.name);
+                        reads_as_written(&*disk, 40).await;
+                        disk.close().await.unwrap();
+                    } else {
+                        recover(&header, &image).await.unwrap();
+                    }
+                    assert_eq!(drive.len(), used_end(&drive).await, "{}", setup.name);
+                });
+            }
+        }
+    }
+}

@@ -4,8 +4,12 @@
 mod common;
 #[path = "native/counts.rs"]
 mod counts;
+#[path = "subjects/device.rs"]
+mod device;
 #[path = "native/sim.rs"]
 mod sim;
+#[path = "native/space.rs"]
+mod space;
 
 use std::cell::RefCell;
 use std::sync::Arc;

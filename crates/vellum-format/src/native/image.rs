@@ -115,6 +115,8 @@ pub(super) enum Sub {
     Base,
     Image,
     Zero,
+    /// Its mask has the value that means nothing.
+    Broken,
 }
 
 /// The masks' values.
@@ -133,6 +135,8 @@ pub(super) enum Origin {
     /// Zero, over the base.
     Zero,
     Below,
+    /// Nobody can tell.
+    Broken,
 }
 
 impl Native {
@@ -188,8 +192,9 @@ impl Native {
         }
         Ok(match self.home.get(self.places.mask(sub_block))? {
             mask::BASE => Sub::Base,
+            mask::DATA => Sub::Image,
             mask::ZERO => Sub::Zero,
-            _ => Sub::Image,
+            _ => Sub::Broken,
         })
     }
 
@@ -250,6 +255,12 @@ impl Native {
                 Err(missing) => self.load(missing).await?,
             }
         }
+    }
+
+    /// What a mask says that means nothing.
+    pub(super) fn broken(&self, at: GuestOffset) -> Error {
+        let (name, at) = (&self.name, at.bytes());
+        Error::corrupt(format!("{name}: the mask of the disk at {at:#x} is impossible: run `vellum check`"))
     }
 
     /// The part of the run that lies in its first cell, and the rest.

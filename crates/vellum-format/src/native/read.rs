@@ -48,6 +48,7 @@ impl Native {
             match sub {
                 Sub::Base => push(parts, Part { len, from: Origin::Below }),
                 Sub::Zero => push(parts, Part { len, from: Origin::Zero }),
+                Sub::Broken => push(parts, Part { len, from: Origin::Broken }),
                 Sub::Image => {
                     while !now.is_empty() {
                         let from = GuestSpan::between(now.start(), rest.end());
@@ -104,6 +105,7 @@ impl Native {
         match part.from {
             Origin::Host(host) => self.data.read(host, buffer).await,
             Origin::Below => self.read_base(at, buffer).await,
+            Origin::Broken => Err(self.broken(at)),
             Origin::NoUnit | Origin::Zero => {
                 buffer.fill(0);
                 Ok(buffer)
@@ -135,6 +137,7 @@ impl Native {
                     extents.push(Extent { span, place: Place::Zero { allocated: false } });
                 }
                 Origin::Below => self.map_base(span, &mut extents),
+                Origin::Broken => return Err(self.broken(span.start())),
             }
         }
         Ok(extents)

@@ -120,3 +120,66 @@ pub(super) fn last_unit(word: u64) -> u32 {
     let entry = |value: u64| u32::try_from(value & 0xFFFF_FFFF).expect("32 bits");
     entry(word >> 32).max(entry(word))
 }
+
+#[cfg(test)]
+mod tests {
+    use futures_lite::future::block_on;
+    use vellum_core::{Buffer, ErrorKind, ImageOffset, MemoryStorage, Storage};
+
+    use super::*;
+    use crate::journal::record::Item;
+    use crate::native::{CreateOptions, create};
+
+    /// An image whose journal has this item in its only record.
+    fn recovered(item: impl Fn(&Places) -> Item) -> (Result<Recovery>, Vec<u8>) {
+        block_on(async {
+            let image = MemoryStorage::new("image");
+            let options = CreateOptions {
+                size: 1 << 20,
+                has_table: true,
+                unit_size: Some(64 << 10),
+                journal_bytes: Some(64 << 10),
+                ..CreateOptions::default()
+            };
+            create(&*image, &options).await.unwrap();
+            let mut superblocks = Superblocks::read(&*image).await.unwrap();
+            superblocks.superblock.generation += 1;
+            superblocks.superblock.key = Some(7);
+            superblocks.write(&*image).await.unwrap();
+            let places = superblocks.superblock.places();
+            let record = Record {
+                generation: superblocks.superblock.generation,
+                key: 7,
+                sequence: 1,
+                tail: 1,
+                items: vec![item(&places)],
+                ..Record::default()
+            };
+            let run = places.region(Region::Journal);
+            image.write(run.start(), Buffer::copy_of(&record.encode())).await.unwrap();
+            let shared: SharedStorage = image.clone();
+            let result = recover(&shared).await;
+            (result, image.content().to_vec())
+        })
+    }
+
+    #[test]
+    fn a_journal_changes_tables_and_data_and_nothing_else() {
+        let words = |at| Item::Words { at, values: vec![1 << 32] };
+        let (result, bytes) = recovered(|places| words(places.region(Region::Table).start()));
+        assert_eq!(result.unwrap().records, 1);
+        let places = Superblocks::choose(&bytes).unwrap().superblock.places();
+        assert!(bytes.len() as u64 >= places.unit(1).end().bytes(), "the file holds what the table names");
+        let refused = [
+            recovered(|_| words(ImageOffset::new(192))).0,
+            recovered(|places| words(places.region(Region::Journal).start())).0,
+            recovered(|places| words(places.data_offset())).0,
+            recovered(|places| Item::Full { at: places.region(Region::Table).start(), bytes: vec![1; 512] })
+                .0,
+            recovered(|_| Item::Full { at: ImageOffset::new(1 << 55), bytes: vec![1; 512] }).0,
+        ];
+        for (number, result) in refused.into_iter().enumerate() {
+            assert_eq!(result.unwrap_err().kind(), ErrorKind::Corrupt, "case {number}");
+        }
+    }
+}

@@ -352,6 +352,7 @@ impl Native {
                 buffer.fill(0);
                 Ok(buffer)
             }
+            Sub::Broken => Err(self.broken(span.start())),
             Sub::Image => unreachable!("the part is claimed"),
         }
     }

@@ -178,7 +178,7 @@ impl Native {
         while !rest.is_empty() {
             let (sub, len) = self.first_state(rest)?;
             let (now, later) = rest.split_at(len);
-            if sub == Sub::Base {
+            if matches!(sub, Sub::Base | Sub::Broken) {
                 subs.push(SUB_BLOCK.cluster_of(now.start()).index());
             }
             rest = later;

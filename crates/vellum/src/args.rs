@@ -167,7 +167,6 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 19] = [
         "SIZE",
         "its size, 64k to 64M (qcow2: default 1M, while the image is open; vellum: 16M)",
     ),
-    ("prealloc", "adaptive|SIZE|off", "zeros ahead of need while it is served (qcow2 with a journal)"),
     (
         "layout",
         "linear|table",
@@ -176,6 +175,7 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 19] = [
     ("unit_size", "SIZE", "what one entry of the table maps, 64k to 2M (vellum; default 1M)"),
     ("block_size", "SIZE", "what one bit over the backing image covers, 4k to 1M (vellum; default 64k)"),
     ("zeroed", "on|off", "make a device read as zero first (vellum)"),
+    ("prealloc", "adaptive|SIZE|off", "zeros ahead of need while it is served (qcow2 with a journal)"),
 ];
 
 /// Options that raw images have, and images of the native format; qcow2 has all but the last of these.

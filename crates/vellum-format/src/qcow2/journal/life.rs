@@ -64,8 +64,8 @@ impl Qcow2 {
             let (extension, _) = header.journal.expect("there is a journal because the header has one");
             extension.generation.wrapping_add(u64::from(!sabotage::is(Bug::OldRunKept)))
         };
-        let prealloc = lock(&self.header).prealloc();
         let key = journal.new_key()?;
+        let prealloc = lock(&self.header).prealloc();
         let extension = Extension { wanted_bytes: journal.wanted_bytes, run, generation, key, prealloc };
         self.change_header(|header| {
             header.set_journal(extension);

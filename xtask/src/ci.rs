@@ -6,8 +6,6 @@
 use crate::shell::{cargo, print_steps, run as run_command, step};
 use crate::{Outcome, fuzz, test, tidy};
 
-/// How long each fuzz target runs in `ci`.
-const FUZZ_SECONDS: u64 = 60;
 /// What `soak` takes when it is told nothing: minutes for each fuzz target, the part of the matrix, the scale of the
 /// random tests.
 const SOAK_MINUTES: u64 = 10;
@@ -22,26 +20,31 @@ pub(crate) fn run() -> Outcome {
     failed.note("docs", step("docs", docs));
     let (report, tests) = test::everything(&test::Plan { filters: &[], profile: "ci", variables: &[] });
     failed.note("tests", tests);
-    failed.note("fuzzing", fuzz::every_target(FUZZ_SECONDS, fuzz::Start::Same));
+    failed.note("fuzzing", fuzz::every_target(fuzz::Inputs::Fixed));
     print_steps();
     fuzz::print_counts();
     report.print();
     failed.outcome()
 }
 
+/// What makes tests by chance longer, and the crash explorer complete.
+pub(crate) fn soak_variables() -> [(&'static str, &'static str); 2] {
+    [("VELLUM_TEST_SCALE", SOAK_SCALE), ("VELLUM_EXPLORE", "all")]
+}
+
 /// `soak [MINUTES] [PART/PARTS]`.
 pub(crate) fn soak(arguments: &[String]) -> Outcome {
     let (minutes, part) = soak_arguments(arguments)?;
-    let variables = [
-        ("VELLUM_TEST_SCALE", SOAK_SCALE.to_owned()),
-        ("VELLUM_FULL_MATRIX", part.to_owned()),
-        ("VELLUM_EXPLORE", "all".to_owned()),
-    ];
+    let variables: Vec<(&str, String)> = soak_variables()
+        .into_iter()
+        .chain([("VELLUM_FULL_MATRIX", part)])
+        .map(|(name, value)| (name, value.to_owned()))
+        .collect();
     let mut failed = Failed::default();
     let (report, tests) =
         test::everything(&test::Plan { filters: &[], profile: "soak", variables: &variables });
     failed.note("tests", tests);
-    failed.note("fuzzing", fuzz::every_target(minutes * 60, fuzz::Start::New));
+    failed.note("fuzzing", fuzz::every_target(fuzz::Inputs::Seconds(minutes * 60)));
     print_steps();
     fuzz::print_counts();
     report.print();

@@ -16,22 +16,26 @@ use std::sync::Mutex;
 use crate::Outcome;
 use crate::shell::{Stream, cargo, has, output, root, run as run_command, run_and_listen, step, target_dir};
 
-/// A target and what its inputs may take.
+/// A target, what its inputs may take, and how many of them `ci` tries: about 45 seconds' worth on one core.
 struct Target {
     name: &'static str,
     input_bytes_max: u32,
+    ci_inputs: u64,
 }
 
 const TARGETS: [Target; 8] = [
-    Target { name: "qcow2_open", input_bytes_max: 96 << 10 },
-    Target { name: "qcow2_ops", input_bytes_max: 512 },
-    Target { name: "qcow2_journal", input_bytes_max: 1024 },
-    Target { name: "qcow2_header", input_bytes_max: 4096 },
-    Target { name: "native_open", input_bytes_max: 1024 },
-    Target { name: "nbd_session", input_bytes_max: 4096 },
-    Target { name: "nbd_handshake", input_bytes_max: 4096 },
-    Target { name: "nbd_request", input_bytes_max: 64 },
+    Target { name: "qcow2_open", input_bytes_max: 96 << 10, ci_inputs: 70_000 },
+    Target { name: "qcow2_ops", input_bytes_max: 512, ci_inputs: 16_000 },
+    Target { name: "qcow2_journal", input_bytes_max: 1024, ci_inputs: 170_000 },
+    Target { name: "qcow2_header", input_bytes_max: 4096, ci_inputs: 500_000 },
+    Target { name: "native_open", input_bytes_max: 1024, ci_inputs: 16_000 },
+    Target { name: "nbd_session", input_bytes_max: 4096, ci_inputs: 1_000_000 },
+    Target { name: "nbd_handshake", input_bytes_max: 4096, ci_inputs: 6_000_000 },
+    Target { name: "nbd_request", input_bytes_max: 64, ci_inputs: 50_000_000 },
 ];
+
+/// What ends a fixed number of inputs on a machine that is far too slow for it.
+const FIXED_SECONDS_MAX: u64 = 150;
 
 /// What makes libFuzzer see which way an input went.
 const COVERAGE: [&str; 6] = [
@@ -62,13 +66,14 @@ impl Counts {
     }
 }
 
-/// Where the random choices begin.
+/// Which inputs are tried.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Start {
-    /// With the same number each time: what a change has to pass does not depend on luck.
-    Same,
-    /// Anywhere: to find what is not known yet.
-    New,
+pub(crate) enum Inputs {
+    /// The same each time, on every machine: as many as the table says, from the seeds alone, drawn from the same
+    /// number. What a change has to pass depends neither on luck nor on speed.
+    Fixed,
+    /// New ones for so long, beginning with what was found before: to find what is not known yet.
+    Seconds(u64),
 }
 
 /// What was fuzzed so far.
@@ -81,18 +86,18 @@ pub(crate) fn print_counts() {
 pub(crate) fn run(arguments: &[String]) -> Outcome {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match arguments[..] {
-        [] => every_target(60, Start::New),
+        [] => every_target(Inputs::Seconds(60)),
         ["seeds"] => write_seeds(),
         [seconds] if seconds.parse::<u64>().is_ok() => {
-            every_target(seconds.parse().expect("as just seen"), Start::New)
+            every_target(Inputs::Seconds(seconds.parse().expect("as just seen")))
         }
         [name, ref rest @ ..] => {
             let target = find(name)?;
             let programs = build()?;
             match *rest {
-                [] => fuzz(target, &programs, 60, Start::New),
+                [] => fuzz(target, &programs, Inputs::Seconds(60)),
                 [seconds] if seconds.parse::<u64>().is_ok() => {
-                    fuzz(target, &programs, seconds.parse().expect("as just seen"), Start::New)
+                    fuzz(target, &programs, Inputs::Seconds(seconds.parse().expect("as just seen")))
                 }
                 ["--", ref own @ ..] => run_command(begin(target, &programs).args(own)),
                 // The target runs in fuzz/, the files are named from where its caller is.
@@ -105,8 +110,8 @@ pub(crate) fn run(arguments: &[String]) -> Outcome {
     }
 }
 
-/// Each target for so long; all of them run, whatever the first finds.
-pub(crate) fn every_target(seconds: u64, start: Start) -> Outcome {
+/// Each target; all of them run, whatever the first finds.
+pub(crate) fn every_target(inputs: Inputs) -> Outcome {
     if !has("c++") && !has("g++") && !has("clang++") {
         eprintln!("skipped: fuzzing, because libFuzzer is built with a C++ compiler and there is none");
         return Ok(());
@@ -114,8 +119,7 @@ pub(crate) fn every_target(seconds: u64, start: Start) -> Outcome {
     let programs = build()?;
     let mut failed = Vec::new();
     for target in &TARGETS {
-        if let Err(error) = step(&format!("fuzz {}", target.name), || fuzz(target, &programs, seconds, start))
-        {
+        if let Err(error) = step(&format!("fuzz {}", target.name), || fuzz(target, &programs, inputs)) {
             eprintln!("{error}");
             failed.push(target.name);
         }
@@ -158,22 +162,42 @@ fn begin(target: &Target, programs: &Path) -> Command {
     command.current_dir(workspace());
     command.arg(format!("-artifact_prefix={}/", artifacts.display()));
     command.arg(format!("-max_len={}", target.input_bytes_max));
-    command.args(["-rss_limit_mb=512", "-timeout=20"]);
+    // A limit for what hangs, far above what any input takes on a busy machine.
+    command.args(["-rss_limit_mb=512", "-timeout=60"]);
     command
 }
 
-fn fuzz(target: &Target, programs: &Path, seconds: u64, start: Start) -> Outcome {
-    let corpus = workspace().join("corpus").join(target.name);
-    fs::create_dir_all(&corpus).map_err(|error| format!("{}: {error}", corpus.display()))?;
+fn fuzz(target: &Target, programs: &Path, inputs: Inputs) -> Outcome {
     let mut command = begin(target, programs);
-    command.args([&format!("-max_total_time={seconds}"), "-print_final_stats=1", "-verbosity=0"]);
-    if start == Start::Same {
-        command.arg("-seed=1");
+    command.args(["-print_final_stats=1", "-verbosity=0"]);
+    let corpus = match inputs {
+        Inputs::Fixed => {
+            // What was found before, here, is not found everywhere: this begins without it. Nor may it depend on the
+            // order of a directory, or on when it is read again.
+            command.args(["-seed=1", "-reload=0"]);
+            command.arg(format!("-runs={}", target.ci_inputs));
+            command.arg(format!("-max_total_time={FIXED_SECONDS_MAX}"));
+            command.arg(format!("-seed_inputs={}", seeds(target)?));
+            let corpus = target_dir().join("fuzz").join("ci-corpus").join(target.name);
+            drop(fs::remove_dir_all(&corpus));
+            corpus
+        }
+        Inputs::Seconds(seconds) => {
+            command.arg(format!("-max_total_time={seconds}"));
+            workspace().join("corpus").join(target.name)
+        }
+    };
+    fs::create_dir_all(&corpus).map_err(|error| format!("{}: {error}", corpus.display()))?;
+    command.arg(&corpus);
+    if inputs != Inputs::Fixed {
+        command.arg(workspace().join("seeds").join(target.name));
     }
-    command.arg(&corpus).arg(workspace().join("seeds").join(target.name));
     let mut counts = Counts { target: target.name, inputs: 0, corpus: 0 };
     let outcome = run_and_listen(&mut command, Stream::Errors, |line| counts.read(line));
     counts.corpus = fs::read_dir(&corpus).map_or(0, Iterator::count);
+    if outcome.is_ok() && inputs == Inputs::Fixed && counts.inputs < target.ci_inputs {
+        eprintln!("{}: {FIXED_SECONDS_MAX} s ended it before {} inputs", target.name, target.ci_inputs);
+    }
     COUNTS.lock().expect("nobody panics with it").push(counts);
     outcome.map_err(|error| {
         format!(
@@ -181,6 +205,19 @@ fn fuzz(target: &Target, programs: &Path, seconds: u64, start: Start) -> Outcome
             name = target.name
         )
     })
+}
+
+/// The committed seeds of a target in the order of their names, as libFuzzer wants a list. It runs in fuzz/.
+fn seeds(target: &Target) -> Result<String, String> {
+    let dir = workspace().join("seeds").join(target.name);
+    let fail = |error: std::io::Error| format!("{}: {error}", dir.display());
+    let mut names = Vec::new();
+    for entry in fs::read_dir(&dir).map_err(fail)? {
+        names.push(entry.map_err(fail)?.file_name().to_string_lossy().into_owned());
+    }
+    names.sort();
+    let paths: Vec<String> = names.iter().map(|name| format!("seeds/{}/{name}", target.name)).collect();
+    Ok(paths.join(","))
 }
 
 fn write_seeds() -> Outcome {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   test       packages ► build ► tests ► doc tests ► what was skipped, and why
-//!   ci         format, tidy, lints, docs ► test ► a minute of each fuzz target             what `.ci/run` runs
+//!   ci         format, tidy, lints, docs ► test ► so many inputs of each fuzz target       what `.ci/run` runs
 //!   soak       the same tests, longer and over everything ► longer fuzzing ► counts
 //! ```
 //!
@@ -14,6 +14,7 @@
 
 mod apt;
 mod ci;
+mod explore;
 mod fuzz;
 mod kernel;
 mod packages;
@@ -32,6 +33,8 @@ cargo xtask COMMAND
   ci                             everything a change must pass: format, lints, docs, tidy, tests, fuzzing
   soak [MINUTES] [PART/PARTS]    the long ones: random tests 20 times as long, the full matrix or a part of it, such
                                  as 3/50, and MINUTES (10) of each fuzz target
+  explore [WORD…]                only the crash explorer's part of a soak, for the kinds of image whose tests' names
+                                 contain a WORD, such as journal; at the end, what it comes to in all
   fuzz [TARGET] [SECONDS]        fuzz one target, or each, for a minute or SECONDS
   fuzz TARGET FILE…              run these inputs once: reproduce a crash
   fuzz TARGET -- ARGUMENT…       libFuzzer's own arguments, such as -minimize_crash=1 -runs=100000 FILE
@@ -53,6 +56,7 @@ fn main() -> ExitCode {
         "test" => test::run(rest),
         "ci" => ci::run(),
         "soak" => ci::soak(rest),
+        "explore" => explore::run(rest),
         "fuzz" => fuzz::run(rest),
         "tidy" => tidy::run(),
         "packages" => packages::run(),

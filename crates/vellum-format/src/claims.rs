@@ -11,11 +11,12 @@
 //!    a claim while it is getting a fresh cluster.
 //! 3. A fresh cluster that was not published when the last holder lets go is given back by that holder.
 
-use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use event_listener::{Event, EventListener};
 use vellum_core::{GuestCluster, ImageOffset};
+
+use crate::hash::HashMap;
 
 const SHARDS: usize = 16;
 

@@ -1,9 +1,10 @@
 //! One at a time per key: whoever loads a page or makes a table first does it for all.
 
-use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use event_listener::Event;
+
+use crate::hash::HashSet;
 
 /// Locks that come into being when they are taken.
 #[derive(Default)]

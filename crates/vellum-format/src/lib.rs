@@ -8,6 +8,7 @@
 mod bytes;
 mod claims;
 mod epochs;
+mod hash;
 mod journal;
 mod keyed;
 pub mod native;

@@ -45,6 +45,19 @@ pub enum Torn {
 }
 
 impl Torn {
+    /// Which of so many units are kept, as a number: bit by bit for up to 64. Tears with the same number keep the same.
+    pub(crate) fn kept_of(&self, units: u64) -> u64 {
+        if units <= 64 {
+            return (0..units).filter(|unit| self.keeps(*unit)).fold(0, |kept, unit| kept | 1 << unit);
+        }
+        match self {
+            Self::First(count) => mix(1, *count),
+            Self::AllBut(count) => mix(2, *count),
+            Self::These(bits) => mix(3, *bits),
+            Self::Scattered(seed) => mix(4, *seed),
+        }
+    }
+
     fn keeps(&self, unit: u64) -> bool {
         match self {
             Self::First(count) => unit < *count,

@@ -3,7 +3,7 @@
 //! ```text
 //!   Content { len }
 //!      │
-//!     node ── node ── node            32 children each; as high as the last page needs
+//!     node ── node ── node            16 children each; as high as the last page needs
 //!      │        └──────┐
 //!     page   page     page            4 KiB, 8 sectors; a missing page is a hole and reads as zero
 //! ```
@@ -34,7 +34,7 @@ pub(crate) const SECTOR_BYTES: usize = 512;
 /// All sectors of a page, one bit each.
 pub(crate) const WHOLE_PAGE: u8 = u8::MAX;
 
-const FANOUT_SHIFT: u32 = 5;
+const FANOUT_SHIFT: u32 = 4;
 const FANOUT: usize = 1 << FANOUT_SHIFT;
 
 /// A digest that is worked out when it is first asked for. Zero says "not yet"; where the digest is zero, as for a page of
@@ -100,7 +100,7 @@ impl Clone for Page {
     }
 }
 
-/// 32 neighbours: pages at the bottom, nodes above.
+/// 16 neighbours: pages at the bottom, nodes above.
 #[derive(Clone)]
 enum Children {
     Pages([Option<Arc<Page>>; FANOUT]),
@@ -193,7 +193,7 @@ impl Node {
     }
 }
 
-/// How many pages a node of this height spans. A tree over all of 2^64 bytes is eleven nodes high.
+/// How many pages a node of this height spans. A tree over all of 2^64 bytes is thirteen nodes high.
 const fn pages_below(height: u32) -> u64 {
     1 << (FANOUT_SHIFT * height)
 }
@@ -257,6 +257,16 @@ impl Content {
             }
             rest = later;
         }
+    }
+
+    /// Whether it has these bytes from `at` on; zeros past the end.
+    pub(crate) fn holds(&self, at: ImageOffset, bytes: &[u8]) -> bool {
+        let mut rest = bytes;
+        BlockSize::PAGE.pieces_of(at.span(rest.len() as u64)).all(|piece| {
+            let (now, later) = rest.split_at(to_usize(piece.len()));
+            rest = later;
+            self.page(page_of(piece)).map_or(is_zero(now), |page| page.bytes[within_page(piece)] == *now)
+        })
     }
 
     /// Writes the slice from `at` on, growing as needed.

@@ -23,6 +23,7 @@ use vellum_core::{ImageOffset, ImageSpan, Random};
 use crate::change::{Change, Granule, Patches, Torn};
 use crate::content::Content;
 use crate::log::EventLog;
+use crate::mix::mix;
 use crate::operation::Operation;
 use crate::world::Position;
 
@@ -178,18 +179,27 @@ impl CrashPoint {
     /// What is left when each pending change has the fate that `fate_of` gives it by its index.
     pub fn image(&self, mut fate_of: impl FnMut(usize) -> Fate) -> Content {
         let mut content = self.base.clone();
-        for (index, pending) in self.pending.iter().enumerate() {
-            match (fate_of(index), &pending.change) {
-                (Fate::Lost, _) => {}
-                (Fate::Kept, change) => change.apply(&mut content),
-                (Fate::Torn(torn), Change::Sectors(patches)) => {
-                    patches.apply_torn(&torn, self.granule, &mut content);
-                }
-                (Fate::Torn(torn), change) => change.torn(&torn, self.granule).apply(&mut content),
-            }
+        for index in 0..self.pending.len() {
+            self.apply(index, &fate_of(index), &mut content);
         }
         content.seal();
         content
+    }
+
+    /// Does to a content what is left of one change. When all is done it is to be sealed.
+    pub(crate) fn apply(&self, index: usize, fate: &Fate, content: &mut Content) {
+        match (fate, &self.pending[index].change) {
+            (Fate::Lost, _) => {}
+            (Fate::Kept, change) => change.apply(content),
+            (Fate::Torn(torn), Change::Sectors(patches)) => patches.apply_torn(torn, self.granule, content),
+            (Fate::Torn(torn), change) => change.torn(torn, self.granule).apply(content),
+        }
+    }
+
+    /// A number that stands for all that the fates have an effect on besides themselves.
+    pub(crate) fn digests(&self) -> (u64, Vec<u64>) {
+        let changes = self.pending.iter().map(|pending| pending.change.digest()).collect();
+        (mix(self.base.digest(), self.granule as u64), changes)
     }
 
     /// What is left when the changes whose bits are set are kept and the others lost.

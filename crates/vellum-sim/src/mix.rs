@@ -4,7 +4,7 @@
 //! The building block is a folded multiplication (64 × 64 → 128 bits, halves joined), which mixes sixteen bytes in a
 //! few cycles. Four lanes run side by side, because one multiplication must wait for the one before it.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 
 const KEYS: [u64; 2] = [0x9E37_79B9_7F4A_7C15, 0xA076_1D64_78BD_642F];
@@ -54,6 +54,8 @@ impl Hasher for AsIs {
 
 /// A set of digests.
 pub(crate) type DigestSet = HashSet<u64, BuildHasherDefault<AsIs>>;
+/// What is known by its digest.
+pub(crate) type DigestMap<T> = HashMap<u64, T, BuildHasherDefault<AsIs>>;
 
 #[cfg(test)]
 mod tests {

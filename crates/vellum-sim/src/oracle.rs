@@ -32,6 +32,7 @@ use vellum_core::{
 
 use crate::content::{Content, SECTOR_BYTES, to_usize};
 use crate::expectation::{Expectation, Segment};
+use crate::mix::mix;
 use crate::world::{Core, Position, World};
 
 /// What a guest asks of a disk, as far as an oracle cares.
@@ -71,6 +72,16 @@ impl GuestRequest {
         }
     }
 
+    /// A number that stands for the place and the bytes of a write.
+    fn digest(&self) -> u64 {
+        let Self::Write { at, data, .. } = self else { return 0 };
+        data.chunks(8).fold(mix(at.bytes(), data.len() as u64), |digest, chunk| {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            mix(digest, u64::from_le_bytes(word))
+        })
+    }
+
     fn is_fua(&self) -> bool {
         matches!(self, Self::Write { fua: true, .. } | Self::WriteZeroes { fua: true, .. })
     }
@@ -83,6 +94,7 @@ pub struct RequestId(usize);
 #[derive(Debug, Clone)]
 struct Recorded {
     request: GuestRequest,
+    digest: u64,
     submitted: Position,
     ended: Option<(Position, bool)>,
 }
@@ -117,8 +129,9 @@ impl Oracle {
     /// Records that a request begins now.
     pub fn begin(&self, request: GuestRequest) -> RequestId {
         let submitted = self.0.core.take_position();
+        let digest = request.digest();
         let mut history = self.lock();
-        history.requests.push(Recorded { request, submitted, ended: None });
+        history.requests.push(Recorded { request, digest, submitted, ended: None });
         RequestId(history.requests.len() - 1)
     }
 
@@ -180,6 +193,8 @@ impl Oracle {
 pub(crate) struct Fact {
     pub(crate) number: usize,
     pub(crate) request: GuestRequest,
+    /// Stands for what a write writes.
+    pub(crate) digest: u64,
     pub(crate) submitted: Position,
     /// When it returned.
     pub(crate) ended: Option<Position>,
@@ -224,6 +239,7 @@ impl HistoryOfGuest {
             Fact {
                 number,
                 request: recorded.request.clone(),
+                digest: recorded.digest,
                 submitted: recorded.submitted,
                 ended: ended.map(|(ended, _)| ended).or(crash),
                 durable,

@@ -31,7 +31,7 @@ pub(crate) mod replay;
 pub(crate) mod ring;
 pub(crate) mod words;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -42,6 +42,7 @@ pub(crate) use full::{Full, Home, Overlaid};
 pub(crate) use words::Changed;
 
 use crate::epochs::Epochs;
+use crate::hash::HashMap;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 use checks::{Gathered, Unproven};

@@ -16,7 +16,7 @@
 //! 4. short in-memory locks: refcounts, a page's state and within it the list of dirty pages, the lists of dirty L1
 //!    entries and freed clusters.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -37,6 +37,7 @@ use super::prepare::Prepare;
 use super::refcount::{RefcountPage, Refcounts, Run, Stop};
 use crate::claims::Claims;
 use crate::epochs::Epochs;
+use crate::hash::HashMap;
 use crate::keyed::KeyedLocks;
 use crate::sabotage::{self, Bug};
 pub(crate) use crate::state::{State, lock};

@@ -24,7 +24,7 @@
 //! 7. A cluster known to hold metadata is never handed out, whatever its refcount: then the image is corrupt. Only the
 //!    journal lies where refcounts are zero.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use roaring::RoaringTreemap;
@@ -33,6 +33,7 @@ use vellum_core::{BlockSize, Error, ErrorKind, ImageOffset, ImageSpan, Result};
 use super::header::Header;
 use super::journal::Changed;
 use super::layout::{METADATA_PAGE, REFCOUNT_TABLE_BYTES_MAX, be64, put64};
+use crate::hash::HashMap;
 use crate::sabotage::{self, Bug};
 
 /// Why an operation could not be done now.
@@ -161,7 +162,7 @@ impl Refcounts {
             table_dirty: BTreeSet::new(),
             moved: false,
             old_tables: Vec::new(),
-            pages: HashMap::new(),
+            pages: HashMap::default(),
             pages_max: 1024,
             dirty: 0,
             cursor: 0,

@@ -1,8 +1,8 @@
 //! What a check counts: how often each cluster is named, and which clusters are tables.
 
-use std::collections::HashMap;
-
 use vellum_core::is_zero;
+
+use crate::hash::HashMap;
 
 /// References per cluster, for clusters inside the file.
 #[derive(Default)]

@@ -5,14 +5,15 @@
 //!                         │ at every position, for every kind of crash
 //!                         ▼
 //!                    images (subsets, corners, tears, chance)
-//!                         │ each image once per thing that may be expected of it
+//!                         │ each image once, with all that may be expected of it in this program
 //!                         ▼
 //!            open ► recover ► read, compare ► close ► look from outside          ── now and then: the same on a medium
 //!                                                                                  that records, and a crash in there
 //! ```
 //!
 //! 1. A *state* is an image that a crash left. It counts once for each subject, whatever programs lead to it.
-//! 2. An image is judged again where something else may be expected of it.
+//! 2. An image is judged again where something else may be expected of it, in whatever program. Recovery does not know what is expected, so
+//!    within one program an image is recovered and read once, and what was read is held against each expectation.
 //! 3. Everything is determined by the [`Case`]: subject, program, seed, fault, kind, position and number of the image.
 //!    A failing state is kept as that text, and can be written down as a file.
 //! 4. In a program of one queue only the last step and the closing are looked at when the caller says so: what comes
@@ -25,15 +26,17 @@ mod medium;
 mod program;
 mod run;
 mod states;
+mod watch;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, Disk, GuestOffset, LocalFuture, Random, Result as CoreResult, SharedDisk, SharedStorage,
+    Buffer, Disk, GuestOffset, GuestSpan, LocalFuture, Random, Result as CoreResult, SharedDisk,
+    SharedStorage,
 };
 
 pub use case::{Case, Failure, Plan};
@@ -46,10 +49,11 @@ use crate::content::Content;
 use crate::crash::CrashKind;
 use crate::expectation::Expectation;
 use crate::log::EventLog;
-use crate::mix::{DigestSet, mix};
+use crate::mix::{DigestMap, DigestSet, mix};
 use crate::world::Position;
 use run::Run;
-use states::each_state;
+use states::{Images, each_state};
+use watch::Watch;
 
 /// A kind of image that is explored.
 pub trait Subject: Sync {
@@ -124,13 +128,27 @@ impl std::ops::AddAssign for Counts {
     }
 }
 
+/// Digests that all threads know.
+#[derive(Default)]
+struct Shared([Mutex<DigestSet>; 16]);
+
+impl Shared {
+    /// Tells whether it is new.
+    fn insert(&self, digest: u64) -> bool {
+        let shard = usize::try_from(digest >> 60).expect("four bits");
+        self.0[shard].lock().unwrap_or_else(PoisonError::into_inner).insert(digest)
+    }
+}
+
 /// Explores one subject. Threads may share it.
 pub struct Explorer<'a> {
     subject: &'a dyn Subject,
     thoroughness: Thoroughness,
     image: Content,
     guest: Content,
-    seen: [Mutex<DigestSet>; 16],
+    seen: Shared,
+    /// Images with what was expected of them.
+    judged: Shared,
     counts: Mutex<Counts>,
 }
 
@@ -141,23 +159,33 @@ pub struct Report {
     pub subject: String,
     /// What was looked at.
     pub counts: Counts,
-    /// How long it took, and on how many threads.
-    pub took: (Duration, usize),
+    /// How long it took of one core: the time of processors that its threads had. Where the system does not tell, the time
+    /// that passed, times the threads. What other programs took, which were shown samples, is not in it.
+    pub took: Duration,
     /// What was found; the first of each thread.
     pub failures: Vec<Failure>,
 }
 
-impl std::fmt::Display for Report {
+impl std::fmt::Display for Counts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Counts { programs, crashes, states, judged, nested, sampled } = self.counts;
-        #[allow(clippy::cast_precision_loss, reason = "a rate for people")]
-        let rate = judged as f64 / self.took.0.as_secs_f64() / self.took.1 as f64;
+        let Self { programs, crashes, states, judged, nested, sampled } = self;
         write!(
             f,
-            "{}: {programs} programs, {crashes} crashes, {states} states, {judged} judged, {nested} nested, {sampled} \
-             seen by others, {} violations; {rate:.0} per second and core",
-            self.subject,
-            self.failures.len()
+            "{programs} programs, {crashes} crashes, {states} states, {judged} judged, {nested} nested, {sampled} seen \
+             by others"
+        )
+    }
+}
+
+impl std::fmt::Display for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (seconds, violations) = (self.took.as_secs_f64(), self.failures.len());
+        #[allow(clippy::cast_precision_loss, reason = "a rate for people")]
+        let rate = self.counts.states as f64 / seconds;
+        write!(
+            f,
+            "{}: {}, {violations} violations; {seconds:.1} s of a core, {rate:.0} states per second",
+            self.subject, self.counts
         )?;
         self.failures.iter().try_for_each(|failure| write!(f, "\n  {failure}"))
     }
@@ -167,31 +195,33 @@ impl<'a> Explorer<'a> {
     /// An explorer that has seen nothing.
     pub fn new(subject: &'a dyn Subject, thoroughness: Thoroughness) -> Self {
         let (image, guest) = (subject.image(), subject.guest());
-        let seen = std::array::from_fn(|_| Mutex::default());
-        Self { subject, thoroughness, image, guest, seen, counts: Mutex::default() }
+        let (seen, judged) = Default::default();
+        Self { subject, thoroughness, image, guest, seen, judged, counts: Mutex::default() }
     }
 
     /// Explores all plans on so many threads; each thread stops at the first failure it finds.
     pub fn explore_all(&self, plans: &[Plan], threads: usize) -> Report {
-        let begun = Instant::now();
         let next = AtomicUsize::new(0);
         let failures = Mutex::new(Vec::new());
+        let took = Mutex::new(Duration::ZERO);
         std::thread::scope(|scope| {
             for _ in 0..threads {
                 scope.spawn(|| {
+                    let watch = Watch::started();
                     while let Some(plan) = plans.get(next.fetch_add(1, Ordering::Relaxed)) {
                         if let Err(failure) = self.explore(plan) {
                             failures.lock().unwrap_or_else(PoisonError::into_inner).push(*failure);
                             next.store(plans.len(), Ordering::Relaxed);
                         }
                     }
+                    *took.lock().unwrap_or_else(PoisonError::into_inner) += watch.elapsed();
                 });
             }
         });
         Report {
             subject: self.subject.name(),
             counts: self.counts(),
-            took: (begun.elapsed(), threads),
+            took: took.into_inner().unwrap_or_else(PoisonError::into_inner),
             failures: failures.into_inner().unwrap_or_else(PoisonError::into_inner),
         }
     }
@@ -204,9 +234,7 @@ impl<'a> Explorer<'a> {
     /// Runs one program and judges every image of every crash.
     pub fn explore(&self, plan: &Plan) -> Result<(), Box<Failure>> {
         let run = Run::of(self.subject, plan, self.image.clone(), self.guest.clone());
-        let mut work =
-            Work { explorer: self, plan, run: &run, judged: DigestSet::default(), counts: Counts::default() };
-        work.counts.programs = 1;
+        let mut work = Work::new(self, plan, &run);
         let outcome = work.every_crash();
         *self.counts.lock().unwrap_or_else(PoisonError::into_inner) += work.counts;
         outcome
@@ -232,7 +260,7 @@ impl<'a> Explorer<'a> {
     /// Puts power cuts into one program, so many, place and outcome drawn by chance, and has each recovered image looked at
     /// by [`Subject::sample`] too.
     pub fn scenarios(&self, plan: &Plan, count: u64, seed: u64) -> Report {
-        let begun = Instant::now();
+        let watch = Watch::started();
         let run = Run::of(self.subject, plan, self.image.clone(), self.guest.clone());
         let mut random = Random::from_seed(seed);
         let (positions, depth) = (run.positions(), &self.thoroughness.depth);
@@ -250,10 +278,10 @@ impl<'a> Explorer<'a> {
             let image = state_number(&point, depth, state);
             counts.crashes += 1;
             counts.judged += 1;
-            counts.states += u64::from(self.is_new(image.digest()));
+            counts.states += u64::from(self.seen.insert(image.digest()));
             let medium = Medium::new(image);
-            let verdict = self.recover_and_judge(&medium, &run.oracle.expect_at(position), true);
-            let verdict = verdict.and_then(|()| {
+            let verdict = self.recover_and_judge(&medium, &[&run.oracle.expect_at(position)], true);
+            let verdict = verdict.map_err(|(_, what)| what).and_then(|()| {
                 counts.sampled += 1;
                 self.subject.sample(&medium.content())
             });
@@ -263,48 +291,49 @@ impl<'a> Explorer<'a> {
                 failures.push(Failure { case, what });
             }
         }
-        Report { subject: self.subject.name(), counts, took: (begun.elapsed(), 1), failures }
-    }
-
-    fn is_new(&self, digest: u64) -> bool {
-        let shard = usize::try_from(digest >> 60).expect("four bits");
-        self.seen[shard].lock().unwrap_or_else(PoisonError::into_inner).insert(digest)
+        Report { subject: self.subject.name(), counts, took: watch.elapsed(), failures }
     }
 
     /// Recovers an image and judges what it has become.
     fn judge(&self, image: &Content, expectation: &Expectation, whole: bool) -> Result<(), String> {
         let medium = Medium::new(image.clone());
-        self.recover_and_judge(&medium, expectation, whole)
+        self.recover_and_judge(&medium, &[expectation], whole).map_err(|(_, what)| what)
     }
 
+    /// The same for several expectations, in the order of their positions: which of them is not met, and why.
     fn recover_and_judge(
         &self,
         medium: &Arc<Medium>,
-        expectation: &Expectation,
+        expectations: &[&Expectation],
         whole: bool,
-    ) -> Result<(), String> {
-        let work = AssertUnwindSafe(|| block_on(self.recover(medium, expectation, whole)));
+    ) -> Result<(), (usize, String)> {
+        let work = AssertUnwindSafe(|| block_on(self.recover(medium, expectations, whole)));
         catch_unwind(work).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().map(String::as_str);
-            Err(format!("panic: {}", text.or(panic.downcast_ref().copied()).unwrap_or("of another kind")))
+            Err((
+                0,
+                format!("panic: {}", text.or(panic.downcast_ref().copied()).unwrap_or("of another kind")),
+            ))
         })
     }
 
     async fn recover(
         &self,
         medium: &Arc<Medium>,
-        expectation: &Expectation,
+        expectations: &[&Expectation],
         whole: bool,
-    ) -> Result<(), String> {
-        let error = |what: &str, error: vellum_core::Error| format!("{what}: {}", error.chain());
+    ) -> Result<(), (usize, String)> {
+        let error = |what: &str, error: vellum_core::Error| (0, format!("{what}: {}", error.chain()));
         let disk = self.subject.open(medium.clone()).await.map_err(|e| error("it cannot be opened", e))?;
         if whole {
-            expectation.check_whole_disk(&*disk).await.map_err(|violation| violation.to_string())?;
+            check_spans(&*disk, [GuestOffset::ZERO.span(disk.geometry().size)], expectations).await?;
         } else {
-            check_around(&*disk, expectation).await?;
+            // The last one knows of every request that the others know of.
+            let touched = expectations.last().into_iter().flat_map(|last| last.touched());
+            check_spans(&*disk, around(touched, disk.geometry().size), expectations).await?;
         }
         disk.close().await.map_err(|e| error("it cannot be closed", e))?;
-        self.subject.verify(medium.clone()).await
+        self.subject.verify(medium.clone()).await.map_err(|what| (0, what))
     }
 
     /// What happens to a medium while an image is recovered, as a log.
@@ -331,32 +360,48 @@ impl<'a> Explorer<'a> {
     }
 }
 
-/// Reads what was touched and its neighbourhood.
-async fn check_around(disk: &dyn Disk, expectation: &Expectation) -> Result<(), String> {
+/// What was touched and its neighbourhood, in order, nothing twice.
+fn around(touched: impl Iterator<Item = GuestSpan>, size: u64) -> impl Iterator<Item = GuestSpan> {
     const AROUND: u64 = 4096;
-    let size = disk.geometry().size;
     let mut done = 0;
-    for span in expectation.touched() {
+    touched.filter_map(move |span| {
         let start = (span.start().bytes() / AROUND * AROUND).saturating_sub(AROUND).max(done);
         let end = (span.end().bytes().next_multiple_of(AROUND) + AROUND).min(size);
-        if start >= end {
-            continue;
+        done = done.max(end);
+        (start < end).then(|| GuestSpan::between(GuestOffset::new(start), GuestOffset::new(end)))
+    })
+}
+
+/// Reads each span once, and holds it against each expectation: which of them is not met, and why.
+async fn check_spans(
+    disk: &dyn Disk,
+    spans: impl IntoIterator<Item = GuestSpan>,
+    expectations: &[&Expectation],
+) -> Result<(), (usize, String)> {
+    /// At once; a whole number of sectors.
+    const READ_MAX: u64 = 64 << 10;
+    for span in spans {
+        let mut rest = span;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(READ_MAX);
+            rest = later;
+            let buffer = Buffer::for_overwrite(usize::try_from(now.len()).expect("small"));
+            let bytes = disk.read(now.start(), buffer).await;
+            let bytes = bytes.map_err(|e| (0, format!("{now} cannot be read: {}", e.chain())))?.contiguous();
+            for (number, expectation) in expectations.iter().enumerate() {
+                let verdict = expectation.check_bytes(now.start(), bytes.slice());
+                verdict.map_err(|violation| (number, violation.to_string()))?;
+            }
         }
-        done = end;
-        let at = GuestOffset::new(start);
-        let buffer = Buffer::for_overwrite(usize::try_from(end - start).expect("small"));
-        let bytes = disk.read(at, buffer).await.map_err(|e| format!("it cannot be read: {}", e.chain()))?;
-        let bytes = bytes.contiguous();
-        expectation.check_bytes(at, bytes.slice()).map_err(|violation| violation.to_string())?;
     }
     Ok(())
 }
 
 fn state_number(point: &crate::CrashPoint, depth: &Depth, wanted: usize) -> Content {
     let mut found = None;
-    let _ = each_state(point, depth, |number, content| {
+    let _ = each_state(point, depth, |number, fates| {
         if number == wanted {
-            found = Some(content);
+            found = Some(point.image(|index| fates[index].clone()));
             return Err(());
         }
         Ok(())
@@ -364,24 +409,60 @@ fn state_number(point: &crate::CrashPoint, depth: &Depth, wanted: usize) -> Cont
     found.expect("the case names a state that this crash can leave")
 }
 
+/// So many images are collected before they are judged.
+const IMAGES_MAX: usize = 4096;
+
 /// One program's exploration.
 struct Work<'a> {
     explorer: &'a Explorer<'a>,
     plan: &'a Plan,
     run: &'a Run,
-    /// Images with what was expected of them.
-    judged: DigestSet,
+    /// The digests of the images that were put together.
+    recipes: DigestMap<u64>,
+    /// What is to be judged next, and where in it each image is, by its digest.
+    images: Vec<Image>,
+    places: DigestMap<usize>,
     counts: Counts,
 }
 
-impl Work<'_> {
+/// An image and what may be expected of it.
+struct Image {
+    content: Content,
+    /// Where it was found, each time that something else was expected of it, in order.
+    found: Vec<Found>,
+}
+
+/// Where an image was found, and what is expected of it there.
+struct Found {
+    kind: CrashKind,
+    position: Position,
+    state: usize,
+    expectation: Arc<Expectation>,
+}
+
+/// What is wrong with an image: the number of the place where it was found, and where its recovery crashed.
+type Wrong = (usize, String, Option<(Position, usize)>);
+
+impl<'a> Work<'a> {
+    fn new(explorer: &'a Explorer<'a>, plan: &'a Plan, run: &'a Run) -> Self {
+        Self {
+            explorer,
+            plan,
+            run,
+            recipes: DigestMap::default(),
+            images: Vec::new(),
+            places: DigestMap::default(),
+            counts: Counts { programs: 1, ..Counts::default() },
+        }
+    }
+
     fn every_crash(&mut self) -> Result<(), Box<Failure>> {
         if let Some(wrong) = &self.run.wrong {
             let case = self.case(CrashKind::PowerCut, self.run.from, 0);
             return Err(Box::new(Failure { case, what: wrong.clone() }));
         }
         for position in self.run.positions() {
-            let expectation = self.run.oracle.expect_at(position);
+            let expectation = Arc::new(self.run.oracle.expect_at(position));
             let poisoned = self.run.log.is_poisoned_at(position);
             let kinds: &[CrashKind] = if poisoned {
                 &[CrashKind::FailedFlush]
@@ -392,7 +473,7 @@ impl Work<'_> {
                 self.one_crash(*kind, position, &expectation)?;
             }
         }
-        Ok(())
+        self.judge_images()
     }
 
     fn case(&self, kind: CrashKind, position: Position, state: usize) -> Case {
@@ -404,48 +485,68 @@ impl Work<'_> {
         &mut self,
         kind: CrashKind,
         position: Position,
-        expectation: &Expectation,
+        expectation: &Arc<Expectation>,
     ) -> Result<(), Box<Failure>> {
         self.counts.crashes += 1;
         let point = self.run.log.crash(kind, position);
         let expected = expectation.digest();
         let depth = &self.explorer.thoroughness.depth;
-        each_state(&point, depth, |number, image| {
-            let digest = image.digest();
-            let is_new = self.judged.insert(mix(digest, expected));
-            if !is_new {
+        let mut images = Images::of(&point);
+        each_state(&point, depth, |state, fates| {
+            let mut content = None;
+            let digest = *self.recipes.entry(images.recipe(fates)).or_insert_with(|| {
+                let image = images.image(fates);
+                let digest = image.digest();
+                content = Some(image);
+                digest
+            });
+            if !self.explorer.judged.insert(mix(digest, expected)) {
                 return Ok(());
             }
-            self.one_state(kind, position, &image, expectation).map_err(|(what, nested)| {
-                let case = Case { nested, ..self.case(kind, position, number) };
-                Box::new(Failure { case, what })
-            })
+            let place = *self.places.entry(digest).or_insert(self.images.len());
+            if place == self.images.len() {
+                let content = content.unwrap_or_else(|| images.image(fates));
+                self.images.push(Image { content, found: Vec::new() });
+            }
+            self.images[place].found.push(Found { kind, position, state, expectation: expectation.clone() });
+            if self.images.len() < IMAGES_MAX { Ok(()) } else { self.judge_images() }
         })
     }
 
-    fn one_state(
-        &mut self,
-        kind: CrashKind,
-        position: Position,
-        image: &Content,
-        expectation: &Expectation,
-    ) -> Result<(), (String, Option<(Position, usize)>)> {
-        let digest = image.digest();
-        let is_new = self.explorer.is_new(digest);
+    /// Judges what was collected.
+    fn judge_images(&mut self) -> Result<(), Box<Failure>> {
+        self.places.clear();
+        for image in std::mem::take(&mut self.images) {
+            self.one_image(&image).map_err(|(number, what, nested)| {
+                let Found { kind, position, state, .. } = image.found[number];
+                let case = Case { nested, ..self.case(kind, position, state) };
+                Box::new(Failure { case, what })
+            })?;
+        }
+        Ok(())
+    }
+
+    fn one_image(&mut self, image: &Image) -> Result<(), Wrong> {
+        let digest = image.content.digest();
+        let is_new = self.explorer.seen.insert(digest);
         self.counts.states += u64::from(is_new);
-        self.counts.judged += 1;
+        self.counts.judged += image.found.len() as u64;
         let chance = mix(digest, 77);
         let thoroughness = &self.explorer.thoroughness;
         let whole = chance.is_multiple_of(thoroughness.whole_one_in);
-        let medium = Medium::new(image.clone());
-        self.explorer.recover_and_judge(&medium, expectation, whole).map_err(|what| (what, None))?;
+        let medium = Medium::new(image.content.clone());
+        let expectations: Vec<&Expectation> = image.found.iter().map(|found| &*found.expectation).collect();
+        let verdict = self.explorer.recover_and_judge(&medium, &expectations, whole);
+        verdict.map_err(|(number, what)| (number, what, None))?;
         if is_new && mix(chance, 1).is_multiple_of(thoroughness.sample_one_in) {
             self.counts.sampled += 1;
             let recovered = medium.content();
-            self.explorer.subject.sample(&recovered).map_err(|what| (what, None))?;
+            self.explorer.subject.sample(&recovered).map_err(|what| (0, what, None))?;
         }
         if is_new && mix(chance, 2).is_multiple_of(thoroughness.nested_one_in) {
-            self.crash_the_recovery(kind, position, image, expectation)?;
+            let first = &image.found[0];
+            self.crash_the_recovery(first.kind, first.position, &image.content, &first.expectation)
+                .map_err(|(what, nested)| (0, what, nested))?;
         }
         Ok(())
     }
@@ -458,12 +559,17 @@ impl Work<'_> {
         expectation: &Expectation,
     ) -> Result<(), (String, Option<(Position, usize)>)> {
         let log = self.explorer.recovery_log(self.run, kind, position, image);
-        let mut seen = DigestSet::default();
+        let (mut recipes, mut seen) = (DigestSet::default(), DigestSet::default());
         for at in
             log.crash_positions().into_iter().filter(|at| kind != CrashKind::ProcessKill || *at > position)
         {
             let point = log.crash(CrashKind::PowerCut, at);
-            each_state(&point, &Depth::NESTED, |number, image| {
+            let mut images = Images::of(&point);
+            each_state(&point, &Depth::NESTED, |number, fates| {
+                if !recipes.insert(images.recipe(fates)) {
+                    return Ok(());
+                }
+                let image = images.image(fates);
                 if !seen.insert(image.digest()) {
                     return Ok(());
                 }

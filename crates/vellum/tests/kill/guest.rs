@@ -24,14 +24,23 @@ pub struct Guest<'a> {
     random: Random,
     /// Places and lengths are multiples of this many sectors.
     block: usize,
+    /// It keeps to so many sectors from the first on.
+    sectors: usize,
     under_way: BTreeMap<u64, Sent>,
 }
 
 impl<'a> Guest<'a> {
     pub fn connect(peer: &Peer, model: &'a Model, block: usize, random: Random) -> io::Result<Self> {
+        let sectors = model.sectors();
         let client = Client::connect(peer, "")?;
         assert_eq!(client.size, (model.sectors() * SECTOR) as u64);
-        Ok(Self { client, model, random, block, under_way: BTreeMap::new() })
+        Ok(Self { client, model, random, block, sectors, under_way: BTreeMap::new() })
+    }
+
+    /// It leaves what lies behind to others.
+    pub fn keep_to(mut self, sectors: usize) -> Self {
+        self.sectors = sectors;
+        self
     }
 
     /// Works until the server is gone, or so many requests are sent; those are left unanswered.
@@ -64,7 +73,7 @@ impl<'a> Guest<'a> {
             self.under_way.insert(cookie, Sent::Flush(sent));
             return Ok(());
         }
-        let blocks = self.model.sectors() / self.block;
+        let blocks = self.sectors / self.block;
         // Most requests meet others in the same few clusters.
         let reach = if self.random.one_in(3) { blocks } else { blocks / 8 };
         let longest = if self.random.one_in(8) { 256 } else { 24 };

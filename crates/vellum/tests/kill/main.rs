@@ -8,6 +8,8 @@
 //!                 └──────► judges ◄──────────┘
 //! ```
 //!
+//! With a journal, fio works beside the guests, through a tap that tells the same model (`fio.rs`, `tap.rs`).
+//!
 //! Rounds follow each other on one image, so that later crashes meet what earlier ones left. `VELLUM_TEST_SCALE` makes
 //! more of them, `VELLUM_TEST_SEED` repeats a run as far as a race can be repeated.
 
@@ -16,22 +18,26 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod fio;
 mod guest;
 mod model;
+mod tap;
 
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::Barrier;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use guest::Guest;
-use model::Model;
+use model::{Model, SECTOR};
 use rustix::process::Signal;
-use support::client::Client;
+use support::client::{Client, FLUSH, Peer};
 use support::dir::Dir;
 use support::program::{Ran, has, qemu_dump, run, skipped, succeed, vellum, vellum_command};
 use support::server::Server;
 use support::{noise, scale};
+use tap::Tap;
 use vellum_core::Random;
 
 const SIZE: usize = 6 << 20;
@@ -170,26 +176,50 @@ fn so_many_rounds(kind: &Kind, count: usize) {
     let (path, mut bytes) = kind.make(&dir);
     let image = path.to_str().expect("text").to_owned();
     let ways = ways();
+    let has_fio = kind.has_journal() && fio::is_here();
     let mut random = Random::from_seed(seed() ^ kind.name.len() as u64);
-    let (mut answered, mut lost) = (0, 0);
+    let (mut answered, mut lost, mut by_fio) = (0, 0, (0, 0));
     for round in 0..count * scale() {
         let way = ways[round % ways.len()];
         let about = format!("{}, round {round} {way:?}, seed {}", kind.name, seed());
         let model = Model::new(std::mem::take(&mut bytes), random.any());
         let server = Server::start(&[&[&image, "-f", kind.format], way].concat());
         let block = if way.contains(&"--direct") { 8 } else { 1 };
-        let peer = server.peer();
+        let tap = Tap::new(&model, server.peer());
+        let (peer, fio_seed) = (server.peer(), random.below(1 << 31));
+        let guests_end = if has_fio { fio::BEGIN } else { SIZE } / SECTOR;
         std::thread::scope(|scope| {
+            if has_fio {
+                tap.open(scope);
+                fio::write(dir.path(), &tap.socket(), fio_seed);
+                flush(&peer, &model);
+            }
             for _ in 0..CONNECTIONS {
                 let (peer, model, random) = (peer.clone(), &model, random.fork());
                 scope.spawn(move || {
                     // It ends with the server, whenever that is.
                     let guest = Guest::connect(&peer, model, block, random);
-                    guest.and_then(|mut guest| guest.work(usize::MAX))
+                    guest.and_then(|guest| guest.keep_to(guests_end).work(usize::MAX))
                 });
+            }
+            let writes_before = tap.writes_answered.load(Relaxed);
+            let endless = has_fio.then(|| fio::start_endless(dir.path(), &tap.socket(), fio_seed));
+            let begun = std::time::Instant::now();
+            while has_fio
+                && tap.writes_answered.load(Relaxed) == writes_before
+                && begun.elapsed() < Duration::from_secs(60)
+            {
+                std::thread::sleep(Duration::from_millis(1));
             }
             std::thread::sleep(Duration::from_millis(10 + random.below(250)));
             server.kill();
+            tap.close();
+            if let Some(mut endless) = endless {
+                drop(endless.kill());
+                drop(endless.wait());
+                by_fio.0 += tap.writes_answered.load(Relaxed) - writes_before;
+                by_fio.1 += tap.flushes_answered.load(Relaxed);
+            }
         });
         let counts = model.counts();
         (answered, lost) = (answered + counts.0, lost + counts.1);
@@ -201,8 +231,24 @@ fn so_many_rounds(kind: &Kind, count: usize) {
         if let Err(what) = model.judge(&bytes) {
             panic!("{about}: {what}");
         }
+        if has_fio {
+            let server = Server::start(&[&image, "-f", kind.format]);
+            fio::verify(dir.path(), &server.socket(), fio_seed);
+            server.stop();
+        }
     }
     assert!(answered > 0 && lost > 0, "{}: {answered} answered, {lost} under way", kind.name);
+    assert!(!has_fio || by_fio.0 > 0 && by_fio.1 > 0, "{}: fio has {by_fio:?} answers", kind.name);
+}
+
+/// Makes durable what has been answered.
+fn flush(peer: &Peer, model: &Model) {
+    let sent = model.flush_sent();
+    let mut client = Client::connect(peer, "").expect("a server");
+    client.send(FLUSH, 0, 0, 0, &[]).expect("a server");
+    assert_eq!(client.answer().expect("a server").error, 0);
+    model.flush_answered(sent);
+    client.disconnect();
 }
 
 /// Lets `vellum recover` repair the image, perhaps killed on its way too, and reads it with another program.

@@ -4,6 +4,7 @@
 //! *durable* when it was answered and had FUA, or when a flush that was sent after its answer was answered itself. A
 //! sector may hold what a write gave it unless a durable write was sent after that write's answer.
 
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 pub const SECTOR: usize = 512;
@@ -15,6 +16,8 @@ pub enum Content {
     First,
     /// A pattern of its own for each write and sector.
     Pattern,
+    /// Bytes that somebody else chose.
+    Data,
     Zero,
     /// Zeros, or what was there: a trim is only a hint.
     Hint,
@@ -34,6 +37,8 @@ struct State {
     writes: Vec<Write>,
     /// For each sector, the writes to it.
     sectors: Vec<Vec<usize>>,
+    /// The first sector and the bytes of each write of [`Content::Data`].
+    data: BTreeMap<usize, (usize, Vec<u8>)>,
     /// When the last of the answered flushes was sent.
     flush_sent: u64,
 }
@@ -64,7 +69,18 @@ impl Model {
 
     /// A write is about to be sent. Gives its number.
     pub fn write_sent(&self, sector: usize, count: usize, content: Content, fua: bool) -> usize {
+        Self::note(&mut self.state(), sector, count, content, fua)
+    }
+
+    /// A write of these bytes, whole sectors, is about to be sent. Gives its number.
+    pub fn data_sent(&self, sector: usize, bytes: Vec<u8>, fua: bool) -> usize {
         let mut state = self.state();
+        let number = Self::note(&mut state, sector, bytes.len() / SECTOR, Content::Data, fua);
+        state.data.insert(number, (sector, bytes));
+        number
+    }
+
+    fn note(state: &mut State, sector: usize, count: usize, content: Content, fua: bool) -> usize {
         state.clock += 1;
         let (number, sent) = (state.writes.len(), state.clock);
         state.writes.push(Write { content, fua, sent, answered: None });
@@ -133,6 +149,10 @@ impl Model {
             let durable_sent = durable_sent.expect("the beginning is durable");
             let holds = |number: usize, content: Content| match content {
                 Content::First => found == &self.first[sector * SECTOR..][..SECTOR],
+                Content::Data => {
+                    let (first, bytes) = &state.data[&number];
+                    found == &bytes[(sector - first) * SECTOR..][..SECTOR]
+                }
                 Content::Pattern => found == self.pattern(number, sector),
                 Content::Zero | Content::Hint => found.iter().all(|byte| *byte == 0),
             };

@@ -1,0 +1,30 @@
+//! How long a thread had a processor: on a machine with other work, a rate per second that passed says little.
+
+use std::time::{Duration, Instant};
+
+/// Measures the thread that started it.
+pub(crate) struct Watch {
+    begun: Instant,
+    /// What the thread had then, where the system tells.
+    had: Option<Duration>,
+}
+
+impl Watch {
+    pub(crate) fn started() -> Self {
+        Self { begun: Instant::now(), had: had() }
+    }
+
+    /// The time of a processor since then; where the system does not tell, the time that has passed.
+    pub(crate) fn elapsed(&self) -> Duration {
+        match (self.had, had()) {
+            (Some(before), Some(now)) => now.saturating_sub(before),
+            _ => self.begun.elapsed(),
+        }
+    }
+}
+
+/// The first number of `schedstat`: nanoseconds on a processor.
+fn had() -> Option<Duration> {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
+    Some(Duration::from_nanos(text.split_whitespace().next()?.parse().ok()?))
+}

@@ -34,6 +34,12 @@ fn main() -> io::Result<()> {
         random.fill(&mut bytes);
         write(&root.join("qcow2_journal"), &format!("records-{seed}"), &bytes)?;
     }
+    for seed in 0..16u8 {
+        let poke = |at: u8| seed.wrapping_mul(53).wrapping_add(at.wrapping_mul(29));
+        let mut bytes: Vec<u8> = (0..40).map(poke).collect();
+        bytes[0] = seed % 8;
+        write(&root.join("native_open"), &format!("pokes-{seed:02}"), &bytes)?;
+    }
     for (name, talk) in handshakes() {
         write(&root.join("nbd_handshake"), name, &talk)?;
         // A session that has its own handshake (mode 0).

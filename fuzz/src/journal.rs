@@ -78,7 +78,7 @@ async fn run(mut bytes: Bytes<'_>) {
 }
 
 /// A record whose checksum is right and whose rest is anybody's guess.
-fn record(bytes: &mut Bytes<'_>) -> Vec<u8> {
+pub(crate) fn record(bytes: &mut Bytes<'_>) -> Vec<u8> {
     let mut record = b"VELLUMJ1".to_vec();
     record.extend(1u64.to_be_bytes()); // the generation
     let sequence = u64::from(bytes.byte());

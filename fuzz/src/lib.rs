@@ -1,10 +1,11 @@
-//! What the qcow2 fuzz targets do with their bytes. (Those of NBD are in `vellum-export/src/nbd/fuzz.rs`.)
+//! What the fuzz targets of image formats do with their bytes. (Those of NBD are in `vellum-export/src/nbd/fuzz.rs`.)
 //!
 //! ```text
 //!   qcow2_header   bytes are the first part of a file      header, names, snapshot table
 //!   qcow2_open     bytes are a file                        check, repair, open, read, map, write, close, again
 //!   qcow2_ops      bytes are a program                     our own image, requests, pokes into closed metadata
 //!   qcow2_journal  bytes are records                       an image that was not closed, recovered, used, checked
+//!   native_open    bytes are pokes                         our own image of the native format, then as qcow2_open
 //! ```
 //!
 //! Rules for every input:
@@ -18,12 +19,14 @@
 mod bytes;
 mod header;
 mod journal;
+mod native;
 mod open;
 mod ops;
 mod watched;
 
 pub use header::qcow2_header;
 pub use journal::qcow2_journal;
+pub use native::native_open;
 pub use open::qcow2_open;
 pub use ops::qcow2_ops;
 

@@ -2,7 +2,7 @@
 //! so a seed is simply an image, and a crash is a file that can be given to `vellum check`.
 
 use futures_lite::future::block_on;
-use vellum_core::{Disk, GuestOffset, GuestSpan, MemoryStorage};
+use vellum_core::{GuestOffset, GuestSpan, MemoryStorage};
 use vellum_format::qcow2::check::Repair;
 use vellum_format::qcow2::{Header, OpenOptions, snapshot};
 

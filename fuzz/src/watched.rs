@@ -1,10 +1,9 @@
 //! A disk and what it should hold. Every request is judged against the bytes in memory, as long as the image is known
 //! to be sound; of one that is not, nothing is asked but that requests end.
 
-use std::sync::Arc;
-
-use vellum_core::{Buffer, Disk, Error, GuestOffset, GuestSpan, Result, WriteFlags, ZeroFlags, is_zero};
-use vellum_format::qcow2::Qcow2;
+use vellum_core::{
+    Buffer, Error, GuestOffset, GuestSpan, Result, SharedDisk, WriteFlags, ZeroFlags, is_zero,
+};
 
 /// Larger disks are used without a model.
 pub(crate) const MODEL_BYTES_MAX: u64 = 256 << 10;
@@ -20,14 +19,14 @@ pub(crate) enum Request {
 
 /// A disk under test.
 pub(crate) struct Watched {
-    pub(crate) disk: Arc<Qcow2>,
+    pub(crate) disk: SharedDisk,
     /// What it reads as; none when it is too large or not to be trusted.
     pub(crate) model: Option<Vec<u8>>,
 }
 
 impl Watched {
     /// Begins with what the disk reads as now, if it is sound and can be read.
-    pub(crate) async fn new(disk: Arc<Qcow2>, is_sound: bool) -> Self {
+    pub(crate) async fn new(disk: SharedDisk, is_sound: bool) -> Self {
         let size = disk.geometry().size;
         let mut watched = Self { disk, model: None };
         if is_sound && size <= MODEL_BYTES_MAX {

@@ -23,11 +23,12 @@ struct Target {
     ci_inputs: u64,
 }
 
-const TARGETS: [Target; 7] = [
+const TARGETS: [Target; 8] = [
     Target { name: "qcow2_open", input_bytes_max: 96 << 10, ci_inputs: 70_000 },
     Target { name: "qcow2_ops", input_bytes_max: 512, ci_inputs: 16_000 },
     Target { name: "qcow2_journal", input_bytes_max: 1024, ci_inputs: 170_000 },
     Target { name: "qcow2_header", input_bytes_max: 4096, ci_inputs: 500_000 },
+    Target { name: "native_open", input_bytes_max: 1024, ci_inputs: 16_000 },
     Target { name: "nbd_session", input_bytes_max: 4096, ci_inputs: 1_000_000 },
     Target { name: "nbd_handshake", input_bytes_max: 4096, ci_inputs: 6_000_000 },
     Target { name: "nbd_request", input_bytes_max: 64, ci_inputs: 50_000_000 },

@@ -3,13 +3,14 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage, Storage};
+use vellum_core::{BlockSize, Context, Error, ErrorKind, Result, SharedStorage, Storage};
 use vellum_format::qcow2::{self, CreateOptions, Preallocation};
-use vellum_format::{FormatKind, Prealloc, probe};
+use vellum_format::{FormatKind, Prealloc, native, probe};
 use vellum_io::{File, OpenOptions};
 use vellum_layer::{Chain, ChainOptions, Gate, Opener, Purpose};
 
 use crate::host::{Host, HostOptions, Pool};
+use crate::template::{self, ListUse};
 
 /// How an image is opened.
 #[derive(Debug, Clone, Default)]
@@ -102,26 +103,38 @@ impl CreateTarget {
     /// # Errors
     /// When there is neither, or the backing image cannot be opened.
     pub async fn disk_size(&self) -> Result<u64> {
-        let backing = match (&self.backing, self.trust_backing) {
-            (Some((name, format)), false) => {
-                let options = ImageOptions {
-                    format: Some(*format),
-                    allow_dirs: self.allow_dirs.clone(),
-                    ..ImageOptions::reading()
-                };
-                let path = Gate::resolve(&self.path, name)?;
-                let chain = open_image(&path, &options).await.context(|| {
-                    format!("can't use the backing image {name} (`-u` makes the image without looking at it)")
-                })?;
+        let backing = match self.open_backing().await? {
+            Some(chain) => {
                 let size = chain.disk().geometry().size;
                 chain.close().await?;
                 Some(size)
             }
-            _ => None,
+            None => None,
         };
+        self.size_over(backing)
+    }
+
+    fn size_over(&self, backing: Option<u64>) -> Result<u64> {
         self.size.or(backing).ok_or_else(|| {
             Error::invalid(format!("{} needs a size: say it after the file name", self.path.display()))
         })
+    }
+
+    /// The backing image, if there is one and it is to be looked at.
+    async fn open_backing(&self) -> Result<Option<Chain>> {
+        let Some((name, format)) = self.backing.as_ref().filter(|_| !self.trust_backing) else {
+            return Ok(None);
+        };
+        let options = ImageOptions {
+            format: Some(*format),
+            allow_dirs: self.allow_dirs.clone(),
+            ..ImageOptions::reading()
+        };
+        let path = Gate::resolve(&self.path, name)?;
+        let chain = open_image(&path, &options).await.context(|| {
+            format!("can't use the backing image {name} (`-u` makes the image without looking at it)")
+        })?;
+        Ok(Some(chain))
     }
 
     async fn file(&self) -> Result<Arc<File>> {
@@ -174,6 +187,53 @@ async fn lay_out_qcow2(
     let is_new = !target.path.exists();
     let file = target.file().await?;
     let made = qcow2::create(&*file, data_file, options).await;
+    if made.is_err() && is_new {
+        drop(file);
+        let _ = std::fs::remove_file(&target.path);
+    }
+    made
+}
+
+/// Makes an image in the native format. Must be called on a worker. Gives its superblock, and what became of the list of
+/// the template's zeros.
+///
+/// # Errors
+/// `Invalid` for options that contradict each other, and what the files say. An image that could not be made whole is
+/// removed.
+pub async fn create_native(
+    target: &CreateTarget,
+    options: native::CreateOptions,
+) -> Result<(native::Superblock, ListUse)> {
+    let backing = target.open_backing().await?;
+    let mut list = (None, ListUse::None);
+    if let Some(chain) = &backing {
+        list = template::zeros_of(chain).await;
+    }
+    let backing_size = backing.as_ref().map(|chain| chain.disk().geometry().size);
+    let size = BlockSize::SECTOR.round_up(target.size_over(backing_size)?);
+    let base = target.backing.as_ref().map(|(name, format)| native::NewBase {
+        name: name.clone(),
+        format: Some(format.to_string()),
+        // One that is not looked at may be as large as the disk.
+        size: backing_size.unwrap_or(size),
+        zeros: list.0.map(|zeros| zeros.runs).unwrap_or_default(),
+    });
+    let options = native::CreateOptions { size, base, ..options };
+    let made = lay_out_native(target, &options).await;
+    // Until here its files are locked, and so are as the list has them.
+    if let Some(chain) = backing {
+        chain.close().await?;
+    }
+    made.map(|superblock| (superblock, list.1))
+}
+
+async fn lay_out_native(
+    target: &CreateTarget,
+    options: &native::CreateOptions,
+) -> Result<native::Superblock> {
+    let is_new = !target.path.exists();
+    let file = target.file().await?;
+    let made = native::create(&*file, options).await;
     if made.is_err() && is_new {
         drop(file);
         let _ = std::fs::remove_file(&target.path);

@@ -5,15 +5,24 @@
 
 #![forbid(unsafe_code)]
 
+mod bytes;
+mod claims;
+mod epochs;
 mod hash;
+mod journal;
+mod keyed;
+pub mod native;
 mod prealloc;
 pub mod probe;
 pub mod qcow2;
 pub mod raw;
 #[doc(hidden)]
 pub mod sabotage;
+mod state;
 mod turns;
+pub mod zeros;
 
+pub use native::Native;
 pub use prealloc::Prealloc;
 pub use probe::{FormatKind, probe};
 pub use qcow2::Qcow2;

@@ -9,6 +9,9 @@ use std::str::FromStr;
 
 use vellum_core::{Buffer, Error, ImageOffset, Result, Storage};
 
+use crate::native::Slot;
+use crate::native::superblock::MAGIC;
+
 /// The formats this program knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FormatKind {
@@ -16,6 +19,8 @@ pub enum FormatKind {
     Raw,
     /// QEMU's copy-on-write format.
     Qcow2,
+    /// Vellum's own.
+    Native,
 }
 
 impl fmt::Display for FormatKind {
@@ -23,6 +28,7 @@ impl fmt::Display for FormatKind {
         f.write_str(match self {
             Self::Raw => "raw",
             Self::Qcow2 => "qcow2",
+            Self::Native => "vellum",
         })
     }
 }
@@ -34,7 +40,10 @@ impl FromStr for FormatKind {
         match name {
             "raw" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
-            other => Err(Error::unsupported(format!("format {other} is not known (raw and qcow2 are)"))),
+            "vellum" => Ok(Self::Native),
+            other => {
+                Err(Error::unsupported(format!("format {other} is not known (raw, qcow2 and vellum are)")))
+            }
         }
     }
 }
@@ -64,5 +73,13 @@ pub async fn probe(storage: &dyn Storage) -> Result<FormatKind> {
             storage.name()
         )));
     }
-    Ok(if first.starts_with(b"QFI\xFB") { FormatKind::Qcow2 } else { FormatKind::Raw })
+    if first.starts_with(b"QFI\xFB") {
+        return Ok(FormatKind::Qcow2);
+    }
+    if first.starts_with(&MAGIC) {
+        return Ok(FormatKind::Native);
+    }
+    // The first copy of the superblock may be damaged.
+    let second = storage.read(Slot::B.offset(), Buffer::for_overwrite(MAGIC.len())).await?;
+    Ok(if second.slice() == MAGIC { FormatKind::Native } else { FormatKind::Raw })
 }

@@ -74,6 +74,20 @@ pub enum Bug {
     LoweredNotTold,
     /// Recovery clears the bit without a flush after the pages.
     ForgottenBeforeHome,
+    /// Bits, masks and entries join the transaction before the bytes are written.
+    BitBeforeData,
+    /// Masks are left out of the record.
+    MaskNotInRecord,
+    /// Entries of the table are left out of the record.
+    EntryNotInRecord,
+    /// Bits of the base bitmap are left out of the record.
+    BitNotInRecord,
+    /// A unit counts as free before anything says so durably.
+    UnitFreedBeforeDurable,
+    /// A unit is used again with what it held.
+    UnitNotZeroed,
+    /// A unit counts as zero before a flush covers its zeros.
+    ZeroNotCovered,
     /// Clusters are handed out while zeros are on their way to them.
     PreparedGivenOut,
     /// Recovery cuts the file off in the middle of what is in use.

@@ -9,6 +9,7 @@ mod common;
 mod subjects;
 
 use common::scale;
+use subjects::native::NativeSubject;
 use subjects::{QcowSubject, RawSubject};
 use vellum_core::Random;
 use vellum_sim::explore::{Case, Counts, Explorer, Plan, Program, Step, Subject, Thoroughness};
@@ -52,8 +53,12 @@ fn plans(seed: u64) -> Vec<Plan> {
     plans
 }
 
-#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
 fn explore(subject: &dyn Subject, one_in: usize) -> Counts {
+    explore_plans(subject, plans(1).into_iter().step_by(one_in).collect())
+}
+
+#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
+fn explore_plans(subject: &dyn Subject, plans: Vec<Plan>) -> Counts {
     let mut thoroughness = Thoroughness::default();
     if takes_all() {
         // Another program takes as long for one state as this for thousands; there are enough of them all the same.
@@ -72,7 +77,6 @@ fn explore(subject: &dyn Subject, one_in: usize) -> Counts {
         return Counts::default();
     }
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let plans: Vec<Plan> = plans(1).into_iter().step_by(one_in).collect();
     let report = explorer.explore_all(&plans, threads);
     eprintln!("explored {report}");
     assert!(report.failures.is_empty(), "{report}");
@@ -199,4 +203,65 @@ fn journal_with_snapshots() {
 #[test]
 fn raw() {
     explore(&RawSubject, 1);
+}
+
+#[test]
+fn native_linear() {
+    explore(&NativeSubject::linear(), 1);
+}
+
+#[test]
+fn native_linear_over_zeros() {
+    explore(&NativeSubject::linear_over_zeros(), 1);
+}
+
+#[test]
+fn native_linear_over_a_base() {
+    let counts = explore(&NativeSubject::linear_over_a_base(), 1);
+    assert!(counts.states > 1000 && counts.nested > 100, "{counts:?}");
+}
+
+#[test]
+fn native_table() {
+    let counts = explore(&NativeSubject::table(), 1);
+    assert!(counts.states > 1000 && counts.nested > 100, "{counts:?}");
+}
+
+#[test]
+fn native_table_over_a_base() {
+    explore(&NativeSubject::table_over_a_base(), 1);
+}
+
+#[test]
+fn native_table_over_a_base_in_large_blocks() {
+    explore(&NativeSubject::table_over_a_base_in_large_blocks(), 2);
+}
+
+#[test]
+fn native_table_on_a_device() {
+    explore(&NativeSubject::table_on_a_device(), 2);
+}
+
+/// Discards let go of whole units, so that these are taken again.
+fn explore_units(subject: &dyn Subject) {
+    let whole = |plan: Plan| {
+        let program = plan.program.to_string().replace("discard@", "drop64k@").parse().unwrap();
+        Plan { program, ..plan }
+    };
+    explore_plans(subject, plans(1).into_iter().step_by(2).map(whole).collect());
+}
+
+#[test]
+fn native_units() {
+    explore_units(&NativeSubject::units());
+}
+
+#[test]
+fn native_units_over_a_base() {
+    explore_units(&NativeSubject::units_over_a_base());
+}
+
+#[test]
+fn native_units_on_a_device() {
+    explore_units(&NativeSubject::units_on_a_device());
 }

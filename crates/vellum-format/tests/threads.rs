@@ -10,11 +10,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex, MutexGuard};
 
 use common::look;
+use common::native::{NativeSetup, look_native};
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, Disk, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, Random, Result, SharedStorage,
-    Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
+    Buffer, Disk, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, Random, Result, SharedDisk,
+    SharedStorage, Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
 };
+use vellum_format::Native;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 
 /// A file in memory. What was not flushed is lost in a power cut, all of it.
@@ -287,18 +289,81 @@ fn threads_over_the_same_clusters() {
         CreateOptions { refcount_bits: 1, ..plain(512) },
         CreateOptions { version: 2, ..plain(4096) },
     ];
-    for (kind, options) in kinds.iter().enumerate() {
+    for (kind, options) in kinds.into_iter().enumerate() {
         for seed in 0..3 * common::scale() {
-            one_race(options, kind, seed);
+            one_race(&Racer::Qcow2(options.clone()), kind, seed);
         }
     }
 }
 
-fn one_race(options: &CreateOptions, kind: usize, seed: u64) {
-    let image = fresh(options);
-    let disk = block_on(open(&image, 8192));
+/// The same for the native format. The base is zero, and nobody knows.
+#[test]
+fn threads_over_the_same_units() {
+    let zeros = || vec![0; 150_000];
+    let kinds = [
+        NativeSetup::linear("linear", 256 << 10).over(zeros(), 16 << 10),
+        NativeSetup::table("table", 256 << 10, 64 << 10),
+        NativeSetup::table("table over a base", 256 << 10, 64 << 10).over(zeros(), 16 << 10),
+        NativeSetup::table("table over a base, large blocks", 256 << 10, 64 << 10).over(zeros(), 128 << 10),
+    ];
+    for (kind, setup) in kinds.into_iter().enumerate() {
+        for seed in 0..3 * common::scale() {
+            one_race(&Racer::Native(setup.clone()), kind, seed);
+        }
+    }
+}
+
+/// What the threads race over.
+enum Racer {
+    Qcow2(CreateOptions),
+    Native(NativeSetup),
+}
+
+impl Racer {
+    fn size(&self) -> u64 {
+        match self {
+            Self::Qcow2(options) => options.size,
+            Self::Native(setup) => setup.options.size,
+        }
+    }
+
+    fn fresh(&self) -> Arc<Volatile> {
+        match self {
+            Self::Qcow2(options) => fresh(options),
+            Self::Native(setup) => {
+                let image = Volatile::new();
+                block_on(vellum_format::native::create(&*image, &setup.create_options())).unwrap();
+                image
+            }
+        }
+    }
+
+    fn open(&self, image: &Arc<Volatile>) -> SharedDisk {
+        match self {
+            Self::Qcow2(_) => block_on(open(image, 8192)),
+            Self::Native(setup) => {
+                let options = vellum_format::native::OpenOptions::default();
+                block_on(Native::open(image.clone(), setup.below(), options)).unwrap()
+            }
+        }
+    }
+
+    /// Whether a closed image is as it should be.
+    fn check(&self, image: SharedStorage, was_cut_off: bool, what: &str) {
+        let (report, lines) = match self {
+            Self::Qcow2(_) => block_on(look(&image)).unwrap(),
+            Self::Native(_) => block_on(look_native(&image)).unwrap(),
+        };
+        let may_leak = was_cut_off && matches!(self, Self::Qcow2(options) if options.version == 2);
+        assert!(report.corruptions == 0 && (report.is_clean() || may_leak), "{what}: {lines:?}");
+    }
+}
+
+fn one_race(racer: &Racer, kind: usize, seed: u64) {
+    let image = racer.fresh();
+    let disk = racer.open(&image);
     let clock = AtomicU64::new(1);
-    let sectors = options.size / 512;
+    let sectors = racer.size() / 512;
     let logs: Vec<Vec<Done>> = std::thread::scope(|scope| {
         let handles: Vec<_> = (0..4u64)
             .map(|thread| {
@@ -358,27 +423,26 @@ fn one_race(options: &CreateOptions, kind: usize, seed: u64) {
     });
     let mut log: Vec<Done> = logs.into_iter().flatten().collect();
     let now = clock.load(Ordering::SeqCst);
-    let whole = block_on(disk.read(GuestOffset::ZERO, Buffer::zeroed(index(options.size)))).unwrap().to_vec();
+    let whole = block_on(disk.read(GuestOffset::ZERO, Buffer::zeroed(index(racer.size())))).unwrap().to_vec();
     let value = |sector: &[u8]| u64::from_be_bytes(sector[..8].try_into().unwrap());
     let last = What::Read(whole.chunks(512).map(value).collect());
     log.push(Done { start: now, end: now + 1, first: 0, sectors, what: last });
-    judge(&log, sectors, &format!("kind {kind}, seed {seed}"));
+    let what = format!("kind {kind}, seed {seed}");
+    judge(&log, sectors, &what);
     if seed.is_multiple_of(2) {
         block_on(disk.flush()).unwrap();
         drop(disk);
         let left = Volatile::new();
         left.lock().visible = image.after_power_cut();
         left.lock().durable = image.after_power_cut();
-        let again = block_on(open(&left, 8192));
-        let after = block_on(again.read(GuestOffset::ZERO, Buffer::zeroed(index(options.size)))).unwrap();
-        assert!(after.to_vec() == whole, "kind {kind}, seed {seed}: what was flushed is not there");
+        let again = racer.open(&left);
+        let after = block_on(again.read(GuestOffset::ZERO, Buffer::zeroed(index(racer.size())))).unwrap();
+        assert!(after.to_vec() == whole, "{what}: what was flushed is not there");
         block_on(again.close()).unwrap();
-        let (report, lines) = block_on(look(&(left as SharedStorage))).unwrap();
-        assert!(report.corruptions == 0 && (report.is_clean() || options.version == 2), "{lines:?}");
+        racer.check(left, true, &what);
     } else {
         block_on(disk.close()).unwrap();
-        let (report, lines) = block_on(look(&(image as SharedStorage))).unwrap();
-        assert!(report.is_clean(), "kind {kind}, seed {seed}: {lines:?}");
+        racer.check(image, false, &what);
     }
 }
 

@@ -19,6 +19,7 @@ use std::sync::Arc;
 use vellum_core::{
     Context, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage,
 };
+use vellum_format::native::{self, Native, Superblock, Superblocks};
 use vellum_format::qcow2::open::MAPPING_BYTES_DEFAULT;
 use vellum_format::qcow2::{self, Header, Qcow2};
 use vellum_format::{FormatKind, Prealloc, Raw, probe};
@@ -97,6 +98,8 @@ pub struct Member {
     pub storage: SharedStorage,
     /// Its header, when it is qcow2.
     pub header: Option<Header>,
+    /// Its superblock, when it is of the native format.
+    pub superblock: Option<Superblock>,
     /// Its external data file: path and file.
     pub data_file: Option<(PathBuf, SharedStorage)>,
     /// The disk it makes, over those below.
@@ -120,7 +123,19 @@ struct Found {
     format: FormatKind,
     storage: SharedStorage,
     header: Option<Header>,
+    superblock: Option<Superblock>,
     data_file: Option<(PathBuf, SharedStorage)>,
+}
+
+impl Found {
+    /// The name of the image below, and its format, as they stand in this one.
+    fn backing(&self) -> Option<(&str, Option<&str>)> {
+        if let Some(header) = &self.header {
+            return header.backing_file().map(|name| (name, header.backing_format()));
+        }
+        let base = self.superblock.as_ref()?.base()?;
+        Some((&base.name, base.format.as_deref()))
+    }
 }
 
 impl Chain {
@@ -139,9 +154,18 @@ impl Chain {
             let below = members.last().map(|member| member.disk.clone());
             let tally = if is_top { &top_tally } else { &below_tally };
             let read_only = options.read_only || !is_top;
-            let disk: SharedDisk = match &image.header {
-                None => Raw::open(image.storage.clone(), read_only, tally),
-                Some(header) => {
+            let disk: SharedDisk = match (&image.header, &image.superblock) {
+                (None, None) => Raw::open(image.storage.clone(), read_only, tally),
+                (None, Some(_)) => {
+                    let open = native::OpenOptions {
+                        read_only,
+                        tally: tally.clone(),
+                        ..native::OpenOptions::default()
+                    };
+                    let opened = Native::open(image.storage.clone(), below, open).await;
+                    opened.context(|| describe(&image.path, depth))?
+                }
+                (Some(header), _) => {
                     let files = qcow2::Files {
                         image: image.storage.clone(),
                         data_file: image.data_file.as_ref().map(|(_, file)| file.clone()),
@@ -159,8 +183,8 @@ impl Chain {
                     Qcow2::open(header.clone(), files, open).await.context(|| describe(&image.path, depth))?
                 }
             };
-            let Found { path, format, storage, header, data_file, .. } = image;
-            members.push(Member { path, format, storage, header, data_file, disk });
+            let Found { path, format, storage, header, superblock, data_file, .. } = image;
+            members.push(Member { path, format, storage, header, superblock, data_file, disk });
         }
         members.reverse();
         Ok(Self { members, top_tally, below_tally })
@@ -211,17 +235,13 @@ async fn find(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Resul
                 found[0].path.display()
             )));
         }
-        let backing = image.header.as_ref().and_then(|header| {
-            let name = header.backing_file().filter(|_| !options.without_backing)?;
-            Some((name.to_owned(), header.backing_format().map(str::to_owned)))
-        });
-        if let Some((name, format)) = backing {
+        if let Some((name, format)) = image.backing().filter(|_| !options.without_backing) {
             let format = format
                 .filter(|format| !format.is_empty())
                 .map(|format| format.parse::<FormatKind>())
                 .transpose();
             let format = format.context(|| format!("can't open the backing image of {}", path.display()))?;
-            next = Some((Gate::resolve(&image.path, &name)?, format));
+            next = Some((Gate::resolve(&image.path, name)?, format));
         }
         found.push(image);
     }
@@ -253,13 +273,24 @@ async fn find_one(
             path.display()
         )));
     }
-    let mut found =
-        Found { path: path.to_owned(), canonical, format: kind, storage, header: None, data_file: None };
+    let mut found = Found {
+        path: path.to_owned(),
+        canonical,
+        format: kind,
+        storage,
+        header: None,
+        superblock: None,
+        data_file: None,
+    };
     match kind {
         FormatKind::Raw if options.snapshot.is_some() && is_top => {
             return Err(Error::new(ErrorKind::NotFound, "a raw image has no snapshots"));
         }
+        FormatKind::Native if options.snapshot.is_some() && is_top => {
+            return Err(Error::unsupported("snapshots of images of the native format cannot be read yet"));
+        }
         FormatKind::Raw => {}
+        FormatKind::Native => found.superblock = Some(Superblocks::read(&*found.storage).await?.superblock),
         FormatKind::Qcow2 => {
             let header = Header::read(&*found.storage).await?;
             if let Some(name) = header.data_file().filter(|_| header.has_data_file()) {

@@ -7,6 +7,8 @@
 //! 2. What reads as zero is not written to a target that reads as zero already.
 //! 3. The target is flushed before the copy counts as done.
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures_util::StreamExt;
@@ -175,6 +177,47 @@ async fn compare_piece(first: &SharedDisk, second: &SharedDisk, piece: Piece) ->
     Ok(Some(span.start() + at as u64))
 }
 
+/// Finds where a disk reads as zero, in units of `unit` bytes: the runs in order, neighbours merged. `progress` gets the
+/// bytes done.
+///
+/// # Errors
+/// What reading says; `Closed` when it was stopped.
+pub async fn find_zeros(
+    disk: &SharedDisk,
+    unit: u64,
+    pieces_at_once: usize,
+    stop: &AtomicBool,
+    progress: &dyn Fn(u64),
+) -> Result<Vec<GuestSpan>> {
+    let all = GuestOffset::ZERO.span(disk.geometry().size);
+    let found: RefCell<BTreeMap<GuestOffset, GuestSpan>> = RefCell::default();
+    let piece = async |piece: Piece| {
+        let runs = match piece.is_zero {
+            true => vec![(piece.span, None)],
+            false => cut_zeros(piece.span, read_piece(disk, piece.span).await?, unit),
+        };
+        let zeros = runs.into_iter().filter(|(_, data)| data.is_none());
+        found.borrow_mut().extend(zeros.map(|(span, _)| (span.start(), span)));
+        Ok(None)
+    };
+    in_pieces(&[disk], all, pieces_at_once, stop, progress, piece).await?;
+    let mut merged: Vec<GuestSpan> = Vec::new();
+    for span in found.into_inner().into_values() {
+        match merged.last_mut().filter(|last| last.end() == span.start()) {
+            Some(last) => *last = GuestSpan::between(last.start(), span.end()),
+            None => merged.push(span),
+        }
+    }
+    let unit = BlockSize::from_bytes(unit).expect("a power of two");
+    let end = all.end();
+    let whole = |span: GuestSpan| {
+        let last = if span.end() == end { end } else { unit.narrow(span).end() };
+        let first = GuestOffset::new(unit.round_up(span.start().bytes()));
+        (first < last).then(|| GuestSpan::between(first, last))
+    };
+    Ok(merged.into_iter().filter_map(whole).collect())
+}
+
 /// A run of the disk that is handled at once.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
@@ -317,6 +360,20 @@ mod tests {
         let written = target.counts().bytes_written;
         assert!(written < 4 << 20, "{written} bytes were written of about 1 MiB that is not zero");
         assert_eq!(target.counts().flushes, 1);
+    }
+
+    #[test]
+    fn zeros_are_found_in_whole_units() {
+        let mut bytes = vec![0; (5 << 20) + 512];
+        bytes[4096] = 1;
+        bytes[12_287] = 1;
+        bytes[3 << 20..(3 << 20) + 512].fill(1);
+        let disk: SharedDisk = MemoryDisk::holding(&bytes);
+        let stop = AtomicBool::new(false);
+        let found = block_on(find_zeros(&disk, 4096, 3, &stop, &|_| {})).unwrap();
+        let found: Vec<_> = found.iter().map(|run| (run.start().bytes(), run.end().bytes())).collect();
+        let mib = 1 << 20;
+        assert_eq!(found, [(0, 4096), (12_288, 3 * mib), (3 * mib + 4096, 5 * mib + 512)]);
     }
 
     #[test]

@@ -8,5 +8,5 @@ pub mod copy;
 pub mod gate;
 
 pub use chain::{Chain, ChainOptions, Member, Opener, Purpose};
-pub use copy::{Comparison, CopyOptions, compare, copy};
+pub use copy::{Comparison, CopyOptions, compare, copy, find_zeros};
 pub use gate::Gate;

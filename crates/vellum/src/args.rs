@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use vellum_core::{Error, Result};
 use vellum_daemon::ImageOptions;
+use vellum_format::native;
 use vellum_format::qcow2::{Compression, CreateOptions, JOURNAL_BYTES_DEFAULT, Preallocation};
 use vellum_format::{FormatKind, Prealloc};
 
@@ -125,8 +126,10 @@ pub(crate) struct NewImage {
     pub(crate) backing_format: Option<FormatKind>,
     /// The version, in the word that was used for it.
     pub(crate) compat: Option<String>,
-    /// Whether anything was said that only qcow2 has.
-    pub(crate) only_qcow2: Option<String>,
+    /// What only images of the native format have.
+    pub(crate) native: native::CreateOptions,
+    /// What was said, by its names.
+    said: Vec<String>,
     /// Whether somebody said if there are to be subclusters.
     says_subclusters: bool,
     /// Whether there is to be a journal, if somebody said so.
@@ -145,13 +148,13 @@ const JOURNAL_FROM: u64 = 4 << 10;
 const SUBCLUSTERS_FROM: u64 = 16 << 10;
 
 /// The options that `-o help` lists: name, values, meaning.
-pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 15] = [
+pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 19] = [
     ("size", "SIZE", "size of the disk"),
     ("preallocation", "off|metadata|falloc|full", "what gets its place from the beginning"),
     ("cluster_size", "SIZE", "cluster size, 512 to 2M (qcow2; default 64k)"),
     ("compat", "v2|v3", "version, also 0.10 and 1.1 (qcow2; default v3)"),
-    ("backing_file", "NAME", "the backing image (qcow2)"),
-    ("backing_fmt", "raw|qcow2", "its format (qcow2)"),
+    ("backing_file", "NAME", "the backing image (qcow2, vellum)"),
+    ("backing_fmt", "raw|qcow2|vellum", "its format (qcow2, vellum)"),
     ("extended_l2", "on|off", "subclusters (qcow2; default on over a backing image, else off)"),
     ("refcount_bits", "1…64", "width of a refcount (qcow2; default 16)"),
     ("lazy_refcounts", "on|off", "other programs may put off refcounts (qcow2)"),
@@ -159,21 +162,55 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 15] = [
     ("data_file", "NAME", "keep guest data in this file (qcow2)"),
     ("data_file_raw", "on|off", "the data file is a raw image by itself (qcow2)"),
     ("journal", "on|off", "write with a journal: one flush for a flush (qcow2; default on where it can be)"),
-    ("journal_size", "SIZE", "its size while the image is open, 64k to 64M (qcow2; default 1M)"),
+    (
+        "journal_size",
+        "SIZE",
+        "its size, 64k to 64M (qcow2: default 1M, while the image is open; vellum: 16M)",
+    ),
+    (
+        "layout",
+        "linear|table",
+        "one byte after the other, or units that a table names (vellum; default linear)",
+    ),
+    ("unit_size", "SIZE", "what one entry of the table maps, 64k to 2M (vellum; default 1M)"),
+    ("block_size", "SIZE", "what one bit over the backing image covers, 4k to 1M (vellum; default 64k)"),
+    ("zeroed", "on|off", "make a device read as zero first (vellum)"),
     ("prealloc", "adaptive|SIZE|off", "zeros ahead of need while it is served (qcow2 with a journal)"),
 ];
+
+/// Options that raw images have, and images of the native format; qcow2 has all but the last of these.
+const FOR_RAW: [&str; 2] = ["size", "preallocation"];
+const FOR_NATIVE: [&str; 4] = ["size", "backing_file", "backing_fmt", "journal_size"];
+const ONLY_NATIVE: [&str; 4] = ["layout", "unit_size", "block_size", "zeroed"];
 
 impl NewImage {
     pub(crate) fn parse(lists: &[String]) -> Result<Self> {
         let mut new = Self::default();
         for (key, value) in split_options(lists)? {
-            if !["size", "preallocation"].contains(&key.as_str()) {
-                new.only_qcow2.get_or_insert(key.clone());
-            }
             new.set(&key, &value)?;
+            new.said.push(key);
         }
         new.qcow2.journal = new.journal_wish()?;
+        new.native.journal_bytes = new.journal_bytes;
         Ok(new)
+    }
+
+    /// Refuses what images of this format have not. `flag` is how the format is said.
+    pub(crate) fn suits(&self, format: FormatKind, flag: &str) -> Result<()> {
+        let suits = |key: &&String| match format {
+            FormatKind::Raw => FOR_RAW.contains(&key.as_str()),
+            FormatKind::Qcow2 => !ONLY_NATIVE.contains(&key.as_str()),
+            FormatKind::Native => FOR_NATIVE.contains(&key.as_str()) || ONLY_NATIVE.contains(&key.as_str()),
+        };
+        let Some(key) = self.said.iter().find(|key| !suits(key)) else { return Ok(()) };
+        let other = match ONLY_NATIVE.contains(&key.as_str()) {
+            true => FormatKind::Native,
+            false => FormatKind::Qcow2,
+        };
+        Err(Error::invalid(match key.as_str() {
+            "preallocation" => format!("-o preallocation: a {format} image has none"),
+            key => format!("-o {key} is for {other}: say `{flag} {other}`"),
+        }))
     }
 
     /// How large a journal there is to be, if any. Who says a size wants one; what nobody said is left out quietly where
@@ -257,6 +294,16 @@ impl NewImage {
                     parse_prealloc(value).map_err(|_| bad("adaptive, off, a size from 64k to 1G"))?;
             }
             "data_file_raw" => self.qcow2.data_file_raw = switch()?,
+            "layout" => {
+                self.native.has_table = match value {
+                    "linear" => false,
+                    "table" => true,
+                    _ => return Err(bad("linear, table")),
+                }
+            }
+            "unit_size" => self.native.unit_size = Some(parse_size(value)?),
+            "block_size" => self.native.block_size = Some(parse_size(value)?),
+            "zeroed" => self.native.zero_device = switch()?,
             _ => {
                 return Err(Error::invalid(format!(
                     "-o {key}: there is no such option (`-o help` lists them)"
@@ -289,6 +336,28 @@ mod tests {
         for text in ["", "k", "-1", "1X", "1.5", "1.2.3M", "99999999999E", "1 M"] {
             assert!(parse_size(text).is_err(), "{text:?}");
         }
+    }
+
+    #[test]
+    fn options_of_other_formats_are_refused() {
+        use FormatKind::{Native, Qcow2, Raw};
+        for (list, kinds) in [
+            ("size=1M", [true, true, true]),
+            ("preallocation=full", [true, true, false]),
+            ("cluster_size=4k", [false, true, false]),
+            ("journal=on", [false, true, false]),
+            ("journal_size=1M", [false, true, true]),
+            ("backing_file=a,backing_fmt=raw", [false, true, true]),
+            ("layout=table,unit_size=64k", [false, false, true]),
+            ("block_size=4k", [false, false, true]),
+            ("zeroed=on", [false, false, true]),
+        ] {
+            let new = NewImage::parse(&[list.to_owned()]).unwrap();
+            assert_eq!([Raw, Qcow2, Native].map(|kind| new.suits(kind, "-f").is_ok()), kinds, "{list}");
+        }
+        let new = NewImage::parse(&["layout=table,unit_size=64k,journal_size=1M".to_owned()]).unwrap().native;
+        assert_eq!((new.has_table, new.unit_size, new.journal_bytes), (true, Some(65_536), Some(1 << 20)));
+        assert!(NewImage::parse(&["layout=zoned".to_owned()]).is_err());
     }
 
     #[test]

@@ -14,7 +14,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Copy-on-write disks for virtual machines: create, clone, check, convert and serve images (raw, qcow2)
+/// Copy-on-write disks for virtual machines: create, clone, check, convert and serve images (raw, qcow2, vellum)
 #[derive(Parser)]
 #[command(name = "vellum", version, max_term_width = 100)]
 struct Cli {
@@ -32,7 +32,9 @@ enum Command {
     Compare(commands::compare::Args),
     Recover(commands::recover::Args),
     Journal(commands::journal::Args),
+    Resize(commands::resize::Args),
     Serve(commands::serve::Args),
+    Template(commands::template::Args),
     Quickstart(commands::quickstart::Args),
 }
 
@@ -59,7 +61,9 @@ fn main() -> ExitCode {
         Command::Compare(args) => ("compare", commands::compare::run(&args)),
         Command::Recover(args) => ("recover", commands::recover::run(&args)),
         Command::Journal(args) => ("journal", commands::journal::run(&args)),
+        Command::Resize(args) => ("resize", commands::resize::run(&args)),
         Command::Serve(args) => ("serve", commands::serve::run(args)),
+        Command::Template(args) => ("template", commands::template::run(&args)),
         Command::Quickstart(args) => ("quickstart", commands::quickstart::run(&args)),
     };
     result.unwrap_or_else(|failure| {

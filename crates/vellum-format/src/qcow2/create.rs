@@ -12,10 +12,11 @@ use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, Result, Shared
 use super::header::Compression;
 #[cfg(test)]
 use super::header::Header;
-use super::journal::record::{BYTES_MAX, BYTES_MIN, Extension};
+use super::journal::extension::Extension;
 use super::layout::*;
 use super::refcount;
 use crate::Prealloc;
+use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 
 /// The name of the feature that keeps other programs away from an image whose journal must be replayed.
 pub(crate) const JOURNAL_FEATURE: &str = "vellum journal needs replay";

@@ -11,7 +11,7 @@
 
 use vellum_core::{BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, Storage};
 
-use super::journal::record::{EXTENSION_LEN, Extension};
+use super::journal::extension::{EXTENSION_LEN, Extension};
 use super::layout::*;
 use crate::Prealloc;
 
@@ -442,6 +442,18 @@ impl Header {
         self.autoclear = autoclear;
         put64(&mut self.sector, field::INCOMPATIBLE, incompatible);
         put64(&mut self.sector, field::AUTOCLEAR, autoclear);
+    }
+
+    /// Changes in memory how large the disk is.
+    pub(crate) fn set_size(&mut self, size: u64) {
+        self.size = size;
+        put64(&mut self.sector, field::SIZE, size);
+    }
+
+    /// Changes in memory how many entries the L1 table has.
+    pub(crate) fn set_l1_entries(&mut self, entries: u32) {
+        self.l1_entries = entries;
+        put32(&mut self.sector, field::L1_SIZE, entries);
     }
 
     /// Changes in memory where the refcount table lies.

@@ -18,7 +18,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use arc_swap::Guard;
 use vellum_core::{
@@ -26,20 +26,21 @@ use vellum_core::{
     ImageCluster, ImageOffset, ImageSpan, Result, SharedDisk, SharedStorage,
 };
 
-use super::claims::Claims;
 use super::commit::Commits;
 use super::compressed::Decompressor;
 use super::entry::{ClusterState, Entries, Words};
-use super::epochs::Epochs;
 use super::header::Header;
 use super::journal::{Journal, SectorChecks, checks_of};
-use super::keyed::KeyedLocks;
 use super::layout::{COPIED, L1_RESERVED, OFFSET_MASK};
 use super::pages::{Evicted, Page, Pages, SetFull};
 use super::prepare::Prepare;
 use super::refcount::{RefcountPage, Refcounts, Run, Stop};
+use crate::claims::Claims;
+use crate::epochs::Epochs;
 use crate::hash::HashMap;
+use crate::keyed::KeyedLocks;
 use crate::sabotage::{self, Bug};
+pub(crate) use crate::state::{State, lock};
 
 /// When this many pages of refcounts are dirty, the next writer commits.
 const REFCOUNT_PAGES_DIRTY_MAX: usize = 512;
@@ -92,44 +93,6 @@ pub(crate) struct L1 {
     pub(crate) entries: Box<[AtomicU64]>,
     /// Indexes of entries that were changed and not yet written.
     pub(crate) dirty: Mutex<BTreeSet<usize>>,
-}
-
-/// Whether the image still takes requests.
-#[derive(Default)]
-pub(crate) struct State {
-    closed: AtomicBool,
-    stopped: Mutex<Option<Error>>,
-    is_stopped: AtomicBool,
-}
-
-impl State {
-    /// Refuses what comes after `close`.
-    pub(crate) fn check_open(&self) -> Result<()> {
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::Closed, "the disk is closed"));
-        }
-        Ok(())
-    }
-
-    /// Refuses changes once something happened after which the medium cannot be trusted.
-    pub(crate) fn check_stopped(&self) -> Result<()> {
-        if self.is_stopped.load(Ordering::Acquire) {
-            let stopped = self.stopped.lock().unwrap_or_else(PoisonError::into_inner);
-            return Err(stopped.clone().expect("set before the flag"));
-        }
-        Ok(())
-    }
-
-    /// From now on no change is accepted, for this reason. The first reason stays.
-    pub(crate) fn stop(&self, why: Error) {
-        let mut stopped = self.stopped.lock().unwrap_or_else(PoisonError::into_inner);
-        stopped.get_or_insert(why);
-        self.is_stopped.store(true, Ordering::Release);
-    }
-
-    pub(crate) fn close(&self) -> bool {
-        !self.closed.swap(true, Ordering::AcqRel)
-    }
 }
 
 /// Where a guest cluster's entry is.
@@ -358,7 +321,7 @@ impl Qcow2 {
                     ClusterState::Compressed(_) => Ok(words),
                 }
             };
-            let _shared = self.journal().map(Journal::shared);
+            let _shared = self.journal().map(|journal| journal.shared());
             match page.update(slot.index, change, || self.list_dirty(page)) {
                 Err(Evicted) => continue,
                 Ok(Err(error)) => return Err(error),
@@ -376,7 +339,7 @@ impl Qcow2 {
     pub(crate) fn has_much_dirty(&self) -> bool {
         lock(&self.dirty).len() >= self.dirty_max
             || self.refcounts().dirty_pages() >= REFCOUNT_PAGES_DIRTY_MAX
-            || self.journal().is_some_and(Journal::is_large)
+            || self.journal().is_some_and(|journal| journal.is_large())
     }
 
     /// Bytes of the disk that one L2 table maps.
@@ -428,7 +391,7 @@ impl Qcow2 {
         // Published: readers find the table. It is on the medium before the L1 entry is (commit.rs). A commit waits for the
         // lock, so nobody who uses the table can be told that it is durable before its index is listed.
         {
-            let _shared = self.journal().map(Journal::shared);
+            let _shared = self.journal().map(|journal| journal.shared());
             if let Some(journal) = self.journal() {
                 journal.settle(ImageCluster::new(run.first));
                 journal.add_checks(&checks);
@@ -497,7 +460,7 @@ impl Qcow2 {
         loop {
             let stop = {
                 // What the operation changes belongs together with what it tells the journal.
-                let _shared = self.journal().map(Journal::shared);
+                let _shared = self.journal().map(|journal| journal.shared());
                 match operation(&mut self.refcounts()) {
                     Ok(value) => return Ok(value),
                     Err(stop) => stop,
@@ -584,9 +547,4 @@ impl Qcow2 {
     pub(crate) fn start(&self, cluster: GuestCluster) -> GuestOffset {
         self.cluster.start_of(cluster)
     }
-}
-
-/// Locks a mutex; a panic elsewhere while it was held does not matter, as nothing is left half done under it.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

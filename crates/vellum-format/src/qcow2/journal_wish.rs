@@ -23,10 +23,11 @@ use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, Shared
 
 use super::create::{JOURNAL_FEATURE, put_extension};
 use super::header::Header;
-use super::journal::record::{BYTES_MAX, BYTES_MIN, Extension};
+use super::journal::extension::Extension;
 use super::journal::recover::{Recovery, recover};
 use super::layout::*;
 use crate::Prealloc;
+use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 
 const SECTOR: usize = 512;
 

@@ -13,6 +13,8 @@
 
 use vellum_core::{BlockSize, ImageOffset};
 
+pub(crate) use crate::bytes::{be16, be32, be64, put32, put64};
+
 /// "QFI" and 0xFB.
 pub(crate) const MAGIC: u32 = 0x5146_49FB;
 
@@ -135,23 +137,3 @@ pub(crate) const METADATA_PAGE: BlockSize = BlockSize::PAGE;
 
 /// Image offsets end here: 56 bits.
 pub(crate) const IMAGE_END: ImageOffset = ImageOffset::new(1 << 56);
-
-pub(crate) fn be16(bytes: &[u8], at: usize) -> u16 {
-    u16::from_be_bytes(bytes[at..at + 2].try_into().expect("two bytes"))
-}
-
-pub(crate) fn be32(bytes: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
-}
-
-pub(crate) fn be64(bytes: &[u8], at: usize) -> u64 {
-    u64::from_be_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
-}
-
-pub(crate) fn put32(bytes: &mut [u8], at: usize, value: u32) {
-    bytes[at..at + 4].copy_from_slice(&value.to_be_bytes());
-}
-
-pub(crate) fn put64(bytes: &mut [u8], at: usize, value: u64) {
-    bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
-}

@@ -21,24 +21,24 @@
 //! | [`journal_wish`] | whether an image is to have one: put into its header, or taken out |
 //! | `prepare` | space ahead of need, written with zeros while nobody waits |
 //! | [`quarantine`] | what was freed, until it may be used again |
+//! | `resize` | a larger disk, as far as the L1 table has room |
 //! | [`check`] | everything an image claims, compared; and repaired |
-//! | [`claims`], [`epochs`], [`keyed`] | who may change, who may still be looking, who loads |
+//!
+//! Shared with other formats: `claims`, `epochs`, `keyed` (who may change, who may still be looking, who loads), and most
+//! of the journal.
 //!
 //! Source: QEMU's `docs/interop/qcow2.rst`. Left out for now: encryption, keeping bitmaps up (the autoclear bit is
 //! cleared before the first change, as the specification wants), making and deleting internal snapshots.
 
 pub mod check;
-mod claims;
 mod commit;
 mod compressed;
 pub mod create;
 mod entry;
-mod epochs;
 pub mod header;
 mod image;
 mod journal;
 pub mod journal_wish;
-mod keyed;
 mod layout;
 mod map;
 pub mod open;
@@ -49,6 +49,7 @@ mod quarantine;
 mod read;
 mod refcount;
 mod references;
+mod resize;
 pub mod snapshot;
 mod write;
 mod zero;
@@ -66,6 +67,7 @@ pub use image::Qcow2;
 pub use journal::recover::{Recovery, recover};
 pub use journal_wish::{JournalChange, set_journal};
 pub use open::{Files, OpenOptions};
+pub use resize::grow;
 pub use snapshot::Snapshot;
 
 impl Disk for Qcow2 {

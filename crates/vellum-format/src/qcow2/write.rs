@@ -19,16 +19,16 @@ use std::cell::Cell;
 
 use smallvec::SmallVec;
 use vellum_core::{
-    Buffer, Context, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageCluster, ImageOffset, ImageSpan,
-    LocalFuture, Result, read_below, try_join_all,
+    Buffer, Context, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageCluster, ImageOffset, LocalFuture,
+    Result, read_below, try_join_all,
 };
 
-use super::claims::{Ask, Fresh, Held};
 use super::entry::ClusterState;
 use super::image::{Missing, Qcow2};
-use super::journal::{Journal, Overwrite, SECTOR, SectorChecks, checks_of};
+use super::journal::{SECTOR, SectorChecks, checks_of};
 use super::plan::{Plan, Segment, Source, Target, plan_write, published};
 use super::refcount::Run;
+use crate::claims::{Ask, Fresh, Held};
 use crate::sabotage::{self, Bug};
 
 /// A write is done in pieces of at most this many clusters when it must allocate.
@@ -63,7 +63,7 @@ impl Qcow2 {
         }
         self.begin_change().await?;
         let mut rest = span;
-        let fresh_max = self.journal().map_or(u64::MAX, Journal::fresh_bytes_max);
+        let fresh_max = self.journal().map_or(u64::MAX, |journal| journal.fresh_bytes_max());
         let at_once = self.cluster.round_up(fresh_max.min(CLUSTERS_AT_ONCE << self.cluster.shift()));
         while !rest.is_empty() {
             let (now, later) = rest.split_at(at_once);
@@ -152,41 +152,9 @@ impl Qcow2 {
     }
 
     /// Overwrites bytes of the disk where they lie.
-    async fn write_in_place(&self, at: ImageOffset, mut data: Buffer) -> Result<()> {
+    async fn write_in_place(&self, at: ImageOffset, data: Buffer) -> Result<()> {
         let Some(journal) = self.journal() else { return self.data.write(at, data).await };
-        loop {
-            match journal.overwrite(at, &data) {
-                Overwrite::Now => return self.data.write(at, data).await,
-                Overwrite::Replacing(replacing) => {
-                    let written = self.data.write(at, data).await;
-                    replacing.ended(written.is_ok());
-                    return written;
-                }
-                Overwrite::Taken(rest) => {
-                    let mut here = at;
-                    for part in rest {
-                        drop(data.split_to(usize::try_from(part.start() - here).expect("within the buffer")));
-                        let bytes = data.split_to(usize::try_from(part.len()).expect("within the buffer"));
-                        self.data.write(part.start(), bytes).await?;
-                        here = part.end();
-                    }
-                    return Ok(());
-                }
-                Overwrite::Later => self.make_way(journal, at.span(data.len() as u64)).await?,
-            }
-        }
-    }
-
-    /// Waits until nothing in these bytes is of use to a recovery.
-    async fn make_way(&self, journal: &Journal, span: ImageSpan) -> Result<()> {
-        while journal.must_wait(span) {
-            journal.want_proof();
-            if journal.full.has(span) {
-                journal.want_relief();
-            }
-            self.commit().await?;
-        }
-        Ok(())
+        journal.write_in_place(&self.data, at, data, async || self.commit().await).await
     }
 
     /// Writes clusters some of which must be allocated. Takes the data out of the buffer when all clusters are there;
@@ -418,7 +386,7 @@ impl Qcow2 {
             parts.push(match fresh {
                 false => Box::pin(self.write_in_place(place, part)),
                 true => Box::pin(async move {
-                    self.make_way(journal, place.span(part.len() as u64)).await?;
+                    journal.make_way(place.span(part.len() as u64), async || self.commit().await).await?;
                     self.data.write(place, part).await
                 }),
             });

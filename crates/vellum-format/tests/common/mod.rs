@@ -2,6 +2,7 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub(crate) mod native;
 pub(crate) mod tended;
 
 use std::sync::Arc;

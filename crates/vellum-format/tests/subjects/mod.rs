@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 mod device;
+pub(crate) mod native;
 mod qemu;
 
 use futures_lite::future::block_on;

@@ -31,6 +31,8 @@ pub enum Act {
     Zero,
     /// A discard of two blocks.
     Discard,
+    /// A discard of 64 KiB: a whole unit where units are large. Never drawn; who wants it says so.
+    Drop64k,
 }
 
 impl Act {
@@ -44,6 +46,13 @@ impl Act {
         (Self::Discard, "discard"),
     ];
 
+    /// What only a program that names it has.
+    const NAMED: [(Self, &'static str); 1] = [(Self::Drop64k, "drop64k")];
+
+    fn named() -> impl Iterator<Item = (Self, &'static str)> {
+        Self::ALL.into_iter().chain(Self::NAMED)
+    }
+
     fn span(self, place: GuestOffset, size: u64) -> GuestSpan {
         let (skip, len) = match self {
             Self::Write512 => (1024, 512),
@@ -52,6 +61,7 @@ impl Act {
             Self::Odd => (300, 5000),
             Self::Zero => (2048, 6144),
             Self::Discard => (0, 8192),
+            Self::Drop64k => (0, 65_536),
         };
         let start = place.bytes() + skip;
         GuestOffset::new(start).span(len.min(size.saturating_sub(start)))
@@ -89,7 +99,7 @@ impl Step {
         let span = act.span(places[place % places.len()], disk.geometry().size);
         match act {
             Act::Zero => disk.write_zeroes(span, ZeroFlags { may_unmap: true, ..ZeroFlags::default() }).await,
-            Act::Discard => disk.discard(span, WriteFlags::default()).await,
+            Act::Discard | Act::Drop64k => disk.discard(span, WriteFlags::default()).await,
             _ => {
                 let mut bytes = vec![0; usize::try_from(span.len()).expect("small")];
                 Random::from_seed(seed).fill(&mut bytes);
@@ -144,7 +154,7 @@ impl fmt::Display for Step {
             Self::Flush => write!(f, "flush"),
             Self::Reopen => write!(f, "reopen"),
             Self::At(act, place) => {
-                let name = Act::ALL.iter().find(|(known, _)| known == act).expect("all are listed").1;
+                let name = Act::named().find(|(known, _)| known == act).expect("all are listed").1;
                 write!(f, "{name}@{place}")
             }
         }
@@ -175,7 +185,7 @@ impl FromStr for Step {
         }
         let wrong = || format!("{word} is no step; steps are flush, reopen, and NAME@PLACE such as w4k@0");
         let (name, place) = word.split_once('@').ok_or_else(wrong)?;
-        let act = Act::ALL.iter().find(|(_, known)| *known == name).ok_or_else(wrong)?.0;
+        let act = Act::named().find(|(_, known)| *known == name).ok_or_else(wrong)?.0;
         Ok(Self::At(act, place.parse().map_err(|_| wrong())?))
     }
 }

@@ -8,9 +8,9 @@ use serde_json::json;
 use vellum_core::{Error, Result};
 use vellum_daemon::ImageOptions;
 use vellum_daemon::image::open_file;
-use vellum_format::FormatKind;
 use vellum_format::qcow2::Header;
 use vellum_format::qcow2::check::{CheckReport, Repair, check};
+use vellum_format::{FormatKind, native};
 use vellum_io::{IoMode, run as run_worker};
 
 use super::{Outcome, with_code};
@@ -55,7 +55,7 @@ const NOTHING_TO_CHECK: u8 = 63;
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let result = run_worker(IoMode::Auto, async || examine(args).await)?;
-    let Some((report, lines)) = result.map_err(with_code(CANNOT_CHECK))? else {
+    let Some(Checked { format, report, lines }) = result.map_err(with_code(CANNOT_CHECK))? else {
         let error = Error::unsupported(format!(
             "{} is a raw image, which has nothing that could be checked",
             args.file.display()
@@ -63,7 +63,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         return Err(with_code(NOTHING_TO_CHECK)(error));
     };
     match args.output {
-        OutputFormat::Json => say_json(&answer(args, &report)),
+        OutputFormat::Json => say_json(&answer(args, format, &report)),
         OutputFormat::Human => {
             for line in &lines {
                 complain(line);
@@ -81,27 +81,34 @@ pub(crate) fn run(args: &Args) -> Outcome {
     }))
 }
 
-async fn examine(args: &Args) -> Result<Option<(CheckReport, Vec<String>)>> {
+struct Checked {
+    format: FormatKind,
+    report: CheckReport,
+    lines: Vec<String>,
+}
+
+async fn examine(args: &Args) -> Result<Option<Checked>> {
     let options = ImageOptions { read_only: args.repair.is_none(), ..args.read.options() };
     let (storage, format) = open_file(&args.file, &options).await?;
-    if format == FormatKind::Raw {
-        return Ok(None);
-    }
-    let header = Header::read(&*storage).await?;
     let repair = match args.repair {
         None => Repair::Nothing,
         Some(What::Leaks) => Repair::Leaks,
         Some(What::All) => Repair::All,
     };
     let mut lines = Vec::new();
-    let report = check(&header, &storage, repair, &mut |line| lines.push(line)).await?;
-    Ok(Some((report, lines)))
+    let mut say = |line| lines.push(line);
+    let report = match format {
+        FormatKind::Raw => return Ok(None),
+        FormatKind::Qcow2 => check(&Header::read(&*storage).await?, &storage, repair, &mut say).await?,
+        FormatKind::Native => native::check::check(&storage, repair, &mut say).await?,
+    };
+    Ok(Some(Checked { format, report, lines }))
 }
 
-fn answer(args: &Args, report: &CheckReport) -> serde_json::Value {
+fn answer(args: &Args, format: FormatKind, report: &CheckReport) -> serde_json::Value {
     let mut answer = json!({
         "filename": args.file.display().to_string(),
-        "format": "qcow2",
+        "format": format.to_string(),
         "check-errors": report.check_errors,
         "image-end-offset": report.image_end_offset,
         "total-clusters": report.total_clusters,

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use serde_json::json;
 use vellum_core::{Error, ErrorKind, Result, SharedDisk};
-use vellum_daemon::{CreateTarget, ImageOptions, create_qcow2, create_raw, open_image};
+use vellum_daemon::{CreateTarget, ImageOptions, create_native, create_qcow2, create_raw, open_image};
 use vellum_format::FormatKind;
 use vellum_io::{Draft, IoMode, run as run_worker};
 use vellum_layer::{CopyOptions, Gate, copy};
@@ -87,11 +87,7 @@ pub(crate) fn run(args: Args) -> Outcome {
 
 async fn convert(args: &Args) -> Result<u64, Failure> {
     let new = NewImage::parse(&args.options)?;
-    if args.target_format == FormatKind::Raw
-        && let Some(option) = &new.only_qcow2
-    {
-        return Err(Error::invalid(format!("-o {option} is for qcow2: say `-O qcow2`")).into());
-    }
+    new.suits(args.target_format, "-O")?;
     if new.backing_file.is_some() {
         return Err(Error::invalid(
             "a copy holds all of its disk and has no backing image; for one over a backing image use `vellum create -b`",
@@ -184,18 +180,17 @@ impl Copying<'_> {
     }
 
     async fn make(&self, size: u64) -> Result<()> {
+        let target = CreateTarget {
+            path: self.path().to_owned(),
+            size: Some(size),
+            backing: None,
+            trust_backing: true,
+            allow_dirs: Vec::new(),
+        };
         match self.args.target_format {
             FormatKind::Raw => create_raw(self.path(), size, self.new.qcow2.preallocation).await,
-            FormatKind::Qcow2 => {
-                let target = CreateTarget {
-                    path: self.path().to_owned(),
-                    size: Some(size),
-                    backing: None,
-                    trust_backing: true,
-                    allow_dirs: Vec::new(),
-                };
-                create_qcow2(&target, self.new.qcow2.clone()).await.map(drop)
-            }
+            FormatKind::Qcow2 => create_qcow2(&target, self.new.qcow2.clone()).await.map(drop),
+            FormatKind::Native => create_native(&target, self.new.native.clone()).await.map(drop),
         }
     }
 

@@ -1,23 +1,25 @@
 //! `vellum create`: make an image, or clone one.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use serde::Serialize;
-use vellum_core::{Error, Result};
-use vellum_daemon::{CreateTarget, create_qcow2, create_raw};
+use vellum_core::{BlockSize, Error, Result};
+use vellum_daemon::template::ListUse;
+use vellum_daemon::{CreateTarget, create_native, create_qcow2, create_raw};
 use vellum_format::FormatKind;
+use vellum_format::native::{Layout, Region, Superblock};
 use vellum_format::qcow2::{Compression, CreateOptions, Preallocation};
 use vellum_io::{IoMode, run as run_worker};
 
 use super::Outcome;
 use crate::args::{CREATE_OPTIONS, NewImage, OutputFormat, parse_format, parse_size, prealloc_text};
-use crate::output::{say, say_json};
+use crate::output::{complain, human_bytes, say, say_json};
 
 /// Make an image; with a backing image, a clone that holds only what differs
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format: raw (default) or qcow2 (default with -b)
+    /// Format: raw (default), qcow2 (default with -b) or vellum (default for names that end in .vlm)
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
     /// The backing image; a relative name starts at the new image's directory
@@ -63,6 +65,33 @@ struct Answer {
     backing_filename_format: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     journal_size: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    layout: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unit_size: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    block_size: Option<u64>,
+    /// How much of the backing image is known to be zero.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    template_zero_bytes: Option<u64>,
+}
+
+/// Whether the name says that it is an image of the native format.
+fn is_native_name(path: &Path) -> bool {
+    path.extension().is_some_and(|suffix| suffix == "vlm")
+}
+
+/// What was made.
+struct Made {
+    size: u64,
+    /// Of an image of the native format: its superblock, and what became of the list of the template's zeros.
+    native: Option<(Superblock, ListUse)>,
+}
+
+impl Made {
+    fn of(size: u64) -> Self {
+        Self { size, native: None }
+    }
 }
 
 pub(crate) fn run(args: Args) -> Outcome {
@@ -77,6 +106,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     let backing = args.backing.clone().or(new.backing_file.clone());
     let format = match (args.format, &backing) {
         (Some(format), _) => format,
+        (None, _) if is_native_name(&path) => FormatKind::Native,
         (None, Some(_)) => FormatKind::Qcow2,
         (None, None) => FormatKind::Raw,
     };
@@ -90,7 +120,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         // Guessing here would let whoever wrote the first bytes of a raw disk choose.
         (Some(name), None) => {
             return Err(Error::invalid(format!(
-                "say the format of the backing image {name}: `-F raw` or `-F qcow2`"
+                "say the format of the backing image {name}: `-F raw`, `-F qcow2` or `-F vellum`"
             ))
             .into());
         }
@@ -103,30 +133,59 @@ pub(crate) fn run(args: Args) -> Outcome {
         allow_dirs: args.allow_dir.clone(),
     };
     let options = new.qcow2.clone();
-    let size = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
+    let made = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
+    if let Some((_, ListUse::Refused(error))) = &made.native {
+        complain(&format!("vellum create: {}", error.chain()));
+    }
     if !args.quiet {
         match args.output {
-            OutputFormat::Human => say(&formatting(format, &target, &new, size)),
-            OutputFormat::Json => say_json(&answer(format, &target, &options, size)),
+            OutputFormat::Human => match &made.native {
+                Some((superblock, list)) => say(&formatting_native(&target, superblock, list)),
+                None => say(&formatting(format, &target, &new, made.size)),
+            },
+            OutputFormat::Json => say_json(&answer(format, &target, &options, &made)),
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Result<u64> {
+async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Result<Made> {
+    if format == FormatKind::Raw && target.backing.is_some() {
+        return Err(Error::invalid("a raw image has no backing image: say `-f qcow2`"));
+    }
+    new.suits(format, "-f")?;
     match format {
-        FormatKind::Qcow2 => create_qcow2(target, new.qcow2.clone()).await,
+        FormatKind::Qcow2 => create_qcow2(target, new.qcow2.clone()).await.map(Made::of),
+        FormatKind::Native => {
+            let made = create_native(target, new.native.clone()).await?;
+            Ok(Made { size: made.0.size(), native: Some(made) })
+        }
         FormatKind::Raw => {
-            if target.backing.is_some() {
-                return Err(Error::invalid("a raw image has no backing image: say `-f qcow2`"));
-            }
-            if let Some(option) = &new.only_qcow2 {
-                return Err(Error::invalid(format!("-o {option} is for qcow2: say `-f qcow2`")));
-            }
             let size = target.disk_size().await?;
             create_raw(&target.path, size, new.qcow2.preallocation).await?;
-            Ok(size)
+            Ok(Made::of(size))
         }
+    }
+}
+
+fn formatting_native(target: &CreateTarget, superblock: &Superblock, list: &ListUse) -> String {
+    let places = superblock.places();
+    let mut line = format!("Formatting '{}', fmt=vellum size={}", target.path.display(), superblock.size());
+    line += match places.shape().layout {
+        Layout::Linear => " layout=linear".to_owned(),
+        Layout::Table(unit) => format!(" layout=table unit_size={}", unit.bytes()),
+    }
+    .as_str();
+    if let Some((name, format)) = &target.backing {
+        let block = places.shape().block.bytes();
+        line += &format!(" block_size={block} backing_file={name} backing_fmt={format}");
+    }
+    if let ListUse::Used(bytes) = list {
+        line += &format!(" (of which {} are known to be zero)", human_bytes(*bytes));
+    }
+    match places.region(Region::Journal).len() {
+        0 => line,
+        bytes => line + &format!(" journal_size={bytes}"),
     }
 }
 
@@ -183,14 +242,28 @@ fn preallocation(how: Preallocation) -> &'static str {
     }
 }
 
-fn answer(format: FormatKind, target: &CreateTarget, options: &CreateOptions, size: u64) -> Answer {
+fn answer(format: FormatKind, target: &CreateTarget, options: &CreateOptions, made: &Made) -> Answer {
+    let native = made.native.as_ref();
+    let places = native.map(|(superblock, _)| superblock.places());
     Answer {
         filename: target.path.display().to_string(),
         format: format.to_string(),
-        virtual_size: size,
+        virtual_size: made.size,
         cluster_size: (format == FormatKind::Qcow2).then_some(options.cluster_size),
         backing_filename: target.backing.as_ref().map(|(name, _)| name.clone()),
         backing_filename_format: target.backing.as_ref().map(|(_, format)| format.to_string()),
-        journal_size: options.journal.filter(|_| format == FormatKind::Qcow2),
+        journal_size: match places {
+            Some(places) => Some(places.region(Region::Journal).len()).filter(|bytes| *bytes > 0),
+            None => options.journal.filter(|_| format == FormatKind::Qcow2),
+        },
+        layout: places.map(|places| places.shape().layout.name()),
+        unit_size: places.and_then(|places| places.shape().layout.unit()).map(BlockSize::bytes),
+        block_size: places
+            .map(|places| places.shape())
+            .and_then(|shape| shape.base_bytes.map(|_| shape.block.bytes())),
+        template_zero_bytes: match native {
+            Some((_, ListUse::Used(bytes))) => Some(*bytes),
+            _ => None,
+        },
     }
 }

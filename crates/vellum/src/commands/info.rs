@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use serde_json::{Map, Value, json};
-use vellum_core::{Context, Error, Result, SharedStorage};
+use vellum_core::{BlockSize, Context, Error, Result, SharedStorage};
 use vellum_daemon::image::open_file;
 use vellum_daemon::{Host, ImageOptions};
 use vellum_format::FormatKind;
+use vellum_format::native::{Region, Superblocks};
 use vellum_format::qcow2::snapshot::list;
 use vellum_format::qcow2::{Compression, Header, Snapshot};
 use vellum_io::{IoMode, run as run_worker};
@@ -44,6 +45,8 @@ struct Facts {
     actual_size: u64,
     virtual_size: u64,
     header: Option<Header>,
+    /// Of the native format, with what became of its other copy.
+    native: Option<Superblocks>,
     snapshots: Vec<Snapshot>,
 }
 
@@ -90,8 +93,7 @@ async fn gather(args: &Args) -> Result<Vec<Facts>> {
                     "the backing chain is longer than {DEPTH_MAX} images"
                 )));
             }
-            let format = facts.header.as_ref().and_then(Header::backing_format);
-            options.format = format.map(str::parse).transpose()?;
+            options.format = facts.backing_format().map(str::parse).transpose()?;
             next = Some(path);
         }
         images.push(facts);
@@ -105,7 +107,11 @@ impl Facts {
         let metadata = std::fs::metadata(path).context(|| format!("can't look at {}", path.display()))?;
         let header = match format {
             FormatKind::Qcow2 => Some(Header::read(&*storage).await?),
-            FormatKind::Raw => None,
+            FormatKind::Raw | FormatKind::Native => None,
+        };
+        let native = match format {
+            FormatKind::Native => Some(Superblocks::read(&*storage).await?),
+            FormatKind::Raw | FormatKind::Qcow2 => None,
         };
         let snapshots = match &header {
             Some(header) => list(header, &*storage).await?,
@@ -115,9 +121,14 @@ impl Facts {
             path: path.to_owned(),
             format,
             actual_size: metadata.blocks() * 512,
-            virtual_size: header.as_ref().map_or(storage.len(), Header::size),
+            virtual_size: match (&header, &native) {
+                (Some(header), _) => header.size(),
+                (None, Some(native)) => native.superblock.size(),
+                (None, None) => storage.len(),
+            },
             storage,
             header,
+            native,
             snapshots,
         })
     }
@@ -127,7 +138,40 @@ impl Facts {
     }
 
     fn backing(&self) -> Option<&str> {
-        self.header.as_ref()?.backing_file()
+        match &self.native {
+            Some(native) => native.superblock.base().map(|base| base.name.as_str()),
+            None => self.header.as_ref()?.backing_file(),
+        }
+    }
+
+    fn backing_format(&self) -> Option<&str> {
+        match &self.native {
+            Some(native) => native.superblock.base()?.format.as_deref(),
+            None => self.header.as_ref()?.backing_format(),
+        }
+    }
+
+    fn is_dirty(&self) -> bool {
+        let native = self.native.as_ref().is_some_and(|native| native.superblock.needs_replay());
+        native || self.header.as_ref().is_some_and(was_left_open)
+    }
+
+    /// What one format has and others have not, under the names QEMU gives it where QEMU has it.
+    fn specifics(&self) -> Vec<(String, Value)> {
+        match (&self.header, &self.native) {
+            (Some(header), _) => specifics(header),
+            (None, Some(native)) => native_specifics(native),
+            (None, None) => Vec::new(),
+        }
+    }
+
+    /// What is allocated at once.
+    fn cluster_size(&self) -> Option<u64> {
+        match (&self.header, &self.native) {
+            (Some(header), _) => Some(header.cluster_size().bytes()),
+            (None, Some(native)) => native.superblock.places().shape().layout.unit().map(BlockSize::bytes),
+            (None, None) => None,
+        }
     }
 
     /// The backing image's name as this program will look for it.
@@ -147,16 +191,16 @@ impl Facts {
             format!("virtual size: {}", sized(self.virtual_size)),
             format!("disk size: {}", human_bytes(self.actual_size)),
         ];
-        if let Some(header) = &self.header {
-            if was_left_open(header) {
+        if self.format != FormatKind::Raw {
+            if self.is_dirty() {
                 lines.push("cleanly shut down: no".to_owned());
             }
-            lines.push(format!("cluster_size: {}", header.cluster_size().bytes()));
+            lines.extend(self.cluster_size().map(|bytes| format!("cluster_size: {bytes}")));
             if let (Some(name), Some(full)) = (self.backing(), self.full_backing()) {
                 let actual = if full == name { String::new() } else { format!(" (actual path: {full})") };
                 lines.push(format!("backing file: {name}{actual}"));
             }
-            if let Some(format) = header.backing_format() {
+            if let Some(format) = self.backing_format() {
                 lines.push(format!("backing file format: {format}"));
             }
             if !self.snapshots.is_empty() {
@@ -165,10 +209,11 @@ impl Facts {
                 lines.extend(self.snapshots.iter().map(snapshot_line));
             }
             lines.push("Format specific information:".to_owned());
-            for (name, value) in specifics(header) {
-                let value = match (name.as_str(), value.as_str()) {
-                    ("journal", _) => journal_line(header, &self.name()),
-                    (_, Some(text)) => text.to_owned(),
+            for (name, value) in self.specifics() {
+                let value = match (name.as_str(), value.as_str(), &self.header) {
+                    ("journal", _, Some(header)) => journal_line(header, &self.name()),
+                    ("journal", _, None) => native_journal_line(&value, &self.name()),
+                    (_, Some(text), _) => text.to_owned(),
                     _ => value.to_string(),
                 };
                 lines.push(format!("    {}: {value}", name.replace('-', " ")));
@@ -198,17 +243,21 @@ impl Facts {
             "filename": self.name(),
             "format": self.format.to_string(),
             "actual-size": self.actual_size,
-            "dirty-flag": self.header.as_ref().is_some_and(was_left_open),
+            "dirty-flag": self.is_dirty(),
         });
-        let Some(header) = &self.header else { return info };
-        info["cluster-size"] = json!(header.cluster_size().bytes());
-        let data: Map<String, Value> = specifics(header).into_iter().collect();
-        info["format-specific"] = json!({ "type": "qcow2", "data": data });
+        if self.format == FormatKind::Raw {
+            return info;
+        }
+        if let Some(bytes) = self.cluster_size() {
+            info["cluster-size"] = json!(bytes);
+        }
+        let data: Map<String, Value> = self.specifics().into_iter().collect();
+        info["format-specific"] = json!({ "type": self.format.to_string(), "data": data });
         if let Some(name) = self.backing() {
             info["backing-filename"] = json!(name);
             info["full-backing-filename"] = json!(self.full_backing());
         }
-        if let Some(format) = header.backing_format() {
+        if let Some(format) = self.backing_format() {
             info["backing-filename-format"] = json!(format);
         }
         if !self.snapshots.is_empty() {
@@ -268,6 +317,52 @@ fn specifics(header: &Header) -> Vec<(String, Value)> {
         facts.push(("journal", json!({ "size": 0, "needs-recovery": false, "misplaced": true })));
     }
     facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+/// What only images of the native format have.
+fn native_specifics(superblocks: &Superblocks) -> Vec<(String, Value)> {
+    let superblock = &superblocks.superblock;
+    let places = superblock.places();
+    let shape = places.shape();
+    let mut facts = vec![
+        ("version", json!(1)),
+        ("uuid", json!(uuid(superblock.uuid()))),
+        ("layout", json!(shape.layout.name())),
+        ("data-offset", json!(places.data_offset().bytes())),
+    ];
+    if let Some(unit) = shape.layout.unit() {
+        facts.push(("unit-size", json!(unit.bytes())));
+        facts.push(("size-max", json!(places.size_max())));
+        facts.push(("snapshots", json!(superblock.has_snapshots())));
+    }
+    if let Some(bytes) = shape.base_bytes {
+        facts.push(("block-size", json!(shape.block.bytes())));
+        facts.push(("base-size", json!(bytes)));
+    }
+    match places.region(Region::Journal).len() {
+        0 => {}
+        bytes => {
+            facts.push(("journal", json!({ "size": bytes, "needs-recovery": superblock.needs_replay() })));
+        }
+    }
+    if superblocks.other_is_bad.is_some() {
+        facts.push(("damaged-superblock", json!(superblocks.slot.other().name())));
+    }
+    facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+/// What there is to tell of the journal of an image of the native format.
+fn native_journal_line(journal: &Value, name: &str) -> String {
+    let size = human_bytes(journal["size"].as_u64().unwrap_or(0));
+    match journal["needs-recovery"] == json!(true) {
+        true => format!("{size}, must be replayed: run `vellum recover {name}`"),
+        false => size,
+    }
+}
+
+fn uuid(bytes: [u8; 16]) -> String {
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-")
 }
 
 fn snapshot_json(snapshot: &Snapshot) -> Value {

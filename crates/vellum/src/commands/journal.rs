@@ -93,6 +93,13 @@ async fn make(args: &Common, wish: Option<Option<u64>>) -> Result<JournalChange>
             args.file.display()
         )));
     }
+    if format == FormatKind::Native {
+        return Err(Error::unsupported(format!(
+            "{} is an image of the native format: it has a journal whenever there is something to record, as large as it \
+             was made",
+            args.file.display()
+        )));
+    }
     let wanted = match wish {
         None => None,
         Some(Some(bytes)) => Some(bytes),

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use serde::Serialize;
 use vellum_core::{Error, GuestOffset, GuestSpan, MergedExtent, Place, Result, SharedStorage, map_merged};
 use vellum_daemon::open_image;
+use vellum_format::FormatKind;
 use vellum_io::{IoMode, run as run_worker};
 use vellum_layer::Chain;
 
@@ -128,7 +129,7 @@ fn row(chain: &Chain, extent: MergedExtent) -> Row {
         Place::Below => Row { present: false, zero: true, data: false, ..plain },
         Place::Zero { .. } => {
             // A hole of a raw disk lies where it would have its bytes.
-            let is_raw = chain.members[extent.depth].header.is_none();
+            let is_raw = chain.members[extent.depth].format == FormatKind::Raw;
             Row { zero: true, data: false, offset: is_raw.then_some(start), ..plain }
         }
     }

@@ -9,7 +9,9 @@ pub(crate) mod journal;
 pub(crate) mod map;
 pub(crate) mod quickstart;
 pub(crate) mod recover;
+pub(crate) mod resize;
 pub(crate) mod serve;
+pub(crate) mod template;
 
 use std::process::ExitCode;
 

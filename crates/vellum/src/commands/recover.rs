@@ -8,6 +8,7 @@ use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
 use vellum_daemon::ImageOptions;
 use vellum_daemon::image::open_file;
 use vellum_format::FormatKind;
+use vellum_format::native::{self, Superblocks};
 use vellum_format::qcow2::check::{CheckReport, Repair, check};
 use vellum_format::qcow2::{Header, Recovery, recover as replay};
 use vellum_io::{IoMode, run as run_worker};
@@ -81,6 +82,9 @@ async fn recover(args: &Args) -> Result<Recovered> {
             args.file.display()
         )));
     }
+    if format == FormatKind::Native {
+        return recover_native(args, &storage).await;
+    }
     let mut header = Header::read(&*storage).await?;
     let mut replayed = None;
     let was_dirty = header.is_dirty() || header.needs_replay();
@@ -108,6 +112,14 @@ async fn recover(args: &Args) -> Result<Recovered> {
         ));
     }
     Ok(Recovered { was_dirty, replayed, report })
+}
+
+async fn recover_native(args: &Args, storage: &SharedStorage) -> Result<Recovered> {
+    let was_dirty = Superblocks::read(&**storage).await?.superblock.needs_replay();
+    let context = || format!("can't recover {}", args.file.display());
+    let recovery = native::recover(storage).await.context(context)?;
+    // Nothing is counted in such an image, so there is nothing else to make right.
+    Ok(Recovered { was_dirty, replayed: was_dirty.then_some(recovery), report: CheckReport::default() })
 }
 
 /// What a replay did, for people.

@@ -9,29 +9,15 @@
 //!    a repair has looked at, has nothing of it.
 //! 2. The zeros are durable before the header names the run: whatever a guest once wrote there is never taken for a record.
 
-use std::sync::atomic::Ordering;
-
-use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, Zeroes};
+use vellum_core::{Context, ImageOffset, ImageSpan, Result, Zeroes};
 
 use super::super::image::{Qcow2, lock};
 use super::super::layout::{autoclear, incompatible};
-use super::record::{BLOCK, BYTES_MAX, BYTES_MIN, Extension};
-use super::ring::Ring;
-use super::{Journal, Ledger};
+use super::Journal;
+use super::extension::Extension;
+use crate::journal::commit::write_zeros;
+use crate::journal::record::{BLOCK, BYTES_MAX, BYTES_MIN};
 use crate::sabotage::{self, Bug};
-
-/// The run is written with zeros in pieces of this many bytes.
-const ZEROED_AT_ONCE: u64 = 1 << 20;
-
-impl Journal {
-    /// The run is there, zeroed, and named by the header: from now on commits write records.
-    fn begin(&self, generation: u64, key: u128, run: ImageSpan) {
-        let ring = Ring::new(run.len());
-        let ledger = Ledger { generation, key, run, ring, tail: 1, told: 1, kept: Default::default() };
-        *lock(&self.ledger) = Some(ledger);
-        self.is_on.store(true, Ordering::Release);
-    }
-}
 
 impl Qcow2 {
     /// The journal, if this image is being written with one.
@@ -69,12 +55,8 @@ impl Qcow2 {
     async fn begin_in(&self, journal: &Journal, run: ImageSpan) -> Result<()> {
         self.reach(run.end().bytes()).await?;
         let context = || format!("{}: can't write the journal", self.name);
-        let mut rest = run;
-        while !rest.is_empty() && !sabotage::is(Bug::OldRunKept) {
-            let (now, later) = rest.split_at(ZEROED_AT_ONCE);
-            let zeros = Buffer::zeroed(usize::try_from(now.len()).expect("bounded"));
-            self.metadata.write(now.start(), zeros).await.context(context)?;
-            rest = later;
+        if !sabotage::is(Bug::OldRunKept) {
+            write_zeros(&*self.metadata, run).await.context(context)?;
         }
         self.flush_storage().await?;
         let generation = {
@@ -82,11 +64,8 @@ impl Qcow2 {
             let (extension, _) = header.journal.expect("there is a journal because the header has one");
             extension.generation.wrapping_add(u64::from(!sabotage::is(Bug::OldRunKept)))
         };
+        let key = journal.new_key()?;
         let prealloc = lock(&self.header).prealloc();
-        let key = match journal.key {
-            Some(key) => key,
-            None => random_key()?,
-        };
         let extension = Extension { wanted_bytes: journal.wanted_bytes, run, generation, key, prealloc };
         self.change_header(|header| {
             header.set_journal(extension);
@@ -105,11 +84,7 @@ impl Qcow2 {
             journal.want_proof();
             self.commit().await?;
         }
-        let kept = journal.all_kept();
-        self.write_home(&kept).await?;
-        if !sabotage::is(Bug::ClosedBeforeHome) {
-            self.flush_storage().await?;
-        }
+        journal.empty(self).await?;
         let run = journal.run().expect("it has begun");
         // What was prepared goes while the bit says that somebody must look.
         self.cut_to_end(run).await?;
@@ -127,12 +102,4 @@ impl Qcow2 {
         }
         Ok(())
     }
-}
-
-/// A number that no guest can know.
-fn random_key() -> Result<u128> {
-    let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::new(ErrorKind::Io, format!("the system gives no random numbers: {error}")))?;
-    Ok(u128::from_be_bytes(bytes))
 }

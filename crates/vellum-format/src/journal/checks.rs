@@ -18,17 +18,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use smallvec::SmallVec;
 use vellum_core::{BlockSize, Buffer, ImageOffset, ImageSpan};
 
-use super::super::image::lock;
 use super::Journal;
 use super::full::sectors_of;
 use super::record::{Item, SECTOR, SECTOR_LEN};
 use crate::sabotage::{self, Bug};
+use crate::state::lock;
 
 /// Checksums of neighbouring sectors, and where the first of them lies.
 pub(crate) type SectorChecks = (ImageOffset, Vec<u32>);
 
 /// A sector has so many values at most.
 const VALUES_MAX: usize = 8;
+/// A second value takes so much of a record.
+const OTHER_BYTES: u64 = 24;
 /// An overwrite larger than this waits for a proof instead.
 const REPLACED_BYTES_MAX: usize = 256 << 10;
 
@@ -74,6 +76,11 @@ impl Gathered {
     /// What checks and second values will take in the record, in bytes.
     pub(super) fn check_bytes(&self) -> u64 {
         self.sectors as u64 * 4 + self.others.len() as u64 * 48
+    }
+
+    /// What second values alone will take at most.
+    fn other_bytes(&self) -> u64 {
+        self.others.values().map(|others| others.values.len() as u64 * OTHER_BYTES).sum()
     }
 
     /// Guest data that the record will have.
@@ -202,7 +209,7 @@ impl Journal {
 
     /// What lies in the clusters of this run is no longer part of the disk. Where it was sealed already, its check has to
     /// hold until it is proven; the clusters are not used again before.
-    pub(super) fn forget_checks(&self, wide: ImageSpan) {
+    pub(crate) fn forget_checks(&self, wide: ImageSpan) {
         let range = wide.start().bytes()..wide.end().bytes();
         let mut open = lock(&self.open);
         let inside: Vec<u64> = open.checks.range(range.clone()).map(|(at, _)| *at).collect();
@@ -224,12 +231,12 @@ impl Journal {
         self.is_unproven(span) || self.full.has(span)
     }
 
-    pub(super) fn is_unproven(&self, span: ImageSpan) -> bool {
+    pub(crate) fn is_unproven(&self, span: ImageSpan) -> bool {
         !self.unproven.overlapping(span).is_empty()
     }
 
     /// Whether anything is unproven.
-    pub(super) fn has_unproven(&self) -> bool {
+    pub(crate) fn has_unproven(&self) -> bool {
         self.unproven.any.load(Ordering::Acquire)
     }
 
@@ -267,7 +274,8 @@ impl Journal {
         runs: &[(u64, u64, u64)],
     ) -> Overwrite<'_> {
         let is_whole = at.bytes().is_multiple_of(SECTOR) && (data.len() as u64).is_multiple_of(SECTOR);
-        if !is_whole || data.len() > REPLACED_BYTES_MAX {
+        let replaced = (data.len() as u64 / SECTOR) * OTHER_BYTES;
+        if !is_whole || data.len() > REPLACED_BYTES_MAX || open.other_bytes() + replaced > self.others_max() {
             return Overwrite::Later;
         }
         let is_checked =
@@ -325,6 +333,11 @@ impl Journal {
         Overwrite::Taken(rest)
     }
 
+    /// So many bytes of second values one record may have.
+    fn others_max(&self) -> u64 {
+        lock(&self.ledger).as_ref().map_or(u64::MAX, |ledger| ledger.ring.record_max() / 8)
+    }
+
     /// So much guest data one record may have.
     fn full_max(&self) -> u64 {
         lock(&self.ledger).as_ref().map_or(0, |ledger| ledger.ring.record_max() / 2)
@@ -356,7 +369,7 @@ impl Journal {
     }
 
     /// Takes a sequence for a record that is none of a transaction; the open transaction gets the next one.
-    pub(super) fn skip(&self) -> u64 {
+    pub(crate) fn skip(&self) -> u64 {
         let mut open = lock(&self.open);
         let taken = open.sequence;
         open.sequence += 1;
@@ -367,7 +380,7 @@ impl Journal {
     }
 
     /// All transactions up to this one are proven.
-    pub(super) fn has_proven(&self, sequence: u64) {
+    pub(crate) fn has_proven(&self, sequence: u64) {
         self.proven.fetch_max(sequence, Ordering::AcqRel);
         let mut runs = lock(&self.unproven.runs);
         runs.retain(|_, (_, of)| *of > sequence);
@@ -451,7 +464,7 @@ mod tests {
 
     #[test]
     fn an_overwrite_in_the_open_transaction_replaces_the_check() {
-        let journal = Journal::new(0, None);
+        let journal = Journal::new(None);
         journal.add_checks(&[(AT, vec![crc(1), crc(1)])]);
         assert!(matches!(journal.overwrite(AT + 1024, &Buffer::copy_of(&[2; 512])), Overwrite::Now));
         assert!(
@@ -474,7 +487,7 @@ mod tests {
 
     #[test]
     fn both_values_count_while_the_write_is_under_way() {
-        let journal = Journal::new(0, None);
+        let journal = Journal::new(None);
         journal.add_checks(&[(AT, vec![crc(1)])]);
         let Overwrite::Replacing(replacing) = journal.overwrite(AT, &Buffer::copy_of(&[2; 512])) else {
             panic!()
@@ -487,7 +500,7 @@ mod tests {
 
     #[test]
     fn of_two_writes_at_a_time_either_may_win() {
-        let journal = Journal::new(0, None);
+        let journal = Journal::new(None);
         journal.add_checks(&[(AT, vec![crc(1)])]);
         let Overwrite::Replacing(first) = journal.overwrite(AT, &Buffer::copy_of(&[2; 512])) else {
             panic!()
@@ -503,7 +516,7 @@ mod tests {
 
     #[test]
     fn a_write_that_is_alone_again_settles_the_value() {
-        let journal = Journal::new(0, None);
+        let journal = Journal::new(None);
         journal.add_checks(&[(AT, vec![crc(1)])]);
         let replace = |byte| match journal.overwrite(AT, &Buffer::copy_of(&[byte; 512])) {
             Overwrite::Replacing(replacing) => replacing,
@@ -518,7 +531,7 @@ mod tests {
 
     #[test]
     fn what_was_freed_need_not_arrive() {
-        let journal = Journal::new(0, None);
+        let journal = Journal::new(None);
         journal.add_checks(&[(AT, vec![crc(1)]), (AT + 4096, vec![crc(1)])]);
         let Overwrite::Replacing(replacing) = journal.overwrite(AT, &Buffer::copy_of(&[2; 512])) else {
             panic!()

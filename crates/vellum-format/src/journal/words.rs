@@ -2,8 +2,8 @@
 
 use vellum_core::ImageOffset;
 
-use super::super::layout::be64;
 use super::record::Item;
+use crate::bytes::be64;
 
 /// Which words of a page have changed, by their number; pages have at most 512.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -23,7 +23,7 @@ impl Changed {
 }
 
 /// Words by their places, ascending, as items: neighbours in one.
-pub(super) fn items_of(words: impl Iterator<Item = (ImageOffset, u64)>) -> Vec<Item> {
+pub(crate) fn items_of(words: impl Iterator<Item = (ImageOffset, u64)>) -> Vec<Item> {
     let mut items: Vec<Item> = Vec::new();
     for (place, value) in words {
         match items.last_mut() {

@@ -23,14 +23,14 @@ use vellum_core::{
     Buffer, ImageOffset, ImageSpan, Limits, LocalFuture, Result, SharedStorage, Storage, StorageRun, Zeroes,
 };
 
-use super::super::image::lock;
 use super::record::{Item, SECTOR, SECTOR_LEN};
+use crate::state::lock;
 
 /// So many sectors are held here at most; who wants more waits until these are home.
 const SECTORS_MAX: usize = 16_384;
 
 /// Bytes as they are to be in the image, and where.
-pub(super) type Home = (ImageOffset, Arc<[u8]>);
+pub(crate) type Home = (ImageOffset, Arc<[u8]>);
 
 /// A sector that is newer here than in the image.
 struct Sector {
@@ -129,7 +129,7 @@ impl Full {
     }
 
     /// A flushed record says that records before `tail` are not needed.
-    pub(super) fn forget(&self, tail: u64) {
+    pub(crate) fn forget(&self, tail: u64) {
         if !self.any.load(Ordering::Acquire) {
             return;
         }

@@ -1,0 +1,50 @@
+//! Overwriting guest data where it lies, as far as recovery lets.
+
+use vellum_core::{Buffer, ImageOffset, ImageSpan, Result, SharedStorage};
+
+use super::{Journal, Overwrite};
+
+impl Journal {
+    /// Overwrites bytes of the disk where they lie. `commit` makes durable what was published before.
+    pub(crate) async fn write_in_place(
+        &self,
+        storage: &SharedStorage,
+        at: ImageOffset,
+        mut data: Buffer,
+        commit: impl AsyncFn() -> Result<()>,
+    ) -> Result<()> {
+        loop {
+            match self.overwrite(at, &data) {
+                Overwrite::Now => return storage.write(at, data).await,
+                Overwrite::Replacing(replacing) => {
+                    let written = storage.write(at, data).await;
+                    replacing.ended(written.is_ok());
+                    return written;
+                }
+                Overwrite::Taken(rest) => {
+                    let mut here = at;
+                    for part in rest {
+                        drop(data.split_to(usize::try_from(part.start() - here).expect("within the buffer")));
+                        let bytes = data.split_to(usize::try_from(part.len()).expect("within the buffer"));
+                        storage.write(part.start(), bytes).await?;
+                        here = part.end();
+                    }
+                    return Ok(());
+                }
+                Overwrite::Later => self.make_way(at.span(data.len() as u64), &commit).await?,
+            }
+        }
+    }
+
+    /// Waits until nothing in these bytes is of use to a recovery.
+    pub(crate) async fn make_way(&self, span: ImageSpan, commit: impl AsyncFn() -> Result<()>) -> Result<()> {
+        while self.must_wait(span) {
+            self.want_proof();
+            if self.full.has(span) {
+                self.want_relief();
+            }
+            commit().await?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,203 @@
+//! The table, the partial units, and that no unit is named for two purposes.
+
+use vellum_core::{ImageOffset, Result};
+
+use super::super::geometry::{PARTIALS, Region, SUB_BLOCK};
+use super::Walk;
+use crate::bytes::be32;
+
+/// Every unit that is named, and what for: the unit of the disk, or [`MAP`].
+#[derive(Default)]
+pub(super) struct Names {
+    pairs: Vec<(u32, u32)>,
+    /// So many were left when doubles were last dropped.
+    settled: usize,
+}
+
+/// What a unit is named for that holds copies of pages.
+pub(super) const MAP: u32 = u32::MAX;
+
+impl Names {
+    pub(super) fn add(&mut self, unit: u32, purpose: u32) {
+        self.pairs.push((unit, purpose));
+        if self.pairs.len() > 2 * self.settled + 4096 {
+            self.settle();
+        }
+    }
+
+    fn settle(&mut self) {
+        self.pairs.sort_unstable();
+        self.pairs.dedup();
+        self.settled = self.pairs.len();
+    }
+
+    fn has(&self, unit: u32) -> bool {
+        let at = self.pairs.partition_point(|(named, _)| *named < unit);
+        self.pairs.get(at).is_some_and(|(named, _)| *named == unit)
+    }
+}
+
+struct Partial {
+    slot: u64,
+    unit: u32,
+    under: u32,
+}
+
+impl Walk<'_> {
+    /// Whether a unit may be where it says.
+    pub(super) fn is_inside(&self, unit: u32) -> bool {
+        self.places.may_hold(unit, self.image.len(), self.image.limits().fixed_len)
+    }
+
+    /// Home's table.
+    pub(super) async fn table(&mut self) -> Result<()> {
+        let start = self.places.region(Region::Table).start();
+        let mut at = start;
+        let mut last = (0, 0);
+        while let Some((place, bytes)) = self.next_bytes(Region::Table, &mut at).await? {
+            let first = (place - start) / 4;
+            let units = self.places.shape().units();
+            let behind = usize::try_from(units.saturating_sub(first).saturating_mul(4)).unwrap_or(usize::MAX);
+            let (inside, outside) = bytes.split_at(behind.min(bytes.len()));
+            if outside.iter().any(|byte| *byte != 0) {
+                let from: ImageOffset = place + inside.len() as u64;
+                self.error_to_zero(from.span(outside.len() as u64), || {
+                    format!("table: entries past the end of the disk are not 0, at {:#x}", from.bytes())
+                });
+            }
+            for (index, entry) in (first..).zip(inside.chunks_exact(4).map(|entry| be32(entry, 0))) {
+                if entry == 0 {
+                    continue;
+                }
+                self.entry(index, entry, "home");
+                self.report.allocated_clusters += 1;
+                let follows = last == (index.wrapping_sub(1), entry.wrapping_sub(1));
+                self.report.fragmented_clusters += u64::from(!follows && last != (0, 0));
+                last = (index, entry);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes note of an entry that is not 0, of home's table or of a copy.
+    pub(super) fn entry(&mut self, index: u64, entry: u32, view: &str) {
+        if !self.is_inside(entry) {
+            let end = self.image.len();
+            self.error(|| {
+                format!("table ({view}): unit {index} of the disk lies in unit {entry}, past the end of the file ({end})")
+            });
+            return;
+        }
+        let purpose = u32::try_from(index).expect("a table has at most 2^26 entries");
+        self.names.add(entry, purpose);
+        let end = self.places.unit(entry).end().bytes();
+        self.report.image_end_offset = self.report.image_end_offset.max(end);
+    }
+
+    /// The slots for partial units.
+    pub(super) async fn partials(&mut self) -> Result<()> {
+        self.names.settle();
+        let region = self.places.region(Region::Partials);
+        let Some(bytes) = self.read(region, Region::Partials.name()).await else { return Ok(()) };
+        let mut found: Vec<Partial> = Vec::new();
+        for slot in 0..PARTIALS {
+            let at = usize::try_from(self.places.partial(slot).start() - region.start()).expect("8 KiB");
+            let (unit, under) = (be32(&bytes, at), be32(&bytes, at + 4));
+            if unit == 0 {
+                continue;
+            }
+            let problem = if unit == under || under == 0 {
+                Some("nothing else has the rest of it")
+            } else if !self.is_inside(unit) || !self.is_inside(under) {
+                Some("it, or what has the rest of it, lies past the end of the file")
+            } else if found.iter().any(|other| other.unit == unit) {
+                Some("another slot has it too")
+            } else if self.has_bits_past_the_unit(&bytes[at + 8..at + 72]) {
+                Some("it has more sub-blocks than a unit")
+            } else {
+                None
+            };
+            match problem {
+                Some(why) => {
+                    self.error(|| format!("partial units: slot {slot}, unit {unit} over {under}: {why}"))
+                }
+                None => found.push(Partial { slot, unit, under }),
+            }
+        }
+        self.circles(&found);
+        self.vanished(&found);
+        Ok(())
+    }
+
+    fn has_bits_past_the_unit(&self, bits: &[u8]) -> bool {
+        let super::Layout::Table(unit) = self.places.shape().layout else { return false };
+        let sub_blocks = usize::try_from(unit.bytes() / SUB_BLOCK.bytes()).expect("at most 512");
+        bits[sub_blocks / 8..].iter().any(|byte| *byte != 0)
+    }
+
+    fn circles(&mut self, partials: &[Partial]) {
+        for partial in partials {
+            let mut under = partial.under;
+            for _ in 0..PARTIALS {
+                match partials.iter().find(|other| other.unit == under) {
+                    Some(next) => under = next.under,
+                    None => break,
+                }
+                if under == partial.unit {
+                    self.error(|| {
+                        format!("partial units: unit {under} lies under itself (slot {})", partial.slot)
+                    });
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Slots of units that no view names, and that lie under no unit that is.
+    fn vanished(&mut self, partials: &[Partial]) {
+        let mut alive: Vec<bool> = partials.iter().map(|partial| self.names.has(partial.unit)).collect();
+        for _ in 0..partials.len() {
+            for index in 0..partials.len() {
+                let is_under =
+                    |(over, is_alive): (&Partial, &bool)| *is_alive && over.under == partials[index].unit;
+                alive[index] |= partials.iter().zip(&alive).any(is_under);
+            }
+        }
+        for (partial, _) in partials.iter().zip(&alive).filter(|(_, is_alive)| !**is_alive) {
+            let span = self.places.partial(partial.slot);
+            let (slot, unit) = (partial.slot, partial.unit);
+            self.leak_to_zero(span, || {
+                format!("slot {slot} of the partial units: nothing names its unit {unit}")
+            });
+        }
+        // What is under a unit is in use, and so is no map unit.
+        for (partial, _) in partials.iter().zip(&alive).filter(|(_, is_alive)| **is_alive) {
+            let is_map = |unit| self.names.pairs.binary_search(&(unit, MAP)).is_ok();
+            if is_map(partial.under) || is_map(partial.unit) {
+                let slot = partial.slot;
+                self.error(|| format!("partial units: slot {slot} names a unit that holds copies of pages"));
+            }
+            let end = self.places.unit(partial.under).end().bytes();
+            self.report.image_end_offset = self.report.image_end_offset.max(end);
+        }
+    }
+
+    /// Units that are named for two purposes.
+    pub(super) fn doubles(&mut self) {
+        self.names.settle();
+        let pairs = std::mem::take(&mut self.names.pairs);
+        let purpose = |purpose| match purpose {
+            MAP => "copies of pages".to_owned(),
+            index => format!("unit {index} of the disk"),
+        };
+        for two in pairs.windows(2).filter(|two| two[0].0 == two[1].0) {
+            self.error(|| {
+                let (unit, first, second) = (two[0].0, purpose(two[0].1), purpose(two[1].1));
+                format!(
+                    "unit {unit} is named for {first} and for {second}: one of them has the other's bytes"
+                )
+            });
+        }
+        self.names.pairs = pairs;
+    }
+}

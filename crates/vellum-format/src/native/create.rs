@@ -1,0 +1,322 @@
+//! Making an image: regions that read as zero, preset bits, and last the superblocks.
+//!
+//! ```text
+//!   1  length, or zeros over the regions of a device       nothing says yet that there is an image
+//!   2  bits of blocks that are zero in the base
+//!   3  flush
+//!   4  both superblocks, flush                              commit point
+//! ```
+//!
+//! A fresh image has no other page of home: a hole reads as zero and means zero.
+
+use vellum_core::{
+    BlockSize, Buffer, Context, Error, ErrorKind, GuestSpan, ImageOffset, Result, Storage, Zeroes,
+};
+
+use super::geometry::{JOURNAL_BYTES_MAX, JOURNAL_BYTES_MIN, Layout, Places, Region, Shape};
+use super::superblock::{Base, Slot, Superblock};
+
+/// How large a journal is when nobody says, in bytes.
+pub const JOURNAL_BYTES_DEFAULT: u64 = 16 << 20;
+/// What one bit of the bitmap covers when nobody says, in bytes.
+pub const BLOCK_BYTES_DEFAULT: u64 = 64 << 10;
+/// What one entry of the table maps when nobody says, in bytes.
+pub const UNIT_BYTES_DEFAULT: u64 = 1 << 20;
+
+/// The image below a new one.
+#[derive(Debug, Clone, Default)]
+pub struct NewBase {
+    /// Its name, as it will stand in the image.
+    pub name: String,
+    /// Its format.
+    pub format: Option<String>,
+    /// How large its disk is, in bytes.
+    pub size: u64,
+    /// Where it is known to read as zero: in order, neighbours merged. Blocks inside are never read from it, and a first
+    /// write there is free.
+    pub zeros: Vec<GuestSpan>,
+}
+
+/// What a new image is to be. What is not said is chosen.
+#[derive(Debug, Clone, Default)]
+pub struct CreateOptions {
+    /// The size of the disk in bytes: a multiple of 512.
+    pub size: u64,
+    /// Whether guest data lies in units that a table names; else one after the other.
+    pub has_table: bool,
+    /// What one entry of the table maps, in bytes: a power of two from 64 KiB to 2 MiB.
+    pub unit_size: Option<u64>,
+    /// What one bit of the base bitmap covers, in bytes: a power of two from 4 KiB to 1 MiB.
+    pub block_size: Option<u64>,
+    /// How large the journal is, in bytes: 64 KiB to 64 MiB.
+    pub journal_bytes: Option<u64>,
+    /// The image below.
+    pub base: Option<NewBase>,
+    /// A device is made to read as zero first.
+    pub zero_device: bool,
+    /// What the image is called by itself; drawn at random when it is not given.
+    pub uuid: Option<[u8; 16]>,
+}
+
+impl CreateOptions {
+    /// Checks them; gives the places of the image.
+    fn places(&self) -> Result<Places> {
+        let size_of = |name: &str, bytes: u64, shifts: std::ops::RangeInclusive<u32>, range: &str| {
+            let size = BlockSize::from_bytes(bytes).filter(|size| shifts.contains(&size.shift()));
+            size.ok_or_else(|| Error::invalid(format!("{name} must be a power of two from {range}")))
+        };
+        let contradictions = [
+            (
+                self.unit_size.is_some() && !self.has_table,
+                "unit_size needs layout=table: a linear image has no units",
+            ),
+            (
+                self.block_size.is_some() && self.base.is_none(),
+                "block_size needs a base: without one there is no bitmap",
+            ),
+            (
+                self.journal_bytes.is_some() && self.base.is_none() && !self.has_table,
+                "journal_size needs a base or layout=table: otherwise there is nothing to record",
+            ),
+        ];
+        if let Some((_, why)) = contradictions.iter().find(|(is_so, _)| *is_so) {
+            return Err(Error::invalid(*why));
+        }
+        let unit = size_of("unit_size", self.unit_size.unwrap_or(UNIT_BYTES_DEFAULT), 16..=21, "64k to 2M")?;
+        let block =
+            size_of("block_size", self.block_size.unwrap_or(BLOCK_BYTES_DEFAULT), 12..=20, "4k to 1M")?;
+        let shape = Shape {
+            size: self.size,
+            layout: if self.has_table { Layout::Table(unit) } else { Layout::Linear },
+            block,
+            base_bytes: self.base.as_ref().map(|base| base.size.min(self.size)),
+        };
+        let journal = match self.journal_bytes {
+            Some(bytes) => bytes,
+            None if shape.needs_journal() => JOURNAL_BYTES_DEFAULT,
+            None => 0,
+        };
+        let can_be =
+            (JOURNAL_BYTES_MIN..=JOURNAL_BYTES_MAX).contains(&journal) && journal.is_multiple_of(4096);
+        if shape.needs_journal() && !can_be {
+            return Err(Error::invalid(format!(
+                "a journal of {journal} bytes: it must be 64k to 64M, a multiple of 4k"
+            )));
+        }
+        Places::plan(shape, journal)
+    }
+}
+
+/// Makes an image in `storage`, replacing whatever it holds.
+///
+/// # Errors
+/// `Invalid` for options that contradict each other, `NoSpace` when a device is too small, and what the storage says.
+pub async fn create(storage: &dyn Storage, options: &CreateOptions) -> Result<Superblock> {
+    let places = options.places()?;
+    let base =
+        options.base.as_ref().map(|base| Base { name: base.name.clone(), format: base.format.clone() });
+    let superblock = Superblock::new(places, base, options.uuid.map_or_else(random_uuid, Ok)?)?;
+    let context = || format!("can't create {}", storage.name());
+    make_room(storage, options, &places).await.context(context)?;
+    if let Some(base) = &options.base {
+        preset(storage, &places, &base.zeros).await.context(context)?;
+    }
+    publish(storage, superblock).await.context(context)
+}
+
+/// Everything but the bits, which reads as zero.
+async fn make_room(storage: &dyn Storage, options: &CreateOptions, places: &Places) -> Result<()> {
+    let data = places.data_offset();
+    let end = match places.shape().layout {
+        Layout::Linear => data + options.size,
+        Layout::Table(_) => data,
+    };
+    if !storage.limits().fixed_len {
+        storage.set_len(0).await?;
+        return storage.set_len(end.bytes()).await;
+    }
+    if end.bytes() > storage.len() {
+        let needs = format!("the device is too small: this image needs {} bytes", end.bytes());
+        return Err(Error::new(ErrorKind::NoSpace, needs));
+    }
+    if end > data {
+        // What it held before would be read as the guest's.
+        if !options.zero_device {
+            return Err(Error::invalid(
+                "a linear image lies on a device only if all of it is made to read as zero first: say -o zeroed=on, \
+                 or layout=table",
+            ));
+        }
+        storage.write_zeroes(data.span(end - data), Zeroes::MayUnmap).await?;
+    }
+    storage.write_zeroes(ImageOffset::ZERO.span(data.bytes()), Zeroes::MayUnmap).await
+}
+
+/// Sets the bits of the blocks that the base has nothing but zeros in.
+async fn preset(storage: &dyn Storage, places: &Places, zeros: &[GuestSpan]) -> Result<()> {
+    const PAGE: u64 = 4096;
+    let shape = places.shape();
+    let bitmap = places.region(Region::Bitmap);
+    let mut page: Option<(u64, Vec<u8>)> = None;
+    for run in zeros {
+        let first = shape.block.count_for(run.start().bytes());
+        // Behind its end the base reads as zero, so the last block needs no more than what the base has of it.
+        let end = match run.end().bytes() >= shape.base_bytes.unwrap_or(0) {
+            true => shape.blocks(),
+            false => run.end().bytes() >> shape.block.shift(),
+        };
+        for block in first..end {
+            let at = block / 8;
+            if page.as_ref().is_none_or(|(index, _)| *index != at / PAGE) {
+                write_page(storage, bitmap.start(), page.take()).await?;
+                page = Some((at / PAGE, vec![0; 4096]));
+            }
+            let (_, bytes) = page.as_mut().expect("just put there");
+            bytes[usize::try_from(at % PAGE).expect("below a page")] |= 1 << (block % 8);
+        }
+    }
+    write_page(storage, bitmap.start(), page).await
+}
+
+async fn write_page(storage: &dyn Storage, start: ImageOffset, page: Option<(u64, Vec<u8>)>) -> Result<()> {
+    match page {
+        Some((index, bytes)) => storage.write(start + index * 4096, Buffer::copy_of(&bytes)).await,
+        None => Ok(()),
+    }
+}
+
+async fn publish(storage: &dyn Storage, mut superblock: Superblock) -> Result<Superblock> {
+    storage.flush().await?;
+    storage.write(Slot::A.offset(), superblock.encode()).await?;
+    superblock.sequence += 1;
+    storage.write(Slot::B.offset(), superblock.encode()).await?;
+    storage.flush().await?; // commit point: now it is an image
+    Ok(superblock)
+}
+
+fn random_uuid() -> Result<[u8; 16]> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes)
+        .map_err(|error| Error::new(ErrorKind::Io, format!("no randomness for the image's name: {error}")))?;
+    // Version 4, variant 1, as RFC 9562 has it.
+    bytes[6] = bytes[6] & 0x0F | 0x40;
+    bytes[8] = bytes[8] & 0x3F | 0x80;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_lite::future::block_on;
+    use vellum_core::memory::SparseBytes;
+    use vellum_core::{GuestOffset, Limits, MemoryStorage};
+
+    use super::super::superblock::Superblocks;
+    use super::*;
+
+    fn base(size: u64) -> Option<NewBase> {
+        Some(NewBase { name: "base".to_owned(), size, ..NewBase::default() })
+    }
+
+    #[test]
+    fn a_new_image_reads_as_it_was_asked_for() {
+        let size = 1 << 30;
+        for options in [
+            CreateOptions { size, ..CreateOptions::default() },
+            CreateOptions { size, base: base(1 << 20), block_size: Some(4096), ..CreateOptions::default() },
+            CreateOptions { size, has_table: true, unit_size: Some(65_536), ..CreateOptions::default() },
+            CreateOptions { size, has_table: true, base: base(2 << 30), ..CreateOptions::default() },
+        ] {
+            let storage = MemoryStorage::holding("old", &[7; 9000]);
+            let made = block_on(create(&*storage, &options)).unwrap();
+            let found = block_on(Superblocks::read(&*storage)).unwrap();
+            assert_eq!(found.superblock.places(), made.places(), "{options:?}");
+            assert_eq!((found.slot, found.superblock.sequence), (Slot::B, 2));
+            assert_eq!(found.superblock.base().is_some(), options.base.is_some());
+            assert!(found.superblock.places().shape().base_bytes.unwrap_or(0) <= size);
+            let linear = if options.has_table { 0 } else { size };
+            assert_eq!(storage.len(), made.places().data_offset().bytes() + linear);
+        }
+    }
+
+    #[test]
+    fn senseless_combinations_are_refused_with_the_reason() {
+        let options = CreateOptions { size: 1 << 20, ..CreateOptions::default() };
+        for (why, options) in [
+            ("has no units", CreateOptions { unit_size: Some(65_536), ..options.clone() }),
+            ("there is no bitmap", CreateOptions { block_size: Some(65_536), ..options.clone() }),
+            ("nothing to record", CreateOptions { journal_bytes: Some(1 << 20), ..options.clone() }),
+            ("64k to 2M", CreateOptions { unit_size: Some(4 << 20), has_table: true, ..options.clone() }),
+            ("64k to 2M", CreateOptions { unit_size: Some(65_537), has_table: true, ..options.clone() }),
+            ("4k to 1M", CreateOptions { block_size: Some(2 << 20), base: base(1), ..options.clone() }),
+            ("64k to 64M", CreateOptions { journal_bytes: Some(0), has_table: true, ..options.clone() }),
+            (
+                "multiple of 4k",
+                CreateOptions { journal_bytes: Some(65_537), has_table: true, ..options.clone() },
+            ),
+            ("multiple of 512", CreateOptions { size: 1000, ..options.clone() }),
+            (
+                "1 to 1023",
+                CreateOptions {
+                    base: Some(NewBase { name: "n".repeat(1024), ..NewBase::default() }),
+                    ..options.clone()
+                },
+            ),
+        ] {
+            let storage = MemoryStorage::holding("old", &[7; 9000]);
+            let error = block_on(create(&*storage, &options)).unwrap_err();
+            assert!(error.chain().contains(why), "{why}: {}", error.chain());
+            assert_eq!(storage.content().to_vec(), [7; 9000], "nothing was touched: {why}");
+        }
+    }
+
+    #[test]
+    fn blocks_that_are_zero_in_the_base_are_preset() {
+        let at = GuestOffset::new;
+        let kib = 1024;
+        // Blocks of 64 KiB; the base ends 4 KiB into block 10.
+        for (zeros, want) in [
+            (vec![], vec![]),
+            (vec![at(0).span(64 * kib)], vec![0]),
+            (vec![at(4 * kib).span(64 * kib)], vec![]),
+            (vec![at(4 * kib).span(128 * kib)], vec![1]),
+            (vec![at(64 * kib).span(128 * kib), at(256 * kib).span(64 * kib)], vec![1, 2, 4]),
+            (vec![at(576 * kib).span(68 * kib)], vec![9, 10]),
+            (vec![at(644 * kib - 4096).span(4096)], vec![10]),
+        ] {
+            let options = CreateOptions {
+                size: 1 << 20,
+                base: Some(NewBase { zeros, ..base(644 * kib).unwrap() }),
+                ..CreateOptions::default()
+            };
+            let storage = MemoryStorage::new("new");
+            let places = block_on(create(&*storage, &options)).unwrap().places();
+            let mut bitmap = [0; 4096];
+            storage.content().read(places.region(Region::Bitmap).start(), &mut bitmap);
+            let set: Vec<usize> = (0..4096 * 8).filter(|bit| bitmap[bit / 8] >> (bit % 8) & 1 == 1).collect();
+            assert_eq!(set, want);
+        }
+    }
+
+    #[test]
+    fn what_a_device_held_before_is_nobodys() {
+        let device = |len: usize| {
+            let mut content = SparseBytes::default();
+            content.write(ImageOffset::ZERO, &vec![7; len]);
+            let limits = Limits { fixed_len: true, grows_zeroed: false, ..Limits::plain() };
+            MemoryStorage::with("device", limits, content)
+        };
+        let linear = CreateOptions { size: 1 << 20, ..CreateOptions::default() };
+        let old = device(2 << 20);
+        let error = block_on(create(&*old, &linear)).unwrap_err();
+        assert!(error.chain().contains("zeroed=on"), "{}", error.chain());
+        let zeroing = CreateOptions { zero_device: true, ..linear };
+        let places = block_on(create(&*old, &zeroing)).unwrap().places();
+        let bytes = old.content().to_vec();
+        assert!(bytes[8192..].iter().all(|byte| *byte == 0), "home and data read as zero");
+        assert_eq!(places.data_offset().bytes(), 1 << 20);
+        let error = block_on(create(&*device(1 << 20), &zeroing)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NoSpace);
+        let table = CreateOptions { size: 1 << 40, has_table: true, ..CreateOptions::default() };
+        block_on(create(&*device(32 << 20), &table)).unwrap();
+    }
+}

@@ -1,0 +1,558 @@
+//! Where things lie: the regions of an image, and the places of a guest offset in them. Arithmetic only.
+//!
+//! ```text
+//!  0     4 KiB   8 KiB                                                             journal            data_offset
+//!  ├───────┼───────┼────────┬───────┬───────┬──────────┬───────────────┬─ ─ ─ ─ ─ ──┼─────────┬─ ─ ─ ─ ─┼────────
+//!  │ super │ super │ bitmap │ masks │ table │ partials │ snapshot list │ unused     │ journal │ unused  │ data
+//!  └───────┴───────┴────────┴───────┴───────┴──────────┴───────────────┴─ ─ ─ ─ ─ ──┴─────────┴─ ─ ─ ─ ─┴────────
+//!                  ╰──────────────────────── home ──────────────────────────────────╯
+//! ```
+//!
+//! [`Shape`] is what the sizes ask for, [`Places`] where it was put. A thing of home smaller than a word is given as
+//! [`Bits`] of a word, because words are what the journal changes.
+
+use vellum_core::{BlockSize, Error, GuestOffset, GuestSpan, ImageOffset, ImageSpan, Result};
+
+/// What one mask is about.
+pub const SUB_BLOCK: BlockSize = BlockSize::PAGE;
+/// Home begins behind the two superblocks.
+pub const HOME_START: ImageOffset = ImageOffset::new(2 * PAGE_LEN);
+/// Regions begin and end at multiples of this.
+const PAGE_LEN: u64 = 4096;
+/// `data_offset` is a multiple of this.
+pub const DATA_ALIGN: BlockSize = BlockSize::from_shift(20);
+/// Image offsets end here.
+pub const IMAGE_END: ImageOffset = ImageOffset::new(1 << 56);
+
+/// Slots for partial units.
+pub const PARTIALS: u64 = 64;
+/// Bytes of a slot.
+pub const PARTIAL_LEN: u64 = 128;
+/// Entries of the snapshot list; the last one holds the chain of map units.
+pub const SNAPSHOTS: u64 = 4096;
+/// Bytes of an entry of the snapshot list.
+pub const SNAPSHOT_LEN: u64 = 128;
+
+/// The smallest journal, in bytes.
+pub const JOURNAL_BYTES_MIN: u64 = 64 << 10;
+/// The largest journal, in bytes.
+pub const JOURNAL_BYTES_MAX: u64 = 64 << 20;
+/// A bitmap is kept in memory, so it has a limit.
+pub const BITMAP_BYTES_MAX: u64 = 256 << 20;
+/// 4 GiB of masks: 64 TiB of base.
+pub const BASE_BYTES_MAX: u64 = 1 << 46;
+/// 2^26 units.
+pub const TABLE_BYTES_MAX: u64 = 256 << 20;
+/// Regions end here, far behind the largest ones: each page of home takes a pointer in memory.
+const HOME_END_MAX: u64 = 8 << 30;
+/// The largest disk, in bytes.
+const SIZE_MAX: u64 = IMAGE_END.bytes() - (1 << 40);
+
+/// How guest offsets become places of the image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// One after the other.
+    Linear,
+    /// By a table with one entry for each unit of this size.
+    Table(BlockSize),
+}
+
+impl Layout {
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Linear => "linear",
+            Self::Table(_) => "table",
+        }
+    }
+
+    /// What one entry of the table maps.
+    pub fn unit(self) -> Option<BlockSize> {
+        match self {
+            Self::Linear => None,
+            Self::Table(unit) => Some(unit),
+        }
+    }
+}
+
+/// The parts of the home area, in the order of the superblock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Region {
+    /// One bit per block of the base.
+    Bitmap,
+    /// Two bits per sub-block of the base.
+    Masks,
+    /// Four bytes per unit.
+    Table,
+    /// Units whose rest lies in another unit.
+    Partials,
+    /// The list of snapshots.
+    Snapshots,
+    /// The ring of records.
+    Journal,
+}
+
+impl Region {
+    /// All of them.
+    pub const ALL: [Self; 6] =
+        [Self::Bitmap, Self::Masks, Self::Table, Self::Partials, Self::Snapshots, Self::Journal];
+
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bitmap => "bitmap",
+            Self::Masks => "masks",
+            Self::Table => "table",
+            Self::Partials => "partial units",
+            Self::Snapshots => "snapshot list",
+            Self::Journal => "journal",
+        }
+    }
+}
+
+/// The sizes that decide how long the regions are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// The size of the disk in bytes.
+    pub size: u64,
+    /// Where guest data lies.
+    pub layout: Layout,
+    /// What one bit of the bitmap covers.
+    pub block: BlockSize,
+    /// How much of the base counts, in bytes; nothing without a base.
+    pub base_bytes: Option<u64>,
+}
+
+impl Shape {
+    /// Whether anything in home can ever change, so that there must be a journal.
+    pub fn needs_journal(&self) -> bool {
+        self.base_bytes.is_some() || matches!(self.layout, Layout::Table(_))
+    }
+
+    /// How many blocks of the base there are.
+    pub fn blocks(&self) -> u64 {
+        self.block.count_for(self.base_bytes.unwrap_or(0))
+    }
+
+    /// How many sub-blocks of the base there are.
+    pub fn sub_blocks(&self) -> u64 {
+        SUB_BLOCK.count_for(self.base_bytes.unwrap_or(0))
+    }
+
+    /// How many units the disk has; none in `linear`.
+    pub fn units(&self) -> u64 {
+        match self.layout {
+            Layout::Linear => 0,
+            Layout::Table(unit) => unit.count_for(self.size),
+        }
+    }
+
+    /// How many bytes the region has at least. The journal's length is a matter of choice: what it has at least when there
+    /// is one.
+    pub fn need(&self, region: Region) -> u64 {
+        let is_table = matches!(self.layout, Layout::Table(_));
+        let bytes = match region {
+            Region::Bitmap => self.blocks().div_ceil(8),
+            Region::Masks => self.sub_blocks().div_ceil(4),
+            Region::Table => self.units() * 4,
+            Region::Partials if is_table => PARTIALS * PARTIAL_LEN,
+            Region::Snapshots if is_table => SNAPSHOTS * SNAPSHOT_LEN,
+            Region::Journal if self.needs_journal() => JOURNAL_BYTES_MIN,
+            Region::Partials | Region::Snapshots | Region::Journal => 0,
+        };
+        bytes.next_multiple_of(PAGE_LEN)
+    }
+
+    /// How many bytes the region has at most.
+    pub fn limit(&self, region: Region) -> u64 {
+        match region {
+            Region::Bitmap if self.base_bytes.is_some() => BITMAP_BYTES_MAX,
+            Region::Masks if self.base_bytes.is_some() => BASE_BYTES_MAX >> 14,
+            Region::Table if matches!(self.layout, Layout::Table(_)) => TABLE_BYTES_MAX,
+            Region::Journal if self.needs_journal() => JOURNAL_BYTES_MAX,
+            Region::Bitmap | Region::Masks | Region::Table | Region::Journal => 0,
+            Region::Partials | Region::Snapshots => self.need(region),
+        }
+    }
+
+    /// Refuses sizes that no image can have.
+    pub fn check(&self) -> Result<()> {
+        let Self { size, base_bytes, .. } = *self;
+        if !size.is_multiple_of(512) {
+            return Err(Error::invalid(format!("a disk of {size} bytes: it must be a multiple of 512")));
+        }
+        if size > SIZE_MAX {
+            return Err(Error::invalid(format!("a disk of {size} bytes is too large")));
+        }
+        if base_bytes.is_some_and(|bytes| bytes > size) {
+            return Err(Error::invalid("more of the base would count than the disk is long"));
+        }
+        if base_bytes.is_some_and(|bytes| bytes > BASE_BYTES_MAX) {
+            return Err(Error::invalid("the base is larger than 64 TiB"));
+        }
+        if !(12..=20).contains(&self.block.shift()) {
+            return Err(Error::invalid("block_size must be a power of two from 4k to 1M"));
+        }
+        if self.need(Region::Bitmap) > BITMAP_BYTES_MAX {
+            return Err(Error::invalid("a base this large needs larger blocks: block_size"));
+        }
+        if let Layout::Table(unit) = self.layout {
+            if !(16..=21).contains(&unit.shift()) {
+                return Err(Error::invalid("unit_size must be a power of two from 64k to 2M"));
+            }
+            if self.units() > TABLE_BYTES_MAX / 4 {
+                return Err(Error::invalid(
+                    "a disk this large needs larger units (unit_size), or layout=linear",
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A few bits of a word of home: `width` of them, `shift` from the least significant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bits {
+    /// Where the word lies: a multiple of 8.
+    pub word: ImageOffset,
+    /// How far from the least significant bit.
+    pub shift: u32,
+    /// How many.
+    pub width: u32,
+}
+
+impl Bits {
+    fn mask(self) -> u64 {
+        ((1 << self.width) - 1) << self.shift
+    }
+
+    /// Their value in the word's value.
+    pub fn get(self, word: u64) -> u64 {
+        (word & self.mask()) >> self.shift
+    }
+
+    /// The word's value with another value of theirs.
+    pub fn set(self, word: u64, value: u64) -> u64 {
+        debug_assert!(value >> self.width == 0, "{value} in {} bits", self.width);
+        word & !self.mask() | value << self.shift
+    }
+}
+
+/// Where everything lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Places {
+    pub(crate) shape: Shape,
+    regions: [ImageSpan; 6],
+    data_offset: ImageOffset,
+}
+
+impl Places {
+    /// The places of a new image: regions one after the other. What is left up to `data_offset` goes to the table, so that
+    /// the disk can grow.
+    pub fn plan(shape: Shape, journal_bytes: u64) -> Result<Self> {
+        shape.check()?;
+        let len = |region| match region {
+            Region::Journal => journal_bytes,
+            _ => shape.need(region),
+        };
+        let total = HOME_START.bytes() + Region::ALL.iter().map(|region| len(*region)).sum::<u64>();
+        let data_offset = DATA_ALIGN.round_up(total);
+        let mut at = HOME_START;
+        let regions = Region::ALL.map(|region| {
+            let room = match region {
+                Region::Table if len(region) > 0 => data_offset - total,
+                _ => 0,
+            };
+            let long = (len(region) + room).min(shape.limit(region).max(len(region)));
+            let span = at.span(long);
+            at = span.end();
+            if span.is_empty() { ImageOffset::ZERO.span(0) } else { span }
+        });
+        Self::checked(shape, regions, ImageOffset::new(data_offset))
+    }
+
+    /// The places that somebody says an image has.
+    ///
+    /// # Errors
+    /// `Corrupt` when they cannot be.
+    pub fn checked(shape: Shape, regions: [ImageSpan; 6], data_offset: ImageOffset) -> Result<Self> {
+        if !DATA_ALIGN.aligns(data_offset) || data_offset.bytes() == 0 || data_offset.bytes() > HOME_END_MAX {
+            return Err(Error::corrupt(format!("the data cannot begin at {:#x}", data_offset.bytes())));
+        }
+        let places = Self { shape, regions, data_offset };
+        let mut seen: Vec<Region> = Vec::new();
+        for region in Region::ALL {
+            let span = places.region(region);
+            let (need, limit, len) = (shape.need(region), shape.limit(region), span.len());
+            if len < need || len > limit {
+                return Err(Error::corrupt(format!(
+                    "the {} is {len} bytes long, it must be {need} to {limit}",
+                    region.name()
+                )));
+            }
+            if len == 0 {
+                continue;
+            }
+            let is_aligned = SUB_BLOCK.aligns(span.start()) && len.is_multiple_of(PAGE_LEN);
+            if !is_aligned || span.start() < HOME_START || span.end() > data_offset {
+                return Err(Error::corrupt(format!(
+                    "the {} cannot lie at {:#x} (length {len:#x})",
+                    region.name(),
+                    span.start().bytes()
+                )));
+            }
+            if let Some(other) = seen.iter().find(|other| places.region(**other).overlaps(span)) {
+                return Err(Error::corrupt(format!(
+                    "the {} and the {} overlap",
+                    other.name(),
+                    region.name()
+                )));
+            }
+            if region == Region::Journal
+                && seen.iter().any(|other| places.region(*other).start() > span.start())
+            {
+                return Err(Error::corrupt("the journal does not lie behind the other regions"));
+            }
+            seen.push(region);
+        }
+        if shape.layout == Layout::Linear
+            && (data_offset.checked_add(shape.size)).is_none_or(|end| end > IMAGE_END)
+        {
+            return Err(Error::corrupt("the disk passes the end of what an image can hold"));
+        }
+        Ok(places)
+    }
+
+    /// The sizes.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Where a region lies; empty when there is none.
+    pub fn region(&self, region: Region) -> ImageSpan {
+        self.regions[region as usize]
+    }
+
+    /// Where the data begins.
+    pub fn data_offset(&self) -> ImageOffset {
+        self.data_offset
+    }
+
+    /// The pages that the journal changes word by word.
+    pub fn home(&self) -> ImageSpan {
+        let journal = self.region(Region::Journal);
+        let end = if journal.is_empty() { self.data_offset } else { journal.start() };
+        ImageSpan::between(HOME_START, end)
+    }
+
+    /// How large the disk may become without a longer table, in bytes.
+    pub fn size_max(&self) -> u64 {
+        match self.shape.layout {
+            Layout::Linear => SIZE_MAX,
+            Layout::Table(unit) => (self.region(Region::Table).len() / 4) << unit.shift(),
+        }
+    }
+
+    /// The same places for a disk of another size.
+    pub fn resized(&self, size: u64) -> Result<Self> {
+        let base_bytes = self.shape.base_bytes.map(|bytes| bytes.min(size));
+        let shape = Shape { size, base_bytes, ..self.shape };
+        shape.check()?;
+        Self::checked(shape, self.regions, self.data_offset)
+    }
+
+    /// The block of the base that the offset lies in, if it has a bit.
+    pub fn block_of(&self, at: GuestOffset) -> Option<u64> {
+        let block = self.shape.block.cluster_of(at).index();
+        (block < self.shape.blocks()).then_some(block)
+    }
+
+    /// The guest bytes of a block of the base, up to the end of the disk.
+    pub fn block_span(&self, block: u64) -> GuestSpan {
+        let start = GuestOffset::new(block << self.shape.block.shift());
+        GuestSpan::between(
+            start,
+            GuestOffset::new((start.bytes() + self.shape.block.bytes()).min(self.shape.size)),
+        )
+    }
+
+    /// The bit of a block.
+    pub fn bit(&self, block: u64) -> Bits {
+        debug_assert!(block < self.shape.blocks());
+        bits(self.region(Region::Bitmap), block, 1)
+    }
+
+    /// The mask of a sub-block.
+    pub fn mask(&self, sub_block: u64) -> Bits {
+        debug_assert!(sub_block < self.shape.sub_blocks());
+        bits(self.region(Region::Masks), sub_block, 2)
+    }
+
+    /// The table's entry for a unit of the disk.
+    pub fn entry(&self, unit: u64) -> Bits {
+        debug_assert!(unit < self.shape.units());
+        let at = self.region(Region::Table).start() + unit * 4;
+        Bits {
+            word: ImageOffset::new(at.bytes() & !7),
+            shift: if unit.is_multiple_of(2) { 32 } else { 0 },
+            width: 32,
+        }
+    }
+
+    /// Where stored unit `number` (1 and up) lies.
+    pub fn unit(&self, number: u32) -> ImageSpan {
+        let Layout::Table(unit) = self.shape.layout else { panic!("only a table has units") };
+        debug_assert!(number > 0, "0 is no unit");
+        (self.data_offset + ((u64::from(number) - 1) << unit.shift())).span(unit.bytes())
+    }
+
+    /// Whether unit `number` may be there, on a storage of this length.
+    pub fn may_hold(&self, number: u32, len: u64, is_fixed: bool) -> bool {
+        let span = self.unit(number);
+        match is_fixed {
+            true => span.end().bytes() <= len,
+            // What was not written of it may lie behind the end.
+            false => span.start().bytes() < len,
+        }
+    }
+
+    /// Where the byte lies in `linear`.
+    pub fn linear(&self, at: GuestOffset) -> ImageOffset {
+        debug_assert!(self.shape.layout == Layout::Linear);
+        self.data_offset + at.bytes()
+    }
+
+    /// Where a slot for a partial unit lies.
+    pub fn partial(&self, slot: u64) -> ImageSpan {
+        debug_assert!(slot < PARTIALS);
+        (self.region(Region::Partials).start() + slot * PARTIAL_LEN).span(PARTIAL_LEN)
+    }
+
+    /// Where an entry of the snapshot list lies.
+    pub fn snapshot(&self, index: u64) -> ImageSpan {
+        debug_assert!(index < SNAPSHOTS);
+        (self.region(Region::Snapshots).start() + index * SNAPSHOT_LEN).span(SNAPSHOT_LEN)
+    }
+}
+
+/// Thing `index` of `width` bits, counted from the least significant bit of each byte, in words that are big-endian.
+fn bits(region: ImageSpan, index: u64, width: u32) -> Bits {
+    let bit = index * u64::from(width);
+    let byte_in_word = bit / 8 % 8;
+    let shift = (7 - byte_in_word) * 8 + bit % 8;
+    Bits { word: region.start() + bit / 64 * 8, shift: u32::try_from(shift).expect("below 64"), width }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn shape(size: u64, layout: Layout, base_bytes: Option<u64>) -> Shape {
+        Shape { size, layout, block: BlockSize::from_shift(16), base_bytes }
+    }
+
+    fn table(shift: u32) -> Layout {
+        Layout::Table(BlockSize::from_shift(shift))
+    }
+
+    #[test]
+    fn metadata_is_as_long_as_the_paper_says() {
+        let tib = 1 << 40;
+        let all = shape(tib, table(20), Some(tib));
+        assert_eq!(all.need(Region::Bitmap), 2 * MIB, "2 MiB of bitmap for 1 TiB");
+        assert_eq!(all.need(Region::Table), 4 * MIB, "4 MiB of table for 1 TiB");
+        assert_eq!(
+            shape(10 << 30, table(20), Some(10 << 30)).need(Region::Bitmap),
+            20 << 10,
+            "20 KiB for 10 GiB"
+        );
+    }
+
+    #[test]
+    fn regions_follow_one_another() {
+        for (name, shape, journal, want, data) in [
+            ("plain", shape(1 << 30, Layout::Linear, None), 0, [0, 0, 0, 0, 0, 0], 1),
+            ("base", shape(1 << 30, Layout::Linear, Some(1 << 30)), 16 * MIB, [1, 16, 0, 0, 0, 4096], 17),
+            ("empty base", shape(1 << 30, Layout::Linear, Some(0)), MIB, [0, 0, 0, 0, 0, 256], 2),
+            ("table", shape(1 << 30, table(20), None), MIB, [0, 0, 124, 2, 128, 256], 2),
+            ("empty table", shape(0, table(16), None), 64 << 10, [0, 0, 0, 2, 128, 16], 1),
+            ("all", shape(1 << 30, table(16), Some(1 << 29)), MIB, [1, 8, 115, 2, 128, 256], 2),
+        ] {
+            let places = Places::plan(shape, journal).unwrap();
+            let pages = Region::ALL.map(|region| places.region(region).len() / 4096);
+            assert_eq!((pages, places.data_offset().bytes() / MIB), (want, data), "{name}");
+            let mut at = HOME_START;
+            for region in Region::ALL.into_iter().filter(|region| !places.region(*region).is_empty()) {
+                assert_eq!(places.region(region).start(), at, "{name}: {}", region.name());
+                at = places.region(region).end();
+            }
+            if journal > 0 {
+                assert_eq!(places.home().end(), places.region(Region::Journal).start(), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_that_no_image_has() {
+        let linear = Layout::Linear;
+        for (why, shape) in [
+            ("512", shape(513, linear, None)),
+            ("too large", shape(1 << 60, linear, None)),
+            ("more of the base", shape(512, linear, Some(513))),
+            ("64 TiB", shape(1 << 50, linear, Some(1 << 47))),
+            ("larger blocks", Shape { block: SUB_BLOCK, ..shape(1 << 46, linear, Some(1 << 46)) }),
+            ("block_size", Shape { block: BlockSize::from_shift(21), ..shape(512, linear, None) }),
+            ("unit_size", shape(512, table(15), None)),
+            ("unit_size", shape(512, table(22), None)),
+            ("larger units", shape(1 << 43, table(16), None)),
+        ] {
+            let error = shape.check().unwrap_err().to_string();
+            assert!(error.contains(why), "{why}: {error}");
+        }
+    }
+
+    #[test]
+    fn bits_are_where_the_bytes_have_them() {
+        let places = Places::plan(shape(1 << 40, table(20), Some(1 << 40)), MIB).unwrap();
+        let value = |bits: Bits, bytes: &[u8]| {
+            let at = usize::try_from(bits.word.bytes()).unwrap();
+            bits.get(crate::bytes::be64(bytes, at))
+        };
+        let mut bytes = vec![0; 8 << 20];
+        let start = |region| usize::try_from(places.region(region).start().bytes()).unwrap();
+        for block in [0u64, 7, 8, 63, 64, 100_003] {
+            bytes[start(Region::Bitmap) + usize::try_from(block).unwrap() / 8] = 1 << (block % 8);
+            assert_eq!(value(places.bit(block), &bytes), 1, "block {block}");
+            bytes[start(Region::Bitmap) + usize::try_from(block).unwrap() / 8] = !(1 << (block % 8));
+            assert_eq!(value(places.bit(block), &bytes), 0, "block {block}");
+        }
+        for sub in [0u64, 3, 4, 31, 32, 50_001] {
+            bytes[start(Region::Masks) + usize::try_from(sub).unwrap() / 4] = 2 << (2 * (sub % 4));
+            assert_eq!(value(places.mask(sub), &bytes), 2, "sub-block {sub}");
+        }
+        let small = Places::plan(shape(1 << 30, table(20), None), MIB).unwrap();
+        for unit in [0u64, 1, 2, 1023] {
+            let at = usize::try_from(small.region(Region::Table).start().bytes() + unit * 4).unwrap();
+            bytes[at..at + 4].copy_from_slice(&0x1234_5678u32.to_be_bytes());
+            assert_eq!(value(small.entry(unit), &bytes), 0x1234_5678, "unit {unit}");
+        }
+        let entry = small.entry(1);
+        assert_eq!(entry.set(u64::MAX, 7), 0xFFFF_FFFF_0000_0007);
+        assert_eq!(entry.get(entry.set(u64::MAX, 7)), 7);
+    }
+
+    #[test]
+    fn offsets_past_the_base_have_no_block() {
+        let places = Places::plan(shape(1 << 30, Layout::Linear, Some(65_537)), MIB).unwrap();
+        for (at, block) in
+            [(0, Some(0)), (65_535, Some(0)), (65_536, Some(1)), (131_071, Some(1)), (131_072, None)]
+        {
+            assert_eq!(places.block_of(GuestOffset::new(at)), block, "{at}");
+        }
+        assert_eq!(places.linear(GuestOffset::new(5)).bytes(), 2 * MIB + 5);
+        let tabled = Places::plan(shape(1 << 30, table(16), None), MIB).unwrap();
+        assert_eq!(tabled.unit(3), ImageOffset::new(2 * MIB + 2 * 65_536).span(65_536));
+    }
+}

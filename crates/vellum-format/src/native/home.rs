@@ -1,0 +1,205 @@
+//! The home pages in memory: bitmap, masks and table, as words that are read without a lock.
+//!
+//! ```text
+//!   a reader     word ──────────────────────────► value          no lock; a page that is not here is read first
+//!   a change     page's lock: word, what changed, dirty list     under the journal's gate
+//!   a seal       gate alone: the dirty pages, copied
+//! ```
+//!
+//! 1. A page comes here once and stays, so what is in the image matters only until then: nobody can change a page that is not
+//!    here. Two who read the same page at a time find the same bytes, and the first keeps them.
+//! 2. Pages that nobody touched take a pointer each.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use vellum_core::{Buffer, ImageOffset, ImageSpan, Result, Storage};
+
+use super::geometry::Bits;
+use crate::bytes::be64;
+use crate::journal::Changed;
+use crate::state::lock;
+
+/// Bytes of a page.
+pub(super) const PAGE: u64 = 4096;
+const WORDS: usize = 512;
+
+struct Page {
+    words: Box<[AtomicU64]>,
+    /// What has changed since the last seal.
+    changed: Mutex<Option<Changed>>,
+}
+
+/// A page as it was sealed.
+pub(super) struct SealedPage {
+    pub(super) at: ImageOffset,
+    pub(super) bytes: Arc<[u8]>,
+    pub(super) changed: Changed,
+}
+
+/// All home pages of an image.
+pub(super) struct Home {
+    span: ImageSpan,
+    pages: Box<[OnceLock<Box<Page>>]>,
+    /// Numbers of pages with changes that are not sealed.
+    dirty: Mutex<Vec<usize>>,
+    dirty_count: AtomicUsize,
+}
+
+/// A page that is needed is not in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Missing(pub(super) ImageOffset);
+
+impl Home {
+    pub(super) fn new(span: ImageSpan) -> Self {
+        let count = usize::try_from(span.len() / PAGE).expect("bounded by the superblock's limits");
+        let pages = (0..count).map(|_| OnceLock::new()).collect();
+        Self { span, pages, dirty: Mutex::default(), dirty_count: AtomicUsize::new(0) }
+    }
+
+    fn index(&self, word: ImageOffset) -> (usize, usize) {
+        debug_assert!(self.span.contains(word), "{word} is not in home");
+        let within = word - self.span.start();
+        let page = usize::try_from(within / PAGE).expect("as many as there are pages");
+        (page, usize::try_from(within % PAGE / 8).expect("below 512"))
+    }
+
+    /// The value of a few bits of a word.
+    pub(super) fn get(&self, bits: Bits) -> Result<u64, Missing> {
+        let (page, word) = self.index(bits.word);
+        match self.pages[page].get() {
+            Some(page) => Ok(bits.get(page.words[word].load(Ordering::Acquire))),
+            None => Err(Missing(bits.word)),
+        }
+    }
+
+    /// Changes a word, whose page must be here. The caller holds the journal's gate. Tells the value before.
+    pub(super) fn change(&self, at: ImageOffset, change: impl FnOnce(u64) -> u64) -> u64 {
+        let (number, word) = self.index(at);
+        let page = self.pages[number].get().expect("pages are loaded before they are changed");
+        let mut changed = lock(&page.changed);
+        let old = page.words[word].load(Ordering::Acquire);
+        let new = change(old);
+        if new != old {
+            page.words[word].store(new, Ordering::Release);
+            if changed.is_none() {
+                lock(&self.dirty).push(number);
+                self.dirty_count.fetch_add(1, Ordering::AcqRel);
+            }
+            changed.get_or_insert_default().add(word);
+        }
+        old
+    }
+
+    /// How many pages have changes that are not sealed.
+    pub(super) fn dirty_count(&self) -> usize {
+        self.dirty_count.load(Ordering::Acquire)
+    }
+
+    /// Copies all that changed. The caller holds the gate alone.
+    pub(super) fn seal(&self) -> Vec<SealedPage> {
+        let mut numbers = std::mem::take(&mut *lock(&self.dirty));
+        self.dirty_count.store(0, Ordering::Release);
+        numbers.sort_unstable();
+        let sealed = numbers.into_iter().map(|number| {
+            let page = self.pages[number].get().expect("a changed page is here");
+            let changed = lock(&page.changed).take().expect("a listed page has changes");
+            let words = page.words.iter().flat_map(|word| word.load(Ordering::Acquire).to_be_bytes());
+            SealedPage { at: self.span.start() + number as u64 * PAGE, bytes: words.collect(), changed }
+        });
+        sealed.collect()
+    }
+
+    /// Brings the page of a word into memory.
+    pub(super) async fn load(&self, storage: &dyn Storage, Missing(at): Missing) -> Result<()> {
+        let (number, _) = self.index(at);
+        self.load_run(storage, number, 1).await
+    }
+
+    /// Brings the pages of a region into memory, some at a time, and tells of each word's value.
+    pub(super) async fn scan(
+        &self,
+        storage: &dyn Storage,
+        span: ImageSpan,
+        mut see: impl FnMut(ImageOffset, u64) -> Result<()>,
+    ) -> Result<()> {
+        const PAGES_AT_ONCE: u64 = 256;
+        let mut rest = span;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(PAGES_AT_ONCE * PAGE);
+            let len = usize::try_from(now.len()).expect("bounded");
+            let bytes = storage.read(now.start(), Buffer::for_overwrite(len)).await?;
+            for (at, page) in (0..).map(|page| now.start() + page * PAGE).zip(bytes.slice().chunks(4096)) {
+                if vellum_core::is_zero(page) {
+                    continue;
+                }
+                self.keep(self.index(at).0, page);
+                for word in 0..WORDS {
+                    see(at + word as u64 * 8, be64(page, word * 8))?;
+                }
+            }
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// Tells of each word of the region whose page is here.
+    pub(super) fn each_loaded(&self, span: ImageSpan, mut see: impl FnMut(ImageOffset, u64)) {
+        let mut at = span.start();
+        while at < span.end() {
+            if let Some(page) = self.pages[self.index(at).0].get() {
+                for (index, word) in (0..).zip(&page.words) {
+                    see(at + index * 8, word.load(Ordering::Acquire));
+                }
+            }
+            at += PAGE;
+        }
+    }
+
+    async fn load_run(&self, storage: &dyn Storage, first: usize, count: usize) -> Result<()> {
+        let at = self.span.start() + first as u64 * PAGE;
+        let bytes = storage.read(at, Buffer::for_overwrite(count * 4096)).await?;
+        for (number, page) in (first..).zip(bytes.slice().chunks(4096)) {
+            self.keep(number, page);
+        }
+        Ok(())
+    }
+
+    fn keep(&self, number: usize, bytes: &[u8]) {
+        let words = bytes.chunks_exact(8).map(|word| AtomicU64::new(be64(word, 0))).collect();
+        let _was_there = self.pages[number].set(Box::new(Page { words, changed: Mutex::default() }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_lite::future::block_on;
+    use vellum_core::MemoryStorage;
+
+    use super::*;
+
+    #[test]
+    fn changed_words_are_sealed_once() {
+        let storage = MemoryStorage::holding("image", &[0xFF; 4 * 4096]);
+        let home = Home::new(ImageOffset::new(8192).span(8192));
+        let word = ImageOffset::new(8192 + 4096 + 16);
+        let bits = Bits { word, shift: 62, width: 2 };
+        assert_eq!(home.get(bits), Err(Missing(word)));
+        block_on(home.load(&*storage, Missing(word))).unwrap();
+        assert_eq!(home.get(bits), Ok(3));
+        assert_eq!(home.change(word, |value| value), u64::MAX);
+        assert_eq!(home.dirty_count(), 0, "nothing has changed");
+        home.change(word, |value| bits.set(value, 1));
+        home.change(word, |value| bits.set(value, 2));
+        assert_eq!(home.dirty_count(), 1);
+        let sealed = home.seal();
+        assert_eq!(sealed.len(), 1);
+        assert_eq!(sealed[0].at, ImageOffset::new(12288));
+        assert_eq!(sealed[0].bytes[16], 0xBF);
+        let items = sealed[0].changed.items(sealed[0].at, &sealed[0].bytes);
+        assert_eq!(items.len(), 1);
+        assert!(home.seal().is_empty());
+        block_on(home.load(&*storage, Missing(word))).unwrap();
+        assert_eq!(home.get(bits), Ok(2), "what is in memory stays");
+    }
+}

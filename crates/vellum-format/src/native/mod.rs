@@ -1,0 +1,46 @@
+//! The native format, version 1 (`vellum`, suffix `.vlm`): functions that are switches.
+//!
+//! `docs/format/native.md` is the specification. A disk lies in the image byte for byte (`linear`) or in units that one table
+//! names (`table`); over a base a bitmap tells what is the image's own. What changes in those small tables goes through the
+//! journal that qcow2 images have too, so that a flush of the guest is one flush of the host.
+//!
+//! | on disk | |
+//! |---|---|
+//! | [`superblock`] | two copies of one page: read as bytes that nobody vouches for, checked once |
+//! | [`geometry`] | where everything lies |
+//!
+//! | what is done | |
+//! |---|---|
+//! | [`mod@create`] | a new image |
+//! | [`open`], `recover` | and what is believed of an image; what a crash leaves |
+//! | `image`, `home` | what is in memory: the home pages, read without a lock |
+//! | `read`, `write` with `publish`, `zero` | requests |
+//! | `commit` | the journal's life, and what is durable when |
+//! | `resize` | another size for the disk |
+//! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
+//! | `units` | which units are free, and what must happen before one is used |
+//! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
+
+pub mod check;
+mod commit;
+pub mod create;
+pub mod geometry;
+mod home;
+mod image;
+pub mod open;
+mod publish;
+mod read;
+mod recover;
+mod resize;
+pub mod superblock;
+mod units;
+mod write;
+mod zero;
+
+pub use create::{CreateOptions, JOURNAL_BYTES_DEFAULT, NewBase, create};
+pub use geometry::{Layout, Places, Region, Shape};
+pub use image::Native;
+pub use open::OpenOptions;
+pub use recover::recover;
+pub use resize::resize;
+pub use superblock::{Base, Slot, Superblock, Superblocks};

@@ -1,0 +1,218 @@
+//! Opening: an image that was not closed is recovered, and what the table says is looked at before anything is written.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
+
+use roaring::RoaringBitmap;
+use vellum_core::{
+    BlockSize, Buffer, Context, Disk, Error, Extent, Geometry, GuestOffset, GuestSpan, HostTally,
+    LocalFuture, Result, SharedDisk, SharedStorage, Tallied, WriteFlags, ZeroFlags,
+};
+
+use super::geometry::{Places, Region};
+use super::home::Home;
+use super::image::{LINEAR_CELL, Native};
+use super::recover::recover;
+use super::superblock::Superblocks;
+use super::units::Units;
+use crate::journal::{Journal, Overlaid};
+use crate::state::State;
+
+/// How an image is opened.
+#[derive(Clone, Default)]
+pub struct OpenOptions {
+    /// Nothing is written, not even a recovery.
+    pub read_only: bool,
+    /// Counts what the image costs the host.
+    pub tally: HostTally,
+    /// What the journal's records are to be known by: a number that no guest knows. Drawn from the system when nothing is
+    /// said; a simulation says it.
+    pub journal_key: Option<u128>,
+}
+
+impl Native {
+    /// Opens the image, over the disk that its superblock names as its base.
+    ///
+    /// # Errors
+    /// `Unsupported` when it was not closed and is opened for reading, `Corrupt` when its tables contradict each other, and
+    /// what the storage says.
+    pub async fn open(
+        image: SharedStorage,
+        below: Option<SharedDisk>,
+        options: OpenOptions,
+    ) -> Result<Arc<Self>> {
+        let name = image.name().to_owned();
+        Self::open_inner(image, below, options).await.context(|| format!("can't open {name}"))
+    }
+
+    async fn open_inner(
+        image: SharedStorage,
+        below: Option<SharedDisk>,
+        options: OpenOptions,
+    ) -> Result<Arc<Self>> {
+        let read_only = options.read_only || image.limits().read_only;
+        let metadata = Tallied::shared(image.clone(), options.tally.metadata.clone());
+        let mut superblocks = Superblocks::read(&*metadata).await?;
+        superblocks.superblock.refuse_snapshots()?;
+        if superblocks.superblock.needs_replay() {
+            if read_only {
+                return Err(superblocks.superblock.replay_first(image.name()));
+            }
+            recover(&metadata).await.context(|| "the image was not closed")?;
+            superblocks = Superblocks::read(&*metadata).await?;
+        }
+        let superblock = &superblocks.superblock;
+        if superblock.base().is_some() && below.is_none() {
+            return Err(Error::invalid("its base was not opened"));
+        }
+        let places = superblock.places();
+        let shape = places.shape();
+        let limits = image.limits();
+        let geometry = Geometry {
+            size: shape.size,
+            block_size: limits.block_size,
+            preferred_size: limits.physical_block.max(BlockSize::PAGE),
+            read_only,
+            fast_zeroes: limits.fast_zeroes,
+        };
+        let home = Home::new(places.home());
+        let units = match shape.layout {
+            super::geometry::Layout::Table(_) if !read_only => {
+                Some(read_units(&home, &places, &metadata).await?)
+            }
+            _ => None,
+        };
+        let has_journal = !read_only && !places.region(Region::Journal).is_empty();
+        let journal = has_journal.then(|| Journal::new(options.journal_key));
+        let data = Tallied::shared(image.clone(), options.tally.data.clone());
+        let data: SharedStorage = match &journal {
+            Some(journal) => Arc::new(Overlaid { image: data, full: journal.full.clone() }),
+            None => data,
+        };
+        let cell = match shape.layout {
+            super::geometry::Layout::Table(unit) => unit,
+            super::geometry::Layout::Linear => LINEAR_CELL,
+        };
+        Ok(Arc::new(Self {
+            name: image.name().to_owned(),
+            geometry,
+            places,
+            superblocks: async_lock::Mutex::new(superblocks),
+            homeward: Tallied::shared(image, options.tally.checkpoint.clone()),
+            metadata,
+            data,
+            below,
+            home,
+            cell,
+            claims: Default::default(),
+            epochs: Default::default(),
+            block_locks: std::array::from_fn(|_| Mutex::new(())),
+            units,
+            journal,
+            beginning: Default::default(),
+            open_bytes: AtomicU64::new(0),
+            commits: Default::default(),
+            state: State::default(),
+        }))
+    }
+
+    /// How often a write had to wait until a free unit was made zero.
+    pub fn waits_for_units(&self) -> u64 {
+        self.units.as_ref().map_or(0, Units::waits)
+    }
+}
+
+/// Which units are free, by what the table does not name.
+async fn read_units(home: &Home, places: &Places, image: &SharedStorage) -> Result<Units> {
+    let table = places.region(Region::Table);
+    let limits = image.limits();
+    let size = places.unit(1).len();
+    let data_len = image.len().saturating_sub(places.data_offset().bytes());
+    // On a device all units there can be; in a file also one that it has only in part.
+    let in_file = if limits.fixed_len { data_len / size } else { data_len.div_ceil(size) };
+    let in_file = u32::try_from(in_file.min(u64::from(u32::MAX >> 1))).expect("as just bounded");
+    let mut used = RoaringBitmap::new();
+    let see = |at: vellum_core::ImageOffset, word: u64| {
+        for (entry, number) in [(word >> 32, 0), (word & 0xFFFF_FFFF, 1)] {
+            let entry = u32::try_from(entry).expect("32 bits");
+            if entry == 0 {
+                continue;
+            }
+            let index = (at - table.start()) / 4 + number;
+            let is_possible =
+                index < places.shape().units() && places.may_hold(entry, image.len(), limits.fixed_len);
+            if !is_possible {
+                return Err(Error::corrupt(format!(
+                    "entry {index} of the table names unit {entry}, which cannot be: run `vellum check`"
+                )));
+            }
+            if !used.insert(entry) {
+                return Err(Error::corrupt(format!(
+                    "two entries of the table name unit {entry}: run `vellum check`"
+                )));
+            }
+        }
+        Ok(())
+    };
+    home.scan(&**image, table, see).await.context(|| "can't read the table")?;
+    Ok(Units::new(&used, in_file, !limits.fixed_len && limits.grows_zeroed))
+}
+
+impl Disk for Native {
+    fn geometry(&self) -> Geometry {
+        self.geometry.clone()
+    }
+
+    fn below(&self) -> Option<SharedDisk> {
+        self.below.clone()
+    }
+
+    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        Box::pin(async move {
+            let span = self.check(GuestSpan::checked(at, buffer.len() as u64))?;
+            self.read_span(span, buffer).await
+        })
+    }
+
+    fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let span = self.check_change(GuestSpan::checked(at, data.len() as u64))?;
+            self.write_span(span, data).await?;
+            if flags.fua { self.make_durable().await } else { Ok(()) }
+        })
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.state.check_open()?;
+            if self.geometry.read_only { Ok(()) } else { self.make_durable().await }
+        })
+    }
+
+    fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let span = self.check_change(Some(span))?;
+            self.zero_span(span, flags).await?;
+            if flags.fua { self.make_durable().await } else { Ok(()) }
+        })
+    }
+
+    fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let span = self.check_change(Some(span))?;
+            self.discard_span(span).await?;
+            if flags.fua { self.make_durable().await } else { Ok(()) }
+        })
+    }
+
+    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        Box::pin(async move {
+            let span = self.check(Some(span))?;
+            self.map_span(span).await
+        })
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.close_image())
+    }
+}

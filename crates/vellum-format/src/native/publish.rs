@@ -1,0 +1,118 @@
+//! Publishing what a write has put in its place: entry, checks, bits and masks become part of the open transaction in one step.
+//!
+//! ```text
+//!   pages loaded ► room in the transaction ► gate: checks, entry, masks and bits
+//! ```
+//!
+//! 1. Checks are listed before anybody can find the bytes, so that who overwrites them sees the checks.
+//! 2. The entry comes before bits and masks: what they send to the image finds there what it is to find.
+//! 3. Masks of one block are changed by one at a time: who makes the last of them data sets the bit.
+
+use vellum_core::{GuestSpan, ImageOffset, Result};
+
+use super::home::Missing;
+use super::image::{Native, mask};
+use crate::claims::Held;
+use crate::journal::SectorChecks;
+
+/// One cell of a write.
+pub(super) struct Step<'a> {
+    pub(super) part: GuestSpan,
+    pub(super) held: Held<'a>,
+    /// The unit's place; where there are no units, where the cell lies.
+    pub(super) at: Option<ImageOffset>,
+    /// The entry is to name the place.
+    pub(super) is_fresh: bool,
+    /// Sub-blocks that become data.
+    pub(super) subs: Vec<u64>,
+    /// Of their sectors.
+    pub(super) checks: Vec<SectorChecks>,
+}
+
+impl Native {
+    pub(super) async fn publish_steps(&self, steps: &[Step<'_>]) -> Result<()> {
+        for step in steps {
+            if step.is_fresh || !step.subs.is_empty() {
+                self.publish_step(step).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes one cell's bytes part of the disk.
+    async fn publish_step(&self, step: &Step<'_>) -> Result<()> {
+        let entry = self.unit().map(|unit| {
+            let number = unit.cluster_of(step.part.start()).index();
+            (self.places.entry(number), step.at.expect("settled"))
+        });
+        let mut cost = 24;
+        for (_, crcs) in &step.checks {
+            cost += 20 + crcs.len() as u64 * 4;
+        }
+        // Neighbouring bits and masks share words.
+        cost += 24 * 2 * (step.subs.len() as u64 / 16 + 2);
+        self.load_masks(&step.subs).await?;
+        let gate = self.enter_transaction(cost).await?;
+        let journal = self.journal().expect("begun before");
+        journal.add_checks(&step.checks);
+        if let Some((bits, at)) = entry.filter(|_| step.is_fresh) {
+            let number = self.number_of(at);
+            self.home.change(bits.word, |word| bits.set(word, u64::from(number)));
+            step.held.published();
+        }
+        self.publish_subs(&step.subs);
+        drop(gate);
+        Ok(())
+    }
+
+    /// Brings the masks and bits of these sub-blocks, and of the rest of their blocks, into memory.
+    pub(super) async fn load_masks(&self, subs: &[u64]) -> Result<()> {
+        let mut last = None;
+        for sub in subs {
+            let block = self.block_of_sub(*sub);
+            if last.replace(block) != Some(block) {
+                self.find(|| {
+                    self.home.get(self.places.bit(block))?;
+                    self.block_is(block, mask::DATA)
+                })
+                .await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether all masks of a block have this value.
+    fn block_is(&self, block: u64, value: u64) -> Result<bool, Missing> {
+        let subs = self.subs_of(block);
+        // Thirty-two to a word; looked at all, so that all are loaded.
+        let mut is = true;
+        for sub in subs {
+            is &= self.home.get(self.places.mask(sub))? == value;
+        }
+        Ok(is)
+    }
+
+    /// Makes sub-blocks data; a block of which all are gets its bit. The caller holds the gate, and everything is loaded.
+    fn publish_subs(&self, subs: &[u64]) {
+        let mut rest = subs;
+        while let Some(first) = rest.first() {
+            let block = self.block_of_sub(*first);
+            let (now, later) = rest.split_at(rest.partition_point(|sub| self.block_of_sub(*sub) == block));
+            rest = later;
+            let all = self.subs_of(block);
+            let bit = self.places.bit(block);
+            let _one_at_a_time = self.lock_block(block);
+            if now.len() as u64 == all.end - all.start {
+                self.home.change(bit.word, |word| bit.set(word, 1));
+                continue;
+            }
+            for sub in now {
+                let bits = self.places.mask(*sub);
+                self.home.change(bits.word, |word| bits.set(word, mask::DATA));
+            }
+            if self.block_is(block, mask::DATA).unwrap_or(false) {
+                self.home.change(bit.word, |word| bit.set(word, 1));
+            }
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! Reading, and where bytes are.
+
+use smallvec::SmallVec;
+use vellum_core::{
+    Buffer, Extent, GuestOffset, GuestSpan, LocalFuture, Place, Result, read_below, try_join_all,
+};
+
+use super::home::Missing;
+use super::image::{Native, Origin, Sub};
+
+/// This many reads of one request are under way at once.
+const READS_AT_ONCE: usize = 32;
+/// An answer stops early after this many extents.
+const EXTENTS_MAX: usize = 1024;
+/// The maps are looked at in runs of this many bytes.
+const LOOKED_AT_ONCE: u64 = 64 << 20;
+
+/// A run of the disk that is in one place.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Part {
+    pub(super) len: u64,
+    pub(super) from: Origin,
+}
+
+pub(super) type Parts = SmallVec<[Part; 4]>;
+
+fn push(parts: &mut Parts, next: Part) {
+    if let Some(last) = parts.last_mut() {
+        let continues = match (last.from, next.from) {
+            (Origin::Host(first), Origin::Host(second)) => first + last.len == second,
+            (one, other) => one == other,
+        };
+        if continues {
+            last.len += next.len;
+            return;
+        }
+    }
+    parts.push(next);
+}
+
+impl Native {
+    /// The parts of as much of the run as can be told from memory; from where on not, and what is missing.
+    pub(super) fn cut(&self, span: GuestSpan, parts: &mut Parts) -> Result<(), (GuestSpan, Missing)> {
+        let mut rest = span;
+        while !rest.is_empty() {
+            let (sub, len) = self.first_state(rest).map_err(|missing| (rest, missing))?;
+            let (mut now, later) = rest.split_at(len);
+            match sub {
+                Sub::Base => push(parts, Part { len, from: Origin::Below }),
+                Sub::Zero => push(parts, Part { len, from: Origin::Zero }),
+                Sub::Broken => push(parts, Part { len, from: Origin::Broken }),
+                Sub::Image => {
+                    while !now.is_empty() {
+                        let from = GuestSpan::between(now.start(), rest.end());
+                        let (place, len) = self.place(now.start()).map_err(|missing| (from, missing))?;
+                        let (here, next) = now.split_at(len);
+                        push(
+                            parts,
+                            Part { len: here.len(), from: place.map_or(Origin::NoUnit, Origin::Host) },
+                        );
+                        now = next;
+                    }
+                }
+            }
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// All parts of a run.
+    pub(super) async fn parts(&self, span: GuestSpan) -> Result<Parts> {
+        let mut parts = Parts::new();
+        let mut rest = span;
+        while let Err((from, missing)) = self.cut(rest, &mut parts) {
+            rest = from;
+            self.load(missing).await?;
+        }
+        Ok(parts)
+    }
+
+    pub(super) async fn read_span(&self, span: GuestSpan, mut buffer: Buffer) -> Result<Buffer> {
+        // What is looked up here stays where it is until this request has left.
+        let _inside = self.epochs.enter();
+        let parts = self.parts(span).await?;
+        if let [part] = parts[..] {
+            return self.read_part(span.start(), part, buffer).await;
+        }
+        let mut at = span.start();
+        let mut filled = Buffer::empty();
+        for some in parts.chunks(READS_AT_ONCE) {
+            let mut reads: SmallVec<[LocalFuture<'_, Result<Buffer>>; 4]> = SmallVec::new();
+            for part in some {
+                let piece = buffer.split_to(usize::try_from(part.len).expect("within the buffer"));
+                reads.push(Box::pin(self.read_part(at, *part, piece)));
+                at += part.len;
+            }
+            for piece in try_join_all(reads).await? {
+                filled.append(piece);
+            }
+        }
+        Ok(filled)
+    }
+
+    async fn read_part(&self, at: GuestOffset, part: Part, mut buffer: Buffer) -> Result<Buffer> {
+        match part.from {
+            Origin::Host(host) => self.data.read(host, buffer).await,
+            Origin::Below => self.read_base(at, buffer).await,
+            Origin::Broken => Err(self.broken(at)),
+            Origin::NoUnit | Origin::Zero => {
+                buffer.fill(0);
+                Ok(buffer)
+            }
+        }
+    }
+
+    /// What the base has, as far as it counts.
+    pub(super) async fn read_base(&self, at: GuestOffset, mut buffer: Buffer) -> Result<Buffer> {
+        let counts = self.places.shape().base_bytes.unwrap_or(0).saturating_sub(at.bytes());
+        let mut outside = buffer.split_off(usize::try_from(counts).unwrap_or(usize::MAX).min(buffer.len()));
+        outside.fill(0);
+        let mut inside = read_below(self.below.as_ref(), at, buffer).await?;
+        inside.append(outside);
+        Ok(inside)
+    }
+
+    pub(super) async fn map_span(&self, span: GuestSpan) -> Result<Vec<Extent>> {
+        let (span, _) = span.split_at(LOOKED_AT_ONCE);
+        let parts = self.parts(span).await?;
+        let mut at = span.start();
+        let mut extents = Vec::new();
+        for part in parts.into_iter().take(EXTENTS_MAX) {
+            let span = at.span(part.len);
+            at = span.end();
+            match part.from {
+                Origin::Host(host) => self.map_host(span, host, &mut extents).await?,
+                Origin::NoUnit | Origin::Zero => {
+                    extents.push(Extent { span, place: Place::Zero { allocated: false } });
+                }
+                Origin::Below => self.map_base(span, &mut extents),
+                Origin::Broken => return Err(self.broken(span.start())),
+            }
+        }
+        Ok(extents)
+    }
+
+    /// What lies in the image: holes of the host read as zero.
+    async fn map_host(
+        &self,
+        span: GuestSpan,
+        host: vellum_core::ImageOffset,
+        extents: &mut Vec<Extent>,
+    ) -> Result<()> {
+        let whole = host.span(span.len());
+        let mut rest = whole;
+        let place = |at| span.start() + (at - host);
+        while !rest.is_empty() && extents.len() < 2 * EXTENTS_MAX {
+            let runs = self.data.runs(rest).await?;
+            if runs.is_empty() {
+                // Behind the end of the file.
+                let span = place(rest.start()).span(rest.len());
+                extents.push(Extent { span, place: Place::Zero { allocated: false } });
+                return Ok(());
+            }
+            for run in runs {
+                let here = match run.is_data {
+                    true => Place::Data { storage: self.data.clone(), at: run.span.start() },
+                    false => Place::Zero { allocated: false },
+                };
+                extents.push(Extent { span: place(run.span.start()).span(run.span.len()), place: here });
+                rest = vellum_core::ImageSpan::between(run.span.end(), whole.end());
+            }
+        }
+        if !rest.is_empty() {
+            let span = place(rest.start()).span(rest.len());
+            let place = Place::Data { storage: self.data.clone(), at: rest.start() };
+            extents.push(Extent { span, place });
+        }
+        Ok(())
+    }
+
+    /// What lies behind the part of the base that counts reads as zero, whatever the base has there now.
+    fn map_base(&self, span: GuestSpan, extents: &mut Vec<Extent>) {
+        let end = GuestOffset::new(self.places.shape().base_bytes.unwrap_or(0));
+        let (inside, outside) = span.split_at(end.bytes().saturating_sub(span.start().bytes()));
+        if !inside.is_empty() {
+            extents.push(Extent { span: inside, place: Place::Below });
+        }
+        if !outside.is_empty() {
+            extents.push(Extent { span: outside, place: Place::Zero { allocated: false } });
+        }
+    }
+}

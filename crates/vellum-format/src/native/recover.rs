@@ -1,0 +1,186 @@
+//! What a crash leaves, made whole: the journal is replayed into the home pages.
+//!
+//! ```text
+//!   flush ► read the ring ► verify the newest ──fails──► void it ► flush ► the one before
+//!         ► replay in memory ► a record that says so ► flush
+//!         ► pages home ► flush ► superblock without the bit ► flush                                  commit point
+//! ```
+//!
+//! Up to the last step every input stays as it was, or is replaced by one that says the same: recovery may be cut off
+//! anywhere and begun again. The cost is bounded by the journal, whatever the size of the image.
+
+use vellum_core::{BlockSize, Error, ImageSpan, Result, SharedStorage};
+
+use super::geometry::{Places, Region};
+use super::superblock::Superblocks;
+use crate::journal::record::Record;
+use crate::journal::replay::{self, Needed, Place, Recovery, Replay, Rules};
+use crate::sabotage::{self, Bug};
+
+/// What the journal may make the file longer by: the length itself may have been lost in the crash.
+const GROWTH_MAX: u64 = 1 << 40;
+
+/// What a journal may change: words of home, and guest data.
+struct Allowed {
+    places: Places,
+    /// Nothing may lie behind this.
+    end: u64,
+}
+
+impl Rules for Allowed {
+    fn check_words(&self, span: ImageSpan) -> Result<()> {
+        let home = self.places.home();
+        match home.intersect(span) == span {
+            true => Ok(()),
+            false => Err(Error::corrupt(format!(
+                "the journal changes bytes at {}, where no table is",
+                span.start()
+            ))),
+        }
+    }
+
+    fn check_data(&self, span: ImageSpan) -> Result<()> {
+        match span.start() >= self.places.data_offset() && span.end().bytes() <= self.end {
+            true => Ok(()),
+            false => Err(Error::corrupt(format!(
+                "the journal changes bytes at {}, where no data is",
+                span.start()
+            ))),
+        }
+    }
+
+    fn table(&self) -> BlockSize {
+        BlockSize::PAGE
+    }
+
+    fn page(&self) -> BlockSize {
+        BlockSize::PAGE
+    }
+}
+
+/// Replays the journal of an image that was not closed. Opening for writing does it by itself. An image that was closed is left
+/// as it is.
+///
+/// # Errors
+/// `Corrupt` when the journal or the data that it counts on is not what was flushed once, and what the storage says.
+pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
+    let storage = &**image;
+    let mut superblocks = Superblocks::read(storage).await?;
+    let Some(key) = superblocks.superblock.key else { return Ok(Recovery::default()) };
+    superblocks.superblock.refuse_snapshots()?;
+    let places = superblocks.superblock.places();
+    let run = places.region(Region::Journal);
+    let place = Place { run, generation: superblocks.superblock.generation, key };
+    let Needed { records, left_out } = replay::find(storage, place).await?;
+    let mut recovery = Recovery { left_out, ..Recovery::default() };
+    if let Some(newest) = records.last() {
+        let newest = newest.record.clone();
+        if newest.asks_for_repair {
+            return Err(Error::corrupt("the journal asks for a repair, which this format does not have"));
+        }
+        let end = storage.len().saturating_add(if storage.limits().fixed_len { 0 } else { GROWTH_MAX });
+        let mut replay = Replay::new(Allowed { places, end }, storage);
+        let from = if sabotage::is(Bug::OnlyNewestReplayed) { records.len() - 1 } else { 0 };
+        for found in &records[from..] {
+            replay.replay(&found.record).await?;
+        }
+        // The table may have arrived where the file's new length has not.
+        let named = replay.words_in(places.region(Region::Table)).map(last_unit).max().unwrap_or(0);
+        if named > 0 && !places.may_hold(named, end, storage.limits().fixed_len) {
+            return Err(Error::corrupt(format!(
+                "the journal names unit {named}, far behind the end of the file"
+            )));
+        }
+        recovery.records = records.len() as u64;
+        if !replay::is_result(&newest) && !sabotage::is(Bug::ResultNotTold) {
+            // It proves the newest: what then goes home cannot be held against its checks.
+            let result = Record {
+                sequence: newest.sequence + 1,
+                durable: newest.sequence,
+                items: Vec::new(),
+                ..newest
+            };
+            replay::write_result(storage, run, &records, result).await?;
+        }
+        if named > 0 && !storage.limits().fixed_len && storage.len() < places.unit(named).end().bytes() {
+            storage.set_len(places.unit(named).end().bytes()).await?;
+        }
+        recovery.pages = replay.go_home().await?;
+        if !sabotage::is(Bug::ForgottenBeforeHome) {
+            storage.flush().await?;
+        }
+    }
+    superblocks.superblock.key = None;
+    superblocks.write(storage).await?;
+    storage.flush().await?; // commit point of the recovery
+    Ok(recovery)
+}
+
+/// The last of the units that two entries of the table name.
+pub(super) fn last_unit(word: u64) -> u32 {
+    let entry = |value: u64| u32::try_from(value & 0xFFFF_FFFF).expect("32 bits");
+    entry(word >> 32).max(entry(word))
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_lite::future::block_on;
+    use vellum_core::{Buffer, ErrorKind, ImageOffset, MemoryStorage, Storage};
+
+    use super::*;
+    use crate::journal::record::Item;
+    use crate::native::{CreateOptions, create};
+
+    /// An image whose journal has this item in its only record.
+    fn recovered(item: impl Fn(&Places) -> Item) -> (Result<Recovery>, Vec<u8>) {
+        block_on(async {
+            let image = MemoryStorage::new("image");
+            let options = CreateOptions {
+                size: 1 << 20,
+                has_table: true,
+                unit_size: Some(64 << 10),
+                journal_bytes: Some(64 << 10),
+                ..CreateOptions::default()
+            };
+            create(&*image, &options).await.unwrap();
+            let mut superblocks = Superblocks::read(&*image).await.unwrap();
+            superblocks.superblock.generation += 1;
+            superblocks.superblock.key = Some(7);
+            superblocks.write(&*image).await.unwrap();
+            let places = superblocks.superblock.places();
+            let record = Record {
+                generation: superblocks.superblock.generation,
+                key: 7,
+                sequence: 1,
+                tail: 1,
+                items: vec![item(&places)],
+                ..Record::default()
+            };
+            let run = places.region(Region::Journal);
+            image.write(run.start(), Buffer::copy_of(&record.encode())).await.unwrap();
+            let shared: SharedStorage = image.clone();
+            let result = recover(&shared).await;
+            (result, image.content().to_vec())
+        })
+    }
+
+    #[test]
+    fn a_journal_changes_tables_and_data_and_nothing_else() {
+        let words = |at| Item::Words { at, values: vec![1 << 32] };
+        let (result, bytes) = recovered(|places| words(places.region(Region::Table).start()));
+        assert_eq!(result.unwrap().records, 1);
+        let places = Superblocks::choose(&bytes).unwrap().superblock.places();
+        assert!(bytes.len() as u64 >= places.unit(1).end().bytes(), "the file holds what the table names");
+        let refused = [
+            recovered(|_| words(ImageOffset::new(192))).0,
+            recovered(|places| words(places.region(Region::Journal).start())).0,
+            recovered(|places| words(places.data_offset())).0,
+            recovered(|places| Item::Full { at: places.region(Region::Table).start(), bytes: vec![1; 512] })
+                .0,
+            recovered(|_| Item::Full { at: ImageOffset::new(1 << 55), bytes: vec![1; 512] }).0,
+        ];
+        for (number, result) in refused.into_iter().enumerate() {
+            assert_eq!(result.unwrap_err().kind(), ErrorKind::Corrupt, "case {number}");
+        }
+    }
+}

@@ -1,0 +1,517 @@
+//! The superblock: two copies of one page, written in turns.
+//!
+//! ```text
+//!  A at 0, B at 4096
+//!  0          8     12        16         24     40             48           56       60      62 64     72          80
+//!  ├──────────┼─────┼─────────┼──────────┼──────┼──────────────┼────────────┼────────┼───────┼──┼──────┼───────────┤
+//!  │ VELLUMv1 │ crc │ version │ sequence │ uuid │ incompatible │ compatible │ layout │ shifts│0 │ size │ base size │
+//!  └──────────┴─────┴─────────┴──────────┴──────┴──────────────┴────────────┴────────┴───────┴──┴──────┴───────────┘
+//!  80                    176           184          192   208          212       216        220         256     1280
+//!  ├─────────────────────┼─────────────┼────────────┼─────┼────────────┼─────────┼──────────┼───────────┼───────┼──────
+//!  │ six regions: at, len│ data_offset │ generation │ key │ relies on  │ next id │ name len │ format len│ name  │ format
+//!  └─────────────────────┴─────────────┴────────────┴─────┴────────────┴─────────┴──────────┴───────────┴───────┴──────
+//! ```
+//!
+//! 1. [`Superblock::parse`] is the only door. After it no region lies outside the limits or over another one, nothing that
+//!    is allocated by these sizes passes them, and no unknown incompatible feature is left.
+//! 2. The copy with a good CRC and the higher sequence counts, whatever else it says: an older one is never fallen back
+//!    on because the newer one asks for too much.
+//! 3. A change is written over the copy that does not count. So a torn write leaves the one that did.
+//! 4. Bytes that this program does not know are kept.
+
+use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, Result, Storage};
+
+use super::geometry::{Layout, Places, Region, Shape};
+use crate::bytes::{be32, be64, put32, put64};
+
+/// The first bytes of each copy.
+pub(crate) const MAGIC: [u8; 8] = *b"VELLUMv1";
+const VERSION: u32 = 1;
+/// Bytes of one copy.
+pub(crate) const SUPERBLOCK_LEN: usize = 4096;
+
+mod field {
+    pub(super) const CRC: usize = 8;
+    pub(super) const VERSION: usize = 12;
+    pub(super) const SEQUENCE: usize = 16;
+    pub(super) const UUID: usize = 24;
+    pub(super) const INCOMPATIBLE: usize = 40;
+    #[cfg(test)]
+    pub(super) const COMPATIBLE: usize = 48;
+    pub(super) const LAYOUT: usize = 56;
+    pub(super) const BLOCK_SHIFT: usize = 60;
+    pub(super) const UNIT_SHIFT: usize = 61;
+    pub(super) const SIZE: usize = 64;
+    pub(super) const BASE_BYTES: usize = 72;
+    pub(super) const REGIONS: usize = 80;
+    pub(super) const DATA_OFFSET: usize = 176;
+    pub(super) const GENERATION: usize = 184;
+    pub(super) const KEY: usize = 192;
+    pub(super) const RELIES_ON_HOME: usize = 208;
+    pub(super) const NEXT_SNAPSHOT: usize = 212;
+    pub(super) const NAME_LEN: usize = 216;
+    pub(super) const FORMAT_LEN: usize = 220;
+    pub(super) const NAME: usize = 256;
+    pub(super) const FORMAT: usize = 1280;
+}
+
+/// Longest name of a base, in bytes.
+pub(crate) const NAME_MAX: usize = 1023;
+/// Longest name of a base's format, in bytes.
+pub(crate) const FORMAT_MAX: usize = 15;
+
+mod incompatible {
+    pub(super) const REPLAY: u64 = 1 << 0;
+    pub(super) const TABLE: u64 = 1 << 1;
+    pub(super) const BASE: u64 = 1 << 2;
+    pub(super) const SNAPSHOTS: u64 = 1 << 3;
+    pub(super) const KNOWN: u64 = REPLAY | TABLE | BASE | SNAPSHOTS;
+}
+
+/// One of the two copies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Slot {
+    /// At 0.
+    A,
+    /// At 4096.
+    B,
+}
+
+impl Slot {
+    /// Where it lies.
+    pub fn offset(self) -> ImageOffset {
+        match self {
+            Self::A => ImageOffset::ZERO,
+            Self::B => ImageOffset::new(SUPERBLOCK_LEN as u64),
+        }
+    }
+
+    /// The other one.
+    pub fn other(self) -> Self {
+        match self {
+            Self::A => Self::B,
+            Self::B => Self::A,
+        }
+    }
+
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::A => "A",
+            Self::B => "B",
+        }
+    }
+}
+
+/// The bytes of one copy. Nobody wants to see them in a message.
+#[derive(Clone)]
+struct Page(Box<[u8; SUPERBLOCK_LEN]>);
+
+impl std::fmt::Debug for Page {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Page")
+    }
+}
+
+/// The image below, as it stands in this one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Base {
+    /// Its name.
+    pub name: String,
+    /// Its format, if it was said.
+    pub format: Option<String>,
+}
+
+/// A superblock whose every field has been checked.
+#[derive(Debug, Clone)]
+pub struct Superblock {
+    /// The page as it was read: what is not known is kept.
+    page: Page,
+    /// One more with each change.
+    pub(crate) sequence: u64,
+    uuid: [u8; 16],
+    /// Sizes and places.
+    pub(crate) places: Places,
+    base: Option<Base>,
+    /// Of the journal: one more with each opening that writes.
+    pub(crate) generation: u64,
+    /// Of the journal, while it is in use.
+    pub(crate) key: Option<u128>,
+    /// Whether there are snapshots, or were.
+    pub(crate) has_snapshots: bool,
+    /// The snapshot that relies on the home pages; 0: none.
+    pub(crate) relies_on_home: u32,
+    /// The id that the next snapshot gets.
+    pub(crate) next_snapshot: u32,
+}
+
+impl Superblock {
+    /// The first superblock of a new image.
+    pub(crate) fn new(places: Places, base: Option<Base>, uuid: [u8; 16]) -> Result<Self> {
+        if let Some(base) = &base {
+            let format = base.format.as_deref().unwrap_or("");
+            if base.name.is_empty() || base.name.len() > NAME_MAX || base.name.contains('\0') {
+                return Err(Error::invalid(format!(
+                    "the base's name must have 1 to {NAME_MAX} bytes, none of them zero"
+                )));
+            }
+            if format.len() > FORMAT_MAX || format.contains('\0') {
+                return Err(Error::invalid(format!(
+                    "the name of the base's format is longer than {FORMAT_MAX} bytes"
+                )));
+            }
+        }
+        if base.is_some() != places.shape().base_bytes.is_some() {
+            return Err(Error::invalid("a base needs a size, and a size a base"));
+        }
+        Ok(Self {
+            page: Page(Box::new([0; SUPERBLOCK_LEN])),
+            sequence: 1,
+            uuid,
+            places,
+            base,
+            generation: 0,
+            key: None,
+            has_snapshots: false,
+            relies_on_home: 0,
+            next_snapshot: 1,
+        })
+    }
+
+    /// Checks the bytes of one copy.
+    ///
+    /// # Errors
+    /// `Corrupt` when the CRC is wrong or a field is impossible, `Unsupported` for a version, layout or feature that this
+    /// program does not have.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let page: Box<[u8; SUPERBLOCK_LEN]> = match bytes.get(..SUPERBLOCK_LEN).map(<[u8]>::to_vec) {
+            Some(page) => page.into_boxed_slice().try_into().expect("one page"),
+            None => return Err(Error::corrupt("the superblock is not whole")),
+        };
+        check_seal(&*page)?;
+        let version = be32(&*page, field::VERSION);
+        if version != VERSION {
+            return Err(Error::unsupported(format!("version {version} of the format is not known (1 is)")));
+        }
+        let features = be64(&*page, field::INCOMPATIBLE);
+        refuse_unknown_features(features)?;
+        let shape = shape(&*page, features)?;
+        shape.check().map_err(|error| error.with_kind(vellum_core::ErrorKind::Corrupt))?;
+        let mut regions = [ImageOffset::ZERO.span(0); 6];
+        for (index, region) in Region::ALL.into_iter().enumerate() {
+            let at = field::REGIONS + 16 * index;
+            let span =
+                vellum_core::ImageSpan::checked(ImageOffset::new(be64(&*page, at)), be64(&*page, at + 8));
+            regions[index] =
+                span.ok_or_else(|| Error::corrupt(format!("the {} cannot lie there", region.name())))?;
+        }
+        let places = Places::checked(shape, regions, ImageOffset::new(be64(&*page, field::DATA_OFFSET)))?;
+        let base = match features & incompatible::BASE {
+            0 => None,
+            _ => Some(base(&*page)?),
+        };
+        let key = u128::from(be64(&*page, field::KEY)) << 64 | u128::from(be64(&*page, field::KEY + 8));
+        let superblock = Self {
+            sequence: be64(&*page, field::SEQUENCE),
+            uuid: page[field::UUID..field::UUID + 16].try_into().expect("sixteen bytes"),
+            places,
+            base,
+            generation: be64(&*page, field::GENERATION),
+            key: (features & incompatible::REPLAY != 0).then_some(key),
+            has_snapshots: features & incompatible::SNAPSHOTS != 0,
+            relies_on_home: be32(&*page, field::RELIES_ON_HOME),
+            next_snapshot: be32(&*page, field::NEXT_SNAPSHOT),
+            page: Page(page),
+        };
+        superblock.check_rest(key)?;
+        Ok(superblock)
+    }
+
+    fn check_rest(&self, key: u128) -> Result<()> {
+        let contradictions = [
+            (self.key.is_none() && key != 0, "the journal is not in use, and has a key"),
+            (self.key == Some(0), "the journal is in use, and has no key"),
+            (
+                self.key.is_some() && self.places.region(Region::Journal).is_empty(),
+                "the journal is in use, and there is none",
+            ),
+            (
+                self.has_snapshots && self.places.shape().layout == Layout::Linear,
+                "there are snapshots of a linear image",
+            ),
+            (!self.has_snapshots && self.relies_on_home != 0, "there are no snapshots, and one is named"),
+            (self.next_snapshot == 0, "the next snapshot would have no id"),
+            (
+                self.relies_on_home >= self.next_snapshot,
+                "the snapshot that relies on home has an id that was not given out",
+            ),
+            (self.sequence == 0 || self.sequence == u64::MAX, "the sequence is impossible"),
+            (self.generation == u64::MAX, "the generation is impossible"),
+        ];
+        match contradictions.iter().find(|(is_so, _)| *is_so) {
+            Some((_, what)) => Err(Error::corrupt(*what)),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses an image that is cut off.
+    pub fn check_against(&self, storage: &dyn Storage) -> Result<()> {
+        let end = match self.places.shape().layout {
+            // A device must have room for all of it; a file grows.
+            Layout::Linear if storage.limits().fixed_len => {
+                self.places.data_offset() + self.places.shape().size
+            }
+            _ => self.places.data_offset(),
+        };
+        if storage.len() < end.bytes() {
+            return Err(Error::corrupt(format!(
+                "{} is {} bytes long, and must have {}: it was cut off",
+                storage.name(),
+                storage.len(),
+                end.bytes()
+            )));
+        }
+        Ok(())
+    }
+
+    /// Its bytes as they are to be on the medium.
+    pub(crate) fn encode(&self) -> Buffer {
+        let mut page = self.page.clone();
+        let bytes = &mut page.0[..];
+        let Shape { size, layout, block, base_bytes } = self.places.shape();
+        let mut features = 0;
+        for (is_set, bit) in [
+            (self.key.is_some(), incompatible::REPLAY),
+            (layout != Layout::Linear, incompatible::TABLE),
+            (self.base.is_some(), incompatible::BASE),
+            (self.has_snapshots, incompatible::SNAPSHOTS),
+        ] {
+            features |= if is_set { bit } else { 0 };
+        }
+        let (layout, unit_shift) = match layout {
+            Layout::Linear => (0, 0),
+            Layout::Table(unit) => (1, unit.shift()),
+        };
+        bytes[..8].copy_from_slice(&MAGIC);
+        put32(bytes, field::VERSION, VERSION);
+        put64(bytes, field::SEQUENCE, self.sequence);
+        bytes[field::UUID..field::UUID + 16].copy_from_slice(&self.uuid);
+        put64(bytes, field::INCOMPATIBLE, features);
+        put32(bytes, field::LAYOUT, layout);
+        bytes[field::BLOCK_SHIFT] = u8::try_from(block.shift()).expect("at most 20");
+        bytes[field::UNIT_SHIFT] = u8::try_from(unit_shift).expect("at most 21");
+        put64(bytes, field::SIZE, size);
+        put64(bytes, field::BASE_BYTES, base_bytes.unwrap_or(0));
+        for (index, region) in Region::ALL.into_iter().enumerate() {
+            let span = self.places.region(region);
+            put64(bytes, field::REGIONS + 16 * index, span.start().bytes());
+            put64(bytes, field::REGIONS + 16 * index + 8, span.len());
+        }
+        put64(bytes, field::DATA_OFFSET, self.places.data_offset().bytes());
+        put64(bytes, field::GENERATION, self.generation);
+        bytes[field::KEY..field::KEY + 16].copy_from_slice(&self.key.unwrap_or(0).to_be_bytes());
+        put32(bytes, field::RELIES_ON_HOME, self.relies_on_home);
+        put32(bytes, field::NEXT_SNAPSHOT, self.next_snapshot);
+        if let Some(base) = &self.base {
+            put_text(bytes, field::NAME_LEN, field::NAME, &base.name);
+            put_text(bytes, field::FORMAT_LEN, field::FORMAT, base.format.as_deref().unwrap_or(""));
+        }
+        put32(bytes, field::CRC, 0);
+        let crc = crc32c::crc32c(bytes);
+        put32(bytes, field::CRC, crc);
+        Buffer::copy_of(bytes)
+    }
+
+    /// Sizes and places.
+    pub fn places(&self) -> Places {
+        self.places
+    }
+
+    /// The size of the disk in bytes.
+    pub fn size(&self) -> u64 {
+        self.places.shape().size
+    }
+
+    /// What the image is called by itself.
+    pub fn uuid(&self) -> [u8; 16] {
+        self.uuid
+    }
+
+    /// The image below.
+    pub fn base(&self) -> Option<&Base> {
+        self.base.as_ref()
+    }
+
+    /// Whether changes lie in the journal that must be replayed first.
+    pub fn needs_replay(&self) -> bool {
+        self.key.is_some()
+    }
+
+    /// Whether there are snapshots, or were.
+    pub fn has_snapshots(&self) -> bool {
+        self.has_snapshots
+    }
+
+    /// Refuses what only those can read who know of copies of pages and of partial units.
+    pub(crate) fn refuse_snapshots(&self) -> Result<()> {
+        match self.has_snapshots {
+            true => Err(Error::unsupported(
+                "this program can check images with snapshots, and not read or write them",
+            )),
+            false => Ok(()),
+        }
+    }
+
+    /// Why such an image cannot be looked at as it is.
+    pub fn replay_first(&self, name: &str) -> Error {
+        Error::unsupported(format!(
+            "the image was not closed, and what its journal holds must be replayed first: run `vellum recover {name}`"
+        ))
+    }
+}
+
+/// The superblock that counts, and what became of the other copy.
+#[derive(Debug, Clone)]
+pub struct Superblocks {
+    /// The one that counts.
+    pub superblock: Superblock,
+    /// Where it stands.
+    pub slot: Slot,
+    /// Why the other copy is not readable, if it is not.
+    pub other_is_bad: Option<Error>,
+}
+
+impl Superblocks {
+    /// Reads both copies and chooses.
+    ///
+    /// # Errors
+    /// `Invalid` when this is no image of this format, `Corrupt` when no copy is readable, and as [`Superblock::parse`].
+    pub async fn read(storage: &dyn Storage) -> Result<Self> {
+        let both = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(2 * SUPERBLOCK_LEN)).await?;
+        let found = Self::choose(both.slice()).context(|| format!("{} is not usable", storage.name()))?;
+        found.superblock.check_against(storage).context(|| format!("{} is not usable", storage.name()))?;
+        Ok(found)
+    }
+
+    /// Chooses between the two copies in the first 8 KiB of an image.
+    pub fn choose(both: &[u8]) -> Result<Self> {
+        let (a, b) =
+            both.split_at_checked(SUPERBLOCK_LEN).ok_or_else(|| Error::corrupt("the file is too short"))?;
+        let b = b.get(..SUPERBLOCK_LEN).ok_or_else(|| Error::corrupt("the file is too short"))?;
+        let is_magic = |page: &[u8]| page.starts_with(&MAGIC);
+        if !is_magic(a) && !is_magic(b) {
+            return Err(Error::invalid("not a vellum image: it does not begin with the magic number"));
+        }
+        let (page, slot, other_is_bad) = match (check_seal(a), check_seal(b)) {
+            (Err(error), Err(_)) => return Err(error.context("both copies of the superblock are damaged")),
+            (Ok(()), Err(error)) => (a, Slot::A, Some(error)),
+            (Err(error), Ok(())) => (b, Slot::B, Some(error)),
+            (Ok(()), Ok(())) => match be64(a, field::SEQUENCE).cmp(&be64(b, field::SEQUENCE)) {
+                std::cmp::Ordering::Equal if a != b => {
+                    return Err(Error::corrupt(
+                        "both copies of the superblock say they are the newest, and differ",
+                    ));
+                }
+                std::cmp::Ordering::Less => (b, Slot::B, None),
+                _ => (a, Slot::A, None),
+            },
+        };
+        Ok(Self { superblock: Superblock::parse(page)?, slot, other_is_bad })
+    }
+
+    /// Writes what was changed in `superblock` over the copy that does not count, which then counts. The caller flushes.
+    ///
+    /// # Errors
+    /// What the storage says. The copy that counted until now is as it was.
+    pub async fn write(&mut self, storage: &dyn Storage) -> Result<()> {
+        let mut next = self.superblock.clone();
+        next.sequence += 1;
+        storage.write(self.slot.other().offset(), next.encode()).await?;
+        *self = Self { superblock: next, slot: self.slot.other(), other_is_bad: None };
+        Ok(())
+    }
+}
+
+/// Whether the page is a whole superblock, of whatever version.
+fn check_seal(page: &[u8]) -> Result<()> {
+    if !page.starts_with(&MAGIC) {
+        return Err(Error::corrupt("a copy of the superblock does not begin with the magic number"));
+    }
+    let mut copy = page.to_vec();
+    put32(&mut copy, field::CRC, 0);
+    if crc32c::crc32c(&copy) != be32(page, field::CRC) {
+        return Err(Error::corrupt("a copy of the superblock is damaged: its CRC32C is wrong"));
+    }
+    Ok(())
+}
+
+fn refuse_unknown_features(bits: u64) -> Result<()> {
+    let unknown = bits & !incompatible::KNOWN;
+    if unknown == 0 {
+        return Ok(());
+    }
+    let list: Vec<String> =
+        (0..64).filter(|bit| unknown >> bit & 1 == 1).map(|bit| bit.to_string()).collect();
+    Err(Error::unsupported(format!(
+        "the image needs features that this program does not have: incompatible bit {}",
+        list.join(", ")
+    )))
+}
+
+fn shape(page: &[u8], features: u64) -> Result<Shape> {
+    let (block_shift, unit_shift) = (u32::from(page[field::BLOCK_SHIFT]), u32::from(page[field::UNIT_SHIFT]));
+    let layout = match (be32(page, field::LAYOUT), unit_shift) {
+        (0, 0) => Layout::Linear,
+        (1, 16..=21) => Layout::Table(BlockSize::from_shift(unit_shift)),
+        (0 | 1, _) => {
+            return Err(Error::corrupt(format!("units of 2^{unit_shift} bytes are impossible here")));
+        }
+        (2, _) => return Err(Error::unsupported("layout 2 (zoned) is not known to this program")),
+        (other, _) => return Err(Error::unsupported(format!("layout {other} is not known"))),
+    };
+    if (layout == Layout::Linear) != (features & incompatible::TABLE == 0) {
+        return Err(Error::corrupt("the layout and its feature bit contradict each other"));
+    }
+    if !(12..=20).contains(&block_shift) {
+        return Err(Error::corrupt(format!("blocks of 2^{block_shift} bytes are impossible")));
+    }
+    let has_base = features & incompatible::BASE != 0;
+    let base_bytes = be64(page, field::BASE_BYTES);
+    if !has_base && (base_bytes, be32(page, field::NAME_LEN), be32(page, field::FORMAT_LEN)) != (0, 0, 0) {
+        return Err(Error::corrupt("there is no base, and it has a size or a name"));
+    }
+    Ok(Shape {
+        size: be64(page, field::SIZE),
+        layout,
+        block: BlockSize::from_shift(block_shift),
+        base_bytes: has_base.then_some(base_bytes),
+    })
+}
+
+fn base(page: &[u8]) -> Result<Base> {
+    let name = text(page, field::NAME_LEN, field::NAME, NAME_MAX, "name of the base")?;
+    if name.is_empty() {
+        return Err(Error::corrupt("there is a base, and it has no name"));
+    }
+    let format = text(page, field::FORMAT_LEN, field::FORMAT, FORMAT_MAX, "format of the base")?;
+    Ok(Base { name, format: Some(format).filter(|format| !format.is_empty()) })
+}
+
+fn text(page: &[u8], len_at: usize, at: usize, max: usize, what: &str) -> Result<String> {
+    let len = be32(page, len_at) as usize;
+    if len > max {
+        return Err(Error::corrupt(format!("the {what} has {len} bytes, {max} are possible")));
+    }
+    match String::from_utf8(page[at..at + len].to_vec()) {
+        Ok(text) if !text.contains('\0') => Ok(text),
+        _ => Err(Error::corrupt(format!("the {what} is no text"))),
+    }
+}
+
+fn put_text(bytes: &mut [u8], len_at: usize, at: usize, text: &str) {
+    put32(bytes, len_at, u32::try_from(text.len()).expect("checked when it came in"));
+    bytes[at..at + text.len()].copy_from_slice(text.as_bytes());
+}
+
+#[cfg(test)]
+mod tests;

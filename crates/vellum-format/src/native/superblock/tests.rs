@@ -1,0 +1,200 @@
+//! Superblocks: what is written reads back, and no field is believed.
+
+use vellum_core::ErrorKind;
+
+use super::*;
+
+const MIB: u64 = 1 << 20;
+
+type Poke = Box<dyn Fn(&mut [u8])>;
+
+fn sample(is_table: bool, with_base: bool) -> Superblock {
+    let shape = Shape {
+        size: 1 << 30,
+        layout: if is_table { Layout::Table(BlockSize::from_shift(20)) } else { Layout::Linear },
+        block: BlockSize::from_shift(16),
+        base_bytes: with_base.then_some(1 << 29),
+    };
+    let places = Places::plan(shape, if is_table || with_base { MIB } else { 0 }).unwrap();
+    let base = Base { name: "base.raw".to_owned(), format: Some("raw".to_owned()) };
+    Superblock::new(places, with_base.then_some(base), [9; 16]).unwrap()
+}
+
+fn bytes(superblock: &Superblock) -> Vec<u8> {
+    superblock.encode().to_vec()
+}
+
+fn seal(page: &mut [u8]) {
+    put32(page, field::CRC, 0);
+    let crc = crc32c::crc32c(page);
+    put32(page, field::CRC, crc);
+}
+
+#[test]
+fn what_is_written_reads_back() {
+    for (is_table, with_base) in [(false, false), (false, true), (true, false), (true, true)] {
+        let mut superblock = sample(is_table, with_base);
+        if is_table || with_base {
+            superblock.key = Some(77);
+            superblock.generation = 3;
+        }
+        if is_table {
+            superblock.has_snapshots = true;
+            superblock.next_snapshot = 5;
+            superblock.relies_on_home = 4;
+        }
+        let page = bytes(&superblock);
+        let found = Superblock::parse(&page).unwrap();
+        assert!(bytes(&found) == page, "{is_table} {with_base}");
+        assert_eq!(found.places(), superblock.places());
+        assert_eq!(found.base(), superblock.base());
+        assert_eq!((found.key, found.generation), (superblock.key, superblock.generation));
+        assert_eq!((found.has_snapshots, found.relies_on_home), (is_table, if is_table { 4 } else { 0 }));
+        assert_eq!(found.uuid(), [9; 16]);
+    }
+}
+
+#[test]
+fn every_bit_counts() {
+    let page = bytes(&sample(true, true));
+    for bit in 0..page.len() * 8 {
+        let mut page = page.clone();
+        page[bit / 8] ^= 1 << (bit % 8);
+        assert!(Superblock::parse(&page).is_err(), "bit {bit}");
+    }
+    assert!(Superblock::parse(&page[..4095]).is_err());
+}
+
+#[test]
+fn what_is_not_known_is_kept() {
+    let mut page = bytes(&sample(true, true));
+    put64(&mut page, field::COMPATIBLE, 1 << 63);
+    page[2000] = 7;
+    seal(&mut page);
+    let mut found = Superblock::parse(&page).unwrap();
+    found.sequence += 1;
+    let next = bytes(&found);
+    assert_eq!((be64(&next, field::COMPATIBLE), next[2000]), (1 << 63, 7));
+}
+
+#[test]
+fn impossible_fields_are_refused_although_the_crc_is_right() {
+    let region = |index: usize| field::REGIONS + 16 * index;
+    let cases: Vec<(&str, ErrorKind, Poke)> = vec![
+        ("version 2", ErrorKind::Unsupported, Box::new(|page| put32(page, field::VERSION, 2))),
+        ("incompatible bit 40", ErrorKind::Unsupported, Box::new(|page| page[field::INCOMPATIBLE + 2] = 1)),
+        ("zoned", ErrorKind::Unsupported, Box::new(|page| put32(page, field::LAYOUT, 2))),
+        ("layout 3", ErrorKind::Unsupported, Box::new(|page| put32(page, field::LAYOUT, 3))),
+        ("2^0", ErrorKind::Corrupt, Box::new(|page| page[field::UNIT_SHIFT] = 0)),
+        ("2^22", ErrorKind::Corrupt, Box::new(|page| page[field::UNIT_SHIFT] = 22)),
+        ("blocks of 2^11", ErrorKind::Corrupt, Box::new(|page| page[field::BLOCK_SHIFT] = 11)),
+        ("blocks of 2^255", ErrorKind::Corrupt, Box::new(|page| page[field::BLOCK_SHIFT] = 255)),
+        ("contradict", ErrorKind::Corrupt, Box::new(|page| page[field::INCOMPATIBLE + 7] &= !2)),
+        ("no base", ErrorKind::Corrupt, Box::new(|page| page[field::INCOMPATIBLE + 7] &= !4)),
+        ("multiple of 512", ErrorKind::Corrupt, Box::new(|page| put64(page, field::SIZE, 1 << 30 | 1))),
+        ("too large", ErrorKind::Corrupt, Box::new(|page| put64(page, field::SIZE, 1 << 63))),
+        ("larger units", ErrorKind::Corrupt, Box::new(|page| put64(page, field::SIZE, 1 << 50))),
+        ("more of the base", ErrorKind::Corrupt, Box::new(|page| put64(page, field::BASE_BYTES, 1 << 31))),
+        ("bitmap cannot lie", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(0), 4096))),
+        ("bitmap cannot lie", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(0), u64::MAX))),
+        ("bitmap cannot lie", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(0), 8193))),
+        ("bitmap is", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(0) + 8, 0))),
+        ("bitmap is", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(0) + 8, 1 << 40))),
+        ("masks is", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(1) + 8, 4096))),
+        ("overlap", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(2), 8192))),
+        ("table is", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(2) + 8, 0))),
+        ("list is", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(4) + 8, 4096))),
+        ("journal is", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(5) + 8, 128 << 20))),
+        ("journal is", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(5) + 8, 4096))),
+        ("journal cannot lie", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(5), 1 << 30))),
+        ("data cannot begin", ErrorKind::Corrupt, Box::new(|page| put64(page, field::DATA_OFFSET, 4096))),
+        ("data cannot begin", ErrorKind::Corrupt, Box::new(|page| put64(page, field::DATA_OFFSET, 0))),
+        ("data cannot begin", ErrorKind::Corrupt, Box::new(|page| put64(page, field::DATA_OFFSET, 1 << 60))),
+        ("has a key", ErrorKind::Corrupt, Box::new(|page| page[field::KEY] = 1)),
+        ("has no key", ErrorKind::Corrupt, Box::new(|page| page[field::INCOMPATIBLE + 7] |= 1)),
+        ("one is named", ErrorKind::Corrupt, Box::new(|page| put32(page, field::RELIES_ON_HOME, 1))),
+        ("no id", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NEXT_SNAPSHOT, 0))),
+        ("sequence", ErrorKind::Corrupt, Box::new(|page| put64(page, field::SEQUENCE, 0))),
+        ("generation", ErrorKind::Corrupt, Box::new(|page| put64(page, field::GENERATION, u64::MAX))),
+        ("1024 bytes", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 1024))),
+        ("no name", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 0))),
+        ("no text", ErrorKind::Corrupt, Box::new(|page| page[field::NAME] = 0xFF)),
+        ("no text", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 9))),
+        ("16 bytes", ErrorKind::Corrupt, Box::new(|page| put32(page, field::FORMAT_LEN, 16))),
+    ];
+    for (why, kind, poke) in cases {
+        let mut page = bytes(&sample(true, true));
+        poke(&mut page);
+        seal(&mut page);
+        let error = Superblock::parse(&page).expect_err(why);
+        assert!(error.chain().contains(why), "{why}: {}", error.chain());
+        assert_eq!(error.kind(), kind, "{why}: {}", error.chain());
+    }
+}
+
+#[test]
+fn the_newer_good_copy_counts() {
+    let page = |sequence| {
+        let mut superblock = sample(true, true);
+        superblock.sequence = sequence;
+        bytes(&superblock)
+    };
+    let both = |a: &[u8], b: &[u8]| Superblocks::choose(&[a, b].concat());
+    let bad = |mut page: Vec<u8>| {
+        page[300] ^= 1;
+        page
+    };
+    let of = |found: Result<Superblocks>| {
+        let found = found.unwrap();
+        (found.slot, found.superblock.sequence, found.other_is_bad.is_some())
+    };
+    assert_eq!(of(both(&page(4), &page(5))), (Slot::B, 5, false));
+    assert_eq!(of(both(&page(6), &page(5))), (Slot::A, 6, false));
+    assert_eq!(of(both(&bad(page(6)), &page(5))), (Slot::B, 5, true));
+    assert_eq!(of(both(&page(4), &bad(page(5)))), (Slot::A, 4, true));
+    assert_eq!(of(both(&page(4), &[0; 4096])), (Slot::A, 4, true));
+    assert_eq!(of(both(&[0; 4096], &page(4))), (Slot::B, 4, true));
+    assert_eq!(both(&bad(page(4)), &bad(page(5))).unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(both(&[0; 4096], &[0; 4096]).unwrap_err().kind(), ErrorKind::Invalid);
+    // An older copy is not fallen back on because the newer one asks for too much.
+    let mut newer = page(9);
+    put32(&mut newer, field::VERSION, 2);
+    seal(&mut newer);
+    assert_eq!(both(&page(8), &newer).unwrap_err().kind(), ErrorKind::Unsupported);
+    let mut twin = page(9);
+    twin[field::UUID] ^= 1;
+    seal(&mut twin);
+    assert_eq!(both(&page(9), &twin).unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(of(both(&page(9), &page(9))), (Slot::A, 9, false));
+}
+
+#[test]
+fn copies_are_written_in_turns() {
+    use futures_lite::future::block_on;
+    let storage = vellum_core::MemoryStorage::new("image");
+    let superblock = sample(true, false);
+    block_on(storage.set_len(superblock.places().data_offset().bytes())).unwrap();
+    block_on(storage.write(Slot::A.offset(), superblock.encode())).unwrap();
+    let mut copies = block_on(Superblocks::read(&*storage)).unwrap();
+    for (slot, sequence) in [(Slot::B, 2), (Slot::A, 3), (Slot::B, 4)] {
+        copies.superblock.generation += 1;
+        block_on(copies.write(&*storage)).unwrap();
+        let found = block_on(Superblocks::read(&*storage)).unwrap();
+        assert_eq!((found.slot, found.superblock.sequence), (slot, sequence));
+        assert!(bytes(&found.superblock) == bytes(&copies.superblock), "sequence {sequence}");
+    }
+}
+
+#[test]
+fn a_file_that_was_cut_off_is_refused() {
+    let superblock = sample(true, false);
+    let len = usize::try_from(superblock.places().data_offset().bytes()).unwrap();
+    let mut image = vec![0; len];
+    image[..4096].copy_from_slice(&bytes(&superblock));
+    let read = |bytes: &[u8]| {
+        let storage = vellum_core::MemoryStorage::holding("image", bytes);
+        futures_lite::future::block_on(Superblocks::read(&*storage))
+    };
+    assert!(read(&image).is_ok());
+    assert!(read(&image[..len - 1]).unwrap_err().chain().contains("cut off"));
+}

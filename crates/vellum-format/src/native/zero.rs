@@ -1,0 +1,240 @@
+//! Zeros and discards.
+//!
+//! | the sub-block now | zeros | discard |
+//! |---|---|---|
+//! | the base's | mask: zero | the same |
+//! | zero already | nothing | nothing |
+//! | the image's, in its place | zeros in place | the host is told |
+//! | the image's, and the whole unit is let go | bits of its blocks, entry 0 | the same |
+//! | the image's, in no unit | nothing | nothing |
+//!
+//! Bytes of a sub-block of the base that are covered only in part are written as data; a discard leaves them alone.
+
+use vellum_core::{Buffer, Error, GuestOffset, GuestSpan, ImageOffset, Result, ZeroFlags, Zeroes};
+
+use super::geometry::SUB_BLOCK;
+use super::image::{Native, Origin, Sub, mask};
+use crate::claims::Held;
+use crate::sabotage::{self, Bug};
+
+/// What happens to the space of bytes that become zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Space {
+    Keep,
+    Free,
+    /// Nobody needs them; the host may do nothing.
+    Discard,
+}
+
+impl Native {
+    pub(super) async fn zero_span(&self, span: GuestSpan, flags: ZeroFlags) -> Result<()> {
+        if flags.fast_only && !self.geometry.fast_zeroes {
+            return Err(Error::unsupported(format!("{} has no fast zeros", self.name)));
+        }
+        let space = if flags.may_unmap { Space::Free } else { Space::Keep };
+        self.each_cell(span, space).await
+    }
+
+    pub(super) async fn discard_span(&self, span: GuestSpan) -> Result<()> {
+        // The last sub-block may be cut off by the end of the disk; it is whole all the same.
+        let start = SUB_BLOCK.round_up(span.start().bytes());
+        let is_last = span.end().bytes() == self.geometry.size;
+        let end = if is_last { span.end().bytes() } else { SUB_BLOCK.round_down(span.end().bytes()) };
+        if start >= end {
+            return Ok(());
+        }
+        let whole = GuestSpan::between(GuestOffset::new(start), GuestOffset::new(end));
+        self.each_cell(whole, Space::Discard).await
+    }
+
+    async fn each_cell(&self, span: GuestSpan, space: Space) -> Result<()> {
+        let mut rest = span;
+        while !rest.is_empty() {
+            // Where no bit and no entry can change the host does it all at once.
+            if self.unit().is_none() && rest.start() >= self.base_end() {
+                let done = self.zero_in_place(self.places.linear(rest.start()).span(rest.len()), space).await;
+                self.commits.note_change();
+                return done;
+            }
+            let (part, later) = self.first_part(rest);
+            loop {
+                let given = self.units.as_ref().map_or(0, |units| units.given());
+                // Done again from its start when space was missing: what is zero already costs nothing then.
+                let result = {
+                    let _inside = self.epochs.enter();
+                    let result = self.zero_part(part, space).await;
+                    self.commits.note_change();
+                    result
+                };
+                match result {
+                    Err(error) if error.kind() == vellum_core::ErrorKind::NoSpace => {
+                        if !self.make_space(given).await? {
+                            return Err(error);
+                        }
+                    }
+                    result => break result?,
+                }
+            }
+            rest = later;
+            if sabotage::is(Bug::UnitFreedBeforeDurable) {
+                let _ = self.give_back_unless_busy().await;
+                let _ = self.give_back_unless_busy().await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Zeros a part of one cell.
+    async fn zero_part(&self, part: GuestSpan, space: Space) -> Result<()> {
+        let parts = self.parts(part).await?;
+        if parts.iter().all(|part| matches!(part.from, Origin::NoUnit | Origin::Zero)) {
+            return Ok(());
+        }
+        // Sub-blocks of the base that are covered in part: as data. What is left is whole ones, and the image's.
+        let inner = self.write_edges(part).await?;
+        if inner.is_empty() {
+            return Ok(());
+        }
+        let held = self.claims.claim(self.cell_of(inner.start()), self.parts_of(inner)).await;
+        let result = self.zero_claimed(inner, space, &held).await;
+        self.let_go(held);
+        result
+    }
+
+    /// Writes zeros over the edges of the part that lie in sub-blocks of the base; gives what is left.
+    async fn write_edges(&self, part: GuestSpan) -> Result<GuestSpan> {
+        let (mut start, mut end) = (part.start(), part.end());
+        let size = self.geometry.size;
+        let is_whole = |at: GuestOffset| SUB_BLOCK.aligns(at) || at.bytes() == size;
+        if !is_whole(start) {
+            let edge = start.span((SUB_BLOCK.bytes() - SUB_BLOCK.within(start)).min(part.len()));
+            if self.find(|| self.first_state(edge)).await?.0 == Sub::Base {
+                self.write_zeros(edge).await?;
+                start = edge.end();
+            }
+        }
+        if start < end && !is_whole(end) {
+            let edge =
+                GuestSpan::between(GuestOffset::new(SUB_BLOCK.round_down(end.bytes())).max(start), end);
+            if self.find(|| self.first_state(edge)).await?.0 == Sub::Base {
+                self.write_zeros(edge).await?;
+                end = edge.start();
+            }
+        }
+        Ok(GuestSpan::between(start, end))
+    }
+
+    async fn write_zeros(&self, span: GuestSpan) -> Result<()> {
+        let mut zeros = Buffer::zeroed(usize::try_from(span.len()).expect("within a sub-block"));
+        self.write_allocating(span, &mut zeros).await
+    }
+
+    async fn zero_claimed(&self, part: GuestSpan, space: Space, _held: &Held<'_>) -> Result<()> {
+        let entry = match self.unit() {
+            None => None,
+            Some(unit) => {
+                let number = unit.cluster_of(part.start()).index();
+                Some((number, self.find(|| self.entry(number)).await?))
+            }
+        };
+        let is_whole = part.start() == self.cell.start_of(self.cell_of(part.start()))
+            && (part.len() == self.cell.bytes() || part.end().bytes() == self.geometry.size);
+        let lets_go = entry.filter(|(_, entry)| is_whole && (*entry == 0 || space != Space::Keep));
+        let subs = self.find(|| self.base_subs(part)).await?;
+        let place = match (entry, lets_go) {
+            (_, Some(_)) | (Some((_, 0)), None) => None,
+            (Some((_, entry)), None) => {
+                let unit = self.unit().expect("it has an entry");
+                Some(self.places.unit(entry).start() + unit.within(part.start()))
+            }
+            (None, _) => Some(self.places.linear(part.start())),
+        };
+        if let Some(place) = place {
+            self.zero_image_parts(part, place, space).await?;
+        }
+        let frees = lets_go.filter(|(_, entry)| *entry != 0);
+        if subs.is_empty() && frees.is_none() {
+            return Ok(());
+        }
+        self.begin_journal().await?;
+        self.load_masks(&subs).await?;
+        let cost = 24 + 24 * 2 * (subs.len() as u64 / 16 + 2);
+        let gate = self.enter_transaction(cost).await?;
+        // The entry first: where a bit says that the image has it, no byte of the unit may show that nobody wrote.
+        if let Some((number, unit)) = frees {
+            let bits = self.places.entry(number);
+            self.home.change(bits.word, |word| bits.set(word, 0));
+            self.free(unit);
+        }
+        self.publish_zeros(part, &subs, lets_go.is_some());
+        drop(gate);
+        Ok(())
+    }
+
+    /// The sub-blocks of a run that are the base's.
+    fn base_subs(&self, part: GuestSpan) -> Result<Vec<u64>, super::home::Missing> {
+        let mut subs = Vec::new();
+        let mut rest = part.intersect(GuestSpan::between(GuestOffset::ZERO, self.base_end()));
+        while !rest.is_empty() {
+            let (sub, len) = self.first_state(rest)?;
+            let (now, later) = rest.split_at(len);
+            if matches!(sub, Sub::Base | Sub::Broken) {
+                subs.push(SUB_BLOCK.cluster_of(now.start()).index());
+            }
+            rest = later;
+        }
+        Ok(subs)
+    }
+
+    /// Makes what is the image's zero where it lies.
+    async fn zero_image_parts(&self, part: GuestSpan, place: ImageOffset, space: Space) -> Result<()> {
+        let mut rest = part;
+        while !rest.is_empty() {
+            let (mut sub, mut len) = self.find(|| self.first_state(rest)).await?;
+            let (mut now, mut later) = rest.split_at(len);
+            // Neighbours at once.
+            while !later.is_empty() {
+                let (next, next_len) = self.find(|| self.first_state(later)).await?;
+                if next != sub {
+                    break;
+                }
+                len += next_len;
+                (now, later) = rest.split_at(len);
+                sub = next;
+            }
+            if sub == Sub::Image {
+                self.zero_in_place((place + (now.start() - part.start())).span(now.len()), space).await?;
+            }
+            rest = later;
+        }
+        Ok(())
+    }
+
+    async fn zero_in_place(&self, span: vellum_core::ImageSpan, space: Space) -> Result<()> {
+        if let Some(journal) = self.journal() {
+            journal.make_way(span, async || self.commit().await).await?;
+        }
+        match space {
+            Space::Keep => self.data.write_zeroes(span, Zeroes::Allocated).await,
+            Space::Free => self.data.write_zeroes(span, Zeroes::MayUnmap).await,
+            Space::Discard => self.data.discard(span).await,
+        }
+    }
+
+    /// Makes sub-blocks of the base zero. With the unit let go, blocks that lie in it get their bit instead. The caller holds
+    /// the gate, and everything is loaded.
+    fn publish_zeros(&self, part: GuestSpan, subs: &[u64], lets_go: bool) {
+        for sub in subs {
+            let block = self.block_of_sub(*sub);
+            let _one_at_a_time = self.lock_block(block);
+            let span = self.places.block_span(block);
+            if lets_go && part.intersect(span) == span {
+                let bit = self.places.bit(block);
+                self.home.change(bit.word, |word| bit.set(word, 1));
+            } else {
+                let bits = self.places.mask(*sub);
+                self.home.change(bits.word, |word| bits.set(word, mask::ZERO));
+            }
+        }
+    }
+}

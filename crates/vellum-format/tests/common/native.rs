@@ -1,0 +1,98 @@
+//! Small images of the native format, opened and looked at again afterwards.
+
+use std::sync::Arc;
+
+use vellum_core::{MemoryDisk, Result, SharedDisk, SharedStorage};
+use vellum_format::native::check::{CheckReport, Repair, check};
+use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, create};
+use vellum_sim::{Content, Drive, DriveOptions, World};
+
+use super::{SIZE, base};
+
+/// One kind of image under test.
+#[derive(Clone)]
+pub(crate) struct NativeSetup {
+    pub(crate) name: &'static str,
+    pub(crate) options: CreateOptions,
+    /// What the base has.
+    pub(crate) base: Option<Arc<Vec<u8>>>,
+}
+
+/// A base of these bytes, of which nothing is known to be zero.
+fn over(bytes: &[u8]) -> NewBase {
+    NewBase { name: "base".to_owned(), size: bytes.len() as u64, ..NewBase::default() }
+}
+
+impl NativeSetup {
+    pub(crate) fn linear(name: &'static str, size: u64) -> Self {
+        Self { name, options: CreateOptions { size, ..CreateOptions::default() }, base: None }
+    }
+
+    pub(crate) fn table(name: &'static str, size: u64, unit: u64) -> Self {
+        let options = CreateOptions {
+            size,
+            has_table: true,
+            unit_size: Some(unit),
+            journal_bytes: Some(64 << 10),
+            ..CreateOptions::default()
+        };
+        Self { name, options, base: None }
+    }
+
+    pub(crate) fn over(mut self, bytes: Vec<u8>, block: u64) -> Self {
+        self.options.base = Some(over(&bytes));
+        self.options.block_size = Some(block);
+        self.options.journal_bytes = Some(64 << 10);
+        self.base = Some(Arc::new(bytes));
+        self
+    }
+
+    /// What the empty disk reads as.
+    pub(crate) fn content(&self) -> Content {
+        let mut bytes = self.base.as_ref().map(|base| base.to_vec()).unwrap_or_default();
+        bytes.resize(usize::try_from(self.options.size).unwrap(), 0);
+        Content::of(&bytes)
+    }
+
+    /// The image as it is made, with nothing in it.
+    pub(crate) fn empty_image(&self) -> Content {
+        let world = World::new(0);
+        let drive = Drive::new(&world, DriveOptions::default());
+        world.run(create(&*drive, &self.create_options())).unwrap();
+        drive.content()
+    }
+
+    /// With nothing left to chance.
+    pub(crate) fn create_options(&self) -> CreateOptions {
+        CreateOptions { uuid: Some([7; 16]), ..self.options.clone() }
+    }
+
+    pub(crate) fn below(&self) -> Option<SharedDisk> {
+        self.base.as_ref().map(|base| MemoryDisk::holding(base) as SharedDisk)
+    }
+
+    pub(crate) async fn open(&self, drive: &Arc<Drive>) -> Result<Arc<Native>> {
+        let image: SharedStorage = drive.clone();
+        let options = OpenOptions { journal_key: Some(1), ..OpenOptions::default() };
+        Native::open(image, self.below(), options).await
+    }
+}
+
+pub(crate) fn native_setups() -> Vec<NativeSetup> {
+    let k = |kib: u64| kib << 10;
+    vec![
+        NativeSetup::linear("linear", SIZE),
+        NativeSetup::linear("linear over a base", SIZE).over(base(), k(16)),
+        NativeSetup::linear("linear over a base, small blocks", SIZE).over(base(), k(4)),
+        NativeSetup::table("table", SIZE, k(64)),
+        NativeSetup::table("table over a base", SIZE, k(64)).over(base(), k(16)),
+        NativeSetup::table("table over a base, large blocks", SIZE, k(64)).over(base(), k(128)),
+    ]
+}
+
+/// Looks at an image from outside.
+pub(crate) async fn look_native(image: &SharedStorage) -> Result<(CheckReport, Vec<String>)> {
+    let mut lines = Vec::new();
+    let report = check(image, Repair::Nothing, &mut |line| lines.push(line)).await?;
+    Ok((report, lines))
+}

@@ -1,0 +1,147 @@
+//! The native format: the contract of a disk, in every configuration that changes how it works inside; crashes and failing
+//! drives; and what a request costs the host, exactly.
+
+mod common;
+#[path = "native/counts.rs"]
+mod counts;
+#[path = "subjects/device.rs"]
+mod device;
+#[path = "native/sim.rs"]
+mod sim;
+#[path = "native/space.rs"]
+mod space;
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use common::native::{NativeSetup, look_native};
+use futures_lite::future::block_on;
+use vellum_core::contract::{self, DiskBench};
+use vellum_core::{Buffer, Disk, GuestOffset};
+use vellum_core::{
+    CheckedDisk, ErrorKind, LocalFuture, MemoryStorage, Result, SharedDisk, SharedStorage, Storage,
+    WriteFlags,
+};
+use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, create, recover};
+
+struct Bench {
+    setup: NativeSetup,
+    image: RefCell<Option<Arc<MemoryStorage>>>,
+}
+
+impl DiskBench for Bench {
+    fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
+        Box::pin(async move {
+            let image = MemoryStorage::new("image");
+            let mut options = CreateOptions { size, ..self.setup.create_options() };
+            if let Some(base) = &mut options.base {
+                *base = NewBase { size: base.size.min(size), ..base.clone() };
+            }
+            create(&*image, &options).await?;
+            *self.image.borrow_mut() = Some(image);
+            self.reopen().await
+        })
+    }
+
+    fn reopen(&self) -> LocalFuture<'_, Result<SharedDisk>> {
+        Box::pin(async move {
+            let image = self.image.borrow().clone().expect("made before") as SharedStorage;
+            let (report, lines) = look_native(&image).await?;
+            assert!(report.is_clean(), "an image that was closed is clean: {lines:?}");
+            let disk = Native::open(image, self.setup.below(), OpenOptions::default()).await?;
+            Ok(CheckedDisk::new(disk) as SharedDisk)
+        })
+    }
+
+    fn fresh_content(&self, size: u64) -> Vec<u8> {
+        let mut content = self.setup.base.as_ref().map(|base| base.to_vec()).unwrap_or_default();
+        content.resize(usize::try_from(size).unwrap(), 0);
+        content
+    }
+}
+
+fn suite(setup: NativeSetup) {
+    block_on(contract::disk(&Bench { setup, image: RefCell::default() }));
+}
+
+fn large_base() -> Vec<u8> {
+    (0..700_001u32).map(|i| u8::try_from(i % 253 + 1).unwrap()).collect()
+}
+
+#[test]
+fn linear() {
+    suite(NativeSetup::linear("linear", 0));
+}
+
+#[test]
+fn linear_over_a_base() {
+    for block in [4 << 10, 64 << 10, 1 << 20] {
+        suite(NativeSetup::linear("linear over a base", 0).over(large_base(), block));
+    }
+}
+
+#[test]
+fn table() {
+    for unit in [64 << 10, 2 << 20] {
+        suite(NativeSetup::table("table", 0, unit));
+    }
+}
+
+#[test]
+fn table_over_a_base() {
+    for (unit, block) in [(64 << 10, 4 << 10), (64 << 10, 1 << 20), (1 << 20, 64 << 10), (2 << 20, 256 << 10)]
+    {
+        suite(NativeSetup::table("table over a base", 0, unit).over(large_base(), block));
+    }
+}
+
+/// Opening for reading writes nothing, and says what to do about an image that was not closed.
+#[test]
+fn an_image_that_was_not_closed_is_recovered_by_who_may_write() {
+    block_on(async {
+        let setup = NativeSetup::table("table", 1 << 20, 64 << 10);
+        let image = MemoryStorage::new("image");
+        create(&*image, &setup.create_options()).await.unwrap();
+        let open = async |image: &Arc<MemoryStorage>, read_only| {
+            let options = OpenOptions { read_only, ..OpenOptions::default() };
+            Native::open(image.clone() as SharedStorage, None, options).await
+        };
+        let disk = open(&image, false).await.unwrap();
+        let at = GuestOffset::new(100_000);
+        disk.write(at, Buffer::copy_of(&[5; 4096]), WriteFlags::FUA).await.unwrap();
+        drop(disk);
+        let refused = open(&image, true).await.err().expect("it was not closed");
+        assert_eq!(refused.kind(), ErrorKind::Unsupported);
+        assert!(refused.chain().contains("vellum recover"), "{}", refused.chain());
+        let shared: SharedStorage = image.clone();
+        let recovery = recover(&shared).await.unwrap();
+        assert!(recovery.records > 0 && recovery.pages > 0, "{recovery:?}");
+        assert_eq!(recover(&shared).await.unwrap().records, 0, "once is enough");
+        let disk = open(&image, true).await.unwrap();
+        assert_eq!(disk.read(at, Buffer::zeroed(4096)).await.unwrap().to_vec(), vec![5; 4096]);
+        let (report, lines) = look_native(&shared).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+    });
+}
+
+/// Writes that change no page of home leave the image as clean as it was.
+#[test]
+fn what_changes_no_home_page_needs_no_journal() {
+    block_on(async {
+        let setup = NativeSetup::linear("linear", 1 << 20).over(vec![0; 512 << 10], 64 << 10);
+        let mut options = setup.create_options();
+        options.base.as_mut().unwrap().zeros = vec![GuestOffset::ZERO.span(512 << 10)];
+        let image = MemoryStorage::new("image");
+        create(&*image, &options).await.unwrap();
+        let before = image.content().to_vec()[..8192].to_vec();
+        let shared: SharedStorage = image.clone();
+        let disk = Native::open(shared.clone(), setup.below(), OpenOptions::default()).await.unwrap();
+        for at in [0, 300_000, 600_000] {
+            disk.write(GuestOffset::new(at), Buffer::copy_of(&[5; 5000]), WriteFlags::FUA).await.unwrap();
+        }
+        disk.discard(GuestOffset::new(4096).span(700_000), WriteFlags::FUA).await.unwrap();
+        assert_eq!(image.content().to_vec()[..8192], before, "the superblocks");
+        assert_eq!(recover(&shared).await.unwrap().records, 0);
+        assert!(image.len() > 0);
+    });
+}

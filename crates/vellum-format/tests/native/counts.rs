@@ -1,0 +1,225 @@
+//! What a synchronous write costs: exactly, per operation, in the steady state.
+//!
+//! Each row runs operations that are all followed by a flush; the first 64 are not counted. *Foreground* is what had to happen
+//! before the guest was answered; the checkpoint comes on top.
+
+use vellum_core::{
+    Buffer, Disk, GuestOffset, GuestSpan, HostTally, IoCounts, MemoryStorage, SharedDisk, SharedStorage,
+    WriteFlags,
+};
+use vellum_format::Raw;
+use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, create};
+use vellum_sim::{Drive, DriveOptions, FaultPlan, World};
+
+use super::common::busy_drive;
+use super::common::native::{NativeSetup, look_native};
+
+const WARM: u64 = 64;
+const COUNTED: u64 = 256;
+const SIZE: u64 = 4 << 30;
+const BASE: u64 = 64 << 20;
+
+/// Guest operations.
+#[derive(Clone, Copy)]
+enum Do {
+    Write(u64, usize),
+    Discard(u64, u64),
+}
+
+/// What the counted operations cost, foreground.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Cost {
+    flushes: u64,
+    writes: u64,
+    bytes: u64,
+    /// How often a write had to wait for a clean unit.
+    waits: u64,
+}
+
+fn options(has_table: bool, base: Option<NewBase>) -> CreateOptions {
+    let has_journal = has_table || base.is_some();
+    CreateOptions {
+        size: SIZE,
+        has_table,
+        base,
+        journal_bytes: has_journal.then_some(1 << 20),
+        uuid: Some([7; 16]),
+        ..CreateOptions::default()
+    }
+}
+
+fn base(zeros: Vec<GuestSpan>) -> Option<NewBase> {
+    Some(NewBase { name: "base".to_owned(), format: None, size: BASE, zeros })
+}
+
+fn sum(counts: &[IoCounts]) -> (u64, u64, u64) {
+    counts.iter().fold((0, 0, 0), |(flushes, writes, bytes), counts| {
+        (flushes + counts.flushes, writes + counts.writes, bytes + counts.bytes_written)
+    })
+}
+
+#[allow(clippy::print_stderr, reason = "the table is what the test is for")]
+fn cost(name: &str, options: &CreateOptions, act: impl Fn(u64) -> Do) -> Cost {
+    let world = World::new(0);
+    let drive = Drive::new(&world, DriveOptions::default());
+    let read = HostTally::default();
+    let tally = HostTally::default();
+    world.run(async {
+        create(&*drive, options).await.unwrap();
+        // What is read of the base is counted as of a storage.
+        let bytes = MemoryStorage::holding("base", &vec![7; usize::try_from(BASE).unwrap()]);
+        let below = options.base.is_some().then(|| Raw::open(bytes, true, &read) as SharedDisk);
+        let image: SharedStorage = drive.clone();
+        let open = OpenOptions { tally: tally.clone(), journal_key: Some(1), ..OpenOptions::default() };
+        let disk = Native::open(image.clone(), below, open).await.unwrap();
+        let foreground = || sum(&[tally.data.counts(), tally.metadata.counts()]);
+        let mut before = (0, 0, 0);
+        for i in 0..WARM + COUNTED {
+            if i == WARM {
+                before = foreground();
+            }
+            match act(i) {
+                Do::Write(at, len) => {
+                    let data = Buffer::copy_of(&vec![u8::try_from(i % 251 + 1).unwrap(); len]);
+                    disk.write(GuestOffset::new(at), data, WriteFlags::default()).await.unwrap();
+                }
+                Do::Discard(at, len) => {
+                    disk.discard(GuestOffset::new(at).span(len), WriteFlags::default()).await.unwrap();
+                }
+            }
+            disk.flush().await.unwrap();
+        }
+        let after = foreground();
+        let waits = disk.waits_for_units();
+        disk.close().await.unwrap();
+        let (report, lines) = look_native(&image).await.unwrap();
+        assert!(report.is_clean(), "{name}: {lines:?}");
+        assert_eq!(read.data.counts().reads, 0, "{name}: the base was read");
+        let cost = Cost {
+            flushes: after.0 - before.0,
+            writes: after.1 - before.1,
+            bytes: after.2 - before.2,
+            waits,
+        };
+        let per = |value: u64| value as f64 / COUNTED as f64;
+        let later = tally.checkpoint.counts().bytes_written as f64 / (WARM + COUNTED) as f64 / 1024.0;
+        eprintln!(
+            "{name:48} {:.2} flushes {:.2} writes {:6.2} KiB   checkpoint {later:6.2} KiB",
+            per(cost.flushes),
+            per(cost.writes),
+            per(cost.bytes) / 1024.0,
+        );
+        cost
+    })
+}
+
+const fn exactly(flushes: u64, writes: u64, bytes: u64) -> Cost {
+    Cost { flushes, writes, bytes, waits: 0 }
+}
+
+/// A place for each operation that no other has, far from the one before.
+fn scattered(i: u64, unit: u64, within: u64) -> u64 {
+    (i * 7919 % (within / unit)) * unit
+}
+
+#[test]
+fn one_flush_each() {
+    const N: u64 = COUNTED;
+    let raw = exactly(N, N, N * 4096);
+    // Nothing to record: what raw costs.
+    let plain = options(false, None);
+    assert_eq!(cost("linear, scattered", &plain, |i| Do::Write(scattered(i, 4096, SIZE), 4096)), raw);
+    let over_zeros = options(false, base(vec![GuestOffset::ZERO.span(BASE)]));
+    let wrote =
+        cost("linear, over zeros of the base", &over_zeros, |i| Do::Write(scattered(i, 4096, BASE), 4096));
+    assert_eq!(wrote, raw);
+    let over = options(false, base(Vec::new()));
+    let wrote =
+        cost("linear, beyond the base", &over, |i| Do::Write(BASE + scattered(i, 4096, SIZE - BASE), 4096));
+    assert_eq!(wrote, raw);
+    // The base: the data, and one block of record.
+    let both = exactly(N, 2 * N, N * 8192);
+    let wrote =
+        cost("linear, over the base, scattered", &over, |i| Do::Write(scattered(i, 4096, BASE), 4096));
+    assert_eq!(wrote, both);
+    let wrote = cost("linear, over the base, one after another", &over, |i| Do::Write(i * 4096, 4096));
+    assert_eq!(wrote, both);
+    let wrote = cost("linear, over the base, whole blocks", &over, |i| Do::Write(i << 16, 65_536));
+    assert_eq!(wrote, exactly(N, 2 * N, N * (65_536 + 4096)));
+    // The second write comes while the first is not proven: it goes through the journal.
+    let wrote = cost("linear, over the base, twice", &over, |i| Do::Write((i / 2) << 12, 4096));
+    assert!(wrote.flushes == N && wrote.writes <= 2 * N && wrote.bytes <= N * 8704, "{wrote:?}");
+    // With a table, a unit each: the data, and one block of record.
+    let table = options(true, None);
+    let wrote = cost("table, a unit each", &table, |i| Do::Write(scattered(i, 1 << 20, SIZE), 4096));
+    assert_eq!(wrote, both);
+    let wrote = cost("table, where the unit is there", &table, |i| Do::Write(i * 4096 % (256 << 10), 4096));
+    assert_eq!(wrote, raw);
+    let wrote = cost("table, one after another", &table, |i| Do::Write(i * 4096, 4096));
+    assert_eq!(wrote.flushes, N);
+    assert!(wrote.writes <= N + 2 && wrote.bytes <= N * 4096 + 2 * 4096, "{wrote:?}");
+    let table_over = options(true, base(Vec::new()));
+    let wrote = cost("table, over the base", &table_over, |i| Do::Write(scattered(i, 4096, BASE), 4096));
+    assert_eq!(wrote, both);
+    // A unit is let go and another one taken, turn by turn.
+    let wrote = cost("table, discard and write again", &table, |i| match i % 2 {
+        0 => Do::Write((i / 2 % 16) << 20, 4096),
+        _ => Do::Discard((i / 2 % 16) << 20, 1 << 20),
+    });
+    assert!(wrote.flushes == N && wrote.writes <= 2 * N && wrote.bytes <= N * 8192, "{wrote:?}");
+    assert_eq!(wrote.waits, 0);
+}
+
+/// Four guests that flush at a time share.
+#[test]
+fn flushes_are_shared() {
+    let over = NativeSetup::linear("linear over a base", 1 << 20).over(vec![7; 1 << 20], 64 << 10);
+    for setup in
+        [NativeSetup::linear("linear", 1 << 20), NativeSetup::table("table", 1 << 20, 64 << 10), over]
+    {
+        let world = World::new(0);
+        let drive = busy_drive(&world, setup.empty_image(), FaultPlan::none());
+        world.run(async {
+            let disk = setup.open(&drive).await.unwrap();
+            disk.write(GuestOffset::ZERO, Buffer::copy_of(&[1; 4096]), WriteFlags::FUA).await.unwrap();
+            let mark = drive.counts();
+            let guests: Vec<_> = (0..4u64)
+                .map(|guest| {
+                    let disk = disk.clone();
+                    world.spawn(async move {
+                        for i in 0..64u64 {
+                            let at = GuestOffset::new((guest << 18) + (i << 12));
+                            disk.write(at, Buffer::copy_of(&[1; 4096]), WriteFlags::FUA).await.unwrap();
+                        }
+                    })
+                })
+                .collect();
+            for guest in guests {
+                guest.await;
+            }
+            let flushes = drive.counts_since(mark).flushes;
+            assert!(flushes <= 4 * 64 / 2, "{}: {flushes} flushes for {} writes", setup.name, 4 * 64);
+            disk.close().await.unwrap();
+        });
+    }
+}
+
+/// A flush without a write before it is none.
+#[test]
+fn nothing_written_nothing_flushed() {
+    let setup = NativeSetup::table("table", 1 << 20, 64 << 10);
+    let world = World::new(0);
+    let drive = busy_drive(&world, setup.empty_image(), FaultPlan::none());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        let mark = drive.counts();
+        disk.flush().await.unwrap();
+        assert_eq!(drive.counts_since(mark).flushes, 0);
+        disk.write(GuestOffset::ZERO, Buffer::copy_of(&[1; 4096]), WriteFlags::FUA).await.unwrap();
+        let mark = drive.counts();
+        disk.flush().await.unwrap();
+        disk.flush().await.unwrap();
+        assert_eq!(drive.counts_since(mark).flushes, 0);
+        disk.close().await.unwrap();
+    });
+}

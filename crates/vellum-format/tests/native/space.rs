@@ -1,0 +1,134 @@
+//! Where space is short, and what images that lie come to.
+
+use futures_lite::future::block_on;
+use vellum_core::{
+    Buffer, Disk, ErrorKind, GuestOffset, MemoryStorage, Random, SharedStorage, Storage, WriteFlags,
+    ZeroFlags,
+};
+use vellum_format::native::check::{Repair, check};
+use vellum_format::native::{Native, OpenOptions, create};
+
+use super::common::native::{NativeSetup, look_native};
+use super::common::{base, scale};
+use super::device::Device;
+
+const UNIT: u64 = 64 << 10;
+
+/// A device has fewer units than the disk. When all are taken a write fails and says so; what is let go can be used at once.
+#[test]
+fn a_full_device_says_so_and_goes_on() {
+    block_on(async {
+        let old = vec![0xAB; (1 << 20) + 4 * 65_536];
+        let image = Device::shared(MemoryStorage::holding("device", &old));
+        let setup = NativeSetup::table("table", 16 * UNIT, UNIT);
+        create(&*image, &setup.create_options()).await.unwrap();
+        let shared: SharedStorage = image.clone();
+        let disk = Native::open(image, None, OpenOptions::default()).await.unwrap();
+        let at = |unit: u64| GuestOffset::new(unit * UNIT);
+        let write = async |unit: u64| {
+            disk.write(at(unit) + 512, Buffer::copy_of(&[7; 512]), WriteFlags::default()).await
+        };
+        for unit in 0..4 {
+            write(unit).await.unwrap();
+            let read = disk.read(at(unit), Buffer::zeroed(65_536)).await.unwrap().to_vec();
+            assert!(
+                read[..512].iter().chain(&read[1024..]).all(|byte| *byte == 0),
+                "old bytes of the device"
+            );
+        }
+        assert!(disk.waits_for_units() > 0, "the first had to be made zero");
+        assert_eq!(write(9).await.unwrap_err().kind(), ErrorKind::NoSpace);
+        disk.discard(at(2).span(UNIT), WriteFlags::default()).await.unwrap();
+        write(9).await.unwrap();
+        assert_eq!(write(10).await.unwrap_err().kind(), ErrorKind::NoSpace);
+        let flags = ZeroFlags { may_unmap: true, ..ZeroFlags::default() };
+        disk.write_zeroes(at(0).span(UNIT), flags).await.unwrap();
+        write(10).await.unwrap();
+        let read = disk.read(at(10), Buffer::zeroed(65_536)).await.unwrap().to_vec();
+        assert!(read[1024..].iter().all(|byte| *byte == 0), "bytes of the unit's first life");
+        disk.close().await.unwrap();
+        let (report, lines) = look_native(&shared).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+    });
+}
+
+/// A file ends with the last unit when it was closed.
+#[test]
+fn closing_gives_back_what_the_file_has_too_much() {
+    block_on(async {
+        let image = MemoryStorage::new("image");
+        create(&*image, &NativeSetup::table("table", 64 * UNIT, UNIT).create_options()).await.unwrap();
+        let before = image.len();
+        for round in 0..3 {
+            let disk = Native::open(image.clone(), None, OpenOptions::default()).await.unwrap();
+            for unit in 0..8 {
+                let at = GuestOffset::new(unit * UNIT);
+                disk.write(at, Buffer::copy_of(&[7; 4096]), WriteFlags::default()).await.unwrap();
+            }
+            disk.discard(GuestOffset::ZERO.span(8 * UNIT), WriteFlags::default()).await.unwrap();
+            disk.write(GuestOffset::ZERO, Buffer::copy_of(&[1; 512]), WriteFlags::default()).await.unwrap();
+            disk.discard(GuestOffset::ZERO.span(UNIT), WriteFlags::default()).await.unwrap();
+            disk.close().await.unwrap();
+            assert_eq!(image.len(), before, "round {round}");
+        }
+    });
+}
+
+/// Every kind of byte of the metadata turned over: an error or a sound disk, never a panic, and a read that works gives what was
+/// written or what the base has.
+#[test]
+fn images_that_lie() {
+    let mut random = Random::from_seed(5);
+    let setup = NativeSetup::table("table over a base", 8 * UNIT, UNIT).over(base(), 16 << 10);
+    for is_closed in [false, true] {
+        let image = MemoryStorage::new("image");
+        block_on(async {
+            create(&*image, &setup.create_options()).await.unwrap();
+            let disk = Native::open(image.clone(), setup.below(), OpenOptions::default()).await.unwrap();
+            for at in [0, 20_000, 3 * UNIT, 5 * UNIT + 300] {
+                disk.write(GuestOffset::new(at), Buffer::copy_of(&[3; 9000]), WriteFlags::FUA).await.unwrap();
+            }
+            disk.write_zeroes(GuestOffset::new(60_000).span(30_000), ZeroFlags::default()).await.unwrap();
+            disk.flush().await.unwrap();
+            if is_closed {
+                disk.close().await.unwrap();
+            }
+        });
+        let bytes = image.content().to_vec();
+        // Mostly where something stands.
+        let used: Vec<usize> =
+            (0..1 << 20).filter(|at| bytes.get(*at).is_some_and(|byte| *byte != 0)).collect();
+        for _ in 0..600 * scale() {
+            let mut bytes = bytes.clone();
+            let at = if random.one_in(3) { random.index(1 << 20) } else { *random.pick(&used) };
+            bytes[at] ^= 1 << random.below(8);
+            block_on(use_all(&setup, &bytes));
+        }
+    }
+}
+
+/// Everything a user may do with an image. Whether each succeeds does not matter; that it ends does.
+async fn use_all(setup: &NativeSetup, bytes: &[u8]) {
+    let shared: SharedStorage = MemoryStorage::holding("image", bytes);
+    let size = usize::try_from(setup.options.size).unwrap();
+    for read_only in [true, false] {
+        let options = OpenOptions { read_only, ..OpenOptions::default() };
+        let opened = Native::open(shared.clone(), setup.below(), options).await;
+        let Ok(disk) = opened else { continue };
+        let size = size.min(usize::try_from(disk.geometry().size).unwrap());
+        let _ = disk.read(GuestOffset::ZERO, Buffer::zeroed(size)).await;
+        let _ = disk.map(GuestOffset::ZERO.span(size as u64)).await;
+        if !read_only {
+            for at in [0, 100_000, 3 * UNIT] {
+                let at = GuestOffset::new(at);
+                let _ = disk.write(at, Buffer::copy_of(&[9; 5000]), WriteFlags::FUA).await;
+                let _ = disk.write_zeroes(at.span(70_000), ZeroFlags::default()).await;
+                let _ = disk.discard(at.span(100_000), WriteFlags::default()).await;
+            }
+        }
+        let _ = disk.close().await;
+    }
+    for repair in [Repair::Nothing, Repair::All] {
+        let _ = check(&shared, repair, &mut |_| {}).await;
+    }
+}

@@ -1,0 +1,98 @@
+//! Images that were made once, and must open for ever with the same bytes.
+//!
+//! `tests/golden/` has each of them, compressed by zstd, and `hashes.txt`: name, CRC32C and SHA-256 of the disk. With
+//! `VELLUM_GOLDEN=write` in the environment images that are missing are made; one that is there is never made again.
+
+use std::path::{Path, PathBuf};
+
+use futures_lite::future::block_on;
+use vellum_core::{MemoryStorage, SharedStorage};
+use vellum_format::native::{Superblocks, recover};
+
+use super::samples::{Dir, base_bytes, content, kinds, other_hash, own_code, used};
+
+fn directory() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+}
+
+/// What there is to be: the four kinds, closed and not, and one with a damaged superblock.
+fn images() -> Vec<(String, Vec<u8>)> {
+    let mut images = Vec::new();
+    for (seed, (name, options)) in (11..).zip(kinds()) {
+        let (closed, _) = used(&options, seed, 40, true);
+        images.push((name.to_owned(), closed.content().to_vec()));
+        let (open, _) = used(&options, seed + 10, 40, false);
+        images.push((format!("{name}-not-closed"), open.content().to_vec()));
+    }
+    let (_, mut damaged) = images[6].clone();
+    damaged[..4096].fill(0xEE);
+    images.push(("damaged-superblock".to_owned(), damaged));
+    images
+}
+
+/// What the disk reads as, once its journal is replayed if it must be.
+fn disk_of(image: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    let storage = MemoryStorage::holding("image", image);
+    let shared: SharedStorage = storage.clone();
+    block_on(recover(&shared)).expect("a golden image is recovered");
+    assert!(!block_on(Superblocks::read(&*storage)).expect("a superblock").superblock.needs_replay());
+    (content(&storage), storage.content().to_vec())
+}
+
+#[test]
+fn golden_images_open_for_ever() {
+    if std::env::var("VELLUM_GOLDEN").is_ok_and(|wish| wish == "write") {
+        write_missing();
+    }
+    let dir = Dir::new("native-golden");
+    let base = dir.put("base.raw", &base_bytes());
+    let list = std::fs::read_to_string(directory().join("hashes.txt")).expect("the list of golden images");
+    assert!(list.lines().count() >= 9, "{list}");
+    for line in list.lines() {
+        let words: Vec<&str> = line.split(' ').collect();
+        let [name, crc, hash] = words[..] else { panic!("{line}") };
+        let packed = std::fs::read(directory().join(format!("{name}.vlm.zst"))).expect("a golden image");
+        assert!(packed.len() <= 50 << 10, "{name}: {} bytes", packed.len());
+        let image = zstd::decode_all(&packed[..]).expect("it is packed by zstd");
+        let (disk, recovered) = disk_of(&image);
+        assert_eq!(format!("{:08x}", crc32c::crc32c(&disk)), crc, "{name} reads as something else");
+        let (code, lines) = own_code(&recovered);
+        assert_eq!(code, 0, "{name}: {lines:#?}");
+        let path = dir.put("image.vlm", &recovered);
+        if let Some(other) = other_hash(&path, Some(&base)) {
+            assert_eq!(other, hash, "{name}, as the other checker reads it");
+        }
+    }
+}
+
+fn write_missing() {
+    let dir = Dir::new("native-golden-new");
+    let base = dir.put("base.raw", &base_bytes());
+    std::fs::create_dir_all(directory()).expect("a directory");
+    let list = directory().join("hashes.txt");
+    let mut lines = std::fs::read_to_string(&list).unwrap_or_default();
+    for (name, image) in images() {
+        let path = directory().join(format!("{name}.vlm.zst"));
+        if path.exists() {
+            continue;
+        }
+        let (disk, recovered) = disk_of(&image);
+        let hash = other_hash(&dir.put("image.vlm", &recovered), Some(&base)).expect("this needs python3");
+        lines += &format!("{name} {:08x} {hash}\n", crc32c::crc32c(&disk));
+        std::fs::write(&path, zstd::encode_all(&image[..], 19).expect("packed")).expect("written");
+    }
+    std::fs::write(list, lines).expect("written");
+}
+
+#[test]
+fn what_is_made_today_has_the_same_layout() {
+    for (name, image) in images() {
+        let packed = std::fs::read(directory().join(format!("{name}.vlm.zst"))).expect("a golden image");
+        let golden = zstd::decode_all(&packed[..]).expect("it is packed by zstd");
+        let places = |bytes: &[u8]| {
+            let found = Superblocks::choose(&bytes[..8192]).expect("a superblock");
+            (found.superblock.places(), found.superblock.base().cloned())
+        };
+        assert_eq!(places(&image), places(&golden), "{name}");
+    }
+}

@@ -1,0 +1,13 @@
+//! Images of the native format, and a second opinion on each.
+//!
+//! ```text
+//!   samples.rs     images of every kind; the other checker, which was written from the specification alone
+//!   golden.rs      images that were made once and must open for ever
+//!   opinions.rs    both checkers over sound, random and broken images; both readers over their bytes
+//! ```
+
+#![allow(unreachable_pub, reason = "the modules of a test are its own")]
+
+mod golden;
+mod opinions;
+mod samples;

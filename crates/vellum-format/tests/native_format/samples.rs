@@ -1,0 +1,199 @@
+//! Images that several tests look at, and the second opinion on them: `tools/check-native.py`.
+
+#![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use futures_lite::future::block_on;
+use vellum_core::{
+    Buffer, Disk, GuestOffset, MemoryDisk, MemoryStorage, Random, Result, SharedDisk, SharedStorage,
+    WriteFlags, ZeroFlags,
+};
+use vellum_format::native::check::{Repair, check};
+use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, Superblocks, create};
+
+pub const SIZE: u64 = (1 << 20) + 512;
+const BASE_SIZE: usize = 700_000;
+
+/// No sub-block of it is like another, and none is zero.
+pub fn base_bytes() -> Vec<u8> {
+    (0..BASE_SIZE).map(|at| u8::try_from(at / 4096 % 251 + 1).expect("small")).collect()
+}
+
+fn base() -> SharedDisk {
+    MemoryDisk::holding(&base_bytes())
+}
+
+/// Every switch, by a name.
+pub fn kinds() -> [(&'static str, CreateOptions); 4] {
+    let plain = CreateOptions { size: SIZE, uuid: Some([0x5A; 16]), ..CreateOptions::default() };
+    let over = |options: CreateOptions| CreateOptions {
+        base: Some(NewBase {
+            name: "base.raw".to_owned(),
+            format: Some("raw".to_owned()),
+            size: BASE_SIZE as u64,
+            zeros: Vec::new(),
+        }),
+        journal_bytes: Some(65_536),
+        ..options
+    };
+    let table = CreateOptions {
+        has_table: true,
+        unit_size: Some(65_536),
+        journal_bytes: Some(65_536),
+        ..plain.clone()
+    };
+    [
+        ("linear", plain.clone()),
+        ("linear-base", over(plain)),
+        ("table", table.clone()),
+        ("table-base", over(table)),
+    ]
+}
+
+pub async fn open(storage: &Arc<MemoryStorage>, read_only: bool) -> Result<Arc<Native>> {
+    let has_base = Superblocks::read(&**storage).await?.superblock.base().is_some();
+    let options = OpenOptions { read_only, journal_key: Some(0x1234_5678), ..OpenOptions::default() };
+    Native::open(storage.clone(), has_base.then(base), options).await
+}
+
+/// What the disk of an image reads as.
+pub fn content(storage: &Arc<MemoryStorage>) -> Vec<u8> {
+    block_on(async {
+        let disk = open(storage, true).await.expect("a closed image");
+        let len = usize::try_from(disk.geometry().size).expect("a small disk");
+        let bytes = disk.read(GuestOffset::ZERO, Buffer::for_overwrite(len)).await.expect("readable");
+        disk.close().await.expect("closed");
+        bytes.to_vec()
+    })
+}
+
+/// An image that saw `operations` requests, drawn from the seed, and what its disk must read as. Discarded bytes are
+/// written again.
+pub fn used(
+    options: &CreateOptions,
+    seed: u64,
+    operations: usize,
+    is_closed: bool,
+) -> (Arc<MemoryStorage>, Vec<u8>) {
+    let mut random = Random::from_seed(seed);
+    let storage = MemoryStorage::new("image");
+    let mut model = vec![0; usize::try_from(SIZE).expect("a mebibyte")];
+    if options.base.is_some() {
+        model[..BASE_SIZE].copy_from_slice(&base_bytes());
+    }
+    block_on(async {
+        create(&*storage, options).await.expect("an image");
+        let disk = open(&storage, false).await.expect("a fresh image");
+        for _ in 0..operations {
+            let at = random.index(model.len());
+            let most = if random.one_in(4) { 150_000 } else { 9000 };
+            let len = (1 + random.index(most)).min(model.len() - at);
+            let span = GuestOffset::new(at as u64).span(len as u64);
+            let value = u8::try_from(1 + random.below(255)).expect("a byte");
+            let done = match random.below(5) {
+                0 => {
+                    model[at..at + len].fill(0);
+                    disk.write_zeroes(span, ZeroFlags { may_unmap: random.one_in(2), ..ZeroFlags::default() })
+                        .await
+                }
+                1 => {
+                    disk.discard(span, WriteFlags::default()).await.expect("discarded");
+                    model[at..at + len].fill(value);
+                    disk.write(span.start(), Buffer::copy_of(&model[at..at + len]), WriteFlags::default())
+                        .await
+                }
+                _ => {
+                    model[at..at + len].fill(value);
+                    disk.write(span.start(), Buffer::copy_of(&model[at..at + len]), WriteFlags::default())
+                        .await
+                }
+            };
+            done.unwrap_or_else(|error| panic!("seed {seed}: {}", error.chain()));
+            if random.one_in(3) {
+                disk.flush().await.expect("flushed");
+            }
+        }
+        disk.flush().await.expect("flushed");
+        if is_closed {
+            disk.close().await.expect("closed");
+        }
+    });
+    (storage, model)
+}
+
+/// What our own check comes to, as an exit code.
+pub fn own_code(bytes: &[u8]) -> (i32, Vec<String>) {
+    let storage: SharedStorage = MemoryStorage::holding("image", bytes);
+    let mut lines = Vec::new();
+    let code = match block_on(check(&storage, Repair::Nothing, &mut |line| lines.push(line))) {
+        Err(error) => {
+            lines.push(error.chain());
+            1
+        }
+        Ok(report) if report.corruptions > 0 => 2,
+        Ok(report) if report.leaks > 0 => 3,
+        Ok(_) => 0,
+    };
+    (code, lines)
+}
+
+/// A directory that goes with the test.
+pub struct Dir(pub PathBuf);
+
+impl Dir {
+    pub fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("vellum-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).expect("a directory");
+        Self(path)
+    }
+
+    pub fn put(&self, name: &str, bytes: &[u8]) -> PathBuf {
+        let path = self.0.join(name);
+        std::fs::write(&path, bytes).expect("a file");
+        path
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// The other checker, if it can be run here.
+#[allow(clippy::print_stderr, reason = "a test that is skipped says why")]
+pub fn other_checker() -> Option<Command> {
+    let mut command = Command::new("python3");
+    if !command.arg("--version").output().is_ok_and(|output| output.status.success()) {
+        eprintln!("skipped: python3 is not installed");
+        return None;
+    }
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tools/check-native.py");
+    let mut command = Command::new("python3");
+    command.arg(script);
+    Some(command)
+}
+
+/// What the other checker says of several images: its exit code for each, and all that it printed.
+pub fn other_codes(paths: &[PathBuf]) -> Option<(Vec<i32>, String)> {
+    let output = other_checker()?.args(paths).output().expect("it was there a moment ago");
+    let out = String::from_utf8_lossy(&output.stdout).into_owned();
+    let text = format!("{out}{}", String::from_utf8_lossy(&output.stderr));
+    let code_of = |path: &PathBuf| {
+        let prefix = format!("{}: ", path.display());
+        let line = out.lines().find_map(|line| line.strip_prefix(&prefix));
+        line.and_then(|code| code.parse().ok())
+            .unwrap_or_else(|| panic!("no answer for {}: {text}", path.display()))
+    };
+    Some((paths.iter().map(code_of).collect(), text))
+}
+
+/// The SHA-256 of the disk's bytes, by the other checker.
+pub fn other_hash(image: &Path, base: Option<&Path>) -> Option<String> {
+    let output = other_checker()?.arg("--sha256").arg(image).args(base).output().expect("as above");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}

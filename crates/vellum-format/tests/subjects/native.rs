@@ -1,0 +1,133 @@
+//! Images of the native format.
+
+use futures_lite::future::block_on;
+use vellum_core::{GuestOffset, LocalFuture, Random, Result, SharedDisk, SharedStorage};
+use vellum_format::native::{Native, OpenOptions, create};
+use vellum_sim::Content;
+use vellum_sim::explore::{Medium, Subject};
+
+use super::device::Device;
+use crate::common::base;
+use crate::common::native::{NativeSetup, look_native};
+
+/// An image of the native format.
+pub(crate) struct NativeSubject {
+    setup: NativeSetup,
+    below: Option<SharedDisk>,
+    far: u64,
+    /// It lies on a device of this length, which has other bytes on it.
+    device: Option<u64>,
+    /// Places are units, far from each other.
+    is_by_units: bool,
+}
+
+impl NativeSubject {
+    fn new(setup: NativeSetup, far: u64) -> Self {
+        let below = setup.below();
+        Self { setup, below, far, device: None, is_by_units: false }
+    }
+
+    pub(crate) fn linear() -> Self {
+        Self::new(NativeSetup::linear("vellum, linear", 256 << 10), 96 << 10)
+    }
+
+    /// The base ends within the disk; everything near it is in few blocks.
+    pub(crate) fn linear_over_a_base() -> Self {
+        let setup = NativeSetup::linear("vellum, linear over a base", 256 << 10).over(base(), 16 << 10);
+        Self::new(setup, 128 << 10)
+    }
+
+    pub(crate) fn linear_over_zeros() -> Self {
+        let mut setup = NativeSetup::linear("vellum, linear over a base of zeros", 256 << 10)
+            .over(vec![0; 128 << 10], 16 << 10);
+        setup.options.base.as_mut().unwrap().zeros = vec![GuestOffset::ZERO.span(128 << 10)];
+        Self::new(setup, 96 << 10)
+    }
+
+    pub(crate) fn table() -> Self {
+        Self::new(NativeSetup::table("vellum, table", 1 << 20, 64 << 10), 512 << 10)
+    }
+
+    pub(crate) fn table_over_a_base() -> Self {
+        let setup =
+            NativeSetup::table("vellum, table over a base", 512 << 10, 64 << 10).over(base(), 16 << 10);
+        Self::new(setup, 128 << 10)
+    }
+
+    pub(crate) fn table_over_a_base_in_large_blocks() -> Self {
+        let setup = NativeSetup::table("vellum, table over a base, large blocks", 512 << 10, 64 << 10)
+            .over(base(), 128 << 10);
+        Self::new(setup, 128 << 10)
+    }
+
+    /// Whole units are let go and taken again: for programs with `drop64k`.
+    pub(crate) fn units() -> Self {
+        let setup = NativeSetup::table("vellum, table, by units", 512 << 10, 64 << 10);
+        Self { is_by_units: true, ..Self::new(setup, 256 << 10) }
+    }
+
+    pub(crate) fn units_over_a_base() -> Self {
+        let setup = NativeSetup::table("vellum, table over a base, by units", 512 << 10, 64 << 10);
+        Self { is_by_units: true, ..Self::new(setup.over(base(), 32 << 10), 256 << 10) }
+    }
+
+    /// The same where there are fewer units than the disk has.
+    pub(crate) fn units_on_a_device() -> Self {
+        let setup = NativeSetup::table("vellum, table, by units, on a device", 512 << 10, 64 << 10);
+        Self { is_by_units: true, device: Some((1 << 20) + (6 << 16)), ..Self::new(setup, 256 << 10) }
+    }
+
+    /// Nothing grows, nothing is zero by itself, no zeros are fast, and there are fewer units than the disk has.
+    pub(crate) fn table_on_a_device() -> Self {
+        let setup = NativeSetup::table("vellum, table over a base on a device", 512 << 10, 64 << 10)
+            .over(base(), 16 << 10);
+        Self { device: Some((1 << 20) + (7 << 16)), ..Self::new(setup, 128 << 10) }
+    }
+
+    fn on_its_medium(&self, image: SharedStorage) -> SharedStorage {
+        if self.device.is_some() { Device::shared(image) } else { image }
+    }
+}
+
+impl Subject for NativeSubject {
+    fn name(&self) -> String {
+        self.setup.name.to_owned()
+    }
+
+    fn image(&self) -> Content {
+        let Some(len) = self.device else { return self.setup.empty_image() };
+        let mut bytes = vec![0; usize::try_from(len).unwrap()];
+        Random::from_seed(9).fill(&mut bytes);
+        let medium = Medium::new(Content::of(&bytes));
+        block_on(create(&*Device::shared(medium.clone()), &self.setup.create_options())).unwrap();
+        medium.content()
+    }
+
+    fn guest(&self) -> Content {
+        self.setup.content()
+    }
+
+    fn places(&self) -> Vec<GuestOffset> {
+        if self.is_by_units {
+            return [0, 1, 4, 2, 3].map(|unit| GuestOffset::new(unit << 16)).to_vec();
+        }
+        let far = self.far;
+        [16_384, 32_768, far, far + 8192, 0, far + 4096, 49_152, far + 65_536].map(GuestOffset::new).to_vec()
+    }
+
+    fn open(&self, image: SharedStorage) -> LocalFuture<'_, Result<SharedDisk>> {
+        Box::pin(async move {
+            let options = OpenOptions { journal_key: Some(1), ..OpenOptions::default() };
+            let disk = Native::open(self.on_its_medium(image), self.below.clone(), options).await?;
+            Ok(disk as SharedDisk)
+        })
+    }
+
+    fn verify(&self, image: SharedStorage) -> LocalFuture<'_, Result<(), String>> {
+        Box::pin(async move {
+            let look = look_native(&self.on_its_medium(image)).await;
+            let (report, lines) = look.map_err(|error| error.chain())?;
+            if report.is_clean() { Ok(()) } else { Err(format!("the check says: {}", lines.join("; "))) }
+        })
+    }
+}

@@ -1,0 +1,118 @@
+//! `vellum resize`: another size for the disk of an image.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use serde_json::json;
+use vellum_core::{BlockSize, Error, Result, SharedStorage};
+use vellum_daemon::ImageOptions;
+use vellum_daemon::image::open_file;
+use vellum_format::FormatKind;
+use vellum_format::native::{self, Superblocks};
+use vellum_format::qcow2::{self, Header};
+use vellum_io::{IoMode, run as run_worker};
+
+use super::Outcome;
+use crate::args::{OutputFormat, parse_format, parse_size};
+use crate::output::{say, say_json};
+
+/// Make the disk of an image larger, or smaller with --shrink
+///
+/// What a disk is made larger by reads as zero. The image is closed. A qcow2 disk grows as far as its L1 table has room, and
+/// is not made smaller.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format of the image; a raw disk is changed only if this says so
+    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
+    format: Option<FormatKind>,
+    /// The disk may become smaller: what lies behind its new end is lost
+    #[arg(long)]
+    shrink: bool,
+    /// Say nothing
+    #[arg(short, long)]
+    quiet: bool,
+    /// How the answer is printed
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+    /// The image
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// The new size (k, M, G, T); with + or - in front, by how much it changes
+    #[arg(value_name = "SIZE", allow_hyphen_values = true)]
+    size: String,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let (before, after) = run_worker(IoMode::Auto, async || resize(args).await)??;
+    match args.output {
+        OutputFormat::Json => say_json(&json!({
+            "filename": args.file.display().to_string(),
+            "virtual-size-before": before,
+            "virtual-size": after,
+        })),
+        OutputFormat::Human if !args.quiet => say("Image resized."),
+        OutputFormat::Human => {}
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The size that is asked for, of a disk that has `before` bytes.
+fn wanted(text: &str, before: u64) -> Result<u64> {
+    let size = match (text.strip_prefix('+'), text.strip_prefix('-')) {
+        (Some(more), _) => before.checked_add(parse_size(more)?),
+        (None, Some(less)) => before.checked_sub(parse_size(less)?),
+        (None, None) => Some(parse_size(text)?),
+    };
+    let size = size.ok_or_else(|| Error::invalid(format!("{text}: the disk has {before} bytes")))?;
+    Ok(BlockSize::SECTOR.round_up(size))
+}
+
+async fn resize(args: &Args) -> Result<(u64, u64)> {
+    let options = ImageOptions { format: args.format, ..ImageOptions::default() };
+    let (storage, format): (SharedStorage, _) = open_file(&args.file, &options).await?;
+    let before = match format {
+        FormatKind::Raw => storage.len(),
+        FormatKind::Qcow2 => Header::read(&*storage).await?.size(),
+        FormatKind::Native => Superblocks::read(&*storage).await?.superblock.size(),
+    };
+    let size = wanted(&args.size, before)?;
+    match format {
+        FormatKind::Raw => resize_raw(args, &storage, size).await?,
+        FormatKind::Qcow2 => drop(qcow2::grow(&storage, size).await?),
+        FormatKind::Native => drop(native::resize(&storage, size, args.shrink).await?),
+    }
+    Ok((before, size))
+}
+
+async fn resize_raw(args: &Args, storage: &SharedStorage, size: u64) -> Result<()> {
+    let name = args.file.display();
+    if args.format.is_none() {
+        return Err(Error::invalid(format!(
+            "{name} has no format that can be recognised; if it is a raw disk, say `-f raw` to change it"
+        )));
+    }
+    if size < storage.len() && !args.shrink {
+        return Err(Error::invalid(format!(
+            "the disk has {} bytes, and what lies behind {size} would be lost: say --shrink",
+            storage.len()
+        )));
+    }
+    storage.set_len(size).await?;
+    storage.flush().await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::wanted;
+
+    #[test]
+    fn sizes_are_absolute_or_relative() {
+        for (text, size) in [("1M", 1 << 20), ("+1M", 3 << 20), ("-1M", 1 << 20), ("1000", 1024), ("-2M", 0)]
+        {
+            assert_eq!(wanted(text, 2 << 20).unwrap(), size, "{text}");
+        }
+        for text in ["-3M", "+16E", "", "+", "much"] {
+            assert!(wanted(text, 2 << 20).is_err(), "{text}");
+        }
+    }
+}

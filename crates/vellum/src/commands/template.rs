@@ -1,0 +1,86 @@
+//! `vellum template`: what can be found out of a template once, for all images made over it.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Subcommand;
+use serde_json::json;
+use vellum_core::{ErrorKind, Result};
+use vellum_daemon::template::{list_path, prepare};
+use vellum_format::zeros::Zeros;
+use vellum_io::{IoMode, run as run_worker};
+
+use super::{Failure, Outcome, with_code};
+use crate::args::{OutputFormat, ReadArgs};
+use crate::output::{human_bytes, say, say_json};
+use crate::progress::{Progress, Stop};
+
+/// Prepare a template for the images that will be made over it
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    Prepare(Prepare),
+}
+
+/// Find where a template reads as zero, and keep the list beside it, as TEMPLATE.vzero
+///
+/// `vellum create -f vellum -b TEMPLATE` uses the list: first writes over those zeros are as cheap as without a template. A
+/// template that is changed afterwards must be prepared again; until then its list is not used.
+#[derive(clap::Args)]
+struct Prepare {
+    #[command(flatten)]
+    read: ReadArgs,
+    /// Say nothing
+    #[arg(short, long)]
+    quiet: bool,
+    /// How the answer is printed
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+    /// The template: an image of any format
+    #[arg(value_name = "TEMPLATE")]
+    file: PathBuf,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let What::Prepare(args) = &args.what;
+    let zeros = run_worker(IoMode::Auto, async || find(args).await)?.map_err(|error| match error.kind() {
+        ErrorKind::Closed => with_code(130)(error.context("interrupted")),
+        _ => Failure::from(error),
+    })?;
+    let (list, bytes) = (list_path(&args.file), zeros.zero_bytes());
+    match args.output {
+        OutputFormat::Json => say_json(&json!({
+            "filename": args.file.display().to_string(),
+            "list": list.display().to_string(),
+            "virtual-size": zeros.size,
+            "zero-bytes": bytes,
+            "runs": zeros.runs.len(),
+        })),
+        OutputFormat::Human if !args.quiet => say(&format!(
+            "{}: {} of {} are zero, in {} runs; kept in {}",
+            args.file.display(),
+            human_bytes(bytes),
+            human_bytes(zeros.size),
+            zeros.runs.len(),
+            list.display()
+        )),
+        OutputFormat::Human => {}
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn find(args: &Prepare) -> Result<Zeros> {
+    let stop = Stop::new()?;
+    let bar = std::cell::OnceCell::new();
+    let progress = |size, bytes| bar.get_or_init(|| Progress::new(size, args.quiet)).set(bytes);
+    let zeros = prepare(&args.file, &args.read.options(), &stop.flag, &progress).await;
+    if let Some(bar) = bar.get() {
+        bar.end();
+    }
+    zeros
+}

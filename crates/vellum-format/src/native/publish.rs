@@ -52,7 +52,7 @@ impl Native {
         // Neighbouring bits and masks share words.
         cost += 24 * 2 * (step.subs.len() as u64 / 16 + 2);
         self.load_masks(&step.subs).await?;
-        let gate = self.enter_transaction(cost).await?;
+        let gate = self.enter_changing(cost, || self.words_of(step)).await?;
         let journal = self.journal().expect("begun before");
         journal.add_checks(&step.checks);
         if let Some((bits, at)) = entry.filter(|_| step.is_fresh) {
@@ -63,6 +63,36 @@ impl Native {
         self.publish_subs(&step.subs);
         drop(gate);
         Ok(())
+    }
+
+    /// The words of home that publishing a step changes, perhaps.
+    pub(super) fn words_of(&self, step: &Step<'_>) -> Vec<ImageOffset> {
+        let unit = self.unit().filter(|_| step.is_fresh);
+        let entry = unit.map(|unit| self.places.entry(unit.cluster_of(step.part.start()).index()).word);
+        entry.into_iter().chain(self.mask_words(&step.subs)).collect()
+    }
+
+    /// The same, before it is known whether it gets a unit.
+    pub(super) fn words_of_any(&self, step: &Step<'_>) -> Vec<ImageOffset> {
+        let unit = self.unit();
+        let number = unit.map(|unit| unit.cluster_of(step.part.start()).index());
+        // An entry that is there stays.
+        let entry = number.filter(|number| self.entry(*number).is_ok_and(|entry| entry == 0));
+        entry
+            .map(|number| self.places.entry(number).word)
+            .into_iter()
+            .chain(self.mask_words(&step.subs))
+            .collect()
+    }
+
+    /// The words of the masks and bits of these sub-blocks.
+    pub(super) fn mask_words(&self, subs: &[u64]) -> impl Iterator<Item = ImageOffset> {
+        let mut words: Vec<ImageOffset> = subs.iter().map(|sub| self.places.mask(*sub).word).collect();
+        words.dedup();
+        let mut bits: Vec<ImageOffset> =
+            subs.iter().map(|sub| self.places.bit(self.block_of_sub(*sub)).word).collect();
+        bits.dedup();
+        words.into_iter().chain(bits)
     }
 
     /// Brings the masks and bits of these sub-blocks, and of the rest of their blocks, into memory.

@@ -13,7 +13,7 @@ use vellum_core::{BlockSize, Error, ImageSpan, Result, SharedStorage};
 
 use super::geometry::{Places, Region};
 use super::superblock::Superblocks;
-use crate::journal::record::Record;
+use crate::journal::record::{Item, Record};
 use crate::journal::replay::{self, Needed, Place, Recovery, Replay, Rules};
 use crate::sabotage::{self, Bug};
 
@@ -27,10 +27,32 @@ struct Allowed {
     end: u64,
 }
 
+impl Allowed {
+    /// The map unit in whose index the run lies, if it can be one.
+    fn map_unit(&self, span: ImageSpan) -> Option<u32> {
+        let unit = self.places.shape().layout.unit()?;
+        if span.start() < self.places.data_offset() || span.end().bytes() > self.end {
+            return None;
+        }
+        let within = span.start() - self.places.data_offset();
+        let is_index = within % unit.bytes() + span.len() <= BlockSize::PAGE.bytes();
+        is_index.then(|| u32::try_from((within >> unit.shift()) + 1).ok()).flatten()
+    }
+
+    /// The last map unit that the record has words of.
+    fn last_map_unit(&self, record: &Record) -> Option<u32> {
+        let units = record.items.iter().filter_map(|item| match item {
+            Item::Words { at, values } => self.map_unit(at.span(values.len() as u64 * 8)),
+            _ => None,
+        });
+        units.max()
+    }
+}
+
 impl Rules for Allowed {
     fn check_words(&self, span: ImageSpan) -> Result<()> {
         let home = self.places.home();
-        match home.intersect(span) == span {
+        match home.intersect(span) == span || self.map_unit(span).is_some() {
             true => Ok(()),
             false => Err(Error::corrupt(format!(
                 "the journal changes bytes at {}, where no table is",
@@ -67,7 +89,6 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     let storage = &**image;
     let mut superblocks = Superblocks::read(storage).await?;
     let Some(key) = superblocks.superblock.key else { return Ok(Recovery::default()) };
-    superblocks.superblock.refuse_snapshots()?;
     let places = superblocks.superblock.places();
     let run = places.region(Region::Journal);
     let place = Place { run, generation: superblocks.superblock.generation, key };
@@ -79,8 +100,16 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             return Err(Error::corrupt("the journal asks for a repair, which this format does not have"));
         }
         let end = storage.len().saturating_add(if storage.limits().fixed_len { 0 } else { GROWTH_MAX });
-        let mut replay = Replay::new(Allowed { places, end }, storage);
         let from = if sabotage::is(Bug::OnlyNewestReplayed) { records.len() - 1 } else { 0 };
+        let allowed = Allowed { places, end };
+        // An index is read where it lies: the file must reach there.
+        let map = records[from..].iter().filter_map(|found| allowed.last_map_unit(&found.record)).max();
+        if let Some(map) =
+            map.filter(|map| !storage.limits().fixed_len && places.unit(*map).end().bytes() > storage.len())
+        {
+            storage.set_len(places.unit(map).end().bytes()).await?;
+        }
+        let mut replay = Replay::new(allowed, storage);
         for found in &records[from..] {
             replay.replay(&found.record).await?;
         }

@@ -25,12 +25,14 @@ struct Allowed {
     places: Places,
     /// Nothing may lie behind this.
     end: u64,
+    /// Only then there are map units.
+    has_snapshots: bool,
 }
 
 impl Allowed {
     /// The map unit in whose index the run lies, if it can be one.
     fn map_unit(&self, span: ImageSpan) -> Option<u32> {
-        let unit = self.places.shape().layout.unit()?;
+        let unit = self.places.shape().layout.unit().filter(|_| self.has_snapshots)?;
         if span.start() < self.places.data_offset() || span.end().bytes() > self.end {
             return None;
         }
@@ -101,7 +103,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         }
         let end = storage.len().saturating_add(if storage.limits().fixed_len { 0 } else { GROWTH_MAX });
         let from = if sabotage::is(Bug::OnlyNewestReplayed) { records.len() - 1 } else { 0 };
-        let allowed = Allowed { places, end };
+        let allowed = Allowed { places, end, has_snapshots: superblocks.superblock.has_snapshots() };
         // An index is read where it lies: the file must reach there.
         let map = records[from..].iter().filter_map(|found| allowed.last_map_unit(&found.record)).max();
         if let Some(map) =

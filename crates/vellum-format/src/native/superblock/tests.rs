@@ -110,7 +110,6 @@ fn impossible_fields_are_refused_although_the_crc_is_right() {
         ("data cannot begin", ErrorKind::Corrupt, Box::new(|page| put64(page, field::DATA_OFFSET, 1 << 60))),
         ("has a key", ErrorKind::Corrupt, Box::new(|page| page[field::KEY] = 1)),
         ("has no key", ErrorKind::Corrupt, Box::new(|page| page[field::INCOMPATIBLE + 7] |= 1)),
-        ("no id", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NEXT_SNAPSHOT, 0))),
         ("sequence", ErrorKind::Corrupt, Box::new(|page| put64(page, field::SEQUENCE, 0))),
         ("generation", ErrorKind::Corrupt, Box::new(|page| put64(page, field::GENERATION, u64::MAX))),
         ("1024 bytes", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 1024))),

@@ -92,8 +92,6 @@ pub enum Bug {
     CopyNotInRecord,
     /// A unit that a snapshot sees is overwritten.
     HeldOverwritten,
-    /// A unit is copied while a write to it is under way that began before the snapshot.
-    CopiedWhileWritten,
     /// A unit is freed although a snapshot sees it.
     NamedUnitFreed,
     /// A unit counts as zero before a flush covers its zeros.

@@ -195,6 +195,12 @@ async fn read_units(home: &Home, places: &Places, image: &SharedStorage, views: 
                     "entry {index} of the table names unit {entry}, which cannot be: run `vellum check`"
                 )));
             }
+            if views.contradict(index, entry) {
+                return Err(Error::corrupt(format!(
+                    "entry {index} of the table names unit {entry}, which snapshots have for something else: run \
+                     `vellum check`"
+                )));
+            }
             if !used.insert(entry) {
                 return Err(Error::corrupt(format!(
                     "two entries of the table name unit {entry}: run `vellum check`"

@@ -9,10 +9,13 @@
 //! Up to the last step every input stays as it was, or is replaced by one that says the same: recovery may be cut off
 //! anywhere and begun again. The cost is bounded by the journal, whatever the size of the image.
 
-use vellum_core::{BlockSize, Error, ImageSpan, Result, SharedStorage};
+use std::collections::BTreeSet;
+
+use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, SharedStorage, Storage};
 
 use super::geometry::{Places, Region};
 use super::superblock::Superblocks;
+use crate::bytes::be64;
 use crate::journal::record::{Item, Record};
 use crate::journal::replay::{self, Needed, Place, Recovery, Replay, Rules};
 use crate::sabotage::{self, Bug};
@@ -41,13 +44,29 @@ impl Allowed {
         is_index.then(|| u32::try_from((within >> unit.shift()) + 1).ok()).flatten()
     }
 
-    /// The last map unit that the record has words of.
-    fn last_map_unit(&self, record: &Record) -> Option<u32> {
-        let units = record.items.iter().filter_map(|item| match item {
+    /// The map units that the record has words of.
+    fn map_units(&self, record: &Record) -> impl Iterator<Item = u32> {
+        record.items.iter().filter_map(|item| match item {
             Item::Words { at, values } => self.map_unit(at.span(values.len() as u64 * 8)),
             _ => None,
-        });
-        units.max()
+        })
+    }
+
+    /// The last unit that copies of pages of the table name, by what is now the index of their map unit.
+    async fn last_named(&self, storage: &dyn Storage, map: u32, index: &[u64]) -> Result<u32> {
+        let (start, table) = (self.places.unit(map).start(), self.places.region(Region::Table));
+        let mut last = 0;
+        for (slot, entry) in (0..).zip(index.chunks_exact(2).skip(1)) {
+            let copy = (start + (slot + 1) * BlockSize::PAGE.bytes()).span(BlockSize::PAGE.bytes());
+            let is_there = entry[0] != 0 && copy.end() <= self.places.unit(map).end();
+            if !is_there || !table.contains(ImageOffset::new(entry[1])) {
+                continue;
+            }
+            let bytes = storage.read(copy.start(), Buffer::for_overwrite(4096)).await?;
+            let words = (0..512).map(|word| last_unit(be64(bytes.slice(), word * 8)));
+            last = words.fold(last, u32::max);
+        }
+        Ok(last)
     }
 }
 
@@ -105,7 +124,9 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         let from = if sabotage::is(Bug::OnlyNewestReplayed) { records.len() - 1 } else { 0 };
         let allowed = Allowed { places, end, has_snapshots: superblocks.superblock.has_snapshots() };
         // An index is read where it lies: the file must reach there.
-        let map = records[from..].iter().filter_map(|found| allowed.last_map_unit(&found.record)).max();
+        let maps: BTreeSet<u32> =
+            records[from..].iter().flat_map(|found| allowed.map_units(&found.record)).collect();
+        let map = maps.last().copied();
         if let Some(map) =
             map.filter(|map| !storage.limits().fixed_len && places.unit(*map).end().bytes() > storage.len())
         {
@@ -116,7 +137,12 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             replay.replay(&found.record).await?;
         }
         // The table may have arrived where the file's new length has not.
-        let named = replay.words_in(places.region(Region::Table)).map(last_unit).max().unwrap_or(0);
+        let mut named = replay.words_in(places.region(Region::Table)).map(last_unit).max().unwrap_or(0);
+        for map in maps {
+            let index: Vec<u64> =
+                replay.words_in(places.unit(map).start().span(BlockSize::PAGE.bytes())).collect();
+            named = named.max(replay.rules.last_named(storage, map, &index).await?);
+        }
         if named > 0 && !places.may_hold(named, end, storage.limits().fixed_len) {
             return Err(Error::corrupt(format!(
                 "the journal names unit {named}, far behind the end of the file"
@@ -156,7 +182,7 @@ pub(super) fn last_unit(word: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use futures_lite::future::block_on;
-    use vellum_core::{Buffer, ErrorKind, ImageOffset, MemoryStorage, Storage};
+    use vellum_core::{ErrorKind, MemoryStorage};
 
     use super::*;
     use crate::journal::record::Item;

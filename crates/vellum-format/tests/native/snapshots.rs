@@ -156,7 +156,7 @@ async fn one_model(setup: &NativeSetup, seed: u64) {
     let places = Superblocks::read(&*image).await.unwrap().superblock.places();
     assert_eq!(first_map_unit(&image, &places).await, 0, "{what}: map units stay");
     let used = report.allocated_clusters * setup.options.unit_size.unwrap();
-    assert!(storage.content().len() as u64 >= places.data_offset().bytes() + used);
+    assert!(storage.content().len() >= places.data_offset().bytes() + used);
 }
 
 /// Several guests, snapshots made and deleted meanwhile, then a crash at many moments.
@@ -215,6 +215,7 @@ fn one_crashing(setup: &NativeSetup, seed: u64) {
                 };
                 let (from, _) = futures_lite::future::zip(made, guests).await;
                 let now = content(&*disk).await;
+                assert!(now == model, "{}, seed {seed}, round {round}: the disk", setup.name);
                 known.push(Known {
                     name,
                     content: before,
@@ -227,6 +228,7 @@ fn one_crashing(setup: &NativeSetup, seed: u64) {
             } else {
                 guests.await;
                 let now = content(&*disk).await;
+                assert!(now == model, "{}, seed {seed}, round {round}: the disk", setup.name);
                 disk.snapshot_create(&name, 1).await.unwrap();
                 let is_unsure = vec![false; now.len()];
                 known.push(Known {
@@ -247,7 +249,7 @@ fn one_crashing(setup: &NativeSetup, seed: u64) {
                 known[index].gone = Some(world.position());
             }
         }
-        if seed % 2 == 0 {
+        if seed.is_multiple_of(2) {
             disk.close().await.unwrap();
         }
     });
@@ -332,7 +334,7 @@ fn making_one_costs_the_same_whatever_the_size() {
             create(&*drive, &setup.create_options()).await.unwrap();
             let disk = setup.open(&drive).await.unwrap();
             for unit in 0..units {
-                let at = GuestOffset::new(unit * (size / units.max(1)) >> 20 << 20);
+                let at = GuestOffset::new((unit * (size / units.max(1))) >> 20 << 20);
                 disk.write(at, Buffer::copy_of(&[7; 4096]), WriteFlags::default()).await.unwrap();
             }
             disk.snapshot_create("first", 0).await.unwrap(); // the feature bit comes with this one

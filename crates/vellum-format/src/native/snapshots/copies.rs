@@ -9,7 +9,7 @@
 //!
 //! 1. A unit that a copy of a page of the table names is some snapshot's. How many do so is counted in memory alone.
 //! 2. The slot of a copy that is gone is used again when that is durable and nothing of what lay there is verified any more:
-//!    two records later.
+//!    when the record that says so is durable, and the next one.
 //! 3. A map unit never leaves the chain while records of this opening may have words of its index. So those that are empty go
 //!    at the beginning of the next one.
 
@@ -224,6 +224,11 @@ impl Copies {
         self.names.contains_key(&unit)
     }
 
+    /// Whether home must not name the unit for this unit of the disk: it is named for something else.
+    pub(super) fn contradicts(&self, index: u64, unit: u32) -> bool {
+        self.pages.contains_key(&unit) || self.names.get(&unit).is_some_and(|named| named.index != index)
+    }
+
     /// Units that are in use because of snapshots.
     pub(super) fn units(&self) -> impl Iterator<Item = u32> {
         self.names.keys().chain(&self.chain).copied()
@@ -310,7 +315,8 @@ impl Copies {
     pub(super) fn remove(&mut self, id: u32, page: u64, bytes: &[u8], records: u64) -> Vec<(u64, u32)> {
         let Some(at) = self.by_page.remove(&(id, page)) else { return Vec::new() };
         self.index_of(at).set_slot(at.slot, 0, 0);
-        self.later.push_back((records + 2, at));
+        // A record may be on its way that has not this yet.
+        self.later.push_back((records + 3, at));
         if !self.is_of_table(page) {
             return Vec::new();
         }

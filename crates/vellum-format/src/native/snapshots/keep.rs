@@ -38,13 +38,11 @@ impl Native {
     /// Whether these pages of home may change as far as snapshots are concerned. Nothing is asked for where there are none.
     fn may_change(&self, words: &impl Fn() -> Vec<ImageOffset>) -> bool {
         let Some(views) = self.views.as_ref().filter(|views| views.any()) else { return true };
-        let mut held = lock(&views.copies);
+        let held = lock(&views.copies);
         if sabotage::is(Bug::PageKeptLate) {
-            // What was asked for once counts as kept the first time.
-            return words()
-                .into_iter()
-                .map(page_of)
-                .all(|page| held.copies.late.insert(page) || held.is_kept(page));
+            // Asked for only when it has changed.
+            let late = |page| held.copies.late.contains(&page);
+            return words().into_iter().map(page_of).all(|page| !late(page) || held.is_kept(page));
         }
         held.relies_on_home == 0 || words().into_iter().all(|word| held.is_kept(page_of(word)))
     }
@@ -187,7 +185,7 @@ impl Native {
         while self.find(|| self.is_held(number)).await? {
             self.begin_journal().await?;
             let stamp = views.stamp.load(Ordering::Acquire);
-            if stamp > 0 && !sabotage::is(Bug::CopiedWhileWritten) {
+            if stamp > 0 {
                 // A write that looked before the snapshot was made may still be on its way to the old unit.
                 self.epochs.until_passed(stamp - 1).await;
             }
@@ -264,6 +262,9 @@ impl Native {
         let mut held = self.views.as_ref().map(|views| lock(&views.copies));
         let old = self.home.change(bits.word, |word| bits.set(word, u64::from(unit)));
         let old = u32::try_from(bits.get(old)).expect("32 bits");
+        if let Some(held) = held.as_mut().filter(|_| sabotage::is(Bug::PageKeptLate)) {
+            held.copies.late.insert(page_of(bits.word));
+        }
         let is_named = held.as_mut().is_some_and(|held| held.copies.names(old));
         if old != 0 && old != unit && (!is_named || sabotage::is(Bug::NamedUnitFreed)) {
             self.free(old);

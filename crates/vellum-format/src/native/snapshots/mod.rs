@@ -111,6 +111,11 @@ impl Views {
         lock(&self.copies).copies.units().collect()
     }
 
+    /// Whether home must not name the unit for this unit of the disk.
+    pub(super) fn contradict(&self, index: u64, unit: u32) -> bool {
+        self.any() && lock(&self.copies).copies.contradicts(index, unit)
+    }
+
     fn any(&self) -> bool {
         self.any.load(Ordering::Acquire)
     }

@@ -131,6 +131,15 @@ impl Held<'_> {
         self.claims.shard(self.cluster).changed.notify(usize::MAX);
     }
 
+    /// A write to the fresh cluster failed, and may have changed any of the bytes it was for.
+    pub(crate) fn spoil(&self) {
+        self.with(|claim| {
+            if let Some(fresh) = &mut claim.fresh {
+                fresh.zeroed = false;
+            }
+        });
+    }
+
     /// Answers [`Ask::Yours`] when nothing could be allocated.
     pub(crate) fn give_up(&self) {
         self.with(|claim| claim.allocating = false);
@@ -198,6 +207,23 @@ mod tests {
             assert!(poll_once(&mut third).await.is_none());
             assert!(second.release().is_none());
             assert_eq!(third.await.mask(), 0b0110);
+        });
+    }
+
+    #[test]
+    fn what_a_failed_write_was_for_is_not_zero_to_who_comes_next() {
+        let claims = Claims::default();
+        let fresh = Fresh { at: ImageOffset::new(0x10000), zeroed: true };
+        block_on(async {
+            let first = claims.claim(cluster(), 1).await;
+            let second = claims.claim(cluster(), 2).await;
+            assert!(matches!(first.fresh(), Ask::Yours));
+            first.provide(fresh);
+            first.spoil();
+            assert!(first.release().is_none(), "somebody still uses it");
+            let third = claims.claim(cluster(), 1).await;
+            assert!(matches!(third.fresh(), Ask::Have(found) if found == Fresh { zeroed: false, ..fresh }));
+            assert!(third.release().is_none() && second.release().is_some());
         });
     }
 

@@ -9,11 +9,13 @@
 //! 1. A page comes here once and stays, so what is in the image matters only until then: nobody can change a page that is not
 //!    here. Two who read the same page at a time find the same bytes, and the first keeps them.
 //! 2. Pages that nobody touched take a pointer each.
+//! 3. Before a page changes the host has space for it: a full file system fails the request that asks for the change, and not
+//!    the journal when it takes the page home.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use vellum_core::{Buffer, ImageOffset, ImageSpan, Result, Storage};
+use vellum_core::{Buffer, ErrorKind, ImageOffset, ImageSpan, Result, Storage};
 
 use super::geometry::Bits;
 use crate::bytes::be64;
@@ -28,6 +30,8 @@ struct Page {
     words: Box<[AtomicU64]>,
     /// What has changed since the last seal.
     changed: Mutex<Option<Changed>>,
+    /// The host has space for it. So it has where something else than zeros was read.
+    has_space: AtomicBool,
 }
 
 /// A page as it was sealed.
@@ -89,6 +93,23 @@ impl Home {
             changed.get_or_insert_default().add(word);
         }
         old
+    }
+
+    /// Makes sure that the host has space for the pages of these words, which are here.
+    pub(super) async fn reserve(&self, storage: &dyn Storage, words: &[ImageOffset]) -> Result<()> {
+        for word in words {
+            let (number, _) = self.index(*word);
+            let page = self.pages[number].get().expect("pages are loaded before they are changed");
+            if page.has_space.load(Ordering::Acquire) {
+                continue;
+            }
+            let at = self.span.start() + number as u64 * PAGE;
+            match storage.preallocate(at.span(PAGE)).await {
+                Err(error) if error.kind() != ErrorKind::Unsupported => return Err(error),
+                _ => page.has_space.store(true, Ordering::Release),
+            }
+        }
+        Ok(())
     }
 
     /// How many pages have changes that are not sealed.
@@ -174,7 +195,9 @@ impl Home {
 
     fn keep(&self, number: usize, bytes: &[u8]) {
         let words = bytes.chunks_exact(8).map(|word| AtomicU64::new(be64(word, 0))).collect();
-        let _was_there = self.pages[number].set(Box::new(Page { words, changed: Mutex::default() }));
+        let has_space = AtomicBool::new(!vellum_core::is_zero(bytes));
+        let _was_there =
+            self.pages[number].set(Box::new(Page { words, changed: Mutex::default(), has_space }));
     }
 }
 

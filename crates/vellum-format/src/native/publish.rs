@@ -8,12 +8,15 @@
 //! 2. The entry comes before bits and masks: what they send to the image finds there what it is to find.
 //! 3. Masks of one block are changed by one at a time: who makes the last of them data sets the bit.
 
-use vellum_core::{GuestSpan, ImageOffset, Result};
+use vellum_core::{Context, GuestSpan, ImageOffset, Result};
 
 use super::home::Missing;
 use super::image::{Native, mask};
 use crate::claims::Held;
 use crate::journal::SectorChecks;
+
+/// A word takes so much of a record, at most: an item by itself.
+pub(super) const WORD_COST: u64 = 24;
 
 /// One cell of a write.
 pub(super) struct Step<'a> {
@@ -45,14 +48,12 @@ impl Native {
             let number = unit.cluster_of(step.part.start()).index();
             (self.places.entry(number), step.at.expect("settled"))
         });
-        let mut cost = 24;
-        for (_, crcs) in &step.checks {
-            cost += 20 + crcs.len() as u64 * 4;
-        }
-        // Neighbouring bits and masks share words.
-        cost += 24 * 2 * (step.subs.len() as u64 / 16 + 2);
         self.load_masks(&step.subs).await?;
-        let gate = self.enter_changing(cost, || self.words_of(step)).await?;
+        let mut words = self.words_of(&step.subs);
+        words.extend(entry.filter(|_| step.is_fresh).map(|(bits, _)| bits.word));
+        self.reserve(&words).await?;
+        let checks: u64 = step.checks.iter().map(|(_, crcs)| 20 + crcs.len() as u64 * 4).sum();
+        let gate = self.enter_changing(words.len() as u64 * WORD_COST + checks, || words.clone()).await?;
         let journal = self.journal().expect("begun before");
         journal.add_checks(&step.checks);
         if let Some((bits, at)) = entry.filter(|_| step.is_fresh) {
@@ -65,34 +66,31 @@ impl Native {
         Ok(())
     }
 
-    /// The words of home that publishing a step changes, perhaps.
-    pub(super) fn words_of(&self, step: &Step<'_>) -> Vec<ImageOffset> {
-        let unit = self.unit().filter(|_| step.is_fresh);
-        let entry = unit.map(|unit| self.places.entry(unit.cluster_of(step.part.start()).index()).word);
-        entry.into_iter().chain(self.mask_words(&step.subs)).collect()
-    }
-
-    /// The same, before it is known whether it gets a unit.
+    /// The words of home that a step changes, perhaps, before it is known whether it gets a unit.
     pub(super) fn words_of_any(&self, step: &Step<'_>) -> Vec<ImageOffset> {
         let unit = self.unit();
         let number = unit.map(|unit| unit.cluster_of(step.part.start()).index());
         // An entry that is there stays.
         let entry = number.filter(|number| self.entry(*number).is_ok_and(|entry| entry == 0));
-        entry
-            .map(|number| self.places.entry(number).word)
-            .into_iter()
-            .chain(self.mask_words(&step.subs))
-            .collect()
+        let mut words = self.words_of(&step.subs);
+        words.extend(entry.map(|number| self.places.entry(number).word));
+        words
     }
 
-    /// The words of the masks and bits of these sub-blocks.
-    pub(super) fn mask_words(&self, subs: &[u64]) -> impl Iterator<Item = ImageOffset> {
-        let mut words: Vec<ImageOffset> = subs.iter().map(|sub| self.places.mask(*sub).word).collect();
+    /// The words of these sub-blocks' bits and masks.
+    pub(super) fn words_of(&self, subs: &[u64]) -> Vec<ImageOffset> {
+        let bit = |sub: &u64| self.places.bit(self.block_of_sub(*sub)).word;
+        let mut words: Vec<ImageOffset> =
+            subs.iter().flat_map(|sub| [bit(sub), self.places.mask(*sub).word]).collect();
+        words.sort_unstable();
         words.dedup();
-        let mut bits: Vec<ImageOffset> =
-            subs.iter().map(|sub| self.places.bit(self.block_of_sub(*sub)).word).collect();
-        bits.dedup();
-        words.into_iter().chain(bits)
+        words
+    }
+
+    /// Makes sure that the host has space for the pages of these words.
+    pub(super) async fn reserve(&self, words: &[ImageOffset]) -> Result<()> {
+        let reserved = self.home.reserve(&*self.metadata, words).await;
+        reserved.context(|| format!("{}: can't reserve space for what is where", self.name))
     }
 
     /// Brings the masks and bits of these sub-blocks, and of the rest of their blocks, into memory.

@@ -81,21 +81,21 @@ impl Units {
         }
     }
 
-    /// A clean unit, and whether the file must reach to its end first; nothing when there is none.
-    fn take(&self) -> Option<(u32, bool)> {
+    /// A clean unit; nothing when there is none.
+    fn take(&self) -> Option<u32> {
         let mut pool = lock(&self.pool);
         if let Some(unit) = pool.clean.pop() {
-            return Some((unit, false));
+            return Some(unit);
         }
         if sabotage::is(Bug::UnitNotZeroed)
             && let Some(unit) = pool.unknown.min()
         {
             pool.unknown.remove(unit);
-            return Some((unit, false));
+            return Some(unit);
         }
         let next = pool.next?;
         pool.next = next.checked_add(1);
-        Some((next, true))
+        Some(next)
     }
 
     /// A unit that was taken, and may hold anything by now.
@@ -142,10 +142,12 @@ impl Native {
 
     /// A unit that reads as zero, durably. Never waits for a commit: that is for who calls [`Native::make_space`].
     pub(super) async fn allocate(&self) -> Result<u32> {
-        let Some((unit, is_new)) = self.units().take() else {
+        let Some(unit) = self.units().take() else {
             return Err(Error::new(ErrorKind::NoSpace, format!("{}: no unit is free", self.name)));
         };
-        if is_new && let Err(error) = self.reach(self.places.unit(unit)).await {
+        // A unit that was given up because the file could not grow comes back as a clean one, and lies behind the end still: were
+        // it written there, somebody who makes the file longer meanwhile could cut it off.
+        if let Err(error) = self.reach(self.places.unit(unit)).await {
             self.units().give_up(unit);
             return Err(error);
         }
@@ -326,11 +328,11 @@ mod tests {
         let used: RoaringBitmap = [2, 5].into_iter().collect();
         let units = Units::new(&used, 4, true);
         assert_eq!(lock(&units.pool).unknown.iter().collect::<Vec<_>>(), [1, 3, 4]);
-        assert_eq!(units.take(), Some((6, true)), "behind the end");
+        assert_eq!(units.take(), Some(6), "behind the end");
         units.clean(3);
-        assert_eq!(units.take(), Some((3, false)));
+        assert_eq!(units.take(), Some(3));
         units.give_up(6);
-        assert_eq!(units.take(), Some((7, true)));
+        assert_eq!(units.take(), Some(7));
         let device = Units::new(&used, 8, false);
         assert_eq!(device.take(), None);
         assert_eq!(lock(&device.pool).unknown.len(), 6);

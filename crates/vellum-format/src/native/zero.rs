@@ -14,6 +14,7 @@ use vellum_core::{Buffer, Error, GuestOffset, GuestSpan, ImageOffset, Result, Ze
 
 use super::geometry::SUB_BLOCK;
 use super::image::{Native, Origin, Sub, mask};
+use super::publish::WORD_COST;
 use crate::claims::Held;
 use crate::sabotage::{self, Bug};
 
@@ -178,10 +179,10 @@ impl Native {
         }
         self.begin_journal().await?;
         self.load_masks(&subs).await?;
-        let cost = 24 + 24 * 2 * (subs.len() as u64 / 16 + 2);
-        let entry_word = frees.map(|(number, _)| self.places.entry(number).word);
-        let words = || entry_word.into_iter().chain(self.mask_words(&subs)).collect();
-        let gate = self.enter_changing(cost, words).await?;
+        let mut words = self.words_of(&subs);
+        words.extend(frees.map(|(number, _)| self.places.entry(number).word));
+        self.reserve(&words).await?;
+        let gate = self.enter_changing(words.len() as u64 * WORD_COST, || words.clone()).await?;
         // The entry first: where a bit says that the image has it, no byte of the unit may show that nobody wrote.
         if let Some((number, _)) = frees {
             self.put_entry(self.places.entry(number), 0);

@@ -163,6 +163,9 @@ impl Qcow2 {
         let mut steps = Vec::new();
         let result = self.write_steps(span, data, &mut steps).await;
         self.commits.note_change();
+        if result.is_err() {
+            steps.iter().filter_map(|step| step.held.as_ref()).for_each(Held::spoil);
+        }
         for held in steps.into_iter().filter_map(|step| step.held) {
             self.let_go(held).await;
         }

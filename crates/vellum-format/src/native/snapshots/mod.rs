@@ -239,10 +239,11 @@ impl Native {
         self.flush_storage().await
     }
 
-    /// Brings the page of an entry of the list into memory.
+    /// Brings the page of an entry of the list into memory, and makes sure that the host has space for it.
     async fn load_entry(&self, index: u64) -> Result<()> {
         let bits = Bits { word: word_of(&self.places, index, 0), shift: 0, width: 1 };
-        self.find(|| self.home.get(bits)).await.map(drop)
+        self.find(|| self.home.get(bits)).await?;
+        self.reserve(&[bits.word]).await
     }
 
     /// Changes a word of an entry of the list. The caller holds the gate.

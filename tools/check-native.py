@@ -116,7 +116,6 @@ class Superblock:
         self.data_offset = be64(page, 176)
         self.generation = be64(page, 184)
         self.key = page[192:208]
-        self.relies_on_home, self.next_id = be32(page, 208), be32(page, 212)
         self.name_length, self.format_length = be32(page, 216), be32(page, 220)
 
     @staticmethod
@@ -163,8 +162,6 @@ class Superblock:
         need((self.key != bytes(16)) == self.needs_replay, "key and feature contradict each other")
         need(self.sequence not in (0, 2**64 - 1) and self.generation != 2**64 - 1, "impossible sequence")
         need(self.is_table or not self.has_snapshots, "snapshots of a linear image")
-        need(self.has_snapshots or self.relies_on_home == 0, "a snapshot where there are none")
-        need(self.relies_on_home < self.next_id, "a snapshot's id that was not given out")
         self.check_regions()
         end = self.data_offset
         if not self.is_table and file.is_device:
@@ -282,7 +279,8 @@ class Check:
     def snapshots(self):
         """Invariant 6."""
         data = self.file.read(*self.sb.list)
-        self.first_map_unit = be32(data, 4095 * 128)
+        last = data[4095 * 128:]
+        self.first_map_unit, relies, next_id, reverts_to = (be32(last, at) for at in (0, 4, 8, 12))
         self.ids = {}
         room = self.sb.table[1] // 4 * self.sb.unit
         for index in range(4095):
@@ -297,16 +295,16 @@ class Check:
                 is_text = False
             is_known = number in self.ids
             self.ids[number] = follows
-            if is_known or number >= self.sb.next_id or size % 512 or size > room or not is_text:
+            if is_known or number >= max(next_id, 1) or size % 512 or size > room or not is_text:
                 self.corrupt(f"6: entry {index} of the snapshot list, id {number}, is impossible")
         if not self.sb.has_snapshots and (self.ids or self.first_map_unit):
             self.corrupt("6: there are snapshots, and the superblock says that there never were")
-        relies = self.sb.relies_on_home
-        if relies and relies not in self.ids:
-            self.corrupt(f"6: snapshot {relies} relies on home, and does not exist")
+        for what, number in (("relies on home", relies), ("is reverted to", reverts_to)):
+            if number and number not in self.ids:
+                self.corrupt(f"6: snapshot {number} {what}, and does not exist")
         for number, follows in self.ids.items():
             if (follows == HOME) != (number == relies):
-                self.corrupt(f"6: snapshot {number} and the superblock do not agree on who relies on home")
+                self.corrupt(f"6: snapshot {number} and the last entry do not agree on who relies on home")
         good = {0, HOME}
         for number in self.ids:
             path, at = [], number

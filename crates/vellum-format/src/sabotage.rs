@@ -86,6 +86,14 @@ pub enum Bug {
     UnitFreedBeforeDurable,
     /// A unit is used again with what it held.
     UnitNotZeroed,
+    /// A page of home changes before it is kept for the newest snapshot.
+    PageKeptLate,
+    /// That a page was kept is left out of the record.
+    CopyNotInRecord,
+    /// A unit that a snapshot sees is overwritten.
+    HeldOverwritten,
+    /// A unit is freed although a snapshot sees it.
+    NamedUnitFreed,
     /// A unit counts as zero before a flush covers its zeros.
     ZeroNotCovered,
     /// Clusters are handed out while zeros are on their way to them.

@@ -251,6 +251,39 @@ fn explore_units(subject: &dyn Subject) {
     explore_plans(subject, plans(1).into_iter().step_by(2).map(whole).collect());
 }
 
+/// Discards make and delete snapshots; one queue, so that it is known what they have.
+fn explore_snapshots(subject: &dyn Subject, one_in: usize) {
+    let asking = |plan: &Plan| {
+        let program = plan.program.to_string().replace("discard@", "drop64k@").parse().unwrap();
+        Plan { program, ..plan.clone() }
+    };
+    let asks = |plan: &Plan| {
+        let is_short = plan.program.queues.len() == 1 && plan.program.queues[0].len() <= 6;
+        is_short && plan.program.to_string().contains("drop64k@0")
+    };
+    let mut chosen: Vec<Plan> = plans(1).iter().map(asking).filter(asks).step_by(one_in).collect();
+    for text in [
+        "w4k@0 drop64k@0 w4k@0 flush",
+        "w64k@0 drop64k@0 w512@0 flush drop64k@0 w512@0 w4k@1 flush drop64k@1 w4k@0 flush",
+        "w64k@0 w4k@1 flush drop64k@0 zero@0 drop64k@0 w512@1 flush drop64k@1 drop64k@1 w512@2 flush",
+        "w4k@0 drop64k@0 drop64k@1 w4k@0 flush drop64k@0 w4k@1 reopen w4k@0 flush drop64k@2 w4k@2 flush",
+        "w64k@0 drop64k@0 reopen w64k@0 flush drop64k@0 reopen drop64k@1 reopen w4k@1 flush w4k@2",
+    ] {
+        chosen.push(Plan::whole(text.parse().unwrap()));
+    }
+    explore_plans(subject, chosen);
+}
+
+#[test]
+fn native_snapshots() {
+    explore_snapshots(&NativeSubject::snapshots(), 2);
+}
+
+#[test]
+fn native_snapshots_over_a_base() {
+    explore_snapshots(&NativeSubject::snapshots_over_a_base(), 4);
+}
+
 #[test]
 fn native_units() {
     explore_units(&NativeSubject::units());

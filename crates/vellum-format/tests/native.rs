@@ -8,6 +8,8 @@ mod counts;
 mod device;
 #[path = "native/sim.rs"]
 mod sim;
+#[path = "native/snapshots.rs"]
+mod snapshots;
 #[path = "native/space.rs"]
 mod space;
 

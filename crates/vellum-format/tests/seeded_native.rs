@@ -61,6 +61,14 @@ const KNOWN: [&str; 13] = [
     "zero@0 flush w4k@1 reopen",
 ];
 
+/// Where discards of 64 KiB make snapshots and delete them.
+const KNOWN_OF_SNAPSHOTS: [&str; 4] = [
+    "w4k@0 drop64k@0 w4k@0 flush",
+    "w4k@0 drop64k@0 w4k@0 flush drop64k@0 w4k@0 flush drop64k@1 w4k@1 flush w512@2 flush",
+    "w64k@0 w64k@1 drop64k@0 w4k@0 w4k@1 flush drop64k@0 w4k@0 flush drop64k@1 w4k@2 flush w4k@3 flush reopen",
+    "w64k@0 drop64k@0 w64k@0 w64k@1 w64k@2 flush flush w512@3 flush w512@4 flush",
+];
+
 /// The same, side by side.
 const KNOWN_OF_SEVERAL: [&str; 3] = [
     "w4k@0 w4k@0 w4k@0 | flush flush flush",
@@ -74,6 +82,7 @@ fn plans() -> Vec<Plan> {
     for number in 0..8 {
         plans.push(Plan { fail_flush: Some(number), ..whole("w4k@0 flush w4k@1 flush w4k@0 flush") });
     }
+    plans.extend(KNOWN_OF_SNAPSHOTS.into_iter().map(whole));
     // Round the ring; the first step and the last meet what it has of them.
     for times in [4, 6, 8, 10] {
         let loops = "w512@1 flush ".repeat(times);
@@ -156,6 +165,12 @@ found! {
     units {
         unit_freed_before_durable: UnitFreedBeforeDurable,
         unit_not_zeroed: UnitNotZeroed,
+    }
+    snapshots {
+        page_kept_late: PageKeptLate,
+        copy_not_in_record: CopyNotInRecord,
+        held_overwritten: HeldOverwritten,
+        named_unit_freed: NamedUnitFreed,
     }
     units_on_a_device {
         zero_not_covered: ZeroNotCovered,

@@ -159,6 +159,7 @@ impl Chain {
                 (None, Some(_)) => {
                     let open = native::OpenOptions {
                         read_only,
+                        snapshot: options.snapshot.clone().filter(|_| is_top),
                         tally: tally.clone(),
                         ..native::OpenOptions::default()
                     };
@@ -285,9 +286,6 @@ async fn find_one(
     match kind {
         FormatKind::Raw if options.snapshot.is_some() && is_top => {
             return Err(Error::new(ErrorKind::NotFound, "a raw image has no snapshots"));
-        }
-        FormatKind::Native if options.snapshot.is_some() && is_top => {
-            return Err(Error::unsupported("snapshots of images of the native format cannot be read yet"));
         }
         FormatKind::Raw => {}
         FormatKind::Native => found.superblock = Some(Superblocks::read(&*found.storage).await?.superblock),

@@ -84,7 +84,7 @@ impl Native {
         let generation = superblocks.superblock.generation;
         self.flush_storage().await?; // a crash from here on is recovered with the journal
         journal.begin(generation, key, run);
-        Ok(())
+        self.drop_empty_map_units().await
     }
 
     /// Enters the open transaction with something that takes so many bytes of a record, at most. What is changed before the
@@ -153,6 +153,7 @@ impl Native {
                     return Err(Error::corrupt("a transaction has become larger than a record"));
                 }
                 journal.commit_record(self, record, sealed.pages(), full).await?;
+                self.commits.note_record();
             }
         }
         self.commits.cover(covers);
@@ -167,7 +168,9 @@ impl Native {
         let _alone = journal.alone();
         self.open_bytes.store(0, Ordering::Release);
         let freed = std::mem::take(&mut *lock(&self.commits.freed));
-        let sealed = Sealed { freed, pages: self.home.seal() };
+        let mut pages = self.home.seal();
+        pages.extend(self.views.iter().flat_map(|views| views.seal()));
+        let sealed = Sealed { freed, pages };
         let transaction = journal.seal(!sealed.pages.is_empty()).map(|mut transaction| {
             for page in sealed.pages.iter().filter(|page| !self.is_left_out(page)) {
                 transaction.items.extend(page.changed.items(page.at, &page.bytes));
@@ -183,6 +186,7 @@ impl Native {
         (sabotage::is(Bug::MaskNotInRecord) && is_in(Region::Masks))
             || (sabotage::is(Bug::EntryNotInRecord) && is_in(Region::Table))
             || (sabotage::is(Bug::BitNotInRecord) && is_in(Region::Bitmap))
+            || (sabotage::is(Bug::CopyNotInRecord) && page.at >= self.places.data_offset())
     }
 
     /// Makes durable what was written to the image. A failure stops it.
@@ -254,6 +258,8 @@ impl Native {
         self.home.each_loaded(self.places.region(Region::Table), |_, word| {
             last = last.max(last_unit(word));
         });
+        let of_snapshots = self.views.as_ref().map_or(Vec::new(), |views| views.units());
+        last = of_snapshots.into_iter().fold(last, u32::max);
         let end = match last {
             0 => self.places.data_offset(),
             last => self.places.unit(last).end(),

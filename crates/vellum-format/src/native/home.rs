@@ -131,10 +131,26 @@ impl Home {
         sealed.collect()
     }
 
-    /// Brings the page of a word into memory.
-    pub(super) async fn load(&self, storage: &dyn Storage, Missing(at): Missing) -> Result<()> {
+    /// Brings the page of a word into memory. `place` tells where a page lies, if not where it belongs; nothing when it is zero.
+    pub(super) async fn load(
+        &self,
+        storage: &dyn Storage,
+        Missing(at): Missing,
+        place: impl FnOnce(ImageOffset) -> Option<ImageOffset>,
+    ) -> Result<()> {
         let (number, _) = self.index(at);
-        self.load_run(storage, number, 1).await
+        let bytes = match place(self.span.start() + number as u64 * PAGE) {
+            Some(at) => storage.read(at, Buffer::for_overwrite(4096)).await?.to_vec(),
+            None => vec![0; 4096],
+        };
+        self.keep(number, &bytes);
+        Ok(())
+    }
+
+    /// The bytes of a page; nothing when it is not here.
+    pub(super) fn bytes(&self, at: ImageOffset) -> Option<Vec<u8>> {
+        let page = self.pages[self.index(at).0].get()?;
+        Some(page.words.iter().flat_map(|word| word.load(Ordering::Acquire).to_be_bytes()).collect())
     }
 
     /// Brings the pages of a region into memory, some at a time, and tells of each word's value.
@@ -177,15 +193,6 @@ impl Home {
         }
     }
 
-    async fn load_run(&self, storage: &dyn Storage, first: usize, count: usize) -> Result<()> {
-        let at = self.span.start() + first as u64 * PAGE;
-        let bytes = storage.read(at, Buffer::for_overwrite(count * 4096)).await?;
-        for (number, page) in (first..).zip(bytes.slice().chunks(4096)) {
-            self.keep(number, page);
-        }
-        Ok(())
-    }
-
     fn keep(&self, number: usize, bytes: &[u8]) {
         let words = bytes.chunks_exact(8).map(|word| AtomicU64::new(be64(word, 0))).collect();
         let has_space = AtomicBool::new(!vellum_core::is_zero(bytes));
@@ -208,7 +215,7 @@ mod tests {
         let word = ImageOffset::new(8192 + 4096 + 16);
         let bits = Bits { word, shift: 62, width: 2 };
         assert_eq!(home.get(bits), Err(Missing(word)));
-        block_on(home.load(&*storage, Missing(word))).unwrap();
+        block_on(home.load(&*storage, Missing(word), Some)).unwrap();
         assert_eq!(home.get(bits), Ok(3));
         assert_eq!(home.change(word, |value| value), u64::MAX);
         assert_eq!(home.dirty_count(), 0, "nothing has changed");
@@ -222,7 +229,7 @@ mod tests {
         let items = sealed[0].changed.items(sealed[0].at, &sealed[0].bytes);
         assert_eq!(items.len(), 1);
         assert!(home.seal().is_empty());
-        block_on(home.load(&*storage, Missing(word))).unwrap();
+        block_on(home.load(&*storage, Missing(word), Some)).unwrap();
         assert_eq!(home.get(bits), Ok(2), "what is in memory stays");
     }
 }

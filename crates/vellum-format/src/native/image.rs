@@ -29,6 +29,7 @@ use vellum_core::{
 
 use super::geometry::{Layout, Places, SUB_BLOCK};
 use super::home::{Home, Missing};
+use super::snapshots::{View, Views};
 use super::superblock::Superblocks;
 use super::units::Units;
 use crate::claims::Claims;
@@ -66,6 +67,10 @@ pub struct Native {
     pub(super) block_locks: [Mutex<()>; BLOCK_LOCKS],
     /// In `table`, when it is open for writing.
     pub(super) units: Option<Units>,
+    /// Likewise.
+    pub(super) views: Option<Views>,
+    /// The snapshot that is read instead of the disk.
+    pub(super) view: Option<View>,
     /// Nothing when no home page can change.
     pub(super) journal: Option<Journal>,
     pub(super) beginning: async_lock::Mutex<()>,
@@ -85,12 +90,23 @@ pub(super) struct Commits {
     changes: AtomicU64,
     /// The value of `changes` that the last good host flush covers.
     covered: AtomicU64,
+    /// Records that are durable.
+    records: AtomicU64,
 }
 
 impl Commits {
     /// Notes that bytes of the storage were changed by a request that is about to return.
     pub(super) fn note_change(&self) -> u64 {
         self.changes.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// How many records are durable.
+    pub(super) fn records(&self) -> u64 {
+        self.records.load(Ordering::Acquire)
+    }
+
+    pub(super) fn note_record(&self) {
+        self.records.fetch_add(1, Ordering::AcqRel);
     }
 
     /// How many changes there have been.
@@ -244,7 +260,8 @@ impl Native {
 
     /// Reads a page of home that is missing.
     pub(super) async fn load(&self, missing: Missing) -> Result<()> {
-        self.home.load(&*self.metadata, missing).await
+        let place = |page| self.view.as_ref().map_or(Some(page), |view| view.place(page));
+        self.home.load(&*self.metadata, missing, place).await
     }
 
     /// What `look` finds, loading what it misses.

@@ -17,7 +17,7 @@
 //! | `read`, `write` with `publish`, `zero` | requests |
 //! | `commit` | the journal's life, and what is durable when |
 //! | `resize` | another size for the disk |
-//! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
+//! | [`snapshots`] | views of the disk that no longer change |
 //! | `units` | which units are free, and what must happen before one is used |
 //! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 
@@ -32,6 +32,7 @@ mod publish;
 mod read;
 mod recover;
 mod resize;
+pub mod snapshots;
 pub mod superblock;
 mod units;
 mod write;

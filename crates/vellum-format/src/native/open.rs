@@ -13,6 +13,7 @@ use super::geometry::{Places, Region};
 use super::home::Home;
 use super::image::{LINEAR_CELL, Native};
 use super::recover::recover;
+use super::snapshots::{View, Views, refuse_half_reverted};
 use super::superblock::Superblocks;
 use super::units::Units;
 use crate::journal::{Journal, Overlaid};
@@ -23,6 +24,10 @@ use crate::state::State;
 pub struct OpenOptions {
     /// Nothing is written, not even a recovery.
     pub read_only: bool,
+    /// Open this internal snapshot (by number or name) instead of the disk. Only for reading.
+    pub snapshot: Option<String>,
+    /// Open the image without its base: to deal with snapshots, not to read or write.
+    pub without_base: bool,
     /// Counts what the image costs the host.
     pub tally: HostTally,
     /// What the journal's records are to be known by: a number that no guest knows. Drawn from the system when nothing is
@@ -42,7 +47,23 @@ impl Native {
         options: OpenOptions,
     ) -> Result<Arc<Self>> {
         let name = image.name().to_owned();
-        Self::open_inner(image, below, options).await.context(|| format!("can't open {name}"))
+        let context = || format!("can't open {name}");
+        loop {
+            let native =
+                Self::open_inner(image.clone(), below.clone(), options.clone()).await.context(context)?;
+            let (is_half_reverted, deleted) =
+                native.views.as_ref().map_or((false, Vec::new()), Views::unfinished);
+            if is_half_reverted {
+                // Places and size may be others then.
+                native.finish_revert().await.context(context)?;
+                native.close().await.context(context)?;
+                continue;
+            }
+            if !deleted.is_empty() {
+                native.finish_deletes(&deleted).await.context(context)?;
+            }
+            return Ok(native);
+        }
     }
 
     async fn open_inner(
@@ -50,10 +71,9 @@ impl Native {
         below: Option<SharedDisk>,
         options: OpenOptions,
     ) -> Result<Arc<Self>> {
-        let read_only = options.read_only || image.limits().read_only;
+        let read_only = options.read_only || options.snapshot.is_some() || image.limits().read_only;
         let metadata = Tallied::shared(image.clone(), options.tally.metadata.clone());
         let mut superblocks = Superblocks::read(&*metadata).await?;
-        superblocks.superblock.refuse_snapshots()?;
         if superblocks.superblock.needs_replay() {
             if read_only {
                 return Err(superblocks.superblock.replay_first(image.name()));
@@ -62,10 +82,25 @@ impl Native {
             superblocks = Superblocks::read(&*metadata).await?;
         }
         let superblock = &superblocks.superblock;
-        if superblock.base().is_some() && below.is_none() {
+        if superblock.base().is_some() && below.is_none() && !options.without_base {
             return Err(Error::invalid("its base was not opened"));
         }
-        let places = superblock.places();
+        let mut places = superblock.places();
+        let has_snapshots = superblock.has_snapshots();
+        if has_snapshots {
+            refuse_partials(&metadata, &places).await?;
+        }
+        let view = match &options.snapshot {
+            None if read_only && has_snapshots => {
+                refuse_half_reverted(&metadata, superblock).await?;
+                None
+            }
+            None => None,
+            Some(wanted) => Some(View::read(&metadata, superblock, wanted).await?),
+        };
+        if let Some(view) = &view {
+            places = places.resized(view.size)?;
+        }
         let shape = places.shape();
         let limits = image.limits();
         let geometry = Geometry {
@@ -76,11 +111,12 @@ impl Native {
             fast_zeroes: limits.fast_zeroes,
         };
         let home = Home::new(places.home());
-        let units = match shape.layout {
+        let (units, views) = match shape.layout {
             super::geometry::Layout::Table(_) if !read_only => {
-                Some(read_units(&home, &places, &metadata).await?)
+                let views = Views::read(&metadata, &places, has_snapshots).await?;
+                (Some(read_units(&home, &places, &metadata, &views).await?), Some(views))
             }
-            _ => None,
+            _ => (None, None),
         };
         let has_journal = !read_only && !places.region(Region::Journal).is_empty();
         let journal = has_journal.then(|| Journal::new(options.journal_key));
@@ -108,6 +144,8 @@ impl Native {
             epochs: Default::default(),
             block_locks: std::array::from_fn(|_| Mutex::new(())),
             units,
+            views,
+            view,
             journal,
             beginning: Default::default(),
             open_bytes: AtomicU64::new(0),
@@ -122,8 +160,19 @@ impl Native {
     }
 }
 
-/// Which units are free, by what the table does not name.
-async fn read_units(home: &Home, places: &Places, image: &SharedStorage) -> Result<Units> {
+/// Refuses units whose rest lies in another unit: this program makes none.
+async fn refuse_partials(image: &SharedStorage, places: &Places) -> Result<()> {
+    let region = places.region(Region::Partials);
+    let len = usize::try_from(region.len()).expect("8 KiB");
+    let bytes = image.read(region.start(), Buffer::for_overwrite(len)).await?;
+    match vellum_core::is_zero(bytes.slice()) {
+        true => Ok(()),
+        false => Err(Error::unsupported("the image has partial units, which this program cannot read")),
+    }
+}
+
+/// Which units are free, by what neither the table nor a snapshot names.
+async fn read_units(home: &Home, places: &Places, image: &SharedStorage, views: &Views) -> Result<Units> {
     let table = places.region(Region::Table);
     let limits = image.limits();
     let size = places.unit(1).len();
@@ -146,6 +195,12 @@ async fn read_units(home: &Home, places: &Places, image: &SharedStorage) -> Resu
                     "entry {index} of the table names unit {entry}, which cannot be: run `vellum check`"
                 )));
             }
+            if views.contradict(index, entry) {
+                return Err(Error::corrupt(format!(
+                    "entry {index} of the table names unit {entry}, which snapshots have for something else: run \
+                     `vellum check`"
+                )));
+            }
             if !used.insert(entry) {
                 return Err(Error::corrupt(format!(
                     "two entries of the table name unit {entry}: run `vellum check`"
@@ -155,6 +210,7 @@ async fn read_units(home: &Home, places: &Places, image: &SharedStorage) -> Resu
         Ok(())
     };
     home.scan(&**image, table, see).await.context(|| "can't read the table")?;
+    used.extend(views.units());
     Ok(Units::new(&used, in_file, !limits.fixed_len && limits.grows_zeroed))
 }
 

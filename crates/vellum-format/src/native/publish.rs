@@ -53,7 +53,7 @@ impl Native {
         words.extend(entry.filter(|_| step.is_fresh).map(|(bits, _)| bits.word));
         self.reserve(&words).await?;
         let checks: u64 = step.checks.iter().map(|(_, crcs)| 20 + crcs.len() as u64 * 4).sum();
-        let gate = self.enter_transaction(words.len() as u64 * WORD_COST + checks).await?;
+        let gate = self.enter_changing(words.len() as u64 * WORD_COST + checks, || words.clone()).await?;
         let journal = self.journal().expect("begun before");
         journal.add_checks(&step.checks);
         if let Some((bits, at)) = entry.filter(|_| step.is_fresh) {
@@ -64,6 +64,17 @@ impl Native {
         self.publish_subs(&step.subs);
         drop(gate);
         Ok(())
+    }
+
+    /// The words of home that a step changes, perhaps, before it is known whether it gets a unit.
+    pub(super) fn words_of_any(&self, step: &Step<'_>) -> Vec<ImageOffset> {
+        let unit = self.unit();
+        let number = unit.map(|unit| unit.cluster_of(step.part.start()).index());
+        // An entry that is there stays.
+        let entry = number.filter(|number| self.entry(*number).is_ok_and(|entry| entry == 0));
+        let mut words = self.words_of(&step.subs);
+        words.extend(entry.map(|number| self.places.entry(number).word));
+        words
     }
 
     /// The words of these sub-blocks' bits and masks.

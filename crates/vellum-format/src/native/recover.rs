@@ -9,11 +9,14 @@
 //! Up to the last step every input stays as it was, or is replaced by one that says the same: recovery may be cut off
 //! anywhere and begun again. The cost is bounded by the journal, whatever the size of the image.
 
-use vellum_core::{BlockSize, Error, ImageSpan, Result, SharedStorage};
+use std::collections::BTreeSet;
+
+use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, SharedStorage, Storage};
 
 use super::geometry::{Places, Region};
 use super::superblock::Superblocks;
-use crate::journal::record::Record;
+use crate::bytes::be64;
+use crate::journal::record::{Item, Record};
 use crate::journal::replay::{self, Needed, Place, Recovery, Replay, Rules};
 use crate::sabotage::{self, Bug};
 
@@ -25,12 +28,52 @@ struct Allowed {
     places: Places,
     /// Nothing may lie behind this.
     end: u64,
+    /// Only then there are map units.
+    has_snapshots: bool,
+}
+
+impl Allowed {
+    /// The map unit in whose index the run lies, if it can be one.
+    fn map_unit(&self, span: ImageSpan) -> Option<u32> {
+        let unit = self.places.shape().layout.unit().filter(|_| self.has_snapshots)?;
+        if span.start() < self.places.data_offset() || span.end().bytes() > self.end {
+            return None;
+        }
+        let within = span.start() - self.places.data_offset();
+        let is_index = within % unit.bytes() + span.len() <= BlockSize::PAGE.bytes();
+        is_index.then(|| u32::try_from((within >> unit.shift()) + 1).ok()).flatten()
+    }
+
+    /// The map units that the record has words of.
+    fn map_units(&self, record: &Record) -> impl Iterator<Item = u32> {
+        record.items.iter().filter_map(|item| match item {
+            Item::Words { at, values } => self.map_unit(at.span(values.len() as u64 * 8)),
+            _ => None,
+        })
+    }
+
+    /// The last unit that copies of pages of the table name, by what is now the index of their map unit.
+    async fn last_named(&self, storage: &dyn Storage, map: u32, index: &[u64]) -> Result<u32> {
+        let (start, table) = (self.places.unit(map).start(), self.places.region(Region::Table));
+        let mut last = 0;
+        for (slot, entry) in (0..).zip(index.chunks_exact(2).skip(1)) {
+            let copy = (start + (slot + 1) * BlockSize::PAGE.bytes()).span(BlockSize::PAGE.bytes());
+            let is_there = entry[0] != 0 && copy.end() <= self.places.unit(map).end();
+            if !is_there || !table.contains(ImageOffset::new(entry[1])) {
+                continue;
+            }
+            let bytes = storage.read(copy.start(), Buffer::for_overwrite(4096)).await?;
+            let words = (0..512).map(|word| last_unit(be64(bytes.slice(), word * 8)));
+            last = words.fold(last, u32::max);
+        }
+        Ok(last)
+    }
 }
 
 impl Rules for Allowed {
     fn check_words(&self, span: ImageSpan) -> Result<()> {
         let home = self.places.home();
-        match home.intersect(span) == span {
+        match home.intersect(span) == span || self.map_unit(span).is_some() {
             true => Ok(()),
             false => Err(Error::corrupt(format!(
                 "the journal changes bytes at {}, where no table is",
@@ -67,7 +110,6 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     let storage = &**image;
     let mut superblocks = Superblocks::read(storage).await?;
     let Some(key) = superblocks.superblock.key else { return Ok(Recovery::default()) };
-    superblocks.superblock.refuse_snapshots()?;
     let places = superblocks.superblock.places();
     let run = places.region(Region::Journal);
     let place = Place { run, generation: superblocks.superblock.generation, key };
@@ -79,13 +121,28 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             return Err(Error::corrupt("the journal asks for a repair, which this format does not have"));
         }
         let end = storage.len().saturating_add(if storage.limits().fixed_len { 0 } else { GROWTH_MAX });
-        let mut replay = Replay::new(Allowed { places, end }, storage);
         let from = if sabotage::is(Bug::OnlyNewestReplayed) { records.len() - 1 } else { 0 };
+        let allowed = Allowed { places, end, has_snapshots: superblocks.superblock.has_snapshots() };
+        // An index is read where it lies: the file must reach there.
+        let maps: BTreeSet<u32> =
+            records[from..].iter().flat_map(|found| allowed.map_units(&found.record)).collect();
+        let map = maps.last().copied();
+        if let Some(map) =
+            map.filter(|map| !storage.limits().fixed_len && places.unit(*map).end().bytes() > storage.len())
+        {
+            storage.set_len(places.unit(map).end().bytes()).await?;
+        }
+        let mut replay = Replay::new(allowed, storage);
         for found in &records[from..] {
             replay.replay(&found.record).await?;
         }
         // The table may have arrived where the file's new length has not.
-        let named = replay.words_in(places.region(Region::Table)).map(last_unit).max().unwrap_or(0);
+        let mut named = replay.words_in(places.region(Region::Table)).map(last_unit).max().unwrap_or(0);
+        for map in maps {
+            let index: Vec<u64> =
+                replay.words_in(places.unit(map).start().span(BlockSize::PAGE.bytes())).collect();
+            named = named.max(replay.rules.last_named(storage, map, &index).await?);
+        }
         if named > 0 && !places.may_hold(named, end, storage.limits().fixed_len) {
             return Err(Error::corrupt(format!(
                 "the journal names unit {named}, far behind the end of the file"
@@ -125,7 +182,7 @@ pub(super) fn last_unit(word: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use futures_lite::future::block_on;
-    use vellum_core::{Buffer, ErrorKind, ImageOffset, MemoryStorage, Storage};
+    use vellum_core::{ErrorKind, MemoryStorage};
 
     use super::*;
     use crate::journal::record::Item;

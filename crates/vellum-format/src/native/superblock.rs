@@ -8,7 +8,7 @@
 //!  └──────────┴─────┴─────────┴──────────┴──────┴──────────────┴────────────┴────────┴───────┴──┴──────┴───────────┘
 //!  80                    176           184          192   208          212       216        220         256     1280
 //!  ├─────────────────────┼─────────────┼────────────┼─────┼────────────┼─────────┼──────────┼───────────┼───────┼──────
-//!  │ six regions: at, len│ data_offset │ generation │ key │ relies on  │ next id │ name len │ format len│ name  │ format
+//!  │ six regions: at, len│ data_offset │ generation │ key │ not used   │ not used│ name len │ format len│ name  │ format
 //!  └─────────────────────┴─────────────┴────────────┴─────┴────────────┴─────────┴──────────┴───────────┴───────┴──────
 //! ```
 //!
@@ -47,8 +47,6 @@ mod field {
     pub(super) const DATA_OFFSET: usize = 176;
     pub(super) const GENERATION: usize = 184;
     pub(super) const KEY: usize = 192;
-    pub(super) const RELIES_ON_HOME: usize = 208;
-    pub(super) const NEXT_SNAPSHOT: usize = 212;
     pub(super) const NAME_LEN: usize = 216;
     pub(super) const FORMAT_LEN: usize = 220;
     pub(super) const NAME: usize = 256;
@@ -139,10 +137,6 @@ pub struct Superblock {
     pub(crate) key: Option<u128>,
     /// Whether there are snapshots, or were.
     pub(crate) has_snapshots: bool,
-    /// The snapshot that relies on the home pages; 0: none.
-    pub(crate) relies_on_home: u32,
-    /// The id that the next snapshot gets.
-    pub(crate) next_snapshot: u32,
 }
 
 impl Superblock {
@@ -173,8 +167,6 @@ impl Superblock {
             generation: 0,
             key: None,
             has_snapshots: false,
-            relies_on_home: 0,
-            next_snapshot: 1,
         })
     }
 
@@ -219,8 +211,6 @@ impl Superblock {
             generation: be64(&*page, field::GENERATION),
             key: (features & incompatible::REPLAY != 0).then_some(key),
             has_snapshots: features & incompatible::SNAPSHOTS != 0,
-            relies_on_home: be32(&*page, field::RELIES_ON_HOME),
-            next_snapshot: be32(&*page, field::NEXT_SNAPSHOT),
             page: Page(page),
         };
         superblock.check_rest(key)?;
@@ -238,12 +228,6 @@ impl Superblock {
             (
                 self.has_snapshots && self.places.shape().layout == Layout::Linear,
                 "there are snapshots of a linear image",
-            ),
-            (!self.has_snapshots && self.relies_on_home != 0, "there are no snapshots, and one is named"),
-            (self.next_snapshot == 0, "the next snapshot would have no id"),
-            (
-                self.relies_on_home >= self.next_snapshot,
-                "the snapshot that relies on home has an id that was not given out",
             ),
             (self.sequence == 0 || self.sequence == u64::MAX, "the sequence is impossible"),
             (self.generation == u64::MAX, "the generation is impossible"),
@@ -310,8 +294,6 @@ impl Superblock {
         put64(bytes, field::DATA_OFFSET, self.places.data_offset().bytes());
         put64(bytes, field::GENERATION, self.generation);
         bytes[field::KEY..field::KEY + 16].copy_from_slice(&self.key.unwrap_or(0).to_be_bytes());
-        put32(bytes, field::RELIES_ON_HOME, self.relies_on_home);
-        put32(bytes, field::NEXT_SNAPSHOT, self.next_snapshot);
         if let Some(base) = &self.base {
             put_text(bytes, field::NAME_LEN, field::NAME, &base.name);
             put_text(bytes, field::FORMAT_LEN, field::FORMAT, base.format.as_deref().unwrap_or(""));
@@ -350,16 +332,6 @@ impl Superblock {
     /// Whether there are snapshots, or were.
     pub fn has_snapshots(&self) -> bool {
         self.has_snapshots
-    }
-
-    /// Refuses what only those can read who know of copies of pages and of partial units.
-    pub(crate) fn refuse_snapshots(&self) -> Result<()> {
-        match self.has_snapshots {
-            true => Err(Error::unsupported(
-                "this program can check images with snapshots, and not read or write them",
-            )),
-            false => Ok(()),
-        }
     }
 
     /// Why such an image cannot be looked at as it is.

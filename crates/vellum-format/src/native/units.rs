@@ -277,7 +277,7 @@ impl Native {
     }
 
     /// The part of a unit that the medium has.
-    fn inside(&self, unit: ImageSpan) -> ImageSpan {
+    pub(super) fn inside(&self, unit: ImageSpan) -> ImageSpan {
         unit.intersect(ImageOffset::ZERO.span(self.metadata.len()))
     }
 

@@ -75,9 +75,13 @@ impl Native {
 
     async fn write_some(&self, span: GuestSpan, mut data: Buffer) -> Result<()> {
         loop {
+            self.unshare(span).await?;
             let (given, mut copy) = (self.units.as_ref().map_or(0, |units| units.given()), None);
             let result = {
                 let _inside = self.epochs.enter();
+                if self.find(|| self.holds_any(span)).await? {
+                    continue; // a snapshot has come in between
+                }
                 let parts = self.parts(span).await?;
                 if parts.iter().all(|part| matches!(part.from, Origin::Host(_))) {
                     let result = self.write_parts(parts, data).await;
@@ -175,6 +179,11 @@ impl Native {
         }
         for step in &mut *steps {
             step.subs = self.find(|| self.subs_to_publish(step.part)).await?;
+        }
+        for step in &*steps {
+            // The place of a step is not settled yet: as if it were to get a unit.
+            let words = || self.words_of_any(step);
+            self.keep(&words).await?;
         }
         self.settle_places(steps).await?;
         self.transfer(steps, data).await?;

@@ -58,11 +58,21 @@ impl Native {
                 return done;
             }
             let (part, later) = self.first_part(rest);
+            let is_whole = self.is_whole_cell(part);
             loop {
+                if !is_whole {
+                    if space == Space::Discard && self.find(|| self.holds_any(part)).await? {
+                        break; // there is nothing to be gained by it
+                    }
+                    self.unshare(part).await?;
+                }
                 let given = self.units.as_ref().map_or(0, |units| units.given());
                 // Done again from its start when space was missing: what is zero already costs nothing then.
                 let result = {
                     let _inside = self.epochs.enter();
+                    if !is_whole && self.find(|| self.holds_any(part)).await? {
+                        continue; // a snapshot has come in between
+                    }
                     let result = self.zero_part(part, space).await;
                     self.commits.note_change();
                     result
@@ -83,6 +93,12 @@ impl Native {
             }
         }
         Ok(())
+    }
+
+    /// Whether it is all that the disk has of a cell.
+    fn is_whole_cell(&self, part: GuestSpan) -> bool {
+        part.start() == self.cell.start_of(self.cell_of(part.start()))
+            && (part.len() == self.cell.bytes() || part.end().bytes() == self.geometry.size)
     }
 
     /// Zeros a part of one cell.
@@ -138,9 +154,13 @@ impl Native {
                 Some((number, self.find(|| self.entry(number)).await?))
             }
         };
-        let is_whole = part.start() == self.cell.start_of(self.cell_of(part.start()))
-            && (part.len() == self.cell.bytes() || part.end().bytes() == self.geometry.size);
-        let lets_go = entry.filter(|(_, entry)| is_whole && (*entry == 0 || space != Space::Keep));
+        let is_held = match entry {
+            Some((number, _)) => self.find(|| self.is_held(number)).await?,
+            None => false,
+        };
+        let lets_go = entry.filter(|(_, entry)| {
+            self.is_whole_cell(part) && (*entry == 0 || space != Space::Keep || is_held)
+        });
         let subs = self.find(|| self.base_subs(part)).await?;
         let place = match (entry, lets_go) {
             (_, Some(_)) | (Some((_, 0)), None) => None,
@@ -162,12 +182,10 @@ impl Native {
         let mut words = self.words_of(&subs);
         words.extend(frees.map(|(number, _)| self.places.entry(number).word));
         self.reserve(&words).await?;
-        let gate = self.enter_transaction(words.len() as u64 * WORD_COST).await?;
+        let gate = self.enter_changing(words.len() as u64 * WORD_COST, || words.clone()).await?;
         // The entry first: where a bit says that the image has it, no byte of the unit may show that nobody wrote.
-        if let Some((number, unit)) = frees {
-            let bits = self.places.entry(number);
-            self.home.change(bits.word, |word| bits.set(word, 0));
-            self.free(unit);
+        if let Some((number, _)) = frees {
+            self.put_entry(self.places.entry(number), 0);
         }
         self.publish_zeros(part, &subs, lets_go.is_some());
         drop(gate);

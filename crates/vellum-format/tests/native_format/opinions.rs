@@ -6,7 +6,7 @@ use vellum_core::{MemoryStorage, Random};
 use vellum_format::native::{Places, Region, Superblocks};
 
 use super::samples::{
-    Dir, base_bytes, content, kinds, other_checker, other_codes, other_hash, own_code, used,
+    Dir, base_bytes, content, kinds, other_checker, other_codes, other_hash, own_code, snapped, used,
 };
 
 /// How much longer than usual random tests run: the soak sets it.
@@ -155,6 +155,26 @@ fn both_say_the_same_of_snapshots() {
     assert!(counts[0] > 3 && counts[2] > 3 && counts[3] > 3, "{counts:?}");
 }
 
+#[test]
+fn both_find_nothing_wrong_with_snapshots_that_were_made() {
+    let dir = Dir::new("native-made-snapshots");
+    let base = dir.put("base.raw", &base_bytes());
+    for (name, options) in &kinds()[2..] {
+        for seed in 0..6 * scale() {
+            let (storage, model) = snapped(options, seed);
+            let bytes = storage.content().to_vec();
+            assert!(content(&storage) == model, "{name}, seed {seed}: the disk");
+            let (own, lines) = own_code(&bytes);
+            assert_eq!(own, 0, "{name}, seed {seed}: {lines:#?}");
+            let image = dir.put("image.vlm", &bytes);
+            let Some((codes, text)) = other_codes(&[image.clone(), image.clone()]) else { return };
+            assert_eq!(codes, [0, 0], "{name}, seed {seed}: {text}");
+            let hash = other_hash(&image, Some(&base));
+            assert_eq!(hash, sha256(&dir.put("model.raw", &model)), "{name}, seed {seed}");
+        }
+    }
+}
+
 /// The image with a few snapshots, copies and partial units, some of which may not be.
 fn with_snapshots(mut bytes: Vec<u8>, seed: u64) -> Vec<u8> {
     let mut random = Random::from_seed(seed);
@@ -176,9 +196,10 @@ fn with_snapshots(mut bytes: Vec<u8>, seed: u64) -> Vec<u8> {
     let ids: u32 = 3;
     for page in [0, 4096] {
         bytes[page + 47] |= 8;
-        put(&mut bytes, page + 208, ids);
-        put(&mut bytes, page + 212, ids + 1);
     }
+    let last = place(Region::Snapshots) + 128 * 4095;
+    put(&mut bytes, last + 4, ids);
+    put(&mut bytes, last + 8, ids + 1);
     for id in 1..=ids {
         let at = place(Region::Snapshots) + 128 * (id as usize * 3);
         put(&mut bytes, at, id);
@@ -186,7 +207,7 @@ fn with_snapshots(mut bytes: Vec<u8>, seed: u64) -> Vec<u8> {
         put(&mut bytes, at + 12, 1 << 20);
         bytes[at + 64] = b'a' + u8::try_from(id).expect("small");
     }
-    put(&mut bytes, place(Region::Snapshots) + 128 * 4095, number(map_unit));
+    put(&mut bytes, last, number(map_unit));
     let map = data + (map_unit - 1) * 65_536;
     bytes[map..map + 8].copy_from_slice(b"VELLUMmu");
     for (slot, region) in [Region::Table, Region::Masks, Region::Bitmap].into_iter().enumerate() {
@@ -203,7 +224,8 @@ fn with_snapshots(mut bytes: Vec<u8>, seed: u64) -> Vec<u8> {
         put(&mut bytes, place(Region::Partials) + 132, number(map_unit + 2));
     }
     for _ in 0..if is_honest { 0 } else { 1 + random.below(2) } {
-        let at = match random.below(8) {
+        let at = match random.below(9) {
+            7 => last + 4 * random.index(4),
             0 => place(Region::Snapshots) + 128 * 3 * (1 + random.index(3)) + 4 * random.index(4),
             1 => map + 16 + 4 * random.index(12),
             2 => map + 4 * random.index(4),

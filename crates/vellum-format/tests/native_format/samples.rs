@@ -12,6 +12,7 @@ use vellum_core::{
     WriteFlags, ZeroFlags,
 };
 use vellum_format::native::check::{Repair, check};
+use vellum_format::native::snapshots::revert;
 use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, Superblocks, create};
 
 pub const SIZE: u64 = (1 << 20) + 512;
@@ -120,6 +121,47 @@ pub fn used(
         if is_closed {
             disk.close().await.expect("closed");
         }
+    });
+    (storage, model)
+}
+
+/// An image with snapshots, made, deleted and gone back to between requests, and what its disk must read as.
+pub fn snapped(options: &CreateOptions, seed: u64) -> (Arc<MemoryStorage>, Vec<u8>) {
+    let mut random = Random::from_seed(seed);
+    let (storage, mut model) = used(options, seed, 10, true);
+    let mut kept: Vec<(String, Vec<u8>)> = Vec::new();
+    block_on(async {
+        let mut disk = open(&storage, false).await.expect("a sound image");
+        for step in 0..30 {
+            match random.below(8) {
+                0 | 1 => {
+                    disk.snapshot_create(&format!("s{step}"), step).await.expect("a snapshot");
+                    kept.push((format!("s{step}"), model.clone()));
+                }
+                2 if kept.len() > 2 => {
+                    let (name, _) = kept.swap_remove(random.index(kept.len()));
+                    disk.snapshot_delete(&name).await.expect("deleted");
+                }
+                3 if !kept.is_empty() && random.one_in(2) => {
+                    disk.close().await.expect("closed");
+                    let (name, then) = &kept[random.index(kept.len())];
+                    let without_base = OpenOptions { without_base: true, ..OpenOptions::default() };
+                    revert(storage.clone(), None, without_base, name).await.expect("gone back");
+                    model.clone_from(then);
+                    disk = open(&storage, false).await.expect("a sound image");
+                }
+                _ => {
+                    let at = random.index(model.len());
+                    let len = (1 + random.index(90_000)).min(model.len() - at);
+                    model[at..at + len].fill(u8::try_from(1 + random.below(255)).expect("a byte"));
+                    let data = Buffer::copy_of(&model[at..at + len]);
+                    disk.write(GuestOffset::new(at as u64), data, WriteFlags::default())
+                        .await
+                        .expect("written");
+                }
+            }
+        }
+        disk.close().await.expect("closed");
     });
     (storage, model)
 }

@@ -5,6 +5,7 @@
 mod device;
 pub(crate) mod native;
 mod qemu;
+mod snapped;
 
 use futures_lite::future::block_on;
 use vellum_core::{

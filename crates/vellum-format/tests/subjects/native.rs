@@ -7,6 +7,7 @@ use vellum_sim::Content;
 use vellum_sim::explore::{Medium, Subject};
 
 use super::device::Device;
+use super::snapped::{self, Snapped};
 use crate::common::base;
 use crate::common::native::{NativeSetup, look_native};
 
@@ -19,12 +20,14 @@ pub(crate) struct NativeSubject {
     device: Option<u64>,
     /// Places are units, far from each other.
     is_by_units: bool,
+    /// A discard of 64 KiB asks for a snapshot, or for one less.
+    has_snapshots: bool,
 }
 
 impl NativeSubject {
     fn new(setup: NativeSetup, far: u64) -> Self {
         let below = setup.below();
-        Self { setup, below, far, device: None, is_by_units: false }
+        Self { setup, below, far, device: None, is_by_units: false, has_snapshots: false }
     }
 
     pub(crate) fn linear() -> Self {
@@ -77,6 +80,17 @@ impl NativeSubject {
         Self { is_by_units: true, device: Some((1 << 20) + (6 << 16)), ..Self::new(setup, 256 << 10) }
     }
 
+    /// Snapshots are made and deleted: for programs of one queue with `drop64k`.
+    pub(crate) fn snapshots() -> Self {
+        let setup = NativeSetup::table("vellum, table with snapshots", 512 << 10, 64 << 10);
+        Self { is_by_units: true, has_snapshots: true, ..Self::new(setup, 256 << 10) }
+    }
+
+    pub(crate) fn snapshots_over_a_base() -> Self {
+        let setup = NativeSetup::table("vellum, table over a base with snapshots", 512 << 10, 64 << 10);
+        Self { is_by_units: true, has_snapshots: true, ..Self::new(setup.over(base(), 32 << 10), 256 << 10) }
+    }
+
     /// Nothing grows, nothing is zero by itself, no zeros are fast, and there are fewer units than the disk has.
     pub(crate) fn table_on_a_device() -> Self {
         let setup = NativeSetup::table("vellum, table over a base on a device", 512 << 10, 64 << 10)
@@ -119,14 +133,17 @@ impl Subject for NativeSubject {
         Box::pin(async move {
             let options = OpenOptions { journal_key: Some(1), ..OpenOptions::default() };
             let disk = Native::open(self.on_its_medium(image), self.below.clone(), options).await?;
-            Ok(disk as SharedDisk)
+            Ok(if self.has_snapshots { Snapped::shared(disk) } else { disk })
         })
     }
 
     fn verify(&self, image: SharedStorage) -> LocalFuture<'_, Result<(), String>> {
         Box::pin(async move {
-            let look = look_native(&self.on_its_medium(image)).await;
-            let (report, lines) = look.map_err(|error| error.chain())?;
+            let image = self.on_its_medium(image);
+            let (report, lines) = look_native(&image).await.map_err(|error| error.chain())?;
+            if self.has_snapshots {
+                snapped::verify(&image, self.below.clone()).await?;
+            }
             if report.is_clean() { Ok(()) } else { Err(format!("the check says: {}", lines.join("; "))) }
         })
     }

@@ -38,6 +38,9 @@ pub(crate) struct Args {
     /// Read the images even while another program writes them
     #[arg(short = 'U', long)]
     force_share: bool,
+    /// Compare this internal snapshot of the first image, by id or name
+    #[arg(short = 'l', long, value_name = "NAME")]
+    snapshot: Option<String>,
     /// How the answer is printed
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
@@ -92,17 +95,18 @@ pub(crate) fn run(args: &Args) -> Outcome {
 }
 
 async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
-    let open = async |path: &PathBuf, format| {
+    let open = async |path: &PathBuf, format, snapshot: Option<String>| {
         let options = ImageOptions {
             format,
+            snapshot,
             force_share: args.force_share,
             allow_dirs: args.allow_dir.clone(),
             ..ImageOptions::reading()
         };
         open_image(path, &options).await.map_err(|error| (error, CANNOT_OPEN))
     };
-    let first = open(&args.first, args.format).await?;
-    let second = open(&args.second, args.second_format).await?;
+    let first = open(&args.first, args.format, args.snapshot.clone()).await?;
+    let second = open(&args.second, args.second_format, None).await?;
     let sizes = (first.disk().geometry().size, second.disk().geometry().size);
     if args.strict && sizes.0 != sizes.1 {
         return Ok(Answer { comparison: Comparison::Identical, sizes });

@@ -9,6 +9,7 @@ use vellum_core::{BlockSize, Context, Error, Result, SharedStorage};
 use vellum_daemon::image::open_file;
 use vellum_daemon::{Host, ImageOptions};
 use vellum_format::FormatKind;
+use vellum_format::native::snapshots::{Snapshot as NativeSnapshot, snapshots as native_snapshots};
 use vellum_format::native::{Region, Superblocks};
 use vellum_format::qcow2::snapshot::list;
 use vellum_format::qcow2::{Compression, Header, Snapshot};
@@ -48,6 +49,7 @@ struct Facts {
     /// Of the native format, with what became of its other copy.
     native: Option<Superblocks>,
     snapshots: Vec<Snapshot>,
+    native_snapshots: Vec<NativeSnapshot>,
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
@@ -117,6 +119,11 @@ impl Facts {
             Some(header) => list(header, &*storage).await?,
             None => Vec::new(),
         };
+        // What a journal has is not looked at.
+        let native_snapshots = match &native {
+            Some(native) if !native.superblock.needs_replay() => native_snapshots(&storage).await?,
+            _ => Vec::new(),
+        };
         Ok(Self {
             path: path.to_owned(),
             format,
@@ -130,6 +137,7 @@ impl Facts {
             header,
             native,
             snapshots,
+            native_snapshots,
         })
     }
 
@@ -208,6 +216,14 @@ impl Facts {
                 lines.push(snapshot_row("ID", "TAG", "VM_SIZE", "DATE", "VM_CLOCK", "ICOUNT"));
                 lines.extend(self.snapshots.iter().map(snapshot_line));
             }
+            if !self.native_snapshots.is_empty() {
+                lines.push("Snapshot list:".to_owned());
+                lines.push(format!("{:<7} {:<24} {:>10} {:>19}", "ID", "NAME", "DISK SIZE", "DATE"));
+                lines.extend(self.native_snapshots.iter().map(|one| {
+                    let (size, date) = (human_bytes(one.size), date(one.seconds));
+                    format!("{:<7} {:<24} {size:>10} {date:>19}", one.id, one.name)
+                }));
+            }
             lines.push("Format specific information:".to_owned());
             for (name, value) in self.specifics() {
                 let value = match (name.as_str(), value.as_str(), &self.header) {
@@ -262,6 +278,10 @@ impl Facts {
         }
         if !self.snapshots.is_empty() {
             info["snapshots"] = self.snapshots.iter().map(snapshot_json).collect();
+        }
+        if !self.native_snapshots.is_empty() {
+            let json = |one: &NativeSnapshot| json!({ "id": one.id.to_string(), "name": one.name, "virtual-size": one.size, "date-sec": one.seconds });
+            info["snapshots"] = self.native_snapshots.iter().map(json).collect();
         }
         info
     }
@@ -395,8 +415,8 @@ fn snapshot_line(snapshot: &Snapshot) -> String {
 }
 
 /// A moment in UTC: the calendar of the Gregorian rules, by Howard Hinnant's days algorithm.
-fn date(seconds: u64) -> String {
-    let days = i64::try_from(seconds / 86_400).expect("32 bits of seconds") + 719_468;
+pub(crate) fn date(seconds: u64) -> String {
+    let days = i64::try_from(seconds / 86_400).expect("48 bits") + 719_468;
     let (era, day_of_era) = (days / 146_097, days % 146_097);
     let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);

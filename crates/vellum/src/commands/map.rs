@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use vellum_core::{Error, GuestOffset, GuestSpan, MergedExtent, Place, Result, SharedStorage, map_merged};
-use vellum_daemon::open_image;
+use vellum_daemon::{ImageOptions, open_image};
 use vellum_format::FormatKind;
 use vellum_io::{IoMode, run as run_worker};
 use vellum_layer::Chain;
@@ -29,6 +29,9 @@ pub(crate) struct Args {
     /// Look at so many bytes at most
     #[arg(short = 'l', long, value_name = "SIZE", value_parser = parse_size)]
     max_length: Option<u64>,
+    /// Look at this internal snapshot of the image, by id or name
+    #[arg(long, value_name = "NAME")]
+    snapshot: Option<String>,
     /// The image
     #[arg(value_name = "FILE")]
     file: PathBuf,
@@ -80,7 +83,8 @@ fn hex(number: u64) -> String {
 }
 
 async fn gather(args: &Args) -> Result<Vec<Row>> {
-    let chain = open_image(&args.file, &args.read.options()).await?;
+    let options = ImageOptions { snapshot: args.snapshot.clone(), ..args.read.options() };
+    let chain = open_image(&args.file, &options).await?;
     let size = chain.disk().geometry().size;
     let start = args.start_offset.min(size);
     let len = args.max_length.unwrap_or(u64::MAX).min(size - start);

@@ -11,6 +11,7 @@ pub(crate) mod quickstart;
 pub(crate) mod recover;
 pub(crate) mod resize;
 pub(crate) mod serve;
+pub(crate) mod snapshot;
 pub(crate) mod template;
 
 use std::process::ExitCode;

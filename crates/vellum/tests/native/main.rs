@@ -4,6 +4,7 @@
 //!   making.rs     create, convert, info, map; options that make no sense; devices
 //!   chains.rs     over and under raw and qcow2 images, in any order; served, killed, recovered
 //!   resize.rs     larger and smaller disks, of every format
+//!   snapshots.rs  made, listed, read, deleted, gone back to
 //!   template.rs   the list of a template's zeros, and when it does not count
 //! ```
 
@@ -15,6 +16,7 @@ mod support;
 mod chains;
 mod making;
 mod resize;
+mod snapshots;
 mod template;
 
 use std::path::Path;

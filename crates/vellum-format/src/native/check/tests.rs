@@ -53,9 +53,10 @@ impl Image {
     fn superblock(&self, relies: u32, next: u32) {
         let mut superblocks = block_on(Superblocks::read(&*self.storage)).unwrap();
         superblocks.superblock.has_snapshots = true;
-        superblocks.superblock.relies_on_home = relies;
-        superblocks.superblock.next_snapshot = next;
         block_on(superblocks.write(&*self.storage)).unwrap();
+        let last = self.places.snapshot(4095).start();
+        self.put(last + 4, &relies.to_be_bytes());
+        self.put(last + 8, &next.to_be_bytes());
     }
 
     fn snapshot(&self, index: u64, id: u32, next: u32) {

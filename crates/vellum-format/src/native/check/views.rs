@@ -22,6 +22,13 @@ pub(super) struct Snapshots {
     first_map_unit: u32,
 }
 
+/// What the last entry of the list has.
+struct Last {
+    relies_on_home: u32,
+    next_id: u32,
+    reverts_to: u32,
+}
+
 impl Walk<'_> {
     /// The list and its chains.
     pub(super) async fn snapshots(&mut self) -> Result<Snapshots> {
@@ -31,8 +38,15 @@ impl Walk<'_> {
         let Some(bytes) = self.read(region, Region::Snapshots.name()).await else {
             return Ok(Snapshots { ids: BTreeSet::new(), first_map_unit });
         };
-        let superblock = &self.superblocks.superblock;
-        let (next_id, size_max) = (superblock.next_snapshot, self.places.size_max());
+        let has_snapshots = self.superblocks.superblock.has_snapshots;
+        let size_max = self.places.size_max();
+        let at =
+            usize::try_from(self.places.snapshot(SNAPSHOTS - 1).start() - region.start()).expect("512 KiB");
+        let last = Last {
+            relies_on_home: be32(&bytes, at + 4),
+            next_id: be32(&bytes, at + 8).max(1),
+            reverts_to: be32(&bytes, at + 12),
+        };
         for index in 0..SNAPSHOTS {
             let at = usize::try_from(self.places.snapshot(index).start() - region.start()).expect("512 KiB");
             let entry = &bytes[at..at + 128];
@@ -45,7 +59,7 @@ impl Walk<'_> {
                 continue;
             }
             let name = entry[64..].split(|byte| *byte == 0).next().unwrap_or_default();
-            let problem = if id >= next_id {
+            let problem = if id >= last.next_id {
                 Some("its id was not given out")
             } else if next_of.insert(id, next).is_some() {
                 Some("its id comes twice")
@@ -60,17 +74,22 @@ impl Walk<'_> {
                 self.error(|| format!("snapshot list: entry {index}, id {id}: {why}"));
             }
         }
-        if !superblock.has_snapshots && (!next_of.is_empty() || first_map_unit != 0) {
+        if !has_snapshots && (!next_of.is_empty() || first_map_unit != 0) {
             self.error(|| {
                 "snapshot list: there are snapshots, and the superblock says there never were".to_owned()
             });
         }
-        self.chains(&next_of);
+        self.chains(&next_of, &last);
         Ok(Snapshots { ids: next_of.into_keys().collect(), first_map_unit })
     }
 
-    fn chains(&mut self, next_of: &BTreeMap<u32, u32>) {
-        let relies_on_home = self.superblocks.superblock.relies_on_home;
+    fn chains(&mut self, next_of: &BTreeMap<u32, u32>, last: &Last) {
+        let Last { relies_on_home, reverts_to, .. } = *last;
+        if reverts_to != 0 && !next_of.contains_key(&reverts_to) {
+            self.error(|| {
+                format!("the disk is being reverted to snapshot {reverts_to}, which does not exist")
+            });
+        }
         if relies_on_home != 0 && !next_of.contains_key(&relies_on_home) {
             self.error(|| {
                 format!("snapshot {relies_on_home} is to rely on the home pages, and does not exist")
@@ -80,7 +99,7 @@ impl Walk<'_> {
         let mut ending: BTreeSet<u32> = BTreeSet::new();
         for (&id, &next) in next_of {
             if (next == HOME) != (id == relies_on_home) {
-                self.error(|| format!("snapshot {id}: its `next` and the superblock do not agree who relies on the home pages"));
+                self.error(|| format!("snapshot {id}: its `next` and the last entry do not agree who relies on the home pages"));
             }
             let (mut at, mut seen) = (id, BTreeSet::new());
             loop {

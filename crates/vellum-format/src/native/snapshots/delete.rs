@@ -1,0 +1,174 @@
+//! Deleting a snapshot, while requests go on.
+//!
+//! ```text
+//!   flag ── commit ──► each copy: the snapshot before has none ► passed on to it
+//!                                  it has one, or there is none ► freed, with the units that nobody names then
+//!                 ──► no copy is left: the one before relies on the next; the entry is free ── commit
+//! ```
+//!
+//! What the snapshot before sees is the same after each step, so they may be in as many transactions as it takes. A crash leaves
+//! the flag, and the next opening goes on.
+
+use vellum_core::{Buffer, Context, ImageOffset, Result};
+
+use super::super::geometry::{Bits, SNAPSHOTS};
+use super::super::image::Native;
+use super::list::{BEING_DELETED, ENTRY_WORDS, FLAGS_WORD, HOME, word};
+use super::{Ordering, Views};
+use crate::sabotage::{self, Bug};
+use crate::state::lock;
+
+/// What freeing a copy takes of a record, at most.
+const FREED_BYTES: u64 = 2 * 24;
+
+impl Native {
+    /// Deletes the snapshot of this number or name. When this returns it is durably gone; space that only it had is free.
+    /// Requests go on meanwhile.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none, and what the storage says.
+    pub async fn snapshot_delete(&self, wanted: &str) -> Result<()> {
+        let context = || format!("{}: can't delete snapshot {wanted}", self.name);
+        self.delete_inner(wanted).await.context(context)
+    }
+
+    async fn delete_inner(&self, wanted: &str) -> Result<()> {
+        let views = self.views()?;
+        let _one = views.changing.lock().await;
+        let (id, index) = {
+            let list = lock(&views.list);
+            let entry = list.find(wanted)?;
+            (entry.id, entry.index)
+        };
+        self.begin_journal().await?;
+        self.load_entry(index).await?;
+        {
+            let _gate = self.enter_transaction(24).await?;
+            self.put_word(index, FLAGS_WORD, BEING_DELETED);
+            lock(&views.list).get_mut(id).expect("as just found").is_being_deleted = true;
+        }
+        self.commits.note_change();
+        self.commit().await?; // commit point: from here on it is gone
+        self.finish_delete(views, id).await
+    }
+
+    /// Goes on with what an earlier opening began.
+    pub(in crate::native) async fn finish_deletes(&self, ids: &[u32]) -> Result<()> {
+        let views = self.views()?;
+        let _one = views.changing.lock().await;
+        for id in ids {
+            self.begin_journal().await?;
+            self.finish_delete(views, *id).await?;
+        }
+        Ok(())
+    }
+
+    async fn finish_delete(&self, views: &Views, id: u32) -> Result<()> {
+        loop {
+            let before = { lock(&views.list).before(id).map(|entry| entry.id) };
+            let next = {
+                let held = lock(&views.copies);
+                let page = held.copies.pages_of(id).next();
+                page.map(|page| {
+                    let is_passed_on = before.is_some_and(|before| !held.copies.has(before, page));
+                    let at = held.copies.copy(id, page).expect("as just found").start();
+                    (page, is_passed_on, at)
+                })
+            };
+            match next {
+                Some((page, true, _)) => {
+                    let _gate = self.enter_transaction(FREED_BYTES).await?;
+                    let mut held = lock(&views.copies);
+                    held.copies.pass_on(page, id, before.expect("it is passed on"));
+                }
+                Some((page, false, at)) => self.free_copy(views, id, page, at).await?,
+                None if self.free_entry(views, id).await? => break,
+                None => {}
+            }
+        }
+        self.commits.note_change();
+        self.commit().await
+    }
+
+    async fn free_copy(&self, views: &Views, id: u32, page: u64, at: ImageOffset) -> Result<()> {
+        let bytes = self.metadata.read(at, Buffer::for_overwrite(4096)).await?;
+        let _gate = self.enter_transaction(FREED_BYTES).await?;
+        let mut held = lock(&views.copies);
+        for (index, unit) in held.copies.remove(id, page, bytes.slice(), self.commits.records()) {
+            if !self.home_names(index, unit) || sabotage::is(Bug::NamedUnitFreed) {
+                self.free(unit);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether home's entry for a unit of the disk names this unit. All pages of the table that are not zero are in memory.
+    fn home_names(&self, index: u64, unit: u32) -> bool {
+        let table = self.places.region(super::Region::Table).start();
+        let at = table + index * 4;
+        let bits = Bits {
+            word: ImageOffset::new(at.bytes() & !7),
+            shift: if index.is_multiple_of(2) { 32 } else { 0 },
+            width: 32,
+        };
+        self.home.get(bits) == Ok(u64::from(unit))
+    }
+
+    /// The entry is free, unless there are copies again.
+    async fn free_entry(&self, views: &Views, id: u32) -> Result<bool> {
+        let (index, next, before) = {
+            let list = lock(&views.list);
+            let entry = list.get(id).expect("it is being deleted");
+            (entry.index, entry.next, list.before(id).map(|before| (before.index, before.id)))
+        };
+        self.load_entry(index).await?;
+        self.load_entry(SNAPSHOTS - 1).await?;
+        if let Some((before, _)) = before {
+            self.load_entry(before).await?;
+        }
+        let _alone = self.enter_alone(512).await?;
+        let mut held = lock(&views.copies);
+        if held.copies.pages_of(id).next().is_some() {
+            return Ok(false); // a page of home was kept for it
+        }
+        let mut list = lock(&views.list);
+        for at in 0..ENTRY_WORDS {
+            self.put_word(index, at, 0);
+        }
+        if let Some((before, before_id)) = before {
+            self.put_word(before, 0, word(before_id, next));
+            list.get_mut(before_id).expect("as just found").next = next;
+        }
+        if next == HOME {
+            list.relies_on_home = before.map_or(0, |(_, id)| id);
+            held.relies_on_home = list.relies_on_home;
+        }
+        list.entries.retain(|entry| entry.id != id);
+        self.put_last(&list);
+        views.any.store(!list.entries.is_empty(), Ordering::Release);
+        Ok(true)
+    }
+
+    /// Takes map units out of the chain that hold nothing. To be called before a record has words of them.
+    pub(in crate::native) async fn drop_empty_map_units(&self) -> Result<()> {
+        const AT_MOST: usize = 16;
+        let Some(views) = &self.views else { return Ok(()) };
+        if lock(&views.copies).copies.first() == 0 {
+            return Ok(());
+        }
+        self.load_entry(SNAPSHOTS - 1).await?;
+        let _gate = self.enter_transaction(24 * (AT_MOST as u64 + 2)).await?;
+        let mut held = lock(&views.copies);
+        let dropped = held.copies.drop_empty(AT_MOST);
+        if dropped.is_empty() {
+            return Ok(());
+        }
+        let mut list = lock(&views.list);
+        list.first_map_unit = held.copies.first();
+        self.put_last(&list);
+        for unit in dropped {
+            self.free(unit);
+        }
+        Ok(())
+    }
+}

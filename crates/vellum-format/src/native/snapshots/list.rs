@@ -1,0 +1,181 @@
+//! The list of snapshots: what it says on the medium, believed only when it cannot be otherwise.
+
+use std::collections::BTreeSet;
+
+use vellum_core::{Buffer, Context, Error, ImageOffset, Result, Storage};
+
+use super::super::geometry::{Places, Region, SNAPSHOTS};
+use crate::bytes::{be32, be64};
+
+/// `next` of the snapshot that relies on home.
+pub(in crate::native) const HOME: u32 = u32::MAX;
+/// Longest name, in bytes.
+pub(super) const NAME_MAX: usize = 64;
+/// Words of an entry, and the first one of the name.
+pub(super) const ENTRY_WORDS: u64 = 16;
+pub(super) const NAME_WORD: u64 = 8;
+/// The word with the flags, and the flag that it is being deleted.
+pub(super) const FLAGS_WORD: u64 = 4;
+pub(super) const BEING_DELETED: u64 = 1 << 32;
+
+/// One snapshot, as its entry says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Entry {
+    /// Where in the list.
+    pub(super) index: u64,
+    pub(super) id: u32,
+    /// Whom it relies on for pages that it has no copy of.
+    pub(super) next: u32,
+    pub(super) size: u64,
+    pub(super) seconds: u64,
+    pub(super) is_being_deleted: bool,
+    pub(super) name: String,
+}
+
+/// All of them, and what the last entry has.
+#[derive(Debug, Clone, Default)]
+pub(super) struct List {
+    pub(super) entries: Vec<Entry>,
+    pub(super) first_map_unit: u32,
+    /// The snapshot that relies on home; 0: none.
+    pub(super) relies_on_home: u32,
+    pub(super) next_id: u32,
+    /// The disk is being made what this snapshot is; 0: it is not.
+    pub(super) reverts_to: u32,
+}
+
+impl List {
+    /// The list of an image without any.
+    pub(super) fn empty() -> Self {
+        Self { next_id: 1, ..Self::default() }
+    }
+
+    pub(super) async fn read(storage: &dyn Storage, places: &Places) -> Result<Self> {
+        let region = places.region(Region::Snapshots);
+        let len = usize::try_from(region.len()).expect("512 KiB");
+        let bytes = storage.read(region.start(), Buffer::for_overwrite(len)).await;
+        let bytes = bytes.context(|| "can't read the list of snapshots")?;
+        Self::parse(bytes.slice(), places).context(|| "the list of snapshots is damaged: run `vellum check`")
+    }
+
+    fn parse(bytes: &[u8], places: &Places) -> Result<Self> {
+        let entry_of = |index: u64| {
+            let at = places.snapshot(index).start() - places.region(Region::Snapshots).start();
+            &bytes[usize::try_from(at).expect("512 KiB")..][..128]
+        };
+        let last = entry_of(SNAPSHOTS - 1);
+        let mut list = Self {
+            entries: Vec::new(),
+            first_map_unit: be32(last, 0),
+            relies_on_home: be32(last, 4),
+            next_id: be32(last, 8).max(1),
+            reverts_to: be32(last, 12),
+        };
+        for index in 0..SNAPSHOTS - 1 {
+            let bytes = entry_of(index);
+            if be32(bytes, 0) == 0 {
+                continue;
+            }
+            let name = bytes[64..].split(|byte| *byte == 0).next().unwrap_or_default();
+            let Ok(name) = std::str::from_utf8(name) else {
+                return Err(Error::corrupt(format!("the name of entry {index} is no text")));
+            };
+            list.entries.push(Entry {
+                index,
+                id: be32(bytes, 0),
+                next: be32(bytes, 4),
+                size: be64(bytes, 8),
+                seconds: be64(bytes, 16),
+                is_being_deleted: be32(bytes, 32) & 1 == 1,
+                name: name.to_owned(),
+            });
+        }
+        list.check(places)?;
+        Ok(list)
+    }
+
+    fn check(&self, places: &Places) -> Result<()> {
+        let mut ids = BTreeSet::new();
+        let mut relied_on = BTreeSet::new();
+        for entry in &self.entries {
+            let id = entry.id;
+            let is_possible =
+                id < self.next_id && entry.size.is_multiple_of(512) && entry.size <= places.size_max();
+            if !is_possible || !ids.insert(id) {
+                return Err(Error::corrupt(format!("snapshot {id} is impossible")));
+            }
+            if (entry.next == HOME) != (id == self.relies_on_home) {
+                return Err(Error::corrupt(format!("it is not clear whether snapshot {id} relies on home")));
+            }
+            // Each is relied on by one, so a way that comes to its end has no circle.
+            if entry.next != 0 && !relied_on.insert(entry.next) {
+                return Err(Error::corrupt(format!("two snapshots rely on {}", entry.next)));
+            }
+        }
+        for id in [self.relies_on_home, self.reverts_to].into_iter().filter(|id| *id != 0) {
+            if !ids.contains(&id) {
+                return Err(Error::corrupt(format!("snapshot {id} is named and does not exist")));
+            }
+        }
+        for entry in &self.entries {
+            self.chain(entry.id)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn get(&self, id: u32) -> Option<&Entry> {
+        self.entries.iter().find(|entry| entry.id == id)
+    }
+
+    pub(super) fn get_mut(&mut self, id: u32) -> Option<&mut Entry> {
+        self.entries.iter_mut().find(|entry| entry.id == id)
+    }
+
+    /// Who relies on it.
+    pub(super) fn before(&self, id: u32) -> Option<&Entry> {
+        self.entries.iter().find(|entry| entry.next == id)
+    }
+
+    /// The snapshot of this id, else of this name.
+    pub(super) fn find(&self, wanted: &str) -> Result<&Entry> {
+        let mut there = self.entries.iter().filter(|entry| !entry.is_being_deleted);
+        let by_id = there.clone().find(|entry| entry.id.to_string() == wanted);
+        by_id.or_else(|| there.find(|entry| entry.name == wanted)).ok_or_else(|| {
+            Error::new(vellum_core::ErrorKind::NotFound, format!("there is no snapshot named {wanted}"))
+        })
+    }
+
+    /// It, whom it relies on, and so on; and whether home comes at the end.
+    pub(super) fn chain(&self, id: u32) -> Result<(Vec<u32>, bool)> {
+        let mut chain = Vec::new();
+        let mut at = id;
+        while at != 0 && at != HOME {
+            let Some(entry) = self.get(at) else {
+                return Err(Error::corrupt(format!("snapshot {id} relies on {at}, which does not exist")));
+            };
+            chain.push(at);
+            if chain.len() > self.entries.len() {
+                return Err(Error::corrupt(format!("snapshot {id} relies on itself")));
+            }
+            at = entry.next;
+        }
+        Ok((chain, at == HOME))
+    }
+}
+
+/// The place of a word of an entry.
+pub(super) fn word_of(places: &Places, index: u64, word: u64) -> ImageOffset {
+    places.snapshot(index).start() + word * 8
+}
+
+/// Two numbers as one word.
+pub(super) fn word(high: u32, low: u32) -> u64 {
+    u64::from(high) << 32 | u64::from(low)
+}
+
+/// The name as the words of an entry have it.
+pub(super) fn name_words(name: &str) -> [u64; NAME_MAX / 8] {
+    let mut bytes = [0; NAME_MAX];
+    bytes[..name.len()].copy_from_slice(name.as_bytes());
+    std::array::from_fn(|index| be64(&bytes, index * 8))
+}

@@ -1,0 +1,66 @@
+//! A snapshot as a disk, for reading: its pages are looked up along its chain.
+
+use vellum_core::{Error, ErrorKind, ImageOffset, Result, SharedStorage};
+
+use super::super::geometry::Places;
+use super::super::superblock::Superblock;
+use super::copies::Copies;
+use super::list::{Entry, List};
+use crate::hash::HashMap;
+
+/// Where the pages of home lie that a snapshot sees.
+pub(in crate::native) struct View {
+    /// The size of the disk then, in bytes.
+    pub(in crate::native) size: u64,
+    copies: HashMap<u64, ImageOffset>,
+    ends_in_home: bool,
+}
+
+impl View {
+    /// The view of the snapshot of this number or name.
+    pub(in crate::native) async fn read(
+        image: &SharedStorage,
+        superblock: &Superblock,
+        wanted: &str,
+    ) -> Result<Self> {
+        if !superblock.has_snapshots() {
+            return Err(Error::new(ErrorKind::NotFound, format!("there is no snapshot named {wanted}")));
+        }
+        let places: Places = superblock.places();
+        let list = List::read(&**image, &places).await?;
+        let Entry { id, size, .. } = *list.find(wanted)?;
+        let ids: Vec<u32> = list.entries.iter().map(|entry| entry.id).collect();
+        let all = Copies::read(&**image, places, list.first_map_unit, &ids, false).await?;
+        let (chain, ends_in_home) = list.chain(id)?;
+        let mut copies = HashMap::default();
+        for id in chain {
+            for page in all.pages_of(id) {
+                let at = all.copy(id, page).expect("as just found").start();
+                copies.entry(page).or_insert(at);
+            }
+        }
+        Ok(Self { size, copies, ends_in_home })
+    }
+
+    /// Where a page lies; nothing when it is zero.
+    pub(in crate::native) fn place(&self, page: ImageOffset) -> Option<ImageOffset> {
+        match self.copies.get(&page.bytes()) {
+            Some(at) => Some(*at),
+            None => self.ends_in_home.then_some(page),
+        }
+    }
+}
+
+/// Refuses to read a disk that is about to become another one.
+pub(in crate::native) async fn refuse_half_reverted(
+    image: &SharedStorage,
+    superblock: &Superblock,
+) -> Result<()> {
+    match List::read(&**image, &superblock.places()).await?.reverts_to {
+        0 => Ok(()),
+        _ => Err(Error::unsupported(format!(
+            "a revert to a snapshot was not finished: open the image for writing once (`vellum snapshot list {}`)",
+            image.name()
+        ))),
+    }
+}

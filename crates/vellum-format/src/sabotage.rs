@@ -94,6 +94,20 @@ pub enum Bug {
     HeldOverwritten,
     /// A unit is freed although a snapshot sees it.
     NamedUnitFreed,
+    /// A zone is used before its opening is durable.
+    ZoneUsedEarly,
+    /// What becomes of a unit of a young zone is told to the table, and the zone's bit stays.
+    NotSettled,
+    /// A block that holds its unit's entry is overwritten where it lies.
+    PlainInPlace,
+    /// Recovery believes the newest record without looking at the packed blocks that it names.
+    NewestBelieved,
+    /// Recovery takes blocks for entries whose bit says that they are none any more.
+    SettledCounts,
+    /// A birth that failed is not retired.
+    NotRetired,
+    /// A zone is opened before its zeros are durable.
+    ZoneNotZeroed,
     /// A unit counts as zero before a flush covers its zeros.
     ZeroNotCovered,
     /// Clusters are handed out while zeros are on their way to them.

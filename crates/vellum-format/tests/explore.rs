@@ -284,6 +284,35 @@ fn native_snapshots_over_a_base() {
     explore_snapshots(&NativeSubject::snapshots_over_a_base(), 4);
 }
 
+/// Before each program something is written and flushed, so that a zone is open; discards let go of whole units.
+fn explore_zoned(subject: &dyn Subject, one_in: usize) {
+    let opened = |plan: Plan| {
+        let program = plan.program.to_string().replace("discard@", "drop64k@");
+        Plan { program: format!("w512@4 flush {program}").parse().unwrap(), ..plan }
+    };
+    explore_plans(subject, plans(1).into_iter().step_by(one_in).map(opened).collect());
+}
+
+#[test]
+fn native_zoned() {
+    explore_zoned(&NativeSubject::zoned(), 1);
+}
+
+#[test]
+fn native_zoned_in_small_zones() {
+    explore_zoned(&NativeSubject::zoned_in_small_zones(), 2);
+}
+
+#[test]
+fn native_zoned_over_a_base() {
+    explore_zoned(&NativeSubject::zoned_over_a_base(), 2);
+}
+
+#[test]
+fn native_zoned_with_snapshots() {
+    explore_snapshots(&NativeSubject::zoned_with_snapshots(), 4);
+}
+
 #[test]
 fn native_units() {
     explore_units(&NativeSubject::units());

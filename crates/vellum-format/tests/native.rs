@@ -97,6 +97,18 @@ fn table_over_a_base() {
     }
 }
 
+#[test]
+fn zoned() {
+    for (unit, zone) in [(64 << 10, 1 << 20), (64 << 10, 64 << 20), (512 << 10, 1 << 20)] {
+        suite(NativeSetup::zoned("zoned", 0, unit, zone));
+    }
+}
+
+#[test]
+fn zoned_over_a_base() {
+    suite(NativeSetup::zoned("zoned over a base", 0, 64 << 10, 1 << 20).over(large_base(), 16 << 10));
+}
+
 /// Opening for reading writes nothing, and says what to do about an image that was not closed.
 #[test]
 fn an_image_that_was_not_closed_is_recovered_by_who_may_write() {

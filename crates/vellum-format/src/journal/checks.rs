@@ -333,6 +333,25 @@ impl Journal {
         Overwrite::Taken(rest)
     }
 
+    /// The open transaction takes whole sectors, which have no checks, whatever lies in their place. False when it has no room.
+    /// The caller holds the gate, and changes what leads to them.
+    pub(crate) fn take_whole(&self, at: ImageOffset, data: &Buffer) -> bool {
+        let span = at.span(data.len() as u64);
+        debug_assert!(span.start().bytes().is_multiple_of(SECTOR) && span.len().is_multiple_of(SECTOR));
+        let mut open = lock(&self.open);
+        let mut places: BTreeSet<u64> = sectors_of(span).collect();
+        if span.len() + open.full_bytes() > self.full_max() || !self.full.take(at, data, &mut places) {
+            return false;
+        }
+        open.full.append(&mut places);
+        true
+    }
+
+    /// The sequence of the open transaction.
+    pub(crate) fn open_sequence(&self) -> u64 {
+        lock(&self.open).sequence
+    }
+
     /// So many bytes of second values one record may have.
     fn others_max(&self) -> u64 {
         lock(&self.ledger).as_ref().map_or(u64::MAX, |ledger| ledger.ring.record_max() / 8)

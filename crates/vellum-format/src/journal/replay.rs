@@ -30,6 +30,8 @@ pub struct Recovery {
     pub records: u64,
     /// Pages of tables that were written.
     pub pages: u64,
+    /// Units that told of themselves what they are. (native)
+    pub born: u64,
     /// Clusters that were reserved for something that never came to be, and given back. (qcow2)
     pub given_back: u64,
     /// The newest record was not whole with its data, and was left out. Nobody had been told that it was durable.
@@ -232,6 +234,11 @@ impl<'a, R: Rules> Replay<'a, R> {
     pub(crate) fn words_in(&self, span: ImageSpan) -> impl Iterator<Item = u64> {
         let pages = self.pages.range(span.start()..span.end());
         pages.flat_map(|(_, page)| page.chunks_exact(8).map(|word| be64(word, 0)))
+    }
+
+    /// A page, if the records have changed it or it was looked at.
+    pub(crate) fn changed_page(&self, at: ImageOffset) -> Option<&[u8]> {
+        self.pages.get(&at).map(Vec::as_slice)
     }
 
     /// A page that was looked at before.

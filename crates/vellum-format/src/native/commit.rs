@@ -20,7 +20,6 @@ use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, LocalFuture, R
 use super::geometry::Region;
 use super::home::SealedPage;
 use super::image::Native;
-use super::recover::last_unit;
 use super::units::Pace;
 use crate::journal::commit::{Medium, write_zeros};
 use crate::journal::ring::Ring;
@@ -153,7 +152,7 @@ impl Native {
                     return Err(Error::corrupt("a transaction has become larger than a record"));
                 }
                 journal.commit_record(self, record, sealed.pages(), full).await?;
-                self.commits.note_record();
+                self.commits.note_record(sequence);
             }
         }
         self.commits.cover(covers);
@@ -229,6 +228,7 @@ impl Native {
     }
 
     async fn close_once(&self) -> Result<()> {
+        self.settle_all().await?;
         self.commit().await?;
         let Some(journal) = self.journal() else { return Ok(()) };
         // Punched for the host's sake: whoever opens the image believes nothing of what is free.
@@ -256,7 +256,7 @@ impl Native {
         }
         let mut last = 0;
         self.home.each_loaded(self.places.region(Region::Table), |_, word| {
-            last = last.max(last_unit(word));
+            last = last.max(self.places.last_unit(word));
         });
         let of_snapshots = self.views.as_ref().map_or(Vec::new(), |views| views.units());
         last = of_snapshots.into_iter().fold(last, u32::max);

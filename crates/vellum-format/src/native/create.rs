@@ -22,6 +22,10 @@ pub const JOURNAL_BYTES_DEFAULT: u64 = 16 << 20;
 pub const BLOCK_BYTES_DEFAULT: u64 = 64 << 10;
 /// What one entry of the table maps when nobody says, in bytes.
 pub const UNIT_BYTES_DEFAULT: u64 = 1 << 20;
+/// The same where there are zones.
+pub const ZONED_UNIT_BYTES_DEFAULT: u64 = 64 << 10;
+/// How large a zone is at most when nobody says, in bytes.
+pub const ZONE_BYTES_DEFAULT: u64 = 64 << 20;
 
 /// The image below a new one.
 #[derive(Debug, Clone, Default)]
@@ -44,6 +48,12 @@ pub struct CreateOptions {
     pub size: u64,
     /// Whether guest data lies in units that a table names; else one after the other.
     pub has_table: bool,
+    /// Units are taken from zones; goes with `has_table`.
+    pub has_zones: bool,
+    /// How large a zone is, in bytes: a power of two from 1 MiB to 64 MiB, 2 to 1024 units.
+    pub zone_size: Option<u64>,
+    /// Units of zones never hold their own entries.
+    pub no_embedding: bool,
     /// What one entry of the table maps, in bytes: a power of two from 64 KiB to 2 MiB.
     pub unit_size: Option<u64>,
     /// What one bit of the base bitmap covers, in bytes: a power of two from 4 KiB to 1 MiB.
@@ -70,6 +80,11 @@ impl CreateOptions {
                 self.unit_size.is_some() && !self.has_table,
                 "unit_size needs layout=table: a linear image has no units",
             ),
+            (self.has_zones && !self.has_table, "zones need a table"),
+            (
+                (self.zone_size.is_some() || self.no_embedding) && !self.has_zones,
+                "zone_size and embed need layout=zoned",
+            ),
             (
                 self.block_size.is_some() && self.base.is_none(),
                 "block_size needs a base: without one there is no bitmap",
@@ -82,12 +97,19 @@ impl CreateOptions {
         if let Some((_, why)) = contradictions.iter().find(|(is_so, _)| *is_so) {
             return Err(Error::invalid(*why));
         }
-        let unit = size_of("unit_size", self.unit_size.unwrap_or(UNIT_BYTES_DEFAULT), 16..=21, "64k to 2M")?;
+        let unit_bytes = if self.has_zones { ZONED_UNIT_BYTES_DEFAULT } else { UNIT_BYTES_DEFAULT };
+        let unit = size_of("unit_size", self.unit_size.unwrap_or(unit_bytes), 16..=21, "64k to 2M")?;
+        let zone =
+            size_of("zone_size", self.zone_size.unwrap_or(ZONE_BYTES_DEFAULT), 20..=26, "1M to 64M")?;
         let block =
             size_of("block_size", self.block_size.unwrap_or(BLOCK_BYTES_DEFAULT), 12..=20, "4k to 1M")?;
         let shape = Shape {
             size: self.size,
-            layout: if self.has_table { Layout::Table(unit) } else { Layout::Linear },
+            layout: match (self.has_table, self.has_zones) {
+                (_, true) => Layout::Zoned { unit, zone },
+                (true, false) => Layout::Table(unit),
+                (false, false) => Layout::Linear,
+            },
             block,
             base_bytes: self.base.as_ref().map(|base| base.size.min(self.size)),
         };
@@ -115,7 +137,8 @@ pub async fn create(storage: &dyn Storage, options: &CreateOptions) -> Result<Su
     let places = options.places()?;
     let base =
         options.base.as_ref().map(|base| Base { name: base.name.clone(), format: base.format.clone() });
-    let superblock = Superblock::new(places, base, options.uuid.map_or_else(random_uuid, Ok)?)?;
+    let mut superblock = Superblock::new(places, base, options.uuid.map_or_else(random_uuid, Ok)?)?;
+    superblock.embeds &= !options.no_embedding;
     let context = || format!("can't create {}", storage.name());
     make_room(storage, options, &places).await.context(context)?;
     if let Some(base) = &options.base {
@@ -129,7 +152,7 @@ async fn make_room(storage: &dyn Storage, options: &CreateOptions, places: &Plac
     let data = places.data_offset();
     let end = match places.shape().layout {
         Layout::Linear => data + options.size,
-        Layout::Table(_) => data,
+        Layout::Table(_) | Layout::Zoned { .. } => data,
     };
     if !storage.limits().fixed_len {
         storage.set_len(0).await?;

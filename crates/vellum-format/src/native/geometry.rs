@@ -41,6 +41,14 @@ pub const JOURNAL_BYTES_MAX: u64 = 64 << 20;
 pub const BITMAP_BYTES_MAX: u64 = 256 << 20;
 /// 4 GiB of masks: 64 TiB of base.
 pub const BASE_BYTES_MAX: u64 = 1 << 46;
+/// Bytes of an entry of the zone table.
+pub const ZONE_LEN: u64 = 256;
+/// The word of a zone's entry with which the bits of its settled units begin.
+pub const SETTLED_WORD: u64 = 8;
+/// Where entries hold a form, a stored unit's number has so many bits.
+const UNIT_BITS: u32 = 27;
+/// 2^18 zones.
+pub const ZONES_BYTES_MAX: u64 = 64 << 20;
 /// 2^26 units.
 pub const TABLE_BYTES_MAX: u64 = 256 << 20;
 /// Regions end here, far behind the largest ones: each page of home takes a pointer in memory.
@@ -55,6 +63,13 @@ pub enum Layout {
     Linear,
     /// By a table with one entry for each unit of this size.
     Table(BlockSize),
+    /// The same, and units are taken from zones in order: a unit that is written first may hold its own entry (`embed.rs`).
+    Zoned {
+        /// What one entry of the table maps.
+        unit: BlockSize,
+        /// So many bytes are opened for embedding at a time.
+        zone: BlockSize,
+    },
 }
 
 impl Layout {
@@ -63,6 +78,7 @@ impl Layout {
         match self {
             Self::Linear => "linear",
             Self::Table(_) => "table",
+            Self::Zoned { .. } => "zoned",
         }
     }
 
@@ -70,12 +86,17 @@ impl Layout {
     pub fn unit(self) -> Option<BlockSize> {
         match self {
             Self::Linear => None,
-            Self::Table(unit) => Some(unit),
+            Self::Table(unit) | Self::Zoned { unit, .. } => Some(unit),
         }
+    }
+
+    /// Whether there is a table at all.
+    pub fn has_table(self) -> bool {
+        self != Self::Linear
     }
 }
 
-/// The parts of the home area, in the order of the superblock.
+/// The parts of the home area, in their order in a new image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Region {
     /// One bit per block of the base.
@@ -88,14 +109,23 @@ pub enum Region {
     Partials,
     /// The list of snapshots.
     Snapshots,
+    /// 256 bytes per zone.
+    Zones,
     /// The ring of records.
     Journal,
 }
 
 impl Region {
     /// All of them.
-    pub const ALL: [Self; 6] =
-        [Self::Bitmap, Self::Masks, Self::Table, Self::Partials, Self::Snapshots, Self::Journal];
+    pub const ALL: [Self; 7] = [
+        Self::Bitmap,
+        Self::Masks,
+        Self::Table,
+        Self::Partials,
+        Self::Snapshots,
+        Self::Zones,
+        Self::Journal,
+    ];
 
     /// What it is called.
     pub fn name(self) -> &'static str {
@@ -105,6 +135,7 @@ impl Region {
             Self::Table => "table",
             Self::Partials => "partial units",
             Self::Snapshots => "snapshot list",
+            Self::Zones => "zone table",
             Self::Journal => "journal",
         }
     }
@@ -126,7 +157,7 @@ pub struct Shape {
 impl Shape {
     /// Whether anything in home can ever change, so that there must be a journal.
     pub fn needs_journal(&self) -> bool {
-        self.base_bytes.is_some() || matches!(self.layout, Layout::Table(_))
+        self.base_bytes.is_some() || self.layout.has_table()
     }
 
     /// How many blocks of the base there are.
@@ -141,26 +172,43 @@ impl Shape {
 
     /// How many units the disk has; none in `linear`.
     pub fn units(&self) -> u64 {
+        self.layout.unit().map_or(0, |unit| unit.count_for(self.size))
+    }
+
+    /// The zone's size, where there are zones.
+    pub fn zone(&self) -> Option<BlockSize> {
         match self.layout {
-            Layout::Linear => 0,
-            Layout::Table(unit) => unit.count_for(self.size),
+            Layout::Zoned { zone, .. } => Some(zone),
+            Layout::Linear | Layout::Table(_) => None,
         }
     }
 
     /// How many bytes the region has at least. The journal's length is a matter of choice: what it has at least when there
     /// is one.
     pub fn need(&self, region: Region) -> u64 {
-        let is_table = matches!(self.layout, Layout::Table(_));
+        let is_table = self.layout.has_table();
         let bytes = match region {
             Region::Bitmap => self.blocks().div_ceil(8),
             Region::Masks => self.sub_blocks().div_ceil(4),
             Region::Table => self.units() * 4,
             Region::Partials if is_table => PARTIALS * PARTIAL_LEN,
             Region::Snapshots if is_table => SNAPSHOTS * SNAPSHOT_LEN,
+            Region::Zones if self.zone().is_some() => ZONE_LEN,
             Region::Journal if self.needs_journal() => JOURNAL_BYTES_MIN,
-            Region::Partials | Region::Snapshots | Region::Journal => 0,
+            Region::Partials | Region::Snapshots | Region::Zones | Region::Journal => 0,
         };
         bytes.next_multiple_of(PAGE_LEN)
+    }
+
+    /// How many bytes the region has in a new image: zones for twice the disk, as an image holds what snapshots see, too.
+    fn wish(&self, region: Region) -> u64 {
+        match (region, self.zone()) {
+            (Region::Zones, Some(zone)) => {
+                let zones = 2 * zone.count_for(self.size) + 8;
+                (zones * ZONE_LEN).next_multiple_of(PAGE_LEN).min(ZONES_BYTES_MAX)
+            }
+            _ => self.need(region),
+        }
     }
 
     /// How many bytes the region has at most.
@@ -168,9 +216,10 @@ impl Shape {
         match region {
             Region::Bitmap if self.base_bytes.is_some() => BITMAP_BYTES_MAX,
             Region::Masks if self.base_bytes.is_some() => BASE_BYTES_MAX >> 14,
-            Region::Table if matches!(self.layout, Layout::Table(_)) => TABLE_BYTES_MAX,
+            Region::Table if self.layout.has_table() => TABLE_BYTES_MAX,
+            Region::Zones if self.zone().is_some() => ZONES_BYTES_MAX,
             Region::Journal if self.needs_journal() => JOURNAL_BYTES_MAX,
-            Region::Bitmap | Region::Masks | Region::Table | Region::Journal => 0,
+            Region::Bitmap | Region::Masks | Region::Table | Region::Zones | Region::Journal => 0,
             Region::Partials | Region::Snapshots => self.need(region),
         }
     }
@@ -196,13 +245,21 @@ impl Shape {
         if self.need(Region::Bitmap) > BITMAP_BYTES_MAX {
             return Err(Error::invalid("a base this large needs larger blocks: block_size"));
         }
-        if let Layout::Table(unit) = self.layout {
+        if let Some(unit) = self.layout.unit() {
             if !(16..=21).contains(&unit.shift()) {
                 return Err(Error::invalid("unit_size must be a power of two from 64k to 2M"));
             }
             if self.units() > TABLE_BYTES_MAX / 4 {
                 return Err(Error::invalid(
                     "a disk this large needs larger units (unit_size), or layout=linear",
+                ));
+            }
+            let can_be = |zone: BlockSize| {
+                (20..=26).contains(&zone.shift()) && (1..=10).contains(&(zone.shift() - unit.shift().min(zone.shift())))
+            };
+            if self.zone().is_some_and(|zone| !can_be(zone)) {
+                return Err(Error::invalid(
+                    "zone_size must be a power of two from 1M to 64M, and 2 to 1024 units",
                 ));
             }
         }
@@ -242,7 +299,7 @@ impl Bits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Places {
     pub(crate) shape: Shape,
-    regions: [ImageSpan; 6],
+    regions: [ImageSpan; 7],
     data_offset: ImageOffset,
 }
 
@@ -253,7 +310,7 @@ impl Places {
         shape.check()?;
         let len = |region| match region {
             Region::Journal => journal_bytes,
-            _ => shape.need(region),
+            _ => shape.wish(region),
         };
         let total = HOME_START.bytes() + Region::ALL.iter().map(|region| len(*region)).sum::<u64>();
         let data_offset = DATA_ALIGN.round_up(total);
@@ -275,7 +332,7 @@ impl Places {
     ///
     /// # Errors
     /// `Corrupt` when they cannot be.
-    pub fn checked(shape: Shape, regions: [ImageSpan; 6], data_offset: ImageOffset) -> Result<Self> {
+    pub fn checked(shape: Shape, regions: [ImageSpan; 7], data_offset: ImageOffset) -> Result<Self> {
         if !DATA_ALIGN.aligns(data_offset) || data_offset.bytes() == 0 || data_offset.bytes() > HOME_END_MAX {
             return Err(Error::corrupt(format!("the data cannot begin at {:#x}", data_offset.bytes())));
         }
@@ -347,10 +404,8 @@ impl Places {
 
     /// How large the disk may become without a longer table, in bytes.
     pub fn size_max(&self) -> u64 {
-        match self.shape.layout {
-            Layout::Linear => SIZE_MAX,
-            Layout::Table(unit) => (self.region(Region::Table).len() / 4) << unit.shift(),
-        }
+        let entries = self.region(Region::Table).len() / 4;
+        self.shape.layout.unit().map_or(SIZE_MAX, |unit| entries << unit.shift())
     }
 
     /// The same places for a disk of another size.
@@ -399,15 +454,82 @@ impl Places {
         }
     }
 
+    /// The stored unit that an entry names (0: none), and its form: 0, or one more than the block of it that is embedded.
+    pub fn split_entry(&self, entry: u32) -> (u32, u32) {
+        match self.shape.zone() {
+            Some(_) => (entry & ((1 << UNIT_BITS) - 1), entry >> UNIT_BITS),
+            None => (entry, 0),
+        }
+    }
+
+    /// The entry of a stored unit of this form.
+    pub fn make_entry(&self, unit: u32, form: u32) -> u32 {
+        debug_assert!(form == 0 || self.shape.zone().is_some(), "only units of zones have forms");
+        unit | form << UNIT_BITS
+    }
+
+    /// The highest number that a stored unit can have.
+    pub fn unit_max(&self) -> u32 {
+        match self.shape.zone() {
+            Some(_) => (1 << UNIT_BITS) - 1,
+            None => u32::MAX - 1,
+        }
+    }
+
+    /// The stored units that the two entries of a word of the table name.
+    pub fn units_in(&self, word: u64) -> [u32; 2] {
+        let entry = |value: u64| u32::try_from(value & 0xFFFF_FFFF).expect("32 bits");
+        [entry(word >> 32), entry(word)].map(|entry| self.split_entry(entry).0)
+    }
+
+    /// The last of them.
+    pub fn last_unit(&self, word: u64) -> u32 {
+        self.units_in(word).into_iter().max().expect("two")
+    }
+
+    /// How many units a zone has; 0 without zones.
+    pub fn units_per_zone(&self) -> u32 {
+        match self.shape.layout {
+            Layout::Zoned { unit, zone } => 1 << (zone.shift() - unit.shift()),
+            Layout::Linear | Layout::Table(_) => 0,
+        }
+    }
+
+    /// How many zones have an entry.
+    pub fn zones(&self) -> u32 {
+        u32::try_from(self.region(Region::Zones).len() / ZONE_LEN).expect("at most 2^18")
+    }
+
+    /// The zone in which a stored unit lies, and which unit of it that is. Nothing when the zone has no entry.
+    pub fn zone_of(&self, unit: u32) -> Option<(u32, u32)> {
+        let per_zone = self.units_per_zone();
+        let zone = (unit - 1).checked_div(per_zone)?;
+        (zone < self.zones()).then(|| (zone, (unit - 1) % per_zone))
+    }
+
+    /// A word of a zone's entry.
+    pub fn zone_word(&self, zone: u32, word: u64) -> ImageOffset {
+        debug_assert!(zone < self.zones() && word < ZONE_LEN / 8);
+        self.region(Region::Zones).start() + (u64::from(zone) * ZONE_LEN + word * 8)
+    }
+
+    /// The bit that says that a unit of a zone is told of by the table alone.
+    pub fn settled(&self, zone: u32, index: u32) -> Bits {
+        Bits { word: self.zone_word(zone, SETTLED_WORD + u64::from(index / 64)), shift: index % 64, width: 1 }
+    }
+
     /// Where stored unit `number` (1 and up) lies.
     pub fn unit(&self, number: u32) -> ImageSpan {
-        let Layout::Table(unit) = self.shape.layout else { panic!("only a table has units") };
+        let unit = self.shape.layout.unit().expect("only a table has units");
         debug_assert!(number > 0, "0 is no unit");
         (self.data_offset + ((u64::from(number) - 1) << unit.shift())).span(unit.bytes())
     }
 
     /// Whether unit `number` may be there, on a storage of this length.
     pub fn may_hold(&self, number: u32, len: u64, is_fixed: bool) -> bool {
+        if number == 0 || number > self.unit_max() {
+            return false;
+        }
         let span = self.unit(number);
         match is_fixed {
             true => span.end().bytes() <= len,
@@ -457,6 +579,24 @@ mod tests {
         Layout::Table(BlockSize::from_shift(shift))
     }
 
+    fn zoned(unit: u32, zone: u32) -> Layout {
+        Layout::Zoned { unit: BlockSize::from_shift(unit), zone: BlockSize::from_shift(zone) }
+    }
+
+    #[test]
+    fn entries_of_zones_have_forms() {
+        let places = Places::plan(shape(1 << 30, zoned(16, 26), None), MIB).unwrap();
+        assert_eq!(places.split_entry(places.make_entry(5, 31)), (5, 31));
+        assert_eq!(places.split_entry(u32::MAX), (places.unit_max(), 31));
+        assert_eq!(places.units_in(u64::from(places.make_entry(9, 1)) << 32 | 7), [9, 7]);
+        assert_eq!((places.zone_of(1), places.zone_of(1024), places.zone_of(1025)), (Some((0, 0)), Some((0, 1023)), Some((1, 0))));
+        assert_eq!(places.zone_of(places.zones() * 1024 + 1), None);
+        let bit = places.settled(1, 65);
+        assert_eq!((bit.word - places.region(Region::Zones).start(), bit.shift), (256 + 72, 1));
+        let plain = Places::plan(shape(1 << 30, table(16), None), MIB).unwrap();
+        assert_eq!((plain.split_entry(u32::MAX), plain.zone_of(1)), ((u32::MAX, 0), None));
+    }
+
     #[test]
     fn metadata_is_as_long_as_the_paper_says() {
         let tib = 1 << 40;
@@ -473,12 +613,13 @@ mod tests {
     #[test]
     fn regions_follow_one_another() {
         for (name, shape, journal, want, data) in [
-            ("plain", shape(1 << 30, Layout::Linear, None), 0, [0, 0, 0, 0, 0, 0], 1),
-            ("base", shape(1 << 30, Layout::Linear, Some(1 << 30)), 16 * MIB, [1, 16, 0, 0, 0, 4096], 17),
-            ("empty base", shape(1 << 30, Layout::Linear, Some(0)), MIB, [0, 0, 0, 0, 0, 256], 2),
-            ("table", shape(1 << 30, table(20), None), MIB, [0, 0, 124, 2, 128, 256], 2),
-            ("empty table", shape(0, table(16), None), 64 << 10, [0, 0, 0, 2, 128, 16], 1),
-            ("all", shape(1 << 30, table(16), Some(1 << 29)), MIB, [1, 8, 115, 2, 128, 256], 2),
+            ("plain", shape(1 << 30, Layout::Linear, None), 0, [0, 0, 0, 0, 0, 0, 0], 1),
+            ("base", shape(1 << 30, Layout::Linear, Some(1 << 30)), 16 * MIB, [1, 16, 0, 0, 0, 0, 4096], 17),
+            ("empty base", shape(1 << 30, Layout::Linear, Some(0)), MIB, [0, 0, 0, 0, 0, 0, 256], 2),
+            ("table", shape(1 << 30, table(20), None), MIB, [0, 0, 124, 2, 128, 0, 256], 2),
+            ("empty table", shape(0, table(16), None), 64 << 10, [0, 0, 0, 2, 128, 0, 16], 1),
+            ("all", shape(1 << 30, table(16), Some(1 << 29)), MIB, [1, 8, 115, 2, 128, 0, 256], 2),
+            ("zoned", shape(1 << 30, zoned(16, 26), None), MIB, [0, 0, 121, 2, 128, 3, 256], 2),
         ] {
             let places = Places::plan(shape, journal).unwrap();
             let pages = Region::ALL.map(|region| places.region(region).len() / 4096);
@@ -507,6 +648,8 @@ mod tests {
             ("unit_size", shape(512, table(15), None)),
             ("unit_size", shape(512, table(22), None)),
             ("larger units", shape(1 << 43, table(16), None)),
+            ("zone_size", shape(512, zoned(16, 27), None)),
+            ("zone_size", shape(512, zoned(20, 20), None)),
         ] {
             let error = shape.check().unwrap_err().to_string();
             assert!(error.contains(why), "{why}: {error}");

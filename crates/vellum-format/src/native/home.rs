@@ -77,6 +77,41 @@ impl Home {
         }
     }
 
+    /// The value of a word.
+    pub(super) fn word(&self, at: ImageOffset) -> Result<u64, Missing> {
+        let (page, word) = self.index(at);
+        match self.pages[page].get() {
+            Some(page) => Ok(page.words[word].load(Ordering::Acquire)),
+            None => Err(Missing(at)),
+        }
+    }
+
+    /// Changes a word, whose page must be here, without a word to the open transaction: something else tells of it after a
+    /// crash. The caller holds the journal's gate.
+    pub(super) fn change_untold(&self, at: ImageOffset, change: impl FnOnce(u64) -> u64) {
+        let (number, word) = self.index(at);
+        let page = self.pages[number].get().expect("pages are loaded before they are changed");
+        let _changed = lock(&page.changed);
+        let old = page.words[word].load(Ordering::Acquire);
+        page.words[word].store(change(old), Ordering::Release);
+    }
+
+    /// Tells the open transaction of a word as it is. The caller holds the journal's gate.
+    pub(super) fn touch(&self, at: ImageOffset) {
+        let (number, word) = self.index(at);
+        let page = self.pages[number].get().expect("what was changed is here");
+        self.list(number, &mut lock(&page.changed)).add(word);
+    }
+
+    /// The changes of a page; it is listed when there were none.
+    fn list<'a>(&self, number: usize, changed: &'a mut Option<Changed>) -> &'a mut Changed {
+        if changed.is_none() {
+            lock(&self.dirty).push(number);
+            self.dirty_count.fetch_add(1, Ordering::AcqRel);
+        }
+        changed.get_or_insert_default()
+    }
+
     /// Changes a word, whose page must be here. The caller holds the journal's gate. Tells the value before.
     pub(super) fn change(&self, at: ImageOffset, change: impl FnOnce(u64) -> u64) -> u64 {
         let (number, word) = self.index(at);
@@ -86,11 +121,7 @@ impl Home {
         let new = change(old);
         if new != old {
             page.words[word].store(new, Ordering::Release);
-            if changed.is_none() {
-                lock(&self.dirty).push(number);
-                self.dirty_count.fetch_add(1, Ordering::AcqRel);
-            }
-            changed.get_or_insert_default().add(word);
+            self.list(number, &mut changed).add(word);
         }
         old
     }

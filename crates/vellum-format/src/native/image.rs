@@ -27,11 +27,12 @@ use vellum_core::{
     SharedStorage,
 };
 
-use super::geometry::{Layout, Places, SUB_BLOCK};
+use super::geometry::{Places, Region, SUB_BLOCK};
 use super::home::{Home, Missing};
 use super::snapshots::{View, Views};
 use super::superblock::Superblocks;
 use super::units::Units;
+use super::zones::Zones;
 use crate::claims::Claims;
 use crate::epochs::Epochs;
 use crate::journal::Journal;
@@ -58,6 +59,8 @@ pub struct Native {
     pub(super) homeward: SharedStorage,
     /// The same, for guest data.
     pub(super) data: SharedStorage,
+    /// The same, without what the journal has that is newer.
+    pub(super) under: SharedStorage,
     pub(super) below: Option<SharedDisk>,
     pub(super) home: Home,
     /// What is claimed at once: a unit, or a run of this size.
@@ -69,6 +72,8 @@ pub struct Native {
     pub(super) units: Option<Units>,
     /// Likewise.
     pub(super) views: Option<Views>,
+    /// In `zoned`, when it is open for writing and units hold their entries.
+    pub(super) zones: Option<Zones>,
     /// The snapshot that is read instead of the disk.
     pub(super) view: Option<View>,
     /// Nothing when no home page can change.
@@ -92,6 +97,8 @@ pub(super) struct Commits {
     covered: AtomicU64,
     /// Records that are durable.
     records: AtomicU64,
+    /// The last transaction that is.
+    durable: AtomicU64,
 }
 
 impl Commits {
@@ -105,8 +112,14 @@ impl Commits {
         self.records.load(Ordering::Acquire)
     }
 
-    pub(super) fn note_record(&self) {
+    pub(super) fn note_record(&self, sequence: u64) {
         self.records.fetch_add(1, Ordering::AcqRel);
+        self.durable.fetch_max(sequence, Ordering::AcqRel);
+    }
+
+    /// Whether a transaction is durable.
+    pub(super) fn is_durable(&self, sequence: u64) -> bool {
+        self.durable.load(Ordering::Acquire) >= sequence
     }
 
     /// How many changes there have been.
@@ -146,6 +159,8 @@ pub(super) mod mask {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Origin {
     Host(ImageOffset),
+    /// In a block that holds its unit's entry, too, and so is packed. Where the block lies.
+    Embedded(ImageOffset),
     /// The image has it, and it is zero: no unit holds it.
     NoUnit,
     /// Zero, over the base.
@@ -186,10 +201,7 @@ impl Native {
 
     /// The size of a unit; nothing in `linear`.
     pub(super) fn unit(&self) -> Option<BlockSize> {
-        match self.places.shape().layout {
-            Layout::Linear => None,
-            Layout::Table(unit) => Some(unit),
-        }
+        self.places.shape().layout.unit()
     }
 
     /// The first byte behind the last sub-block that has a mask. From there on all is the image's.
@@ -239,28 +251,50 @@ impl Native {
         Ok((self.sub(SUB_BLOCK.cluster_of(start).index())?, span.len().min(len)))
     }
 
-    /// The entry of a unit of the disk; 0: none.
+    /// The stored unit of a unit of the disk; 0: none.
     pub(super) fn entry(&self, unit: u64) -> Result<u32, Missing> {
-        let entry = self.home.get(self.places.entry(unit))?;
-        Ok(u32::try_from(entry).expect("32 bits"))
+        Ok(self.entry_and_form(unit)?.0)
     }
 
-    /// Where the image's own byte lies, if anywhere, and how many bytes from there on lie in one piece.
-    pub(super) fn place(&self, at: GuestOffset) -> Result<(Option<ImageOffset>, u64), Missing> {
+    /// The same, and its form.
+    pub(super) fn entry_and_form(&self, unit: u64) -> Result<(u32, u32), Missing> {
+        let entry = self.home.get(self.places.entry(unit))?;
+        Ok(self.places.split_entry(u32::try_from(entry).expect("32 bits")))
+    }
+
+    /// Where the image's own byte lies, and how many bytes from there on lie in one piece.
+    pub(super) fn place(&self, at: GuestOffset) -> Result<(Origin, u64), Missing> {
         let Some(unit) = self.unit() else {
-            return Ok((Some(self.places.linear(at)), u64::MAX));
+            return Ok((Origin::Host(self.places.linear(at)), u64::MAX));
         };
-        let within = unit.within(at);
-        let place = match self.entry(unit.cluster_of(at).index())? {
-            0 => None,
-            number => Some(self.places.unit(number).start() + within),
-        };
-        Ok((place, unit.bytes() - within))
+        let (within, left) = (unit.within(at), unit.bytes() - unit.within(at));
+        let (number, form) = self.entry_and_form(unit.cluster_of(at).index())?;
+        if number == 0 {
+            return Ok((Origin::NoUnit, left));
+        }
+        let start = self.places.unit(number).start();
+        if form == 0 {
+            return Ok((Origin::Host(start + within), left));
+        }
+        let block = u64::from(form - 1);
+        Ok(match within / SUB_BLOCK.bytes() {
+            here if here == block => {
+                let end = (block + 1) * SUB_BLOCK.bytes();
+                (Origin::Embedded(start + block * SUB_BLOCK.bytes()), end - within)
+            }
+            here if here < block => (Origin::Host(start + within), block * SUB_BLOCK.bytes() - within),
+            _ => (Origin::Host(start + within), left),
+        })
     }
 
     /// Reads a page of home that is missing.
     pub(super) async fn load(&self, missing: Missing) -> Result<()> {
-        let place = |page| self.view.as_ref().map_or(Some(page), |view| view.place(page));
+        // The zone table is that of all views.
+        let zones = self.places.region(Region::Zones);
+        let place = |page| match &self.view {
+            Some(view) if !zones.contains(page) => view.place(page),
+            _ => Some(page),
+        };
         self.home.load(&*self.metadata, missing, place).await
     }
 

@@ -8,22 +8,26 @@
 //! |---|---|
 //! | [`superblock`] | two copies of one page: read as bytes that nobody vouches for, checked once |
 //! | [`geometry`] | where everything lies |
+//! | [`embed`] | a block that holds its unit's entry, too |
 //!
 //! | what is done | |
 //! |---|---|
 //! | [`mod@create`] | a new image |
-//! | [`open`], `recover` | and what is believed of an image; what a crash leaves |
+//! | [`open`], `recover`, `rescue` | and what is believed of an image; what a crash leaves |
 //! | `image`, `home` | what is in memory: the home pages, read without a lock |
 //! | `read`, `write` with `publish`, `zero` | requests |
 //! | `commit` | the journal's life, and what is durable when |
 //! | `resize` | another size for the disk |
 //! | [`snapshots`] | views of the disk that no longer change |
+//! | `zones`, `birth` | units that hold their own entries: opened, written, told to the table; overwritten |
 //! | `units` | which units are free, and what must happen before one is used |
 //! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 
 pub mod check;
+mod birth;
 mod commit;
 pub mod create;
+pub mod embed;
 pub mod geometry;
 mod home;
 mod image;
@@ -31,12 +35,14 @@ pub mod open;
 mod publish;
 mod read;
 mod recover;
+mod rescue;
 mod resize;
 pub mod snapshots;
 pub mod superblock;
 mod units;
 mod write;
 mod zero;
+mod zones;
 
 pub use create::{CreateOptions, JOURNAL_BYTES_DEFAULT, NewBase, create};
 pub use geometry::{Layout, Places, Region, Shape};

@@ -16,6 +16,7 @@ use super::recover::recover;
 use super::snapshots::{View, Views, refuse_half_reverted};
 use super::superblock::Superblocks;
 use super::units::Units;
+use super::zones::Zones;
 use crate::journal::{Journal, Overlaid};
 use crate::state::State;
 
@@ -112,7 +113,7 @@ impl Native {
         };
         let home = Home::new(places.home());
         let (units, views) = match shape.layout {
-            super::geometry::Layout::Table(_) if !read_only => {
+            super::geometry::Layout::Table(_) | super::geometry::Layout::Zoned { .. } if !read_only => {
                 let views = Views::read(&metadata, &places, has_snapshots).await?;
                 (Some(read_units(&home, &places, &metadata, &views).await?), Some(views))
             }
@@ -120,15 +121,13 @@ impl Native {
         };
         let has_journal = !read_only && !places.region(Region::Journal).is_empty();
         let journal = has_journal.then(|| Journal::new(options.journal_key));
-        let data = Tallied::shared(image.clone(), options.tally.data.clone());
+        let under = Tallied::shared(image.clone(), options.tally.data.clone());
         let data: SharedStorage = match &journal {
-            Some(journal) => Arc::new(Overlaid { image: data, full: journal.full.clone() }),
-            None => data,
+            Some(journal) => Arc::new(Overlaid { image: under.clone(), full: journal.full.clone() }),
+            None => under.clone(),
         };
-        let cell = match shape.layout {
-            super::geometry::Layout::Table(unit) => unit,
-            super::geometry::Layout::Linear => LINEAR_CELL,
-        };
+        let cell = shape.layout.unit().unwrap_or(LINEAR_CELL);
+        let embeds = superblock.embeds() && units.is_some() && journal.is_some();
         Ok(Arc::new(Self {
             name: image.name().to_owned(),
             geometry,
@@ -137,6 +136,7 @@ impl Native {
             homeward: Tallied::shared(image, options.tally.checkpoint.clone()),
             metadata,
             data,
+            under,
             below,
             home,
             cell,
@@ -145,6 +145,7 @@ impl Native {
             block_locks: std::array::from_fn(|_| Mutex::new(())),
             units,
             views,
+            zones: embeds.then(Zones::default),
             view,
             journal,
             beginning: Default::default(),
@@ -171,6 +172,12 @@ async fn refuse_partials(image: &SharedStorage, places: &Places) -> Result<()> {
     }
 }
 
+/// Whether a unit can be of this form: it has the block, and its zone has an entry.
+pub(super) fn may_be_embedded(places: &Places, unit: u32, form: u32) -> bool {
+    let blocks = places.shape().layout.unit().map_or(0, BlockSize::bytes) / BlockSize::PAGE.bytes();
+    u64::from(form) <= blocks && places.zone_of(unit).is_some()
+}
+
 /// Which units are free, by what neither the table nor a snapshot names.
 async fn read_units(home: &Home, places: &Places, image: &SharedStorage, views: &Views) -> Result<Units> {
     let table = places.region(Region::Table);
@@ -179,17 +186,19 @@ async fn read_units(home: &Home, places: &Places, image: &SharedStorage, views: 
     let data_len = image.len().saturating_sub(places.data_offset().bytes());
     // On a device all units there can be; in a file also one that it has only in part.
     let in_file = if limits.fixed_len { data_len / size } else { data_len.div_ceil(size) };
-    let in_file = u32::try_from(in_file.min(u64::from(u32::MAX >> 1))).expect("as just bounded");
+    let most = u64::from(places.unit_max().min(u32::MAX >> 1));
+    let in_file = u32::try_from(in_file.min(most)).expect("as just bounded");
     let mut used = RoaringBitmap::new();
     let see = |at: vellum_core::ImageOffset, word: u64| {
-        for (entry, number) in [(word >> 32, 0), (word & 0xFFFF_FFFF, 1)] {
-            let entry = u32::try_from(entry).expect("32 bits");
-            if entry == 0 {
+        for (raw, number) in [(word >> 32, 0), (word & 0xFFFF_FFFF, 1)] {
+            let (entry, form) = places.split_entry(u32::try_from(raw).expect("32 bits"));
+            if raw == 0 {
                 continue;
             }
             let index = (at - table.start()) / 4 + number;
-            let is_possible =
-                index < places.shape().units() && places.may_hold(entry, image.len(), limits.fixed_len);
+            let is_possible = index < places.shape().units()
+                && places.may_hold(entry, image.len(), limits.fixed_len)
+                && (form == 0 || may_be_embedded(places, entry, form));
             if !is_possible {
                 return Err(Error::corrupt(format!(
                     "entry {index} of the table names unit {entry}, which cannot be: run `vellum check`"
@@ -211,7 +220,7 @@ async fn read_units(home: &Home, places: &Places, image: &SharedStorage, views: 
     };
     home.scan(&**image, table, see).await.context(|| "can't read the table")?;
     used.extend(views.units());
-    Ok(Units::new(&used, in_file, !limits.fixed_len && limits.grows_zeroed))
+    Ok(Units::new(&used, in_file, places.unit_max(), !limits.fixed_len && limits.grows_zeroed))
 }
 
 impl Disk for Native {

@@ -8,8 +8,11 @@
 //! 2. The entry comes before bits and masks: what they send to the image finds there what it is to find.
 //! 3. Masks of one block are changed by one at a time: who makes the last of them data sets the bit.
 
+use std::cell::Cell;
+
 use vellum_core::{Context, GuestSpan, ImageOffset, Result};
 
+use super::birth::Birth;
 use super::home::Missing;
 use super::image::{Native, mask};
 use crate::claims::Held;
@@ -30,14 +33,36 @@ pub(super) struct Step<'a> {
     pub(super) subs: Vec<u64>,
     /// Of their sectors.
     pub(super) checks: Vec<SectorChecks>,
+    /// The unit is to hold its own entry.
+    pub(super) birth: Option<Birth>,
+    /// The cell's bytes are part of the disk.
+    pub(super) is_published: Cell<bool>,
+}
+
+impl<'a> Step<'a> {
+    pub(super) fn new(part: GuestSpan, held: Held<'a>) -> Self {
+        Self {
+            part,
+            held,
+            at: None,
+            is_fresh: false,
+            subs: Vec::new(),
+            checks: Vec::new(),
+            birth: None,
+            is_published: Cell::new(false),
+        }
+    }
 }
 
 impl Native {
     pub(super) async fn publish_steps(&self, steps: &[Step<'_>]) -> Result<()> {
         for step in steps {
-            if step.is_fresh || !step.subs.is_empty() {
-                self.publish_step(step).await?;
+            match &step.birth {
+                Some(birth) => self.publish_birth(step, birth).await?,
+                None if step.is_fresh || !step.subs.is_empty() => self.publish_step(step).await?,
+                None => {}
             }
+            step.is_published.set(true);
         }
         Ok(())
     }

@@ -52,12 +52,9 @@ impl Native {
                 Sub::Image => {
                     while !now.is_empty() {
                         let from = GuestSpan::between(now.start(), rest.end());
-                        let (place, len) = self.place(now.start()).map_err(|missing| (from, missing))?;
+                        let (origin, len) = self.place(now.start()).map_err(|missing| (from, missing))?;
                         let (here, next) = now.split_at(len);
-                        push(
-                            parts,
-                            Part { len: here.len(), from: place.map_or(Origin::NoUnit, Origin::Host) },
-                        );
+                        push(parts, Part { len: here.len(), from: origin });
                         now = next;
                     }
                 }
@@ -104,6 +101,7 @@ impl Native {
     async fn read_part(&self, at: GuestOffset, part: Part, mut buffer: Buffer) -> Result<Buffer> {
         match part.from {
             Origin::Host(host) => self.data.read(host, buffer).await,
+            Origin::Embedded(block) => self.read_embedded(at, block, buffer).await,
             Origin::Below => self.read_base(at, buffer).await,
             Origin::Broken => Err(self.broken(at)),
             Origin::NoUnit | Origin::Zero => {
@@ -136,6 +134,7 @@ impl Native {
                 Origin::NoUnit | Origin::Zero => {
                     extents.push(Extent { span, place: Place::Zero { allocated: false } });
                 }
+                Origin::Embedded(_) => extents.push(Extent { span, place: Place::Compressed }),
                 Origin::Below => self.map_base(span, &mut extents),
                 Origin::Broken => return Err(self.broken(span.start())),
             }

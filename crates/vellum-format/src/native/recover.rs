@@ -14,6 +14,7 @@ use std::collections::BTreeSet;
 use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, SharedStorage, Storage};
 
 use super::geometry::{Places, Region};
+use super::rescue::rescue;
 use super::superblock::Superblocks;
 use crate::bytes::be64;
 use crate::journal::record::{Item, Record};
@@ -63,7 +64,7 @@ impl Allowed {
                 continue;
             }
             let bytes = storage.read(copy.start(), Buffer::for_overwrite(4096)).await?;
-            let words = (0..512).map(|word| last_unit(be64(bytes.slice(), word * 8)));
+            let words = (0..512).map(|word| self.places.last_unit(be64(bytes.slice(), word * 8)));
             last = words.fold(last, u32::max);
         }
         Ok(last)
@@ -136,13 +137,19 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         for found in &records[from..] {
             replay.replay(&found.record).await?;
         }
+        let has_words = |found: &&replay::Found| !found.record.items.is_empty();
+        let newest_words = records.iter().rev().find(has_words).map(|found| &found.record);
+        let generation = superblocks.superblock.generation;
+        let rescued = rescue(&mut replay, storage, &places, generation, newest_words).await?;
+        recovery.born = rescued.count;
         // The table may have arrived where the file's new length has not.
-        let mut named = replay.words_in(places.region(Region::Table)).map(last_unit).max().unwrap_or(0);
+        let mut named = replay.words_in(places.region(Region::Table)).map(|word| places.last_unit(word)).max().unwrap_or(0);
         for map in maps {
             let index: Vec<u64> =
                 replay.words_in(places.unit(map).start().span(BlockSize::PAGE.bytes())).collect();
             named = named.max(replay.rules.last_named(storage, map, &index).await?);
         }
+        debug_assert!(rescued.last <= named, "what was found is in the table");
         if named > 0 && !places.may_hold(named, end, storage.limits().fixed_len) {
             return Err(Error::corrupt(format!(
                 "the journal names unit {named}, far behind the end of the file"
@@ -171,12 +178,6 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     superblocks.write(storage).await?;
     storage.flush().await?; // commit point of the recovery
     Ok(recovery)
-}
-
-/// The last of the units that two entries of the table name.
-pub(super) fn last_unit(word: u64) -> u32 {
-    let entry = |value: u64| u32::try_from(value & 0xFFFF_FFFF).expect("32 bits");
-    entry(word >> 32).max(entry(word))
 }
 
 #[cfg(test)]

@@ -78,7 +78,7 @@ async fn clear_leftovers(image: &SharedStorage) -> Result<()> {
 /// Makes zero what the larger disk has and the smaller one had not.
 async fn make_room(image: &dyn Storage, old: &Places, new: &Places) -> Result<()> {
     let size = old.shape().size;
-    let Layout::Table(unit) = old.shape().layout else {
+    let Some(unit) = old.shape().layout.unit() else {
         let (end, new_end) = (old.data_offset() + size, new.data_offset() + new.shape().size);
         if !image.limits().fixed_len {
             // Once shorter: whatever an earlier end left behind is gone.
@@ -97,11 +97,13 @@ async fn make_room(image: &dyn Storage, old: &Places, new: &Places) -> Result<()
     }
     let entry = old.entry(size >> unit.shift());
     let word = image.read(entry.word, Buffer::for_overwrite(8)).await?;
-    let number = entry.get(crate::bytes::be64(word.slice(), 0));
+    let raw = u32::try_from(entry.get(crate::bytes::be64(word.slice(), 0))).expect("32 bits");
+    let (number, form) = old.split_entry(raw);
     if number == 0 {
         return Ok(());
     }
-    let (_, rest) = old.unit(u32::try_from(number).expect("32 bits")).split_at(within);
+    debug_assert_eq!(form, 0, "made plain before");
+    let (_, rest) = old.unit(number).split_at(within);
     let in_file = rest.intersect(vellum_core::ImageOffset::ZERO.span(image.len()));
     if in_file.is_empty() { Ok(()) } else { image.write_zeroes(in_file, Zeroes::MayUnmap).await }
 }

@@ -4,11 +4,11 @@
 //!  A at 0, B at 4096
 //!  0          8     12        16         24     40             48           56       60      62 64     72          80
 //!  ├──────────┼─────┼─────────┼──────────┼──────┼──────────────┼────────────┼────────┼───────┼──┼──────┼───────────┤
-//!  │ VELLUMv1 │ crc │ version │ sequence │ uuid │ incompatible │ compatible │ layout │ shifts│0 │ size │ base size │
+//!  │ VELLUMv1 │ crc │ version │ sequence │ uuid │ incompatible │ compatible │ layout │ shifts│sw│ size │ base size │
 //!  └──────────┴─────┴─────────┴──────────┴──────┴──────────────┴────────────┴────────┴───────┴──┴──────┴───────────┘
 //!  80                    176           184          192   208          212       216        220         256     1280
 //!  ├─────────────────────┼─────────────┼────────────┼─────┼────────────┼─────────┼──────────┼───────────┼───────┼──────
-//!  │ six regions: at, len│ data_offset │ generation │ key │ not used   │ not used│ name len │ format len│ name  │ format
+//!  │ six regions: at, len│ data_offset │ generation │ key │ not used   │ name len│format len│ zone table│ name  │ format
 //!  └─────────────────────┴─────────────┴────────────┴─────┴────────────┴─────────┴──────────┴───────────┴───────┴──────
 //! ```
 //!
@@ -41,6 +41,8 @@ mod field {
     pub(super) const LAYOUT: usize = 56;
     pub(super) const BLOCK_SHIFT: usize = 60;
     pub(super) const UNIT_SHIFT: usize = 61;
+    pub(super) const ZONE_SHIFT: usize = 62;
+    pub(super) const SWITCHES: usize = 63;
     pub(super) const SIZE: usize = 64;
     pub(super) const BASE_BYTES: usize = 72;
     pub(super) const REGIONS: usize = 80;
@@ -49,6 +51,7 @@ mod field {
     pub(super) const KEY: usize = 192;
     pub(super) const NAME_LEN: usize = 216;
     pub(super) const FORMAT_LEN: usize = 220;
+    pub(super) const ZONES: usize = 224;
     pub(super) const NAME: usize = 256;
     pub(super) const FORMAT: usize = 1280;
 }
@@ -63,7 +66,25 @@ mod incompatible {
     pub(super) const TABLE: u64 = 1 << 1;
     pub(super) const BASE: u64 = 1 << 2;
     pub(super) const SNAPSHOTS: u64 = 1 << 3;
-    pub(super) const KNOWN: u64 = REPLAY | TABLE | BASE | SNAPSHOTS;
+    pub(super) const ZONED: u64 = 1 << 4;
+    pub(super) const KNOWN: u64 = REPLAY | TABLE | BASE | SNAPSHOTS | ZONED;
+}
+
+/// Bits of the byte of switches.
+const NO_EMBEDDING: u8 = 1 << 0;
+
+/// Where the superblock says where a region lies, and how long it is.
+fn place_of(region: Region) -> usize {
+    let index = match region {
+        Region::Bitmap => 0,
+        Region::Masks => 1,
+        Region::Table => 2,
+        Region::Partials => 3,
+        Region::Snapshots => 4,
+        Region::Journal => 5,
+        Region::Zones => return field::ZONES,
+    };
+    field::REGIONS + 16 * index
 }
 
 /// One of the two copies.
@@ -137,6 +158,8 @@ pub struct Superblock {
     pub(crate) key: Option<u128>,
     /// Whether there are snapshots, or were.
     pub(crate) has_snapshots: bool,
+    /// Whether units of zones hold their own entries.
+    pub(crate) embeds: bool,
 }
 
 impl Superblock {
@@ -167,6 +190,7 @@ impl Superblock {
             generation: 0,
             key: None,
             has_snapshots: false,
+            embeds: places.shape().zone().is_some(),
         })
     }
 
@@ -189,12 +213,13 @@ impl Superblock {
         refuse_unknown_features(features)?;
         let shape = shape(&*page, features)?;
         shape.check().map_err(|error| error.with_kind(vellum_core::ErrorKind::Corrupt))?;
-        let mut regions = [ImageOffset::ZERO.span(0); 6];
-        for (index, region) in Region::ALL.into_iter().enumerate() {
-            let at = field::REGIONS + 16 * index;
+        let mut regions = [ImageOffset::ZERO.span(0); 7];
+        let has_zones = shape.zone().is_some();
+        for region in Region::ALL.into_iter().filter(|region| has_zones || *region != Region::Zones) {
+            let at = place_of(region);
             let span =
                 vellum_core::ImageSpan::checked(ImageOffset::new(be64(&*page, at)), be64(&*page, at + 8));
-            regions[index] =
+            regions[region as usize] =
                 span.ok_or_else(|| Error::corrupt(format!("the {} cannot lie there", region.name())))?;
         }
         let places = Places::checked(shape, regions, ImageOffset::new(be64(&*page, field::DATA_OFFSET)))?;
@@ -211,6 +236,7 @@ impl Superblock {
             generation: be64(&*page, field::GENERATION),
             key: (features & incompatible::REPLAY != 0).then_some(key),
             has_snapshots: features & incompatible::SNAPSHOTS != 0,
+            embeds: has_zones && page[field::SWITCHES] & NO_EMBEDDING == 0,
             page: Page(page),
         };
         superblock.check_rest(key)?;
@@ -266,15 +292,17 @@ impl Superblock {
         let mut features = 0;
         for (is_set, bit) in [
             (self.key.is_some(), incompatible::REPLAY),
-            (layout != Layout::Linear, incompatible::TABLE),
+            (layout.has_table(), incompatible::TABLE),
+            (matches!(layout, Layout::Zoned { .. }), incompatible::ZONED),
             (self.base.is_some(), incompatible::BASE),
             (self.has_snapshots, incompatible::SNAPSHOTS),
         ] {
             features |= if is_set { bit } else { 0 };
         }
-        let (layout, unit_shift) = match layout {
-            Layout::Linear => (0, 0),
-            Layout::Table(unit) => (1, unit.shift()),
+        let (layout, unit_shift, zone_shift) = match layout {
+            Layout::Linear => (0, 0, 0),
+            Layout::Table(unit) => (1, unit.shift(), 0),
+            Layout::Zoned { unit, zone } => (2, unit.shift(), zone.shift()),
         };
         bytes[..8].copy_from_slice(&MAGIC);
         put32(bytes, field::VERSION, VERSION);
@@ -284,12 +312,20 @@ impl Superblock {
         put32(bytes, field::LAYOUT, layout);
         bytes[field::BLOCK_SHIFT] = u8::try_from(block.shift()).expect("at most 20");
         bytes[field::UNIT_SHIFT] = u8::try_from(unit_shift).expect("at most 21");
+        if zone_shift != 0 {
+            bytes[field::ZONE_SHIFT] = u8::try_from(zone_shift).expect("at most 26");
+            let others = bytes[field::SWITCHES] & !NO_EMBEDDING;
+            bytes[field::SWITCHES] = if self.embeds { others } else { others | NO_EMBEDDING };
+        }
         put64(bytes, field::SIZE, size);
         put64(bytes, field::BASE_BYTES, base_bytes.unwrap_or(0));
-        for (index, region) in Region::ALL.into_iter().enumerate() {
+        for region in Region::ALL {
             let span = self.places.region(region);
-            put64(bytes, field::REGIONS + 16 * index, span.start().bytes());
-            put64(bytes, field::REGIONS + 16 * index + 8, span.len());
+            if region == Region::Zones && span.is_empty() {
+                continue; // bytes that an image without zones does not know
+            }
+            put64(bytes, place_of(region), span.start().bytes());
+            put64(bytes, place_of(region) + 8, span.len());
         }
         put64(bytes, field::DATA_OFFSET, self.places.data_offset().bytes());
         put64(bytes, field::GENERATION, self.generation);
@@ -327,6 +363,11 @@ impl Superblock {
     /// Whether changes lie in the journal that must be replayed first.
     pub fn needs_replay(&self) -> bool {
         self.key.is_some()
+    }
+
+    /// Whether a unit that is written first may hold its own entry.
+    pub fn embeds(&self) -> bool {
+        self.embeds
     }
 
     /// Whether there are snapshots, or were.
@@ -435,13 +476,22 @@ fn shape(page: &[u8], features: u64) -> Result<Shape> {
     let layout = match (be32(page, field::LAYOUT), unit_shift) {
         (0, 0) => Layout::Linear,
         (1, 16..=21) => Layout::Table(BlockSize::from_shift(unit_shift)),
-        (0 | 1, _) => {
+        (2, 16..=21) => {
+            let zone_shift = u32::from(page[field::ZONE_SHIFT]);
+            if !(20..=26).contains(&zone_shift) {
+                return Err(Error::corrupt(format!("zones of 2^{zone_shift} bytes are impossible")));
+            }
+            Layout::Zoned { unit: BlockSize::from_shift(unit_shift), zone: BlockSize::from_shift(zone_shift) }
+        }
+        (0..=2, _) => {
             return Err(Error::corrupt(format!("units of 2^{unit_shift} bytes are impossible here")));
         }
-        (2, _) => return Err(Error::unsupported("layout 2 (zoned) is not known to this program")),
         (other, _) => return Err(Error::unsupported(format!("layout {other} is not known"))),
     };
-    if (layout == Layout::Linear) != (features & incompatible::TABLE == 0) {
+    let is_zoned = matches!(layout, Layout::Zoned { .. });
+    if layout.has_table() != (features & incompatible::TABLE != 0)
+        || is_zoned != (features & incompatible::ZONED != 0)
+    {
         return Err(Error::corrupt("the layout and its feature bit contradict each other"));
     }
     if !(12..=20).contains(&block_shift) {

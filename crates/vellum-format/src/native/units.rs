@@ -57,19 +57,21 @@ struct Pool {
     unknown: RoaringBitmap,
     /// All from here on have never been there: nothing on a medium that cannot grow.
     next: Option<u32>,
+    /// No unit has a higher number.
+    last: u32,
 }
 
 impl Units {
     /// The pool of an image whose table names `used`; `in_file` units lie at least in part inside the file, and `can_grow`
     /// tells whether what is behind it reads as zero.
-    pub(super) fn new(used: &RoaringBitmap, in_file: u32, can_grow: bool) -> Self {
+    pub(super) fn new(used: &RoaringBitmap, in_file: u32, last: u32, can_grow: bool) -> Self {
         let end = used.max().map_or(in_file, |last| last.max(in_file));
         let mut unknown = RoaringBitmap::new();
         if end > 0 {
             unknown.insert_range(1..=end);
         }
         unknown -= used;
-        let pool = Pool { clean: Vec::new(), unknown, next: end.checked_add(1).filter(|_| can_grow) };
+        let pool = Pool { clean: Vec::new(), unknown, next: Some(end + 1).filter(|_| can_grow), last };
         Self {
             pool: Mutex::new(pool),
             waiting: Mutex::default(),
@@ -93,9 +95,28 @@ impl Units {
             pool.unknown.remove(unit);
             return Some(unit);
         }
-        let next = pool.next?;
-        pool.next = next.checked_add(1);
+        let next = pool.next.filter(|next| *next <= pool.last)?;
+        pool.next = Some(next + 1);
         Some(next)
+    }
+
+    /// The first of a run of so many units that has never been there, one of the first `zones` such runs. The units before it
+    /// are clean.
+    pub(super) fn take_zone(&self, len: u32, zones: u32) -> Option<u32> {
+        let mut pool = lock(&self.pool);
+        let next = pool.next?;
+        let first = (next - 1).checked_next_multiple_of(len)?.checked_add(1)?;
+        if first.checked_add(len)? > pool.last || first / len >= zones {
+            return None;
+        }
+        pool.clean.extend((next..first).rev());
+        pool.next = Some(first + len);
+        Some(first)
+    }
+
+    /// A zone that was taken and never opened.
+    pub(super) fn give_zone_back(&self, first: u32, len: u32) {
+        lock(&self.pool).clean.extend((first..first + len).rev());
     }
 
     /// A unit that was taken, and may hold anything by now.
@@ -160,7 +181,7 @@ impl Native {
     }
 
     /// Makes the file long enough to hold the unit.
-    async fn reach(&self, unit: ImageSpan) -> Result<()> {
+    pub(super) async fn reach(&self, unit: ImageSpan) -> Result<()> {
         if self.metadata.len() >= unit.end().bytes() {
             return Ok(());
         }
@@ -326,14 +347,14 @@ mod tests {
     #[test]
     fn what_a_file_holds_is_not_given_out_before_it_is_clean() {
         let used: RoaringBitmap = [2, 5].into_iter().collect();
-        let units = Units::new(&used, 4, true);
+        let units = Units::new(&used, 4, 100, true);
         assert_eq!(lock(&units.pool).unknown.iter().collect::<Vec<_>>(), [1, 3, 4]);
         assert_eq!(units.take(), Some(6), "behind the end");
         units.clean(3);
         assert_eq!(units.take(), Some(3));
         units.give_up(6);
         assert_eq!(units.take(), Some(7));
-        let device = Units::new(&used, 8, false);
+        let device = Units::new(&used, 8, 100, false);
         assert_eq!(device.take(), None);
         assert_eq!(lock(&device.pool).unknown.len(), 6);
     }

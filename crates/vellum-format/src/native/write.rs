@@ -37,6 +37,14 @@ const BYTES_AT_ONCE: u64 = 8 << 20;
 /// Runs of checks reach over no multiple of this; units begin at multiples of it or of their size.
 const CHECKS_TOGETHER: BlockSize = BlockSize::from_shift(20);
 
+/// What became of a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Written {
+    Done,
+    /// Nothing: what was looked up is something else by now.
+    LookAgain,
+}
+
 /// Stops the image when a write is dropped half way.
 struct UnderWay<'a> {
     image: &'a Native,
@@ -83,6 +91,10 @@ impl Native {
                     continue; // a snapshot has come in between
                 }
                 let parts = self.parts(span).await?;
+                if parts.iter().any(|part| matches!(part.from, Origin::Embedded(_))) {
+                    self.make_plain_parts(span, &parts, &data).await?;
+                    continue;
+                }
                 if parts.iter().all(|part| matches!(part.from, Origin::Host(_))) {
                     let result = self.write_parts(parts, data).await;
                     self.commits.note_change();
@@ -95,8 +107,10 @@ impl Native {
                 self.write_allocating(span, &mut data).await
             };
             let error = match result {
+                Ok(Written::Done) => return Ok(()),
+                Ok(Written::LookAgain) => continue,
                 Err(error) if error.kind() == ErrorKind::NoSpace => error,
-                result => return result,
+                Err(error) => return Err(error),
             };
             if data.len() as u64 != span.len() {
                 let Some(copy) = copy else { return Err(error) };
@@ -107,6 +121,23 @@ impl Native {
                 return Err(error);
             }
         }
+    }
+
+    /// Blocks that hold their units' entries become blocks like others, with the new bytes where all of a block changes.
+    async fn make_plain_parts(&self, span: GuestSpan, parts: &Parts, data: &Buffer) -> Result<()> {
+        let mut at = span.start();
+        for part in parts {
+            if matches!(part.from, Origin::Embedded(_)) {
+                let new = (part.len == SUB_BLOCK.bytes()).then(|| {
+                    let mut bytes = vec![0; 4096];
+                    data.copy_to(usize::try_from(at - span.start()).expect("within the buffer"), &mut bytes);
+                    Buffer::copy_of(&bytes)
+                });
+                self.make_plain(self.cell_of(at).index(), new).await?;
+            }
+            at += part.len;
+        }
+        Ok(())
     }
 
     async fn write_parts(&self, parts: Parts, mut data: Buffer) -> Result<()> {
@@ -136,14 +167,22 @@ impl Native {
 
     /// Writes where bits, masks or entries must change. Takes the data out of the buffer when there is a place for all of it;
     /// when it fails before that, the buffer is whole. The caller is inside an epoch.
-    pub(super) async fn write_allocating(&self, span: GuestSpan, data: &mut Buffer) -> Result<()> {
+    pub(super) async fn write_allocating(&self, span: GuestSpan, data: &mut Buffer) -> Result<Written> {
         let mut steps = Vec::new();
         let mut under_way = UnderWay { image: self, has_ended: false };
         let result = self.write_steps(span, data, &mut steps).await;
         under_way.has_ended = true;
         self.commits.note_change();
+        let any_born = steps.iter().any(|step| step.birth.is_some());
         for step in steps {
+            if let Some(birth) = step.birth.as_ref().filter(|_| !step.is_published.get()) {
+                self.retire(birth.given.unit).await;
+            }
             self.let_go(step.held);
+        }
+        if any_born || self.wants_zone() {
+            // Whatever keeps a zone from being opened or closed keeps no write.
+            let _ = self.tidy_zones().await;
         }
         result
     }
@@ -167,14 +206,15 @@ impl Native {
         span: GuestSpan,
         data: &mut Buffer,
         steps: &mut Vec<Step<'a>>,
-    ) -> Result<()> {
+    ) -> Result<Written> {
         self.begin_journal().await?;
         let mut rest = span;
         while !rest.is_empty() {
             let (part, later) = self.first_part(rest);
             let cell = self.cell.cluster_of(part.start());
-            let held = self.claims.claim(cell, self.parts_of(part)).await;
-            steps.push(Step { part, held, at: None, is_fresh: false, subs: Vec::new(), checks: Vec::new() });
+            let mask = if self.could_be_born(cell) { u32::MAX } else { self.parts_of(part) };
+            let held = self.claims.claim(cell, mask).await;
+            steps.push(Step::new(part, held));
             rest = later;
         }
         for step in &mut *steps {
@@ -185,12 +225,14 @@ impl Native {
             let words = || self.words_of_any(step);
             self.keep(&words).await?;
         }
-        self.settle_places(steps).await?;
-        self.transfer(steps, data).await?;
-        if sabotage::is(Bug::BitBeforeData) {
-            return Ok(());
+        if self.settle_places(steps, data).await? == Written::LookAgain {
+            return Ok(Written::LookAgain);
         }
-        self.publish_steps(steps).await
+        self.transfer(steps, data).await?;
+        if !sabotage::is(Bug::BitBeforeData) {
+            self.publish_steps(steps).await?;
+        }
+        Ok(Written::Done)
     }
 
     /// The sub-blocks of a run that are not the image's yet.
@@ -209,22 +251,35 @@ impl Native {
     }
 
     /// Settles where each cell's bytes go: a unit for each that has none.
-    async fn settle_places(&self, steps: &mut [Step<'_>]) -> Result<()> {
+    async fn settle_places(&self, steps: &mut [Step<'_>], data: &Buffer) -> Result<Written> {
         let Some(unit) = self.unit() else {
             for step in steps {
                 step.at =
                     Some(self.places.linear(self.cell.start_of(self.cell.cluster_of(step.part.start()))));
             }
-            return Ok(());
+            return Ok(Written::Done);
         };
+        let mut within = 0;
         for step in steps {
+            let here = within;
+            within += usize::try_from(step.part.len()).expect("within the buffer");
             let number = unit.cluster_of(step.part.start()).index();
-            let entry = self.find(|| self.entry(number)).await?;
+            let (entry, form) = self.find(|| self.entry_and_form(number)).await?;
+            if form != 0 && self.touches_block(step.part, form - 1) {
+                return Ok(Written::LookAgain); // born since it was looked up
+            }
             if entry != 0 {
                 step.at = Some(self.places.unit(entry).start());
                 continue;
             }
             step.is_fresh = true;
+            if let Some(birth) = self.bear(step, data, here) {
+                let place = self.places.unit(birth.given.unit);
+                step.at = Some(place.start());
+                step.birth = Some(birth);
+                self.reach(place).await?;
+                continue;
+            }
             step.at = Some(loop {
                 match step.held.fresh() {
                     Ask::Have(fresh) => break fresh.at,
@@ -242,7 +297,13 @@ impl Native {
                 }
             });
         }
-        Ok(())
+        Ok(Written::Done)
+    }
+
+    /// Whether a part of a cell has bytes in this block of it.
+    fn touches_block(&self, part: GuestSpan, block: u32) -> bool {
+        let start = self.cell.start_of(self.cell_of(part.start())) + u64::from(block) * SUB_BLOCK.bytes();
+        part.overlaps(start.span(SUB_BLOCK.bytes()))
     }
 
     /// Writes the guest's bytes, with what fills up sub-blocks that become data.
@@ -256,6 +317,11 @@ impl Native {
                 pieces.push((place(head.start()), Box::pin(self.fill(head))));
             }
             let piece = data.split_to(usize::try_from(step.part.len()).expect("within the buffer"));
+            if let Some(birth) = &step.birth {
+                let (within, piece) = self.with_block(step, birth, piece);
+                pieces.push((place(cell) + within, Box::pin(std::future::ready(Ok(piece)))));
+                continue;
+            }
             pieces.push((place(step.part.start()), Box::pin(std::future::ready(Ok(piece)))));
             if !tail.is_empty() {
                 pieces.push((place(tail.start()), Box::pin(self.fill(tail))));

@@ -57,7 +57,24 @@ impl Native {
                 self.commits.note_change();
                 return done;
             }
-            let (part, later) = self.first_part(rest);
+            let (part, mut later) = self.first_part(rest);
+            let mut part = part;
+            if !(self.is_whole_cell(part) && space != Space::Keep) {
+                let (cut, is_embedded) = self.cut_at_embedded(part).await?;
+                if cut.len() < part.len() {
+                    later = GuestSpan::between(cut.end(), rest.end());
+                    part = cut;
+                }
+                if is_embedded {
+                    // What is packed is not zeroed where it lies; nothing is gained by letting go of a part of it.
+                    if space != Space::Discard {
+                        let zeros = Buffer::zeroed(usize::try_from(part.len()).expect("within a block"));
+                        self.write_span(part, zeros).await?;
+                    }
+                    rest = later;
+                    continue;
+                }
+            }
             let is_whole = self.is_whole_cell(part);
             loop {
                 if !is_whole {
@@ -93,6 +110,24 @@ impl Native {
             }
         }
         Ok(())
+    }
+
+    /// As much of a part of a cell as lies before the block that holds its unit's entry, or in it (then true), or behind it.
+    async fn cut_at_embedded(&self, part: GuestSpan) -> Result<(GuestSpan, bool)> {
+        let Some(unit) = self.unit().filter(|_| self.places.shape().zone().is_some()) else {
+            return Ok((part, false));
+        };
+        let (_, form) = self.find(|| self.entry_and_form(unit.cluster_of(part.start()).index())).await?;
+        let Some(block) = form.checked_sub(1) else { return Ok((part, false)) };
+        let at = u64::from(block) * SUB_BLOCK.bytes();
+        let within = unit.within(part.start());
+        Ok(if within < at {
+            (part.split_at(at - within).0, false)
+        } else if within < at + SUB_BLOCK.bytes() {
+            (part.split_at(at + SUB_BLOCK.bytes() - within).0, true)
+        } else {
+            (part, false)
+        })
     }
 
     /// Whether it is all that the disk has of a cell.
@@ -143,7 +178,8 @@ impl Native {
 
     async fn write_zeros(&self, span: GuestSpan) -> Result<()> {
         let mut zeros = Buffer::zeroed(usize::try_from(span.len()).expect("within a sub-block"));
-        self.write_allocating(span, &mut zeros).await
+        // The sub-block is the base's, so it is no block that holds its unit's entry.
+        self.write_allocating(span, &mut zeros).await.map(drop)
     }
 
     async fn zero_claimed(&self, part: GuestSpan, space: Space, _held: &Held<'_>) -> Result<()> {
@@ -182,7 +218,9 @@ impl Native {
         let mut words = self.words_of(&subs);
         words.extend(frees.map(|(number, _)| self.places.entry(number).word));
         self.reserve(&words).await?;
-        let gate = self.enter_changing(words.len() as u64 * WORD_COST, || words.clone()).await?;
+        // The unit's zone may have a word to change, too.
+        let cost = (words.len() as u64 + 1) * WORD_COST;
+        let gate = self.enter_changing(cost, || words.clone()).await?;
         // The entry first: where a bit says that the image has it, no byte of the unit may show that nobody wrote.
         if let Some((number, _)) = frees {
             self.put_entry(self.places.entry(number), 0);

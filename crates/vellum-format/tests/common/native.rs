@@ -39,6 +39,13 @@ impl NativeSetup {
         Self { name, options, base: None }
     }
 
+    /// Units are taken from zones of so many bytes.
+    pub(crate) fn zoned(name: &'static str, size: u64, unit: u64, zone: u64) -> Self {
+        let mut setup = Self::table(name, size, unit);
+        (setup.options.has_zones, setup.options.zone_size) = (true, Some(zone));
+        setup
+    }
+
     pub(crate) fn over(mut self, bytes: Vec<u8>, block: u64) -> Self {
         self.options.base = Some(over(&bytes));
         self.options.block_size = Some(block);
@@ -87,6 +94,8 @@ pub(crate) fn native_setups() -> Vec<NativeSetup> {
         NativeSetup::table("table", SIZE, k(64)),
         NativeSetup::table("table over a base", SIZE, k(64)).over(base(), k(16)),
         NativeSetup::table("table over a base, large blocks", SIZE, k(64)).over(base(), k(128)),
+        NativeSetup::zoned("zoned", SIZE, k(64), k(1024)),
+        NativeSetup::zoned("zoned over a base", SIZE, k(64), k(1024)).over(base(), k(16)),
     ]
 }
 

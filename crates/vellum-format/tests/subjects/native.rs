@@ -11,6 +11,9 @@ use super::snapped::{self, Snapped};
 use crate::common::base;
 use crate::common::native::{NativeSetup, look_native};
 
+/// Units of 512 KiB, far within them, and two places in the first.
+const PLACES_IN_LARGE_UNITS: [u64; 5] = [8192, 512 << 10, 16 << 10, (1 << 20) + 4096, 3 << 19];
+
 /// An image of the native format.
 pub(crate) struct NativeSubject {
     setup: NativeSetup,
@@ -20,6 +23,8 @@ pub(crate) struct NativeSubject {
     device: Option<u64>,
     /// Places are units, far from each other.
     is_by_units: bool,
+    /// Where places are, if it is somewhere else.
+    places: Option<[u64; 5]>,
     /// A discard of 64 KiB asks for a snapshot, or for one less.
     has_snapshots: bool,
 }
@@ -27,7 +32,7 @@ pub(crate) struct NativeSubject {
 impl NativeSubject {
     fn new(setup: NativeSetup, far: u64) -> Self {
         let below = setup.below();
-        Self { setup, below, far, device: None, is_by_units: false, has_snapshots: false }
+        Self { setup, below, far, device: None, is_by_units: false, places: None, has_snapshots: false }
     }
 
     pub(crate) fn linear() -> Self {
@@ -91,6 +96,29 @@ impl NativeSubject {
         Self { is_by_units: true, has_snapshots: true, ..Self::new(setup.over(base(), 32 << 10), 256 << 10) }
     }
 
+    /// Units hold their own entries: for programs that begin with a flush of something, so that a zone is open.
+    pub(crate) fn zoned() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned", 512 << 10, 64 << 10, 1 << 20);
+        Self { is_by_units: true, ..Self::new(setup, 256 << 10) }
+    }
+
+    /// A zone has two units.
+    pub(crate) fn zoned_in_small_zones() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned, small zones", 5 << 19, 512 << 10, 1 << 20);
+        Self { places: Some(PLACES_IN_LARGE_UNITS), ..Self::new(setup, 256 << 10) }
+    }
+
+    /// The base ends within the disk; behind it units hold their own entries.
+    pub(crate) fn zoned_over_a_base() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned over a base", 512 << 10, 64 << 10, 1 << 20);
+        Self { is_by_units: true, ..Self::new(setup.over(base(), 32 << 10), 256 << 10) }
+    }
+
+    pub(crate) fn zoned_with_snapshots() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned with snapshots", 512 << 10, 64 << 10, 1 << 20);
+        Self { is_by_units: true, has_snapshots: true, ..Self::new(setup, 256 << 10) }
+    }
+
     /// Nothing grows, nothing is zero by itself, no zeros are fast, and there are fewer units than the disk has.
     pub(crate) fn table_on_a_device() -> Self {
         let setup = NativeSetup::table("vellum, table over a base on a device", 512 << 10, 64 << 10)
@@ -122,6 +150,9 @@ impl Subject for NativeSubject {
     }
 
     fn places(&self) -> Vec<GuestOffset> {
+        if let Some(places) = self.places {
+            return places.map(GuestOffset::new).to_vec();
+        }
         if self.is_by_units {
             return [0, 1, 4, 2, 3].map(|unit| GuestOffset::new(unit << 16)).to_vec();
         }

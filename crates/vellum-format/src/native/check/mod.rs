@@ -137,7 +137,7 @@ impl<'a> Walk<'a> {
         walk.report.image_end_offset = places.data_offset().bytes();
         match places.shape().layout {
             Layout::Linear => walk.report.image_end_offset += places.shape().size,
-            Layout::Table(_) => {
+            Layout::Table(_) | Layout::Zoned { .. } => {
                 walk.table().await?;
                 let snapshots = walk.snapshots().await?;
                 walk.map_units(&snapshots).await?;

@@ -3,6 +3,7 @@
 use vellum_core::{ImageOffset, Result};
 
 use super::super::geometry::{PARTIALS, Region, SUB_BLOCK};
+use super::super::open::may_be_embedded;
 use super::Walk;
 use crate::bytes::be32;
 
@@ -71,9 +72,10 @@ impl Walk<'_> {
                 }
                 self.entry(index, entry, "home");
                 self.report.allocated_clusters += 1;
-                let follows = last == (index.wrapping_sub(1), entry.wrapping_sub(1));
+                let (unit, _) = self.places.split_entry(entry);
+                let follows = last == (index.wrapping_sub(1), unit.wrapping_sub(1));
                 self.report.fragmented_clusters += u64::from(!follows && last != (0, 0));
-                last = (index, entry);
+                last = (index, unit);
             }
         }
         Ok(())
@@ -81,6 +83,11 @@ impl Walk<'_> {
 
     /// Takes note of an entry that is not 0, of home's table or of a copy.
     pub(super) fn entry(&mut self, index: u64, entry: u32, view: &str) {
+        let (entry, form) = self.places.split_entry(entry);
+        if form != 0 && !(entry != 0 && may_be_embedded(&self.places, entry, form)) {
+            self.error(|| format!("table ({view}): unit {index} of the disk lies in unit {entry}, which has no form {form}"));
+            return;
+        }
         if !self.is_inside(entry) {
             let end = self.image.len();
             self.error(|| {
@@ -130,7 +137,7 @@ impl Walk<'_> {
     }
 
     fn has_bits_past_the_unit(&self, bits: &[u8]) -> bool {
-        let super::Layout::Table(unit) = self.places.shape().layout else { return false };
+        let Some(unit) = self.places.shape().layout.unit() else { return false };
         let sub_blocks = usize::try_from(unit.bytes() / SUB_BLOCK.bytes()).expect("at most 512");
         bits[sub_blocks / 8..].iter().any(|byte| *byte != 0)
     }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use vellum_core::{ImageOffset, ImageSpan, Result};
 
-use super::super::geometry::{Layout, Region, SNAPSHOTS};
+use super::super::geometry::{Region, SNAPSHOTS};
 use super::Walk;
 use super::units::MAP;
 use crate::bytes::{be32, be64};
@@ -126,7 +126,7 @@ impl Walk<'_> {
 
     /// The map units and the copies in them.
     pub(super) async fn map_units(&mut self, snapshots: &Snapshots) -> Result<()> {
-        let Layout::Table(unit_size) = self.places.shape().layout else { return Ok(()) };
+        let Some(unit_size) = self.places.shape().layout.unit() else { return Ok(()) };
         let copies = usize::try_from(unit_size.bytes() / 4096 - 1).expect("at most 511");
         let copies = copies.min((4096 - INDEX_ENTRY_LEN) / INDEX_ENTRY_LEN);
         let (mut unit, mut seen, mut pages) = (snapshots.first_map_unit, BTreeSet::new(), BTreeSet::new());

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use vellum_core::{Buffer, Context, Error, ImageOffset, ImageSpan, Result, Storage};
 
-use super::super::geometry::{Layout, Places, Region};
+use super::super::geometry::{Places, Region};
 use super::super::home::SealedPage;
 use crate::bytes::{be32, be64};
 use crate::hash::{HashMap, HashSet};
@@ -185,7 +185,7 @@ impl Copies {
 
     /// How many copies a map unit has room for.
     fn slots(&self) -> usize {
-        let Layout::Table(unit) = self.places.shape().layout else { return 0 };
+        let Some(unit) = self.places.shape().layout.unit() else { return 0 };
         usize::try_from(unit.bytes() / PAGE - 1).expect("at most 511").min((4096 - 16) / 16)
     }
 
@@ -201,7 +201,8 @@ impl Copies {
     /// The units that a page of the table names, each with its unit of the disk.
     fn entries(&self, page: u64, bytes: &[u8]) -> Vec<(u64, u32)> {
         let first = (page - self.places.region(Region::Table).start().bytes()) / 4;
-        let entries = (first..).zip(bytes.chunks_exact(4).map(|entry| be32(entry, 0)));
+        let unit = |entry: &[u8]| self.places.split_entry(be32(entry, 0)).0;
+        let entries = (first..).zip(bytes.chunks_exact(4).map(unit));
         entries.filter(|(_, unit)| *unit != 0).collect()
     }
 

@@ -205,17 +205,17 @@ impl Native {
         if !self.find(|| self.is_held(number)).await? {
             return Ok(());
         }
-        let old = self.find(|| self.entry(number)).await?;
+        let (old, form) = self.find(|| self.entry_and_form(number)).await?;
         // Before there is a unit: else the two could take what is left from each other for ever.
         self.keep(&|| vec![self.places.entry(number).word]).await?;
         let fresh = self.allocate().await?;
-        let result = self.copy_into(number, old, fresh).await;
+        let result = self.copy_into(number, (old, form), fresh).await;
         self.commits.note_change();
         result.inspect_err(|_| self.give_back(fresh)).context(|| format!("{}: can't copy a unit", self.name))
     }
 
-    async fn copy_into(&self, number: u64, old: u32, fresh: u32) -> Result<()> {
-        let mut checks = self.copy_bytes(old, fresh).await?;
+    async fn copy_into(&self, number: u64, old: (u32, u32), fresh: u32) -> Result<()> {
+        let mut checks = self.copy_bytes(number, old, fresh).await?;
         let mut cost = 32 + checks.iter().map(|(_, crcs)| 20 + crcs.len() as u64 * 4).sum::<u64>();
         if cost > self.record_max() / 8 {
             self.flush_storage().await?;
@@ -230,11 +230,18 @@ impl Native {
     }
 
     /// Copies what is not zero; gives its checks.
-    async fn copy_bytes(&self, old: u32, fresh: u32) -> Result<Vec<SectorChecks>> {
+    async fn copy_bytes(&self, number: u64, (old, form): (u32, u32), fresh: u32) -> Result<Vec<SectorChecks>> {
         let from = self.inside(self.places.unit(old));
         let len = usize::try_from(from.len()).expect("a unit");
         let bytes = self.data.read(from.start(), Buffer::for_overwrite(len)).await?;
-        let bytes = bytes.to_vec();
+        let mut bytes = bytes.to_vec();
+        if let Some(block) = form.checked_sub(1) {
+            // Elsewhere its entry would say nothing.
+            let at = from.start() + u64::from(block) * PAGE as u64;
+            let within = block as usize * PAGE..(block as usize + 1) * PAGE;
+            let plain = self.unpack(number, at).await?;
+            bytes[within].copy_from_slice(&plain);
+        }
         let to = self.places.unit(fresh).start();
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for (index, page) in bytes.chunks(PAGE).enumerate().filter(|(_, page)| !is_zero(page)) {
@@ -258,10 +265,12 @@ impl Native {
 
     /// Changes an entry of the table. The unit that it named is free if no snapshot sees it. The caller holds the gate, and the
     /// page is kept.
-    pub(in crate::native) fn put_entry(&self, bits: Bits, unit: u32) {
+    pub(in crate::native) fn put_entry(&self, bits: Bits, entry: u32) {
         let mut held = self.views.as_ref().map(|views| lock(&views.copies));
-        let old = self.home.change(bits.word, |word| bits.set(word, u64::from(unit)));
-        let old = u32::try_from(bits.get(old)).expect("32 bits");
+        let old = self.home.change(bits.word, |word| bits.set(word, u64::from(entry)));
+        let (old, _) = self.places.split_entry(u32::try_from(bits.get(old)).expect("32 bits"));
+        let (unit, _) = self.places.split_entry(entry);
+        self.settle(old);
         if let Some(held) = held.as_mut().filter(|_| sabotage::is(Bug::PageKeptLate)) {
             held.copies.late.insert(page_of(bits.word));
         }

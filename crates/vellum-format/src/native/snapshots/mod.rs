@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use vellum_core::{Context, Error, ErrorKind, ImageOffset, Result, SharedStorage};
 
-use super::geometry::{Bits, Layout, Places, Region, SNAPSHOTS};
+use super::geometry::{Bits, Places, Region, SNAPSHOTS};
 use super::image::Native;
 use super::superblock::Superblocks;
 use crate::state::lock;
@@ -116,7 +116,7 @@ impl Views {
         self.any() && lock(&self.copies).copies.contradicts(index, unit)
     }
 
-    fn any(&self) -> bool {
+    pub(super) fn any(&self) -> bool {
         self.any.load(Ordering::Acquire)
     }
 
@@ -187,8 +187,16 @@ impl Native {
             self.load_entry(before).await?;
         }
         let size = self.geometry.size;
+        let _paused = self.pause_births();
         {
-            let _alone = self.enter_alone(512).await?;
+            let _alone = loop {
+                // Something lies beneath from then on: what the table does not tell it must tell before.
+                self.settle_all().await?;
+                let alone = self.enter_alone(512).await?;
+                if self.all_settled() {
+                    break alone;
+                }
+            };
             let mut held = lock(&views.copies);
             let mut list = lock(&views.list);
             self.put_word(index, 0, word(id, HOME));
@@ -299,7 +307,7 @@ pub async fn snapshots(image: &SharedStorage) -> Result<Vec<Snapshot>> {
         return Err(superblock.replay_first(image.name()));
     }
     let places = superblock.places();
-    if !superblock.has_snapshots() || places.shape().layout == Layout::Linear {
+    if !superblock.has_snapshots() || !places.shape().layout.has_table() {
         return Ok(Vec::new());
     }
     debug_assert!(!places.region(Region::Snapshots).is_empty());

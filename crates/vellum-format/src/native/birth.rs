@@ -1,0 +1,240 @@
+//! Units that hold their own entry: how one is born, read, and becomes a unit like others.
+//!
+//! ```text
+//!   first write, nothing beneath, a block of it can be packed
+//!         claim the whole unit ► a unit of a young zone ► data, one block of it packed with the entry      one write, no record
+//!   read                       ► the block is read and unpacked
+//!   the block is overwritten   ► gate: entry without form, the block's new bytes in the journal, the zone's bit
+//! ```
+//!
+//! 1. Whoever bears a unit holds all of it: nobody else writes to it before it is published.
+//! 2. The block is overwritten where it lies by nobody: a torn one would lose the entry with the data (`PROTOCOLS.md` §2). Its new
+//!    bytes go through the journal, together with what the table says from then on; so the paper's relocation of a cluster whose
+//!    lead block does not compress any more needs neither a read nor another place.
+//! 3. Who reads the block finds the bytes of the image, not newer ones of the journal: these go home when the entry says something
+//!    else already. So a block that cannot be unpacked, and that the table still says is one, is damage.
+//! 4. A birth that fails is retired: a bit in the open transaction. Else two blocks could tell of one unit of the disk.
+
+use vellum_core::{
+    Buffer, Context, Error, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Result,
+};
+
+use super::embed::{BLOCK_LEN, Identity, Packed, unpack};
+use super::geometry::SUB_BLOCK;
+use super::image::{Native, Origin};
+use super::publish::{Step, WORD_COST};
+use super::zones::{Given, tag_place};
+use crate::sabotage::{self, Bug};
+
+/// So many blocks of a write are tried, at most.
+const TRIED_MAX: u64 = 3;
+/// Where an entry has a form, it can say so of so many blocks.
+const BLOCKS_MAX: u64 = 31;
+
+/// A unit that is being born.
+pub(super) struct Birth {
+    pub(super) given: Given,
+    /// Which block holds the entry, and as it is to be in the image.
+    pub(super) block: u8,
+    pub(super) bytes: Vec<u8>,
+}
+
+impl Native {
+    /// Whether the first write of this part may make the unit hold its entry, as far as can be told before it is claimed.
+    pub(super) fn could_be_born(&self, cell: GuestCluster) -> bool {
+        // A page that is not here is asked for later: then the unit is one like others.
+        self.may_be_born() && self.entry(cell.index()).is_ok_and(|entry| entry == 0)
+    }
+
+    /// The unit and the block that a step gets whose unit is to hold its entry; nothing when it is not. `within` is where its
+    /// bytes begin in `data`.
+    pub(super) fn bear(&self, step: &Step<'_>, data: &Buffer, within: usize) -> Option<Birth> {
+        if step.held.mask() != u32::MAX || !step.subs.is_empty() || !self.may_be_born() {
+            return None;
+        }
+        let guest_unit = self.cell_of(step.part.start()).index();
+        let (block, packed) = self.pack_some(step.part, data, within)?;
+        let given = self.take_young()?;
+        let identity = Identity {
+            tag: given.tag,
+            guest_unit: u32::try_from(guest_unit).expect("at most 2^26"),
+            image_unit: given.unit,
+            block,
+        };
+        Some(Birth { given, block, bytes: packed.block(identity) })
+    }
+
+    /// A block of the part that can be packed. One that the part has only in part is zero otherwise.
+    fn pack_some(&self, part: GuestSpan, data: &Buffer, within: usize) -> Option<(u8, Packed)> {
+        let start = self.cell.within(part.start());
+        let end = start + part.len();
+        let whole = SUB_BLOCK.count_for(start)..(end / SUB_BLOCK.bytes()).min(BLOCKS_MAX);
+        let blocks = if whole.is_empty() { start / SUB_BLOCK.bytes()..start / SUB_BLOCK.bytes() + 1 } else { whole };
+        let step = ((blocks.end - blocks.start) / TRIED_MAX).max(1);
+        for block in blocks.step_by(usize::try_from(step).expect("small")).take(TRIED_MAX as usize) {
+            if block >= BLOCKS_MAX {
+                return None;
+            }
+            let at = block * SUB_BLOCK.bytes();
+            let (from, to) = (at.max(start), (at + SUB_BLOCK.bytes()).min(end));
+            let mut plain = vec![0; BLOCK_LEN];
+            let index = |bytes: u64| usize::try_from(bytes).expect("within a unit");
+            data.copy_to(within + index(from - start), &mut plain[index(from - at)..index(to - at)]);
+            if let Some(packed) = Packed::of(&plain) {
+                return Some((u8::try_from(block).expect("at most 30"), packed));
+            }
+        }
+        None
+    }
+
+    /// The step's bytes with the packed block in its place, and where in the unit they begin.
+    pub(super) fn with_block(&self, step: &Step<'_>, birth: &Birth, mut piece: Buffer) -> (u64, Buffer) {
+        let start = self.cell.within(step.part.start());
+        let at = u64::from(birth.block) * SUB_BLOCK.bytes();
+        let index = |bytes: u64| usize::try_from(bytes).expect("within a unit");
+        let head = piece.split_to(index(at.saturating_sub(start)));
+        let end = (at + SUB_BLOCK.bytes()).min(step.part.len() + start);
+        drop(piece.split_to(index(end - at.max(start))));
+        let mut bytes = head;
+        bytes.append(Buffer::copy_of(&birth.bytes));
+        bytes.append(piece);
+        (start.min(at), bytes)
+    }
+
+    /// Makes a unit that was born part of the disk.
+    pub(super) async fn publish_birth(&self, step: &Step<'_>, birth: &Birth) -> Result<()> {
+        let number = self.cell_of(step.part.start()).index();
+        let bits = self.places.entry(number);
+        let entry = u64::from(self.places.make_entry(birth.given.unit, u32::from(birth.block) + 1));
+        self.reserve(&[bits.word]).await?;
+        {
+            let _gate = self.journal().expect("begun before").shared();
+            self.state.check_stopped()?;
+            if self.may_be_born() {
+                self.home.change_untold(bits.word, |word| bits.set(word, entry));
+                self.note_born(birth.given.unit, number);
+                return Ok(());
+            }
+        }
+        // Somebody makes a snapshot: the table has to tell.
+        let _gate = self.enter_changing(2 * WORD_COST, || vec![bits.word]).await?;
+        self.home.change(bits.word, |word| bits.set(word, entry));
+        self.note_not_born(birth.given.unit);
+        Ok(())
+    }
+
+    /// A birth that came to nothing. The unit may hold anything by now, its entry included.
+    pub(super) async fn retire(&self, unit: u32) {
+        if sabotage::is(Bug::NotRetired) {
+            return;
+        }
+        // Where this fails the image has stopped.
+        if let Ok(_gate) = self.enter_transaction(WORD_COST).await {
+            self.note_not_born(unit);
+            self.free(unit);
+        }
+    }
+
+    /// The bytes of the block that holds its unit's entry.
+    pub(super) async fn unpack(&self, guest_unit: u64, at: ImageOffset) -> Result<Vec<u8>> {
+        let bytes = self.under.read(at, Buffer::for_overwrite(BLOCK_LEN)).await?;
+        let image_unit = self.number_of(at);
+        let Some((zone, _)) = self.places.zone_of(image_unit) else {
+            return Err(Error::corrupt("a unit of no zone cannot hold its entry: run `vellum check`"));
+        };
+        let tag = self.find(|| self.home.word(tag_place(&self.places, zone))).await?;
+        let within = at - self.places.unit(image_unit).start();
+        let identity = Identity {
+            tag,
+            guest_unit: u32::try_from(guest_unit).expect("at most 2^26"),
+            image_unit,
+            block: u8::try_from(within / SUB_BLOCK.bytes()).expect("at most 30"),
+        };
+        unpack(bytes.contiguous().slice(), identity)
+    }
+
+    /// Reads from a block that holds its unit's entry. The caller is inside an epoch.
+    pub(super) async fn read_embedded(
+        &self,
+        at: GuestOffset,
+        block: ImageOffset,
+        mut buffer: Buffer,
+    ) -> Result<Buffer> {
+        let number = self.cell_of(at).index();
+        match self.unpack(number, block).await {
+            Ok(plain) => {
+                let from = usize::try_from(SUB_BLOCK.within(at)).expect("within a block");
+                let len = buffer.len();
+                buffer.copy_from(0, &plain[from..from + len]);
+                Ok(buffer)
+            }
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                let (now, _) = self.find(|| self.place(at)).await?;
+                if now == Origin::Embedded(block) {
+                    return Err(error.context(format!("{}: the disk at {:#x}", self.name, at.bytes())));
+                }
+                // It has become a block like others while it was read.
+                let again: LocalFuture<'_, Result<Buffer>> = Box::pin(self.read_span(at.span(buffer.len() as u64), buffer));
+                again.await
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes the block of a unit that holds its entry a block like others; `new` is what it is to hold, when all of it
+    /// changes. Done when it is not one any more, or when a snapshot has come to see it. The caller is inside an epoch.
+    pub(super) async fn make_plain(&self, number: u64, new: Option<Buffer>) -> Result<()> {
+        self.begin_journal().await?;
+        let (_, form) = self.find(|| self.entry_and_form(number)).await?;
+        let Some(block) = form.checked_sub(1) else { return Ok(()) };
+        let start = self.cell.start_of(GuestCluster::new(number)) + u64::from(block) * SUB_BLOCK.bytes();
+        let part = start.span(SUB_BLOCK.bytes().min(self.geometry.size - start.bytes()));
+        let held = self.claims.claim(GuestCluster::new(number), self.parts_of(part)).await;
+        let done = self.make_plain_claimed(number, new).await;
+        self.let_go(held);
+        done.context(|| format!("{}: can't overwrite the disk at {:#x}", self.name, start.bytes()))
+    }
+
+    async fn make_plain_claimed(&self, number: u64, new: Option<Buffer>) -> Result<()> {
+        let (unit, form) = self.find(|| self.entry_and_form(number)).await?;
+        let Some(block) = form.checked_sub(1) else { return Ok(()) };
+        let at = self.places.unit(unit).start() + u64::from(block) * SUB_BLOCK.bytes();
+        let data = match new {
+            Some(new) => new,
+            None => Buffer::copy_of(&self.unpack(number, at).await?),
+        };
+        let bits = self.places.entry(number);
+        self.reserve(&[bits.word]).await?;
+        loop {
+            if self.find(|| self.is_held(number)).await? {
+                return Ok(());
+            }
+            {
+                let _gate = self.enter_changing(2 * WORD_COST, || vec![bits.word]).await?;
+                if self.entry_and_form(number) != Ok((unit, form)) {
+                    return Ok(()); // freed, or copied
+                }
+                if self.is_held(number) != Ok(false) {
+                    continue;
+                }
+                let journal = self.journal().expect("it has begun");
+                if sabotage::is(Bug::PlainInPlace) || journal.take_whole(at, &data) {
+                    // From here on readers find the new bytes; those who looked before find the old ones.
+                    let entry = u64::from(self.places.make_entry(unit, 0));
+                    self.home.change(bits.word, |word| bits.set(word, entry));
+                    self.settle(unit);
+                    break;
+                }
+            }
+            // The journal has no room for more guest data: what it has goes home first.
+            let journal = self.journal().expect("it has begun");
+            journal.want_relief();
+            self.commit().await?;
+        }
+        if sabotage::is(Bug::PlainInPlace) {
+            self.under.write(at, data).await?;
+        }
+        self.commits.note_change();
+        Ok(())
+    }
+}

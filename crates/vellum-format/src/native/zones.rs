@@ -1,0 +1,310 @@
+//! Zones: runs of units that were opened, so that a unit that is written first there may hold its own entry.
+//!
+//! ```text
+//!   zeroed ──► opened: generation, tag ── commit ──► young ──► all units given out, and told to the table ──► closed
+//!                                                      │
+//!                                 unit: given out ──► born: block with the entry, nothing else ──► settled: a bit, and the table
+//! ```
+//!
+//! 1. A zone is used when it was zero and its opening is durable. A handful are open at a time.
+//! 2. A zone is young as long as it has the generation of the journal that is in use. So a clean close or a recovery closes all.
+//! 3. As long as the bit of a unit of a young zone is 0 the unit's block tells its entry, and only that: whatever makes it
+//!    something else sets the bit in the same transaction.
+//! 4. Units of a young zone are given out once. What fails is freed as ever, and then is a unit like others.
+//! 5. Nothing is born where something lies beneath: as long as there are snapshots, none is.
+//!
+//! The tag is Selfie's answer to telling Z-blocks from others ("zone type"), and its incarnation: a block of another time has
+//! another tag. What Selfie gathers in metadata clusters is told to the table through the journal: `docs/design/0006-zones.md`.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use vellum_core::{ImageOffset, Result};
+
+use super::geometry::{Places, SETTLED_WORD};
+use super::image::Native;
+use super::publish::WORD_COST;
+use crate::sabotage::{self, Bug};
+use crate::state::lock;
+
+/// The word of a zone's entry that has the generation in which it was opened last; 0: closed since.
+pub(super) const GENERATION_WORD: u64 = 0;
+/// Its tag.
+pub(super) const TAG_WORD: u64 = 1;
+/// How often it was opened.
+const INCARNATION_WORD: u64 = 2;
+/// What opening a zone takes of a record, at most.
+const OPENING_COST: u64 = 24 * 24;
+
+/// The zones of an image that is open for writing.
+#[derive(Default)]
+pub(super) struct Zones {
+    young: Mutex<Vec<Young>>,
+    /// Held by who opens one.
+    opening: async_lock::Mutex<()>,
+    /// Held by who tells the table.
+    settling: async_lock::Mutex<()>,
+    /// So many want nothing to be born.
+    paused: AtomicU32,
+}
+
+/// A zone that is open.
+struct Young {
+    zone: u32,
+    tag: u64,
+    /// The transaction that opens it.
+    opened_in: u64,
+    /// Units from here on were not given out.
+    next: u32,
+    /// Units that were given out and neither published nor retired.
+    under_way: u32,
+    /// Units whose block alone tells their entry: which of the zone, and the unit of the disk.
+    born: Vec<(u32, u64)>,
+}
+
+/// A unit that is to hold its own entry.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Given {
+    pub(super) unit: u32,
+    pub(super) tag: u64,
+}
+
+/// Nothing is born while this is held.
+pub(super) struct Paused<'a>(&'a AtomicU32);
+
+impl Drop for Paused<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// What blocks of a zone are known by: nobody who does not know the key can tell it.
+fn tag_of(key: u128, zone: u32, incarnation: u64) -> u64 {
+    let words = key.to_be_bytes();
+    let half = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().expect("eight bytes"));
+    let mut tag = 0;
+    for part in [half(&words[..8]), half(&words[8..]), u64::from(zone), incarnation] {
+        // SplitMix64's way of stirring.
+        tag = (tag ^ part).wrapping_add(0x9E37_79B9_7F4A_7C15);
+        tag = (tag ^ (tag >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        tag = (tag ^ (tag >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        tag ^= tag >> 31;
+    }
+    tag.max(1)
+}
+
+impl Native {
+    /// Keeps anything from being born.
+    pub(super) fn pause_births(&self) -> Option<Paused<'_>> {
+        let zones = self.zones.as_ref()?;
+        zones.paused.fetch_add(1, Ordering::AcqRel);
+        Some(Paused(&zones.paused))
+    }
+
+    /// Whether a unit may hold its own entry now.
+    pub(super) fn may_be_born(&self) -> bool {
+        let is_paused = |zones: &Zones| zones.paused.load(Ordering::Acquire) > 0;
+        let Some(zones) = &self.zones else { return false };
+        !is_paused(zones) && !self.views.as_ref().is_some_and(super::snapshots::Views::any)
+    }
+
+    /// A unit of a young zone; nothing when none is open that has one left.
+    pub(super) fn take_young(&self) -> Option<Given> {
+        let zones = self.zones.as_ref()?;
+        let per_zone = self.places.units_per_zone();
+        let mut young = lock(&zones.young);
+        let is_usable = |zone: &&mut Young| {
+            zone.next < per_zone
+                && (self.commits.is_durable(zone.opened_in) || sabotage::is(Bug::ZoneUsedEarly))
+        };
+        let zone = young.iter_mut().find(is_usable)?;
+        let unit = zone.zone * per_zone + zone.next + 1;
+        zone.next += 1;
+        zone.under_way += 1;
+        Some(Given { unit, tag: zone.tag })
+    }
+
+    /// The young zone of a unit, and which unit of it that is.
+    fn in_young<T>(&self, unit: u32, act: impl FnOnce(&mut Young, u32) -> T) -> Option<T> {
+        let zones = self.zones.as_ref()?;
+        let (number, index) = self.places.zone_of(unit)?;
+        let mut young = lock(&zones.young);
+        let zone = young.iter_mut().find(|zone| zone.zone == number)?;
+        Some(act(zone, index))
+    }
+
+    /// From now on the unit's own block tells that this unit of the disk lies there. The caller holds the gate.
+    pub(super) fn note_born(&self, unit: u32, guest_unit: u64) {
+        self.in_young(unit, |zone, index| {
+            zone.under_way -= 1;
+            zone.born.push((index, guest_unit));
+        });
+    }
+
+    /// A unit that was given out is told of by the table alone, whatever it holds. The caller holds the gate.
+    pub(super) fn note_not_born(&self, unit: u32) {
+        self.in_young(unit, |zone, _| zone.under_way -= 1);
+        self.settle(unit);
+    }
+
+    /// From this transaction on the table alone tells about a unit. The caller holds the gate.
+    pub(super) fn settle(&self, unit: u32) {
+        if unit == 0 {
+            return;
+        }
+        let found = self.in_young(unit, |zone, index| {
+            zone.born.retain(|(born, _)| *born != index);
+            (zone.zone, index)
+        });
+        if let Some((zone, index)) = found.filter(|_| !sabotage::is(Bug::NotSettled)) {
+            let bits = self.places.settled(zone, index);
+            self.home.change(bits.word, |word| bits.set(word, 1));
+        }
+    }
+
+    /// Whether the table tells of everything. The caller holds the gate alone.
+    pub(super) fn all_settled(&self) -> bool {
+        let zones = self.zones.as_ref();
+        zones.is_none_or(|zones| lock(&zones.young).iter().all(|zone| zone.born.is_empty()))
+    }
+
+    /// Tells the table of everything that was born; zones that are used up are closed.
+    pub(super) async fn settle_all(&self) -> Result<()> {
+        let Some(zones) = &self.zones else { return Ok(()) };
+        let numbers: Vec<u32> = lock(&zones.young).iter().map(|zone| zone.zone).collect();
+        for number in numbers {
+            self.settle_zone(zones, number).await?;
+        }
+        Ok(())
+    }
+
+    async fn settle_zone(&self, zones: &Zones, number: u32) -> Result<()> {
+        let _one = zones.settling.lock().await;
+        let per_unit = 2 * WORD_COST;
+        let at_once = usize::try_from((self.record_max() / 4 / per_unit).clamp(1, 256)).expect("a few");
+        loop {
+            let some: Vec<(u32, u64)> = {
+                let young = lock(&zones.young);
+                let Some(zone) = young.iter().find(|zone| zone.zone == number) else { return Ok(()) };
+                zone.born.iter().take(at_once).copied().collect()
+            };
+            if some.is_empty() {
+                return self.close_zone(zones, number).await;
+            }
+            let _gate = self.enter_transaction(some.len() as u64 * per_unit).await?;
+            for (index, guest_unit) in some {
+                let unit = number * self.places.units_per_zone() + index + 1;
+                // Something else may have become of it meanwhile.
+                let is_born = self.in_young(unit, |zone, _| zone.born.contains(&(index, guest_unit)));
+                if is_born == Some(true) {
+                    self.home.touch(self.places.entry(guest_unit).word);
+                    self.settle(unit);
+                }
+            }
+        }
+    }
+
+    /// Closes a zone of which nothing is left and that the table tells of.
+    async fn close_zone(&self, zones: &Zones, number: u32) -> Result<()> {
+        let per_zone = self.places.units_per_zone();
+        let is_over = |zone: &Young| {
+            zone.zone == number && zone.next == per_zone && zone.under_way == 0 && zone.born.is_empty()
+        };
+        if !lock(&zones.young).iter().any(is_over) {
+            return Ok(());
+        }
+        let _gate = self.enter_transaction(WORD_COST).await?;
+        lock(&zones.young).retain(|zone| !is_over(zone));
+        self.home.change(self.places.zone_word(number, GENERATION_WORD), |_| 0);
+        Ok(())
+    }
+
+    /// What follows a birth: a zone that is used up is told to the table, and the next one is opened in time.
+    pub(super) async fn tidy_zones(&self) -> Result<()> {
+        let Some(zones) = self.zones.as_ref().filter(|_| self.journal().is_some()) else { return Ok(()) };
+        let per_zone = self.places.units_per_zone();
+        let (full, left) = {
+            let young = lock(&zones.young);
+            let is_full = |zone: &&Young| zone.next == per_zone && zone.under_way == 0;
+            let left: u32 = young.iter().map(|zone| per_zone - zone.next).sum();
+            (young.iter().find(is_full).map(|zone| zone.zone), left)
+        };
+        if let Some(number) = full {
+            self.settle_zone(zones, number).await?;
+        }
+        if left <= per_zone / 2 {
+            self.open_zone(zones).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether no zone is open, and one should be.
+    pub(super) fn wants_zone(&self) -> bool {
+        let zones = self.zones.as_ref();
+        zones.is_some_and(|zones| lock(&zones.young).is_empty()) && self.may_be_born()
+    }
+
+    /// Opens a zone, if there is one. It is used when that is durable.
+    async fn open_zone(&self, zones: &Zones) -> Result<()> {
+        let Some(_one) = zones.opening.try_lock() else { return Ok(()) };
+        let per_zone = self.places.units_per_zone();
+        if self.is_short_of_space() || !self.may_be_born() {
+            return Ok(());
+        }
+        let Some(first) = self.units().take_zone(per_zone, self.places.zones()) else { return Ok(()) };
+        let number = (first - 1) / per_zone;
+        let words: Vec<ImageOffset> = {
+            let settled = (0..u64::from(per_zone.div_ceil(64))).map(|word| SETTLED_WORD + word);
+            let head = [GENERATION_WORD, TAG_WORD, INCARNATION_WORD];
+            head.into_iter().chain(settled).map(|word| self.places.zone_word(number, word)).collect()
+        };
+        let opened = self.open_this(zones, number, &words).await;
+        if opened.is_err() {
+            self.units().give_zone_back(first, per_zone);
+        }
+        opened
+    }
+
+    async fn open_this(&self, zones: &Zones, number: u32, words: &[ImageOffset]) -> Result<()> {
+        self.find(|| self.home.word(words[0])).await?;
+        self.reserve(&words[..1]).await?;
+        let _gate = self.enter_transaction(OPENING_COST).await?;
+        let journal = self.journal().expect("it has begun");
+        let (generation, key) = journal.with_ledger(|ledger| (ledger.generation, ledger.key));
+        let incarnation =
+            1 + self.home.change(self.places.zone_word(number, INCARNATION_WORD), |word| word.wrapping_add(1));
+        let tag = tag_of(key, number, incarnation);
+        for word in words.iter().skip(3) {
+            self.home.change(*word, |_| 0);
+        }
+        self.home.change(words[0], |_| generation);
+        self.home.change(words[1], |_| tag);
+        let opened_in = journal.open_sequence();
+        let young = Young { zone: number, tag, opened_in, next: 0, under_way: 0, born: Vec::new() };
+        lock(&zones.young).push(young);
+        Ok(())
+    }
+
+    /// A medium that cannot grow and whose free units are few: what is left is for units one by one.
+    fn is_short_of_space(&self) -> bool {
+        self.units().any_waits() && self.metadata.limits().fixed_len
+    }
+}
+
+/// Reads the tag of a zone.
+pub(super) fn tag_place(places: &Places, zone: u32) -> ImageOffset {
+    places.zone_word(zone, TAG_WORD)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags_differ_by_key_zone_and_time() {
+        let tags = [tag_of(1, 0, 1), tag_of(2, 0, 1), tag_of(1, 1, 1), tag_of(1, 0, 2), tag_of(1 << 64, 0, 1)];
+        for (index, tag) in tags.iter().enumerate() {
+            assert!(*tag != 0 && !tags[..index].contains(tag));
+        }
+    }
+}

@@ -295,7 +295,7 @@ fn explore_zoned(subject: &dyn Subject, one_in: usize) {
 
 #[test]
 fn native_zoned() {
-    explore_zoned(&NativeSubject::zoned(), 1);
+    explore_zoned(&NativeSubject::zoned(), 2);
 }
 
 #[test]
@@ -304,8 +304,13 @@ fn native_zoned_in_small_zones() {
 }
 
 #[test]
+fn native_zoned_on_a_device() {
+    explore_zoned(&NativeSubject::zoned_on_a_device(), 4);
+}
+
+#[test]
 fn native_zoned_over_a_base() {
-    explore_zoned(&NativeSubject::zoned_over_a_base(), 2);
+    explore_zoned(&NativeSubject::zoned_over_a_base(), 8);
 }
 
 #[test]

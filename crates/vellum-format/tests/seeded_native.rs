@@ -69,6 +69,24 @@ const KNOWN_OF_SNAPSHOTS: [&str; 4] = [
     "w64k@0 drop64k@0 w64k@0 w64k@1 w64k@2 flush flush w512@3 flush w512@4 flush",
 ];
 
+/// Where units hold their own entries: the first writes open a zone.
+const KNOWN_OF_ZONES: [&str; 14] = [
+    "w512@4 flush w4k@0 flush drop64k@0 w4k@0 flush",
+    "w512@4 flush w512@0 flush drop64k@0 w512@0 flush drop64k@0 w4k@0 flush",
+    "w512@4 flush w512@0 w4k@1 flush drop64k@0 drop64k@1 flush w512@2 w4k@0 w4k@1 flush flush w4k@2 flush w512@3 flush",
+    "w512@4 flush w512@0 w4k@1 w4k@2 w4k@3 flush drop64k@0 drop64k@1 drop64k@2 flush flush flush w512@0 w4k@1 flush w4k@2 w512@0 flush",
+    "w512@4 flush w4k@0 flush w4k@0 flush",
+    "w512@4 flush w4k@0 w4k@1 flush w4k@0 flush reopen w4k@2",
+    "w512@4 w4k@0 w4k@1 w4k@2 flush",
+    "w512@4 flush w4k@0 flush drop64k@0 w4k@1 flush",
+    "w512@4 flush w4k@0 flush drop64k@0 flush w512@1 flush",
+    "w512@4 flush w4k@0 flush w4k@0 w512@0 drop64k@0 w4k@0 flush",
+    "w512@4 flush w4k@0 w512@1 w4k@2 flush w512@0 flush w4k@3 flush w4k@1 flush",
+    "w512@4 flush w4k@0 w512@1 w4k@2 w4k@3 flush w512@0 flush",
+    "w512@4 flush w64k@0 flush zero@0 flush w512@0 flush",
+    "w512@4 flush w4k@0 flush w4k@0 flush flush w4k@0 flush drop64k@0 flush w4k@0 flush",
+];
+
 /// The same, side by side.
 const KNOWN_OF_SEVERAL: [&str; 3] = [
     "w4k@0 w4k@0 w4k@0 | flush flush flush",
@@ -83,6 +101,7 @@ fn plans() -> Vec<Plan> {
         plans.push(Plan { fail_flush: Some(number), ..whole("w4k@0 flush w4k@1 flush w4k@0 flush") });
     }
     plans.extend(KNOWN_OF_SNAPSHOTS.into_iter().map(whole));
+    plans.extend(KNOWN_OF_ZONES.into_iter().map(whole));
     // Round the ring; the first step and the last meet what it has of them.
     for times in [4, 6, 8, 10] {
         let loops = "w512@1 flush ".repeat(times);
@@ -174,5 +193,17 @@ found! {
     }
     units_on_a_device {
         zero_not_covered: ZeroNotCovered,
+    }
+    zoned {
+        not_settled: NotSettled,
+        plain_in_place: PlainInPlace,
+        settled_counts: SettledCounts,
+    }
+    zoned_in_small_zones {
+        zone_used_early: ZoneUsedEarly,
+        newest_believed: NewestBelieved,
+    }
+    zoned_on_a_device {
+        zone_not_zeroed: ZoneNotZeroed,
     }
 }

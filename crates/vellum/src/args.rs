@@ -169,10 +169,12 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 19] = [
     ),
     (
         "layout",
-        "linear|table",
-        "one byte after the other, or units that a table names (vellum; default linear)",
+        "linear|table|zoned",
+        "one byte after the other, or units that a table names, or that name themselves (vellum; default linear)",
     ),
-    ("unit_size", "SIZE", "what one entry of the table maps, 64k to 2M (vellum; default 1M)"),
+    ("unit_size", "SIZE", "what one entry of the table maps, 64k to 2M (vellum; default 1M, zoned 64k)"),
+    ("zone_size", "SIZE", "units are opened for embedding so many bytes at a time, 128k to 64M (vellum, zoned; default 64M)"),
+    ("embed", "on|off", "a unit that is written first holds its own entry, if a block of it can be packed (vellum, zoned)"),
     ("block_size", "SIZE", "what one bit over the backing image covers, 4k to 1M (vellum; default 64k)"),
     ("zeroed", "on|off", "make a device read as zero first (vellum)"),
     ("prealloc", "adaptive|SIZE|off", "zeros ahead of need while it is served (qcow2 with a journal)"),
@@ -181,7 +183,7 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 19] = [
 /// Options that raw images have, and images of the native format; qcow2 has all but the last of these.
 const FOR_RAW: [&str; 2] = ["size", "preallocation"];
 const FOR_NATIVE: [&str; 4] = ["size", "backing_file", "backing_fmt", "journal_size"];
-const ONLY_NATIVE: [&str; 4] = ["layout", "unit_size", "block_size", "zeroed"];
+const ONLY_NATIVE: [&str; 6] = ["layout", "unit_size", "zone_size", "embed", "block_size", "zeroed"];
 
 impl NewImage {
     pub(crate) fn parse(lists: &[String]) -> Result<Self> {
@@ -295,12 +297,15 @@ impl NewImage {
             }
             "data_file_raw" => self.qcow2.data_file_raw = switch()?,
             "layout" => {
-                self.native.has_table = match value {
-                    "linear" => false,
-                    "table" => true,
-                    _ => return Err(bad("linear, table")),
+                (self.native.has_table, self.native.has_zones) = match value {
+                    "linear" => (false, false),
+                    "table" => (true, false),
+                    "zoned" => (true, true),
+                    _ => return Err(bad("linear, table, zoned")),
                 }
             }
+            "zone_size" => self.native.zone_size = Some(parse_size(value)?),
+            "embed" => self.native.no_embedding = !switch()?,
             "unit_size" => self.native.unit_size = Some(parse_size(value)?),
             "block_size" => self.native.block_size = Some(parse_size(value)?),
             "zeroed" => self.native.zero_device = switch()?,
@@ -350,6 +355,7 @@ mod tests {
             ("backing_file=a,backing_fmt=raw", [false, true, true]),
             ("layout=table,unit_size=64k", [false, false, true]),
             ("block_size=4k", [false, false, true]),
+            ("layout=zoned,zone_size=16M,embed=on", [false, false, true]),
             ("zeroed=on", [false, false, true]),
         ] {
             let new = NewImage::parse(&[list.to_owned()]).unwrap();
@@ -357,7 +363,9 @@ mod tests {
         }
         let new = NewImage::parse(&["layout=table,unit_size=64k,journal_size=1M".to_owned()]).unwrap().native;
         assert_eq!((new.has_table, new.unit_size, new.journal_bytes), (true, Some(65_536), Some(1 << 20)));
-        assert!(NewImage::parse(&["layout=zoned".to_owned()]).is_err());
+        let new = NewImage::parse(&["layout=zoned,zone_size=1M,embed=off".to_owned()]).unwrap().native;
+        assert_eq!((new.has_zones, new.zone_size, new.no_embedding), (true, Some(1 << 20), true));
+        assert!(NewImage::parse(&["layout=heap".to_owned()]).is_err());
     }
 
     #[test]

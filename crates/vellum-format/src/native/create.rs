@@ -50,7 +50,7 @@ pub struct CreateOptions {
     pub has_table: bool,
     /// Units are taken from zones; goes with `has_table`.
     pub has_zones: bool,
-    /// How large a zone is, in bytes: a power of two from 1 MiB to 64 MiB, 2 to 1024 units.
+    /// How large a zone is, in bytes: a power of two from 128 KiB to 64 MiB, 2 to 1024 units.
     pub zone_size: Option<u64>,
     /// Units of zones never hold their own entries.
     pub no_embedding: bool,
@@ -100,7 +100,7 @@ impl CreateOptions {
         let unit_bytes = if self.has_zones { ZONED_UNIT_BYTES_DEFAULT } else { UNIT_BYTES_DEFAULT };
         let unit = size_of("unit_size", self.unit_size.unwrap_or(unit_bytes), 16..=21, "64k to 2M")?;
         let zone =
-            size_of("zone_size", self.zone_size.unwrap_or(ZONE_BYTES_DEFAULT), 20..=26, "1M to 64M")?;
+            size_of("zone_size", self.zone_size.unwrap_or(ZONE_BYTES_DEFAULT), 17..=26, "128k to 64M")?;
         let block =
             size_of("block_size", self.block_size.unwrap_or(BLOCK_BYTES_DEFAULT), 12..=20, "4k to 1M")?;
         let shape = Shape {

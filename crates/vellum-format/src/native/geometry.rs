@@ -255,11 +255,11 @@ impl Shape {
                 ));
             }
             let can_be = |zone: BlockSize| {
-                (20..=26).contains(&zone.shift()) && (1..=10).contains(&(zone.shift() - unit.shift().min(zone.shift())))
+                (17..=26).contains(&zone.shift()) && (1..=10).contains(&(zone.shift() - unit.shift().min(zone.shift())))
             };
             if self.zone().is_some_and(|zone| !can_be(zone)) {
                 return Err(Error::invalid(
-                    "zone_size must be a power of two from 1M to 64M, and 2 to 1024 units",
+                    "zone_size must be a power of two from 128k to 64M, and 2 to 1024 units",
                 ));
             }
         }

@@ -10,10 +10,14 @@
 //! 2. The base counts no further than the disk ever reached: what a disk is made larger by reads as zero.
 //! 3. Regions stay where they are. A table has room for `Places::size_max`; what needs more is refused.
 
-use vellum_core::{Buffer, Context, Error, ErrorKind, GuestOffset, Result, SharedStorage, Storage, Zeroes};
+use vellum_core::{
+    Buffer, Context, Disk, Error, ErrorKind, GuestOffset, GuestSpan, Result, SharedStorage, Storage, Zeroes,
+};
 
 use super::check::{Repair, check};
 use super::geometry::{Layout, Places};
+use super::image::Native;
+use super::open::OpenOptions;
 use super::superblock::Superblocks;
 
 /// Gives the disk of a closed image another size, in bytes. Gives the size before.
@@ -48,6 +52,9 @@ async fn resize_inner(image: &SharedStorage, size: u64, may_shrink: bool) -> Res
     }
     let new = old.resized(size)?;
     clear_leftovers(image).await?;
+    if size > before && old.shape().zone().is_some() {
+        make_last_plain(image, before).await?;
+    }
     if size > before {
         make_room(&**image, &old, &new).await?;
         image.flush().await?;
@@ -64,6 +71,20 @@ async fn resize_inner(image: &SharedStorage, size: u64, may_shrink: bool) -> Res
         image.flush().await?;
     }
     Ok(before)
+}
+
+/// The block in which the disk ends is to become longer: it may not be packed, nor be a snapshot's.
+async fn make_last_plain(image: &SharedStorage, size: u64) -> Result<()> {
+    let options = OpenOptions { without_base: true, ..OpenOptions::default() };
+    let native = Native::open(image.clone(), None, options).await?;
+    let unit = native.unit().expect("it has zones");
+    let last = GuestOffset::new(size & !(unit.bytes() - 1));
+    if size > last.bytes() {
+        native.unshare(GuestSpan::between(last, GuestOffset::new(size))).await?;
+        let _inside = native.epochs.enter();
+        native.make_plain(unit.cluster_of(last).index(), None).await?;
+    }
+    native.close().await
 }
 
 /// Clears bits, masks and entries behind the end. An image that is damaged otherwise keeps its size.
@@ -134,10 +155,19 @@ mod tests {
 
     #[test]
     fn what_was_cut_off_never_comes_back() {
-        for (has_table, has_base) in [(false, false), (false, true), (true, false), (true, true)] {
+        for (has_table, has_zones, has_base) in [
+            (false, false, false),
+            (false, false, true),
+            (true, false, false),
+            (true, false, true),
+            (true, true, false),
+            (true, true, true),
+        ] {
             let options = CreateOptions {
                 size: 1 << 20,
                 has_table,
+                has_zones,
+                zone_size: has_zones.then_some(1 << 20),
                 unit_size: has_table.then_some(65_536),
                 journal_bytes: (has_table || has_base).then_some(65_536),
                 base: has_base.then(|| NewBase { name: "b".to_owned(), size: 500_000, ..NewBase::default() }),

@@ -478,7 +478,7 @@ fn shape(page: &[u8], features: u64) -> Result<Shape> {
         (1, 16..=21) => Layout::Table(BlockSize::from_shift(unit_shift)),
         (2, 16..=21) => {
             let zone_shift = u32::from(page[field::ZONE_SHIFT]);
-            if !(20..=26).contains(&zone_shift) {
+            if !(17..=26).contains(&zone_shift) {
                 return Err(Error::corrupt(format!("zones of 2^{zone_shift} bytes are impossible")));
             }
             Layout::Zoned { unit: BlockSize::from_shift(unit_shift), zone: BlockSize::from_shift(zone_shift) }

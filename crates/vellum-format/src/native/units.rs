@@ -114,9 +114,26 @@ impl Units {
         Some(first)
     }
 
+    /// The first unit of a zone of which all units are free, and whether what it holds is not known. Only clean ones when
+    /// `is_clean` is asked for.
+    pub(super) fn take_free_zone(&self, len: u32, zones: u32, is_clean: bool) -> Option<(u32, bool)> {
+        let mut pool = lock(&self.pool);
+        let clean: RoaringBitmap = pool.clean.iter().copied().collect();
+        let free = if is_clean { clean.clone() } else { &clean | &pool.unknown };
+        let last = free.max()?;
+        let all = u64::from(len);
+        let first = (0..zones.min(last / len))
+            .map(|zone| zone * len + 1)
+            .find(|first| free.range_cardinality(*first..*first + len) == all)?;
+        let run = first..first + len;
+        pool.clean.retain(|unit| !run.contains(unit));
+        pool.unknown.remove_range(run.clone());
+        Some((first, clean.range_cardinality(run) < all))
+    }
+
     /// A zone that was taken and never opened.
     pub(super) fn give_zone_back(&self, first: u32, len: u32) {
-        lock(&self.pool).clean.extend((first..first + len).rev());
+        lock(&self.pool).unknown.insert_range(first..first + len);
     }
 
     /// A unit that was taken, and may hold anything by now.

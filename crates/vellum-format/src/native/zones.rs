@@ -19,7 +19,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use vellum_core::{ImageOffset, Result};
+use vellum_core::{ImageOffset, Result, Zeroes};
 
 use super::geometry::{Places, SETTLED_WORD};
 use super::image::Native;
@@ -248,21 +248,49 @@ impl Native {
     async fn open_zone(&self, zones: &Zones) -> Result<()> {
         let Some(_one) = zones.opening.try_lock() else { return Ok(()) };
         let per_zone = self.places.units_per_zone();
-        if self.is_short_of_space() || !self.may_be_born() {
+        if !self.may_be_born() {
             return Ok(());
         }
-        let Some(first) = self.units().take_zone(per_zone, self.places.zones()) else { return Ok(()) };
+        let Some((first, is_unknown)) = self.find_zone() else { return Ok(()) };
         let number = (first - 1) / per_zone;
         let words: Vec<ImageOffset> = {
             let settled = (0..u64::from(per_zone.div_ceil(64))).map(|word| SETTLED_WORD + word);
             let head = [GENERATION_WORD, TAG_WORD, INCARNATION_WORD];
             head.into_iter().chain(settled).map(|word| self.places.zone_word(number, word)).collect()
         };
-        let opened = self.open_this(zones, number, &words).await;
+        let opened = match self.zero_zone(first, is_unknown).await {
+            Ok(()) => self.open_this(zones, number, &words).await,
+            Err(error) => Err(error),
+        };
         if opened.is_err() {
             self.units().give_zone_back(first, per_zone);
         }
         opened
+    }
+
+    /// A zone that was emptied, or one that has never been there, or on a medium that cannot grow one whose zeros cost nothing.
+    fn find_zone(&self) -> Option<(u32, bool)> {
+        let (units, per_zone, zones) = (self.units(), self.places.units_per_zone(), self.places.zones());
+        units
+            .take_free_zone(per_zone, zones, true)
+            .or_else(|| units.take_zone(per_zone, zones).map(|first| (first, false)))
+            .or_else(|| match self.metadata.limits().fast_zeroes {
+                true => units.take_free_zone(per_zone, zones, false),
+                false => None,
+            })
+    }
+
+    /// Makes a zone zero of which that is not known. The flush that makes its opening durable covers the zeros: before nothing is
+    /// written there, and no block of another time has its tag.
+    async fn zero_zone(&self, first: u32, is_unknown: bool) -> Result<()> {
+        if !is_unknown || sabotage::is(Bug::ZoneNotZeroed) {
+            return Ok(());
+        }
+        let zone = self.places.shape().zone().expect("it has zones");
+        let span = self.places.unit(first).start().span(zone.bytes());
+        self.metadata.write_zeroes(self.inside(span), Zeroes::MayUnmap).await?;
+        self.commits.note_change();
+        Ok(())
     }
 
     async fn open_this(&self, zones: &Zones, number: u32, words: &[ImageOffset]) -> Result<()> {
@@ -283,11 +311,6 @@ impl Native {
         let young = Young { zone: number, tag, opened_in, next: 0, under_way: 0, born: Vec::new() };
         lock(&zones.young).push(young);
         Ok(())
-    }
-
-    /// A medium that cannot grow and whose free units are few: what is left is for units one by one.
-    fn is_short_of_space(&self) -> bool {
-        self.units().any_waits() && self.metadata.limits().fixed_len
     }
 }
 

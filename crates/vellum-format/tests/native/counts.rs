@@ -4,8 +4,8 @@
 //! before the guest was answered; the checkpoint comes on top.
 
 use vellum_core::{
-    Buffer, Disk, GuestOffset, GuestSpan, HostTally, IoCounts, MemoryStorage, SharedDisk, SharedStorage,
-    WriteFlags,
+    Buffer, Disk, GuestOffset, GuestSpan, HostTally, IoCounts, MemoryStorage, Random, SharedDisk,
+    SharedStorage, WriteFlags,
 };
 use vellum_format::Raw;
 use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, create};
@@ -23,6 +23,8 @@ const BASE: u64 = 64 << 20;
 #[derive(Clone, Copy)]
 enum Do {
     Write(u64, usize),
+    /// Bytes that cannot be packed.
+    Noise(u64, usize),
     Discard(u64, u64),
 }
 
@@ -82,6 +84,11 @@ fn cost(name: &str, options: &CreateOptions, act: impl Fn(u64) -> Do) -> Cost {
                 Do::Write(at, len) => {
                     let data = Buffer::copy_of(&vec![u8::try_from(i % 251 + 1).unwrap(); len]);
                     disk.write(GuestOffset::new(at), data, WriteFlags::default()).await.unwrap();
+                }
+                Do::Noise(at, len) => {
+                    let mut data = vec![0; len];
+                    Random::from_seed(i).fill(&mut data);
+                    disk.write(GuestOffset::new(at), Buffer::copy_of(&data), WriteFlags::default()).await.unwrap();
                 }
                 Do::Discard(at, len) => {
                     disk.discard(GuestOffset::new(at).span(len), WriteFlags::default()).await.unwrap();
@@ -168,6 +175,50 @@ fn one_flush_each() {
     });
     assert!(wrote.flushes == N && wrote.writes <= 2 * N && wrote.bytes <= N * 8192, "{wrote:?}");
     assert_eq!(wrote.waits, 0);
+}
+
+/// Units that hold their own entries cost what raw costs.
+#[test]
+fn one_write_each() {
+    const N: u64 = COUNTED;
+    const KIB_64: usize = 64 << 10;
+    let raw = exactly(N, N, N * 4096);
+    let large = exactly(N, N, N << 16);
+    let zoned = CreateOptions { has_zones: true, ..options(true, None) };
+    let rows = |name: &str, zoned: &CreateOptions| {
+        let name = |what: &str| format!("{name}, {what}");
+        let in_order = cost(&name("one after another"), zoned, |i| Do::Write(i << 12, 4096));
+        let scattered_ones = cost(&name("scattered"), zoned, |i| Do::Write(scattered(i, 4096, SIZE), 4096));
+        let units = cost(&name("64 KiB"), zoned, |i| Do::Write(i << 16, KIB_64));
+        (in_order, scattered_ones, units)
+    };
+    assert_eq!(rows("zoned", &zoned), (raw, raw, large));
+    // In the middle of a sub-block: all of it is written.
+    let wrote = cost("zoned, 512 bytes, scattered", &zoned, |i| Do::Write(scattered(i, 4096, SIZE) + 512, 512));
+    assert_eq!(wrote, raw);
+    // What cannot be packed is told to the journal.
+    let wrote = cost("zoned, noise, scattered", &zoned, |i| Do::Noise(scattered(i, 4096, SIZE), 4096));
+    assert_eq!(wrote, exactly(N, 2 * N, N * 8192));
+    let wrote = cost("zoned, noise, 64 KiB", &zoned, |i| Do::Noise(i << 16, KIB_64));
+    assert_eq!(wrote, exactly(N, 2 * N, N * (65_536 + 4096)));
+    // Written in order and again from the beginning: the block with the entry goes through the journal once.
+    let again = |i| Do::Write((i % WARM) << 16, 4096);
+    let wrote = cost("zoned, 64 blocks again and again", &zoned, again);
+    assert!(wrote.flushes == N && wrote.writes < N + N / 2 && wrote.bytes < N * 8192, "{wrote:?}");
+    // The switch off: a table with smaller units.
+    let plain = CreateOptions { no_embedding: true, ..zoned.clone() };
+    let (_, scattered_ones, units) = rows("zoned, embed off", &plain);
+    assert_eq!(scattered_ones, exactly(N, 2 * N, N * 8192));
+    assert_eq!(units, exactly(N, 2 * N, N * (65_536 + 4096)));
+    // Over a base: behind it and over its zeros nothing lies beneath.
+    let zoned_over = |zeros| CreateOptions { has_zones: true, ..options(true, base(zeros)) };
+    let beyond = |i| Do::Write(BASE + scattered(i, 4096, SIZE - BASE), 4096);
+    assert_eq!(cost("zoned, beyond the base", &zoned_over(Vec::new()), beyond), raw);
+    let over_zeros = zoned_over(vec![GuestOffset::ZERO.span(BASE)]);
+    let over = |i| Do::Write(scattered(i, 65_536, BASE), 4096);
+    assert_eq!(cost("zoned, over zeros of the base", &over_zeros, over), raw);
+    let over = |i| Do::Write(scattered(i, 4096, BASE), 4096);
+    assert_eq!(cost("zoned, over the base", &zoned_over(Vec::new()), over), exactly(N, 2 * N, N * 8192));
 }
 
 /// Four guests that flush at a time share.

@@ -13,10 +13,15 @@ pub(crate) struct Device {
 
 impl Device {
     pub(crate) fn shared(inner: SharedStorage) -> SharedStorage {
+        Self::with(inner, false)
+    }
+
+    /// One whose zeros may be fast.
+    pub(crate) fn with(inner: SharedStorage, fast_zeroes: bool) -> SharedStorage {
         let limits = Limits {
             fixed_len: true,
             grows_zeroed: false,
-            fast_zeroes: false,
+            fast_zeroes,
             discards: false,
             ..inner.limits().clone()
         };

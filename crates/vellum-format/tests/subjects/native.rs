@@ -11,9 +11,6 @@ use super::snapped::{self, Snapped};
 use crate::common::base;
 use crate::common::native::{NativeSetup, look_native};
 
-/// Units of 512 KiB, far within them, and two places in the first.
-const PLACES_IN_LARGE_UNITS: [u64; 5] = [8192, 512 << 10, 16 << 10, (1 << 20) + 4096, 3 << 19];
-
 /// An image of the native format.
 pub(crate) struct NativeSubject {
     setup: NativeSetup,
@@ -23,8 +20,6 @@ pub(crate) struct NativeSubject {
     device: Option<u64>,
     /// Places are units, far from each other.
     is_by_units: bool,
-    /// Where places are, if it is somewhere else.
-    places: Option<[u64; 5]>,
     /// A discard of 64 KiB asks for a snapshot, or for one less.
     has_snapshots: bool,
 }
@@ -32,7 +27,7 @@ pub(crate) struct NativeSubject {
 impl NativeSubject {
     fn new(setup: NativeSetup, far: u64) -> Self {
         let below = setup.below();
-        Self { setup, below, far, device: None, is_by_units: false, places: None, has_snapshots: false }
+        Self { setup, below, far, device: None, is_by_units: false, has_snapshots: false }
     }
 
     pub(crate) fn linear() -> Self {
@@ -104,8 +99,14 @@ impl NativeSubject {
 
     /// A zone has two units.
     pub(crate) fn zoned_in_small_zones() -> Self {
-        let setup = NativeSetup::zoned("vellum, zoned, small zones", 5 << 19, 512 << 10, 1 << 20);
-        Self { places: Some(PLACES_IN_LARGE_UNITS), ..Self::new(setup, 256 << 10) }
+        let setup = NativeSetup::zoned("vellum, zoned, small zones", 512 << 10, 64 << 10, 128 << 10);
+        Self { is_by_units: true, ..Self::new(setup, 256 << 10) }
+    }
+
+    /// The same on a device with other bytes on it, whose zeros cost nothing.
+    pub(crate) fn zoned_on_a_device() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned, on a device", 512 << 10, 64 << 10, 128 << 10);
+        Self { is_by_units: true, device: Some((1 << 20) + (10 << 16)), ..Self::new(setup, 256 << 10) }
     }
 
     /// The base ends within the disk; behind it units hold their own entries.
@@ -127,7 +128,7 @@ impl NativeSubject {
     }
 
     fn on_its_medium(&self, image: SharedStorage) -> SharedStorage {
-        if self.device.is_some() { Device::shared(image) } else { image }
+        if self.device.is_some() { Device::with(image, self.setup.options.has_zones) } else { image }
     }
 }
 
@@ -150,9 +151,6 @@ impl Subject for NativeSubject {
     }
 
     fn places(&self) -> Vec<GuestOffset> {
-        if let Some(places) = self.places {
-            return places.map(GuestOffset::new).to_vec();
-        }
         if self.is_by_units {
             return [0, 1, 4, 2, 3].map(|unit| GuestOffset::new(unit << 16)).to_vec();
         }

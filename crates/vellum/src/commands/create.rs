@@ -174,6 +174,10 @@ fn formatting_native(target: &CreateTarget, superblock: &Superblock, list: &List
     line += match places.shape().layout {
         Layout::Linear => " layout=linear".to_owned(),
         Layout::Table(unit) => format!(" layout=table unit_size={}", unit.bytes()),
+        Layout::Zoned { unit, zone } => {
+            let embed = switch(superblock.embeds());
+            format!(" layout=zoned unit_size={} zone_size={} embed={embed}", unit.bytes(), zone.bytes())
+        }
     }
     .as_str();
     if let Some((name, format)) = &target.backing {

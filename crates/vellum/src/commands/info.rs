@@ -352,6 +352,10 @@ fn native_specifics(superblocks: &Superblocks) -> Vec<(String, Value)> {
     ];
     if let Some(unit) = shape.layout.unit() {
         facts.push(("unit-size", json!(unit.bytes())));
+        if let Some(zone) = shape.zone() {
+            facts.push(("zone-size", json!(zone.bytes())));
+            facts.push(("embed", json!(superblock.embeds())));
+        }
         facts.push(("size-max", json!(places.size_max())));
         facts.push(("snapshots", json!(superblock.has_snapshots())));
     }

@@ -81,7 +81,16 @@ fn impossible_fields_are_refused_although_the_crc_is_right() {
     let cases: Vec<(&str, ErrorKind, Poke)> = vec![
         ("version 2", ErrorKind::Unsupported, Box::new(|page| put32(page, field::VERSION, 2))),
         ("incompatible bit 40", ErrorKind::Unsupported, Box::new(|page| page[field::INCOMPATIBLE + 2] = 1)),
-        ("zoned", ErrorKind::Unsupported, Box::new(|page| put32(page, field::LAYOUT, 2))),
+        ("zones of 2^0", ErrorKind::Corrupt, Box::new(|page| put32(page, field::LAYOUT, 2))),
+        (
+            "feature bit",
+            ErrorKind::Corrupt,
+            Box::new(|page| {
+                put32(page, field::LAYOUT, 2);
+                page[field::ZONE_SHIFT] = 26;
+            }),
+        ),
+        ("feature bit", ErrorKind::Corrupt, Box::new(|page| page[field::INCOMPATIBLE + 7] |= 1 << 4)),
         ("layout 3", ErrorKind::Unsupported, Box::new(|page| put32(page, field::LAYOUT, 3))),
         ("2^0", ErrorKind::Corrupt, Box::new(|page| page[field::UNIT_SHIFT] = 0)),
         ("2^22", ErrorKind::Corrupt, Box::new(|page| page[field::UNIT_SHIFT] = 22)),

@@ -21,7 +21,7 @@ PAGE = 4096
 PIECE = 1 << 18
 HOME = 0xFFFFFFFF
 MAP = -1  # what a unit of copies is used for
-REGIONS = ("bitmap", "masks", "table", "partials", "snapshot list", "journal")
+REGIONS = ("bitmap", "masks", "table", "partials", "snapshot list", "zone table", "journal")
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 
@@ -113,6 +113,9 @@ class Superblock:
         self.block_shift, self.unit_shift = page[60], page[61]
         self.size, self.base_size = be64(page, 64), be64(page, 72)
         self.region = [struct.unpack_from(">QQ", page, 80 + 16 * index) for index in range(6)]
+        zones = struct.unpack_from(">QQ", page, 224) if self.layout == 2 else (0, 0)
+        self.region.insert(5, zones)
+        self.zone_shift = page[62]
         self.data_offset = be64(page, 176)
         self.generation = be64(page, 184)
         self.key = page[192:208]
@@ -145,11 +148,16 @@ class Superblock:
 
     def check(self, file):
         need(self.version == 1, "the version is not known")
-        need(self.features >> 4 == 0, "there are unknown incompatible features")
-        need(self.layout in (0, 1), "the layout is not known")
+        need(self.features >> 5 == 0, "there are unknown incompatible features")
+        need(self.layout in (0, 1, 2), "the layout is not known")
         self.needs_replay, self.is_table, self.has_base, self.has_snapshots = (
             bool(self.features >> bit & 1) for bit in range(4))
-        need(self.is_table == (self.layout == 1), "layout and features contradict each other")
+        self.is_zoned = self.layout == 2
+        need(self.is_table == (self.layout != 0), "layout and features contradict each other")
+        need(self.is_zoned == bool(self.features >> 4 & 1), "layout and features contradict each other")
+        if self.is_zoned:
+            need(17 <= self.zone_shift <= 26, "impossible zones")
+            need(1 <= self.zone_shift - self.unit_shift <= 10, "impossible zones")
         need(16 <= self.unit_shift <= 21 if self.is_table else self.unit_shift == 0, "impossible units")
         need(12 <= self.block_shift <= 20, "impossible blocks")
         need(self.size % 512 == 0 and self.size <= (1 << 56) - TIB, "impossible size")
@@ -181,6 +189,7 @@ class Superblock:
             (self.units * 4, 256 * MIB if self.is_table else 0),
             (8 * KIB, 8 * KIB) if self.is_table else (0, 0),
             (512 * KIB, 512 * KIB) if self.is_table else (0, 0),
+            (4 * KIB, 64 * MIB) if self.is_zoned else (0, 0),
             (64 * KIB, 64 * MIB) if self.is_table or self.has_base else (0, 0),
         ]
         need(self.data_offset % MIB == 0 and MIB <= self.data_offset <= 8 * GIB, "impossible data_offset")
@@ -195,7 +204,52 @@ class Superblock:
             need(all(end <= other[0] or other[1] <= start for other in seen), f"the {name} overlaps another region")
             need(name != "journal" or all(other[1] <= start for other in seen), "the journal is not the last")
             seen.append((start, end))
-        self.bitmap, self.masks, self.table, self.partials, self.list, self.journal = self.region
+        self.bitmap, self.masks, self.table, self.partials, self.list, self.zones, self.journal = self.region
+
+
+    def split(self, entry):
+        """The stored unit of an entry, and its form."""
+        return (entry & (1 << 27) - 1, entry >> 27) if self.is_zoned else (entry, 0)
+
+    def zone_of(self, unit):
+        """The zone of a stored unit, if it has an entry."""
+        zone = unit - 1 >> self.zone_shift - self.unit_shift
+        return zone if zone < self.zones[1] // 256 else None
+
+
+def lz4(data, size):
+    """One LZ4 block."""
+    out, at = bytearray(), 0
+
+    def length(start):
+        nonlocal at
+        if start < 15:
+            return start
+        while True:
+            need(at < len(data), "a packed block ends too early")
+            byte = data[at]
+            at, start = at + 1, start + byte
+            if byte < 255:
+                return start
+
+    while at < len(data):
+        token = data[at]
+        at += 1
+        literals = length(token >> 4)
+        need(at + literals <= len(data), "a packed block ends too early")
+        out += data[at:at + literals]
+        at += literals
+        if at == len(data):
+            break
+        need(at + 2 <= len(data), "a packed block ends too early")
+        back = int.from_bytes(data[at:at + 2], "little")
+        at += 2
+        need(0 < back <= len(out), "a packed block names what is not there")
+        for _ in range(length(token & 15) + 4):
+            out.append(out[-back])
+        need(len(out) <= size, "a packed block is too long")
+    need(len(out) == size, "a packed block is too short")
+    return bytes(out)
 
 
 class Check:
@@ -252,6 +306,8 @@ class Check:
 
     def is_inside(self, unit):
         """Invariant 3."""
+        if self.sb.is_zoned and not 0 < unit < 1 << 27:
+            return False
         if self.file.is_device:
             return self.place(unit) + self.sb.unit <= self.file.size
         return self.place(unit) < self.file.size
@@ -265,8 +321,13 @@ class Check:
 
     def entries(self, data, first, view):
         for index, entry in enumerate(struct.unpack(f">{len(data) // 4}I", data)):
-            if entry:
-                self.use(entry, first + index, view)
+            if entry == 0:
+                continue
+            unit, form = self.sb.split(entry)
+            if form and not (unit and form <= self.sb.unit // PAGE and self.sb.zone_of(unit) is not None):
+                self.corrupt(f"3: {view}: unit {first + index} of the disk lies in unit {unit}, which has no form {form}")
+            else:
+                self.use(unit, first + index, view)
 
     def home_table(self):
         start, length = self.sb.table
@@ -398,9 +459,11 @@ class Disk:
     def image(self, at, size):
         if not self.sb.is_table:
             return self.file.read(self.sb.data_offset + at, size)
-        number = be32(self.file.read(self.sb.table[0] + 4 * (at // self.sb.unit), 4))
+        number, form = self.sb.split(be32(self.file.read(self.sb.table[0] + 4 * (at // self.sb.unit), 4)))
         if number == 0:
             return bytes(size)
+        if form and at % self.sb.unit // PAGE == form - 1:
+            return self.packed(at, number, form - 1)[at % PAGE:][:size]
         place, within = self.sb.data_offset + (number - 1) * self.sb.unit, at % self.sb.unit
         parts = {}
         for slot in range(64):
@@ -413,6 +476,18 @@ class Disk:
             number = under
             place = self.sb.data_offset + (number - 1) * self.sb.unit
         return self.file.read(place + within, size)
+
+    def packed(self, at, number, index):
+        """The 4 KiB of a packed block."""
+        block = self.file.read(self.sb.data_offset + (number - 1) * self.sb.unit + index * PAGE, PAGE)
+        zone = self.sb.zone_of(number)
+        need(zone is not None, "a packed block in a unit of no zone")
+        tag = self.file.read(self.sb.zones[0] + 256 * zone + 8, 8)
+        need(tag != bytes(8) and block[:8] == tag, "a packed block of another time")
+        whose = (be32(block, 8), be32(block, 12), block[16], block[17])
+        need(whose == (at // self.sb.unit, number, index, 0), "a packed block is another one's")
+        need(crc32c(block[:20] + bytes(4) + block[24:]) == be32(block, 20), "a packed block is not whole")
+        return lz4(block[24:24 + int.from_bytes(block[18:20], "big")], PAGE)
 
     def below(self, at, size):
         need(self.base is not None, "the disk lies over a base: say which raw file it is")

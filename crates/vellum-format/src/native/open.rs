@@ -13,7 +13,7 @@ use super::geometry::{Places, Region};
 use super::home::Home;
 use super::image::{LINEAR_CELL, Native};
 use super::recover::recover;
-use super::snapshots::{View, Views, refuse_half_reverted};
+use super::snapshots::{Still, View, Views, refuse_half_reverted};
 use super::superblock::Superblocks;
 use super::units::Units;
 use crate::journal::{Journal, Overlaid};
@@ -96,7 +96,7 @@ impl Native {
                 None
             }
             None => None,
-            Some(wanted) => Some(View::read(&metadata, superblock, wanted).await?),
+            Some(wanted) => Some(Still::read(&metadata, superblock, wanted).await?),
         };
         if let Some(view) = &view {
             places = places.resized(view.size)?;
@@ -133,7 +133,7 @@ impl Native {
             name: image.name().to_owned(),
             geometry,
             places,
-            superblocks: async_lock::Mutex::new(superblocks),
+            superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
             homeward: Tallied::shared(image, options.tally.checkpoint.clone()),
             metadata,
             data,
@@ -145,7 +145,7 @@ impl Native {
             block_locks: std::array::from_fn(|_| Mutex::new(())),
             units,
             views,
-            view,
+            view: view.map(View::Still),
             journal,
             beginning: Default::default(),
             open_bytes: AtomicU64::new(0),

@@ -128,6 +128,11 @@ async fn run(
         })?;
     }
     exports.also(Arc::new(SnapshotExports(served.clone())));
+    // The control socket first: who finds the server can control it.
+    let control_listener = match &spec.control_path {
+        Some(path) => Some(Listener::bind_private(path).await?),
+        None => None,
+    };
     let mut listeners = Vec::new();
     for address in &spec.nbd {
         listeners.push(Listener::bind(address).await?);
@@ -142,10 +147,7 @@ async fn run(
         shutdown: shutdown.clone(),
         slots: ConnectionSlots::new(CONNECTIONS_MAX),
     };
-    let controlled = match &spec.control_path {
-        Some(path) => Some(spawn_local(control.clone().accept(Listener::bind_private(path).await?))),
-        None => None,
-    };
+    let controlled = control_listener.map(|listener| spawn_local(control.clone().accept(listener)));
     let accepting: Vec<_> = listeners
         .into_iter()
         .map(|listener| {

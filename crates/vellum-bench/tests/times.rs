@@ -69,7 +69,20 @@ fn snapshots_of_a_served_disk() {
     let Some(vellum) = vellum() else {
         return skipped(NO_VELLUM);
     };
-    let arguments = ["--size", "4G", "--allocated", "256M", "--beside", "5", "--every", "20", "--many", "60", "--hot", "40"];
+    let arguments = [
+        "--size",
+        "4G",
+        "--allocated",
+        "256M",
+        "--beside",
+        "5",
+        "--every",
+        "20",
+        "--many",
+        "60",
+        "--hot",
+        "40",
+    ];
     let (report, told) = report("snapshots", &vellum, &arguments);
     let others = report["quiet"]["others"].as_array().expect("costs");
     assert_eq!(others.len(), 16, "{told}");

@@ -263,7 +263,8 @@ struct Tending {
 impl Tending {
     fn begin(served: &Arc<Disks>, workers: &WorkersHandle) -> Self {
         let has_ended = Arc::new(AtomicBool::new(false));
-        let written = (0..served.len()).filter(|index| !served[*index].disk().geometry().read_only).enumerate();
+        let written =
+            (0..served.len()).filter(|index| !served[*index].disk().geometry().read_only).enumerate();
         let tasks = written
             .map(|(number, index)| {
                 let (served, has_ended) = (served.clone(), has_ended.clone());

@@ -16,8 +16,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use async_lock::{RwLock, RwLockReadGuard};
 use vellum_core::{CheckedDisk, Context, Error, ErrorKind, HostTally, IoCounts, Result};
 use vellum_export::nbd::{Export, Exports, OnDemand};
-use vellum_format::native::snapshots::{Snapshot, snapshots};
 use vellum_format::native::Native;
+use vellum_format::native::snapshots::{Snapshot, snapshots};
 use vellum_format::qcow2::snapshot::list as list_qcow2;
 use vellum_layer::{Chain, Member};
 
@@ -265,12 +265,12 @@ impl Disks {
             (None, _) => {
                 Err(Error::invalid(format!("there are several disks; say which by its export: {}", names())))
             }
-            (Some(name), all) => all.iter().find(|served| served.names.iter().any(|its| its == name)).ok_or_else(
-                || {
+            (Some(name), all) => {
+                all.iter().find(|served| served.names.iter().any(|its| its == name)).ok_or_else(|| {
                     let context = format!("there is no export {name:?}; there are {}", names());
                     Error::new(ErrorKind::NotFound, context)
-                },
-            ),
+                })
+            }
         }
     }
 }
@@ -295,12 +295,15 @@ impl OnDemand for SnapshotExports {
     fn find(&self, name: &str) -> Option<Export> {
         for served in self.0.iter() {
             for its in &served.names {
-                let Some(wanted) = name.strip_prefix(its.as_str()).and_then(|rest| rest.strip_prefix('@')) else {
+                let Some(wanted) = name.strip_prefix(its.as_str()).and_then(|rest| rest.strip_prefix('@'))
+                else {
                     continue;
                 };
                 let Some(native) = served.written_native() else { continue };
                 let found = native.snapshots().ok()?.into_iter().find(|snapshot| snapshot.name == wanted);
-                let Some(disk) = found.and_then(|snapshot| native.snapshot_open(snapshot.id).ok()) else { continue };
+                let Some(disk) = found.and_then(|snapshot| native.snapshot_open(snapshot.id).ok()) else {
+                    continue;
+                };
                 return Some(Export {
                     name: name.to_owned(),
                     description: String::new(),

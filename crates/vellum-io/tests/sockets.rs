@@ -5,8 +5,8 @@ mod common;
 
 use std::fs;
 use std::net::Shutdown;
-use std::os::unix::fs::PermissionsExt;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 use std::rc::Rc;

@@ -17,7 +17,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vellum_core::{
-    Context, Disk, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage,
+    Context, Disk, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
+    SharedStorage,
 };
 use vellum_format::native::{self, Native, Superblock, Superblocks};
 use vellum_format::qcow2::open::MAPPING_BYTES_DEFAULT;

@@ -91,7 +91,10 @@ mod tests {
     #[test]
     fn lines_come_whole_however_they_are_cut() {
         for piece in [1, 2, 3, 5, 100] {
-            assert_eq!(lines(b"one\n\ntwo\n", piece, 10), (vec!["one".into(), "".into(), "two".into()], None));
+            assert_eq!(
+                lines(b"one\n\ntwo\n", piece, 10),
+                (vec!["one".into(), "".into(), "two".into()], None)
+            );
             assert_eq!(lines(b"one\ntw", piece, 10), (vec!["one".into()], Some(ErrorKind::Closed)));
             assert_eq!(lines(b"123456789\n", piece, 10), (vec!["123456789".into()], None));
             assert_eq!(lines(b"a\n1234567890\n", piece, 10), (vec!["a".into()], Some(ErrorKind::Invalid)));

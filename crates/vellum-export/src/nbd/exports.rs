@@ -168,12 +168,7 @@ impl Exports {
 
 impl Entry {
     fn new(export: Export) -> Self {
-        Self {
-            export,
-            shutdown: Shutdown::new(),
-            sessions: AtomicUsize::new(0),
-            session_ended: Event::new(),
-        }
+        Self { export, shutdown: Shutdown::new(), sessions: AtomicUsize::new(0), session_ended: Event::new() }
     }
 }
 

@@ -19,8 +19,8 @@
 //! 3. the lock of a block's masks;
 //! 4. short in-memory locks: a page's changes and within it the list of dirty pages, the pool of units, what was freed.
 
-use std::sync::{Arc, Mutex};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use vellum_core::{
     BlockSize, Error, ErrorKind, Geometry, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk,

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, Disk, ErrorKind, GuestOffset, HostTally, LocalFuture, MemoryStorage, Random, SharedDisk, SharedStorage,
-    WriteFlags, ZeroFlags, join_all,
+    Buffer, Disk, ErrorKind, GuestOffset, HostTally, LocalFuture, MemoryStorage, Random, SharedDisk,
+    SharedStorage, WriteFlags, ZeroFlags, join_all,
 };
 use vellum_format::native::snapshots::{revert, snapshots};
 use vellum_format::native::{Native, OpenOptions, Places, Superblocks, create};
@@ -245,7 +245,8 @@ fn deleting_is_stopped_and_goes_on_later() {
             assert_eq!(deleting.await.unwrap_err().kind(), ErrorKind::Closed);
         }
         write(&disk, 3).await;
-        let names = |disk: &Native| disk.snapshots().unwrap().into_iter().map(|one| one.name).collect::<Vec<_>>();
+        let names =
+            |disk: &Native| disk.snapshots().unwrap().into_iter().map(|one| one.name).collect::<Vec<_>>();
         assert_eq!(names(&disk), ["one", "two"]);
         disk.close().await.unwrap();
         let disk = Native::open(image.clone(), None, options()).await.unwrap();
@@ -271,7 +272,9 @@ fn a_snapshot_that_cannot_be_made_says_why() {
         create(&*image, &setup.create_options()).await.unwrap();
         let disk = Native::open(image, None, options()).await.unwrap();
         disk.snapshot_create("there", 0).await.unwrap();
-        for (name, word) in [("there", "of this name"), ("", "1 to 64 bytes"), (&"n".repeat(65), "1 to 64 bytes")] {
+        for (name, word) in
+            [("there", "of this name"), ("", "1 to 64 bytes"), (&"n".repeat(65), "1 to 64 bytes")]
+        {
             let error = disk.snapshot_create(name, 0).await.unwrap_err();
             assert!(error.kind() == ErrorKind::Invalid && error.chain().contains(word), "{}", error.chain());
         }
@@ -284,7 +287,8 @@ fn a_snapshot_that_cannot_be_made_says_why() {
     });
     let world = World::new(0);
     let faults = FaultPlan::of(Fault::nth(Operation::Flush, 6));
-    let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions { faults, ..DriveOptions::default() });
+    let drive =
+        Drive::from_content(&world, setup.empty_image(), DriveOptions { faults, ..DriveOptions::default() });
     world.run(async {
         let disk = setup.open(&drive).await.unwrap();
         let mut first = None;

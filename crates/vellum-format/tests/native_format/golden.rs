@@ -68,7 +68,8 @@ fn golden_images_open_for_ever() {
     for line in list.lines() {
         let words: Vec<&str> = line.split(' ').collect();
         let [what, crc, hash] = words[..] else { panic!("{line}") };
-        let (name, snapshot) = what.split_once('@').map_or((what, None), |(name, snapshot)| (name, Some(snapshot)));
+        let (name, snapshot) =
+            what.split_once('@').map_or((what, None), |(name, snapshot)| (name, Some(snapshot)));
         let packed = std::fs::read(directory().join(format!("{name}.vlm.zst"))).expect("a golden image");
         assert!(packed.len() <= 50 << 10, "{name}: {} bytes", packed.len());
         let image = zstd::decode_all(&packed[..]).expect("it is packed by zstd");

@@ -127,10 +127,12 @@ fn snapshots_are_made_while_a_client_writes() {
     let reader = served.client("@g3");
     served.refuses(&["g3", "it is being read"], "delete", &["g3"]);
     reader.disconnect();
-    let deleted = || (0..200).any(|_| {
-        std::thread::sleep(Duration::from_millis(10)); // until the session has ended
-        served.snapshot("delete", &["g3"]).code == 0
-    });
+    let deleted = || {
+        (0..200).any(|_| {
+            std::thread::sleep(Duration::from_millis(10)); // until the session has ended
+            served.snapshot("delete", &["g3"]).code == 0
+        })
+    };
     assert!(deleted(), "nobody reads it any more");
     assert!(Client::connect(&served.server.peer(), "@g3").is_err());
     assert!(!served.names().contains(&"g3".to_owned()));
@@ -147,13 +149,19 @@ fn snapshots_are_made_while_a_client_writes() {
     }
     if has("qemu-io") {
         let uri = served.server.uri("%40g12");
-        qemu_io(&["-r", "-f", "raw", &uri], &["read -P 12 256k 8k".to_owned(), "read -P 0 264k 8k".to_owned()]);
+        qemu_io(
+            &["-r", "-f", "raw", &uri],
+            &["read -P 12 256k 8k".to_owned(), "read -P 0 264k 8k".to_owned()],
+        );
     } else {
         skipped("qemu-io is not installed");
     }
     served.server.stop();
     check_says(&image, 0);
-    assert_eq!(vellum(&["snapshot", "list", "--output", "json", &image]).json().as_array().map(Vec::len), Some(12));
+    assert_eq!(
+        vellum(&["snapshot", "list", "--output", "json", &image]).json().as_array().map(Vec::len),
+        Some(12)
+    );
 }
 
 #[test]
@@ -299,7 +307,9 @@ fn the_control_socket_takes_what_it_should() {
     drop(idle);
     // Several requests on one connection, answered in order.
     let mut stream = UnixStream::connect(&served.socket).expect("it listens");
-    stream.write_all(b"{\"command\":\"snapshot-create\",\"name\":\"two\"}\nwhat?\n{\"command\":\"stats\"}\n").expect("asked");
+    stream
+        .write_all(b"{\"command\":\"snapshot-create\",\"name\":\"two\"}\nwhat?\n{\"command\":\"stats\"}\n")
+        .expect("asked");
     let mut lines = BufReader::new(stream).lines().map_while(Result::ok);
     let mut next = || serde_json::from_str::<Value>(&lines.next().expect("an answer")).expect("JSON");
     assert_eq!(next()["return"]["id"], "2");
@@ -313,7 +323,13 @@ fn the_control_socket_takes_what_it_should() {
     let again = Server::start(&["--control", &socket, &image]);
     let both = Server::try_start(&["--control", &socket, "-r", "-U", &image]).err().expect("it is taken");
     assert!(both.err.contains("another program"), "{both:?}");
-    assert_eq!(vellum(&["snapshot", "list", "--control", &socket, "--output", "json"]).json().as_array().map(Vec::len), Some(2));
+    assert_eq!(
+        vellum(&["snapshot", "list", "--control", &socket, "--output", "json"])
+            .json()
+            .as_array()
+            .map(Vec::len),
+        Some(2)
+    );
     again.stop();
     assert!(!Path::new(&socket).exists(), "removed at the end");
     refused(&["can't connect"], &["snapshot", "list", "--control", &socket]);
@@ -340,7 +356,8 @@ fn other_formats_say_what_they_can() {
     }
     served.server.stop();
     let served = Controlled::start(&["-f", "raw", &raw]);
-    for (verb, rest) in [("list", &[][..]), ("create", &["one"]), ("delete", &["one"]), ("revert", &["one"])] {
+    for (verb, rest) in [("list", &[][..]), ("create", &["one"]), ("delete", &["one"]), ("revert", &["one"])]
+    {
         served.refuses(&["a raw image has no snapshots"], verb, rest);
     }
     served.server.stop();

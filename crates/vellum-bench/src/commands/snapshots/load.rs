@@ -55,8 +55,14 @@ pub(super) fn beside<T>(
     }
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
-        let guests: Vec<_> =
-            (0..DEPTH).map(|seed| scope.spawn({ let is_over = &is_over; move || guest(socket, bytes, seed, is_over) })).collect();
+        let guests: Vec<_> = (0..DEPTH)
+            .map(|seed| {
+                scope.spawn({
+                    let is_over = &is_over;
+                    move || guest(socket, bytes, seed, is_over)
+                })
+            })
+            .collect();
         let begun = Instant::now();
         let value = work();
         thread::sleep(span.saturating_sub(begun.elapsed()));
@@ -132,7 +138,11 @@ fn guest(socket: &Path, bytes: u64, seed: u64, is_over: &AtomicBool) -> Result<(
         let begun = Instant::now();
         guest.ask(request)?;
         let took = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        if matches!(request, Request::Write { .. }) { writes.note(took) } else { others.note(took) }
+        if matches!(request, Request::Write { .. }) {
+            writes.note(took)
+        } else {
+            others.note(took)
+        }
         count += 1;
     }
     guest.leave()?;

@@ -78,7 +78,13 @@ impl Model {
     }
 
     /// Writes new generations of some hot units, that the snapshot with this number is the first to see.
-    pub(super) fn write(&mut self, guest: &mut Guest, random: &mut Random, writes: u64, snapshot: usize) -> Result<()> {
+    pub(super) fn write(
+        &mut self,
+        guest: &mut Guest,
+        random: &mut Random,
+        writes: u64,
+        snapshot: usize,
+    ) -> Result<()> {
         for _ in 0..writes {
             let index = random.index(self.hot.len());
             let generation = self.next;

@@ -97,7 +97,10 @@ impl Native {
     async fn finish_delete(&self, views: &Views, id: u32) -> Result<()> {
         loop {
             if views.is_ending.load(Ordering::Acquire) {
-                return Err(Error::new(ErrorKind::Closed, "the server ends; the next opening of the image goes on"));
+                return Err(Error::new(
+                    ErrorKind::Closed,
+                    "the server ends; the next opening of the image goes on",
+                ));
             }
             let_others_go_on().await;
             let before = { lock(&views.list).before(id).map(|entry| entry.id) };

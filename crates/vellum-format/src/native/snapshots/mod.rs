@@ -27,8 +27,8 @@ mod live;
 mod revert;
 mod view;
 
-use std::sync::{Mutex, Weak};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, Weak};
 
 use vellum_core::{Context, Error, ErrorKind, ImageOffset, Result, SharedStorage};
 

@@ -79,9 +79,9 @@ fn snapshots_of_a_served_disk() {
         "--every",
         "20",
         "--many",
-        "60",
+        "24",
         "--hot",
-        "40",
+        "20",
     ];
     let (report, told) = report("snapshots", &vellum, &arguments);
     let others = report["quiet"]["others"].as_array().expect("costs");
@@ -92,9 +92,9 @@ fn snapshots_of_a_served_disk() {
     }
     assert_eq!(number(&report, "/create-beside/count"), 5);
     assert!(number(&report, "/load-beside/requests") > 0, "{told}");
-    assert_eq!((number(&report, "/many/create/count"), number(&report, "/many/delete/count")), (60, 60));
-    // 45, 30, 15 and 5 of the 60, the 5 again in full, and the disk.
-    assert_eq!(number(&report, "/many/views-compared"), 45 + 30 + 15 + 5 + 5 + 1, "{told}");
-    assert!(number(&report, "/many/blocks-compared") > 95 * 30 + 6 * 256, "{told}");
+    assert_eq!((number(&report, "/many/create/count"), number(&report, "/many/delete/count")), (24, 24));
+    // 18, 12, 6 and 5 of the 24, the 5 again in full, and the disk.
+    assert_eq!(number(&report, "/many/views-compared"), 18 + 12 + 6 + 5 + 5 + 1, "{told}");
+    assert!(number(&report, "/many/blocks-compared") > 41 * 15 + 6 * 256, "{told}");
     assert!(number(&report, "/many/bytes-at-the-end") < number(&report, "/many/bytes-with-all"), "{told}");
 }

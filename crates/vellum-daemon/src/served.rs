@@ -300,10 +300,9 @@ impl OnDemand for SnapshotExports {
                     continue;
                 };
                 let Some(native) = served.written_native() else { continue };
-                let found = native.snapshots().ok()?.into_iter().find(|snapshot| snapshot.name == wanted);
-                let Some(disk) = found.and_then(|snapshot| native.snapshot_open(snapshot.id).ok()) else {
-                    continue;
-                };
+                // A disk without snapshots is not the one that is meant.
+                let Ok(Some(id)) = native.snapshot_named(wanted) else { continue };
+                let Ok(disk) = native.snapshot_open(id) else { continue };
                 return Some(Export {
                     name: name.to_owned(),
                     description: String::new(),

@@ -283,8 +283,12 @@ fn beside(
     })?;
     let times = Times::of(&times);
     let line = |seen: &Seen| {
-        let (requests, [median, slowest]) = (seen.requests, [seen.median_us, seen.slowest_ms].map(short));
-        format!("{requests} requests, median of writes {median} µs, slowest {slowest} ms")
+        let figures = [seen.median_us, seen.flush_median_ms, seen.flush_slowest_ms, seen.slowest_ms];
+        let [write, flush, slowest_flush, slowest] = figures.map(short);
+        format!(
+            "{} requests; median of writes {write} µs; flushes {flush} ms, at most {slowest_flush} ms; slowest request {slowest} ms",
+            seen.requests
+        )
     };
     scene.table.say(&format!("load    {load} alone: {}", line(&alone)));
     scene.table.say(&format!("load    {load} beside snapshots: {}", line(&seen)));

@@ -28,6 +28,10 @@ pub(super) struct Seen {
     pub(super) requests: u64,
     /// Of writes.
     pub(super) median_us: f64,
+    /// Of flushes.
+    pub(super) flush_median_ms: f64,
+    /// The same, of the one that took longest.
+    pub(super) flush_slowest_ms: f64,
     /// Of whatever took longest: a read, a write or a flush.
     pub(super) slowest_ms: f64,
 }
@@ -67,17 +71,23 @@ pub(super) fn beside<T>(
         let value = work();
         thread::sleep(span.saturating_sub(begun.elapsed()));
         is_over.store(true, Ordering::Relaxed);
-        let (mut writes, mut all) = (Latency::default(), Latency::default());
-        let mut requests = 0;
+        let mut all = Times::default();
         for guest in guests {
-            let (its, others, count) = guest.join().expect("a guest does not panic")?;
-            all.add(&its);
-            all.add(&others);
-            writes.add(&its);
-            requests += count;
+            let its = guest.join().expect("a guest does not panic")?;
+            all.reads.add(&its.reads);
+            all.writes.add(&its.writes);
+            all.flushes.add(&its.flushes);
+            all.requests += its.requests;
         }
-        let (median_us, slowest_ms) = (writes.percentile(50.0), all.percentile(100.0) / 1000.0);
-        Ok((Seen { requests, median_us, slowest_ms }, value?))
+        let slowest = [&all.reads, &all.writes, &all.flushes].map(|times| times.percentile(100.0) / 1000.0);
+        let seen = Seen {
+            requests: all.requests,
+            median_us: all.writes.percentile(50.0),
+            flush_median_ms: all.flushes.percentile(50.0) / 1000.0,
+            flush_slowest_ms: slowest[2],
+            slowest_ms: slowest.into_iter().fold(0.0, f64::max),
+        };
+        Ok((seen, value?))
     })
 }
 
@@ -119,18 +129,28 @@ fn seen_of(report: &Value) -> Option<Seen> {
     Some(Seen {
         requests: count("read")? + count("write")? + count("sync")?,
         median_us: job.pointer("/write/clat_ns/percentile/50.000000")?.as_f64()? / 1000.0,
+        flush_median_ms: job.pointer("/sync/lat_ns/percentile/50.000000")?.as_f64()? / 1e6,
+        flush_slowest_ms: job.pointer("/sync/lat_ns/max")?.as_f64()? / 1e6,
         slowest_ms: slowest_ns / 1e6,
     })
 }
 
-/// One guest: the times of its writes, those of all else, and how many there were.
-fn guest(socket: &Path, bytes: u64, seed: u64, is_over: &AtomicBool) -> Result<(Latency, Latency, u64)> {
+/// The times of one guest's requests.
+#[derive(Default)]
+struct Times {
+    reads: Latency,
+    writes: Latency,
+    flushes: Latency,
+    requests: u64,
+}
+
+fn guest(socket: &Path, bytes: u64, seed: u64, is_over: &AtomicBool) -> Result<Times> {
     let mut guest = Guest::connect(socket)?;
     let mut random = Random::from_seed(seed);
-    let (mut writes, mut others, mut count) = (Latency::default(), Latency::default(), 0);
+    let mut times = Times::default();
     while !is_over.load(Ordering::Relaxed) {
         let offset = random.below(bytes / BLOCK as u64) * BLOCK as u64;
-        let request = match (count % FLUSH_EVERY, random.one_in(2)) {
+        let request = match (times.requests % FLUSH_EVERY, random.one_in(2)) {
             (0, _) => Request::Flush,
             (_, true) => Request::Read { offset, len: BLOCK },
             (_, false) => Request::Write { offset, len: BLOCK },
@@ -138,15 +158,16 @@ fn guest(socket: &Path, bytes: u64, seed: u64, is_over: &AtomicBool) -> Result<(
         let begun = Instant::now();
         guest.ask(request)?;
         let took = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        if matches!(request, Request::Write { .. }) {
-            writes.note(took)
-        } else {
-            others.note(took)
-        }
-        count += 1;
+        let kind = match request {
+            Request::Write { .. } => &mut times.writes,
+            Request::Flush => &mut times.flushes,
+            _ => &mut times.reads,
+        };
+        kind.note(took);
+        times.requests += 1;
     }
     guest.leave()?;
-    Ok((writes, others, count))
+    Ok(times)
 }
 
 #[cfg(test)]
@@ -159,9 +180,15 @@ mod tests {
     fn what_fio_says_is_read() {
         let side = |most: u64| json!({ "total_ios": 10, "clat_ns": { "max": most, "percentile": { "50.000000": 7000 } } });
         let job = json!({ "read": side(3_000_000), "write": side(2_000_000),
-            "sync": { "total_ios": 2, "lat_ns": { "max": 9_000_000 } } });
+            "sync": { "total_ios": 2, "lat_ns": { "max": 9_000_000, "percentile": { "50.000000": 4_000_000 } } } });
         let seen = seen_of(&json!({ "jobs": [job] })).unwrap();
-        assert!(seen.requests == 22 && seen.median_us == 7.0 && seen.slowest_ms == 9.0, "{seen:?}");
+        assert!(
+            seen.requests == 22
+                && seen.median_us == 7.0
+                && seen.slowest_ms == 9.0
+                && seen.flush_median_ms == 4.0,
+            "{seen:?}"
+        );
         assert!(seen_of(&json!({ "jobs": [] })).is_none());
     }
 }

@@ -96,6 +96,16 @@ impl Native {
         Ok(disk)
     }
 
+    /// The id of the snapshot of this name, if there is one. Costs less than asking for all of them.
+    ///
+    /// # Errors
+    /// As [`Native::snapshots`].
+    pub fn snapshot_named(&self, name: &str) -> Result<Option<u32>> {
+        let list = lock(&self.views()?.list);
+        let found = list.entries.iter().find(|entry| entry.name == name && !entry.is_being_deleted);
+        Ok(found.map(|entry| entry.id))
+    }
+
     /// Whether any snapshot is open beside the disk.
     pub fn has_open_snapshots(&self) -> bool {
         let Some(views) = &self.views else { return false };

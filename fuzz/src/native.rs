@@ -35,16 +35,20 @@ type Sample = (Vec<u8>, Places);
 
 fn samples() -> &'static [Sample] {
     static SAMPLES: OnceLock<Vec<Sample>> = OnceLock::new();
-    SAMPLES.get_or_init(|| (0..8).map(|kind| block_on(sample(kind))).collect())
+    SAMPLES.get_or_init(|| (0..12).map(|kind| block_on(sample(kind))).collect())
 }
 
-/// Bit 0: a table. Bit 1: over a base. Bit 2: not closed.
+/// Bit 0: a table. Bit 1: over a base. Bit 2: not closed. From 8 on: zones.
 async fn sample(kind: u8) -> Sample {
-    let (has_table, has_base) = (kind & 1 != 0, kind & 2 != 0);
+    let (has_zones, has_base) = (kind & 8 != 0, kind & 2 != 0);
+    let has_table = has_zones || kind & 1 != 0;
     let base = NewBase { name: "base".to_owned(), size: 20_000, ..NewBase::default() };
     let options = CreateOptions {
         size: SIZE,
         has_table,
+        has_zones,
+        zone_size: has_zones.then_some(128 << 10),
+        no_embedding: has_zones && kind & 1 != 0,
         unit_size: has_table.then_some(64 << 10),
         block_size: has_base.then_some(4 << 10),
         journal_bytes: (has_table || has_base).then_some(64 << 10),
@@ -83,7 +87,7 @@ async fn examine(storage: &Arc<MemoryStorage>, repair: Repair) -> Result<(CheckR
 }
 
 async fn use_all(mut bytes: Bytes<'_>) {
-    let (image, places) = &samples()[usize::from(bytes.byte() % 8)];
+    let (image, places) = &samples()[usize::from(bytes.byte() % 12)];
     let mut image = image.clone();
     for _ in 0..POKES_MAX {
         if bytes.is_empty() {

@@ -1,6 +1,8 @@
 //! The native format: the contract of a disk, in every configuration that changes how it works inside; crashes and failing
 //! drives; and what a request costs the host, exactly.
 
+#[path = "native/beside.rs"]
+mod beside;
 mod common;
 #[path = "native/counts.rs"]
 mod counts;
@@ -12,6 +14,8 @@ mod sim;
 mod snapshots;
 #[path = "native/space.rs"]
 mod space;
+#[path = "native/zones.rs"]
+mod zones;
 
 use std::cell::RefCell;
 use std::sync::Arc;

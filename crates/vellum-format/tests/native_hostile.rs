@@ -30,8 +30,8 @@ fn base() -> SharedDisk {
     MemoryDisk::holding(&vec![7; 700_000])
 }
 
-/// The four kinds of image: with a table or not, over a base or not.
-fn kinds() -> [CreateOptions; 4] {
+/// The kinds of image: with a table, with zones or without, over a base or not.
+fn kinds() -> [CreateOptions; 6] {
     let plain = CreateOptions { size: SIZE, uuid: Some([1; 16]), ..CreateOptions::default() };
     let over = |options: CreateOptions| CreateOptions {
         base: Some(NewBase { name: "base".to_owned(), size: 700_000, ..NewBase::default() }),
@@ -44,7 +44,8 @@ fn kinds() -> [CreateOptions; 4] {
         journal_bytes: Some(65_536),
         ..plain.clone()
     };
-    [plain.clone(), over(plain), table.clone(), over(table)]
+    let zoned = CreateOptions { has_zones: true, zone_size: Some(1 << 19), ..table.clone() };
+    [plain.clone(), over(plain), table.clone(), over(table), zoned.clone(), over(zoned)]
 }
 
 async fn open(storage: Arc<MemoryStorage>, read_only: bool) -> Result<Arc<Native>> {
@@ -187,7 +188,7 @@ fn every_field_of_the_superblock() {
 fn single_bits_of_the_superblock() {
     for options in &kinds()[2..] {
         let good = image(options, true);
-        for at in (12..80).chain(168..226).chain([256, 1280]) {
+        for at in (12..80).chain(168..242).chain([256, 1280]) {
             for bit in [0, 7] {
                 let mut bytes = good.clone();
                 bytes[at] ^= 1 << bit;
@@ -201,11 +202,17 @@ fn single_bits_of_the_superblock() {
 
 #[test]
 fn pages_of_home() {
-    let options = &kinds()[3];
-    let good = image(options, true);
+    for (kind, is_closed) in [(3, true), (5, true), (5, false)] {
+        pages_of_home_of(&kinds()[kind], is_closed);
+    }
+}
+
+fn pages_of_home_of(options: &CreateOptions, is_closed: bool) {
+    let good = image(options, is_closed);
     let storage = MemoryStorage::holding("image", &good);
     let places = block_on(Superblocks::read(&*storage)).unwrap().superblock.places();
-    for region in [Region::Bitmap, Region::Masks, Region::Table, Region::Partials, Region::Snapshots] {
+    let regions = Region::ALL.into_iter().filter(|region| *region != Region::Journal);
+    for region in regions.filter(|region| !places.region(*region).is_empty()) {
         let start = usize::try_from(places.region(region).start().bytes()).unwrap();
         let end = usize::try_from(places.region(region).end().bytes()).unwrap();
         for (at, len) in [(start, 4), (start, 64), (start + 4, 4), (start + 4096 - 8, 8), (end - 128, 4)] {

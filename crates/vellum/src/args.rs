@@ -173,8 +173,16 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 19] = [
         "one byte after the other, or units that a table names, or that name themselves (vellum; default linear)",
     ),
     ("unit_size", "SIZE", "what one entry of the table maps, 64k to 2M (vellum; default 1M, zoned 64k)"),
-    ("zone_size", "SIZE", "units are opened for embedding so many bytes at a time, 128k to 64M (vellum, zoned; default 64M)"),
-    ("embed", "on|off", "a unit that is written first holds its own entry, if a block of it can be packed (vellum, zoned)"),
+    (
+        "zone_size",
+        "SIZE",
+        "units are opened for embedding so many bytes at a time, 128k to 64M (vellum, zoned; default 64M)",
+    ),
+    (
+        "embed",
+        "on|off",
+        "a unit that is written first holds its own entry, if a block of it can be packed (vellum, zoned)",
+    ),
     ("block_size", "SIZE", "what one bit over the backing image covers, 4k to 1M (vellum; default 64k)"),
     ("zeroed", "on|off", "make a device read as zero first (vellum)"),
     ("prealloc", "adaptive|SIZE|off", "zeros ahead of need while it is served (qcow2 with a journal)"),

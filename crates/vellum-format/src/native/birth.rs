@@ -69,7 +69,8 @@ impl Native {
         let start = self.cell.within(part.start());
         let end = start + part.len();
         let whole = SUB_BLOCK.count_for(start)..(end / SUB_BLOCK.bytes()).min(BLOCKS_MAX);
-        let blocks = if whole.is_empty() { start / SUB_BLOCK.bytes()..start / SUB_BLOCK.bytes() + 1 } else { whole };
+        let blocks =
+            if whole.is_empty() { start / SUB_BLOCK.bytes()..start / SUB_BLOCK.bytes() + 1 } else { whole };
         let step = ((blocks.end - blocks.start) / TRIED_MAX).max(1);
         for block in blocks.step_by(usize::try_from(step).expect("small")).take(TRIED_MAX as usize) {
             if block >= BLOCKS_MAX {
@@ -174,7 +175,8 @@ impl Native {
                     return Err(error.context(format!("{}: the disk at {:#x}", self.name, at.bytes())));
                 }
                 // It has become a block like others while it was read.
-                let again: LocalFuture<'_, Result<Buffer>> = Box::pin(self.read_span(at.span(buffer.len() as u64), buffer));
+                let again: LocalFuture<'_, Result<Buffer>> =
+                    Box::pin(self.read_span(at.span(buffer.len() as u64), buffer));
                 again.await
             }
             Err(error) => Err(error),
@@ -222,7 +224,7 @@ impl Native {
                     // From here on readers find the new bytes; those who looked before find the old ones.
                     let entry = u64::from(self.places.make_entry(unit, 0));
                     self.home.change(bits.word, |word| bits.set(word, entry));
-                    self.settle(unit);
+                    self.tell_of(unit);
                     break;
                 }
             }

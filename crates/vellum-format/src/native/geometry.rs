@@ -117,15 +117,8 @@ pub enum Region {
 
 impl Region {
     /// All of them.
-    pub const ALL: [Self; 7] = [
-        Self::Bitmap,
-        Self::Masks,
-        Self::Table,
-        Self::Partials,
-        Self::Snapshots,
-        Self::Zones,
-        Self::Journal,
-    ];
+    pub const ALL: [Self; 7] =
+        [Self::Bitmap, Self::Masks, Self::Table, Self::Partials, Self::Snapshots, Self::Zones, Self::Journal];
 
     /// What it is called.
     pub fn name(self) -> &'static str {
@@ -255,7 +248,8 @@ impl Shape {
                 ));
             }
             let can_be = |zone: BlockSize| {
-                (17..=26).contains(&zone.shift()) && (1..=10).contains(&(zone.shift() - unit.shift().min(zone.shift())))
+                (17..=26).contains(&zone.shift())
+                    && (1..=10).contains(&(zone.shift() - unit.shift().min(zone.shift())))
             };
             if self.zone().is_some_and(|zone| !can_be(zone)) {
                 return Err(Error::invalid(
@@ -589,7 +583,10 @@ mod tests {
         assert_eq!(places.split_entry(places.make_entry(5, 31)), (5, 31));
         assert_eq!(places.split_entry(u32::MAX), (places.unit_max(), 31));
         assert_eq!(places.units_in(u64::from(places.make_entry(9, 1)) << 32 | 7), [9, 7]);
-        assert_eq!((places.zone_of(1), places.zone_of(1024), places.zone_of(1025)), (Some((0, 0)), Some((0, 1023)), Some((1, 0))));
+        assert_eq!(
+            (places.zone_of(1), places.zone_of(1024), places.zone_of(1025)),
+            (Some((0, 0)), Some((0, 1023)), Some((1, 0)))
+        );
         assert_eq!(places.zone_of(places.zones() * 1024 + 1), None);
         let bit = places.settled(1, 65);
         assert_eq!((bit.word - places.region(Region::Zones).start(), bit.shift), (256 + 72, 1));

@@ -23,8 +23,8 @@
 //! | `units` | which units are free, and what must happen before one is used |
 //! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 
-pub mod check;
 mod birth;
+pub mod check;
 mod commit;
 pub mod create;
 pub mod embed;

@@ -13,7 +13,7 @@ use super::geometry::{Places, Region};
 use super::home::Home;
 use super::image::{LINEAR_CELL, Native};
 use super::recover::recover;
-use super::snapshots::{View, Views, refuse_half_reverted};
+use super::snapshots::{Still, View, Views, refuse_half_reverted};
 use super::superblock::Superblocks;
 use super::units::Units;
 use super::zones::Zones;
@@ -97,7 +97,7 @@ impl Native {
                 None
             }
             None => None,
-            Some(wanted) => Some(View::read(&metadata, superblock, wanted).await?),
+            Some(wanted) => Some(Still::read(&metadata, superblock, wanted).await?),
         };
         if let Some(view) = &view {
             places = places.resized(view.size)?;
@@ -132,7 +132,7 @@ impl Native {
             name: image.name().to_owned(),
             geometry,
             places,
-            superblocks: async_lock::Mutex::new(superblocks),
+            superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
             homeward: Tallied::shared(image, options.tally.checkpoint.clone()),
             metadata,
             data,
@@ -146,7 +146,7 @@ impl Native {
             units,
             views,
             zones: embeds.then(Zones::default),
-            view,
+            view: view.map(View::Still),
             journal,
             beginning: Default::default(),
             open_bytes: AtomicU64::new(0),

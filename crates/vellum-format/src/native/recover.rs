@@ -143,7 +143,11 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         let rescued = rescue(&mut replay, storage, &places, generation, newest_words).await?;
         recovery.born = rescued.count;
         // The table may have arrived where the file's new length has not.
-        let mut named = replay.words_in(places.region(Region::Table)).map(|word| places.last_unit(word)).max().unwrap_or(0);
+        let mut named = replay
+            .words_in(places.region(Region::Table))
+            .map(|word| places.last_unit(word))
+            .max()
+            .unwrap_or(0);
         for map in maps {
             let index: Vec<u64> =
                 replay.words_in(places.unit(map).start().span(BlockSize::PAGE.bytes())).collect();

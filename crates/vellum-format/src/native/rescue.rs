@@ -158,7 +158,9 @@ async fn find_young<R: Rules>(
         let bytes = storage.read(now.start(), Buffer::for_overwrite(len)).await?.contiguous();
         for (at, page) in (0..).map(|page| now.start() + page * 4096).zip(bytes.slice().chunks(4096)) {
             let page = replay.changed_page(at).unwrap_or(page);
-            for (entry, zone) in page.chunks_exact(256).zip((at - places.region(Region::Zones).start()) / ZONE_LEN..) {
+            for (entry, zone) in
+                page.chunks_exact(256).zip((at - places.region(Region::Zones).start()) / ZONE_LEN..)
+            {
                 let word = |word: u64| be64(entry, usize::try_from(word * 8).expect("below 256"));
                 if word(GENERATION_WORD) != generation || generation == 0 {
                     continue;
@@ -177,7 +179,11 @@ async fn find_young<R: Rules>(
 }
 
 /// The blocks of a zone that tell of their units, by unit.
-async fn find_blocks(storage: &dyn Storage, places: &Places, young: &Young) -> Result<BTreeMap<u32, Identity>> {
+async fn find_blocks(
+    storage: &dyn Storage,
+    places: &Places,
+    young: &Young,
+) -> Result<BTreeMap<u32, Identity>> {
     let mut found = BTreeMap::new();
     let first = young.zone * places.units_per_zone() + 1;
     let start = places.unit(first).start();
@@ -187,7 +193,9 @@ async fn find_blocks(storage: &dyn Storage, places: &Places, young: &Young) -> R
     let mut rest = start.span(zone.bytes()).intersect(in_file);
     while !rest.is_empty() {
         // Holes have nothing to tell.
-        let Some(run) = storage.runs(rest).await?.first().copied().filter(|run| !run.span.is_empty()) else { break };
+        let Some(run) = storage.runs(rest).await?.first().copied().filter(|run| !run.span.is_empty()) else {
+            break;
+        };
         let (here, later) = rest.split_at((run.span.end() - rest.start()).min(PIECE));
         rest = later;
         if !run.is_data {
@@ -196,10 +204,14 @@ async fn find_blocks(storage: &dyn Storage, places: &Places, young: &Young) -> R
         }
         let len = usize::try_from(here.len()).expect("a piece");
         let bytes = storage.read(here.start(), Buffer::for_overwrite(len)).await?.contiguous();
-        for (at, block) in (0..).map(|block| here.start() + block * BLOCK_LEN as u64).zip(bytes.slice().chunks(BLOCK_LEN)) {
+        for (at, block) in
+            (0..).map(|block| here.start() + block * BLOCK_LEN as u64).zip(bytes.slice().chunks(BLOCK_LEN))
+        {
             let within = at - start;
             let index = u32::try_from(within >> unit.shift()).expect("at most 1024");
-            let Ok(block_index) = u8::try_from((within & (unit.bytes() - 1)) / BLOCK_LEN as u64) else { continue };
+            let Ok(block_index) = u8::try_from((within & (unit.bytes() - 1)) / BLOCK_LEN as u64) else {
+                continue;
+            };
             if young.is_settled(index) && !sabotage::is(Bug::SettledCounts) {
                 continue;
             }

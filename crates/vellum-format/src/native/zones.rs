@@ -144,11 +144,11 @@ impl Native {
     /// A unit that was given out is told of by the table alone, whatever it holds. The caller holds the gate.
     pub(super) fn note_not_born(&self, unit: u32) {
         self.in_young(unit, |zone, _| zone.under_way -= 1);
-        self.settle(unit);
+        self.tell_of(unit);
     }
 
     /// From this transaction on the table alone tells about a unit. The caller holds the gate.
-    pub(super) fn settle(&self, unit: u32) {
+    pub(in crate::native) fn tell_of(&self, unit: u32) {
         if unit == 0 {
             return;
         }
@@ -198,7 +198,7 @@ impl Native {
                 let is_born = self.in_young(unit, |zone, _| zone.born.contains(&(index, guest_unit)));
                 if is_born == Some(true) {
                     self.home.touch(self.places.entry(guest_unit).word);
-                    self.settle(unit);
+                    self.tell_of(unit);
                 }
             }
         }
@@ -299,8 +299,9 @@ impl Native {
         let _gate = self.enter_transaction(OPENING_COST).await?;
         let journal = self.journal().expect("it has begun");
         let (generation, key) = journal.with_ledger(|ledger| (ledger.generation, ledger.key));
-        let incarnation =
-            1 + self.home.change(self.places.zone_word(number, INCARNATION_WORD), |word| word.wrapping_add(1));
+        let incarnation = 1 + self
+            .home
+            .change(self.places.zone_word(number, INCARNATION_WORD), |word| word.wrapping_add(1));
         let tag = tag_of(key, number, incarnation);
         for word in words.iter().skip(3) {
             self.home.change(*word, |_| 0);
@@ -325,7 +326,8 @@ mod tests {
 
     #[test]
     fn tags_differ_by_key_zone_and_time() {
-        let tags = [tag_of(1, 0, 1), tag_of(2, 0, 1), tag_of(1, 1, 1), tag_of(1, 0, 2), tag_of(1 << 64, 0, 1)];
+        let tags =
+            [tag_of(1, 0, 1), tag_of(2, 0, 1), tag_of(1, 1, 1), tag_of(1, 0, 2), tag_of(1 << 64, 0, 1)];
         for (index, tag) in tags.iter().enumerate() {
             assert!(*tag != 0 && !tags[..index].contains(tag));
         }

@@ -88,7 +88,9 @@ fn cost(name: &str, options: &CreateOptions, act: impl Fn(u64) -> Do) -> Cost {
                 Do::Noise(at, len) => {
                     let mut data = vec![0; len];
                     Random::from_seed(i).fill(&mut data);
-                    disk.write(GuestOffset::new(at), Buffer::copy_of(&data), WriteFlags::default()).await.unwrap();
+                    disk.write(GuestOffset::new(at), Buffer::copy_of(&data), WriteFlags::default())
+                        .await
+                        .unwrap();
                 }
                 Do::Discard(at, len) => {
                     disk.discard(GuestOffset::new(at).span(len), WriteFlags::default()).await.unwrap();
@@ -194,7 +196,8 @@ fn one_write_each() {
     };
     assert_eq!(rows("zoned", &zoned), (raw, raw, large));
     // In the middle of a sub-block: all of it is written.
-    let wrote = cost("zoned, 512 bytes, scattered", &zoned, |i| Do::Write(scattered(i, 4096, SIZE) + 512, 512));
+    let wrote =
+        cost("zoned, 512 bytes, scattered", &zoned, |i| Do::Write(scattered(i, 4096, SIZE) + 512, 512));
     assert_eq!(wrote, raw);
     // What cannot be packed is told to the journal.
     let wrote = cost("zoned, noise, scattered", &zoned, |i| Do::Noise(scattered(i, 4096, SIZE), 4096));

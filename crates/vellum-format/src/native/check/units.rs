@@ -85,7 +85,11 @@ impl Walk<'_> {
     pub(super) fn entry(&mut self, index: u64, entry: u32, view: &str) {
         let (entry, form) = self.places.split_entry(entry);
         if form != 0 && !(entry != 0 && may_be_embedded(&self.places, entry, form)) {
-            self.error(|| format!("table ({view}): unit {index} of the disk lies in unit {entry}, which has no form {form}"));
+            self.error(|| {
+                format!(
+                    "table ({view}): unit {index} of the disk lies in unit {entry}, which has no form {form}"
+                )
+            });
             return;
         }
         if !self.is_inside(entry) {

@@ -230,7 +230,12 @@ impl Native {
     }
 
     /// Copies what is not zero; gives its checks.
-    async fn copy_bytes(&self, number: u64, (old, form): (u32, u32), fresh: u32) -> Result<Vec<SectorChecks>> {
+    async fn copy_bytes(
+        &self,
+        number: u64,
+        (old, form): (u32, u32),
+        fresh: u32,
+    ) -> Result<Vec<SectorChecks>> {
         let from = self.inside(self.places.unit(old));
         let len = usize::try_from(from.len()).expect("a unit");
         let bytes = self.data.read(from.start(), Buffer::for_overwrite(len)).await?;
@@ -270,7 +275,7 @@ impl Native {
         let old = self.home.change(bits.word, |word| bits.set(word, u64::from(entry)));
         let (old, _) = self.places.split_entry(u32::try_from(bits.get(old)).expect("32 bits"));
         let (unit, _) = self.places.split_entry(entry);
-        self.settle(old);
+        self.tell_of(old);
         if let Some(held) = held.as_mut().filter(|_| sabotage::is(Bug::PageKeptLate)) {
             held.copies.late.insert(page_of(bits.word));
         }

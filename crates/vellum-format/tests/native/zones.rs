@@ -1,0 +1,188 @@
+//! Units that hold their own entries: what a failed birth leaves, zones that fill and are opened again, and who reads meanwhile.
+
+use vellum_core::{Buffer, Disk, ErrorKind, GuestOffset, Random, SharedStorage, WriteFlags, ZeroFlags};
+use vellum_format::native::recover;
+use vellum_format::sabotage::{Bug, put_in};
+use vellum_sim::{Drive, DriveOptions, Effect, Fault, FaultPlan, Operation, Repeat, World};
+
+use super::common::busy_drive;
+use super::common::native::{NativeSetup, look_native};
+
+const UNIT: u64 = 64 << 10;
+
+fn setup(size: u64, zone: u64) -> NativeSetup {
+    NativeSetup::zoned("zoned", size, UNIT, zone)
+}
+
+fn bytes(value: u8) -> Buffer {
+    Buffer::copy_of(&[value; 4096])
+}
+
+/// What the disk has where a birth failed with this effect, and the next write did not, after a crash.
+fn after_a_failed_birth(effect: Effect, bug: Option<Bug>) -> Vec<u8> {
+    put_in(bug);
+    let setup = setup(1 << 20, 128 << 10);
+    let world = World::new(0);
+    let plan = FaultPlan::none();
+    let drive = busy_drive(&world, setup.empty_image(), plan.clone());
+    let killed = world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        disk.write(GuestOffset::new(UNIT), bytes(1), WriteFlags::FUA).await.unwrap();
+        let fault = Fault::nth(Operation::Write, 0);
+        plan.add(Fault { effect, repeat: Repeat::Once, error: ErrorKind::Io, ..fault });
+        let failed = disk.write(GuestOffset::ZERO, bytes(2), WriteFlags::default()).await;
+        assert!(failed.is_err(), "{effect:?}");
+        disk.write(GuestOffset::ZERO, bytes(3), WriteFlags::FUA).await.unwrap();
+        drive.content()
+    });
+    put_in(None);
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, killed, DriveOptions::default());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        let found = disk.read(GuestOffset::ZERO, Buffer::zeroed(4096)).await.unwrap().to_vec();
+        disk.close().await.unwrap();
+        let image: SharedStorage = drive.clone();
+        let (report, lines) = look_native(&image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+        found
+    })
+}
+
+/// A write that failed may lie in the image with its entry. The next one for the same place is another unit, and the one that was
+/// acknowledged counts, whatever a crash leaves of the first.
+#[test]
+fn a_birth_that_failed_never_comes_back() {
+    for effect in [Effect::None, Effect::Some, Effect::All] {
+        assert_eq!(after_a_failed_birth(effect, None), [3; 4096], "{effect:?}");
+    }
+    assert_eq!(after_a_failed_birth(Effect::All, Some(Bug::NotRetired)), [2; 4096], "a mistake that this finds");
+}
+
+/// What is let go is used again: the file does not grow, and zones that have become empty are opened again.
+#[test]
+fn emptied_zones_are_opened_again() {
+    let setup = setup(4 << 20, 256 << 10);
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        let mut longest = 0;
+        for round in 0..12_u8 {
+            let mut writes = 0;
+            for unit in 0..32 {
+                let mark = drive.counts();
+                disk.write(GuestOffset::new(unit * UNIT), bytes(round + 1), WriteFlags::FUA).await.unwrap();
+                writes += drive.counts_since(mark).writes;
+            }
+            assert!(round == 0 || writes <= 32 + 24, "round {round}: {writes} writes for 32, most are born");
+            for unit in 0..32 {
+                let found = disk.read(GuestOffset::new(unit * UNIT), Buffer::zeroed(4096)).await.unwrap();
+                assert_eq!(found.to_vec(), [round + 1; 4096], "round {round}, unit {unit}");
+            }
+            if round == 3 {
+                longest = drive.content().len();
+            }
+            disk.discard(GuestOffset::ZERO.span(32 * UNIT), WriteFlags::FUA).await.unwrap();
+            for _ in 0..3 {
+                disk.write(GuestOffset::new(3 << 20), bytes(9), WriteFlags::FUA).await.unwrap();
+            }
+        }
+        assert!(drive.content().len() <= longest + (1 << 20), "{} after {longest}", drive.content().len());
+        disk.close().await.unwrap();
+        let image: SharedStorage = drive.clone();
+        let (report, lines) = look_native(&image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+    });
+}
+
+/// Packed blocks that are overwritten, in whole and in part, zeroed and discarded, while others read: nobody sees anything that
+/// was never written.
+#[test]
+fn readers_see_old_bytes_or_new_ones() {
+    let setup = setup(1 << 20, 256 << 10);
+    for seed in 0..20 {
+        let world = World::shuffled(seed);
+        let drive = busy_drive(&world, setup.empty_image(), FaultPlan::none());
+        world.run(async {
+            let disk = setup.open(&drive).await.unwrap();
+            disk.write(GuestOffset::new(15 * UNIT), bytes(1), WriteFlags::FUA).await.unwrap();
+            let mut random = Random::from_seed(seed);
+            let writers: Vec<_> = (0..4_u64)
+                .map(|unit| {
+                    let (disk, mut random) = (disk.clone(), random.fork());
+                    world.spawn(async move {
+                        for value in 1..40_u8 {
+                            let at = GuestOffset::new(unit * UNIT + 512 * random.below(8));
+                            let whole = GuestOffset::new(unit * UNIT);
+                            match random.below(6) {
+                                0 => disk.discard(whole.span(UNIT), WriteFlags::default()).await.unwrap(),
+                                1 => disk.write_zeroes(at.span(4096), ZeroFlags::default()).await.unwrap(),
+                                2 => disk.flush().await.unwrap(),
+                                3 => {
+                                    let data = Buffer::copy_of(&[value; 1024]);
+                                    disk.write(at, data, WriteFlags::default()).await.unwrap();
+                                }
+                                _ => disk.write(whole, bytes(value), WriteFlags::default()).await.unwrap(),
+                            }
+                        }
+                    })
+                })
+                .collect();
+            let readers: Vec<_> = (0..4_u64)
+                .map(|unit| {
+                    let disk = disk.clone();
+                    world.spawn(async move {
+                        for _ in 0..60 {
+                            let at = GuestOffset::new(unit * UNIT);
+                            let found = disk.read(at, Buffer::zeroed(16_384)).await.unwrap().to_vec();
+                            for sector in found.chunks(512) {
+                                assert!(
+                                    sector[0] < 40 && sector.iter().all(|byte| *byte == sector[0]),
+                                    "torn"
+                                );
+                            }
+                        }
+                    })
+                })
+                .collect();
+            for task in writers.into_iter().chain(readers) {
+                task.await;
+            }
+            disk.close().await.unwrap();
+            let image: SharedStorage = drive.clone();
+            let (report, lines) = look_native(&image).await.unwrap();
+            assert!(report.is_clean(), "seed {seed}: {lines:?}");
+        });
+    }
+}
+
+/// After a crash recovery reads the journal and the young zones, whatever the size of the image, and once is enough.
+#[test]
+fn recovery_reads_young_zones_only() {
+    let setup = setup(64 << 20, 1 << 20);
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        for unit in 0..500 {
+            disk.write(
+                GuestOffset::new(unit * UNIT),
+                bytes(u8::try_from(unit % 250 + 1).unwrap()),
+                WriteFlags::FUA,
+            )
+            .await
+            .unwrap();
+        }
+        let image: SharedStorage = Drive::from_content(&world, drive.content(), DriveOptions::default());
+        let mark = drive.counts();
+        let recovery = recover(&image).await.unwrap();
+        assert!(recovery.born > 0 && recovery.born <= 3 * 16, "{recovery:?}");
+        assert_eq!(drive.counts_since(mark).reads, 0, "it is a copy");
+        let again = recover(&image).await.unwrap();
+        assert_eq!((again.records, again.born), (0, 0));
+        let (report, lines) = look_native(&image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+        disk.close().await.unwrap();
+    });
+}

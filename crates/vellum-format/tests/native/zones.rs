@@ -56,7 +56,11 @@ fn a_birth_that_failed_never_comes_back() {
     for effect in [Effect::None, Effect::Some, Effect::All] {
         assert_eq!(after_a_failed_birth(effect, None), [3; 4096], "{effect:?}");
     }
-    assert_eq!(after_a_failed_birth(Effect::All, Some(Bug::NotRetired)), [2; 4096], "a mistake that this finds");
+    assert_eq!(
+        after_a_failed_birth(Effect::All, Some(Bug::NotRetired)),
+        [2; 4096],
+        "a mistake that this finds"
+    );
 }
 
 /// What is let go is used again: the file does not grow, and zones that have become empty are opened again.

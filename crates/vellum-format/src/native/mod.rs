@@ -18,6 +18,7 @@
 //! | `commit` | the journal's life, and what is durable when |
 //! | `resize` | another size for the disk |
 //! | [`snapshots`] | views of the disk that no longer change |
+//! | `room` | how much a device has left, and what it got since |
 //! | `units` | which units are free, and what must happen before one is used |
 //! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 
@@ -32,6 +33,7 @@ mod publish;
 mod read;
 mod recover;
 mod resize;
+mod room;
 pub mod snapshots;
 pub mod superblock;
 mod units;

@@ -12,7 +12,8 @@
 //!    of it is zero or what was written.
 //! 2. Nothing gets to *waiting* before a commit has made durable that the table does not name it.
 //! 3. What a closed image has free may hold anything, too: a crash may have come before.
-//! 4. Units are made zero ahead of need, when a flush of the guest comes by anyhow. Only when none is left somebody waits for a
+//! 4. A device may become longer while the image is open (`room.rs`): what it has more is *unknown*.
+//! 5. Units are made zero ahead of need, when a flush of the guest comes by anyhow. Only when none is left somebody waits for a
 //!    flush of its own; those are counted.
 
 use std::collections::VecDeque;
@@ -48,6 +49,8 @@ pub(super) struct Units {
     given: AtomicU64,
     /// How often a write had to wait until a unit was zero.
     waits: AtomicU64,
+    /// How often none was left.
+    refused: AtomicU64,
 }
 
 struct Pool {
@@ -57,6 +60,8 @@ struct Pool {
     unknown: RoaringBitmap,
     /// All from here on have never been there: nothing on a medium that cannot grow.
     next: Option<u32>,
+    /// The last unit that was there when the image was opened, or the device looked at.
+    end: u32,
 }
 
 impl Units {
@@ -69,7 +74,7 @@ impl Units {
             unknown.insert_range(1..=end);
         }
         unknown -= used;
-        let pool = Pool { clean: Vec::new(), unknown, next: end.checked_add(1).filter(|_| can_grow) };
+        let pool = Pool { clean: Vec::new(), unknown, next: end.checked_add(1).filter(|_| can_grow), end };
         Self {
             pool: Mutex::new(pool),
             waiting: Mutex::default(),
@@ -78,6 +83,7 @@ impl Units {
             growing: async_lock::Mutex::default(),
             given: AtomicU64::new(0),
             waits: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
         }
     }
 
@@ -121,6 +127,28 @@ impl Units {
         self.waits.load(Ordering::Acquire)
     }
 
+    /// A device has so many units now.
+    pub(super) fn extend(&self, end: u32) {
+        let mut pool = lock(&self.pool);
+        if end > pool.end {
+            let more = pool.end + 1..=end;
+            pool.unknown.insert_range(more);
+            pool.end = end;
+        }
+    }
+
+    /// How many units there are to be had, or soon.
+    pub(super) fn free(&self) -> u64 {
+        let waiting: usize = lock(&self.waiting).iter().map(|(_, units)| units.len()).sum();
+        let zeroed = lock(&self.zeroed).len();
+        let pool = lock(&self.pool);
+        (waiting + zeroed + pool.clean.len()) as u64 + pool.unknown.len()
+    }
+
+    pub(super) fn refused(&self) -> u64 {
+        self.refused.load(Ordering::Acquire)
+    }
+
     fn clean(&self, unit: u32) {
         lock(&self.pool).clean.push(unit);
         self.given.fetch_add(1, Ordering::AcqRel);
@@ -143,7 +171,15 @@ impl Native {
     /// A unit that reads as zero, durably. Never waits for a commit: that is for who calls [`Native::make_space`].
     pub(super) async fn allocate(&self) -> Result<u32> {
         let Some(unit) = self.units().take() else {
-            return Err(Error::new(ErrorKind::NoSpace, format!("{}: no unit is free", self.name)));
+            let why = match self.metadata.limits().fixed_len {
+                true => format!(
+                    "{}: the device is full, and needs at least {} bytes more",
+                    self.name,
+                    self.missing()
+                ),
+                false => format!("{}: no unit is free", self.name),
+            };
+            return Err(Error::new(ErrorKind::NoSpace, why));
         };
         // A unit that was given up because the file could not grow comes back as a clean one, and lies behind the end still: were
         // it written there, somebody who makes the file longer meanwhile could cut it off.
@@ -179,6 +215,7 @@ impl Native {
         let Some(units) = &self.units else { return Ok(false) };
         units.waits.fetch_add(1, Ordering::AcqRel);
         self.commit().await?;
+        let mut has_looked = !self.metadata.limits().fixed_len;
         loop {
             self.give_back_freed(Pace::Now).await?;
             if units.given() != given {
@@ -186,8 +223,15 @@ impl Native {
             }
             let stamp = lock(&units.waiting).front().map(|(stamp, _)| *stamp);
             match stamp {
-                None => return Ok(false),
                 Some(stamp) => self.epochs.until_passed(stamp).await,
+                None if !has_looked => {
+                    self.look_at_device().await?;
+                    has_looked = true;
+                }
+                None => {
+                    units.refused.fetch_add(1, Ordering::AcqRel);
+                    return Ok(false);
+                }
             }
         }
     }

@@ -131,8 +131,8 @@ pub struct Room {
     pub len: u64,
     /// So many bytes can be stored before it is full.
     pub free: u64,
-    /// What is stored takes space in pieces of so many bytes.
-    pub piece: u64,
+    /// For more than that the storage must be longer, by so many bytes at least.
+    pub step: u64,
     /// All of the disk fits a storage that is so long, in bytes; its snapshots take more.
     pub len_for_all: u64,
     /// So many requests failed because it was full.

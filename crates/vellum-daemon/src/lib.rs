@@ -4,16 +4,18 @@
 //! Nothing here prints.
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening and making images), [`mod@serve`] (a server, from
-//! its specification to its end), [`stats`] (what was counted), [`template`] (where templates are zero).
+//! its specification to its end), `grow` (devices that become full), [`stats`] (what was counted), [`template`] (where templates are zero).
 
 #![forbid(unsafe_code)]
 
+mod grow;
 pub mod host;
 pub mod image;
 pub mod serve;
 pub mod stats;
 pub mod template;
 
+pub use grow::GrowHook;
 pub use host::{Host, HostOptions, Pool};
 pub use image::{CreateTarget, ImageOptions, create_native, create_qcow2, create_raw, open_image};
 pub use serve::{ExportSpec, Report, ServeSpec, serve};

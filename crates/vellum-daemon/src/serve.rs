@@ -4,7 +4,8 @@
 //!   control (worker 0)   opens chains ► binds ► says "ready" ► waits for a signal ► drains ► closes ► counts
 //!   accept, per socket   takes a connection slot, a connection, and gives it to the next worker in turn
 //!   session              one per connection, on one worker; requests go to the shared disk
-//!   tending              one per disk that is written, on one worker: the work that nobody waits for
+//!   tending              one per disk that is written, on one worker: the work that nobody waits for; and who looks after
+//!                        its device, where it has one that may become full
 //! ```
 //!
 //! 1. One chain per image file, however many exports and sockets it has.
@@ -29,6 +30,7 @@ use vellum_io::{
 };
 use vellum_layer::Chain;
 
+use crate::grow::{GrowHook, Growing};
 use crate::image::{ImageOptions, open_image};
 use crate::stats::{DiskStats, Stats};
 
@@ -62,6 +64,8 @@ pub struct ServeSpec {
     pub limits: Limits,
     /// How long a drain may take before connections are cut.
     pub drain_time: Duration,
+    /// Makes a device larger that becomes full.
+    pub grow_hook: Option<GrowHook>,
     /// Where statistics are written, once a second and at the end.
     pub stats_path: Option<PathBuf>,
 }
@@ -79,6 +83,8 @@ pub struct Report {
 struct Served {
     chain: Chain,
     disk: Arc<CheckedDisk>,
+    /// When it lies on a device that may become full.
+    growing: Option<Arc<Growing>>,
     path: PathBuf,
     names: Vec<String>,
 }
@@ -101,7 +107,7 @@ pub fn serve(spec: ServeSpec, ready: impl FnOnce(&[Address]) + Send + 'static) -
 async fn control(spec: ServeSpec, workers: WorkersHandle, ready: impl FnOnce(&[Address])) -> Result<Report> {
     // Signals first: one that comes while images are opened is not lost.
     let mut signals = Signals::new(&[Signal::Terminate, Signal::Interrupt])?;
-    let served = Arc::new(open_all(&spec.exports).await?);
+    let served = Arc::new(open_all(&spec).await?);
     let tending = Tending::begin(&served, &workers);
     let result = run(&spec, &served, workers, &mut signals, ready).await;
     tending.end().await;
@@ -251,19 +257,22 @@ impl Tending {
     fn begin(served: &[Served], workers: &WorkersHandle) -> Self {
         let has_ended = Arc::new(AtomicBool::new(false));
         let written = served.iter().filter(|served| !served.disk.geometry().read_only).enumerate();
-        let tasks = written
-            .map(|(number, served)| {
-                let (disk, has_ended) = (served.disk.clone(), has_ended.clone());
-                // The last worker first: the first has the sockets and the signals.
-                let worker = workers.count() - 1 - number % workers.count();
-                workers.spawn(worker, move || async move {
-                    while !has_ended.load(Ordering::Acquire) {
-                        let has_more = disk.tend(clock().now()).await;
-                        clock().sleep(if has_more { TENDED_NEXT } else { TENDED_EVERY }).await;
-                    }
-                })
-            })
-            .collect();
+        let mut tasks = Vec::new();
+        for (number, served) in written {
+            // The last worker first: the first has the sockets and the signals.
+            let worker = workers.count() - 1 - number % workers.count();
+            let (disk, ended) = (served.disk.clone(), has_ended.clone());
+            tasks.push(workers.spawn(worker, move || async move {
+                while !ended.load(Ordering::Acquire) {
+                    let has_more = disk.tend(clock().now()).await;
+                    clock().sleep(if has_more { TENDED_NEXT } else { TENDED_EVERY }).await;
+                }
+            }));
+            if let Some(growing) = served.growing.clone() {
+                let ended = has_ended.clone();
+                tasks.push(workers.spawn(worker, move || async move { growing.watch(&ended).await }));
+            }
+        }
         Self { has_ended, tasks }
     }
 
@@ -277,28 +286,43 @@ impl Tending {
     }
 }
 
-async fn open_all(exports: &[ExportSpec]) -> Result<Vec<Served>> {
+async fn open_all(spec: &ServeSpec) -> Result<Vec<Served>> {
     let mut served: Vec<Served> = Vec::new();
+    let opened = open_each(spec, &mut served).await;
+    let opened = opened.and_then(|()| match spec.grow_hook {
+        Some(_) if served.iter().all(|served| served.growing.is_none()) => Err(Error::invalid(
+            "a grow hook is for images of the native format with layout=table on a device, open for writing: none is \
+             served",
+        )),
+        _ => Ok(()),
+    });
+    if opened.is_err() {
+        close_all(&served).await?;
+    }
+    opened.map(|()| served)
+}
+
+async fn open_each(spec: &ServeSpec, served: &mut Vec<Served>) -> Result<()> {
     let mut by_file: BTreeMap<PathBuf, usize> = BTreeMap::new();
-    for export in exports {
+    for export in &spec.exports {
         let canonical =
             export.path.canonicalize().context(|| format!("can't open {}", export.path.display()))?;
         if let Some(index) = by_file.get(&canonical) {
             served[*index].names.push(export.name.clone());
             continue;
         }
-        let chain = match open_image(&export.path, &export.image).await {
-            Ok(chain) => chain,
-            Err(error) => {
-                close_all(&served).await?;
-                return Err(error);
-            }
+        let chain = open_image(&export.path, &export.image).await?;
+        let device = export.path.display().to_string();
+        let growing = Growing::over(chain.disk(), device, spec.grow_hook.clone()).await?;
+        let disk = match &growing {
+            Some(growing) => CheckedDisk::new(growing.clone()),
+            None => CheckedDisk::new(chain.disk().clone()),
         };
-        let disk = CheckedDisk::new(chain.disk().clone());
         by_file.insert(canonical, served.len());
-        served.push(Served { chain, disk, path: export.path.clone(), names: vec![export.name.clone()] });
+        let names = vec![export.name.clone()];
+        served.push(Served { chain, disk, growing, path: export.path.clone(), names });
     }
-    Ok(served)
+    Ok(())
 }
 
 fn find(served: &[Served], export: &ExportSpec) -> Option<SharedDisk> {

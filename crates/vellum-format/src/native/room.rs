@@ -36,7 +36,7 @@ impl Native {
         Ok(Some(Room {
             len,
             free: units.free() << unit.shift(),
-            piece: unit.bytes(),
+            step: self.missing(),
             len_for_all: (self.places.data_offset() + all - ImageOffset::ZERO),
             refused: units.refused(),
         }))

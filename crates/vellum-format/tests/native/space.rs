@@ -78,7 +78,7 @@ fn a_device_that_grows_is_used() {
         // Of the next unit 5000 bytes are there.
         assert!(error.chain().contains("needs at least 60536 bytes more"), "{}", error.chain());
         let room = disk.room().await.unwrap().expect("a device");
-        assert_eq!((room.free, room.piece, room.refused), (0, UNIT, 1));
+        assert_eq!((room.free, room.step, room.refused), (0, 60536, 1));
         assert_eq!((room.len, room.len_for_all), (image.len(), start as u64 + 64 * UNIT));
         // Old bytes there, too.
         let more = vec![0xCD; usize::try_from(4 * UNIT).unwrap()];

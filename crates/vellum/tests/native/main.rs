@@ -14,6 +14,7 @@
 mod support;
 
 mod chains;
+mod device;
 mod making;
 mod resize;
 mod snapshots;

@@ -20,8 +20,8 @@ use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, LocalFuture, R
 use super::geometry::Region;
 use super::home::SealedPage;
 use super::image::Native;
+use super::ready::Haste;
 use super::recover::last_unit;
-use super::units::Pace;
 use crate::journal::commit::{Medium, write_zeros};
 use crate::journal::ring::Ring;
 use crate::journal::{Home, Journal, Transaction};
@@ -229,10 +229,13 @@ impl Native {
     }
 
     async fn close_once(&self) -> Result<()> {
+        if let Some(units) = &self.units {
+            drop(units.giving.lock().await); // whoever makes units ready ends first, and nobody begins
+        }
         self.commit().await?;
         let Some(journal) = self.journal() else { return Ok(()) };
         // Punched for the host's sake: whoever opens the image believes nothing of what is free.
-        let _ = self.give_back_freed(Pace::Later).await;
+        let _ = self.give_back_freed(Haste::Later).await;
         if journal.has_unproven() {
             journal.want_proof();
             self.commit().await?;

@@ -58,6 +58,8 @@ pub struct Native {
     pub(super) homeward: SharedStorage,
     /// The same, for guest data.
     pub(super) data: SharedStorage,
+    /// The same, for zeros ahead of need.
+    pub(super) ahead: SharedStorage,
     pub(super) below: Option<SharedDisk>,
     pub(super) home: Home,
     /// What is claimed at once: a unit, or a run of this size.

@@ -19,7 +19,7 @@
 //! | `resize` | another size for the disk |
 //! | [`snapshots`] | views of the disk that no longer change |
 //! | `room` | how much a device has left, and what it got since |
-//! | `units` | which units are free, and what must happen before one is used |
+//! | `units`, `ready` | which units are free, and what must happen before one is used; that happens ahead of need |
 //! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 
 pub mod check;
@@ -31,6 +31,7 @@ mod image;
 pub mod open;
 mod publish;
 mod read;
+mod ready;
 mod recover;
 mod resize;
 mod room;

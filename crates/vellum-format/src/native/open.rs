@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use roaring::RoaringBitmap;
 use vellum_core::{
@@ -135,7 +136,8 @@ impl Native {
             geometry,
             places,
             superblocks: async_lock::Mutex::new(superblocks),
-            homeward: Tallied::shared(image, options.tally.checkpoint.clone()),
+            homeward: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
+            ahead: Tallied::shared(image, options.tally.prealloc.clone()),
             metadata,
             data,
             below,
@@ -265,6 +267,10 @@ impl Disk for Native {
             let span = self.check(Some(span))?;
             self.map_span(span).await
         })
+    }
+
+    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
+        Box::pin(self.make_ready(now))
     }
 
     fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {

@@ -105,7 +105,7 @@ fn fill(client: &mut Client, from: u64, most: u64) -> u64 {
 #[track_caller]
 fn holds(client: &mut Client, blocks: u64) {
     for at in 0..blocks {
-        let bytes = client.read(at * MIB as u64, MIB as u32).expect("a read");
+        let bytes = client.read(at * MIB as u64, u32::try_from(MIB).expect("small")).expect("a read");
         assert!(bytes.iter().all(|byte| *byte == value(at)), "mebibyte {at}");
     }
 }

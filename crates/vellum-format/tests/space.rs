@@ -227,8 +227,15 @@ fn a_close_that_failed_never_becomes_a_success() {
 #[test]
 fn space_for_refcounts_is_there_before_a_change_is_accepted() {
     futures_lite::future::block_on(async {
-        // A page has the refcounts of 2048 clusters; the first is there from the beginning.
-        let options = CreateOptions { size: 1 << 30, journal: Some(1 << 20), ..CreateOptions::default() };
+        // A page has the refcounts of 512 clusters, a block two pages. The first block is there from the beginning, whole; of the
+        // second only the first page is written when it comes, at cluster 1024. From cluster 1536 on the other is needed.
+        let options = CreateOptions {
+            size: 64 << 20,
+            cluster_size: 8192,
+            refcount_bits: 64,
+            journal: Some(64 << 10),
+            ..CreateOptions::default()
+        };
         let host = FullHost::new();
         let image: SharedStorage = host.clone();
         vellum_format::qcow2::create(&*image, None, &options).await.unwrap();
@@ -239,15 +246,15 @@ fn space_for_refcounts_is_there_before_a_change_is_accepted() {
         };
         let disk = open().await;
         let write = async |cluster: u64| {
-            let at = GuestOffset::new(cluster << 16);
+            let at = GuestOffset::new(cluster << 13);
             disk.write(at, Buffer::copy_of(&[7; 4096]), WriteFlags::default()).await
         };
-        for cluster in 0..2000 {
+        for cluster in 0..1500 {
             write(cluster).await.unwrap();
         }
         disk.flush().await.unwrap();
-        host.leave(60);
-        let mut cluster = 2000;
+        host.leave(50);
+        let mut cluster = 1500;
         let error = loop {
             match write(cluster).await {
                 Ok(()) => cluster += 1,
@@ -255,14 +262,14 @@ fn space_for_refcounts_is_there_before_a_change_is_accepted() {
             }
         };
         assert_eq!(error.kind(), ErrorKind::NoSpace, "{}", error.chain());
-        assert!((2030..=2060).contains(&cluster), "into the second page: {cluster}");
+        assert!((1540..=1550).contains(&cluster), "into the second page: {cluster}");
         disk.flush().await.unwrap();
         disk.close().await.unwrap_or_else(|error| panic!("{}", error.chain()));
         let (report, lines) = look(&image).await.unwrap();
         assert!(report.is_clean(), "{lines:?}");
         let disk = open().await;
         for cluster in 0..cluster {
-            let bytes = disk.read(GuestOffset::new(cluster << 16), Buffer::zeroed(4096)).await.unwrap();
+            let bytes = disk.read(GuestOffset::new(cluster << 13), Buffer::zeroed(4096)).await.unwrap();
             assert!(bytes.to_vec().iter().all(|byte| *byte == 7), "cluster {cluster}");
         }
     });

@@ -150,8 +150,9 @@ async fn make_room(storage: &dyn Storage, options: &CreateOptions, places: &Plac
             Layout::Table(_) => " for what is where (a smaller journal_size, or larger units, need less)",
         };
         let (has, needs) = (storage.len(), end.bytes());
-        let needs =
-            format!("the device is too small: it has {has} bytes, and this image needs {needs}{remedy}");
+        let needs = format!(
+            "the device is too small: it has {has} bytes, and this image needs {needs} bytes{remedy}"
+        );
         return Err(Error::new(ErrorKind::NoSpace, needs));
     }
     if end > data {

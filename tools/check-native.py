@@ -3,6 +3,7 @@
 
     check-native.py IMAGE…                     the numbered invariants; a line for each thing found
     check-native.py --sha256 IMAGE [BASE]      the SHA-256 of the disk's bytes; BASE is the base as a raw file
+    check-native.py --snapshot NAME --sha256 IMAGE [BASE]      the same of a snapshot
 
 Of several images the last line for each is `IMAGE: CODE`.
 
@@ -377,11 +378,50 @@ class Check:
                 self.corrupt(f"2: partial unit {unit} over {under}: one of them holds copies")
 
 
-class Disk:
-    """The disk's bytes, as home and the data area have them."""
+class View:
+    """The pages of home as a snapshot sees them."""
 
-    def __init__(self, file, superblock, base):
+    def __init__(self, file, superblock, name):
+        self.file, data = file, file.read(*superblock.list)
+        follows, found, self.size = {}, None, 0
+        for entry in (data[128 * index:128 * index + 128] for index in range(4095)):
+            number = be32(entry)
+            if number:
+                follows[number] = be32(entry, 4)
+                if not be32(entry, 32) & 1 and entry[64:].split(b"\0")[0] == name.encode():
+                    found, self.size = number, be64(entry, 8)
+        need(found, f"there is no snapshot {name}")
+        copies, unit = {}, be32(data, 4095 * 128)
+        while unit:
+            at = superblock.data_offset + (unit - 1) * superblock.unit
+            index = file.read(at, PAGE)
+            for slot in range(min(superblock.unit // PAGE - 1, (PAGE - 16) // 16)):
+                key = be32(index, 16 + 16 * slot), be64(index, 24 + 16 * slot)
+                copies[key] = at + PAGE * (slot + 1)
+            unit = be64(index, 8)
+        self.places = {}
+        while found not in (0, HOME):
+            for (number, page), place in copies.items():
+                if number == found:
+                    self.places.setdefault(page, place)
+            found = follows[found]
+        self.ends_in_home = found == HOME
+
+    def read(self, at, size):
+        """Bytes of one page."""
+        page = at // PAGE * PAGE
+        if page in self.places:
+            return self.file.read(self.places[page] + at - page, size)
+        return self.file.read(at, size) if self.ends_in_home else bytes(size)
+
+
+class Disk:
+    """The disk's bytes, as home (or what a snapshot sees of it) and the data area have them."""
+
+    def __init__(self, file, superblock, base, snapshot=None):
         self.file, self.sb, self.base = file, superblock, base
+        self.home = View(file, superblock, snapshot) if snapshot else file
+        self.size = self.home.size if snapshot else superblock.size
 
     def origin(self, at):
         """Who has the 4 KiB from `at` on."""
@@ -389,16 +429,16 @@ class Disk:
         if sub >= self.sb.sub_blocks:
             return "image"
         block = at // self.sb.block
-        if self.file.read(self.sb.bitmap[0] + block // 8, 1)[0] >> block % 8 & 1:
+        if self.home.read(self.sb.bitmap[0] + block // 8, 1)[0] >> block % 8 & 1:
             return "image"
-        mask = self.file.read(self.sb.masks[0] + sub // 4, 1)[0] >> 2 * (sub % 4) & 3
+        mask = self.home.read(self.sb.masks[0] + sub // 4, 1)[0] >> 2 * (sub % 4) & 3
         need(mask != 3, "a mask of 3")
         return ("base", "image", "zero")[mask]
 
     def image(self, at, size):
         if not self.sb.is_table:
             return self.file.read(self.sb.data_offset + at, size)
-        number = be32(self.file.read(self.sb.table[0] + 4 * (at // self.sb.unit), 4))
+        number = be32(self.home.read(self.sb.table[0] + 4 * (at // self.sb.unit), 4))
         if number == 0:
             return bytes(size)
         place, within = self.sb.data_offset + (number - 1) * self.sb.unit, at % self.sb.unit
@@ -421,8 +461,8 @@ class Disk:
 
     def sha256(self):
         digest = hashlib.sha256()
-        for at in range(0, self.sb.size, PAGE):
-            size = min(PAGE, self.sb.size - at)
+        for at in range(0, self.size, PAGE):
+            size = min(PAGE, self.size - at)
             origin = self.origin(at)
             if origin == "zero":
                 digest.update(bytes(size))
@@ -458,16 +498,19 @@ def attempt(work, *arguments):
         return 1
 
 
-def print_hash(image, base=None):
+def print_hash(snapshot, image, base=None):
     file = File(image)
     superblock, _ = open_closed(file)
-    print(Disk(file, superblock, File(base) if base else None).sha256())
+    print(Disk(file, superblock, File(base) if base else None, snapshot).sha256())
     return 0
 
 
 def main(arguments):
+    snapshot = None
+    if arguments[:1] == ["--snapshot"] and len(arguments) > 1:
+        snapshot, arguments = arguments[1], arguments[2:]
     if arguments[:1] == ["--sha256"] and len(arguments) in (2, 3):
-        return attempt(print_hash, *arguments[1:])
+        return attempt(print_hash, snapshot, *arguments[1:])
     if not arguments or arguments[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 1

@@ -45,6 +45,7 @@ enum Command {
     Recovery(commands::recovery::Args),
     ReplayTraces(commands::replay_traces::Args),
     SlowFlush(commands::slow_flush::Args),
+    Snapshots(commands::snapshots::Args),
     SyncAmplification(commands::sync_amplification::Args),
 }
 
@@ -55,6 +56,7 @@ fn main() -> ExitCode {
         Command::Recovery(args) => ("recovery", commands::recovery::run(&args)),
         Command::ReplayTraces(args) => ("replay-traces", commands::replay_traces::run(&args)),
         Command::SlowFlush(args) => ("slow-flush", commands::slow_flush::run(&args)),
+        Command::Snapshots(args) => ("snapshots", commands::snapshots::run(&args)),
         Command::SyncAmplification(args) => ("sync-amplification", commands::sync_amplification::run(&args)),
     };
     match result {

@@ -63,3 +63,38 @@ fn an_image_whose_server_was_killed() {
     assert!((writes - 1..=writes + 2).contains(&records), "{told}");
     assert!(number(row, "/pages-written") > 0 && is_positive(row, "/serve-seconds"), "{told}");
 }
+
+#[test]
+fn snapshots_of_a_served_disk() {
+    let Some(vellum) = vellum() else {
+        return skipped(NO_VELLUM);
+    };
+    let arguments = [
+        "--size",
+        "4G",
+        "--allocated",
+        "256M",
+        "--beside",
+        "5",
+        "--every",
+        "20",
+        "--many",
+        "24",
+        "--hot",
+        "20",
+    ];
+    let (report, told) = report("snapshots", &vellum, &arguments);
+    let others = report["quiet"]["others"].as_array().expect("costs");
+    assert_eq!(others.len(), 16, "{told}");
+    for cost in others {
+        assert_eq!(number(cost, "/flushes"), 1, "{told}");
+        assert!(number(cost, "/writes") <= 4 && number(cost, "/bytes-written") <= 16 << 10, "{told}");
+    }
+    assert_eq!(number(&report, "/create-beside/count"), 5);
+    assert!(number(&report, "/load-beside/requests") > 0, "{told}");
+    assert_eq!((number(&report, "/many/create/count"), number(&report, "/many/delete/count")), (24, 24));
+    // 18, 12, 6 and 5 of the 24, the 5 again in full, and the disk.
+    assert_eq!(number(&report, "/many/views-compared"), 18 + 12 + 6 + 5 + 5 + 1, "{told}");
+    assert!(number(&report, "/many/blocks-compared") > 41 * 15 + 6 * 256, "{told}");
+    assert!(number(&report, "/many/bytes-at-the-end") < number(&report, "/many/bytes-with-all"), "{told}");
+}

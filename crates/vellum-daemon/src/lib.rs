@@ -4,14 +4,17 @@
 //! Nothing here prints.
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening and making images), [`mod@serve`] (a server, from
-//! its specification to its end), `grow` (devices that become full), [`stats`] (what was counted), [`template`] (where templates are zero).
+//! its specification to its end), `served` (its disks and their snapshots), `grow` (devices that become full), [`control`] (what can be asked of it while it serves),
+//! [`stats`] (what was counted), [`template`] (where templates are zero).
 
 #![forbid(unsafe_code)]
 
+pub mod control;
 mod grow;
 pub mod host;
 pub mod image;
 pub mod serve;
+mod served;
 pub mod stats;
 pub mod template;
 

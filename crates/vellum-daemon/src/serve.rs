@@ -6,33 +6,35 @@
 //!   session              one per connection, on one worker; requests go to the shared disk
 //!   tending              one per disk that is written, on one worker: the work that nobody waits for; and who looks after
 //!                        its device, where it has one that may become full
+//!   control socket       on worker 0, when there is one: what can be asked of a server that runs (`control/`)
 //! ```
 //!
 //! 1. One chain per image file, however many exports and sockets it has.
 //! 2. On SIGTERM or SIGINT nobody new is let in, requests that were begun are answered, then every disk is closed; a
-//!    second signal, or a drain that takes longer than it may, cuts the connections but still closes the disks.
+//!    second signal, or a drain that takes longer than it may, cuts the connections but still closes the disks. A snapshot
+//!    that is being deleted is left half deleted, for the next opening; other requests of the control socket are waited for.
 //! 3. A connection that fails, whatever its client did, ends alone.
 //! 4. Tending ends before the disks are closed, and is never cut off half way.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_lite::future::{block_on, or};
-use vellum_core::{CheckedDisk, Context, Disk, Error, ErrorKind, Result, SharedDisk};
+use vellum_core::{Disk, Error, ErrorKind, Result};
 use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{
     Address, IoMode, Listener, Signal, Signals, Spawned, Workers, WorkersConfig, WorkersHandle, clock,
-    io_mode, spawn_local, unblock,
+    spawn_local, unblock,
 };
-use vellum_layer::Chain;
 
-use crate::grow::{GrowHook, Growing};
-use crate::image::{ImageOptions, open_image};
-use crate::stats::{DiskStats, Stats};
+use crate::control::server::{CONNECTIONS_MAX, Control};
+use crate::grow::GrowHook;
+use crate::image::ImageOptions;
+use crate::served::{Disks, SnapshotExports};
+use crate::stats::Stats;
 
 /// A disk to be served, and under which name.
 #[derive(Debug, Clone)]
@@ -68,6 +70,8 @@ pub struct ServeSpec {
     pub grow_hook: Option<GrowHook>,
     /// Where statistics are written, once a second and at the end.
     pub stats_path: Option<PathBuf>,
+    /// Where it can be asked things while it serves: a Unix socket for its owner alone.
+    pub control_path: Option<PathBuf>,
 }
 
 /// What became of a server that ended in good order.
@@ -77,16 +81,6 @@ pub struct Report {
     pub stats: Stats,
     /// Which signal ended it.
     pub signal: Signal,
-}
-
-/// A disk that is open.
-struct Served {
-    chain: Chain,
-    disk: Arc<CheckedDisk>,
-    /// When it lies on a device that may become full.
-    growing: Option<Arc<Growing>>,
-    path: PathBuf,
-    names: Vec<String>,
 }
 
 /// Serves until a signal comes. `ready` is called once clients can connect, with the addresses as they are bound.
@@ -107,14 +101,14 @@ pub fn serve(spec: ServeSpec, ready: impl FnOnce(&[Address]) + Send + 'static) -
 async fn control(spec: ServeSpec, workers: WorkersHandle, ready: impl FnOnce(&[Address])) -> Result<Report> {
     // Signals first: one that comes while images are opened is not lost.
     let mut signals = Signals::new(&[Signal::Terminate, Signal::Interrupt])?;
-    let served = Arc::new(open_all(&spec).await?);
+    let served = Arc::new(Disks::open(&spec.exports, spec.grow_hook.as_ref()).await?);
     let tending = Tending::begin(&served, &workers);
     let result = run(&spec, &served, workers, &mut signals, ready).await;
     tending.end().await;
-    let closed = close_all(&served).await;
+    let closed = served.close().await;
     let signal = result?;
     closed?;
-    let stats = stats(&served, &Exports::new());
+    let stats = Stats::of(&served, &Exports::new());
     if let Some(path) = &spec.stats_path {
         stats.write_to(path)?;
     }
@@ -123,22 +117,26 @@ async fn control(spec: ServeSpec, workers: WorkersHandle, ready: impl FnOnce(&[A
 
 async fn run(
     spec: &ServeSpec,
-    served: &Arc<Vec<Served>>,
+    served: &Arc<Disks>,
     workers: WorkersHandle,
     signals: &mut Signals,
     ready: impl FnOnce(&[Address]),
 ) -> Result<Signal> {
     let exports = Exports::new();
-    for (export, disk) in
-        spec.exports.iter().flat_map(|export| find(served, export).map(|disk| (export, disk)))
-    {
+    for export in &spec.exports {
         exports.add(Export {
             name: export.name.clone(),
             description: export.description.clone(),
-            disk,
+            disk: served.find(Some(&export.name))?.disk(),
             read_only: export.image.read_only,
         })?;
     }
+    exports.also(Arc::new(SnapshotExports(served.clone())));
+    // The control socket first: who finds the server can control it.
+    let control_listener = match &spec.control_path {
+        Some(path) => Some(Listener::bind_private(path).await?),
+        None => None,
+    };
     let mut listeners = Vec::new();
     for address in &spec.nbd {
         listeners.push(Listener::bind(address).await?);
@@ -147,6 +145,13 @@ async fn run(
     let shutdown = Shutdown::new();
     let slots = ConnectionSlots::new(spec.connections_max);
     let next_worker = Arc::new(AtomicUsize::new(0));
+    let control = Control {
+        disks: served.clone(),
+        exports: exports.clone(),
+        shutdown: shutdown.clone(),
+        slots: ConnectionSlots::new(CONNECTIONS_MAX),
+    };
+    let controlled = control_listener.map(|listener| spawn_local(control.clone().accept(listener)));
     let accepting: Vec<_> = listeners
         .into_iter()
         .map(|listener| {
@@ -166,7 +171,7 @@ async fn run(
         spawn_local(async move {
             loop {
                 clock().sleep(Duration::from_secs(1)).await;
-                let (now, path) = (stats(&served, &exports), path.clone());
+                let (now, path) = (Stats::of(&served, &exports), path.clone());
                 if let Err(error) = unblock(move || now.write_to(&path)).await {
                     tracing::warn!("{}", error.chain());
                 }
@@ -180,9 +185,15 @@ async fn run(
     for task in accepting {
         task.cancel().await; // the sockets are closed and their files removed
     }
+    if let Some(task) = controlled {
+        task.cancel().await;
+    }
+    for disk in served.iter() {
+        disk.stop_background().await;
+    }
     shutdown.drain();
     let drained = async {
-        while slots.taken() > 0 {
+        while slots.taken() > 0 || control.slots.taken() > 0 {
             clock().sleep(Duration::from_millis(5)).await;
         }
     };
@@ -254,23 +265,33 @@ struct Tending {
 }
 
 impl Tending {
-    fn begin(served: &[Served], workers: &WorkersHandle) -> Self {
+    fn begin(served: &Arc<Disks>, workers: &WorkersHandle) -> Self {
         let has_ended = Arc::new(AtomicBool::new(false));
-        let written = served.iter().filter(|served| !served.disk.geometry().read_only).enumerate();
+        let written: Vec<usize> =
+            (0..served.len()).filter(|index| !served[*index].disk().geometry().read_only).collect();
         let mut tasks = Vec::new();
-        for (number, served) in written {
+        for (number, index) in written.into_iter().enumerate() {
             // The last worker first: the first has the sockets and the signals.
             let worker = workers.count() - 1 - number % workers.count();
-            let (disk, ended) = (served.disk.clone(), has_ended.clone());
+            let (disks, ended) = (served.clone(), has_ended.clone());
             tasks.push(workers.spawn(worker, move || async move {
                 while !ended.load(Ordering::Acquire) {
+                    // It is another one after it went back to a snapshot.
+                    let disk = disks[index].disk();
                     let has_more = disk.tend(clock().now()).await;
                     clock().sleep(if has_more { TENDED_NEXT } else { TENDED_EVERY }).await;
                 }
             }));
-            if let Some(growing) = served.growing.clone() {
-                let ended = has_ended.clone();
-                tasks.push(workers.spawn(worker, move || async move { growing.watch(&ended).await }));
+            if served[index].growing().is_some() {
+                let (disks, ended) = (served.clone(), has_ended.clone());
+                tasks.push(workers.spawn(worker, move || async move {
+                    while !ended.load(Ordering::Acquire) {
+                        if let Some(growing) = disks[index].growing() {
+                            growing.watch(&ended).await;
+                        }
+                        clock().sleep(TENDED_EVERY).await;
+                    }
+                }));
             }
         }
         Self { has_ended, tasks }
@@ -283,79 +304,6 @@ impl Tending {
             // A worker that has ended has nothing under way.
             let _ = task.await;
         }
-    }
-}
-
-async fn open_all(spec: &ServeSpec) -> Result<Vec<Served>> {
-    let mut served: Vec<Served> = Vec::new();
-    let opened = open_each(spec, &mut served).await;
-    let opened = opened.and_then(|()| match spec.grow_hook {
-        Some(_) if served.iter().all(|served| served.growing.is_none()) => Err(Error::invalid(
-            "a grow hook is for images of the native format with layout=table on a device, open for writing: none is \
-             served",
-        )),
-        _ => Ok(()),
-    });
-    if opened.is_err() {
-        close_all(&served).await?;
-    }
-    opened.map(|()| served)
-}
-
-async fn open_each(spec: &ServeSpec, served: &mut Vec<Served>) -> Result<()> {
-    let mut by_file: BTreeMap<PathBuf, usize> = BTreeMap::new();
-    for export in &spec.exports {
-        let canonical =
-            export.path.canonicalize().context(|| format!("can't open {}", export.path.display()))?;
-        if let Some(index) = by_file.get(&canonical) {
-            served[*index].names.push(export.name.clone());
-            continue;
-        }
-        let chain = open_image(&export.path, &export.image).await?;
-        let device = export.path.display().to_string();
-        let growing = Growing::over(chain.disk(), device, spec.grow_hook.clone()).await?;
-        let disk = match &growing {
-            Some(growing) => CheckedDisk::new(growing.clone()),
-            None => CheckedDisk::new(chain.disk().clone()),
-        };
-        by_file.insert(canonical, served.len());
-        let names = vec![export.name.clone()];
-        served.push(Served { chain, disk, growing, path: export.path.clone(), names });
-    }
-    Ok(())
-}
-
-fn find(served: &[Served], export: &ExportSpec) -> Option<SharedDisk> {
-    let found = served.iter().find(|served| served.names.contains(&export.name))?;
-    Some(found.disk.clone())
-}
-
-/// Closes every disk, also when one of them fails; the first failure counts.
-async fn close_all(served: &[Served]) -> Result<()> {
-    let mut result = Ok(());
-    for disk in served {
-        result = result.and(disk.chain.close().await);
-    }
-    result
-}
-
-fn stats(served: &[Served], exports: &Exports) -> Stats {
-    let disks = served.iter().map(|served| DiskStats {
-        exports: served.names.clone(),
-        image: served.path.display().to_string(),
-        connections: served.names.iter().filter_map(|name| exports.sessions(name)).sum(),
-        guest: served.disk.counts().into(),
-        guest_errors: served.disk.errors(),
-        host: (&served.chain.top_tally).into(),
-        below: (&served.chain.below_tally).into(),
-    });
-    Stats {
-        uptime_seconds: clock().now().as_secs_f64(),
-        io: match io_mode() {
-            IoMode::Threads => "threads".to_owned(),
-            _ => "uring".to_owned(),
-        },
-        disks: disks.collect(),
     }
 }
 

@@ -4,6 +4,10 @@ use std::path::Path;
 
 use serde::Serialize;
 use vellum_core::{Context, HostTally, IoCounts, Result};
+use vellum_export::nbd::Exports;
+use vellum_io::{IoMode, clock, io_mode};
+
+use crate::served::Disks;
 
 /// Operations and bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -103,6 +107,18 @@ pub struct Stats {
 }
 
 impl Stats {
+    /// What was counted so far.
+    pub(crate) fn of(served: &Disks, exports: &Exports) -> Self {
+        Self {
+            uptime_seconds: clock().now().as_secs_f64(),
+            io: match io_mode() {
+                IoMode::Threads => "threads".to_owned(),
+                _ => "uring".to_owned(),
+            },
+            disks: served.iter().map(|disk| disk.stats(exports)).collect(),
+        }
+    }
+
     /// Writes them as JSON, so that a reader sees the old or the new, never half.
     ///
     /// # Errors

@@ -6,6 +6,7 @@ mod common;
 use std::fs;
 use std::net::Shutdown;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 use std::rc::Rc;
@@ -341,5 +342,22 @@ fn accepting_survives_a_shortage_of_descriptors() {
         assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
         drop(listener.accept().await.expect("the connection has waited"));
         drop(client);
+    });
+}
+
+#[test]
+fn a_private_socket_is_its_owners_alone() {
+    in_both_modes(|| async {
+        let dir = TempDir::new();
+        let path = dir.join("private");
+        // The file of a program that died, open to everybody.
+        drop(UnixListener::bind(&path).expect("it listens"));
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o777)).expect("it is ours");
+        let listener = Listener::bind_private(&path).await.expect("the file is dead");
+        let mode = fs::metadata(&path).expect("a file").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{mode:o}");
+        drop(connect(&Address::unix(&path)).await.expect("it listens"));
+        drop(listener);
+        assert!(!path.exists());
     });
 }

@@ -17,7 +17,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vellum_core::{
-    Context, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage,
+    Context, Disk, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
+    SharedStorage,
 };
 use vellum_format::native::{self, Native, Superblock, Superblocks};
 use vellum_format::qcow2::open::MAPPING_BYTES_DEFAULT;
@@ -104,6 +105,8 @@ pub struct Member {
     pub data_file: Option<(PathBuf, SharedStorage)>,
     /// The disk it makes, over those below.
     pub disk: SharedDisk,
+    /// The same, when it is of the native format.
+    pub native: Option<Arc<Native>>,
 }
 
 /// An open chain. The top image is the first member.
@@ -154,6 +157,7 @@ impl Chain {
             let below = members.last().map(|member| member.disk.clone());
             let tally = if is_top { &top_tally } else { &below_tally };
             let read_only = options.read_only || !is_top;
+            let mut native = None;
             let disk: SharedDisk = match (&image.header, &image.superblock) {
                 (None, None) => Raw::open(image.storage.clone(), read_only, tally),
                 (None, Some(_)) => {
@@ -164,7 +168,7 @@ impl Chain {
                         ..native::OpenOptions::default()
                     };
                     let opened = Native::open(image.storage.clone(), below, open).await;
-                    opened.context(|| describe(&image.path, depth))?
+                    native.insert(opened.context(|| describe(&image.path, depth))?).clone()
                 }
                 (Some(header), _) => {
                     let files = qcow2::Files {
@@ -185,7 +189,7 @@ impl Chain {
                 }
             };
             let Found { path, format, storage, header, superblock, data_file, .. } = image;
-            members.push(Member { path, format, storage, header, superblock, data_file, disk });
+            members.push(Member { path, format, storage, header, superblock, data_file, disk, native });
         }
         members.reverse();
         Ok(Self { members, top_tally, below_tally })
@@ -194,6 +198,30 @@ impl Chain {
     /// The disk on top.
     pub fn disk(&self) -> &SharedDisk {
         &self.members[0].disk
+    }
+
+    /// The disk becomes what an internal snapshot has: its image is closed, changed and opened again, so the disk is another one
+    /// then, also when this fails. Nobody may use it meanwhile.
+    ///
+    /// # Errors
+    /// `Unsupported` when the top image is not of the native format, `NotFound` when there is no such snapshot, and what the image
+    /// says. The disk can be used afterwards unless it is closed: that it could not be opened again is told, too.
+    pub async fn revert(&mut self, wanted: &str) -> Result<()> {
+        let below = self.members.get(1).map(|member| member.disk.clone());
+        let top = &mut self.members[0];
+        let Some(native) = &top.native else {
+            return Err(Error::unsupported(format!("{} is not of the native format", top.path.display())));
+        };
+        native.close().await.context(|| format!("can't close {}", top.path.display()))?;
+        let alone = native::OpenOptions { without_base: true, ..native::OpenOptions::default() };
+        let reverted = native::snapshots::revert(top.storage.clone(), None, alone, wanted).await;
+        let open = native::OpenOptions { tally: self.top_tally.clone(), ..native::OpenOptions::default() };
+        let opened = Native::open(top.storage.clone(), below, open).await;
+        let opened = opened.context(|| format!("can't open {} again", top.path.display()))?;
+        top.superblock = Some(Superblocks::read(&*top.storage).await?.superblock);
+        top.disk = opened.clone();
+        top.native = Some(opened);
+        reverted
     }
 
     /// Closes all disks, the top one first; the first error counts, and the others are closed all the same.

@@ -5,6 +5,7 @@ pub(crate) mod nbd;
 pub(crate) mod recovery;
 pub(crate) mod replay_traces;
 pub(crate) mod slow_flush;
+pub(crate) mod snapshots;
 pub(crate) mod sync_amplification;
 
 use std::path::PathBuf;

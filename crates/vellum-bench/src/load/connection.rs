@@ -49,14 +49,19 @@ pub(super) fn be<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 impl Session {
     /// Connects to the default export.
     pub(crate) fn open(socket: &Path, structured: bool) -> Result<Self> {
+        Self::open_export(socket, "", structured)
+    }
+
+    /// Connects to the export of this name.
+    pub(crate) fn open_export(socket: &Path, export: &str, structured: bool) -> Result<Self> {
         let stream = UnixStream::connect(socket).context(|| "can't connect to the server")?;
         stream.set_read_timeout(Some(PATIENCE)).context(|| "can't set a timeout")?;
         let mut session = Self { stream, structured: false, size: 0 };
-        session.negotiate(structured).context(|| "can't agree with the server")?;
+        session.negotiate(export, structured).context(|| "can't agree with the server")?;
         Ok(session)
     }
 
-    fn negotiate(&mut self, structured: bool) -> Result<()> {
+    fn negotiate(&mut self, export: &str, structured: bool) -> Result<()> {
         let greeting: [u8; GREETING_BYTES] = self.take()?;
         if be(&greeting, 0) != GREETING_MAGIC.to_be_bytes() || be(&greeting, 8) != OPTION_MAGIC.to_be_bytes()
         {
@@ -67,8 +72,9 @@ impl Session {
             self.ask(option::STRUCTURED_REPLY, &[])?;
             self.structured = self.answer(option::STRUCTURED_REPLY)?.0 == option_reply::ACK;
         }
-        // The default export, and no wish for facts.
-        self.ask(option::GO, &[0; 6])?;
+        let len = u32::try_from(export.len()).expect("a short name").to_be_bytes();
+        // And no wish for facts.
+        self.ask(option::GO, &[&len[..], export.as_bytes(), &[0; 2]].concat())?;
         loop {
             let (kind, data) = self.answer(option::GO)?;
             match kind {

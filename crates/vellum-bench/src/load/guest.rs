@@ -72,6 +72,25 @@ impl Guest {
         })
     }
 
+    /// Connects to the export of this name.
+    pub(crate) fn connect_to(socket: &Path, export: &str) -> Result<Self> {
+        let session = Session::open_export(socket, export, false)?;
+        Ok(Self { session, payload: Vec::new(), scratch: Vec::new() })
+    }
+
+    /// Writes these bytes.
+    pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.payload.clear();
+        self.payload.extend_from_slice(bytes);
+        self.call(command::WRITE, 0, offset, bytes.len(), bytes.len())
+    }
+
+    /// The bytes that are there.
+    pub(crate) fn read(&mut self, offset: u64, len: usize) -> Result<&[u8]> {
+        self.ask(Request::Read { offset, len })?;
+        Ok(&self.scratch)
+    }
+
     /// Asks, and waits for the answer.
     pub(crate) fn ask(&mut self, request: Request) -> Result<()> {
         match request {

@@ -76,26 +76,26 @@ impl Growing {
         inner: &SharedDisk,
         device: String,
         hook: Option<GrowHook>,
-    ) -> Result<Option<Arc<Self>>> {
-        if inner.geometry().read_only || inner.room().await?.is_none() {
-            return Ok(None);
-        }
-        Ok(Some(Arc::new(Self {
-            inner: inner.clone(),
-            device,
-            hook,
-            left: AtomicI64::new(0),
-            wake: Event::new(),
-            questions: Mutex::default(),
-            answered: Event::new(),
-        })))
+    ) -> Option<Arc<Self>> {
+        let room = inner.room().await.ok().flatten();
+        (room.is_some() && !inner.geometry().read_only).then(|| {
+            Arc::new(Self {
+                inner: inner.clone(),
+                device,
+                hook,
+                left: AtomicI64::new(0),
+                wake: Event::new(),
+                questions: Mutex::default(),
+                answered: Event::new(),
+            })
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, Questions> {
         self.questions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks after the device until it is told to end.
+    /// Looks after the device until it is told to end, or the disk is closed.
     pub(crate) async fn watch(&self, has_ended: &AtomicBool) {
         let (mut calls, mut said) = (Calls::default(), Said::default());
         while !has_ended.load(Ordering::Acquire) {
@@ -103,6 +103,8 @@ impl Growing {
             let asked = self.lock().asked;
             let room = match self.inner.room().await {
                 Ok(Some(room)) => room,
+                // It has gone back to a snapshot, and is another disk now.
+                Err(error) if error.kind() == ErrorKind::Closed => break,
                 Ok(None) | Err(_) => {
                     self.answer(asked, false);
                     clock().sleep(LOOK_LATER).await;

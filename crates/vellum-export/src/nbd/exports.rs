@@ -9,12 +9,13 @@
 //! 1. Names are compared whole, byte by byte. The empty name is the default export.
 //! 2. Nothing here asks the disk anything but its geometry, so that listing costs a host nothing.
 //! 3. A removed disk is given back only when no session can start a request on it any more.
+//! 4. Exports that are made when a client asks for them come after the others: [`OnDemand`]. Each lives as long as its session.
 //!
 //! Source: NBD protocol, `NBD_OPT_EXPORT_NAME`, `NBD_OPT_LIST`.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use event_listener::Event;
 use vellum_core::{Error, ErrorKind, Result, SharedDisk};
@@ -35,9 +36,24 @@ pub struct Export {
     pub read_only: bool,
 }
 
+/// Exports that are there without being added: made when a client asks for one.
+pub trait OnDemand: Send + Sync {
+    /// Their names now.
+    fn names(&self) -> Vec<String>;
+
+    /// The export of this name.
+    fn find(&self, name: &str) -> Option<Export>;
+}
+
 /// The exports of a server. Clones are one registry; it may be used from any thread.
 #[derive(Clone, Default)]
-pub struct Exports(Arc<Mutex<BTreeMap<String, Arc<Entry>>>>);
+pub struct Exports(Arc<Registry>);
+
+#[derive(Default)]
+struct Registry {
+    added: Mutex<BTreeMap<String, Arc<Entry>>>,
+    on_demand: OnceLock<Arc<dyn OnDemand>>,
+}
 
 pub(super) struct Entry {
     export: Export,
@@ -63,7 +79,7 @@ impl Exports {
     /// `Locked` when the name is taken.
     pub fn add(&self, export: Export) -> Result<()> {
         for text in [&export.name, &export.description] {
-            if wire::parse_string(text.as_bytes()).is_none() {
+            if !is_string(text) {
                 return Err(Error::invalid(
                     "an export's name and description have at most 4096 bytes, none of them NUL",
                 ));
@@ -74,14 +90,14 @@ impl Exports {
             let context = format!("there is an export {:?} already", export.name);
             return Err(Error::new(ErrorKind::Locked, context));
         }
-        let entry = Entry {
-            export,
-            shutdown: Shutdown::new(),
-            sessions: AtomicUsize::new(0),
-            session_ended: Event::new(),
-        };
-        exports.insert(entry.export.name.clone(), Arc::new(entry));
+        exports.insert(export.name.clone(), Arc::new(Entry::new(export)));
         Ok(())
+    }
+
+    /// Offers these, too. Done once, before the first client.
+    pub fn also(&self, on_demand: Arc<dyn OnDemand>) {
+        let is_first = self.0.on_demand.set(on_demand).is_ok();
+        debug_assert!(is_first, "there is one source of them");
     }
 
     /// Offers it no longer, and lets its sessions answer what they have started and end.
@@ -89,6 +105,19 @@ impl Exports {
         let entry = self.lock().remove(name)?;
         entry.shutdown.drain();
         Some(Removed(entry))
+    }
+
+    /// Offers them no longer, and gives them back, when none of them has a session; else tells how many there are.
+    pub fn take_unused(&self, names: &[String]) -> Result<Vec<Export>, usize> {
+        let mut exports = self.lock();
+        let taken: Vec<Arc<Entry>> = names.iter().filter_map(|name| exports.get(name).cloned()).collect();
+        match taken.iter().map(|entry| entry.sessions.load(Ordering::Acquire)).sum() {
+            0 => {
+                exports.retain(|name, _| !names.contains(name));
+                Ok(taken.iter().map(|entry| entry.export.clone()).collect())
+            }
+            sessions => Err(sessions),
+        }
     }
 
     /// The names in order.
@@ -108,19 +137,44 @@ impl Exports {
                 return;
             }
         }
+        let more = self.0.on_demand.get().map_or(Vec::new(), |more| more.names());
+        let _is_whole = more.iter().filter(|name| is_string(name)).all(|name| want(name, ""));
+    }
+
+    /// Whether a client may ask for it.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.lock().contains_key(name) || self.find_on_demand(name).is_some()
     }
 
     pub(super) fn attach(&self, name: &str) -> Option<Attached> {
-        let exports = self.lock();
-        let entry = exports.get(name)?;
-        // Counted under the lock: whoever removes the export afterwards sees it.
+        if let Some(entry) = self.lock().get(name) {
+            // Counted under the lock: whoever removes the export afterwards sees it.
+            entry.sessions.fetch_add(1, Ordering::AcqRel);
+            return Some(Attached(entry.clone()));
+        }
+        let entry = Entry::new(self.find_on_demand(name)?);
         entry.sessions.fetch_add(1, Ordering::AcqRel);
-        Some(Attached(entry.clone()))
+        Some(Attached(Arc::new(entry)))
+    }
+
+    fn find_on_demand(&self, name: &str) -> Option<Export> {
+        self.0.on_demand.get()?.find(name)
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Entry>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.added.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+impl Entry {
+    fn new(export: Export) -> Self {
+        Self { export, shutdown: Shutdown::new(), sessions: AtomicUsize::new(0), session_ended: Event::new() }
+    }
+}
+
+/// Whether it is what the protocol calls a string.
+fn is_string(text: &str) -> bool {
+    wire::parse_string(text.as_bytes()).is_some()
 }
 
 impl Attached {
@@ -196,6 +250,51 @@ mod tests {
         let long = Export { description: "d".repeat(4097), ..export("x") };
         assert_eq!(exports.add(long).expect_err("no string").kind(), ErrorKind::Invalid);
         assert_eq!(exports.names().len(), 2);
+    }
+
+    struct Letters;
+
+    impl OnDemand for Letters {
+        fn names(&self) -> Vec<String> {
+            vec!["@a".to_owned(), "@b\0".to_owned()]
+        }
+
+        fn find(&self, name: &str) -> Option<Export> {
+            (name == "@a").then(|| export(name))
+        }
+    }
+
+    #[test]
+    fn exports_on_demand_come_after_the_others() {
+        let exports = Exports::new();
+        exports.add(export("disk")).expect("the name is free");
+        exports.also(Arc::new(Letters));
+        let mut seen = Vec::new();
+        exports.list(|name, _| {
+            seen.push(name.to_owned());
+            true
+        });
+        assert_eq!(seen, ["disk", "@a"], "what is no string is not listed");
+        assert!(exports.has("@a") && exports.has("disk") && !exports.has("@c"));
+        let attached = exports.attach("@a").expect("it is made");
+        assert_eq!(attached.export().name, "@a");
+        assert!(exports.attach("@c").is_none());
+    }
+
+    #[test]
+    fn exports_are_taken_only_when_nobody_uses_them() {
+        let exports = Exports::new();
+        for name in ["a", "b", "c"] {
+            exports.add(export(name)).expect("the name is free");
+        }
+        let names = ["a".to_owned(), "b".to_owned()];
+        let session = exports.attach("b").expect("it is there");
+        assert_eq!(exports.take_unused(&names).err(), Some(1));
+        assert_eq!(exports.names().len(), 3, "none was taken");
+        drop(session);
+        let taken = exports.take_unused(&names).unwrap_or_default();
+        assert_eq!(taken.len(), 2);
+        assert_eq!(exports.names(), ["c"]);
     }
 
     #[test]

@@ -333,7 +333,7 @@ impl<'a> Handshake<'a> {
             refuse(out, option, reply::ERR_INVALID, "the option's lengths contradict each other");
             return None;
         };
-        if self.exports.sessions(request.name).is_none() {
+        if !self.exports.has(request.name) {
             refuse(out, option, reply::ERR_UNKNOWN, "no such export");
             return None;
         }

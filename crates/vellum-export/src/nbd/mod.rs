@@ -33,6 +33,6 @@ mod transmission;
 pub mod wire;
 mod work;
 
-pub use exports::{Export, Exports, Removed};
+pub use exports::{Export, Exports, OnDemand, Removed};
 pub use limits::Limits;
 pub use session::{Ending, serve_connection};

@@ -147,6 +147,11 @@ impl Home {
         Ok(())
     }
 
+    /// Takes these bytes for the page of a word that is missing.
+    pub(super) fn hold(&self, Missing(at): Missing, bytes: &[u8]) {
+        self.keep(self.index(at).0, bytes);
+    }
+
     /// The bytes of a page; nothing when it is not here.
     pub(super) fn bytes(&self, at: ImageOffset) -> Option<Vec<u8>> {
         let page = self.pages[self.index(at).0].get()?;

@@ -19,8 +19,8 @@
 //! 3. the lock of a block's masks;
 //! 4. short in-memory locks: a page's changes and within it the list of dirty pages, the pool of units, what was freed.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use vellum_core::{
     BlockSize, Error, ErrorKind, Geometry, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk,
@@ -51,7 +51,7 @@ pub struct Native {
     pub(super) name: String,
     pub(super) geometry: Geometry,
     pub(super) places: Places,
-    pub(super) superblocks: async_lock::Mutex<Superblocks>,
+    pub(super) superblocks: Arc<async_lock::Mutex<Superblocks>>,
     /// The image, as the way for metadata.
     pub(super) metadata: SharedStorage,
     /// The same, for what the journal takes home.
@@ -262,8 +262,17 @@ impl Native {
 
     /// Reads a page of home that is missing.
     pub(super) async fn load(&self, missing: Missing) -> Result<()> {
-        let place = |page| self.view.as_ref().map_or(Some(page), |view| view.place(page));
-        self.home.load(&*self.metadata, missing, place).await
+        let place = |page| match &self.view {
+            Some(View::Still(view)) => view.place(page),
+            _ => Some(page),
+        };
+        match &self.view {
+            Some(View::Live(view)) => {
+                self.home.hold(missing, &view.page(missing.0).await?);
+                Ok(())
+            }
+            _ => self.home.load(&*self.metadata, missing, place).await,
+        }
     }
 
     /// What `look` finds, loading what it misses.

@@ -15,7 +15,7 @@ use super::home::Home;
 use super::image::{LINEAR_CELL, Native};
 use super::recover::recover;
 use super::room::whole_units;
-use super::snapshots::{View, Views, refuse_half_reverted};
+use super::snapshots::{Still, View, Views, refuse_half_reverted};
 use super::superblock::Superblocks;
 use super::units::Units;
 use crate::journal::{Journal, Overlaid};
@@ -98,7 +98,7 @@ impl Native {
                 None
             }
             None => None,
-            Some(wanted) => Some(View::read(&metadata, superblock, wanted).await?),
+            Some(wanted) => Some(Still::read(&metadata, superblock, wanted).await?),
         };
         if let Some(view) = &view {
             places = places.resized(view.size)?;
@@ -135,7 +135,7 @@ impl Native {
             name: image.name().to_owned(),
             geometry,
             places,
-            superblocks: async_lock::Mutex::new(superblocks),
+            superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
             homeward: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
             ahead: Tallied::shared(image, options.tally.prealloc.clone()),
             metadata,
@@ -148,7 +148,7 @@ impl Native {
             block_locks: std::array::from_fn(|_| Mutex::new(())),
             units,
             views,
-            view,
+            view: view.map(View::Still),
             journal,
             beginning: Default::default(),
             open_bytes: AtomicU64::new(0),

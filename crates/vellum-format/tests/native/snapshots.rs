@@ -18,7 +18,7 @@ use vellum_sim::{CrashKind, Drive, DriveOptions, FaultPlan, World};
 use super::common::native::{NativeSetup, look_native};
 use super::common::{SIZE, base, busy_drive, noise, scale};
 
-fn setups() -> Vec<NativeSetup> {
+pub(super) fn setups() -> Vec<NativeSetup> {
     let k = |kib: u64| kib << 10;
     vec![
         NativeSetup::table("table", SIZE, k(64)),
@@ -27,17 +27,17 @@ fn setups() -> Vec<NativeSetup> {
     ]
 }
 
-fn options() -> OpenOptions {
+pub(super) fn options() -> OpenOptions {
     OpenOptions { journal_key: Some(1), ..OpenOptions::default() }
 }
 
-fn model_of(setup: &NativeSetup) -> Vec<u8> {
+pub(super) fn model_of(setup: &NativeSetup) -> Vec<u8> {
     let mut bytes = setup.base.as_ref().map(|base| base.to_vec()).unwrap_or_default();
     bytes.resize(usize::try_from(setup.options.size).unwrap(), 0);
     bytes
 }
 
-async fn content(disk: &dyn Disk) -> Vec<u8> {
+pub(super) async fn content(disk: &dyn Disk) -> Vec<u8> {
     let len = usize::try_from(disk.geometry().size).unwrap();
     disk.read(GuestOffset::ZERO, Buffer::zeroed(len)).await.unwrap().to_vec()
 }
@@ -49,7 +49,11 @@ async fn snapshot_content(image: &SharedStorage, below: Option<SharedDisk>, name
 }
 
 /// One request; the model's bytes change with it.
-async fn request(disk: &dyn Disk, model: &mut [u8], random: &mut Random) -> vellum_core::Result<()> {
+pub(super) async fn request(
+    disk: &dyn Disk,
+    model: &mut [u8],
+    random: &mut Random,
+) -> vellum_core::Result<()> {
     let align = *random.pick(&[1, 512, 4096, 65_536]);
     let size = model.len() as u64;
     let at = random.below(size) / align * align;
@@ -297,13 +301,13 @@ fn one_crashing(setup: &NativeSetup, seed: u64) {
 }
 
 /// A part of a disk.
-struct Shifted {
-    disk: Arc<Native>,
-    by: u64,
+pub(super) struct Shifted {
+    pub(super) disk: Arc<Native>,
+    pub(super) by: u64,
 }
 
 impl Shifted {
-    async fn write_some(&self, model: &mut [u8], touched: &mut [bool], random: &mut Random) {
+    pub(super) async fn write_some(&self, model: &mut [u8], touched: &mut [bool], random: &mut Random) {
         let at = random.index(model.len());
         let len = (1 + random.index(*random.clone().pick(&[512, 4096, 30_000]))).min(model.len() - at);
         touched[at..at + len].fill(true);

@@ -1,15 +1,19 @@
 //! Images that were made once, and must open for ever with the same bytes.
 //!
-//! `tests/golden/` has each of them, compressed by zstd, and `hashes.txt`: name, CRC32C and SHA-256 of the disk. With
+//! `tests/golden/` has each of them, compressed by zstd, and `hashes.txt`: name, CRC32C and SHA-256 of the disk, or of a
+//! snapshot (`NAME@SNAPSHOT`). With
 //! `VELLUM_GOLDEN=write` in the environment images that are missing are made; one that is there is never made again.
 
 use std::path::{Path, PathBuf};
 
 use futures_lite::future::block_on;
 use vellum_core::{MemoryStorage, SharedStorage};
+use vellum_format::native::snapshots::snapshots;
 use vellum_format::native::{Superblocks, recover};
 
-use super::samples::{Dir, base_bytes, content, kinds, other_hash, own_code, used};
+use super::samples::{
+    Dir, base_bytes, content, content_of, half_deleted, kinds, other_hash, own_code, snapped, used,
+};
 
 fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -27,7 +31,20 @@ fn images() -> Vec<(String, Vec<u8>)> {
     let (_, mut damaged) = images[6].clone();
     damaged[..4096].fill(0xEE);
     images.push(("damaged-superblock".to_owned(), damaged));
+    for (seed, (name, options)) in (31..).zip(kinds()).filter(|(_, (_, options))| options.has_table) {
+        let (snapped, _) = snapped(&options, seed);
+        images.push((format!("{name}-snapshots"), snapped.content().to_vec()));
+        let half = half_deleted(&options, seed);
+        images.push((format!("{name}-half-deleted"), half.content().to_vec()));
+    }
     images
+}
+
+/// Nothing for the disk, and all snapshots.
+fn views(image: &[u8]) -> Vec<Option<String>> {
+    let image: SharedStorage = MemoryStorage::holding("image", image);
+    let all = block_on(snapshots(&image)).expect("a list of snapshots");
+    [None].into_iter().chain(all.into_iter().map(|snapshot| Some(snapshot.name))).collect()
 }
 
 /// What the disk reads as, once its journal is replayed if it must be.
@@ -50,19 +67,26 @@ fn golden_images_open_for_ever() {
     assert!(list.lines().count() >= 9, "{list}");
     for line in list.lines() {
         let words: Vec<&str> = line.split(' ').collect();
-        let [name, crc, hash] = words[..] else { panic!("{line}") };
+        let [what, crc, hash] = words[..] else { panic!("{line}") };
+        let (name, snapshot) =
+            what.split_once('@').map_or((what, None), |(name, snapshot)| (name, Some(snapshot)));
         let packed = std::fs::read(directory().join(format!("{name}.vlm.zst"))).expect("a golden image");
         assert!(packed.len() <= 50 << 10, "{name}: {} bytes", packed.len());
         let image = zstd::decode_all(&packed[..]).expect("it is packed by zstd");
-        let (disk, recovered) = disk_of(&image);
-        assert_eq!(format!("{:08x}", crc32c::crc32c(&disk)), crc, "{name} reads as something else");
+        let (mut disk, recovered) = disk_of(&image);
+        if snapshot.is_some() {
+            disk = content_of(&MemoryStorage::holding("image", &recovered), snapshot);
+        }
+        assert_eq!(format!("{:08x}", crc32c::crc32c(&disk)), crc, "{what} reads as something else");
         let (code, lines) = own_code(&recovered);
         assert_eq!(code, 0, "{name}: {lines:#?}");
         let path = dir.put("image.vlm", &recovered);
-        if let Some(other) = other_hash(&path, Some(&base)) {
-            assert_eq!(other, hash, "{name}, as the other checker reads it");
+        if let Some(other) = other_hash(&path, Some(&base), snapshot) {
+            assert_eq!(other, hash, "{what}, as the other checker reads it");
         }
     }
+    let of_snapshots = list.lines().filter(|line| line.contains('@')).count();
+    assert!(of_snapshots >= 8, "{list}");
 }
 
 fn write_missing() {
@@ -76,9 +100,15 @@ fn write_missing() {
         if path.exists() {
             continue;
         }
-        let (disk, recovered) = disk_of(&image);
-        let hash = other_hash(&dir.put("image.vlm", &recovered), Some(&base)).expect("this needs python3");
-        lines += &format!("{name} {:08x} {hash}\n", crc32c::crc32c(&disk));
+        let (_, recovered) = disk_of(&image);
+        let file = dir.put("image.vlm", &recovered);
+        for view in views(&recovered) {
+            let view = view.as_deref();
+            let disk = content_of(&MemoryStorage::holding("image", &recovered), view);
+            let hash = other_hash(&file, Some(&base), view).expect("this needs python3");
+            let what = view.map_or(name.clone(), |snapshot| format!("{name}@{snapshot}"));
+            lines += &format!("{what} {:08x} {hash}\n", crc32c::crc32c(&disk));
+        }
         std::fs::write(&path, zstd::encode_all(&image[..], 19).expect("packed")).expect("written");
     }
     std::fs::write(list, lines).expect("written");

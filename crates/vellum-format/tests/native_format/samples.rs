@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use futures_lite::future::block_on;
+use futures_lite::future::{block_on, poll_once};
 use vellum_core::{
     Buffer, Disk, GuestOffset, MemoryDisk, MemoryStorage, Random, Result, SharedDisk, SharedStorage,
     WriteFlags, ZeroFlags,
@@ -55,15 +55,26 @@ pub fn kinds() -> [(&'static str, CreateOptions); 4] {
 }
 
 pub async fn open(storage: &Arc<MemoryStorage>, read_only: bool) -> Result<Arc<Native>> {
+    open_with(storage, OpenOptions { read_only, ..OpenOptions::default() }).await
+}
+
+async fn open_with(storage: &Arc<MemoryStorage>, options: OpenOptions) -> Result<Arc<Native>> {
     let has_base = Superblocks::read(&**storage).await?.superblock.base().is_some();
-    let options = OpenOptions { read_only, journal_key: Some(0x1234_5678), ..OpenOptions::default() };
+    let options = OpenOptions { journal_key: Some(0x1234_5678), ..options };
     Native::open(storage.clone(), has_base.then(base), options).await
 }
 
 /// What the disk of an image reads as.
 pub fn content(storage: &Arc<MemoryStorage>) -> Vec<u8> {
+    content_of(storage, None)
+}
+
+/// The same of a snapshot in it.
+pub fn content_of(storage: &Arc<MemoryStorage>, snapshot: Option<&str>) -> Vec<u8> {
     block_on(async {
-        let disk = open(storage, true).await.expect("a closed image");
+        let snapshot = snapshot.map(str::to_owned);
+        let options = OpenOptions { read_only: true, snapshot, ..OpenOptions::default() };
+        let disk = open_with(storage, options).await.expect("a closed image");
         let len = usize::try_from(disk.geometry().size).expect("a small disk");
         let bytes = disk.read(GuestOffset::ZERO, Buffer::for_overwrite(len)).await.expect("readable");
         disk.close().await.expect("closed");
@@ -166,6 +177,25 @@ pub fn snapped(options: &CreateOptions, seed: u64) -> (Arc<MemoryStorage>, Vec<u
     (storage, model)
 }
 
+/// An image that was left while one of its snapshots was being deleted.
+pub fn half_deleted(options: &CreateOptions, seed: u64) -> Arc<MemoryStorage> {
+    let (storage, _) = used(options, seed, 40, true);
+    block_on(async {
+        let disk = open(&storage, false).await.expect("a sound image");
+        for value in 1..=3 {
+            disk.snapshot_create(&format!("s{value}"), value).await.expect("a snapshot");
+            for at in (0..SIZE - 512).step_by(131_072) {
+                let data = Buffer::copy_of(&[u8::try_from(value).expect("small"); 4096]);
+                disk.write(GuestOffset::new(at), data, WriteFlags::default()).await.expect("written");
+            }
+        }
+        disk.flush().await.expect("flushed");
+        let mut deleting = std::pin::pin!(disk.snapshot_delete("s2"));
+        assert!(poll_once(&mut deleting).await.is_none(), "it has several steps");
+    });
+    storage
+}
+
 /// What our own check comes to, as an exit code.
 pub fn own_code(bytes: &[u8]) -> (i32, Vec<String>) {
     let storage: SharedStorage = MemoryStorage::holding("image", bytes);
@@ -233,9 +263,13 @@ pub fn other_codes(paths: &[PathBuf]) -> Option<(Vec<i32>, String)> {
     Some((paths.iter().map(code_of).collect(), text))
 }
 
-/// The SHA-256 of the disk's bytes, by the other checker.
-pub fn other_hash(image: &Path, base: Option<&Path>) -> Option<String> {
-    let output = other_checker()?.arg("--sha256").arg(image).args(base).output().expect("as above");
+/// The SHA-256 of the disk's bytes, or of a snapshot's, by the other checker.
+pub fn other_hash(image: &Path, base: Option<&Path>, snapshot: Option<&str>) -> Option<String> {
+    let mut command = other_checker()?;
+    if let Some(snapshot) = snapshot {
+        command.args(["--snapshot", snapshot]);
+    }
+    let output = command.arg("--sha256").arg(image).args(base).output().expect("as above");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }

@@ -50,7 +50,7 @@ impl Listener {
         match address {
             Address::Unix(path) => {
                 let path = path.clone();
-                unblock(move || bind_unix(&path)).await
+                unblock(move || bind_unix(&path, None)).await
             }
             Address::Tcp { host, port } => {
                 let mut result = Err(Error::new(ErrorKind::NotFound, "no address was tried"));
@@ -64,6 +64,13 @@ impl Listener {
                 Ok(Self { socket: Arc::new(socket), address: bound, file: None })
             }
         }
+    }
+
+    /// Listens at a Unix socket that only its owner can connect to, from the moment it is there (mode 0600). Otherwise as
+    /// [`Listener::bind`].
+    pub async fn bind_private(path: &Path) -> Result<Self> {
+        let path = path.to_owned();
+        unblock(move || bind_unix(&path, Some(Mode::RUSR | Mode::WUSR))).await
     }
 
     /// Takes over a socket that listens already, as a service manager passes them. Its file, if any, stays.
@@ -134,13 +141,24 @@ impl Drop for SocketFile {
     }
 }
 
-fn bind_unix(path: &Path) -> Result<Listener> {
+/// A socket with a file of this mode at most, that listens.
+fn bind_with(path: &Path, mode: Option<Mode>) -> io::Result<UnixListener> {
+    let Some(mode) = mode else { return UnixListener::bind(path) };
+    let socket = socket2::Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    // The file gets the mode that the socket has when it is bound.
+    rustix::fs::fchmod(&socket, mode)?;
+    socket.bind(&SockAddr::unix(path)?)?;
+    socket.listen(BACKLOG)?;
+    Ok(OwnedFd::from(socket).into())
+}
+
+fn bind_unix(path: &Path, mode: Option<Mode>) -> Result<Listener> {
     let doing = || format!("can't listen at {}", path.display());
-    let listener = match UnixListener::bind(path) {
+    let listener = match bind_with(path, mode) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             let _lock = lock_directory_of(path);
             remove_stale(path)?;
-            UnixListener::bind(path)
+            bind_with(path, mode)
         }
         bound => bound,
     };

@@ -19,7 +19,8 @@ use crate::output::{complain, human_bytes};
 /// Serve disks over NBD until SIGTERM or Ctrl-C
 ///
 /// On either, requests that were begun are answered and the images closed; after that they are plain images again. A
-/// server that is killed loses nothing that was flushed.
+/// server that is killed loses nothing that was flushed. Snapshots inside an image of the native format that is served for
+/// writing are exports, too, for reading: @NAME, or EXPORT@NAME.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The image to serve under the default export name
@@ -69,6 +70,10 @@ pub(crate) struct Args {
     /// Write statistics to PATH as JSON, once a second and at the end
     #[arg(long, value_name = "PATH")]
     stats_json: Option<PathBuf>,
+    /// Listen at this Unix socket for what can be asked of the server while it serves: `vellum snapshot --control PATH`. Its owner
+    /// alone may connect
+    #[arg(long, value_name = "PATH")]
+    control: Option<PathBuf>,
     /// Also open backing and data files in DIR, besides each image's own directory
     #[arg(long, value_name = "DIR")]
     allow_dir: Vec<PathBuf>,
@@ -127,6 +132,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         drain_time: Duration::from_secs(args.drain_seconds),
         grow_hook: args.grow_hook.clone(),
         stats_path: args.stats_json.clone(),
+        control_path: args.control.clone(),
     };
     let quiet = args.quiet;
     let names: Vec<String> = spec.exports.iter().map(|export| export.name.clone()).collect();

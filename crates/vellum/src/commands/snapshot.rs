@@ -6,8 +6,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Subcommand;
 use serde_json::{Value, json};
-use vellum_core::{Disk, Error, Result, SharedStorage};
+use vellum_core::{Disk, Error, ErrorKind, Result, SharedStorage};
 use vellum_daemon::ImageOptions;
+use vellum_daemon::control::{Request, SnapshotFacts, call};
 use vellum_daemon::image::open_file;
 use vellum_format::FormatKind;
 use vellum_format::native::snapshots::{self, Snapshot};
@@ -23,8 +24,9 @@ use crate::output::{human_bytes, say, say_json};
 
 /// Make, list, delete or go back to snapshots inside an image
 ///
-/// An image of the native format with layout=table keeps them; of a qcow2 image they are listed. The image is closed. To read
-/// one: `-l NAME` of convert, compare and serve, `--snapshot NAME` of map.
+/// An image of the native format with layout=table keeps them; of a qcow2 image they are listed. The image is closed; or it is
+/// served, and the server is asked instead of the file: `--control PATH`, as `vellum serve --control PATH` has it. To read one:
+/// `-l NAME` of convert, compare and serve, `--snapshot NAME` of map; while its disk is served, the NBD export @NAME.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -37,9 +39,10 @@ enum What {
     Create(Named),
     /// Tell which snapshots there are
     List(Common),
-    /// Delete a snapshot; space that only it had is free
+    /// Delete a snapshot; space that only it had is free. While it is served and read, it is not deleted
     Delete(Named),
-    /// Make the disk what a snapshot has; what was written since is lost. The snapshots stay
+    /// Make the disk what a snapshot has; what was written since is lost. The snapshots stay. While it is served, no client may be
+    /// connected
     Revert(Named),
 }
 
@@ -51,12 +54,31 @@ struct Common {
     /// How the answer is printed
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
+    /// Ask the server with this control socket, instead of giving the image
+    #[arg(long, value_name = "PATH")]
+    control: Option<PathBuf>,
+    /// With --control: the disk, by the name of its export; not needed where the server has only one
+    #[arg(long, value_name = "EXPORT", requires = "control")]
+    disk: Option<String>,
     /// The image
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
+    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
+    file: Option<PathBuf>,
+}
+
+impl Common {
+    /// The image, or the socket of the server that has it.
+    fn place(&self) -> &Path {
+        self.control.as_ref().or(self.file.as_ref()).expect("one of them is required")
+    }
+
+    /// The image. Who has the server's socket asks that.
+    fn image(&self) -> &Path {
+        self.file.as_ref().expect("it is required without a socket")
+    }
 }
 
 #[derive(clap::Args)]
+#[command(allow_missing_positional = true)]
 struct Named {
     #[command(flatten)]
     common: Common,
@@ -101,7 +123,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         What::Create(named) => {
             let id = run_worker(IoMode::Auto, async || create(named).await)??;
             let words = format!("Snapshot {} made, id {id}.", named.name);
-            answer(named, &words, json!({ "id": id.to_string(), "created": named.name }));
+            answer(named, &words, json!({ "id": id, "created": named.name }));
         }
         What::Delete(named) => {
             run_worker(IoMode::Auto, async || delete(named).await)??;
@@ -120,7 +142,8 @@ fn answer(named: &Named, words: &str, mut facts: Value) {
     match named.common.output {
         OutputFormat::Human => say(words),
         OutputFormat::Json => {
-            facts["filename"] = json!(named.common.file.display().to_string());
+            let key = if named.common.control.is_some() { "control" } else { "filename" };
+            facts[key] = json!(named.common.place().display().to_string());
             say_json(&facts);
         }
     }
@@ -129,15 +152,31 @@ fn answer(named: &Named, words: &str, mut facts: Value) {
 /// The image, which must be of the native format.
 async fn native_file(common: &Common, what: &str) -> Result<SharedStorage> {
     let options = ImageOptions { format: common.format, ..ImageOptions::default() };
-    let (storage, format) = open_file(&common.file, &options).await?;
+    let (storage, format) = open_file(common.image(), &options).await.map_err(name_remedy)?;
     match format {
         FormatKind::Native => Ok(storage),
         FormatKind::Qcow2 => Err(Error::unsupported(format!(
             "{}: snapshots of qcow2 images can be listed and read, not {what}",
-            common.file.display()
+            common.image().display()
         ))),
-        FormatKind::Raw => Err(none_in_raw(&common.file)),
+        FormatKind::Raw => Err(none_in_raw(common.image())),
     }
+}
+
+/// What to do when another program has the image.
+fn name_remedy(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::Locked => error.context(
+            "while a server has the image open, that is asked instead: with `--control PATH` in place of the file, as `vellum serve \
+             --control PATH` was started",
+        ),
+        _ => error,
+    }
+}
+
+/// Asks the server.
+async fn ask(common: &Common, request: Request) -> Result<Value> {
+    call(common.place(), &request).await
 }
 
 fn none_in_raw(file: &Path) -> Error {
@@ -154,8 +193,20 @@ async fn open(common: &Common, what: &str) -> Result<std::sync::Arc<Native>> {
 }
 
 async fn list(common: &Common) -> Result<Vec<Row>> {
+    if common.control.is_some() {
+        let answer = ask(common, Request::SnapshotList { disk: common.disk.clone() }).await?;
+        let facts: Vec<SnapshotFacts> = serde_json::from_value(answer)
+            .map_err(|error| Error::invalid(format!("the server's list is no list: {error}")))?;
+        let rows = facts.into_iter().map(|SnapshotFacts { id, name, virtual_size, date_sec }| Row {
+            id,
+            name,
+            size: virtual_size,
+            seconds: date_sec,
+        });
+        return Ok(rows.collect());
+    }
     let options = ImageOptions { format: common.format, ..ImageOptions::reading() };
-    let (storage, format) = open_file(&common.file, &options).await?;
+    let (storage, format) = open_file(common.image(), &options).await.map_err(name_remedy)?;
     match format {
         FormatKind::Native => Ok(snapshots::snapshots(&storage).await?.into_iter().map(Row::of).collect()),
         FormatKind::Qcow2 => {
@@ -169,20 +220,29 @@ async fn list(common: &Common) -> Result<Vec<Row>> {
             });
             Ok(rows.collect())
         }
-        FormatKind::Raw => Err(none_in_raw(&common.file)),
+        FormatKind::Raw => Err(none_in_raw(common.image())),
     }
 }
 
-async fn create(named: &Named) -> Result<u32> {
+async fn create(named: &Named) -> Result<String> {
+    let (disk, name) = (named.common.disk.clone(), named.name.clone());
+    if named.common.control.is_some() {
+        let answer = ask(&named.common, Request::SnapshotCreate { disk, name }).await?;
+        return Ok(answer["id"].as_str().unwrap_or_default().to_owned());
+    }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let disk = open(&named.common, "made").await?;
     let made = disk.snapshot_create(&named.name, now).await;
     let closed = disk.close().await;
     let id = made?;
-    closed.map(|()| id)
+    closed.map(|()| id.to_string())
 }
 
 async fn delete(named: &Named) -> Result<()> {
+    let (disk, name) = (named.common.disk.clone(), named.name.clone());
+    if named.common.control.is_some() {
+        return ask(&named.common, Request::SnapshotDelete { disk, name }).await.map(drop);
+    }
     let disk = open(&named.common, "deleted").await?;
     let deleted = disk.snapshot_delete(&named.name).await;
     let closed = disk.close().await;
@@ -190,6 +250,10 @@ async fn delete(named: &Named) -> Result<()> {
 }
 
 async fn revert(named: &Named) -> Result<()> {
+    let (disk, name) = (named.common.disk.clone(), named.name.clone());
+    if named.common.control.is_some() {
+        return ask(&named.common, Request::SnapshotRevert { disk, name }).await.map(drop);
+    }
     let storage = native_file(&named.common, "gone back to").await?;
     snapshots::revert(storage, None, for_snapshots(), &named.name).await
 }

@@ -5,6 +5,7 @@
 //!   chains.rs     over and under raw and qcow2 images, in any order; served, killed, recovered
 //!   resize.rs     larger and smaller disks, of every format
 //!   snapshots.rs  made, listed, read, deleted, gone back to
+//!   served.rs     the same while the disk is served, and what a rude client of the control socket meets
 //!   template.rs   the list of a template's zeros, and when it does not count
 //! ```
 
@@ -17,6 +18,7 @@ mod chains;
 mod device;
 mod making;
 mod resize;
+mod served;
 mod snapshots;
 mod template;
 

@@ -13,7 +13,7 @@
 //! 3. A map unit never leaves the chain while records of this opening may have words of its index. So those that are empty go
 //!    at the beginning of the next one.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use vellum_core::{Buffer, Context, Error, ImageOffset, ImageSpan, Result, Storage};
@@ -68,6 +68,8 @@ pub(super) struct Copies {
     places: Places,
     /// By snapshot and page of home.
     by_page: BTreeMap<(u32, u64), SlotAt>,
+    /// The same by page of home and snapshot, so that the first copy from a snapshot on is found at once.
+    owners: BTreeSet<(u64, u32)>,
     names: HashMap<u32, Named>,
     pages: HashMap<u32, IndexPage>,
     /// The map units, in their order.
@@ -86,6 +88,7 @@ impl Copies {
         Self {
             places,
             by_page: BTreeMap::new(),
+            owners: BTreeSet::new(),
             names: HashMap::default(),
             pages: HashMap::default(),
             chain: Vec::new(),
@@ -156,6 +159,7 @@ impl Copies {
                             "snapshot {id}: the copy of {page:#x} is impossible"
                         )));
                     }
+                    self.owners.insert((page, *id));
                 }
             }
         }
@@ -212,6 +216,12 @@ impl Copies {
     /// Where the copy lies that a snapshot has of a page.
     pub(super) fn copy(&self, id: u32, page: u64) -> Option<ImageSpan> {
         self.by_page.get(&(id, page)).map(|slot| self.place(*slot))
+    }
+
+    /// Where the copy lies that the snapshot of this id, or the first of a higher one, has of a page.
+    pub(super) fn first_from(&self, id: u32, page: u64) -> Option<ImageSpan> {
+        let (_, owner) = self.owners.range((page, id)..=(page, u32::MAX)).next()?;
+        self.copy(*owner, page)
     }
 
     /// The pages of which a snapshot has copies.
@@ -291,6 +301,7 @@ impl Copies {
     pub(super) fn add(&mut self, id: u32, page: u64, at: SlotAt, bytes: &[u8]) {
         self.index_of(at).set_slot(at.slot, id, page);
         self.by_page.insert((id, page), at);
+        self.owners.insert((page, id));
         if self.is_of_table(page) {
             for (index, unit) in self.entries(page, bytes) {
                 self.names.entry(unit).or_insert(Named { index, count: 0 }).count += 1;
@@ -307,6 +318,8 @@ impl Copies {
         if let Some(at) = self.by_page.remove(&(from, page)) {
             self.index_of(at).set_slot(at.slot, to, page);
             self.by_page.insert((to, page), at);
+            self.owners.remove(&(page, from));
+            self.owners.insert((page, to));
         }
     }
 
@@ -314,6 +327,7 @@ impl Copies {
     /// `records` were written.
     pub(super) fn remove(&mut self, id: u32, page: u64, bytes: &[u8], records: u64) -> Vec<(u64, u32)> {
         let Some(at) = self.by_page.remove(&(id, page)) else { return Vec::new() };
+        self.owners.remove(&(page, id));
         self.index_of(at).set_slot(at.slot, 0, 0);
         // A record may be on its way that has not this yet.
         self.later.push_back((records + 3, at));

@@ -7,9 +7,14 @@
 //! ```
 //!
 //! What the snapshot before sees is the same after each step, so they may be in as many transactions as it takes. A crash leaves
-//! the flag, and the next opening goes on.
+//! the flag, and the next opening goes on. So it does when the program that serves the disk is told to end.
+//!
+//! Snapshots are made meanwhile: they come at the end of the chain, where none of these steps looks.
 
-use vellum_core::{Buffer, Context, ImageOffset, Result};
+use std::future::poll_fn;
+use std::task::Poll;
+
+use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result};
 
 use super::super::geometry::{Bits, SNAPSHOTS};
 use super::super::image::Native;
@@ -21,12 +26,26 @@ use crate::state::lock;
 /// What freeing a copy takes of a record, at most.
 const FREED_BYTES: u64 = 2 * 24;
 
+/// Steps that find all they need in memory would keep a worker busy for as long as there are any.
+async fn let_others_go_on() {
+    let mut is_second = false;
+    poll_fn(|context| {
+        if std::mem::replace(&mut is_second, true) {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
 impl Native {
     /// Deletes the snapshot of this number or name. When this returns it is durably gone; space that only it had is free.
     /// Requests go on meanwhile.
     ///
     /// # Errors
-    /// `NotFound` when there is none, and what the storage says.
+    /// `NotFound` when there is none, `Locked` when it is open beside the disk, `Closed` when it was stopped half way, and what
+    /// the storage says.
     pub async fn snapshot_delete(&self, wanted: &str) -> Result<()> {
         let context = || format!("{}: can't delete snapshot {wanted}", self.name);
         self.delete_inner(wanted).await.context(context)
@@ -34,7 +53,7 @@ impl Native {
 
     async fn delete_inner(&self, wanted: &str) -> Result<()> {
         let views = self.views()?;
-        let _one = views.changing.lock().await;
+        let _one = views.deleting.lock().await;
         let (id, index) = {
             let list = lock(&views.list);
             let entry = list.find(wanted)?;
@@ -44,8 +63,12 @@ impl Native {
         self.load_entry(index).await?;
         {
             let _gate = self.enter_transaction(24).await?;
+            let mut list = lock(&views.list);
+            if views.is_open(id) {
+                return Err(Error::new(ErrorKind::Locked, "it is being read"));
+            }
             self.put_word(index, FLAGS_WORD, BEING_DELETED);
-            lock(&views.list).get_mut(id).expect("as just found").is_being_deleted = true;
+            list.get_mut(id).expect("as just found").is_being_deleted = true;
         }
         self.commits.note_change();
         self.commit().await?; // commit point: from here on it is gone
@@ -55,7 +78,7 @@ impl Native {
     /// Goes on with what an earlier opening began.
     pub(in crate::native) async fn finish_deletes(&self, ids: &[u32]) -> Result<()> {
         let views = self.views()?;
-        let _one = views.changing.lock().await;
+        let _one = views.deleting.lock().await;
         for id in ids {
             self.begin_journal().await?;
             self.finish_delete(views, *id).await?;
@@ -63,8 +86,23 @@ impl Native {
         Ok(())
     }
 
+    /// Deleting that is under way stops where it is, with an error; the next opening goes on with it. To be called when the disk
+    /// is about to be closed.
+    pub fn stop_deleting(&self) {
+        if let Some(views) = &self.views {
+            views.is_ending.store(true, Ordering::Release);
+        }
+    }
+
     async fn finish_delete(&self, views: &Views, id: u32) -> Result<()> {
         loop {
+            if views.is_ending.load(Ordering::Acquire) {
+                return Err(Error::new(
+                    ErrorKind::Closed,
+                    "the server ends; the next opening of the image goes on",
+                ));
+            }
+            let_others_go_on().await;
             let before = { lock(&views.list).before(id).map(|entry| entry.id) };
             let next = {
                 let held = lock(&views.copies);
@@ -116,6 +154,7 @@ impl Native {
 
     /// The entry is free, unless there are copies again.
     async fn free_entry(&self, views: &Views, id: u32) -> Result<bool> {
+        let _one = views.changing.lock().await;
         let (index, next, before) = {
             let list = lock(&views.list);
             let entry = list.get(id).expect("it is being deleted");

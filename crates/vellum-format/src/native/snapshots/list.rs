@@ -145,6 +145,14 @@ impl List {
         })
     }
 
+    /// Whether each relies on the next younger one, and the youngest on home. So it is in every image of this program.
+    pub(super) fn is_line(&self) -> bool {
+        let mut all: Vec<(u32, u32)> = self.entries.iter().map(|entry| (entry.id, entry.next)).collect();
+        all.sort_unstable();
+        let ids = all.iter().skip(1).map(|(id, _)| *id).chain([HOME]);
+        all.iter().zip(ids).all(|((_, next), id)| *next == id)
+    }
+
     /// It, whom it relies on, and so on; and whether home comes at the end.
     pub(super) fn chain(&self, id: u32) -> Result<(Vec<u32>, bool)> {
         let mut chain = Vec::new();

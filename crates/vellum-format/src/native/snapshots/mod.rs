@@ -7,6 +7,7 @@
 //!   delete   a flag ► copies passed on to who relies on it, or freed with their units ► the entry       delete.rs
 //!   revert   a mark ► the pages of home become what the snapshot sees ► the size ► no mark              revert.rs
 //!   open     pages are looked up along the chain                                                        view.rs
+//!            the same beside the disk, while that is written                                            live.rs
 //! ```
 //!
 //! 1. A snapshot sees a page: the copy that it has, else the one of the next snapshot in its chain, and so on; home at the end.
@@ -22,22 +23,25 @@ mod copies;
 mod delete;
 mod keep;
 mod list;
+mod live;
 mod revert;
 mod view;
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, Weak};
 
 use vellum_core::{Context, Error, ErrorKind, ImageOffset, Result, SharedStorage};
 
 use super::geometry::{Bits, Layout, Places, Region, SNAPSHOTS};
 use super::image::Native;
 use super::superblock::Superblocks;
+use crate::hash::HashMap;
 use crate::state::lock;
 use copies::Copies;
 use list::{ENTRY_WORDS, Entry, FLAGS_WORD, HOME, List, NAME_MAX, NAME_WORD, name_words, word, word_of};
+pub(super) use live::Live;
 pub use revert::revert;
-pub(super) use view::{View, refuse_half_reverted};
+pub(super) use view::{Still, View, refuse_half_reverted};
 
 /// A page of home, by the place of a word in it.
 pub(super) fn page_of(word: ImageOffset) -> u64 {
@@ -65,8 +69,14 @@ pub(super) struct Views {
     any: AtomicBool,
     /// One keeps pages at a time.
     keeping: async_lock::Mutex<()>,
-    /// One makes or deletes a snapshot at a time.
+    /// One makes a snapshot, or takes an entry off the list, at a time.
     changing: async_lock::Mutex<()>,
+    /// One deletes at a time. Snapshots are made meanwhile.
+    deleting: async_lock::Mutex<()>,
+    /// What was begun in the background is to stop where it is.
+    is_ending: AtomicBool,
+    /// Snapshots that are open beside the disk, by id. Locked after the list.
+    open: Mutex<HashMap<u32, Weak<Native>>>,
     /// One more than the epoch in which the newest snapshot was made; 0 when none was since the image was opened.
     stamp: AtomicU64,
 }
@@ -102,6 +112,9 @@ impl Views {
             list: Mutex::new(list),
             keeping: Default::default(),
             changing: Default::default(),
+            deleting: Default::default(),
+            is_ending: AtomicBool::new(false),
+            open: Default::default(),
             stamp: AtomicU64::new(0),
         })
     }

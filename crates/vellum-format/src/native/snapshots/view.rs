@@ -1,22 +1,34 @@
 //! A snapshot as a disk, for reading: its pages are looked up along its chain.
+//!
+//! An image that is open for writing is asked page by page, see `live.rs`; one that is not does not change, so where all pages lie
+//! is found once.
 
 use vellum_core::{Error, ErrorKind, ImageOffset, Result, SharedStorage};
 
 use super::super::geometry::Places;
 use super::super::superblock::Superblock;
+use super::Live;
 use super::copies::Copies;
 use super::list::{Entry, List};
 use crate::hash::HashMap;
 
+/// The pages of home that a snapshot sees.
+pub(in crate::native) enum View {
+    /// Of an image that nobody writes.
+    Still(Still),
+    /// Of an image that is open for writing.
+    Live(Live),
+}
+
 /// Where the pages of home lie that a snapshot sees.
-pub(in crate::native) struct View {
+pub(in crate::native) struct Still {
     /// The size of the disk then, in bytes.
     pub(in crate::native) size: u64,
     copies: HashMap<u64, ImageOffset>,
     ends_in_home: bool,
 }
 
-impl View {
+impl Still {
     /// The view of the snapshot of this number or name.
     pub(in crate::native) async fn read(
         image: &SharedStorage,

@@ -1,0 +1,30 @@
+//! Asking a server that runs.
+
+use std::path::Path;
+
+use vellum_core::{Buffer, ByteStream, Context, Error, ErrorKind, Result};
+use vellum_io::{Address, connect};
+
+use super::lines::Lines;
+use super::{ANSWER_BYTES_MAX, Answer, Request};
+
+/// Asks the server with this control socket, and waits for its answer. Must be called on a worker.
+///
+/// # Errors
+/// `NotFound` or `Closed` when nobody listens there, and the server's own error.
+pub async fn call(socket: &Path, request: &Request) -> Result<serde_json::Value> {
+    let stream = connect(&Address::unix(socket)).await?.attach();
+    let mut line = serde_json::to_vec(request).expect("strings");
+    line.push(b'\n');
+    // A server that ends meanwhile may have answered before.
+    let sent = stream.write_all(Buffer::copy_of(&line)).await;
+    let context = || format!("{}: the server gave no answer", socket.display());
+    let answer = Lines::new(ANSWER_BYTES_MAX).next(&stream).await.context(context)?;
+    let Some(answer) = answer else {
+        sent?;
+        return Err(Error::new(ErrorKind::Closed, context()));
+    };
+    let answer: Answer = serde_json::from_slice(&answer)
+        .map_err(|error| Error::invalid(format!("{}: no answer of a server: {error}", socket.display())))?;
+    answer.into_result()
+}

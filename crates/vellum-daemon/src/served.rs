@@ -1,0 +1,347 @@
+//! The disks of a server: open, counted, and one of them closed and opened again when it goes back to a snapshot.
+//!
+//! ```text
+//!   exports   "" "disk"        the disk as it is now           one chain per image file, however many names it has
+//!             "@NAME" "disk@NAME"   a snapshot, for reading    made when a client asks, gone with the last one
+//! ```
+//!
+//! 1. Who makes, lists or deletes a snapshot shares the chain; who goes back to one has it alone, and nobody else is connected.
+//! 2. A name that was given to an export comes before a snapshot's.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use async_lock::{RwLock, RwLockReadGuard};
+use vellum_core::{CheckedDisk, Context, Error, ErrorKind, HostTally, IoCounts, Result};
+use vellum_export::nbd::{Export, Exports, OnDemand};
+use vellum_format::native::Native;
+use vellum_format::native::snapshots::{Snapshot, snapshots};
+use vellum_format::qcow2::snapshot::list as list_qcow2;
+use vellum_layer::{Chain, Member};
+
+use crate::control::SnapshotFacts;
+use crate::grow::{GrowHook, Growing};
+use crate::image::open_image;
+use crate::serve::ExportSpec;
+use crate::stats::DiskStats;
+
+/// A disk that is open.
+pub(crate) struct Served {
+    path: PathBuf,
+    names: Vec<String>,
+    grow_hook: Option<GrowHook>,
+    chain: RwLock<Chain>,
+    top_tally: HostTally,
+    below_tally: HostTally,
+    now: Mutex<Now>,
+}
+
+/// The disk as it is exported now.
+struct Now {
+    disk: Arc<CheckedDisk>,
+    /// Who looks after its device, when that may become full.
+    growing: Option<Arc<Growing>>,
+    /// What was counted of disks that it was before.
+    before: IoCounts,
+    errors_before: u64,
+}
+
+impl Served {
+    async fn new(chain: Chain, export: &ExportSpec, grow_hook: Option<&GrowHook>) -> Self {
+        let (disk, growing) = exported(&chain, &export.path, grow_hook).await;
+        Self {
+            grow_hook: grow_hook.cloned(),
+            path: export.path.clone(),
+            names: vec![export.name.clone()],
+            top_tally: chain.top_tally.clone(),
+            below_tally: chain.below_tally.clone(),
+            chain: RwLock::new(chain),
+            now: Mutex::new(Now { disk, growing, before: IoCounts::default(), errors_before: 0 }),
+        }
+    }
+
+    fn now(&self) -> MutexGuard<'_, Now> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The disk as it is exported now.
+    pub(crate) fn disk(&self) -> Arc<CheckedDisk> {
+        self.now().disk.clone()
+    }
+
+    /// Who looks after its device, when that may become full.
+    pub(crate) fn growing(&self) -> Option<Arc<Growing>> {
+        self.now().growing.clone()
+    }
+
+    /// What was counted.
+    pub(crate) fn stats(&self, exports: &Exports) -> DiskStats {
+        let now = self.now();
+        DiskStats {
+            exports: self.names.clone(),
+            image: self.path.display().to_string(),
+            connections: self.names.iter().filter_map(|name| exports.sessions(name)).sum(),
+            guest: (now.before + now.disk.counts()).into(),
+            guest_errors: now.errors_before + now.disk.errors(),
+            host: (&self.top_tally).into(),
+            below: (&self.below_tally).into(),
+        }
+    }
+
+    /// What was begun in the background stops where it can go on later. To be called before the disk is closed.
+    pub(crate) async fn stop_background(&self) {
+        if let Some(native) = &self.top().await.native {
+            native.stop_deleting();
+        }
+    }
+
+    async fn close(&self) -> Result<()> {
+        self.chain.read().await.close().await
+    }
+
+    async fn top(&self) -> Top<'_> {
+        Top(self.chain.read().await)
+    }
+
+    /// Makes a snapshot. Gives its number.
+    pub(crate) async fn snapshot_create(&self, name: &str) -> Result<u32> {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let top = self.top().await;
+        top.native("made")?.snapshot_create(name, now).await
+    }
+
+    /// All snapshots, in the order in which they were made.
+    pub(crate) async fn snapshot_list(&self) -> Result<Vec<SnapshotFacts>> {
+        let top = self.top().await;
+        match (&top.native, &top.header) {
+            (Some(native), _) if self.disk_is_written() => Ok(facts(native.snapshots()?)),
+            (Some(_), _) => Ok(facts(snapshots(&top.storage).await?)),
+            (None, Some(header)) => {
+                let all = list_qcow2(header, &*top.storage).await?;
+                let rows = all.into_iter().map(|snapshot| SnapshotFacts {
+                    id: snapshot.id,
+                    name: snapshot.name,
+                    virtual_size: snapshot.disk_size,
+                    date_sec: u64::from(snapshot.date_seconds),
+                });
+                Ok(rows.collect())
+            }
+            (None, None) => Err(none_in_raw(&top.path)),
+        }
+    }
+
+    /// Deletes a snapshot.
+    pub(crate) async fn snapshot_delete(&self, wanted: &str) -> Result<()> {
+        let top = self.top().await;
+        top.native("deleted")?.snapshot_delete(wanted).await
+    }
+
+    /// The disk becomes what a snapshot has. Nobody may be connected; who comes meanwhile finds no such export.
+    pub(crate) async fn snapshot_revert(&self, wanted: &str, exports: &Exports) -> Result<()> {
+        let in_use = |why: String| Error::new(ErrorKind::Locked, format!("{}: {why}", self.path.display()));
+        let Some(mut chain) = self.chain.try_write() else {
+            return Err(in_use("a snapshot of it is being made, deleted or gone back to".to_owned()));
+        };
+        let native = native_of(&chain.members[0], "gone back to")?.clone();
+        // Before anybody is sent away for nothing.
+        if !native.snapshots()?.iter().any(|one| one.name == wanted || one.id.to_string() == wanted) {
+            return Err(Error::new(ErrorKind::NotFound, format!("there is no snapshot named {wanted}")));
+        }
+        let taken = match exports.take_unused(&self.names) {
+            Ok(taken) => taken,
+            Err(1) => return Err(in_use("a client is connected; it must leave first".to_owned())),
+            Err(many) => return Err(in_use(format!("{many} clients are connected; they must leave first"))),
+        };
+        let reverted = match native.has_open_snapshots() {
+            true => Err(in_use("a client reads a snapshot of it, and must leave first".to_owned())),
+            false => chain.revert(wanted).await,
+        };
+        let (disk, growing) = exported(&chain, &self.path, self.grow_hook.as_ref()).await;
+        {
+            let mut now = self.now();
+            now.before = now.before + now.disk.counts();
+            now.errors_before += now.disk.errors();
+            (now.disk, now.growing) = (disk.clone(), growing);
+        }
+        for export in taken {
+            exports.add(Export { disk: disk.clone(), ..export })?;
+        }
+        reverted
+    }
+
+    fn disk_is_written(&self) -> bool {
+        !vellum_core::Disk::geometry(&*self.disk()).read_only
+    }
+
+    /// The image, when snapshots of it can be served now.
+    fn written_native(&self) -> Option<Arc<Native>> {
+        // Nobody waits here: while the disk goes back to a snapshot there is none.
+        let chain = self.chain.try_read()?;
+        chain.members[0].native.clone().filter(|_| self.disk_is_written())
+    }
+}
+
+/// The disk on top of a chain as it is exported, and who looks after its device.
+async fn exported(
+    chain: &Chain,
+    path: &Path,
+    hook: Option<&GrowHook>,
+) -> (Arc<CheckedDisk>, Option<Arc<Growing>>) {
+    let growing = Growing::over(chain.disk(), path.display().to_string(), hook.cloned()).await;
+    let disk = match &growing {
+        Some(growing) => CheckedDisk::new(growing.clone()),
+        None => CheckedDisk::new(chain.disk().clone()),
+    };
+    (disk, growing)
+}
+
+/// The top image, which stays as long as this is held.
+struct Top<'a>(RwLockReadGuard<'a, Chain>);
+
+impl std::ops::Deref for Top<'_> {
+    type Target = Member;
+
+    fn deref(&self) -> &Member {
+        &self.0.members[0]
+    }
+}
+
+impl Top<'_> {
+    fn native(&self, what: &str) -> Result<&Arc<Native>> {
+        native_of(self, what)
+    }
+}
+
+fn native_of<'a>(top: &'a Member, what: &str) -> Result<&'a Arc<Native>> {
+    match (&top.native, &top.header) {
+        (Some(native), _) => Ok(native),
+        (None, Some(_)) => Err(Error::unsupported(format!(
+            "{}: snapshots of qcow2 images can be listed while they are served, not {what}",
+            top.path.display()
+        ))),
+        (None, None) => Err(none_in_raw(&top.path)),
+    }
+}
+
+fn none_in_raw(path: &Path) -> Error {
+    Error::unsupported(format!("{}: a raw image has no snapshots", path.display()))
+}
+
+fn facts(snapshots: Vec<Snapshot>) -> Vec<SnapshotFacts> {
+    snapshots.into_iter().map(SnapshotFacts::from).collect()
+}
+
+/// All disks of a server.
+pub(crate) struct Disks(Vec<Served>);
+
+impl std::ops::Deref for Disks {
+    type Target = [Served];
+
+    fn deref(&self) -> &[Served] {
+        &self.0
+    }
+}
+
+impl Disks {
+    /// Opens each image once.
+    pub(crate) async fn open(exports: &[ExportSpec], grow_hook: Option<&GrowHook>) -> Result<Self> {
+        let mut served = Self(Vec::new());
+        let mut by_file: BTreeMap<PathBuf, usize> = BTreeMap::new();
+        for export in exports {
+            let canonical =
+                export.path.canonicalize().context(|| format!("can't open {}", export.path.display()))?;
+            if let Some(index) = by_file.get(&canonical) {
+                served.0[*index].names.push(export.name.clone());
+                continue;
+            }
+            let chain = match open_image(&export.path, &export.image).await {
+                Ok(chain) => chain,
+                Err(error) => {
+                    served.close().await?;
+                    return Err(error);
+                }
+            };
+            by_file.insert(canonical, served.0.len());
+            served.0.push(Served::new(chain, export, grow_hook).await);
+        }
+        if grow_hook.is_some() && served.iter().all(|served| served.growing().is_none()) {
+            served.close().await?;
+            return Err(Error::invalid(
+                "a grow hook is for images of the native format with layout=table on a device, open for writing: none is \
+                 served",
+            ));
+        }
+        Ok(served)
+    }
+
+    /// Closes every disk, also when one of them fails; the first failure counts.
+    pub(crate) async fn close(&self) -> Result<()> {
+        let mut result = Ok(());
+        for disk in &self.0 {
+            result = result.and(disk.close().await);
+        }
+        result
+    }
+
+    /// The disk that is exported under this name; the only one, when none is said.
+    pub(crate) fn find(&self, name: Option<&str>) -> Result<&Served> {
+        let names = || {
+            let all = self.0.iter().flat_map(|served| &served.names);
+            all.map(|name| format!("{name:?}")).collect::<Vec<_>>().join(", ")
+        };
+        match (name, &self.0[..]) {
+            (None, [one]) => Ok(one),
+            (None, _) => {
+                Err(Error::invalid(format!("there are several disks; say which by its export: {}", names())))
+            }
+            (Some(name), all) => {
+                all.iter().find(|served| served.names.iter().any(|its| its == name)).ok_or_else(|| {
+                    let context = format!("there is no export {name:?}; there are {}", names());
+                    Error::new(ErrorKind::NotFound, context)
+                })
+            }
+        }
+    }
+}
+
+/// Exports of the snapshots of all disks that are written.
+pub(crate) struct SnapshotExports(pub(crate) Arc<Disks>);
+
+impl OnDemand for SnapshotExports {
+    fn names(&self) -> Vec<String> {
+        let mut names = Vec::new();
+        for served in self.0.iter() {
+            let Some(native) = served.written_native() else { continue };
+            // One of a layout without snapshots has none.
+            let Ok(snapshots) = native.snapshots() else { continue };
+            for name in &served.names {
+                names.extend(snapshots.iter().map(|snapshot| format!("{name}@{}", snapshot.name)));
+            }
+        }
+        names
+    }
+
+    fn find(&self, name: &str) -> Option<Export> {
+        for served in self.0.iter() {
+            for its in &served.names {
+                let Some(wanted) = name.strip_prefix(its.as_str()).and_then(|rest| rest.strip_prefix('@'))
+                else {
+                    continue;
+                };
+                let Some(native) = served.written_native() else { continue };
+                // A disk without snapshots is not the one that is meant.
+                let Ok(Some(id)) = native.snapshot_named(wanted) else { continue };
+                let Ok(disk) = native.snapshot_open(id) else { continue };
+                return Some(Export {
+                    name: name.to_owned(),
+                    description: String::new(),
+                    disk: CheckedDisk::new(disk),
+                    read_only: true,
+                });
+            }
+        }
+        None
+    }
+}

@@ -1,0 +1,163 @@
+//! A snapshot as a disk, for reading, beside the disk itself while that is written.
+//!
+//! ```text
+//!   page   a copy along the chain ► where it lies, it stays as long as the snapshot
+//!          none ► home's page, as it is in memory: whoever changes it keeps a copy first
+//! ```
+//!
+//! 1. What a snapshot sees of a page never changes, so a page that was looked up once is kept.
+//! 2. Both are looked at under the lock of the copies, which a copy is entered under before the page changes.
+//! 3. A snapshot that is open is not deleted. So none of the units and copies that it sees becomes free: a copy of a younger one
+//!    that is deleted is passed on.
+//! 4. A write that was in flight when the snapshot was made may be in it or not. Before the first look it is waited for, and made
+//!    durable, so that nobody sees both.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use vellum_core::{Buffer, Error, ErrorKind, Geometry, ImageOffset, ImageSpan, Result};
+
+use super::super::home::{Home, Missing};
+use super::super::image::Native;
+use super::{View, Views, page_of};
+use crate::state::{State, lock};
+
+/// What a snapshot sees of an image that is open for writing.
+pub(in crate::native) struct Live {
+    disk: Arc<Native>,
+    id: u32,
+    /// The chain is as this program makes it; deleting and making leave it so.
+    is_line: bool,
+    settled: async_lock::OnceCell<()>,
+}
+
+/// Where a page was found.
+enum Found {
+    Copy(ImageSpan),
+    Home(Vec<u8>),
+    /// In home, which must read it first.
+    NotInMemory,
+    /// Nowhere: it is zero.
+    Zero,
+}
+
+impl Views {
+    /// Whether the snapshot is open beside the disk.
+    pub(super) fn is_open(&self, id: u32) -> bool {
+        let mut open = lock(&self.open);
+        open.retain(|_, disk| disk.strong_count() > 0);
+        open.contains_key(&id)
+    }
+}
+
+impl Native {
+    /// The snapshot of this id as a disk of its own, for reading, while this one is written. It is not deleted as long as the
+    /// disk is there.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none, and as [`Native::snapshots`].
+    pub fn snapshot_open(self: &Arc<Self>, id: u32) -> Result<Arc<Self>> {
+        let views = self.views()?;
+        let list = lock(&views.list);
+        let entry = list.get(id).filter(|entry| !entry.is_being_deleted);
+        let missing = || Error::new(ErrorKind::NotFound, format!("{}: there is no snapshot {id}", self.name));
+        let (name, size) = entry.map(|entry| (entry.name.clone(), entry.size)).ok_or_else(missing)?;
+        let mut open = lock(&views.open);
+        if let Some(disk) = open.get(&id).and_then(std::sync::Weak::upgrade) {
+            return Ok(disk);
+        }
+        let places = self.places.resized(size)?;
+        let settled = async_lock::OnceCell::new();
+        let live = Live { disk: self.clone(), id, is_line: list.is_line(), settled };
+        let disk = Arc::new(Self {
+            name: format!("{}, snapshot {name}", self.name),
+            geometry: Geometry { size: places.shape().size, read_only: true, ..self.geometry.clone() },
+            places,
+            superblocks: self.superblocks.clone(),
+            metadata: self.metadata.clone(),
+            homeward: self.homeward.clone(),
+            ahead: self.ahead.clone(),
+            data: self.data.clone(),
+            below: self.below.clone(),
+            home: Home::new(places.home()),
+            cell: self.cell,
+            claims: Default::default(),
+            epochs: Default::default(),
+            block_locks: std::array::from_fn(|_| Default::default()),
+            units: None,
+            views: None,
+            view: Some(View::Live(live)),
+            journal: None,
+            beginning: Default::default(),
+            open_bytes: AtomicU64::new(0),
+            commits: Default::default(),
+            state: State::default(),
+        });
+        open.insert(id, Arc::downgrade(&disk));
+        Ok(disk)
+    }
+
+    /// The id of the snapshot of this name, if there is one. Costs less than asking for all of them.
+    ///
+    /// # Errors
+    /// As [`Native::snapshots`].
+    pub fn snapshot_named(&self, name: &str) -> Result<Option<u32>> {
+        let list = lock(&self.views()?.list);
+        let found = list.entries.iter().find(|entry| entry.name == name && !entry.is_being_deleted);
+        Ok(found.map(|entry| entry.id))
+    }
+
+    /// Whether any snapshot is open beside the disk.
+    pub fn has_open_snapshots(&self) -> bool {
+        let Some(views) = &self.views else { return false };
+        lock(&views.open).values().any(|disk| disk.strong_count() > 0)
+    }
+
+    /// Waits for the writes that were in flight when the newest snapshot was made, and makes them durable.
+    async fn settle(&self) -> Result<()> {
+        let stamp = self.views()?.stamp.load(Ordering::Acquire);
+        if stamp > 0 {
+            self.epochs.until_passed(stamp - 1).await;
+        }
+        self.commit().await
+    }
+
+    fn find_page(&self, id: u32, page: u64, is_line: bool) -> Result<Found> {
+        let views = self.views.as_ref().expect("a snapshot of it is open");
+        let held = lock(&views.copies);
+        let (copy, ends_in_home) = match is_line {
+            true => (held.copies.first_from(id, page), true),
+            false => {
+                let (chain, ends_in_home) = lock(&views.list).chain(id)?;
+                (chain.iter().find_map(|id| held.copies.copy(*id, page)), ends_in_home)
+            }
+        };
+        Ok(match (copy, ends_in_home) {
+            (Some(copy), _) => Found::Copy(copy),
+            (None, false) => Found::Zero,
+            (None, true) => self.home.bytes(ImageOffset::new(page)).map_or(Found::NotInMemory, Found::Home),
+        })
+    }
+}
+
+impl Live {
+    /// The bytes of a page of home, as the snapshot sees it.
+    pub(in crate::native) async fn page(&self, word: ImageOffset) -> Result<Vec<u8>> {
+        self.settled.get_or_try_init(|| self.disk.settle()).await?;
+        let page = page_of(word);
+        loop {
+            match self.disk.find_page(self.id, page, self.is_line)? {
+                Found::Home(bytes) => return Ok(bytes),
+                Found::Zero => return Ok(vec![0; 4096]),
+                Found::Copy(copy) => {
+                    let bytes = self.disk.metadata.read(copy.start(), Buffer::for_overwrite(4096)).await?;
+                    return Ok(bytes.to_vec());
+                }
+                Found::NotInMemory => {
+                    let missing = Missing(ImageOffset::new(page));
+                    self.disk.home.load(&*self.disk.metadata, missing, Some).await?;
+                }
+            }
+        }
+    }
+}

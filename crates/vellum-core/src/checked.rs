@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use crate::disk::{Disk, Extent, Geometry, SharedDisk, WriteFlags, ZeroFlags};
+use crate::disk::{Disk, Extent, Geometry, Room, SharedDisk, WriteFlags, ZeroFlags};
 use crate::tally::{IoCounts, IoTally};
 use crate::units::{GuestOffset, GuestSpan};
 use crate::{Buffer, Error, ErrorKind, LocalFuture, Result};
@@ -161,6 +161,10 @@ impl Disk for CheckedDisk {
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
         self.inner.tend(now)
+    }
+
+    fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {
+        self.inner.room()
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {

@@ -124,6 +124,21 @@ pub struct Extent {
     pub place: Place,
 }
 
+/// How much more a disk can store that allocates within a storage of fixed length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// How long the storage is, in bytes: it was just looked at.
+    pub len: u64,
+    /// So many bytes can be stored before it is full.
+    pub free: u64,
+    /// For more than that the storage must be longer, by so many bytes at least.
+    pub step: u64,
+    /// All of the disk fits a storage that is so long, in bytes; its snapshots take more.
+    pub len_for_all: u64,
+    /// So many requests failed because it was full.
+    pub refused: u64,
+}
+
 /// What a guest sees. The module has the contract.
 pub trait Disk: Send + Sync {
     /// Facts about it.
@@ -158,6 +173,11 @@ pub trait Disk: Send + Sync {
     /// there is more to do at once. What fails is tried again, or given up; the guest is not told.
     fn tend(&self, _now: Duration) -> LocalFuture<'_, bool> {
         Box::pin(std::future::ready(false))
+    }
+
+    /// How much more can be stored; nothing where the host decides that, as for a file.
+    fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {
+        Box::pin(std::future::ready(Ok(None)))
     }
 
     /// Flushes, writes home what is still only in memory, marks the image clean and lets go of it. Closing twice is

@@ -29,7 +29,7 @@ use std::pin::Pin;
 pub use buffer::{BUFFER_ALIGNMENT, Buffer, is_zero};
 pub use checked::CheckedDisk;
 pub use clock::{Clock, Random};
-pub use disk::{Disk, Extent, Geometry, Place, SharedDisk, WriteFlags, ZeroFlags};
+pub use disk::{Disk, Extent, Geometry, Place, Room, SharedDisk, WriteFlags, ZeroFlags};
 pub use error::{Context, Error, ErrorKind, Result};
 pub use join::{join_all, try_join_all};
 pub use memory::{MemoryDisk, MemoryStorage};

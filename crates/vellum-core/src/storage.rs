@@ -34,7 +34,7 @@ pub struct Limits {
     /// What the medium writes as one unit inside: 4 KiB on most drives, whatever they tell the bus. Records that
     /// must not share fate are kept this far apart.
     pub physical_block: BlockSize,
-    /// The length cannot change (a block device).
+    /// The length cannot be changed (a block device). Others may make it longer: [`Storage::look_at_len`].
     pub fixed_len: bool,
     /// Writes are refused.
     pub read_only: bool,
@@ -94,6 +94,12 @@ pub trait Storage: Send + Sync {
 
     /// The length in bytes, counting every change that has returned.
     fn len(&self) -> u64;
+
+    /// Looks whether a storage of fixed length has become longer from outside, and tells the length, as [`len`](Self::len)
+    /// does from then on.
+    fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
+        Box::pin(std::future::ready(Ok(self.len())))
+    }
 
     /// Fills the buffer with the bytes from `at` on and gives it back.
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>>;

@@ -163,6 +163,10 @@ impl Storage for Tallied {
         self.inner.len()
     }
 
+    fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
+        self.inner.look_at_len()
+    }
+
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         self.tally.count_read(buffer.len() as u64);
         self.inner.read(at, buffer)

@@ -4,7 +4,8 @@
 //!   control (worker 0)   opens chains ► binds ► says "ready" ► waits for a signal ► drains ► closes ► counts
 //!   accept, per socket   takes a connection slot, a connection, and gives it to the next worker in turn
 //!   session              one per connection, on one worker; requests go to the shared disk
-//!   tending              one per disk that is written, on one worker: the work that nobody waits for
+//!   tending              one per disk that is written, on one worker: the work that nobody waits for; and who looks after
+//!                        its device, where it has one that may become full
 //!   control socket       on worker 0, when there is one: what can be asked of a server that runs (`control/`)
 //! ```
 //!
@@ -30,6 +31,7 @@ use vellum_io::{
 };
 
 use crate::control::server::{CONNECTIONS_MAX, Control};
+use crate::grow::GrowHook;
 use crate::image::ImageOptions;
 use crate::served::{Disks, SnapshotExports};
 use crate::stats::Stats;
@@ -64,6 +66,8 @@ pub struct ServeSpec {
     pub limits: Limits,
     /// How long a drain may take before connections are cut.
     pub drain_time: Duration,
+    /// Makes a device larger that becomes full.
+    pub grow_hook: Option<GrowHook>,
     /// Where statistics are written, once a second and at the end.
     pub stats_path: Option<PathBuf>,
     /// Where it can be asked things while it serves: a Unix socket for its owner alone.
@@ -97,7 +101,7 @@ pub fn serve(spec: ServeSpec, ready: impl FnOnce(&[Address]) + Send + 'static) -
 async fn control(spec: ServeSpec, workers: WorkersHandle, ready: impl FnOnce(&[Address])) -> Result<Report> {
     // Signals first: one that comes while images are opened is not lost.
     let mut signals = Signals::new(&[Signal::Terminate, Signal::Interrupt])?;
-    let served = Arc::new(Disks::open(&spec.exports).await?);
+    let served = Arc::new(Disks::open(&spec.exports, spec.grow_hook.as_ref()).await?);
     let tending = Tending::begin(&served, &workers);
     let result = run(&spec, &served, workers, &mut signals, ready).await;
     tending.end().await;
@@ -263,23 +267,33 @@ struct Tending {
 impl Tending {
     fn begin(served: &Arc<Disks>, workers: &WorkersHandle) -> Self {
         let has_ended = Arc::new(AtomicBool::new(false));
-        let written =
-            (0..served.len()).filter(|index| !served[*index].disk().geometry().read_only).enumerate();
-        let tasks = written
-            .map(|(number, index)| {
-                let (served, has_ended) = (served.clone(), has_ended.clone());
-                // The last worker first: the first has the sockets and the signals.
-                let worker = workers.count() - 1 - number % workers.count();
-                workers.spawn(worker, move || async move {
-                    while !has_ended.load(Ordering::Acquire) {
-                        // It is another one after it went back to a snapshot.
-                        let disk = served[index].disk();
-                        let has_more = disk.tend(clock().now()).await;
-                        clock().sleep(if has_more { TENDED_NEXT } else { TENDED_EVERY }).await;
+        let written: Vec<usize> =
+            (0..served.len()).filter(|index| !served[*index].disk().geometry().read_only).collect();
+        let mut tasks = Vec::new();
+        for (number, index) in written.into_iter().enumerate() {
+            // The last worker first: the first has the sockets and the signals.
+            let worker = workers.count() - 1 - number % workers.count();
+            let (disks, ended) = (served.clone(), has_ended.clone());
+            tasks.push(workers.spawn(worker, move || async move {
+                while !ended.load(Ordering::Acquire) {
+                    // It is another one after it went back to a snapshot.
+                    let disk = disks[index].disk();
+                    let has_more = disk.tend(clock().now()).await;
+                    clock().sleep(if has_more { TENDED_NEXT } else { TENDED_EVERY }).await;
+                }
+            }));
+            if served[index].growing().is_some() {
+                let (disks, ended) = (served.clone(), has_ended.clone());
+                tasks.push(workers.spawn(worker, move || async move {
+                    while !ended.load(Ordering::Acquire) {
+                        if let Some(growing) = disks[index].growing() {
+                            growing.watch(&ended).await;
+                        }
+                        clock().sleep(TENDED_EVERY).await;
                     }
-                })
-            })
-            .collect();
+                }));
+            }
+        }
         Self { has_ended, tasks }
     }
 

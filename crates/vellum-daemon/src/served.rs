@@ -22,6 +22,7 @@ use vellum_format::qcow2::snapshot::list as list_qcow2;
 use vellum_layer::{Chain, Member};
 
 use crate::control::SnapshotFacts;
+use crate::grow::{GrowHook, Growing};
 use crate::image::open_image;
 use crate::serve::ExportSpec;
 use crate::stats::DiskStats;
@@ -30,6 +31,7 @@ use crate::stats::DiskStats;
 pub(crate) struct Served {
     path: PathBuf,
     names: Vec<String>,
+    grow_hook: Option<GrowHook>,
     chain: RwLock<Chain>,
     top_tally: HostTally,
     below_tally: HostTally,
@@ -39,21 +41,24 @@ pub(crate) struct Served {
 /// The disk as it is exported now.
 struct Now {
     disk: Arc<CheckedDisk>,
+    /// Who looks after its device, when that may become full.
+    growing: Option<Arc<Growing>>,
     /// What was counted of disks that it was before.
     before: IoCounts,
     errors_before: u64,
 }
 
 impl Served {
-    fn new(chain: Chain, export: &ExportSpec) -> Self {
-        let disk = CheckedDisk::new(chain.disk().clone());
+    async fn new(chain: Chain, export: &ExportSpec, grow_hook: Option<&GrowHook>) -> Self {
+        let (disk, growing) = exported(&chain, &export.path, grow_hook).await;
         Self {
+            grow_hook: grow_hook.cloned(),
             path: export.path.clone(),
             names: vec![export.name.clone()],
             top_tally: chain.top_tally.clone(),
             below_tally: chain.below_tally.clone(),
             chain: RwLock::new(chain),
-            now: Mutex::new(Now { disk, before: IoCounts::default(), errors_before: 0 }),
+            now: Mutex::new(Now { disk, growing, before: IoCounts::default(), errors_before: 0 }),
         }
     }
 
@@ -64,6 +69,11 @@ impl Served {
     /// The disk as it is exported now.
     pub(crate) fn disk(&self) -> Arc<CheckedDisk> {
         self.now().disk.clone()
+    }
+
+    /// Who looks after its device, when that may become full.
+    pub(crate) fn growing(&self) -> Option<Arc<Growing>> {
+        self.now().growing.clone()
     }
 
     /// What was counted.
@@ -148,12 +158,12 @@ impl Served {
             true => Err(in_use("a client reads a snapshot of it, and must leave first".to_owned())),
             false => chain.revert(wanted).await,
         };
-        let disk = CheckedDisk::new(chain.disk().clone());
+        let (disk, growing) = exported(&chain, &self.path, self.grow_hook.as_ref()).await;
         {
             let mut now = self.now();
             now.before = now.before + now.disk.counts();
             now.errors_before += now.disk.errors();
-            now.disk = disk.clone();
+            (now.disk, now.growing) = (disk.clone(), growing);
         }
         for export in taken {
             exports.add(Export { disk: disk.clone(), ..export })?;
@@ -171,6 +181,20 @@ impl Served {
         let chain = self.chain.try_read()?;
         chain.members[0].native.clone().filter(|_| self.disk_is_written())
     }
+}
+
+/// The disk on top of a chain as it is exported, and who looks after its device.
+async fn exported(
+    chain: &Chain,
+    path: &Path,
+    hook: Option<&GrowHook>,
+) -> (Arc<CheckedDisk>, Option<Arc<Growing>>) {
+    let growing = Growing::over(chain.disk(), path.display().to_string(), hook.cloned()).await;
+    let disk = match &growing {
+        Some(growing) => CheckedDisk::new(growing.clone()),
+        None => CheckedDisk::new(chain.disk().clone()),
+    };
+    (disk, growing)
 }
 
 /// The top image, which stays as long as this is held.
@@ -222,7 +246,7 @@ impl std::ops::Deref for Disks {
 
 impl Disks {
     /// Opens each image once.
-    pub(crate) async fn open(exports: &[ExportSpec]) -> Result<Self> {
+    pub(crate) async fn open(exports: &[ExportSpec], grow_hook: Option<&GrowHook>) -> Result<Self> {
         let mut served = Self(Vec::new());
         let mut by_file: BTreeMap<PathBuf, usize> = BTreeMap::new();
         for export in exports {
@@ -240,7 +264,14 @@ impl Disks {
                 }
             };
             by_file.insert(canonical, served.0.len());
-            served.0.push(Served::new(chain, export));
+            served.0.push(Served::new(chain, export, grow_hook).await);
+        }
+        if grow_hook.is_some() && served.iter().all(|served| served.growing().is_none()) {
+            served.close().await?;
+            return Err(Error::invalid(
+                "a grow hook is for images of the native format with layout=table on a device, open for writing: none is \
+                 served",
+            ));
         }
         Ok(served)
     }

@@ -329,6 +329,16 @@ fn native_units_over_a_base() {
 }
 
 #[test]
+fn native_tended_units() {
+    explore_units(&NativeSubject::tended_units());
+}
+
+#[test]
+fn native_tended_units_on_a_device() {
+    explore_units(&NativeSubject::tended_units_on_a_device());
+}
+
+#[test]
 fn native_units_on_a_device() {
     explore_units(&NativeSubject::units_on_a_device());
 }

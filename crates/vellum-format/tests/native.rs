@@ -8,6 +8,8 @@ mod common;
 mod counts;
 #[path = "subjects/device.rs"]
 mod device;
+#[path = "native/ready.rs"]
+mod ready;
 #[path = "native/sim.rs"]
 mod sim;
 #[path = "native/snapshots.rs"]

@@ -1,16 +1,19 @@
 //! When space runs out: what is still there is found, what is not is said, and nothing else suffers.
 
 mod common;
+#[path = "space/host.rs"]
+mod host;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Setup, busy_drive, look};
+use host::FullHost;
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, GuestSpan, ImageOffset, Limits, SharedStorage, WriteFlags,
     ZeroFlags,
 };
-use vellum_format::qcow2::{CreateOptions, Qcow2};
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2};
 use vellum_sim::{Content, Delay, Drive, DriveOptions, Fault, FaultPlan, Operation, Repeat, World};
 
 const CLUSTER: u64 = 512;
@@ -216,5 +219,58 @@ fn a_close_that_failed_never_becomes_a_success() {
         assert!(again.is_err() || read.iter().all(|byte| *byte == 7), "lost, and closed well");
         let (report, lines) = look(&image).await.unwrap();
         assert!(report.corruptions == 0, "{lines:?}");
+    });
+}
+
+/// With a journal refcounts are taken home some time after what they are for was flushed. There is space for them by then:
+/// whatever was accepted before the host was full is flushed and closed without an error.
+#[test]
+fn space_for_refcounts_is_there_before_a_change_is_accepted() {
+    futures_lite::future::block_on(async {
+        // A page has the refcounts of 512 clusters, a block two pages. The first block is there from the beginning, whole; of the
+        // second only the first page is written when it comes, at cluster 1024. From cluster 1536 on the other is needed.
+        let options = CreateOptions {
+            size: 64 << 20,
+            cluster_size: 8192,
+            refcount_bits: 64,
+            journal: Some(64 << 10),
+            ..CreateOptions::default()
+        };
+        let host = FullHost::new();
+        let image: SharedStorage = host.clone();
+        vellum_format::qcow2::create(&*image, None, &options).await.unwrap();
+        let open = async || {
+            let header = Header::read(&*image).await.unwrap();
+            let files = Files { image: image.clone(), data_file: None, below: None };
+            Qcow2::open(header, files, OpenOptions::default()).await.unwrap()
+        };
+        let disk = open().await;
+        let write = async |cluster: u64| {
+            let at = GuestOffset::new(cluster << 13);
+            disk.write(at, Buffer::copy_of(&[7; 4096]), WriteFlags::default()).await
+        };
+        for cluster in 0..1500 {
+            write(cluster).await.unwrap();
+        }
+        disk.flush().await.unwrap();
+        host.leave(50);
+        let mut cluster = 1500;
+        let error = loop {
+            match write(cluster).await {
+                Ok(()) => cluster += 1,
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error.kind(), ErrorKind::NoSpace, "{}", error.chain());
+        assert!((1540..=1550).contains(&cluster), "into the second page: {cluster}");
+        disk.flush().await.unwrap();
+        disk.close().await.unwrap_or_else(|error| panic!("{}", error.chain()));
+        let (report, lines) = look(&image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+        let disk = open().await;
+        for cluster in 0..cluster {
+            let bytes = disk.read(GuestOffset::new(cluster << 13), Buffer::zeroed(4096)).await.unwrap();
+            assert!(bytes.to_vec().iter().all(|byte| *byte == 7), "cluster {cluster}");
+        }
     });
 }

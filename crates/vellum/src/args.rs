@@ -1,6 +1,6 @@
 //! What several commands take: sizes, formats, `-o` options, and how an image is opened.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use vellum_core::{Error, Result};
@@ -77,6 +77,11 @@ pub(crate) fn parse_size(text: &str) -> Result<u64> {
     let numerator: u128 = fraction.parse::<u128>().map_err(|_| bad())? << shift;
     let part = numerator / 10u128.pow(u32::try_from(fraction.len()).expect("at most 9"));
     bytes.checked_add(u64::try_from(part).map_err(|_| bad())?).ok_or_else(bad)
+}
+
+/// Whether the name says that it is an image of the native format.
+pub(crate) fn is_native_name(path: &Path) -> bool {
+    path.extension().is_some_and(|suffix| suffix == "vlm")
 }
 
 /// How far ahead of need space is prepared.
@@ -184,7 +189,7 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 19] = [
         "a unit that is written first holds its own entry, if a block of it can be packed (vellum, zoned)",
     ),
     ("block_size", "SIZE", "what one bit over the backing image covers, 4k to 1M (vellum; default 64k)"),
-    ("zeroed", "on|off", "make a device read as zero first (vellum)"),
+    ("zeroed", "on|off", "make a device read as zero first (vellum, layout=linear)"),
     ("prealloc", "adaptive|SIZE|off", "zeros ahead of need while it is served (qcow2 with a journal)"),
 ];
 
@@ -219,6 +224,16 @@ impl NewImage {
         };
         Err(Error::invalid(match key.as_str() {
             "preallocation" => format!("-o preallocation: a {format} image has none"),
+            "cluster_size" if format == FormatKind::Native => {
+                "-o cluster_size is for qcow2: say unit_size with layout=table, or block_size over a base".to_owned()
+            }
+            "journal" if format == FormatKind::Native => {
+                "-o journal is for qcow2: a vellum image has a journal whenever it needs one; journal_size says how large"
+                    .to_owned()
+            }
+            "prealloc" if format == FormatKind::Native => {
+                "-o prealloc is for qcow2: units of a vellum image are always made ready ahead of need".to_owned()
+            }
             key => format!("-o {key} is for {other}: say `{flag} {other}`"),
         }))
     }

@@ -162,6 +162,10 @@ impl Storage for Overlaid {
         self.image.len()
     }
 
+    fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
+        self.image.look_at_len()
+    }
+
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         let newer = self.full.within(at.span(buffer.len() as u64));
         if newer.is_empty() {

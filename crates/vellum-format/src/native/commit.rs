@@ -20,7 +20,7 @@ use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, LocalFuture, R
 use super::geometry::Region;
 use super::home::SealedPage;
 use super::image::Native;
-use super::units::Pace;
+use super::ready::Haste;
 use crate::journal::commit::{Medium, write_zeros};
 use crate::journal::ring::Ring;
 use crate::journal::{Home, Journal, Transaction};
@@ -228,11 +228,14 @@ impl Native {
     }
 
     async fn close_once(&self) -> Result<()> {
+        if let Some(units) = &self.units {
+            drop(units.giving.lock().await); // whoever makes units ready ends first, and nobody begins
+        }
         self.settle_all().await?;
         self.commit().await?;
         let Some(journal) = self.journal() else { return Ok(()) };
         // Punched for the host's sake: whoever opens the image believes nothing of what is free.
-        let _ = self.give_back_freed(Pace::Later).await;
+        let _ = self.give_back_freed(Haste::Later).await;
         if journal.has_unproven() {
             journal.want_proof();
             self.commit().await?;

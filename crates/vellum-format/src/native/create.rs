@@ -78,7 +78,7 @@ impl CreateOptions {
         let contradictions = [
             (
                 self.unit_size.is_some() && !self.has_table,
-                "unit_size needs layout=table: a linear image has no units",
+                "unit_size: a linear image has no units; say layout=table too, or leave it out",
             ),
             (self.has_zones && !self.has_table, "zones need a table"),
             (
@@ -87,11 +87,15 @@ impl CreateOptions {
             ),
             (
                 self.block_size.is_some() && self.base.is_none(),
-                "block_size needs a base: without one there is no bitmap",
+                "block_size: without one below it, an image has no bitmap; say which with -b, or leave it out",
             ),
             (
                 self.journal_bytes.is_some() && self.base.is_none() && !self.has_table,
-                "journal_size needs a base or layout=table: otherwise there is nothing to record",
+                "journal_size: without a base or layout=table there is nothing to record; leave it out",
+            ),
+            (
+                self.zero_device && self.has_table,
+                "zeroed=on: each unit of a table is made zero before it is used, whatever the device held; leave it out",
             ),
         ];
         if let Some((_, why)) = contradictions.iter().find(|(is_so, _)| *is_so) {
@@ -155,11 +159,25 @@ async fn make_room(storage: &dyn Storage, options: &CreateOptions, places: &Plac
         Layout::Table(_) | Layout::Zoned { .. } => data,
     };
     if !storage.limits().fixed_len {
+        if options.zero_device {
+            return Err(Error::invalid(
+                "zeroed=on is for devices: a file reads as zero when it is made; leave it out",
+            ));
+        }
         storage.set_len(0).await?;
         return storage.set_len(end.bytes()).await;
     }
     if end.bytes() > storage.len() {
-        let needs = format!("the device is too small: this image needs {} bytes", end.bytes());
+        let remedy = match places.shape().layout {
+            Layout::Linear => "; with layout=table the disk may be larger than its device",
+            Layout::Table(_) | Layout::Zoned { .. } => {
+                " for what is where (a smaller journal_size, or larger units, need less)"
+            }
+        };
+        let (has, needs) = (storage.len(), end.bytes());
+        let needs = format!(
+            "the device is too small: it has {has} bytes, and this image needs {needs} bytes{remedy}"
+        );
         return Err(Error::new(ErrorKind::NoSpace, needs));
     }
     if end > data {
@@ -265,8 +283,10 @@ mod tests {
     fn senseless_combinations_are_refused_with_the_reason() {
         let options = CreateOptions { size: 1 << 20, ..CreateOptions::default() };
         for (why, options) in [
+            ("before it is used", CreateOptions { has_table: true, zero_device: true, ..options.clone() }),
+            ("is for devices", CreateOptions { zero_device: true, ..options.clone() }),
             ("has no units", CreateOptions { unit_size: Some(65_536), ..options.clone() }),
-            ("there is no bitmap", CreateOptions { block_size: Some(65_536), ..options.clone() }),
+            ("has no bitmap", CreateOptions { block_size: Some(65_536), ..options.clone() }),
             ("nothing to record", CreateOptions { journal_bytes: Some(1 << 20), ..options.clone() }),
             ("64k to 2M", CreateOptions { unit_size: Some(4 << 20), has_table: true, ..options.clone() }),
             ("64k to 2M", CreateOptions { unit_size: Some(65_537), has_table: true, ..options.clone() }),
@@ -339,7 +359,10 @@ mod tests {
         assert_eq!(places.data_offset().bytes(), 1 << 20);
         let error = block_on(create(&*device(1 << 20), &zeroing)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NoSpace);
+        assert!(error.chain().contains("needs 2097152 bytes; with layout=table"), "{}", error.chain());
         let table = CreateOptions { size: 1 << 40, has_table: true, ..CreateOptions::default() };
         block_on(create(&*device(32 << 20), &table)).unwrap();
+        let error = block_on(create(&*device(8 << 20), &table)).unwrap_err();
+        assert!(error.chain().contains("a smaller journal_size"), "{}", error.chain());
     }
 }

@@ -61,6 +61,8 @@ pub struct Native {
     pub(super) data: SharedStorage,
     /// The same, without what the journal has that is newer.
     pub(super) under: SharedStorage,
+    /// The same, for zeros ahead of need.
+    pub(super) ahead: SharedStorage,
     pub(super) below: Option<SharedDisk>,
     pub(super) home: Home,
     /// What is claimed at once: a unit, or a run of this size.

@@ -20,7 +20,8 @@
 //! | `resize` | another size for the disk |
 //! | [`snapshots`] | views of the disk that no longer change |
 //! | `zones`, `birth` | units that hold their own entries: opened, written, told to the table; overwritten |
-//! | `units` | which units are free, and what must happen before one is used |
+//! | `room` | how much a device has left, and what it got since |
+//! | `units`, `ready` | which units are free, and what must happen before one is used; that happens ahead of need |
 //! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 
 mod birth;
@@ -34,9 +35,11 @@ mod image;
 pub mod open;
 mod publish;
 mod read;
+mod ready;
 mod recover;
 mod rescue;
 mod resize;
+mod room;
 pub mod snapshots;
 pub mod superblock;
 mod units;

@@ -2,17 +2,19 @@
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use roaring::RoaringBitmap;
 use vellum_core::{
     BlockSize, Buffer, Context, Disk, Error, Extent, Geometry, GuestOffset, GuestSpan, HostTally,
-    LocalFuture, Result, SharedDisk, SharedStorage, Tallied, WriteFlags, ZeroFlags,
+    LocalFuture, Result, Room, SharedDisk, SharedStorage, Tallied, WriteFlags, ZeroFlags,
 };
 
 use super::geometry::{Places, Region};
 use super::home::Home;
 use super::image::{LINEAR_CELL, Native};
 use super::recover::recover;
+use super::room::whole_units;
 use super::snapshots::{Still, View, Views, refuse_half_reverted};
 use super::superblock::Superblocks;
 use super::units::Units;
@@ -133,7 +135,8 @@ impl Native {
             geometry,
             places,
             superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
-            homeward: Tallied::shared(image, options.tally.checkpoint.clone()),
+            homeward: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
+            ahead: Tallied::shared(image, options.tally.prealloc.clone()),
             metadata,
             data,
             under,
@@ -182,12 +185,9 @@ pub(super) fn may_be_embedded(places: &Places, unit: u32, form: u32) -> bool {
 async fn read_units(home: &Home, places: &Places, image: &SharedStorage, views: &Views) -> Result<Units> {
     let table = places.region(Region::Table);
     let limits = image.limits();
-    let size = places.unit(1).len();
-    let data_len = image.len().saturating_sub(places.data_offset().bytes());
     // On a device all units there can be; in a file also one that it has only in part.
-    let in_file = if limits.fixed_len { data_len / size } else { data_len.div_ceil(size) };
-    let most = u64::from(places.unit_max().min(u32::MAX >> 1));
-    let in_file = u32::try_from(in_file.min(most)).expect("as just bounded");
+    let last_in_part = if limits.fixed_len { 0 } else { places.unit(1).len() - 1 };
+    let in_file = whole_units(places, image.len().saturating_add(last_in_part));
     let mut used = RoaringBitmap::new();
     let see = |at: vellum_core::ImageOffset, word: u64| {
         for (raw, number) in [(word >> 32, 0), (word & 0xFFFF_FFFF, 1)] {
@@ -275,6 +275,14 @@ impl Disk for Native {
             let span = self.check(Some(span))?;
             self.map_span(span).await
         })
+    }
+
+    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
+        Box::pin(self.make_ready(now))
+    }
+
+    fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {
+        Box::pin(self.room_left())
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {

@@ -12,26 +12,23 @@
 //!    of it is zero or what was written.
 //! 2. Nothing gets to *waiting* before a commit has made durable that the table does not name it.
 //! 3. What a closed image has free may hold anything, too: a crash may have come before.
-//! 4. Units are made zero ahead of need, when a flush of the guest comes by anyhow. Only when none is left somebody waits for a
-//!    flush of its own; those are counted.
+//! 4. A device may become longer while the image is open (`room.rs`): what it has more is *unknown*.
+//! 5. Units are made ready ahead of need (`ready.rs`). Only when none is left somebody waits for that; those are counted.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use roaring::RoaringBitmap;
-use vellum_core::{Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, Zeroes};
+use vellum_core::{Context, Error, ErrorKind, ImageSpan, Result};
 
 use super::image::Native;
+use crate::prealloc::Pace;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// The file grows by so many bytes at a time; what is too much is cut off when the image is closed.
 const GROWTH_STEP: u64 = 16 << 20;
-/// So many clean units are kept ahead of need where zeros cost writes.
-const CLEAN_AHEAD: usize = 4;
-/// So many units of unknown content are made zero with one flush where zeros cost nothing.
-const CLEANED_AT_ONCE: usize = 64;
 
 /// The units of an image that no table names.
 pub(super) struct Units {
@@ -41,13 +38,22 @@ pub(super) struct Units {
     /// Made zero: the change that this was.
     zeroed: Mutex<VecDeque<(u64, u32)>>,
     /// Held by who gives back units.
-    giving: async_lock::Mutex<()>,
+    pub(super) giving: async_lock::Mutex<()>,
     /// Held by who makes the file longer.
     growing: async_lock::Mutex<()>,
+    /// How fast units are taken.
+    pub(super) pace: Mutex<Pace>,
+    taken: AtomicU64,
+    /// Somebody tends the disk.
+    is_tended: AtomicBool,
+    /// More units are being made ready, until there are as many as there should be.
+    refills: AtomicBool,
     /// How many units have become clean.
     given: AtomicU64,
     /// How often a write had to wait until a unit was zero.
     waits: AtomicU64,
+    /// How often none was left.
+    refused: AtomicU64,
 }
 
 struct Pool {
@@ -59,6 +65,8 @@ struct Pool {
     next: Option<u32>,
     /// No unit has a higher number.
     last: u32,
+    /// The last unit that was there when the image was opened, or the device looked at.
+    end: u32,
 }
 
 impl Units {
@@ -71,20 +79,27 @@ impl Units {
             unknown.insert_range(1..=end);
         }
         unknown -= used;
-        let pool = Pool { clean: Vec::new(), unknown, next: Some(end + 1).filter(|_| can_grow), last };
+        let next = Some(end + 1).filter(|_| can_grow);
+        let pool = Pool { clean: Vec::new(), unknown, next, last, end };
         Self {
             pool: Mutex::new(pool),
             waiting: Mutex::default(),
             zeroed: Mutex::default(),
             giving: async_lock::Mutex::default(),
             growing: async_lock::Mutex::default(),
+            pace: Mutex::default(),
+            taken: AtomicU64::new(0),
+            is_tended: AtomicBool::new(false),
+            refills: AtomicBool::new(false),
             given: AtomicU64::new(0),
             waits: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
         }
     }
 
     /// A clean unit; nothing when there is none.
     fn take(&self) -> Option<u32> {
+        self.taken.fetch_add(1, Ordering::AcqRel);
         let mut pool = lock(&self.pool);
         if let Some(unit) = pool.clean.pop() {
             return Some(unit);
@@ -137,7 +152,7 @@ impl Units {
     }
 
     /// A unit that was taken, and may hold anything by now.
-    fn give_up(&self, unit: u32) {
+    pub(super) fn give_up(&self, unit: u32) {
         lock(&self.pool).unknown.insert(unit);
     }
 
@@ -159,18 +174,117 @@ impl Units {
         self.waits.load(Ordering::Acquire)
     }
 
+    /// A device has so many units now.
+    pub(super) fn extend(&self, end: u32) {
+        let mut pool = lock(&self.pool);
+        if end > pool.end {
+            let more = pool.end + 1..=end;
+            pool.unknown.insert_range(more);
+            pool.end = end;
+        }
+    }
+
+    /// How many units there are to be had, or soon.
+    pub(super) fn free(&self) -> u64 {
+        let waiting: usize = lock(&self.waiting).iter().map(|(_, units)| units.len()).sum();
+        let zeroed = lock(&self.zeroed).len();
+        let pool = lock(&self.pool);
+        (waiting + zeroed + pool.clean.len()) as u64 + pool.unknown.len()
+    }
+
+    pub(super) fn refused(&self) -> u64 {
+        self.refused.load(Ordering::Acquire)
+    }
+
     fn clean(&self, unit: u32) {
         lock(&self.pool).clean.push(unit);
         self.given.fetch_add(1, Ordering::AcqRel);
     }
-}
 
-/// How soon units are wanted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Pace {
-    /// When it costs no flush.
-    Later,
-    Now,
+    /// The freed units that come next, and the epoch in which they became free, if that has passed.
+    pub(super) fn next_freed(&self, has_passed: impl Fn(u64) -> bool) -> Option<(u64, Vec<u32>)> {
+        lock(&self.waiting).pop_front_if(|(stamp, _)| has_passed(*stamp))
+    }
+
+    pub(super) fn put_back_freed(&self, stamp: u64, units: Vec<u32>) {
+        lock(&self.waiting).push_front((stamp, units));
+    }
+
+    /// The epoch that freed units wait for.
+    pub(super) fn first_freed(&self) -> Option<u64> {
+        lock(&self.waiting).front().map(|(stamp, _)| *stamp)
+    }
+
+    /// A unit was made zero, by this change.
+    pub(super) fn zeroed(&self, change: u64, unit: u32) {
+        lock(&self.zeroed).push_back((change, unit));
+    }
+
+    /// Zeros up to this change are durable.
+    pub(super) fn settle(&self, covered: u64) {
+        let mut zeroed = lock(&self.zeroed);
+        while let Some((_, unit)) = zeroed.pop_front_if(|(change, _)| *change <= covered) {
+            self.clean(unit);
+        }
+    }
+
+    pub(super) fn any_zeroed(&self) -> bool {
+        !lock(&self.zeroed).is_empty()
+    }
+
+    /// How many units are clean, or will be with the next flush.
+    pub(super) fn ready(&self) -> usize {
+        self.clean_count() + lock(&self.zeroed).len()
+    }
+
+    pub(super) fn clean_count(&self) -> usize {
+        lock(&self.pool).clean.len()
+    }
+
+    pub(super) fn take_unknown(&self) -> Option<u32> {
+        let mut pool = lock(&self.pool);
+        let next = pool.unknown.min()?;
+        pool.unknown.remove(next);
+        Some(next)
+    }
+
+    pub(super) fn has_unknown(&self) -> bool {
+        !lock(&self.pool).unknown.is_empty()
+    }
+
+    /// Whether there is nothing else to be had than units of unknown content.
+    pub(super) fn needs_unknown(&self) -> bool {
+        lock(&self.pool).next.is_none()
+    }
+
+    /// How many units were asked for.
+    pub(super) fn taken(&self) -> u64 {
+        self.taken.load(Ordering::Acquire)
+    }
+
+    pub(super) fn note_wait(&self) {
+        self.waits.fetch_add(1, Ordering::AcqRel);
+    }
+
+    pub(super) fn note_refusal(&self) {
+        self.refused.fetch_add(1, Ordering::AcqRel);
+    }
+
+    pub(super) fn is_tended(&self) -> bool {
+        self.is_tended.load(Ordering::Acquire)
+    }
+
+    pub(super) fn note_tended(&self) {
+        self.is_tended.store(true, Ordering::Release);
+    }
+
+    pub(super) fn refills(&self) -> bool {
+        self.refills.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_refills(&self, refills: bool) {
+        self.refills.store(refills, Ordering::Release);
+    }
 }
 
 impl Native {
@@ -181,7 +295,15 @@ impl Native {
     /// A unit that reads as zero, durably. Never waits for a commit: that is for who calls [`Native::make_space`].
     pub(super) async fn allocate(&self) -> Result<u32> {
         let Some(unit) = self.units().take() else {
-            return Err(Error::new(ErrorKind::NoSpace, format!("{}: no unit is free", self.name)));
+            let why = match self.metadata.limits().fixed_len {
+                true => format!(
+                    "{}: the device is full, and needs at least {} bytes more",
+                    self.name,
+                    self.missing()
+                ),
+                false => format!("{}: no unit is free", self.name),
+            };
+            return Err(Error::new(ErrorKind::NoSpace, why));
         };
         // A unit that was given up because the file could not grow comes back as a clean one, and lies behind the end still: were
         // it written there, somebody who makes the file longer meanwhile could cut it off.
@@ -209,151 +331,6 @@ impl Native {
             longer.context(|| format!("{}: can't make the file longer", self.name))?;
         }
         Ok(())
-    }
-
-    /// Makes units clean, if there are any that nobody uses. Must not be called from inside an epoch. Tells whether any
-    /// became clean, by whomever, since `given` was asked.
-    pub(super) async fn make_space(&self, given: u64) -> Result<bool> {
-        let Some(units) = &self.units else { return Ok(false) };
-        units.waits.fetch_add(1, Ordering::AcqRel);
-        self.commit().await?;
-        loop {
-            self.give_back_freed(Pace::Now).await?;
-            if units.given() != given {
-                return Ok(true);
-            }
-            let stamp = lock(&units.waiting).front().map(|(stamp, _)| *stamp);
-            match stamp {
-                None => return Ok(false),
-                Some(stamp) => self.epochs.until_passed(stamp).await,
-            }
-        }
-    }
-
-    /// Takes units on their way as far as they can go.
-    pub(super) async fn give_back_freed(&self, pace: Pace) -> Result<()> {
-        let Some(units) = &self.units else { return Ok(()) };
-        let giving = units.giving.lock().await;
-        self.give_back_all(units, giving, pace).await
-    }
-
-    /// The same, unless somebody is doing it.
-    pub(super) async fn give_back_unless_busy(&self) -> Result<()> {
-        let Some(units) = &self.units else { return Ok(()) };
-        match units.giving.try_lock() {
-            Some(giving) => self.give_back_all(units, giving, Pace::Later).await,
-            None => Ok(()),
-        }
-    }
-
-    async fn give_back_all(
-        &self,
-        units: &Units,
-        _giving: async_lock::MutexGuard<'_, ()>,
-        pace: Pace,
-    ) -> Result<()> {
-        self.settle_zeroed(units);
-        self.zero_freed(units, pace).await?;
-        self.zero_unknown(units, pace).await;
-        if sabotage::is(Bug::ZeroNotCovered) {
-            self.settle_zeroed(units);
-        }
-        if pace == Pace::Now && !lock(&units.zeroed).is_empty() {
-            self.commit().await?; // whatever is in it, it covers the zeros
-            self.settle_zeroed(units);
-        }
-        Ok(())
-    }
-
-    /// Units whose zeros a flush covers are clean.
-    fn settle_zeroed(&self, units: &Units) {
-        let covered = self.commits.covered();
-        let is_careless = sabotage::is(Bug::ZeroNotCovered) || sabotage::is(Bug::UnitFreedBeforeDurable);
-        let mut zeroed = lock(&units.zeroed);
-        while let Some((_, unit)) =
-            zeroed.front().copied().filter(|(change, _)| *change <= covered || is_careless)
-        {
-            zeroed.pop_front();
-            units.clean(unit);
-        }
-    }
-
-    /// Makes units zero that are free, durably, and that nobody looks at any more.
-    async fn zero_freed(&self, units: &Units, pace: Pace) -> Result<()> {
-        loop {
-            let batch = {
-                let mut waiting = lock(&units.waiting);
-                match waiting.front() {
-                    Some((stamp, _)) if self.epochs.has_passed(*stamp) => waiting.pop_front(),
-                    _ => None,
-                }
-            };
-            let Some((stamp, mut batch)) = batch else { return Ok(()) };
-            while let Some(unit) = batch.pop() {
-                if !self.is_out_of_records(unit, pace).await? {
-                    batch.push(unit);
-                    lock(&units.waiting).push_front((stamp, batch));
-                    return Ok(());
-                }
-                if sabotage::is(Bug::UnitNotZeroed) {
-                    units.give_up(unit);
-                    continue;
-                }
-                self.zero(units, unit).await;
-            }
-        }
-    }
-
-    /// Makes a unit zero that nobody uses. One that cannot be is tried again some time.
-    async fn zero(&self, units: &Units, unit: u32) {
-        let done = self.metadata.write_zeroes(self.inside(self.places.unit(unit)), Zeroes::MayUnmap).await;
-        let change = self.commits.note_change();
-        match done {
-            Ok(()) => lock(&units.zeroed).push_back((change, unit)),
-            Err(_) => units.give_up(unit),
-        }
-    }
-
-    /// The part of a unit that the medium has.
-    pub(super) fn inside(&self, unit: ImageSpan) -> ImageSpan {
-        unit.intersect(ImageOffset::ZERO.span(self.metadata.len()))
-    }
-
-    /// Makes units zero of which nobody knows what they hold: many where that costs nothing, a few ahead of need elsewhere.
-    async fn zero_unknown(&self, units: &Units, pace: Pace) {
-        let at_once = match (self.metadata.limits().fast_zeroes, pace) {
-            (true, _) => CLEANED_AT_ONCE,
-            (false, Pace::Now) => CLEAN_AHEAD.max(1),
-            (false, Pace::Later) => CLEAN_AHEAD,
-        };
-        let ready = { lock(&units.pool).clean.len() } + { lock(&units.zeroed).len() };
-        let at_once = if sabotage::is(Bug::UnitNotZeroed) { 0 } else { at_once };
-        for _ in ready..at_once {
-            let next = {
-                let mut pool = lock(&units.pool);
-                let next = pool.unknown.min();
-                if let Some(unit) = next {
-                    pool.unknown.remove(unit);
-                }
-                next
-            };
-            let Some(unit) = next else { return };
-            self.zero(units, unit).await;
-        }
-    }
-
-    /// Whether no record has guest data of this unit that a recovery would bring back. Asks for it to be made so.
-    async fn is_out_of_records(&self, unit: u32, pace: Pace) -> Result<bool> {
-        let Some(journal) = self.journal() else { return Ok(true) };
-        let span = self.places.unit(unit);
-        while journal.full.has(span) {
-            journal.want_relief();
-            if pace == Pace::Later {
-                return Ok(false);
-            }
-            self.commit().await?;
-        }
-        Ok(true)
     }
 }
 

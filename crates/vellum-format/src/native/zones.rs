@@ -238,6 +238,13 @@ impl Native {
         Ok(())
     }
 
+    /// How many units are to be clean so that a zone can be opened.
+    pub(super) fn zone_len(&self) -> usize {
+        self.zones
+            .as_ref()
+            .map_or(0, |_| usize::try_from(self.places.units_per_zone()).expect("at most 1024"))
+    }
+
     /// Whether no zone is open, and one should be.
     pub(super) fn wants_zone(&self) -> bool {
         let zones = self.zones.as_ref();

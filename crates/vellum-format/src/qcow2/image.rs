@@ -469,11 +469,23 @@ impl Qcow2 {
             match stop {
                 Stop::Load(page) => self.load_refcounts(page).await?,
                 Stop::Grow(end) => self.reach(end).await?,
+                Stop::Reserve(span) => self.reserve_space(span).await?,
                 Stop::Failed(error) => {
                     return Err(error.context(format!("{}: can't allocate space", self.name)));
                 }
             }
         }
+    }
+
+    /// Has the host set space aside, where it can.
+    async fn reserve_space(&self, span: ImageSpan) -> Result<()> {
+        match self.metadata.preallocate(span).await {
+            Err(error) if error.kind() != ErrorKind::Unsupported => {
+                return Err(error.context(format!("{}: can't reserve space for refcounts", self.name)));
+            }
+            _ => self.refcounts().has_space(span),
+        }
+        Ok(())
     }
 
     async fn load_refcounts(&self, page: RefcountPage) -> Result<()> {

@@ -28,7 +28,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use roaring::RoaringTreemap;
-use vellum_core::{BlockSize, Error, ErrorKind, ImageOffset, ImageSpan, Result};
+use vellum_core::{BlockSize, Error, ErrorKind, ImageOffset, ImageSpan, Result, is_zero};
 
 use super::header::Header;
 use super::journal::Changed;
@@ -43,6 +43,8 @@ pub(crate) enum Stop {
     Load(RefcountPage),
     /// The storage must reach this many bytes first.
     Grow(u64),
+    /// The host must set space aside for this run first.
+    Reserve(ImageSpan),
     /// It cannot be done.
     Failed(Error),
 }
@@ -138,6 +140,10 @@ pub(crate) struct Refcounts {
     end: Option<u64>,
     /// The storage holds all clusters before this one.
     reached: u64,
+    /// Pages are written some time after a change was promised, so there must be space for them before.
+    reserves: bool,
+    /// Clusters of refcounts that the host has space for.
+    reserved: RoaringTreemap,
 }
 
 /// Entries of the table that are written together.
@@ -177,6 +183,8 @@ impl Refcounts {
             end: (!may_grow).then(|| storage_len >> cluster.shift()),
             // A file that ends within a cluster is made longer before the first change.
             reached: if may_grow { storage_len >> cluster.shift() } else { u64::MAX },
+            reserves: false,
+            reserved: RoaringTreemap::new(),
         };
         new.note_metadata(ImageOffset::ZERO.span(1));
         new.note_metadata(header.refcount_table);
@@ -320,6 +328,36 @@ impl Refcounts {
     /// Asks for the storage to hold all clusters before this one.
     fn need(&self, end: u64) -> Result<(), Stop> {
         if end <= self.reached { Ok(()) } else { Err(Stop::Grow(end << self.cluster.shift())) }
+    }
+
+    /// From now on there is space for every refcount before it changes.
+    pub(crate) fn reserve(&mut self) {
+        self.reserves = true;
+    }
+
+    /// The host has set space aside for these clusters.
+    pub(crate) fn has_space(&mut self, span: ImageSpan) {
+        let end = self.cluster.count_for(span.end().bytes());
+        self.reserved.insert_range(self.cluster.cluster_of(span.start()).index()..end);
+    }
+
+    /// Asks for space for the pages of these clusters.
+    fn need_space(&self, clusters: Range<u64>) -> Result<(), Stop> {
+        if !self.reserves || clusters.clone().all(|cluster| self.reserved.contains(cluster)) {
+            return Ok(());
+        }
+        let at = ImageOffset::new(clusters.start << self.cluster.shift());
+        Err(Stop::Reserve(at.span((clusters.end - clusters.start) << self.cluster.shift())))
+    }
+
+    /// The same for the block that has this cluster's refcount. Where a page is not zero it is no hole.
+    fn need_space_of(&mut self, cluster: u64) -> Result<(), Stop> {
+        let at = self.place(cluster / self.per_page()).expect("its page is here");
+        let block = self.cluster.cluster_of(at).index();
+        match self.reserves && !self.reserved.contains(block) && is_zero(&self.page(cluster)?.bytes) {
+            true => self.need_space(block..block + 1),
+            false => Ok(()),
+        }
     }
 
     /// Clusters for a journal: between `least` and `want` of them, beginning at a multiple of `align`, none of them in use,
@@ -476,6 +514,7 @@ impl Refcounts {
             count += 1;
         }
         self.need(first + count)?;
+        self.need_space_of(first)?;
         for cluster in first..first + count {
             self.set(cluster, 1)?;
         }
@@ -602,6 +641,7 @@ impl Refcounts {
             ))
             .into());
         }
+        self.need_space(new.clone())?;
         if table_clusters > 0 {
             self.old_tables.push(self.table_at);
             let entries = usize::try_from(table_len / 8).expect("at most 8 MiB");
@@ -648,6 +688,7 @@ impl Refcounts {
         if old == 1 {
             self.cursor = self.cursor.min(cluster);
             self.metadata.remove(cluster);
+            self.reserved.remove(cluster);
             self.not_zero(cluster..cluster + 1);
             if punched {
                 self.punched.insert(cluster);

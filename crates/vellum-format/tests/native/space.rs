@@ -2,8 +2,8 @@
 
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, Disk, ErrorKind, GuestOffset, MemoryStorage, Random, SharedStorage, Storage, WriteFlags,
-    ZeroFlags,
+    Buffer, Disk, ErrorKind, GuestOffset, LocalFuture, MemoryStorage, Random, SharedStorage, Storage,
+    WriteFlags, ZeroFlags,
 };
 use vellum_format::native::check::{Repair, check};
 use vellum_format::native::{Native, OpenOptions, create};
@@ -49,6 +49,64 @@ fn a_full_device_says_so_and_goes_on() {
         disk.close().await.unwrap();
         let (report, lines) = look_native(&shared).await.unwrap();
         assert!(report.is_clean(), "{lines:?}");
+    });
+}
+
+/// A device that was made longer has room at once, for the write that finds it full and for those that wait beside it; what was
+/// there before it grew is nobody's, and what was flushed stays.
+#[test]
+fn a_device_that_grows_is_used() {
+    const UNITS: u64 = 4;
+    block_on(async {
+        let start = 1 << 20;
+        let medium = MemoryStorage::holding("device", &vec![0xAB; start + 4 * 65_536 + 5000]);
+        let image = Device::shared(medium.clone());
+        let setup = NativeSetup::table("table", 64 * UNIT, UNIT);
+        create(&*image, &setup.create_options()).await.unwrap();
+        let shared: SharedStorage = image.clone();
+        let disk = Native::open(image.clone(), None, OpenOptions::default()).await.unwrap();
+        let write = async |unit: u64| {
+            let at = GuestOffset::new(unit * UNIT) + 512;
+            disk.write(at, Buffer::copy_of(&[7; 512]), WriteFlags::default()).await
+        };
+        for unit in 0..UNITS {
+            write(unit).await.unwrap();
+        }
+        disk.flush().await.unwrap();
+        let error = write(9).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NoSpace);
+        // Of the next unit 5000 bytes are there.
+        assert!(error.chain().contains("needs at least 60536 bytes more"), "{}", error.chain());
+        let room = disk.room().await.unwrap().expect("a device");
+        assert_eq!((room.free, room.step, room.refused), (0, 60536, 1));
+        assert_eq!((room.len, room.len_for_all), (image.len(), start as u64 + 64 * UNIT));
+        // Old bytes there, too.
+        let more = vec![0xCD; usize::try_from(4 * UNIT).unwrap()];
+        medium.write(vellum_core::ImageOffset::new(medium.len()), Buffer::copy_of(&more)).await.unwrap();
+        let together =
+            vellum_core::try_join_all((8..12).map(|unit| Box::pin(write(unit)) as LocalFuture<'_, _>));
+        together.await.unwrap();
+        assert_eq!(disk.room().await.unwrap().expect("a device").free, 0);
+        assert_eq!(write(12).await.unwrap_err().kind(), ErrorKind::NoSpace);
+        disk.flush().await.unwrap();
+        drop(disk); // as in a crash
+        let disk = Native::open(image, None, OpenOptions::default()).await.unwrap();
+        for unit in 0..64 {
+            let at = GuestOffset::new(unit * UNIT);
+            let mut bytes = disk.read(at, Buffer::zeroed(65_536)).await.unwrap().to_vec();
+            let own = bytes.splice(512..1024, [0; 512]).collect::<Vec<u8>>();
+            assert!(bytes.iter().all(|byte| *byte == 0), "unit {unit}: old bytes of the device");
+            let wanted = if unit < UNITS || (8..12).contains(&unit) { 7 } else { 0 };
+            assert!(own.iter().all(|byte| *byte == wanted), "unit {unit}");
+        }
+        disk.close().await.unwrap();
+        let (report, lines) = look_native(&shared).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+        // What a file has is the host's to say.
+        let file = MemoryStorage::new("file");
+        create(&*file, &setup.create_options()).await.unwrap();
+        let disk = Native::open(file, None, OpenOptions::default()).await.unwrap();
+        assert_eq!(disk.room().await.unwrap(), None);
     });
 }
 

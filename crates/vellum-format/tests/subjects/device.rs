@@ -1,6 +1,8 @@
-//! A medium that behaves as a block device does: a fixed length, old bytes everywhere, zeros only by writing them.
+//! A medium that behaves as a block device does: a fixed length, old bytes everywhere, zeros only by writing them. When what
+//! is below becomes longer, that is seen by who looks.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use vellum_core::{
     Buffer, ImageOffset, ImageSpan, Limits, LocalFuture, Result, SharedStorage, Storage, StorageRun, Zeroes,
@@ -9,6 +11,7 @@ use vellum_core::{
 pub(crate) struct Device {
     inner: SharedStorage,
     limits: Limits,
+    len: AtomicU64,
 }
 
 impl Device {
@@ -25,7 +28,8 @@ impl Device {
             discards: false,
             ..inner.limits().clone()
         };
-        Arc::new(Self { inner, limits })
+        let len = AtomicU64::new(inner.len());
+        Arc::new(Self { inner, limits, len })
     }
 }
 
@@ -39,7 +43,12 @@ impl Storage for Device {
     }
 
     fn len(&self) -> u64 {
-        self.inner.len()
+        self.len.load(Ordering::Acquire)
+    }
+
+    fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
+        self.len.store(self.inner.len(), Ordering::Release);
+        Box::pin(std::future::ready(Ok(self.len())))
     }
 
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
@@ -47,7 +56,7 @@ impl Storage for Device {
     }
 
     fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
-        assert!(at.bytes() + data.len() as u64 <= self.inner.len(), "a device has an end");
+        assert!(at.bytes() + data.len() as u64 <= self.len(), "a device has an end");
         self.inner.write(at, data)
     }
 
@@ -56,7 +65,7 @@ impl Storage for Device {
     }
 
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        assert!(span.end().bytes() <= self.inner.len(), "a device has an end");
+        assert!(span.end().bytes() <= self.len(), "a device has an end");
         self.inner.write_zeroes(span, how)
     }
 

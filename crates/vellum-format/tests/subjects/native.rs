@@ -10,6 +10,7 @@ use super::device::Device;
 use super::snapped::{self, Snapped};
 use crate::common::base;
 use crate::common::native::{NativeSetup, look_native};
+use crate::common::tended::Tended;
 
 /// An image of the native format.
 pub(crate) struct NativeSubject {
@@ -22,12 +23,14 @@ pub(crate) struct NativeSubject {
     is_by_units: bool,
     /// A discard of 64 KiB asks for a snapshot, or for one less.
     has_snapshots: bool,
+    /// Units are made ready ahead of need, beside every request.
+    is_tended: bool,
 }
 
 impl NativeSubject {
     fn new(setup: NativeSetup, far: u64) -> Self {
         let below = setup.below();
-        Self { setup, below, far, device: None, is_by_units: false, has_snapshots: false }
+        Self { setup, below, far, device: None, is_by_units: false, has_snapshots: false, is_tended: false }
     }
 
     pub(crate) fn linear() -> Self {
@@ -78,6 +81,27 @@ impl NativeSubject {
     pub(crate) fn units_on_a_device() -> Self {
         let setup = NativeSetup::table("vellum, table, by units, on a device", 512 << 10, 64 << 10);
         Self { is_by_units: true, device: Some((1 << 20) + (6 << 16)), ..Self::new(setup, 256 << 10) }
+    }
+
+    /// The same, with units made ready ahead of need.
+    pub(crate) fn tended_units() -> Self {
+        let setup = NativeSetup::table("vellum, table, by units, tended", 512 << 10, 64 << 10);
+        Self { is_by_units: true, is_tended: true, ..Self::new(setup, 256 << 10) }
+    }
+
+    pub(crate) fn tended_units_on_a_device() -> Self {
+        let setup = NativeSetup::table(
+            "vellum, table over a base, by units, on a device, tended",
+            512 << 10,
+            64 << 10,
+        );
+        let device = Some((1 << 20) + (6 << 16));
+        Self {
+            is_by_units: true,
+            is_tended: true,
+            device,
+            ..Self::new(setup.over(base(), 32 << 10), 256 << 10)
+        }
     }
 
     /// Snapshots are made and deleted: for programs of one queue with `drop64k`.
@@ -162,7 +186,8 @@ impl Subject for NativeSubject {
         Box::pin(async move {
             let options = OpenOptions { journal_key: Some(1), ..OpenOptions::default() };
             let disk = Native::open(self.on_its_medium(image), self.below.clone(), options).await?;
-            Ok(if self.has_snapshots { Snapped::shared(disk) } else { disk })
+            let disk = if self.has_snapshots { Snapped::shared(disk) } else { disk };
+            Ok(if self.is_tended { Tended::shared(disk) } else { disk })
         })
     }
 

@@ -155,6 +155,21 @@ impl File {
         })
     }
 
+    /// A device may have become larger. One that has become smaller says so when it is used.
+    async fn ask_for_len(&self) -> Result<u64> {
+        if matches!(self.kind, Kind::Block { .. }) {
+            let handle = self.handle.clone();
+            let asked = unblock(move || {
+                let end = retry(|| rustix::fs::seek(handle.descriptor(false), SeekFrom::End(0)));
+                end.inspect(|end| handle.note_end(*end))
+            });
+            asked.await.map_err(|errno| {
+                Error::io(errno.into(), format!("can't find out the size of {}", self.name))
+            })?;
+        }
+        Ok(self.handle.len())
+    }
+
     async fn find_runs(&self, span: ImageSpan) -> Result<Vec<StorageRun>> {
         let end = ImageOffset::new(self.handle.len()).max(span.start());
         let span = span.intersect(ImageSpan::between(span.start(), end));
@@ -224,6 +239,10 @@ impl Storage for File {
 
     fn len(&self) -> u64 {
         self.handle.len()
+    }
+
+    fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
+        Box::pin(self.ask_for_len())
     }
 
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {

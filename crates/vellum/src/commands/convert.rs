@@ -13,7 +13,7 @@ use vellum_io::{Draft, IoMode, run as run_worker};
 use vellum_layer::{CopyOptions, Gate, copy};
 
 use super::{Failure, Outcome, with_code};
-use crate::args::{NewImage, OutputFormat, parse_format, parse_size};
+use crate::args::{NewImage, OutputFormat, is_native_name, parse_format, parse_size};
 use crate::output::say_json;
 use crate::progress::{Progress, Stop};
 
@@ -27,9 +27,9 @@ pub(crate) struct Args {
     /// Format of the source; guessed when not given
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
-    /// Format of the target
-    #[arg(short = 'O', long, value_name = "FMT", value_parser = parse_format, default_value = "raw")]
-    target_format: FormatKind,
+    /// Format of the target: raw, unless its name ends in .vlm (vellum)
+    #[arg(short = 'O', long, value_name = "FMT", value_parser = parse_format)]
+    target_format: Option<FormatKind>,
     /// Options of the target as KEY=VALUE, separated by commas; see `vellum create -o help`
     #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
@@ -72,13 +72,20 @@ pub(crate) struct Args {
     target: PathBuf,
 }
 
+impl Args {
+    fn target_format(&self) -> FormatKind {
+        let by_name = || if is_native_name(&self.target) { FormatKind::Native } else { FormatKind::Raw };
+        self.target_format.unwrap_or_else(by_name)
+    }
+}
+
 pub(crate) fn run(args: Args) -> Outcome {
     let bytes = run_worker(IoMode::Auto, async || convert(&args).await)??;
     if args.output == OutputFormat::Json {
         say_json(&json!({
             "source": args.source.display().to_string(),
             "target": args.target.display().to_string(),
-            "format": args.target_format.to_string(),
+            "format": args.target_format().to_string(),
             "virtual-size": bytes,
         }));
     }
@@ -87,7 +94,7 @@ pub(crate) fn run(args: Args) -> Outcome {
 
 async fn convert(args: &Args) -> Result<u64, Failure> {
     let new = NewImage::parse(&args.options)?;
-    new.suits(args.target_format, "-O")?;
+    new.suits(args.target_format(), "-O")?;
     if new.backing_file.is_some() {
         return Err(Error::invalid(
             "a copy holds all of its disk and has no backing image; for one over a backing image use `vellum create -b`",
@@ -187,7 +194,7 @@ impl Copying<'_> {
             trust_backing: true,
             allow_dirs: Vec::new(),
         };
-        match self.args.target_format {
+        match self.args.target_format() {
             FormatKind::Raw => create_raw(self.path(), size, self.new.qcow2.preallocation).await,
             FormatKind::Qcow2 => create_qcow2(&target, self.new.qcow2.clone()).await.map(drop),
             FormatKind::Native => create_native(&target, self.new.native.clone()).await.map(drop),
@@ -197,7 +204,7 @@ impl Copying<'_> {
     async fn fill(&self, source: &SharedDisk, size: u64, stop: &Stop) -> Result<()> {
         let args = self.args;
         let options = ImageOptions {
-            format: Some(args.target_format),
+            format: Some(args.target_format()),
             direct: args.direct,
             allow_dirs: args.allow_dir.clone(),
             ..ImageOptions::default()

@@ -1,6 +1,6 @@
 //! `vellum create`: make an image, or clone one.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use serde::Serialize;
@@ -13,7 +13,9 @@ use vellum_format::qcow2::{Compression, CreateOptions, Preallocation};
 use vellum_io::{IoMode, run as run_worker};
 
 use super::Outcome;
-use crate::args::{CREATE_OPTIONS, NewImage, OutputFormat, parse_format, parse_size, prealloc_text};
+use crate::args::{
+    CREATE_OPTIONS, NewImage, OutputFormat, is_native_name, parse_format, parse_size, prealloc_text,
+};
 use crate::output::{complain, human_bytes, say, say_json};
 
 /// Make an image; with a backing image, a clone that holds only what differs
@@ -74,11 +76,6 @@ struct Answer {
     /// How much of the backing image is known to be zero.
     #[serde(skip_serializing_if = "Option::is_none")]
     template_zero_bytes: Option<u64>,
-}
-
-/// Whether the name says that it is an image of the native format.
-fn is_native_name(path: &Path) -> bool {
-    path.extension().is_some_and(|suffix| suffix == "vlm")
 }
 
 /// What was made.

@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use vellum_core::{Error, Result};
 use vellum_daemon::serve::parse_address;
 use vellum_daemon::stats::DiskStats;
-use vellum_daemon::{ExportSpec, ImageOptions, ServeSpec, serve};
+use vellum_daemon::{ExportSpec, GrowHook, ImageOptions, ServeSpec, serve};
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{Address, IoMode};
 
@@ -54,6 +54,10 @@ pub(crate) struct Args {
     /// to 1G, adaptive (about a second's worth) or off. When not given, as the image says, else adaptive on ext4 and XFS
     #[arg(long, value_name = "HOW", value_parser = parse_prealloc)]
     prealloc: Option<Prealloc>,
+    /// Run this command when the device of an image with layout=table becomes full: words, no shell; {device}, {size} (the
+    /// bytes it should have) and {more} (how many more that is) stand for themselves, as in "lvextend -L {size}b {device}"
+    #[arg(long, value_name = "CMD")]
+    grow_hook: Option<GrowHook>,
     /// Worker threads; one per core when not given
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
@@ -126,6 +130,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         connections_max: usize::try_from(args.max_connections).expect("32 bits"),
         limits: Default::default(),
         drain_time: Duration::from_secs(args.drain_seconds),
+        grow_hook: args.grow_hook.clone(),
         stats_path: args.stats_json.clone(),
         control_path: args.control.clone(),
     };

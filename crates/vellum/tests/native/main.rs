@@ -15,6 +15,7 @@
 mod support;
 
 mod chains;
+mod device;
 mod making;
 mod resize;
 mod served;

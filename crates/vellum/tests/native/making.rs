@@ -61,20 +61,32 @@ fn what_makes_no_sense_is_refused_and_leaves_nothing() {
     let dir = Dir::new("native-senseless");
     let image = dir.text("disk.vlm");
     for (options, words) in [
-        ("unit_size=64k", "a linear image has no units"),
-        ("block_size=64k", "without one there is no bitmap"),
-        ("journal_size=1M", "nothing to record"),
+        ("unit_size=64k", "say layout=table too"),
+        ("block_size=64k", "say which with -b"),
+        ("journal_size=1M", "nothing to record; leave it out"),
+        ("zeroed=on", "is for devices"),
+        ("layout=table,zeroed=on", "whatever the device held; leave it out"),
         ("layout=table,unit_size=32k", "64k to 2M"),
+        ("layout=table,unit_size=4M", "64k to 2M"),
         ("layout=table,unit_size=100k", "64k to 2M"),
+        ("layout=table,block_size=64k", "has no bitmap"),
         ("layout=table,journal_size=1k", "64k to 64M"),
         ("layout=table,journal_size=65M", "64k to 64M"),
+        ("layout=table,journal_size=66000", "a multiple of 4k"),
         ("layout=zoned", "linear, table"),
-        ("cluster_size=64k", "is for qcow2"),
+        ("embed=on", "there is no such option"),
+        ("cluster_size=64k", "say unit_size with layout=table"),
+        ("journal=off", "whenever it needs one"),
+        ("prealloc=off", "always made ready"),
         ("preallocation=full", "vellum image has none"),
+        ("extended_l2=on", "say `-f qcow2`"),
     ] {
         refused(&[words], &["create", "-f", "vellum", "-o", options, &image, "1M"]);
         assert_eq!(dir.names(), Vec::<String>::new(), "{options} leaves something");
     }
+    vellum(&["create", "-q", "-f", "vellum", &image, "1M"]).answer();
+    refused(&["snapshots need layout=table"], &["snapshot", "create", &image, "monday"]);
+    std::fs::remove_file(&image).expect("the image");
     refused(
         &["is for vellum: say `-f vellum`"],
         &["create", "-f", "qcow2", "-o", "layout=table", &image, "1M"],
@@ -90,6 +102,8 @@ fn copies_read_as_their_source() {
     let dir = Dir::new("native-copies");
     let (raw, image, back) = (dir.text("source.raw"), dir.text("copy.vlm"), dir.text("back.raw"));
     std::fs::write(&raw, patchy(5 * MIB + 512, 2)).expect("a source");
+    vellum(&["convert", "-f", "raw", &raw, &image]).answer();
+    assert_eq!(vellum(&["info", "--output", "json", &image]).json()["format"], "vellum", "its name says so");
     for options in [
         vec![],
         vec!["-o", "layout=table"],

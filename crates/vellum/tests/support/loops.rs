@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use super::dir::Dir;
-use super::program::{is_root, run, skipped};
+use super::program::{is_root, run, skipped, succeed};
 
 /// A loop device over a file of its own.
 pub struct LoopDevice {
     pub path: PathBuf,
-    _dir: Dir,
+    dir: Dir,
 }
 
 impl LoopDevice {
@@ -27,11 +27,24 @@ impl LoopDevice {
             skipped(&format!("no loop device: {}", ran.err.trim()));
             return None;
         }
-        Some(Self { path: ran.out.trim().into(), _dir: dir })
+        Some(Self { path: ran.out.trim().into(), dir })
     }
 
     pub fn text(&self) -> String {
         self.path.display().to_string()
+    }
+
+    /// The file below.
+    pub fn backing(&self) -> PathBuf {
+        self.dir.join("backing")
+    }
+
+    /// Makes it so long, as a volume manager would.
+    #[track_caller]
+    pub fn grow(&self, len: u64) {
+        let file = std::fs::File::options().write(true).open(self.backing()).expect("the file below");
+        file.set_len(len).expect("room for it");
+        succeed("losetup", &["-c", &self.text()]);
     }
 }
 

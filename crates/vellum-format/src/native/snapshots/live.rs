@@ -77,6 +77,7 @@ impl Native {
             superblocks: self.superblocks.clone(),
             metadata: self.metadata.clone(),
             homeward: self.homeward.clone(),
+            ahead: self.ahead.clone(),
             data: self.data.clone(),
             under: self.under.clone(),
             below: self.below.clone(),

@@ -44,7 +44,11 @@ impl Qcow2 {
         let Some(clusters) = found else { return Ok(false) };
         let run = ImageOffset::new(clusters.start << self.cluster.shift())
             .span((clusters.end - clusters.start) << self.cluster.shift());
-        self.refcounts().keep_out(clusters);
+        {
+            let mut refcounts = self.refcounts();
+            refcounts.keep_out(clusters);
+            refcounts.reserve();
+        }
         let begun = self.begin_in(journal, run).await;
         if begun.is_err() {
             self.refcounts().let_in();

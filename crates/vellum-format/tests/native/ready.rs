@@ -1,0 +1,220 @@
+//! Units that are made ready ahead of need: what it costs, exactly, and when.
+//!
+//! The medium is a device of which nothing is known to be zero and whose zeros are written; nothing that the guest waits for is
+//! to have any of it.
+
+use std::time::Duration;
+
+use vellum_core::{
+    Buffer, Disk, GuestOffset, HostTally, ImageOffset, IoCounts, Random, SharedStorage, Storage, WriteFlags,
+};
+use vellum_format::native::{Native, OpenOptions, create};
+use vellum_sim::{Drive, DriveOptions, World};
+
+use super::common::native::{NativeSetup, look_native};
+use super::device::Device;
+
+const UNIT: u64 = 64 << 10;
+const UNITS: u64 = 600;
+
+/// What happened, guest and background apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cost {
+    flushes: u64,
+    writes: u64,
+    zeroed_for_guest: u64,
+    zeroed_ahead: u64,
+    waits: u64,
+}
+
+struct Bench {
+    disk: std::sync::Arc<Native>,
+    image: SharedStorage,
+    tally: HostTally,
+    before: [IoCounts; 3],
+    waits: u64,
+    millis: u64,
+}
+
+impl Bench {
+    /// An open image on a device full of old bytes, or in a file.
+    async fn open(world: &World, on_device: bool) -> Self {
+        let drive = Drive::new(world, DriveOptions::default());
+        let setup = NativeSetup::table("table", 2 * UNITS * UNIT, UNIT);
+        let image: SharedStorage = if on_device {
+            let mut old = vec![0; usize::try_from((1 << 20) + UNITS * UNIT).unwrap()];
+            Random::from_seed(3).fill(&mut old);
+            drive.write(ImageOffset::ZERO, Buffer::copy_of(&old)).await.unwrap();
+            Device::shared(drive)
+        } else {
+            drive
+        };
+        create(&*image, &setup.create_options()).await.unwrap();
+        let tally = HostTally::default();
+        let options = OpenOptions { tally: tally.clone(), journal_key: Some(1), ..OpenOptions::default() };
+        let disk = Native::open(image.clone(), None, options).await.unwrap();
+        Self { disk, image, tally, before: Default::default(), waits: 0, millis: 0 }
+    }
+
+    /// An idle moment of so many milliseconds, in steps of those that a server has.
+    async fn idle(&mut self, millis: u64) {
+        for _ in 0..millis.div_ceil(50) {
+            self.millis += 50;
+            while self.disk.tend(Duration::from_millis(self.millis)).await {}
+        }
+    }
+
+    async fn write(&self, unit: u64) {
+        let at = GuestOffset::new(unit * UNIT) + 512;
+        self.disk.write(at, Buffer::copy_of(&[7; 4096]), WriteFlags::default()).await.unwrap();
+    }
+
+    /// What has happened since it was asked before.
+    fn cost(&mut self) -> Cost {
+        let now = [self.tally.data.counts(), self.tally.metadata.counts(), self.tally.prealloc.counts()];
+        let [data, metadata, ahead] = std::array::from_fn(|i| now[i] - self.before[i]);
+        let waits = self.disk.waits_for_units() - self.waits;
+        (self.before, self.waits) = (now, self.disk.waits_for_units());
+        Cost {
+            flushes: data.flushes + metadata.flushes + ahead.flushes,
+            writes: data.writes + metadata.writes,
+            zeroed_for_guest: (data.bytes_zeroed + metadata.bytes_zeroed) / UNIT,
+            zeroed_ahead: ahead.bytes_zeroed / UNIT,
+            waits,
+        }
+    }
+
+    async fn close(self) {
+        self.disk.close().await.unwrap();
+        let (report, lines) = look_native(&self.image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+    }
+}
+
+const NOTHING: Cost = Cost { flushes: 0, writes: 0, zeroed_for_guest: 0, zeroed_ahead: 0, waits: 0 };
+
+/// A guest that writes into a fresh unit and flushes, with an idle moment now and then: one flush and two writes each, as in a
+/// file, and each unit is made zero once.
+#[test]
+fn writes_wait_for_no_zeros() {
+    const N: u64 = 64;
+    let world = World::new(0);
+    world.run(async {
+        let mut bench = Bench::open(&world, true).await;
+        bench.cost();
+        bench.idle(1000).await;
+        assert_eq!(bench.cost(), Cost { flushes: 1, zeroed_ahead: 4, ..NOTHING }, "a few, with one flush");
+        bench.idle(60_000).await;
+        assert_eq!(bench.cost(), NOTHING, "a quiet disk costs nothing");
+        // The journal begins.
+        bench.write(0).await;
+        bench.disk.flush().await.unwrap();
+        bench.idle(50).await;
+        bench.cost();
+        // A mebibyte ahead, from the first write on.
+        bench.idle(1000).await;
+        bench.write(1).await;
+        bench.disk.flush().await.unwrap();
+        bench.idle(50).await;
+        bench.cost();
+        for unit in 2..2 + N {
+            bench.write(unit).await;
+            bench.disk.flush().await.unwrap();
+            bench.idle(50).await;
+        }
+        let cost = bench.cost();
+        assert_eq!(
+            (cost.flushes, cost.writes, cost.zeroed_for_guest, cost.waits),
+            (N, 2 * N, 0, 0),
+            "{cost:?}"
+        );
+        // 64 units of 64 KiB in 3.2 s: 20 units a second; so many lie ready at the end, at most.
+        assert!((N..N + 24).contains(&cost.zeroed_ahead), "{cost:?}");
+        bench.idle(60_000).await;
+        let cost = bench.cost();
+        assert!(cost.flushes <= 1 && cost.zeroed_ahead <= 8, "what was begun is ended: {cost:?}");
+        bench.idle(60_000).await;
+        assert_eq!(bench.cost(), NOTHING, "a quiet disk costs nothing");
+        bench.close().await;
+    });
+}
+
+/// Without anybody who tends it, or when it is faster than that, a guest waits, and says how often.
+#[test]
+fn a_guest_that_is_faster_waits() {
+    let world = World::new(0);
+    world.run(async {
+        let mut bench = Bench::open(&world, true).await;
+        bench.idle(1000).await;
+        for unit in 0..UNITS / 2 {
+            bench.write(unit).await;
+        }
+        let cost = bench.cost();
+        assert!(cost.waits > 0 && cost.zeroed_ahead == 4, "{cost:?}");
+        bench.idle(1000).await;
+        // It was fast in the last second, so a lot is ready.
+        let ahead = bench.cost().zeroed_ahead;
+        assert!((100..=1024).contains(&ahead), "{ahead}");
+        for unit in UNITS / 2..UNITS / 2 + 100 {
+            bench.write(unit).await;
+        }
+        assert_eq!(bench.cost().waits, 0);
+        bench.close().await;
+    });
+}
+
+/// What is let go is made zero only as far as it is needed; a file that grows needs nothing before its first change.
+#[test]
+fn what_is_freed_costs_no_more_than_is_needed() {
+    let world = World::new(0);
+    world.run(async {
+        let mut bench = Bench::open(&world, true).await;
+        bench.idle(1000).await;
+        for unit in 0..200 {
+            bench.write(unit).await;
+            bench.idle(50).await;
+        }
+        bench.idle(60_000).await;
+        bench.cost();
+        bench.disk.discard(GuestOffset::ZERO.span(200 * UNIT), WriteFlags::default()).await.unwrap();
+        bench.disk.flush().await.unwrap();
+        bench.idle(60_000).await;
+        let cost = bench.cost();
+        assert!(cost.zeroed_for_guest + cost.zeroed_ahead <= 16, "{cost:?}");
+        let room = bench.disk.room().await.unwrap().unwrap();
+        assert_eq!(room.free, UNITS * UNIT, "and all of it can be used");
+        for unit in 0..UNITS {
+            bench.write(unit).await;
+        }
+        bench.close().await;
+
+        let mut file = Bench::open(&world, false).await;
+        file.cost();
+        file.idle(1000).await;
+        assert_eq!(file.cost(), NOTHING);
+        for unit in 0..200 {
+            file.write(unit).await;
+        }
+        file.disk.flush().await.unwrap();
+        file.cost();
+        file.disk.discard(GuestOffset::ZERO.span(100 * UNIT), WriteFlags::default()).await.unwrap();
+        file.disk.flush().await.unwrap();
+        let cost = file.cost();
+        assert_eq!(
+            (cost.zeroed_for_guest, cost.zeroed_ahead),
+            (100, 0),
+            "nobody has tended it yet: {cost:?}"
+        );
+        file.idle(50).await;
+        file.disk
+            .discard(GuestOffset::new(100 * UNIT).span(100 * UNIT), WriteFlags::default())
+            .await
+            .unwrap();
+        file.disk.flush().await.unwrap();
+        assert_eq!(file.cost().zeroed_for_guest, 0);
+        file.idle(1000).await;
+        let cost = file.cost();
+        assert_eq!((cost.zeroed_for_guest, cost.zeroed_ahead), (0, 100), "holes, so all of it: {cost:?}");
+        file.close().await;
+    });
+}

@@ -1,0 +1,105 @@
+//! A file on a host that becomes full: what lies in a hole takes space when it is written, or reserved before.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+use vellum_core::{
+    BlockSize, Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, MemoryStorage, Result,
+    Storage, StorageRun, Zeroes,
+};
+
+pub(crate) struct FullHost {
+    inner: Arc<MemoryStorage>,
+    blocks: Mutex<Blocks>,
+}
+
+#[derive(Default)]
+struct Blocks {
+    /// Pages that the file has.
+    taken: BTreeSet<u64>,
+    /// So many more there are.
+    free: u64,
+}
+
+impl FullHost {
+    pub(crate) fn new() -> Arc<Self> {
+        let blocks = Mutex::new(Blocks { free: u64::MAX / 2, ..Blocks::default() });
+        Arc::new(Self { inner: MemoryStorage::new("image"), blocks })
+    }
+
+    /// From now on there are so many more pages.
+    pub(crate) fn leave(&self, pages: u64) {
+        self.blocks.lock().unwrap().free = pages;
+    }
+
+    fn take(&self, span: ImageSpan) -> Result<()> {
+        let mut blocks = self.blocks.lock().unwrap();
+        let first = BlockSize::PAGE.cluster_of(span.start()).index();
+        let new: Vec<u64> = (first..BlockSize::PAGE.count_for(span.end().bytes()))
+            .filter(|page| !blocks.taken.contains(page))
+            .collect();
+        let Some(free) = blocks.free.checked_sub(new.len() as u64) else {
+            return Err(Error::new(ErrorKind::NoSpace, "the host is full"));
+        };
+        blocks.free = free;
+        blocks.taken.extend(new);
+        Ok(())
+    }
+}
+
+impl Storage for FullHost {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn limits(&self) -> &Limits {
+        self.inner.limits()
+    }
+
+    fn len(&self) -> u64 {
+        self.inner.len()
+    }
+
+    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        self.inner.read(at, buffer)
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.take(at.span(data.len() as u64))?;
+            self.inner.write(at, data).await
+        })
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.inner.flush()
+    }
+
+    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            if how == Zeroes::Allocated {
+                self.take(span)?;
+            }
+            self.inner.write_zeroes(span, how).await
+        })
+    }
+
+    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.inner.discard(span)
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        self.inner.set_len(len)
+    }
+
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.take(span)?;
+            self.inner.preallocate(span).await
+        })
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        self.inner.runs(span)
+    }
+}

@@ -45,7 +45,12 @@ fn formats_over_one_another_in_any_order() {
             let name = format!("{number}-{depth}.img");
             let image = dir.text(&name);
             let table = ["-o", "layout=table,unit_size=64k,journal_size=256k"];
-            let options = if format == "vellum" && depth + number == 2 { &table[..] } else { &[] };
+            let zoned = ["-o", "layout=zoned,zone_size=1M,journal_size=256k"];
+            let options = match (format, depth + number) {
+                ("vellum", 2) => &table[..],
+                ("vellum", 0 | 3) => &zoned[..],
+                _ => &[],
+            };
             let arguments =
                 [&["create", "-q", "-f", format, "-b", &below, "-F", below_format], options, &[&image, "4M"]]
                     .concat();
@@ -76,7 +81,11 @@ fn a_killed_server_loses_nothing_that_was_flushed() {
     let dir = Dir::new("native-killed");
     let model = patchy(3 * MIB, 9);
     std::fs::write(dir.join("base.raw"), &model).expect("a base");
-    for options in ["journal_size=256k", "layout=table,unit_size=64k,journal_size=256k"] {
+    for options in [
+        "journal_size=256k",
+        "layout=table,unit_size=64k,journal_size=256k",
+        "layout=zoned,zone_size=256k,journal_size=256k",
+    ] {
         let image = dir.text("disk.vlm");
         vellum(&["create", "-q", "-f", "vellum", "-o", options, "-b", "base.raw", "-F", "raw", &image])
             .answer();

@@ -37,6 +37,7 @@ fn what_a_device_held_is_never_seen() {
     for (block, options, size) in [
         (512, "layout=table,unit_size=64k,journal_size=64k", 30 * MIB),
         (4096, "layout=table,journal_size=1M", 30 * MIB),
+        (512, "layout=zoned,zone_size=256k,journal_size=1M", 30 * MIB),
         (512, "zeroed=on", 16 * MIB),
     ] {
         let Some(device) = full_of_old_bytes(40 * MIB, block) else { return };

@@ -22,6 +22,12 @@ fn options_and_what_info_tells_of_them() {
         ("block_size=4k,journal_size=64k", true, json!({ "block-size": 4096, "base-size": 3 * MIB })),
         ("layout=table", false, json!({ "layout": "table", "unit-size": MIB, "snapshots": false })),
         ("layout=table,unit_size=2M,block_size=1M", true, json!({ "unit-size": 2 * MIB, "block-size": MIB })),
+        (
+            "layout=zoned",
+            false,
+            json!({ "layout": "zoned", "unit-size": 65_536, "zone-size": 64 * MIB, "embed": true }),
+        ),
+        ("layout=zoned,zone_size=1M,embed=off", true, json!({ "zone-size": MIB, "embed": false })),
     ] {
         let mut arguments = vec!["create", "-f", "vellum", "--output", "json"];
         if !options.is_empty() {
@@ -73,7 +79,10 @@ fn what_makes_no_sense_is_refused_and_leaves_nothing() {
         ("layout=table,journal_size=1k", "64k to 64M"),
         ("layout=table,journal_size=65M", "64k to 64M"),
         ("layout=table,journal_size=66000", "a multiple of 4k"),
-        ("layout=zoned", "linear, table"),
+        ("layout=heap", "linear, table, zoned"),
+        ("layout=table,zone_size=1M", "need layout=zoned"),
+        ("layout=zoned,zone_size=64k", "128k to 64M"),
+        ("layout=zoned,unit_size=2M,zone_size=2M", "2 to 1024 units"),
         ("embed=on", "there is no such option"),
         ("cluster_size=64k", "say unit_size with layout=table"),
         ("journal=off", "whenever it needs one"),
@@ -109,6 +118,8 @@ fn copies_read_as_their_source() {
         vec!["-o", "layout=table"],
         vec!["-o", "layout=table,unit_size=64k"],
         vec!["-o", "layout=table,unit_size=2M,journal_size=64k"],
+        vec!["-o", "layout=zoned"],
+        vec!["-o", "layout=zoned,zone_size=256k,journal_size=64k"],
     ] {
         let arguments = [&["convert", "-f", "raw", "-O", "vellum"], &options[..], &[&raw, &image]].concat();
         vellum(&arguments).answer();

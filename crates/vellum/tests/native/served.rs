@@ -69,16 +69,19 @@ impl Controlled {
 }
 
 fn table(dir: &Dir, size: &str, unit: &str) -> String {
+    made(dir, size, &format!("layout=table,unit_size={unit}"))
+}
+
+fn made(dir: &Dir, size: &str, layout: &str) -> String {
     let image = dir.text("disk.vlm");
-    let layout = format!("layout=table,unit_size={unit}");
-    vellum(&["create", "-f", "vellum", "-o", &layout, &image, size]).answer();
+    vellum(&["create", "-f", "vellum", "-o", layout, &image, size]).answer();
     image
 }
 
 #[test]
 fn snapshots_are_made_while_a_client_writes() {
     let dir = Dir::new("native-served");
-    let image = table(&dir, "8M", "64k");
+    let image = made(&dir, "8M", "layout=zoned,zone_size=1M");
     let served = Controlled::start(&[&image]);
     let (quiet, busy) = (4 * MIB, AtomicBool::new(true));
     std::thread::scope(|scope| {

@@ -7,12 +7,18 @@ use super::{MIB, check_says, refused, same};
 
 #[test]
 fn snapshots_come_and_go() {
+    for layout in ["layout=table", "layout=zoned,zone_size=1M"] {
+        story(layout);
+    }
+}
+
+fn story(layout: &str) {
     let dir = Dir::new("native-snapshots");
     let base = patchy(3 * MIB, 3);
     std::fs::write(dir.join("base.raw"), &base).expect("a base");
     let image = dir.text("disk.vlm");
     let base_name = dir.text("base.raw");
-    vellum(&["create", "-f", "vellum", "-o", "layout=table", "-b", &base_name, "-F", "raw", &image]).answer();
+    vellum(&["create", "-f", "vellum", "-o", layout, "-b", &base_name, "-F", "raw", &image]).answer();
     let listed = |image: &str| vellum(&["snapshot", "list", "--output", "json", image]).json();
     assert_eq!(listed(&image), serde_json::json!([]));
     vellum(&["snapshot", "create", &image, "empty"]).answer();

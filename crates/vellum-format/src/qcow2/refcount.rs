@@ -23,6 +23,8 @@
 //!    prepared, and only where their refcounts have a block.
 //! 7. A cluster known to hold metadata is never handed out, whatever its refcount: then the image is corrupt. Only the
 //!    journal lies where refcounts are zero.
+//!
+//! Long because finding, taking and making refcounts change one state together, under one lock.
 
 use std::collections::BTreeSet;
 use std::ops::Range;

@@ -194,6 +194,11 @@ impl Lab {
         self.dir.join("base.raw")
     }
 
+    /// Where a base without data goes.
+    pub(crate) fn zeros(&self) -> PathBuf {
+        self.dir.join("zeros.raw")
+    }
+
     /// Why a format is left out.
     pub(crate) fn refusal(&self, subject: &Subject) -> Result<Option<String>> {
         match (&self.no_qemu, subject.maker) {
@@ -233,7 +238,7 @@ impl Lab {
             drop(fs::remove_file(&desk.figures)); // those of the server that has ended
         }
         if snapshot {
-            images::run(Command::new("qemu-img").args(["snapshot", "-q", "-c", "s"]).arg(&desk.image))?;
+            images::run(&mut subject.snapshot(self.tools(), &desk.image))?;
         }
         let mut command = server.command(&serving)?;
         if witness != Witness::Stats {

@@ -2,6 +2,7 @@
 
 pub(crate) mod growing;
 pub(crate) mod nbd;
+pub(crate) mod papers;
 pub(crate) mod recovery;
 pub(crate) mod replay_traces;
 pub(crate) mod slow_flush;

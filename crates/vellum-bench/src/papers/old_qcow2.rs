@@ -239,3 +239,93 @@ impl State {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use vellum_core::MemoryStorage;
+    use vellum_core::{IoTally, Tallied};
+    use vellum_sim::World;
+
+    use super::*;
+
+    /// What the image has asked of its host: reads, writes, bytes written.
+    fn asked(requests: &[(bool, u64, u64)]) -> (u64, u64, u64) {
+        let tally = std::sync::Arc::new(IoTally::default());
+        let storage = Tallied::shared(MemoryStorage::new("image"), tally.clone());
+        let image = OldQcow2::new(storage);
+        World::new(0).run(async {
+            for (is_read, offset, len) in requests.iter().copied() {
+                let (mut offset, mut left) = (offset, len);
+                while left > 0 {
+                    let done = match image.begin(is_read, offset, left).await.unwrap() {
+                        Step::Move { at, len, allocation } => {
+                            match is_read {
+                                true => image.read(at.bytes(), len as u64).await.unwrap(),
+                                false => image.write(at.bytes(), len as u64).await.unwrap(),
+                            }
+                            if let Some(allocation) = allocation {
+                                image.link(allocation).await.unwrap();
+                            }
+                            len
+                        }
+                        Step::Nothing { len } => len,
+                        Step::Wait => panic!("nothing is under way"),
+                    };
+                    (offset, left) = (offset + done as u64, left - done as u64);
+                }
+            }
+        });
+        let counts = tally.counts();
+        (counts.reads, counts.writes, counts.bytes_written)
+    }
+
+    const K: u64 = 1 << 10;
+
+    #[test]
+    fn a_first_write_costs_what_the_source_says() {
+        // The refcount block comes into memory with the first allocation, which is that of the L2 table: refcount, table, L1. Then
+        // the cluster: refcount, data, what is before and behind it, L2.
+        let table = 512 + 64 * K + 512;
+        assert_eq!(asked(&[(false, 4 * K, 4 * K)]), (1, 3 + 5, table + 512 + 64 * K + 512));
+        // The same place again, and a read: nothing but data.
+        let again = [(false, 4 * K, 4 * K), (false, 4 * K, 4 * K), (true, 4 * K, 4 * K)];
+        assert_eq!(asked(&again), (2, 8 + 1, table + 1024 + 68 * K));
+        // Eight whole clusters at once: one refcount write, one L2 write.
+        assert_eq!(asked(&[(false, 0, 512 * K)]), (1, 3 + 3, table + 1024 + 512 * K));
+        // Half of it is there: two parts.
+        let half = [(false, 0, 64 * K), (false, 0, 128 * K)];
+        assert_eq!(asked(&half), (1, 3 + 3 + 1 + 3, table + 2048 + 192 * K));
+        assert_eq!(asked(&[(true, 0, 64 * K)]), (0, 0, 0), "nothing is there");
+    }
+
+    #[test]
+    fn the_seventeenth_table_throws_one_out() {
+        let reach = L2_ENTRIES * CLUSTER;
+        let writes: Vec<_> = (0..17).map(|i| (false, i * reach, CLUSTER)).collect();
+        let with = |reads: &[u64]| {
+            let reads = reads.iter().map(|i| (true, i * reach, CLUSTER));
+            asked(&writes.iter().copied().chain(reads).collect::<Vec<_>>()).0
+        };
+        let before = with(&[]);
+        assert_eq!(with(&[16]) - before, 1, "the last one is in memory: data alone");
+        assert_eq!(with(&[0]) - before, 2, "the first one is not");
+    }
+
+    #[test]
+    fn who_runs_into_a_first_write_waits_for_it() {
+        let image = OldQcow2::new(MemoryStorage::new("image"));
+        World::new(0).run(async {
+            let Step::Move { allocation: Some(allocation), .. } =
+                image.begin(false, 0, CLUSTER).await.unwrap()
+            else {
+                panic!("it is new");
+            };
+            assert!(matches!(image.begin(false, 4 * K, 4 * K).await.unwrap(), Step::Wait));
+            image.link(allocation).await.unwrap();
+            assert!(matches!(
+                image.begin(false, 4 * K, 4 * K).await.unwrap(),
+                Step::Move { allocation: None, .. }
+            ));
+        });
+    }
+}

@@ -50,6 +50,7 @@ enum Command {
     SlowFlush(commands::slow_flush::Args),
     Snapshots(commands::snapshots::Args),
     SyncAmplification(commands::sync_amplification::Args),
+    Writers(commands::writers::Args),
 }
 
 fn main() -> ExitCode {
@@ -62,6 +63,7 @@ fn main() -> ExitCode {
         Command::SlowFlush(args) => ("slow-flush", commands::slow_flush::run(&args)),
         Command::Snapshots(args) => ("snapshots", commands::snapshots::run(&args)),
         Command::SyncAmplification(args) => ("sync-amplification", commands::sync_amplification::run(&args)),
+        Command::Writers(args) => ("writers", commands::writers::run(&args)),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -292,6 +292,19 @@ impl Lab {
         Ok(seen)
     }
 
+    /// What the server asked of the host, call by call, to the clean close.
+    pub(crate) fn calls(&self, subject: &Subject, plan: &Plan) -> Result<Vec<strace::Call>> {
+        if let Some(reason) = &self.blind {
+            return Err(Error::new(ErrorKind::NotFound, reason.clone()));
+        }
+        self.count(subject, Scene { plan, base: None, snapshot: false }, Witness::Strace, 0)?;
+        // The desk stays until the next one is made in its place.
+        let desk = self.dir.join("0");
+        let trace = desk.join("trace");
+        let text = fs::read_to_string(&trace).context(|| format!("can't read {}", trace.display()))?;
+        strace::parse(&text, &desk)
+    }
+
     /// Vellum, which writes its figures to this file; without a ring when it is watched. What it prepares ahead of need
     /// depends on the time, so it is counted in rows of its own.
     fn our_server(&self, figures: &Path, witness: Witness, prepares: bool) -> Vellum {

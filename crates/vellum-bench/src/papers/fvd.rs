@@ -26,8 +26,11 @@ use vellum_sim::model::{ForgetfulDrive, Hdd, HddParameters, Medium, MediumCounts
 use super::old_qcow2::OldQcow2;
 use super::player::{Engine, Player};
 use super::postmark::{FILES, PostMark, TRANSACTIONS};
+use crate::cost::lab::{Lab, Plan};
+use crate::cost::strace::Call;
 use crate::load::guest::Request;
 use crate::load::trace::Trace;
+use crate::subjects::{Base, qemu};
 
 const ROOT: u64 = 1 << 30;
 const DISK: u64 = 51 << 30;
@@ -224,8 +227,8 @@ fn own_writes(tally: &HostTally) -> u64 {
     writes(tally.metadata.counts()) + writes(tally.checkpoint.counts())
 }
 
-/// A recorded guest on the second partition.
-pub(crate) fn recorded(image: Image, stage: &Stage, trace: &Path) -> Result<Phase> {
+/// A recorded guest on the second partition: what its workload asks.
+pub(crate) fn recorded_requests(trace: &Path) -> Result<Vec<Request>> {
     let trace = Trace::read(trace)?;
     if trace.end > DISK - ROOT {
         return Err(Error::invalid("the trace needs a larger disk than the paper had"));
@@ -239,8 +242,36 @@ pub(crate) fn recorded(image: Image, stage: &Stage, trace: &Path) -> Result<Phas
     let of_workload = |(phase, request): (Option<String>, Request)| {
         (phase.as_deref() == Some("w")).then(|| behind(request))
     };
-    let mut requests = Some(trace.requests.into_iter().filter_map(of_workload).collect());
+    Ok(trace.requests.into_iter().filter_map(of_workload).collect())
+}
+
+/// Requests on an image.
+pub(crate) fn replayed(image: Image, stage: &Stage, requests: Vec<Request>) -> Result<Phase> {
+    let mut requests = Some(requests);
     Scene::new(image, stage)?.play(|| requests.take())
+}
+
+/// What today's QEMU asks of its host for these requests on a new qcow2, one at a time: as requests to a raw disk. Ranges that it zeroes
+/// without writing are left out.
+pub(crate) fn todays_log(lab: &Lab, mut requests: Vec<Request>) -> Result<Vec<Request>> {
+    let subject = qemu("qemu qcow2", "qcow2", "", Base::Never);
+    if let Some(reason) = lab.refusal(&subject)? {
+        return Err(Error::invalid(reason));
+    }
+    requests.push(Request::Flush);
+    let plan = Plan { disk_bytes: DISK, fill: Vec::new(), warm_up: Vec::new(), counted: vec![requests] };
+    let bytes = |bytes: u64| usize::try_from(bytes).expect("a call is short");
+    let as_request = |call: Call| match call {
+        Call { counts, .. } if counts.flushes > 0 => Some(Request::Flush),
+        Call { counts, offset, .. } if counts.bytes_written > 0 => {
+            Some(Request::Write { offset, len: bytes(counts.bytes_written) })
+        }
+        Call { bytes_read, offset, .. } if bytes_read > 0 => {
+            Some(Request::Read { offset, len: bytes(bytes_read) })
+        }
+        _ => None,
+    };
+    Ok(lab.calls(&subject, &plan)?.into_iter().filter_map(as_request).collect())
 }
 
 /// What images of one TiB have on disk for themselves, in bytes: of the images as they are made.

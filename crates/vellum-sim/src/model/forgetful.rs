@@ -138,11 +138,12 @@ impl Storage for ForgetfulDrive {
         })
     }
 
-    /// Nothing changes: that is allowed.
+    /// What is kept reads as zero afterwards.
     fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
         self.tally.count_discard(span.len());
         Box::pin(async move {
             self.pass(Operation::Discard, span).await;
+            self.lock().bytes.zero(self.kept(span));
             Ok(())
         })
     }

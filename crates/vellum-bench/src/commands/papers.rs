@@ -111,7 +111,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         let trace = fvd::trace_in(dir)?;
         table.say("");
         table.say(&format!("{}: a recorded PostMark on ext4, 95 MiB, with flushes", first.name));
-        table.say(&HEAD[1][..ONE_PHASE]);
+        table.say(HEAD[1][..ONE_PHASE].trim_end());
         let requests = fvd::recorded_requests(&trace)?;
         for image in Image::ALL {
             let phase = fvd::replayed(image, first, requests.clone())?;
@@ -135,7 +135,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     rows.extend(recorded_rows(&recorded, today));
     rows.extend(counted_rows(sizes, free_writes));
     table.say("");
-    table.say(&format!("{:<4} {:<46} {:>12}  {:<46}", "row", "", "paper", "here"));
+    table.say(&format!("{:<4} {:<46} {:>12}  here", "row", "", "paper"));
     for row in &rows {
         let verdict = if row.is_met { "met" } else { "missed" };
         table.say(&format!("{:<4} {:<46} {:>12}  {:<46} {verdict}", row.id, row.what, row.paper, row.ours));

@@ -6,6 +6,7 @@
 //!     load     what a client asks, and what it sees: workloads, the generator, fio as the other opinion
 //!     cost     what a server asks of the host: counts of writes and flushes
 //!     subjects formats with their options, and the program that makes each
+//!     papers   figures of papers, on modelled drives in virtual time
 //!     images   the disks that are served
 //!     host     what the machine says: CPU time, the medium, the kernel
 //!     report   samples become medians and ratios, a table and JSON
@@ -22,6 +23,7 @@ mod cost;
 mod host;
 mod images;
 mod load;
+mod papers;
 mod report;
 mod server;
 mod subjects;
@@ -42,22 +44,26 @@ struct Cli {
 enum Command {
     Growing(commands::growing::Args),
     Nbd(commands::nbd::Args),
+    Papers(commands::papers::Args),
     Recovery(commands::recovery::Args),
     ReplayTraces(commands::replay_traces::Args),
     SlowFlush(commands::slow_flush::Args),
     Snapshots(commands::snapshots::Args),
     SyncAmplification(commands::sync_amplification::Args),
+    Writers(commands::writers::Args),
 }
 
 fn main() -> ExitCode {
     let (name, result) = match Cli::parse().command {
         Command::Growing(args) => ("growing", commands::growing::run(&args)),
         Command::Nbd(args) => ("nbd", commands::nbd::run(&args)),
+        Command::Papers(args) => ("papers", commands::papers::run(&args)),
         Command::Recovery(args) => ("recovery", commands::recovery::run(&args)),
         Command::ReplayTraces(args) => ("replay-traces", commands::replay_traces::run(&args)),
         Command::SlowFlush(args) => ("slow-flush", commands::slow_flush::run(&args)),
         Command::Snapshots(args) => ("snapshots", commands::snapshots::run(&args)),
         Command::SyncAmplification(args) => ("sync-amplification", commands::sync_amplification::run(&args)),
+        Command::Writers(args) => ("writers", commands::writers::run(&args)),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -70,9 +70,14 @@ pub(crate) const fn qemu(
 /// Zeros are written ahead of need, in the background. How many there are depends on the time that passes.
 const PREPARES: &str = "prealloc=adaptive";
 
+/// What our native format is called. Its journal is no option: it is there when the layout or a base asks for it.
+pub(crate) const NATIVE: &str = "vellum";
+
 /// All of them, ours first.
-pub(crate) const SUBJECTS: [Subject; 14] = [
+pub(crate) const SUBJECTS: [Subject; 16] = [
     vellum("vellum raw", "raw", "", Base::Never, Journal::Off),
+    vellum("vellum linear", NATIVE, "layout=linear", Base::Either, Journal::Off),
+    vellum("vellum table", NATIVE, "layout=table", Base::Either, Journal::Off),
     vellum("vellum qcow2 plain", "qcow2", "", Base::Either, Journal::Off),
     vellum("vellum qcow2 extended_l2=off", "qcow2", "extended_l2=off", Base::Always, Journal::Off),
     vellum("vellum qcow2 journaled", "qcow2", "", Base::Either, Journal::On),
@@ -143,6 +148,26 @@ impl Subject {
     /// Makes it.
     pub(crate) fn make(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Result<()> {
         images::run(&mut self.making(tools, image, size, base))
+    }
+
+    /// Whether snapshots are kept inside an image.
+    pub(crate) fn keeps_snapshots(&self) -> bool {
+        match self.format {
+            NATIVE => self.options == "layout=table",
+            format => format == "qcow2",
+        }
+    }
+
+    /// The command that makes one in a closed image. No qcow2 gets one from us.
+    pub(crate) fn snapshot(&self, tools: Tools<'_>, image: &Path) -> Command {
+        if self.format == NATIVE {
+            let mut command = Command::new(tools.vellum);
+            command.args(["snapshot", "create", "-f", NATIVE]).arg(image).arg("s");
+            return command;
+        }
+        let mut command = Command::new("qemu-img");
+        command.args(["snapshot", "-q", "-c", "s"]).arg(image);
+        command
     }
 
     /// Why it cannot be looked at, as its maker says when it is asked for such an image. A plain image of ours that cannot

@@ -29,6 +29,28 @@ fn a_disk_that_grows() {
 }
 
 #[test]
+fn guests_that_write() {
+    let Some(vellum) = vellum() else {
+        return skipped(NO_VELLUM);
+    };
+    let arguments =
+        ["--skip-peers", "--rounds", "2", "--only", "new-4k-sync-2", "--only", "overwrite-4k-async-1"];
+    let (report, told) = report("writers", &vellum, &arguments);
+    let cases = report["cases"].as_array().expect("cases");
+    assert_eq!(cases.len(), 2, "{told}");
+    for case in cases {
+        let rows = case["rows"].as_array().expect("rows");
+        let names: Vec<_> = rows.iter().filter_map(|row| row["subject"].as_str()).collect();
+        let expected = ["vellum raw", "vellum linear", "vellum table", "vellum qcow2 journaled"];
+        assert_eq!(names, expected, "{told}");
+        for row in rows {
+            assert_eq!(row["rates"].as_array().map(Vec::len), Some(2), "the first round does not count");
+            assert!(is_positive(row, "/rates/0"), "{told}");
+        }
+    }
+}
+
+#[test]
 fn flushes_that_take_long() {
     let Some(vellum) = vellum() else {
         return skipped(NO_VELLUM);

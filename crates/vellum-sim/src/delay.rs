@@ -2,7 +2,8 @@
 //!
 //! A model is a closure that sees each [`Request`] when it is submitted (with the virtual time and the number of
 //! requests in flight) and gives the time until it ends. It may keep what state it likes: where the head is, how
-//! full the cache is, until when a channel is busy.
+//! full the cache is, until when a channel is busy. One that puts requests in another order, or ends several at once, is a
+//! [`DriveModel`](crate::model::DriveModel): see [`Delay::medium`].
 //!
 //! No delay means that an operation ends in its first poll, without a turn of the world. The smallest delay is
 //! enough to let others run in between.
@@ -14,18 +15,40 @@ use std::time::Duration;
 
 use vellum_core::Random;
 
+use crate::model::{Medium, Ticket};
 use crate::operation::{Operation, Request};
 
 type Model = dyn FnMut(&Request, &mut Random) -> Duration + Send;
 
 /// How long operations take. Copies share one model, as two handles share one drive.
 #[derive(Clone, Default)]
-pub struct Delay(Option<Arc<Mutex<Model>>>);
+pub struct Delay(Kind);
+
+#[derive(Clone, Default)]
+enum Kind {
+    #[default]
+    None,
+    Model(Arc<Mutex<Model>>),
+    Medium(Medium),
+}
+
+/// How long an operation has to wait.
+pub(crate) enum Wait {
+    For(Duration),
+    Until(Ticket),
+}
+
+impl Wait {
+    /// Whether the operation ends in its first poll.
+    pub(crate) fn is_none(&self) -> bool {
+        matches!(self, Self::For(Duration::ZERO))
+    }
+}
 
 impl Delay {
     /// Every operation ends in its first poll.
     pub fn none() -> Self {
-        Self(None)
+        Self(Kind::None)
     }
 
     /// Every operation takes the same time.
@@ -40,29 +63,45 @@ impl Delay {
 
     /// What `model` says.
     pub fn model(model: impl FnMut(&Request, &mut Random) -> Duration + Send + 'static) -> Self {
-        Self(Some(Arc::new(Mutex::new(model))))
+        Self(Kind::Model(Arc::new(Mutex::new(model))))
     }
 
-    /// The same, but flushes take `flush`.
+    /// What a model of a whole drive says, which may be shared with whoever asks what its medium did.
+    pub fn medium(medium: Medium) -> Self {
+        Self(Kind::Medium(medium))
+    }
+
+    /// The same, but flushes take `flush`. Not for a medium, which has flushes of its own.
     #[must_use]
     pub fn with_flush(self, flush: Duration) -> Self {
         Self::model(move |request, random| match request.operation {
             Operation::Flush => flush,
-            _ => self.of(request, random),
+            _ => match self.of(request, random) {
+                Wait::For(delay) => delay,
+                Wait::Until(_) => panic!("a medium has flushes of its own"),
+            },
         })
     }
 
-    pub(crate) fn of(&self, request: &Request, random: &mut Random) -> Duration {
-        self.0.as_ref().map_or(Duration::ZERO, |model| {
-            let mut model = model.lock().unwrap_or_else(PoisonError::into_inner);
-            model(request, random)
-        })
+    pub(crate) fn of(&self, request: &Request, random: &mut Random) -> Wait {
+        match &self.0 {
+            Kind::None => Wait::For(Duration::ZERO),
+            Kind::Model(model) => {
+                let mut model = model.lock().unwrap_or_else(PoisonError::into_inner);
+                Wait::For(model(request, random))
+            }
+            Kind::Medium(medium) => Wait::Until(medium.submit(request)),
+        }
     }
 }
 
 impl fmt::Debug for Delay {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.is_some() { "Delay(model)" } else { "Delay(none)" })
+        f.write_str(match self.0 {
+            Kind::None => "Delay(none)",
+            Kind::Model(_) => "Delay(model)",
+            Kind::Medium(_) => "Delay(medium)",
+        })
     }
 }
 

@@ -27,10 +27,11 @@ use vellum_core::{
     Random, Result, Storage, StorageRun, Zeroes,
 };
 
+use crate::alarm::Sleep;
 use crate::change::{Change, Granule, Patches, Torn};
 use crate::content::Content;
 use crate::crash::CrashKind;
-use crate::delay::{Delay, random_between};
+use crate::delay::{Delay, Wait, random_between};
 use crate::fault::{Effect, Failure, FaultPlan};
 use crate::hold::{Gate, Held, Hold};
 use crate::log::{EventLog, History, Outcome};
@@ -269,7 +270,7 @@ impl Drive {
         self.check(&state, operation, span)?;
         let failure = self.options.faults.meet(&self.options.name, operation, span);
         let request = Request { operation, span, now: self.core.now(), in_flight: state.in_flight };
-        let delay = self.options.delay.of(&request, &mut state.random);
+        let wait = self.options.delay.of(&request, &mut state.random);
         let held = state.gates.iter().find_map(|gate| gate.stop(operation, span));
         let mut events = Events::new();
         if operation != Operation::Read {
@@ -283,9 +284,9 @@ impl Drive {
             }
         }
         state.in_flight += 1;
-        let early = delay > Duration::ZERO && state.random.one_in(2);
+        let early = !wait.is_none() && state.random.one_in(2);
         let early = (operation == Operation::Read && early).then(|| state.log.visible().clone());
-        Ok(Running { drive: self, operation, span, delay, failure, held, events, early, ended: false })
+        Ok(Running { drive: self, operation, span, wait, failure, held, events, early, ended: false })
     }
 
     fn note(&self, operation: Operation, span: ImageSpan, fact: u64) {
@@ -372,7 +373,7 @@ struct Running<'a> {
     drive: &'a Drive,
     operation: Operation,
     span: ImageSpan,
-    delay: Duration,
+    wait: Wait,
     failure: Option<Failure>,
     held: Option<Held>,
     events: Events,
@@ -386,8 +387,15 @@ impl Running<'_> {
         if let Some(held) = self.held.take() {
             held.released().await;
         }
-        if self.delay > Duration::ZERO {
-            self.drive.core.sleep(self.delay).await;
+        let core = &self.drive.core;
+        match &self.wait {
+            Wait::For(delay) if delay.is_zero() => {}
+            Wait::For(delay) => core.sleep(*delay).await,
+            Wait::Until(ticket) => {
+                while let Some(next) = ticket.look(core.now()) {
+                    Sleep::until(core.clone(), next).await;
+                }
+            }
         }
     }
 

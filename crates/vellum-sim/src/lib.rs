@@ -6,6 +6,7 @@
 //!   EventLog  ── crash(kind, position) ──▶ CrashPoint ── image, subsets, corners, tears, random ──▶ Content
 //!   Oracle    watches a Disk and judges what is found after a crash
 //!   SimStream two ends of a connection
+//!   Medium    what a hard disk or an SSD would take for it, and what would reach its platters
 //!   Explorer  every image of every crash of every program, recovered and judged
 //! ```
 //!
@@ -52,7 +53,7 @@
 //! - *Counts*: [`Drive::counts`] before and after.
 //!
 //! In reading order: [`world`], [`content`] (bytes that cost nothing to copy), [`operation`], [`change`], [`log`]
-//! and [`crash`] (what the medium may hold), [`delay`], [`fault`], [`hold`], [`drive`], [`stream`], [`oracle`],
+//! and [`crash`] (what the medium may hold), [`delay`], [`model`], [`fault`], [`hold`], [`drive`], [`stream`], [`oracle`],
 //! [`expectation`], [`explore`].
 
 #![forbid(unsafe_code)]
@@ -69,6 +70,7 @@ pub mod fault;
 pub mod hold;
 pub mod log;
 mod mix;
+pub mod model;
 pub mod operation;
 pub mod oracle;
 pub mod stream;

@@ -2,11 +2,13 @@
 
 pub(crate) mod growing;
 pub(crate) mod nbd;
+pub(crate) mod papers;
 pub(crate) mod recovery;
 pub(crate) mod replay_traces;
 pub(crate) mod slow_flush;
 pub(crate) mod snapshots;
 pub(crate) mod sync_amplification;
+pub(crate) mod writers;
 
 use std::path::PathBuf;
 

@@ -23,7 +23,7 @@ use crate::load::trace::Trace;
 use crate::report::replay::{Outcome, Row, head, line};
 use crate::report::{Output, Table, say_json, tell_skipped};
 use crate::server::Vellum;
-use crate::subjects::{Base, Maker, SUBJECTS, Subject};
+use crate::subjects::{Base, Maker, NATIVE, SUBJECTS, Subject};
 
 /// The unit in which the base is full or a hole; at least that of any format that copies.
 const BASE_UNIT: u64 = 2 << 20;
@@ -76,7 +76,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     };
     let subjects: Vec<&Subject> = SUBJECTS
         .iter()
-        .filter(|subject| subject.format == "raw" || subject.format == "qcow2" && subject.base != Base::Never)
+        .filter(|subject| match subject.format {
+            "raw" => true,
+            "qcow2" | NATIVE => subject.base != Base::Never,
+            _ => false,
+        })
         .filter(|subject| subject.maker == Maker::Vellum || !args.skip_peers)
         .filter(named)
         .collect();

@@ -15,6 +15,7 @@ mod count;
 mod workloads;
 
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
@@ -139,8 +140,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         machine.kernel
     ));
     lab.programs.iter().for_each(|program| table.say(program));
-    if workloads.iter().any(|workload| workload.below == Below::Base) {
+    let has = |below: &[Below]| workloads.iter().any(|workload| below.contains(&workload.below));
+    if has(&[Below::Base, Below::BeforeBase]) {
         images::write_raw(&lab.base(), BASE_BYTES).context(|| "can't write the base")?;
+    }
+    if has(&[Below::Zeros]) {
+        images::write_raw_where(&lab.zeros(), BASE_BYTES, &[false]).context(|| "can't write the base")?;
+        images::run(Command::new(lab.tools().vellum).args(["template", "prepare", "-q"]).arg(lab.zeros()))?;
     }
     let (outcomes, mut confirmations) = count_all(&bench, &workloads, args.skip_peers, table)?;
     table.say("");

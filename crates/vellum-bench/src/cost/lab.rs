@@ -194,6 +194,11 @@ impl Lab {
         self.dir.join("base.raw")
     }
 
+    /// Where a base without data goes.
+    pub(crate) fn zeros(&self) -> PathBuf {
+        self.dir.join("zeros.raw")
+    }
+
     /// Why a format is left out.
     pub(crate) fn refusal(&self, subject: &Subject) -> Result<Option<String>> {
         match (&self.no_qemu, subject.maker) {
@@ -233,7 +238,7 @@ impl Lab {
             drop(fs::remove_file(&desk.figures)); // those of the server that has ended
         }
         if snapshot {
-            images::run(Command::new("qemu-img").args(["snapshot", "-q", "-c", "s"]).arg(&desk.image))?;
+            images::run(&mut subject.snapshot(self.tools(), &desk.image))?;
         }
         let mut command = server.command(&serving)?;
         if witness != Witness::Stats {
@@ -285,6 +290,19 @@ impl Lab {
             }
         }
         Ok(seen)
+    }
+
+    /// What the server asked of the host, call by call, to the clean close.
+    pub(crate) fn calls(&self, subject: &Subject, plan: &Plan) -> Result<Vec<strace::Call>> {
+        if let Some(reason) = &self.blind {
+            return Err(Error::new(ErrorKind::NotFound, reason.clone()));
+        }
+        self.count(subject, Scene { plan, base: None, snapshot: false }, Witness::Strace, 0)?;
+        // The desk stays until the next one is made in its place.
+        let desk = self.dir.join("0");
+        let trace = desk.join("trace");
+        let text = fs::read_to_string(&trace).context(|| format!("can't read {}", trace.display()))?;
+        strace::parse(&text, &desk)
     }
 
     /// Vellum, which writes its figures to this file; without a ring when it is watched. What it prepares ahead of need

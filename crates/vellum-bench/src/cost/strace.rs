@@ -55,6 +55,8 @@ pub(crate) struct Call {
     pub(crate) counts: Counts,
     /// What it read.
     pub(crate) bytes_read: u64,
+    /// Where, if it reads or writes.
+    pub(crate) offset: u64,
 }
 
 /// The trace of a process that has ended, or is about to.
@@ -127,7 +129,12 @@ pub(crate) fn parse(text: &str, place: &Path) -> Result<Vec<Call>> {
             && let Ok(result) = result.split(' ').next().unwrap_or_default().parse::<u64>()
         {
             let bytes_read = if call.starts_with("pread") { result } else { 0 };
-            calls.push(Call { begun_us, counts: counts_of(call, result), bytes_read });
+            calls.push(Call {
+                begun_us,
+                counts: counts_of(call, result),
+                bytes_read,
+                offset: offset_of(call),
+            });
         }
     }
     calls.sort_by_key(|call| call.begun_us);
@@ -150,6 +157,15 @@ fn is_at(place: &Path, call: &str) -> bool {
         return false;
     };
     before.contains('(') && named.strip_prefix(place).is_some_and(|rest| rest.starts_with(['/', '>']))
+}
+
+/// The last argument of a call that reads or writes: `pwrite64(5</d/q.qcow2>, ""..., 4096, 327680`. `preadv2` and `pwritev2` have flags
+/// behind it.
+fn offset_of(call: &str) -> u64 {
+    let arguments = call.rsplit_once(") = ").map_or(call, |(arguments, _)| arguments);
+    let is_flagged = call.starts_with("preadv2(") || call.starts_with("pwritev2(");
+    let last = arguments.rsplit(", ").nth(usize::from(is_flagged));
+    last.and_then(|offset| offset.trim_end_matches(')').parse().ok()).unwrap_or_default()
 }
 
 fn counts_of(call: &str, result: u64) -> Counts {
@@ -199,6 +215,16 @@ mod tests {
         let expected = Counts { flushes: 2, writes: 1, bytes_written: 4096, holes: 1 };
         assert_eq!(early, expected, "the bounds are open below and closed above");
         assert_eq!(sum(&calls, second + 500, u64::MAX), Counts { flushes: 1, ..Counts::default() });
+    }
+
+    #[test]
+    fn places_are_those_of_the_calls() {
+        let calls = parse(TRACE, Path::new("/d")).unwrap();
+        let offsets: Vec<u64> =
+            calls.iter().filter(|call| call.counts.writes > 0).map(|call| call.offset).collect();
+        assert_eq!(offsets, [131_072, 0]);
+        assert_eq!(offset_of("pwritev2(5</d/x>, [{iov_base=\"\"..., iov_len=9}], 1, 4096, 0) = 9"), 4096);
+        assert_eq!(offset_of("pread64(5</d/x>, \"\"..., 65536, 327680"), 327_680);
     }
 
     #[test]

@@ -17,6 +17,9 @@ pub(crate) struct Row {
     /// Flushes that the device completed up to the last answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) device_flushes: Option<u64>,
+    /// What was read of the base up to the last answer, where `strace` saw it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) base_bytes_read: Option<u64>,
     /// Why there is nothing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) skipped: Option<String>,
@@ -66,7 +69,11 @@ pub(crate) fn line(row: &Row) -> String {
     let device = row.device_flushes.map_or_else(String::new, |device| {
         format!(" | device: {device} flushes, {:.2} for each of the guest", per(device, flushes))
     });
-    format!("{name} {writes:>4} {flushes:>4}  | {} | {}{device}", side(host.foreground), side(host.total))
+    let base = row
+        .base_bytes_read
+        .map_or_else(String::new, |bytes| format!(" | base: {} KiB read", bytes.div_ceil(1024)));
+    let (foreground, total) = (side(host.foreground), side(host.total));
+    format!("{name} {writes:>4} {flushes:>4}  | {foreground} | {total}{device}{base}")
 }
 
 #[cfg(test)]
@@ -84,6 +91,7 @@ mod tests {
             guest,
             host: Some(Host { foreground, total }),
             device_flushes: None,
+            base_bytes_read: None,
             skipped: None,
         };
         let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -97,6 +105,8 @@ mod tests {
         assert_eq!(bars(&second), bars(&line(&row)));
         let below = Row { device_flushes: Some(1024), ..row.clone() };
         assert!(line(&below).ends_with(" | device: 1024 flushes, 4.00 for each of the guest"));
+        let over = Row { base_bytes_read: Some(1025), ..row.clone() };
+        assert!(line(&over).ends_with(" | base: 2 KiB read"));
         let absent = Row { host: None, skipped: Some("no such format".into()), ..row };
         assert_eq!(words(&line(&absent)), "qemu qcow2 n/a");
         let json = serde_json::to_value(&absent).unwrap();

@@ -6,7 +6,7 @@ use super::workloads::{Below, Workload};
 use crate::cost::lab::{Lab, Plan, Scene, Witness};
 use crate::cost::{Counts, Host};
 use crate::report::amplification::Row;
-use crate::subjects::{Maker, SUBJECTS, Subject};
+use crate::subjects::{Maker, NATIVE, SUBJECTS, Subject};
 
 /// What stays the same for all rows.
 pub(super) struct Bench {
@@ -33,12 +33,13 @@ impl Bench {
         let subject = &SUBJECTS[subject];
         let witness = match subject.maker {
             Maker::Qemu => Witness::Strace,
-            Maker::Vellum if self.confirms_all && self.lab.blind.is_none() && !subject.prepares() => {
-                Witness::Both
-            }
+            Maker::Vellum if self.lab.blind.is_some() || subject.prepares() => Witness::Stats,
+            // What is read of the base only `strace` sees.
+            Maker::Vellum if self.confirms_all || workload.has_base() => Witness::Both,
             Maker::Vellum => Witness::Stats,
         };
-        let needs_qemu = subject.maker == Maker::Qemu || workload.below == Below::Snapshot;
+        let is_qemus_snapshot = workload.below == Below::Snapshot && subject.format != NATIVE;
+        let needs_qemu = subject.maker == Maker::Qemu || is_qemus_snapshot;
         let plan = workload.plan(self.operations);
         let mut row = Row {
             subject: subject.name,
@@ -46,6 +47,7 @@ impl Bench {
             guest: plan.asked(),
             host: None,
             device_flushes: None,
+            base_bytes_read: None,
             skipped: refusal.clone(),
         };
         if row.skipped.is_none() && needs_qemu {
@@ -60,6 +62,7 @@ impl Bench {
                 Ok(seen) => {
                     row.host = seen.host();
                     row.device_flushes = seen.device_flushes;
+                    row.base_bytes_read = seen.base_bytes_read;
                     said = seen.stats.zip(seen.strace).map(|(stats, strace)| (stats.total, strace.total));
                 }
                 Err(error) if subject.maker == Maker::Qemu => row.skipped = Some(error.chain()),
@@ -76,7 +79,11 @@ impl Bench {
     }
 
     fn with_scene<T>(&self, workload: &Workload, plan: &Plan, count: impl FnOnce(Scene<'_>) -> T) -> T {
-        let base = (workload.below == Below::Base).then(|| self.lab.base());
+        let base = match workload.below {
+            Below::Base | Below::BeforeBase => Some(self.lab.base()),
+            Below::Zeros => Some(self.lab.zeros()),
+            Below::Nothing | Below::Snapshot => None,
+        };
         count(Scene { plan, base: base.as_deref(), snapshot: workload.below == Below::Snapshot })
     }
 }

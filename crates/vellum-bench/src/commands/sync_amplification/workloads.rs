@@ -44,6 +44,8 @@ enum Kind {
     Reallocate,
     /// A write to a mapped cluster.
     InPlace,
+    /// A write to a mapped cluster, the only one of its MiB.
+    InPlaceApart,
 }
 
 /// What the image shows where it holds nothing of its own yet.
@@ -53,6 +55,10 @@ pub(super) enum Below {
     Nothing,
     /// A full raw image.
     Base,
+    /// The same; what is written lies behind its end.
+    BeforeBase,
+    /// A raw image of that size without data, prepared as a template.
+    Zeros,
     /// The same clusters, shared with an internal snapshot.
     Snapshot,
 }
@@ -92,11 +98,11 @@ impl Workload {
     }
 }
 
-use Below::{Base, Snapshot};
-use Kind::{AppendOverwrite, AppendRandom, AppendSequential, FirstTouch, InPlace, Reallocate};
+use Below::{Base, BeforeBase, Snapshot, Zeros};
+use Kind::{AppendOverwrite, AppendRandom, AppendSequential, FirstTouch, InPlace, InPlaceApart, Reallocate};
 
 /// All of them, in the order of the table.
-pub(super) const WORKLOADS: [Workload; 20] = [
+pub(super) const WORKLOADS: [Workload; 23] = [
     workload("append-rand-4k", "4 KiB to new clusters, anywhere", AppendRandom, 4).quick(),
     workload("append-rand-64k", "64 KiB to new clusters, anywhere", AppendRandom, 64),
     workload("append-seq-4k", "4 KiB behind the last, 16 to a cluster", AppendSequential, 4).quick(),
@@ -106,7 +112,9 @@ pub(super) const WORKLOADS: [Workload; 20] = [
     workload("first-touch-4k", "4 KiB, each 512 MiB behind the last", FirstTouch, 4),
     workload("reallocate-4k", "discard of a 64 KiB cluster, 4 KiB to it", Reallocate, 4),
     workload("overwrite-4k", "4 KiB to mapped clusters", InPlace, 4).quick(),
-    workload("base-append-rand-4k", "full base: 4 KiB to new clusters, anywhere", AppendRandom, 4).over(Base),
+    workload("base-append-rand-4k", "full base: 4 KiB to new clusters, anywhere", AppendRandom, 4)
+        .over(Base)
+        .quick(),
     workload("base-append-rand-64k", "full base: 64 KiB to new clusters", AppendRandom, 64).over(Base),
     workload("base-append-seq-4k", "full base: 4 KiB behind the last", AppendSequential, 4).over(Base),
     workload("base-append-seq-64k", "full base: 64 KiB behind the last", AppendSequential, 64).over(Base),
@@ -114,8 +122,17 @@ pub(super) const WORKLOADS: [Workload; 20] = [
     workload("base-append-overwrite-64k", "full base: 64 KiB, each place twice", AppendOverwrite, 64)
         .over(Base),
     workload("base-reallocate-4k", "full base: discard of a cluster, 4 KiB to it", Reallocate, 4).over(Base),
+    workload("behind-base-4k", "4 KiB behind the end of a full base, anywhere", AppendRandom, 4)
+        .over(BeforeBase)
+        .quick(),
+    workload("base-zeros-4k", "4 KiB over a base of zeros, prepared, anywhere", AppendRandom, 4)
+        .over(Zeros)
+        .quick(),
     workload("snapshot-4k", "4 KiB to clusters that a snapshot shares", InPlace, 4).over(Snapshot),
     workload("snapshot-64k", "64 KiB to clusters that a snapshot shares", InPlace, 64).over(Snapshot),
+    workload("snapshot-apart-4k", "4 KiB to each MiB, in clusters a snapshot shares", InPlaceApart, 4)
+        .over(Snapshot)
+        .quick(),
     workload("flushers-append-4k", "4 guests: 4 KiB to new clusters, anywhere", AppendRandom, 4)
         .guests(4)
         .quick(),
@@ -123,23 +140,28 @@ pub(super) const WORKLOADS: [Workload; 20] = [
 ];
 
 impl Workload {
+    /// Whether the image lies over another.
+    pub(super) fn has_base(&self) -> bool {
+        matches!(self.below, Base | BeforeBase | Zeros)
+    }
+
     /// Whether it is one for this format.
     pub(super) fn suits(&self, subject: &Subject) -> bool {
         match self.below {
             Below::Nothing => subject.base != subjects::Base::Always,
-            Below::Base => subject.base != subjects::Base::Never,
-            Below::Snapshot => subject.base != subjects::Base::Always && subject.format == "qcow2",
+            Base | BeforeBase | Zeros => subject.base != subjects::Base::Never,
+            Snapshot => subject.base != subjects::Base::Always && subject.keeps_snapshots(),
         }
     }
 
     /// The requests of so many operations that count, after the warm-up.
     pub(super) fn plan(&self, count: usize) -> Plan {
         let operations = WARM_UP + count;
-        let is_mapped = matches!(self.kind, Reallocate | InPlace);
+        let is_mapped = matches!(self.kind, Reallocate | InPlace | InPlaceApart);
         let reach = match self.below {
             // Mapped beforehand, and no more than is needed.
             _ if is_mapped => operations as u64 * CLUSTER_BYTES,
-            Base => BASE_BYTES,
+            Base | Zeros => BASE_BYTES,
             _ => RANDOM_REACH,
         };
         let disk_bytes = match self.kind {
@@ -151,7 +173,7 @@ impl Workload {
         let mut fill = Vec::new();
         if is_mapped {
             let len = usize::try_from(CLUSTER_BYTES).expect("small");
-            let write = |index| Request::Write { offset: index as u64 * CLUSTER_BYTES, len };
+            let write = |index| Request::Write { offset: index as u64 * self.stride(), len };
             fill.extend((0..operations).map(write));
             fill.push(Request::Flush);
         }
@@ -164,6 +186,11 @@ impl Workload {
         Plan { disk_bytes, fill, warm_up, counted }
     }
 
+    /// How far apart mapped clusters lie.
+    fn stride(&self) -> u64 {
+        if self.kind == InPlaceApart { 1 << 20 } else { CLUSTER_BYTES }
+    }
+
     fn operation(&self, index: usize, cluster: u64, random: &mut Random, requests: &mut Vec<Request>) {
         let (len, index) = (self.len, index as u64);
         // A small write lies anywhere in its cluster.
@@ -171,7 +198,8 @@ impl Workload {
         let offset = match self.kind {
             AppendSequential => index * len as u64,
             FirstTouch => index * L2_TABLE_REACH + within,
-            _ => cluster * CLUSTER_BYTES + within,
+            _ if self.below == BeforeBase => BASE_BYTES + cluster * CLUSTER_BYTES + within,
+            _ => cluster * self.stride() + within,
         };
         if self.kind == Reallocate {
             let len = usize::try_from(CLUSTER_BYTES).expect("small");
@@ -246,7 +274,7 @@ mod tests {
                 AppendRandom | FirstTouch | AppendOverwrite => 200,
                 // 64 writes of 4 KiB end with a cluster, and 200 more with half of one.
                 AppendSequential => 200 / (64 / (workload.len >> 10)) + usize::from(workload.len == 4096),
-                Reallocate | InPlace => 0,
+                Reallocate | InPlace | InPlaceApart => 0,
             };
             assert_eq!(new, expected, "{}", workload.id);
         }

@@ -1,0 +1,35 @@
+//! Who waits for a flush: one is carried out at a time, and all who come meanwhile share the next, as the block layer of Linux
+//! has it.
+
+/// The flushes of a drive.
+#[derive(Debug, Default)]
+pub(super) struct Flushes {
+    running: Vec<u64>,
+    waiting: Vec<u64>,
+}
+
+impl Flushes {
+    /// Somebody asks.
+    pub(super) fn ask(&mut self, ticket: u64) {
+        self.waiting.push(ticket);
+    }
+
+    /// Whether one is carried out.
+    pub(super) fn is_running(&self) -> bool {
+        !self.running.is_empty()
+    }
+
+    /// Begins the next, if none runs and somebody waits.
+    pub(super) fn begin(&mut self) -> bool {
+        if self.is_running() || self.waiting.is_empty() {
+            return false;
+        }
+        self.running = std::mem::take(&mut self.waiting);
+        true
+    }
+
+    /// Ends the one that runs: all who shared it are answered.
+    pub(super) fn end(&mut self, ended: &mut Vec<u64>) {
+        ended.append(&mut self.running);
+    }
+}

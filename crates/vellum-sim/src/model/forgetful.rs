@@ -1,0 +1,176 @@
+//! A drive that takes its time as a model says and keeps little of what it is told: for workloads of many gigabytes.
+//!
+//! What lies below `kept` is kept, metadata, say; what lies behind reads as zero. Nothing is recorded and nothing fails: for
+//! crashes there is [`Drive`](crate::Drive).
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vellum_core::memory::SparseBytes;
+use vellum_core::{
+    Buffer, ImageOffset, ImageSpan, IoCounts, IoTally, Limits, LocalFuture, Result, Storage, StorageRun,
+    Zeroes,
+};
+
+use super::Medium;
+use crate::alarm::Sleep;
+use crate::operation::{Operation, Request};
+use crate::world::{Core, World};
+
+/// A drive that forgets. The module says what.
+pub struct ForgetfulDrive {
+    core: Arc<Core>,
+    medium: Medium,
+    limits: Limits,
+    kept: u64,
+    tally: IoTally,
+    state: Mutex<State>,
+}
+
+struct State {
+    bytes: SparseBytes,
+    len: u64,
+    in_flight: usize,
+}
+
+impl ForgetfulDrive {
+    /// A drive of `len` zeros that remembers what is written below `kept`.
+    pub fn new(world: &World, medium: Medium, limits: Limits, len: u64, kept: u64) -> Arc<Self> {
+        let state = State { bytes: SparseBytes::default(), len, in_flight: 0 };
+        let (core, tally) = (world.core().clone(), IoTally::default());
+        Arc::new(Self { core, medium, limits, kept, tally, state: Mutex::new(state) })
+    }
+
+    /// What has been asked of it.
+    pub fn counts(&self) -> IoCounts {
+        self.tally.counts()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn pass(&self, operation: Operation, span: ImageSpan) {
+        let ticket = {
+            let mut state = self.lock();
+            let request = Request { operation, span, now: self.core.now(), in_flight: state.in_flight };
+            state.in_flight += 1;
+            self.medium.submit(&request)
+        };
+        while let Some(next) = ticket.look(self.core.now()) {
+            Sleep::until(self.core.clone(), next).await;
+        }
+        self.lock().in_flight -= 1;
+    }
+
+    /// The part of a run that is kept.
+    fn kept(&self, span: ImageSpan) -> ImageSpan {
+        span.intersect(ImageOffset::ZERO.span(self.kept))
+    }
+}
+
+impl Storage for ForgetfulDrive {
+    fn name(&self) -> &'static str {
+        "drive"
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn len(&self) -> u64 {
+        self.lock().len
+    }
+
+    fn read(&self, at: ImageOffset, mut buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        self.tally.count_read(buffer.len() as u64);
+        Box::pin(async move {
+            let span = at.span(buffer.len() as u64);
+            self.pass(Operation::Read, span).await;
+            if self.kept(span).is_empty() {
+                return Ok(Buffer::zeroed(buffer.len()));
+            }
+            let state = self.lock();
+            let mut at = at;
+            for piece in buffer.pieces_mut() {
+                state.bytes.read(at, piece);
+                at += piece.len() as u64;
+            }
+            drop(state);
+            Ok(buffer)
+        })
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        self.tally.count_write(data.len() as u64);
+        Box::pin(async move {
+            let span = at.span(data.len() as u64);
+            self.pass(Operation::Write, span).await;
+            let kept = usize::try_from(self.kept(span).len()).expect("no longer than the data");
+            let mut state = self.lock();
+            state.len = state.len.max(span.end().bytes());
+            let (mut at, mut left) = (at, kept);
+            for piece in data.pieces() {
+                let part = &piece[..piece.len().min(left)];
+                state.bytes.write(at, part);
+                at += part.len() as u64;
+                left -= part.len();
+            }
+            Ok(())
+        })
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.tally.count_flush();
+        Box::pin(async move {
+            self.pass(Operation::Flush, ImageOffset::ZERO.span(0)).await;
+            Ok(())
+        })
+    }
+
+    fn write_zeroes(&self, span: ImageSpan, _how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        self.tally.count_zeroes(span.len());
+        Box::pin(async move {
+            self.pass(Operation::WriteZeroes, span).await;
+            let mut state = self.lock();
+            state.len = state.len.max(span.end().bytes());
+            state.bytes.zero(self.kept(span));
+            Ok(())
+        })
+    }
+
+    /// What is kept reads as zero afterwards.
+    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.tally.count_discard(span.len());
+        Box::pin(async move {
+            self.pass(Operation::Discard, span).await;
+            self.lock().bytes.zero(self.kept(span));
+            Ok(())
+        })
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.pass(Operation::SetLen, ImageOffset::ZERO.span(len)).await;
+            let mut state = self.lock();
+            state.len = len;
+            state.bytes.set_len(len.min(self.kept));
+            Ok(())
+        })
+    }
+
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.pass(Operation::Preallocate, span).await;
+            let mut state = self.lock();
+            state.len = state.len.max(span.end().bytes());
+            Ok(())
+        })
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        let span = span.intersect(ImageOffset::ZERO.span(self.len()));
+        Box::pin(async move {
+            Ok((!span.is_empty()).then_some(StorageRun { span, is_data: true }).into_iter().collect())
+        })
+    }
+}

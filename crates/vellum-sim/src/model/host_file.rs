@@ -1,0 +1,251 @@
+//! A file on the host's file system, on a simulated volume: what ext4 adds to a flush.
+//!
+//! ```text
+//!   volume   ├── journal of the file system ──┤ ...            ├── the file, in one piece ...
+//!
+//!   flush, and no block is new and the length is the same:   flush of the volume
+//!   flush after the file grew or got new blocks:             record ─ flush ─ commit block ─ flush
+//! ```
+//!
+//! So a flush of a growing file is two flushes of the drive and two writes to the journal, far from the file. Who asks for a flush
+//! while a commit is under way shares the next one. Blocks count as new once; zeroing or discarding gives none back.
+//!
+//! Left out: where ext4 puts blocks (a file lies in one piece), its other metadata, the checkpoint of its journal, and the page cache:
+//! a write is answered by the drive, as with O_DIRECT.
+
+use std::collections::BTreeMap;
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+
+use vellum_core::{
+    Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result, SharedStorage, Storage,
+    StorageRun, Zeroes,
+};
+
+/// The file system's block.
+const BLOCK: u64 = 4096;
+/// A transaction that gives blocks to a file: a descriptor, the inode's block, a bitmap, a group descriptor.
+const RECORD_BLOCKS: u64 = 4;
+
+/// Where things lie on the volume.
+#[derive(Debug, Clone)]
+pub struct HostLayout {
+    /// The journal of the file system.
+    pub journal: ImageSpan,
+    /// The first byte of the file.
+    pub file: ImageOffset,
+}
+
+/// A file on a volume.
+pub struct HostFile {
+    volume: SharedStorage,
+    layout: HostLayout,
+    limits: Limits,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    len: u64,
+    /// Blocks that the file has: first to end, joined.
+    blocks: BTreeMap<u64, u64>,
+    /// Whether the file system has something to commit.
+    is_changed: bool,
+    journal_at: u64,
+    /// Commits that have begun, and those that have ended.
+    begun: u64,
+    ended: u64,
+    waiting: Vec<Waker>,
+}
+
+/// What a flush has to do.
+enum Turn {
+    Nothing,
+    Flush,
+    Commit,
+}
+
+impl State {
+    /// The blocks of a write are the file's from here on.
+    fn touch(&mut self, span: ImageSpan) {
+        if span.is_empty() {
+            return;
+        }
+        let (mut first, mut end) = (span.start().bytes() / BLOCK, span.end().bytes().div_ceil(BLOCK));
+        let holds = self.blocks.range(..=first).next_back().is_some_and(|(_, stop)| *stop >= end);
+        if !holds {
+            let touched: Vec<_> = self.blocks.range(..=end).rev().map(|(at, stop)| (*at, *stop)).collect();
+            let begins = first;
+            for (at, stop) in touched.into_iter().take_while(|(_, stop)| *stop >= begins) {
+                self.blocks.remove(&at);
+                (first, end) = (first.min(at), end.max(stop));
+            }
+            self.blocks.insert(first, end);
+            self.is_changed = true;
+        }
+        if span.end().bytes() > self.len {
+            self.len = span.end().bytes();
+            self.is_changed = true;
+        }
+    }
+}
+
+impl HostFile {
+    /// An empty file.
+    pub fn new(volume: SharedStorage, layout: HostLayout) -> Arc<Self> {
+        let limits = Limits { prefers_written: true, ..Limits::plain() };
+        Arc::new(Self { volume, layout, limits, state: Mutex::default() })
+    }
+
+    /// How many times the file system has committed.
+    pub fn commits(&self) -> u64 {
+        self.lock().ended
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn place(&self, at: ImageOffset) -> Result<ImageOffset> {
+        let place = self.layout.file.bytes().checked_add(at.bytes());
+        place.map(ImageOffset::new).ok_or_else(|| Error::new(ErrorKind::Invalid, "the file ends before"))
+    }
+
+    /// Waits until nobody commits, and says what is left to do. A commit that began after the caller came has done it.
+    async fn turn(&self) -> Turn {
+        let came = self.lock().begun;
+        poll_fn(|context| {
+            let mut state = self.lock();
+            if state.ended > came {
+                return Poll::Ready(Turn::Nothing);
+            }
+            if state.begun > state.ended {
+                state.waiting.push(context.waker().clone());
+                return Poll::Pending;
+            }
+            if !std::mem::take(&mut state.is_changed) {
+                return Poll::Ready(Turn::Flush);
+            }
+            state.begun += 1;
+            Poll::Ready(Turn::Commit)
+        })
+        .await
+    }
+
+    async fn commit(&self) -> Result<()> {
+        let at = {
+            let mut state = self.lock();
+            let bytes = (RECORD_BLOCKS + 1) * BLOCK;
+            if state.journal_at + bytes > self.layout.journal.len() {
+                state.journal_at = 0;
+            }
+            let at = self.layout.journal.start().bytes() + state.journal_at;
+            state.journal_at += bytes;
+            at
+        };
+        let blocks = |count: u64| Buffer::zeroed(usize::try_from(count * BLOCK).expect("small"));
+        self.volume.write(ImageOffset::new(at), blocks(RECORD_BLOCKS)).await?;
+        self.volume.flush().await?;
+        self.volume.write(ImageOffset::new(at + RECORD_BLOCKS * BLOCK), blocks(1)).await?;
+        self.volume.flush().await
+    }
+}
+
+impl Storage for HostFile {
+    fn name(&self) -> &'static str {
+        "file"
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn len(&self) -> u64 {
+        self.lock().len
+    }
+
+    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        Box::pin(async move { self.volume.read(self.place(at)?, buffer).await })
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let span = at.span(data.len() as u64);
+            self.volume.write(self.place(at)?, data).await?;
+            self.lock().touch(span);
+            Ok(())
+        })
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            match self.turn().await {
+                Turn::Nothing => return Ok(()),
+                Turn::Flush => return self.volume.flush().await,
+                Turn::Commit => {}
+            }
+            let committed = self.commit().await;
+            let waiting = {
+                let mut state = self.lock();
+                state.ended += 1;
+                std::mem::take(&mut state.waiting)
+            };
+            waiting.into_iter().for_each(Waker::wake);
+            committed
+        })
+    }
+
+    /// Zeros are extents that the file system marks: nothing is written but what the next flush commits. The volume's discards give
+    /// zeros, as those of simulated drives do unless they are told otherwise.
+    fn write_zeroes(&self, span: ImageSpan, _how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let place = self.place(span.start())?;
+            self.volume.discard(place.span(span.len())).await?;
+            let mut state = self.lock();
+            state.touch(span);
+            state.is_changed = true;
+            Ok(())
+        })
+    }
+
+    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let place = self.place(span.start())?;
+            self.lock().is_changed = true;
+            self.volume.discard(place.span(span.len())).await
+        })
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let old = {
+                let mut state = self.lock();
+                state.is_changed = true;
+                std::mem::replace(&mut state.len, len)
+            };
+            let place = self.place(ImageOffset::new(len))?;
+            self.volume.discard(place.span(old.saturating_sub(len))).await
+        })
+    }
+
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.lock().touch(span);
+            Ok(())
+        })
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        Box::pin(async move {
+            let end = self.len().min(span.end().bytes());
+            let place = self.place(span.start())?;
+            let runs = self.volume.runs(place.span(end.saturating_sub(span.start().bytes()))).await?;
+            let back = |run: StorageRun| {
+                let start = run.span.start().bytes() - self.layout.file.bytes();
+                StorageRun { span: ImageOffset::new(start).span(run.span.len()), ..run }
+            };
+            Ok(runs.into_iter().map(back).collect())
+        })
+    }
+}

@@ -23,6 +23,7 @@ use super::embed::{BLOCK_LEN, Identity, Packed, unpack};
 use super::geometry::SUB_BLOCK;
 use super::image::{Native, Origin};
 use super::publish::{Step, WORD_COST};
+use super::read::Part;
 use super::zones::{Given, tag_place};
 use crate::sabotage::{self, Bug};
 
@@ -139,19 +140,55 @@ impl Native {
     /// The bytes of the block that holds its unit's entry.
     pub(super) async fn unpack(&self, guest_unit: u64, at: ImageOffset) -> Result<Vec<u8>> {
         let bytes = self.under.read(at, Buffer::for_overwrite(BLOCK_LEN)).await?;
+        unpack(bytes.contiguous().slice(), self.identity(guest_unit, at).await?)
+    }
+
+    /// Who the packed block at this place must be.
+    async fn identity(&self, guest_unit: u64, at: ImageOffset) -> Result<Identity> {
         let image_unit = self.number_of(at);
         let Some((zone, _)) = self.places.zone_of(image_unit) else {
             return Err(Error::corrupt("a unit of no zone cannot hold its entry: run `vellum check`"));
         };
         let tag = self.find(|| self.home.word(tag_place(&self.places, zone))).await?;
         let within = at - self.places.unit(image_unit).start();
-        let identity = Identity {
+        Ok(Identity {
             tag,
             guest_unit: u32::try_from(guest_unit).expect("at most 2^26"),
             image_unit,
             block: u8::try_from(within / SUB_BLOCK.bytes()).expect("at most 30"),
+        })
+    }
+
+    /// Reads parts that lie one after the other in the image, packed blocks among them. The caller is inside an epoch.
+    pub(super) async fn read_joined(
+        &self,
+        at: GuestOffset,
+        parts: &[Part],
+        buffer: Buffer,
+    ) -> Result<Buffer> {
+        let (Origin::Host(start) | Origin::Embedded(start)) = parts[0].from else {
+            unreachable!("it lies in the image")
         };
-        unpack(bytes.contiguous().slice(), identity)
+        let mut filled = self.data.read(start, buffer).await?;
+        let mut within = 0;
+        for part in parts {
+            let here = usize::try_from(within).expect("within the buffer");
+            if let Origin::Embedded(block) = part.from {
+                let mut bytes = vec![0; BLOCK_LEN];
+                filled.copy_to(here, &mut bytes);
+                let identity = self.identity(self.cell_of(at + within).index(), block).await?;
+                let plain = match unpack(&bytes, identity) {
+                    Ok(plain) => plain,
+                    // Newer bytes of the journal, perhaps.
+                    Err(_) => {
+                        self.read_embedded(at + within, block, Buffer::zeroed(BLOCK_LEN)).await?.to_vec()
+                    }
+                };
+                filled.copy_from(here, &plain);
+            }
+            within += part.len;
+        }
+        Ok(filled)
     }
 
     /// Reads from a block that holds its unit's entry. The caller is inside an epoch.

@@ -5,6 +5,7 @@ use vellum_core::{
     Buffer, Extent, GuestOffset, GuestSpan, LocalFuture, Place, Result, read_below, try_join_all,
 };
 
+use super::geometry::SUB_BLOCK;
 use super::home::Missing;
 use super::image::{Native, Origin, Sub};
 
@@ -36,6 +37,20 @@ fn push(parts: &mut Parts, next: Part) {
         }
     }
     parts.push(next);
+}
+
+/// How many of the first parts are one read: those that lie one after the other in the image, whole packed blocks among them.
+fn joined(parts: &[Part]) -> usize {
+    let place = |part: &Part| match part.from {
+        Origin::Host(at) => Some(at),
+        Origin::Embedded(at) if part.len == SUB_BLOCK.bytes() => Some(at),
+        _ => None,
+    };
+    let follows = |pair: &[Part]| {
+        let end = place(&pair[0]).map(|at| at + pair[0].len);
+        end.is_some() && place(&pair[1]) == end
+    };
+    1 + parts.windows(2).take_while(|pair| follows(pair)).count()
 }
 
 impl Native {
@@ -86,10 +101,17 @@ impl Native {
         let mut filled = Buffer::empty();
         for some in parts.chunks(READS_AT_ONCE) {
             let mut reads: SmallVec<[LocalFuture<'_, Result<Buffer>>; 4]> = SmallVec::new();
-            for part in some {
-                let piece = buffer.split_to(usize::try_from(part.len).expect("within the buffer"));
-                reads.push(Box::pin(self.read_part(at, *part, piece)));
-                at += part.len;
+            let mut rest = some;
+            while !rest.is_empty() {
+                let (now, later) = rest.split_at(joined(rest));
+                let len = now.iter().map(|part| part.len).sum();
+                let piece = buffer.split_to(usize::try_from(len).expect("within the buffer"));
+                match now {
+                    [part] => reads.push(Box::pin(self.read_part(at, *part, piece))),
+                    _ => reads.push(Box::pin(self.read_joined(at, now, piece))),
+                }
+                at += len;
+                rest = later;
             }
             for piece in try_join_all(reads).await? {
                 filled.append(piece);

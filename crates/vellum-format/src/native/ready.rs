@@ -109,6 +109,8 @@ impl Native {
             return false;
         }
         units.note_tended();
+        // What keeps it from being told now is found out by who needs it.
+        let _ = self.settle_when_quiet(now).await;
         self.make_some_ready(units, now).await.unwrap_or(false)
     }
 

@@ -301,7 +301,7 @@ impl Native {
     }
 
     /// Whether a part of a cell has bytes in this block of it.
-    fn touches_block(&self, part: GuestSpan, block: u32) -> bool {
+    pub(super) fn touches_block(&self, part: GuestSpan, block: u32) -> bool {
         let start = self.cell.start_of(self.cell_of(part.start())) + u64::from(block) * SUB_BLOCK.bytes();
         part.overlaps(start.span(SUB_BLOCK.bytes()))
     }

@@ -15,6 +15,7 @@ use vellum_core::{Buffer, Error, GuestOffset, GuestSpan, ImageOffset, Result, Ze
 use super::geometry::SUB_BLOCK;
 use super::image::{Native, Origin, Sub, mask};
 use super::publish::WORD_COST;
+use super::write::Written;
 use crate::claims::Held;
 use crate::sabotage::{self, Bug};
 
@@ -76,10 +77,10 @@ impl Native {
                 }
             }
             let is_whole = self.is_whole_cell(part);
-            loop {
+            let done = loop {
                 if !is_whole {
                     if space == Space::Discard && self.find(|| self.holds_any(part)).await? {
-                        break; // there is nothing to be gained by it
+                        break Written::Done; // there is nothing to be gained by it
                     }
                     self.unshare(part).await?;
                 }
@@ -102,6 +103,9 @@ impl Native {
                     }
                     result => break result?,
                 }
+            };
+            if done == Written::LookAgain {
+                continue;
             }
             rest = later;
             if sabotage::is(Bug::UnitFreedBeforeDurable) {
@@ -137,15 +141,15 @@ impl Native {
     }
 
     /// Zeros a part of one cell.
-    async fn zero_part(&self, part: GuestSpan, space: Space) -> Result<()> {
+    async fn zero_part(&self, part: GuestSpan, space: Space) -> Result<Written> {
         let parts = self.parts(part).await?;
         if parts.iter().all(|part| matches!(part.from, Origin::NoUnit | Origin::Zero)) {
-            return Ok(());
+            return Ok(Written::Done);
         }
         // Sub-blocks of the base that are covered in part: as data. What is left is whole ones, and the image's.
         let inner = self.write_edges(part).await?;
         if inner.is_empty() {
-            return Ok(());
+            return Ok(Written::Done);
         }
         let held = self.claims.claim(self.cell_of(inner.start()), self.parts_of(inner)).await;
         let result = self.zero_claimed(inner, space, &held).await;
@@ -182,12 +186,13 @@ impl Native {
         self.write_allocating(span, &mut zeros).await.map(drop)
     }
 
-    async fn zero_claimed(&self, part: GuestSpan, space: Space, _held: &Held<'_>) -> Result<()> {
-        let entry = match self.unit() {
-            None => None,
+    async fn zero_claimed(&self, part: GuestSpan, space: Space, _held: &Held<'_>) -> Result<Written> {
+        let (entry, form) = match self.unit() {
+            None => (None, 0),
             Some(unit) => {
                 let number = unit.cluster_of(part.start()).index();
-                Some((number, self.find(|| self.entry(number)).await?))
+                let (entry, form) = self.find(|| self.entry_and_form(number)).await?;
+                (Some((number, entry)), form)
             }
         };
         let is_held = match entry {
@@ -197,6 +202,9 @@ impl Native {
         let lets_go = entry.filter(|(_, entry)| {
             self.is_whole_cell(part) && (*entry == 0 || space != Space::Keep || is_held)
         });
+        if lets_go.is_none() && form != 0 && self.touches_block(part, form - 1) {
+            return Ok(Written::LookAgain); // born since it was looked up
+        }
         let subs = self.find(|| self.base_subs(part)).await?;
         let place = match (entry, lets_go) {
             (_, Some(_)) | (Some((_, 0)), None) => None,
@@ -211,7 +219,7 @@ impl Native {
         }
         let frees = lets_go.filter(|(_, entry)| *entry != 0);
         if subs.is_empty() && frees.is_none() {
-            return Ok(());
+            return Ok(Written::Done);
         }
         self.begin_journal().await?;
         self.load_masks(&subs).await?;
@@ -227,7 +235,7 @@ impl Native {
         }
         self.publish_zeros(part, &subs, lets_go.is_some());
         drop(gate);
-        Ok(())
+        Ok(Written::Done)
     }
 
     /// The sub-blocks of a run that are the base's.

@@ -11,13 +11,15 @@
 //! 3. As long as the bit of a unit of a young zone is 0 the unit's block tells its entry, and only that: whatever makes it
 //!    something else sets the bit in the same transaction.
 //! 4. Units of a young zone are given out once. What fails is freed as ever, and then is a unit like others.
-//! 5. Nothing is born where something lies beneath: as long as there are snapshots, none is.
+//! 5. In a quiet time the table is told early.
+//! 6. Nothing is born where something lies beneath: as long as there are snapshots, none is.
 //!
 //! The tag is Selfie's answer to telling Z-blocks from others ("zone type"), and its incarnation: a block of another time has
 //! another tag. What Selfie gathers in metadata clusters is told to the table through the journal: `docs/design/0006-zones.md`.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use vellum_core::{ImageOffset, Result, Zeroes};
 
@@ -33,6 +35,8 @@ pub(super) const GENERATION_WORD: u64 = 0;
 pub(super) const TAG_WORD: u64 = 1;
 /// How often it was opened.
 const INCARNATION_WORD: u64 = 2;
+/// So long nothing is born before the table is told of what was.
+const QUIET_AFTER: Duration = Duration::from_secs(2);
 /// What opening a zone takes of a record, at most.
 const OPENING_COST: u64 = 24 * 24;
 
@@ -46,6 +50,10 @@ pub(super) struct Zones {
     settling: async_lock::Mutex<()>,
     /// So many want nothing to be born.
     paused: AtomicU32,
+    /// How many units were given out.
+    given: AtomicU64,
+    /// How many that were when the disk was last seen busy, and when that was.
+    quiet: Mutex<(u64, Duration)>,
 }
 
 /// A zone that is open.
@@ -119,6 +127,7 @@ impl Native {
         };
         let zone = young.iter_mut().find(is_usable)?;
         let unit = zone.zone * per_zone + zone.next + 1;
+        zones.given.fetch_add(1, Ordering::AcqRel);
         zone.next += 1;
         zone.under_way += 1;
         Some(Given { unit, tag: zone.tag })
@@ -174,6 +183,27 @@ impl Native {
         let numbers: Vec<u32> = lock(&zones.young).iter().map(|zone| zone.zone).collect();
         for number in numbers {
             self.settle_zone(zones, number).await?;
+        }
+        Ok(())
+    }
+
+    /// When nothing was born for a while the table is told of what was: less is left for a recovery.
+    pub(super) async fn settle_when_quiet(&self, now: Duration) -> Result<()> {
+        let Some(zones) = self.zones.as_ref().filter(|_| self.journal().is_some()) else { return Ok(()) };
+        let given = zones.given.load(Ordering::Acquire);
+        {
+            let mut quiet = lock(&zones.quiet);
+            if quiet.0 != given {
+                *quiet = (given, now);
+            }
+            if now.saturating_sub(quiet.1) < QUIET_AFTER {
+                return Ok(());
+            }
+        }
+        let any_born = lock(&zones.young).iter().any(|zone| !zone.born.is_empty());
+        if any_born {
+            self.settle_all().await?;
+            self.commit().await?;
         }
         Ok(())
     }

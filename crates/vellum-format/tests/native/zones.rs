@@ -117,6 +117,8 @@ fn readers_see_old_bytes_or_new_ones() {
                     let (disk, mut random) = (disk.clone(), random.fork());
                     world.spawn(async move {
                         for value in 1..40_u8 {
+                            // Two of them write to the same unit.
+                            let unit = unit / 2;
                             let at = GuestOffset::new(unit * UNIT + 512 * random.below(8));
                             let whole = GuestOffset::new(unit * UNIT);
                             match random.below(6) {
@@ -138,7 +140,7 @@ fn readers_see_old_bytes_or_new_ones() {
                     let disk = disk.clone();
                     world.spawn(async move {
                         for _ in 0..60 {
-                            let at = GuestOffset::new(unit * UNIT);
+                            let at = GuestOffset::new(unit / 2 * UNIT);
                             let found = disk.read(at, Buffer::zeroed(16_384)).await.unwrap().to_vec();
                             for sector in found.chunks(512) {
                                 assert!(
@@ -187,6 +189,60 @@ fn recovery_reads_young_zones_only() {
         assert_eq!((again.records, again.born), (0, 0));
         let (report, lines) = look_native(&image).await.unwrap();
         assert!(report.is_clean(), "{lines:?}");
+        disk.close().await.unwrap();
+    });
+}
+
+/// In a quiet time the table is told, so that a recovery has nothing to look for.
+#[test]
+fn what_was_born_is_told_when_it_is_quiet() {
+    let setup = setup(4 << 20, 1 << 20);
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        let second = std::time::Duration::from_secs(1);
+        let born = async || {
+            let image: SharedStorage = Drive::from_content(&world, drive.content(), DriveOptions::default());
+            recover(&image).await.unwrap().born
+        };
+        for unit in 0..8 {
+            disk.write(GuestOffset::new(unit * UNIT), bytes(1), WriteFlags::FUA).await.unwrap();
+        }
+        disk.tend(second).await;
+        disk.tend(2 * second).await;
+        assert_eq!(born().await, 7, "all but the one that opened the zone");
+        disk.tend(3 * second).await;
+        assert_eq!(born().await, 0);
+        disk.write(GuestOffset::new(9 * UNIT), bytes(1), WriteFlags::FUA).await.unwrap();
+        disk.tend(9 * second).await;
+        assert_eq!(born().await, 1, "it has only just become quiet");
+        disk.close().await.unwrap();
+    });
+}
+
+/// A packed block and what lies beside it are one read.
+#[test]
+fn a_unit_is_one_read() {
+    let setup = setup(4 << 20, 1 << 20);
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        let mut model = vec![0; 1 << 20];
+        for unit in 0..16_usize {
+            let at = unit << 16;
+            model[at..at + (64 << 10)].fill(u8::try_from(unit + 1).unwrap());
+            let data = Buffer::copy_of(&model[at..at + (64 << 10)]);
+            disk.write(GuestOffset::new(at as u64), data, WriteFlags::FUA).await.unwrap();
+        }
+        let mark = drive.counts();
+        let found = disk.read(GuestOffset::ZERO, Buffer::zeroed(1 << 20)).await.unwrap();
+        assert!(found.to_vec() == model);
+        let reads = drive.counts_since(mark).reads;
+        assert!(reads <= 2, "{reads} reads: the first unit lies elsewhere, the others in a row");
+        let odd = disk.read(GuestOffset::new(65_536 + 100), Buffer::zeroed(9000)).await.unwrap();
+        assert!(odd.to_vec() == model[65_636..74_636]);
         disk.close().await.unwrap();
     });
 }

@@ -94,8 +94,6 @@ pub enum Bug {
     HeldOverwritten,
     /// A unit is freed although a snapshot sees it.
     NamedUnitFreed,
-    /// A zone is used before its opening is durable.
-    ZoneUsedEarly,
     /// What becomes of a unit of a young zone is told to the table, and the zone's bit stays.
     NotSettled,
     /// A block that holds its unit's entry is overwritten where it lies.

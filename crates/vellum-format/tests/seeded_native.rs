@@ -200,7 +200,6 @@ found! {
         settled_counts: SettledCounts,
     }
     zoned_in_small_zones {
-        zone_used_early: ZoneUsedEarly,
         newest_believed: NewestBelieved,
     }
     zoned_on_a_device {

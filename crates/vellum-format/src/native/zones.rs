@@ -121,10 +121,7 @@ impl Native {
         let zones = self.zones.as_ref()?;
         let per_zone = self.places.units_per_zone();
         let mut young = lock(&zones.young);
-        let is_usable = |zone: &&mut Young| {
-            zone.next < per_zone
-                && (self.commits.is_durable(zone.opened_in) || sabotage::is(Bug::ZoneUsedEarly))
-        };
+        let is_usable = |zone: &&mut Young| zone.next < per_zone && self.commits.is_durable(zone.opened_in);
         let zone = young.iter_mut().find(is_usable)?;
         let unit = zone.zone * per_zone + zone.next + 1;
         zones.given.fetch_add(1, Ordering::AcqRel);

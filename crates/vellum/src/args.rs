@@ -153,7 +153,7 @@ const JOURNAL_FROM: u64 = 4 << 10;
 const SUBCLUSTERS_FROM: u64 = 16 << 10;
 
 /// The options that `-o help` lists: name, values, meaning.
-pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 19] = [
+pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 21] = [
     ("size", "SIZE", "size of the disk"),
     ("preallocation", "off|metadata|falloc|full", "what gets its place from the beginning"),
     ("cluster_size", "SIZE", "cluster size, 512 to 2M (qcow2; default 64k)"),

@@ -195,9 +195,7 @@ found! {
         zero_not_covered: ZeroNotCovered,
     }
     zoned {
-        not_settled: NotSettled,
         plain_in_place: PlainInPlace,
-        settled_counts: SettledCounts,
     }
     zoned_in_small_zones {
         newest_believed: NewestBelieved,

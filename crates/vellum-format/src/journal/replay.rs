@@ -100,6 +100,13 @@ pub(crate) async fn find(storage: &dyn Storage, place: Place) -> Result<Needed> 
     Ok(Needed { records: needed, left_out })
 }
 
+/// Makes the newest record void: it counts on something else that did not arrive. What counts is to be found anew.
+pub(crate) async fn leave_out(storage: &dyn Storage, run: ImageSpan, needed: &Needed) -> Result<()> {
+    let newest = needed.records.last().expect("somebody looked at it");
+    storage.write(run.start() + newest.start, Buffer::zeroed(BLOCK_LEN)).await?;
+    storage.flush().await
+}
+
 /// Makes durable what the recovery comes to, in a record of its own. Tells whether that asks for a repair.
 pub(crate) async fn write_result(
     storage: &dyn Storage,
@@ -245,6 +252,20 @@ impl<'a, R: Rules> Replay<'a, R> {
     pub(crate) fn seen_page(&self, at: ImageOffset) -> (&[u8], usize) {
         let place = ImageOffset::new(self.rules.page().round_down(at.bytes()));
         (&self.pages[&place], usize::try_from(at.bytes() - place.bytes()).expect("within a page"))
+    }
+
+    /// Applies what a record says of the words of a run.
+    pub(crate) async fn replay_within(&mut self, run: ImageSpan, record: &Record) -> Result<()> {
+        for item in &record.items {
+            let Item::Words { at, values } = item else { continue };
+            for (place, value) in (0..).map(|index| *at + index * 8).zip(values) {
+                if run.contains(place) {
+                    let (page, within) = self.page(place).await?;
+                    put64(page, within, *value);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Applies a record.

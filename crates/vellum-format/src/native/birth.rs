@@ -19,7 +19,7 @@ use vellum_core::{
     Buffer, Context, Error, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Result,
 };
 
-use super::embed::{BLOCK_LEN, Identity, Packed, unpack};
+use super::embed::{BLOCK_LEN, BLOCKS_MAX, Identity, Packed, unpack};
 use super::geometry::SUB_BLOCK;
 use super::image::{Native, Origin};
 use super::publish::{Step, WORD_COST};
@@ -29,8 +29,6 @@ use crate::sabotage::{self, Bug};
 
 /// So many blocks of a write are tried, at most.
 const TRIED_MAX: u64 = 3;
-/// Where an entry has a form, it can say so of so many blocks.
-const BLOCKS_MAX: u64 = 31;
 
 /// A unit that is being born.
 pub(super) struct Birth {
@@ -50,7 +48,7 @@ impl Native {
     /// The unit and the block that a step gets whose unit is to hold its entry; nothing when it is not. `within` is where its
     /// bytes begin in `data`.
     pub(super) fn bear(&self, step: &Step<'_>, data: &Buffer, within: usize) -> Option<Birth> {
-        if step.held.mask() != u32::MAX || !step.subs.is_empty() || !self.may_be_born() {
+        if step.held.mask() != u32::MAX || !self.may_be_born() || !self.is_all_image(step.part) {
             return None;
         }
         let guest_unit = self.cell_of(step.part.start()).index();
@@ -63,6 +61,13 @@ impl Native {
             block,
         };
         Some(Birth { given, block, bytes: packed.block(identity) })
+    }
+
+    /// Whether the whole cell of this part is the image's, so that no bit or mask of it will ever change. Else a later write could
+    /// be told of in a record by such a bit alone, and arrive where the packed block has not.
+    fn is_all_image(&self, part: GuestSpan) -> bool {
+        let cell = self.cell.start_of(self.cell_of(part.start())).span(self.cell.bytes());
+        self.subs_to_publish(cell).is_ok_and(|subs| subs.is_empty())
     }
 
     /// A block of the part that can be packed. One that the part has only in part is zero otherwise.
@@ -227,7 +232,8 @@ impl Native {
         let (_, form) = self.find(|| self.entry_and_form(number)).await?;
         let Some(block) = form.checked_sub(1) else { return Ok(()) };
         let start = self.cell.start_of(GuestCluster::new(number)) + u64::from(block) * SUB_BLOCK.bytes();
-        let part = start.span(SUB_BLOCK.bytes().min(self.geometry.size - start.bytes()));
+        // It may lie behind the end: then the disk is about to become longer.
+        let part = start.span(SUB_BLOCK.bytes());
         let held = self.claims.claim(GuestCluster::new(number), self.parts_of(part)).await;
         let done = self.make_plain_claimed(number, new).await;
         self.let_go(held);

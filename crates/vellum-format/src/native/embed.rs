@@ -20,6 +20,8 @@ use crate::bytes::{be32, be64, put32, put64};
 
 /// Bytes of a block.
 pub const BLOCK_LEN: usize = 4096;
+/// Where an entry has a form, it can say so of so many blocks of a unit.
+pub const BLOCKS_MAX: u64 = 31;
 const HEADER_LEN: usize = 24;
 /// The guest's bytes are packed into so many, or not at all.
 const PACKED_MAX: usize = BLOCK_LEN - HEADER_LEN;

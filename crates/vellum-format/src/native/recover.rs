@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, SharedStorage, Storage};
 
 use super::geometry::{Places, Region};
-use super::rescue::rescue;
+use super::rescue::{self, rescue};
 use super::superblock::Superblocks;
 use crate::bytes::be64;
 use crate::journal::record::{Item, Record};
@@ -112,18 +112,26 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     let mut superblocks = Superblocks::read(storage).await?;
     let Some(key) = superblocks.superblock.key else { return Ok(Recovery::default()) };
     let places = superblocks.superblock.places();
+    let has_snapshots = superblocks.superblock.has_snapshots();
     let run = places.region(Region::Journal);
     let place = Place { run, generation: superblocks.superblock.generation, key };
-    let Needed { records, left_out } = replay::find(storage, place).await?;
-    let mut recovery = Recovery { left_out, ..Recovery::default() };
+    let mut recovery = Recovery::default();
+    let mut records = replay::find(storage, place).await?;
+    recovery.left_out = records.left_out;
+    if names_what_is_lost(storage, &places, has_snapshots, place.generation, &records).await? {
+        replay::leave_out(storage, run, &records).await?;
+        records = replay::find(storage, place).await?;
+        recovery.left_out = true;
+    }
+    let Needed { records, .. } = records;
     if let Some(newest) = records.last() {
         let newest = newest.record.clone();
         if newest.asks_for_repair {
             return Err(Error::corrupt("the journal asks for a repair, which this format does not have"));
         }
-        let end = storage.len().saturating_add(if storage.limits().fixed_len { 0 } else { GROWTH_MAX });
+        let end = end_of(storage);
         let from = if sabotage::is(Bug::OnlyNewestReplayed) { records.len() - 1 } else { 0 };
-        let allowed = Allowed { places, end, has_snapshots: superblocks.superblock.has_snapshots() };
+        let allowed = Allowed { places, end, has_snapshots };
         // An index is read where it lies: the file must reach there.
         let maps: BTreeSet<u32> =
             records[from..].iter().flat_map(|found| allowed.map_units(&found.record)).collect();
@@ -137,10 +145,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         for found in &records[from..] {
             replay.replay(&found.record).await?;
         }
-        let has_words = |found: &&replay::Found| !found.record.items.is_empty();
-        let newest_words = records.iter().rev().find(has_words).map(|found| &found.record);
-        let generation = superblocks.superblock.generation;
-        let rescued = rescue(&mut replay, storage, &places, generation, newest_words).await?;
+        let rescued = rescue(&mut replay, storage, &places, place.generation).await?;
         recovery.born = rescued.count;
         // The table may have arrived where the file's new length has not.
         let mut named = replay
@@ -182,6 +187,31 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     superblocks.write(storage).await?;
     storage.flush().await?; // commit point of the recovery
     Ok(recovery)
+}
+
+/// Nothing may lie behind this.
+fn end_of(storage: &dyn Storage) -> u64 {
+    storage.len().saturating_add(if storage.limits().fixed_len { 0 } else { GROWTH_MAX })
+}
+
+/// Whether the newest record, which nobody may have been told of, names a packed block that did not arrive. One that follows a
+/// record that was left out was flushed.
+async fn names_what_is_lost(
+    storage: &dyn Storage,
+    places: &Places,
+    has_snapshots: bool,
+    generation: u64,
+    needed: &Needed,
+) -> Result<bool> {
+    let Some((newest, before)) = needed.records.split_last() else { return Ok(false) };
+    if needed.left_out || places.shape().zone().is_none() {
+        return Ok(false);
+    }
+    let mut replay = Replay::new(Allowed { places: *places, end: end_of(storage), has_snapshots }, storage);
+    for found in before {
+        replay.replay_within(places.region(Region::Zones), &found.record).await?;
+    }
+    rescue::names_what_is_lost(&replay, storage, places, generation, &newest.record).await
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! What units tell of themselves after a crash: entries that no record has.
 //!
 //! ```text
-//!   records replayed ► entries of the newest that name packed blocks: one that is not whole names nothing
-//!                    ► young zones are read: a block that is whole, where the zone's bit is 0 and the table says nothing yet, counts
+//!   all records but the newest replayed ► does the newest name a packed block that is not whole? then it is left out
+//!     ► the newest replayed
+//!     ► young zones are read: a block that is whole, where the zone's bit is 0 and the table says nothing yet, counts
 //! ```
 //!
 //! | the unit of the disk in the table | a block tells of it | then |
@@ -12,16 +13,16 @@
 //! | the same unit | yes | the table counts, which says the same, or that the block is one like others now |
 //! | another unit | yes | the table counts: what came in between was not durable |
 //!
-//! Only the newest record can name a block that did not arrive: all before it were flushed, and the blocks with them.
-//! It was not acknowledged, so what the block would have said is left out. All of it can be done again from the beginning as often as it
+//! Only the newest record can name a block that did not arrive: all before it were flushed, and the blocks with them. It was never
+//! acknowledged, and is left out like one whose check fails. All of this can be done again from the beginning as often as it
 //! is cut off: the bits, the tags and the blocks stay as they are until the superblock says that there is nothing to recover.
 
 use std::collections::BTreeMap;
 
-use vellum_core::{Buffer, Error, ImageOffset, ImageSpan, Result, Storage};
+use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, Storage};
 
-use super::embed::{BLOCK_LEN, Identity, identify};
-use super::geometry::{Bits, Places, Region, SETTLED_WORD, ZONE_LEN};
+use super::embed::{BLOCK_LEN, BLOCKS_MAX, Identity, identify};
+use super::geometry::{Places, Region, SETTLED_WORD, ZONE_LEN};
 use super::zones::{GENERATION_WORD, TAG_WORD};
 use crate::bytes::{be64, put64};
 use crate::journal::record::{Item, Record};
@@ -30,8 +31,10 @@ use crate::sabotage::{self, Bug};
 
 /// What is read at once.
 const PIECE: u64 = 1 << 20;
-/// More zones are never young at a time.
-const YOUNG_MAX: usize = 256;
+/// What is packed, or not.
+const BLOCK: BlockSize = BlockSize::PAGE;
+/// More zones are never young at a time: 4 GiB at most are read.
+const YOUNG_MAX: usize = 64;
 
 /// A zone that was open.
 struct Young {
@@ -58,14 +61,10 @@ pub(super) async fn rescue<R: Rules>(
     storage: &dyn Storage,
     places: &Places,
     generation: u64,
-    newest: Option<&Record>,
 ) -> Result<Rescued> {
     let mut rescued = Rescued { last: 0, count: 0 };
     if places.shape().zone().is_none() {
         return Ok(rescued);
-    }
-    if let Some(newest) = newest.filter(|_| !sabotage::is(Bug::NewestBelieved)) {
-        look_at_entries(replay, storage, places, newest).await?;
     }
     for young in find_young(replay, storage, places, generation).await? {
         for (unit, identity) in find_blocks(storage, places, &young).await? {
@@ -87,64 +86,58 @@ pub(super) async fn rescue<R: Rules>(
     Ok(rescued)
 }
 
-/// Entries of the newest record that has words: those that name a packed block which is not whole name nothing.
-async fn look_at_entries<R: Rules>(
-    replay: &mut Replay<'_, R>,
+/// Whether the record names a packed block of a young zone that is not there: then it was never acknowledged. `replay` has all
+/// records before it.
+pub(super) async fn names_what_is_lost<R: Rules>(
+    replay: &Replay<'_, R>,
     storage: &dyn Storage,
     places: &Places,
-    newest: &Record,
-) -> Result<()> {
+    generation: u64,
+    record: &Record,
+) -> Result<bool> {
+    if places.shape().zone().is_none() || sabotage::is(Bug::NewestBelieved) {
+        return Ok(false);
+    }
+    let young = find_young(replay, storage, places, generation).await?;
     let table = places.region(Region::Table);
-    for item in &newest.items {
+    for item in &record.items {
         let Item::Words { at, values } = item else { continue };
-        let words = (0..values.len() as u64).map(|index| *at + index * 8);
-        for word in words.filter(|word| table.contains(*word)) {
+        let words = (0..).map(|index| *at + index * 8).zip(values);
+        for (word, value) in words.filter(|(word, _)| table.contains(*word)) {
             for (number, shift) in [(0, 32), (1, 0)] {
-                let bits = Bits { word, shift, width: 32 };
                 let guest_unit = (word - table.start()) / 4 + number;
-                if guest_unit < places.shape().units() {
-                    look_at_entry(replay, storage, places, guest_unit, bits).await?;
+                let entry = u32::try_from(value >> shift & 0xFFFF_FFFF).expect("32 bits");
+                if !is_there(storage, places, &young, guest_unit, entry).await? {
+                    return Ok(true);
                 }
             }
         }
     }
-    Ok(())
+    Ok(false)
 }
 
-async fn look_at_entry<R: Rules>(
-    replay: &mut Replay<'_, R>,
+/// Whether what an entry names is there, as far as that is asked here: in a young zone, and packed.
+async fn is_there(
     storage: &dyn Storage,
     places: &Places,
+    young: &[Young],
     guest_unit: u64,
-    bits: Bits,
-) -> Result<()> {
-    let (page, within) = replay.page(bits.word).await?;
-    let entry = u32::try_from(bits.get(be64(page, within))).expect("32 bits");
+    entry: u32,
+) -> Result<bool> {
     let (unit, form) = places.split_entry(entry);
-    let Some(block) = form.checked_sub(1) else { return Ok(()) };
-    let is_whole = match places.zone_of(unit.max(1)).filter(|_| unit != 0) {
-        None => false,
-        Some((zone, _)) => {
-            let (page, within) = replay.page(places.zone_word(zone, TAG_WORD)).await?;
-            let tag = be64(page, within);
-            let at = places.unit(unit).start() + u64::from(block) * BLOCK_LEN as u64;
-            let bytes = storage.read(at, Buffer::for_overwrite(BLOCK_LEN)).await?.contiguous();
-            let index = u8::try_from(block).expect("at most 30");
-            let found = identify(bytes.slice(), tag, unit, index);
-            found.is_some_and(|found| u64::from(found.guest_unit) == guest_unit)
-        }
-    };
-    if !is_whole {
-        let (page, within) = replay.page(bits.word).await?;
-        let word = be64(page, within);
-        put64(page, within, bits.set(word, 0));
-    }
-    Ok(())
+    let (Some(block), false) = (form.checked_sub(1), unit == 0) else { return Ok(true) };
+    let zone = places.zone_of(unit).and_then(|(zone, _)| young.iter().find(|young| young.zone == zone));
+    let Some(zone) = zone else { return Ok(true) };
+    let at = places.unit(unit).start() + u64::from(block) * BLOCK_LEN as u64;
+    let bytes = storage.read(at, Buffer::for_overwrite(BLOCK_LEN)).await?.contiguous();
+    let index = u8::try_from(block).expect("at most 30");
+    let found = identify(bytes.slice(), zone.tag, unit, index);
+    Ok(found.is_some_and(|found| u64::from(found.guest_unit) == guest_unit))
 }
 
 /// The zones that were open in this generation.
 async fn find_young<R: Rules>(
-    replay: &mut Replay<'_, R>,
+    replay: &Replay<'_, R>,
     storage: &dyn Storage,
     places: &Places,
     generation: u64,
@@ -162,11 +155,12 @@ async fn find_young<R: Rules>(
                 page.chunks_exact(256).zip((at - places.region(Region::Zones).start()) / ZONE_LEN..)
             {
                 let word = |word: u64| be64(entry, usize::try_from(word * 8).expect("below 256"));
-                if word(GENERATION_WORD) != generation || generation == 0 {
+                let zone = u32::try_from(zone).expect("at most 2^18");
+                let has_units = zone < places.unit_max() / places.units_per_zone();
+                if word(GENERATION_WORD) != generation || generation == 0 || !has_units {
                     continue;
                 }
                 let settled = (0..settled_words).map(|index| word(SETTLED_WORD + index)).collect();
-                let zone = u32::try_from(zone).expect("at most 2^18");
                 young.push(Young { zone, tag: word(TAG_WORD), settled });
             }
         }
@@ -186,39 +180,55 @@ async fn find_blocks(
 ) -> Result<BTreeMap<u32, Identity>> {
     let mut found = BTreeMap::new();
     let first = young.zone * places.units_per_zone() + 1;
-    let start = places.unit(first).start();
     let zone = places.shape().zone().expect("it has zones");
-    let unit = places.shape().layout.unit().expect("it has units");
-    let in_file = ImageSpan::between(ImageOffset::ZERO, ImageOffset::new(storage.len()));
-    let mut rest = start.span(zone.bytes()).intersect(in_file);
-    while !rest.is_empty() {
-        // Holes have nothing to tell.
+    let span = places.unit(first).start().span(zone.bytes());
+    let end = span.end().bytes().min(storage.len());
+    let mut at = span.start();
+    while at.bytes() < end {
+        let rest = ImageSpan::between(at, ImageOffset::new(end));
         let Some(run) = storage.runs(rest).await?.first().copied().filter(|run| !run.span.is_empty()) else {
             break;
         };
-        let (here, later) = rest.split_at((run.span.end() - rest.start()).min(PIECE));
-        rest = later;
-        if !run.is_data {
-            rest = ImageSpan::between(run.span.end(), rest.end());
+        // A host's blocks may be smaller than ours: pieces begin at blocks whatever its runs do.
+        let run_end = run.span.end().bytes();
+        let hole_end = ImageOffset::new(BLOCK.round_down(run_end));
+        if !run.is_data && hole_end > at {
+            at = hole_end;
             continue;
         }
-        let len = usize::try_from(here.len()).expect("a piece");
-        let bytes = storage.read(here.start(), Buffer::for_overwrite(len)).await?.contiguous();
-        for (at, block) in
-            (0..).map(|block| here.start() + block * BLOCK_LEN as u64).zip(bytes.slice().chunks(BLOCK_LEN))
-        {
-            let within = at - start;
-            let index = u32::try_from(within >> unit.shift()).expect("at most 1024");
-            let Ok(block_index) = u8::try_from((within & (unit.bytes() - 1)) / BLOCK_LEN as u64) else {
-                continue;
-            };
-            if young.is_settled(index) && !sabotage::is(Bug::SettledCounts) {
-                continue;
-            }
-            if let Some(identity) = identify(block, young.tag, first + index, block_index) {
-                found.insert(first + index, identity);
-            }
-        }
+        let data_end = BLOCK.round_up(run_end).max(at.bytes() + BLOCK.bytes());
+        let piece = at.span((data_end - at.bytes()).min(PIECE).min(end - at.bytes()));
+        look_for_blocks(storage, places, young, piece, &mut found).await?;
+        at = ImageOffset::new(BLOCK.round_up(piece.end().bytes()));
     }
     Ok(found)
+}
+
+/// Looks at the blocks of a piece that begins at one.
+async fn look_for_blocks(
+    storage: &dyn Storage,
+    places: &Places,
+    young: &Young,
+    piece: ImageSpan,
+    found: &mut BTreeMap<u32, Identity>,
+) -> Result<()> {
+    let first = young.zone * places.units_per_zone() + 1;
+    let start = places.unit(first).start();
+    let unit = places.shape().layout.unit().expect("it has units");
+    let len = usize::try_from(piece.len()).expect("a piece");
+    let bytes = storage.read(piece.start(), Buffer::for_overwrite(len)).await?.contiguous();
+    let places_of_blocks = (0..).map(|block| piece.start() + block * BLOCK.bytes());
+    for (at, block) in places_of_blocks.zip(bytes.slice().chunks(BLOCK_LEN)) {
+        let within = at - start;
+        let index = u32::try_from(within >> unit.shift()).expect("at most 1024");
+        let number = (within & (unit.bytes() - 1)) / BLOCK.bytes();
+        let Ok(number) = u8::try_from(number) else { continue };
+        if u64::from(number) >= BLOCKS_MAX || (young.is_settled(index) && !sabotage::is(Bug::SettledCounts)) {
+            continue;
+        }
+        if let Some(identity) = identify(block, young.tag, first + index, number) {
+            found.insert(first + index, identity);
+        }
+    }
+    Ok(())
 }

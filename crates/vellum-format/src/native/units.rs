@@ -131,19 +131,33 @@ impl Units {
 
     /// The first unit of a zone of which all units are free, and whether what it holds is not known. Only clean ones when
     /// `is_clean` is asked for.
-    pub(super) fn take_free_zone(&self, len: u32, zones: u32, is_clean: bool) -> Option<(u32, bool)> {
+    pub(super) fn take_free_zone(
+        &self,
+        len: u32,
+        zones: u32,
+        is_clean: bool,
+        is_open: impl Fn(u32) -> bool,
+    ) -> Option<(u32, bool)> {
         let mut pool = lock(&self.pool);
         let clean: RoaringBitmap = pool.clean.iter().copied().collect();
         let free = if is_clean { clean.clone() } else { &clean | &pool.unknown };
         let last = free.max()?;
         let all = u64::from(len);
         let first = (0..zones.min(last / len))
+            .filter(|zone| !is_open(*zone))
             .map(|zone| zone * len + 1)
             .find(|first| free.range_cardinality(*first..*first + len) == all)?;
         let run = first..first + len;
         pool.clean.retain(|unit| !run.contains(unit));
         pool.unknown.remove_range(run.clone());
         Some((first, clean.range_cardinality(run) < all))
+    }
+
+    /// Units that a zone was opened for, and that nobody was given.
+    pub(super) fn add_clean(&self, units: std::ops::Range<u32>) {
+        let count = units.len() as u64;
+        lock(&self.pool).clean.extend(units.rev());
+        self.given.fetch_add(count, Ordering::AcqRel);
     }
 
     /// A zone that was taken and never opened.

@@ -171,7 +171,6 @@ impl Native {
         let mut steps = Vec::new();
         let mut under_way = UnderWay { image: self, has_ended: false };
         let result = self.write_steps(span, data, &mut steps).await;
-        under_way.has_ended = true;
         self.commits.note_change();
         let any_born = steps.iter().any(|step| step.birth.is_some());
         for step in steps {
@@ -180,6 +179,7 @@ impl Native {
             }
             self.let_go(step.held);
         }
+        under_way.has_ended = true;
         if any_born || self.wants_zone() {
             // Whatever keeps a zone from being opened or closed keeps no write.
             let _ = self.tidy_zones().await;
@@ -236,7 +236,7 @@ impl Native {
     }
 
     /// The sub-blocks of a run that are not the image's yet.
-    fn subs_to_publish(&self, part: GuestSpan) -> Result<Vec<u64>, Missing> {
+    pub(super) fn subs_to_publish(&self, part: GuestSpan) -> Result<Vec<u64>, Missing> {
         let mut subs = Vec::new();
         let mut rest = part.intersect(GuestSpan::between(GuestOffset::ZERO, self.base_end()));
         while !rest.is_empty() {

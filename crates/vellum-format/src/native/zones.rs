@@ -26,6 +26,7 @@ use vellum_core::{ImageOffset, Result, Zeroes};
 use super::geometry::{Places, SETTLED_WORD};
 use super::image::Native;
 use super::publish::WORD_COST;
+use super::units::Units;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
@@ -250,13 +251,13 @@ impl Native {
     pub(super) async fn tidy_zones(&self) -> Result<()> {
         let Some(zones) = self.zones.as_ref().filter(|_| self.journal().is_some()) else { return Ok(()) };
         let per_zone = self.places.units_per_zone();
-        let (full, left) = {
+        let (full, left): (Vec<u32>, u32) = {
             let young = lock(&zones.young);
             let is_full = |zone: &&Young| zone.next == per_zone && zone.under_way == 0;
-            let left: u32 = young.iter().map(|zone| per_zone - zone.next).sum();
-            (young.iter().find(is_full).map(|zone| zone.zone), left)
+            let left = young.iter().map(|zone| per_zone - zone.next).sum();
+            (young.iter().filter(is_full).map(|zone| zone.zone).collect(), left)
         };
-        if let Some(number) = full {
+        for number in full {
             self.settle_zone(zones, number).await?;
         }
         if left <= per_zone / 2 {
@@ -285,7 +286,7 @@ impl Native {
         if !self.may_be_born() {
             return Ok(());
         }
-        let Some((first, is_unknown)) = self.find_zone() else { return Ok(()) };
+        let Some((first, is_unknown)) = self.find_zone(zones) else { return Ok(()) };
         let number = (first - 1) / per_zone;
         let words: Vec<ImageOffset> = {
             let settled = (0..u64::from(per_zone.div_ceil(64))).map(|word| SETTLED_WORD + word);
@@ -303,15 +304,34 @@ impl Native {
     }
 
     /// A zone that was emptied, or one that has never been there, or on a medium that cannot grow one whose zeros cost nothing.
-    fn find_zone(&self) -> Option<(u32, bool)> {
-        let (units, per_zone, zones) = (self.units(), self.places.units_per_zone(), self.places.zones());
+    fn find_zone(&self, zones: &Zones) -> Option<(u32, bool)> {
+        let (units, per_zone, count) = (self.units(), self.places.units_per_zone(), self.places.zones());
+        // One that is full and not closed yet may have been emptied.
+        let young: Vec<u32> = lock(&zones.young).iter().map(|zone| zone.zone).collect();
+        let is_open = |zone: u32| young.contains(&zone);
         units
-            .take_free_zone(per_zone, zones, true)
-            .or_else(|| units.take_zone(per_zone, zones).map(|first| (first, false)))
+            .take_free_zone(per_zone, count, true, is_open)
+            .or_else(|| units.take_zone(per_zone, count).map(|first| (first, false)))
             .or_else(|| match self.metadata.limits().fast_zeroes {
-                true => units.take_free_zone(per_zone, zones, false),
+                true => units.take_free_zone(per_zone, count, false, is_open),
                 false => None,
             })
+    }
+
+    /// There is no other space: what was opened and not given out is for units one by one. Tells whether there was any.
+    pub(super) fn give_up_young(&self, units: &Units) -> bool {
+        let Some(zones) = &self.zones else { return false };
+        let per_zone = self.places.units_per_zone();
+        let mut found = false;
+        // What is not durable yet has zeros that no flush covers.
+        for zone in lock(&zones.young).iter_mut().filter(|zone| self.commits.is_durable(zone.opened_in)) {
+            let first = zone.zone * per_zone + 1;
+            let rest = first + zone.next..first + per_zone;
+            found |= !rest.is_empty();
+            units.add_clean(rest);
+            zone.next = per_zone;
+        }
+        found
     }
 
     /// Makes a zone zero of which that is not known. The flush that makes its opening durable covers the zeros: before nothing is
@@ -344,7 +364,9 @@ impl Native {
         self.home.change(words[1], |_| tag);
         let opened_in = journal.open_sequence();
         let young = Young { zone: number, tag, opened_in, next: 0, under_way: 0, born: Vec::new() };
-        lock(&zones.young).push(young);
+        let mut all = lock(&zones.young);
+        debug_assert!(all.iter().all(|other| other.zone != number), "it is open already");
+        all.push(young);
         Ok(())
     }
 }

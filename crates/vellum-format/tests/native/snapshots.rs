@@ -24,6 +24,8 @@ pub(super) fn setups() -> Vec<NativeSetup> {
         NativeSetup::table("table", SIZE, k(64)),
         NativeSetup::table("table, large units", 3 << 20, 1 << 20),
         NativeSetup::table("table over a base", SIZE, k(64)).over(base(), k(16)),
+        NativeSetup::zoned("zoned", SIZE, k(64), k(256)),
+        NativeSetup::zoned("zoned over a base", SIZE, k(64), k(256)).over(base(), k(16)),
     ]
 }
 

@@ -1,7 +1,12 @@
 //! Units that hold their own entries: what a failed birth leaves, zones that fill and are opened again, and who reads meanwhile.
 
-use vellum_core::{Buffer, Disk, ErrorKind, GuestOffset, Random, SharedStorage, WriteFlags, ZeroFlags};
-use vellum_format::native::recover;
+use std::sync::Arc;
+
+use vellum_core::{
+    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, Random, Result,
+    SharedStorage, Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
+};
+use vellum_format::native::{recover, resize};
 use vellum_format::sabotage::{Bug, put_in};
 use vellum_sim::{Drive, DriveOptions, Effect, Fault, FaultPlan, Operation, Repeat, World};
 
@@ -35,10 +40,9 @@ fn after_a_failed_birth(effect: Effect, bug: Option<Bug>) -> Vec<u8> {
         disk.write(GuestOffset::ZERO, bytes(3), WriteFlags::FUA).await.unwrap();
         drive.content()
     });
-    put_in(None);
     let world = World::new(0);
     let drive = Drive::from_content(&world, killed, DriveOptions::default());
-    world.run(async {
+    let found = world.run(async {
         let disk = setup.open(&drive).await.unwrap();
         let found = disk.read(GuestOffset::ZERO, Buffer::zeroed(4096)).await.unwrap().to_vec();
         disk.close().await.unwrap();
@@ -46,7 +50,9 @@ fn after_a_failed_birth(effect: Effect, bug: Option<Bug>) -> Vec<u8> {
         let (report, lines) = look_native(&image).await.unwrap();
         assert!(report.is_clean(), "{lines:?}");
         found
-    })
+    });
+    put_in(None);
+    found
 }
 
 /// A write that failed may lie in the image with its entry. The next one for the same place is another unit, and the one that was
@@ -244,5 +250,155 @@ fn a_unit_is_one_read() {
         let odd = disk.read(GuestOffset::new(65_536 + 100), Buffer::zeroed(9000)).await.unwrap();
         assert!(odd.to_vec() == model[65_636..74_636]);
         disk.close().await.unwrap();
+    });
+}
+
+/// A snapshot goes, and what the disk still has of it stays, packed or not.
+#[test]
+fn a_deleted_snapshot_keeps_packed_units_of_the_disk() {
+    let setup = setup(4 << 20, 256 << 10);
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        disk.write(GuestOffset::new(15 * UNIT), bytes(9), WriteFlags::FUA).await.unwrap();
+        disk.write(GuestOffset::ZERO, bytes(1), WriteFlags::FUA).await.unwrap();
+        disk.snapshot_create("s", 0).await.unwrap();
+        disk.write(GuestOffset::new(UNIT), bytes(2), WriteFlags::FUA).await.unwrap();
+        disk.snapshot_delete("s").await.unwrap();
+        for _ in 0..4 {
+            disk.write(GuestOffset::new(2 * UNIT), bytes(3), WriteFlags::FUA).await.unwrap();
+        }
+        let found = disk.read(GuestOffset::ZERO, Buffer::zeroed(4096)).await.unwrap().to_vec();
+        assert_eq!(found, [1; 4096]);
+    });
+}
+
+#[test]
+fn a_packed_block_behind_the_end() {
+    let setup = setup(1 << 20, 256 << 10);
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        disk.write(GuestOffset::new(15 * UNIT), bytes(9), WriteFlags::FUA).await.unwrap();
+        disk.write(GuestOffset::new(32 << 10), bytes(1), WriteFlags::FUA).await.unwrap();
+        disk.close().await.unwrap();
+        let image: SharedStorage = drive.clone();
+        resize(&image, 16 << 10, true).await.unwrap();
+        resize(&image, 1 << 20, false).await.unwrap();
+        let disk = setup.open(&drive).await.unwrap();
+        let found = disk.read(GuestOffset::new(32 << 10), Buffer::zeroed(4096)).await.unwrap().to_vec();
+        assert_eq!(found, [0; 4096]);
+    });
+}
+
+/// A file whose file system has blocks of 1 KiB.
+struct Fine(SharedStorage);
+
+impl Storage for Fine {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+    fn limits(&self) -> &Limits {
+        self.0.limits()
+    }
+    fn len(&self) -> u64 {
+        self.0.len()
+    }
+    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        self.0.read(at, buffer)
+    }
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        self.0.write(at, data)
+    }
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.0.flush()
+    }
+    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        self.0.write_zeroes(span, how)
+    }
+    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.0.discard(span)
+    }
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        self.0.set_len(len)
+    }
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.0.preallocate(span)
+    }
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        Box::pin(async move {
+            let end = self.0.len().min(span.end().bytes());
+            let mut runs: Vec<StorageRun> = Vec::new();
+            let mut at = span.start().bytes();
+            while at < end {
+                let next = ((at / 1024 + 1) * 1024).min(end);
+                let len = usize::try_from(next - at).unwrap();
+                let bytes = self.0.read(ImageOffset::new(at), Buffer::zeroed(len)).await?.to_vec();
+                let is_data = bytes.iter().any(|byte| *byte != 0);
+                let here = ImageOffset::new(at).span(next - at);
+                match runs.last_mut() {
+                    Some(last) if last.is_data == is_data => {
+                        last.span = ImageSpan::between(last.span.start(), here.end());
+                    }
+                    _ => runs.push(StorageRun { span: here, is_data }),
+                }
+                at = next;
+            }
+            Ok(runs)
+        })
+    }
+}
+
+/// In the image: noise that packs no further than to about 4000 bytes, so that no KiB of the packed block is zero.
+fn hardly_packs() -> Vec<u8> {
+    let mut data = vec![0; 4096];
+    Random::from_seed(5).fill(&mut data[..3900]);
+    data
+}
+
+/// Data that begins within a block of ours, as a file system with smaller blocks tells it.
+#[test]
+fn blocks_of_a_host_are_smaller() {
+    let setup = setup(4 << 20, 256 << 10);
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        disk.write(GuestOffset::new(15 * UNIT), bytes(9), WriteFlags::FUA).await.unwrap();
+        let data = Buffer::copy_of(&hardly_packs());
+        disk.write(GuestOffset::new(6 * 4096), data, WriteFlags::FUA).await.unwrap();
+        let last = Buffer::copy_of(&[7; 1024]);
+        disk.write(GuestOffset::new(6 * 4096 - 1024), last, WriteFlags::FUA).await.unwrap();
+        let plain: SharedStorage = Drive::from_content(&world, drive.content(), DriveOptions::default());
+        let fine: SharedStorage =
+            Arc::new(Fine(Drive::from_content(&world, drive.content(), DriveOptions::default())));
+        let by_page = recover(&plain).await.unwrap().born;
+        let by_kib = recover(&fine).await.unwrap().born;
+        assert_eq!((by_page, by_kib), (1, 1));
+    });
+}
+
+/// Units that nobody was given are for everybody when there are no others.
+#[test]
+fn a_device_can_be_filled() {
+    let setup = setup(1 << 20, 256 << 10);
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+    world.run(async {
+        drive.set_len((1 << 20) + 16 * UNIT).await.unwrap();
+        let image = super::device::Device::with(drive.clone(), true);
+        let options = vellum_format::native::OpenOptions { journal_key: Some(1), ..Default::default() };
+        let disk = vellum_format::native::Native::open(image.clone(), None, options).await.unwrap();
+        let mut random = Random::from_seed(3);
+        disk.write(GuestOffset::ZERO, bytes(1), WriteFlags::FUA).await.unwrap();
+        for unit in 1..16 {
+            let mut noise = vec![0; 65536];
+            random.fill(&mut noise);
+            let done =
+                disk.write(GuestOffset::new(unit * UNIT), Buffer::copy_of(&noise), WriteFlags::FUA).await;
+            assert!(done.is_ok(), "unit {unit} of 16: {done:?}");
+        }
     });
 }

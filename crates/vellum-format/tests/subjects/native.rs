@@ -12,6 +12,9 @@ use crate::common::base;
 use crate::common::native::{NativeSetup, look_native};
 use crate::common::tended::Tended;
 
+/// Behind the base, over it, both in the unit in which it ends; a unit behind it, one over it, and that one again.
+const WHERE_THE_BASE_ENDS: [u64; 5] = [155_648, 131_072, 262_144, 65_536, 139_264];
+
 /// An image of the native format.
 pub(crate) struct NativeSubject {
     setup: NativeSetup,
@@ -21,6 +24,8 @@ pub(crate) struct NativeSubject {
     device: Option<u64>,
     /// Places are units, far from each other.
     is_by_units: bool,
+    /// Where places are, if it is somewhere else.
+    places: Option<[u64; 5]>,
     /// A discard of 64 KiB asks for a snapshot, or for one less.
     has_snapshots: bool,
     /// Units are made ready ahead of need, beside every request.
@@ -30,7 +35,16 @@ pub(crate) struct NativeSubject {
 impl NativeSubject {
     fn new(setup: NativeSetup, far: u64) -> Self {
         let below = setup.below();
-        Self { setup, below, far, device: None, is_by_units: false, has_snapshots: false, is_tended: false }
+        Self {
+            setup,
+            below,
+            far,
+            device: None,
+            is_by_units: false,
+            places: None,
+            has_snapshots: false,
+            is_tended: false,
+        }
     }
 
     pub(crate) fn linear() -> Self {
@@ -133,10 +147,10 @@ impl NativeSubject {
         Self { is_by_units: true, device: Some((1 << 20) + (10 << 16)), ..Self::new(setup, 256 << 10) }
     }
 
-    /// The base ends within the disk; behind it units hold their own entries.
+    /// The base ends within a unit; behind it units hold their own entries.
     pub(crate) fn zoned_over_a_base() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned over a base", 512 << 10, 64 << 10, 1 << 20);
-        Self { is_by_units: true, ..Self::new(setup.over(base(), 32 << 10), 256 << 10) }
+        Self { places: Some(WHERE_THE_BASE_ENDS), ..Self::new(setup.over(base(), 32 << 10), 256 << 10) }
     }
 
     pub(crate) fn zoned_with_snapshots() -> Self {
@@ -175,6 +189,9 @@ impl Subject for NativeSubject {
     }
 
     fn places(&self) -> Vec<GuestOffset> {
+        if let Some(places) = self.places {
+            return places.map(GuestOffset::new).to_vec();
+        }
         if self.is_by_units {
             return [0, 1, 4, 2, 3].map(|unit| GuestOffset::new(unit << 16)).to_vec();
         }

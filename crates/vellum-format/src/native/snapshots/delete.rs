@@ -16,7 +16,7 @@ use std::task::Poll;
 
 use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result};
 
-use super::super::geometry::{Bits, SNAPSHOTS};
+use super::super::geometry::SNAPSHOTS;
 use super::super::image::Native;
 use super::list::{BEING_DELETED, ENTRY_WORDS, FLAGS_WORD, HOME, word};
 use super::{Ordering, Views};
@@ -144,12 +144,9 @@ impl Native {
     fn home_names(&self, index: u64, unit: u32) -> bool {
         let table = self.places.region(super::Region::Table).start();
         let at = table + index * 4;
-        let bits = Bits {
-            word: ImageOffset::new(at.bytes() & !7),
-            shift: if index.is_multiple_of(2) { 32 } else { 0 },
-            width: 32,
-        };
-        self.home.get(bits) == Ok(u64::from(unit))
+        let word = self.home.word(ImageOffset::new(at.bytes() & !7));
+        let number = usize::from(!index.is_multiple_of(2));
+        word.is_ok_and(|word| self.places.units_in(word)[number] == unit)
     }
 
     /// The entry is free, unless there are copies again.

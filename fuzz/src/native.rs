@@ -48,7 +48,7 @@ async fn sample(kind: u8) -> Sample {
         has_table,
         has_zones,
         zone_size: has_zones.then_some(128 << 10),
-        no_embedding: has_zones && kind & 1 != 0,
+        embed: has_zones.then_some(kind & 1 == 0),
         unit_size: has_table.then_some(64 << 10),
         block_size: has_base.then_some(4 << 10),
         journal_bytes: (has_table || has_base).then_some(64 << 10),

@@ -328,7 +328,7 @@ impl NewImage {
                 }
             }
             "zone_size" => self.native.zone_size = Some(parse_size(value)?),
-            "embed" => self.native.no_embedding = !switch()?,
+            "embed" => self.native.embed = Some(switch()?),
             "unit_size" => self.native.unit_size = Some(parse_size(value)?),
             "block_size" => self.native.block_size = Some(parse_size(value)?),
             "zeroed" => self.native.zero_device = switch()?,
@@ -387,7 +387,7 @@ mod tests {
         let new = NewImage::parse(&["layout=table,unit_size=64k,journal_size=1M".to_owned()]).unwrap().native;
         assert_eq!((new.has_table, new.unit_size, new.journal_bytes), (true, Some(65_536), Some(1 << 20)));
         let new = NewImage::parse(&["layout=zoned,zone_size=1M,embed=off".to_owned()]).unwrap().native;
-        assert_eq!((new.has_zones, new.zone_size, new.no_embedding), (true, Some(1 << 20), true));
+        assert_eq!((new.has_zones, new.zone_size, new.embed), (true, Some(1 << 20), Some(false)));
         assert!(NewImage::parse(&["layout=heap".to_owned()]).is_err());
     }
 

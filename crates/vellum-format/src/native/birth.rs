@@ -28,7 +28,7 @@ use super::zones::{Given, tag_place};
 use crate::sabotage::{self, Bug};
 
 /// So many blocks of a write are tried, at most.
-const TRIED_MAX: u64 = 3;
+const TRIED_MAX: usize = 3;
 
 /// A unit that is being born.
 pub(super) struct Birth {
@@ -77,8 +77,8 @@ impl Native {
         let whole = SUB_BLOCK.count_for(start)..(end / SUB_BLOCK.bytes()).min(BLOCKS_MAX);
         let blocks =
             if whole.is_empty() { start / SUB_BLOCK.bytes()..start / SUB_BLOCK.bytes() + 1 } else { whole };
-        let step = ((blocks.end - blocks.start) / TRIED_MAX).max(1);
-        for block in blocks.step_by(usize::try_from(step).expect("small")).take(TRIED_MAX as usize) {
+        let step = ((blocks.end - blocks.start) / TRIED_MAX as u64).max(1);
+        for block in blocks.step_by(usize::try_from(step).expect("small")).take(TRIED_MAX) {
             if block >= BLOCKS_MAX {
                 return None;
             }

@@ -52,8 +52,8 @@ pub struct CreateOptions {
     pub has_zones: bool,
     /// How large a zone is, in bytes: a power of two from 128 KiB to 64 MiB, 2 to 1024 units.
     pub zone_size: Option<u64>,
-    /// Units of zones never hold their own entries.
-    pub no_embedding: bool,
+    /// Whether units of zones hold their own entries; they do when nothing is said.
+    pub embed: Option<bool>,
     /// What one entry of the table maps, in bytes: a power of two from 64 KiB to 2 MiB.
     pub unit_size: Option<u64>,
     /// What one bit of the base bitmap covers, in bytes: a power of two from 4 KiB to 1 MiB.
@@ -82,7 +82,7 @@ impl CreateOptions {
             ),
             (self.has_zones && !self.has_table, "zones need a table"),
             (
-                (self.zone_size.is_some() || self.no_embedding) && !self.has_zones,
+                (self.zone_size.is_some() || self.embed.is_some()) && !self.has_zones,
                 "zone_size and embed need layout=zoned",
             ),
             (
@@ -142,7 +142,7 @@ pub async fn create(storage: &dyn Storage, options: &CreateOptions) -> Result<Su
     let base =
         options.base.as_ref().map(|base| Base { name: base.name.clone(), format: base.format.clone() });
     let mut superblock = Superblock::new(places, base, options.uuid.map_or_else(random_uuid, Ok)?)?;
-    superblock.embeds &= !options.no_embedding;
+    superblock.embeds &= options.embed.unwrap_or(true);
     let context = || format!("can't create {}", storage.name());
     make_room(storage, options, &places).await.context(context)?;
     if let Some(base) = &options.base {

@@ -209,7 +209,7 @@ fn one_write_each() {
     let wrote = cost("zoned, 64 blocks again and again", &zoned, again);
     assert!(wrote.flushes == N && wrote.writes < N + N / 2 && wrote.bytes < N * 8192, "{wrote:?}");
     // The switch off: a table with smaller units.
-    let plain = CreateOptions { no_embedding: true, ..zoned.clone() };
+    let plain = CreateOptions { embed: Some(false), ..zoned.clone() };
     let (_, scattered_ones, units) = rows("zoned, embed off", &plain);
     assert_eq!(scattered_ones, exactly(N, 2 * N, N * 8192));
     assert_eq!(units, exactly(N, 2 * N, N * (65_536 + 4096)));

@@ -13,5 +13,6 @@ pub(crate) mod fvd;
 mod old_qcow2;
 mod player;
 mod postmark;
+mod recent;
 pub(crate) mod selfie;
 mod then;

@@ -7,19 +7,20 @@
 //!
 //! The engine is the one that serves disks; HOST is a raw image; the others are in [`super::then`]. The drive is a model. A request of more than
 //! 512 KiB comes to a disk as several, as virtio and the guest's block layer have it. A volume is a device: its units are made zero by
-//! writing, in the time the engine takes for that (`tend`), before and while the guest writes. A thin volume makes them zero for nothing.
+//! writing, in the time the engine takes for that (`tend`), before and while the guest writes. A thin volume makes them zero for nothing,
+//! so it leaves out what the paper calls zone clearing: what is told of it has less to do than the paper's Selfie had.
 //!
 //! Nothing is fitted here: the one constant that was (the HDD's `flush_overhead`, on S4) is in the model.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use serde::Serialize;
 use vellum_core::{
-    Buffer, Error, GuestOffset, HostTally, ImageOffset, ImageSpan, IoCounts, Limits, LocalFuture, Random,
-    Result, SharedDisk, SharedStorage, Storage, StorageRun, WriteFlags, Zeroes, try_join_all,
+    Buffer, Error, GuestOffset, HostTally, ImageOffset, IoCounts, Limits, Random, Result, SharedDisk,
+    SharedStorage, WriteFlags, try_join_all,
 };
 use vellum_format::Raw;
 use vellum_format::native::{CreateOptions, Native, OpenOptions, create, recover};
@@ -28,6 +29,7 @@ use vellum_sim::model::{
     ForgetfulDrive, Hdd, HddParameters, HostFile, HostLayout, Medium, Ssd, SsdParameters,
 };
 
+use super::recent::Recent;
 use super::then::{Kind, Then};
 use crate::load::guest::Bytes;
 
@@ -140,7 +142,7 @@ impl Engine {
 struct Scene {
     world: World,
     drive: Arc<Recent>,
-    engine: Arc<Engine>,
+    engine: Rc<Engine>,
     metadata: HostTally,
     /// Nobody tends the disk any more.
     has_crashed: Arc<AtomicBool>,
@@ -162,7 +164,7 @@ impl Scene {
             Below::ThinVolume => Limits { fixed_len: true, grows_zeroed: false, ..Limits::plain() },
             Below::File => Limits::plain(),
         };
-        let drive = Recent::over(ForgetfulDrive::new(&world, medium, limits, DRIVE, KEPT));
+        let drive = Recent::over(ForgetfulDrive::new(&world, medium, limits, DRIVE, KEPT), KEPT);
         let storage: SharedStorage = match stage.below {
             Below::File => {
                 let journal = ImageOffset::ZERO.span(ZONE);
@@ -183,14 +185,14 @@ impl Scene {
         let (same, noise) = (Bytes::Same.make(UNIT), Bytes::Noise.make(UNIT));
         let unit = |index: usize| match stage.packs {
             0 => &noise,
-            50 if index % 2 == 0 => &noise,
+            50 if index.is_multiple_of(2) => &noise,
             _ => &same,
         };
         let bytes = (0..REQUEST / UNIT).flat_map(|index| unit(index).iter().copied()).collect();
         let scene = Self {
             world,
             drive,
-            engine: Arc::new(engine),
+            engine: Rc::new(engine),
             metadata,
             has_crashed: Arc::default(),
             bytes: Arc::new(bytes),
@@ -334,9 +336,9 @@ pub(crate) fn dd(image: Image, stage: Stage, bytes: u64, is_overwritten: bool) -
     })?;
     scene.world.run(scene.world.sleep(Duration::from_secs(60)));
     let seconds = copy(&scene.bytes)?;
-    let before = scene.drive.inner.counts().reads;
+    let before = scene.drive.counts().reads;
     let again_seconds = if is_overwritten { Some(copy(&noise)?) } else { None };
-    Ok(Dd { seconds, again_seconds, again_reads: scene.drive.inner.counts().reads - before })
+    Ok(Dd { seconds, again_seconds, again_reads: scene.drive.counts().reads - before })
 }
 
 /// What a recovery costs: reads and bytes of the image, and seconds on the modelled drive.
@@ -374,11 +376,10 @@ pub(crate) fn recovery(drive: Drive, bytes: u64) -> Result<Recovered> {
     }
     scene.has_crashed.store(true, Ordering::Release);
     scene.world.run(scene.world.sleep(2 * TENDED_EVERY));
-    let counts = |drive: &Recent| -> IoCounts { drive.inner.counts() };
-    let (before, begun) = (counts(&scene.drive), scene.world.now());
+    let (before, begun): (IoCounts, _) = (scene.drive.counts(), scene.world.now());
     let storage: SharedStorage = scene.drive.clone();
     let recovered = scene.world.run(recover(&storage))?;
-    let after = counts(&scene.drive);
+    let after = scene.drive.counts();
     Ok(Recovered {
         units,
         born: recovered.born,
@@ -387,109 +388,6 @@ pub(crate) fn recovery(drive: Drive, bytes: u64) -> Result<Recovered> {
         mebibytes_read: (after.bytes_read - before.bytes_read) as f64 / f64::from(1 << 20),
         seconds: (scene.world.now() - begun).as_secs_f64(),
     })
-}
-
-/// A forgetful drive that remembers blocks of guest data that are not one byte again and again: packed ones, and noise; the last
-/// ones written.
-struct Recent {
-    inner: Arc<ForgetfulDrive>,
-    blocks: Mutex<(BTreeMap<u64, Vec<u8>>, VecDeque<u64>)>,
-}
-
-const BLOCK: usize = 4096;
-/// More than the packed blocks of all zones that are open at a time.
-const RECENT_MAX: usize = 16 << 10;
-
-impl Recent {
-    fn over(inner: Arc<ForgetfulDrive>) -> Arc<Self> {
-        Arc::new(Self { inner, blocks: Mutex::default() })
-    }
-
-    fn note(&self, at: ImageOffset, data: &Buffer) {
-        if at.bytes() < KEPT || !at.bytes().is_multiple_of(BLOCK as u64) {
-            return;
-        }
-        let mut guard = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
-        let (blocks, order) = &mut *guard;
-        let mut place = at.bytes();
-        let bytes = data.pieces().flat_map(|piece| piece.chunks(BLOCK));
-        for block in bytes {
-            if block.iter().any(|byte| *byte != block[0]) && block.len() == BLOCK {
-                if blocks.insert(place, block.to_vec()).is_none() {
-                    order.push_back(place);
-                }
-                if order.len() > RECENT_MAX {
-                    let oldest = order.pop_front().expect("there are many");
-                    blocks.remove(&oldest);
-                }
-            } else {
-                blocks.remove(&place);
-            }
-            place += block.len() as u64;
-        }
-    }
-}
-
-impl Storage for Recent {
-    fn name(&self) -> &'static str {
-        "drive"
-    }
-
-    fn limits(&self) -> &Limits {
-        self.inner.limits()
-    }
-
-    fn len(&self) -> u64 {
-        self.inner.len()
-    }
-
-    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        Box::pin(async move {
-            let mut buffer = self.inner.read(at, buffer).await?;
-            let end = at.bytes() + buffer.len() as u64;
-            let guard = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
-            for (place, block) in guard.0.range(at.bytes()..end) {
-                let within = usize::try_from(place - at.bytes()).expect("within the buffer");
-                let len = BLOCK.min(buffer.len() - within);
-                buffer.copy_from(within, &block[..len]);
-            }
-            drop(guard);
-            Ok(buffer)
-        })
-    }
-
-    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
-        self.note(at, &data);
-        self.inner.write(at, data)
-    }
-
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.inner.flush()
-    }
-
-    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        // A host that makes zeros by itself writes none.
-        match self.limits().fast_zeroes {
-            true => self.inner.discard(span),
-            false => self.inner.write_zeroes(span, how),
-        }
-    }
-
-    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.discard(span)
-    }
-
-    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.inner.set_len(len)
-    }
-
-    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.preallocate(span)
-    }
-
-    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
-        self.inner.runs(span)
-    }
 }
 
 #[cfg(test)]

@@ -135,7 +135,8 @@ fn takes_part(image: Image, below: Below) -> bool {
 
 fn jobs(stage: Stage, order: Order, threads: &[u64], is_quick: bool) -> Vec<(Image, Stage, Fio)> {
     let mut jobs = Vec::new();
-    // Where zeros are written, zones are made by and by: larger requests than that wait for nothing else.
+    // On a volume whose zeros are written, a zoned image whose writers want more units than lie ready can stand still: dd, with
+    // requests of 512 KiB, 32 at a time, did not end there. So larger requests are told of a thin volume alone.
     let is_small = is_quick || stage.below == Below::Volume;
     let requests: &[usize] = if is_small { &[64 * K] } else { &[64 * K, 512 * K, 4096 * K] };
     for request in requests {
@@ -341,6 +342,8 @@ fn recovery_rows(recovered: &Recovered) -> Vec<Row> {
     let leads = recovered.units;
     let (zones, eights) = (leads / 1024, leads / 8192);
     let Recovered { reads, mebibytes_read, seconds, .. } = *recovered;
+    let gib = (leads * 64).div_ceil(1 << 20);
+    let took = || format!("{seconds:.2} s ({gib} GiB here)");
     let row = |id, what, paper, ours, is_met| Row { id, what, paper, ours, is_met };
     let counted = format!("{reads} (leads {leads}, zones {zones}, eights {eights})");
     let mib = format!(
@@ -350,15 +353,9 @@ fn recovery_rows(recovered: &Recovered) -> Vec<Row> {
         eights >> 4
     );
     vec![
-        row(
-            "S22",
-            "recovery of 128 GiB, a cluster for eight zones",
-            "1.9 s",
-            format!("{seconds:.2} s"),
-            seconds <= 1.9,
-        ),
-        row("S22", "  a cluster for each zone", "11.6 s", format!("{seconds:.2} s"), seconds <= 11.6),
-        row("S22", "  no metadata clusters", "21 min", format!("{seconds:.2} s"), seconds <= 1260.0),
+        row("S22", "recovery of 128 GiB, a cluster for eight zones", "1.9 s", took(), seconds <= 1.9),
+        row("S22", "  a cluster for each zone", "11.6 s", took(), seconds <= 11.6),
+        row("S22", "  no metadata clusters", "21 min", took(), seconds <= 1260.0),
         row("S23", "  reads", "256", counted, reads <= 256),
         row("S23", "  bytes", "16 MiB", mib, mebibytes_read <= 16.0),
     ]

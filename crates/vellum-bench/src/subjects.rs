@@ -74,10 +74,12 @@ const PREPARES: &str = "prealloc=adaptive";
 pub(crate) const NATIVE: &str = "vellum";
 
 /// All of them, ours first.
-pub(crate) const SUBJECTS: [Subject; 16] = [
+pub(crate) const SUBJECTS: [Subject; 18] = [
     vellum("vellum raw", "raw", "", Base::Never, Journal::Off),
     vellum("vellum linear", NATIVE, "layout=linear", Base::Either, Journal::Off),
     vellum("vellum table", NATIVE, "layout=table", Base::Either, Journal::Off),
+    vellum("vellum zoned", NATIVE, "layout=zoned", Base::Either, Journal::Off),
+    vellum("vellum zoned embed=off", NATIVE, "layout=zoned,embed=off", Base::Either, Journal::Off),
     vellum("vellum qcow2 plain", "qcow2", "", Base::Either, Journal::Off),
     vellum("vellum qcow2 extended_l2=off", "qcow2", "extended_l2=off", Base::Always, Journal::Off),
     vellum("vellum qcow2 journaled", "qcow2", "", Base::Either, Journal::On),
@@ -153,7 +155,7 @@ impl Subject {
     /// Whether snapshots are kept inside an image.
     pub(crate) fn keeps_snapshots(&self) -> bool {
         match self.format {
-            NATIVE => self.options == "layout=table",
+            NATIVE => self.options != "layout=linear",
             format => format == "qcow2",
         }
     }

@@ -1,5 +1,7 @@
 //! `vellum-bench papers`: figures of papers made again, each beside the paper's, met or missed.
 
+mod selfie;
+
 use std::fmt::Write;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,6 +26,7 @@ pub(crate) struct Args {
 #[derive(clap::Subcommand)]
 enum Paper {
     Fvd(Fvd),
+    Selfie(selfie::Args),
 }
 
 /// FVD, USENIX ATC 2011: files created, transactions, disk I/Os, seek distance, sizes and free writes (rows F1 to F8)
@@ -80,7 +83,13 @@ struct Row {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let Paper::Fvd(args) = &args.paper;
+    match &args.paper {
+        Paper::Fvd(args) => run_fvd(args),
+        Paper::Selfie(args) => selfie::run(args),
+    }
+}
+
+fn run_fvd(args: &Fvd) -> Result<()> {
     let table = Table::to(args.output);
     let stages = if args.quick { fvd::stages()[..1].to_vec() } else { fvd::stages() };
     let [first, ..] = &stages[..] else {
@@ -97,7 +106,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         .enumerate()
         .flat_map(|(index, stage)| images(index).map(move |image| (stage, image)))
         .collect();
-    let runs = all_runs(&jobs, args.scale)?;
+    let runs = on_all_processors(&jobs, |(stage, image)| fvd::postmark(*image, stage, args.scale))?;
     for stage in &stages {
         table.say("");
         table.say(&format!("{}: PostMark", stage.name));
@@ -134,12 +143,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let mut rows = simulated_rows(&runs, &stages);
     rows.extend(recorded_rows(&recorded, today));
     rows.extend(counted_rows(sizes, free_writes));
-    table.say("");
-    table.say(&format!("{:<4} {:<46} {:>12}  here", "row", "", "paper"));
-    for row in &rows {
-        let verdict = if row.is_met { "met" } else { "missed" };
-        table.say(&format!("{:<4} {:<46} {:>12}  {:<46} {verdict}", row.id, row.what, row.paper, row.ours));
-    }
+    tell(&rows, table);
     if args.output == Output::Json {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let (unix_seconds, scale) = (now.as_secs(), args.scale);
@@ -148,30 +152,40 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Worlds of their own, so that processors can share them; in the order of the jobs.
-fn all_runs(jobs: &[(&Stage, Image)], scale: u64) -> Result<Vec<Run>> {
+/// The rows beside the paper's, misses as misses.
+fn tell(rows: &[Row], table: Table) {
+    table.say("");
+    table.say(&format!("{:<4} {:<46} {:>12}  here", "row", "", "paper"));
+    for row in rows {
+        let verdict = if row.is_met { "met" } else { "missed" };
+        table.say(&format!("{:<4} {:<46} {:>12}  {:<46} {verdict}", row.id, row.what, row.paper, row.ours));
+    }
+}
+
+/// Jobs, each a world of its own, so that processors can share them; the answers in the order of the jobs.
+fn on_all_processors<J: Sync, T: Send>(jobs: &[J], run: impl Fn(&J) -> Result<T> + Sync) -> Result<Vec<T>> {
     let next = AtomicUsize::new(0);
     let work = || {
         let mut done = Vec::new();
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some((stage, image)) = jobs.get(index) else {
+            let Some(job) = jobs.get(index) else {
                 return Ok(done);
             };
-            done.push((index, fvd::postmark(*image, stage, scale)?));
+            done.push((index, run(job)?));
         }
     };
     let workers = thread::available_parallelism().map_or(1, usize::from).min(jobs.len());
-    let mut runs: Vec<(usize, Run)> = Vec::new();
+    let mut answers: Vec<(usize, T)> = Vec::new();
     thread::scope(|scope| {
         let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
         workers.into_iter().try_for_each(|worker| -> Result<()> {
-            runs.extend(worker.join().expect("who simulates does not panic")?);
+            answers.extend(worker.join().expect("who simulates does not panic")?);
             Ok(())
         })
     })?;
-    runs.sort_by_key(|(index, _)| *index);
-    Ok(runs.into_iter().map(|(_, run)| run).collect())
+    answers.sort_by_key(|(index, _)| *index);
+    Ok(answers.into_iter().map(|(_, answer)| answer).collect())
 }
 
 const HEAD: [&str; 2] = [

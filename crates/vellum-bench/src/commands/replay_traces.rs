@@ -18,7 +18,7 @@ use vellum_core::{Context, Error, Result};
 use crate::cost::lab::{Lab, Plan, Scene, Witness};
 use crate::host::Machine;
 use crate::images;
-use crate::load::guest::Request;
+use crate::load::guest::{Bytes, Request};
 use crate::load::trace::Trace;
 use crate::report::replay::{Outcome, Row, head, line};
 use crate::report::{Output, Table, say_json, tell_skipped};
@@ -43,6 +43,9 @@ pub(crate) struct Args {
     /// The phases to replay, of traces that tell phases; several may follow
     #[arg(long, value_name = "PHASE", num_args = 1.., default_value = "w")]
     phase: Vec<String>,
+    /// What the writes write: noise, or one byte again and again, which packs
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t = Bytes::Noise)]
+    bytes: Bytes,
     /// Where images and sockets are made; beside this program when not given
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
@@ -94,7 +97,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     lab.programs.iter().for_each(|program| table.say(program));
     let mut traces = Vec::new();
     for path in &args.trace {
-        traces.push(replay(&lab, path, &args.phase, &subjects, table)?);
+        traces.push(replay(&lab, path, args, &subjects, table)?);
     }
     let rows = traces.iter().flat_map(|outcome| &outcome.rows);
     tell_skipped(rows.filter_map(|row| Some((row.subject, row.skipped.as_deref()?))), table);
@@ -106,7 +109,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 /// The requests of the phases that are wanted, and how many reads were left out.
-fn plan(trace: Trace, phases: &[String]) -> (Plan, u64) {
+fn plan(trace: Trace, phases: &[String], bytes: Bytes) -> (Plan, u64) {
     let mut reads_left_out = 0;
     let mut requests = Vec::new();
     for (phase, request) in trace.requests {
@@ -120,7 +123,10 @@ fn plan(trace: Trace, phases: &[String]) -> (Plan, u64) {
     }
     requests.push(Request::Flush);
     let disk_bytes = trace.end.next_multiple_of(DISK_UNIT).max(DISK_UNIT);
-    (Plan { disk_bytes, fill: Vec::new(), warm_up: Vec::new(), counted: vec![requests] }, reads_left_out)
+    (
+        Plan { disk_bytes, bytes, fill: Vec::new(), warm_up: Vec::new(), counted: vec![requests] },
+        reads_left_out,
+    )
 }
 
 /// Whether the base is full there, by unit: wherever something is written, zeroed or discarded in part.
@@ -144,10 +150,14 @@ fn touched(plan: &Plan) -> Vec<bool> {
 }
 
 /// One trace on each format.
-fn replay(lab: &Lab, path: &Path, phases: &[String], subjects: &[&Subject], table: Table) -> Result<Outcome> {
-    let (plan, reads_left_out) = plan(Trace::read(path)?, phases);
+fn replay(lab: &Lab, path: &Path, args: &Args, subjects: &[&Subject], table: Table) -> Result<Outcome> {
+    let (plan, reads_left_out) = plan(Trace::read(path)?, &args.phase, args.bytes);
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let name = name.split('.').next().unwrap_or_default().to_owned();
+    let name = match args.bytes {
+        Bytes::Noise => name,
+        Bytes::Same => name + "-same",
+    };
     let base = lab.base();
     images::write_raw_where(&base, BASE_UNIT, &touched(&plan)).context(|| "can't write the base")?;
     let mut outcome = Outcome { trace: name, guest: plan.asked(), reads_left_out, rows: Vec::new() };
@@ -207,7 +217,7 @@ mod tests {
             of("w", Request::Discard { offset: 8 << 20, len: 8 << 20 }),
             (None, write((4 << 20) - 512)),
         ];
-        let (plan, reads) = plan(Trace { requests, end: 65 << 20 }, &["w".to_owned()]);
+        let (plan, reads) = plan(Trace { requests, end: 65 << 20 }, &["w".to_owned()], Bytes::Noise);
         let counted = [
             write(5 << 20),
             Request::Discard { offset: 8 << 20, len: 8 << 20 },
@@ -223,8 +233,13 @@ mod tests {
             Request::Write { offset: (4 << 20) - 512, len: 1024 },
             Request::Discard { offset: 8 << 20, len: 8 << 20 },
         ];
-        let plan =
-            Plan { disk_bytes: 64 << 20, fill: Vec::new(), warm_up: Vec::new(), counted: vec![counted] };
+        let plan = Plan {
+            disk_bytes: 64 << 20,
+            bytes: Bytes::Noise,
+            fill: Vec::new(),
+            warm_up: Vec::new(),
+            counted: vec![counted],
+        };
         let full: Vec<usize> =
             touched(&plan).into_iter().enumerate().filter_map(|(unit, full)| full.then_some(unit)).collect();
         assert_eq!(full, [1, 2, 4, 7]);

@@ -18,7 +18,7 @@ use vellum_core::{Context, Result};
 
 use crate::cost::lab::{Desk, Lab};
 use crate::host::{Machine, cpu_seconds};
-use crate::load::guest::{Guest, Request};
+use crate::load::guest::{Bytes, Guest, Request};
 use crate::report::{Output, Table, median, say_json, short, tell_skipped};
 use crate::server::{Cache, QemuNbd, Running, Server, Serving, Vellum};
 use crate::subjects::{Base, Journal, Maker, NATIVE, Subject, qemu, vellum};
@@ -32,6 +32,9 @@ pub(crate) struct Args {
     /// Only cases whose name contains TEXT; may be given several times
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
+    /// What guests write: noise, or one byte again and again, which packs
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t = Bytes::Noise)]
+    bytes: Bytes,
     /// Past the page cache (O_DIRECT)
     #[arg(long)]
     direct: bool,
@@ -57,10 +60,12 @@ const RAW: &str = "vellum raw";
 const QEMU: &str = "qemu qcow2";
 const LINEAR: &str = "vellum linear";
 
-const SUBJECTS: [Subject; 6] = [
+const SUBJECTS: [Subject; 8] = [
     vellum(RAW, "raw", "", Base::Never, Journal::Off),
     vellum(LINEAR, NATIVE, "layout=linear", Base::Never, Journal::Off),
     vellum("vellum table", NATIVE, "layout=table", Base::Never, Journal::Off),
+    vellum("vellum zoned", NATIVE, "layout=zoned", Base::Never, Journal::Off),
+    vellum("vellum zoned embed=off", NATIVE, "layout=zoned,embed=off", Base::Never, Journal::Off),
     vellum("vellum qcow2 journaled", "qcow2", "", Base::Never, Journal::On),
     qemu("qemu raw", "raw", "", Base::Never),
     qemu(QEMU, "qcow2", "", Base::Never),
@@ -116,6 +121,7 @@ struct Report {
     machine: Machine,
     programs: Vec<String>,
     rounds: u32,
+    bytes: Bytes,
     cases: Vec<Outcome>,
 }
 
@@ -150,8 +156,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let lab = Lab::open(args.dir.as_ref(), args.vellum.as_ref())?;
     let machine = Machine::with(&lab.dir);
     table.say(&format!(
-        "{} rounds; images on {}, {}; Linux {}, {} processors",
+        "{} rounds; guests write {}; images on {}, {}; Linux {}, {} processors",
         args.rounds,
+        args.bytes.name(),
         machine.medium,
         if args.direct { "O_DIRECT" } else { "through the page cache" },
         machine.kernel,
@@ -171,7 +178,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if args.output == Output::Json {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let (unix_seconds, programs, rounds) = (now.as_secs(), lab.programs.clone(), args.rounds);
-        say_json(&Report { unix_seconds, machine, programs, rounds, cases: outcomes });
+        let bytes = args.bytes;
+        say_json(&Report { unix_seconds, machine, programs, rounds, bytes, cases: outcomes });
     }
     Ok(())
 }
@@ -265,7 +273,7 @@ fn prepare(
         socket: &desk.socket,
     };
     let running = Running::start(server, &serving)?;
-    let connect = |_| Guest::connect(running.socket());
+    let connect = |_| Guest::connect_writing(running.socket(), args.bytes);
     let mut guests = (0..case.guests).map(connect).collect::<Result<Vec<_>>>()?;
     if case.is_mapped {
         let len = 1 << 20;

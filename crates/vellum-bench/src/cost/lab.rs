@@ -18,7 +18,7 @@ use super::{Guest, Host, stats, strace};
 use crate::commands::dir_or_beside_me;
 use crate::host::Device;
 use crate::images;
-use crate::load::guest::{Guest as Client, Request};
+use crate::load::guest::{Bytes, Guest as Client, Request};
 use crate::server::{Cache, QemuNbd, Running, Server, Serving, Vellum, first_line_of};
 use crate::subjects::{Maker, Subject, Tools};
 
@@ -35,6 +35,8 @@ pub(crate) enum Witness {
 pub(crate) struct Plan {
     /// The size of the disk.
     pub(crate) disk_bytes: u64,
+    /// What is written.
+    pub(crate) bytes: Bytes,
     /// What is written before all else; the image is closed then.
     pub(crate) fill: Vec<Request>,
     /// The first operations, which do not count.
@@ -231,7 +233,7 @@ impl Lab {
         };
         if !plan.fill.is_empty() {
             let running = Running::start(server, &serving)?;
-            let mut client = Client::connect(running.socket())?;
+            let mut client = Client::connect_writing(running.socket(), plan.bytes)?;
             plan.fill.iter().try_for_each(|request| client.ask(*request))?;
             client.leave()?;
             running.stop()?;
@@ -246,7 +248,7 @@ impl Lab {
         }
         let running = Running::start_command(command, &serving)?;
         let pid = running.pid();
-        let connect = |_| Client::connect(running.socket());
+        let connect = |_| Client::connect_writing(running.socket(), plan.bytes);
         let mut clients = (0..plan.counted.len()).map(connect).collect::<Result<Vec<_>>>()?;
         let device = || self.device.as_ref().map_or(Ok(0), Device::flushes);
         let mark = |clients: &mut [Client], number: u64| {

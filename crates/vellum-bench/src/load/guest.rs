@@ -13,6 +13,35 @@ use super::workload::filler;
 /// What a guest has at hand to write; a longer write makes more of it.
 const PAYLOAD_BYTES: usize = 64 << 10;
 
+/// What is written. A format that packs blocks does not care where, but what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Bytes {
+    /// Drawn at random: they do not pack.
+    #[default]
+    Noise,
+    /// One byte again and again, which is not zero: each block packs.
+    Same,
+}
+
+impl Bytes {
+    /// Some of them.
+    pub(crate) fn make(self, len: usize) -> Vec<u8> {
+        match self {
+            Self::Noise => filler(len),
+            Self::Same => vec![0x5a; len],
+        }
+    }
+
+    /// As a word behind a name.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Noise => "noise",
+            Self::Same => "same",
+        }
+    }
+}
+
 /// A request of such a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Request {
@@ -58,24 +87,27 @@ pub(crate) enum Request {
 /// A connection on which one request at a time is under way.
 pub(crate) struct Guest {
     session: Session,
+    bytes: Bytes,
     payload: Vec<u8>,
     scratch: Vec<u8>,
 }
 
 impl Guest {
-    /// Connects.
+    /// Connects; what it writes is noise.
     pub(crate) fn connect(socket: &Path) -> Result<Self> {
-        Ok(Self {
-            session: Session::open(socket, false)?,
-            payload: filler(PAYLOAD_BYTES),
-            scratch: Vec::new(),
-        })
+        Self::connect_writing(socket, Bytes::Noise)
+    }
+
+    /// Connects, to write such bytes.
+    pub(crate) fn connect_writing(socket: &Path, bytes: Bytes) -> Result<Self> {
+        let session = Session::open(socket, false)?;
+        Ok(Self { session, bytes, payload: bytes.make(PAYLOAD_BYTES), scratch: Vec::new() })
     }
 
     /// Connects to the export of this name.
     pub(crate) fn connect_to(socket: &Path, export: &str) -> Result<Self> {
         let session = Session::open_export(socket, export, false)?;
-        Ok(Self { session, payload: Vec::new(), scratch: Vec::new() })
+        Ok(Self { session, bytes: Bytes::Noise, payload: Vec::new(), scratch: Vec::new() })
     }
 
     /// Writes these bytes.
@@ -116,7 +148,7 @@ impl Guest {
 
     fn call(&mut self, command: u16, flags: u16, offset: u64, len: usize, payload: usize) -> Result<()> {
         if self.payload.len() < payload {
-            self.payload = filler(payload.next_power_of_two());
+            self.payload = self.bytes.make(payload.next_power_of_two());
         }
         let header = RequestHeader { flags, command, cookie: 1, offset, len: len as u64 };
         self.session.put(&[&header.encode()[..], &self.payload[..payload]].concat())?;

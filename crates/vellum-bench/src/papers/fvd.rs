@@ -28,7 +28,7 @@ use super::player::{Engine, Player};
 use super::postmark::{FILES, PostMark, TRANSACTIONS};
 use crate::cost::lab::{Lab, Plan};
 use crate::cost::strace::Call;
-use crate::load::guest::Request;
+use crate::load::guest::{Bytes, Request};
 use crate::load::trace::Trace;
 use crate::subjects::{Base, qemu};
 
@@ -259,7 +259,13 @@ pub(crate) fn todays_log(lab: &Lab, mut requests: Vec<Request>) -> Result<Vec<Re
         return Err(Error::invalid(reason));
     }
     requests.push(Request::Flush);
-    let plan = Plan { disk_bytes: DISK, fill: Vec::new(), warm_up: Vec::new(), counted: vec![requests] };
+    let plan = Plan {
+        disk_bytes: DISK,
+        bytes: Bytes::Noise,
+        fill: Vec::new(),
+        warm_up: Vec::new(),
+        counted: vec![requests],
+    };
     let bytes = |bytes: u64| usize::try_from(bytes).expect("a call is short");
     let as_request = |call: Call| match call {
         Call { counts, .. } if counts.flushes > 0 => Some(Request::Flush),

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   postmark ─┐                 ┌─ the engine itself (vellum-format)       ┐
-//!   a trace ──┴─ requests ─▶ player ─ the order of operations of an old QEMU ├─▶ modelled drive ─▶ time, what reached the medium
+//!   a trace ──┴─ requests ─▶ player ─ the order of operations of old drivers ├─▶ modelled drive ─▶ time, what reached the medium
 //! ```
 //!
 //! Our side is the engine that serves disks, unchanged. The other side is a model of ours of what a program did that can no longer be
@@ -13,3 +13,6 @@ pub(crate) mod fvd;
 mod old_qcow2;
 mod player;
 mod postmark;
+mod recent;
+pub(crate) mod selfie;
+mod then;

@@ -5,12 +5,12 @@
 //! ```
 //!
 //! Places are clusters of 64 KiB. Those of a random order are all different, so that each write of an append is the first
-//! one of its cluster.
+//! one of its cluster. What is written is noise, which no format can pack, but where a name ends with `same`: one byte again and again.
 
 use vellum_core::Random;
 
 use crate::cost::lab::Plan;
-use crate::load::guest::Request;
+use crate::load::guest::{Bytes, Request};
 use crate::subjects::{self, Subject};
 
 /// The unit in which QEMU's and our qcow2 give out space.
@@ -71,8 +71,9 @@ pub(super) struct Workload {
     /// The name in a table.
     pub(super) title: &'static str,
     kind: Kind,
-    /// Bytes of one write.
+    /// Bytes of one write, and what they are.
     len: usize,
+    bytes: Bytes,
     pub(super) below: Below,
     /// How many guests share the operations that count.
     pub(super) guests: usize,
@@ -81,7 +82,8 @@ pub(super) struct Workload {
 }
 
 const fn workload(id: &'static str, title: &'static str, kind: Kind, kib: usize) -> Workload {
-    Workload { id, title, kind, len: kib << 10, below: Below::Nothing, guests: 1, quick: false }
+    let (len, bytes, below) = (kib << 10, Bytes::Noise, Below::Nothing);
+    Workload { id, title, kind, len, bytes, below, guests: 1, quick: false }
 }
 
 impl Workload {
@@ -93,6 +95,11 @@ impl Workload {
         Self { below, ..self }
     }
 
+    /// One byte again and again; else it is noise.
+    const fn same(self) -> Self {
+        Self { bytes: Bytes::Same, ..self }
+    }
+
     const fn guests(self, guests: usize) -> Self {
         Self { guests, ..self }
     }
@@ -102,11 +109,35 @@ use Below::{Base, BeforeBase, Snapshot, Zeros};
 use Kind::{AppendOverwrite, AppendRandom, AppendSequential, FirstTouch, InPlace, InPlaceApart, Reallocate};
 
 /// All of them, in the order of the table.
-pub(super) const WORKLOADS: [Workload; 23] = [
+pub(super) const WORKLOADS: [Workload; 28] = [
     workload("append-rand-4k", "4 KiB to new clusters, anywhere", AppendRandom, 4).quick(),
     workload("append-rand-64k", "64 KiB to new clusters, anywhere", AppendRandom, 64),
     workload("append-seq-4k", "4 KiB behind the last, 16 to a cluster", AppendSequential, 4).quick(),
     workload("append-seq-64k", "64 KiB behind the last", AppendSequential, 64),
+    workload(
+        "append-rand-4k-same",
+        "one byte again and again: 4 KiB to new clusters, anywhere",
+        AppendRandom,
+        4,
+    )
+    .same()
+    .quick(),
+    workload("append-rand-64k-same", "one byte again and again: 64 KiB to new clusters", AppendRandom, 64)
+        .same()
+        .quick(),
+    workload("append-seq-4k-same", "one byte again and again: 4 KiB behind the last", AppendSequential, 4)
+        .same()
+        .quick(),
+    workload("append-seq-64k-same", "one byte again and again: 64 KiB behind the last", AppendSequential, 64)
+        .same()
+        .quick(),
+    workload(
+        "append-overwrite-4k-same",
+        "one byte again and again: 4 KiB to new clusters, each place twice",
+        AppendOverwrite,
+        4,
+    )
+    .same(),
     workload("append-overwrite-4k", "4 KiB to new clusters, each place twice", AppendOverwrite, 4),
     workload("append-overwrite-64k", "64 KiB to new clusters, each place twice", AppendOverwrite, 64),
     workload("first-touch-4k", "4 KiB, each 512 MiB behind the last", FirstTouch, 4),
@@ -183,7 +214,7 @@ impl Workload {
             let requests = if index < WARM_UP { &mut warm_up } else { &mut counted[index % self.guests] };
             self.operation(index, cluster, &mut random, requests);
         }
-        Plan { disk_bytes, fill, warm_up, counted }
+        Plan { disk_bytes, bytes: self.bytes, fill, warm_up, counted }
     }
 
     /// How far apart mapped clusters lie.
@@ -281,8 +312,11 @@ mod tests {
     }
 
     #[test]
-    fn names_are_different() {
+    fn names_are_different_and_tell_what_is_written() {
         let names: HashSet<&str> = WORKLOADS.iter().map(|workload| workload.id).collect();
         assert_eq!(names.len(), WORKLOADS.len());
+        for workload in WORKLOADS {
+            assert_eq!(workload.bytes == Bytes::Same, workload.id.ends_with("-same"), "{}", workload.id);
+        }
     }
 }

@@ -51,15 +51,15 @@ struct Work {
 }
 
 impl Native {
-    /// Makes units clean, if there are any that nobody uses. Must not be called from inside an epoch. Tells whether any
-    /// became clean, by whomever, since `given` was asked.
-    pub(super) async fn make_space(&self, given: u64) -> Result<bool> {
+    /// Makes units clean for who needs so many, if there are any that nobody uses. Must not be called from inside an epoch. Tells
+    /// whether any became clean, by whomever, since `given` was asked.
+    pub(super) async fn make_space(&self, given: u64, needed: usize) -> Result<bool> {
         let Some(units) = &self.units else { return Ok(false) };
         units.note_wait();
         self.commit().await?;
         let mut has_looked = !self.metadata.limits().fixed_len;
         loop {
-            self.give_back_freed(Haste::Now).await?;
+            self.give_back(units, Haste::Now, needed).await?;
             if units.given() != given {
                 return Ok(true);
             }
@@ -80,9 +80,15 @@ impl Native {
 
     /// Takes units on their way as far as they can go.
     pub(super) async fn give_back_freed(&self, haste: Haste) -> Result<()> {
-        let Some(units) = &self.units else { return Ok(()) };
+        match &self.units {
+            Some(units) => self.give_back(units, haste, 0).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn give_back(&self, units: &Units, haste: Haste, needed: usize) -> Result<()> {
         let giving = units.giving.lock().await;
-        self.give_back_all(units, giving, haste).await
+        self.give_back_all(units, giving, haste, needed).await
     }
 
     /// After a flush of the guest: takes them as far as that, unless somebody is doing it.
@@ -93,7 +99,7 @@ impl Native {
             return Ok(());
         }
         match units.giving.try_lock() {
-            Some(giving) => self.give_back_all(units, giving, Haste::Later).await,
+            Some(giving) => self.give_back_all(units, giving, Haste::Later, 0).await,
             None => Ok(()),
         }
     }
@@ -151,10 +157,11 @@ impl Native {
         units: &Units,
         _giving: async_lock::MutexGuard<'_, ()>,
         haste: Haste,
+        needed: usize,
     ) -> Result<()> {
         let wanted = match self.metadata.limits().fast_zeroes {
-            true => CLEANED_AT_ONCE,
-            false => CLEAN_AHEAD,
+            true => CLEANED_AT_ONCE.max(needed),
+            false => CLEAN_AHEAD.max(needed),
         };
         let work = Work { haste, wanted, most: usize::MAX, way: self.metadata.clone() };
         self.settle_zeroed(units);

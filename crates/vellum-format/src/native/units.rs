@@ -39,6 +39,9 @@ pub(super) struct Units {
     zeroed: Mutex<VecDeque<(u64, u32)>>,
     /// Held by who gives back units.
     pub(super) giving: async_lock::Mutex<()>,
+    /// Held by who found too few clean units for a write, until that is done: else two could take from each other for ever what
+    /// both need.
+    pub(super) hungry: async_lock::Mutex<()>,
     /// Held by who makes the file longer.
     growing: async_lock::Mutex<()>,
     /// How fast units are taken.
@@ -86,6 +89,7 @@ impl Units {
             waiting: Mutex::default(),
             zeroed: Mutex::default(),
             giving: async_lock::Mutex::default(),
+            hungry: async_lock::Mutex::default(),
             growing: async_lock::Mutex::default(),
             pace: Mutex::default(),
             taken: AtomicU64::new(0),
@@ -168,6 +172,11 @@ impl Units {
     /// A unit that was taken, and may hold anything by now.
     pub(super) fn give_up(&self, unit: u32) {
         lock(&self.pool).unknown.insert(unit);
+    }
+
+    /// A unit that was taken, and that nobody wrote to. It is none that became clean.
+    pub(super) fn take_back(&self, unit: u32) {
+        lock(&self.pool).clean.push(unit);
     }
 
     pub(super) fn add_freed(&self, epoch: u64, units: Vec<u32>) {
@@ -329,7 +338,7 @@ impl Native {
     }
 
     /// A unit that was allocated and is not in the table. Somebody may have written to it.
-    pub(super) fn give_back(&self, unit: u32) {
+    pub(super) fn give_up(&self, unit: u32) {
         self.units().give_up(unit);
     }
 

@@ -11,7 +11,8 @@
 //! 2. A fresh unit is zero, durably (`units.rs`). Bytes behind the base need no check: should they not arrive, the sector is as
 //!    it was. Bytes over the base get a check in the transaction that says the image has them.
 //! 3. Nothing is read from the base for whole sub-blocks; for a part of one its rest is.
-//! 4. When anything fails, what was allocated and not published is given back, as a unit of unknown content.
+//! 4. When anything fails, what was allocated and not published is given back: as a unit of unknown content if anybody may have
+//!    written to it. Who finds too few units waits its turn, and keeps it until its write is done.
 //! 5. No lock is held while bytes move; claims keep others from the same parts only.
 //! 6. A write that is dropped half way may land later, where a check says something else then: the image stops.
 
@@ -82,6 +83,7 @@ impl Native {
     }
 
     async fn write_some(&self, span: GuestSpan, mut data: Buffer) -> Result<()> {
+        let mut turn = None;
         loop {
             self.unshare(span).await?;
             let (given, mut copy) = (self.units.as_ref().map_or(0, |units| units.given()), None);
@@ -117,7 +119,11 @@ impl Native {
                 data = copy;
             }
             // Units that are free but not clean yet may be what is missing.
-            if !self.make_space(given).await? {
+            let needed = usize::try_from(self.cell.count_for(span.len()) + 1).expect("a few");
+            if let Some(units) = self.units.as_ref().filter(|_| turn.is_none()) {
+                turn = Some(units.hungry.lock().await);
+            }
+            if !self.make_space(given, needed).await? {
                 return Err(error);
             }
         }
@@ -173,6 +179,9 @@ impl Native {
         let result = self.write_steps(span, data, &mut steps).await;
         self.commits.note_change();
         let any_born = steps.iter().any(|step| step.birth.is_some());
+        if result.is_err() && data.len() as u64 != span.len() {
+            steps.iter().for_each(|step| step.held.spoil());
+        }
         for step in steps {
             if let Some(birth) = step.birth.as_ref().filter(|_| !step.is_published.get()) {
                 self.retire(birth.given.unit).await;
@@ -189,8 +198,10 @@ impl Native {
 
     /// Ends a claim; a fresh unit that nobody published is given back.
     pub(super) fn let_go(&self, held: Held<'_>) {
-        if let Some(fresh) = held.release() {
-            self.give_back(self.number_of(fresh.at));
+        match held.release() {
+            Some(fresh) if fresh.zeroed => self.units().take_back(self.number_of(fresh.at)),
+            Some(fresh) => self.give_up(self.number_of(fresh.at)),
+            None => {}
         }
     }
 

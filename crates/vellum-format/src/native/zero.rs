@@ -97,7 +97,7 @@ impl Native {
                 };
                 match result {
                     Err(error) if error.kind() == vellum_core::ErrorKind::NoSpace => {
-                        if !self.make_space(given).await? {
+                        if !self.make_space(given, 1).await? {
                             return Err(error);
                         }
                     }

@@ -3,7 +3,7 @@
 use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, LocalFuture, MemoryStorage, Random, SharedStorage, Storage,
-    WriteFlags, ZeroFlags,
+    WriteFlags, ZeroFlags, try_join_all,
 };
 use vellum_format::native::check::{Repair, check};
 use vellum_format::native::{Native, OpenOptions, create};
@@ -188,5 +188,43 @@ async fn use_all(setup: &NativeSetup, bytes: &[u8]) {
     }
     for repair in [Repair::Nothing, Repair::All] {
         let _ = check(&shared, repair, &mut |_| {}).await;
+    }
+}
+
+/// Writes that need more units than lie ready, alone and many at a time: each gets them, or is told that there are none.
+#[test]
+fn large_writes_on_a_device_end() {
+    const LEN: u64 = 512 << 10;
+    for setup in [
+        NativeSetup::table("table", 64 * UNIT, UNIT),
+        NativeSetup::zoned("zoned", 64 * UNIT, UNIT, 256 << 10),
+    ] {
+        block_on(async {
+            let old = vec![0xAB; (1 << 20) + 60 * 65_536];
+            let image = Device::shared(MemoryStorage::holding("device", &old));
+            create(&*image, &setup.create_options()).await.unwrap();
+            let shared: SharedStorage = image.clone();
+            let disk = Native::open(image, None, OpenOptions::default()).await.unwrap();
+            let mut noise = vec![0; usize::try_from(LEN).unwrap()];
+            Random::from_seed(7).fill(&mut noise);
+            let write = |number: u64| {
+                disk.write(GuestOffset::new(number * LEN), Buffer::copy_of(&noise), WriteFlags::default())
+            };
+            write(0).await.unwrap();
+            try_join_all((1..7).map(write)).await.unwrap();
+            // 56 of 60 units are taken.
+            assert_eq!(write(7).await.unwrap_err().kind(), ErrorKind::NoSpace, "{}", setup.name);
+            for number in 0..7 {
+                let at = GuestOffset::new(number * LEN);
+                let found = disk.read(at, Buffer::zeroed(noise.len())).await.unwrap().to_vec();
+                assert!(found == noise, "{}: write {number}", setup.name);
+            }
+            // What was let go at the end of the one that failed is there for who needs less.
+            let small = Buffer::copy_of(&noise[..4096]);
+            disk.write(GuestOffset::new(7 * LEN), small, WriteFlags::FUA).await.unwrap();
+            disk.close().await.unwrap();
+            let (report, lines) = look_native(&shared).await.unwrap();
+            assert!(report.is_clean(), "{lines:?}");
+        });
     }
 }

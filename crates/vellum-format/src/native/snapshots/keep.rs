@@ -115,10 +115,10 @@ impl Native {
         }
         let unit = self.allocate().await?;
         if let Err(error) = self.load_entry(SNAPSHOTS - 1).await {
-            self.give_back(unit);
+            self.give_up(unit);
             return Err(error);
         }
-        let gate = self.enter_transaction(4 * 24).await.inspect_err(|_| self.give_back(unit))?;
+        let gate = self.enter_transaction(4 * 24).await.inspect_err(|_| self.give_up(unit))?;
         let mut held = lock(&views.copies);
         held.copies.add_map_unit(unit);
         let mut list = lock(&views.list);
@@ -170,7 +170,7 @@ impl Native {
                 let given = self.units().given();
                 match self.unshare_unit(views, number).await {
                     Err(error) if error.kind() == ErrorKind::NoSpace => {
-                        if !self.make_space(given).await? {
+                        if !self.make_space(given, 1).await? {
                             return Err(error);
                         }
                     }
@@ -211,7 +211,7 @@ impl Native {
         let fresh = self.allocate().await?;
         let result = self.copy_into(number, (old, form), fresh).await;
         self.commits.note_change();
-        result.inspect_err(|_| self.give_back(fresh)).context(|| format!("{}: can't copy a unit", self.name))
+        result.inspect_err(|_| self.give_up(fresh)).context(|| format!("{}: can't copy a unit", self.name))
     }
 
     async fn copy_into(&self, number: u64, old: (u32, u32), fresh: u32) -> Result<()> {

@@ -116,7 +116,7 @@ impl Native {
                 let given = self.units().given();
                 match self.enter_changing(24 * WORDS_AT_ONCE as u64, || vec![start]).await {
                     Err(error) if error.kind() == vellum_core::ErrorKind::NoSpace => {
-                        if !self.make_space(given).await? {
+                        if !self.make_space(given, 1).await? {
                             return Err(error);
                         }
                     }

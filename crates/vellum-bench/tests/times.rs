@@ -41,7 +41,14 @@ fn guests_that_write() {
     for case in cases {
         let rows = case["rows"].as_array().expect("rows");
         let names: Vec<_> = rows.iter().filter_map(|row| row["subject"].as_str()).collect();
-        let expected = ["vellum raw", "vellum linear", "vellum table", "vellum qcow2 journaled"];
+        let expected = [
+            "vellum raw",
+            "vellum linear",
+            "vellum table",
+            "vellum zoned",
+            "vellum zoned embed=off",
+            "vellum qcow2 journaled",
+        ];
         assert_eq!(names, expected, "{told}");
         for row in rows {
             assert_eq!(row["rates"].as_array().map(Vec::len), Some(2), "the first round does not count");

@@ -38,6 +38,9 @@ pub(super) const TAG_WORD: u64 = 1;
 const INCARNATION_WORD: u64 = 2;
 /// So long nothing is born before the table is told of what was.
 const QUIET_AFTER: Duration = Duration::from_secs(2);
+/// So many zones are open at a time, at most: those that are full and have births under way count. Recovery believes in
+/// `rescue.rs`' limit, which is higher.
+const OPEN_MAX: usize = 16;
 /// What opening a zone takes of a record, at most.
 const OPENING_COST: u64 = 24 * 24;
 
@@ -283,7 +286,7 @@ impl Native {
     async fn open_zone(&self, zones: &Zones) -> Result<()> {
         let Some(_one) = zones.opening.try_lock() else { return Ok(()) };
         let per_zone = self.places.units_per_zone();
-        if !self.may_be_born() {
+        if !self.may_be_born() || lock(&zones.young).len() >= OPEN_MAX {
             return Ok(());
         }
         let Some((first, is_unknown)) = self.find_zone(zones) else { return Ok(()) };

@@ -11,7 +11,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, ImageSpan, Result, Storage, Zeroes};
+use vellum_core::{
+    BlockSize, Buffer, Context, Error, ImageOffset, ImageSpan, Result, Storage, Zeroes, try_join_all,
+};
 
 use super::record::{BLOCK, BLOCK_LEN, Item, Record, SECTOR, SECTOR_LEN};
 use super::ring::Ring;
@@ -22,6 +24,12 @@ use crate::sabotage::{self, Bug};
 const VERIFIED_AT_ONCE: usize = 2048;
 /// More tables than this are never away from home at a time, and more sectors of guest data neither.
 const PAGES_MAX: usize = 64 << 10;
+/// Pages that lie no further apart are read with one read, together with what lies between: a seek costs more.
+const GAP_MAX: u64 = 64 << 10;
+/// The longest read, and the longest write home, in bytes.
+const PIECE_MAX: u64 = 1 << 20;
+/// So many writes home are under way at once.
+const WRITES_AT_ONCE: usize = 16;
 
 /// What recovery did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -237,6 +245,55 @@ impl<'a, R: Rules> Replay<'a, R> {
         Ok((self.pages.get_mut(&place).expect("it is there"), within))
     }
 
+    /// Reads the pages of these places that are not here, those that lie close together at once. What cannot be one is passed over:
+    /// who asks for it will hear why.
+    pub(crate) async fn bring(&mut self, words: impl Iterator<Item = ImageOffset>) -> Result<()> {
+        let size = self.rules.page();
+        let place_of = |at: ImageOffset| ImageOffset::new(size.round_down(at.bytes()));
+        let is_missing = |place: &ImageOffset| {
+            let table = ImageOffset::new(self.rules.table().round_down(place.bytes()));
+            !self.pages.contains_key(place) && !self.zeroed.contains(&table)
+        };
+        let can_be = |place: &ImageOffset| self.rules.check_words(place.span(size.bytes())).is_ok();
+        let missing: BTreeSet<ImageOffset> =
+            words.map(place_of).filter(is_missing).filter(can_be).take(PAGES_MAX).collect();
+        for piece in joined(missing.iter().map(|place| place.span(size.bytes())), GAP_MAX) {
+            let len = usize::try_from(piece.len()).expect("a piece");
+            let read = self.storage.read(piece.start(), Buffer::for_overwrite(len)).await;
+            let bytes = read.context(|| format!("can't read the tables at {}", piece.start()))?.contiguous();
+            for place in missing.range(piece.start()..piece.end()) {
+                let from = usize::try_from(*place - piece.start()).expect("within a piece");
+                let page = &bytes.slice()[from..from + usize::try_from(size.bytes()).expect("a page")];
+                self.pages.insert(*place, page.to_vec());
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the pages that records are about to change, as far as `run` has them.
+    pub(crate) async fn bring_for(&mut self, run: ImageSpan, records: &[Found]) -> Result<()> {
+        let items = || records.iter().flat_map(|found| &found.record.items);
+        let tables: BTreeSet<ImageOffset> = items()
+            .filter_map(|item| if let Item::Zero(span) = item { Some(span.start()) } else { None })
+            .collect();
+        let table = self.rules.table();
+        let words: BTreeSet<ImageOffset> = items()
+            .filter_map(|item| match item {
+                Item::Words { at, values } => Some(at.span(values.len() as u64 * 8).intersect(run)),
+                _ => None,
+            })
+            .filter(|span| !span.is_empty())
+            .flat_map(|span| {
+                let first = self.rules.page().round_down(span.start().bytes());
+                let step = usize::try_from(self.rules.page().bytes()).expect("a page");
+                (first..span.end().bytes()).step_by(step).map(ImageOffset::new)
+            })
+            .filter(|place| !tables.contains(&ImageOffset::new(table.round_down(place.bytes()))))
+            .take(PAGES_MAX)
+            .collect();
+        self.bring(words.into_iter()).await
+    }
+
     /// The words of all pages within the run that the records have changed.
     pub(crate) fn words_in(&self, span: ImageSpan) -> impl Iterator<Item = u64> {
         let pages = self.pages.range(span.start()..span.end());
@@ -313,9 +370,34 @@ impl<'a, R: Rules> Replay<'a, R> {
             let span = at.span(self.rules.table().bytes());
             self.storage.write_zeroes(span, Zeroes::MayUnmap).await?;
         }
-        for (at, bytes) in self.pages.iter().chain(&self.data) {
-            self.storage.write(*at, Buffer::copy_of(bytes)).await?;
+        for (whole, len) in [(&self.pages, self.rules.page().bytes()), (&self.data, SECTOR)] {
+            let pieces = joined(whole.keys().map(|at| at.span(len)), 0);
+            let mut pieces = pieces.into_iter().peekable();
+            while pieces.peek().is_some() {
+                let batch = pieces.by_ref().take(WRITES_AT_ONCE).map(|piece| {
+                    let mut data = Buffer::for_overwrite(usize::try_from(piece.len()).expect("a piece"));
+                    for (at, bytes) in whole.range(piece.start()..piece.end()) {
+                        data.copy_from(usize::try_from(*at - piece.start()).expect("within a piece"), bytes);
+                    }
+                    self.storage.write(piece.start(), data)
+                });
+                try_join_all(batch).await?;
+            }
         }
         Ok(self.pages.len() as u64)
     }
+}
+
+/// Spans in order, none longer than `PIECE_MAX`, made fewer: those that lie no further apart than `gap` are one.
+pub(crate) fn joined(spans: impl Iterator<Item = ImageSpan>, gap: u64) -> Vec<ImageSpan> {
+    let mut pieces: Vec<ImageSpan> = Vec::new();
+    for span in spans {
+        match pieces.last_mut() {
+            Some(last) if span.start() <= last.end() + gap && span.end() - last.start() <= PIECE_MAX => {
+                *last = ImageSpan::between(last.start(), span.end().max(last.end()));
+            }
+            _ => pieces.push(span),
+        }
+    }
+    pieces
 }

@@ -142,6 +142,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             storage.set_len(places.unit(map).end().bytes()).await?;
         }
         let mut replay = Replay::new(allowed, storage);
+        replay.bring_for(places.home(), &records[from..]).await?;
         for found in &records[from..] {
             replay.replay(&found.record).await?;
         }
@@ -208,6 +209,7 @@ async fn names_what_is_lost(
         return Ok(false);
     }
     let mut replay = Replay::new(Allowed { places: *places, end: end_of(storage), has_snapshots }, storage);
+    replay.bring_for(places.region(Region::Zones), before).await?;
     for found in before {
         replay.replay_within(places.region(Region::Zones), &found.record).await?;
     }

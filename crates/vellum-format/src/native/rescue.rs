@@ -19,18 +19,22 @@
 
 use std::collections::BTreeMap;
 
-use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, Storage};
+use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, Storage, try_join_all};
 
 use super::embed::{BLOCK_LEN, BLOCKS_MAX, Identity, identify};
 use super::geometry::{Places, Region, SETTLED_WORD, ZONE_LEN};
 use super::zones::{GENERATION_WORD, TAG_WORD};
 use crate::bytes::{be64, put64};
 use crate::journal::record::{Item, Record};
-use crate::journal::replay::{Replay, Rules};
+use crate::journal::replay::{Replay, Rules, joined};
 use crate::sabotage::{self, Bug};
 
 /// What is read at once.
 const PIECE: u64 = 1 << 20;
+/// Packed blocks that lie no further apart are read at once.
+const GAP_MAX: u64 = 256 << 10;
+/// So many pieces are read at once.
+const READS_AT_ONCE: usize = 4;
 /// What is packed, or not.
 const BLOCK: BlockSize = BlockSize::PAGE;
 /// More zones are never young at a time: 4 GiB at most are read.
@@ -67,7 +71,11 @@ pub(super) async fn rescue<R: Rules>(
         return Ok(rescued);
     }
     for young in find_young(replay, storage, places, generation).await? {
-        for (unit, identity) in find_blocks(storage, places, &young).await? {
+        let blocks = find_blocks(storage, places, &young).await?;
+        let known = |identity: &&Identity| u64::from(identity.guest_unit) < places.shape().units();
+        let guests = blocks.values().filter(known).map(|identity| u64::from(identity.guest_unit));
+        replay.bring(guests.map(|guest| places.entry(guest).word)).await?;
+        for (unit, identity) in blocks {
             let guest = u64::from(identity.guest_unit);
             if guest >= places.shape().units() {
                 continue;
@@ -100,6 +108,7 @@ pub(super) async fn names_what_is_lost<R: Rules>(
     }
     let young = find_young(replay, storage, places, generation).await?;
     let table = places.region(Region::Table);
+    let mut named: BTreeMap<ImageOffset, Expected> = BTreeMap::new();
     for item in &record.items {
         let Item::Words { at, values } = item else { continue };
         let words = (0..).map(|index| *at + index * 8).zip(values);
@@ -107,32 +116,53 @@ pub(super) async fn names_what_is_lost<R: Rules>(
             for (number, shift) in [(0, 32), (1, 0)] {
                 let guest_unit = (word - table.start()) / 4 + number;
                 let entry = u32::try_from(value >> shift & 0xFFFF_FFFF).expect("32 bits");
-                if !is_there(storage, places, &young, guest_unit, entry).await? {
+                let Some((at, expected)) = expected(places, &young, guest_unit, entry) else { continue };
+                // No block is that of two units.
+                if named.insert(at, expected).is_some_and(|before| before != expected) {
                     return Ok(true);
                 }
+            }
+        }
+    }
+    let blocks = named.keys().map(|at| at.span(BLOCK.bytes()));
+    for piece in joined(blocks, GAP_MAX) {
+        let len = usize::try_from(piece.len()).expect("a piece");
+        let bytes = storage.read(piece.start(), Buffer::for_overwrite(len)).await?.contiguous();
+        for (at, expected) in named.range(piece.start()..piece.end()) {
+            let from = usize::try_from(*at - piece.start()).expect("within a piece");
+            let found =
+                identify(&bytes.slice()[from..from + BLOCK_LEN], expected.tag, expected.unit, expected.block);
+            if found.is_none_or(|found| u64::from(found.guest_unit) != expected.guest_unit) {
+                return Ok(true);
             }
         }
     }
     Ok(false)
 }
 
-/// Whether what an entry names is there, as far as that is asked here: in a young zone, and packed.
-async fn is_there(
-    storage: &dyn Storage,
+/// Who a packed block must be.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Expected {
+    tag: u64,
+    guest_unit: u64,
+    unit: u32,
+    block: u8,
+}
+
+/// What an entry names, as far as that is asked here: in a young zone, and packed.
+fn expected(
     places: &Places,
     young: &[Young],
     guest_unit: u64,
     entry: u32,
-) -> Result<bool> {
+) -> Option<(ImageOffset, Expected)> {
     let (unit, form) = places.split_entry(entry);
-    let (Some(block), false) = (form.checked_sub(1), unit == 0) else { return Ok(true) };
-    let zone = places.zone_of(unit).and_then(|(zone, _)| young.iter().find(|young| young.zone == zone));
-    let Some(zone) = zone else { return Ok(true) };
+    let block = form.checked_sub(1).filter(|_| unit != 0)?;
+    let (zone, _) = places.zone_of(unit)?;
+    let tag = young.iter().find(|young| young.zone == zone)?.tag;
     let at = places.unit(unit).start() + u64::from(block) * BLOCK_LEN as u64;
-    let bytes = storage.read(at, Buffer::for_overwrite(BLOCK_LEN)).await?.contiguous();
-    let index = u8::try_from(block).expect("at most 30");
-    let found = identify(bytes.slice(), zone.tag, unit, index);
-    Ok(found.is_some_and(|found| u64::from(found.guest_unit) == guest_unit))
+    let block = u8::try_from(block).expect("at most 30");
+    Some((at, Expected { tag, guest_unit, unit, block }))
 }
 
 /// The zones that were open in this generation.
@@ -179,46 +209,69 @@ async fn find_blocks(
     young: &Young,
 ) -> Result<BTreeMap<u32, Identity>> {
     let mut found = BTreeMap::new();
-    let first = young.zone * places.units_per_zone() + 1;
-    let zone = places.shape().zone().expect("it has zones");
-    let span = places.unit(first).start().span(zone.bytes());
-    let end = span.end().bytes().min(storage.len());
-    let mut at = span.start();
-    while at.bytes() < end {
-        let rest = ImageSpan::between(at, ImageOffset::new(end));
-        let Some(run) = storage.runs(rest).await?.first().copied().filter(|run| !run.span.is_empty()) else {
-            break;
-        };
-        // A host's blocks may be smaller than ours: pieces begin at blocks whatever its runs do.
-        let run_end = run.span.end().bytes();
-        let hole_end = ImageOffset::new(BLOCK.round_down(run_end));
-        if !run.is_data && hole_end > at {
-            at = hole_end;
-            continue;
+    let mut pieces = Vec::new();
+    for span in unsettled(places, young) {
+        let end = span.end().bytes().min(storage.len());
+        let mut at = span.start();
+        while at.bytes() < end {
+            let rest = ImageSpan::between(at, ImageOffset::new(end));
+            let Some(run) = storage.runs(rest).await?.first().copied().filter(|run| !run.span.is_empty())
+            else {
+                break;
+            };
+            // A host's blocks may be smaller than ours: pieces begin at blocks whatever its runs do.
+            let run_end = run.span.end().bytes();
+            let hole_end = ImageOffset::new(BLOCK.round_down(run_end));
+            if !run.is_data && hole_end > at {
+                at = hole_end;
+                continue;
+            }
+            let data_end = BLOCK.round_up(run_end).max(at.bytes() + BLOCK.bytes());
+            let piece = at.span((data_end - at.bytes()).min(PIECE).min(end - at.bytes()));
+            pieces.push(piece);
+            at = ImageOffset::new(BLOCK.round_up(piece.end().bytes()));
         }
-        let data_end = BLOCK.round_up(run_end).max(at.bytes() + BLOCK.bytes());
-        let piece = at.span((data_end - at.bytes()).min(PIECE).min(end - at.bytes()));
-        look_for_blocks(storage, places, young, piece, &mut found).await?;
-        at = ImageOffset::new(BLOCK.round_up(piece.end().bytes()));
+    }
+    for some in pieces.chunks(READS_AT_ONCE) {
+        let reads = some.iter().map(|piece| {
+            let len = usize::try_from(piece.len()).expect("a piece");
+            storage.read(piece.start(), Buffer::for_overwrite(len))
+        });
+        for (piece, bytes) in some.iter().zip(try_join_all(reads).await?) {
+            look_for_blocks(places, young, *piece, bytes.contiguous().slice(), &mut found);
+        }
     }
     Ok(found)
 }
 
+/// The runs of units of a zone that the table may not tell of: only they are read.
+fn unsettled(places: &Places, young: &Young) -> Vec<ImageSpan> {
+    let per_zone = places.units_per_zone();
+    let first = young.zone * per_zone + 1;
+    let units = (0..per_zone).filter(|index| !young.is_settled(*index) || sabotage::is(Bug::SettledCounts));
+    let mut runs: Vec<ImageSpan> = Vec::new();
+    for span in units.map(|index| places.unit(first + index)) {
+        match runs.last_mut() {
+            Some(last) if last.end() == span.start() => *last = ImageSpan::between(last.start(), span.end()),
+            _ => runs.push(span),
+        }
+    }
+    runs
+}
+
 /// Looks at the blocks of a piece that begins at one.
-async fn look_for_blocks(
-    storage: &dyn Storage,
+fn look_for_blocks(
     places: &Places,
     young: &Young,
     piece: ImageSpan,
+    bytes: &[u8],
     found: &mut BTreeMap<u32, Identity>,
-) -> Result<()> {
+) {
     let first = young.zone * places.units_per_zone() + 1;
     let start = places.unit(first).start();
     let unit = places.shape().layout.unit().expect("it has units");
-    let len = usize::try_from(piece.len()).expect("a piece");
-    let bytes = storage.read(piece.start(), Buffer::for_overwrite(len)).await?.contiguous();
     let places_of_blocks = (0..).map(|block| piece.start() + block * BLOCK.bytes());
-    for (at, block) in places_of_blocks.zip(bytes.slice().chunks(BLOCK_LEN)) {
+    for (at, block) in places_of_blocks.zip(bytes.chunks(BLOCK_LEN)) {
         let within = at - start;
         let index = u32::try_from(within >> unit.shift()).expect("at most 1024");
         let number = (within & (unit.bytes() - 1)) / BLOCK.bytes();
@@ -230,5 +283,4 @@ async fn look_for_blocks(
             found.insert(first + index, identity);
         }
     }
-    Ok(())
 }

@@ -1,6 +1,8 @@
 //! The native format: the contract of a disk, in every configuration that changes how it works inside; crashes and failing
 //! drives; and what a request costs the host, exactly.
 
+#[path = "native/ahead.rs"]
+mod ahead;
 #[path = "native/beside.rs"]
 mod beside;
 mod common;

@@ -261,6 +261,29 @@ fn a_dead_listeners_file_is_replaced_and_nothing_else() {
     });
 }
 
+/// The kernel may keep the socket of a killed program open for a moment. Here somebody else does, and lets go of it later.
+#[test]
+fn a_killed_listeners_socket_is_waited_for() {
+    let dir = TempDir::new();
+    let path = dir.path().join("nbd.sock");
+    let script = "import os, socket, sys, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+if os.fork() == 0:
+    listener.listen()
+    os._exit(0)
+os.wait()
+print('ready', flush=True)
+time.sleep(0.4)";
+    let spawned =
+        Command::new("python3").arg("-c").arg(script).arg(&path).stdout(std::process::Stdio::piped()).spawn();
+    let Ok(mut other) = spawned else { return common::skip("no python3") };
+    let mut said = [0; 6];
+    std::io::Read::read_exact(other.stdout.as_mut().expect("piped"), &mut said).expect("it listens");
+    in_both_modes(|| async { drop(Listener::bind(&Address::unix(&path)).await.expect("it is free again")) });
+    other.wait().expect("it ends");
+}
+
 #[test]
 fn connecting_to_nobody_fails() {
     in_both_modes(|| async {

@@ -165,6 +165,7 @@ impl Chain {
                         read_only,
                         snapshot: options.snapshot.clone().filter(|_| is_top),
                         tally: tally.clone(),
+                        prealloc: options.prealloc,
                         ..native::OpenOptions::default()
                     };
                     let opened = Native::open(image.storage.clone(), below, open).await;

@@ -170,14 +170,18 @@ pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 21] = [
     (
         "journal_size",
         "SIZE",
-        "its size, 64k to 64M (qcow2: default 1M, while the image is open; vellum: 16M)",
+        "its size, 64k to 64M (qcow2: default 1M, while the image is open; vellum: 16M, zoned 8M)",
     ),
     (
         "layout",
         "linear|table|zoned",
-        "one byte after the other, or units that a table names, or that name themselves (vellum; default linear)",
+        "one byte after the other, or units that a table names, or that name themselves (vellum; default zoned)",
     ),
-    ("unit_size", "SIZE", "what one entry of the table maps, 64k to 2M (vellum; default 1M, zoned 64k)"),
+    (
+        "unit_size",
+        "SIZE",
+        "what one entry of the table maps, 64k to 2M (vellum; default 64k, layout=table 1M)",
+    ),
     (
         "zone_size",
         "SIZE",
@@ -206,6 +210,11 @@ impl NewImage {
             new.said.push(key);
         }
         new.qcow2.journal = new.journal_wish()?;
+        if !new.says("layout") {
+            // Only a device without units is made zero first.
+            let is_zoned = !new.native.zero_device;
+            (new.native.has_table, new.native.has_zones) = (is_zoned, is_zoned);
+        }
         new.native.journal_bytes = new.journal_bytes;
         Ok(new)
     }
@@ -225,7 +234,7 @@ impl NewImage {
         Err(Error::invalid(match key.as_str() {
             "preallocation" => format!("-o preallocation: a {format} image has none"),
             "cluster_size" if format == FormatKind::Native => {
-                "-o cluster_size is for qcow2: say unit_size with layout=table, or block_size over a base".to_owned()
+                "-o cluster_size is for qcow2: say unit_size, or block_size over a base".to_owned()
             }
             "journal" if format == FormatKind::Native => {
                 "-o journal is for qcow2: a vellum image has a journal whenever it needs one; journal_size says how large"
@@ -252,6 +261,10 @@ impl NewImage {
             (Some(true), _) | (None, Some(_)) => Ok(Some(bytes)),
             (None, None) => Ok((JOURNAL_UNLESS_SAID && can).then_some(bytes)),
         }
+    }
+
+    fn says(&self, key: &str) -> bool {
+        self.said.iter().any(|said| said == key)
     }
 
     /// Whether anything was said of a journal.

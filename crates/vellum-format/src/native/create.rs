@@ -13,17 +13,21 @@ use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, GuestSpan, ImageOffset, Result, Storage, Zeroes,
 };
 
-use super::geometry::{JOURNAL_BYTES_MAX, JOURNAL_BYTES_MIN, Layout, Places, Region, Shape};
+use super::geometry::{JOURNAL_BYTES_MAX, JOURNAL_BYTES_MIN, Layout, Places, Region, Shape, TABLE_BYTES_MAX};
 use super::superblock::{Base, Slot, Superblock};
 
 /// How large a journal is when nobody says, in bytes.
 pub const JOURNAL_BYTES_DEFAULT: u64 = 16 << 20;
+/// The same where units may hold their own entries: less goes through it, and a recovery reads all of it.
+pub const JOURNAL_BYTES_ZONED: u64 = 8 << 20;
 /// What one bit of the bitmap covers when nobody says, in bytes.
 pub const BLOCK_BYTES_DEFAULT: u64 = 64 << 10;
 /// What one entry of the table maps when nobody says, in bytes.
 pub const UNIT_BYTES_DEFAULT: u64 = 1 << 20;
 /// The same where there are zones.
 pub const ZONED_UNIT_BYTES_DEFAULT: u64 = 64 << 10;
+/// The largest unit, in bytes.
+const UNIT_BYTES_MAX: u64 = 2 << 20;
 /// How large a zone is at most when nobody says, in bytes.
 pub const ZONE_BYTES_DEFAULT: u64 = 64 << 20;
 
@@ -69,6 +73,13 @@ pub struct CreateOptions {
 }
 
 impl CreateOptions {
+    /// How large a unit is when nobody says: larger where the table would be too long otherwise.
+    fn best_unit_bytes(&self) -> u64 {
+        let least = if self.has_zones { ZONED_UNIT_BYTES_DEFAULT } else { UNIT_BYTES_DEFAULT };
+        let entries_max = TABLE_BYTES_MAX / 4;
+        (self.size.div_ceil(entries_max)).next_power_of_two().clamp(least, UNIT_BYTES_MAX)
+    }
+
     /// Checks them; gives the places of the image.
     fn places(&self) -> Result<Places> {
         let size_of = |name: &str, bytes: u64, shifts: std::ops::RangeInclusive<u32>, range: &str| {
@@ -101,8 +112,8 @@ impl CreateOptions {
         if let Some((_, why)) = contradictions.iter().find(|(is_so, _)| *is_so) {
             return Err(Error::invalid(*why));
         }
-        let unit_bytes = if self.has_zones { ZONED_UNIT_BYTES_DEFAULT } else { UNIT_BYTES_DEFAULT };
-        let unit = size_of("unit_size", self.unit_size.unwrap_or(unit_bytes), 16..=21, "64k to 2M")?;
+        let unit_bytes = self.unit_size.unwrap_or_else(|| self.best_unit_bytes());
+        let unit = size_of("unit_size", unit_bytes, 16..=21, "64k to 2M")?;
         let zone =
             size_of("zone_size", self.zone_size.unwrap_or(ZONE_BYTES_DEFAULT), 17..=26, "128k to 64M")?;
         let block =
@@ -119,6 +130,7 @@ impl CreateOptions {
         };
         let journal = match self.journal_bytes {
             Some(bytes) => bytes,
+            None if shape.zone().is_some() => JOURNAL_BYTES_ZONED,
             None if shape.needs_journal() => JOURNAL_BYTES_DEFAULT,
             None => 0,
         };

@@ -27,6 +27,7 @@ use vellum_core::{
     SharedStorage,
 };
 
+use super::ahead::Ahead;
 use super::geometry::{Places, Region, SUB_BLOCK};
 use super::home::{Home, Missing};
 use super::snapshots::{View, Views};
@@ -76,6 +77,10 @@ pub struct Native {
     pub(super) views: Option<Views>,
     /// In `zoned`, when it is open for writing and units hold their entries.
     pub(super) zones: Option<Zones>,
+    /// Likewise.
+    pub(super) zones_ahead: Option<async_lock::Mutex<Ahead>>,
+    /// How much the guest has written, in bytes, where that is asked for.
+    pub(super) written_bytes: AtomicU64,
     /// The snapshot that is read instead of the disk.
     pub(super) view: Option<View>,
     /// Nothing when no home page can change.

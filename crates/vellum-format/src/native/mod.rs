@@ -20,10 +20,12 @@
 //! | `resize` | another size for the disk |
 //! | [`snapshots`] | views of the disk that no longer change |
 //! | `zones`, `birth` | units that hold their own entries: opened, written, told to the table; overwritten |
+//! | `ahead` | zones of a file, written with zeros ahead of need |
 //! | `room` | how much a device has left, and what it got since |
 //! | `units`, `ready` | which units are free, and what must happen before one is used; that happens ahead of need |
 //! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
 
+mod ahead;
 mod birth;
 pub mod check;
 mod commit;
@@ -47,7 +49,7 @@ mod write;
 mod zero;
 mod zones;
 
-pub use create::{CreateOptions, JOURNAL_BYTES_DEFAULT, NewBase, create};
+pub use create::{CreateOptions, JOURNAL_BYTES_DEFAULT, JOURNAL_BYTES_ZONED, NewBase, create};
 pub use geometry::{Layout, Places, Region, Shape};
 pub use image::Native;
 pub use open::OpenOptions;

@@ -10,6 +10,7 @@ use vellum_core::{
     LocalFuture, Result, Room, SharedDisk, SharedStorage, Tallied, WriteFlags, ZeroFlags,
 };
 
+use super::ahead::Ahead;
 use super::geometry::{Places, Region};
 use super::home::Home;
 use super::image::{LINEAR_CELL, Native};
@@ -20,6 +21,7 @@ use super::superblock::Superblocks;
 use super::units::Units;
 use super::zones::Zones;
 use crate::journal::{Journal, Overlaid};
+use crate::prealloc::Prealloc;
 use crate::state::State;
 
 /// How an image is opened.
@@ -36,6 +38,8 @@ pub struct OpenOptions {
     /// What the journal's records are to be known by: a number that no guest knows. Drawn from the system when nothing is
     /// said; a simulation says it.
     pub journal_key: Option<u128>,
+    /// Whether zones of a file are written with zeros ahead of need, when somebody tends the disk.
+    pub prealloc: Prealloc,
 }
 
 impl Native {
@@ -136,6 +140,8 @@ impl Native {
             places,
             superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
             homeward: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
+            zones_ahead: embeds.then(|| async_lock::Mutex::new(Ahead::new(options.prealloc, &*image))),
+            written_bytes: AtomicU64::new(0),
             ahead: Tallied::shared(image, options.tally.prealloc.clone()),
             metadata,
             data,

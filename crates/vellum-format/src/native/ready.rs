@@ -13,6 +13,7 @@
 //! 3. A flush of ours comes only when half of what should be ready is not clean yet, and no flush of a guest has come by.
 //! 4. Where zeros cost writes, what is a hole already is left alone, and what is freed beyond need is not made zero.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use vellum_core::{ImageOffset, ImageSpan, Result, SharedStorage, Zeroes};
@@ -27,8 +28,10 @@ use crate::state::lock;
 const CLEAN_AHEAD: usize = 4;
 /// So many units of unknown content are made zero with one flush where zeros cost nothing.
 const CLEANED_AT_ONCE: usize = 64;
-/// So many units are made zero before it is looked again whether somebody waits: where zeros cost writes, and where not.
-const ZEROED_IN_A_GO: usize = 1;
+/// So many bytes are made zero before it is looked again whether somebody waits, one unit at least, where zeros cost writes: a disk
+/// with an arm moves for each of them.
+const ZEROED_IN_A_GO_BYTES: u64 = 1 << 20;
+/// So many units, where zeros cost nothing.
 const ZEROED_IN_A_GO_FAST: usize = 16;
 
 /// How soon units are wanted.
@@ -118,7 +121,8 @@ impl Native {
         units.note_tended();
         // What keeps it from being told now is found out by who needs it.
         let _ = self.settle_when_quiet(now).await;
-        self.make_some_ready(units, now).await.unwrap_or(false)
+        let has_more = self.make_some_ready(units, now).await.unwrap_or(false);
+        self.prepare_zones(now).await || has_more
     }
 
     async fn make_some_ready(&self, units: &Units, now: Duration) -> Result<bool> {
@@ -126,7 +130,7 @@ impl Native {
         let distance = {
             let unit = self.unit().expect("only a table has units");
             let mut pace = lock(&units.pace);
-            pace.note(now, units.taken() << unit.shift());
+            pace.note(now, (units.taken() + self.given_of_zones()) << unit.shift());
             usize::try_from(pace.distance(Prealloc::Adaptive) >> unit.shift()).expect("at most 1024")
         };
         let wanted = match is_fast && self.journal().is_some() {
@@ -134,7 +138,10 @@ impl Native {
             // Where there are zones a whole one of them: it is opened when all of it is clean.
             false => distance.max(CLEAN_AHEAD).max(self.zone_len()),
         };
-        let most = if is_fast { ZEROED_IN_A_GO_FAST } else { ZEROED_IN_A_GO };
+        let most = match (is_fast, self.unit()) {
+            (false, Some(unit)) => usize::try_from(unit.count_for(ZEROED_IN_A_GO_BYTES)).expect("at most 16"),
+            _ => ZEROED_IN_A_GO_FAST,
+        };
         self.settle_zeroed(units);
         let work = Work { haste: Haste::Later, wanted, most, way: self.ahead.clone() };
         let mut done = self.zero_freed(units, &work).await?;
@@ -202,19 +209,23 @@ impl Native {
                     units.give_up(unit);
                     continue;
                 }
-                self.zero(units, unit, &work.way).await;
+                self.zero(units, unit..unit + 1, &work.way).await;
             }
         }
         Ok(done)
     }
 
-    /// Makes a unit zero that nobody uses. One that cannot be is tried again some time.
-    async fn zero(&self, units: &Units, unit: u32, way: &SharedStorage) -> bool {
-        let done = self.zero_bytes(self.inside(self.places.unit(unit)), way).await;
+    /// Makes units in a row zero that nobody uses. Those that cannot be are tried again some time.
+    async fn zero(&self, units: &Units, run: Range<u32>, way: &SharedStorage) -> bool {
+        let span =
+            ImageSpan::between(self.places.unit(run.start).start(), self.places.unit(run.end - 1).end());
+        let done = self.zero_bytes(self.inside(span), way).await;
         let change = self.commits.note_change();
-        match done {
-            Ok(()) => units.zeroed(change, unit),
-            Err(_) => units.give_up(unit),
+        for unit in run {
+            match done {
+                Ok(()) => units.zeroed(change, unit),
+                Err(_) => units.give_up(unit),
+            }
         }
         done.is_ok()
     }
@@ -247,13 +258,18 @@ impl Native {
             return 0;
         }
         let missing = work.wanted.saturating_sub(units.ready()).min(work.most);
-        for done in 0..missing {
-            let Some(unit) = units.take_unknown() else { return done };
-            if !self.zero(units, unit, &work.way).await {
-                return done;
+        let at_once = self.unit().map_or(1, |unit| unit.count_for(ZEROED_IN_A_GO_BYTES));
+        let at_once = usize::try_from(at_once).expect("at most 16");
+        let mut done = 0;
+        while done < missing {
+            let Some(run) = units.take_unknown(at_once.min(missing - done)) else { break };
+            let count = run.len();
+            if !self.zero(units, run, &work.way).await {
+                break;
             }
+            done += count;
         }
-        missing
+        done
     }
 
     /// Whether no record has guest data of this unit that a recovery would bring back. Asks for it to be made so.

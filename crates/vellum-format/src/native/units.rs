@@ -16,6 +16,7 @@
 //! 5. Units are made ready ahead of need (`ready.rs`). Only when none is left somebody waits for that; those are counted.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -158,7 +159,7 @@ impl Units {
     }
 
     /// Units that a zone was opened for, and that nobody was given.
-    pub(super) fn add_clean(&self, units: std::ops::Range<u32>) {
+    pub(super) fn add_clean(&self, units: Range<u32>) {
         let count = units.len() as u64;
         lock(&self.pool).clean.extend(units.rev());
         self.given.fetch_add(count, Ordering::AcqRel);
@@ -264,11 +265,17 @@ impl Units {
         lock(&self.pool).clean.len()
     }
 
-    pub(super) fn take_unknown(&self) -> Option<u32> {
+    /// The first units of unknown content that lie in a row, so many at most.
+    pub(super) fn take_unknown(&self, most: usize) -> Option<Range<u32>> {
         let mut pool = lock(&self.pool);
-        let next = pool.unknown.min()?;
-        pool.unknown.remove(next);
-        Some(next)
+        let first = pool.unknown.min()?;
+        let most = u32::try_from(most.max(1)).unwrap_or(u32::MAX);
+        let mut end = first + 1;
+        while end - first < most && pool.unknown.contains(end) {
+            end += 1;
+        }
+        pool.unknown.remove_range(first..end);
+        Some(first..end)
     }
 
     pub(super) fn has_unknown(&self) -> bool {
@@ -317,7 +324,7 @@ impl Native {
 
     /// A unit that reads as zero, durably. Never waits for a commit: that is for who calls [`Native::make_space`].
     pub(super) async fn allocate(&self) -> Result<u32> {
-        let Some(unit) = self.units().take() else {
+        let Some(unit) = self.take_prepared().or_else(|| self.units().take()) else {
             let why = match self.metadata.limits().fixed_len {
                 true => format!(
                     "{}: the device is full, and needs at least {} bytes more",

@@ -17,6 +17,7 @@
 //! 6. A write that is dropped half way may land later, where a check says something else then: the image stops.
 
 use std::cell::Cell;
+use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 use vellum_core::{
@@ -63,6 +64,9 @@ impl Drop for UnderWay<'_> {
 
 impl Native {
     pub(super) async fn write_span(&self, span: GuestSpan, mut data: Buffer) -> Result<()> {
+        if self.zones_ahead.is_some() {
+            self.written_bytes.fetch_add(span.len(), Ordering::Relaxed);
+        }
         let mut rest = span;
         while !rest.is_empty() {
             let (now, later) = rest.split_at(self.bytes_at_once());
@@ -178,7 +182,7 @@ impl Native {
         let mut under_way = UnderWay { image: self, has_ended: false };
         let result = self.write_steps(span, data, &mut steps).await;
         self.commits.note_change();
-        let any_born = steps.iter().any(|step| step.birth.is_some());
+        let any_fresh = steps.iter().any(|step| step.is_fresh);
         if result.is_err() && data.len() as u64 != span.len() {
             steps.iter().for_each(|step| step.held.spoil());
         }
@@ -189,7 +193,7 @@ impl Native {
             self.let_go(step.held);
         }
         under_way.has_ended = true;
-        if any_born || self.wants_zone() {
+        if any_fresh || self.wants_zone() {
             // Whatever keeps a zone from being opened or closed keeps no write.
             let _ = self.tidy_zones().await;
         }

@@ -10,13 +10,15 @@
 //! 2. A zone is young as long as it has the generation of the journal that is in use. So a clean close or a recovery closes all.
 //! 3. As long as the bit of a unit of a young zone is 0 the unit's block tells its entry, and only that: whatever makes it
 //!    something else sets the bit in the same transaction.
-//! 4. Units of a young zone are given out once. What fails is freed as ever, and then is a unit like others.
+//! 4. Units of a young zone are given out once; those that lie prepared (`ahead.rs`) also to who does not want them to be born. What fails is freed as ever, and then is a unit like others.
 //! 5. In a quiet time the table is told early.
 //! 6. Nothing is born where something lies beneath: as long as there are snapshots, none is.
 //!
 //! The tag is Selfie's answer to telling Z-blocks from others ("zone type"), and its incarnation: a block of another time has
 //! another tag. What Selfie gathers in metadata clusters is told to the table through the journal: `docs/design/0006-zones.md`.
 
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -61,17 +63,71 @@ pub(super) struct Zones {
 }
 
 /// A zone that is open.
-struct Young {
-    zone: u32,
+pub(super) struct Young {
+    pub(super) zone: u32,
     tag: u64,
     /// The transaction that opens it.
     opened_in: u64,
-    /// Units from here on were not given out.
+    /// Units from here on were neither given out nor prepared.
     next: u32,
-    /// Units that were given out and neither published nor retired.
+    /// Units before that were written with zeros (`ahead.rs`), and not given out.
+    prepared: VecDeque<Range<u32>>,
+    /// So many of them are being written.
+    being_prepared: u32,
+    /// Units that were given out to be born, and neither published nor retired.
     under_way: u32,
     /// Units whose block alone tells their entry: which of the zone, and the unit of the disk.
     born: Vec<(u32, u64)>,
+}
+
+impl Young {
+    /// A unit that was not given out.
+    fn take(&mut self, per_zone: u32) -> Option<u32> {
+        self.take_prepared().or_else(|| {
+            let unit = Some(self.next).filter(|next| *next < per_zone)?;
+            self.next += 1;
+            Some(unit)
+        })
+    }
+
+    fn take_prepared(&mut self) -> Option<u32> {
+        let run = self.prepared.front_mut()?;
+        let unit = run.start;
+        run.start += 1;
+        if run.start == run.end {
+            self.prepared.pop_front();
+        }
+        Some(unit)
+    }
+
+    /// How many units can be given out still.
+    fn left(&self, per_zone: u32) -> u32 {
+        let prepared: u32 = self.prepared.iter().map(|run| run.end - run.start).sum();
+        per_zone - self.next + prepared + self.being_prepared
+    }
+
+    fn is_used_up(&self, per_zone: u32) -> bool {
+        self.next == per_zone && self.left(per_zone) == 0 && self.under_way == 0
+    }
+
+    /// How many units lie prepared.
+    pub(super) fn prepared(&self) -> u32 {
+        self.prepared.iter().map(|run| run.end - run.start).sum()
+    }
+
+    /// Takes the next units out, to be prepared; fewer where the zone ends.
+    pub(super) fn begin_preparing(&mut self, count: u32, per_zone: u32) -> Range<u32> {
+        let run = self.next..per_zone.min(self.next.saturating_add(count));
+        self.next = run.end;
+        self.being_prepared += run.end - run.start;
+        run
+    }
+
+    /// They are as zero as they were, written or not.
+    pub(super) fn end_preparing(&mut self, run: Range<u32>) {
+        self.being_prepared -= run.end - run.start;
+        self.prepared.push_back(run);
+    }
 }
 
 /// A unit that is to hold its own entry.
@@ -125,13 +181,48 @@ impl Native {
         let zones = self.zones.as_ref()?;
         let per_zone = self.places.units_per_zone();
         let mut young = lock(&zones.young);
-        let is_usable = |zone: &&mut Young| zone.next < per_zone && self.commits.is_durable(zone.opened_in);
-        let zone = young.iter_mut().find(is_usable)?;
-        let unit = zone.zone * per_zone + zone.next + 1;
+        let mut usable = young.iter_mut().filter(|zone| self.commits.is_durable(zone.opened_in));
+        let (index, zone) = usable.find_map(|zone| zone.take(per_zone).map(|index| (index, zone)))?;
         zones.given.fetch_add(1, Ordering::AcqRel);
-        zone.next += 1;
         zone.under_way += 1;
-        Some(Given { unit, tag: zone.tag })
+        Some(Given { unit: zone.zone * per_zone + index + 1, tag: zone.tag })
+    }
+
+    /// A unit of a young zone that was prepared, for who does not want it to be born: it is one like others from the beginning, and
+    /// no block of it will ever tell anything.
+    pub(super) fn take_prepared(&self) -> Option<u32> {
+        let zones = self.zones.as_ref()?;
+        let per_zone = self.places.units_per_zone();
+        let mut young = lock(&zones.young);
+        let mut usable = young.iter_mut().filter(|zone| self.commits.is_durable(zone.opened_in));
+        let unit = usable.find_map(|zone| Some(zone.zone * per_zone + zone.take_prepared()? + 1))?;
+        zones.given.fetch_add(1, Ordering::AcqRel);
+        Some(unit)
+    }
+
+    /// What a young zone that has units which were neither given out nor prepared makes of it.
+    pub(super) fn in_next_zone<T>(&self, act: impl FnOnce(&mut Young) -> T) -> Option<T> {
+        let per_zone = self.places.units_per_zone();
+        let mut young = lock(&self.zones.as_ref()?.young);
+        let is_next = |zone: &&mut Young| zone.next < per_zone && self.commits.is_durable(zone.opened_in);
+        young.iter_mut().find(is_next).map(act)
+    }
+
+    /// What the young zone of this number makes of it, if it is young still.
+    pub(super) fn in_zone<T>(&self, number: u32, act: impl FnOnce(&mut Young) -> T) -> Option<T> {
+        let mut young = lock(&self.zones.as_ref()?.young);
+        young.iter_mut().find(|zone| zone.zone == number).map(act)
+    }
+
+    /// How many units lie prepared.
+    pub(super) fn prepared_units(&self) -> u64 {
+        let zones = self.zones.as_ref();
+        zones.map_or(0, |zones| lock(&zones.young).iter().map(|zone| u64::from(zone.prepared())).sum())
+    }
+
+    /// How many units of young zones were given out.
+    pub(super) fn given_of_zones(&self) -> u64 {
+        self.zones.as_ref().map_or(0, |zones| zones.given.load(Ordering::Acquire))
     }
 
     /// The young zone of a unit, and which unit of it that is.
@@ -238,9 +329,7 @@ impl Native {
     /// Closes a zone of which nothing is left and that the table tells of.
     async fn close_zone(&self, zones: &Zones, number: u32) -> Result<()> {
         let per_zone = self.places.units_per_zone();
-        let is_over = |zone: &Young| {
-            zone.zone == number && zone.next == per_zone && zone.under_way == 0 && zone.born.is_empty()
-        };
+        let is_over = |zone: &Young| zone.zone == number && zone.is_used_up(per_zone) && zone.born.is_empty();
         if !lock(&zones.young).iter().any(is_over) {
             return Ok(());
         }
@@ -256,9 +345,8 @@ impl Native {
         let per_zone = self.places.units_per_zone();
         let (full, left): (Vec<u32>, u32) = {
             let young = lock(&zones.young);
-            let is_full = |zone: &&Young| zone.next == per_zone && zone.under_way == 0;
-            let left = young.iter().map(|zone| per_zone - zone.next).sum();
-            (young.iter().filter(is_full).map(|zone| zone.zone).collect(), left)
+            let left = young.iter().map(|zone| zone.left(per_zone)).sum();
+            (young.iter().filter(|zone| zone.is_used_up(per_zone)).map(|zone| zone.zone).collect(), left)
         };
         for number in full {
             self.settle_zone(zones, number).await?;
@@ -329,10 +417,12 @@ impl Native {
         // What is not durable yet has zeros that no flush covers.
         for zone in lock(&zones.young).iter_mut().filter(|zone| self.commits.is_durable(zone.opened_in)) {
             let first = zone.zone * per_zone + 1;
-            let rest = first + zone.next..first + per_zone;
-            found |= !rest.is_empty();
-            units.add_clean(rest);
+            let rest = zone.next..per_zone;
             zone.next = per_zone;
+            for run in std::mem::take(&mut zone.prepared).into_iter().chain([rest]) {
+                found |= !run.is_empty();
+                units.add_clean(first + run.start..first + run.end);
+            }
         }
         found
     }
@@ -366,7 +456,16 @@ impl Native {
         self.home.change(words[0], |_| generation);
         self.home.change(words[1], |_| tag);
         let opened_in = journal.open_sequence();
-        let young = Young { zone: number, tag, opened_in, next: 0, under_way: 0, born: Vec::new() };
+        let young = Young {
+            zone: number,
+            tag,
+            opened_in,
+            next: 0,
+            prepared: VecDeque::new(),
+            being_prepared: 0,
+            under_way: 0,
+            born: Vec::new(),
+        };
         let mut all = lock(&zones.young);
         debug_assert!(all.iter().all(|other| other.zone != number), "it is open already");
         all.push(young);

@@ -15,18 +15,26 @@ pub(crate) struct Tended {
     inner: SharedDisk,
     /// Moves with each request.
     millis: AtomicU64,
+    /// So much time passes from one request to the next, in milliseconds.
+    step: u64,
 }
 
-/// So much time passes from one request to the next.
+/// As when a server is busy.
 const STEP: u64 = 30;
+/// As when it is so seldom that each time is a quiet one.
+const QUIET_STEP: u64 = 3000;
 
 impl Tended {
     pub(crate) fn shared(inner: SharedDisk) -> SharedDisk {
-        Arc::new(Self { inner, millis: AtomicU64::new(0) })
+        Arc::new(Self { inner, millis: AtomicU64::new(0), step: STEP })
+    }
+
+    pub(crate) fn in_quiet_times(inner: SharedDisk) -> SharedDisk {
+        Arc::new(Self { inner, millis: AtomicU64::new(0), step: QUIET_STEP })
     }
 
     fn beside<'a, T: 'a>(&'a self, request: LocalFuture<'a, Result<T>>) -> LocalFuture<'a, Result<T>> {
-        let now = Duration::from_millis(self.millis.fetch_add(STEP, Ordering::Relaxed));
+        let now = Duration::from_millis(self.millis.fetch_add(self.step, Ordering::Relaxed));
         Box::pin(async move {
             let tending = async {
                 for _ in 0..4 {

@@ -2,6 +2,7 @@
 
 use futures_lite::future::block_on;
 use vellum_core::{GuestOffset, LocalFuture, Random, Result, SharedDisk, SharedStorage};
+use vellum_format::Prealloc;
 use vellum_format::native::{Native, OpenOptions, create};
 use vellum_sim::Content;
 use vellum_sim::explore::{Medium, Subject};
@@ -30,6 +31,10 @@ pub(crate) struct NativeSubject {
     has_snapshots: bool,
     /// Units are made ready ahead of need, beside every request.
     is_tended: bool,
+    /// Somebody tends it, and between any two requests lies a quiet time.
+    has_quiet_times: bool,
+    /// How far ahead zones are written with zeros.
+    prealloc: Prealloc,
 }
 
 impl NativeSubject {
@@ -44,6 +49,8 @@ impl NativeSubject {
             places: None,
             has_snapshots: false,
             is_tended: false,
+            has_quiet_times: false,
+            prealloc: Prealloc::Off,
         }
     }
 
@@ -153,6 +160,19 @@ impl NativeSubject {
         Self { places: Some(WHERE_THE_BASE_ENDS), ..Self::new(setup.over(base(), 32 << 10), 256 << 10) }
     }
 
+    /// Zones are written with zeros ahead of need.
+    pub(crate) fn zoned_prepared() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned, prepared", 512 << 10, 64 << 10, 256 << 10);
+        let prealloc = Prealloc::Fixed(128 << 10);
+        Self { is_by_units: true, is_tended: true, prealloc, ..Self::new(setup, 256 << 10) }
+    }
+
+    /// What was born is told to the table again and again.
+    pub(crate) fn zoned_in_quiet_times() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned, in quiet times", 512 << 10, 64 << 10, 256 << 10);
+        Self { is_by_units: true, has_quiet_times: true, ..Self::new(setup, 256 << 10) }
+    }
+
     pub(crate) fn zoned_with_snapshots() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned with snapshots", 512 << 10, 64 << 10, 1 << 20);
         Self { is_by_units: true, has_snapshots: true, ..Self::new(setup, 256 << 10) }
@@ -201,10 +221,15 @@ impl Subject for NativeSubject {
 
     fn open(&self, image: SharedStorage) -> LocalFuture<'_, Result<SharedDisk>> {
         Box::pin(async move {
-            let options = OpenOptions { journal_key: Some(1), ..OpenOptions::default() };
+            let options =
+                OpenOptions { journal_key: Some(1), prealloc: self.prealloc, ..OpenOptions::default() };
             let disk = Native::open(self.on_its_medium(image), self.below.clone(), options).await?;
             let disk = if self.has_snapshots { Snapped::shared(disk) } else { disk };
-            Ok(if self.is_tended { Tended::shared(disk) } else { disk })
+            Ok(match (self.is_tended, self.has_quiet_times) {
+                (_, true) => Tended::in_quiet_times(disk),
+                (true, _) => Tended::shared(disk),
+                _ => disk,
+            })
         })
     }
 

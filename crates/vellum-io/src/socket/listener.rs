@@ -4,7 +4,8 @@
 //! removed when nobody answers there any more. Between that look and the removal somebody else could have begun to
 //! listen; so whoever does it holds a lock on the directory.
 //!
-//! 1. A socket file is removed only when a connection to it was refused, or when it is our own.
+//! 1. A socket file is removed only when a connection to it was refused, or when it is our own. Where the program that
+//!    listened has ended and the kernel has not closed its socket yet, that is waited for.
 //! 2. An accept that fails for one connection, or for a while, does not end a loop that goes on at `NoSpace`.
 
 use std::fmt;
@@ -27,6 +28,9 @@ use crate::clock;
 use crate::driver::op::{Op, Readiness, accepted};
 use crate::driver::submit;
 
+/// So often it is looked whether a socket whose program has ended is gone, and so long in between.
+const LOOKS_MAX: u32 = 200;
+const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(10);
 /// How many connections the kernel keeps waiting. It has a limit of its own.
 const BACKLOG: i32 = 1024;
 
@@ -182,13 +186,27 @@ fn remove_stale(path: &Path) -> Result<()> {
     if !facts.file_type().is_socket() {
         return Err(Error::invalid(format!("{}: there is a file of that name that is no socket", doing())));
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-            fs::remove_file(path).context(doing)
+    let mut looks = 0;
+    loop {
+        match UnixStream::connect(path) {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                return fs::remove_file(path).context(doing);
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Ok(connected) if looks < LOOKS_MAX && is_of_the_dead(&connected) => {
+                looks += 1;
+                std::thread::sleep(LOOK_AGAIN_AFTER);
+            }
+            _ => return Err(Error::new(ErrorKind::Locked, format!("{}: another program does", doing()))),
         }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        _ => Err(Error::new(ErrorKind::Locked, format!("{}: another program does", doing()))),
     }
+}
+
+/// Whether the process that listens has ended. The kernel may take a moment to take a killed program's rings apart, and with them
+/// the sockets that they hold.
+fn is_of_the_dead(connected: &UnixStream) -> bool {
+    rustix::net::sockopt::socket_peercred(connected)
+        .is_ok_and(|peer| rustix::process::test_kill_process(peer.pid) == Err(rustix::io::Errno::SRCH))
 }
 
 /// Keeps other programs that do the same out. Where the directory cannot be locked, it goes without.

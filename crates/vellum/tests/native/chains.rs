@@ -82,7 +82,7 @@ fn a_killed_server_loses_nothing_that_was_flushed() {
     let model = patchy(3 * MIB, 9);
     std::fs::write(dir.join("base.raw"), &model).expect("a base");
     for options in [
-        "journal_size=256k",
+        "layout=linear,journal_size=256k",
         "layout=table,unit_size=64k,journal_size=256k",
         "layout=zoned,zone_size=256k,journal_size=256k",
     ] {

@@ -38,13 +38,15 @@ fn what_a_device_held_is_never_seen() {
         (512, "layout=table,unit_size=64k,journal_size=64k", 30 * MIB),
         (4096, "layout=table,journal_size=1M", 30 * MIB),
         (512, "layout=zoned,zone_size=256k,journal_size=1M", 30 * MIB),
+        (512, "", 16 * MIB),
         (512, "zeroed=on", 16 * MIB),
     ] {
         let Some(device) = full_of_old_bytes(40 * MIB, block) else { return };
         let device = device.text();
         let bytes = size.to_string();
-        refused(&["zeroed=on"], &["create", "-f", "vellum", &device, &bytes]);
-        vellum(&["create", "-f", "vellum", "-o", options, &device, &bytes]).answer();
+        refused(&["zeroed=on"], &["create", "-f", "vellum", "-o", "layout=linear", &device, &bytes]);
+        let said = if options.is_empty() { vec![] } else { vec!["-o", options] };
+        vellum(&[&["create", "-f", "vellum"], &said[..], &[&device, &bytes]].concat()).answer();
         let mut model = vec![0; size];
         reads_as(&device, &model, "new");
         // Sectors here and there, so that most of each unit is what the format made of it; then they are let go, and used again

@@ -18,7 +18,10 @@ fn options_and_what_info_tells_of_them() {
     std::fs::write(dir.join("base.raw"), patchy(3 * MIB, 1)).expect("a base");
     let image = dir.text("disk.vlm");
     for (options, has_base, wanted) in [
-        ("", false, json!({ "layout": "linear" })),
+        ("", false, json!({ "layout": "zoned", "unit-size": 65_536, "zone-size": 64 * MIB, "embed": true })),
+        ("", true, json!({ "layout": "zoned" })),
+        ("unit_size=1M", false, json!({ "layout": "zoned", "unit-size": MIB })),
+        ("layout=linear", false, json!({ "layout": "linear" })),
         ("block_size=4k,journal_size=64k", true, json!({ "block-size": 4096, "base-size": 3 * MIB })),
         ("layout=table", false, json!({ "layout": "table", "unit-size": MIB, "snapshots": false })),
         ("layout=table,unit_size=2M,block_size=1M", true, json!({ "unit-size": 2 * MIB, "block-size": MIB })),
@@ -67,9 +70,9 @@ fn what_makes_no_sense_is_refused_and_leaves_nothing() {
     let dir = Dir::new("native-senseless");
     let image = dir.text("disk.vlm");
     for (options, words) in [
-        ("unit_size=64k", "say layout=table too"),
+        ("layout=linear,unit_size=64k", "say layout=table too"),
         ("block_size=64k", "say which with -b"),
-        ("journal_size=1M", "nothing to record; leave it out"),
+        ("layout=linear,journal_size=1M", "nothing to record; leave it out"),
         ("zeroed=on", "is for devices"),
         ("layout=table,zeroed=on", "whatever the device held; leave it out"),
         ("layout=table,unit_size=32k", "64k to 2M"),
@@ -83,9 +86,9 @@ fn what_makes_no_sense_is_refused_and_leaves_nothing() {
         ("layout=table,zone_size=1M", "need layout=zoned"),
         ("layout=zoned,zone_size=64k", "128k to 64M"),
         ("layout=zoned,unit_size=2M,zone_size=2M", "2 to 1024 units"),
-        ("embed=on", "need layout=zoned"),
+        ("layout=linear,embed=on", "need layout=zoned"),
         ("nonsense=on", "there is no such option"),
-        ("cluster_size=64k", "say unit_size with layout=table"),
+        ("cluster_size=64k", "say unit_size"),
         ("journal=off", "whenever it needs one"),
         ("prealloc=off", "always made ready"),
         ("preallocation=full", "vellum image has none"),
@@ -94,7 +97,7 @@ fn what_makes_no_sense_is_refused_and_leaves_nothing() {
         refused(&[words], &["create", "-f", "vellum", "-o", options, &image, "1M"]);
         assert_eq!(dir.names(), Vec::<String>::new(), "{options} leaves something");
     }
-    vellum(&["create", "-q", "-f", "vellum", &image, "1M"]).answer();
+    vellum(&["create", "-q", "-f", "vellum", "-o", "layout=linear", &image, "1M"]).answer();
     refused(&["snapshots need layout=table"], &["snapshot", "create", &image, "monday"]);
     std::fs::remove_file(&image).expect("the image");
     refused(
@@ -116,10 +119,10 @@ fn copies_read_as_their_source() {
     assert_eq!(vellum(&["info", "--output", "json", &image]).json()["format"], "vellum", "its name says so");
     for options in [
         vec![],
+        vec!["-o", "layout=linear"],
         vec!["-o", "layout=table"],
         vec!["-o", "layout=table,unit_size=64k"],
         vec!["-o", "layout=table,unit_size=2M,journal_size=64k"],
-        vec!["-o", "layout=zoned"],
         vec!["-o", "layout=zoned,zone_size=256k,journal_size=64k"],
     ] {
         let arguments = [&["convert", "-f", "raw", "-O", "vellum"], &options[..], &[&raw, &image]].concat();
@@ -141,7 +144,7 @@ fn devices_that_held_something_else() {
     let Some(device) = LoopDevice::new(24 << 20, 512) else { return };
     std::fs::write(&device.path, vec![0x77; 24 << 20]).expect("old bytes");
     let device = device.text();
-    refused(&["zeroed=on"], &["create", "-f", "vellum", &device, "4M"]);
+    refused(&["zeroed=on"], &["create", "-f", "vellum", "-o", "layout=linear", &device, "4M"]);
     vellum(&["create", "-f", "vellum", "-o", "zeroed=on", &device, "4M"]).answer();
     let empty = Dir::new("native-device");
     vellum(&["create", "-q", &empty.text("empty"), "4M"]).answer();

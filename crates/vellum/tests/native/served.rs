@@ -339,7 +339,7 @@ fn the_control_socket_takes_what_it_should() {
 fn other_formats_say_what_they_can() {
     let dir = Dir::new("native-control-others");
     let (linear, qcow2, raw) = (dir.text("linear.vlm"), dir.text("disk.qcow2"), dir.text("disk.raw"));
-    vellum(&["create", "-f", "vellum", &linear, "1M"]).answer();
+    vellum(&["create", "-f", "vellum", "-o", "layout=linear", &linear, "1M"]).answer();
     vellum(&["create", "-f", "qcow2", &qcow2, "1M"]).answer();
     vellum(&["create", "-f", "raw", &raw, "1M"]).answer();
     if has("qemu-img") {

@@ -75,7 +75,7 @@ fn story(layout: &str) {
 fn who_has_none_says_so() {
     let dir = Dir::new("native-no-snapshots");
     let (linear, qcow2, raw) = (dir.text("linear.vlm"), dir.text("disk.qcow2"), dir.text("disk.raw"));
-    vellum(&["create", "-f", "vellum", &linear, "1M"]).answer();
+    vellum(&["create", "-f", "vellum", "-o", "layout=linear", &linear, "1M"]).answer();
     vellum(&["create", "-f", "qcow2", &qcow2, "1M"]).answer();
     vellum(&["create", "-f", "raw", &raw, "1M"]).answer();
     refused(&["layout=table"], &["snapshot", "create", &linear, "one"]);

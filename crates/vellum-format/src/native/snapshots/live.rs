@@ -88,6 +88,8 @@ impl Native {
             block_locks: std::array::from_fn(|_| Default::default()),
             units: None,
             views: None,
+            zones_ahead: None,
+            written_bytes: AtomicU64::new(0),
             zones: None,
             view: Some(View::Live(live)),
             journal: None,

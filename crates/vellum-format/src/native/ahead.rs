@@ -1,0 +1,146 @@
+//! Young zones in a file, written with zeros a little ahead of need.
+//!
+//! ```text
+//!   zone   given out │ zeros, written │ zeros, on their way │ never touched
+//!                    ▲ prepared                             ▲ next             (all of it reads as zero, as it did before)
+//! ```
+//!
+//! A host's file system commits its own journal when a flush finds blocks that the file did not have. Where zeros were
+//! written before it does not: `docs/design/0005-preallocation.md` says what that is worth, and `prealloc.rs` how far ahead.
+//!
+//! 1. Zeros are written only to units that nobody was given, and nobody is given one while they are under way: zeros never land
+//!    on what somebody else has written. Meanwhile the zone goes on behind them.
+//! 2. A prepared unit reads as it did. Nothing but the order of giving out depends on it; no flush is asked for.
+//! 3. One piece is under way at a time. Closing waits for it.
+//! 4. No more zeros are written than [`ZEROS_MAX`] times what the guest writes: scattered small writes take a unit each.
+//! 5. A failure ends it for this opening. The guest does not hear of it.
+
+use std::time::Duration;
+
+use vellum_core::{Buffer, Error, ErrorKind, ImageSpan, Result, Storage};
+
+use super::image::Native;
+use crate::prealloc::{Pace, Prealloc, next_piece};
+
+/// So many bytes of zeros for each byte that the guest writes, at most.
+const ZEROS_MAX: u64 = 4;
+/// So many bytes may be written before the guest has written any.
+const SAVED_MIN: u64 = 1 << 20;
+/// What was not used is kept for later, up to this, in bytes.
+const SAVED_MAX: u64 = 64 << 20;
+
+/// What is prepared, and how.
+pub(super) struct Ahead {
+    how: Prealloc,
+    pace: Pace,
+    has_given_up: bool,
+    /// Bytes of zeros that may be written.
+    allowed: u64,
+    /// How many bytes the guest had written when that was reckoned.
+    written: u64,
+}
+
+impl Ahead {
+    pub(super) fn new(how: Prealloc, storage: &dyn Storage) -> Self {
+        let limits = storage.limits();
+        let can = !limits.fixed_len && limits.grows_zeroed;
+        let how = if can { how.settled(limits.prefers_written) } else { Prealloc::Off };
+        Self { how, pace: Pace::default(), has_given_up: false, allowed: SAVED_MIN, written: 0 }
+    }
+
+    /// How far ahead it is time to go.
+    fn distance(&mut self, now: Duration, taken: u64, written: u64) -> u64 {
+        let more = written.saturating_sub(self.written).saturating_mul(ZEROS_MAX);
+        self.allowed = self.allowed.saturating_add(more).min(SAVED_MAX);
+        self.written = written;
+        self.pace.note(now, taken);
+        self.pace.distance(self.how)
+    }
+}
+
+impl Native {
+    /// Prepares a piece of a young zone, if it is time for one. Tells whether it is time for another. Held while this is done: who
+    /// makes units ready.
+    pub(super) async fn prepare_zones(&self, now: Duration) -> bool {
+        let (Some(ahead), Some(unit)) = (&self.zones_ahead, self.unit()) else { return false };
+        let Some(mut ahead) = ahead.try_lock() else { return false };
+        if ahead.how == Prealloc::Off || ahead.has_given_up || self.journal().is_none() {
+            return false;
+        }
+        let written = self.written_bytes.load(std::sync::atomic::Ordering::Relaxed);
+        let distance = ahead.distance(now, self.given_of_zones() << unit.shift(), written);
+        let is_due = || next_piece(distance, self.prepared_units() << unit.shift());
+        let Some(bytes) = is_due().filter(|bytes| *bytes <= ahead.allowed) else { return false };
+        match self.prepare_piece(unit.count_for(bytes)).await {
+            Ok(0) => false,
+            Ok(units) => {
+                ahead.allowed = ahead.allowed.saturating_sub(units << unit.shift());
+                is_due().is_some_and(|bytes| bytes <= ahead.allowed)
+            }
+            Err(_) => {
+                ahead.has_given_up = true;
+                false
+            }
+        }
+    }
+
+    /// Writes zeros to about so many units. Tells how many.
+    async fn prepare_piece(&self, count: u64) -> Result<u64> {
+        let per_zone = self.places.units_per_zone();
+        let count = u32::try_from(count).unwrap_or(per_zone);
+        let begun = self.in_next_zone(|zone| (zone.zone, zone.begin_preparing(count, per_zone)));
+        let Some((zone, run)) = begun.filter(|(_, run)| !run.is_empty()) else { return Ok(0) };
+        let mut under_way = UnderWay { image: self, has_ended: false };
+        let first = zone * per_zone + 1;
+        let (start, last) = (self.places.unit(first + run.start), self.places.unit(first + run.end - 1));
+        let result = self.write_ahead(ImageSpan::between(start.start(), last.end())).await;
+        under_way.has_ended = true;
+        let prepared = u64::from(run.end - run.start);
+        self.in_zone(zone, |zone| zone.end_preparing(run));
+        result.map(|()| prepared)
+    }
+
+    async fn write_ahead(&self, span: ImageSpan) -> Result<()> {
+        // The file is made longer by nobody else meanwhile, and never cut where this lands.
+        self.reach(span).await?;
+        let len = usize::try_from(span.len()).expect("a piece is small");
+        self.ahead.write(span.start(), Buffer::zeroed(len)).await
+    }
+}
+
+/// Zeros that are on their way. Were the future dropped, they could land at any later time.
+struct UnderWay<'a> {
+    image: &'a Native,
+    has_ended: bool,
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        if !self.has_ended {
+            let why = "space was being prepared, and that was abandoned half way: reopen the image";
+            self.image.state.stop(Error::new(ErrorKind::Poisoned, why));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeros_stay_within_what_the_guest_writes() {
+        let second = Duration::from_secs;
+        let mut ahead = Ahead {
+            how: Prealloc::Adaptive,
+            pace: Pace::default(),
+            has_given_up: false,
+            allowed: 0,
+            written: 0,
+        };
+        assert_eq!(ahead.distance(second(0), 0, 0), 0);
+        assert_eq!(ahead.distance(second(1), 64 << 20, 4096), 64 << 20, "a thousand units a second");
+        assert_eq!(ahead.allowed, 4 * 4096);
+        ahead.distance(second(2), 64 << 20, 1 << 40);
+        assert_eq!(ahead.allowed, SAVED_MAX);
+    }
+}

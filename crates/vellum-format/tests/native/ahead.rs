@@ -1,0 +1,213 @@
+//! Zones of a file that are written with zeros ahead of need: how much, what the guest's own writes cost meanwhile, and that no zero
+//! ever lands on anything else.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_lite::future::zip;
+use vellum_core::{
+    Buffer, Disk, ErrorKind, GuestOffset, HostTally, IoCounts, Limits, Random, SharedStorage, WriteFlags,
+};
+use vellum_format::Prealloc;
+use vellum_format::native::{Native, OpenOptions, create};
+use vellum_sim::{Delay, Drive, DriveOptions, Fault, Operation, World};
+
+use super::common::native::{NativeSetup, look_native};
+
+const UNIT: u64 = 64 << 10;
+const MIB: u64 = 1 << 20;
+
+struct Bench {
+    disk: Arc<Native>,
+    drive: Arc<Drive>,
+    tally: HostTally,
+    millis: u64,
+}
+
+impl Bench {
+    async fn open(world: &World, prefers_written: bool, prealloc: Prealloc, delay: Delay) -> Self {
+        let limits = Limits { prefers_written, ..Limits::plain() };
+        let drive = Drive::new(world, DriveOptions { limits, delay, ..DriveOptions::default() });
+        let setup = NativeSetup::zoned("zoned", 64 * MIB, UNIT, 8 * MIB);
+        create(&*drive, &setup.create_options()).await.unwrap();
+        let mut bench = Self::again(drive, prealloc).await;
+        // The journal begins, a zone is opened, and that is durable.
+        for _ in 0..2 {
+            bench.write(1000, &[1; 4096]).await;
+            bench.disk.flush().await.unwrap();
+            bench.idle(50).await;
+        }
+        bench
+    }
+
+    async fn again(drive: Arc<Drive>, prealloc: Prealloc) -> Self {
+        let tally = HostTally::default();
+        let options =
+            OpenOptions { tally: tally.clone(), journal_key: Some(1), prealloc, ..OpenOptions::default() };
+        let disk = Native::open(drive.clone(), None, options).await.unwrap();
+        Self { disk, drive, tally, millis: 0 }
+    }
+
+    async fn idle(&mut self, millis: u64) {
+        for _ in 0..millis.div_ceil(50) {
+            self.millis += 50;
+            while self.disk.tend(Duration::from_millis(self.millis)).await {}
+        }
+    }
+
+    async fn write(&self, unit: u64, bytes: &[u8]) {
+        let at = GuestOffset::new(unit * UNIT);
+        self.disk.write(at, Buffer::copy_of(bytes), WriteFlags::default()).await.unwrap();
+    }
+
+    fn of_guest(&self) -> IoCounts {
+        self.tally.data.counts() + self.tally.metadata.counts()
+    }
+
+    fn zeros(&self) -> u64 {
+        self.tally.prealloc.counts().bytes_written
+    }
+
+    async fn close(self) -> Arc<Drive> {
+        self.disk.close().await.unwrap();
+        let image: SharedStorage = self.drive.clone();
+        let (report, lines) = look_native(&image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+        self.drive
+    }
+}
+
+/// A birth costs one write and one flush, with zeros ahead or without, and the zeros are about what is taken.
+#[test]
+fn what_comes_next_is_written_already() {
+    const N: u64 = 48;
+    for (prefers, prealloc, least, most) in [
+        (true, Prealloc::Auto, N * UNIT, 64 * MIB),
+        (false, Prealloc::Fixed(2 * MIB), N * UNIT, (N + 64) * UNIT),
+        (true, Prealloc::Off, 0, 0),
+        (false, Prealloc::Auto, 0, 0),
+    ] {
+        let world = World::new(0);
+        world.run(async {
+            let mut bench = Bench::open(&world, prefers, prealloc, Delay::none()).await;
+            bench.idle(1000).await;
+            let before = bench.of_guest();
+            for unit in 0..N {
+                bench.write(unit, &vec![7; UNIT as usize]).await;
+                bench.disk.flush().await.unwrap();
+                bench.idle(50).await;
+            }
+            let cost = bench.of_guest() - before;
+            assert_eq!((cost.flushes, cost.writes, cost.bytes_written), (N, N, N * UNIT), "{prealloc:?}");
+            assert!((least..=most).contains(&bench.zeros()), "{prealloc:?}: {} bytes", bench.zeros());
+            let quiet = bench.zeros();
+            bench.idle(60_000).await;
+            let then = bench.zeros();
+            bench.idle(60_000).await;
+            assert!(then - quiet <= 2 * MIB && bench.zeros() == then, "a quiet disk writes no zeros");
+            bench.close().await;
+        });
+    }
+}
+
+/// Scattered small writes take a unit each. They are not followed by a unit of zeros each.
+#[test]
+fn zeros_are_no_more_than_a_few_times_what_is_written() {
+    let world = World::new(0);
+    world.run(async {
+        let mut bench = Bench::open(&world, true, Prealloc::Auto, Delay::none()).await;
+        let mut written = 2 * 4096;
+        for unit in 0..200 {
+            bench.write(unit, &[7; 4096]).await;
+            bench.disk.flush().await.unwrap();
+            bench.idle(50).await;
+            written += 4096;
+        }
+        assert!(bench.zeros() <= MIB + 4 * written, "{} bytes for {written}", bench.zeros());
+        assert!(bench.zeros() > MIB, "{}", bench.zeros());
+        bench.close().await;
+    });
+}
+
+/// Zeros, births, units that do not pack, discards and flushes at once, answered in any order: each unit holds what was written.
+#[test]
+fn zeros_land_on_nothing() {
+    for seed in 0..12 {
+        let world = World::new(seed);
+        world.run(async {
+            let delay = Delay::between(Duration::from_micros(1)..=Duration::from_millis(2));
+            let mut bench = Bench::open(&world, true, Prealloc::Fixed(MIB), delay).await;
+            let mut random = Random::from_seed(seed);
+            let mut model: Vec<Option<Vec<u8>>> = vec![None; 400];
+            for turn in 0..60 {
+                let mut requests = Vec::new();
+                for _ in 0..1 + random.index(6) {
+                    let unit = random.index(400);
+                    if requests.iter().any(|(other, _)| *other == unit) {
+                        continue;
+                    }
+                    let len = [4096, 512, UNIT as usize][random.index(3)];
+                    let mut bytes = vec![u8::try_from(turn + 1).unwrap(); len];
+                    if random.index(3) == 0 {
+                        random.fill(&mut bytes);
+                    }
+                    requests.push((unit, bytes));
+                }
+                for (unit, bytes) in &requests {
+                    let held = model[*unit].get_or_insert_with(|| vec![0; UNIT as usize]);
+                    held[..bytes.len()].copy_from_slice(bytes);
+                }
+                let disk = bench.disk.clone();
+                let writes = requests.iter().map(|(unit, bytes)| {
+                    let at = GuestOffset::new(*unit as u64 * UNIT);
+                    disk.write(at, Buffer::copy_of(bytes), WriteFlags::default())
+                });
+                let writes = vellum_core::try_join_all(writes);
+                let (_, result) = zip(bench.idle(50), writes).await;
+                result.unwrap();
+                if random.index(2) == 0 {
+                    bench.disk.flush().await.unwrap();
+                }
+            }
+            assert!(bench.zeros() > MIB, "seed {seed}: zeros were written");
+            let drive = bench.close().await;
+            let bench = Bench::again(drive, Prealloc::Off).await;
+            for (unit, bytes) in model.iter().enumerate() {
+                let at = GuestOffset::new(unit as u64 * UNIT);
+                let read = bench.disk.read(at, Buffer::for_overwrite(UNIT as usize)).await.unwrap();
+                let nothing = vec![0; UNIT as usize];
+                assert!(read.to_vec() == *bytes.as_ref().unwrap_or(&nothing), "seed {seed}, unit {unit}");
+            }
+        });
+    }
+}
+
+/// Where zeros cannot be written the guest hears nothing of it, and no more are tried.
+#[test]
+fn a_failure_ends_it() {
+    let world = World::new(0);
+    world.run(async {
+        let mut bench = Bench::open(&world, true, Prealloc::Auto, Delay::none()).await;
+        bench.write(999, &[7; UNIT as usize]).await;
+        bench.idle(500).await;
+        let zeros = bench.zeros();
+        assert!(zeros > 0);
+        // All that lies prepared is used up while nobody tends.
+        for unit in 0..zeros / UNIT {
+            bench.write(unit, &[7; UNIT as usize]).await;
+        }
+        bench.disk.flush().await.unwrap();
+        let full = Fault { error: ErrorKind::NoSpace, ..Fault::nth(Operation::Write, 0) };
+        bench.drive.faults().add(full);
+        bench.idle(500).await;
+        assert_eq!(bench.drive.faults().hits(), 1);
+        let tried = bench.zeros();
+        for unit in 0..8 {
+            bench.write(100 + unit, &[7; UNIT as usize]).await;
+            bench.disk.flush().await.unwrap();
+            bench.idle(50).await;
+        }
+        assert_eq!(bench.zeros(), tried);
+        bench.close().await;
+    });
+}

@@ -17,6 +17,8 @@
 mod bell;
 mod chain;
 mod config;
+#[doc(hidden)]
+pub mod fuzz;
 mod memory;
 mod queue;
 mod request;

@@ -4,6 +4,8 @@
 mod guest;
 mod support;
 
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +14,7 @@ use support::disks::{Kind, RuledDisk, shared};
 use vellum_core::{BlockSize, Error, ErrorKind, Geometry, Random};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
-use vhost::vhost_user::message::VhostUserConfigFlags;
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserInflight};
 
 const IN: u32 = 0;
 const OUT: u32 = 1;
@@ -380,5 +382,58 @@ fn data_that_is_not_in_memory_fails_its_request_alone() {
     }
     assert_eq!(disk.take_seen(), []);
     assert_eq!(queue.ask(IN, 0, &[], 512, Shape::Usual).status, OK);
+    machine.leave().expect("it left in good order");
+}
+
+#[test]
+fn what_a_killed_server_left_is_done_by_the_next_in_order() {
+    let (disk, served, memory) = scene(2);
+    let mut machine = Machine::connect(&served, &memory, FEATURES);
+    let wanted = VhostUserInflight::new(0, 0, 2, 64);
+    let (kept, file) = machine.front_end.get_inflight_fd(&wanted).expect("a file");
+    machine.front_end.set_inflight_fd(&kept, file.as_raw_fd()).expect("it is used");
+    let mut queue = machine.start_queue(1, 64, 65_533);
+    assert_eq!(queue.ask(OUT, 0, &[1; 512], 0, Shape::Usual).status, OK);
+
+    // Of six the second and the fourth are answered, the others wait when the server is killed.
+    disk.close_gate();
+    disk.take_seen();
+    let placed: Vec<_> = (0..6u64)
+        .map(|number| match number {
+            1 | 3 => queue.place(GET_ID, 0, &[], 20, Shape::Usual),
+            _ => queue.place(OUT, 100 - number, &[7; 512], 0, Shape::Usual),
+        })
+        .collect();
+    let heads: Vec<_> = placed.iter().map(|placed| queue.hang(&placed.pieces)).collect();
+    queue.kick();
+    assert_eq!([queue.take().0, queue.take().0], [heads[1], heads[3]]);
+    let mut asked = Vec::new();
+    while asked.len() < 4 {
+        asked.extend(disk.take_seen());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // What there is of it is what stands in memory now.
+    let mut book = vec![0; usize::try_from(kept.mmap_size).expect("small")];
+    file.read_exact_at(&mut book, 0).expect("the file");
+    let then = memory.get(0, usize::try_from(HOLE).expect("small"));
+    disk.open_gate();
+    machine.leave().expect("it left");
+    memory.put(0, &then);
+    file.write_all_at(&book, 0).expect("the file");
+    disk.take_seen();
+
+    // A front end knows how many came back, no more.
+    let mut machine = Machine::connect(&served, &memory, FEATURES);
+    machine.front_end.set_inflight_fd(&kept, file.as_raw_fd()).expect("it is used");
+    let base = memory.index(queue.used + 2);
+    machine.start(&queue, base);
+    let again: Vec<_> = (0..4).map(|_| queue.take().0).collect();
+    assert_eq!(again, [heads[0], heads[2], heads[4], heads[5]]);
+    assert_eq!(disk.take_seen(), asked, "in the order in which they were asked");
+    for placed in &placed {
+        assert_eq!(memory.get(placed.status, 1), [OK]);
+    }
+    assert_eq!(queue.ask(IN, 100, &[], 512, Shape::Usual).data, [7; 512], "and it goes on");
+    assert_eq!(machine.front_end.get_vring_base(1).expect("a base"), u32::from(queue.next_avail));
     machine.leave().expect("it left in good order");
 }

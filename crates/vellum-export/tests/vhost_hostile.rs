@@ -11,6 +11,7 @@ mod support;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +22,7 @@ use guest::{
 };
 use support::disks::{RuledDisk, shared};
 use vellum_core::Random;
-use vhost::vhost_user::message::VhostUserHeaderFlag;
+use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vm_memory::{Bytes, GuestAddress};
@@ -240,6 +241,38 @@ fn queues_that_cannot_be_end_the_session() {
         let ended = machine.leave();
         assert!(ended.is_err(), "number {number} went on");
     }
+    assert_serves(&served);
+}
+
+#[test]
+fn a_file_of_requests_in_flight_that_cannot_be_or_lies_harms_nobody() {
+    let (disk, served, memory) = scene();
+    for (queues, rows, in_file) in [(2, 16, 64), (300, 16, 0), (2, 2048, 0), (2, 16, u64::MAX)] {
+        let mut machine = Machine::connect(&served, &memory, FEATURES);
+        let (_, file) =
+            machine.front_end.get_inflight_fd(&VhostUserInflight::new(0, 0, 2, 16)).expect("a file");
+        let wrong = VhostUserInflight::new(1, in_file, queues, rows);
+        machine.front_end.set_inflight_fd(&wrong, file.as_raw_fd()).expect_err("it cannot be");
+        machine.leave().expect_err("that ended it");
+    }
+    // Everything in it is in flight, nothing of it was ever hung up; then it is noise.
+    for seed in 0..20 {
+        let mut machine = Machine::connect(&served, &memory, FEATURES);
+        let wanted = VhostUserInflight::new(0, 0, 2, 16);
+        let (kept, file) = machine.front_end.get_inflight_fd(&wanted).expect("a file");
+        let mut bytes = vec![1; usize::try_from(kept.mmap_size).expect("small")];
+        if seed > 0 {
+            Random::from_seed(seed).fill(&mut bytes);
+        }
+        bytes[8..10].copy_from_slice(&1u16.to_le_bytes());
+        file.write_all_at(&bytes, 0).expect("the file");
+        machine.front_end.set_inflight_fd(&kept, file.as_raw_fd()).expect("it is used");
+        let queue = machine.start_queue(0, 16, 0);
+        queue.kick.write(1).expect("an eventfd");
+        machine.front_end.get_vring_base(0).expect("a base");
+        machine.leave().expect("it left in good order");
+    }
+    assert_eq!(disk.take_seen(), []);
     assert_serves(&served);
 }
 

@@ -17,6 +17,9 @@ pub(super) const HEADER_BYTES: usize = 16;
 /// The most runs of memory that one chain may have, over both its halves. What a guest is told is far less.
 pub(super) const LINKS_MAX: usize = 1026;
 
+/// The most bytes of one chain (VIRTIO 1.2, 2.7.5.2).
+const BYTES_MAX: usize = u32::MAX as usize;
+
 /// One descriptor.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Link {
@@ -60,12 +63,11 @@ pub(super) struct Chain {
 }
 
 impl Segments {
-    fn push(&mut self, at: u64, len: usize) -> Result<(), Malformed> {
+    fn push(&mut self, at: u64, len: usize) {
         if len > 0 {
-            self.len = self.len.checked_add(len).ok_or(Malformed("it has more bytes than there are"))?;
+            self.len += len;
             self.runs.push(Segment { at, len });
         }
-        Ok(())
     }
 
     /// The number of bytes.
@@ -116,12 +118,15 @@ impl Chain {
             }
             is_cut = link.has_next;
             let len = usize::try_from(link.len).expect("32 bits");
+            if readable.len + writable.len + len > BYTES_MAX {
+                return Err(Malformed("it has too many bytes"));
+            }
             if link.is_writable {
-                writable.push(link.at, len)?;
+                writable.push(link.at, len);
             } else if writable.len > 0 {
                 return Err(Malformed("it has something to read behind something to write"));
             } else {
-                readable.push(link.at, len)?;
+                readable.push(link.at, len);
             }
         }
         if is_cut {
@@ -188,6 +193,8 @@ mod tests {
         let mixed = [(0, 16, false), (20, 1, true), (30, 1, false)];
         assert_eq!(refused(&mixed), "it has something to read behind something to write");
         assert_eq!(refused(&[(0, 1, false); LINKS_MAX + 1]), "it has too many descriptors");
+        let huge = [(0, u32::MAX, false), (0, 1, true)];
+        assert_eq!(refused(&huge), "it has too many bytes");
         let endless = Link { at: 0, len: 16, is_writable: false, has_next: true };
         let cut = Chain::gather([endless; 3].into_iter()).expect_err("a loop was cut");
         assert_eq!(cut.0, "it has no end");

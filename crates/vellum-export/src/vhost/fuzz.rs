@@ -54,7 +54,7 @@ pub fn fuzz_request(data: &[u8]) {
     queue.set_ready(true);
     let memory = Arc::new(ArcSwap::new(memory.clone()));
     let lines = (Arc::new(Line::default()), Arc::new(Line::default()));
-    let mut ring = Ring::new(queue, memory, target, lines);
+    let mut ring = Ring::new(queue, memory, target, lines, None);
     let context = Context::from_waker(Waker::noop());
     for _ in 0..=*turns % 4 {
         ring.try_turn(&context);

@@ -5,9 +5,10 @@
 //!        guest ── rings in shared memory, kick ──► queue ──► work ──► Disk   one future for each queue, on a worker
 //! ```
 //!
-//! The crates of rust-vmm read the socket's messages and walk the rings; what a guest asks for is ours. In reading order:
+//! The crates of rust-vmm read the socket's messages and keep the rings; what a guest asks for is ours. In reading order:
 //! `chain` and `request` (pure: bytes of a guest become a checked request), `config` (what a guest is told), `memory` and
-//! `bell` (what a front end shares), `work` (one request), `queue` (one queue), `session` (one front end).
+//! `bell` (what a front end shares), `walk` (along a table of descriptors), `work` (one request), `inflight` (what a killed
+//! server leaves to the next), `queue` (one queue), `session` (one front end).
 //!
 //! Neither guest nor front end is believed: whatever they put into rings, chains, tables and messages ends at worst
 //! their own queue or session. docs/vhost-user-blk.md says what is offered, and what is not.
@@ -19,10 +20,12 @@ mod chain;
 mod config;
 #[doc(hidden)]
 pub mod fuzz;
+mod inflight;
 mod memory;
 mod queue;
 mod request;
 mod session;
+mod walk;
 mod work;
 
 use std::os::fd::OwnedFd;

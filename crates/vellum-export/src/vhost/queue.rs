@@ -8,12 +8,13 @@
 //!
 //! 1. A queue is one future on one worker and shares nothing with other queues but the disk.
 //! 2. A queue that is stopped takes nothing more, waits for all that it took, and hands all of it back: then the base it
-//!    gives is where the next one goes on, and nothing is lost or done twice.
+//!    gives is where the next one goes on, and nothing is lost or done twice. After a kill `inflight` knows what is left.
 //! 3. A ring that makes no sense is broken: nothing more is taken from it until the front end sets it up anew, and its
 //!    other queues go on.
 //! 4. No guest keeps a worker: after [`TURN_MAX`] chains it is the turn of others.
 //! 5. What requests of a queue hold is bounded, in number by the ring, in bytes by [`HELD_BYTES_MAX`].
 
+use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,9 +26,10 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 
 use super::Host;
 use super::bell::Bell;
-use super::chain::Link;
+use super::inflight::Pages;
 use super::memory::Memory;
 use super::request::REQUEST_BYTES_MAX;
+use super::walk::Walk;
 use super::work::{Done, Job, Target};
 use crate::flight::Flight;
 use crate::shutdown::{Shutdown, Stage, Watch};
@@ -69,6 +71,10 @@ pub(super) struct Ring {
     call: Arc<Line>,
     err: Arc<Line>,
     flight: Flight<LocalFuture<'static, Done>>,
+    /// Where it is kept what was taken, if the front end keeps it.
+    pages: Option<Pages>,
+    /// Heads that a killed server had taken and not handed back.
+    left: VecDeque<u16>,
     /// Taken, and waiting for room.
     waiting: Option<Job>,
     held: usize,
@@ -103,7 +109,9 @@ impl Ring {
         memory: Arc<ArcSwap<Memory>>,
         target: Arc<Target>,
         (call, err): (Arc<Line>, Arc<Line>),
+        kept: Option<(Pages, Vec<u16>)>,
     ) -> Self {
+        let (pages, left) = kept.map_or((None, Vec::new()), |(pages, left)| (Some(pages), left));
         let flight = Flight::new(usize::from(queue.size()));
         Self {
             queue,
@@ -112,6 +120,8 @@ impl Ring {
             call,
             err,
             flight,
+            pages,
+            left: left.into(),
             waiting: None,
             held: 0,
             is_untold: false,
@@ -127,7 +137,7 @@ impl Ring {
             loop {
                 let is_stopping = watch.poll_stage(context) > Stage::Serving;
                 let turn = self.turn(context, is_stopping);
-                if is_stopping && self.flight.running() == 0 {
+                if is_stopping && self.is_idle() {
                     return Poll::Ready(());
                 }
                 match turn {
@@ -151,11 +161,12 @@ impl Ring {
             }
         })
         .await;
-        if self.waiting.is_some() {
-            // Taken and not begun: whoever goes on takes it again.
-            self.queue.set_next_avail(self.queue.next_avail().wrapping_sub(1));
-        }
         self.queue.next_avail()
+    }
+
+    /// Whether nothing that was taken is still to be handed back.
+    fn is_idle(&self) -> bool {
+        self.flight.running() == 0 && (self.is_broken || (self.waiting.is_none() && self.left.is_empty()))
     }
 
     /// Takes what there is and hands back what has ended. Whatever was begun here is looked at once more before this
@@ -164,15 +175,12 @@ impl Ring {
         let memory = self.memory.load_full();
         let mut budget = TURN_MAX;
         let turn = loop {
-            let turn = match is_stopping || self.is_broken {
-                true => Turn::Rest,
-                false => match self.take(&memory, &mut budget) {
-                    Ok(turn) => turn,
-                    Err(broken) => {
-                        self.break_down(&broken);
-                        Turn::Rest
-                    }
-                },
+            let turn = match self.take(&memory, &mut budget, !is_stopping) {
+                Ok(turn) => turn,
+                Err(broken) => {
+                    self.break_down(&broken);
+                    Turn::Rest
+                }
             };
             let mut ended: smallvec::SmallVec<[Done; 16]> = smallvec::SmallVec::new();
             self.flight.poll_woken(context, |done| ended.push(done));
@@ -198,7 +206,8 @@ impl Ring {
         );
     }
 
-    fn take(&mut self, memory: &Arc<Memory>, budget: &mut usize) -> Result<Turn, Broken> {
+    /// Begins what waits, what another server left, and, where more is wanted, what the guest has hung up.
+    fn take(&mut self, memory: &Arc<Memory>, budget: &mut usize, wants_more: bool) -> Result<Turn, Broken> {
         loop {
             if self.is_broken {
                 return Ok(Turn::Rest);
@@ -215,6 +224,13 @@ impl Ring {
                 return Ok(Turn::More);
             }
             *budget -= 1;
+            if let Some(head) = self.left.pop_front() {
+                self.read(memory, head);
+                continue;
+            }
+            if !wants_more {
+                return Ok(Turn::Rest);
+            }
             // Acquire: what the guest wrote before it moved the index is seen.
             let ready = self.queue.avail_idx(memory.mapped(), Ordering::Acquire)?;
             if ready.0 != self.queue.next_avail() {
@@ -228,13 +244,13 @@ impl Ring {
     fn pop(&mut self, memory: &Arc<Memory>) -> Result<(), Broken> {
         let chain = self.queue.iter(memory.mapped())?.next();
         let chain = chain.ok_or_else(|| Broken("its avail ring is not in memory".to_owned()))?;
-        let head = chain.head_index();
-        let links = chain.map(|descriptor| Link {
-            at: descriptor.addr().0,
-            len: descriptor.len(),
-            is_writable: descriptor.is_write_only(),
-            has_next: descriptor.has_next(),
-        });
+        self.read(memory, chain.head_index());
+        Ok(())
+    }
+
+    /// Reads a chain; one that makes no sense is handed back.
+    fn read(&mut self, memory: &Arc<Memory>, head: u16) {
+        let links = Walk::along(memory, self.queue.desc_table(), self.queue.size(), head);
         match Job::of(head, links, memory, &self.target) {
             Ok(job) => self.waiting = Some(job),
             Err(malformed) => {
@@ -242,11 +258,13 @@ impl Ring {
                 self.hand_back(memory, Done { head, written: 0, weight: 0 });
             }
         }
-        Ok(())
     }
 
     fn begin(&mut self, memory: &Memory, job: Job) {
         self.held += job.weight();
+        if let Some(pages) = &mut self.pages {
+            pages.enter(job.head());
+        }
         let target = self.target.clone();
         if let Some(done) = self.flight.start(Box::pin(job.run(target))) {
             self.hand_back(memory, done);
@@ -255,9 +273,16 @@ impl Ring {
 
     fn hand_back(&mut self, memory: &Memory, done: Done) {
         self.held -= done.weight;
+        let pages = self.pages.as_ref().filter(|_| done.head < self.queue.size());
+        if let Some(pages) = pages {
+            pages.end(done.head);
+        }
         match self.queue.add_used(memory.mapped(), done.head, done.written) {
             Ok(()) => self.is_untold = true,
-            Err(error) => self.break_down(&error.into()),
+            Err(error) => return self.break_down(&error.into()),
+        }
+        if let Some(pages) = &self.pages {
+            pages.strike(done.head, self.queue.next_used());
         }
     }
 

@@ -35,11 +35,12 @@ use virtio_queue::{Queue, QueueT};
 
 use super::bell::Bell;
 use super::config::{CONFIG_BYTES_MAX, Facts, WRITEBACK_AT, has, is_writethrough};
+use super::inflight::Book;
 use super::memory::{Memory, REGIONS_MAX, Region};
 use super::queue::{Line, Ring};
 use super::request::ID_BYTES;
 use super::work::Target;
-use super::{Device, Host};
+use super::{Device, Host, QUEUES_MAX};
 use crate::shutdown::Shutdown;
 
 /// The longest ring.
@@ -48,7 +49,8 @@ const QUEUE_SIZE_MAX: u32 = 1024;
 const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::REPLY_ACK)
     .union(VhostUserProtocolFeatures::CONFIG)
-    .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
+    .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
+    .union(VhostUserProtocolFeatures::INFLIGHT_SHMFD);
 
 /// A front end that has connected and is not served yet.
 pub struct Session {
@@ -150,6 +152,8 @@ struct FrontEnd {
     taken: u64,
     writeback: bool,
     memory: Arc<ArcSwap<Memory>>,
+    /// Where it keeps what is in flight.
+    book: Option<Arc<Book>>,
     rings: Vec<RingState>,
 }
 
@@ -195,7 +199,7 @@ impl FrontEnd {
     fn new(target: Target, queues: u16, host: Arc<dyn Host>) -> Self {
         let rings = std::iter::repeat_with(RingState::default).take(usize::from(queues)).collect();
         let memory = Arc::new(ArcSwap::from_pointee(Memory::default()));
-        Self { target: Arc::new(target), host, taken: 0, writeback: true, memory, rings }
+        Self { target: Arc::new(target), host, taken: 0, writeback: true, memory, book: None, rings }
     }
 
     fn ring(&mut self, index: u32) -> Answer<&mut RingState> {
@@ -215,6 +219,7 @@ impl FrontEnd {
             !has(self.taken, VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits().trailing_zeros());
         let event_idx = has(self.taken, VIRTIO_RING_F_EVENT_IDX);
         let (memory, target, host) = (self.memory.clone(), self.target.clone(), self.host.clone());
+        let book = self.book.clone();
         let ring = self.ring(index)?;
         let (Some(kick), Some(places), None) = (&ring.kick, ring.places, &ring.running) else {
             return Ok(());
@@ -222,7 +227,20 @@ impl FrontEnd {
         if !(ring.is_enabled || may_run_at_once) {
             return Ok(());
         }
-        let queue = ring.queue(places, event_idx, &memory.load())?;
+        let mut queue = ring.queue(places, event_idx, &memory.load())?;
+        let kept = match book {
+            Some(book) => {
+                Some(book.open(index, queue.size(), queue.next_used()).ok_or(Refusal::InvalidParam)?)
+            }
+            None => None,
+        };
+        if let Some((_, left)) = &kept
+            && !left.is_empty()
+        {
+            // The front end knows only how many came back. What is left was taken before what comes next.
+            let left = u16::try_from(left.len()).expect("as many as the ring is long, at most");
+            queue.set_next_avail(queue.next_used().wrapping_add(left));
+        }
         let (kick, lines) = (kick.clone(), (ring.call.clone(), ring.err.clone()));
         let (stop, (sender, ended)) = (Shutdown::new(), mpsc::channel());
         ring.running = Some(Running { stop: stop.clone(), ended });
@@ -231,7 +249,7 @@ impl FrontEnd {
             index,
             Box::new(move || {
                 Box::pin(async move {
-                    let base = Ring::new(queue, memory, target, lines).serve(kick, stop, there).await;
+                    let base = Ring::new(queue, memory, target, lines, kept).serve(kick, stop, there).await;
                     // Whoever stopped it waits for this.
                     let _ = sender.send(base);
                 })
@@ -467,12 +485,20 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
         Err(Refusal::InvalidOperation("shared objects are not offered"))
     }
 
-    fn get_inflight_fd(&mut self, _inflight: &VhostUserInflight) -> Answer<(VhostUserInflight, File)> {
-        Err(Refusal::InvalidOperation("tracking of requests is not offered"))
+    fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Answer<(VhostUserInflight, File)> {
+        let (queues, rows) = book_size(wanted)?;
+        let (file, len) = Book::create(queues, rows).map_err(|error| refused(&error))?;
+        Ok((VhostUserInflight::new(len, 0, queues, rows), file))
     }
 
-    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Answer<()> {
-        Err(Refusal::InvalidOperation("tracking of requests is not offered"))
+    fn set_inflight_fd(&mut self, kept: &VhostUserInflight, file: File) -> Answer<()> {
+        let (queues, rows) = book_size(kept)?;
+        if self.rings.iter().any(|ring| ring.running.is_some()) {
+            return Err(Refusal::InvalidOperation("queues run"));
+        }
+        let book = Book::map(file, kept.mmap_offset, queues, rows).map_err(|error| refused(&error))?;
+        self.book = Some(book);
+        Ok(())
     }
 
     fn set_device_state_fd(
@@ -495,6 +521,12 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
     fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Answer<()> {
         Err(Refusal::InvalidOperation("a log of changed pages is not offered"))
     }
+}
+
+/// For how many queues of what length a book is, within what there can be.
+fn book_size(inflight: &VhostUserInflight) -> Answer<(u16, u16)> {
+    let is_right = inflight.num_queues <= QUEUES_MAX && u32::from(inflight.queue_size) <= QUEUE_SIZE_MAX;
+    if is_right { Ok((inflight.num_queues, inflight.queue_size)) } else { Err(Refusal::InvalidParam) }
 }
 
 fn single(region: &VhostUserSingleMemoryRegion) -> Region {

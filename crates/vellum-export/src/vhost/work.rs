@@ -67,6 +67,11 @@ impl Job {
         Ok(Self { head, request, chain, memory: memory.clone() })
     }
 
+    /// Its first descriptor.
+    pub(super) fn head(&self) -> u16 {
+        self.head
+    }
+
     /// What it holds of our memory while it runs, about.
     pub(super) fn weight(&self) -> usize {
         let data = match self.request {

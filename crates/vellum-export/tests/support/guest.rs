@@ -15,7 +15,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use vellum_core::{CheckedDisk, LocalFuture, Result, SharedDisk};
@@ -100,7 +100,7 @@ impl Served {
 pub struct Memory {
     pub files: [File; 2],
     pub mapped: GuestMemoryMmap,
-    next: std::cell::Cell<u64>,
+    next: AtomicU64,
 }
 
 impl Memory {
@@ -119,7 +119,7 @@ impl Memory {
         };
         let regions = vec![map(&files[0], 0, 0, HOLE), map(&files[1], FAR_DATA, 0x1000, FAR_LEN)];
         let mapped = GuestMemoryMmap::from_regions(regions).expect("they do not overlap");
-        Self { files, mapped, next: std::cell::Cell::new(DATA) }
+        Self { files, mapped, next: AtomicU64::new(DATA) }
     }
 
     pub fn table(&self) -> [VhostUserMemoryRegionInfo; 2] {
@@ -135,15 +135,15 @@ impl Memory {
 
     /// Room for so many bytes, which nobody else has.
     pub fn room(&self, len: usize) -> u64 {
-        let at = self.next.get();
-        self.next.set(at + (len as u64).next_multiple_of(16));
-        assert!(self.next.get() <= HOLE, "the data fits");
+        let len = (len as u64).next_multiple_of(16);
+        let at = self.next.fetch_add(len, Ordering::Relaxed);
+        assert!(at + len <= HOLE, "the data fits");
         at
     }
 
     /// All room is free again.
     pub fn forget(&self) {
-        self.next.set(DATA);
+        self.next.store(DATA, Ordering::Relaxed);
     }
 
     pub fn put(&self, at: u64, bytes: &[u8]) {
@@ -187,7 +187,8 @@ impl<'a> Machine<'a> {
         let wanted = VhostUserProtocolFeatures::MQ
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::REPLY_ACK
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
         assert!(protocol.contains(wanted), "{protocol:?}");
         front_end.set_protocol_features(wanted).expect("they are taken");
         front_end.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);

@@ -248,3 +248,28 @@ fn a_guest_with_four_queues_reboots_and_does_not_notice_restarts_of_its_server()
         assert_eq!(sha256(&files.path(name)), sum, "{name}");
     }
 }
+
+#[test]
+fn a_guest_lives_on_when_its_server_is_killed_and_another_comes() {
+    let template = template!("raw");
+    let place = support::dir::Dir::short();
+    let (socket, at) = (place.join("vhost"), place.text("vhost"));
+    // A raw disk: what was answered is in the host's page cache, which outlives the server.
+    let (raw, image) = (place.text("disk.raw"), path_text(&template.clone));
+    vellum(&["convert", "-q", "-f", "qcow2", "-O", "raw", image, &raw]).answer();
+    let serve = || Server::start(&[&raw, "-f", "raw", "--vhost-user-blk", &at, "--queues", "2"]);
+    let mut server = serve();
+    let mut machine =
+        Machine::boot_with(&template, Cable::Vhost(&socket, 2), &["-no-reboot"], "some-pages", 1);
+    for moment in ["booted", "settled 12", "settled 32", "settled 48"] {
+        machine.wait_for(moment);
+        server.kill();
+        server = serve();
+    }
+    let said = machine.wait_for_the_end();
+    server.stop();
+    assert_eq!(last_settled(&said), 60, "{said:#?}");
+    let found = place.join("found.qcow2");
+    vellum(&["convert", "-q", "-f", "raw", "-O", "qcow2", &raw, path_text(&found)]).answer();
+    assert_pages(&Files::of_clean(&found), &template, 1, 60);
+}

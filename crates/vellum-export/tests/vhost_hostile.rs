@@ -33,6 +33,9 @@ const IN: u32 = 0;
 const OUT: u32 = 1;
 const SIZE: u64 = 1 << 20;
 
+/// A row of the table: its number, where, how long, flags, the next.
+type Row = (u16, u64, u32, u16, u16);
+
 fn scene() -> (Arc<RuledDisk>, Served, Memory) {
     let disk = RuledDisk::new(SIZE);
     let served = Served::new(shared(&disk), false, 2);
@@ -70,7 +73,7 @@ fn chains_that_make_no_sense_come_back_as_they_are() {
         let mut machine = Machine::connect(&served, &memory, features);
         let mut queue = machine.start_queue(0, 16, 0);
         memory.put(DATA, &header(OUT, 0));
-        let cases: [&[(u16, u64, u32, u16, u16)]; 12] = [
+        let cases: [&[Row]; 12] = [
             // A loop, of one and of several; and one that leaves the table.
             &[(0, DATA, 16, NEXT, 0)],
             &[(0, DATA, 16, NEXT, 1), (1, DATA, 512, NEXT, 2), (2, DATA, 512, NEXT, 1)],

@@ -164,6 +164,9 @@ mod tests {
     const TERMS: Terms = Terms { sectors: 100, read_only: false };
     const READ_ONLY: Terms = Terms { sectors: 100, read_only: true };
 
+    /// What, where, how much data behind the header, how much room.
+    type Asked = (u32, u64, usize, usize);
+
     fn header(kind: u32, sector: u64) -> [u8; HEADER_BYTES] {
         let mut bytes = [0xEE; HEADER_BYTES];
         bytes[..4].copy_from_slice(&kind.to_le_bytes());
@@ -181,34 +184,34 @@ mod tests {
         use Status::{IoError, Unsupported};
         let at = |sector: u64| GuestOffset::new(sector * 512);
         let huge = REQUEST_BYTES_MAX + 512;
-        let rows: [(u32, u64, usize, usize, Result<Request, Status>); 24] = [
-            (VIRTIO_BLK_T_IN, 0, 0, 512, Ok(Read { at: at(0) })),
-            (VIRTIO_BLK_T_IN, 99, 0, 512, Ok(Read { at: at(99) })),
-            (VIRTIO_BLK_T_IN, 99, 0, 1024, Err(IoError)),
-            (VIRTIO_BLK_T_IN, 100, 0, 0, Ok(Read { at: at(100) })),
-            (VIRTIO_BLK_T_IN, 101, 0, 0, Err(IoError)),
-            (VIRTIO_BLK_T_IN, u64::MAX, 0, 512, Err(IoError)),
-            (VIRTIO_BLK_T_IN, 0, 0, 511, Err(IoError)),
-            (VIRTIO_BLK_T_IN, 0, 0, huge, Err(IoError)),
-            (VIRTIO_BLK_T_OUT, 1, 1024, 0, Ok(Request::Write { at: at(1) })),
-            (VIRTIO_BLK_T_OUT, 99, 1024, 0, Err(IoError)),
-            (VIRTIO_BLK_T_OUT, u64::MAX / 512, 1024, 0, Err(IoError)),
-            (VIRTIO_BLK_T_OUT, 0, 513, 0, Err(IoError)),
-            (VIRTIO_BLK_T_FLUSH, u64::MAX, 0, 0, Ok(Flush)),
-            (VIRTIO_BLK_T_GET_ID, 0, 0, 20, Ok(GetId)),
-            (VIRTIO_BLK_T_GET_ID, 0, 0, 19, Err(IoError)),
-            (VIRTIO_BLK_T_DISCARD, 0, 16, 0, Ok(Discard)),
-            (VIRTIO_BLK_T_DISCARD, 0, 0, 0, Err(IoError)),
-            (VIRTIO_BLK_T_DISCARD, 0, 17, 0, Err(IoError)),
-            (VIRTIO_BLK_T_WRITE_ZEROES, 0, 16 * 32, 0, Ok(WriteZeroes)),
-            (VIRTIO_BLK_T_WRITE_ZEROES, 0, 16 * 33, 0, Err(IoError)),
+        let rows: [(Asked, Result<Request, Status>); 24] = [
+            ((VIRTIO_BLK_T_IN, 0, 0, 512), Ok(Read { at: at(0) })),
+            ((VIRTIO_BLK_T_IN, 99, 0, 512), Ok(Read { at: at(99) })),
+            ((VIRTIO_BLK_T_IN, 99, 0, 1024), Err(IoError)),
+            ((VIRTIO_BLK_T_IN, 100, 0, 0), Ok(Read { at: at(100) })),
+            ((VIRTIO_BLK_T_IN, 101, 0, 0), Err(IoError)),
+            ((VIRTIO_BLK_T_IN, u64::MAX, 0, 512), Err(IoError)),
+            ((VIRTIO_BLK_T_IN, 0, 0, 511), Err(IoError)),
+            ((VIRTIO_BLK_T_IN, 0, 0, huge), Err(IoError)),
+            ((VIRTIO_BLK_T_OUT, 1, 1024, 0), Ok(Request::Write { at: at(1) })),
+            ((VIRTIO_BLK_T_OUT, 99, 1024, 0), Err(IoError)),
+            ((VIRTIO_BLK_T_OUT, u64::MAX / 512, 1024, 0), Err(IoError)),
+            ((VIRTIO_BLK_T_OUT, 0, 513, 0), Err(IoError)),
+            ((VIRTIO_BLK_T_FLUSH, u64::MAX, 0, 0), Ok(Flush)),
+            ((VIRTIO_BLK_T_GET_ID, 0, 0, 20), Ok(GetId)),
+            ((VIRTIO_BLK_T_GET_ID, 0, 0, 19), Err(IoError)),
+            ((VIRTIO_BLK_T_DISCARD, 0, 16, 0), Ok(Discard)),
+            ((VIRTIO_BLK_T_DISCARD, 0, 0, 0), Err(IoError)),
+            ((VIRTIO_BLK_T_DISCARD, 0, 17, 0), Err(IoError)),
+            ((VIRTIO_BLK_T_WRITE_ZEROES, 0, 16 * 32, 0), Ok(WriteZeroes)),
+            ((VIRTIO_BLK_T_WRITE_ZEROES, 0, 16 * 33, 0), Err(IoError)),
             // SCSI, the lifetime of a device, secure erase, and what there is not.
-            (2, 0, 512, 512, Err(Unsupported)),
-            (10, 0, 0, 512, Err(Unsupported)),
-            (14, 0, 16, 0, Err(Unsupported)),
-            (u32::MAX, 0, 0, 0, Err(Unsupported)),
+            ((2, 0, 512, 512), Err(Unsupported)),
+            ((10, 0, 0, 512), Err(Unsupported)),
+            ((14, 0, 16, 0), Err(Unsupported)),
+            ((u32::MAX, 0, 0, 0), Err(Unsupported)),
         ];
-        for (kind, sector, out_len, in_len, expected) in rows {
+        for ((kind, sector, out_len, in_len), expected) in rows {
             let parsed = Request::parse(&header(kind, sector), out_len, in_len, &TERMS);
             assert_eq!(parsed, expected, "{kind} at {sector}, {out_len} out, {in_len} in");
         }

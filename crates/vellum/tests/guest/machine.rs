@@ -41,7 +41,7 @@ pub enum Cable<'a> {
 
 impl Cable<'_> {
     fn arguments(self) -> Vec<String> {
-        let words = match self {
+        match self {
             Cable::Nbd(socket) => {
                 let disk = nbd(socket).to_string();
                 vec!["-m", "256", "-blockdev", &disk, "-device", "virtio-blk-pci,drive=disk"]
@@ -57,19 +57,18 @@ impl Cable<'_> {
                     path_text(socket),
                     reconnecting()
                 );
-                lines.split(' ').map(str::to_owned).collect::<Vec<String>>()
+                lines.split_whitespace().map(str::to_owned).collect()
             }
-        };
-        words
+        }
     }
 }
 
 fn nbd(socket: &Path) -> serde_json::Value {
     json!({
-            "driver": "nbd",
-            "node-name": "disk",
-            "server": { "type": "unix", "path": path_text(socket) },
-            "discard": "unmap",
+        "driver": "nbd",
+        "node-name": "disk",
+        "server": { "type": "unix", "path": path_text(socket) },
+        "discard": "unmap",
         "reconnect-delay": RECONNECT_SECONDS,
     })
 }

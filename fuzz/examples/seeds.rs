@@ -48,6 +48,9 @@ fn main() -> io::Result<()> {
     for (index, request) in requests().into_iter().enumerate() {
         write(&root.join("nbd_request"), &format!("request-{index}"), &[&request[..], &[12]].concat())?;
     }
+    for (index, memory) in vellum_export::vhost::fuzz::seeds().into_iter().enumerate() {
+        write(&root.join("vhost_request"), &format!("memory-{index}"), &memory)?;
+    }
     for mode in [1, 3, 7, 1 | 8, 3 | 16, 3 | 128, 3 | 32 | 16, 3 | 64, 255] {
         let data: Vec<u8> = requests().concat();
         write(&root.join("nbd_session"), &format!("mode-{mode}"), &[&[mode, 5], &data[..]].concat())?;

@@ -1,4 +1,5 @@
-//! What the fuzz targets of image formats do with their bytes. (Those of NBD are in `vellum-export/src/nbd/fuzz.rs`.)
+//! What the fuzz targets of image formats do with their bytes. (Those of exports are in
+//! `vellum-export/src/nbd/fuzz.rs` and `vellum-export/src/vhost/fuzz.rs`.)
 //!
 //! ```text
 //!   qcow2_header   bytes are the first part of a file      header, names, snapshot table

@@ -23,7 +23,7 @@ struct Target {
     ci_inputs: u64,
 }
 
-const TARGETS: [Target; 8] = [
+const TARGETS: [Target; 9] = [
     Target { name: "qcow2_open", input_bytes_max: 96 << 10, ci_inputs: 70_000 },
     Target { name: "qcow2_ops", input_bytes_max: 512, ci_inputs: 16_000 },
     Target { name: "qcow2_journal", input_bytes_max: 1024, ci_inputs: 170_000 },
@@ -32,6 +32,7 @@ const TARGETS: [Target; 8] = [
     Target { name: "nbd_session", input_bytes_max: 4096, ci_inputs: 1_000_000 },
     Target { name: "nbd_handshake", input_bytes_max: 4096, ci_inputs: 6_000_000 },
     Target { name: "nbd_request", input_bytes_max: 64, ci_inputs: 50_000_000 },
+    Target { name: "vhost_request", input_bytes_max: 4096, ci_inputs: 2_000_000 },
 ];
 
 /// What ends a fixed number of inputs on a machine that is far too slow for it.

@@ -4,6 +4,7 @@
 //!   control (worker 0)   opens chains ► binds ► says "ready" ► waits for a signal ► drains ► closes ► counts
 //!   accept, per socket   takes a connection slot, a connection, and gives it to the next worker in turn
 //!   session              one per connection, on one worker; requests go to the shared disk
+//!   device               one per vhost-user socket: one front end at a time, its queues on the workers (`vhost`)
 //!   tending              one per disk that is written, on one worker: the work that nobody waits for; and who looks after
 //!                        its device, where it has one that may become full
 //!   control socket       on worker 0, when there is one: what can be asked of a server that runs (`control/`)
@@ -35,6 +36,7 @@ use crate::grow::GrowHook;
 use crate::image::ImageOptions;
 use crate::served::{Disks, SnapshotExports};
 use crate::stats::Stats;
+use crate::vhost::{Devices, VhostSpec};
 
 /// A disk to be served, and under which name.
 #[derive(Debug, Clone)]
@@ -56,6 +58,8 @@ pub struct ServeSpec {
     pub exports: Vec<ExportSpec>,
     /// Where NBD clients are waited for.
     pub nbd: Vec<Address>,
+    /// Where front ends of vhost-user-blk are waited for.
+    pub vhost: Vec<VhostSpec>,
     /// Workers.
     pub threads: usize,
     /// How they reach the kernel.
@@ -141,6 +145,7 @@ async fn run(
     for address in &spec.nbd {
         listeners.push(Listener::bind(address).await?);
     }
+    let devices = Devices::open(&spec.vhost, &spec.exports, &exports, &workers).await?;
     let addresses: Vec<Address> = listeners.iter().map(|listener| listener.address().clone()).collect();
     let shutdown = Shutdown::new();
     let slots = ConnectionSlots::new(spec.connections_max);
@@ -193,6 +198,7 @@ async fn run(
     }
     shutdown.drain();
     let drained = async {
+        devices.drained().await;
         while slots.taken() > 0 || control.slots.taken() > 0 {
             clock().sleep(Duration::from_millis(5)).await;
         }
@@ -201,6 +207,7 @@ async fn run(
         or(async { drop(signals.next().await) }, clock().sleep(spec.drain_time)).await;
         tracing::warn!("cutting the connections that are left");
         shutdown.cut();
+        devices.cut();
         std::future::pending().await
     };
     or(drained, impatient).await;

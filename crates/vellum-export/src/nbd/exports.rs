@@ -55,7 +55,7 @@ struct Registry {
     on_demand: OnceLock<Arc<dyn OnDemand>>,
 }
 
-pub(super) struct Entry {
+pub(crate) struct Entry {
     export: Export,
     shutdown: Shutdown,
     sessions: AtomicUsize,
@@ -63,7 +63,7 @@ pub(super) struct Entry {
 }
 
 /// A session's hold on an export.
-pub(super) struct Attached(Arc<Entry>);
+pub(crate) struct Attached(Arc<Entry>);
 
 /// An export that is no longer listed, but perhaps still in use.
 #[must_use = "the disk is in use until `unused` has returned"]
@@ -146,7 +146,7 @@ impl Exports {
         self.lock().contains_key(name) || self.find_on_demand(name).is_some()
     }
 
-    pub(super) fn attach(&self, name: &str) -> Option<Attached> {
+    pub(crate) fn attach(&self, name: &str) -> Option<Attached> {
         if let Some(entry) = self.lock().get(name) {
             // Counted under the lock: whoever removes the export afterwards sees it.
             entry.sessions.fetch_add(1, Ordering::AcqRel);
@@ -178,11 +178,11 @@ fn is_string(text: &str) -> bool {
 }
 
 impl Attached {
-    pub(super) fn export(&self) -> &Export {
+    pub(crate) fn export(&self) -> &Export {
         &self.0.export
     }
 
-    pub(super) fn shutdown(&self) -> &Shutdown {
+    pub(crate) fn shutdown(&self) -> &Shutdown {
         &self.0.shutdown
     }
 }

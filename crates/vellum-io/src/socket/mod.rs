@@ -51,6 +51,13 @@ impl Socket {
     }
 }
 
+impl From<Socket> for OwnedFd {
+    /// The bare socket, for a library that reads it by itself.
+    fn from(socket: Socket) -> Self {
+        socket.descriptor
+    }
+}
+
 impl From<UnixStream> for Socket {
     fn from(stream: UnixStream) -> Self {
         let descriptor = OwnedFd::from(stream);

@@ -6,6 +6,7 @@
 //!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
 //!   space.rs     full file systems, block devices
+//!   vhost.rs     which disk is at which socket for virtual machines
 //! ```
 
 #![allow(unreachable_pub, reason = "the modules of a test are its own")]
@@ -18,6 +19,7 @@ mod damage;
 mod locks;
 mod making;
 mod space;
+mod vhost;
 
 use support::program::{Ran, vellum};
 

@@ -94,6 +94,7 @@ mount -t sysfs sys /sys
 # From here on the kernel tells only of errors.
 dmesg -n 4
 say "booted $(uname -r)"
+say "queues $(ls /sys/block/vda/mq | wc -l)"
 case "$story" in
 write)
     write
@@ -109,6 +110,25 @@ verify)
     ;;
 some-pages)
     pages 60
+    ;;
+pages-and-reboot)
+    # Twice, with a boot of the machine in between; places are given back and taken again all the time.
+    mount -o remount,discard /
+    if [ ! -e /data/rebooted ]; then
+        pages 60
+        touch /data/rebooted
+        settle rebooting
+        sum /data/pages.1.*
+        mount -o remount,ro /
+        say rebooting
+        reboot -f
+    fi
+    round=2
+    sum /data/pages.1.*
+    pages 60
+    forget
+    sum /data/pages.2.*
+    fstrim /
     ;;
 esac
 end

@@ -1,4 +1,5 @@
-//! The virtual machine: QEMU without any help of the processor, its disk over NBD, its console read line by line.
+//! The virtual machine: QEMU without any help of the processor, its disk over NBD or vhost-user-blk, its console read line
+//! by line.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use crate::support::program::path_text;
+use crate::support::program::{path_text, succeed};
 use crate::template::Template;
 
 /// A guest that takes longer hangs. Without the help of the processor a boot takes some ten seconds; a busy host makes
@@ -29,28 +30,80 @@ pub struct Machine {
     said: Vec<String>,
 }
 
+/// How a machine reaches its disk.
+#[derive(Debug, Clone, Copy)]
+pub enum Cable<'a> {
+    /// QEMU's own client.
+    Nbd(&'a Path),
+    /// Shared memory, and so many queues; a processor for each.
+    Vhost(&'a Path, usize),
+}
+
+impl Cable<'_> {
+    fn arguments(self) -> Vec<String> {
+        match self {
+            Cable::Nbd(socket) => {
+                let disk = nbd(socket).to_string();
+                vec!["-m", "256", "-blockdev", &disk, "-device", "virtio-blk-pci,drive=disk"]
+                    .into_iter()
+                    .map(str::to_owned)
+                    .collect()
+            }
+            Cable::Vhost(socket, queues) => {
+                let lines = format!(
+                    "-machine pc,memory-backend=mem -object memory-backend-memfd,id=mem,size=256M,share=on -m 256 \
+                     -smp {queues} -device vhost-user-blk-pci,chardev=disk,num-queues={queues} \
+                     -chardev socket,id=disk,path={},{}",
+                    path_text(socket),
+                    reconnecting()
+                );
+                lines.split_whitespace().map(str::to_owned).collect()
+            }
+        }
+    }
+}
+
+fn nbd(socket: &Path) -> serde_json::Value {
+    json!({
+        "driver": "nbd",
+        "node-name": "disk",
+        "server": { "type": "unix", "path": path_text(socket) },
+        "discard": "unmap",
+        "reconnect-delay": RECONNECT_SECONDS,
+    })
+}
+
+/// How a character device is told to look for its server again: in seconds, since QEMU 9.2 in milliseconds.
+fn reconnecting() -> &'static str {
+    let version = succeed("qemu-system-x86_64", &["--version"]);
+    let numbers = version.split_whitespace().find_map(|word| word.split_once('.'));
+    let parse = |text: &str| text.split('.').next().and_then(|number| number.parse::<u32>().ok());
+    let version = numbers.and_then(|(major, rest)| Some((parse(major)?, parse(rest)?)));
+    if version.is_some_and(|version| version >= (9, 2)) { "reconnect-ms=300" } else { "reconnect=1" }
+}
+
 impl Machine {
-    /// Switches a machine on, with the disk at this socket, to play this story; `round` is handed to the guest.
+    /// Switches a machine on, with the disk at this socket, to play this story; `round` is handed to the guest. When the
+    /// guest reboots, the machine is off.
     pub fn boot(template: &Template, socket: &Path, story: &str, round: u32) -> Self {
-        let disk = json!({
-            "driver": "nbd",
-            "node-name": "disk",
-            "server": { "type": "unix", "path": path_text(socket) },
-            "discard": "unmap",
-            "reconnect-delay": RECONNECT_SECONDS,
-        });
-        // A guest that panics reboots at once, which QEMU is told not to do: it ends.
+        Self::boot_with(template, Cable::Nbd(socket), &["-no-reboot"], story, round)
+    }
+
+    /// The same, whatever its disk hangs on, with more arguments for QEMU.
+    pub fn boot_with(template: &Template, cable: Cable<'_>, more: &[&str], story: &str, round: u32) -> Self {
+        // A guest that panics reboots at once; where QEMU is told not to, it ends.
         let words = format!("console=ttyS0 panic=-1 story={story} round={round}");
         // If the test itself is killed, the kernel ends QEMU with it.
         let mut child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "qemu-system-x86_64"])
-            .args(["-nodefaults", "-no-user-config", "-no-reboot", "-accel", "tcg", "-m", "256"])
-            .args(["-display", "none", "-serial", "stdio"])
+            .args(["-nodefaults", "-no-user-config", "-accel", "tcg", "-display", "none", "-serial", "stdio"])
+            .args(more)
             .arg("-kernel")
             .arg(&template.kernel)
             .arg("-initrd")
             .arg(&template.first_files)
-            .args(["-append", &words, "-blockdev", &disk.to_string(), "-device", "virtio-blk-pci,drive=disk"])
+            .args(["-append", &words])
+            .args(cable.arguments())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Debian's kernel package, busybox ──► ext4 ──► template.qcow2 ◄── clone.qcow2 ──► vellum serve
-//!                                                                                        │ NBD
+//!                                                                                        │ NBD, vhost-user-blk
 //!                                                  files compared by the host ◄── Linux in QEMU
 //! ```
 //!
@@ -25,7 +25,7 @@ mod tools;
 use std::ops::Range;
 
 use debian::Debian;
-use machine::Machine;
+use machine::{Cable, Machine};
 use support::program::{path_text, skipped, vellum};
 use support::server::Server;
 use template::Template;
@@ -72,8 +72,12 @@ fn a_guest_boots_from_a_served_clone_and_what_it_wrote_is_there() {
     let template = template!("qcow2");
     let server = Server::start(&[path_text(&template.clone), "--threads", "2"]);
     let said = Machine::boot(&template, &server.socket(), "write", 1).wait_for_the_end();
-    let stats = server.stop_and_count();
+    assert_written(&template, &said, &server.stop_and_count());
+}
 
+/// What the story `write` says is what it did, and all that it did.
+#[track_caller]
+fn assert_written(template: &Template, said: &[String], stats: &serde_json::Value) {
     template.assert_untouched();
     assert_image_is_clean(&template.clone);
     let files = Files::of_clean(&template.clone);
@@ -192,4 +196,80 @@ fn a_guest_does_not_notice_that_its_server_is_restarted() {
     assert_image_is_clean(&template.clone);
     assert_eq!(last_settled(&said), 60, "{said:#?}");
     assert_pages(&Files::of_clean(&template.clone), &template, 1, 60);
+}
+
+#[test]
+fn a_guest_boots_over_vhost_user_blk_and_what_it_wrote_is_there() {
+    let template = template!("qcow2");
+    let place = support::dir::Dir::short();
+    let server = Server::start(&[path_text(&template.clone), "--vhost-user-blk", &place.text("vhost")]);
+    let socket = place.join("vhost");
+    let machine = Machine::boot_with(&template, Cable::Vhost(&socket, 1), &["-no-reboot"], "write", 1);
+    let said = machine.wait_for_the_end();
+    assert!(said.contains(&"queues 1".to_owned()), "{said:?}");
+    assert_written(&template, &said, &server.stop_and_count());
+}
+
+#[test]
+fn a_guest_with_four_queues_reboots_and_does_not_notice_restarts_of_its_server() {
+    let template = template!("raw");
+    let place = support::dir::Dir::short();
+    let socket = place.join("vhost");
+    let at = place.text("vhost");
+    let serve = |options: &[&str]| {
+        let image = path_text(&template.clone);
+        Server::start(&[&[image, "--vhost-user-blk", &at, "--queues", "4"], options].concat())
+    };
+    let mut server = serve(&[]);
+    let mut machine = Machine::boot_with(&template, Cable::Vhost(&socket, 4), &[], "pages-and-reboot", 1);
+    let moments = [
+        ("settled 12", &["--io", "threads"][..]),
+        ("settled 32", &["--direct"]),
+        ("rebooting", &[]),
+        ("settled 24", &["--threads", "1"]),
+    ];
+    for (moment, options) in moments {
+        machine.wait_for(moment);
+        server.stop();
+        server = serve(options);
+    }
+    let said = machine.wait_for_the_end();
+    server.stop();
+    template.assert_untouched();
+    assert_image_is_clean(&template.clone);
+    assert_eq!(said.iter().filter(|line| *line == "queues 4").count(), 2, "{said:#?}");
+    assert_eq!(said.iter().filter(|line| *line == "settled 60").count(), 2, "{said:#?}");
+    let files = Files::of_clean(&template.clone);
+    for round in 1..=2 {
+        assert_pages(&files, &template, round, 60);
+    }
+    let sums = said.iter().filter_map(|line| line.strip_prefix("sum ")?.split_once(' '));
+    for (name, sum) in sums {
+        assert_eq!(sha256(&files.path(name)), sum, "{name}");
+    }
+}
+
+#[test]
+fn a_guest_lives_on_when_its_server_is_killed_and_another_comes() {
+    let template = template!("raw");
+    let place = support::dir::Dir::short();
+    let (socket, at) = (place.join("vhost"), place.text("vhost"));
+    // A raw disk: what was answered is in the host's page cache, which outlives the server.
+    let (raw, image) = (place.text("disk.raw"), path_text(&template.clone));
+    vellum(&["convert", "-q", "-f", "qcow2", "-O", "raw", image, &raw]).answer();
+    let serve = || Server::start(&[&raw, "-f", "raw", "--vhost-user-blk", &at, "--queues", "2"]);
+    let mut server = serve();
+    let mut machine =
+        Machine::boot_with(&template, Cable::Vhost(&socket, 2), &["-no-reboot"], "some-pages", 1);
+    for moment in ["booted", "settled 12", "settled 32", "settled 48"] {
+        machine.wait_for(moment);
+        server.kill();
+        server = serve();
+    }
+    let said = machine.wait_for_the_end();
+    server.stop();
+    assert_eq!(last_settled(&said), 60, "{said:#?}");
+    let found = place.join("found.qcow2");
+    vellum(&["convert", "-q", "-f", "raw", "-O", "qcow2", &raw, path_text(&found)]).answer();
+    assert_pages(&Files::of_clean(&found), &template, 1, 60);
 }

@@ -1,0 +1,66 @@
+//! vhost-user-blk: a virtual machine uses a disk through its own memory, without a socket in between.
+//!
+//! ```text
+//!   front end (QEMU, …) ── socket: memory, queues, eventfds ──► session      one thread for each front end
+//!        guest ── rings in shared memory, kick ──► queue ──► work ──► Disk   one future for each queue, on a worker
+//! ```
+//!
+//! The crates of rust-vmm read the socket's messages and keep the rings; what a guest asks for is ours. In reading order:
+//! `chain` and `request` (pure: bytes of a guest become a checked request), `config` (what a guest is told), `memory` and
+//! `bell` (what a front end shares), `walk` (along a table of descriptors), `work` (one request), `inflight` (what a killed
+//! server leaves to the next), `queue` (one queue), `session` (one front end).
+//!
+//! Neither guest nor front end is believed: whatever they put into rings, chains, tables and messages ends at worst
+//! their own queue or session. docs/vhost-user-blk.md says what is offered, and what is not.
+//!
+//! Source: VIRTIO 1.2, 2.7 and 5.2; the vhost-user protocol of QEMU's documentation.
+
+mod bell;
+mod chain;
+mod config;
+#[doc(hidden)]
+pub mod fuzz;
+mod inflight;
+mod memory;
+mod queue;
+mod request;
+mod session;
+mod walk;
+mod work;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use vellum_core::{LocalFuture, Result};
+
+pub use session::{Session, SessionHandle};
+
+use crate::nbd::Exports;
+
+/// The most queues of a device: their numbers have a byte in the protocol.
+pub const QUEUES_MAX: u16 = 256;
+
+/// What front ends of one socket are given.
+#[derive(Clone)]
+pub struct Device {
+    /// Where its export is looked up, each time that a front end comes.
+    pub exports: Exports,
+    /// The name of the export.
+    pub name: String,
+    /// What the guest gets for a serial number: up to 20 bytes.
+    pub serial: String,
+    /// How many queues a front end may use, at most [`QUEUES_MAX`].
+    pub queues: u16,
+}
+
+/// What makes a queue's future, on the worker where it runs.
+pub type MakeQueue = Box<dyn FnOnce() -> LocalFuture<'static, ()> + Send>;
+
+/// Where queues run, and how they wait.
+pub trait Host: Send + Sync {
+    /// Runs what `make` makes to its end, on a worker; which one, the number of the queue may decide.
+    fn spawn(&self, queue: u32, make: MakeQueue);
+
+    /// Waits, on a worker, until the descriptor can be read.
+    fn readable(&self, descriptor: &Arc<OwnedFd>) -> LocalFuture<'static, Result<()>>;
+}

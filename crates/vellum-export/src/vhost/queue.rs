@@ -1,0 +1,306 @@
+//! One queue, on one worker: chains are taken as the guest hangs them up, and handed back as they end.
+//!
+//! ```text
+//!   kick ──► avail ring ──take──► Job ──► flight (many at once, in any order) ──► used ring ──► call
+//!                          ▲                │
+//!                          └── no more while requests or memory are at their limits
+//! ```
+//!
+//! 1. A queue is one future on one worker and shares nothing with other queues but the disk.
+//! 2. A queue that is stopped takes nothing more, waits for all that it took, and hands all of it back: then the base it
+//!    gives is where the next one goes on, and nothing is lost or done twice. After a kill `inflight` knows what is left.
+//! 3. A ring that makes no sense is broken: nothing more is taken from it until the front end sets it up anew, and its
+//!    other queues go on.
+//! 4. No guest keeps a worker: after [`TURN_MAX`] chains it is the turn of others.
+//! 5. What requests of a queue hold is bounded, in number by the ring, in bytes by [`HELD_BYTES_MAX`].
+
+use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+
+use arc_swap::ArcSwap;
+use vellum_core::LocalFuture;
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+
+use super::Host;
+use super::bell::Bell;
+use super::inflight::Pages;
+use super::memory::Memory;
+use super::request::REQUEST_BYTES_MAX;
+use super::walk::Walk;
+use super::work::{Done, Job, Target};
+use crate::flight::Flight;
+use crate::shutdown::{Shutdown, Stage, Watch};
+
+/// How many chains are taken before others have their turn.
+const TURN_MAX: usize = 64;
+
+/// What the data of a queue's running requests may take. The largest request fits, beside others.
+const HELD_BYTES_MAX: usize = 2 * REQUEST_BYTES_MAX;
+
+/// A bell that the front end may exchange at any time.
+#[derive(Default)]
+pub(super) struct Line(Mutex<Option<Bell>>);
+
+impl Line {
+    /// Another bell, or none. It is rung at once: the guest may wait for what was told to nobody.
+    pub(super) fn set(&self, bell: Option<Bell>) {
+        self.replace(bell);
+        self.ring();
+    }
+
+    /// Another bell, or none.
+    pub(super) fn replace(&self, bell: Option<Bell>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = bell;
+    }
+
+    pub(super) fn ring(&self) {
+        if let Some(bell) = &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+            bell.ring();
+        }
+    }
+}
+
+/// A queue that runs.
+pub(super) struct Ring {
+    queue: Queue,
+    memory: Arc<ArcSwap<Memory>>,
+    target: Arc<Target>,
+    call: Arc<Line>,
+    err: Arc<Line>,
+    flight: Flight<LocalFuture<'static, Done>>,
+    /// Where it is kept what was taken, if the front end keeps it.
+    pages: Option<Pages>,
+    /// Heads that a killed server had taken and not handed back.
+    left: VecDeque<u16>,
+    /// Taken, and waiting for room.
+    waiting: Option<Job>,
+    held: usize,
+    /// Something was handed back, and the guest was not told.
+    is_untold: bool,
+    is_broken: bool,
+}
+
+/// Where a turn ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Turn {
+    /// There is more to take, and others come first.
+    More,
+    /// There is no room for more.
+    Full,
+    /// Nothing is left to take; the guest will ring.
+    Rest,
+}
+
+/// A ring that makes no sense, and why.
+struct Broken(String);
+
+impl From<virtio_queue::Error> for Broken {
+    fn from(error: virtio_queue::Error) -> Self {
+        Self(error.to_string())
+    }
+}
+
+impl Ring {
+    pub(super) fn new(
+        queue: Queue,
+        memory: Arc<ArcSwap<Memory>>,
+        target: Arc<Target>,
+        (call, err): (Arc<Line>, Arc<Line>),
+        kept: Option<(Pages, Vec<u16>)>,
+    ) -> Self {
+        let (pages, left) = kept.map_or((None, Vec::new()), |(pages, left)| (Some(pages), left));
+        let flight = Flight::new(usize::from(queue.size()));
+        Self {
+            queue,
+            memory,
+            target,
+            call,
+            err,
+            flight,
+            pages,
+            left: left.into(),
+            waiting: None,
+            held: 0,
+            is_untold: false,
+            is_broken: false,
+        }
+    }
+
+    /// Serves the queue until it is stopped. Gives the position in the avail ring that comes next.
+    pub(super) async fn serve(mut self, kick: Bell, stop: Shutdown, host: Arc<dyn Host>) -> u16 {
+        let mut watch = Watch::new(&stop);
+        let mut rung = host.readable(kick.descriptor());
+        poll_fn(|context| {
+            loop {
+                let is_stopping = watch.poll_stage(context) > Stage::Serving;
+                let turn = self.turn(context, is_stopping);
+                if is_stopping && self.is_idle() {
+                    return Poll::Ready(());
+                }
+                match turn {
+                    Turn::More => {
+                        context.waker().wake_by_ref();
+                        return Poll::Pending;
+                    }
+                    Turn::Full => return Poll::Pending,
+                    Turn::Rest if is_stopping || self.is_broken => return Poll::Pending,
+                    Turn::Rest => {}
+                }
+                match rung.as_mut().poll(context) {
+                    Poll::Pending => return Poll::Pending,
+                    Poll::Ready(heard) => {
+                        if let Err(error) = heard.and_then(|()| kick.clear()) {
+                            self.break_down(&Broken(error.chain()));
+                        }
+                        rung = host.readable(kick.descriptor());
+                    }
+                }
+            }
+        })
+        .await;
+        self.queue.next_avail()
+    }
+
+    /// Whether nothing that was taken is still to be handed back.
+    fn is_idle(&self) -> bool {
+        self.flight.running() == 0 && (self.is_broken || (self.waiting.is_none() && self.left.is_empty()))
+    }
+
+    /// Takes what there is and hands back what has ended. Whatever was begun here is looked at once more before this
+    /// returns, so that no wake-up is missed.
+    fn turn(&mut self, context: &Context<'_>, is_stopping: bool) -> Turn {
+        let memory = self.memory.load_full();
+        let mut budget = TURN_MAX;
+        let turn = loop {
+            let turn = match self.take(&memory, &mut budget, !is_stopping) {
+                Ok(turn) => turn,
+                Err(broken) => {
+                    self.break_down(&broken);
+                    Turn::Rest
+                }
+            };
+            let mut ended: smallvec::SmallVec<[Done; 16]> = smallvec::SmallVec::new();
+            self.flight.poll_woken(context, |done| ended.push(done));
+            let has_room = !ended.is_empty();
+            for done in ended {
+                self.hand_back(&memory, done);
+            }
+            if !(has_room && turn == Turn::Full) {
+                break turn;
+            }
+        };
+        self.tell(&memory);
+        turn
+    }
+
+    /// One turn, for the fuzzer; whatever the disk answers at once has been handed back afterwards.
+    pub(super) fn try_turn(&mut self, context: &Context<'_>) {
+        self.turn(context, false);
+        assert!(
+            self.flight.running() > 0 || self.held == 0,
+            "nothing runs, and {} bytes are held",
+            self.held
+        );
+    }
+
+    /// Begins what waits, what another server left, and, where more is wanted, what the guest has hung up.
+    fn take(&mut self, memory: &Arc<Memory>, budget: &mut usize, wants_more: bool) -> Result<Turn, Broken> {
+        loop {
+            if self.is_broken {
+                return Ok(Turn::Rest);
+            }
+            if let Some(job) = self.waiting.take() {
+                let is_admitted = self.held == 0 || job.weight() <= HELD_BYTES_MAX.saturating_sub(self.held);
+                if !is_admitted || self.flight.running() >= usize::from(self.queue.size()) {
+                    self.waiting = Some(job);
+                    return Ok(Turn::Full);
+                }
+                self.begin(memory, job);
+            }
+            if *budget == 0 {
+                return Ok(Turn::More);
+            }
+            *budget -= 1;
+            if let Some(head) = self.left.pop_front() {
+                self.read(memory, head);
+                continue;
+            }
+            if !wants_more {
+                return Ok(Turn::Rest);
+            }
+            // Acquire: what the guest wrote before it moved the index is seen.
+            let ready = self.queue.avail_idx(memory.mapped(), Ordering::Acquire)?;
+            if ready.0 != self.queue.next_avail() {
+                self.pop(memory)?;
+            } else if !self.queue.enable_notification(memory.mapped())? {
+                return Ok(Turn::Rest);
+            }
+        }
+    }
+
+    fn pop(&mut self, memory: &Arc<Memory>) -> Result<(), Broken> {
+        let chain = self.queue.iter(memory.mapped())?.next();
+        let chain = chain.ok_or_else(|| Broken("its avail ring is not in memory".to_owned()))?;
+        self.read(memory, chain.head_index());
+        Ok(())
+    }
+
+    /// Reads a chain; one that makes no sense is handed back.
+    fn read(&mut self, memory: &Arc<Memory>, head: u16) {
+        let links = Walk::along(memory, self.queue.desc_table(), self.queue.size(), head);
+        match Job::of(head, links, memory, &self.target) {
+            Ok(job) => self.waiting = Some(job),
+            Err(malformed) => {
+                tracing::debug!("a chain was handed back as it came: {}", malformed.0);
+                self.hand_back(memory, Done { head, written: 0, weight: 0 });
+            }
+        }
+    }
+
+    fn begin(&mut self, memory: &Memory, job: Job) {
+        self.held += job.weight();
+        if let Some(pages) = &mut self.pages {
+            pages.enter(job.head());
+        }
+        let target = self.target.clone();
+        if let Some(done) = self.flight.start(Box::pin(job.run(target))) {
+            self.hand_back(memory, done);
+        }
+    }
+
+    fn hand_back(&mut self, memory: &Memory, done: Done) {
+        self.held -= done.weight;
+        let pages = self.pages.as_ref().filter(|_| done.head < self.queue.size());
+        if let Some(pages) = pages {
+            pages.end(done.head);
+        }
+        match self.queue.add_used(memory.mapped(), done.head, done.written) {
+            Ok(()) => self.is_untold = true,
+            Err(error) => return self.break_down(&error.into()),
+        }
+        if let Some(pages) = &self.pages {
+            pages.strike(done.head, self.queue.next_used());
+        }
+    }
+
+    /// Rings for what was handed back, if the guest wants to hear of it.
+    fn tell(&mut self, memory: &Memory) {
+        if !std::mem::take(&mut self.is_untold) {
+            return;
+        }
+        // Whether it wants to cannot be seen in a ring that is gone; then it hears once too often.
+        if self.queue.needs_notification(memory.mapped()).unwrap_or(true) {
+            self.call.ring();
+        }
+    }
+
+    fn break_down(&mut self, broken: &Broken) {
+        if !std::mem::replace(&mut self.is_broken, true) {
+            tracing::warn!("a queue of a vhost-user-blk front end is not served any more: {}", broken.0);
+            self.err.ring();
+        }
+    }
+}

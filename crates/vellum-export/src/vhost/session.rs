@@ -1,0 +1,539 @@
+//! One front end, from its connection to its end: what it says about memory and queues, and the queues that run.
+//!
+//! ```text
+//!   a thread of its own      messages, one by one, read and answered by the `vhost` crate        blocks; waits for queues
+//!   workers                  one future for each queue that runs (`queue`)                       never block
+//! ```
+//!
+//! A queue runs while it has an address, a kick and leave to run; whatever takes one of them away stops it first, which
+//! waits for all that it took.
+//!
+//! 1. Nothing outlives the session: the next front end, or the same one again, says everything anew.
+//! 2. When the session has ended, however it did, every request that was taken has been answered into the guest's memory.
+//! 3. A message that is wrong ends the session. It changes nothing before.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+
+use arc_swap::ArcSwap;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
+use vellum_core::{Context, Error, ErrorKind, Result};
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
+    VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
+    VhostUserSingleMemoryRegion, VhostUserVirtioFeatures, VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{
+    BackendReqHandler, Error as Refusal, GpuBackend, Result as Answer, VhostUserBackendReqHandlerMut,
+};
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
+use virtio_queue::{Queue, QueueT};
+
+use super::bell::Bell;
+use super::config::{CONFIG_BYTES_MAX, Facts, WRITEBACK_AT, has, is_writethrough};
+use super::inflight::Book;
+use super::memory::{Memory, REGIONS_MAX, Region};
+use super::queue::{Line, Ring};
+use super::request::ID_BYTES;
+use super::work::Target;
+use super::{Device, Host, QUEUES_MAX};
+use crate::shutdown::Shutdown;
+
+/// The longest ring.
+const QUEUE_SIZE_MAX: u32 = 1024;
+
+const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
+    .union(VhostUserProtocolFeatures::REPLY_ACK)
+    .union(VhostUserProtocolFeatures::CONFIG)
+    .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
+    .union(VhostUserProtocolFeatures::INFLIGHT_SHMFD);
+
+/// A front end that has connected and is not served yet.
+pub struct Session {
+    socket: UnixStream,
+    stop: Arc<OwnedFd>,
+}
+
+/// Ends a session from outside, from any thread.
+pub struct SessionHandle {
+    socket: UnixStream,
+    stop: Arc<OwnedFd>,
+}
+
+impl SessionHandle {
+    /// No more messages are read, queues hand back what they took, and only then the front end sees that it is alone. It
+    /// may find out from the rings what was done and what was not.
+    pub fn end(&self) {
+        #[expect(clippy::host_endian_bytes, reason = "an eventfd takes a number of the host")]
+        let one = 1u64.to_ne_bytes();
+        let _ = rustix::io::write(&self.stop, &one);
+    }
+
+    /// The same for a front end that stopped in the middle of a message.
+    pub fn cut(&self) {
+        self.end();
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+impl Session {
+    /// A session over this socket, and what ends it.
+    ///
+    /// # Errors
+    /// When the host has no descriptors left.
+    pub fn new(socket: UnixStream) -> Result<(Self, SessionHandle)> {
+        let context = || "can't serve a vhost-user front end";
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let stop = Arc::new(eventfd(0, flags).map_err(std::io::Error::from).context(context)?);
+        let handle = SessionHandle { socket: socket.try_clone().context(context)?, stop: stop.clone() };
+        Ok((Self { socket, stop }, handle))
+    }
+
+    /// Serves the front end on the calling thread, until it goes or the session is ended.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such export now; otherwise what the front end did wrong. It is for the log.
+    pub fn serve(self, device: &Device, host: Arc<dyn Host>) -> Result<()> {
+        let context = || format!("export {:?}", device.name);
+        // It counts as a session of the export, so nobody takes the disk away meanwhile.
+        let attached = device.exports.attach(&device.name);
+        let attached = attached
+            .ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no such export"))
+            .context(context)?;
+        let export = attached.export();
+        let facts = Facts::new(&export.disk.geometry(), export.read_only, device.queues);
+        let mut id = [0; ID_BYTES];
+        let serial = device.serial.as_bytes();
+        let len = serial.len().min(ID_BYTES);
+        id[..len].copy_from_slice(&serial[..len]);
+        let target = Target { disk: export.disk.clone(), facts, id, is_writethrough: AtomicBool::new(false) };
+        let front_end = Arc::new(Mutex::new(FrontEnd::new(target, device.queues, host)));
+        let mut handler =
+            BackendReqHandler::from_stream(self.socket.try_clone().context(context)?, front_end.clone());
+        let ended = loop {
+            if Self::is_stopped(&self.socket, &self.stop) {
+                break Ok(());
+            }
+            match handler.handle_request() {
+                Ok(()) => {}
+                Err(Refusal::Disconnected | Refusal::SocketBroken(_)) => break Ok(()),
+                Err(refusal) => break Err(Error::invalid(refusal.to_string())),
+            }
+        };
+        front_end.lock().expect("nobody panics with it").stop_all();
+        // Only now: what the front end finds in the rings is all that will ever be there.
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        ended.context(context)
+    }
+
+    /// Waits for the next message; true when there is to be none.
+    fn is_stopped(socket: &UnixStream, stop: &OwnedFd) -> bool {
+        let mut waiting = [PollFd::new(socket, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+        loop {
+            match poll(&mut waiting, None) {
+                Err(Errno::INTR) => {}
+                // Without a way to wait the next message does.
+                Err(_) => return false,
+                Ok(_) => return !waiting[1].revents().is_empty(),
+            }
+        }
+    }
+}
+
+/// What one front end has said.
+struct FrontEnd {
+    target: Arc<Target>,
+    host: Arc<dyn Host>,
+    /// The features that it took; none before it said so.
+    taken: u64,
+    writeback: bool,
+    memory: Arc<ArcSwap<Memory>>,
+    /// Where it keeps what is in flight.
+    book: Option<Arc<Book>>,
+    rings: Vec<RingState>,
+}
+
+/// What was said about one queue.
+#[derive(Default)]
+struct RingState {
+    size: u16,
+    /// Descriptor table, used ring, avail ring; for the guest.
+    places: Option<(u64, u64, u64)>,
+    /// Where it goes on.
+    base: u16,
+    kick: Option<Bell>,
+    call: Arc<Line>,
+    err: Arc<Line>,
+    is_enabled: bool,
+    running: Option<Running>,
+}
+
+/// A queue that runs, and how to end that.
+struct Running {
+    stop: Shutdown,
+    ended: mpsc::Receiver<u16>,
+}
+
+impl RingState {
+    /// Waits until everything that was taken has been handed back.
+    fn stop(&mut self) {
+        if let Some(running) = self.running.take() {
+            running.stop.drain();
+            // A worker that has ended before its queue leaves the base as it was; the program is ending, too.
+            self.base = running.ended.recv().unwrap_or(self.base);
+        }
+    }
+}
+
+/// Refuses a message, and says in the log why.
+fn refused(error: &Error) -> Refusal {
+    tracing::debug!("a vhost-user message is refused: {}", error.chain());
+    Refusal::InvalidParam
+}
+
+impl FrontEnd {
+    fn new(target: Target, queues: u16, host: Arc<dyn Host>) -> Self {
+        let rings = std::iter::repeat_with(RingState::default).take(usize::from(queues)).collect();
+        let memory = Arc::new(ArcSwap::from_pointee(Memory::default()));
+        Self { target: Arc::new(target), host, taken: 0, writeback: true, memory, book: None, rings }
+    }
+
+    fn ring(&mut self, index: u32) -> Answer<&mut RingState> {
+        let index = usize::try_from(index).expect("32 bits");
+        self.rings.get_mut(index).ok_or(Refusal::InvalidParam)
+    }
+
+    fn stop_all(&mut self) {
+        // All are told before one is waited for.
+        self.rings.iter().filter_map(|ring| ring.running.as_ref()).for_each(|running| running.stop.drain());
+        self.rings.iter_mut().for_each(RingState::stop);
+    }
+
+    /// Starts the queue if it has all it needs.
+    fn start(&mut self, index: u32) -> Answer<()> {
+        let may_run_at_once =
+            !has(self.taken, VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits().trailing_zeros());
+        let event_idx = has(self.taken, VIRTIO_RING_F_EVENT_IDX);
+        let (memory, target, host) = (self.memory.clone(), self.target.clone(), self.host.clone());
+        let book = self.book.clone();
+        let ring = self.ring(index)?;
+        let (Some(kick), Some(places), None) = (&ring.kick, ring.places, &ring.running) else {
+            return Ok(());
+        };
+        if !(ring.is_enabled || may_run_at_once) {
+            return Ok(());
+        }
+        let mut queue = ring.queue(places, event_idx, &memory.load())?;
+        let kept = match book {
+            Some(book) => {
+                Some(book.open(index, queue.size(), queue.next_used()).ok_or(Refusal::InvalidParam)?)
+            }
+            None => None,
+        };
+        if let Some((_, left)) = &kept
+            && !left.is_empty()
+        {
+            // The front end knows only how many came back. What is left was taken before what comes next.
+            let left = u16::try_from(left.len()).expect("as many as the ring is long, at most");
+            queue.set_next_avail(queue.next_used().wrapping_add(left));
+        }
+        let (kick, lines) = (kick.clone(), (ring.call.clone(), ring.err.clone()));
+        let (stop, (sender, ended)) = (Shutdown::new(), mpsc::channel());
+        ring.running = Some(Running { stop: stop.clone(), ended });
+        let there = host.clone();
+        host.spawn(
+            index,
+            Box::new(move || {
+                Box::pin(async move {
+                    let base = Ring::new(queue, memory, target, lines, kept).serve(kick, stop, there).await;
+                    // Whoever stopped it waits for this.
+                    let _ = sender.send(base);
+                })
+            }),
+        );
+        Ok(())
+    }
+
+    fn change_memory(&mut self, memory: Result<Memory>) -> Answer<()> {
+        self.memory.store(Arc::new(memory.map_err(|error| refused(&error))?));
+        Ok(())
+    }
+
+    fn settle_cache(&mut self) {
+        let is_writethrough = is_writethrough(self.taken, self.writeback);
+        self.target.is_writethrough.store(is_writethrough, Ordering::Relaxed);
+    }
+}
+
+impl RingState {
+    /// The queue as the front end has described it.
+    fn queue(
+        &self,
+        (table, used, avail): (u64, u64, u64),
+        event_idx: bool,
+        memory: &Memory,
+    ) -> Answer<Queue> {
+        let refuse = |error: virtio_queue::Error| refused(&Error::invalid(error.to_string()));
+        let size = u16::try_from(QUEUE_SIZE_MAX).expect("a small number");
+        let mut queue = Queue::new(size).map_err(refuse)?;
+        queue.try_set_size(self.size).map_err(refuse)?;
+        queue.try_set_desc_table_address(vm_memory::GuestAddress(table)).map_err(refuse)?;
+        queue.try_set_avail_ring_address(vm_memory::GuestAddress(avail)).map_err(refuse)?;
+        queue.try_set_used_ring_address(vm_memory::GuestAddress(used)).map_err(refuse)?;
+        queue.set_event_idx(event_idx);
+        queue.set_ready(true);
+        if !queue.is_valid(memory.mapped()) {
+            return Err(refused(&Error::invalid("a ring is not in memory")));
+        }
+        queue.set_next_avail(self.base);
+        // What was handed back before stands in the guest's memory alone.
+        let used = queue.used_idx(memory.mapped(), Ordering::Acquire).map_err(refuse)?;
+        queue.set_next_used(used.0);
+        Ok(queue)
+    }
+}
+
+fn bell(file: Option<File>) -> Answer<Option<Bell>> {
+    file.map(Bell::new).transpose().map_err(|error| refused(&error))
+}
+
+impl VhostUserBackendReqHandlerMut for FrontEnd {
+    fn set_owner(&mut self) -> Answer<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> Answer<()> {
+        self.stop_all();
+        Ok(())
+    }
+
+    fn reset_device(&mut self) -> Answer<()> {
+        Err(Refusal::InvalidOperation("resetting is not offered"))
+    }
+
+    fn get_features(&mut self) -> Answer<u64> {
+        Ok(self.target.facts.features() | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits())
+    }
+
+    fn set_features(&mut self, features: u64) -> Answer<()> {
+        if features & !self.get_features()? != 0 {
+            return Err(Refusal::FeatureMismatch);
+        }
+        self.taken = features;
+        self.settle_cache();
+        Ok(())
+    }
+
+    fn get_protocol_features(&mut self) -> Answer<VhostUserProtocolFeatures> {
+        Ok(PROTOCOL)
+    }
+
+    fn set_protocol_features(&mut self, features: u64) -> Answer<()> {
+        if features & !PROTOCOL.bits() != 0 { Err(Refusal::FeatureMismatch) } else { Ok(()) }
+    }
+
+    fn get_queue_num(&mut self) -> Answer<u64> {
+        Ok(self.rings.len() as u64)
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy: Option<bool>,
+    ) -> Answer<Option<Vec<u64>>> {
+        let regions = regions.iter().map(|region| Region {
+            guest: region.guest_phys_addr,
+            front_end: region.user_addr,
+            len: region.memory_size,
+            in_file: region.mmap_offset,
+        });
+        self.change_memory(Memory::map(regions.zip(files)))?;
+        Ok(None)
+    }
+
+    fn get_max_mem_slots(&mut self) -> Answer<u64> {
+        Ok(REGIONS_MAX as u64)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        file: File,
+        _postcopy: Option<bool>,
+    ) -> Answer<Option<u64>> {
+        let memory = self.memory.load().with(single(region), file);
+        self.change_memory(memory)?;
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Answer<()> {
+        let memory = self.memory.load().without(single(region));
+        self.change_memory(memory)
+    }
+
+    fn set_vring_num(&mut self, index: u32, size: u32) -> Answer<()> {
+        let ring = self.ring(index)?;
+        if size > QUEUE_SIZE_MAX || !size.is_power_of_two() || ring.running.is_some() {
+            return Err(Refusal::InvalidParam);
+        }
+        ring.size = u16::try_from(size).expect("a small number");
+        Ok(())
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> Answer<()> {
+        if !flags.is_empty() {
+            return Err(Refusal::InvalidParam);
+        }
+        let memory = self.memory.load();
+        let place = |address| memory.guest_address(address).ok_or(Refusal::InvalidParam);
+        let places = (place(descriptor)?, place(used)?, place(available)?);
+        let ring = self.ring(index)?;
+        if ring.places == Some(places) {
+            return Ok(());
+        }
+        ring.stop();
+        ring.places = Some(places);
+        self.start(index)
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Answer<()> {
+        let ring = self.ring(index)?;
+        if ring.running.is_some() {
+            return Err(Refusal::InvalidParam);
+        }
+        ring.base = u16::try_from(base).map_err(|_| Refusal::InvalidParam)?;
+        Ok(())
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Answer<VhostUserVringState> {
+        let ring = self.ring(index)?;
+        ring.stop();
+        // It takes a new kick to go on.
+        ring.kick = None;
+        ring.call.set(None);
+        Ok(VhostUserVringState::new(index, u32::from(ring.base)))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Answer<()> {
+        let index = u32::from(index);
+        let ring = self.ring(index)?;
+        // Without one we would have to look all the time.
+        let kick = bell(fd)?.ok_or(Refusal::InvalidParam)?;
+        ring.stop();
+        ring.kick = Some(kick);
+        self.start(index)
+    }
+
+    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Answer<()> {
+        let ring = self.ring(u32::from(index))?;
+        ring.call.set(bell(fd)?);
+        Ok(())
+    }
+
+    fn set_vring_err(&mut self, index: u8, fd: Option<File>) -> Answer<()> {
+        let ring = self.ring(u32::from(index))?;
+        ring.err.replace(bell(fd)?);
+        Ok(())
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Answer<()> {
+        let ring = self.ring(index)?;
+        ring.is_enabled = enable;
+        if !enable {
+            ring.stop();
+        }
+        self.start(index)
+    }
+
+    fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Answer<Vec<u8>> {
+        let space = self.target.facts.space(self.writeback);
+        let start = usize::try_from(offset).expect("32 bits");
+        let end = start.checked_add(usize::try_from(size).expect("32 bits"));
+        let part = end.filter(|end| *end <= CONFIG_BYTES_MAX).and_then(|end| space.get(start..end));
+        part.map(<[u8]>::to_vec).ok_or(Refusal::InvalidParam)
+    }
+
+    fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Answer<()> {
+        match (usize::try_from(offset), bytes) {
+            (Ok(WRITEBACK_AT), [writeback]) => {
+                self.writeback = *writeback != 0;
+                self.settle_cache();
+                Ok(())
+            }
+            _ => Err(Refusal::InvalidParam),
+        }
+    }
+
+    fn set_gpu_socket(&mut self, _gpu: GpuBackend) -> Answer<()> {
+        Err(Refusal::InvalidOperation("this is a disk"))
+    }
+
+    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Answer<File> {
+        Err(Refusal::InvalidOperation("shared objects are not offered"))
+    }
+
+    fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Answer<(VhostUserInflight, File)> {
+        let (queues, rows) = book_size(wanted)?;
+        let (file, len) = Book::create(queues, rows).map_err(|error| refused(&error))?;
+        Ok((VhostUserInflight::new(len, 0, queues, rows), file))
+    }
+
+    fn set_inflight_fd(&mut self, kept: &VhostUserInflight, file: File) -> Answer<()> {
+        let (queues, rows) = book_size(kept)?;
+        if self.rings.iter().any(|ring| ring.running.is_some()) {
+            return Err(Refusal::InvalidOperation("queues run"));
+        }
+        let book = Book::map(file, kept.mmap_offset, queues, rows).map_err(|error| refused(&error))?;
+        self.book = Some(book);
+        Ok(())
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        _file: File,
+    ) -> Answer<Option<File>> {
+        Err(Refusal::InvalidOperation("migration of state is not offered"))
+    }
+
+    fn check_device_state(&mut self) -> Answer<()> {
+        Err(Refusal::InvalidOperation("migration of state is not offered"))
+    }
+
+    fn get_shmem_config(&mut self) -> Answer<VhostUserShMemConfig> {
+        Err(Refusal::InvalidOperation("shared memory regions are not offered"))
+    }
+
+    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Answer<()> {
+        Err(Refusal::InvalidOperation("a log of changed pages is not offered"))
+    }
+}
+
+/// For how many queues of what length a book is, within what there can be.
+fn book_size(inflight: &VhostUserInflight) -> Answer<(u16, u16)> {
+    let is_right = inflight.num_queues <= QUEUES_MAX && u32::from(inflight.queue_size) <= QUEUE_SIZE_MAX;
+    if is_right { Ok((inflight.num_queues, inflight.queue_size)) } else { Err(Refusal::InvalidParam) }
+}
+
+fn single(region: &VhostUserSingleMemoryRegion) -> Region {
+    Region {
+        guest: region.guest_phys_addr,
+        front_end: region.user_addr,
+        len: region.memory_size,
+        in_file: region.mmap_offset,
+    }
+}

@@ -2,7 +2,8 @@
 //!
 //! Bytes from outside become a checked request in one place per protocol; from there on nothing is checked again, only
 //! asserted. What every protocol needs stands here: `flight` (the requests that are running), [`shutdown`] (ending
-//! a session in good order) and [`slots`] (how many connections there may be). [`nbd`] is the first protocol.
+//! a session in good order) and [`slots`] (how many connections there may be). [`nbd`] is the first protocol, [`fuse`] shows
+//! a disk as a file.
 //!
 //! Invariants
 //! 1. A request that was started is polled to its end, whatever becomes of the peer (contract 10 of the disk).
@@ -10,11 +11,13 @@
 //!    that is so, and they are asserted to be clear when it ends.
 //! 3. What a peer can make a session hold in memory is bounded, in every phase, by numbers the server chose.
 //! 4. Nothing here reads a clock, spawns a task or opens a socket: a session is one future over a
-//!    [`ByteStream`](vellum_core::ByteStream), so it runs on a real connection and in a simulator alike.
+//!    [`ByteStream`](vellum_core::ByteStream), so it runs on a real connection and in a simulator alike. But for `fuse`, whose
+//!    requests come from threads of the `fuser` crate and whose file has times.
 
 #![forbid(unsafe_code)]
 
 mod flight;
+pub mod fuse;
 pub mod nbd;
 pub mod shutdown;
 pub mod slots;

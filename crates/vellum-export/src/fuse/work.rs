@@ -67,6 +67,9 @@ impl Behind {
             Operation::Write { at, data, is_synced } => {
                 let len = data.len();
                 let result = self.disk.write(at, data, WriteFlags { fua: is_synced }).await;
+                if is_synced && result.is_ok() {
+                    return Ok(Outcome::Written(len));
+                }
                 self.wrote(result)?;
                 Ok(Outcome::Written(len))
             }

@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use vellum_core::{Error, Result};
 use vellum_daemon::serve::parse_address;
 use vellum_daemon::stats::DiskStats;
-use vellum_daemon::{ExportSpec, GrowHook, ImageOptions, ServeSpec, serve};
+use vellum_daemon::{ExportSpec, FuseSpec, GrowHook, ImageOptions, ServeSpec, serve};
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{Address, IoMode};
 
@@ -16,7 +16,7 @@ use super::Outcome;
 use crate::args::{parse_format, parse_prealloc};
 use crate::output::{complain, human_bytes};
 
-/// Serve disks over NBD until SIGTERM or Ctrl-C
+/// Serve disks over NBD, or as files, until SIGTERM or Ctrl-C
 ///
 /// On either, requests that were begun are answered and the images closed; after that they are plain images again. A
 /// server that is killed loses nothing that was flushed. Snapshots inside an image of the native format that is served for
@@ -27,8 +27,12 @@ pub(crate) struct Args {
     #[arg(value_name = "IMAGE", required_unless_present = "export")]
     image: Option<PathBuf>,
     /// Serve NBD at unix:PATH or tcp:HOST:PORT; may be given several times
-    #[arg(long, value_name = "ADDRESS", required = true, value_parser = parse_address)]
+    #[arg(long, value_name = "ADDRESS", required_unless_present_any = ["fuse"], value_parser = parse_address)]
     nbd: Vec<Address>,
+    /// Show the disk as FILE, by FUSE: an empty file, or one that is not there and is made for as long. NAME= says which
+    /// export, where there are several; may be given several times
+    #[arg(long, value_name = "[NAME=]FILE", value_parser = parse_fuse)]
+    fuse: Vec<FuseSpec>,
     /// Serve IMAGE under NAME too; may be given several times
     #[arg(long, value_name = "NAME=IMAGE", value_parser = parse_export)]
     export: Vec<(String, PathBuf)>,
@@ -99,6 +103,17 @@ fn parse_export(text: &str) -> Result<(String, PathBuf)> {
     Ok((name.to_owned(), PathBuf::from(path)))
 }
 
+fn parse_fuse(text: &str) -> Result<FuseSpec> {
+    let (export, path) = match text.split_once('=') {
+        Some((name, path)) => (Some(name.to_owned()), path),
+        None => (None, text),
+    };
+    if path.is_empty() {
+        return Err(Error::invalid(format!("{text:?} names no file: say FILE or NAME=FILE")));
+    }
+    Ok(FuseSpec { export, path: PathBuf::from(path) })
+}
+
 pub(crate) fn run(args: Args) -> Outcome {
     let image = ImageOptions {
         format: args.format,
@@ -121,6 +136,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     let spec = ServeSpec {
         exports: exports.collect(),
         nbd: args.nbd.clone(),
+        fuse: args.fuse.clone(),
         threads: args.threads.map_or(cores, usize::from),
         mode: match args.io {
             None => IoMode::Auto,
@@ -136,10 +152,14 @@ pub(crate) fn run(args: Args) -> Outcome {
     };
     let quiet = args.quiet;
     let names: Vec<String> = spec.exports.iter().map(|export| export.name.clone()).collect();
+    let files: Vec<PathBuf> = args.fuse.iter().map(|fuse| fuse.path.clone()).collect();
     let report = serve(spec, move |addresses| {
         if !quiet {
             for address in addresses {
                 announce(address, &names);
+            }
+            for file in files {
+                complain(&format!("serving {}", file.display()));
             }
         }
     })?;

@@ -312,15 +312,7 @@ impl Filesystem for DiskFile {
         }
     }
 
-    fn lseek(
-        &self,
-        _: &Request,
-        _: INodeNo,
-        _: FileHandle,
-        offset: i64,
-        whence: i32,
-        reply: ReplyLseek,
-    ) {
+    fn lseek(&self, _: &Request, _: INodeNo, _: FileHandle, offset: i64, whence: i32, reply: ReplyLseek) {
         let target = match whence {
             libc::SEEK_DATA => Target::Data,
             libc::SEEK_HOLE => Target::Hole,

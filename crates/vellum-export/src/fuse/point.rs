@@ -115,8 +115,12 @@ impl Point {
         let mut config = Config::default();
         let access = if file.is_read_only() { MountOption::RO } else { MountOption::RW };
         // Mode and owner of the file say who may open it, as of any other.
-        config.mount_options =
-            vec![MountOption::FSName(SOURCE.into()), MountOption::DefaultPermissions, MountOption::NoExec, access];
+        config.mount_options = vec![
+            MountOption::FSName(SOURCE.into()),
+            MountOption::DefaultPermissions,
+            MountOption::NoExec,
+            access,
+        ];
         // Only root lets others in without being asked; `fusermount` would want `user_allow_other`.
         let is_root = rustix::process::geteuid().is_root();
         config.acl = if is_root { SessionACL::All } else { SessionACL::Owner };
@@ -262,7 +266,9 @@ fn unescaped(text: &str) -> Vec<u8> {
         let digits = later.get(..3).filter(|digits| digits.iter().all(|digit| (b'0'..b'8').contains(digit)));
         match digits {
             Some(digits) if *first == b'\\' => {
-                bytes.push(digits.iter().fold(0_u8, |all, digit| all.wrapping_mul(8).wrapping_add(digit - b'0')));
+                bytes.push(
+                    digits.iter().fold(0_u8, |all, digit| all.wrapping_mul(8).wrapping_add(digit - b'0')),
+                );
                 rest = &later[3..];
             }
             _ => {

@@ -15,13 +15,25 @@ const ZERO_BYTES_MAX: u64 = 1 << 30;
 /// What is wanted of the disk.
 #[derive(Debug)]
 pub(super) enum Operation {
-    Read { span: GuestSpan },
-    Write { at: GuestOffset, data: Buffer, is_synced: bool },
+    Read {
+        span: GuestSpan,
+    },
+    Write {
+        at: GuestOffset,
+        data: Buffer,
+        is_synced: bool,
+    },
     Sync,
     /// A descriptor is closed: what was written is made durable, if anything was.
     Close,
-    Zero { span: GuestSpan, may_unmap: bool },
-    Seek { at: GuestOffset, target: Target },
+    Zero {
+        span: GuestSpan,
+        may_unmap: bool,
+    },
+    Seek {
+        at: GuestOffset,
+        target: Target,
+    },
 }
 
 /// What came of it.
@@ -143,7 +155,8 @@ mod tests {
         block_on(behind.perform(Operation::Zero { span, may_unmap: true })).expect("zeros");
         let all = Operation::Read { span: GuestOffset::ZERO.span(16384) };
         let Ok(Outcome::Bytes(bytes)) = block_on(behind.perform(all)) else { panic!("a read") };
-        let should = |at: usize| if (4096..6000).contains(&at) || (10_000..12_288).contains(&at) { 5 } else { 0 };
+        let should =
+            |at: usize| if (4096..6000).contains(&at) || (10_000..12_288).contains(&at) { 5 } else { 0 };
         assert!(bytes.to_vec().iter().enumerate().all(|(at, byte)| *byte == should(at)));
     }
 

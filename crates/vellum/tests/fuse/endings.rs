@@ -108,8 +108,7 @@ fn a_file_in_use_is_taken_away_and_nothing_that_was_synced_is_lost() {
     let (said, error) = std::thread::scope(|scope| {
         let writer = scope.spawn(|| {
             for sector in (1..).map(|number| number % (16 << 10)) {
-                if let Err(error) =
-                    file.write_all_at(&[1; 512], sector * 512).and_then(|()| file.sync_data())
+                if let Err(error) = file.write_all_at(&[1; 512], sector * 512).and_then(|()| file.sync_data())
                 {
                     return error;
                 }
@@ -193,7 +192,10 @@ fn a_server_of_one_file_ends_when_that_is_unmounted() {
     let image = KINDS[0].make(&dir, MIB);
     let child = file_alone(&dir, &image);
     std::fs::write(dir.join("bytes"), [5; 512]).expect("bytes");
-    succeed("dd", &[&format!("if={}", dir.text("bytes")), &format!("of={}", dir.text("disk")), "conv=notrunc"]);
+    succeed(
+        "dd",
+        &[&format!("if={}", dir.text("bytes")), &format!("of={}", dir.text("disk")), "conv=notrunc"],
+    );
     succeed("umount", &[path_text(&dir.join("disk"))]);
     let ran = wait(child, Instant::now(), Duration::from_secs(60)).expect("it ends by itself");
     assert!(ran.code == 0 && ran.err.contains("closed"), "{ran:?}");

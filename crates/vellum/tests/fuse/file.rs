@@ -41,7 +41,8 @@ impl Hands {
 fn run_in(random: &mut Random, size: usize, is_aligned: bool) -> (usize, usize) {
     let longest = *random.pick(&[300, 5000, 70_000, 2 * MIB]);
     let grain = if is_aligned { 512 } else { 1 };
-    let at = random.index(if random.one_in(2) { size } else { size / 16 }) / grain * grain;
+    let reach = if random.one_in(2) { size } else { size / 16 };
+    let at = random.index(reach) / grain * grain;
     let len = (1 + random.index(longest)).next_multiple_of(grain).min(size - at);
     (at, len)
 }
@@ -88,7 +89,8 @@ fn look_for_holes(file: &File, shadow: &[u8]) {
         if data == shadow.len() {
             break;
         }
-        let hole = usize::try_from(seek(file, SeekFrom::Hole(data as u64)).expect("SEEK_HOLE")).expect("small");
+        let hole =
+            usize::try_from(seek(file, SeekFrom::Hole(data as u64)).expect("SEEK_HOLE")).expect("small");
         assert!(hole > data && hole <= shadow.len(), "the hole behind {data} is at {hole}");
         at = hole;
     }
@@ -133,7 +135,9 @@ fn random_steps_leave_what_they_should() {
     if !is_here() {
         return;
     }
-    for (kind, ways) in KINDS.iter().zip([&[][..], &["--io", "threads"], &["--threads", "1"], &[], &["--direct"]]) {
+    for (kind, ways) in
+        KINDS.iter().zip([&[][..], &["--io", "threads"], &["--threads", "1"], &[], &["--direct"]])
+    {
         let result = std::panic::catch_unwind(|| random_steps(kind, ways));
         result.unwrap_or_else(|panic| {
             let what = panic.downcast_ref::<String>().map_or("?", String::as_str);
@@ -149,7 +153,8 @@ fn work(path: &Path, model: &Model, mut random: Random) -> io::Result<()> {
     loop {
         let reach = if random.one_in(3) { sectors } else { sectors / 8 };
         let first = random.index(reach);
-        let count = (1 + random.index(if random.one_in(8) { 256 } else { 24 })).min(sectors - first);
+        let longest = if random.one_in(8) { 256 } else { 24 };
+        let count = (1 + random.index(longest)).min(sectors - first);
         let (at, len) = ((first * SECTOR) as u64, (count * SECTOR) as u64);
         match random.below(12) {
             0 => {

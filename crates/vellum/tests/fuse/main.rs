@@ -18,6 +18,7 @@ mod support;
 mod answers;
 mod endings;
 mod file;
+#[allow(dead_code, reason = "the tests of kills use all of it")]
 #[path = "../kill/model.rs"]
 mod model;
 mod shown;

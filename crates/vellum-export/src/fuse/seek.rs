@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn the_end_is_a_hole_and_nothing_lies_behind_it() {
-        let disk: SharedDisk = MemoryDisk::holding(&[1; SIZE as usize]);
+        let disk: SharedDisk = MemoryDisk::holding(&[1; 1 << 20]);
         assert_eq!(found(&disk, 0, Target::Hole), Some(SIZE));
         assert_eq!(found(&disk, SIZE - 1, Target::Data), Some(SIZE - 1));
         assert_eq!(found(&disk, SIZE, Target::Data), None);

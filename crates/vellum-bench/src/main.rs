@@ -42,6 +42,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Exports(commands::exports::Args),
     Growing(commands::growing::Args),
     Nbd(commands::nbd::Args),
     Papers(commands::papers::Args),
@@ -55,6 +56,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let (name, result) = match Cli::parse().command {
+        Command::Exports(args) => ("exports", commands::exports::run(&args)),
         Command::Growing(args) => ("growing", commands::growing::run(&args)),
         Command::Nbd(args) => ("nbd", commands::nbd::run(&args)),
         Command::Papers(args) => ("papers", commands::papers::run(&args)),

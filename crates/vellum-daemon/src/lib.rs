@@ -4,12 +4,14 @@
 //! Nothing here prints.
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening and making images), [`mod@serve`] (a server, from
-//! its specification to its end), `served` (its disks and their snapshots), `vhost` (its sockets for virtual machines), `grow` (devices that become full), [`control`] (what can be asked of it while it serves),
+//! its specification to its end), `served` (its disks and their snapshots), `vhost` (its sockets for virtual machines), `fuse` (its files), `grow` (devices that
+//! become full), [`control`] (what can be asked of it while it serves),
 //! [`stats`] (what was counted), [`template`] (where templates are zero).
 
 #![forbid(unsafe_code)]
 
 pub mod control;
+mod fuse;
 mod grow;
 pub mod host;
 pub mod image;
@@ -19,6 +21,7 @@ pub mod stats;
 pub mod template;
 mod vhost;
 
+pub use fuse::FuseSpec;
 pub use grow::GrowHook;
 pub use host::{Host, HostOptions, Pool};
 pub use image::{CreateTarget, ImageOptions, create_native, create_qcow2, create_raw, open_image};

@@ -7,6 +7,7 @@
 //!   device               one per vhost-user socket: one front end at a time, its queues on the workers (`vhost`)
 //!   tending              one per disk that is written, on one worker: the work that nobody waits for; and who looks after
 //!                        its device, where it has one that may become full
+//!   files                a file for each `--fuse`, done by all workers (`fuse`)
 //!   control socket       on worker 0, when there is one: what can be asked of a server that runs (`control/`)
 //! ```
 //!
@@ -14,7 +15,7 @@
 //! 2. On SIGTERM or SIGINT nobody new is let in, requests that were begun are answered, then every disk is closed; a
 //!    second signal, or a drain that takes longer than it may, cuts the connections but still closes the disks. A snapshot
 //!    that is being deleted is left half deleted, for the next opening; other requests of the control socket are waited for.
-//! 3. A connection that fails, whatever its client did, ends alone.
+//! 3. A connection that fails, whatever its client did, ends alone. A file that is unmounted by somebody else ends alone, too.
 //! 4. Tending ends before the disks are closed, and is never cut off half way.
 
 use std::path::PathBuf;
@@ -22,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use futures_lite::future::{block_on, or};
+use futures_lite::future::{block_on, or, zip};
 use vellum_core::{Disk, Error, ErrorKind, Result};
 use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
 use vellum_export::{ConnectionSlots, Shutdown};
@@ -32,6 +33,7 @@ use vellum_io::{
 };
 
 use crate::control::server::{CONNECTIONS_MAX, Control};
+use crate::fuse::{FuseFiles, FuseSpec};
 use crate::grow::GrowHook;
 use crate::image::ImageOptions;
 use crate::served::{Disks, SnapshotExports};
@@ -60,6 +62,8 @@ pub struct ServeSpec {
     pub nbd: Vec<Address>,
     /// Where front ends of vhost-user-blk are waited for.
     pub vhost: Vec<VhostSpec>,
+    /// Files that show the disks.
+    pub fuse: Vec<FuseSpec>,
     /// Workers.
     pub threads: usize,
     /// How they reach the kernel.
@@ -83,8 +87,8 @@ pub struct ServeSpec {
 pub struct Report {
     /// What was counted, taken after everything was closed.
     pub stats: Stats,
-    /// Which signal ended it.
-    pub signal: Signal,
+    /// Which signal ended it; none when its files were unmounted and there was nothing else to serve.
+    pub signal: Option<Signal>,
 }
 
 /// Serves until a signal comes. `ready` is called once clients can connect, with the addresses as they are bound.
@@ -125,7 +129,7 @@ async fn run(
     workers: WorkersHandle,
     signals: &mut Signals,
     ready: impl FnOnce(&[Address]),
-) -> Result<Signal> {
+) -> Result<Option<Signal>> {
     let exports = Exports::new();
     for export in &spec.exports {
         exports.add(Export {
@@ -145,9 +149,17 @@ async fn run(
     for address in &spec.nbd {
         listeners.push(Listener::bind(address).await?);
     }
-    let devices = Devices::open(&spec.vhost, &spec.exports, &exports, &workers).await?;
-    let addresses: Vec<Address> = listeners.iter().map(|listener| listener.address().clone()).collect();
     let shutdown = Shutdown::new();
+    let files = FuseFiles::begin(&spec.fuse, &spec.exports, served, &workers).await?;
+    let devices = match Devices::open(&spec.vhost, &spec.exports, &exports, &workers).await {
+        Ok(devices) => devices,
+        Err(error) => {
+            shutdown.drain();
+            files.end(&shutdown).await;
+            return Err(error);
+        }
+    };
+    let addresses: Vec<Address> = listeners.iter().map(|listener| listener.address().clone()).collect();
     let slots = ConnectionSlots::new(spec.connections_max);
     let next_worker = Arc::new(AtomicUsize::new(0));
     let control = Control {
@@ -185,7 +197,18 @@ async fn run(
     });
     ready(&addresses);
 
-    let signal = signals.next().await?;
+    let serves_others = spec.fuse.is_empty()
+        || !addresses.is_empty()
+        || !spec.vhost.is_empty()
+        || spec.control_path.is_some();
+    let unused = async {
+        files.unmounted().await;
+        if serves_others {
+            std::future::pending::<()>().await;
+        }
+        Ok(None)
+    };
+    let signal = or(async { signals.next().await.map(Some) }, unused).await;
     tracing::info!(?signal, "draining");
     for task in accepting {
         task.cancel().await; // the sockets are closed and their files removed
@@ -203,6 +226,9 @@ async fn run(
             clock().sleep(Duration::from_millis(5)).await;
         }
     };
+    let drained = async {
+        zip(drained, files.end(&shutdown)).await;
+    };
     let impatient = async {
         or(async { drop(signals.next().await) }, clock().sleep(spec.drain_time)).await;
         tracing::warn!("cutting the connections that are left");
@@ -214,7 +240,7 @@ async fn run(
     if let Some(task) = reporting {
         task.cancel().await;
     }
-    Ok(signal)
+    signal
 }
 
 /// Where connections come in.

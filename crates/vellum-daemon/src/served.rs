@@ -10,6 +10,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -35,6 +36,8 @@ pub(crate) struct Served {
     chain: RwLock<Chain>,
     top_tally: HostTally,
     below_tally: HostTally,
+    /// Somebody besides the sessions of its exports uses the disk as it is now, until the server ends.
+    is_held: AtomicBool,
     now: Mutex<Now>,
 }
 
@@ -58,12 +61,23 @@ impl Served {
             top_tally: chain.top_tally.clone(),
             below_tally: chain.below_tally.clone(),
             chain: RwLock::new(chain),
+            is_held: AtomicBool::new(false),
             now: Mutex::new(Now { disk, growing, before: IoCounts::default(), errors_before: 0 }),
         }
     }
 
     fn now(&self) -> MutexGuard<'_, Now> {
         self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The image.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The disk stays the one it is: somebody besides the sessions of its exports uses it until the server ends.
+    pub(crate) fn hold(&self) {
+        self.is_held.store(true, Ordering::Release);
     }
 
     /// The disk as it is exported now.
@@ -144,6 +158,9 @@ impl Served {
         let Some(mut chain) = self.chain.try_write() else {
             return Err(in_use("a snapshot of it is being made, deleted or gone back to".to_owned()));
         };
+        if self.is_held.load(Ordering::Acquire) {
+            return Err(in_use("it is served as a file, too; that must end first".to_owned()));
+        }
         let native = native_of(&chain.members[0], "gone back to")?.clone();
         // Before anybody is sent away for nothing.
         if !native.snapshots()?.iter().any(|one| one.name == wanted || one.id.to_string() == wanted) {

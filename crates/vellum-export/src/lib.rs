@@ -2,7 +2,8 @@
 //!
 //! Bytes from outside become a checked request in one place per protocol; from there on nothing is checked again, only
 //! asserted. What every protocol needs stands here: `flight` (the requests that are running), [`shutdown`] (ending
-//! a session in good order) and [`slots`] (how many connections there may be). The protocols are [`nbd`] and [`vhost`].
+//! a session in good order) and [`slots`] (how many connections there may be). The protocols are [`nbd`] and [`vhost`]; [`fuse`] shows a
+//! disk as a file.
 //!
 //! Invariants
 //! 1. A request that was started is polled to its end, whatever becomes of the peer (contract 10 of the disk).
@@ -11,11 +12,13 @@
 //! 3. What a peer can make a session hold in memory is bounded, in every phase, by numbers the server chose.
 //! 4. Nothing here reads a clock, spawns a task or opens a socket: a session is one future over a
 //!    [`ByteStream`](vellum_core::ByteStream), so it runs on a real connection and in a simulator alike. (With [`vhost`] the
-//!    guest's memory and its eventfds are real; where queues run and how they wait is the caller's to say.)
+//!    guest's memory and its eventfds are real; where queues run and how they wait is the caller's to say. The requests of [`fuse`]
+//!    come from threads of the `fuser` crate, and its file has times.)
 
 #![forbid(unsafe_code)]
 
 mod flight;
+pub mod fuse;
 pub mod nbd;
 pub mod shutdown;
 pub mod slots;

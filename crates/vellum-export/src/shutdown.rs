@@ -68,6 +68,11 @@ impl Shutdown {
         }
     }
 
+    /// Whether sessions are to end at once.
+    pub fn is_cut(&self) -> bool {
+        self.stage() == Stage::Cut
+    }
+
     pub(crate) fn stage(&self) -> Stage {
         match self.0.stage.load(Ordering::Acquire) {
             0 => Stage::Serving,

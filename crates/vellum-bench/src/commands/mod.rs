@@ -1,5 +1,6 @@
 //! One file for each experiment. An experiment chooses cases, lets programs take turns at each, and reports.
 
+pub(crate) mod exports;
 pub(crate) mod growing;
 pub(crate) mod nbd;
 pub(crate) mod papers;

@@ -42,7 +42,8 @@ pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing) -> Re
     sample_of(&report, workload, cpu).ok_or_else(|| Error::corrupt("fio's report lacks what is wanted"))
 }
 
-fn sample_of(report: &Value, workload: &Workload, server_cpu_seconds: f64) -> Option<Sample> {
+/// What the report of fio's only job tells.
+pub(crate) fn sample_of(report: &Value, workload: &Workload, server_cpu_seconds: f64) -> Option<Sample> {
     let job = report.get("jobs")?.get(0)?;
     let side = match workload.operation {
         Operation::Read => job.get("read")?,

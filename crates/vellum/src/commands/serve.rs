@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use vellum_core::{Error, Result};
 use vellum_daemon::serve::parse_address;
 use vellum_daemon::stats::DiskStats;
-use vellum_daemon::{ExportSpec, GrowHook, ImageOptions, ServeSpec, VhostSpec, serve};
+use vellum_daemon::{ExportSpec, FuseSpec, GrowHook, ImageOptions, ServeSpec, VhostSpec, serve};
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{Address, IoMode};
 
@@ -16,7 +16,7 @@ use super::Outcome;
 use crate::args::{parse_format, parse_prealloc};
 use crate::output::{complain, human_bytes};
 
-/// Serve disks over NBD and vhost-user-blk until SIGTERM or Ctrl-C
+/// Serve disks over NBD and vhost-user-blk, and as files, until SIGTERM or Ctrl-C
 ///
 /// On either, requests that were begun are answered and the images closed; after that they are plain images again. A
 /// server that is killed loses nothing that was flushed. Snapshots inside an image of the native format that is served for
@@ -27,7 +27,7 @@ pub(crate) struct Args {
     #[arg(value_name = "IMAGE", required_unless_present = "export")]
     image: Option<PathBuf>,
     /// Serve NBD at unix:PATH or tcp:HOST:PORT; may be given several times
-    #[arg(long, value_name = "ADDRESS", required_unless_present = "vhost_user_blk", value_parser = parse_address)]
+    #[arg(long, value_name = "ADDRESS", required_unless_present_any = ["fuse", "vhost_user_blk"], value_parser = parse_address)]
     nbd: Vec<Address>,
     /// Serve IMAGE, or the export NAME, to virtual machines at this Unix socket; may be given several times
     #[arg(long, value_name = "[NAME=]PATH", value_parser = parse_vhost)]
@@ -35,6 +35,10 @@ pub(crate) struct Args {
     /// Queues that a virtual machine may use for each disk; as many as there are threads, when not given
     #[arg(long, value_name = "N", requires = "vhost_user_blk", value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: Option<u16>,
+    /// Show the disk as FILE, by FUSE: an empty file, or one that is not there and is made for as long. NAME= says which
+    /// export, where there are several; may be given several times
+    #[arg(long, value_name = "[NAME=]FILE", value_parser = parse_fuse)]
+    fuse: Vec<FuseSpec>,
     /// Serve IMAGE under NAME too; may be given several times
     #[arg(long, value_name = "NAME=IMAGE", value_parser = parse_export)]
     export: Vec<(String, PathBuf)>,
@@ -105,16 +109,26 @@ fn parse_export(text: &str) -> Result<(String, PathBuf)> {
     Ok((name.to_owned(), PathBuf::from(path)))
 }
 
-/// A name has no slash; a path with `=` in it is told by one.
-fn parse_vhost(text: &str) -> Result<VhostSpec> {
+/// The export and the path of `[NAME=]PATH`. A name has no slash; a path with `=` in it is told by one.
+fn parse_place(text: &str, kind: &str, form: &str) -> Result<(Option<String>, PathBuf)> {
     let (export, path) = match text.split_once('=') {
         Some((name, path)) if !name.contains('/') => (Some(name.to_owned()), path),
         _ => (None, text),
     };
     if path.is_empty() {
-        return Err(Error::invalid(format!("{text:?} is no socket: say PATH or NAME=PATH")));
+        return Err(Error::invalid(format!("{text:?} names no {kind}: say {form} or NAME={form}")));
     }
-    Ok(VhostSpec { export, path: PathBuf::from(path), queues: None })
+    Ok((export, PathBuf::from(path)))
+}
+
+fn parse_vhost(text: &str) -> Result<VhostSpec> {
+    let (export, path) = parse_place(text, "socket", "PATH")?;
+    Ok(VhostSpec { export, path, queues: None })
+}
+
+fn parse_fuse(text: &str) -> Result<FuseSpec> {
+    let (export, path) = parse_place(text, "file", "FILE")?;
+    Ok(FuseSpec { export, path })
 }
 
 pub(crate) fn run(args: Args) -> Outcome {
@@ -144,6 +158,7 @@ pub(crate) fn run(args: Args) -> Outcome {
             .iter()
             .map(|spec| VhostSpec { queues: args.queues, ..spec.clone() })
             .collect(),
+        fuse: args.fuse.clone(),
         threads: args.threads.map_or(cores, usize::from),
         mode: match args.io {
             None => IoMode::Auto,
@@ -160,6 +175,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     let quiet = args.quiet;
     let names: Vec<String> = spec.exports.iter().map(|export| export.name.clone()).collect();
     let vhost = args.vhost_user_blk.clone();
+    let files: Vec<PathBuf> = args.fuse.iter().map(|fuse| fuse.path.clone()).collect();
     let report = serve(spec, move |addresses| {
         if !quiet {
             for spec in vhost {
@@ -167,6 +183,9 @@ pub(crate) fn run(args: Args) -> Outcome {
             }
             for address in addresses {
                 announce(address, &names);
+            }
+            for file in files {
+                complain(&format!("serving {}", file.display()));
             }
         }
     })?;

@@ -117,6 +117,7 @@ pub struct Chain {
     pub top_tally: HostTally,
     /// What the images below cost the host.
     pub below_tally: HostTally,
+    prealloc: Prealloc,
 }
 
 /// An image that was found on the way down and has no disk yet.
@@ -193,7 +194,7 @@ impl Chain {
             members.push(Member { path, format, storage, header, superblock, data_file, disk, native });
         }
         members.reverse();
-        Ok(Self { members, top_tally, below_tally })
+        Ok(Self { members, top_tally, below_tally, prealloc: options.prealloc })
     }
 
     /// The disk on top.
@@ -216,7 +217,11 @@ impl Chain {
         native.close().await.context(|| format!("can't close {}", top.path.display()))?;
         let alone = native::OpenOptions { without_base: true, ..native::OpenOptions::default() };
         let reverted = native::snapshots::revert(top.storage.clone(), None, alone, wanted).await;
-        let open = native::OpenOptions { tally: self.top_tally.clone(), ..native::OpenOptions::default() };
+        let open = native::OpenOptions {
+            tally: self.top_tally.clone(),
+            prealloc: self.prealloc,
+            ..native::OpenOptions::default()
+        };
         let opened = Native::open(top.storage.clone(), below, open).await;
         let opened = opened.context(|| format!("can't open {} again", top.path.display()))?;
         top.superblock = Some(Superblocks::read(&*top.storage).await?.superblock);

@@ -255,19 +255,14 @@ impl<'a, R: Rules> Replay<'a, R> {
             !self.pages.contains_key(place) && !self.zeroed.contains(&table)
         };
         let can_be = |place: &ImageOffset| self.rules.check_words(place.span(size.bytes())).is_ok();
-        let missing: BTreeSet<ImageOffset> =
-            words.map(place_of).filter(is_missing).filter(can_be).take(PAGES_MAX).collect();
-        for piece in joined(missing.iter().map(|place| place.span(size.bytes())), GAP_MAX) {
-            let len = usize::try_from(piece.len()).expect("a piece");
-            let read = self.storage.read(piece.start(), Buffer::for_overwrite(len)).await;
-            let bytes = read.context(|| format!("can't read the tables at {}", piece.start()))?.contiguous();
-            for place in missing.range(piece.start()..piece.end()) {
-                let from = usize::try_from(*place - piece.start()).expect("within a piece");
-                let page = &bytes.slice()[from..from + usize::try_from(size.bytes()).expect("a page")];
-                self.pages.insert(*place, page.to_vec());
-            }
-        }
-        Ok(())
+        let missing: BTreeSet<ImageOffset> = words.map(place_of).filter(is_missing).filter(can_be).collect();
+        let spans: Vec<ImageSpan> =
+            missing.into_iter().take(PAGES_MAX).map(|place| place.span(size.bytes())).collect();
+        let pages = &mut self.pages;
+        let read = read_together(self.storage, &spans, GAP_MAX, |span, bytes| {
+            pages.insert(span.start(), bytes.to_vec());
+        });
+        read.await.context(|| "can't read the tables")
     }
 
     /// Reads the pages that records are about to change, as far as `run` has them.
@@ -289,7 +284,6 @@ impl<'a, R: Rules> Replay<'a, R> {
                 (first..span.end().bytes()).step_by(step).map(ImageOffset::new)
             })
             .filter(|place| !tables.contains(&ImageOffset::new(table.round_down(place.bytes()))))
-            .take(PAGES_MAX)
             .collect();
         self.bring(words.into_iter()).await
     }
@@ -388,8 +382,43 @@ impl<'a, R: Rules> Replay<'a, R> {
     }
 }
 
+/// Reads spans in order, those that lie no further apart than `gap` with one read. What lies between is nobody's business: where a read
+/// of several fails, each is read by itself.
+pub(crate) async fn read_together(
+    storage: &dyn Storage,
+    spans: &[ImageSpan],
+    gap: u64,
+    mut see: impl FnMut(ImageSpan, &[u8]),
+) -> Result<()> {
+    let mut rest = spans;
+    for piece in joined(spans.iter().copied(), gap) {
+        let (inside, later) = rest.split_at(rest.partition_point(|span| span.end() <= piece.end()));
+        rest = later;
+        let bytes_of = |span: ImageSpan| {
+            storage.read(span.start(), Buffer::for_overwrite(usize::try_from(span.len()).expect("a piece")))
+        };
+        match bytes_of(piece).await {
+            Ok(bytes) => {
+                let bytes = bytes.contiguous();
+                for span in inside {
+                    let from = usize::try_from(span.start() - piece.start()).expect("within a piece");
+                    let len = usize::try_from(span.len()).expect("within a piece");
+                    see(*span, &bytes.slice()[from..from + len]);
+                }
+            }
+            Err(error) if inside.len() < 2 => return Err(error),
+            Err(_) => {
+                for span in inside {
+                    see(*span, bytes_of(*span).await?.contiguous().slice());
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Spans in order, none longer than `PIECE_MAX`, made fewer: those that lie no further apart than `gap` are one.
-pub(crate) fn joined(spans: impl Iterator<Item = ImageSpan>, gap: u64) -> Vec<ImageSpan> {
+fn joined(spans: impl Iterator<Item = ImageSpan>, gap: u64) -> Vec<ImageSpan> {
     let mut pieces: Vec<ImageSpan> = Vec::new();
     for span in spans {
         match pieces.last_mut() {

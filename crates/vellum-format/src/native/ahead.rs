@@ -64,7 +64,8 @@ impl Native {
     pub(super) async fn prepare_zones(&self, now: Duration) -> bool {
         let (Some(ahead), Some(unit)) = (&self.zones_ahead, self.unit()) else { return false };
         let Some(mut ahead) = ahead.try_lock() else { return false };
-        if ahead.how == Prealloc::Off || ahead.has_given_up || self.journal().is_none() {
+        let has_ended = self.state.check_open().is_err() || self.state.check_stopped().is_err();
+        if ahead.how == Prealloc::Off || ahead.has_given_up || has_ended || self.journal().is_none() {
             return false;
         }
         let written = self.written_bytes.load(std::sync::atomic::Ordering::Relaxed);

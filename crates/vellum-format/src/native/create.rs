@@ -26,6 +26,8 @@ pub const BLOCK_BYTES_DEFAULT: u64 = 64 << 10;
 pub const UNIT_BYTES_DEFAULT: u64 = 1 << 20;
 /// The same where there are zones.
 pub const ZONED_UNIT_BYTES_DEFAULT: u64 = 64 << 10;
+/// So many times as large the disk of an image in a file can be made, where nothing else stands against it.
+const ROOM_TIMES: u64 = 4;
 /// The largest unit, in bytes.
 const UNIT_BYTES_MAX: u64 = 2 << 20;
 /// How large a zone is at most when nobody says, in bytes.
@@ -80,8 +82,9 @@ impl CreateOptions {
         (self.size.div_ceil(entries_max)).next_power_of_two().clamp(least, UNIT_BYTES_MAX)
     }
 
-    /// Checks them; gives the places of the image.
-    fn places(&self) -> Result<Places> {
+    /// Checks them; gives the places of the image. In a file its tables have room for a disk four times as large: what they do not
+    /// use is a hole.
+    fn places(&self, in_file: bool) -> Result<Places> {
         let size_of = |name: &str, bytes: u64, shifts: std::ops::RangeInclusive<u32>, range: &str| {
             let size = BlockSize::from_bytes(bytes).filter(|size| shifts.contains(&size.shift()));
             size.ok_or_else(|| Error::invalid(format!("{name} must be a power of two from {range}")))
@@ -141,7 +144,8 @@ impl CreateOptions {
                 "a journal of {journal} bytes: it must be 64k to 64M, a multiple of 4k"
             )));
         }
-        Places::plan(shape, journal)
+        let room = if in_file { self.size.saturating_mul(ROOM_TIMES) } else { self.size };
+        Places::plan_for(shape, journal, room)
     }
 }
 
@@ -150,7 +154,7 @@ impl CreateOptions {
 /// # Errors
 /// `Invalid` for options that contradict each other, `NoSpace` when a device is too small, and what the storage says.
 pub async fn create(storage: &dyn Storage, options: &CreateOptions) -> Result<Superblock> {
-    let places = options.places()?;
+    let places = options.places(!storage.limits().fixed_len)?;
     let base =
         options.base.as_ref().map(|base| Base { name: base.name.clone(), format: base.format.clone() });
     let mut superblock = Superblock::new(places, base, options.uuid.map_or_else(random_uuid, Ok)?)?;

@@ -301,9 +301,18 @@ impl Places {
     /// The places of a new image: regions one after the other. What is left up to `data_offset` goes to the table, so that
     /// the disk can grow.
     pub fn plan(shape: Shape, journal_bytes: u64) -> Result<Self> {
+        Self::plan_for(shape, journal_bytes, shape.size)
+    }
+
+    /// The same, with tables for a disk of `room_bytes`, as far as they can be that long.
+    pub fn plan_for(shape: Shape, journal_bytes: u64, room_bytes: u64) -> Result<Self> {
         shape.check()?;
+        let later = Shape { size: room_bytes.max(shape.size), ..shape };
         let len = |region| match region {
             Region::Journal => journal_bytes,
+            Region::Table | Region::Zones => {
+                later.wish(region).min(shape.limit(region)).max(shape.wish(region))
+            }
             _ => shape.wish(region),
         };
         let total = HOME_START.bytes() + Region::ALL.iter().map(|region| len(*region)).sum::<u64>();

@@ -265,6 +265,14 @@ impl Native {
             let Some(run) = units.take_unknown(at_once.min(missing - done)) else { break };
             let count = run.len();
             if !self.zero(units, run, &work.way).await {
+                // One of them may be what fails, and those before it as good as any.
+                for _ in 1..count {
+                    let Some(one) = units.take_unknown(1) else { break };
+                    if !self.zero(units, one, &work.way).await {
+                        break;
+                    }
+                    done += 1;
+                }
                 break;
             }
             done += count;

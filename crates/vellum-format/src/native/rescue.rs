@@ -26,7 +26,7 @@ use super::geometry::{Places, Region, SETTLED_WORD, ZONE_LEN};
 use super::zones::{GENERATION_WORD, TAG_WORD};
 use crate::bytes::{be64, put64};
 use crate::journal::record::{Item, Record};
-use crate::journal::replay::{Replay, Rules, joined};
+use crate::journal::replay::{Replay, Rules, read_together};
 use crate::sabotage::{self, Bug};
 
 /// What is read at once.
@@ -124,20 +124,15 @@ pub(super) async fn names_what_is_lost<R: Rules>(
             }
         }
     }
-    let blocks = named.keys().map(|at| at.span(BLOCK.bytes()));
-    for piece in joined(blocks, GAP_MAX) {
-        let len = usize::try_from(piece.len()).expect("a piece");
-        let bytes = storage.read(piece.start(), Buffer::for_overwrite(len)).await?.contiguous();
-        for (at, expected) in named.range(piece.start()..piece.end()) {
-            let from = usize::try_from(*at - piece.start()).expect("within a piece");
-            let found =
-                identify(&bytes.slice()[from..from + BLOCK_LEN], expected.tag, expected.unit, expected.block);
-            if found.is_none_or(|found| u64::from(found.guest_unit) != expected.guest_unit) {
-                return Ok(true);
-            }
-        }
-    }
-    Ok(false)
+    let blocks: Vec<ImageSpan> = named.keys().map(|at| at.span(BLOCK.bytes())).collect();
+    let mut all_there = true;
+    read_together(storage, &blocks, GAP_MAX, |span, bytes| {
+        let expected = &named[&span.start()];
+        let found = identify(bytes, expected.tag, expected.unit, expected.block);
+        all_there &= found.is_some_and(|found| u64::from(found.guest_unit) == expected.guest_unit);
+    })
+    .await?;
+    Ok(!all_there)
 }
 
 /// Who a packed block must be.

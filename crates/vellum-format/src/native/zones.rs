@@ -56,8 +56,12 @@ pub(super) struct Zones {
     settling: async_lock::Mutex<()>,
     /// So many want nothing to be born.
     paused: AtomicU32,
-    /// How many units were given out.
+    /// How many units were given out to be born.
     given: AtomicU64,
+    /// How many were to others.
+    given_plain: AtomicU64,
+    /// No zone could be opened when so many units had become clean, plus one.
+    none_found_at: AtomicU64,
     /// How many that were when the disk was last seen busy, and when that was.
     quiet: Mutex<(u64, Duration)>,
 }
@@ -196,7 +200,7 @@ impl Native {
         let mut young = lock(&zones.young);
         let mut usable = young.iter_mut().filter(|zone| self.commits.is_durable(zone.opened_in));
         let unit = usable.find_map(|zone| Some(zone.zone * per_zone + zone.take_prepared()? + 1))?;
-        zones.given.fetch_add(1, Ordering::AcqRel);
+        zones.given_plain.fetch_add(1, Ordering::AcqRel);
         Some(unit)
     }
 
@@ -222,7 +226,9 @@ impl Native {
 
     /// How many units of young zones were given out.
     pub(super) fn given_of_zones(&self) -> u64 {
-        self.zones.as_ref().map_or(0, |zones| zones.given.load(Ordering::Acquire))
+        let sum =
+            |zones: &Zones| zones.given.load(Ordering::Acquire) + zones.given_plain.load(Ordering::Acquire);
+        self.zones.as_ref().map_or(0, sum)
     }
 
     /// The young zone of a unit, and which unit of it that is.
@@ -377,7 +383,15 @@ impl Native {
         if !self.may_be_born() || lock(&zones.young).len() >= OPEN_MAX {
             return Ok(());
         }
-        let Some((first, is_unknown)) = self.find_zone(zones) else { return Ok(()) };
+        // Nothing is looked for again before something has become clean.
+        let stamp = self.units().given() + 1;
+        if zones.none_found_at.load(Ordering::Acquire) == stamp {
+            return Ok(());
+        }
+        let Some((first, is_unknown)) = self.find_zone(zones) else {
+            zones.none_found_at.store(stamp, Ordering::Release);
+            return Ok(());
+        };
         let number = (first - 1) / per_zone;
         let words: Vec<ImageOffset> = {
             let settled = (0..u64::from(per_zone.div_ceil(64))).map(|word| SETTLED_WORD + word);

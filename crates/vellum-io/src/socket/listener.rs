@@ -9,7 +9,7 @@
 //! 2. An accept that fails for one connection, or for a while, does not end a loop that goes on at `NoSpace`.
 
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -188,7 +188,7 @@ fn remove_stale(path: &Path) -> Result<()> {
     }
     let mut looks = 0;
     loop {
-        match UnixStream::connect(path) {
+        match connect_at_once(path) {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 return fs::remove_file(path).context(doing);
             }
@@ -202,11 +202,44 @@ fn remove_stale(path: &Path) -> Result<()> {
     }
 }
 
+/// A connection, if there is room for one: nobody is waited for.
+fn connect_at_once(path: &Path) -> io::Result<UnixStream> {
+    let socket = socket2::Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    socket.set_nonblocking(true)?;
+    socket.connect(&SockAddr::unix(path)?)?;
+    Ok(OwnedFd::from(socket).into())
+}
+
 /// Whether the process that listens has ended. The kernel may take a moment to take a killed program's rings apart, and with them
 /// the sockets that they hold.
 fn is_of_the_dead(connected: &UnixStream) -> bool {
-    rustix::net::sockopt::socket_peercred(connected)
-        .is_ok_and(|peer| rustix::process::test_kill_process(peer.pid) == Err(rustix::io::Errno::SRCH))
+    let Some(pid) = peer_pid(connected).and_then(rustix::process::Pid::from_raw) else { return false };
+    match rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()) {
+        Err(error) => error == rustix::io::Errno::SRCH,
+        Ok(process) => {
+            // It can be read when the process has ended, waited for or not.
+            let mut ended = [rustix::event::PollFd::new(&process, rustix::event::PollFlags::IN)];
+            let at_once = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+            rustix::event::poll(&mut ended, Some(&at_once)).is_ok_and(|count| count > 0)
+        }
+    }
+}
+
+/// The process that listens; 0 when it is of another name space.
+fn peer_pid(connected: &UnixStream) -> Option<i32> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = u32::try_from(size_of::<libc::ucred>()).expect("a few bytes");
+    // SAFETY: the kernel writes at most `len` bytes to `peer`, which is as long, and any bytes make a ucred.
+    let result = unsafe {
+        libc::getsockopt(
+            connected.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut len,
+        )
+    };
+    (result == 0).then_some(peer.pid)
 }
 
 /// Keeps other programs that do the same out. Where the directory cannot be locked, it goes without.

@@ -46,6 +46,13 @@ fn disks_of_every_format_grow() {
         std::fs::write(dir.join("cut.raw"), &cut).expect("a model");
         same(&image, &dir.text("cut.raw"));
     }
+    for layout in ["zoned", "table"] {
+        let (image, options) = (dir.text("large"), format!("layout={layout}"));
+        vellum(&["create", "-q", "-f", "vellum", "-o", &options, &image, "300G"]).answer();
+        vellum(&["resize", "-q", &image, "1T"]).answer();
+        refused(&["copy it into a new image"], &["resize", &image, "100T"]);
+        check_says(&image, 0);
+    }
     refused(&["-f raw"], &["resize", &dir.text("source.raw"), "5M"]);
     refused(&["size"], &["resize", "-f", "raw", &dir.text("source.raw"), "much"]);
 }

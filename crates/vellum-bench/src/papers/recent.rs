@@ -6,6 +6,7 @@
 //! A block counts as packed when it is not one byte again and again and its second half is zero: guests here write one byte, or noise.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use vellum_core::{
@@ -19,6 +20,8 @@ pub(super) struct Recent {
     inner: Arc<ForgetfulDrive>,
     /// What lies below is the inner drive's to keep.
     kept: u64,
+    /// Where guest data begins: what is written before is not counted.
+    guest_data: AtomicU64,
     blocks: Mutex<Blocks>,
 }
 
@@ -39,12 +42,18 @@ const REQUEST_MAX: u64 = 512 << 10;
 
 impl Recent {
     pub(super) fn over(inner: Arc<ForgetfulDrive>, kept: u64) -> Arc<Self> {
-        Arc::new(Self { inner, kept, blocks: Mutex::default() })
+        let guest_data = AtomicU64::new(u64::MAX);
+        Arc::new(Self { inner, kept, guest_data, blocks: Mutex::default() })
     }
 
     /// What has been asked of it.
     pub(super) fn counts(&self) -> IoCounts {
         self.inner.counts()
+    }
+
+    /// Guest data begins there.
+    pub(super) fn count_from(&self, at: u64) {
+        self.guest_data.store(at, Ordering::Release);
     }
 
     /// How many packed blocks were written.
@@ -53,16 +62,20 @@ impl Recent {
     }
 
     fn note(&self, at: ImageOffset, data: &Buffer) {
-        if at.bytes() < self.kept || !at.bytes().is_multiple_of(BLOCK as u64) {
+        if !at.bytes().is_multiple_of(BLOCK as u64) {
             return;
         }
+        let guest_data = self.guest_data.load(Ordering::Acquire);
         let mut guard = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
         let Blocks { at: blocks, order, packed } = &mut *guard;
         let mut place = at.bytes();
         let bytes = data.pieces().flat_map(|piece| piece.chunks(BLOCK));
         for block in bytes {
-            if is_packed(block) {
-                *packed += 1;
+            let is_packed = is_packed(block);
+            *packed += u64::from(is_packed && place >= guest_data);
+            if place < self.kept {
+                // The inner drive remembers it.
+            } else if is_packed {
                 let len = block.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
                 if blocks.insert(place, block[..len].to_vec()).is_none() {
                     order.push_back(place);
@@ -128,7 +141,8 @@ impl Storage for Recent {
             true => self.inner.discard(span),
             // One that writes them does so request by request.
             false => Box::pin(async move {
-                let places = (span.start().bytes()..span.end().bytes()).step_by(usize::try_from(REQUEST_MAX).expect("64 bits"));
+                let places = (span.start().bytes()..span.end().bytes())
+                    .step_by(usize::try_from(REQUEST_MAX).expect("64 bits"));
                 let requests = places.map(|at| {
                     let len = REQUEST_MAX.min(span.end().bytes() - at);
                     self.inner.write_zeroes(ImageOffset::new(at).span(len), how)

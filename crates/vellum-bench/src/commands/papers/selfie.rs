@@ -128,7 +128,8 @@ pub(super) fn run(args: &Args) -> Result<()> {
     };
     show_today(&today, table);
     let bytes = if args.quick { 4 << 30 } else { 128 << 30 };
-    let recovered = on_all_processors(&[Drive::Hdd, Drive::Ssd], |drive| Ok((*drive, recovery(*drive, bytes)?)))?;
+    let recovered =
+        on_all_processors(&[Drive::Hdd, Drive::Ssd], |drive| Ok((*drive, recovery(*drive, bytes)?)))?;
     table.say("");
     table.say(&format!("Figure 10, recovery of {} GiB, all of it packs", bytes >> 30));
     for (drive, Recovered { units, born, records, reads, mebibytes_read, seconds, .. }) in &recovered {
@@ -246,7 +247,11 @@ fn mixed(args: &Args, table: Table) -> Result<Vec<Rate>> {
             let stage = Stage { drive: Drive::Hdd, below: *below, packs };
             let bytes = bytes(args.quick) / 2;
             let order = Order::Sequential;
-            jobs.push((Image::Zoned, stage, Fio { threads: *threads, request: 64 * K, order, bytes, is_again }));
+            jobs.push((
+                Image::Zoned,
+                stage,
+                Fio { threads: *threads, request: 64 * K, order, bytes, is_again },
+            ));
         }
     }
     let rates = measured(&jobs)?;
@@ -323,7 +328,9 @@ fn recorded(args: &Args, table: Table) -> Result<(Vec<Seen>, Option<Overwrites>)
     let (mkfs, postmark) = (Recorded::mkfs(dir)?, Recorded::postmark(dir)?);
     let of = |guest| if guest == Guest::Mkfs { &mkfs } else { &postmark };
     let mut jobs = Vec::new();
-    for (guest, drive) in [(Guest::Mkfs, Drive::Hdd), (Guest::Postmark, Drive::Hdd), (Guest::Postmark, Drive::Ssd)] {
+    for (guest, drive) in
+        [(Guest::Mkfs, Drive::Hdd), (Guest::Postmark, Drive::Hdd), (Guest::Postmark, Drive::Ssd)]
+    {
         for below in [Below::Volume, Below::ThinVolume] {
             jobs.extend(ON_VOLUMES.map(|image| (guest, image, Stage { drive, below, packs: 100 })));
         }
@@ -371,9 +378,13 @@ fn of_today(args: &Args, seen: &[Seen]) -> Result<Today> {
 fn show_today(today: &Today, table: Table) {
     let Some(rate) = today.megabytes_per_second else { return };
     table.say("");
-    table.say(&format!("QEMU's qcow2 of today, its calls one at a time on the HDD ({})", today.programs.join(", ")));
+    table.say(&format!(
+        "QEMU's qcow2 of today, its calls one at a time on the HDD ({})",
+        today.programs.join(", ")
+    ));
     table.say(&format!("  64 KiB and a flush, one thread: {rate:.1} MB/s"));
-    let seconds = |seconds: Option<f64>| seconds.map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.2} s"));
+    let seconds =
+        |seconds: Option<f64>| seconds.map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.2} s"));
     table.say(&format!(
         "  mkfs: {}; PostMark: {}",
         seconds(today.mkfs_seconds),

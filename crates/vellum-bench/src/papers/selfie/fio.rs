@@ -85,7 +85,6 @@ fn places(fio: Fio, thread: u64, from: u64, count: u64) -> Vec<u64> {
     (from..from + count).map(place).collect()
 }
 
-
 #[cfg(test)]
 mod tests {
     use super::super::{Below, Drive, UNIT};
@@ -126,9 +125,8 @@ mod tests {
     #[test]
     fn one_thread_asks_each_place_once_and_flushes() {
         let asked = requests(Fio { bytes: 1 << 20, ..small(1) });
-        let expected = (0..16).flat_map(|unit| {
-            [Request::Write { offset: unit * UNIT as u64, len: UNIT }, Request::Flush]
-        });
+        let expected = (0..16)
+            .flat_map(|unit| [Request::Write { offset: unit * UNIT as u64, len: UNIT }, Request::Flush]);
         assert_eq!(asked, expected.collect::<Vec<_>>());
     }
 }

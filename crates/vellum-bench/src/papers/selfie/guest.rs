@@ -98,8 +98,9 @@ fn phase(trace: &Trace, name: &str) -> Vec<Request> {
     for (_, request) in of_it {
         match *request {
             Request::Write { offset, len } | Request::Zero { offset, len } => {
-                requests.extend((0..len).step_by(REQUEST).map(|from| {
-                    Request::Write { offset: offset + from as u64, len: REQUEST.min(len - from) }
+                requests.extend((0..len).step_by(REQUEST).map(|from| Request::Write {
+                    offset: offset + from as u64,
+                    len: REQUEST.min(len - from),
                 }));
             }
             Request::WriteThrough { offset, len } => {
@@ -153,7 +154,9 @@ impl Scene {
                 let content = content.clone();
                 async move {
                     match request {
-                        Request::Write { offset, len } => engine.write(offset, &content.of(offset, len)).await,
+                        Request::Write { offset, len } => {
+                            engine.write(offset, &content.of(offset, len)).await
+                        }
                         Request::Read { offset, len } => engine.read(offset, len).await,
                         _ => Ok(()),
                     }
@@ -225,15 +228,20 @@ mod tests {
     fn a_guest_costs_what_the_model_says_and_its_packing_units_tell_of_themselves() {
         let stage = Stage { drive: Drive::Hdd, below: Below::ThinVolume, packs: 100 };
         let requests = (0..32).map(|index| write(index << 20, UNIT)).chain([Request::Flush]).collect();
-        let guest = |noise_percent| Recorded { counted: Vec::clone(&requests), noise_percent, ..Recorded::default() };
+        let guest =
+            |noise_percent| Recorded { counted: Vec::clone(&requests), noise_percent, ..Recorded::default() };
         let [packs, noise] = [0, 100].map(|percent| play(Image::Zoned, stage, &guest(percent)).unwrap());
-        assert_eq!((packs.packed, packs.writes, packs.flushes), (32, 32, 2), "its flush, and that at the end");
+        assert_eq!(
+            (packs.packed, packs.writes, packs.flushes),
+            (32, 32, 1),
+            "nothing is left for the flush at the end"
+        );
         assert!(noise.packed == 0 && noise.writes > 32, "{noise:?}");
         assert!(packs.seconds < noise.seconds, "{packs:?} {noise:?}");
         let host = play(Image::Host, stage, &guest(0)).unwrap();
         assert_eq!((host.writes, host.packed), (32, 0));
         let log = replayed_log(stage, &requests).unwrap();
-        assert!(log >= host.seconds, "one at a time: {log} {host:?}");
+        assert!((0.8..1.2).contains(&(log / host.seconds)), "the same calls: {log} {host:?}");
     }
 
     #[test]

@@ -2,8 +2,8 @@
 
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use vellum_core::{
@@ -113,7 +113,9 @@ impl Scene {
         let engine = match image {
             Image::Host => Engine::Disk(Raw::open(drive.clone(), false, &tally)),
             Image::Zoned | Image::Table => {
-                Engine::Disk(world.run(open(storage, image == Image::Zoned, disk, &tally))?)
+                let (opened, data_offset) = world.run(open(storage, image == Image::Zoned, disk, &tally))?;
+                drive.count_from(data_offset + if stage.below == Below::File { ZONE } else { 0 });
+                Engine::Disk(opened)
             }
             Image::Qcow2 => Engine::Then(Then::new(Kind::Qcow2, storage)),
             Image::Fvd => Engine::Then(Then::new(Kind::Fvd, storage)),
@@ -201,13 +203,20 @@ impl Scene {
     }
 }
 
-async fn open(storage: SharedStorage, has_zones: bool, size: u64, tally: &HostTally) -> Result<SharedDisk> {
+/// A new image, and where its units begin.
+async fn open(
+    storage: SharedStorage,
+    has_zones: bool,
+    size: u64,
+    tally: &HostTally,
+) -> Result<(SharedDisk, u64)> {
     let options =
         CreateOptions { size, has_table: true, has_zones, uuid: Some([7; 16]), ..CreateOptions::default() };
     let made = create(&*storage, &options).await?;
-    if made.places().data_offset().bytes() > KEPT - 2 * ZONE {
+    let data_offset = made.places().data_offset().bytes();
+    if data_offset > KEPT - 2 * ZONE {
         return Err(Error::invalid("the drive would forget metadata"));
     }
     let options = OpenOptions { tally: tally.clone(), journal_key: Some(1), ..OpenOptions::default() };
-    Ok(Native::open(storage, None, options).await?)
+    Ok((Native::open(storage, None, options).await?, data_offset))
 }

@@ -79,26 +79,40 @@ pub(super) fn rates(rates: &[Rate], today: &Today) -> Vec<Row> {
     });
     let best = best.flatten().reduce(f64::max);
     rows.add("S1", "zoned over the others, at best", "5", best, "", |v| v >= 5.0);
-    rows.add("S2", "zoned over QCOW2, all threads", "2 to 8", ratio(small(Zoned, most), small(Qcow2, most)), "", |v| {
-        v >= 2.0
-    });
-    rows.add("S2", "zoned over FVD, all threads", "2 to 8", ratio(small(Zoned, most), small(Fvd, most)), "", |v| {
-        v >= 2.0
-    });
+    rows.add(
+        "S2",
+        "zoned over QCOW2, all threads",
+        "2 to 8",
+        ratio(small(Zoned, most), small(Qcow2, most)),
+        "",
+        |v| v >= 2.0,
+    );
+    rows.add(
+        "S2",
+        "zoned over FVD, all threads",
+        "2 to 8",
+        ratio(small(Zoned, most), small(Fvd, most)),
+        "",
+        |v| v >= 2.0,
+    );
     rows.add("S4", "64 KiB, 1 thread: HOST (fitted)", "6 MB/s", small(Host, 1), " MB/s", |v| {
         (4.5..=7.5).contains(&v)
     });
     rows.add("S4", "  QCOW2", "3.5 MB/s", small(Qcow2, 1), " MB/s", |v| (2.6..=4.4).contains(&v));
     rows.add("S4", "  FVD over HOST", "1", ratio(small(Fvd, 1), small(Host, 1)), "", |v| v >= 0.9);
     rows.add("S4", "  zoned over HOST", "1", ratio(small(Zoned, 1), small(Host, 1)), "", |v| v >= 0.95);
-    rows.add("S4", "  zoned over HOST, thin volume", "1", ratio(thin(Zoned, 1), thin(Host, 1)), "", |v| v >= 0.95);
+    rows.add("S4", "  zoned over HOST, thin volume", "1", ratio(thin(Zoned, 1), thin(Host, 1)), "", |v| {
+        v >= 0.95
+    });
     rows.add("S4", "  zoned over QCOW2", "1.7", ratio(small(Zoned, 1), small(Qcow2, 1)), "", |v| v >= 1.7);
     let now = today.megabytes_per_second;
     rows.add("S4", "  zoned over QEMU of today (log)", "-", ratio(small(Zoned, 1), now), "", |v| v >= 1.7);
     let linear = 0.75 * most as f64;
     rows.add("S5", "zoned, all threads over one", "near linear", growth(Zoned, Volume), "", |v| v >= linear);
     rows.add("S5", "  on a thin volume", "near linear", growth(Zoned, ThinVolume), "", |v| v >= linear);
-    rows.add("S5", "  in MB/s, against the most of S6", "33 MB/s", small(Zoned, most), " MB/s", |v| v >= 33.0);
+    rows.add("S5", "  in MB/s, against the most of S6", "33 MB/s", small(Zoned, most), " MB/s", |v| {
+        v >= 33.0
+    });
     rows.add("S5", "  the same, thin volume", "33 MB/s", thin(Zoned, most), " MB/s", |v| v >= 33.0);
     rows.add("S5", "HOST, all threads over one", "little", growth(Host, Volume), "", |v| v <= 2.0);
     let large = 4096 * K;
@@ -150,7 +164,9 @@ pub(super) fn copies(copies: &[Copied]) -> Vec<Row> {
     let mut rows = Rows::default();
     for below in [Below::Volume, Below::ThinVolume] {
         let find = |image, packs| {
-            copies.iter().find(|copy| (copy.image, copy.stage.below, copy.stage.packs) == (image, below, packs))
+            copies
+                .iter()
+                .find(|copy| (copy.image, copy.stage.below, copy.stage.packs) == (image, below, packs))
         };
         let time = |image, packs| find(image, packs).map(|copy| copy.dd.seconds);
         let is_thin = below == Below::ThinVolume;
@@ -159,7 +175,9 @@ pub(super) fn copies(copies: &[Copied]) -> Vec<Row> {
             find(Zoned, 100).map(|copy| copy.dd.read_seconds),
             find(Host, 100).map(|copy| copy.dd.read_seconds),
         );
-        rows.add("S9", name("dd, read: zoned over HOST", "  thin volume"), "about 1", reads, "", |v| v <= 1.1);
+        rows.add("S9", name("dd, read: zoned over HOST", "  thin volume"), "about 1", reads, "", |v| {
+            v <= 1.1
+        });
         let best = time(Zoned, 100);
         rows.time(
             "S10",
@@ -199,11 +217,18 @@ pub(super) fn copies(copies: &[Copied]) -> Vec<Row> {
         }
         let packed = again.map(|dd| dd.packed as f64);
         let lz4 = ratio(packed.map(|count| count * 4096.0 / LZ4_RATE * 100.0), best);
-        rows.add("S14", "dd, all packs: LZ4 at the paper's 340 MB/s", "no change", lz4, " % of the time", |v| {
-            v <= 3.0
-        });
+        rows.add(
+            "S14",
+            "dd, all packs: LZ4 at the paper's 340 MB/s",
+            "no change",
+            lz4,
+            " % of the time",
+            |v| v <= 3.0,
+        );
         let factors = [Qcow2, Fvd].map(|other| ratio(time(other, 100), best)).into_iter().flatten();
-        rows.add("S3", "dd: over QCOW2 and FVD, the lesser", "1.5 to 4", factors.reduce(f64::min), "", |v| v >= 1.5);
+        rows.add("S3", "dd: over QCOW2 and FVD, the lesser", "1.5 to 4", factors.reduce(f64::min), "", |v| {
+            v >= 1.5
+        });
     }
     rows.0
 }
@@ -228,8 +253,9 @@ pub(super) fn tarballs(copies: &[Copied]) -> Vec<Row> {
 pub(super) fn guests(seen: &[Seen], today: &Today, overwrites: Option<Overwrites>) -> Vec<Row> {
     let mut rows = Rows::default();
     let time = |guest, drive, below, image| {
-        let is_it =
-            |seen: &&Seen| (seen.guest, seen.stage.drive, seen.stage.below, seen.image) == (guest, drive, below, image);
+        let is_it = |seen: &&Seen| {
+            (seen.guest, seen.stage.drive, seen.stage.below, seen.image) == (guest, drive, below, image)
+        };
         seen.iter().find(is_it).map(|seen| seen.played.seconds)
     };
     for below in [Below::Volume, Below::ThinVolume] {
@@ -296,6 +322,12 @@ pub(super) fn recovery(recovered: &Recovered) -> Vec<Row> {
         row("S22", "  no metadata clusters", "21 min", took(), seconds <= 1260.0),
         row("S23", "  reads", "256", counted, reads <= 256),
         row("S23", "  bytes", "16 MiB", mib, mebibytes_read <= 16.0),
-        row("S24", "metadata writes for a unit that packs", "0 at once", format!("{each:.4} later"), each < 0.01),
+        row(
+            "S24",
+            "metadata writes for a unit that packs",
+            "0 at once",
+            format!("{each:.4} later"),
+            each < 0.01,
+        ),
     ]
 }

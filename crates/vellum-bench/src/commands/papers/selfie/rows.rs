@@ -2,7 +2,8 @@
 //!
 //! Where the paper gives a number, a figure of the others' models within a quarter of it counts as met, and one of ours only when it is as
 //! good. Where it gives a curve without numbers: *near linear* is three quarters of the threads, *far below 1* at most 0.7, *about
-//! equal* within a tenth.
+//! equal* within a tenth. Where no unit was born, what packs and what does not are the same to the engine: then rows that compare the two
+//! are missed, whatever they say.
 
 use super::super::Row;
 use super::{Copied, Guest, K, Rate, Seen, Today};
@@ -55,7 +56,8 @@ pub(super) fn rates(rates: &[Rate], today: &Today) -> Vec<Row> {
     let most = hdd().map(|rate| rate.fio.threads).max().unwrap_or(1);
     let all = |image, below, order, request: usize| {
         hdd().filter(move |rate| {
-            let is_work = (rate.fio.order, rate.fio.request, rate.fio.is_again) == (order, request, false);
+            let is_work = (rate.fio.order, rate.fio.request) == (order, request)
+                && !(rate.fio.is_again || rate.fio.is_warm);
             rate.image == image && (rate.stage.below, rate.stage.packs) == (below, 100) && is_work
         })
     };
@@ -74,7 +76,7 @@ pub(super) fn rates(rates: &[Rate], today: &Today) -> Vec<Row> {
     let random = |image, below, threads| at(image, below, Order::Random, 64 * K, threads);
     let growth = |image, below| ratio(in_order(image, below, most), in_order(image, below, 1));
     let mut rows = Rows::default();
-    let best = [Volume, ThinVolume, File].into_iter().flat_map(|below| {
+    let best = [Volume, File].into_iter().flat_map(|below| {
         [Qcow2, Fvd, Qed].map(|other| ratio(in_order(Zoned, below, most), in_order(other, below, most)))
     });
     let best = best.flatten().reduce(f64::max);
@@ -138,6 +140,14 @@ pub(super) fn rates(rates: &[Rate], today: &Today) -> Vec<Row> {
         "",
         |v| v >= 0.95,
     );
+    let warm = |below| {
+        let mut all = hdd().filter(|rate| rate.fio.is_warm && rate.stage.below == below);
+        all.find(|rate| rate.fio.threads == most).map(|rate| rate.megabytes_per_second)
+    };
+    let again = ratio(warm(Volume), small(Zoned, most));
+    rows.add("S7", "  once its table is in memory", "1", again, "", |v| v >= 0.95);
+    let again = ratio(warm(ThinVolume), thin(Zoned, most));
+    rows.add("S7", "  the same, thin volume", "1", again, "", |v| v >= 0.95);
     let far_below = |v: f64| v <= 0.7;
     let host = ratio(random(Host, Volume, 1), small(Host, 1));
     rows.add("S7", "HOST, random over sequential, one thread", "far below 1", host, "", far_below);
@@ -187,14 +197,17 @@ pub(super) fn copies(copies: &[Copied]) -> Vec<Row> {
             -77.0,
         );
         rows.time("S10", "  against FVD", "-66 %", (best, time(Fvd, 100)), -66.0);
+        let is_born = find(Zoned, 100).is_some_and(|copy| copy.dd.packed > 0);
+        // Nothing is that little.
+        let at_most = |percent: f64| if is_born { percent } else { f64::NEG_INFINITY };
         rows.time(
             "S11",
             name("dd, half packs: time added", "  thin volume"),
             "+75 %",
             (time(Zoned, 50), best),
-            75.0,
+            at_most(75.0),
         );
-        rows.time("S11", "  nothing packs", "+153 %", (time(Zoned, 0), best), 153.0);
+        rows.time("S11", "  nothing packs", "+153 %", (time(Zoned, 0), best), at_most(153.0));
         rows.time(
             "S12",
             name("dd, nothing packs: time against QCOW2", "  thin volume"),
@@ -209,26 +222,28 @@ pub(super) fn copies(copies: &[Copied]) -> Vec<Row> {
             name("noise over what packs, against a new file", "  thin volume"),
             "about 0",
             (again.map(|dd| dd.again_seconds), time(Zoned, 0)),
-            10.0,
+            at_most(10.0),
         );
         rows.add("S13", "  reads for it", "0", again.map(|dd| dd.again_reads as f64), "", |v| v < 1.0);
-        if is_thin {
-            continue;
-        }
-        let packed = again.map(|dd| dd.packed as f64);
+        let packed = again.map(|dd| dd.packed as f64).filter(|_| is_born);
         let lz4 = ratio(packed.map(|count| count * 4096.0 / LZ4_RATE * 100.0), best);
         rows.add(
             "S14",
-            "dd, all packs: LZ4 at the paper's 340 MB/s",
+            name("dd, all packs: LZ4 at the paper's 340 MB/s", "  thin volume: LZ4 at the paper's 340 MB/s"),
             "no change",
             lz4,
             " % of the time",
             |v| v <= 3.0,
         );
         let factors = [Qcow2, Fvd].map(|other| ratio(time(other, 100), best)).into_iter().flatten();
-        rows.add("S3", "dd: over QCOW2 and FVD, the lesser", "1.5 to 4", factors.reduce(f64::min), "", |v| {
-            v >= 1.5
-        });
+        rows.add(
+            "S3",
+            name("dd: over QCOW2 and FVD, the lesser", "  thin volume"),
+            "1.5 to 4",
+            factors.reduce(f64::min),
+            "",
+            |v| v >= 1.5,
+        );
     }
     rows.0
 }

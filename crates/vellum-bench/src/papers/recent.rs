@@ -22,6 +22,8 @@ pub(super) struct Recent {
     kept: u64,
     /// Where guest data begins: what is written before is not counted.
     guest_data: AtomicU64,
+    /// Bytes of it that were read.
+    guest_read: AtomicU64,
     blocks: Mutex<Blocks>,
 }
 
@@ -43,7 +45,7 @@ const REQUEST_MAX: u64 = 512 << 10;
 impl Recent {
     pub(super) fn over(inner: Arc<ForgetfulDrive>, kept: u64) -> Arc<Self> {
         let guest_data = AtomicU64::new(u64::MAX);
-        Arc::new(Self { inner, kept, guest_data, blocks: Mutex::default() })
+        Arc::new(Self { inner, kept, guest_data, guest_read: AtomicU64::new(0), blocks: Mutex::default() })
     }
 
     /// What has been asked of it.
@@ -54,6 +56,11 @@ impl Recent {
     /// Guest data begins there.
     pub(super) fn count_from(&self, at: u64) {
         self.guest_data.store(at, Ordering::Release);
+    }
+
+    /// How many bytes of guest data were read.
+    pub(super) fn guest_read(&self) -> u64 {
+        self.guest_read.load(Ordering::Acquire)
     }
 
     /// How many packed blocks were written.
@@ -114,6 +121,9 @@ impl Storage for Recent {
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(async move {
             let mut buffer = self.inner.read(at, buffer).await?;
+            if at.bytes() >= self.guest_data.load(Ordering::Acquire) {
+                self.guest_read.fetch_add(buffer.len() as u64, Ordering::AcqRel);
+            }
             let end = at.bytes() + buffer.len() as u64;
             let guard = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
             for (place, block) in guard.at.range(at.bytes()..end) {

@@ -20,6 +20,8 @@ pub(crate) struct Recovered {
     pub(crate) records: u64,
     pub(crate) reads: u64,
     pub(crate) mebibytes_read: f64,
+    /// Of those what lies in zones: the young ones are read whole.
+    pub(crate) mebibytes_of_zones: f64,
     pub(crate) seconds: f64,
     /// Writes of the image's own while its units were born: zones opened, and what was gathered of full ones.
     pub(crate) metadata_writes: u64,
@@ -54,6 +56,7 @@ pub(crate) fn recovery(drive: Drive, bytes: u64) -> Result<Recovered> {
     scene.world.run(scene.world.sleep(2 * TENDED_EVERY));
     let (before, begun): (IoCounts, _) = (scene.drive.counts(), scene.world.now());
     let storage: SharedStorage = scene.drive.clone();
+    let of_zones = scene.drive.guest_read();
     let recovered = scene.world.run(recover(&storage))?;
     let after = scene.drive.counts();
     Ok(Recovered {
@@ -62,6 +65,7 @@ pub(crate) fn recovery(drive: Drive, bytes: u64) -> Result<Recovered> {
         records: recovered.records,
         reads: after.reads - before.reads,
         mebibytes_read: (after.bytes_read - before.bytes_read) as f64 / f64::from(1 << 20),
+        mebibytes_of_zones: (scene.drive.guest_read() - of_zones) as f64 / f64::from(1 << 20),
         seconds: (scene.world.now() - begun).as_secs_f64(),
         metadata_writes,
     })
@@ -76,6 +80,8 @@ mod tests {
         let (small, large) = (recovery(Drive::Hdd, 1 << 30).unwrap(), recovery(Drive::Hdd, 4 << 30).unwrap());
         for seen in [small, large] {
             assert!(seen.born > 0 && seen.born < seen.units, "{seen:?}");
+            let zones = seen.mebibytes_of_zones;
+            assert!((64.0..=130.0).contains(&zones) && seen.mebibytes_read - zones <= 32.0, "{seen:?}");
             assert!(seen.reads <= 2048 && seen.mebibytes_read <= 160.0, "{seen:?}");
         }
         assert_eq!(recovery(Drive::Hdd, 1 << 30).unwrap(), small);

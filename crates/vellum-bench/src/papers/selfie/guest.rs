@@ -16,7 +16,7 @@ use super::{Image, REQUEST, Stage, UNIT};
 use crate::load::guest::{Bytes, Request};
 use crate::load::trace::Trace;
 
-const BLOCK: u64 = 4096;
+const BLOCK: usize = 4096;
 /// Requests under way at once between two flushes.
 const DEPTH: u64 = 32;
 /// Of PostMark's blocks. Its text is drawn at random, and LZ4 makes nothing shorter that does not come twice; so a block packs when it
@@ -128,7 +128,7 @@ struct Content {
 
 impl Content {
     fn new(noise_percent: u64) -> Arc<Self> {
-        let (same, noise) = (Bytes::Same.make(BLOCK as usize), Bytes::Noise.make(BLOCK as usize));
+        let (same, noise) = (Bytes::Same.make(BLOCK), Bytes::Noise.make(BLOCK));
         Arc::new(Self { same, noise, noise_percent })
     }
 
@@ -136,9 +136,10 @@ impl Content {
         let mut bytes = Vec::with_capacity(len);
         while bytes.len() < len {
             let at = offset + bytes.len() as u64;
-            let within = usize::try_from(at % BLOCK).expect("within a block");
-            let now = (BLOCK as usize - within).min(len - bytes.len());
-            let block = if is_noise(at / BLOCK, self.noise_percent) { &self.noise } else { &self.same };
+            let within = usize::try_from(at % BLOCK as u64).expect("within a block");
+            let now = (BLOCK - within).min(len - bytes.len());
+            let block =
+                if is_noise(at / BLOCK as u64, self.noise_percent) { &self.noise } else { &self.same };
             bytes.extend_from_slice(&block[within..within + now]);
         }
         bytes
@@ -150,7 +151,8 @@ impl Scene {
     fn ask(&self, requests: &[Request], depth: u64, content: &Arc<Content>) -> Result<()> {
         for batch in requests.split_inclusive(|request| *request == Request::Flush) {
             let content = content.clone();
-            self.work(depth, batch.to_vec().into_iter(), move |engine, request| {
+            let requests = Vec::from(batch);
+            self.work(depth, requests.into_iter(), move |engine, request| {
                 let content = content.clone();
                 async move {
                     match request {

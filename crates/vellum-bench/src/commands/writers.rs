@@ -31,7 +31,7 @@ use crate::subjects::{Maker, Subject};
 
 /// Time guests that write, flushed or not, what packs and what does not: the native format, raw and qcow2, in turns
 ///
-/// When nothing is said: writes that allocate, of 1, 4 and 16 guests, in about two minutes. What LZ4 takes for a new unit is measured
+/// When nothing is said: writes that allocate, of 1, 4 and 16 guests, some minutes when the drive is busy. What LZ4 takes for a new unit is measured
 /// beside them, and told as a share of a processor at the rate that was seen.
 #[derive(clap::Args)]
 pub(crate) struct Args {

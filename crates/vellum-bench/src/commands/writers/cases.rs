@@ -88,7 +88,7 @@ impl Case {
     /// Writes of each guest in a turn: some hundredths of a second.
     pub(super) fn operations(&self) -> usize {
         let all = match (self.is_flushed, self.len) {
-            (true, _) => 64,
+            (true, _) => 32,
             (false, 4096) => 1024,
             (false, _) => 256,
         };

@@ -33,8 +33,15 @@ fn guests_that_write() {
     let Some(vellum) = vellum() else {
         return skipped(NO_VELLUM);
     };
-    let arguments =
-        ["--skip-peers", "--rounds", "2", "--only", "new-4k-sync-2", "--only", "overwrite-4k-async-1"];
+    let arguments = [
+        "--skip-peers",
+        "--rounds",
+        "2",
+        "--only",
+        "new-64k-sync-4-half",
+        "--only",
+        "overwrite-4k-async-1-same",
+    ];
     let (report, told) = report("writers", &vellum, &arguments);
     let cases = report["cases"].as_array().expect("cases");
     assert_eq!(cases.len(), 2, "{told}");
@@ -43,7 +50,6 @@ fn guests_that_write() {
         let names: Vec<_> = rows.iter().filter_map(|row| row["subject"].as_str()).collect();
         let expected = [
             "vellum raw",
-            "vellum linear",
             "vellum table",
             "vellum zoned",
             "vellum zoned embed=off",
@@ -55,6 +61,9 @@ fn guests_that_write() {
             assert!(is_positive(row, "/rates/0"), "{told}");
         }
     }
+    assert!(is_positive(&report, "/lz4/text-us") && is_positive(&report, "/lz4/unpack-us"), "{told}");
+    let share = |case: usize| cases[case]["lz4-percent"].as_f64().expect("a share");
+    assert!(share(0) > 0.0 && share(1) == 0.0, "who writes over what is there packs nothing: {told}");
 }
 
 #[test]

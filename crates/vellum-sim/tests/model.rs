@@ -233,8 +233,17 @@ fn a_growing_file_flushes_twice() {
         assert_eq!(write_and_flush(1 << 20).await, (2, 3), "it grows, with a hole");
         assert_eq!(write_and_flush(900 << 10).await, (2, 3), "the hole gets a block");
         assert_eq!(write_and_flush(900 << 10).await, (1, 1));
+        file.preallocate(ImageOffset::new(2 << 20).span(1 << 20)).await.unwrap();
+        assert_eq!(write_and_flush(900 << 10).await, (2, 3), "there is more of the file");
+        assert_eq!(write_and_flush(2 << 20).await, (2, 3), "it was there, and not written");
+        assert_eq!(write_and_flush(2 << 20).await, (1, 1));
+        file.write_zeroes(ImageOffset::new(2 << 20).span(4096), Zeroes::Allocated).await.unwrap();
+        assert_eq!(write_and_flush(2 << 20).await, (2, 3), "it was, and is zero without being written");
+        file.write(ImageOffset::new(3 << 20), Buffer::zeroed(1 << 20)).await.unwrap();
+        file.flush().await.unwrap();
+        assert_eq!(write_and_flush((3 << 20) + 8192).await, (1, 1), "zeros were written there");
     });
-    assert_eq!((file.commits(), file.len()), (202, (1 << 20) + 4096));
+    assert_eq!((file.commits(), file.len()), (206, 4 << 20));
     let read = world.run(file.read(ImageOffset::new(4096), Buffer::zeroed(512))).unwrap();
     assert_eq!(read.to_vec(), [7; 512]);
     let before = (file.commits(), volume.counts());

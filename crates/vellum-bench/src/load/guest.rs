@@ -32,14 +32,6 @@ impl Bytes {
             Self::Same => vec![0x5a; len],
         }
     }
-
-    /// As a word behind a name.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Noise => "noise",
-            Self::Same => "same",
-        }
-    }
 }
 
 /// A request of such a guest.
@@ -89,6 +81,8 @@ pub(crate) struct Guest {
     session: Session,
     bytes: Bytes,
     payload: Vec<u8>,
+    /// Of the other kind, once some was asked for.
+    other: Vec<u8>,
     scratch: Vec<u8>,
 }
 
@@ -101,13 +95,19 @@ impl Guest {
     /// Connects, to write such bytes.
     pub(crate) fn connect_writing(socket: &Path, bytes: Bytes) -> Result<Self> {
         let session = Session::open(socket, false)?;
-        Ok(Self { session, bytes, payload: bytes.make(PAYLOAD_BYTES), scratch: Vec::new() })
+        Ok(Self {
+            session,
+            bytes,
+            payload: bytes.make(PAYLOAD_BYTES),
+            other: Vec::new(),
+            scratch: Vec::new(),
+        })
     }
 
     /// Connects to the export of this name.
     pub(crate) fn connect_to(socket: &Path, export: &str) -> Result<Self> {
         let session = Session::open_export(socket, export, false)?;
-        Ok(Self { session, bytes: Bytes::Noise, payload: Vec::new(), scratch: Vec::new() })
+        Ok(Self { session, bytes: Bytes::Noise, payload: Vec::new(), other: Vec::new(), scratch: Vec::new() })
     }
 
     /// Writes these bytes.
@@ -115,6 +115,15 @@ impl Guest {
         self.payload.clear();
         self.payload.extend_from_slice(bytes);
         self.call(command::WRITE, 0, offset, bytes.len(), bytes.len())
+    }
+
+    /// Writes so many bytes of this kind.
+    pub(crate) fn write_some(&mut self, bytes: Bytes, offset: u64, len: usize) -> Result<()> {
+        if bytes != self.bytes {
+            std::mem::swap(&mut self.payload, &mut self.other);
+            self.bytes = bytes;
+        }
+        self.ask(Request::Write { offset, len })
     }
 
     /// The bytes that are there.

@@ -1,22 +1,29 @@
-//! A forgetful drive with a short memory: packed blocks that were written last are read as they were written.
+//! A forgetful drive with a short memory: packed blocks that were written last are read as they were written, and all are counted.
 //!
-//! A recovery looks for packed blocks in zones that are open, and nowhere else. So it is enough to remember as many as those can have, and an
-//! image of any size fits in memory.
+//! A recovery looks for packed blocks in zones that are open, and who reads gigabytes back needs those of these gigabytes. So it is
+//! enough to remember the last ones, without the zeros at their end, and an image of any size fits in memory.
+//!
+//! A block counts as packed when it is not one byte again and again and its second half is zero: guests here write one byte, or noise.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use vellum_core::{
     Buffer, ImageOffset, ImageSpan, IoCounts, Limits, LocalFuture, Result, Storage, StorageRun, Zeroes,
+    try_join_all,
 };
 use vellum_sim::model::ForgetfulDrive;
 
-/// A forgetful drive that remembers blocks of guest data that are not one byte again and again: packed ones, and noise; the last
-/// ones written.
+/// A forgetful drive that remembers packed blocks: the last ones written.
 pub(super) struct Recent {
     inner: Arc<ForgetfulDrive>,
     /// What lies below is the inner drive's to keep.
     kept: u64,
+    /// Where guest data begins: what is written before is not counted.
+    guest_data: AtomicU64,
+    /// Bytes of it that were read.
+    guest_read: AtomicU64,
     blocks: Mutex<Blocks>,
 }
 
@@ -25,15 +32,20 @@ struct Blocks {
     at: BTreeMap<u64, Vec<u8>>,
     /// As they came.
     order: VecDeque<u64>,
+    /// How many were written.
+    packed: u64,
 }
 
 const BLOCK: usize = 4096;
-/// More than the packed blocks of all zones that are open at a time.
-const RECENT_MAX: usize = 16 << 10;
+/// Those of 16 GiB: more than all zones have that are open at a time, and than a guest here reads back.
+const RECENT_MAX: usize = 256 << 10;
+/// The longest request that a host's block layer passes on.
+const REQUEST_MAX: u64 = 512 << 10;
 
 impl Recent {
     pub(super) fn over(inner: Arc<ForgetfulDrive>, kept: u64) -> Arc<Self> {
-        Arc::new(Self { inner, kept, blocks: Mutex::default() })
+        let guest_data = AtomicU64::new(u64::MAX);
+        Arc::new(Self { inner, kept, guest_data, guest_read: AtomicU64::new(0), blocks: Mutex::default() })
     }
 
     /// What has been asked of it.
@@ -41,17 +53,38 @@ impl Recent {
         self.inner.counts()
     }
 
+    /// Guest data begins there.
+    pub(super) fn count_from(&self, at: u64) {
+        self.guest_data.store(at, Ordering::Release);
+    }
+
+    /// How many bytes of guest data were read.
+    pub(super) fn guest_read(&self) -> u64 {
+        self.guest_read.load(Ordering::Acquire)
+    }
+
+    /// How many packed blocks were written.
+    pub(super) fn packed(&self) -> u64 {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner).packed
+    }
+
     fn note(&self, at: ImageOffset, data: &Buffer) {
-        if at.bytes() < self.kept || !at.bytes().is_multiple_of(BLOCK as u64) {
+        if !at.bytes().is_multiple_of(BLOCK as u64) {
             return;
         }
+        let guest_data = self.guest_data.load(Ordering::Acquire);
         let mut guard = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
-        let Blocks { at: blocks, order } = &mut *guard;
+        let Blocks { at: blocks, order, packed } = &mut *guard;
         let mut place = at.bytes();
         let bytes = data.pieces().flat_map(|piece| piece.chunks(BLOCK));
         for block in bytes {
-            if block.iter().any(|byte| *byte != block[0]) && block.len() == BLOCK {
-                if blocks.insert(place, block.to_vec()).is_none() {
+            let is_packed = is_packed(block);
+            *packed += u64::from(is_packed && place >= guest_data);
+            if place < self.kept {
+                // The inner drive remembers it.
+            } else if is_packed {
+                let len = block.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+                if blocks.insert(place, block[..len].to_vec()).is_none() {
                     order.push_back(place);
                 }
                 if order.len() > RECENT_MAX {
@@ -64,6 +97,12 @@ impl Recent {
             place += block.len() as u64;
         }
     }
+}
+
+fn is_packed(block: &[u8]) -> bool {
+    block.len() == BLOCK
+        && block[BLOCK / 2..].iter().all(|byte| *byte == 0)
+        && block.iter().any(|byte| *byte != block[0])
 }
 
 impl Storage for Recent {
@@ -82,11 +121,14 @@ impl Storage for Recent {
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(async move {
             let mut buffer = self.inner.read(at, buffer).await?;
+            if at.bytes() >= self.guest_data.load(Ordering::Acquire) {
+                self.guest_read.fetch_add(buffer.len() as u64, Ordering::AcqRel);
+            }
             let end = at.bytes() + buffer.len() as u64;
             let guard = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
             for (place, block) in guard.at.range(at.bytes()..end) {
                 let within = usize::try_from(place - at.bytes()).expect("within the buffer");
-                let len = BLOCK.min(buffer.len() - within);
+                let len = block.len().min(buffer.len() - within);
                 buffer.copy_from(within, &block[..len]);
             }
             drop(guard);
@@ -107,7 +149,16 @@ impl Storage for Recent {
         // A host that makes zeros by itself writes none.
         match self.limits().fast_zeroes {
             true => self.inner.discard(span),
-            false => self.inner.write_zeroes(span, how),
+            // One that writes them does so request by request.
+            false => Box::pin(async move {
+                let places = (span.start().bytes()..span.end().bytes())
+                    .step_by(usize::try_from(REQUEST_MAX).expect("64 bits"));
+                let requests = places.map(|at| {
+                    let len = REQUEST_MAX.min(span.end().bytes() - at);
+                    self.inner.write_zeroes(ImageOffset::new(at).span(len), how)
+                });
+                try_join_all(requests).await.map(drop)
+            }),
         }
     }
 

@@ -8,7 +8,8 @@
 //! ```
 //!
 //! So a flush of a growing file is two flushes of the drive and two writes to the journal, far from the file. Who asks for a flush
-//! while a commit is under way shares the next one. Blocks count as new once; zeroing or discarding gives none back.
+//! while a commit is under way shares the next one. A block is new until it is written: what was zeroed or preallocated without
+//! writing is marked as unwritten, and taking that mark off is a change like giving out a block.
 //!
 //! Left out: where ext4 puts blocks (a file lies in one piece), its other metadata, the checkpoint of its journal, and the page cache:
 //! a write is answered by the drive, as with O_DIRECT.
@@ -48,7 +49,7 @@ pub struct HostFile {
 #[derive(Default)]
 struct State {
     len: u64,
-    /// Blocks that the file has: first to end, joined.
+    /// Blocks that were written: first to end, joined.
     blocks: BTreeMap<u64, u64>,
     /// Whether the file system has something to commit.
     is_changed: bool,
@@ -67,6 +68,27 @@ enum Turn {
 }
 
 impl State {
+    /// The file is so long, and something is to be committed.
+    fn change(&mut self, span: ImageSpan) {
+        self.len = self.len.max(span.end().bytes());
+        self.is_changed = true;
+    }
+
+    /// Blocks that lie in the run as a whole are as if they were never written.
+    fn unwrite(&mut self, span: ImageSpan) {
+        let (first, end) = (span.start().bytes().div_ceil(BLOCK), span.end().bytes() / BLOCK);
+        let touched: Vec<_> = self.blocks.range(..end).rev().map(|(at, stop)| (*at, *stop)).collect();
+        for (at, stop) in touched.into_iter().take_while(|(_, stop)| *stop > first) {
+            self.blocks.remove(&at);
+            if at < first {
+                self.blocks.insert(at, first);
+            }
+            if stop > end {
+                self.blocks.insert(end, stop);
+            }
+        }
+    }
+
     /// The blocks of a write are the file's from here on.
     fn touch(&mut self, span: ImageSpan) {
         if span.is_empty() {
@@ -196,15 +218,15 @@ impl Storage for HostFile {
         })
     }
 
-    /// Zeros are extents that the file system marks: nothing is written but what the next flush commits. The volume's discards give
+    /// Zeros are extents that the file system marks as unwritten: nothing is written but what the next flush commits. The volume's discards give
     /// zeros, as those of simulated drives do unless they are told otherwise.
     fn write_zeroes(&self, span: ImageSpan, _how: Zeroes) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             let place = self.place(span.start())?;
             self.volume.discard(place.span(span.len())).await?;
             let mut state = self.lock();
-            state.touch(span);
-            state.is_changed = true;
+            state.unwrite(span);
+            state.change(span);
             Ok(())
         })
     }
@@ -212,7 +234,11 @@ impl Storage for HostFile {
     fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             let place = self.place(span.start())?;
-            self.lock().is_changed = true;
+            {
+                let mut state = self.lock();
+                state.unwrite(span);
+                state.is_changed = true;
+            }
             self.volume.discard(place.span(span.len())).await
         })
     }
@@ -222,7 +248,9 @@ impl Storage for HostFile {
             let old = {
                 let mut state = self.lock();
                 state.is_changed = true;
-                std::mem::replace(&mut state.len, len)
+                let old = std::mem::replace(&mut state.len, len);
+                state.unwrite(ImageSpan::between(ImageOffset::new(len.min(old)), ImageOffset::new(old)));
+                old
             };
             let place = self.place(ImageOffset::new(len))?;
             self.volume.discard(place.span(old.saturating_sub(len))).await
@@ -231,7 +259,7 @@ impl Storage for HostFile {
 
     fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            self.lock().touch(span);
+            self.lock().change(span);
             Ok(())
         })
     }

@@ -1,15 +1,24 @@
-//! `vellum-bench papers selfie`: its Figures 5 to 8 and 10, each figure beside the paper's, met or missed.
+//! `vellum-bench papers selfie`: its Figures 5 to 10 and two thirds of its Table 1, each figure beside the paper's, met or missed.
 
+mod rows;
+
+use std::path::PathBuf;
 use std::time::SystemTime;
 
 use serde::Serialize;
 use vellum_core::Result;
 
 use super::{Row, on_all_processors, tell};
-use crate::papers::selfie::{Below, Dd, Drive, Fio, Image, Order, Recovered, Stage, dd, fio, recovery};
+use crate::cost::lab::Lab;
+use crate::papers::fvd::todays_log;
+use crate::papers::selfie::{
+    Below, Dd, Drive, Fio, Image, Order, Overwrites, Played, Recorded, Recovered, Stage, dd, fio, play,
+    recovery, replayed_log, requests,
+};
 use crate::report::{Output, Table, say_json};
+use crate::server::Vellum;
 
-/// Selfie, SYSTOR 2015: synchronous writers, dd with one sync, recovery (rows S4 to S13, S22 and S23)
+/// Selfie, SYSTOR 2015: synchronous writers, dd, mkfs, copy, PostMark, recovery (rows S1 to S24)
 ///
 /// Figures are simulated: they tell what an order of operations costs on a modelled drive, and nothing of this machine. The same
 /// command says the same each time. The drive's model was fitted to one figure, HOST in row S4; all others are what comes of it.
@@ -18,9 +27,18 @@ pub(super) struct Args {
     /// Requests of 64 KiB, 1 and 8 threads, an eighth of the bytes; recovery of 4 GiB
     #[arg(long)]
     quick: bool,
-    /// On the model of the SSD, too
+    /// Figures 5 to 7 on the model of the SSD, too
     #[arg(long)]
     ssd: bool,
+    /// Where recorded traces are: mkfs_ext4_8g.csv.xz and postmark_selfie_small.csv.xz (rows S15 and S18 to S20)
+    #[arg(long, value_name = "DIR")]
+    traces: Option<PathBuf>,
+    /// Where QEMU's image is made, whose calls are replayed; beside this program when not given
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// A vellum; it is not looked at
+    #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse, hide = true)]
+    vellum: Option<Vellum>,
     /// What goes to stdout: the table, or all figures as JSON (the table goes to stderr then)
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
@@ -44,6 +62,34 @@ struct Copied {
     dd: Dd,
 }
 
+/// Recorded guests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Guest {
+    Mkfs,
+    Postmark,
+}
+
+#[derive(Debug, Clone, Copy, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Seen {
+    guest: Guest,
+    image: Image,
+    stage: Stage,
+    played: Played,
+}
+
+/// What QEMU's qcow2 asks of its host today, its calls one after the other on the modelled HDD.
+#[derive(Debug, Clone, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Today {
+    programs: Vec<String>,
+    /// One thread, requests of 64 KiB.
+    megabytes_per_second: Option<f64>,
+    mkfs_seconds: Option<f64>,
+    postmark_seconds: Option<f64>,
+}
+
 /// Everything that was found, for programs.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -51,18 +97,66 @@ struct Report {
     unix_seconds: u64,
     rates: Vec<Rate>,
     copies: Vec<Copied>,
+    guests: Vec<Seen>,
+    overwrites: Option<Overwrites>,
+    today: Today,
     recovered: Vec<(Drive, Recovered)>,
     rows: Vec<Row>,
 }
 
 const K: usize = 1 << 10;
+/// Who takes part where an image is a volume.
+const ON_VOLUMES: [Image; 5] = [Image::Host, Image::Zoned, Image::Table, Image::Qcow2, Image::Fvd];
+/// The paper's tarball.
+const TARBALL: u64 = 77_000_000;
 
 pub(super) fn run(args: &Args) -> Result<()> {
     let table = Table::to(args.output);
+    table.say("simulated: HDD 7200 rpm (WD3200AAJS) and SSD SATA (840 EVO)");
+    let mut rates = figures(args, table)?;
+    rates.extend(mixed(args, table)?);
+    let bytes = if args.quick { 256 << 20 } else { 8_000_000_000 / (512 * K as u64) * (512 * K as u64) };
+    let copies = copied(bytes, table)?;
+    let tarballs = tarball(table)?;
+    let guests = recorded(args, table)?;
+    let today = match of_today(args, &guests.0) {
+        Ok(today) => today,
+        Err(error) => {
+            table.say(&format!("skipped: QEMU of today: {}", error.chain()));
+            Today::default()
+        }
+    };
+    show_today(&today, table);
+    let bytes = if args.quick { 4 << 30 } else { 128 << 30 };
+    let recovered =
+        on_all_processors(&[Drive::Hdd, Drive::Ssd], |drive| Ok((*drive, recovery(*drive, bytes)?)))?;
+    table.say("");
+    table.say(&format!("Figure 10, recovery of {} GiB, all of it packs", bytes >> 30));
+    for (drive, Recovered { units, born, records, reads, mebibytes_read, seconds, .. }) in &recovered {
+        table.say(&format!(
+            "  {drive:?}: {units} units, {born} told by their blocks alone, {records} records; {reads} reads, \
+             {mebibytes_read:.1} MiB, {seconds:.2} s"
+        ));
+    }
+    let (seen, overwrites) = guests;
+    let mut rows = rows::rates(&rates, &today);
+    rows.extend(rows::copies(&copies));
+    rows.extend(rows::tarballs(&tarballs));
+    rows.extend(rows::guests(&seen, &today, overwrites));
+    rows.extend(rows::recovery(&recovered[0].1));
+    tell(&rows, table);
+    if args.output == Output::Json {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let copies = copies.into_iter().chain(tarballs).collect();
+        let unix_seconds = now.as_secs();
+        say_json(&Report { unix_seconds, rates, copies, guests: seen, overwrites, today, recovered, rows });
+    }
+    Ok(())
+}
+
+/// Figures 5 to 7.
+fn figures(args: &Args, table: Table) -> Result<Vec<Rate>> {
     let drives: &[Drive] = if args.ssd { &[Drive::Hdd, Drive::Ssd] } else { &[Drive::Hdd] };
-    table.say(
-        "simulated: HDD 7200 rpm (WD3200AAJS) and SSD SATA (840 EVO); MB/s of threads that write and flush",
-    );
     let threads: &[u64] = if args.quick { &[1, 8] } else { &[1, 2, 4, 8, 16] };
     let mut rates = Vec::new();
     for drive in drives {
@@ -75,57 +169,38 @@ pub(super) fn run(args: &Args) -> Result<()> {
         ] {
             let stage = Stage { drive: *drive, below, packs: 100 };
             table.say("");
-            table.say(&format!("{figure}, {drive:?}"));
-            let jobs = jobs(stage, order, threads, args.quick);
-            let seen = on_all_processors(&jobs, |(image, stage, work)| {
-                let megabytes_per_second = fio(*image, *stage, *work)?;
-                Ok(Rate { image: *image, stage: *stage, fio: *work, megabytes_per_second })
-            })?;
+            table.say(&format!("{figure}, {drive:?}: MB/s of threads that write and flush"));
+            let seen = measured(&jobs(stage, order, threads, args.quick))?;
             show(&seen, threads, table);
             rates.extend(seen);
+            if order == Order::Random && *drive == Drive::Hdd {
+                let warm = [1, threads[threads.len() - 1]].map(|threads| {
+                    let (request, bytes) = (64 * K, bytes(args.quick));
+                    (
+                        Image::Zoned,
+                        stage,
+                        Fio { threads, request, order, bytes, is_again: false, is_warm: true },
+                    )
+                });
+                let warm = measured(&warm)?;
+                table.say(&format!(
+                    "  vellum zoned, 64 KiB, all of its table read before: {:.1} and {:.1}",
+                    warm[0].megabytes_per_second, warm[1].megabytes_per_second
+                ));
+                rates.extend(warm);
+            }
         }
     }
-    let bytes = if args.quick { 256 << 20 } else { 8_000_000_000 / (512 * K as u64) * (512 * K as u64) };
-    let jobs: Vec<(Image, u32)> = [Image::Host, Image::Zoned, Image::Table, Image::Qcow2, Image::Fvd]
-        .into_iter()
-        .map(|image| (image, 100))
-        .chain([(Image::Zoned, 50), (Image::Zoned, 0)])
-        .collect();
-    let copies = on_all_processors(&jobs, |(image, packs)| {
-        let stage = Stage { drive: Drive::Hdd, below: Below::ThinVolume, packs: *packs };
-        let dd = dd(*image, stage, bytes, *image == Image::Zoned && *packs == 100)?;
-        Ok(Copied { image: *image, stage, dd })
-    })?;
-    table.say("");
-    table.say(&format!(
-        "Figure 8, dd of {} MB and one sync, on a thin volume, Hdd: seconds",
-        bytes / 1_000_000
-    ));
-    for Copied { image, stage, dd } in &copies {
-        let again = dd.again_seconds.map_or_else(String::new, |seconds| {
-            format!("; noise over it {seconds:.1}, {} reads", dd.again_reads)
-        });
-        table.say(&format!("  {:<24} {:>3} % pack {:>8.1}{again}", image.name(), stage.packs, dd.seconds));
-    }
-    let bytes = if args.quick { 4 << 30 } else { 128 << 30 };
-    let recovered = on_all_processors(drives, |drive| Ok((*drive, recovery(*drive, bytes)?)))?;
-    table.say("");
-    table.say(&format!("Figure 10, recovery of {} GiB, all of it packs", bytes >> 30));
-    for (drive, Recovered { units, born, records, reads, mebibytes_read, seconds }) in &recovered {
-        table.say(&format!(
-            "  {drive:?}: {units} units, {born} told by their blocks alone, {records} records; {reads} reads, \
-             {mebibytes_read:.1} MiB, {seconds:.2} s"
-        ));
-    }
-    let mut rows = rate_rows(&rates);
-    rows.extend(copy_rows(&copies));
-    rows.extend(recovery_rows(&recovered[0].1));
-    tell(&rows, table);
-    if args.output == Output::Json {
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        say_json(&Report { unix_seconds: now.as_secs(), rates, copies, recovered, rows });
-    }
-    Ok(())
+    Ok(rates)
+}
+
+type Job = (Image, Stage, Fio);
+
+fn measured(jobs: &[Job]) -> Result<Vec<Rate>> {
+    on_all_processors(jobs, |(image, stage, work)| {
+        let megabytes_per_second = fio(*image, *stage, *work)?;
+        Ok(Rate { image: *image, stage: *stage, fio: *work, megabytes_per_second })
+    })
 }
 
 /// QED needs a file.
@@ -133,18 +208,26 @@ fn takes_part(image: Image, below: Below) -> bool {
     image != Image::Qed || below == Below::File
 }
 
-fn jobs(stage: Stage, order: Order, threads: &[u64], is_quick: bool) -> Vec<(Image, Stage, Fio)> {
+/// More than lies ready.
+fn bytes(is_quick: bool) -> u64 {
+    if is_quick { 32 << 20 } else { 256 << 20 }
+}
+
+fn jobs(stage: Stage, order: Order, threads: &[u64], is_quick: bool) -> Vec<Job> {
+    let requests: &[usize] = if is_quick { &[64 * K] } else { &[64 * K, 512 * K, 4096 * K] };
     let mut jobs = Vec::new();
-    // On a volume whose zeros are written, a zoned image whose writers want more units than lie ready can stand still: dd, with
-    // requests of 512 KiB, 32 at a time, did not end there. So larger requests are told of a thin volume alone.
-    let is_small = is_quick || stage.below == Below::Volume;
-    let requests: &[usize] = if is_small { &[64 * K] } else { &[64 * K, 512 * K, 4096 * K] };
     for request in requests {
         for image in Image::ALL.into_iter().filter(|image| takes_part(*image, stage.below)) {
             for threads in threads {
-                // More than lies ready.
-                let bytes = if is_quick { 32 << 20 } else { 256 << 20 };
-                jobs.push((image, stage, Fio { threads: *threads, request: *request, order, bytes }));
+                let work = Fio {
+                    threads: *threads,
+                    request: *request,
+                    order,
+                    bytes: bytes(is_quick),
+                    is_again: false,
+                    is_warm: false,
+                };
+                jobs.push((image, stage, work));
             }
         }
     }
@@ -161,202 +244,167 @@ fn show(rates: &[Rate], threads: &[u64], table: Table) {
     }
 }
 
-fn rate_rows(rates: &[Rate]) -> Vec<Row> {
-    let most = rates.iter().map(|rate| rate.fio.threads).max().unwrap_or(1);
-    let at = |image, below, order, request: usize, threads| {
-        let is_it = |rate: &&Rate| {
-            let Rate { stage, fio, .. } = rate;
-            rate.image == image
-                && (stage.drive, stage.below) == (Drive::Hdd, below)
-                && (fio.order, fio.request, fio.threads) == (order, request, threads)
-        };
-        rates.iter().find(is_it).map(|rate| rate.megabytes_per_second)
-    };
-    let small = |image, threads| at(image, Below::Volume, Order::Sequential, 64 * K, threads);
-    let file = |image, threads| at(image, Below::File, Order::Sequential, 64 * K, threads);
-    let random = |image, threads| at(image, Below::Volume, Order::Random, 64 * K, threads);
-    let thin = |image, threads| at(image, Below::ThinVolume, Order::Sequential, 64 * K, threads);
-    let thin_random = |image, threads| at(image, Below::ThinVolume, Order::Random, 64 * K, threads);
-    let peak = |image, below, request: usize| {
-        let of = |rate: &&Rate| {
-            rate.image == image
-                && (rate.stage.drive, rate.stage.below) == (Drive::Hdd, below)
-                && (rate.fio.order, rate.fio.request) == (Order::Sequential, request)
-        };
-        rates.iter().filter(of).map(|rate| rate.megabytes_per_second).reduce(f64::max)
-    };
-    let ratio = |one: Option<f64>, other: Option<f64>| one.zip(other).map(|(one, other)| one / other);
-    let mut rows = Vec::new();
-    let mut row = |id, what, paper, value: Option<f64>, unit: &str, is_met: &dyn Fn(f64) -> bool| {
-        if let Some(value) = value {
-            rows.push(Row { id, what, paper, ours: format!("{value:.2}{unit}"), is_met: is_met(value) });
+/// What packs and what does not, and noise over what packs (the paper's Z overwritten by N).
+const MIXES: [(&str, u32, bool); 4] = [
+    ("all packs", 100, false),
+    ("half packs", 50, false),
+    ("nothing packs", 0, false),
+    ("noise over what packs", 0, true),
+];
+
+fn mixed(args: &Args, table: Table) -> Result<Vec<Rate>> {
+    let most = if args.quick { 8 } else { 16 };
+    let columns: Vec<(Below, u64)> = [Below::Volume, Below::ThinVolume, Below::File]
+        .into_iter()
+        .flat_map(|below| [(below, 1), (below, most)])
+        .collect();
+    let mut jobs = Vec::new();
+    for (_, packs, is_again) in MIXES {
+        for (below, threads) in &columns {
+            let stage = Stage { drive: Drive::Hdd, below: *below, packs };
+            let bytes = bytes(args.quick) / 2;
+            let order = Order::Sequential;
+            jobs.push((
+                Image::Zoned,
+                stage,
+                Fio { threads: *threads, request: 64 * K, order, bytes, is_again, is_warm: false },
+            ));
         }
-    };
-    use Image::{Fvd, Host, Qcow2, Qed, Zoned};
-    row("S4", "64 KiB, 1 thread: HOST (fitted)", "6 MB/s", small(Host, 1), " MB/s", &|v| {
-        (4.5..=7.5).contains(&v)
-    });
-    row("S4", "  QCOW2", "3.5 MB/s", small(Qcow2, 1), " MB/s", &|v| (2.6..=4.4).contains(&v));
-    row("S4", "  FVD over HOST", "1", ratio(small(Fvd, 1), small(Host, 1)), "", &|v| v >= 0.9);
-    row("S4", "  zoned over HOST", "1", ratio(small(Zoned, 1), small(Host, 1)), "", &|v| v >= 0.95);
-    row("S4", "  zoned over QCOW2", "1.7", ratio(small(Zoned, 1), small(Qcow2, 1)), "", &|v| v >= 1.7);
-    let linear = 0.75 * most as f64;
-    let growth = |of: &dyn Fn(Image, u64) -> Option<f64>, image| ratio(of(image, most), of(image, 1));
-    row("S5", "zoned, all threads over one", "near linear", growth(&small, Zoned), "", &|v| v >= linear);
-    row("S5", "  on a thin volume", "near linear", growth(&thin, Zoned), "", &|v| v >= linear);
-    row("S5", "HOST, all threads over one", "little", growth(&small, Host), "", &|v| v <= 2.0);
-    row(
-        "S2",
-        "zoned over QCOW2, all threads",
-        "2 to 8",
-        ratio(small(Zoned, most), small(Qcow2, most)),
-        "",
-        &|v| v >= 2.0,
-    );
-    row(
-        "S2",
-        "zoned over FVD, all threads",
-        "2 to 8",
-        ratio(small(Zoned, most), small(Fvd, most)),
-        "",
-        &|v| v >= 2.0,
-    );
-    row(
-        "S6",
-        "zoned at its most, 4 MiB, thin volume",
-        "33 MB/s",
-        peak(Zoned, Below::ThinVolume, 4096 * K),
-        " MB/s",
-        &|v| v >= 33.0,
-    );
-    row("S6", "HOST at its most, 4 MiB", "80 MB/s", peak(Host, Below::ThinVolume, 4096 * K), " MB/s", &|v| {
-        (64.0..=96.0).contains(&v)
-    });
-    row(
-        "S7",
-        "zoned, random over sequential",
-        "1",
-        ratio(random(Zoned, most), small(Zoned, most)),
-        "",
-        &|v| v >= 0.95,
-    );
-    row(
-        "S7",
-        "HOST, random over sequential, one thread",
-        "far below 1",
-        ratio(random(Host, 1), small(Host, 1)),
-        "",
-        &|v| v <= 0.7,
-    );
-    row(
-        "S7",
-        "  zoned, on a thin volume",
-        "1",
-        ratio(thin_random(Zoned, most), thin(Zoned, most)),
-        "",
-        &|v| v >= 0.95,
-    );
-    row(
-        "S8",
-        "zoned, file over thin volume, all threads",
-        "1",
-        ratio(file(Zoned, most), thin(Zoned, most)),
-        "",
-        &|v| v >= 0.9,
-    );
-    row(
-        "S8",
-        "QCOW2, file over volume, all threads",
-        "far below 1",
-        ratio(file(Qcow2, most), small(Qcow2, most)),
-        "",
-        &|v| v <= 0.7,
-    );
-    row(
-        "S8",
-        "FVD, file over volume, all threads",
-        "far below 1",
-        ratio(file(Fvd, most), small(Fvd, most)),
-        "",
-        &|v| v <= 0.7,
-    );
-    row(
-        "S8",
-        "QED over QCOW2 in a file, all threads",
-        "above 1",
-        ratio(file(Qed, most), file(Qcow2, most)),
-        "",
-        &|v| v > 1.0,
-    );
-    row(
-        "S8",
-        "zoned over QED in a file, all threads",
-        "far above 1",
-        ratio(file(Zoned, most), file(Qed, most)),
-        "",
-        &|v| v >= 2.0,
-    );
-    rows
-}
-
-fn copy_rows(copies: &[Copied]) -> Vec<Row> {
-    let find = |image, packs| copies.iter().find(|copy| copy.image == image && copy.stage.packs == packs);
-    let seconds = |image, packs| find(image, packs).map_or(f64::NAN, |copy| copy.dd.seconds);
-    let more = |one: f64, other: f64| (one / other - 1.0) * 100.0;
-    let (best, half, none) =
-        (seconds(Image::Zoned, 100), seconds(Image::Zoned, 50), seconds(Image::Zoned, 0));
-    let (qcow2, fvd) = (seconds(Image::Qcow2, 100), seconds(Image::Fvd, 100));
-    let row = |id, what, paper, value: f64, most: f64| Row {
-        id,
-        what,
-        paper,
-        ours: format!("{value:+.0} %"),
-        is_met: value <= most,
-    };
-    let mut rows = vec![
-        row("S10", "dd, all packs: time against QCOW2", "-77 %", more(best, qcow2), -77.0),
-        row("S10", "dd, all packs: time against FVD", "-66 %", more(best, fvd), -66.0),
-        row("S11", "dd, half packs: time added", "+75 %", more(half, best), 75.0),
-        row("S11", "dd, nothing packs: time added", "+153 %", more(none, best), 153.0),
-        row("S12", "dd, nothing packs: time against QCOW2", "-43 %", more(none, qcow2), -43.0),
-        row("S12", "dd, nothing packs: time against FVD", "-19 %", more(none, fvd), -19.0),
-    ];
-    if let Some((dd, again)) =
-        find(Image::Zoned, 100).and_then(|copy| Some((copy.dd, copy.dd.again_seconds?)))
-    {
-        rows.push(row(
-            "S13",
-            "noise over what packs, against a new file",
-            "about 0",
-            more(again, none),
-            10.0,
-        ));
-        let (ours, is_met) = (dd.again_reads.to_string(), dd.again_reads == 0);
-        rows.push(Row { id: "S13", what: "  reads for it", paper: "0", ours, is_met });
     }
-    rows
+    let rates = measured(&jobs)?;
+    table.say("");
+    table.say("vellum zoned by what is written, sequential, 64 KiB, Hdd: MB/s");
+    let names: String = ["volume", "thin volume", "file"].map(|name| format!("{name:>18}")).concat();
+    table.say(&format!("  {:<24}{names}", ""));
+    let threads = format!("{:>9}{most:>9}", 1).repeat(3);
+    table.say(&format!("  {:<24}{threads}", "threads"));
+    for ((name, ..), line) in MIXES.iter().zip(rates.chunks(columns.len())) {
+        let values: String = line.iter().map(|rate| format!("{:>9.1}", rate.megabytes_per_second)).collect();
+        table.say(&format!("  {name:<24}{values}"));
+    }
+    Ok(rates)
 }
 
-/// The paper's three ways need so many reads: one lead block each, one metadata cluster for a zone, one for eight.
-fn recovery_rows(recovered: &Recovered) -> Vec<Row> {
-    let leads = recovered.units;
-    let (zones, eights) = (leads / 1024, leads / 8192);
-    let Recovered { reads, mebibytes_read, seconds, .. } = *recovered;
-    let gib = (leads * 64).div_ceil(1 << 20);
-    let took = || format!("{seconds:.2} s ({gib} GiB here)");
-    let row = |id, what, paper, ours, is_met| Row { id, what, paper, ours, is_met };
-    let counted = format!("{reads} (leads {leads}, zones {zones}, eights {eights})");
-    let mib = format!(
-        "{mebibytes_read:.1} MiB (leads {}, zones {}, eights {})",
-        leads >> 8,
-        zones >> 4,
-        eights >> 4
-    );
-    vec![
-        row("S22", "recovery of 128 GiB, a cluster for eight zones", "1.9 s", took(), seconds <= 1.9),
-        row("S22", "  a cluster for each zone", "11.6 s", took(), seconds <= 11.6),
-        row("S22", "  no metadata clusters", "21 min", took(), seconds <= 1260.0),
-        row("S23", "  reads", "256", counted, reads <= 256),
-        row("S23", "  bytes", "16 MiB", mib, mebibytes_read <= 16.0),
-    ]
+/// Figure 8.
+fn copied(bytes: u64, table: Table) -> Result<Vec<Copied>> {
+    let jobs: Vec<(Image, Below, u32)> = [Below::Volume, Below::ThinVolume]
+        .into_iter()
+        .flat_map(|below| {
+            let all = ON_VOLUMES.map(|image| (image, below, 100));
+            all.into_iter().chain([(Image::Zoned, below, 50), (Image::Zoned, below, 0)])
+        })
+        .collect();
+    let copies = copy(&jobs, bytes)?;
+    table.say("");
+    table.say(&format!("Figure 8, dd of {} MB and one sync, Hdd: seconds", bytes / 1_000_000));
+    show_copies(&copies, table);
+    Ok(copies)
+}
+
+fn copy(jobs: &[(Image, Below, u32)], bytes: u64) -> Result<Vec<Copied>> {
+    on_all_processors(jobs, |(image, below, packs)| {
+        let stage = Stage { drive: Drive::Hdd, below: *below, packs: *packs };
+        Ok(Copied { image: *image, stage, dd: dd(*image, stage, bytes)? })
+    })
+}
+
+fn show_copies(copies: &[Copied], table: Table) {
+    table.say(&format!("  {:<43} {:>8} {:>8} {:>12}", "", "write", "read", "noise over"));
+    for Copied { image, stage, dd } in copies {
+        table.say(&format!(
+            "  {:<24} {:<10?} {:>3} % pack {:>8.2} {:>8.2} {:>12.2}",
+            image.name(),
+            stage.below,
+            stage.packs,
+            dd.seconds,
+            dd.read_seconds,
+            dd.again_seconds
+        ));
+    }
+}
+
+/// Table 1, the copy: what does not pack, and a sync.
+fn tarball(table: Table) -> Result<Vec<Copied>> {
+    let jobs: Vec<_> = [Below::Volume, Below::ThinVolume]
+        .into_iter()
+        .flat_map(|below| ON_VOLUMES.map(|image| (image, below, 0)))
+        .collect();
+    let copies = copy(&jobs, TARBALL)?;
+    table.say("");
+    table.say("Table 1, a copy of 77 MB that do not pack, and a sync, Hdd: seconds");
+    show_copies(&copies, table);
+    Ok(copies)
+}
+
+/// Table 1, mkfs, and Figure 9: as far as there are traces.
+fn recorded(args: &Args, table: Table) -> Result<(Vec<Seen>, Option<Overwrites>)> {
+    let Some(dir) = &args.traces else {
+        table.say("skipped: mkfs and PostMark: no --traces");
+        return Ok((Vec::new(), None));
+    };
+    let (mkfs, postmark) = (Recorded::mkfs(dir)?, Recorded::postmark(dir)?);
+    let of = |guest| if guest == Guest::Mkfs { &mkfs } else { &postmark };
+    let mut jobs = Vec::new();
+    for (guest, drive) in
+        [(Guest::Mkfs, Drive::Hdd), (Guest::Postmark, Drive::Hdd), (Guest::Postmark, Drive::Ssd)]
+    {
+        for below in [Below::Volume, Below::ThinVolume] {
+            jobs.extend(ON_VOLUMES.map(|image| (guest, image, Stage { drive, below, packs: 100 })));
+        }
+    }
+    let seen = on_all_processors(&jobs, |(guest, image, stage)| {
+        let played = play(*image, *stage, of(*guest))?;
+        Ok(Seen { guest: *guest, image: *image, stage: *stage, played })
+    })?;
+    table.say("");
+    table.say("Table 1 (mkfs) and Figure 9 (PostMark, a twentieth of the paper's), recorded on ext4: seconds, and what reached the drive");
+    table.say(&format!("  {:<50} {:>8} {:>8} {:>8} {:>8}", "", "seconds", "writes", "flushes", "packed"));
+    for Seen { guest, image, stage, played } in &seen {
+        let what = format!("{guest:?}, {:?}, {:?}", stage.drive, stage.below);
+        let Played { seconds, writes, flushes, packed } = played;
+        table.say(&format!(
+            "  {what:<28}{:<22} {seconds:>8.2} {writes:>8} {flushes:>8} {packed:>8}",
+            image.name()
+        ));
+    }
+    Ok((seen, Some(postmark.overwrites())))
+}
+
+/// QEMU's qcow2 as it is now: what one thread of Figure 5 asks, and the recorded guests.
+fn of_today(args: &Args, seen: &[Seen]) -> Result<Today> {
+    let lab = Lab::open(args.dir.as_ref(), args.vellum.as_ref())?;
+    let stage = Stage { drive: Drive::Hdd, below: Below::Volume, packs: 100 };
+    let replay = |requests| replayed_log(stage, &todays_log(&lab, requests)?);
+    let order = Order::Sequential;
+    let work = Fio { threads: 1, request: 64 * K, order, bytes: 32 << 20, is_again: false, is_warm: false };
+    let mut today = Today {
+        programs: lab.programs.clone(),
+        megabytes_per_second: Some(work.bytes as f64 / replay(requests(work))? / 1e6),
+        ..Today::default()
+    };
+    if let Some(dir) = args.traces.as_ref().filter(|_| !seen.is_empty()) {
+        today.mkfs_seconds = Some(replay(Recorded::mkfs(dir)?.counted)?);
+        // What comes before is in the log, too: it is taken off again.
+        let Recorded { before, counted, .. } = Recorded::postmark(dir)?;
+        let first = replay(before.clone())?;
+        today.postmark_seconds = Some(replay([before, counted].concat())? - first);
+    }
+    Ok(today)
+}
+
+fn show_today(today: &Today, table: Table) {
+    let Some(rate) = today.megabytes_per_second else { return };
+    table.say("");
+    table.say(&format!(
+        "QEMU's qcow2 of today, its calls one at a time on the HDD ({})",
+        today.programs.join(", ")
+    ));
+    table.say(&format!("  64 KiB and a flush, one thread: {rate:.1} MB/s"));
+    let seconds =
+        |seconds: Option<f64>| seconds.map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.2} s"));
+    table.say(&format!(
+        "  mkfs: {}; PostMark: {}",
+        seconds(today.mkfs_seconds),
+        seconds(today.postmark_seconds)
+    ));
 }

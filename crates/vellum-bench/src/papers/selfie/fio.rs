@@ -1,0 +1,158 @@
+//! Threads that write and flush, as `fio` has them: each waits for its write, flushes, waits for that, and goes on.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+use vellum_core::{Random, Result, try_join_all};
+
+use super::scene::{DISK, IDLE, SEED, Scene, units_of_which};
+use super::{Image, Stage};
+use crate::load::guest::Request;
+
+/// So much of the disk a page of a table tells of, at least.
+const TABLE_PAGE: usize = 32 << 20;
+/// What a thread has for itself.
+const PART: u64 = 8 << 30;
+
+/// Whether places follow one another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Order {
+    Sequential,
+    Random,
+}
+
+/// Threads that write and flush: how much of each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Fio {
+    pub(crate) threads: u64,
+    pub(crate) request: usize,
+    pub(crate) order: Order,
+    /// Of all threads together.
+    pub(crate) bytes: u64,
+    /// Places that were written before, with what packs.
+    pub(crate) is_again: bool,
+    /// All of the image's table was read before.
+    pub(crate) is_warm: bool,
+}
+
+/// What fio says: megabytes a second. The first quarter of the bytes does not count, nor a minute before it.
+pub(crate) fn fio(image: Image, stage: Stage, fio: Fio) -> Result<f64> {
+    let scene = Scene::new(image, stage, DISK)?;
+    let each = fio.bytes / fio.threads / fio.request as u64;
+    let run = |bytes: &Arc<Vec<u8>>, from: u64, count: u64| -> Result<Duration> {
+        let begun = scene.world.now();
+        let threads = (0..fio.threads).map(|thread| {
+            let (engine, bytes) = (scene.engine.clone(), bytes.clone());
+            let places = places(fio, thread, from, count);
+            scene.world.spawn(async move {
+                for at in places {
+                    Scene::write(&engine, &bytes, at, fio.request).await?;
+                    engine.flush().await?;
+                }
+                Ok(())
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        scene.world.run(try_join_all(threads))?;
+        Ok(scene.world.now() - begun)
+    };
+    if fio.is_warm {
+        scene.work(
+            1,
+            (0..DISK).step_by(TABLE_PAGE),
+            |engine, at| async move { engine.read(at, 4096).await },
+        )?;
+    }
+    let warm_up = (each / 4).max(1);
+    let bytes = &scene.bytes;
+    run(bytes, 0, 1)?;
+    scene.world.run(scene.world.sleep(IDLE));
+    if fio.is_again {
+        run(&units_of_which(100), 1, warm_up + each)?;
+        scene.world.run(scene.world.sleep(IDLE));
+    }
+    run(bytes, 1, warm_up)?;
+    let took = run(bytes, 1 + warm_up, each)?;
+    Ok((each * fio.threads * fio.request as u64) as f64 / took.as_secs_f64() / 1e6)
+}
+
+/// What one thread asks of its disk.
+pub(crate) fn requests(fio: Fio) -> Vec<Request> {
+    let each = fio.bytes / fio.request as u64;
+    let ask = |offset| [Request::Write { offset, len: fio.request }, Request::Flush];
+    places(fio, 0, 0, each).into_iter().flat_map(ask).collect()
+}
+
+fn places(fio: Fio, thread: u64, from: u64, count: u64) -> Vec<u64> {
+    let len = fio.request as u64;
+    let mut random = Random::from_seed(SEED + thread * 1_000_003 + from);
+    let place = |index: u64| match fio.order {
+        Order::Sequential => thread * PART + index * len % PART,
+        Order::Random => random.below(DISK / len) * len,
+    };
+    (from..from + count).map(place).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Below, Drive, UNIT};
+    use super::*;
+
+    fn stage(below: Below, packs: u32) -> Stage {
+        Stage { drive: Drive::Hdd, below, packs }
+    }
+
+    fn small(threads: u64) -> Fio {
+        Fio {
+            threads,
+            request: UNIT,
+            order: Order::Sequential,
+            bytes: 8 << 20,
+            is_again: false,
+            is_warm: false,
+        }
+    }
+
+    #[test]
+    fn a_zoned_image_is_as_fast_as_the_host_and_grows_with_threads() {
+        let run = |image, threads| fio(image, stage(Below::ThinVolume, 100), small(threads)).unwrap();
+        let (host, zoned, qcow2) = (run(Image::Host, 1), run(Image::Zoned, 1), run(Image::Qcow2, 1));
+        assert!(zoned >= 0.95 * host, "S4: {zoned} {host}");
+        assert!(zoned >= 1.5 * qcow2, "S4: {zoned} {qcow2}");
+        let many = run(Image::Zoned, 8);
+        assert!(many >= 3.0 * zoned, "S5: {many} {zoned}");
+        assert!(many >= 2.0 * run(Image::Qcow2, 8) && many >= 2.0 * run(Image::Host, 8), "S5: {many}");
+        // Virtual time: the same each time.
+        assert!((run(Image::Zoned, 8) - many).abs() < f64::EPSILON);
+    }
+
+    #[test]
+    fn what_does_not_pack_costs_more_and_so_does_noise_over_what_packs() {
+        let run = |packs, is_again| {
+            let work = Fio { is_again, ..small(1) };
+            fio(Image::Zoned, stage(Below::ThinVolume, packs), work).unwrap()
+        };
+        let [all, half, none] = [100, 50, 0].map(|packs| run(packs, false));
+        assert!(all > half && half > none, "{all} {half} {none}");
+        assert!(run(0, true) < all, "noise over what packs goes through the journal");
+    }
+
+    #[test]
+    fn random_places_cost_no_more_once_the_table_is_in_memory() {
+        let run = |work| fio(Image::Zoned, stage(Below::ThinVolume, 100), work).unwrap();
+        let random = Fio { order: Order::Random, ..small(1) };
+        let (cold, warm, sequential) = (run(random), run(Fio { is_warm: true, ..random }), run(small(1)));
+        assert!(warm >= 0.95 * sequential && warm >= cold, "S7: {cold} {warm} {sequential}");
+    }
+
+    #[test]
+    fn one_thread_asks_each_place_once_and_flushes() {
+        let asked = requests(Fio { bytes: 1 << 20, ..small(1) });
+        let expected = (0..16)
+            .flat_map(|unit| [Request::Write { offset: unit * UNIT as u64, len: UNIT }, Request::Flush]);
+        assert_eq!(asked, expected.collect::<Vec<_>>());
+    }
+}

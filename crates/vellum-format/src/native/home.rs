@@ -9,7 +9,8 @@
 //! 1. A page comes here once and stays, so what is in the image matters only until then: nobody can change a page that is not
 //!    here. Two who read the same page at a time find the same bytes, and the first keeps them.
 //! 2. Pages that nobody touched take a pointer each.
-//! 3. Before a page changes the host has space for it: a full file system fails the request that asks for the change, and not
+//! 3. A region that was scanned once is not read again: what is not here of it is zero, and nobody can have changed it.
+//! 4. Before a page changes the host has space for it: a full file system fails the request that asks for the change, and not
 //!    the journal when it takes the page home.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -48,6 +49,8 @@ pub(super) struct Home {
     /// Numbers of pages with changes that are not sealed.
     dirty: Mutex<Vec<usize>>,
     dirty_count: AtomicUsize,
+    /// A region of which every page was looked at: those that are not here are zero.
+    scanned: OnceLock<ImageSpan>,
 }
 
 /// A page that is needed is not in memory.
@@ -58,7 +61,13 @@ impl Home {
     pub(super) fn new(span: ImageSpan) -> Self {
         let count = usize::try_from(span.len() / PAGE).expect("bounded by the superblock's limits");
         let pages = (0..count).map(|_| OnceLock::new()).collect();
-        Self { span, pages, dirty: Mutex::default(), dirty_count: AtomicUsize::new(0) }
+        Self {
+            span,
+            pages,
+            dirty: Mutex::default(),
+            dirty_count: AtomicUsize::new(0),
+            scanned: OnceLock::new(),
+        }
     }
 
     fn index(&self, word: ImageOffset) -> (usize, usize) {
@@ -170,6 +179,10 @@ impl Home {
         place: impl FnOnce(ImageOffset) -> Option<ImageOffset>,
     ) -> Result<()> {
         let (number, _) = self.index(at);
+        if self.scanned.get().is_some_and(|scanned| scanned.contains(at)) {
+            self.keep(number, &[0; 4096]);
+            return Ok(());
+        }
         let bytes = match place(self.span.start() + number as u64 * PAGE) {
             Some(at) => storage.read(at, Buffer::for_overwrite(4096)).await?.to_vec(),
             None => vec![0; 4096],
@@ -221,6 +234,7 @@ impl Home {
             }
             rest = later;
         }
+        let _was_scanned = self.scanned.set(span);
         Ok(())
     }
 

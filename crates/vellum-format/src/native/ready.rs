@@ -135,8 +135,9 @@ impl Native {
         };
         let wanted = match is_fast && self.journal().is_some() {
             true => CLEANED_AT_ONCE,
-            // Where there are zones a whole one of them: it is opened when all of it is clean.
-            false => distance.max(CLEAN_AHEAD).max(self.zone_len()),
+            // Where there are zones so many that one of them is clean as a whole, whatever is taken one by one meanwhile: then it is
+            // opened.
+            false => distance.max(CLEAN_AHEAD).max(2 * self.zone_len()),
         };
         let most = match (is_fast, self.unit()) {
             (false, Some(unit)) => usize::try_from(unit.count_for(ZEROED_IN_A_GO_BYTES)).expect("at most 16"),

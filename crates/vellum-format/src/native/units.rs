@@ -61,8 +61,9 @@ pub(super) struct Units {
 }
 
 struct Pool {
-    /// They read as zero, durably.
-    clean: Vec<u32>,
+    /// They read as zero, durably. The lowest is given out first: what is written one after the other lies so, and zones behind
+    /// stay whole.
+    clean: RoaringBitmap,
     /// They may hold anything.
     unknown: RoaringBitmap,
     /// All from here on have never been there: nothing on a medium that cannot grow.
@@ -84,7 +85,7 @@ impl Units {
         }
         unknown -= used;
         let next = Some(end + 1).filter(|_| can_grow);
-        let pool = Pool { clean: Vec::new(), unknown, next, last, end };
+        let pool = Pool { clean: RoaringBitmap::new(), unknown, next, last, end };
         Self {
             pool: Mutex::new(pool),
             waiting: Mutex::default(),
@@ -106,7 +107,8 @@ impl Units {
     fn take(&self) -> Option<u32> {
         self.taken.fetch_add(1, Ordering::AcqRel);
         let mut pool = lock(&self.pool);
-        if let Some(unit) = pool.clean.pop() {
+        if let Some(unit) = pool.clean.min() {
+            pool.clean.remove(unit);
             return Some(unit);
         }
         if sabotage::is(Bug::UnitNotZeroed)
@@ -129,7 +131,7 @@ impl Units {
         if first.checked_add(len)? > pool.last || first / len >= zones {
             return None;
         }
-        pool.clean.extend((next..first).rev());
+        pool.clean.insert_range(next..first);
         pool.next = Some(first + len);
         Some(first)
     }
@@ -144,8 +146,15 @@ impl Units {
         is_open: impl Fn(u32) -> bool,
     ) -> Option<(u32, bool)> {
         let mut pool = lock(&self.pool);
-        let clean: RoaringBitmap = pool.clean.iter().copied().collect();
-        let free = if is_clean { clean.clone() } else { &clean | &pool.unknown };
+        let pool = &mut *pool;
+        let both;
+        let free = match is_clean {
+            true => &pool.clean,
+            false => {
+                both = &pool.clean | &pool.unknown;
+                &both
+            }
+        };
         let last = free.max()?;
         let all = u64::from(len);
         let first = (0..zones.min(last / len))
@@ -153,15 +162,16 @@ impl Units {
             .map(|zone| zone * len + 1)
             .find(|first| free.range_cardinality(*first..*first + len) == all)?;
         let run = first..first + len;
-        pool.clean.retain(|unit| !run.contains(unit));
+        let clean = pool.clean.range_cardinality(run.clone());
+        pool.clean.remove_range(run.clone());
         pool.unknown.remove_range(run.clone());
-        Some((first, clean.range_cardinality(run) < all))
+        Some((first, clean < all))
     }
 
     /// Units that a zone was opened for, and that nobody was given.
     pub(super) fn add_clean(&self, units: Range<u32>) {
         let count = units.len() as u64;
-        lock(&self.pool).clean.extend(units.rev());
+        lock(&self.pool).clean.insert_range(units);
         self.given.fetch_add(count, Ordering::AcqRel);
     }
 
@@ -177,7 +187,7 @@ impl Units {
 
     /// A unit that was taken, and that nobody wrote to. It is none that became clean.
     pub(super) fn take_back(&self, unit: u32) {
-        lock(&self.pool).clean.push(unit);
+        lock(&self.pool).clean.insert(unit);
     }
 
     pub(super) fn add_freed(&self, epoch: u64, units: Vec<u32>) {
@@ -213,7 +223,7 @@ impl Units {
         let waiting: usize = lock(&self.waiting).iter().map(|(_, units)| units.len()).sum();
         let zeroed = lock(&self.zeroed).len();
         let pool = lock(&self.pool);
-        (waiting + zeroed + pool.clean.len()) as u64 + pool.unknown.len()
+        (waiting + zeroed) as u64 + pool.clean.len() + pool.unknown.len()
     }
 
     pub(super) fn refused(&self) -> u64 {
@@ -221,7 +231,7 @@ impl Units {
     }
 
     fn clean(&self, unit: u32) {
-        lock(&self.pool).clean.push(unit);
+        lock(&self.pool).clean.insert(unit);
         self.given.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -262,7 +272,7 @@ impl Units {
     }
 
     pub(super) fn clean_count(&self) -> usize {
-        lock(&self.pool).clean.len()
+        usize::try_from(lock(&self.pool).clean.len()).expect("units have 32 bits")
     }
 
     /// The first units of unknown content that lie in a row, so many at most.

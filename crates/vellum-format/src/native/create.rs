@@ -28,6 +28,8 @@ pub const UNIT_BYTES_DEFAULT: u64 = 1 << 20;
 pub const ZONED_UNIT_BYTES_DEFAULT: u64 = 64 << 10;
 /// So many times as large the disk of an image in a file can be made, where nothing else stands against it.
 const ROOM_TIMES: u64 = 4;
+/// Smaller disks have more room than that anyhow: the data begins at a mebibyte.
+const ROOM_FROM: u64 = 1 << 30;
 /// The largest unit, in bytes.
 const UNIT_BYTES_MAX: u64 = 2 << 20;
 /// How large a zone is at most when nobody says, in bytes.
@@ -144,7 +146,8 @@ impl CreateOptions {
                 "a journal of {journal} bytes: it must be 64k to 64M, a multiple of 4k"
             )));
         }
-        let room = if in_file { self.size.saturating_mul(ROOM_TIMES) } else { self.size };
+        let times = if in_file && self.size >= ROOM_FROM { ROOM_TIMES } else { 1 };
+        let room = self.size.saturating_mul(times);
         Places::plan_for(shape, journal, room)
     }
 }

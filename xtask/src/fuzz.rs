@@ -32,7 +32,7 @@ const TARGETS: [Target; 9] = [
     Target { name: "nbd_session", input_bytes_max: 4096, ci_inputs: 1_000_000 },
     Target { name: "nbd_handshake", input_bytes_max: 4096, ci_inputs: 6_000_000 },
     Target { name: "nbd_request", input_bytes_max: 64, ci_inputs: 50_000_000 },
-    Target { name: "vhost_request", input_bytes_max: 4096, ci_inputs: 2_000_000 },
+    Target { name: "vhost_request", input_bytes_max: 4096, ci_inputs: 1_000_000 },
 ];
 
 /// What ends a fixed number of inputs on a machine that is far too slow for it.

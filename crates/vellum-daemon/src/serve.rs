@@ -35,6 +35,7 @@ use crate::control::server::{CONNECTIONS_MAX, Control};
 use crate::fuse::{FuseFiles, FuseSpec};
 use crate::grow::GrowHook;
 use crate::image::ImageOptions;
+use crate::notify::NotifySocket;
 use crate::served::{Disks, SnapshotExports};
 use crate::stats::Stats;
 
@@ -76,6 +77,8 @@ pub struct ServeSpec {
     pub stats_path: Option<PathBuf>,
     /// Where it can be asked things while it serves: a Unix socket for its owner alone.
     pub control_path: Option<PathBuf>,
+    /// Who is told when clients can connect, and when no more are let in.
+    pub notify: Option<NotifySocket>,
 }
 
 /// What became of a server that ended in good order.
@@ -184,6 +187,7 @@ async fn run(
     });
     let files = FuseFiles::begin(&spec.fuse, &spec.exports, served, &workers).await?;
     ready(&addresses);
+    spec.notify.iter().for_each(NotifySocket::is_ready);
 
     let serves_others = !addresses.is_empty() || spec.control_path.is_some();
     let unused = async {
@@ -195,6 +199,7 @@ async fn run(
     };
     let signal = or(async { signals.next().await.map(Some) }, unused).await;
     tracing::info!(?signal, "draining");
+    spec.notify.iter().for_each(NotifySocket::is_stopping);
     for task in accepting {
         task.cancel().await; // the sockets are closed and their files removed
     }

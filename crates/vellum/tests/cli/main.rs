@@ -17,6 +17,7 @@ mod answers;
 mod damage;
 mod locks;
 mod making;
+mod notify;
 mod space;
 
 use support::program::{Ran, vellum};

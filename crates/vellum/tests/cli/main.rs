@@ -5,6 +5,7 @@
 //!   making.rs    create, convert, quickstart; options, sizes, and how bad ones are refused
 //!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
+//!   notify.rs    what a service manager is told
 //!   space.rs     full file systems, block devices
 //! ```
 

@@ -39,7 +39,10 @@ impl NotifySocket {
             [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
             [b'/', ..] => SocketAddr::from_pathname(&self.0)?,
             _ => {
-                return Err(io::Error::new(io::ErrorKind::Unsupported, "neither a path nor an abstract name"));
+                return Err(io::Error::new(
+                    io::ErrorKind::Unsupported,
+                    "neither a path nor an abstract name",
+                ));
             }
         };
         let socket = UnixDatagram::unbound()?;

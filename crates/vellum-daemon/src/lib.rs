@@ -5,7 +5,7 @@
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening and making images), [`mod@serve`] (a server, from
 //! its specification to its end), `served` (its disks and their snapshots), `vhost` (its sockets for virtual machines), `fuse` (its files), `grow` (devices that
-//! become full), [`control`] (what can be asked of it while it serves),
+//! become full), [`control`] (what can be asked of it while it serves), `notify` (what a service manager is told),
 //! [`stats`] (what was counted), [`template`] (where templates are zero).
 
 #![forbid(unsafe_code)]
@@ -15,6 +15,7 @@ mod fuse;
 mod grow;
 pub mod host;
 pub mod image;
+mod notify;
 pub mod serve;
 mod served;
 pub mod stats;
@@ -25,5 +26,6 @@ pub use fuse::FuseSpec;
 pub use grow::GrowHook;
 pub use host::{Host, HostOptions, Pool};
 pub use image::{CreateTarget, ImageOptions, create_native, create_qcow2, create_raw, open_image};
+pub use notify::NotifySocket;
 pub use serve::{ExportSpec, Report, ServeSpec, serve};
 pub use vhost::VhostSpec;

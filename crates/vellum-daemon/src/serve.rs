@@ -36,6 +36,7 @@ use crate::control::server::{CONNECTIONS_MAX, Control};
 use crate::fuse::{FuseFiles, FuseSpec};
 use crate::grow::GrowHook;
 use crate::image::ImageOptions;
+use crate::notify::NotifySocket;
 use crate::served::{Disks, SnapshotExports};
 use crate::stats::Stats;
 use crate::vhost::{Devices, VhostSpec};
@@ -80,6 +81,8 @@ pub struct ServeSpec {
     pub stats_path: Option<PathBuf>,
     /// Where it can be asked things while it serves: a Unix socket for its owner alone.
     pub control_path: Option<PathBuf>,
+    /// Who is told when clients can connect, and when no more are let in.
+    pub notify: Option<NotifySocket>,
 }
 
 /// What became of a server that ended in good order.
@@ -196,6 +199,7 @@ async fn run(
         })
     });
     ready(&addresses);
+    spec.notify.iter().for_each(NotifySocket::is_ready);
 
     let serves_others = spec.fuse.is_empty()
         || !addresses.is_empty()
@@ -210,6 +214,7 @@ async fn run(
     };
     let signal = or(async { signals.next().await.map(Some) }, unused).await;
     tracing::info!(?signal, "draining");
+    spec.notify.iter().for_each(NotifySocket::is_stopping);
     for task in accepting {
         task.cancel().await; // the sockets are closed and their files removed
     }

@@ -8,7 +8,9 @@ use clap::ValueEnum;
 use vellum_core::{Error, Result};
 use vellum_daemon::serve::parse_address;
 use vellum_daemon::stats::DiskStats;
-use vellum_daemon::{ExportSpec, FuseSpec, GrowHook, ImageOptions, ServeSpec, VhostSpec, serve};
+use vellum_daemon::{
+    ExportSpec, FuseSpec, GrowHook, ImageOptions, NotifySocket, ServeSpec, VhostSpec, serve,
+};
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{Address, IoMode};
 
@@ -171,6 +173,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         grow_hook: args.grow_hook.clone(),
         stats_path: args.stats_json.clone(),
         control_path: args.control.clone(),
+        notify: std::env::var_os("NOTIFY_SOCKET").filter(|name| !name.is_empty()).map(NotifySocket::new),
     };
     let quiet = args.quiet;
     let names: Vec<String> = spec.exports.iter().map(|export| export.name.clone()).collect();

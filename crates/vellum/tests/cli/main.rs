@@ -5,6 +5,7 @@
 //!   making.rs    create, convert, quickstart; options, sizes, and how bad ones are refused
 //!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
+//!   notify.rs    what a service manager is told
 //!   space.rs     full file systems, block devices
 //!   vhost.rs     which disk is at which socket for virtual machines
 //! ```
@@ -18,6 +19,7 @@ mod answers;
 mod damage;
 mod locks;
 mod making;
+mod notify;
 mod space;
 mod vhost;
 

@@ -43,7 +43,7 @@ const KINDS: [Kind; 5] = [
     Kind { name: "qcow2", format: "qcow2", options: "journal=on" },
     Kind { name: "zoned", format: "vellum", options: "layout=zoned" },
     Kind { name: "table", format: "vellum", options: "layout=table" },
-    Kind { name: "linear", format: "vellum", options: "" },
+    Kind { name: "linear", format: "vellum", options: "layout=linear" },
     Kind { name: "raw", format: "raw", options: "" },
 ];
 

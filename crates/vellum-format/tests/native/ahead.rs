@@ -15,6 +15,7 @@ use vellum_sim::{Delay, Drive, DriveOptions, Fault, Operation, World};
 use super::common::native::{NativeSetup, look_native};
 
 const UNIT: u64 = 64 << 10;
+const UNIT_LEN: usize = 64 << 10;
 const MIB: u64 = 1 << 20;
 
 struct Bench {
@@ -93,7 +94,7 @@ fn what_comes_next_is_written_already() {
             bench.idle(1000).await;
             let before = bench.of_guest();
             for unit in 0..N {
-                bench.write(unit, &vec![7; UNIT as usize]).await;
+                bench.write(unit, &vec![7; UNIT_LEN]).await;
                 bench.disk.flush().await.unwrap();
                 bench.idle(50).await;
             }
@@ -146,7 +147,7 @@ fn zeros_land_on_nothing() {
                     if requests.iter().any(|(other, _)| *other == unit) {
                         continue;
                     }
-                    let len = [4096, 512, UNIT as usize][random.index(3)];
+                    let len = [4096, 512, UNIT_LEN][random.index(3)];
                     let mut bytes = vec![u8::try_from(turn + 1).unwrap(); len];
                     if random.index(3) == 0 {
                         random.fill(&mut bytes);
@@ -154,7 +155,7 @@ fn zeros_land_on_nothing() {
                     requests.push((unit, bytes));
                 }
                 for (unit, bytes) in &requests {
-                    let held = model[*unit].get_or_insert_with(|| vec![0; UNIT as usize]);
+                    let held = model[*unit].get_or_insert_with(|| vec![0; UNIT_LEN]);
                     held[..bytes.len()].copy_from_slice(bytes);
                 }
                 let disk = bench.disk.clone();
@@ -174,8 +175,8 @@ fn zeros_land_on_nothing() {
             let bench = Bench::again(drive, Prealloc::Off).await;
             for (unit, bytes) in model.iter().enumerate() {
                 let at = GuestOffset::new(unit as u64 * UNIT);
-                let read = bench.disk.read(at, Buffer::for_overwrite(UNIT as usize)).await.unwrap();
-                let nothing = vec![0; UNIT as usize];
+                let read = bench.disk.read(at, Buffer::for_overwrite(UNIT_LEN)).await.unwrap();
+                let nothing = vec![0; UNIT_LEN];
                 assert!(read.to_vec() == *bytes.as_ref().unwrap_or(&nothing), "seed {seed}, unit {unit}");
             }
         });
@@ -188,13 +189,13 @@ fn a_failure_ends_it() {
     let world = World::new(0);
     world.run(async {
         let mut bench = Bench::open(&world, true, Prealloc::Auto, Delay::none()).await;
-        bench.write(999, &[7; UNIT as usize]).await;
+        bench.write(999, &[7; UNIT_LEN]).await;
         bench.idle(500).await;
         let zeros = bench.zeros();
         assert!(zeros > 0);
         // All that lies prepared is used up while nobody tends.
         for unit in 0..zeros / UNIT {
-            bench.write(unit, &[7; UNIT as usize]).await;
+            bench.write(unit, &[7; UNIT_LEN]).await;
         }
         bench.disk.flush().await.unwrap();
         let full = Fault { error: ErrorKind::NoSpace, ..Fault::nth(Operation::Write, 0) };
@@ -203,7 +204,7 @@ fn a_failure_ends_it() {
         assert_eq!(bench.drive.faults().hits(), 1);
         let tried = bench.zeros();
         for unit in 0..8 {
-            bench.write(100 + unit, &[7; UNIT as usize]).await;
+            bench.write(100 + unit, &[7; UNIT_LEN]).await;
             bench.disk.flush().await.unwrap();
             bench.idle(50).await;
         }

@@ -112,6 +112,46 @@ impl Pace {
     }
 }
 
+/// How many bytes of zeros may be written: scattered small writes take a cluster each, and the zeros for all of these would be many
+/// times what the guest writes.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    allowed: u64,
+    /// How many bytes the guest had written when it was reckoned.
+    written: u64,
+}
+
+impl Budget {
+    /// So many bytes of zeros for each byte that the guest writes, at most.
+    const ZEROS_MAX: u64 = 4;
+    /// So many bytes may be written before the guest has written any.
+    const SAVED_MIN: u64 = 1 << 20;
+    /// What was not used is kept for later, up to this, in bytes.
+    const SAVED_MAX: u64 = 64 << 20;
+
+    /// That of an image which was just opened.
+    pub(crate) const fn new() -> Self {
+        Self { allowed: Self::SAVED_MIN, written: 0 }
+    }
+
+    /// The guest has written so many bytes since the opening.
+    pub(crate) fn note(&mut self, written: u64) {
+        let more = written.saturating_sub(self.written).saturating_mul(Self::ZEROS_MAX);
+        self.allowed = self.allowed.saturating_add(more).min(Self::SAVED_MAX);
+        self.written = written;
+    }
+
+    /// Whether so many bytes of zeros may be written now.
+    pub(crate) fn has(&self, bytes: u64) -> bool {
+        bytes <= self.allowed
+    }
+
+    /// So many were.
+    pub(crate) fn spend(&mut self, bytes: u64) {
+        self.allowed = self.allowed.saturating_sub(bytes);
+    }
+}
+
 /// What is written at once when so many bytes are to lie ready and so many do, if anything. More is begun only when a
 /// quarter of the distance is used up: a flush that comes by then has few large pieces to carry, not many small ones.
 pub(crate) fn next_piece(distance: u64, ready: u64) -> Option<u64> {
@@ -190,6 +230,19 @@ mod tests {
         assert_eq!(pace.distance(Prealloc::Adaptive), MIB);
         pace.note(at(3), 5 * MIB);
         assert_eq!(pace.distance(Prealloc::Adaptive), MIB);
+    }
+
+    #[test]
+    fn zeros_stay_within_a_few_times_what_the_guest_writes() {
+        let mut budget = Budget::new();
+        assert!(budget.has(MIB) && !budget.has(MIB + 1), "a little to begin with");
+        budget.spend(MIB);
+        budget.note(4096);
+        assert!(budget.has(4 * 4096) && !budget.has(4 * 4096 + 1));
+        budget.note(4096);
+        assert!(!budget.has(4 * 4096 + 1), "nothing was written since");
+        budget.note(1 << 40);
+        assert!(budget.has(64 * MIB) && !budget.has(64 * MIB + 1), "not all is kept");
     }
 
     #[test]

@@ -96,6 +96,12 @@ pub enum Bug {
     NamedUnitFreed,
     /// What becomes of a unit of a young zone is told to the table, and the zone's bit stays.
     NotSettled,
+    /// The same the other way round: the bit is told, and the table is not.
+    SettledEarly,
+    /// Zeros ahead of need are written to units that may be given out meanwhile.
+    ZerosOnGiven,
+    /// A zone is emptied under those who write to its units.
+    MovedUnderWriters,
     /// A block that holds its unit's entry is overwritten where it lies.
     PlainInPlace,
     /// Recovery believes the newest record without looking at the packed blocks that it names.

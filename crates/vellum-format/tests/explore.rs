@@ -325,6 +325,11 @@ fn native_zoned_in_quiet_times() {
 }
 
 #[test]
+fn native_zoned_compacted() {
+    explore_zoned(&NativeSubject::zoned_compacted(), 1);
+}
+
+#[test]
 fn native_zoned_with_snapshots() {
     explore_snapshots(&NativeSubject::zoned_with_snapshots(), 1);
 }

@@ -6,6 +6,8 @@ mod ahead;
 #[path = "native/beside.rs"]
 mod beside;
 mod common;
+#[path = "native/compact.rs"]
+mod compact;
 #[path = "native/counts.rs"]
 mod counts;
 #[path = "subjects/device.rs"]

@@ -197,6 +197,15 @@ found! {
     zoned {
         plain_in_place: PlainInPlace,
     }
+    zoned_prepared {
+        zeros_on_given: ZerosOnGiven,
+    }
+    zoned_in_quiet_times {
+        settled_early: SettledEarly,
+    }
+    zoned_compacted {
+        moved_under_writers: MovedUnderWriters,
+    }
     zoned_in_small_zones {
         newest_believed: NewestBelieved,
     }

@@ -72,6 +72,8 @@ pub struct ChainOptions {
     pub offload: Arc<dyn Offload>,
     /// Whether the top image prepares space ahead of need.
     pub prealloc: Prealloc,
+    /// No zones of a native image are emptied in quiet times.
+    pub no_compaction: bool,
 }
 
 impl Default for ChainOptions {
@@ -85,6 +87,7 @@ impl Default for ChainOptions {
             mapping_bytes_max: MAPPING_BYTES_DEFAULT,
             offload: Arc::new(Inline),
             prealloc: Prealloc::default(),
+            no_compaction: false,
         }
     }
 }
@@ -118,6 +121,7 @@ pub struct Chain {
     /// What the images below cost the host.
     pub below_tally: HostTally,
     prealloc: Prealloc,
+    no_compaction: bool,
 }
 
 /// An image that was found on the way down and has no disk yet.
@@ -167,6 +171,7 @@ impl Chain {
                         snapshot: options.snapshot.clone().filter(|_| is_top),
                         tally: tally.clone(),
                         prealloc: options.prealloc,
+                        no_compaction: options.no_compaction,
                         ..native::OpenOptions::default()
                     };
                     let opened = Native::open(image.storage.clone(), below, open).await;
@@ -194,7 +199,13 @@ impl Chain {
             members.push(Member { path, format, storage, header, superblock, data_file, disk, native });
         }
         members.reverse();
-        Ok(Self { members, top_tally, below_tally, prealloc: options.prealloc })
+        Ok(Self {
+            members,
+            top_tally,
+            below_tally,
+            prealloc: options.prealloc,
+            no_compaction: options.no_compaction,
+        })
     }
 
     /// The disk on top.
@@ -220,6 +231,7 @@ impl Chain {
         let open = native::OpenOptions {
             tally: self.top_tally.clone(),
             prealloc: self.prealloc,
+            no_compaction: self.no_compaction,
             ..native::OpenOptions::default()
         };
         let opened = Native::open(top.storage.clone(), below, open).await;

@@ -12,7 +12,7 @@
 //!    on what somebody else has written. Meanwhile the zone goes on behind them.
 //! 2. A prepared unit reads as it did. Nothing but the order of giving out depends on it; no flush is asked for.
 //! 3. One piece is under way at a time. Closing waits for it.
-//! 4. No more zeros are written than [`ZEROS_MAX`] times what the guest writes: scattered small writes take a unit each.
+//! 4. No more zeros are written than a few times what the guest writes (`Budget`): scattered small writes take a unit each.
 //! 5. A failure ends it for this opening. The guest does not hear of it.
 
 use std::time::Duration;
@@ -20,24 +20,14 @@ use std::time::Duration;
 use vellum_core::{Buffer, Error, ErrorKind, ImageSpan, Result, Storage};
 
 use super::image::Native;
-use crate::prealloc::{Pace, Prealloc, next_piece};
-
-/// So many bytes of zeros for each byte that the guest writes, at most.
-const ZEROS_MAX: u64 = 4;
-/// So many bytes may be written before the guest has written any.
-const SAVED_MIN: u64 = 1 << 20;
-/// What was not used is kept for later, up to this, in bytes.
-const SAVED_MAX: u64 = 64 << 20;
+use crate::prealloc::{Budget, Pace, Prealloc, next_piece};
 
 /// What is prepared, and how.
 pub(super) struct Ahead {
     how: Prealloc,
     pace: Pace,
     has_given_up: bool,
-    /// Bytes of zeros that may be written.
-    allowed: u64,
-    /// How many bytes the guest had written when that was reckoned.
-    written: u64,
+    budget: Budget,
 }
 
 impl Ahead {
@@ -45,16 +35,7 @@ impl Ahead {
         let limits = storage.limits();
         let can = !limits.fixed_len && limits.grows_zeroed;
         let how = if can { how.settled(limits.prefers_written) } else { Prealloc::Off };
-        Self { how, pace: Pace::default(), has_given_up: false, allowed: SAVED_MIN, written: 0 }
-    }
-
-    /// How far ahead it is time to go.
-    fn distance(&mut self, now: Duration, taken: u64, written: u64) -> u64 {
-        let more = written.saturating_sub(self.written).saturating_mul(ZEROS_MAX);
-        self.allowed = self.allowed.saturating_add(more).min(SAVED_MAX);
-        self.written = written;
-        self.pace.note(now, taken);
-        self.pace.distance(self.how)
+        Self { how, pace: Pace::default(), has_given_up: false, budget: Budget::new() }
     }
 }
 
@@ -69,14 +50,16 @@ impl Native {
             return false;
         }
         let written = self.written_bytes.load(std::sync::atomic::Ordering::Relaxed);
-        let distance = ahead.distance(now, self.given_of_zones() << unit.shift(), written);
+        ahead.budget.note(written);
+        ahead.pace.note(now, self.given_of_zones() << unit.shift());
+        let distance = ahead.pace.distance(ahead.how);
         let is_due = || next_piece(distance, self.prepared_units() << unit.shift());
-        let Some(bytes) = is_due().filter(|bytes| *bytes <= ahead.allowed) else { return false };
+        let Some(bytes) = is_due().filter(|bytes| ahead.budget.has(*bytes)) else { return false };
         match self.prepare_piece(unit.count_for(bytes)).await {
             Ok(0) => false,
             Ok(units) => {
-                ahead.allowed = ahead.allowed.saturating_sub(units << unit.shift());
-                is_due().is_some_and(|bytes| bytes <= ahead.allowed)
+                ahead.budget.spend(units << unit.shift());
+                is_due().is_some_and(|bytes| ahead.budget.has(bytes))
             }
             Err(_) => {
                 ahead.has_given_up = true;
@@ -121,27 +104,5 @@ impl Drop for UnderWay<'_> {
             let why = "space was being prepared, and that was abandoned half way: reopen the image";
             self.image.state.stop(Error::new(ErrorKind::Poisoned, why));
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn zeros_stay_within_what_the_guest_writes() {
-        let second = Duration::from_secs;
-        let mut ahead = Ahead {
-            how: Prealloc::Adaptive,
-            pace: Pace::default(),
-            has_given_up: false,
-            allowed: 0,
-            written: 0,
-        };
-        assert_eq!(ahead.distance(second(0), 0, 0), 0);
-        assert_eq!(ahead.distance(second(1), 64 << 20, 4096), 64 << 20, "a thousand units a second");
-        assert_eq!(ahead.allowed, 4 * 4096);
-        ahead.distance(second(2), 64 << 20, 1 << 40);
-        assert_eq!(ahead.allowed, SAVED_MAX);
     }
 }

@@ -231,6 +231,7 @@ impl Native {
         if let Some(units) = &self.units {
             drop(units.giving.lock().await); // whoever makes units ready ends first, and nobody begins
         }
+        self.end_compaction().await;
         self.settle_all().await?;
         self.commit().await?;
         let Some(journal) = self.journal() else { return Ok(()) };

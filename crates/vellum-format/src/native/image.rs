@@ -28,6 +28,7 @@ use vellum_core::{
 };
 
 use super::ahead::Ahead;
+use super::compact::Compaction;
 use super::geometry::{Places, Region, SUB_BLOCK};
 use super::home::{Home, Missing};
 use super::snapshots::{View, Views};
@@ -79,6 +80,8 @@ pub struct Native {
     pub(super) zones: Option<Zones>,
     /// Likewise.
     pub(super) zones_ahead: Option<async_lock::Mutex<Ahead>>,
+    /// Likewise.
+    pub(super) compaction: Option<Compaction>,
     /// How much the guest has written, in bytes, where that is asked for.
     pub(super) written_bytes: AtomicU64,
     /// The snapshot that is read instead of the disk.

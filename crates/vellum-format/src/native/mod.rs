@@ -20,6 +20,7 @@
 //! | `resize` | another size for the disk |
 //! | [`snapshots`] | views of the disk that no longer change |
 //! | `zones`, `birth` | units that hold their own entries: opened, written, told to the table; overwritten |
+//! | `compact` | zones of which little is used, emptied in quiet times |
 //! | `ahead` | zones of a file, written with zeros ahead of need |
 //! | `room` | how much a device has left, and what it got since |
 //! | `units`, `ready` | which units are free, and what must happen before one is used; that happens ahead of need |
@@ -29,6 +30,7 @@ mod ahead;
 mod birth;
 pub mod check;
 mod commit;
+mod compact;
 pub mod create;
 pub mod embed;
 pub mod geometry;

@@ -40,6 +40,8 @@ pub struct OpenOptions {
     pub journal_key: Option<u128>,
     /// Whether zones of a file are written with zeros ahead of need, when somebody tends the disk.
     pub prealloc: Prealloc,
+    /// Zones of which little is used are not emptied in quiet times, when somebody tends the disk.
+    pub no_compaction: bool,
 }
 
 impl Native {
@@ -140,6 +142,7 @@ impl Native {
             places,
             superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
             homeward: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
+            compaction: (embeds && !options.no_compaction).then(Default::default),
             zones_ahead: embeds.then(|| async_lock::Mutex::new(Ahead::new(options.prealloc, &*image))),
             written_bytes: AtomicU64::new(0),
             ahead: Tallied::shared(image, options.tally.prealloc.clone()),
@@ -284,7 +287,10 @@ impl Disk for Native {
     }
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
-        Box::pin(self.make_ready(now))
+        Box::pin(async move {
+            let has_more = self.make_ready(now).await;
+            self.compact_some(now).await || has_more
+        })
     }
 
     fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {

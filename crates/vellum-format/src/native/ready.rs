@@ -34,6 +34,9 @@ const ZEROED_IN_A_GO_BYTES: u64 = 1 << 20;
 /// So many units, where zeros cost nothing.
 const ZEROED_IN_A_GO_FAST: usize = 16;
 
+/// So often somebody who finds no space looks for some: more than it ever takes where there is any.
+const ROUNDS_MAX: u32 = 64;
+
 /// How soon units are wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Haste {
@@ -78,6 +81,16 @@ impl Native {
                     return Ok(false);
                 }
             }
+        }
+    }
+
+    /// The same for who has looked for space `rounds` times: not for ever. Where the host is full, units that it takes back become clean
+    /// again and again, and no write to them succeeds.
+    pub(super) async fn space_again(&self, rounds: &mut u32, given: u64, needed: usize) -> Result<bool> {
+        *rounds += 1;
+        match *rounds < ROUNDS_MAX {
+            true => self.make_space(given, needed).await,
+            false => Ok(false),
         }
     }
 
@@ -135,9 +148,7 @@ impl Native {
         };
         let wanted = match is_fast && self.journal().is_some() {
             true => CLEANED_AT_ONCE,
-            // Where there are zones so many that one of them is clean as a whole, whatever is taken one by one meanwhile: then it is
-            // opened.
-            false => distance.max(CLEAN_AHEAD).max(2 * self.zone_len()),
+            false => distance.max(CLEAN_AHEAD).max(self.units_for_zones()),
         };
         let most = match (is_fast, self.unit()) {
             (false, Some(unit)) => usize::try_from(unit.count_for(ZEROED_IN_A_GO_BYTES)).expect("at most 16"),
@@ -231,6 +242,17 @@ impl Native {
         done.is_ok()
     }
 
+    /// Makes some of these zero that are of unknown content. Tells whether there were any.
+    pub(super) async fn zero_some_of(&self, run: Range<u32>) -> bool {
+        let units = self.units();
+        let _giving = units.giving.lock().await;
+        let at_once = self.unit().map_or(1, |unit| unit.count_for(ZEROED_IN_A_GO_BYTES));
+        match units.take_unknown_of(run, usize::try_from(at_once).expect("at most 16")) {
+            Some(some) => self.zero(units, some, &self.ahead).await,
+            None => false,
+        }
+    }
+
     async fn zero_bytes(&self, span: ImageSpan, way: &SharedStorage) -> Result<()> {
         let limits = way.limits();
         if limits.fast_zeroes || limits.fixed_len {
@@ -264,12 +286,17 @@ impl Native {
         let mut done = 0;
         while done < missing {
             let Some(run) = units.take_unknown(at_once.min(missing - done)) else { break };
-            let count = run.len();
+            let (first, count) = (run.start, run.len());
             if !self.zero(units, run, &work.way).await {
-                // One of them may be what fails, and those before it as good as any.
+                if count == 1 {
+                    units.pass_over(first);
+                }
+                // One of them may be what fails, and the others as good as any.
                 for _ in 1..count {
                     let Some(one) = units.take_unknown(1) else { break };
+                    let this = one.start;
                     if !self.zero(units, one, &work.way).await {
+                        units.pass_over(this);
                         break;
                     }
                     done += 1;
@@ -279,6 +306,11 @@ impl Native {
             done += count;
         }
         done
+    }
+
+    /// So many units are to be clean that a zone of them is as a whole, whatever is taken one by one meanwhile: then it is opened.
+    fn units_for_zones(&self) -> usize {
+        if self.journal().is_some() && self.may_be_born() { 2 * self.zone_len() } else { 0 }
     }
 
     /// Whether no record has guest data of this unit that a recovery would bring back. Asks for it to be made so.

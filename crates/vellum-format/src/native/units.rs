@@ -70,8 +70,25 @@ struct Pool {
     next: Option<u32>,
     /// No unit has a higher number.
     last: u32,
+    /// Nobody is given one of these.
+    avoided: Range<u32>,
+    /// Units of unknown content are made zero from here on first: one before could not be.
+    look_from: u32,
     /// The last unit that was there when the image was opened, or the device looked at.
     end: u32,
+}
+
+impl Pool {
+    /// Takes units of unknown content out that lie in a row, from the first on, so many at most.
+    fn take_run(&mut self, first: u32, before: u32, most: usize) -> Range<u32> {
+        let most = u32::try_from(most.max(1)).unwrap_or(u32::MAX);
+        let mut end = first + 1;
+        while end < before && end - first < most && self.unknown.contains(end) {
+            end += 1;
+        }
+        self.unknown.remove_range(first..end);
+        first..end
+    }
 }
 
 impl Units {
@@ -85,7 +102,8 @@ impl Units {
         }
         unknown -= used;
         let next = Some(end + 1).filter(|_| can_grow);
-        let pool = Pool { clean: RoaringBitmap::new(), unknown, next, last, end };
+        let pool =
+            Pool { clean: RoaringBitmap::new(), unknown, next, last, avoided: 0..0, look_from: 0, end };
         Self {
             pool: Mutex::new(pool),
             waiting: Mutex::default(),
@@ -107,7 +125,11 @@ impl Units {
     fn take(&self) -> Option<u32> {
         self.taken.fetch_add(1, Ordering::AcqRel);
         let mut pool = lock(&self.pool);
-        if let Some(unit) = pool.clean.min() {
+        let lowest = pool.clean.min().map(|unit| match pool.avoided.contains(&unit) {
+            true => pool.clean.range(pool.avoided.end..).next(),
+            false => Some(unit),
+        });
+        if let Some(unit) = lowest.flatten() {
             pool.clean.remove(unit);
             return Some(unit);
         }
@@ -166,6 +188,73 @@ impl Units {
         pool.clean.remove_range(run.clone());
         pool.unknown.remove_range(run.clone());
         Some((first, clean < all))
+    }
+
+    /// From now on nobody is given a unit of these, but where it is said otherwise.
+    pub(super) fn avoid(&self, units: Option<Range<u32>>) {
+        lock(&self.pool).avoided = units.unwrap_or(0..0);
+    }
+
+    /// Whether all of these are free; made zero, too, if that is asked for.
+    pub(super) fn is_free(&self, units: Range<u32>, is_clean: bool) -> bool {
+        let pool = lock(&self.pool);
+        let all = u64::from(units.end - units.start);
+        let unknown = if is_clean { 0 } else { pool.unknown.range_cardinality(units.clone()) };
+        pool.clean.range_cardinality(units) + unknown == all
+    }
+
+    /// Whether there is a run of so many units that has never been there.
+    pub(super) fn has_new_zone(&self, len: u32, zones: u32) -> bool {
+        let pool = lock(&self.pool);
+        let first = pool.next.and_then(|next| (next - 1).checked_next_multiple_of(len)?.checked_add(1));
+        first.is_some_and(|first| {
+            first.checked_add(len).is_some_and(|end| end <= pool.last) && first / len < zones
+        })
+    }
+
+    /// Whether all units of a zone are free.
+    pub(super) fn has_free_zone(
+        &self,
+        len: u32,
+        zones: u32,
+        is_clean: bool,
+        is_open: impl Fn(u32) -> bool,
+    ) -> bool {
+        self.used_by_zone(len, zones, is_clean, is_open).any(|(_, used)| used == 0)
+    }
+
+    /// The zone with the fewest units that are used, at most half, where there is room for these elsewhere.
+    pub(super) fn emptiest_zone(&self, len: u32, zones: u32, is_open: impl Fn(u32) -> bool) -> Option<u32> {
+        let least = self.used_by_zone(len, zones, false, is_open).min_by_key(|(_, used)| *used);
+        let (zone, used) = least.filter(|(_, used)| *used <= u64::from(len / 2))?;
+        let pool = lock(&self.pool);
+        let elsewhere = pool.clean.len() + pool.unknown.len() - (u64::from(len) - used);
+        (elsewhere > used).then_some(zone)
+    }
+
+    /// How many units of each zone are not free, or not clean.
+    fn used_by_zone(
+        &self,
+        len: u32,
+        zones: u32,
+        is_clean: bool,
+        is_open: impl Fn(u32) -> bool,
+    ) -> impl Iterator<Item = (u32, u64)> {
+        let pool = lock(&self.pool);
+        let free = if is_clean { pool.clean.clone() } else { &pool.clean | &pool.unknown };
+        let count = zones.min(pool.end / len);
+        drop(pool);
+        (0..count).filter(move |zone| !is_open(*zone)).map(move |zone| {
+            let first = zone * len + 1;
+            (zone, u64::from(len) - free.range_cardinality(first..first + len))
+        })
+    }
+
+    /// Units of unknown content in a row among these, so many at most.
+    pub(super) fn take_unknown_of(&self, units: Range<u32>, most: usize) -> Option<Range<u32>> {
+        let mut pool = lock(&self.pool);
+        let first = pool.unknown.range(units.clone()).next()?;
+        Some(pool.take_run(first, units.end, most))
     }
 
     /// Units that a zone was opened for, and that nobody was given.
@@ -278,14 +367,17 @@ impl Units {
     /// The first units of unknown content that lie in a row, so many at most.
     pub(super) fn take_unknown(&self, most: usize) -> Option<Range<u32>> {
         let mut pool = lock(&self.pool);
-        let first = pool.unknown.min()?;
-        let most = u32::try_from(most.max(1)).unwrap_or(u32::MAX);
-        let mut end = first + 1;
-        while end - first < most && pool.unknown.contains(end) {
-            end += 1;
+        let next = pool.unknown.range(pool.look_from..).next();
+        let first = next.or_else(|| pool.unknown.min())?;
+        if next.is_none() {
+            pool.look_from = 0;
         }
-        pool.unknown.remove_range(first..end);
-        Some(first..end)
+        Some(pool.take_run(first, u32::MAX, most))
+    }
+
+    /// This unit could not be made zero: those behind it come first.
+    pub(super) fn pass_over(&self, unit: u32) {
+        lock(&self.pool).look_from = unit + 1;
     }
 
     pub(super) fn has_unknown(&self) -> bool {
@@ -334,7 +426,13 @@ impl Native {
 
     /// A unit that reads as zero, durably. Never waits for a commit: that is for who calls [`Native::make_space`].
     pub(super) async fn allocate(&self) -> Result<u32> {
-        let Some(unit) = self.take_prepared().or_else(|| self.units().take()) else {
+        let take = || self.take_prepared().or_else(|| self.units().take());
+        let unit = take().or_else(|| {
+            // What is kept free of others is better than nothing.
+            self.let_zone_go(self.zones.as_ref()?);
+            take()
+        });
+        let Some(unit) = unit else {
             let why = match self.metadata.limits().fixed_len {
                 true => format!(
                     "{}: the device is full, and needs at least {} bytes more",

@@ -36,8 +36,6 @@ use crate::sabotage::{self, Bug};
 
 /// A write that must change more than data is done in pieces of at most this many bytes.
 const BYTES_AT_ONCE: u64 = 8 << 20;
-/// So often a write in a file that finds no space looks for some.
-const ROUNDS_MAX: u32 = 64;
 /// Runs of checks reach over no multiple of this; units begin at multiples of it or of their size.
 const CHECKS_TOGETHER: BlockSize = BlockSize::from_shift(20);
 
@@ -129,10 +127,7 @@ impl Native {
             if let Some(units) = self.units.as_ref().filter(|_| turn.is_none()) {
                 turn = Some(units.hungry.lock().await);
             }
-            rounds += 1;
-            // Units behind the end of a file that cannot grow become clean for nothing, again and again.
-            let may_go_on = self.metadata.limits().fixed_len || rounds < ROUNDS_MAX;
-            if !may_go_on || !self.make_space(given, needed).await? {
+            if !self.space_again(&mut rounds, given, needed).await? {
                 return Err(error);
             }
         }

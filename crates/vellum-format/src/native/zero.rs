@@ -77,6 +77,7 @@ impl Native {
                 }
             }
             let is_whole = self.is_whole_cell(part);
+            let mut rounds = 0;
             let done = loop {
                 if !is_whole {
                     if space == Space::Discard && self.find(|| self.holds_any(part)).await? {
@@ -97,7 +98,7 @@ impl Native {
                 };
                 match result {
                     Err(error) if error.kind() == vellum_core::ErrorKind::NoSpace => {
-                        if !self.make_space(given, 1).await? {
+                        if !self.space_again(&mut rounds, given, 1).await? {
                             return Err(error);
                         }
                     }

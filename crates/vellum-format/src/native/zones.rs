@@ -49,7 +49,9 @@ const OPENING_COST: u64 = 24 * 24;
 /// The zones of an image that is open for writing.
 #[derive(Default)]
 pub(super) struct Zones {
-    young: Mutex<Vec<Young>>,
+    pub(super) young: Mutex<Vec<Young>>,
+    /// One more than the zone that is being emptied (`compact.rs`); 0: none is.
+    pub(super) emptying: AtomicU32,
     /// Held by who opens one.
     opening: async_lock::Mutex<()>,
     /// Held by who tells the table.
@@ -122,7 +124,9 @@ impl Young {
     /// Takes the next units out, to be prepared; fewer where the zone ends.
     pub(super) fn begin_preparing(&mut self, count: u32, per_zone: u32) -> Range<u32> {
         let run = self.next..per_zone.min(self.next.saturating_add(count));
-        self.next = run.end;
+        if !sabotage::is(Bug::ZerosOnGiven) {
+            self.next = run.end;
+        }
         self.being_prepared += run.end - run.start;
         run
     }
@@ -325,7 +329,9 @@ impl Native {
                 // Something else may have become of it meanwhile.
                 let is_born = self.in_young(unit, |zone, _| zone.born.contains(&(index, guest_unit)));
                 if is_born == Some(true) {
-                    self.home.touch(self.places.entry(guest_unit).word);
+                    if !sabotage::is(Bug::SettledEarly) {
+                        self.home.touch(self.places.entry(guest_unit).word);
+                    }
                     self.tell_of(unit);
                 }
             }
@@ -374,6 +380,22 @@ impl Native {
     pub(super) fn wants_zone(&self) -> bool {
         let zones = self.zones.as_ref();
         zones.is_some_and(|zones| lock(&zones.young).is_empty()) && self.may_be_born()
+    }
+
+    /// How many units of open zones can be given out still.
+    pub(super) fn left_in_zones(&self) -> u32 {
+        let per_zone = self.places.units_per_zone();
+        let zones = self.zones.as_ref();
+        zones.map_or(0, |zones| lock(&zones.young).iter().map(|zone| zone.left(per_zone)).sum())
+    }
+
+    /// Whether a zone could be opened.
+    pub(super) fn has_zone_to_open(&self, zones: &Zones) -> bool {
+        let (units, per_zone, count) = (self.units(), self.places.units_per_zone(), self.places.zones());
+        let young: Vec<u32> = lock(&zones.young).iter().map(|zone| zone.zone).collect();
+        let is_clean = !self.metadata.limits().fast_zeroes;
+        units.has_new_zone(per_zone, count)
+            || units.has_free_zone(per_zone, count, is_clean, |zone| young.contains(&zone))
     }
 
     /// Opens a zone, if there is one. It is used when that is durable.
@@ -480,6 +502,9 @@ impl Native {
             under_way: 0,
             born: Vec::new(),
         };
+        if zones.emptying.load(Ordering::SeqCst) == number + 1 {
+            self.let_zone_go(zones); // that is what it was emptied for
+        }
         let mut all = lock(&zones.young);
         debug_assert!(all.iter().all(|other| other.zone != number), "it is open already");
         all.push(young);

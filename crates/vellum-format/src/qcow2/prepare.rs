@@ -14,8 +14,10 @@
 //!    one that comes along covers the zeros.
 //! 3. One piece is under way at a time. Closing waits for it, then cuts the file to the end of what is in use.
 //! 4. The image is marked as open before, so whatever a crash leaves of it is looked at, and cut off, by who recovers it.
-//! 5. A failure ends it for this opening. The guest does not hear of it: its own writes need no more than they always did.
+//! 5. No more zeros are written than a few times what the guest writes (`Budget`).
+//! 6. A failure ends it for this opening. The guest does not hear of it: its own writes need no more than they always did.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_lock::{Mutex, MutexGuard};
@@ -27,7 +29,7 @@ use super::header::Header;
 use super::image::Qcow2;
 use super::layout::{OFFSET_MASK, be64};
 use super::refcount;
-use crate::prealloc::{Pace, Prealloc, next_piece};
+use crate::prealloc::{Budget, Pace, Prealloc, next_piece};
 use crate::sabotage::{self, Bug};
 
 /// What is prepared, and how.
@@ -36,12 +38,14 @@ pub(crate) struct Prepare {
     /// The image file, as the way for zeros.
     storage: SharedStorage,
     work: Mutex<Work>,
+    /// How much the guest has written, in bytes.
+    written: AtomicU64,
 }
 
 /// Held by who prepares, and by who closes.
-#[derive(Default)]
 pub(crate) struct Work {
     pace: Pace,
+    budget: Budget,
     has_given_up: bool,
 }
 
@@ -49,7 +53,15 @@ impl Prepare {
     pub(crate) fn new(how: Prealloc, storage: SharedStorage) -> Self {
         let can = !storage.limits().fixed_len && storage.limits().grows_zeroed;
         let how = if can { how.settled(storage.limits().prefers_written) } else { Prealloc::Off };
-        Self { how, storage, work: Mutex::default() }
+        let work = Work { pace: Pace::default(), budget: Budget::new(), has_given_up: false };
+        Self { how, storage, work: Mutex::new(work), written: AtomicU64::new(0) }
+    }
+
+    /// The guest writes so many bytes.
+    pub(crate) fn note_written(&self, bytes: u64) {
+        if self.how != Prealloc::Off {
+            self.written.fetch_add(bytes, Ordering::Relaxed);
+        }
     }
 
     /// Waits for what is under way; nothing is begun while the guard lives.
@@ -72,9 +84,15 @@ impl Qcow2 {
         let (end, ready) = self.refcounts().ahead();
         work.pace.note(now, end);
         let distance = work.pace.distance(self.prepare.how);
-        let Some(bytes) = next_piece(distance, ready) else { return false };
+        work.budget.note(self.prepare.written.load(Ordering::Relaxed));
+        let Some(bytes) = next_piece(distance, ready).filter(|bytes| work.budget.has(*bytes)) else {
+            return false;
+        };
         match self.prepare_piece(bytes).await {
-            Ok(true) => next_piece(distance, self.refcounts().ahead().1).is_some(),
+            Ok(true) => {
+                work.budget.spend(bytes);
+                next_piece(distance, self.refcounts().ahead().1).is_some_and(|bytes| work.budget.has(bytes))
+            }
             Ok(false) => false,
             Err(_) => {
                 work.has_given_up = true;

@@ -58,6 +58,7 @@ impl Step<'_> {
 
 impl Qcow2 {
     pub(crate) async fn write_span(&self, span: GuestSpan, mut data: Buffer) -> Result<()> {
+        self.prepare.note_written(span.len());
         if span.is_empty() {
             return Ok(());
         }

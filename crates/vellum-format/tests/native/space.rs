@@ -2,11 +2,12 @@
 
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, Disk, ErrorKind, GuestOffset, LocalFuture, MemoryStorage, Random, SharedStorage, Storage,
-    WriteFlags, ZeroFlags, try_join_all,
+    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, LocalFuture, MemoryStorage, Random, SharedStorage,
+    Storage, WriteFlags, ZeroFlags, try_join_all,
 };
 use vellum_format::native::check::{Repair, check};
 use vellum_format::native::{Native, OpenOptions, create};
+use vellum_sim::{Drive, DriveOptions, Fault, Operation, Repeat, World};
 
 use super::common::native::{NativeSetup, look_native};
 use super::common::{base, scale};
@@ -225,6 +226,58 @@ fn large_writes_on_a_device_end() {
             disk.close().await.unwrap();
             let (report, lines) = look_native(&shared).await.unwrap();
             assert!(report.is_clean(), "{lines:?}");
+        });
+    }
+}
+
+/// Where the host has no space for a copy, the write that asks for it says so, and does not look for ever.
+#[test]
+fn a_full_host_and_a_snapshot() {
+    let world = World::new(0);
+    world.run(async {
+        let drive = Drive::new(&world, DriveOptions::default());
+        let setup = NativeSetup::table("table", 16 * UNIT, UNIT);
+        let made = create(&*drive, &setup.create_options()).await.unwrap();
+        let disk = Native::open(drive.clone(), None, OpenOptions::default()).await.unwrap();
+        let at = GuestOffset::new(0);
+        let write = async || disk.write(at, Buffer::copy_of(&[7; 4096]), WriteFlags::default()).await;
+        write().await.unwrap();
+        disk.flush().await.unwrap();
+        disk.snapshot_create("one", 0).await.unwrap();
+        let behind = (made.places().data_offset() + UNIT).span(1 << 40);
+        let full = Fault { within: Some(behind), ..Fault::nth(Operation::Write, 0) };
+        drive.faults().add(Fault { error: ErrorKind::NoSpace, repeat: Repeat::ForEver, ..full });
+        let before = drive.counts().flushes;
+        assert_eq!(write().await.unwrap_err().kind(), ErrorKind::NoSpace);
+        assert!(drive.counts().flushes - before < 200, "{} flushes", drive.counts().flushes - before);
+        drive.faults().clear();
+        write().await.unwrap();
+        disk.close().await.unwrap();
+    });
+}
+
+/// A unit that cannot be made zero keeps no other from it.
+#[test]
+fn one_bad_unit() {
+    for unit_at in [0, 5, 17] {
+        let world = World::new(0);
+        world.run(async {
+            let drive = Drive::new(&world, DriveOptions::default());
+            let old = vec![0xAB; (1 << 20) + 40 * 65_536];
+            drive.write(ImageOffset::ZERO, Buffer::copy_of(&old)).await.unwrap();
+            let image = Device::shared(drive.clone());
+            let setup = NativeSetup::table("table", 64 * UNIT, UNIT);
+            let made = create(&*image, &setup.create_options()).await.unwrap();
+            let disk = Native::open(image, None, OpenOptions::default()).await.unwrap();
+            let bad = (made.places().data_offset() + unit_at * UNIT).span(UNIT);
+            let fault = Fault { within: Some(bad), ..Fault::nth(Operation::WriteZeroes, 0) };
+            drive.faults().add(Fault { repeat: Repeat::ForEver, ..fault });
+            for unit in 0..36 {
+                let at = GuestOffset::new(unit * UNIT);
+                let written = disk.write(at, Buffer::copy_of(&[7; 512]), WriteFlags::default()).await;
+                written.unwrap_or_else(|error| panic!("bad unit {unit_at}, unit {unit}: {}", error.chain()));
+            }
+            disk.close().await.unwrap();
         });
     }
 }

@@ -173,6 +173,13 @@ impl NativeSubject {
         Self { is_by_units: true, has_quiet_times: true, ..Self::new(setup, 256 << 10) }
     }
 
+    /// The same on a device, where zones of which little is used are emptied.
+    pub(crate) fn zoned_compacted() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned, compacted", 512 << 10, 64 << 10, 128 << 10);
+        let device = Some((1 << 20) + (10 << 16));
+        Self { is_by_units: true, has_quiet_times: true, device, ..Self::new(setup, 256 << 10) }
+    }
+
     pub(crate) fn zoned_with_snapshots() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned with snapshots", 512 << 10, 64 << 10, 1 << 20);
         Self { is_by_units: true, has_snapshots: true, ..Self::new(setup, 256 << 10) }

@@ -14,7 +14,7 @@
 use std::sync::RwLockReadGuard;
 
 use vellum_core::{
-    BlockSize, Buffer, Context, ErrorKind, GuestCluster, GuestSpan, ImageOffset, LocalFuture, Result,
+    BlockSize, Buffer, Context, Error, ErrorKind, GuestCluster, GuestSpan, ImageOffset, LocalFuture, Result,
     is_zero, try_join_all,
 };
 
@@ -90,9 +90,10 @@ impl Native {
             let bytes = self.home.bytes(ImageOffset::new(page)).expect("as just loaded");
             let buffer = Buffer::copy_of(&bytes);
             let checks = checks_of(at, buffer.pieces(), BlockSize::PAGE, |_| true);
-            self.metadata.write(at, buffer).await?;
+            let give_back = |_: &Error| lock(&views.copies).copies.give_slot(slot);
+            self.metadata.write(at, buffer).await.inspect_err(give_back)?;
             self.commits.note_change();
-            let _gate = self.enter_transaction(KEPT_BYTES).await?;
+            let _gate = self.enter_transaction(KEPT_BYTES).await.inspect_err(give_back)?;
             let mut held = lock(&views.copies);
             let is_same = self.home.bytes(ImageOffset::new(page)).is_some_and(|now| now == bytes);
             if held.is_kept(page) || !is_same {
@@ -132,18 +133,17 @@ impl Native {
 
     /// Whether a snapshot sees the unit that the disk has there.
     pub(in crate::native) fn is_held(&self, number: u64) -> Result<bool, Missing> {
-        let Some(views) = self.views.as_ref().filter(|views| views.any()) else { return Ok(false) };
+        let Some(views) = self.views.as_ref().filter(|_| self.holds_units()) else { return Ok(false) };
         let unit = self.entry(number)?;
         let page = page_of(self.places.entry(number).word);
         let held = lock(&views.copies);
-        Ok(unit != 0
-            && (!held.is_kept(page) || held.copies.names(unit))
-            && !sabotage::is(Bug::HeldOverwritten))
+        let is_seen = views.any() && (!held.is_kept(page) || held.copies.names(unit));
+        Ok(unit != 0 && ((is_seen && !sabotage::is(Bug::HeldOverwritten)) || self.is_being_emptied(unit)))
     }
 
     /// Whether a snapshot sees a unit that the run touches.
     pub(in crate::native) fn holds_any(&self, span: GuestSpan) -> Result<bool, Missing> {
-        if !self.views.as_ref().is_some_and(Views::any) {
+        if !self.holds_units() || (sabotage::is(Bug::MovedUnderWriters) && self.empties_any()) {
             return Ok(false);
         }
         for number in self.units_of(span) {
@@ -164,13 +164,17 @@ impl Native {
 
     /// Gives the disk units of its own where it writes. Must not be called from inside an epoch.
     pub(in crate::native) async fn unshare(&self, span: GuestSpan) -> Result<()> {
-        let Some(views) = self.views.as_ref().filter(|views| views.any()) else { return Ok(()) };
+        let Some(views) = self.views.as_ref().filter(|_| self.holds_units()) else { return Ok(()) };
+        if sabotage::is(Bug::MovedUnderWriters) && self.empties_any() {
+            return Ok(());
+        }
         for number in self.units_of(span) {
+            let mut rounds = 0;
             loop {
                 let given = self.units().given();
                 match self.unshare_unit(views, number).await {
                     Err(error) if error.kind() == ErrorKind::NoSpace => {
-                        if !self.make_space(given, 1).await? {
+                        if !self.space_again(&mut rounds, given, 1).await? {
                             return Err(error);
                         }
                     }
@@ -179,6 +183,27 @@ impl Native {
             }
         }
         Ok(())
+    }
+
+    /// Whether there are units that are not written to where they lie.
+    fn holds_units(&self) -> bool {
+        self.views.as_ref().is_some_and(Views::any) || self.empties_any()
+    }
+
+    /// More units become such ones. Who looked before may write to them from now on, too: that is waited for by who copies one.
+    pub(in crate::native) fn say_held(&self, say: impl FnOnce()) {
+        let Some(views) = &self.views else { return };
+        let _held = lock(&views.copies);
+        say();
+        views.stamp.store(self.epochs.now() + 1, Ordering::Release);
+    }
+
+    /// The unit of the disk gets another place, if it lies in a zone that is being emptied.
+    pub(in crate::native) async fn leave_unit(&self, number: u64) -> Result<()> {
+        match &self.views {
+            Some(views) => self.unshare_unit(views, number).await,
+            None => Ok(()),
+        }
     }
 
     async fn unshare_unit(&self, views: &Views, number: u64) -> Result<()> {

@@ -88,6 +88,7 @@ impl Native {
             block_locks: std::array::from_fn(|_| Default::default()),
             units: None,
             views: None,
+            compaction: None,
             zones_ahead: None,
             written_bytes: AtomicU64::new(0),
             zones: None,

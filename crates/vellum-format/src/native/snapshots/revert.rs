@@ -112,11 +112,12 @@ impl Native {
             if words.iter().all(is_same) {
                 continue;
             }
+            let mut rounds = 0;
             let _gate = loop {
                 let given = self.units().given();
                 match self.enter_changing(24 * WORDS_AT_ONCE as u64, || vec![start]).await {
                     Err(error) if error.kind() == vellum_core::ErrorKind::NoSpace => {
-                        if !self.make_space(given, 1).await? {
+                        if !self.space_again(&mut rounds, given, 1).await? {
                             return Err(error);
                         }
                     }

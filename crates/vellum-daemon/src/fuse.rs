@@ -3,7 +3,8 @@
 //! ```text
 //!   begin    point ready ► lanes on the workers ► mounted
 //!   end      unmounted; when somebody has it open: nothing more is begun, what was begun is answered, taken off by force
-//!            (another's mount at the path is left) ► threads of fuser ended ► lanes ended ► the file removed, if it was made here
+//!            (another's mount at the path is left) ► threads of fuser ended ► lanes ended
+//!            ► the file removed, if it was made here
 //! ```
 //!
 //! A server that has nothing else to serve ends when all of its files were unmounted, as other file systems do.

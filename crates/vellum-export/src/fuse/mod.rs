@@ -36,8 +36,8 @@ pub use lane::{MEMORY_BYTES_MAX, REQUESTS_MAX};
 pub use point::{Mounted, Point, Taken};
 
 /// Lets this thread, and those that it starts, allocate memory without waiting for a file system to write back: that may
-/// be one that is mounted from a file of this server, and would wait for this server. Takes a right that root has, and
-/// Linux 5.6; without them nothing changes.
+/// be one that is mounted from a file of this server, and would wait for this server. Takes
+/// `CAP_SYS_RESOURCE` and Linux 5.6; without them nothing changes.
 pub fn allocate_without_write_back() {
     if let Err(error) = rustix::process::configure_io_flusher_behavior(true) {
         tracing::debug!("can't become an I/O flusher: {error}");

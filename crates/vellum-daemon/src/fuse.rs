@@ -3,7 +3,8 @@
 //! ```text
 //!   begin    point ready ► lanes on the workers ► mounted
 //!   end      unmounted; when somebody has it open: nothing more is begun, what was begun is answered, taken off by force
-//!            ► threads of fuser ended ► lanes ended ► the file removed, if it was made here
+//!            (another's mount at the path is left) ► threads of fuser ended ► lanes ended
+//!            ► the file removed, if it was made here
 //! ```
 //!
 //! A server that has nothing else to serve ends when all of its files were unmounted, as other file systems do.
@@ -126,38 +127,48 @@ impl Shown {
 
     async fn end(self, shutdown: &Shutdown) {
         let Self { file, mut mounted, lanes } = self;
-        let (mut mounted, taken) = unblock(move || {
+        let (mut mounted, mut taken) = unblock(move || {
             let taken = mounted.unmount();
             (mounted, taken)
         })
         .await;
-        if let Ok(Taken::Busy) = taken {
-            tracing::warn!(
-                "{} is in use; it is taken away, and whoever has it open gets errors",
-                mounted.path().display()
-            );
+        let path = mounted.path().display();
+        match taken {
+            Ok(Taken::Free) | Err(_) => {}
+            Ok(Taken::Busy) => {
+                tracing::warn!("{path} is in use; it is taken away, and whoever has it open gets errors");
+            }
+            Ok(Taken::Elsewhere) => {
+                tracing::warn!("{path} was taken off by another; whoever still has it open gets errors");
+            }
+        }
+        if let Ok(Taken::Busy | Taken::Elsewhere) = taken {
             file.drain();
             while !file.is_idle() && !shutdown.is_cut() {
                 clock().sleep(Duration::from_millis(5)).await;
             }
-            let forced;
-            (mounted, forced) = unblock(move || {
+        }
+        if let Ok(Taken::Busy) = taken {
+            (mounted, taken) = unblock(move || {
                 let forced = mounted.force();
                 (mounted, forced)
             })
             .await;
-            complain(forced);
         }
-        complain(taken.map(drop));
-        // Where it is mounted in another name space, too, nothing is told before the process ends.
-        or(mounted.ended(), clock().sleep(FAREWELL_MAX)).await;
+        // What is open somewhere else goes with the process. Where it is mounted in another name space, too, nothing is
+        // told before.
+        let is_elsewhere = matches!(taken, Ok(Taken::Elsewhere));
+        complain(taken);
+        if !is_elsewhere {
+            or(mounted.ended(), clock().sleep(FAREWELL_MAX)).await;
+        }
         file.close();
         ended(lanes).await;
         unblock(move || mounted.finish()).await;
     }
 }
 
-fn complain(result: Result<()>) {
+fn complain(result: Result<Taken>) {
     if let Err(error) = result {
         tracing::warn!("{}", error.chain());
     }

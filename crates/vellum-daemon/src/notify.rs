@@ -1,12 +1,20 @@
 //! Tells a service manager how the server is: a datagram to the socket that it has named, as `sd_notify(3)` does.
 //!
-//! A manager that cannot be told is told nothing more; the server goes on.
+//! A manager that has no room for the message gets it a little later: without `READY=1` it would end the server. One that
+//! cannot be told is told nothing more; the server goes on.
 
 use std::ffi::OsString;
 use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::time::Duration;
+
+use vellum_io::clock;
+
+/// How often it is tried again, and after what time, while the manager has no room.
+const TRIES_MAX: u32 = 200;
+const TRIED_EVERY: Duration = Duration::from_millis(50);
 
 /// Where the manager listens.
 #[derive(Debug, Clone)]
@@ -18,18 +26,28 @@ impl NotifySocket {
         Self(name)
     }
 
-    /// Clients can connect.
-    pub(crate) fn is_ready(&self) {
-        self.tell("READY=1");
+    /// Clients can connect. Waits while the manager has no room, for some seconds; the worker goes on meanwhile.
+    pub(crate) async fn is_ready(&self) {
+        let state = "READY=1";
+        let mut result = self.send(state.as_bytes());
+        for _ in 0..TRIES_MAX {
+            if !matches!(&result, Err(error) if error.kind() == io::ErrorKind::WouldBlock) {
+                break;
+            }
+            clock().sleep(TRIED_EVERY).await;
+            result = self.send(state.as_bytes());
+        }
+        self.said(state, result);
     }
 
     /// Nobody new is let in.
     pub(crate) fn is_stopping(&self) {
-        self.tell("STOPPING=1");
+        let state = "STOPPING=1";
+        self.said(state, self.send(state.as_bytes()));
     }
 
-    fn tell(&self, state: &str) {
-        if let Err(error) = self.send(state.as_bytes()) {
+    fn said(&self, state: &str, result: io::Result<()>) {
+        if let Err(error) = result {
             tracing::warn!("can't tell {} that {state}: {error}", self.0.display());
         }
     }
@@ -54,6 +72,10 @@ impl NotifySocket {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
+    use vellum_io::IoMode;
+
     use super::*;
 
     #[test]
@@ -67,5 +89,32 @@ mod tests {
         assert_eq!(&bytes[..len], b"READY=1");
         NotifySocket::new("vsock:2:1234".into()).send(b"READY=1").expect_err("not this one");
         NotifySocket::new("/nobody/listens".into()).send(b"READY=1").expect_err("nobody is there");
+    }
+
+    #[test]
+    fn a_manager_that_has_no_room_is_told_as_soon_as_it_has() {
+        let name = format!("vellum-notify-full-{}", std::process::id());
+        let manager = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).expect("a name"));
+        let manager = manager.expect("it is free");
+        let socket = NotifySocket::new(format!("@{name}").into());
+        let mut before = 0;
+        let full = loop {
+            match socket.send(b"X=1") {
+                Ok(()) => before += 1,
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(full.kind(), io::ErrorKind::WouldBlock, "{full}");
+        let telling =
+            thread::spawn(move || vellum_io::run(IoMode::Threads, async || socket.is_ready().await));
+        thread::sleep(TRIED_EVERY);
+        let mut bytes = [0; 64];
+        for _ in 0..before {
+            let len = manager.recv(&mut bytes).expect("a message");
+            assert_eq!(&bytes[..len], b"X=1");
+        }
+        let len = manager.recv(&mut bytes).expect("a message");
+        assert_eq!(&bytes[..len], b"READY=1");
+        telling.join().expect("no panic").expect("it ran");
     }
 }

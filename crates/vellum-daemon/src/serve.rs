@@ -25,6 +25,7 @@ use std::time::Duration;
 
 use futures_lite::future::{block_on, or, zip};
 use vellum_core::{Disk, Error, ErrorKind, Result};
+use vellum_export::fuse::allocate_without_write_back;
 use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{
@@ -101,6 +102,10 @@ pub struct Report {
 /// what is not.
 pub fn serve(spec: ServeSpec, ready: impl FnOnce(&[Address]) + Send + 'static) -> Result<Report> {
     spec.limits.check()?;
+    if !spec.fuse.is_empty() {
+        // Before there are threads: all of them take part.
+        allocate_without_write_back();
+    }
     let workers = Workers::start(WorkersConfig { threads: spec.threads, mode: spec.mode })?;
     let handle = workers.handle();
     let control = workers.spawn(0, move || control(spec, handle, ready));
@@ -199,7 +204,7 @@ async fn run(
         })
     });
     ready(&addresses);
-    spec.notify.iter().for_each(NotifySocket::is_ready);
+    let telling = spec.notify.clone().map(|manager| spawn_local(async move { manager.is_ready().await }));
 
     let serves_others = spec.fuse.is_empty()
         || !addresses.is_empty()
@@ -214,6 +219,9 @@ async fn run(
     };
     let signal = or(async { signals.next().await.map(Some) }, unused).await;
     tracing::info!(?signal, "draining");
+    if let Some(task) = telling {
+        task.cancel().await; // what it has not been told by now is no longer so
+    }
     spec.notify.iter().for_each(NotifySocket::is_stopping);
     for task in accepting {
         task.cancel().await; // the sockets are closed and their files removed

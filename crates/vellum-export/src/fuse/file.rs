@@ -4,7 +4,7 @@
 //! [`Operation`]; the rest is answered at once.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -85,7 +85,7 @@ impl DiskFile {
     pub fn new(disk: SharedDisk, facts: Facts, lanes: usize) -> Self {
         assert!(lanes > 0, "somebody must do the work");
         Self(Arc::new(Inner {
-            behind: Behind { disk, is_dirty: AtomicBool::new(false) },
+            behind: Behind::new(disk),
             lanes: (0..lanes).map(|_| Lane::new()).collect(),
             next_lane: AtomicUsize::new(0),
             owner: Mutex::new(facts.owner),

@@ -198,7 +198,6 @@ async fn carry_out<A: Answer>(behind: &Behind, job: Job<A>) -> usize {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::sync::atomic::AtomicBool;
     use std::sync::mpsc::{Receiver, Sender, channel};
     use std::time::Duration;
 
@@ -216,7 +215,7 @@ mod tests {
     type TestLane = Lane<Sender<Result<Outcome>>>;
 
     fn behind() -> Behind {
-        Behind { disk: MemoryDisk::new(64 << 20), is_dirty: AtomicBool::new(false) }
+        Behind::new(MemoryDisk::new(64 << 20))
     }
 
     fn read(len: u64) -> (Job<Sender<Result<Outcome>>>, Receiver<Result<Outcome>>) {

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The mount point is a regular file, and so is the root of the file system (`point`): there is no directory, and nothing
-//! is looked up. A thread of fuser takes a request from the kernel, copies what is to be written and puts it into its
+//! is looked up. What is mounted where is known by `mounts`. A thread of fuser takes a request from the kernel, copies what is to be written and puts it into its
 //! lane; it waits for no disk. A worker that runs [`DiskFile::serve`] begins it and answers it whenever it ends, so many are under way.
 //!
 //! 1. **Nothing is cached by the kernel** (`FOPEN_DIRECT_IO`): every read and write of a program is one of the disk. So
@@ -26,6 +26,7 @@
 
 mod file;
 mod lane;
+mod mounts;
 mod point;
 mod seek;
 mod work;
@@ -33,3 +34,12 @@ mod work;
 pub use file::{DiskFile, Facts, Owner};
 pub use lane::{MEMORY_BYTES_MAX, REQUESTS_MAX};
 pub use point::{Mounted, Point, Taken};
+
+/// Lets this thread, and those that it starts, allocate memory without waiting for a file system to write back: that may
+/// be one that is mounted from a file of this server, and would wait for this server. Takes
+/// `CAP_SYS_RESOURCE` and Linux 5.6; without them nothing changes.
+pub fn allocate_without_write_back() {
+    if let Err(error) = rustix::process::configure_io_flusher_behavior(true) {
+        tracing::debug!("can't become an I/O flusher: {error}");
+    }
+}

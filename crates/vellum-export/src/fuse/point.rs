@@ -3,23 +3,30 @@
 //! ```text
 //!   Point::prepare    what a dead server left is taken away; the file is there, empty, and nothing is mounted on it
 //!   Point::mount      fuser mounts, and its threads begin ──► Mounted
-//!   Mounted::unmount  taken off; by force from those who have it open
+//!   Mounted::unmount  taken off, unless somebody has it open, or what is mounted there is another's
+//!   Mounted::force    taken off from those who have it open
 //!   Mounted::finish   its threads have ended; the file is removed if it was made here
 //! ```
 //!
+//! Others unmount, mount and put files at the same path while this is served. So what is there is taken away only when it
+//! is known to be what was put there: a mount by its device, a file by its numbers.
+//!
 //! The functions block, for as long as the kernel takes; they are no work for a worker.
 
-use std::fs::{File, Metadata, OpenOptions};
+use std::fs::{Metadata, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
+use std::time::SystemTime;
 
 use fuser::{Config, MountOption, Session, SessionACL, SessionUnmounter};
-use rustix::mount::{UnmountFlags, unmount};
+use rustix::io::Errno;
+use rustix::mount::UnmountFlags;
 use vellum_core::{Context, Error, ErrorKind, Result};
 
 use super::file::{DiskFile, Owner};
+use super::mounts::{Held, is_mounted};
 use crate::shutdown::Shutdown;
 
 /// What stands before the mount point in `/proc/self/mountinfo`, by which what a dead server left is known.
@@ -32,13 +39,23 @@ const STALE_MAX: usize = 16;
 #[derive(Debug)]
 pub struct Point {
     path: PathBuf,
-    was_made: bool,
+    made: Option<Identity>,
     owner: Owner,
+}
+
+/// Which file it is. The number of one that was removed is soon another's; the time that this was born is not.
+#[derive(Debug, PartialEq, Eq)]
+struct Identity {
+    device: u64,
+    number: u64,
+    born: Option<SystemTime>,
 }
 
 /// A file that shows a disk.
 pub struct Mounted {
     point: Point,
+    /// The device of the mount; nothing when somebody had taken it away before it was looked at.
+    device: Option<String>,
     unmounter: SessionUnmounter,
     /// Requested once fuser's threads have ended.
     ended: Shutdown,
@@ -51,6 +68,14 @@ pub enum Taken {
     Free,
     /// Somebody has it open.
     Busy,
+    /// What is at the path is not what was mounted there; that was taken off by somebody, and may still be open.
+    Elsewhere,
+}
+
+impl Identity {
+    fn of(facts: &Metadata) -> Self {
+        Self { device: facts.dev(), number: facts.ino(), born: facts.created().ok() }
+    }
 }
 
 impl Point {
@@ -60,18 +85,18 @@ impl Point {
     /// `Locked` when something is mounted there that answers, `Invalid` when it is no empty regular file.
     pub fn prepare(path: &Path) -> Result<Self> {
         let about = || format!("can't mount on {}", path.display());
-        let facts = clear(path)?;
-        let was_made = facts.is_none();
-        let facts = match facts {
-            Some(facts) => facts,
+        let (facts, made) = match clear(path)? {
+            Some(facts) => (facts, None),
             None => {
                 let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-                made.and_then(|file| file.metadata()).context(about)?
+                let facts = made.and_then(|file| file.metadata()).context(about)?;
+                let identity = Identity::of(&facts);
+                (facts, Some(identity))
             }
         };
         let path = path.canonicalize().context(about)?;
         let no = |kind, why: &str| Err(Error::new(kind, format!("can't mount on {}: {why}", path.display())));
-        if is_mounted(&path)?.is_some() {
+        if is_mounted(&path)? {
             return no(ErrorKind::Locked, "something is mounted there");
         }
         if !facts.is_file() {
@@ -81,7 +106,7 @@ impl Point {
             return no(ErrorKind::Invalid, "the file is not empty; name one that is empty or not there yet");
         }
         let mode = u16::try_from(facts.mode() & 0o777).expect("nine bits");
-        Ok(Self { path, was_made, owner: Owner { mode, uid: facts.uid(), gid: facts.gid() } })
+        Ok(Self { path, made, owner: Owner { mode, uid: facts.uid(), gid: facts.gid() } })
     }
 
     /// Whose the file is, and so the disk's.
@@ -99,11 +124,21 @@ impl Point {
         self.remove();
     }
 
+    /// Only the file that was made here, and only as long as it is empty: another is somebody's.
     fn remove(&self) {
-        if self.was_made
-            && let Err(error) = std::fs::remove_file(&self.path)
-        {
-            tracing::warn!("can't remove {}: {error}", self.path.display());
+        let Some(made) = &self.made else { return };
+        let removed = match self.path.symlink_metadata() {
+            Ok(facts) if facts.is_file() && facts.len() == 0 && Identity::of(&facts) == *made => {
+                std::fs::remove_file(&self.path)
+            }
+            Ok(_) => return tracing::warn!("{} is left: it is not as it was made", self.path.display()),
+            Err(error) => Err(error),
+        };
+        match removed {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                tracing::warn!("can't remove {}: {error}", self.path.display());
+            }
+            _ => {}
         }
     }
 
@@ -128,6 +163,7 @@ impl Point {
         config.clone_fd = true;
         let mounted = Session::new(file.clone(), &self.path, &config).and_then(|mut session| {
             let unmounter = session.unmount_callable();
+            let device = device_at(&self.path);
             let ended = Shutdown::new();
             let told = ended.clone();
             let name = self.path.clone();
@@ -137,10 +173,10 @@ impl Point {
                 }
                 told.drain();
             })?;
-            Ok((unmounter, ended))
+            Ok((unmounter, device, ended))
         });
         match mounted {
-            Ok((unmounter, ended)) => Ok(Mounted { point: self, unmounter, ended }),
+            Ok((unmounter, device, ended)) => Ok(Mounted { point: self, device, unmounter, ended }),
             Err(error) => {
                 let context = format!("can't mount on {}{}", self.path.display(), remedy(&error));
                 self.remove();
@@ -166,11 +202,22 @@ impl Mounted {
         self.ended.is_requested()
     }
 
-    /// Takes the file off, unless somebody has it open.
+    /// Whether what is at the path is what was mounted there. Its device is its own for as long as its threads have not ended.
+    fn is_in_place(&self) -> bool {
+        self.device.is_some() && device_at(self.path()) == self.device
+    }
+
+    /// Takes the file off, unless somebody has it open, or something else is mounted there.
     ///
     /// # Errors
     /// What the kernel said.
     pub fn unmount(&mut self) -> Result<Taken> {
+        if self.has_ended() {
+            return Ok(Taken::Free);
+        }
+        if !self.is_in_place() {
+            return Ok(Taken::Elsewhere);
+        }
         match self.unmounter.unmount() {
             Ok(()) => Ok(Taken::Free),
             Err(error) if error.kind() == io::ErrorKind::ResourceBusy => Ok(Taken::Busy),
@@ -184,45 +231,63 @@ impl Mounted {
     ///
     /// # Errors
     /// What the kernel said.
-    pub fn force(&self) -> Result<()> {
-        unmount(self.path(), UnmountFlags::FORCE | UnmountFlags::DETACH)
-            .map_err(io::Error::from)
-            .context(|| format!("can't unmount {}", self.path().display()))
+    pub fn force(&self) -> Result<Taken> {
+        if self.has_ended() {
+            return Ok(Taken::Free);
+        }
+        let Ok(held) = Held::at(self.path()) else { return Ok(Taken::Elsewhere) };
+        let device = held.mount()?.map(|mount| mount.device);
+        if device.is_none() || device != self.device {
+            return Ok(Taken::Elsewhere);
+        }
+        let about = || format!("can't unmount {}", self.path().display());
+        held.detach(UnmountFlags::FORCE).context(about)?;
+        Ok(Taken::Free)
     }
 
     /// Removes the file, if it was made here. For one that is taken off.
     pub fn finish(self) {
         match is_mounted(self.path()) {
-            Ok(None) => self.point.remove(),
-            Ok(Some(_)) => tracing::warn!("{} is left: something is mounted on it", self.path().display()),
+            Ok(false) => self.point.remove(),
+            Ok(true) => tracing::warn!("{} is left: something is mounted on it", self.path().display()),
             Err(error) => tracing::warn!("{} is left: {}", self.path().display(), error.chain()),
         }
     }
 }
 
+/// The device of what is mounted at the path.
+fn device_at(path: &Path) -> Option<String> {
+    Held::at(path).ok()?.mount().ok()?.map(|mount| mount.device)
+}
+
 /// What the file is, under all that dead servers left mounted on it; nothing when it is not there.
 fn clear(path: &Path) -> Result<Option<Metadata>> {
     for _ in 0..STALE_MAX {
-        let error = match std::fs::metadata(path) {
-            Ok(facts) => return Ok(Some(facts)),
+        let held = match Held::at(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            held => held.context(|| format!("can't look at {}", path.display()))?,
+        };
+        let error = match held.facts() {
+            Ok(facts) => return Ok(Some(facts)),
             Err(error) => error,
         };
-        // ENOTCONN: a file system whose server is gone. Its name can still be found by way of its directory.
-        let stale = || format!("can't use {}: {}", path.display(), stale_remedy(path));
+        // ENOTCONN: a file system whose server is gone.
         if error.kind() != io::ErrorKind::NotConnected {
             return Err(Error::io(error, format!("can't look at {}", path.display())));
         }
-        let (Some(name), Some(parent)) = (path.file_name(), path.parent()) else {
-            return Err(Error::io(error, stale()));
-        };
-        let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
-        let whole = parent.canonicalize().context(stale)?.join(name);
-        if is_mounted(&whole)?.as_deref() != Some(SOURCE) {
+        let stale = || format!("can't use {}: {}", path.display(), stale_remedy(path));
+        if held.mount()?.is_none_or(|mount| mount.source != SOURCE) {
             return Err(Error::io(error, stale()));
         }
-        unmount(&whole, UnmountFlags::DETACH).map_err(io::Error::from).context(stale)?;
-        tracing::warn!("{}: took away what a server that is dead had left mounted there", path.display());
+        match held.detach(UnmountFlags::empty()) {
+            Ok(()) => tracing::warn!(
+                "{}: took away what a server that is dead had left mounted there",
+                path.display()
+            ),
+            // Somebody was faster. What is mounted there now is looked at anew.
+            Err(error) if error.raw_os_error() == Some(Errno::INVAL.raw_os_error()) => {}
+            Err(error) => return Err(Error::io(error, stale())),
+        }
     }
     Err(Error::invalid(format!("can't use {}: {}", path.display(), stale_remedy(path))))
 }
@@ -241,65 +306,9 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
-/// What is mounted at this path, on top, by its source; nothing when the path is no mount point.
-fn is_mounted(path: &Path) -> Result<Option<String>> {
-    let table = File::open("/proc/self/mountinfo").and_then(io::read_to_string);
-    Ok(source_at(&table.context(|| "can't see what is mounted")?, path))
-}
-
-/// The source of the last mount at `path` in a table of mounts; of others, an empty one.
-fn source_at(table: &str, path: &Path) -> Option<String> {
-    // 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue
-    let found = table.lines().rev().find(|line| {
-        line.split(' ').nth(4).is_some_and(|point| unescaped(point) == path.as_os_str().as_encoded_bytes())
-    })?;
-    let (_, kind) = found.split_once(" - ")?;
-    let mut words = kind.split(' ');
-    let is_fuse = words.next().is_some_and(|kind| kind == "fuse" || kind.starts_with("fuse."));
-    Some(words.next().filter(|_| is_fuse).unwrap_or_default().to_owned())
-}
-
-/// `\040` and its like are single bytes.
-fn unescaped(text: &str) -> Vec<u8> {
-    let (mut bytes, mut rest) = (Vec::new(), text.as_bytes());
-    while let Some((first, later)) = rest.split_first() {
-        let digits = later.get(..3).filter(|digits| digits.iter().all(|digit| (b'0'..b'8').contains(digit)));
-        match digits {
-            Some(digits) if *first == b'\\' => {
-                bytes.push(
-                    digits.iter().fold(0_u8, |all, digit| all.wrapping_mul(8).wrapping_add(digit - b'0')),
-                );
-                rest = &later[3..];
-            }
-            _ => {
-                bytes.push(*first);
-                rest = later;
-            }
-        }
-    }
-    bytes
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const TABLE: &str = "\
-36 35 98:0 / / rw,noatime master:1 - ext3 /dev/root rw,errors=continue
-90 36 0:50 / /run/a\\040disk rw,nosuid - fuse vellum rw,user_id=0
-91 36 0:51 / /run/other rw - fuse.sshfs host:/ rw
-92 36 0:52 / /run/twice rw - fuse vellum rw
-93 36 0:53 / /run/twice rw - tmpfs vellum rw
-";
-
-    #[test]
-    fn what_is_mounted_is_found_by_its_place() {
-        let at = |path: &str| source_at(TABLE, Path::new(path));
-        assert_eq!(at("/run/a disk").as_deref(), Some("vellum"));
-        assert_eq!(at("/run/other").as_deref(), Some("host:/"));
-        assert_eq!(at("/run"), None);
-        assert_eq!(at("/run/twice").as_deref(), Some(""), "what is on top counts, and it is no FUSE");
-    }
 
     #[test]
     fn a_file_with_bytes_in_it_and_a_directory_are_no_mount_points() {
@@ -312,12 +321,26 @@ mod tests {
             assert_eq!(error.kind(), ErrorKind::Invalid, "{error:?}");
         }
         let made = Point::prepare(&dir.join("new")).expect("a file that is made");
-        assert!(made.was_made && made.owner().mode == 0o600);
+        assert!(made.made.is_some() && made.owner().mode == 0o600);
         let found = Point::prepare(&dir.join("new")).expect("an empty file");
         found.give_up();
         assert!(dir.join("new").exists(), "it was not made by the second");
         made.give_up();
         assert!(!dir.join("new").exists());
+        Point::prepare(&dir.join("new")).expect("it is made again").give_up();
+        assert!(!dir.join("new").exists());
+        let name = dir.join("taken");
+        for is_other in [true, false] {
+            let made = Point::prepare(&name).expect("a file that is made");
+            if is_other {
+                std::fs::rename(dir.join("full"), &name).expect("another in its place");
+            } else {
+                std::fs::write(&name, b"y").expect("bytes in it");
+            }
+            made.give_up();
+            assert_eq!(std::fs::metadata(&name).expect("it is left").len(), 1);
+            std::fs::remove_file(&name).expect("it is ours");
+        }
         std::fs::remove_dir_all(&dir).expect("the directory");
     }
 }

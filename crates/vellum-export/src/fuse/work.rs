@@ -2,7 +2,7 @@
 //!
 //! The file has looked at everything a request says: a run of bytes lies inside the disk.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use futures_lite::future::yield_now;
 use vellum_core::{Buffer, Error, GuestOffset, GuestSpan, Result, SharedDisk, WriteFlags, ZeroFlags};
@@ -60,11 +60,17 @@ impl Operation {
 /// The disk behind a file.
 pub(super) struct Behind {
     pub(super) disk: SharedDisk,
-    /// Something was written and answered since the last flush was begun.
-    pub(super) is_dirty: AtomicBool,
+    /// Writes that were answered, also those that failed.
+    written: AtomicU64,
+    /// So many of these, at least, are durable: a flush that was begun after them has ended well.
+    flushed: AtomicU64,
 }
 
 impl Behind {
+    pub(super) fn new(disk: SharedDisk) -> Self {
+        Self { disk, written: AtomicU64::new(0), flushed: AtomicU64::new(0) }
+    }
+
     /// Does what is wanted.
     pub(super) async fn perform(&self, operation: Operation) -> Result<Outcome> {
         match operation {
@@ -99,12 +105,14 @@ impl Behind {
                 }
                 Ok(Outcome::Done)
             }
-            Operation::Close if !self.is_dirty.load(Ordering::Acquire) => Ok(Outcome::Done),
-            Operation::Sync | Operation::Close => {
-                // Before the flush is begun: what is answered from here on needs another one.
-                self.is_dirty.store(false, Ordering::Release);
-                self.wrote_unless_ok(self.disk.flush().await)?;
-                Ok(Outcome::Done)
+            Operation::Sync => self.flush(self.written.load(Ordering::Acquire)).await,
+            Operation::Close => {
+                let written = self.written.load(Ordering::Acquire);
+                // A flush that another has begun does not count before it has ended well.
+                if self.flushed.load(Ordering::Acquire) >= written {
+                    return Ok(Outcome::Done);
+                }
+                self.flush(written).await
             }
             Operation::Seek { at, target } => {
                 Ok(Outcome::Found(seek(&self.disk, self.disk.geometry().size, at, target).await?))
@@ -112,32 +120,34 @@ impl Behind {
         }
     }
 
-    /// Before it is answered, and also when it failed: a part of it may have been written.
-    fn wrote(&self, result: Result<()>) -> Result<()> {
-        self.is_dirty.store(true, Ordering::Release);
-        result
+    /// Makes durable what was answered, so many writes at least.
+    async fn flush(&self, written: u64) -> Result<Outcome> {
+        self.disk.flush().await?;
+        self.flushed.fetch_max(written, Ordering::AcqRel);
+        Ok(Outcome::Done)
     }
 
-    fn wrote_unless_ok(&self, result: Result<()>) -> Result<()> {
-        if result.is_err() {
-            self.is_dirty.store(true, Ordering::Release);
-        }
+    /// Before it is answered, and also when it failed: a part of it may have been written.
+    fn wrote(&self, result: Result<()>) -> Result<()> {
+        self.written.fetch_add(1, Ordering::AcqRel);
         result
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
+    use std::future::poll_fn;
+    use std::sync::{Arc, Mutex};
+    use std::task::Poll;
 
-    use futures_lite::future::block_on;
-    use vellum_core::{CheckedDisk, MemoryDisk};
+    use futures_lite::future::{block_on, poll_once};
+    use vellum_core::{CheckedDisk, Disk, ErrorKind, Extent, Geometry, LocalFuture, MemoryDisk};
 
     use super::*;
 
     fn behind(size: u64) -> (Arc<CheckedDisk>, Behind) {
         let disk = CheckedDisk::new(MemoryDisk::new(size));
-        (disk.clone(), Behind { disk, is_dirty: AtomicBool::new(false) })
+        (disk.clone(), Behind::new(disk))
     }
 
     fn write(behind: &Behind, at: u64, bytes: &[u8]) {
@@ -176,5 +186,75 @@ mod tests {
             .expect("zeros");
         block_on(behind.perform(Operation::Close)).expect("a flush");
         assert_eq!(flushes(), 3);
+    }
+    /// A disk whose flushes end when the test says so, and as it says.
+    struct Waiting {
+        disk: SharedDisk,
+        ends: Mutex<Vec<Result<()>>>,
+    }
+
+    impl Waiting {
+        fn end_one(&self, result: Result<()>) {
+            self.ends.lock().expect("the test's").push(result);
+        }
+    }
+
+    impl Disk for Waiting {
+        fn geometry(&self) -> Geometry {
+            self.disk.geometry()
+        }
+
+        fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+            self.disk.read(at, buffer)
+        }
+
+        fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+            self.disk.write(at, data, flags)
+        }
+
+        fn flush(&self) -> LocalFuture<'_, Result<()>> {
+            Box::pin(poll_fn(|_| {
+                self.ends.lock().expect("the test's").pop().map_or(Poll::Pending, Poll::Ready)
+            }))
+        }
+
+        fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+            self.disk.write_zeroes(span, flags)
+        }
+
+        fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+            self.disk.discard(span, flags)
+        }
+
+        fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+            self.disk.map(span)
+        }
+
+        fn close(&self) -> LocalFuture<'_, Result<()>> {
+            self.disk.close()
+        }
+    }
+
+    #[test]
+    fn closing_waits_for_a_flush_that_ends_well_whoever_began_one() {
+        let disk = Arc::new(Waiting { disk: MemoryDisk::new(1 << 20), ends: Mutex::new(Vec::new()) });
+        let behind = Behind::new(disk.clone());
+        write(&behind, 0, b"x");
+        let mut first = Box::pin(behind.perform(Operation::Close));
+        let mut second = Box::pin(behind.perform(Operation::Close));
+        assert!(block_on(poll_once(&mut first)).is_none());
+        assert!(block_on(poll_once(&mut second)).is_none(), "the flush of the first has not ended");
+        disk.end_one(Err(Error::new(ErrorKind::NoSpace, "no room")));
+        assert!(matches!(block_on(poll_once(&mut first)), Some(Err(_))));
+        assert!(block_on(poll_once(&mut second)).is_none(), "and it failed");
+        // Written after the second began: its flush does not cover that.
+        write(&behind, 9, b"y");
+        disk.end_one(Ok(()));
+        assert!(matches!(block_on(poll_once(&mut second)), Some(Ok(_))));
+        let mut third = Box::pin(behind.perform(Operation::Close));
+        assert!(block_on(poll_once(&mut third)).is_none(), "there is something to flush");
+        disk.end_one(Ok(()));
+        assert!(matches!(block_on(third), Ok(Outcome::Done)));
+        assert!(matches!(block_on(behind.perform(Operation::Close)), Ok(Outcome::Done)), "all is durable");
     }
 }

@@ -55,14 +55,18 @@ fn what_is_no_empty_file_is_not_mounted_on() {
     refused("image", &[&other], "not empty");
     refused("", &[&other], "no regular file");
     refused("none/disk", &[&other], "can't mount on");
-    refused("a=b", &[&other], "there is no export");
     assert!(!dir.join("none").exists());
+    // A name has no slash; a path with `=` in it is a path for the one that it has.
+    let named = format!("nobody={}", dir.text("file"));
+    assert!(Server::try_start(&["--fuse", &named, &other]).is_err_and(|ran| ran.err.contains("no export")));
     assert!(Server::try_start(&["--fuse", "x=", &other]).is_err_and(|ran| ran.err.contains("names no file")));
     let nothing = vellum(&["serve", &other]);
     assert!(nothing.code == 1 && nothing.err.contains("--nbd"), "{nothing:?}");
     // None of that has touched the one that is served.
     std::fs::read(&shown.file).expect("all of it");
     shown.stop();
+    Shown::start(&dir.join("a=b"), &[&other]).stop();
+    assert_eq!(dir.names(), ["image", "other"]);
 }
 
 #[test]
@@ -154,16 +158,90 @@ fn what_a_killed_server_left_is_taken_away_by_the_next() {
         }
         file.write_all_at(&[7], 99).expect("a write");
         file.sync_all().expect("a sync");
+        if round == 1 {
+            // What the kernel remembers of it, for a second, outlives the server; the next is not misled.
+            std::fs::metadata(&shown.file).expect("its facts");
+        }
         shown.kill();
-        file.read_at(&mut [0], 0).expect_err("nobody is behind it");
-        let error = std::fs::metadata(&shown.file).expect_err("nobody is behind it");
-        assert_eq!(error.raw_os_error(), Some(Errno::NOTCONN.raw_os_error()), "{error}");
+        if round == 0 {
+            file.read_at(&mut [0], 0).expect_err("nobody is behind it");
+            let error = std::fs::metadata(&shown.file).expect_err("nobody is behind it");
+            assert_eq!(error.raw_os_error(), Some(Errno::NOTCONN.raw_os_error()), "{error}");
+        }
         let next = Shown::start(&dir.join("disk"), &[&image]);
         assert!(next.server().said().contains("dead had left mounted"), "{}", next.server().said());
         next.stop();
         drop(shown);
     }
     assert!(!is_mounted(&dir.join("disk")));
+}
+
+#[test]
+fn what_another_mounted_at_the_path_stays() {
+    if !is_here() {
+        return;
+    }
+    let dir = Dir::new("fuse-another");
+    let images = ["one", "two"].map(|name| {
+        vellum(&["create", "-f", "qcow2", &dir.text(name), "1M"]).answer();
+        dir.text(name)
+    });
+    for is_open in [true, false] {
+        let first = Shown::start(&dir.join("disk"), &[&images[0]]);
+        let file = OpenOptions::new().read(true).write(true).open(&first.file).expect("the file");
+        file.write_all_at(b"first", 0).expect("a write");
+        let file = is_open.then_some(file);
+        succeed("umount", &["-l", path_text(&first.file)]);
+        let second = Shown::start(&dir.join("disk"), &[&images[1]]);
+        let other = OpenOptions::new().read(true).write(true).open(&second.file).expect("the other");
+        other.write_all_at(b"second", 0).expect("a write");
+        if let Some(file) = &file {
+            let mut bytes = [0; 5];
+            file.read_exact_at(&mut bytes, 0).expect("it is served as long as it is open");
+            assert_eq!(&bytes, b"first");
+        }
+        let said = first.stop_elsewhere();
+        assert!(!is_open || said.contains("taken off by another"), "{said}");
+        let mut bytes = [0; 6];
+        other.read_exact_at(&mut bytes, 0).expect("it is served");
+        assert_eq!(&bytes, b"second");
+        other.sync_all().expect("a sync");
+        if let Some(file) = file {
+            file.read_at(&mut [0], 0).expect_err("nobody is behind it");
+        }
+        drop(other);
+        second.stop();
+        // The second found the file that the first had made.
+        std::fs::remove_file(dir.join("disk")).expect("the file is there");
+    }
+    for image in &images {
+        assert_eq!(vellum(&["check", image]).code, 0);
+    }
+}
+
+#[test]
+fn a_file_that_a_user_put_there_meanwhile_stays() {
+    if !is_here() {
+        return;
+    }
+    let dir = Dir::new("fuse-put");
+    let image = KINDS[0].make(&dir, MIB);
+    let disk = dir.join("disk");
+    for is_new in [true, false] {
+        let shown = Shown::start(&disk, &[&image]);
+        succeed("umount", &[path_text(&disk)]);
+        if is_new {
+            // Empty as the one that was made, and on many file systems with its number.
+            std::fs::remove_file(&disk).expect("nothing is mounted there");
+            File::create(&disk).expect("another");
+        } else {
+            std::fs::write(&disk, b"mine").expect("bytes in it");
+        }
+        let said = shown.stop();
+        assert!(said.contains("is left"), "{said}");
+        assert_eq!(std::fs::read(&disk).expect("it stays"), if is_new { &b""[..] } else { b"mine" });
+        std::fs::remove_file(&disk).expect("the file is there");
+    }
 }
 
 /// A server with nothing but a file, which the support for servers does not start.

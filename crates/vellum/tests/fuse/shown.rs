@@ -77,6 +77,14 @@ impl Shown {
         said
     }
 
+    /// Ends one in good order whose mount was taken off by the test; what is mounted there now is another's. Gives what it
+    /// said.
+    #[track_caller]
+    pub fn stop_elsewhere(mut self) -> String {
+        self.file = PathBuf::new();
+        self.server.take().expect("it runs").stop().err
+    }
+
     /// Kills it. What was mounted stays so, with nobody behind it, as long as this is kept.
     pub fn kill(&mut self) {
         self.server.take().expect("it runs").kill();

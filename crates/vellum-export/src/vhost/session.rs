@@ -34,7 +34,7 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueT};
 
 use super::bell::Bell;
-use super::config::{CONFIG_BYTES_MAX, Facts, WRITEBACK_AT, has, is_writethrough};
+use super::config::{CONFIG_BYTES_MAX, Facts, OFFERED_BEFORE, WRITEBACK_AT, has, is_writethrough};
 use super::inflight::Book;
 use super::memory::{Memory, REGIONS_MAX, Region};
 use super::queue::{Line, Ring};
@@ -150,7 +150,6 @@ struct FrontEnd {
     host: Arc<dyn Host>,
     /// The features that it took; none before it said so.
     taken: u64,
-    writeback: bool,
     memory: Arc<ArcSwap<Memory>>,
     /// Where it keeps what is in flight.
     book: Option<Arc<Book>>,
@@ -199,7 +198,7 @@ impl FrontEnd {
     fn new(target: Target, queues: u16, host: Arc<dyn Host>) -> Self {
         let rings = std::iter::repeat_with(RingState::default).take(usize::from(queues)).collect();
         let memory = Arc::new(ArcSwap::from_pointee(Memory::default()));
-        Self { target: Arc::new(target), host, taken: 0, writeback: true, memory, book: None, rings }
+        Self { target: Arc::new(target), host, taken: 0, memory, book: None, rings }
     }
 
     fn ring(&mut self, index: u32) -> Answer<&mut RingState> {
@@ -262,11 +261,6 @@ impl FrontEnd {
         self.memory.store(Arc::new(memory.map_err(|error| refused(&error))?));
         Ok(())
     }
-
-    fn settle_cache(&mut self) {
-        let is_writethrough = is_writethrough(self.taken, self.writeback);
-        self.target.is_writethrough.store(is_writethrough, Ordering::Relaxed);
-    }
 }
 
 impl RingState {
@@ -320,11 +314,11 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
     }
 
     fn set_features(&mut self, features: u64) -> Answer<()> {
-        if features & !self.get_features()? != 0 {
+        if features & !(self.get_features()? | OFFERED_BEFORE) != 0 {
             return Err(Refusal::FeatureMismatch);
         }
         self.taken = features;
-        self.settle_cache();
+        self.target.is_writethrough.store(is_writethrough(features), Ordering::Relaxed);
         Ok(())
     }
 
@@ -459,7 +453,7 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Answer<Vec<u8>> {
-        let space = self.target.facts.space(self.writeback);
+        let space = self.target.facts.space();
         let start = usize::try_from(offset).expect("32 bits");
         let end = start.checked_add(usize::try_from(size).expect("32 bits"));
         let part = end.filter(|end| *end <= CONFIG_BYTES_MAX).and_then(|end| space.get(start..end));
@@ -468,11 +462,8 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Answer<()> {
         match (usize::try_from(offset), bytes) {
-            (Ok(WRITEBACK_AT), [writeback]) => {
-                self.writeback = *writeback != 0;
-                self.settle_cache();
-                Ok(())
-            }
+            // Whoever has this switch is served write-through, however it turns it.
+            (Ok(WRITEBACK_AT), [_]) => Ok(()),
             _ => Err(Refusal::InvalidParam),
         }
     }

@@ -11,6 +11,8 @@
 //! 1. Nothing outlives the session: the next front end, or the same one again, says everything anew.
 //! 2. When the session has ended, however it did, every request that was taken has been answered into the guest's memory.
 //! 3. A message that is wrong ends the session. It changes nothing before.
+//! 4. A queue whose rings leave the memory stops while they are still there, and goes on when they are back: a front end
+//!    that moves a region's borders takes it away and gives it back, while the guest runs.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -258,34 +260,56 @@ impl FrontEnd {
     }
 
     fn change_memory(&mut self, memory: Result<Memory>) -> Answer<()> {
-        self.memory.store(Arc::new(memory.map_err(|error| refused(&error))?));
+        let memory = Arc::new(memory.map_err(|error| refused(&error))?);
+        // What they took is handed back while their rings are still there.
+        let mut leaving: Vec<_> = self.rings.iter_mut().filter(|ring| !ring.is_in(&memory)).collect();
+        leaving.iter().filter_map(|ring| ring.running.as_ref()).for_each(|running| running.stop.drain());
+        leaving.iter_mut().for_each(|ring| ring.stop());
+        drop(leaving);
+        self.memory.store(memory.clone());
+        for index in 0..self.rings.len() {
+            if self.rings[index].is_in(&memory) {
+                self.start(u32::try_from(index).expect("few queues"))?;
+            }
+        }
         Ok(())
     }
 }
 
+fn refused_queue(error: virtio_queue::Error) -> Refusal {
+    refused(&Error::invalid(error.to_string()))
+}
+
 impl RingState {
-    /// The queue as the front end has described it.
-    fn queue(
-        &self,
-        (table, used, avail): (u64, u64, u64),
-        event_idx: bool,
-        memory: &Memory,
-    ) -> Answer<Queue> {
-        let refuse = |error: virtio_queue::Error| refused(&Error::invalid(error.to_string()));
+    /// Whether the front end has described its rings, and they lie in this memory.
+    fn is_in(&self, memory: &Memory) -> bool {
+        let Some(places) = self.places.filter(|_| self.size > 0) else { return false };
+        self.laid_out(places).is_ok_and(|queue| queue.is_valid(memory.mapped()))
+    }
+
+    /// The queue as the front end has described it, wherever it began.
+    fn laid_out(&self, (table, used, avail): (u64, u64, u64)) -> Answer<Queue> {
+        let refuse = refused_queue;
         let size = u16::try_from(QUEUE_SIZE_MAX).expect("a small number");
         let mut queue = Queue::new(size).map_err(refuse)?;
         queue.try_set_size(self.size).map_err(refuse)?;
         queue.try_set_desc_table_address(vm_memory::GuestAddress(table)).map_err(refuse)?;
         queue.try_set_avail_ring_address(vm_memory::GuestAddress(avail)).map_err(refuse)?;
         queue.try_set_used_ring_address(vm_memory::GuestAddress(used)).map_err(refuse)?;
-        queue.set_event_idx(event_idx);
         queue.set_ready(true);
+        Ok(queue)
+    }
+
+    /// The same, where it is to go on.
+    fn queue(&self, places: (u64, u64, u64), event_idx: bool, memory: &Memory) -> Answer<Queue> {
+        let mut queue = self.laid_out(places)?;
+        queue.set_event_idx(event_idx);
         if !queue.is_valid(memory.mapped()) {
             return Err(refused(&Error::invalid("a ring is not in memory")));
         }
         queue.set_next_avail(self.base);
         // What was handed back before stands in the guest's memory alone.
-        let used = queue.used_idx(memory.mapped(), Ordering::Acquire).map_err(refuse)?;
+        let used = queue.used_idx(memory.mapped(), Ordering::Acquire).map_err(refused_queue)?;
         queue.set_next_used(used.0);
         Ok(queue)
     }

@@ -326,6 +326,8 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
 
     fn reset_owner(&mut self) -> Answer<()> {
         self.stop_all();
+        // Else they would go on with the next change of memory.
+        self.rings.iter_mut().for_each(|ring| ring.is_enabled = false);
         Ok(())
     }
 

@@ -33,7 +33,7 @@ pub struct VhostSpec {
     pub export: Option<String>,
     /// Where the socket is.
     pub path: PathBuf,
-    /// How many queues a front end may use; as many as there are workers, when not said.
+    /// How many queues a front end may use; as many as there are workers and may be queues, when not said.
     pub queues: Option<u16>,
 }
 
@@ -58,12 +58,17 @@ impl VhostSpec {
             return Err(Error::invalid(format!("{}: {context}", self.path.display())));
         };
         let serial = if wanted.is_empty() { &spec.description } else { wanted };
-        let queues = self.queues.unwrap_or_else(|| u16::try_from(workers).unwrap_or(QUEUES_MAX));
+        let queues = self.queues.unwrap_or_else(|| queues_of(workers));
         if queues == 0 || queues > QUEUES_MAX {
             return Err(Error::invalid(format!("a disk has 1 to {QUEUES_MAX} queues, not {queues}")));
         }
         Ok(Device { exports: exports.clone(), name: wanted.to_owned(), serial: serial.to_owned(), queues })
     }
+}
+
+/// The queues of a disk when nobody said how many.
+fn queues_of(workers: usize) -> u16 {
+    u16::try_from(workers).map_or(QUEUES_MAX, |workers| workers.min(QUEUES_MAX))
 }
 
 /// All vhost-user sockets of a server.
@@ -234,5 +239,17 @@ impl Host for OnWorkers {
     fn readable(&self, descriptor: &Arc<OwnedFd>) -> LocalFuture<'static, Result<()>> {
         let descriptor = descriptor.clone();
         Box::pin(async move { readable(&descriptor).await })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_are_as_many_queues_as_workers_and_no_more_than_can_be() {
+        for (workers, queues) in [(1, 1), (256, 256), (257, 256), (1 << 16, 256), (usize::MAX, 256)] {
+            assert_eq!(queues_of(workers), queues, "{workers} workers");
+        }
     }
 }

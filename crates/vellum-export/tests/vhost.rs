@@ -185,27 +185,39 @@ fn the_configuration_is_that_of_the_disk() {
 }
 
 #[test]
-fn who_switches_the_write_cache_off_has_every_write_durable() {
+fn who_cannot_flush_or_may_have_switched_the_write_cache_off_has_every_write_durable() {
+    const FLUSH_OFFERED: u64 = 1 << 9;
+    const SWITCH: u64 = 1 << 11;
     let (disk, served, memory) = scene(1);
-    let mut machine = Machine::connect(&served, &memory, FEATURES);
-    let mut queue = machine.start_queue(0, 64, 0);
     let is_durable = |queue: &mut Queue<'_>| {
         assert_eq!(queue.ask(OUT, 0, &[1; 512], 0, Shape::Usual).status, OK);
         disk.take_seen().iter().all(|seen| seen.fua)
     };
-    assert!(!is_durable(&mut queue));
-    machine.front_end.set_config(32, VhostUserConfigFlags::WRITABLE, &[0]).expect("it is switched off");
-    assert_eq!(machine.config(32, 1), [0]);
-    assert!(is_durable(&mut queue));
-    machine.front_end.set_config(32, VhostUserConfigFlags::WRITABLE, &[1]).expect("it is switched on");
+    let mut machine = Machine::connect(&served, &memory, u64::MAX);
+    assert_eq!(machine.features & (FLUSH_OFFERED | SWITCH), FLUSH_OFFERED, "the switch is not offered");
+    let mut queue = machine.start_queue(0, 64, 0);
     assert!(!is_durable(&mut queue));
     machine.leave().expect("it left in good order");
 
-    // Who knows nothing of flushing has it off for good.
-    let mut machine = Machine::connect(&served, &memory, FEATURES & !(1 << 9 | 1 << 11));
+    let mut machine = Machine::connect(&served, &memory, FEATURES & !FLUSH_OFFERED);
     let mut queue = machine.start_queue(0, 64, 0);
-    assert!(is_durable(&mut queue));
+    assert!(is_durable(&mut queue), "it knows nothing of flushing");
     machine.leave().expect("it left in good order");
+
+    // A guest that took the switch from an earlier server.
+    for taken in [FEATURES | SWITCH, FEATURES & !FLUSH_OFFERED | SWITCH] {
+        let mut machine = Machine::connect(&served, &memory, FEATURES);
+        machine.front_end.set_features(taken).expect("it was offered before");
+        let mut queue = machine.start_queue(0, 64, 0);
+        assert!(is_durable(&mut queue), "it may have turned it before");
+        for writeback in [1, 0] {
+            let flags = VhostUserConfigFlags::WRITABLE;
+            machine.front_end.set_config(32, flags, &[writeback]).expect("it may be turned");
+            assert_eq!(machine.config(32, 1), [0]);
+            assert!(is_durable(&mut queue), "and is never believed");
+        }
+        machine.leave().expect("it left in good order");
+    }
 }
 
 #[test]
@@ -426,10 +438,24 @@ fn what_a_killed_server_left_is_done_by_the_next_in_order() {
     let mut machine = Machine::connect(&served, &memory, FEATURES);
     machine.front_end.set_inflight_fd(&kept, file.as_raw_fd()).expect("it is used");
     let base = memory.index(queue.used + 2);
+    disk.close_gate();
     machine.start(&queue, base);
-    let again: Vec<_> = (0..4).map(|_| queue.take().0).collect();
-    assert_eq!(again, [heads[0], heads[2], heads[4], heads[5]]);
-    assert_eq!(disk.take_seen(), asked, "in the order in which they were asked");
+    let mut seen = Vec::new();
+    while seen.len() < 4 {
+        seen.extend(disk.take_seen());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(seen, asked, "in the order in which they were asked");
+    // Were this one killed, too, the order would be the same.
+    let mut now = vec![0; book.len()];
+    file.read_exact_at(&mut now, 0).expect("the file");
+    assert_eq!(now, book);
+    disk.open_gate();
+    let mut again: Vec<_> = (0..4).map(|_| queue.take().0).collect();
+    again.sort_unstable();
+    let mut left = [heads[0], heads[2], heads[4], heads[5]];
+    left.sort_unstable();
+    assert_eq!(again, left);
     for placed in &placed {
         assert_eq!(memory.get(placed.status, 1), [OK]);
     }

@@ -151,14 +151,51 @@ fn a_ring_that_makes_no_sense_is_broken_alone() {
 }
 
 #[test]
-fn memory_that_goes_while_rings_are_in_it_breaks_them() {
-    let (_, served, memory) = scene();
-    let mut machine = Machine::connect(&served, &memory, FEATURES);
-    let mut queue = machine.start_queue(0, 16, 0);
-    machine.front_end.remove_mem_region(&memory.table()[0]).expect("it is there");
-    queue.kick();
-    assert_broken(&mut queue);
-    machine.leave().expect("it left in good order");
+fn a_queue_whose_memory_goes_stops_and_goes_on_when_it_is_back() {
+    let (disk, served, memory) = scene();
+    for features in [FEATURES, FEATURES | EVENT_IDX] {
+        let mut machine = Machine::connect(&served, &memory, features);
+        let mut queue = machine.start_queue(0, 16, 65_530);
+        let near = memory.table()[0];
+        for round in 0..4 {
+            // What was taken is handed back first.
+            disk.close_gate();
+            disk.take_seen();
+            let before = queue.next_avail;
+            for sector in 0..2 {
+                let placed = queue.place(IN, sector, &[], 512, Shape::Usual);
+                queue.hang(&placed.pieces);
+            }
+            queue.kick_since(before);
+            while disk.take_seen().len() < 2 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let opener = std::thread::spawn({
+                let disk = disk.clone();
+                move || {
+                    std::thread::sleep(Duration::from_millis(20));
+                    disk.open_gate();
+                }
+            });
+            machine.front_end.remove_mem_region(&near).expect("it is there");
+            opener.join().expect("it ends");
+            assert!(queue.try_take().is_some() && queue.try_take().is_some(), "both are back");
+            // What is hung up meanwhile waits for the memory.
+            disk.take_seen();
+            let placed = queue.place(IN, 2, &[], 512, Shape::Usual);
+            queue.hang(&placed.pieces);
+            queue.kick();
+            std::thread::sleep(Duration::from_millis(10));
+            assert_eq!(disk.take_seen(), []);
+            machine.front_end.add_mem_region(&near).expect("it is not there");
+            queue.take();
+            assert_eq!(memory.get(placed.status, 1), [0], "round {round}");
+            assert_eq!(queue.ask(IN, 0, &[], 512, Shape::Usual).status, 0, "round {round}");
+            assert!(queue.err.read().is_err(), "it is not broken");
+        }
+        assert_eq!(machine.front_end.get_vring_base(0).expect("a base"), u32::from(queue.next_avail));
+        machine.leave().expect("it left in good order");
+    }
     assert_serves(&served);
 }
 

@@ -11,6 +11,8 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 use vellum_core::{Context, Error, Result};
 
+use super::keep_from_children;
+
 /// An eventfd that does not make anybody wait.
 #[derive(Debug, Clone)]
 pub(super) struct Bell(Arc<OwnedFd>);
@@ -18,6 +20,7 @@ pub(super) struct Bell(Arc<OwnedFd>);
 impl Bell {
     /// Takes what the front end gave.
     pub(super) fn new(file: File) -> Result<Self> {
+        keep_from_children(&file)?;
         // The kernel tells nowhere else what a descriptor is.
         let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
         if link.is_ok_and(|link| link.as_os_str() != "anon_inode:[eventfd]") {

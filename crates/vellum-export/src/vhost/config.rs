@@ -2,13 +2,15 @@
 //!
 //! ```text
 //!    0  capacity, in sectors of 512       24  physical blocks, and what is best      36  discard: most, runs, alignment
-//!    8  size_max, 12 seg_max              32  write-back or write-through            48  write-zeroes: most, runs, unmap
+//!    8  size_max, 12 seg_max              32  the write cache's switch: none, zero    48  write-zeroes: most, runs, unmap
 //!   20  block size                        34  queues                                 60  what is not offered: zeros
 //! ```
 //!
 //! 1. The logical block is 512 bytes whatever lies below, so that an image reads the same wherever it is served. What is
 //!    best is told with the physical block.
 //! 2. A guest that has no word for flushing is served write-through (VIRTIO 1.2, 5.2.6.2).
+//! 3. The guest has no switch for the write cache: a front end that connects to the next server does not say again how
+//!    it was turned.
 //!
 //! Source: VIRTIO 1.2, 5.2.4; its fields are little-endian.
 
@@ -35,8 +37,11 @@ const PHYSICAL_BYTES_MIN: u64 = 4096;
 /// As much of the space as there can be (`VHOST_USER_CONFIG_SIZE`).
 pub(super) const CONFIG_BYTES_MAX: usize = 256;
 
-/// Where the guest switches the write cache: the one field that it may write.
+/// Where a guest switches the write cache that took the switch from an earlier server.
 pub(super) const WRITEBACK_AT: usize = 32;
+
+/// What earlier servers offered. A guest that took it comes back with it.
+pub(super) const OFFERED_BEFORE: u64 = bit(VIRTIO_BLK_F_CONFIG_WCE);
 
 /// What this device is, for one front end.
 #[derive(Debug, Clone, Copy)]
@@ -67,7 +72,6 @@ impl Facts {
             VIRTIO_BLK_F_BLK_SIZE,
             VIRTIO_BLK_F_FLUSH,
             VIRTIO_BLK_F_TOPOLOGY,
-            VIRTIO_BLK_F_CONFIG_WCE,
             VIRTIO_BLK_F_MQ,
             VIRTIO_RING_F_INDIRECT_DESC,
             VIRTIO_RING_F_EVENT_IDX,
@@ -81,7 +85,7 @@ impl Facts {
     }
 
     /// The configuration space.
-    pub(super) fn space(&self, writeback: bool) -> [u8; CONFIG_BYTES_MAX] {
+    pub(super) fn space(&self) -> [u8; CONFIG_BYTES_MAX] {
         let mut space = [0; CONFIG_BYTES_MAX];
         let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
         let in_sectors = |bytes: u64| bytes / SECTOR_BYTES;
@@ -93,7 +97,6 @@ impl Facts {
         put(24, &[u8::try_from(in_sectors(self.physical).trailing_zeros()).expect("below 64"), 0]);
         put(26, &u16::try_from(in_sectors(self.physical)).unwrap_or(u16::MAX).to_le_bytes());
         put(28, &narrow(in_sectors(self.preferred)).to_le_bytes());
-        put(WRITEBACK_AT, &[u8::from(writeback)]);
         put(34, &self.queues.to_le_bytes());
         if !self.terms.read_only {
             put(36, &RANGE_SECTORS_MAX.to_le_bytes());
@@ -107,12 +110,10 @@ impl Facts {
     }
 }
 
-/// Whether a guest that took these features has its writes made durable one by one, with this in the space.
-pub(super) fn is_writethrough(taken: u64, writeback: bool) -> bool {
-    match has(taken, VIRTIO_BLK_F_CONFIG_WCE) {
-        true => !writeback,
-        false => !has(taken, VIRTIO_BLK_F_FLUSH),
-    }
+/// Whether a guest that took these features has its writes made durable one by one. Who took the switch from an earlier
+/// server may have turned it, and does not say so again.
+pub(super) fn is_writethrough(taken: u64) -> bool {
+    !has(taken, VIRTIO_BLK_F_FLUSH) || has(taken, VIRTIO_BLK_F_CONFIG_WCE)
 }
 
 /// Whether a feature was taken.
@@ -147,7 +148,7 @@ mod tests {
 
     #[test]
     fn every_field_is_where_the_specification_has_it() {
-        let space = facts(512, false).space(true);
+        let space = facts(512, false).space();
         let fields = [
             (0, 8, (3 << 11) + 1), // what is behind the last whole sector is left out
             (8, 4, 256 << 10),
@@ -158,7 +159,7 @@ mod tests {
             (25, 1, 0),
             (26, 2, 8),
             (28, 4, 128),
-            (32, 1, 1),
+            (32, 1, 0),
             (34, 2, 4),
             (36, 4, 1 << 22),
             (40, 4, 32),
@@ -171,9 +172,8 @@ mod tests {
         for (at, len, expected) in fields {
             assert_eq!(number(&space, at, len), expected, "{len} bytes at {at}");
         }
-        assert_eq!(number(&facts(512, false).space(false), 32, 1), 0);
-        assert_eq!(number(&facts(512, true).space(true), 36, 24), 0);
-        assert_eq!(number(&facts(65536, false).space(true), 24, 1), 7);
+        assert_eq!(number(&facts(512, true).space(), 36, 24), 0);
+        assert_eq!(number(&facts(65536, false).space(), 24, 1), 7);
     }
 
     #[test]
@@ -182,13 +182,13 @@ mod tests {
         assert!(offered(false, VIRTIO_BLK_F_DISCARD) && !offered(true, VIRTIO_BLK_F_DISCARD));
         assert!(offered(false, VIRTIO_BLK_F_WRITE_ZEROES) && !offered(true, VIRTIO_BLK_F_WRITE_ZEROES));
         assert!(offered(true, VIRTIO_BLK_F_RO) && !offered(false, VIRTIO_BLK_F_RO));
+        assert!(!offered(false, VIRTIO_BLK_F_CONFIG_WCE) && !offered(true, VIRTIO_BLK_F_CONFIG_WCE));
     }
 
     #[test]
     fn who_cannot_flush_is_served_write_through() {
         let (flush, switch) = (bit(VIRTIO_BLK_F_FLUSH), bit(VIRTIO_BLK_F_CONFIG_WCE));
-        assert!(is_writethrough(0, true));
-        assert!(!is_writethrough(flush, true) && !is_writethrough(flush, false));
-        assert!(!is_writethrough(switch, true) && is_writethrough(switch | flush, false));
+        assert!(is_writethrough(0) && !is_writethrough(flush));
+        assert!(is_writethrough(switch) && is_writethrough(switch | flush), "it may have been turned");
     }
 }

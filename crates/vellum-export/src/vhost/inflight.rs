@@ -25,6 +25,8 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use vellum_core::{Context, Error, Result};
 use vm_memory::{AtomicAccess, Bytes, FileOffset, MmapRegion, VolatileMemory};
 
+use super::keep_from_children;
+
 const HEADER_BYTES: usize = 16;
 const ROW_BYTES: usize = 16;
 const QUEUE_ALIGNMENT: usize = 64;
@@ -72,6 +74,7 @@ impl Book {
 
     /// Maps what a front end kept.
     pub(super) fn map(file: File, in_file: u64, queues: u16, rows: u16) -> Result<Arc<Self>> {
+        keep_from_children(&file)?;
         let refuse = |why: &str| Error::invalid(format!("can't use a file of requests in flight: {why}"));
         let len = pages_bytes(rows) * usize::from(queues);
         let facts = file.metadata().context(|| "can't look at a file of requests in flight")?;
@@ -82,6 +85,12 @@ impl Book {
         let mapping = MmapRegion::from_file(FileOffset::new(file, in_file), len)
             .map_err(|error| refuse(&error.to_string()))?;
         Ok(Arc::new(Self { mapping, queues, rows }))
+    }
+
+    /// Its file.
+    #[cfg(test)]
+    pub(super) fn file(&self) -> &File {
+        self.mapping.file_offset().expect("it has one").file()
     }
 
     /// The region of a queue of this length, whose used ring is at this index; and the heads of what was not handed back.
@@ -119,7 +128,7 @@ fn row(head: u16) -> usize {
 }
 
 impl Pages {
-    /// A request is about to begin.
+    /// A request is about to begin. What [`Book::open`] gave is entered already, and keeps its place in the order.
     pub(super) fn enter(&mut self, head: u16) {
         self.store(row(head) + 8, self.taken);
         self.taken = self.taken.wrapping_add(1);

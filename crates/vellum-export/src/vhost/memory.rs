@@ -19,9 +19,14 @@ use vm_memory::{
 };
 
 use super::chain::Segments;
+use super::keep_from_children;
 
 /// How many files a front end may share.
 pub(super) const REGIONS_MAX: usize = 64;
+
+/// How much of our addresses one front end may take: 16 TiB of the 128 TiB that x86-64 has. Files may be sparse, so their
+/// lengths bound nothing.
+const MAPPED_BYTES_MAX: u64 = 16 << 40;
 
 /// One run of guest memory, as the front end describes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,10 +59,15 @@ impl Memory {
 
     /// The same with one region more.
     pub(super) fn with(&self, region: Region, file: File) -> Result<Self> {
+        keep_from_children(&file)?;
         let refuse =
             |why: &str| Error::invalid(format!("can't map {:#x} bytes of memory: {why}", region.len));
         if self.regions.len() == REGIONS_MAX {
             return Err(refuse("there are too many regions"));
+        }
+        let sum = self.regions.iter().try_fold(region.len, |sum, region| sum.checked_add(region.len));
+        if sum.is_none_or(|sum| sum > MAPPED_BYTES_MAX) {
+            return Err(refuse("with it, the front end would share more than 16 TiB"));
         }
         let facts = file.metadata().context(|| "can't look at a file of guest memory")?;
         let end = region.in_file.checked_add(region.len);
@@ -100,6 +110,13 @@ impl Memory {
         };
         let region = self.regions.iter().find(within)?;
         region.guest.checked_add(front_end - region.front_end)
+    }
+
+    /// The files that are mapped.
+    #[cfg(test)]
+    pub(super) fn files(&self) -> impl Iterator<Item = &File> {
+        use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+        self.mapped.iter().map(|region| region.file_offset().expect("it has one").file())
     }
 
     /// What the queues' crate works on.
@@ -233,6 +250,20 @@ mod tests {
         refused(&[region(0, 0x2000, 0), region(0x1000, 0x1000, 0)], 0x2000);
         refused(&[Region { guest: u64::MAX - 1, front_end: 0, len: 0x1000, in_file: 0 }], 0x1000);
         refused(&[Region { guest: 0, front_end: u64::MAX - 1, len: 0x1000, in_file: 0 }], 0x1000);
+        let too_much = "with it, the front end would share more than 16 TiB";
+        let sparse = |lens: &[u64]| {
+            let regions =
+                lens.iter().zip(0..).map(|(len, number)| (region(number << 45, *len, 0), file(*len)));
+            Memory::map(regions).expect_err("refused").to_string()
+        };
+        for lens in [&[MAPPED_BYTES_MAX + 0x1000][..], &[0x1000, MAPPED_BYTES_MAX], &[0x1000, 1 << 62]] {
+            let much = sparse(lens);
+            assert!(much.ends_with(too_much), "{lens:x?}: {much}");
+        }
+        let endless = Region { guest: 0, front_end: 0, len: u64::MAX, in_file: 0 };
+        let some = Memory::map([(region(0, 0x1000, 0), file(0x1000))]).expect("it is mapped");
+        let endless = some.with(endless, file(0x1000)).expect_err("refused").to_string();
+        assert!(endless.ends_with(too_much), "{endless}");
         let directory = File::open("/").expect("a directory");
         Memory::map([(region(0, 0x1000, 0), directory)]).expect_err("no file");
         let read_only = File::open("/proc/self/exe").expect("a file");

@@ -28,10 +28,11 @@ mod session;
 mod walk;
 mod work;
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use vellum_core::{LocalFuture, Result};
+use rustix::io::{FdFlags, fcntl_setfd};
+use vellum_core::{Context, LocalFuture, Result};
 
 pub use session::{Session, SessionHandle};
 
@@ -63,4 +64,41 @@ pub trait Host: Send + Sync {
 
     /// Waits, on a worker, until the descriptor can be read.
     fn readable(&self, descriptor: &Arc<OwnedFd>) -> LocalFuture<'static, Result<()>>;
+}
+
+/// Keeps a descriptor of a front end from programs that are started here: it is received without that mark. Whoever takes
+/// one over does this first.
+fn keep_from_children(descriptor: impl AsFd) -> Result<()> {
+    let marked = fcntl_setfd(descriptor, FdFlags::CLOEXEC).map_err(std::io::Error::from);
+    marked.context(|| "can't keep a front end's descriptor from other programs")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::{MemfdFlags, memfd_create};
+    use rustix::io::fcntl_getfd;
+
+    use super::memory::{Memory, Region};
+    use super::*;
+
+    #[test]
+    fn what_a_front_end_sent_is_kept_from_children() {
+        let is_kept = |file: &File| fcntl_getfd(file).expect("its flags").contains(FdFlags::CLOEXEC);
+        let sent = || {
+            let file = File::from(memfd_create("sent", MemfdFlags::empty()).expect("a memfd"));
+            file.set_len(0x1000).expect("its length");
+            assert!(!is_kept(&file));
+            file
+        };
+        let bell = bell::Bell::new(eventfd(0, EventfdFlags::empty()).expect("an eventfd").into());
+        let flags = fcntl_getfd(bell.expect("an eventfd").descriptor()).expect("its flags");
+        assert!(flags.contains(FdFlags::CLOEXEC));
+        let region = Region { guest: 0, front_end: 0, len: 0x1000, in_file: 0 };
+        assert!(Memory::map([(region, sent())]).expect("it is mapped").files().all(is_kept));
+        let book = inflight::Book::map(sent(), 0, 1, 16).expect("it is mapped");
+        assert!(is_kept(book.file()));
+    }
 }

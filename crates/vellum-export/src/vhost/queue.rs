@@ -11,7 +11,7 @@
 //!    gives is where the next one goes on, and nothing is lost or done twice. After a kill `inflight` knows what is left.
 //! 3. A ring that makes no sense is broken: nothing more is taken from it until the front end sets it up anew, and its
 //!    other queues go on.
-//! 4. No guest keeps a worker: after [`TURN_MAX`] chains it is the turn of others.
+//! 4. No guest keeps a worker: after [`TURN_MAX`] chains, or as many MiB of data, it is the turn of others.
 //! 5. What requests of a queue hold is bounded, in number by the ring, in bytes by [`HELD_BYTES_MAX`].
 
 use std::collections::VecDeque;
@@ -34,7 +34,7 @@ use super::work::{Done, Job, Target};
 use crate::flight::Flight;
 use crate::shutdown::{Shutdown, Stage, Watch};
 
-/// How many chains are taken before others have their turn.
+/// How many chains are taken before others have their turn. One MiB of data, which is copied, counts like one chain more.
 const TURN_MAX: usize = 64;
 
 /// What the data of a queue's running requests may take. The largest request fits, beside others.
@@ -76,11 +76,18 @@ pub(super) struct Ring {
     /// Heads that a killed server had taken and not handed back.
     left: VecDeque<u16>,
     /// Taken, and waiting for room.
-    waiting: Option<Job>,
+    waiting: Option<Waiting>,
     held: usize,
     /// Something was handed back, and the guest was not told.
     is_untold: bool,
     is_broken: bool,
+}
+
+/// A request that has not begun.
+struct Waiting {
+    job: Job,
+    /// A killed server entered it in the pages.
+    is_entered: bool,
 }
 
 /// Where a turn ended.
@@ -161,7 +168,8 @@ impl Ring {
             }
         })
         .await;
-        self.queue.next_avail()
+        // A ring that broke may have taken a chain and never begun it.
+        self.queue.next_avail().wrapping_sub(u16::from(self.waiting.is_some()))
     }
 
     /// Whether nothing that was taken is still to be handed back.
@@ -212,20 +220,22 @@ impl Ring {
             if self.is_broken {
                 return Ok(Turn::Rest);
             }
-            if let Some(job) = self.waiting.take() {
-                let is_admitted = self.held == 0 || job.weight() <= HELD_BYTES_MAX.saturating_sub(self.held);
+            if let Some(waiting) = self.waiting.take() {
+                let weight = waiting.job.weight();
+                let is_admitted = self.held == 0 || weight <= HELD_BYTES_MAX.saturating_sub(self.held);
                 if !is_admitted || self.flight.running() >= usize::from(self.queue.size()) {
-                    self.waiting = Some(job);
+                    self.waiting = Some(waiting);
                     return Ok(Turn::Full);
                 }
-                self.begin(memory, job);
+                *budget = budget.saturating_sub(weight >> 20);
+                self.begin(memory, waiting);
             }
             if *budget == 0 {
                 return Ok(Turn::More);
             }
             *budget -= 1;
             if let Some(head) = self.left.pop_front() {
-                self.read(memory, head);
+                self.read(memory, head, true);
                 continue;
             }
             if !wants_more {
@@ -244,15 +254,15 @@ impl Ring {
     fn pop(&mut self, memory: &Arc<Memory>) -> Result<(), Broken> {
         let chain = self.queue.iter(memory.mapped())?.next();
         let chain = chain.ok_or_else(|| Broken("its avail ring is not in memory".to_owned()))?;
-        self.read(memory, chain.head_index());
+        self.read(memory, chain.head_index(), false);
         Ok(())
     }
 
     /// Reads a chain; one that makes no sense is handed back.
-    fn read(&mut self, memory: &Arc<Memory>, head: u16) {
+    fn read(&mut self, memory: &Arc<Memory>, head: u16, is_entered: bool) {
         let links = Walk::along(memory, self.queue.desc_table(), self.queue.size(), head);
         match Job::of(head, links, memory, &self.target) {
-            Ok(job) => self.waiting = Some(job),
+            Ok(job) => self.waiting = Some(Waiting { job, is_entered }),
             Err(malformed) => {
                 tracing::debug!("a chain was handed back as it came: {}", malformed.0);
                 self.hand_back(memory, Done { head, written: 0, weight: 0 });
@@ -260,9 +270,9 @@ impl Ring {
         }
     }
 
-    fn begin(&mut self, memory: &Memory, job: Job) {
+    fn begin(&mut self, memory: &Memory, Waiting { job, is_entered }: Waiting) {
         self.held += job.weight();
-        if let Some(pages) = &mut self.pages {
+        if let Some(pages) = self.pages.as_mut().filter(|_| !is_entered) {
             pages.enter(job.head());
         }
         let target = self.target.clone();

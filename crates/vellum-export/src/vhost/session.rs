@@ -11,6 +11,8 @@
 //! 1. Nothing outlives the session: the next front end, or the same one again, says everything anew.
 //! 2. When the session has ended, however it did, every request that was taken has been answered into the guest's memory.
 //! 3. A message that is wrong ends the session. It changes nothing before.
+//! 4. A queue whose rings leave the memory stops while they are still there, and goes on when they are back: a front end
+//!    that moves a region's borders takes it away and gives it back, while the guest runs.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -34,7 +36,7 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueT};
 
 use super::bell::Bell;
-use super::config::{CONFIG_BYTES_MAX, Facts, WRITEBACK_AT, has, is_writethrough};
+use super::config::{CONFIG_BYTES_MAX, Facts, OFFERED_BEFORE, WRITEBACK_AT, has, is_writethrough};
 use super::inflight::Book;
 use super::memory::{Memory, REGIONS_MAX, Region};
 use super::queue::{Line, Ring};
@@ -150,7 +152,6 @@ struct FrontEnd {
     host: Arc<dyn Host>,
     /// The features that it took; none before it said so.
     taken: u64,
-    writeback: bool,
     memory: Arc<ArcSwap<Memory>>,
     /// Where it keeps what is in flight.
     book: Option<Arc<Book>>,
@@ -199,7 +200,7 @@ impl FrontEnd {
     fn new(target: Target, queues: u16, host: Arc<dyn Host>) -> Self {
         let rings = std::iter::repeat_with(RingState::default).take(usize::from(queues)).collect();
         let memory = Arc::new(ArcSwap::from_pointee(Memory::default()));
-        Self { target: Arc::new(target), host, taken: 0, writeback: true, memory, book: None, rings }
+        Self { target: Arc::new(target), host, taken: 0, memory, book: None, rings }
     }
 
     fn ring(&mut self, index: u32) -> Answer<&mut RingState> {
@@ -259,39 +260,56 @@ impl FrontEnd {
     }
 
     fn change_memory(&mut self, memory: Result<Memory>) -> Answer<()> {
-        self.memory.store(Arc::new(memory.map_err(|error| refused(&error))?));
+        let memory = Arc::new(memory.map_err(|error| refused(&error))?);
+        // What they took is handed back while their rings are still there.
+        let mut leaving: Vec<_> = self.rings.iter_mut().filter(|ring| !ring.is_in(&memory)).collect();
+        leaving.iter().filter_map(|ring| ring.running.as_ref()).for_each(|running| running.stop.drain());
+        leaving.iter_mut().for_each(|ring| ring.stop());
+        drop(leaving);
+        self.memory.store(memory.clone());
+        for index in 0..self.rings.len() {
+            if self.rings[index].is_in(&memory) {
+                self.start(u32::try_from(index).expect("few queues"))?;
+            }
+        }
         Ok(())
-    }
-
-    fn settle_cache(&mut self) {
-        let is_writethrough = is_writethrough(self.taken, self.writeback);
-        self.target.is_writethrough.store(is_writethrough, Ordering::Relaxed);
     }
 }
 
+fn refused_queue(error: virtio_queue::Error) -> Refusal {
+    refused(&Error::invalid(error.to_string()))
+}
+
 impl RingState {
-    /// The queue as the front end has described it.
-    fn queue(
-        &self,
-        (table, used, avail): (u64, u64, u64),
-        event_idx: bool,
-        memory: &Memory,
-    ) -> Answer<Queue> {
-        let refuse = |error: virtio_queue::Error| refused(&Error::invalid(error.to_string()));
+    /// Whether the front end has described its rings, and they lie in this memory.
+    fn is_in(&self, memory: &Memory) -> bool {
+        let Some(places) = self.places.filter(|_| self.size > 0) else { return false };
+        self.laid_out(places).is_ok_and(|queue| queue.is_valid(memory.mapped()))
+    }
+
+    /// The queue as the front end has described it, wherever it began.
+    fn laid_out(&self, (table, used, avail): (u64, u64, u64)) -> Answer<Queue> {
+        let refuse = refused_queue;
         let size = u16::try_from(QUEUE_SIZE_MAX).expect("a small number");
         let mut queue = Queue::new(size).map_err(refuse)?;
         queue.try_set_size(self.size).map_err(refuse)?;
         queue.try_set_desc_table_address(vm_memory::GuestAddress(table)).map_err(refuse)?;
         queue.try_set_avail_ring_address(vm_memory::GuestAddress(avail)).map_err(refuse)?;
         queue.try_set_used_ring_address(vm_memory::GuestAddress(used)).map_err(refuse)?;
-        queue.set_event_idx(event_idx);
         queue.set_ready(true);
+        Ok(queue)
+    }
+
+    /// The same, where it is to go on.
+    fn queue(&self, places: (u64, u64, u64), event_idx: bool, memory: &Memory) -> Answer<Queue> {
+        let mut queue = self.laid_out(places)?;
+        queue.set_event_idx(event_idx);
         if !queue.is_valid(memory.mapped()) {
             return Err(refused(&Error::invalid("a ring is not in memory")));
         }
         queue.set_next_avail(self.base);
         // What was handed back before stands in the guest's memory alone.
-        let used = queue.used_idx(memory.mapped(), Ordering::Acquire).map_err(refuse)?;
+        let used = queue.used_idx(memory.mapped(), Ordering::Acquire).map_err(refused_queue)?;
         queue.set_next_used(used.0);
         Ok(queue)
     }
@@ -308,6 +326,8 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
 
     fn reset_owner(&mut self) -> Answer<()> {
         self.stop_all();
+        // Else they would go on with the next change of memory.
+        self.rings.iter_mut().for_each(|ring| ring.is_enabled = false);
         Ok(())
     }
 
@@ -320,11 +340,11 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
     }
 
     fn set_features(&mut self, features: u64) -> Answer<()> {
-        if features & !self.get_features()? != 0 {
+        if features & !(self.get_features()? | OFFERED_BEFORE) != 0 {
             return Err(Refusal::FeatureMismatch);
         }
         self.taken = features;
-        self.settle_cache();
+        self.target.is_writethrough.store(is_writethrough(features), Ordering::Relaxed);
         Ok(())
     }
 
@@ -459,7 +479,7 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Answer<Vec<u8>> {
-        let space = self.target.facts.space(self.writeback);
+        let space = self.target.facts.space();
         let start = usize::try_from(offset).expect("32 bits");
         let end = start.checked_add(usize::try_from(size).expect("32 bits"));
         let part = end.filter(|end| *end <= CONFIG_BYTES_MAX).and_then(|end| space.get(start..end));
@@ -468,11 +488,8 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Answer<()> {
         match (usize::try_from(offset), bytes) {
-            (Ok(WRITEBACK_AT), [writeback]) => {
-                self.writeback = *writeback != 0;
-                self.settle_cache();
-                Ok(())
-            }
+            // Whoever has this switch is served write-through, however it turns it.
+            (Ok(WRITEBACK_AT), [_]) => Ok(()),
             _ => Err(Refusal::InvalidParam),
         }
     }

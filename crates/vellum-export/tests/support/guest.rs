@@ -43,7 +43,7 @@ pub const WRITE: u16 = 2;
 pub const INDIRECT: u16 = 4;
 
 /// The features that most tests take.
-pub const FEATURES: u64 = 1 << 9 | 1 << 11 | 1 << 12 | 1 << 28 | 1 << 30 | 1 << 32;
+pub const FEATURES: u64 = 1 << 9 | 1 << 12 | 1 << 28 | 1 << 30 | 1 << 32;
 pub const EVENT_IDX: u64 = 1 << 29;
 
 /// Nothing here takes so long.

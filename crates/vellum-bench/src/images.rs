@@ -118,7 +118,8 @@ impl Images {
     }
 }
 
-fn settle(path: &Path) -> Result<()> {
+/// Nothing of the file waits to be written.
+pub(crate) fn settle(path: &Path) -> Result<()> {
     let sync = || OpenOptions::new().write(true).open(path)?.sync_all();
     sync().context(|| format!("can't flush {}", path.display()))
 }

@@ -119,17 +119,32 @@ impl Setting {
 
     pub(super) fn take_turn(&self, entrant: &Entrant, case: &Case, round: u32) -> Result<Sample> {
         let (image, format, size) = self.image(entrant, case)?;
+        let sample = self.serve(entrant, case, round, (&image, format, size))?;
+        match case.load.pattern {
+            // It is many small pieces, and the next one should not wait for them.
+            Pattern::Allocate => drop(std::fs::remove_file(&image)),
+            Pattern::Overwrite | Pattern::Mixed => images::settle(&image)?,
+            Pattern::Read | Pattern::Sequential => {}
+        }
+        Ok(sample)
+    }
+
+    fn serve(
+        &self,
+        entrant: &Entrant,
+        case: &Case,
+        round: u32,
+        (image, format, size): (&Path, &str, u64),
+    ) -> Result<Sample> {
         let window = self.timing.window;
         if matches!(entrant.program, Program::Nobody) {
-            let engine = Engine::Alone { file: &image, direct: case.cache == Cache::Direct };
+            let engine = Engine::Alone { file: image, direct: case.cache == Cache::Direct };
             return fio::run_load(None, engine, &case.load, window);
         }
         let at = self.images.dir().join("served");
         let (way, cache, queues) = (case.way, case.cache, case.load.queues);
-        let served = Served::start(
-            &entrant.program,
-            &Serving { way, image: &image, format, cache, at: &at, size, queues },
-        )?;
+        let served =
+            Served::start(&entrant.program, &Serving { way, image, format, cache, at: &at, size, queues })?;
         let pid = served.pid();
         let sample = match way {
             Way::Vhost => vhost::run(pid, &at, size, &case.load, self.timing, u64::from(round))?,
@@ -137,10 +152,6 @@ impl Setting {
             Way::Nbd => fio::run_load(Some(pid), Engine::Nbd(&at), &case.load, window)?,
         };
         served.stop()?;
-        if case.load.pattern == Pattern::Allocate {
-            // It is many small pieces, and the next one should not wait for them.
-            drop(std::fs::remove_file(&image));
-        }
         Ok(sample)
     }
 }

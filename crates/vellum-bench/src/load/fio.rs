@@ -95,7 +95,10 @@ fn fio(engine: Engine<'_>, window: Duration) -> Command {
             file
         }
         Engine::Alone { file, direct } => {
-            command.arg("--ioengine=io_uring").arg(format!("--direct={}", u8::from(direct)));
+            // What the page cache has of it stays there.
+            command
+                .args(["--ioengine=io_uring", "--invalidate=0"])
+                .arg(format!("--direct={}", u8::from(direct)));
             file
         }
     };

@@ -109,25 +109,33 @@ impl Images {
     }
 
     fn settle(&self, image: Image) -> Result<()> {
-        let path = self.data(image);
-        let sync = || OpenOptions::new().write(true).open(&path)?.sync_all();
-        sync().context(|| format!("can't flush {}", path.display()))
+        settle(&self.data(image))
     }
 
     /// Nothing of the image waits to be written, and all of it is in the page cache, or none.
     pub(crate) fn prepare(&self, image: Image, cached: bool) -> Result<()> {
-        self.settle(image)?;
-        let path = self.data(image);
-        let arrange = || {
-            let mut file = File::open(&path)?;
-            if cached {
-                io::copy(&mut file, &mut io::sink()).map(drop)
-            } else {
-                Ok(rustix::fs::fadvise(&file, 0, None, Advice::DontNeed)?)
-            }
-        };
-        arrange().context(|| format!("can't read {}", path.display()))
+        prepare(&self.data(image), cached)
     }
+}
+
+/// Nothing of the file waits to be written.
+pub(crate) fn settle(path: &Path) -> Result<()> {
+    let sync = || OpenOptions::new().write(true).open(path)?.sync_all();
+    sync().context(|| format!("can't flush {}", path.display()))
+}
+
+/// Nothing of the file waits to be written, and all of it is in the page cache, or none.
+pub(crate) fn prepare(path: &Path, cached: bool) -> Result<()> {
+    settle(path)?;
+    let arrange = || {
+        let mut file = File::open(path)?;
+        if cached {
+            io::copy(&mut file, &mut io::sink()).map(drop)
+        } else {
+            Ok(rustix::fs::fadvise(&file, 0, None, Advice::DontNeed)?)
+        }
+    };
+    arrange().context(|| format!("can't read {}", path.display()))
 }
 
 impl Drop for Images {

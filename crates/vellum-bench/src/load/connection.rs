@@ -19,6 +19,7 @@ use vellum_export::nbd::wire::{
     RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, chunk, command, info, option, option_reply,
 };
 
+use super::Busy;
 use super::workload::{BLOCK, Operation, Places, Workload, filler, stamp, tag};
 
 /// A server that says nothing for so long is stuck.
@@ -173,65 +174,10 @@ impl Client {
         }
     }
 
-    /// How many requests are under way.
-    pub(crate) fn under_way(&self) -> usize {
-        self.slots.len() - self.idle.len()
-    }
-
-    /// Asks until as many requests are under way as there shall be.
-    pub(crate) fn ask(&mut self) -> Result<()> {
-        let now = Instant::now();
-        while let Some(index) = self.idle.pop() {
-            let offset = self.places.next();
-            self.slots[index] = Slot { offset, begun: now, come: 0, busy: true };
-            let command = match self.workload.operation {
-                Operation::Read => command::READ,
-                Operation::Write => command::WRITE,
-            };
-            let len = self.workload.len as u64;
-            let header = RequestHeader { flags: 0, command, cookie: index as u64, offset, len };
-            self.outbox.extend_from_slice(&header.encode());
-            if self.workload.operation == Operation::Write {
-                stamp(&mut self.payload, offset);
-                if self.payload.len() >= LARGE_BYTES {
-                    self.send()?;
-                    self.session.stream.write_all(&self.payload).context(|| "can't write to the server")?;
-                } else {
-                    self.outbox.extend_from_slice(&self.payload);
-                }
-            }
-        }
-        self.send()
-    }
-
     fn send(&mut self) -> Result<()> {
         if !self.outbox.is_empty() {
             self.session.stream.write_all(&self.outbox).context(|| "can't write to the server")?;
             self.outbox.clear();
-        }
-        Ok(())
-    }
-
-    /// Waits for replies, and calls `ended` with the time each request took.
-    pub(crate) fn hear(&mut self, mut ended: impl FnMut(Duration)) -> Result<()> {
-        if self.start == self.end {
-            (self.start, self.end) = (0, 0);
-        } else if self.start > 0 && self.inbox.len() - self.end < CHUNK_HEADER_BYTES + 8 {
-            self.inbox.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.end - self.start);
-        }
-        let count =
-            self.session.stream.read(&mut self.inbox[self.end..]).context(|| "can't read from the server")?;
-        if count == 0 {
-            return Err(broken("it hung up"));
-        }
-        self.end += count;
-        let now = Instant::now();
-        while let Some(ends) = self.next_piece()? {
-            if let Some(index) = ends {
-                self.finish(index)?;
-                ended(now - self.slots[index].begun);
-            }
         }
         Ok(())
     }
@@ -341,9 +287,62 @@ impl Client {
         self.idle.push(index);
         Ok(())
     }
+}
 
-    /// Says goodbye.
-    pub(crate) fn leave(mut self) -> Result<()> {
+impl Busy for Client {
+    fn under_way(&self) -> usize {
+        self.slots.len() - self.idle.len()
+    }
+
+    fn ask(&mut self) -> Result<()> {
+        let now = Instant::now();
+        while let Some(index) = self.idle.pop() {
+            let offset = self.places.next();
+            self.slots[index] = Slot { offset, begun: now, come: 0, busy: true };
+            let command = match self.workload.operation {
+                Operation::Read => command::READ,
+                Operation::Write => command::WRITE,
+            };
+            let len = self.workload.len as u64;
+            let header = RequestHeader { flags: 0, command, cookie: index as u64, offset, len };
+            self.outbox.extend_from_slice(&header.encode());
+            if self.workload.operation == Operation::Write {
+                stamp(&mut self.payload, offset);
+                if self.payload.len() >= LARGE_BYTES {
+                    self.send()?;
+                    self.session.stream.write_all(&self.payload).context(|| "can't write to the server")?;
+                } else {
+                    self.outbox.extend_from_slice(&self.payload);
+                }
+            }
+        }
+        self.send()
+    }
+
+    fn hear(&mut self, ended: &mut dyn FnMut(Duration)) -> Result<()> {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.start > 0 && self.inbox.len() - self.end < CHUNK_HEADER_BYTES + 8 {
+            self.inbox.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let count =
+            self.session.stream.read(&mut self.inbox[self.end..]).context(|| "can't read from the server")?;
+        if count == 0 {
+            return Err(broken("it hung up"));
+        }
+        self.end += count;
+        let now = Instant::now();
+        while let Some(ends) = self.next_piece()? {
+            if let Some(index) = ends {
+                self.finish(index)?;
+                ended(now - self.slots[index].begun);
+            }
+        }
+        Ok(())
+    }
+
+    fn leave(mut self) -> Result<()> {
         self.session.say_goodbye()
     }
 }

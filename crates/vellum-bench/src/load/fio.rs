@@ -1,10 +1,13 @@
-//! The other opinion: the same load, put on the server by `fio` and its NBD engine (libnbd).
+//! fio: the other opinion on an NBD server, by its NBD engine (libnbd), and the load on files.
 
+use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 use serde_json::Value;
 use vellum_core::{Context, Error, Result};
 
+use super::pattern::{Load, Pattern, READ_PERCENT, WRITES_PER_FLUSH};
 use super::workload::{Operation, Order, Workload};
 use super::{Sample, Target, Timing, server_cpu_of};
 
@@ -16,45 +19,125 @@ pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing) -> Re
         (Order::Sequential, Operation::Read) => "read",
         (Order::Sequential, Operation::Write) => "write",
     };
-    let mut command = Command::new("fio");
+    let mut command = fio(Engine::Nbd(target.socket), timing.window);
     command
-        .args(["--name=load", "--ioengine=nbd", "--output-format=json", "--time_based", "--norandommap"])
-        .arg(format!("--uri=nbd+unix:///?socket={}", target.socket.display()))
         .arg(format!("--rw={direction}"))
         .arg(format!("--bs={}", workload.len))
         .arg(format!("--iodepth={}", workload.depth))
-        .arg(format!("--numjobs={}", target.connections))
-        .arg(format!("--runtime={}", timing.window.as_secs().max(1)))
-        .arg("--group_reporting");
-    let (output, cpu) =
-        server_cpu_of(target.pid, || command.output().context(|| "can't run fio: is it installed?"))?;
+        .arg(format!("--numjobs={}", target.connections));
+    let (report, cpu) = server_cpu_of(target.pid, || report_of(command))?;
+    let side = match workload.operation {
+        Operation::Read => "read",
+        Operation::Write => "write",
+    };
+    sample_of(&report, side, workload.len, cpu).ok_or_else(incomplete)
+}
+
+/// By what fio reaches a disk.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Engine<'a> {
+    /// The NBD server at this socket.
+    Nbd(&'a Path),
+    /// A file, by libaio and past the page cache.
+    File(&'a Path),
+    /// A file that nobody serves: by io_uring, past the page cache or not.
+    Alone { file: &'a Path, direct: bool },
+}
+
+/// The same of any load. Where nobody serves, what fio itself took of the processors is told.
+pub(crate) fn run_load(
+    server: Option<u32>,
+    engine: Engine<'_>,
+    load: &Load,
+    window: Duration,
+) -> Result<Sample> {
+    let mut command = fio(engine, window);
+    // Reads and writes are told as one.
+    command
+        .arg("--unified_rw_reporting=1")
+        .arg(format!("--bs={}", load.len()))
+        .arg(format!("--iodepth={}", load.depth))
+        .arg(format!("--numjobs={}", load.queues));
+    match load.pattern {
+        Pattern::Read => command.arg("--rw=randread"),
+        Pattern::Overwrite => command.arg("--rw=randwrite"),
+        // At the head of each unit, so that few are met twice.
+        Pattern::Allocate => command.args(["--rw=randwrite", "--blockalign=65536"]),
+        Pattern::Sequential => command.arg("--rw=read"),
+        Pattern::Mixed => command
+            .arg("--rw=randrw")
+            .arg(format!("--rwmixread={READ_PERCENT}"))
+            .arg(format!("--fsync={WRITES_PER_FLUSH}")),
+    };
+    let (report, cpu) = match server {
+        Some(server) => server_cpu_of(server, || report_of(command))?,
+        None => {
+            let report = report_of(command)?;
+            let cpu = own_cpu_seconds(&report).ok_or_else(incomplete)?;
+            (report, cpu)
+        }
+    };
+    sample_of(&report, "mixed", load.len(), cpu).ok_or_else(incomplete)
+}
+
+fn fio(engine: Engine<'_>, window: Duration) -> Command {
+    let mut command = Command::new("fio");
+    command
+        .args(["--name=load", "--output-format=json", "--time_based", "--norandommap", "--group_reporting"])
+        .arg(format!("--runtime={}ms", window.as_millis().max(1)));
+    let file = match engine {
+        Engine::Nbd(socket) => {
+            command.arg("--ioengine=nbd").arg(format!("--uri=nbd+unix:///?socket={}", socket.display()));
+            return command;
+        }
+        Engine::File(file) => {
+            command.args(["--ioengine=libaio", "--direct=1"]);
+            file
+        }
+        Engine::Alone { file, direct } => {
+            // What the page cache has of it stays there.
+            command
+                .args(["--ioengine=io_uring", "--invalidate=0"])
+                .arg(format!("--direct={}", u8::from(direct)));
+            file
+        }
+    };
+    command.arg(format!("--filename={}", file.display()));
+    command
+}
+
+fn report_of(mut command: Command) -> Result<Value> {
+    let output = command.output().context(|| "can't run fio: is it installed?")?;
+    let text = String::from_utf8_lossy(&output.stdout);
     if !output.status.success() {
-        return Err(Error::invalid(format!(
-            "fio failed: {}",
-            String::from_utf8_lossy(&output.stderr).trim()
-        )));
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(Error::invalid(format!("fio failed: {}{}", said.trim(), text.trim())));
     }
     // Some of its warnings come before the JSON.
-    let text = String::from_utf8_lossy(&output.stdout);
     let json = text.find('{').map_or("", |at| &text[at..]);
-    let report: Value = serde_json::from_str(json)
-        .map_err(|error| Error::corrupt(format!("can't read fio's report: {error}")))?;
-    sample_of(&report, workload, cpu).ok_or_else(|| Error::corrupt("fio's report lacks what is wanted"))
+    serde_json::from_str(json).map_err(|error| Error::corrupt(format!("can't read fio's report: {error}")))
+}
+
+fn incomplete() -> Error {
+    Error::corrupt("fio's report lacks what is wanted")
+}
+
+/// User and system time of fio's jobs.
+fn own_cpu_seconds(report: &Value) -> Option<f64> {
+    let job = report.get("jobs")?.get(0)?;
+    let percent = job.get("usr_cpu")?.as_f64()? + job.get("sys_cpu")?.as_f64()?;
+    Some(percent / 100.0 * job.get("job_runtime")?.as_f64()? / 1000.0)
 }
 
 /// What the report of fio's only job tells.
-pub(crate) fn sample_of(report: &Value, workload: &Workload, server_cpu_seconds: f64) -> Option<Sample> {
-    let job = report.get("jobs")?.get(0)?;
-    let side = match workload.operation {
-        Operation::Read => job.get("read")?,
-        Operation::Write => job.get("write")?,
-    };
+fn sample_of(report: &Value, side: &str, len: usize, server_cpu_seconds: f64) -> Option<Sample> {
+    let side = report.get("jobs")?.get(0)?.get(side)?;
     let percentile =
         |percent: &str| Some(side.get("clat_ns")?.get("percentile")?.get(percent)?.as_f64()? / 1000.0);
     let operations = side.get("total_ios")?.as_u64()?;
     Some(Sample {
         operations,
-        bytes: operations * workload.len as u64,
+        bytes: operations * len as u64,
         seconds: side.get("runtime")?.as_f64()? / 1000.0,
         server_cpu_seconds,
         client_cpu_seconds: 0.0,
@@ -76,10 +159,12 @@ mod tests {
             "total_ios": 1000, "runtime": 2000,
             "clat_ns": { "percentile": { "50.000000": 5000, "99.000000": 9000 } }
         });
-        let workload = Workload { operation: Operation::Read, order: Order::Random, len: 4096, depth: 32 };
-        let sample = sample_of(&json!({ "jobs": [{ "read": read }] }), &workload, 0.5).unwrap();
+        let report =
+            json!({ "jobs": [{ "read": read, "usr_cpu": 5.0, "sys_cpu": 20.0, "job_runtime": 2000 }] });
+        let sample = sample_of(&report, "read", 4096, 0.5).unwrap();
         assert_eq!((sample.operations, sample.bytes), (1000, 4_096_000));
         assert!(sample.seconds == 2.0 && sample.latency_us_p99 == 9.0);
-        assert!(sample_of(&json!({ "jobs": [] }), &workload, 0.5).is_none());
+        assert!(own_cpu_seconds(&report) == Some(0.5));
+        assert!(sample_of(&json!({ "jobs": [] }), "read", 4096, 0.5).is_none());
     }
 }

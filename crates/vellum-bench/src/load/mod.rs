@@ -12,7 +12,9 @@ mod connection;
 pub(crate) mod fio;
 pub(crate) mod guest;
 pub(crate) mod latency;
+pub(crate) mod pattern;
 pub(crate) mod trace;
+pub(crate) mod vhost;
 pub(crate) mod workload;
 
 use std::path::Path;
@@ -75,17 +77,34 @@ const WARMING_UP: u8 = 0;
 const MEASURING: u8 = 1;
 const ENDING: u8 = 2;
 
+/// Whoever keeps requests under way, on a thread of its own: a connection, or a queue.
+trait Busy: Send {
+    /// Asks until as many requests are under way as there shall be.
+    fn ask(&mut self) -> Result<()>;
+    /// Waits for replies, and calls `ended` with the time each request took.
+    fn hear(&mut self, ended: &mut dyn FnMut(Duration)) -> Result<()>;
+    /// How many requests are under way.
+    fn under_way(&self) -> usize;
+    /// Goes, when none is.
+    fn leave(self) -> Result<()>;
+}
+
 /// Puts the load on the server and tells what was seen. The same seed asks the same places.
 pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing, seed: u64) -> Result<Sample> {
-    let phase = AtomicU8::new(WARMING_UP);
-    let counters: Vec<AtomicU64> = (0..target.connections).map(|_| AtomicU64::new(0)).collect();
-    let total = || counters.iter().map(|counter| counter.load(Ordering::Relaxed)).sum::<u64>();
     let mut clients = Vec::new();
     for index in 0..target.connections {
         let session = Session::open(target.socket, target.structured)?;
         let places = Places::new(workload, session.size, index, target.connections, seed);
         clients.push(Client::new(session, *workload, places));
     }
+    keep_all_busy(clients, target.pid, workload.len, timing)
+}
+
+/// Lets each of them run on its own thread, and looks at the clock. Every request moves `len` bytes.
+fn keep_all_busy<C: Busy>(clients: Vec<C>, pid: u32, len: usize, timing: Timing) -> Result<Sample> {
+    let phase = AtomicU8::new(WARMING_UP);
+    let counters: Vec<AtomicU64> = clients.iter().map(|_| AtomicU64::new(0)).collect();
+    let total = || counters.iter().map(|counter| counter.load(Ordering::Relaxed)).sum::<u64>();
     thread::scope(|scope| {
         let threads: Vec<_> = clients
             .into_iter()
@@ -93,10 +112,10 @@ pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing, seed:
             .map(|(client, counter)| scope.spawn(|| keep_busy(client, &phase, counter)))
             .collect();
         thread::sleep(timing.warm_up);
-        let (begun, usage, before) = (Instant::now(), Usage::now(target.pid), total());
+        let (begun, usage, before) = (Instant::now(), Usage::now(pid), total());
         phase.store(MEASURING, Ordering::Relaxed);
         thread::sleep(timing.window);
-        let (used, after, elapsed) = (Usage::now(target.pid), total(), begun.elapsed());
+        let (used, after, elapsed) = (Usage::now(pid), total(), begun.elapsed());
         phase.store(ENDING, Ordering::Relaxed);
         let mut latency = Latency::default();
         for thread in threads {
@@ -109,7 +128,7 @@ pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing, seed:
         let used = used? - usage?;
         Ok(Sample {
             operations,
-            bytes: operations * workload.len as u64,
+            bytes: operations * len as u64,
             seconds: elapsed.as_secs_f64(),
             server_cpu_seconds: used.server,
             client_cpu_seconds: used.client,
@@ -120,8 +139,8 @@ pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing, seed:
     })
 }
 
-/// One connection, until the end.
-fn keep_busy(mut client: Client, phase: &AtomicU8, counter: &AtomicU64) -> Result<Latency> {
+/// One of them, until the end.
+fn keep_busy(mut client: impl Busy, phase: &AtomicU8, counter: &AtomicU64) -> Result<Latency> {
     let mut latency = Latency::default();
     let mut seen = WARMING_UP;
     let mut count = 0;
@@ -135,14 +154,14 @@ fn keep_busy(mut client: Client, phase: &AtomicU8, counter: &AtomicU64) -> Resul
             seen = now;
         }
         client.ask()?;
-        client.hear(|time| {
+        client.hear(&mut |time| {
             latency.note(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
             count += 1;
         })?;
         counter.store(count, Ordering::Relaxed);
     }
     while client.under_way() > 0 {
-        client.hear(|_| {})?;
+        client.hear(&mut |_| {})?;
     }
     client.leave()?;
     Ok(latency)
@@ -160,10 +179,10 @@ pub(crate) fn verify(socket: &Path, structured: bool) -> Result<()> {
     let mut done = 0;
     while done < requests {
         client.ask()?;
-        client.hear(|_| done += 1)?;
+        client.hear(&mut |_| done += 1)?;
     }
     while client.under_way() > 0 {
-        client.hear(|_| {})?;
+        client.hear(&mut |_| {})?;
     }
     client.leave()
 }

@@ -75,7 +75,7 @@ pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
 }
 
 /// Half of the way from the smallest to the largest, in percent of the median.
-fn spread_percent(values: impl IntoIterator<Item = f64>) -> f64 {
+pub(crate) fn spread_percent(values: impl IntoIterator<Item = f64>) -> f64 {
     let values: Vec<f64> = values.into_iter().collect();
     let (low, high) = values
         .iter()
@@ -123,12 +123,13 @@ impl Series {
         Self { server, skipped: None, samples: Vec::new() }
     }
 
-    fn median_of(&self, figure: impl Fn(&Sample) -> f64) -> f64 {
+    /// The median of a figure over the rounds.
+    pub(crate) fn median_of(&self, figure: impl Fn(&Sample) -> f64) -> f64 {
         median(self.samples.iter().map(figure))
     }
 
     /// For each round the figure divided by the other's of the same round.
-    fn ratios_to(&self, other: &Self, figure: impl Fn(&Sample) -> f64) -> Vec<f64> {
+    pub(crate) fn ratios_to(&self, other: &Self, figure: impl Fn(&Sample) -> f64) -> Vec<f64> {
         self.samples.iter().zip(&other.samples).map(|(mine, theirs)| figure(mine) / figure(theirs)).collect()
     }
 }

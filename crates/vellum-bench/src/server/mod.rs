@@ -87,15 +87,20 @@ impl Running {
     }
 
     /// The same with a command that was changed, for example to be watched.
-    pub(crate) fn start_command(mut command: Command, serving: &Serving<'_>) -> Result<Self> {
-        let log = serving.socket.with_extension("log");
+    pub(crate) fn start_command(command: Command, serving: &Serving<'_>) -> Result<Self> {
         drop(fs::remove_file(serving.socket));
+        Self::start_until(command, serving.socket, || UnixStream::connect(serving.socket).is_ok())
+    }
+
+    /// The same with any command, and another sign that it serves.
+    pub(crate) fn start_until(mut command: Command, at: &Path, serves: impl Fn() -> bool) -> Result<Self> {
+        let log = at.with_extension("log");
         let error = File::create(&log).context(|| format!("can't make {}", log.display()))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(error);
         let child = command.spawn().context(|| format!("can't start {command:?}"))?;
-        let mut running = Self { child, socket: serving.socket.to_owned() };
+        let mut running = Self { child, socket: at.to_owned() };
         let begun = Instant::now();
-        while UnixStream::connect(serving.socket).is_err() {
+        while !serves() {
             let ended = running.child.try_wait().context(|| "can't ask for the server")?;
             if ended.is_some() || begun.elapsed() > PATIENCE {
                 let said = fs::read_to_string(&log).unwrap_or_default();

@@ -1,37 +1,37 @@
-//! Ways to a disk besides NBD, and the programs that offer them: how each is started, found ready, and stopped.
+//! Ways to a disk, and the programs that offer them: how each is started, found ready, and stopped.
 //!
-//! One more way is one more [`Way`]: its arguments for both programs, and when it is ready.
+//! One more way is one more [`Way`]: its arguments for each program, and when it is ready.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
 
-use rustix::process::{Pid, Signal, kill_process};
-use vellum_core::{Context, Error, Result};
+use vellum_core::{Context, Result};
 
-use crate::server::{Cache, Server, Vellum, first_line_of};
-
-/// How long a program may take to begin or to end.
-const PATIENCE: Duration = Duration::from_secs(20);
+use crate::server::{self, Cache, Nbdkit, QemuNbd, Running, Server, Vellum, first_line_of};
 
 /// How a disk is reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
+    /// Through the memory of a virtual machine.
+    Vhost,
     /// As a file, by FUSE.
     Fuse,
+    /// Over NBD, through a Unix socket.
+    Nbd,
 }
 
 impl Way {
     /// All of them.
-    pub(super) const ALL: [Self; 1] = [Self::Fuse];
+    pub(super) const ALL: [Self; 3] = [Self::Vhost, Self::Fuse, Self::Nbd];
 
     /// A short name, for choosing it.
     pub(super) fn id(self) -> &'static str {
         match self {
+            Self::Vhost => "vhost",
             Self::Fuse => "fuse",
+            Self::Nbd => "nbd",
         }
     }
 }
@@ -41,129 +41,151 @@ impl Way {
 pub(super) struct Serving<'a> {
     pub(super) way: Way,
     pub(super) image: &'a Path,
-    /// `raw` or `qcow2`.
+    /// `raw`, `qcow2` or `vellum`.
     pub(super) format: &'a str,
     pub(super) cache: Cache,
-    /// Where the disk is to be found: for FUSE, the file.
+    /// Where the disk is to be found: a file for FUSE, else a socket.
     pub(super) at: &'a Path,
     /// The size of the disk.
     pub(super) size: u64,
+    /// Queues, or connections.
+    pub(super) queues: u16,
 }
 
 /// Who serves.
+#[derive(Debug, Clone)]
 pub(super) enum Program {
     Vellum(Vellum),
     /// `qemu-storage-daemon`, with io_uring, the fastest way it has to the file.
-    Qemu,
+    StorageDaemon,
+    QemuNbd,
+    Nbdkit,
+    /// Nobody: fio on the image's own file, which is raw.
+    Nobody,
 }
 
 impl Program {
     pub(super) fn name(&self) -> String {
         match self {
             Self::Vellum(vellum) => vellum.name(),
-            Self::Qemu => "qsd".to_owned(),
+            Self::StorageDaemon => "qsd".to_owned(),
+            Self::QemuNbd => QemuNbd::FAST.name(),
+            Self::Nbdkit => Nbdkit.name(),
+            Self::Nobody => "fio alone".to_owned(),
         }
     }
 
     pub(super) fn version(&self) -> Result<String> {
         match self {
             Self::Vellum(vellum) => vellum.version(),
-            Self::Qemu => first_line_of(Command::new("qemu-storage-daemon").arg("--version")),
+            Self::StorageDaemon => first_line_of(Command::new("qemu-storage-daemon").arg("--version")),
+            Self::QemuNbd => QemuNbd::FAST.version(),
+            Self::Nbdkit => Nbdkit.version(),
+            Self::Nobody => first_line_of(Command::new("fio").arg("--version")),
         }
     }
 
-    fn command(&self, serving: &Serving<'_>) -> Command {
-        let Serving { way: Way::Fuse, image, format, cache, at, .. } = *serving;
-        let is_direct = cache == Cache::Direct;
+    /// The command that serves in the foreground.
+    fn command(&self, serving: &Serving<'_>) -> Result<Command> {
+        let nbd = server::Serving {
+            image: serving.image,
+            format: serving.format,
+            cache: serving.cache,
+            connections: usize::from(serving.queues),
+            socket: serving.at,
+        };
         match self {
-            Self::Vellum(vellum) => {
-                let mut command = Command::new(&vellum.path);
-                command.args(["serve", "--quiet", "--format", format]).args(is_direct.then_some("--direct"));
-                command.args(&vellum.arguments).arg("--fuse").arg(at).arg(image);
-                command
-            }
-            Self::Qemu => {
-                let direct = if is_direct { "on" } else { "off" };
-                let mut command = Command::new("qemu-storage-daemon");
-                command.arg("--blockdev").arg(format!(
-                    "driver=file,node-name=file,filename={},cache.direct={direct},aio=io_uring,discard=unmap",
-                    image.display()
-                ));
-                command
-                    .arg("--blockdev")
-                    .arg(format!("driver={format},node-name=disk,file=file,discard=unmap"));
-                command
-                    .arg("--export")
-                    .arg(format!("fuse,id=disk,node-name=disk,mountpoint={},writable=on", at.display()));
-                command
-            }
+            Self::Vellum(vellum) if serving.way == Way::Nbd => vellum.command(&nbd),
+            Self::Vellum(vellum) => Ok(of_vellum(vellum, serving)),
+            Self::StorageDaemon => Ok(of_storage_daemon(serving)),
+            Self::QemuNbd => QemuNbd::FAST.command(&nbd),
+            Self::Nbdkit => Nbdkit.command(&nbd),
+            Self::Nobody => unreachable!("nobody is started"),
         }
     }
 }
 
-/// A disk that is served. It is ended, and what is left mounted taken away, when dropped.
+fn of_vellum(vellum: &Vellum, serving: &Serving<'_>) -> Command {
+    let mut command = Command::new(&vellum.path);
+    command.args(["serve", "--quiet", "--format", serving.format]);
+    command.args((serving.cache == Cache::Direct).then_some("--direct")).args(&vellum.arguments);
+    if serving.way == Way::Fuse {
+        command.arg("--fuse").arg(serving.at);
+    } else {
+        command.arg("--queues").arg(serving.queues.to_string()).arg("--vhost-user-blk").arg(serving.at);
+    }
+    command.arg(serving.image);
+    command
+}
+
+fn of_storage_daemon(serving: &Serving<'_>) -> Command {
+    let Serving { way, image, format, cache, at, queues, .. } = *serving;
+    let (image, at) = (image.display(), at.display());
+    let direct = if cache == Cache::Direct { "on" } else { "off" };
+    let export = match way {
+        Way::Fuse => format!("fuse,id=disk,node-name=disk,mountpoint={at},writable=on"),
+        _ => format!(
+            "vhost-user-blk,id=disk,node-name=disk,addr.type=unix,addr.path={at},writable=on,num-queues={queues}"
+        ),
+    };
+    let mut command = Command::new("qemu-storage-daemon");
+    command.arg("--blockdev").arg(format!(
+        "driver=file,node-name=file,filename={image},cache.direct={direct},aio=io_uring,discard=unmap"
+    ));
+    command.arg("--blockdev").arg(format!("driver={format},node-name=disk,file=file,discard=unmap"));
+    command.arg("--export").arg(export);
+    command
+}
+
+/// A disk that is served. What is left mounted is taken away when it is dropped.
 pub(super) struct Served {
-    child: Child,
-    at: PathBuf,
+    /// `None` once it was told to end.
+    running: Option<Running>,
+    mounted: Option<PathBuf>,
 }
 
 impl Served {
     /// Starts the program and waits until the disk is there.
     pub(super) fn start(program: &Program, serving: &Serving<'_>) -> Result<Self> {
-        let log = serving.at.with_extension("log");
-        let error = File::create(&log).context(|| format!("can't make {}", log.display()))?;
-        // Both take an empty file that is there.
-        File::create(serving.at).context(|| format!("can't make {}", serving.at.display()))?;
-        let mut command = program.command(serving);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(error);
-        let child = command.spawn().context(|| format!("can't start {command:?}"))?;
-        let mut served = Self { child, at: serving.at.to_owned() };
-        let begun = Instant::now();
-        while fs::metadata(serving.at).map_or(0, |facts| facts.size()) != serving.size {
-            let ended = served.child.try_wait().context(|| "can't ask for the server")?;
-            if ended.is_some() || begun.elapsed() > PATIENCE {
-                let said = fs::read_to_string(&log).unwrap_or_default();
-                return Err(Error::invalid(format!("{command:?} does not serve: {}", said.trim())));
-            }
-            thread::sleep(Duration::from_millis(10));
+        let at = serving.at;
+        drop(fs::remove_file(at));
+        let command = program.command(serving)?;
+        if serving.way == Way::Fuse {
+            // Both take an empty file that is there.
+            File::create(at).context(|| format!("can't make {}", at.display()))?;
         }
+        let mounted = (serving.way == Way::Fuse).then(|| at.to_owned());
+        let mut served = Self { running: None, mounted };
+        served.running = Some(match serving.way {
+            Way::Fuse => {
+                let is_there = || fs::metadata(at).map_or(0, |facts| facts.size()) == serving.size;
+                Running::start_until(command, at, is_there)?
+            }
+            // Who only looks whether it is there would be taken for the one front end.
+            Way::Vhost => Running::start_until(command, at, || at.exists())?,
+            Way::Nbd => {
+                Running::start_until(command, at, || std::os::unix::net::UnixStream::connect(at).is_ok())?
+            }
+        });
         Ok(served)
     }
 
     pub(super) fn pid(&self) -> u32 {
-        self.child.id()
+        self.running.as_ref().expect("it was not told to end").pid()
     }
 
     /// Tells it to end, and fails unless it ends in good order: its image is closed then.
     pub(super) fn stop(mut self) -> Result<()> {
-        self.end();
-        let status = self.child.wait().context(|| "can't ask for the server")?;
-        if !status.success() {
-            return Err(Error::invalid(format!("the server did not end in good order: {status}")));
-        }
-        Ok(())
-    }
-
-    fn end(&mut self) {
-        if matches!(self.child.try_wait(), Ok(Some(_))) {
-            return;
-        }
-        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
-        let begun = Instant::now();
-        while matches!(self.child.try_wait(), Ok(None)) {
-            if begun.elapsed() > PATIENCE {
-                drop(self.child.kill());
-                drop(self.child.wait());
-            }
-            thread::sleep(Duration::from_millis(5));
-        }
+        self.running.take().expect("it was not told to end").stop()
     }
 }
 
 impl Drop for Served {
     fn drop(&mut self) {
-        self.end();
-        // Nothing is mounted any more when it ended in good order; then this fails, and nobody minds.
-        drop(Command::new("umount").arg("-l").arg(&self.at).stderr(Stdio::null()).status());
+        drop(self.running.take());
+        if let Some(at) = &self.mounted {
+            // Nothing is mounted any more when it ended in good order; then this fails, and nobody minds.
+            drop(Command::new("umount").arg("-l").arg(at).stderr(Stdio::null()).status());
+        }
     }
 }

@@ -31,8 +31,8 @@ pub struct ImageOptions {
     pub allow_dirs: Vec<PathBuf>,
     /// Whether space is prepared ahead of need while it is served.
     pub prealloc: Prealloc,
-    /// No zones of a native image are emptied in quiet times.
-    pub no_compaction: bool,
+    /// Zones of a native image are emptied in quiet times.
+    pub compaction: bool,
 }
 
 impl ImageOptions {
@@ -64,7 +64,7 @@ pub async fn open_image(path: &Path, options: &ImageOptions) -> Result<Chain> {
         gate: Host::gate(&options.allow_dirs)?,
         offload: Arc::new(Pool),
         prealloc: options.prealloc,
-        no_compaction: options.no_compaction,
+        compaction: options.compaction,
         ..ChainOptions::default()
     };
     Chain::open(&options.host()?, path, &chain).await

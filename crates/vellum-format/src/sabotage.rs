@@ -100,8 +100,6 @@ pub enum Bug {
     SettledEarly,
     /// Zeros ahead of need are written to units that may be given out meanwhile.
     ZerosOnGiven,
-    /// A zone is emptied under those who write to its units.
-    MovedUnderWriters,
     /// A block that holds its unit's entry is overwritten where it lies.
     PlainInPlace,
     /// Recovery believes the newest record without looking at the packed blocks that it names.

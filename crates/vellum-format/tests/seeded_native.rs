@@ -203,9 +203,6 @@ found! {
     zoned_in_quiet_times {
         settled_early: SettledEarly,
     }
-    zoned_compacted {
-        moved_under_writers: MovedUnderWriters,
-    }
     zoned_in_small_zones {
         newest_believed: NewestBelieved,
     }

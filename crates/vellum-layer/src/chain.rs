@@ -72,8 +72,8 @@ pub struct ChainOptions {
     pub offload: Arc<dyn Offload>,
     /// Whether the top image prepares space ahead of need.
     pub prealloc: Prealloc,
-    /// No zones of a native image are emptied in quiet times.
-    pub no_compaction: bool,
+    /// Zones of a native image are emptied in quiet times.
+    pub compaction: bool,
 }
 
 impl Default for ChainOptions {
@@ -87,7 +87,7 @@ impl Default for ChainOptions {
             mapping_bytes_max: MAPPING_BYTES_DEFAULT,
             offload: Arc::new(Inline),
             prealloc: Prealloc::default(),
-            no_compaction: false,
+            compaction: false,
         }
     }
 }
@@ -121,7 +121,7 @@ pub struct Chain {
     /// What the images below cost the host.
     pub below_tally: HostTally,
     prealloc: Prealloc,
-    no_compaction: bool,
+    compaction: bool,
 }
 
 /// An image that was found on the way down and has no disk yet.
@@ -171,7 +171,7 @@ impl Chain {
                         snapshot: options.snapshot.clone().filter(|_| is_top),
                         tally: tally.clone(),
                         prealloc: options.prealloc,
-                        no_compaction: options.no_compaction,
+                        compaction: options.compaction,
                         ..native::OpenOptions::default()
                     };
                     let opened = Native::open(image.storage.clone(), below, open).await;
@@ -204,7 +204,7 @@ impl Chain {
             top_tally,
             below_tally,
             prealloc: options.prealloc,
-            no_compaction: options.no_compaction,
+            compaction: options.compaction,
         })
     }
 
@@ -231,7 +231,7 @@ impl Chain {
         let open = native::OpenOptions {
             tally: self.top_tally.clone(),
             prealloc: self.prealloc,
-            no_compaction: self.no_compaction,
+            compaction: self.compaction,
             ..native::OpenOptions::default()
         };
         let opened = Native::open(top.storage.clone(), below, open).await;

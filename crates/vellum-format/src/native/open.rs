@@ -41,8 +41,8 @@ pub struct OpenOptions {
     pub journal_key: Option<u128>,
     /// Whether zones of a file are written with zeros ahead of need, when somebody tends the disk.
     pub prealloc: Prealloc,
-    /// Zones of which little is used are not emptied in quiet times, when somebody tends the disk.
-    pub no_compaction: bool,
+    /// Zones of which little is used are emptied in quiet times, when somebody tends the disk.
+    pub compaction: bool,
 }
 
 impl Native {
@@ -143,7 +143,7 @@ impl Native {
             places,
             superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
             homeward: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
-            compaction: (embeds && !options.no_compaction).then(Default::default),
+            compaction: (embeds && options.compaction).then(Default::default),
             zones_ahead: embeds.then(|| async_lock::Mutex::new(Ahead::new(options.prealloc, &*image))),
             written_bytes: AtomicU64::new(0),
             ahead: Tallied::shared(image, options.tally.prealloc.clone()),

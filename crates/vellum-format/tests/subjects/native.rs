@@ -35,6 +35,8 @@ pub(crate) struct NativeSubject {
     has_quiet_times: bool,
     /// How far ahead zones are written with zeros.
     prealloc: Prealloc,
+    /// Zones of which little is used are emptied.
+    compaction: bool,
 }
 
 impl NativeSubject {
@@ -51,6 +53,7 @@ impl NativeSubject {
             is_tended: false,
             has_quiet_times: false,
             prealloc: Prealloc::Off,
+            compaction: false,
         }
     }
 
@@ -177,7 +180,8 @@ impl NativeSubject {
     pub(crate) fn zoned_compacted() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned, compacted", 512 << 10, 64 << 10, 128 << 10);
         let device = Some((1 << 20) + (10 << 16));
-        Self { is_by_units: true, has_quiet_times: true, device, ..Self::new(setup, 256 << 10) }
+        let compaction = true;
+        Self { is_by_units: true, has_quiet_times: true, device, compaction, ..Self::new(setup, 256 << 10) }
     }
 
     pub(crate) fn zoned_with_snapshots() -> Self {
@@ -228,8 +232,12 @@ impl Subject for NativeSubject {
 
     fn open(&self, image: SharedStorage) -> LocalFuture<'_, Result<SharedDisk>> {
         Box::pin(async move {
-            let options =
-                OpenOptions { journal_key: Some(1), prealloc: self.prealloc, ..OpenOptions::default() };
+            let options = OpenOptions {
+                journal_key: Some(1),
+                prealloc: self.prealloc,
+                compaction: self.compaction,
+                ..OpenOptions::default()
+            };
             let disk = Native::open(self.on_its_medium(image), self.below.clone(), options).await?;
             let disk = if self.has_snapshots { Snapped::shared(disk) } else { disk };
             Ok(match (self.is_tended, self.has_quiet_times) {

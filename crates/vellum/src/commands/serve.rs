@@ -66,9 +66,9 @@ pub(crate) struct Args {
     /// to 1G, adaptive (about a second's worth) or off. When not given, as the image says, else adaptive on ext4 and XFS
     #[arg(long, value_name = "HOW", value_parser = parse_prealloc)]
     prealloc: Option<Prealloc>,
-    /// Do not move data in quiet times so that a device of the native format (zoned) has whole zones again
+    /// Move data in quiet times so that a device of the native format (zoned) that is in fragments has whole zones again
     #[arg(long)]
-    no_compaction: bool,
+    compact: bool,
     /// Run this command when the device of an image with layout=table becomes full: words, no shell; {device}, {size} (the
     /// bytes it should have) and {more} (how many more that is) stand for themselves, as in "lvextend -L {size}b {device}"
     #[arg(long, value_name = "CMD")]
@@ -145,7 +145,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         snapshot: args.snapshot.clone(),
         without_backing: false,
         prealloc: args.prealloc.unwrap_or_default(),
-        no_compaction: args.no_compaction,
+        compaction: args.compact,
         allow_dirs: args.allow_dir.clone(),
     };
     let default = args.image.clone().map(|path| (String::new(), path));

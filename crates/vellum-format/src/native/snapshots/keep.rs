@@ -143,7 +143,7 @@ impl Native {
 
     /// Whether a snapshot sees a unit that the run touches.
     pub(in crate::native) fn holds_any(&self, span: GuestSpan) -> Result<bool, Missing> {
-        if !self.holds_units() || (sabotage::is(Bug::MovedUnderWriters) && self.empties_any()) {
+        if !self.holds_units() {
             return Ok(false);
         }
         for number in self.units_of(span) {
@@ -165,9 +165,6 @@ impl Native {
     /// Gives the disk units of its own where it writes. Must not be called from inside an epoch.
     pub(in crate::native) async fn unshare(&self, span: GuestSpan) -> Result<()> {
         let Some(views) = self.views.as_ref().filter(|_| self.holds_units()) else { return Ok(()) };
-        if sabotage::is(Bug::MovedUnderWriters) && self.empties_any() {
-            return Ok(());
-        }
         for number in self.units_of(span) {
             let mut rounds = 0;
             loop {

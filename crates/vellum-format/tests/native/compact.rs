@@ -150,7 +150,7 @@ fn wrong_after(seed: u64) -> Option<usize> {
     let world = World::new(seed);
     world.run(async {
         let delay = Delay::between(Duration::from_micros(1)..=Duration::from_millis(2));
-        let mut bench = Bench::open(&world, delay, seed % 2 == 0, true).await;
+        let mut bench = Bench::open(&world, delay, seed.is_multiple_of(2), true).await;
         bench.make_fragments().await;
         let mut random = Random::from_seed(seed);
         let disk = bench.disk.clone();

@@ -1,4 +1,4 @@
-//! How far ahead of need the end of an image is written with zeros. Pure: what is done with it is `qcow2/prepare.rs`.
+//! How far ahead of need an image is written with zeros. Pure: what is done with it is `qcow2/prepare.rs` and `native/ahead.rs`.
 //!
 //! ```text
 //!   rate of allocation, bytes/s   0          1 MiB/s              64 MiB/s
@@ -8,8 +8,14 @@
 //! A file system such as ext4 writes its own journal when a flush finds blocks that the file did not have, or had and that
 //! were never written. Where zeros were written before, a flush writes the data alone. So the zeros are written ahead,
 //! when nobody waits, as far ahead as a second of allocating goes.
+//!
+//! 1. Where the distance is found by itself, no more zeros are written than a few times what the guest writes ([`Budget`]). Who
+//!    asks for a distance gets it.
+//! 2. After a failure nothing is prepared any more ([`Need::give_up`]).
 
 use std::time::Duration;
+
+use vellum_core::Limits;
 
 /// Whether space is prepared, and how far ahead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -38,7 +44,7 @@ impl Prealloc {
     pub const BYTES_MAX: u64 = 1 << 30;
 
     /// What is done on a storage of which that is known.
-    pub(crate) fn settled(self, prefers_written: bool) -> Self {
+    fn settled(self, prefers_written: bool) -> Self {
         match self {
             Self::Auto if prefers_written => Self::Adaptive,
             Self::Auto => Self::Off,
@@ -67,6 +73,55 @@ impl Prealloc {
             _ if (Self::BYTES_MIN..=Self::BYTES_MAX).contains(&bytes) => Self::Fixed(bytes),
             _ => Self::Auto,
         }
+    }
+}
+
+/// What is known of the need of one image, from its opening on.
+#[derive(Debug)]
+pub(crate) struct Need {
+    how: Prealloc,
+    pace: Pace,
+    budget: Budget,
+    has_given_up: bool,
+}
+
+impl Need {
+    /// Nothing is prepared where nothing grows, or what grows is not zero.
+    pub(crate) fn new(how: Prealloc, limits: &Limits) -> Self {
+        let can = !limits.fixed_len && limits.grows_zeroed;
+        let how = if can { how.settled(limits.prefers_written) } else { Prealloc::Off };
+        Self { how, pace: Pace::default(), budget: Budget::new(), has_given_up: false }
+    }
+
+    /// Whether anything may be prepared at all.
+    pub(crate) fn is_on(&self) -> bool {
+        self.how != Prealloc::Off && !self.has_given_up
+    }
+
+    /// The end is there now, and the guest has written so many bytes since the opening.
+    pub(crate) fn note(&mut self, now: Duration, end: u64, written: u64) {
+        self.pace.note(now, end);
+        self.budget.note(written);
+    }
+
+    /// What is to be written at once while so many bytes lie ready, if anything, in bytes.
+    pub(crate) fn piece(&self, ready: u64) -> Option<u64> {
+        let distance = if self.is_on() { self.pace.distance(self.how) } else { 0 };
+        next_piece(distance, ready).filter(|bytes| self.is_asked_for() || self.budget.has(*bytes))
+    }
+
+    /// So many bytes of zeros were written.
+    pub(crate) fn spend(&mut self, bytes: u64) {
+        self.budget.spend(bytes);
+    }
+
+    /// No more in this opening.
+    pub(crate) fn give_up(&mut self) {
+        self.has_given_up = true;
+    }
+
+    fn is_asked_for(&self) -> bool {
+        matches!(self.how, Prealloc::Fixed(_))
     }
 }
 
@@ -115,7 +170,7 @@ impl Pace {
 /// How many bytes of zeros may be written: scattered small writes take a cluster each, and the zeros for all of these would be many
 /// times what the guest writes.
 #[derive(Debug)]
-pub(crate) struct Budget {
+struct Budget {
     allowed: u64,
     /// How many bytes the guest had written when it was reckoned.
     written: u64,
@@ -130,31 +185,31 @@ impl Budget {
     const SAVED_MAX: u64 = 64 << 20;
 
     /// That of an image which was just opened.
-    pub(crate) const fn new() -> Self {
+    const fn new() -> Self {
         Self { allowed: Self::SAVED_MIN, written: 0 }
     }
 
     /// The guest has written so many bytes since the opening.
-    pub(crate) fn note(&mut self, written: u64) {
+    fn note(&mut self, written: u64) {
         let more = written.saturating_sub(self.written).saturating_mul(Self::ZEROS_MAX);
         self.allowed = self.allowed.saturating_add(more).min(Self::SAVED_MAX);
         self.written = written;
     }
 
     /// Whether so many bytes of zeros may be written now.
-    pub(crate) fn has(&self, bytes: u64) -> bool {
+    fn has(&self, bytes: u64) -> bool {
         bytes <= self.allowed
     }
 
     /// So many were.
-    pub(crate) fn spend(&mut self, bytes: u64) {
+    fn spend(&mut self, bytes: u64) {
         self.allowed = self.allowed.saturating_sub(bytes);
     }
 }
 
 /// What is written at once when so many bytes are to lie ready and so many do, if anything. More is begun only when a
 /// quarter of the distance is used up: a flush that comes by then has few large pieces to carry, not many small ones.
-pub(crate) fn next_piece(distance: u64, ready: u64) -> Option<u64> {
+fn next_piece(distance: u64, ready: u64) -> Option<u64> {
     const PIECE_MAX: u64 = 1 << 20;
     let missing = distance.saturating_sub(ready);
     let piece = (distance / 4).clamp(1, PIECE_MAX);
@@ -243,6 +298,32 @@ mod tests {
         assert!(!budget.has(4 * 4096 + 1), "nothing was written since");
         budget.note(1 << 40);
         assert!(budget.has(64 * MIB) && !budget.has(64 * MIB + 1), "not all is kept");
+    }
+
+    #[test]
+    fn a_distance_that_is_asked_for_is_not_bounded_by_what_the_guest_writes() {
+        let limits =
+            Limits { fixed_len: false, grows_zeroed: true, prefers_written: true, ..Limits::plain() };
+        for (how, pieces) in
+            [(Prealloc::Fixed(8 * MIB), 8), (Prealloc::Adaptive, 1), (Prealloc::Auto, 1), (Prealloc::Off, 0)]
+        {
+            let mut need = Need::new(how, &limits);
+            need.note(at(0), 0, 0);
+            // Scattered: far more is allocated than written.
+            need.note(at(1000), 8 * MIB, 0);
+            let mut ready = 0;
+            while let Some(bytes) = need.piece(ready) {
+                need.spend(bytes);
+                ready += bytes;
+            }
+            assert_eq!(ready, pieces * MIB, "{how:?}");
+            need.give_up();
+            assert_eq!(need.piece(0), None, "{how:?}");
+        }
+        for cannot in [Limits { fixed_len: true, ..limits.clone() }, Limits { grows_zeroed: false, ..limits }]
+        {
+            assert!(!Need::new(Prealloc::Fixed(MIB), &cannot).is_on());
+        }
     }
 
     #[test]

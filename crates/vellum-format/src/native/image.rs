@@ -27,7 +27,6 @@ use vellum_core::{
     SharedStorage,
 };
 
-use super::ahead::Ahead;
 use super::compact::Compaction;
 use super::geometry::{Places, Region, SUB_BLOCK};
 use super::home::{Home, Missing};
@@ -38,6 +37,7 @@ use super::zones::Zones;
 use crate::claims::Claims;
 use crate::epochs::Epochs;
 use crate::journal::Journal;
+use crate::prealloc::Need;
 use crate::sabotage::{self, Bug};
 use crate::state::{State, lock};
 use crate::turns::Turns;
@@ -79,7 +79,7 @@ pub struct Native {
     /// In `zoned`, when it is open for writing and units hold their entries.
     pub(super) zones: Option<Zones>,
     /// Likewise.
-    pub(super) zones_ahead: Option<async_lock::Mutex<Ahead>>,
+    pub(super) zones_ahead: Option<async_lock::Mutex<Need>>,
     /// Likewise.
     pub(super) compaction: Option<Compaction>,
     /// How much the guest has written, in bytes, where that is asked for.

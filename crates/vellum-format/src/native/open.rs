@@ -11,7 +11,6 @@ use vellum_core::{
     LocalFuture, Result, Room, SharedDisk, SharedStorage, Tallied, WriteFlags, ZeroFlags,
 };
 
-use super::ahead::Ahead;
 use super::geometry::{Places, Region};
 use super::home::Home;
 use super::image::{LINEAR_CELL, Native};
@@ -22,7 +21,7 @@ use super::superblock::Superblocks;
 use super::units::Units;
 use super::zones::Zones;
 use crate::journal::{Journal, Overlaid};
-use crate::prealloc::Prealloc;
+use crate::prealloc::{Need, Prealloc};
 use crate::state::State;
 
 /// How an image is opened.
@@ -144,7 +143,7 @@ impl Native {
             superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
             homeward: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
             compaction: (embeds && options.compaction).then(Default::default),
-            zones_ahead: embeds.then(|| async_lock::Mutex::new(Ahead::new(options.prealloc, &*image))),
+            zones_ahead: embeds.then(|| async_lock::Mutex::new(Need::new(options.prealloc, image.limits()))),
             written_bytes: AtomicU64::new(0),
             ahead: Tallied::shared(image, options.tally.prealloc.clone()),
             metadata,

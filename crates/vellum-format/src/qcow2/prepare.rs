@@ -14,59 +14,49 @@
 //!    one that comes along covers the zeros.
 //! 3. One piece is under way at a time. Closing waits for it, then cuts the file to the end of what is in use.
 //! 4. The image is marked as open before, so whatever a crash leaves of it is looked at, and cut off, by who recovers it.
-//! 5. No more zeros are written than a few times what the guest writes (`Budget`).
-//! 6. A failure ends it for this opening. The guest does not hear of it: its own writes need no more than they always did.
+//! 5. A failure ends it for this opening. The guest does not hear of it: its own writes need no more than they always did.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_lock::{Mutex, MutexGuard};
-use vellum_core::{
-    Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, SharedStorage, Storage,
-};
+use vellum_core::{Buffer, Context, ImageOffset, ImageSpan, Result, SharedStorage, Storage};
 
 use super::header::Header;
 use super::image::Qcow2;
 use super::layout::{OFFSET_MASK, be64};
 use super::refcount;
-use crate::prealloc::{Budget, Pace, Prealloc, next_piece};
+use crate::prealloc::{Need, Prealloc};
 use crate::sabotage::{self, Bug};
+use crate::state::UnderWay;
 
 /// What is prepared, and how.
 pub(crate) struct Prepare {
-    how: Prealloc,
+    is_on: bool,
     /// The image file, as the way for zeros.
     storage: SharedStorage,
-    work: Mutex<Work>,
+    /// Held by who prepares, and by who closes.
+    need: Mutex<Need>,
     /// How much the guest has written, in bytes.
     written: AtomicU64,
 }
 
-/// Held by who prepares, and by who closes.
-pub(crate) struct Work {
-    pace: Pace,
-    budget: Budget,
-    has_given_up: bool,
-}
-
 impl Prepare {
     pub(crate) fn new(how: Prealloc, storage: SharedStorage) -> Self {
-        let can = !storage.limits().fixed_len && storage.limits().grows_zeroed;
-        let how = if can { how.settled(storage.limits().prefers_written) } else { Prealloc::Off };
-        let work = Work { pace: Pace::default(), budget: Budget::new(), has_given_up: false };
-        Self { how, storage, work: Mutex::new(work), written: AtomicU64::new(0) }
+        let need = Need::new(how, storage.limits());
+        Self { is_on: need.is_on(), storage, need: Mutex::new(need), written: AtomicU64::new(0) }
     }
 
     /// The guest writes so many bytes.
     pub(crate) fn note_written(&self, bytes: u64) {
-        if self.how != Prealloc::Off {
+        if self.is_on {
             self.written.fetch_add(bytes, Ordering::Relaxed);
         }
     }
 
     /// Waits for what is under way; nothing is begun while the guard lives.
-    pub(crate) async fn rest(&self) -> MutexGuard<'_, Work> {
-        self.work.lock().await
+    pub(crate) async fn rest(&self) -> MutexGuard<'_, Need> {
+        self.need.lock().await
     }
 }
 
@@ -74,28 +64,24 @@ impl Qcow2 {
     /// Prepares a piece, if it is time for one. Tells whether it is time for another.
     pub(crate) async fn prepare_some(&self, now: Duration) -> bool {
         // Before the first change nothing is known of the need, and a crash would not be noticed.
-        if self.prepare.how == Prealloc::Off || !self.is_changed() {
+        if !self.prepare.is_on || !self.is_changed() {
             return false;
         }
-        let Some(mut work) = self.prepare.work.try_lock() else { return false };
-        if work.has_given_up || self.state.check_open().is_err() || self.state.check_stopped().is_err() {
+        let Some(mut need) = self.prepare.need.try_lock() else { return false };
+        if self.state.check_open().is_err() || self.state.check_stopped().is_err() {
             return false;
         }
         let (end, ready) = self.refcounts().ahead();
-        work.pace.note(now, end);
-        let distance = work.pace.distance(self.prepare.how);
-        work.budget.note(self.prepare.written.load(Ordering::Relaxed));
-        let Some(bytes) = next_piece(distance, ready).filter(|bytes| work.budget.has(*bytes)) else {
-            return false;
-        };
+        need.note(now, end, self.prepare.written.load(Ordering::Relaxed));
+        let Some(bytes) = need.piece(ready) else { return false };
         match self.prepare_piece(bytes).await {
             Ok(true) => {
-                work.budget.spend(bytes);
-                next_piece(distance, self.refcounts().ahead().1).is_some_and(|bytes| work.budget.has(bytes))
+                need.spend(bytes);
+                need.piece(self.refcounts().ahead().1).is_some()
             }
             Ok(false) => false,
             Err(_) => {
-                work.has_given_up = true;
+                need.give_up();
                 false
             }
         }
@@ -107,29 +93,14 @@ impl Qcow2 {
         let Some(piece) = self.with_refcounts(|refcounts| refcounts.prepare(want)).await? else {
             return Ok(false);
         };
-        let mut under_way = UnderWay { image: self, has_ended: false };
+        let under_way = UnderWay::begin(&self.state);
         let start = ImageOffset::new(piece.start << self.cluster.shift());
         let len =
             usize::try_from((piece.end - piece.start) << self.cluster.shift()).expect("a piece is small");
         let written = self.prepare.storage.write(start, Buffer::zeroed(len)).await;
-        under_way.has_ended = true;
+        under_way.end();
         self.refcounts().prepare_ended(written.is_ok());
         written.map(|()| true)
-    }
-}
-
-/// Zeros that are on their way. Were the future dropped, they could land at any later time.
-struct UnderWay<'a> {
-    image: &'a Qcow2,
-    has_ended: bool,
-}
-
-impl Drop for UnderWay<'_> {
-    fn drop(&mut self) {
-        if !self.has_ended {
-            let why = "space was being prepared, and that was abandoned half way: reopen the image";
-            self.image.state.stop(Error::new(ErrorKind::Poisoned, why));
-        }
     }
 }
 

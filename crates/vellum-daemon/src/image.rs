@@ -6,7 +6,7 @@ use std::sync::Arc;
 use vellum_core::{BlockSize, Context, Error, ErrorKind, Result, SharedStorage, Storage};
 use vellum_format::qcow2::{self, CreateOptions, Preallocation};
 use vellum_format::{FormatKind, Prealloc, native, probe};
-use vellum_io::{File, OpenOptions};
+use vellum_io::{File, OpenOptions, clock};
 use vellum_layer::{Chain, ChainOptions, Gate, Opener, Purpose};
 
 use crate::host::{Host, HostOptions, Pool};
@@ -65,6 +65,7 @@ pub async fn open_image(path: &Path, options: &ImageOptions) -> Result<Chain> {
         offload: Arc::new(Pool),
         prealloc: options.prealloc,
         compaction: options.compaction,
+        clock: Some(clock()),
         ..ChainOptions::default()
     };
     Chain::open(&options.host()?, path, &chain).await

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vellum_core::{
-    Context, Disk, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
+    Clock, Context, Disk, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
     SharedStorage,
 };
 use vellum_format::native::{self, Native, Superblock, Superblocks};
@@ -74,6 +74,8 @@ pub struct ChainOptions {
     pub prealloc: Prealloc,
     /// Zones of a native image are emptied in quiet times.
     pub compaction: bool,
+    /// With it those who flush an image wait for one another a little, where that lets them share.
+    pub clock: Option<Arc<dyn Clock>>,
 }
 
 impl Default for ChainOptions {
@@ -88,6 +90,7 @@ impl Default for ChainOptions {
             offload: Arc::new(Inline),
             prealloc: Prealloc::default(),
             compaction: false,
+            clock: None,
         }
     }
 }
@@ -120,8 +123,8 @@ pub struct Chain {
     pub top_tally: HostTally,
     /// What the images below cost the host.
     pub below_tally: HostTally,
-    prealloc: Prealloc,
-    compaction: bool,
+    /// How the top image is opened again.
+    native_options: native::OpenOptions,
 }
 
 /// An image that was found on the way down and has no disk yet.
@@ -156,6 +159,12 @@ impl Chain {
         let found = find(opener, path, options).await?;
         let (top_tally, below_tally) = (HostTally::default(), HostTally::default());
         let share = (options.mapping_bytes_max / found.len() as u64).max(1 << 20);
+        let native_options = native::OpenOptions {
+            prealloc: options.prealloc,
+            compaction: options.compaction,
+            clock: options.clock.clone(),
+            ..native::OpenOptions::default()
+        };
         let mut members: Vec<Member> = Vec::with_capacity(found.len());
         for (depth, image) in found.into_iter().enumerate().rev() {
             let is_top = depth == 0;
@@ -170,9 +179,7 @@ impl Chain {
                         read_only,
                         snapshot: options.snapshot.clone().filter(|_| is_top),
                         tally: tally.clone(),
-                        prealloc: options.prealloc,
-                        compaction: options.compaction,
-                        ..native::OpenOptions::default()
+                        ..native_options.clone()
                     };
                     let opened = Native::open(image.storage.clone(), below, open).await;
                     native.insert(opened.context(|| describe(&image.path, depth))?).clone()
@@ -191,6 +198,7 @@ impl Chain {
                         tally: tally.clone(),
                         journal_key: None,
                         prealloc: options.prealloc,
+                        clock: options.clock.clone(),
                     };
                     Qcow2::open(header.clone(), files, open).await.context(|| describe(&image.path, depth))?
                 }
@@ -199,13 +207,7 @@ impl Chain {
             members.push(Member { path, format, storage, header, superblock, data_file, disk, native });
         }
         members.reverse();
-        Ok(Self {
-            members,
-            top_tally,
-            below_tally,
-            prealloc: options.prealloc,
-            compaction: options.compaction,
-        })
+        Ok(Self { members, top_tally, below_tally, native_options })
     }
 
     /// The disk on top.
@@ -228,12 +230,7 @@ impl Chain {
         native.close().await.context(|| format!("can't close {}", top.path.display()))?;
         let alone = native::OpenOptions { without_base: true, ..native::OpenOptions::default() };
         let reverted = native::snapshots::revert(top.storage.clone(), None, alone, wanted).await;
-        let open = native::OpenOptions {
-            tally: self.top_tally.clone(),
-            prealloc: self.prealloc,
-            compaction: self.compaction,
-            ..native::OpenOptions::default()
-        };
+        let open = native::OpenOptions { tally: self.top_tally.clone(), ..self.native_options.clone() };
         let opened = Native::open(top.storage.clone(), below, open).await;
         let opened = opened.context(|| format!("can't open {} again", top.path.display()))?;
         top.superblock = Some(Superblocks::read(&*top.storage).await?.superblock);

@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vellum_core::{
-    BlockSize, Error, ErrorKind, Geometry, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk,
+    BlockSize, Clock, Error, ErrorKind, Geometry, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk,
     SharedStorage,
 };
 
@@ -112,6 +112,11 @@ pub(super) struct Commits {
 }
 
 impl Commits {
+    /// With a clock by which those who flush wait for one another.
+    pub(super) fn new(clock: Option<Arc<dyn Clock>>) -> Self {
+        Self { turns: Turns::with_clock(clock), ..Self::default() }
+    }
+
     /// Notes that bytes of the storage were changed by a request that is about to return.
     pub(super) fn note_change(&self) -> u64 {
         self.changes.fetch_add(1, Ordering::AcqRel) + 1

@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use roaring::RoaringBitmap;
 use vellum_core::{
-    BlockSize, Buffer, Context, Disk, Error, Extent, Geometry, GuestOffset, GuestSpan, HostTally,
+    BlockSize, Buffer, Clock, Context, Disk, Error, Extent, Geometry, GuestOffset, GuestSpan, HostTally,
     LocalFuture, Result, Room, SharedDisk, SharedStorage, Tallied, WriteFlags, ZeroFlags,
 };
 
 use super::geometry::{Places, Region};
 use super::home::Home;
-use super::image::{LINEAR_CELL, Native};
+use super::image::{Commits, LINEAR_CELL, Native};
 use super::recover::recover;
 use super::room::whole_units;
 use super::snapshots::{Still, View, Views, refuse_half_reverted};
@@ -42,6 +42,8 @@ pub struct OpenOptions {
     pub prealloc: Prealloc,
     /// Zones of which little is used are emptied in quiet times, when somebody tends the disk.
     pub compaction: bool,
+    /// With it those who flush wait for one another a little, where that lets them share.
+    pub clock: Option<Arc<dyn Clock>>,
 }
 
 impl Native {
@@ -162,7 +164,7 @@ impl Native {
             journal,
             beginning: Default::default(),
             open_bytes: AtomicU64::new(0),
-            commits: Default::default(),
+            commits: Commits::new(options.clock.clone()),
             state: State::default(),
         }))
     }

@@ -35,7 +35,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vellum_core::{
-    Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Result, SharedStorage,
+    Buffer, Clock, Context, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Result, SharedStorage,
     try_join_all,
 };
 
@@ -67,6 +67,11 @@ pub(crate) struct Commits {
 }
 
 impl Commits {
+    /// With a clock by which those who flush wait for one another.
+    pub(crate) fn new(clock: Option<Arc<dyn Clock>>) -> Self {
+        Self { turns: Turns::with_clock(clock), ..Self::default() }
+    }
+
     /// Notes that bytes of the storage were changed by a request that is about to return.
     pub(crate) fn note_change(&self) {
         self.changes.fetch_add(1, Ordering::Release);

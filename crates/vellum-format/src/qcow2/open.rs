@@ -4,11 +4,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
 use vellum_core::{
-    Buffer, Context, Error, ErrorKind, Geometry, HostTally, ImageOffset, ImageSpan, Inline, Offload, Result,
-    SharedDisk, SharedStorage, Tallied,
+    Buffer, Clock, Context, Error, ErrorKind, Geometry, HostTally, ImageOffset, ImageSpan, Inline, Offload,
+    Result, SharedDisk, SharedStorage, Tallied,
 };
 
 use super::check;
+use super::commit::Commits;
 use super::compressed::Decompressor;
 use super::entry::Entries;
 use super::header::Header;
@@ -53,6 +54,8 @@ pub struct OpenOptions {
     /// Whether space is prepared ahead of need, when somebody calls [`Disk::tend`](vellum_core::Disk::tend). Where nothing
     /// is said, as the image says.
     pub prealloc: Prealloc,
+    /// With it those who flush wait for one another a little, where that lets them share.
+    pub clock: Option<Arc<dyn Clock>>,
 }
 
 impl Default for OpenOptions {
@@ -65,6 +68,7 @@ impl Default for OpenOptions {
             tally: HostTally::default(),
             journal_key: None,
             prealloc: Prealloc::default(),
+            clock: None,
         }
     }
 }
@@ -104,6 +108,7 @@ impl Qcow2 {
         }
         let home = Tallied::shared(files.image.clone(), options.tally.checkpoint.clone());
         let ahead = Tallied::shared(files.image.clone(), options.tally.prealloc.clone());
+        let clock = options.clock.clone();
         let prealloc = match options.prealloc {
             // Nobody could tell after a crash that something is to be given back; nor is there need where data lies elsewhere.
             _ if read_only || header.version() < 3 || header.has_data_file() => Prealloc::Off,
@@ -186,7 +191,7 @@ impl Qcow2 {
             epochs: Default::default(),
             refcounts,
             dirty: Mutex::default(),
-            commits: Default::default(),
+            commits: Commits::new(clock),
             journal,
             prepare: Prepare::new(prealloc, ahead),
             decompressor,

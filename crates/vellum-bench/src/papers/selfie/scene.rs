@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use vellum_core::{
-    Buffer, Error, GuestOffset, HostTally, ImageOffset, Limits, Result, SharedDisk, SharedStorage,
+    Buffer, Clock, Error, GuestOffset, HostTally, ImageOffset, Limits, Result, SharedDisk, SharedStorage,
     WriteFlags, try_join_all,
 };
 use vellum_format::Raw;
@@ -113,7 +113,8 @@ impl Scene {
         let engine = match image {
             Image::Host => Engine::Disk(Raw::open(drive.clone(), false, &tally)),
             Image::Zoned | Image::Table => {
-                let (opened, data_offset) = world.run(open(storage, image == Image::Zoned, disk, &tally))?;
+                let (opened, data_offset) =
+                    world.run(open(storage, image == Image::Zoned, disk, &tally, world.clock()))?;
                 drive.count_from(data_offset + if stage.below == Below::File { ZONE } else { 0 });
                 Engine::Disk(opened)
             }
@@ -209,6 +210,7 @@ async fn open(
     has_zones: bool,
     size: u64,
     tally: &HostTally,
+    clock: Arc<dyn Clock>,
 ) -> Result<(SharedDisk, u64)> {
     let options =
         CreateOptions { size, has_table: true, has_zones, uuid: Some([7; 16]), ..CreateOptions::default() };
@@ -217,6 +219,11 @@ async fn open(
     if data_offset > KEPT - 2 * ZONE {
         return Err(Error::invalid("the drive would forget metadata"));
     }
-    let options = OpenOptions { tally: tally.clone(), journal_key: Some(1), ..OpenOptions::default() };
+    let options = OpenOptions {
+        tally: tally.clone(),
+        journal_key: Some(1),
+        clock: Some(clock),
+        ..OpenOptions::default()
+    };
     Ok((Native::open(storage, None, options).await?, data_offset))
 }

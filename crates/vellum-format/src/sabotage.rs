@@ -92,6 +92,10 @@ pub enum Bug {
     CopyNotInRecord,
     /// A unit that a snapshot sees is overwritten.
     HeldOverwritten,
+    /// A unit is copied while writes that looked before it was held are still on their way to it.
+    MovedUnderWriters,
+    /// The copy of a unit counts although the unit was let go meanwhile, and perhaps written to where it lies.
+    HoldNotLookedAtAgain,
     /// A unit is freed although a snapshot sees it.
     NamedUnitFreed,
     /// What becomes of a unit of a young zone is told to the table, and the zone's bit stays.

@@ -12,6 +12,8 @@ mod compact;
 mod counts;
 #[path = "subjects/device.rs"]
 mod device;
+#[path = "subjects/late.rs"]
+mod late;
 #[path = "native/ready.rs"]
 mod ready;
 #[path = "native/sim.rs"]

@@ -10,11 +10,14 @@
 //!
 //! 1. A unit is copied as one is that a snapshot sees (`snapshots/keep.rs`): who looked before it was held has left, the copy is claimed,
 //!    its checks and its entry are one step. Then nothing names the old unit, and it is freed like any other.
-//! 2. Nobody is given a unit of the zone meanwhile. Where there is no other the zone is let go: compaction fails no write.
+//! 2. Nobody is given a unit of the zone meanwhile. Where there is no other, or where a copy fails that a write waits for, the zone is
+//!    let go: compaction fails no write. A copy that is under way then does not count.
 //! 3. It begins only after two quiet seconds, for a zone of which at most half is used, and never where there are snapshots. A little
-//!    is done at a time.
-//! 4. It may be cut off anywhere: it is nothing but writes and frees.
+//!    is done at a time, and it ends when the guest writes much. So an opened zone costs at most half a zone of copies.
+//! 4. What could not be emptied is not tried again before the next opening.
+//! 5. It may be cut off anywhere: it is nothing but writes and frees.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -26,8 +29,10 @@ use super::zones::Zones;
 use crate::bytes::be32;
 use crate::state::lock;
 
-/// So long nothing is taken before it begins.
+/// So long nothing is taken before it begins, and little is written.
 const QUIET_AFTER: Duration = Duration::from_secs(2);
+/// That is little, in bytes: for the time before it begins, and between two goes.
+const WRITTEN_MAX: u64 = 256 << 10;
 /// So many pages of the table are looked through in a go.
 const PAGES_IN_A_GO: u64 = 256;
 /// So many units are copied in a go.
@@ -43,9 +48,13 @@ pub(super) struct Compaction {
 
 #[derive(Default)]
 struct Work {
-    /// How many units had been taken, and since when it is so many.
-    quiet: (u64, Duration),
+    /// Since when it is quiet, and how many units and bytes the guest had taken and written then.
+    quiet_since: Duration,
+    taken: u64,
+    written: u64,
     now: Option<Emptying>,
+    /// Zones that could not be emptied.
+    given_up: BTreeSet<u32>,
 }
 
 struct Emptying {
@@ -55,6 +64,16 @@ struct Emptying {
     /// Units of the disk that lie in the zone.
     left: Vec<u64>,
     waits: u32,
+}
+
+/// How it goes on.
+enum Step {
+    More {
+        at_once: bool,
+    },
+    Over,
+    /// The zone cannot be emptied.
+    GivenUp,
 }
 
 impl Native {
@@ -77,26 +96,36 @@ impl Native {
             self.let_zone_go(zones);
             return false;
         }
+        let work = &mut *work;
+        let written = self.written_bytes.load(Ordering::Relaxed);
+        let is_busy = written - work.written > WRITTEN_MAX;
         let Some(emptying) = &mut work.now else {
             let taken = self.units().taken() + self.given_of_zones();
-            if work.quiet.0 != taken {
-                work.quiet = (taken, now);
+            if work.taken != taken || is_busy {
+                (work.quiet_since, work.taken, work.written) = (now, taken, written);
             }
-            if now.saturating_sub(work.quiet.1) < QUIET_AFTER {
+            if now.saturating_sub(work.quiet_since) < QUIET_AFTER {
                 return false;
             }
             // One try for each quiet time.
-            work.quiet.1 = now;
-            let Some(zone) = self.zone_to_empty(zones) else { return false };
+            (work.quiet_since, work.written) = (now, written);
+            let Some(zone) = self.zone_to_empty(zones, &work.given_up) else { return false };
             self.hold_zone(zones, zone);
             let seen = self.places.region(Region::Table).start();
             work.now = Some(Emptying { zone, seen, left: Vec::new(), waits: 0 });
             return true;
         };
-        match self.empty_some(zones, emptying).await {
-            Ok(Some(has_more)) => has_more,
-            // What keeps a unit from being copied is found out by who needs it.
-            Ok(None) | Err(_) => {
+        // Somebody needed its units, or is better not disturbed.
+        let has_ended = is_busy || zones.emptying.load(Ordering::SeqCst) != emptying.zone + 1;
+        work.written = written;
+        let zone = emptying.zone;
+        match if has_ended { Ok(Step::Over) } else { self.empty_some(zones, emptying).await } {
+            Ok(Step::More { at_once }) => at_once,
+            ended => {
+                // What keeps a unit from being copied is found out by who needs it.
+                if matches!(ended, Ok(Step::GivenUp) | Err(_)) {
+                    work.given_up.insert(zone);
+                }
                 work.now = None;
                 self.let_zone_go(zones);
                 false
@@ -104,40 +133,37 @@ impl Native {
         }
     }
 
-    /// The next little; nothing when it is over.
-    async fn empty_some(&self, zones: &Zones, emptying: &mut Emptying) -> Result<Option<bool>> {
-        if zones.emptying.load(Ordering::SeqCst) != emptying.zone + 1 {
-            return Ok(None); // somebody needed its units
-        }
+    async fn empty_some(&self, zones: &Zones, emptying: &mut Emptying) -> Result<Step> {
         let table = self.places.region(Region::Table);
         if emptying.seen < table.end() {
             let end = (emptying.seen + PAGES_IN_A_GO * 4096).min(table.end());
             self.look_through(emptying, end);
             emptying.seen = end;
-            return Ok(Some(true));
+            return Ok(Step::More { at_once: true });
         }
         if !emptying.left.is_empty() {
             for _ in 0..COPIED_IN_A_GO {
-                let Some(number) = emptying.left.pop() else { break };
-                self.leave_unit(number).await?;
+                let Some(number) = emptying.left.last() else { break };
+                self.leave_unit(*number).await?;
+                emptying.left.pop();
             }
-            return Ok(Some(true));
+            return Ok(Step::More { at_once: true });
         }
         if self.units().is_free(self.units_of_zone(emptying.zone), true) {
             self.let_zone_go(zones);
             self.tidy_zones().await?;
-            return Ok(None);
+            return Ok(Step::Over);
         }
         emptying.waits += 1;
         if emptying.waits > WAITS_MAX {
-            return Ok(None);
+            return Ok(Step::GivenUp);
         }
         // What was freed becomes zero when that is durable and nobody looks any more, and the rest of the zone here.
         let has_more = self.zero_some_of(self.units_of_zone(emptying.zone)).await;
-        if !has_more {
+        if !has_more && (!lock(&self.commits.freed).is_empty() || self.units().any_waits()) {
             self.commit().await?;
         }
-        Ok(Some(has_more))
+        Ok(Step::More { at_once: has_more })
     }
 
     /// Notes which units of the disk lie in the zone, as far as a part of the table says.
@@ -166,22 +192,45 @@ impl Native {
     }
 
     /// The zone with the fewest units, if one is needed and this helps.
-    fn zone_to_empty(&self, zones: &Zones) -> Option<u32> {
+    fn zone_to_empty(&self, zones: &Zones, given_up: &BTreeSet<u32>) -> Option<u32> {
         let (per_zone, young) = (self.places.units_per_zone(), self.young_zones(zones));
+        // Map units of snapshots are in no table, and stay.
+        let of_views = self.views.as_ref().map_or(Vec::new(), |views| views.units());
+        let kept: BTreeSet<u32> =
+            of_views.into_iter().filter_map(|unit| Some(self.places.zone_of(unit)?.0)).collect();
         if self.left_in_zones() > per_zone / 2 || self.has_zone_to_open(zones) {
             return None;
         }
-        self.units().emptiest_zone(per_zone, self.places.zones(), |zone| young.contains(&zone))
+        self.units().emptiest_zone(per_zone, self.places.zones(), |zone| {
+            young.contains(&zone) || kept.contains(&zone) || given_up.contains(&zone)
+        })
     }
 
     /// From now on who writes to a unit of the zone gets a copy elsewhere first.
     fn hold_zone(&self, zones: &Zones, zone: u32) {
-        self.units().avoid(Some(self.units_of_zone(zone)));
-        self.say_held(|| zones.emptying.store(zone + 1, Ordering::SeqCst));
+        self.say_held(|| {
+            self.units().avoid(Some(self.units_of_zone(zone)));
+            zones.emptying.store(zone + 1, Ordering::SeqCst);
+        });
+    }
+
+    /// Lets the zone go, if the disk's unit lies in one that is being emptied. Tells whether it did.
+    pub(super) fn ends_emptying_for(&self, number: u64) -> bool {
+        let Some(zones) = &self.zones else { return false };
+        let is_in_it = self.entry(number).is_ok_and(|unit| unit != 0 && self.is_being_emptied(unit));
+        if is_in_it {
+            self.let_zone_go(zones);
+        }
+        is_in_it
     }
 
     /// Its units are units like others again.
     pub(super) fn let_zone_go(&self, zones: &Zones) {
+        if zones.emptying.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        // Under the lock under which copies come to count.
+        let _held = self.views.as_ref().map(|views| views.hold());
         if zones.emptying.swap(0, Ordering::SeqCst) != 0 {
             self.units().avoid(None);
         }

@@ -83,7 +83,7 @@ impl Native {
         journal.add_checks(&step.checks);
         if let Some((bits, at)) = entry.filter(|_| step.is_fresh) {
             let number = self.number_of(at);
-            self.home.change(bits.word, |word| bits.set(word, u64::from(number)));
+            self.enter_unit(bits, number);
             step.held.published();
         }
         self.publish_subs(&step.subs);

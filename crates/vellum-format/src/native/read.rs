@@ -145,6 +145,8 @@ impl Native {
 
     pub(super) async fn map_span(&self, span: GuestSpan) -> Result<Vec<Extent>> {
         let (span, _) = span.split_at(LOOKED_AT_ONCE);
+        // What a unit held is punched when it has another place.
+        let _inside = self.epochs.enter();
         let parts = self.parts(span).await?;
         let mut at = span.start();
         let mut extents = Vec::new();

@@ -181,7 +181,7 @@ impl Native {
         }
         list.entries.retain(|entry| entry.id != id);
         self.put_last(&list);
-        views.any.store(!list.entries.is_empty(), Ordering::Release);
+        views.any.store(!list.entries.is_empty(), Ordering::SeqCst);
         Ok(true)
     }
 

@@ -8,7 +8,9 @@
 //! 1. The copy of a page is entered before the page changes: in the same transaction at the latest. A snapshot that is made in
 //!    between asks for a copy of its own, so it is looked again under the gate.
 //! 2. Zeros of a unit are not copied: a fresh unit is zero.
-//! 3. The copy of a unit and the write that asked for it share a flush. Only where the checks would not fit a record the copy is
+//! 3. A copy counts only if its unit was held from before it was read until its entry changes, which is looked at under the lock by
+//!    which units are let go: the snapshot may have been deleted meanwhile, and the unit written to where it lies.
+//! 4. The copy of a unit and the write that asked for it share a flush. Only where the checks would not fit a record the copy is
 //!    flushed first.
 
 use std::sync::RwLockReadGuard;
@@ -21,14 +23,17 @@ use vellum_core::{
 use super::super::geometry::{Bits, SNAPSHOTS};
 use super::super::home::Missing;
 use super::super::image::Native;
+use super::super::publish::WORD_COST;
 use super::copies::SlotAt;
-use super::{Ordering, Views, page_of};
+use super::{Held, Ordering, Views, page_of};
 use crate::journal::{SectorChecks, checks_of};
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// What a kept page takes of a record, at most.
 const KEPT_BYTES: u64 = 20 + 8 * 4 + 2 * 24;
+/// What an entry takes, and the bit of the unit that it named.
+const ENTRY_BYTES: u64 = 2 * WORD_COST;
 /// Units are copied in pieces of this.
 const PAGE: usize = 4096;
 /// Runs of checks reach over no multiple of this.
@@ -135,10 +140,21 @@ impl Native {
     pub(in crate::native) fn is_held(&self, number: u64) -> Result<bool, Missing> {
         let Some(views) = self.views.as_ref().filter(|_| self.holds_units()) else { return Ok(false) };
         let unit = self.entry(number)?;
+        Ok(self.is_held_by(views, &lock(&views.copies), number, unit))
+    }
+
+    /// The same for one who looks at the copies.
+    fn is_held_by(&self, views: &Views, held: &Held, number: u64, unit: u32) -> bool {
         let page = page_of(self.places.entry(number).word);
-        let held = lock(&views.copies);
         let is_seen = views.any() && (!held.is_kept(page) || held.copies.names(unit));
-        Ok(unit != 0 && ((is_seen && !sabotage::is(Bug::HeldOverwritten)) || self.is_being_emptied(unit)))
+        unit != 0 && ((is_seen && !sabotage::is(Bug::HeldOverwritten)) || self.is_being_emptied(unit))
+    }
+
+    /// Whether the unit has been held all the time since the stamp was read: nobody may write to it where it lies.
+    fn is_held_since(&self, views: &Views, held: &Held, number: u64, stamp: u64) -> bool {
+        let unit = self.entry(number);
+        views.stamp.load(Ordering::Acquire) == stamp
+            && unit.is_ok_and(|unit| self.is_held_by(views, held, number, unit))
     }
 
     /// Whether a snapshot sees a unit that the run touches.
@@ -170,6 +186,8 @@ impl Native {
             loop {
                 let given = self.units().given();
                 match self.unshare_unit(views, number).await {
+                    // It can be written to where it lies: emptying a zone fails no write.
+                    Err(_) if self.ends_emptying_for(number) => {}
                     Err(error) if error.kind() == ErrorKind::NoSpace => {
                         if !self.space_again(&mut rounds, given, 1).await? {
                             return Err(error);
@@ -185,6 +203,21 @@ impl Native {
     /// Whether there are units that are not written to where they lie.
     fn holds_units(&self) -> bool {
         self.views.as_ref().is_some_and(Views::any) || self.empties_any()
+    }
+
+    /// A fresh unit becomes the disk's. Where zones are emptied it may have been taken from one before that was said: who finds it in
+    /// the table from now on may write to it.
+    pub(in crate::native) fn enter_unit(&self, bits: Bits, unit: u32) {
+        let change = || self.home.change(bits.word, |word| bits.set(word, u64::from(unit)));
+        let Some(views) = self.views.as_ref().filter(|_| self.compaction.is_some()) else {
+            change();
+            return;
+        };
+        let _held = lock(&views.copies);
+        change();
+        if self.is_being_emptied(unit) {
+            views.stamp.store(self.epochs.now() + 1, Ordering::Release);
+        }
     }
 
     /// More units become such ones. Who looked before may write to them from now on, too: that is waited for by who copies one.
@@ -207,13 +240,13 @@ impl Native {
         while self.find(|| self.is_held(number)).await? {
             self.begin_journal().await?;
             let stamp = views.stamp.load(Ordering::Acquire);
-            if stamp > 0 {
+            if stamp > 0 && !sabotage::is(Bug::MovedUnderWriters) {
                 // A write that looked before the snapshot was made may still be on its way to the old unit.
                 self.epochs.until_passed(stamp - 1).await;
             }
             let held = self.claims.claim(GuestCluster::new(number), u32::MAX).await;
             let result = match views.stamp.load(Ordering::Acquire) == stamp {
-                true => self.copy_unit(number).await,
+                true => self.copy_unit(views, number, stamp).await,
                 false => Ok(()), // a snapshot has come in between
             };
             self.let_go(held);
@@ -222,8 +255,8 @@ impl Native {
         Ok(())
     }
 
-    /// The disk gets a copy of a unit that a snapshot sees. The caller has claimed it.
-    async fn copy_unit(&self, number: u64) -> Result<()> {
+    /// The disk gets a copy of a unit that is held. The caller has claimed it, and who looked before the stamp has left.
+    async fn copy_unit(&self, views: &Views, number: u64, stamp: u64) -> Result<()> {
         if !self.find(|| self.is_held(number)).await? {
             return Ok(());
         }
@@ -231,24 +264,44 @@ impl Native {
         // Before there is a unit: else the two could take what is left from each other for ever.
         self.keep(&|| vec![self.places.entry(number).word]).await?;
         let fresh = self.allocate().await?;
-        let result = self.copy_into(number, (old, form), fresh).await;
+        let is_held = self.is_held_since(views, &lock(&views.copies), number, stamp);
+        let result = match is_held {
+            true => self.copy_into(views, number, (old, form), fresh, stamp).await,
+            false => Ok(false), // there was no other unit than those of the zone that was being emptied
+        };
         self.commits.note_change();
-        result.inspect_err(|_| self.give_up(fresh)).context(|| format!("{}: can't copy a unit", self.name))
+        if !matches!(result, Ok(true)) {
+            self.give_up(fresh);
+        }
+        result.map(|_| ()).context(|| format!("{}: can't copy a unit", self.name))
     }
 
-    async fn copy_into(&self, number: u64, old: (u32, u32), fresh: u32) -> Result<()> {
+    /// Tells whether the disk has the copy. It has not where the unit was let go meanwhile: then somebody may have written to it
+    /// where it lies.
+    async fn copy_into(
+        &self,
+        views: &Views,
+        number: u64,
+        old: (u32, u32),
+        fresh: u32,
+        stamp: u64,
+    ) -> Result<bool> {
         let mut checks = self.copy_bytes(number, old, fresh).await?;
-        let mut cost = 32 + checks.iter().map(|(_, crcs)| 20 + crcs.len() as u64 * 4).sum::<u64>();
+        let mut cost = ENTRY_BYTES + checks.iter().map(|(_, crcs)| 20 + crcs.len() as u64 * 4).sum::<u64>();
         if cost > self.record_max() / 8 {
             self.flush_storage().await?;
-            (checks, cost) = (Vec::new(), 32);
+            (checks, cost) = (Vec::new(), ENTRY_BYTES);
         }
         let bits = self.places.entry(number);
         let gate = self.enter_changing(cost, || vec![bits.word]).await?;
+        let mut held = lock(&views.copies);
+        if !self.is_held_since(views, &held, number, stamp) && !sabotage::is(Bug::HoldNotLookedAtAgain) {
+            return Ok(false);
+        }
         self.journal().expect("it has begun").add_checks(&checks);
-        self.put_entry(bits, fresh);
-        drop(gate);
-        Ok(())
+        self.put_entry_of(Some(&mut held), bits, fresh);
+        drop((held, gate));
+        Ok(true)
     }
 
     /// Copies what is not zero; gives its checks.
@@ -294,6 +347,10 @@ impl Native {
     /// page is kept.
     pub(in crate::native) fn put_entry(&self, bits: Bits, entry: u32) {
         let mut held = self.views.as_ref().map(|views| lock(&views.copies));
+        self.put_entry_of(held.as_deref_mut(), bits, entry);
+    }
+
+    fn put_entry_of(&self, mut held: Option<&mut Held>, bits: Bits, entry: u32) {
         let old = self.home.change(bits.word, |word| bits.set(word, u64::from(entry)));
         let (old, _) = self.places.split_entry(u32::try_from(bits.get(old)).expect("32 bits"));
         let (unit, _) = self.places.split_entry(entry);

@@ -16,7 +16,7 @@
 //!    kept for the snapshot that relies on home. Before an entry changes its page is kept, so what home lets go of is counted
 //!    by then: it is free when no copy names it.
 //! 3. The moment of a snapshot is the gate held alone. What was in flight then may be in it or not; whoever copies a unit waits
-//!    until those who may still write to it have left.
+//!    until those who may still write to it have left, and looks again before the copy counts (`keep.rs`, 3).
 //! 4. Lock order: the journal's gate, then the copies, then pages of home. The list comes after the gate, too.
 
 mod copies;
@@ -129,8 +129,13 @@ impl Views {
         self.any() && lock(&self.copies).copies.contradicts(index, unit)
     }
 
+    /// While this lives no unit is held, or let go, and no copy of one comes to count.
+    pub(super) fn hold(&self) -> impl Drop {
+        lock(&self.copies)
+    }
+
     pub(super) fn any(&self) -> bool {
-        self.any.load(Ordering::Acquire)
+        self.any.load(Ordering::SeqCst)
     }
 
     /// The index pages that have changed. The caller holds the gate alone.
@@ -237,7 +242,7 @@ impl Native {
             });
             self.put_last(&list);
             held.relies_on_home = id;
-            views.any.store(true, Ordering::Release);
+            views.any.store(true, Ordering::SeqCst);
             // Who looked before may write to what the snapshot sees from now on.
             views.stamp.store(self.epochs.now() + 1, Ordering::Release);
         }

@@ -1,0 +1,146 @@
+//! A medium of which some reads come late: what they read is settled at once, and returned when somebody says so. In between the
+//! bytes may have changed, as they may while a slow drive's answer is on its way.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use event_listener::Event;
+use vellum_core::{
+    Buffer, Error, ImageOffset, ImageSpan, Limits, LocalFuture, Result, SharedStorage, Storage, StorageRun,
+    Zeroes,
+};
+
+/// What becomes of a read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fate {
+    /// It returns when [`Late::release`] is called.
+    Late,
+    /// It fails.
+    Fails,
+    /// It fails, and so do all others of this length.
+    AllFail,
+}
+
+pub(crate) struct Late {
+    inner: SharedStorage,
+    state: Mutex<State>,
+    changed: Event,
+}
+
+#[derive(Default)]
+struct State {
+    /// Reads of exactly so many bytes.
+    len: usize,
+    fates: VecDeque<Fate>,
+    caught: usize,
+    has_released: bool,
+}
+
+impl Late {
+    pub(crate) fn over(inner: SharedStorage) -> Arc<Self> {
+        Arc::new(Self { inner, state: Mutex::default(), changed: Event::new() })
+    }
+
+    /// The next reads of exactly so many bytes fare so.
+    pub(crate) fn arm(&self, len: usize, fates: &[Fate]) {
+        *self.state.lock().unwrap() =
+            State { len, fates: fates.iter().copied().collect(), ..State::default() };
+    }
+
+    /// Waits until so many reads are late, or have failed.
+    pub(crate) async fn caught(&self, count: usize) {
+        loop {
+            let listener = self.changed.listen();
+            if self.state.lock().unwrap().caught >= count {
+                return;
+            }
+            listener.await;
+        }
+    }
+
+    /// Lets what is late return.
+    pub(crate) fn release(&self) {
+        self.state.lock().unwrap().has_released = true;
+        self.changed.notify(usize::MAX);
+    }
+
+    fn fate_of(&self, len: usize) -> Option<Fate> {
+        let mut state = self.state.lock().unwrap();
+        if state.len != len {
+            return None;
+        }
+        let fate = match state.fates.front() {
+            Some(Fate::AllFail) => Some(Fate::AllFail),
+            _ => state.fates.pop_front(),
+        };
+        state.caught += usize::from(fate.is_some());
+        drop(state);
+        self.changed.notify(usize::MAX);
+        fate
+    }
+}
+
+impl Storage for Late {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn limits(&self) -> &Limits {
+        self.inner.limits()
+    }
+
+    fn len(&self) -> u64 {
+        self.inner.len()
+    }
+
+    fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
+        self.inner.look_at_len()
+    }
+
+    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        Box::pin(async move {
+            let len = buffer.len();
+            let read = self.inner.read(at, buffer).await?;
+            match self.fate_of(len) {
+                None => return Ok(read),
+                Some(Fate::Fails | Fate::AllFail) => return Err(Error::invalid("a bad sector")),
+                Some(Fate::Late) => {}
+            }
+            loop {
+                let listener = self.changed.listen();
+                if self.state.lock().unwrap().has_released {
+                    return Ok(read);
+                }
+                listener.await;
+            }
+        })
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        self.inner.write(at, data)
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.inner.flush()
+    }
+
+    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        self.inner.write_zeroes(span, how)
+    }
+
+    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.inner.discard(span)
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        self.inner.set_len(len)
+    }
+
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.inner.preallocate(span)
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        self.inner.runs(span)
+    }
+}

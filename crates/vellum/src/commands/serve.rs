@@ -66,9 +66,10 @@ pub(crate) struct Args {
     /// to 1G, adaptive (about a second's worth) or off. When not given, as the image says, else adaptive on ext4 and XFS
     #[arg(long, value_name = "HOW", value_parser = parse_prealloc)]
     prealloc: Option<Prealloc>,
-    /// Move data in quiet times so that a device of the native format (zoned) that is in fragments has whole zones again
+    /// Move no data in quiet times. Otherwise, where a device of the native format (zoned) is in fragments, the zones of which
+    /// least is used are emptied, so that they can be used whole again
     #[arg(long)]
-    compact: bool,
+    no_compact: bool,
     /// Run this command when the device of an image with layout=table becomes full: words, no shell; {device}, {size} (the
     /// bytes it should have) and {more} (how many more that is) stand for themselves, as in "lvextend -L {size}b {device}"
     #[arg(long, value_name = "CMD")]
@@ -145,7 +146,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         snapshot: args.snapshot.clone(),
         without_backing: false,
         prealloc: args.prealloc.unwrap_or_default(),
-        compaction: args.compact,
+        compaction: !args.no_compact,
         allow_dirs: args.allow_dir.clone(),
     };
     let default = args.image.clone().map(|path| (String::new(), path));

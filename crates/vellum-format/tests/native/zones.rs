@@ -6,7 +6,7 @@ use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, Random, Result,
     SharedStorage, Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
 };
-use vellum_format::native::{recover, resize};
+use vellum_format::native::{Superblocks, recover, resize};
 use vellum_format::sabotage::{Bug, put_in};
 use vellum_sim::{Drive, DriveOptions, Effect, Fault, FaultPlan, Operation, Repeat, World};
 
@@ -400,5 +400,46 @@ fn a_device_can_be_filled() {
                 disk.write(GuestOffset::new(unit * UNIT), Buffer::copy_of(&noise), WriteFlags::FUA).await;
             assert!(done.is_ok(), "unit {unit} of 16: {done:?}");
         }
+    });
+}
+
+/// A packed block that is damaged is told by a check, not given to the guest, and cured by writing it anew.
+#[test]
+fn a_damaged_packed_block_is_told() {
+    let setup = setup(4 << 20, 256 << 10);
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+    world.run(async {
+        let image: SharedStorage = drive.clone();
+        let disk = setup.open(&drive).await.unwrap();
+        for unit in 0..8 {
+            disk.write(GuestOffset::new(unit * UNIT), bytes(7), WriteFlags::FUA).await.unwrap();
+        }
+        disk.close().await.unwrap();
+        assert!(look_native(&image).await.unwrap().0.is_clean());
+        let mut at = Superblocks::read(&*image).await.unwrap().superblock.places().data_offset();
+        let is_packed = |block: &[u8]| block != [0; 4096] && block != [7; 4096];
+        while !is_packed(image.read(at, Buffer::zeroed(4096)).await.unwrap().contiguous().slice()) {
+            at += 4096;
+        }
+        image.write(at + 30, Buffer::copy_of(&[0xEE])).await.unwrap();
+        let (report, lines) = look_native(&image).await.unwrap();
+        assert_eq!(report.corruptions, 1, "{lines:?}");
+        assert!(lines[0].contains(&format!("packed block at {:#x} is damaged", at.bytes())), "{lines:?}");
+        let disk = setup.open(&drive).await.unwrap();
+        let mut cured = 0;
+        for unit in 0..8 {
+            let place = GuestOffset::new(unit * UNIT);
+            if let Err(error) = disk.read(place, Buffer::zeroed(4096)).await {
+                assert_eq!(error.kind(), ErrorKind::Corrupt);
+                assert!(lines[0].contains(&format!("4 KiB at {:#x} ", place.bytes())), "{lines:?}");
+                disk.write(place, bytes(8), WriteFlags::FUA).await.unwrap();
+                cured += 1;
+            }
+        }
+        assert_eq!(cured, 1);
+        disk.close().await.unwrap();
+        let (report, lines) = look_native(&image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
     });
 }

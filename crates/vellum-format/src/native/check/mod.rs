@@ -7,18 +7,20 @@
 //!   table        entries past the disk; units outside the file                  units.rs
 //!   snapshots    list, chains, map units, copies of table pages                 views.rs
 //!   partials     units nobody names; circles
+//!   packed       blocks that hold their units' entries                        packed.rs
 //!   all          a unit that is named for two purposes
 //! ```
 //!
 //! There are no refcounts, so nothing is counted: every name of a unit is collected with what it is named for, and the same
 //! unit must always be named for the same.
 //!
-//! 1. Holes of the file are not read. Memory is eight bytes for each name of a unit that is really there, whatever the
-//!    superblock claims.
+//! 1. Holes of the file are not read. Memory is eight bytes for each name of a unit that is really there, and twelve more where it
+//!    has a packed block, whatever the superblock claims.
 //! 2. A repair writes zeros where nothing counts: bits past the base, entries past the disk, slots and copies of what is
 //!    gone. And the copy of the superblock that is not readable. So it may be cut off anywhere, and loses no guest byte.
 
 mod base;
+mod packed;
 mod units;
 mod views;
 
@@ -115,6 +117,7 @@ struct Walk<'a> {
     report: CheckReport,
     fixes: Vec<Fix>,
     names: units::Names,
+    packed: Vec<packed::Named>,
 }
 
 struct Walked {
@@ -131,7 +134,8 @@ impl<'a> Walk<'a> {
         let places = superblocks.superblock.places();
         let report = CheckReport { total_clusters: places.shape().units(), ..CheckReport::default() };
         let (fixes, names) = (Vec::new(), units::Names::default());
-        let mut walk = Self { superblocks, places, image, say, lines: 0, report, fixes, names };
+        let packed = Vec::new();
+        let mut walk = Self { superblocks, places, image, say, lines: 0, report, fixes, names, packed };
         walk.bitmap().await?;
         walk.masks().await?;
         walk.report.image_end_offset = places.data_offset().bytes();
@@ -142,6 +146,7 @@ impl<'a> Walk<'a> {
                 let snapshots = walk.snapshots().await?;
                 walk.map_units(&snapshots).await?;
                 walk.partials().await?;
+                walk.packed_blocks().await?;
                 walk.doubles();
             }
         }

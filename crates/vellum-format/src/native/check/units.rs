@@ -5,6 +5,7 @@ use vellum_core::{ImageOffset, Result};
 use super::super::geometry::{PARTIALS, Region, SUB_BLOCK};
 use super::super::open::may_be_embedded;
 use super::Walk;
+use super::packed::Named;
 use crate::bytes::be32;
 
 /// Every unit that is named, and what for: the unit of the disk, or [`MAP`].
@@ -101,6 +102,10 @@ impl Walk<'_> {
         }
         let purpose = u32::try_from(index).expect("a table has at most 2^26 entries");
         self.names.add(entry, purpose);
+        if let Some(block) = form.checked_sub(1) {
+            let block = u8::try_from(block).expect("a form has 5 bits");
+            self.packed.push(Named { unit: entry, block, index: purpose });
+        }
         let end = self.places.unit(entry).end().bytes();
         self.report.image_end_offset = self.report.image_end_offset.max(end);
     }

@@ -24,7 +24,7 @@ use super::exports::{Attached, Export, Exports};
 use super::limits::Limits;
 use super::session::Ending;
 use super::status::{Contexts, MetaContext};
-use super::terms::Terms;
+use super::terms::{Headers, Terms};
 use super::wire::{
     self, ContextRequest, InfoRequest, OptionHeader, handshake_flag, info, option, option_reply as reply,
 };
@@ -65,7 +65,7 @@ pub(super) struct Handshake<'a> {
     options: u32,
     bytes: u64,
     no_zeroes: bool,
-    structured: bool,
+    headers: Headers,
     /// The contexts that were chosen last, and for which export.
     chosen: Option<(String, Contexts)>,
 }
@@ -80,7 +80,7 @@ impl<'a> Handshake<'a> {
             options: 0,
             bytes: 0,
             no_zeroes: false,
-            structured: false,
+            headers: Headers::Simple,
             chosen: None,
         }
     }
@@ -198,17 +198,23 @@ impl<'a> Handshake<'a> {
                 self.describe(option, data, out);
             }
             option::LIST if data.is_empty() => self.list(out),
+            option::STRUCTURED_REPLY if data.is_empty() && self.headers == Headers::Extended => {
+                refuse(out, option, reply::ERR_EXT_HEADER_REQD, "extended headers were chosen already");
+            }
             option::STRUCTURED_REPLY if data.is_empty() => {
-                self.structured = true;
+                self.headers = Headers::Structured;
                 acknowledge(out, option);
             }
-            option::LIST | option::STRUCTURED_REPLY => {
+            option::EXTENDED_HEADERS if data.is_empty() => {
+                self.headers = Headers::Extended;
+                acknowledge(out, option);
+            }
+            option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => {
                 refuse(out, option, reply::ERR_INVALID, "this option has no data");
             }
             option::LIST_META_CONTEXT => self.list_contexts(data, out),
             option::SET_META_CONTEXT => self.set_contexts(data, out),
             option::STARTTLS => refuse(out, option, reply::ERR_UNSUP, "this server has no TLS"),
-            // Among them NBD_OPT_EXTENDED_HEADERS.
             _ => refuse(out, option, reply::ERR_UNSUP, "unknown option"),
         }
         Step::More
@@ -216,6 +222,10 @@ impl<'a> Handshake<'a> {
 
     /// `NBD_OPT_EXPORT_NAME`: there is no way to say no but to hang up.
     fn export_name(&self, data: &[u8], out: &mut Vec<u8>) -> Step {
+        if self.headers == Headers::Extended {
+            // "Once extended headers are successfully requested, a client MUST NOT use NBD_OPT_EXPORT_NAME."
+            return Step::End(Ending::Violation("an old option after extended headers"));
+        }
         let attached = wire::parse_string(data).and_then(|name| self.exports.attach(name));
         let Some(attached) = attached else {
             return Step::End(Ending::Refused("no such export"));
@@ -267,7 +277,7 @@ impl<'a> Handshake<'a> {
             Some((name, contexts)) if *name == export.name => contexts.clone(),
             _ => Contexts::default(),
         };
-        Terms { structured: self.structured, contexts, ..terms }
+        Terms { headers: self.headers, contexts, ..terms }
     }
 
     fn list(&self, out: &mut Vec<u8>) {
@@ -325,7 +335,7 @@ impl<'a> Handshake<'a> {
         data: &'d [u8],
         out: &mut Vec<u8>,
     ) -> Option<ContextRequest<'d>> {
-        if !self.structured {
+        if !self.headers.have_chunks() {
             refuse(out, option, reply::ERR_INVALID, "structured replies come first");
             return None;
         }

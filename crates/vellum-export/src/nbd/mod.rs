@@ -14,7 +14,7 @@
 //! An accept loop takes a [`ConnectionSlot`](crate::ConnectionSlot), accepts, and runs [`serve_connection`] on the new
 //! stream as a task of its own worker; the slot is dropped when that returns.
 //!
-//! Source: `doc/proto.md` of NetworkBlockDevice/nbd. Left out for now: TLS, extended headers, resizing while connected.
+//! Source: `doc/proto.md` of NetworkBlockDevice/nbd. Left out for now: TLS, resizing while connected.
 
 mod exports;
 #[doc(hidden)]

@@ -29,8 +29,8 @@ use vellum_export::fuse::allocate_without_write_back;
 use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{
-    Address, IoMode, Listener, Signal, Signals, Spawned, Workers, WorkersConfig, WorkersHandle, clock,
-    spawn_local, unblock,
+    Address, IoMode, Listener, PassedSocket, Signal, Signals, Spawned, Workers, WorkersConfig, WorkersHandle,
+    clock, spawn_local, unblock,
 };
 
 use crate::control::server::{CONNECTIONS_MAX, Control};
@@ -62,6 +62,8 @@ pub struct ServeSpec {
     pub exports: Vec<ExportSpec>,
     /// Where NBD clients are waited for.
     pub nbd: Vec<Address>,
+    /// Sockets at which NBD clients are waited for, too: a service manager has opened them.
+    pub passed: Vec<PassedSocket>,
     /// Where front ends of vhost-user-blk are waited for.
     pub vhost: Vec<VhostSpec>,
     /// Files that show the disks.
@@ -153,7 +155,7 @@ async fn run(
         Some(path) => Some(Listener::bind_private(path).await?),
         None => None,
     };
-    let mut listeners = Vec::new();
+    let mut listeners: Vec<Listener> = spec.passed.iter().map(Listener::from).collect();
     for address in &spec.nbd {
         listeners.push(Listener::bind(address).await?);
     }

@@ -12,7 +12,7 @@ use vellum_daemon::{
     ExportSpec, FuseSpec, GrowHook, ImageOptions, NotifySocket, ServeSpec, VhostSpec, serve,
 };
 use vellum_format::{FormatKind, Prealloc};
-use vellum_io::{Address, IoMode};
+use vellum_io::{Address, IoMode, PassedSocket, PassedTo};
 
 use super::Outcome;
 use crate::args::{parse_format, parse_prealloc};
@@ -28,8 +28,9 @@ pub(crate) struct Args {
     /// The image to serve under the default export name
     #[arg(value_name = "IMAGE", required_unless_present = "export")]
     image: Option<PathBuf>,
-    /// Serve NBD at unix:PATH or tcp:HOST:PORT; may be given several times
-    #[arg(long, value_name = "ADDRESS", required_unless_present_any = ["fuse", "vhost_user_blk"], value_parser = parse_address)]
+    /// Serve NBD at unix:PATH or tcp:HOST:PORT; may be given several times. Sockets that a service manager passes (systemd's
+    /// socket activation) take its place
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
     nbd: Vec<Address>,
     /// Serve IMAGE, or the export NAME, to virtual machines at this Unix socket; may be given several times
     #[arg(long, value_name = "[NAME=]PATH", value_parser = parse_vhost)]
@@ -137,7 +138,30 @@ fn parse_fuse(text: &str) -> Result<FuseSpec> {
     Ok(FuseSpec { export, path })
 }
 
+/// The sockets that a service manager passed. Without any there must be another place to serve at.
+fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
+    let variable = |name| std::env::var_os(name);
+    let passed_to = PassedTo {
+        pid: variable("LISTEN_PID"),
+        count: variable("LISTEN_FDS"),
+        names: variable("LISTEN_FDNAMES"),
+    };
+    let passed = passed_to.sockets()?;
+    if !passed.is_empty() && !args.nbd.is_empty() {
+        return Err(Error::invalid(
+            "sockets were passed to this program (LISTEN_FDS); they take the place of --nbd, which must not be given then",
+        ));
+    }
+    if passed.is_empty() && args.nbd.is_empty() && args.fuse.is_empty() && args.vhost_user_blk.is_empty() {
+        return Err(Error::invalid(
+            "there is no place to serve at: say --nbd unix:PATH or tcp:HOST:PORT, --vhost-user-blk PATH or --fuse FILE",
+        ));
+    }
+    Ok(passed)
+}
+
 pub(crate) fn run(args: Args) -> Outcome {
+    let passed = passed_sockets(&args)?;
     let image = ImageOptions {
         format: args.format,
         read_only: args.read_only || args.snapshot.is_some(),
@@ -160,6 +184,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     let spec = ServeSpec {
         exports: exports.collect(),
         nbd: args.nbd.clone(),
+        passed,
         vhost: args
             .vhost_user_blk
             .iter()

@@ -190,8 +190,10 @@ fn handshakes() -> Vec<(&'static str, Vec<u8>)> {
         let len = u32::try_from(data.len()).expect("short").to_be_bytes();
         [b"IHAVEOPT", &number.to_be_bytes()[..], &len, data].concat()
     };
-    let begin = [255, 255, 255, 255, 255, 255, 255, 255, 0, 0, 0, 3];
-    let talk = |options: &[Vec<u8>]| [&begin[..], &options.concat()].concat();
+    let talk_with = |last: u8, options: &[Vec<u8>]| {
+        [&[255, 255, 255, 255, 255, 255, 255, last, 0, 0, 0, 3][..], &options.concat()].concat()
+    };
+    let talk = |options: &[Vec<u8>]| talk_with(255, options);
     let go = option(7, b"\0\0\0\0\0\x02\0\x03\0\x02");
     let context = option(10, b"\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation");
     vec![
@@ -199,8 +201,10 @@ fn handshakes() -> Vec<(&'static str, Vec<u8>)> {
         ("list", talk(&[option(3, b""), option(2, b"")])),
         ("info-go", talk(&[option(6, b"\0\0\0\0\0\0"), go.clone()])),
         ("structured", talk(&[option(8, b""), context.clone(), go.clone()])),
-        ("extended", talk(&[option(8, b""), option(11, b""), option(8, b""), context, go])),
+        ("extended", talk(&[option(8, b""), option(11, b""), option(8, b""), context, go.clone()])),
         ("contexts", talk(&[option(8, b""), option(9, b"\0\0\0\0\0\0\0\x02\0\0\0\x05base:\0\0\0\x05qemu:")])),
+        ("tls-offered", talk_with(254, &[option(8, b""), option(5, b"x"), option(5, b""), option(5, b""), go.clone()])),
+        ("tls-required", talk_with(253, &[option(8, b""), option(6, b""), option(5, b""), option(3, b""), go])),
         ("tls", talk(&[option(5, b""), option(11, b""), option(99, b"what?")])),
     ]
 }

@@ -27,7 +27,7 @@ use vellum_core::{
 };
 
 use super::exports::{Export, Exports};
-use super::handshake::{Handshake, Step};
+use super::handshake::{Handshake, Step, TlsStage};
 use super::limits::Limits;
 use super::request::check;
 use super::session::serve_connection;
@@ -46,9 +46,15 @@ const INPUT_BYTES_MAX: usize = 16 << 10;
 pub fn fuzz_handshake(data: &[u8]) {
     let exports = exports(MemoryDisk::new(DISK_BYTES), false);
     let limits = Limits::default();
-    let mut handshake = Handshake::new(&exports, &limits);
     let mut out = Vec::new();
     let (pieces, mut rest) = data.split_at(data.len().min(8));
+    // What the pieces say besides: 255, as most seeds have it, is no TLS.
+    let stage = match pieces.last() {
+        Some(254) => TlsStage::Offered,
+        Some(253) => TlsStage::Required,
+        _ => TlsStage::Absent,
+    };
+    let mut handshake = Handshake::new(&exports, &limits, stage);
     let mut pieces = pieces.iter().cycle();
     while !rest.is_empty() {
         let len = pieces.next().map_or(1, |byte| usize::from(*byte) + 1).min(rest.len());
@@ -58,6 +64,12 @@ pub fn fuzz_handshake(data: &[u8]) {
         out.clear();
         match step {
             Step::More => rest = &rest[taken..],
+            // The same bytes might have come inside it.
+            Step::StartTls => {
+                assert_ne!(stage, TlsStage::Absent);
+                handshake = handshake.inside_tls();
+                rest = &rest[taken..];
+            }
             Step::Enter(_) | Step::End(_) => return,
         }
     }

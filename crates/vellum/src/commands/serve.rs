@@ -9,7 +9,7 @@ use vellum_core::{Error, Result};
 use vellum_daemon::serve::parse_address;
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
-    ExportSpec, FuseSpec, GrowHook, ImageOptions, NotifySocket, ServeSpec, VhostSpec, serve,
+    ExportSpec, FuseSpec, GrowHook, ImageOptions, NotifySocket, ServeSpec, Tls, TlsPolicy, VhostSpec, serve,
 };
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{Address, IoMode, PassedSocket, PassedTo};
@@ -32,6 +32,15 @@ pub(crate) struct Args {
     /// socket activation) take its place
     #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
     nbd: Vec<Address>,
+    /// Serve NBD in TLS, with server-cert.pem and server-key.pem of DIR
+    #[arg(long, value_name = "DIR")]
+    tls_certificates: Option<PathBuf>,
+    /// Whether clients may do without TLS
+    #[arg(long, value_enum, value_name = "HOW", default_value = "require", requires = "tls_certificates")]
+    tls: TlsMode,
+    /// Let only those clients in that have a certificate by an authority in ca-cert.pem of the same DIR
+    #[arg(long, requires = "tls_certificates")]
+    tls_verify_peer: bool,
     /// Serve IMAGE, or the export NAME, to virtual machines at this Unix socket; may be given several times
     #[arg(long, value_name = "[NAME=]PATH", value_parser = parse_vhost)]
     vhost_user_blk: Vec<VhostSpec>,
@@ -99,6 +108,15 @@ pub(crate) struct Args {
     quiet: bool,
 }
 
+/// Whether clients may do without TLS.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum TlsMode {
+    /// Nothing is answered before TLS
+    Require,
+    /// Who asks for it gets it
+    On,
+}
+
 /// How the host's I/O is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Io {
@@ -160,8 +178,23 @@ fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
     Ok(passed)
 }
 
+fn tls_policy(args: &Args) -> Result<TlsPolicy> {
+    let Some(directory) = &args.tls_certificates else { return Ok(TlsPolicy::Off) };
+    if args.tls_verify_peer && args.tls == TlsMode::On {
+        return Err(Error::invalid(
+            "--tls-verify-peer keeps nobody out with --tls on, which lets clients do without TLS",
+        ));
+    }
+    let tls = Tls::from_directory(directory, args.tls_verify_peer)?;
+    Ok(match args.tls {
+        TlsMode::Require => TlsPolicy::Required(tls),
+        TlsMode::On => TlsPolicy::Offered(tls),
+    })
+}
+
 pub(crate) fn run(args: Args) -> Outcome {
     let passed = passed_sockets(&args)?;
+    let tls = tls_policy(&args)?;
     let image = ImageOptions {
         format: args.format,
         read_only: args.read_only || args.snapshot.is_some(),
@@ -185,6 +218,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         exports: exports.collect(),
         nbd: args.nbd.clone(),
         passed,
+        tls,
         vhost: args
             .vhost_user_blk
             .iter()
@@ -208,6 +242,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     let quiet = args.quiet;
     let names: Vec<String> = spec.exports.iter().map(|export| export.name.clone()).collect();
     let vhost = args.vhost_user_blk.clone();
+    let scheme = if args.tls_certificates.is_some() { "nbds" } else { "nbd" };
     let files: Vec<PathBuf> = args.fuse.iter().map(|fuse| fuse.path.clone()).collect();
     let report = serve(spec, move |addresses| {
         if !quiet {
@@ -215,7 +250,7 @@ pub(crate) fn run(args: Args) -> Outcome {
                 complain(&format!("serving vhost-user-blk {}", spec.path.display()));
             }
             for address in addresses {
-                announce(address, &names);
+                announce(scheme, address, &names);
             }
             for file in files {
                 complain(&format!("serving {}", file.display()));
@@ -231,11 +266,11 @@ pub(crate) fn run(args: Args) -> Outcome {
 }
 
 /// One line per export, with the URI that clients take.
-fn announce(address: &Address, names: &[String]) {
+fn announce(scheme: &str, address: &Address, names: &[String]) {
     for name in names {
         let uri = match address {
-            Address::Unix(path) => format!("nbd+unix:///{name}?socket={}", path.display()),
-            Address::Tcp { .. } => format!("nbd://{address}/{name}"),
+            Address::Unix(path) => format!("{scheme}+unix:///{name}?socket={}", path.display()),
+            Address::Tcp { .. } => format!("{scheme}://{address}/{name}"),
         };
         complain(&format!("serving {uri}"));
     }

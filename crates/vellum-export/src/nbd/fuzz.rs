@@ -102,7 +102,7 @@ pub fn fuzz_request(data: &[u8]) {
         _ => Headers::Structured,
     };
     let terms = Terms { headers, contexts, ..terms };
-    if let Err(refusal) = check(&header, &terms) {
+    if let Err(refusal) = check(&header, &terms, DISK_BYTES) {
         let says_payload = is_extended && header.flags & command_flag::PAYLOAD_LEN != 0;
         let has_payload = header.command == command::WRITE || says_payload;
         assert_eq!(refusal.payload, if has_payload { header.len } else { 0 });

@@ -100,19 +100,19 @@ impl<'a> Intake<'a> {
         matches!(self.stage, Stage::Header) && self.start == self.end
     }
 
-    /// The next request, if it has come and the ledger has room for it.
-    pub(super) fn next(&mut self, terms: &Terms, ledger: &mut Ledger) -> Next {
+    /// The next request, if it has come and the ledger has room for it. `size` is the disk's now.
+    pub(super) fn next(&mut self, terms: &Terms, size: u64, ledger: &mut Ledger) -> Next {
         if self.receiving.is_some() {
             return Next::Starved;
         }
         match std::mem::replace(&mut self.stage, Stage::Header) {
-            Stage::Header => self.next_header(terms, ledger),
+            Stage::Header => self.next_header(terms, size, ledger),
             Stage::Payload { ticket, bytes, filled } => self.next_payload(ticket, bytes, filled),
             Stage::Skip { left, label, refusal } => self.next_skipped(left, label, refusal),
         }
     }
 
-    fn next_header(&mut self, terms: &Terms, ledger: &mut Ledger) -> Next {
+    fn next_header(&mut self, terms: &Terms, size: u64, ledger: &mut Ledger) -> Next {
         let unread = self.unread();
         let (header_bytes, header) = if terms.headers == Headers::Extended {
             (EXTENDED_HEADER_BYTES, unread.first_chunk().map(RequestHeader::parse_extended))
@@ -125,7 +125,7 @@ impl<'a> Intake<'a> {
             Some(Some(header)) => header,
         };
         let label = Label { cookie: header.cookie, offset: header.offset };
-        let request = match check(&header, terms) {
+        let request = match check(&header, terms, size) {
             Ok(Request::Disconnect) => return Next::Goodbye,
             Ok(request) => request,
             Err(refusal) => {

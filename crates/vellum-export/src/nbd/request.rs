@@ -5,7 +5,8 @@
 //!                         └──► Err(Refusal)     is answered with its errno; a payload is taken off the wire first
 //! ```
 //!
-//! 1. It is a pure function of the header and the [`Terms`].
+//! 1. It is a pure function of the header, the [`Terms`], and the size that the disk has now: not the one that the client
+//!    was told, as a client can learn a new size from another connection, and must not reach past a smaller one.
 //! 2. A run of bytes in a [`Request`] lies inside the export and, for reads and writes, fits a payload.
 //! 3. A refusal says how many bytes of payload follow the header, so that the next header is found; only where that
 //!    many would be an abuse does it end the connection.
@@ -67,7 +68,7 @@ pub(super) struct Refusal {
 }
 
 /// Looks at everything a header says.
-pub(super) fn check(header: &RequestHeader, terms: &Terms) -> Result<Request, Refusal> {
+pub(super) fn check(header: &RequestHeader, terms: &Terms, size: u64) -> Result<Request, Refusal> {
     let is_extended = terms.headers == Headers::Extended;
     let is_write = header.command == command::WRITE;
     // With compact headers a write is the only request with a payload.
@@ -110,7 +111,7 @@ pub(super) fn check(header: &RequestHeader, terms: &Terms) -> Result<Request, Re
         return no(Errno::Invalid, "not aligned to the minimum block size");
     }
     let span = GuestSpan::checked(GuestOffset::new(header.offset), header.len)
-        .filter(|span| span.end().bytes() <= terms.size);
+        .filter(|span| span.end().bytes() <= size);
     let Some(span) = span else {
         let stores = matches!(header.command, command::WRITE | command::WRITE_ZEROES);
         let errno = if stores { Errno::NoSpace } else { Errno::Invalid };
@@ -163,6 +164,11 @@ mod tests {
         contexts.select(MetaContext::Allocation);
         let terms = Terms::new(&geometry, false, false, &Limits::default());
         Terms { headers: Headers::Structured, contexts, ..terms }
+    }
+
+    /// As long as the disk was told to be.
+    fn check(header: &RequestHeader, terms: &Terms) -> Result<Request, Refusal> {
+        super::check(header, terms, terms.size)
     }
 
     fn ask(command: u16, flags: u16, offset: u64, len: u64) -> RequestHeader {
@@ -275,6 +281,17 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn the_size_of_now_counts_and_not_the_one_that_was_told() {
+        let terms = terms();
+        let at_end = ask(0, 0, SIZE - 512, 512);
+        assert_eq!(errno(super::check(&at_end, &terms, SIZE - 1)), 22);
+        assert!(super::check(&at_end, &terms, SIZE).is_ok());
+        let behind = ask(1, 0, SIZE, 512);
+        assert_eq!(errno(super::check(&behind, &terms, SIZE + 511)), 28);
+        assert!(super::check(&behind, &terms, SIZE + 512).is_ok());
     }
 
     #[test]

@@ -30,7 +30,7 @@ impl Headers {
 /// What holds between one client and one export, fixed when the handshake ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Terms {
-    /// The size of the export. A disk that grows is seen by those who come later.
+    /// The size of the export, as it is told. Requests are checked against what it is when they come.
     pub(super) size: u64,
     pub(super) read_only: bool,
     pub(super) headers: Headers,

@@ -153,7 +153,8 @@ impl Session<'_> {
         let mut happened = false;
         let mut may_read = true;
         while self.ending.is_none() {
-            match self.intake.next(self.terms, &mut self.books.ledger) {
+            let size = self.disk.geometry().size;
+            match self.intake.next(self.terms, size, &mut self.books.ledger) {
                 Next::Begin(ticket, payload) => {
                     happened = true;
                     let running = Running::new(self.disk, self.terms, self.outlook, ticket, payload);

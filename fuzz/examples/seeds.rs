@@ -45,15 +45,22 @@ fn main() -> io::Result<()> {
         // A session that has its own handshake (mode 0).
         write(&root.join("nbd_session"), &format!("talk-{name}"), &[&[0, 1], &talk[8..]].concat())?;
     }
-    for (index, request) in requests().into_iter().enumerate() {
-        write(&root.join("nbd_request"), &format!("request-{index}"), &[&request[..], &[12]].concat())?;
+    for (kind, is_extended) in [("request", false), ("extended", true)] {
+        for (index, request) in requests(is_extended).into_iter().enumerate() {
+            write(&root.join("nbd_request"), &format!("{kind}-{index}"), &[&request[..], &[12]].concat())?;
+        }
     }
     for (index, memory) in vellum_export::vhost::fuzz::seeds().into_iter().enumerate() {
         write(&root.join("vhost_request"), &format!("memory-{index}"), &memory)?;
     }
     for mode in [1, 3, 7, 1 | 8, 3 | 16, 3 | 128, 3 | 32 | 16, 3 | 64, 255] {
-        let data: Vec<u8> = requests().concat();
+        let data: Vec<u8> = requests(false).concat();
         write(&root.join("nbd_session"), &format!("mode-{mode}"), &[&[mode, 5], &data[..]].concat())?;
+        if mode & 2 != 0 {
+            let data: Vec<u8> = requests(true).concat();
+            let name = format!("extended-mode-{mode}");
+            write(&root.join("nbd_session"), &name, &[&[mode, 128 | 5], &data[..]].concat())?;
+        }
     }
     Ok(())
 }
@@ -183,30 +190,39 @@ fn handshakes() -> Vec<(&'static str, Vec<u8>)> {
         let len = u32::try_from(data.len()).expect("short").to_be_bytes();
         [b"IHAVEOPT", &number.to_be_bytes()[..], &len, data].concat()
     };
-    let begin = [255, 255, 255, 255, 255, 255, 255, 255, 0, 0, 0, 3];
-    let talk = |options: &[Vec<u8>]| [&begin[..], &options.concat()].concat();
+    let talk_with = |last: u8, options: &[Vec<u8>]| {
+        [&[255, 255, 255, 255, 255, 255, 255, last, 0, 0, 0, 3][..], &options.concat()].concat()
+    };
+    let talk = |options: &[Vec<u8>]| talk_with(255, options);
     let go = option(7, b"\0\0\0\0\0\x02\0\x03\0\x02");
     let context = option(10, b"\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation");
     vec![
         ("export-name", talk(&[option(1, b"")])),
         ("list", talk(&[option(3, b""), option(2, b"")])),
         ("info-go", talk(&[option(6, b"\0\0\0\0\0\0"), go.clone()])),
-        ("structured", talk(&[option(8, b""), context, go])),
+        ("structured", talk(&[option(8, b""), context.clone(), go.clone()])),
+        ("extended", talk(&[option(8, b""), option(11, b""), option(8, b""), context, go.clone()])),
         ("contexts", talk(&[option(8, b""), option(9, b"\0\0\0\0\0\0\0\x02\0\0\0\x05base:\0\0\0\x05qemu:")])),
+        ("tls-offered", talk_with(254, &[option(8, b""), option(5, b"x"), option(5, b""), option(5, b""), go.clone()])),
+        ("tls-required", talk_with(253, &[option(8, b""), option(6, b""), option(5, b""), option(3, b""), go])),
         ("tls", talk(&[option(5, b""), option(11, b""), option(99, b"what?")])),
     ]
 }
 
 /// One request of each command, with payload where there is one.
-fn requests() -> Vec<Vec<u8>> {
+fn requests(is_extended: bool) -> Vec<Vec<u8>> {
     let request = |flags: u16, command: u16, offset: u64, payload: &[u8], len: u32| {
+        let has_payload = is_extended && !payload.is_empty();
+        let flags = if has_payload { flags | 1 << 5 } else { flags };
+        let magic: u32 = if is_extended { 0x21e4_1c71 } else { 0x2560_9513 };
+        let len_bytes = u64::from(len).to_be_bytes();
         [
-            &0x2560_9513_u32.to_be_bytes()[..],
+            &magic.to_be_bytes()[..],
             &flags.to_be_bytes(),
             &command.to_be_bytes(),
             &(0xC00C_1E00 | u64::from(command)).to_be_bytes(),
             &offset.to_be_bytes(),
-            &len.to_be_bytes(),
+            if is_extended { &len_bytes[..] } else { &len_bytes[4..] },
             payload,
         ]
         .concat()

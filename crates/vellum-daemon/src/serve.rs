@@ -26,11 +26,11 @@ use std::time::Duration;
 use futures_lite::future::{block_on, or, zip};
 use vellum_core::{Disk, Error, ErrorKind, Result};
 use vellum_export::fuse::allocate_without_write_back;
-use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
+use vellum_export::nbd::{Export, Exports, Limits, TlsPolicy, serve_connection_with};
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{
-    Address, IoMode, Listener, Signal, Signals, Spawned, Workers, WorkersConfig, WorkersHandle, clock,
-    spawn_local, unblock,
+    Address, IoMode, Listener, PassedSocket, Signal, Signals, Spawned, Workers, WorkersConfig, WorkersHandle,
+    clock, spawn_local, unblock,
 };
 
 use crate::control::server::{CONNECTIONS_MAX, Control};
@@ -62,6 +62,10 @@ pub struct ServeSpec {
     pub exports: Vec<ExportSpec>,
     /// Where NBD clients are waited for.
     pub nbd: Vec<Address>,
+    /// Sockets at which NBD clients are waited for, too: a service manager has opened them.
+    pub passed: Vec<PassedSocket>,
+    /// Whether NBD clients may, or must, talk TLS.
+    pub tls: TlsPolicy,
     /// Where front ends of vhost-user-blk are waited for.
     pub vhost: Vec<VhostSpec>,
     /// Files that show the disks.
@@ -153,7 +157,7 @@ async fn run(
         Some(path) => Some(Listener::bind_private(path).await?),
         None => None,
     };
-    let mut listeners = Vec::new();
+    let mut listeners: Vec<Listener> = spec.passed.iter().map(Listener::from).collect();
     for address in &spec.nbd {
         listeners.push(Listener::bind(address).await?);
     }
@@ -185,6 +189,7 @@ async fn run(
                 slots: slots.clone(),
                 shutdown: shutdown.clone(),
                 limits: spec.limits.clone(),
+                tls: spec.tls.clone(),
                 workers: workers.clone(),
                 next_worker: next_worker.clone(),
             };
@@ -262,6 +267,7 @@ struct Door {
     slots: ConnectionSlots,
     shutdown: Shutdown,
     limits: Limits,
+    tls: TlsPolicy,
     workers: WorkersHandle,
     next_worker: Arc<AtomicUsize>,
 }
@@ -287,12 +293,12 @@ impl Door {
                 }
             };
             let worker = self.next_worker.fetch_add(1, Ordering::Relaxed) % self.workers.count();
-            let (exports, shutdown, limits) =
-                (self.exports.clone(), self.shutdown.clone(), self.limits.clone());
+            let (exports, shutdown, limits, tls) =
+                (self.exports.clone(), self.shutdown.clone(), self.limits.clone(), self.tls.clone());
             // The session goes on by itself; what is returned is only a way to wait for it.
             drop(self.workers.spawn(worker, move || async move {
                 let stream = socket.attach();
-                serve_connection(&stream, &exports, &*clock(), &limits, &shutdown).await;
+                serve_connection_with(&tls, &stream, &exports, &*clock(), &limits, &shutdown).await;
                 drop(slot);
             }));
         }

@@ -207,8 +207,74 @@ fn zeros_and_trims_may_be_as_long_as_the_wire_allows() {
         for command in [4, 6] {
             assert_eq!(client.ask(command, 0, 4 << 30, u64::from(u32::MAX)).await.error, 0);
         }
-        assert!(disk.take_seen().iter().all(|seen| seen.len == u64::from(u32::MAX)));
+        let seen: Vec<_> = disk.take_seen().iter().map(|seen| (seen.kind, seen.at >> 30, seen.len)).collect();
+        let pieces = |kind| (4..8).map(move |at| (kind, at, (1_u64 << 30) - u64::from(at == 7)));
+        assert_eq!(seen, pieces(Kind::Discard).chain(pieces(Kind::Zero)).collect::<Vec<_>>());
     });
+}
+
+const EXTENDED: Wish<'_> =
+    Wish { name: "", structured: false, extended: true, contexts: &["base:allocation"], sizes: false };
+
+#[test]
+fn with_extended_headers_one_request_may_mean_the_whole_disk() {
+    let size = 1 << 50;
+    let disk = RuledDisk::new(size);
+    let (world, mut client, session) = begun(shared(&disk), EXTENDED);
+    world.run(async {
+        assert_eq!(client.write(0, 5 << 40, b"hello").await.error, 0);
+        assert_eq!(client.read(5 << 40, 5).await, b"hello");
+        // As QEMU sends it: without the flag for its payload.
+        let header =
+            RequestHeader { flags: 0, command: command::WRITE, cookie: 1, offset: (5 << 40) + 1, len: 1 };
+        let bytes = client.note(header);
+        client.send(&[&bytes[..], b"u"].concat()).await;
+        assert_eq!(client.answer_to(1).await.error, 0);
+        assert_eq!(client.read(5 << 40, 5).await, b"hullo");
+        let status = client.ask(7, 0, 0, size).await.status;
+        assert_eq!(status.len(), 1);
+        assert_eq!(status[0].1[0], (5 << 40, 3), "lengths of 64 bits");
+        assert_eq!(status[0].1.iter().map(|(len, _)| len).sum::<u64>(), size);
+        disk.take_seen();
+        for (command, kind) in [(4, Kind::Discard), (6, Kind::Zero)] {
+            assert_eq!(client.ask(command, flag::FUA, 100, 6 << 30).await.error, 0);
+            let seen = disk.take_seen();
+            let (flush, pieces) = seen.split_last().expect("it was done");
+            assert_eq!(flush.kind, Kind::Flush, "durable once, at the end");
+            assert_eq!(pieces.iter().map(|piece| piece.len).sum::<u64>(), 6 << 30);
+            assert!(pieces.iter().all(|piece| piece.kind == kind && piece.len <= 1 << 30));
+        }
+        assert_eq!(client.ask(6, 0, size - 512, 513).await.error, 28, "past the end");
+        assert_eq!(client.ask(0, 0, 0, size).await.error, 75, "a read is bounded");
+        assert!(disk.take_seen().is_empty());
+        drop(client);
+        session.await;
+    });
+    world.assert_nothing_is_left();
+}
+
+/// The others go on while a long request does, and it ends with its client.
+#[test]
+fn a_long_request_gives_way_and_ends_when_its_client_is_gone() {
+    for (command, kind) in [(4, Kind::Discard), (5, Kind::Read), (6, Kind::Zero)] {
+        let disk = RuledDisk::new(1 << 60);
+        let (world, mut client, session) = begun(shared(&disk), EXTENDED);
+        world.run(async {
+            let all = RequestHeader { flags: 0, command, cookie: 1, offset: 0, len: 1 << 60 };
+            client.request(all, &[]).await;
+            for _ in 0..20 {
+                assert_eq!(client.ask(3, 0, 0, 0).await.error, 0, "a flush is not kept waiting");
+            }
+            assert_eq!(client.open(), 1, "it is not done yet");
+            assert!(disk.take_seen().iter().filter(|seen| seen.kind == kind).count() > 1);
+            client.stream.break_down();
+            session.await;
+            disk.take_seen();
+            world.settle().await;
+            assert!(disk.take_seen().is_empty(), "nothing goes on for nobody");
+        });
+        world.assert_nothing_is_left();
+    }
 }
 
 #[test]
@@ -293,11 +359,11 @@ fn status_tells_holes_zeros_and_depth() {
     world.run(async {
         let k = 1024;
         let answer = client.ask(7, 0, 0, SIZE).await;
-        let rest = u32::try_from(SIZE).unwrap() - 256 * k;
+        let rest = SIZE - 256 * k;
         let allocation = vec![(64 * k, 3), (128 * k, 0), (64 * k, 2), (rest, 3)];
         let depth = vec![(256 * k, 1), (rest, 0)];
         assert_eq!(answer.status, [(1, allocation), (2, depth)]);
-        let answer = client.ask(7, flag::REQ_ONE, 100 * u64::from(k), 50 * u64::from(k)).await;
+        let answer = client.ask(7, flag::REQ_ONE, 100 * k, 50 * k).await;
         assert_eq!(answer.status, [(1, vec![(50 * k, 0)]), (2, vec![(50 * k, 1)])]);
         let answer = client.ask(7, flag::REQ_ONE, 10, 512).await;
         assert_eq!(answer.status, [(1, vec![(512, 3)]), (2, vec![(512, 1)])]);
@@ -310,7 +376,7 @@ fn status_follows_the_chain() {
     world_of_two(base, |world, mut client| {
         world.run(async move {
             let answer = client.ask(7, 0, 0, SIZE).await;
-            let (kib, size) = (1024, u32::try_from(SIZE).unwrap());
+            let (kib, size) = (1024, SIZE);
             // The base has its second 64 KiB, the overlay the third.
             assert_eq!(
                 answer.status,
@@ -329,9 +395,9 @@ trait CloneMerged {
     fn clone_merged(&self) -> Self;
 }
 
-impl CloneMerged for (u32, Vec<(u32, u32)>) {
+impl CloneMerged for (u32, Vec<(u64, u32)>) {
     fn clone_merged(&self) -> Self {
-        let mut runs: Vec<(u32, u32)> = Vec::new();
+        let mut runs: Vec<(u64, u32)> = Vec::new();
         for (len, status) in &self.1 {
             match runs.last_mut() {
                 Some(last) if last.1 == *status => last.0 += len,
@@ -375,7 +441,7 @@ fn status_of_many_extents_is_cut_and_can_be_continued() {
             answers += 1;
             for (len, status) in &answer.status[0].1 {
                 runs.push((at, *status));
-                at += u64::from(*len);
+                at += *len;
             }
         }
         assert_eq!(at, SIZE * 4);

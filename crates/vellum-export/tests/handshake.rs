@@ -6,7 +6,7 @@ use support::World;
 use support::client::{Wish, context_data, info_data, option_bytes};
 use support::disks::{RuledDisk, shared};
 use vellum_core::{BlockSize, Geometry};
-use vellum_export::nbd::wire::{info, option, option_reply as reply, transmission_flag as flag};
+use vellum_export::nbd::wire::{self, info, option, option_reply as reply, transmission_flag as flag};
 use vellum_export::nbd::{Ending, Export, Limits};
 
 const SIZE: u64 = 1 << 20;
@@ -192,7 +192,7 @@ fn what_the_server_does_not_know_is_refused_and_the_next_option_works() {
     let (mut client, _session) = world.connect();
     world.run(async {
         client.greet().await;
-        for option in [0, 4, option::STARTTLS, option::EXTENDED_HEADERS, 12, 77, u32::MAX] {
+        for option in [0, 4, option::STARTTLS, 12, 77, u32::MAX] {
             for data in [&b""[..], b"data"] {
                 let (replies, last) = client.ask_option(option, data).await;
                 assert_eq!((replies.len(), last), (0, reply::ERR_UNSUP), "option {option}");
@@ -310,7 +310,51 @@ fn option_data_that_contradicts_itself_is_invalid() {
             }
         }
         assert_eq!(client.ask_option(option::STRUCTURED_REPLY, b"x").await.1, reply::ERR_INVALID);
+        assert_eq!(client.ask_option(option::EXTENDED_HEADERS, b"x").await.1, reply::ERR_INVALID);
         assert!(client.inform(option::GO, "", &[]).await.is_ok());
+    });
+}
+
+/// Whether they come first or behind structured replies, and how often they are asked for.
+#[test]
+fn extended_headers_take_precedence_and_there_is_no_way_back() {
+    for structured_first in [true, false] {
+        let world = world();
+        let (mut client, session) = world.connect();
+        world.run(async {
+            client.greet().await;
+            if structured_first {
+                client.structured().await;
+                client.contexts("", &["base:allocation"]).await;
+            }
+            client.extended().await;
+            client.extended().await;
+            let (_, last) = client.ask_option(option::STRUCTURED_REPLY, &[]).await;
+            assert_eq!(last, reply::ERR_EXT_HEADER_REQD);
+            let (_, last) = client.ask_option(option::STRUCTURED_REPLY, b"x").await;
+            assert_eq!(last, reply::ERR_INVALID);
+            if !structured_first {
+                client.contexts("", &["base:allocation"]).await;
+            }
+            let told = client.inform(option::GO, "", &[]).await.expect("the default export");
+            assert_eq!(told.flags & flag::SEND_DF, flag::SEND_DF);
+            assert_eq!(client.read(0, 512).await, [0; 512]);
+            assert_eq!(client.ask(7, 0, 0, SIZE).await.status, [(1, vec![(SIZE, 3)])]);
+            client
+                .request(wire::RequestHeader { flags: 0, command: 2, cookie: 1, offset: 0, len: 0 }, &[])
+                .await;
+            assert!(matches!(session.await, Ending::Goodbye));
+        });
+        world.assert_nothing_is_left();
+    }
+    let world = world();
+    let (mut client, session) = world.connect();
+    world.run(async {
+        client.greet().await;
+        client.extended().await;
+        client.option(option::EXPORT_NAME, b"").await;
+        assert!(client.is_over().await, "the old option cannot be answered any more");
+        assert!(matches!(session.await, Ending::Violation(_)));
     });
 }
 

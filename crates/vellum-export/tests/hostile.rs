@@ -10,7 +10,7 @@ use support::client::{Client, Wish, context_data, info_data, option_bytes};
 use support::disks::{RuledDisk, shared};
 use support::pipe::pipe;
 use vellum_core::{MemoryDisk, Place, Random};
-use vellum_export::nbd::wire::{RequestHeader, command, option, option_reply as reply};
+use vellum_export::nbd::wire::{RequestHeader, command, command_flag, option, option_reply as reply};
 use vellum_export::nbd::{Ending, Limits};
 use vellum_export::{ConnectionSlots, Shutdown};
 
@@ -54,6 +54,72 @@ fn cve_2005_3534_and_2011_0530_a_request_longer_than_any_buffer() {
             });
             world.assert_nothing_is_left();
         }
+    }
+}
+
+/// The same with 64-bit lengths.
+#[test]
+fn extended_payloads_longer_than_any_buffer() {
+    let flag = command_flag::PAYLOAD_LEN;
+    let cases = [
+        (command::WRITE, flag, (32 << 20) + 1, 22),
+        (command::WRITE, flag, u64::MAX, 22),
+        (command::WRITE, 0, u64::MAX, 22),
+        (command::BLOCK_STATUS, flag, 1 << 40, 22),
+        (command::TRIM, flag, u64::MAX, 22),
+        (77, flag, 1 << 63, 22),
+    ];
+    for (command, flags, len, errno) in cases {
+        let world = world();
+        world.run(async {
+            let (mut client, session) = world.connect();
+            client.begin(Wish { extended: true, ..Wish::default() }).await;
+            client.request(RequestHeader { flags, command, cookie: 7, offset: 0, len }, b"").await;
+            assert_eq!(client.answer_to(7).await.error, errno, "command {command}, {len} bytes");
+            assert!(client.is_over().await);
+            assert!(matches!(session.await, Ending::Violation(_)));
+            is_well(&world).await;
+        });
+        world.assert_nothing_is_left();
+    }
+}
+
+/// A payload where none belongs is taken off the wire, and the next request is found behind it.
+#[test]
+fn extended_payloads_of_commands_without_one_are_thrown_away() {
+    let world = world();
+    world.run(async {
+        let (mut client, _session) = world.connect();
+        client.begin(Wish { extended: true, ..Wish::default() }).await;
+        for command in [0, 3, 4, 5, 6, 7, 8, 77, u16::MAX] {
+            for len in [1, 512, 100_000] {
+                let header = RequestHeader { flags: 0, command, cookie: 7, offset: 0, len };
+                let payload = vec![0x25; usize::try_from(len).expect("small")];
+                client.request(header, &payload).await;
+                assert_eq!(client.answer_to(7).await.error, 22, "command {command}");
+            }
+        }
+        assert_eq!(client.write(0, 0, b"fine").await.error, 0);
+        assert_eq!(client.read(0, 4).await, b"fine");
+    });
+}
+
+/// Requests of the other kind than was negotiated.
+#[test]
+fn compact_and_extended_requests_are_not_mixed() {
+    for extended in [true, false] {
+        let world = world();
+        world.run(async {
+            let (mut client, session) = world.connect();
+            client.begin(Wish { extended, ..Wish::default() }).await;
+            let wrong = header(command::READ, 0, 512);
+            let bytes = if extended { wrong.encode().to_vec() } else { wrong.encode_extended().to_vec() };
+            client.send(&[&bytes[..], &[0; 32]].concat()).await;
+            assert!(client.is_over().await);
+            assert!(matches!(session.await, Ending::Violation(_)));
+            is_well(&world).await;
+        });
+        world.assert_nothing_is_left();
     }
 }
 
@@ -420,7 +486,7 @@ fn cve_2025_47711_extents_longer_than_the_wire_can_tell() {
                 for flags in [0, 8] {
                     let answer = client.ask(command::BLOCK_STATUS, flags, offset, len).await;
                     assert_eq!(answer.error, 0);
-                    assert_eq!(answer.status, [(1, vec![(u32::try_from(len).unwrap(), 3)])]);
+                    assert_eq!(answer.status, [(1, vec![(len, 3)])]);
                 }
             }
         }
@@ -458,7 +524,7 @@ fn cve_2025_47712_runs_are_whole_blocks_whatever_the_extents() {
                 let answer = client.ask(command::BLOCK_STATUS, 0, at, (1 << 20) - at).await;
                 for (len, _) in &answer.status[0].1 {
                     assert!(len.is_multiple_of(4096));
-                    at += u64::from(*len);
+                    at += *len;
                 }
             }
             assert_eq!(at, 1 << 20);
@@ -475,7 +541,7 @@ fn a_request_without_its_magic_ends_the_session_and_answers_what_was_asked_befor
         let good = client.note(header(command::READ, 0, 512));
         let mut bad = header(command::READ, 0, 512).encode();
         bad[0] ^= 0x80;
-        client.send(&[good, bad, good].concat()).await;
+        client.send(&[&good[..], &bad, &good].concat()).await;
         assert_eq!(client.answer().await.expect("it was right").data, [0; 512]);
         assert!(client.is_over().await);
         assert!(matches!(session.await, Ending::Violation(_)));

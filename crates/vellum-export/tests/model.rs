@@ -106,7 +106,7 @@ impl Model {
             command::BLOCK_STATUS => {
                 let mut at = start;
                 for (len, status) in &answer.status[0].1 {
-                    let run = at..at + *len as usize;
+                    let run = at..at + usize::try_from(*len).unwrap();
                     if status & 2 != 0 {
                         assert!(self.bytes[run.clone()].iter().all(|byte| *byte == 0), "{header:?}");
                     }
@@ -127,12 +127,13 @@ fn play(disk: SharedDisk, seed: u64, connections: usize, steps: usize, limits: L
     let mut clients: Vec<(Client, bool)> = Vec::new();
     world.run(async {
         for _ in 0..connections {
-            let structured = !random.one_in(3);
+            let (asks_structured, extended) = (!random.one_in(3), random.one_in(3));
+            let structured = asks_structured || extended;
             let (server, client) = pipe(usize::try_from(random.below(1 << 20)).unwrap() + 500_000);
             server.cut_reads(random.fork());
             world.serve(server).detach();
             let mut client = Client::new(client);
-            client.begin(Wish { structured, ..Wish::default() }).await;
+            client.begin(Wish { structured: asks_structured, extended, ..Wish::default() }).await;
             clients.push((client, structured));
         }
         for _ in 0..steps {
@@ -141,7 +142,7 @@ fn play(disk: SharedDisk, seed: u64, connections: usize, steps: usize, limits: L
             // More often asking than waiting, so that there is always much under way.
             if client.open() < 30 && !random.one_in(3) {
                 let Some(asked) = model.next(*structured, read_only) else { continue };
-                let room = client.stream.unread_there() + asked.data.len() + 28 < 500_000;
+                let room = client.stream.unread_there() + asked.data.len() + 32 < 500_000;
                 if room {
                     client.request(asked.header, &asked.data).await;
                     model.under_way.insert((index, asked.header.cookie), asked);

@@ -39,6 +39,6 @@ pub use driver::IoMode;
 pub use file::{Draft, File, LockMode, OpenOptions};
 pub use ready::{readable, writable};
 pub use signal::{Signal, Signals};
-pub use socket::{Address, Listener, Socket, Stream, connect};
+pub use socket::{Address, Listener, PassedSocket, PassedTo, Socket, Stream, connect};
 pub use worker::{Task, clock, io_mode, run, spawn_local, worker_index};
 pub use workers::{Spawned, Workers, WorkersConfig, WorkersHandle};

@@ -6,6 +6,7 @@
 //!     mode  1 the handshake is made for it   2 … with structured replies and block status   4 read-only
 //!           8 it keeps to block sizes   16 reads bring random pieces   32 the peer stops listening
 //!          64 a drain comes at some time   128 the disk answers late and out of order
+//!     seed  128 the handshake that is made for it chooses extended headers
 //! ```
 //!
 //! A session must not panic, must not stop without having ended, must leave no disk request half done, and must
@@ -26,13 +27,13 @@ use vellum_core::{
 };
 
 use super::exports::{Export, Exports};
-use super::handshake::{Handshake, Step};
+use super::handshake::{Handshake, Step, TlsStage};
 use super::limits::Limits;
 use super::request::check;
 use super::session::serve_connection;
 use super::status::{Contexts, MetaContext};
-use super::terms::Terms;
-use super::wire::{self, RequestHeader, chunk, command, info, option};
+use super::terms::{Headers, Terms};
+use super::wire::{self, RequestHeader, chunk, command, command_flag, info, option};
 use crate::shutdown::Shutdown;
 
 /// The disk's size: small, so that offsets that mean something are easily found.
@@ -45,9 +46,15 @@ const INPUT_BYTES_MAX: usize = 16 << 10;
 pub fn fuzz_handshake(data: &[u8]) {
     let exports = exports(MemoryDisk::new(DISK_BYTES), false);
     let limits = Limits::default();
-    let mut handshake = Handshake::new(&exports, &limits);
     let mut out = Vec::new();
     let (pieces, mut rest) = data.split_at(data.len().min(8));
+    // What the pieces say besides: 255, as most seeds have it, is no TLS.
+    let stage = match pieces.last() {
+        Some(254) => TlsStage::Offered,
+        Some(253) => TlsStage::Required,
+        _ => TlsStage::Absent,
+    };
+    let mut handshake = Handshake::new(&exports, &limits, stage);
     let mut pieces = pieces.iter().cycle();
     while !rest.is_empty() {
         let len = pieces.next().map_or(1, |byte| usize::from(*byte) + 1).min(rest.len());
@@ -57,6 +64,12 @@ pub fn fuzz_handshake(data: &[u8]) {
         out.clear();
         match step {
             Step::More => rest = &rest[taken..],
+            // The same bytes might have come inside it.
+            Step::StartTls => {
+                assert_ne!(stage, TlsStage::Absent);
+                handshake = handshake.inside_tls();
+                rest = &rest[taken..];
+            }
             Step::Enter(_) | Step::End(_) => return,
         }
     }
@@ -64,9 +77,18 @@ pub fn fuzz_handshake(data: &[u8]) {
 
 /// One request header: what passes must lie inside the export.
 pub fn fuzz_request(data: &[u8]) {
-    let Some((bytes, rest)) = data.split_first_chunk() else { return };
-    let Some(header) = RequestHeader::parse(bytes) else { return };
-    assert!(header.encode() == *bytes, "a header survives");
+    let is_extended = data.starts_with(&wire::EXTENDED_REQUEST_MAGIC.to_be_bytes());
+    let (header, rest) = if is_extended {
+        let Some((bytes, rest)) = data.split_first_chunk() else { return };
+        let Some(header) = RequestHeader::parse_extended(bytes) else { return };
+        assert!(header.encode_extended() == *bytes, "a header survives");
+        (header, rest)
+    } else {
+        let Some((bytes, rest)) = data.split_first_chunk() else { return };
+        let Some(header) = RequestHeader::parse(bytes) else { return };
+        assert!(header.encode() == *bytes, "a header survives");
+        (header, rest)
+    };
     let mode = rest.first().copied().unwrap_or_default();
     let disk = MemoryDisk::new(DISK_BYTES);
     let terms = Terms::new(&disk.geometry(), mode & 1 != 0, mode & 2 != 0, &Limits::default());
@@ -74,9 +96,15 @@ pub fn fuzz_request(data: &[u8]) {
     if mode & 4 != 0 {
         contexts.select(MetaContext::Allocation);
     }
-    let terms = Terms { structured: mode & 8 != 0, contexts, ..terms };
-    if let Err(refusal) = check(&header, &terms) {
-        let has_payload = header.command == command::WRITE;
+    let headers = match mode & 8 {
+        _ if is_extended => Headers::Extended,
+        0 => Headers::Simple,
+        _ => Headers::Structured,
+    };
+    let terms = Terms { headers, contexts, ..terms };
+    if let Err(refusal) = check(&header, &terms, DISK_BYTES) {
+        let says_payload = is_extended && header.flags & command_flag::PAYLOAD_LEN != 0;
+        let has_payload = header.command == command::WRITE || says_payload;
         assert_eq!(refusal.payload, if has_payload { header.len } else { 0 });
     }
 }
@@ -92,7 +120,12 @@ pub fn fuzz_session(data: &[u8]) {
     let late = has(128).then(|| Mutex::new(random.fork()));
     let disk = CheckedDisk::new(Arc::new(LateDisk { inner: disk, late }));
     let exports = exports(disk.clone(), has(4));
-    let prefix = if has(1) { opening(has(2), has(8)) } else { Vec::new() };
+    let headers = match (has(2), seed & 128 != 0) {
+        (false, _) => Headers::Simple,
+        (true, false) => Headers::Structured,
+        (true, true) => Headers::Extended,
+    };
+    let prefix = if has(1) { opening(headers, has(8)) } else { Vec::new() };
     let stream = ScriptedStream {
         input: [&prefix, data].concat(),
         at: Cell::new(0),
@@ -118,7 +151,7 @@ pub fn fuzz_session(data: &[u8]) {
     let came_whole = has(1) && has(2) && !has(32) && !has(64);
     if came_whole {
         let output = stream.output.into_inner();
-        assert_eq!(replies(&output), requests(data), "each request is answered once");
+        assert_eq!(replies(&output, headers), requests(data, headers), "each request is answered once");
     }
 }
 
@@ -130,7 +163,7 @@ fn exports(disk: SharedDisk, read_only: bool) -> Exports {
 }
 
 /// A handshake for those who want to be in the transmission at once.
-fn opening(structured: bool, sizes: bool) -> Vec<u8> {
+fn opening(headers: Headers, sizes: bool) -> Vec<u8> {
     let put = |bytes: &mut Vec<u8>, option: u32, data: &[u8]| {
         bytes.extend_from_slice(&wire::OPTION_MAGIC.to_be_bytes());
         bytes.extend_from_slice(&option.to_be_bytes());
@@ -138,8 +171,12 @@ fn opening(structured: bool, sizes: bool) -> Vec<u8> {
         bytes.extend_from_slice(data);
     };
     let mut bytes = 3_u32.to_be_bytes().to_vec();
-    if structured {
-        put(&mut bytes, option::STRUCTURED_REPLY, &[]);
+    match headers {
+        Headers::Simple => {}
+        Headers::Structured => put(&mut bytes, option::STRUCTURED_REPLY, &[]),
+        Headers::Extended => put(&mut bytes, option::EXTENDED_HEADERS, &[]),
+    }
+    if headers.have_chunks() {
         put(&mut bytes, option::SET_META_CONTEXT, b"\0\0\0\0\0\0\0\x01\0\0\0\x0fbase:allocation");
     }
     let facts: &[u16] = if sizes { &[info::BLOCK_SIZE] } else { &[] };
@@ -151,27 +188,41 @@ fn opening(structured: bool, sizes: bool) -> Vec<u8> {
 }
 
 /// How many requests the input holds that must be answered.
-fn requests(mut input: &[u8]) -> usize {
+fn requests(mut input: &[u8], headers: Headers) -> usize {
+    let is_extended = headers == Headers::Extended;
     let mut count = 0;
-    while let Some((bytes, rest)) = input.split_first_chunk() {
-        input = rest;
-        let Some(header) = RequestHeader::parse(bytes) else { break };
-        match header.command {
-            command::DISC => break,
-            command::WRITE if header.len > u64::from(wire::PAYLOAD_BYTES_DEFAULT) => return count + 1,
-            command::WRITE => match usize::try_from(header.len).ok().and_then(|len| input.get(len..)) {
-                Some(rest) => input = rest,
-                None => break,
-            },
-            _ => {}
+    loop {
+        let header = if is_extended {
+            let Some((bytes, rest)) = input.split_first_chunk() else { break };
+            input = rest;
+            RequestHeader::parse_extended(bytes)
+        } else {
+            let Some((bytes, rest)) = input.split_first_chunk() else { break };
+            input = rest;
+            RequestHeader::parse(bytes)
+        };
+        let Some(header) = header else { break };
+        let is_write = header.command == command::WRITE;
+        let says_payload = is_extended && header.flags & command_flag::PAYLOAD_LEN != 0;
+        if header.command == command::DISC {
+            break;
         }
         count += 1;
+        if is_write || says_payload {
+            if header.len > u64::from(wire::PAYLOAD_BYTES_DEFAULT) {
+                break;
+            }
+            match usize::try_from(header.len).ok().and_then(|len| input.get(len..)) {
+                Some(rest) => input = rest,
+                None => return count - 1,
+            }
+        }
     }
     count
 }
 
 /// How many replies the output holds, behind its handshake. Panics when it is not well formed.
-fn replies(mut output: &[u8]) -> usize {
+fn replies(mut output: &[u8], headers: Headers) -> usize {
     fn take<'a>(output: &mut &'a [u8], len: usize) -> &'a [u8] {
         let (now, rest) = output.split_at_checked(len).expect("the output ends with a whole reply");
         *output = rest;
@@ -191,7 +242,13 @@ fn replies(mut output: &[u8]) -> usize {
     }
     let mut count = 0;
     while !output.is_empty() {
-        if u32_at(output, 0) == wire::SIMPLE_REPLY_MAGIC {
+        if headers == Headers::Extended {
+            let header = take(&mut output, wire::EXTENDED_HEADER_BYTES);
+            assert_eq!((u32_at(header, 0), u32_at(header, 24)), (wire::EXTENDED_CHUNK_MAGIC, 0));
+            take(&mut output, u32_at(header, 28) as usize);
+            count += usize::from(header[5] == 1);
+            assert!(header[4..6] == [0, 0] || header[4..6] == chunk::FLAG_DONE.to_be_bytes());
+        } else if u32_at(output, 0) == wire::SIMPLE_REPLY_MAGIC {
             take(&mut output, wire::SIMPLE_REPLY_BYTES);
             count += 1;
         } else {
@@ -356,20 +413,29 @@ mod tests {
     use super::*;
 
     /// Requests that mostly make sense, as a fuzzer that knows the structure would make them.
-    fn requests_at_random(random: &mut Random) -> Vec<u8> {
+    fn requests_at_random(random: &mut Random, is_extended: bool) -> Vec<u8> {
         let mut bytes = Vec::new();
         for _ in 0..random.below(60) {
             let command = u16::try_from(random.below(9)).expect("small");
             let longest = *random.pick(&[2, 512, 20_000, 80_000]);
-            let header = RequestHeader {
-                flags: if random.one_in(4) { 1 << random.below(6) } else { 0 },
+            let mut header = RequestHeader {
+                flags: if random.one_in(4) { 1 << random.below(7) } else { 0 },
                 command: if command == 2 && !random.one_in(10) { 0 } else { command },
                 cookie: random.any(),
                 offset: random.below(DISK_BYTES + 100),
                 len: random.below(longest),
             };
-            bytes.extend(header.encode());
-            if header.command == command::WRITE {
+            let mut has_payload = header.command == command::WRITE;
+            if is_extended {
+                if has_payload && !random.one_in(5) {
+                    header.flags |= command_flag::PAYLOAD_LEN;
+                }
+                has_payload |= header.flags & command_flag::PAYLOAD_LEN != 0;
+                bytes.extend(header.encode_extended());
+            } else {
+                bytes.extend(header.encode());
+            }
+            if has_payload {
                 bytes.extend((0..header.len).map(|_| 7));
             }
         }
@@ -386,7 +452,7 @@ mod tests {
         for mode in 0..=255 {
             for _ in 0..12 {
                 let seed = random.below(256).try_into().expect("a byte");
-                let data = requests_at_random(&mut random);
+                let data = requests_at_random(&mut random, seed & 128 != 0 && mode & 2 != 0);
                 fuzz_session(&[&[mode, seed], &data[..]].concat());
             }
         }
@@ -406,16 +472,26 @@ mod tests {
             fuzz_handshake(&talk);
             let header = [&wire::REQUEST_MAGIC.to_be_bytes(), &[0, 0, 0, 1], &data[..]].concat();
             fuzz_request(&header);
+            let header = [&wire::EXTENDED_REQUEST_MAGIC.to_be_bytes(), &[0, 32, 0, 1], &data[..]].concat();
+            fuzz_request(&header);
         }
     }
 
     #[test]
     fn the_judge_counts_as_the_protocol_does() {
         let header = |command, len| RequestHeader { flags: 0, command, cookie: 1, offset: 0, len }.encode();
-        assert_eq!(requests(&[header(0, 5), header(3, 0)].concat()), 2);
-        assert_eq!(requests(&[&header(1, 3)[..], b"abc", &header(9, 0)].concat()), 2);
-        assert_eq!(requests(&[&header(1, 4)[..], b"abc"].concat()), 0, "half a write");
-        assert_eq!(requests(&[header(2, 0), header(0, 5)].concat()), 0);
-        assert_eq!(requests(&[&header(0, 5)[..], b"nonsense, long enough for a header"].concat()), 1);
+        let compact = |bytes: &[u8]| requests(bytes, Headers::Structured);
+        assert_eq!(compact(&[header(0, 5), header(3, 0)].concat()), 2);
+        assert_eq!(compact(&[&header(1, 3)[..], b"abc", &header(9, 0)].concat()), 2);
+        assert_eq!(compact(&[&header(1, 4)[..], b"abc"].concat()), 0, "half a write");
+        assert_eq!(compact(&[header(2, 0), header(0, 5)].concat()), 0);
+        assert_eq!(compact(&[&header(0, 5)[..], b"nonsense, long enough for a header"].concat()), 1);
+        let long = |command, flags, len| {
+            RequestHeader { flags, command, cookie: 1, offset: 0, len }.encode_extended()
+        };
+        let extended = |bytes: &[u8]| requests(bytes, Headers::Extended);
+        assert_eq!(extended(&[&long(7, 32, 3)[..], b"abc", &long(6, 0, 1 << 40)].concat()), 2);
+        assert_eq!(extended(&[&long(1, 0, 3)[..], b"abc", &long(6, 0, 1 << 40)].concat()), 2);
+        assert_eq!(extended(&[&long(0, 32, 4)[..], b"abc"].concat()), 0, "half a payload");
     }
 }

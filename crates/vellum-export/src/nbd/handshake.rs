@@ -13,8 +13,9 @@
 //! 3. A length that the client sent makes nothing larger by itself; what is gathered grows with what has come.
 //! 4. No export's disk is asked anything but its geometry, and none is touched before the client has chosen it.
 //! 5. Answers never repeat the client's own words, so they have a length that the server chose.
-//! 6. Each answer is a function of what was negotiated so far. Whoever adds TLS must begin a new `Handshake` after it,
-//!    with an empty receive buffer: what came in the clear must not count (CVE-2021-3716).
+//! 6. Each answer is a function of what was negotiated so far. TLS begins a new `Handshake`, with an empty receive
+//!    buffer: what came in the clear does not count (CVE-2021-3716). Of the old one only the flags are kept.
+//! 7. Where TLS comes first, nothing else is answered before it, not even whether an option is known.
 //!
 //! Left out: clients that do not know fixed newstyle (before 2011). They cannot be told an error, and are turned away.
 //!
@@ -24,7 +25,7 @@ use super::exports::{Attached, Export, Exports};
 use super::limits::Limits;
 use super::session::Ending;
 use super::status::{Contexts, MetaContext};
-use super::terms::Terms;
+use super::terms::{Headers, Terms};
 use super::wire::{
     self, ContextRequest, InfoRequest, OptionHeader, handshake_flag, info, option, option_reply as reply,
 };
@@ -41,9 +42,26 @@ pub(super) enum Step {
     More,
     /// The transmission begins with the next byte.
     Enter(Negotiated),
+    /// TLS begins with the next byte, and another handshake in it.
+    StartTls,
     /// It is over, once the answer is sent.
     End(Ending),
 }
+
+/// How a handshake stands with TLS.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TlsStage {
+    /// The server has none.
+    Absent,
+    Offered,
+    /// Comes before everything else.
+    Required,
+    /// The handshake is inside it.
+    Done,
+}
+
+/// Why an option is not answered.
+const TLS_FIRST: &str = "this server wants TLS first";
 
 enum State {
     Flags,
@@ -60,29 +78,37 @@ enum State {
 pub(super) struct Handshake<'a> {
     exports: &'a Exports,
     limits: &'a Limits,
+    tls: TlsStage,
     state: State,
     gathered: Vec<u8>,
     options: u32,
     bytes: u64,
     no_zeroes: bool,
-    structured: bool,
+    headers: Headers,
     /// The contexts that were chosen last, and for which export.
     chosen: Option<(String, Contexts)>,
 }
 
 impl<'a> Handshake<'a> {
-    pub(super) fn new(exports: &'a Exports, limits: &'a Limits) -> Self {
+    pub(super) fn new(exports: &'a Exports, limits: &'a Limits, tls: TlsStage) -> Self {
         Self {
             exports,
             limits,
+            tls,
             state: State::Flags,
             gathered: Vec::new(),
             options: 0,
             bytes: 0,
             no_zeroes: false,
-            structured: false,
+            headers: Headers::Simple,
             chosen: None,
         }
+    }
+
+    /// The handshake that follows this one inside TLS. It goes on with the first option.
+    pub(super) fn inside_tls(&self) -> Self {
+        let begun = Self::new(self.exports, self.limits, TlsStage::Done);
+        Self { state: State::OptionHeader, no_zeroes: self.no_zeroes, ..begun }
     }
 
     /// Takes bytes off the front of `input` and appends what is to be sent to `out`. Tells how many it took; bytes
@@ -99,7 +125,10 @@ impl<'a> Handshake<'a> {
             *left -= part;
             self.bytes += u64::from(part);
             if *left == 0 {
-                refuse(out, *option, reply::ERR_TOO_BIG, "the option is too long");
+                match self.tls {
+                    TlsStage::Required => refuse(out, *option, reply::ERR_TLS_REQD, TLS_FIRST),
+                    _ => refuse(out, *option, reply::ERR_TOO_BIG, "the option is too long"),
+                }
                 self.state = State::OptionHeader;
             }
             return self.within_limits();
@@ -183,6 +212,17 @@ impl<'a> Handshake<'a> {
     /// Answers one option.
     fn answer(&mut self, option: u32, data: &[u8], out: &mut Vec<u8>) -> Step {
         match option {
+            option::EXPORT_NAME if self.tls == TlsStage::Required => {
+                return Step::End(Ending::Refused(TLS_FIRST));
+            }
+            option::STARTTLS | option::ABORT => {}
+            _ if self.tls == TlsStage::Required => {
+                refuse(out, option, reply::ERR_TLS_REQD, TLS_FIRST);
+                return Step::More;
+            }
+            _ => {}
+        }
+        match option {
             option::EXPORT_NAME => return self.export_name(data, out),
             option::GO => {
                 if let Some(negotiated) = self.describe(option, data, out) {
@@ -198,17 +238,35 @@ impl<'a> Handshake<'a> {
                 self.describe(option, data, out);
             }
             option::LIST if data.is_empty() => self.list(out),
+            option::STRUCTURED_REPLY if data.is_empty() && self.headers == Headers::Extended => {
+                refuse(out, option, reply::ERR_EXT_HEADER_REQD, "extended headers were chosen already");
+            }
             option::STRUCTURED_REPLY if data.is_empty() => {
-                self.structured = true;
+                self.headers = Headers::Structured;
                 acknowledge(out, option);
             }
-            option::LIST | option::STRUCTURED_REPLY => {
+            option::EXTENDED_HEADERS if data.is_empty() => {
+                self.headers = Headers::Extended;
+                acknowledge(out, option);
+            }
+            option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => {
                 refuse(out, option, reply::ERR_INVALID, "this option has no data");
             }
             option::LIST_META_CONTEXT => self.list_contexts(data, out),
             option::SET_META_CONTEXT => self.set_contexts(data, out),
-            option::STARTTLS => refuse(out, option, reply::ERR_UNSUP, "this server has no TLS"),
-            // Among them NBD_OPT_EXTENDED_HEADERS.
+            option::STARTTLS if self.tls == TlsStage::Absent => {
+                refuse(out, option, reply::ERR_UNSUP, "this server has no TLS");
+            }
+            option::STARTTLS if self.tls == TlsStage::Done => {
+                refuse(out, option, reply::ERR_INVALID, "TLS has begun already");
+            }
+            option::STARTTLS if !data.is_empty() => {
+                refuse(out, option, reply::ERR_INVALID, "this option has no data");
+            }
+            option::STARTTLS => {
+                acknowledge(out, option);
+                return Step::StartTls;
+            }
             _ => refuse(out, option, reply::ERR_UNSUP, "unknown option"),
         }
         Step::More
@@ -216,6 +274,10 @@ impl<'a> Handshake<'a> {
 
     /// `NBD_OPT_EXPORT_NAME`: there is no way to say no but to hang up.
     fn export_name(&self, data: &[u8], out: &mut Vec<u8>) -> Step {
+        if self.headers == Headers::Extended {
+            // "Once extended headers are successfully requested, a client MUST NOT use NBD_OPT_EXPORT_NAME."
+            return Step::End(Ending::Violation("an old option after extended headers"));
+        }
         let attached = wire::parse_string(data).and_then(|name| self.exports.attach(name));
         let Some(attached) = attached else {
             return Step::End(Ending::Refused("no such export"));
@@ -267,7 +329,7 @@ impl<'a> Handshake<'a> {
             Some((name, contexts)) if *name == export.name => contexts.clone(),
             _ => Contexts::default(),
         };
-        Terms { structured: self.structured, contexts, ..terms }
+        Terms { headers: self.headers, contexts, ..terms }
     }
 
     fn list(&self, out: &mut Vec<u8>) {
@@ -325,7 +387,7 @@ impl<'a> Handshake<'a> {
         data: &'d [u8],
         out: &mut Vec<u8>,
     ) -> Option<ContextRequest<'d>> {
-        if !self.structured {
+        if !self.headers.have_chunks() {
             refuse(out, option, reply::ERR_INVALID, "structured replies come first");
             return None;
         }

@@ -22,9 +22,10 @@ use std::task::{Context, Poll};
 use vellum_core::{Buffer, ByteStream, LocalFuture, Result};
 
 use super::ledger::{Holding, Ledger};
+use super::reply::Label;
 use super::request::{Refusal, Request, check};
-use super::terms::Terms;
-use super::wire::{REQUEST_HEADER_BYTES, RequestHeader};
+use super::terms::{Headers, Terms};
+use super::wire::{EXTENDED_HEADER_BYTES, REQUEST_HEADER_BYTES, RequestHeader};
 use super::work::{Ticket, memory_for};
 
 /// A payload of which so much is still to come is large.
@@ -39,7 +40,7 @@ pub(super) enum Next {
     /// A request with its payload.
     Begin(Ticket, Buffer),
     /// A request that is to be refused; it has an entry in the ledger, without memory.
-    Refuse { cookie: u64, refusal: Refusal },
+    Refuse { label: Label, refusal: Refusal },
     /// Nothing before more bytes have come.
     Starved,
     /// Nothing before the ledger has room.
@@ -73,7 +74,7 @@ enum Stage {
     },
     Skip {
         left: u64,
-        cookie: u64,
+        label: Label,
         refusal: Refusal,
     },
 }
@@ -99,43 +100,49 @@ impl<'a> Intake<'a> {
         matches!(self.stage, Stage::Header) && self.start == self.end
     }
 
-    /// The next request, if it has come and the ledger has room for it.
-    pub(super) fn next(&mut self, terms: &Terms, ledger: &mut Ledger) -> Next {
+    /// The next request, if it has come and the ledger has room for it. `size` is the disk's now.
+    pub(super) fn next(&mut self, terms: &Terms, size: u64, ledger: &mut Ledger) -> Next {
         if self.receiving.is_some() {
             return Next::Starved;
         }
         match std::mem::replace(&mut self.stage, Stage::Header) {
-            Stage::Header => self.next_header(terms, ledger),
+            Stage::Header => self.next_header(terms, size, ledger),
             Stage::Payload { ticket, bytes, filled } => self.next_payload(ticket, bytes, filled),
-            Stage::Skip { left, cookie, refusal } => self.next_skipped(left, cookie, refusal),
+            Stage::Skip { left, label, refusal } => self.next_skipped(left, label, refusal),
         }
     }
 
-    fn next_header(&mut self, terms: &Terms, ledger: &mut Ledger) -> Next {
-        let Some(bytes) = self.unread().first_chunk::<REQUEST_HEADER_BYTES>() else {
-            return Next::Starved;
+    fn next_header(&mut self, terms: &Terms, size: u64, ledger: &mut Ledger) -> Next {
+        let unread = self.unread();
+        let (header_bytes, header) = if terms.headers == Headers::Extended {
+            (EXTENDED_HEADER_BYTES, unread.first_chunk().map(RequestHeader::parse_extended))
+        } else {
+            (REQUEST_HEADER_BYTES, unread.first_chunk().map(RequestHeader::parse))
         };
-        let Some(header) = RequestHeader::parse(bytes) else {
-            return Next::Broken;
+        let header = match header {
+            None => return Next::Starved,
+            Some(None) => return Next::Broken,
+            Some(Some(header)) => header,
         };
-        let request = match check(&header, terms) {
+        let label = Label { cookie: header.cookie, offset: header.offset };
+        let request = match check(&header, terms, size) {
             Ok(Request::Disconnect) => return Next::Goodbye,
             Ok(request) => request,
             Err(refusal) => {
                 if !ledger.open(0) {
                     return Next::Blocked;
                 }
-                self.start += REQUEST_HEADER_BYTES;
+                self.start += header_bytes;
                 let left = if refusal.is_abuse { 0 } else { refusal.payload };
-                return self.next_skipped(left, header.cookie, refusal);
+                return self.next_skipped(left, label, refusal);
             }
         };
         let memory = ledger.charge(memory_for(&request));
         if !ledger.open(memory) {
             return Next::Blocked;
         }
-        self.start += REQUEST_HEADER_BYTES;
-        let ticket = Ticket { cookie: header.cookie, request, memory };
+        self.start += header_bytes;
+        let ticket = Ticket { label, request, memory };
         let Request::Write { span, .. } = request else {
             return Next::Begin(ticket, Buffer::empty());
         };
@@ -161,13 +168,13 @@ impl<'a> Intake<'a> {
         Next::Starved
     }
 
-    fn next_skipped(&mut self, left: u64, cookie: u64, refusal: Refusal) -> Next {
+    fn next_skipped(&mut self, left: u64, label: Label, refusal: Refusal) -> Next {
         let part = left.min(self.unread().len() as u64);
         self.start += usize::try_from(part).expect("no more than has come");
         if left == part {
-            return Next::Refuse { cookie, refusal };
+            return Next::Refuse { label, refusal };
         }
-        self.stage = Stage::Skip { left: left - part, cookie, refusal };
+        self.stage = Stage::Skip { left: left - part, label, refusal };
         Next::Starved
     }
 

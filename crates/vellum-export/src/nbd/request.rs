@@ -5,16 +5,20 @@
 //!                         └──► Err(Refusal)     is answered with its errno; a payload is taken off the wire first
 //! ```
 //!
-//! 1. It is a pure function of the header and the [`Terms`].
+//! 1. It is a pure function of the header, the [`Terms`], and the size that the disk has now: not the one that the client
+//!    was told, as a client can learn a new size from another connection, and must not reach past a smaller one.
 //! 2. A run of bytes in a [`Request`] lies inside the export and, for reads and writes, fits a payload.
 //! 3. A refusal says how many bytes of payload follow the header, so that the next header is found; only where that
 //!    many would be an abuse does it end the connection.
+//!
+//! With extended headers a flag says that a payload follows, and a write must have it. But QEMU's client (10.0) sends its
+//! writes without, and its server takes the payload all the same. So a write has its payload, flag or not.
 //!
 //! Source: NBD protocol, "Command flags", "Request types", "Size constraints", "Error values".
 
 use vellum_core::{GuestOffset, GuestSpan, ZeroFlags};
 
-use super::terms::Terms;
+use super::terms::{Headers, Terms};
 use super::wire::{Errno, PAYLOAD_BYTES_DEFAULT, RequestHeader, command, command_flag as flag};
 
 /// A request that may be done as it stands.
@@ -64,14 +68,18 @@ pub(super) struct Refusal {
 }
 
 /// Looks at everything a header says.
-pub(super) fn check(header: &RequestHeader, terms: &Terms) -> Result<Request, Refusal> {
+pub(super) fn check(header: &RequestHeader, terms: &Terms, size: u64) -> Result<Request, Refusal> {
+    let is_extended = terms.headers == Headers::Extended;
+    let is_write = header.command == command::WRITE;
     // With compact headers a write is the only request with a payload.
-    let payload = if header.command == command::WRITE { header.len } else { 0 };
+    let has_payload = is_write || (is_extended && header.flags & flag::PAYLOAD_LEN != 0);
+    let payload = if has_payload { header.len } else { 0 };
     let is_abuse = payload > u64::from(terms.payload_max.max(PAYLOAD_BYTES_DEFAULT));
     let no = |errno, message| Err(Refusal { errno, message, payload, is_abuse });
 
     let legal = match header.command {
-        command::READ if terms.structured => flag::FUA | flag::DF,
+        command::READ if terms.headers.have_chunks() => flag::FUA | flag::DF,
+        command::WRITE if is_extended => flag::FUA | flag::PAYLOAD_LEN,
         command::WRITE_ZEROES => flag::FUA | flag::NO_HOLE | flag::FAST_ZERO,
         command::BLOCK_STATUS => flag::FUA | flag::REQ_ONE,
         // "The server MUST accept all commands with this bit set (even by ignoring the bit)."
@@ -91,11 +99,11 @@ pub(super) fn check(header: &RequestHeader, terms: &Terms) -> Result<Request, Re
         };
     }
 
-    let changes = matches!(header.command, command::WRITE | command::TRIM | command::WRITE_ZEROES);
+    let changes = is_write || matches!(header.command, command::TRIM | command::WRITE_ZEROES);
     if changes && terms.read_only {
         return no(Errno::Perm, "the export is read-only");
     }
-    if header.command == command::WRITE && header.len > u64::from(terms.payload_max) {
+    if is_write && header.len > u64::from(terms.payload_max) {
         return no(Errno::Invalid, "more payload than the server takes");
     }
     let block = u64::from(terms.block_min);
@@ -103,16 +111,17 @@ pub(super) fn check(header: &RequestHeader, terms: &Terms) -> Result<Request, Re
         return no(Errno::Invalid, "not aligned to the minimum block size");
     }
     let span = GuestSpan::checked(GuestOffset::new(header.offset), header.len)
-        .filter(|span| span.end().bytes() <= terms.size);
+        .filter(|span| span.end().bytes() <= size);
     let Some(span) = span else {
         let stores = matches!(header.command, command::WRITE | command::WRITE_ZEROES);
         let errno = if stores { Errno::NoSpace } else { Errno::Invalid };
         return no(errno, "past the end of the export");
     };
-    // What is read but not sent is bounded all the same: a request of 28 bytes should not cost the host 4 GiB.
-    let moves = matches!(header.command, command::READ | command::CACHE);
+    // What is read but not sent is bounded all the same: a request of 28 bytes should not cost the host 4 GiB. With
+    // extended headers a client may mean the whole export; then it is read for as long as the client stays.
+    let moves = header.command == command::READ || (header.command == command::CACHE && !is_extended);
     if moves && header.len > u64::from(terms.payload_max) {
-        let errno = if terms.structured { Errno::Overflow } else { Errno::Invalid };
+        let errno = if terms.headers.have_chunks() { Errno::Overflow } else { Errno::Invalid };
         return no(errno, "more than the server reads at once");
     }
 
@@ -154,7 +163,12 @@ mod tests {
         let mut contexts = Contexts::default();
         contexts.select(MetaContext::Allocation);
         let terms = Terms::new(&geometry, false, false, &Limits::default());
-        Terms { structured: true, contexts, ..terms }
+        Terms { headers: Headers::Structured, contexts, ..terms }
+    }
+
+    /// As long as the disk was told to be.
+    fn check(header: &RequestHeader, terms: &Terms) -> Result<Request, Refusal> {
+        super::check(header, terms, terms.size)
     }
 
     fn ask(command: u16, flags: u16, offset: u64, len: u64) -> RequestHeader {
@@ -208,8 +222,40 @@ mod tests {
                 }
             }
         }
-        let simple = Terms { structured: false, ..terms };
+        let simple = Terms { headers: Headers::Simple, ..terms };
         assert_eq!(errno(check(&ask(0, 4, 0, 512), &simple)), 22, "DF needs structured replies");
+    }
+
+    #[test]
+    fn extended_lengths_are_those_of_a_payload_only_where_the_flag_says_so() {
+        let terms = Terms { headers: Headers::Extended, size: 1 << 50, ..terms() };
+        let all = span(0, 1 << 50);
+        let write = Request::Write { span: span(0, 512), fua: true };
+        assert_eq!(check(&ask(1, flag::PAYLOAD_LEN | flag::FUA, 0, 512), &terms), Ok(write));
+        assert_eq!(check(&ask(1, flag::FUA, 0, 512), &terms), Ok(write), "as QEMU sends it");
+        let refusal = check(&ask(1, 0, 0, u64::MAX), &terms).expect_err("too long");
+        assert_eq!((refusal.errno, refusal.payload, refusal.is_abuse), (Errno::Invalid, u64::MAX, true));
+        assert_eq!(check(&ask(4, 0, 0, 1 << 50), &terms), Ok(Request::Trim { span: all, fua: false }));
+        assert_eq!(check(&ask(5, 0, 0, 1 << 50), &terms), Ok(Request::Cache { span: all }));
+        assert_eq!(check(&ask(7, 0, 0, 1 << 50), &terms), Ok(Request::Status { span: all, one: false }));
+        assert_eq!(errno(check(&ask(6, 0, 1, 1 << 50), &terms)), 28);
+        assert_eq!(errno(check(&ask(6, 0, 1, u64::MAX), &terms)), 28, "the sum needs more than 64 bits");
+        assert_eq!(errno(check(&ask(0, 0, 0, (32 << 20) + 1), &terms)), 75, "reads are bounded");
+        for command in (0..100).filter(|command| ![1, 2].contains(command)) {
+            for (len, abuse) in
+                [(0, false), (9, false), (32 << 20, false), ((32 << 20) + 1, true), (u64::MAX, true)]
+            {
+                let refusal =
+                    check(&ask(command, flag::PAYLOAD_LEN, 0, len), &terms).expect_err("no payload");
+                assert_eq!((refusal.errno, refusal.payload), (Errno::Invalid, len), "command {command}");
+                assert_eq!(refusal.is_abuse, abuse, "command {command}, {len} bytes");
+            }
+        }
+        let compact = Terms { headers: Headers::Structured, ..terms };
+        let refusal = check(&ask(1, flag::PAYLOAD_LEN, 0, 512), &compact).expect_err("not negotiated");
+        assert_eq!((refusal.payload, refusal.is_abuse), (512, false), "a write has its payload all the same");
+        let refusal = check(&ask(7, flag::PAYLOAD_LEN, 0, 512), &compact).expect_err("not negotiated");
+        assert_eq!((refusal.payload, refusal.is_abuse), (0, false));
     }
 
     #[test]
@@ -238,6 +284,17 @@ mod tests {
     }
 
     #[test]
+    fn the_size_of_now_counts_and_not_the_one_that_was_told() {
+        let terms = terms();
+        let at_end = ask(0, 0, SIZE - 512, 512);
+        assert_eq!(errno(super::check(&at_end, &terms, SIZE - 1)), 22);
+        assert!(super::check(&at_end, &terms, SIZE).is_ok());
+        let behind = ask(1, 0, SIZE, 512);
+        assert_eq!(errno(super::check(&behind, &terms, SIZE + 511)), 28);
+        assert!(super::check(&behind, &terms, SIZE + 512).is_ok());
+    }
+
+    #[test]
     fn a_read_only_export_refuses_changes_but_knows_their_payload() {
         let terms = Terms { read_only: true, ..terms() };
         for command in [1, 4, 6] {
@@ -260,7 +317,7 @@ mod tests {
         assert!(check(&ask(1, 0, 0, 64 << 20), &large).is_ok());
         assert_eq!(errno(check(&ask(0, 0, 0, (32 << 20) + 1), &terms())), 75);
         assert_eq!(errno(check(&ask(5, 0, 0, (32 << 20) + 1), &terms())), 75);
-        let simple = Terms { structured: false, ..terms() };
+        let simple = Terms { headers: Headers::Simple, ..terms() };
         assert_eq!(errno(check(&ask(0, 0, 0, (32 << 20) + 1), &simple)), 22);
     }
 

@@ -2,6 +2,8 @@
 //!
 //! ```text
 //!   greeting ──► Handshake, fed and answered ──► attached to an export ──► transmit ──► Ending
+//!                  ▲    │ STARTTLS
+//!                  └────┘ once, anew, in a TlsStream
 //!                  │ deadline, limits, shutdown        │ counted until the session ends
 //!                  └──────────► Ending ◄───────────────┘
 //! ```
@@ -19,8 +21,9 @@ use futures_lite::future::or;
 use vellum_core::{Buffer, ByteStream, Clock, Error, Result};
 
 use super::exports::Exports;
-use super::handshake::{Handshake, Negotiated, Step};
+use super::handshake::{Handshake, Negotiated, Step, TlsStage};
 use super::limits::Limits;
+use super::tls::{TlsPolicy, TlsStream};
 use super::transmission::{Ground, transmit};
 use super::wire;
 use crate::shutdown::{Shutdown, Stage, Watch};
@@ -59,8 +62,10 @@ impl fmt::Display for Ending {
 }
 
 /// What the handshake left behind.
-struct Opening {
+struct Opening<'a> {
     negotiated: Negotiated,
+    /// The stream within the stream, if there is one.
+    sealed: Option<TlsStream<'a>>,
     /// Bytes that came behind it.
     early: Vec<u8>,
 }
@@ -94,16 +99,33 @@ pub async fn serve_connection(
     limits: &Limits,
     shutdown: &Shutdown,
 ) -> Ending {
+    serve_connection_with(&TlsPolicy::Off, stream, exports, clock, limits, shutdown).await
+}
+
+/// The same, with TLS where the policy says so.
+///
+/// # Panics
+/// When the limits cannot be worked with; see [`Limits::check`].
+pub async fn serve_connection_with(
+    tls: &TlsPolicy,
+    stream: &dyn ByteStream,
+    exports: &Exports,
+    clock: &dyn Clock,
+    limits: &Limits,
+    shutdown: &Shutdown,
+) -> Ending {
     limits.check().expect("the limits were checked when they were set");
     let deadline = async {
         clock.sleep(limits.handshake_time).await;
         Err(Ending::Refused("the handshake took too long"))
     };
-    let opening = or(until_shutdown(shutdown), or(negotiate(stream, exports, limits), deadline));
+    let opening = or(until_shutdown(shutdown), or(negotiate(tls, stream, exports, limits), deadline));
     let ending = match opening.await {
-        Ok(Opening { negotiated: Negotiated { attached, terms }, early }) => {
+        Ok(Opening { negotiated: Negotiated { attached, terms }, sealed, early }) => {
             let export = attached.export();
-            tracing::info!(export = export.name, read_only = terms.read_only, "a client begins");
+            let has_tls = sealed.is_some();
+            tracing::info!(export = export.name, read_only = terms.read_only, has_tls, "a client begins");
+            let stream = sealed.as_ref().map_or(stream, |sealed| sealed as &dyn ByteStream);
             let watches = [Watch::new(shutdown), Watch::new(attached.shutdown())];
             let ending = transmit(Ground { stream, export, terms: &terms, limits }, watches, &early).await;
             tracing::info!(export = export.name, %ending, "a client has left");
@@ -131,10 +153,43 @@ async fn until_shutdown<T>(shutdown: &Shutdown) -> Result<T, Ending> {
 /// The receive buffer of a handshake. Options are gathered elsewhere, as they come.
 const RECEIVE_BYTES: usize = 4096;
 
+/// How a handshake went on in the end.
+enum Talk {
+    Chosen(Negotiated, Vec<u8>),
+    StartTls,
+}
+
+async fn negotiate<'a>(
+    policy: &TlsPolicy,
+    stream: &'a dyn ByteStream,
+    exports: &Exports,
+    limits: &Limits,
+) -> Result<Opening<'a>, Ending> {
+    let (stage, tls) = match policy {
+        TlsPolicy::Off => (TlsStage::Absent, None),
+        TlsPolicy::Offered(tls) => (TlsStage::Offered, Some(tls)),
+        TlsPolicy::Required(tls) => (TlsStage::Required, Some(tls)),
+    };
+    let mut handshake = Handshake::new(exports, limits, stage);
+    let talk = converse(stream, &mut handshake, wire::greeting().to_vec()).await?;
+    let tls = match (talk, tls) {
+        (Talk::Chosen(negotiated, early), _) => return Ok(Opening { negotiated, sealed: None, early }),
+        (Talk::StartTls, Some(tls)) => tls,
+        (Talk::StartTls, None) => unreachable!("it is refused where there is none"),
+    };
+    let sealed = TlsStream::accept(stream, tls, limits).await?;
+    match converse(&sealed, &mut handshake.inside_tls(), Vec::new()).await? {
+        Talk::Chosen(negotiated, early) => Ok(Opening { negotiated, sealed: Some(sealed), early }),
+        Talk::StartTls => unreachable!("it is refused inside TLS"),
+    }
+}
+
 /// Carries the handshake's bytes to and fro.
-async fn negotiate(stream: &dyn ByteStream, exports: &Exports, limits: &Limits) -> Result<Opening, Ending> {
-    let mut handshake = Handshake::new(exports, limits);
-    let mut out = wire::greeting().to_vec();
+async fn converse(
+    stream: &dyn ByteStream,
+    handshake: &mut Handshake<'_>,
+    mut out: Vec<u8>,
+) -> Result<Talk, Ending> {
     let mut inbox = Buffer::for_overwrite(RECEIVE_BYTES);
     loop {
         send(stream, &mut out).await?;
@@ -151,7 +206,15 @@ async fn negotiate(stream: &dyn ByteStream, exports: &Exports, limits: &Limits) 
                 Step::More => send(stream, &mut out).await?,
                 Step::Enter(negotiated) => {
                     send(stream, &mut out).await?;
-                    return Ok(Opening { negotiated, early: rest.to_vec() });
+                    return Ok(Talk::Chosen(negotiated, rest.to_vec()));
+                }
+                // Nobody who waits for the answer, as TLS is begun, has said more. Somebody else has.
+                Step::StartTls if !rest.is_empty() => {
+                    return Err(Ending::Violation("bytes in the clear behind the beginning of TLS"));
+                }
+                Step::StartTls => {
+                    send(stream, &mut out).await?;
+                    return Ok(Talk::StartTls);
                 }
                 Step::End(ending) => {
                     send(stream, &mut out).await?;

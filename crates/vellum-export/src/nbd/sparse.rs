@@ -49,24 +49,38 @@ pub(super) enum Part {
     Failed { at: GuestOffset, error: Error },
 }
 
-/// Whether the large reads of a session meet holes: the last one that ended did, or none has ended yet.
+/// What the requests of a session know of it.
 #[derive(Debug)]
-pub(super) struct Outlook(Cell<bool>);
+pub(super) struct Outlook {
+    /// Whether large reads meet holes: the last one that ended did, or none has ended yet.
+    meets_holes: Cell<bool>,
+    /// Nobody waits for an answer any more.
+    is_left: Cell<bool>,
+}
 
 impl Outlook {
     pub(super) fn new() -> Self {
-        Self(Cell::new(true))
+        Self { meets_holes: Cell::new(true), is_left: Cell::new(false) }
     }
 
     fn learn(&self, parts: &Parts) {
         // A failure may concern a part of what was read as one; the next read is to tell which.
-        self.0.set(parts.iter().any(|part| !matches!(part, Part::Data { .. })));
+        self.meets_holes.set(parts.iter().any(|part| !matches!(part, Part::Data { .. })));
+    }
+
+    /// Nobody waits for an answer any more: what is long stops where it can.
+    pub(super) fn leave(&self) {
+        self.is_left.set(true);
+    }
+
+    pub(super) fn is_left(&self) -> bool {
+        self.is_left.get()
     }
 }
 
 /// Reads what is not known to be zero.
 pub(super) async fn read(disk: &SharedDisk, span: GuestSpan, outlook: &Outlook) -> Parts {
-    let parts = read_runs(disk, span, outlook.0.get()).await;
+    let parts = read_runs(disk, span, outlook.meets_holes.get()).await;
     outlook.learn(&parts);
     parts
 }
@@ -325,7 +339,7 @@ mod tests {
         let disk: SharedDisk = inner;
         let outlook = Outlook::new();
         let read = |at: u64| {
-            asked.set(asked.get() + u32::from(outlook.0.get()));
+            asked.set(asked.get() + u32::from(outlook.meets_holes.get()));
             let parts = block_on(super::read(&disk, span(at << 20, 1 << 20), &outlook));
             assert_eq!(parts.len(), 1);
             (matches!(parts[0], Part::Hole { len: 0x10_0000, .. }), asked.get())

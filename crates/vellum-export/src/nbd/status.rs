@@ -8,7 +8,7 @@
 //! ```
 //!
 //! 1. An answer has at least one run; its runs follow each other from the start of the request and never pass its end,
-//!    so that every length fits 32 bits.
+//!    so that every length fits what the headers have room for.
 //! 2. A run starts and ends at a multiple of the minimum block the client was promised. A block with several statuses
 //!    gets the one that promises least.
 //! 3. An answer is bounded: [`RUNS_MAX`] runs for each context, [`MAPS_MAX`] questions to the disk. It may be shorter
@@ -25,8 +25,12 @@ use vellum_core::{Error, GuestSpan, MergedExtent, Place, Result, SharedDisk, map
 
 use super::wire::allocation;
 
-/// The most runs of one answer for one context: 64 KiB on the wire, which is within every payload limit.
-pub(super) const RUNS_MAX: usize = 8192;
+/// The most bytes of runs in one answer for one context, which is within every payload limit.
+const RUNS_BYTES_MAX: usize = 64 << 10;
+
+/// The most runs of one answer for one context. With extended headers each takes twice the bytes.
+pub(super) const RUNS_MAX: usize = RUNS_BYTES_MAX / 8;
+pub(super) const RUNS_MAX_EXTENDED: usize = RUNS_BYTES_MAX / 16;
 
 /// The most often the disk is asked for one answer.
 pub(super) const MAPS_MAX: usize = 16;
@@ -126,8 +130,8 @@ pub(super) type Statuses = Vec<(MetaContext, Vec<Run>)>;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Question<'a> {
     pub(super) span: GuestSpan,
-    /// Only the first run.
-    pub(super) one: bool,
+    /// No more runs than this for each context.
+    pub(super) runs_max: usize,
     /// Runs are multiples of this; the span is one.
     pub(super) block: u64,
     pub(super) contexts: &'a Contexts,
@@ -135,8 +139,7 @@ pub(super) struct Question<'a> {
 
 /// The runs of each context, from the start of the span. They may end early.
 pub(super) async fn block_status(disk: &SharedDisk, question: Question<'_>) -> Result<Statuses> {
-    let Question { span, one, block, contexts } = question;
-    let runs_max = if one { 1 } else { RUNS_MAX };
+    let Question { span, runs_max, block, contexts } = question;
     let mut folders: Vec<Folder> =
         contexts.iter().map(|context| Folder::new(context, block, runs_max)).collect();
     let mut at = span.start();

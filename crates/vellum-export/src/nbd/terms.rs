@@ -9,14 +9,31 @@ use super::limits::Limits;
 use super::status::Contexts;
 use super::wire::{self, transmission_flag as flag};
 
+/// How requests and replies look on the wire. Each is settled by an option, and the last takes precedence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Headers {
+    /// One reply without parts (nothing negotiated).
+    Simple,
+    /// Replies in chunks (`NBD_OPT_STRUCTURED_REPLY`).
+    Structured,
+    /// Requests and chunks with 64-bit lengths (`NBD_OPT_EXTENDED_HEADERS`).
+    Extended,
+}
+
+impl Headers {
+    /// Whether replies may have parts.
+    pub(super) fn have_chunks(self) -> bool {
+        self > Self::Simple
+    }
+}
+
 /// What holds between one client and one export, fixed when the handshake ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Terms {
-    /// The size of the export. A disk that grows is seen by those who come later.
+    /// The size of the export, as it is told. Requests are checked against what it is when they come.
     pub(super) size: u64,
     pub(super) read_only: bool,
-    /// The client understands structured replies.
-    pub(super) structured: bool,
+    pub(super) headers: Headers,
     /// Places and lengths of requests are multiples of this, if the client promised so; else it is 1.
     pub(super) block_min: u32,
     pub(super) block_preferred: u32,
@@ -42,7 +59,7 @@ impl Terms {
         Self {
             size: geometry.size,
             read_only: read_only || geometry.read_only,
-            structured: false,
+            headers: Headers::Simple,
             block_min: u32::try_from(block_min).expect("at most 64 KiB"),
             block_preferred: u32::try_from(preferred).expect("at most the payload"),
             payload_max,
@@ -60,7 +77,7 @@ impl Terms {
             true => flag::READ_ONLY,
             false => flag::SEND_TRIM | flag::SEND_WRITE_ZEROES | flag::SEND_FAST_ZERO,
         };
-        let by_replies = if self.structured { flag::SEND_DF } else { 0 };
+        let by_replies = if self.headers.have_chunks() { flag::SEND_DF } else { 0 };
         always | by_access | by_replies
     }
 }
@@ -107,7 +124,7 @@ mod tests {
     fn flags_say_what_works() {
         let mut terms = Terms::new(&geometry(4096, 1, 4096), false, false, &Limits::default());
         assert_eq!(terms.flags(), 0b1101_0110_1101);
-        terms.structured = true;
+        terms.headers = Headers::Structured;
         assert_eq!(terms.flags(), 0b1101_1110_1101);
         terms.read_only = true;
         assert_eq!(terms.flags(), 0b0101_1000_1111);

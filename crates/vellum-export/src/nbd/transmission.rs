@@ -20,7 +20,8 @@
 //! 3. **Back-pressure.** What is taken in is opened in the ledger, and settled when its reply has left. A client that
 //!    does not read is not read from.
 //! 4. **The end.** However it comes, requests that were begun are polled to their end. If the peer still listens
-//!    they are answered; if it is gone their outcomes are dropped. Then the books are clear.
+//!    they are answered; if it is gone their outcomes are dropped, and what goes on for long stops at its next piece
+//!    (`work`). Then the books are clear.
 //! 5. After a drain was asked for no request is begun. One that had come but was not begun stays unanswered, and the
 //!    client, finding the connection closed, sends it again elsewhere.
 //!
@@ -35,7 +36,7 @@ use super::exports::Export;
 use super::intake::{Intake, Next};
 use super::ledger::{Holding, Ledger};
 use super::limits::Limits;
-use super::reply::{Replies, sentence_of};
+use super::reply::{Label, Replies, sentence_of};
 use super::request::Request;
 use super::session::Ending;
 use super::sparse::{Outlook, Part};
@@ -71,7 +72,7 @@ pub(super) async fn transmit(ground: Ground<'_>, mut watches: [Watch<'_>; 2], ea
         intake: Intake::new(stream, limits.receive_bytes, early),
         flight: Flight::new(limits.requests_max),
         books: Books {
-            replies: Replies::new(terms.structured),
+            replies: Replies::new(terms.headers),
             ledger: Ledger::new(limits.requests_max, limits.memory_bytes_max),
             encoded: Holding::default(),
             peer_is_gone: false,
@@ -152,7 +153,8 @@ impl Session<'_> {
         let mut happened = false;
         let mut may_read = true;
         while self.ending.is_none() {
-            match self.intake.next(self.terms, &mut self.books.ledger) {
+            let size = self.disk.geometry().size;
+            match self.intake.next(self.terms, size, &mut self.books.ledger) {
                 Next::Begin(ticket, payload) => {
                     happened = true;
                     let running = Running::new(self.disk, self.terms, self.outlook, ticket, payload);
@@ -163,9 +165,9 @@ impl Session<'_> {
                         break;
                     }
                 }
-                Next::Refuse { cookie, refusal } => {
+                Next::Refuse { label, refusal } => {
                     happened = true;
-                    self.books.replies.failed(cookie, refusal.errno, refusal.message);
+                    self.books.replies.failed(label, refusal.errno, refusal.message);
                     self.books.encoded.requests += 1;
                     if refusal.is_abuse {
                         self.end(Ending::Violation("a payload too large to wait for"));
@@ -232,6 +234,7 @@ impl Session<'_> {
             return;
         }
         self.books.peer_is_gone = true;
+        self.outlook.leave();
         if let Some((_, settles)) = self.sending.take() {
             self.books.ledger.settle(settles);
         }
@@ -255,25 +258,25 @@ impl Books {
         }
         self.encoded.requests += holding.requests;
         self.encoded.memory += holding.memory;
-        self.encode(ticket.cookie, ticket.request, outcome);
+        self.encode(ticket.label, ticket.request, outcome);
     }
 
-    fn encode(&mut self, cookie: u64, request: Request, outcome: Outcome) {
+    fn encode(&mut self, label: Label, request: Request, outcome: Outcome) {
         let error = match (outcome, request) {
-            (Outcome::Done(Ok(())), _) => return self.replies.done(cookie),
-            (Outcome::Status(Ok(answers)), _) => return self.replies.status(cookie, &answers),
+            (Outcome::Done(Ok(())), _) => return self.replies.done(label),
+            (Outcome::Status(Ok(answers)), _) => return self.replies.status(label, &answers),
             (Outcome::Parts(parts), _) => {
                 for part in &parts {
                     if let Part::Failed { at, error } = part {
                         tracing::debug!(?request, %at, error = error.chain(), "a part of a read failed");
                     }
                 }
-                return self.replies.parts(cookie, parts);
+                return self.replies.parts(label, parts);
             }
             (Outcome::Bytes(Ok(bytes)), Request::Read { span, whole })
                 if bytes.len() as u64 == span.len() =>
             {
-                return self.replies.read(cookie, span, whole, bytes);
+                return self.replies.read(label, span, whole, bytes);
             }
             (Outcome::Bytes(Ok(_)), _) => Error::corrupt("the disk gave fewer bytes than it was asked for"),
             (Outcome::Done(Err(error)) | Outcome::Status(Err(error)) | Outcome::Bytes(Err(error)), _) => {
@@ -283,6 +286,6 @@ impl Books {
         tracing::debug!(?request, error = error.chain(), "a request failed");
         let had_to_be_fast = matches!(request, Request::Zero { flags, .. } if flags.fast_only);
         let errno = Errno::of(error.kind(), had_to_be_fast);
-        self.replies.failed(cookie, errno, &sentence_of(&error));
+        self.replies.failed(label, errno, &sentence_of(&error));
     }
 }

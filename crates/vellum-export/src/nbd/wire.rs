@@ -15,13 +15,19 @@
 //!     status      │ context 4 │ len 4 │ status 4 │ len 4 │ status 4 │ …
 //!     error       │ error 4 │ message len 2 │ message … │
 //!     error at    │ error 4 │ message len 2 │ message … │ offset 8 │
+//!
+//!   with extended headers, instead:
+//!   request       │ magic 4 │ flags 2 │ command 2 │ cookie 8 │ offset 8 │ len 8 │ payload, if a flag says so …
+//!   chunk         │ magic 4 │ flags 2 │ kind 2 │ cookie 8 │ offset 8 │ len 8 │ payload …
+//!     status      │ context 4 │ runs 4 │ len 8 │ status 8 │ len 8 │ status 8 │ …
 //! ```
 //!
 //! 1. Parsing reads the bytes it was given and no others; what does not fit is `None`, never a panic.
 //! 2. A length that a peer sent is compared before it is used, and never allocates anything by itself.
 //!
-//! Left out: oldstyle negotiation (withdrawn from the standard), and extended headers, whose request is this one with
-//! another magic and a 64-bit length: [`RequestHeader`] has the room.
+//! Extended headers are in the branch `extension-ext-header` of the same document; QEMU speaks them since 8.2.
+//!
+//! Left out: oldstyle negotiation (withdrawn from the standard).
 
 use vellum_core::ErrorKind;
 
@@ -37,6 +43,11 @@ pub const REQUEST_MAGIC: u32 = 0x2560_9513;
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 /// The first word of a structured reply chunk.
 pub const CHUNK_MAGIC: u32 = 0x668e_33ef;
+
+/// The first word of a request with extended headers.
+pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
+/// The first word of a chunk with extended headers.
+pub const EXTENDED_CHUNK_MAGIC: u32 = 0x6e8a_278c;
 
 /// No string of the protocol is longer ("Conventions").
 pub const STRING_BYTES_MAX: usize = 4096;
@@ -56,6 +67,8 @@ pub const REQUEST_HEADER_BYTES: usize = 28;
 pub const SIMPLE_REPLY_BYTES: usize = 16;
 /// The bytes of a chunk without its payload.
 pub const CHUNK_HEADER_BYTES: usize = 20;
+/// The bytes of an extended request, and of an extended chunk, without their payload.
+pub const EXTENDED_HEADER_BYTES: usize = 32;
 
 /// Flags of the greeting and of the client's answer ("Handshake flags", "Client flags"): both have the same bits.
 pub mod handshake_flag {
@@ -127,12 +140,16 @@ pub mod option_reply {
     pub const ERR_UNSUP: u32 = (1 << 31) | 1;
     /// The request contradicts itself.
     pub const ERR_INVALID: u32 = (1 << 31) | 3;
+    /// TLS comes first.
+    pub const ERR_TLS_REQD: u32 = (1 << 31) | 5;
     /// There is no such export.
     pub const ERR_UNKNOWN: u32 = (1 << 31) | 6;
     /// The server is going down.
     pub const ERR_SHUTDOWN: u32 = (1 << 31) | 7;
     /// The request or its answer is too large.
     pub const ERR_TOO_BIG: u32 = (1 << 31) | 9;
+    /// Extended headers were negotiated, and there is no way back.
+    pub const ERR_EXT_HEADER_REQD: u32 = (1 << 31) | 10;
 }
 
 /// Facts about an export (`NBD_REP_INFO`).
@@ -179,6 +196,8 @@ pub mod command_flag {
     pub const REQ_ONE: u16 = 1 << 3;
     /// Zeros faster than a write, or not at all.
     pub const FAST_ZERO: u16 = 1 << 4;
+    /// With extended headers: the length is that of a payload that follows, not that of what the request is about.
+    pub const PAYLOAD_LEN: u16 = 1 << 5;
 }
 
 /// Structured replies ("Structured reply types").
@@ -193,6 +212,8 @@ pub mod chunk {
     pub const OFFSET_HOLE: u16 = 2;
     /// Extents of one metadata context.
     pub const BLOCK_STATUS: u16 = 5;
+    /// The same, with 64 bits each for lengths and statuses.
+    pub const BLOCK_STATUS_EXT: u16 = 6;
     /// A failure.
     pub const ERROR: u16 = (1 << 15) | 1;
     /// A failure at one place.
@@ -289,7 +310,7 @@ pub struct RequestHeader {
     pub cookie: u64,
     /// The first byte.
     pub offset: u64,
-    /// How many bytes. 32 bits on the wire; extended headers have 64.
+    /// How many bytes. 32 bits on the wire; 64 with extended headers.
     pub len: u64,
 }
 
@@ -297,7 +318,19 @@ impl RequestHeader {
     /// `None` when the magic is wrong.
     pub fn parse(bytes: &[u8; REQUEST_HEADER_BYTES]) -> Option<Self> {
         let mut reader = Reader::new(bytes);
-        if reader.u32()? != REQUEST_MAGIC {
+        let header = Self::parse_all_but_len(&mut reader, REQUEST_MAGIC)?;
+        Some(Self { len: u64::from(reader.u32()?), ..header })
+    }
+
+    /// The same for extended headers.
+    pub fn parse_extended(bytes: &[u8; EXTENDED_HEADER_BYTES]) -> Option<Self> {
+        let mut reader = Reader::new(bytes);
+        let header = Self::parse_all_but_len(&mut reader, EXTENDED_REQUEST_MAGIC)?;
+        Some(Self { len: reader.u64()?, ..header })
+    }
+
+    fn parse_all_but_len(reader: &mut Reader<'_>, magic: u32) -> Option<Self> {
+        if reader.u32()? != magic {
             return None;
         }
         Some(Self {
@@ -305,8 +338,20 @@ impl RequestHeader {
             command: reader.u16()?,
             cookie: reader.u64()?,
             offset: reader.u64()?,
-            len: u64::from(reader.u32()?),
+            len: 0,
         })
+    }
+
+    /// The bytes on the wire with extended headers, for clients.
+    pub fn encode_extended(&self) -> [u8; EXTENDED_HEADER_BYTES] {
+        let mut bytes = [0; EXTENDED_HEADER_BYTES];
+        bytes[..4].copy_from_slice(&EXTENDED_REQUEST_MAGIC.to_be_bytes());
+        bytes[4..6].copy_from_slice(&self.flags.to_be_bytes());
+        bytes[6..8].copy_from_slice(&self.command.to_be_bytes());
+        bytes[8..16].copy_from_slice(&self.cookie.to_be_bytes());
+        bytes[16..24].copy_from_slice(&self.offset.to_be_bytes());
+        bytes[24..].copy_from_slice(&self.len.to_be_bytes());
+        bytes
     }
 
     /// The bytes on the wire, for clients. Panics when the length needs more than 32 bits.
@@ -467,6 +512,11 @@ mod tests {
         let mut bytes = header.encode();
         bytes[3] ^= 1;
         assert_eq!(RequestHeader::parse(&bytes), None);
+        let long = RequestHeader { len: u64::MAX - 7, ..header };
+        assert_eq!(RequestHeader::parse_extended(&long.encode_extended()), Some(long));
+        let mut bytes = long.encode_extended();
+        bytes[0] ^= 0x80;
+        assert_eq!(RequestHeader::parse_extended(&bytes), None);
     }
 
     #[test]

@@ -1,27 +1,37 @@
 //! A request at the disk: begun, polled to its end, and handed over with the ticket that says whom it belongs to.
 //!
 //! Most requests are one call of the disk, whose future is held as it is; only reads that look for holes, cache
-//! requests and block status need a future of their own.
+//! requests, block status and what is long need a future of their own.
+//!
+//! **Long.** With extended headers 32 bytes may ask for the whole export: to be zeroed, trimmed, or brought near. Such a
+//! request is done piece by piece, takes no more memory than a short one, gives way to others after each piece, and
+//! stops when nobody waits for it any more. What was done of it by then stays, as with any request that fails.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use futures_lite::future::yield_now;
-use vellum_core::{Buffer, Error, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags};
+use vellum_core::{
+    BlockSize, Buffer, Error, ErrorKind, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags, ZeroFlags,
+};
 
 use super::limits::memory_of;
+use super::reply::Label;
 use super::request::Request;
 use super::sparse::{self, Outlook, Parts};
 use super::status::{self, Question, Statuses};
-use super::terms::Terms;
+use super::terms::{Headers, Terms};
 
 /// A cache request reads this much at a time.
 const CACHE_BYTES: u64 = 1 << 20;
 
+/// Zeros and trims that are longer are done in pieces of this size and alignment: no cluster of any format is larger.
+const LONG: BlockSize = BlockSize::from_shift(30);
+
 /// What is needed to answer a request that was begun.
 #[derive(Debug)]
 pub(super) struct Ticket {
-    pub(super) cookie: u64,
+    pub(super) label: Label,
     pub(super) request: Request,
     /// What the ledger has it down for.
     pub(super) memory: usize,
@@ -69,7 +79,7 @@ impl<'a> Running<'a> {
     ) -> Self {
         let work = match ticket.request {
             Request::Read { span, whole } => {
-                if terms.structured && !whole && span.len() >= sparse::MAP_BYTES_MIN {
+                if terms.headers.have_chunks() && !whole && span.len() >= sparse::MAP_BYTES_MIN {
                     Work::Parts(Box::pin(sparse::read(disk, span, outlook)))
                 } else {
                     let len = usize::try_from(span.len()).expect("a payload fits the address space");
@@ -81,12 +91,25 @@ impl<'a> Running<'a> {
                 Work::Done(disk.write(span.start(), payload, WriteFlags { fua }))
             }
             Request::Flush => Work::Done(disk.flush()),
+            Request::Trim { span, fua } if span.len() > LONG.bytes() => {
+                let trim = move |piece| disk.discard(piece, WriteFlags { fua: false });
+                Work::Done(Box::pin(in_pieces(disk, span, fua, outlook, trim)))
+            }
             Request::Trim { span, fua } => Work::Done(disk.discard(span, WriteFlags { fua })),
+            Request::Zero { span, flags } if span.len() > LONG.bytes() => {
+                let zero = move |piece| disk.write_zeroes(piece, ZeroFlags { fua: false, ..flags });
+                Work::Done(Box::pin(in_pieces(disk, span, flags.fua, outlook, zero)))
+            }
             Request::Zero { span, flags } => Work::Done(disk.write_zeroes(span, flags)),
-            Request::Cache { span } => Work::Done(Box::pin(cache(disk, span))),
+            Request::Cache { span } => Work::Done(Box::pin(cache(disk, span, outlook))),
             Request::Status { span, one } => {
                 let block = u64::from(terms.block_min);
-                let question = Question { span, one, block, contexts: &terms.contexts };
+                let runs_max = match terms.headers {
+                    _ if one => 1,
+                    Headers::Extended => status::RUNS_MAX_EXTENDED,
+                    Headers::Simple | Headers::Structured => status::RUNS_MAX,
+                };
+                let question = Question { span, runs_max, block, contexts: &terms.contexts };
                 Work::Status(Box::pin(status::block_status(disk, question)))
             }
             Request::Disconnect => unreachable!("a goodbye is no work"),
@@ -114,7 +137,7 @@ impl Future for Running<'_> {
 
 /// Reads the run and throws it away, so that what lies below or far away is near when it is wanted: a base that is
 /// copied on read, a cache, the host's page cache. One piece at a time, as nobody waits for the bytes.
-async fn cache(disk: &SharedDisk, span: GuestSpan) -> Result<()> {
+async fn cache(disk: &SharedDisk, span: GuestSpan, outlook: &Outlook) -> Result<()> {
     let mut rest = span;
     let mut buffer = Buffer::empty();
     while !rest.is_empty() {
@@ -131,7 +154,31 @@ async fn cache(disk: &SharedDisk, span: GuestSpan) -> Result<()> {
         if !rest.is_empty() {
             // A disk that has it in memory would not let others have their turn.
             yield_now().await;
+            stop_if_left(outlook)?;
         }
+    }
+    Ok(())
+}
+
+/// Does something with each piece of a long run, and makes it durable at the end, if that is wanted.
+async fn in_pieces<'a>(
+    disk: &SharedDisk,
+    span: GuestSpan,
+    fua: bool,
+    outlook: &Outlook,
+    act: impl Fn(GuestSpan) -> LocalFuture<'a, Result<()>>,
+) -> Result<()> {
+    for piece in LONG.pieces_of(span) {
+        act(piece).await?;
+        yield_now().await;
+        stop_if_left(outlook)?;
+    }
+    if fua { disk.flush().await } else { Ok(()) }
+}
+
+fn stop_if_left(outlook: &Outlook) -> Result<()> {
+    if outlook.is_left() {
+        return Err(Error::new(ErrorKind::Closed, "nobody waits for the answer any more"));
     }
     Ok(())
 }

@@ -14,6 +14,8 @@ use super::pipe::Pipe;
 pub struct Wish<'a> {
     pub name: &'a str,
     pub structured: bool,
+    /// Ask for extended headers, behind structured replies if those are wanted, too.
+    pub extended: bool,
     pub contexts: &'a [&'a str],
     /// Ask for the sizes, and so promise to keep to them.
     pub sizes: bool,
@@ -21,7 +23,7 @@ pub struct Wish<'a> {
 
 impl Default for Wish<'_> {
     fn default() -> Self {
-        Self { name: "", structured: true, contexts: &["base:allocation"], sizes: false }
+        Self { name: "", structured: true, extended: false, contexts: &["base:allocation"], sizes: false }
     }
 }
 
@@ -52,7 +54,7 @@ pub struct Answer {
     /// Failures with a place.
     pub failed_at: Vec<(u32, u64)>,
     /// Block status: context and its runs (length, status).
-    pub status: Vec<(u32, Vec<(u32, u32)>)>,
+    pub status: Vec<(u32, Vec<(u64, u32)>)>,
 }
 
 struct Asked {
@@ -67,13 +69,21 @@ pub struct Client {
     pub stream: Pipe,
     unread: Vec<u8>,
     structured: bool,
+    extended: bool,
     contexts: usize,
     asked: BTreeMap<u64, Asked>,
 }
 
 impl Client {
     pub fn new(stream: Pipe) -> Self {
-        Self { stream, unread: Vec::new(), structured: false, contexts: 0, asked: BTreeMap::new() }
+        Self {
+            stream,
+            unread: Vec::new(),
+            structured: false,
+            extended: false,
+            contexts: 0,
+            asked: BTreeMap::new(),
+        }
     }
 
     /// Requests without an answer.
@@ -177,6 +187,12 @@ impl Client {
         self.structured = true;
     }
 
+    pub async fn extended(&mut self) {
+        let (_, last) = self.ask_option(option::EXTENDED_HEADERS, &[]).await;
+        assert_eq!(last, option_reply::ACK);
+        self.extended = true;
+    }
+
     /// Chooses contexts; gives their numbers.
     pub async fn contexts(&mut self, name: &str, contexts: &[&str]) -> Vec<(u32, String)> {
         let (replies, last) = self.ask_option(option::SET_META_CONTEXT, &context_data(name, contexts)).await;
@@ -236,27 +252,35 @@ impl Client {
         self.greet().await;
         if wish.structured {
             self.structured().await;
-            if !wish.contexts.is_empty() {
-                self.contexts(wish.name, wish.contexts).await;
-            }
+        }
+        if wish.extended {
+            self.extended().await;
+        }
+        if (wish.structured || wish.extended) && !wish.contexts.is_empty() {
+            self.contexts(wish.name, wish.contexts).await;
         }
         let facts: &[u16] = if wish.sizes { &[info::BLOCK_SIZE] } else { &[] };
         self.inform(option::GO, wish.name, facts).await.expect("the export is there")
     }
 
     /// Notes that a request is under way, and gives its bytes.
-    pub fn note(&mut self, header: RequestHeader) -> [u8; wire::REQUEST_HEADER_BYTES] {
+    pub fn note(&mut self, header: RequestHeader) -> Vec<u8> {
         let told = match header.command {
-            command::READ => vec![false; usize::try_from(header.len).unwrap()],
+            // One that is refused may be of any length.
+            command::READ if header.len <= 1 << 30 => vec![false; usize::try_from(header.len).unwrap()],
             _ => Vec::new(),
         };
         let answer = Answer { cookie: header.cookie, ..Answer::default() };
         let before = self.asked.insert(header.cookie, Asked { header, answer, told });
         assert!(before.is_none(), "a cookie is used once at a time");
-        header.encode()
+        if self.extended { header.encode_extended().to_vec() } else { header.encode().to_vec() }
     }
 
-    pub async fn request(&mut self, header: RequestHeader, payload: &[u8]) {
+    /// With extended headers the flag for the payload is set where there is one.
+    pub async fn request(&mut self, mut header: RequestHeader, payload: &[u8]) {
+        if self.extended && !payload.is_empty() {
+            header.flags |= command_flag::PAYLOAD_LEN;
+        }
         let bytes = self.note(header);
         self.send(&[&bytes, payload].concat()).await;
     }
@@ -294,7 +318,10 @@ impl Client {
             let magic = u32::from_be_bytes(self.try_receive(4).await?.try_into().unwrap());
             let done = match magic {
                 wire::SIMPLE_REPLY_MAGIC => self.simple_reply().await,
-                wire::CHUNK_MAGIC => self.chunk().await,
+                wire::CHUNK_MAGIC | wire::EXTENDED_CHUNK_MAGIC => {
+                    assert_eq!(self.extended, magic == wire::EXTENDED_CHUNK_MAGIC, "as was negotiated");
+                    self.chunk().await
+                }
                 _ => panic!("no reply begins with {magic:#x}"),
             };
             if let Some(answer) = done {
@@ -304,6 +331,7 @@ impl Client {
     }
 
     async fn simple_reply(&mut self) -> Option<Answer> {
+        assert!(!self.extended, "with extended headers every reply is a chunk");
         let error = self.u32().await;
         let cookie = self.u64().await;
         let mut asked = self.asked.remove(&cookie).expect("a reply answers a request");
@@ -318,16 +346,22 @@ impl Client {
     }
 
     async fn chunk(&mut self) -> Option<Answer> {
-        assert!(self.structured, "chunks only for those who asked for them");
+        assert!(self.structured || self.extended, "chunks only for those who asked for them");
         let flags = self.u16().await;
         let kind = self.u16().await;
         let cookie = self.u64().await;
-        let len = self.u32().await as usize;
+        let offset = if self.extended { Some(self.u64().await) } else { None };
+        let len = match self.extended {
+            true => usize::try_from(self.u64().await).unwrap(),
+            false => self.u32().await as usize,
+        };
+        assert!(len <= (32 << 20) + 8, "no payload is longer");
         let payload = self.receive(len).await;
         assert_eq!(flags & !chunk::FLAG_DONE, 0);
         let is_last = flags & chunk::FLAG_DONE != 0;
         let asked = self.asked.get_mut(&cookie).expect("a chunk answers a request");
         let Asked { header, answer, told } = asked;
+        assert!(offset.is_none_or(|offset| offset == header.offset), "the place of the request");
         let u32_at = |at: usize| u32::from_be_bytes(payload[at..at + 4].try_into().unwrap());
         let u64_at = |at: usize| u64::from_be_bytes(payload[at..at + 8].try_into().unwrap());
         match kind {
@@ -355,12 +389,19 @@ impl Client {
                     assert!(answer.chunks == 1 && kind == chunk::OFFSET_DATA, "one piece was asked for");
                 }
             }
-            chunk::BLOCK_STATUS => {
+            chunk::BLOCK_STATUS | chunk::BLOCK_STATUS_EXT => {
                 assert_eq!(header.command, command::BLOCK_STATUS);
-                assert!(len >= 12 && (len - 4).is_multiple_of(8));
-                let runs: Vec<_> = (4..len).step_by(8).map(|at| (u32_at(at), u32_at(at + 4))).collect();
+                assert_eq!(self.extended, kind == chunk::BLOCK_STATUS_EXT);
+                let runs: Vec<(u64, u32)> = if self.extended {
+                    assert!(len >= 24 && len == 8 + 16 * u32_at(4) as usize);
+                    let run = |at| (u64_at(at), u32::try_from(u64_at(at + 8)).expect("32 bits are in use"));
+                    (8..len).step_by(16).map(run).collect()
+                } else {
+                    assert!(len >= 12 && (len - 4).is_multiple_of(8));
+                    (4..len).step_by(8).map(|at| (u64::from(u32_at(at)), u32_at(at + 4))).collect()
+                };
                 assert!(runs.iter().all(|(len, _)| *len > 0));
-                let sum: u64 = runs.iter().map(|(len, _)| u64::from(*len)).sum();
+                let sum: u64 = runs.iter().map(|(len, _)| *len).sum();
                 assert!(sum <= header.len, "no further than was asked");
                 if header.flags & command_flag::REQ_ONE != 0 {
                     assert_eq!(runs.len(), 1);

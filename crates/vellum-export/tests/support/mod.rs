@@ -21,7 +21,7 @@ use async_executor::LocalExecutor;
 use event_listener::Event;
 use vellum_core::{CheckedDisk, Clock, LocalFuture, SharedDisk};
 use vellum_export::Shutdown;
-use vellum_export::nbd::{Ending, Export, Exports, Limits, serve_connection};
+use vellum_export::nbd::{Ending, Export, Exports, Limits, TlsPolicy, serve_connection_with};
 
 use client::Client;
 use pipe::{Pipe, pipe};
@@ -75,6 +75,7 @@ pub struct World {
     pub exports: Exports,
     pub clock: HandClock,
     pub limits: Limits,
+    pub tls: TlsPolicy,
     pub shutdown: Shutdown,
     /// The disk of the default export, watched.
     pub disk: Arc<CheckedDisk>,
@@ -95,6 +96,7 @@ impl World {
             exports,
             clock: HandClock::default(),
             limits,
+            tls: TlsPolicy::Off,
             shutdown: Shutdown::new(),
             disk,
             running: Rc::default(),
@@ -114,10 +116,11 @@ impl World {
     pub fn serve(&self, stream: Pipe) -> async_executor::Task<Ending> {
         let (exports, clock, limits, shutdown) =
             (self.exports.clone(), self.clock.clone(), self.limits.clone(), self.shutdown.clone());
+        let tls = self.tls.clone();
         let running = self.running.clone();
         running.set(running.get() + 1);
         self.executor.spawn(async move {
-            let ending = serve_connection(&stream, &exports, &clock, &limits, &shutdown).await;
+            let ending = serve_connection_with(&tls, &stream, &exports, &clock, &limits, &shutdown).await;
             running.set(running.get() - 1);
             ending
         })

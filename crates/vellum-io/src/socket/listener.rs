@@ -79,7 +79,11 @@ impl Listener {
 
     /// Takes over a socket that listens already, as a service manager passes them. Its file, if any, stays.
     pub fn adopt(socket: OwnedFd, address: Address) -> Self {
-        Self { socket: Arc::new(socket), address, file: None }
+        Self::sharing(Arc::new(socket), address)
+    }
+
+    pub(super) fn sharing(socket: Arc<OwnedFd>, address: Address) -> Self {
+        Self { socket, address, file: None }
     }
 
     /// Where it listens; with the port that was found when any was asked for.

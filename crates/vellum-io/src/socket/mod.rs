@@ -9,6 +9,7 @@
 
 mod address;
 mod listener;
+mod passed;
 mod stream;
 
 use std::net::TcpStream;
@@ -17,6 +18,7 @@ use std::os::unix::net::UnixStream;
 
 pub use address::Address;
 pub use listener::Listener;
+pub use passed::{PassedSocket, PassedTo};
 pub use stream::{Stream, connect};
 
 use vellum_core::{Context, Result};

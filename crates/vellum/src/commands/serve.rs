@@ -9,10 +9,10 @@ use vellum_core::{Error, Result};
 use vellum_daemon::serve::parse_address;
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
-    ExportSpec, FuseSpec, GrowHook, ImageOptions, NotifySocket, ServeSpec, VhostSpec, serve,
+    ExportSpec, FuseSpec, GrowHook, ImageOptions, NotifySocket, ServeSpec, Tls, TlsPolicy, VhostSpec, serve,
 };
 use vellum_format::{FormatKind, Prealloc};
-use vellum_io::{Address, IoMode};
+use vellum_io::{Address, IoMode, PassedSocket, PassedTo};
 
 use super::Outcome;
 use crate::args::{parse_format, parse_prealloc};
@@ -28,9 +28,19 @@ pub(crate) struct Args {
     /// The image to serve under the default export name
     #[arg(value_name = "IMAGE", required_unless_present = "export")]
     image: Option<PathBuf>,
-    /// Serve NBD at unix:PATH or tcp:HOST:PORT; may be given several times
-    #[arg(long, value_name = "ADDRESS", required_unless_present_any = ["fuse", "vhost_user_blk"], value_parser = parse_address)]
+    /// Serve NBD at unix:PATH or tcp:HOST:PORT; may be given several times. Sockets that a service manager passes (systemd's
+    /// socket activation) take its place
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
     nbd: Vec<Address>,
+    /// Serve NBD in TLS, with server-cert.pem and server-key.pem of DIR
+    #[arg(long, value_name = "DIR")]
+    tls_certificates: Option<PathBuf>,
+    /// Whether clients may do without TLS
+    #[arg(long, value_enum, value_name = "HOW", default_value = "require", requires = "tls_certificates")]
+    tls: TlsMode,
+    /// Let only those clients in that have a certificate by an authority in ca-cert.pem of the same DIR
+    #[arg(long, requires = "tls_certificates")]
+    tls_verify_peer: bool,
     /// Serve IMAGE, or the export NAME, to virtual machines at this Unix socket; may be given several times
     #[arg(long, value_name = "[NAME=]PATH", value_parser = parse_vhost)]
     vhost_user_blk: Vec<VhostSpec>,
@@ -98,6 +108,15 @@ pub(crate) struct Args {
     quiet: bool,
 }
 
+/// Whether clients may do without TLS.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum TlsMode {
+    /// Nothing is answered before TLS
+    Require,
+    /// Who asks for it gets it
+    On,
+}
+
 /// How the host's I/O is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Io {
@@ -137,7 +156,45 @@ fn parse_fuse(text: &str) -> Result<FuseSpec> {
     Ok(FuseSpec { export, path })
 }
 
+/// The sockets that a service manager passed. Without any there must be another place to serve at.
+fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
+    let variable = |name| std::env::var_os(name);
+    let passed_to = PassedTo {
+        pid: variable("LISTEN_PID"),
+        count: variable("LISTEN_FDS"),
+        names: variable("LISTEN_FDNAMES"),
+    };
+    let passed = passed_to.sockets()?;
+    if !passed.is_empty() && !args.nbd.is_empty() {
+        return Err(Error::invalid(
+            "sockets were passed to this program (LISTEN_FDS); they take the place of --nbd, which must not be given then",
+        ));
+    }
+    if passed.is_empty() && args.nbd.is_empty() && args.fuse.is_empty() && args.vhost_user_blk.is_empty() {
+        return Err(Error::invalid(
+            "there is no place to serve at: say --nbd unix:PATH or tcp:HOST:PORT, --vhost-user-blk PATH or --fuse FILE",
+        ));
+    }
+    Ok(passed)
+}
+
+fn tls_policy(args: &Args) -> Result<TlsPolicy> {
+    let Some(directory) = &args.tls_certificates else { return Ok(TlsPolicy::Off) };
+    if args.tls_verify_peer && args.tls == TlsMode::On {
+        return Err(Error::invalid(
+            "--tls-verify-peer keeps nobody out with --tls on, which lets clients do without TLS",
+        ));
+    }
+    let tls = Tls::from_directory(directory, args.tls_verify_peer)?;
+    Ok(match args.tls {
+        TlsMode::Require => TlsPolicy::Required(tls),
+        TlsMode::On => TlsPolicy::Offered(tls),
+    })
+}
+
 pub(crate) fn run(args: Args) -> Outcome {
+    let passed = passed_sockets(&args)?;
+    let tls = tls_policy(&args)?;
     let image = ImageOptions {
         format: args.format,
         read_only: args.read_only || args.snapshot.is_some(),
@@ -160,6 +217,8 @@ pub(crate) fn run(args: Args) -> Outcome {
     let spec = ServeSpec {
         exports: exports.collect(),
         nbd: args.nbd.clone(),
+        passed,
+        tls,
         vhost: args
             .vhost_user_blk
             .iter()
@@ -183,6 +242,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     let quiet = args.quiet;
     let names: Vec<String> = spec.exports.iter().map(|export| export.name.clone()).collect();
     let vhost = args.vhost_user_blk.clone();
+    let scheme = if args.tls_certificates.is_some() { "nbds" } else { "nbd" };
     let files: Vec<PathBuf> = args.fuse.iter().map(|fuse| fuse.path.clone()).collect();
     let report = serve(spec, move |addresses| {
         if !quiet {
@@ -190,7 +250,7 @@ pub(crate) fn run(args: Args) -> Outcome {
                 complain(&format!("serving vhost-user-blk {}", spec.path.display()));
             }
             for address in addresses {
-                announce(address, &names);
+                announce(scheme, address, &names);
             }
             for file in files {
                 complain(&format!("serving {}", file.display()));
@@ -206,11 +266,11 @@ pub(crate) fn run(args: Args) -> Outcome {
 }
 
 /// One line per export, with the URI that clients take.
-fn announce(address: &Address, names: &[String]) {
+fn announce(scheme: &str, address: &Address, names: &[String]) {
     for name in names {
         let uri = match address {
-            Address::Unix(path) => format!("nbd+unix:///{name}?socket={}", path.display()),
-            Address::Tcp { .. } => format!("nbd://{address}/{name}"),
+            Address::Unix(path) => format!("{scheme}+unix:///{name}?socket={}", path.display()),
+            Address::Tcp { .. } => format!("{scheme}://{address}/{name}"),
         };
         complain(&format!("serving {uri}"));
     }

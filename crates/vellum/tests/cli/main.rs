@@ -6,6 +6,7 @@
 //!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
 //!   notify.rs    what a service manager is told
+//!   sockets.rs   sockets that a service manager passes
 //!   space.rs     full file systems, block devices
 //!   vhost.rs     which disk is at which socket for virtual machines
 //! ```
@@ -20,6 +21,7 @@ mod damage;
 mod locks;
 mod making;
 mod notify;
+mod sockets;
 mod space;
 mod vhost;
 

@@ -4,6 +4,7 @@
 //!   tools.rs    nbdinfo, nbdcopy, nbdkit's nbd plugin in front of the server
 //!   qemu.rs     qemu-img and qemu-io
 //!   fio.rs      fio's nbd engine, which verifies what it wrote
+//!   tls.rs      QEMU and libnbd with certificates, and without
 //!   libnbd.rs   libnbd from Python: every command and flag, and the promise that multi-conn makes
 //! ```
 //!
@@ -17,6 +18,7 @@ mod support;
 mod fio;
 mod libnbd;
 mod qemu;
+mod tls;
 mod tools;
 
 use std::path::PathBuf;

@@ -123,3 +123,108 @@ fn several_exports_are_several_disks() {
     one.check();
     two.check();
 }
+
+/// QEMU chooses extended headers where they are offered. Its trace tells that what is longer than 4 GiB is one request.
+#[test]
+fn qemu_io_zeroes_six_gib_in_one_request() {
+    requires!("qemu-io");
+    const GIB: usize = 1 << 30;
+    let dir = Dir::new("qemu-extended");
+    for kind in [Kind::Raw, Kind::Qcow2] {
+        let path = dir.text("disk");
+        let format = if kind == Kind::Raw { "raw" } else { "qcow2" };
+        succeed("qemu-img", &["create", "-q", "-f", format, &path, "16G"]);
+        let server = Server::start(&["-f", format, &path]);
+        let uri = server.uri("");
+        let trace = ["-T", "enable=nbd_send_request", "-f", "raw"];
+        let script = [
+            "write -P 7 1G 1M",
+            "write -P 8 7G 64k",
+            "write -z -n 512M 6G",
+            "read -P 0 1G 1M",
+            "read -P 8 7G 64k",
+            "write -z -u -n 0 16G",
+            "read -P 0 7G 1M",
+        ];
+        let commands: Vec<&str> = script.iter().flat_map(|line| ["-c", line]).collect();
+        let ran = run("qemu-io", &[&trace[..], &commands, &[&uri]].concat());
+        assert_eq!(ran.code, 0, "{kind:?}: {ran:?}");
+        assert!(!ran.out.contains("failed"), "{kind:?}: {ran:?}");
+        if ran.err.contains("nbd_send_request") {
+            for len in [6 * GIB, 16 * GIB] {
+                assert!(ran.err.contains(&format!(".len = {len},")), "{kind:?}: {ran:?}");
+            }
+        }
+        let map = run("qemu-img", &["map", "--output=json", "-f", "raw", &uri]).json();
+        let rows = map.as_array().expect("rows");
+        assert!(rows.iter().all(|row| row["zero"] == true), "{kind:?}: {map}");
+        server.stop();
+        if kind == Kind::Qcow2 {
+            succeed("qemu-img", &["check", "-q", "-f", format, &path]);
+        }
+        std::fs::remove_file(&path).expect("it is there");
+    }
+}
+
+/// Chains as `qemu-nbd --allocation-depth` sees them, asked with libnbd and with QEMU.
+#[test]
+fn allocation_depth_is_what_qemu_nbd_says() {
+    requires!("qemu-nbd");
+    requires!("nbdinfo");
+    let dir = Dir::short();
+    let path = |name: &str| dir.text(name);
+    let create = |name: &str, format: &str, below: Option<(&str, &str)>, size: &str, script: &[&str]| {
+        let mut arguments = vec!["create".to_owned(), "-q".to_owned(), "-f".to_owned(), format.to_owned()];
+        if let Some((below, its_format)) = below {
+            arguments.extend(["-b".to_owned(), path(below), "-F".to_owned(), its_format.to_owned()]);
+        }
+        arguments.extend([path(name), size.to_owned()]);
+        succeed("qemu-img", &arguments);
+        let script: Vec<String> = script.iter().map(|&line| line.to_owned()).collect();
+        qemu_io(&["-f", format, &path(name)], &script);
+    };
+    create("base", "raw", None, "6M", &["write -q 0 64k", "write -q 3M 64k"]);
+    let middle = ["write -q 1M 128k", "write -q -z 2M 64k", "write -q 7M 64k"];
+    create("middle", "qcow2", Some(("base", "raw")), "8M", &middle);
+    let top = ["write -q 1M 64k", "write -q -z -u 4M 64k", "write -q 9M 64k"];
+    create("top", "qcow2", Some(("middle", "qcow2")), "10M", &top);
+    let below = ["write -q 0 64k", "write -q -z -u 3M 64k", "discard -q 0 64k", "write -q 5M 64k"];
+    create("below", "qcow2", None, "6M", &below);
+    let over = ["write -q 1M 64k", "discard -q 5M 64k", "write -q 512 512"];
+    create("over", "qcow2", Some(("below", "qcow2")), "6M", &over);
+    for (name, format, rows_min) in
+        [("base", "raw", 1), ("middle", "qcow2", 4), ("top", "qcow2", 9), ("over", "qcow2", 6)]
+    {
+        let (socket, image) = (path("qemu.sock"), path(name));
+        let mut qemu = std::process::Command::new("qemu-nbd")
+            .args(["-r", "-A", "-t", "-f", format, "-k", &socket, &image])
+            .spawn()
+            .expect("it is installed");
+        let begun = std::time::Instant::now();
+        while !std::path::Path::new(&socket).exists() {
+            assert!(begun.elapsed().as_secs() < 60, "qemu-nbd serves");
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        let server = Server::start(&["-r", "-f", format, &image]);
+        let theirs = format!("nbd+unix:///?socket={socket}");
+        for context in ["base:allocation", "qemu:allocation-depth"] {
+            let ask = |uri: &str| succeed("nbdinfo", &[&format!("--map={context}"), uri]);
+            assert_eq!(ask(&server.uri("")), ask(&theirs), "{name}, {context}");
+        }
+        // Over extended headers, as QEMU itself asks; it shows a status that is not 0 as data that is missing.
+        let ask = |socket: &str| {
+            let options = format!(
+                "driver=nbd,server.type=unix,server.path={socket},x-dirty-bitmap=qemu:allocation-depth"
+            );
+            run("qemu-img", &["map", "--output=json", "--image-opts", &options]).json()
+        };
+        let (ours, theirs) = (ask(path_text(&server.socket())), ask(&socket));
+        assert_eq!(ours, theirs, "{name}");
+        let map = succeed("nbdinfo", &["--map=qemu:allocation-depth", &server.uri("")]);
+        assert!(map.lines().count() >= rows_min, "{name} has a map worth comparing: {map}");
+        server.stop();
+        qemu.kill().expect("it runs");
+        qemu.wait().expect("a child");
+        std::fs::remove_file(&socket).expect("it is left");
+    }
+}

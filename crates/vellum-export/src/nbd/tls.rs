@@ -1,0 +1,285 @@
+//! TLS between a client and its session: who may ask for it, the handshake, and a stream that seals what it is given.
+//!
+//! ```text
+//!   socket ──► inbox │ sealed records ░░░░ │ ──► rustls ──► bytes for the session
+//!   socket ◄── one write per 128 KiB ◄────────── rustls ◄── replies, in pieces
+//! ```
+//!
+//! 1. What came in the clear does not count after the handshake: its first record begins with the first byte behind
+//!    `NBD_OPT_STARTTLS` that was read after the answer left, and bytes that were there before end the connection
+//!    (CVE-2021-3716).
+//! 2. A failed handshake, or a record that does not fit, ends the connection. There is no way back to the clear.
+//! 3. A session may read and write at the same time; rustls is used by one of them at a time, and never while either
+//!    waits. What a read makes rustls want to say, such as an answer to a change of keys, goes out with the next reply.
+//! 4. Beyond a session in the clear it holds an inbox, a record that is not whole (rustls bounds both), and
+//!    [`SEALED_BYTES`] of replies, twice while they are sent.
+//!
+//! Left out: pre-shared keys, which rustls has not; sessions that are taken up again, as a connection lasts as long as a
+//! disk is used; the last word of TLS (`close_notify`) from the server, as NBD has its own.
+//!
+//! Source: NBD protocol, "TLS support".
+
+use std::cell::RefCell;
+use std::fmt;
+use std::io::{BufRead, IoSlice, Write};
+use std::path::Path;
+use std::sync::Arc;
+
+use rustls::crypto::ring;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::{RootCertStore, ServerConfig, ServerConnection};
+use vellum_core::{Buffer, ByteStream, Error, ErrorKind, LocalFuture, Result};
+
+use super::limits::Limits;
+use super::session::Ending;
+
+/// Sealed replies leave when there is so much of them.
+const SEALED_BYTES: usize = 128 << 10;
+
+/// The inbox: a whole record, and room for the head of the next.
+const INBOX_BYTES: usize = 32 << 10;
+
+/// Whether clients may, or must, talk TLS.
+#[derive(Debug, Clone, Default)]
+pub enum TlsPolicy {
+    /// There is none.
+    #[default]
+    Off,
+    /// Who asks for it gets it.
+    Offered(Tls),
+    /// Nothing else is talked about before it.
+    Required(Tls),
+}
+
+/// The server's certificate, its key, and whom it trusts.
+#[derive(Clone)]
+pub struct Tls(Arc<ServerConfig>);
+
+impl Tls {
+    /// Reads `server-cert.pem` (with the chain up to, and without, the authority) and `server-key.pem` of a directory. When
+    /// clients are verified, those with a certificate by an authority in `ca-cert.pem` are let in, and no others.
+    ///
+    /// # Errors
+    /// When a file is missing, or holds something else; when certificate and key do not belong together.
+    pub fn from_directory(directory: &Path, verifies_clients: bool) -> Result<Self> {
+        let chain = certificates(&directory.join("server-cert.pem"))?;
+        let key_path = directory.join("server-key.pem");
+        let key = PrivateKeyDer::from_pem_file(&key_path)
+            .map_err(|error| unreadable(&key_path, "a private key without a password", &error))?;
+        let provider = Arc::new(ring::default_provider());
+        let builder = ServerConfig::builder_with_provider(provider.clone())
+            .with_safe_default_protocol_versions()
+            .map_err(|error| Error::invalid(format!("can't use TLS: {error}")))?;
+        let builder = if verifies_clients {
+            let path = directory.join("ca-cert.pem");
+            let mut roots = RootCertStore::empty();
+            for certificate in certificates(&path)? {
+                roots.add(certificate).map_err(|error| unreadable(&path, "an authority", &error))?;
+            }
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+                .build()
+                .map_err(|error| unreadable(&path, "an authority", &error))?;
+            builder.with_client_cert_verifier(verifier)
+        } else {
+            builder.with_no_client_auth()
+        };
+        let mut config = builder.with_single_cert(chain, key).map_err(|error| {
+            let doing = format!("can't use the certificate and the key in {}", directory.display());
+            Error::invalid(format!("{doing}: {error}"))
+        })?;
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        Ok(Self(Arc::new(config)))
+    }
+}
+
+impl fmt::Debug for Tls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Tls")
+    }
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    let wanted = "certificates";
+    let all: std::result::Result<Vec<_>, _> =
+        CertificateDer::pem_file_iter(path).map_err(|error| unreadable(path, wanted, &error))?.collect();
+    let all = all.map_err(|error| unreadable(path, wanted, &error))?;
+    if all.is_empty() {
+        return Err(Error::invalid(format!("{} holds no certificate in PEM", path.display())));
+    }
+    Ok(all)
+}
+
+fn unreadable(path: &Path, wanted: &str, why: &dyn fmt::Display) -> Error {
+    Error::invalid(format!("{} can't be read as {wanted} in PEM: {why}", path.display()))
+}
+
+/// The bytes of one connection, sealed.
+pub(super) struct TlsStream<'a> {
+    inner: &'a dyn ByteStream,
+    connection: RefCell<ServerConnection>,
+    /// What has come and rustls has not taken.
+    inbox: RefCell<Inbox>,
+}
+
+/// Bytes `start..end` of a buffer, which is away while a read is going on.
+#[derive(Default)]
+struct Inbox {
+    buffer: Buffer,
+    start: usize,
+    end: usize,
+}
+
+impl<'a> TlsStream<'a> {
+    /// The server's side of the handshake.
+    pub(super) async fn accept(
+        inner: &'a dyn ByteStream,
+        tls: &Tls,
+        limits: &Limits,
+    ) -> Result<Self, Ending> {
+        let mut connection = ServerConnection::new(tls.0.clone()).map_err(|error| {
+            tracing::warn!("can't begin TLS: {error}");
+            Ending::Refused("TLS could not be begun")
+        })?;
+        connection.set_buffer_limit(Some(SEALED_BYTES));
+        let stream =
+            Self { inner, connection: RefCell::new(connection), inbox: RefCell::new(Inbox::default()) };
+        let mut bytes_left = limits.handshake_bytes_max;
+        loop {
+            // What goes wrong is told to the client, too, before the connection ends.
+            let understood = stream.take_in();
+            let sealed = stream.sealed(Vec::new());
+            if !sealed.is_empty() {
+                let sent = inner.write_all(Buffer::copy_of(&sealed)).await;
+                if understood.is_ok() {
+                    sent.map_err(Ending::Failed)?;
+                }
+            }
+            if let Err(error) = understood {
+                tracing::debug!(error = error.chain(), "no TLS");
+                return Err(Ending::Refused("TLS could not be agreed on"));
+            }
+            if !stream.connection.borrow().is_handshaking() {
+                return Ok(stream);
+            }
+            if !stream.inbox_is_empty() {
+                // It waited for the answer to leave.
+                continue;
+            }
+            let count = stream.receive().await.map_err(Ending::Failed)?;
+            if count == 0 {
+                return Err(Ending::Hangup);
+            }
+            bytes_left = bytes_left
+                .checked_sub(count as u64)
+                .ok_or(Ending::Refused("too many bytes before an export was chosen"))?;
+        }
+    }
+
+    /// Gives rustls what has come, as much as it takes.
+    fn take_in(&self) -> Result<()> {
+        let mut connection = self.connection.borrow_mut();
+        let mut inbox = self.inbox.borrow_mut();
+        let Inbox { buffer, start, end } = &mut *inbox;
+        while start < end && connection.wants_read() {
+            let mut rest = &buffer.slice()[*start..*end];
+            let taken =
+                connection.read_tls(&mut rest).map_err(|error| Error::io(error, "TLS has no room"))?;
+            *start += taken;
+            let state = connection
+                .process_new_packets()
+                .map_err(|error| Error::new(ErrorKind::Invalid, format!("no good TLS: {error}")))?;
+            if taken == 0 {
+                return Err(Error::new(ErrorKind::Invalid, "no good TLS: more than one record may have"));
+            }
+            if state.plaintext_bytes_to_read() > 0 {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn inbox_is_empty(&self) -> bool {
+        let inbox = self.inbox.borrow();
+        inbox.start == inbox.end
+    }
+
+    /// Reads once into the inbox, which must be empty. Zero is the end.
+    async fn receive(&self) -> Result<usize> {
+        let mut buffer = std::mem::take(&mut self.inbox.borrow_mut().buffer);
+        if buffer.is_empty() {
+            // The first time, or a read was given up.
+            buffer = Buffer::for_overwrite(INBOX_BYTES);
+        }
+        let (buffer, count) = self.inner.read(buffer).await?;
+        *self.inbox.borrow_mut() = Inbox { buffer, start: 0, end: count };
+        Ok(count)
+    }
+
+    /// Takes bytes for the session out of rustls. `None`: none are there before more has come.
+    fn opened(&self, buffer: &mut Buffer) -> Result<Option<usize>> {
+        let mut connection = self.connection.borrow_mut();
+        let mut filled = 0;
+        while filled < buffer.len() {
+            let mut reader = connection.reader();
+            let bytes = match reader.fill_buf() {
+                // The client has said its last word.
+                Ok([]) => return Ok(Some(filled)),
+                Ok(bytes) => bytes,
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err(Error::io(error, "can't read what TLS has opened")),
+            };
+            let count = bytes.len().min(buffer.len() - filled);
+            buffer.copy_from(filled, &bytes[..count]);
+            reader.consume(count);
+            filled += count;
+        }
+        Ok((filled > 0).then_some(filled))
+    }
+
+    /// Adds what rustls wants to send.
+    fn sealed(&self, mut sealed: Vec<u8>) -> Vec<u8> {
+        let mut connection = self.connection.borrow_mut();
+        while connection.wants_write() {
+            connection.write_tls(&mut sealed).expect("memory takes everything");
+        }
+        sealed
+    }
+}
+
+impl ByteStream for TlsStream<'_> {
+    fn read(&self, mut buffer: Buffer) -> LocalFuture<'_, Result<(Buffer, usize)>> {
+        Box::pin(async move {
+            loop {
+                if let Some(count) = self.opened(&mut buffer)? {
+                    return Ok((buffer, count));
+                }
+                if self.inbox_is_empty() && self.receive().await? == 0 {
+                    return Ok((buffer, 0));
+                }
+                self.take_in()?;
+            }
+        })
+    }
+
+    fn write_all(&self, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let mut pieces: Vec<_> = data.pieces().map(IoSlice::new).collect();
+            let mut rest = &mut pieces[..];
+            while !rest.is_empty() {
+                let taken = self.connection.borrow_mut().writer().write_vectored(rest);
+                let taken = taken.map_err(|error| Error::io(error, "TLS has no room"))?;
+                IoSlice::advance_slices(&mut rest, taken);
+                let sealed = self.sealed(Vec::new());
+                self.inner.write_all(Buffer::copy_of(&sealed)).await?;
+            }
+            Ok(())
+        })
+    }
+
+    fn shutdown(&self) {
+        self.inner.shutdown();
+    }
+}

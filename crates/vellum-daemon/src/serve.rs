@@ -12,7 +12,7 @@
 //! ```
 //!
 //! 1. One chain per image file, however many exports and sockets it has.
-//! 2. On SIGTERM or SIGINT nobody new is let in, requests that were begun are answered, then every disk is closed; a
+//! 2. On SIGTERM or SIGINT nobody new is let in, paused disks are resumed, requests that were begun are answered, then every disk is closed; a
 //!    second signal, or a drain that takes longer than it may, cuts the connections but still closes the disks. A snapshot
 //!    that is being deleted is left half deleted, for the next opening; other requests of the control socket are waited for.
 //! 3. A connection that fails, whatever its client did, ends alone. A file that is unmounted by somebody else ends alone, too.
@@ -37,6 +37,7 @@ use crate::control::server::{CONNECTIONS_MAX, Control};
 use crate::fuse::{FuseFiles, FuseSpec};
 use crate::grow::GrowHook;
 use crate::image::ImageOptions;
+use crate::lookers::Lookers;
 use crate::notify::NotifySocket;
 use crate::served::{Disks, SnapshotExports};
 use crate::stats::Stats;
@@ -175,6 +176,7 @@ async fn run(
         exports: exports.clone(),
         shutdown: shutdown.clone(),
         slots: ConnectionSlots::new(CONNECTIONS_MAX),
+        lookers: Lookers { sessions: devices.sessions(), files: files.tellers() },
     };
     let controlled = control_listener.map(|listener| spawn_local(control.clone().accept(listener)));
     let accepting: Vec<_> = listeners
@@ -230,6 +232,7 @@ async fn run(
         task.cancel().await;
     }
     for disk in served.iter() {
+        disk.open_for_good(); // what waits at a paused disk was begun, too
         disk.stop_background().await;
     }
     shutdown.drain();
@@ -322,9 +325,7 @@ impl Tending {
             let (disks, ended) = (served.clone(), has_ended.clone());
             tasks.push(workers.spawn(worker, move || async move {
                 while !ended.load(Ordering::Acquire) {
-                    // It is another one after it went back to a snapshot.
-                    let disk = disks[index].disk();
-                    let has_more = disk.tend(clock().now()).await;
+                    let has_more = disks[index].disk().tend(clock().now()).await;
                     clock().sleep(if has_more { TENDED_NEXT } else { TENDED_EVERY }).await;
                 }
             }));

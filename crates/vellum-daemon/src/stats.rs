@@ -82,6 +82,15 @@ pub struct DiskStats {
     pub exports: Vec<String>,
     /// The image file.
     pub image: String,
+    /// Its size in bytes, as guests see it.
+    pub virtual_size: u64,
+    /// `running`; `pausing` while what was begun is being ended; `paused` when nothing is under way.
+    pub state: String,
+    /// For how long it is paused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused_seconds: Option<u64>,
+    /// Requests that wait until it goes on.
+    pub held: usize,
     /// Connections now.
     pub connections: usize,
     /// What guests asked.

@@ -123,8 +123,9 @@ pub struct Chain {
     pub top_tally: HostTally,
     /// What the images below cost the host.
     pub below_tally: HostTally,
-    /// How the top image is opened again.
-    native_options: native::OpenOptions,
+    options: ChainOptions,
+    /// Memory for the mappings of one image, in bytes.
+    mapping_share: u64,
 }
 
 /// An image that was found on the way down and has no disk yet.
@@ -158,56 +159,25 @@ impl Chain {
     pub async fn open(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Result<Self> {
         let found = find(opener, path, options).await?;
         let (top_tally, below_tally) = (HostTally::default(), HostTally::default());
-        let share = (options.mapping_bytes_max / found.len() as u64).max(1 << 20);
-        let native_options = native::OpenOptions {
-            prealloc: options.prealloc,
-            compaction: options.compaction,
-            clock: options.clock.clone(),
-            ..native::OpenOptions::default()
-        };
+        let mapping_share = (options.mapping_bytes_max / found.len() as u64).max(1 << 20);
         let mut members: Vec<Member> = Vec::with_capacity(found.len());
         for (depth, image) in found.into_iter().enumerate().rev() {
             let is_top = depth == 0;
             let below = members.last().map(|member| member.disk.clone());
-            let tally = if is_top { &top_tally } else { &below_tally };
-            let read_only = options.read_only || !is_top;
-            let mut native = None;
-            let disk: SharedDisk = match (&image.header, &image.superblock) {
-                (None, None) => Raw::open(image.storage.clone(), read_only, tally),
-                (None, Some(_)) => {
-                    let open = native::OpenOptions {
-                        read_only,
-                        snapshot: options.snapshot.clone().filter(|_| is_top),
-                        tally: tally.clone(),
-                        ..native_options.clone()
-                    };
-                    let opened = Native::open(image.storage.clone(), below, open).await;
-                    native.insert(opened.context(|| describe(&image.path, depth))?).clone()
-                }
-                (Some(header), _) => {
-                    let files = qcow2::Files {
-                        image: image.storage.clone(),
-                        data_file: image.data_file.as_ref().map(|(_, file)| file.clone()),
-                        below,
-                    };
-                    let open = qcow2::OpenOptions {
-                        read_only,
-                        snapshot: options.snapshot.clone().filter(|_| is_top),
-                        mapping_bytes_max: share,
-                        offload: options.offload.clone(),
-                        tally: tally.clone(),
-                        journal_key: None,
-                        prealloc: options.prealloc,
-                        clock: options.clock.clone(),
-                    };
-                    Qcow2::open(header.clone(), files, open).await.context(|| describe(&image.path, depth))?
-                }
+            let how = How {
+                read_only: options.read_only || !is_top,
+                snapshot: options.snapshot.clone().filter(|_| is_top),
+                tally: if is_top { &top_tally } else { &below_tally },
+                mapping_share,
+                options,
             };
+            let opened = open_disk(&image, below, how).await;
+            let (disk, native) = opened.context(|| describe(&image.path, depth))?;
             let Found { path, format, storage, header, superblock, data_file, .. } = image;
             members.push(Member { path, format, storage, header, superblock, data_file, disk, native });
         }
         members.reverse();
-        Ok(Self { members, top_tally, below_tally, native_options })
+        Ok(Self { members, top_tally, below_tally, options: options.clone(), mapping_share })
     }
 
     /// The disk on top.
@@ -222,7 +192,6 @@ impl Chain {
     /// `Unsupported` when the top image is not of the native format, `NotFound` when there is no such snapshot, and what the image
     /// says. The disk can be used afterwards unless it is closed: that it could not be opened again is told, too.
     pub async fn revert(&mut self, wanted: &str) -> Result<()> {
-        let below = self.members.get(1).map(|member| member.disk.clone());
         let top = &mut self.members[0];
         let Some(native) = &top.native else {
             return Err(Error::unsupported(format!("{} is not of the native format", top.path.display())));
@@ -230,13 +199,87 @@ impl Chain {
         native.close().await.context(|| format!("can't close {}", top.path.display()))?;
         let alone = native::OpenOptions { without_base: true, ..native::OpenOptions::default() };
         let reverted = native::snapshots::revert(top.storage.clone(), None, alone, wanted).await;
-        let open = native::OpenOptions { tally: self.top_tally.clone(), ..self.native_options.clone() };
-        let opened = Native::open(top.storage.clone(), below, open).await;
-        let opened = opened.context(|| format!("can't open {} again", top.path.display()))?;
-        top.superblock = Some(Superblocks::read(&*top.storage).await?.superblock);
-        top.disk = opened.clone();
-        top.native = Some(opened);
+        self.open_top_again().await?;
         reverted
+    }
+
+    /// Gives the disk more bytes, which read as zero: its image is closed, changed and opened again, so the disk is another one
+    /// then, also when this fails. Nobody may use it meanwhile. Gives the size before.
+    ///
+    /// # Errors
+    /// `Invalid` for a smaller size, `ReadOnly` when the disk is not written, and why its image cannot have a larger disk. The disk
+    /// can be used afterwards unless it is closed: that it could not be opened again is told, too.
+    pub async fn grow(&mut self, size: u64) -> Result<u64> {
+        let below = self.members.get(1).map(|member| member.disk.clone());
+        let top = &self.members[0];
+        let geometry = top.disk.geometry();
+        let before = geometry.size;
+        if geometry.read_only {
+            let why = format!("{} is open for reading only", top.path.display());
+            return Err(Error::new(ErrorKind::ReadOnly, why));
+        }
+        if size < before {
+            return Err(Error::invalid(format!(
+                "the disk has {before} bytes, and is not made smaller while it is served: what lies behind {size} would be lost"
+            )));
+        }
+        // qcow2 has no word for how far an image below counts.
+        if let Some(below) = below.filter(|_| top.header.is_some()) {
+            let shows = below.geometry().size;
+            if shows > before && size > before {
+                return Err(Error::unsupported(format!(
+                    "its backing image has {shows} bytes, more than the disk, and would show behind {before}"
+                )));
+            }
+        }
+        if size == before {
+            return Ok(before);
+        }
+        top.disk.close().await.context(|| format!("can't close {}", top.path.display()))?;
+        let grown = match top.format {
+            FormatKind::Raw => grow_raw(&top.storage, size).await,
+            FormatKind::Qcow2 => qcow2::grow(&top.storage, size).await.map(drop),
+            FormatKind::Native => native::resize(&top.storage, size, false).await.map(drop),
+        };
+        self.open_top_again().await?;
+        grown.map(|()| before)
+    }
+
+    /// Opens the top image, which was closed, over those below as they are.
+    async fn open_top_again(&mut self) -> Result<()> {
+        let below = self.members.get(1).map(|member| member.disk.clone());
+        let top = &mut self.members[0];
+        let context = || format!("can't open {} again", top.path.display());
+        let mut image = Found {
+            path: top.path.clone(),
+            canonical: PathBuf::new(), // it was compared with the others when they were found
+            format: top.format,
+            storage: top.storage.clone(),
+            header: None,
+            superblock: None,
+            data_file: top.data_file.clone(),
+        };
+        match top.format {
+            FormatKind::Raw => {}
+            FormatKind::Qcow2 => image.header = Some(Header::read(&*top.storage).await.context(context)?),
+            FormatKind::Native => {
+                image.superblock = Some(Superblocks::read(&*top.storage).await.context(context)?.superblock);
+            }
+        }
+        let how = How {
+            read_only: self.options.read_only,
+            snapshot: self.options.snapshot.clone(),
+            tally: &self.top_tally,
+            mapping_share: self.mapping_share,
+            options: &self.options,
+        };
+        let (disk, native) = open_disk(&image, below, how).await.context(context)?;
+        if image.superblock.is_some() {
+            // As it is now: opening may have changed it.
+            image.superblock = Some(Superblocks::read(&*top.storage).await.context(context)?.superblock);
+        }
+        (top.header, top.superblock, top.disk, top.native) = (image.header, image.superblock, disk, native);
+        Ok(())
     }
 
     /// Closes all disks, the top one first; the first error counts, and the others are closed all the same.
@@ -249,6 +292,73 @@ impl Chain {
         }
         result
     }
+}
+
+/// How one image of a chain is opened.
+struct How<'a> {
+    read_only: bool,
+    snapshot: Option<String>,
+    tally: &'a HostTally,
+    mapping_share: u64,
+    options: &'a ChainOptions,
+}
+
+/// The disk that an image makes over the one below it.
+async fn open_disk(
+    image: &Found,
+    below: Option<SharedDisk>,
+    how: How<'_>,
+) -> Result<(SharedDisk, Option<Arc<Native>>)> {
+    let How { read_only, snapshot, tally, mapping_share, options } = how;
+    match (&image.header, &image.superblock) {
+        (None, None) => Ok((Raw::open(image.storage.clone(), read_only, tally), None)),
+        (None, Some(_)) => {
+            let open = native::OpenOptions {
+                read_only,
+                snapshot,
+                tally: tally.clone(),
+                prealloc: options.prealloc,
+                compaction: options.compaction,
+                clock: options.clock.clone(),
+                ..native::OpenOptions::default()
+            };
+            let opened = Native::open(image.storage.clone(), below, open).await?;
+            Ok((opened.clone(), Some(opened)))
+        }
+        (Some(header), _) => {
+            let files = qcow2::Files {
+                image: image.storage.clone(),
+                data_file: image.data_file.as_ref().map(|(_, file)| file.clone()),
+                below,
+            };
+            let open = qcow2::OpenOptions {
+                read_only,
+                snapshot,
+                mapping_bytes_max: mapping_share,
+                offload: options.offload.clone(),
+                tally: tally.clone(),
+                journal_key: None,
+                prealloc: options.prealloc,
+                clock: options.clock.clone(),
+            };
+            Ok((Qcow2::open(header.clone(), files, open).await?, None))
+        }
+    }
+}
+
+/// A longer file; or a device that somebody has made longer.
+async fn grow_raw(storage: &SharedStorage, size: u64) -> Result<()> {
+    if storage.limits().fixed_len {
+        return match storage.look_at_len().await? {
+            len if len == size => Ok(()),
+            len => Err(Error::new(
+                ErrorKind::NoSpace,
+                format!("{} is a device of {len} bytes, and so is its disk", storage.name()),
+            )),
+        };
+    }
+    storage.set_len(size).await?;
+    storage.flush().await
 }
 
 fn describe(path: &Path, depth: usize) -> String {

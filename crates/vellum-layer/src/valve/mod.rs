@@ -7,11 +7,13 @@
 //! ```
 //!
 //! 1. A disk that is neither limited nor held costs a request two counters that its core has for itself.
-//! 2. A request that waits holds nothing but its place: how many there can be is the exports' to say.
-//! 3. A request that was let through is not stopped any more. Who pauses waits for it, and flushes.
-//! 4. Work that nobody waits for ([`Disk::tend`]) does not begin while the disk is held.
-//! 5. When the server ends it opens for good: what waits is done, at the disk's own pace.
+//! 2. A discard counts as a request that moves nothing; zeros do, too, where the disk can make them without writing them.
+//! 3. A request that waits holds nothing but its place: how many there can be is the exports' to say.
+//! 4. A request that was let through is not stopped any more. Who pauses waits for it, and flushes.
+//! 5. Work that nobody waits for ([`Disk::tend`]) does not begin while the disk is held.
+//! 6. When the server ends it opens for good: what waits is done, at the disk's own pace.
 
+mod limits;
 mod passage;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -26,12 +28,15 @@ use vellum_core::{
     SharedDisk, WriteFlags, ZeroFlags,
 };
 
+use limits::{Direction, Limits};
+pub use limits::{Kind, Rate, Settings};
 pub use passage::Hold;
 use passage::{Inside, Passage};
 
 /// A disk that can be stopped, slowed and exchanged.
 pub struct Valve {
     inner: ArcSwap<SharedDisk>,
+    limits: Limits,
     passage: Arc<Passage>,
     flow: Mutex<Flow>,
     /// So many pauses were begun, and ended: who waits for one learns that it is no longer his.
@@ -64,6 +69,7 @@ impl Valve {
     pub fn new(inner: SharedDisk, clock: Arc<dyn Clock>) -> Arc<Self> {
         Arc::new(Self {
             inner: ArcSwap::from_pointee(inner),
+            limits: Limits::new(clock.clone()),
             passage: Arc::default(),
             flow: Mutex::new(Flow::Running),
             turns: AtomicU64::new(0),
@@ -89,6 +95,24 @@ impl Valve {
     /// Requests that wait until it is open again.
     pub fn held(&self) -> usize {
         self.passage.waiting()
+    }
+
+    /// What is limited.
+    pub fn limits(&self) -> Settings {
+        self.limits.settings()
+    }
+
+    /// Limits requests, also those that wait already. Once the server ends nothing is limited.
+    pub fn limit(&self, settings: Settings) {
+        let _flow = self.flow();
+        if !self.has_ended.load(Ordering::Acquire) {
+            self.limits.set(settings);
+        }
+    }
+
+    /// Requests that wait for their limits.
+    pub fn limited(&self) -> usize {
+        self.limits.waiting()
     }
 
     /// Stops new requests. Returns when none is under way and all that was answered is durable. Pausing twice is legal.
@@ -164,6 +188,7 @@ impl Valve {
         self.turns.fetch_add(1, Ordering::AcqRel);
         self.turned.notify(usize::MAX);
         *flow = Flow::Running;
+        self.limits.set(Settings::default());
     }
 
     /// Stops new requests until the hold is dropped, beside any pause. Returns when none is under way.
@@ -179,7 +204,18 @@ impl Valve {
         self.inner.store(Arc::new(inner));
     }
 
+    /// The bytes that zeros there may move.
+    fn moved_by_zeros(&self, span: GuestSpan) -> u64 {
+        if self.geometry().fast_zeroes { 0 } else { span.len() }
+    }
+
     async fn begin(&self) -> Inside<'_> {
+        self.passage.enter().await
+    }
+
+    /// The same for a request that is limited, and moves so many bytes.
+    async fn begin_limited(&self, direction: Direction, bytes: u64) -> Inside<'_> {
+        self.limits.pass(direction, bytes).await;
         self.passage.enter().await
     }
 }
@@ -195,14 +231,14 @@ impl Disk for Valve {
 
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(async move {
-            let _inside = self.begin().await;
+            let _inside = self.begin_limited(Direction::Read, buffer.len() as u64).await;
             self.inner.load().read(at, buffer).await
         })
     }
 
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            let _inside = self.begin().await;
+            let _inside = self.begin_limited(Direction::Write, data.len() as u64).await;
             self.inner.load().write(at, data, flags).await
         })
     }
@@ -216,14 +252,14 @@ impl Disk for Valve {
 
     fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            let _inside = self.begin().await;
+            let _inside = self.begin_limited(Direction::Write, self.moved_by_zeros(span)).await;
             self.inner.load().write_zeroes(span, flags).await
         })
     }
 
     fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            let _inside = self.begin().await;
+            let _inside = self.begin_limited(Direction::Write, 0).await;
             self.inner.load().discard(span, flags).await
         })
     }

@@ -29,4 +29,5 @@ pub use host::{Host, HostOptions, Pool};
 pub use image::{CreateTarget, ImageOptions, create_native, create_qcow2, create_raw, open_image};
 pub use notify::NotifySocket;
 pub use serve::{ExportSpec, Report, ServeSpec, serve};
+pub use vellum_layer::valve::Settings as Limits;
 pub use vhost::VhostSpec;

@@ -28,6 +28,7 @@ use vellum_core::{Disk, Error, ErrorKind, Result};
 use vellum_export::fuse::allocate_without_write_back;
 use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
 use vellum_export::{ConnectionSlots, Shutdown};
+use vellum_layer::valve::Settings;
 use vellum_io::{
     Address, IoMode, Listener, Signal, Signals, Spawned, Workers, WorkersConfig, WorkersHandle, clock,
     spawn_local, unblock,
@@ -54,6 +55,8 @@ pub struct ExportSpec {
     pub image: ImageOptions,
     /// A line about it for who lists the exports.
     pub description: String,
+    /// How its requests are limited. Of several exports of one image those of the first count.
+    pub limits: Settings,
 }
 
 /// What a server is to do.

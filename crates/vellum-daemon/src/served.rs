@@ -57,6 +57,7 @@ impl Served {
     async fn new(chain: Chain, export: &ExportSpec, grow_hook: Option<&GrowHook>) -> Self {
         let (inner, growing) = behind_valve(&chain, &export.path, grow_hook).await;
         let valve = Valve::new(inner, clock());
+        valve.limit(export.limits.clone());
         Self {
             grow_hook: grow_hook.cloned(),
             path: export.path.clone(),
@@ -110,6 +111,8 @@ impl Served {
             state: state.to_owned(),
             paused_seconds,
             held: self.valve.held(),
+            limits: self.limits_said(),
+            limited: self.valve.limited(),
             connections: self.names.iter().filter_map(|name| exports.sessions(name)).sum(),
             guest: self.disk.counts().into(),
             guest_errors: self.disk.errors(),

@@ -1,5 +1,6 @@
 //! What was counted: the guest's operations, and what they cost the host.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::Serialize;
@@ -91,6 +92,11 @@ pub struct DiskStats {
     pub paused_seconds: Option<u64>,
     /// Requests that wait until it goes on.
     pub held: usize,
+    /// How its requests are limited.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub limits: BTreeMap<String, u64>,
+    /// Requests that wait for that.
+    pub limited: usize,
     /// Connections now.
     pub connections: usize,
     /// What guests asked.

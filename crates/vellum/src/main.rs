@@ -38,6 +38,7 @@ enum Command {
     Stats(commands::stats::Args),
     Pause(commands::pause::Args),
     Resume(commands::pause::ResumeArgs),
+    Limits(commands::limits::Args),
     Template(commands::template::Args),
     Quickstart(commands::quickstart::Args),
 }
@@ -71,6 +72,7 @@ fn main() -> ExitCode {
         Command::Stats(args) => ("stats", commands::stats::run(&args)),
         Command::Pause(args) => ("pause", commands::pause::run(&args)),
         Command::Resume(args) => ("resume", commands::pause::resume(&args)),
+        Command::Limits(args) => ("limits", commands::limits::run(&args)),
         Command::Template(args) => ("template", commands::template::run(&args)),
         Command::Quickstart(args) => ("quickstart", commands::quickstart::run(&args)),
     };

@@ -17,6 +17,8 @@ pub mod client;
 mod lines;
 pub(crate) mod server;
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use vellum_core::{Error, ErrorKind};
 use vellum_format::native::snapshots::Snapshot;
@@ -86,6 +88,15 @@ pub enum Request {
         /// How much more it is to have.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         grow_by: Option<u64>,
+    },
+    /// Tell how requests are limited, and change that.
+    Limits {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// All limits from now on, by their names; those before stay when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        set: Option<BTreeMap<String, u64>>,
     },
     /// Tell what was counted, as the file of `--stats-json` does.
     Stats {},
@@ -186,6 +197,8 @@ mod tests {
             r#"{"command":"snapshot-list","name":"more than it takes"}"#,
             r#"{"command":"stats","x":1}"#,
             r#"{"command":"resize","size":-1}"#,
+            r#"{"command":"limits","set":{"iops-total":-1}}"#,
+            r#"{"command":"limits","set":[]}"#,
             r#"{"command":"resize","size":"1G"}"#,
         ] {
             assert!(serde_json::from_str::<Request>(text).is_err(), "{text}");

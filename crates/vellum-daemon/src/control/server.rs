@@ -9,6 +9,7 @@ use vellum_core::{Buffer, ByteStream, Error, ErrorKind, Result};
 use vellum_export::nbd::Exports;
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{Listener, Stream, clock, spawn_local};
+use vellum_layer::valve::Settings as Limits;
 
 use super::lines::Lines;
 use super::{Answer, REQUEST_BYTES_MAX, Request};
@@ -131,6 +132,14 @@ impl Control {
                 let (before, size) = self.disks.find(disk.as_deref())?.resize(wish).await?;
                 self.lookers.tell().await;
                 json!({ "virtual-size-before": before, "virtual-size": size })
+            }
+            Request::Limits { disk, set } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                if let Some(set) = set {
+                    let said = set.iter().map(|(name, number)| (name.as_str(), *number));
+                    disk.limit(Limits::of(said)?);
+                }
+                json!({ "limits": disk.limits_said() })
             }
             Request::Stats {} => json!(Stats::of(&self.disks, &self.exports)),
         })

@@ -1,8 +1,11 @@
-//! A disk that is stopped, let go on, and made larger while it is served.
+//! A disk that is stopped, let go on, limited, and made larger while it is served.
 //!
 //! To make it larger nobody may use it: requests wait at the valve while the image is closed, changed and opened again.
 
+use std::collections::BTreeMap;
+
 use vellum_core::{BlockSize, Disk, Error, ErrorKind, Result};
+use vellum_layer::valve::Settings;
 
 use super::{IS_READ, Served, behind_valve};
 
@@ -45,6 +48,16 @@ impl Served {
             tracing::warn!("{} is resumed", self.path.display());
         }
         was_stopped
+    }
+
+    /// Limits its requests from now on.
+    pub(crate) fn limit(&self, limits: Settings) {
+        self.valve.limit(limits);
+    }
+
+    /// How its requests are limited, by names.
+    pub(crate) fn limits_said(&self) -> BTreeMap<String, u64> {
+        self.valve.limits().said().into_iter().collect()
     }
 
     /// Lets all requests that wait go on, for good: the server ends.

@@ -7,6 +7,7 @@ pub(crate) mod convert;
 pub(crate) mod create;
 pub(crate) mod info;
 pub(crate) mod journal;
+pub(crate) mod limits;
 pub(crate) mod map;
 pub(crate) mod pause;
 pub(crate) mod quickstart;

@@ -43,9 +43,9 @@ fn show(disk: &Value) {
         Some(seconds) => format!(" for {seconds} s"),
         None => String::new(),
     };
-    let waiting = match number(&disk["held"]) {
+    let waiting = match number(&disk["held"]) + number(&disk["limited"]) {
         0 => String::new(),
-        held => format!(", {held} requests wait"),
+        waiting => format!(", {waiting} requests wait"),
     };
     say(&format!(
         "{}: {}, {}{paused}{waiting}; {} connections; {} reads ({}), {} writes ({}), {} flushes, {} failed",

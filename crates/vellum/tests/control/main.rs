@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   resize.rs   made larger, of every format, while somebody writes; what refuses; killed right after the answer
+//!   limits.rs   slowed: no more than is said, and who is not slowed
 //!   pause.rs    stopped and let go on; what waits, what is durable, and how it ends
 //! ```
 
@@ -10,6 +11,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod limits;
 mod pause;
 mod resize;
 

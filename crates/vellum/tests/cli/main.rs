@@ -7,6 +7,7 @@
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
 //!   notify.rs    what a service manager is told
 //!   space.rs     full file systems, block devices
+//!   unit.rs      the unit for systemd: checked by systemd, and its command carried out
 //!   vhost.rs     which disk is at which socket for virtual machines
 //! ```
 
@@ -21,6 +22,7 @@ mod locks;
 mod making;
 mod notify;
 mod space;
+mod unit;
 mod vhost;
 
 use support::program::{Ran, vellum};

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use vellum_core::{BlockSize, Error, Result, SharedStorage};
 use vellum_daemon::ImageOptions;
 use vellum_daemon::control::{Request, call};
-use vellum_daemon::image::open_file;
+use vellum_daemon::image::{open_file, open_image};
 use vellum_format::FormatKind;
 use vellum_format::native::{self, Superblocks};
 use vellum_format::qcow2::{self, Header};
@@ -94,7 +94,22 @@ fn wanted(text: &str, before: u64) -> Result<u64> {
     Ok(BlockSize::SECTOR.round_up(size))
 }
 
+/// How long the image below a qcow2 image is, in bytes: it has no word for how far that counts.
+async fn len_below(args: &Args, file: &Path) -> Result<Option<u64>> {
+    let options = ImageOptions { format: args.format, ..ImageOptions::reading() };
+    let (storage, format) = open_file(file, &options).await.map_err(name_remedy)?;
+    if format != FormatKind::Qcow2 || Header::read(&*storage).await?.backing_file().is_none() {
+        return Ok(None);
+    }
+    drop(storage);
+    let chain = open_image(file, &options).await?;
+    let below = chain.members.get(1).map(|member| member.disk.geometry().size);
+    chain.close().await?;
+    Ok(below)
+}
+
 async fn resize(args: &Args, file: &Path) -> Result<(u64, u64)> {
+    let below = len_below(args, file).await?;
     let options = ImageOptions { format: args.format, ..ImageOptions::default() };
     let (storage, format): (SharedStorage, _) = open_file(file, &options).await.map_err(name_remedy)?;
     let before = match format {
@@ -103,6 +118,12 @@ async fn resize(args: &Args, file: &Path) -> Result<(u64, u64)> {
         FormatKind::Native => Superblocks::read(&*storage).await?.superblock.size(),
     };
     let size = wanted(&args.size, before)?;
+    if let Some(below) = below.filter(|below| size > before && *below > before) {
+        return Err(Error::unsupported(format!(
+            "{}: its backing image has {below} bytes, more than the disk, and would show behind {before}: copy it into a larger image",
+            file.display()
+        )));
+    }
     match format {
         FormatKind::Raw => resize_raw(args, file, &storage, size).await?,
         FormatKind::Qcow2 => drop(qcow2::grow(&storage, size).await?),

@@ -28,11 +28,11 @@ use vellum_core::{Disk, Error, ErrorKind, Result};
 use vellum_export::fuse::allocate_without_write_back;
 use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
 use vellum_export::{ConnectionSlots, Shutdown};
-use vellum_layer::valve::Settings;
 use vellum_io::{
     Address, IoMode, Listener, Signal, Signals, Spawned, Workers, WorkersConfig, WorkersHandle, clock,
     spawn_local, unblock,
 };
+use vellum_layer::valve::Settings;
 
 use crate::control::server::{CONNECTIONS_MAX, Control};
 use crate::fuse::{FuseFiles, FuseSpec};
@@ -121,7 +121,8 @@ pub fn serve(spec: ServeSpec, ready: impl FnOnce(&[Address]) + Send + 'static) -
 async fn control(spec: ServeSpec, workers: WorkersHandle, ready: impl FnOnce(&[Address])) -> Result<Report> {
     // Signals first: one that comes while images are opened is not lost.
     let mut signals = Signals::new(&[Signal::Terminate, Signal::Interrupt])?;
-    let served = Arc::new(Disks::open(&spec.exports, spec.grow_hook.as_ref()).await?);
+    let served =
+        Arc::new(Disks::open(&spec.exports, spec.grow_hook.as_ref(), spec.control_path.is_some()).await?);
     let tending = Tending::begin(&served, &workers);
     let result = run(&spec, &served, workers, &mut signals, ready).await;
     tending.end().await;

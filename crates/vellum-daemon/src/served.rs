@@ -45,7 +45,7 @@ pub(crate) struct Served {
     /// Somebody besides the sessions of its exports uses the disk as it is now, until the server ends.
     is_held: AtomicBool,
     valve: Arc<Valve>,
-    /// What is exported: the valve, counted.
+    /// What is exported: the valve, counted; where nobody steers it, what is behind.
     disk: Arc<CheckedDisk>,
     /// Who looks after its device, when that may become full.
     growing: Mutex<Option<Arc<Growing>>>,
@@ -54,9 +54,11 @@ pub(crate) struct Served {
 }
 
 impl Served {
-    async fn new(chain: Chain, export: &ExportSpec, grow_hook: Option<&GrowHook>) -> Self {
+    async fn new(chain: Chain, export: &ExportSpec, grow_hook: Option<&GrowHook>, is_steered: bool) -> Self {
         let (inner, growing) = behind_valve(&chain, &export.path, grow_hook).await;
-        let valve = Valve::new(inner, clock());
+        let valve = Valve::new(inner.clone(), clock());
+        // Where nobody can ask for anything, nobody pays for it.
+        let is_steered = is_steered || !export.limits.are_none();
         valve.limit(export.limits.clone());
         Self {
             grow_hook: grow_hook.cloned(),
@@ -66,7 +68,7 @@ impl Served {
             below_tally: chain.below_tally.clone(),
             chain: RwLock::new(chain),
             is_held: AtomicBool::new(false),
-            disk: CheckedDisk::new(valve.clone()),
+            disk: CheckedDisk::new(if is_steered { valve.clone() } else { inner }),
             valve,
             growing: Mutex::new(growing),
             steering: Default::default(),
@@ -279,8 +281,12 @@ impl std::ops::Deref for Disks {
 }
 
 impl Disks {
-    /// Opens each image once.
-    pub(crate) async fn open(exports: &[ExportSpec], grow_hook: Option<&GrowHook>) -> Result<Self> {
+    /// Opens each image once. `is_steered`: somebody can ask to pause them, and more.
+    pub(crate) async fn open(
+        exports: &[ExportSpec],
+        grow_hook: Option<&GrowHook>,
+        is_steered: bool,
+    ) -> Result<Self> {
         let mut served = Self(Vec::new());
         let mut by_file: BTreeMap<PathBuf, usize> = BTreeMap::new();
         for export in exports {
@@ -298,7 +304,7 @@ impl Disks {
                 }
             };
             by_file.insert(canonical, served.0.len());
-            served.0.push(Served::new(chain, export, grow_hook).await);
+            served.0.push(Served::new(chain, export, grow_hook, is_steered).await);
         }
         if grow_hook.is_some() && served.iter().all(|served| served.growing().is_none()) {
             served.close().await?;

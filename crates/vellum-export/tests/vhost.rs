@@ -155,7 +155,11 @@ fn a_front_end_is_told_that_its_disk_is_larger() {
         machine.look_again();
         let mut told = [0; 12];
         hears.read_exact(&mut told).expect("it is told");
-        assert_eq!(told.map(u32::from), [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], "the configuration has changed");
+        assert_eq!(
+            told.map(u32::from),
+            [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0],
+            "the configuration has changed"
+        );
         let sectors = end + more / 512;
         assert_eq!((read(&mut queue, sectors - 1), read(&mut queue, sectors)), (OK, IO_ERROR));
         assert_eq!(capacity(&mut machine), sectors.to_le_bytes());

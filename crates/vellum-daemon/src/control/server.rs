@@ -13,8 +13,8 @@ use vellum_layer::valve::Settings as Limits;
 
 use super::lines::Lines;
 use super::{Answer, REQUEST_BYTES_MAX, Request};
-use crate::served::{Disks, Wish};
 use crate::lookers::Lookers;
+use crate::served::{Disks, Wish};
 use crate::stats::Stats;
 
 /// Connections at once. More wait in the socket's queue.

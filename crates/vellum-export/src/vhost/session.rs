@@ -111,7 +111,8 @@ impl Session {
     pub fn new(socket: UnixStream) -> Result<(Self, SessionHandle)> {
         let context = || "can't serve a vhost-user front end";
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let bell = || Ok::<_, Error>(Arc::new(eventfd(0, flags).map_err(std::io::Error::from).context(context)?));
+        let bell =
+            || Ok::<_, Error>(Arc::new(eventfd(0, flags).map_err(std::io::Error::from).context(context)?));
         let (stop, look) = (bell()?, bell()?);
         let there = socket.try_clone().context(context)?;
         let handle = SessionHandle { socket: there, stop: stop.clone(), look: look.clone() };

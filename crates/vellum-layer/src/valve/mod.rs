@@ -6,7 +6,7 @@
 //!                flushes and maps go past                paused, or exchanged
 //! ```
 //!
-//! 1. A disk that is neither limited nor held costs a request two counters that its core has for itself.
+//! 1. A disk that is neither limited nor held costs a request two counts on a counter that few cores share, and no lock.
 //! 2. A discard counts as a request that moves nothing; zeros do, too, where the disk can make them without writing them.
 //! 3. A request that waits holds nothing but its place: how many there can be is the exports' to say.
 //! 4. A request that was let through is not stopped any more. Who pauses waits for it, and flushes.
@@ -24,8 +24,8 @@ use arc_swap::ArcSwap;
 use event_listener::Event;
 use futures_lite::future::or;
 use vellum_core::{
-    Buffer, Clock, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, Room,
-    SharedDisk, WriteFlags, ZeroFlags,
+    Buffer, Clock, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result,
+    Room, SharedDisk, WriteFlags, ZeroFlags,
 };
 
 use limits::{Direction, Limits};
@@ -209,15 +209,36 @@ impl Valve {
         if self.geometry().fast_zeroes { 0 } else { span.len() }
     }
 
-    async fn begin(&self) -> Inside<'_> {
-        self.passage.enter().await
+    /// Enters at once, where nothing is limited and nobody holds it.
+    #[inline]
+    fn begin_at_once(&self) -> Option<Inside<'_>> {
+        if self.limits.are_on() { None } else { self.passage.try_enter() }
     }
 
-    /// The same for a request that is limited, and moves so many bytes.
-    async fn begin_limited(&self, direction: Direction, bytes: u64) -> Inside<'_> {
-        self.limits.pass(direction, bytes).await;
-        self.passage.enter().await
+    /// Enters as soon as it may: a request that moves so many bytes, where it is one that is limited. Boxed, so that a request that
+    /// need not wait does not carry what it takes to wait.
+    fn begin_in_turn(&self, limited: Option<(Direction, u64)>) -> LocalFuture<'_, Inside<'_>> {
+        Box::pin(async move {
+            if let Some((direction, bytes)) = limited {
+                self.limits.pass(direction, bytes).await;
+            }
+            self.passage.enter().await
+        })
     }
+}
+
+/// Does `$request` at the disk that is there, once it may begin.
+macro_rules! pass {
+    ($valve:ident, $limited:expr, $inner:ident => $request:expr) => {
+        Box::pin(async move {
+            let _inside = match $valve.begin_at_once() {
+                Some(inside) => inside,
+                None => $valve.begin_in_turn($limited).await,
+            };
+            let $inner = $valve.inner.load();
+            $request.await
+        })
+    };
 }
 
 impl Disk for Valve {
@@ -230,45 +251,28 @@ impl Disk for Valve {
     }
 
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        Box::pin(async move {
-            let _inside = self.begin_limited(Direction::Read, buffer.len() as u64).await;
-            self.inner.load().read(at, buffer).await
-        })
+        pass!(self, Some((Direction::Read, buffer.len() as u64)), disk => disk.read(at, buffer))
     }
 
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move {
-            let _inside = self.begin_limited(Direction::Write, data.len() as u64).await;
-            self.inner.load().write(at, data, flags).await
-        })
+        pass!(self, Some((Direction::Write, data.len() as u64)), disk => disk.write(at, data, flags))
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move {
-            let _inside = self.begin().await;
-            self.inner.load().flush().await
-        })
+        pass!(self, None, disk => disk.flush())
     }
 
     fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move {
-            let _inside = self.begin_limited(Direction::Write, self.moved_by_zeros(span)).await;
-            self.inner.load().write_zeroes(span, flags).await
-        })
+        let limited = Some((Direction::Write, self.moved_by_zeros(span)));
+        pass!(self, limited, disk => disk.write_zeroes(span, flags))
     }
 
     fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move {
-            let _inside = self.begin_limited(Direction::Write, 0).await;
-            self.inner.load().discard(span, flags).await
-        })
+        pass!(self, Some((Direction::Write, 0)), disk => disk.discard(span, flags))
     }
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
-        Box::pin(async move {
-            let _inside = self.begin().await;
-            self.inner.load().map(span).await
-        })
+        pass!(self, None, disk => disk.map(span))
     }
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
@@ -279,10 +283,7 @@ impl Disk for Valve {
     }
 
     fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {
-        Box::pin(async move {
-            let _inside = self.begin().await;
-            self.inner.load().room().await
-        })
+        pass!(self, None, disk => disk.room())
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {

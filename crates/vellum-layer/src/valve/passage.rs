@@ -171,7 +171,8 @@ mod tests {
     #[test]
     fn nobody_is_inside_while_it_is_held() {
         const ROUNDS: usize = 2000;
-        let (passage, is_alone, ends) = (Arc::new(Passage::default()), AtomicBool::new(false), AtomicBool::new(false));
+        let (passage, is_alone, ends) =
+            (Arc::new(Passage::default()), AtomicBool::new(false), AtomicBool::new(false));
         std::thread::scope(|scope| {
             let passers: Vec<_> = (0..3)
                 .map(|_| {

@@ -33,9 +33,9 @@ pub(crate) struct Args {
 pub(crate) fn limits_of(list: &str) -> Result<Limits> {
     let mut said = Vec::new();
     for one in list.split(',') {
-        let (name, number) = one
-            .split_once('=')
-            .ok_or_else(|| Error::invalid(format!("{one:?} is no limit: say NAME=NUMBER, as in iops-total=1000")))?;
+        let (name, number) = one.split_once('=').ok_or_else(|| {
+            Error::invalid(format!("{one:?} is no limit: say NAME=NUMBER, as in iops-total=1000"))
+        })?;
         said.push((name, parse_size(number)?));
     }
     Limits::of(said)
@@ -77,7 +77,9 @@ mod tests {
         let limits = limits_of("iops-total=1000,bps-write=50M,bps-write-max=1G").expect("they go together");
         let said: Vec<_> = limits.said();
         assert_eq!(said[1], ("bps-write".to_owned(), 50 << 20));
-        for list in ["", "iops-total", "iops-total=", "iops-total=much", "iops=1", "iops-total=1,,", "bps-read=-1"] {
+        for list in
+            ["", "iops-total", "iops-total=", "iops-total=much", "iops=1", "iops-total=1,,", "bps-read=-1"]
+        {
             assert!(limits_of(list).is_err(), "{list:?}");
         }
     }

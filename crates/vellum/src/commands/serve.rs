@@ -186,7 +186,8 @@ pub(crate) fn run(args: Args) -> Outcome {
     });
     let exports: Vec<ExportSpec> = exports.collect();
     let is_unknown = |name: &String| !exports.iter().any(|export| export.name == *name);
-    if let Some(name) = args.limit.iter().filter_map(|one| one.export.as_ref()).find(|name| is_unknown(name)) {
+    if let Some(name) = args.limit.iter().filter_map(|one| one.export.as_ref()).find(|name| is_unknown(name))
+    {
         return Err(Error::invalid(format!("--limit: there is no export {name:?}")).into());
     }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

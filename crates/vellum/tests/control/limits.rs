@@ -35,7 +35,8 @@ fn no_more_goes_through_than_is_said() {
     let seconds = write_many(&served, 121, 4096);
     assert!(seconds >= 0.5, "{seconds}");
     let set = served.json("limits", &["bps-write=8M,bps-write-max=16M,bps-write-max-length=1"]);
-    let expected = serde_json::json!({"bps-write": 8 << 20, "bps-write-max": 16 << 20, "bps-write-max-length": 1});
+    let expected =
+        serde_json::json!({"bps-write": 8 << 20, "bps-write-max": 16 << 20, "bps-write-max-length": 1});
     assert_eq!(set["limits"], expected);
     assert_eq!(served.told()["limits"], expected);
     // 16 MiB of burst, one that begins at the brim, and the rest at 8 MiB a second.
@@ -68,7 +69,9 @@ fn flushes_and_other_disks_pass_by_and_the_end_waits_for_nobody() {
         client.send(WRITE, 0, number * 4096, 4096, &[1; 4096]).expect("sent");
     }
     let told = || served.json("stats", &[])["disks"].clone();
-    let waits = || told().as_array().expect("disks").iter().map(|disk| disk["limited"].as_u64().unwrap()).sum::<u64>();
+    let waits = || {
+        told().as_array().expect("disks").iter().map(|disk| disk["limited"].as_u64().unwrap()).sum::<u64>()
+    };
     while waits() < 10 {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }

@@ -52,7 +52,9 @@ fn what_is_asked_of_a_paused_disk_waits_and_its_image_does_not_change() {
 /// What was answered before the pause is there after a crash, without a flush of the guest.
 #[test]
 fn a_pause_is_durable() {
-    for (format, options) in [("qcow2", ""), ("qcow2", "journal=off"), ("vellum", "layout=table"), ("vellum", "")] {
+    for (format, options) in
+        [("qcow2", ""), ("qcow2", "journal=off"), ("vellum", "layout=table"), ("vellum", "")]
+    {
         let dir = Dir::new("control-pause-kill");
         let image = made(&dir, format, options, "4M");
         let served = Controlled::start(&["-f", format, &image]);

@@ -35,7 +35,8 @@ fn every_format_grows_beside_a_client_that_writes() {
                 let mut random = Random::from_seed(5);
                 let mut model = vec![0u8; usize::try_from(old_size).expect("small")];
                 while !ends.load(Ordering::Relaxed) {
-                    let (at, byte) = (random.index(1023) * 4096, u8::try_from(random.below(255)).expect("a byte") + 1);
+                    let (at, byte) =
+                        (random.index(1023) * 4096, u8::try_from(random.below(255)).expect("a byte") + 1);
                     client.write(at as u64, &[byte; 4096], 0).expect("written");
                     model[at..at + 4096].fill(byte);
                     if random.one_in(16) {
@@ -107,8 +108,11 @@ fn a_disk_that_cannot_grow_goes_on_as_it_is() {
     served.refuses(&["has room for"], "resize", &["--disk", "table", "1000T"]);
     served.refuses(&["no size"], "resize", &["--disk", "", "much"]);
     // One that is read cannot be taken away from its reader.
-    run(env!("CARGO_BIN_EXE_vellum"), &["snapshot", "create", "--control", &served.socket, "--disk", "table", "old"])
-        .answer();
+    run(
+        env!("CARGO_BIN_EXE_vellum"),
+        &["snapshot", "create", "--control", &served.socket, "--disk", "table", "old"],
+    )
+    .answer();
     let mut reader = served.client("table@old");
     served.refuses(&["reads a snapshot"], "resize", &["--disk", "table", "5M"]);
     assert_eq!(reader.read(0, 1).expect("it is still there"), [2]);

@@ -262,7 +262,10 @@ fn a_guest_sees_its_disk_grow() {
     machine.wait_for("settled 4");
     let answer = vellum(&["resize", "--control", &control, "--output", "json", "+16M"]).json();
     let after: u64 = machine.wait_for("size ").parse().expect("sectors");
-    assert_eq!((answer["virtual-size-before"].as_u64(), answer["virtual-size"].as_u64()), (Some(before * 512), Some(after * 512)));
+    assert_eq!(
+        (answer["virtual-size-before"].as_u64(), answer["virtual-size"].as_u64()),
+        (Some(before * 512), Some(after * 512))
+    );
     assert_eq!(after, before + (16 << 11));
     let said = machine.wait_for_the_end();
     server.stop();

@@ -75,7 +75,10 @@ impl Leak {
 
     /// How long it takes until so much has leaked.
     fn cost(&self, units: Units) -> Ticks {
-        narrow((u128::from(units.number) * TICKS_PER_SECOND).div_ceil(u128::from(self.rate) * u128::from(units.of)))
+        narrow(
+            (u128::from(units.number) * TICKS_PER_SECOND)
+                .div_ceil(u128::from(self.rate) * u128::from(units.of)),
+        )
     }
 
     fn ready_at(&self) -> Ticks {
@@ -171,7 +174,9 @@ mod tests {
         let bucket = Bucket::new(rate);
         let mut counts = vec![0; seconds];
         let mut now = 0;
-        while let Some(count) = counts.get_mut(usize::try_from(u128::from(now) / TICKS_PER_SECOND).expect("small")) {
+        while let Some(count) =
+            counts.get_mut(usize::try_from(u128::from(now) / TICKS_PER_SECOND).expect("small"))
+        {
             if bucket.take(units, now) {
                 *count += 1;
             } else {

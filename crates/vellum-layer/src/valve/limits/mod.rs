@@ -196,10 +196,15 @@ impl Limits {
         self.waiting.fetch_sub(began, SeqCst);
     }
 
-    /// Waits until a request that moves so many bytes may begin. Nothing is done where nothing is limited.
+    /// Whether there are any.
     #[inline]
+    pub(super) fn are_on(&self) -> bool {
+        self.is_on.load(SeqCst)
+    }
+
+    /// Waits until a request that moves so many bytes may begin.
     pub(super) async fn pass(&self, direction: Direction, bytes: u64) {
-        if self.is_on.load(SeqCst) {
+        if self.are_on() {
             self.pass_limited(Cost { direction, bytes }).await;
         }
     }

@@ -121,13 +121,16 @@ impl Settings {
         let name = kind.name();
         match (&mut self.rates[kind.index()], max, length) {
             (_, None, None) => Ok(()),
-            (None, _, _) => Err(Error::invalid(format!("{name}-max is for bursts above {name}, which is not said"))),
-            (Some(_), None, Some(_)) => {
-                Err(Error::invalid(format!("{name}-max-length is how long {name}-max may last, which is not said")))
+            (None, _, _) => {
+                Err(Error::invalid(format!("{name}-max is for bursts above {name}, which is not said")))
             }
-            (Some(rate), Some(max), _) if max < rate.average => {
-                Err(Error::invalid(format!("{name}-max is {max}, less than {name}, which is {}", rate.average)))
-            }
+            (Some(_), None, Some(_)) => Err(Error::invalid(format!(
+                "{name}-max-length is how long {name}-max may last, which is not said"
+            ))),
+            (Some(rate), Some(max), _) if max < rate.average => Err(Error::invalid(format!(
+                "{name}-max is {max}, less than {name}, which is {}",
+                rate.average
+            ))),
             (Some(rate), Some(max), length) => {
                 (rate.max, rate.max_length) = (Some(max), length.unwrap_or(1));
                 Ok(())

@@ -177,7 +177,8 @@ fn requests_begin_when_the_model_says() {
         let mut random = Random::from_seed(seed);
         let mut said: Vec<(String, u64)> = Vec::new();
         for (unit, scale) in [("iops", 1), ("bps", 4096)] {
-            let directions: &[&str] = *random.pick(&[&["total"][..], &["read"], &["write"], &["read", "write"], &[]]);
+            let directions: &[&str] =
+                *random.pick(&[&["total"][..], &["read"], &["write"], &["read", "write"], &[]]);
             for direction in directions {
                 let average = (5 + random.below(300)) * scale;
                 said.push((format!("{unit}-{direction}"), average));
@@ -190,7 +191,8 @@ fn requests_begin_when_the_model_says() {
         if random.one_in(3) {
             said.push(("iops-size".to_owned(), 8192));
         }
-        let settings = Settings::of(said.iter().map(|(name, number)| (&name[..], *number))).expect("they go together");
+        let settings =
+            Settings::of(said.iter().map(|(name, number)| (&name[..], *number))).expect("they go together");
         let world = World::shuffled(seed);
         let limits = Rc::new(Limits::new(world.clock()));
         limits.set(settings.clone());

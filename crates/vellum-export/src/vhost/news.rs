@@ -57,7 +57,6 @@ impl News {
 
     /// Says that the configuration space has changed.
     pub(super) fn tell(&self) {
-        #[expect(clippy::host_endian_bytes, reason = "both are on one host, and the protocol says so")]
         let message = [CONFIG_CHANGE, FLAGS, 0].map(u32::to_ne_bytes);
         if let Err(error) = send(&self.0, message.as_flattened(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             tracing::warn!("a vhost-user front end was not told that its disk is larger: {error}");
@@ -74,7 +73,6 @@ mod tests {
 
     use super::*;
 
-    #[expect(clippy::host_endian_bytes, reason = "as above")]
     fn message(request: u32) -> [u8; HEADER_BYTES] {
         let words = [request, FLAGS, 0].map(u32::to_ne_bytes);
         *words.as_flattened().first_chunk().expect("12 bytes")

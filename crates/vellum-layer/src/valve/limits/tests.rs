@@ -177,8 +177,8 @@ fn requests_begin_when_the_model_says() {
         let mut random = Random::from_seed(seed);
         let mut said: Vec<(String, u64)> = Vec::new();
         for (unit, scale) in [("iops", 1), ("bps", 4096)] {
-            let directions: &[&str] =
-                *random.pick(&[&["total"][..], &["read"], &["write"], &["read", "write"], &[]]);
+            let choices: [&[&str]; 5] = [&["total"], &["read"], &["write"], &["read", "write"], &[]];
+            let directions = choices[random.index(choices.len())];
             for direction in directions {
                 let average = (5 + random.below(300)) * scale;
                 said.push((format!("{unit}-{direction}"), average));

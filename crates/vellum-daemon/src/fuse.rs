@@ -16,7 +16,7 @@ use std::time::Duration;
 use futures_lite::future::or;
 use vellum_core::{Disk, Result};
 use vellum_export::Shutdown;
-use vellum_export::fuse::{DiskFile, Facts, Mounted, Point, Taken};
+use vellum_export::fuse::{DiskFile, Facts, Mounted, Point, Taken, Teller};
 use vellum_io::{Spawned, WorkersHandle, clock, unblock};
 
 use crate::serve::ExportSpec;
@@ -65,6 +65,11 @@ impl FuseFiles {
             }
         }
         Ok(files)
+    }
+
+    /// Who tells the kernel that a file is larger.
+    pub(crate) fn tellers(&self) -> Arc<[Teller]> {
+        self.0.iter().map(|shown| shown.mounted.teller()).collect()
     }
 
     /// Completes when all of them were unmounted; never, when there are none.

@@ -4,7 +4,7 @@
 //! Nothing here prints.
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening and making images), [`mod@serve`] (a server, from
-//! its specification to its end), `served` (its disks and their snapshots), `vhost` (its sockets for virtual machines), `fuse` (its files), `grow` (devices that
+//! its specification to its end), `served` (its disks and their snapshots), `vhost` (its sockets for virtual machines), `fuse` (its files), `lookers` (who is told that a disk is larger), `grow` (devices that
 //! become full), [`control`] (what can be asked of it while it serves), `notify` (what a service manager is told),
 //! [`stats`] (what was counted), [`template`] (where templates are zero).
 
@@ -15,6 +15,7 @@ mod fuse;
 mod grow;
 pub mod host;
 pub mod image;
+mod lookers;
 mod notify;
 pub mod serve;
 mod served;
@@ -29,4 +30,5 @@ pub use image::{CreateTarget, ImageOptions, create_native, create_qcow2, create_
 pub use notify::NotifySocket;
 pub use serve::{ExportSpec, Report, ServeSpec, serve};
 pub use vellum_export::nbd::{Tls, TlsPolicy};
+pub use vellum_layer::valve::Settings as Limits;
 pub use vhost::VhostSpec;

@@ -12,7 +12,7 @@
 //! ```
 //!
 //! 1. One chain per image file, however many exports and sockets it has.
-//! 2. On SIGTERM or SIGINT nobody new is let in, requests that were begun are answered, then every disk is closed; a
+//! 2. On SIGTERM or SIGINT nobody new is let in, paused disks are resumed, requests that were begun are answered, then every disk is closed; a
 //!    second signal, or a drain that takes longer than it may, cuts the connections but still closes the disks. A snapshot
 //!    that is being deleted is left half deleted, for the next opening; other requests of the control socket are waited for.
 //! 3. A connection that fails, whatever its client did, ends alone. A file that is unmounted by somebody else ends alone, too.
@@ -32,11 +32,13 @@ use vellum_io::{
     Address, IoMode, Listener, PassedSocket, Signal, Signals, Spawned, Workers, WorkersConfig, WorkersHandle,
     clock, spawn_local, unblock,
 };
+use vellum_layer::valve::Settings;
 
 use crate::control::server::{CONNECTIONS_MAX, Control};
 use crate::fuse::{FuseFiles, FuseSpec};
 use crate::grow::GrowHook;
 use crate::image::ImageOptions;
+use crate::lookers::Lookers;
 use crate::notify::NotifySocket;
 use crate::served::{Disks, SnapshotExports};
 use crate::stats::Stats;
@@ -53,6 +55,8 @@ pub struct ExportSpec {
     pub image: ImageOptions,
     /// A line about it for who lists the exports.
     pub description: String,
+    /// How its requests are limited. Of several exports of one image those of the first count.
+    pub limits: Settings,
 }
 
 /// What a server is to do.
@@ -121,7 +125,8 @@ pub fn serve(spec: ServeSpec, ready: impl FnOnce(&[Address]) + Send + 'static) -
 async fn control(spec: ServeSpec, workers: WorkersHandle, ready: impl FnOnce(&[Address])) -> Result<Report> {
     // Signals first: one that comes while images are opened is not lost.
     let mut signals = Signals::new(&[Signal::Terminate, Signal::Interrupt])?;
-    let served = Arc::new(Disks::open(&spec.exports, spec.grow_hook.as_ref()).await?);
+    let served =
+        Arc::new(Disks::open(&spec.exports, spec.grow_hook.as_ref(), spec.control_path.is_some()).await?);
     let tending = Tending::begin(&served, &workers);
     let result = run(&spec, &served, workers, &mut signals, ready).await;
     tending.end().await;
@@ -179,6 +184,7 @@ async fn run(
         exports: exports.clone(),
         shutdown: shutdown.clone(),
         slots: ConnectionSlots::new(CONNECTIONS_MAX),
+        lookers: Lookers { sessions: devices.sessions(), files: files.tellers() },
     };
     let controlled = control_listener.map(|listener| spawn_local(control.clone().accept(listener)));
     let accepting: Vec<_> = listeners
@@ -235,6 +241,7 @@ async fn run(
         task.cancel().await;
     }
     for disk in served.iter() {
+        disk.open_for_good(); // what waits at a paused disk was begun, too
         disk.stop_background().await;
     }
     shutdown.drain();
@@ -328,9 +335,7 @@ impl Tending {
             let (disks, ended) = (served.clone(), has_ended.clone());
             tasks.push(workers.spawn(worker, move || async move {
                 while !ended.load(Ordering::Acquire) {
-                    // It is another one after it went back to a snapshot.
-                    let disk = disks[index].disk();
-                    let has_more = disk.tend(clock().now()).await;
+                    let has_more = disks[index].disk().tend(clock().now()).await;
                     clock().sleep(if has_more { TENDED_NEXT } else { TENDED_EVERY }).await;
                 }
             }));

@@ -1,4 +1,4 @@
-//! The disks of a server: open, counted, and one of them closed and opened again when it goes back to a snapshot.
+//! The disks of a server: open, counted, and one of them closed and opened again when it goes back to a snapshot or grows.
 //!
 //! ```text
 //!   exports   "" "disk"        the disk as it is now           one chain per image file, however many names it has
@@ -7,6 +7,9 @@
 //!
 //! 1. Who makes, lists or deletes a snapshot shares the chain; who goes back to one has it alone, and nobody else is connected.
 //! 2. A name that was given to an export comes before a snapshot's.
+//! 3. Exports have one disk from the beginning to the end: behind its valve it may be another one (`vellum_layer::valve`).
+
+mod steer;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,18 +18,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use async_lock::{RwLock, RwLockReadGuard};
-use vellum_core::{CheckedDisk, Context, Error, ErrorKind, HostTally, IoCounts, Result};
+use vellum_core::{CheckedDisk, Context, Error, ErrorKind, HostTally, Result, SharedDisk};
 use vellum_export::nbd::{Export, Exports, OnDemand};
 use vellum_format::native::Native;
 use vellum_format::native::snapshots::{Snapshot, snapshots};
 use vellum_format::qcow2::snapshot::list as list_qcow2;
-use vellum_layer::{Chain, Member};
+use vellum_io::clock;
+use vellum_layer::valve::State;
+use vellum_layer::{Chain, Member, Valve};
 
 use crate::control::SnapshotFacts;
 use crate::grow::{GrowHook, Growing};
 use crate::image::open_image;
 use crate::serve::ExportSpec;
 use crate::stats::DiskStats;
+pub(crate) use steer::Wish;
 
 /// A disk that is open.
 pub(crate) struct Served {
@@ -38,22 +44,22 @@ pub(crate) struct Served {
     below_tally: HostTally,
     /// Somebody besides the sessions of its exports uses the disk as it is now, until the server ends.
     is_held: AtomicBool,
-    now: Mutex<Now>,
-}
-
-/// The disk as it is exported now.
-struct Now {
+    valve: Arc<Valve>,
+    /// What is exported: the valve, counted; where nobody steers it, what is behind.
     disk: Arc<CheckedDisk>,
     /// Who looks after its device, when that may become full.
-    growing: Option<Arc<Growing>>,
-    /// What was counted of disks that it was before.
-    before: IoCounts,
-    errors_before: u64,
+    growing: Mutex<Option<Arc<Growing>>>,
+    /// One after the other pauses or resizes it.
+    steering: async_lock::Mutex<()>,
 }
 
 impl Served {
-    async fn new(chain: Chain, export: &ExportSpec, grow_hook: Option<&GrowHook>) -> Self {
-        let (disk, growing) = exported(&chain, &export.path, grow_hook).await;
+    async fn new(chain: Chain, export: &ExportSpec, grow_hook: Option<&GrowHook>, is_steered: bool) -> Self {
+        let (inner, growing) = behind_valve(&chain, &export.path, grow_hook).await;
+        let valve = Valve::new(inner.clone(), clock());
+        // Where nobody can ask for anything, nobody pays for it.
+        let is_steered = is_steered || !export.limits.are_none();
+        valve.limit(export.limits.clone());
         Self {
             grow_hook: grow_hook.cloned(),
             path: export.path.clone(),
@@ -62,12 +68,15 @@ impl Served {
             below_tally: chain.below_tally.clone(),
             chain: RwLock::new(chain),
             is_held: AtomicBool::new(false),
-            now: Mutex::new(Now { disk, growing, before: IoCounts::default(), errors_before: 0 }),
+            disk: CheckedDisk::new(if is_steered { valve.clone() } else { inner }),
+            valve,
+            growing: Mutex::new(growing),
+            steering: Default::default(),
         }
     }
 
-    fn now(&self) -> MutexGuard<'_, Now> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    fn watcher(&self) -> MutexGuard<'_, Option<Arc<Growing>>> {
+        self.growing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The image.
@@ -80,25 +89,35 @@ impl Served {
         self.is_held.store(true, Ordering::Release);
     }
 
-    /// The disk as it is exported now.
+    /// The disk as it is exported.
     pub(crate) fn disk(&self) -> Arc<CheckedDisk> {
-        self.now().disk.clone()
+        self.disk.clone()
     }
 
     /// Who looks after its device, when that may become full.
     pub(crate) fn growing(&self) -> Option<Arc<Growing>> {
-        self.now().growing.clone()
+        self.watcher().clone()
     }
 
     /// What was counted.
     pub(crate) fn stats(&self, exports: &Exports) -> DiskStats {
-        let now = self.now();
+        let (state, paused_seconds) = match self.valve.state() {
+            State::Running => ("running", None),
+            State::Pausing => ("pausing", None),
+            State::Paused(since) => ("paused", Some(since.as_secs())),
+        };
         DiskStats {
             exports: self.names.clone(),
             image: self.path.display().to_string(),
+            virtual_size: vellum_core::Disk::geometry(&*self.disk).size,
+            state: state.to_owned(),
+            paused_seconds,
+            held: self.valve.held(),
+            limits: self.limits_said(),
+            limited: self.valve.limited(),
             connections: self.names.iter().filter_map(|name| exports.sessions(name)).sum(),
-            guest: (now.before + now.disk.counts()).into(),
-            guest_errors: now.errors_before + now.disk.errors(),
+            guest: self.disk.counts().into(),
+            guest_errors: self.disk.errors(),
             host: (&self.top_tally).into(),
             below: (&self.below_tally).into(),
         }
@@ -171,19 +190,17 @@ impl Served {
             Err(1) => return Err(in_use("a client is connected; it must leave first".to_owned())),
             Err(many) => return Err(in_use(format!("{many} clients are connected; they must leave first"))),
         };
+        let hold = self.valve.hold().await;
         let reverted = match native.has_open_snapshots() {
-            true => Err(in_use("a client reads a snapshot of it, and must leave first".to_owned())),
+            true => Err(in_use(IS_READ.to_owned())),
             false => chain.revert(wanted).await,
         };
-        let (disk, growing) = exported(&chain, &self.path, self.grow_hook.as_ref()).await;
-        {
-            let mut now = self.now();
-            now.before = now.before + now.disk.counts();
-            now.errors_before += now.disk.errors();
-            (now.disk, now.growing) = (disk.clone(), growing);
-        }
+        let (inner, growing) = behind_valve(&chain, &self.path, self.grow_hook.as_ref()).await;
+        self.valve.exchange(&hold, inner);
+        *self.watcher() = growing;
+        drop(hold);
         for export in taken {
-            exports.add(Export { disk: disk.clone(), ..export })?;
+            exports.add(export)?;
         }
         reverted
     }
@@ -200,18 +217,20 @@ impl Served {
     }
 }
 
-/// The disk on top of a chain as it is exported, and who looks after its device.
-async fn exported(
+/// Why a disk cannot be exchanged, when it has snapshots.
+const IS_READ: &str = "a client reads a snapshot of it, and must leave first";
+
+/// The disk on top of a chain as it is served, and who looks after its device.
+async fn behind_valve(
     chain: &Chain,
     path: &Path,
     hook: Option<&GrowHook>,
-) -> (Arc<CheckedDisk>, Option<Arc<Growing>>) {
+) -> (SharedDisk, Option<Arc<Growing>>) {
     let growing = Growing::over(chain.disk(), path.display().to_string(), hook.cloned()).await;
-    let disk = match &growing {
-        Some(growing) => CheckedDisk::new(growing.clone()),
-        None => CheckedDisk::new(chain.disk().clone()),
-    };
-    (disk, growing)
+    match growing {
+        Some(growing) => (growing.clone(), Some(growing)),
+        None => (chain.disk().clone(), None),
+    }
 }
 
 /// The top image, which stays as long as this is held.
@@ -262,8 +281,12 @@ impl std::ops::Deref for Disks {
 }
 
 impl Disks {
-    /// Opens each image once.
-    pub(crate) async fn open(exports: &[ExportSpec], grow_hook: Option<&GrowHook>) -> Result<Self> {
+    /// Opens each image once. `is_steered`: somebody can ask to pause them, and more.
+    pub(crate) async fn open(
+        exports: &[ExportSpec],
+        grow_hook: Option<&GrowHook>,
+        is_steered: bool,
+    ) -> Result<Self> {
         let mut served = Self(Vec::new());
         let mut by_file: BTreeMap<PathBuf, usize> = BTreeMap::new();
         for export in exports {
@@ -281,7 +304,7 @@ impl Disks {
                 }
             };
             by_file.insert(canonical, served.0.len());
-            served.0.push(Served::new(chain, export, grow_hook).await);
+            served.0.push(Served::new(chain, export, grow_hook, is_steered).await);
         }
         if grow_hook.is_some() && served.iter().all(|served| served.growing().is_none()) {
             served.close().await?;

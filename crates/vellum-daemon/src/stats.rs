@@ -1,5 +1,6 @@
 //! What was counted: the guest's operations, and what they cost the host.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::Serialize;
@@ -82,6 +83,20 @@ pub struct DiskStats {
     pub exports: Vec<String>,
     /// The image file.
     pub image: String,
+    /// Its size in bytes, as guests see it.
+    pub virtual_size: u64,
+    /// `running`; `pausing` while what was begun is being ended; `paused` when nothing is under way.
+    pub state: String,
+    /// For how long it is paused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused_seconds: Option<u64>,
+    /// Requests that wait until it goes on.
+    pub held: usize,
+    /// How its requests are limited.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub limits: BTreeMap<String, u64>,
+    /// Requests that wait for that.
+    pub limited: usize,
     /// Connections now.
     pub connections: usize,
     /// What guests asked.

@@ -78,6 +78,17 @@ pub(crate) struct Devices {
     tasks: Mutex<Vec<Task<()>>>,
 }
 
+/// The sessions of all sockets.
+#[derive(Clone)]
+pub(crate) struct Sessions(Vec<Now>);
+
+impl Sessions {
+    /// Each looks whether its disk is larger, and tells its front end.
+    pub(crate) fn look_again(&self) {
+        self.0.iter().filter_map(|now| lock(now).clone()).for_each(|session| session.look_again());
+    }
+}
+
 /// The session of a socket, while there is one.
 type Now = Arc<Mutex<Option<Arc<SessionHandle>>>>;
 
@@ -112,6 +123,11 @@ impl Devices {
         self.shutdown.drain();
         let tasks = std::mem::take(&mut *self.tasks());
         join_all(tasks).await;
+    }
+
+    /// The sessions there are, now and later.
+    pub(crate) fn sessions(&self) -> Sessions {
+        Sessions(self.now.clone())
     }
 
     /// Hears no longer what is being said.

@@ -4,9 +4,12 @@
 mod guest;
 mod support;
 
+use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use guest::{Answer, EVENT_IDX, FEATURES, HOLE, Machine, Memory, Queue, Served, Shape};
@@ -127,6 +130,43 @@ fn what_is_wrong_is_refused_and_reaches_no_disk() {
         assert_eq!(answer.written, u32::from(in_len == 0), "{kind} at {sector}");
     }
     assert_eq!(disk.take_seen(), []);
+    machine.leave().expect("it left in good order");
+}
+
+#[test]
+fn a_front_end_is_told_that_its_disk_is_larger() {
+    let (disk, served, memory) = scene(1);
+    let mut machine = Machine::connect(&served, &memory, FEATURES);
+    let mut queue = machine.start_queue(0, 64, 0);
+    let (mut hears, speaks) = UnixStream::pair().expect("sockets");
+    hears.set_read_timeout(Some(Duration::from_secs(60))).expect("a socket");
+    let read = |queue: &mut Queue<'_>, sector| queue.ask(IN, sector, &[], 512, Shape::Usual).status;
+    let end = SIZE / 512;
+    let capacity = |machine: &mut Machine<'_>| machine.config(0, 8);
+    // Nobody can be told yet: who asks sees it, and its requests go there from then on.
+    disk.added.store(512, Ordering::Release);
+    machine.look_again();
+    assert_eq!(capacity(&mut machine), (end + 1).to_le_bytes());
+    assert_eq!((read(&mut queue, end), read(&mut queue, end + 1)), (OK, IO_ERROR));
+    machine.front_end.set_backend_request_fd(&speaks).expect("a way back");
+    drop(speaks);
+    for more in [1024u64, 4096] {
+        disk.added.store(more, Ordering::Release);
+        machine.look_again();
+        let mut told = [0; 12];
+        hears.read_exact(&mut told).expect("it is told");
+        assert_eq!(
+            told.map(u32::from),
+            [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0],
+            "the configuration has changed"
+        );
+        let sectors = end + more / 512;
+        assert_eq!((read(&mut queue, sectors - 1), read(&mut queue, sectors)), (OK, IO_ERROR));
+        assert_eq!(capacity(&mut machine), sectors.to_le_bytes());
+    }
+    machine.look_again();
+    hears.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
+    hears.read_exact(&mut [0]).expect_err("nothing has changed");
     machine.leave().expect("it left in good order");
 }
 

@@ -12,12 +12,16 @@
 //! 1. No file is opened that the gate did not let through, and no image twice in one chain (a loop).
 //! 2. Only the top image is opened for writing.
 //! 3. The memory for mappings is shared out, so that a long chain takes no more than a short one.
+//!
+//! `change` has what makes its disk another one: a snapshot that it goes back to, another size.
+
+mod change;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vellum_core::{
-    Clock, Context, Disk, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
+    Clock, Context, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
     SharedStorage,
 };
 use vellum_format::native::{self, Native, Superblock, Superblocks};
@@ -123,8 +127,9 @@ pub struct Chain {
     pub top_tally: HostTally,
     /// What the images below cost the host.
     pub below_tally: HostTally,
-    /// How the top image is opened again.
-    native_options: native::OpenOptions,
+    options: ChainOptions,
+    /// Memory for the mappings of one image, in bytes.
+    mapping_share: u64,
 }
 
 /// An image that was found on the way down and has no disk yet.
@@ -158,85 +163,30 @@ impl Chain {
     pub async fn open(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Result<Self> {
         let found = find(opener, path, options).await?;
         let (top_tally, below_tally) = (HostTally::default(), HostTally::default());
-        let share = (options.mapping_bytes_max / found.len() as u64).max(1 << 20);
-        let native_options = native::OpenOptions {
-            prealloc: options.prealloc,
-            compaction: options.compaction,
-            clock: options.clock.clone(),
-            ..native::OpenOptions::default()
-        };
+        let mapping_share = (options.mapping_bytes_max / found.len() as u64).max(1 << 20);
         let mut members: Vec<Member> = Vec::with_capacity(found.len());
         for (depth, image) in found.into_iter().enumerate().rev() {
             let is_top = depth == 0;
             let below = members.last().map(|member| member.disk.clone());
-            let tally = if is_top { &top_tally } else { &below_tally };
-            let read_only = options.read_only || !is_top;
-            let mut native = None;
-            let disk: SharedDisk = match (&image.header, &image.superblock) {
-                (None, None) => Raw::open(image.storage.clone(), read_only, tally),
-                (None, Some(_)) => {
-                    let open = native::OpenOptions {
-                        read_only,
-                        snapshot: options.snapshot.clone().filter(|_| is_top),
-                        tally: tally.clone(),
-                        ..native_options.clone()
-                    };
-                    let opened = Native::open(image.storage.clone(), below, open).await;
-                    native.insert(opened.context(|| describe(&image.path, depth))?).clone()
-                }
-                (Some(header), _) => {
-                    let files = qcow2::Files {
-                        image: image.storage.clone(),
-                        data_file: image.data_file.as_ref().map(|(_, file)| file.clone()),
-                        below,
-                    };
-                    let open = qcow2::OpenOptions {
-                        read_only,
-                        snapshot: options.snapshot.clone().filter(|_| is_top),
-                        mapping_bytes_max: share,
-                        offload: options.offload.clone(),
-                        tally: tally.clone(),
-                        journal_key: None,
-                        prealloc: options.prealloc,
-                        clock: options.clock.clone(),
-                    };
-                    Qcow2::open(header.clone(), files, open).await.context(|| describe(&image.path, depth))?
-                }
+            let how = How {
+                read_only: options.read_only || !is_top,
+                snapshot: options.snapshot.clone().filter(|_| is_top),
+                tally: if is_top { &top_tally } else { &below_tally },
+                mapping_share,
+                options,
             };
+            let opened = open_disk(&image, below, how).await;
+            let (disk, native) = opened.context(|| describe(&image.path, depth))?;
             let Found { path, format, storage, header, superblock, data_file, .. } = image;
             members.push(Member { path, format, storage, header, superblock, data_file, disk, native });
         }
         members.reverse();
-        Ok(Self { members, top_tally, below_tally, native_options })
+        Ok(Self { members, top_tally, below_tally, options: options.clone(), mapping_share })
     }
 
     /// The disk on top.
     pub fn disk(&self) -> &SharedDisk {
         &self.members[0].disk
-    }
-
-    /// The disk becomes what an internal snapshot has: its image is closed, changed and opened again, so the disk is another one
-    /// then, also when this fails. Nobody may use it meanwhile.
-    ///
-    /// # Errors
-    /// `Unsupported` when the top image is not of the native format, `NotFound` when there is no such snapshot, and what the image
-    /// says. The disk can be used afterwards unless it is closed: that it could not be opened again is told, too.
-    pub async fn revert(&mut self, wanted: &str) -> Result<()> {
-        let below = self.members.get(1).map(|member| member.disk.clone());
-        let top = &mut self.members[0];
-        let Some(native) = &top.native else {
-            return Err(Error::unsupported(format!("{} is not of the native format", top.path.display())));
-        };
-        native.close().await.context(|| format!("can't close {}", top.path.display()))?;
-        let alone = native::OpenOptions { without_base: true, ..native::OpenOptions::default() };
-        let reverted = native::snapshots::revert(top.storage.clone(), None, alone, wanted).await;
-        let open = native::OpenOptions { tally: self.top_tally.clone(), ..self.native_options.clone() };
-        let opened = Native::open(top.storage.clone(), below, open).await;
-        let opened = opened.context(|| format!("can't open {} again", top.path.display()))?;
-        top.superblock = Some(Superblocks::read(&*top.storage).await?.superblock);
-        top.disk = opened.clone();
-        top.native = Some(opened);
-        reverted
     }
 
     /// Closes all disks, the top one first; the first error counts, and the others are closed all the same.
@@ -248,6 +198,58 @@ impl Chain {
             result = result.and(closed);
         }
         result
+    }
+}
+
+/// How one image of a chain is opened.
+struct How<'a> {
+    read_only: bool,
+    snapshot: Option<String>,
+    tally: &'a HostTally,
+    mapping_share: u64,
+    options: &'a ChainOptions,
+}
+
+/// The disk that an image makes over the one below it.
+async fn open_disk(
+    image: &Found,
+    below: Option<SharedDisk>,
+    how: How<'_>,
+) -> Result<(SharedDisk, Option<Arc<Native>>)> {
+    let How { read_only, snapshot, tally, mapping_share, options } = how;
+    match (&image.header, &image.superblock) {
+        (None, None) => Ok((Raw::open(image.storage.clone(), read_only, tally), None)),
+        (None, Some(_)) => {
+            let open = native::OpenOptions {
+                read_only,
+                snapshot,
+                tally: tally.clone(),
+                prealloc: options.prealloc,
+                compaction: options.compaction,
+                clock: options.clock.clone(),
+                ..native::OpenOptions::default()
+            };
+            let opened = Native::open(image.storage.clone(), below, open).await?;
+            Ok((opened.clone(), Some(opened)))
+        }
+        (Some(header), _) => {
+            let files = qcow2::Files {
+                image: image.storage.clone(),
+                data_file: image.data_file.as_ref().map(|(_, file)| file.clone()),
+                below,
+            };
+            let open = qcow2::OpenOptions {
+                read_only,
+                snapshot,
+                mapping_bytes_max: mapping_share,
+                offload: options.offload.clone(),
+                tally: tally.clone(),
+                journal_key: None,
+                prealloc: options.prealloc,
+                clock: options.clock.clone(),
+            };
+            Ok((Qcow2::open(header.clone(), files, open).await?, None))
+        }
     }
 }
 

@@ -35,6 +35,10 @@ enum Command {
     Resize(commands::resize::Args),
     Snapshot(commands::snapshot::Args),
     Serve(commands::serve::Args),
+    Stats(commands::stats::Args),
+    Pause(commands::pause::Args),
+    Resume(commands::pause::ResumeArgs),
+    Limits(commands::limits::Args),
     Template(commands::template::Args),
     Quickstart(commands::quickstart::Args),
 }
@@ -65,6 +69,10 @@ fn main() -> ExitCode {
         Command::Resize(args) => ("resize", commands::resize::run(&args)),
         Command::Snapshot(args) => ("snapshot", commands::snapshot::run(&args)),
         Command::Serve(args) => ("serve", commands::serve::run(args)),
+        Command::Stats(args) => ("stats", commands::stats::run(&args)),
+        Command::Pause(args) => ("pause", commands::pause::run(&args)),
+        Command::Resume(args) => ("resume", commands::pause::resume(&args)),
+        Command::Limits(args) => ("limits", commands::limits::run(&args)),
         Command::Template(args) => ("template", commands::template::run(&args)),
         Command::Quickstart(args) => ("quickstart", commands::quickstart::run(&args)),
     };

@@ -17,6 +17,8 @@ pub mod client;
 mod lines;
 pub(crate) mod server;
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use vellum_core::{Error, ErrorKind};
 use vellum_format::native::snapshots::Snapshot;
@@ -61,6 +63,40 @@ pub enum Request {
         disk: Option<String>,
         /// Its name or number.
         name: String,
+    },
+    /// Let no new requests go on. Answered when none is under way and what was answered is durable.
+    Pause {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+    },
+    /// Let requests go on.
+    Resume {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+    },
+    /// Make the disk larger. One of the sizes is given, in bytes. Answered when that is durable.
+    #[serde(rename_all = "kebab-case")]
+    Resize {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// What it is to have.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        size: Option<u64>,
+        /// How much more it is to have.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        grow_by: Option<u64>,
+    },
+    /// Tell how requests are limited, and change that.
+    Limits {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// All limits from now on, by their names; those before stay when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        set: Option<BTreeMap<String, u64>>,
     },
     /// Tell what was counted, as the file of `--stats-json` does.
     Stats {},
@@ -140,6 +176,12 @@ mod tests {
                 Request::SnapshotCreate { disk: Some("a".to_owned()), name: "b".to_owned() },
             ),
             (r#"{"command":"stats"}"#, Request::Stats {}),
+            (r#"{"command":"pause","disk":"a"}"#, Request::Pause { disk: Some("a".to_owned()) }),
+            (r#"{"command":"resume"}"#, Request::Resume { disk: None }),
+            (
+                r#"{"command":"resize","grow-by":512}"#,
+                Request::Resize { disk: None, size: None, grow_by: Some(512) },
+            ),
         ] {
             assert_eq!(serde_json::from_str::<Request>(text).unwrap(), request);
             assert_eq!(serde_json::to_string(&request).unwrap(), text);
@@ -154,6 +196,10 @@ mod tests {
             r#"{"command":"snapshot-create","name":7}"#,
             r#"{"command":"snapshot-list","name":"more than it takes"}"#,
             r#"{"command":"stats","x":1}"#,
+            r#"{"command":"resize","size":-1}"#,
+            r#"{"command":"limits","set":{"iops-total":-1}}"#,
+            r#"{"command":"limits","set":[]}"#,
+            r#"{"command":"resize","size":"1G"}"#,
         ] {
             assert!(serde_json::from_str::<Request>(text).is_err(), "{text}");
         }

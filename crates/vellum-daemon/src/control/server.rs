@@ -9,10 +9,12 @@ use vellum_core::{Buffer, ByteStream, Error, ErrorKind, Result};
 use vellum_export::nbd::Exports;
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{Listener, Stream, clock, spawn_local};
+use vellum_layer::valve::Settings as Limits;
 
 use super::lines::Lines;
 use super::{Answer, REQUEST_BYTES_MAX, Request};
-use crate::served::Disks;
+use crate::lookers::Lookers;
+use crate::served::{Disks, Wish};
 use crate::stats::Stats;
 
 /// Connections at once. More wait in the socket's queue.
@@ -29,6 +31,8 @@ pub(crate) struct Control {
     pub(crate) exports: Exports,
     pub(crate) shutdown: Shutdown,
     pub(crate) slots: ConnectionSlots,
+    /// Who is told that a disk has become larger.
+    pub(crate) lookers: Lookers,
 }
 
 impl Control {
@@ -110,6 +114,32 @@ impl Control {
             Request::SnapshotRevert { disk, name } => {
                 self.disks.find(disk.as_deref())?.snapshot_revert(name, &self.exports).await?;
                 json!({})
+            }
+            Request::Pause { disk } => {
+                self.disks.find(disk.as_deref())?.pause().await?;
+                json!({ "state": "paused" })
+            }
+            Request::Resume { disk } => {
+                let was_stopped = self.disks.find(disk.as_deref())?.resume();
+                json!({ "state": "running", "was-paused": was_stopped })
+            }
+            Request::Resize { disk, size, grow_by } => {
+                let wish = match (size, grow_by) {
+                    (Some(size), None) => Wish::Size(*size),
+                    (None, Some(more)) => Wish::More(*more),
+                    _ => return Err(Error::invalid("one of size and grow-by is to be given")),
+                };
+                let (before, size) = self.disks.find(disk.as_deref())?.resize(wish).await?;
+                self.lookers.tell().await;
+                json!({ "virtual-size-before": before, "virtual-size": size })
+            }
+            Request::Limits { disk, set } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                if let Some(set) = set {
+                    let said = set.iter().map(|(name, number)| (name.as_str(), *number));
+                    disk.limit(Limits::of(said)?);
+                }
+                json!({ "limits": disk.limits_said() })
             }
             Request::Stats {} => json!(Stats::of(&self.disks, &self.exports)),
         })

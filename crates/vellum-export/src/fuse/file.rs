@@ -25,7 +25,7 @@ const PAYLOAD_BYTES_MAX: u32 = 1 << 20;
 /// Asynchronous requests that the kernel lets us have at a time.
 const BACKGROUND_MAX: u16 = 256;
 
-/// How long the kernel may believe what `stat` told. The size stays; times and space change.
+/// How long the kernel may believe what `stat` told. Times and space change; that the size has, it is told (`Teller`).
 const FACTS_LAST: Duration = Duration::from_secs(1);
 
 /// What programs are told to read and write at a time.

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::SystemTime;
 
-use fuser::{Config, MountOption, Session, SessionACL, SessionUnmounter};
+use fuser::{Config, INodeNo, MountOption, Notifier, Session, SessionACL, SessionUnmounter};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 use vellum_core::{Context, Error, ErrorKind, Result};
@@ -57,8 +57,37 @@ pub struct Mounted {
     /// The device of the mount; nothing when somebody had taken it away before it was looked at.
     device: Option<String>,
     unmounter: SessionUnmounter,
+    notifier: Notifier,
     /// Requested once fuser's threads have ended.
     ended: Shutdown,
+}
+
+/// Tells the kernel to look at the file again.
+#[derive(Clone)]
+pub struct Teller {
+    notifier: Notifier,
+    path: PathBuf,
+    ended: Shutdown,
+}
+
+impl Teller {
+    /// The kernel forgets what it was told of the file, its size among it, and asks at once: loop devices take the size that it
+    /// knows. Waits for the answer, which a file that is busy may give late.
+    pub fn look_again(&self) {
+        if self.ended.is_requested() {
+            return;
+        }
+        // No bytes are kept of it that would have to go, too.
+        let attributes_alone = -1;
+        match self.notifier.inval_inode(INodeNo::ROOT, attributes_alone, 0) {
+            // A kernel that never looked has nothing to forget.
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                tracing::debug!("the kernel was not told to look at {} again: {error}", self.path.display());
+            }
+            _ => {}
+        }
+        let _ = std::fs::metadata(&self.path);
+    }
 }
 
 /// How a file was taken off.
@@ -162,7 +191,7 @@ impl Point {
         config.n_threads = Some(file.lanes());
         config.clone_fd = true;
         let mounted = Session::new(file.clone(), &self.path, &config).and_then(|mut session| {
-            let unmounter = session.unmount_callable();
+            let (unmounter, notifier) = (session.unmount_callable(), session.notifier());
             let device = device_at(&self.path);
             let ended = Shutdown::new();
             let told = ended.clone();
@@ -173,10 +202,12 @@ impl Point {
                 }
                 told.drain();
             })?;
-            Ok((unmounter, device, ended))
+            Ok((unmounter, notifier, device, ended))
         });
         match mounted {
-            Ok((unmounter, device, ended)) => Ok(Mounted { point: self, device, unmounter, ended }),
+            Ok((unmounter, notifier, device, ended)) => {
+                Ok(Mounted { point: self, device, unmounter, notifier, ended })
+            }
             Err(error) => {
                 let context = format!("can't mount on {}{}", self.path.display(), remedy(&error));
                 self.remove();
@@ -190,6 +221,11 @@ impl Mounted {
     /// The file.
     pub fn path(&self) -> &Path {
         &self.point.path
+    }
+
+    /// Who tells the kernel that the file has changed from outside.
+    pub fn teller(&self) -> Teller {
+        Teller { notifier: self.notifier.clone(), path: self.path().to_owned(), ended: self.ended.clone() }
     }
 
     /// Completes when nothing comes from the kernel any more: somebody unmounted it, or [`Mounted::unmount`] did.

@@ -14,6 +14,8 @@
 //!
 //! Source: VIRTIO 1.2, 5.2.4; its fields are little-endian.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use vellum_core::Geometry;
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
@@ -44,9 +46,11 @@ pub(super) const WRITEBACK_AT: usize = 32;
 pub(super) const OFFERED_BEFORE: u64 = bit(VIRTIO_BLK_F_CONFIG_WCE);
 
 /// What this device is, for one front end.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(super) struct Facts {
-    pub(super) terms: Terms,
+    /// The size of the disk, in sectors.
+    sectors: AtomicU64,
+    read_only: bool,
     physical: u64,
     preferred: u64,
     queues: u16,
@@ -54,14 +58,25 @@ pub(super) struct Facts {
 
 impl Facts {
     pub(super) fn new(geometry: &Geometry, read_only: bool, queues: u16) -> Self {
-        let sectors = geometry.size / SECTOR_BYTES;
         let physical = geometry.block_size.bytes().max(PHYSICAL_BYTES_MIN);
         Self {
-            terms: Terms { sectors, read_only: read_only || geometry.read_only },
+            sectors: AtomicU64::new(geometry.size / SECTOR_BYTES),
+            read_only: read_only || geometry.read_only,
             physical,
             preferred: geometry.preferred_size.bytes().max(physical),
             queues,
         }
+    }
+
+    /// What requests are measured by now.
+    pub(super) fn terms(&self) -> Terms {
+        Terms { sectors: self.sectors.load(Ordering::Relaxed), read_only: self.read_only }
+    }
+
+    /// Looks how large the disk is now; true if it has changed.
+    pub(super) fn look_again(&self, geometry: &Geometry) -> bool {
+        let sectors = geometry.size / SECTOR_BYTES;
+        self.sectors.swap(sectors, Ordering::Relaxed) != sectors
     }
 
     /// The features that are offered.
@@ -77,7 +92,7 @@ impl Facts {
             VIRTIO_RING_F_EVENT_IDX,
             VIRTIO_F_VERSION_1,
         ];
-        let by_kind: &[u32] = match self.terms.read_only {
+        let by_kind: &[u32] = match self.read_only {
             true => &[VIRTIO_BLK_F_RO],
             false => &[VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_WRITE_ZEROES],
         };
@@ -90,7 +105,7 @@ impl Facts {
         let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
         let in_sectors = |bytes: u64| bytes / SECTOR_BYTES;
         let narrow = |number: u64| u32::try_from(number).unwrap_or(u32::MAX);
-        put(0, &self.terms.sectors.to_le_bytes());
+        put(0, &self.terms().sectors.to_le_bytes());
         put(8, &SEGMENT_BYTES_MAX.to_le_bytes());
         put(12, &SEGMENTS_MAX.to_le_bytes());
         put(20, &narrow(SECTOR_BYTES).to_le_bytes());
@@ -98,7 +113,7 @@ impl Facts {
         put(26, &u16::try_from(in_sectors(self.physical)).unwrap_or(u16::MAX).to_le_bytes());
         put(28, &narrow(in_sectors(self.preferred)).to_le_bytes());
         put(34, &self.queues.to_le_bytes());
-        if !self.terms.read_only {
+        if !self.read_only {
             put(36, &RANGE_SECTORS_MAX.to_le_bytes());
             put(40, &RANGES_MAX.to_le_bytes());
             put(44, &narrow(in_sectors(self.physical)).to_le_bytes());

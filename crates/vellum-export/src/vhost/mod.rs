@@ -8,7 +8,7 @@
 //! The crates of rust-vmm read the socket's messages and keep the rings; what a guest asks for is ours. In reading order:
 //! `chain` and `request` (pure: bytes of a guest become a checked request), `config` (what a guest is told), `memory` and
 //! `bell` (what a front end shares), `walk` (along a table of descriptors), `work` (one request), `inflight` (what a killed
-//! server leaves to the next), `queue` (one queue), `session` (one front end).
+//! server leaves to the next), `queue` (one queue), `news` (what a front end is told unasked), `session` (one front end).
 //!
 //! Neither guest nor front end is believed: whatever they put into rings, chains, tables and messages ends at worst
 //! their own queue or session. docs/vhost-user-blk.md says what is offered, and what is not.
@@ -22,6 +22,7 @@ mod config;
 pub mod fuzz;
 mod inflight;
 mod memory;
+mod news;
 mod queue;
 mod request;
 mod session;

@@ -39,6 +39,7 @@ use super::bell::Bell;
 use super::config::{CONFIG_BYTES_MAX, Facts, OFFERED_BEFORE, WRITEBACK_AT, has, is_writethrough};
 use super::inflight::Book;
 use super::memory::{Memory, REGIONS_MAX, Region};
+use super::news::News;
 use super::queue::{Line, Ring};
 use super::request::ID_BYTES;
 use super::work::Target;
@@ -52,27 +53,47 @@ const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::REPLY_ACK)
     .union(VhostUserProtocolFeatures::CONFIG)
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
-    .union(VhostUserProtocolFeatures::INFLIGHT_SHMFD);
+    .union(VhostUserProtocolFeatures::INFLIGHT_SHMFD)
+    .union(VhostUserProtocolFeatures::BACKEND_REQ);
 
 /// A front end that has connected and is not served yet.
 pub struct Session {
     socket: UnixStream,
     stop: Arc<OwnedFd>,
+    look: Arc<OwnedFd>,
 }
 
-/// Ends a session from outside, from any thread.
+/// Ends a session from outside, from any thread; or tells it something.
 pub struct SessionHandle {
     socket: UnixStream,
     stop: Arc<OwnedFd>,
+    look: Arc<OwnedFd>,
+}
+
+/// What a session does next.
+enum Next {
+    Message,
+    Look,
+    Stop,
+}
+
+/// Rings an eventfd.
+fn ring(eventfd: &OwnedFd) {
+    #[expect(clippy::host_endian_bytes, reason = "an eventfd takes a number of the host")]
+    let one = 1u64.to_ne_bytes();
+    let _ = rustix::io::write(eventfd, &one);
 }
 
 impl SessionHandle {
     /// No more messages are read, queues hand back what they took, and only then the front end sees that it is alone. It
     /// may find out from the rings what was done and what was not.
     pub fn end(&self) {
-        #[expect(clippy::host_endian_bytes, reason = "an eventfd takes a number of the host")]
-        let one = 1u64.to_ne_bytes();
-        let _ = rustix::io::write(&self.stop, &one);
+        ring(&self.stop);
+    }
+
+    /// The disk may have become larger: then the front end is told.
+    pub fn look_again(&self) {
+        ring(&self.look);
     }
 
     /// The same for a front end that stopped in the middle of a message.
@@ -90,9 +111,12 @@ impl Session {
     pub fn new(socket: UnixStream) -> Result<(Self, SessionHandle)> {
         let context = || "can't serve a vhost-user front end";
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let stop = Arc::new(eventfd(0, flags).map_err(std::io::Error::from).context(context)?);
-        let handle = SessionHandle { socket: socket.try_clone().context(context)?, stop: stop.clone() };
-        Ok((Self { socket, stop }, handle))
+        let bell =
+            || Ok::<_, Error>(Arc::new(eventfd(0, flags).map_err(std::io::Error::from).context(context)?));
+        let (stop, look) = (bell()?, bell()?);
+        let there = socket.try_clone().context(context)?;
+        let handle = SessionHandle { socket: there, stop: stop.clone(), look: look.clone() };
+        Ok((Self { socket, stop, look }, handle))
     }
 
     /// Serves the front end on the calling thread, until it goes or the session is ended.
@@ -116,9 +140,19 @@ impl Session {
         let front_end = Arc::new(Mutex::new(FrontEnd::new(target, device.queues, host)));
         let mut handler =
             BackendReqHandler::from_stream(self.socket.try_clone().context(context)?, front_end.clone());
+        let lock = || front_end.lock().expect("nobody panics with it");
         let ended = loop {
-            if Self::is_stopped(&self.socket, &self.stop) {
-                break Ok(());
+            match self.next() {
+                Next::Stop => break Ok(()),
+                Next::Look => {
+                    let _ = rustix::io::read(&self.look, &mut [0; 8]);
+                    lock().look_again();
+                    continue;
+                }
+                Next::Message => {}
+            }
+            if let Some(news) = News::peek(&self.socket) {
+                lock().news = Some(news);
             }
             match handler.handle_request() {
                 Ok(()) => {}
@@ -126,21 +160,24 @@ impl Session {
                 Err(refusal) => break Err(Error::invalid(refusal.to_string())),
             }
         };
-        front_end.lock().expect("nobody panics with it").stop_all();
+        lock().stop_all();
         // Only now: what the front end finds in the rings is all that will ever be there.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         ended.context(context)
     }
 
-    /// Waits for the next message; true when there is to be none.
-    fn is_stopped(socket: &UnixStream, stop: &OwnedFd) -> bool {
-        let mut waiting = [PollFd::new(socket, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+    /// Waits for the next message, or what comes before it.
+    fn next(&self) -> Next {
+        let mut waiting = [&self.stop, &self.look].map(|bell| PollFd::new(bell, PollFlags::IN)).to_vec();
+        waiting.push(PollFd::new(&self.socket, PollFlags::IN));
         loop {
             match poll(&mut waiting, None) {
                 Err(Errno::INTR) => {}
                 // Without a way to wait the next message does.
-                Err(_) => return false,
-                Ok(_) => return !waiting[1].revents().is_empty(),
+                Err(_) => return Next::Message,
+                Ok(_) if !waiting[0].revents().is_empty() => return Next::Stop,
+                Ok(_) if !waiting[1].revents().is_empty() => return Next::Look,
+                Ok(_) => return Next::Message,
             }
         }
     }
@@ -156,6 +193,8 @@ struct FrontEnd {
     /// Where it keeps what is in flight.
     book: Option<Arc<Book>>,
     rings: Vec<RingState>,
+    /// The way back to it, where it gave one.
+    news: Option<News>,
 }
 
 /// What was said about one queue.
@@ -200,7 +239,15 @@ impl FrontEnd {
     fn new(target: Target, queues: u16, host: Arc<dyn Host>) -> Self {
         let rings = std::iter::repeat_with(RingState::default).take(usize::from(queues)).collect();
         let memory = Arc::new(ArcSwap::from_pointee(Memory::default()));
-        Self { target: Arc::new(target), host, taken: 0, memory, book: None, rings }
+        Self { target: Arc::new(target), host, taken: 0, memory, book: None, rings, news: None }
+    }
+
+    /// Tells it if the disk has another size than it was told.
+    fn look_again(&self) {
+        let has_changed = self.target.facts.look_again(&self.target.disk.geometry());
+        if has_changed && let Some(news) = &self.news {
+            news.tell();
+        }
     }
 
     fn ring(&mut self, index: u32) -> Answer<&mut RingState> {
@@ -479,6 +526,8 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Answer<Vec<u8>> {
+        // It may have become larger before anybody could say so.
+        self.target.facts.look_again(&self.target.disk.geometry());
         let space = self.target.facts.space();
         let start = usize::try_from(offset).expect("32 bits");
         let end = start.checked_add(usize::try_from(size).expect("32 bits"));

@@ -62,7 +62,7 @@ impl Job {
         if !memory.has(&chain.status) {
             return Err(Malformed("its status is not in memory"));
         }
-        let terms = &target.facts.terms;
+        let terms = &target.facts.terms();
         let request = Request::parse(&header, chain.data_out.len(), chain.data_in.len(), terms);
         Ok(Self { head, request, chain, memory: memory.clone() })
     }
@@ -130,7 +130,7 @@ impl Job {
             }
             Request::Discard | Request::WriteZeroes => {
                 let rows = self.memory.read(&chain.data_out).ok_or(Status::IoError)?;
-                for range in request.parse_ranges(rows.slice(), &target.facts.terms)? {
+                for range in request.parse_ranges(rows.slice(), &target.facts.terms())? {
                     let flags = ZeroFlags { fua, may_unmap: range.may_unmap, fast_only: false };
                     let done = match request {
                         Request::Discard => disk.discard(range.span, WriteFlags { fua }).await,

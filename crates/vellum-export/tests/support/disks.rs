@@ -37,6 +37,8 @@ type Failure = Box<dyn Fn(&Seen) -> Option<Error> + Send + Sync>;
 /// A sparse disk in memory that notes what it was asked, waits at its gate, answers late and fails, as it is told.
 pub struct RuledDisk {
     pub geometry: Geometry,
+    /// So many bytes were added behind the end.
+    pub added: AtomicU64,
     storage: Arc<MemoryStorage>,
     seen: Mutex<Vec<Seen>>,
     failure: Mutex<Option<Failure>>,
@@ -67,6 +69,7 @@ impl RuledDisk {
     pub fn with(geometry: Geometry) -> Arc<Self> {
         Arc::new(Self {
             geometry,
+            added: AtomicU64::new(0),
             storage: MemoryStorage::new("ruled disk"),
             seen: Mutex::default(),
             failure: Mutex::default(),
@@ -140,8 +143,12 @@ impl RuledDisk {
         Seen { kind, at: at.bytes(), len, fua: false, zero: ZeroFlags::default() }
     }
 
+    fn size(&self) -> u64 {
+        self.geometry.size + self.added.load(Ordering::Acquire)
+    }
+
     fn inside(&self, at: GuestOffset, len: u64) -> Result<()> {
-        match GuestSpan::checked(at, len).filter(|span| span.end().bytes() <= self.geometry.size) {
+        match GuestSpan::checked(at, len).filter(|span| span.end().bytes() <= self.size()) {
             Some(_) => Ok(()),
             None => Err(Error::invalid("past the end")),
         }
@@ -151,7 +158,7 @@ impl RuledDisk {
 impl Disk for RuledDisk {
     fn geometry(&self) -> Geometry {
         self.geometries.fetch_add(1, Ordering::AcqRel);
-        self.geometry.clone()
+        Geometry { size: self.size(), ..self.geometry.clone() }
     }
 
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {

@@ -188,7 +188,8 @@ impl<'a> Machine<'a> {
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
-            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            | VhostUserProtocolFeatures::BACKEND_REQ;
         assert!(protocol.contains(wanted), "{protocol:?}");
         front_end.set_protocol_features(wanted).expect("they are taken");
         front_end.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
@@ -204,6 +205,11 @@ impl<'a> Machine<'a> {
         let ended = ended.expect("it was not asked before").join().expect("the session does not panic");
         drop(handle);
         ended
+    }
+
+    /// The server tells it to look how large its disk is.
+    pub fn look_again(&self) {
+        self.handle.look_again();
     }
 
     /// The server ends it.

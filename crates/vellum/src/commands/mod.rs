@@ -1,17 +1,21 @@
-//! One file for each command.
+//! One file for each command; `control.rs` is what those share that ask a server.
 
 pub(crate) mod check;
 pub(crate) mod compare;
+pub(crate) mod control;
 pub(crate) mod convert;
 pub(crate) mod create;
 pub(crate) mod info;
 pub(crate) mod journal;
+pub(crate) mod limits;
 pub(crate) mod map;
+pub(crate) mod pause;
 pub(crate) mod quickstart;
 pub(crate) mod recover;
 pub(crate) mod resize;
 pub(crate) mod serve;
 pub(crate) mod snapshot;
+pub(crate) mod stats;
 pub(crate) mod template;
 
 use std::process::ExitCode;

@@ -9,12 +9,14 @@ use vellum_core::{Error, Result};
 use vellum_daemon::serve::parse_address;
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
-    ExportSpec, FuseSpec, GrowHook, ImageOptions, NotifySocket, ServeSpec, Tls, TlsPolicy, VhostSpec, serve,
+    ExportSpec, FuseSpec, GrowHook, ImageOptions, Limits, NotifySocket, ServeSpec, Tls, TlsPolicy, VhostSpec,
+    serve,
 };
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{Address, IoMode, PassedSocket, PassedTo};
 
 use super::Outcome;
+use super::limits::limits_of;
 use crate::args::{parse_format, parse_prealloc};
 use crate::output::{complain, human_bytes};
 
@@ -93,6 +95,10 @@ pub(crate) struct Args {
     /// Seconds that requests under way have to end after SIGTERM before connections are cut
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     drain_seconds: u64,
+    /// Let no more through than this, as in "iops-total=1000,bps-write=50M": iops- or bps-, total or read or write; each with
+    /// -max and -max-length (seconds) behind it, for bursts; iops-size. EXPORT: says which disk, else all
+    #[arg(long, value_name = "[EXPORT:]NAME=N,…", value_parser = parse_limits)]
+    limit: Vec<ExportLimits>,
     /// Write statistics to PATH as JSON, once a second and at the end
     #[arg(long, value_name = "PATH")]
     stats_json: Option<PathBuf>,
@@ -144,6 +150,28 @@ fn parse_place(text: &str, kind: &str, form: &str) -> Result<(Option<String>, Pa
         return Err(Error::invalid(format!("{text:?} names no {kind}: say {form} or NAME={form}")));
     }
     Ok((export, PathBuf::from(path)))
+}
+
+/// What `--limit` says, and of which export.
+#[derive(Debug, Clone)]
+struct ExportLimits {
+    export: Option<String>,
+    limits: Limits,
+}
+
+fn parse_limits(text: &str) -> Result<ExportLimits> {
+    // A limit has no colon in it.
+    let (export, list) = match text.rsplit_once(':') {
+        Some((export, list)) => (Some(export.to_owned()), list),
+        None => (None, text),
+    };
+    Ok(ExportLimits { export, limits: limits_of(list)? })
+}
+
+/// The limits that an export has; the last that was said counts.
+fn limits_for(all: &[ExportLimits], name: &str) -> Limits {
+    let is_it = |one: &&ExportLimits| one.export.as_deref().is_none_or(|export| export == name);
+    all.iter().rfind(is_it).map_or_else(Limits::default, |one| one.limits.clone())
 }
 
 fn parse_vhost(text: &str) -> Result<VhostSpec> {
@@ -208,14 +236,21 @@ pub(crate) fn run(args: Args) -> Outcome {
     };
     let default = args.image.clone().map(|path| (String::new(), path));
     let exports = default.into_iter().chain(args.export.clone()).map(|(name, path)| ExportSpec {
-        name,
+        limits: limits_for(&args.limit, &name),
         description: path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default(),
+        name,
         path,
         image: image.clone(),
     });
+    let exports: Vec<ExportSpec> = exports.collect();
+    let is_unknown = |name: &String| !exports.iter().any(|export| export.name == *name);
+    if let Some(name) = args.limit.iter().filter_map(|one| one.export.as_ref()).find(|name| is_unknown(name))
+    {
+        return Err(Error::invalid(format!("--limit: there is no export {name:?}")).into());
+    }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spec = ServeSpec {
-        exports: exports.collect(),
+        exports,
         nbd: args.nbd.clone(),
         passed,
         tls,

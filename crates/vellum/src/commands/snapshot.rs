@@ -164,7 +164,7 @@ async fn native_file(common: &Common, what: &str) -> Result<SharedStorage> {
 }
 
 /// What to do when another program has the image.
-fn name_remedy(error: Error) -> Error {
+pub(crate) fn name_remedy(error: Error) -> Error {
     match error.kind() {
         ErrorKind::Locked => error.context(
             "while a server has the image open, that is asked instead: with `--control PATH` in place of the file, as `vellum serve \

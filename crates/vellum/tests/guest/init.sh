@@ -111,6 +111,21 @@ verify)
 some-pages)
     pages 60
     ;;
+grows)
+    # The disk becomes larger under it. What is behind the old end is there, and the rest is as it was.
+    before=$(cat /sys/block/vda/size)
+    say "size $before"
+    pages 12
+    while [ "$(cat /sys/block/vda/size)" = "$before" ]; do
+        sleep 1
+    done
+    now=$(cat /sys/block/vda/size)
+    say "size $now"
+    dd if=/srv/noise of=/dev/vda bs=512 seek=$((now - 64)) count=64 conv=notrunc,fsync status=none
+    forget
+    say "behind $(dd if=/dev/vda bs=512 skip=$((now - 64)) status=none | sha256sum | cut -d ' ' -f 1)"
+    pages 24
+    ;;
 pages-and-reboot)
     # Twice, with a boot of the machine in between; places are given back and taken again all the time.
     mount -o remount,discard /

@@ -250,6 +250,34 @@ fn a_guest_with_four_queues_reboots_and_does_not_notice_restarts_of_its_server()
 }
 
 #[test]
+fn a_guest_sees_its_disk_grow() {
+    let template = template!("raw");
+    let place = support::dir::Dir::short();
+    let (at, control) = (place.text("vhost"), place.text("control"));
+    let image = path_text(&template.clone);
+    let server = Server::start(&[image, "--vhost-user-blk", &at, "--queues", "1", "--control", &control]);
+    let (socket, more) = (place.join("vhost"), ["-no-reboot"]);
+    let mut machine = Machine::boot_with(&template, Cable::Vhost(&socket, 1), &more, "grows", 1);
+    let before: u64 = machine.wait_for("size ").parse().expect("sectors");
+    machine.wait_for("settled 4");
+    let answer = vellum(&["resize", "--control", &control, "--output", "json", "+16M"]).json();
+    let after: u64 = machine.wait_for("size ").parse().expect("sectors");
+    assert_eq!(
+        (answer["virtual-size-before"].as_u64(), answer["virtual-size"].as_u64()),
+        (Some(before * 512), Some(after * 512))
+    );
+    assert_eq!(after, before + (16 << 11));
+    let said = machine.wait_for_the_end();
+    server.stop();
+    let noise = place.join("noise");
+    std::fs::write(&noise, &template.noise[..64 * 512]).expect("a file");
+    assert!(said.contains(&format!("behind {}", sha256(&noise))), "{said:#?}");
+    template.assert_untouched();
+    assert_image_is_clean(&template.clone);
+    assert_pages(&Files::of_clean(&template.clone), &template, 1, 24);
+}
+
+#[test]
 fn a_guest_lives_on_when_its_server_is_killed_and_another_comes() {
     let template = template!("raw");
     let place = support::dir::Dir::short();

@@ -56,3 +56,31 @@ fn disks_of_every_format_grow() {
     refused(&["-f raw"], &["resize", &dir.text("source.raw"), "5M"]);
     refused(&["size"], &["resize", "-f", "raw", &dir.text("source.raw"), "much"]);
 }
+
+#[test]
+fn what_a_longer_backing_image_has_behind_the_end_does_not_show() {
+    let dir = Dir::new("native-resize-base");
+    let base = dir.text("base.raw");
+    std::fs::write(&base, vec![7; 2 * MIB]).expect("a base");
+    for format in ["qcow2", "vellum"] {
+        let (image, raw) = (dir.text(format), dir.text("read.raw"));
+        vellum(&["create", "-f", format, "-b", &base, "-F", "raw", &image, "1M"]).answer();
+        let mut model = vec![7; MIB];
+        if format == "vellum" {
+            vellum(&["resize", &image, "3M"]).answer();
+            model.resize(3 * MIB, 0);
+        } else {
+            refused(&["backing image has 2097152 bytes"], &["resize", &image, "+1M"]);
+            refused(&["backing image has 2097152 bytes"], &["resize", &image, "3M"]);
+            vellum(&["resize", &image, "1M"]).answer();
+        }
+        vellum(&["convert", "-O", "raw", &image, &raw]).answer();
+        assert!(std::fs::read(&raw).expect("the disk") == model, "{format}");
+    }
+    // As long as the disk, it has nothing to show.
+    let image = dir.text("as-long.qcow2");
+    vellum(&["create", "-f", "qcow2", "-b", &base, "-F", "raw", &image]).answer();
+    vellum(&["resize", &image, "3M"]).answer();
+    std::fs::write(dir.join("model.raw"), [vec![7; 2 * MIB], vec![0; MIB]].concat()).expect("a model");
+    same(&image, &dir.text("model.raw"));
+}

@@ -1,0 +1,106 @@
+//! A disk that is stopped, let go on, limited, and made larger while it is served.
+//!
+//! To make it larger nobody may use it: requests wait at the valve while the image is closed, changed and opened again.
+
+use std::collections::BTreeMap;
+
+use vellum_core::{BlockSize, Disk, Error, ErrorKind, Result};
+use vellum_layer::valve::Settings;
+
+use super::{IS_READ, Served, behind_valve};
+
+/// A size that is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wish {
+    /// So many bytes.
+    Size(u64),
+    /// So many more.
+    More(u64),
+}
+
+impl Wish {
+    /// In bytes, for a disk that has `before`.
+    fn bytes(self, before: u64) -> Result<u64> {
+        let size = match self {
+            Self::Size(size) => Some(size),
+            Self::More(more) => before.checked_add(more),
+        };
+        // The last sector is a whole one.
+        let size = size.filter(|size| *size <= BlockSize::SECTOR.round_down(u64::MAX));
+        let size = size.ok_or_else(|| Error::invalid(format!("{self:?}: the disk has {before} bytes")))?;
+        Ok(BlockSize::SECTOR.round_up(size))
+    }
+}
+
+impl Served {
+    /// Lets no new requests go on. Returns when none is under way and what was answered is durable.
+    pub(crate) async fn pause(&self) -> Result<()> {
+        let _steering = self.steering.lock().await;
+        self.valve.pause().await?;
+        tracing::warn!("{} is paused: its requests wait until it is resumed", self.path.display());
+        Ok(())
+    }
+
+    /// Lets requests go on; true if they had been stopped.
+    pub(crate) fn resume(&self) -> bool {
+        let was_stopped = self.valve.resume();
+        if was_stopped {
+            tracing::warn!("{} is resumed", self.path.display());
+        }
+        was_stopped
+    }
+
+    /// Limits its requests from now on.
+    pub(crate) fn limit(&self, limits: Settings) {
+        self.valve.limit(limits);
+    }
+
+    /// How its requests are limited, by names.
+    pub(crate) fn limits_said(&self) -> BTreeMap<String, u64> {
+        self.valve.limits().said().into_iter().collect()
+    }
+
+    /// Lets all requests that wait go on, for good: the server ends.
+    pub(crate) fn open_for_good(&self) {
+        self.valve.end();
+    }
+
+    /// Makes the disk larger, durably. Gives the sizes before and after, in bytes.
+    pub(crate) async fn resize(&self, wish: Wish) -> Result<(u64, u64)> {
+        let _steering = self.steering.lock().await;
+        let in_use = |why: &str| Error::new(ErrorKind::Locked, format!("{}: {why}", self.path.display()));
+        let Some(mut chain) = self.chain.try_write() else {
+            return Err(in_use("a snapshot of it is being made, deleted or gone back to"));
+        };
+        let size = wish.bytes(self.disk.geometry().size)?;
+        if chain.members[0].native.as_ref().is_some_and(|native| native.has_open_snapshots()) {
+            return Err(in_use(IS_READ));
+        }
+        let hold = self.valve.hold().await;
+        let grown = chain.grow(size).await;
+        let (inner, growing) = behind_valve(&chain, &self.path, self.grow_hook.as_ref()).await;
+        self.valve.exchange(&hold, inner);
+        *self.watcher() = growing;
+        drop(hold);
+        Ok((grown?, size))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_whole_sectors_and_there_is_a_largest() {
+        for (wish, size) in [
+            (Wish::Size(1 << 20), Some(1 << 20)),
+            (Wish::Size(1000), Some(1024)),
+            (Wish::More(1), Some((1 << 20) + 512)),
+            (Wish::More(0), Some(1 << 20)),
+            (Wish::More(u64::MAX), None),
+            (Wish::Size(u64::MAX), None),
+        ] {
+            assert_eq!(wish.bytes(1 << 20).ok(), size, "{wish:?}");
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! What the commands share that ask a server.
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+use vellum_core::Result;
+use vellum_daemon::control::{Request, call};
+use vellum_io::{IoMode, run as run_worker};
+
+use crate::args::OutputFormat;
+
+/// Which server, and which of its disks.
+#[derive(clap::Args)]
+pub(crate) struct Target {
+    /// The server's control socket, as `vellum serve --control PATH` has it
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: PathBuf,
+    /// The disk, by the name of its export; not needed where the server has only one
+    #[arg(long, value_name = "EXPORT")]
+    pub(crate) disk: Option<String>,
+    /// How the answer is printed
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) output: OutputFormat,
+}
+
+impl Target {
+    /// Asks the server.
+    pub(crate) fn ask(&self, request: &Request) -> Result<Value> {
+        run_worker(IoMode::Auto, async || call(&self.control, request).await)?
+    }
+}

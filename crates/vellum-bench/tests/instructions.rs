@@ -25,11 +25,11 @@ struct Bound {
 }
 
 const BOUNDS: [Bound; 5] = [
-    Bound { what: "read-qcow2", operations: 8192, counted: 4_322 },
-    Bound { what: "read-zoned", operations: 8192, counted: 4_050 },
-    Bound { what: "overwrite-qcow2", operations: 8192, counted: 5_580 },
-    Bound { what: "allocate-qcow2", operations: 4096, counted: 58_842 },
-    Bound { what: "allocate-zoned", operations: 4096, counted: 84_721 },
+    Bound { what: "read-qcow2", operations: 8192, counted: 4_117 },
+    Bound { what: "read-zoned", operations: 8192, counted: 3_888 },
+    Bound { what: "overwrite-qcow2", operations: 8192, counted: 5_334 },
+    Bound { what: "allocate-qcow2", operations: 4096, counted: 36_209 },
+    Bound { what: "allocate-zoned", operations: 4096, counted: 75_498 },
 ];
 
 /// Why nothing can be counted here.

@@ -4,17 +4,23 @@
 //! away when it is run with N and with 2 N requests: the difference over N is what one request takes. `tests/instructions.rs` holds
 //! that to bounds.
 
+mod flat;
+
 use std::sync::Arc;
 
 use futures_lite::future::block_on;
-use vellum_core::{Buffer, GuestOffset, MemoryStorage, Result, SharedDisk, SharedStorage, WriteFlags};
+use vellum_core::{Buffer, GuestOffset, Result, SharedDisk, SharedStorage, WriteFlags};
 use vellum_format::qcow2::{self, Files, Header, Qcow2};
 use vellum_format::{Prealloc, native};
 
 use crate::load::workload::{BLOCK, filler};
+use flat::Flat;
 
 /// What one write makes its own: a cluster, a unit.
 const UNIT: u64 = 64 << 10;
+
+/// An image has so much besides the disk's bytes, at most.
+const ROOM_BYTES: u64 = 256 << 20;
 
 /// What is read and overwritten.
 const MAPPED_BYTES: u64 = 16 << 20;
@@ -72,7 +78,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 async fn repeat(what: What, operations: u64) -> Result<()> {
     let units = operations.next_power_of_two();
     let size = if what.allocates() { units * UNIT } else { MAPPED_BYTES };
-    let storage = MemoryStorage::new("memory");
+    let storage = Arc::new(Flat::with_room_for(size + ROOM_BYTES));
     make(what, &storage, size).await?;
     if !what.allocates() {
         let disk = open(what, &storage).await?;
@@ -104,7 +110,7 @@ async fn repeat(what: What, operations: u64) -> Result<()> {
     Ok(())
 }
 
-async fn make(what: What, storage: &Arc<MemoryStorage>, size: u64) -> Result<()> {
+async fn make(what: What, storage: &Arc<Flat>, size: u64) -> Result<()> {
     match what.is_zoned() {
         true => {
             let uuid = Some([1; 16]);
@@ -120,7 +126,7 @@ async fn make(what: What, storage: &Arc<MemoryStorage>, size: u64) -> Result<()>
     }
 }
 
-async fn open(what: What, storage: &Arc<MemoryStorage>) -> Result<SharedDisk> {
+async fn open(what: What, storage: &Arc<Flat>) -> Result<SharedDisk> {
     let image: SharedStorage = storage.clone();
     if what.is_zoned() {
         let options =

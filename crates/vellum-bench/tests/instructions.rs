@@ -29,7 +29,7 @@ const BOUNDS: [Bound; 5] = [
     Bound { what: "read-zoned", operations: 8192, counted: 3_888 },
     Bound { what: "overwrite-qcow2", operations: 8192, counted: 5_334 },
     Bound { what: "allocate-qcow2", operations: 4096, counted: 36_209 },
-    Bound { what: "allocate-zoned", operations: 4096, counted: 75_498 },
+    Bound { what: "allocate-zoned", operations: 4096, counted: 40_907 },
 ];
 
 /// Why nothing can be counted here.

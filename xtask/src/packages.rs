@@ -22,7 +22,7 @@ enum Need {
 
 use Need::{Program, Python};
 
-const WANTS: [Want; 20] = [
+const WANTS: [Want; 21] = [
     want(Program("qemu-img"), "qemu-utils", "the other opinion on images: check, compare, convert"),
     want(Program("qemu-io"), "qemu-utils", "writes what is read here, and reads what is written here"),
     want(Program("qemu-system-x86_64"), "qemu-system-x86", "boots a guest from a served clone"),
@@ -40,6 +40,7 @@ const WANTS: [Want; 20] = [
     want(Program("cpio"), "cpio", "packs the guest's first file system"),
     want(Program("xz"), "xz-utils", "unpacks modules of the guest's kernel"),
     want(Program("strace"), "strace", "sees which system calls are made"),
+    want(Program("valgrind"), "valgrind", "counts the instructions of a request"),
     want(Program("losetup"), "mount", "block devices over files"),
     want(Program("setpriv"), "util-linux", "tests of the locks as another user"),
     want(Program("c++"), "g++", "builds libFuzzer"),

@@ -42,8 +42,11 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Engine(commands::engine::Args),
     Exports(commands::exports::Args),
     Growing(commands::growing::Args),
+    #[command(hide = true)]
+    Instructions(commands::instructions::Args),
     Nbd(commands::nbd::Args),
     Papers(commands::papers::Args),
     Recovery(commands::recovery::Args),
@@ -56,8 +59,10 @@ enum Command {
 
 fn main() -> ExitCode {
     let (name, result) = match Cli::parse().command {
+        Command::Engine(args) => ("engine", commands::engine::run(&args)),
         Command::Exports(args) => ("exports", commands::exports::run(&args)),
         Command::Growing(args) => ("growing", commands::growing::run(&args)),
+        Command::Instructions(args) => ("instructions", commands::instructions::run(&args)),
         Command::Nbd(args) => ("nbd", commands::nbd::run(&args)),
         Command::Papers(args) => ("papers", commands::papers::run(&args)),
         Command::Recovery(args) => ("recovery", commands::recovery::run(&args)),

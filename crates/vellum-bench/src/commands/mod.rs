@@ -1,7 +1,9 @@
 //! One file for each experiment. An experiment chooses cases, lets programs take turns at each, and reports.
 
+pub(crate) mod engine;
 pub(crate) mod exports;
 pub(crate) mod growing;
+pub(crate) mod instructions;
 pub(crate) mod nbd;
 pub(crate) mod papers;
 pub(crate) mod recovery;

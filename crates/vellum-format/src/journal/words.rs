@@ -17,8 +17,17 @@ impl Changed {
 
     /// The changed words of a page that lies at this place, as items.
     pub(crate) fn items(self, place: ImageOffset, bytes: &[u8]) -> Vec<Item> {
-        let words = (0..bytes.len() / 8).filter(|word| self.0[word / 64 % 8] >> (word % 64) & 1 == 1);
-        items_of(words.map(|word| (place + word as u64 * 8, be64(bytes, word * 8))))
+        let words = self.0.into_iter().enumerate().flat_map(|(group, bits)| {
+            // Most are zero, and in the others most bits.
+            let mut left = bits;
+            std::iter::from_fn(move || {
+                let bit = left.trailing_zeros() as usize;
+                left &= left.wrapping_sub(1);
+                (bit < 64).then_some(group * 64 + bit)
+            })
+        });
+        let inside = words.take_while(|word| (word + 1) * 8 <= bytes.len());
+        items_of(inside.map(|word| (place + word as u64 * 8, be64(bytes, word * 8))))
     }
 }
 

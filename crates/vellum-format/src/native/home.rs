@@ -165,8 +165,11 @@ impl Home {
         let sealed = numbers.into_iter().map(|number| {
             let page = self.pages[number].get().expect("a changed page is here");
             let changed = lock(&page.changed).take().expect("a listed page has changes");
-            let words = page.words.iter().flat_map(|word| word.load(Ordering::Acquire).to_be_bytes());
-            SealedPage { at: self.span.start() + number as u64 * PAGE, bytes: words.collect(), changed }
+            let mut bytes = vec![0; page.words.len() * 8];
+            for (place, word) in bytes.as_chunks_mut().0.iter_mut().zip(&page.words) {
+                *place = word.load(Ordering::Acquire).to_be_bytes();
+            }
+            SealedPage { at: self.span.start() + number as u64 * PAGE, bytes: bytes.into(), changed }
         });
         sealed.collect()
     }

@@ -45,8 +45,9 @@ pub(crate) use crate::state::{State, lock};
 /// When this many pages of refcounts are dirty, the next writer commits.
 const REFCOUNT_PAGES_DIRTY_MAX: usize = 512;
 
-/// The file grows by this much at a time; what is too much is cut off when the image is closed.
-const GROWTH_STEP: BlockSize = BlockSize::from_shift(20);
+/// The file grows by an eighth of itself at a time, but no less and no more than this; what is too much is cut off when the image
+/// is closed. All who allocate wait meanwhile, on every worker, and what it grows by is a hole.
+const GROWTH_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=64 << 20;
 
 /// An open qcow2 image.
 pub struct Qcow2 {
@@ -527,8 +528,16 @@ impl Qcow2 {
             return Ok(());
         }
         // Nobody writes past the end meanwhile: what lies there has not been handed out yet.
-        let len = self.cluster.max(GROWTH_STEP).round_up(end.max(self.metadata.len()));
-        self.metadata.set_len(len).await.context(|| format!("{}: can't grow the file", self.name))?;
+        let least = self.cluster.round_up(end.max(self.metadata.len()));
+        let step = (least / 8).clamp(*GROWTH_BYTES.start(), *GROWTH_BYTES.end());
+        let mut len = self.cluster.max(BlockSize::from_shift(20)).round_up(least + step);
+        let mut grown = self.metadata.set_len(len).await;
+        if grown.is_err() {
+            // Perhaps no file may be so long, but one that holds what is asked for.
+            len = least;
+            grown = self.metadata.set_len(len).await;
+        }
+        grown.context(|| format!("{}: can't grow the file", self.name))?;
         self.refcounts().has_grown(len);
         Ok(())
     }

@@ -26,7 +26,7 @@ use arc_swap::{ArcSwapOption, Guard};
 
 use super::entry::Words;
 use super::journal::Changed;
-use super::layout::{be64, put64};
+use super::layout::be64;
 
 const WAYS: usize = 8;
 
@@ -176,8 +176,8 @@ impl Page {
         state.dirty = false;
         state.writing = true;
         let mut bytes = vec![0; self.words.len() * 8];
-        for (index, word) in self.words.iter().enumerate() {
-            put64(&mut bytes, index * 8, word.load(Ordering::Relaxed));
+        for (place, word) in bytes.as_chunks_mut().0.iter_mut().zip(&self.words) {
+            *place = word.load(Ordering::Relaxed).to_be_bytes();
         }
         (bytes, std::mem::take(&mut state.changed))
     }

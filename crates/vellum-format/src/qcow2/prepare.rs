@@ -15,6 +15,9 @@
 //! 3. One piece is under way at a time. Closing waits for it, then cuts the file to the end of what is in use.
 //! 4. The image is marked as open before, so whatever a crash leaves of it is looked at, and cut off, by who recovers it.
 //! 5. A failure ends it for this opening. The guest does not hear of it: its own writes need no more than they always did.
+//! 6. What the guest writes counts for the bound on zeros (`prealloc.rs`) once it is flushed, and of each flush not more than
+//!    [`FLUSHED_BYTES_MAX`]: the file system's own writes, which the zeros save, come once for a flush, however much it carries.
+//!    Where nobody flushes there is nothing to save.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -30,6 +33,9 @@ use crate::prealloc::{Need, Prealloc};
 use crate::sabotage::{self, Bug};
 use crate::state::UnderWay;
 
+/// So much of what was written before a flush counts for zeros, in bytes.
+const FLUSHED_BYTES_MAX: u64 = 256 << 10;
+
 /// What is prepared, and how.
 pub(crate) struct Prepare {
     is_on: bool,
@@ -37,20 +43,31 @@ pub(crate) struct Prepare {
     storage: SharedStorage,
     /// Held by who prepares, and by who closes.
     need: Mutex<Need>,
-    /// How much the guest has written, in bytes.
-    written: AtomicU64,
+    /// How much the guest has written since it flushed, in bytes.
+    unflushed: AtomicU64,
+    /// How much of what it has written and flushed counts, in bytes.
+    flushed: AtomicU64,
 }
 
 impl Prepare {
     pub(crate) fn new(how: Prealloc, storage: SharedStorage) -> Self {
         let need = Need::new(how, storage.limits());
-        Self { is_on: need.is_on(), storage, need: Mutex::new(need), written: AtomicU64::new(0) }
+        let (unflushed, flushed) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { is_on: need.is_on(), storage, need: Mutex::new(need), unflushed, flushed }
     }
 
     /// The guest writes so many bytes.
     pub(crate) fn note_written(&self, bytes: u64) {
         if self.is_on {
-            self.written.fetch_add(bytes, Ordering::Relaxed);
+            self.unflushed.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// The guest flushes.
+    pub(crate) fn note_flush(&self) {
+        if self.is_on {
+            let bytes = self.unflushed.swap(0, Ordering::Relaxed).min(FLUSHED_BYTES_MAX);
+            self.flushed.fetch_add(bytes, Ordering::Relaxed);
         }
     }
 
@@ -72,7 +89,7 @@ impl Qcow2 {
             return false;
         }
         let (end, ready) = self.refcounts().ahead();
-        need.note(now, end, self.prepare.written.load(Ordering::Relaxed));
+        need.note(now, end, self.prepare.flushed.load(Ordering::Relaxed));
         let Some(bytes) = need.piece(ready) else { return false };
         match self.prepare_piece(bytes).await {
             Ok(true) => {

@@ -495,6 +495,7 @@ impl Qcow2 {
     /// A write that is durable when it returns.
     pub(crate) async fn make_durable(&self) -> Result<()> {
         self.state.check_stopped()?;
+        self.prepare.note_flush();
         self.commit().await?;
         // The promise is kept by now. What cannot be given back at this moment will be later.
         match self.give_back_unless_busy().await {

@@ -203,8 +203,14 @@ fn handshakes() -> Vec<(&'static str, Vec<u8>)> {
         ("structured", talk(&[option(8, b""), context.clone(), go.clone()])),
         ("extended", talk(&[option(8, b""), option(11, b""), option(8, b""), context, go.clone()])),
         ("contexts", talk(&[option(8, b""), option(9, b"\0\0\0\0\0\0\0\x02\0\0\0\x05base:\0\0\0\x05qemu:")])),
-        ("tls-offered", talk_with(254, &[option(8, b""), option(5, b"x"), option(5, b""), option(5, b""), go.clone()])),
-        ("tls-required", talk_with(253, &[option(8, b""), option(6, b""), option(5, b""), option(3, b""), go])),
+        (
+            "tls-offered",
+            talk_with(254, &[option(8, b""), option(5, b"x"), option(5, b""), option(5, b""), go.clone()]),
+        ),
+        (
+            "tls-required",
+            talk_with(253, &[option(8, b""), option(6, b""), option(5, b""), option(3, b""), go]),
+        ),
         ("tls", talk(&[option(5, b""), option(11, b""), option(99, b"what?")])),
     ]
 }

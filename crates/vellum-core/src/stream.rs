@@ -15,6 +15,11 @@ pub trait ByteStream {
     /// Sends all bytes of the buffer, in order, piece by piece.
     fn write_all(&self, data: Buffer) -> LocalFuture<'_, Result<()>>;
 
+    /// Says the last word of the protocol that the stream speaks, if it has one, before [`ByteStream::shutdown`].
+    fn say_farewell(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
     /// Tells the peer that no more bytes will come, and wakes a waiting `read` with zero. Never fails: a connection
     /// that is gone is shut down.
     fn shutdown(&self);

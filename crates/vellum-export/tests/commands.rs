@@ -218,24 +218,26 @@ const EXTENDED: Wish<'_> =
 
 #[test]
 fn with_extended_headers_one_request_may_mean_the_whole_disk() {
-    let size = 1 << 50;
+    let size = 1 << 40;
     let disk = RuledDisk::new(size);
     let (world, mut client, session) = begun(shared(&disk), EXTENDED);
     world.run(async {
-        assert_eq!(client.write(0, 5 << 40, b"hello").await.error, 0);
-        assert_eq!(client.read(5 << 40, 5).await, b"hello");
+        assert_eq!(client.write(0, 5 << 37, b"hello").await.error, 0);
+        assert_eq!(client.read(5 << 37, 5).await, b"hello");
         // As QEMU sends it: without the flag for its payload.
         let header =
-            RequestHeader { flags: 0, command: command::WRITE, cookie: 1, offset: (5 << 40) + 1, len: 1 };
+            RequestHeader { flags: 0, command: command::WRITE, cookie: 1, offset: (5 << 37) + 1, len: 1 };
         let bytes = client.note(header);
         client.send(&[&bytes[..], b"u"].concat()).await;
         assert_eq!(client.answer_to(1).await.error, 0);
-        assert_eq!(client.read(5 << 40, 5).await, b"hullo");
+        assert_eq!(client.read(5 << 37, 5).await, b"hullo");
         let status = client.ask(7, 0, 0, size).await.status;
         assert_eq!(status.len(), 1);
-        assert_eq!(status[0].1[0], (5 << 40, 3), "lengths of 64 bits");
+        assert_eq!(status[0].1[0], (5 << 37, 3), "lengths of 64 bits");
         assert_eq!(status[0].1.iter().map(|(len, _)| len).sum::<u64>(), size);
-        disk.take_seen();
+        let maps = disk.take_seen();
+        assert_eq!(maps.iter().filter(|seen| seen.kind == Kind::Map).count(), 1 << 10);
+        assert!(maps.iter().all(|seen| seen.len <= 1 << 30), "a disk may look at all of it without waiting");
         for (command, kind) in [(4, Kind::Discard), (6, Kind::Zero)] {
             assert_eq!(client.ask(command, flag::FUA, 100, 6 << 30).await.error, 0);
             let seen = disk.take_seen();
@@ -256,24 +258,30 @@ fn with_extended_headers_one_request_may_mean_the_whole_disk() {
 /// The others go on while a long request does, and it ends with its client.
 #[test]
 fn a_long_request_gives_way_and_ends_when_its_client_is_gone() {
-    for (command, kind) in [(4, Kind::Discard), (5, Kind::Read), (6, Kind::Zero)] {
-        let disk = RuledDisk::new(1 << 60);
-        let (world, mut client, session) = begun(shared(&disk), EXTENDED);
-        world.run(async {
-            let all = RequestHeader { flags: 0, command, cookie: 1, offset: 0, len: 1 << 60 };
-            client.request(all, &[]).await;
-            for _ in 0..20 {
-                assert_eq!(client.ask(3, 0, 0, 0).await.error, 0, "a flush is not kept waiting");
-            }
-            assert_eq!(client.open(), 1, "it is not done yet");
-            assert!(disk.take_seen().iter().filter(|seen| seen.kind == kind).count() > 1);
-            client.stream.break_down();
-            session.await;
-            disk.take_seen();
-            world.settle().await;
-            assert!(disk.take_seen().is_empty(), "nothing goes on for nobody");
-        });
-        world.assert_nothing_is_left();
+    for (command, kind) in [(4, Kind::Discard), (5, Kind::Read), (6, Kind::Zero), (7, Kind::Map)] {
+        for ending in 0..3 {
+            let disk = RuledDisk::new(1 << 60);
+            let (world, mut client, session) = begun(shared(&disk), EXTENDED);
+            world.run(async {
+                let all = RequestHeader { flags: 0, command, cookie: 1, offset: 0, len: 1 << 60 };
+                client.request(all, &[]).await;
+                for _ in 0..20 {
+                    assert_eq!(client.ask(3, 0, 0, 0).await.error, 0, "a flush is not kept waiting");
+                }
+                assert_eq!(client.open(), 1, "it is not done yet");
+                assert!(disk.take_seen().iter().filter(|seen| seen.kind == kind).count() > 1);
+                match ending {
+                    0 => client.stream.break_down(),
+                    1 => client.stream.end_writing(),
+                    _ => drop(client),
+                }
+                session.await;
+                assert!(disk.take_seen().len() < 100, "it ends soon");
+                world.settle().await;
+                assert!(disk.take_seen().is_empty(), "nothing goes on for nobody");
+            });
+            world.assert_nothing_is_left();
+        }
     }
 }
 

@@ -11,8 +11,9 @@
 //!    so that every length fits what the headers have room for.
 //! 2. A run starts and ends at a multiple of the minimum block the client was promised. A block with several statuses
 //!    gets the one that promises least.
-//! 3. An answer is bounded: [`RUNS_MAX`] runs for each context, [`MAPS_MAX`] questions to the disk. It may be shorter
-//!    than was asked; the client asks again from there.
+//! 3. An answer is bounded: [`RUNS_MAX`] runs for each context, [`MAPS_MAX`] questions to the disk that it answers in part, 1 TiB in
+//!    all. It may be shorter than was asked; the client asks again from there. The disk is asked about 1 GiB at a time, others
+//!    have their turn after each, and it ends when the client has left.
 //!
 //! A new context is a new [`MetaContext`]. One that needs its own source, as a dirty bitmap does, gets its runs beside
 //! the map and is folded in the same way.
@@ -21,9 +22,11 @@
 //! namespace.
 
 use futures_lite::future::yield_now;
-use vellum_core::{Error, GuestSpan, MergedExtent, Place, Result, SharedDisk, map_merged};
+use vellum_core::{BlockSize, Error, GuestSpan, MergedExtent, Place, Result, SharedDisk, map_merged};
 
+use super::sparse::Outlook;
 use super::wire::allocation;
+use super::work::stop_if_left;
 
 /// The most bytes of runs in one answer for one context, which is within every payload limit.
 const RUNS_BYTES_MAX: usize = 64 << 10;
@@ -32,8 +35,14 @@ const RUNS_BYTES_MAX: usize = 64 << 10;
 pub(super) const RUNS_MAX: usize = RUNS_BYTES_MAX / 8;
 pub(super) const RUNS_MAX_EXTENDED: usize = RUNS_BYTES_MAX / 16;
 
-/// The most often the disk is asked for one answer.
+/// The most often the disk may tell of less than it was asked, for one answer.
 pub(super) const MAPS_MAX: usize = 16;
+
+/// A disk is asked about so much at once: it may look at every cluster without ever waiting.
+const ASKED_AT_ONCE: BlockSize = BlockSize::from_shift(30);
+
+/// It is not asked more often than this for one answer.
+const ROUNDS_MAX: usize = 1024;
 
 /// What a request for status is charged: the extents of one map while they gather, and the runs of each context.
 pub(super) const MEMORY_BYTES: usize = 1 << 20;
@@ -138,17 +147,23 @@ pub(super) struct Question<'a> {
 }
 
 /// The runs of each context, from the start of the span. They may end early.
-pub(super) async fn block_status(disk: &SharedDisk, question: Question<'_>) -> Result<Statuses> {
+pub(super) async fn block_status(
+    disk: &SharedDisk,
+    question: Question<'_>,
+    outlook: &Outlook,
+) -> Result<Statuses> {
     let Question { span, runs_max, block, contexts } = question;
     let mut folders: Vec<Folder> =
         contexts.iter().map(|context| Folder::new(context, block, runs_max)).collect();
     let mut at = span.start();
-    for round in 0..MAPS_MAX {
+    let mut answered_in_part = 0;
+    for round in 0..ROUNDS_MAX {
         if round > 0 {
             // A disk that has its map in memory would not let others have their turn.
             yield_now().await;
+            stop_if_left(outlook)?;
         }
-        let rest = GuestSpan::between(at, span.end());
+        let (rest, _) = GuestSpan::between(at, span.end()).split_at(ASKED_AT_ONCE.bytes());
         for extent in &map_merged(disk, rest).await? {
             // Never past the end of the request, whatever the disk knows beyond it.
             let part = extent.span.intersect(rest);
@@ -160,7 +175,9 @@ pub(super) async fn block_status(disk: &SharedDisk, question: Question<'_>) -> R
         if at == rest.start() {
             return Err(Error::corrupt("the map of a run of bytes is empty"));
         }
-        if at == span.end() || folders.iter().all(|folder| folder.is_full) {
+        answered_in_part += usize::from(at < rest.end());
+        let is_full = folders.iter().all(|folder| folder.is_full);
+        if at == span.end() || is_full || answered_in_part == MAPS_MAX {
             break;
         }
     }

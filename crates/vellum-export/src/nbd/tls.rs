@@ -14,8 +14,10 @@
 //! 4. Beyond a session in the clear it holds an inbox, a record that is not whole (rustls bounds both), and
 //!    [`SEALED_BYTES`] of replies, twice while they are sent.
 //!
+//! 5. A session ends with TLS's last word (`close_notify`): without it a client cannot tell the end from a cut.
+//!
 //! Left out: pre-shared keys, which rustls has not; sessions that are taken up again, as a connection lasts as long as a
-//! disk is used; the last word of TLS (`close_notify`) from the server, as NBD has its own.
+//! disk is used; the ciphers of TLS 1.2 that wear out (AES-GCM after 2^24 records), as that version has no new keys on the way.
 //!
 //! Source: NBD protocol, "TLS support".
 
@@ -27,9 +29,9 @@ use std::sync::Arc;
 
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
-use rustls::{RootCertStore, ServerConfig, ServerConnection};
+use rustls::{RootCertStore, ServerConfig, ServerConnection, SupportedCipherSuite};
 use vellum_core::{Buffer, ByteStream, Error, ErrorKind, LocalFuture, Result};
 
 use super::limits::Limits;
@@ -59,7 +61,8 @@ pub struct Tls(Arc<ServerConfig>);
 
 impl Tls {
     /// Reads `server-cert.pem` (with the chain up to, and without, the authority) and `server-key.pem` of a directory. When
-    /// clients are verified, those with a certificate by an authority in `ca-cert.pem` are let in, and no others.
+    /// clients are verified, those with a certificate by an authority in `ca-cert.pem` are let in, and no others; nor those that
+    /// `ca-crl.pem` lists, if it is there.
     ///
     /// # Errors
     /// When a file is missing, or holds something else; when certificate and key do not belong together.
@@ -68,7 +71,12 @@ impl Tls {
         let key_path = directory.join("server-key.pem");
         let key = PrivateKeyDer::from_pem_file(&key_path)
             .map_err(|error| unreadable(&key_path, "a private key without a password", &error))?;
-        let provider = Arc::new(ring::default_provider());
+        let mut provider = ring::default_provider();
+        provider.cipher_suites.retain(|suite| match suite {
+            SupportedCipherSuite::Tls12(suite) => suite.common.confidentiality_limit == u64::MAX,
+            SupportedCipherSuite::Tls13(_) => true,
+        });
+        let provider = Arc::new(provider);
         let builder = ServerConfig::builder_with_provider(provider.clone())
             .with_safe_default_protocol_versions()
             .map_err(|error| Error::invalid(format!("can't use TLS: {error}")))?;
@@ -79,6 +87,8 @@ impl Tls {
                 roots.add(certificate).map_err(|error| unreadable(&path, "an authority", &error))?;
             }
             let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+                .with_crls(revoked(&directory.join("ca-crl.pem"))?)
+                .allow_unknown_revocation_status() // who has no list is not on one
                 .build()
                 .map_err(|error| unreadable(&path, "an authority", &error))?;
             builder.with_client_cert_verifier(verifier)
@@ -110,6 +120,24 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
         return Err(Error::invalid(format!("{} holds no certificate in PEM", path.display())));
     }
     Ok(all)
+}
+
+/// The lists of revoked certificates, if there are any.
+fn revoked(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>> {
+    if !path.try_exists().is_ok_and(|exists| !exists) {
+        let wanted = "lists of revoked certificates";
+        let lists = CertificateRevocationListDer::pem_file_iter(path)
+            .and_then(|lists| lists.collect::<std::result::Result<Vec<_>, _>>())
+            .map_err(|error| unreadable(path, wanted, &error))?;
+        return match lists.is_empty() {
+            true => Err(Error::invalid(format!(
+                "{} holds no list of revoked certificates in PEM",
+                path.display()
+            ))),
+            false => Ok(lists),
+        };
+    }
+    Ok(Vec::new())
 }
 
 fn unreadable(path: &Path, wanted: &str, why: &dyn fmt::Display) -> Error {
@@ -276,6 +304,14 @@ impl ByteStream for TlsStream<'_> {
                 self.inner.write_all(Buffer::copy_of(&sealed)).await?;
             }
             Ok(())
+        })
+    }
+
+    fn say_farewell(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.connection.borrow_mut().send_close_notify();
+            let sealed = self.sealed(Vec::new());
+            self.inner.write_all(Buffer::copy_of(&sealed)).await
         })
     }
 

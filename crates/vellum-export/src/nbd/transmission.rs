@@ -79,6 +79,7 @@ pub(super) async fn transmit(ground: Ground<'_>, mut watches: [Watch<'_>; 2], ea
         },
         sending: None,
         ending: None,
+        has_parted: false,
     };
     let ending = poll_fn(|context| {
         let stage = watches.iter_mut().map(|watch| watch.poll_stage(context)).max();
@@ -102,6 +103,8 @@ struct Session<'a> {
     sending: Option<(LocalFuture<'a, Result<()>>, Holding)>,
     /// Why nothing more is taken in.
     ending: Option<Ending>,
+    /// The last word was said.
+    has_parted: bool,
 }
 
 /// The replies and their accounts.
@@ -136,6 +139,11 @@ impl Session<'_> {
             let sent = self.send(context);
             let is_done =
                 self.flight.running() == 0 && self.sending.is_none() && self.books.replies.is_empty();
+            if is_done && self.ending.is_some() && !self.books.peer_is_gone && !self.has_parted {
+                self.has_parted = true;
+                self.sending = Some((self.stream.say_farewell(), Holding::default()));
+                continue;
+            }
             if is_done && let Some(ending) = self.ending.take() {
                 self.stream.shutdown();
                 return Poll::Ready(ending);
@@ -193,8 +201,15 @@ impl Session<'_> {
 
     fn received(&mut self, received: Result<usize>) {
         match received {
-            Ok(0) if self.intake.is_between_requests() => self.end(Ending::Hangup),
-            Ok(0) => self.end(Ending::Violation("the stream ended within a request")),
+            Ok(0) => {
+                let ending = match self.intake.is_between_requests() {
+                    true => Ending::Hangup,
+                    false => Ending::Violation("the stream ended within a request"),
+                };
+                self.end(ending);
+                // Short requests end as ever, and are answered; nobody waits for the long ones.
+                self.outlook.leave();
+            }
             Ok(_) => {}
             Err(error) => {
                 self.end(Ending::Failed(error));

@@ -110,7 +110,7 @@ impl<'a> Running<'a> {
                     Headers::Simple | Headers::Structured => status::RUNS_MAX,
                 };
                 let question = Question { span, runs_max, block, contexts: &terms.contexts };
-                Work::Status(Box::pin(status::block_status(disk, question)))
+                Work::Status(Box::pin(status::block_status(disk, question, outlook)))
             }
             Request::Disconnect => unreachable!("a goodbye is no work"),
         };
@@ -176,7 +176,7 @@ async fn in_pieces<'a>(
     if fua { disk.flush().await } else { Ok(()) }
 }
 
-fn stop_if_left(outlook: &Outlook) -> Result<()> {
+pub(super) fn stop_if_left(outlook: &Outlook) -> Result<()> {
     if outlook.is_left() {
         return Err(Error::new(ErrorKind::Closed, "nobody waits for the answer any more"));
     }

@@ -199,15 +199,26 @@ fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
         ));
     }
     if passed.is_empty() && args.nbd.is_empty() && args.fuse.is_empty() && args.vhost_user_blk.is_empty() {
-        return Err(Error::invalid(
-            "there is no place to serve at: say --nbd unix:PATH or tcp:HOST:PORT, --vhost-user-blk PATH or --fuse FILE",
-        ));
+        let others = match passed_to.pid.filter(|_| passed_to.count.is_some()) {
+            Some(pid) => format!(
+                " (LISTEN_FDS is for process {}, and this is {}: start it with `exec`)",
+                pid.display(),
+                std::process::id()
+            ),
+            None => String::new(),
+        };
+        return Err(Error::invalid(format!(
+            "there is no place to serve at: say --nbd unix:PATH or tcp:HOST:PORT, --vhost-user-blk PATH or --fuse FILE{others}",
+        )));
     }
     Ok(passed)
 }
 
-fn tls_policy(args: &Args) -> Result<TlsPolicy> {
+fn tls_policy(args: &Args, speaks_nbd: bool) -> Result<TlsPolicy> {
     let Some(directory) = &args.tls_certificates else { return Ok(TlsPolicy::Off) };
+    if !speaks_nbd {
+        return Err(Error::invalid("--tls-certificates is for NBD, and there is no --nbd"));
+    }
     if args.tls_verify_peer && args.tls == TlsMode::On {
         return Err(Error::invalid(
             "--tls-verify-peer keeps nobody out with --tls on, which lets clients do without TLS",
@@ -222,7 +233,7 @@ fn tls_policy(args: &Args) -> Result<TlsPolicy> {
 
 pub(crate) fn run(args: Args) -> Outcome {
     let passed = passed_sockets(&args)?;
-    let tls = tls_policy(&args)?;
+    let tls = tls_policy(&args, !args.nbd.is_empty() || !passed.is_empty())?;
     let image = ImageOptions {
         format: args.format,
         read_only: args.read_only || args.snapshot.is_some(),

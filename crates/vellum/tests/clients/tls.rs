@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
-    KeyUsagePurpose,
+    BasicConstraints, CertificateParams, CertificateRevocationListParams, CertifiedIssuer, DnType,
+    ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair, KeyUsagePurpose, RevokedCertParams, date_time_ymd,
 };
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
@@ -30,20 +30,39 @@ fn certify(dir: &Path) {
     };
     let mut authority = params("authority");
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    authority.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+    authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     let authority =
         CertifiedIssuer::self_signed(authority, KeyPair::generate().expect("a key")).expect("a CA");
     std::fs::write(dir.join("ca-cert.pem"), authority.pem()).expect("a file");
     let purposes =
         [("server", ExtendedKeyUsagePurpose::ServerAuth), ("client", ExtendedKeyUsagePurpose::ClientAuth)];
-    for (name, purpose) in purposes {
+    for (serial, (name, purpose)) in (1_u64..).zip(purposes) {
         let key = KeyPair::generate().expect("a key");
         let mut params = params(name);
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
         params.extended_key_usages = vec![purpose];
+        params.serial_number = Some(serial.into());
         let certificate = params.signed_by(&key, &authority).expect("a certificate");
         std::fs::write(dir.join(format!("{name}-cert.pem")), certificate.pem()).expect("a file");
         std::fs::write(dir.join(format!("{name}-key.pem")), key.serialize_pem()).expect("a file");
+    }
+    // Nobody knows the third.
+    for (serial, name) in [(2_u64, "client-revoked.pem"), (3, "other-revoked.pem")] {
+        let list = CertificateRevocationListParams {
+            this_update: date_time_ymd(2026, 1, 1),
+            next_update: date_time_ymd(2126, 1, 1),
+            crl_number: 1_u64.into(),
+            issuing_distribution_point: None,
+            revoked_certs: vec![RevokedCertParams {
+                serial_number: serial.into(),
+                revocation_time: date_time_ymd(2026, 1, 1),
+                reason_code: None,
+                invalidity_date: None,
+            }],
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        let list = list.signed_by(&authority).expect("a list");
+        std::fs::write(dir.join(name), list.pem().expect("a list")).expect("a file");
     }
 }
 
@@ -144,6 +163,18 @@ fn clients_without_a_certificate_are_kept_out_where_one_is_wanted() {
         assert_eq!(asked.code == 0, is_let_in, "{certificates}: {asked:?}");
     }
     server.stop();
+    // A list of who is let in no more counts if it is there.
+    let arguments = [image.text(), "--tls-certificates", path_text(&ours), "--tls-verify-peer"];
+    for (list, is_let_in) in [("other-revoked.pem", true), ("client-revoked.pem", false)] {
+        std::fs::copy(ours.join(list), ours.join("ca-crl.pem")).expect("it is there");
+        let server = image.serve(&arguments[1..]);
+        let asked = run("nbdinfo", &["--size", &uri(&server, &known)]);
+        assert_eq!(asked.code == 0, is_let_in, "{list}: {asked:?}");
+        server.stop();
+    }
+    std::fs::write(ours.join("ca-crl.pem"), "no list").expect("a file");
+    let ran = Server::try_start(&arguments).err().expect("it does not start");
+    assert!(ran.code == 1 && ran.err.contains("ca-crl.pem"), "{ran:?}");
 }
 
 #[test]
@@ -239,8 +270,15 @@ fn what_was_negotiated_before_tls_is_forgotten_and_it_begins_once() {
             assert_eq!(reply[..8], *b"\x67\x44\x66\x98\0\0\0\0");
             assert!(reply[16..] == *expected);
         }
-        // A client that leaves in the middle of a record.
-        sealed.0.sock.write_all(b"\x17\x03\x03\x10\0half of it").expect("the server listens");
+        if version.version == rustls::ProtocolVersion::TLSv1_2 {
+            // A client that leaves in the middle of a record.
+            sealed.0.sock.write_all(b"\x17\x03\x03\x10\0half of it").expect("the server listens");
+            continue;
+        }
+        // One that says goodbye hears the last word of TLS: an end without it is an error to it.
+        let goodbye = [&b"\x25\x60\x95\x13\0\0\0\x02"[..], &[0; 20]].concat();
+        sealed.0.write_all(&goodbye).expect("the server listens");
+        assert_eq!(sealed.0.read(&mut [0; 1]).expect("an end, and no cut"), 0);
     }
     server.stop();
 }

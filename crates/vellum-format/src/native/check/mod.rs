@@ -50,6 +50,16 @@ pub async fn check(
     repair: Repair,
     say: &mut dyn FnMut(String),
 ) -> Result<CheckReport> {
+    check_some(image, repair, true, say).await
+}
+
+/// The same; without the packed blocks it does not take longer the more the image holds.
+pub(super) async fn check_some(
+    image: &SharedStorage,
+    repair: Repair,
+    reads_packed: bool,
+    say: &mut dyn FnMut(String),
+) -> Result<CheckReport> {
     let mut superblocks = Superblocks::read(&**image).await?;
     if superblocks.superblock.needs_replay() {
         let error = superblocks.superblock.replay_first(image.name());
@@ -63,21 +73,22 @@ pub async fn check(
             error.chain()
         ));
     }
-    let first = Walk::run(&superblocks, &**image, say).await?;
-    if repair == Repair::Nothing {
+    let first = Walk::run(&superblocks, &**image, reads_packed, say).await?;
+    let wanted = |fix: &Fix| repair == Repair::All || (fix.is_leak && repair != Repair::Nothing);
+    let fixes: Vec<Fix> = first.fixes.into_iter().filter(wanted).collect();
+    let rewrites = repair == Repair::All && superblocks.other_is_bad.is_some();
+    if fixes.is_empty() && !rewrites {
         return Ok(first.report);
     }
-    let fixes = first.fixes.into_iter().filter(|fix| fix.is_leak || repair == Repair::All);
     for fix in fixes {
         fix.apply(&**image).await.context(|| format!("can't repair {}", image.name()))?;
     }
-    let rewrites = repair == Repair::All && superblocks.other_is_bad.is_some();
     if rewrites {
         image.flush().await?;
         superblocks.write(&**image).await?;
     }
     image.flush().await?;
-    let mut after = Walk::run(&superblocks, &**image, &mut |_| {}).await?.report;
+    let mut after = Walk::run(&superblocks, &**image, reads_packed, &mut |_| {}).await?.report;
     after.corruptions_fixed =
         first.report.corruptions.saturating_sub(after.corruptions) + u64::from(rewrites);
     after.leaks_fixed = first.report.leaks.saturating_sub(after.leaks);
@@ -129,6 +140,7 @@ impl<'a> Walk<'a> {
     async fn run(
         superblocks: &'a Superblocks,
         image: &'a dyn Storage,
+        reads_packed: bool,
         say: &'a mut dyn FnMut(String),
     ) -> Result<Walked> {
         let places = superblocks.superblock.places();
@@ -146,7 +158,9 @@ impl<'a> Walk<'a> {
                 let snapshots = walk.snapshots().await?;
                 walk.map_units(&snapshots).await?;
                 walk.partials().await?;
-                walk.packed_blocks().await?;
+                if reads_packed {
+                    walk.packed_blocks().await?;
+                }
                 walk.doubles();
             }
         }

@@ -190,14 +190,12 @@ impl Served {
             Err(1) => return Err(in_use("a client is connected; it must leave first".to_owned())),
             Err(many) => return Err(in_use(format!("{many} clients are connected; they must leave first"))),
         };
-        let hold = self.valve.hold().await;
+        let (hold, before) = (self.valve.hold().await, chain.disk().clone());
         let reverted = match native.has_open_snapshots() {
             true => Err(in_use(IS_READ.to_owned())),
             false => chain.revert(wanted).await,
         };
-        let (inner, growing) = behind_valve(&chain, &self.path, self.grow_hook.as_ref()).await;
-        self.valve.exchange(&hold, inner);
-        *self.watcher() = growing;
+        self.follow(&hold, &chain, &before).await;
         drop(hold);
         for export in taken {
             exports.add(export)?;

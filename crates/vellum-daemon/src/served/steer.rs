@@ -3,9 +3,11 @@
 //! To make it larger nobody may use it: requests wait at the valve while the image is closed, changed and opened again.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use vellum_core::{BlockSize, Disk, Error, ErrorKind, Result};
-use vellum_layer::valve::Settings;
+use vellum_core::{BlockSize, Disk, Error, ErrorKind, Result, SharedDisk};
+use vellum_layer::Chain;
+use vellum_layer::valve::{Hold, Settings};
 
 use super::{IS_READ, Served, behind_valve};
 
@@ -76,13 +78,22 @@ impl Served {
         if chain.members[0].native.as_ref().is_some_and(|native| native.has_open_snapshots()) {
             return Err(in_use(IS_READ));
         }
-        let hold = self.valve.hold().await;
+        let (hold, before) = (self.valve.hold().await, chain.disk().clone());
         let grown = chain.grow(size).await;
-        let (inner, growing) = behind_valve(&chain, &self.path, self.grow_hook.as_ref()).await;
-        self.valve.exchange(&hold, inner);
-        *self.watcher() = growing;
+        self.follow(&hold, &chain, &before).await;
         drop(hold);
         Ok((grown?, size))
+    }
+
+    /// Requests go to the chain's disk from now on, if that is another one than before. The one before keeps who looks after its
+    /// device as long as it is open: of two of them one would wait for answers that the other gets.
+    pub(super) async fn follow(&self, hold: &Hold, chain: &Chain, before: &SharedDisk) {
+        if Arc::ptr_eq(before, chain.disk()) {
+            return;
+        }
+        let (inner, growing) = behind_valve(chain, &self.path, self.grow_hook.as_ref()).await;
+        self.valve.exchange(hold, inner);
+        *self.watcher() = growing;
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::support::client::Client;
 use super::support::dir::Dir;
 use super::support::loops::LoopDevice;
-use super::support::program::vellum;
+use super::support::program::{Ran, vellum};
 use super::support::server::Server;
 use super::{MIB, check_says, refused};
 
@@ -220,4 +220,28 @@ fn a_hook_that_does_not_help_and_hooks_that_make_no_sense() {
         let ran = server(hook).expect_err("it makes no sense");
         assert!(ran.code == 1 && ran.err.contains(words), "{hook:?}: {ran:?}");
     }
+}
+
+/// `vellum COMMAND --control … REST`: what it says, as JSON.
+fn asked(control: &str, command: &str, rest: &[&str]) -> Ran {
+    vellum(&[&[command, "--control", control, "--output", "json"], rest].concat())
+}
+
+/// A write that finds the device full is answered, also after a resize that changed nothing, and the server ends.
+#[test]
+fn who_looks_after_the_device_does_so_after_a_resize() {
+    let Some(device) = full_of_old_bytes(32 * MIB, 512) else { return };
+    let (path, place) = (device.text(), Dir::short());
+    let control = place.text("control");
+    vellum(&["create", "-f", "vellum", "-o", "layout=table", &path, "1T"]).answer();
+    for (size, code) in [("1T", 0), ("1G", 1), ("1000000T", 1), ("+1G", 0)] {
+        let server = Server::start(&[&path, "--control", &control, "--grow-hook", "false"]);
+        let ran = asked(&control, "resize", &[size]);
+        assert_eq!(ran.code, code, "{size}: {ran:?}");
+        let mut client = Client::connect(&server.peer(), "").expect("a server");
+        assert!(fill(&mut client, 0, 100) < 31, "{size}");
+        client.flush().expect("what was written is safe");
+        server.stop();
+    }
+    check_says(&path, 0);
 }

@@ -49,7 +49,7 @@ pub(crate) struct Served {
     disk: Arc<CheckedDisk>,
     /// Who looks after its device, when that may become full.
     growing: Mutex<Option<Arc<Growing>>>,
-    /// One after the other pauses or resizes it.
+    /// Who pauses or resizes it. Nobody waits for it: who waited would begin after somebody else has let requests go on.
     steering: async_lock::Mutex<()>,
 }
 
@@ -173,10 +173,8 @@ impl Served {
 
     /// The disk becomes what a snapshot has. Nobody may be connected; who comes meanwhile finds no such export.
     pub(crate) async fn snapshot_revert(&self, wanted: &str, exports: &Exports) -> Result<()> {
-        let in_use = |why: String| Error::new(ErrorKind::Locked, format!("{}: {why}", self.path.display()));
-        let Some(mut chain) = self.chain.try_write() else {
-            return Err(in_use("a snapshot of it is being made, deleted or gone back to".to_owned()));
-        };
+        let in_use = |why: String| self.in_use(&why);
+        let mut chain = self.alone().await?;
         if self.is_held.load(Ordering::Acquire) {
             return Err(in_use("it is served as a file, too; that must end first".to_owned()));
         }

@@ -245,3 +245,31 @@ fn who_looks_after_the_device_does_so_after_a_resize() {
     }
     check_says(&path, 0);
 }
+
+/// A pause that cannot end, since a write waits for a hook that does not: nobody queues behind it, and a resume ends it.
+#[test]
+fn a_pause_that_waits_for_a_full_device_is_ended_by_one_resume() {
+    let Some(device) = full_of_old_bytes(32 * MIB, 512) else { return };
+    let (path, place) = (device.text(), Dir::short());
+    let control = place.text("control");
+    vellum(&["create", "-f", "vellum", "-o", "layout=table", &path, "1T"]).answer();
+    let server = Server::start(&[&path, "--control", &control, "--grow-hook", "sleep 29"]);
+    let mut client = Client::connect(&server.peer(), "").expect("a server");
+    client.socket.set_patience(Duration::from_secs(2)).expect("a socket");
+    let stuck = (0..100).find(|at| client.write(at * MIB as u64, &vec![value(*at); MIB], 0).is_err());
+    assert!(stuck.is_some_and(|at| at < 31), "{stuck:?}: the hook is waited for");
+    let state = || asked(&control, "stats", &[]).json()["disks"][0]["state"].clone();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| asked(&control, "pause", &[]));
+        while state() == "running" {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let second = asked(&control, "pause", &[]);
+        assert!(second.code == 1 && second.err.contains("being paused or resized"), "{second:?}");
+        assert_eq!(asked(&control, "resume", &[]).json()["was-paused"], true);
+        let first = first.join().expect("it ends");
+        assert!(first.code == 1 && first.err.contains("resumed"), "{first:?}");
+    });
+    assert_eq!(state(), "running");
+    server.kill();
+}

@@ -67,6 +67,8 @@ impl Served {
     /// Lets no new requests go on. Returns when none is under way and what was answered is durable.
     pub(crate) async fn pause(&self) -> Result<()> {
         let _steering = self.steer()?;
+        // Whoever makes or deletes a snapshot changes the image, and no request of a guest tells of it.
+        let _alone = self.alone().await?;
         self.valve.pause().await?;
         tracing::warn!("{} is paused: its requests wait until it is resumed", self.path.display());
         Ok(())

@@ -116,6 +116,12 @@ impl Served {
     /// Requests go to the chain's disk from now on, if that is another one than before. The one before keeps who looks after its
     /// device as long as it is open: of two of them one would wait for answers that the other gets.
     pub(super) async fn follow(&self, hold: &Hold, chain: &Chain, before: &SharedDisk) {
+        if let Some(error) = chain.gone() {
+            let (path, error) = (self.path.display(), error.chain());
+            tracing::error!(
+                "{path} is closed, and every request fails, until a resize opens it again: {error}"
+            );
+        }
         if Arc::ptr_eq(before, chain.disk()) {
             return;
         }

@@ -123,9 +123,11 @@ impl Served {
         }
     }
 
-    /// What was begun in the background stops where it can go on later. To be called before the disk is closed.
-    pub(crate) async fn stop_background(&self) {
-        if let Some(native) = &self.top().await.native {
+    /// What was begun in the background stops where it can go on later. To be called before the disk is closed, and now and then
+    /// until all have left: nobody is waited for who has the chain alone, and nothing is in the background meanwhile.
+    pub(crate) fn stop_background(&self) {
+        let chain = self.chain.try_read();
+        if let Some(native) = chain.as_ref().and_then(|chain| chain.members[0].native.as_ref()) {
             native.stop_deleting();
         }
     }

@@ -3,6 +3,8 @@
 use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
+
 use super::support::client::Client;
 use super::support::dir::Dir;
 use super::support::loops::LoopDevice;
@@ -246,18 +248,24 @@ fn who_looks_after_the_device_does_so_after_a_resize() {
     check_says(&path, 0);
 }
 
-/// A pause that cannot end, since a write waits for a hook that does not: nobody queues behind it, and a resume ends it.
+/// A server whose device is full, with a write that waits for a hook that takes its time and does not help.
+fn stuck(path: &str, control: &str, hook: &str) -> (Server, Client) {
+    vellum(&["create", "-f", "vellum", "-o", "layout=table", path, "1T"]).answer();
+    let server = Server::start(&[path, "--control", control, "--grow-hook", hook]);
+    let mut client = Client::connect(&server.peer(), "").expect("a server");
+    client.socket.set_patience(Duration::from_secs(2)).expect("a socket");
+    let at = (0..100).find(|at| client.write(at * MIB as u64, &vec![value(*at); MIB], 0).is_err());
+    assert!(at.is_some_and(|at| at < 31), "{at:?}: the hook is waited for");
+    (server, client)
+}
+
+/// Nobody queues behind a pause that cannot end, and one resume ends it.
 #[test]
 fn a_pause_that_waits_for_a_full_device_is_ended_by_one_resume() {
     let Some(device) = full_of_old_bytes(32 * MIB, 512) else { return };
-    let (path, place) = (device.text(), Dir::short());
+    let place = Dir::short();
     let control = place.text("control");
-    vellum(&["create", "-f", "vellum", "-o", "layout=table", &path, "1T"]).answer();
-    let server = Server::start(&[&path, "--control", &control, "--grow-hook", "sleep 29"]);
-    let mut client = Client::connect(&server.peer(), "").expect("a server");
-    client.socket.set_patience(Duration::from_secs(2)).expect("a socket");
-    let stuck = (0..100).find(|at| client.write(at * MIB as u64, &vec![value(*at); MIB], 0).is_err());
-    assert!(stuck.is_some_and(|at| at < 31), "{stuck:?}: the hook is waited for");
+    let (server, _client) = stuck(&device.text(), &control, "sleep 29");
     let state = || asked(&control, "stats", &[]).json()["disks"][0]["state"].clone();
     std::thread::scope(|scope| {
         let first = scope.spawn(|| asked(&control, "pause", &[]));
@@ -272,4 +280,26 @@ fn a_pause_that_waits_for_a_full_device_is_ended_by_one_resume() {
     });
     assert_eq!(state(), "running");
     server.kill();
+}
+
+/// A server that is told to end hears the second signal, too, while a resize waits for a write; and ends when that is answered.
+#[test]
+fn a_server_ends_while_a_resize_cannot() {
+    let Some(device) = full_of_old_bytes(32 * MIB, 512) else { return };
+    let place = Dir::short();
+    let control = place.text("control");
+    let (server, _client) = stuck(&device.text(), &control, "sleep 20");
+    std::thread::scope(|scope| {
+        scope.spawn(|| asked(&control, "resize", &["+1G"]));
+        // Nothing tells that it has begun.
+        std::thread::sleep(Duration::from_secs(1));
+        server.signal(Signal::TERM);
+        std::thread::sleep(Duration::from_millis(500));
+        server.signal(Signal::TERM);
+        wait_until_said(&server, "cutting the connections");
+        assert!(!server.said().contains("as before"), "only when the hook had ended:\n{}", server.said());
+        let ran = server.wait(Duration::from_secs(60));
+        assert_eq!(ran.code, 0, "{ran:?}");
+    });
+    check_says(&device.text(), 0);
 }

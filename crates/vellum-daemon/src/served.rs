@@ -207,11 +207,11 @@ impl Served {
         !vellum_core::Disk::geometry(&*self.disk()).read_only
     }
 
-    /// The image, when snapshots of it can be served now.
-    fn written_native(&self) -> Option<Arc<Native>> {
+    /// The image, when snapshots of it can be served now. It stays as long as this is held.
+    fn written(&self) -> Option<Top<'_>> {
         // Nobody waits here: while the disk goes back to a snapshot there is none.
-        let chain = self.chain.try_read()?;
-        chain.members[0].native.clone().filter(|_| self.disk_is_written())
+        let top = Top(self.chain.try_read()?);
+        (top.native.is_some() && self.disk_is_written()).then_some(top)
     }
 }
 
@@ -351,7 +351,8 @@ impl OnDemand for SnapshotExports {
     fn names(&self) -> Vec<String> {
         let mut names = Vec::new();
         for served in self.0.iter() {
-            let Some(native) = served.written_native() else { continue };
+            let Some(top) = served.written() else { continue };
+            let Some(native) = &top.native else { continue };
             // One of a layout without snapshots has none.
             let Ok(snapshots) = native.snapshots() else { continue };
             for name in &served.names {
@@ -368,7 +369,9 @@ impl OnDemand for SnapshotExports {
                 else {
                     continue;
                 };
-                let Some(native) = served.written_native() else { continue };
+                // Held until the snapshot is open: who exchanges the disk looks for those that are.
+                let Some(top) = served.written() else { continue };
+                let Some(native) = &top.native else { continue };
                 // A disk without snapshots is not the one that is meant.
                 let Ok(Some(id)) = native.snapshot_named(wanted) else { continue };
                 let Ok(disk) = native.snapshot_open(id) else { continue };

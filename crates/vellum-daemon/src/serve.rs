@@ -40,7 +40,7 @@ use crate::grow::GrowHook;
 use crate::image::ImageOptions;
 use crate::lookers::Lookers;
 use crate::notify::NotifySocket;
-use crate::served::{Disks, SnapshotExports};
+use crate::served::{Disks, Served, SnapshotExports};
 use crate::stats::Stats;
 use crate::vhost::{Devices, VhostSpec};
 
@@ -242,17 +242,17 @@ async fn run(
     }
     for disk in served.iter() {
         disk.open_for_good(); // what waits at a paused disk was begun, too
-        disk.stop_background().await;
     }
     shutdown.drain();
     let drained = async {
-        devices.drained().await;
         while slots.taken() > 0 || control.slots.taken() > 0 {
+            // Again and again: who was waiting for a disk that was being resized may begin only now.
+            served.iter().for_each(Served::stop_background);
             clock().sleep(Duration::from_millis(5)).await;
         }
     };
     let drained = async {
-        zip(drained, files.end(&shutdown)).await;
+        zip(zip(devices.drained(), drained), files.end(&shutdown)).await;
     };
     let impatient = async {
         or(async { drop(signals.next().await) }, clock().sleep(spec.drain_time)).await;

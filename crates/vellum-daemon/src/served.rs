@@ -49,7 +49,7 @@ pub(crate) struct Served {
     disk: Arc<CheckedDisk>,
     /// Who looks after its device, when that may become full.
     growing: Mutex<Option<Arc<Growing>>>,
-    /// One after the other pauses or resizes it.
+    /// Who pauses or resizes it. Nobody waits for it: who waited would begin after somebody else has let requests go on.
     steering: async_lock::Mutex<()>,
 }
 
@@ -123,9 +123,11 @@ impl Served {
         }
     }
 
-    /// What was begun in the background stops where it can go on later. To be called before the disk is closed.
-    pub(crate) async fn stop_background(&self) {
-        if let Some(native) = &self.top().await.native {
+    /// What was begun in the background stops where it can go on later. To be called before the disk is closed, and now and then
+    /// until all have left: nobody is waited for who has the chain alone, and nothing is in the background meanwhile.
+    pub(crate) fn stop_background(&self) {
+        let chain = self.chain.try_read();
+        if let Some(native) = chain.as_ref().and_then(|chain| chain.members[0].native.as_ref()) {
             native.stop_deleting();
         }
     }
@@ -173,10 +175,8 @@ impl Served {
 
     /// The disk becomes what a snapshot has. Nobody may be connected; who comes meanwhile finds no such export.
     pub(crate) async fn snapshot_revert(&self, wanted: &str, exports: &Exports) -> Result<()> {
-        let in_use = |why: String| Error::new(ErrorKind::Locked, format!("{}: {why}", self.path.display()));
-        let Some(mut chain) = self.chain.try_write() else {
-            return Err(in_use("a snapshot of it is being made, deleted or gone back to".to_owned()));
-        };
+        let in_use = |why: String| self.in_use(&why);
+        let mut chain = self.alone().await?;
         if self.is_held.load(Ordering::Acquire) {
             return Err(in_use("it is served as a file, too; that must end first".to_owned()));
         }
@@ -190,14 +190,12 @@ impl Served {
             Err(1) => return Err(in_use("a client is connected; it must leave first".to_owned())),
             Err(many) => return Err(in_use(format!("{many} clients are connected; they must leave first"))),
         };
-        let hold = self.valve.hold().await;
+        let (hold, before) = (self.valve.hold().await, chain.disk().clone());
         let reverted = match native.has_open_snapshots() {
             true => Err(in_use(IS_READ.to_owned())),
             false => chain.revert(wanted).await,
         };
-        let (inner, growing) = behind_valve(&chain, &self.path, self.grow_hook.as_ref()).await;
-        self.valve.exchange(&hold, inner);
-        *self.watcher() = growing;
+        self.follow(&hold, &chain, &before).await;
         drop(hold);
         for export in taken {
             exports.add(export)?;
@@ -209,11 +207,11 @@ impl Served {
         !vellum_core::Disk::geometry(&*self.disk()).read_only
     }
 
-    /// The image, when snapshots of it can be served now.
-    fn written_native(&self) -> Option<Arc<Native>> {
+    /// The image, when snapshots of it can be served now. It stays as long as this is held.
+    fn written(&self) -> Option<Top<'_>> {
         // Nobody waits here: while the disk goes back to a snapshot there is none.
-        let chain = self.chain.try_read()?;
-        chain.members[0].native.clone().filter(|_| self.disk_is_written())
+        let top = Top(self.chain.try_read()?);
+        (top.native.is_some() && self.disk_is_written()).then_some(top)
     }
 }
 
@@ -353,7 +351,8 @@ impl OnDemand for SnapshotExports {
     fn names(&self) -> Vec<String> {
         let mut names = Vec::new();
         for served in self.0.iter() {
-            let Some(native) = served.written_native() else { continue };
+            let Some(top) = served.written() else { continue };
+            let Some(native) = &top.native else { continue };
             // One of a layout without snapshots has none.
             let Ok(snapshots) = native.snapshots() else { continue };
             for name in &served.names {
@@ -370,7 +369,9 @@ impl OnDemand for SnapshotExports {
                 else {
                     continue;
                 };
-                let Some(native) = served.written_native() else { continue };
+                // Held until the snapshot is open: who exchanges the disk looks for those that are.
+                let Some(top) = served.written() else { continue };
+                let Some(native) = &top.native else { continue };
                 // A disk without snapshots is not the one that is meant.
                 let Ok(Some(id)) = native.snapshot_named(wanted) else { continue };
                 let Ok(disk) = native.snapshot_open(id) else { continue };

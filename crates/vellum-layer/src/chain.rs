@@ -130,6 +130,8 @@ pub struct Chain {
     options: ChainOptions,
     /// Memory for the mappings of one image, in bytes.
     mapping_share: u64,
+    /// Why the disk on top is closed, when it could not be opened again.
+    gone: Option<Error>,
 }
 
 /// An image that was found on the way down and has no disk yet.
@@ -181,7 +183,7 @@ impl Chain {
             members.push(Member { path, format, storage, header, superblock, data_file, disk, native });
         }
         members.reverse();
-        Ok(Self { members, top_tally, below_tally, options: options.clone(), mapping_share })
+        Ok(Self { members, top_tally, below_tally, options: options.clone(), mapping_share, gone: None })
     }
 
     /// The disk on top.
@@ -189,9 +191,14 @@ impl Chain {
         &self.members[0].disk
     }
 
+    /// Why the disk on top is closed, when a change closed it and could not open it again.
+    pub fn gone(&self) -> Option<&Error> {
+        self.gone.as_ref()
+    }
+
     /// Closes all disks, the top one first; the first error counts, and the others are closed all the same.
     pub async fn close(&self) -> Result<()> {
-        let mut result = Ok(());
+        let mut result = self.gone.clone().map_or(Ok(()), Err);
         for member in &self.members {
             let closed =
                 member.disk.close().await.context(|| format!("can't close {}", member.path.display()));

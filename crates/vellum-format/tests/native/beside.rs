@@ -68,6 +68,10 @@ async fn one_open(setup: &NativeSetup, seed: u64) {
     assert_eq!(disk.snapshot_open(1000).err().map(|error| error.kind()), Some(ErrorKind::NotFound));
     drop(read);
     disk.close().await.unwrap();
+    for id in taken.keys() {
+        let error = disk.snapshot_open(*id).err().expect("others may write the image now");
+        assert_eq!(error.kind(), ErrorKind::Closed, "{what}: snapshot {id}");
+    }
     let (report, lines) = look_native(&image).await.unwrap();
     assert!(report.is_clean(), "{what}: {lines:?}");
 }

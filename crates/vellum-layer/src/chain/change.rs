@@ -2,10 +2,15 @@
 //!
 //! Both are done to a closed image. So the top image is closed, changed by what changes closed images, and opened again; the file
 //! stays open and locked all the time, and those below stay as they are.
+//!
+//! 1. All that was answered is durable before it is closed. So when closing fails the image is opened again, which recovers it: all
+//!    that was answered is there.
+//! 2. Not so when a flush has failed: what the file has then nobody knows. The disk stays closed.
+//! 3. That it could not be opened again is told at once, and when the chain is closed; the next change tries it first.
 
 use std::path::PathBuf;
 
-use vellum_core::{Context, Disk, Error, ErrorKind, Result, SharedStorage};
+use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
 use vellum_format::FormatKind;
 use vellum_format::native::{self, Superblocks};
 use vellum_format::qcow2::{self, Header};
@@ -20,11 +25,13 @@ impl Chain {
     /// `Unsupported` when the top image is not of the native format, `NotFound` when there is no such snapshot, and what the image
     /// says. The disk can be used afterwards unless it is closed: that it could not be opened again is told, too.
     pub async fn revert(&mut self, wanted: &str) -> Result<()> {
-        let top = &mut self.members[0];
-        let Some(native) = &top.native else {
+        self.mend().await?;
+        let top = &self.members[0];
+        if top.native.is_none() {
             return Err(Error::unsupported(format!("{} is not of the native format", top.path.display())));
-        };
-        native.close().await.context(|| format!("can't close {}", top.path.display()))?;
+        }
+        self.close_top().await?;
+        let top = &self.members[0];
         let alone = native::OpenOptions { without_base: true, ..native::OpenOptions::default() };
         let reverted = native::snapshots::revert(top.storage.clone(), None, alone, wanted).await;
         self.open_top_again().await?;
@@ -38,6 +45,7 @@ impl Chain {
     /// `Invalid` for a smaller size, `ReadOnly` when the disk is not written, and why its image cannot have a larger disk. The disk
     /// can be used afterwards unless it is closed: that it could not be opened again is told, too.
     pub async fn grow(&mut self, size: u64) -> Result<u64> {
+        self.mend().await?;
         let below = self.members.get(1).map(|member| member.disk.clone());
         let top = &self.members[0];
         let geometry = top.disk.geometry();
@@ -61,9 +69,12 @@ impl Chain {
             }
         }
         if size == before {
+            // It may have come so far when it was tried before, without being durable: the file knows.
+            top.storage.flush().await.context(|| format!("can't flush {}", top.path.display()))?;
             return Ok(before);
         }
-        top.disk.close().await.context(|| format!("can't close {}", top.path.display()))?;
+        self.close_top().await?;
+        let top = &self.members[0];
         let grown = match top.format {
             FormatKind::Raw => grow_raw(&top.storage, size).await,
             FormatKind::Qcow2 => qcow2::grow(&top.storage, size).await.map(drop),
@@ -73,8 +84,40 @@ impl Chain {
         grown.map(|()| before)
     }
 
+    /// Closes the top image. When that fails its disk can be used: as it was before, or opened again, unless that failed, too.
+    async fn close_top(&mut self) -> Result<()> {
+        let top = &self.members[0];
+        // When this fails nothing has happened to the disk.
+        top.disk.flush().await.context(|| format!("can't flush {}", top.path.display()))?;
+        let closed = top.disk.close().await.context(|| format!("can't close {}", top.path.display()));
+        if let Err(error) = &closed {
+            self.gone = Some(error.clone());
+            self.mend().await?;
+        }
+        closed
+    }
+
+    /// Opens the top image again, when it was left closed.
+    async fn mend(&mut self) -> Result<()> {
+        let Some(why) = self.gone.clone() else { return Ok(()) };
+        let top = &self.members[0];
+        for storage in
+            [Some(&top.storage), top.data_file.as_ref().map(|(_, file)| file)].into_iter().flatten()
+        {
+            // It says so for ever when a flush of it has failed, whoever asked for that.
+            storage.flush().await.context(|| why.chain())?;
+        }
+        self.open_top_again().await.context(|| why.chain())
+    }
+
     /// Opens the top image, which was closed, over those below as they are.
     async fn open_top_again(&mut self) -> Result<()> {
+        let opened = self.try_open_top().await;
+        self.gone = opened.as_ref().err().cloned();
+        opened
+    }
+
+    async fn try_open_top(&mut self) -> Result<()> {
         let below = self.members.get(1).map(|member| member.disk.clone());
         let top = &mut self.members[0];
         let context = || format!("can't open {} again", top.path.display());

@@ -3,10 +3,12 @@
 use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
+
 use super::support::client::Client;
 use super::support::dir::Dir;
 use super::support::loops::LoopDevice;
-use super::support::program::vellum;
+use super::support::program::{Ran, vellum};
 use super::support::server::Server;
 use super::{MIB, check_says, refused};
 
@@ -220,4 +222,84 @@ fn a_hook_that_does_not_help_and_hooks_that_make_no_sense() {
         let ran = server(hook).expect_err("it makes no sense");
         assert!(ran.code == 1 && ran.err.contains(words), "{hook:?}: {ran:?}");
     }
+}
+
+/// `vellum COMMAND --control … REST`: what it says, as JSON.
+fn asked(control: &str, command: &str, rest: &[&str]) -> Ran {
+    vellum(&[&[command, "--control", control, "--output", "json"], rest].concat())
+}
+
+/// A write that finds the device full is answered, also after a resize that changed nothing, and the server ends.
+#[test]
+fn who_looks_after_the_device_does_so_after_a_resize() {
+    let Some(device) = full_of_old_bytes(32 * MIB, 512) else { return };
+    let (path, place) = (device.text(), Dir::short());
+    let control = place.text("control");
+    vellum(&["create", "-f", "vellum", "-o", "layout=table", &path, "1T"]).answer();
+    for (size, code) in [("1T", 0), ("1G", 1), ("1000000T", 1), ("+1G", 0)] {
+        let server = Server::start(&[&path, "--control", &control, "--grow-hook", "false"]);
+        let ran = asked(&control, "resize", &[size]);
+        assert_eq!(ran.code, code, "{size}: {ran:?}");
+        let mut client = Client::connect(&server.peer(), "").expect("a server");
+        assert!(fill(&mut client, 0, 100) < 31, "{size}");
+        client.flush().expect("what was written is safe");
+        server.stop();
+    }
+    check_says(&path, 0);
+}
+
+/// A server whose device is full, with a write that waits for a hook that takes its time and does not help.
+fn stuck(path: &str, control: &str, hook: &str) -> (Server, Client) {
+    vellum(&["create", "-f", "vellum", "-o", "layout=table", path, "1T"]).answer();
+    let server = Server::start(&[path, "--control", control, "--grow-hook", hook]);
+    let mut client = Client::connect(&server.peer(), "").expect("a server");
+    client.socket.set_patience(Duration::from_secs(2)).expect("a socket");
+    let at = (0..100).find(|at| client.write(at * MIB as u64, &vec![value(*at); MIB], 0).is_err());
+    assert!(at.is_some_and(|at| at < 31), "{at:?}: the hook is waited for");
+    (server, client)
+}
+
+/// Nobody queues behind a pause that cannot end, and one resume ends it.
+#[test]
+fn a_pause_that_waits_for_a_full_device_is_ended_by_one_resume() {
+    let Some(device) = full_of_old_bytes(32 * MIB, 512) else { return };
+    let place = Dir::short();
+    let control = place.text("control");
+    let (server, _client) = stuck(&device.text(), &control, "sleep 29");
+    let state = || asked(&control, "stats", &[]).json()["disks"][0]["state"].clone();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| asked(&control, "pause", &[]));
+        while state() == "running" {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let second = asked(&control, "pause", &[]);
+        assert!(second.code == 1 && second.err.contains("being paused or resized"), "{second:?}");
+        assert_eq!(asked(&control, "resume", &[]).json()["was-paused"], true);
+        let first = first.join().expect("it ends");
+        assert!(first.code == 1 && first.err.contains("resumed"), "{first:?}");
+    });
+    assert_eq!(state(), "running");
+    server.kill();
+}
+
+/// A server that is told to end hears the second signal, too, while a resize waits for a write; and ends when that is answered.
+#[test]
+fn a_server_ends_while_a_resize_cannot() {
+    let Some(device) = full_of_old_bytes(32 * MIB, 512) else { return };
+    let place = Dir::short();
+    let control = place.text("control");
+    let (server, _client) = stuck(&device.text(), &control, "sleep 20");
+    std::thread::scope(|scope| {
+        scope.spawn(|| asked(&control, "resize", &["+1G"]));
+        // Nothing tells that it has begun.
+        std::thread::sleep(Duration::from_secs(1));
+        server.signal(Signal::TERM);
+        std::thread::sleep(Duration::from_millis(500));
+        server.signal(Signal::TERM);
+        wait_until_said(&server, "cutting the connections");
+        assert!(!server.said().contains("as before"), "only when the hook had ended:\n{}", server.said());
+        let ran = server.wait(Duration::from_secs(60));
+        assert_eq!(ran.code, 0, "{ran:?}");
+    });
+    check_says(&device.text(), 0);
 }

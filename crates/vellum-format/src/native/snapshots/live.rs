@@ -56,8 +56,9 @@ impl Native {
     /// disk is there.
     ///
     /// # Errors
-    /// `NotFound` when there is none, and as [`Native::snapshots`].
+    /// `NotFound` when there is none, `Closed` when this one is closed, and as [`Native::snapshots`].
     pub fn snapshot_open(self: &Arc<Self>, id: u32) -> Result<Arc<Self>> {
+        self.state.check_open()?;
         let views = self.views()?;
         let list = lock(&views.list);
         let entry = list.get(id).filter(|entry| !entry.is_being_deleted);

@@ -48,16 +48,18 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Zeros that are on their way to space which nobody was given yet. Were the future dropped, they could land at any later time, on
-/// what somebody has written there by then: so the image takes no more changes.
+/// Bytes that are on their way. Were the future dropped, they could land at any later time, on what somebody else has written there by
+/// then: so the image takes no more changes.
 pub(crate) struct UnderWay<'a> {
     state: &'a State,
+    what: &'static str,
     has_ended: bool,
 }
 
 impl<'a> UnderWay<'a> {
-    pub(crate) fn begin(state: &'a State) -> Self {
-        Self { state, has_ended: false }
+    /// `what` is said of them when they are abandoned.
+    pub(crate) fn begin(state: &'a State, what: &'static str) -> Self {
+        Self { state, what, has_ended: false }
     }
 
     /// They have landed, or failed to.
@@ -69,7 +71,7 @@ impl<'a> UnderWay<'a> {
 impl Drop for UnderWay<'_> {
     fn drop(&mut self) {
         if !self.has_ended {
-            let why = "space was being prepared, and that was abandoned half way: reopen the image";
+            let why = format!("{} was abandoned half way: reopen the image", self.what);
             self.state.stop(Error::new(ErrorKind::Poisoned, why));
         }
     }

@@ -32,7 +32,9 @@ impl Wish {
         };
         // The last sector is a whole one.
         let size = size.filter(|size| *size <= BlockSize::SECTOR.round_down(u64::MAX));
-        let size = size.ok_or_else(|| Error::invalid(format!("{self:?}: the disk has {before} bytes")))?;
+        let size = size.ok_or_else(|| {
+            Error::invalid(format!("the disk has {before} bytes, and none can have so many more"))
+        })?;
         Ok(BlockSize::SECTOR.round_up(size))
     }
 }

@@ -55,7 +55,7 @@ impl Native {
         let count = u32::try_from(count).unwrap_or(per_zone);
         let begun = self.in_next_zone(|zone| (zone.zone, zone.begin_preparing(count, per_zone)));
         let Some((zone, run)) = begun.filter(|(_, run)| !run.is_empty()) else { return Ok(0) };
-        let under_way = UnderWay::begin(&self.state);
+        let under_way = UnderWay::begin(&self.state, "writing zeros ahead of need");
         let first = zone * per_zone + 1;
         let (start, last) = (self.places.unit(first + run.start), self.places.unit(first + run.end - 1));
         let result = self.write_ahead(ImageSpan::between(start.start(), last.end())).await;

@@ -21,8 +21,8 @@ use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 use vellum_core::{
-    BlockSize, Buffer, Context, Error, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageOffset,
-    LocalFuture, Result, try_join_all,
+    BlockSize, Buffer, Context, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageOffset, LocalFuture,
+    Result, try_join_all,
 };
 
 use super::geometry::SUB_BLOCK;
@@ -33,6 +33,7 @@ use super::read::Parts;
 use crate::claims::{Ask, Fresh, Held};
 use crate::journal::checks_of;
 use crate::sabotage::{self, Bug};
+use crate::state::UnderWay;
 
 /// A write that must change more than data is done in pieces of at most this many bytes.
 const BYTES_AT_ONCE: u64 = 8 << 20;
@@ -45,21 +46,6 @@ pub(super) enum Written {
     Done,
     /// Nothing: what was looked up is something else by now.
     LookAgain,
-}
-
-/// Stops the image when a write is dropped half way.
-struct UnderWay<'a> {
-    image: &'a Native,
-    has_ended: bool,
-}
-
-impl Drop for UnderWay<'_> {
-    fn drop(&mut self) {
-        if !self.has_ended {
-            let why = Error::new(ErrorKind::Poisoned, "a write was abandoned half way: reopen the image");
-            self.image.state.stop(why);
-        }
-    }
 }
 
 impl Native {
@@ -179,7 +165,7 @@ impl Native {
     /// when it fails before that, the buffer is whole. The caller is inside an epoch.
     pub(super) async fn write_allocating(&self, span: GuestSpan, data: &mut Buffer) -> Result<Written> {
         let mut steps = Vec::new();
-        let mut under_way = UnderWay { image: self, has_ended: false };
+        let under_way = UnderWay::begin(&self.state, "a write");
         let result = self.write_steps(span, data, &mut steps).await;
         self.commits.note_change();
         let any_fresh = steps.iter().any(|step| step.is_fresh);
@@ -192,7 +178,7 @@ impl Native {
             }
             self.let_go(step.held);
         }
-        under_way.has_ended = true;
+        under_way.end();
         if any_fresh || self.wants_zone() {
             // Whatever keeps a zone from being opened or closed keeps no write.
             let _ = self.tidy_zones().await;

@@ -110,7 +110,7 @@ impl Qcow2 {
         let Some(piece) = self.with_refcounts(|refcounts| refcounts.prepare(want)).await? else {
             return Ok(false);
         };
-        let under_way = UnderWay::begin(&self.state);
+        let under_way = UnderWay::begin(&self.state, "writing zeros ahead of need");
         let start = ImageOffset::new(piece.start << self.cluster.shift());
         let len =
             usize::try_from((piece.end - piece.start) << self.cluster.shift()).expect("a piece is small");

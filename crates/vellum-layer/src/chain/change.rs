@@ -73,6 +73,10 @@ impl Chain {
             top.storage.flush().await.context(|| format!("can't flush {}", top.path.display()))?;
             return Ok(before);
         }
+        if top.format == FormatKind::Raw && top.storage.limits().fixed_len {
+            // Before it is closed: opened again it would be as long as the device.
+            look_at_device(&top.storage, size).await?;
+        }
         self.close_top().await?;
         let top = &self.members[0];
         let grown = match top.format {
@@ -154,16 +158,21 @@ impl Chain {
     }
 }
 
-/// A longer file; or a device that somebody has made longer.
+/// Whether somebody has made the device so long.
+async fn look_at_device(storage: &SharedStorage, size: u64) -> Result<()> {
+    match storage.look_at_len().await? {
+        len if len == size => Ok(()),
+        len => Err(Error::new(
+            ErrorKind::NoSpace,
+            format!("{} is a device of {len} bytes, and so is its disk", storage.name()),
+        )),
+    }
+}
+
+/// A longer file. A device is as long as it is.
 async fn grow_raw(storage: &SharedStorage, size: u64) -> Result<()> {
     if storage.limits().fixed_len {
-        return match storage.look_at_len().await? {
-            len if len == size => Ok(()),
-            len => Err(Error::new(
-                ErrorKind::NoSpace,
-                format!("{} is a device of {len} bytes, and so is its disk", storage.name()),
-            )),
-        };
+        return Ok(());
     }
     storage.set_len(size).await?;
     storage.flush().await

@@ -40,7 +40,8 @@ pub(crate) struct Args {
     /// Whether clients may do without TLS
     #[arg(long, value_enum, value_name = "HOW", default_value = "require", requires = "tls_certificates")]
     tls: TlsMode,
-    /// Let only those clients in that have a certificate by an authority in ca-cert.pem of the same DIR
+    /// Let only those clients in that have a certificate by an authority in ca-cert.pem of the same DIR; nor those that
+    /// ca-crl.pem lists, if it is there
     #[arg(long, requires = "tls_certificates")]
     tls_verify_peer: bool,
     /// Serve IMAGE, or the export NAME, to virtual machines at this Unix socket; may be given several times

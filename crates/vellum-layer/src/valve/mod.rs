@@ -9,7 +9,8 @@
 //! 1. A disk that is neither limited nor held costs a request two counts on a counter that few cores share, and no lock.
 //! 2. A discard counts as a request that moves nothing; zeros do, too, where the disk can make them without writing them.
 //! 3. A request that waits holds nothing but its place: how many there can be is the exports' to say.
-//! 4. A request that was let through is not stopped any more. Who pauses waits for it, and flushes.
+//! 4. A request that was let through is not stopped any more. Who pauses waits for it, and flushes. What waited meanwhile begins at
+//!    the rate of its limits.
 //! 5. Work that nobody waits for ([`Disk::tend`]) does not begin while the disk is held.
 //! 6. When the server ends it opens for good: what waits is done, at the disk's own pace.
 
@@ -219,10 +220,15 @@ impl Valve {
     /// need not wait does not carry what it takes to wait.
     fn begin_in_turn(&self, limited: Option<(Direction, u64)>) -> LocalFuture<'_, Inside<'_>> {
         Box::pin(async move {
-            if let Some((direction, bytes)) = limited {
+            let Some((direction, bytes)) = limited else { return self.passage.enter().await };
+            loop {
+                // Nobody has its turn while the disk is held; otherwise all of them would go on at once afterwards.
+                drop(self.passage.enter().await);
                 self.limits.pass(direction, bytes).await;
+                if let Some(inside) = self.passage.try_enter() {
+                    return inside;
+                }
             }
-            self.passage.enter().await
         })
     }
 }
@@ -297,6 +303,7 @@ mod tests {
 
     use futures_lite::future::{block_on, poll_once};
     use vellum_core::MemoryDisk;
+    use vellum_sim::World;
 
     use super::*;
 
@@ -411,6 +418,36 @@ mod tests {
             waits.await.expect("now");
             let read = larger.read(GuestOffset::ZERO, Buffer::zeroed(1)).await.expect("read");
             assert_eq!(read.slice()[0], 7);
+        });
+    }
+
+    #[test]
+    fn what_waited_while_it_was_paused_begins_at_its_rate() {
+        let world = World::new(5);
+        let valve = Valve::new(MemoryDisk::new(4096), world.clock());
+        valve.limit(Settings::of([("iops-total", 100)]).expect("a limit"));
+        world.run(async {
+            let mut tasks = Vec::new();
+            for _ in 0..60 {
+                let valve = valve.clone();
+                let begun = async move { write(&valve, 1).await.map(|()| valve.clock.now()) };
+                tasks.push(world.spawn(begun));
+            }
+            world.sleep(Duration::from_millis(100)).await;
+            valve.pause().await.expect("nothing is under way");
+            // Long enough for all of them to have had their turn.
+            world.sleep(Duration::from_secs(2)).await;
+            assert!(valve.held() > 0, "they wait for the pause, too");
+            let resumed = world.now();
+            valve.resume();
+            let mut late = 0;
+            for task in tasks {
+                let done = task.await.expect("it is resumed");
+                late += usize::from(done > resumed + Duration::from_millis(50));
+            }
+            // The bucket holds 11, and 5 more come in 50 ms; 20 or 21 were done before the pause.
+            assert!((22..=28).contains(&late), "{late} of 60 waited for their turn");
+            assert!(world.now() < resumed + Duration::from_secs(1));
         });
     }
 }

@@ -129,8 +129,10 @@ impl Control {
                     (None, Some(more)) => Wish::More(*more),
                     _ => return Err(Error::invalid("one of size and grow-by is to be given")),
                 };
-                let (before, size) = self.disks.find(disk.as_deref())?.resize(wish).await?;
+                let resized = self.disks.find(disk.as_deref())?.resize(wish).await;
+                // Also when it failed: it may have failed after the image had its new size.
                 self.lookers.tell().await;
+                let (before, size) = resized?;
                 json!({ "virtual-size-before": before, "virtual-size": size })
             }
             Request::Limits { disk, set } => {

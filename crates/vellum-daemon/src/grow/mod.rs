@@ -77,7 +77,10 @@ impl Growing {
         device: String,
         hook: Option<GrowHook>,
     ) -> Option<Arc<Self>> {
-        let room = inner.room().await.ok().flatten();
+        let room = inner.room().await.unwrap_or_else(|error| {
+            tracing::warn!("nobody looks after the room on {device}: {}", error.chain());
+            None
+        });
         (room.is_some() && !inner.geometry().read_only).then(|| {
             Arc::new(Self {
                 inner: inner.clone(),

@@ -78,6 +78,8 @@ pub struct ServeSpec {
     pub threads: usize,
     /// How they reach the kernel.
     pub mode: IoMode,
+    /// How long a worker looks for something to do before it sleeps; zero, never.
+    pub poll_max: Duration,
     /// Connections at once, over all sockets.
     pub connections_max: usize,
     /// What one connection may take.
@@ -114,7 +116,8 @@ pub fn serve(spec: ServeSpec, ready: impl FnOnce(&[Address]) + Send + 'static) -
         // Before there are threads: all of them take part.
         allocate_without_write_back();
     }
-    let workers = Workers::start(WorkersConfig { threads: spec.threads, mode: spec.mode })?;
+    let workers =
+        Workers::start(WorkersConfig { threads: spec.threads, mode: spec.mode, poll_max: spec.poll_max })?;
     let handle = workers.handle();
     let control = workers.spawn(0, move || control(spec, handle, ready));
     let report = block_on(control)?;

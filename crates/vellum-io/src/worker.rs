@@ -22,6 +22,7 @@ use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::{Arc, Once};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use async_executor::LocalExecutor;
 use futures_lite::FutureExt as _;
@@ -68,12 +69,17 @@ fn current<T>(look: impl FnOnce(&Rc<Worker>) -> T) -> T {
 /// Panics when a task does. The first worker of a program has the signal SIGXFSZ ignored, so that a write past the limit
 /// on file sizes fails like any other instead of ending the program.
 pub fn run<T>(mode: IoMode, main: impl AsyncFnOnce() -> T) -> Result<T> {
-    run_as(0, mode, main)
+    run_as(0, mode, Duration::ZERO, main)
 }
 
-/// The same, for a worker with this number.
-pub(crate) fn run_as<T>(index: usize, mode: IoMode, main: impl AsyncFnOnce() -> T) -> Result<T> {
-    let stage = Stage::set(index, mode)?;
+/// The same, for a worker with this number, which looks for news for up to `watch` before it sleeps.
+pub(crate) fn run_as<T>(
+    index: usize,
+    mode: IoMode,
+    watch: Duration,
+    main: impl AsyncFnOnce() -> T,
+) -> Result<T> {
+    let stage = Stage::set(index, mode, watch)?;
     // On the stack below the stage, so that it is dropped first when a panic passes.
     let main = pin!(main());
     stage.drive(main)
@@ -126,7 +132,7 @@ struct Stage {
 }
 
 impl Stage {
-    fn set(index: usize, mode: IoMode) -> Result<Self> {
+    fn set(index: usize, mode: IoMode, watch: Duration) -> Result<Self> {
         if try_current(|_| ()).is_some() {
             return Err(Error::new(
                 ErrorKind::Invalid,
@@ -134,7 +140,7 @@ impl Stage {
             ));
         }
         take_file_size_errors();
-        let (driver, wakeup) = Driver::new(mode)?;
+        let (driver, wakeup) = Driver::new(mode, watch)?;
         let worker = Rc::new(Worker {
             index,
             driver: Rc::new(driver),

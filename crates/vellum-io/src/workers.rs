@@ -22,6 +22,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::task::{Context, Poll, Waker};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use vellum_core::{Context as _, Error, ErrorKind, Result};
 
@@ -36,13 +37,16 @@ pub struct WorkersConfig {
     pub threads: usize,
     /// How they reach the kernel; all the same way.
     pub mode: IoMode,
+    /// How long a worker looks for something to do before it sleeps, if it has a ring and something came as fast the last time.
+    /// That takes a processor and saves what waking costs; zero, never.
+    pub poll_max: Duration,
 }
 
 impl Default for WorkersConfig {
     /// One per core, with a ring where there is one.
     fn default() -> Self {
         let threads = thread::available_parallelism().map_or(1, usize::from);
-        Self { threads, mode: IoMode::Auto }
+        Self { threads, mode: IoMode::Auto, poll_max: Duration::ZERO }
     }
 }
 
@@ -103,7 +107,7 @@ impl Workers {
             let sender = sender.clone();
             let thread = thread::Builder::new()
                 .name(format!("vellum-worker-{index}"))
-                .spawn(move || work(index, config.mode, &sender, &wait));
+                .spawn(move || work(index, config, &sender, &wait));
             match thread.context(|| format!("can't start worker {index}")) {
                 Ok(thread) => threads.push(thread),
                 Err(error) => {
@@ -323,13 +327,13 @@ impl Inbox {
 /// What a worker's thread does: tells that it works, learns whether all others do, and serves its inbox.
 fn work(
     index: usize,
-    mode: IoMode,
+    config: WorkersConfig,
     started: &mpsc::Sender<Result<IoMode>>,
     gate: &mpsc::Receiver<Arc<Shared>>,
 ) {
     let mut shared = None;
     let served = catch_unwind(AssertUnwindSafe(|| {
-        run_as(index, mode, async || {
+        run_as(index, config.mode, config.poll_max, async || {
             // Nobody listens any more once another worker has failed to start.
             drop(started.send(Ok(io_mode())));
             let shared = shared.insert(gate.recv().ok()?);

@@ -205,7 +205,10 @@ fn changes_of_parts_of_blocks_lose_no_neighbours() {
     }
     for (path, create) in benches {
         for mode in MODES {
-            let Ok(workers) = Workers::start(WorkersConfig { threads: 3, mode }) else { continue };
+            let Ok(workers) = Workers::start(WorkersConfig { threads: 3, mode, ..WorkersConfig::default() })
+            else {
+                continue;
+            };
             drop(if create { fs::remove_file(&path) } else { Ok(()) });
             let opened = path.clone();
             let file = workers.spawn(0, move || async move {
@@ -316,7 +319,10 @@ fn appends_past_the_page_cache_by_several_workers() {
     for mode in MODES {
         let dir = TempDir::new();
         let path = dir.join("file");
-        let Ok(workers) = Workers::start(WorkersConfig { threads: 2, mode }) else { continue };
+        let Ok(workers) = Workers::start(WorkersConfig { threads: 2, mode, ..WorkersConfig::default() })
+        else {
+            continue;
+        };
         let opened = path.clone();
         let file = workers.spawn(0, move || async move { direct_file(&opened).await });
         let Some(file) = futures_lite::future::block_on(file).expect("it ends") else { continue };
@@ -575,7 +581,10 @@ fn the_limit_on_file_sizes_is_told() {
 fn many_workers_use_one_file() {
     for mode in MODES {
         let dir = TempDir::new();
-        let Ok(workers) = Workers::start(WorkersConfig { threads: 4, mode }) else { continue };
+        let Ok(workers) = Workers::start(WorkersConfig { threads: 4, mode, ..WorkersConfig::default() })
+        else {
+            continue;
+        };
         let path = dir.join("file");
         let file = run(IoMode::Auto, async || File::create_new(&path, writing(false)).await.expect("a file"));
         let file = file.expect("a worker");

@@ -34,8 +34,9 @@ fn child(errno: i32) {
         assert!(error.to_string().contains("kernel.io_uring_disabled"), "{error}");
         assert!(error.to_string().contains("seccomp"), "{error}");
     }
-    let error =
-        Workers::start(WorkersConfig { threads: 2, mode: IoMode::Uring }).err().expect("forbidden too");
+    let error = Workers::start(WorkersConfig { threads: 2, mode: IoMode::Uring, ..WorkersConfig::default() })
+        .err()
+        .expect("forbidden too");
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     run(IoMode::Auto, async || {
         assert_eq!(io_mode(), IoMode::Threads);
@@ -47,7 +48,9 @@ fn child(errno: i32) {
         assert_eq!(read.to_vec(), b"bytes");
     })
     .expect("threads can always be had");
-    let workers = Workers::start(WorkersConfig { threads: 2, mode: IoMode::Auto }).expect("workers start");
+    let workers =
+        Workers::start(WorkersConfig { threads: 2, mode: IoMode::Auto, ..WorkersConfig::default() })
+            .expect("workers start");
     assert_eq!(workers.mode(), IoMode::Threads);
     workers.join();
 }

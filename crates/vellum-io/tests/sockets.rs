@@ -187,8 +187,10 @@ fn sockets_that_somebody_made_non_blocking_work_too() {
 
 #[test]
 fn connections_are_handed_to_other_workers() {
-    for mode in MODES {
-        let Ok(workers) = Workers::start(WorkersConfig { threads: 2, mode }) else { continue };
+    // Also by workers that look for news before they sleep.
+    let polled = MODES.map(|mode| (mode, Duration::from_millis(2)));
+    for (mode, poll_max) in MODES.map(|mode| (mode, Duration::ZERO)).into_iter().chain(polled) {
+        let Ok(workers) = Workers::start(WorkersConfig { threads: 2, mode, poll_max }) else { continue };
         let dir = TempDir::new();
         let address = Address::unix(dir.join("socket"));
         let (handle, at) = (workers.handle(), address.clone());

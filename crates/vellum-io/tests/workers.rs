@@ -128,7 +128,9 @@ fn a_panic_in_a_task_comes_out_of_run() {
 
 #[test]
 fn workers_that_cannot_start_say_so() {
-    let error = Workers::start(WorkersConfig { threads: 0, mode: IoMode::Auto }).err().expect("none at all");
+    let error = Workers::start(WorkersConfig { threads: 0, mode: IoMode::Auto, ..WorkersConfig::default() })
+        .err()
+        .expect("none at all");
     assert_eq!(error.kind(), ErrorKind::Invalid);
 }
 
@@ -233,7 +235,10 @@ fn wakeups_from_other_threads_are_not_lost() {
 #[test]
 fn workers_call_each_other_without_losing_a_call() {
     for mode in common::MODES {
-        let Ok(workers) = Workers::start(WorkersConfig { threads: 2, mode }) else { continue };
+        let Ok(workers) = Workers::start(WorkersConfig { threads: 2, mode, ..WorkersConfig::default() })
+        else {
+            continue;
+        };
         let handle = workers.handle();
         let total = workers.spawn(0, move || async move {
             let mut total = 0;

@@ -72,7 +72,8 @@ impl Host for OnWorkers {
 impl Served {
     pub fn new(disk: SharedDisk, read_only: bool, queues: u16) -> Self {
         let workers =
-            Workers::start(WorkersConfig { threads: 2, mode: IoMode::Auto }).expect("workers can be started");
+            Workers::start(WorkersConfig { threads: 2, mode: IoMode::Auto, ..WorkersConfig::default() })
+                .expect("workers can be started");
         let exports = Exports::new();
         let disk = CheckedDisk::new(disk);
         let export = Export { name: "disk".to_owned(), description: String::new(), disk, read_only };

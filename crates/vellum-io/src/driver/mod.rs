@@ -18,6 +18,7 @@ pub(crate) mod op;
 mod slots;
 mod threads;
 mod uring;
+mod watch;
 
 use std::pin::Pin;
 use std::rc::Rc;
@@ -42,10 +43,11 @@ pub(crate) enum Driver {
 }
 
 impl Driver {
-    /// A driver for this thread, in the mode asked for or the one that works.
-    pub(crate) fn new(mode: IoMode) -> Result<(Self, Arc<Wakeup>)> {
+    /// A driver for this thread, in the mode asked for or the one that works. A ring is looked at for up to `watch` before
+    /// its worker sleeps.
+    pub(crate) fn new(mode: IoMode, watch: Duration) -> Result<(Self, Arc<Wakeup>)> {
         if mode != IoMode::Threads {
-            match uring::Uring::new() {
+            match uring::Uring::new(watch) {
                 Ok((ring, wakeup)) => return Ok((Self::Uring(ring), wakeup)),
                 Err(reason) => {
                     if let Some(error) = choose::without_ring(mode, reason) {

@@ -25,7 +25,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
@@ -35,6 +35,7 @@ use super::choose::{NoRing, check_abilities};
 use super::entry::Held;
 use super::op::{Op, OpResult};
 use super::slots::{Completed, Slots};
+use super::watch::Watch;
 use crate::wakeup::{Bell, Wakeup};
 
 /// How many operations one enter submits at most.
@@ -50,6 +51,9 @@ const KERNEL_THREADS: [u32; 2] = [16, 8];
 /// `user_data` that is no slot's: the read of the eventfd, and requests to cancel.
 const WAKE: u64 = u64::MAX;
 const CANCEL: u64 = u64::MAX - 1;
+
+/// How often a worker that looks for news pauses before it asks the clock, which costs more.
+const LOOKS_BESIDE_CLOCK: u32 = 16;
 
 /// How long to wait for operations to end, when shutting down, before asking them again to hurry.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
@@ -67,6 +71,7 @@ struct Ring {
     /// Where the kernel puts the count of the eventfd. Boxed, because the ring may move.
     wake_count: Box<[u8; 8]>,
     wake_armed: bool,
+    watch: Watch,
     aftermath: Aftermath,
 }
 
@@ -79,7 +84,7 @@ struct Aftermath {
 
 impl Uring {
     /// A ring for this thread, and the bell that others ring.
-    pub(crate) fn new() -> Result<(Self, Arc<Wakeup>), NoRing> {
+    pub(crate) fn new(watch: Duration) -> Result<(Self, Arc<Wakeup>), NoRing> {
         let errno = |error: io::Error| NoRing::Setup(error.raw_os_error().unwrap_or(libc::EIO));
         let io = set_up().map_err(errno)?;
         check_abilities(&io)?;
@@ -95,6 +100,7 @@ impl Uring {
             wakeup: wakeup.clone(),
             wake_count: Box::new([0; 8]),
             wake_armed: false,
+            watch: Watch::new(watch),
             aftermath: Aftermath::default(),
         };
         Ok((Self { ring: RefCell::new(ring) }, wakeup))
@@ -140,8 +146,19 @@ impl Uring {
     pub(crate) fn wait(&self, patience: Option<Duration>) {
         let mut ring = self.ring.borrow_mut();
         ring.arm_wake();
-        let wait = Wait { patience };
-        ring.enter(Some(wait)).expect("the kernel takes entries of a ring it has made");
+        let begun = ring.watch.is_on().then(Instant::now);
+        let has_news = match (begun, ring.watch.time(patience)) {
+            (Some(begun), Some(most)) => ring.look(begun, most),
+            _ => false,
+        };
+        // What has ended may still have to be put where we look.
+        if !has_news || ring.has_business() {
+            let wait = (!has_news).then_some(Wait { patience });
+            ring.enter(wait).expect("the kernel takes entries of a ring it has made");
+        }
+        if let Some(begun) = begun {
+            ring.watch.note(begun.elapsed());
+        }
     }
 
     /// Waits for the end of everything in flight.
@@ -230,6 +247,25 @@ impl Ring {
         }
         let queue = self.io.submission();
         !queue.is_empty() || queue.taskrun() || queue.cq_overflow()
+    }
+
+    /// Submits everything and looks whether something has ended, until then or for so long.
+    fn look(&mut self, begun: Instant, most: Duration) -> bool {
+        if self.has_business() {
+            self.enter(None).expect("the kernel takes entries of a ring it has made");
+        }
+        while !self.has_news() {
+            if begun.elapsed() >= most {
+                return false;
+            }
+            (0..LOOKS_BESIDE_CLOCK).for_each(|_| std::hint::spin_loop());
+        }
+        true
+    }
+
+    /// Whether something has ended.
+    fn has_news(&mut self) -> bool {
+        !self.io.completion().is_empty() || self.io.submission().taskrun()
     }
 
     /// Submits everything; then waits for a completion, if asked to and there is none.

@@ -91,7 +91,8 @@ fn one_kind(config: Config) {
     // How the host's I/O is done changes from kind to kind.
     let threads = 1 + random.index(2);
     let mode = if random.one_in(3) { IoMode::Threads } else { IoMode::Auto };
-    let workers = Workers::start(WorkersConfig { threads, mode }).expect("workers");
+    let workers =
+        Workers::start(WorkersConfig { threads, mode, ..WorkersConfig::default() }).expect("workers");
     let direct = random.one_in(4);
     let options = ImageOptions { format: Some(FormatKind::Qcow2), direct, ..ImageOptions::default() };
 

@@ -85,7 +85,11 @@ impl Setting {
 
     pub(super) fn take_turn(&self, engine: Engine, case: &Case, operations: u64, seed: u64) -> Result<Turn> {
         let warm_up = operations / 8;
-        let workers = Workers::start(WorkersConfig { threads: self.workers.into(), mode: IoMode::Auto })?;
+        let workers = Workers::start(WorkersConfig {
+            threads: self.workers.into(),
+            mode: IoMode::Auto,
+            ..WorkersConfig::default()
+        })?;
         let path = if case.is_fresh() { self.dir.join("fresh") } else { self.mapped(engine) };
         let units = (operations + warm_up + u64::from(self.workers)).next_power_of_two();
         let size = if case.is_fresh() { units * UNIT } else { self.size };

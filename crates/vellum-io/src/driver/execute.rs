@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, IntoRawFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::{Errno, ReadWriteFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags};
 
@@ -111,8 +112,13 @@ fn send(message: &Message) -> Result<usize, Errno> {
 }
 
 fn accept(socket: BorrowedFd<'_>) -> Result<usize, Errno> {
-    // The listener may be a blocking one, made for a ring, and a connection may vanish after it was announced.
     is_ready(socket, Readiness::Read)?;
+    // The listener may be a blocking one, made for a ring or by whoever passed it, and a connection may vanish after it was
+    // announced, or be taken by another process that shares the socket. Nobody is to wait then.
+    let flags = fcntl_getfl(socket)?;
+    if !flags.contains(OFlags::NONBLOCK) {
+        fcntl_setfl(socket, flags | OFlags::NONBLOCK)?;
+    }
     let accepted = rustix::net::accept_with(socket, SocketFlags::CLOEXEC)?;
     Ok(usize::try_from(accepted.into_raw_fd()).expect("descriptors are not negative"))
 }

@@ -8,6 +8,7 @@
 //!
 //! 1. What is said to be there is looked at before it is taken: it must be open, a stream socket, and listening.
 //! 2. A descriptor is taken once, and is not left to programs that this one starts.
+//! 3. Only the environment says which they are: no caller can have another descriptor taken.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -32,12 +33,9 @@ static WERE_TAKEN: AtomicBool = AtomicBool::new(false);
 /// What the environment says of sockets that were passed.
 #[derive(Debug, Clone, Default)]
 pub struct PassedTo {
-    /// `LISTEN_PID`.
-    pub pid: Option<OsString>,
-    /// `LISTEN_FDS`.
-    pub count: Option<OsString>,
-    /// `LISTEN_FDNAMES`.
-    pub names: Option<OsString>,
+    pid: Option<OsString>,
+    count: Option<OsString>,
+    names: Option<OsString>,
 }
 
 /// A listening socket that was passed.
@@ -49,6 +47,17 @@ pub struct PassedSocket {
 }
 
 impl PassedTo {
+    /// What this program's environment says.
+    pub fn from_environment() -> Self {
+        let [pid, count, names] = ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"].map(std::env::var_os);
+        Self { pid, count, names }
+    }
+
+    /// For which process sockets were passed, if any were.
+    pub fn for_whom(&self) -> Option<&OsStr> {
+        self.count.as_ref().and(self.pid.as_deref())
+    }
+
     /// The sockets; none when they are for another process, or none were passed.
     ///
     /// Must be called before the program opens anything: what the environment promises is taken for what it is.

@@ -191,12 +191,7 @@ fn parse_fuse(text: &str) -> Result<FuseSpec> {
 
 /// The sockets that a service manager passed. Without any there must be another place to serve at.
 fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
-    let variable = |name| std::env::var_os(name);
-    let passed_to = PassedTo {
-        pid: variable("LISTEN_PID"),
-        count: variable("LISTEN_FDS"),
-        names: variable("LISTEN_FDNAMES"),
-    };
+    let passed_to = PassedTo::from_environment();
     let passed = passed_to.sockets()?;
     if !passed.is_empty() && !args.nbd.is_empty() {
         return Err(Error::invalid(
@@ -204,7 +199,7 @@ fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
         ));
     }
     if passed.is_empty() && args.nbd.is_empty() && args.fuse.is_empty() && args.vhost_user_blk.is_empty() {
-        let others = match passed_to.pid.filter(|_| passed_to.count.is_some()) {
+        let others = match passed_to.for_whom() {
             Some(pid) => format!(
                 " (LISTEN_FDS is for process {}, and this is {}: start it with `exec`)",
                 pid.display(),

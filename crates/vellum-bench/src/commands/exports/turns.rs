@@ -60,6 +60,7 @@ impl Setting {
         let mut convert = Command::new(&maker.path);
         convert.args(["convert", "-q", "-f", "raw", "-O", NATIVE]).args(NATIVE_OPTIONS);
         run_program(convert.arg(images.path(Image::Raw)).arg(&native))?;
+        images::prepare(&native, false)?;
         let timing = Timing { warm_up: (window / 5).min(Duration::from_millis(300)), window };
         Ok(Self { images, native, maker, programs, size, timing })
     }
@@ -113,6 +114,7 @@ impl Setting {
         if !path.exists() {
             let copied = std::fs::copy(self.images.path(Image::Raw), &path);
             copied.context(|| format!("can't make {}", path.display()))?;
+            images::prepare(&path, false)?;
         }
         Ok(path)
     }

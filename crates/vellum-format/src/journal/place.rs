@@ -10,9 +10,14 @@ impl Journal {
         &self,
         storage: &SharedStorage,
         at: ImageOffset,
-        mut data: Buffer,
+        data: Buffer,
         commit: impl AsyncFn() -> Result<()>,
     ) -> Result<()> {
+        if !self.must_wait(at.span(data.len() as u64)) {
+            return storage.write(at, data).await;
+        }
+        // From here on a record may have what the bytes are: they have to stay so.
+        let mut data = data.owned();
         loop {
             match self.overwrite(at, &data) {
                 Overwrite::Now => return storage.write(at, data).await,

@@ -314,6 +314,10 @@ impl Qcow2 {
 
     /// Reads what the clusters are filled with, and writes it together with the guest's bytes.
     async fn transfer(&self, steps: &mut [Step<'_>], data: &mut Buffer) -> Result<()> {
+        if self.journal().is_some() {
+            // The record says what arrives in fresh units, so nobody may change it any more.
+            *data = std::mem::take(data).owned();
+        }
         // In order of the disk: guest bytes are cut off the request, fill is read.
         let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();
         for step in &*steps {

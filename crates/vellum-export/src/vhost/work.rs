@@ -5,14 +5,14 @@
 //! ```
 //!
 //! 1. A chain that has room for a status gets one, once, before it is handed back.
-//! 2. What a guest writes is copied out before the disk sees it: formats look at it more than once. What it reads is
-//!    copied in when the disk has answered.
+//! 2. What a guest reads is put where it wants it by the kernel, or by the format, without a buffer of ours between. What it
+//!    writes is copied out before the disk sees it.
 //! 3. The length handed back counts the bytes that were written from the first on, without a gap (VIRTIO 1.2, 2.7.8.2).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vellum_core::{Buffer, ErrorKind, Result, SharedDisk, WriteFlags, ZeroFlags};
+use vellum_core::{ErrorKind, Result, SharedDisk, WriteFlags, ZeroFlags};
 
 use super::chain::{Chain, HEADER_BYTES, Link, Malformed};
 use super::config::Facts;
@@ -106,12 +106,10 @@ impl Job {
         let fua = target.is_writethrough.load(Ordering::Relaxed);
         match request {
             Request::Read { at } => {
-                if !self.memory.has(&chain.data_in) {
-                    return Err(Status::IoError);
-                }
                 let len = chain.data_in.len();
-                let data = disk.read(at, Buffer::for_overwrite(len)).await.map_err(status_of)?;
-                self.memory.write(&chain.data_in, data.pieces()).ok_or(Status::IoError)?;
+                let room = self.memory.lend(&chain.data_in).ok_or(Status::IoError)?;
+                let filled = disk.read(at, room).await.map_err(status_of)?;
+                assert!(filled.lent_len() == len, "a read fills the memory that it got");
                 Ok(len)
             }
             Request::Write { at } => {

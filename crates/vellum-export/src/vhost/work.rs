@@ -5,8 +5,8 @@
 //! ```
 //!
 //! 1. A chain that has room for a status gets one, once, before it is handed back.
-//! 2. What a guest reads is put where it wants it by the kernel, or by the format, without a buffer of ours between. What it
-//!    writes is copied out before the disk sees it.
+//! 2. The data lies where the guest has it, and is lent to the disk there: it is for the format to take a copy where it has to
+//!    know what it writes. Ranges to discard or zero are copied out before they are looked at.
 //! 3. The length handed back counts the bytes that were written from the first on, without a gap (VIRTIO 1.2, 2.7.8.2).
 
 use std::sync::Arc;
@@ -113,7 +113,7 @@ impl Job {
                 Ok(len)
             }
             Request::Write { at } => {
-                let data = self.memory.read(&chain.data_out).ok_or(Status::IoError)?;
+                let data = self.memory.lend(&chain.data_out).ok_or(Status::IoError)?;
                 disk.write(at, data, WriteFlags { fua }).await.map_err(status_of)?;
                 Ok(0)
             }

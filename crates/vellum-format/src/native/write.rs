@@ -31,7 +31,7 @@ use super::image::{Native, Origin, Sub};
 use super::publish::Step;
 use super::read::Parts;
 use crate::claims::{Ask, Fresh, Held};
-use crate::journal::checks_of;
+use crate::journal::{checks_of, settled};
 use crate::sabotage::{self, Bug};
 use crate::state::UnderWay;
 
@@ -312,7 +312,7 @@ impl Native {
         let has_checks = steps.iter().any(|step| !step.subs.is_empty());
         if has_checks {
             // The record says what arrives over the base, so nobody may change it any more.
-            *data = std::mem::take(data).owned();
+            *data = settled(std::mem::take(data));
         }
         let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();
         for step in &*steps {
@@ -439,7 +439,7 @@ impl Native {
             last.get().1
         };
         let together = self.unit().map_or(CHECKS_TOGETHER, |unit| unit.min(CHECKS_TOGETHER));
-        for check in checks_of(at, data.pieces(), together, wanted) {
+        for check in checks_of(at, data, together, wanted) {
             let holds = |step: &Step<'_>| {
                 let place = step.at.expect("settled");
                 place <= check.0 && check.0 < place + self.cell.bytes()

@@ -150,9 +150,15 @@ fn a_front_end_is_told_that_its_disk_is_larger() {
     assert_eq!((read(&mut queue, end), read(&mut queue, end + 1)), (OK, IO_ERROR));
     machine.front_end.set_backend_request_fd(&speaks).expect("a way back");
     drop(speaks);
-    for more in [1024u64, 4096] {
+    // The first as soon as it can be told, the third although it was asked for in between.
+    for more in [512u64, 1024, 4096] {
         disk.added.store(more, Ordering::Release);
-        machine.look_again();
+        if more > 1024 {
+            assert_eq!(capacity(&mut machine), (end + more / 512).to_le_bytes());
+        }
+        if more > 512 {
+            machine.look_again();
+        }
         let mut told = [0; 12];
         hears.read_exact(&mut told).expect("it is told");
         assert_eq!(

@@ -29,7 +29,6 @@ unsafe fn byte<'a>(at: NonNull<u8>, index: usize) -> &'a AtomicU8 {
 /// # Safety
 ///
 /// It is shared memory, there as long as `'a`, and the place is aligned to a word.
-#[expect(clippy::cast_ptr_alignment, reason = "the caller's promise")]
 unsafe fn word<'a>(at: NonNull<u8>, index: usize) -> &'a AtomicU64 {
     // SAFETY: the caller's promise.
     unsafe { AtomicU64::from_ptr(at.as_ptr().wrapping_add(index * WORD).cast()) }
@@ -59,7 +58,8 @@ pub(super) unsafe fn copy_out(from: NonNull<u8>, bytes: &mut [u8]) {
     unsafe {
         head.iter_mut().enumerate().for_each(|(index, to)| *to = byte(from, index).load(Relaxed));
         for (index, to) in words.iter_mut().enumerate() {
-            *to = word(aligned, index).load(Relaxed).to_ne_bytes();
+            // Whatever the order of bytes is here, that of memory stays.
+            *to = u64::from_le(word(aligned, index).load(Relaxed)).to_le_bytes();
         }
         tail.iter_mut().enumerate().for_each(|(index, to)| *to = byte(aligned, last + index).load(Relaxed));
     }
@@ -79,7 +79,7 @@ pub(super) unsafe fn copy_in(to: NonNull<u8>, bytes: &[u8]) {
     unsafe {
         head.iter().enumerate().for_each(|(index, from)| byte(to, index).store(*from, Relaxed));
         for (index, from) in words.iter().enumerate() {
-            word(aligned, index).store(u64::from_ne_bytes(*from), Relaxed);
+            word(aligned, index).store(u64::from_le_bytes(*from).to_le(), Relaxed);
         }
         tail.iter().enumerate().for_each(|(index, from)| byte(aligned, last + index).store(*from, Relaxed));
     }
@@ -94,7 +94,7 @@ pub(super) unsafe fn fill(at: NonNull<u8>, len: usize, value: u8) {
     let head = head_len(at, len);
     let aligned = behind(at, head);
     let words = (len - head) / WORD;
-    let wide = u64::from_ne_bytes([value; WORD]);
+    let wide = u64::from_le_bytes([value; WORD]);
     // SAFETY: as in `copy_out`.
     unsafe {
         (0..head).for_each(|index| byte(at, index).store(value, Relaxed));

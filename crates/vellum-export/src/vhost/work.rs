@@ -72,7 +72,7 @@ impl Job {
         self.head
     }
 
-    /// What it holds of our memory while it runs, about.
+    /// What it holds of our memory while it runs, about: at most, as where data can stay where it is lent, nothing is held for it.
     pub(super) fn weight(&self) -> usize {
         let data = match self.request {
             Ok(Request::Read { .. }) => self.chain.data_in.len(),

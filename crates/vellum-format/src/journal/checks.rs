@@ -408,7 +408,7 @@ impl Journal {
 }
 
 /// The bytes, which nobody changes from now on: a check has to be right for what is written later.
-pub(crate) fn settled(data: Buffer) -> Buffer {
+pub(crate) fn unchanging(data: Buffer) -> Buffer {
     if sabotage::is(Bug::LentChecked) { data } else { data.owned() }
 }
 

@@ -2,7 +2,7 @@
 
 use vellum_core::{Buffer, ImageOffset, ImageSpan, Result, SharedStorage};
 
-use super::{Journal, Overwrite, settled};
+use super::{Journal, Overwrite, unchanging};
 
 impl Journal {
     /// Overwrites bytes of the disk where they lie. `commit` makes durable what was published before.
@@ -17,7 +17,7 @@ impl Journal {
             return storage.write(at, data).await;
         }
         // From here on a record may have what the bytes are: they have to stay so.
-        let mut data = settled(data);
+        let mut data = unchanging(data);
         loop {
             match self.overwrite(at, &data) {
                 Overwrite::Now => return storage.write(at, data).await,

@@ -31,7 +31,7 @@ use super::image::{Native, Origin, Sub};
 use super::publish::Step;
 use super::read::Parts;
 use crate::claims::{Ask, Fresh, Held};
-use crate::journal::{checks_of, settled};
+use crate::journal::{checks_of, unchanging};
 use crate::sabotage::{self, Bug};
 use crate::state::UnderWay;
 
@@ -312,7 +312,7 @@ impl Native {
         let has_checks = steps.iter().any(|step| !step.subs.is_empty());
         if has_checks {
             // The record says what arrives over the base, so nobody may change it any more.
-            *data = settled(std::mem::take(data));
+            *data = unchanging(std::mem::take(data));
         }
         let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();
         for step in &*steps {

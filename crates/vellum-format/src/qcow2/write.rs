@@ -25,7 +25,7 @@ use vellum_core::{
 
 use super::entry::ClusterState;
 use super::image::{Missing, Qcow2};
-use super::journal::{SECTOR, SectorChecks, checks_of, settled};
+use super::journal::{SECTOR, SectorChecks, checks_of, unchanging};
 use super::plan::{Plan, Segment, Source, Target, plan_write, published};
 use super::refcount::Run;
 use crate::claims::{Ask, Fresh, Held};
@@ -316,7 +316,7 @@ impl Qcow2 {
     async fn transfer(&self, steps: &mut [Step<'_>], data: &mut Buffer) -> Result<()> {
         if self.journal().is_some() {
             // The record says what arrives in fresh units, so nobody may change it any more.
-            *data = settled(std::mem::take(data));
+            *data = unchanging(std::mem::take(data));
         }
         // In order of the disk: guest bytes are cut off the request, fill is read.
         let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();

@@ -4,7 +4,7 @@
 //! format never sees it, and an answer that breaks the contract stops the program before it reaches a guest.
 //!
 //! 1. Requests stay inside the disk, and a read-only disk gets no writes (contract 8).
-//! 2. A read gives back as many bytes as were asked for.
+//! 2. A read gives back as many bytes as were asked for, in the memory that was lent for them.
 //! 3. A map covers the run from its start, in order and without gaps.
 //! 4. A future that was polled is polled to its end (contract 10); those that are not are counted as `abandoned`.
 //!
@@ -99,12 +99,13 @@ impl Disk for CheckedDisk {
     }
 
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        let len = buffer.len();
+        let (len, lent_len) = (buffer.len(), buffer.lent_len());
         self.tally.count_read(len as u64);
         self.watch(async move {
             self.span(at, len)?;
             let buffer = self.inner.read(at, buffer).await?;
             assert!(buffer.len() == len, "a read of {len} bytes gave {}", buffer.len());
+            assert!(buffer.lent_len() == lent_len, "a read gave back other memory than it got");
             Ok(buffer)
         })
     }

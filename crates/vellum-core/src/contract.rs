@@ -5,6 +5,7 @@
 //! check is about stands beside it; the rules stand in [`storage`](crate::storage) and [`disk`](crate::disk).
 
 use crate::disk::{Disk, Place, SharedDisk, WriteFlags, ZeroFlags};
+use crate::lending::{lend_disk, lend_storage};
 use crate::merged::map_merged;
 use crate::storage::{SharedStorage, Storage, Zeroes};
 use crate::units::{GuestOffset, GuestSpan, ImageOffset};
@@ -27,6 +28,36 @@ pub trait DiskBench {
     /// What a fresh disk reads as: zeros, or the bytes of its base.
     fn fresh_content(&self, size: u64) -> Vec<u8> {
         vec![0; usize::try_from(size).expect("suites use small disks")]
+    }
+}
+
+/// The same storages, whose requests come in lent memory (rule 9).
+struct LendingStorages<'a>(&'a dyn StorageBench);
+
+impl StorageBench for LendingStorages<'_> {
+    fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
+        Box::pin(async move { self.0.fresh(len).await.map(lend_storage) })
+    }
+
+    fn reopen(&self) -> LocalFuture<'_, Result<SharedStorage>> {
+        Box::pin(async move { self.0.reopen().await.map(lend_storage) })
+    }
+}
+
+/// The same disks, whose requests come in lent memory, as a guest's do (rule 13).
+struct LendingDisks<'a>(&'a dyn DiskBench);
+
+impl DiskBench for LendingDisks<'_> {
+    fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
+        Box::pin(async move { self.0.fresh(size).await.map(lend_disk) })
+    }
+
+    fn reopen(&self) -> LocalFuture<'_, Result<SharedDisk>> {
+        Box::pin(async move { self.0.reopen().await.map(lend_disk) })
+    }
+
+    fn fresh_content(&self, size: u64) -> Vec<u8> {
+        self.0.fresh_content(size)
     }
 }
 
@@ -54,6 +85,11 @@ pub async fn storage(bench: &dyn StorageBench) {
     storage_overlapping_writes_do_not_mix_sectors(bench).await;
     storage_scattered_buffers(bench).await;
     storage_random_operations(bench, 1, 400).await;
+    let lending = LendingStorages(bench);
+    storage_reads_what_was_written_at_any_alignment(&lending).await;
+    storage_ends(&lending).await;
+    storage_overlapping_writes_do_not_mix_sectors(&lending).await;
+    storage_random_operations(&lending, 2, 300).await;
 }
 
 /// Rule 1.
@@ -274,6 +310,10 @@ pub async fn disk(bench: &dyn DiskBench) {
     disk_closes(bench).await;
     disk_random_operations(bench, 1 << 20, 1, 300).await;
     disk_random_operations(bench, (1 << 20) + 12_345 * 512, 2, 300).await;
+    let lending = LendingDisks(bench);
+    disk_reads_what_was_written_at_any_alignment(&lending).await;
+    disk_concurrent_writes(&lending).await;
+    disk_random_operations(&lending, 1 << 20, 3, 200).await;
 }
 
 async fn disk_reads_what_was_written_at_any_alignment(bench: &dyn DiskBench) {

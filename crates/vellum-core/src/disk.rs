@@ -34,7 +34,9 @@
 //! 11. Futures run on the worker that polls them first and are not moved to another.
 //! 12. After [`close`](Disk::close) has returned every request fails with `Closed`. `close` is called when no other
 //!     request is running.
-//! 13. [`tend`](Disk::tend) may be called at any time, beside requests, and need not be called at all: whatever it does
+//! 13. The bytes of a write may be lent, and change while it is under way ([`Buffer::lent`]). What is written is what they
+//!     were at some time of it, byte by byte; such a write harms nothing else, and is as durable as any.
+//! 14. [`tend`](Disk::tend) may be called at any time, beside requests, and need not be called at all: whatever it does
 //!     or leaves undone, the other answers are the same. Its future is polled to its end, too.
 
 use std::sync::Arc;
@@ -149,7 +151,7 @@ pub trait Disk: Send + Sync {
         None
     }
 
-    /// Fills the buffer with the bytes from `at` on and gives it back.
+    /// Fills the buffer with the bytes from `at` on and gives it back: that one, whose memory may be lent, not another.
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>>;
 
     /// Writes the buffer's bytes from `at` on.

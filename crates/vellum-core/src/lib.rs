@@ -4,10 +4,10 @@
 //! sees. *Backends give `Storage`. Formats turn `Storage` into `Disk`. Layers turn `Disk` into `Disk`. Exports serve
 //! a `Disk`. The control plane wires them.* That sentence is the architecture.
 //!
-//! In reading order: [`units`] (typed addresses), [`buffer`] (owned memory), [`error`], [`storage`] and [`disk`]
+//! In reading order: [`units`] (typed addresses), [`buffer`] (memory for guest data), [`error`], [`storage`] and [`disk`]
 //! (the two traits with their written contracts), [`clock`] (time and chance as arguments), [`mod@offload`] (long computations elsewhere), [`tally`] (counting I/O),
 //! [`stream`] (a connection), [`merged`] (a chain's map as one), [`memory`] (the reference implementations), [`checked`] (watches a seam),
-//! [`contract`] (the suites any implementation must pass).
+//! [`contract`] (the suites any implementation must pass), [`lending`] (the same in lent memory).
 
 pub mod buffer;
 pub mod checked;
@@ -16,6 +16,7 @@ pub mod contract;
 pub mod disk;
 pub mod error;
 pub mod join;
+pub mod lending;
 pub mod memory;
 pub mod merged;
 pub mod offload;
@@ -26,12 +27,13 @@ pub mod units;
 
 use std::pin::Pin;
 
-pub use buffer::{BUFFER_ALIGNMENT, Buffer, is_zero};
+pub use buffer::{BUFFER_ALIGNMENT, Buffer, SharedBytes, is_zero};
 pub use checked::CheckedDisk;
 pub use clock::{Clock, Random};
 pub use disk::{Disk, Extent, Geometry, Place, Room, SharedDisk, WriteFlags, ZeroFlags};
 pub use error::{Context, Error, ErrorKind, Result};
 pub use join::{join_all, try_join_all};
+pub use lending::Lending;
 pub use memory::{MemoryDisk, MemoryStorage};
 pub use merged::{MergedExtent, map_merged, read_below};
 pub use offload::{Inline, Offload, offload};

@@ -192,11 +192,7 @@ impl Storage for MemoryStorage {
     fn read(&self, at: ImageOffset, mut buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(async move {
             let bytes = self.lock();
-            let mut at = at;
-            for piece in buffer.pieces_mut() {
-                bytes.read(at, piece);
-                at += piece.len() as u64;
-            }
+            buffer.fill_with(|from, piece| bytes.read(at + from as u64, piece));
             drop(bytes);
             Ok(buffer)
         })
@@ -205,6 +201,7 @@ impl Storage for MemoryStorage {
     fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             self.check_write(at.span(data.len() as u64))?;
+            let data = data.owned();
             let mut bytes = self.lock();
             let mut at = at;
             for piece in data.pieces() {
@@ -397,6 +394,7 @@ impl Disk for MemoryDisk {
     fn write(&self, at: GuestOffset, data: Buffer, _flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             let span = self.check(GuestSpan::checked(at, data.len() as u64))?;
+            let data = data.owned();
             self.put(span, |bytes, at| {
                 let mut at = at;
                 for piece in data.pieces() {

@@ -20,6 +20,8 @@
 //! 7. **Cancellation**: a future that was polled should be polled to its end. When it is dropped earlier, the
 //!    operation may still happen, at any later time; no memory is ever freed that the kernel still uses.
 //! 8. Futures run on the worker that polls them first and are not moved to another.
+//! 9. **Lent memory** ([`Buffer::lent`]) may change while it is written: then the storage has what was there at some time,
+//!    byte by byte. Whoever must know what was written takes the bytes first ([`Buffer::owned`]).
 
 use std::sync::Arc;
 
@@ -101,7 +103,7 @@ pub trait Storage: Send + Sync {
         Box::pin(std::future::ready(Ok(self.len())))
     }
 
-    /// Fills the buffer with the bytes from `at` on and gives it back.
+    /// Fills the buffer with the bytes from `at` on and gives it back: that one, whose memory may be lent, not another.
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>>;
 
     /// Writes the buffer's bytes from `at` on.

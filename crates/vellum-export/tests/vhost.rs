@@ -150,9 +150,15 @@ fn a_front_end_is_told_that_its_disk_is_larger() {
     assert_eq!((read(&mut queue, end), read(&mut queue, end + 1)), (OK, IO_ERROR));
     machine.front_end.set_backend_request_fd(&speaks).expect("a way back");
     drop(speaks);
-    for more in [1024u64, 4096] {
+    // The first as soon as it can be told, the third although it was asked for in between.
+    for more in [512u64, 1024, 4096] {
         disk.added.store(more, Ordering::Release);
-        machine.look_again();
+        if more > 1024 {
+            assert_eq!(capacity(&mut machine), (end + more / 512).to_le_bytes());
+        }
+        if more > 512 {
+            machine.look_again();
+        }
         let mut told = [0; 12];
         hears.read_exact(&mut told).expect("it is told");
         assert_eq!(
@@ -412,6 +418,68 @@ fn memory_comes_and_goes_while_a_queue_runs() {
     assert_eq!(read_far(&mut queue), IO_ERROR);
     machine.front_end.add_mem_region(&far).expect("it is not there");
     assert_eq!(read_far(&mut queue), OK);
+    machine.leave().expect("it left in good order");
+}
+
+#[test]
+fn memory_that_is_taken_back_is_still_there_for_the_request_that_uses_it() {
+    let (disk, served, memory) = scene(1);
+    let mut machine = Machine::connect(&served, &memory, FEATURES);
+    let mut queue = machine.start_queue(0, 64, 0);
+    let data = noise(512, 1);
+    assert_eq!(queue.ask(OUT, 3, &data, 0, Shape::Usual), ok(1));
+    disk.close_gate();
+    disk.take_seen();
+    let far = memory.table()[1];
+    let (room, source) = (far.guest_phys_addr + 512, far.guest_phys_addr + 4096);
+    memory.put(source, &noise(512, 2));
+    let read = queue.place(IN, 3, &[], 512, Shape::Usual);
+    let write = queue.place(OUT, 4, &[0; 512], 0, Shape::Usual);
+    for (placed, at) in [(read, room), (write, source)] {
+        let mut pieces = placed.pieces;
+        pieces[1].0 = at;
+        queue.hang(&pieces);
+    }
+    queue.kick();
+    let mut seen = Vec::new();
+    while seen.len() < 2 {
+        seen.extend(disk.take_seen());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    machine.front_end.remove_mem_region(&far).expect("it is there");
+    disk.open_gate();
+    queue.take();
+    queue.take();
+    assert_eq!((memory.get(room, 512), disk.bytes(4 * 512, 512)), (data, noise(512, 2)));
+    machine.leave().expect("it left in good order");
+}
+
+#[test]
+fn a_guest_may_give_the_same_memory_twice_and_change_it_under_way() {
+    let (disk, served, memory) = scene(1);
+    let mut machine = Machine::connect(&served, &memory, FEATURES);
+    let mut queue = machine.start_queue(0, 64, 0);
+    let data = noise(1024, 3);
+    assert_eq!(queue.ask(OUT, 0, &data, 0, Shape::Usual), ok(1));
+    for (kind, first, second) in [(IN, 0u64, 0u64), (IN, 0, 256), (IN, 256, 0), (OUT, 0, 0), (OUT, 0, 100)] {
+        let (out, in_len) = if kind == OUT { (noise(1024, 4), 0) } else { (vec![], 1024) };
+        let placed = queue.place(kind, 0, &out, in_len, Shape::Pieces(512));
+        let mut pieces = placed.pieces;
+        let at = pieces[1].0;
+        (pieces[1].0, pieces[2].0) = (at + first, at + second);
+        queue.hang(&pieces);
+        queue.kick();
+        queue.take();
+        assert_eq!(memory.get(placed.status, 1), [OK], "{kind}, {first} and {second}");
+        // The later piece is filled last.
+        match kind {
+            IN => assert_eq!(memory.get(at + second, 512), data[512..]),
+            _ => {
+                let second = usize::try_from(second).expect("small");
+                assert_eq!(disk.bytes(0, 1024), [&out[..512], &out[second..second + 512]].concat());
+            }
+        }
+    }
     machine.leave().expect("it left in good order");
 }
 

@@ -120,6 +120,8 @@ pub enum Bug {
     PreparedGivenOut,
     /// Recovery cuts the file off in the middle of what is in use.
     GivenBackInUse,
+    /// Checksums are taken of memory that may still change, and what is there later is written.
+    LentChecked,
 }
 
 #[cfg(feature = "sabotage")]

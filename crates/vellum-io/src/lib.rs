@@ -14,10 +14,11 @@
 //! and [`Stream`]. Nothing above this crate knows which driver it is.
 //!
 //! 1. Memory that the kernel uses is owned by the operation until it has ended, whoever drops which future.
+//!    Memory that a guest lent for it (`GuestRam`) stays mapped that long.
 //! 2. When a worker has ended, nothing of its I/O is under way.
 //! 3. Only [`unblock`] and the drivers block, and neither blocks a worker that has tasks to run.
 //!
-//! In reading order: `worker` (the loop), `workers`, `driver` (operations, their slots, the two drivers), `file`, `socket`,
+//! In reading order: `worker` (the loop), `workers`, `driver` (operations, their slots, the two drivers), `file`, `ram`, `socket`,
 //! `ready`, `signal`; and below them `timer`, `blocking`, `wakeup`, `oneshot`.
 
 #![cfg(target_os = "linux")]
@@ -26,6 +27,7 @@ mod blocking;
 mod driver;
 mod file;
 mod oneshot;
+mod ram;
 mod ready;
 mod signal;
 mod socket;
@@ -37,6 +39,7 @@ mod workers;
 pub use blocking::unblock;
 pub use driver::IoMode;
 pub use file::{Draft, File, LockMode, OpenOptions};
+pub use ram::GuestRam;
 pub use ready::{readable, writable};
 pub use signal::{Signal, Signals};
 pub use socket::{Address, Listener, PassedSocket, PassedTo, Socket, Stream, connect};

@@ -418,11 +418,7 @@ impl Running<'_> {
         if let Some(failure) = self.failure.take() {
             return Err(failure.error);
         }
-        let mut at = at;
-        for piece in buffer.pieces_mut() {
-            content.read(at, piece);
-            at += piece.len() as u64;
-        }
+        buffer.fill_with(|from, piece| content.read(at + from as u64, piece));
         Ok(())
     }
 }

@@ -73,10 +73,11 @@ impl Facts {
         Terms { sectors: self.sectors.load(Ordering::Relaxed), read_only: self.read_only }
     }
 
-    /// Looks how large the disk is now; true if it has changed.
-    pub(super) fn look_again(&self, geometry: &Geometry) -> bool {
+    /// Looks how large the disk is now, and tells it in sectors.
+    pub(super) fn look_again(&self, geometry: &Geometry) -> u64 {
         let sectors = geometry.size / SECTOR_BYTES;
-        self.sectors.swap(sectors, Ordering::Relaxed) != sectors
+        self.sectors.store(sectors, Ordering::Relaxed);
+        sectors
     }
 
     /// The features that are offered.

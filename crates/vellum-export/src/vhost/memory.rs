@@ -4,8 +4,8 @@
 //!   front end's address ──(rings only)──► guest's address ──► a mapped file, or nothing: then it is an error
 //! ```
 //!
-//! 1. No reference to these bytes is ever made: the guest changes them meanwhile. They are copied, in one go, from or
-//!    to a buffer of ours; what was copied is what counts, also when the guest has changed its mind.
+//! 1. No reference to these bytes is ever made: the guest changes them meanwhile. They are lent to a request where they lie
+//!    (`GuestRam`), or copied, in one go; what was copied is what counts, also when the guest has changed its mind.
 //! 2. A mapping lives as long as any request that uses it, also when the front end has taken it back.
 //! 3. A file must be as long as what is mapped of it. (One that is cut off later raises SIGBUS, which ends the program:
 //!    whoever may connect is trusted not to.)
@@ -14,6 +14,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use vellum_core::{Buffer, Context, Error, Result};
+use vellum_io::GuestRam;
 use vm_memory::{
     Bytes, FileOffset, GuestAddress, GuestMemory, GuestMemoryMmap, GuestRegionMmap, MmapRegion, Permissions,
 };
@@ -43,7 +44,7 @@ pub(super) struct Region {
 /// All of it at one time.
 #[derive(Clone, Default)]
 pub(super) struct Memory {
-    mapped: GuestMemoryMmap,
+    ram: Arc<GuestRam>,
     regions: Vec<Region>,
 }
 
@@ -83,10 +84,10 @@ impl Memory {
         let mapped = GuestRegionMmap::new(mapping, GuestAddress(region.guest))
             .ok_or_else(|| refuse("it passes the end of all addresses"))?;
         let mapped =
-            self.mapped.insert_region(Arc::new(mapped)).map_err(|error| refuse(&error.to_string()))?;
+            self.mapped().insert_region(Arc::new(mapped)).map_err(|error| refuse(&error.to_string()))?;
         let mut regions = self.regions.clone();
         regions.push(region);
-        Ok(Self { mapped, regions })
+        Ok(Self { ram: GuestRam::new(mapped)?, regions })
     }
 
     /// The same without this region.
@@ -97,8 +98,10 @@ impl Memory {
         let mut regions = self.regions.clone();
         let before = regions.len();
         regions.retain(|other| !is_it(other));
-        match self.mapped.remove_region(GuestAddress(region.guest), region.len) {
-            Ok((mapped, _)) if regions.len() + 1 == before => Ok(Self { mapped, regions }),
+        match self.mapped().remove_region(GuestAddress(region.guest), region.len) {
+            Ok((mapped, _)) if regions.len() + 1 == before => {
+                Ok(Self { ram: GuestRam::new(mapped)?, regions })
+            }
             _ => Err(Error::invalid("there is no such region of memory")),
         }
     }
@@ -116,18 +119,23 @@ impl Memory {
     #[cfg(test)]
     pub(super) fn files(&self) -> impl Iterator<Item = &File> {
         use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
-        self.mapped.iter().map(|region| region.file_offset().expect("it has one").file())
+        self.mapped().iter().map(|region| region.file_offset().expect("it has one").file())
     }
 
     /// What the queues' crate works on.
     pub(super) fn mapped(&self) -> &GuestMemoryMmap {
-        &self.mapped
+        self.ram.mapped()
     }
 
     /// Whether all of the segments is memory.
     pub(super) fn has(&self, segments: &Segments) -> bool {
-        let is_there = |at, len| self.mapped.check_range(GuestAddress(at), len, Permissions::ReadWrite);
+        let is_there = |at, len| self.mapped().check_range(GuestAddress(at), len, Permissions::ReadWrite);
         segments.iter().all(|run| is_there(run.at, run.len))
+    }
+
+    /// Lends the guest's bytes where they lie. `None` when some are not there.
+    pub(super) fn lend(&self, segments: &Segments) -> Option<Buffer> {
+        self.ram.lend(segments.iter().map(|run| (run.at, run.len)))
     }
 
     /// Copies the guest's bytes out. `None` when some are not there.
@@ -143,7 +151,7 @@ impl Memory {
         let mut rest = bytes;
         for run in segments.iter() {
             let (now, later) = rest.split_at_mut(run.len);
-            self.mapped.read_slice(now, GuestAddress(run.at)).ok()?;
+            self.mapped().read_slice(now, GuestAddress(run.at)).ok()?;
             rest = later;
         }
         Some(())
@@ -162,7 +170,7 @@ impl Memory {
             while !rest.is_empty() {
                 let room = run.as_mut()?;
                 let (now, later) = rest.split_at(rest.len().min(room.len));
-                self.mapped.write_slice(now, GuestAddress(room.at)).ok()?;
+                self.mapped().write_slice(now, GuestAddress(room.at)).ok()?;
                 rest = later;
                 room.len -= now.len();
                 match room.len {

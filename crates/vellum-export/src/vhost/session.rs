@@ -152,7 +152,7 @@ impl Session {
                 Next::Message => {}
             }
             if let Some(news) = News::peek(&self.socket) {
-                lock().news = Some(news);
+                lock().hear_by(news);
             }
             match handler.handle_request() {
                 Ok(()) => {}
@@ -195,6 +195,8 @@ struct FrontEnd {
     rings: Vec<RingState>,
     /// The way back to it, where it gave one.
     news: Option<News>,
+    /// The size that it knows by now without having asked, in sectors.
+    announced: u64,
 }
 
 /// What was said about one queue.
@@ -239,15 +241,25 @@ impl FrontEnd {
     fn new(target: Target, queues: u16, host: Arc<dyn Host>) -> Self {
         let rings = std::iter::repeat_with(RingState::default).take(usize::from(queues)).collect();
         let memory = Arc::new(ArcSwap::from_pointee(Memory::default()));
-        Self { target: Arc::new(target), host, taken: 0, memory, book: None, rings, news: None }
+        let announced = target.facts.terms().sectors;
+        Self { target: Arc::new(target), host, taken: 0, memory, book: None, rings, news: None, announced }
     }
 
-    /// Tells it if the disk has another size than it was told.
-    fn look_again(&self) {
-        let has_changed = self.target.facts.look_again(&self.target.disk.geometry());
-        if has_changed && let Some(news) = &self.news {
+    /// Tells it if the disk has another size than it was told. That it has asked meanwhile is not enough: its guest may not have.
+    fn look_again(&mut self) {
+        let sectors = self.target.facts.look_again(&self.target.disk.geometry());
+        if let Some(news) = &self.news
+            && sectors != self.announced
+        {
             news.tell();
+            self.announced = sectors;
         }
+    }
+
+    /// From now on it can be told; also what came to be before.
+    fn hear_by(&mut self, news: News) {
+        self.news = Some(news);
+        self.look_again();
     }
 
     fn ring(&mut self, index: u32) -> Answer<&mut RingState> {

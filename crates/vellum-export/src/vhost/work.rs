@@ -5,14 +5,14 @@
 //! ```
 //!
 //! 1. A chain that has room for a status gets one, once, before it is handed back.
-//! 2. What a guest writes is copied out before the disk sees it: formats look at it more than once. What it reads is
-//!    copied in when the disk has answered.
+//! 2. The data lies where the guest has it, and is lent to the disk there: it is for the format to take a copy where it has to
+//!    know what it writes. Ranges to discard or zero are copied out before they are looked at.
 //! 3. The length handed back counts the bytes that were written from the first on, without a gap (VIRTIO 1.2, 2.7.8.2).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vellum_core::{Buffer, ErrorKind, Result, SharedDisk, WriteFlags, ZeroFlags};
+use vellum_core::{ErrorKind, Result, SharedDisk, WriteFlags, ZeroFlags};
 
 use super::chain::{Chain, HEADER_BYTES, Link, Malformed};
 use super::config::Facts;
@@ -72,7 +72,7 @@ impl Job {
         self.head
     }
 
-    /// What it holds of our memory while it runs, about.
+    /// What it holds of our memory while it runs, about: at most, as where data can stay where it is lent, nothing is held for it.
     pub(super) fn weight(&self) -> usize {
         let data = match self.request {
             Ok(Request::Read { .. }) => self.chain.data_in.len(),
@@ -106,16 +106,14 @@ impl Job {
         let fua = target.is_writethrough.load(Ordering::Relaxed);
         match request {
             Request::Read { at } => {
-                if !self.memory.has(&chain.data_in) {
-                    return Err(Status::IoError);
-                }
                 let len = chain.data_in.len();
-                let data = disk.read(at, Buffer::for_overwrite(len)).await.map_err(status_of)?;
-                self.memory.write(&chain.data_in, data.pieces()).ok_or(Status::IoError)?;
+                let room = self.memory.lend(&chain.data_in).ok_or(Status::IoError)?;
+                let filled = disk.read(at, room).await.map_err(status_of)?;
+                assert!(filled.lent_len() == len, "a read fills the memory that it got");
                 Ok(len)
             }
             Request::Write { at } => {
-                let data = self.memory.read(&chain.data_out).ok_or(Status::IoError)?;
+                let data = self.memory.lend(&chain.data_out).ok_or(Status::IoError)?;
                 disk.write(at, data, WriteFlags { fua }).await.map_err(status_of)?;
                 Ok(0)
             }

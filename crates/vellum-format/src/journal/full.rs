@@ -166,18 +166,27 @@ impl Storage for Overlaid {
         self.image.look_at_len()
     }
 
-    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+    fn read(&self, at: ImageOffset, mut buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         let newer = self.full.within(at.span(buffer.len() as u64));
         if newer.is_empty() {
             return self.image.read(at, buffer);
         }
         Box::pin(async move {
-            let mut buffer = self.image.read(at, buffer).await?;
-            let (start, end) = (at.bytes(), at.bytes() + buffer.len() as u64);
+            // What the image has there is not always the guest's (a packed block): who lent the memory must not see it.
+            let own = match buffer.is_lent() {
+                true => Buffer::for_overwrite(buffer.len()),
+                false => std::mem::take(&mut buffer),
+            };
+            let mut own = self.image.read(at, own).await?;
+            let (start, end) = (at.bytes(), at.bytes() + own.len() as u64);
             for (place, bytes) in newer {
                 let (from, to) = (start.max(place), end.min(place + SECTOR));
-                buffer.copy_from(index(from - start), &bytes[index(from - place)..index(to - place)]);
+                own.copy_from(index(from - start), &bytes[index(from - place)..index(to - place)]);
             }
+            if buffer.is_empty() {
+                return Ok(own);
+            }
+            buffer.copy_from(0, own.contiguous().slice());
             Ok(buffer)
         })
     }

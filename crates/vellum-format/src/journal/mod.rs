@@ -37,7 +37,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGua
 
 use vellum_core::{ImageOffset, ImageSpan};
 
-pub(crate) use checks::{Overwrite, SectorChecks, checks_of};
+pub(crate) use checks::{Overwrite, SectorChecks, checks_of, unchanging};
 pub(crate) use full::{Full, Home, Overlaid};
 pub(crate) use words::Changed;
 

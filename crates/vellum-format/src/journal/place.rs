@@ -2,7 +2,7 @@
 
 use vellum_core::{Buffer, ImageOffset, ImageSpan, Result, SharedStorage};
 
-use super::{Journal, Overwrite};
+use super::{Journal, Overwrite, unchanging};
 
 impl Journal {
     /// Overwrites bytes of the disk where they lie. `commit` makes durable what was published before.
@@ -10,9 +10,14 @@ impl Journal {
         &self,
         storage: &SharedStorage,
         at: ImageOffset,
-        mut data: Buffer,
+        data: Buffer,
         commit: impl AsyncFn() -> Result<()>,
     ) -> Result<()> {
+        if !self.must_wait(at.span(data.len() as u64)) {
+            return storage.write(at, data).await;
+        }
+        // From here on a record may have what the bytes are: they have to stay so.
+        let mut data = unchanging(data);
         loop {
             match self.overwrite(at, &data) {
                 Overwrite::Now => return storage.write(at, data).await,

@@ -169,8 +169,19 @@ impl Native {
         &self,
         at: GuestOffset,
         parts: &[Part],
-        buffer: Buffer,
+        mut buffer: Buffer,
     ) -> Result<Buffer> {
+        if buffer.is_lent() {
+            // Who lent it must not see packed blocks, which tell their zone's tag, nor change them before they are unpacked.
+            let own = Buffer::for_overwrite(buffer.len());
+            let filled = self.read_joined_here(at, parts, own).await?;
+            buffer.copy_from(0, filled.contiguous().slice());
+            return Ok(buffer);
+        }
+        self.read_joined_here(at, parts, buffer).await
+    }
+
+    async fn read_joined_here(&self, at: GuestOffset, parts: &[Part], buffer: Buffer) -> Result<Buffer> {
         let (Origin::Host(start) | Origin::Embedded(start)) = parts[0].from else {
             unreachable!("it lies in the image")
         };

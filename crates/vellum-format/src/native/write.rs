@@ -31,7 +31,7 @@ use super::image::{Native, Origin, Sub};
 use super::publish::Step;
 use super::read::Parts;
 use crate::claims::{Ask, Fresh, Held};
-use crate::journal::checks_of;
+use crate::journal::{checks_of, unchanging};
 use crate::sabotage::{self, Bug};
 use crate::state::UnderWay;
 
@@ -309,6 +309,11 @@ impl Native {
 
     /// Writes the guest's bytes, with what fills up sub-blocks that become data.
     async fn transfer(&self, steps: &mut [Step<'_>], data: &mut Buffer) -> Result<()> {
+        let has_checks = steps.iter().any(|step| !step.subs.is_empty());
+        if has_checks {
+            // The record says what arrives over the base, so nobody may change it any more.
+            *data = unchanging(std::mem::take(data));
+        }
         let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();
         for step in &*steps {
             let (head, tail) = self.fill_of(step);
@@ -337,8 +342,10 @@ impl Native {
                 _ => writes.push((at, piece)),
             }
         }
-        for (at, data) in &writes {
-            self.add_checks(steps, *at, data);
+        if has_checks {
+            for (at, data) in &writes {
+                self.add_checks(steps, *at, data);
+            }
         }
         if sabotage::is(Bug::BitBeforeData) {
             self.publish_steps(steps).await?;
@@ -432,7 +439,7 @@ impl Native {
             last.get().1
         };
         let together = self.unit().map_or(CHECKS_TOGETHER, |unit| unit.min(CHECKS_TOGETHER));
-        for check in checks_of(at, data.pieces(), together, wanted) {
+        for check in checks_of(at, data, together, wanted) {
             let holds = |step: &Step<'_>| {
                 let place = step.at.expect("settled");
                 place <= check.0 && check.0 < place + self.cell.bytes()

@@ -428,7 +428,7 @@ impl Qcow2 {
             let content = self.metadata.read(old, Buffer::for_overwrite(len)).await.context(context)?;
             let has_journal = self.journal().is_some();
             let checks = if has_journal {
-                checks_of(table.start(), content.pieces(), self.cluster, |_| true)
+                checks_of(table.start(), &content, self.cluster, |_| true)
             } else {
                 Vec::new()
             };

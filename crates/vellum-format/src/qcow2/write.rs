@@ -25,7 +25,7 @@ use vellum_core::{
 
 use super::entry::ClusterState;
 use super::image::{Missing, Qcow2};
-use super::journal::{SECTOR, SectorChecks, checks_of};
+use super::journal::{SECTOR, SectorChecks, checks_of, unchanging};
 use super::plan::{Plan, Segment, Source, Target, plan_write, published};
 use super::refcount::Run;
 use crate::claims::{Ask, Fresh, Held};
@@ -314,6 +314,10 @@ impl Qcow2 {
 
     /// Reads what the clusters are filled with, and writes it together with the guest's bytes.
     async fn transfer(&self, steps: &mut [Step<'_>], data: &mut Buffer) -> Result<()> {
+        if self.journal().is_some() {
+            // The record says what arrives in fresh units, so nobody may change it any more.
+            *data = unchanging(std::mem::take(data));
+        }
         // In order of the disk: guest bytes are cut off the request, fill is read.
         let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();
         for step in &*steps {
@@ -420,7 +424,7 @@ impl Qcow2 {
 
     /// Notes the checksums of what a write puts into fresh units. Bytes beside them are overwritten in place.
     fn add_step_checks(&self, steps: &mut [Step<'_>], at: ImageOffset, data: &Buffer) {
-        for check in checks_of(at, data.pieces(), self.cluster, self.fresh_at(steps)) {
+        for check in checks_of(at, data, self.cluster, self.fresh_at(steps)) {
             let index = self.owner(steps, check.0).expect("every write is some step's");
             steps[index].checks.push(check);
         }

@@ -4,21 +4,21 @@
 //! the worker's own thread ([`read_cached`]), which is what a ring does too. Sockets are asked not to block, call by call
 //! ([`attempt`]), so that they need no mode of their own and can move to a worker that has a ring.
 
-use std::os::fd::{AsFd, BorrowedFd, IntoRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-use rustix::io::{Errno, ReadWriteFlags};
+use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags};
 
-use super::op::{Message, Op, OpResult, Readiness, Transfer, slices, slices_mut};
+use super::op::{Message, Op, OpResult, Readiness, Transfer, raw_slices, slices, slices_mut};
 
 /// Performs an operation on a file, blocking as long as it takes. Interrupted calls are tried again.
 pub(crate) fn perform(op: &mut Op) -> OpResult {
     loop {
         let result = match op {
-            Op::Read(transfer) => read(transfer, ReadWriteFlags::empty()),
+            Op::Read(transfer) => read(transfer, 0),
             Op::Write(transfer) => write(transfer),
             Op::Sync(file) => rustix::fs::fdatasync(file.descriptor(false)).map(|()| 0),
             Op::Allocate(run) => {
@@ -42,7 +42,7 @@ pub(crate) fn read_cached(transfer: &mut Transfer) -> Option<OpResult> {
     if UNSUPPORTED.load(Relaxed) {
         return None;
     }
-    match read(transfer, ReadWriteFlags::NOWAIT) {
+    match read(transfer, libc::RWF_NOWAIT) {
         // Some kernels say zero without being at the end of the file; a thread finds out.
         Ok(0) => None,
         Ok(count) => Some(told(Ok(count))),
@@ -80,20 +80,39 @@ fn told(result: Result<usize, Errno>) -> OpResult {
     Ok(u32::try_from(count).expect("a system call moves less than 4 GiB"))
 }
 
-fn read(transfer: &mut Transfer, flags: ReadWriteFlags) -> Result<usize, Errno> {
-    let (at, stretch, file) = (transfer.position(), transfer.stretch(), transfer.file.clone());
-    let descriptor = file.descriptor(transfer.cached);
-    let mut slices = slices_mut(&mut transfer.buffer, transfer.done, stretch);
-    if flags.is_empty() {
-        rustix::io::preadv(descriptor, &mut slices, at)
-    } else {
-        rustix::io::preadv2(descriptor, &mut slices, at, flags)
-    }
+fn read(transfer: &mut Transfer, flags: i32) -> Result<usize, Errno> {
+    let (at, stretch) = (position(transfer)?, transfer.stretch());
+    let slices = raw_slices(&mut transfer.buffer, transfer.done, stretch);
+    let (fd, count) = (transfer.descriptor().as_raw_fd(), c_int(slices.len()));
+    // SAFETY: the slices are within the buffer's memory, which nobody else uses meanwhile but those who lent it, and they know.
+    moved(unsafe {
+        match flags {
+            0 => libc::preadv(fd, slices.as_ptr(), count, at),
+            _ => libc::preadv2(fd, slices.as_ptr(), count, at, flags),
+        }
+    })
 }
 
-fn write(transfer: &Transfer) -> Result<usize, Errno> {
-    let slices = slices(&transfer.buffer, transfer.done, transfer.stretch());
-    rustix::io::pwritev(transfer.descriptor(), &slices, transfer.position())
+fn write(transfer: &mut Transfer) -> Result<usize, Errno> {
+    let (at, stretch) = (position(transfer)?, transfer.stretch());
+    let slices = raw_slices(&mut transfer.buffer, transfer.done, stretch);
+    let (fd, count) = (transfer.descriptor().as_raw_fd(), c_int(slices.len()));
+    // SAFETY: as in `read`.
+    moved(unsafe { libc::pwritev(fd, slices.as_ptr(), count, at) })
+}
+
+fn position(transfer: &Transfer) -> Result<libc::off_t, Errno> {
+    libc::off_t::try_from(transfer.position()).map_err(|_| Errno::INVAL)
+}
+
+fn c_int(count: usize) -> libc::c_int {
+    libc::c_int::try_from(count).expect("at most PIECES_MAX")
+}
+
+/// What a call that moves bytes gave.
+fn moved(result: isize) -> Result<usize, Errno> {
+    usize::try_from(result)
+        .map_err(|_| Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
 }
 
 fn receive(message: &mut Message) -> Result<usize, Errno> {

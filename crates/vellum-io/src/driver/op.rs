@@ -173,7 +173,13 @@ impl Transfer {
         if self.buffer.piece_count() <= PIECES_MAX && rest <= TRANSFER_MAX {
             return rest;
         }
-        let taken: usize = remaining(&self.buffer, self.done).take(PIECES_MAX).map(<[u8]>::len).sum();
+        let mut skip = self.done;
+        let left = self.buffer.piece_lengths().filter_map(|len| {
+            let before = skip.min(len);
+            skip -= before;
+            (before < len).then_some(len - before)
+        });
+        let taken: usize = left.take(PIECES_MAX).sum();
         let taken = taken.min(TRANSFER_MAX);
         if taken == rest {
             return rest;

@@ -55,9 +55,7 @@ impl Direct {
 
     /// Whether the drive can use the memory as it is.
     fn fits(&self, buffer: &Buffer) -> bool {
-        buffer
-            .pieces()
-            .all(|piece| piece.as_ptr().addr().is_multiple_of(self.memory) && self.is_whole(piece.len()))
+        buffer.is_aligned_to(self.memory, to_usize(self.block.bytes()))
     }
 }
 

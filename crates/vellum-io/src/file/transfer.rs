@@ -123,12 +123,9 @@ impl File {
 
 /// Sets the bytes of the buffer from position `from` on to zero.
 fn zero_from(buffer: &mut Buffer, from: usize) {
-    let mut skip = from;
-    for piece in buffer.pieces_mut() {
-        let start = skip.min(piece.len());
-        skip -= start;
-        piece[start..].fill(0);
-    }
+    let mut rest = buffer.split_off(from);
+    rest.fill(0);
+    buffer.append(rest);
 }
 
 #[cfg(test)]

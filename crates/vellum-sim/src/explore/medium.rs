@@ -123,11 +123,7 @@ impl Storage for Medium {
             return answer(Err(Error::new(ErrorKind::Invalid, "medium: the request passes 2^64")));
         }
         let state = self.lock();
-        let mut at = at;
-        for piece in buffer.pieces_mut() {
-            state.content().read(at, piece);
-            at += piece.len() as u64;
-        }
+        buffer.fill_with(|from, piece| state.content().read(at + from as u64, piece));
         drop(state);
         answer(Ok(buffer))
     }

@@ -87,14 +87,11 @@ impl Storage for ForgetfulDrive {
             let span = at.span(buffer.len() as u64);
             self.pass(Operation::Read, span).await;
             if self.kept(span).is_empty() {
-                return Ok(Buffer::zeroed(buffer.len()));
+                buffer.fill(0);
+                return Ok(buffer);
             }
             let state = self.lock();
-            let mut at = at;
-            for piece in buffer.pieces_mut() {
-                state.bytes.read(at, piece);
-                at += piece.len() as u64;
-            }
+            buffer.fill_with(|from, piece| state.bytes.read(at + from as u64, piece));
             drop(state);
             Ok(buffer)
         })
@@ -106,6 +103,7 @@ impl Storage for ForgetfulDrive {
             let span = at.span(data.len() as u64);
             self.pass(Operation::Write, span).await;
             let kept = usize::try_from(self.kept(span).len()).expect("no longer than the data");
+            let data = data.owned();
             let mut state = self.lock();
             state.len = state.len.max(span.end().bytes());
             let (mut at, mut left) = (at, kept);

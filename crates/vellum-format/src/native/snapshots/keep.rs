@@ -94,7 +94,7 @@ impl Native {
             // Nobody changes it before it is kept.
             let bytes = self.home.bytes(ImageOffset::new(page)).expect("as just loaded");
             let buffer = Buffer::copy_of(&bytes);
-            let checks = checks_of(at, buffer.pieces(), BlockSize::PAGE, |_| true);
+            let checks = checks_of(at, &buffer, BlockSize::PAGE, |_| true);
             let give_back = |_: &Error| lock(&views.copies).copies.give_slot(slot);
             self.metadata.write(at, buffer).await.inspect_err(give_back)?;
             self.commits.note_change();
@@ -336,7 +336,7 @@ impl Native {
         let mut writes: Vec<LocalFuture<'_, Result<()>>> = Vec::new();
         for (start, end) in runs {
             let data = Buffer::copy_of(&bytes[start..end]);
-            checks.extend(checks_of(to + start as u64, data.pieces(), together, |_| true));
+            checks.extend(checks_of(to + start as u64, &data, together, |_| true));
             writes.push(self.data.write(to + start as u64, data));
         }
         try_join_all(writes).await?;

@@ -1,0 +1,248 @@
+//! A guest that changes its memory while it is written: nothing but its own bytes may suffer, and an image that is killed
+//! after a flush has one of the values of each.
+//!
+//! ```text
+//!   write of 0x11, lent ──► format ──► here: the guest turns what is still its memory into 0x12 ──► storage
+//! ```
+//!
+//! What the format took a copy of arrives as 0x11, the rest as 0x12, and both are right. A checksum of what did not arrive is
+//! not: then recovery takes a write for lost that was flushed.
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use common::native::{NativeSetup, look_native, native_setups};
+use common::{Setup, base, look, setups};
+use futures_lite::future::block_on;
+use vellum_core::{
+    Buffer, CheckedDisk, Disk, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, MemoryDisk,
+    MemoryStorage, Random, Result, SharedBytes, SharedDisk, SharedStorage, Storage, StorageRun, WriteFlags,
+    Zeroes,
+};
+use vellum_format::native::{self, Native};
+use vellum_format::qcow2::{Files, Header, OpenOptions, Qcow2};
+use vellum_format::sabotage::{Bug, put_in};
+
+const SECTOR: usize = 512;
+
+/// A storage under a guest that changes what is lent just before it is written.
+struct Restless {
+    inner: Arc<MemoryStorage>,
+    /// So many bytes were changed.
+    changed: AtomicU64,
+}
+
+/// What the guest makes of a byte.
+fn other(byte: u8) -> u8 {
+    byte ^ 3
+}
+
+impl Restless {
+    fn change(&self, data: Buffer) -> Buffer {
+        let (mut rest, mut all) = (data, Buffer::empty());
+        while !rest.is_empty() {
+            let first = rest.piece_lengths().next().expect("there are bytes");
+            let mut piece = rest.split_to(first);
+            if piece.is_lent() {
+                let bytes: Vec<u8> = piece.to_vec().into_iter().map(other).collect();
+                piece.copy_from(0, &bytes);
+                self.changed.fetch_add(first as u64, Relaxed);
+            }
+            all.append(piece);
+        }
+        all
+    }
+}
+
+impl Storage for Restless {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn limits(&self) -> &Limits {
+        self.inner.limits()
+    }
+
+    fn len(&self) -> u64 {
+        self.inner.len()
+    }
+
+    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        self.inner.read(at, buffer)
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        self.inner.write(at, self.change(data))
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.inner.flush()
+    }
+
+    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        self.inner.write_zeroes(span, how)
+    }
+
+    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.inner.discard(span)
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        self.inner.set_len(len)
+    }
+
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.inner.preallocate(span)
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        self.inner.runs(span)
+    }
+}
+
+/// One kind of image.
+enum Kind {
+    Qcow2(Setup),
+    Native(NativeSetup),
+}
+
+impl Kind {
+    fn all() -> Vec<Self> {
+        let qcow2 = setups().into_iter().map(Self::Qcow2);
+        qcow2.chain(native_setups().into_iter().map(Self::Native)).collect()
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Qcow2(setup) => setup.name,
+            Self::Native(setup) => setup.name,
+        }
+    }
+
+    /// Whether records say what data arrived.
+    fn has_checks(&self) -> bool {
+        match self {
+            Self::Qcow2(setup) => setup.options.journal.is_some(),
+            Self::Native(setup) => setup.base.is_some(),
+        }
+    }
+
+    /// Recovered, when there is something to recover.
+    fn is_recovered(&self) -> bool {
+        !matches!(self, Self::Qcow2(setup) if setup.options.journal.is_none())
+    }
+
+    fn empty(&self) -> (Vec<u8>, Vec<u8>) {
+        match self {
+            Self::Qcow2(setup) => (setup.empty_image().to_vec(), setup.content().to_vec()),
+            Self::Native(setup) => (setup.empty_image().to_vec(), setup.content().to_vec()),
+        }
+    }
+
+    async fn open(&self, image: SharedStorage) -> Result<SharedDisk> {
+        let disk: SharedDisk = match self {
+            Self::Qcow2(setup) => {
+                let header = Header::read(&*image).await?;
+                let below = setup.has_base.then(|| MemoryDisk::holding(&base()) as SharedDisk);
+                let files = Files { image, data_file: None, below };
+                let options = OpenOptions { journal_key: Some(1), ..OpenOptions::default() };
+                Qcow2::open(header, files, options).await?
+            }
+            Self::Native(setup) => {
+                let options = native::OpenOptions { journal_key: Some(1), ..native::OpenOptions::default() };
+                Native::open(image, setup.below(), options).await?
+            }
+        };
+        Ok(CheckedDisk::new(disk))
+    }
+
+    async fn check(&self, image: &SharedStorage) -> std::result::Result<(), String> {
+        let said = |chain: vellum_core::Error| chain.chain();
+        let (is_clean, lines) = match self {
+            Self::Qcow2(_) => look(image).await.map(|(report, lines)| (report.is_clean(), lines)),
+            Self::Native(_) => look_native(image).await.map(|(report, lines)| (report.is_clean(), lines)),
+        }
+        .map_err(said)?;
+        if is_clean { Ok(()) } else { Err(format!("the check says {lines:?}")) }
+    }
+}
+
+/// The whole disk, read into lent memory.
+async fn whole(disk: &dyn Disk, len: usize) -> Result<Vec<u8>> {
+    let memory = SharedBytes::zeroed(len);
+    disk.read(GuestOffset::ZERO, memory.lend(&[(0, len)])).await?;
+    Ok(memory.get(0, len))
+}
+
+/// Writes, flushes and kills; what was wrong, and how many bytes the guest changed in time.
+async fn run(kind: &Kind, seed: u64, steps: usize) -> std::result::Result<u64, String> {
+    let mut random = Random::from_seed(seed);
+    let (bytes, mut model) = kind.empty();
+    let mut image = MemoryStorage::holding("image", &bytes);
+    let mut restless = Arc::new(Restless { inner: image.clone(), changed: AtomicU64::new(0) });
+    let mut disk = kind.open(restless.clone()).await.map_err(|error| error.chain())?;
+    let mut changed = 0;
+    for step in 0..steps {
+        for _ in 0..=random.index(4) {
+            let at = random.index(12) * 4096 + random.index(3) * SECTOR;
+            let len = *random.pick(&[SECTOR, 4096, 4096, 8192, 20_480]);
+            let len = len.min(model.len() - at);
+            // The two lowest bits say which of a write's values a byte is.
+            let value = u8::try_from((random.index(60) + 1) * 4).expect("a byte");
+            let memory = SharedBytes::zeroed(len + SECTOR);
+            let cut = random.index(len / SECTOR) * SECTOR;
+            let lent = || memory.lend(&[(SECTOR, cut), (SECTOR + cut, len - cut)]);
+            lent().fill(value);
+            disk.write(GuestOffset::new(at as u64), lent(), WriteFlags::default())
+                .await
+                .map_err(|error| error.chain())?;
+            lent().fill(0xFF);
+            model[at..at + len].fill(value);
+        }
+        disk.flush().await.map_err(|error| error.chain())?;
+        let image_now = image.content();
+        let what = |why: String| format!("{}, seed {seed}, step {step}: {why}", kind.name());
+        if kind.is_recovered() && random.one_in(2) {
+            // Killed: nothing is told to the disk any more. Another one goes on with what is there.
+            changed += restless.changed.load(Relaxed);
+            image = MemoryStorage::with("image", image.limits().clone(), image_now);
+            restless = Arc::new(Restless { inner: image.clone(), changed: AtomicU64::new(0) });
+            drop(disk);
+            disk = kind.open(restless.clone()).await.map_err(|error| what(error.chain()))?;
+        }
+        let seen = whole(&*disk, model.len()).await.map_err(|error| what(error.chain()))?;
+        let is_one = |(seen, wanted): (&u8, &u8)| *seen == *wanted || *seen == other(*wanted);
+        if let Some(at) = seen.iter().zip(&model).position(|pair| !is_one(pair)) {
+            return Err(what(format!("byte {at:#x} is {:#x}, and was {:#x}", seen[at], model[at])));
+        }
+        // What is there now stays.
+        model = seen;
+    }
+    disk.close().await.map_err(|error| error.chain())?;
+    let image: SharedStorage = image;
+    kind.check(&image).await?;
+    Ok(changed + restless.changed.load(Relaxed))
+}
+
+#[test]
+fn a_guest_that_changes_its_memory_loses_nothing_that_was_flushed() {
+    for kind in Kind::all() {
+        let mut changed = 0;
+        for seed in 0..6 * common::scale() {
+            changed += block_on(run(&kind, seed, 12)).expect("nothing is lost");
+        }
+        assert!(changed > 0, "{}: some bytes were written as they lay", kind.name());
+    }
+}
+
+#[test]
+fn a_checksum_of_bytes_that_may_still_change_is_found() {
+    for kind in Kind::all().into_iter().filter(Kind::has_checks) {
+        put_in(Some(Bug::LentChecked));
+        let found = (0..12).find_map(|seed| block_on(run(&kind, seed, 12)).err());
+        put_in(None);
+        assert!(found.is_some(), "{}: nobody noticed", kind.name());
+    }
+}

@@ -1,0 +1,169 @@
+//! One queue, on one worker: each tag asks for a request, does it, and answers with the next question.
+//!
+//! ```text
+//!   tag 0   next ─► row ─► the disk ─► next(answer) ─► …       until the kernel says that there are no more
+//!   tag 1   next ─► …
+//! ```
+//!
+//! 1. A queue is one future on one worker and shares nothing with other queues but the disk and its [`Target`].
+//! 2. It ends when all tags have heard that there are no more, which the kernel says when the device was stopped and all
+//!    requests were answered.
+//! 3. When the server is cut off, requests that come are answered with EIO and begin nothing, so that the kernel gets to its
+//!    end; those that were begun are waited for.
+//! 4. No tag keeps a worker: it comes back to the kernel after each request.
+
+use std::future::poll_fn;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Poll;
+
+use vellum_core::{Buffer, Error, ErrorKind, LocalFuture, Result, SharedDisk, WriteFlags, ZeroFlags};
+
+use super::facts::Facts;
+use super::request::{Request, Row, Terms};
+use crate::flight::Flight;
+use crate::shutdown::Shutdown;
+
+/// The kernel, as a queue sees it.
+pub trait Kernel {
+    /// Tells what became of the tag's last request, if there was one, and waits for the next.
+    fn next(&self, tag: u16, answer: Option<i32>) -> impl Future<Output = Result<Told>>;
+
+    /// What the tag's request asks.
+    fn row(&self, tag: u16) -> Row;
+
+    /// The data of a write.
+    fn take(&self, tag: u16, len: usize) -> Result<Buffer>;
+
+    /// Hands over the data of a read.
+    fn give(&self, tag: u16, data: &Buffer) -> Result<()>;
+}
+
+/// What a queue hears.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Told {
+    /// There is a request.
+    Request,
+    /// There are no more.
+    NoMore,
+}
+
+/// What all queues of a device share.
+pub struct Target {
+    disk: SharedDisk,
+    sectors: AtomicU64,
+    read_only: bool,
+    /// What kept a queue from hearing of requests.
+    broken: Mutex<Option<Error>>,
+}
+
+impl Target {
+    /// The disk, and what the kernel was told of it.
+    pub fn new(disk: SharedDisk, facts: &Facts) -> Self {
+        let sectors = AtomicU64::new(facts.sectors);
+        Self { disk, sectors, read_only: facts.read_only, broken: Mutex::default() }
+    }
+
+    /// The disk is so large now; true if that is news.
+    pub fn resize(&self, sectors: u64) -> bool {
+        self.sectors.swap(sectors, Ordering::Relaxed) != sectors
+    }
+
+    /// What kept a queue from hearing of requests, if anything did.
+    pub fn broken(&self) -> Option<Error> {
+        self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn terms(&self) -> Terms {
+        Terms { sectors: self.sectors.load(Ordering::Relaxed), read_only: self.read_only }
+    }
+
+    fn break_down(&self, error: Error) {
+        tracing::warn!("a queue of a ublk device is not served any more: {}", error.chain());
+        self.broken.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+    }
+}
+
+/// Serves a queue of so many tags to its end. By the time it is first pending, all tags have asked.
+pub async fn serve_queue<K: Kernel + 'static>(
+    kernel: K,
+    depth: u16,
+    target: Arc<Target>,
+    shutdown: Shutdown,
+) {
+    let kernel = Rc::new(kernel);
+    let mut flight: Flight<LocalFuture<'static, Result<()>>> = Flight::new(usize::from(depth));
+    let note = |ended: Result<()>| {
+        if let Err(error) = ended {
+            target.break_down(error);
+        }
+    };
+    for tag in 0..depth {
+        let serving = serve_tag(kernel.clone(), tag, target.clone(), shutdown.clone());
+        if let Some(ended) = flight.start(Box::pin(serving)) {
+            note(ended);
+        }
+    }
+    poll_fn(|context| {
+        flight.poll_woken(context, note);
+        if flight.running() == 0 { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+}
+
+async fn serve_tag<K: Kernel>(
+    kernel: Rc<K>,
+    tag: u16,
+    target: Arc<Target>,
+    shutdown: Shutdown,
+) -> Result<()> {
+    let mut answer = None;
+    while kernel.next(tag, answer).await? == Told::Request {
+        let done = match Request::parse(&kernel.row(tag), &target.terms()) {
+            Ok(_) if shutdown.is_cut() => Err(libc::EIO),
+            Ok(request) => perform(request, &*kernel, tag, &target.disk).await,
+            Err(errno) => Err(errno),
+        };
+        answer = Some(match done {
+            Ok(bytes) => i32::try_from(bytes).expect("requests are small"),
+            Err(errno) => -errno,
+        });
+    }
+    Ok(())
+}
+
+/// Gives how many bytes were moved.
+async fn perform<K: Kernel>(request: Request, kernel: &K, tag: u16, disk: &SharedDisk) -> Result<usize, i32> {
+    match request {
+        Request::Read { at, len } => {
+            let data = disk.read(at, Buffer::for_overwrite(len)).await.map_err(errno_of)?;
+            kernel.give(tag, &data).map_err(errno_of)?;
+            Ok(len)
+        }
+        Request::Write { at, len, fua } => {
+            let data = kernel.take(tag, len).map_err(errno_of)?;
+            disk.write(at, data, WriteFlags { fua }).await.map_err(errno_of)?;
+            Ok(len)
+        }
+        Request::Flush => disk.flush().await.map(|()| 0).map_err(errno_of),
+        Request::Discard { span, fua } => {
+            disk.discard(span, WriteFlags { fua }).await.map(|()| 0).map_err(errno_of)
+        }
+        Request::WriteZeroes { span, fua, may_unmap } => {
+            let flags = ZeroFlags { fua, may_unmap, fast_only: false };
+            disk.write_zeroes(span, flags).await.map(|()| 0).map_err(errno_of)
+        }
+    }
+}
+
+/// The kernel is told that it failed; the log, why.
+#[expect(clippy::needless_pass_by_value, reason = "it is what `map_err` gives")]
+fn errno_of(error: Error) -> i32 {
+    tracing::debug!("a request over ublk failed: {}", error.chain());
+    match error.kind() {
+        ErrorKind::NoSpace => libc::ENOSPC,
+        ErrorKind::Unsupported => libc::EOPNOTSUPP,
+        _ => libc::EIO,
+    }
+}

@@ -217,7 +217,7 @@ async fn run(
         exports: exports.clone(),
         shutdown: shutdown.clone(),
         slots: ConnectionSlots::new(CONNECTIONS_MAX),
-        lookers: Lookers { sessions: devices.sessions(), files: files.tellers() },
+        lookers: Lookers { sessions: devices.sessions(), files: files.tellers(), blocks: blocks.tellers() },
     };
     let controlled = control_listener.map(|listener| spawn_local(control.clone().accept(listener)));
     let accepting: Vec<_> = listeners

@@ -18,10 +18,10 @@ use std::time::Duration;
 
 use event_listener::Event;
 use futures_lite::future::or;
-use vellum_core::{Buffer, Disk, Error, ErrorKind, Result};
+use vellum_core::{Buffer, Disk, Error, ErrorKind, Result, SharedDisk};
 use vellum_export::Shutdown;
 use vellum_export::ublk::{
-    DEPTH, Facts, Kernel, QUEUES_MAX, REQUEST_BYTES_MAX, Row, Target, Told, serve_queue,
+    DEPTH, Facts, Kernel, QUEUES_MAX, REQUEST_BYTES_MAX, Row, SECTOR_BYTES, Target, Told, serve_queue,
 };
 use vellum_io::ublk::{self, Control, Device, NUMBERS_MAX, Params, Queue, Shape, State};
 use vellum_io::{IoMode, Spawned, WorkersHandle, clock, io_mode, unblock};
@@ -46,6 +46,7 @@ pub(crate) struct Blocks(Vec<Shown>);
 struct Shown {
     control: Handle,
     number: u32,
+    disk: SharedDisk,
     target: Arc<Target>,
     queues: Vec<Spawned<()>>,
 }
@@ -93,6 +94,17 @@ impl Blocks {
         self.0.iter().map(|shown| path_of(shown.number)).collect()
     }
 
+    /// Who tells the kernel that a disk is larger.
+    pub(crate) fn tellers(&self) -> Tellers {
+        let teller = |shown: &Shown| Teller {
+            control: shown.control.clone(),
+            number: shown.number,
+            disk: shown.disk.clone(),
+            target: shown.target.clone(),
+        };
+        Tellers(self.0.iter().map(teller).collect())
+    }
+
     /// Takes all of them away.
     pub(crate) async fn end(self) {
         for shown in self.0 {
@@ -130,7 +142,7 @@ impl Shown {
         let wanted = Shape { queues, depth: DEPTH, request_bytes_max: REQUEST_BYTES_MAX };
         let (number, shape) = add(&control, spec.number, wanted).await?;
         let target = Arc::new(Target::new(served.disk(), &facts));
-        let mut shown = Self { control, number, target, queues: Vec::new() };
+        let mut shown = Self { control, number, disk: served.disk(), target, queues: Vec::new() };
         // Nobody else may go back to a snapshot under it from here on.
         served.hold();
         match shown.start(shape, &facts, (workers, first_worker), shutdown).await {
@@ -201,6 +213,44 @@ impl Shown {
         }
         if let Err(error) = control.call(move |control| control.remove(number)).await {
             tracing::warn!("{}", error.chain());
+        }
+    }
+}
+
+/// Those who tell the kernel that a disk is larger.
+#[derive(Clone)]
+pub(crate) struct Tellers(Arc<[Teller]>);
+
+struct Teller {
+    control: Handle,
+    number: u32,
+    disk: SharedDisk,
+    target: Arc<Target>,
+}
+
+impl Tellers {
+    /// Each looks whether its disk is larger.
+    pub(crate) async fn look_again(&self) {
+        for teller in &*self.0 {
+            teller.look_again().await;
+        }
+    }
+}
+
+impl Teller {
+    async fn look_again(&self) {
+        let (number, sectors) = (self.number, self.disk.geometry().size / SECTOR_BYTES);
+        // First what requests are measured by: the kernel may ask for what is new at once.
+        if !self.target.resize(sectors) {
+            return;
+        }
+        let resized = self.control.call(move |control| match control.can_resize() {
+            true => control.resize(number, sectors),
+            false => Err(Error::unsupported("this kernel can't resize it (Linux 6.16 or later can)")),
+        });
+        if let Err(error) = resized.await {
+            let path = path_of(number);
+            tracing::warn!("{} keeps its size until the next start: {}", path.display(), error.chain());
         }
     }
 }

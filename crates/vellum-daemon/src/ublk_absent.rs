@@ -15,6 +15,15 @@ use crate::served::Disks;
 /// None.
 pub(crate) struct Blocks;
 
+/// Nobody.
+#[derive(Clone)]
+pub(crate) struct Tellers;
+
+impl Tellers {
+    #[expect(clippy::unused_async, reason = "as where there are some")]
+    pub(crate) async fn look_again(&self) {}
+}
+
 impl Blocks {
     #[expect(clippy::unused_async, reason = "as where there are some")]
     pub(crate) async fn begin(
@@ -35,6 +44,11 @@ impl Blocks {
     #[expect(clippy::unused_self, reason = "as where there are some")]
     pub(crate) fn paths(&self) -> Vec<PathBuf> {
         Vec::new()
+    }
+
+    #[expect(clippy::unused_self, reason = "as where there are some")]
+    pub(crate) fn tellers(&self) -> Tellers {
+        Tellers
     }
 
     #[expect(clippy::unused_async, reason = "as where there are some")]

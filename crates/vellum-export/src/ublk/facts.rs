@@ -53,7 +53,7 @@ mod tests {
 
     #[test]
     fn a_disk_is_told_in_sectors_and_powers_of_two() {
-        let block = |bytes: u64| BlockSize::new(bytes).expect("a power of two");
+        let block = |bytes: u64| BlockSize::from_bytes(bytes).expect("a power of two");
         let geometry = |size, block_size, preferred_size, read_only| Geometry {
             size,
             block_size: block(block_size),

@@ -178,15 +178,14 @@ mod tests {
     fn no_row_whatever_leaves_the_disk_or_asks_for_too_much() {
         for seed in 0..200_000 {
             let mut random = Random::from_seed(seed);
-            let terms =
-                Terms { sectors: random.next_u64() >> 9 >> random.index(55), read_only: random.one_in(4) };
+            let terms = Terms { sectors: random.any() >> 9 >> random.index(55), read_only: random.one_in(4) };
             // Most of them near a limit, or nothing could pass.
             let start = match random.index(3) {
-                0 => random.next_u64(),
-                1 => terms.sectors.wrapping_add(random.next_u64() % 8).wrapping_sub(4),
-                _ => random.next_u64() >> random.index(64),
+                0 => random.any(),
+                1 => terms.sectors.wrapping_add(random.any() % 8).wrapping_sub(4),
+                _ => random.any() >> random.index(64),
             };
-            let words = random.next_u64();
+            let words = random.any();
             let sectors = u32::try_from(words >> 32).expect("32 bits") >> random.index(32);
             let op = u32::try_from(words & 7).expect("3 bits");
             let row = row(op | (words as u32 & !OP_MASK), start, sectors);
@@ -200,7 +199,7 @@ mod tests {
                 Request::Discard { span, .. } | Request::WriteZeroes { span, .. } => (span, true),
             };
             assert!(
-                span.end().get() <= terms.sectors.saturating_mul(512),
+                span.end().bytes() <= terms.sectors.saturating_mul(512),
                 "seed {seed}: {row:?} of {terms:?}"
             );
             assert!(!(is_write && terms.read_only), "seed {seed}: {row:?} of {terms:?}");

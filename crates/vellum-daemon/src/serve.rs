@@ -107,6 +107,8 @@ pub struct UblkSpec {
     pub number: Option<u32>,
     /// How many queues it has; as many as there are workers, when not said. The kernel makes no more than it has processors.
     pub queues: Option<u16>,
+    /// It outlives a server that is killed, and waits for the next. Each write is durable when it is answered.
+    pub keeps: bool,
 }
 
 /// What a server that is ready has found out.

@@ -3,15 +3,20 @@
 //! ```text
 //!   begin    what a dead server of ours left is removed ► added ► described ► opened ► queues on the workers, all asking
 //!            ► started (the kernel looks for partitions)
+//!            what a dead server of ours left to the next one: taken over ► opened ► queues on the workers ► goes on
 //!   end      stopped: the kernel writes back what it has cached, waits for requests under way, and tells the queues
 //!            ► queues ended ► removed
 //! ```
 //!
 //! 1. Whatever fails on the way, what was added is stopped and removed.
 //! 2. Calls of the control device block, and are made on threads that may; queues are served meanwhile.
-//! 3. A device of another program, or one that is served, is left alone: those of this program carry a mark.
+//! 3. A device of another program, or one that is served, is left alone: those of this program carry a mark, which also says
+//!    which disk they are of.
+//! 4. A device that outlives its server is taken over by the next server of the same disk, and goes on where it was. So it has no
+//!    write cache: what was answered is durable, or a killed server would have lost it behind its users' backs.
 
-use std::path::PathBuf;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -30,8 +35,9 @@ use crate::UblkSpec;
 use crate::serve::ExportSpec;
 use crate::served::Disks;
 
-/// What is written at our devices: which program, and a version of what it may mean.
-const MARK: u64 = u64::from_be_bytes(*b"vellum\0\x01");
+/// What is written at our devices: in the upper bits which program, in the lower ones which disk.
+const MARK: u64 = 0x564C << MARK_SHIFT;
+const MARK_SHIFT: u32 = 48;
 
 /// How long a queue has to be told that its questions make no sense.
 const REFUSED_WITHIN: Duration = Duration::from_millis(2);
@@ -132,20 +138,29 @@ impl Shown {
                 "can't make a block device by ublk without io_uring, by which alone the kernel is reached; leave --io threads out, or use --fuse FILE or --nbd unix:PATH instead",
             ));
         }
-        let control = Handle(Arc::new(Mutex::new(unblock(Control::open).await?)));
-        if let Some(number) = spec.number {
-            clear(&control, number).await?;
-        }
         let image = served.path();
         let is_for_reading = |export: &ExportSpec| export.path == image && export.image.read_only;
-        let facts = Facts::new(&served.disk().geometry(), exports.iter().any(is_for_reading));
-        let wanted = Shape { queues, depth: DEPTH, request_bytes_max: REQUEST_BYTES_MAX };
-        let (number, shape) = add(&control, spec.number, wanted).await?;
+        let is_for_reading = exports.iter().any(is_for_reading);
+        let facts = Facts::new(&served.disk().geometry(), is_for_reading, spec.keeps);
+        let control = Handle(Arc::new(Mutex::new(unblock(Control::open).await?)));
+        let mark = mark_of(image).await;
+        let waiting = match spec.number {
+            Some(number) => clear(&control, number, mark, spec.keeps.then_some(&facts)).await?,
+            None => None,
+        };
+        let is_taken_over = waiting.is_some();
+        let (number, shape) = match waiting {
+            Some(waiting) => waiting,
+            None => {
+                let wanted = Shape { queues, depth: DEPTH, request_bytes_max: REQUEST_BYTES_MAX };
+                add(&control, spec, wanted, mark).await?
+            }
+        };
         let target = Arc::new(Target::new(served.disk(), &facts));
         let mut shown = Self { control, number, disk: served.disk(), target, queues: Vec::new() };
         // Nobody else may go back to a snapshot under it from here on.
         served.hold();
-        match shown.start(shape, &facts, (workers, first_worker), shutdown).await {
+        match shown.start((shape, is_taken_over), &facts, (workers, first_worker), shutdown).await {
             Ok(()) => Ok(shown),
             Err(error) => {
                 shown.end().await;
@@ -156,7 +171,7 @@ impl Shown {
 
     async fn start(
         &mut self,
-        shape: Shape,
+        (shape, is_taken_over): (Shape, bool),
         facts: &Facts,
         (workers, first_worker): (&WorkersHandle, usize),
         shutdown: &Shutdown,
@@ -165,13 +180,18 @@ impl Shown {
         let params = Params {
             sectors: facts.sectors,
             read_only: facts.read_only,
+            write_through: facts.write_through,
             physical_shift: facts.physical_shift,
             best_shift: facts.best_shift,
             request_bytes_max: shape.request_bytes_max.min(REQUEST_BYTES_MAX),
             discard_granularity: 1 << facts.physical_shift,
             range_sectors_max: facts.range_sectors_max,
         };
-        self.control.call(move |control| control.describe(number, &params)).await?;
+        if is_taken_over {
+            self.control.call(move |control| control.take_over(number)).await?;
+        } else {
+            self.control.call(move |control| control.describe(number, &params)).await?;
+        }
         let device = unblock(move || Device::open(number)).await?;
         let opened = (0..shape.queues).map(|queue| device.queue(queue, shape.depth));
         let opened: Vec<Queue> = opened.collect::<Result<_>>()?;
@@ -199,7 +219,8 @@ impl Shown {
         if let Some(error) = self.target.broken() {
             return Err(error);
         }
-        self.control.call(move |control| control.start(number)).await
+        let start = if is_taken_over { Control::go_on } else { Control::start };
+        self.control.call(move |control| start(control, number)).await
     }
 
     async fn end(self) {
@@ -307,35 +328,73 @@ fn path_of(number: u32) -> PathBuf {
     PathBuf::from(format!("/dev/ublkb{number}"))
 }
 
+/// The mark of a device that shows this image.
+async fn mark_of(image: &Path) -> u64 {
+    let image = image.to_owned();
+    let path = unblock(move || image.canonicalize().unwrap_or(image)).await;
+    // FNV-1a: it is the same in every build, and nobody gains by finding another path with the same sum.
+    let sum = path.as_os_str().as_bytes().iter().fold(0xCBF2_9CE4_8422_2325, |sum: u64, byte| {
+        (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01B3)
+    });
+    MARK | sum >> (u64::BITS - MARK_SHIFT)
+}
+
 /// Removes what a dead server of ours left under this number. One that was killed a moment ago may be still on its way out.
-async fn clear(control: &Handle, number: u32) -> Result<()> {
+/// One that waits for the next server of this disk is not removed but given back with its shape, where there are facts that it
+/// must agree with.
+async fn clear(
+    control: &Handle,
+    number: u32,
+    mark: u64,
+    keeps: Option<&Facts>,
+) -> Result<Option<(u32, Shape)>> {
     let begun = clock().now();
     let path = path_of(number);
     while let Some(standing) = control.call(move |control| control.look(number)).await? {
         let used = |who: &str| Error::new(ErrorKind::Locked, format!("can't make {}: {who}", path.display()));
-        if standing.mark != MARK {
+        if standing.mark >> MARK_SHIFT != MARK >> MARK_SHIFT {
             return Err(used("another program has a ublk device with this number"));
         }
-        if standing.state == State::Dead {
+        if standing.state == State::Live {
+            if clock().now() - begun > FREE_WITHIN {
+                return Err(used(&format!("process {} serves a disk there", standing.pid)));
+            }
+            clock().sleep(LOOKED_EVERY).await;
+            continue;
+        }
+        if standing.state == State::Waiting {
+            if standing.mark != mark {
+                return Err(used("a device that shows another image waits there for its server"));
+            }
+            if let Some(facts) = keeps {
+                let size = control.call(move |control| control.size(number)).await?;
+                if size != (facts.sectors, facts.read_only)
+                    || standing.shape.request_bytes_max > REQUEST_BYTES_MAX
+                {
+                    return Err(used(
+                        "the device that waits there is not as this disk is now; without --ublk-keep it is taken away",
+                    ));
+                }
+                return Ok(Some((number, standing.shape)));
+            }
+            tracing::info!("{} waited for its server, and is taken away", path.display());
+            control.call(move |control| control.stop(number)).await?;
+        } else {
             // Nobody else has it open, who is about to start it.
             let opened = unblock(move || Device::open(number)).await;
             drop(opened.map_err(|error| error.context(format!("can't make {}", path.display())))?);
             tracing::info!("{} was left by a server that has gone, and is removed", path.display());
-            return control.call(move |control| control.remove(number)).await;
         }
-        if clock().now() - begun > FREE_WITHIN {
-            return Err(used(&format!("process {} serves a disk there", standing.pid)));
-        }
-        clock().sleep(LOOKED_EVERY).await;
+        return control.call(move |control| control.remove(number)).await.map(|()| None);
     }
-    Ok(())
+    Ok(None)
 }
 
 /// Adds a device. The number of one that was just removed may take a moment to be free.
-async fn add(control: &Handle, number: Option<u32>, shape: Shape) -> Result<(u32, Shape)> {
-    let begun = clock().now();
+async fn add(control: &Handle, spec: &UblkSpec, shape: Shape, mark: u64) -> Result<(u32, Shape)> {
+    let (begun, number, keeps) = (clock().now(), spec.number, spec.keeps);
     loop {
-        match control.call(move |control| control.add(number, shape, MARK)).await {
+        match control.call(move |control| control.add(number, shape, mark, keeps)).await {
             Err(error) if error.kind() == ErrorKind::Locked && clock().now() - begun < FREE_WITHIN => {
                 clock().sleep(LOOKED_EVERY).await;
             }

@@ -21,6 +21,8 @@ pub struct Facts {
     pub sectors: u64,
     /// Writes are refused.
     pub read_only: bool,
+    /// Each write is durable when it is answered.
+    pub write_through: bool,
     /// The physical block, as a power of two.
     pub physical_shift: u8,
     /// What is best, as a power of two.
@@ -30,14 +32,15 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Those of a disk, which may be served for reading only.
-    pub fn new(geometry: &Geometry, read_only: bool) -> Self {
+    /// Those of a disk, which may be served for reading only, or write-through.
+    pub fn new(geometry: &Geometry, read_only: bool, write_through: bool) -> Self {
         let shift = |bytes: u64| u8::try_from(bytes.min(BEST_BYTES_MAX).ilog2()).expect("below 64");
         let read_only = read_only || geometry.read_only;
         let physical = geometry.block_size.bytes().max(PHYSICAL_BYTES_MIN);
         Self {
             sectors: geometry.size / SECTOR_BYTES,
             read_only,
+            write_through,
             physical_shift: shift(physical),
             best_shift: shift(geometry.preferred_size.bytes().max(physical)),
             range_sectors_max: if read_only { 0 } else { RANGE_SECTORS_MAX },
@@ -61,27 +64,29 @@ mod tests {
             read_only,
             fast_zeroes: true,
         };
-        let facts = Facts::new(&geometry((1 << 20) + 511, 512, 65536, false), false);
+        let facts = Facts::new(&geometry((1 << 20) + 511, 512, 65536, false), false, false);
         let expected = Facts {
             sectors: 2048,
             read_only: false,
+            write_through: false,
             physical_shift: 12,
             best_shift: 16,
             range_sectors_max: RANGE_SECTORS_MAX,
         };
         assert_eq!(facts, expected);
         for (of_disk, of_export) in [(true, false), (false, true), (true, true)] {
-            let facts = Facts::new(&geometry(512, 512, 512, of_disk), of_export);
+            let facts = Facts::new(&geometry(512, 512, 512, of_disk), of_export, true);
             let expected = Facts {
                 sectors: 1,
                 read_only: true,
+                write_through: true,
                 physical_shift: 12,
                 best_shift: 12,
                 range_sectors_max: 0,
             };
             assert_eq!(facts, expected);
         }
-        let facts = Facts::new(&geometry(1 << 30, 1 << 16, 1 << 31, false), false);
+        let facts = Facts::new(&geometry(1 << 30, 1 << 16, 1 << 31, false), false, false);
         assert_eq!((facts.physical_shift, facts.best_shift), (16, 25));
     }
 }

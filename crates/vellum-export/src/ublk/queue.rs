@@ -54,6 +54,7 @@ pub struct Target {
     disk: SharedDisk,
     sectors: AtomicU64,
     read_only: bool,
+    write_through: bool,
     /// What kept a queue from hearing of requests.
     broken: Mutex<Option<Error>>,
 }
@@ -62,7 +63,8 @@ impl Target {
     /// The disk, and what the kernel was told of it.
     pub fn new(disk: SharedDisk, facts: &Facts) -> Self {
         let sectors = AtomicU64::new(facts.sectors);
-        Self { disk, sectors, read_only: facts.read_only, broken: Mutex::default() }
+        let Facts { read_only, write_through, .. } = *facts;
+        Self { disk, sectors, read_only, write_through, broken: Mutex::default() }
     }
 
     /// The disk is so large now; true if that is news.
@@ -76,7 +78,8 @@ impl Target {
     }
 
     fn terms(&self) -> Terms {
-        Terms { sectors: self.sectors.load(Ordering::Relaxed), read_only: self.read_only }
+        let sectors = self.sectors.load(Ordering::Relaxed);
+        Terms { sectors, read_only: self.read_only, write_through: self.write_through }
     }
 
     fn break_down(&self, error: Error) {
@@ -231,8 +234,9 @@ mod tests {
         }
     }
 
-    impl Kernel for Fake {
-        async fn next(&self, tag: u16, answer: Option<i32>) -> Result<Told> {
+    impl Fake {
+        /// The tag answers, if it was asked, and asks.
+        fn hear(&self, tag: u16, answer: Option<i32>) -> Result<()> {
             let mut state = self.0.borrow_mut();
             if state.is_refusing {
                 state.asked.remove(&tag);
@@ -252,6 +256,13 @@ mod tests {
             drop(state);
             // Who waits for the last answer to be given looks again.
             self.wake();
+            Ok(())
+        }
+    }
+
+    impl Kernel for Fake {
+        async fn next(&self, tag: u16, answer: Option<i32>) -> Result<Told> {
+            self.hear(tag, answer)?;
             poll_fn(|context| {
                 let mut state = self.0.borrow_mut();
                 if let Some(request) = state.waiting.pop_front() {
@@ -354,7 +365,7 @@ mod tests {
         let storage =
             MemoryStorage::holding("disk", &vec![0; usize::try_from(SECTORS).expect("small") * 512]);
         let disk = Arc::new(Slow { storage, random: Mutex::new(Random::from_seed(7)), fails });
-        let facts = Facts::new(&disk.geometry(), false);
+        let facts = Facts::new(&disk.geometry(), false, false);
         Arc::new(Target::new(disk, &facts))
     }
 

@@ -56,6 +56,8 @@ pub(super) struct Terms {
     /// The size of the disk.
     pub(super) sectors: u64,
     pub(super) read_only: bool,
+    /// Each change is durable when it is answered.
+    pub(super) write_through: bool,
 }
 
 impl Terms {
@@ -89,7 +91,7 @@ impl Terms {
 
 impl Request {
     pub(super) fn parse(row: &Row, terms: &Terms) -> Result<Self, i32> {
-        let fua = row.op_flags & FLAG_FUA != 0;
+        let fua = terms.write_through || row.op_flags & FLAG_FUA != 0;
         match row.op_flags & OP_MASK {
             OP_READ => terms.transfer(row).map(|(at, len)| Self::Read { at, len }),
             OP_WRITE => {
@@ -113,9 +115,10 @@ mod tests {
 
     use super::*;
 
-    const TERMS: Terms = Terms { sectors: 100, read_only: false };
-    const READ_ONLY: Terms = Terms { sectors: 100, read_only: true };
-    const LARGE: Terms = Terms { sectors: 1 << 40, read_only: false };
+    const TERMS: Terms = Terms { sectors: 100, read_only: false, write_through: false };
+    const THROUGH: Terms = Terms { sectors: 100, read_only: false, write_through: true };
+    const READ_ONLY: Terms = Terms { sectors: 100, read_only: true, write_through: false };
+    const LARGE: Terms = Terms { sectors: 1 << 40, read_only: false, write_through: false };
 
     fn row(op_flags: u32, start: u64, sectors: u32) -> Row {
         Row { op_flags, sectors, start }
@@ -143,6 +146,8 @@ mod tests {
             (LARGE, row(OP_WRITE, 7, u32::MAX), Err(libc::EIO)),
             (TERMS, row(OP_WRITE, 1, 2), Ok(Write { at: at(1), len: 1024, fua: false })),
             (TERMS, row(OP_WRITE | fua, 1, 2), Ok(Write { at: at(1), len: 1024, fua: true })),
+            (THROUGH, row(OP_WRITE, 1, 2), Ok(Write { at: at(1), len: 1024, fua: true })),
+            (THROUGH, row(OP_DISCARD, 0, 8), Ok(Discard { span: span(0, 8), fua: true })),
             (TERMS, row(OP_WRITE, 100, 1), Err(libc::EIO)),
             (READ_ONLY, row(OP_WRITE, 1, 1), Err(libc::EROFS)),
             (READ_ONLY, row(OP_READ, 1, 1), Ok(Read { at: at(1), len: 512 })),
@@ -178,7 +183,11 @@ mod tests {
     fn no_row_whatever_leaves_the_disk_or_asks_for_too_much() {
         for seed in 0..200_000 {
             let mut random = Random::from_seed(seed);
-            let terms = Terms { sectors: random.any() >> 9 >> random.index(55), read_only: random.one_in(4) };
+            let terms = Terms {
+                sectors: random.any() >> 9 >> random.index(55),
+                read_only: random.one_in(4),
+                write_through: random.one_in(2),
+            };
             // Most of them near a limit, or nothing could pass.
             let start = match random.index(3) {
                 0 => random.any(),
@@ -188,7 +197,8 @@ mod tests {
             let words = random.any();
             let sectors = u32::try_from(words >> 32).expect("32 bits") >> random.index(32);
             let op = u32::try_from(words & 7).expect("3 bits");
-            let row = row(op | (words as u32 & !OP_MASK), start, sectors);
+            let flags = u32::try_from(words & u64::from(!OP_MASK)).expect("32 bits");
+            let row = row(op | flags, start, sectors);
             let Ok(request) = Request::parse(&row, &terms) else { continue };
             let (span, is_write) = match request {
                 Request::Flush => continue,

@@ -118,14 +118,15 @@ impl IoCommand {
 }
 
 /// The number of a command as `ioctl` has it: which way `len` bytes go, a letter, and a number.
-const fn code(ways: u32, number: u32, len: usize) -> u32 {
-    ways << 30 | (len as u32) << 16 | (b'u' as u32) << 8 | number
+const fn code(ways: u32, number: u32, len: u32) -> u32 {
+    ways << 30 | len << 16 | (b'u' as u32) << 8 | number
 }
 
 const READ: u32 = 2;
 const BOTH: u32 = 3;
-const CONTROL: usize = size_of::<ControlCommand>();
-const IO: usize = size_of::<IoCommand>();
+/// How long the structures are, as asserted above.
+const CONTROL: u32 = 32;
+const IO: u32 = 16;
 
 pub(super) const GET_INFO: u32 = code(READ, 0x02, CONTROL);
 pub(super) const ADD: u32 = code(BOTH, 0x04, CONTROL);
@@ -133,6 +134,9 @@ pub(super) const DELETE: u32 = code(BOTH, 0x05, CONTROL);
 pub(super) const START: u32 = code(BOTH, 0x06, CONTROL);
 pub(super) const STOP: u32 = code(BOTH, 0x07, CONTROL);
 pub(super) const SET_PARAMETERS: u32 = code(BOTH, 0x08, CONTROL);
+pub(super) const GET_PARAMETERS: u32 = code(READ, 0x09, CONTROL);
+pub(super) const START_RECOVERY: u32 = code(BOTH, 0x10, CONTROL);
+pub(super) const END_RECOVERY: u32 = code(BOTH, 0x11, CONTROL);
 pub(super) const GET_FEATURES: u32 = code(READ, 0x13, CONTROL);
 pub(super) const DELETE_LATER: u32 = code(READ, 0x14, CONTROL);
 pub(super) const UPDATE_SIZE: u32 = code(BOTH, 0x15, CONTROL);
@@ -140,6 +144,10 @@ pub(super) const UPDATE_SIZE: u32 = code(BOTH, 0x15, CONTROL);
 pub(super) const FETCH: u32 = code(BOTH, 0x20, IO);
 pub(super) const COMMIT_AND_FETCH: u32 = code(BOTH, 0x21, IO);
 
+/// A device outlives its server, and waits for the next.
+pub(super) const FEATURE_RECOVERY: u64 = 1 << 3;
+/// What the dead server had not answered is asked again.
+pub(super) const FEATURE_REISSUE: u64 = 1 << 4;
 /// Commands have the numbers of `ioctl`.
 pub(super) const FEATURE_CODES: u64 = 1 << 6;
 /// Data is moved by reading and writing the device.
@@ -181,6 +189,9 @@ mod tests {
             (START, 0xC020_7506),
             (STOP, 0xC020_7507),
             (SET_PARAMETERS, 0xC020_7508),
+            (GET_PARAMETERS, 0x8020_7509),
+            (START_RECOVERY, 0xC020_7510),
+            (END_RECOVERY, 0xC020_7511),
             (GET_FEATURES, 0x8020_7513),
             (DELETE_LATER, 0x8020_7514),
             (UPDATE_SIZE, 0xC020_7515),

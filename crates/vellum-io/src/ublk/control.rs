@@ -44,6 +44,8 @@ pub struct Params {
     pub sectors: u64,
     /// Writes are refused.
     pub read_only: bool,
+    /// Each write is durable when it is answered; the kernel need not flush.
+    pub write_through: bool,
     /// The physical block, as a power of two.
     pub physical_shift: u8,
     /// What is best, as a power of two.
@@ -65,6 +67,8 @@ pub struct Standing {
     pub mark: u64,
     /// The process that serves it, or did.
     pub pid: i32,
+    /// Its queues.
+    pub shape: Shape,
 }
 
 /// What a device does.
@@ -109,18 +113,19 @@ impl Control {
     }
 
     /// Adds a device with this number, or the first that is free, and writes the mark at it. Gives its number, and its
-    /// shape, which may be less than was asked for.
+    /// shape, which may be less than was asked for. One that `keeps` outlives its server, and waits for the next.
     ///
     /// # Errors
     /// `Locked` when there is a device with this number.
-    pub fn add(&mut self, number: Option<u32>, shape: Shape, mark: u64) -> Result<(u32, Shape)> {
+    pub fn add(&mut self, number: Option<u32>, shape: Shape, mark: u64, keeps: bool) -> Result<(u32, Shape)> {
         let wanted = number.unwrap_or(u32::MAX);
+        let keeping = if keeps { abi::FEATURE_RECOVERY | abi::FEATURE_REISSUE } else { 0 };
         let mut info = DeviceInfo {
             queues: shape.queues,
             depth: shape.depth,
             request_bytes_max: shape.request_bytes_max,
             number: wanted,
-            flags: abi::FEATURE_CODES | abi::FEATURE_USER_COPY,
+            flags: abi::FEATURE_CODES | abi::FEATURE_USER_COPY | keeping,
             mark,
             ..DeviceInfo::default()
         };
@@ -135,18 +140,21 @@ impl Control {
             }
             errno => Error::os(errno, "can't make a block device by ublk"),
         })?;
-        let got = Shape { queues: info.queues, depth: info.depth, request_bytes_max: info.request_bytes_max };
-        Ok((info.number, got))
+        Ok((info.number, Shape::from(&info)))
     }
 
     /// Says what the device is. It has not been started yet.
     pub fn describe(&mut self, number: u32, params: &Params) -> Result<()> {
         let has_ranges = params.range_sectors_max > 0;
         let read_only = if params.read_only { abi::ATTRIBUTE_READ_ONLY } else { 0 };
+        let cache = match params.write_through {
+            true => 0,
+            false => abi::ATTRIBUTE_VOLATILE_CACHE | abi::ATTRIBUTE_FUA,
+        };
         let mut parameters = Parameters {
             len: PARAMETERS_LEN,
             types: abi::TYPE_BASIC | if has_ranges { abi::TYPE_DISCARD } else { 0 },
-            attributes: abi::ATTRIBUTE_VOLATILE_CACHE | abi::ATTRIBUTE_FUA | read_only,
+            attributes: cache | read_only,
             logical_shift: 9,
             physical_shift: params.physical_shift,
             best_shift: params.best_shift,
@@ -184,6 +192,26 @@ impl Control {
         removed.map_err(|errno| doing(errno, "remove", number))
     }
 
+    /// The size of a device in sectors, and whether it is for reading.
+    pub fn size(&mut self, number: u32) -> Result<(u64, bool)> {
+        let len = u32::try_from(size_of::<Parameters>()).expect("small");
+        let mut parameters = Parameters { len, ..Parameters::default() };
+        let command = Self::to(number).with(&mut parameters);
+        self.call(abi::GET_PARAMETERS, command).map_err(|errno| doing(errno, "look at", number))?;
+        Ok((parameters.sectors, parameters.attributes & abi::ATTRIBUTE_READ_ONLY != 0))
+    }
+
+    /// Takes a device over that waits: then it can be opened, and its queues ask anew.
+    pub fn take_over(&mut self, number: u32) -> Result<()> {
+        self.call(abi::START_RECOVERY, Self::to(number)).map_err(|errno| doing(errno, "take over", number))
+    }
+
+    /// Gives the new queues what waits. Waits until all of them ask.
+    pub fn go_on(&mut self, number: u32) -> Result<()> {
+        let command = ControlCommand { data: u64::from(std::process::id()), ..Self::to(number) };
+        self.call(abi::END_RECOVERY, command).map_err(|errno| doing(errno, "go on with", number))
+    }
+
     /// Tells the kernel that the device is larger now.
     pub fn resize(&mut self, number: u32, sectors: u64) -> Result<()> {
         let command = ControlCommand { data: sectors, ..Self::to(number) };
@@ -203,7 +231,7 @@ impl Control {
                     abi::STATE_LIVE => State::Live,
                     _ => State::Waiting,
                 };
-                Ok(Some(Standing { state, mark: info.mark, pid: info.pid }))
+                Ok(Some(Standing { state, mark: info.mark, pid: info.pid, shape: Shape::from(&info) }))
             }
         }
     }
@@ -235,6 +263,13 @@ impl Control {
                 _ => {}
             }
         }
+    }
+}
+
+impl From<&DeviceInfo> for Shape {
+    fn from(info: &DeviceInfo) -> Self {
+        let DeviceInfo { queues, depth, request_bytes_max, .. } = *info;
+        Self { queues, depth, request_bytes_max }
     }
 }
 

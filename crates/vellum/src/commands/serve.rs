@@ -59,6 +59,10 @@ pub(crate) struct Args {
     /// which export, where there are several; may be given several times
     #[arg(long, value_name = "[NAME=]N|auto", value_parser = parse_ublk)]
     ublk: Vec<UblkSpec>,
+    /// The block devices outlive a server that is killed: their requests wait for the next one, which is told the same N and
+    /// takes them over. Each write is durable when it is answered
+    #[arg(long, requires = "ublk")]
+    ublk_keep: bool,
     /// Serve IMAGE under NAME too; may be given several times
     #[arg(long, value_name = "NAME=IMAGE", value_parser = parse_export)]
     export: Vec<(String, PathBuf)>,
@@ -201,7 +205,7 @@ fn parse_ublk(text: &str) -> Result<UblkSpec> {
             Error::invalid(format!("{text:?} is no block device: say N for /dev/ublkbN, auto, or NAME=N"))
         })?),
     };
-    Ok(UblkSpec { export, number, queues: None })
+    Ok(UblkSpec { export, number, queues: None, keeps: false })
 }
 
 /// The sockets that a service manager passed. Without any there must be another place to serve at.
@@ -259,6 +263,12 @@ pub(crate) fn run(args: Args) -> Outcome {
             Error::invalid("--queues is for --vhost-user-blk and --ublk, and there is neither").into()
         );
     }
+    if args.ublk_keep && args.ublk.iter().any(|spec| spec.number.is_none()) {
+        return Err(Error::invalid(
+            "--ublk-keep wants the number of each device, by which the next server finds it, and not auto",
+        )
+        .into());
+    }
     let tls = tls_policy(&args, !args.nbd.is_empty() || !passed.is_empty())?;
     let image = ImageOptions {
         format: args.format,
@@ -297,7 +307,11 @@ pub(crate) fn run(args: Args) -> Outcome {
             .map(|spec| VhostSpec { queues: args.queues, ..spec.clone() })
             .collect(),
         fuse: args.fuse.clone(),
-        ublk: args.ublk.iter().map(|spec| UblkSpec { queues: args.queues, ..spec.clone() }).collect(),
+        ublk: args
+            .ublk
+            .iter()
+            .map(|spec| UblkSpec { queues: args.queues, keeps: args.ublk_keep, ..spec.clone() })
+            .collect(),
         threads: args.threads.map_or(cores, usize::from),
         mode: match args.io {
             None => IoMode::Auto,

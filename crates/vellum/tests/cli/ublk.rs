@@ -47,6 +47,7 @@ fn what_makes_no_sense_is_refused() {
     refused(1, &["no export \"mail\""], &[&both[..], &["--ublk", "mail=auto"]].concat());
     refused(1, &["below 1048576"], &["serve", &image, "--ublk", "1048576"]);
     refused(1, &["--queues", "--ublk"], &["serve", &image, "--nbd", "unix:x", "--queues", "2"]);
+    refused(1, &["--ublk-keep", "auto"], &["serve", &image, "--ublk", "auto", "--ublk-keep"]);
     for device in ["", "b0", "-1", "/dev/ublkb0", "web=", "4294967296"] {
         let ran = vellum(&["serve", &image, "--ublk", device]);
         assert_eq!((ran.code, ran.out.as_str()), (1, ""), "{device:?}: {ran:?}");

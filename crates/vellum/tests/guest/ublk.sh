@@ -122,6 +122,47 @@ story() {
     stop "$1"
 }
 
+# A device that outlives its servers: those who use it see pauses.
+keep() {
+    serve "/host/$1" --ublk 5 --ublk-keep
+    say "kept $1 $(cat /sys/block/ublkb5/queue/write_cache)"
+    mount -t ext4 "$disk" /mnt
+    rm /mnt/data/pages.*
+    echo 0 > /tmp/settled
+    pages &
+    writer=$!
+    for death in 8 16 24; do
+        until [ "$(cat /tmp/settled)" -ge "$death" ]; do usleep 20000; done
+        kill -KILL "$server"
+        wait "$server" || true
+        serve "/host/$1" --ublk 5 --ublk-keep
+    done
+    until [ "$(cat /tmp/settled)" -ge 32 ]; do usleep 20000; done
+    kill "$writer"
+    wait "$writer" || true
+    settled=$(cat /tmp/settled)
+    # What was answered is there, whether it was flushed or not.
+    dd if=/host/noise of=/mnt/data/direct bs=65536 oflag=direct status=none
+    kill -KILL "$server"
+    wait "$server" || true
+    serve "/host/$1" --ublk 5 --ublk-keep
+    forget
+    n=0
+    while [ "$n" -lt "$settled" ]; do
+        n=$((n + 1))
+        sum "$1" "/mnt/data/pages.$n"
+    done
+    sum "$1" /mnt/data/direct
+    say "kept-settled $1 $settled"
+    umount /mnt
+    # Killed once more, and then not wanted any more: it is taken away.
+    kill -KILL "$server"
+    wait "$server" || true
+    serve "/host/$1" --ublk 5
+    say "not-kept $1 $(cat /sys/block/ublkb5/queue/write_cache)"
+    stop "$1"
+}
+
 mount -t devtmpfs dev /dev
 mount -t proc proc /proc
 mount -t sysfs sys /sys
@@ -135,6 +176,8 @@ say "booted $(uname -r)"
 
 story journaled.qcow2 0
 story native.vlm 3
+
+keep journaled.qcow2
 
 # What is refused.
 serve /host/native.vlm --ublk auto

@@ -187,9 +187,7 @@ impl Shown {
             discard_granularity: 1 << facts.physical_shift,
             range_sectors_max: facts.range_sectors_max,
         };
-        if is_taken_over {
-            self.control.call(move |control| control.take_over(number)).await?;
-        } else {
+        if !is_taken_over {
             self.control.call(move |control| control.describe(number, &params)).await?;
         }
         let device = unblock(move || Device::open(number)).await?;
@@ -340,8 +338,8 @@ async fn mark_of(image: &Path) -> u64 {
 }
 
 /// Removes what a dead server of ours left under this number. One that was killed a moment ago may be still on its way out.
-/// One that waits for the next server of this disk is not removed but given back with its shape, where there are facts that it
-/// must agree with.
+/// One that waits for the next server of this disk is taken over, where there are facts that it must agree with, and given back
+/// with its shape.
 async fn clear(
     control: &Handle,
     number: u32,
@@ -375,19 +373,37 @@ async fn clear(
                         "the device that waits there is not as this disk is now; without --ublk-keep it is taken away",
                     ));
                 }
+                take_over(control, number).await?;
                 return Ok(Some((number, standing.shape)));
             }
-            tracing::info!("{} waited for its server, and is taken away", path.display());
-            control.call(move |control| control.stop(number)).await?;
-        } else {
-            // Nobody else has it open, who is about to start it.
-            let opened = unblock(move || Device::open(number)).await;
-            drop(opened.map_err(|error| error.context(format!("can't make {}", path.display())))?);
-            tracing::info!("{} was left by a server that has gone, and is removed", path.display());
         }
+        // Nobody else has it open: who is about to start it, or is on the way out.
+        if let Err(error) = unblock(move || Device::open(number)).await {
+            if clock().now() - begun > FREE_WITHIN {
+                return Err(error.context(format!("can't make {}", path.display())));
+            }
+            clock().sleep(LOOKED_EVERY).await;
+            continue;
+        }
+        tracing::info!("{} was left by a server that has gone, and is taken away", path.display());
+        control.call(move |control| control.stop(number)).await?;
         return control.call(move |control| control.remove(number)).await.map(|()| None);
     }
     Ok(None)
+}
+
+/// Takes over a device that waits. Its last server may still be on its way out.
+async fn take_over(control: &Handle, number: u32) -> Result<()> {
+    let begun = clock().now();
+    while !control.call(move |control| control.take_over(number)).await? {
+        if clock().now() - begun > FREE_WITHIN {
+            let context = format!("can't make {}: another process has it open", path_of(number).display());
+            return Err(Error::new(ErrorKind::Locked, context));
+        }
+        clock().sleep(LOOKED_EVERY).await;
+    }
+    tracing::info!("{} waited for its server, and goes on", path_of(number).display());
+    Ok(())
 }
 
 /// Adds a device. The number of one that was just removed may take a moment to be free.

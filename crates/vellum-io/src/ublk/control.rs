@@ -24,6 +24,8 @@ pub struct Control {
     device: File,
     ring: IoUring<squeue::Entry128, cqueue::Entry>,
     features: u64,
+    /// An entry was left in the ring that points to what is gone: it is used no more.
+    is_broken: bool,
 }
 
 /// How many queues a device has, and how much they hold.
@@ -93,7 +95,7 @@ impl Control {
             no_ring(NoRing::Setup(error.raw_os_error().unwrap_or(libc::EIO)))
                 .context("can't make a block device by ublk")
         })?;
-        let mut control = Self { device, ring, features: 0 };
+        let mut control = Self { device, ring, features: 0, is_broken: false };
         let mut features = 0_u64;
         let command = Self::to(0).with(&mut features);
         let asked = control.call(abi::GET_FEATURES, command);
@@ -201,9 +203,13 @@ impl Control {
         Ok((parameters.sectors, parameters.attributes & abi::ATTRIBUTE_READ_ONLY != 0))
     }
 
-    /// Takes a device over that waits: then it can be opened, and its queues ask anew.
-    pub fn take_over(&mut self, number: u32) -> Result<()> {
-        self.call(abi::START_RECOVERY, Self::to(number)).map_err(|errno| doing(errno, "take over", number))
+    /// Takes a device over that waits: then it can be opened, and its queues ask anew. False while its last server still has it
+    /// open, which may be for a moment after its death.
+    pub fn take_over(&mut self, number: u32) -> Result<bool> {
+        match self.call(abi::START_RECOVERY, Self::to(number)) {
+            Err(libc::EBUSY) => Ok(false),
+            taken => taken.map(|()| true).map_err(|errno| doing(errno, "take over", number)),
+        }
     }
 
     /// Gives the new queues what waits. Waits until all of them ask.
@@ -243,7 +249,11 @@ impl Control {
     /// Performs a command and waits for its end; fails with its `errno`.
     fn call(&mut self, code: u32, command: ControlCommand) -> Result<(), i32> {
         let entry = opcode::UringCmd80::new(Fd(self.device.as_raw_fd()), code).cmd(command.bytes()).build();
-        // SAFETY: what the command points to belongs to the caller, who waits here until the command has ended.
+        if self.is_broken {
+            return Err(libc::EIO);
+        }
+        // SAFETY: what the command points to belongs to the caller, who waits here until the command has ended; where it never
+        // begins, the ring is not entered again.
         unsafe { self.ring.submission().push(&entry) }.map_err(|_| libc::EBUSY)?;
         loop {
             let waited = self.ring.submit_and_wait(1);
@@ -257,7 +267,7 @@ impl Control {
                 // The kernel has it, and will answer; what it uses must stay until then.
                 _ if self.ring.submission().is_empty() => {}
                 Err(error) if error.kind() != io::ErrorKind::Interrupted => {
-                    // Nothing has begun. The entry goes with the ring, which is of no more use.
+                    self.is_broken = true;
                     return Err(error.raw_os_error().unwrap_or(libc::EIO));
                 }
                 _ => {}

@@ -70,6 +70,7 @@ fn a_guest_serves_block_devices_to_itself() {
     assert!(said.iter().any(|line| line.starts_with("sum journaled.qcow2 /mnt/data/direct ")), "{said:#?}");
     assert!(said.contains(&"auto /dev/ublkb0".to_owned()), "{said:#?}");
     assert!(said.contains(&"read-only 1 1".to_owned()), "{said:#?}");
+    assert!(said.contains(&"resized".to_owned()), "{said:#?}");
     let refused =
         |words: &str| said.iter().any(|line| line.starts_with("refused 1 ") && line.contains(words));
     assert!(refused("serves a disk there") && refused("without io_uring"), "{said:#?}");

@@ -191,6 +191,12 @@ refused --ublk "${disk#/dev/ublkb}"
 refused --ublk 9 --io threads
 stop native.vlm
 vellum create -q -f raw /host/raw 4M
+# A kernel that cannot resize the device is not asked to, and one that can does.
+serve -f raw /host/raw --ublk 4 --queues 1 --control /tmp/control
+vellum resize -q --control /tmp/control +1M
+if [ "$(cat /sys/block/ublkb4/size)" -eq 10240 ] || grep -q 'ublkb4 keeps its size' /tmp/said; then say "resized"; fi
+dd if="$disk" of=/dev/null bs=1M count=4 iflag=direct status=none
+stop raw
 serve -r -f raw /host/raw --ublk 4 --queues 1
 say "read-only $(cat /sys/block/ublkb4/ro) $(ls /sys/block/ublkb4/mq | wc -l)"
 stop raw

@@ -1,11 +1,11 @@
 //! What has to be known of apt: where its sources are, what it offers, and how to ask it for something.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::Outcome;
-use crate::shell::{output, run};
+use crate::shell::{output, run, target_dir};
 
 /// A file of package sources.
 #[derive(Debug, PartialEq)]
@@ -133,16 +133,53 @@ pub(crate) fn parse_policy(text: &str) -> Vec<Offer> {
     offers
 }
 
-/// The package a package without content stands for: the first that it depends on.
-pub(crate) fn first_dependency(package: &str) -> Result<String, String> {
+/// The package a package without content stands for: the first that it depends on. The options say which sources, and
+/// which suite comes first.
+pub(crate) fn first_dependency(package: &str, options: &[String]) -> Result<String, String> {
     let mut command = Command::new("apt-cache");
-    let shown = output(command.env("LC_ALL", "C").args(["show", "--no-all-versions", package]))?;
+    let command = command.env("LC_ALL", "C").args(options);
+    let shown = output(command.args(["show", "--no-all-versions", package]))?;
     parse_first_dependency(&shown).ok_or_else(|| format!("{package} depends on nothing"))
 }
 
 fn parse_first_dependency(shown: &str) -> Option<String> {
     let depends = shown.lines().find_map(|line| line.strip_prefix("Depends:"))?;
     depends.split([',', '(', '|']).next().map(|name| name.trim().to_owned())
+}
+
+/// A directory of package sources: the machine's own, and backports. It goes away again.
+pub(crate) struct Sources(PathBuf);
+
+impl Sources {
+    pub(crate) fn with_backports(codename: &str) -> Result<Self, String> {
+        let fail = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
+        let dir = target_dir().join("apt-sources");
+        drop(fs::remove_dir_all(&dir));
+        fs::create_dir_all(&dir).map_err(|error| fail(&dir, error))?;
+        let sources = Self(dir);
+        let mut found = None;
+        for source in installed_sources() {
+            let path = sources.0.join(&source.name);
+            fs::write(&path, &source.text).map_err(|error| fail(&path, error))?;
+            found = found.or_else(|| derive_backports(&source, codename));
+        }
+        let Source { name, text } = found.ok_or_else(|| format!("no package source names {codename}"))?;
+        let path = sources.0.join(name);
+        fs::write(&path, text).map_err(|error| fail(&path, error))?;
+        Ok(sources)
+    }
+
+    /// What tells apt to use them.
+    pub(crate) fn options(&self) -> [String; 4] {
+        let parts = format!("Dir::Etc::sourceparts={}", self.0.display());
+        ["-o".to_owned(), parts, "-o".to_owned(), "Dir::Etc::sourcelist=/dev/null".to_owned()]
+    }
+}
+
+impl Drop for Sources {
+    fn drop(&mut self) {
+        drop(fs::remove_dir_all(&self.0));
+    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
-//! The Linux that the guest test boots: Debian's own for virtual machines, unpacked beside what cargo builds.
+//! The Linux that guests of the tests boot: Debian's own for virtual machines, unpacked beside what cargo builds. There are
+//! two of them: that of the release, and the one of backports, whose kernel lets programs serve block devices (ublk).
 //!
-//! It is not installed: it is nobody's business which kernel the machine itself has. A test finds it through
-//! `VELLUM_GUEST_KERNEL_DIR`, with `boot/vmlinuz-*` and `lib/modules/` in it.
+//! They are not installed: it is nobody's business which kernel the machine itself has. A test finds them through
+//! `VELLUM_GUEST_KERNEL_DIR` and `VELLUM_UBLK_KERNEL_DIR`, with `boot/vmlinuz-*` and `lib/modules/` in it.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -9,56 +10,94 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::Outcome;
-use crate::apt;
+use crate::apt::{self, Sources};
 use crate::shell::{has, output, root_is_running, run, target_dir};
 
 /// The package that always depends on the newest of them. The guest is a PC, whatever the host is.
 const PACKAGE: &str = "linux-image-cloud-amd64";
 
-/// Where it is, if it is there.
-pub(crate) fn dir() -> Option<PathBuf> {
-    let dir = place().join("kernel");
-    is_whole(&dir).then_some(dir)
+/// One of the two.
+#[derive(Clone, Copy)]
+pub(crate) struct Kernel {
+    /// Where a test looks for it.
+    pub(crate) variable: &'static str,
+    /// What it is for.
+    pub(crate) purpose: &'static str,
+    name: &'static str,
+    is_of_backports: bool,
 }
 
-/// Downloads and unpacks it, unless it is there.
-pub(crate) fn get() -> Outcome {
-    if dir().is_some() {
-        return Ok(());
+pub(crate) const KERNELS: [Kernel; 2] = [
+    Kernel {
+        variable: "VELLUM_GUEST_KERNEL_DIR",
+        purpose: "boots from a served clone",
+        name: "kernel",
+        is_of_backports: false,
+    },
+    Kernel {
+        variable: "VELLUM_UBLK_KERNEL_DIR",
+        purpose: "has block devices that programs serve",
+        name: "kernel-backports",
+        is_of_backports: true,
+    },
+];
+
+impl Kernel {
+    /// Where it is, if it is there.
+    pub(crate) fn dir(self) -> Option<PathBuf> {
+        let dir = place().join(self.name);
+        is_whole(&dir).then_some(dir)
     }
-    for program in ["apt-get", "dpkg-deb"] {
-        if !has(program) {
-            return Err(format!("there is no {program} to get it with"));
+
+    /// Downloads and unpacks it, unless it is there.
+    pub(crate) fn get(self) -> Outcome {
+        if self.dir().is_some() {
+            return Ok(());
         }
-    }
-    let name = match apt::first_dependency(PACKAGE) {
-        Ok(name) => name,
-        // A fresh machine has no lists of packages yet.
-        Err(_) if root_is_running() => {
-            run(&mut apt::get(&["update"]))?;
-            apt::first_dependency(PACKAGE)?
+        for program in ["apt-get", "dpkg-deb"] {
+            if !has(program) {
+                return Err(format!("there is no {program} to get it with"));
+            }
         }
-        Err(reason) => return Err(reason),
-    };
-    let place = place();
-    let (download, unpacked) = (place.join("download"), place.join("unpacked"));
-    for dir in [&download, &unpacked] {
-        drop(fs::remove_dir_all(dir));
-        fs::create_dir_all(dir).map_err(|error| format!("{}: {error}", dir.display()))?;
+        if !self.is_of_backports {
+            return self.get_from(&[]);
+        }
+        let codename = apt::codename()?;
+        let sources = Sources::with_backports(&codename)?;
+        let suite = format!("APT::Default-Release={codename}-backports");
+        self.get_from(&[&sources.options()[..], &["-o".to_owned(), suite]].concat())
     }
-    eprintln!("packages: downloading {name} for the guest");
-    run(apt::get(&["download", &name]).current_dir(&download))?;
-    let archive = only_file(&download)?;
-    output(Command::new("dpkg-deb").arg("-x").arg(&archive).arg(&unpacked))?;
-    if !is_whole(&unpacked) {
-        return Err(format!("{name} holds no boot/vmlinuz-* and lib/modules"));
+
+    fn get_from(self, options: &[String]) -> Outcome {
+        let name = match apt::first_dependency(PACKAGE, options) {
+            Ok(name) => name,
+            // A fresh machine has no lists of packages yet.
+            Err(_) if root_is_running() => {
+                run(apt::get(&["update"]).args(options))?;
+                apt::first_dependency(PACKAGE, options)?
+            }
+            Err(reason) => return Err(reason),
+        };
+        let place = place();
+        let (download, unpacked) = (place.join("download"), place.join("unpacked"));
+        for dir in [&download, &unpacked] {
+            drop(fs::remove_dir_all(dir));
+            fs::create_dir_all(dir).map_err(|error| format!("{}: {error}", dir.display()))?;
+        }
+        eprintln!("packages: downloading {name} for the guest that {}", self.purpose);
+        run(apt::get(&["download", &name]).args(options).current_dir(&download))?;
+        let archive = only_file(&download)?;
+        output(Command::new("dpkg-deb").arg("-x").arg(&archive).arg(&unpacked))?;
+        if !is_whole(&unpacked) {
+            return Err(format!("{name} holds no boot/vmlinuz-* and lib/modules"));
+        }
+        // It gets its name only when it is whole.
+        let there = place.join(self.name);
+        drop(fs::remove_dir_all(&there));
+        fs::rename(&unpacked, &there).map_err(|error| format!("{}: {error}", there.display()))?;
+        drop(fs::remove_dir_all(&download));
+        Ok(())
     }
-    // It gets its name only when it is whole.
-    let there = place.join("kernel");
-    drop(fs::remove_dir_all(&there));
-    fs::rename(&unpacked, &there).map_err(|error| format!("{}: {error}", there.display()))?;
-    drop(fs::remove_dir_all(&download));
-    Ok(())
 }
 
 fn place() -> PathBuf {

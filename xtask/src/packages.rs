@@ -4,8 +4,9 @@
 
 use std::process::Command;
 
+use crate::kernel::KERNELS;
 use crate::shell::{has, output, root_is_running, run as run_command};
-use crate::{Outcome, apt, kernel, qemu};
+use crate::{Outcome, apt, qemu};
 
 /// What a test calls, where Debian has it, and what for.
 struct Want {
@@ -92,8 +93,10 @@ pub(crate) fn get() {
         names.dedup();
         install(&names);
     }
-    if let Err(reason) = kernel::get() {
-        eprintln!("packages: no kernel for the guest: {reason}");
+    for kernel in KERNELS {
+        if let Err(reason) = kernel.get() {
+            eprintln!("packages: no kernel for the guest that {}: {reason}", kernel.purpose);
+        }
     }
 }
 

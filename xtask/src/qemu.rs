@@ -15,13 +15,11 @@
 //!   the newest of backports, for all
 //! ```
 
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::Outcome;
-use crate::apt::{self, Offer, Source};
-use crate::shell::{output, run, target_dir};
+use crate::apt::{self, Offer, Sources};
+use crate::shell::{output, run};
 
 const PACKAGES: [&str; 2] = ["qemu-system-x86", "qemu-utils"];
 
@@ -69,40 +67,6 @@ fn policy(options: &[String]) -> Result<Vec<Offer>, String> {
     let mut command = Command::new("apt-cache");
     command.env("LC_ALL", "C").args(options).args(["policy", PACKAGES[0]]);
     Ok(apt::parse_policy(&output(&mut command)?))
-}
-
-/// A directory of package sources: the machine's own, and backports.
-struct Sources(PathBuf);
-
-impl Sources {
-    fn with_backports(codename: &str) -> Result<Self, String> {
-        let fail = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
-        let dir = target_dir().join("apt-sources");
-        drop(fs::remove_dir_all(&dir));
-        fs::create_dir_all(&dir).map_err(|error| fail(&dir, error))?;
-        let sources = Self(dir);
-        let mut found = None;
-        for source in apt::installed_sources() {
-            let path = sources.0.join(&source.name);
-            fs::write(&path, &source.text).map_err(|error| fail(&path, error))?;
-            found = found.or_else(|| apt::derive_backports(&source, codename));
-        }
-        let Source { name, text } = found.ok_or_else(|| format!("no package source names {codename}"))?;
-        let path = sources.0.join(name);
-        fs::write(&path, text).map_err(|error| fail(&path, error))?;
-        Ok(sources)
-    }
-
-    fn options(&self) -> [String; 4] {
-        let parts = format!("Dir::Etc::sourceparts={}", self.0.display());
-        ["-o".to_owned(), parts, "-o".to_owned(), "Dir::Etc::sourcelist=/dev/null".to_owned()]
-    }
-}
-
-impl Drop for Sources {
-    fn drop(&mut self) {
-        drop(fs::remove_dir_all(&self.0));
-    }
 }
 
 #[cfg(test)]

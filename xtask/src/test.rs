@@ -6,9 +6,10 @@
 use std::fs;
 use std::process::Command;
 
+use crate::kernel::KERNELS;
 use crate::remarks::{self, EXPLORED, Remark, SKIPPED};
 use crate::shell::{Stream, cargo, output, run as run_command, run_and_listen, step, target_dir};
-use crate::{Outcome, kernel, packages};
+use crate::{Outcome, packages};
 
 /// How long, and over how much.
 pub(crate) struct Plan<'a> {
@@ -116,8 +117,10 @@ fn by_cargo(plan: &Plan<'_>, report: &mut Report) -> Outcome {
 }
 
 fn prepare<'a>(command: &'a mut Command, plan: &Plan<'_>) -> &'a mut Command {
-    if let Some(dir) = kernel::dir() {
-        command.env("VELLUM_GUEST_KERNEL_DIR", dir);
+    for kernel in KERNELS {
+        if let Some(dir) = kernel.dir() {
+            command.env(kernel.variable, dir);
+        }
     }
     for (name, value) in plan.variables {
         command.env(name, value);

@@ -8,6 +8,7 @@
 //!   tending              one per disk that is written, on one worker: the work that nobody waits for; and who looks after
 //!                        its device, where it has one that may become full
 //!   files                a file for each `--fuse`, done by all workers (`fuse`)
+//!   block devices        one for each `--ublk`, their queues on the workers (`ublk`)
 //!   control socket       on worker 0, when there is one: what can be asked of a server that runs (`control/`)
 //! ```
 //!
@@ -42,6 +43,7 @@ use crate::lookers::Lookers;
 use crate::notify::NotifySocket;
 use crate::served::{Disks, Served, SnapshotExports};
 use crate::stats::Stats;
+use crate::ublk::Blocks;
 use crate::vhost::{Devices, VhostSpec};
 
 /// A disk to be served, and under which name.
@@ -74,6 +76,8 @@ pub struct ServeSpec {
     pub vhost: Vec<VhostSpec>,
     /// Files that show the disks.
     pub fuse: Vec<FuseSpec>,
+    /// Block devices of this kernel that show the disks.
+    pub ublk: Vec<UblkSpec>,
     /// Workers.
     pub threads: usize,
     /// How they reach the kernel.
@@ -96,6 +100,28 @@ pub struct ServeSpec {
     pub notify: Option<NotifySocket>,
 }
 
+/// A block device that is to show a disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UblkSpec {
+    /// The export's name; nothing where there is one disk only.
+    pub export: Option<String>,
+    /// The N of `/dev/ublkbN`; the first that is free, when not said.
+    pub number: Option<u32>,
+    /// How many queues it has; as many as there are workers, when not said. The kernel makes no more than it has processors.
+    pub queues: Option<u16>,
+    /// It outlives a server that is killed, and waits for the next. Each write is durable when it is answered.
+    pub keeps: bool,
+}
+
+/// What a server that is ready has found out.
+#[derive(Debug, Clone, Copy)]
+pub struct Ready<'a> {
+    /// The addresses of NBD, as they are bound.
+    pub addresses: &'a [Address],
+    /// The block devices.
+    pub blocks: &'a [PathBuf],
+}
+
 /// What became of a server that ended in good order.
 #[derive(Debug, Clone)]
 pub struct Report {
@@ -105,14 +131,14 @@ pub struct Report {
     pub signal: Option<Signal>,
 }
 
-/// Serves until a signal comes. `ready` is called once clients can connect, with the addresses as they are bound.
+/// Serves until a signal comes. `ready` is called once clients can connect.
 ///
 /// # Errors
 /// What keeps it from starting, or what a disk said when it was closed: then flushed data is safe, and the error says
 /// what is not.
-pub fn serve(spec: ServeSpec, ready: impl FnOnce(&[Address]) + Send + 'static) -> Result<Report> {
+pub fn serve(spec: ServeSpec, ready: impl FnOnce(Ready<'_>) + Send + 'static) -> Result<Report> {
     spec.limits.check()?;
-    if !spec.fuse.is_empty() {
+    if !spec.fuse.is_empty() || !spec.ublk.is_empty() {
         // Before there are threads: all of them take part.
         allocate_without_write_back();
     }
@@ -125,7 +151,7 @@ pub fn serve(spec: ServeSpec, ready: impl FnOnce(&[Address]) + Send + 'static) -
     report
 }
 
-async fn control(spec: ServeSpec, workers: WorkersHandle, ready: impl FnOnce(&[Address])) -> Result<Report> {
+async fn control(spec: ServeSpec, workers: WorkersHandle, ready: impl FnOnce(Ready<'_>)) -> Result<Report> {
     // Signals first: one that comes while images are opened is not lost.
     let mut signals = Signals::new(&[Signal::Terminate, Signal::Interrupt])?;
     let served =
@@ -148,7 +174,7 @@ async fn run(
     served: &Arc<Disks>,
     workers: WorkersHandle,
     signals: &mut Signals,
-    ready: impl FnOnce(&[Address]),
+    ready: impl FnOnce(Ready<'_>),
 ) -> Result<Option<Signal>> {
     let exports = Exports::new();
     for export in &spec.exports {
@@ -179,6 +205,15 @@ async fn run(
             return Err(error);
         }
     };
+    let blocks = match Blocks::begin(&spec.ublk, &spec.exports, served, &workers, &shutdown).await {
+        Ok(blocks) => blocks,
+        Err(error) => {
+            shutdown.drain();
+            devices.drained().await;
+            files.end(&shutdown).await;
+            return Err(error);
+        }
+    };
     let addresses: Vec<Address> = listeners.iter().map(|listener| listener.address().clone()).collect();
     let slots = ConnectionSlots::new(spec.connections_max);
     let next_worker = Arc::new(AtomicUsize::new(0));
@@ -187,7 +222,7 @@ async fn run(
         exports: exports.clone(),
         shutdown: shutdown.clone(),
         slots: ConnectionSlots::new(CONNECTIONS_MAX),
-        lookers: Lookers { sessions: devices.sessions(), files: files.tellers() },
+        lookers: Lookers { sessions: devices.sessions(), files: files.tellers(), blocks: blocks.tellers() },
     };
     let controlled = control_listener.map(|listener| spawn_local(control.clone().accept(listener)));
     let accepting: Vec<_> = listeners
@@ -217,12 +252,13 @@ async fn run(
             }
         })
     });
-    ready(&addresses);
+    ready(Ready { addresses: &addresses, blocks: &blocks.paths() });
     let telling = spec.notify.clone().map(|manager| spawn_local(async move { manager.is_ready().await }));
 
     let serves_others = spec.fuse.is_empty()
         || !addresses.is_empty()
         || !spec.vhost.is_empty()
+        || !spec.ublk.is_empty()
         || spec.control_path.is_some();
     let unused = async {
         files.unmounted().await;
@@ -255,7 +291,7 @@ async fn run(
         }
     };
     let drained = async {
-        zip(zip(devices.drained(), drained), files.end(&shutdown)).await;
+        zip(zip(devices.drained(), drained), zip(files.end(&shutdown), blocks.end())).await;
     };
     let impatient = async {
         or(async { drop(signals.next().await) }, clock().sleep(spec.drain_time)).await;

@@ -3,7 +3,7 @@
 //! Bytes from outside become a checked request in one place per protocol; from there on nothing is checked again, only
 //! asserted. What every protocol needs stands here: `flight` (the requests that are running), [`shutdown`] (ending
 //! a session in good order) and [`slots`] (how many connections there may be). The protocols are [`nbd`] and [`vhost`]; [`fuse`] shows a
-//! disk as a file.
+//! disk as a file, `ublk` (a feature) as a block device.
 //!
 //! Invariants
 //! 1. A request that was started is polled to its end, whatever becomes of the peer (contract 10 of the disk).
@@ -22,6 +22,8 @@ pub mod fuse;
 pub mod nbd;
 pub mod shutdown;
 pub mod slots;
+#[cfg(feature = "ublk")]
+pub mod ublk;
 pub mod vhost;
 
 pub use shutdown::Shutdown;

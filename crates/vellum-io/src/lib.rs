@@ -19,7 +19,7 @@
 //! 3. Only [`unblock`] and the drivers block, and neither blocks a worker that has tasks to run.
 //!
 //! In reading order: `worker` (the loop), `workers`, `driver` (operations, their slots, the two drivers), `file`, `ram`, `socket`,
-//! `ready`, `signal`; and below them `timer`, `blocking`, `wakeup`, `oneshot`.
+//! `ready`, `signal`, `ublk`; and below them `timer`, `blocking`, `wakeup`, `oneshot`.
 
 #![cfg(target_os = "linux")]
 
@@ -32,6 +32,8 @@ mod ready;
 mod signal;
 mod socket;
 mod timer;
+#[cfg(feature = "ublk")]
+pub mod ublk;
 mod wakeup;
 mod worker;
 mod workers;

@@ -39,7 +39,12 @@ pub(crate) fn without_ring(mode: IoMode, reason: NoRing) -> Option<Error> {
     if mode != IoMode::Uring && refused {
         return None;
     }
-    Some(match reason {
+    Some(no_ring(reason))
+}
+
+/// What is said where a ring must be.
+pub(crate) fn no_ring(reason: NoRing) -> Error {
+    match reason {
         NoRing::Lacks(what) => Error::new(
             ErrorKind::Unsupported,
             format!(
@@ -58,7 +63,7 @@ pub(crate) fn without_ring(mode: IoMode, reason: NoRing) -> Option<Error> {
             };
             Error::os(errno, format!("can't use io_uring{why}")).with_kind(ErrorKind::Unsupported)
         }
-    })
+    }
 }
 
 /// Whether the ring can do all that the driver asks of it.

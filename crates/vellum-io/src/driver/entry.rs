@@ -88,6 +88,11 @@ impl Held {
                 let events = u32::from(events.cast_unsigned());
                 opcode::PollAdd::new(Fd(socket.as_raw_fd()), events).build()
             }
+            #[cfg(feature = "ublk")]
+            Op::Command(command) => {
+                let fd = Fd(command.device.as_raw_fd());
+                opcode::UringCmd16::new(fd, command.code).cmd(command.words).build()
+            }
         }
     }
 

@@ -27,6 +27,9 @@ pub(crate) fn perform(op: &mut Op) -> OpResult {
             Op::Receive(_) | Op::Send(_) | Op::Accept(_) | Op::Await(..) => {
                 unreachable!("sockets are not worked on by blocking threads")
             }
+            // There is no system call for it.
+            #[cfg(feature = "ublk")]
+            Op::Command(_) => Err(Errno::OPNOTSUPP),
         };
         // A flush that was interrupted is not tried again: what it had learned of lost pages may be gone.
         match (result, &op) {
@@ -66,6 +69,8 @@ pub(crate) fn attempt(op: &mut Op) -> Option<OpResult> {
             Op::Read(_) | Op::Write(_) | Op::Sync(_) | Op::Allocate(_) => {
                 unreachable!("files are always ready")
             }
+            #[cfg(feature = "ublk")]
+            Op::Command(_) => unreachable!("devices are not waited for as sockets are"),
         };
         match result {
             Err(Errno::INTR) => {}

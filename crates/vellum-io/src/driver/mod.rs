@@ -29,6 +29,8 @@ use std::time::Duration;
 use vellum_core::Result;
 
 pub use choose::IoMode;
+#[cfg(feature = "ublk")]
+pub(crate) use choose::{NoRing, no_ring};
 use op::{Op, OpResult};
 
 use crate::blocking::unblock;

@@ -47,6 +47,9 @@ pub(crate) enum Op {
     Accept(Arc<OwnedFd>),
     /// Wait until a descriptor can be read or written.
     Await(Arc<OwnedFd>, Readiness),
+    /// Tell a device something in words of its own, and wait for its answer (`IORING_OP_URING_CMD`).
+    #[cfg(feature = "ublk")]
+    Command(Command),
 }
 
 /// What to wait for.
@@ -83,6 +86,14 @@ pub(crate) struct Allocation {
     pub(crate) passage: Option<Passage>,
 }
 
+/// What a device is told. There is no address in it, so the kernel uses no memory of ours.
+#[cfg(feature = "ublk")]
+pub(crate) struct Command {
+    pub(crate) device: Arc<OwnedFd>,
+    pub(crate) code: u32,
+    pub(crate) words: [u8; 16],
+}
+
 /// A buffer on its way to or from a socket.
 pub(crate) struct Message {
     pub(crate) socket: Arc<OwnedFd>,
@@ -117,7 +128,17 @@ impl Op {
     /// Whether asking the kernel to give up makes sense. A flush that is cut short would leave us not knowing what it
     /// had learned.
     pub(crate) fn may_cancel(&self) -> bool {
-        !matches!(self, Self::Sync(_) | Self::Allocate(_))
+        // A device answers its commands when it is stopped, and the kernel knows no other way to end them.
+        !matches!(self, Self::Sync(_) | Self::Allocate(_)) && !self.ends_with_its_ring()
+    }
+
+    /// Whether the kernel ends it when the ring goes, and uses nothing of ours until then: nobody waits for it before.
+    pub(crate) fn ends_with_its_ring(&self) -> bool {
+        #[cfg(feature = "ublk")]
+        if let Self::Command(_) = self {
+            return true;
+        }
+        false
     }
 
     /// Which socket it is about; none for files.
@@ -128,6 +149,8 @@ impl Op {
             Self::Accept(socket) => Some((socket, Readiness::Read)),
             Self::Await(socket, readiness) => Some((socket, *readiness)),
             Self::Read(_) | Self::Write(_) | Self::Sync(_) | Self::Allocate(_) => None,
+            #[cfg(feature = "ublk")]
+            Self::Command(_) => None,
         }
     }
 

@@ -14,8 +14,8 @@
 //!    re-enters the kernel. Completions that find their queue full are kept by the kernel (`NODROP`) and fetched by
 //!    the next enter.
 //! 4. Wakers are called and orphans dropped with no borrow held, because both may come back here.
-//! 5. Before the ring goes, everything in flight has ended. Where the kernel refuses even that, memory is leaked
-//!    rather than freed under it.
+//! 5. Before the ring goes, everything in flight has ended, but for commands of devices, which use no memory of ours and
+//!    end with the ring. Where the kernel refuses even that, memory is leaked rather than freed under it.
 //!
 //! Left out: registered files and buffers (measured: 0.1 µs of 1.7), polled I/O, zero-copy send.
 
@@ -328,10 +328,16 @@ impl Ring {
         }
     }
 
+    /// Whether something is in flight that does not end by itself when the ring goes.
+    fn has_to_end(&mut self) -> bool {
+        let keys = self.slots.running_keys();
+        keys.into_iter().any(|key| !self.slots.held(key).op.ends_with_its_ring())
+    }
+
     /// Waits for the end of everything in flight.
     fn drain(&mut self) -> io::Result<()> {
         let mut cancel = true;
-        while self.slots.running() > 0 || self.wake_armed {
+        while self.has_to_end() || self.wake_armed {
             if cancel {
                 for key in self.slots.running_keys() {
                     if self.slots.held(key).op.may_cancel() {

@@ -9,8 +9,8 @@ use vellum_core::{Error, Result};
 use vellum_daemon::serve::parse_address;
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
-    ExportSpec, FuseSpec, GrowHook, ImageOptions, Limits, NotifySocket, ServeSpec, Tls, TlsPolicy, VhostSpec,
-    serve,
+    ExportSpec, FuseSpec, GrowHook, ImageOptions, Limits, NotifySocket, ServeSpec, Tls, TlsPolicy, UblkSpec,
+    VhostSpec, serve,
 };
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{Address, IoMode, PassedSocket, PassedTo};
@@ -20,7 +20,7 @@ use super::limits::limits_of;
 use crate::args::{parse_format, parse_prealloc};
 use crate::output::{complain, human_bytes};
 
-/// Serve disks over NBD and vhost-user-blk, and as files, until SIGTERM or Ctrl-C
+/// Serve disks over NBD and vhost-user-blk, as files and as block devices, until SIGTERM or Ctrl-C
 ///
 /// On either, requests that were begun are answered and the images closed; after that they are plain images again. A
 /// server that is killed loses nothing that was flushed. Snapshots inside an image of the native format that is served for
@@ -47,13 +47,22 @@ pub(crate) struct Args {
     /// Serve IMAGE, or the export NAME, to virtual machines at this Unix socket; may be given several times
     #[arg(long, value_name = "[NAME=]PATH", value_parser = parse_vhost)]
     vhost_user_blk: Vec<VhostSpec>,
-    /// Queues that a virtual machine may use for each disk; as many as there are threads, when not given
-    #[arg(long, value_name = "N", requires = "vhost_user_blk", value_parser = clap::value_parser!(u16).range(1..=256))]
+    /// Queues that a virtual machine, or the kernel with --ublk, may use for each disk; as many as there are threads, when
+    /// not given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: Option<u16>,
     /// Show the disk as FILE, by FUSE: an empty file, or one that is not there and is made for as long. NAME= says which
     /// export, where there are several; may be given several times
     #[arg(long, value_name = "[NAME=]FILE", value_parser = parse_fuse)]
     fuse: Vec<FuseSpec>,
+    /// Show the disk as the block device /dev/ublkbN, or the first that is free (auto), by the kernel's ublk driver. NAME= says
+    /// which export, where there are several; may be given several times
+    #[arg(long, value_name = "[NAME=]N|auto", value_parser = parse_ublk)]
+    ublk: Vec<UblkSpec>,
+    /// The block devices outlive a server that is killed: their requests wait for the next one, which is told the same N and
+    /// takes them over. Each write is durable when it is answered
+    #[arg(long, requires = "ublk")]
+    ublk_keep: bool,
     /// Serve IMAGE under NAME too; may be given several times
     #[arg(long, value_name = "NAME=IMAGE", value_parser = parse_export)]
     export: Vec<(String, PathBuf)>,
@@ -189,6 +198,20 @@ fn parse_fuse(text: &str) -> Result<FuseSpec> {
     Ok(FuseSpec { export, path })
 }
 
+fn parse_ublk(text: &str) -> Result<UblkSpec> {
+    let (export, number) = match text.split_once('=') {
+        Some((name, number)) => (Some(name.to_owned()), number),
+        None => (None, text),
+    };
+    let number = match number {
+        "auto" => None,
+        number => Some(number.parse().map_err(|_| {
+            Error::invalid(format!("{text:?} is no block device: say N for /dev/ublkbN, auto, or NAME=N"))
+        })?),
+    };
+    Ok(UblkSpec { export, number, queues: None, keeps: false })
+}
+
 /// The sockets that a service manager passed. Without any there must be another place to serve at.
 fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
     let passed_to = PassedTo::from_environment();
@@ -198,7 +221,8 @@ fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
             "sockets were passed to this program (LISTEN_FDS); they take the place of --nbd, which must not be given then",
         ));
     }
-    if passed.is_empty() && args.nbd.is_empty() && args.fuse.is_empty() && args.vhost_user_blk.is_empty() {
+    let serves_others = !args.fuse.is_empty() || !args.vhost_user_blk.is_empty() || !args.ublk.is_empty();
+    if passed.is_empty() && args.nbd.is_empty() && !serves_others {
         let others = match passed_to.for_whom() {
             Some(pid) => format!(
                 " (LISTEN_FDS is for process {}, and this is {}: start it with `exec`)",
@@ -208,7 +232,7 @@ fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
             None => String::new(),
         };
         return Err(Error::invalid(format!(
-            "there is no place to serve at: say --nbd unix:PATH or tcp:HOST:PORT, --vhost-user-blk PATH or --fuse FILE{others}",
+            "there is no place to serve at: say --nbd unix:PATH or tcp:HOST:PORT, --vhost-user-blk PATH, --fuse FILE or --ublk N{others}",
         )));
     }
     Ok(passed)
@@ -233,6 +257,17 @@ fn tls_policy(args: &Args, speaks_nbd: bool) -> Result<TlsPolicy> {
 
 pub(crate) fn run(args: Args) -> Outcome {
     let passed = passed_sockets(&args)?;
+    if args.queues.is_some() && args.vhost_user_blk.is_empty() && args.ublk.is_empty() {
+        return Err(
+            Error::invalid("--queues is for --vhost-user-blk and --ublk, and there is neither").into()
+        );
+    }
+    if args.ublk_keep && args.ublk.iter().any(|spec| spec.number.is_none()) {
+        return Err(Error::invalid(
+            "--ublk-keep wants the number of each device, by which the next server finds it, and not auto",
+        )
+        .into());
+    }
     let tls = tls_policy(&args, !args.nbd.is_empty() || !passed.is_empty())?;
     let image = ImageOptions {
         format: args.format,
@@ -271,6 +306,11 @@ pub(crate) fn run(args: Args) -> Outcome {
             .map(|spec| VhostSpec { queues: args.queues, ..spec.clone() })
             .collect(),
         fuse: args.fuse.clone(),
+        ublk: args
+            .ublk
+            .iter()
+            .map(|spec| UblkSpec { queues: args.queues, keeps: args.ublk_keep, ..spec.clone() })
+            .collect(),
         threads: args.threads.map_or(cores, usize::from),
         mode: match args.io {
             None => IoMode::Auto,
@@ -291,16 +331,19 @@ pub(crate) fn run(args: Args) -> Outcome {
     let vhost = args.vhost_user_blk.clone();
     let scheme = if args.tls_certificates.is_some() { "nbds" } else { "nbd" };
     let files: Vec<PathBuf> = args.fuse.iter().map(|fuse| fuse.path.clone()).collect();
-    let report = serve(spec, move |addresses| {
+    let report = serve(spec, move |ready| {
         if !quiet {
             for spec in vhost {
                 complain(&format!("serving vhost-user-blk {}", spec.path.display()));
             }
-            for address in addresses {
+            for address in ready.addresses {
                 announce(scheme, address, &names);
             }
             for file in files {
                 complain(&format!("serving {}", file.display()));
+            }
+            for block in ready.blocks {
+                complain(&format!("serving {}", block.display()));
             }
         }
     })?;

@@ -8,6 +8,7 @@
 //!   notify.rs    what a service manager is told
 //!   sockets.rs   sockets that a service manager passes
 //!   space.rs     full file systems, block devices
+//!   ublk.rs      what is said where there can be no block devices
 //!   unit.rs      the unit for systemd: checked by systemd, and its command carried out
 //!   vhost.rs     which disk is at which socket for virtual machines
 //! ```
@@ -24,6 +25,7 @@ mod making;
 mod notify;
 mod sockets;
 mod space;
+mod ublk;
 mod unit;
 mod vhost;
 

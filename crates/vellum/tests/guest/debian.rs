@@ -16,8 +16,24 @@ pub struct Debian {
 impl Debian {
     /// What `VELLUM_GUEST_KERNEL_DIR` names, or what `cargo xtask packages` left beside the build; or what is missing.
     pub fn find() -> Result<Self, String> {
-        let chosen = std::env::var_os("VELLUM_GUEST_KERNEL_DIR").map(PathBuf::from);
-        let beside = || Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("guest").join("kernel");
+        Self::find_in("VELLUM_GUEST_KERNEL_DIR", "kernel")
+    }
+
+    /// The same of a newer kernel, which has the driver for block devices that programs serve: `VELLUM_UBLK_KERNEL_DIR`.
+    pub fn find_with_ublk() -> Result<Self, String> {
+        let debian = Self::find_in("VELLUM_UBLK_KERNEL_DIR", "kernel-backports")?;
+        let mut files = BTreeMap::new();
+        find_modules(&debian.dir.join("lib/modules").join(&debian.release), &mut files);
+        if files.contains_key("ublk_drv") {
+            Ok(debian)
+        } else {
+            Err(format!("the kernel {} has no ublk_drv", debian.release))
+        }
+    }
+
+    fn find_in(variable: &str, name: &str) -> Result<Self, String> {
+        let chosen = std::env::var_os(variable).map(PathBuf::from);
+        let beside = || Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("guest").join(name);
         let dir = chosen.unwrap_or_else(beside);
         let boot = std::fs::read_dir(dir.join("boot")).into_iter().flatten().flatten();
         let mut releases: Vec<String> = boot

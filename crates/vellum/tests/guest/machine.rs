@@ -93,17 +93,23 @@ impl Machine {
     pub fn boot_with(template: &Template, cable: Cable<'_>, more: &[&str], story: &str, round: u32) -> Self {
         // A guest that panics reboots at once; where QEMU is told not to, it ends.
         let words = format!("console=ttyS0 panic=-1 story={story} round={round}");
+        let more = more.iter().map(|word| (*word).to_owned());
+        let arguments: Vec<String> = more.chain(cable.arguments()).collect();
+        Self::start(&template.kernel, &template.first_files, &words, &arguments)
+    }
+
+    /// Switches a machine on with this kernel, its first files, the words that it is told and more arguments for QEMU.
+    pub fn start(kernel: &Path, first_files: &Path, words: &str, arguments: &[String]) -> Self {
         // If the test itself is killed, the kernel ends QEMU with it.
         let mut child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "qemu-system-x86_64"])
             .args(["-nodefaults", "-no-user-config", "-accel", "tcg", "-display", "none", "-serial", "stdio"])
-            .args(more)
             .arg("-kernel")
-            .arg(&template.kernel)
+            .arg(kernel)
             .arg("-initrd")
-            .arg(&template.first_files)
-            .args(["-append", &words])
-            .args(cable.arguments())
+            .arg(first_files)
+            .args(["-append", words])
+            .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

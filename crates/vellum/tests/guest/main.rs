@@ -21,6 +21,7 @@ mod debian;
 mod machine;
 mod template;
 mod tools;
+mod ublk;
 
 use std::ops::Range;
 

@@ -1,0 +1,56 @@
+//! Block devices of a server, where the program is built without the feature `ublk`: there are none, and who asks for one is
+//! told why.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use vellum_core::{Error, Result};
+use vellum_export::Shutdown;
+use vellum_io::WorkersHandle;
+
+use crate::UblkSpec;
+use crate::serve::ExportSpec;
+use crate::served::Disks;
+
+/// None.
+pub(crate) struct Blocks;
+
+/// Nobody.
+#[derive(Clone)]
+pub(crate) struct Tellers;
+
+impl Tellers {
+    #[expect(clippy::unused_async, reason = "as where there are some")]
+    pub(crate) async fn look_again(&self) {}
+}
+
+impl Blocks {
+    #[expect(clippy::unused_async, reason = "as where there are some")]
+    pub(crate) async fn begin(
+        specs: &[UblkSpec],
+        _exports: &[ExportSpec],
+        _disks: &Arc<Disks>,
+        _workers: &WorkersHandle,
+        _shutdown: &Shutdown,
+    ) -> Result<Self> {
+        if specs.is_empty() {
+            return Ok(Self);
+        }
+        Err(Error::unsupported(
+            "can't make a block device by ublk: this program was built without it (the feature `ublk`); use --fuse FILE or --nbd unix:PATH instead",
+        ))
+    }
+
+    #[expect(clippy::unused_self, reason = "as where there are some")]
+    pub(crate) fn paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    #[expect(clippy::unused_self, reason = "as where there are some")]
+    pub(crate) fn tellers(&self) -> Tellers {
+        Tellers
+    }
+
+    #[expect(clippy::unused_async, reason = "as where there are some")]
+    pub(crate) async fn end(self) {}
+}

@@ -1,0 +1,31 @@
+//! ublk: a disk as a block device of this kernel.
+//!
+//! ```text
+//!   kernel ─► row ──parse──► request ──► the disk ──► answer ─► kernel        one loop for each tag, all of one queue on one
+//!               (request)     data taken before, or given after               worker
+//! ```
+//!
+//! In reading order: `facts` (what the kernel is told of the disk), `request` (what it asks), `queue` (asking and answering).
+//! How the kernel is reached is behind [`Kernel`], so that a queue can be tested without one; devices are added and removed by
+//! whoever serves.
+//!
+//! 1. What the kernel shows is read once and checked: a request lies within the disk, has whole sectors, and is no larger
+//!    than [`REQUEST_BYTES_MAX`]. What is wrong is answered with an error.
+//! 2. Each request is answered once, with the next question of its tag; what was begun is polled to its end.
+//! 3. A queue holds at most [`DEPTH`] requests of [`REQUEST_BYTES_MAX`] bytes.
+//!
+//! Source: `include/uapi/linux/ublk_cmd.h` and `Documentation/block/ublk.rst` of Linux.
+
+mod facts;
+mod queue;
+mod request;
+
+pub use facts::Facts;
+pub use queue::{Kernel, Target, Told, serve_queue};
+pub use request::{RANGE_SECTORS_MAX, REQUEST_BYTES_MAX, Row, SECTOR_BYTES};
+
+/// Requests of a queue that may be under way.
+pub const DEPTH: u16 = 128;
+
+/// The most queues of a device.
+pub const QUEUES_MAX: u16 = 256;

@@ -1,0 +1,33 @@
+//! The kernel's driver for block devices that a program serves (ublk): what it is told, and how.
+//!
+//! ```text
+//!   /dev/ublk-control   Control   devices are added, described, started, stopped and removed: a small ring of its own
+//!   /dev/ublkcN         Device    one program has it open
+//!                       Queue     on one worker: asks for requests and answers them through the worker's ring,
+//!                                 finds them in memory that the kernel shows, moves their data
+//!   /dev/ublkbN         the block device, while it is started
+//! ```
+//!
+//! 1. Commands carry no address of ours but those of [`Control`], which waits for their end. So a command that a device
+//!    never answers holds no memory.
+//! 2. The kernel wants all commands of a queue from one thread. A [`Queue`] is moved to its worker and stays there.
+//! 3. What the kernel shows is copied out once, and is looked at by whoever serves: here nothing is believed or checked.
+//! 4. A device is removed when all its queues are gone: each keeps it open.
+//!
+//! Data is moved by plain system calls (`UBLK_F_USER_COPY`): they copy between two pieces of memory and wait for nothing,
+//! while the ring would give each to a thread of the kernel, because the device does not say that it never waits.
+//!
+//! Left out: zero copy and registered buffers (Linux 6.15), zones, devices for users without rights.
+//!
+//! Source: `include/uapi/linux/ublk_cmd.h` and `Documentation/block/ublk.rst` of Linux; `drivers/block/ublk_drv.c` for what
+//! they do not say.
+
+mod abi;
+mod control;
+mod queue;
+
+pub use control::{Control, Params, Shape, Standing, State};
+pub use queue::{Device, Queue, Row, Told};
+
+/// Numbers of devices are below this (`MINORBITS`).
+pub const NUMBERS_MAX: u32 = 1 << 20;

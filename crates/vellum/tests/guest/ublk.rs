@@ -1,0 +1,191 @@
+//! `serve --ublk`, in a guest whose kernel has the driver, by which it serves disks to itself.
+//!
+//! ```text
+//!   host:   noise, journaled.qcow2, native.vlm ──► ext4 ──► the guest's disk ──► taken out again, checked and compared
+//!   guest:  vellum serve ──► /dev/ublkb0 ──► read and written past the cache ──► ext4 on it ──► SIGTERM, SIGKILL, again
+//! ```
+//!
+//! What the guest does stands in `ublk.sh`. The kernel comes from `VELLUM_UBLK_KERNEL_DIR`, or from where `cargo xtask
+//! packages` puts it.
+
+use std::path::{Path, PathBuf};
+
+use super::cpio::Archive;
+use super::debian::Debian;
+use super::machine::Machine;
+use super::pages_range;
+use super::support::dir::Dir;
+use super::support::noise;
+use super::support::program::{has, path_text, skipped, succeed, vellum};
+use super::tools::{Files, sha256, tool};
+use crate::requires;
+
+const NOISE_BYTES: usize = 4 << 20;
+const DISK_BYTES: u64 = 64 << 20;
+
+/// What is needed of the host's programs in the guest.
+const PROGRAMS: [&str; 2] = [env!("CARGO_BIN_EXE_vellum"), "/usr/sbin/mke2fs"];
+
+#[test]
+fn a_guest_serves_block_devices_to_itself() {
+    requires!("qemu-system-x86_64", "setpriv", "qemu-img", "mke2fs", "e2fsck", "debugfs", "sha256sum", "ldd");
+    if !cfg!(target_arch = "x86_64") {
+        return skipped("the guest is a PC, and what is built here does not run on one");
+    }
+    let debian = match Debian::find_with_ublk() {
+        Ok(debian) => debian,
+        Err(reason) => return skipped(&reason),
+    };
+    let dir = Dir::new("ublk");
+    let noise = noise(NOISE_BYTES, 4);
+    let disk = make_disk(&dir, &noise);
+    let first_files = dir.join("first.cpio");
+    std::fs::write(&first_files, first_archive(&debian, &dir)).expect("the kernel's first files");
+
+    let drive = format!("file={},format=raw,if=virtio,cache=unsafe", path_text(&disk));
+    let arguments = ["-no-reboot", "-m", "1024", "-smp", "2", "-drive", &drive].map(str::to_owned);
+    let machine = Machine::start(&debian.kernel(), &first_files, "console=ttyS0 panic=-1 quiet", &arguments);
+    let said = machine.wait_for_the_end();
+
+    assert!(said.contains(&format!("booted {}", debian.release)), "{said:#?}");
+    assert!(said.contains(&"traces 0".to_owned()), "{said:#?}");
+    let out = dir.join("out");
+    std::fs::create_dir(&out).expect("a directory");
+    tool("debugfs", &["-R", &format!("rdump / {}", path_text(&out)), path_text(&disk)]);
+    let mut written = noise.clone();
+    written[333_000..1_334_000].copy_from_slice(&noise[7000..1_008_000]);
+    for (image, device) in [("journaled.qcow2", "/dev/ublkb0"), ("native.vlm", "/dev/ublkb3")] {
+        let sectors = DISK_BYTES / 512;
+        let device = format!("device {image} {device} {sectors} 2 1 write back");
+        assert!(said.contains(&device), "{device}: {said:#?}");
+        // Twice in good order, and nothing left of the device then.
+        let ended = said.iter().filter(|line| **line == format!("ended {image} 0 0")).count();
+        assert!(ended >= 2, "{said:#?}");
+        assert_counts(&said, image);
+        assert_content(&dir, &out.join(image), &said, &noise, &written);
+    }
+    // One device, through four deaths of its servers; and what was answered over it without a flush.
+    assert!(said.contains(&"kept journaled.qcow2 write through".to_owned()), "{said:#?}");
+    assert!(said.contains(&"not-kept journaled.qcow2 write back".to_owned()), "{said:#?}");
+    assert!(said.iter().any(|line| line.starts_with("sum journaled.qcow2 /mnt/data/direct ")), "{said:#?}");
+    assert!(said.contains(&"auto /dev/ublkb0".to_owned()), "{said:#?}");
+    assert!(said.contains(&"read-only 1 1".to_owned()), "{said:#?}");
+    assert!(said.contains(&"resized".to_owned()), "{said:#?}");
+    let refused =
+        |words: &str| said.iter().any(|line| line.starts_with("refused 1 ") && line.contains(words));
+    assert!(refused("serves a disk there") && refused("without io_uring"), "{said:#?}");
+}
+
+/// The guest's requests arrived as what they are, and none failed.
+#[track_caller]
+fn assert_counts(said: &[String], image: &str) {
+    let begin = format!("stats {image} ");
+    let line = said.iter().find_map(|line| line.strip_prefix(&begin)).expect("it says what was counted");
+    let stats: serde_json::Value = serde_json::from_str(line).expect("JSON");
+    let disk = &stats["disks"][0];
+    let number = |pointer: &str| disk.pointer(pointer).and_then(serde_json::Value::as_u64).expect("a number");
+    assert!(number("/guest/flushes") >= 3, "{disk:#}");
+    assert!(number("/guest/bytes-discarded") >= 8 << 20, "{disk:#}");
+    assert!(number("/guest/bytes-zeroed") > 0, "{disk:#}");
+    assert!(number("/guest/bytes-written") > 2 * NOISE_BYTES as u64, "{disk:#}");
+    assert_eq!(number("/guest-errors"), 0, "{disk:#}");
+}
+
+/// What the host finds in the image is what the guest wrote, and what the guest read.
+#[track_caller]
+fn assert_content(dir: &Dir, image: &Path, said: &[String], noise: &[u8], written: &[u8]) {
+    vellum(&["check", path_text(image)]).answer();
+    let name = image.file_name().and_then(|name| name.to_str()).expect("a name");
+    let copy = dir.text("copy.qcow2");
+    drop(std::fs::remove_file(&copy));
+    vellum(&["convert", "-q", "-O", "qcow2", path_text(image), &copy]).answer();
+    let files = Files::of_clean(Path::new(&copy));
+    files.assert_is("/data/noise", written);
+    let numbers: String = (1..=100_000).map(|number| format!("{number}\n")).collect();
+    files.assert_is("/data/numbers", numbers.as_bytes());
+    assert!(!files.has("/data/deleted"), "the guest deleted it");
+    let begin = format!("settled {name} ");
+    let settled = said.iter().find_map(|line| line.strip_prefix(&begin)?.parse().ok());
+    let settled: usize = settled.expect("it says how many were synced");
+    assert!(settled >= 12, "{settled}");
+    let begin = format!("kept-settled {name} ");
+    let kept = said.iter().find_map(|line| line.strip_prefix(&begin)?.parse().ok());
+    let settled = kept.unwrap_or(settled);
+    if kept.is_some() {
+        files.assert_is("/data/direct", noise);
+    }
+    for number in 1..=settled {
+        files.assert_is(&format!("/data/pages.{number}"), &noise[pages_range(number)]);
+    }
+    let begin = format!("sum {name} /mnt");
+    let sums: Vec<_> = said.iter().filter_map(|line| line.strip_prefix(&begin)?.split_once(' ')).collect();
+    assert!(sums.len() >= settled + 2, "{said:#?}");
+    for (file, sum) in sums {
+        assert_eq!(sha256(&files.path(file)), sum, "{name}: {file}");
+    }
+}
+
+/// The guest's disk: an ext4 with the images, and noise.
+fn make_disk(dir: &Dir, noise: &[u8]) -> PathBuf {
+    let (root, disk) = (dir.join("host"), dir.join("disk.ext4"));
+    std::fs::create_dir(&root).expect("a directory");
+    std::fs::write(root.join("noise"), noise).expect("a file");
+    let kinds = [("journaled.qcow2", "qcow2", "journal=on"), ("native.vlm", "vellum", "layout=table")];
+    for (name, format, options) in kinds {
+        let (image, size) = (dir.text(&format!("host/{name}")), DISK_BYTES.to_string());
+        vellum(&["create", "-q", "-f", format, "-o", options, &image, &size]).answer();
+    }
+    tool("mke2fs", &["-q", "-t", "ext4", "-d", path_text(&root), path_text(&disk), "320M"]);
+    disk
+}
+
+/// What the kernel has at first: busybox, our program and another with their libraries, the modules, and the story.
+fn first_archive(debian: &Debian, dir: &Dir) -> Vec<u8> {
+    let mut archive = Archive::default();
+    let mut dirs = vec!["bin".to_owned(), "dev".to_owned(), "modules".to_owned()];
+    let mut files: Vec<(String, Vec<u8>)> = Vec::new();
+    let read =
+        |path: &Path| std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    for program in PROGRAMS {
+        let name = Path::new(program).file_name().and_then(|name| name.to_str()).expect("a name");
+        files.push((format!("bin/{name}"), read(&stripped(dir, program, name))));
+        // A line is `NAME => PATH (ADDRESS)`, or the loader's path alone.
+        for library in succeed("ldd", &[program]).split_whitespace().filter(|word| word.starts_with('/')) {
+            files.push((library.trim_start_matches('/').to_owned(), read(Path::new(library))));
+        }
+    }
+    files.sort();
+    files.dedup_by(|one, other| one.0 == other.0);
+    for (name, _) in &files {
+        let parents = Path::new(name).ancestors().skip(1).filter_map(Path::to_str);
+        dirs.extend(parents.filter(|parent| !parent.is_empty()).map(str::to_owned));
+    }
+    dirs.sort();
+    dirs.dedup();
+    for dir in &dirs {
+        archive.directory(dir);
+    }
+    archive.character_device("dev/console", 5, 1);
+    archive.program("bin/busybox", &read(&debian.busybox));
+    archive.program("init", include_bytes!("ublk.sh"));
+    for (name, bytes) in &files {
+        archive.program(name, bytes);
+    }
+    let mut order = String::new();
+    for (name, bytes) in debian.modules(&["virtio_pci", "virtio_blk", "ext4", "ublk_drv"]) {
+        archive.program(&format!("modules/{name}"), &bytes);
+        order += &format!("{name}\n");
+    }
+    archive.program("modules/order", order.as_bytes());
+    archive.finish()
+}
+
+/// The program without what only debuggers read, where that can be taken away: it is most of it.
+fn stripped(dir: &Dir, program: &str, name: &str) -> PathBuf {
+    if !has("strip") {
+        return program.into();
+    }
+    let small = dir.join(name);
+    succeed("strip", &["-o", path_text(&small), program]);
+    small
+}

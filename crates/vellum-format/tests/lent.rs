@@ -45,7 +45,7 @@ fn other(byte: u8) -> u8 {
 
 /// Whether a guest may have written it.
 fn is_guests(byte: u8) -> bool {
-    byte % 4 == 0 || other(byte) % 4 == 0
+    byte.is_multiple_of(4) || other(byte).is_multiple_of(4)
 }
 
 impl Restless {

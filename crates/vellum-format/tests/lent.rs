@@ -5,6 +5,8 @@
 //!   write of 0x11, lent ──► format ──► here: the guest turns what is still its memory into 0x12 ──► storage
 //! ```
 //!
+//! What is read into lent memory is the guest's, too, and never what the format keeps beside it: a packed block tells a zone's tag.
+//!
 //! What the format took a copy of arrives as 0x11, the rest as 0x12, and both are right. A checksum of what did not arrive is
 //! not: then recovery takes a write for lost that was flushed.
 
@@ -14,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use common::native::{NativeSetup, look_native, native_setups};
-use common::{Setup, base, look, setups};
+use common::{SIZE, Setup, base, look, setups};
 use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, CheckedDisk, Disk, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, MemoryDisk,
@@ -32,6 +34,8 @@ struct Restless {
     inner: Arc<MemoryStorage>,
     /// So many bytes were changed.
     changed: AtomicU64,
+    /// So many bytes were put into lent memory that no guest ever wrote.
+    foreign: AtomicU64,
 }
 
 /// What the guest makes of a byte.
@@ -39,7 +43,16 @@ fn other(byte: u8) -> u8 {
     byte ^ 3
 }
 
+/// Whether a guest may have written it.
+fn is_guests(byte: u8) -> bool {
+    byte.is_multiple_of(4) || other(byte).is_multiple_of(4)
+}
+
 impl Restless {
+    fn over(inner: Arc<MemoryStorage>) -> Arc<Self> {
+        Arc::new(Self { inner, changed: AtomicU64::new(0), foreign: AtomicU64::new(0) })
+    }
+
     fn change(&self, data: Buffer) -> Buffer {
         let (mut rest, mut all) = (data, Buffer::empty());
         while !rest.is_empty() {
@@ -70,7 +83,14 @@ impl Storage for Restless {
     }
 
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.inner.read(at, buffer)
+        Box::pin(async move {
+            let buffer = self.inner.read(at, buffer).await?;
+            if buffer.is_lent() {
+                let foreign = buffer.to_vec().into_iter().filter(|byte| !is_guests(*byte)).count();
+                self.foreign.fetch_add(foreign as u64, Relaxed);
+            }
+            Ok(buffer)
+        })
     }
 
     fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
@@ -111,7 +131,9 @@ enum Kind {
 impl Kind {
     fn all() -> Vec<Self> {
         let qcow2 = setups().into_iter().map(Self::Qcow2);
-        qcow2.chain(native_setups().into_iter().map(Self::Native)).collect()
+        // Many units, so that some are born when a zone is open.
+        let born = NativeSetup::zoned("zoned, many units", 8 * SIZE, 64 << 10, 1 << 20);
+        qcow2.chain(native_setups().into_iter().chain([born]).map(Self::Native)).collect()
     }
 
     fn name(&self) -> &'static str {
@@ -125,6 +147,13 @@ impl Kind {
     fn has_checks(&self) -> bool {
         match self {
             Self::Qcow2(setup) => setup.options.journal.is_some(),
+            Self::Native(setup) => setup.base.is_some(),
+        }
+    }
+
+    fn has_base(&self) -> bool {
+        match self {
+            Self::Qcow2(setup) => setup.has_base,
             Self::Native(setup) => setup.base.is_some(),
         }
     }
@@ -181,12 +210,14 @@ async fn run(kind: &Kind, seed: u64, steps: usize) -> std::result::Result<u64, S
     let mut random = Random::from_seed(seed);
     let (bytes, mut model) = kind.empty();
     let mut image = MemoryStorage::holding("image", &bytes);
-    let mut restless = Arc::new(Restless { inner: image.clone(), changed: AtomicU64::new(0) });
+    let mut restless = Restless::over(image.clone());
     let mut disk = kind.open(restless.clone()).await.map_err(|error| error.chain())?;
     let mut changed = 0;
     for step in 0..steps {
         for _ in 0..=random.index(4) {
-            let at = random.index(12) * 4096 + random.index(3) * SECTOR;
+            let blocks = (model.len() - 32_768) / 4096;
+            let block = if random.one_in(2) { random.index(4) * blocks / 4 } else { random.index(blocks) };
+            let at = block * 4096 + random.index(3) * SECTOR;
             let len = *random.pick(&[SECTOR, 4096, 4096, 8192, 20_480]);
             let len = len.min(model.len() - at);
             // The two lowest bits say which of a write's values a byte is.
@@ -201,6 +232,10 @@ async fn run(kind: &Kind, seed: u64, steps: usize) -> std::result::Result<u64, S
             lent().fill(0xFF);
             model[at..at + len].fill(value);
         }
+        if random.one_in(2) {
+            // Also what has not gone home yet.
+            whole(&*disk, model.len()).await.map_err(|error| error.chain())?;
+        }
         disk.flush().await.map_err(|error| error.chain())?;
         let image_now = image.content();
         let what = |why: String| format!("{}, seed {seed}, step {step}: {why}", kind.name());
@@ -208,7 +243,7 @@ async fn run(kind: &Kind, seed: u64, steps: usize) -> std::result::Result<u64, S
             // Killed: nothing is told to the disk any more. Another one goes on with what is there.
             changed += restless.changed.load(Relaxed);
             image = MemoryStorage::with("image", image.limits().clone(), image_now);
-            restless = Arc::new(Restless { inner: image.clone(), changed: AtomicU64::new(0) });
+            restless = Restless::over(image.clone());
             drop(disk);
             disk = kind.open(restless.clone()).await.map_err(|error| what(error.chain()))?;
         }
@@ -216,6 +251,9 @@ async fn run(kind: &Kind, seed: u64, steps: usize) -> std::result::Result<u64, S
         let is_one = |(seen, wanted): (&u8, &u8)| *seen == *wanted || *seen == other(*wanted);
         if let Some(at) = seen.iter().zip(&model).position(|pair| !is_one(pair)) {
             return Err(what(format!("byte {at:#x} is {:#x}, and was {:#x}", seen[at], model[at])));
+        }
+        if !kind.has_base() && restless.foreign.load(Relaxed) > 0 {
+            return Err(what("a guest saw bytes that are not its disk's".to_owned()));
         }
         // What is there now stays.
         model = seen;
@@ -245,4 +283,44 @@ fn a_checksum_of_bytes_that_may_still_change_is_found() {
         put_in(None);
         assert!(found.is_some(), "{}: nobody noticed", kind.name());
     }
+}
+
+#[test]
+fn a_guest_sees_no_packed_block() {
+    const UNIT: u64 = 64 << 10;
+    let mut setup = NativeSetup::zoned("zoned", 8 * SIZE, UNIT, 1 << 20);
+    // A small one has no room for a block twice, and takes it home at once.
+    setup.options.journal_bytes = Some(1 << 20);
+    let kind = Kind::Native(setup);
+    let image = MemoryStorage::holding("image", &kind.empty().0);
+    let restless = Restless::over(image.clone());
+    let len = 8192;
+    block_on(async {
+        let disk = kind.open(restless.clone()).await.expect("it opens");
+        let write = async |unit: u64, value: u8| {
+            let memory = SharedBytes::zeroed(4096);
+            memory.lend(&[(0, 4096)]).fill(value);
+            let at = GuestOffset::new(unit * UNIT);
+            disk.write(at, memory.lend(&[(0, 4096)]), WriteFlags::default()).await.expect("it is written");
+        };
+        // With the first a zone is opened; those behind are born in it. Some are read packed, some when they are so no more,
+        // and the new bytes are in the journal only.
+        for unit in 0..12 {
+            write(unit, 4).await;
+            disk.flush().await.expect("flushed");
+        }
+        for unit in 0..12 {
+            if unit % 2 == 0 {
+                write(unit, 8).await;
+            }
+            let memory = SharedBytes::zeroed(len);
+            disk.read(GuestOffset::new(unit * UNIT), memory.lend(&[(0, len)])).await.expect("it is read");
+            let value = if unit % 2 == 0 { 8 } else { 4 };
+            let seen = memory.get(0, len);
+            assert!(seen[..4096].iter().all(|byte| [value, other(value)].contains(byte)), "unit {unit}");
+            assert!(seen[4096..].iter().all(|byte| *byte == 0), "unit {unit}");
+            assert_eq!(restless.foreign.load(Relaxed), 0, "unit {unit}: a packed block");
+        }
+        disk.close().await.expect("it closes");
+    });
 }

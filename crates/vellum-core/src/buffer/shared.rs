@@ -110,7 +110,7 @@ pub struct SharedBytes {
 
 /// Aligned as pages are.
 #[repr(align(4096))]
-struct Page([AtomicU8; BUFFER_ALIGNMENT]);
+struct Page(#[expect(dead_code, reason = "it is reached by its address alone")] [AtomicU8; BUFFER_ALIGNMENT]);
 
 impl SharedBytes {
     /// At least `len` bytes of zero, aligned to a page.
@@ -141,16 +141,12 @@ impl SharedBytes {
     }
 
     /// Changes bytes, from `at` on, whoever uses them at the time.
-    pub fn set(&self, at: usize, bytes: &[u8]) {
-        for (index, byte) in (at..).zip(bytes) {
-            self.pages[index / BUFFER_ALIGNMENT].0[index % BUFFER_ALIGNMENT].store(*byte, Relaxed);
-        }
+    pub fn set(self: &Arc<Self>, at: usize, bytes: &[u8]) {
+        self.lend(&[(at, bytes.len())]).copy_from(0, bytes);
     }
 
     /// The bytes from `at` on, as they are now.
-    pub fn get(&self, at: usize, len: usize) -> Vec<u8> {
-        let byte =
-            |index: usize| self.pages[index / BUFFER_ALIGNMENT].0[index % BUFFER_ALIGNMENT].load(Relaxed);
-        (at..at + len).map(byte).collect()
+    pub fn get(self: &Arc<Self>, at: usize, len: usize) -> Vec<u8> {
+        self.lend(&[(at, len)]).to_vec()
     }
 }

@@ -422,7 +422,7 @@ fn memory_comes_and_goes_while_a_queue_runs() {
 }
 
 #[test]
-fn memory_that_is_taken_back_is_still_there_for_the_request_that_uses_it() {
+fn memory_is_not_gone_before_the_requests_that_use_it_have_ended() {
     let (disk, served, memory) = scene(1);
     let mut machine = Machine::connect(&served, &memory, FEATURES);
     let mut queue = machine.start_queue(0, 64, 0);
@@ -442,15 +442,31 @@ fn memory_that_is_taken_back_is_still_there_for_the_request_that_uses_it() {
     }
     queue.kick();
     let mut seen = Vec::new();
-    while seen.len() < 2 {
+    for _ in 0..20_000 {
         seen.extend(disk.take_seen());
+        if seen.len() == 2 {
+            break;
+        }
         std::thread::sleep(Duration::from_millis(1));
     }
-    machine.front_end.remove_mem_region(&far).expect("it is there");
-    disk.open_gate();
+    assert_eq!(seen.len(), 2, "both wait at the gate");
+    let gone = std::thread::scope(|scope| {
+        let removed = scope.spawn(|| {
+            machine.front_end.remove_mem_region(&far).expect("it is there");
+            // What is put there from now on is nobody's business.
+            let seen = (memory.get(room, 512), disk.bytes(4 * 512, 512));
+            memory.put(source, &noise(512, 9));
+            seen
+        });
+        // Time to be told too early.
+        std::thread::sleep(Duration::from_millis(50));
+        disk.open_gate();
+        removed.join().expect("it was told")
+    });
+    assert_eq!(gone, (data, noise(512, 2)), "they had ended when it was told");
     queue.take();
     queue.take();
-    assert_eq!((memory.get(room, 512), disk.bytes(4 * 512, 512)), (data, noise(512, 2)));
+    assert_eq!(queue.ask(OUT, 5, &noise(512, 3), 0, Shape::Usual), ok(1), "the queue goes on");
     machine.leave().expect("it left in good order");
 }
 

@@ -6,11 +6,13 @@
 //!
 //! 1. No reference to these bytes is ever made: the guest changes them meanwhile. They are lent to a request where they lie
 //!    (`GuestRam`), or copied, in one go; what was copied is what counts, also when the guest has changed its mind.
-//! 2. A mapping lives as long as any request that uses it, also when the front end has taken it back.
+//! 2. A mapping lives as long as any request that uses it. The front end hears that memory is gone when no request uses it
+//!    any more (`session`): what it does with the file then reaches no disk.
 //! 3. A file must be as long as what is mapped of it. (One that is cut off later raises SIGBUS, which ends the program:
 //!    whoever may connect is trusted not to.)
 
 use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 use vellum_core::{Buffer, Context, Error, Result};
@@ -41,11 +43,19 @@ pub(super) struct Region {
     pub(super) in_file: u64,
 }
 
+/// A region, and which file it is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Mapped {
+    region: Region,
+    device: u64,
+    inode: u64,
+}
+
 /// All of it at one time.
 #[derive(Clone, Default)]
 pub(super) struct Memory {
     ram: Arc<GuestRam>,
-    regions: Vec<Region>,
+    regions: Vec<Mapped>,
 }
 
 impl Memory {
@@ -66,7 +76,7 @@ impl Memory {
         if self.regions.len() == REGIONS_MAX {
             return Err(refuse("there are too many regions"));
         }
-        let sum = self.regions.iter().try_fold(region.len, |sum, region| sum.checked_add(region.len));
+        let sum = self.regions.iter().try_fold(region.len, |sum, other| sum.checked_add(other.region.len));
         if sum.is_none_or(|sum| sum > MAPPED_BYTES_MAX) {
             return Err(refuse("with it, the front end would share more than 16 TiB"));
         }
@@ -86,13 +96,13 @@ impl Memory {
         let mapped =
             self.mapped().insert_region(Arc::new(mapped)).map_err(|error| refuse(&error.to_string()))?;
         let mut regions = self.regions.clone();
-        regions.push(region);
+        regions.push(Mapped { region, device: facts.dev(), inode: facts.ino() });
         Ok(Self { ram: GuestRam::new(mapped)?, regions })
     }
 
     /// The same without this region.
     pub(super) fn without(&self, region: Region) -> Result<Self> {
-        let is_it = |other: &Region| {
+        let is_it = |Mapped { region: other, .. }: &Mapped| {
             (other.guest, other.front_end, other.len) == (region.guest, region.front_end, region.len)
         };
         let mut regions = self.regions.clone();
@@ -106,12 +116,17 @@ impl Memory {
         }
     }
 
+    /// Whether nothing of the other has gone.
+    pub(super) fn has_all_of(&self, other: &Self) -> bool {
+        other.regions.iter().all(|mapped| self.regions.contains(mapped))
+    }
+
     /// The guest's address of what the front end knows under another.
     pub(super) fn guest_address(&self, front_end: u64) -> Option<u64> {
         let within = |region: &&Region| {
             front_end.checked_sub(region.front_end).is_some_and(|offset| offset < region.len)
         };
-        let region = self.regions.iter().find(within)?;
+        let region = self.regions.iter().map(|mapped| &mapped.region).find(within)?;
         region.guest.checked_add(front_end - region.front_end)
     }
 

@@ -320,8 +320,11 @@ impl FrontEnd {
 
     fn change_memory(&mut self, memory: Result<Memory>) -> Answer<()> {
         let memory = Arc::new(memory.map_err(|error| refused(&error))?);
-        // What they took is handed back while their rings are still there.
-        let mut leaving: Vec<_> = self.rings.iter_mut().filter(|ring| !ring.is_in(&memory)).collect();
+        // What was taken is handed back while its ring is still there; and where memory goes, before the front end hears that it
+        // has gone: requests may use it until they end.
+        let stays = memory.has_all_of(&self.memory.load());
+        let mut leaving: Vec<_> =
+            self.rings.iter_mut().filter(|ring| !stays || !ring.is_in(&memory)).collect();
         leaving.iter().filter_map(|ring| ring.running.as_ref()).for_each(|running| running.stop.drain());
         leaving.iter_mut().for_each(|ring| ring.stop());
         drop(leaving);

@@ -39,11 +39,6 @@ pub(super) struct Direct {
 }
 
 impl Direct {
-    /// Whether that many bytes are whole blocks.
-    pub(super) fn is_whole(&self, len: usize) -> bool {
-        self.block.round_down(len as u64) == len as u64
-    }
-
     /// The whole blocks in that many bytes.
     pub(super) fn whole(&self, len: usize) -> usize {
         to_usize(self.block.round_down(len as u64))

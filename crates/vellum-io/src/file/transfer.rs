@@ -31,7 +31,7 @@ impl File {
             zero_from(&mut transfer.buffer, 0);
             return Ok(transfer.buffer);
         }
-        let mut unmoved = 0;
+        let (mut unmoved, mut was_odd) = (0, false);
         loop {
             let (result, op) = match unmoved {
                 ..FROM_RING_MAX => submit(Op::Read(transfer)).await,
@@ -44,12 +44,16 @@ impl File {
                     if transfer.done == len {
                         return Ok(transfer.buffer);
                     }
-                    // Past the page cache, an odd count can only mean the end of the file.
-                    let odd = self.direct.as_ref().is_some_and(|direct| !direct.is_whole(transfer.done));
-                    if count == 0 || odd {
+                    // Past the page cache, an odd count means the end of the file; or that lent memory ended under way.
+                    // The second time it is the end, wherever that is thought to be.
+                    let whole =
+                        self.direct.as_ref().map_or(transfer.done, |direct| direct.whole(transfer.done));
+                    let is_odd = whole != transfer.done;
+                    if count == 0 || is_odd && (was_odd || transfer.position() >= self.handle.len()) {
                         zero_from(&mut transfer.buffer, transfer.done);
                         return Ok(transfer.buffer);
                     }
+                    (transfer.done, was_odd) = (whole, is_odd);
                 }
                 Err(libc::EINTR) => {}
                 Err(libc::EAGAIN) if unmoved < UNMOVED_MAX => unmoved += 1,

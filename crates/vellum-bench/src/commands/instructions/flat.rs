@@ -69,14 +69,12 @@ impl Storage for Flat {
     fn read(&self, at: ImageOffset, mut buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(async move {
             let mut bytes = self.lock();
-            let mut at = at;
-            for piece in buffer.pieces_mut() {
-                let found = bytes.before_end(at.span(piece.len() as u64));
+            buffer.fill_with(|from, piece| {
+                let found = bytes.before_end((at + from as u64).span(piece.len() as u64));
                 let (known, past_end) = piece.split_at_mut(found.len());
                 known.copy_from_slice(found);
                 past_end.fill(0);
-                at += piece.len() as u64;
-            }
+            });
             drop(bytes);
             Ok(buffer)
         })
@@ -84,6 +82,7 @@ impl Storage for Flat {
 
     fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
+            let data = data.owned();
             let mut bytes = self.lock();
             let mut at = at;
             for piece in data.pieces() {

@@ -7,8 +7,8 @@
 //! 1. No reference to these bytes is ever made: the guest changes them meanwhile. They are lent to a request where they lie
 //!    (`GuestRam`), or copied, in one go; what was copied is what counts, also when the guest has changed its mind.
 //! 2. A mapping lives as long as any request that uses it, also when the front end has taken it back.
-//! 3. A file must be as long as what is mapped of it. (One that is cut off later raises SIGBUS, which ends the program:
-//!    whoever may connect is trusted not to.)
+//! 3. A file must be as long as what is mapped of it. (One that is cut off later fails requests whose data the kernel moves, and
+//!    raises SIGBUS where we copy, which ends the program: whoever may connect is trusted not to.)
 
 use std::fs::File;
 use std::sync::Arc;

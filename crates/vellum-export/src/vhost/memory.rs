@@ -8,8 +8,8 @@
 //!    (`GuestRam`), or copied, in one go; what was copied is what counts, also when the guest has changed its mind.
 //! 2. A mapping lives as long as any request that uses it. The front end hears that memory is gone when no request uses it
 //!    any more (`session`): what it does with the file then reaches no disk.
-//! 3. A file must be as long as what is mapped of it. (One that is cut off later raises SIGBUS, which ends the program:
-//!    whoever may connect is trusted not to.)
+//! 3. A file must be as long as what is mapped of it. (One that is cut off later fails requests whose data the kernel moves, and
+//!    raises SIGBUS where we copy, which ends the program: whoever may connect is trusted not to.)
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;

@@ -29,6 +29,9 @@ const PROGRAMS: [&str; 2] = [env!("CARGO_BIN_EXE_vellum"), "/usr/sbin/mke2fs"];
 #[test]
 fn a_guest_serves_block_devices_to_itself() {
     requires!("qemu-system-x86_64", "setpriv", "qemu-img", "mke2fs", "e2fsck", "debugfs", "sha256sum", "ldd");
+    if !cfg!(feature = "ublk") {
+        return skipped("built without block devices");
+    }
     if !cfg!(target_arch = "x86_64") {
         return skipped("the guest is a PC, and what is built here does not run on one");
     }

@@ -78,6 +78,7 @@ fn a_guest_serves_block_devices_to_itself() {
         let sum = format!("sum journaled.qcow2 /mnt/data/{file} ");
         assert!(said.iter().any(|line| line.starts_with(&sum)), "{file}: {said:#?}");
     }
+    assert!(said.contains(&"busy 1".to_owned()), "{said:#?}");
     assert!(said.contains(&"both 2".to_owned()), "{said:#?}");
     assert!(said.contains(&"auto /dev/ublkb0".to_owned()), "{said:#?}");
     assert!(said.contains(&"read-only 1 1".to_owned()), "{said:#?}");

@@ -209,6 +209,41 @@ keep() {
     stop "$1"
 }
 
+# All that a queue holds is with a server that is killed: the kernel hears of that from a timer, and the next server waits for it.
+busy() {
+    serve -f raw "/host/$1" --ublk 7 --ublk-keep --queues 1 --control /tmp/control
+    echo none > /sys/block/ublkb7/queue/scheduler
+    # Longer than a server waits for one that lives; the kernel's own is 30 seconds.
+    echo 8000 > /sys/block/ublkb7/queue/io_timeout
+    vellum pause --control /tmp/control > /dev/null
+    writers=
+    n=0
+    while [ "$n" -lt 140 ]; do
+        dd if=/host/noise of="$disk" bs=4096 skip="$n" seek=$((n * 2)) count=1 oflag=direct conv=notrunc status=none &
+        writers="$writers $!"
+        n=$((n + 1))
+    done
+    until [ "$(awk '{ print $2 }' /sys/block/ublkb7/inflight)" -ge 128 ]; do usleep 20000; done
+    kill -KILL "$server"
+    wait "$server" || true
+    serve -f raw "/host/$1" --ublk 7 --ublk-keep
+    wait $writers
+    forget
+    while [ "$n" -gt 0 ]; do
+        n=$((n - 1))
+        dd if="$disk" bs=4096 skip=$((n * 2)) count=1 iflag=direct status=none
+    done > /tmp/read
+    while [ "$n" -lt 140 ]; do
+        n=$((n + 1))
+        dd if=/host/noise bs=4096 skip=$((140 - n)) count=1 status=none
+    done | cmp - /tmp/read
+    say "busy $(grep -c 'still letting go' /tmp/said)"
+    kill -KILL "$server"
+    wait "$server" || true
+    serve -f raw "/host/$1" --ublk 7
+    stop "$1"
+}
+
 mount -t devtmpfs dev /dev
 mount -t proc proc /proc
 mount -t sysfs sys /sys
@@ -246,6 +281,8 @@ stop raw
 serve -r -f raw /host/raw --ublk 4 --queues 1
 say "read-only $(cat /sys/block/ublkb4/ro) $(ls /sys/block/ublkb4/mq | wc -l)"
 stop raw
+
+busy raw
 
 say "traces $(dmesg | grep -c -E 'Call Trace|WARNING:|BUG:' || true)"
 umount /host

@@ -127,7 +127,8 @@ pub struct Ready<'a> {
 pub struct Report {
     /// What was counted, taken after everything was closed.
     pub stats: Stats,
-    /// Which signal ended it; none when its files were unmounted and there was nothing else to serve.
+    /// Which signal ended it; none when its files were unmounted, or its block devices taken away, and there
+    /// was nothing else to serve.
     pub signal: Option<Signal>,
 }
 
@@ -205,15 +206,16 @@ async fn run(
             return Err(error);
         }
     };
-    let blocks = match Blocks::begin(&spec.ublk, &spec.exports, served, &workers, &shutdown).await {
-        Ok(blocks) => blocks,
-        Err(error) => {
-            shutdown.drain();
-            devices.drained().await;
-            files.end(&shutdown).await;
-            return Err(error);
-        }
-    };
+    let blocks =
+        match Blocks::begin(&spec.ublk, &spec.exports, served, (&workers, spec.mode), &shutdown).await {
+            Ok(blocks) => blocks,
+            Err(error) => {
+                shutdown.drain();
+                devices.drained().await;
+                files.end(&shutdown).await;
+                return Err(error);
+            }
+        };
     let addresses: Vec<Address> = listeners.iter().map(|listener| listener.address().clone()).collect();
     let slots = ConnectionSlots::new(spec.connections_max);
     let next_worker = Arc::new(AtomicUsize::new(0));
@@ -255,17 +257,21 @@ async fn run(
     ready(Ready { addresses: &addresses, blocks: &blocks.paths() });
     let telling = spec.notify.clone().map(|manager| spawn_local(async move { manager.is_ready().await }));
 
-    let serves_others = spec.fuse.is_empty()
+    let serves_others = spec.fuse.is_empty() && spec.ublk.is_empty()
         || !addresses.is_empty()
         || !spec.vhost.is_empty()
-        || !spec.ublk.is_empty()
         || spec.control_path.is_some();
     let unused = async {
-        files.unmounted().await;
+        let unmounted = async {
+            if !spec.fuse.is_empty() {
+                files.unmounted().await;
+            }
+        };
+        let ((), gone) = zip(unmounted, blocks.gone()).await;
         if serves_others {
             std::future::pending::<()>().await;
         }
-        Ok(None)
+        gone.map(|()| None)
     };
     let signal = or(async { signals.next().await.map(Some) }, unused).await;
     tracing::info!(?signal, "draining");

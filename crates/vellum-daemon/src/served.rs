@@ -178,7 +178,9 @@ impl Served {
         let in_use = |why: String| self.in_use(&why);
         let mut chain = self.alone().await?;
         if self.is_held.load(Ordering::Acquire) {
-            return Err(in_use("it is served as a file, too; that must end first".to_owned()));
+            return Err(in_use(
+                "it is served as a file or a block device, too; that must end first".to_owned(),
+            ));
         }
         let native = native_of(&chain.members[0], "gone back to")?.clone();
         // Before anybody is sent away for nothing.

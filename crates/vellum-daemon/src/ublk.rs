@@ -3,27 +3,31 @@
 //! ```text
 //!   begin    what a dead server of ours left is removed ► added ► described ► opened ► queues on the workers, all asking
 //!            ► started (the kernel looks for partitions)
-//!            what a dead server of ours left to the next one: taken over ► opened ► queues on the workers ► goes on
+//!            what a server of ours left to the next one: taken over ► opened ► queues on the workers ► goes on
 //!   end      stopped: the kernel writes back what it has cached, waits for requests under way, and tells the queues
 //!            ► queues ended ► removed
+//!            one that is kept: nothing more is begun, what was begun is answered ► the process ends, its rings with it,
+//!            and the kernel keeps what it has for the next server
 //! ```
 //!
-//! 1. Whatever fails on the way, what was added is stopped and removed.
+//! 1. Whatever fails on the way, what was added is stopped and removed, and what was taken over goes back to waiting: it has
+//!    users. All devices are looked at before the first is touched.
 //! 2. Calls of the control device block, and are made on threads that may; queues are served meanwhile.
 //! 3. A device of another program, or one that is served, is left alone: those of this program carry a mark, which also says
 //!    which disk they are of.
 //! 4. A device that outlives its server is taken over by the next server of the same disk, and goes on where it was. So it has no
 //!    write cache: what was answered is durable, or a killed server would have lost it behind its users' backs.
 
-use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+mod standing;
+
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use event_listener::Event;
 use futures_lite::future::or;
-use vellum_core::{Buffer, Disk, Error, ErrorKind, Result, SharedDisk};
+use vellum_core::{Buffer, Disk, Error, ErrorKind, Result, SharedDisk, join_all};
 use vellum_export::Shutdown;
 use vellum_export::ublk::{
     DEPTH, Facts, Kernel, QUEUES_MAX, REQUEST_BYTES_MAX, Row, SECTOR_BYTES, Target, Told, serve_queue,
@@ -31,19 +35,19 @@ use vellum_export::ublk::{
 use vellum_io::ublk::{self, Control, Device, NUMBERS_MAX, Params, Queue, Shape, State};
 use vellum_io::{IoMode, Spawned, WorkersHandle, clock, io_mode, unblock};
 
+use self::standing::{Found, clear, look, mark_of, remove, take_over};
 use crate::UblkSpec;
 use crate::serve::ExportSpec;
-use crate::served::Disks;
-
-/// What is written at our devices: in the upper bits which program, in the lower ones which disk.
-const MARK: u64 = 0x564C << MARK_SHIFT;
-const MARK_SHIFT: u32 = 48;
+use crate::served::{Disks, Served};
 
 /// How long a queue has to be told that its questions make no sense.
 const REFUSED_WITHIN: Duration = Duration::from_millis(2);
 
-/// How long a device that a dead server left may take to become free, and how often it is looked at.
+/// How long a device that a server left may take to become free, and how often it is looked at.
 const FREE_WITHIN: Duration = Duration::from_secs(5);
+/// How long removing may take at the end. A kernel that waits until nobody uses the device (before Linux 6.9) has removed it
+/// before it waits.
+const REMOVED_WITHIN: Duration = Duration::from_secs(1);
 const LOOKED_EVERY: Duration = Duration::from_millis(20);
 
 /// The block devices of a server.
@@ -55,6 +59,11 @@ struct Shown {
     disk: SharedDisk,
     target: Arc<Target>,
     queues: Vec<Spawned<()>>,
+    /// Queues that have ended.
+    ended: Arc<Count>,
+    keeps: bool,
+    is_taken_over: bool,
+    is_started: bool,
 }
 
 /// The control device, for one call at a time.
@@ -70,24 +79,36 @@ impl Handle {
 }
 
 impl Blocks {
-    /// Makes all of them; when one cannot be made, none stays. Once `shutdown` cuts, requests that come fail.
+    /// Makes all of them; when one cannot be made, none stays but those that were there before, which wait again. Once `shutdown` cuts, requests that come fail.
     pub(crate) async fn begin(
         specs: &[UblkSpec],
         exports: &[ExportSpec],
         disks: &Arc<Disks>,
-        workers: &WorkersHandle,
+        (workers, mode): (&WorkersHandle, IoMode),
         shutdown: &Shutdown,
     ) -> Result<Self> {
+        let mut numbers: Vec<u32> = specs.iter().filter_map(|spec| spec.number).collect();
+        numbers.sort_unstable();
+        if let Some(twice) = numbers.windows(2).find(|two| two[0] == two[1]) {
+            return Err(Error::invalid(format!(
+                "two block devices are to be {}",
+                path_of(twice[0]).display()
+            )));
+        }
+        let mut plans = Vec::new();
+        for spec in specs {
+            plans.push(Plan::make(spec, exports, disks, mode).await?);
+        }
         let mut blocks = Self(Vec::new());
         let mut first_worker = 0;
-        for spec in specs {
-            match Shown::begin(spec, exports, disks, (workers, first_worker), shutdown).await {
+        for plan in plans {
+            match Shown::begin(plan, (workers, first_worker), shutdown).await {
                 Ok(shown) => {
                     first_worker += shown.queues.len();
                     blocks.0.push(shown);
                 }
                 Err(error) => {
-                    blocks.end().await;
+                    blocks.end_all(false).await;
                     return Err(error);
                 }
             }
@@ -102,68 +123,117 @@ impl Blocks {
 
     /// Who tells the kernel that a disk is larger.
     pub(crate) fn tellers(&self) -> Tellers {
-        let teller = |shown: &Shown| Teller {
-            control: shown.control.clone(),
-            number: shown.number,
-            disk: shown.disk.clone(),
-            target: shown.target.clone(),
-        };
-        Tellers(self.0.iter().map(teller).collect())
+        Tellers(self.0.iter().map(Shown::teller).collect())
     }
 
-    /// Takes all of them away.
+    /// Completes when none of them is served any more, though nobody here has ended them; at once, when there are none.
+    pub(crate) async fn gone(&self) -> Result<()> {
+        let gone = self.0.iter().map(|shown| Box::pin(shown.gone()));
+        join_all(gone).await.into_iter().collect()
+    }
+
+    /// Takes all of them away, or leaves them to the next server, as was asked for.
     pub(crate) async fn end(self) {
-        for shown in self.0 {
-            shown.end().await;
-        }
+        self.end_all(true).await;
+    }
+
+    async fn end_all(self, have_served: bool) {
+        // At once: who is left is so before requests fail.
+        join_all(self.0.into_iter().map(|shown| Box::pin(shown.end(have_served)))).await;
     }
 }
 
-impl Shown {
-    async fn begin(
-        spec: &UblkSpec,
+/// What is to be shown, and what is there already.
+struct Plan<'a> {
+    spec: &'a UblkSpec,
+    served: &'a Served,
+    control: Handle,
+    facts: Facts,
+    mark: u64,
+    found: Found,
+}
+
+impl<'a> Plan<'a> {
+    async fn make(
+        spec: &'a UblkSpec,
         exports: &[ExportSpec],
-        disks: &Arc<Disks>,
-        (workers, first_worker): (&WorkersHandle, usize),
-        shutdown: &Shutdown,
+        disks: &'a Arc<Disks>,
+        mode: IoMode,
     ) -> Result<Self> {
         let served = disks.find(spec.export.as_deref())?;
         if spec.number.is_some_and(|number| number >= NUMBERS_MAX) {
             return Err(Error::invalid(format!("a ublk device has a number below {NUMBERS_MAX}")));
         }
-        let queues = spec.queues.map_or(workers.count(), usize::from);
-        let queues = u16::try_from(queues).unwrap_or(QUEUES_MAX).clamp(1, QUEUES_MAX);
-        if io_mode() == IoMode::Threads {
+        if mode == IoMode::Threads {
             return Err(Error::unsupported(
                 "can't make a block device by ublk without io_uring, by which alone the kernel is reached; leave --io threads out, or use --fuse FILE or --nbd unix:PATH instead",
             ));
         }
         let image = served.path();
-        let is_for_reading = |export: &ExportSpec| export.path == image && export.image.read_only;
-        let is_for_reading = exports.iter().any(is_for_reading);
-        let facts = Facts::new(&served.disk().geometry(), is_for_reading, spec.keeps);
+        let mut exports = exports.iter().filter(|export| export.path == image).map(|export| &export.image);
+        let snapshot = exports.clone().find_map(|image| image.snapshot.as_deref());
+        let facts = Facts::new(&served.disk().geometry(), exports.any(|image| image.read_only), spec.keeps);
         let control = Handle(Arc::new(Mutex::new(unblock(Control::open).await?)));
-        let mark = mark_of(image).await;
-        let waiting = match spec.number {
-            Some(number) => clear(&control, number, mark, spec.keeps.then_some(&facts)).await?,
-            None => None,
+        if io_mode() == IoMode::Threads {
+            return Err(Error::unsupported(
+                "can't make a block device by ublk: this kernel gives the server no io_uring that does what is needed, and it is reached by that alone; use --fuse FILE or --nbd unix:PATH instead",
+            ));
+        }
+        let mark = mark_of(image, snapshot).await;
+        let found = match spec.number {
+            Some(number) => look(&control, number, mark, spec.keeps, &facts).await?,
+            None => Found::Nothing,
         };
-        let is_taken_over = waiting.is_some();
-        let (number, shape) = match waiting {
-            Some(waiting) => waiting,
-            None => {
+        Ok(Self { spec, served, control, facts, mark, found })
+    }
+}
+
+impl Shown {
+    async fn begin(
+        plan: Plan<'_>,
+        (workers, first_worker): (&WorkersHandle, usize),
+        shutdown: &Shutdown,
+    ) -> Result<Self> {
+        let Plan { spec, served, control, mut facts, mark, found } = plan;
+        let is_taken_over = matches!(found, Found::Waiting { .. });
+        let (number, shape) = match (found, spec.number) {
+            (Found::Waiting { shape, pid, sectors }, Some(number)) => {
+                facts.sectors = sectors;
+                take_over(&control, number, pid).await?;
+                (number, shape)
+            }
+            (found, number) => {
+                if let (Found::Left, Some(number)) = (found, number) {
+                    clear(&control, number).await?;
+                }
+                let queues = spec.queues.map_or(workers.count(), usize::from);
+                let queues = u16::try_from(queues).unwrap_or(QUEUES_MAX).clamp(1, QUEUES_MAX);
                 let wanted = Shape { queues, depth: DEPTH, request_bytes_max: REQUEST_BYTES_MAX };
                 add(&control, spec, wanted, mark).await?
             }
         };
-        let target = Arc::new(Target::new(served.disk(), &facts));
-        let mut shown = Self { control, number, disk: served.disk(), target, queues: Vec::new() };
+        let mut shown = Self {
+            control,
+            number,
+            disk: served.disk(),
+            target: Arc::new(Target::new(served.disk(), &facts)),
+            queues: Vec::new(),
+            ended: Arc::default(),
+            keeps: spec.keeps,
+            is_taken_over,
+            is_started: false,
+        };
         // Nobody else may go back to a snapshot under it from here on.
         served.hold();
-        match shown.start((shape, is_taken_over), &facts, (workers, first_worker), shutdown).await {
-            Ok(()) => Ok(shown),
+        match shown.start(shape, &facts, (workers, first_worker), shutdown).await {
+            Ok(()) => {
+                shown.is_started = true;
+                // One that was taken over may be smaller than its disk.
+                shown.teller().look_again().await;
+                Ok(shown)
+            }
             Err(error) => {
-                shown.end().await;
+                shown.end(false).await;
                 Err(error.context(format!("can't make {}", path_of(number).display())))
             }
         }
@@ -171,12 +241,12 @@ impl Shown {
 
     async fn start(
         &mut self,
-        (shape, is_taken_over): (Shape, bool),
+        shape: Shape,
         facts: &Facts,
         (workers, first_worker): (&WorkersHandle, usize),
         shutdown: &Shutdown,
     ) -> Result<()> {
-        let number = self.number;
+        let (number, is_taken_over) = (self.number, self.is_taken_over);
         let params = Params {
             sectors: facts.sectors,
             read_only: facts.read_only,
@@ -186,6 +256,7 @@ impl Shown {
             request_bytes_max: shape.request_bytes_max.min(REQUEST_BYTES_MAX),
             discard_granularity: 1 << facts.physical_shift,
             range_sectors_max: facts.range_sectors_max,
+            zeroes_sectors_max: facts.zeroes_sectors_max,
         };
         if !is_taken_over {
             self.control.call(move |control| control.describe(number, &params)).await?;
@@ -194,9 +265,10 @@ impl Shown {
         let opened = (0..shape.queues).map(|queue| device.queue(queue, shape.depth));
         let opened: Vec<Queue> = opened.collect::<Result<_>>()?;
         drop(device);
-        let asked = Arc::new(Asked::default());
+        let asked = Arc::new(Count::default());
         for (index, queue) in opened.into_iter().enumerate() {
-            let (target, shutdown, asked) = (self.target.clone(), shutdown.clone(), asked.clone());
+            let (target, shutdown) = (self.target.clone(), shutdown.clone());
+            let (asked, ended) = (asked.clone(), self.ended.clone());
             self.queues.push(workers.spawn((first_worker + index) % workers.count(), move || async move {
                 let serving = serve_queue(OnWorker(queue), shape.depth, target, shutdown);
                 // Polled after it, when all tags have asked.
@@ -206,13 +278,10 @@ impl Shown {
                     std::future::pending().await
                 };
                 or(serving, saying).await;
+                ended.one_more();
             }));
         }
-        let broken = async {
-            while self.target.broken().is_none() {
-                clock().sleep(LOOKED_EVERY).await;
-            }
-        };
+        let broken = async { drop(self.target.breaks_down().await) };
         or(asked.by_all(usize::from(shape.queues)), broken).await;
         if let Some(error) = self.target.broken() {
             return Err(error);
@@ -221,8 +290,42 @@ impl Shown {
         self.control.call(move |control| start(control, number)).await
     }
 
-    async fn end(self) {
-        let Self { control, number, queues, .. } = self;
+    fn teller(&self) -> Teller {
+        let Self { control, number, disk, target, .. } = self;
+        Teller { control: control.clone(), number: *number, disk: disk.clone(), target: target.clone() }
+    }
+
+    /// Completes when it is not served any more, though nobody here has ended it.
+    async fn gone(&self) -> Result<()> {
+        let path = path_of(self.number);
+        let ended = async {
+            self.ended.by_all(self.queues.len()).await;
+            Ok(())
+        };
+        let gone = or(async { Err(self.target.breaks_down().await) }, ended).await;
+        match &gone {
+            Ok(()) => tracing::error!("{} was taken away by somebody else", path.display()),
+            Err(error) => {
+                tracing::error!("{} can't be served as it should be: {}", path.display(), error.chain());
+            }
+        }
+        gone.map_err(|error| error.context(format!("can't serve {}", path.display())))
+    }
+
+    /// Takes it away, or leaves it to the next server: when it `has_served`, if it is of those that are kept, else, if it was
+    /// there before. One that is broken is left to the kernel, which takes it away when the process ends: to stop it would be
+    /// to wait for requests that nobody answers.
+    async fn end(self, has_served: bool) {
+        let Self { control, number, target, queues, keeps, is_taken_over, is_started, .. } = self;
+        let path = path_of(number);
+        let is_kept = if has_served { keeps } else { is_taken_over };
+        if is_kept || is_started && target.broken().is_some() {
+            target.leave().await;
+            if is_kept {
+                tracing::info!("{} waits for its next server", path.display());
+            }
+            return;
+        }
         if let Err(error) = control.call(move |control| control.stop(number)).await {
             tracing::warn!("{}", error.chain());
         }
@@ -230,8 +333,10 @@ impl Shown {
             // A worker that has ended has nothing under way.
             let _ = queue.await;
         }
-        if let Err(error) = control.call(move |control| control.remove(number)).await {
-            tracing::warn!("{}", error.chain());
+        match remove(&control, number, REMOVED_WITHIN).await {
+            Some(Ok(())) => {}
+            Some(Err(error)) => tracing::warn!("{}", error.chain()),
+            None => tracing::info!("somebody still uses {}, and its number", path.display()),
         }
     }
 }
@@ -264,24 +369,28 @@ impl Teller {
             return;
         }
         let resized = self.control.call(move |control| match control.can_resize() {
+            // Some kernels do not look themselves.
+            true if control.look(number)?.is_none_or(|standing| standing.state != State::Live) => {
+                Err(Error::unsupported("it is not served any more"))
+            }
             true => control.resize(number, sectors),
             false => Err(Error::unsupported("this kernel can't resize it (Linux 6.16 or later can)")),
         });
         if let Err(error) = resized.await {
             let path = path_of(number);
-            tracing::warn!("{} keeps its size until the next start: {}", path.display(), error.chain());
+            tracing::warn!("{} keeps its size until it is made anew: {}", path.display(), error.chain());
         }
     }
 }
 
-/// How many queues have asked for their first requests, and were not refused.
+/// How many queues have come somewhere: have asked for their first requests and were not refused, or have ended.
 #[derive(Default)]
-struct Asked {
+struct Count {
     queues: AtomicUsize,
     event: Event,
 }
 
-impl Asked {
+impl Count {
     fn one_more(&self) {
         self.queues.fetch_add(1, Ordering::AcqRel);
         self.event.notify(usize::MAX);
@@ -305,7 +414,12 @@ impl Kernel for OnWorker {
         Ok(match self.0.next(tag, answer).await? {
             ublk::Told::Request => Told::Request,
             ublk::Told::NoMore => Told::NoMore,
+            ublk::Told::NotNow => Told::NotNow,
         })
+    }
+
+    async fn pause(&self) {
+        clock().sleep(LOOKED_EVERY).await;
     }
 
     fn row(&self, tag: u16) -> Row {
@@ -324,86 +438,6 @@ impl Kernel for OnWorker {
 
 fn path_of(number: u32) -> PathBuf {
     PathBuf::from(format!("/dev/ublkb{number}"))
-}
-
-/// The mark of a device that shows this image.
-async fn mark_of(image: &Path) -> u64 {
-    let image = image.to_owned();
-    let path = unblock(move || image.canonicalize().unwrap_or(image)).await;
-    // FNV-1a: it is the same in every build, and nobody gains by finding another path with the same sum.
-    let sum = path.as_os_str().as_bytes().iter().fold(0xCBF2_9CE4_8422_2325, |sum: u64, byte| {
-        (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01B3)
-    });
-    MARK | sum >> (u64::BITS - MARK_SHIFT)
-}
-
-/// Removes what a dead server of ours left under this number. One that was killed a moment ago may be still on its way out.
-/// One that waits for the next server of this disk is taken over, where there are facts that it must agree with, and given back
-/// with its shape.
-async fn clear(
-    control: &Handle,
-    number: u32,
-    mark: u64,
-    keeps: Option<&Facts>,
-) -> Result<Option<(u32, Shape)>> {
-    let begun = clock().now();
-    let path = path_of(number);
-    while let Some(standing) = control.call(move |control| control.look(number)).await? {
-        let used = |who: &str| Error::new(ErrorKind::Locked, format!("can't make {}: {who}", path.display()));
-        if standing.mark >> MARK_SHIFT != MARK >> MARK_SHIFT {
-            return Err(used("another program has a ublk device with this number"));
-        }
-        if standing.state == State::Live {
-            if clock().now() - begun > FREE_WITHIN {
-                return Err(used(&format!("process {} serves a disk there", standing.pid)));
-            }
-            clock().sleep(LOOKED_EVERY).await;
-            continue;
-        }
-        if standing.state == State::Waiting {
-            if standing.mark != mark {
-                return Err(used("a device that shows another image waits there for its server"));
-            }
-            if let Some(facts) = keeps {
-                let size = control.call(move |control| control.size(number)).await?;
-                if size != (facts.sectors, facts.read_only)
-                    || standing.shape.request_bytes_max > REQUEST_BYTES_MAX
-                {
-                    return Err(used(
-                        "the device that waits there is not as this disk is now; without --ublk-keep it is taken away",
-                    ));
-                }
-                take_over(control, number).await?;
-                return Ok(Some((number, standing.shape)));
-            }
-        }
-        // Nobody else has it open: who is about to start it, or is on the way out.
-        if let Err(error) = unblock(move || Device::open(number)).await {
-            if clock().now() - begun > FREE_WITHIN {
-                return Err(error.context(format!("can't make {}", path.display())));
-            }
-            clock().sleep(LOOKED_EVERY).await;
-            continue;
-        }
-        tracing::info!("{} was left by a server that has gone, and is taken away", path.display());
-        control.call(move |control| control.stop(number)).await?;
-        return control.call(move |control| control.remove(number)).await.map(|()| None);
-    }
-    Ok(None)
-}
-
-/// Takes over a device that waits. Its last server may still be on its way out.
-async fn take_over(control: &Handle, number: u32) -> Result<()> {
-    let begun = clock().now();
-    while !control.call(move |control| control.take_over(number)).await? {
-        if clock().now() - begun > FREE_WITHIN {
-            let context = format!("can't make {}: another process has it open", path_of(number).display());
-            return Err(Error::new(ErrorKind::Locked, context));
-        }
-        clock().sleep(LOOKED_EVERY).await;
-    }
-    tracing::info!("{} waited for its server, and goes on", path_of(number).display());
-    Ok(())
 }
 
 /// Adds a device. The number of one that was just removed may take a moment to be free.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use vellum_core::{Error, Result};
 use vellum_export::Shutdown;
-use vellum_io::WorkersHandle;
+use vellum_io::{IoMode, WorkersHandle};
 
 use crate::UblkSpec;
 use crate::serve::ExportSpec;
@@ -30,7 +30,7 @@ impl Blocks {
         specs: &[UblkSpec],
         _exports: &[ExportSpec],
         _disks: &Arc<Disks>,
-        _workers: &WorkersHandle,
+        _workers: (&WorkersHandle, IoMode),
         _shutdown: &Shutdown,
     ) -> Result<Self> {
         if specs.is_empty() {
@@ -49,6 +49,11 @@ impl Blocks {
     #[expect(clippy::unused_self, reason = "as where there are some")]
     pub(crate) fn tellers(&self) -> Tellers {
         Tellers
+    }
+
+    #[expect(clippy::unused_async, reason = "as where there are some")]
+    pub(crate) async fn gone(&self) -> Result<()> {
+        Ok(())
     }
 
     #[expect(clippy::unused_async, reason = "as where there are some")]

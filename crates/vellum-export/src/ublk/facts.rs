@@ -6,7 +6,7 @@
 
 use vellum_core::Geometry;
 
-use super::request::{RANGE_SECTORS_MAX, SECTOR_BYTES};
+use super::request::{RANGE_SECTORS_MAX, SECTOR_BYTES, ZEROES_WRITTEN_SECTORS_MAX};
 
 /// The physical block is at least this: files are written in pages, whatever an image can do below that.
 const PHYSICAL_BYTES_MIN: u64 = 4096;
@@ -27,8 +27,10 @@ pub struct Facts {
     pub physical_shift: u8,
     /// What is best, as a power of two.
     pub best_shift: u8,
-    /// The most sectors of one discard or write-zeroes; zero when there are none.
+    /// The most sectors of one discard; zero when there are none.
     pub range_sectors_max: u32,
+    /// The most sectors of one write-zeroes; fewer where each zero is written.
+    pub zeroes_sectors_max: u32,
 }
 
 impl Facts {
@@ -44,6 +46,11 @@ impl Facts {
             physical_shift: shift(physical),
             best_shift: shift(geometry.preferred_size.bytes().max(physical)),
             range_sectors_max: if read_only { 0 } else { RANGE_SECTORS_MAX },
+            zeroes_sectors_max: match (read_only, geometry.fast_zeroes) {
+                (true, _) => 0,
+                (false, true) => RANGE_SECTORS_MAX,
+                (false, false) => ZEROES_WRITTEN_SECTORS_MAX,
+            },
         }
     }
 }
@@ -72,8 +79,12 @@ mod tests {
             physical_shift: 12,
             best_shift: 16,
             range_sectors_max: RANGE_SECTORS_MAX,
+            zeroes_sectors_max: RANGE_SECTORS_MAX,
         };
         assert_eq!(facts, expected);
+        let slow = Geometry { fast_zeroes: false, ..geometry((1 << 20) + 511, 512, 65536, false) };
+        let expected = Facts { zeroes_sectors_max: ZEROES_WRITTEN_SECTORS_MAX, ..expected };
+        assert_eq!(Facts::new(&slow, false, false), expected);
         for (of_disk, of_export) in [(true, false), (false, true), (true, true)] {
             let facts = Facts::new(&geometry(512, 512, 512, of_disk), of_export, true);
             let expected = Facts {
@@ -83,6 +94,7 @@ mod tests {
                 physical_shift: 12,
                 best_shift: 12,
                 range_sectors_max: 0,
+                zeroes_sectors_max: 0,
             };
             assert_eq!(facts, expected);
         }

@@ -19,6 +19,9 @@ pub const REQUEST_BYTES_MAX: u32 = 512 << 10;
 /// The most sectors of one discard or write-zeroes: 2 GiB.
 pub const RANGE_SECTORS_MAX: u32 = 1 << 22;
 
+/// The most sectors of one write-zeroes where each zero is written: 8 MiB, or one request would take minutes.
+pub(super) const ZEROES_WRITTEN_SECTORS_MAX: u32 = 1 << 14;
+
 const OP_READ: u32 = 0;
 const OP_WRITE: u32 = 1;
 const OP_FLUSH: u32 = 2;

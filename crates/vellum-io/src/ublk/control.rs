@@ -56,8 +56,10 @@ pub struct Params {
     pub request_bytes_max: u32,
     /// Discards are best in multiples of this many bytes.
     pub discard_granularity: u32,
-    /// The most sectors of one discard or write-zeroes; zero when there are none.
+    /// The most sectors of one discard; zero when there are none.
     pub range_sectors_max: u32,
+    /// The most sectors of one write-zeroes; zero when there are none.
+    pub zeroes_sectors_max: u32,
 }
 
 /// What the kernel says of a device that is there.
@@ -165,7 +167,7 @@ impl Control {
             sectors: params.sectors,
             discard_granularity: params.discard_granularity,
             discard_sectors_max: params.range_sectors_max,
-            zeroes_sectors_max: params.range_sectors_max,
+            zeroes_sectors_max: params.zeroes_sectors_max,
             discard_segments_max: u16::from(has_ranges),
             ..Parameters::default()
         };
@@ -208,6 +210,13 @@ impl Control {
     pub fn take_over(&mut self, number: u32) -> Result<bool> {
         match self.call(abi::START_RECOVERY, Self::to(number)) {
             Err(libc::EBUSY) => Ok(false),
+            // None of its queues was ready when its last server ended.
+            Err(libc::EINVAL) => Err(Error::os(
+                libc::EINVAL,
+                format!(
+                    "can't take over the ublk device {number}: its last server ended while it took it over, and this kernel does not try again; a server that is started without --ublk-keep takes it away, or `ublk del -n {number}`, and then its requests fail"
+                ),
+            )),
             taken => taken.map(|()| true).map_err(|errno| doing(errno, "take over", number)),
         }
     }

@@ -55,6 +55,8 @@ pub enum Told {
     Request,
     /// There are no more.
     NoMore,
+    /// The kernel had no memory for it; nothing was told, and it is to be told again.
+    NotNow,
 }
 
 impl Device {
@@ -99,6 +101,7 @@ impl Queue {
         match result {
             Ok(0) => Ok(Told::Request),
             Err(libc::ENODEV) => Ok(Told::NoMore),
+            Err(libc::ENOMEM | libc::EAGAIN) => Ok(Told::NotNow),
             Ok(word) => {
                 Err(Error::unsupported(format!("a ublk queue was told {word}, which it does not know")))
             }

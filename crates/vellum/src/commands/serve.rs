@@ -59,8 +59,8 @@ pub(crate) struct Args {
     /// which export, where there are several; may be given several times
     #[arg(long, value_name = "[NAME=]N|auto", value_parser = parse_ublk)]
     ublk: Vec<UblkSpec>,
-    /// The block devices outlive a server that is killed: their requests wait for the next one, which is told the same N and
-    /// takes them over. Each write is durable when it is answered
+    /// The block devices outlive a server that ends or is killed: their requests wait for the next one, which is told the same
+    /// N and takes them over. Each write is durable when it is answered
     #[arg(long, requires = "ublk")]
     ublk_keep: bool,
     /// Serve IMAGE under NAME too; may be given several times

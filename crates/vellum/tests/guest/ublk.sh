@@ -24,7 +24,7 @@ serve() {
         waited=$((waited + 1))
         usleep 100000
     done
-    disk=$(sed -n 's/^serving \(.dev.ublkb.*\)/\1/p' /tmp/said)
+    disk=$(sed -n 's/^serving \(.dev.ublkb.*\)/\1/p' /tmp/said | head -n 1)
     [ -b "$disk" ]
 }
 
@@ -154,12 +154,93 @@ keep() {
     done
     sum "$1" /mnt/data/direct
     say "kept-settled $1 $settled"
-    umount /mnt
-    # Killed once more, and then not wanted any more: it is taken away.
+
+    # A server that is ended leaves the device to the next one, too, and what the kernel has not written yet. Meanwhile the disk is
+    # made larger: the device may be smaller.
+    dd if=/host/noise of=/mnt/data/cached bs=65536 status=none
+    kill -TERM "$server"
+    code=0
+    wait "$server" || code=$?
+    say "left $1 $code $(ls /dev | grep -c 'ublkb5')"
+    vellum resize -q "/host/$1" +1M
+    serve "/host/$1" --ublk 5 --ublk-keep
+    sync
+    forget
+    sum "$1" /mnt/data/cached
+    if [ "$(cat /sys/block/ublkb5/size)" -eq 133120 ] || grep -q 'ublkb5 keeps its size' /tmp/said; then say "smaller $1"; fi
+
+    # Of two devices one is taken over and the other cannot be made: the first waits again, and its users have seen nothing.
     kill -KILL "$server"
     wait "$server" || true
+    serve "/host/$2" --ublk 6
+    sleep 10000 < /dev/ublkb6 &
+    user=$!
+    kill -KILL "$server"
+    wait "$server" || true
+    dd if=/host/noise of=/mnt/data/patient bs=65536 conv=fsync status=none &
+    writer=$!
+    both="--export a=/host/$1 --export b=/host/$2 --ublk a=5 --ublk b=6 --ublk-keep"
+    code=0
+    vellum serve --threads 2 $both 2> /tmp/refused || code=$?
+    say "refused $code $(tr '\n' ' ' < /tmp/refused)"
+    # As it does when the other is seen to be of another image before anything is touched.
+    code=0
+    vellum serve --threads 2 --export "a=/host/$1" --export "b=/host/$2" --ublk b=6 --ublk a=6 --ublk-keep 2> /tmp/refused || code=$?
+    say "refused $code $(tr '\n' ' ' < /tmp/refused)"
+    code=0
+    vellum serve --threads 2 --export "b=/host/$2" --ublk 5 --ublk-keep 2> /tmp/refused || code=$?
+    say "refused $code $(tr '\n' ' ' < /tmp/refused)"
+    kill "$user"
+    wait "$user" || true
+    serve $both
+    wait "$writer"
+    forget
+    sum "$1" /mnt/data/patient
+    say "both $(grep -c '^serving /dev/ublkb' /tmp/said)"
+    disk=/dev/ublkb5
+    umount /mnt
+    # Killed once more, and then not wanted any more: they are taken away.
+    kill -KILL "$server"
+    wait "$server" || true
+    serve "/host/$2" --ublk 6
+    stop "$2"
     serve "/host/$1" --ublk 5
     say "not-kept $1 $(cat /sys/block/ublkb5/queue/write_cache)"
+    stop "$1"
+}
+
+# All that a queue holds is with a server that is killed: the kernel hears of that from a timer, and the next server waits for it.
+busy() {
+    serve -f raw "/host/$1" --ublk 7 --ublk-keep --queues 1 --control /tmp/control
+    echo none > /sys/block/ublkb7/queue/scheduler
+    # Longer than a server waits for one that lives; the kernel's own is 30 seconds.
+    echo 8000 > /sys/block/ublkb7/queue/io_timeout
+    vellum pause --control /tmp/control > /dev/null
+    writers=
+    n=0
+    while [ "$n" -lt 140 ]; do
+        dd if=/host/noise of="$disk" bs=4096 skip="$n" seek=$((n * 2)) count=1 oflag=direct conv=notrunc status=none &
+        writers="$writers $!"
+        n=$((n + 1))
+    done
+    until [ "$(awk '{ print $2 }' /sys/block/ublkb7/inflight)" -ge 128 ]; do usleep 20000; done
+    kill -KILL "$server"
+    wait "$server" || true
+    serve -f raw "/host/$1" --ublk 7 --ublk-keep
+    wait $writers
+    forget
+    while [ "$n" -gt 0 ]; do
+        n=$((n - 1))
+        dd if="$disk" bs=4096 skip=$((n * 2)) count=1 iflag=direct status=none
+    done > /tmp/read
+    while [ "$n" -lt 140 ]; do
+        n=$((n + 1))
+        dd if=/host/noise bs=4096 skip=$((140 - n)) count=1 status=none
+    done | cmp - /tmp/read
+    say "busy $(grep -c 'still letting go' /tmp/said)"
+    kill -KILL "$server"
+    wait "$server" || true
+    serve -f raw "/host/$1" --ublk 7
     stop "$1"
 }
 
@@ -177,7 +258,7 @@ say "booted $(uname -r)"
 story journaled.qcow2 0
 story native.vlm 3
 
-keep journaled.qcow2
+keep journaled.qcow2 native.vlm
 
 # What is refused.
 serve /host/native.vlm --ublk auto
@@ -200,6 +281,8 @@ stop raw
 serve -r -f raw /host/raw --ublk 4 --queues 1
 say "read-only $(cat /sys/block/ublkb4/ro) $(ls /sys/block/ublkb4/mq | wc -l)"
 stop raw
+
+busy raw
 
 say "traces $(dmesg | grep -c -E 'Call Trace|WARNING:|BUG:' || true)"
 umount /host

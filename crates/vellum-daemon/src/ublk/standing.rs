@@ -1,0 +1,225 @@
+//! What is there already under a device's number, and what becomes of it.
+//!
+//! ```text
+//!   look   nothing ─────────────────────────────────────────────► the device is added
+//!          another's, or one that is served: refused
+//!          left by a dead server of ours ──► clear ─────────────► the device is added
+//!          waiting for a server of this disk ──► take_over ─────► goes on
+//! ```
+//!
+//! 1. To look changes nothing, so that all devices of a server can be looked at before one is touched.
+//! 2. A device that waits is taken over by a server of the same image that keeps its devices, and by nobody else.
+//! 3. A server that has gone is waited for longer than one that lives: the kernel may take its time to hear of it.
+
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+use std::time::Duration;
+
+use futures_lite::future::or;
+use vellum_core::{Error, ErrorKind, Result};
+use vellum_export::ublk::{Facts, REQUEST_BYTES_MAX};
+use vellum_io::ublk::{Device, Shape, State};
+use vellum_io::{clock, unblock};
+
+use super::{FREE_WITHIN, Handle, LOOKED_EVERY, path_of};
+
+/// What is written at our devices: in the upper bits which program, in the lower ones which disk.
+const MARK: u64 = 0x564C << MARK_SHIFT;
+const MARK_SHIFT: u32 = 48;
+
+/// How long when the server is known to have gone. A kernel that has no question of it left that it could end hears of its
+/// death from a timer, after 30 seconds; and when that is said.
+const LET_GO_WITHIN: Duration = Duration::from_secs(60);
+const SAID_AFTER: Duration = Duration::from_secs(1);
+
+/// Why a number is not free.
+const STILL_USED: &str = "somebody still uses a device that was there, such as a file system that is mounted; end that, or use another number";
+
+/// The mark of a device that shows this image: the file, under this path, and which snapshot in it.
+pub(super) async fn mark_of(image: &Path, snapshot: Option<&str>) -> u64 {
+    let (image, snapshot) = (image.to_owned(), snapshot.map(str::to_owned));
+    let (path, file) = unblock(move || {
+        let path = image.canonicalize().unwrap_or(image);
+        let file = path.metadata().map_or([0; 2], |facts| match facts.file_type().is_block_device() {
+            true => [facts.rdev(), 0],
+            false => [facts.dev(), facts.ino()],
+        });
+        (path, file)
+    })
+    .await;
+    let path = path.as_os_str().as_bytes();
+    let snapshot = snapshot.as_deref().map_or(&b""[..], str::as_bytes);
+    let numbers = file.map(u64::to_le_bytes);
+    let words: [&[u8]; 5] = [path, &[0], snapshot, &numbers[0], &numbers[1]];
+    // FNV-1a: it is the same in every build, and nobody gains by finding another image with the same sum.
+    let sum = words.into_iter().flatten().fold(0xCBF2_9CE4_8422_2325, |sum: u64, byte| {
+        (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01B3)
+    });
+    MARK | sum >> (u64::BITS - MARK_SHIFT)
+}
+
+/// What is there under a number.
+#[derive(Clone, Copy)]
+pub(super) enum Found {
+    /// Nothing.
+    Nothing,
+    /// What a dead server of ours left, which is to be removed.
+    Left,
+    /// A device that is to be taken over: its shape, its last server, and its size in sectors.
+    Waiting { shape: Shape, pid: i32, sectors: u64 },
+}
+
+fn used(number: u32, who: &str) -> Error {
+    Error::new(ErrorKind::Locked, format!("can't make {}: {who}", path_of(number).display()))
+}
+
+/// Looks what is there under this number, and changes nothing. A server that was killed a moment ago may be still on its way
+/// out. A device that waits for the next server of this disk is to be taken over by one that keeps, if it agrees with the facts.
+pub(super) async fn look(
+    control: &Handle,
+    number: u32,
+    mark: u64,
+    keeps: bool,
+    facts: &Facts,
+) -> Result<Found> {
+    let mut leaving = Leaving::begin();
+    while let Some(standing) = control.call(move |control| control.look(number)).await? {
+        if standing.mark >> MARK_SHIFT != MARK >> MARK_SHIFT {
+            return Err(used(number, "another program has a ublk device with this number"));
+        }
+        match standing.state {
+            State::Live => {
+                if !leaving.goes_on(number, standing.pid).await {
+                    return Err(used(number, &format!("process {} serves a disk there", standing.pid)));
+                }
+            }
+            State::Dead => return Ok(Found::Left),
+            State::Waiting if standing.mark != mark => {
+                return Err(used(number, "a device that shows another image waits there for its server"));
+            }
+            State::Waiting if !keeps => return Ok(Found::Left),
+            State::Waiting => {
+                let (sectors, read_only) = control.call(move |control| control.size(number)).await?;
+                // A disk may have been made larger, by a server whose kernel could not tell.
+                if sectors > facts.sectors
+                    || read_only != facts.read_only
+                    || standing.shape.request_bytes_max > REQUEST_BYTES_MAX
+                {
+                    return Err(used(
+                        number,
+                        "the device that waits there is not as this disk is now; without --ublk-keep it is taken away",
+                    ));
+                }
+                return Ok(Found::Waiting { shape: standing.shape, pid: standing.pid, sectors });
+            }
+        }
+    }
+    Ok(Found::Nothing)
+}
+
+/// Removes what a dead server of ours left under this number.
+pub(super) async fn clear(control: &Handle, number: u32) -> Result<()> {
+    let mut leaving = Leaving::begin();
+    // Nobody else has it open: who is about to start it, or is on the way out.
+    while let Err(error) = unblock(move || Device::open(number)).await {
+        if error.kind() == ErrorKind::NotFound {
+            return Err(used(number, STILL_USED));
+        }
+        let standing = control.call(move |control| control.look(number)).await?;
+        let Some(standing) = standing else { return Ok(()) };
+        if !leaving.goes_on(number, standing.pid).await {
+            return Err(error.context(format!("can't make {}", path_of(number).display())));
+        }
+    }
+    tracing::info!("{} was left by a server that has gone, and is taken away", path_of(number).display());
+    control.call(move |control| control.stop(number)).await?;
+    match remove(control, number, FREE_WITHIN).await {
+        Some(removed) => removed,
+        None => Err(used(number, STILL_USED)),
+    }
+}
+
+/// Removes a device; nothing when somebody uses it still, and the kernel waits for that. Then `control` does, too.
+pub(super) async fn remove(control: &Handle, number: u32, within: Duration) -> Option<Result<()>> {
+    let removed = async { Some(control.call(move |control| control.remove(number)).await) };
+    let patience = async {
+        clock().sleep(within).await;
+        None
+    };
+    or(removed, patience).await
+}
+
+/// Takes over a device that waits. Its last server may still be on its way out.
+pub(super) async fn take_over(control: &Handle, number: u32, pid: i32) -> Result<()> {
+    let mut leaving = Leaving::begin();
+    while !control.call(move |control| control.take_over(number)).await? {
+        if !leaving.goes_on(number, pid).await {
+            return Err(used(number, "another process has it open"));
+        }
+    }
+    tracing::info!("{} waited for its server, and goes on", path_of(number).display());
+    Ok(())
+}
+
+/// Waiting for a device's last server to be gone.
+struct Leaving {
+    begun: Duration,
+    is_said: bool,
+}
+
+impl Leaving {
+    fn begin() -> Self {
+        Self { begun: clock().now(), is_said: false }
+    }
+
+    /// Waits a moment. False when that makes no sense any more: it lives, or the kernel takes too long.
+    async fn goes_on(&mut self, number: u32, pid: i32) -> bool {
+        let waited = clock().now() - self.begun;
+        let has_gone = pid > 0 && !unblock(move || is_alive(pid)).await;
+        if waited > if has_gone { LET_GO_WITHIN } else { FREE_WITHIN } {
+            return false;
+        }
+        if has_gone && waited > SAID_AFTER && !self.is_said {
+            self.is_said = true;
+            let path = path_of(number);
+            tracing::warn!(
+                "process {pid}, which served {}, has gone, and the kernel is still letting go of it; that may take half a minute",
+                path.display()
+            );
+        }
+        clock().sleep(LOOKED_EVERY).await;
+        true
+    }
+}
+
+/// Whether there is such a process, and it has not ended. One for which nobody has waited yet has.
+fn is_alive(pid: i32) -> bool {
+    // `PID (NAME) STATE ...`, and the name may be anything.
+    let Ok(facts) = std::fs::read(format!("/proc/{pid}/stat")) else { return false };
+    let name_end = facts.iter().rposition(|byte| *byte == b')');
+    let state = name_end.and_then(|at| facts.get(at + 2));
+    !matches!(state, Some(b'Z' | b'X'))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_process_that_nobody_has_waited_for_has_ended() {
+        let pid = |number: u32| i32::try_from(number).expect("a process");
+        assert!(is_alive(pid(std::process::id())));
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().expect("it starts");
+        let number = pid(child.id());
+        assert!(is_alive(number));
+        child.kill().expect("it is killed");
+        while is_alive(number) {
+            std::thread::yield_now();
+        }
+        child.wait().expect("it has ended");
+        assert!(!is_alive(number) && !is_alive(-1));
+    }
+}

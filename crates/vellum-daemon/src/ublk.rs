@@ -316,7 +316,7 @@ impl Shown {
     /// there before. One that is broken is left to the kernel, which takes it away when the process ends: to stop it would be
     /// to wait for requests that nobody answers.
     async fn end(self, has_served: bool) {
-        let Self { control, number, target, queues, keeps, is_taken_over, is_started, .. } = self;
+        let Self { control, number, target, queues, ended, keeps, is_taken_over, is_started, .. } = self;
         let path = path_of(number);
         let is_kept = if has_served { keeps } else { is_taken_over };
         if is_kept || is_started && target.broken().is_some() {
@@ -324,6 +324,10 @@ impl Shown {
             if is_kept {
                 tracing::info!("{} waits for its next server", path.display());
             }
+            return;
+        }
+        if has_served && ended.queues.load(Ordering::Acquire) == queues.len() {
+            // Somebody has taken it away; what has the number now may be another's.
             return;
         }
         if let Err(error) = control.call(move |control| control.stop(number)).await {
@@ -369,8 +373,11 @@ impl Teller {
             return;
         }
         let resized = self.control.call(move |control| match control.can_resize() {
-            // Some kernels do not look themselves.
-            true if control.look(number)?.is_none_or(|standing| standing.state != State::Live) => {
+            // Some kernels do not look themselves; and what has the number may be another's by now.
+            true if !control.look(number)?.is_some_and(|standing| {
+                standing.state == State::Live && standing.pid.cast_unsigned() == std::process::id()
+            }) =>
+            {
                 Err(Error::unsupported("it is not served any more"))
             }
             true => control.resize(number, sectors),

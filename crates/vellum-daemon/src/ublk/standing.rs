@@ -36,22 +36,22 @@ const SAID_AFTER: Duration = Duration::from_secs(1);
 /// Why a number is not free.
 const STILL_USED: &str = "somebody still uses a device that was there, such as a file system that is mounted; end that, or use another number";
 
-/// The mark of a device that shows this image: the file, under this path, and which snapshot in it.
+/// The mark of a device that shows this image: the file, under this path, and which snapshot in it. What changes when a file system
+/// is mounted again, or a drive found again, is no part of it.
 pub(super) async fn mark_of(image: &Path, snapshot: Option<&str>) -> u64 {
     let (image, snapshot) = (image.to_owned(), snapshot.map(str::to_owned));
     let (path, file) = unblock(move || {
-        let path = image.canonicalize().unwrap_or(image);
-        let file = path.metadata().map_or([0; 2], |facts| match facts.file_type().is_block_device() {
-            true => [facts.rdev(), 0],
-            false => [facts.dev(), facts.ino()],
-        });
-        (path, file)
+        let file = image.metadata().ok().filter(|facts| !facts.file_type().is_block_device());
+        let path = match file {
+            Some(_) => image.canonicalize(),
+            None => std::path::absolute(&image),
+        };
+        (path.unwrap_or(image), file.map_or(0, |facts| facts.ino()))
     })
     .await;
     let path = path.as_os_str().as_bytes();
     let snapshot = snapshot.as_deref().map_or(&b""[..], str::as_bytes);
-    let numbers = file.map(u64::to_le_bytes);
-    let words: [&[u8]; 5] = [path, &[0], snapshot, &numbers[0], &numbers[1]];
+    let words: [&[u8]; 4] = [path, &[0], snapshot, &file.to_le_bytes()];
     // FNV-1a: it is the same in every build, and nobody gains by finding another image with the same sum.
     let sum = words.into_iter().flatten().fold(0xCBF2_9CE4_8422_2325, |sum: u64, byte| {
         (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01B3)
@@ -176,7 +176,9 @@ impl Leaving {
     /// Waits a moment. False when that makes no sense any more: it lives, or the kernel takes too long.
     async fn goes_on(&mut self, number: u32, pid: i32) -> bool {
         let waited = clock().now() - self.begun;
-        let has_gone = pid > 0 && !unblock(move || is_alive(pid)).await;
+        // Where numbers are given anew, as in a container, it may have had ours; and we serve nothing yet where this is asked.
+        let has_gone =
+            pid > 0 && (pid.cast_unsigned() == std::process::id() || !unblock(move || is_alive(pid)).await);
         if waited > if has_gone { LET_GO_WITHIN } else { FREE_WITHIN } {
             return false;
         }

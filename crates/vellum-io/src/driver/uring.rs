@@ -153,6 +153,8 @@ impl Uring {
         };
         // What has ended may still have to be put where we look.
         if !has_news || ring.has_business() {
+            let looked = begun.map_or(Duration::ZERO, |begun| begun.elapsed());
+            let patience = patience.map(|patience| patience.saturating_sub(looked));
             let wait = (!has_news).then_some(Wait { patience });
             ring.enter(wait).expect("the kernel takes entries of a ring it has made");
         }

@@ -21,7 +21,7 @@ import weakref
 PAGE = 4096
 PIECE = 1 << 18
 HOME = 0xFFFFFFFF
-MAP = -1  # what a unit of copies is used for
+MAP, PART = -1, -2  # what a unit of copies is used for, and one that has a part of the table
 REGIONS = ("bitmap", "masks", "table", "partials", "snapshot list", "zone table", "journal")
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
@@ -118,6 +118,9 @@ class Superblock:
         self.region.insert(5, zones)
         self.zone_shift = page[62]
         self.data_offset = be64(page, 176)
+        self.has_parts = bool(self.features >> 5 & 1)
+        parts = [struct.unpack_from(">QQQ", page, 1296 + 32 * index) for index in range(8)]
+        self.parts = parts if self.has_parts else []
         self.generation = be64(page, 184)
         self.key = page[192:208]
         self.name_length, self.format_length = be32(page, 216), be32(page, 220)
@@ -149,7 +152,7 @@ class Superblock:
 
     def check(self, file):
         need(self.version == 1, "the version is not known")
-        need(self.features >> 5 == 0, "there are unknown incompatible features")
+        need(self.features >> 6 == 0, "there are unknown incompatible features")
         need(self.layout in (0, 1, 2), "the layout is not known")
         self.needs_replay, self.is_table, self.has_base, self.has_snapshots = (
             bool(self.features >> bit & 1) for bit in range(4))
@@ -171,8 +174,12 @@ class Superblock:
         need((self.key != bytes(16)) == self.needs_replay, "key and feature contradict each other")
         need(self.sequence not in (0, 2**64 - 1) and self.generation != 2**64 - 1, "impossible sequence")
         need(self.is_table or not self.has_snapshots, "snapshots of a linear image")
+        while self.parts and self.parts[-1] == (0, 0, 0):
+            self.parts.pop()
+        need(bool(self.parts) == self.has_parts, "parts of the table that are none")
         self.check_regions()
-        end = self.data_offset
+        self.check_parts()
+        end = max([self.data_offset] + [self.whole(part)[1] for part in self.parts])
         if not self.is_table and file.is_device:
             end += self.size
         need(file.size >= end, "the file was cut off")
@@ -197,7 +204,9 @@ class Superblock:
         seen = []
         for name, (start, length), (least, most) in zip(REGIONS, self.region, bounds):
             least = count(least, PAGE) * PAGE
-            need(least <= length <= most and length % PAGE == 0, f"the {name} has an impossible length")
+            further = {"table": 1, "zone table": 2}.get(name)
+            total = length + sum(part[further] for part in self.parts if further)
+            need(least <= total <= most and length % PAGE == 0, f"the {name} has an impossible length")
             if length == 0:
                 continue
             end = start + length
@@ -206,7 +215,51 @@ class Superblock:
             need(name != "journal" or all(other[1] <= start for other in seen), "the journal is not the last")
             seen.append((start, end))
         self.bitmap, self.masks, self.table, self.partials, self.list, self.zones, self.journal = self.region
+        self.tables = [self.table] + [(at, table) for at, table, _ in self.parts]
+        self.zone_tables = [self.zones] + [(at + table, zones) for at, table, zones in self.parts]
 
+    def whole(self, part):
+        """Where a part begins and its last unit ends."""
+        at, table, zones = part
+        return at, at + count(table + zones, self.unit) * self.unit
+
+    def check_parts(self):
+        """Invariant 8, but for the units."""
+        seen = []
+        for part in self.parts:
+            at, table, zones = part
+            need(self.is_table and table and table % PAGE == 0 and zones % PAGE == 0, "a part of impossible length")
+            start, end = self.whole(part)
+            need(start >= self.data_offset and (start - self.data_offset) % self.unit == 0, "a part cannot lie there")
+            need(end <= 1 << 56, "a part cannot lie there")
+            most = (1 << 27) - 1 if self.is_zoned else (1 << 32) - 2
+            need((end - self.data_offset) // self.unit <= most, "a part cannot lie there")
+            need(all(end <= other[0] or other[1] <= start for other in seen), "a part overlaps another one")
+            seen.append((start, end))
+
+    def units_of_parts(self):
+        for part in self.parts:
+            start, end = self.whole(part)
+            yield from range((start - self.data_offset) // self.unit + 1, (end - self.data_offset) // self.unit + 1)
+
+    @staticmethod
+    def place_in(spans, at):
+        """The place of a byte of something that lies in several spans."""
+        for start, length in spans:
+            if at < length:
+                return start + at
+            at -= length
+        raise Refused("a table has no such entry")
+
+    @staticmethod
+    def index_in(spans, at):
+        """Which byte of it lies there, if any."""
+        before = 0
+        for start, length in spans:
+            if start <= at < start + length:
+                return before + at - start
+            before += length
+        return None
 
     def split(self, entry):
         """The stored unit of an entry, and its form."""
@@ -215,7 +268,7 @@ class Superblock:
     def zone_of(self, unit):
         """The zone of a stored unit, if it has an entry."""
         zone = unit - 1 >> self.zone_shift - self.unit_shift
-        return zone if zone < self.zones[1] // 256 else None
+        return zone if zone < sum(length for _, length in self.zone_tables) // 256 else None
 
 
 def lz4(data, size):
@@ -331,12 +384,15 @@ class Check:
                 self.use(unit, first + index, view)
 
     def home_table(self):
-        start, length = self.sb.table
-        end = start + 4 * self.sb.units
-        for at, data in self.file.data(start, start + length):
-            self.entries(data[:max(end - at, 0)], (at - start) // 4, "home")
-            if any(data[max(end - at, 0):]):
-                self.corrupt(f"4: table: an entry past the end of the disk, near {at:#x}")
+        for unit in self.sb.units_of_parts():
+            self.use(unit, PART, "parts of the table")
+        for start, length in self.sb.tables:
+            for at, data in self.file.data(start, start + length):
+                first = self.sb.index_in(self.sb.tables, at) // 4
+                inside = 4 * max(self.sb.units - first, 0)
+                self.entries(data[:inside], first, "home")
+                if any(data[inside:]):
+                    self.corrupt(f"4: table: an entry past the end of the disk, near {at:#x}")
 
     def snapshots(self):
         """Invariant 6."""
@@ -344,7 +400,7 @@ class Check:
         last = data[4095 * 128:]
         self.first_map_unit, relies, next_id, reverts_to = (be32(last, at) for at in (0, 4, 8, 12))
         self.ids = {}
-        room = self.sb.table[1] // 4 * self.sb.unit
+        room = sum(length for _, length in self.sb.tables) // 4 * self.sb.unit
         for index in range(4095):
             entry = data[128 * index:128 * index + 128]
             number, follows, size = be32(entry), be32(entry, 4), be64(entry, 8)
@@ -397,16 +453,16 @@ class Check:
                     continue
                 if number not in self.ids:
                     self.leak(f"7: a copy in map unit {unit} for snapshot {number}, which does not exist")
-                elif page % PAGE or not any(start <= page < start + length for start, length in self.sb.region[:3]):
+                elif page % PAGE or not any(start <= page < start + length for start, length in self.sb.region[:2] + self.sb.tables):
                     self.corrupt(f"7: a copy for snapshot {number} of {page:#x}, which is no page of a view")
                 else:
                     if (number, page) in copies:
                         self.corrupt(f"7: two copies for snapshot {number} of page {page:#x}")
                     copies.add((number, page))
-                    start, length = self.sb.table
-                    if start <= page < start + length:
+                    first = self.sb.index_in(self.sb.tables, page)
+                    if first is not None:
                         copy = self.file.read(self.place(unit) + PAGE * (slot + 1), PAGE)
-                        self.entries(copy, (page - start) // 4, f"snapshot {number}")
+                        self.entries(copy, first // 4, f"snapshot {number}")
             unit = be64(index, 8)
 
     def partial_units(self):
@@ -499,7 +555,8 @@ class Disk:
     def image(self, at, size):
         if not self.sb.is_table:
             return self.file.read(self.sb.data_offset + at, size)
-        number, form = self.sb.split(be32(self.home.read(self.sb.table[0] + 4 * (at // self.sb.unit), 4)))
+        entry = self.sb.place_in(self.sb.tables, 4 * (at // self.sb.unit))
+        number, form = self.sb.split(be32(self.home.read(entry, 4)))
         if number == 0:
             return bytes(size)
         if form and at % self.sb.unit // PAGE == form - 1:
@@ -522,7 +579,7 @@ class Disk:
         block = self.file.read(self.sb.data_offset + (number - 1) * self.sb.unit + index * PAGE, PAGE)
         zone = self.sb.zone_of(number)
         need(zone is not None, "a packed block in a unit of no zone")
-        tag = self.file.read(self.sb.zones[0] + 256 * zone + 8, 8)  # of all views
+        tag = self.file.read(self.sb.place_in(self.sb.zone_tables, 256 * zone + 8), 8)  # of all views
         need(tag != bytes(8) and block[:8] == tag, "a packed block of another time")
         whose = (be32(block, 8), be32(block, 12), block[16], block[17])
         need(whose == (at // self.sb.unit, number, index, 0), "a packed block is another one's")

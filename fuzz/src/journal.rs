@@ -11,8 +11,8 @@ use std::sync::OnceLock;
 
 use futures_lite::future::block_on;
 use vellum_core::{Buffer, Disk, GuestOffset, ImageOffset, MemoryStorage, WriteFlags};
-use vellum_format::qcow2::check::Repair;
 use vellum_format::qcow2::{CreateOptions, Header, OpenOptions, create};
+use vellum_format::report::Repair;
 
 use crate::Image;
 use crate::bytes::Bytes;
@@ -36,7 +36,7 @@ fn unclosed() -> &'static (Vec<u8>, u64) {
                 size: 256 << 10,
                 cluster_size: 4096,
                 journal: Some(64 << 10),
-                ..CreateOptions::default()
+                ..CreateOptions::without_journal()
             };
             create(&*storage, None, &options).await.expect("good options");
             let image =

@@ -33,8 +33,9 @@ pub use ops::qcow2_ops;
 
 use peak_alloc::PeakAlloc;
 use vellum_core::{MemoryDisk, Result, SharedDisk, SharedStorage};
-use vellum_format::qcow2::check::{CheckReport, Repair, check};
+use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{Files, Header, OpenOptions, Qcow2};
+use vellum_format::report::{CheckReport, Repair};
 
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;

@@ -12,10 +12,11 @@ use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, GuestOffset, MemoryStorage, Result, SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
 };
-use vellum_format::native::check::{CheckReport, Repair, check};
+use vellum_format::native::check::check;
 use vellum_format::native::{
     CreateOptions, Native, NewBase, OpenOptions, Places, Region, Superblocks, create, recover,
 };
+use vellum_format::report::{CheckReport, Repair};
 
 use crate::bytes::Bytes;
 use crate::watched::{Request, Watched};

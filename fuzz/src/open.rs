@@ -3,8 +3,8 @@
 
 use futures_lite::future::block_on;
 use vellum_core::{GuestOffset, GuestSpan, MemoryStorage};
-use vellum_format::qcow2::check::Repair;
 use vellum_format::qcow2::{Header, OpenOptions, snapshot};
+use vellum_format::report::Repair;
 
 use crate::Image;
 use crate::watched::{Request, Watched};
@@ -63,9 +63,8 @@ async fn repair(data: &[u8], repair: Repair) {
     let image = image(data);
     let Ok((report, _)) = image.check(repair).await else { return };
     let (again, lines) = image.check(Repair::Nothing).await.expect("what was repaired can be checked");
-    let found = |report: &vellum_format::qcow2::check::CheckReport| {
-        (report.check_errors, report.corruptions, report.leaks)
-    };
+    let found =
+        |report: &vellum_format::report::CheckReport| (report.check_errors, report.corruptions, report.leaks);
     assert_eq!(found(&again), found(&report), "a repair tells what it leaves: {lines:#?}");
 }
 

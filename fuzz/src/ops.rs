@@ -13,8 +13,8 @@
 
 use futures_lite::future::block_on;
 use vellum_core::{Buffer, Disk, GuestOffset, GuestSpan, ImageOffset, MemoryStorage};
-use vellum_format::qcow2::check::{CheckReport, Repair};
 use vellum_format::qcow2::{CreateOptions, Header, OpenOptions, Preallocation, create};
+use vellum_format::report::{CheckReport, Repair};
 
 use crate::Image;
 use crate::bytes::Bytes;
@@ -45,7 +45,7 @@ fn shape(bytes: &mut Bytes<'_>) -> (CreateOptions, bool) {
         data_file_raw: flags & 32 != 0,
         journal: (scale & 64 != 0).then_some(64 << 10),
         backing: (flags & 64 != 0).then(|| ("base".to_owned(), Some("raw".to_owned()))),
-        ..CreateOptions::default()
+        ..CreateOptions::without_journal()
     };
     (options, flags & 64 != 0)
 }
@@ -155,7 +155,7 @@ async fn open(image: &Image, is_sound: bool) -> Option<Watched> {
 async fn recover(image: &Image, is_poked: bool) {
     let header = Header::read(&*image.storage).await.expect("a killed image has a header");
     if header.needs_replay() {
-        vellum_format::qcow2::recover(&header, &image.storage).await.expect("a killed image is recovered");
+        vellum_format::qcow2::recover(&image.storage).await.expect("a killed image is recovered");
     }
     let (left, lines) = image.check(Repair::Nothing).await.expect("a killed image can be checked");
     let corruptions = corruptions(&left, &lines, is_poked);
@@ -208,7 +208,11 @@ async fn look(image: &Image) {
 /// Changes a word of the metadata of a closed image: a field of the header, or an entry of a table, to something that
 /// looks like an entry.
 async fn poke(image: &Image, bytes: &mut Bytes<'_>) {
+    // An earlier poke may have left an address that lies far behind the end: nothing is there.
     let word = async |at: u64| {
+        if at >= image.storage.len() {
+            return 0;
+        }
         let read = image.storage.read(ImageOffset::new(at), Buffer::zeroed(8)).await;
         u64::from_be_bytes(*read.expect("memory is read").slice().as_array().expect("eight bytes"))
     };
@@ -224,7 +228,7 @@ async fn poke(image: &Image, bytes: &mut Bytes<'_>) {
         5 | 6 => offset_of(word(l1).await),
         _ => bytes.number() << 9,
     };
-    let at = table + u64::from(index) * if where_ & 0x80 == 0 { 8 } else { 4 };
+    let at = table.saturating_add(u64::from(index) * if where_ & 0x80 == 0 { 8 } else { 4 });
     let value = match flags % 4 {
         0 => word(at).await ^ (1 << (what % 64)),
         1 => u64::from(what) << cluster_bits,

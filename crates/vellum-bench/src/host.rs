@@ -1,4 +1,5 @@
-//! What the machine says of itself and of its processes: CPU time, the kernel, and what a directory lies on.
+//! What the machine reports about itself and its processes: CPU time, the kernel, and the device below a
+//! directory.
 
 use std::fs;
 use std::ops::Sub;
@@ -19,14 +20,15 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    /// What the kernel says now.
+    /// The kernel's current values.
     pub(crate) fn now(server: u32) -> Result<Self> {
         let text = fs::read_to_string("/proc/stat").context(|| "can't read /proc/stat")?;
         let all = busy_ticks(&text).ok_or_else(|| Error::corrupt("/proc/stat has another form"))?;
         Ok(Self { server: cpu_seconds(server)?, client: cpu_seconds(std::process::id())?, all: seconds(all) })
     }
 
-    /// By neither the server nor the client; never less than nothing, as the three are read one after the other.
+    /// By neither the server nor the client; never less than nothing, as the three are read one after the
+    /// other.
     pub(crate) fn others(&self) -> f64 {
         (self.all - self.server - self.client).max(0.0)
     }
@@ -48,22 +50,32 @@ fn seconds(ticks: u64) -> f64 {
     ticks as f64 / rustix::param::clock_ticks_per_second() as f64
 }
 
-/// User and system time of a process with all its threads, those of the kernel that work for its ring included.
+/// User and system time of a process with all its threads, those of the kernel that work for its ring
+/// included.
 pub(crate) fn cpu_seconds(pid: u32) -> Result<f64> {
     let path = format!("/proc/{pid}/stat");
     let text = fs::read_to_string(&path).context(|| format!("can't read {path}: has the server ended?"))?;
-    let ticks = process_ticks(&text).ok_or_else(|| Error::corrupt(format!("{path} has another form")))?;
+    let ticks = process_ticks(&text, 14).ok_or_else(|| Error::corrupt(format!("{path} has another form")))?;
     Ok(seconds(ticks))
 }
 
-/// Fields 14 and 15. The second field is the name, in parentheses, and may hold anything.
-fn process_ticks(stat: &str) -> Option<u64> {
+/// The processor time of all programs that this one has started, and that have ended.
+pub(crate) fn cpu_seconds_of_ended() -> Result<f64> {
+    let path = "/proc/self/stat";
+    let text = fs::read_to_string(path).context(|| format!("can't read {path}"))?;
+    let ticks = process_ticks(&text, 16).ok_or_else(|| Error::corrupt(format!("{path} has another form")))?;
+    Ok(seconds(ticks))
+}
+
+/// Two fields, counted from one: 14 and 15 are the process's own time, 16 and 17 its children's. The second
+/// field is the name, in parentheses, and may hold anything.
+fn process_ticks(stat: &str, first: usize) -> Option<u64> {
     let (_, fields) = stat.rsplit_once(") ")?;
-    let mut fields = fields.split(' ').skip(11);
+    let mut fields = fields.split(' ').skip(first - 3);
     Some(fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?)
 }
 
-/// user, nice, system, (idle, iowait,) irq, softirq. Time that the hypervisor took is nobody's here.
+/// user, nice, system, (idle, iowait,) irq, softirq. Time that the hypervisor took is not included.
 fn busy_ticks(stat: &str) -> Option<u64> {
     let fields: Option<Vec<u64>> =
         stat.lines().next()?.split_whitespace().skip(1).map(|field| field.parse().ok()).collect();
@@ -73,13 +85,13 @@ fn busy_ticks(stat: &str) -> Option<u64> {
     }
 }
 
-/// A block device, which counts what it is asked.
+/// A block device, which counts its requests.
 pub(crate) struct Device {
     stat: PathBuf,
 }
 
 impl Device {
-    /// The one that a directory lies on.
+    /// The device below a directory.
     pub(crate) fn below(dir: &Path) -> Result<Self> {
         let device = fs::metadata(dir).context(|| format!("can't look at {}", dir.display()))?.dev();
         let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
@@ -88,7 +100,7 @@ impl Device {
         Ok(device)
     }
 
-    /// Flushes that it has completed, whoever asked for them.
+    /// Flushes that the device has completed, whatever caused them.
     pub(crate) fn flushes(&self) -> Result<u64> {
         let context = || format!("can't read {}", self.stat.display());
         let text = fs::read_to_string(&self.stat).context(context)?;
@@ -153,8 +165,8 @@ mod tests {
     #[test]
     fn cpu_time_of_a_process_with_an_awkward_name() {
         let stat = "77 (a ) b) S 1 2 3 4 5 6 7 8 9 10 250 50 7 8 20 0 1 0";
-        assert_eq!(process_ticks(stat), Some(300));
-        assert_eq!(process_ticks("77 (x"), None);
+        assert_eq!(process_ticks(stat, 14), Some(300));
+        assert_eq!(process_ticks("77 (x", 14), None);
         assert!(cpu_seconds(std::process::id()).unwrap() >= 0.0);
     }
 

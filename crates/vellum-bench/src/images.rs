@@ -1,4 +1,5 @@
-//! The disks that are served: the same bytes raw, as qcow2 with every cluster mapped, and through an empty qcow2 overlay.
+//! The disks that are served: the same bytes raw, as qcow2 with every cluster mapped, and through an empty
+//! qcow2 overlay.
 //!
 //! ```text
 //!   disk.raw ──► converted: disk.qcow2        every 4 KiB block begins with its tag (load::workload)
@@ -70,7 +71,8 @@ impl Images {
     pub(crate) fn make(dir: &Path, size: u64, vellum: &Path) -> Result<Self> {
         let dir = dir.join(format!("vellum-bench-{}", std::process::id()));
         fs::create_dir_all(&dir).context(|| format!("can't make {}", dir.display()))?;
-        // The overlay names the image below it, and is told where that is from here, not from where it lies itself.
+        // The path of the image below is relative to the current directory, not to the overlay, so it is made
+        // absolute.
         let dir = dir.canonicalize().context(|| format!("can't find {}", dir.display()))?;
         let images = Self { dir };
         let raw = images.path(Image::Raw);
@@ -127,9 +129,10 @@ pub(crate) fn settle(path: &Path) -> Result<()> {
 
 /// Nothing of the file waits to be written, and all of it is in the page cache, or none.
 ///
-/// What comes into the cache here comes in single pages, as if a guest had read here and there. Where long reads, read-ahead or
-/// long writes have left large folios, ext4 (Linux 6.18) takes ten to forty times as long for an overwrite of 4 KiB, whoever asks
-/// for it. So a file that was just made is prepared without the cache once.
+/// What enters the cache here enters in single pages, as if a guest had read here and there. Where long
+/// reads, read-ahead or long writes have left large folios, ext4 (Linux 6.18) takes ten to forty times as
+/// long for an overwrite of 4 KiB by any program. So a file that was just made is prepared without the cache
+/// once.
 pub(crate) fn prepare(path: &Path, cached: bool) -> Result<()> {
     settle(path)?;
     let arrange = || {
@@ -185,7 +188,7 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
     }
 }
 
-/// The same; what it complains of is the answer, in its own words.
+/// As above; the answer is its complaint, verbatim.
 pub(crate) fn complaint(command: &mut Command) -> Result<Option<String>> {
     let output = command
         .stdin(Stdio::null())

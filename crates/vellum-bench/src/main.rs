@@ -12,9 +12,10 @@
 //!     report   samples become medians and ratios, a table and JSON
 //! ```
 //!
-//! Clocks lie on a busy machine. So what can be counted is counted (`sync-amplification`, `replay-traces`), and where time is the point,
-//! programs take turns, each round gives one ratio per pair, and the median of the rounds is what is told; beside each rate
-//! stands the CPU time of the server per operation, which suffers least from others.
+//! Times on a busy machine are unreliable. So whatever can be counted is counted (`sync-amplification`,
+//! `replay-traces`). Where time is the point, programs take turns, each round gives one ratio per pair, and
+//! the median of the rounds is reported; beside each rate is the CPU time of the server per operation, which
+//! suffers least from other load.
 
 #![forbid(unsafe_code)]
 
@@ -32,7 +33,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Measure Vellum beside other programs
+/// Measure Vellum and compare it with other programs
 #[derive(Parser)]
 #[command(name = "vellum-bench", version, max_term_width = 100)]
 struct Cli {
@@ -42,12 +43,14 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Chores(commands::chores::Args),
     Engine(commands::engine::Args),
     Exports(commands::exports::Args),
     Growing(commands::growing::Args),
     #[command(hide = true)]
     Instructions(commands::instructions::Args),
     Nbd(commands::nbd::Args),
+    Neighbours(commands::neighbours::Args),
     Papers(commands::papers::Args),
     Recovery(commands::recovery::Args),
     ReplayTraces(commands::replay_traces::Args),
@@ -59,11 +62,13 @@ enum Command {
 
 fn main() -> ExitCode {
     let (name, result) = match Cli::parse().command {
+        Command::Chores(args) => ("chores", commands::chores::run(&args)),
         Command::Engine(args) => ("engine", commands::engine::run(&args)),
         Command::Exports(args) => ("exports", commands::exports::run(&args)),
         Command::Growing(args) => ("growing", commands::growing::run(&args)),
         Command::Instructions(args) => ("instructions", commands::instructions::run(&args)),
         Command::Nbd(args) => ("nbd", commands::nbd::run(&args)),
+        Command::Neighbours(args) => ("neighbours", commands::neighbours::run(&args)),
         Command::Papers(args) => ("papers", commands::papers::run(&args)),
         Command::Recovery(args) => ("recovery", commands::recovery::run(&args)),
         Command::ReplayTraces(args) => ("replay-traces", commands::replay_traces::run(&args)),

@@ -1,4 +1,4 @@
-//! Whose cost is looked at: formats with their options, made and served by QEMU and by Vellum.
+//! What is measured: formats with their options, made and served by QEMU and by Vellum.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -28,7 +28,7 @@ pub(crate) enum Base {
 /// How a qcow2 of Vellum makes its metadata durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Journal {
-    /// Not by a journal. Where `create` knows of one, it is told to leave it out.
+    /// Without a journal. Where `create` has the option, it is used to leave the journal out.
     Off,
     On,
 }
@@ -39,7 +39,7 @@ pub(crate) struct Subject {
     /// The name in a table.
     pub(crate) name: &'static str,
     pub(crate) maker: Maker,
-    /// The format's name, the same to both programs.
+    /// The format's name, the same for both programs.
     pub(crate) format: &'static str,
     options: &'static str,
     pub(crate) base: Base,
@@ -70,7 +70,8 @@ pub(crate) const fn qemu(
 /// Zeros are written ahead of need, in the background. How many there are depends on the time that passes.
 const PREPARES: &str = "prealloc=adaptive";
 
-/// What our native format is called. Its journal is no option: it is there when the layout or a base asks for it.
+/// What our native format is called. Its journal is no option: it is there when the layout or a base asks for
+/// it.
 pub(crate) const NATIVE: &str = "vellum";
 
 /// All of them, ours first.
@@ -104,7 +105,7 @@ pub(crate) struct Tools<'a> {
 }
 
 impl<'a> Tools<'a> {
-    /// Looks what this `vellum` can, by making an image there.
+    /// Checks what this `vellum` supports, by making an image there.
     pub(crate) fn probe(vellum: &'a Path, image: &Path) -> Result<Self> {
         let mut command = create(vellum.as_os_str(), "qcow2", &["journal=off"]);
         let knows_journal = images::complaint(command.arg(image).arg("1M"))?.is_none();
@@ -142,6 +143,11 @@ impl Subject {
         command
     }
 
+    /// Whether it is made with a journal that can be left out.
+    pub(crate) fn has_journal(&self) -> bool {
+        self.journal == Journal::On
+    }
+
     /// Whether zeros are written ahead of need.
     pub(crate) fn prepares(&self) -> bool {
         self.options == PREPARES
@@ -172,8 +178,8 @@ impl Subject {
         command
     }
 
-    /// Why it cannot be looked at, as its maker says when it is asked for such an image. A plain image of ours that cannot
-    /// be made is a mistake and no reason.
+    /// Why it cannot be measured: the error of the program that should make such an image. If a plain image
+    /// of ours cannot be made, that is an error and not a reason.
     pub(crate) fn refusal(&self, tools: Tools<'_>, image: &Path) -> Result<Option<String>> {
         if self.maker == Maker::Vellum && self.journal == Journal::Off {
             return Ok(None);

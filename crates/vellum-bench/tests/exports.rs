@@ -1,5 +1,5 @@
-//! `vellum-bench exports`, small: that every kind of load comes to its end on each way that is here, and that what is absent is
-//! left out and named. No time is looked at.
+//! `vellum-bench exports`, small: every kind of load ends on each way that is available, and unavailable ones
+//! are left out and named. No time is checked.
 
 mod support;
 

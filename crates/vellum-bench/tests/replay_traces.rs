@@ -1,4 +1,5 @@
-//! `vellum-bench replay-traces` on this machine: a short trace of the shape of a mail server, and what Vellum asks for it.
+//! `vellum-bench replay-traces` on this machine: a short trace of the shape of a mail server, and its cost
+//! with Vellum.
 
 mod support;
 
@@ -10,8 +11,8 @@ use serde_json::Value;
 use support::{NO_VELLUM, is_installed, number, per, report, skipped, vellum};
 use vellum_core::Random;
 
-/// Files of 4 to 32 KiB, a few of them between two flushes, blocks that are written again and again; and a read that is
-/// left out.
+/// Files of 4 to 32 KiB, a few of them between two flushes, blocks that are written again and again; and a
+/// read that is left out.
 fn mail_server() -> String {
     let mut random = Random::from_seed(1);
     let mut text = "t_us,phase,op,offset,len,fua\n0,m,W,0,65536,0\n1,w,R,0,4096,0\n".to_owned();

@@ -1,8 +1,9 @@
-//! `vellum-bench sync-amplification --quick` on this machine: what Vellum asks of the host is bounded.
+//! `vellum-bench sync-amplification --quick` on this machine: the calls that Vellum makes on the host are
+//! bounded.
 //!
-//! Counts of one guest are the same each time; those of four depend on who comes in time, so all are bounded and none is
-//! asserted to the last write. Where `strace` is installed the program looks from outside too, and fails when it sees
-//! something else than Vellum counted.
+//! Counts of one guest are the same each time. Those of four guests depend on timing, so all are bounded and
+//! none is asserted exactly. Where `strace` is installed the program also counts from outside, and fails if
+//! the two counts differ.
 
 mod support;
 
@@ -10,7 +11,8 @@ use std::collections::HashSet;
 
 use support::{NO_VELLUM, is_installed, number, per, report, skipped, vellum};
 
-/// What a row may cost at most: host flushes per guest flush, host writes per guest write, KiB per guest write.
+/// What a row may cost at most: host flushes per guest flush, host writes per guest write, KiB per guest
+/// write.
 struct Bound {
     workload: &'static str,
     subject: &'static str,
@@ -28,9 +30,10 @@ const BOUNDS: [Bound; 39] = [
     bound("append-seq-4k", "vellum raw", 1.0, 1.0, 4.0),
     bound("overwrite-4k", "vellum raw", 1.0, 1.0, 4.0),
     bound("flushers-append-4k", "vellum raw", 1.0, 1.0, 4.0),
-    // A flush before what points at new data, and one after: data, an L2 sector and a refcount sector are written.
+    // A flush before what points at new data, and one after: data, an L2 sector and a refcount sector are
+    // written.
     bound("append-rand-4k", "vellum qcow2 plain", 2.0, 3.0, 12.0),
-    // The same for each sixteenth write.
+    // As above, for each sixteenth write.
     bound("append-seq-4k", "vellum qcow2 plain", 1.2, 1.2, 5.0),
     bound("overwrite-4k", "vellum qcow2 plain", 1.0, 1.0, 4.0),
     bound("flushers-append-4k", "vellum qcow2 plain", 2.0, 3.0, 12.0),

@@ -1,5 +1,5 @@
-//! The commands that time something, on this machine and small: that they come to an end and tell all their rows. What they
-//! counted is looked at, and no time is.
+//! The commands that measure time, small, on this machine: they end and report all their rows. Counts are
+//! checked, times are not.
 
 mod support;
 
@@ -135,4 +135,56 @@ fn snapshots_of_a_served_disk() {
     assert_eq!(number(&report, "/many/views-compared"), 18 + 12 + 6 + 5 + 5 + 1, "{told}");
     assert!(number(&report, "/many/blocks-compared") > 41 * 15 + 6 * 256, "{told}");
     assert!(number(&report, "/many/bytes-at-the-end") < number(&report, "/many/bytes-with-all"), "{told}");
+}
+
+#[test]
+fn what_a_neighbour_notices() {
+    let Some(vellum) = vellum() else {
+        return skipped(NO_VELLUM);
+    };
+    let arguments = [
+        "--seconds",
+        "0.1",
+        "--rounds",
+        "2",
+        "--size",
+        "2M",
+        "--clones",
+        "8",
+        "--only",
+        "quiet",
+        "--only",
+        "map-qcow2-1",
+        "--only",
+        "machine",
+    ];
+    let (report, told) = report("neighbours", &vellum, &arguments);
+    let names: Vec<_> = report["cases"].as_array().expect("cases").iter().map(|case| &case["case"]).collect();
+    assert_eq!(names, ["quiet", "map-qcow2-1", "machine-read-32"], "{told}");
+    for case in report["cases"].as_array().expect("cases") {
+        assert!(is_positive(case, "/quiet/p99-us") && is_positive(case, "/resident-bytes"), "{told}");
+        assert!(case["is-held"].is_boolean() && is_positive(case, "/bound-us"), "{told}");
+    }
+    let fleet = &report["fleet"];
+    assert_eq!(number(fleet, "/clones"), 8);
+    assert!(
+        is_positive(fleet, "/clean/all-served-ms") && is_positive(fleet, "/killed/first-served-ms"),
+        "{told}"
+    );
+}
+
+#[test]
+fn whole_disks() {
+    let Some(vellum) = vellum() else {
+        return skipped(NO_VELLUM);
+    };
+    let (report, told) = report("chores", &vellum, &["--size", "4M", "--full", "64M", "--rounds", "2"]);
+    let rows = report["figures"].as_array().expect("rows");
+    let peers = is_installed("qemu-img") && is_installed("qemu-nbd");
+    // Seven figures of three disks of ours; with QEMU its own, and two more of the three that are qcow2.
+    assert_eq!(rows.len(), if peers { 7 * 4 + 2 * 3 } else { 7 * 3 }, "{told}");
+    for row in rows {
+        assert_eq!(row["rounds-ms"].as_array().map(Vec::len), Some(2), "{told}");
+        assert!(is_positive(row, "/median-ms"), "{told}");
+    }
 }

@@ -1,7 +1,8 @@
-//! Time and chance, the two things code may not take from the operating system by itself.
+//! Time and randomness, the two things that code may not take from the operating system by itself.
 //!
-//! Whoever needs a clock gets an `Arc<dyn Clock>`; whoever needs chance gets a [`Random`]. In production they
-//! come from the reactor and the system, in a test from the simulator and one seed, so that a run can be repeated.
+//! Code that needs a clock gets an `Arc<dyn Clock>`; code that needs randomness gets a [`Random`]. In
+//! production they come from the reactor and the system, in a test from the simulator and one seed, so that a
+//! run can be repeated.
 
 use std::time::Duration;
 
@@ -12,12 +13,12 @@ pub trait Clock: Send + Sync {
     /// Time since some fixed start. It never goes back.
     fn now(&self) -> Duration;
 
-    /// Completes when `wait` has passed. Must be called, and is to be polled, on a worker of the runtime (or of
-    /// the simulated world) the clock belongs to. It may be dropped at any time.
+    /// Completes when `wait` has passed. Must be called and polled on a worker of the runtime (or of the
+    /// simulated world) that the clock belongs to. It may be dropped at any time.
     fn sleep(&self, wait: Duration) -> LocalFuture<'static, ()>;
 }
 
-/// A source of chance that gives the same sequence for the same seed.
+/// A source of random numbers that gives the same sequence for the same seed.
 #[derive(Debug, Clone)]
 pub struct Random(fastrand::Rng);
 

@@ -1,8 +1,8 @@
 //! The suites that every [`Storage`] and every [`Disk`] passes, in memory, simulated and real.
 //!
-//! A suite is an async function over a *bench*: something that makes a fresh storage or disk and can open it again, as
-//! after a clean restart. It panics, with the seed where chance is involved, when the contract is broken. Which rule a
-//! check is about stands beside it; the rules stand in [`storage`](crate::storage) and [`disk`](crate::disk).
+//! A suite is an async function over a *bench*: a factory that makes a fresh storage or disk and can open it
+//! again, as after a clean restart. When the contract is broken the suite panics, with the seed if there is
+//! one. Each check names its rule; the rules are in [`storage`](crate::storage) and [`disk`](crate::disk).
 
 use crate::disk::{Disk, Place, SharedDisk, WriteFlags, ZeroFlags};
 use crate::lending::{lend_disk, lend_storage};
@@ -15,7 +15,7 @@ use crate::{Buffer, ErrorKind, LocalFuture, Random, Result, join_all};
 pub trait StorageBench {
     /// A fresh storage of `len` bytes of zero.
     fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>>;
-    /// The storage made last, opened again.
+    /// The storage that was made last, opened again.
     fn reopen(&self) -> LocalFuture<'_, Result<SharedStorage>>;
 }
 
@@ -23,7 +23,7 @@ pub trait StorageBench {
 pub trait DiskBench {
     /// A fresh disk of `size` bytes.
     fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>>;
-    /// The disk made last, which has been closed, opened again.
+    /// The disk that was made last and has been closed, opened again.
     fn reopen(&self) -> LocalFuture<'_, Result<SharedDisk>>;
     /// What a fresh disk reads as: zeros, or the bytes of its base.
     fn fresh_content(&self, size: u64) -> Vec<u8> {
@@ -344,7 +344,7 @@ async fn disk_reads_what_was_written_at_any_alignment(bench: &dyn DiskBench) {
     disk.close().await.expect("a disk closes");
 }
 
-/// A map covers the disk; zero extents read as zero, and data lies where the map says.
+/// A map covers the disk; zero extents read as zero, and data is where the map says.
 async fn disk_map_agrees(disk: &SharedDisk, model: &[u8]) {
     let mut at = GuestOffset::ZERO;
     while at.bytes() < model.len() as u64 {
@@ -495,7 +495,7 @@ async fn disk_concurrent_writes(bench: &dyn DiskBench) {
             "sector {index} is mixed"
         );
     }
-    // Writes, zeros, discards and flushes at once leave the rest alone.
+    // Concurrent writes, zeros, discards and flushes leave the rest alone.
     model.copy_from_slice(&content);
     let mut mixed: Vec<LocalFuture<'_, Result<()>>> = Vec::new();
     for i in 0..16u64 {
@@ -540,8 +540,8 @@ async fn disk_closes(bench: &dyn DiskBench) {
     }
 }
 
-/// Random operations against a vector of bytes, several at once now and then, with reopening in between. What a discard
-/// leaves is taken over into the model.
+/// Random operations against a vector of bytes, several at once now and then, with reopening in between. What
+/// a discard leaves is taken over into the model.
 pub async fn disk_random_operations(bench: &dyn DiskBench, size: u64, seed: u64, count: usize) {
     let mut random = Random::from_seed(seed);
     let mut disk = bench.fresh(size).await.expect("a fresh disk");

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! 1. The *kind* is what code may match on; it does not change as an error gains context.
-//! 2. The *context* says what was being done and to which file; where there is a remedy, it says that too.
+//! 2. The *context* says what was being done and to which file; where there is a remedy, it also says that.
 //! 3. The *source* is never repeated in the context.
 //!
 //! Errors are cheap to clone, because one failed host flush fails many guest requests.
@@ -21,7 +21,7 @@ use std::sync::Arc;
 /// The result of anything that can fail in Vellum.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, in the words a program can act on.
+/// The kind of a failure, which a program can act on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -29,19 +29,19 @@ pub enum ErrorKind {
     Io,
     /// There is no room left on the host.
     NoSpace,
-    /// The image contradicts itself; nothing was guessed.
+    /// The image contradicts itself; nothing was assumed about what was meant.
     Corrupt,
-    /// The image or the peer asks for something that this program does not do.
+    /// The image or the peer requires something that this program does not support.
     Unsupported,
-    /// The request is wrong: past the end, misaligned, a bad option.
+    /// The request is invalid: past the end, misaligned, a bad option.
     Invalid,
-    /// A write to something that is open for reading.
+    /// A write to something that was opened read-only.
     ReadOnly,
-    /// Somebody else has the image open in a way that excludes this one.
+    /// Another program has the image open in a way that excludes this one.
     Locked,
-    /// The file, image or peer that is asked for is not there.
+    /// The requested file, image or peer does not exist.
     NotFound,
-    /// A file that an image refers to lies outside the directories that were allowed.
+    /// A file that an image refers to is outside the allowed directories.
     Refused,
     /// An earlier host flush failed, so nothing written since can be trusted: reopen and recover.
     Poisoned,
@@ -83,7 +83,7 @@ impl fmt::Display for ErrorKind {
     }
 }
 
-/// A failure: kind, context and source. See the module for how they divide the work.
+/// A failure: kind, context and source. The module describes the role of each.
 #[derive(Clone)]
 pub struct Error(Arc<Inner>);
 
@@ -94,7 +94,7 @@ struct Inner {
 }
 
 impl Error {
-    /// A failure that begins here.
+    /// A failure that originates here.
     pub fn new(kind: ErrorKind, context: impl Into<Cow<'static, str>>) -> Self {
         Self(Arc::new(Inner { kind, context: context.into(), source: None }))
     }
@@ -120,19 +120,19 @@ impl Error {
         Self::new(ErrorKind::Invalid, context)
     }
 
-    /// Something this program does not do.
+    /// Something that this program does not support.
     pub fn unsupported(context: impl Into<Cow<'static, str>>) -> Self {
         Self::new(ErrorKind::Unsupported, context)
     }
 
-    /// The same failure, seen from further out: `context` says what was being done there.
+    /// The same failure, seen from a caller: `context` says what was being done there.
     #[must_use]
     pub fn context(self, context: impl Into<Cow<'static, str>>) -> Self {
         let kind = self.kind();
         Self(Arc::new(Inner { kind, context: context.into(), source: Some(Arc::new(self)) }))
     }
 
-    /// The same failure under another kind, for the rare place that knows better.
+    /// The same failure with another kind, for the rare caller that knows better.
     #[must_use]
     pub fn with_kind(self, kind: ErrorKind) -> Self {
         let inner = &*self.0;
@@ -175,7 +175,7 @@ impl StdError for Error {
     }
 }
 
-/// Adds what was being done to a failure on its way out.
+/// Adds what was being done to a failure on its way to the caller.
 pub trait Context<T> {
     /// Wraps the error, if there is one; the closure runs only then.
     fn context<C: Into<Cow<'static, str>>>(self, context: impl FnOnce() -> C) -> Result<T>;

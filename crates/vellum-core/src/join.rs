@@ -1,8 +1,8 @@
 //! Waiting for several futures at once, all of them to the end.
 //!
-//! The usual `try_join` drops the others when one fails. Here that would leave host writes running whose request has
-//! already been answered, so both functions always wait for all. They poll every future at each wake-up: meant for
-//! the handful of transfers one request is cut into.
+//! The usual `try_join` drops the others when one fails. Here that would leave host writes running whose
+//! request has already been answered, so both functions always wait for all. They poll every future at each
+//! wake-up: they are meant for the handful of transfers that one request is cut into.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -17,7 +17,7 @@ enum Slot<F: Future> {
     Done(F::Output),
 }
 
-/// Runs all futures at once and gives their results in order.
+/// Runs all futures concurrently and returns their results in order.
 pub async fn join_all<F: Future + Unpin>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
     let mut slots: SmallVec<[Slot<F>; 4]> = futures.into_iter().map(Slot::Running).collect();
     poll_fn(|context| {
@@ -42,7 +42,8 @@ pub async fn join_all<F: Future + Unpin>(futures: impl IntoIterator<Item = F>) -
         .collect()
 }
 
-/// Runs all futures at once, waits for all of them, and gives their values in order or the first error.
+/// Runs all futures concurrently, waits for all of them, and returns their values in order or the first
+/// error.
 pub async fn try_join_all<F, T>(futures: impl IntoIterator<Item = F>) -> Result<Vec<T>>
 where
     F: Future<Output = Result<T>> + Unpin,

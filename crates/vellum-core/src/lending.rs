@@ -1,13 +1,16 @@
-//! Passes every request on in lent memory, as a guest's requests come: for the suites, over any disk or storage.
+//! Passes every request on in lent memory, as a guest's requests arrive: for the suites, over any disk or
+//! storage.
 //!
 //! ```text
 //!   suite ── its own buffer ──► here ── runs of shared bytes, cut anywhere ──► what is tested
 //! ```
 //!
 //! 1. A read must fill the memory that was lent for it: the answer is what is found there.
-//! 2. The memory of a write is scribbled over as soon as the write has been answered: nothing may look at it any more.
+//! 2. The memory of a write is scribbled over as soon as the write has been answered: it must not be read any
+//!    more.
 //!
-//! Left out: memory that changes while a write is under way, because then nobody can say what should be read afterwards.
+//! Left out: memory that changes while a write is in flight, because then the result of a later read is not
+//! defined.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -36,7 +39,7 @@ impl Loan {
         self.memory.lend(&self.runs)
     }
 
-    /// What is there now, in the buffer that the request came with.
+    /// The current content, in the buffer that came with the request.
     fn fetch(&self, mut buffer: Buffer) -> Buffer {
         buffer.copy_from(0, &self.buffer().to_vec());
         buffer
@@ -44,7 +47,7 @@ impl Loan {
 }
 
 impl<T: ?Sized> Lending<T> {
-    /// Requests of this disk or storage come in lent memory, which is cut as chance has it.
+    /// Requests of this disk or storage use lent memory, which is cut at random.
     pub fn new(inner: Arc<T>, seed: u64) -> Arc<Self> {
         Arc::new(Self { random: Mutex::new(Random::from_seed(seed)), inner })
     }
@@ -72,7 +75,7 @@ impl<T: ?Sized> Lending<T> {
     }
 }
 
-/// Nobody may have to do with it any more.
+/// Overwrites the memory of a request that has been answered.
 fn end(loan: &Loan) {
     loan.buffer().fill(0xB5);
 }
@@ -168,6 +171,10 @@ impl Storage for Lending<dyn Storage> {
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         self.inner.flush()
+    }
+
+    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
+        self.inner.reconcile(span)
     }
 
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {

@@ -1,13 +1,15 @@
-//! The words of Vellum, and nothing that does I/O.
+//! The vocabulary of Vellum, without any I/O.
 //!
-//! Everything hangs on two nouns. [`Storage`] is a flat array of bytes on the host side; [`Disk`] is what a guest
-//! sees. *Backends give `Storage`. Formats turn `Storage` into `Disk`. Layers turn `Disk` into `Disk`. Exports serve
-//! a `Disk`. The control plane wires them.* That sentence is the architecture.
+//! Everything is built on two nouns. [`Storage`] is a flat array of bytes on the host side; [`Disk`] is what
+//! a guest sees. *Backends give `Storage`. Formats turn `Storage` into `Disk`. Layers turn `Disk` into
+//! `Disk`. Exports serve a `Disk`. The control plane wires them.* That sentence is the architecture.
 //!
-//! In reading order: [`units`] (typed addresses), [`buffer`] (memory for guest data), [`error`], [`storage`] and [`disk`]
-//! (the two traits with their written contracts), [`clock`] (time and chance as arguments), [`mod@offload`] (long computations elsewhere), [`tally`] (counting I/O),
-//! [`stream`] (a connection), [`merged`] (a chain's map as one), [`memory`] (the reference implementations), [`checked`] (watches a seam),
-//! [`contract`] (the suites any implementation must pass), [`lending`] (the same in lent memory).
+//! In reading order: [`units`] (typed addresses), [`buffer`] (memory for guest data), [`error`], [`storage`]
+//! and [`disk`] (the two traits with their written contracts), [`clock`] (time and randomness as arguments),
+//! [`mod@offload`] (long computations elsewhere), [`tally`] (counting I/O), [`stream`] (a connection),
+//! [`losses`] (reports to sessions after a failure), [`merged`] (a chain's map as one), [`memory`] (the
+//! reference implementations), [`checked`] (watches a seam), [`contract`] (the suites any implementation must
+//! pass), [`lending`] (the same in lent memory).
 
 pub mod buffer;
 pub mod checked;
@@ -17,6 +19,7 @@ pub mod disk;
 pub mod error;
 pub mod join;
 pub mod lending;
+pub mod losses;
 pub mod memory;
 pub mod merged;
 pub mod offload;
@@ -34,6 +37,7 @@ pub use disk::{Disk, Extent, Geometry, Place, Room, SharedDisk, WriteFlags, Zero
 pub use error::{Context, Error, ErrorKind, Result};
 pub use join::{join_all, try_join_all};
 pub use lending::Lending;
+pub use losses::{Losses, Witness, witnessed, witnessed_by_connection, witnessed_from_now};
 pub use memory::{MemoryDisk, MemoryStorage};
 pub use merged::{MergedExtent, map_merged, read_below};
 pub use offload::{Inline, Offload, offload};
@@ -45,6 +49,6 @@ pub use units::{
     ImageSpan, Offset, Span,
 };
 
-/// A future that stays on the worker it was made on. Disks and storages are shared by all workers; their futures
-/// use the ring of the worker that polls them.
+/// A future that stays on the worker it was made on. Disks and storages are shared by all workers; their
+/// futures use the ring of the worker that polls them.
 pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;

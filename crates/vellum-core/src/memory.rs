@@ -1,7 +1,9 @@
-//! The reference implementations: a storage and a disk in memory. Model tests compare everything else with them.
+//! The reference implementations: a storage and a disk in memory. Model tests compare everything else with
+//! them.
 //!
-//! They keep the contracts in the simplest way: one lock, bytes in 64 KiB blocks that exist once written, so that a
-//! terabyte of nothing costs nothing. "Durable" has no meaning here; `vellum-sim` has the storage that crashes.
+//! They keep the contracts in the simplest way: one lock, bytes in 64 KiB blocks that exist once written, so
+//! that a terabyte of nothing costs nothing. "Durable" has no meaning here; `vellum-sim` has the storage that
+//! crashes.
 
 use std::collections::BTreeMap;
 use std::future::ready;
@@ -17,7 +19,7 @@ use crate::{Buffer, Error, ErrorKind, LocalFuture, Result};
 /// A block exists in memory once a byte of it was written.
 const BLOCK: BlockSize = BlockSize::from_shift(16);
 
-/// Sparse bytes: what a file is, without the file.
+/// Sparse bytes: the content of a file, without the file.
 #[derive(Debug, Clone, Default)]
 pub struct SparseBytes {
     len: u64,
@@ -35,7 +37,7 @@ impl SparseBytes {
         self.len == 0
     }
 
-    /// Cuts off at `len` or grows with zeros.
+    /// Truncates to `len` or extends with zeros.
     pub fn set_len(&mut self, len: u64) {
         if len < self.len {
             self.forget(ImageOffset::new(len).span(self.len - len));
@@ -125,7 +127,7 @@ fn to_usize(bytes: u64) -> usize {
     usize::try_from(bytes).expect("a buffer fits the address space")
 }
 
-/// Where in its block a run lies that does not leave it.
+/// The position within its block of a run that does not leave the block.
 fn within(span: ImageSpan) -> std::ops::Range<usize> {
     let start = to_usize(BLOCK.within(span.start()));
     start..start + to_usize(span.len())
@@ -151,7 +153,7 @@ impl MemoryStorage {
         Self::with(name, Limits::plain(), content)
     }
 
-    /// A storage with limits and content of choice.
+    /// A storage with the given limits and content.
     pub fn with(name: impl Into<String>, limits: Limits, content: SparseBytes) -> Arc<Self> {
         Arc::new(Self { name: name.into(), limits, bytes: Mutex::new(content) })
     }
@@ -167,7 +169,7 @@ impl MemoryStorage {
 
     fn check_write(&self, span: ImageSpan) -> Result<()> {
         if self.limits.read_only {
-            return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open for reading only", self.name)));
+            return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open read-only", self.name)));
         }
         if self.limits.fixed_len && span.end().bytes() > self.lock().len() {
             return Err(Error::new(ErrorKind::NoSpace, format!("{} ends before {}", self.name, span.end())));
@@ -320,7 +322,7 @@ impl MemoryDisk {
             return Err(Error::new(ErrorKind::Closed, "the disk is closed"));
         }
         span.filter(|span| span.end().bytes() <= self.geometry.size)
-            .ok_or_else(|| Error::invalid("the request passes the end of the disk"))
+            .ok_or_else(|| Error::invalid("the request extends past the end of the disk"))
     }
 
     fn lock_own(&self) -> MutexGuard<'_, Vec<bool>> {

@@ -1,7 +1,8 @@
-//! The map of a whole chain, as one disk sees it: who answers for each byte, and how deep it lies.
+//! The map of a whole chain, as one disk reports it: which image holds each byte, and at what depth.
 //!
-//! Each disk's [`map`](crate::Disk::map) speaks for itself and says [`Place::Below`] where it has nothing. Here the
-//! question goes down the chain until somebody answers. Past the end of a shorter disk below, everything reads as zero.
+//! Each disk's [`map`](crate::Disk::map) covers only its own data and reports [`Place::Below`] elsewhere.
+//! Here the query goes down the chain until a disk holds the range. Past the end of a shorter disk below,
+//! everything reads as zero.
 
 use crate::disk::{Extent, Place, SharedDisk};
 use crate::units::{GuestOffset, GuestSpan};
@@ -30,7 +31,7 @@ pub struct MergedExtent {
     pub span: GuestSpan,
     /// Where they are. `Below` only when no disk of the chain has anything there: they read as zero.
     pub place: Place,
-    /// How many disks were asked in vain before this answer: 0 for the top disk.
+    /// How many disks above had no data there: 0 for the top disk.
     pub depth: usize,
 }
 
@@ -39,11 +40,11 @@ enum Step {
     Answer { extent: Extent, depth: usize },
 }
 
-/// The extents of the run, from its start, in order, without gaps, neighbours of one place merged. May stop early, but
-/// is not empty unless the run is.
+/// The extents of the run, from its start, in order, without gaps, neighbours of one place merged. May stop
+/// early, but is not empty unless the run is.
 pub async fn map_merged(disk: &SharedDisk, span: GuestSpan) -> Result<Vec<MergedExtent>> {
     let mut answer: Vec<MergedExtent> = Vec::new();
-    // A stack instead of recursion, as a chain may be long. What comes first on the disk is on top.
+    // A stack instead of recursion, because a chain may be long. What comes first on the disk is on top.
     let mut steps = vec![Step::Ask { disk: disk.clone(), span, depth: 0 }];
     while let Some(step) = steps.pop() {
         let (disk, span, depth) = match step {

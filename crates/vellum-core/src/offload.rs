@@ -1,7 +1,7 @@
-//! Where long computations go, so that no worker is blocked by one: decompressing, compressing, hashing.
+//! Where long computations run, so that they block no worker: decompressing, compressing, hashing.
 //!
-//! In production this is the runtime's pool of threads; in the simulator and in small tools the job simply runs where it
-//! is ([`Inline`]).
+//! In production this is the runtime's pool of threads; in the simulator and in small tools the job runs in
+//! place ([`Inline`]).
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,7 +13,7 @@ pub trait Offload: Send + Sync {
     fn run(&self, job: Box<dyn FnOnce() + Send>);
 }
 
-/// Runs each job at once, where it is.
+/// Runs each job at once, in place.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Inline;
 
@@ -23,7 +23,7 @@ impl Offload for Inline {
     }
 }
 
-/// Has `job` run elsewhere and waits for what it gives. Panics when the job does.
+/// Has `job` run elsewhere and waits for its result. Panics when the job does.
 pub async fn offload<T: Send + 'static>(place: &dyn Offload, job: impl FnOnce() -> T + Send + 'static) -> T {
     let done = Arc::new((Mutex::new(Slot::Running), Event::new()));
     let there = Finish(done.clone());
@@ -66,7 +66,7 @@ impl<T> Drop for Finish<T> {
     fn drop(&mut self) {
         let mut slot = lock(&self.0.0);
         if matches!(*slot, Slot::Running) {
-            *slot = Slot::Lost; // taken already, or never put: nobody looks twice
+            *slot = Slot::Lost; // taken already, or never put: it is read once
         }
         drop(slot);
         self.0.1.notify(usize::MAX);

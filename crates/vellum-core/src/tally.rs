@@ -1,7 +1,8 @@
-//! Counting what a storage is asked to do, so that anyone can see what a guest write costs.
+//! Counts the requests to a storage, so that the cost of a guest write is visible.
 //!
-//! A format wraps its storage twice, once for guest data and once for its own metadata ([`HostTally`]); both handles
-//! lead to the same file, and the two tallies tell the traffic apart. A flush covers both; it is counted where it is asked.
+//! A format wraps its storage twice, once for guest data and once for its own metadata ([`HostTally`]); both
+//! handles lead to the same file, and the two tallies separate the traffic. A flush covers both; it is
+//! counted where it is requested.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -24,7 +25,8 @@ pub struct IoTally {
     bytes_discarded: AtomicU64,
 }
 
-/// What the counters say at one moment. Requests are counted when they are made, whether or not they succeed.
+/// The values of the counters at one moment. Requests are counted when they are made, whether or not they
+/// succeed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct IoCounts {
     /// Read requests.
@@ -37,7 +39,7 @@ pub struct IoCounts {
     pub zeroes: u64,
     /// Discard requests.
     pub discards: u64,
-    /// Bytes asked for by reads.
+    /// Bytes requested by reads.
     pub bytes_read: u64,
     /// Bytes given to writes.
     pub bytes_written: u64,
@@ -48,7 +50,7 @@ pub struct IoCounts {
 }
 
 impl IoTally {
-    /// What the counters say now.
+    /// The current values.
     pub fn counts(&self) -> IoCounts {
         IoCounts {
             reads: self.reads.load(Relaxed),
@@ -95,7 +97,7 @@ impl IoTally {
 
 impl std::ops::Sub for IoCounts {
     type Output = Self;
-    /// What happened between an earlier reading and this one.
+    /// The difference to an earlier reading.
     fn sub(self, earlier: Self) -> Self {
         self.combine(earlier, u64::wrapping_sub)
     }
@@ -127,13 +129,14 @@ impl IoCounts {
 /// The host traffic of one disk, guest data and metadata apart.
 #[derive(Debug, Clone, Default)]
 pub struct HostTally {
-    /// What moved guest bytes, and all flushes.
+    /// Requests for guest bytes, and all flushes.
     pub data: Arc<IoTally>,
-    /// What moved the format's own bytes.
+    /// Requests for the format's own bytes.
     pub metadata: Arc<IoTally>,
-    /// What took home bytes that a journal had made durable already: work that nobody waits for.
+    /// Checkpoint writes: they take bytes that a journal has already made durable to their home location, in
+    /// the background.
     pub checkpoint: Arc<IoTally>,
-    /// Zeros written ahead of need. Nobody waits for these either.
+    /// Zeros written ahead of need, also in the background.
     pub prealloc: Arc<IoTally>,
 }
 
@@ -144,7 +147,7 @@ pub struct Tallied {
 }
 
 impl Tallied {
-    /// Counts everything asked of `inner` through this handle in `tally`.
+    /// Counts every request to `inner` through this handle in `tally`.
     pub fn shared(inner: SharedStorage, tally: Arc<IoTally>) -> SharedStorage {
         Arc::new(Self { inner, tally })
     }
@@ -180,6 +183,10 @@ impl Storage for Tallied {
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         self.tally.count_flush();
         self.inner.flush()
+    }
+
+    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
+        self.inner.reconcile(span)
     }
 
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {

@@ -16,7 +16,7 @@
 //! host(GuestOffset::new(4096));
 //! ```
 //!
-//! Left out: conversion from one space to the other. Only a mapping can do that.
+//! Left out: conversion from one address space to the other. Only a mapping can do that.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -122,7 +122,7 @@ impl<S> Span<S> {
         self.start <= at && at < self.end()
     }
 
-    /// The bytes that both runs have; empty (at the later start) when they have none.
+    /// The bytes that both runs share; empty (at the later start) if there are none.
     pub fn intersect(self, other: Self) -> Self {
         let start = self.start.max(other.start);
         let end = self.end().min(other.end()).max(start);
@@ -138,6 +138,18 @@ impl<S> Span<S> {
     pub fn split_at(self, len: u64) -> (Self, Self) {
         let len = len.min(self.len);
         (self.start.span(len), Self::between(self.start + len, self.end()))
+    }
+
+    /// At most the first `max` bytes, and the rest, which begins at a multiple of 4 KiB (of `max` where that
+    /// is smaller). Code that moves a long run in pieces cuts it this way: a boundary that is only counted
+    /// from the first byte may lie within a sector, which a crash between the two pieces then leaves half old
+    /// and half new. A run no longer than `max` stays whole.
+    pub fn split_between_blocks(self, max: u64) -> (Self, Self) {
+        if self.len <= max {
+            return self.split_at(max);
+        }
+        let block = max.min(4096);
+        self.split_at(max - (self.start.bytes + max) % block)
     }
 }
 
@@ -164,7 +176,8 @@ impl<S> Cluster<S> {
     }
 }
 
-/// A power of two: the size of a cluster, a page, a sector, an alignment. Checked once, where it enters.
+/// A power of two: the size of a cluster, a page, a sector, an alignment. It is checked once, when it is
+/// made.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockSize {
     shift: u32,
@@ -278,7 +291,7 @@ impl fmt::Debug for BlockSize {
     }
 }
 
-// Derives would ask the same of `Space`, which has no values; so these are written out.
+// Derives would require traits of `Space`, which has no values; so these are written out.
 
 impl<S> Clone for Offset<S> {
     fn clone(&self) -> Self {
@@ -394,6 +407,24 @@ impl<S> fmt::Debug for Cluster<S> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_runs_are_cut_between_blocks() {
+        let cut = |start, len, max| {
+            let mut rest = GuestOffset::new(start).span(len);
+            let mut pieces = Vec::new();
+            while !rest.is_empty() {
+                let (piece, later) = rest.split_between_blocks(max);
+                pieces.push((piece.start.bytes, piece.len));
+                rest = later;
+            }
+            pieces
+        };
+        assert_eq!(cut(100, 8192, 8192), [(100, 8192)], "it is not too long, wherever it lies");
+        assert_eq!(cut(100, 8193, 8192), [(100, 8092), (8192, 101)]);
+        assert_eq!(cut(4096, 20_000, 8192), [(4096, 8192), (12_288, 8192), (20_480, 3616)]);
+        assert_eq!(cut(100, 2000, 512), [(100, 412), (512, 512), (1024, 512), (1536, 512), (2048, 52)]);
+    }
 
     #[test]
     fn pieces_are_cut_at_block_boundaries() {

@@ -1,46 +1,43 @@
-//! Files of a server: each shows a disk by FUSE, done by all workers, mounted before anybody is told and taken off at the end.
+//! Files of a server: each exports a disk through FUSE, served by all workers, mounted before readiness is
+//! reported and unmounted at the end.
 //!
 //! ```text
 //!   begin    point ready ► lanes on the workers ► mounted
-//!   end      unmounted; when somebody has it open: nothing more is begun, what was begun is answered, taken off by force
-//!            (another's mount at the path is left) ► threads of fuser ended ► lanes ended
+//!   end      unmounted; if it is in use: nothing more is begun, what was begun is answered, detached
+//!            (another program's mount at the path is left) ► threads of fuser ended ► lanes ended
 //!            ► the file removed, if it was made here
 //! ```
 //!
-//! A server that has nothing else to serve ends when all of its files were unmounted, as other file systems do.
+//! A server that has nothing else to serve ends when all of its files were unmounted, as other file systems
+//! do.
 
-use std::path::{Path, PathBuf};
+use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_lite::future::or;
-use vellum_core::{Disk, Result};
+use vellum_core::{Disk, Result, join_all};
 use vellum_export::Shutdown;
 use vellum_export::fuse::{DiskFile, Facts, Mounted, Point, Taken, Teller};
 use vellum_io::{Spawned, WorkersHandle, clock, unblock};
 
-use crate::serve::ExportSpec;
-use crate::served::Disks;
-
-/// A file that is to show a disk.
-#[derive(Debug, Clone)]
-pub struct FuseSpec {
-    /// The export's name; nothing where there is one disk only.
-    pub export: Option<String>,
-    /// The file: an empty one, or one that is not there.
-    pub path: PathBuf,
-}
+use crate::contained::in_rounds;
+use crate::served::{Disks, Served};
+use crate::spec::{ExportSpec, FuseSpec};
 
 /// More lanes than this do not help: the kernel has one queue for all of them.
 const LANES_MAX: usize = 4;
 
-/// How long the kernel may take to tell that a file was taken off.
+/// How long the kernel may take to report that a file was unmounted.
 const FAREWELL_MAX: Duration = Duration::from_secs(5);
 
 /// The files of a server.
+#[derive(Default)]
 pub(crate) struct FuseFiles(Vec<Shown>);
 
 struct Shown {
+    served: Arc<Served>,
     file: DiskFile,
     mounted: Mounted,
     lanes: Vec<Spawned<()>>,
@@ -67,7 +64,7 @@ impl FuseFiles {
         Ok(files)
     }
 
-    /// Who tells the kernel that a file is larger.
+    /// The handles that tell the kernel that a file has grown.
     pub(crate) fn tellers(&self) -> Arc<[Teller]> {
         self.0.iter().map(|shown| shown.mounted.teller()).collect()
     }
@@ -82,11 +79,10 @@ impl FuseFiles {
         }
     }
 
-    /// Takes all of them off. Requests under way are waited for until `shutdown` cuts.
+    /// Unmounts all of them. Requests in flight are waited for until `shutdown` cuts.
     pub(crate) async fn end(self, shutdown: &Shutdown) {
-        for shown in self.0 {
-            shown.end(shutdown).await;
-        }
+        // At once: one whose disk does not answer keeps no other.
+        join_all(self.0.into_iter().map(|shown| Box::pin(shown.end(shutdown)))).await;
     }
 }
 
@@ -112,15 +108,21 @@ impl Shown {
         let file = DiskFile::new(disk, facts, workers.count().min(LANES_MAX));
         let lanes = (0..file.lanes()).map(|lane| {
             let file = file.clone();
-            // Not all files begin with the same worker.
-            workers.spawn((number + lane) % workers.count(), move || async move { file.serve(lane).await })
+            // The files begin with different workers.
+            workers.spawn((number + lane) % workers.count(), move || async move {
+                in_rounds("a FUSE queue", async || {
+                    file.serve(lane).await;
+                    ControlFlow::Break(())
+                })
+                .await;
+            })
         });
         let lanes: Vec<_> = lanes.collect();
         let mounting = file.clone();
         match unblock(move || point.mount(&mounting)).await {
             Ok(mounted) => {
                 served.hold();
-                Ok(Self { file, mounted, lanes })
+                Ok(Self { served, file, mounted, lanes })
             }
             Err(error) => {
                 file.close();
@@ -131,7 +133,7 @@ impl Shown {
     }
 
     async fn end(self, shutdown: &Shutdown) {
-        let Self { file, mut mounted, lanes } = self;
+        let Self { served, file, mut mounted, lanes } = self;
         let (mut mounted, mut taken) = unblock(move || {
             let taken = mounted.unmount();
             (mounted, taken)
@@ -141,10 +143,14 @@ impl Shown {
         match taken {
             Ok(Taken::Free) | Err(_) => {}
             Ok(Taken::Busy) => {
-                tracing::warn!("{path} is in use; it is taken away, and whoever has it open gets errors");
+                tracing::warn!(
+                    "{path} is in use; it is unmounted, and programs that have it open get errors"
+                );
             }
             Ok(Taken::Elsewhere) => {
-                tracing::warn!("{path} was taken off by another; whoever still has it open gets errors");
+                tracing::warn!(
+                    "{path} was unmounted by another program; programs that still have it open get errors"
+                );
             }
         }
         if let Ok(Taken::Busy | Taken::Elsewhere) = taken {
@@ -160,8 +166,8 @@ impl Shown {
             })
             .await;
         }
-        // What is open somewhere else goes with the process. Where it is mounted in another name space, too, nothing is
-        // told before.
+        // A file that is open elsewhere vanishes with the process. If it is also mounted in another mount
+        // namespace, no notification comes before.
         let is_elsewhere = matches!(taken, Ok(Taken::Elsewhere));
         complain(taken);
         if !is_elsewhere {
@@ -170,6 +176,7 @@ impl Shown {
         file.close();
         ended(lanes).await;
         unblock(move || mounted.finish()).await;
+        served.release();
     }
 }
 
@@ -181,7 +188,7 @@ fn complain(result: Result<Taken>) {
 
 async fn ended(lanes: Vec<Spawned<()>>) {
     for lane in lanes {
-        // A worker that has ended has nothing under way.
+        // A worker that has ended has nothing in flight.
         let _ = lane.await;
     }
 }

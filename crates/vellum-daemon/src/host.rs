@@ -1,9 +1,11 @@
 //! The host's files, as the chain opens them, and the host's threads, for long computations.
 
+use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 
+use futures_lite::FutureExt as _;
 use vellum_core::{Context, Error, ErrorKind, LocalFuture, Offload, Result, SharedStorage};
-use vellum_io::{File, LockMode, OpenOptions, spawn_local, unblock};
+use vellum_io::{File, LockMode, OpenOptions, spawn_local, unblock, unblock_at};
 use vellum_layer::gate::ALLOW_DIRS_VARIABLE;
 use vellum_layer::{Gate, Opener, Purpose};
 
@@ -12,7 +14,7 @@ use vellum_layer::{Gate, Opener, Purpose};
 pub struct HostOptions {
     /// Past the page cache (O_DIRECT).
     pub direct: bool,
-    /// What is read may be written by others meanwhile.
+    /// Others may write what is read.
     pub force_share: bool,
 }
 
@@ -28,11 +30,12 @@ impl Host {
         Self { options }
     }
 
-    /// The gate that lets references into these directories, and into those of the environment.
+    /// The gate that lets references into these directories and those of the environment, and to these data
+    /// files.
     ///
     /// # Errors
-    /// When a directory does not exist.
-    pub fn gate(dirs: &[PathBuf]) -> Result<Gate> {
+    /// When one of them does not exist.
+    pub fn gate(dirs: &[PathBuf], data_files: &[PathBuf]) -> Result<Gate> {
         let variable = std::env::var_os(ALLOW_DIRS_VARIABLE).unwrap_or_default();
         let from_environment = std::env::split_paths(&variable).filter(|dir| !dir.as_os_str().is_empty());
         let canonical = |dir: PathBuf| {
@@ -40,13 +43,44 @@ impl Host {
         };
         let dirs: Result<Vec<PathBuf>> =
             dirs.iter().cloned().chain(from_environment).map(canonical).collect();
-        Ok(Gate::allowing(dirs?))
+        let data_files: Result<Vec<PathBuf>> = data_files
+            .iter()
+            .map(|file| file.canonicalize().context(|| format!("can't use the data file {}", file.display())))
+            .collect();
+        Ok(Gate::allowing(dirs?).with_data_files(data_files?))
     }
 }
 
+/// The file's own path: absolute, links resolved. This may block where the storage does not answer, so it
+/// does not run on a worker.
+pub(crate) async fn canonical_path(path: &Path) -> std::io::Result<PathBuf> {
+    let asked = path.to_owned();
+    unblock_at(path, move || asked.canonicalize()).await
+}
+
+/// Whether it is a name that QEMU, or another program, would open over a network or with a driver of its own.
+fn is_url(name: &str) -> bool {
+    let schemes = ["json:", "nbd:", "fd:", "rbd:", "ssh:", "iscsi:", "nfs:", "gluster:", "fat:"];
+    name.contains("://") || schemes.iter().any(|scheme| name.starts_with(scheme))
+}
+
 impl Opener for Host {
-    fn canonical(&self, path: &Path) -> Result<PathBuf> {
-        path.canonicalize().context(|| format!("can't open {}", path.display()))
+    fn canonical<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<PathBuf>> {
+        Box::pin(async move {
+            canonical_path(path).await.map_err(|error| {
+                let name = path.display().to_string();
+                match error.kind() {
+                    std::io::ErrorKind::NotFound if is_url(&name) => Error::unsupported(format!(
+                        "{name}: URLs and QEMU's other ways of naming a disk are not supported, only files and \
+                         block devices; nbdfuse or qemu-nbd can provide it as one"
+                    )),
+                    std::io::ErrorKind::NotFound => {
+                        Error::new(ErrorKind::NotFound, format!("{name}: no such file"))
+                    }
+                    _ => Error::io(error, format!("can't open {name}")),
+                }
+            })
+        })
     }
 
     fn open<'a>(
@@ -58,20 +92,18 @@ impl Opener for Host {
         let (writable, lock) = match purpose {
             Purpose::Write => (true, LockMode::Write),
             Purpose::Read if self.options.force_share => (false, LockMode::ForceShare),
-            Purpose::Read => (false, LockMode::Read),
+            Purpose::Read | Purpose::Replay => (false, LockMode::Read),
         };
-        let options = OpenOptions { writable, direct: self.options.direct, lock, ..OpenOptions::default() };
-        Box::pin(async move {
-            let file = File::open(canonical, options).await?;
-            // A path can change between the question and the answer. What counts is where it leads now.
-            if canonical.canonicalize().ok().as_deref() != Some(canonical) {
-                return Err(Error::new(
-                    ErrorKind::Refused,
-                    format!("{} was moved or replaced by a link while it was opened", canonical.display()),
-                ));
-            }
-            Ok(file as SharedStorage)
-        })
+        // The path was checked, so exactly the file there must be opened: not the target of a link that was
+        // created since.
+        let options = OpenOptions {
+            writable,
+            direct: self.options.direct,
+            lock,
+            without_links: true,
+            ..OpenOptions::default()
+        };
+        Box::pin(async move { Ok(File::open(canonical, options).await? as SharedStorage) })
     }
 }
 
@@ -81,6 +113,26 @@ pub struct Pool;
 
 impl Offload for Pool {
     fn run(&self, job: Box<dyn FnOnce() + Send>) {
-        spawn_local(unblock(job)).detach();
+        // A job that panics gives no answer; the future that waits for it handles that.
+        let done = AssertUnwindSafe(unblock(job)).catch_unwind();
+        spawn_local(async move { drop(done.await) }).detach();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vellum_core::offload;
+    use vellum_io::{IoMode, run};
+
+    use super::*;
+
+    #[test]
+    fn a_job_that_panics_is_for_whoever_waits_for_it() {
+        run(IoMode::Threads, async || {
+            let lost = AssertUnwindSafe(offload(&Pool, || panic!("as planned"))).catch_unwind().await;
+            assert!(lost.is_err());
+            assert_eq!(offload(&Pool, || 1).await, 1, "and the worker goes on");
+        })
+        .expect("a worker");
     }
 }

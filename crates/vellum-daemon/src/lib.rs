@@ -1,26 +1,45 @@
-//! The control plane as a library: everything that a program does with images, put together from the crates below.
+//! The control plane as a library: everything that a program does with images, put together from the crates
+//! below.
 //!
-//! The command line is a thin layer over it: it reads arguments, calls one function here, and prints what comes back.
-//! Nothing here prints.
+//! The command line is a thin layer over it: it parses arguments, calls one function here, and prints the
+//! result. Nothing here prints.
 //!
-//! In reading order: [`host`] (files as the chain's opener), [`image`] (opening and making images), [`mod@serve`] (a server, from
-//! its specification to its end), `served` (its disks and their snapshots), `vhost` (its sockets for virtual machines), `fuse` (its files), `ublk` (its block devices), `lookers` (who is told that a disk is larger), `grow` (devices that
-//! become full), [`control`] (what can be asked of it while it serves), `notify` (what a service manager is told),
-//! [`stats`] (what was counted), [`template`] (where templates are zero).
+//! In reading order: [`host`] (files as the chain's opener), [`image`] (opening images), [`create`] (making
+//! them), [`inspect`] (reporting on them), [`closed`] (changing them while no server uses them), [`mod@copy`]
+//! (whole disks: copied, compared), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
+//! its start to its end), `door` (accepting NBD clients), `tls`, `rights` (of sockets), `served` (its disks
+//! and their snapshots), `meter` (measuring their requests), `metrics` (the figures for Prometheus), `vhost`
+//! (its sockets for virtual machines), `fuse` (its files), `ublk` (its block devices), `lookers` (the front
+//! ends that are notified when a disk has grown), `grow` (devices that become full), [`control`] (requests to
+//! it while it serves), `notify` (notifications to a service manager), [`stats`] (counters), [`template`]
+//! (where templates are zero).
 
 #![forbid(unsafe_code)]
 
+pub mod closed;
+mod contained;
 pub mod control;
+pub mod copy;
+pub mod create;
+mod door;
 mod fuse;
 mod grow;
 pub mod host;
 pub mod image;
+pub mod inspect;
 mod lookers;
+mod meter;
+mod metrics;
 mod notify;
+mod rights;
+mod seats;
 pub mod serve;
 mod served;
+mod server;
+pub mod spec;
 pub mod stats;
 pub mod template;
+mod tls;
 #[cfg(feature = "ublk")]
 mod ublk;
 #[cfg(not(feature = "ublk"))]
@@ -28,12 +47,13 @@ mod ublk;
 mod ublk;
 mod vhost;
 
-pub use fuse::FuseSpec;
+pub use create::{CreateTarget, create_native, create_qcow2, create_raw};
 pub use grow::GrowHook;
 pub use host::{Host, HostOptions, Pool};
-pub use image::{CreateTarget, ImageOptions, create_native, create_qcow2, create_raw, open_image};
+pub use image::{ImageOptions, open_image};
 pub use notify::NotifySocket;
-pub use serve::{ExportSpec, Ready, Report, ServeSpec, UblkSpec, serve};
-pub use vellum_export::nbd::{Tls, TlsPolicy};
+pub use rights::SocketRights;
+pub use serve::serve;
+pub use spec::{ExportSpec, FuseSpec, NbdSpec, Ready, Report, ServeSpec, UblkSpec, VhostSpec};
+pub use tls::TlsFiles;
 pub use vellum_layer::valve::Settings as Limits;
-pub use vhost::VhostSpec;

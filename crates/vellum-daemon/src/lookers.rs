@@ -1,6 +1,9 @@
-//! Who has told somebody how large a disk is, and tells them when it is larger: front ends of virtual machines, and the kernel
-//! about files and block devices. NBD has no message for it: its clients see the size when they connect.
+//! The front ends that have reported a disk's size and must be notified when it grows: those of virtual
+//! machines, and the kernel for files and block devices. NBD has no message for it: its clients see the size
+//! when they connect.
 
+use std::cell::OnceCell;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,25 +13,36 @@ use vellum_export::fuse::Teller;
 use vellum_io::{clock, unblock};
 
 use crate::ublk;
-use crate::vhost::Sessions;
+use crate::vhost::Devices;
 
-/// How long a kernel may take to look again. It is told all the same: a file whose lanes are full is looked at later.
+/// How long to wait for a kernel to look again. It is notified all the same: a file whose lanes are full
+/// follows later.
 const LOOKING_MAX: Duration = Duration::from_secs(2);
 
-/// All of them.
+/// All of them. Files and block devices are there when they are.
 #[derive(Clone)]
 pub(crate) struct Lookers {
-    pub(crate) sessions: Sessions,
-    pub(crate) files: Arc<[Teller]>,
-    pub(crate) blocks: ublk::Tellers,
+    devices: Devices,
+    shown: Rc<OnceCell<(Arc<[Teller]>, ublk::Tellers)>>,
 }
 
 impl Lookers {
-    /// Tells all of them to look; who sees what was there before does nothing.
+    pub(crate) fn new(devices: Devices) -> Self {
+        Self { devices, shown: Rc::default() }
+    }
+
+    /// These, too, from now on.
+    pub(crate) fn also(&self, files: Arc<[Teller]>, blocks: ublk::Tellers) {
+        let is_first = self.shown.set((files, blocks)).is_ok();
+        debug_assert!(is_first, "they are made once");
+    }
+
+    /// Makes all of them look at the size. A front end that already knows it does nothing.
     pub(crate) async fn tell(&self) {
-        self.sessions.look_again();
-        let files = self.files.iter().cloned().map(|file| Box::pin(unblock(move || file.look_again())));
+        self.devices.look_again();
+        let Some((files, blocks)) = self.shown.get() else { return };
+        let files = files.iter().cloned().map(|file| Box::pin(unblock(move || file.look_again())));
         or(async { drop(join_all(files).await) }, clock().sleep(LOOKING_MAX)).await;
-        self.blocks.look_again().await;
+        blocks.look_again().await;
     }
 }

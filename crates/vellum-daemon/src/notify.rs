@@ -1,7 +1,8 @@
-//! Tells a service manager how the server is: a datagram to the socket that it has named, as `sd_notify(3)` does.
+//! Notifies a service manager of the server's state: a datagram to the socket that it has named, as
+//! `sd_notify(3)` does.
 //!
-//! A manager that has no room for the message gets it a little later: without `READY=1` it would end the server. One that
-//! cannot be told is told nothing more; the server goes on.
+//! A manager that has no room for the message gets it a little later: without `READY=1` it would end the
+//! server. A manager that cannot be reached gets no further messages; the server continues.
 
 use std::ffi::OsString;
 use std::io;
@@ -16,6 +17,10 @@ use vellum_io::clock;
 const TRIES_MAX: u32 = 200;
 const TRIED_EVERY: Duration = Duration::from_millis(50);
 
+/// How often, and for how much more time, to ask a manager while images are opened.
+const EXTENDED_EVERY: Duration = Duration::from_secs(5);
+const EXTENDED_BY: Duration = Duration::from_secs(30);
+
 /// Where the manager listens.
 #[derive(Debug, Clone)]
 pub struct NotifySocket(OsString);
@@ -26,7 +31,8 @@ impl NotifySocket {
         Self(name)
     }
 
-    /// Clients can connect. Waits while the manager has no room, for some seconds; the worker goes on meanwhile.
+    /// Reports that clients can connect. Waits some seconds while the manager has no room; the worker
+    /// continues meanwhile.
     pub(crate) async fn is_ready(&self) {
         let state = "READY=1";
         let mut result = self.send(state.as_bytes());
@@ -40,7 +46,18 @@ impl NotifySocket {
         self.said(state, result);
     }
 
-    /// Nobody new is let in.
+    /// Images are being opened, and recovered where they were not closed: that may take longer than a manager
+    /// waits. Never returns.
+    pub(crate) async fn is_starting<T>(&self) -> T {
+        let state = format!("EXTEND_TIMEOUT_USEC={}", EXTENDED_BY.as_micros());
+        loop {
+            clock().sleep(EXTENDED_EVERY).await;
+            // One that has no room gets it the next time.
+            drop(self.send(state.as_bytes()));
+        }
+    }
+
+    /// No new client is admitted.
     pub(crate) fn is_stopping(&self) {
         let state = "STOPPING=1";
         self.said(state, self.send(state.as_bytes()));
@@ -64,7 +81,7 @@ impl NotifySocket {
             }
         };
         let socket = UnixDatagram::unbound()?;
-        // A manager that does not read keeps nobody waiting.
+        // A manager that does not read must not block the server.
         socket.set_nonblocking(true)?;
         socket.send_to_addr(state, &address).map(drop)
     }

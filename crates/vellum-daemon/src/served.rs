@@ -1,82 +1,207 @@
-//! The disks of a server: open, counted, and one of them closed and opened again when it goes back to a snapshot or grows.
+//! The disks of a server: open, counted, and closed and opened again one at a time when a disk is restored
+//! from a snapshot or grows.
 //!
 //! ```text
 //!   exports   "" "disk"        the disk as it is now           one chain per image file, however many names it has
 //!             "@NAME" "disk@NAME"   a snapshot, for reading    made when a client asks, gone with the last one
 //! ```
 //!
-//! 1. Who makes, lists or deletes a snapshot shares the chain; who goes back to one has it alone, and nobody else is connected.
-//! 2. A name that was given to an export comes before a snapshot's.
-//! 3. Exports have one disk from the beginning to the end: behind its valve it may be another one (`vellum_layer::valve`).
+//! 1. Making, listing or deleting a snapshot shares the chain. Restoring one needs the chain exclusively,
+//!    with no client connected.
+//! 2. A name that was given to an export takes precedence over a snapshot's.
+//! 3. An export keeps its disk from beginning to end: the valve may exchange the disk behind it
+//!    (`vellum_layer::valve`).
+//! 4. Which operations may run beside those in progress is recorded in the disk's book (`life`).
+//! 5. Each disk ends independently: its sessions, then its background task, then the image. None waits for
+//!    another.
 
+mod disks;
+mod gone;
+mod life;
 mod steer;
+mod tending;
+#[cfg(test)]
+mod tests;
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_lock::{RwLock, RwLockReadGuard};
-use vellum_core::{CheckedDisk, Context, Error, ErrorKind, HostTally, Result, SharedDisk};
-use vellum_export::nbd::{Export, Exports, OnDemand};
-use vellum_format::native::Native;
-use vellum_format::native::snapshots::{Snapshot, snapshots};
-use vellum_format::qcow2::snapshot::list as list_qcow2;
-use vellum_io::clock;
-use vellum_layer::valve::State;
-use vellum_layer::{Chain, Member, Valve};
+use futures_lite::future::or;
+use vellum_core::{
+    CheckedDisk, Context, Disk as _, Error, ErrorKind, HostTally, Result, SharedDisk, join_all,
+};
+use vellum_export::Shutdown;
+use vellum_export::nbd::{Export, Exports, OnDemand, Removed};
+use vellum_export::vhost::Reconnects;
+use vellum_format::image::{Snapshot, SnapshotSupport, Snapshots};
+use vellum_io::{WorkersHandle, clock, unblock};
+use vellum_layer::valve::{Hold, State};
+use vellum_layer::{Chain, Durable, Member, Valve};
 
 use crate::control::SnapshotFacts;
 use crate::grow::{GrowHook, Growing};
-use crate::image::open_image;
-use crate::serve::ExportSpec;
+use crate::host::canonical_path;
+use crate::image::{ImageOptions, open_image};
+use crate::meter::{LONG, Metered, Record};
+use crate::spec::ExportSpec;
 use crate::stats::DiskStats;
+pub(crate) use disks::{Disks, Opening};
+use gone::Gone;
+use life::{Life, Stage, Step};
 pub(crate) use steer::Wish;
+use tending::Tending;
+
+/// How long the requests that are under way may take before a disk is exchanged, and the flush before it is removed.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How all disks of a server are served.
+#[derive(Debug, Clone)]
+pub(crate) struct How {
+    /// Makes a device larger that becomes full.
+    pub(crate) grow_hook: Option<GrowHook>,
+    /// There is a control socket, so disks can be paused, and more.
+    pub(crate) is_steered: bool,
+    /// Each write is durable when it is answered.
+    pub(crate) is_durable: bool,
+    /// Requests that find no space wait for some.
+    pub(crate) holds_when_full: bool,
+    /// The longest wait for requests before a disk is exchanged, and for the flush before it is removed.
+    pub(crate) patience: Duration,
+}
 
 /// A disk that is open.
 pub(crate) struct Served {
+    /// Its place among the disks of the server.
+    number: usize,
     path: PathBuf,
-    names: Vec<String>,
-    grow_hook: Option<GrowHook>,
-    chain: RwLock<Chain>,
-    top_tally: HostTally,
-    below_tally: HostTally,
-    /// Somebody besides the sessions of its exports uses the disk as it is now, until the server ends.
-    is_held: AtomicBool,
+    canonical: PathBuf,
+    life: Mutex<Life>,
+    image: ImageOptions,
+    how: Arc<How>,
+    workers: WorkersHandle,
+    /// Nothing, when it could not be opened again.
+    chain: RwLock<Option<Chain>>,
+    /// What the top image costs the host, and those below it.
+    tallies: Mutex<(HostTally, HostTally)>,
+    /// Users of the disk besides the sessions of its exports: while there are any, the disk is not exchanged
+    /// for another one.
+    holders: AtomicUsize,
     valve: Arc<Valve>,
-    /// What is exported: the valve, counted; where nobody steers it, what is behind.
+    record: Arc<Record>,
+    /// What is exported: the valve, counted; without a control socket, the disk behind it.
     disk: Arc<CheckedDisk>,
-    /// Who looks after its device, when that may become full.
+    /// The task that enlarges its device when it becomes full, if there is one.
     growing: Mutex<Option<Arc<Growing>>>,
-    /// Who pauses or resizes it. Nobody waits for it: who waited would begin after somebody else has let requests go on.
-    steering: async_lock::Mutex<()>,
+    tending: Mutex<Option<Tending>>,
+    /// Front ends that come from a server before this one.
+    reconnects: Reconnects,
+    /// Disconnects the readers of its snapshots.
+    readers: Shutdown,
+    /// The number of losses that were reported to the client that opened it again.
+    losses_said: AtomicU64,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How long it is waited for where an image is, to find those that are one.
+const LOCATED_IN: Duration = Duration::from_secs(2);
+
+/// An image and all the names it has.
+pub(crate) struct Group {
+    pub(crate) canonical: PathBuf,
+    pub(crate) exports: Vec<ExportSpec>,
+}
+
+impl Group {
+    /// One for each image, in the order in which they are first named. A missing image also counts, and so
+    /// does one whose storage does not answer at once: opening it fails, or takes as long as it takes.
+    pub(crate) async fn all_of(exports: &[ExportSpec]) -> Vec<Self> {
+        let mut groups: Vec<Self> = Vec::new();
+        let mut by_file: BTreeMap<PathBuf, usize> = BTreeMap::new();
+        let places = exports.iter().map(|export| {
+            Box::pin(async {
+                let late = async {
+                    clock().sleep(LOCATED_IN).await;
+                    None
+                };
+                or(async { canonical_path(&export.path).await.ok() }, late).await
+            })
+        });
+        let places = join_all(places).await;
+        for (export, place) in exports.iter().zip(places) {
+            let canonical = place.unwrap_or_else(|| export.path.clone());
+            let group = *by_file.entry(canonical.clone()).or_insert_with(|| {
+                groups.push(Self { canonical, exports: Vec::new() });
+                groups.len() - 1
+            });
+            groups[group].exports.push(export.clone());
+        }
+        groups
+    }
 }
 
 impl Served {
-    async fn new(chain: Chain, export: &ExportSpec, grow_hook: Option<&GrowHook>, is_steered: bool) -> Self {
-        let (inner, growing) = behind_valve(&chain, &export.path, grow_hook).await;
+    /// Opens an image. Must be called on a worker.
+    async fn open(number: usize, group: &Group, how: Arc<How>, workers: WorkersHandle) -> Result<Arc<Self>> {
+        let export = &group.exports[0];
+        canonical_path(&export.path).await.context(|| format!("can't open {}", export.path.display()))?;
+        let chain = open_image(&export.path, &export.image).await?;
+        Self::of(number, group, how, workers, chain).await
+    }
+
+    /// Serves an image that is open.
+    async fn of(
+        number: usize,
+        group: &Group,
+        how: Arc<How>,
+        workers: WorkersHandle,
+        chain: Chain,
+    ) -> Result<Arc<Self>> {
+        let export = &group.exports[0];
+        let record = Record::new(export.path.display().to_string(), clock(), how.holds_when_full);
+        let (inner, growing) = behind_valve(&chain, &export.path, &how, &record).await;
         let valve = Valve::new(inner.clone(), clock());
-        // Where nobody can ask for anything, nobody pays for it.
-        let is_steered = is_steered || !export.limits.are_none();
+        // Where nothing can be controlled, there should be no overhead.
+        let is_steered = how.is_steered || how.holds_when_full || !export.limits.are_none();
         valve.limit(export.limits.clone());
-        Self {
-            grow_hook: grow_hook.cloned(),
+        valve.hold_when_full(how.holds_when_full);
+        let is_written = !export.image.read_only;
+        let is_aware = chain.members[0].head.knows_whether_closed();
+        let reconnects = match how.is_durable || !is_written || !is_aware {
+            true => Reconnects::durable(),
+            false => Reconnects::doubtful(chain.was_left_open()),
+        };
+        Ok(Arc::new(Self {
+            number,
             path: export.path.clone(),
-            names: vec![export.name.clone()],
-            top_tally: chain.top_tally.clone(),
-            below_tally: chain.below_tally.clone(),
-            chain: RwLock::new(chain),
-            is_held: AtomicBool::new(false),
+            canonical: group.canonical.clone(),
+            life: Mutex::new(Life::new(group.exports.iter().map(|export| export.name.clone()))),
+            image: export.image.clone(),
+            how,
+            workers,
+            tallies: Mutex::new((chain.top_tally.clone(), chain.below_tally.clone())),
+            chain: RwLock::new(Some(chain)),
+            holders: AtomicUsize::new(0),
             disk: CheckedDisk::new(if is_steered { valve.clone() } else { inner }),
             valve,
+            record,
             growing: Mutex::new(growing),
-            steering: Default::default(),
-        }
+            tending: Mutex::default(),
+            reconnects,
+            readers: Shutdown::new(),
+            losses_said: AtomicU64::new(0),
+        }))
     }
 
     fn watcher(&self) -> MutexGuard<'_, Option<Arc<Growing>>> {
-        self.growing.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.growing)
     }
 
     /// The image.
@@ -84,9 +209,93 @@ impl Served {
         &self.path
     }
 
-    /// The disk stays the one it is: somebody besides the sessions of its exports uses it until the server ends.
+    /// Its place among the disks of the server.
+    pub(crate) fn number(&self) -> usize {
+        self.number
+    }
+
+    fn life(&self) -> MutexGuard<'_, Life> {
+        lock(&self.life)
+    }
+
+    /// The names of its exports.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.life().names()
+    }
+
+    /// Those of them that clients may come in with.
+    pub(crate) fn offered(&self) -> Vec<String> {
+        self.life().offered()
+    }
+
+    pub(crate) fn has_name(&self, name: &str) -> bool {
+        self.life().has(name)
+    }
+
+    /// Front ends that come from a server before this one.
+    pub(crate) fn reconnects(&self) -> &Reconnects {
+        &self.reconnects
+    }
+
+    /// When answered writes of it may have been lost: now, because it has ended with this error, or a short
+    /// while ago, so that a client may still come that has not been notified.
+    fn lost_when(&self, ended: &Result<()>) -> Option<Duration> {
+        if self.how.is_durable || !self.disk_is_written() {
+            return None;
+        }
+        match ended {
+            Ok(()) => self.valve.losses().and_then(|losses| losses.recent()),
+            Err(_) => Some(clock().now()),
+        }
+    }
+
+    /// Whether writes that were answered before it was opened may be missing, with no client notified.
+    pub(crate) async fn may_miss_writes(&self) -> bool {
+        let chain = self.chain.read().await;
+        !self.how.is_durable
+            && chain.as_ref().is_some_and(|chain| chain.was_left_open() && !self.image.read_only)
+    }
+
+    /// The disk must not be exchanged: it has a user besides the sessions of its exports, until it is
+    /// released.
     pub(crate) fn hold(&self) {
-        self.is_held.store(true, Ordering::Release);
+        self.holders.fetch_add(1, Ordering::AcqRel);
+    }
+
+    pub(crate) fn is_held(&self) -> bool {
+        self.holders.load(Ordering::Acquire) > 0
+    }
+
+    /// Offers it under one more name.
+    fn offer(&self, export: &ExportSpec, exports: &Exports) -> Result<()> {
+        let mut life = self.life();
+        life.add(&export.name).map_err(|why| self.in_use(why))?;
+        let offered = exports.add(self.as_export(export));
+        if offered.is_err() {
+            life.is_gone(&export.name);
+        }
+        offered
+    }
+
+    fn as_export(&self, export: &ExportSpec) -> Export {
+        Export {
+            name: export.name.clone(),
+            description: export.description.clone(),
+            disk: self.disk(),
+            read_only: export.image.read_only,
+        }
+    }
+
+    /// One of its exports is to be removed: no other command removes it, and after the last one no step is
+    /// begun any more.
+    pub(crate) fn begin_removing<'a>(&'a self, name: &'a str) -> Result<Removing<'a>> {
+        let is_last = self.life().take(name).map_err(|why| self.in_use(why))?;
+        Ok(Removing { served: self, name, is_last, is_gone: Cell::new(false) })
+    }
+
+    /// A holder has gone.
+    pub(crate) fn release(&self) {
+        self.holders.fetch_sub(1, Ordering::AcqRel);
     }
 
     /// The disk as it is exported.
@@ -94,114 +303,287 @@ impl Served {
         self.disk.clone()
     }
 
-    /// Who looks after its device, when that may become full.
+    /// What became of its requests.
+    pub(crate) fn record(&self) -> &Record {
+        &self.record
+    }
+
+    /// The task that enlarges its device when it becomes full, if there is one.
     pub(crate) fn growing(&self) -> Option<Arc<Growing>> {
         self.watcher().clone()
     }
 
     /// What was counted.
     pub(crate) fn stats(&self, exports: &Exports) -> DiskStats {
-        let (state, paused_seconds) = match self.valve.state() {
-            State::Running => ("running", None),
-            State::Pausing => ("pausing", None),
-            State::Paused(since) => ("paused", Some(since.as_secs())),
-        };
+        let names = self.names();
+        let (state, paused_seconds) = self.state();
+        let tallies = lock(&self.tallies).clone();
         DiskStats {
-            exports: self.names.clone(),
             image: self.path.display().to_string(),
             virtual_size: vellum_core::Disk::geometry(&*self.disk).size,
             state: state.to_owned(),
             paused_seconds,
-            held: self.valve.held(),
+            held: self.valve.held() + self.valve.waiting_for_space(),
             limits: self.limits_said(),
             limited: self.valve.limited(),
-            connections: self.names.iter().filter_map(|name| exports.sessions(name)).sum(),
+            connections: names.iter().filter_map(|name| exports.sessions(name)).sum(),
+            exports: names,
             guest: self.disk.counts().into(),
             guest_errors: self.disk.errors(),
-            host: (&self.top_tally).into(),
-            below: (&self.below_tally).into(),
+            failures: crate::stats::failures_of(&self.record),
+            last_error: self.record.last_error().map(Into::into),
+            under_way: crate::stats::UnderWay::of(&self.record),
+            latency: crate::stats::latency_of(&self.record),
+            host: (&tallies.0).into(),
+            below: (&tallies.1).into(),
         }
     }
 
-    /// What was begun in the background stops where it can go on later. To be called before the disk is closed, and now and then
-    /// until all have left: nobody is waited for who has the chain alone, and nothing is in the background meanwhile.
+    /// What it does, and for how many seconds it is paused.
+    fn state(&self) -> (&'static str, Option<u64>) {
+        let is_hung = || self.record.under_way().first().is_some_and(|(_, since)| *since >= LONG);
+        match self.valve.state() {
+            State::Pausing => ("pausing", None),
+            State::Paused(since) => ("paused", Some(since.as_secs())),
+            State::Running if self.record.is_poisoned() || self.disk.is_broken() => ("poisoned", None),
+            State::Running if self.life().is_cut_off() => ("closed", None),
+            State::Running if self.chain.try_read().is_some_and(|chain| chain.is_none()) => ("closed", None),
+            State::Running if is_hung() => ("hung", None),
+            State::Running if self.valve.waiting_for_space() > 0 || self.record.is_full() => {
+                ("no space", None)
+            }
+            State::Running => ("running", None),
+        }
+    }
+
+    /// Stops background work that can be continued later. To be called before the disk is closed, and now and
+    /// then until all users have left. While another task has the chain exclusively there is no background
+    /// work, so this does not wait for it.
     pub(crate) fn stop_background(&self) {
         let chain = self.chain.try_read();
-        if let Some(native) = chain.as_ref().and_then(|chain| chain.members[0].native.as_ref()) {
-            native.stop_deleting();
+        let chain = chain.as_ref().and_then(|chain| chain.as_ref());
+        if let Some(snapshots) = chain.and_then(|chain| chain.members[0].snapshots.as_ref()) {
+            snapshots.stop_deleting();
         }
     }
 
-    async fn close(&self) -> Result<()> {
-        self.chain.read().await.close().await
+    /// Starts the background task.
+    fn tend(self: &Arc<Self>) {
+        if !vellum_core::Disk::geometry(&*self.disk).read_only {
+            *lock(&self.tending) = Some(Tending::begin(self, &self.workers));
+        }
     }
 
-    async fn top(&self) -> Top<'_> {
-        Top(self.chain.read().await)
+    /// Stops the background task. Waits until it has finished what it had begun.
+    async fn tend_no_more(&self) {
+        let tending = lock(&self.tending).take();
+        if let Some(tending) = tending {
+            tending.end().await;
+        }
     }
 
-    /// Makes a snapshot. Gives its number.
+    /// Its export of this name, offered no more. While a name is being removed, another disk may have got it
+    /// already.
+    fn remove_from(&self, exports: &Exports, name: &str) -> Option<Removed> {
+        let disk: SharedDisk = self.disk();
+        exports.remove_of(name, &disk)
+    }
+
+    /// Whether a client reads a snapshot of it.
+    pub(crate) fn is_read_beside(&self) -> bool {
+        // A task that has the chain exclusively has made sure that there is no reader.
+        self.chain.try_read().is_some_and(|chain| chain.as_ref().is_some_and(reads_a_snapshot))
+    }
+
+    /// Ends it: no new client is admitted; sessions, steps and requests that were begun end; and it is
+    /// closed, once, however many callers ask for that. Other disks are not waited for.
+    ///
+    /// # Errors
+    /// The error of closing it: then flushed data is safe, and the error says what is not.
+    pub(crate) async fn end(&self, exports: &Exports) -> Result<()> {
+        if !self.life().end() {
+            loop {
+                if let Some(said) = self.life().closed() {
+                    return said;
+                }
+                clock().sleep(ENDING_EVERY).await;
+            }
+        }
+        // As the clients of its exports: they have it open, and may stay forever.
+        self.readers.drain();
+        let removed: Vec<_> =
+            self.names().into_iter().map(|name| (self.remove_from(exports, &name), name)).collect();
+        for (export, name) in removed {
+            // Where another command removes the export, that command reports when it is gone.
+            if let Some(export) = export {
+                drop(export.unused().await);
+                self.life().is_gone(&name);
+            }
+        }
+        let mut chain = loop {
+            // Repeatedly: a task that was waiting for a disk that was being resized may begin only now.
+            self.stop_background();
+            if self.holders.load(Ordering::Acquire) == 0
+                && let Some(chain) = self.chain.try_write()
+                && !chain.as_ref().is_some_and(reads_a_snapshot)
+                && self.life().close()
+            {
+                break chain;
+            }
+            clock().sleep(ENDING_EVERY).await;
+        };
+        self.tend_no_more().await;
+        // No user is left; a request that arrives nevertheless finds the valve closed.
+        let hold = self.valve.hold().await;
+        let failed =
+            |why: &str| Err(Error::new(ErrorKind::Poisoned, format!("{}: {why}", self.path.display())));
+        let mut closed = match &*chain {
+            // No more requests are sent to it, so that nothing wrong is written.
+            Some(_) if self.disk.is_broken() => failed(
+                "it failed with an internal error and was not closed; it is recovered when it is next opened",
+            ),
+            Some(_) if self.life().is_cut_off() => failed(
+                "a change of it was interrupted, and it was not closed; it is recovered when it is next opened",
+            ),
+            Some(chain) => match chain.close().await {
+                Err(error) if !self.how.is_durable && self.disk_is_written() => {
+                    let path = self.path.display();
+                    let why = format!("{path}: writes that were acknowledged but not flushed may be missing");
+                    Err(error.context(why))
+                }
+                closed => closed,
+            },
+            None => failed(
+                "it could not be reopened and was not closed: `vellum check` shows its state, and it is recovered \
+                 when it is next opened",
+            ),
+        };
+        // Its files, and their locks, are released now and not with the last reference to the disk.
+        let gone = self.let_go(&hold, &mut chain).await;
+        if closed.is_ok() {
+            // A front end that continues with the next server misses nothing.
+            self.reconnects.closed();
+            closed = gone;
+        } else if !self.how.is_durable && self.disk_is_written() {
+            self.reconnects.lost();
+        }
+        if self.valve.losses().is_some_and(|losses| losses.is_unheard()) {
+            let path = self.path.display();
+            tracing::warn!(
+                "{path} lost writes when it was reopened, and no flush has reported that to a client since"
+            );
+        }
+        self.life().set_closed(closed.clone());
+        closed
+    }
+
+    /// Closes the files. Requests fail from now on. Closing a file may take as long as its storage does, so
+    /// it runs in the background; and it is waited for only this long.
+    async fn let_go(&self, hold: &Hold, chain: &mut Option<Chain>) -> Result<()> {
+        self.valve.exchange(hold, Gone::of(&*self.disk));
+        let (watcher, chain) = (self.watcher().take(), chain.take());
+        let late = async {
+            clock().sleep(LETTING_GO).await;
+            let why = "its storage does not answer: the files of the image stay open until it does";
+            Err(Error::new(ErrorKind::Io, format!("{}: {why}", self.path.display())))
+        };
+        let gone = async {
+            unblock(move || drop((watcher, chain))).await;
+            Ok(())
+        };
+        or(gone, late).await
+    }
+
+    /// Whether it has ended.
+    pub(crate) fn is_closed_for_good(&self) -> bool {
+        self.life().stage() == Stage::Closed
+    }
+
+    /// Why it has not ended, if it has not.
+    pub(crate) fn what_hangs(&self) -> Option<String> {
+        let (path, stage) = (self.path.display(), self.life().stage());
+        let under_way = self.record.under_way();
+        let request = under_way.first().map(|(request, since)| {
+            let more = match under_way.len() - 1 {
+                0 => String::new(),
+                more => format!(", and {more} more"),
+            };
+            format!("{request} has been in flight for {} s{more}", since.as_secs())
+        });
+        match (stage, request) {
+            (Stage::Closed, _) => None,
+            (_, Some(request)) => Some(format!("{path}: {request}")),
+            (Stage::Closing, None) => Some(format!("{path}: closing it does not finish")),
+            (Stage::Serving | Stage::Ending, None) => Some(format!("{path}: it is still in use")),
+        }
+    }
+
+    async fn top(&self) -> Result<Top<'_>> {
+        self.life().may_be_used().map_err(|why| self.in_use(why))?;
+        Top::of(self.chain.read().await).ok_or_else(|| self.is_closed())
+    }
+
+    /// Why nothing can be done with it.
+    pub(super) fn is_closed(&self) -> Error {
+        let why = "it is closed because it could not be reopened; `vellum export reopen` tries again";
+        Error::new(ErrorKind::Closed, format!("{}: {why}", self.path.display()))
+    }
+
+    /// Makes a snapshot. Returns its number.
     pub(crate) async fn snapshot_create(&self, name: &str) -> Result<u32> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        let top = self.top().await;
-        top.native("made")?.snapshot_create(name, now).await
+        let top = self.top().await?;
+        kept(&top, "created")?.create(name, now).await
     }
 
     /// All snapshots, in the order in which they were made.
     pub(crate) async fn snapshot_list(&self) -> Result<Vec<SnapshotFacts>> {
-        let top = self.top().await;
-        match (&top.native, &top.header) {
-            (Some(native), _) if self.disk_is_written() => Ok(facts(native.snapshots()?)),
-            (Some(_), _) => Ok(facts(snapshots(&top.storage).await?)),
-            (None, Some(header)) => {
-                let all = list_qcow2(header, &*top.storage).await?;
-                let rows = all.into_iter().map(|snapshot| SnapshotFacts {
-                    id: snapshot.id,
-                    name: snapshot.name,
-                    virtual_size: snapshot.disk_size,
-                    date_sec: u64::from(snapshot.date_seconds),
-                });
-                Ok(rows.collect())
-            }
-            (None, None) => Err(none_in_raw(&top.path)),
-        }
+        let top = self.top().await?;
+        let all = match &top.snapshots {
+            Some(snapshots) if self.disk_is_written() => snapshots.list()?,
+            _ => match top.head.kind().format().snapshot_support() {
+                SnapshotSupport::None => return Err(none_in(&top)),
+                _ => top.head.snapshots(&top.storage, Some(&top.storage)).await?,
+            },
+        };
+        Ok(facts(all))
     }
 
     /// Deletes a snapshot.
     pub(crate) async fn snapshot_delete(&self, wanted: &str) -> Result<()> {
-        let top = self.top().await;
-        top.native("deleted")?.snapshot_delete(wanted).await
+        let top = self.top().await?;
+        kept(&top, "deleted")?.delete(wanted).await
     }
 
-    /// The disk becomes what a snapshot has. Nobody may be connected; who comes meanwhile finds no such export.
+    /// Restores the disk from a snapshot. No client may be connected; a client that comes meanwhile finds no
+    /// such export.
     pub(crate) async fn snapshot_revert(&self, wanted: &str, exports: &Exports) -> Result<()> {
         let in_use = |why: String| self.in_use(&why);
+        let _step = self.begin(Step::Revert)?;
         let mut chain = self.alone().await?;
-        if self.is_held.load(Ordering::Acquire) {
+        if self.holders.load(Ordering::Acquire) > 0 {
             return Err(in_use(
-                "it is served as a file or a block device, too; that must end first".to_owned(),
+                "it is also served as a file or a block device, which must be stopped first".to_owned(),
             ));
         }
-        let native = native_of(&chain.members[0], "gone back to")?.clone();
-        // Before anybody is sent away for nothing.
-        if !native.snapshots()?.iter().any(|one| one.name == wanted || one.id.to_string() == wanted) {
+        let snapshots = kept(&chain.members[0], "reverted to")?.clone();
+        // Before clients are disconnected for nothing.
+        if !snapshots.list()?.iter().any(|one| one.name == wanted || one.id == wanted) {
             return Err(Error::new(ErrorKind::NotFound, format!("there is no snapshot named {wanted}")));
         }
-        let taken = match exports.take_unused(&self.names) {
-            Ok(taken) => taken,
-            Err(1) => return Err(in_use("a client is connected; it must leave first".to_owned())),
-            Err(many) => return Err(in_use(format!("{many} clients are connected; they must leave first"))),
+        let _suspended = match exports.suspend_unused(&self.names()) {
+            Ok(suspended) => suspended,
+            Err(1) => return Err(in_use("a client is connected and must disconnect first".to_owned())),
+            Err(many) => {
+                return Err(in_use(format!("{many} clients are connected and must disconnect first")));
+            }
         };
-        let (hold, before) = (self.valve.hold().await, chain.disk().clone());
-        let reverted = match native.has_open_snapshots() {
+        let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
+        let reverted = match snapshots.has_open() {
             true => Err(in_use(IS_READ.to_owned())),
             false => chain.revert(wanted).await,
         };
-        self.follow(&hold, &chain, &before).await;
-        drop(hold);
-        for export in taken {
-            exports.add(export)?;
-        }
+        self.follow(held, &chain, &before).await;
         reverted
     }
 
@@ -211,139 +593,112 @@ impl Served {
 
     /// The image, when snapshots of it can be served now. It stays as long as this is held.
     fn written(&self) -> Option<Top<'_>> {
-        // Nobody waits here: while the disk goes back to a snapshot there is none.
-        let top = Top(self.chain.try_read()?);
-        (top.native.is_some() && self.disk_is_written()).then_some(top)
+        // This does not wait: while the disk is being restored from a snapshot there is none.
+        let top = Top::of(self.chain.try_read()?)?;
+        (top.snapshots.is_some() && self.disk_is_written()).then_some(top)
     }
 }
 
 /// Why a disk cannot be exchanged, when it has snapshots.
-const IS_READ: &str = "a client reads a snapshot of it, and must leave first";
+pub(crate) const IS_READ: &str = "a client is reading a snapshot of it and must disconnect first";
 
-/// The disk on top of a chain as it is served, and who looks after its device.
+/// How long the files of an image may take to be closed.
+const LETTING_GO: Duration = Duration::from_secs(5);
+
+/// How often to check whether a disk that ends is still in use.
+const ENDING_EVERY: Duration = Duration::from_millis(5);
+
+fn reads_a_snapshot(chain: &Chain) -> bool {
+    chain.members[0].snapshots.as_ref().is_some_and(|snapshots| snapshots.has_open())
+}
+
+/// The disk on top of a chain as it is served, and the task that enlarges its device.
 async fn behind_valve(
     chain: &Chain,
     path: &Path,
-    hook: Option<&GrowHook>,
+    how: &How,
+    record: &Arc<Record>,
 ) -> (SharedDisk, Option<Arc<Growing>>) {
-    let growing = Growing::over(chain.disk(), path.display().to_string(), hook.cloned()).await;
-    match growing {
-        Some(growing) => (growing.clone(), Some(growing)),
-        None => (chain.disk().clone(), None),
+    let growing = Growing::over(chain.disk(), path.display().to_string(), how.grow_hook.clone()).await;
+    let disk: SharedDisk = match &growing {
+        Some(growing) => growing.clone(),
+        None => chain.disk().clone(),
+    };
+    let disk = if how.is_durable { Durable::over(disk) } else { disk };
+    (Metered::new(disk, record.clone()), growing)
+}
+
+/// A name that is being removed. If that is interrupted, or refused, it stays.
+pub(crate) struct Removing<'a> {
+    served: &'a Served,
+    name: &'a str,
+    is_last: bool,
+    is_gone: Cell<bool>,
+}
+
+impl Removing<'_> {
+    /// Whether the disk has no other name.
+    pub(crate) fn is_last(&self) -> bool {
+        self.is_last
+    }
+
+    /// Ends the export: no new client is admitted, and sessions end when what they have begun is answered.
+    pub(crate) async fn end_export(&self, exports: &Exports) {
+        if let Some(removed) = self.served.remove_from(exports, self.name) {
+            drop(removed.unused().await);
+        }
+    }
+
+    /// The name is not in use any more: the disk may get it again.
+    pub(crate) fn is_gone(&self) {
+        self.is_gone.set(true);
+        self.served.life().is_gone(self.name);
+    }
+}
+
+impl Drop for Removing<'_> {
+    fn drop(&mut self) {
+        if !self.is_gone.get() {
+            self.served.life().give_back(self.name);
+        }
     }
 }
 
 /// The top image, which stays as long as this is held.
-struct Top<'a>(RwLockReadGuard<'a, Chain>);
+struct Top<'a>(RwLockReadGuard<'a, Option<Chain>>);
+
+impl<'a> Top<'a> {
+    fn of(chain: RwLockReadGuard<'a, Option<Chain>>) -> Option<Self> {
+        chain.is_some().then_some(Self(chain))
+    }
+}
 
 impl std::ops::Deref for Top<'_> {
     type Target = Member;
 
     fn deref(&self) -> &Member {
-        &self.0.members[0]
+        &self.0.as_ref().expect("it was looked at").members[0]
     }
 }
 
-impl Top<'_> {
-    fn native(&self, what: &str) -> Result<&Arc<Native>> {
-        native_of(self, what)
-    }
+/// The snapshots of an image whose format makes them.
+fn kept<'a>(top: &'a Member, what: &str) -> Result<&'a Arc<dyn Snapshots>> {
+    top.snapshots.as_ref().ok_or_else(|| match top.head.kind().format().snapshot_support() {
+        SnapshotSupport::None => none_in(top),
+        _ => Error::unsupported(format!(
+            "{}: snapshots of {} images can be listed while they are served, not {what}",
+            top.path.display(),
+            top.head.kind()
+        )),
+    })
 }
 
-fn native_of<'a>(top: &'a Member, what: &str) -> Result<&'a Arc<Native>> {
-    match (&top.native, &top.header) {
-        (Some(native), _) => Ok(native),
-        (None, Some(_)) => Err(Error::unsupported(format!(
-            "{}: snapshots of qcow2 images can be listed while they are served, not {what}",
-            top.path.display()
-        ))),
-        (None, None) => Err(none_in_raw(&top.path)),
-    }
-}
-
-fn none_in_raw(path: &Path) -> Error {
-    Error::unsupported(format!("{}: a raw image has no snapshots", path.display()))
+fn none_in(top: &Member) -> Error {
+    Error::unsupported(format!("{}: a {} image has no snapshots", top.path.display(), top.head.kind()))
 }
 
 fn facts(snapshots: Vec<Snapshot>) -> Vec<SnapshotFacts> {
     snapshots.into_iter().map(SnapshotFacts::from).collect()
-}
-
-/// All disks of a server.
-pub(crate) struct Disks(Vec<Served>);
-
-impl std::ops::Deref for Disks {
-    type Target = [Served];
-
-    fn deref(&self) -> &[Served] {
-        &self.0
-    }
-}
-
-impl Disks {
-    /// Opens each image once. `is_steered`: somebody can ask to pause them, and more.
-    pub(crate) async fn open(
-        exports: &[ExportSpec],
-        grow_hook: Option<&GrowHook>,
-        is_steered: bool,
-    ) -> Result<Self> {
-        let mut served = Self(Vec::new());
-        let mut by_file: BTreeMap<PathBuf, usize> = BTreeMap::new();
-        for export in exports {
-            let canonical =
-                export.path.canonicalize().context(|| format!("can't open {}", export.path.display()))?;
-            if let Some(index) = by_file.get(&canonical) {
-                served.0[*index].names.push(export.name.clone());
-                continue;
-            }
-            let chain = match open_image(&export.path, &export.image).await {
-                Ok(chain) => chain,
-                Err(error) => {
-                    served.close().await?;
-                    return Err(error);
-                }
-            };
-            by_file.insert(canonical, served.0.len());
-            served.0.push(Served::new(chain, export, grow_hook, is_steered).await);
-        }
-        if grow_hook.is_some() && served.iter().all(|served| served.growing().is_none()) {
-            served.close().await?;
-            return Err(Error::invalid(
-                "a grow hook is for images of the native format with layout=table on a device, open for writing: none is \
-                 served",
-            ));
-        }
-        Ok(served)
-    }
-
-    /// Closes every disk, also when one of them fails; the first failure counts.
-    pub(crate) async fn close(&self) -> Result<()> {
-        let mut result = Ok(());
-        for disk in &self.0 {
-            result = result.and(disk.close().await);
-        }
-        result
-    }
-
-    /// The disk that is exported under this name; the only one, when none is said.
-    pub(crate) fn find(&self, name: Option<&str>) -> Result<&Served> {
-        let names = || {
-            let all = self.0.iter().flat_map(|served| &served.names);
-            all.map(|name| format!("{name:?}")).collect::<Vec<_>>().join(", ")
-        };
-        match (name, &self.0[..]) {
-            (None, [one]) => Ok(one),
-            (None, _) => {
-                Err(Error::invalid(format!("there are several disks; say which by its export: {}", names())))
-            }
-            (Some(name), all) => {
-                all.iter().find(|served| served.names.iter().any(|its| its == name)).ok_or_else(|| {
-                    let context = format!("there is no export {name:?}; there are {}", names());
-                    Error::new(ErrorKind::NotFound, context)
-                })
-            }
-        }
-    }
 }
 
 /// Exports of the snapshots of all disks that are written.
@@ -352,37 +707,38 @@ pub(crate) struct SnapshotExports(pub(crate) Arc<Disks>);
 impl OnDemand for SnapshotExports {
     fn names(&self) -> Vec<String> {
         let mut names = Vec::new();
-        for served in self.0.iter() {
+        for served in self.0.all() {
             let Some(top) = served.written() else { continue };
-            let Some(native) = &top.native else { continue };
+            let Some(snapshots) = &top.snapshots else { continue };
             // One of a layout without snapshots has none.
-            let Ok(snapshots) = native.snapshots() else { continue };
-            for name in &served.names {
+            let Ok(snapshots) = snapshots.list() else { continue };
+            for name in &served.offered() {
                 names.extend(snapshots.iter().map(|snapshot| format!("{name}@{}", snapshot.name)));
             }
         }
         names
     }
 
-    fn find(&self, name: &str) -> Option<Export> {
-        for served in self.0.iter() {
-            for its in &served.names {
+    fn find(&self, name: &str) -> Option<(Export, Shutdown)> {
+        for served in self.0.all() {
+            for its in &served.offered() {
                 let Some(wanted) = name.strip_prefix(its.as_str()).and_then(|rest| rest.strip_prefix('@'))
                 else {
                     continue;
                 };
-                // Held until the snapshot is open: who exchanges the disk looks for those that are.
+                // Held until the snapshot is open: a task that exchanges the disk checks for open snapshots.
                 let Some(top) = served.written() else { continue };
-                let Some(native) = &top.native else { continue };
+                let Some(snapshots) = &top.snapshots else { continue };
                 // A disk without snapshots is not the one that is meant.
-                let Ok(Some(id)) = native.snapshot_named(wanted) else { continue };
-                let Ok(disk) = native.snapshot_open(id) else { continue };
-                return Some(Export {
+                let Ok(Some(id)) = snapshots.named(wanted) else { continue };
+                let Ok(disk) = snapshots.clone().open(id) else { continue };
+                let export = Export {
                     name: name.to_owned(),
                     description: String::new(),
-                    disk: CheckedDisk::new(disk),
+                    disk: CheckedDisk::new(served.valve.beside(disk)),
                     read_only: true,
-                });
+                };
+                return Some((export, served.readers.clone()));
             }
         }
         None

@@ -1,14 +1,17 @@
-//! What was counted: the guest's operations, and what they cost the host.
+//! Counters: the guest's operations, and what they cost the host.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::hash::BuildHasher;
+use std::io::Write;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
-use vellum_core::{Context, HostTally, IoCounts, Result};
-use vellum_export::nbd::Exports;
+use vellum_core::{Context, Error, HostTally, IoCounts, Result};
 use vellum_io::{IoMode, clock, io_mode};
 
-use crate::served::Disks;
+use crate::control::word_of;
+use crate::meter::{self, Kind, LONG, Record};
 
 /// Operations and bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -75,6 +78,119 @@ impl From<&HostTally> for HostOperations {
     }
 }
 
+/// How long requests of one kind took, from when they were let through to their answer; in microseconds.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Latency {
+    /// How many there were.
+    pub count: u64,
+    /// The sum of their times.
+    pub sum_us: u64,
+    /// Half of them took no longer, to within a fifth.
+    pub p50_us: u64,
+    /// 99 of 100 did.
+    pub p99_us: u64,
+    /// 999 of 1000 did.
+    pub p999_us: u64,
+    /// The longest.
+    pub max_us: u64,
+    /// How many took less than this many microseconds.
+    pub below_us: Vec<(u64, u64)>,
+}
+
+/// Requests to the image that are not answered yet.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct UnderWay {
+    /// How many there are.
+    pub count: usize,
+    /// Those that have taken longer than 10 s, the longest first; 8 at most.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub long: Vec<LongRequest>,
+}
+
+/// A request that takes long.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LongRequest {
+    /// `read`, `write`, `flush`, `write-zeroes`, `discard`, `map`.
+    pub request: String,
+    /// Where, in bytes.
+    pub offset: u64,
+    /// How many bytes.
+    pub length: u64,
+    /// For how long.
+    pub seconds: u64,
+}
+
+/// What went wrong last.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct LastError {
+    /// Which request failed.
+    pub request: String,
+    /// What kind of error it was, by the words of the control socket.
+    pub kind: String,
+    /// What it said.
+    pub message: String,
+    /// When, in seconds since 1970.
+    pub date_sec: u64,
+}
+
+impl From<meter::LastError> for LastError {
+    fn from(last: meter::LastError) -> Self {
+        Self {
+            request: last.request.to_string(),
+            kind: word_of(last.kind).to_owned(),
+            message: last.message,
+            date_sec: last.seconds,
+        }
+    }
+}
+
+/// The boundaries of the histograms, in microseconds.
+pub(crate) const BOUNDS_US: [u64; 12] =
+    [16, 64, 256, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26];
+/// So many long requests are named.
+const LONG_MAX: usize = 8;
+
+impl UnderWay {
+    pub(crate) fn of(record: &Record) -> Self {
+        let all = record.under_way();
+        let long = all.iter().filter(|(_, since)| *since >= LONG).take(LONG_MAX);
+        let long = long.map(|(request, since)| LongRequest {
+            request: request.kind.name().to_owned(),
+            offset: request.at,
+            length: request.len,
+            seconds: since.as_secs(),
+        });
+        Self { count: all.len(), long: long.collect() }
+    }
+}
+
+/// How many requests failed, by kind of failure.
+pub(crate) fn failures_of(record: &Record) -> BTreeMap<String, u64> {
+    record.failures().into_iter().map(|(kind, count)| (word_of(kind).to_owned(), count)).collect()
+}
+
+/// How long requests took, by kind of request.
+pub(crate) fn latency_of(record: &Record) -> BTreeMap<String, Latency> {
+    let of = |kind: Kind| {
+        let times = record.times(kind)?;
+        let latency = Latency {
+            count: times.count(),
+            sum_us: times.micros(),
+            p50_us: times.quantile(500),
+            p99_us: times.quantile(990),
+            p999_us: times.quantile(999),
+            max_us: times.max(),
+            below_us: BOUNDS_US.map(|bound| (bound, times.below(bound))).to_vec(),
+        };
+        Some((kind.name().to_owned(), latency))
+    };
+    Kind::ALL.into_iter().filter_map(of).collect()
+}
+
 /// One disk that is served.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -85,12 +201,15 @@ pub struct DiskStats {
     pub image: String,
     /// Its size in bytes, as guests see it.
     pub virtual_size: u64,
-    /// `running`; `pausing` while what was begun is being ended; `paused` when nothing is under way.
+    /// `running`; `pausing` while requests in flight are completed; `paused` when nothing is in flight; `no
+    /// space` when a request found none and no other has since; `poisoned` after a failed flush: it refuses
+    /// writes until it is reopened; `hung` when its storage has not answered for 10 s; `closed` when it could
+    /// not be opened again.
     pub state: String,
     /// For how long it is paused.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub paused_seconds: Option<u64>,
-    /// Requests that wait until it goes on.
+    /// Requests that wait until it is resumed, or has space.
     pub held: usize,
     /// How its requests are limited.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
@@ -103,6 +222,17 @@ pub struct DiskStats {
     pub guest: Operations,
     /// Requests that failed.
     pub guest_errors: u64,
+    /// Those that the image failed, by kind of failure: not what a client did wrong.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub failures: BTreeMap<String, u64>,
+    /// What went wrong last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_error: Option<LastError>,
+    /// What the image has not answered yet.
+    pub under_way: UnderWay,
+    /// How long requests took, by kind; those that there were.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub latency: BTreeMap<String, Latency>,
     /// What that cost in the image.
     pub host: HostOperations,
     /// What that cost in the images below it.
@@ -122,29 +252,130 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// What was counted so far.
-    pub(crate) fn of(served: &Disks, exports: &Exports) -> Self {
+    /// Of a server that has these disks, as they are now.
+    pub(crate) fn of(disks: Vec<DiskStats>) -> Self {
         Self {
             uptime_seconds: clock().now().as_secs_f64(),
             io: match io_mode() {
                 IoMode::Threads => "threads".to_owned(),
                 _ => "uring".to_owned(),
             },
-            disks: served.iter().map(|disk| disk.stats(exports)).collect(),
+            disks,
         }
     }
 
-    /// Writes them as JSON, so that a reader sees the old or the new, never half.
+    /// The most important in one line.
+    pub(crate) fn line(&self) -> String {
+        let mut states: BTreeMap<&str, usize> = BTreeMap::new();
+        self.disks.iter().for_each(|disk| *states.entry(&disk.state).or_default() += 1);
+        let states: Vec<String> = states.iter().map(|(state, count)| format!("{count} {state}")).collect();
+        let sum = |of: &dyn Fn(&DiskStats) -> u64| self.disks.iter().map(of).sum::<u64>();
+        format!(
+            "up {:.0} s; disks: {}; {} connections; {} reads, {} writes, {} flushes, {} failed; {} requests in flight",
+            self.uptime_seconds,
+            if states.is_empty() { "none".to_owned() } else { states.join(", ") },
+            self.disks.iter().map(|disk| disk.connections).sum::<usize>(),
+            sum(&|disk| disk.guest.reads),
+            sum(&|disk| disk.guest.writes),
+            sum(&|disk| disk.guest.flushes),
+            sum(&|disk| disk.guest_errors),
+            self.disks.iter().map(|disk| disk.under_way.count).sum::<usize>(),
+        )
+    }
+
+    /// Writes them as JSON, so that a reader sees the old or the new, never half. What is there must be a
+    /// file like any other: a device, a pipe, a directory or a link is left as it is.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// When the file cannot be written, or something else is there.
     pub fn write_to(&self, path: &Path) -> Result<()> {
         let mut text = serde_json::to_string_pretty(self).expect("numbers and strings");
         text.push('\n');
-        let mut temporary = path.as_os_str().to_owned();
-        temporary.push(".new");
         let context = || format!("can't write the statistics to {}", path.display());
-        std::fs::write(&temporary, text).context(context)?;
-        std::fs::rename(&temporary, path).context(context)
+        look_at_target(path)?;
+        // A name that is not known elsewhere, for a file that does not exist yet: no link is followed.
+        let name = path
+            .file_name()
+            .ok_or_else(|| Error::invalid(format!("{}: this is not the name of a file", context())))?;
+        let temporary = loop {
+            let number = std::hash::RandomState::new().hash_one(name);
+            let mut hidden = std::ffi::OsString::from(".");
+            hidden.push(name);
+            hidden.push(format!(".vellum-{number:016x}"));
+            let temporary = path.with_file_name(hidden);
+            match std::fs::File::create_new(&temporary) {
+                Ok(mut file) => {
+                    let written = file.write_all(text.as_bytes());
+                    break written.map(|()| Temporary(temporary)).context(context)?;
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(error).context(context),
+            }
+        };
+        std::fs::rename(&temporary.0, path).context(context)
+    }
+}
+
+/// Goes with its name; there is nothing left to remove once it has got another one.
+struct Temporary(PathBuf);
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        drop(std::fs::remove_file(&self.0));
+    }
+}
+
+/// Whether statistics may take the place of what is there.
+pub(crate) fn look_at_target(path: &Path) -> Result<()> {
+    let kind = match std::fs::symlink_metadata(path) {
+        Ok(facts) => facts.file_type(),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error).context(|| format!("can't stat {}", path.display())),
+    };
+    let what = match kind {
+        kind if kind.is_file() => return Ok(()),
+        kind if kind.is_symlink() => "a symbolic link",
+        kind if kind.is_dir() => "a directory",
+        kind if kind.is_fifo() => "a pipe",
+        kind if kind.is_socket() => "a socket",
+        _ => "a device",
+    };
+    Err(Error::invalid(format!(
+        "can't write the statistics to {}: it is {what}, which a file would replace; name a regular file or a new one",
+        path.display()
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{FileTypeExt, symlink};
+
+    use super::*;
+
+    #[test]
+    fn only_a_file_is_replaced() {
+        let dir = std::env::temp_dir().join(format!("vellum-stats-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("a directory");
+        let stats = Stats { uptime_seconds: 1.0, io: "uring".to_owned(), disks: Vec::new() };
+        let file = dir.join("stats.json");
+        for _ in 0..2 {
+            stats.write_to(&file).expect("a new file, and one that is there");
+        }
+        symlink(&file, dir.join("link")).expect("a link");
+        symlink(dir.join("elsewhere"), dir.join("stats.json.new")).expect("a link");
+        let _socket = std::os::unix::net::UnixListener::bind(dir.join("socket")).expect("a socket");
+        for (name, why) in [("link", "link"), ("socket", "socket"), (".", "directory")] {
+            let error = stats.write_to(&dir.join(name)).expect_err("it is no file");
+            assert!(error.chain().contains(why), "{name}: {}", error.chain());
+        }
+        assert!(stats.write_to(Path::new("/dev/null")).expect_err("a device").chain().contains("device"));
+        assert!(std::fs::metadata("/dev/null").expect("it is there").file_type().is_char_device());
+        stats.write_to(&file).expect("a file");
+        assert!(!dir.join("elsewhere").exists(), "nothing was written through a link");
+        let mut names: Vec<_> =
+            std::fs::read_dir(&dir).expect("it").map(|one| one.expect("one").file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["link", "socket", "stats.json", "stats.json.new"]);
+        std::fs::remove_dir_all(&dir).expect("ours");
     }
 }

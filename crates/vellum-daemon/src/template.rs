@@ -1,9 +1,10 @@
-//! Templates: where their disk reads as zero is found once, and kept beside them for all the images made over them.
+//! Templates: the list of ranges where their disk reads as zero is computed once, and kept beside them for
+//! all the images made over them.
 //!
-//! 1. A list is written only when no file of the chain changed while it was read, and none had changed less than
-//!    [`SETTLED`] before: file systems tell time in steps, and two changes may fall into one.
-//! 2. A list is believed only for files that are as they were. Whatever is wrong with one, it is never in the way: the
-//!    image is made without.
+//! 1. A list is written only when no file of the chain changed while it was read, and none had changed less
+//!    than [`SETTLED`] before: file systems count time in steps, and two changes may fall into one.
+//! 2. A list is trusted only for files that have not changed. An invalid list never stands in the way: the
+//!    image is created without it.
 
 use std::ffi::OsString;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -14,8 +15,9 @@ use std::time::{Duration, SystemTime};
 use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, Storage};
 use vellum_format::zeros::{FILE_BYTES_MAX, FileFacts, GRANULARITY, SUFFIX, Zeros};
 use vellum_io::{Draft, File, LockMode, OpenOptions, clock};
-use vellum_layer::{Chain, find_zeros};
+use vellum_layer::Chain;
 
+use crate::copy::find_zeros;
 use crate::image::{ImageOptions, new_file, open_image};
 
 /// A file that was changed later than this before it is read is waited for.
@@ -30,12 +32,12 @@ pub fn list_path(template: &Path) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// Reads a template's disk and writes the list of its zeros beside it. Must be called on a worker. `progress` gets the size
-/// of the disk and the bytes done.
+/// Reads a template's disk and writes the list of its zeros beside it. Must be called on a worker. `progress`
+/// gets the size of the disk and the bytes done.
 ///
 /// # Errors
-/// `Unsupported` for a device, which does not tell when it was changed, and what the files say; `Closed` when it was
-/// stopped.
+/// `Unsupported` for a device, which has no modification time, and the errors of the files; `Closed` when it
+/// was stopped.
 pub async fn prepare(
     template: &Path,
     options: &ImageOptions,
@@ -56,7 +58,7 @@ async fn scan(chain: &Chain, stop: &AtomicBool, progress: &dyn Fn(u64, u64)) -> 
     for file in &files {
         let Ok(seconds) = u64::try_from(file.seconds) else { continue };
         let changed = SystemTime::UNIX_EPOCH + Duration::new(seconds, file.nanoseconds);
-        // A time that lies ahead does not come nearer by waiting for it.
+        // Waiting does not help if the time is in the future.
         let age = SystemTime::now().duration_since(changed).unwrap_or(Duration::ZERO);
         clock().sleep(SETTLED.saturating_sub(age)).await;
     }
@@ -69,7 +71,7 @@ async fn scan(chain: &Chain, stop: &AtomicBool, progress: &dyn Fn(u64, u64)) -> 
     Ok(Zeros { size, files, runs })
 }
 
-/// What tells whether the files of a chain are as they were, from the top down.
+/// What shows whether the files of a chain have changed, from the top down.
 fn facts(chain: &Chain) -> Result<Vec<FileFacts>> {
     let images = chain.members.iter().map(|member| member.path.as_path());
     let data_files =
@@ -78,10 +80,11 @@ fn facts(chain: &Chain) -> Result<Vec<FileFacts>> {
 }
 
 fn facts_of(path: &Path) -> Result<FileFacts> {
-    let metadata = std::fs::metadata(path).context(|| format!("can't look at {}", path.display()))?;
+    let metadata = std::fs::metadata(path).context(|| format!("can't stat {}", path.display()))?;
     if metadata.file_type().is_block_device() {
         return Err(Error::unsupported(format!(
-            "{} is a device, which does not tell when it was changed: no list of its zeros would be safe",
+            "{} is a block device, which does not record when it was changed, so a list of its zeros would not be \
+             safe",
             path.display()
         )));
     }
@@ -137,7 +140,7 @@ async fn load(chain: &Chain) -> Result<Option<Zeros>> {
     let options = OpenOptions { writable: false, lock: LockMode::Read, ..OpenOptions::default() };
     let file = File::open(&path, options).await?;
     if file.len() > FILE_BYTES_MAX {
-        return Err(Error::invalid("it is no list of zeros: it is too long"));
+        return Err(Error::invalid("it is not a list of zeros: it is too long"));
     }
     let len = usize::try_from(file.len()).expect("as just bounded");
     let bytes = file.read(ImageOffset::ZERO, Buffer::for_overwrite(len)).await?;

@@ -1,4 +1,5 @@
-//! Block devices of a server: each shows a disk by the kernel's ublk driver, its queues on the workers.
+//! Block devices of a server: each exports a disk through the kernel's ublk driver, with its queues on the
+//! workers.
 //!
 //! ```text
 //!   begin    what a dead server of ours left is removed ► added ► described ► opened ► queues on the workers, all asking
@@ -10,13 +11,14 @@
 //!            and the kernel keeps what it has for the next server
 //! ```
 //!
-//! 1. Whatever fails on the way, what was added is stopped and removed, and what was taken over goes back to waiting: it has
-//!    users. All devices are looked at before the first is touched.
-//! 2. Calls of the control device block, and are made on threads that may; queues are served meanwhile.
-//! 3. A device of another program, or one that is served, is left alone: those of this program carry a mark, which also says
-//!    which disk they are of.
-//! 4. A device that outlives its server is taken over by the next server of the same disk, and goes on where it was. So it has no
-//!    write cache: what was answered is durable, or a killed server would have lost it behind its users' backs.
+//! 1. If a step fails, the devices that were added are stopped and removed, and those that were taken over go
+//!    back to waiting, because they have users. All devices are examined before the first is changed.
+//! 2. Calls of the control device block, and are made on threads that may block; queues are served meanwhile.
+//! 3. A device of another program, or one that is being served, is left alone: devices of this program carry
+//!    a mark, which also identifies their disk.
+//! 4. A device that outlives its server is taken over by the next server of the same disk, and continues
+//!    where it was. So it has no write cache: a request that was answered is durable. Otherwise a killed
+//!    server would lose data without its users noticing.
 
 mod standing;
 
@@ -36,17 +38,17 @@ use vellum_io::ublk::{self, Control, Device, NUMBERS_MAX, Params, Queue, Shape, 
 use vellum_io::{IoMode, Spawned, WorkersHandle, clock, io_mode, unblock};
 
 use self::standing::{Found, clear, look, mark_of, remove, take_over};
-use crate::UblkSpec;
-use crate::serve::ExportSpec;
+use crate::contained::contained;
 use crate::served::{Disks, Served};
+use crate::spec::{ExportSpec, UblkSpec};
 
-/// How long a queue has to be told that its questions make no sense.
+/// How long a queue may take to report that its commands are invalid.
 const REFUSED_WITHIN: Duration = Duration::from_millis(2);
 
-/// How long a device that a server left may take to become free, and how often it is looked at.
+/// How long a device that a server left may take to become free, and how often that is checked.
 const FREE_WITHIN: Duration = Duration::from_secs(5);
-/// How long removing may take at the end. A kernel that waits until nobody uses the device (before Linux 6.9) has removed it
-/// before it waits.
+/// How long removing may take at the end. A kernel that waits until the device is not in use (before Linux
+/// 6.9) has removed it before it waits.
 const REMOVED_WITHIN: Duration = Duration::from_secs(1);
 const LOOKED_EVERY: Duration = Duration::from_millis(20);
 
@@ -54,6 +56,7 @@ const LOOKED_EVERY: Duration = Duration::from_millis(20);
 pub(crate) struct Blocks(Vec<Shown>);
 
 struct Shown {
+    served: Arc<Served>,
     control: Handle,
     number: u32,
     disk: SharedDisk,
@@ -71,7 +74,7 @@ struct Shown {
 struct Handle(Arc<Mutex<Control>>);
 
 impl Handle {
-    /// Makes a call where it may block.
+    /// Makes a call on a thread that may block.
     async fn call<T: Send + 'static>(&self, call: impl FnOnce(&mut Control) -> T + Send + 'static) -> T {
         let control = self.0.clone();
         unblock(move || call(&mut control.lock().unwrap_or_else(PoisonError::into_inner))).await
@@ -79,7 +82,8 @@ impl Handle {
 }
 
 impl Blocks {
-    /// Makes all of them; when one cannot be made, none stays but those that were there before, which wait again. Once `shutdown` cuts, requests that come fail.
+    /// Makes all of them; when one cannot be made, none stays but those that were there before, which wait
+    /// again. Once `shutdown` cuts, requests that come fail.
     pub(crate) async fn begin(
         specs: &[UblkSpec],
         exports: &[ExportSpec],
@@ -91,7 +95,7 @@ impl Blocks {
         numbers.sort_unstable();
         if let Some(twice) = numbers.windows(2).find(|two| two[0] == two[1]) {
             return Err(Error::invalid(format!(
-                "two block devices are to be {}",
+                "two block devices would be {}",
                 path_of(twice[0]).display()
             )));
         }
@@ -121,24 +125,25 @@ impl Blocks {
         self.0.iter().map(|shown| path_of(shown.number)).collect()
     }
 
-    /// Who tells the kernel that a disk is larger.
+    /// The handles that tell the kernel that a disk has grown.
     pub(crate) fn tellers(&self) -> Tellers {
         Tellers(self.0.iter().map(Shown::teller).collect())
     }
 
-    /// Completes when none of them is served any more, though nobody here has ended them; at once, when there are none.
+    /// Completes when none of them is served any more, though none was ended here; at once, when there are
+    /// none.
     pub(crate) async fn gone(&self) -> Result<()> {
         let gone = self.0.iter().map(|shown| Box::pin(shown.gone()));
         join_all(gone).await.into_iter().collect()
     }
 
-    /// Takes all of them away, or leaves them to the next server, as was asked for.
+    /// Removes all of them, or leaves them to the next server, as configured.
     pub(crate) async fn end(self) {
         self.end_all(true).await;
     }
 
     async fn end_all(self, have_served: bool) {
-        // At once: who is left is so before requests fail.
+        // Concurrently: a device that is to be left must be marked before requests fail.
         join_all(self.0.into_iter().map(|shown| Box::pin(shown.end(have_served)))).await;
     }
 }
@@ -146,7 +151,7 @@ impl Blocks {
 /// What is to be shown, and what is there already.
 struct Plan<'a> {
     spec: &'a UblkSpec,
-    served: &'a Served,
+    served: Arc<Served>,
     control: Handle,
     facts: Facts,
     mark: u64,
@@ -157,7 +162,7 @@ impl<'a> Plan<'a> {
     async fn make(
         spec: &'a UblkSpec,
         exports: &[ExportSpec],
-        disks: &'a Arc<Disks>,
+        disks: &Arc<Disks>,
         mode: IoMode,
     ) -> Result<Self> {
         let served = disks.find(spec.export.as_deref())?;
@@ -166,7 +171,8 @@ impl<'a> Plan<'a> {
         }
         if mode == IoMode::Threads {
             return Err(Error::unsupported(
-                "can't make a block device by ublk without io_uring, by which alone the kernel is reached; leave --io threads out, or use --fuse FILE or --nbd unix:PATH instead",
+                "can't create a ublk device without io_uring, the driver's only interface; omit --io threads, or \
+                 use --fuse FILE or --nbd unix:PATH instead",
             ));
         }
         let image = served.path();
@@ -176,7 +182,8 @@ impl<'a> Plan<'a> {
         let control = Handle(Arc::new(Mutex::new(unblock(Control::open).await?)));
         if io_mode() == IoMode::Threads {
             return Err(Error::unsupported(
-                "can't make a block device by ublk: this kernel gives the server no io_uring that does what is needed, and it is reached by that alone; use --fuse FILE or --nbd unix:PATH instead",
+                "can't create a ublk device: io_uring, the driver's only interface, is missing or too old on this \
+                 kernel; use --fuse FILE or --nbd unix:PATH instead",
             ));
         }
         let mark = mark_of(image, snapshot).await;
@@ -213,6 +220,7 @@ impl Shown {
             }
         };
         let mut shown = Self {
+            served: served.clone(),
             control,
             number,
             disk: served.disk(),
@@ -223,7 +231,7 @@ impl Shown {
             is_taken_over,
             is_started: false,
         };
-        // Nobody else may go back to a snapshot under it from here on.
+        // From here on the disk under it cannot be restored from a snapshot.
         served.hold();
         match shown.start(shape, &facts, (workers, first_worker), shutdown).await {
             Ok(()) => {
@@ -234,7 +242,7 @@ impl Shown {
             }
             Err(error) => {
                 shown.end(false).await;
-                Err(error.context(format!("can't make {}", path_of(number).display())))
+                Err(error.context(format!("can't create {}", path_of(number).display())))
             }
         }
     }
@@ -268,16 +276,24 @@ impl Shown {
         let asked = Arc::new(Count::default());
         for (index, queue) in opened.into_iter().enumerate() {
             let (target, shutdown) = (self.target.clone(), shutdown.clone());
-            let (asked, ended) = (asked.clone(), self.ended.clone());
+            let (asked, ended, end) = (asked.clone(), self.ended.clone(), self.target.clone());
             self.queues.push(workers.spawn((first_worker + index) % workers.count(), move || async move {
                 let serving = serve_queue(OnWorker(queue), shape.depth, target, shutdown);
-                // Polled after it, when all tags have asked.
+                // Polled after it, when all tags have been submitted.
                 let saying = async {
                     clock().sleep(REFUSED_WITHIN).await;
                     asked.one_more();
                     std::future::pending().await
                 };
-                or(serving, saying).await;
+                let served = async {
+                    or(serving, saying).await;
+                    Ok(())
+                };
+                let what = format!("queue {index} of {}", path_of(number).display());
+                if let Err(error) = contained(&what, served).await {
+                    // The task that waits for the device sees, and logs, that it is not served properly.
+                    end.break_down(error);
+                }
                 ended.one_more();
             }));
         }
@@ -295,7 +311,7 @@ impl Shown {
         Teller { control: control.clone(), number: *number, disk: disk.clone(), target: target.clone() }
     }
 
-    /// Completes when it is not served any more, though nobody here has ended it.
+    /// Completes when it is not served any more, though it was not ended here.
     async fn gone(&self) -> Result<()> {
         let path = path_of(self.number);
         let ended = async {
@@ -304,18 +320,24 @@ impl Shown {
         };
         let gone = or(async { Err(self.target.breaks_down().await) }, ended).await;
         match &gone {
-            Ok(()) => tracing::error!("{} was taken away by somebody else", path.display()),
+            Ok(()) => tracing::error!("{} was removed by another program", path.display()),
             Err(error) => {
-                tracing::error!("{} can't be served as it should be: {}", path.display(), error.chain());
+                tracing::error!("{} can no longer be served: {}", path.display(), error.chain());
             }
         }
         gone.map_err(|error| error.context(format!("can't serve {}", path.display())))
     }
 
-    /// Takes it away, or leaves it to the next server: when it `has_served`, if it is of those that are kept, else, if it was
-    /// there before. One that is broken is left to the kernel, which takes it away when the process ends: to stop it would be
-    /// to wait for requests that nobody answers.
+    /// Removes it, or leaves it to the next server: when it `has_served`, if it is to be kept, else, if it
+    /// existed before. A broken device is left to the kernel, which removes it when the process ends:
+    /// stopping it would mean waiting for requests that are never answered.
     async fn end(self, has_served: bool) {
+        let served = self.served.clone();
+        self.leave_or_stop(has_served).await;
+        served.release();
+    }
+
+    async fn leave_or_stop(self, has_served: bool) {
         let Self { control, number, target, queues, ended, keeps, is_taken_over, is_started, .. } = self;
         let path = path_of(number);
         let is_kept = if has_served { keeps } else { is_taken_over };
@@ -327,25 +349,25 @@ impl Shown {
             return;
         }
         if has_served && ended.queues.load(Ordering::Acquire) == queues.len() {
-            // Somebody has taken it away; what has the number now may be another's.
+            // The device has been removed elsewhere; the number may belong to another device now.
             return;
         }
         if let Err(error) = control.call(move |control| control.stop(number)).await {
             tracing::warn!("{}", error.chain());
         }
         for queue in queues {
-            // A worker that has ended has nothing under way.
+            // A worker that has ended has nothing in flight.
             let _ = queue.await;
         }
         match remove(&control, number, REMOVED_WITHIN).await {
             Some(Ok(())) => {}
             Some(Err(error)) => tracing::warn!("{}", error.chain()),
-            None => tracing::info!("somebody still uses {}, and its number", path.display()),
+            None => tracing::info!("{} and its number are still in use", path.display()),
         }
     }
 }
 
-/// Those who tell the kernel that a disk is larger.
+/// The handles that tell the kernel that a disk has grown.
 #[derive(Clone)]
 pub(crate) struct Tellers(Arc<[Teller]>);
 
@@ -357,7 +379,7 @@ struct Teller {
 }
 
 impl Tellers {
-    /// Each looks whether its disk is larger.
+    /// Each checks whether its disk has grown.
     pub(crate) async fn look_again(&self) {
         for teller in &*self.0 {
             teller.look_again().await;
@@ -378,19 +400,19 @@ impl Teller {
                 standing.state == State::Live && standing.pid.cast_unsigned() == std::process::id()
             }) =>
             {
-                Err(Error::unsupported("it is not served any more"))
+                Err(Error::unsupported("it is no longer served"))
             }
             true => control.resize(number, sectors),
             false => Err(Error::unsupported("this kernel can't resize it (Linux 6.16 or later can)")),
         });
         if let Err(error) = resized.await {
             let path = path_of(number);
-            tracing::warn!("{} keeps its size until it is made anew: {}", path.display(), error.chain());
+            tracing::warn!("{} keeps its size until it is created again: {}", path.display(), error.chain());
         }
     }
 }
 
-/// How many queues have come somewhere: have asked for their first requests and were not refused, or have ended.
+/// How many queues are settled: their first fetches were accepted, or they have ended.
 #[derive(Default)]
 struct Count {
     queues: AtomicUsize,

@@ -1,5 +1,5 @@
-//! Block devices of a server, where the program is built without the feature `ublk`: there are none, and who asks for one is
-//! told why.
+//! Block devices of a server, where the program is built without the feature `ublk`: there are none, and a
+//! request for one fails with the reason.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,14 +8,13 @@ use vellum_core::{Error, Result};
 use vellum_export::Shutdown;
 use vellum_io::{IoMode, WorkersHandle};
 
-use crate::UblkSpec;
-use crate::serve::ExportSpec;
 use crate::served::Disks;
+use crate::spec::{ExportSpec, UblkSpec};
 
 /// None.
 pub(crate) struct Blocks;
 
-/// Nobody.
+/// None.
 #[derive(Clone)]
 pub(crate) struct Tellers;
 

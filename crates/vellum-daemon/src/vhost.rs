@@ -6,142 +6,176 @@
 //!        └───────────────────────┘ the next front end, or the same one again
 //! ```
 //!
-//! 1. A front end that comes while another is served waits in the socket's queue.
-//! 2. When the server drains, nobody new is let in; queues hand back what they took before the front end is left alone, so
-//!    one that connects to the next server goes on where it was.
+//! 1. A front end that connects while another is served waits in the socket's queue.
+//! 2. A socket is bound when the server starts; front ends are admitted when the disk is open.
+//! 3. When the server drains, no new front end is admitted; queues hand back what they took before the front
+//!    end is disconnected, so one that connects to the next server continues where it was.
 
+use std::cell::{Cell, RefCell};
+use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use event_listener::Event;
 use futures_lite::future::or;
-use vellum_core::{Context, Error, ErrorKind, LocalFuture, Result, join_all};
+use vellum_core::{Context, ErrorKind, LocalFuture, Result, join_all};
 use vellum_export::Shutdown;
 use vellum_export::nbd::Exports;
-use vellum_export::vhost::{Device, Host, MakeQueue, QUEUES_MAX, Session, SessionHandle};
-use vellum_io::{Address, Listener, Socket, Task, WorkersHandle, readable, spawn_local};
+use vellum_export::vhost::{Device, Heard, Host, MakeQueue, Session, SessionHandle};
+use vellum_io::{Address, Listener, Socket, Task, WorkersHandle, clock, readable, spawn_local};
 
-use crate::serve::ExportSpec;
+use crate::contained::in_rounds;
+use crate::rights::SocketRights;
+use crate::served::Served;
+use crate::spec::{ExportSpec, VhostSpec};
 
-/// A socket for virtual machines.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct VhostSpec {
-    /// Which export; when not said, the default one or the only one.
-    pub export: Option<String>,
-    /// Where the socket is.
-    pub path: PathBuf,
-    /// How many queues a front end may use; as many as there are workers and may be queues, when not said.
-    pub queues: Option<u16>,
-}
-
-impl VhostSpec {
-    fn device(&self, specs: &[ExportSpec], exports: &Exports, workers: usize) -> Result<Device> {
-        let wanted = match (&self.export, specs) {
-            (Some(name), _) => name.as_str(),
-            (None, [only]) => only.name.as_str(),
-            (None, _) => "",
-        };
-        // Of several names of one image, or a snapshot's, the part before the @ counts.
-        let is_it = |spec: &&ExportSpec| {
-            wanted
-                .strip_prefix(spec.name.as_str())
-                .is_some_and(|rest| rest.is_empty() || rest.starts_with('@'))
-        };
-        let Some(spec) = specs.iter().find(is_it) else {
-            let context = match &self.export {
-                Some(name) => format!("there is no export {name:?}"),
-                None => "there are several disks; say which: NAME=PATH".to_owned(),
-            };
-            return Err(Error::invalid(format!("{}: {context}", self.path.display())));
-        };
-        let serial = if wanted.is_empty() { &spec.description } else { wanted };
-        let queues = self.queues.unwrap_or_else(|| queues_of(workers));
-        if queues == 0 || queues > QUEUES_MAX {
-            return Err(Error::invalid(format!("a disk has 1 to {QUEUES_MAX} queues, not {queues}")));
-        }
-        Ok(Device { exports: exports.clone(), name: wanted.to_owned(), serial: serial.to_owned(), queues })
-    }
-}
-
-/// The queues of a disk when nobody said how many.
-fn queues_of(workers: usize) -> u16 {
-    u16::try_from(workers).map_or(QUEUES_MAX, |workers| workers.min(QUEUES_MAX))
-}
-
-/// All vhost-user sockets of a server.
-pub(crate) struct Devices {
-    shutdown: Shutdown,
-    now: Vec<Now>,
-    tasks: Mutex<Vec<Task<()>>>,
-}
-
-/// The sessions of all sockets.
+/// All vhost-user sockets of a server. They belong to the worker that has bound them.
 #[derive(Clone)]
-pub(crate) struct Sessions(Vec<Now>);
+pub(crate) struct Devices(Rc<Inner>);
 
-impl Sessions {
-    /// Each looks whether its disk is larger, and tells its front end.
-    pub(crate) fn look_again(&self) {
-        self.0.iter().filter_map(|now| lock(now).clone()).for_each(|session| session.look_again());
-    }
+struct Inner {
+    workers: WorkersHandle,
+    exports: Exports,
+    rights: SocketRights,
+    next_worker: Cell<usize>,
+    next_id: Cell<u64>,
+    sockets: RefCell<Vec<Place>>,
+    is_draining: Cell<bool>,
+}
+
+/// A socket that was bound, distinguished from all others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SocketId(u64);
+
+/// An export of a disk, distinguished from an earlier one of the same name.
+pub(crate) type ExportId = (usize, String);
+
+/// A socket.
+struct Place {
+    id: SocketId,
+    /// The export whose disk it is for.
+    export: String,
+    /// As above, once its disk is open.
+    of: Option<ExportId>,
+    shutdown: Shutdown,
+    now: Now,
+    /// Bound; no front end is admitted before the disk is open.
+    bound: Option<(Listener, Bound)>,
+    task: Option<Task<()>>,
+}
+
+/// What a front end will be given.
+struct Bound {
+    name: String,
+    serial: String,
+    queues: u16,
+    takes_unsealed: bool,
 }
 
 /// The session of a socket, while there is one.
-type Now = Arc<Mutex<Option<Arc<SessionHandle>>>>;
+type Now = Rc<RefCell<Option<Arc<SessionHandle>>>>;
 
 impl Devices {
-    /// Binds all sockets and lets front ends in. To be called on a worker.
-    pub(crate) async fn open(
-        specs: &[VhostSpec],
-        served: &[ExportSpec],
-        exports: &Exports,
-        workers: &WorkersHandle,
-    ) -> Result<Self> {
-        let mut devices = Self { shutdown: Shutdown::new(), now: Vec::new(), tasks: Mutex::default() };
-        let mut doors = Vec::new();
-        let mut first_worker = 0;
-        for spec in specs {
-            let device = spec.device(served, exports, workers.count())?;
-            let listener = Listener::bind(&Address::unix(&spec.path)).await?;
-            let queues = usize::from(device.queues);
-            let host = Arc::new(OnWorkers { workers: workers.clone(), first_worker });
-            first_worker += queues;
-            let now = Now::default();
-            devices.now.push(now.clone());
-            doors.push((listener, Door { device, host, shutdown: devices.shutdown.clone(), now }));
+    pub(crate) fn new(workers: &WorkersHandle, exports: &Exports, rights: SocketRights) -> Self {
+        Self(Rc::new(Inner {
+            workers: workers.clone(),
+            exports: exports.clone(),
+            rights,
+            next_worker: Cell::new(0),
+            next_id: Cell::new(0),
+            sockets: RefCell::default(),
+            is_draining: Cell::new(false),
+        }))
+    }
+
+    /// Binds a socket for one of these exports. Front ends wait until its disk is there.
+    pub(crate) async fn bind(&self, spec: &VhostSpec, exports: &[ExportSpec]) -> Result<(String, SocketId)> {
+        let (name, export) = spec.export(exports)?;
+        let queues = spec.queues(self.0.workers.count())?;
+        let listener = Listener::bind(&Address::unix(&spec.path)).await?;
+        self.0.rights.give_to(listener.address())?;
+        let serial = if name.is_empty() { export.description.clone() } else { name.clone() };
+        let id = SocketId(self.0.next_id.get());
+        self.0.next_id.set(id.0 + 1);
+        self.0.sockets.borrow_mut().push(Place {
+            id,
+            of: None,
+            export: export.name.clone(),
+            shutdown: Shutdown::new(),
+            now: Now::default(),
+            bound: Some((listener, Bound { name, serial, queues, takes_unsealed: spec.takes_unsealed })),
+            task: None,
+        });
+        Ok((export.name.clone(), id))
+    }
+
+    /// The disk is open: front ends of these sockets that are for one of its exports are admitted.
+    pub(crate) fn begin(&self, served: &Served, ids: &[SocketId]) {
+        for place in self.0.sockets.borrow_mut().iter_mut() {
+            if self.0.is_draining.get() || !ids.contains(&place.id) || !served.has_name(&place.export) {
+                continue;
+            }
+            let Some((listener, Bound { name, serial, queues, takes_unsealed })) = place.bound.take() else {
+                continue;
+            };
+            let first_worker = self.0.next_worker.get();
+            self.0.next_worker.set(first_worker + usize::from(queues));
+            let host = Arc::new(OnWorkers { workers: self.0.workers.clone(), first_worker });
+            let (exports, reconnects) = (self.0.exports.clone(), served.reconnects().clone());
+            let (clock, heard) = (clock(), Heard::default());
+            let device = Device { exports, name, serial, queues, takes_unsealed, reconnects, clock, heard };
+            let (shutdown, now) = (place.shutdown.clone(), place.now.clone());
+            place.of = Some((served.number(), place.export.clone()));
+            place.task =
+                Some(spawn_local(Door { device, host, shutdown, now, said: Arc::default() }.keep(listener)));
         }
-        let tasks = doors.into_iter().map(|(listener, door)| spawn_local(door.keep(listener)));
-        devices.tasks().extend(tasks);
-        Ok(devices)
     }
 
-    /// Lets nobody in any more, and waits until each front end has got back what was taken from it.
-    pub(crate) async fn drained(&self) {
-        self.shutdown.drain();
-        let tasks = std::mem::take(&mut *self.tasks());
+    /// The disk will not be there: this socket goes.
+    pub(crate) fn forget(&self, id: SocketId) {
+        self.0.sockets.borrow_mut().retain(|place| place.id != id || place.bound.is_none());
+    }
+
+    /// Admits no more front ends, and waits until each has got back what was taken from it. Of one export, or
+    /// of all.
+    pub(crate) async fn drained(&self, export: Option<&ExportId>) {
+        let is_it = |place: &Place| export.is_none_or(|export| place.of.as_ref() == Some(export));
+        if export.is_none() {
+            self.0.is_draining.set(true);
+        }
+        let tasks: Vec<_> = {
+            let mut sockets = self.0.sockets.borrow_mut();
+            sockets.retain(|place| !is_it(place) || place.bound.is_none());
+            let mine = sockets.iter_mut().filter(|place| is_it(place));
+            mine.filter_map(|place| {
+                place.shutdown.drain();
+                place.task.take()
+            })
+            .collect()
+        };
         join_all(tasks).await;
+        self.0.sockets.borrow_mut().retain(|place| !is_it(place));
     }
 
-    /// The sessions there are, now and later.
-    pub(crate) fn sessions(&self) -> Sessions {
-        Sessions(self.now.clone())
+    /// Each checks whether its disk has grown, and notifies its front end.
+    pub(crate) fn look_again(&self) {
+        self.with_sessions(SessionHandle::look_again);
     }
 
-    /// Hears no longer what is being said.
+    /// Stops reading messages, even in the middle of one.
     pub(crate) fn cut(&self) {
-        self.now.iter().filter_map(|now| lock(now).clone()).for_each(|session| session.cut());
+        self.with_sessions(SessionHandle::cut);
     }
 
-    fn tasks(&self) -> MutexGuard<'_, Vec<Task<()>>> {
-        lock(&self.tasks)
+    fn with_sessions(&self, act: impl Fn(&SessionHandle)) {
+        let sessions: Vec<_> =
+            self.0.sockets.borrow().iter().filter_map(|place| place.now.borrow().clone()).collect();
+        sessions.iter().for_each(|session| act(session));
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Where front ends of one socket come in.
@@ -150,58 +184,83 @@ struct Door {
     host: Arc<OnWorkers>,
     shutdown: Shutdown,
     now: Now,
+    said: Arc<Said>,
+}
+
+/// Why the last front end was refused: for one that reconnects every second this is logged once in a while.
+#[derive(Default)]
+struct Said(Mutex<Option<(String, Duration)>>);
+
+/// How often the log repeats the same message.
+const SAID_EVERY: Duration = Duration::from_secs(60);
+
+impl Said {
+    fn say(&self, why: &str) {
+        let now = clock().now();
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.as_ref().is_none_or(|(said, at)| said != why || now.saturating_sub(*at) >= SAID_EVERY) {
+            tracing::warn!("a vhost-user front end was turned away: {why}");
+            *last = Some((why.to_owned(), now));
+        }
+    }
 }
 
 impl Door {
     async fn keep(self, listener: Listener) {
-        let at = listener.address().clone();
+        let what = format!("letting a front end in at {}", listener.address());
         let mut listener = Some(listener);
-        while let Some(open) = &listener {
-            let nobody = async {
-                self.shutdown.requested().await;
-                None
-            };
-            let ended = match or(async { Some(open.accept().await) }, nobody).await {
-                None => return,
-                Some(Ok(socket)) => self.begin(socket),
-                Some(Err(error)) if error.kind() == ErrorKind::NoSpace => Err(error),
-                Some(Err(error)) => {
-                    tracing::error!("no more front ends are let in at {at}: {}", error.chain());
-                    return;
-                }
-            };
-            let ended = match ended {
-                Ok(ended) => ended,
-                Err(error) => {
-                    tracing::warn!("{}", error.chain());
-                    continue;
-                }
-            };
-            or(ended.wait(), self.shutdown.requested()).await;
-            if !ended.is_so() {
-                // The socket's file goes before the front end looks for the next server.
-                listener = None;
-                if let Some(session) = &*lock(&self.now) {
-                    session.end();
-                }
-                ended.wait().await;
+        in_rounds(&what, async || self.serve_next(&mut listener).await).await;
+    }
+
+    /// The next front end, to its end. The socket is closed when no more are to come.
+    async fn serve_next(&self, listener: &mut Option<Listener>) -> ControlFlow<()> {
+        let Some(open) = &*listener else { return ControlFlow::Break(()) };
+        let nobody = async {
+            self.shutdown.requested().await;
+            None
+        };
+        let ended = match or(async { Some(open.accept().await) }, nobody).await {
+            None => return ControlFlow::Break(()),
+            Some(Ok(socket)) => self.begin(socket),
+            Some(Err(error)) if error.kind() == ErrorKind::NoSpace => Err(error),
+            Some(Err(error)) => {
+                tracing::error!("no more front ends are let in at {}: {}", open.address(), error.chain());
+                return ControlFlow::Break(());
             }
-            *lock(&self.now) = None;
+        };
+        let ended = match ended {
+            Ok(ended) => ended,
+            Err(error) => {
+                tracing::warn!("{}", error.chain());
+                return ControlFlow::Continue(());
+            }
+        };
+        or(ended.wait(), self.shutdown.requested()).await;
+        if !ended.is_so() {
+            // The socket's file is removed before the front end looks for the next server.
+            *listener = None;
+            if let Some(session) = &*self.now.borrow() {
+                session.end();
+            }
+            ended.wait().await;
         }
+        *self.now.borrow_mut() = None;
+        ControlFlow::Continue(())
     }
 
     fn begin(&self, socket: Socket) -> Result<Arc<Ended>> {
         let (session, handle) = Session::new(UnixStream::from(OwnedFd::from(socket)))?;
         let ended = Arc::new(Ended::default());
         let (device, host, with_thread) = (self.device.clone(), self.host.clone(), WithThread(ended.clone()));
+        let said = self.said.clone();
         let thread = std::thread::Builder::new().name("vellum-vhost".to_owned()).spawn(move || {
             let _with_thread = with_thread;
             if let Err(error) = session.serve(&device, host) {
-                tracing::warn!("a vhost-user front end was turned away: {}", error.chain());
+                said.say(&error.chain());
             }
         });
         thread.context(|| "can't start a thread for a vhost-user front end")?;
-        *lock(&self.now) = Some(Arc::new(handle));
+        *self.now.borrow_mut() = Some(Arc::new(handle));
         Ok(ended)
     }
 }
@@ -248,7 +307,7 @@ impl Host for OnWorkers {
     fn spawn(&self, queue: u32, make: MakeQueue) {
         let queue = usize::try_from(queue).expect("a small number");
         let worker = (self.first_worker + queue) % self.workers.count();
-        // It ends by itself; who waits for it has a way of its own.
+        // It ends by itself; its session waits for it in another way.
         drop(self.workers.spawn(worker, make));
     }
 
@@ -256,16 +315,8 @@ impl Host for OnWorkers {
         let descriptor = descriptor.clone();
         Box::pin(async move { readable(&descriptor).await })
     }
-}
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn there_are_as_many_queues_as_workers_and_no_more_than_can_be() {
-        for (workers, queues) in [(1, 1), (256, 256), (257, 256), (1 << 16, 256), (usize::MAX, 256)] {
-            assert_eq!(queues_of(workers), queues, "{workers} workers");
-        }
+    fn ring(&self, eventfd: &Arc<OwnedFd>) {
+        vellum_io::ring(eventfd);
     }
 }

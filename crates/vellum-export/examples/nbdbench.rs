@@ -1,10 +1,11 @@
-//! How many requests a second one core serves, without a network and without a medium.
+//! How many requests per second one core serves, without a network and without a medium.
 //!
-//! `nbdbench` plays a client that keeps 32 requests in flight over a connection that is a function call: as soon as
-//! replies are sent, the next requests are there to be read. What is left is the session itself, and copying 4 KiB.
+//! `nbdbench` plays a client that keeps 32 requests in flight over a connection that is a function call: as
+//! soon as replies are sent, the next requests can be read. What remains is the cost of the session itself
+//! and of copying 4 KiB.
 //!
-//! `nbdbench serve SOCKET [null]` serves a disk in memory (or one that moves no bytes) on a Unix socket, for `fio
-//! --ioengine=nbd` and comparisons with other servers.
+//! `nbdbench serve SOCKET [null]` serves a disk in memory (or one that moves no bytes) on a Unix socket, for
+//! `fio --ioengine=nbd` and comparisons with other servers.
 
 #![allow(clippy::print_stdout, reason = "it prints its figures")]
 
@@ -101,7 +102,7 @@ struct Loop {
     batch: Vec<u8>,
     request_bytes: usize,
     reply_bytes: usize,
-    /// Bytes that may be read now, as a run of the batch repeated for ever.
+    /// Bytes that may be read now, as a run of the batch repeated forever.
     opening: RefCell<Vec<u8>>,
     at: Cell<usize>,
     credit: Cell<usize>,
@@ -136,7 +137,7 @@ impl Loop {
         }
     }
 
-    /// The client may send so many requests more.
+    /// The client may send this many more requests.
     fn allow(&self, requests: u64) {
         let requests = requests.min(self.left.get());
         self.left.set(self.left.get() - requests);
@@ -279,7 +280,7 @@ impl Disk for FlatDisk {
     }
 }
 
-/// Serves for ever, all connections on this thread.
+/// Serves forever, all connections on this thread.
 fn serve(path: &str, null: bool) {
     let exports = Exports::new();
     let disk = Arc::new(FlatDisk::new(!null, false));

@@ -1,4 +1,4 @@
-//! The requests that are running, in slots; only those that were woken are polled.
+//! The requests in flight, each in a slot; only those that were woken are polled.
 //!
 //! ```text
 //!   slot      0     1     2     3   …          a future and its waker, made once and used again
@@ -6,12 +6,15 @@
 //!                                 └─► and then the session itself is woken, once for many bits
 //! ```
 //!
-//! 1. A future is polled when it is started and after each time its waker was called, by whoever polls the flight.
-//! 2. One that ends at its first poll (bytes that were in memory) never takes a slot.
+//! 1. A future is polled when it is started, and after each call of its waker by the next poll of the flight.
+//! 2. A future that completes at its first poll (bytes that were in memory) never takes a slot.
 //! 3. Wakers may be called from any thread, late and too often: a bit that is set for nothing costs one poll.
+//! 4. Of the long futures, each poll of which may take a while ([`start_long`](Flight::start_long)), one is
+//!    polled per turn of the session, round robin: a client that sends many long requests at once occupies a
+//!    worker no longer than a client that sends one.
 //!
-//! Left out: `FuturesUnordered`, which does the same with an allocation per future; a session starts a million
-//! requests a second and has at most a few hundred running.
+//! Left out: `FuturesUnordered`, which does the same with an allocation per future; a session starts a
+//! million requests a second and has at most a few hundred running.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -22,20 +25,25 @@ use futures_util::task::AtomicWaker;
 
 const WORD_BITS: usize = u64::BITS as usize;
 
-/// Futures that run at the same time, at most as many as there are slots.
+/// Futures that run concurrently, at most as many as there are slots.
 pub(crate) struct Flight<F> {
     slots: Vec<Slot<F>>,
     free: Vec<usize>,
     running: usize,
+    /// The slot of the long one that was polled last.
+    last_long: usize,
+    /// A long one was polled in this turn.
+    has_polled_long: bool,
     woken: Arc<Woken>,
 }
 
 struct Slot<F> {
     future: Option<F>,
+    is_long: bool,
     waker: Waker,
 }
 
-/// Which slots were woken, and whom to tell.
+/// Which slots were woken, and the session to wake.
 struct Woken {
     words: Box<[AtomicU64]>,
     session: AtomicWaker,
@@ -46,14 +54,19 @@ struct SlotWaker {
     index: usize,
 }
 
+impl Woken {
+    fn mark(&self, slot: usize) {
+        self.words[slot / WORD_BITS].fetch_or(1 << (slot % WORD_BITS), Ordering::AcqRel);
+    }
+}
+
 impl Wake for SlotWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        let bit = 1 << (self.index % WORD_BITS);
-        self.woken.words[self.index / WORD_BITS].fetch_or(bit, Ordering::AcqRel);
+        self.woken.mark(self.index);
         self.woken.session.wake();
     }
 }
@@ -66,6 +79,8 @@ impl<F: Future + Unpin> Flight<F> {
             slots: Vec::new(),
             free: Vec::new(),
             running: 0,
+            last_long: 0,
+            has_polled_long: false,
             woken: Arc::new(Woken { words, session: AtomicWaker::new() }),
         }
     }
@@ -75,10 +90,10 @@ impl<F: Future + Unpin> Flight<F> {
         self.running
     }
 
-    /// Polls the future for the first time. Gives its output when it has ended; otherwise it takes a slot. Panics
-    /// when there is none: the caller counts.
+    /// Polls the future for the first time. Returns its output if it has completed; otherwise it takes a
+    /// slot. Panics when there is none: the caller counts.
     pub(crate) fn start(&mut self, mut future: F) -> Option<F::Output> {
-        let index = self.free.pop().unwrap_or_else(|| self.add_slot());
+        let index = self.free_slot();
         let slot = &mut self.slots[index];
         match Pin::new(&mut future).poll(&mut Context::from_waker(&slot.waker)) {
             Poll::Ready(output) => {
@@ -86,23 +101,42 @@ impl<F: Future + Unpin> Flight<F> {
                 Some(output)
             }
             Poll::Pending => {
-                slot.future = Some(future);
+                (slot.future, slot.is_long) = (Some(future), false);
                 self.running += 1;
                 None
             }
         }
     }
 
+    /// Takes a slot for a future that may take a while at each poll. It is polled when it is its turn. Panics
+    /// as `start`.
+    pub(crate) fn start_long(&mut self, future: F) {
+        let index = self.free_slot();
+        let slot = &mut self.slots[index];
+        (slot.future, slot.is_long) = (Some(future), true);
+        self.running += 1;
+        slot.waker.wake_by_ref();
+    }
+
+    /// A new turn of the session: a long one may be polled again.
+    pub(crate) fn begin_turn(&mut self) {
+        self.has_polled_long = false;
+    }
+
+    fn free_slot(&mut self) -> usize {
+        self.free.pop().unwrap_or_else(|| self.add_slot())
+    }
+
     fn add_slot(&mut self) -> usize {
         let index = self.slots.len();
         assert!(index < self.woken.words.len() * WORD_BITS, "more requests are running than were allowed");
         let waker = Waker::from(Arc::new(SlotWaker { woken: self.woken.clone(), index }));
-        self.slots.push(Slot { future: None, waker });
+        self.slots.push(Slot { future: None, is_long: false, waker });
         index
     }
 
-    /// Polls those that were woken and hands over the outputs of those that ended; tells how many did. The task of
-    /// `context` is woken when there is more to do.
+    /// Polls the futures that were woken and hands over the outputs of those that completed. Returns how many
+    /// did. The task of `context` is woken when there is more to do.
     pub(crate) fn poll_woken(&mut self, context: &Context<'_>, mut ended: impl FnMut(F::Output)) -> usize {
         if self.running == 0 {
             return 0;
@@ -110,7 +144,10 @@ impl<F: Future + Unpin> Flight<F> {
         // First the registration, then the look: a bit that is set after the look wakes the task.
         self.woken.session.register(context.waker());
         let before = self.running;
-        for (index, word) in self.woken.words.iter().enumerate() {
+        // The first long one, and the first behind the one that was polled last.
+        let (mut first_long, mut next_long, mut longs) = (None, None, 0);
+        for index in 0..self.woken.words.len() {
+            let word = &self.woken.words[index];
             if word.load(Ordering::Relaxed) == 0 {
                 continue;
             }
@@ -118,17 +155,41 @@ impl<F: Future + Unpin> Flight<F> {
             while bits != 0 {
                 let slot_index = index * WORD_BITS + bits.trailing_zeros() as usize;
                 bits &= bits - 1;
-                let slot = &mut self.slots[slot_index];
-                let Some(future) = &mut slot.future else { continue };
-                if let Poll::Ready(output) = Pin::new(future).poll(&mut Context::from_waker(&slot.waker)) {
-                    slot.future = None;
-                    self.free.push(slot_index);
-                    self.running -= 1;
-                    ended(output);
+                let slot = &self.slots[slot_index];
+                if slot.is_long && slot.future.is_some() {
+                    self.woken.mark(slot_index);
+                    longs += 1;
+                    first_long.get_or_insert(slot_index);
+                    if slot_index > self.last_long {
+                        next_long.get_or_insert(slot_index);
+                    }
+                } else {
+                    self.poll_slot(slot_index, &mut ended);
                 }
             }
         }
+        if let Some(chosen) = next_long.or(first_long).filter(|_| !self.has_polled_long) {
+            let bit = 1 << (chosen % WORD_BITS);
+            self.woken.words[chosen / WORD_BITS].fetch_and(!bit, Ordering::AcqRel);
+            (self.last_long, self.has_polled_long) = (chosen, true);
+            longs -= 1;
+            self.poll_slot(chosen, &mut ended);
+        }
+        if longs > 0 {
+            context.waker().wake_by_ref();
+        }
         before - self.running
+    }
+
+    fn poll_slot(&mut self, index: usize, ended: &mut impl FnMut(F::Output)) {
+        let slot = &mut self.slots[index];
+        let Some(future) = &mut slot.future else { return };
+        if let Poll::Ready(output) = Pin::new(future).poll(&mut Context::from_waker(&slot.waker)) {
+            slot.future = None;
+            self.free.push(index);
+            self.running -= 1;
+            ended(output);
+        }
     }
 }
 
@@ -144,7 +205,7 @@ mod tests {
 
     use super::*;
 
-    /// Futures that end when the test says so.
+    /// Futures that complete when the test says so.
     #[derive(Clone, Default)]
     struct Gates(Rc<RefCell<BTreeMap<u32, Option<Waker>>>>);
 
@@ -257,6 +318,40 @@ mod tests {
         }));
         assert_eq!(ended, [7]);
         thread.join().expect("the thread ends");
+    }
+
+    #[test]
+    fn long_ones_take_turns_and_keep_nobody_waiting() {
+        let polled = Rc::new(RefCell::new(Vec::new()));
+        let mut flight: Flight<std::pin::Pin<Box<dyn Future<Output = u32>>>> = Flight::new(64);
+        for id in 0..3 {
+            let polled = polled.clone();
+            flight.start_long(Box::pin(poll_fn(move |context| {
+                polled.borrow_mut().push(id);
+                context.waker().wake_by_ref();
+                Poll::Pending
+            })));
+        }
+        assert!(polled.borrow().is_empty(), "none is polled before its turn");
+        let gates = Gates::default();
+        for turn in 0..9 {
+            flight.start(Box::pin(gates.future(7)));
+            gates.open(7);
+            flight.begin_turn();
+            let mut ended = Vec::new();
+            block_on(poll_fn(|context| {
+                // However many passes a turn has.
+                for _ in 0..4 {
+                    flight.poll_woken(context, |id| ended.push(id));
+                }
+                Poll::Ready(())
+            }));
+            assert_eq!(ended, [7], "a short one ends in the turn in which it can");
+            assert_eq!(polled.borrow().len(), turn + 1, "one poll of a long one in each turn");
+        }
+        let mut times = [0; 3];
+        polled.borrow().iter().for_each(|id| times[*id as usize] += 1);
+        assert_eq!(times, [3, 3, 3]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Ending sessions in good order: a handle that the server keeps, and what a session sees of it.
+//! Ending sessions in good order: a handle that the server keeps, and the session's view of it.
 //!
 //! ```text
 //!   serving ──drain()──► draining ──cut()──► cut            only ever forward
@@ -7,8 +7,9 @@
 //!      those that run are answered             those that run are only waited for
 //! ```
 //!
-//! How long a drain may take is the caller's to say: it calls [`cut`](Shutdown::cut) when its patience ends. A session
-//! must not simply be dropped, as its disk requests may be half done (contract 10 of the disk).
+//! The caller decides how long a drain may take: it calls [`cut`](Shutdown::cut) when that time is over. A
+//! session must not simply be dropped, because its disk requests may be in the middle of their work (contract
+//! 10 of the disk).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -38,12 +39,13 @@ struct Inner {
 }
 
 impl Shutdown {
-    /// A handle that says nothing yet.
+    /// A handle in the stage `Serving`.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Sessions that negotiate end now; the others read no more requests, answer those they have started, and end.
+    /// Sessions that negotiate end now; the others read no more requests, answer those they have started, and
+    /// end.
     pub fn drain(&self) {
         self.advance(Stage::Draining);
     }
@@ -91,9 +93,9 @@ impl Shutdown {
 pub(crate) struct Watch<'a> {
     shutdown: &'a Shutdown,
     listener: Option<EventListener>,
-    /// Whom the listener wakes.
+    /// The task that the listener wakes.
     waker: Waker,
-    /// What had been seen when the listener was made: one listener tells of one change.
+    /// The stage that had been seen when the listener was made: one listener reports one change.
     seen: Stage,
 }
 
@@ -114,8 +116,9 @@ impl<'a> Watch<'a> {
                 self.listener = None;
             }
             let is_known = self.listener.is_some() && self.waker.will_wake(context.waker());
-            // Who is told at all while it serves sees another stage. Later on the listener must be asked: one that was
-            // made between the change and its announcement is told of a change it has seen, and is then used up.
+            // A task that is woken at all while the server is serving sees another stage. Later on the
+            // listener must be polled: one that was made between the change and its notification is notified
+            // of a change it has seen, and is then used up.
             if is_known && stage == Stage::Serving {
                 return stage;
             }

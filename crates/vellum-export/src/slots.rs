@@ -1,8 +1,8 @@
-//! How many connections there may be at once, for the accept loop.
+//! The limit on concurrent connections, for the accept loop.
 //!
-//! A slot is taken *before* `accept`, so that clients beyond the limit wait in the kernel's queue and cost nothing
-//! here; or with [`try_take`](ConnectionSlots::try_take) after it, to turn them away. Every connection holds its slot
-//! until its session has ended, however it ends.
+//! A slot is taken *before* `accept`, so that clients beyond the limit wait in the kernel's queue and cost
+//! nothing here; or after it with [`try_take`](ConnectionSlots::try_take), to turn them away. Every
+//! connection holds its slot until its session has ended, however it ends.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,13 +20,13 @@ struct Inner {
     freed: Event,
 }
 
-/// The right to one connection. Dropping it gives the slot back.
+/// The right to one connection. Dropping it returns the slot.
 #[derive(Debug)]
 #[must_use = "the slot is free again as soon as this is dropped"]
 pub struct ConnectionSlot(Arc<Inner>);
 
 impl ConnectionSlots {
-    /// `max` slots; zero means that nobody gets one.
+    /// `max` slots; with zero no connection gets one.
     pub fn new(max: usize) -> Self {
         Self(Arc::new(Inner { max, taken: AtomicUsize::new(0), freed: Event::new() }))
     }

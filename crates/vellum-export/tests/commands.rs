@@ -1,8 +1,10 @@
-//! Every command of the transmission, with every flag, right and wrong: what the client sees, what the disk is asked.
+//! Every command of the transmission, with every flag, valid and invalid: what the client sees, and what the
+//! disk is asked to do.
 
 mod support;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use support::World;
 use support::client::{Client, Wish};
@@ -80,6 +82,70 @@ fn flags_reach_the_disk() {
             Seen { kind: Kind::Flush, at: 0, len: 0, fua: false, zero: none },
         ];
         assert_eq!(disk.take_seen(), expected);
+    });
+}
+
+#[test]
+fn each_connection_hears_once_that_writes_were_lost() {
+    const EIO: u32 = 5;
+    let disk = RuledDisk::new(SIZE);
+    let (world, mut one, _session) = begun(shared(&disk), Wish::default());
+    let (mut other, _other) = world.connect();
+    world.run(async {
+        other.begin(Wish::default()).await;
+        assert_eq!(one.write(0, 0, &[1; 512]).await.error, 0);
+        assert_eq!(one.ask(3, 0, 0, 0).await.error, 0);
+        disk.losses.grow();
+        assert_eq!(one.write(0, 0, &[2; 512]).await.error, 0, "a write promises nothing");
+        assert_eq!(one.ask(3, 0, 0, 0).await.error, EIO);
+        assert_eq!(one.ask(3, 0, 0, 0).await.error, 0);
+        assert_eq!(other.write(flag::FUA, 0, &[2; 512]).await.error, EIO);
+        assert_eq!(other.write(flag::FUA, 0, &[2; 512]).await.error, 0);
+        assert_eq!(other.ask(3, 0, 0, 0).await.error, EIO, "who flushes is told, too");
+        assert_eq!(other.ask(3, 0, 0, 0).await.error, 0);
+        disk.losses.grow();
+    });
+    // Each may be one that was connected then.
+    let (mut next, _next) = world.connect();
+    let (mut last, _last) = world.connect();
+    world.run(async {
+        next.begin(Wish::default()).await;
+        // More than is done in one go.
+        assert_eq!(next.ask(6, flag::FUA, 0, SIZE).await.error, EIO);
+        assert_eq!(next.ask(3, 0, 0, 0).await.error, EIO);
+        assert_eq!(next.ask(3, 0, 0, 0).await.error, 0);
+        last.begin(Wish::default()).await;
+        assert_eq!(last.ask(3, 0, 0, 0).await.error, EIO, "also where another has heard of it");
+        assert_eq!(last.ask(3, 0, 0, 0).await.error, 0);
+    });
+}
+
+#[test]
+fn a_client_hears_that_writes_were_lost_when_it_comes_back_without_the_reply_that_said_so() {
+    const EIO: u32 = 5;
+    let disk = RuledDisk::new(SIZE);
+    let (world, mut client, session) = begun(shared(&disk), Wish::default());
+    world.run(async {
+        assert_eq!(client.write(0, 0, &[1; 512]).await.error, 0);
+        // Its flush waits while the disk is opened again, and its connection breaks meanwhile.
+        disk.close_gate();
+        let header = RequestHeader { flags: 0, command: command::FLUSH, cookie: 1, offset: 0, len: 0 };
+        let flush = client.note(header);
+        client.send(&flush).await;
+        world.settle().await;
+        client.stream.break_down();
+        drop(client);
+        world.settle().await;
+        disk.losses.grow();
+        disk.open_gate();
+        session.await;
+    });
+    assert!(!disk.losses.is_unheard(), "it went to nobody, and counts as heard");
+    let (mut again, _again) = world.connect();
+    world.run(async {
+        again.begin(Wish::default()).await;
+        assert_eq!(again.ask(3, 0, 0, 0).await.error, EIO);
+        assert_eq!(again.ask(3, 0, 0, 0).await.error, 0);
     });
 }
 
@@ -207,8 +273,8 @@ fn zeros_and_trims_may_be_as_long_as_the_wire_allows() {
         for command in [4, 6] {
             assert_eq!(client.ask(command, 0, 4 << 30, u64::from(u32::MAX)).await.error, 0);
         }
-        let seen: Vec<_> = disk.take_seen().iter().map(|seen| (seen.kind, seen.at >> 30, seen.len)).collect();
-        let pieces = |kind| (4..8).map(move |at| (kind, at, (1_u64 << 30) - u64::from(at == 7)));
+        let seen: Vec<_> = disk.take_seen().iter().map(|seen| (seen.kind, seen.at >> 26, seen.len)).collect();
+        let pieces = |kind| (64..128).map(move |at| (kind, at, (1_u64 << 26) - u64::from(at == 127)));
         assert_eq!(seen, pieces(Kind::Discard).chain(pieces(Kind::Zero)).collect::<Vec<_>>());
     });
 }
@@ -236,15 +302,16 @@ fn with_extended_headers_one_request_may_mean_the_whole_disk() {
         assert_eq!(status[0].1[0], (5 << 37, 3), "lengths of 64 bits");
         assert_eq!(status[0].1.iter().map(|(len, _)| len).sum::<u64>(), size);
         let maps = disk.take_seen();
-        assert_eq!(maps.iter().filter(|seen| seen.kind == Kind::Map).count(), 1 << 10);
-        assert!(maps.iter().all(|seen| seen.len <= 1 << 30), "a disk may look at all of it without waiting");
+        assert_eq!(maps.iter().filter(|seen| seen.kind == Kind::Map).count(), 1 << 14);
+        assert!(maps.iter().all(|seen| seen.len <= 1 << 26), "a disk may look at all of it without waiting");
         for (command, kind) in [(4, Kind::Discard), (6, Kind::Zero)] {
             assert_eq!(client.ask(command, flag::FUA, 100, 6 << 30).await.error, 0);
-            let seen = disk.take_seen();
-            let (flush, pieces) = seen.split_last().expect("it was done");
-            assert_eq!(flush.kind, Kind::Flush, "durable once, at the end");
+            let pieces = disk.take_seen();
+            let (last, pieces) = pieces.split_last().expect("some");
+            assert_eq!(last.kind, Kind::Flush, "one makes all of them durable");
+            assert!(!pieces.iter().any(|piece| piece.fua || piece.zero.fua));
             assert_eq!(pieces.iter().map(|piece| piece.len).sum::<u64>(), 6 << 30);
-            assert!(pieces.iter().all(|piece| piece.kind == kind && piece.len <= 1 << 30));
+            assert!(pieces.iter().all(|piece| piece.kind == kind && piece.len <= 1 << 26));
         }
         assert_eq!(client.ask(6, 0, size - 512, 513).await.error, 28, "past the end");
         assert_eq!(client.ask(0, 0, 0, size).await.error, 75, "a read is bounded");
@@ -255,7 +322,40 @@ fn with_extended_headers_one_request_may_mean_the_whole_disk() {
     world.assert_nothing_is_left();
 }
 
-/// The others go on while a long request does, and it ends with its client.
+/// A piece that was answered is lost, and a flush beside it gets the error.
+#[test]
+fn a_long_request_with_fua_is_not_answered_well_when_a_piece_of_it_was_lost() {
+    for (command, kind) in [(4, Kind::Discard), (6, Kind::Zero)] {
+        let disk = RuledDisk::new(1 << 36);
+        let losses = disk.losses.clone();
+        let pieces = AtomicU64::new(0);
+        disk.fail(move |seen| {
+            if seen.kind == kind && pieces.fetch_add(1, Ordering::SeqCst) == 1 {
+                losses.grow();
+            }
+            None
+        });
+        let (world, mut client, _session) = begun(shared(&disk), EXTENDED);
+        world.run(async {
+            let header =
+                |command, flags, cookie, len| RequestHeader { flags, command, cookie, offset: 0, len };
+            let long = client.note(header(command, flag::FUA, 1, 1 << 36));
+            client.send(&long).await;
+            // Until the loss, and no longer.
+            while !disk.take_seen().iter().any(|seen| seen.kind == kind && seen.at > 0) {
+                futures_lite::future::yield_now().await;
+            }
+            let flush = client.note(header(command::FLUSH, 0, 2, 0));
+            client.send(&flush).await;
+            for _ in 0..2 {
+                let answer = client.answer().await.expect("the session goes on");
+                assert_ne!(answer.error, 0, "{}: both are told", answer.cookie);
+            }
+        });
+    }
+}
+
+/// The others continue while a long request does, and it ends with its client.
 #[test]
 fn a_long_request_gives_way_and_ends_when_its_client_is_gone() {
     for (command, kind) in [(4, Kind::Discard), (5, Kind::Read), (6, Kind::Zero)] {
@@ -282,6 +382,37 @@ fn a_long_request_gives_way_and_ends_when_its_client_is_gone() {
             });
             world.assert_nothing_is_left();
         }
+    }
+}
+
+/// Counted in what the disk is asked: how much of one client's worst comes between two requests of another.
+#[test]
+fn many_long_requests_of_one_client_hardly_delay_another() {
+    for (command, kind) in [(7, Kind::Map), (4, Kind::Discard), (6, Kind::Zero)] {
+        let disk = RuledDisk::new(1 << 60);
+        let (world, mut attacker, _session) = begun(shared(&disk), EXTENDED);
+        let (mut victim, _other) = world.connect();
+        world.run(async {
+            victim.begin(EXTENDED).await;
+            for cookie in 0..100 {
+                let all = RequestHeader { flags: 0, command, cookie, offset: 0, len: 1 << 60 };
+                attacker.request(all, &[]).await;
+            }
+            world.settle().await;
+            disk.take_seen();
+            let mut most = 0;
+            for at in 0..50 {
+                victim.read(at * 4096, 512).await;
+                let seen = disk.take_seen();
+                most = most.max(seen.iter().filter(|seen| seen.kind == kind).count());
+                assert_eq!(attacker.open(), 100, "they still go on");
+            }
+            // The executor runs 200 tasks before it looks at the test itself, and a read takes two such
+            // looks: one slice for each turn of a session, not one for each request in each pass of a turn.
+            assert!(most <= 500, "{most} slices of {kind:?} during one read");
+            attacker.stream.break_down();
+        });
+        drop(victim);
     }
 }
 

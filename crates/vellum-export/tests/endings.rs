@@ -1,5 +1,5 @@
-//! How sessions end: goodbyes, hang-ups at every byte, drains, cuts, removed exports, broken streams. Whatever happens,
-//! every disk request that was begun is polled to its end.
+//! How sessions end: goodbyes, hang-ups at every byte, drains, cuts, removed exports, broken streams.
+//! Whatever happens, every disk request that was begun is polled to its end.
 
 mod support;
 
@@ -57,7 +57,7 @@ fn a_client_that_vanishes_at_any_byte_leaves_nothing_behind() {
     }
 }
 
-/// The same with requests that have no chance to end before the client is gone.
+/// As above, with requests that have no chance to end before the client is gone.
 #[test]
 fn requests_under_way_end_after_their_client_has_gone() {
     let disk = RuledDisk::new(SIZE);
@@ -137,7 +137,7 @@ fn input_in_any_pieces_gives_the_same_answers() {
     }
 }
 
-/// The client reads so many bytes of the replies and no more, over a connection that holds little.
+/// The client reads this many bytes of the replies and no more, over a connection that buffers little.
 #[test]
 fn a_client_that_stops_listening_at_any_byte_leaves_nothing_behind() {
     let talk = talk();

@@ -1,4 +1,4 @@
-//! The handshake, seen by a client: every option, in good order and in bad.
+//! The handshake as a client sees it: every option, in valid and invalid order.
 
 mod support;
 

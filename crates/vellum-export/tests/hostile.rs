@@ -1,5 +1,5 @@
-//! Abuse. Each test is named for what NBD servers have fallen to, with the CVE; the server must neither panic, nor
-//! hang, nor grow, nor let one connection harm another.
+//! Abuse. Each test is named for an attack that NBD servers have fallen to, with the CVE. The server must not
+//! panic, hang or grow, and no connection may harm another.
 
 mod support;
 
@@ -57,7 +57,7 @@ fn cve_2005_3534_and_2011_0530_a_request_longer_than_any_buffer() {
     }
 }
 
-/// The same with 64-bit lengths.
+/// As above, with 64-bit lengths.
 #[test]
 fn extended_payloads_longer_than_any_buffer() {
     let flag = command_flag::PAYLOAD_LEN;
@@ -153,8 +153,8 @@ fn cve_2013_7441_leaving_during_negotiation_ends_one_session() {
     world.assert_nothing_is_left();
 }
 
-/// CVE-2015-0847: ending the server from a signal handler corrupted it. Here a shutdown may be asked for at any time,
-/// from any thread, and more than once.
+/// CVE-2015-0847: ending the server from a signal handler corrupted it. Here a shutdown may be requested at
+/// any time, from any thread, and more than once.
 #[test]
 fn cve_2015_0847_shutting_down_again_and_again_from_other_threads() {
     let disk = RuledDisk::new(SIZE);
@@ -183,7 +183,8 @@ fn cve_2015_0847_shutting_down_again_and_again_from_other_threads() {
     world.assert_nothing_is_left();
 }
 
-/// CVE-2017-7539, CVE-2017-9524: a client that disconnected early hit an assertion. Here it leaves after every byte.
+/// CVE-2017-7539, CVE-2017-9524: a client that disconnected early hit an assertion. Here it leaves after
+/// every byte.
 #[test]
 fn cve_2017_7539_and_2017_9524_leaving_after_every_byte_of_the_handshake() {
     let talk = [
@@ -274,7 +275,7 @@ fn cve_2017_15119_floods_of_options_end() {
     });
 }
 
-/// CVE-2019-14850: whoever connected made the server open its backend.
+/// CVE-2019-14850: any connection made the server open its backend.
 #[test]
 fn cve_2019_14850_a_handshake_costs_the_disk_nothing() {
     let disk = RuledDisk::new(SIZE);
@@ -335,8 +336,8 @@ fn cve_2019_14851_options_in_every_order() {
     world.assert_nothing_is_left();
 }
 
-/// CVE-2020-10761: an error message that repeated the client's name grew past the limit of strings. (`Client` checks
-/// the length of every message it gets.)
+/// CVE-2020-10761: an error message that repeated the client's name grew past the limit of strings. (`Client`
+/// checks the length of every message it gets.)
 #[test]
 fn cve_2020_10761_no_error_is_longer_than_a_string() {
     let world = world();
@@ -359,8 +360,8 @@ fn cve_2020_10761_no_error_is_longer_than_a_string() {
     });
 }
 
-/// CVE-2021-3716: what was sent in the clear behind STARTTLS counted inside TLS. Here TLS is refused, and what was
-/// negotiated before and what follows are what they were.
+/// CVE-2021-3716: what was sent in the clear behind STARTTLS counted inside TLS. Here TLS is refused, and
+/// what was negotiated before and what follows are what they were.
 #[test]
 fn cve_2021_3716_nothing_changes_when_tls_is_refused() {
     let world = world();
@@ -377,8 +378,8 @@ fn cve_2021_3716_nothing_changes_when_tls_is_refused() {
     });
 }
 
-/// CVE-2022-26495: a name of 0xffffffff bytes overflowed the heap. CVE-2022-26496: a name longer than its option
-/// overflowed the stack.
+/// CVE-2022-26495: a name of 0xffffffff bytes overflowed the heap. CVE-2022-26496: a name longer than its
+/// option overflowed the stack.
 #[test]
 fn cve_2022_26495_and_26496_lengths_that_contradict_each_other() {
     let world = world();
@@ -416,8 +417,8 @@ fn cve_2022_26495_and_26496_lengths_that_contradict_each_other() {
     });
 }
 
-/// CVE-2024-7409: a server that stopped while a client was connecting used freed memory, and any number of clients
-/// could hold handshakes open for ever.
+/// CVE-2024-7409: a server that stopped while a client was connecting used freed memory, and any number of
+/// clients could hold handshakes open forever.
 #[test]
 fn cve_2024_7409_slow_handshakes_end_and_connections_are_counted() {
     let world = world();
@@ -457,7 +458,7 @@ fn cve_2024_7409_slow_handshakes_end_and_connections_are_counted() {
             client.receive(18).await;
             while client.try_receive(1).await.is_some() {}
         }
-        // And one who comes while it stops.
+        // And a client that connects while it stops.
         let (client, session) = world.connect();
         assert!(matches!(session.await, Ending::Drained));
         drop(client);
@@ -470,8 +471,8 @@ fn cve_2024_7409_slow_handshakes_end_and_connections_are_counted() {
     assert_eq!(slots.taken(), 0);
 }
 
-/// CVE-2025-47711: a block status extent that ended 2^32 bytes on was off by one. Extents here are far longer than the
-/// length on the wire can say.
+/// CVE-2025-47711: a block status extent that ended 2^32 bytes on was off by one. Extents here are far longer
+/// than the length on the wire can say.
 #[test]
 fn cve_2025_47711_extents_longer_than_the_wire_can_tell() {
     let size = 1 << 50;
@@ -496,8 +497,8 @@ fn cve_2025_47711_extents_longer_than_the_wire_can_tell() {
     });
 }
 
-/// CVE-2025-47712: rounding a block status request to the block size overflowed. Extents here are unaligned to the
-/// block the client was promised; runs must be aligned and must not pass the end.
+/// CVE-2025-47712: rounding a block status request to the block size overflowed. Extents here are unaligned
+/// to the block the client was promised; runs must be aligned and must not pass the end.
 #[test]
 fn cve_2025_47712_runs_are_whole_blocks_whatever_the_extents() {
     let geometry = vellum_core::Geometry {

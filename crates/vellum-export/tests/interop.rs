@@ -1,5 +1,5 @@
-//! Other people's clients on a real socket: libnbd (nbdinfo, nbdcopy, Python), QEMU (qemu-img, qemu-io), nbdkit, fio.
-//! A test whose program is not installed says so and passes.
+//! Third-party clients on a real socket: libnbd (nbdinfo, nbdcopy, Python), QEMU (qemu-img, qemu-io), nbdkit,
+//! fio. A test whose program is not installed says so and passes.
 
 mod support;
 
@@ -61,7 +61,7 @@ fn output(command: &mut Command) -> Output {
     command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"))
 }
 
-/// Runs to success, and gives what it printed.
+/// Runs to success, and returns what it printed.
 fn run(program: &str, arguments: &[&str]) -> String {
     let output = output(Command::new(program).args(arguments));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

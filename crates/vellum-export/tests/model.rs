@@ -1,8 +1,8 @@
-//! Random clients against a model: thousands of random commands, many in flight on several connections, on a disk that
-//! answers in random order. Each answer must be what the model says. A failure prints its seed.
+//! Random clients against a model: thousands of random commands, many in flight on several connections, on a
+//! disk that answers in random order. Each answer must be what the model says. A failure prints its seed.
 //!
-//! Requests that are under way at once never touch the same bytes unless both only read: what two of those leave is
-//! not defined.
+//! Requests that are in flight at the same time never touch the same bytes unless both only read: the result
+//! of two such writes is not defined.
 
 mod support;
 
@@ -139,7 +139,7 @@ fn play(disk: SharedDisk, seed: u64, connections: usize, steps: usize, limits: L
         for _ in 0..steps {
             let index = random.index(clients.len());
             let (client, structured) = &mut clients[index];
-            // More often asking than waiting, so that there is always much under way.
+            // More often asking than waiting, so that there is always much in progress.
             if client.open() < 30 && !random.one_in(3) {
                 let Some(asked) = model.next(*structured, read_only) else { continue };
                 let room = client.stream.unread_there() + asked.data.len() + 32 < 500_000;

@@ -1,5 +1,5 @@
-//! Memory and back-pressure: a client that does not read its replies is not read from, and a session's memory stays
-//! within what `Limits` promises. Memory is counted by the allocator itself.
+//! Memory and back-pressure: the server stops reading from a client that does not read its replies, and a
+//! session's memory stays within what `Limits` promises. The allocator itself counts the memory.
 
 mod support;
 
@@ -89,7 +89,7 @@ fn replies_that_nobody_reads_stop_the_intake() {
         let mut asked = 0;
         let peak = peak_of(|| {
             world.run(async {
-                // Far more than may be under way; the pipe holds what the server does not take.
+                // Far more than may be in progress; the pipe holds what the server does not take.
                 while asked < 5_000 {
                     if client.stream.unread_there() + 28 > 256 << 10 {
                         break;
@@ -205,7 +205,7 @@ fn a_handshake_holds_little_whatever_is_sent() {
         world.run(async {
             client.send(&[0, 0, 0, 3]).await;
             for _ in 0..60 {
-                // Nobody reads the answers.
+                // The answers are never read.
                 let bytes = option_bytes(77, &vec![0; 64 << 10]);
                 for piece in bytes.chunks(1000) {
                     if client.stream.unread_there() + 1000 > 4 << 10 {

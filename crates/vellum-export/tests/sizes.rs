@@ -1,4 +1,5 @@
-//! A disk that becomes larger or smaller while clients are connected: who sees what, and where requests end.
+//! A disk that grows or shrinks while clients are connected: which size each client sees, and where requests
+//! end.
 
 mod support;
 

@@ -1,4 +1,4 @@
-//! TLS: when it is asked for, when it is demanded, and what a client may do wrong.
+//! TLS: offered, required, and what a client may do wrong.
 
 mod support;
 
@@ -107,7 +107,8 @@ fn where_it_is_offered_one_may_do_without() {
     });
 }
 
-/// CVE-2021-3716: what somebody in between has put behind the option must not be taken for the client's.
+/// CVE-2021-3716: bytes that an attacker in between has put behind the option must not be taken for the
+/// client's.
 #[test]
 fn cve_2021_3716_what_came_in_the_clear_does_not_count() {
     let certificates = Certificates::new("injection");

@@ -1,4 +1,4 @@
-//! vhost-user-blk from the other side: a front end and a driver that keep to the rules.
+//! vhost-user-blk from the other side: a front end and a driver that follow the rules.
 
 #[path = "support/guest.rs"]
 mod guest;
@@ -143,14 +143,15 @@ fn a_front_end_is_told_that_its_disk_is_larger() {
     let read = |queue: &mut Queue<'_>, sector| queue.ask(IN, sector, &[], 512, Shape::Usual).status;
     let end = SIZE / 512;
     let capacity = |machine: &mut Machine<'_>| machine.config(0, 8);
-    // Nobody can be told yet: who asks sees it, and its requests go there from then on.
+    // There is no way to notify the front end yet: a query shows the new size, and requests may go there from
+    // then on.
     disk.added.store(512, Ordering::Release);
     machine.look_again();
     assert_eq!(capacity(&mut machine), (end + 1).to_le_bytes());
     assert_eq!((read(&mut queue, end), read(&mut queue, end + 1)), (OK, IO_ERROR));
     machine.front_end.set_backend_request_fd(&speaks).expect("a way back");
     drop(speaks);
-    // The first as soon as it can be told, the third although it was asked for in between.
+    // The first is announced as soon as there is a way, the third although the size was queried in between.
     for more in [512u64, 1024, 4096] {
         disk.added.store(more, Ordering::Release);
         if more > 1024 {
@@ -323,7 +324,9 @@ fn a_stopped_queue_hands_back_all_it_took_and_says_where_it_is() {
         queue.hang(&placed.pieces);
     }
     queue.kick();
-    while disk.take_seen().len() < 5 {
+    let mut begun = 0;
+    while begun < 5 {
+        begun += disk.take_seen().len();
         std::thread::sleep(Duration::from_millis(1));
     }
     let opener = std::thread::spawn({
@@ -339,7 +342,7 @@ fn a_stopped_queue_hands_back_all_it_took_and_says_where_it_is() {
     for _ in 0..5 {
         queue.try_take().expect("it has come back");
     }
-    // Nothing runs any more, and goes on from there.
+    // Nothing runs any more, and continues from there.
     let placed = queue.place(OUT, 70, &[7; 512], 0, Shape::Usual);
     queue.hang(&placed.pieces);
     queue.kick();
@@ -361,7 +364,7 @@ fn a_machine_goes_on_with_the_next_server() {
         let mut machine = Machine::connect(&served, &memory, FEATURES);
         let mut queue = match kept.take() {
             Some(queue) => {
-                // What was handed back is all a front end knows that was left alone, and all it needs.
+                // The front end knows nothing but what was handed back, and needs no more.
                 let base = memory.index(queue.used + 2);
                 machine.start(&queue, base);
                 queue
@@ -453,12 +456,12 @@ fn memory_is_not_gone_before_the_requests_that_use_it_have_ended() {
     let gone = std::thread::scope(|scope| {
         let removed = scope.spawn(|| {
             machine.front_end.remove_mem_region(&far).expect("it is there");
-            // What is put there from now on is nobody's business.
+            // What is written there from now on must not matter.
             let seen = (memory.get(room, 512), disk.bytes(4 * 512, 512));
             memory.put(source, &noise(512, 9));
             seen
         });
-        // Time to be told too early.
+        // Time enough for a notification that comes too early.
         std::thread::sleep(Duration::from_millis(50));
         disk.open_gate();
         removed.join().expect("it was told")
@@ -548,7 +551,7 @@ fn what_a_killed_server_left_is_done_by_the_next_in_order() {
         asked.extend(disk.take_seen());
         std::thread::sleep(Duration::from_millis(1));
     }
-    // What there is of it is what stands in memory now.
+    // All that is left of it is in memory.
     let mut book = vec![0; usize::try_from(kept.mmap_size).expect("small")];
     file.read_exact_at(&mut book, 0).expect("the file");
     let then = memory.get(0, usize::try_from(HOLE).expect("small"));
@@ -585,5 +588,27 @@ fn what_a_killed_server_left_is_done_by_the_next_in_order() {
     }
     assert_eq!(queue.ask(IN, 100, &[], 512, Shape::Usual).data, [7; 512], "and it goes on");
     assert_eq!(machine.front_end.get_vring_base(1).expect("a base"), u32::from(queue.next_avail));
+    machine.leave().expect("it left in good order");
+}
+
+#[test]
+fn a_guest_hears_once_that_writes_were_lost_also_when_its_front_end_comes_again() {
+    let (disk, served, memory) = scene(2);
+    let flush = |queue: &mut Queue<'_>| queue.ask(FLUSH, 0, &[], 0, Shape::Usual).status;
+    let mut machine = Machine::connect(&served, &memory, FEATURES);
+    let (mut one, mut other) = (machine.start_queue(0, 16, 0), machine.start_queue(1, 16, 0));
+    assert_eq!((flush(&mut one), flush(&mut other)), (OK, OK));
+    disk.losses.grow();
+    assert_eq!(one.ask(OUT, 0, &[1; 512], 0, Shape::Usual), ok(1), "a write promises nothing");
+    assert_eq!((flush(&mut other), flush(&mut one)), (IO_ERROR, OK), "one guest has both");
+    disk.losses.grow();
+    machine.leave().expect("it left in good order");
+    // The loss may be reported elsewhere meanwhile.
+    let elsewhere = disk.losses.witness();
+    futures_lite::future::block_on(elsewhere.promise(std::future::ready(Ok(())))).expect_err("a loss");
+    memory.forget();
+    let mut machine = Machine::connect(&served, &memory, FEATURES);
+    let mut queue = machine.start_queue(0, 16, 0);
+    assert_eq!((flush(&mut queue), flush(&mut queue)), (IO_ERROR, OK));
     machine.leave().expect("it left in good order");
 }

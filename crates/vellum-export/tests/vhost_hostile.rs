@@ -1,6 +1,6 @@
-//! Front ends and guests that keep to no rule: at worst they end their own queue or session.
+//! Front ends and guests that follow no rule: at worst they end their own queue or session.
 //!
-//! After every wrong thing the same server serves a machine that is right, and the disk is as it was.
+//! After every violation the same server serves a well-behaved machine, and the disk is unchanged.
 
 #![allow(clippy::cast_possible_truncation, reason = "numbers of tests are small")]
 
@@ -9,7 +9,7 @@ mod guest;
 mod support;
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
@@ -20,8 +20,10 @@ use guest::{
     DATA, EVENT_IDX, FAR_DATA, FEATURES, FRONT_END, HOLE, INDIRECT, Machine, Memory, NEXT, Queue, Served,
     Shape, WRITE, header,
 };
+use rustix::process::{PidfdFlags, PidfdGetfdFlags, getpid, pidfd_getfd, pidfd_open};
 use support::disks::{RuledDisk, shared};
 use vellum_core::Random;
+use vellum_io::IoMode;
 use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserInflight};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
@@ -31,6 +33,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 const IN: u32 = 0;
 const OUT: u32 = 1;
+const FLUSH: u32 = 4;
 const SIZE: u64 = 1 << 20;
 
 /// A row of the table: its number, where, how long, flags, the next.
@@ -128,7 +131,7 @@ fn a_ring_that_makes_no_sense_is_broken_alone() {
     let spoils: [fn(&mut Queue<'_>, &Memory); 3] = [
         // More is ready than the ring has room for.
         |queue, memory| memory.set_index(queue.avail + 2, 1000),
-        // The same, backwards.
+        // As above, backwards.
         |queue, memory| memory.set_index(queue.avail + 2, u16::MAX),
         // A head that is not in the table cannot be handed back.
         |queue, _| queue.offer(16),
@@ -150,6 +153,138 @@ fn a_ring_that_makes_no_sense_is_broken_alone() {
     assert_serves(&served);
 }
 
+/// A panic that is no disk's: outside of one, as far as the queue knows.
+#[test]
+fn a_queue_that_panics_ends_its_session_and_no_other() {
+    let disk = RuledDisk::new(SIZE);
+    disk.fail(|seen| {
+        assert!(seen.kind != support::disks::Kind::Flush, "as planned");
+        None
+    });
+    let (served, memory, other) = (Served::unchecked(shared(&disk), false, 2), Memory::new(), Memory::new());
+    let mut machine = Machine::connect(&served, &memory, FEATURES);
+    let mut sound = Machine::connect(&served, &other, FEATURES);
+    let (mut queue, mut its) = (machine.start_queue(0, 16, 0), sound.start_queue(0, 16, 0));
+    let placed = queue.place(FLUSH, 0, &[], 0, Shape::Usual);
+    queue.hang(&placed.pieces);
+    queue.kick();
+    machine.wait_until_ended();
+    assert_eq!(its.ask(IN, 0, &[], 512, Shape::Usual).status, 0, "on the same worker");
+    sound.leave().expect("it left in good order");
+    assert_serves(&served);
+}
+
+/// Reads and writes of it block from now on. Its flags are shared with the process it was given to.
+fn make_blocking(bell: &EventFd) {
+    // The same eventfd once more, as a type with safe functions.
+    let own = pidfd_open(getpid(), PidfdFlags::empty()).expect("this process");
+    let bell = pidfd_getfd(&own, bell.as_raw_fd(), PidfdGetfdFlags::empty()).expect("it is open");
+    let flags = rustix::fs::fcntl_getfl(&bell).expect("its flags");
+    rustix::fs::fcntl_setfl(&bell, flags - rustix::fs::OFlags::NONBLOCK).expect("they are shared");
+}
+
+/// An eventfd that is full and blocking: the front end can make it so at any time.
+#[test]
+fn a_bell_that_nobody_can_ring_keeps_no_worker() {
+    let (_, served, memory) = scene();
+    let mut machine = Machine::connect(&served, &memory, FEATURES);
+    let mut queue = machine.start_queue(0, 16, 0);
+    assert_eq!(queue.ask(IN, 0, &[], 512, Shape::Usual).status, 0);
+    queue.wait_for_call(std::time::Duration::ZERO);
+    queue.call.write(u64::MAX - 1).expect("it is full now");
+    make_blocking(&queue.call);
+    for sector in 0..600 {
+        let placed = queue.place(IN, sector % 8, &[], 512, Shape::Usual);
+        queue.hang(&placed.pieces);
+        queue.kick();
+        while queue.try_take().is_none() {
+            std::thread::yield_now();
+        }
+        assert_eq!(memory.get(placed.status, 1), [0]);
+    }
+    // On the same workers.
+    assert_serves(&served);
+    machine.leave().expect("it left in good order");
+}
+
+/// How many there are of this kind of this process.
+fn count_of(what: &str) -> usize {
+    std::fs::read_dir(format!("/proc/self/{what}")).expect("it is there").count()
+}
+
+/// A front end that hands over one bell after the other, each of which would block a writer.
+#[test]
+fn bells_that_nobody_can_ring_leave_nothing_behind() {
+    for mode in [IoMode::Auto, IoMode::Threads] {
+        let served = Served::in_mode(mode, shared(&RuledDisk::new(SIZE)), 2);
+        let memory = Memory::new();
+        assert_serves(&served);
+        let before = (count_of("fd"), count_of("task"));
+        let mut machine = Machine::connect(&served, &memory, FEATURES);
+        let mut queue = machine.start_queue(0, 16, 0);
+        for round in 0..200 {
+            let call = EventFd::new(0).expect("an eventfd");
+            call.write(u64::MAX - 1).expect("it is full now");
+            machine.front_end.set_vring_call(0, &call).expect("it is taken");
+            make_blocking(&call);
+            let placed = queue.place(IN, round % 8, &[], 512, Shape::Usual);
+            queue.hang(&placed.pieces);
+            queue.kick();
+            while queue.try_take().is_none() {
+                std::thread::yield_now();
+            }
+        }
+        let few = |what: &str, now: usize, before: usize| {
+            assert!(now <= before + 16, "{mode:?}: {now} {what}, of {before} before");
+        };
+        few("descriptors", count_of("fd"), before.0);
+        few("threads", count_of("task"), before.1);
+        drop(queue);
+        machine.leave().expect("it left in good order");
+        assert_serves(&served);
+        few("descriptors", count_of("fd"), before.0);
+        few("threads", count_of("task"), before.1);
+    }
+}
+
+/// A socket serves one front end at a time.
+#[test]
+fn a_front_end_that_says_nothing_or_half_of_it_is_sent_away() {
+    let (_, served, memory) = scene();
+    let limit = Duration::from_secs(5);
+    let get_features = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
+    for said in [&get_features[..0], &get_features[..11]] {
+        let (mut socket, _handle, ended) = served.connect();
+        socket.write_all(said).expect("it is heard");
+        // It is disconnected by the clock, which does not move by itself.
+        while !ended.is_finished() {
+            served.clock.advance(limit);
+            std::thread::yield_now();
+        }
+        let error = ended.join().expect("it does not panic").expect_err("it was sent away");
+        assert!(error.chain().contains("a complete message"), "{}", error.chain());
+        assert_eq!(socket.read(&mut [0; 8]).ok(), Some(0), "and hears it");
+    }
+    // A front end that has sent a message may be silent, but not in the middle of a message.
+    let mut machine = Machine::connect(&served, &memory, FEATURES);
+    served.clock.advance(limit * 100);
+    let mut queue = machine.start_queue(0, 16, 0);
+    assert_eq!(queue.ask(IN, 0, &[], 512, Shape::Usual).status, 0);
+    let (mut socket, _handle, ended) = served.connect();
+    socket.write_all(&get_features).expect("it is heard");
+    socket.read_exact(&mut [0; 20]).expect("an answer");
+    let set_features = [2u32, 1, 8, 0].map(u32::to_ne_bytes).concat();
+    socket.write_all(&set_features).expect("all but four bytes are heard");
+    while !ended.is_finished() {
+        served.clock.advance(limit);
+        std::thread::yield_now();
+    }
+    ended.join().expect("it does not panic").expect_err("it was sent away");
+    drop(queue);
+    machine.leave().expect("it left in good order");
+    assert_serves(&served);
+}
+
 #[test]
 fn a_queue_whose_memory_goes_stops_and_goes_on_when_it_is_back() {
     let (disk, served, memory) = scene();
@@ -167,7 +302,10 @@ fn a_queue_whose_memory_goes_stops_and_goes_on_when_it_is_back() {
                 queue.hang(&placed.pieces);
             }
             queue.kick_since(before);
-            while disk.take_seen().len() < 2 {
+            let mut begun = 0;
+            while begun < 2 {
+                // Each is listed once, and the two may begin separately.
+                begun += disk.take_seen().len();
                 std::thread::sleep(Duration::from_millis(1));
             }
             let opener = std::thread::spawn({
@@ -180,7 +318,7 @@ fn a_queue_whose_memory_goes_stops_and_goes_on_when_it_is_back() {
             machine.front_end.remove_mem_region(&near).expect("it is there");
             opener.join().expect("it ends");
             assert!(queue.try_take().is_some() && queue.try_take().is_some(), "both are back");
-            // What is hung up meanwhile waits for the memory.
+            // Chains that arrive meanwhile wait for the memory.
             disk.take_seen();
             let placed = queue.place(IN, 2, &[], 512, Shape::Usual);
             queue.hang(&placed.pieces);
@@ -465,5 +603,35 @@ fn a_guest_that_scribbles_over_its_rings_harms_nobody() {
         }
         drop(machine.leave());
     }
+    assert_serves(&served);
+}
+
+/// Touching memory that was truncated would end the program, and with it the disks of all others.
+#[test]
+fn memory_that_could_be_cut_off_is_refused_unless_it_is_allowed() {
+    let (_, mut served, memory) = scene();
+    let region = memory.table()[0];
+    let unsealed = || {
+        let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
+        let file = File::from(rustix::fs::memfd_create("unsealed", flags).expect("a memfd"));
+        file.set_len(HOLE).expect("its length");
+        file
+    };
+    for takes_unsealed in [false, true] {
+        served.takes_unsealed = takes_unsealed;
+        let machine = Machine::connect(&served, &memory, FEATURES);
+        let file = unsealed();
+        let mut table = region;
+        table.mmap_handle = file.as_raw_fd();
+        let taken = machine.front_end.set_mem_table(&[table]);
+        assert_eq!(taken.is_ok(), takes_unsealed, "guest memory: {taken:?}");
+    }
+    served.takes_unsealed = false;
+    let mut machine = Machine::connect(&served, &memory, FEATURES);
+    let wanted = VhostUserInflight { num_queues: 2, queue_size: 16, ..Default::default() };
+    let (kept, _) = machine.front_end.get_inflight_fd(&wanted).expect("a file");
+    let file = unsealed();
+    let taken = machine.front_end.set_inflight_fd(&kept, file.as_raw_fd());
+    assert!(taken.is_err(), "requests in flight: {taken:?}");
     assert_serves(&served);
 }

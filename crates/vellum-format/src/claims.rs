@@ -1,22 +1,23 @@
-//! Who is changing which cluster: allocations synchronise per cluster (per subcluster, where there are some), not per
-//! image.
+//! Which request is changing which cluster: allocations synchronise per cluster (per subcluster, if there are
+//! any), not per image.
 //!
-//! A writer *claims* the units of a cluster that it is going to allocate, zero or free; a second one that wants any of
-//! the same units waits, others go on. Writers that fill different subclusters of one new cluster share the one place
-//! in the image that the first of them gets: the *fresh* host cluster, kept here until a publisher puts it into the L2
-//! entry. Reads and writes in place claim nothing.
+//! A writer *claims* the units of a cluster that it is going to allocate, zero or free; a second writer that
+//! needs any of the same units waits, others continue. Writers that fill different subclusters of one new
+//! cluster share the place in the image that the first of them gets: the *fresh* host cluster, kept here
+//! until one of them publishes it in the L2 entry. Reads and writes in place claim nothing.
 //!
 //! 1. A unit is claimed by one holder at a time.
-//! 2. Claims on several clusters are taken in ascending order, so that holders never wait in a circle; nobody waits for
-//!    a claim while it is getting a fresh cluster.
-//! 3. A fresh cluster that was not published when the last holder lets go is given back by that holder.
+//! 2. Claims on several clusters are taken in ascending order, so that holders never wait in a cycle; no
+//!    claim is waited for while a fresh cluster is being allocated.
+//! 3. A fresh cluster that was not published when the last holder releases its claim is freed by that holder.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use event_listener::{Event, EventListener};
 use vellum_core::{GuestCluster, ImageOffset};
 
 use crate::hash::HashMap;
+use crate::state::lock;
 
 const SHARDS: usize = 16;
 
@@ -25,14 +26,14 @@ const SHARDS: usize = 16;
 pub(crate) struct Fresh {
     /// Where it is.
     pub(crate) at: ImageOffset,
-    /// It reads as zero where nobody wrote.
+    /// It reads as zero where it has not been written.
     pub(crate) zeroed: bool,
 }
 
 #[derive(Default)]
 struct Claim {
     busy: u32,
-    /// Somebody is allocating the fresh cluster.
+    /// A holder is allocating the fresh cluster.
     allocating: bool,
     fresh: Option<Fresh>,
     published: bool,
@@ -50,13 +51,13 @@ pub(crate) struct Claims {
     shards: [Shard; SHARDS],
 }
 
-/// What a holder learns when it asks for the fresh cluster.
+/// The result of asking for the fresh cluster.
 pub(crate) enum Ask {
     /// There is one.
     Have(Fresh),
     /// The asker must allocate it and call [`Held::provide`] or [`Held::give_up`].
     Yours,
-    /// Somebody else is allocating it; ask again afterwards.
+    /// Another holder is allocating it; ask again afterwards.
     Wait(EventListener),
 }
 
@@ -84,8 +85,9 @@ impl Claims {
 }
 
 impl Shard {
+    #[track_caller]
     fn lock(&self) -> MutexGuard<'_, HashMap<GuestCluster, Claim>> {
-        self.claims.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.claims)
     }
 }
 
@@ -146,13 +148,13 @@ impl Held<'_> {
         self.claims.shard(self.cluster).changed.notify(usize::MAX);
     }
 
-    /// The fresh cluster is in the L2 entry: whoever comes now finds it there.
+    /// The fresh cluster is in the L2 entry: later requests find it there.
     pub(crate) fn published(&self) {
         self.with(|claim| claim.published = true);
     }
 
-    /// Lets go. Gives the fresh cluster back to the caller when nobody else holds the guest cluster and it was never
-    /// published.
+    /// Releases the claim. Returns the fresh cluster to the caller if no other holder has claimed the guest
+    /// cluster and it was never published.
     #[must_use = "an unpublished cluster must be freed"]
     pub(crate) fn release(mut self) -> Option<Fresh> {
         self.let_go()
@@ -177,8 +179,8 @@ impl Held<'_> {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        // Only when a request's future is dropped half way: the fresh cluster, if any, stays allocated, because a
-        // host write to it may still be on its way.
+        // Only when a request's future is dropped half way: the fresh cluster, if any, stays allocated,
+        // because a host write to it may still be in flight.
         if !self.released {
             let _still_allocated = self.let_go();
         }

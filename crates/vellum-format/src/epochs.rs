@@ -1,16 +1,19 @@
-//! When may a freed cluster be used again? Not before every request that may still be reading or writing it has ended.
+//! When may a freed cluster be used again? Not before every request that may still be reading or writing it
+//! has ended.
 //!
-//! A request looks up where a cluster is and then transfers bytes there without holding anything. If the cluster were
-//! freed and given to somebody else meanwhile, it would read foreign bytes, or write over them. So each request enters
-//! the current *epoch* first and leaves it at the end; a cluster that was unmapped in epoch `t` is free of users as soon
-//! as all requests that entered in `t` or before have left.
+//! A request looks up where a cluster is and then transfers bytes there without holding a lock. If the
+//! cluster were freed and reused meanwhile, it would read foreign bytes, or write over them. So each request
+//! enters the current *epoch* first and leaves it at the end; a cluster that was unmapped in epoch `t` has no
+//! users left as soon as all requests that entered in `t` or before have left.
 //!
-//! 1. The epoch moves from `e` to `e + 1` only when nobody is left from `e - 1`.
-//! 2. So in epoch `t + 2` nobody is left who entered in `t` or before.
+//! 1. The epoch moves from `e` to `e + 1` only when no request from `e - 1` is left.
+//! 2. So in epoch `t + 2` no request is left that entered in `t` or before.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use event_listener::Event;
+
+use crate::perturb;
 
 /// Counters are spread so that cores do not fight for one cache line.
 const SHARDS: usize = 8;
@@ -26,7 +29,7 @@ struct Shard {
 pub(crate) struct Epochs {
     current: AtomicU64,
     shards: [Shard; SHARDS],
-    /// How many wait for requests to leave, and what tells them.
+    /// How many tasks wait for requests to leave, and the event that wakes them.
     waiting: AtomicU64,
     left: Event,
 }
@@ -46,7 +49,7 @@ impl Drop for Inside<'_> {
     }
 }
 
-/// One who waits, until dropped.
+/// A waiting task, counted until dropped.
 struct Waiting<'a>(&'a AtomicU64);
 
 impl Drop for Waiting<'_> {
@@ -64,6 +67,7 @@ thread_local! {
 
 impl Epochs {
     /// Enters the current epoch.
+    #[track_caller]
     pub(crate) fn enter(&self) -> Inside<'_> {
         let shard = &self.shards[SHARD.with(|shard| *shard)];
         loop {
@@ -71,8 +75,9 @@ impl Epochs {
             let counter = &shard.inside[Self::slot(epoch)];
             counter.fetch_add(1, SeqCst);
             let inside = Inside { epochs: self, counter };
-            // Had the epoch moved on in between, the count might have been missed by who moved it.
+            // Had the epoch moved on in between, the task that moved it might have missed this count.
             if self.current.load(SeqCst) == epoch {
+                perturb::point(); // what is looked up now may be something else when it is used
                 return inside;
             }
         }
@@ -87,9 +92,12 @@ impl Epochs {
         self.current.load(SeqCst)
     }
 
-    /// Whether nobody is left who entered in the epoch of the stamp or before. Moves the epoch on if it can.
+    /// Whether no request is left that entered in the epoch of the stamp or before. Advances the epoch if it
+    /// can.
+    #[track_caller]
     pub(crate) fn has_passed(&self, stamp: u64) -> bool {
-        for _ in 0..2 {
+        perturb::point();
+        loop {
             let epoch = self.current.load(SeqCst);
             if epoch >= stamp + 2 {
                 return true;
@@ -98,10 +106,10 @@ impl Epochs {
             if self.shards.iter().any(|shard| shard.inside[before].load(SeqCst) != 0) {
                 return false;
             }
-            // Somebody else may have moved it; then the loop looks again.
+            // Another task may have moved it instead. It is moved until the stamp has passed, because no
+            // later request to leave would wake the waiting tasks.
             let _ = self.current.compare_exchange(epoch, epoch + 1, SeqCst, SeqCst);
         }
-        self.current.load(SeqCst) >= stamp + 2
     }
 
     /// Waits until [`Epochs::has_passed`]. Must not be called from inside an epoch.
@@ -121,6 +129,14 @@ impl Epochs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn with_nobody_inside_any_stamp_has_passed() {
+        let epochs = Epochs::default();
+        for ahead in [0, 1, 2] {
+            assert!(epochs.has_passed(epochs.now() + ahead), "{ahead}: nobody would tell of it later");
+        }
+    }
 
     #[test]
     fn a_stamp_passes_when_the_last_earlier_request_has_left() {
@@ -156,7 +172,7 @@ mod tests {
 
     #[test]
     fn nobody_is_inside_when_a_stamp_has_passed() {
-        // Each "cluster" is unmapped by the freer and may be looked at by readers that entered before.
+        // Each "cluster" is unmapped by the freer and may be in use by readers that entered before.
         let epochs = Epochs::default();
         let mapped = AtomicU64::new(0);
         let freed = AtomicU64::new(0);

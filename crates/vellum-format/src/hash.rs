@@ -1,7 +1,8 @@
-//! Hash tables of numbers that an image or a guest may have chosen: their seeds are drawn anew for each, so that nobody
-//! can choose numbers that all fall together.
+//! Hash tables of numbers that an image or a guest may have chosen. Each has a new random seed, so that
+//! colliding numbers cannot be chosen in advance.
 //!
-//! A fuzzer learns from which way an input went. Where it runs, the seeds are always the same, and so is the way.
+//! A fuzzer relies on an input always taking the same path. Under a fuzzer the seeds are constant, and so is
+//! the path.
 
 #[cfg(fuzzing)]
 type Seeds = std::hash::BuildHasherDefault<std::hash::DefaultHasher>;

@@ -1,10 +1,11 @@
-//! One at a time per key: whoever loads a page or makes a table first does it for all.
+//! Mutual exclusion per key: the first task that loads a page or makes a table does it for all.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use event_listener::Event;
 
 use crate::hash::HashSet;
+use crate::state::lock;
 
 /// Locks that come into being when they are taken.
 #[derive(Default)]
@@ -14,7 +15,7 @@ pub(crate) struct KeyedLocks {
 }
 
 impl KeyedLocks {
-    /// Waits until nobody holds the key, and takes it.
+    /// Waits until the key is free, and takes it.
     pub(crate) async fn lock(&self, key: u64) -> KeyGuard<'_> {
         loop {
             let listener = {
@@ -29,7 +30,7 @@ impl KeyedLocks {
     }
 
     fn taken(&self) -> MutexGuard<'_, HashSet<u64>> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.taken)
     }
 }
 

@@ -1,18 +1,21 @@
-//! How far ahead of need an image is written with zeros. Pure: what is done with it is `qcow2/prepare.rs` and `native/ahead.rs`.
+//! How far ahead of need an image is written with zeros. Pure: `qcow2/prepare.rs` and `native/ahead.rs` carry
+//! it out.
 //!
 //! ```text
 //!   rate of allocation, bytes/s   0          1 MiB/s              64 MiB/s
 //!   distance                      nothing    1 MiB   … a second's worth …   64 MiB
 //! ```
 //!
-//! A file system such as ext4 writes its own journal when a flush finds blocks that the file did not have, or had and that
-//! were never written. Where zeros were written before, a flush writes the data alone. So the zeros are written ahead,
-//! when nobody waits, as far ahead as a second of allocating goes.
+//! A file system such as ext4 writes its own journal when a flush finds blocks that are new to the file, or
+//! that were never written. Where zeros were written before, a flush writes the data alone. So the zeros are
+//! written ahead, in the background, as far ahead as one second of allocation goes.
 //!
-//! 1. Where the distance is found by itself, no more zeros are written than a few times what the guest writes ([`Budget`]). Who
-//!    asks for a distance gets it.
-//! 2. After a failure nothing is prepared any more ([`Need::give_up`]).
+//! 1. Where the distance is automatic, no more zeros are written than a few times what the guest writes
+//!    ([`Budget`]), and no more than pays off, given what the guest is known to flush ([`earned_by_flush`]).
+//!    A distance that the user sets is used as it is.
+//! 2. After a failure nothing more is prepared ([`Need::give_up`]).
 
+use std::fmt;
 use std::time::Duration;
 
 use vellum_core::Limits;
@@ -21,29 +24,41 @@ use vellum_core::Limits;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Prealloc {
     /// As [`Prealloc::Adaptive`] where that helps
-    /// ([`Limits::prefers_written`](vellum_core::Limits::prefers_written)), as [`Prealloc::Off`] where it does not.
+    /// ([`Limits::prefers_written`](vellum_core::Limits::prefers_written)), as [`Prealloc::Off`] where it
+    /// does not.
     #[default]
     Auto,
-    /// Nothing is.
+    /// Nothing is prepared.
     Off,
     /// About as much as is allocated in a second.
     Adaptive,
-    /// So many bytes.
+    /// This many bytes.
     Fixed(u64),
+}
+
+impl fmt::Display for Prealloc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Off => f.write_str("off"),
+            Self::Adaptive => f.write_str("adaptive"),
+            Self::Fixed(bytes) => write!(f, "{bytes}"),
+        }
+    }
 }
 
 /// The shortest distance, in bytes, once anything is allocated.
 const DISTANCE_MIN: u64 = 1 << 20;
-/// The longest, unless a distance is asked for.
+/// The longest automatic distance.
 const DISTANCE_MAX: u64 = 64 << 20;
 
 impl Prealloc {
-    /// The least that may be asked for, in bytes.
+    /// The smallest distance that may be requested, in bytes.
     pub const BYTES_MIN: u64 = 64 << 10;
-    /// The most that may be asked for, in bytes.
+    /// The largest distance that may be requested, in bytes.
     pub const BYTES_MAX: u64 = 1 << 30;
 
-    /// What is done on a storage of which that is known.
+    /// The effective choice on a storage with or without this preference.
     fn settled(self, prefers_written: bool) -> Self {
         match self {
             Self::Auto if prefers_written => Self::Adaptive,
@@ -52,7 +67,7 @@ impl Prealloc {
         }
     }
 
-    /// As it stands in the journal's header extension: 0 nothing said, 1 off, 2 adaptive, else units of 4 KiB.
+    /// The value in the journal's header extension: 0 unspecified, 1 off, 2 adaptive, else units of 4 KiB.
     pub(crate) fn encode(self) -> u32 {
         match self {
             Self::Auto => 0,
@@ -64,7 +79,7 @@ impl Prealloc {
         }
     }
 
-    /// The other way round. What a later version may mean by a number is taken for nothing.
+    /// The reverse. A number that only a later version may understand counts as unspecified.
     pub(crate) fn decode(word: u32) -> Self {
         let bytes = u64::from(word) << 12;
         match word {
@@ -76,7 +91,7 @@ impl Prealloc {
     }
 }
 
-/// What is known of the need of one image, from its opening on.
+/// What is known about one image's need for space, from its opening on.
 #[derive(Debug)]
 pub(crate) struct Need {
     how: Prealloc,
@@ -86,7 +101,7 @@ pub(crate) struct Need {
 }
 
 impl Need {
-    /// Nothing is prepared where nothing grows, or what grows is not zero.
+    /// Nothing is prepared on a medium that cannot grow, or whose new space is not zero.
     pub(crate) fn new(how: Prealloc, limits: &Limits) -> Self {
         let can = !limits.fixed_len && limits.grows_zeroed;
         let how = if can { how.settled(limits.prefers_written) } else { Prealloc::Off };
@@ -98,24 +113,24 @@ impl Need {
         self.how != Prealloc::Off && !self.has_given_up
     }
 
-    /// The end is there now, and the guest has written so many bytes since the opening.
+    /// Records the current end, and the number of bytes that the guest has written since the opening.
     pub(crate) fn note(&mut self, now: Duration, end: u64, written: u64) {
         self.pace.note(now, end);
         self.budget.note(written);
     }
 
-    /// What is to be written at once while so many bytes lie ready, if anything, in bytes.
+    /// How many bytes should be written at once while this many are ready, if any.
     pub(crate) fn piece(&self, ready: u64) -> Option<u64> {
         let distance = if self.is_on() { self.pace.distance(self.how) } else { 0 };
         next_piece(distance, ready).filter(|bytes| self.is_asked_for() || self.budget.has(*bytes))
     }
 
-    /// So many bytes of zeros were written.
+    /// Records that this many bytes of zeros were written.
     pub(crate) fn spend(&mut self, bytes: u64) {
         self.budget.spend(bytes);
     }
 
-    /// No more in this opening.
+    /// Prepares nothing more in this opening.
     pub(crate) fn give_up(&mut self) {
         self.has_given_up = true;
     }
@@ -128,7 +143,7 @@ impl Need {
 /// How fast the end of the image moves.
 #[derive(Debug, Default)]
 pub(crate) struct Pace {
-    /// When it was looked at, and where the end was.
+    /// The time of the last measurement, and where the end was then.
     last: Option<(Duration, u64)>,
     /// Bytes per second.
     rate: u64,
@@ -137,8 +152,8 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    /// The end is there now. The rate is what was allocated in about the last second: a burst does not make it high, and an
-    /// idle moment does not make it low.
+    /// Notes the present end. The rate is what was allocated in about the last second, so a burst does not
+    /// make it high, and an idle moment does not make it low.
     pub(crate) fn note(&mut self, now: Duration, end: u64) {
         let Some((before, old)) = self.last else {
             self.last = Some((now, end));
@@ -146,7 +161,7 @@ impl Pace {
         };
         let elapsed = now.saturating_sub(before);
         self.has_moved |= end > old;
-        // Within a millisecond chance counts for more than anything else.
+        // An interval below a millisecond says little about the rate.
         let Ok(millis @ 1..) = u64::try_from(elapsed.as_millis()) else { return };
         let moved = u128::from(end.saturating_sub(old));
         let kept = u128::from(self.rate) * u128::from(1000 - millis.min(1000)) / 1000;
@@ -167,48 +182,64 @@ impl Pace {
     }
 }
 
-/// How many bytes of zeros may be written: scattered small writes take a cluster each, and the zeros for all of these would be many
-/// times what the guest writes.
+/// Roughly what the file system itself writes for a flush, in bytes. Zeros can save this much, however little
+/// data the flush carries.
+const SAVED_PER_FLUSH: u64 = 4096;
+/// Where flushes carry more, one byte of zeros for this many is no burden.
+const WRITTEN_PER_ZERO: u64 = 5;
+/// No flush counts for more than this, in bytes: where flushes are rare there is little to save.
+const FLUSHED_BYTES_MAX: u64 = 256 << 10;
+
+/// How many of the bytes that a flush carries count as written for the budget.
+pub(crate) fn earned_by_flush(bytes: u64) -> u64 {
+    let of_flush = SAVED_PER_FLUSH / Budget::ZEROS_MAX;
+    let of_bytes = bytes.min(FLUSHED_BYTES_MAX) / WRITTEN_PER_ZERO / Budget::ZEROS_MAX;
+    bytes.min(of_flush).max(of_bytes)
+}
+
+/// How many bytes of zeros may be written: scattered small writes take a cluster each, and the zeros for all
+/// of these would be many times what the guest writes.
 #[derive(Debug)]
 struct Budget {
     allowed: u64,
-    /// How many bytes the guest had written when it was reckoned.
+    /// How many bytes the guest had written when the budget was last updated.
     written: u64,
 }
 
 impl Budget {
-    /// So many bytes of zeros for each byte that the guest writes, at most.
+    /// At most this many bytes of zeros for each byte that the guest writes.
     const ZEROS_MAX: u64 = 4;
-    /// So many bytes may be written before the guest has written any.
+    /// This many bytes may be written before the guest has written any.
     const SAVED_MIN: u64 = 1 << 20;
-    /// What was not used is kept for later, up to this, in bytes.
+    /// At most this many unused bytes are kept for later.
     const SAVED_MAX: u64 = 64 << 20;
 
-    /// That of an image which was just opened.
+    /// The budget of an image that was just opened.
     const fn new() -> Self {
         Self { allowed: Self::SAVED_MIN, written: 0 }
     }
 
-    /// The guest has written so many bytes since the opening.
+    /// Records that the guest has written this many bytes since the opening.
     fn note(&mut self, written: u64) {
         let more = written.saturating_sub(self.written).saturating_mul(Self::ZEROS_MAX);
         self.allowed = self.allowed.saturating_add(more).min(Self::SAVED_MAX);
         self.written = written;
     }
 
-    /// Whether so many bytes of zeros may be written now.
+    /// Whether this many bytes of zeros may be written now.
     fn has(&self, bytes: u64) -> bool {
         bytes <= self.allowed
     }
 
-    /// So many were.
+    /// Records that this many bytes of zeros were written.
     fn spend(&mut self, bytes: u64) {
         self.allowed = self.allowed.saturating_sub(bytes);
     }
 }
 
-/// What is written at once when so many bytes are to lie ready and so many do, if anything. More is begun only when a
-/// quarter of the distance is used up: a flush that comes by then has few large pieces to carry, not many small ones.
+/// How many bytes to write at once when this many should be ready and this many are, if any. The next piece
+/// is due only when a quarter of the distance is used up, so that a flush meanwhile has a few large pieces to
+/// carry, not many small ones.
 fn next_piece(distance: u64, ready: u64) -> Option<u64> {
     const PIECE_MAX: u64 = 1 << 20;
     let missing = distance.saturating_sub(ready);
@@ -250,7 +281,7 @@ mod tests {
 
     #[test]
     fn the_rate_is_that_of_the_last_second() {
-        // Steps of so many milliseconds: whatever they are, it comes to the same, about.
+        // Steps of this many milliseconds: the result is about the same for all of them.
         for step in [10, 50, 100, 500, 1000] {
             let (mut pace, mut now, mut end) = (Pace::default(), 0, 0);
             pace.note(at(now), end);
@@ -298,6 +329,22 @@ mod tests {
         assert!(!budget.has(4 * 4096 + 1), "nothing was written since");
         budget.note(1 << 40);
         assert!(budget.has(64 * MIB) && !budget.has(64 * MIB + 1), "not all is kept");
+    }
+
+    #[test]
+    fn zeros_pay_for_themselves() {
+        // Bytes that a flush carries, and the zeros that this earns.
+        for (bytes, zeros) in [
+            (0, 0),
+            (512, 2048),
+            (4096, 4096),
+            (16_384, 4096),
+            (65_536, 13_104),
+            (MIB, 52_428),
+            (1 << 40, 52_428),
+        ] {
+            assert_eq!(earned_by_flush(bytes) * Budget::ZEROS_MAX, zeros, "{bytes}");
+        }
     }
 
     #[test]

@@ -1,14 +1,16 @@
-//! Which format a file has, by its first bytes.
+//! Which format a file has, judged by its content.
 //!
-//! Guessing is for reading only. The guest of a raw disk can write any first bytes it likes, so what is opened for
-//! writing without a format named by the user, and was not found to be something else than raw, is refused by the
-//! caller (see `vellum-layer`).
+//! Probing is for reading only, because the guest of a raw disk can write any first bytes that it likes.
+//! Unless the user names a format, the caller refuses to open an image read-write when probing finds no
+//! format but raw (see `vellum-layer`).
 
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 
 use vellum_core::{Buffer, Error, ImageOffset, Result, Storage};
 
+use crate::foreign::{Foreign, foreign};
 use crate::native::Slot;
 use crate::native::superblock::MAGIC;
 
@@ -21,6 +23,18 @@ pub enum FormatKind {
     Qcow2,
     /// Vellum's own.
     Native,
+}
+
+impl FormatKind {
+    /// The format that a file's name suggests, if any.
+    pub fn of_name(path: &Path) -> Option<Self> {
+        match path.extension()?.to_str()?.to_ascii_lowercase().as_str() {
+            "raw" => Some(Self::Raw),
+            "qcow2" => Some(Self::Qcow2),
+            "vlm" => Some(Self::Native),
+            _ => None,
+        }
+    }
 }
 
 impl fmt::Display for FormatKind {
@@ -41,45 +55,49 @@ impl FromStr for FormatKind {
             "raw" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
             "vellum" => Ok(Self::Native),
-            other => {
-                Err(Error::unsupported(format!("format {other} is not known (raw, qcow2 and vellum are)")))
-            }
+            other => Err(Error::unsupported(format!("unknown format {other}: use raw, qcow2 or vellum"))),
         }
     }
 }
 
-/// Signatures of formats that other programs know and this one does not, so that such a file is not taken for raw.
-const FOREIGN: [(&[u8], &str); 8] = [
-    (b"QFI\xFB\0\0\0\x01", "qcow (version 1)"),
-    (b"KDMV", "VMDK"),
-    (b"# Disk DescriptorFile", "VMDK"),
-    (b"vhdxfile", "VHDX"),
-    (b"conectix", "VHD"),
-    (b"QED\0", "QED"),
-    (b"LUKS\xBA\xBE", "LUKS"),
-    (b"WithoutFreeSpace", "Parallels"),
-];
+/// The format that a file's content suggests.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Guess {
+    /// A format that is read here.
+    Known(FormatKind),
+    /// One that is not.
+    Foreign(Foreign),
+}
 
-/// Guesses the format by the first bytes: raw when nothing else fits.
+/// Guesses the format by the file's content: raw when nothing else fits.
 ///
 /// # Errors
-/// `Unsupported`, with its name, when the file has a format that this program does not read.
-pub async fn probe(storage: &dyn Storage) -> Result<FormatKind> {
+/// The errors of reading.
+pub async fn guess(storage: &dyn Storage) -> Result<Guess> {
     let first = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(512)).await?;
     let first = first.slice();
-    if let Some((_, name)) = FOREIGN.iter().find(|(magic, _)| first.starts_with(magic)) {
-        return Err(Error::unsupported(format!(
-            "{} looks like a {name} image, which is not supported (if it is a raw disk, say `-f raw`)",
-            storage.name()
-        )));
-    }
-    if first.starts_with(b"QFI\xFB") {
-        return Ok(FormatKind::Qcow2);
+    // These are checked first: the guest can write the end of such a file.
+    if first.starts_with(b"QFI\xFB") && !first.starts_with(b"QFI\xFB\0\0\0\x01") {
+        return Ok(Guess::Known(FormatKind::Qcow2));
     }
     if first.starts_with(&MAGIC) {
-        return Ok(FormatKind::Native);
+        return Ok(Guess::Known(FormatKind::Native));
     }
     // The first copy of the superblock may be damaged.
     let second = storage.read(Slot::B.offset(), Buffer::for_overwrite(MAGIC.len())).await?;
-    Ok(if second.slice() == MAGIC { FormatKind::Native } else { FormatKind::Raw })
+    if second.slice() == MAGIC {
+        return Ok(Guess::Known(FormatKind::Native));
+    }
+    Ok(foreign(storage).await?.map_or(Guess::Known(FormatKind::Raw), Guess::Foreign))
+}
+
+/// As above, for callers that cannot use a format that is not read here.
+///
+/// # Errors
+/// `Unsupported`, with its name and the way out, for such a format; the errors of reading.
+pub async fn probe(storage: &dyn Storage) -> Result<FormatKind> {
+    match guess(storage).await? {
+        Guess::Known(kind) => Ok(kind),
+        Guess::Foreign(foreign) => Err(foreign.refusal(storage.name())),
+    }
 }

@@ -1,20 +1,24 @@
 //! raw: the disk is the file, byte for byte.
 //!
-//! Nothing stands between a request and the storage, so the storage's contract is the disk's: overwrites are in place,
-//! flushes go through (those at a time together), and a crash leaves each sector old or new. A file whose length is no multiple of 512 bytes is
-//! served as if it were, as other programs do: the missing bytes read as zero, and before the first change there the file
-//! is made longer, so that no sector can come out of a crash half old and half cut off.
+//! There is no layer between a request and the storage, so the storage's contract is the disk's: overwrites
+//! are in place, flushes are passed on (concurrent ones together), and a crash leaves each sector old or new.
+//! A file whose length is no multiple of 512 bytes is served as if it were, as other programs do: the missing
+//! bytes read as zero, and before the first change there the file is extended, so that no sector can come out
+//! of a crash half old and half missing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use vellum_core::{
     BlockSize, Buffer, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, HostTally,
-    ImageOffset, ImageSpan, LocalFuture, Place, Result, SharedStorage, Tallied, WriteFlags, ZeroFlags,
-    Zeroes,
+    ImageOffset, ImageSpan, LocalFuture, Place, Result, SharedStorage, Storage, Tallied, WriteFlags,
+    ZeroFlags, Zeroes,
 };
 
-use crate::turns::Turns;
+use crate::engine::group_commit::GroupCommit;
+use crate::image::{Files, Format, Head, OpenOptions, Opened, ready};
+use crate::probe::FormatKind;
+use crate::report::{CheckReport, JournalChange, Repair};
 
 /// A raw image.
 pub struct Raw {
@@ -22,10 +26,10 @@ pub struct Raw {
     geometry: Geometry,
     /// The bytes of the file as it was opened.
     len: u64,
-    /// The file has been made a multiple of 512 bytes long, or was.
+    /// The file's length is a multiple of 512 bytes, from the beginning or because the file was extended.
     is_whole: AtomicBool,
     closed: AtomicBool,
-    flushes: Turns,
+    flushes: GroupCommit,
 }
 
 impl Raw {
@@ -48,7 +52,7 @@ impl Raw {
             len,
             is_whole,
             closed: AtomicBool::new(false),
-            flushes: Turns::default(),
+            flushes: GroupCommit::default(),
         })
     }
 
@@ -62,7 +66,10 @@ impl Raw {
     fn check(&self, span: Option<GuestSpan>) -> Result<ImageSpan> {
         self.check_open()?;
         let span = span.filter(|span| span.end().bytes() <= self.geometry.size).ok_or_else(|| {
-            Error::invalid(format!("the request passes the end of the disk at {:#x}", self.geometry.size))
+            Error::invalid(format!(
+                "the request extends past the end of the disk at {:#x}",
+                self.geometry.size
+            ))
         })?;
         Ok(ImageOffset::new(span.start().bytes()).span(span.len()))
     }
@@ -70,18 +77,18 @@ impl Raw {
     fn check_change(&self, span: Option<GuestSpan>) -> Result<ImageSpan> {
         let span = self.check(span)?;
         if self.geometry.read_only {
-            let why = format!("{} is open for reading only", self.storage.name());
+            let why = format!("{} is open read-only", self.storage.name());
             return Err(Error::new(ErrorKind::ReadOnly, why));
         }
         Ok(span)
     }
 
-    /// Whether the change touches a last sector that the file has only in part.
+    /// Whether the change touches a last sector of which the file has only a part.
     fn needs_whole(&self, span: ImageSpan) -> bool {
         !self.is_whole.load(Ordering::Acquire) && span.end().bytes() > BlockSize::SECTOR.round_down(self.len)
     }
 
-    /// A host flush that began after now. Those who ask while one is under way share the next.
+    /// A host flush that began after now. Flushes that are requested while one is in progress share the next.
     async fn sync(&self) -> Result<()> {
         self.flushes.share(async || self.storage.flush().await, || None).await
     }
@@ -131,7 +138,10 @@ impl Disk for Raw {
         Box::pin(async move {
             let span = self.check_change(Some(span))?;
             if flags.fast_only && !self.geometry.fast_zeroes {
-                return Err(Error::unsupported(format!("{} has no fast zeros", self.storage.name())));
+                return Err(Error::unsupported(format!(
+                    "{} does not support fast zeroing",
+                    self.storage.name()
+                )));
             }
             if self.needs_whole(span) {
                 self.make_whole().await?;
@@ -162,7 +172,7 @@ impl Disk for Raw {
                 };
                 extents.push(Extent { span: guest(run.span), place });
             }
-            // What the file lacks of its last sector.
+            // The part of the last sector that the file does not have.
             if extents.is_empty() && !span.is_empty() {
                 extents.push(Extent { span: guest(span), place: Place::Zero { allocated: false } });
             }
@@ -176,5 +186,112 @@ impl Disk for Raw {
             // Flushed each time: a second call must not make a success of what failed in the first.
             if self.geometry.read_only { Ok(()) } else { self.sync().await }
         })
+    }
+}
+
+/// raw, as one of the formats.
+pub(crate) struct RawFormat;
+
+/// The head of a raw image, which is only its length.
+struct Len(u64);
+
+impl Format for RawFormat {
+    fn kind(&self) -> FormatKind {
+        FormatKind::Raw
+    }
+
+    fn is_recognised(&self) -> bool {
+        false
+    }
+
+    fn read<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>> {
+        ready(Ok(Box::new(Len(image.len()))))
+    }
+
+    fn check<'a>(
+        &'a self,
+        _image: &'a SharedStorage,
+        _repair: Repair,
+        _say: &'a mut dyn FnMut(String),
+    ) -> LocalFuture<'a, Result<Option<CheckReport>>> {
+        ready(Ok(None))
+    }
+
+    fn finish<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<u64>> {
+        ready(Ok(image.len()))
+    }
+
+    fn resize<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        size: u64,
+        may_shrink: bool,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            if size < image.len() && !may_shrink {
+                return Err(Error::invalid(format!(
+                    "the disk has {} bytes, and data beyond {size} would be lost: use --shrink",
+                    image.len()
+                )));
+            }
+            image.set_len(size).await?;
+            image.flush().await
+        })
+    }
+
+    /// The length of a device cannot be set.
+    fn grow<'a>(&'a self, image: &'a SharedStorage, size: u64) -> LocalFuture<'a, Result<()>> {
+        match image.limits().fixed_len {
+            true => ready(Ok(())),
+            false => self.resize(image, size, false),
+        }
+    }
+
+    /// Whether the device has been extended to exactly this length. Its disk would have the device's length
+    /// when opened again, whatever is requested.
+    fn may_grow<'a>(&'a self, image: &'a SharedStorage, size: u64) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            if !image.limits().fixed_len {
+                return Ok(());
+            }
+            match image.look_at_len().await? {
+                len if len == size => Ok(()),
+                len => Err(Error::new(
+                    ErrorKind::NoSpace,
+                    format!("{} is a device of {len} bytes, and so is its disk", image.name()),
+                )),
+            }
+        })
+    }
+
+    fn set_journal<'a>(
+        &'a self,
+        _image: &'a SharedStorage,
+        name: &'a str,
+        _wish: Option<Option<u64>>,
+    ) -> LocalFuture<'a, Result<JournalChange>> {
+        ready(Err(Error::unsupported(format!("{name} is a raw image, which cannot have a journal"))))
+    }
+}
+
+impl Head for Len {
+    fn kind(&self) -> FormatKind {
+        FormatKind::Raw
+    }
+
+    fn size(&self) -> u64 {
+        self.0
+    }
+
+    fn knows_whether_closed(&self) -> bool {
+        false
+    }
+
+    fn open<'a>(&'a self, files: Files, options: OpenOptions) -> LocalFuture<'a, Result<Opened>> {
+        if options.snapshot.is_some() {
+            return ready(Err(Error::new(ErrorKind::NotFound, "a raw image has no snapshots")));
+        }
+        let disk = Raw::open(files.image, options.read_only, &options.tally);
+        ready(Ok(Opened { disk, snapshots: None }))
     }
 }

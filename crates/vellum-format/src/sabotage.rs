@@ -1,8 +1,8 @@
 //! Bugs on purpose, for the tests that look for mistakes: would they find one?
 //!
-//! Each bug is a place in the engine where one line is left out, or comes too early. [`is`] says `false` unless the feature
-//! `sabotage` is on and the thread has asked for that bug, so without the feature nothing of this is left in the program.
-//! Only the tests of this crate turn it on.
+//! Each bug is a place in the engine where one line is left out, or comes too early. [`is`] returns `false`
+//! unless the feature `sabotage` is on and the thread has asked for that bug, so without the feature none of
+//! this is compiled in. Only the tests of this crate turn it on.
 
 /// One mistake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,17 +32,19 @@ pub enum Bug {
     DurableIsProven,
     /// A cluster is published, and joins the transaction, before its bytes are written.
     PublishedBeforeWritten,
-    /// A cluster that an older write may still reach is checked like any other.
-    LateWritesChecked,
+    /// A unit that was made zero is filled again at its place while an older write may still land there.
+    LateWritesMet,
     /// Entries and what belongs to them are sealed one after the other, not at one moment.
     SealHalf,
+    /// Without a journal, a seal does not wait for changes that are half done.
+    SealedBesideChanges,
     /// Pages of a transaction go home before its record is flushed.
     CheckpointBeforeCommit,
     /// Pages go home whose old bytes a recovery may still have to verify.
     HomeBeforeProven,
-    /// The record that goes out together with the pages says already that they are home.
+    /// The record that is written together with the pages already states that they are home.
     TailBeforeHome,
-    /// What the tail has passed is given up before a flushed record says where the tail is.
+    /// Records before the new tail are given up before a flushed record states where the tail is.
     TailUsedEarly,
     /// A failed host flush is taken for a good one.
     FlushErrorIgnored,
@@ -50,7 +52,7 @@ pub enum Bug {
     BarrierWantsNoRepair,
     /// The record before an ordered commit needs no older one, and the pages are not home.
     BarrierBeforeHome,
-    /// Freed clusters are given back before anything says durably that they are free.
+    /// Freed clusters are given back before it is durable that they are free.
     FreedBeforeDurable,
     /// A punched cluster counts as zero before a flush covers the punch.
     PunchNotCovered,
@@ -64,11 +66,13 @@ pub enum Bug {
     OldRunKept,
     /// Closing clears the bit without a flush after the pages.
     ClosedBeforeHome,
+    /// Recovery takes what the host's page cache shows for what the medium has.
+    CacheBelieved,
     /// Recovery does not look at checksums.
     NoVerify,
     /// Recovery replays the newest record alone.
     OnlyNewestReplayed,
-    /// Recovery lowers refcounts and goes home without a record that says so.
+    /// Recovery lowers refcounts and writes home without a record that says so.
     ResultNotTold,
     /// The record of a recovery proves, and leaves the lowered refcounts out.
     LoweredNotTold,
@@ -80,9 +84,11 @@ pub enum Bug {
     MaskNotInRecord,
     /// Entries of the table are left out of the record.
     EntryNotInRecord,
+    /// Pages of the table behind the first one are left out of the record.
+    LaterPageNotInRecord,
     /// Bits of the base bitmap are left out of the record.
     BitNotInRecord,
-    /// A unit counts as free before anything says so durably.
+    /// A unit counts as free before that is durable.
     UnitFreedBeforeDurable,
     /// A unit is used again with what it held.
     UnitNotZeroed,
@@ -92,23 +98,28 @@ pub enum Bug {
     CopyNotInRecord,
     /// A unit that a snapshot sees is overwritten.
     HeldOverwritten,
-    /// A unit is copied while writes that looked before it was held are still on their way to it.
+    /// A unit is copied while writes that looked it up before it was held are still in flight to it.
     MovedUnderWriters,
-    /// The copy of a unit counts although the unit was let go meanwhile, and perhaps written to where it lies.
+    /// The copy of a unit counts although the unit was released meanwhile, and perhaps written in place.
     HoldNotLookedAtAgain,
+    /// A snapshot that is being deleted still has pages kept for it: with each copy that is freed, units
+    /// become held again.
+    HeldAgain,
+    /// What a snapshot sees is written to before it is durable that it is being deleted.
+    LetGoEarly,
     /// A unit is freed although a snapshot sees it.
     NamedUnitFreed,
-    /// What becomes of a unit of a young zone is told to the table, and the zone's bit stays.
+    /// The state of a unit in an open zone is recorded in the table, and the zone's bit stays.
     NotSettled,
-    /// The same the other way round: the bit is told, and the table is not.
+    /// The reverse: the bit is recorded, and the table entry is not.
     SettledEarly,
-    /// Zeros ahead of need are written to units that may be given out meanwhile.
+    /// Zeros ahead of need are written to units that may be handed out meanwhile.
     ZerosOnGiven,
-    /// A block that holds its unit's entry is overwritten where it lies.
+    /// A block that holds its unit's entry is overwritten in place.
     PlainInPlace,
-    /// Recovery believes the newest record without looking at the packed blocks that it names.
+    /// Recovery trusts the newest record without reading the packed blocks that it names.
     NewestBelieved,
-    /// Recovery takes blocks for entries whose bit says that they are none any more.
+    /// Recovery takes blocks for entries although their bit says that they no longer are.
     SettledCounts,
     /// A birth that failed is not retired.
     NotRetired,
@@ -120,7 +131,39 @@ pub enum Bug {
     PreparedGivenOut,
     /// Recovery cuts the file off in the middle of what is in use.
     GivenBackInUse,
-    /// Checksums are taken of memory that may still change, and what is there later is written.
+    /// Data without checksums is not flushed before the record that counts on it.
+    NoFence,
+    /// Data without checksums that is published after a commit does not fence the next transaction.
+    UncheckedNotFenced,
+    /// A map unit is used although the host has no space for its index.
+    IndexNotReserved,
+    /// A disk is resized although an interrupted change of its image is not finished.
+    ResizedUnfinished,
+    /// The superblock has the larger size of a disk before the added space is durably zero.
+    GrownBeforeZeros,
+    /// A part of a table keeps what the device held there before.
+    PartNotZero,
+    /// Units with parts of a table are taken for free ones.
+    PartIsFree,
+    /// Zeros that must be durable when the request is answered are not.
+    ZerosNotDurable,
+    /// The space that a device has gained counts as zeros.
+    GrownIsClean,
+    /// Recovery looks for records only in as much of the journal as the shortest one has.
+    RunCutShort,
+    /// The entries behind a smaller disk are cleared before its new size is durable.
+    ClearedBeforeCut,
+    /// An opening ignores the mark of a revert.
+    RevertForgotten,
+    /// The mark of a revert is gone before the size of the disk is durable.
+    MarkGoneEarly,
+    /// A snapshot of a closed image has the size that the disk has now.
+    SnapshotGrows,
+    /// A unit counts as zero although a write to it has failed half way.
+    HalfWrittenIsClean,
+    /// Bytes are overwritten in place before the superblock says that the image is in use.
+    MarkedLate,
+    /// Checksums are computed over memory that may still change before it is written.
     LentChecked,
 }
 
@@ -129,19 +172,44 @@ thread_local! {
     static CURRENT: std::cell::Cell<Option<Bug>> = const { std::cell::Cell::new(None) };
 }
 
+#[cfg(feature = "sabotage")]
+thread_local! {
+    static IN_A_CHANGE: std::cell::RefCell<Option<Box<dyn FnMut()>>> = const { std::cell::RefCell::new(None) };
+}
+
+/// From now on this thread calls this in the middle of each change of a mapping: when everything that belongs
+/// to it is recorded, and the entry is not stored yet. A test stops there while other threads continue.
+#[cfg(feature = "sabotage")]
+pub fn do_in_a_change(what: Option<Box<dyn FnMut()>>) {
+    IN_A_CHANGE.set(what);
+}
+
+/// The middle of a change.
+#[cfg(feature = "sabotage")]
+pub(crate) fn in_a_change() {
+    if let Some(mut what) = IN_A_CHANGE.take() {
+        what();
+        IN_A_CHANGE.set(Some(what));
+    }
+}
+
+/// The middle of a change: nothing is done there.
+#[cfg(not(feature = "sabotage"))]
+pub(crate) const fn in_a_change() {}
+
 /// From now on this thread's images have this bug, or none.
 #[cfg(feature = "sabotage")]
 pub fn put_in(bug: Option<Bug>) {
     CURRENT.set(bug);
 }
 
-/// Whether the bug is asked for.
+/// Whether the bug is switched on.
 #[cfg(feature = "sabotage")]
 pub(crate) fn is(bug: Bug) -> bool {
     CURRENT.get() == Some(bug)
 }
 
-/// Whether the bug is asked for: never.
+/// Whether the bug is switched on: never.
 #[cfg(not(feature = "sabotage"))]
 pub(crate) const fn is(_bug: Bug) -> bool {
     false

@@ -5,6 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use vellum_core::{Error, ErrorKind, Result};
 
+use crate::perturb;
+
 /// Whether the image still takes requests.
 #[derive(Default)]
 pub(crate) struct State {
@@ -14,7 +16,7 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// Refuses what comes after `close`.
+    /// Refuses requests after `close`.
     pub(crate) fn check_open(&self) -> Result<()> {
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Closed, "the disk is closed"));
@@ -44,12 +46,14 @@ impl State {
 }
 
 /// Locks a mutex; a panic elsewhere while it was held does not matter, as nothing is left half done under it.
+#[track_caller]
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    perturb::point();
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Bytes that are on their way. Were the future dropped, they could land at any later time, on what somebody else has written there by
-/// then: so the image takes no more changes.
+/// Bytes in transfer. If the future is dropped, they may land at any later time, over data that another
+/// request has written there by then. So the image accepts no more changes after that.
 pub(crate) struct UnderWay<'a> {
     state: &'a State,
     what: &'static str,
@@ -57,7 +61,7 @@ pub(crate) struct UnderWay<'a> {
 }
 
 impl<'a> UnderWay<'a> {
-    /// `what` is said of them when they are abandoned.
+    /// `what` describes them in the message if they are abandoned.
     pub(crate) fn begin(state: &'a State, what: &'static str) -> Self {
         Self { state, what, has_ended: false }
     }
@@ -71,7 +75,7 @@ impl<'a> UnderWay<'a> {
 impl Drop for UnderWay<'_> {
     fn drop(&mut self) {
         if !self.has_ended {
-            let why = format!("{} was abandoned half way: reopen the image", self.what);
+            let why = format!("{} was interrupted: reopen the image", self.what);
             self.state.stop(Error::new(ErrorKind::Poisoned, why));
         }
     }

@@ -1,4 +1,5 @@
-//! `TEMPLATE.vzero`: where the disk of a template reads as zero, found once for all the images that are made over it.
+//! `TEMPLATE.vzero`: where the disk of a template reads as zero, computed once for all the images that are
+//! made over it.
 //!
 //! ```text
 //!  0          8     12        16          24      28      32     40      64
@@ -7,8 +8,8 @@
 //!  └──────────┴─────┴─────────┴───────────┴───────┴───────┴──────┴───────┴─────────────────────────┴──────────────────
 //! ```
 //!
-//! All numbers are big-endian; `docs/format/zeros.md` is the specification. It is believed only where every file of the
-//! template's chain is as it was: as long, and last changed at the same moment.
+//! All numbers are big-endian; `docs/format/zeros.md` is the specification. The list is trusted only if every
+//! file of the template's chain is unchanged: of the same length, and last changed at the same moment.
 
 use vellum_core::{Error, ErrorKind, GuestOffset, GuestSpan, Result};
 
@@ -20,27 +21,27 @@ pub const SUFFIX: &str = ".vzero";
 pub const GRANULARITY: u64 = 4096;
 /// More runs than these are not stored: the shortest are left out.
 pub const RUNS_MAX: usize = 1 << 20;
-/// A longer file is none.
+/// A file that is longer than this is not such a list.
 pub const FILE_BYTES_MAX: u64 =
     HEADER_LEN as u64 + FILES_MAX as u64 * FILE_LEN as u64 + RUNS_MAX as u64 * RUN_LEN as u64;
 
 const MAGIC: &[u8; 8] = b"VELLUMz1";
 const VERSION: u32 = 1;
 const HEADER_LEN: usize = 64;
-/// Images of one chain.
+/// At most this many images in one chain.
 const FILES_MAX: usize = 256;
 const FILE_LEN: usize = 24;
 const RUN_LEN: usize = 16;
 const CRC_AT: usize = 8;
 
-/// What tells whether a file is as it was.
+/// What shows whether a file is unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileFacts {
-    /// Bytes.
+    /// Its length in bytes.
     pub len: u64,
     /// When it was last changed: seconds since 1970.
     pub seconds: i64,
-    /// And nanoseconds.
+    /// The nanoseconds of that time.
     pub nanoseconds: u32,
 }
 
@@ -51,7 +52,8 @@ pub struct Zeros {
     pub size: u64,
     /// The files of its chain, from the top down.
     pub files: Vec<FileFacts>,
-    /// Runs of zeros: in order, neighbours merged, multiples of [`GRANULARITY`] but for the end of the disk.
+    /// Runs of zeros: in order, neighbours merged, multiples of [`GRANULARITY`] except at the end of the
+    /// disk.
     pub runs: Vec<GuestSpan>,
 }
 
@@ -61,7 +63,7 @@ impl Zeros {
         self.runs.iter().map(|run| run.len()).sum()
     }
 
-    /// Its bytes as they are to be in a file. Of too many runs the shortest are left out.
+    /// The bytes of the file. If there are too many runs, the shortest are left out.
     pub fn encode(&self) -> Vec<u8> {
         let mut runs = self.runs.clone();
         let mut shortest = GRANULARITY;
@@ -94,22 +96,25 @@ impl Zeros {
     /// Checks the bytes of a file.
     ///
     /// # Errors
-    /// `Invalid` when it is something else, `Unsupported` for another version, `Corrupt` when it contradicts itself.
+    /// `Invalid` when it is something else, `Unsupported` for another version, `Corrupt` when it contradicts
+    /// itself.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let corrupt = |what: &str| Error::new(ErrorKind::Corrupt, format!("the list of zeros {what}"));
         if !bytes.starts_with(MAGIC) || bytes.len() < HEADER_LEN {
-            return Err(Error::invalid("it is no list of zeros: it does not begin with the magic number"));
+            return Err(Error::invalid("it is not a list of zeros: it does not begin with the magic number"));
         }
         let version = be32(bytes, 12);
         if version != VERSION {
-            return Err(Error::unsupported(format!("the list of zeros has version {version}, 1 is known")));
+            return Err(Error::unsupported(format!(
+                "version {version} of the list of zeros is not supported (1 is)"
+            )));
         }
         let (files, runs) = (be32(bytes, 28) as usize, be64(bytes, 32));
         let is_sized = (1..=FILES_MAX).contains(&files)
             && runs <= RUNS_MAX as u64
             && bytes.len() as u64 == (HEADER_LEN + files * FILE_LEN) as u64 + runs * RUN_LEN as u64;
         if !is_sized {
-            return Err(corrupt("has not the length that it says"));
+            return Err(corrupt("does not have the length that it states"));
         }
         let mut copy = bytes.to_vec();
         put32(&mut copy, CRC_AT, 0);
@@ -134,7 +139,7 @@ impl Zeros {
                 .filter(|span| span.start().bytes().is_multiple_of(GRANULARITY))
                 .filter(|span| span.end().bytes().is_multiple_of(GRANULARITY) || span.end().bytes() == size)
                 .filter(|span| last.is_none_or(|end| span.start() > end))
-                .ok_or_else(|| corrupt("has a run that cannot be"))?;
+                .ok_or_else(|| corrupt("has an impossible run"))?;
             last = Some(span.end());
             found.runs.push(span);
         }

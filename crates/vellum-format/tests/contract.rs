@@ -1,5 +1,5 @@
-//! Every format passes the disk suite of `vellum-core`, in every configuration that changes how it works inside, and is
-//! free of errors and leaks each time it was closed.
+//! Every format passes the disk suite of `vellum-core`, in every configuration that changes how it works
+//! internally, and is free of errors and leaks each time it was closed.
 
 mod common;
 
@@ -13,8 +13,9 @@ use vellum_core::{
     Buffer, CheckedDisk, Disk, GuestOffset, HostTally, LocalFuture, MemoryDisk, MemoryStorage, Result,
     SharedDisk, SharedStorage, Storage, WriteFlags,
 };
-use vellum_format::qcow2::check::{Repair, check};
+use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Preallocation, Qcow2, create};
+use vellum_format::report::Repair;
 use vellum_format::{Prealloc, Raw};
 
 struct Qcow2Bench {
@@ -99,24 +100,24 @@ fn suite(options: CreateOptions) {
 
 #[test]
 fn defaults() {
-    suite(CreateOptions::default());
+    suite(CreateOptions::without_journal());
 }
 
 #[test]
 fn version_2() {
-    suite(CreateOptions { version: 2, ..CreateOptions::default() });
+    suite(CreateOptions { version: 2, ..CreateOptions::without_journal() });
 }
 
 #[test]
 fn small_clusters() {
     for cluster_size in [512, 1024, 4096] {
-        suite(CreateOptions { cluster_size, ..CreateOptions::default() });
+        suite(CreateOptions { cluster_size, ..CreateOptions::without_journal() });
     }
 }
 
 #[test]
 fn large_clusters() {
-    suite(CreateOptions { cluster_size: 2 << 20, ..CreateOptions::default() });
+    suite(CreateOptions { cluster_size: 2 << 20, ..CreateOptions::without_journal() });
 }
 
 #[test]
@@ -125,7 +126,7 @@ fn space_prepared_ahead() {
         [(512, None), (4096, Some(64 << 10)), (65_536, None), (65_536, Some(1 << 20))]
     {
         for prealloc in [Prealloc::Adaptive, Prealloc::Fixed(64 << 10)] {
-            let options = CreateOptions { cluster_size, journal, ..CreateOptions::default() };
+            let options = CreateOptions { cluster_size, journal, ..CreateOptions::without_journal() };
             let bench = Qcow2Bench { prealloc: Some(prealloc), ..Qcow2Bench::new(options, false) };
             block_on(contract::disk(&bench));
         }
@@ -135,23 +136,27 @@ fn space_prepared_ahead() {
 #[test]
 fn every_refcount_width() {
     for refcount_bits in [1, 2, 4, 8, 32, 64] {
-        suite(CreateOptions { refcount_bits, cluster_size: 1024, ..CreateOptions::default() });
+        suite(CreateOptions { refcount_bits, cluster_size: 1024, ..CreateOptions::without_journal() });
     }
 }
 
 #[test]
 fn subclusters() {
     for cluster_size in [16_384, 65_536, 131_072] {
-        suite(CreateOptions { extended_l2: true, cluster_size, ..CreateOptions::default() });
+        suite(CreateOptions { extended_l2: true, cluster_size, ..CreateOptions::without_journal() });
     }
 }
 
 #[test]
 fn data_file() {
     let data_file = Some("data".to_owned());
-    suite(CreateOptions { data_file: data_file.clone(), ..CreateOptions::default() });
-    suite(CreateOptions { data_file: data_file.clone(), extended_l2: true, ..CreateOptions::default() });
-    suite(CreateOptions { data_file, data_file_raw: true, ..CreateOptions::default() });
+    suite(CreateOptions { data_file: data_file.clone(), ..CreateOptions::without_journal() });
+    suite(CreateOptions {
+        data_file: data_file.clone(),
+        extended_l2: true,
+        ..CreateOptions::without_journal()
+    });
+    suite(CreateOptions { data_file, data_file_raw: true, ..CreateOptions::without_journal() });
 }
 
 #[test]
@@ -159,15 +164,16 @@ fn preallocated_mapping() {
     suite(CreateOptions {
         preallocation: Preallocation::Metadata,
         extended_l2: true,
-        ..CreateOptions::default()
+        ..CreateOptions::without_journal()
     });
-    let options = CreateOptions { preallocation: Preallocation::Metadata, ..CreateOptions::default() };
+    let options =
+        CreateOptions { preallocation: Preallocation::Metadata, ..CreateOptions::without_journal() };
     block_on(contract::disk(&Qcow2Bench::new(options, false)));
 }
 
 #[test]
 fn a_mapping_that_does_not_fit_memory() {
-    let options = CreateOptions { cluster_size: 512, ..CreateOptions::default() };
+    let options = CreateOptions { cluster_size: 512, ..CreateOptions::without_journal() };
     let bench = Qcow2Bench { mapping_bytes_max: 4096, ..Qcow2Bench::new(options, true) };
     block_on(contract::disk(&bench));
 }
@@ -175,7 +181,7 @@ fn a_mapping_that_does_not_fit_memory() {
 #[test]
 fn long_random_runs() {
     for (seed, cluster_size, extended_l2) in [(11, 512, false), (12, 65_536, false), (13, 16_384, true)] {
-        let options = CreateOptions { cluster_size, extended_l2, ..CreateOptions::default() };
+        let options = CreateOptions { cluster_size, extended_l2, ..CreateOptions::without_journal() };
         let bench = Qcow2Bench::new(options, seed % 2 == 0);
         block_on(contract::disk_random_operations(&bench, 3 << 20, seed, 2_000));
     }

@@ -1,4 +1,4 @@
-//! Corners in which bytes were lost once, or could have been: each test tells the story of one.
+//! Corner cases in which bytes were lost once, or could have been: each test tells the story of one.
 
 mod common;
 
@@ -13,13 +13,14 @@ fn whole(value: u8) -> Buffer {
     Buffer::copy_of(&[value; 512])
 }
 
-/// An image with more pages of refcounts than are kept in memory: 64 clusters of 512 bytes to a page, 1024 pages. All of
-/// its disk is allocated but the last 1000 clusters.
+/// An image with more pages of refcounts than are kept in memory: 64 clusters of 512 bytes to a page, 1024
+/// pages. All of its disk is allocated but the last 1000 clusters.
 const FULL: u64 = 70_000 * 512;
 
 fn many_refcounts() -> (Setup, Content) {
     let size = FULL + 1000 * 512;
-    let options = CreateOptions { size, cluster_size: 512, refcount_bits: 64, ..CreateOptions::default() };
+    let options =
+        CreateOptions { size, cluster_size: 512, refcount_bits: 64, ..CreateOptions::without_journal() };
     let setup = Setup { name: "many refcounts", options, has_base: false };
     let world = World::new(0);
     let drive = Drive::new(&world, DriveOptions::default());
@@ -36,8 +37,8 @@ fn many_refcounts() -> (Setup, Content) {
     (setup, drive.content())
 }
 
-/// The allocator looks for a free cluster from the beginning. More pages are full than fit in memory; it must get past
-/// them all the same, and not read them over and over for each cluster that was freed.
+/// The allocator looks for a free cluster from the beginning. More pages are full than fit in memory; it must
+/// get past them all the same, and not read them over and over for each cluster that was freed.
 #[test]
 fn a_free_cluster_is_found_behind_more_refcounts_than_memory_holds() {
     let (setup, full) = many_refcounts();
@@ -71,8 +72,9 @@ fn a_free_cluster_is_found_behind_more_refcounts_than_memory_holds() {
     });
 }
 
-/// Two writers need the same page of refcounts. The first gets it, takes the last free cluster of it, and has the page
-/// written and evicted. What the second one's read brings then must not be the page as it was before.
+/// Two writers need the same page of refcounts. The first gets it, takes the last free cluster of it, and has
+/// the page written and evicted. What the second one's read brings then must not be the page as it was
+/// before.
 #[test]
 fn a_page_of_refcounts_that_comes_late_gives_no_cluster_away_twice() {
     let (setup, full) = many_refcounts();
@@ -114,8 +116,8 @@ fn a_page_of_refcounts_that_comes_late_gives_no_cluster_away_twice() {
     }
 }
 
-/// A guest writes a cluster in place, and before that has ended it zeroes the cluster. Which of the two comes first is
-/// open, but a raw data file must have them in the same order as the disk.
+/// A guest writes a cluster in place, and before that has ended it zeroes the cluster. Which of the two comes
+/// first is open, but a raw data file must have them in the same order as the disk.
 #[test]
 fn a_raw_data_file_reads_as_the_disk_does_after_a_race() {
     let options = CreateOptions {
@@ -123,7 +125,7 @@ fn a_raw_data_file_reads_as_the_disk_does_after_a_race() {
         cluster_size: 4096,
         data_file: Some("data".to_owned()),
         data_file_raw: true,
-        ..CreateOptions::default()
+        ..CreateOptions::without_journal()
     };
     for may_unmap in [false, true] {
         let world = World::new(0);
@@ -182,4 +184,37 @@ fn refcounts_of_the_free_cluster(image: &Content) -> ImageOffset {
     let block =
         (0..).map(|index| word(table + index * 8)).find(|block| (0..64).any(|i| word(block + i * 8) == 0));
     ImageOffset::new(block.unwrap())
+}
+
+/// A question about a run that has no tables costs a look per table that is missing, not per cluster; where
+/// there is a table, others have their turn after 512 clusters.
+#[test]
+fn the_map_of_an_empty_disk_is_told_at_once_and_that_of_a_full_one_gives_way() {
+    let options = CreateOptions { size: 1 << 40, cluster_size: 4096, ..CreateOptions::without_journal() };
+    let setup = Setup { name: "an empty TiB", options, has_base: false };
+    let world = World::new(0);
+    let drive = Drive::new(&world, DriveOptions::default());
+    world.run(async {
+        create(&*drive, None, &setup.options).await.unwrap();
+        let disk = setup.open(&drive).await.unwrap();
+        let whole = GuestOffset::ZERO.span(1 << 40);
+        let mut map = disk.map(whole);
+        let told = futures_lite::future::poll_once(&mut map).await.expect("nobody is waited for").unwrap();
+        assert_eq!(told.iter().map(|extent| extent.span).collect::<Vec<_>>(), [whole]);
+        drop(map);
+        // Two tables of 2 MiB each, and nothing between.
+        for at in [0, 64 << 20] {
+            disk.write(GuestOffset::new(at), self::whole(1), WriteFlags::default()).await.unwrap();
+        }
+        let told = disk.map(whole).await.unwrap();
+        let ends: Vec<_> = told.iter().map(|extent| extent.span.end().bytes()).collect();
+        assert_eq!(ends, [4096, 64 << 20, (64 << 20) + 4096, 1 << 40]);
+        let mut map = disk.map(GuestOffset::ZERO.span(2 << 20));
+        assert!(futures_lite::future::poll_once(&mut map).await.is_some(), "512 clusters");
+        drop(map);
+        let mut map = disk.map(GuestOffset::ZERO.span(3 << 20));
+        assert!(futures_lite::future::poll_once(&mut map).await.is_none(), "more");
+        map.await.unwrap();
+        disk.close().await.unwrap();
+    });
 }

@@ -1,20 +1,23 @@
-//! The crash explorer on the formats: every image that every crash in every short program can leave is recovered, read
-//! and checked.
+//! The crash explorer on the formats: every image that every crash in every short program can leave is
+//! recovered, read and checked.
 //!
-//! Usually all programs of up to two steps, some of three, and long ones by chance; `VELLUM_TEST_SCALE` multiplies what is
-//! drawn by chance, and `VELLUM_EXPLORE=all` takes all programs of three steps. `VELLUM_EXPLORE_CASE=CASE` judges one
-//! state again, and `VELLUM_EXPLORE_DUMP=FILE` writes its image down.
+//! By default it takes all programs of up to two steps, some of three, and random long ones;
+//! `VELLUM_TEST_SCALE` multiplies the number of random ones, and `VELLUM_EXPLORE=all` takes all programs of
+//! three steps. `VELLUM_EXPLORE_CASE=CASE` prints the host events before one state and judges it again, and
+//! `VELLUM_EXPLORE_DUMP=FILE` writes its image to a file.
 
 mod common;
 mod subjects;
 
 use common::scale;
+use subjects::kinds;
 use subjects::native::NativeSubject;
-use subjects::{QcowSubject, RawSubject};
+use subjects::{QcowSubject, RawSubject, failing_flushes};
 use vellum_core::Random;
 use vellum_sim::explore::{Case, Counts, Explorer, Plan, Program, Step, Subject, Thoroughness};
 
-/// Programs by chance for each subject: short ones, long ones, ones of several queues, ones whose flush fails.
+/// Programs by chance for each subject: short ones, long ones, ones of several queues, ones whose flush
+/// fails.
 const SHORT: u64 = 60;
 const LONG: u64 = 6;
 const SEVERAL: u64 = 8;
@@ -57,17 +60,22 @@ fn explore(subject: &dyn Subject, one_in: usize) -> Counts {
     explore_plans(subject, plans(1).into_iter().step_by(one_in).collect())
 }
 
-#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
 fn explore_plans(subject: &dyn Subject, plans: Vec<Plan>) -> Counts {
-    let mut thoroughness = Thoroughness::default();
+    explore_carefully(subject, plans, Thoroughness::default())
+}
+
+#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
+fn explore_carefully(subject: &dyn Subject, plans: Vec<Plan>, mut thoroughness: Thoroughness) -> Counts {
     if takes_all() {
-        // Another program takes as long for one state as this for thousands; there are enough of them all the same.
+        // Another program takes as long for one state as this for thousands; there are enough of them all the
+        // same.
         thoroughness.sample_one_in *= 10;
     }
     let explorer = Explorer::new(subject, thoroughness);
     if let Ok(text) = std::env::var("VELLUM_EXPLORE_CASE") {
         let case: Case = text.parse().unwrap();
         if case.subject == subject.name() {
+            eprintln!("{}", explorer.events_before(&case));
             let (image, verdict) = explorer.replay(&case);
             if let Some(path) = std::env::var_os("VELLUM_EXPLORE_DUMP") {
                 image.write_to(&mut std::fs::File::create(path).unwrap()).unwrap();
@@ -87,6 +95,38 @@ fn explore_plans(subject: &dyn Subject, plans: Vec<Plan>) -> Counts {
 fn qcow2() {
     let counts = explore(&QcowSubject::plain(), 1);
     assert!(counts.states > 1000 && counts.nested > 100, "{counts:?}");
+}
+
+/// Flushes that fail: each state is recovered through a page cache that shows what the medium has not, and
+/// read again when the cache is lost. (So it is with all subjects here; these programs have a failing flush
+/// each, and little else.)
+macro_rules! behind_a_cache {
+    ($($name:ident: $subject:expr,)*) => {
+        mod behind_a_cache {
+            use super::*;
+            $(
+                #[test]
+                fn $name() {
+                    let counts = explore_plans(&$subject, failing_flushes());
+                    assert!(counts.shown > 4 || counts.programs == 0, "{counts:?}");
+                }
+            )*
+        }
+    };
+}
+
+behind_a_cache! {
+    qcow2: QcowSubject::plain(),
+    version_2: QcowSubject::version_2(),
+    journal: QcowSubject::journal(),
+    journal_over_a_base: QcowSubject::journal_over_a_base(),
+    linear: NativeSubject::linear(),
+    linear_over_zeros: NativeSubject::linear_over_zeros(),
+    linear_over_a_base: NativeSubject::linear_over_a_base(),
+    table: NativeSubject::table(),
+    table_over_a_base: NativeSubject::table_over_a_base(),
+    zoned: NativeSubject::zoned(),
+    zoned_over_a_base: NativeSubject::zoned_over_a_base(),
 }
 
 #[test]
@@ -113,6 +153,31 @@ fn qcow2_with_large_clusters() {
 #[test]
 fn journal() {
     explore(&QcowSubject::journal(), 1);
+}
+
+/// Programs of which the last step is what a crash meets; of the first one flushes fail, too.
+fn in_bulk(texts: &[&str]) -> Vec<Plan> {
+    let plan = |text: &str| Plan::last_step(text.parse().unwrap());
+    let mut plans: Vec<Plan> = Vec::new();
+    for seed in 0..scale() {
+        plans.extend(texts.iter().map(|text| Plan { seed, ..plan(text) }));
+    }
+    plans.extend((4..6).map(|number| Plan { fail_flush: Some(number), ..plan(texts[0]) }));
+    plans
+}
+
+/// More fresh data between two flushes than a record has checksums of: it is flushed before the record is
+/// written.
+#[test]
+fn journal_in_bulk() {
+    let plans = in_bulk(&[
+        "w64k@0 w64k@1 w64k@2 w64k@3 w64k@4 w4k@0 flush",
+        "w64k@0 w64k@1 w64k@2 w64k@3 w64k@4 discard@1 odd@2 flush w4k@0 flush",
+        "w64k@0 flush w64k@1 w64k@2 w64k@3 w64k@4 w64k@5 zero@3 flush w4k@5 fua@3",
+        "w64k@0 w64k@1 w64k@2 w64k@3 w64k@4 | w4k@4 w4k@0 w4k@4 | flush flush",
+    ]);
+    let counts = explore_plans(&QcowSubject::journal_in_bulk(), plans);
+    assert!(takes_all() || counts.states > 100, "{counts:?}");
 }
 
 #[test]
@@ -165,9 +230,9 @@ fn journal_prepared() {
     explore(&QcowSubject::journal_prepared(), 2);
 }
 
-/// The crashes of the paper that the journal is taken from (FAST'16, *Mitigating Sync Amplification for Copy-on-write
-/// Virtual Disk*): two workloads, and of each 200 crashes between two flushes, some of the writes there lost. Each image is
-/// looked at by QEMU, too.
+/// The crashes of the paper that the journal is taken from (FAST'16, *Mitigating Sync Amplification for
+/// Copy-on-write Virtual Disk*): two workloads, and of each 200 crashes between two flushes, some of the
+/// writes there lost. Each image is looked at by QEMU, too.
 #[test]
 #[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
 fn journal_scenarios_of_the_paper() {
@@ -271,7 +336,42 @@ fn explore_snapshots(subject: &dyn Subject, one_in: usize) {
     ] {
         chosen.push(Plan::whole(text.parse().unwrap()));
     }
+    let beside = chosen.len() as u64 / 8;
+    chosen.extend((0..beside.max(4)).map(kinds::snapshots_beside_guests));
     explore_plans(subject, chosen);
+}
+
+/// Two pages of table: deleting takes long enough for others to come in between.
+#[test]
+fn native_snapshots_of_two_pages() {
+    let plans = (0..3 * scale()).map(kinds::snapshots_beside_guests).collect();
+    explore_plans(&NativeSubject::snapshots_of_two_pages(), plans);
+}
+
+/// Snapshots, births, a device on which zones are emptied, and quiet times.
+#[test]
+fn native_zoned_with_everything() {
+    let mut plans: Vec<Plan> = (0..4 * scale()).map(kinds::snapshots_beside_guests).collect();
+    plans.extend((0..4 * scale()).map(kinds::of_all_kinds));
+    plans.extend((0..4 * scale()).map(kinds::with_a_failing_write));
+    explore_plans(&NativeSubject::zoned_with_everything(), plans);
+}
+
+/// Requests that are never drawn, and writes that fail, on every layout.
+#[test]
+fn native_requests_of_all_kinds() {
+    let subjects = [
+        NativeSubject::linear_over_a_base(),
+        NativeSubject::units_over_a_base(),
+        NativeSubject::units_on_a_device(),
+        NativeSubject::zoned_in_small_zones(),
+        NativeSubject::zoned_over_a_base(),
+    ];
+    for subject in &subjects {
+        let mut plans: Vec<Plan> = (0..6 * scale()).map(kinds::of_all_kinds).collect();
+        plans.extend((0..6 * scale()).map(kinds::with_a_failing_write));
+        explore_plans(subject, plans);
+    }
 }
 
 #[test]
@@ -284,7 +384,8 @@ fn native_snapshots_over_a_base() {
     explore_snapshots(&NativeSubject::snapshots_over_a_base(), 4);
 }
 
-/// Before each program something is written and flushed, so that a zone is open; discards let go of whole units. Programs of two seeds.
+/// Before each program something is written and flushed, so that a zone is open; discards let go of whole
+/// units. Programs of two seeds.
 fn explore_zoned(subject: &dyn Subject, one_in: usize) {
     let opened = |plan: Plan| {
         let program = plan.program.to_string().replace("discard@", "drop64k@");
@@ -312,6 +413,20 @@ fn native_zoned_on_a_device() {
 #[test]
 fn native_zoned_over_a_base() {
     explore_zoned(&NativeSubject::zoned_over_a_base(), 2);
+}
+
+/// More fresh data over a base between two flushes than a record has checksums of: it is flushed before the record is
+/// written, and what follows has none.
+#[test]
+fn native_zoned_in_bulk() {
+    let plans = in_bulk(&[
+        "w64k@0 w64k@1 w64k@2 w64k@3 w64k@4 w64k@5 w4k@0 flush",
+        "w64k@0 w64k@1 w64k@2 w64k@3 w64k@4 w64k@5 drop64k@1 odd@2 flush w4k@0 flush",
+        "w64k@0 flush w64k@1 w64k@2 w64k@3 w64k@4 w64k@5 w64k@6 zero@3 flush w4k@5 fua@3",
+        "w64k@0 w64k@1 w64k@2 w64k@3 w64k@4 w64k@5 w64k@6 | flush w4k@7 flush",
+    ]);
+    let counts = explore_plans(&NativeSubject::zoned_in_bulk(), plans);
+    assert!(takes_all() || counts.states > 100, "{counts:?}");
 }
 
 #[test]
@@ -352,6 +467,82 @@ fn native_tended_units() {
 #[test]
 fn native_tended_units_on_a_device() {
     explore_units(&NativeSubject::tended_units_on_a_device());
+}
+
+/// Discards let go of whole units in both pages. Reading all of such a disk takes long, and finds no more.
+fn explore_two_pages(subject: &dyn Subject, one_in: usize) {
+    let opened = |plan: Plan| {
+        let program = plan.program.to_string().replace("discard@", "drop64k@");
+        Plan { program: format!("w512@4 flush {program}").parse().unwrap(), ..plan }
+    };
+    let chosen: Vec<Plan> = plans(1).into_iter().step_by(one_in).map(opened).collect();
+    explore_carefully(subject, chosen, Thoroughness { whole_one_in: u64::MAX, ..Thoroughness::default() });
+}
+
+#[test]
+fn native_two_pages() {
+    explore_two_pages(&NativeSubject::two_pages(), 12);
+}
+
+#[test]
+fn native_two_pages_of_zones() {
+    explore_two_pages(&NativeSubject::two_pages_of_zones(), 12);
+}
+
+/// As above, where the second page lies in a part of the table.
+#[test]
+fn native_grown() {
+    explore_two_pages(&NativeSubject::grown(), 60);
+    explore_two_pages(&NativeSubject::grown_on_a_device(), 60);
+}
+
+#[test]
+fn native_grown_zones() {
+    explore_two_pages(&NativeSubject::grown_zones(), 60);
+}
+
+/// Programs whose openings meet a device that is full, a disk that ends elsewhere, and both half changed;
+/// then some of the usual ones, with most of the device taken before.
+fn explore_growing(subject: &dyn Subject, one_in: usize) {
+    let known = [
+        "w4k@0 w4k@1 w4k@2 w4k@3 w4k@4 flush reopen w4k@0 w512@1 flush",
+        "w64k@2 w64k@4 w64k@0 flush w4k@1 reopen drop64k@2 w4k@3 flush reopen w512@0 w512@1 flush",
+        "odd@0 odd@1 flush reopen odd@1 zero@0 flush reopen",
+    ];
+    let mut chosen: Vec<Plan> = known.map(|text| Plan::whole(text.parse().unwrap())).to_vec();
+    chosen.extend(plans(1).into_iter().step_by(one_in).map(|plan| {
+        let program = plan.program.to_string().replace("discard@", "drop64k@");
+        Plan { program: format!("w4k@3 w4k@4 flush {program}").parse().unwrap(), ..plan }
+    }));
+    explore_carefully(subject, chosen, Thoroughness { whole_one_in: u64::MAX, ..Thoroughness::default() });
+}
+
+#[test]
+fn native_growing() {
+    explore_growing(&NativeSubject::growing_on_a_device(), 40);
+}
+
+#[test]
+fn native_growing_with_snapshots() {
+    explore_snapshots(&NativeSubject::growing_with_snapshots(), 32);
+    explore_snapshots(&NativeSubject::growing_over_a_base(), 32);
+}
+
+/// Twice round a ring, then one of the usual programs.
+#[test]
+fn native_larger_ring() {
+    let round = |plan: Plan, number: usize| {
+        // A unit that is let go and taken again is on record each time; a sector that is overwritten is not.
+        let loops: String = (0..35 + number)
+            .map(|step| (step * 7 + number) % 5)
+            .map(|place| format!("w512@{place} flush drop64k@{place} flush "))
+            .collect();
+        let program = plan.program.to_string().replace("discard@", "drop64k@");
+        Plan { program: format!("{loops}{program}").parse().unwrap(), ..plan }
+    };
+    let short = |plan: &Plan| plan.last_step_only && plan.program.queues.len() == 1;
+    let chosen = plans(1).into_iter().filter(short).step_by(40).enumerate();
+    explore_plans(&NativeSubject::larger_ring(), chosen.map(|(number, plan)| round(plan, number)).collect());
 }
 
 #[test]

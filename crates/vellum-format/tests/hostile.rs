@@ -1,20 +1,23 @@
-//! Images that lie. Each gives one clear error, or works as far as it is sound; never a panic, never more than 64 MiB,
-//! never more than two seconds (`limits`), and nothing outside the image is ever asked for.
+//! Images that lie. Each gives one clear error, or works as far as it is valid; never a panic, never more
+//! than 64 MiB, never more than two seconds (`limits`), and nothing outside the image is ever read.
 //!
-//! The first table is the list of header pokes that QEMU's own test 080 tries; the second points tables at each other;
-//! the third flips every byte of the metadata of a small image, one after the other, and uses each result in earnest.
+//! The first table is the list of header pokes that QEMU's own test 080 tries; the second points tables at
+//! each other; the third flips every byte of the metadata of a small image, one after the other, and uses
+//! each result as a normal image.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_lite::future::block_on;
 use peak_alloc::PeakAlloc;
 use vellum_core::{
-    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, MemoryStorage, Result, SharedStorage, Storage,
-    WriteFlags, ZeroFlags,
+    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, MemoryStorage, Result,
+    SharedStorage, Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
 };
-use vellum_format::qcow2::check::{Repair, check};
+use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
+use vellum_format::report::Repair;
 
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
@@ -40,7 +43,7 @@ fn image_with(options: CreateOptions) -> Vec<u8> {
 }
 
 fn image() -> Vec<u8> {
-    image_with(CreateOptions { size: SIZE, ..CreateOptions::default() })
+    image_with(CreateOptions { size: SIZE, ..CreateOptions::without_journal() })
 }
 
 async fn open(image: Arc<MemoryStorage>, read_only: bool) -> Result<Arc<Qcow2>> {
@@ -50,7 +53,8 @@ async fn open(image: Arc<MemoryStorage>, read_only: bool) -> Result<Arc<Qcow2>> 
     Qcow2::open(header, Files { image, data_file: None, below: None }, options).await
 }
 
-/// Everything a user may do with an image. Whether each succeeds does not matter; that it ends, and how, does.
+/// Everything a user may do with an image. Whether each succeeds does not matter; that it ends, and how,
+/// does.
 async fn use_all(bytes: &[u8]) -> Vec<vellum_core::Error> {
     let mut errors = Vec::new();
     let image = || MemoryStorage::holding("image", bytes);
@@ -87,11 +91,12 @@ async fn use_all(bytes: &[u8]) -> Vec<vellum_core::Error> {
     errors
 }
 
-/// Runs `use_all` within the limits, and gives its errors.
+/// Runs `use_all` within the limits, and returns its errors.
 fn limits(what: &str, bytes: &[u8]) -> Vec<vellum_core::Error> {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let before = MEMORY.current_usage();
     MEMORY.reset_peak_usage();
+    #[expect(clippy::disallowed_methods, reason = "a hostile image must not keep a program busy")]
     let start = Instant::now();
     let errors = block_on(use_all(bytes));
     let used = MEMORY.peak_usage().saturating_sub(before);
@@ -193,8 +198,8 @@ fn an_unknown_feature_is_refused_by_its_name() {
     assert!(name(&bytes).contains("time travel"), "{}", name(&bytes));
 }
 
-/// Where things are in an image of the default layout: cluster 1 has the refcount table, 2 its block, 3 the L1 table,
-/// 4 the L2 table, 5 and on data.
+/// Where things are in an image of the default layout: cluster 1 has the refcount table, 2 its block, 3 the
+/// L1 table, 4 the L2 table, 5 and on data.
 #[test]
 fn tables_that_point_at_each_other() {
     let good = image();
@@ -253,24 +258,30 @@ fn tables_that_point_at_each_other() {
 #[test]
 fn huge_sparse_images_cost_what_is_in_them() {
     for (size, cluster_size) in [(1u64 << 46, 65_536), (1 << 52, 2 << 20), (1 << 31, 512)] {
-        let bytes = image_with(CreateOptions { size, cluster_size, ..CreateOptions::default() });
+        let bytes = image_with(CreateOptions { size, cluster_size, ..CreateOptions::without_journal() });
         let errors = limits(&format!("a disk of {size} bytes"), &bytes);
         assert!(errors.is_empty(), "{errors:?}");
     }
 }
 
-/// Found by fuzzing: new refcounts would have had to count their own table, which in so long a file is millions of clusters.
+/// Found by fuzzing: new refcounts would have had to count their own table, which in a file of this length is
+/// millions of clusters.
 #[test]
 fn refcounts_of_a_very_long_file_are_refused_at_once() {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let image = MemoryStorage::new("image");
-    let options =
-        CreateOptions { size: 65_536, cluster_size: 512, refcount_bits: 64, ..CreateOptions::default() };
+    let options = CreateOptions {
+        size: 65_536,
+        cluster_size: 512,
+        refcount_bits: 64,
+        ..CreateOptions::without_journal()
+    };
     block_on(async {
         create(&*image, None, &options).await.unwrap();
         image.set_len(1 << 40).await.unwrap();
         image.write(ImageOffset::new(512), Buffer::copy_of(&[0, 0, 0, 0, 0, 0, 7, 1])).await.unwrap();
         let header = Header::read(&*image).await.unwrap();
+        #[expect(clippy::disallowed_methods, reason = "a hostile image must not keep a program busy")]
         let begun = Instant::now();
         let image: SharedStorage = image;
         let error = check(&header, &image, Repair::All, &mut |_| {}).await.unwrap_err();
@@ -282,7 +293,7 @@ fn refcounts_of_a_very_long_file_are_refused_at_once() {
 
 #[test]
 fn every_byte_of_the_metadata_wrong_once() {
-    let options = CreateOptions { size: 200_000, cluster_size: 512, ..CreateOptions::default() };
+    let options = CreateOptions { size: 200_000, cluster_size: 512, ..CreateOptions::without_journal() };
     let image = MemoryStorage::new("image");
     block_on(async {
         create(&*image, None, &options).await.unwrap();
@@ -328,4 +339,168 @@ fn an_l1_entry_of_a_flag_and_nothing_else_names_no_table() {
         let read = disk.read(GuestOffset::ZERO, Buffer::zeroed(4096)).await.unwrap();
         assert_eq!(read.slice(), [7; 4096]);
     });
+}
+
+/// Counts what is read of an image.
+struct Counting {
+    inner: Arc<MemoryStorage>,
+    reads: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl Storage for Counting {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn limits(&self) -> &Limits {
+        self.inner.limits()
+    }
+
+    fn len(&self) -> u64 {
+        self.inner.len()
+    }
+
+    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        self.reads.fetch_add(1, Ordering::Relaxed);
+        self.bytes.fetch_add(buffer.len() as u64, Ordering::Relaxed);
+        self.inner.read(at, buffer)
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        self.inner.write(at, data)
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.inner.flush()
+    }
+
+    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        self.inner.write_zeroes(span, how)
+    }
+
+    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.inner.discard(span)
+    }
+
+    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
+        self.inner.set_len(len)
+    }
+
+    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.inner.preallocate(span)
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        self.inner.runs(span)
+    }
+}
+
+/// Where tables of the worst images lie: behind all that is in use, after a gap.
+const TABLES_AT: u64 = 1 << 30;
+
+/// An image of 512-byte clusters with this many snapshots, whose L1 tables have this many bytes: one for all
+/// of them, or one each. The first entries of the shared one are filled, each with the same L2 table, which
+/// is full.
+fn with_snapshots(count: u64, l1_bytes: u64, is_shared: bool, entries: u64) -> Arc<MemoryStorage> {
+    let options = CreateOptions { size: 1 << 20, cluster_size: 512, ..CreateOptions::without_journal() };
+    let image = MemoryStorage::new("image");
+    let put = async |at: u64, bytes: &[u8]| {
+        image.write(ImageOffset::new(at), Buffer::copy_of(bytes)).await.unwrap();
+    };
+    block_on(async {
+        create(&*image, None, &options).await.unwrap();
+        let table_at = (1 << 20) + 512;
+        let l2_at: u64 = 2 << 20;
+        put(l2_at, &(l2_at + 512).to_be_bytes().repeat(64)).await;
+        let l1 = (l2_at).to_be_bytes().repeat(usize::try_from(entries).unwrap());
+        put(TABLES_AT, &l1).await;
+        let mut table = Vec::new();
+        for index in 0..count {
+            let l1_at = TABLES_AT + if is_shared { 0 } else { index * l1_bytes };
+            let mut entry = vec![0; 64];
+            put64(&mut entry, 0, l1_at);
+            entry[8..12].copy_from_slice(&u32::try_from(l1_bytes / 8).unwrap().to_be_bytes());
+            entry[15] = 8; // bytes of the name
+            entry[39] = 16; // of extra data
+            put64(&mut entry, 56, index);
+            table.extend(entry);
+        }
+        put(table_at, &table).await;
+        put(60, &u32::try_from(count).unwrap().to_be_bytes()).await;
+        put(64, &table_at.to_be_bytes()).await;
+        let end = TABLES_AT + if is_shared { l1_bytes } else { count * l1_bytes };
+        image.set_len(end).await.unwrap();
+    });
+    image
+}
+
+fn put64(bytes: &mut [u8], at: usize, value: u64) {
+    bytes[at..at + 8].copy_from_slice(&value.to_be_bytes());
+}
+
+/// What a header and a table claim costs no more work than the bytes that are there: neither opening for
+/// writing, nor a check, nor the repair of an image that was not closed.
+#[test]
+fn snapshots_cost_what_their_tables_hold() {
+    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let max = 32 << 20;
+    let cases = [
+        ("as many snapshots as can be, of one small table", 65_536, 4096, true, 512),
+        ("as many as can be, of a small table each, in a hole", 65_536, 4096, false, 0),
+        ("the largest tables, in a hole", 8, max, false, 0),
+        ("one table for all, in a hole", 8, max, true, 0),
+        ("one table for all, and each entry names the same L2 table", 8, max, true, 65_536),
+    ];
+    for (what, count, l1_bytes, is_shared, entries) in cases {
+        let inner = with_snapshots(count, l1_bytes, is_shared, entries);
+        let there = count * 64 + entries * 8 + (1 << 20);
+        for is_dirty in [false, true] {
+            let image = Arc::new(Counting {
+                inner: inner.clone(),
+                reads: AtomicU64::new(0),
+                bytes: AtomicU64::new(0),
+            });
+            let shared: SharedStorage = image.clone();
+            if is_dirty {
+                let bit = Buffer::copy_of(&1u64.to_be_bytes());
+                block_on(inner.write(ImageOffset::new(72), bit)).unwrap();
+            }
+            MEMORY.reset_peak_usage();
+            let before = MEMORY.current_usage();
+            let opened = block_on(async {
+                let header = Header::read(&*shared).await?;
+                let files = Files { image: shared.clone(), data_file: None, below: None };
+                Qcow2::open(header, files, OpenOptions::default()).await
+            });
+            let used = MEMORY.peak_usage().saturating_sub(before);
+            let (reads, bytes) = (image.reads.load(Ordering::Relaxed), image.bytes.load(Ordering::Relaxed));
+            let passes = if is_dirty { 6 } else { 1 };
+            assert!(
+                bytes <= passes * there * 2,
+                "{what}, dirty {is_dirty}: {bytes} bytes read, {there} there"
+            );
+            assert!(reads <= passes * (1000 + count), "{what}, dirty {is_dirty}: {reads} reads");
+            assert!(used < 192 << 20, "{what}, dirty {is_dirty}: {} MiB of memory", used >> 20);
+            if let Err(error) = opened {
+                assert!(is_dirty, "{what}: {}", error.chain());
+            }
+        }
+    }
+}
+
+/// Together the tables of a real image's snapshots are far from this large.
+#[test]
+fn snapshots_that_claim_too_much_are_refused() {
+    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    for is_shared in [true, false] {
+        let image = with_snapshots(65_536, 32 << 20, is_shared, 16);
+        let error = block_on(open(image.clone(), false)).map(drop).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{}", error.chain());
+        assert!(error.chain().contains("256 MiB"), "{}", error.chain());
+        let shared: SharedStorage = image;
+        let header = block_on(Header::read(&*shared)).unwrap();
+        let report = block_on(check(&header, &shared, Repair::Nothing, &mut |_| {})).unwrap();
+        assert!(report.corruptions > 0);
+    }
 }

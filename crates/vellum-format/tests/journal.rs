@@ -1,7 +1,7 @@
 //! What a synchronous write costs with a journal: exactly, per operation, in the steady state.
 //!
-//! *Foreground* is what had to happen before the guest was answered; *total* adds the checkpoint and the clean close. Each
-//! row runs operations that are all followed by a flush; the first 64 are not counted.
+//! *Foreground* is what had to happen before the guest was answered; *total* adds the checkpoint and the
+//! clean close. In each row every operation is followed by a flush; the first 64 are not counted.
 
 mod common;
 
@@ -20,7 +20,7 @@ const COUNTED: u64 = 256;
 const SIZE: u64 = 16 << 30;
 
 fn journaled() -> CreateOptions {
-    CreateOptions { size: SIZE, journal: Some(1 << 20), ..CreateOptions::default() }
+    CreateOptions { size: SIZE, journal: Some(1 << 20), ..CreateOptions::without_journal() }
 }
 
 async fn open(drive: &Arc<Drive>, below: Option<SharedDisk>, tally: &HostTally) -> Arc<Qcow2> {
@@ -153,8 +153,9 @@ fn one_flush_each() {
     assert!(again.writes <= 2 * n && again.bytes <= n * 8704, "{again:?}");
 }
 
-/// A mail server in short, on an overlay of a full base: files of 4 to 32 KiB, a few of them between two flushes, and
-/// blocks of the file system's own that are written again and again. Exact: what is written, what is flushed, and that nothing is read of the base.
+/// A mail server in short, on an overlay of a full base: files of 4 to 32 KiB, a few of them between two
+/// flushes, and blocks of the file system's own that are written again and again. Exact: what is written,
+/// what is flushed, and that nothing is read of the base.
 #[test]
 fn a_mail_server_on_an_overlay() {
     const FLUSHES: u64 = 256;
@@ -189,7 +190,8 @@ fn a_mail_server_on_an_overlay() {
         let after = foreground();
         let (flushes, written) = (after.0 - before.0, after.2 - before.2);
         assert_eq!(flushes, FLUSHES, "one for each of the guest's");
-        // Hundredths of a byte for each byte of the guest: the data, the records, and what was not proven yet once more.
+        // Hundredths of a byte for each byte of the guest: the data, the records, and what was not proven yet
+        // once more.
         assert!((100..=115).contains(&(written * 100 / bytes)), "{written} bytes for {bytes}");
         let read = below_tally.data.counts().bytes_read + below_tally.metadata.counts().bytes_read;
         assert_eq!(read, 0, "the base is not read to write");
@@ -197,7 +199,8 @@ fn a_mail_server_on_an_overlay() {
     });
 }
 
-/// Writes that begin in what the one before wrote and end in fresh space, and no flush of the guest: they wait for nothing.
+/// Writes that begin in what the one before wrote and end in fresh space, and no flush of the guest: they
+/// wait for nothing.
 #[test]
 fn writes_that_straddle_fresh_space_are_not_committed_one_by_one() {
     const WRITES: u64 = 256;
@@ -292,4 +295,43 @@ fn flushes_of_a_raw_image_are_shared() {
         assert!(flushes <= 4 * 64 / 2, "{flushes} flushes for {} writes", 4 * 64);
         disk.close().await.unwrap();
     });
+}
+
+/// What is written in bulk, and flushed once: its checksums would fill record after record. It is flushed
+/// before its record instead, so it costs two flushes, and one more where the mapping alone fills a record.
+#[test]
+#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
+fn bulk_writes_cause_few_flushes_of_their_own() {
+    for (name, writes, len, step, flushes) in [
+        ("a sequential fill of 256 MiB", 256u64, 1 << 20, 1u64 << 20, 2),
+        ("scattered, a cluster each", 1536, 4096, 1 << 20, 2),
+        ("a little less than a record has checksums of", 8, 512 << 10, 512 << 10, 1),
+    ] {
+        let setup = Setup { name: "bulk", options: journaled(), has_base: false };
+        let world = World::new(0);
+        let options = DriveOptions { history: vellum_sim::History::Pending, ..DriveOptions::default() };
+        let drive = Drive::from_content(&world, setup.empty_image(), options);
+        let tally = HostTally::default();
+        world.run(async {
+            let disk = open(&drive, None, &tally).await;
+            disk.write(GuestOffset::new(SIZE - 4096), Buffer::copy_of(&[1; 4096]), WriteFlags::FUA)
+                .await
+                .unwrap();
+            let foreground = || sum(&[tally.data.counts(), tally.metadata.counts()]);
+            let before = foreground();
+            for i in 0..writes {
+                let at = GuestOffset::new(i * step);
+                disk.write(at, Buffer::copy_of(&vec![7; len]), WriteFlags::default()).await.unwrap();
+            }
+            assert_eq!(foreground().0 - before.0, 0, "{name}: none before the guest asks for one");
+            disk.flush().await.unwrap();
+            let after = foreground();
+            eprintln!("{name}: {} flushes, {} writes", after.0 - before.0, after.1 - before.1);
+            assert_eq!(after.0 - before.0, flushes, "{name}");
+            disk.close().await.unwrap();
+            let image: SharedStorage = drive.clone();
+            let (report, lines) = look(&image).await.unwrap();
+            assert!(report.is_clean(), "{name}: {lines:?}");
+        });
+    }
 }

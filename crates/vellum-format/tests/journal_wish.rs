@@ -1,5 +1,5 @@
-//! A journal is given to images and taken away, with a crash at every moment: the header is old or new, and says all
-//! that it said.
+//! A journal is added to images and removed, with a crash at every moment: the header is the old or the new
+//! one, with all its fields.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ const ROW: usize = 48;
 const FIELDS: usize = 112;
 const WANTED: u64 = 128 << 10;
 
-/// What a first cluster says.
+/// The content of a first cluster.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Said {
     fields: Vec<u8>,
@@ -76,11 +76,11 @@ impl Said {
     }
 }
 
-/// An image as QEMU makes it, with an extension of `foreign` bytes that nobody knows.
+/// An image as QEMU makes it, with an unknown extension of `foreign` bytes.
 fn image(cluster: u64, name: &str, foreign: usize, with_names: bool) -> (Content, Said) {
     let world = World::new(0);
     let drive = Drive::new(&world, DriveOptions::default());
-    let options = CreateOptions { size: 1 << 20, cluster_size: cluster, ..CreateOptions::default() };
+    let options = CreateOptions { size: 1 << 20, cluster_size: cluster, ..CreateOptions::without_journal() };
     world.run(create(&*drive, None, &options)).unwrap();
     let mut bytes = drive.content().to_vec();
     let len = usize::try_from(cluster).unwrap();
@@ -135,7 +135,7 @@ fn crashed(name: &str, before: &Content, cluster: u64, wanted: Option<u64>, stat
                 assert_eq!(said, old, "{name}, {kind:?} at {position}");
                 let journal = journal_of(&image);
                 assert!(journal == had || journal == wanted, "{name}, {kind:?} at {position}: {journal:?}");
-                // Done again, it comes to the same.
+                // Doing it again has the same result.
                 let world = World::new(0);
                 let drive = Drive::from_content(&world, image, DriveOptions::default());
                 let shared: SharedStorage = drive.clone();
@@ -248,7 +248,7 @@ fn impossible_wishes_are_refused() {
     assert_eq!(changed(&poked(79, &[2]), Some(WANTED)).err(), Some(ErrorKind::Corrupt));
     let world = World::new(0);
     let drive: Arc<Drive> = Drive::new(&world, DriveOptions::default());
-    let old = CreateOptions { size: 1 << 20, version: 2, ..CreateOptions::default() };
+    let old = CreateOptions { size: 1 << 20, version: 2, ..CreateOptions::without_journal() };
     world.run(create(&*drive, None, &old)).unwrap();
     assert_eq!(changed(&drive.content(), Some(WANTED)).err(), Some(ErrorKind::Invalid));
     assert_eq!(changed(&drive.content(), None).expect("nothing to do").to_vec(), drive.content().to_vec());
@@ -264,7 +264,7 @@ fn changed(image: &Content, wanted: Option<u64>) -> Result<Content, ErrorKind> {
     Ok(drive.content())
 }
 
-/// Headers that nobody vouches for: refused, or changed into one that can be read.
+/// Headers that have no checksum: refused, or changed into one that can be read.
 #[test]
 fn damaged_headers_are_refused_or_stay_headers() {
     let scale = std::env::var("VELLUM_TEST_SCALE").ok().and_then(|scale| scale.parse().ok()).unwrap_or(1);

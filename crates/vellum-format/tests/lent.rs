@@ -1,14 +1,15 @@
-//! A guest that changes its memory while it is written: nothing but its own bytes may suffer, and an image that is killed
-//! after a flush has one of the values of each.
+//! A guest that changes its memory while it is written: nothing but its own bytes may suffer, and an image
+//! that is killed after a flush has one of the values of each byte.
 //!
 //! ```text
 //!   write of 0x11, lent ──► format ──► here: the guest turns what is still its memory into 0x12 ──► storage
 //! ```
 //!
-//! What is read into lent memory is the guest's, too, and never what the format keeps beside it: a packed block tells a zone's tag.
+//! Data that is read into lent memory is the guest's, never what the format stores beside it: a packed block
+//! contains a zone's tag.
 //!
-//! What the format took a copy of arrives as 0x11, the rest as 0x12, and both are right. A checksum of what did not arrive is
-//! not: then recovery takes a write for lost that was flushed.
+//! Bytes that the format copied arrive as 0x11, the rest as 0x12, and both are correct. A checksum of bytes
+//! that did not arrive is not: then recovery would discard a write that was flushed.
 
 mod common;
 
@@ -240,7 +241,7 @@ async fn run(kind: &Kind, seed: u64, steps: usize) -> std::result::Result<u64, S
         let image_now = image.content();
         let what = |why: String| format!("{}, seed {seed}, step {step}: {why}", kind.name());
         if kind.is_recovered() && random.one_in(2) {
-            // Killed: nothing is told to the disk any more. Another one goes on with what is there.
+            // Killed: the disk gets no more requests. Another one continues with what is there.
             changed += restless.changed.load(Relaxed);
             image = MemoryStorage::with("image", image.limits().clone(), image_now);
             restless = Restless::over(image.clone());
@@ -306,8 +307,8 @@ fn a_guest_sees_no_packed_block() {
             let at = GuestOffset::new(unit * UNIT);
             disk.write(at, memory.lend(&[(0, 4096)]), WriteFlags::default()).await.expect("it is written");
         };
-        // With the first a zone is opened; those behind are born in it. Some are read packed, some when they are so no more,
-        // and the new bytes are in the journal only.
+        // With the first a zone is opened; those behind are born in it. Some are read packed, some when they
+        // are so no more, and the new bytes are in the journal only.
         for unit in 0..12 {
             write(unit, 4).await;
             disk.flush().await.expect("flushed");

@@ -1,5 +1,5 @@
-//! The native format: the contract of a disk, in every configuration that changes how it works inside; crashes and failing
-//! drives; and what a request costs the host, exactly.
+//! The native format: the contract of a disk, in every configuration that changes how it works internally;
+//! crashes and failing drives; and what a request costs the host, exactly.
 
 #[path = "native/ahead.rs"]
 mod ahead;
@@ -12,6 +12,8 @@ mod compact;
 mod counts;
 #[path = "subjects/device.rs"]
 mod device;
+#[path = "space/host.rs"]
+mod host;
 #[path = "subjects/late.rs"]
 mod late;
 #[path = "native/ready.rs"]
@@ -33,7 +35,7 @@ use futures_lite::future::block_on;
 use vellum_core::contract::{self, DiskBench};
 use vellum_core::{Buffer, Disk, GuestOffset};
 use vellum_core::{
-    CheckedDisk, ErrorKind, LocalFuture, MemoryStorage, Result, SharedDisk, SharedStorage, Storage,
+    CheckedDisk, ErrorKind, HostTally, LocalFuture, MemoryStorage, Result, SharedDisk, SharedStorage,
     WriteFlags,
 };
 use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, create, recover};
@@ -150,24 +152,63 @@ fn an_image_that_was_not_closed_is_recovered_by_who_may_write() {
     });
 }
 
-/// Writes that change no page of home leave the image as clean as it was.
+/// Writes that change no page of home need no record. The first of them marks the image as in use, once.
 #[test]
-fn what_changes_no_home_page_needs_no_journal() {
+fn what_changes_no_home_page_needs_no_record() {
     block_on(async {
         let setup = NativeSetup::linear("linear", 1 << 20).over(vec![0; 512 << 10], 64 << 10);
         let mut options = setup.create_options();
         options.base.as_mut().unwrap().zeros = vec![GuestOffset::ZERO.span(512 << 10)];
         let image = MemoryStorage::new("image");
         create(&*image, &options).await.unwrap();
-        let before = image.content().to_vec()[..8192].to_vec();
         let shared: SharedStorage = image.clone();
         let disk = Native::open(shared.clone(), setup.below(), OpenOptions::default()).await.unwrap();
-        for at in [0, 300_000, 600_000] {
+        let superblocks = || image.content().to_vec()[..8192].to_vec();
+        let closed = superblocks();
+        let write = async |at| {
             disk.write(GuestOffset::new(at), Buffer::copy_of(&[5; 5000]), WriteFlags::FUA).await.unwrap();
-        }
+        };
+        write(0).await;
+        let marked = superblocks();
+        assert_ne!(marked, closed, "it says that it is in use");
+        write(300_000).await;
+        write(600_000).await;
         disk.discard(GuestOffset::new(4096).span(700_000), WriteFlags::FUA).await.unwrap();
-        assert_eq!(image.content().to_vec()[..8192], before, "the superblocks");
-        assert_eq!(recover(&shared).await.unwrap().records, 0);
-        assert!(image.len() > 0);
+        assert_eq!(superblocks(), marked, "once is enough");
+        drop(disk);
+        let recovery = recover(&shared).await.unwrap();
+        assert_eq!((recovery.records, recovery.pages), (0, 0), "{recovery:?}");
+    });
+}
+
+/// Nothing says of such an image whether its last writer had everything flushed, so the first flush of an opening reaches
+/// the host although nothing was written. Then there is nothing to do, as ever.
+#[test]
+fn the_first_flush_of_an_image_without_a_mark_reaches_the_host() {
+    block_on(async {
+        let setup = NativeSetup::linear("linear", 1 << 20);
+        let image = MemoryStorage::new("image");
+        create(&*image, &setup.create_options()).await.unwrap();
+        let shared: SharedStorage = image.clone();
+        let open = async |tally: &HostTally| {
+            let options = OpenOptions { tally: tally.clone(), ..OpenOptions::default() };
+            Native::open(shared.clone(), None, options).await.unwrap()
+        };
+        let flushes = |tally: &HostTally| {
+            let (data, metadata) = (tally.data.counts(), tally.metadata.counts());
+            data.flushes + metadata.flushes
+        };
+        let disk = open(&HostTally::default()).await;
+        disk.write(GuestOffset::ZERO, Buffer::copy_of(&[5; 4096]), WriteFlags::default()).await.unwrap();
+        drop(disk); // killed: the bytes are in the page cache, and nowhere else
+        let tally = HostTally::default();
+        let disk = open(&tally).await;
+        let read = disk.read(GuestOffset::ZERO, Buffer::zeroed(4096)).await.unwrap();
+        assert_eq!(read.to_vec(), vec![5; 4096]);
+        disk.flush().await.unwrap();
+        assert_eq!(flushes(&tally), 1, "what was read is durable");
+        disk.flush().await.unwrap();
+        assert_eq!(flushes(&tally), 1, "nothing was written");
+        disk.close().await.unwrap();
     });
 }

@@ -1,8 +1,9 @@
-//! Images of the native format that lie. Each gives one clear error, or works as far as it is sound; never a panic, never more
-//! than 64 MiB, never without end (`limits`).
+//! Images of the native format that lie. Each gives one clear error, or works as far as it is valid; never a
+//! panic, never more than 64 MiB, never an endless loop (`limits`).
 //!
-//! The first test pokes every field of the superblock, with its CRC made good again; the second every kind of page of home;
-//! the third cuts the file off; the last damages the journal of an image that was not closed, and its data.
+//! The first test pokes every field of the superblock, with its CRC corrected; the second every kind of page
+//! of home; the third truncates the file; the last damages the journal of an image that was not closed, and
+//! its data.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,10 +14,11 @@ use vellum_core::{
     Buffer, Disk, Error, ErrorKind, GuestOffset, MemoryDisk, MemoryStorage, Random, Result, SharedDisk,
     SharedStorage, Storage, WriteFlags, ZeroFlags,
 };
-use vellum_format::native::check::{Repair, check};
+use vellum_format::native::check::check;
 use vellum_format::native::{
     CreateOptions, Native, NewBase, OpenOptions, Region, Superblocks, create, recover,
 };
+use vellum_format::report::Repair;
 
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
@@ -75,7 +77,8 @@ fn image(options: &CreateOptions, is_closed: bool) -> Vec<u8> {
     storage.content().to_vec()
 }
 
-/// Everything a user may do with an image. Whether each succeeds does not matter; that it ends, and how, does.
+/// Everything a user may do with an image. Whether each succeeds does not matter; that it ends, and how,
+/// does.
 async fn use_all(bytes: &[u8]) -> Vec<Error> {
     let mut errors = Vec::new();
     let fresh = || MemoryStorage::holding("image", bytes);
@@ -117,6 +120,7 @@ fn limits(what: &str, bytes: &[u8]) -> Vec<Error> {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let before = MEMORY.current_usage();
     MEMORY.reset_peak_usage();
+    #[expect(clippy::disallowed_methods, reason = "a hostile image must not keep a program busy")]
     let start = Instant::now();
     let errors = block_on(use_all(bytes));
     let used = MEMORY.peak_usage().saturating_sub(before);
@@ -142,7 +146,7 @@ fn good_images_are_good() {
     for options in kinds() {
         assert!(limits("closed", &image(&options, true)).is_empty(), "{options:?}");
         let errors = limits("not closed", &image(&options, false));
-        // What cannot be looked at is told, and nothing else.
+        // What cannot be checked is reported, and nothing else.
         assert!(errors.iter().all(|error| error.chain().contains("vellum recover")), "{errors:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! Space ahead of need: what is prepared, when, that nobody waits for it, and that it is given back.
+//! Space ahead of need: what is prepared, when, that no request waits for it, and that it is returned.
 
 mod common;
 
@@ -21,7 +21,7 @@ const CLUSTER: u64 = 65_536;
 
 fn setups() -> [Setup; 2] {
     [None, Some(MIB)].map(|journal| {
-        let options = CreateOptions { size: 1 << 30, journal, ..CreateOptions::default() };
+        let options = CreateOptions { size: 1 << 30, journal, ..CreateOptions::without_journal() };
         let name = if journal.is_some() { "with a journal" } else { "in the ordered way" };
         Setup { name, options, has_base: false }
     })
@@ -67,7 +67,8 @@ async fn used_end(drive: &Arc<Drive>) -> u64 {
     report.image_end_offset
 }
 
-/// What the guest's requests cost, and what was prepared, when 64 KiB are appended and flushed 200 times, one every 5 ms.
+/// What the guest's requests cost, and what was prepared, when 64 KiB are appended and flushed 200 times, one
+/// every 5 ms.
 fn cost(setup: &Setup, prealloc: Prealloc, prefers_written: bool) -> (Vec<IoCounts>, IoCounts) {
     let world = World::new(0);
     let drive = drive(&world, setup.empty_image(), prefers_written);
@@ -100,10 +101,11 @@ fn the_foreground_is_the_same() {
             let (with, prepared) = cost(&setup, prealloc, prefers_written);
             assert_eq!(with, without, "{}, {prealloc:?}", setup.name);
             assert_eq!(IoCounts { writes: 0, bytes_written: 0, ..prepared }, IoCounts::default());
-            // 12.5 MiB were allocated, within a second: that, and most of it again ahead.
+            // 12.5 MiB were allocated, within a second. Of them a fifth pays, and there is a mebibyte to
+            // begin with.
             let (least, most) = match prealloc {
                 Prealloc::Fixed(_) => (11 * MIB, 15 * MIB),
-                _ => (17 * MIB, 24 * MIB),
+                _ => (2 * MIB, 7 * MIB / 2),
             };
             assert!((least..=most).contains(&prepared.bytes_written), "{}: {prepared:?}", setup.name);
         }
@@ -112,8 +114,8 @@ fn the_foreground_is_the_same() {
     }
 }
 
-/// The zeros save writes of the file system that come with a flush: without one there are none but the first, and a flush that carries
-/// much earns no more than one that carries 256 KiB.
+/// The zeros save writes of the file system that come with a flush: without one there are none but the first,
+/// and a flush that carries much earns no more than one that carries 256 KiB.
 #[test]
 fn zeros_are_earned_by_flushes() {
     for setup in setups() {
@@ -122,17 +124,20 @@ fn zeros_are_earned_by_flushes() {
         let tally = HostTally::default();
         world.run(async {
             let disk = open(&drive, Prealloc::Adaptive, &tally).await;
-            let append = async |from: u64| {
+            let append = async |from: u64, flushes: bool| {
                 for i in from..from + 100 {
                     write(&*disk, i).await;
+                    if flushes {
+                        disk.flush().await.unwrap();
+                    }
                     tend(&*disk, i * 5).await;
                 }
                 tally.prealloc.counts().bytes_written
             };
-            let unflushed = append(0).await;
+            let unflushed = append(0, false).await;
             assert!((1..=MIB).contains(&unflushed), "{}: {unflushed}", setup.name);
-            disk.flush().await.unwrap();
-            let flushed = append(100).await - unflushed;
+            // Of 6.25 MiB a fifth.
+            let flushed = append(100, true).await - unflushed;
             assert!((MIB / 2..=2 * MIB).contains(&flushed), "{}: {flushed}", setup.name);
             reads_as_written(&*disk, 200).await;
             disk.close().await.unwrap();
@@ -204,7 +209,8 @@ fn end_of_one(setup: &Setup) -> u64 {
     drive.len()
 }
 
-/// While zeros are on their way, writes go on beside them and land elsewhere; the piece comes next when it is ready.
+/// While zeros are on their way, writes continue beside them and land elsewhere; the piece comes next when it
+/// is ready.
 #[test]
 fn nobody_waits_for_zeros_nor_meets_them() {
     for setup in setups() {
@@ -241,7 +247,7 @@ fn nobody_waits_for_zeros_nor_meets_them() {
     }
 }
 
-/// It ends at the first failure, and nobody but the tally hears of it.
+/// It ends at the first failure, which shows only in the tally.
 #[test]
 fn a_failure_ends_it_quietly() {
     for setup in setups() {
@@ -282,7 +288,7 @@ fn a_failure_ends_it_quietly() {
     }
 }
 
-/// A crash leaves zeros behind the end. Nobody minds, and who recovers the image cuts them off.
+/// A crash leaves zeros behind the end. They do no harm, and a recovery of the image truncates them.
 #[test]
 fn a_recovery_gives_back_what_was_prepared() {
     for setup in setups() {
@@ -313,7 +319,7 @@ fn a_recovery_gives_back_what_was_prepared() {
                         reads_as_written(&*disk, 40).await;
                         disk.close().await.unwrap();
                     } else {
-                        recover(&header, &image).await.unwrap();
+                        recover(&image).await.unwrap();
                     }
                     assert_eq!(drive.len(), used_end(&drive).await, "{}", setup.name);
                 });

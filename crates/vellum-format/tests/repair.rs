@@ -1,22 +1,25 @@
-//! Repairs that must not make things worse: of images that cannot be seen whole, and of images whose parts lie upon each
-//! other. What a repair may do without seeing everything is raise a refcount and clear a flag; the rest would give away
-//! what only the hidden part still uses.
+//! Repairs that must not make things worse: of images that cannot be read completely, and of images whose
+//! parts overlap. What a repair may do without reading everything is raise a refcount and clear a flag;
+//! anything else would free what only the unread part still uses.
 
 mod common;
+
+use std::time::Duration;
 
 use common::{Setup, look};
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, MemoryStorage, SharedStorage, WriteFlags,
+    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, MemoryStorage, SharedStorage, Storage as _, WriteFlags,
 };
-use vellum_format::qcow2::check::{Repair, check};
+use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
-use vellum_sim::{Content, Drive, DriveOptions, Fault, FaultPlan, Operation, Repeat, World};
+use vellum_format::report::Repair;
+use vellum_sim::{Content, Delay, Drive, DriveOptions, Fault, FaultPlan, Operation, Repeat, World};
 
 const CLUSTER: u64 = 4096;
 
 fn setup() -> Setup {
-    let options = CreateOptions { size: 1 << 20, cluster_size: CLUSTER, ..CreateOptions::default() };
+    let options = CreateOptions { size: 1 << 20, cluster_size: CLUSTER, ..CreateOptions::without_journal() };
     Setup { name: "4 KiB clusters", options, has_base: false }
 }
 
@@ -39,13 +42,13 @@ fn word(image: &[u8], at: u64) -> u64 {
     u64::from_be_bytes(image[at..at + 8].try_into().unwrap())
 }
 
-/// Where the first L2 table lies.
+/// Where the first L2 table is.
 fn table(image: &[u8]) -> u64 {
     word(image, word(image, 40)) & 0x00FF_FFFF_FFFF_FE00
 }
 
-/// A table cannot be read for a moment while leaks are repaired. What it maps is in use all the same, and must not be
-/// handed out to whoever writes next.
+/// A table cannot be read for a moment while leaks are repaired. What it maps is in use all the same, and
+/// must not be allocated to a later write.
 #[test]
 fn what_an_unreadable_table_maps_is_no_leak() {
     for repair in [Repair::Leaks, Repair::All] {
@@ -98,8 +101,8 @@ fn what_a_damaged_entry_hides_is_no_leak() {
     }
 }
 
-/// The refcount table names a cluster of guest data as its block. Lowering "refcounts" there would change what the guest
-/// wrote.
+/// The refcount table names a cluster of guest data as its block. Lowering "refcounts" there would change
+/// what the guest wrote.
 #[test]
 fn a_repair_of_leaks_writes_no_block_that_somebody_else_uses() {
     let mut bytes = image().to_vec();
@@ -118,8 +121,100 @@ fn a_repair_of_leaks_writes_no_block_that_somebody_else_uses() {
     }
 }
 
-/// Without its refcounts and with a part of the mapping hidden, an image cannot be given new refcounts: those would say
-/// that the hidden part is free.
+/// An image with data in the first clusters of what its two L2 tables map.
+fn image_of_two_tables() -> Vec<u8> {
+    let setup = Setup {
+        options: CreateOptions { size: 4 << 20, ..setup().options },
+        name: "two tables",
+        has_base: false,
+    };
+    let (world, half) = (World::new(0), GuestOffset::new(2 << 20));
+    let drive = Drive::new(&world, DriveOptions::default());
+    world.run(async {
+        create(&*drive, None, &setup.options).await.unwrap();
+        let disk = setup.open(&drive).await.unwrap();
+        for (at, byte) in [(GuestOffset::ZERO, 7), (half, 8)] {
+            disk.write(at, Buffer::copy_of(&[byte; 16 * 4096]), WriteFlags::default()).await.unwrap();
+        }
+        disk.close().await.unwrap();
+    });
+    drive.content().to_vec()
+}
+
+/// An entry of the L1 table refers to a cluster of guest data as its table. The guest's bytes there look like
+/// entries with reserved bits and wrong flags; and what the right table maps looks unused. A repair changes
+/// none of the guest's bytes and frees nothing, so that nothing is lost once the entry is correct again.
+#[test]
+fn no_repair_writes_guest_data_that_an_entry_calls_a_table() {
+    let good = image_of_two_tables();
+    let l1 = word(&good, 40);
+    let place = |index: u64| word(&good, table(&good) + index * 8) & 0x00FF_FFFF_FFFF_FE00;
+    let patterns: [fn(u64, u64) -> u64; 4] = [
+        |_, _| 0x3F3F_3F3F_3F3F_3F3F,
+        |_, _| 0x3F00_0000_0000_0001,
+        |_, other| other | 1 << 63,
+        |index, _| (index + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15),
+    ];
+    for (pattern, word_at) in patterns.iter().enumerate() {
+        let guest: Vec<u8> =
+            (0..CLUSTER / 8).flat_map(|index| word_at(index, place(3)).to_be_bytes()).collect();
+        let data = usize::try_from(place(0)).unwrap();
+        let mut bytes = good.clone();
+        bytes[data..data + guest.len()].copy_from_slice(&guest);
+        let entry = usize::try_from(l1 + 8).unwrap();
+        let right: [u8; 8] = bytes[entry..entry + 8].try_into().unwrap();
+        bytes[entry..entry + 8].copy_from_slice(&(place(0) | 1 << 63).to_be_bytes());
+        for repair in [Some(Repair::Leaks), Some(Repair::All), None] {
+            let what = format!("pattern {pattern}, {repair:?}");
+            bytes[79] = u8::from(repair.is_none());
+            let storage = MemoryStorage::holding("image", &bytes);
+            let image: SharedStorage = storage.clone();
+            let header = block_on(Header::read(&*image)).unwrap();
+            let files = Files { image: image.clone(), data_file: None, below: None };
+            match repair {
+                Some(repair) => {
+                    let report = block_on(check(&header, &image, repair, &mut |_| {})).unwrap();
+                    assert!(report.corruptions > 0, "{what}: {report:?}");
+                }
+                None => {
+                    let opened = block_on(Qcow2::open(header, files, OpenOptions::default()));
+                    let error = opened.err().expect("it is not opened");
+                    assert_eq!(error.kind(), ErrorKind::Corrupt, "{what}");
+                    assert!(error.chain().contains("overlaps metadata"), "{what}: {}", error.chain());
+                    assert!(storage.content().to_vec() == bytes, "{what}: nothing was written");
+                }
+            }
+            let now = storage.content().to_vec();
+            assert!(now[data..data + guest.len()] == guest, "{what} changed the guest's bytes");
+            block_on(async {
+                image.write(ImageOffset::new(l1 + 8), Buffer::copy_of(&right)).await.unwrap();
+                // Before the next check: what is written next must not overlap anything else.
+                let header = Header::read(&*image).await.unwrap();
+                let files = Files { image: image.clone(), data_file: None, below: None };
+                let disk = Qcow2::open(header, files, OpenOptions::default()).await.unwrap();
+                let other = GuestOffset::new(1 << 20);
+                disk.write(other, Buffer::copy_of(&[9; 64 * 4096]), WriteFlags::FUA).await.unwrap();
+                disk.close().await.unwrap();
+                let header = Header::read(&*image).await.unwrap();
+                let report = check(&header, &image, Repair::All, &mut |_| {}).await.unwrap();
+                assert!(report.is_clean(), "{what}: {report:?}");
+                let header = Header::read(&*image).await.unwrap();
+                let files = Files { image: image.clone(), data_file: None, below: None };
+                let disk = Qcow2::open(header, files, OpenOptions::default()).await.unwrap();
+                let read = async |at| {
+                    disk.read(GuestOffset::new(at), Buffer::zeroed(16 * 4096)).await.unwrap().to_vec()
+                };
+                let first = read(0).await;
+                assert!(first[..4096] == guest && first[4096..].iter().all(|byte| *byte == 7), "{what}");
+                assert!(read(2 << 20).await.iter().all(|byte| *byte == 8), "{what}: somebody else's bytes");
+                disk.close().await.unwrap();
+            });
+        }
+    }
+}
+
+/// Without its refcounts and with a part of the mapping hidden, an image cannot be given new refcounts: those
+/// would say that the hidden part is free.
 #[test]
 fn refcounts_are_not_rebuilt_for_half_an_image() {
     let mut bytes = image().to_vec();
@@ -135,8 +230,9 @@ fn refcounts_are_not_rebuilt_for_half_an_image() {
     assert!(storage.content().to_vec() == bytes, "nothing was written");
 }
 
-/// An entry names a table as guest data, or another table as its own. A repair gives the cluster a refcount of two, and
-/// then every count is right. It is a corruption all the same: what the guest writes there would change the mapping.
+/// An entry names a table as guest data, or another table as its own. A repair gives the cluster a refcount
+/// of two, and then every count is right. It is a corruption all the same: what the guest writes there would
+/// change the mapping.
 #[test]
 fn a_table_that_is_also_data_stays_a_corruption() {
     let good = image().to_vec();
@@ -162,12 +258,16 @@ fn a_table_that_is_also_data_stays_a_corruption() {
     }
 }
 
-/// Version 2 has no dirty bit. After a kill the clusters that were being freed are lost, until somebody repairs the image;
-/// more than that must not be wrong with it.
+/// Version 2 has no dirty bit. After a kill the clusters that were being freed are lost until the image is
+/// repaired; nothing else may be wrong with it.
 #[test]
 fn a_killed_image_of_version_2_has_lost_space_and_nothing_else() {
-    let options =
-        CreateOptions { version: 2, cluster_size: CLUSTER, size: 1 << 20, ..CreateOptions::default() };
+    let options = CreateOptions {
+        version: 2,
+        cluster_size: CLUSTER,
+        size: 1 << 20,
+        ..CreateOptions::without_journal()
+    };
     let setup = Setup { name: "version 2", options, has_base: false };
     let world = World::new(0);
     let drive = Drive::new(&world, DriveOptions::default());
@@ -191,13 +291,13 @@ fn a_killed_image_of_version_2_has_lost_space_and_nothing_else() {
     });
 }
 
-/// With a data file the guest's offset is the place. An entry that names another one gives two guest clusters the same
-/// bytes: a corruption, and neither is read nor written through it.
+/// With a data file the guest's offset is the place. An entry that names another one gives two guest clusters
+/// the same bytes: a corruption, and neither is read nor written through it.
 #[test]
 fn a_cluster_at_the_wrong_place_of_a_data_file_is_a_corruption() {
     let data_file = Some("data".to_owned());
     let options =
-        CreateOptions { size: 1 << 20, cluster_size: CLUSTER, data_file, ..CreateOptions::default() };
+        CreateOptions { size: 1 << 20, cluster_size: CLUSTER, data_file, ..CreateOptions::without_journal() };
     let (image, data): (SharedStorage, SharedStorage) =
         (MemoryStorage::new("image"), MemoryStorage::new("data"));
     let open = async || {
@@ -228,5 +328,60 @@ fn a_cluster_at_the_wrong_place_of_a_data_file_is_a_corruption() {
         assert_eq!((read.kind(), write.kind()), (ErrorKind::Corrupt, ErrorKind::Corrupt));
         let right = disk.read(GuestOffset::new(3 * CLUSTER), Buffer::zeroed(4096)).await.unwrap();
         assert!(right.to_vec() == [7; 4096]);
+    });
+}
+
+/// An image of which the refcounts are out of date, and marked so.
+async fn out_of_date(drive: &Drive) {
+    let read =
+        async |at, len| drive.read(ImageOffset::new(at), Buffer::for_overwrite(len)).await.unwrap().to_vec();
+    let mut header = read(0, 104).await;
+    header[79] |= 1;
+    let table = read(word(&header, 48), 512).await;
+    drive.write(ImageOffset::ZERO, Buffer::copy_of(&header)).await.unwrap();
+    for (index, block) in
+        table.chunks_exact(8).map(|entry| word(entry, 0)).enumerate().filter(|(_, at)| *at != 0)
+    {
+        // Some are forgotten, some are leaked, some are right.
+        let wrong = [vec![0; 64], [0, 3].repeat(32), [0, 1].repeat(32)][index % 3].clone();
+        drive.write(ImageOffset::new(block + 128), Buffer::copy_of(&wrong)).await.unwrap();
+    }
+}
+
+#[test]
+fn an_image_that_was_not_closed_is_repaired_in_one_pass_that_reads_ahead() {
+    const SIZE: u64 = 4 << 20;
+    let options = CreateOptions { size: SIZE, cluster_size: 512, ..CreateOptions::without_journal() };
+    let setup = Setup { name: "many tables", options, has_base: false };
+    // Of the mapping, and of the refcounts of all that and of the data.
+    let tables = SIZE / 512 / 64;
+    let blocks = (SIZE / 512 + tables).div_ceil(256) + 1;
+    let world = World::new(0);
+    let delay = Delay::between(Duration::from_millis(1)..=Duration::from_millis(1));
+    let drive =
+        Drive::from_content(&world, setup.empty_image(), DriveOptions { delay, ..DriveOptions::default() });
+    world.run(async {
+        let disk = setup.open(&drive).await.unwrap();
+        for at in (0..SIZE).step_by(1 << 18) {
+            disk.write(GuestOffset::new(at), Buffer::copy_of(&[7; 1 << 18]), WriteFlags::default())
+                .await
+                .unwrap();
+        }
+        disk.close().await.unwrap();
+        out_of_date(&drive).await;
+        let (mark, begun) = (drive.counts(), world.clock().now());
+        let disk = setup.open(&drive).await.unwrap();
+        let (counts, took) = (drive.counts_since(mark), world.clock().now() - begun);
+        assert!(counts.reads <= tables + 2 * blocks + 24, "{counts:?}, {tables} tables, {blocks} blocks");
+        assert!(counts.bytes_read <= (tables + 2 * blocks + 64) * 512, "{counts:?}");
+        assert!(counts.writes <= blocks + 2 && counts.flushes <= 6, "{counts:?}");
+        // A read takes a millisecond of the drive's time, and eight are in flight.
+        assert!(took.as_millis() < u128::from(tables / 8 + blocks / 8 + 2 * blocks + 40), "{took:?}");
+        let read = disk.read(GuestOffset::ZERO, Buffer::zeroed(1 << 20)).await.unwrap().to_vec();
+        assert!(read.iter().all(|byte| *byte == 7));
+        disk.close().await.unwrap();
+        let image: SharedStorage = drive.clone();
+        let (report, lines) = look(&image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
     });
 }

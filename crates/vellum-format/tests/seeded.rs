@@ -1,4 +1,4 @@
-//! The crash explorer is itself proven: each of these bugs is put into an engine that is right, and must be found.
+//! The crash explorer itself is tested: each of these bugs is put into a correct engine, and must be found.
 
 mod common;
 mod sabotage;
@@ -34,7 +34,8 @@ const BUGS: [Bug; 22] = [
     Bug::EdgeNotMerged,
 ];
 
-/// Those that a repair makes good wherever there is a mark that asks for it: only version 2 relies on the order.
+/// Those that a repair makes good wherever there is a mark that asks for it: only version 2 relies on the
+/// order.
 const BUGS_OF_THE_ORDER: [Bug; 4] = [
     Bug::NoFlushAfter(Kind::Refcounts),
     Bug::NoFlushAfter(Kind::RefcountTable),

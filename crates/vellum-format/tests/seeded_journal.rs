@@ -1,9 +1,10 @@
-//! The crash explorer against mistakes inside the journal: each is switched on in the engine itself, and must be found.
+//! The crash explorer against mistakes inside the journal: each is switched on in the engine itself, and must
+//! be found.
 
 mod common;
 mod subjects;
 
-use subjects::QcowSubject;
+use subjects::{QcowSubject, failing_flushes};
 use vellum_core::{GuestOffset, LocalFuture, Random, Result, SharedDisk, SharedStorage};
 use vellum_format::sabotage::{Bug, put_in};
 use vellum_sim::Content;
@@ -58,7 +59,7 @@ const KNOWN: [&str; 11] = [
     "w64k@0 flush w64k@2 flush w64k@7 flush",
 ];
 
-/// The same, side by side.
+/// As above, side by side.
 const KNOWN_OF_SEVERAL: [&str; 4] = [
     "w4k@0 w4k@0 w4k@0 | flush flush flush",
     "w4k@0 flush w4k@0 flush w4k@0 | w4k@1 flush w4k@1 flush w4k@1",
@@ -66,14 +67,23 @@ const KNOWN_OF_SEVERAL: [&str; 4] = [
     "w4k@0 w4k@2 w4k@1 w4k@3 | flush flush flush flush",
 ];
 
-/// Clusters are allocated while zeros are under way.
+/// Clusters are allocated while zeros are in progress.
 const BESIDE_ZEROS: &str = "w4k@0 w4k@1 w4k@5 flush | w4k@2 w4k@3 w4k@6 flush";
+
+/// More fresh data than a record has checksums of.
+const IN_BULK: &str = "w64k@0 w64k@1 w64k@2 w64k@3 w64k@4 flush";
 
 fn plans(bug: Bug) -> Vec<Plan> {
     let whole = |text: &str| Plan::whole(text.parse().unwrap());
     let mut plans: Vec<Plan> = Vec::new();
+    if bug == Bug::CacheBelieved {
+        return failing_flushes();
+    }
     if bug == Bug::PreparedGivenOut {
         plans.extend((0..30).map(|seed| Plan { seed, ..whole(BESIDE_ZEROS) }));
+    }
+    if bug == Bug::NoFence {
+        plans.push(Plan::last_step(IN_BULK.parse().unwrap()));
     }
     plans.extend(KNOWN.into_iter().map(whole));
     for number in 0..8 {
@@ -105,7 +115,7 @@ fn plans(bug: Bug) -> Vec<Plan> {
     plans
 }
 
-/// Looks for the bug until it is found, and once more by the name of the state.
+/// Explores until the bug is found, and once more by the name of the state.
 #[allow(clippy::print_stderr, reason = "how soon each is found is worth knowing")]
 fn find(inner: QcowSubject, bug: Bug) {
     let thoroughness = Thoroughness {
@@ -139,7 +149,14 @@ macro_rules! found {
 }
 
 found! {
+    plain {
+        cache_believed_by_a_repair: CacheBelieved,
+    }
+    version_2 {
+        cache_believed_without_a_mark: CacheBelieved,
+    }
     journal {
+        cache_believed: CacheBelieved,
         stale_check: StaleCheck,
         no_others: NoOthers,
         no_owed: NoOwed,
@@ -162,6 +179,9 @@ found! {
         forgotten_before_home: ForgottenBeforeHome,
         lowered_not_told: LoweredNotTold,
         published_before_written: PublishedBeforeWritten,
+    }
+    journal_in_bulk {
+        no_fence: NoFence,
     }
     journal_on_a_device {
         no_checks: NoChecks,
@@ -187,14 +207,6 @@ found! {
     journal_subclusters {
         filled_over_unproven: FilledOverUnproven,
     }
-}
-
-/// It was found while a write into fresh and unproven units at once waited for two commits. Since it does not, none of these
-/// programs has an older write land late enough.
-#[test]
-#[ignore = "no program here reaches it any more: one that does is to be written"]
-fn late_writes_checked() {
-    find(QcowSubject::journal_subclusters(), Bug::LateWritesChecked);
 }
 
 /// These show only where tables and clusters are shared.

@@ -1,10 +1,11 @@
-//! The crash explorer against mistakes in the engine of the native format: each is switched on in the engine itself, and must
-//! be found.
+//! The crash explorer against mistakes in the engine of the native format: each is switched on in the engine
+//! itself, and must be found.
 
 mod common;
 mod subjects;
 
 use subjects::native::NativeSubject;
+use subjects::{failing_flushes, kinds};
 use vellum_core::{GuestOffset, LocalFuture, Random, Result, SharedDisk, SharedStorage};
 use vellum_format::sabotage::{Bug, put_in};
 use vellum_sim::Content;
@@ -87,7 +88,7 @@ const KNOWN_OF_ZONES: [&str; 14] = [
     "w512@4 flush w4k@0 flush w4k@0 flush flush w4k@0 flush drop64k@0 flush w4k@0 flush",
 ];
 
-/// The same, side by side.
+/// As above, side by side.
 const KNOWN_OF_SEVERAL: [&str; 3] = [
     "w4k@0 w4k@0 w4k@0 | flush flush flush",
     "w4k@0 flush w4k@0 flush w4k@0 | w4k@1 flush w4k@1 flush w4k@1",
@@ -127,18 +128,27 @@ fn plans() -> Vec<Plan> {
     plans
 }
 
-/// Looks for the bug until it is found, and once more by the name of the state.
-#[allow(clippy::print_stderr, reason = "how soon each is found is worth knowing")]
+/// Explores until the bug is found, and once more by the name of the state.
 fn find(inner: NativeSubject, bug: Bug) {
+    let plans = if matches!(bug, Bug::CacheBelieved | Bug::MarkedLate) { failing_flushes() } else { plans() };
+    find_by(inner, bug, &plans);
+}
+
+fn find_by(inner: NativeSubject, bug: Bug, plans: &[Plan]) {
     let thoroughness = Thoroughness {
         depth: Depth { sampled: 8, ..Depth::FULL },
         nested_one_in: 20,
         sample_one_in: u64::MAX,
-        whole_one_in: 50,
+        whole_one_in: if inner.is_small() { 50 } else { u64::MAX },
     };
+    find_with(inner, bug, plans, thoroughness);
+}
+
+#[allow(clippy::print_stderr, reason = "how soon each is found is worth knowing")]
+fn find_with(inner: NativeSubject, bug: Bug, plans: &[Plan], thoroughness: Thoroughness) {
     let subject = Sabotaged { inner, bug };
     let explorer = Explorer::new(&subject, thoroughness);
-    let report = explorer.explore_all(&plans(), 1);
+    let report = explorer.explore_all(plans, 1);
     let failure = report.failures.first().unwrap_or_else(|| panic!("not found: {report}"));
     eprintln!("{bug:?}: found after {} states: {failure}", report.counts.judged);
     let (_, verdict) = explorer.replay(&failure.case.to_string().parse().unwrap());
@@ -146,6 +156,132 @@ fn find(inner: NativeSubject, bug: Bug) {
         verdict.is_err() || failure.what.starts_with("nothing failed"),
         "{failure}: passes when it is judged again"
     );
+}
+
+/// Where the table has more than one page.
+#[test]
+fn later_page_not_in_record() {
+    let plans = ["w4k@0 flush w4k@1 flush", "w512@4 flush w512@1 w4k@0 flush drop64k@1 w4k@1 flush"];
+    let plans: Vec<Plan> = plans.into_iter().map(|text| Plan::whole(text.parse().unwrap())).collect();
+    find_by(NativeSubject::two_pages(), Bug::LaterPageNotInRecord, &plans);
+    find_by(NativeSubject::two_pages_of_zones(), Bug::LaterPageNotInRecord, &plans);
+}
+
+/// Where the ring is longer than the shortest one.
+#[test]
+fn mistakes_in_a_larger_ring() {
+    // Each flush has something to record: a unit is taken, and let go.
+    let round = "w512@1 flush drop64k@1 flush w512@2 flush drop64k@2 flush ";
+    let plans: Vec<Plan> = (4..10)
+        .map(|rounds| Plan::last_step(format!("{}w4k@0 flush", round.repeat(rounds)).parse().unwrap()))
+        .collect();
+    find_by(NativeSubject::larger_ring(), Bug::RunCutShort, &plans);
+}
+
+/// Where more is written over a base than a record has checksums of.
+#[test]
+fn mistakes_in_bulk() {
+    let plan = |text: &str| Plan::last_step(text.parse().unwrap());
+    let mut plans = vec![plan("w64k@0 w64k@1 w64k@2 w64k@3 w64k@4 w64k@5 flush")];
+    find_by(NativeSubject::zoned_in_bulk(), Bug::NoFence, &plans);
+    // The flush of one queue falls between the other's write and its publication.
+    let text = "w64k@0 w64k@1 w64k@2 w64k@3 w64k@4 flush | w64k@5 w64k@6 w64k@7 w64k@8 flush";
+    plans = (0..40).map(|seed| Plan { seed, stalls: true, ..plan(text) }).collect();
+    find_by(NativeSubject::zoned_in_bulk(), Bug::UncheckedNotFenced, &plans);
+}
+
+/// Where each opening enlarges the disk, on a device that has grown by then.
+#[test]
+fn mistakes_in_growing() {
+    let plans = [
+        "w4k@0 w4k@1 w4k@2 w4k@3 w4k@4 flush",
+        "w4k@1 w4k@2 flush reopen w4k@0 w512@1 flush reopen w4k@4 flush",
+    ];
+    let plans: Vec<Plan> = plans.into_iter().map(|text| Plan::whole(text.parse().unwrap())).collect();
+    for bug in [Bug::GrownIsClean, Bug::PartNotZero, Bug::PartIsFree, Bug::GrownBeforeZeros] {
+        find_by(NativeSubject::growing_on_a_device(), bug, &plans);
+    }
+}
+
+/// The same, with snapshots of disks that were smaller.
+#[test]
+fn mistakes_in_growing_with_snapshots() {
+    let known = [
+        (Bug::SnapshotGrows, "w4k@0 drop64k@0 flush reopen w512@1"),
+        (Bug::HeldOverwritten, "w4k@0 drop64k@0 flush reopen w4k@0 flush"),
+    ];
+    for (bug, text) in known {
+        let plans = [Plan::last_step(text.parse().unwrap())];
+        find_by(NativeSubject::growing_with_snapshots(), bug, &plans);
+        find_by(NativeSubject::growing_over_a_base(), bug, &plans);
+    }
+}
+
+/// A mistake that shows only after a failed write.
+#[test]
+fn mistakes_when_writes_fail() {
+    let whole = Plan::whole("zero@0 w512@0 odd@2 discard@1 w4k@0".parse().unwrap());
+    let plans = [Plan { fail_write: Some(2), ..whole }];
+    for subject in [NativeSubject::units, NativeSubject::units_on_a_device] {
+        find_by(subject(), Bug::HalfWrittenIsClean, &plans);
+    }
+}
+
+/// Where the second page of the table lies in a part of it.
+#[test]
+fn mistakes_in_parts() {
+    let plans = ["w4k@0 flush w4k@1 flush", "w512@4 flush w512@1 w4k@0 flush drop64k@1 w4k@1 flush"];
+    let plans: Vec<Plan> = plans.into_iter().map(|text| Plan::whole(text.parse().unwrap())).collect();
+    for subject in [NativeSubject::grown, NativeSubject::grown_on_a_device, NativeSubject::grown_zones] {
+        find_by(subject(), Bug::LaterPageNotInRecord, &plans);
+    }
+    find_by(NativeSubject::grown_on_a_device(), Bug::PartIsFree, &plans);
+}
+
+/// Requests that are never drawn by themselves.
+#[test]
+fn zeros_not_durable() {
+    let plans: Vec<Plan> = (0..20).map(kinds::of_all_kinds).collect();
+    find_by(NativeSubject::units_over_a_base(), Bug::ZerosNotDurable, &plans);
+}
+
+/// Snapshots where zones are emptied, on a device, in quiet times.
+#[test]
+fn held_overwritten_with_everything() {
+    let plans: Vec<Plan> = (0..20).map(kinds::snapshots_beside_guests).collect();
+    find_by(NativeSubject::zoned_with_everything(), Bug::HeldOverwritten, &plans);
+}
+
+/// Snapshots are made and deleted beside guests. (That units become held again takes three requests in one
+/// order, which `native/beside.rs` holds up and `threads` races for.)
+fn find_beside(inner: NativeSubject, bug: Bug, programs: &[&str]) {
+    let plan = |text: &str, seed| Plan { seed, stalls: true, ..Plan::whole(text.parse().unwrap()) };
+    let known = (0..400).flat_map(|seed| programs.iter().map(move |text| plan(text, seed)));
+    // Few states of many programs: it is the order of requests that matters.
+    let thoroughness = Thoroughness {
+        depth: Depth { subsets_of: 2, sampled: 1, tears_each: 1 },
+        nested_one_in: u64::MAX,
+        sample_one_in: u64::MAX,
+        whole_one_in: u64::MAX,
+    };
+    find_with(inner, bug, &known.collect::<Vec<_>>(), thoroughness);
+}
+
+/// The book's page of the table is kept as soon as a snapshot is made, the other one when one of its units
+/// gets another place.
+#[test]
+fn let_go_early() {
+    let program = "w64k@0 w64k@1 drop64k@0 drop64k@2 \
+                   | fua@3 fua@4 fua@3 fua@4 w512@0 \
+                   | fua@3 fua@4 fua@3 fua@4 fua@3 w512@1";
+    find_beside(NativeSubject::snapshots_of_two_pages(), Bug::LetGoEarly, &[program]);
+}
+
+#[test]
+fn moved_under_writers() {
+    let program = "w4k@0 w4k@3 drop64k@0 w4k@0 w4k@3 drop64k@2 flush \
+                   | zero@0 zero@0 w512@0 w512@0 w512@0 w512@0 w512@0 w512@0 | odd@0 odd@0 odd@0 odd@0 odd@0 odd@0";
+    find_beside(NativeSubject::snapshots(), Bug::MovedUnderWriters, &[program]);
 }
 
 /// One test for each bug, on the kind of image where it shows.
@@ -162,6 +298,8 @@ macro_rules! found {
 
 found! {
     linear_over_a_base {
+        cache_believed_in_a_bitmap: CacheBelieved,
+        marked_late_over_a_base: MarkedLate,
         bit_before_data: BitBeforeData,
         mask_not_in_record: MaskNotInRecord,
         bit_not_in_record: BitNotInRecord,
@@ -179,6 +317,8 @@ found! {
         home_before_durable: CheckpointBeforeCommit,
     }
     table {
+        cache_believed: CacheBelieved,
+        marked_late: MarkedLate,
         entry_not_in_record: EntryNotInRecord,
     }
     units {
@@ -195,6 +335,8 @@ found! {
         zero_not_covered: ZeroNotCovered,
     }
     zoned {
+        cache_believed_in_zones: CacheBelieved,
+        marked_late_in_zones: MarkedLate,
         plain_in_place: PlainInPlace,
     }
     zoned_prepared {

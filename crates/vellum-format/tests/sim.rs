@@ -1,4 +1,5 @@
-//! qcow2 in the simulator: interleavings, crashes, failing drives, and exact counts of what a request costs the host.
+//! qcow2 in the simulator: interleavings, crashes, failing drives, and exact counts of what a request costs
+//! the host.
 //!
 //! Each test prints its seed when it fails; the same seed gives the same run.
 
@@ -65,8 +66,49 @@ fn the_contract_holds_when_the_drive_answers_in_any_order() {
     }
 }
 
-/// Several guests at once, then a crash at many moments, many ways. Whatever is left opens, is repaired, reads as the
-/// contract allows, and loses no cluster.
+/// Long writes and zeros are done in pieces. Wherever they begin, no piece ends within a sector: a kill
+/// between two of them leaves each sector old or new.
+#[test]
+fn a_kill_between_the_pieces_of_a_long_request_tears_no_sector() {
+    let options =
+        |cluster_size| CreateOptions { size: 4 << 20, cluster_size, ..CreateOptions::without_journal() };
+    // Zeros of a part of a cluster are written as data.
+    let cases = [
+        ("small clusters", options(512), 600_001, false),
+        ("a small journal", CreateOptions { journal: Some(64 << 10), ..options(4096) }, 1_300_001, false),
+        ("zeros as data", options(2 << 20), 1_300_001, true),
+    ];
+    for (name, options, len, is_zeroed) in cases {
+        let setup = Setup { name, options, has_base: false };
+        let world = World::new(0);
+        let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
+        let oracle = Oracle::new(&world, setup.content());
+        world.run(async {
+            let disk = oracle.watch(setup.open(&drive).await.unwrap());
+            let span = GuestOffset::new(300).span(len);
+            let bytes = |value| Buffer::copy_of(&vec![value; usize::try_from(len).unwrap()]);
+            disk.write(span.start(), bytes(1), WriteFlags { fua: true }).await.unwrap();
+            match is_zeroed {
+                true => disk.write_zeroes(span, ZeroFlags::default()).await.unwrap(),
+                false => disk.write(span.start(), bytes(2), WriteFlags::default()).await.unwrap(),
+            }
+            disk.close().await.unwrap();
+        });
+        let log = drive.log();
+        for position in log.crash_positions() {
+            let image = log.crash(CrashKind::ProcessKill, position).random_image(&mut Random::from_seed(0));
+            let expectation = oracle.expect_at(position);
+            recovers(&setup, image, async |disk| {
+                if let Err(violation) = expectation.check_disk(disk).await {
+                    panic!("{name}, at {position}: {violation}");
+                }
+            });
+        }
+    }
+}
+
+/// Several guests at once, then a crash at many moments, many ways. Whatever is left opens, is repaired,
+/// reads as the contract allows, and loses no cluster.
 #[test]
 fn crashes_of_a_busy_image() {
     let rounds = 12 * common::scale();
@@ -131,8 +173,8 @@ fn recovers(setup: &Setup, image: Content, judge: impl AsyncFnOnce(&dyn Disk)) {
     });
 }
 
-/// The Nth host operation fails, for every N, once and for ever, with and without space: no wrong byte, no leak after
-/// opening again, and every error says what it was about.
+/// The Nth host operation fails, for every N, once and forever, with and without space: no wrong byte, no
+/// leak after opening again, and every error says what it was about.
 #[test]
 fn every_host_operation_fails_once() {
     for setup in setups() {
@@ -188,8 +230,8 @@ fn one_failing_run(setup: &Setup, empty: &Content, plan: &FaultPlan, fault: Faul
     for error in &errors {
         assert!(error.chain().len() > 15, "{what}: the error says nothing: {error:?}");
     }
-    // The drive works again. What is on the medium is what a process finds that starts now; after a failed flush,
-    // what a reboot finds.
+    // The drive works again. What is on the medium is what a process finds that starts now; after a failed
+    // flush, what a reboot finds.
     plan.clear();
     let image = match drive.is_poisoned() {
         true => drive.crash(CrashKind::FailedFlush, &mut Random::from_seed(seed)),
@@ -204,7 +246,7 @@ fn one_failing_run(setup: &Setup, empty: &Content, plan: &FaultPlan, fault: Faul
     plan.hits()
 }
 
-/// A failed request harms nothing else: the disk goes on, and reads as what succeeded.
+/// A failed request harms nothing else: the disk continues, and reads as what succeeded.
 #[test]
 fn a_disk_goes_on_after_a_failed_write() {
     let setup = &setups()[2];
@@ -254,7 +296,7 @@ fn after_a_failed_flush_nothing_is_written_until_the_image_is_reopened() {
     });
 }
 
-/// Reads of what is mapped never wait for a flush, nor for whoever waits for one.
+/// Reads of mapped data never wait for a flush, nor for requests that wait for one.
 #[test]
 fn reads_do_not_wait_for_a_flush() {
     for setup in setups() {
@@ -277,7 +319,7 @@ fn reads_do_not_wait_for_a_flush() {
                 let read = disk.read(GuestOffset::new(at), Buffer::zeroed(512)).await.unwrap();
                 assert_ne!(read.slice()[0], 0, "also what the flush is about");
             }
-            // Writing goes on as well, in place and elsewhere.
+            // Writing continues as well, in place and elsewhere.
             let other = GuestOffset::new(50_000);
             disk.write(GuestOffset::ZERO, Buffer::copy_of(&[3; 512]), WriteFlags::default()).await.unwrap();
             disk.write(other, Buffer::copy_of(&[3; 512]), WriteFlags::default()).await.unwrap();
@@ -290,7 +332,7 @@ fn reads_do_not_wait_for_a_flush() {
     }
 }
 
-/// A cluster that was freed is not used again while somebody may still be reading or writing it.
+/// A cluster that was freed is not reused while a request may still be reading or writing it.
 #[test]
 fn a_freed_cluster_waits_for_its_last_user() {
     let setup = &setups()[0];
@@ -310,7 +352,7 @@ fn a_freed_cluster_waits_for_its_last_user() {
             async move { disk.write(first, Buffer::copy_of(&[2; 4096]), WriteFlags::default()).await.unwrap() }
         });
         hold.caught(2).await;
-        // Both know where the cluster is. Now it is freed, durably, and somebody else wants space.
+        // Both know where the cluster is. Now it is freed, durably, and another write needs space.
         let freer = world.spawn({
             let disk = disk.clone();
             async move {
@@ -345,7 +387,7 @@ fn a_freed_cluster_waits_for_its_last_user() {
 /// What requests cost, exactly.
 #[test]
 fn counts() {
-    let options = CreateOptions { size: 1 << 30, ..CreateOptions::default() };
+    let options = CreateOptions { size: 1 << 30, ..CreateOptions::without_journal() };
     let cost = |options: &CreateOptions, requests: usize, act: fn(u64) -> u64| {
         let setup = Setup { name: "counts", options: options.clone(), has_base: false };
         let world = World::new(0);
@@ -377,7 +419,7 @@ fn counts() {
 
 #[test]
 fn thirty_two_new_tables_and_one_flush_cost_two_host_flushes() {
-    let options = CreateOptions { size: 32 << 30, ..CreateOptions::default() };
+    let options = CreateOptions { size: 32 << 30, ..CreateOptions::without_journal() };
     let setup = Setup { name: "tables", options, has_base: false };
     let world = World::new(0);
     let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
@@ -395,7 +437,7 @@ fn thirty_two_new_tables_and_one_flush_cost_two_host_flushes() {
     });
 }
 
-/// Flushes that arrive while one is under way share the next.
+/// Flushes that arrive while one is in flight share the next.
 #[test]
 fn concurrent_flushes_are_grouped() {
     let setup = &setups()[0];
@@ -433,7 +475,7 @@ fn concurrent_flushes_are_grouped() {
 /// Two first writes into one cluster allocate once, and each is seen only with its own data.
 #[test]
 fn two_first_writes_into_one_cluster_share_it() {
-    let options = CreateOptions { size: 1 << 20, extended_l2: true, ..CreateOptions::default() };
+    let options = CreateOptions { size: 1 << 20, extended_l2: true, ..CreateOptions::without_journal() };
     let setup = Setup { name: "shared", options, has_base: true };
     let world = World::new(0);
     let drive = busy_drive(&world, setup.empty_image(), FaultPlan::none());

@@ -1,5 +1,6 @@
-//! A disk whose clusters are shared with an internal snapshot, written and discarded until the power fails: the snapshot
-//! reads as ever, and the disk as the contract allows. QEMU makes the snapshot, so this needs `qemu-img`.
+//! A disk whose clusters are shared with an internal snapshot, written and discarded until the power fails:
+//! the snapshot is unchanged, and the disk reads as the contract allows. QEMU makes the snapshot, so this
+//! needs `qemu-img`.
 
 #![allow(clippy::print_stderr, reason = "a test says why it was skipped")]
 
@@ -13,7 +14,8 @@ use vellum_core::{Buffer, Disk, GuestOffset, MemoryDisk, Random, SharedDisk, Sha
 use vellum_format::qcow2::{Files, Header, OpenOptions, Qcow2};
 use vellum_sim::{Content, CrashKind, Drive, DriveOptions, FaultPlan, Oracle, World};
 
-/// An image of this kind with a snapshot of what the disk reads as, which comes with it; nothing without `qemu-img`.
+/// An image of this kind with a snapshot of what the disk reads as, which comes with it; nothing without
+/// `qemu-img`.
 fn with_snapshot(setup: &Setup) -> Option<(Content, Vec<u8>)> {
     let world = World::new(0);
     let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());

@@ -1,4 +1,4 @@
-//! When space runs out: what is still there is found, what is not is said, and nothing else suffers.
+//! When space runs out: the space that is left is found, the lack is reported, and nothing else suffers.
 
 mod common;
 #[path = "space/host.rs"]
@@ -11,7 +11,7 @@ use common::{Setup, busy_drive, look};
 use host::FullHost;
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, GuestSpan, ImageOffset, Limits, SharedStorage, WriteFlags,
-    ZeroFlags,
+    ZeroFlags, Zeroes,
 };
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2};
 use vellum_sim::{Content, Delay, Drive, DriveOptions, Fault, FaultPlan, Operation, Repeat, World};
@@ -21,7 +21,7 @@ const CLUSTER: u64 = 512;
 const REACH: u64 = 64 * CLUSTER;
 
 fn setup(size: u64) -> Setup {
-    let options = CreateOptions { size, cluster_size: CLUSTER, ..CreateOptions::default() };
+    let options = CreateOptions { size, cluster_size: CLUSTER, ..CreateOptions::without_journal() };
     Setup { name: "512 byte clusters over a base", options, has_base: true }
 }
 
@@ -38,7 +38,7 @@ async fn on_a_small_device(world: &World, setup: &Setup, clusters: u64) -> (Arc<
     (drive, disk)
 }
 
-/// Writes clusters in the first table until there is no space. Gives how many there was space for.
+/// Writes clusters in the first table until there is no space. Returns how many there was space for.
 async fn fill(disk: &Qcow2) -> u64 {
     for index in 0..64 {
         let data = Buffer::copy_of(&[7; 512]);
@@ -60,8 +60,8 @@ async fn close_and_look(drive: &Arc<Drive>, disk: &Qcow2) {
     assert!(report.is_clean(), "{lines:?}");
 }
 
-/// A request that is not a write needs space too: for a table, or for the rest of a cluster. What was freed a moment ago
-/// serves.
+/// A request that is not a write needs space too: for a table, or for the rest of a cluster. What was freed a
+/// moment ago serves.
 #[test]
 fn zeros_and_discards_find_the_space_that_was_just_freed() {
     let setup = setup(4 * REACH);
@@ -88,7 +88,8 @@ fn zeros_and_discards_find_the_space_that_was_just_freed() {
     }
 }
 
-/// What was freed cannot be used while somebody may still be reading it. A write that needs it waits for that reader.
+/// Freed space cannot be used while a request may still be reading it. A write that needs it waits for that
+/// reader.
 #[test]
 fn a_write_waits_for_the_reader_of_what_was_freed() {
     let setup = setup(4 * REACH);
@@ -120,12 +121,16 @@ fn a_write_waits_for_the_reader_of_what_was_freed() {
     });
 }
 
-/// The host gives no more room. That fails the requests that need room, and only them: what was written before can still
-/// be made durable, and what is freed can be used.
+/// The host provides no more room. That fails the requests that need room, and only them: what was written
+/// before can still be made durable, and freed space can be used.
 #[test]
 fn a_file_that_cannot_grow_fails_nobody_else() {
-    let options =
-        CreateOptions { size: 64 << 20, cluster_size: 512, refcount_bits: 64, ..CreateOptions::default() };
+    let options = CreateOptions {
+        size: 64 << 20,
+        cluster_size: 512,
+        refcount_bits: 64,
+        ..CreateOptions::without_journal()
+    };
     let setup = Setup { name: "wide refcounts", options, has_base: false };
     let world = World::new(0);
     let plan = FaultPlan::none();
@@ -161,12 +166,16 @@ fn a_file_that_cannot_grow_fails_nobody_else() {
     });
 }
 
-/// The file is made longer for one writer, slowly. Meanwhile others get space behind that, and a flush writes the refcounts
-/// of it. Those must not be cut off when the first writer's new length is set.
+/// The file is extended for one writer, slowly. Meanwhile others get space behind that, and a flush writes
+/// the refcounts of it. Those must not be truncated when the first writer's new length is set.
 #[test]
 fn a_file_that_grows_cuts_off_nothing() {
-    let options =
-        CreateOptions { size: 64 << 20, cluster_size: 512, refcount_bits: 64, ..CreateOptions::default() };
+    let options = CreateOptions {
+        size: 64 << 20,
+        cluster_size: 512,
+        refcount_bits: 64,
+        ..CreateOptions::without_journal()
+    };
     let setup = Setup { name: "wide refcounts", options, has_base: false };
     let world = World::new(0);
     let drive = busy_drive(&world, setup.empty_image(), FaultPlan::none());
@@ -222,19 +231,20 @@ fn a_close_that_failed_never_becomes_a_success() {
     });
 }
 
-/// With a journal refcounts are taken home some time after what they are for was flushed. There is space for them by then:
-/// whatever was accepted before the host was full is flushed and closed without an error.
+/// With a journal refcounts are taken home some time after what they are for was flushed. There is space for
+/// them by then: whatever was accepted before the host was full is flushed and closed without an error.
 #[test]
 fn space_for_refcounts_is_there_before_a_change_is_accepted() {
     futures_lite::future::block_on(async {
-        // A page has the refcounts of 512 clusters, a block two pages. The first block is there from the beginning, whole; of the
-        // second only the first page is written when it comes, at cluster 1024. From cluster 1536 on the other is needed.
+        // A page has the refcounts of 512 clusters, a block two pages. The first block is there from the
+        // beginning, whole; of the second only the first page is written when it comes, at cluster 1024. From
+        // cluster 1536 on the other is needed.
         let options = CreateOptions {
             size: 64 << 20,
             cluster_size: 8192,
             refcount_bits: 64,
             journal: Some(64 << 10),
-            ..CreateOptions::default()
+            ..CreateOptions::without_journal()
         };
         let host = FullHost::new();
         let image: SharedStorage = host.clone();
@@ -272,5 +282,113 @@ fn space_for_refcounts_is_there_before_a_change_is_accepted() {
             let bytes = disk.read(GuestOffset::new(cluster << 13), Buffer::zeroed(4096)).await.unwrap();
             assert!(bytes.to_vec().iter().all(|byte| *byte == 7), "cluster {cluster}");
         }
+    });
+}
+
+/// There is no space for a journal when an image is opened. Overwriting existing data needs none, and a
+/// discard frees some.
+#[test]
+fn an_image_with_a_journal_is_written_on_a_host_that_is_full() {
+    futures_lite::future::block_on(async {
+        const CLUSTER: u64 = 64 << 10;
+        let options = CreateOptions { size: 16 << 20, journal: Some(1 << 20), ..CreateOptions::default() };
+        let host = FullHost::new();
+        let image: SharedStorage = host.clone();
+        vellum_format::qcow2::create(&*image, None, &options).await.unwrap();
+        let open = async || {
+            let header = Header::read(&*image).await.unwrap();
+            let files = Files { image: image.clone(), data_file: None, below: None };
+            Qcow2::open(header, files, OpenOptions::default()).await.unwrap()
+        };
+        let write = async |disk: &Qcow2, cluster: u64, value: u8| {
+            let at = GuestOffset::new(cluster * CLUSTER);
+            disk.write(at, Buffer::copy_of(&vec![value; 64 << 10]), WriteFlags::FUA).await
+        };
+        let read = async |disk: &Qcow2, cluster: u64| {
+            let bytes =
+                disk.read(GuestOffset::new(cluster * CLUSTER), Buffer::zeroed(64 << 10)).await.unwrap();
+            let bytes = bytes.to_vec();
+            assert!(bytes.iter().all(|byte| *byte == bytes[0]), "cluster {cluster}");
+            bytes[0]
+        };
+        let disk = open().await;
+        for cluster in 0..32 {
+            write(&disk, cluster, 1).await.unwrap();
+        }
+        disk.close().await.unwrap();
+        // A part of the journal fits.
+        host.leave(17);
+        let disk = open().await;
+        write(&disk, 3, 2).await.unwrap_or_else(|error| panic!("what is there: {}", error.chain()));
+        assert!(!Header::read(&*image).await.unwrap().needs_replay(), "no journal");
+        host.leave(0);
+        let error = write(&disk, 40, 3).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NoSpace, "{}", error.chain());
+        let trim = GuestOffset::new(8 * CLUSTER).span(8 * CLUSTER);
+        disk.discard(trim, WriteFlags::FUA).await.unwrap_or_else(|error| panic!("a trim: {}", error.chain()));
+        while disk.tend(Duration::ZERO).await {}
+        write(&disk, 50, 4).await.unwrap_or_else(|error| panic!("what was freed: {}", error.chain()));
+        let found = (read(&disk, 3).await, read(&disk, 7).await, read(&disk, 9).await, read(&disk, 50).await);
+        assert_eq!(found, (2, 1, 0, 4));
+        disk.close().await.unwrap();
+        let (report, lines) = look(&image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+        // With space it is written with its journal again.
+        host.leave(1000);
+        let disk = open().await;
+        write(&disk, 51, 5).await.unwrap();
+        assert!(Header::read(&*image).await.unwrap().needs_replay(), "a journal");
+        disk.close().await.unwrap();
+        let (report, lines) = look(&image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
+    });
+}
+
+/// A native image that was copied with holes in its ring, on a full host. The mark needs no space: what is there is
+/// overwritten, and a crash after that is seen. What needs a record is refused, and the disk lives on.
+#[test]
+fn a_native_image_whose_ring_has_holes_is_overwritten_on_a_host_that_is_full() {
+    use vellum_format::native::{self, Native, Region, Superblocks};
+    futures_lite::future::block_on(async {
+        const UNIT: u64 = 64 << 10;
+        let options = native::CreateOptions {
+            size: 16 << 20,
+            has_table: true,
+            unit_size: Some(UNIT),
+            ..native::CreateOptions::default()
+        };
+        let host = FullHost::new();
+        let image: SharedStorage = host.clone();
+        native::create(&*image, &options).await.unwrap();
+        let open = async || Native::open(image.clone(), None, native::OpenOptions::default()).await.unwrap();
+        let write = async |disk: &Native, unit: u64, value: u8| {
+            let at = GuestOffset::new(unit * UNIT);
+            disk.write(at, Buffer::copy_of(&vec![value; 64 << 10]), WriteFlags::FUA).await
+        };
+        let superblock = async || Superblocks::read(&*image).await.unwrap().superblock;
+        let disk = open().await;
+        write(&disk, 3, 1).await.unwrap();
+        disk.close().await.unwrap();
+        let ring = superblock().await.places().region(Region::Journal);
+        image.write_zeroes(ring, Zeroes::MayUnmap).await.unwrap();
+        host.leave(0);
+        let disk = open().await;
+        write(&disk, 3, 2).await.unwrap_or_else(|error| panic!("what is there: {}", error.chain()));
+        assert!(superblock().await.needs_replay(), "it says that it is in use");
+        let error = write(&disk, 40, 3).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NoSpace, "{}", error.chain());
+        write(&disk, 3, 4).await.unwrap_or_else(|error| panic!("once more: {}", error.chain()));
+        host.leave(10_000);
+        write(&disk, 40, 5).await.unwrap_or_else(|error| panic!("with space: {}", error.chain()));
+        disk.close().await.unwrap();
+        assert!(!superblock().await.needs_replay(), "it is closed");
+        let disk = open().await;
+        for (unit, value) in [(3, 4), (40, 5)] {
+            let bytes = disk.read(GuestOffset::new(unit * UNIT), Buffer::zeroed(64 << 10)).await.unwrap();
+            assert_eq!(bytes.to_vec(), vec![value; 64 << 10], "unit {unit}");
+        }
+        disk.close().await.unwrap();
+        let (report, lines) = common::native::look_native(&image).await.unwrap();
+        assert!(report.is_clean(), "{lines:?}");
     });
 }

@@ -1,9 +1,12 @@
-//! One image, several real threads: what the simulator, which lives in one thread, cannot see.
+//! One image, several real threads: what the simulator, which runs in one thread, cannot see.
 //!
-//! The storage is memory that keeps two contents: what reads see, and what a power cut would leave. Only a flush moves
-//! bytes from the first to the second, so whatever a commit forgot is missing there the moment it returns.
+//! The storage is memory with two contents: what reads see, and what a power cut would leave. Only a flush
+//! moves bytes from the first to the second, so anything that a commit forgot is missing there the moment it
+//! returns.
 
 mod common;
+#[path = "threads/own.rs"]
+mod own;
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,6 +20,7 @@ use vellum_core::{
     SharedStorage, Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
 };
 use vellum_format::Native;
+use vellum_format::perturb;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 
 /// A file in memory. What was not flushed is lost in a power cut, all of it.
@@ -51,7 +55,12 @@ fn index(bytes: u64) -> usize {
 
 impl Volatile {
     fn new() -> Arc<Self> {
-        Arc::new(Self { limits: Limits::plain(), contents: Mutex::default() })
+        Self::with(Limits::plain(), Vec::new())
+    }
+
+    fn with(limits: Limits, bytes: Vec<u8>) -> Arc<Self> {
+        let contents = Contents { visible: bytes.clone(), durable: bytes, dirty: BTreeSet::new() };
+        Arc::new(Self { limits, contents: Mutex::new(contents) })
     }
 
     fn lock(&self) -> MutexGuard<'_, Contents> {
@@ -79,12 +88,13 @@ impl Storage for Volatile {
 
     fn read(&self, at: ImageOffset, mut buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(async move {
+            perturb::point();
             let contents = self.lock();
             let mut at = index(at.bytes());
             for piece in buffer.pieces_mut() {
-                for (i, byte) in piece.iter_mut().enumerate() {
-                    *byte = contents.visible.get(at + i).copied().unwrap_or(0);
-                }
+                let there = contents.visible.len().saturating_sub(at).min(piece.len());
+                piece[there..].fill(0);
+                piece[..there].copy_from_slice(contents.visible.get(at..at + there).unwrap_or_default());
                 at += piece.len();
             }
             drop(contents);
@@ -94,11 +104,15 @@ impl Storage for Volatile {
 
     fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
+            perturb::transfer();
             let (start, data) = (index(at.bytes()), data.to_vec());
-            let mut contents = self.lock();
-            contents.reach(start + data.len());
-            contents.visible[start..start + data.len()].copy_from_slice(&data);
-            contents.touch(start, start + data.len());
+            {
+                let mut contents = self.lock();
+                contents.reach(start + data.len());
+                contents.visible[start..start + data.len()].copy_from_slice(&data);
+                contents.touch(start, start + data.len());
+            }
+            perturb::point();
             Ok(())
         })
     }
@@ -114,6 +128,7 @@ impl Storage for Volatile {
                     contents.durable[sector * 512..end].copy_from_slice(bytes);
                 }
             }
+            perturb::point();
             std::thread::yield_now();
             Ok(())
         })
@@ -121,6 +136,7 @@ impl Storage for Volatile {
 
     fn write_zeroes(&self, span: ImageSpan, _how: Zeroes) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
+            perturb::point();
             let (start, end) = (index(span.start().bytes()), index(span.end().bytes()));
             let mut contents = self.lock();
             contents.reach(end);
@@ -178,11 +194,11 @@ fn durable_bytes(image: &Volatile, guest: u64) -> Option<[u8; 8]> {
     word(data).map(u64::to_be_bytes)
 }
 
-/// Each thread writes clusters of its own with FUA; all have their entries in the same page of the same table. What one
-/// was told is durable must be so, whatever the others are in the middle of.
+/// Each thread writes clusters of its own with FUA; all have their entries in the same page of the same
+/// table. What was acknowledged as durable to one must be durable, whatever the others are in the middle of.
 #[test]
 fn what_shares_a_page_with_another_writer_is_durable_all_the_same() {
-    let options = CreateOptions { size: 1 << 20, cluster_size: 4096, ..CreateOptions::default() };
+    let options = CreateOptions { size: 1 << 20, cluster_size: 4096, ..CreateOptions::without_journal() };
     let image = fresh(&options);
     let disk = block_on(open(&image, 1 << 20));
     let threads = 4;
@@ -205,13 +221,13 @@ fn what_shares_a_page_with_another_writer_is_durable_all_the_same() {
     block_on(disk.close()).unwrap();
 }
 
-/// Threads meet at each new L2 table. Whoever made it, what each wrote into it and was told is durable is so; and what
-/// was written stays when the page is evicted and comes back.
+/// Threads meet at each new L2 table. Whichever made it, each thread's acknowledged entries are durable; and
+/// what was written stays when the page is evicted and loaded again.
 #[test]
 fn a_table_that_several_threads_touch_first_loses_nobodys_entry() {
     for round in 0..8 * common::scale() {
         let size = 16 << 20;
-        let options = CreateOptions { size, cluster_size: 512, ..CreateOptions::default() };
+        let options = CreateOptions { size, cluster_size: 512, ..CreateOptions::without_journal() };
         let image = fresh(&options);
         // Sixteen pages fit, so that pages come and go all the time.
         let disk = block_on(open(&image, 8192));
@@ -277,11 +293,13 @@ enum What {
     Read(Vec<u64>),
 }
 
-/// Anything from several threads over the same clusters: each read, and what is left at the end, is what some order of
-/// the requests gives, sector by sector; what a power cut leaves opens, is repaired and clean, and has what was flushed.
+/// Anything from several threads over the same clusters: each read, and what is left at the end, is what some
+/// order of the requests gives, sector by sector; what a power cut leaves opens, is repaired and clean, and
+/// has what was flushed.
 #[test]
 fn threads_over_the_same_clusters() {
-    let plain = |cluster_size| CreateOptions { size: 256 << 10, cluster_size, ..CreateOptions::default() };
+    let plain =
+        |cluster_size| CreateOptions { size: 256 << 10, cluster_size, ..CreateOptions::without_journal() };
     let kinds = [
         plain(512),
         plain(4096),
@@ -296,7 +314,7 @@ fn threads_over_the_same_clusters() {
     }
 }
 
-/// The same for the native format. The base is zero, and nobody knows.
+/// As above, for the native format. The base is zero, which is not known.
 #[test]
 fn threads_over_the_same_units() {
     let zeros = || vec![0; 150_000];
@@ -369,6 +387,7 @@ fn one_race(racer: &Racer, kind: usize, seed: u64) {
             .map(|thread| {
                 let (disk, clock) = (&disk, &clock);
                 scope.spawn(move || {
+                    perturb::begin(seed, thread);
                     let mut random = Random::from_seed(seed * 8 + thread);
                     let mut log = Vec::new();
                     for number in 1..=600u64 {
@@ -446,7 +465,8 @@ fn one_race(racer: &Racer, kind: usize, seed: u64) {
     }
 }
 
-/// Every value that was read is one that a change gave which no later one, over before the read began, has replaced.
+/// Every value that was read is one that a change gave which no later one, over before the read began, has
+/// replaced.
 fn judge(log: &[Done], sectors: u64, what: &str) {
     for sector in 0..sectors {
         let here = || log.iter().filter(|done| (done.first..done.first + done.sectors).contains(&sector));

@@ -1,11 +1,12 @@
-//! What one operation costs: 4 KiB random reads, through a ring and through threads, cached and past the page cache.
+//! The cost of one operation: 4 KiB random reads, through a ring and through threads, cached and with
+//! O_DIRECT.
 //!
 //! ```text
 //! cargo run --release -p vellum-io --example iobench [-- FILE [MiB [seconds [part of "DRIVER CASE"]]]]
 //! ```
 //!
-//! One worker keeps 32 reads in flight. CPU is that of the whole process, user and system, so the threads of the kernel
-//! that work for it count too. The file is made when it is not there.
+//! One worker keeps 32 reads in flight. The CPU time is that of the whole process, user and system, so that
+//! the kernel threads that work for it count too. The file is created if it does not exist.
 #![allow(clippy::print_stdout, reason = "it is there to print")]
 
 use std::path::PathBuf;

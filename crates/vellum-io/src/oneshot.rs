@@ -1,7 +1,7 @@
 //! One value from one thread to a future on another.
 //!
-//! What a job of the blocking pool answers, and what a task on another worker gives back. The receiver learns when
-//! the sender is dropped without an answer, so nobody waits for a job that is gone.
+//! It carries the answer of a job of the blocking pool, and the result of a task on another worker. The
+//! receiver notices when the sender is dropped without an answer, so no future waits for a job that is gone.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,7 +20,7 @@ impl<T> Shared<T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Leaves the waiting state and wakes whoever waits; does nothing when it was left before.
+    /// Leaves the waiting state and wakes the receiver; does nothing if it was left before.
     fn settle(&self, state: State<T>) {
         let mut current = self.lock();
         if let State::Waiting(waker) = &mut *current {
@@ -34,10 +34,10 @@ impl<T> Shared<T> {
     }
 }
 
-/// Gives the value, once.
+/// Sends the value, once.
 pub(crate) struct Sender<T>(Arc<Shared<T>>);
 
-/// Waits for the value; `None` when the sender was dropped without giving one.
+/// Waits for the value; `None` when the sender was dropped without sending one.
 pub(crate) struct Receiver<T>(Arc<Shared<T>>);
 
 pub(crate) fn oneshot<T>() -> (Sender<T>, Receiver<T>) {

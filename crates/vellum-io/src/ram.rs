@@ -1,14 +1,15 @@
-//! The memory of a guest, which is mapped here, lent to requests where it lies.
+//! The memory of a guest, which is mapped here and lent to requests in place.
 //!
 //! ```text
 //!   guest's addresses ──► runs of mapped memory ──► Buffer ──► the kernel, for the drive to read and write
 //!                                                     └─ holds the mapping until the last of it is dropped
 //! ```
 //!
-//! 1. Nothing is lent that is not mapped, for reading and writing.
-//! 2. What is lent stays mapped until the buffer is gone, also when the front end has taken the memory back.
-//! 3. A file that was cut off after it was mapped: the kernel says so (EFAULT) and the request fails. Copies of ours
-//!    raise SIGBUS, as any does.
+//! 1. Only memory that is mapped readable and writable is lent.
+//! 2. Memory that was lent stays mapped until the buffer is gone, even if the front end has taken the memory
+//!    back.
+//! 3. If a file was truncated after it was mapped, the kernel reports that (EFAULT) and the request fails.
+//!    Copies in this process raise SIGBUS, as any access does.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -17,14 +18,14 @@ use smallvec::SmallVec;
 use vellum_core::{Buffer, Error, Result};
 use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
-/// Memory of a guest, mapped for reading and writing.
+/// Memory of a guest, mapped readable and writable.
 #[derive(Clone, Default)]
 pub struct GuestRam {
     mapped: GuestMemoryMmap,
 }
 
 impl GuestRam {
-    /// This memory, when all of it may be read and written.
+    /// This memory, if all of it may be read and written.
     pub fn new(mapped: GuestMemoryMmap) -> Result<Arc<Self>> {
         const BOTH: i32 = libc::PROT_READ | libc::PROT_WRITE;
         if mapped.iter().any(|region| region.prot() & BOTH != BOTH) {
@@ -33,25 +34,26 @@ impl GuestRam {
         Ok(Arc::new(Self { mapped }))
     }
 
-    /// It, for who copies.
+    /// The mapping itself, for callers that copy.
     pub fn mapped(&self) -> &GuestMemoryMmap {
         &self.mapped
     }
 
-    /// Lends runs of it, in order: the guest's address, and how many bytes. `None` when some of them are not there.
+    /// Lends runs of it, in order: the guest's address and the length of each. `None` when some of them are
+    /// not there.
     pub fn lend(self: &Arc<Self>, runs: impl IntoIterator<Item = (u64, usize)>) -> Option<Buffer> {
         let mut places: SmallVec<[(NonNull<u8>, usize); 4]> = SmallVec::new();
         for (at, len) in runs {
-            // An address and a length may pass the end of all addresses.
+            // An address plus a length may overflow.
             at.checked_add(len as u64)?;
             for slice in self.mapped.get_slices(GuestAddress(at), len) {
                 let slice = slice.ok()?;
                 places.push((NonNull::new(slice.ptr_guard_mut().as_ptr())?, slice.len()));
             }
         }
-        // SAFETY: the places are in regions that are mapped for reading and writing, and are unmapped when the last clone of
-        // them is dropped, of which the keeper has one. References to guest memory are not made by `vm-memory`, which lends
-        // raw pointers only, to code that is itself unsafe.
+        // SAFETY: the places are in regions that are mapped readable and writable, and are unmapped when the
+        // last clone of them is dropped, of which the keeper has one. `vm-memory` makes no references to
+        // guest memory; it lends raw pointers only, to code that is itself unsafe.
         Some(unsafe { Buffer::lent(places, self.clone()) })
     }
 }

@@ -1,6 +1,7 @@
-//! Waiting for descriptors that this crate knows nothing of: a guest's doorbell, a control socket of another library.
+//! Waiting for descriptors that this crate does not otherwise use: a guest's doorbell, a control socket of
+//! another library.
 //!
-//! The descriptor is kept open until the wait has ended, whoever drops the future.
+//! The descriptor is kept open until the wait has ended, even if the future is dropped.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -10,8 +11,8 @@ use vellum_core::{Error, Result};
 use crate::driver::op::{Op, Readiness};
 use crate::driver::submit;
 
-/// Waits, on a worker, until the descriptor can be read without waiting, or never will have anything to read. By then
-/// another may have read it: whoever must not wait makes it non-blocking.
+/// Waits, on a worker, until the descriptor can be read without blocking, or will never have anything to
+/// read. Another reader may be faster: a caller that must not block makes the descriptor non-blocking.
 pub async fn readable(descriptor: &Arc<OwnedFd>) -> Result<()> {
     until(descriptor, Readiness::Read).await
 }

@@ -5,29 +5,37 @@
 //!   the task:     reads the socket, then takes the flags
 //! ```
 //!
-//! Signals of one kind that come faster than they are taken count as one, as signals always do.
+//! Signals of one kind that arrive faster than they are taken count as one, as signals always do. A wait may
+//! be dropped at any time: bytes are taken only when there are some, never by a read whose future was
+//! dropped.
 
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
+use rustix::io::Errno;
 use signal_hook::SigId;
 use signal_hook::low_level::{pipe, unregister};
-use vellum_core::{Buffer, ByteStream, Context, Result};
+use vellum_core::{Context, Result};
 
-use crate::socket::{Socket, Stream};
+use crate::ready::readable;
 
 /// A signal that a server acts upon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Signal {
     /// SIGTERM: end in good order.
     Terminate,
-    /// SIGINT: the same, from the keyboard.
+    /// SIGINT: as SIGTERM, from the keyboard.
     Interrupt,
     /// SIGHUP: read the configuration again.
     Hangup,
-    /// SIGUSR1: whatever the program says.
+    /// SIGUSR1: defined by the program.
     User1,
+    /// SIGUSR2: the same.
+    User2,
+    /// SIGQUIT: the keyboard's other one (Ctrl-\\).
+    Quit,
 }
 
 impl Signal {
@@ -37,14 +45,17 @@ impl Signal {
             Self::Interrupt => libc::SIGINT,
             Self::Hangup => libc::SIGHUP,
             Self::User1 => libc::SIGUSR1,
+            Self::User2 => libc::SIGUSR2,
+            Self::Quit => libc::SIGQUIT,
         }
     }
 }
 
-/// The signals somebody waits for. While it exists they do nothing else; afterwards they do nothing at all.
+/// The signals that a task waits for. While this exists they have no other effect; afterwards they have no
+/// effect at all.
 pub struct Signals {
     watched: Vec<Watched>,
-    stream: Stream,
+    bell: Arc<OwnedFd>,
 }
 
 struct Watched {
@@ -56,9 +67,10 @@ struct Watched {
 impl Signals {
     /// Takes these signals from now on. For a worker.
     pub fn new(signals: &[Signal]) -> Result<Self> {
-        let failed = || "can't take signals";
+        let failed = || "can't handle signals";
         let (read, write) = UnixStream::pair().context(failed)?;
-        let mut taken = Self { watched: Vec::new(), stream: Socket::new(read.into(), "the kernel").attach() };
+        read.set_nonblocking(true).context(failed)?;
+        let mut taken = Self { watched: Vec::new(), bell: Arc::new(read.into()) };
         for signal in signals {
             let came = Arc::new(AtomicBool::new(false));
             // Handlers run in the order they were registered: the flag is there before the byte.
@@ -82,7 +94,12 @@ impl Signals {
             if let Some(watched) = self.watched.iter().find(|watched| watched.came.swap(false, SeqCst)) {
                 return Ok(watched.signal);
             }
-            self.stream.read(Buffer::for_overwrite(64)).await?;
+            readable(&self.bell).await?;
+            // What rings from here on is found by the next look at the flags, or by the next wait.
+            match rustix::io::read(&self.bell, &mut [0; 64]) {
+                Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(errno) => return Err(std::io::Error::from(errno)).context(|| "can't handle signals"),
+            }
         }
     }
 }

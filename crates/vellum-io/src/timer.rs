@@ -1,7 +1,7 @@
-//! The clock of a worker: what time it is, and who sleeps until when.
+//! The clock of a worker: the current time, and the sleepers with their deadlines.
 //!
-//! Sleepers stand in order of their deadline; the worker's loop wakes those that are due and does not sleep past the
-//! first. Thousands of them cost a tree of that size and nothing while they sleep.
+//! Sleepers are ordered by their deadlines; the worker's loop wakes those that are due and does not sleep
+//! past the first. Thousands of them cost a tree of that size, and nothing while they sleep.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ pub(crate) struct Timers {
     next: Cell<u64>,
 }
 
-/// A deadline, and a number that tells apart those who share it.
+/// A deadline, and a number that distinguishes sleepers with the same deadline.
 type Key = (Duration, u64);
 
 impl Timers {
@@ -46,7 +46,7 @@ impl Timers {
         }
     }
 
-    /// How long until the first deadline; `None` when nobody sleeps.
+    /// The time until the first deadline; `None` when there are no sleepers.
     pub(crate) fn patience(&self) -> Option<Duration> {
         let sleepers = self.sleepers.borrow();
         let ((deadline, _), _) = sleepers.first_key_value()?;
@@ -61,8 +61,8 @@ impl Timers {
     }
 }
 
-/// The time since the program first asked for it.
-fn now() -> Duration {
+/// The time since the program first called it.
+pub(crate) fn now() -> Duration {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed()
 }

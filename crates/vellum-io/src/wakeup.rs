@@ -1,4 +1,4 @@
-//! How a worker that sleeps is woken by other threads, at the price of a system call only when it does sleep.
+//! How other threads wake a sleeping worker, with a system call only when it does sleep.
 //!
 //! ```text
 //!   worker                                     another thread
@@ -8,10 +8,10 @@
 //!     asleep = false
 //! ```
 //!
-//! 1. The worker sets the flag before it looks at its queues for the last time, the other thread looks at the flag
-//!    after it has filled a queue: one of them sees the other, so no wake-up is lost.
-//! 2. Only the thread that clears the flag rings, so a burst of wake-ups costs one system call, and those that the
-//!    worker makes itself while it is up cost none.
+//! 1. The worker sets the flag before it checks its queues for the last time; the other thread checks the
+//!    flag after it has filled a queue. One of them sees the other, so no wake-up is lost.
+//! 2. Only the thread that clears the flag rings, so a burst of wake-ups costs one system call, and wake-ups
+//!    by the worker itself while it is awake cost none.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use std::task::Wake;
 
 use polling::Poller;
 
-/// What gets a thread out of its wait in the kernel.
+/// Ends a thread's wait in the kernel.
 pub(crate) enum Bell {
     /// A ring waits by reading this eventfd.
     Eventfd(OwnedFd),
@@ -39,17 +39,17 @@ impl Wakeup {
         Arc::new(Self { asleep: AtomicBool::new(false), bell })
     }
 
-    /// Said by the worker before it looks at its queues for the last time.
+    /// Called by the worker before it checks its queues for the last time.
     pub(crate) fn lie_down(&self) {
         self.asleep.store(true, SeqCst);
     }
 
-    /// Said by the worker when it is up again, before it wakes any task.
+    /// Called by the worker when it is awake again, before it wakes any task.
     pub(crate) fn get_up(&self) {
         self.asleep.store(false, SeqCst);
     }
 
-    /// Wakes the worker if it sleeps; said by anyone after giving it something to do.
+    /// Wakes the worker if it sleeps; called by other threads after giving it work.
     pub(crate) fn ring(&self) {
         if !self.asleep.swap(false, SeqCst) {
             return;
@@ -57,7 +57,8 @@ impl Wakeup {
         #[expect(clippy::host_endian_bytes, reason = "an eventfd takes a number of the host")]
         let one = 1u64.to_ne_bytes();
         match &self.bell {
-            // The counter is far from its end, so the write cannot block; and there is nothing else it could fail for.
+            // The counter is far from its maximum, so the write cannot block; and it cannot fail for another
+            // reason.
             Bell::Eventfd(eventfd) => drop(rustix::io::write(eventfd, &one)),
             Bell::Poller(poller) => drop(poller.notify()),
         }
@@ -82,7 +83,7 @@ impl Wake for Wakeup {
     }
 }
 
-/// Whether the main future of a worker is to be polled; its waker.
+/// Whether the main future of a worker must be polled; its waker.
 pub(crate) struct MainReady {
     ready: AtomicBool,
     wakeup: Arc<Wakeup>,
@@ -94,9 +95,9 @@ impl MainReady {
         Arc::new(Self { ready: AtomicBool::new(true), wakeup })
     }
 
-    /// Whether it was woken since it was asked last.
+    /// Whether it was woken since the last call.
     pub(crate) fn take(&self) -> bool {
-        // A plain look first: the answer is mostly no, and a swap would take the cache line for writing.
+        // A plain load first: the answer is mostly no, and a swap would take the cache line for writing.
         self.is_ready() && self.ready.swap(false, SeqCst)
     }
 

@@ -1,18 +1,20 @@
 //! A worker: one thread with its tasks, its timers and its driver.
 //!
 //! ```text
-//!   ┌─▶ timers that are due ─▶ the main future, if woken ─▶ up to 64 tasks ─┬─ more to run ─▶ submit ─┐
+//!   ┌─▶ timers that are due ─▶ the main future, if woken ─▶ a batch of tasks ┬─ more to run ─▶ submit ─┐
 //!   │                                                                       └─ nothing ─▶ lie down,   │
 //!   │                                                    look once more, submit and wait in the kernel │
 //!   └──────────────────────────── hand out what has ended ◀────────────────────────────────────────────┘
 //! ```
 //!
 //! 1. A worker never waits in the kernel while a task can run.
-//! 2. Tasks run in batches, with a look at the driver in between: a task that always has something to do delays the
-//!    others, and cannot stop them or their I/O.
-//! 3. A panic in any task ends the worker: it comes out of [`run`], or of joining the [`Workers`](crate::Workers).
-//!    The other tasks are dropped. An engine that has broken one of its own rules must not go on writing.
-//! 4. A worker ends in this order: its tasks are dropped, then the driver, which waits for all that the kernel still does.
+//! 2. Tasks run in batches, and the driver is polled in between. A batch ends after 64 tasks or 200 µs,
+//!    whichever comes first. So a task that is always ready delays the others, but cannot stop them or their
+//!    I/O: between two polls of the driver lie at most 200 µs and the one task poll that was running then.
+//! 3. A panic in any task ends the worker: [`run`] or joining the [`Workers`](crate::Workers) propagates it.
+//!    The other tasks are dropped. An engine that has broken one of its own rules must not continue to write.
+//! 4. A worker ends in this order: its tasks are dropped, then the driver, which waits for everything that
+//!    the kernel still does.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -29,18 +31,21 @@ use futures_lite::FutureExt as _;
 use vellum_core::{Clock, Error, ErrorKind, Result};
 
 use crate::driver::{Driver, IoMode};
-use crate::timer::{RealClock, Timers};
+use crate::timer::{RealClock, Timers, now};
 use crate::wakeup::{MainReady, Wakeup};
 
 /// A task of the current worker. Dropping it drops the future; `detach` lets it run on its own.
 pub use async_executor::Task;
 
-/// How many tasks run between two looks at the driver.
+/// How many tasks run between two polls of the driver, at most.
 const BATCH: usize = 64;
+
+/// How long they may take together. A poll costs about a microsecond.
+const BATCH_TIME: Duration = Duration::from_micros(200);
 
 type Panic = Box<dyn Any + Send>;
 
-/// What the thread's tasks reach without being handed it.
+/// What the thread's tasks can reach without a parameter.
 struct Worker {
     index: usize,
     driver: Rc<Driver>,
@@ -63,16 +68,17 @@ fn current<T>(look: impl FnOnce(&Rc<Worker>) -> T) -> T {
     try_current(look).expect("this runs on a worker: within vellum_io::run or a task of Workers")
 }
 
-/// Makes this thread a worker, runs `main` on it to its end, and gives its value. Tasks that are left are dropped.
+/// Makes this thread a worker, runs `main` on it to its end, and returns its value. Tasks that are left are
+/// dropped.
 ///
-/// Fails with `Unsupported` when the mode cannot be had, and with `Invalid` on a thread that is a worker already.
-/// Panics when a task does. The first worker of a program has the signal SIGXFSZ ignored, so that a write past the limit
-/// on file sizes fails like any other instead of ending the program.
+/// Fails with `Unsupported` when the mode is not available, and with `Invalid` on a thread that is a worker
+/// already. Panics when a task does. The first worker of a program makes the process ignore the signal
+/// SIGXFSZ, so that a write past the limit on file sizes fails like any other instead of ending the program.
 pub fn run<T>(mode: IoMode, main: impl AsyncFnOnce() -> T) -> Result<T> {
     run_as(0, mode, Duration::ZERO, main)
 }
 
-/// The same, for a worker with this number, which looks for news for up to `watch` before it sleeps.
+/// As above, for a worker with this number, which busy-polls for up to `watch` before it sleeps.
 pub(crate) fn run_as<T>(
     index: usize,
     mode: IoMode,
@@ -85,7 +91,7 @@ pub(crate) fn run_as<T>(
     stage.drive(main)
 }
 
-/// Runs the future on this worker, beside the others. Panics when the thread is no worker.
+/// Runs the future on this worker, beside the others. Panics when the thread is not a worker.
 pub fn spawn_local<T: 'static>(future: impl Future<Output = T> + 'static) -> Task<T> {
     let worker = current(Rc::clone);
     let executor = worker.executor.borrow().clone().expect("a worker that is ending starts nothing new");
@@ -94,25 +100,25 @@ pub fn spawn_local<T: 'static>(future: impl Future<Output = T> + 'static) -> Tas
             Ok(value) => value,
             Err(panic) => {
                 worker.panic.borrow_mut().get_or_insert(panic);
-                // The worker ends at once; nobody is to see a task that has ended without a value.
+                // The worker ends at once; a task that has ended without a value must not be seen.
                 pending().await
             }
         }
     })
 }
 
-/// The real clock. Its sleeps are to be polled on a worker; `now` can be asked anywhere.
+/// The real clock. Its sleeps must be polled on a worker; `now` can be called anywhere.
 pub fn clock() -> Arc<dyn Clock> {
     Arc::new(RealClock)
 }
 
-/// The number of the current worker, counted from zero: its place among the [`Workers`](crate::Workers) it belongs to.
-/// Panics when the thread is no worker.
+/// The number of the current worker, counted from zero: its place among the [`Workers`](crate::Workers) it
+/// belongs to. Panics when the thread is not a worker.
 pub fn worker_index() -> usize {
     current(|worker| worker.index)
 }
 
-/// How the current worker reaches the kernel: `Uring` or `Threads`. Panics when the thread is no worker.
+/// How the current worker reaches the kernel: `Uring` or `Threads`. Panics when the thread is not a worker.
 pub fn io_mode() -> IoMode {
     current(|worker| worker.driver.mode())
 }
@@ -134,10 +140,7 @@ struct Stage {
 impl Stage {
     fn set(index: usize, mode: IoMode, watch: Duration) -> Result<Self> {
         if try_current(|_| ()).is_some() {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "can't make a worker of a thread that is one already",
-            ));
+            return Err(Error::new(ErrorKind::Invalid, "this thread is a worker already"));
         }
         take_file_size_errors();
         let (driver, wakeup) = Driver::new(mode, watch)?;
@@ -171,15 +174,14 @@ impl Stage {
             {
                 return Ok(value);
             }
-            let ran = (0..BATCH).take_while(|_| executor.try_tick()).count();
-            if ran == BATCH || main_ready.is_ready() || self.worker.panic.borrow().is_some() {
+            if run_batch(&executor) || main_ready.is_ready() || self.worker.panic.borrow().is_some() {
                 driver.submit();
                 driver.reap();
                 continue;
             }
             self.wakeup.lie_down();
             {
-                // From the moment it is polled this hears of every task that others make ready.
+                // From its first poll on, this is woken for every task that others make ready.
                 let tick = pin!(executor.tick());
                 if tick.poll(&mut tick_context).is_pending() && !main_ready.is_ready() {
                     driver.wait(timers.patience());
@@ -199,19 +201,33 @@ impl Drop for Stage {
         let executor = self.worker.executor.take();
         drop(executor);
         CURRENT.take();
-        // Said aloud, because a task that somebody leaked may hold the driver.
+        // Closed explicitly, because a leaked task may hold the driver.
         self.worker.driver.close();
     }
 }
 
-/// A write past the limit on file sizes is to fail, not to kill the program: it is one guest's error.
+/// Runs tasks until none is ready or the batch is full. Returns whether more may be ready.
+fn run_batch(executor: &LocalExecutor<'static>) -> bool {
+    let end = now() + BATCH_TIME;
+    for _ in 0..BATCH {
+        if !executor.try_tick() {
+            return false;
+        }
+        if now() >= end {
+            return true;
+        }
+    }
+    true
+}
+
+/// A write past the limit on file sizes should fail, not kill the program: it is one guest's error.
 fn take_file_size_errors() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: asks for and sets how one signal is treated, with constants; no handler of ours runs.
+        // SAFETY: queries and sets the disposition of one signal, with constants; no handler of ours runs.
         let before = unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
         if before != libc::SIG_DFL {
-            // Somebody wants to know of it.
+            // A handler was installed.
             // SAFETY: as above, with what was set before.
             unsafe { libc::signal(libc::SIGXFSZ, before) };
         }

@@ -6,13 +6,14 @@
 //!   Spawned (a future, for any thread) ◀───────────────────┘
 //! ```
 //!
-//! The closure travels, the future does not: it is made on the worker's thread, where it may hold what cannot leave.
+//! The closure is sent, the future is not: it is made on the worker's thread, so it may hold values that are
+//! not `Send`.
 //!
-//! 1. [`Workers::join`] waits until every task that was given with `spawn` has ended, [`Workers::shutdown`] drops them
-//!    where they are; both then end the threads. What a task has started with `spawn_local` and not waited for ends
-//!    with its worker.
-//! 2. A panic on any worker ends all of them, and comes out of `join` or `shutdown`.
-//! 3. When a worker has ended, nothing of its I/O is under way.
+//! 1. [`Workers::join`] waits until every task that was started with `spawn` has ended, [`Workers::shutdown`]
+//!    drops the tasks; both then end the threads. A task that was started with `spawn_local` and not awaited
+//!    ends with its worker.
+//! 2. A panic on any worker ends all of them, and is propagated by `join` or `shutdown`.
+//! 3. When a worker has ended, none of its I/O is in flight.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -37,8 +38,8 @@ pub struct WorkersConfig {
     pub threads: usize,
     /// How they reach the kernel; all the same way.
     pub mode: IoMode,
-    /// How long a worker looks for something to do before it sleeps, if it has a ring and something came as fast the last time.
-    /// That takes a processor and saves what waking costs; zero, never.
+    /// How long a worker busy-polls before it sleeps, if it has a ring and an event came as fast the last
+    /// time. That takes a processor and saves the cost of waking; zero means never.
     pub poll_max: Duration,
 }
 
@@ -50,7 +51,7 @@ impl Default for WorkersConfig {
     }
 }
 
-/// Some worker threads. Dropping them shuts them down; that, like ending them otherwise, is not for one of their own tasks.
+/// Some worker threads. Dropping them shuts them down. None of their own tasks may drop or end them.
 pub struct Workers {
     handle: WorkersHandle,
     threads: Vec<JoinHandle<()>>,
@@ -71,13 +72,13 @@ struct Shared {
 
 #[derive(Default)]
 struct Census {
-    /// Tasks that were given and have not ended.
+    /// Tasks that were started and have not ended.
     tasks: usize,
     /// The first panic of a worker.
     panic: Option<Box<dyn Any + Send>>,
 }
 
-/// What a worker is given from outside.
+/// The tasks that a worker is given from outside.
 #[derive(Default)]
 struct Inbox(Mutex<Letters>);
 
@@ -93,7 +94,8 @@ type Job = Box<dyn FnOnce() + Send>;
 impl Workers {
     /// Starts the threads and waits until each of them works.
     ///
-    /// Fails with `Unsupported` when the mode cannot be had, with `Io` when the host gives no thread.
+    /// Fails with `Unsupported` when the mode is not available, with `Io` when the host cannot start a
+    /// thread.
     pub fn start(config: WorkersConfig) -> Result<Self> {
         if config.threads == 0 {
             return Err(Error::invalid("can't start no workers: at least one thread is needed"));
@@ -130,7 +132,7 @@ impl Workers {
         let shared = Arc::new(Shared { mode, inboxes, census, changed });
         let workers = Self { handle: WorkersHandle { shared: shared.clone() }, threads };
         if let Err(error) = result {
-            // Those who have started wait at their gates; this ends them.
+            // The workers that have started wait at their gates; this ends them.
             drop(gates);
             return Err(error);
         }
@@ -140,7 +142,7 @@ impl Workers {
         Ok(workers)
     }
 
-    /// For giving tasks, also from tasks.
+    /// For starting tasks, also from tasks.
     pub fn handle(&self) -> WorkersHandle {
         self.handle.clone()
     }
@@ -155,7 +157,7 @@ impl Workers {
         self.handle.shared.mode
     }
 
-    /// Runs what `make` makes on a worker. As [`WorkersHandle::spawn`].
+    /// Runs the future that `make` makes on a worker. As [`WorkersHandle::spawn`].
     pub fn spawn<T, F>(&self, index: usize, make: impl FnOnce() -> F + Send + 'static) -> Spawned<T>
     where
         F: Future<Output = T> + 'static,
@@ -164,8 +166,8 @@ impl Workers {
         self.handle.spawn(index, make)
     }
 
-    /// Waits, blocking the thread, until every task that was given has ended, and ends the workers. Panics when one of
-    /// them did, with what it did.
+    /// Waits, blocking the thread, until every task has ended, and ends the workers. If one of them panicked,
+    /// resumes its panic.
     pub fn join(mut self) {
         let shared = &self.handle.shared;
         let mut census = shared.census();
@@ -177,8 +179,8 @@ impl Workers {
         self.pass_panic_on();
     }
 
-    /// Ends the workers, blocking the thread until they have, and drops the tasks that have not ended. Panics when one of
-    /// them did, with what it did.
+    /// Ends the workers, blocking the thread until they have ended, and drops the remaining tasks. If one of
+    /// them panicked, resumes its panic.
     pub fn shutdown(mut self) {
         self.end();
         self.pass_panic_on();
@@ -212,8 +214,8 @@ impl WorkersHandle {
         self.shared.inboxes.len()
     }
 
-    /// Runs what `make` makes on the worker with this number: `make` is called there. The task goes on when what is
-    /// returned is dropped. Panics when there is no such worker.
+    /// Runs the future that `make` makes on the worker with this number: `make` is called there. The task
+    /// continues when the result is dropped. Panics when there is no such worker.
     pub fn spawn<T, F>(&self, index: usize, make: impl FnOnce() -> F + Send + 'static) -> Spawned<T>
     where
         F: Future<Output = T> + 'static,
@@ -232,7 +234,8 @@ impl WorkersHandle {
     }
 }
 
-/// A task on a worker. A future, on any thread, of its value; fails with `Closed` when the worker ended before it.
+/// A task on a worker. A future, on any thread, of its value; fails with `Closed` when the worker ended
+/// before it.
 pub struct Spawned<T>(Receiver<T>);
 
 impl<T> Future for Spawned<T> {
@@ -240,12 +243,12 @@ impl<T> Future for Spawned<T> {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<T>> {
         Pin::new(&mut self.0).poll(context).map(|value| {
-            value.ok_or_else(|| Error::new(ErrorKind::Closed, "the worker was ended before its task had"))
+            value.ok_or_else(|| Error::new(ErrorKind::Closed, "the worker ended before its task"))
         })
     }
 }
 
-/// One task that was given, for as long as it exists.
+/// One task, counted as long as it exists.
 struct Counted(Arc<Shared>);
 
 impl Counted {
@@ -287,7 +290,7 @@ impl Inbox {
         let mut letters = self.lock();
         if letters.is_closed {
             drop(letters);
-            // With nothing locked, because dropping the job counts its task out.
+            // With nothing locked, because dropping the job decrements the count of tasks.
             drop(job);
             return;
         }
@@ -324,7 +327,8 @@ impl Inbox {
     }
 }
 
-/// What a worker's thread does: tells that it works, learns whether all others do, and serves its inbox.
+/// The body of a worker's thread: reports that it has started, waits until all others have, and serves its
+/// inbox.
 fn work(
     index: usize,
     config: WorkersConfig,
@@ -334,7 +338,7 @@ fn work(
     let mut shared = None;
     let served = catch_unwind(AssertUnwindSafe(|| {
         run_as(index, config.mode, config.poll_max, async || {
-            // Nobody listens any more once another worker has failed to start.
+            // The receiver is gone once another worker has failed to start.
             drop(started.send(Ok(io_mode())));
             let shared = shared.insert(gate.recv().ok()?);
             while let Some(job) = shared.inboxes[index].next().await {

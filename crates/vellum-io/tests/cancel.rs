@@ -1,8 +1,9 @@
-//! A future that is dropped leaves nothing behind: no freed memory that the kernel still writes to, no descriptor, and
-//! nothing under way when its worker has ended.
+//! A future that is dropped leaves nothing behind: no freed memory that the kernel still writes to, no
+//! descriptor, and no operation in flight when its worker has ended.
 //!
-//! Freed memory goes back to the thread's pool and is handed out again at once. So after dropping an operation half
-//! way the tests take that memory, fill it with a pattern, let the operation happen, and look at the pattern.
+//! Freed memory returns to the thread's pool and is handed out again at once. So after dropping an operation
+//! half way the tests take that memory, fill it with a pattern, let the operation happen, and check the
+//! pattern.
 
 mod common;
 
@@ -11,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use common::{MODES, TempDir, in_both_modes, skip, unlocked};
+use common::{LONG, MODES, TempDir, in_both_modes, skip, unlocked};
 use futures_lite::future::{or, poll_once, yield_now};
 use vellum_core::{Buffer, ByteStream, ErrorKind, ImageOffset, Random, Storage, join_all};
 use vellum_io::{Address, File, IoMode, Listener, Socket, clock, run, spawn_local};
@@ -71,7 +72,7 @@ fn a_dropped_accept_leaves_its_connection_to_the_next() {
         pause(5).await;
         let client = UnixStream::connect(dir.join("socket")).expect("somebody listens");
         or(async { drop(listener.accept().await.expect("a connection")) }, async {
-            pause(2000).await;
+            clock().sleep(LONG).await;
             panic!("the connection was lost");
         })
         .await;
@@ -93,9 +94,9 @@ fn a_worker_ends_while_reads_wait() {
             skip(&error.chain());
             continue;
         }
-        assert!(start.elapsed() < Duration::from_secs(2));
+        assert!(start.elapsed() < LONG);
         // The other end sees the connection closed: the operation has let go of its descriptor.
-        there.set_read_timeout(Some(Duration::from_secs(2))).expect("a timeout");
+        there.set_read_timeout(Some(LONG)).expect("a timeout");
         assert_eq!(there.read(&mut [0; 1]).expect("the end"), 0);
     }
 }
@@ -188,7 +189,8 @@ fn dropped_writes_write_what_they_were_given_or_nothing() {
     }
 }
 
-/// What was dropped still ends before the worker does: nothing is written behind the back of who comes next.
+/// An operation whose future was dropped still ends before the worker does: nothing is written after the next
+/// user of the file has started.
 #[test]
 fn nothing_is_written_after_the_worker_has_ended() {
     for mode in MODES {

@@ -1,7 +1,7 @@
 //! Every kind of file, through every driver, keeps the contract of `Storage`.
 //!
-//! The suite of `vellum-core` runs on: {ring, threads} × {page cache, O_DIRECT} × {a file on a real file system, a file
-//! on tmpfs, a loop device of 512-byte and one of 4096-byte blocks}.
+//! The suite of `vellum-core` runs on: {ring, threads} × {page cache, O_DIRECT} × {a file on a real file
+//! system, a file on tmpfs, a loop device of 512-byte and one of 4096-byte blocks}.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! Files read into, and written from, the memory of a guest where it lies: also when it changes, or goes away, under way.
+//! Files read into, and written from, the memory of a guest in place, even if that memory changes or goes
+//! away meanwhile.
 
 mod common;
 

@@ -1,6 +1,7 @@
-//! Where the host refuses a ring the work goes on with threads, and who insists on the ring learns why.
+//! Where the host refuses a ring threads do the work, and a caller that insists on the ring gets the reason.
 //!
-//! A child process forbids itself `io_uring_setup` with a seccomp filter, as containers do, and then works.
+//! A child process forbids itself `io_uring_setup` with a seccomp filter, as containers do, and then does
+//! I/O.
 
 mod common;
 

@@ -27,7 +27,7 @@ fn signals_are_taken_one_by_one() {
         raise(libc::SIGTERM);
         let (mut signals, first) = waiting.await;
         assert_eq!(first, Signal::Terminate);
-        // Those that come while nobody waits are not lost; two of a kind are one.
+        // Signals that arrive while no task waits are not lost; two of a kind are one.
         raise(libc::SIGHUP);
         raise(libc::SIGHUP);
         raise(libc::SIGINT);

@@ -1,5 +1,5 @@
-//! Connections carry bytes both ways at once, in any number of pieces, on whichever worker; listeners clean up what is
-//! dead and nothing else.
+//! Connections carry bytes both ways at once, in any number of pieces, on any worker; listeners remove stale
+//! files and nothing else.
 
 mod common;
 
@@ -187,7 +187,7 @@ fn sockets_that_somebody_made_non_blocking_work_too() {
 
 #[test]
 fn connections_are_handed_to_other_workers() {
-    // Also by workers that look for news before they sleep.
+    // Also by workers that busy-poll before they sleep.
     let polled = MODES.map(|mode| (mode, Duration::from_millis(2)));
     for (mode, poll_max) in MODES.map(|mode| (mode, Duration::ZERO)).into_iter().chain(polled) {
         let Ok(workers) = Workers::start(WorkersConfig { threads: 2, mode, poll_max }) else { continue };
@@ -246,7 +246,7 @@ fn a_dead_listeners_file_is_replaced_and_nothing_else() {
         let error = Listener::bind(&address).await.expect_err("somebody listens");
         assert_eq!(error.kind(), ErrorKind::Locked, "{error:?}");
         drop(connect(&address).await.expect("the first one still listens"));
-        // Somebody else takes the name.
+        // Another program takes the name.
         fs::rename(dir.join("socket"), dir.join("moved")).expect("a name");
         let second = Listener::bind(&address).await.expect("the name is free");
         drop(listener);
@@ -263,7 +263,22 @@ fn a_dead_listeners_file_is_replaced_and_nothing_else() {
     });
 }
 
-/// The kernel may keep the socket of a killed program open for a moment. Here somebody else does, and lets go of it later.
+/// The kernel may keep the socket of a killed program open for a moment. Here another process does, and
+/// closes it later. Any program that may read the directory can lock it.
+#[test]
+fn a_directory_that_somebody_keeps_locked_does_not_keep_a_listener_out() {
+    in_both_modes(|| async {
+        let dir = TempDir::new();
+        let path = dir.join("socket");
+        drop(std::os::unix::net::UnixListener::bind(&path).expect("a dead listener's file"));
+        let directory = std::fs::File::open(dir.path()).expect("a directory");
+        rustix::fs::flock(&directory, rustix::fs::FlockOperation::LockExclusive).expect("it is locked");
+        let listener = Listener::bind(&Address::unix(&path)).await.expect("it goes without");
+        drop(listener);
+        drop(directory);
+    });
+}
+
 #[test]
 fn a_killed_listeners_socket_is_waited_for() {
     let dir = TempDir::new();
@@ -333,7 +348,8 @@ fn any_descriptor_can_be_waited_for() {
     });
 }
 
-/// Without descriptors an accept fails, again and again, and goes on when there are some. In a process of its own.
+/// Without descriptors an accept fails, again and again, and continues when there are some. In a process of
+/// its own.
 #[test]
 fn accepting_survives_a_shortage_of_descriptors() {
     if std::env::var_os("VELLUM_TEST_CHILD").is_none() {

@@ -1,4 +1,4 @@
-//! The copy-on-write chain: an image, its backing image, that one's, and so on down.
+//! The copy-on-write chain: an image, its backing image, that image's own, and so on down.
 //!
 //! ```text
 //!   top      overlay.qcow2 ── reads and writes          opened last, over the others
@@ -6,49 +6,56 @@
 //!   below    base.raw      ── reads only                 found first by following the names down
 //! ```
 //!
-//! A format knows only that there may be a disk below; which one, is settled here, once, when the chain is opened: the
-//! names are followed down through the headers, each asked of the [`Gate`], then the disks are made from the bottom up.
+//! A format knows only that there may be a disk below. Which one it is, is decided here, once, when the chain
+//! is opened: the names are followed down through the headers, each is checked by the [`Gate`], then the
+//! disks are opened from the bottom up.
 //!
-//! 1. No file is opened that the gate did not let through, and no image twice in one chain (a loop).
+//! 1. No file is opened that the gate has not admitted, and no image twice in one chain (a loop). Both are
+//!    checked on the path with its links resolved, and the opener opens exactly that path: a link that is put
+//!    in its place meanwhile is refused.
 //! 2. Only the top image is opened for writing.
-//! 3. The memory for mappings is shared out, so that a long chain takes no more than a short one.
+//! 3. The memory for mappings is divided among the images, so that a long chain takes no more than a short
+//!    one.
 //!
-//! `change` has what makes its disk another one: a snapshot that it goes back to, another size.
+//! `change` has the operations that replace its disk: restoring a snapshot, and resizing.
 
 mod change;
+mod share;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vellum_core::{
     Clock, Context, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
-    SharedStorage,
+    SharedStorage, Storage,
 };
-use vellum_format::native::{self, Native, Superblock, Superblocks};
-use vellum_format::qcow2::open::MAPPING_BYTES_DEFAULT;
-use vellum_format::qcow2::{self, Header, Qcow2};
-use vellum_format::{FormatKind, Prealloc, Raw, probe};
+use vellum_format::image::{Files, Head, OpenOptions, Opened, Snapshots};
+use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memory, settle};
 
-use crate::gate::Gate;
+use crate::gate::{Gate, Referrer, Trust};
 
 /// Images in one chain, at most.
 pub const DEPTH_MAX: usize = 256;
 
-/// What a file is opened for; it decides what others may do with it meanwhile.
+/// The purpose of opening a file; it decides what other programs may do with it meanwhile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// Reading: nobody may write.
+    /// Reading: no other program may write.
     Read,
-    /// Writing: nobody else may write, and nobody may count on its content.
+    /// Reading an image whose journal must be replayed in memory: no other program may write, whatever the
+    /// user has allowed.
+    Replay,
+    /// Writing: no other program may write, or rely on the content.
     Write,
 }
 
 /// Opens files for the chain: the only place that knows where they are.
 pub trait Opener {
     /// The file's own path: absolute, links followed.
-    fn canonical(&self, path: &Path) -> Result<PathBuf>;
+    fn canonical<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<PathBuf>>;
 
-    /// Opens the file at a canonical path. Its name in messages is `name`.
+    /// Opens the file at a canonical path, and fails with `Refused` if the path leads through a link by now.
+    /// Its name in messages is `name`.
     fn open<'a>(
         &'a self,
         canonical: &'a Path,
@@ -70,15 +77,17 @@ pub struct ChainOptions {
     pub without_backing: bool,
     /// Which files may be referred to.
     pub gate: Gate,
-    /// Memory for the mappings of the whole chain, in bytes.
-    pub mapping_bytes_max: u64,
+    /// Memory for the mappings of the whole chain, in bytes. By default each image has what its whole mapping
+    /// takes, up to [`MAPPING_BYTES_DEFAULT`](vellum_format::image::MAPPING_BYTES_DEFAULT), and all together
+    /// have at most four times that.
+    pub mapping_bytes_max: Option<u64>,
     /// Where long computations run.
     pub offload: Arc<dyn Offload>,
     /// Whether the top image prepares space ahead of need.
     pub prealloc: Prealloc,
     /// Zones of a native image are emptied in quiet times.
     pub compaction: bool,
-    /// With it those who flush an image wait for one another a little, where that lets them share.
+    /// If true, flushes of an image wait a little for one another where that lets them share (group commit).
     pub clock: Option<Arc<dyn Clock>>,
 }
 
@@ -90,7 +99,7 @@ impl Default for ChainOptions {
             snapshot: None,
             without_backing: false,
             gate: Gate::default(),
-            mapping_bytes_max: MAPPING_BYTES_DEFAULT,
+            mapping_bytes_max: None,
             offload: Arc::new(Inline),
             prealloc: Prealloc::default(),
             compaction: false,
@@ -101,22 +110,18 @@ impl Default for ChainOptions {
 
 /// One image of a chain.
 pub struct Member {
-    /// The path as it was asked for, or as the image above has it.
+    /// The path as it was requested, or as it is in the image above.
     pub path: PathBuf,
-    /// Its format.
-    pub format: FormatKind,
     /// Its file.
     pub storage: SharedStorage,
-    /// Its header, when it is qcow2.
-    pub header: Option<Header>,
-    /// Its superblock, when it is of the native format.
-    pub superblock: Option<Superblock>,
     /// Its external data file: path and file.
     pub data_file: Option<(PathBuf, SharedStorage)>,
+    /// Its header, as it was before opening.
+    pub head: Box<dyn Head>,
     /// The disk it makes, over those below.
     pub disk: SharedDisk,
-    /// The same, when it is of the native format.
-    pub native: Option<Arc<Native>>,
+    /// Its snapshots, if its format supports them.
+    pub snapshots: Option<Arc<dyn Snapshots>>,
 }
 
 /// An open chain. The top image is the first member.
@@ -128,44 +133,40 @@ pub struct Chain {
     /// What the images below cost the host.
     pub below_tally: HostTally,
     options: ChainOptions,
-    /// Memory for the mappings of one image, in bytes.
-    mapping_share: u64,
-    /// Why the disk on top is closed, when it could not be opened again.
+    /// How much the mappings of the images take, each as a whole, in bytes.
+    mapping_needs: Vec<u64>,
+    /// Why the disk on top is closed, if it could not be opened again.
     gone: Option<Error>,
+    was_left_open: bool,
 }
 
 /// An image that was found on the way down and has no disk yet.
 struct Found {
     path: PathBuf,
     canonical: PathBuf,
-    format: FormatKind,
+    trust: Trust,
     storage: SharedStorage,
-    header: Option<Header>,
-    superblock: Option<Superblock>,
     data_file: Option<(PathBuf, SharedStorage)>,
-}
-
-impl Found {
-    /// The name of the image below, and its format, as they stand in this one.
-    fn backing(&self) -> Option<(&str, Option<&str>)> {
-        if let Some(header) = &self.header {
-            return header.backing_file().map(|name| (name, header.backing_format()));
-        }
-        let base = self.superblock.as_ref()?.base()?;
-        Some((&base.name, base.format.as_deref()))
-    }
+    head: Box<dyn Head>,
 }
 
 impl Chain {
     /// Opens the image and everything below it.
     ///
     /// # Errors
-    /// `Refused` for a reference that the gate does not allow, `Corrupt` for a loop or a damaged image, `Invalid` when a
-    /// disk of unknown format is to be written, and what the files say; each names the file and its depth.
+    /// `Refused` for a reference that the gate does not allow, `Corrupt` for a loop or a damaged image,
+    /// `Invalid` when a disk of unknown format is to be written, and what the files say; each names the file
+    /// and its depth.
     pub async fn open(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Result<Self> {
         let found = find(opener, path, options).await?;
+        let was_left_open = found[0].head.was_left_open();
         let (top_tally, below_tally) = (HostTally::default(), HostTally::default());
-        let mapping_share = (options.mapping_bytes_max / found.len() as u64).max(1 << 20);
+        let needs: Vec<u64> = found
+            .iter()
+            .enumerate()
+            .map(|(depth, image)| mapping_need(&*image.head, &image.storage, depth > 0 || options.read_only))
+            .collect();
+        let shares = share::shares(&needs, options.mapping_bytes_max);
         let mut members: Vec<Member> = Vec::with_capacity(found.len());
         for (depth, image) in found.into_iter().enumerate().rev() {
             let is_top = depth == 0;
@@ -174,16 +175,19 @@ impl Chain {
                 read_only: options.read_only || !is_top,
                 snapshot: options.snapshot.clone().filter(|_| is_top),
                 tally: if is_top { &top_tally } else { &below_tally },
-                mapping_share,
+                mapping_share: shares[depth],
                 options,
             };
-            let opened = open_disk(&image, below, how).await;
-            let (disk, native) = opened.context(|| describe(&image.path, depth))?;
-            let Found { path, format, storage, header, superblock, data_file, .. } = image;
-            members.push(Member { path, format, storage, header, superblock, data_file, disk, native });
+            let Found { path, storage, data_file, head, .. } = image;
+            let files = files_of(&storage, data_file.as_ref(), below);
+            let opened = open_disk(&*head, files, how).await;
+            let Opened { disk, snapshots } = opened.map_err(|error| describe(error, &path, depth))?;
+            members.push(Member { path, storage, data_file, head, disk, snapshots });
         }
         members.reverse();
-        Ok(Self { members, top_tally, below_tally, options: options.clone(), mapping_share, gone: None })
+        let options = options.clone();
+        let mapping_needs = needs;
+        Ok(Self { members, top_tally, below_tally, options, mapping_needs, gone: None, was_left_open })
     }
 
     /// The disk on top.
@@ -191,12 +195,35 @@ impl Chain {
         &self.members[0].disk
     }
 
-    /// Why the disk on top is closed, when a change closed it and could not open it again.
+    /// Whether the previous writer of the top image had not closed it when it was opened: writes that were
+    /// answered and not flushed may be missing. A raw image does not record this, nor does a native one without a journal.
+    pub fn was_left_open(&self) -> bool {
+        self.was_left_open
+    }
+
+    /// Makes true what the top image reads as, after a flush of it may have failed. Formats that know whether
+    /// they were closed have done it by now; this is for an image that has no such mark and for a data file. Asked before
+    /// anybody uses the disk.
+    ///
+    /// # Errors
+    /// Those of the storage.
+    pub async fn settle(&self) -> Result<()> {
+        let top = &self.members[0];
+        let unaware = (!top.head.knows_whether_closed()).then_some(&top.storage);
+        let data_file = top.data_file.as_ref().map(|(_, file)| file);
+        for storage in unaware.into_iter().chain(data_file) {
+            settle(&**storage).await?;
+        }
+        Ok(())
+    }
+
+    /// Why the disk on top is closed, if a change closed it and could not open it again.
     pub fn gone(&self) -> Option<&Error> {
         self.gone.as_ref()
     }
 
-    /// Closes all disks, the top one first; the first error counts, and the others are closed all the same.
+    /// Closes all disks, the top one first. The first error is returned, but the others are closed all the
+    /// same.
     pub async fn close(&self) -> Result<()> {
         let mut result = self.gone.clone().map_or(Ok(()), Err);
         for member in &self.members {
@@ -217,53 +244,47 @@ struct How<'a> {
     options: &'a ChainOptions,
 }
 
-/// The disk that an image makes over the one below it.
-async fn open_disk(
-    image: &Found,
+/// What an image is opened with, over the disk below it.
+fn files_of(
+    image: &SharedStorage,
+    data_file: Option<&(PathBuf, SharedStorage)>,
     below: Option<SharedDisk>,
-    how: How<'_>,
-) -> Result<(SharedDisk, Option<Arc<Native>>)> {
-    let How { read_only, snapshot, tally, mapping_share, options } = how;
-    match (&image.header, &image.superblock) {
-        (None, None) => Ok((Raw::open(image.storage.clone(), read_only, tally), None)),
-        (None, Some(_)) => {
-            let open = native::OpenOptions {
-                read_only,
-                snapshot,
-                tally: tally.clone(),
-                prealloc: options.prealloc,
-                compaction: options.compaction,
-                clock: options.clock.clone(),
-                ..native::OpenOptions::default()
-            };
-            let opened = Native::open(image.storage.clone(), below, open).await?;
-            Ok((opened.clone(), Some(opened)))
-        }
-        (Some(header), _) => {
-            let files = qcow2::Files {
-                image: image.storage.clone(),
-                data_file: image.data_file.as_ref().map(|(_, file)| file.clone()),
-                below,
-            };
-            let open = qcow2::OpenOptions {
-                read_only,
-                snapshot,
-                mapping_bytes_max: mapping_share,
-                offload: options.offload.clone(),
-                tally: tally.clone(),
-                journal_key: None,
-                prealloc: options.prealloc,
-                clock: options.clock.clone(),
-            };
-            Ok((Qcow2::open(header.clone(), files, open).await?, None))
-        }
-    }
+) -> Files {
+    Files { image: image.clone(), data_file: data_file.map(|(_, file)| file.clone()), below }
 }
 
-fn describe(path: &Path, depth: usize) -> String {
+/// How much memory all of the image's mapping takes, in bytes.
+fn mapping_need(head: &dyn Head, storage: &SharedStorage, read_only: bool) -> u64 {
+    head.mapping_bytes(read_only.then(|| storage.len()))
+}
+
+/// The disk that an image makes.
+async fn open_disk(head: &dyn Head, files: Files, how: How<'_>) -> Result<Opened> {
+    let How { read_only, snapshot, tally, mapping_share, options } = how;
+    if let Some(file) = files.data_file.as_ref().filter(|_| !read_only && head.was_left_open()) {
+        settle(&**file).await?;
+    }
+    let open = OpenOptions {
+        read_only,
+        snapshot,
+        mapping_bytes_max: mapping_share,
+        offload: options.offload.clone(),
+        tally: tally.clone(),
+        prealloc: options.prealloc,
+        compaction: options.compaction,
+        clock: options.clock.clone(),
+    };
+    head.open(files, open).await
+}
+
+/// Adds which image of the chain it was, unless it was the one that the user named, which the error names
+/// already.
+fn describe(error: Error, path: &Path, depth: usize) -> Error {
+    let name = path.strip_prefix("./").unwrap_or(path).display().to_string();
     match depth {
-        0 => format!("can't open image {}", path.display()),
-        _ => format!("can't open backing image {} (depth {depth})", path.display()),
+        0 if error.to_string().contains(&name) => error,
+        0 => error.context(format!("can't open image {name}")),
+        _ => error.context(format!("can't open backing image {name} (depth {depth})")),
     }
 }
 
@@ -273,11 +294,12 @@ async fn find(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Resul
     let mut next = Some((path.to_owned(), options.format));
     while let Some((path, format)) = next.take() {
         let depth = found.len();
-        let context = || describe(&path, depth);
-        let image = find_one(opener, &path, format, found.last(), options).await.context(context)?;
-        if found.iter().any(|above| above.canonical == image.canonical) {
+        let describe = |error| describe(error, &path, depth);
+        let canonical = opener.canonical(&path).await.map_err(describe)?;
+        // Asked before it is opened: the lock of the one above would be in the way, and name another cause.
+        if found.iter().any(|above| above.canonical == canonical) {
             return Err(Error::corrupt(format!(
-                "the backing chain of {} is a loop: {} comes again at depth {depth}",
+                "the backing chain of {} is a loop: {} appears again at depth {depth}",
                 found[0].path.display(),
                 path.display()
             )));
@@ -288,7 +310,9 @@ async fn find(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Resul
                 found[0].path.display()
             )));
         }
-        if let Some((name, format)) = image.backing().filter(|_| !options.without_backing) {
+        let image =
+            find_one(opener, &path, canonical, format, found.last(), options).await.map_err(describe)?;
+        if let Some((name, format)) = image.head.backing().filter(|_| !options.without_backing) {
             let format = format
                 .filter(|format| !format.is_empty())
                 .map(|format| format.parse::<FormatKind>())
@@ -304,57 +328,101 @@ async fn find(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Resul
 async fn find_one(
     opener: &dyn Opener,
     path: &Path,
+    canonical: PathBuf,
     format: Option<FormatKind>,
     above: Option<&Found>,
     options: &ChainOptions,
 ) -> Result<Found> {
-    let canonical = opener.canonical(path)?;
     if let Some(above) = above {
-        options.gate.check(&above.canonical, &canonical)?;
+        options.gate.check(referrer(&above.canonical, &above.storage, above.trust), &canonical)?;
     }
     let is_top = above.is_none();
     let writes = is_top && !options.read_only && options.snapshot.is_none();
     let purpose = if writes { Purpose::Write } else { Purpose::Read };
     let storage = opener.open(&canonical, path, purpose).await?;
-    let kind = match format {
-        Some(kind) => kind,
-        None => probe(&*storage).await?,
+    let (kind, trust) = match format {
+        Some(kind) => (kind, Trust::Declared),
+        None => guess_format(&*storage, path, &canonical).await?,
     };
-    if kind == FormatKind::Raw && format.is_none() && writes {
+    if !kind.format().is_recognised() && format.is_none() && writes {
         return Err(Error::invalid(format!(
-            "{} has no format that can be recognised; if it is a raw disk, say `-f raw` to write it",
+            "{}: the format is not recognised; if this is a raw disk, use `-f raw` to write it",
             path.display()
         )));
     }
-    let mut found = Found {
-        path: path.to_owned(),
-        canonical,
-        format: kind,
-        storage,
-        header: None,
-        superblock: None,
-        data_file: None,
+    let storage = match writes {
+        true => storage,
+        false => {
+            let read = replayed(opener, &canonical, path, storage, kind).await?;
+            read.ok_or_else(|| being_written(path))?
+        }
     };
-    match kind {
-        FormatKind::Raw if options.snapshot.is_some() && is_top => {
-            return Err(Error::new(ErrorKind::NotFound, "a raw image has no snapshots"));
+    let head = kind.format().read(&*storage).await?;
+    let data_file = match head.data_file() {
+        None => None,
+        Some(name) => {
+            let path = Gate::resolve(path, name)?;
+            let canonical_file = opener.canonical(&path).await?;
+            let context = || "can't open its data file";
+            let image = referrer(&canonical, &storage, trust);
+            options.gate.check_data_file(image, &canonical_file, writes).context(context)?;
+            Some((path.clone(), opener.open(&canonical_file, &path, purpose).await.context(context)?))
         }
-        FormatKind::Raw => {}
-        FormatKind::Native => found.superblock = Some(Superblocks::read(&*found.storage).await?.superblock),
-        FormatKind::Qcow2 => {
-            let header = Header::read(&*found.storage).await?;
-            if let Some(name) = header.data_file().filter(|_| header.has_data_file()) {
-                let path = Gate::resolve(&found.path, name)?;
-                let canonical = opener.canonical(&path)?;
-                options.gate.check(&found.canonical, &canonical)?;
-                let file =
-                    opener.open(&canonical, &path, purpose).await.context(|| "can't open its data file")?;
-                found.data_file = Some((path, file));
-            }
-            found.header = Some(header);
-        }
+    };
+    Ok(Found { path: path.to_owned(), canonical, trust, storage, data_file, head })
+}
+
+/// The facts about an image that the gate needs.
+fn referrer<'a>(canonical: &'a Path, storage: &SharedStorage, trust: Trust) -> Referrer<'a> {
+    Referrer { canonical, is_device: storage.limits().fixed_len, trust }
+}
+
+/// The format of a file by what it holds, held against its names; and whether they declare it.
+///
+/// # Errors
+/// `Refused` when the name suggests another format, `Unsupported` for a format that is not read here.
+pub async fn guess_format(
+    storage: &dyn Storage,
+    name: &Path,
+    canonical: &Path,
+) -> Result<(FormatKind, Trust)> {
+    let kind = probe(storage).await?;
+    Ok((kind, Trust::of(&[name, canonical], kind)?))
+}
+
+/// The image as it reads once it is recovered, in memory; one that was closed as it is. Nothing when another
+/// program writes it just now: then a part of what it holds is in that program's memory.
+///
+/// # Errors
+/// The errors of the recovery and of opening.
+pub async fn replayed(
+    opener: &dyn Opener,
+    canonical: &Path,
+    name: &Path,
+    storage: SharedStorage,
+    kind: FormatKind,
+) -> Result<Option<SharedStorage>> {
+    if !needs_replay(&*storage, kind).await? {
+        return Ok(Some(storage));
     }
-    Ok(found)
+    let locked = match opener.open(canonical, name, Purpose::Replay).await {
+        Err(error) if error.kind() == ErrorKind::Locked => return Ok(None),
+        opened => opened?,
+    };
+    // It may have been closed meanwhile.
+    match needs_replay(&*locked, kind).await? {
+        true => replayed_in_memory(locked, kind).await.map(Some),
+        false => Ok(Some(locked)),
+    }
+}
+
+/// Why such an image cannot be read, whatever the user allows.
+pub fn being_written(name: &Path) -> Error {
+    Error::unsupported(format!(
+        "{} is being served or written by another program, and part of its data is known to that program only: read \
+         it through that program, or stop it first",
+        name.display()
+    ))
 }
 
 #[cfg(test)]
@@ -383,18 +451,24 @@ mod tests {
         fn qcow2(&self, path: &str, backing: Option<(&str, Option<&str>)>) {
             let storage = MemoryStorage::new(path);
             let backing = backing.map(|(name, format)| (name.to_owned(), format.map(str::to_owned)));
-            let options = CreateOptions { size: 1 << 20, backing, ..CreateOptions::default() };
+            let options = CreateOptions { size: 1 << 20, backing, ..CreateOptions::without_journal() };
             block_on(create(&*storage, None, &options)).unwrap();
             self.put(path, storage);
         }
 
+        /// The format of the top image is as the options say, else qcow2.
         fn open(&self, path: &str, options: &ChainOptions) -> Result<Chain> {
+            let format = options.format.or(Some(FormatKind::Qcow2));
+            self.open_guessing(path, &ChainOptions { format, ..options.clone() })
+        }
+
+        fn open_guessing(&self, path: &str, options: &ChainOptions) -> Result<Chain> {
             block_on(Chain::open(self, Path::new(path), options))
         }
     }
 
     impl Opener for Shelf {
-        fn canonical(&self, path: &Path) -> Result<PathBuf> {
+        fn canonical<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<PathBuf>> {
             let mut clean = PathBuf::new();
             for part in path.components() {
                 match part {
@@ -403,7 +477,7 @@ mod tests {
                     part => clean.push(part),
                 }
             }
-            Ok(self.links.get(&clean).cloned().unwrap_or(clean))
+            Box::pin(std::future::ready(Ok(self.links.get(&clean).cloned().unwrap_or(clean))))
         }
 
         fn open<'a>(
@@ -416,6 +490,45 @@ mod tests {
             let missing = || Error::new(ErrorKind::NotFound, format!("{} does not exist", name.display()));
             Box::pin(std::future::ready(file.map(|file| file as SharedStorage).ok_or_else(missing)))
         }
+    }
+
+    /// Reads one block of each page of the mapping of such a disk, twice. How often the mapping was read the
+    /// second time.
+    fn second_look(chain: &Chain, size: u64) -> u64 {
+        let reads = |tally: &HostTally| tally.metadata.counts().reads;
+        let all = || reads(&chain.top_tally) + reads(&chain.below_tally);
+        let look = || (0..size).step_by(32 << 10).for_each(|at| _ = first_byte(chain.disk(), at));
+        look();
+        let first = all();
+        look();
+        all() - first
+    }
+
+    #[test]
+    fn a_mapping_stays_in_memory_where_there_is_room_for_it() {
+        const SIZE: u64 = 8 << 20;
+        let shelf = Shelf::default();
+        for (path, backing) in [("/d/base.qcow2", None), ("/d/top.qcow2", Some("base.qcow2"))] {
+            let storage = MemoryStorage::new(path);
+            let backing = backing.map(|name: &str| (name.to_owned(), Some("qcow2".to_owned())));
+            let size = if backing.is_some() { 1 << 16 } else { SIZE };
+            let options =
+                CreateOptions { size: SIZE, cluster_size: 512, backing, ..CreateOptions::without_journal() };
+            block_on(create(&*storage, None, &options)).unwrap();
+            shelf.put(path, storage);
+            let chain = shelf.open(path, &ChainOptions::default()).unwrap();
+            (0..size).step_by(32 << 10).for_each(|at| write(chain.disk(), at, 7));
+            block_on(chain.close()).unwrap();
+        }
+        let look = |mapping_bytes_max| {
+            let options = ChainOptions { mapping_bytes_max, read_only: true, ..ChainOptions::default() };
+            let chain = shelf.open("/d/top.qcow2", &options).unwrap();
+            second_look(&chain, SIZE)
+        };
+        // 256 pages of 512 bytes in the base, two above it.
+        assert_eq!(look(None), 0);
+        assert_eq!(look(Some(160 << 10)), 0, "the base has what the image above it does not need");
+        assert!(look(Some(64 << 10)) >= 128, "what is said is the bound");
     }
 
     fn write(disk: &SharedDisk, at: u64, byte: u8) {
@@ -468,6 +581,36 @@ mod tests {
     }
 
     #[test]
+    fn references_of_an_image_whose_format_nobody_says_are_not_followed() {
+        let shelf = Shelf::default();
+        shelf.put("/d/victim.raw", MemoryStorage::holding("secret", &[7; 4096]));
+        for image in ["/d/disk", "/d/disk.img", "/d/guest.raw", "/d/clone.qcow2"] {
+            shelf.qcow2(image, Some(("victim.raw", Some("raw"))));
+        }
+        let (plain, reading) =
+            (ChainOptions::default(), ChainOptions { read_only: true, ..ChainOptions::default() });
+        for options in [&plain, &reading] {
+            for (image, words) in
+                [("/d/disk", "-f qcow2"), ("/d/disk.img", "--allow-dir /d"), ("/d/guest.raw", "-f raw")]
+            {
+                let error = shelf.open_guessing(image, options).err().unwrap();
+                assert_eq!(error.kind(), ErrorKind::Refused, "{image}: {}", error.chain());
+                assert!(error.chain().contains(words), "{image}: {}", error.chain());
+            }
+            shelf.open_guessing("/d/clone.qcow2", options).unwrap();
+            shelf.open("/d/disk.img", options).unwrap();
+        }
+        // The user allows the directory; the image above states the format, or does not.
+        let gate = Gate::allowing(vec![PathBuf::from("/d")]);
+        shelf.open_guessing("/d/disk.img", &ChainOptions { gate, ..ChainOptions::default() }).unwrap();
+        shelf.qcow2("/d/over.qcow2", Some(("disk.img", Some("qcow2"))));
+        shelf.open_guessing("/d/over.qcow2", &plain).unwrap();
+        shelf.qcow2("/d/silent.qcow2", Some(("disk.img", None)));
+        let error = shelf.open_guessing("/d/silent.qcow2", &plain).err().unwrap();
+        assert!(error.chain().contains("only its content"), "{}", error.chain());
+    }
+
+    #[test]
     fn loops_and_endless_chains_end() {
         let shelf = Shelf::default();
         shelf.qcow2("/d/self", Some(("self", Some("qcow2"))));
@@ -489,9 +632,9 @@ mod tests {
     fn a_disk_of_unknown_format_is_written_only_when_the_user_says_raw() {
         let shelf = Shelf::default();
         shelf.put("/d/disk", MemoryStorage::holding("disk", &[0; 4096]));
-        let error = shelf.open("/d/disk", &ChainOptions::default()).err().unwrap();
+        let error = shelf.open_guessing("/d/disk", &ChainOptions::default()).err().unwrap();
         assert!(error.chain().contains("-f raw"), "{}", error.chain());
-        shelf.open("/d/disk", &ChainOptions { read_only: true, ..ChainOptions::default() }).unwrap();
+        shelf.open_guessing("/d/disk", &ChainOptions { read_only: true, ..ChainOptions::default() }).unwrap();
         let raw = ChainOptions { format: Some(FormatKind::Raw), ..ChainOptions::default() };
         write(shelf.open("/d/disk", &raw).unwrap().disk(), 0, 9);
     }

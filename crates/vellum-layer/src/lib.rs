@@ -1,15 +1,15 @@
-//! Layers: they turn a [`Disk`](vellum_core::Disk) into a [`Disk`](vellum_core::Disk). The
-//! copy-on-write chain; the valve that a disk is stopped, slowed and exchanged with while it is served; and what is done with
-//! whole disks: copying, comparing.
+//! Layers turn a [`Disk`](vellum_core::Disk) into a [`Disk`](vellum_core::Disk): the copy-on-write chain; the
+//! valve, with which a disk is stopped, throttled and exchanged while it is served; and writes that are
+//! durable when they are answered.
 
 #![forbid(unsafe_code)]
 
 pub mod chain;
-pub mod copy;
+pub mod durable;
 pub mod gate;
 pub mod valve;
 
 pub use chain::{Chain, ChainOptions, Member, Opener, Purpose};
-pub use copy::{Comparison, CopyOptions, compare, copy, find_zeros};
-pub use gate::Gate;
+pub use durable::Durable;
+pub use gate::{Gate, Referrer, Trust};
 pub use valve::Valve;

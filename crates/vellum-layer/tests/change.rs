@@ -1,5 +1,5 @@
-//! A chain that grows while its file fails, with each operation of the change failing in turn: all that was answered stays, and the
-//! disk goes on, unless a flush has failed.
+//! A chain that grows, or is restored from a snapshot, while each file operation of the change fails in turn:
+//! every answered write stays, and the disk continues, unless a flush has failed.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,8 +21,8 @@ const FORMATS: [&str; 6] = ["raw", "qcow2", "qcow2 journal", "linear", "table", 
 struct One(Arc<Drive>);
 
 impl Opener for One {
-    fn canonical(&self, path: &Path) -> Result<PathBuf> {
-        Ok(path.to_owned())
+    fn canonical<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<PathBuf>> {
+        Box::pin(std::future::ready(Ok(path.to_owned())))
     }
 
     fn open<'a>(&'a self, _: &'a Path, _: &'a Path, _: Purpose) -> LocalFuture<'a, Result<SharedStorage>> {
@@ -78,7 +78,7 @@ async fn all(disk: &SharedDisk) -> Vec<u8> {
     disk.read(GuestOffset::ZERO, Buffer::zeroed(size)).await.expect("it can be read").to_vec()
 }
 
-/// Grows a disk that has been written, while this fails; tells whether it was met.
+/// Grows a disk that has been written, with this failure; returns whether the failure was met.
 async fn grow_and_fail(world: &World, format: &str, fault: Fault) -> bool {
     let when = format!("{format}: {fault:?}");
     let (drive, mut chain) = made(world, format).await;
@@ -96,10 +96,12 @@ async fn grow_and_fail(world: &World, format: &str, fault: Fault) -> bool {
             model.resize(GROWN, 0);
         }
     }
-    // What a flush leaves for the next one is done: else the first fault would be met by a flush, and stop the image.
+    // What a flush leaves for the next one is done: else the first fault would be met by a flush, and stop
+    // the image.
     for _ in 0..4 {
         chain.disk().flush().await.expect("flushed");
     }
+    let repeat = fault.repeat;
     drive.faults().add(fault);
     let grown = chain.grow(2 * SIZE).await;
     drive.faults().clear();
@@ -115,6 +117,7 @@ async fn grow_and_fail(world: &World, format: &str, fault: Fault) -> bool {
     }
     assert!(is_met || grown.is_ok(), "{when}: {grown:?}");
     if let Some(why) = chain.gone().cloned() {
+        assert_eq!(repeat, Repeat::ForEver, "{when}: {}", why.chain());
         assert_eq!(why.kind(), ErrorKind::NoSpace, "{when}: {}", why.chain());
         let refused = chain.disk().read(GuestOffset::ZERO, Buffer::zeroed(1)).await;
         assert_eq!(refused.expect_err(&when).kind(), ErrorKind::Closed);
@@ -142,7 +145,9 @@ async fn grow_and_fail(world: &World, format: &str, fault: Fault) -> bool {
 #[test]
 fn a_disk_goes_on_when_growing_fails_and_not_after_a_failed_flush() {
     let no_space = Operation::Write | Operation::WriteZeroes | Operation::SetLen;
-    let sweeps: [(Operations, ErrorKind, Repeat); 4] = [
+    let others = Operation::Read | Operation::Write | Operation::WriteZeroes | Operation::SetLen;
+    let sweeps: [(Operations, ErrorKind, Repeat); 5] = [
+        (others, ErrorKind::Io, Repeat::Once),
         (no_space, ErrorKind::NoSpace, Repeat::Once),
         (no_space, ErrorKind::NoSpace, Repeat::ForEver),
         (Operation::Flush.into(), ErrorKind::Io, Repeat::Once),
@@ -160,6 +165,75 @@ fn a_disk_goes_on_when_growing_fails_and_not_after_a_failed_flush() {
                 met += 1;
             }
             assert!(met > 0, "{format}: nothing of {operations:?} was met");
+        }
+    }
+}
+
+/// Restores a snapshot with this failure; returns whether the failure was met.
+async fn revert_and_fail(world: &World, format: &str, fault: Fault) -> bool {
+    let when = format!("{format}: {fault:?}");
+    let (drive, mut chain) = made(world, format).await;
+    let mut model = vec![0; GROWN / 2];
+    for block in 0..20 {
+        write(chain.disk(), &mut model, block * 37 % 256, 1).await.expect("written");
+    }
+    let then = model.clone();
+    chain.members[0].snapshots.as_ref().expect("native").create("then", 0).await.expect("made");
+    for block in 0..20 {
+        write(chain.disk(), &mut model, block * 53 % 256, 2).await.expect("written");
+    }
+    for _ in 0..4 {
+        chain.disk().flush().await.expect("flushed");
+    }
+    let repeat = fault.repeat;
+    drive.faults().add(fault);
+    let reverted = chain.revert("then").await;
+    drive.faults().clear();
+    let is_met = drive.faults().hits() > 0;
+    if drive.is_poisoned() {
+        reverted.expect_err(&when);
+        return true;
+    }
+    assert!(is_met || reverted.is_ok(), "{when}: {reverted:?}");
+    if let Some(why) = chain.gone().cloned() {
+        assert_eq!(repeat, Repeat::ForEver, "{when}: {}", why.chain());
+        // Any request opens it again.
+        chain.grow(SIZE).await.expect(&when);
+    }
+    let now = all(chain.disk()).await;
+    assert!(
+        now == then || (reverted.is_err() && now == model),
+        "{when}: it is neither the one nor the other"
+    );
+    let mut model = now;
+    for block in 0..20 {
+        write(chain.disk(), &mut model, block * 11 % 256, 100).await.expect(&when);
+    }
+    chain.disk().flush().await.expect(&when);
+    chain.revert("then").await.expect(&when);
+    is_as(&all(chain.disk()).await, &then, &when);
+    chain.close().await.expect(&when);
+    is_met
+}
+
+#[test]
+fn a_disk_goes_on_when_a_revert_fails() {
+    let others = Operation::Read | Operation::Write | Operation::WriteZeroes | Operation::SetLen;
+    let no_space = Operation::Preallocate | Operation::SetLen;
+    for format in ["table", "zoned"] {
+        for (operations, error, repeat) in [
+            (others, ErrorKind::Io, Repeat::Once),
+            (others, ErrorKind::NoSpace, Repeat::Once),
+            (no_space, ErrorKind::NoSpace, Repeat::ForEver),
+            (Operation::Flush.into(), ErrorKind::Io, Repeat::Once),
+        ] {
+            for number in 0.. {
+                let fault = Fault { repeat, error, ..Fault::nth(operations, number) };
+                let world = World::new(number);
+                if !world.run(revert_and_fail(&world, format, fault)) {
+                    break;
+                }
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The valve before a disk: the contract holds, limited or not; and what a disk costs with it.
+//! The valve in front of a disk: the contract holds, limited or not; and the cost of a request.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -48,7 +48,8 @@ fn a_disk_behind_it_keeps_to_the_contract() {
     }
 }
 
-/// Who writes as much as there may be keeps no flush waiting; and what moves nothing is not slowed by its length.
+/// A guest that writes at the full rate does not delay a flush; and a request that moves nothing is not
+/// slowed by its length.
 #[test]
 fn flushes_wait_for_nobody_and_discards_are_as_long_as_they_like() {
     let world = World::new(2);

@@ -1,6 +1,6 @@
-//! The virtual clock's alarms: who wants to be woken when.
+//! The virtual clock's alarms: which tasks to wake, and when.
 //!
-//! 1. Alarms for the same time go off together; among them, the one that was set first is woken first.
+//! 1. Alarms for the same time go off together, in the order in which they were set.
 //! 2. An alarm is forgotten when its sleeper is dropped.
 
 use std::collections::BTreeMap;
@@ -21,7 +21,7 @@ pub(crate) struct Alarms {
 }
 
 impl Alarms {
-    /// The next time somebody waits for, and everybody who does.
+    /// The earliest alarm time, and all tasks that wait for it.
     pub(crate) fn take_next(&mut self) -> Option<(Duration, Vec<Waker>)> {
         let ((time, _), _) = self.set.first_key_value()?;
         let time = *time;

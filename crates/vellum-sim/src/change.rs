@@ -1,4 +1,4 @@
-//! What one event does to a medium: sectors replaced, or the length changed.
+//! What one event does to a medium: sectors are replaced, or the length changes.
 //!
 //! ```text
 //!   a write of 700 bytes at 3800        page 0          page 1
@@ -7,11 +7,11 @@
 //!                                    └───────┴─┴─┘   └─┴─────────┘               (page 1, sector 0)
 //! ```
 //!
-//! 1. A change consists of whole sectors, because that is what a medium writes. Where a request covers a sector only
-//!    in part, the rest of it comes from what was visible when the request took effect.
+//! 1. A change consists of whole sectors, because that is what a medium writes. Where a request covers a
+//!    sector only in part, the rest of it is what was visible when the request took effect.
 //! 2. A page that is replaced as a whole is shared with the content it is put in, never copied.
-//! 3. Sectors (or pages, where the drive promises more) are counted in the order of their addresses; a torn change
-//!    keeps some of them.
+//! 3. Sectors (or pages, where the drive promises more) are counted in the order of their addresses; a torn
+//!    change keeps some of them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -34,9 +34,9 @@ pub enum Granule {
 /// Which units of a change reached the medium, counted from its lowest address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Torn {
-    /// The first so many.
+    /// The first units, this many.
     First(u64),
-    /// All but the first so many.
+    /// All but the first units, this many.
     AllBut(u64),
     /// Those whose bit is set; of the first 64 units.
     These(u64),
@@ -45,7 +45,8 @@ pub enum Torn {
 }
 
 impl Torn {
-    /// Which of so many units are kept, as a number: bit by bit for up to 64. Tears with the same number keep the same.
+    /// Which of this many units are kept, as a number: bit by bit for up to 64. Tears with the same number
+    /// keep the same units.
     pub(crate) fn kept_of(&self, units: u64) -> u64 {
         if units <= 64 {
             return (0..units).filter(|unit| self.keeps(*unit)).fold(0, |kept, unit| kept | 1 << unit);
@@ -75,7 +76,7 @@ pub(crate) enum Change {
     Sectors(Patches),
     /// Longer, if it is not already.
     Grow(u64),
-    /// This length: cut off or grown.
+    /// This length: truncated or extended.
     Length(u64),
 }
 
@@ -87,7 +88,7 @@ impl Change {
             Self::Grow(len) => content.grow(*len),
             Self::Length(len) => {
                 content.set_len_unsealed(*len);
-                // What lies past the new end is gone for good, should the content grow again.
+                // What is past the new end is lost, even if the content grows again.
                 content.seal();
             }
         }
@@ -157,7 +158,7 @@ struct Patch {
 #[derive(Clone)]
 pub(crate) struct Patches {
     patches: Arc<[Patch]>,
-    /// The bytes that were asked for. Sectors at its ends may have bytes outside it, which are not settled yet.
+    /// The requested bytes. Sectors at its ends may have bytes outside it, which are not determined yet.
     span: ImageSpan,
 }
 

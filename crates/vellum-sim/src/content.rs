@@ -1,4 +1,4 @@
-//! What a medium holds: bytes that are cheap to copy, to change a little, to compare and to tell apart.
+//! What a medium holds: bytes that are cheap to copy, to change a little, to compare and to distinguish.
 //!
 //! ```text
 //!   Content { len }
@@ -8,13 +8,13 @@
 //!     page   page     page            4 KiB, 8 sectors; a missing page is a hole and reads as zero
 //! ```
 //!
-//! A crash explorer builds hundreds of thousands of contents that differ in a handful of sectors, so this is a
-//! persistent tree: a copy is one reference, and a change copies only the nodes on its way down.
+//! A crash explorer builds hundreds of thousands of contents that differ in a handful of sectors, so this is
+//! a persistent tree: a copy is one reference, and a change copies only the nodes on its way down.
 //!
-//! 1. A page or node that somebody else holds too is never changed, only replaced.
-//! 2. Bytes past `len` are zero, except while a crash image is being put together (then they are cut off).
-//! 3. Two contents with the same length and bytes are equal and have the same digest, whichever of their zeros are
-//!    holes.
+//! 1. A page or node that is shared with another content is never changed, only replaced.
+//! 2. Bytes past `len` are zero, except while a crash image is being assembled (then they are cut off).
+//! 3. Two contents with the same length and bytes are equal and have the same digest, whichever of their
+//!    zeros are holes.
 //! 4. Pages and nodes remember their digests, so the digest of a changed copy costs only what was changed.
 
 use std::fmt;
@@ -37,7 +37,7 @@ pub(crate) const WHOLE_PAGE: u8 = u8::MAX;
 const FANOUT_SHIFT: u32 = 4;
 const FANOUT: usize = 1 << FANOUT_SHIFT;
 
-/// A digest that is worked out when it is first asked for. Zero says "not yet"; where the digest is zero, as for a page of
+/// A digest that is computed on first use. Zero means "not yet"; where the digest is zero, as for a page of
 /// zeros, all ones stand for it.
 #[derive(Default)]
 struct Remembered(AtomicU64);
@@ -134,8 +134,8 @@ impl Node {
         }
     }
 
-    /// The sum over all pages, so that it does not depend on how high the tree is. `first` is the index of the
-    /// node's first page; a node never changes its place.
+    /// The sum over all pages, so that it does not depend on how high the tree is. `first` is the index of
+    /// the node's first page; a node never changes its place.
     fn digest(&self, first: u64, height: u32) -> u64 {
         self.digest.get_or(|| match &self.children {
             Children::Pages(pages) => (first..)
@@ -152,8 +152,8 @@ impl Node {
         })
     }
 
-    /// Collects the pages that differ, given the index of the first page below and the height of both nodes. What two
-    /// contents share is not looked at.
+    /// Collects the pages that differ, given the index of the first page below and the height of both nodes.
+    /// Parts that two contents share are skipped.
     fn differing(
         one: Option<&Arc<Self>>,
         other: Option<&Arc<Self>>,
@@ -290,7 +290,7 @@ impl Content {
         }
     }
 
-    /// A number that differs where the bytes or the length differ, but for an unlucky chance of one in 2^64.
+    /// A number that differs where the bytes or the length differ, except with a probability of one in 2^64.
     pub fn digest(&self) -> u64 {
         let pages = self.root.as_ref().map_or(0, |root| root.digest(0, self.height));
         mix(pages, self.len)
@@ -348,7 +348,7 @@ impl Content {
         })
     }
 
-    /// The pages that are not the same in both, in order.
+    /// The pages that differ between the two, in order.
     pub(crate) fn pages_that_differ(&self, other: &Self) -> Vec<u64> {
         let (mut one, mut other) = (self.clone(), other.clone());
         let height = one.height.max(other.height);
@@ -363,12 +363,12 @@ impl Content {
         self.len = self.len.max(len);
     }
 
-    /// Sets the length and leaves what lies past it: the caller seals the content when all is in place.
+    /// Sets the length and leaves what is past it: the caller seals the content when everything is in place.
     pub(crate) fn set_len_unsealed(&mut self, len: u64) {
         self.len = len;
     }
 
-    /// Cuts off what lies past the end (invariant 2).
+    /// Clears what is past the end (invariant 2).
     pub(crate) fn seal(&mut self) {
         let end = BlockSize::PAGE.start_of(ImageCluster::new(BlockSize::PAGE.count_for(self.len)));
         let tail = ImageSpan::between(ImageOffset::new(self.len), end);
@@ -539,7 +539,7 @@ pub(crate) fn page_of(piece: ImageSpan) -> u64 {
     BlockSize::PAGE.cluster_of(piece.start()).index()
 }
 
-/// Where in its page a run lies that does not leave it.
+/// The position within its page of a run that does not leave the page.
 pub(crate) fn within_page(piece: ImageSpan) -> Range<usize> {
     let start = to_usize(BlockSize::PAGE.within(piece.start()));
     start..start + to_usize(piece.len())

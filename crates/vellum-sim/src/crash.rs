@@ -1,4 +1,5 @@
-//! What a crash may leave: one content that is sure, and changes of which each may be there, be missing or be torn.
+//! What a crash may leave: one content that is certain, and changes each of which may be there, be missing or
+//! be torn.
 //!
 //! ```text
 //!   kind            sure                             perhaps
@@ -7,16 +8,18 @@
 //!   failed flush    covered by a completed flush     page by page: dropped, or as it reads; what was in flight
 //! ```
 //!
-//! 1. Changes are applied in the order in which they became visible, those in flight last, in the order of their
-//!    submission. Other orders are not tried, because they give nothing new: whichever change comes last decides a
-//!    sector, and losing the later one's sector gives the same.
-//! 2. With all that ended kept and nothing in flight, a power cut leaves what was visible.
+//! 1. Changes are applied in the order in which they became visible, those in flight last, in the order of
+//!    their submission. Other orders are not tried, because they give nothing new: whichever change comes
+//!    last decides a sector, and losing the later one's sector gives the same.
+//! 2. With every completed change kept and nothing in flight, a power cut leaves what was visible.
 //! 3. A sector is old or new: it has a value that some change gave it as a whole.
-//! 4. A process kill on a drive that had a failed flush leaves what the failed flush leaves: the kernel may have
-//!    dropped the pages at any time.
+//! 4. A process kill on a drive that had a failed flush leaves what the failed flush leaves: the kernel may
+//!    have dropped the pages at any time.
+//! 5. After a failed flush the host continues to show what it has not written ([`CrashPoint::shown`]), until
+//!    it needs the memory.
 //!
-//! Building an image copies only the nodes on the way to what it changes, and [`CrashPoint::subsets`] shares them
-//! between images, so an explorer spends its time in recovery and not here.
+//! Building an image copies only the nodes on the way to what it changes, and [`CrashPoint::subsets`] shares
+//! them between images, so an explorer spends its time in recovery and not here.
 
 use vellum_core::{ImageOffset, ImageSpan, Random};
 
@@ -33,11 +36,11 @@ pub const SUBSETS_OF_MAX: usize = 12;
 /// How a run ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CrashKind {
-    /// The host lost its power: what was not flushed may be gone.
+    /// The host lost its power: whatever was not flushed may be gone.
     PowerCut,
     /// The process was killed; the host's page cache survives.
     ProcessKill,
-    /// A flush failed: dirty pages may be gone although they read back.
+    /// A flush failed: dirty pages may be gone although they can still be read.
     FailedFlush,
 }
 
@@ -176,7 +179,7 @@ impl CrashPoint {
         &self.pending
     }
 
-    /// What is left when each pending change has the fate that `fate_of` gives it by its index.
+    /// What is left when each pending change has the fate that `fate_of` returns for its index.
     pub fn image(&self, mut fate_of: impl FnMut(usize) -> Fate) -> Content {
         let mut content = self.base.clone();
         for index in 0..self.pending.len() {
@@ -184,6 +187,13 @@ impl CrashPoint {
         }
         content.seal();
         content
+    }
+
+    /// What the host's cache shows where that is the image: after a failed flush, every page as if it had
+    /// been written.
+    pub fn shown(&self, mut fate_of: impl FnMut(usize) -> Fate) -> Content {
+        let is_page = |pending: &Pending| pending.event.is_none() && pending.operation == Operation::Write;
+        self.image(|index| if is_page(&self.pending[index]) { Fate::Kept } else { fate_of(index) })
     }
 
     /// Does to a content what is left of one change. When all is done it is to be sealed.
@@ -196,7 +206,7 @@ impl CrashPoint {
         }
     }
 
-    /// A number that stands for all that the fates have an effect on besides themselves.
+    /// A number that stands for everything that the fates affect besides themselves.
     pub(crate) fn digests(&self) -> (u64, Vec<u64>) {
         let changes = self.pending.iter().map(|pending| pending.change.digest()).collect();
         (mix(self.base.digest(), self.granule as u64), changes)
@@ -207,8 +217,8 @@ impl CrashPoint {
         self.image(|index| if index < 64 && kept & (1 << index) != 0 { Fate::Kept } else { Fate::Lost })
     }
 
-    /// The image with everything lost, the ones with everything kept up to some change, those with one change lost,
-    /// and those with one change kept: what to try where there are too many subsets.
+    /// The image with everything lost, the ones with everything kept up to some change, those with one change
+    /// lost, and those with one change kept: what to try where there are too many subsets.
     pub fn corners(&self) -> impl Iterator<Item = Content> {
         let count = self.pending.len();
         let keep = |kept: bool| if kept { Fate::Kept } else { Fate::Lost };
@@ -218,15 +228,15 @@ impl CrashPoint {
         prefixes.chain(losses).chain(survivors)
     }
 
-    /// Every subset of the pending changes, none of them torn, with its image. `None` when there are more than
-    /// [`SUBSETS_OF_MAX`] changes.
+    /// Every subset of the pending changes, none of them torn, with its image. `None` when there are more
+    /// than [`SUBSETS_OF_MAX`] changes.
     pub fn subsets(&self) -> Option<Subsets<'_>> {
         (self.pending.len() <= SUBSETS_OF_MAX)
             .then(|| Subsets { point: self, open: vec![(0, 0, self.base.clone())] })
     }
 
-    /// The images in which one change is torn and the others have the fates of `kept`, bit by bit: every prefix and
-    /// every suffix of the torn change, and, when it has at most eight units, every set of them.
+    /// The images in which one change is torn and the others have the fates of `kept`, bit by bit: every
+    /// prefix and every suffix of the torn change, and, when it has at most eight units, every set of them.
     pub fn tears(&self, torn: usize, kept: u64) -> impl Iterator<Item = Content> {
         let units = self.pending[torn].units;
         let few = if units <= 8 { 1 << units } else { 0 };
@@ -241,8 +251,8 @@ impl CrashPoint {
         })
     }
 
-    /// A fate for each pending change, drawn from `random`: now everything is kept, now almost nothing, now each with
-    /// its own chance, now and then torn.
+    /// A random fate for each pending change: sometimes everything is kept, sometimes almost nothing,
+    /// sometimes each with its own probability, sometimes torn.
     pub fn random_fates(&self, random: &mut Random) -> Vec<Fate> {
         let count = self.pending.len();
         // Of eight: how many changes survive, and how many of the survivors are torn.
@@ -296,7 +306,7 @@ pub(crate) fn random_tear(units: u64, random: &mut Random) -> Torn {
 /// Goes through all subsets depth first, so that neighbours share the work: one change is applied per image.
 pub struct Subsets<'a> {
     point: &'a CrashPoint,
-    /// Decided so far: how many changes, which of them are kept, and what that gives.
+    /// Decided so far: how many changes, which of them are kept, and the resulting content.
     open: Vec<(usize, u64, Content)>,
 }
 

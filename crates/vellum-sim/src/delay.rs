@@ -1,12 +1,12 @@
-//! How long a drive takes: nothing, a fixed time, a random one, or what a model of a real drive says.
+//! How long a drive takes: no time, a fixed time, a random one, or what a model of a real drive computes.
 //!
-//! A model is a closure that sees each [`Request`] when it is submitted (with the virtual time and the number of
-//! requests in flight) and gives the time until it ends. It may keep what state it likes: where the head is, how
-//! full the cache is, until when a channel is busy. One that puts requests in another order, or ends several at once, is a
-//! [`DriveModel`](crate::model::DriveModel): see [`Delay::medium`].
+//! A model is a closure that sees each [`Request`] when it is submitted (with the virtual time and the number
+//! of requests in flight) and returns the time until it ends. It may keep any state: where the head is, how
+//! full the cache is, until when a channel is busy. A model that reorders requests, or ends several at once,
+//! is a [`DriveModel`](crate::model::DriveModel): see [`Delay::medium`].
 //!
-//! No delay means that an operation ends in its first poll, without a turn of the world. The smallest delay is
-//! enough to let others run in between.
+//! No delay means that an operation ends in its first poll, without a turn of the world. The smallest delay
+//! is enough to let others run in between.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -66,12 +66,12 @@ impl Delay {
         Self(Kind::Model(Arc::new(Mutex::new(model))))
     }
 
-    /// What a model of a whole drive says, which may be shared with whoever asks what its medium did.
+    /// Delays from the model of a whole drive, which may be shared with code that asks what its medium did.
     pub fn medium(medium: Medium) -> Self {
         Self(Kind::Medium(medium))
     }
 
-    /// The same, but flushes take `flush`. Not for a medium, which has flushes of its own.
+    /// As above, but flushes take `flush`. Not for a medium, which has flushes of its own.
     #[must_use]
     pub fn with_flush(self, flush: Duration) -> Self {
         Self::model(move |request, random| match request.operation {

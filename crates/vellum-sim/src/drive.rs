@@ -1,22 +1,22 @@
-//! A simulated drive: a storage that remembers everything, takes its time, fails when it is told to, and crashes.
+//! A simulated drive: a storage that remembers everything, takes its time, fails on request, and crashes.
 //!
 //! ```text
 //!            submit                                    end
 //!   poll ──▶ check · count · log · data captured ──▶ [held] ──▶ [delay] ──▶ log · effect becomes visible ──▶ result
 //! ```
 //!
-//! 1. A change takes effect when it *ends*, with the data it was given when it was *submitted*. Of overlapping writes
-//!    in flight the one that ends last wins, and with a random delay that is any of them.
-//! 2. A read sees what is visible when it ends or, where it took time, perhaps what was visible when it was
+//! 1. A change takes effect when it *ends*, with the data it was given when it was *submitted*. Of
+//!    overlapping writes in flight the one that ends last wins, and with a random delay that is any of them.
+//! 2. A read sees what is visible when it ends or, if it took time, perhaps what was visible when it was
 //!    submitted.
-//! 3. What is visible is what a host's cache would show; what a crash leaves is another matter, and
-//!    [`EventLog::crash`] knows it.
+//! 3. What is visible is what a host's cache would show. What a crash leaves may differ; [`EventLog::crash`]
+//!    knows it.
 //! 4. An operation whose future is dropped half way takes effect later, or never; the seed decides.
-//! 5. After a failed flush every change and every flush fails with `Poisoned`, and reads go on.
+//! 5. After a failed flush every change and every flush fails with `Poisoned`, while reads continue.
 //! 6. With no delay every operation ends in its first poll, so the drive then needs no running world.
 //!
-//! Left out: running full (a fault with `NoSpace` does it), and damage to what lies on the medium (change the content
-//! between two runs).
+//! Left out: running full (a fault with `NoSpace` does it), and corruption of what is on the medium (change
+//! the content between two runs).
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -47,7 +47,7 @@ const AFTERMATH: Duration = Duration::from_millis(20);
 /// What a discard does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Discards {
-    /// Every sector that lies wholly in the run reads as zero, if the limits say that discards work at all.
+    /// Every sector that is entirely in the run reads as zero, if the limits say that discards work at all.
     #[default]
     Punch,
     /// Some of them, which the seed chooses: all that the contract promises.
@@ -88,7 +88,7 @@ impl Default for DriveOptions {
     }
 }
 
-/// A simulated drive. The module says what holds.
+/// A simulated drive. The module lists what holds.
 pub struct Drive {
     core: Arc<Core>,
     me: Weak<Self>,
@@ -147,7 +147,8 @@ impl Drive {
         self.lock().log.clone()
     }
 
-    /// What a crash of this kind, now, leaves; one of the possibilities, drawn from `random`. The drive is unplugged.
+    /// What a crash of this kind, now, leaves; one of the possibilities, drawn from `random`. The drive is
+    /// unplugged.
     pub fn crash(&self, kind: CrashKind, random: &mut Random) -> Content {
         self.unplug();
         self.lock().log.crash(kind, self.core.position()).random_image(random)
@@ -165,10 +166,10 @@ impl Drive {
         }
     }
 
-    /// The drive as a process finds it that is started after this one was killed, on the same host: what was visible
-    /// still is, what was in flight happened or not (drawn from `random`), and what was not flushed is still not
-    /// durable. After a failed flush the pages that were dropped are gone. This handle is unplugged; faults and
-    /// delay go on.
+    /// The drive as seen by a process that starts after this one was killed, on the same host: what was
+    /// visible still is, what was in flight happened or not (drawn from `random`), and what was not flushed
+    /// is still not durable. After a failed flush the pages that were dropped are gone. This handle is
+    /// unplugged; faults and delay stay in force.
     pub fn restart(&self, random: &mut Random) -> Arc<Self> {
         self.unplug();
         let position = self.core.take_position();
@@ -198,12 +199,12 @@ impl Drive {
         hold
     }
 
-    /// What has been asked of it through this handle.
+    /// The requests through this handle so far.
     pub fn counts(&self) -> IoCounts {
         self.tally.counts()
     }
 
-    /// What has been asked of it since an earlier reading of [`Drive::counts`].
+    /// The requests since an earlier reading of [`Drive::counts`].
     pub fn counts_since(&self, mark: IoCounts) -> IoCounts {
         self.counts() - mark
     }
@@ -338,7 +339,7 @@ impl Drive {
             };
             effects.push((*event, effect));
         }
-        // The drive may have been cut off since the operation was submitted.
+        // The drive may have been truncated since the operation was submitted.
         let has_effect = torn != Some(Torn::First(0));
         if has_effect && events.len() == 1 && grows(operation, span, state.log.visible().len()) {
             let growth = Change::Grow(span.end().bytes());
@@ -377,7 +378,7 @@ struct Running<'a> {
     failure: Option<Failure>,
     held: Option<Held>,
     events: Events,
-    /// What a read sees that looks at once.
+    /// The result of a read that looks at once.
     early: Option<Content>,
     ended: bool,
 }
@@ -441,7 +442,7 @@ impl Drop for Running<'_> {
             let core = self.drive.core.clone();
             let aftermath = async move {
                 drive.core.sleep(after).await;
-                // Nobody waits for the answer any more.
+                // The future was dropped.
                 let _unheard = drive.end(operation, span, &events, None);
             };
             core.spawn(aftermath).detach();

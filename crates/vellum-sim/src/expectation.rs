@@ -1,13 +1,13 @@
-//! What may be found at one crash position, made ready to judge many images of it.
+//! What may be found at one crash position, prepared for judging many images of it.
 //!
 //! ```text
 //!   sectors      0 ..... 8 ..... 16 .......... 40
 //!   requests     │ 1     │ 1, 4  │ none        │        each run has the same requests, so the same judgement
 //! ```
 //!
-//! Three ways to judge a sector, from the usual to the rare; the strongest that is exact is taken: *values* (all its
-//! requests cover it as a whole: it must be one of theirs), *chain* (some cover it in part, one after the other: the
-//! values they made), *bytes* (some ran at the same time: each byte for itself).
+//! There are three ways to judge a sector, from the usual to the rare; the strongest that is exact is chosen:
+//! *values* (all its requests cover it as a whole: it must be one of theirs), *chain* (some cover it in part,
+//! one after the other: the values they made), *bytes* (some ran concurrently: each byte by itself).
 
 use std::fmt;
 use std::ops::Range;
@@ -38,14 +38,15 @@ pub struct Expectation {
     position: Position,
     initial: Content,
     facts: Vec<Fact>,
-    /// In order; what lies between them reads as at first.
+    /// In order; what is between them reads as at first.
     judged: Vec<(Segment, Judgement)>,
 }
 
 enum Judgement {
     Values(Vec<Source>),
     Chain(Vec<Sector>),
-    /// Runs of bytes within the sector that the same requests touch, and the values each byte of them may have.
+    /// Runs of bytes within the sector that the same requests touch, and the values each byte of them may
+    /// have.
     Bytes(Vec<(Range<usize>, Vec<Sector>)>),
 }
 
@@ -82,7 +83,7 @@ pub struct WrongSector {
     pub found: Vec<u8>,
     /// What it may be, in words.
     pub admissible: Vec<String>,
-    /// What it looks like, in words, when it is recognised: an older value, zeros.
+    /// A description of it, when it is recognised: an older value, zeros.
     pub resembles: Option<String>,
 }
 
@@ -147,7 +148,7 @@ impl Expectation {
         Ok(())
     }
 
-    /// Judges all of a disk, also where nobody wrote.
+    /// Judges the whole disk, including what was never written.
     pub async fn check_whole_disk(&self, disk: &dyn Disk) -> Result<(), Violation> {
         self.check_disk_span(disk, GuestOffset::ZERO.span(self.initial.len())).await
     }
@@ -205,8 +206,8 @@ impl Expectation {
         Ok(())
     }
 
-    /// Stands for all that may be found: two expectations with the same digest, of oracles with the same initial content,
-    /// admit the same.
+    /// Stands for everything that may be found: two expectations with the same digest, of oracles with the
+    /// same initial content, admit the same.
     pub fn digest(&self) -> u64 {
         self.judged.iter().fold(0, |sum, (segment, judgement)| {
             let place = mix(segment.sectors.start, segment.sectors.end);
@@ -235,7 +236,8 @@ impl Expectation {
         }
     }
 
-    /// Whether all of a run comes from one source that each of its sectors may come from. When not, it may still be right.
+    /// Whether all of a run comes from one source that each of its sectors may come from. When not, it may
+    /// still be right.
     fn admits_run(&self, judged: Option<&(Segment, Judgement)>, sector: u64, found: &[u8]) -> bool {
         match judged {
             None => self.matches(Source::Initial, sector, found),
@@ -260,7 +262,7 @@ impl Expectation {
         }
     }
 
-    /// Whether a run has the bytes that a source gives it, which covers all of it.
+    /// Whether a run has the bytes of a source that covers all of it.
     fn matches(&self, source: Source, sector: u64, found: &[u8]) -> bool {
         let at = sector * SECTOR_BYTES as u64;
         match source {
@@ -289,7 +291,7 @@ impl Expectation {
         value
     }
 
-    /// Puts the bytes that a request gives a sector in their place.
+    /// Copies the bytes that a request writes to a sector to their place.
     fn put(&self, index: usize, sector: u64, value: &mut Sector) {
         let request = &self.facts[index].request;
         let whole = GuestOffset::new(sector * SECTOR_BYTES as u64).span(SECTOR_BYTES as u64);

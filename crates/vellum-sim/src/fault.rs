@@ -1,11 +1,11 @@
 //! Which operations fail, and how: made so that a test can fail each of them in turn (SQLite's method).
 //!
-//! A [`FaultPlan`] is shared by a test and its drives. It counts the operations it sees, and fails those that a
-//! [`Fault`] asks for: "the seventh flush, once", "every write from the third on, with no space left, after some of
-//! its sectors changed". [`FaultSweep`] runs a scenario again and again, with N = 0, 1, 2 … as the failing
-//! operation, until a run passes without meeting the fault.
+//! A [`FaultPlan`] is shared by a test and its drives. It counts the operations it sees, and fails those that
+//! a [`Fault`] asks for: "the seventh flush, once", "every write from the third on, with no space left, after
+//! some of its sectors changed". [`FaultSweep`] runs a scenario again and again, with N = 0, 1, 2 … as the
+//! failing operation, until a run passes without meeting the fault.
 //!
-//! 1. An operation is counted when it is submitted and the drive has found nothing wrong with it, and fails when it
+//! 1. An operation is counted when it is submitted and the drive has found no error in it, and fails when it
 //!    ends.
 //! 2. A failed write may have changed any sectors it covers, and no others (storage contract 5).
 //! 3. A failed flush poisons the drive, whatever else the fault says (storage contract 6).
@@ -57,8 +57,8 @@ pub struct Fault {
 }
 
 impl Fault {
-    /// The operation with this number among those that match, counted from zero, fails once with an I/O error and
-    /// without effect.
+    /// The operation with this number among those that match, counted from zero, fails once with an I/O error
+    /// and without effect.
     pub fn nth(operations: impl Into<Operations>, number: u64) -> Self {
         Self {
             operations: operations.into(),
@@ -135,7 +135,7 @@ impl FaultPlan {
         self.lock().hits
     }
 
-    /// Counts an operation and tells whether it fails.
+    /// Counts an operation and returns whether it fails.
     pub(crate) fn meet(&self, drive: &str, operation: Operation, span: ImageSpan) -> Option<Failure> {
         let mut plan = self.lock();
         plan.seen[operation.index()] += 1;
@@ -164,7 +164,7 @@ impl FaultPlan {
     }
 }
 
-/// Fails each operation of a scenario in turn. Each field says what is tried; all combinations are.
+/// Fails each operation of a scenario in turn. Each field lists variants; all combinations are tried.
 #[derive(Debug, Clone)]
 pub struct FaultSweep {
     /// The seed of every run's world.
@@ -187,8 +187,8 @@ pub struct SweepReport {
 }
 
 impl FaultSweep {
-    /// Every operation, once and for ever, with an I/O error (without effect, with some, with all of it) and with no
-    /// space left.
+    /// Every operation, once and forever, with an I/O error (without effect, with some, with all of it) and
+    /// with no space left.
     pub fn new(seed: u64) -> Self {
         Self {
             seed,
@@ -203,8 +203,8 @@ impl FaultSweep {
         }
     }
 
-    /// Runs the scenario, which makes its drives with the plan it is given and panics when it finds something wrong.
-    /// The panic says which operation was failing.
+    /// Runs the scenario, which makes its drives with the given plan and panics when it finds an error. The
+    /// panic names the operation that was failing.
     pub fn run(&self, scenario: impl AsyncFn(&World, &FaultPlan)) -> SweepReport {
         let mut report = SweepReport::default();
         for repeat in &self.repeats {

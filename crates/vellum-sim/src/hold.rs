@@ -1,7 +1,8 @@
-//! Stopping chosen operations half way, so that a race becomes a story: "while a flush is held, reads go on".
+//! Stopping chosen operations half way, so that a race becomes a story: "while a flush is held, reads
+//! continue".
 //!
-//! A held operation has been submitted and has no effect yet. Released, it goes on and takes the time it would have
-//! taken. Dropping the [`Hold`] releases everything.
+//! A held operation has been submitted and has no effect yet. When released, it continues and takes the time
+//! it would have taken. Dropping the [`Hold`] releases everything.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -21,7 +22,7 @@ impl Hold {
         self.0.lock().held.len()
     }
 
-    /// Waits until at least so many operations are held.
+    /// Waits until at least this many operations are held.
     pub async fn caught(&self, count: usize) {
         poll_fn(|context| {
             let mut state = self.0.lock();

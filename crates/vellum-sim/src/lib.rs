@@ -1,8 +1,8 @@
 //! A world in one thread from one seed, in which the engine's tests run.
 //!
 //! ```text
-//!   World     whose turn it is, what time it is, what chance says; one line of positions for all that happens
-//!   Drive     a Storage that records every event, takes virtual time, fails and holds what it is told to
+//!   World     the order of turns, the time, the random numbers; one line of positions for all events
+//!   Drive     a Storage that records every event, takes virtual time, fails and holds on request
 //!   EventLog  ── crash(kind, position) ──▶ CrashPoint ── image, subsets, corners, tears, random ──▶ Content
 //!   Oracle    watches a Disk and judges what is found after a crash
 //!   SimStream two ends of a connection
@@ -42,19 +42,19 @@
 //!
 //! # What a test can do
 //!
-//! - *Races*: [`Drive::hold`] stops an operation until the test lets it go; [`World::shuffled`] tries another
-//!   interleaving with every seed.
+//! - *Races*: [`Drive::hold`] stops an operation until the test releases it; [`World::shuffled`] tries
+//!   another interleaving with every seed.
 //! - *Failures*: [`FaultPlan`] fails the Nth operation; [`fault_loop`] fails each one in turn.
-//! - *Crashes while it runs*: [`Drive::crash`] gives one image drawn by chance, [`Drive::restart`] the same host
-//!   after a killed process.
+//! - *Crashes while it runs*: [`Drive::crash`] gives one random image, [`Drive::restart`] the same host after
+//!   a killed process.
 //! - *Crashes afterwards*: run to the end, take [`Drive::log`], and go through [`EventLog::crash_positions`].
 //! - *Verdicts*: [`Oracle::watch`] the disk, then [`Oracle::expect_at`] the position and
 //!   [`Expectation::check_disk`] what was recovered.
 //! - *Counts*: [`Drive::counts`] before and after.
 //!
-//! In reading order: [`world`], [`content`] (bytes that cost nothing to copy), [`operation`], [`change`], [`log`]
-//! and [`crash`] (what the medium may hold), [`delay`], [`model`], [`fault`], [`hold`], [`drive`], [`stream`], [`oracle`],
-//! [`expectation`], [`explore`].
+//! In reading order: [`world`], [`content`] (bytes that cost nothing to copy), [`operation`], [`change`],
+//! [`log`] and [`crash`] (what the medium may hold), [`delay`], [`model`], [`fault`], [`hold`], [`drive`],
+//! [`stream`], [`oracle`], [`expectation`], [`explore`].
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The log of a drive: everything that was asked to change its medium, and when each began and ended.
+//! The log of a drive: every request to change its medium, and when each began and ended.
 //!
 //! ```text
 //!   position     0    1    2    3    4    5    6    7    8
@@ -10,15 +10,16 @@
 //! ```
 //!
 //! 1. An event has two positions: where it was submitted and where it ended. It takes effect at its end.
-//! 2. A flush makes durable what had ended before the flush was submitted, once the flush has ended well. So the
-//!    durable content is what was *visible* when that flush was submitted, and the log keeps just that: a copy of a
-//!    [`Content`] costs nothing. One look-up gives the state of the medium at any position.
-//! 3. A change that makes the drive longer is two events with the same positions: the bytes, and the length. Either
-//!    may reach the medium without the other.
+//! 2. A flush makes durable everything that had ended before the flush was submitted, once the flush has
+//!    succeeded. So the durable content is what was *visible* when that flush was submitted, and the log
+//!    keeps just that: a copy of a [`Content`] costs nothing. One look-up gives the state of the medium at
+//!    any position.
+//! 3. A change that makes the drive longer is two events with the same positions: the bytes, and the length.
+//!    Either may reach the medium without the other.
 //! 4. A failed event has the effect it had: none, a part or all. A failed flush makes nothing durable.
-//! 5. An event whose future was dropped stays in flight, until it takes effect after all, or for ever.
+//! 5. An event whose future was dropped stays in flight until it takes effect after all, or forever.
 //!
-//! [`EventLog::crash`] answers what a crash may leave; `crash` has the answer's type.
+//! [`EventLog::crash`] computes what a crash may leave; `crash` has the result's type.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -33,10 +34,10 @@ use crate::world::Position;
 /// How much of the past a log keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum History {
-    /// All of it: a crash can be looked at in any position. For explorers.
+    /// Everything: a crash can be placed at any position. For explorers.
     #[default]
     Whole,
-    /// What is not yet durable: a crash can be looked at now. For simulations that run for long.
+    /// What is not yet durable: a crash can be placed now. For long simulations.
     Pending,
 }
 
@@ -51,7 +52,7 @@ pub enum Outcome {
     Failed,
 }
 
-/// Something that was asked to change the medium.
+/// A request to change the medium.
 #[derive(Debug, Clone)]
 pub struct Event {
     id: u64,
@@ -81,7 +82,7 @@ impl Event {
         self.operation
     }
 
-    /// The bytes it was asked for.
+    /// The requested bytes.
     pub fn span(&self) -> ImageSpan {
         self.span
     }
@@ -151,7 +152,7 @@ pub(crate) struct Durable<'a> {
     first_pending: u64,
 }
 
-/// Everything that was asked to change a drive. A copy costs one reference per event.
+/// All requests to change a drive. A copy costs one reference per event.
 #[derive(Debug, Clone)]
 pub struct EventLog {
     granule: Granule,
@@ -160,7 +161,7 @@ pub struct EventLog {
     start: Content,
     /// What ended before this is in `start`.
     start_covers: Position,
-    /// A crash can be looked at from here on.
+    /// A crash can be placed from here on.
     start_position: Position,
     /// In the order they were submitted.
     events: Vec<Event>,
@@ -226,8 +227,8 @@ impl EventLog {
         self.durable(position).content
     }
 
-    /// Where a crash can leave something else than one position earlier: at the beginning, and after each event's
-    /// submission and end. In order.
+    /// Where a crash can leave something else than one position earlier: at the beginning, and after each
+    /// event's submission and end. In order.
     pub fn crash_positions(&self) -> Vec<Position> {
         let mut positions = vec![self.start_position];
         for event in &self.events {
@@ -268,8 +269,8 @@ impl EventLog {
         }
     }
 
-    /// The changes that had been submitted before `position` and are not surely durable then: first those that had
-    /// ended, in the order in which they became visible, then those in flight.
+    /// The changes that had been submitted before `position` and are not surely durable then: first those
+    /// that had ended, in the order in which they became visible, then those in flight.
     pub(crate) fn pending(&self, durable: &Durable<'_>, position: Position) -> Vec<&Event> {
         let first = self.index_from(durable.first_pending);
         let submitted = self.events.partition_point(|event| event.submitted < position);
@@ -385,7 +386,8 @@ impl EventLog {
         log
     }
 
-    /// The process was killed at `position`, and the page cache holds `image`, of which nothing new is durable.
+    /// The process was killed at `position`, and the page cache holds `image`, of which nothing new is
+    /// durable.
     pub(crate) fn become_visible(&mut self, position: Position, image: &Content) {
         for id in std::mem::take(&mut self.in_flight) {
             let index = self.index_from(id);
@@ -429,8 +431,8 @@ impl EventLog {
         self.start_position = position;
     }
 
-    /// The log after a killed process was started again on the same host: nothing is in flight any more, and what
-    /// survived has become visible.
+    /// The log after a killed process was started again on the same host: nothing is in flight any more, and
+    /// what survived has become visible.
     pub(crate) fn restarted(&self, position: Position, base: &Content, survived: Vec<Change>) -> Self {
         let mut log = match self.poisoned {
             // Dirty pages were dropped: `base` is what the medium holds, and what survived is perhaps on it.

@@ -1,15 +1,17 @@
-//! Fast 64-bit digests: of pages, of contents, of a whole run. Good enough to tell states apart, not to resist
-//! malice.
+//! Fast 64-bit digests: of pages, of contents, of a whole run. They are good enough to distinguish states,
+//! not to resist malice.
 //!
-//! The building block is a folded multiplication (64 × 64 → 128 bits, halves joined), which mixes sixteen bytes in a
-//! few cycles. Four lanes run side by side, because one multiplication must wait for the one before it.
+//! The building block is a folded multiplication (64 × 64 → 128 bits, halves joined), which mixes sixteen
+//! bytes in a few cycles. Four lanes run side by side, because one multiplication must wait for the one
+//! before it.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 
 const KEYS: [u64; 2] = [0x9E37_79B9_7F4A_7C15, 0xA076_1D64_78BD_642F];
 
-/// Where the lanes start. None is a key: a lane equal to the key would multiply by zero and lose the other word.
+/// Where the lanes start. None is a key: a lane equal to the key would multiply by zero and lose the other
+/// word.
 const LANES: [u64; 4] =
     [0xE703_7ED1_A0B4_28DB, 0x8EBC_6AF0_9C88_C6E3, 0x5899_65CC_7537_4CC3, 0x1D8E_4E27_C47D_124F];
 
@@ -34,7 +36,7 @@ pub(crate) fn digest_of(bytes: &[u8]) -> u64 {
     mix(mix(lanes[0], lanes[1]), mix(lanes[2], lanes[3]))
 }
 
-/// Looks digests up: they are mixed well enough to be their own hash.
+/// Hashes digests: they are mixed well enough to be their own hash.
 #[derive(Default)]
 pub(crate) struct AsIs(u64);
 

@@ -1,4 +1,4 @@
-//! The words for what can be asked of a drive: which kind of operation, and sets of kinds.
+//! The requests to a drive: kinds of operations, and sets of kinds.
 
 use std::fmt;
 use std::ops::BitOr;

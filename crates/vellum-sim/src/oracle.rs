@@ -1,7 +1,7 @@
 //! What a guest may find after a crash: the judge of every crash test.
 //!
-//! An [`Oracle`] records what the guest asked of a disk, when, and when it was answered. For a crash at any position
-//! it knows which values each 512-byte sector may have ([`Disk`] contract 1 and 2):
+//! An [`Oracle`] records what the guest asked of a disk, when, and when it was answered. For a crash at any
+//! position it knows which values each 512-byte sector may have ([`Disk`] contract 1 and 2):
 //!
 //! ```text
 //!   write A   ├──┤                               For a crash at ▲: A is durable, because it had returned before the
@@ -10,16 +10,16 @@
 //!   write C                 ├──── … ▲            or as C, and as nothing else: not as what was there before A.
 //! ```
 //!
-//! 1. A value is *overruled* when a durable write began after it had returned. Every value that is not overruled is
-//!    admissible, the initial content among them.
-//! 2. A discard adds zero to what is admissible and overrules nothing: each sector reads as zero or as before.
+//! 1. A value is *overruled* when a durable write began after it had returned. Every value that is not
+//!    overruled is admissible, the initial content among them.
+//! 2. A discard makes zero admissible and overrules nothing: each sector reads as zero or as before.
 //! 3. A request that failed, or was never answered, may have happened in any sector. It is never durable.
-//! 4. A write of a part of a sector makes a new value out of the old one. Where such writes follow each other, the
-//!    values are known exactly; where they ran at the same time, each byte is judged by itself.
-//! 5. What a crash has lost does not become durable by a later flush: the oracle is told of crashes
-//!    ([`Oracle::note_crash`]) when it goes on afterwards.
+//! 4. A write of part of a sector makes a new value out of the old one. Where such writes follow each other,
+//!    the values are known exactly; where they ran concurrently, each byte is judged by itself.
+//! 5. What a crash has lost does not become durable by a later flush: a test that continues after a crash
+//!    notes it in the oracle ([`Oracle::note_crash`]).
 //!
-//! Positions are those of the world, so one oracle judges a disk that lies on several drives.
+//! Positions are those of the world, so one oracle judges a disk that is stored on several drives.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -35,7 +35,7 @@ use crate::expectation::{Expectation, Segment};
 use crate::mix::mix;
 use crate::world::{Core, Position, World};
 
-/// What a guest asks of a disk, as far as an oracle cares.
+/// A guest's request to a disk, as far as an oracle needs it.
 #[derive(Debug, Clone)]
 pub enum GuestRequest {
     /// The bytes from an offset on are these.
@@ -121,7 +121,7 @@ impl Oracle {
         Self(Arc::new(Record { core: world.core().clone(), initial, history: Mutex::default() }))
     }
 
-    /// The disk, with everything that is asked of it recorded.
+    /// The disk, with every request to it recorded.
     pub fn watch(&self, disk: SharedDisk) -> Arc<OracleDisk> {
         Arc::new(OracleDisk { inner: disk, oracle: self.clone() })
     }
@@ -143,8 +143,8 @@ impl Oracle {
         recorded.ended = Some((position, succeeded));
     }
 
-    /// Records that the disk crashed now and went on afterwards: what was not durable is never made so by a later
-    /// flush, and what was not answered never will be.
+    /// Records that the disk crashed now and went on afterwards: what was not durable is never made so by a
+    /// later flush, and what was not answered never will be.
     pub fn note_crash(&self) {
         let position = self.0.core.take_position();
         self.lock().crashes.push(position);
@@ -188,7 +188,7 @@ impl Oracle {
     }
 }
 
-/// A change as it stands at some position.
+/// A change, as of some position.
 #[derive(Debug, Clone)]
 pub(crate) struct Fact {
     pub(crate) number: usize,
@@ -210,7 +210,7 @@ impl HistoryOfGuest {
         let past = &self.requests[..self.requests.partition_point(|request| request.submitted < position)];
         let crash_after =
             |from: Position| self.crashes.iter().copied().find(|crash| from < *crash && *crash < position);
-        // An answer that comes after a crash comes from nobody.
+        // An answer that comes after a crash was never given.
         let ended_by = |recorded: &Recorded| {
             let cut_off = crash_after(recorded.submitted);
             recorded.ended.filter(|(ended, _)| *ended < position && cut_off.is_none_or(|cut| *ended < cut))
@@ -251,8 +251,8 @@ impl HistoryOfGuest {
     }
 }
 
-/// Cuts the disk into runs of sectors that the same requests touch. A sector that some request touches only in part
-/// is a run of its own.
+/// Cuts the disk into runs of sectors that the same requests touch. A sector that some request touches only
+/// in part is a run of its own.
 fn segments_of(facts: &[Fact]) -> Vec<Segment> {
     let sector = SECTOR_BYTES as u64;
     let mut cuts = BTreeSet::new();

@@ -6,10 +6,12 @@
 //! ```
 //!
 //! 1. Bytes arrive in order, none lost, unless the connection is reset.
-//! 2. A writer waits while `capacity` bytes are on their way or have not been read.
-//! 3. Fragmenting, a read gives any number of the bytes that have arrived, at least one; the seed decides.
-//! 4. [`shutdown`](ByteStream::shutdown), or dropping an end, lets the peer read what was sent and then the end;
-//!    what the peer writes then fails. [`reset`](SimStream::reset) loses what is on its way, and both ends fail.
+//! 2. A writer waits while `capacity` bytes are in transit or have not been read.
+//! 3. With fragmenting, a read returns any number of the bytes that have arrived, at least one; the seed
+//!    decides.
+//! 4. [`shutdown`](ByteStream::shutdown), or dropping an end, lets the peer read what was sent and then the
+//!    end; what the peer writes then fails. [`reset`](SimStream::reset) loses what is in transit, and both
+//!    ends fail.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;

@@ -1,4 +1,4 @@
-//! A world in one thread from one seed: whose turn it is, what time it is, and what chance says.
+//! A world in one thread from one seed: the order of turns, the time, and the random numbers.
 //!
 //! ```text
 //!            wake                          turn by turn
@@ -8,16 +8,16 @@
 //!               clock jumps to the next alarm ──▶ wake         none left: deadlock, with the seed in the message
 //! ```
 //!
-//! 1. Everything runs on the thread that made the world, one turn at a time. Computing takes no virtual time; only
-//!    waiting does, and the clock moves only when nobody can run.
+//! 1. Everything runs on the thread that made the world, one turn at a time. Computing takes no virtual time;
+//!    only waiting does, and the clock moves only when no task can run.
 //! 2. The same seed gives the same turns. [`World::new`] takes them first come, first served; in a
-//!    [`World::shuffled`] one the seed decides who is next, so that many seeds explore many interleavings.
-//! 3. Whatever happens takes the next [`Position`] on one line that all drives and oracles of the world share. A
-//!    crash is a position: what lies before it has happened.
+//!    [`World::shuffled`] world the seed decides the order, so that many seeds explore many interleavings.
+//! 3. Every event takes the next [`Position`] on one line that all drives and oracles of the world share. A
+//!    crash is a position: what is before it has happened.
 //! 4. [`World::digest`] covers every turn and every event. Two runs with the same digest did the same.
 //! 5. When the world is dropped its tasks are dropped, so nothing lives on through a circle of references.
 //!
-//! Left out: threads. What must be right between threads is another tool's work.
+//! Left out: threads. Correctness between threads is another tool's work.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -37,13 +37,12 @@ use vellum_core::{Clock, Random};
 use crate::alarm::{Alarms, SimClock, Sleep};
 use crate::mix::mix;
 
-/// So many turns without a step of the clock are a circle in which nobody waits.
+/// This many turns without a step of the clock are a loop in which no task waits.
 const TURNS_AT_ONE_TIME_MAX: u64 = 20_000_000;
 /// A run that comes this far has only tickers left.
 const TIME_MAX: Duration = Duration::from_hours(24 * 366);
 
-/// A place on the line of everything that happens in a world. A crash *at* a position comes after all that lies
-/// before it.
+/// A place on the line of all events of a world. A crash *at* a position comes after everything before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Position(pub(crate) u64);
 
@@ -64,7 +63,7 @@ impl fmt::Display for Position {
     }
 }
 
-/// A world. The module says what holds in it.
+/// A world. The module lists what holds in it.
 pub struct World {
     core: Arc<Core>,
     one_thread: PhantomData<Rc<()>>,
@@ -76,7 +75,7 @@ impl World {
         Self::with(seed, false)
     }
 
-    /// The world that belongs to `seed`; the seed decides who is next.
+    /// The world that belongs to `seed`; the seed decides the order of turns.
     pub fn shuffled(seed: u64) -> Self {
         Self::with(seed, true)
     }
@@ -107,9 +106,9 @@ impl World {
         self.core.seed
     }
 
-    /// Runs until `future` ends; what was spawned runs meanwhile, and stays for the next `run`.
+    /// Runs until `future` ends; spawned tasks run meanwhile, and stay for the next `run`.
     ///
-    /// Panics, with seed and virtual time, when nobody can run and no alarm is set, and when a task panics.
+    /// Panics, with seed and virtual time, when no task can run and no alarm is set, and when a task panics.
     pub fn run<F: Future>(&self, future: F) -> F::Output {
         let core = &self.core;
         let run = core.begin_run();
@@ -174,12 +173,12 @@ impl World {
         self.core.sleep(wait)
     }
 
-    /// Lets everybody else who can run have a turn first.
+    /// Lets every other task that can run have a turn first.
     pub fn yield_now(&self) -> impl Future<Output = ()> + use<> {
         yield_now()
     }
 
-    /// A source of chance of its own, drawn from the seed.
+    /// A source of random numbers of its own, drawn from the seed.
     pub fn random(&self) -> Random {
         self.core.random()
     }
@@ -233,8 +232,8 @@ impl<T> Handle<T> {
         self.0.as_ref().is_none_or(Task::is_finished)
     }
 
-    /// Ends the task where it stands, as a killed process ends, and waits until everything it held is dropped. Gives
-    /// its result if it had ended by itself before.
+    /// Ends the task where it is, as a killed process ends, and waits until everything it held is dropped.
+    /// Returns its result if it had ended by itself before.
     pub async fn abort(mut self) -> Option<T> {
         self.0.take()?.cancel().await
     }
@@ -383,7 +382,7 @@ impl Core {
         turns.runs
     }
 
-    /// Who is next, moving the clock if nobody can run now.
+    /// The next task, moving the clock if none can run now.
     fn next_turn(&self) -> Option<Turn> {
         loop {
             let mut turns = self.lock();

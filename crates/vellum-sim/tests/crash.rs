@@ -159,8 +159,8 @@ fn cutting_off_growing_and_punching_are_events_of_their_own() -> Result<()> {
     Ok(())
 }
 
-/// Two small writes into one sector: it may be as before, as after the first, or as after the second; never the
-/// second without the first, because no medium ever held that.
+/// Two small writes into one sector: it may be as before, as after the first, or as after the second; never
+/// the second without the first, because no medium ever held that.
 #[test]
 fn a_sector_shared_by_small_writes_has_only_values_it_once_had() -> Result<()> {
     let world = World::new(1);

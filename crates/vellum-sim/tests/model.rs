@@ -1,4 +1,5 @@
-//! Models of drives: what a request takes where arithmetic says it, and that the order of the requests is the medium's.
+//! Models of drives: the duration of a request where arithmetic gives it, and that the order of the requests
+//! is the medium's.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,8 +46,8 @@ fn writes_at_once(world: &World, drive: &Arc<Drive>, places: &[u64], len: usize)
     (world.now() - begun, ended.take())
 }
 
-/// One after another and each flushed, each behind the last: a turn for each, for the sector has just passed when the next one
-/// comes, and the transfer.
+/// One after another and each flushed, each behind the last: a turn for each, for the sector has just passed
+/// when the next one comes, and the transfer.
 #[test]
 fn flushed_writes_in_a_row_wait_for_a_turn_each() {
     let parameters = HddParameters::desktop_7200();
@@ -142,7 +143,8 @@ fn seeks_grow_with_the_distance() {
     }
 }
 
-/// Who comes while a flush runs shares the next: eight who write and flush need far less than eight times as long.
+/// A flush that is requested while one runs shares the next: eight tasks that write and flush need far less
+/// than eight times as long.
 #[test]
 fn flushes_are_shared() {
     for medium in [Medium::new(Hdd::new(HddParameters::desktop_7200())), ssd()] {
@@ -210,7 +212,8 @@ fn a_run_can_be_repeated() {
     assert_eq!(run(), run());
 }
 
-/// A file that grows costs two flushes of the drive each time, one that does not costs one; guests share commits.
+/// A file that grows costs two flushes of the drive each time, one that does not costs one; guests share
+/// commits.
 #[test]
 fn a_growing_file_flushes_twice() {
     let (world, medium) = (World::new(0), ssd());

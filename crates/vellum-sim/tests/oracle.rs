@@ -1,6 +1,7 @@
-//! The judge is judged: tables of what it accepts and rejects, and a disk that is right beside disks that are not.
+//! The judge is judged: tables of what it accepts and rejects, and a correct disk beside disks that are not.
 //!
-//! Tables are written as a story of one sector: `begin A` and `end A` are a write of a sector of A's, `F` flushes.
+//! Tables are written as a story of one sector: `begin A` and `end A` are a write of a sector of A's, `F`
+//! flushes.
 
 mod common;
 
@@ -18,10 +19,11 @@ fn whole(value: u8, fua: bool) -> GuestRequest {
     GuestRequest::Write { at: guest(512), data: vec![value; 512].into(), fua }
 }
 
-/// Plays a story and tells what the sector may be after a crash at its end.
+/// Plays a story and returns what the sector may be after a crash at its end.
 ///
-/// Small letters begin a write and capitals end it; `z` and `d` are write-zeroes and discard. A digit is a write with
-/// FUA, begun and ended. `+` is a flush, `<` and `>` begin and end one. `!` fails what ends next, `#` crashes.
+/// Small letters begin a write and capitals end it; `z` and `d` are write-zeroes and discard. A digit is a
+/// write with FUA, begun and ended. `+` is a flush, `<` and `>` begin and end one. `!` fails what ends next,
+/// `#` crashes.
 fn admissible(story: &str) -> String {
     let world = World::new(1);
     let mut initial = Content::zeroed(SIZE);
@@ -232,7 +234,8 @@ async fn guest_of(disk: Arc<dyn Disk>, mut random: Random, number: u8) {
     }
 }
 
-/// Crashes at every position, and judges images of every kind. Gives the number of images and of violations.
+/// Crashes at every position, and judges images of every kind. Returns the number of images and of
+/// violations.
 fn judge(seed: u64, bug: Bug) -> (u64, u64) {
     let world = World::shuffled(seed);
     let (drive, oracle) = guests(&world, bug);

@@ -1,4 +1,4 @@
-//! How fast crash images are built and told apart: printed, because an explorer's budget is counted from it.
+//! How fast crash images are built and compared: printed, because an explorer's budget is computed from it.
 //!
 //! `cargo test --release -p vellum-sim --test speed -- --nocapture`
 

@@ -43,7 +43,7 @@ fn bytes_arrive_in_order_however_small_the_pipe_and_the_fragments() {
         });
         let got = world.run(async {
             client.write_all(data).await?;
-            // The peer reads to the end; what it answers after that is for nobody.
+            // The peer reads to the end; its later answer has no reader.
             client.shutdown();
             let failed = echo.await;
             Ok::<_, vellum_core::Error>(failed.err().map(|error| error.kind()))

@@ -1,6 +1,6 @@
 //! What several commands take: sizes, formats, `-o` options, and how an image is opened.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::ValueEnum;
 use vellum_core::{Error, Result};
@@ -9,26 +9,32 @@ use vellum_format::native;
 use vellum_format::qcow2::{Compression, CreateOptions, JOURNAL_BYTES_DEFAULT, Preallocation};
 use vellum_format::{FormatKind, Prealloc};
 
+use crate::config::allowed;
+
 /// How results are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub(crate) enum OutputFormat {
-    /// For people
+    /// Plain text
     #[default]
     Human,
-    /// For programs; the same field names as qemu-img
+    /// JSON, with the field names of qemu-img
     Json,
 }
 
 /// How an image that is only looked at is opened
 #[derive(Debug, clap::Args)]
 pub(crate) struct ReadArgs {
-    /// Format of the image; guessed when not given
+    /// Format of the image: raw, qcow2 or vellum. Default: detected from the file
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     pub(crate) format: Option<FormatKind>,
-    /// Read the image even while another program writes it; what is read may be inconsistent
+    /// Read the image even if another program has it open for writing
+    ///
+    /// The result may be inconsistent.
     #[arg(short = 'U', long)]
     pub(crate) force_share: bool,
-    /// Also open backing and data files in DIR, besides each image's own directory
+    /// Also allow backing and data files in DIR; may be given several times
+    ///
+    /// By default, an image may only refer to files in its own directory.
     #[arg(long, value_name = "DIR")]
     pub(crate) allow_dir: Vec<PathBuf>,
 }
@@ -38,7 +44,7 @@ impl ReadArgs {
         ImageOptions {
             format: self.format,
             force_share: self.force_share,
-            allow_dirs: self.allow_dir.clone(),
+            allow_dirs: allowed(&self.allow_dir),
             ..ImageOptions::reading()
         }
     }
@@ -49,19 +55,31 @@ pub(crate) fn parse_format(name: &str) -> Result<FormatKind> {
     name.parse()
 }
 
-/// A number of bytes: digits, perhaps a fraction, and a suffix (k, M, G, T, P, E; powers of 1024).
+/// A number of bytes: digits, perhaps a fraction, and a suffix (k, M, G, T, P, E, or KiB and so on; powers of 1024).
 pub(crate) fn parse_size(text: &str) -> Result<u64> {
     let bad =
-        || Error::invalid(format!("{text:?} is no size: say a number of bytes, or with k, M, G, T, P or E"));
+        || Error::invalid(format!("invalid size {text:?}: use a number with k, M, G or T, for example 20G"));
+    if let Some(digits) = text.strip_prefix("0x") {
+        return u64::from_str_radix(digits, 16).map_err(|_| bad());
+    }
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match text[digits.len()..].trim_end_matches("iB").trim_end_matches(['b', 'B']) {
-        "" => 0,
+    let suffix = &text[digits.len()..];
+    let shift = match suffix.strip_suffix("iB").unwrap_or(suffix) {
+        "" if !suffix.is_empty() => return Err(bad()),
+        "" | "b" | "B" => 0,
         "k" | "K" => 10,
         "M" | "m" => 20,
         "G" | "g" => 30,
         "T" | "t" => 40,
         "P" | "p" => 50,
         "E" | "e" => 60,
+        "kB" | "KB" | "MB" | "GB" | "TB" => {
+            let unit = &suffix[..1];
+            return Err(Error::invalid(format!(
+                "invalid size {text:?}: {suffix} may mean powers of 1000 or of 1024; use {digits}{unit} (powers of 1024), or \
+                 the number of bytes"
+            )));
+        }
         _ => return Err(bad()),
     };
     let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
@@ -71,17 +89,15 @@ pub(crate) fn parse_size(text: &str) -> Result<u64> {
         return Ok(bytes);
     }
     // Exact as far as it matters: nine digits of a fraction.
-    if shift == 0 || fraction.len() > 9 || !fraction.bytes().all(|byte| byte.is_ascii_digit()) {
+    if fraction.len() > 9 || !fraction.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(bad());
     }
-    let numerator: u128 = fraction.parse::<u128>().map_err(|_| bad())? << shift;
-    let part = numerator / 10u128.pow(u32::try_from(fraction.len()).expect("at most 9"));
+    let fraction_value = fraction.parse::<u128>().map_err(|_| bad())?;
+    if shift == 0 && fraction_value != 0 {
+        return Err(bad());
+    }
+    let part = (fraction_value << shift) / 10u128.pow(u32::try_from(fraction.len()).expect("at most 9"));
     bytes.checked_add(u64::try_from(part).map_err(|_| bad())?).ok_or_else(bad)
-}
-
-/// Whether the name says that it is an image of the native format.
-pub(crate) fn is_native_name(path: &Path) -> bool {
-    path.extension().is_some_and(|suffix| suffix == "vlm")
 }
 
 /// How far ahead of need space is prepared.
@@ -93,19 +109,16 @@ pub(crate) fn parse_prealloc(text: &str) -> Result<Prealloc> {
             Ok(bytes) if (Prealloc::BYTES_MIN..=Prealloc::BYTES_MAX).contains(&bytes) => {
                 Ok(Prealloc::Fixed(bytes.next_multiple_of(4096)))
             }
-            _ => Err(Error::invalid(format!("{text:?}: say adaptive, off, or a size from 64k to 1G"))),
+            _ => Err(Error::invalid(format!(
+                "invalid value {text:?}: use adaptive, off, or a size from 64k to 1G"
+            ))),
         },
     }
 }
 
-/// How it is said.
+/// How it is said, where something was.
 pub(crate) fn prealloc_text(prealloc: Prealloc) -> Option<String> {
-    match prealloc {
-        Prealloc::Auto => None,
-        Prealloc::Off => Some("off".to_owned()),
-        Prealloc::Adaptive => Some("adaptive".to_owned()),
-        Prealloc::Fixed(bytes) => Some(bytes.to_string()),
-    }
+    (prealloc != Prealloc::Auto).then(|| prealloc.to_string())
 }
 
 /// The options of `-o`, as `key=value`; a comma in a value is written twice.
@@ -152,50 +165,116 @@ const JOURNAL_FROM: u64 = 4 << 10;
 /// Subclusters are at least this large, and a cluster has 32 of them.
 const SUBCLUSTERS_FROM: u64 = 16 << 10;
 
-/// The options that `-o help` lists: name, values, meaning.
-pub(crate) const CREATE_OPTIONS: [(&str, &str, &str); 21] = [
-    ("size", "SIZE", "size of the disk"),
-    ("preallocation", "off|metadata|falloc|full", "what gets its place from the beginning"),
-    ("cluster_size", "SIZE", "cluster size, 512 to 2M (qcow2; default 64k)"),
-    ("compat", "v2|v3", "version, also 0.10 and 1.1 (qcow2; default v3)"),
-    ("backing_file", "NAME", "the backing image (qcow2, vellum)"),
-    ("backing_fmt", "raw|qcow2|vellum", "its format (qcow2, vellum)"),
-    ("extended_l2", "on|off", "subclusters (qcow2; default on over a backing image, else off)"),
-    ("refcount_bits", "1…64", "width of a refcount (qcow2; default 16)"),
-    ("lazy_refcounts", "on|off", "other programs may put off refcounts (qcow2)"),
-    ("compression_type", "zlib|zstd", "how clusters will be compressed (qcow2)"),
-    ("data_file", "NAME", "keep guest data in this file (qcow2)"),
-    ("data_file_raw", "on|off", "the data file is a raw image by itself (qcow2)"),
-    ("journal", "on|off", "write with a journal: one flush for a flush (qcow2; default on where it can be)"),
+/// One line of `-o help`: the formats that have the option, its name, its values, what it means.
+type OptionHelp = (&'static [FormatKind], &'static str, &'static str, &'static str);
+
+const RAW: &[FormatKind] = &[FormatKind::Raw];
+const QCOW2: &[FormatKind] = &[FormatKind::Qcow2];
+const NATIVE: &[FormatKind] = &[FormatKind::Native];
+const OVER_A_BASE: &[FormatKind] = &[FormatKind::Qcow2, FormatKind::Native];
+const EVERY: &[FormatKind] = &[FormatKind::Raw, FormatKind::Qcow2, FormatKind::Native];
+
+/// What `-o help` lists, sorted by name.
+const CREATE_OPTIONS: [OptionHelp; 23] = [
+    (OVER_A_BASE, "backing_file", "NAME", "backing image, like -b"),
+    (OVER_A_BASE, "backing_fmt", "raw|qcow2|vellum", "format of the backing image, like -F"),
     (
-        "journal_size",
+        NATIVE,
+        "block_size",
         "SIZE",
-        "its size, 64k to 64M (qcow2: default 1M, while the image is open; vellum: 16M, zoned 8M)",
+        "granularity at which a clone tracks its own data, 4k to 1M (default 64k)",
     ),
+    (QCOW2, "cluster_size", "SIZE", "cluster size, 512 to 2M (default 64k)"),
+    (QCOW2, "compat", "v2|v3", "version of the format, also written 0.10 and 1.1 (default v3)"),
+    (QCOW2, "compression_type", "zlib|zstd", "compression of compressed clusters (default zlib)"),
+    (QCOW2, "data_file", "NAME", "store guest data in this external file"),
+    (QCOW2, "data_file_raw", "on|off", "keep the external data file valid as a raw image (default off)"),
     (
-        "layout",
-        "linear|table|zoned",
-        "one byte after the other, or units that a table names, or that name themselves (vellum; default zoned)",
-    ),
-    (
-        "unit_size",
-        "SIZE",
-        "what one entry of the table maps, 64k to 2M (vellum; default 64k, layout=table 1M)",
-    ),
-    (
-        "zone_size",
-        "SIZE",
-        "units are opened for embedding so many bytes at a time, 128k to 64M (vellum, zoned; default 64M)",
-    ),
-    (
+        NATIVE,
         "embed",
         "on|off",
-        "a unit that is written first holds its own entry, if a block of it can be packed (vellum, zoned)",
+        "store the allocation record inside the data where the data compresses; layout=zoned only (default on)",
     ),
-    ("block_size", "SIZE", "what one bit over the backing image covers, 4k to 1M (vellum; default 64k)"),
-    ("zeroed", "on|off", "make a device read as zero first (vellum, layout=linear)"),
-    ("prealloc", "adaptive|SIZE|off", "zeros ahead of need while it is served (qcow2 with a journal)"),
+    (
+        QCOW2,
+        "extended_l2",
+        "on|off",
+        "32 subclusters per cluster (default on with a backing image, otherwise off)",
+    ),
+    (
+        QCOW2,
+        "journal",
+        "on|off",
+        "write with a journal: each guest flush costs one host flush instead of two (default on)",
+    ),
+    (
+        QCOW2,
+        "journal_size",
+        "SIZE",
+        "size of the journal, which exists while the image is open, 64k to 64M (default 1M)",
+    ),
+    (NATIVE, "journal_size", "SIZE", "size of the journal, 64k to 64M (default 16M, layout=zoned 8M)"),
+    (
+        NATIVE,
+        "layout",
+        "linear|table|zoned",
+        "linear: like a sparse raw file; table: allocation table; zoned: allocation recorded beside the data \
+         (default). table and zoned support snapshots",
+    ),
+    (QCOW2, "lazy_refcounts", "on|off", "let other programs postpone refcount updates (default off)"),
+    (
+        QCOW2,
+        "prealloc",
+        "adaptive|SIZE|off",
+        "while served, write zeros ahead of need, by SIZE (64k to 1G) or adaptively; needs the journal \
+         (default adaptive on ext4 and XFS)",
+    ),
+    (RAW, "preallocation", "off|falloc|full", "reserve space now (default off)"),
+    (
+        QCOW2,
+        "preallocation",
+        "off|metadata|falloc|full",
+        "allocate clusters and reserve their space now (default off)",
+    ),
+    (QCOW2, "refcount_bits", "1...64", "width of a refcount, a power of two (default 16)"),
+    (EVERY, "size", "SIZE", "size of the disk, like the argument SIZE"),
+    (NATIVE, "unit_size", "SIZE", "allocation unit, 64k to 2M (default 64k, layout=table 1M)"),
+    (NATIVE, "zeroed", "on|off", "zero a block device first; layout=linear only (default off)"),
+    (NATIVE, "zone_size", "SIZE", "zone size, 128k to 64M; layout=zoned only (default 64M)"),
 ];
+
+/// The columns that `-o help` takes.
+const HELP_COLUMNS: usize = 100;
+/// The column in which the meanings begin.
+const MEANING_COLUMN: usize = 43;
+
+/// What `-o help` prints: the options of one format, or of all.
+pub(crate) fn options_help(format: Option<FormatKind>) -> String {
+    let formats = EVERY.iter().filter(|one| format.is_none_or(|format| format == **one));
+    let groups = formats.map(|format| {
+        let rows = CREATE_OPTIONS.iter().filter(|(formats, ..)| formats.contains(format));
+        let lines = rows.map(|(_, name, values, meaning)| help_row(&format!("{name}=<{values}>"), meaning));
+        format!("Options of {format} images:{}", lines.collect::<String>())
+    });
+    groups.collect::<Vec<_>>().join("\n\n")
+}
+
+/// An option and its meaning, which is broken into lines.
+fn help_row(option: &str, meaning: &str) -> String {
+    let mut row = format!("\n  {option:<width$}", width = MEANING_COLUMN - 2);
+    let mut column = MEANING_COLUMN;
+    for word in meaning.split(' ') {
+        let word_columns = word.chars().count() + 1;
+        if column + word_columns > HELP_COLUMNS + 1 {
+            row = format!("{}\n{:MEANING_COLUMN$}", row.trim_end(), "");
+            column = MEANING_COLUMN;
+        }
+        row.push_str(word);
+        row.push(' ');
+        column += word_columns;
+    }
+    row.trim_end().to_owned()
+}
 
 /// Options that raw images have, and images of the native format; qcow2 has all but the last of these.
 const FOR_RAW: [&str; 2] = ["size", "preallocation"];
@@ -232,18 +311,19 @@ impl NewImage {
             false => FormatKind::Qcow2,
         };
         Err(Error::invalid(match key.as_str() {
-            "preallocation" => format!("-o preallocation: a {format} image has none"),
+            "preallocation" => format!("-o preallocation: {format} images do not support it"),
             "cluster_size" if format == FormatKind::Native => {
-                "-o cluster_size is for qcow2: say unit_size, or block_size over a base".to_owned()
+                "-o cluster_size is a qcow2 option: use unit_size, or block_size with a backing image".to_owned()
             }
             "journal" if format == FormatKind::Native => {
-                "-o journal is for qcow2: a vellum image has a journal whenever it needs one; journal_size says how large"
+                "-o journal is a qcow2 option: a vellum image has a journal whenever it needs one; journal_size \
+                 sets its size"
                     .to_owned()
             }
             "prealloc" if format == FormatKind::Native => {
-                "-o prealloc is for qcow2: units of a vellum image are always made ready ahead of need".to_owned()
+                "-o prealloc is a qcow2 option: a vellum image always prepares units ahead of need".to_owned()
             }
-            key => format!("-o {key} is for {other}: say `{flag} {other}`"),
+            key => format!("-o {key} is a {other} option: use `{flag} {other}`"),
         }))
     }
 
@@ -254,9 +334,7 @@ impl NewImage {
         let qcow2 = &self.qcow2;
         let can = qcow2.version >= 3 && qcow2.data_file.is_none() && qcow2.cluster_size >= JOURNAL_FROM;
         match (self.journal, self.journal_bytes) {
-            (Some(false), Some(_)) => {
-                Err(Error::invalid("-o journal_size: there is to be no journal (journal=off)"))
-            }
+            (Some(false), Some(_)) => Err(Error::invalid("-o journal_size contradicts journal=off")),
             (Some(false), None) => Ok(None),
             (Some(true), _) | (None, Some(_)) => Ok(Some(bytes)),
             (None, None) => Ok((JOURNAL_UNLESS_SAID && can).then_some(bytes)),
@@ -281,7 +359,7 @@ impl NewImage {
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<()> {
-        let bad = |values: &str| Error::invalid(format!("-o {key}={value}: the value is one of {values}"));
+        let bad = |values: &str| Error::invalid(format!("-o {key}={value}: use one of {values}"));
         let switch = || match value {
             "on" | "yes" | "true" => Ok(true),
             "off" | "no" | "false" => Ok(false),
@@ -346,9 +424,7 @@ impl NewImage {
             "block_size" => self.native.block_size = Some(parse_size(value)?),
             "zeroed" => self.native.zero_device = switch()?,
             _ => {
-                return Err(Error::invalid(format!(
-                    "-o {key}: there is no such option (`-o help` lists them)"
-                )));
+                return Err(Error::invalid(format!("-o {key}: unknown option (`-o help` lists them)")));
             }
         }
         Ok(())
@@ -371,12 +447,38 @@ mod tests {
             ("2T", 2 << 40),
             ("10GiB", 10 << 30),
             ("0.5k", 512),
+            ("512B", 512),
+            ("1024.0", 1024),
+            ("0x10000", 65_536),
         ] {
             assert_eq!(parse_size(text).unwrap(), bytes, "{text}");
         }
-        for text in ["", "k", "-1", "1X", "1.5", "1.2.3M", "99999999999E", "1 M"] {
+        for text in
+            ["", "k", "-1", "1X", "1.5", "1.2.3M", "99999999999E", "1 M", "1GB", "1kB", "5iB", "0x", "0xg"]
+        {
             assert!(parse_size(text).is_err(), "{text:?}");
         }
+    }
+
+    #[test]
+    fn help_lists_each_option_under_the_formats_that_take_it() {
+        for format in *b"rqn" {
+            let format = match format {
+                b'r' => FormatKind::Raw,
+                b'q' => FormatKind::Qcow2,
+                _ => FormatKind::Native,
+            };
+            let listed: Vec<&str> =
+                CREATE_OPTIONS.iter().filter(|row| row.0.contains(&format)).map(|row| row.1).collect();
+            assert!(listed.is_sorted(), "{listed:?}");
+            let help = options_help(Some(format));
+            for (_, name, ..) in CREATE_OPTIONS {
+                let new = NewImage { said: vec![name.to_owned()], ..NewImage::default() };
+                assert_eq!(new.suits(format, "-f").is_ok(), listed.contains(&name), "{format} {name}");
+                assert_eq!(help.contains(&format!("  {name}=<")), listed.contains(&name), "{format} {name}");
+            }
+        }
+        assert_eq!(options_help(None).matches("Options of").count(), 3);
     }
 
     #[test]

@@ -7,19 +7,36 @@
 
 mod args;
 mod commands;
+mod config;
+mod log;
 mod output;
 mod progress;
+mod version;
 
+use std::io::IsTerminal;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-/// Copy-on-write disks for virtual machines: create, clone, check, convert and serve images (raw, qcow2, vellum)
+/// What the environment says; the last part of the help.
+const ENVIRONMENT: &str = "Environment:
+  VELLUM_ALLOW_DIRS  like --allow-dir for all commands: directories, separated by colons
+  VELLUM_CONFIG      like --config
+  VELLUM_LOG         like --log";
+
+/// Create, clone, check, convert and serve virtual disks (raw, qcow2, vellum)
 #[derive(Parser)]
-#[command(name = "vellum", version, max_term_width = 100)]
+#[command(name = "vellum", version, long_version = version::long(), max_term_width = 100, after_help = ENVIRONMENT)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
+    /// Read the configuration from FILE instead of /etc/vellum/vellum.toml
+    #[arg(long, global = true, value_name = "FILE", help_heading = "Global options")]
+    config: Option<PathBuf>,
+    /// Log level on stderr: off, error, warn (default), info, debug or trace; or levels for modules, such as warn,vellum_export=debug
+    #[arg(long, global = true, value_name = "LEVEL", value_parser = log::parse, help_heading = "Global options")]
+    log: Option<String>,
 }
 
 #[derive(Subcommand)]
@@ -34,28 +51,62 @@ enum Command {
     Journal(commands::journal::Args),
     Resize(commands::resize::Args),
     Snapshot(commands::snapshot::Args),
-    Serve(commands::serve::Args),
+    Serve(Box<commands::serve::Args>),
     Stats(commands::stats::Args),
     Pause(commands::pause::Args),
     Resume(commands::pause::ResumeArgs),
     Limits(commands::limits::Args),
+    Client(commands::client::Args),
+    Export(commands::export::Args),
     Template(commands::template::Args),
     Quickstart(commands::quickstart::Args),
+    Completions(commands::completions::Args),
+    Man(commands::man::Args),
+}
+
+/// Prints help, or what is wrong with the arguments.
+fn print_usage(error: &clap::Error) -> ExitCode {
+    if error.use_stderr() {
+        // Where that cannot be written there is nowhere left to say so.
+        drop(error.print());
+        // As with qemu-img: 2 would be an answer, that an image is corrupt or could not be opened.
+        return ExitCode::FAILURE;
+    }
+    output::say_piece(&match std::io::stdout().is_terminal() {
+        true => error.render().ansi().to_string(),
+        false => error.render().to_string(),
+    });
+    output::settle("help", true, ExitCode::SUCCESS)
 }
 
 fn main() -> ExitCode {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("VELLUM_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
-    let cli = match Cli::try_parse() {
+    progress::survive_requests();
+    let code = carry_out();
+    log::finish();
+    code
+}
+
+/// The command line, with what the configuration file adds to it.
+fn read_command_line() -> Result<Cli, ExitCode> {
+    let usage = |error: clap::Error| print_usage(&error);
+    let cli = Cli::try_parse().map_err(usage)?;
+    let mut config = config::load(cli.config.as_deref(), &Cli::command()).map_err(|error| {
+        output::complain(&format!("vellum: {}", error.chain()));
+        ExitCode::FAILURE
+    })?;
+    log::start(cli.log.as_deref(), config.log.as_deref());
+    config.publish_dirs();
+    if !config.has_defaults() {
+        return Ok(cli);
+    }
+    let matches = config.apply(Cli::command()).try_get_matches().map_err(usage)?;
+    Cli::from_arg_matches(&matches).map_err(usage)
+}
+
+fn carry_out() -> ExitCode {
+    let cli = match read_command_line() {
         Ok(cli) => cli,
-        Err(error) => {
-            let is_failure = error.use_stderr();
-            // Help that nobody reads is no failure.
-            drop(error.print());
-            // As with qemu-img: 2 would be an answer, that an image is corrupt or could not be opened.
-            return if is_failure { ExitCode::FAILURE } else { ExitCode::SUCCESS };
-        }
+        Err(code) => return code,
     };
     let (name, result) = match cli.command {
         Command::Create(args) => ("create", commands::create::run(args)),
@@ -68,16 +119,22 @@ fn main() -> ExitCode {
         Command::Journal(args) => ("journal", commands::journal::run(&args)),
         Command::Resize(args) => ("resize", commands::resize::run(&args)),
         Command::Snapshot(args) => ("snapshot", commands::snapshot::run(&args)),
-        Command::Serve(args) => ("serve", commands::serve::run(args)),
+        Command::Serve(args) => ("serve", commands::serve::run(*args)),
         Command::Stats(args) => ("stats", commands::stats::run(&args)),
         Command::Pause(args) => ("pause", commands::pause::run(&args)),
         Command::Resume(args) => ("resume", commands::pause::resume(&args)),
+        Command::Client(args) => ("client", commands::client::run(&args)),
         Command::Limits(args) => ("limits", commands::limits::run(&args)),
+        Command::Export(args) => ("export", commands::export::run(&args)),
         Command::Template(args) => ("template", commands::template::run(&args)),
         Command::Quickstart(args) => ("quickstart", commands::quickstart::run(&args)),
+        Command::Completions(args) => ("completions", commands::completions::run(&args, Cli::command())),
+        Command::Man(args) => ("man", commands::man::run(&args, Cli::command())),
     };
-    result.unwrap_or_else(|failure| {
-        output::complain(&format!("vellum {name}: {}", failure.error.chain()));
+    let is_success = result.is_ok();
+    let code = result.unwrap_or_else(|failure| {
+        log::note(&format!("vellum {name}: {}", failure.line()));
         ExitCode::from(failure.code)
-    })
+    });
+    output::settle(name, is_success, code)
 }

@@ -1,17 +1,74 @@
-//! The only place that prints.
+//! The only place that prints, but for the log (`log`).
+//!
+//! Whoever reads what is printed may go away, and a disk may be full. Neither ends the work, nor a server:
+//!
+//! 1. What cannot be printed never makes a panic, and never keeps a command from what it was asked to do.
+//! 2. A reader that has gone (`| head`) is no failure: the exit code is that of the work.
+//! 3. An answer that could not be written for another reason is a failure, named on stderr, and not mistaken for a failure
+//!    of the work ([`settle`]).
+//! 4. What goes to stderr is lost where stderr cannot be written; there is nowhere left to say so.
+
+use std::borrow::Cow;
+use std::io::{self, ErrorKind, Write};
+use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
 
 use serde::Serialize;
 
+/// Why stdout takes no more. Nothing else is written to it then.
+static STDOUT_FAILED: Mutex<Option<io::Error>> = Mutex::new(None);
+
 /// A line of an answer.
-#[expect(clippy::print_stdout, reason = "answers go to stdout, and only here")]
 pub(crate) fn say(line: &str) {
-    println!("{line}");
+    write_out(&format!("{line}\n"));
 }
 
-/// A line that is no answer: what went wrong, what is being done.
-#[expect(clippy::print_stderr, reason = "everything that is no answer goes to stderr, and only here")]
+/// A piece of a line of an answer, shown at once.
+pub(crate) fn say_piece(piece: &str) {
+    write_out(piece);
+}
+
+fn write_out(text: &str) {
+    let mut failed = STDOUT_FAILED.lock().unwrap_or_else(PoisonError::into_inner);
+    if failed.is_some() {
+        return;
+    }
+    let mut stdout = io::stdout().lock();
+    if let Err(error) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        *failed = Some(error);
+    }
+}
+
+/// A line that is no answer: what went wrong, what is being done. It stays one line whatever names it has from outside.
 pub(crate) fn complain(line: &str) {
-    eprintln!("{line}");
+    // One write for all of it, so that lines of several programs do not mix.
+    drop(io::stderr().lock().write_all(format!("{}\n", printable(line)).as_bytes()));
+}
+
+/// The exit code of a command that ended with `code`, once it is known whether its answer was written.
+pub(crate) fn settle(name: &str, is_success: bool, code: ExitCode) -> ExitCode {
+    let failed = STDOUT_FAILED.lock().unwrap_or_else(PoisonError::into_inner).take();
+    match failed {
+        None => code,
+        Some(error) if error.kind() == ErrorKind::BrokenPipe => code,
+        Some(error) => {
+            let work = if is_success { ": the command itself succeeded" } else { "" };
+            complain(&format!(
+                "vellum {name}: the answer could not be written to standard output ({error}){work}"
+            ));
+            if is_success { ExitCode::FAILURE } else { code }
+        }
+    }
+}
+
+/// Text from an image, as it may be shown on a terminal: control characters are written as escapes.
+pub(crate) fn printable(text: &str) -> Cow<'_, str> {
+    if !text.chars().any(char::is_control) {
+        return Cow::Borrowed(text);
+    }
+    let escaped =
+        text.chars().map(|c| if c.is_control() { c.escape_default().to_string() } else { c.to_string() });
+    Cow::Owned(escaped.collect())
 }
 
 /// An answer as JSON, laid out as `qemu-img` lays it out.
@@ -21,6 +78,11 @@ pub(crate) fn say_json(value: &impl Serialize) {
     let mut serializer = serde_json::Serializer::with_formatter(&mut text, formatter);
     value.serialize(&mut serializer).expect("what is answered can be written as JSON");
     say(&String::from_utf8(text).expect("JSON is text"));
+}
+
+/// The same on one line, among other lines of JSON.
+pub(crate) fn say_json_line(value: &impl Serialize) {
+    say(&serde_json::to_string(value).expect("what is answered can be written as JSON"));
 }
 
 /// A number of bytes for people: three digits and a binary unit.
@@ -48,6 +110,15 @@ pub(crate) fn human_bytes(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn control_characters_are_escaped() {
+        for (text, shown) in
+            [("monday", "monday"), ("a\nb", "a\\nb"), ("\u{1b}[2Jé", "\\u{1b}[2Jé"), ("\u{9b}", "\\u{9b}")]
+        {
+            assert_eq!(printable(text), shown);
+        }
+    }
 
     #[test]
     fn bytes_for_people() {

@@ -6,8 +6,8 @@
 //!   a good client, all the while ────────────►┘    writes, reads back, compares; it must get on during each kind
 //! ```
 //!
-//! The kinds follow the holes that NBD servers have had: lengths that are believed, names that are copied, options
-//! without end, an assertion on an early hang-up, commands out of order, a handshake that takes for ever.
+//! The kinds follow bugs that NBD servers have had: lengths that are trusted, names that are copied, endless
+//! options, an assertion on an early hang-up, commands out of order, a handshake that takes forever.
 
 #![allow(unreachable_pub, reason = "the modules of a test are its own")]
 
@@ -15,14 +15,14 @@ mod support;
 
 use std::io::{self, Read, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::Signal;
 use support::client::{Client, FLUSH, Peer, READ, Socket, TRIM, WRITE, WRITE_ZEROES, option, request};
 use support::dir::Dir;
-use support::noise;
 use support::program::vellum;
 use support::server::Server;
+use support::{PATIENCE, noise, until};
 use vellum_core::Random;
 
 const SIZE: usize = 16 << 20;
@@ -70,7 +70,7 @@ fn claim(number: u32, len: u32) -> Vec<u8> {
     [&option(number, &[])[..12], &len.to_be_bytes()].concat()
 }
 
-/// Waits until the server hangs up, or has said enough.
+/// Waits until the server disconnects, or has sent enough.
 fn until_end(socket: &mut Socket) {
     drop(socket.set_patience(Duration::from_secs(5)));
     let mut buffer = [0; 4096];
@@ -162,7 +162,7 @@ fn endless_options(peer: &Peer) -> io::Result<Vec<Socket>> {
         let mut socket = hello(peer)?;
         let mut reader = socket.duplicate()?;
         let reading = std::thread::spawn(move || until_end(&mut reader));
-        // What the kernel still takes says nothing of the server; some time it must be refused.
+        // What the kernel still accepts proves nothing about the server; eventually it must be refused.
         let is_refused = (0..200).any(|_| socket.write_all(&flood).is_err());
         assert!(is_refused, "somebody listens for ever");
         reading.join().expect("it reads");
@@ -199,7 +199,7 @@ fn lying_requests(peer: &Peer) -> io::Result<Vec<Socket>> {
             (0, 0),
             (0, (32 << 20) + 1),
         ] {
-            // None of them changes a byte: what lies within the disk is not asked for with data.
+            // None of them changes a byte: no write with data is within the disk.
             if [TRIM, WRITE_ZEROES].contains(&command) && at == 0 {
                 continue;
             }
@@ -265,7 +265,7 @@ fn crowd(peer: &Peer) -> io::Result<Vec<Socket>> {
     (0..3 * CONNECTIONS).map(|_| peer.connect()).collect()
 }
 
-/// Writes, reads back and compares in the first half of the disk until told to stop. Gives what it wrote.
+/// Writes, reads back and compares in the first half of the disk until it is stopped. Returns what it wrote.
 fn good_client(mut client: Client, stop: &AtomicBool, done: &AtomicU64) -> Vec<u8> {
     let mut disk = client.read(0, u32::try_from(SIZE / 2).expect("small")).expect("a read");
     let mut random = Random::from_seed(5);
@@ -296,16 +296,6 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Waits for something that comes sooner or later.
-#[track_caller]
-fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !is_so() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
 fn abused(way: &[&str]) {
     let dir = Dir::new("abuse");
     let image = dir.text("image.qcow2");
@@ -319,22 +309,22 @@ fn abused(way: &[&str]) {
     let disk = std::thread::scope(|scope| {
         let working = scope.spawn(|| good_client(client, &stop, &done));
         let stopping = Stop(&stop);
-        eventually("the good client works", || done.load(Ordering::Relaxed) > 20);
+        until("the good client works", || done.load(Ordering::Relaxed) > 20);
         let (descriptors, memory) = (server.descriptors(), server.memory_kib_max());
         for (name, rudeness) in KINDS {
             for peer in &peers {
                 let before = done.load(Ordering::Relaxed);
                 let open = rudeness(peer).unwrap_or_else(|error| panic!("{name}: {error}"));
-                eventually(&format!("{name}: the good client gets on"), || {
+                until(&format!("{name}: the good client gets on"), || {
                     assert!(!working.is_finished(), "{name}: the good client failed");
                     done.load(Ordering::Relaxed) > before + 20
                 });
                 assert!(server.is_running(), "{name}: the server ended:\n{}", server.said());
                 drop(open);
-                // Whoever is new is let in as soon as the rude ones are gone.
+                // New clients are admitted as soon as the rude ones are gone.
                 Client::connect(peer, "").unwrap_or_else(|error| panic!("{name}: {error}")).disconnect();
             }
-            eventually(&format!("{name}: descriptors stay open"), || server.descriptors() <= descriptors);
+            until(&format!("{name}: descriptors stay open"), || server.descriptors() <= descriptors);
         }
         let grown = server.memory_kib_max() - memory;
         let bound = HOARDERS * KIB_FOR_A_CLIENT + (32 << 10);
@@ -373,7 +363,7 @@ fn a_server_ends_among_rude_clients() {
         let kinds: [Rudeness; 4] = [stay_halfway, half_payloads, hoard, unread_lists];
         let open: Vec<Socket> = kinds.iter().flat_map(|kind| kind(&peer).expect("a server")).collect();
         server.signal(signal);
-        let ran = server.wait(Duration::from_secs(60));
+        let ran = server.wait(PATIENCE);
         assert_eq!(ran.code, 0, "{ran:?}");
         assert!(ran.err.contains("closed") && !ran.err.contains("panicked"), "{ran:?}");
         drop(open);

@@ -1,8 +1,8 @@
-//! A copy that cannot be finished leaves nothing behind that somebody could take for the whole disk, or says so.
+//! A copy that cannot be finished leaves nothing behind that could be taken for the whole disk, or says so.
 //!
-//! Copies end early because the source cannot be read, because there is no room, because somebody pressed Ctrl-C, and
-//! because the program was killed. The target was not there, was there, is a link, has two names, is a device, or was
-//! given to be filled.
+//! Copies end early because the source cannot be read, because there is no room, because of Ctrl-C, and
+//! because the program was killed. The target did not exist, existed, is a link, has two names, is a device,
+//! or was given to be filled.
 
 #![allow(unreachable_pub, reason = "the modules of a test are its own")]
 
@@ -84,11 +84,11 @@ fn what_was_not_there_is_removed_after_an_error() {
     for format in ["raw", "qcow2"] {
         let dir = Dir::new("unfinished");
         let (source, target) = (damaged(&dir), dir.text("target"));
-        fails(&["target was not made", "removed", "source"], &["-O", format, &source, &target]);
+        fails(&["target was not created", "removed", "source"], &["-O", format, &source, &target]);
         assert_eq!(dir.names(), ["source"], "{format}");
         // A link to nothing is one to what is to be made.
         symlink("target", dir.join("link")).expect("a link");
-        fails(&["link was not made", "removed"], &["-O", format, &source, &dir.text("link")]);
+        fails(&["link was not created", "removed"], &["-O", format, &source, &dir.text("link")]);
         assert_eq!(dir.names(), ["link", "source"], "{format}");
     }
 }
@@ -99,7 +99,7 @@ fn what_was_there_stays_after_an_error() {
         let dir = Dir::new("unfinished");
         let (source, target, old) = (damaged(&dir), dir.text("target"), noise(100_000, 1));
         std::fs::write(&target, &old).expect("a file");
-        fails(&["target is as it was", "removed"], &["-O", format, &source, &target]);
+        fails(&["target is unchanged", "removed"], &["-O", format, &source, &target]);
         assert!(is_same(&target, &old), "{format}");
         assert_eq!(dir.names(), ["source", "target"], "{format}");
     }
@@ -199,9 +199,9 @@ fn a_target_that_was_given_is_left_and_named() {
     let dir = Dir::new("unfinished");
     let (source, target) = (damaged(&dir), dir.text("target"));
     std::fs::write(&target, noise(4 * MIB, 7)).expect("a file");
-    fails(&["target holds only a part", "filled again"], &["-n", "-O", "raw", &source, &target]);
+    fails(&["target contains only part", "filled again"], &["-n", "-O", "raw", &source, &target]);
     assert_eq!(std::fs::metadata(&target).expect("it is kept").len(), 4 * MIB as u64);
-    // Nothing was written, and nothing else is said.
+    // Nothing was written, and no other claim is made.
     let small = noise(MIB, 8);
     std::fs::write(&target, &small).expect("a file");
     let ran = vellum(&["convert", "-n", "-O", "raw", &source, &target]);
@@ -215,7 +215,7 @@ fn a_device_is_left_and_named() {
     let dir = Dir::new("unfinished");
     let source = damaged(&dir);
     for format in ["raw", "qcow2"] {
-        let part = format!("{} holds only a part", device.text());
+        let part = format!("{} contains only part", device.text());
         fails(&[&part, "filled again"], &["-O", format, &source, &device.text()]);
     }
 }
@@ -225,10 +225,10 @@ fn a_data_file_is_removed_or_named() {
     let dir = Dir::new("unfinished");
     let (source, target) = (damaged(&dir), dir.text("target"));
     let arguments = ["-O", "qcow2", "-o", "data_file=data", &source, &target];
-    fails(&["target was not made"], &arguments);
+    fails(&["target was not created"], &arguments);
     assert_eq!(dir.names(), ["source"]);
     std::fs::write(dir.join("data"), "old").expect("a file");
-    fails(&["data holds only a part", "delete it"], &arguments);
+    fails(&["data contains only part", "delete it"], &arguments);
     assert_eq!(dir.names(), ["data", "source"]);
     // A new image that cannot be made takes its data file with it.
     std::fs::remove_file(dir.join("data")).expect("the data file");
@@ -278,11 +278,11 @@ fn where_there_is_no_room_the_old_file_stays() {
     let (target, old) = (mount.dir.text("target"), noise(4 * MIB, 10));
     for format in ["raw", "qcow2"] {
         std::fs::write(&target, &old).expect("a file");
-        let words = ["target is as it was", "delete the old one first", "No space left"];
+        let words = ["target is unchanged", "delete the old one first", "No space left"];
         fails(&words, &["-f", "raw", "-O", format, &source, &target]);
         assert!(is_same(&target, &old), "{format}");
         assert_eq!(mount.dir.names(), ["target"], "{format}");
-        // As it is told.
+        // As it is set.
         std::fs::remove_file(&target).expect("the target");
         vellum(&["convert", "-f", "raw", "-O", format, &source, &target]).answer();
         std::fs::remove_file(&target).expect("the target");
@@ -298,15 +298,15 @@ fn ctrl_c_leaves_what_was_there() {
     for way in [&["-O", "raw", "-S", "0"][..], &["-O", "qcow2", "-o", "preallocation=full"]] {
         let arguments = [&["convert", "-f", "raw", "-m", "1"], way, &[&source, &target]].concat();
         let ran = signal(under_way(&dir, &others, &arguments), Signal::INT);
-        says(&ran, 130, &["interrupted", "target is as it was", "removed"]);
+        says(&ran, 130, &["interrupted", "target is unchanged", "removed"]);
         assert!(is_same(&target, &old), "{way:?}");
         assert_eq!(dir.names(), others, "{way:?}");
     }
-    // Filled in place: it is said.
+    // Filled in place, which the message says.
     vellum(&["create", "-q", &target, "64G"]).answer();
     let arguments = ["convert", "-n", "-f", "raw", "-m", "1", "-S", "0", "-O", "raw", &source, &target];
     let ran = signal(under_way(&dir, &["source"], &arguments), Signal::INT);
-    says(&ran, 130, &["interrupted", "target holds only a part"]);
+    says(&ran, 130, &["interrupted", "target contains only part"]);
 }
 
 #[test]
@@ -351,7 +351,8 @@ fn a_kill_leaves_what_was_there_and_the_next_copy_cleans_up() {
 fn an_image_that_is_killed_in_the_making_is_none() {
     let dir = Dir::new("unfinished");
     let image = dir.text("image");
-    // A raw disk of zeros is one from the beginning; a qcow2 image is one when its header is written, at the end.
+    // A raw disk of zeros is one from the beginning; a qcow2 image is one when its header is written, at the
+    // end.
     let arguments = ["create", "-f", "qcow2", "-o", "preallocation=full", &image, "64G"];
     assert_eq!(signal(under_way(&dir, &[], &arguments), Signal::KILL).code, 128 + 9);
     says(&vellum(&["info", "-f", "qcow2", &image]), 1, &["image"]);

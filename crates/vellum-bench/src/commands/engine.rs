@@ -1,12 +1,13 @@
-//! `vellum-bench engine`: what a disk costs when nobody serves it: no export, no socket, no other process.
+//! `vellum-bench engine`: the cost of a disk without a server: no export, no socket, no other process.
 //!
 //! ```text
 //!   lanes of a worker (32) ─► Disk ─► format ─► Storage ─► the worker's ring          vellum
 //!                          └► FormatAccess ─► pread, pwrite on the same thread        imago, a library of the same kind
 //! ```
 //!
-//! Each lane has one request under way. The engines take turns in one process, beginning with another one in each round, and do the same
-//! number of the same requests. The CPU time is that of the whole process, user and system, the kernel's threads for its ring included.
+//! Each lane has one request in flight. The engines take turns in one process, beginning with another one in
+//! each round, and execute the same number of the same requests. The CPU time is that of the whole process,
+//! user and system, including the kernel's threads for its ring.
 
 mod cases;
 mod drive;
@@ -23,39 +24,40 @@ use crate::report::{Output, Table, median, say_json, short, spread_percent};
 use cases::{Case, Engine};
 use drive::{Setting, Turn};
 
-/// Drive disks without any export, beside the crate imago, in turn, and compare
+/// Time the engine without any export, and compare it with the crate imago
 ///
-/// Each case is told as it ends: CPU time per operation, thousands of operations in a second, and both beside imago's in the same round.
+/// Each case prints a line when it ends: CPU time per operation, thousands of operations per second, and both
+/// as ratios to imago's in the same round.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Turns of each engine at each case
+    /// Number of rounds of each case; each engine has a turn in each
     #[arg(long, value_name = "N", default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Requests of a turn that count; reads that the page cache answers are eight times as many
+    /// Measured requests per turn; reads from the page cache are eight times as many
     #[arg(long, value_name = "N", default_value_t = 8192, value_parser = clap::value_parser!(u64).range(64..))]
     operations: u64,
-    /// Size of the mapped disks, in whole MiB
+    /// Size of the allocated disks, in whole MiB
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
     size: u64,
-    /// Requests under way on each worker
+    /// Requests in flight on each worker
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u64).range(1..))]
     depth: u64,
-    /// Workers that use the disk at once
+    /// Number of workers that use the disk
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     workers: u16,
-    /// Only cases whose name contains TEXT; may be given several times
+    /// Run only the cases whose names contain TEXT; may be given several times
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
-    /// Vellum alone
+    /// Measure Vellum only
     #[arg(long)]
     skip_peers: bool,
-    /// Where images are made; beside this program when not given
+    /// Directory for images. Default: the directory of this program
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// What goes to stdout: the table, or all samples as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
-    /// Name the cases and do nothing
+    /// List the cases and exit
     #[arg(long)]
     list: bool,
 }

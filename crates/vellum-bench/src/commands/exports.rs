@@ -1,4 +1,5 @@
-//! `vellum-bench exports`: the same disks by vhost-user-blk, FUSE and NBD, beside `qemu-storage-daemon`, `qemu-nbd` and nbdkit.
+//! `vellum-bench exports`: the same disks over vhost-user-blk, FUSE and NBD, beside `qemu-storage-daemon`,
+//! `qemu-nbd` and nbdkit.
 //!
 //! ```text
 //!   for each case      a way × how the file is reached × a disk × what is asked
@@ -6,9 +7,10 @@
 //!       start the program on the image ► load ► stop it
 //! ```
 //!
-//! The load is a machine of our own for vhost-user-blk ([`crate::load::vhost`]), and fio for the others. A program is told
-//! what its image is and nothing else; all serve the same one, mapped or fresh, through the page cache of the host or past
-//! it. Vellum serves an image of its own format, too. Beside raw disks stands what fio does on the very file.
+//! The load is a virtual machine of our own for vhost-user-blk ([`crate::load::vhost`]), and fio for the
+//! others. Programs run with default options apart from the image; all serve the same one, mapped or fresh,
+//! through the page cache of the host or with O_DIRECT. Vellum also serves an image of its own format. The
+//! figures for raw disks come with those of fio on the file itself.
 
 mod cases;
 mod table;
@@ -29,40 +31,44 @@ use cases::Case;
 use turns::Setting;
 use way::{Program, Way};
 
-/// Serve disks to machines, as files and over NBD, with Vellum and other programs in turn, put load on them, and compare
+/// Time disks served over vhost-user-blk, FUSE, ublk and NBD, beside other servers
 ///
-/// FUSE takes root, as mounting does. Each case is told as it ends: IOPS, the time that an operation takes and its 99th percentile, and
-/// the CPU time of the server per operation. A program that is not installed is left out.
+/// FUSE and ublk need root. Each case prints a line when it ends: IOPS, mean and 99th percentile of the
+/// latency, and the server's CPU time per operation. Programs that are not installed are skipped.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Seconds of each turn that count; over vhost-user-blk a fifth of that comes before
+    /// Measured seconds per turn; vhost-user-blk warms up for another fifth of it
     #[arg(long, value_name = "SECONDS", default_value_t = 0.3)]
     seconds: f64,
-    /// Turns of each program at each case
+    /// Number of rounds of each case; each program has a turn in each
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Size of the mapped disks, in whole MiB, at least 16M; fresh ones are 128 times as large
+    /// Size of the allocated disks in whole MiB, at least 16M; empty ones are 128 times as large
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
     size: u64,
-    /// Where images, sockets and files are made; beside this program when not given
+    /// Directory for images, sockets and files. Default: the directory of this program
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Only cases whose name contains TEXT, of all that there are; may be given several times
+    /// Run only the cases whose names contain TEXT; may be given several times
+    ///
+    /// This also selects cases that run only with --all.
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
-    /// All cases, not only the usual ones
+    /// Run all cases, not only the usual ones
     #[arg(long)]
     all: bool,
-    /// Vellum alone
+    /// Measure Vellum only
     #[arg(long)]
     skip_peers: bool,
-    /// The vellum to measure, perhaps with more arguments for `serve`; several are compared
+    /// vellum program to measure, optionally with extra arguments for `serve`
+    ///
+    /// May be given several times to compare them.
     #[arg(long, value_name = "[LABEL=]PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
     vellum: Vec<Vellum>,
-    /// What goes to stdout: the table, or all samples as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
-    /// Name the cases and do nothing
+    /// List the cases and exit
     #[arg(long)]
     list: bool,
 }

@@ -2,12 +2,13 @@
 //!
 //! ```text
 //!   all are ready at once: a server on a new image each, and plain files
-//!   for each round    each one in turn, beginning with another one each time: so many times a write behind the last, a flush
+//!   for each round    each one in turn, with another one first each time: N writes behind the last, a flush
 //! ```
 //!
-//! Turns are short, so that what else the machine does is in all of them, and a ratio is the median of those of the rounds.
-//! Servers are reached as they are used, by the same client over a Unix socket. A plain file is written by this program
-//! itself, with `pwrite` and `fdatasync`; the same over NBD is the raw image, which is the fair comparison for a server.
+//! Turns are short, so that other load on the machine affects all of them, and a ratio is the median of those
+//! of the rounds. Servers are reached as in normal use, by the same client over a Unix socket. A plain file
+//! is written by this program itself, with `pwrite` and `fdatasync`; the same over NBD is the raw image,
+//! which is the fair comparison for a server.
 
 use std::fs::File;
 use std::io::Write;
@@ -27,33 +28,33 @@ use crate::report::{Output, Table, median, say_json, short, tell_skipped};
 use crate::server::{Cache, QemuNbd, Running, Server, Serving, Vellum};
 use crate::subjects::{Base, Journal, Maker, Subject, qemu, vellum};
 
-/// Time a write and a flush, again and again, on images that grow: Vellum, QEMU and plain files, in turns
+/// Time a write with its flush on growing images: Vellum, QEMU and plain files
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Bytes of one write; may be given several times [default: 64K and 4K]
+    /// Size of a write; may be given several times [default: 64K and 4K]
     #[arg(long, value_name = "SIZE", value_parser = super::parse_size)]
     write: Vec<u64>,
-    /// Turns of each
+    /// Number of rounds; each program has a turn in each
     #[arg(long, value_name = "N", default_value_t = 24, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Writes of one turn, each with its flush
+    /// Writes per turn, each followed by a flush
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..))]
     operations: u32,
-    /// Where images and sockets are made; beside this program when not given
+    /// Directory for images and sockets. Default: the directory of this program
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Vellum and plain files alone
+    /// Measure Vellum and plain files only
     #[arg(long)]
     skip_peers: bool,
-    /// The vellum to look at
+    /// vellum program to measure. Default: the one beside this program
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
     vellum: Option<Vellum>,
-    /// What goes to stdout: the table, or all figures as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
 }
 
-/// Who takes part: an image with a server, or a file.
+/// A participant: an image with a server, or a file.
 #[derive(Clone, Copy)]
 enum Who {
     Served(Subject),
@@ -71,7 +72,7 @@ const APPEND: &str = "file, growing: pwrite";
 const NBD: &str = "vellum raw";
 
 const WHO: [(&str, Who); 10] = [
-    // One of both is what a new image does; the other one is told too.
+    // One of the two is the default of a new image; the other one is given explicitly.
     ("vellum qcow2 journaled, prealloc=off", journaled("prealloc=off")),
     ("vellum qcow2 journaled, prealloc=adaptive", journaled("prealloc=adaptive")),
     ("vellum qcow2 journaled", journaled("")),

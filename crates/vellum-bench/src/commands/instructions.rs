@@ -1,8 +1,9 @@
-//! `vellum-bench instructions`: a fixed number of the same requests to a disk in memory, for valgrind to count.
+//! `vellum-bench instructions`: a fixed number of the same requests to a disk in memory, for valgrind to
+//! count.
 //!
-//! It has no ring, no thread, no clock and no chance in it, so the count is nearly the same each time. What beginning and end take goes
-//! away when it is run with N and with 2 N requests: the difference over N is what one request takes. `tests/instructions.rs` holds
-//! that to bounds.
+//! It has no ring, no thread, no clock and no randomness, so the count is nearly the same each time. The cost
+//! of start and end cancels out when it is run with N and with 2 N requests: the difference over N is the
+//! cost of one request. `tests/instructions.rs` checks it against bounds.
 
 mod flat;
 
@@ -34,12 +35,12 @@ const FLUSH_EVERY: u64 = 32;
 /// What its journal's records are known by: chance would be another count each time.
 const JOURNAL_KEY: Option<u128> = Some(5);
 
-/// Ask a disk in memory for the same again and again, for valgrind to count instructions
+/// Repeat one request on a disk in memory, for counting instructions with valgrind
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[arg(value_enum)]
     what: What,
-    /// How often
+    /// Number of requests
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     operations: u64,
 }
@@ -52,7 +53,7 @@ enum What {
     ReadZoned,
     /// What is mapped is written, with a journal.
     OverwriteQcow2,
-    /// Each write to 64 KiB that nobody has written to, with a journal.
+    /// Each write to 64 KiB that were never written, with a journal.
     AllocateQcow2,
     AllocateZoned,
 }

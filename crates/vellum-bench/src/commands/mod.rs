@@ -1,10 +1,12 @@
 //! One file for each experiment. An experiment chooses cases, lets programs take turns at each, and reports.
 
+pub(crate) mod chores;
 pub(crate) mod engine;
 pub(crate) mod exports;
 pub(crate) mod growing;
 pub(crate) mod instructions;
 pub(crate) mod nbd;
+pub(crate) mod neighbours;
 pub(crate) mod papers;
 pub(crate) mod recovery;
 pub(crate) mod replay_traces;
@@ -35,7 +37,7 @@ pub(crate) fn parse_size(text: &str) -> Result<u64> {
     })
 }
 
-/// Where images are made: what was said, or beside this program.
+/// Where images are made: the given directory, or beside this program.
 pub(crate) fn dir_or_beside_me(said: Option<&PathBuf>) -> Result<PathBuf> {
     if let Some(dir) = said {
         return Ok(dir.clone());

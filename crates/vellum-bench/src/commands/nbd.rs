@@ -6,9 +6,9 @@
 //!       start the program on the image ► warm up ► measure ► stop it
 //! ```
 //!
-//! All programs serve the same file and are asked the same places by the same client. Before each turn the file is flushed,
-//! and brought into the page cache whole, or dropped from it. Images take turns too, so that what a format costs can be read
-//! from the same rounds.
+//! All programs serve the same file, and the same client requests the same offsets. Before each turn the file
+//! is flushed, and either read into the page cache as a whole or dropped from it. Images take turns too, so
+//! that the cost of a format can be read from the same rounds.
 
 mod cases;
 
@@ -26,56 +26,59 @@ use crate::report::{Output, Series, Table, complain, lines, median, say_json};
 use crate::server::{Cache, Nbdkit, QemuNbd, Running, Server, Serving, Vellum};
 use cases::{Case, cases};
 
-/// Serve images over NBD with Vellum, qemu-nbd and nbdkit in turn, and compare
+/// Time images served over NBD by Vellum, qemu-nbd and nbdkit
 ///
-/// Each case is told as it ends: rate or time, CPU time of the server per operation, and for each other program how many
-/// times its rate (or its time) ours is, at how many times its CPU time. The cases of `--only` are named as `--list`
-/// names them.
+/// Each case prints a line when it ends: rate or time, the server's CPU time per operation, and the ratios of
+/// Vellum's rate (or time) and CPU time to those of each other program.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// A few minutes: one connection, raw and qcow2, short turns, a small disk
+    /// Quick run of a few minutes: one connection, raw and qcow2, short turns, a small disk
     #[arg(long)]
     quick: bool,
-    /// Seconds that each turn measures [default: 2, quick: 0.5]
+    /// Measured seconds per turn [default: 2, quick: 0.5]
     #[arg(long, value_name = "SECONDS")]
     seconds: Option<f64>,
-    /// Seconds before each turn that do not count
+    /// Seconds of warm-up before each turn
     #[arg(long, value_name = "SECONDS", default_value_t = 0.2)]
     warm_up: f64,
-    /// Turns of each program at each case
+    /// Number of rounds of each case; each program has a turn in each
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
     /// Size of the disk, at least 16M [default: 1G, quick: 256M]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     size: Option<u64>,
-    /// Where images and sockets are made; beside this program when not given
+    /// Directory for images and sockets. Default: the directory of this program
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Only cases whose name contains TEXT; may be given several times
+    /// Run only the cases whose names contain TEXT; may be given several times
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
-    /// Only past the page cache: --direct here, --cache=none there
+    /// Run only cases without the page cache (vellum --direct, qemu-nbd --cache=none)
     #[arg(long, conflicts_with = "buffered")]
     direct: bool,
-    /// Only through the page cache
+    /// Run only cases with the page cache
     #[arg(long)]
     buffered: bool,
-    /// Clients that ask for simple replies, as the kernel does, and not for structured ones, as libnbd and QEMU do
+    /// Let the clients negotiate simple replies, as the kernel's client does
+    ///
+    /// By default they negotiate structured replies, as libnbd and QEMU do.
     #[arg(long)]
     simple_replies: bool,
-    /// Vellum alone
+    /// Measure Vellum only
     #[arg(long)]
     skip_peers: bool,
-    /// The vellum to measure, perhaps with more arguments for `serve`; several are compared
+    /// vellum program to measure, optionally with extra arguments for `serve`
+    ///
+    /// May be given several times to compare them.
     #[arg(long, value_name = "[LABEL=]PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
     vellum: Vec<Vellum>,
-    /// Put the load on with fio's NBD engine, as the other opinion
+    /// Generate the load with fio's NBD engine, as a cross-check
     #[arg(long)]
     fio: bool,
-    /// What goes to stdout: the table, or all samples as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
-    /// Name the cases and do nothing
+    /// List the cases and exit
     #[arg(long)]
     list: bool,
 }

@@ -1,4 +1,4 @@
-//! `vellum-bench papers`: figures of papers made again, each beside the paper's, met or missed.
+//! `vellum-bench papers`: figures of papers reproduced, each beside the paper's, met or missed.
 
 mod selfie;
 
@@ -16,7 +16,7 @@ use crate::papers::fvd::{self, FreeWrites, Image, Phase, Run, Sizes, Stage};
 use crate::report::{Output, Table, say_json};
 use crate::server::Vellum;
 
-/// Make figures of papers again, on modelled drives in virtual time, and tell which are met
+/// Reproduce figures of papers on modelled drives in virtual time
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -29,28 +29,29 @@ enum Paper {
     Selfie(selfie::Args),
 }
 
-/// FVD, USENIX ATC 2011: files created, transactions, disk I/Os, seek distance, sizes and free writes (rows F1 to F8)
+/// FVD, USENIX ATC 2011 (rows F1 to F8)
 ///
-/// Times are simulated: they tell what an order of operations costs on a modelled drive, and nothing of this machine. The same
-/// command says the same each time.
+/// Files created, transactions, disk I/Os, seek distance, sizes and free writes. Times are simulated: they
+/// show what an order of operations costs on a modelled drive, and do not depend on this machine. Every run
+/// gives the same output.
 #[derive(clap::Args)]
 struct Fvd {
-    /// One so-many-th of the paper's files and transactions
+    /// Run 1/N of the paper's files and transactions
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1000))]
     scale: u64,
-    /// The drive of the paper alone, without those that make the band
+    /// Model only the drive of the paper, without the others that give the error band
     #[arg(long)]
     quick: bool,
-    /// Where recorded traces are: postmark_selfie_small.csv.xz is told beside
+    /// Directory of recorded traces; postmark_selfie_small.csv.xz is added to the table
     #[arg(long, value_name = "DIR")]
     traces: Option<PathBuf>,
-    /// Where QEMU's image is made, whose calls are replayed; beside this program when not given
+    /// Directory for QEMU's image, whose calls are replayed. Default: this program's
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// A vellum; it is not looked at
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse, hide = true)]
     vellum: Option<Vellum>,
-    /// What goes to stdout: the table, or all figures as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
 }
@@ -162,7 +163,7 @@ fn tell(rows: &[Row], table: Table) {
     }
 }
 
-/// Jobs, each a world of its own, so that processors can share them; the answers in the order of the jobs.
+/// Jobs, each a world of its own, so that processors can share them; the results in the order of the jobs.
 fn on_all_processors<J: Sync, T: Send>(jobs: &[J], run: impl Fn(&J) -> Result<T> + Sync) -> Result<Vec<T>> {
     let next = AtomicUsize::new(0);
     let work = || {
@@ -193,7 +194,7 @@ const HEAD: [&str; 2] = [
     "                            | seconds    reads   writes      MiB  seek, MiB | seconds    reads   writes      MiB  seek, MiB",
 ];
 
-/// How far a line goes that tells one phase.
+/// The width of a line that reports one phase.
 const ONE_PHASE: usize = 76;
 
 fn line(name: &str, phases: &[Phase]) -> String {

@@ -6,8 +6,8 @@
 //!   writes, flushes, SIGKILL again ► out of the page cache ► `vellum serve`, until the first read is answered
 //! ```
 //!
-//! The image is sparse: only its tables and what is written take space. The writes are scattered, so that each record of the
-//! journal is about other pages of the tables.
+//! The image is sparse: only its tables and the written data take space. The writes are scattered, so that
+//! each record of the journal concerns other pages of the tables.
 
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
@@ -30,26 +30,26 @@ const CLUSTER_BYTES: u64 = 64 << 10;
 const WRITE_BYTES: usize = 4096;
 /// A record of one small write.
 const RECORD_BYTES: u64 = 4096;
-/// One part in so many of the disk is not mapped, and lies in so many pieces.
+/// One part in this many of the disk is not mapped, and is spread over this many pieces.
 const UNMAPPED_PART: u64 = 16;
 const PIECES: u64 = 64;
 
-/// Kill the server of an image with a full journal, and time how the image is opened again
+/// Time opening an image with a full journal after its server was killed
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Size of the disk, in whole units of 64M; with --journal-size one case instead of all
+    /// Size of the disk, a multiple of 64M; with --journal-size it replaces the usual cases
     #[arg(long, value_name = "SIZE", value_parser = super::parse_size, requires = "journal_size")]
     size: Option<u64>,
-    /// Size of its journal
+    /// Size of the disk's journal
     #[arg(long, value_name = "SIZE", value_parser = super::parse_size, requires = "size")]
     journal_size: Option<u64>,
-    /// Where images and sockets are made; beside this program when not given
+    /// Directory for images and sockets. Default: the directory of this program
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// The vellum to look at
+    /// vellum program to measure. Default: the one beside this program
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
     vellum: Option<Vellum>,
-    /// What goes to stdout: the table, or all figures as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
 }

@@ -5,9 +5,9 @@
 //!     for each format   an empty overlay on it (raw: a new file) ► all requests, one at a time ► a flush ► closed
 //! ```
 //!
-//! Reads of the trace are left out, so that whatever is read of the base is read by the write path. `strace` sees that, and
-//! the calls of QEMU; what Vellum writes before it answers and what its journal takes home later only Vellum can tell apart.
-//! `strace` has to see the same writes and flushes in all.
+//! Reads of the trace are left out, so that every read of the base belongs to the write path. `strace` counts
+//! those, and the calls of QEMU. Only Vellum can separate its foreground writes from the checkpoint writes of
+//! its journal. `strace` must see the same totals of writes and flushes.
 
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -30,35 +30,35 @@ const BASE_UNIT: u64 = 2 << 20;
 /// Disks are as large as their trace needs, in this unit.
 const DISK_UNIT: u64 = 64 << 20;
 
-/// Replay block traces with their flushes on overlays, and count what the host is asked for them
+/// Replay block traces with their flushes on overlays, and count host operations
 ///
-/// A trace is text with a line for each request, plain or packed with xz; its first line names the columns, of which op
-/// (W, R, F, T, Z), offset and len must be there, and phase and fua may be. Requests go one at a time, a flush is added at the
-/// end, and reads are left out.
+/// A trace is a text file, plain or compressed with xz, with one line per request. The first line names the
+/// columns: op (W, R, F, T, Z), offset and len are required, phase and fua are optional. Requests are
+/// replayed one at a time. A flush is added at the end, and reads are skipped.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// A trace; several may follow
+    /// Trace to replay; several may follow
     #[arg(long, value_name = "FILE", required = true, num_args = 1..)]
     trace: Vec<PathBuf>,
-    /// The phases to replay, of traces that tell phases; several may follow
+    /// Phases to replay, for traces that have phases; several may follow
     #[arg(long, value_name = "PHASE", num_args = 1.., default_value = "w")]
     phase: Vec<String>,
-    /// What the writes write: noise, or one byte again and again, which packs
+    /// Contents of the writes
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = Bytes::Noise)]
     bytes: Bytes,
-    /// Where images and sockets are made; beside this program when not given
+    /// Directory for images and sockets. Default: the directory of this program
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Only formats whose name contains TEXT; may be given several times
+    /// Run only the formats whose names contain TEXT; may be given several times
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
-    /// Vellum alone
+    /// Measure Vellum only
     #[arg(long)]
     skip_peers: bool,
-    /// The vellum to look at
+    /// vellum program to measure. Default: the one beside this program
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
     vellum: Option<Vellum>,
-    /// What goes to stdout: the table, or all counts as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
 }
@@ -108,7 +108,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The requests of the phases that are wanted, and how many reads were left out.
+/// The requests of the selected phases, and how many reads were left out.
 fn plan(trace: Trace, phases: &[String], bytes: Bytes) -> (Plan, u64) {
     let mut reads_left_out = 0;
     let mut requests = Vec::new();
@@ -138,7 +138,7 @@ fn touched(plan: &Plan) -> Vec<bool> {
             Request::Write { offset, len } | Request::WriteThrough { offset, len } => {
                 touched[unit(offset)..=unit(offset + len as u64 - 1)].fill(true);
             }
-            // The middle is not needed: what is copied lies at the ends.
+            // The middle is not needed: what is copied is at the ends.
             Request::Zero { offset, len } | Request::Discard { offset, len } => {
                 touched[unit(offset)] = true;
                 touched[unit(offset + len as u64 - 1)] = true;

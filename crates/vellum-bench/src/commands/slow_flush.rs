@@ -5,12 +5,13 @@
 //!   reader: 4 KiB anywhere here          writer: 4 KiB to the next cluster, a flush, again
 //! ```
 //!
-//! Reads are due at fixed times, and their time counts from when they were due: one that is late because the one before it
-//! waited has waited too.
+//! Reads are due at fixed times, and their latency counts from then: a read that is late because the one
+//! before it waited has waited too.
 //!
-//! `strace` holds each `fdatasync` and `fsync` of the server for a while before the kernel sees it (`inject=…:delay_enter`).
-//! It sees no ring, so both programs use threads: `qemu-nbd --aio=threads`, `vellum serve --io threads`. It watches without
-//! holding, too, so that what watching costs is in all figures.
+//! `strace` delays each `fdatasync` and `fsync` of the server before the kernel sees it
+//! (`inject=…:delay_enter`). It cannot see a ring, so both programs use threads: `qemu-nbd --aio=threads`,
+//! `vellum serve --io threads`. A run without delay is traced too, so that the cost of tracing is in all
+//! figures.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -45,25 +46,25 @@ const SUBJECTS: [Subject; 4] = [
     qemu("qemu qcow2", "qcow2", "", Base::Never),
 ];
 
-/// Time reads of mapped clusters while new ones are written and flushed, with flushes of the host that take long
+/// Time reads of allocated clusters during writes whose host flushes are slow
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// How long each flush of the host is held
+    /// How many milliseconds each flush of the host is delayed
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 500)]
     delay: u64,
-    /// Seconds of each figure
+    /// Seconds of each measurement
     #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
     seconds: f64,
-    /// Where images and sockets are made; beside this program when not given
+    /// Directory for images and sockets. Default: the directory of this program
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Vellum alone
+    /// Measure Vellum only
     #[arg(long)]
     skip_peers: bool,
-    /// The vellum to look at
+    /// vellum program to measure. Default: the one beside this program
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
     vellum: Option<Vellum>,
-    /// What goes to stdout: the table, or all figures as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
 }
@@ -184,7 +185,7 @@ fn look(lab: &Lab, subject: &Subject, delay_ms: u64, span: Duration) -> Result<S
     Ok(Seen { alone, beside_writer, beside_slow_writer })
 }
 
-/// Reads for so long; beside a writer, when there is a place for it to go on.
+/// Reads for this long; with `write_from`, beside a writer that continues from there.
 fn read(running: &Running, write_from: Option<&mut u64>, span: Duration) -> Result<Reads> {
     let (is_over, flushes) = (AtomicBool::new(false), AtomicU64::new(0));
     let mut reader = Guest::connect(running.socket())?;

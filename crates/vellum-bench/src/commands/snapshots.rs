@@ -1,4 +1,5 @@
-//! `vellum-bench snapshots`: what making, keeping and deleting internal snapshots costs a disk that is served.
+//! `vellum-bench snapshots`: the cost of making, keeping and deleting internal snapshots of a disk that is
+//! served.
 //!
 //! ```text
 //!   create, a block into each unit ► serve
@@ -9,8 +10,8 @@
 //!   close ► `vellum check`
 //! ```
 //!
-//! The image is sparse: each allocated unit has one block of data. Snapshots are asked for over the control socket and read as
-//! exports, as anybody would.
+//! The image is sparse: each allocated unit has one block of data. Snapshots are requested over the control
+//! socket and read as exports, as any client would do.
 
 mod control;
 mod load;
@@ -41,37 +42,39 @@ const COUNTED: u64 = 16;
 /// The last ones that are left are compared in full.
 const IN_FULL: usize = 5;
 
-/// Make, read and delete snapshots of a served disk: time, host operations, and every content against a model
+/// Time creating, reading and deleting snapshots of a served disk
+///
+/// Host operations are counted as well, and all contents are compared with a model.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Size of the disk
     #[arg(long, value_name = "SIZE", value_parser = super::parse_size, default_value = "1T")]
     size: u64,
-    /// How much of it is allocated, in units of 1M with one block of data each
+    /// Allocated part of the disk, in units of 1M with one block of data each
     #[arg(long, value_name = "SIZE", value_parser = super::parse_size, default_value = "100G")]
     allocated: u64,
-    /// Snapshots that are made beside the load
+    /// Number of snapshots that are created under load
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
     beside: u32,
-    /// Milliseconds from one of them to the next
+    /// Milliseconds between two of them
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 100)]
     every: u64,
-    /// Snapshots with writes in between, that are deleted in random order
+    /// Number of snapshots, with writes in between, that are deleted in random order
     #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(8..=4000))]
     many: u32,
-    /// Units that are written between them
+    /// Units that are written between two of them
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u64).range(1..))]
     hot: u64,
-    /// What writes and the order of deleting are drawn from
+    /// Seed of the writes and of the order of deletion
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
-    /// Where images and sockets are made; beside this program when not given
+    /// Directory for images and sockets. Default: the directory of this program
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// The vellum to look at
+    /// vellum program to measure. Default: the one beside this program
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
     vellum: Option<Vellum>,
-    /// What goes to stdout: the table, or all figures as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
 }
@@ -94,11 +97,11 @@ struct Report {
     many: Many,
 }
 
-/// What each of several snapshots cost, when nobody else asked for anything.
+/// What each of several snapshots cost, without other load.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Quiet {
-    /// The first one of the image writes its superblock, too.
+    /// The first one of the image also writes its superblock.
     first: Cost,
     others: Vec<Cost>,
     times: Times,
@@ -189,7 +192,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     images::run(create.arg(args.size.to_string()))?;
     let socket = desk.dir.join("control");
     let mut vellum = lab.vellum.clone();
-    vellum.arguments.extend(["--control".into(), socket.clone().into()]);
+    vellum.arguments.extend(["--export-snapshots".into(), "--control".into(), socket.clone().into()]);
     let serving = Serving {
         image: &desk.image,
         format: "vellum",

@@ -1,15 +1,16 @@
-//! `vellum-bench sync-amplification`: what synchronous writes of a guest cost the host, by counts and not by clocks.
+//! `vellum-bench sync-amplification`: what synchronous writes of a guest cost the host, in counts instead of
+//! times.
 //!
 //! ```text
 //!   for each workload, for each format: one row
-//!     of one guest        several at once: a count does not care who else is at work
-//!     of several guests   alone: flushes are shared by who comes in time
+//!     of one guest        several at once: a count does not depend on other load
+//!     of several guests   alone: how many writers share a flush depends on timing
 //! ```
 //!
-//! QEMU's calls are seen by `strace`, so its server uses threads and not a ring. Vellum counts for itself, as it is used;
-//! each of its formats is watched once by both (with `--strace` each row), and both have to say the same. What began in the
-//! background after the last answer is no foreground to `strace`, which knows when; to Vellum's own figures, which come
-//! once a second, it may be.
+//! QEMU's calls are counted by `strace`, so its server uses threads and not a ring. Vellum counts its own
+//! calls in normal use; each of its formats is also counted once by both (with `--strace` each row), and both
+//! must agree. Background work after the last answer is excluded from the counts of `strace`, which has the
+//! time of each call; Vellum's own figures, which come once a second, may include it.
 
 mod count;
 mod workloads;
@@ -35,44 +36,50 @@ use crate::subjects::{Maker, SUBJECTS, Subject};
 use count::{Bench, Counted};
 use workloads::{BASE_BYTES, Below, WORKLOADS, Workload};
 
-/// Rows of one guest that are counted at once. They mostly wait: for the drive, and for figures that come once a second.
+/// Rows of one guest that are counted at once. They mostly wait: for the drive, and for figures that come
+/// once a second.
 const WORKERS: usize = 4;
 
-/// Count what synchronous writes cost the host: flushes, writes and bytes, for each format of Vellum and QEMU
+/// Count the host flushes, writes and bytes that synchronous guest writes cause
 ///
-/// A guest waits for each answer. The first 64 operations do not count; then each line tells what the guest asked (w, f) and
-/// what the host was asked for it: flushes of the file (F), writes to it (W), KiB written, calls that punch a hole or zero a
-/// range (H), and how many times the guest's own that is.
+/// All formats of Vellum and QEMU are compared. The guest waits for each reply, and the first 64 operations
+/// are not counted. Each line shows the guest's writes and flushes (w, f), and what the host did for them:
+/// flushes of the file (F), writes (W), KiB written, calls that punch holes or zero ranges (H), and the
+/// ratios to the guest's own numbers.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Some workloads, 32 operations of each
+    /// Quick run: fewer workloads, 32 operations each
     #[arg(long)]
     quick: bool,
-    /// Operations that count [default: 256, quick: 32]
+    /// Counted operations [default: 256, quick: 32]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(4..=1024))]
     operations: Option<u16>,
-    /// Where images and sockets are made; beside this program when not given
+    /// Directory for images and sockets. Default: the directory of this program
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Only workloads whose name contains TEXT; may be given several times
+    /// Run only the workloads whose names contain TEXT; may be given several times
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
-    /// Vellum alone
+    /// Measure Vellum only
     #[arg(long)]
     skip_peers: bool,
-    /// Look at each row of Vellum from outside too, without a ring, and not at one of each format
+    /// Cross-check every row of Vellum with strace, without io_uring
+    ///
+    /// By default, one row of each format is checked.
     #[arg(long)]
     strace: bool,
-    /// Count the flushes of the drive below DIR, too: one row at a time, and whatever else uses the drive is counted
+    /// Also count the flushes of the drive that DIR is on
+    ///
+    /// Rows then run one at a time. Other programs that use the drive are counted too.
     #[arg(long)]
     device_flushes: bool,
-    /// The vellum to look at
+    /// vellum program to measure. Default: the one beside this program
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
     vellum: Option<Vellum>,
-    /// What goes to stdout: the table, or all counts as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
-    /// Name the workloads and do nothing
+    /// List the workloads and exit
     #[arg(long)]
     list: bool,
 }
@@ -98,7 +105,7 @@ struct Outcome {
     rows: Vec<Row>,
 }
 
-/// What both witnesses said of one run of Vellum, to the clean close.
+/// The counts of both witnesses for one run of Vellum, to the clean close.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Confirmation {
@@ -185,7 +192,7 @@ fn prepare(args: &Args) -> Result<Bench> {
     Ok(Bench { lab, operations, confirms_all: args.strace, refusals })
 }
 
-/// Counts all rows, and tells each workload when its last one is there.
+/// Counts all rows, and reports each workload when its last row is there.
 fn count_all(
     bench: &Bench,
     workloads: &[&Workload],
@@ -214,7 +221,7 @@ fn count_all(
             confirmations.push(Confirmation { subject, workload, stats, strace });
         }
         rows[job.workload][place(job)] = Some(counted.row);
-        // Workloads are told in their order, whichever ends first.
+        // Workloads are reported in their order, whichever ends first.
         while let Some(workload) = workloads.get(outcomes.len())
             && rows[outcomes.len()].iter().all(Option::is_some)
         {
@@ -225,14 +232,14 @@ fn count_all(
             outcomes.push(outcome);
         }
     };
-    // The drive's counter knows nothing of rows.
+    // The drive's counter does not distinguish rows.
     let workers = if bench.lab.device.is_some() { 1 } else { WORKERS };
     spread(bench, workloads, &together, workers, &mut take)?;
     spread(bench, workloads, &alone, 1, &mut take)?;
     Ok((outcomes, confirmations))
 }
 
-/// Lets so many workers do the jobs; the first error ends them all.
+/// Lets this many workers do the jobs; the first error ends them all.
 fn spread(
     bench: &Bench,
     workloads: &[&Workload],
@@ -273,7 +280,8 @@ fn tell(outcome: &Outcome, table: Table) {
     outcome.rows.iter().for_each(|row| table.say(&line(row)));
 }
 
-/// Each of our formats whose counts do not depend on the time once with both witnesses, at the first workload that is one for it; all at once.
+/// Each of our formats whose counts do not depend on the time once with both witnesses, at the first workload
+/// that is one for it; all at once.
 fn confirm(bench: &Bench, workloads: &[&Workload]) -> Result<Vec<Confirmation>> {
     let first = |subject: &Subject| workloads.iter().find(|workload| workload.suits(subject)).copied();
     let chosen: Vec<(&Subject, &Workload)> = SUBJECTS

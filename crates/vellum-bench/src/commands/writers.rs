@@ -5,9 +5,10 @@
 //!     for each round  each one in turn, beginning with another one each time: its guests write, and the clock stops at the last flush
 //! ```
 //!
-//! A case is: where (behind the last write, apart, over it), 4 or 64 KiB, each write flushed or all of a turn, 1 to 16 guests, and whether the
-//! bytes pack. A guest waits for each answer, and has a part of the disk for itself. Turns are short, so that what else the machine
-//! does is in all of them, and a ratio is the median of those of the rounds.
+//! A case is: where (behind the last write, apart, over it), 4 or 64 KiB, each write flushed or all of a
+//! turn, 1 to 16 guests, and whether the bytes are compressible. A guest waits for each answer, and has a
+//! part of the disk for itself. Turns are short, so that other load on the machine affects all of them, and a
+//! ratio is the median of those of the rounds.
 
 mod cases;
 mod pack;
@@ -29,37 +30,40 @@ use crate::report::{Output, Table, median, say_json, tell_skipped};
 use crate::server::{Cache, QemuNbd, Running, Server, Serving, Vellum};
 use crate::subjects::{Maker, Subject};
 
-/// Time guests that write, flushed or not, what packs and what does not: the native format, raw and qcow2, in turns
+/// Time guests that write, with and without flushes: vellum, raw and qcow2 images
 ///
-/// When nothing is said: writes that allocate, of 1, 4 and 16 guests, some minutes when the drive is busy. What LZ4 takes for a new unit is measured
-/// beside them, and told as a share of a processor at the rate that was seen.
+/// By default only writes that allocate, by 1, 4 and 16 guests, are measured, which takes several minutes on
+/// a busy drive. The cost of LZ4 for new units is measured as well, and shown as a share of a CPU at the
+/// measured rate.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Turns of each; one more comes first and does not count
+    /// Number of rounds; one more is run first as a warm-up
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Only cases whose name contains TEXT, out of all there are; may be given several times
+    /// Run only the cases whose names contain TEXT; may be given several times
+    ///
+    /// This also selects cases that run only with --all.
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
-    /// All cases, and all who can take part
+    /// Run all cases with all formats
     #[arg(long)]
     all: bool,
-    /// Past the page cache (O_DIRECT)
+    /// Bypass the page cache (O_DIRECT)
     #[arg(long)]
     direct: bool,
-    /// Where images and sockets are made; beside this program when not given
+    /// Directory for images and sockets. Default: the directory of this program
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Vellum alone
+    /// Measure Vellum only
     #[arg(long)]
     skip_peers: bool,
-    /// The vellum to look at
+    /// vellum program to measure. Default: the one beside this program
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse)]
     vellum: Option<Vellum>,
-    /// What goes to stdout: the table, or all figures as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
-    /// Name the cases and do nothing
+    /// List the cases and exit
     #[arg(long)]
     list: bool,
 }
@@ -91,7 +95,8 @@ struct Row {
     subject: &'static str,
     /// Writes a second, of each round.
     rates: Vec<f64>,
-    /// What the server took of the processors for one, in microseconds, over all rounds: a round is shorter than a tick of that clock.
+    /// What the server took of the processors for one, in microseconds, over all rounds: a round is shorter
+    /// than a tick of that clock.
     cpu_us: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     skipped: Option<String>,

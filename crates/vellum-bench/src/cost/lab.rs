@@ -1,4 +1,4 @@
-//! One count: an image is made, requests are made of it, the image is closed, and what that cost is counted.
+//! One count: an image is made, it gets requests, it is closed, and the cost of all that is counted.
 //!
 //! ```text
 //!   make ► (serve, fill, stop) ► (snapshot) ► serve ► warm up │ what counts      │ stop: the image is closed
@@ -22,7 +22,7 @@ use crate::load::guest::{Bytes, Guest as Client, Request};
 use crate::server::{Cache, QemuNbd, Running, Server, Serving, Vellum, first_line_of};
 use crate::subjects::{Maker, Subject, Tools};
 
-/// Who counts.
+/// The witness that counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Witness {
     Stats,
@@ -55,7 +55,7 @@ impl Plan {
                     guest.writes += 1;
                     guest.bytes_written += *len as u64;
                 }
-                // The flush that belongs to it is asked for, too.
+                // It includes the request for a flush.
                 Request::WriteThrough { len, .. } => {
                     guest.writes += 1;
                     guest.bytes_written += *len as u64;
@@ -83,17 +83,17 @@ pub(crate) struct Scene<'a> {
 /// What was seen of a plan.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Seen {
-    /// What Vellum says of itself, and what `strace` saw: at least one.
+    /// Vellum's own counts, and those of `strace`: at least one.
     pub(crate) stats: Option<Host>,
     pub(crate) strace: Option<Host>,
     /// What was read of the base meanwhile, as `strace` saw it.
     pub(crate) base_bytes_read: Option<u64>,
-    /// Flushes that the device below the directory completed, whoever asked for them, up to the last answer.
+    /// Flushes that the device below the directory completed, whatever caused them, up to the last answer.
     pub(crate) device_flushes: Option<u64>,
 }
 
 impl Seen {
-    /// By the witness that is told: `strace` knows when each call began.
+    /// The counts of the witness that is reported: `strace` has the time of each call.
     pub(crate) fn host(&self) -> Option<Host> {
         self.strace.or(self.stats)
     }
@@ -114,7 +114,7 @@ pub(crate) struct Lab {
     knows_journal: bool,
 }
 
-/// The files of one worker, who counts one row at a time.
+/// The files of one worker, which counts one row at a time.
 pub(crate) struct Desk {
     pub(crate) dir: PathBuf,
     pub(crate) image: PathBuf,
@@ -134,7 +134,7 @@ impl Desk {
     }
 }
 
-/// Microseconds since 1970, as `strace -ttt` tells the time.
+/// Microseconds since 1970, the format of `strace -ttt`.
 fn now_us() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.as_micros()).unwrap_or(u64::MAX)
@@ -157,7 +157,7 @@ fn ask_all(clients: &mut [Client], requests: &[Vec<Request>]) -> Result<()> {
 /// What was counted up to a moment.
 #[derive(Clone, Copy)]
 struct Mark {
-    /// When it was begun to look, and when that had been done.
+    /// When the observation was begun, and when it had started.
     at_us: u64,
     settled_us: u64,
     stats: stats::Figures,
@@ -165,7 +165,7 @@ struct Mark {
 }
 
 impl Lab {
-    /// Looks which programs are there and what they can, and makes a directory in `dir`.
+    /// Checks which programs are installed and what they support, and makes a directory in `dir`.
     pub(crate) fn open(dir: Option<&PathBuf>, vellum: Option<&Vellum>) -> Result<Self> {
         let vellum = vellum.cloned().map_or_else(Vellum::beside_me, Ok)?;
         let mut programs = vec![first_line_of(Command::new(&vellum.path).arg("--version"))?];
@@ -294,7 +294,7 @@ impl Lab {
         Ok(seen)
     }
 
-    /// What the server asked of the host, call by call, to the clean close.
+    /// The server's calls to the host, one by one, to the clean close.
     pub(crate) fn calls(&self, subject: &Subject, plan: &Plan) -> Result<Vec<strace::Call>> {
         if let Some(reason) = &self.blind {
             return Err(Error::new(ErrorKind::NotFound, reason.clone()));
@@ -307,8 +307,8 @@ impl Lab {
         strace::parse(&text, &desk)
     }
 
-    /// Vellum, which writes its figures to this file; without a ring when it is watched. What it prepares ahead of need
-    /// depends on the time, so it is counted in rows of its own.
+    /// Vellum, which writes its counters to this file; without a ring when it is traced. The amount that it
+    /// prepares ahead of need depends on the time, so it is counted in rows of its own.
     fn our_server(&self, figures: &Path, witness: Witness, prepares: bool) -> Vellum {
         let mut vellum = self.vellum.clone();
         if !prepares {

@@ -5,8 +5,9 @@
 //!   stats     Vellum's own counters (`serve --stats-json`)                         Vellum, however it does its I/O
 //! ```
 //!
-//! [`lab`] makes an image, lets guests at it, closes it and asks them. Both count the same: writes and their bytes, flushes of the file, and calls that punch a hole or zero a range. What sets
-//! the length of the file or reserves space is in neither.
+//! [`lab`] makes an image, runs guests on it, closes it and reads the counts. Both witnesses count the same
+//! things: writes and their bytes, flushes of the file, and calls that punch a hole or zero a range. Calls
+//! that set the length of the file or reserve space are counted by neither.
 
 pub(crate) mod lab;
 pub(crate) mod stats;
@@ -29,8 +30,8 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    /// Whether another witness says the same. Holes are told and not compared: a file system that knows none fails the
-    /// call, which only one witness counts.
+    /// Whether another witness agrees. Holes are reported and not compared: a file system without them fails
+    /// the call, which only one witness counts.
     pub(crate) fn is_confirmed_by(self, other: Self) -> bool {
         let compared = |counts: Self| Self { holes: 0, ..counts };
         compared(self) == compared(other)
@@ -68,7 +69,7 @@ pub(crate) struct Guest {
     pub(crate) flushes: u64,
 }
 
-/// What the host was asked for it.
+/// The requests to the host for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Host {

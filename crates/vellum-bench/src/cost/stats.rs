@@ -1,4 +1,4 @@
-//! What Vellum says of itself: the file of `serve --stats-json`, rewritten once a second and at the end.
+//! Vellum's own counts: the file of `serve --stats-json`, rewritten once a second and at the end.
 
 use std::fs;
 use std::path::Path;
@@ -34,7 +34,7 @@ struct Host {
     prealloc: Operations,
 }
 
-/// What the host had been asked.
+/// The requests to the host until then.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Figures {
     /// What had to happen before the guest was answered.
@@ -53,7 +53,7 @@ struct Operations {
     bytes_written: u64,
 }
 
-/// How many reads the guest had made then, and what the host had been asked for the one disk that is served.
+/// How many reads the guest had sent by then, and the requests to the host for the one disk that is served.
 fn parse(text: &str) -> Result<(u64, Figures)> {
     let file: File = serde_json::from_str(text)
         .map_err(|error| Error::corrupt(format!("the statistics have another form: {error}")))?;
@@ -74,7 +74,7 @@ fn parse(text: &str) -> Result<(u64, Figures)> {
     Ok((disk.guest.reads, figures))
 }
 
-/// All that was counted when the server said this.
+/// All counters at the time of this line.
 pub(crate) fn of(text: &str) -> Result<Figures> {
     Ok(parse(text)?.1)
 }

@@ -1,4 +1,4 @@
-//! `strace` as a witness: the lines it writes, and which of them are writes and flushes of files in a directory.
+//! `strace` as a witness: parses its lines and finds the writes and flushes of files in a directory.
 //!
 //! ```text
 //!   2704  1795264691.045133 fallocate(5</d/q.qcow2>, FALLOC_FL_ZERO_RANGE, 327680, 65536) = 0
@@ -7,7 +7,7 @@
 //!   2704  1795264691.045682 <... pwrite64 resumed>) = 4096
 //! ```
 //!
-//! A call counts at the moment it began, with what it gave back; one that failed did nothing and does not count.
+//! A call counts at the moment it began, with its result; a call that failed did nothing and does not count.
 
 use std::collections::HashMap;
 use std::fs;
@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// What is looked at.
 const CALLS: &str = "trace=pread64,preadv,preadv2,pwrite64,pwritev,pwritev2,fdatasync,fsync,fallocate";
 
-/// The same command, watched from beside: its process is the program itself, which signals reach.
+/// The same command, traced: its process is the program itself, so that signals reach it.
 pub(crate) fn watched(command: &Command, log: &Path) -> Command {
     let mut strace = Command::new("strace");
     strace.args(["-D", "-f", "-q", "-y", "-s", "0", "-ttt", "-e", CALLS, "-e", "signal=none", "-o"]).arg(log);
@@ -34,8 +34,8 @@ pub(crate) fn watched(command: &Command, log: &Path) -> Command {
     strace
 }
 
-/// The same command, which waits so long each time before it may flush. Nothing else is watched, nor slowed by more than it
-/// takes to see that.
+/// The same command, with this delay before each flush. Nothing else is traced, and nothing else is slowed
+/// down except by the check for that.
 pub(crate) fn held(command: &Command, delay: Duration, log: &Path) -> Command {
     let mut strace = Command::new("strace");
     strace.args(["-D", "-f", "--seccomp-bpf", "-q", "-e", "trace=fdatasync,fsync", "-e", "signal=none"]);
@@ -95,7 +95,7 @@ fn split(line: &str) -> Option<(u32, &str)> {
     Some((pid.parse().ok()?, rest.trim_start()))
 }
 
-/// Whether the trace tells of the end of the process.
+/// Whether the trace records the end of the process.
 fn has_ended(text: &str, pid: u32) -> bool {
     let ends = |rest: &str| rest.contains(" +++ exited with") || rest.contains(" +++ killed by");
     text.lines().rev().filter_map(split).any(|(of, rest)| of == pid && ends(rest))
@@ -104,7 +104,7 @@ fn has_ended(text: &str, pid: u32) -> bool {
 /// The calls to one file, or to files in a directory.
 pub(crate) fn parse(text: &str, place: &Path) -> Result<Vec<Call>> {
     let mut calls = Vec::new();
-    // What each thread has begun: one call at most.
+    // The call that each thread has begun: one at most.
     let mut unfinished: HashMap<u32, (u64, &str)> = HashMap::new();
     for line in text.lines() {
         let strange = || Error::corrupt(format!("strace says {line:?}, which is not understood"));
@@ -159,8 +159,8 @@ fn is_at(place: &Path, call: &str) -> bool {
     before.contains('(') && named.strip_prefix(place).is_some_and(|rest| rest.starts_with(['/', '>']))
 }
 
-/// The last argument of a call that reads or writes: `pwrite64(5</d/q.qcow2>, ""..., 4096, 327680`. `preadv2` and `pwritev2` have flags
-/// behind it.
+/// The last argument of a call that reads or writes: `pwrite64(5</d/q.qcow2>, ""..., 4096, 327680`. `preadv2`
+/// and `pwritev2` have flags behind it.
 fn offset_of(call: &str) -> u64 {
     let arguments = call.rsplit_once(") = ").map_or(call, |(arguments, _)| arguments);
     let is_flagged = call.starts_with("preadv2(") || call.starts_with("pwritev2(");

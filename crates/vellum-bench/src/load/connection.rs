@@ -5,8 +5,8 @@
 //!   replies  ◄── inbox  ◄── one read for all that have come; payloads are looked at where they lie
 //! ```
 //!
-//! It is as lean as a client can be without tricks, so that the server is what is measured, and it treats all servers alike.
-//! Every reply is checked: its cookie, its length, and the tags of its bytes.
+//! It is as lean as a client can be without tricks, so that the server is what is measured, and it treats all
+//! servers alike. Every reply is checked: its cookie, its length, and the tags of its bytes.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -22,7 +22,7 @@ use vellum_export::nbd::wire::{
 use super::Busy;
 use super::workload::{BLOCK, Operation, Places, Workload, filler, stamp, tag};
 
-/// A server that says nothing for so long is stuck.
+/// A server that sends nothing for this long is stuck.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What one read can bring.
@@ -30,6 +30,19 @@ const INBOX_BYTES: usize = 256 << 10;
 
 /// Payloads of this size are written from where they are; smaller ones go out together.
 const LARGE_BYTES: usize = 64 << 10;
+
+/// In which form a server answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Dialect {
+    /// Simple replies.
+    Simple,
+    /// Structured replies with headers of 32-bit lengths.
+    Structured,
+    /// Structured replies, and the context `base:allocation`.
+    Mapping,
+    /// As above, with headers of 64-bit lengths: one request can ask for the map of a whole disk.
+    Extended,
+}
 
 /// A connection past its handshake.
 pub(crate) struct Session {
@@ -43,7 +56,7 @@ pub(super) fn broken(what: &str) -> Error {
     Error::corrupt(format!("the server broke the protocol: {what}"))
 }
 
-pub(super) fn be<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+pub(crate) fn be<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     bytes[at..at + N].try_into().expect("as many as were asked for")
 }
 
@@ -55,23 +68,40 @@ impl Session {
 
     /// Connects to the export of this name.
     pub(crate) fn open_export(socket: &Path, export: &str, structured: bool) -> Result<Self> {
+        Self::open_speaking(socket, export, if structured { Dialect::Structured } else { Dialect::Simple })
+    }
+
+    /// Connects to the export of this name, with this form of replies; if it may be missing,
+    /// [`Dialect::Structured`] becomes [`Dialect::Simple`], and the others are errors.
+    pub(crate) fn open_speaking(socket: &Path, export: &str, dialect: Dialect) -> Result<Self> {
         let stream = UnixStream::connect(socket).context(|| "can't connect to the server")?;
-        stream.set_read_timeout(Some(PATIENCE)).context(|| "can't set a timeout")?;
         let mut session = Self { stream, structured: false, size: 0 };
-        session.negotiate(export, structured).context(|| "can't agree with the server")?;
+        session.wait_at_most(PATIENCE)?;
+        session.negotiate(export, dialect).context(|| "can't agree with the server")?;
         Ok(session)
     }
 
-    fn negotiate(&mut self, export: &str, structured: bool) -> Result<()> {
+    /// How long a read may wait for the server.
+    pub(crate) fn wait_at_most(&mut self, time: Duration) -> Result<()> {
+        self.stream.set_read_timeout(Some(time)).context(|| "can't set a timeout")?;
+        self.stream.set_write_timeout(Some(time)).context(|| "can't set a timeout")
+    }
+
+    fn negotiate(&mut self, export: &str, dialect: Dialect) -> Result<()> {
         let greeting: [u8; GREETING_BYTES] = self.take()?;
         if be(&greeting, 0) != GREETING_MAGIC.to_be_bytes() || be(&greeting, 8) != OPTION_MAGIC.to_be_bytes()
         {
             return Err(broken("its greeting is not that of NBD, newstyle"));
         }
         self.put(&3u32.to_be_bytes())?;
-        if structured {
-            self.ask(option::STRUCTURED_REPLY, &[])?;
-            self.structured = self.answer(option::STRUCTURED_REPLY)?.0 == option_reply::ACK;
+        match dialect {
+            Dialect::Simple => {}
+            Dialect::Structured => {
+                self.ask(option::STRUCTURED_REPLY, &[])?;
+                self.structured = self.answer(option::STRUCTURED_REPLY)?.0 == option_reply::ACK;
+            }
+            Dialect::Mapping => self.agree_on_maps(option::STRUCTURED_REPLY, export)?,
+            Dialect::Extended => self.agree_on_maps(option::EXTENDED_HEADERS, export)?,
         }
         let len = u32::try_from(export.len()).expect("a short name").to_be_bytes();
         // And no wish for facts.
@@ -87,6 +117,33 @@ impl Session {
                 kind => return Err(broken(&format!("it answers GO with {kind:#x}"))),
             }
         }
+    }
+
+    /// Asks for this form of replies, and for the context `base:allocation`.
+    fn agree_on_maps(&mut self, form: u32, export: &str) -> Result<()> {
+        let string = |text: &str| {
+            let len = u32::try_from(text.len()).expect("a short string").to_be_bytes();
+            [&len[..], text.as_bytes()].concat()
+        };
+        self.ask(form, &[])?;
+        if self.answer(form)?.0 != option_reply::ACK {
+            return Err(Error::unsupported("the server does not know such replies"));
+        }
+        self.structured = true;
+        let wish = [&string(export)[..], &1u32.to_be_bytes(), &string("base:allocation")].concat();
+        self.ask(option::SET_META_CONTEXT, &wish)?;
+        let (first, _) = self.answer(option::SET_META_CONTEXT)?;
+        if first != option_reply::META_CONTEXT
+            || self.answer(option::SET_META_CONTEXT)?.0 != option_reply::ACK
+        {
+            return Err(Error::unsupported("the server has no map of this disk"));
+        }
+        Ok(())
+    }
+
+    /// The socket itself, for a client that breaks the rules.
+    pub(crate) fn stream(&mut self) -> &mut UnixStream {
+        &mut self.stream
     }
 
     pub(super) fn put(&mut self, bytes: &[u8]) -> Result<()> {
@@ -130,7 +187,7 @@ impl Session {
     }
 }
 
-/// A request under way.
+/// A request in flight.
 #[derive(Debug, Clone, Copy)]
 struct Slot {
     offset: u64,
@@ -182,7 +239,8 @@ impl Client {
         Ok(())
     }
 
-    /// Takes the next piece out of the inbox: `None` when it is not there yet, and the request whose reply it ends.
+    /// Takes the next piece out of the inbox: `None` when it is not there yet, and the request whose reply it
+    /// ends.
     fn next_piece(&mut self) -> Result<Option<Option<usize>>> {
         if let Some((index, left, is_last)) = self.partial.take() {
             let part = left.min(self.end - self.start);
@@ -258,7 +316,7 @@ impl Client {
         index.ok_or_else(|| broken("a reply to a request that was not made"))
     }
 
-    /// Looks at bytes of a read.
+    /// Checks the bytes of a read.
     fn take_payload(&mut self, index: usize, part: usize) -> Result<()> {
         let bytes = &self.inbox[self.start..self.start + part];
         let slot = &mut self.slots[index];

@@ -1,4 +1,4 @@
-//! fio: the other opinion on an NBD server, by its NBD engine (libnbd), and the load on files.
+//! fio: the second opinion on an NBD server, with its NBD engine (libnbd), and the load on files.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,7 +11,7 @@ use super::pattern::{Load, Pattern, READ_PERCENT, WRITES_PER_FLUSH};
 use super::workload::{Operation, Order, Workload};
 use super::{Sample, Target, Timing, server_cpu_of};
 
-/// Runs fio for as long as a window.
+/// Runs fio for the length of a window.
 pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing) -> Result<Sample> {
     let direction = match (workload.order, workload.operation) {
         (Order::Random, Operation::Read) => "randread",
@@ -40,11 +40,11 @@ pub(crate) enum Engine<'a> {
     Nbd(&'a Path),
     /// A file, by libaio and past the page cache.
     File(&'a Path),
-    /// A file that nobody serves: by io_uring, past the page cache or not.
+    /// A file without a server: with io_uring, with or without O_DIRECT.
     Alone { file: &'a Path, direct: bool },
 }
 
-/// The same of any load. Where nobody serves, what fio itself took of the processors is told.
+/// As above, for any load. Without a server, fio's own processor time is reported.
 pub(crate) fn run_load(
     server: Option<u32>,
     engine: Engine<'_>,
@@ -52,7 +52,7 @@ pub(crate) fn run_load(
     window: Duration,
 ) -> Result<Sample> {
     let mut command = fio(engine, window);
-    // Reads and writes are told as one.
+    // Reads and writes are reported as one.
     command
         .arg("--unified_rw_reporting=1")
         .arg(format!("--bs={}", load.len()))
@@ -129,7 +129,7 @@ fn own_cpu_seconds(report: &Value) -> Option<f64> {
     Some(percent / 100.0 * job.get("job_runtime")?.as_f64()? / 1000.0)
 }
 
-/// What the report of fio's only job tells.
+/// The figures of fio's only job, from its report.
 fn sample_of(report: &Value, side: &str, len: usize, server_cpu_seconds: f64) -> Option<Sample> {
     let side = report.get("jobs")?.get(0)?.get(side)?;
     let percentile =

@@ -1,4 +1,4 @@
-//! A guest that waits for each answer before it goes on: what a synchronous writer is.
+//! A guest that waits for each answer before it continues: a synchronous writer.
 
 use std::path::Path;
 
@@ -17,10 +17,10 @@ const PAYLOAD_BYTES: usize = 64 << 10;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Bytes {
-    /// Drawn at random: they do not pack.
+    /// Random bytes, which do not compress.
     #[default]
     Noise,
-    /// One byte again and again, which is not zero: each block packs.
+    /// One repeated byte other than zero: every block compresses.
     Same,
 }
 
@@ -37,7 +37,7 @@ impl Bytes {
 /// A request of such a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Request {
-    /// Write so many bytes there.
+    /// Write this many bytes there.
     Write {
         /// Where.
         offset: u64,
@@ -76,7 +76,7 @@ pub(crate) enum Request {
     Flush,
 }
 
-/// A connection on which one request at a time is under way.
+/// A connection on which one request at a time is in flight.
 pub(crate) struct Guest {
     session: Session,
     bytes: Bytes,
@@ -117,7 +117,7 @@ impl Guest {
         self.call(command::WRITE, 0, offset, bytes.len(), bytes.len())
     }
 
-    /// Writes so many bytes of this kind.
+    /// Writes this many bytes of this kind.
     pub(crate) fn write_some(&mut self, bytes: Bytes, offset: u64, len: usize) -> Result<()> {
         if bytes != self.bytes {
             std::mem::swap(&mut self.payload, &mut self.other);

@@ -34,7 +34,7 @@ fn floor_of(bucket: usize) -> u64 {
 }
 
 impl Latency {
-    /// One operation took so long.
+    /// Records that one operation took this long.
     pub(crate) fn note(&mut self, nanoseconds: u64) {
         self.buckets[bucket_of(nanoseconds)] += 1;
         self.count += 1;

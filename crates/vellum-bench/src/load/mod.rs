@@ -1,14 +1,14 @@
-//! The load: one thread per connection keeps its requests under way, and one looks at the clock.
+//! The load: one thread per connection keeps its requests in flight, and one thread watches the clock.
 //!
 //! ```text
 //!   warm up │◄──────────── the window ────────────►│ come to an end
 //!           operations and CPU time are read here  and here
 //! ```
 //!
-//! What is counted are the operations that ended in the window and the CPU time the server took in it, both read at the
-//! same two moments. The client's own CPU time is told too, as it runs on the same machine.
+//! The counts are the operations that ended in the window and the CPU time of the server in it, both read at
+//! the same two moments. The client's own CPU time is reported too, because it runs on the same machine.
 
-mod connection;
+pub(crate) mod connection;
 pub(crate) mod fio;
 pub(crate) mod guest;
 pub(crate) mod latency;
@@ -51,7 +51,7 @@ pub(crate) struct Target<'a> {
     pub(crate) structured: bool,
 }
 
-/// A window in which nothing has ended goes on for so long, at most.
+/// A window in which nothing has ended is extended by at most this long.
 const LONGER_MAX: Duration = Duration::from_secs(20);
 
 /// What was seen in one window.
@@ -80,19 +80,19 @@ const WARMING_UP: u8 = 0;
 const MEASURING: u8 = 1;
 const ENDING: u8 = 2;
 
-/// Whoever keeps requests under way, on a thread of its own: a connection, or a queue.
+/// A client that keeps requests in flight on a thread of its own: a connection, or a queue.
 trait Busy: Send {
-    /// Asks until as many requests are under way as there shall be.
+    /// Sends requests until as many are in flight as there should be.
     fn ask(&mut self) -> Result<()>;
     /// Waits for replies, and calls `ended` with the time each request took.
     fn hear(&mut self, ended: &mut dyn FnMut(Duration)) -> Result<()>;
-    /// How many requests are under way.
+    /// How many requests are in flight.
     fn under_way(&self) -> usize;
     /// Goes, when none is.
     fn leave(self) -> Result<()>;
 }
 
-/// Puts the load on the server and tells what was seen. The same seed asks the same places.
+/// Puts the load on the server and returns the measurement. The same seed requests the same offsets.
 pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing, seed: u64) -> Result<Sample> {
     let mut clients = Vec::new();
     for index in 0..target.connections {
@@ -103,7 +103,7 @@ pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing, seed:
     keep_all_busy(clients, target.pid, workload.len, timing)
 }
 
-/// Lets each of them run on its own thread, and looks at the clock. Every request moves `len` bytes.
+/// Lets each of them run on its own thread, and watches the clock. Every request moves `len` bytes.
 fn keep_all_busy<C: Busy>(clients: Vec<C>, pid: u32, len: usize, timing: Timing) -> Result<Sample> {
     let phase = AtomicU8::new(WARMING_UP);
     let counters: Vec<AtomicU64> = clients.iter().map(|_| AtomicU64::new(0)).collect();
@@ -174,7 +174,7 @@ fn keep_busy(mut client: impl Busy, phase: &AtomicU8, counter: &AtomicU64) -> Re
     Ok(latency)
 }
 
-/// Reads the whole disk once, and looks at every block: whether the server serves what it should.
+/// Reads the whole disk once, and checks every block: whether the server serves the right data.
 #[cfg(test)]
 pub(crate) fn verify(socket: &Path, structured: bool) -> Result<()> {
     use workload::{Operation, Order};

@@ -1,4 +1,4 @@
-//! What a guest asks of a disk, whatever the way to it: its reads, writes and flushes, one after the other.
+//! What a guest requests of a disk, over any transport: its reads, writes and flushes, one after the other.
 
 use vellum_core::{Error, Random, Result};
 
@@ -11,11 +11,11 @@ pub(crate) enum Pattern {
     Read,
     /// 4 KiB anywhere are written where something was.
     Overwrite,
-    /// 4 KiB are written, each to 64 KiB that nobody has written to.
+    /// 4 KiB are written, each to 64 KiB that were never written.
     Allocate,
     /// 1 MiB after the other is read.
     Sequential,
-    /// Seven reads to three writes, 4 KiB anywhere, and a flush after so many writes.
+    /// Seven reads to three writes, of 4 KiB at random offsets, and a flush after this many writes.
     Mixed,
 }
 
@@ -35,7 +35,7 @@ const STRIDE: u64 = 0x9E37_79B1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Load {
     pub(crate) pattern: Pattern,
-    /// Requests under way on each queue.
+    /// Requests in flight on each queue.
     pub(crate) depth: u16,
     /// Queues, or connections, or jobs of fio.
     pub(crate) queues: u16,
@@ -62,7 +62,8 @@ impl Load {
         }
     }
 
-    /// What the guest does on one of its queues to a disk of `size` bytes. The same seed asks the same places.
+    /// What the guest does on one of its queues to a disk of `size` bytes. The same seed gives the same
+    /// offsets.
     pub(crate) fn asks(&self, size: u64, queue: u16, seed: u64) -> Result<Asks> {
         let (queue, queues) = (u64::from(queue), u64::from(self.queues));
         let share = size / self.len() as u64 / queues;

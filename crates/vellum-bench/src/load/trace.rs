@@ -1,4 +1,5 @@
-//! Block traces that carry flushes: what a guest asked of its disk, in order, as text, perhaps packed with `xz`.
+//! Block traces that include flushes: what a guest requested of its disk, in order, as text, optionally
+//! compressed with `xz`.
 //!
 //! ```text
 //!   t_us,phase,op,offset,len,fua        the first line names the columns; op, offset and len must be there
@@ -25,9 +26,9 @@ const TEXT_BYTES_MAX: u64 = 1 << 30;
 /// A trace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Trace {
-    /// The phase of each request, where the trace tells it, and the request.
+    /// The phase of each request, where the trace records it, and the request.
     pub(crate) requests: Vec<(Option<String>, Request)>,
-    /// Where the last byte lies that any request asks for.
+    /// The position of the last byte that any request covers.
     pub(crate) end: u64,
 }
 

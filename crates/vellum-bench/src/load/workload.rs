@@ -1,8 +1,8 @@
-//! What a client asks: which operation, of which size, where, and how many at a time.
+//! What a client requests: which operation, of which size, where, and how many at a time.
 //!
-//! Every 4 KiB block of a disk begins with a *tag* made of its place, in the images that are served and in everything that is
-//! written. So each reply to a read can be checked for the price of one comparison, and a server that is fast because it
-//! answers wrongly is found out.
+//! Every 4 KiB block of a disk begins with a *tag* derived from its offset, both in the images that are
+//! served and in everything that is written. So each reply to a read can be checked for the price of one
+//! comparison, and a server that is fast because it answers wrongly is detected.
 
 use vellum_core::Random;
 
@@ -36,7 +36,7 @@ pub(crate) struct Workload {
     pub(crate) order: Order,
     /// Bytes of one request, a multiple of [`BLOCK`].
     pub(crate) len: usize,
-    /// Requests under way on each connection.
+    /// Requests in flight on each connection.
     pub(crate) depth: usize,
 }
 
@@ -72,7 +72,7 @@ impl Workload {
         format!("{order} {operation} {len}, depth {}", self.depth)
     }
 
-    /// Whether the time of one operation is what is looked at, not how many there are.
+    /// Whether the latency of one operation is measured, not the rate.
     pub(crate) fn is_about_latency(&self) -> bool {
         self.depth == 1
     }

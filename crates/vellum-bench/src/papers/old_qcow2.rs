@@ -1,22 +1,24 @@
-//! What QEMU 0.12 asked of the host for a qcow2: a model of its order of operations, without the data.
+//! What QEMU 0.12 requested of the host for a qcow2: a model of its order of operations, without the data.
 //!
 //! ```text
 //!   first write to clusters    [L2 table not cached: read 64 KiB]
 //!                              [no L2 table: allocate one ─ write it, 64 KiB ─ write the L1 sector]
-//!                              allocate ─ write the refcount sector            the main loop waits for each of these
-//!                              data ───────────────────────────────────────    this one goes on beside other requests
+//!                              allocate ─ write the refcount sector        the main loop waits for each of these
+//!                              data ────────────────────────────────────   this one runs beside other requests
 //!                              [fill before it] [fill behind it] ─ write the L2 sector
 //!   write to mapped clusters   [L2 table not cached: read] data
 //!   read                       [L2 table not cached: read] data
 //! ```
 //!
-//! From block/qcow2.c, qcow2-cluster.c and qcow2-refcount.c of that version: clusters of 64 KiB, allocated at the end of the file;
-//! metadata written through, a sector at a time, while nothing else is begun; a cache of 16 L2 tables that throws out the least
-//! used one and of a single refcount block; a request that runs into a cluster whose first write is under way waits for it; a
-//! request that is partly mapped is done in parts, one after the other. With `cache=none` it never flushed by itself, and then metadata
-//! had no order. The fill is read from the base: where the base has ended it costs a write only.
+//! From block/qcow2.c, qcow2-cluster.c and qcow2-refcount.c of that version: clusters of 64 KiB, allocated at
+//! the end of the file; metadata written through, a sector at a time, while nothing else is begun; a cache of
+//! 16 L2 tables with LRU eviction, and of a single refcount block; a request that runs into a cluster whose
+//! first write is in flight waits for it; a request that is partly mapped is executed in parts, one after the
+//! other. With `cache=none` it never flushed by itself, and then metadata had no order. The fill is read from
+//! the base: behind the end of the base it costs a write only.
 //!
-//! Left out: what the base is read for (the workloads here lie behind its end), compression, snapshots, growing tables.
+//! Left out: reads of the base (the workloads here are behind its end), compression, snapshots, growing
+//! tables.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -33,7 +35,7 @@ const REFCOUNTS: u64 = CLUSTER / 2;
 /// L2 tables in memory.
 const L2_CACHE: usize = 16;
 
-/// Where things lie in a new image.
+/// Where things are in a new image.
 const L1_TABLE: u64 = 1;
 const REFCOUNT_TABLE: u64 = 2;
 const FIRST_REFCOUNT_BLOCK: u64 = 3;
@@ -57,7 +59,7 @@ struct State {
     cached_refcount_block: Option<u64>,
     /// The end of the image, in clusters.
     end: u64,
-    /// Guest clusters whose first write is under way.
+    /// Guest clusters whose first write is in flight.
     under_way: Vec<Range<u64>>,
 }
 
@@ -166,7 +168,7 @@ impl OldQcow2 {
         Ok(())
     }
 
-    /// What the first part of a request comes to. The main loop does nothing else meanwhile.
+    /// Handles the first part of a request. The main loop does nothing else meanwhile.
     pub(super) async fn begin(&self, is_read: bool, offset: u64, len: u64) -> Result<Step> {
         let (first, within) = (offset / CLUSTER, offset % CLUSTER);
         let last = (offset + len - 1) / CLUSTER;
@@ -210,7 +212,8 @@ impl OldQcow2 {
         Ok(Step::Move { at, len: bytes(len), allocation })
     }
 
-    /// The data of new clusters is written: what is around it, and the L2 table. The main loop does nothing else meanwhile.
+    /// The data of new clusters is written: the fill around it, and the L2 table. The main loop does nothing
+    /// else meanwhile.
     pub(super) async fn link(&self, allocation: Allocation) -> Result<()> {
         let Allocation { clusters, image, written } = allocation;
         if written.start > 0 {
@@ -248,7 +251,7 @@ mod tests {
 
     use super::*;
 
-    /// What the image has asked of its host: reads, writes, bytes written.
+    /// The requests of the image to its host: reads, writes, bytes written.
     fn asked(requests: &[(bool, u64, u64)]) -> (u64, u64, u64) {
         let tally = std::sync::Arc::new(IoTally::default());
         let storage = Tallied::shared(MemoryStorage::new("image"), tally.clone());
@@ -283,11 +286,11 @@ mod tests {
 
     #[test]
     fn a_first_write_costs_what_the_source_says() {
-        // The refcount block comes into memory with the first allocation, which is that of the L2 table: refcount, table, L1. Then
-        // the cluster: refcount, data, what is before and behind it, L2.
+        // The refcount block comes into memory with the first allocation, which is that of the L2 table:
+        // refcount, table, L1. Then the cluster: refcount, data, what is before and behind it, L2.
         let table = 512 + 64 * K + 512;
         assert_eq!(asked(&[(false, 4 * K, 4 * K)]), (1, 3 + 5, table + 512 + 64 * K + 512));
-        // The same place again, and a read: nothing but data.
+        // The same place again, and a read: only data.
         let again = [(false, 4 * K, 4 * K), (false, 4 * K, 4 * K), (true, 4 * K, 4 * K)];
         assert_eq!(asked(&again), (2, 8 + 1, table + 1024 + 68 * K));
         // Eight whole clusters at once: one refcount write, one L2 write.

@@ -1,7 +1,9 @@
-//! Lets a guest ask: writes many at a time, reads one after another, as a program of one thread has it over a page cache.
+//! Plays a guest's requests: many writes at a time, reads one after another, like a program of one thread
+//! over a page cache.
 //!
-//! A write ends in its own time; a read and a flush are waited for, a flush for all that came before, too. The old QEMU is one
-//! main loop: it begins a request, or ends one, and does nothing else until the metadata of that is on the disk.
+//! A write ends in its own time; a read and a flush are waited for, a flush also for everything that came
+//! before it. The old QEMU is one main loop: it begins a request, or ends one, and does nothing else until
+//! the metadata for that is on the disk.
 
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
@@ -14,7 +16,7 @@ use vellum_sim::{Handle, World};
 use super::old_qcow2::{Allocation, OldQcow2, Step};
 use crate::load::guest::Request;
 
-/// Who answers.
+/// The engine under test.
 pub(super) enum Engine {
     /// A disk, which does many things at a time.
     Disk(SharedDisk),
@@ -22,7 +24,7 @@ pub(super) enum Engine {
     Old(Box<OldQcow2>, SharedStorage),
 }
 
-/// A request that is under way.
+/// A request that is in flight.
 struct Flight {
     moved: Handle<Result<()>>,
     is_read: bool,
@@ -43,7 +45,7 @@ struct Part {
 pub(super) struct Player<'a> {
     pub(super) world: &'a World,
     pub(super) engine: &'a Engine,
-    /// How many writes the guest has under way at most.
+    /// How many writes the guest has in flight at most.
     pub(super) depth: usize,
     flights: Vec<Flight>,
     /// Parts that wait for others to be linked.
@@ -55,7 +57,7 @@ impl<'a> Player<'a> {
         Self { world, engine, depth, flights: Vec::new(), waiting: VecDeque::new() }
     }
 
-    /// Asks for all of it; what has not ended then goes on.
+    /// Sends all of it; requests that have not ended then continue.
     pub(super) async fn ask(&mut self, requests: &[Request]) -> Result<()> {
         for request in requests {
             match *request {
@@ -161,7 +163,7 @@ impl<'a> Player<'a> {
         if let Some(rest) = rest {
             self.begin(rest).await?;
         }
-        // Those who waited look again, in their order.
+        // The waiting requests are tried again, in their order.
         for _ in 0..self.waiting.len() {
             let part = self.waiting.pop_front().expect("counted");
             self.begin(part).await?;

@@ -1,4 +1,4 @@
-//! PostMark in a guest with ext3, told again from its parameters: what the guest's disk is asked.
+//! PostMark in a guest with ext3, generated from its parameters: the requests to the guest's disk.
 //!
 //! ```text
 //!   partition  ├─ journal ─┤ group: bitmaps, inodes │ data ... │ group: ... │ data ...
@@ -7,11 +7,13 @@
 //!   each sixth round (half a minute): what metadata changed since, home, in the order of places
 //! ```
 //!
-//! The parameters are those of the paper FVD and of its author's second set-up: files of 10 to 50 KB, 1,500,000 of them, one
-//! directory. Files are laid one behind the other, group by group, as ext3 does for one directory once its own group is full;
-//! their names are spread over the blocks of the directory by a hash, if it has one. A transaction is, at even odds, a read or an append, and a creation or
-//! a deletion. Reads reach the disk, for the pool is many times the guest's memory; metadata is in the guest's memory. No barriers, as
-//! ext3 had it. It is a generator of ours: nobody recorded it.
+//! The parameters are those of the paper FVD and of its author's second set-up: files of 10 to 50 KB,
+//! 1,500,000 of them, one directory. Files are laid out one behind the other, group by group, as ext3 does
+//! for one directory once its own group is full; their names are spread over the blocks of the directory by a
+//! hash, if it has one. A transaction is, at even odds, a read or an append, and a creation or a deletion.
+//! Reads reach the disk, because the pool is many times the guest's memory; metadata is in the guest's
+//! memory. There are no barriers, as in ext3 then. The generator is our own: no recording of the original
+//! exists.
 
 use std::collections::BTreeSet;
 
@@ -20,7 +22,8 @@ use vellum_core::Random;
 use crate::load::guest::Request;
 
 const BLOCK: u64 = 4096;
-/// Blocks of a group, and those at its start that are not data: bitmaps, and an inode of 128 bytes for each 8 KiB.
+/// Blocks of a group, and those at its start that are not data: bitmaps, and an inode of 128 bytes for each 8
+/// KiB.
 const GROUP: u64 = 32_768;
 const GROUP_META: u64 = 2 + 512;
 const INODES_PER_BLOCK: u64 = 32;
@@ -70,7 +73,8 @@ pub(super) struct PostMark {
 }
 
 impl PostMark {
-    /// With its partition there; names go to any block of the directory, or (without `dir_index`) to its last one.
+    /// With its partition there; names go to any block of the directory, or (without `dir_index`) to its last
+    /// one.
     pub(super) fn new(start: u64, is_hashed: bool, seed: u64) -> Self {
         Self {
             random: Random::from_seed(seed),
@@ -183,7 +187,7 @@ impl PostMark {
         }
     }
 
-    /// The next files of the pool; none when it has so many.
+    /// The next files of the pool; `None` when the pool has this many.
     pub(super) fn creation_round(&mut self, pool: u64) -> Option<Vec<Request>> {
         let left = pool.saturating_sub(self.files.len() as u64);
         if left == 0 {

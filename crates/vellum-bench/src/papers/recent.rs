@@ -1,9 +1,12 @@
-//! A forgetful drive with a short memory: packed blocks that were written last are read as they were written, and all are counted.
+//! A forgetful drive with a short memory: the packed blocks that were written last can be read as they were
+//! written, and all are counted.
 //!
-//! A recovery looks for packed blocks in zones that are open, and who reads gigabytes back needs those of these gigabytes. So it is
-//! enough to remember the last ones, without the zeros at their end, and an image of any size fits in memory.
+//! A recovery looks for packed blocks in open zones, and a guest that reads gigabytes back needs those of
+//! these gigabytes. So it is enough to remember the last ones, without the zeros at their end, and an image
+//! of any size fits in memory.
 //!
-//! A block counts as packed when it is not one byte again and again and its second half is zero: guests here write one byte, or noise.
+//! A block counts as packed when it is not one repeated byte and its second half is zero: guests here write
+//! one byte, or noise.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +21,7 @@ use vellum_sim::model::ForgetfulDrive;
 /// A forgetful drive that remembers packed blocks: the last ones written.
 pub(super) struct Recent {
     inner: Arc<ForgetfulDrive>,
-    /// What lies below is the inner drive's to keep.
+    /// What is below is kept by the inner drive.
     kept: u64,
     /// Where guest data begins: what is written before is not counted.
     guest_data: AtomicU64,
@@ -48,7 +51,7 @@ impl Recent {
         Arc::new(Self { inner, kept, guest_data, guest_read: AtomicU64::new(0), blocks: Mutex::default() })
     }
 
-    /// What has been asked of it.
+    /// The requests so far.
     pub(super) fn counts(&self) -> IoCounts {
         self.inner.counts()
     }

@@ -1,4 +1,4 @@
-//! The rows of the paper Selfie (SYSTOR 2015), made again: what it buys that a block holds its own entry.
+//! The rows of the paper Selfie (SYSTOR 2015), reproduced: the gain of blocks that hold their own entry.
 //!
 //! ```text
 //!   fio        threads: write ─ flush ─ write ─ ...   ┐
@@ -7,10 +7,11 @@
 //!   recovery   an image that was not closed           ┘
 //! ```
 //!
-//! The engine is the one that serves disks; HOST is a raw image; the others are in [`super::then`]. The drive is a model. A request of more than
-//! 512 KiB comes to a disk as several, as virtio and the guest's block layer have it. A volume is a device: its units are made zero by
-//! writing, in the time the engine takes for that (`tend`), before and while the guest writes. A thin volume makes them zero for nothing,
-//! so it leaves out what the paper calls zone clearing: what is told of it has less to do than the paper's Selfie had.
+//! The engine is the one that serves disks; HOST is a raw image; the others are in [`super::then`]. The drive
+//! is a model. A request of more than 512 KiB reaches a disk as several, as with virtio and the guest's block
+//! layer. A volume is a device: its units are zeroed by writing, in the time that the engine takes for that
+//! (`tend`), before and while the guest writes. A thin volume zeroes them for free, so it leaves out what the
+//! paper calls zone clearing: its figures cover less work than those of the paper's Selfie.
 //!
 //! Nothing is fitted here: the one constant that was (the HDD's `flush_overhead`, on S4) is in the model.
 
@@ -31,7 +32,7 @@ const UNIT: usize = 64 << 10;
 /// The longest request that reaches a disk.
 const REQUEST: usize = 512 << 10;
 
-/// Who answers.
+/// The engine under test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Image {

@@ -1,4 +1,5 @@
-//! Drivers of virtual disks as the paper Selfie had them beside it: models of their order of operations, without the data.
+//! Drivers of virtual disks that the paper Selfie compared with: models of their order of operations, without
+//! the data.
 //!
 //! ```text
 //!   first write to a unit    QCOW2, 64 KiB   data ─ [flush ─ L2 block]                            [ ]: one at a time
@@ -8,12 +9,13 @@
 //!   flush                    flush
 //! ```
 //!
-//! From the paper's words (its sections 2.3 and 3.1): units are given out in the order of requests, at the end of the image; QCOW2 and FVD
-//! flush between data and what points at it, QED does not; updates of metadata are serialised, and QED does one allocating write
-//! at a time. An L2 block is 4 KiB, and a new one is flushed before the L1 table points at it. One request updates an L2 block once.
+//! From the paper's text (its sections 2.3 and 3.1): units are allocated in the order of requests, at the end
+//! of the image; QCOW2 and FVD flush between data and the pointer to it, QED does not; updates of metadata
+//! are serialised, and QED does one allocating write at a time. An L2 block is 4 KiB, and a new one is
+//! flushed before the L1 table points at it. One request updates an L2 block once.
 //!
-//! Left out, all of it to their gain: refcounts, the fill around a small write, reads of tables. Since the workloads here have no base,
-//! FVD's bitmap is not there.
+//! Left out, all of it in their favour: refcounts, the fill around a small write, reads of tables. Since the
+//! workloads here have no base, FVD's bitmap is absent.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -22,7 +24,7 @@ use vellum_core::{Buffer, ImageOffset, Result, SharedStorage};
 
 const PAGE: u64 = 4096;
 const SECTOR: u64 = 512;
-/// What lies before the units: header, L1 table, journal.
+/// The regions before the units: header, L1 table, journal.
 const HEAD: u64 = 64 << 20;
 /// Where FVD's journal is, which goes round.
 const JOURNAL: u64 = 16 << 20;
@@ -195,7 +197,7 @@ mod tests {
 
     use super::*;
 
-    /// What writes of so many KiB at these places ask of the host, each with a flush: writes, flushes, KiB.
+    /// What writes of this many KiB at these offsets, each with a flush, cost the host: writes, flushes, KiB.
     fn asked(kind: Kind, kib: usize, places: &[u64]) -> (u64, u64, u64) {
         let tally = Arc::new(IoTally::default());
         let image = Then::new(kind, Tallied::shared(MemoryStorage::new("image"), tally.clone()));

@@ -1,4 +1,4 @@
-//! The table of `sync-amplification`: what the guest asked, what the host was asked for it, and how many times as much that is.
+//! The table of `sync-amplification`: what the guest requested, what the host did for it, and the ratio.
 
 use serde::Serialize;
 
@@ -9,7 +9,7 @@ use crate::cost::{Counts, Guest, Host};
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Row {
     pub(crate) subject: &'static str,
-    /// Who counted: `strace` or `stats`.
+    /// The witness: `strace` or `stats`.
     pub(crate) witness: &'static str,
     pub(crate) guest: Guest,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -1,4 +1,4 @@
-//! What is told of samples: medians, ratios, lines of a table, a file of JSON. The only place that prints.
+//! Reports on samples: medians, ratios, lines of a table, a file of JSON. The only place that prints.
 
 pub(crate) mod amplification;
 pub(crate) mod replay;
@@ -10,9 +10,9 @@ use crate::load::Sample;
 /// What goes to stdout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Output {
-    /// The table, for people.
+    /// A table
     Human,
-    /// Everything that was seen, for programs.
+    /// JSON with all samples
     Json,
 }
 
@@ -167,8 +167,8 @@ impl Figures {
         format!("{main} {unit} ±{spread:.0}%{more}")
     }
 
-    /// How `ours` compares to `theirs`: so many times their rate (or their time), at so many times their CPU time. The
-    /// medians over the rounds, each of which gives one ratio. `None` where one of them was left out.
+    /// Compares `ours` with `theirs`: the ratio of their rates (or times), and of their CPU times. Each is
+    /// the median over the rounds, each of which gives one ratio. `None` where one of them was left out.
     pub(crate) fn compare(self, ours: &Series, theirs: &Series) -> Option<String> {
         let rates = ours.ratios_to(theirs, |sample| self.main_of(sample));
         let costs = ours.ratios_to(theirs, Sample::server_cpu_us);

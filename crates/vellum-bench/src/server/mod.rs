@@ -1,7 +1,9 @@
-//! Programs that serve an image over a Unix socket: how each is called, and how any of them is started and stopped.
+//! Programs that serve an image over a Unix socket: how each is called, and how any of them is started and
+//! stopped.
 //!
-//! A program that is not installed, or cannot serve what is asked, is left out with its reason. Each measurement has a server
-//! of its own on the same file, so that none profits from where its copy happens to lie, and none runs beside another.
+//! A program that is not installed, or cannot serve the image as requested, is left out with its reason. Each
+//! measurement has a server of its own on the same file, so that none profits from the placement of its copy,
+//! and none runs beside another.
 
 mod nbdkit;
 mod qemu_nbd;
@@ -74,7 +76,7 @@ pub(crate) fn first_line_of(command: &mut Command) -> Result<String> {
     Ok(text.lines().next().unwrap_or_default().trim().to_owned())
 }
 
-/// A server at work. It is told to end, and waited for, when dropped.
+/// A running server. It is asked to end, and waited for, when dropped.
 pub(crate) struct Running {
     child: Child,
     socket: PathBuf,
@@ -86,13 +88,13 @@ impl Running {
         Self::start_command(server.command(serving)?, serving)
     }
 
-    /// The same with a command that was changed, for example to be watched.
+    /// As above, with a command that was changed, for example to be watched.
     pub(crate) fn start_command(command: Command, serving: &Serving<'_>) -> Result<Self> {
         drop(fs::remove_file(serving.socket));
         Self::start_until(command, serving.socket, || UnixStream::connect(serving.socket).is_ok())
     }
 
-    /// The same with any command, and another sign that it serves.
+    /// As above, with any command, and another sign that it serves.
     pub(crate) fn start_until(mut command: Command, at: &Path, serves: impl Fn() -> bool) -> Result<Self> {
         let log = at.with_extension("log");
         let error = File::create(&log).context(|| format!("can't make {}", log.display()))?;
@@ -121,7 +123,7 @@ impl Running {
         &self.socket
     }
 
-    /// Tells it to end, and fails unless it ends in good order: its images are closed then.
+    /// Asks it to end, and fails unless it ends in good order: its images are closed then.
     pub(crate) fn stop(mut self) -> Result<()> {
         self.end();
         let status = self.child.wait().context(|| "can't ask for the server")?;

@@ -1,4 +1,4 @@
-//! nbdkit and its file plugin: a thread per request, as many as sixteen for a connection.
+//! nbdkit and its file plugin: a thread per request, up to sixteen for a connection.
 
 use std::process::Command;
 

@@ -1,4 +1,4 @@
-//! QEMU's NBD server: with io_uring, the fastest way it has to the file, or with threads, whose calls can be watched.
+//! QEMU's NBD server: with io_uring, its fastest way to the file, or with threads, whose calls can be traced.
 
 use std::process::Command;
 
@@ -37,7 +37,7 @@ impl Server for QemuNbd {
         command.args(["--persistent", "--format", serving.format]).arg(format!("--aio={}", self.aio));
         command.args((self.aio == Self::VISIBLE.aio).then_some("--discard=unmap"));
         command.arg(format!("--cache={cache}"));
-        // One more, for whoever looks whether it is there.
+        // One more, for the connection that checks whether the server is ready.
         command.arg(format!("--shared={}", serving.connections + 1));
         command.arg("--socket").arg(serving.socket).arg(serving.image);
         Ok(command)

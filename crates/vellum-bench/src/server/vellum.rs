@@ -20,12 +20,12 @@ pub(crate) struct Vellum {
 }
 
 impl Vellum {
-    /// The program beside this one. Under `cargo run` it is built first, so that what is measured is what is there to
-    /// read.
+    /// The program beside this one. Under `cargo run` it is built first, so that what is measured is what is
+    /// there to read.
     pub(crate) fn beside_me() -> Result<Self> {
         let me = std::env::current_exe().context(|| "can't find this program")?;
         if let Some(cargo) = std::env::var_os("CARGO") {
-            // A profile's programs lie in a directory of its name; only that of `dev` has another.
+            // A profile's programs are in a directory of its name; only that of `dev` has another name.
             let profile = me.parent().and_then(Path::file_name).filter(|name| *name != "debug");
             let mut build = Command::new(cargo);
             build.args(["build", "--quiet", "--package", "vellum", "--profile"]);

@@ -24,7 +24,7 @@ pub(crate) fn is_installed(program: &str) -> bool {
     Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
-/// `vellum-bench COMMAND` with images in the directory of the tests: its report, and the table it told.
+/// `vellum-bench COMMAND` with images in the directory of the tests: its report, and the table it printed.
 pub(crate) fn report(command: &str, vellum: &Path, arguments: &[&str]) -> (Value, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_vellum-bench"))
         .arg(command)

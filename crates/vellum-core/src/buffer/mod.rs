@@ -1,4 +1,5 @@
-//! Aligned memory for guest data, which can be cut, joined and lent to the kernel without a copy: our own, or *lent*.
+//! Aligned memory for guest data, which can be cut, joined and passed to the kernel without a copy: our own,
+//! or *lent*.
 //!
 //! ```text
 //!   Buffer ── piece ── piece ── piece ── piece     a list of pieces, read and written as one run of bytes
@@ -6,21 +7,26 @@
 //!            region A  region A    region B        our own: 4 KiB aligned, shared by the pieces cut from it
 //! ```
 //!
-//! A buffer has one holder at a time. It is *cut* so that parts of one request can travel to different
-//! places at once, and *joined* again on the way back; a copy-on-write fill is [head, guest data, tail] joined,
-//! written with one vectored host write. Whoever gives a buffer to the kernel keeps it until the kernel is done.
+//! A buffer has one holder at a time. It is *cut* so that parts of one request can go to different places at
+//! once, and *joined* again on the way back; a copy-on-write fill is [head, guest data, tail] joined, written
+//! with one vectored host write. A holder that passes a buffer to the kernel keeps it until the kernel is
+//! done.
 //!
-//! Lent memory ([`Buffer::lent`]) belongs to somebody who may change it at any time, a guest above all. It is given to the
-//! kernel as it is, and it can be filled and copied; that is all. Who looks at a byte more than once, or must write what
-//! it has looked at, takes the bytes first ([`Buffer::owned`]): what was copied then is what counts.
+//! Lent memory ([`Buffer::lent`]) belongs to another party, typically a guest, which may change it at any
+//! time. It can be passed to the kernel, filled and copied, and nothing else. Code that reads a byte more
+//! than once, or must write exactly what it has read, copies the bytes first ([`Buffer::owned`]): the copy is
+//! what counts.
 //!
-//! 1. Two pieces of one region of ours never overlap, so a piece is the only way to its bytes. Lent pieces may overlap.
+//! 1. Two pieces of one region of our own never overlap, so a piece is the only way to its bytes. Lent pieces
+//!    may overlap.
 //! 2. Every byte of a region is initialised when it is allocated; a *recycled* region keeps its old bytes, so
-//!    [`Buffer::for_overwrite`] is only for callers who fill all of it (debug builds fill it with a pattern).
-//! 3. A piece of ours starts at a 4 KiB boundary when nothing was cut off in front of it.
+//!    [`Buffer::for_overwrite`] is only for callers that fill all of it (debug builds fill it with a
+//!    pattern).
+//! 3. A piece of our own memory starts at a 4 KiB boundary unless something was cut off in front of it.
 //! 4. Freed regions are kept for reuse per thread, at most [`POOLED_BYTES_MAX`].
-//! 5. No reference to a byte of lent memory is ever made (`shared.rs`): what would need one panics, and says so.
-//! 6. Lent memory stays where it is until the last piece of it is dropped, whatever its owner does meanwhile.
+//! 5. No reference to a byte of lent memory is ever made (`shared.rs`): an operation that would need one
+//!    panics with a message.
+//! 6. Lent memory stays in place until the last piece of it is dropped, whatever its owner does meanwhile.
 
 mod region;
 mod shared;
@@ -36,10 +42,11 @@ pub use region::{BUFFER_ALIGNMENT, Keeper, POOLED_BYTES_MAX};
 pub use shared::SharedBytes;
 use smallvec::SmallVec;
 
-/// What debug builds write over recycled memory, so that a reader who does not fill it is noticed.
+/// The pattern that debug builds write over recycled memory, so that a caller that does not fill it is
+/// noticed.
 const STALE_PATTERN: u8 = 0xC9;
 
-/// Who wants a slice of lent memory has made a mistake.
+/// Asking for a slice of lent memory is a bug in the caller.
 const NO_SLICE: &str = "lent memory is never seen as a slice: `Buffer::owned` gives a copy";
 
 /// A run of bytes, possibly in several pieces.
@@ -65,7 +72,7 @@ impl Buffer {
         buffer
     }
 
-    /// `len` bytes with no meaning, for a caller who is about to fill all of them.
+    /// `len` bytes of undefined content, for a caller that will fill all of them.
     pub fn for_overwrite(len: usize) -> Self {
         let (region, _) = Region::take(len);
         let mut buffer = Self::from_region(region, len);
@@ -83,12 +90,12 @@ impl Buffer {
         buffer
     }
 
-    /// The memory of somebody who may change it at any time: runs of it, in order, each where it starts and how long it is.
+    /// Memory whose owner may change it at any time: its runs, in order, each with its address and length.
     ///
     /// # Safety
     ///
-    /// As long as `keeper`, or a clone of it, exists, each run may be read and written by anybody in this process, and no
-    /// reference to any of its bytes exists but to atomic ones. Runs may overlap.
+    /// As long as `keeper`, or a clone of it, exists, each run may be read and written by any code in this
+    /// process, and there are no references to its bytes except atomic ones. Runs may overlap.
     pub unsafe fn lent(runs: impl IntoIterator<Item = (NonNull<u8>, usize)>, keeper: Keeper) -> Self {
         let region = Region::lent(keeper);
         let mut buffer = Self::default();
@@ -150,7 +157,7 @@ impl Buffer {
         std::mem::replace(self, tail)
     }
 
-    /// Joins `other` behind. No byte is copied; pieces that were neighbours become one again.
+    /// Appends `other`. No byte is copied; pieces that were neighbours become one again.
     pub fn append(&mut self, other: Self) {
         self.len += other.len;
         for piece in other.pieces {
@@ -158,7 +165,7 @@ impl Buffer {
         }
     }
 
-    /// Whether any of it is lent: may change at any time, and has no slices.
+    /// Whether any of it is lent: it may change at any time, and has no slices.
     pub fn is_lent(&self) -> bool {
         self.pieces.iter().any(|piece| piece.region.is_lent())
     }
@@ -168,13 +175,15 @@ impl Buffer {
         self.pieces.iter().filter(|piece| piece.region.is_lent()).map(|piece| piece.len).sum()
     }
 
-    /// The same bytes in memory of our own: as they are, or copied when any are lent. From then on nobody changes them.
+    /// The same bytes in memory of our own: as they are, or copied if any are lent. They do not change any
+    /// more.
     #[must_use]
     pub fn owned(self) -> Self {
         if self.is_lent() { self.duplicate() } else { self }
     }
 
-    /// The bytes as one slice. Panics when they lie in several pieces, or are lent: for buffers one has made oneself.
+    /// The bytes as one slice. Panics when they are in several pieces, or are lent: use it for buffers made
+    /// by the same code.
     pub fn slice(&self) -> &[u8] {
         match &self.pieces[..] {
             [] => &[],
@@ -202,7 +211,7 @@ impl Buffer {
         self.pieces.iter_mut().map(Piece::slice_mut)
     }
 
-    /// How many pieces the bytes lie in.
+    /// How many pieces the bytes are in.
     pub fn piece_count(&self) -> usize {
         self.pieces.len()
     }
@@ -212,20 +221,21 @@ impl Buffer {
         self.pieces.iter().map(|piece| piece.len)
     }
 
-    /// Address and length of each piece, for a system call. The addresses are good for as long as the buffer
-    /// is neither dropped, cut, joined nor read or written otherwise.
+    /// Address and length of each piece, for a system call. The addresses are valid until the buffer is
+    /// dropped, cut, joined, or otherwise read or written.
     pub fn raw_pieces(&mut self) -> impl Iterator<Item = (*mut u8, usize)> {
         self.pieces.iter_mut().map(|piece| (piece.at.as_ptr(), piece.len))
     }
 
-    /// Whether every piece starts at a multiple of `memory` bytes and is a multiple of `length` long, as O_DIRECT wants it.
+    /// Whether every piece starts at a multiple of `memory` bytes and is a multiple of `length` long, as
+    /// O_DIRECT requires.
     pub fn is_aligned_to(&self, memory: usize, length: usize) -> bool {
         let fits =
             |piece: &Piece| piece.at.addr().get().is_multiple_of(memory) && piece.len.is_multiple_of(length);
         self.pieces.iter().all(fits)
     }
 
-    /// The same bytes in one piece of our own: as they are, or copied when they lie in several or are lent.
+    /// The same bytes in one piece of our own: as they are, or copied if they are in several pieces or lent.
     #[must_use]
     pub fn contiguous(self) -> Self {
         if self.pieces.len() <= 1 && !self.is_lent() { self } else { self.duplicate() }
@@ -294,7 +304,8 @@ impl Buffer {
         self.pieces.iter_mut().for_each(|piece| piece.fill(value));
     }
 
-    /// Has `put` fill the bytes, run by run; it is told at which position each begins. What lent memory gets is copied there.
+    /// Has `put` fill the bytes, run by run, with the position at which each begins. For lent memory the
+    /// result is copied.
     pub fn fill_with(&mut self, mut put: impl FnMut(usize, &mut [u8])) {
         let mut at = 0;
         for piece in &mut self.pieces {
@@ -329,15 +340,16 @@ impl fmt::Debug for Buffer {
     }
 }
 
-/// A run of a region's bytes; where it is ours, nobody else can reach them.
+/// A run of a region's bytes. In memory of our own no other piece can reach them.
 struct Piece {
     region: Arc<Region>,
     at: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: a piece of ours is the only way to its bytes (invariant 1), and the region's memory is plain bytes that
-// may be used and freed on any thread. Lent bytes are looked at and changed only as atomic ones, from whichever thread.
+// SAFETY: a piece of ours is the only way to its bytes (invariant 1), and the region's memory is plain bytes
+// that may be used and freed on any thread. Lent bytes are read and changed only as atomic ones, on any
+// thread.
 unsafe impl Send for Piece {}
 // SAFETY: a shared piece gives only shared slices of its bytes, or copies of lent ones.
 unsafe impl Sync for Piece {}
@@ -355,16 +367,18 @@ impl Piece {
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.len) }
     }
 
-    /// Where the bytes from this one on lie, of which there are `len`.
+    /// The address of the bytes from this one on, of which there are `len`.
     fn place(&self, from: usize, len: usize) -> NonNull<u8> {
         assert!(from.checked_add(len).is_some_and(|end| end <= self.len), "within the piece");
-        // SAFETY: it is inside the piece, or its end.
-        unsafe { self.at.add(from) }
+        // Lent pieces that follow each other are one piece, even if they belong to two mappings: the address
+        // is not computed within one object.
+        shared::behind(self.at, from)
     }
 
     fn copy_in(&mut self, from: usize, bytes: &[u8]) {
         match self.region.is_lent() {
-            // SAFETY: the place has as many bytes, which is lent memory and may be used while the region lives.
+            // SAFETY: the place has as many bytes, which are lent memory and may be used while the region
+            // lives.
             true => unsafe { shared::copy_in(self.place(from, bytes.len()), bytes) },
             false => self.slice_mut()[from..from + bytes.len()].copy_from_slice(bytes),
         }

@@ -1,4 +1,4 @@
-//! Where the bytes of buffers lie: allocations, which are kept for reuse for a while; and memory of others.
+//! The memory behind buffers: allocations, which are kept for reuse for a while; and memory of other owners.
 //!
 //! ```text
 //!   take ──► Region ── the last piece is dropped ──► the thread's pool, by size ──► take …
@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Where every region of ours starts: enough for O_DIRECT on every drive there is.
+/// Where every region of ours starts: aligned enough for O_DIRECT on any drive.
 pub const BUFFER_ALIGNMENT: usize = 4096;
 
 /// How many bytes of freed regions one thread keeps for its next buffers.
@@ -21,10 +21,11 @@ pub const POOLED_BYTES_MAX: usize = 16 << 20;
 /// The largest region that is kept for reuse; larger ones go back to the allocator.
 const POOLED_REGION_MAX: usize = 2 << 20;
 
-/// What keeps lent memory where it is, as long as it exists.
+/// Keeps lent memory in place as long as it exists.
 pub type Keeper = Arc<dyn Any + Send + Sync>;
 
-/// One allocation, freed (or kept for reuse) when the last piece of it is dropped; or memory of others.
+/// One allocation, freed (or kept for reuse) when the last piece of it is dropped; or memory of another
+/// owner.
 pub(super) struct Region {
     memory: Memory,
 }
@@ -40,9 +41,9 @@ enum Memory {
     },
 }
 
-// SAFETY: the region owns its memory, and only pieces reach it; a keeper may be anywhere.
+// SAFETY: the region owns its memory, and only pieces reach it; a keeper may be dropped on any thread.
 unsafe impl Send for Region {}
-// SAFETY: a shared region gives nothing but its address.
+// SAFETY: a shared region reveals nothing but its address.
 unsafe impl Sync for Region {}
 
 thread_local! {
@@ -99,7 +100,7 @@ impl Region {
         (Arc::new(Self { memory: Memory::Own { start, size } }), fresh)
     }
 
-    /// Memory that is there as long as the keeper.
+    /// Memory that exists as long as the keeper.
     pub(super) fn lent(keeper: Keeper) -> Arc<Self> {
         Arc::new(Self { memory: Memory::Lent { keeper } })
     }

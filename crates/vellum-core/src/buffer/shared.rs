@@ -1,10 +1,11 @@
-//! Memory that others read and write meanwhile: a guest, the kernel, another thread.
+//! Memory that others read and write concurrently: a guest, the kernel, another thread.
 //!
-//! It is never borrowed. Bytes are copied out of it, copied into it and set, each of them once, as atomic numbers without an
-//! order: words where they are aligned, bytes at both ends. What one copy sees of another's is any of the values that were
-//! there meanwhile, word by word.
+//! It is never borrowed. Bytes are copied out of it, copied into it and set, each of them once, with relaxed
+//! atomic accesses: words where they are aligned, bytes at both ends. A copy sees, word by word, any of the
+//! values that were there meanwhile.
 //!
-//! Left out: memory that goes away while it is used. A mapped file that is cut off raises SIGBUS here, as it does in any copy.
+//! Left out: memory that goes away while it is used. A mapped file that is truncated raises SIGBUS here, as
+//! it does in any copy.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ const WORD: usize = size_of::<u64>();
 ///
 /// # Safety
 ///
-/// It is shared memory, and there as long as `'a`.
+/// It is shared memory that exists as long as `'a`.
 unsafe fn byte<'a>(at: NonNull<u8>, index: usize) -> &'a AtomicU8 {
     // SAFETY: the caller's promise; a byte is aligned wherever it is.
     unsafe { AtomicU8::from_ptr(at.as_ptr().wrapping_add(index)) }
@@ -28,19 +29,19 @@ unsafe fn byte<'a>(at: NonNull<u8>, index: usize) -> &'a AtomicU8 {
 ///
 /// # Safety
 ///
-/// It is shared memory, there as long as `'a`, and the place is aligned to a word.
+/// It is shared memory that exists as long as `'a`, and the place is aligned to a word.
 unsafe fn word<'a>(at: NonNull<u8>, index: usize) -> &'a AtomicU64 {
     // SAFETY: the caller's promise.
     unsafe { AtomicU64::from_ptr(at.as_ptr().wrapping_add(index * WORD).cast()) }
 }
 
-/// How many of `len` bytes lie before the first aligned word.
+/// How many of `len` bytes precede the first aligned word.
 fn head_len(at: NonNull<u8>, len: usize) -> usize {
     (at.addr().get().wrapping_neg() % WORD).min(len)
 }
 
-/// The place so many bytes behind.
-fn behind(at: NonNull<u8>, bytes: usize) -> NonNull<u8> {
+/// The address this many bytes further on.
+pub(super) fn behind(at: NonNull<u8>, bytes: usize) -> NonNull<u8> {
     NonNull::new(at.as_ptr().wrapping_add(bytes)).expect("memory does not reach round to nothing")
 }
 
@@ -48,17 +49,17 @@ fn behind(at: NonNull<u8>, bytes: usize) -> NonNull<u8> {
 ///
 /// # Safety
 ///
-/// From this place on there are as many bytes of shared memory.
+/// From this place on there are that many bytes of shared memory.
 pub(super) unsafe fn copy_out(from: NonNull<u8>, bytes: &mut [u8]) {
     let (head, rest) = bytes.split_at_mut(head_len(from, bytes.len()));
     let (words, tail) = rest.as_chunks_mut::<WORD>();
     let aligned = behind(from, head.len());
     let last = words.len() * WORD;
-    // SAFETY: all of these are within the bytes of which the caller says that they are there, and `aligned` is.
+    // SAFETY: all of these are within the bytes that the caller guarantees, and `aligned` is aligned.
     unsafe {
         head.iter_mut().enumerate().for_each(|(index, to)| *to = byte(from, index).load(Relaxed));
         for (index, to) in words.iter_mut().enumerate() {
-            // Whatever the order of bytes is here, that of memory stays.
+            // Independent of the machine's byte order: the order in memory is kept.
             *to = u64::from_le(word(aligned, index).load(Relaxed)).to_le_bytes();
         }
         tail.iter_mut().enumerate().for_each(|(index, to)| *to = byte(aligned, last + index).load(Relaxed));
@@ -69,7 +70,7 @@ pub(super) unsafe fn copy_out(from: NonNull<u8>, bytes: &mut [u8]) {
 ///
 /// # Safety
 ///
-/// From this place on there are as many bytes of shared memory.
+/// From this place on there are that many bytes of shared memory.
 pub(super) unsafe fn copy_in(to: NonNull<u8>, bytes: &[u8]) {
     let (head, rest) = bytes.split_at(head_len(to, bytes.len()));
     let (words, tail) = rest.as_chunks::<WORD>();
@@ -89,7 +90,7 @@ pub(super) unsafe fn copy_in(to: NonNull<u8>, bytes: &[u8]) {
 ///
 /// # Safety
 ///
-/// From this place on there are as many bytes of shared memory.
+/// From this place on there are that many bytes of shared memory.
 pub(super) unsafe fn fill(at: NonNull<u8>, len: usize, value: u8) {
     let head = head_len(at, len);
     let aligned = behind(at, head);
@@ -103,7 +104,8 @@ pub(super) unsafe fn fill(at: NonNull<u8>, len: usize, value: u8) {
     }
 }
 
-/// Memory that any thread may change at any time, and that can be lent: what a guest's memory is to us, without a guest.
+/// Memory that any thread may change at any time, and that can be lent: it stands for a guest's memory,
+/// without a guest.
 pub struct SharedBytes {
     pages: Vec<Page>,
 }
@@ -129,18 +131,18 @@ impl SharedBytes {
         self.pages.is_empty()
     }
 
-    /// Lends runs of it, in order: where each begins, and how long it is. They may overlap.
+    /// Lends runs of it, in order: the start and length of each. They may overlap.
     pub fn lend(self: &Arc<Self>, runs: &[(usize, usize)]) -> Buffer {
         let start = NonNull::from(&self.pages[..]).cast::<u8>();
         let place = |&(at, len): &(usize, usize)| {
             assert!(at.checked_add(len).is_some_and(|end| end <= self.len()), "it lies within the bytes");
             (behind(start, at), len)
         };
-        // SAFETY: the pages are nothing but atomic bytes, side by side, and stay where they are as long as the keeper lives.
+        // SAFETY: the pages consist of atomic bytes only, and stay in place as long as the keeper lives.
         unsafe { Buffer::lent(runs.iter().map(place), self.clone()) }
     }
 
-    /// Changes bytes, from `at` on, whoever uses them at the time.
+    /// Changes bytes, from `at` on, whatever else uses them at the time.
     pub fn set(self: &Arc<Self>, at: usize, bytes: &[u8]) {
         self.lend(&[(at, bytes.len())]).copy_from(0, bytes);
     }

@@ -1,4 +1,4 @@
-//! Asking a server that runs.
+//! Requests to a running server.
 
 use std::path::Path;
 
@@ -11,20 +11,21 @@ use super::{ANSWER_BYTES_MAX, Answer, Request};
 /// Asks the server with this control socket, and waits for its answer. Must be called on a worker.
 ///
 /// # Errors
-/// `NotFound` or `Closed` when nobody listens there, and the server's own error.
+/// `NotFound` or `Closed` when no server listens there, and the server's own error.
 pub async fn call(socket: &Path, request: &Request) -> Result<serde_json::Value> {
     let stream = connect(&Address::unix(socket)).await?.attach();
     let mut line = serde_json::to_vec(request).expect("strings");
     line.push(b'\n');
     // A server that ends meanwhile may have answered before.
     let sent = stream.write_all(Buffer::copy_of(&line)).await;
-    let context = || format!("{}: the server gave no answer", socket.display());
+    let context = || format!("{}: the server did not answer", socket.display());
     let answer = Lines::new(ANSWER_BYTES_MAX).next(&stream).await.context(context)?;
     let Some(answer) = answer else {
         sent?;
         return Err(Error::new(ErrorKind::Closed, context()));
     };
-    let answer: Answer = serde_json::from_slice(&answer)
-        .map_err(|error| Error::invalid(format!("{}: no answer of a server: {error}", socket.display())))?;
+    let answer: Answer = serde_json::from_slice(&answer).map_err(|error| {
+        Error::invalid(format!("{}: this is not the answer of a Vellum server: {error}", socket.display()))
+    })?;
     answer.into_result()
 }

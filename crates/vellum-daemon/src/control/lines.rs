@@ -1,8 +1,8 @@
-//! Lines of a byte stream, of a length that the reader chose.
+//! Lines of a byte stream, with a length limit that the reader chose.
 
 use vellum_core::{Buffer, ByteStream, Error, Result};
 
-/// How much is asked for at once.
+/// How much is read at once.
 const READ_BYTES: usize = 4096;
 
 /// What has come and was not taken yet.
@@ -21,7 +21,7 @@ impl Lines {
     /// The next line, without its end; nothing when the peer has ended. Dropping the future may lose bytes.
     ///
     /// # Errors
-    /// `Invalid` for a line that is too long, `Closed` for one that is cut off.
+    /// `Invalid` for a line that is too long, `Closed` for one that is incomplete.
     pub(super) async fn next(&mut self, stream: &impl ByteStream) -> Result<Option<Vec<u8>>> {
         loop {
             let end = self.gathered[self.looked_at..].iter().position(|byte| *byte == b'\n');
@@ -34,13 +34,19 @@ impl Lines {
             }
             self.looked_at = self.gathered.len();
             if self.looked_at >= self.line_bytes_max {
-                return Err(Error::invalid(format!("a line has at most {} bytes", self.line_bytes_max)));
+                return Err(Error::invalid(format!(
+                    "a request line may have at most {} bytes",
+                    self.line_bytes_max
+                )));
             }
             let (buffer, count) = stream.read(Buffer::for_overwrite(READ_BYTES)).await?;
             match (count, self.gathered.is_empty()) {
                 (0, true) => return Ok(None),
                 (0, false) => {
-                    return Err(Error::new(vellum_core::ErrorKind::Closed, "the last line has no end"));
+                    return Err(Error::new(
+                        vellum_core::ErrorKind::Closed,
+                        "the last line does not end with a newline",
+                    ));
                 }
                 (count, _) => self.gathered.extend_from_slice(&buffer.slice()[..count]),
             }

@@ -1,4 +1,4 @@
-//! The control socket: what a server can be asked while it serves.
+//! The control socket: requests to a server while it serves.
 //!
 //! ```text
 //!   {"command":"snapshot-create","name":"monday"}\n                         one request per line
@@ -6,22 +6,30 @@
 //!                                  {"error":{"kind":"locked","message":"…"}}\n
 //! ```
 //!
-//! `docs/control.md` is for who writes a client. A new command is a variant of [`Request`] and a line in `server.rs`.
+//! `docs/control.md` describes the protocol for authors of clients. A new command is a variant of [`Request`]
+//! and a line in `server.rs`.
 //!
-//! 1. A line is at most [`REQUEST_BYTES_MAX`] long; who sends a longer one hears so, and is cut off.
-//! 2. What is no request is answered with an error, and the connection goes on.
-//! 3. A request that was begun is carried out to its end, whether or not its client waits.
-//! 4. Who may connect may do everything: the socket is its owner's alone.
+//! 1. A line is at most [`REQUEST_BYTES_MAX`] long. A client that sends a longer one gets an error and is
+//!    disconnected.
+//! 2. An invalid request is answered with an error, and the connection continues.
+//! 3. A request that was begun is carried out to its end, whether or not its client waits. A client that has
+//!    left holds no connection.
+//! 4. A disk that hangs blocks only a few commands, and leaves the connections to the others (`places`).
+//! 5. A client that can connect may do everything: only the owner of the socket can.
 
 pub mod client;
+mod exports;
 mod lines;
+pub(crate) mod places;
 pub(crate) mod server;
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use vellum_core::{Error, ErrorKind};
-use vellum_format::native::snapshots::Snapshot;
+use vellum_export::nbd::{ClientFacts, Stage};
+use vellum_format::image::Snapshot;
 
 pub use client::call;
 
@@ -30,7 +38,7 @@ pub const REQUEST_BYTES_MAX: usize = 64 << 10;
 /// The longest answer that a client takes.
 const ANSWER_BYTES_MAX: usize = 16 << 20;
 
-/// What a server can be asked.
+/// The commands of a server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Request {
@@ -56,7 +64,7 @@ pub enum Request {
         /// Its name or number.
         name: String,
     },
-    /// Make the disk what a snapshot has. Nobody may be connected.
+    /// Restore the disk from a snapshot. No client may be connected.
     SnapshotRevert {
         /// The export of the disk; the only disk when not given.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -64,13 +72,13 @@ pub enum Request {
         /// Its name or number.
         name: String,
     },
-    /// Let no new requests go on. Answered when none is under way and what was answered is durable.
+    /// Stop admitting requests. Answered when none is in flight and everything that was answered is durable.
     Pause {
         /// The export of the disk; the only disk when not given.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         disk: Option<String>,
     },
-    /// Let requests go on.
+    /// Let requests continue.
     Resume {
         /// The export of the disk; the only disk when not given.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -98,8 +106,110 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         set: Option<BTreeMap<String, u64>>,
     },
+    /// Tell which clients of NBD there are.
+    ClientList {},
+    /// Send a client away: nothing more is read from it or sent to it.
+    ClientDisconnect {
+        /// Its number, as the list has it.
+        id: u64,
+    },
     /// Tell what was counted, as the file of `--stats-json` does.
     Stats {},
+    /// Report the version, and the available commands.
+    Hello {},
+    /// Tell which exports there are.
+    ExportList {},
+    /// Serve one more image, or an image under one more name. The defaults are the options that the server
+    /// was started with.
+    #[serde(rename_all = "kebab-case")]
+    ExportAdd {
+        /// Its name; empty for the default export.
+        name: String,
+        /// The image, by its absolute path.
+        image: PathBuf,
+        /// Its format.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        format: Option<String>,
+        /// Refuse writes.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        read_only: Option<bool>,
+        /// A socket for virtual machines, by its absolute path.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        vhost_user_blk: Option<PathBuf>,
+        /// A socket for NBD clients that see this export alone: `unix:` with an absolute path, or
+        /// `tcp:HOST:PORT`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        nbd: Option<String>,
+        /// How its requests are limited.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        limits: Option<BTreeMap<String, u64>>,
+    },
+    /// Serve an export no longer; the image is closed when that was its last name. Answered when it is.
+    #[serde(rename_all = "kebab-case")]
+    ExportRemove {
+        /// Its name.
+        name: String,
+        /// Even if clients are connected: the requests that they have begun are answered, then they are
+        /// disconnected.
+        #[serde(default)]
+        force: bool,
+        /// Also when there is no room on the host for what was answered and not flushed: that is lost then.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        lose_unflushed: bool,
+    },
+    /// Close the image of a disk, and open it again, which recovers it.
+    #[serde(rename_all = "kebab-case")]
+    ExportReopen {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// Also when there is no room on the host for what was answered and not flushed: that is lost then.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        lose_unflushed: bool,
+    },
+}
+
+/// The version of the protocol. It changes when an existing field changes its meaning.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// All commands, by their names.
+pub const COMMANDS: [&str; 16] = [
+    "hello",
+    "stats",
+    "pause",
+    "resume",
+    "resize",
+    "limits",
+    "snapshot-create",
+    "snapshot-list",
+    "snapshot-delete",
+    "snapshot-revert",
+    "client-list",
+    "client-disconnect",
+    "export-list",
+    "export-add",
+    "export-remove",
+    "export-reopen",
+];
+
+impl Request {
+    /// Reads a line.
+    fn parse(line: &[u8]) -> vellum_core::Result<Self> {
+        let value: serde_json::Value = serde_json::from_slice(line)
+            .map_err(|error| Error::invalid(format!("a request must be one line of JSON: {error}")))?;
+        let known = || format!("known: {}", COMMANDS.join(", "));
+        let Some(command) = value.get("command").and_then(|command| command.as_str()).map(str::to_owned)
+        else {
+            return Err(Error::invalid(format!(
+                "a request must be an object with a \"command\"; {}",
+                known()
+            )));
+        };
+        if !COMMANDS.contains(&command.as_str()) {
+            return Err(Error::unsupported(format!("unknown command {command:?}; {}", known())));
+        }
+        serde_json::from_value(value).map_err(|error| Error::invalid(format!("{command}: {error}")))
+    }
 }
 
 /// The answer to a request.
@@ -110,7 +220,7 @@ pub(crate) enum Answer {
     Error { kind: String, message: String },
 }
 
-/// A snapshot, as it is told.
+/// A snapshot, as it is listed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct SnapshotFacts {
@@ -126,8 +236,46 @@ pub struct SnapshotFacts {
 
 impl From<Snapshot> for SnapshotFacts {
     fn from(snapshot: Snapshot) -> Self {
-        let Snapshot { id, name, size, seconds } = snapshot;
-        Self { id: id.to_string(), name, virtual_size: size, date_sec: seconds }
+        let Snapshot { id, name, size, seconds, .. } = snapshot;
+        Self { id, name, virtual_size: size, date_sec: seconds }
+    }
+}
+
+/// A client, as it is listed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct ClientRow {
+    /// Its number, which no other client of the server has had.
+    pub id: u64,
+    /// Where it comes from.
+    pub peer: String,
+    /// The subject of its certificate.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub subject: Option<String>,
+    /// What it has chosen.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub export: Option<String>,
+    /// `handshake`, `served`, or `lingering`: it is gone, and its requests have not ended.
+    pub state: String,
+    /// How long it has been there.
+    pub age_sec: u64,
+}
+
+impl ClientRow {
+    fn of(facts: &ClientFacts) -> Self {
+        let state = match facts.stage {
+            Stage::Lobby => "handshake",
+            Stage::Seated => "served",
+            Stage::Lingering => "lingering",
+        };
+        Self {
+            id: facts.id,
+            peer: facts.peer.clone(),
+            subject: facts.subject.clone(),
+            export: facts.export.clone(),
+            state: state.to_owned(),
+            age_sec: facts.age.as_secs(),
+        }
     }
 }
 
@@ -146,10 +294,14 @@ const KINDS: [(ErrorKind, &str); 11] = [
     (ErrorKind::Closed, "closed"),
 ];
 
+/// The word of a kind of error.
+pub(crate) fn word_of(kind: ErrorKind) -> &'static str {
+    KINDS.iter().find(|(its, _)| *its == kind).map_or("io", |(_, word)| word)
+}
+
 impl Answer {
     fn of_error(error: &Error) -> Self {
-        let known = KINDS.iter().find(|(kind, _)| *kind == error.kind());
-        Self::Error { kind: known.map_or("io", |(_, word)| word).to_owned(), message: error.chain() }
+        Self::Error { kind: word_of(error.kind()).to_owned(), message: error.chain() }
     }
 
     fn into_result(self) -> vellum_core::Result<serde_json::Value> {
@@ -176,6 +328,8 @@ mod tests {
                 Request::SnapshotCreate { disk: Some("a".to_owned()), name: "b".to_owned() },
             ),
             (r#"{"command":"stats"}"#, Request::Stats {}),
+            (r#"{"command":"client-list"}"#, Request::ClientList {}),
+            (r#"{"command":"client-disconnect","id":7}"#, Request::ClientDisconnect { id: 7 }),
             (r#"{"command":"pause","disk":"a"}"#, Request::Pause { disk: Some("a".to_owned()) }),
             (r#"{"command":"resume"}"#, Request::Resume { disk: None }),
             (
@@ -202,6 +356,29 @@ mod tests {
             r#"{"command":"resize","size":"1G"}"#,
         ] {
             assert!(serde_json::from_str::<Request>(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_request_is_answered_in_plain_words() {
+        for (line, kind, words) in [
+            ("explode", ErrorKind::Invalid, "one line of JSON"),
+            ("[]", ErrorKind::Invalid, "an object with a \"command\""),
+            (
+                r#"{"command":"explode"}"#,
+                ErrorKind::Unsupported,
+                "unknown command \"explode\"; known: hello, ",
+            ),
+            (r#"{"command":"snapshot-create"}"#, ErrorKind::Invalid, "snapshot-create: missing field `name`"),
+            (r#"{"command":"stats","x":1}"#, ErrorKind::Invalid, "stats: unknown field `x`"),
+        ] {
+            let error = Request::parse(line.as_bytes()).expect_err(line);
+            assert_eq!(error.kind(), kind, "{line}");
+            assert!(error.chain().contains(words), "{line}: {}", error.chain());
+        }
+        for command in COMMANDS {
+            let error = Request::parse(format!("{{\"command\":{command:?}}}").as_bytes()).err();
+            assert!(error.is_none_or(|error| error.chain().contains("missing field")), "{command}");
         }
     }
 

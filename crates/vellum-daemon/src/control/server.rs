@@ -1,64 +1,91 @@
-//! The server's side: connections of the control socket, and what is done for each request.
+//! The server's side: connections of the control socket, and the action for each request; `exports` has those
+//! that add, remove and reopen.
 
+use std::ops::ControlFlow;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_lite::future::or;
 use serde_json::{Value, json};
 use vellum_core::{Buffer, ByteStream, Error, ErrorKind, Result};
-use vellum_export::nbd::Exports;
+use vellum_export::nbd::{Clients, Exports};
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{Listener, Stream, clock, spawn_local};
 use vellum_layer::valve::Settings as Limits;
 
 use super::lines::Lines;
-use super::{Answer, REQUEST_BYTES_MAX, Request};
+use super::places::Places;
+use super::{Answer, COMMANDS, ClientRow, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Request};
+use crate::contained::{contained, in_rounds};
+use crate::door::{Accepting, Door};
 use crate::lookers::Lookers;
+use crate::seats::Seats;
 use crate::served::{Disks, Wish};
-use crate::stats::Stats;
+use crate::spec::ServeSpec;
+use crate::vhost::Devices;
 
-/// Connections at once. More wait in the socket's queue.
-pub(crate) const CONNECTIONS_MAX: usize = 16;
-/// A client that says nothing for so long is gone.
+/// A client that is silent for this long is disconnected.
 const IDLE_MAX: Duration = Duration::from_secs(60);
+/// How often to check whether a client that waits for an answer has left.
+const GONE_EVERY: Duration = Duration::from_millis(200);
 /// How long a client has for taking an answer.
 const SENDING_MAX: Duration = Duration::from_secs(10);
 
 /// What requests are about.
 #[derive(Clone)]
 pub(crate) struct Control {
+    /// What the server was started with.
+    pub(crate) spec: Rc<ServeSpec>,
+    pub(crate) devices: Devices,
     pub(crate) disks: Arc<Disks>,
     pub(crate) exports: Exports,
     pub(crate) shutdown: Shutdown,
     pub(crate) slots: ConnectionSlots,
-    /// Who is told that a disk has become larger.
+    pub(crate) places: Places,
+    /// Of NBD.
+    pub(crate) clients: Clients,
+    pub(crate) seats: Seats,
+    /// The front ends that are notified when a disk has grown.
     pub(crate) lookers: Lookers,
+    /// Where NBD clients come in.
+    pub(crate) door: Door,
+    pub(crate) accepting: Accepting,
 }
 
 impl Control {
-    /// Lets clients in until it is dropped. Those that are in go on.
+    /// Admits clients until it is dropped. Those that are connected continue.
     pub(crate) async fn accept(self, listener: Listener) {
-        loop {
-            let slot = self.slots.take().await;
-            match listener.accept().await {
-                Ok(socket) => {
-                    let control = self.clone();
-                    let session = async move {
-                        control.session(&socket.attach()).await;
-                        drop(slot);
-                    };
-                    spawn_local(session).detach();
-                }
-                Err(error) if error.kind() == ErrorKind::NoSpace => tracing::warn!("{}", error.chain()),
-                Err(error) => {
-                    tracing::error!("nobody can control the server any more: {}", error.chain());
-                    return;
-                }
-            }
-        }
+        in_rounds("the listener of the control socket", async || self.let_in(&listener).await).await;
     }
 
-    /// One connection. A request is never dropped half way; waiting for one, and sending an answer, is.
+    /// The next one.
+    async fn let_in(&self, listener: &Listener) -> ControlFlow<()> {
+        let slot = self.slots.take().await;
+        match listener.accept().await {
+            Ok(socket) => {
+                let control = self.clone();
+                let session = async move {
+                    let session = async {
+                        control.session(&socket.attach()).await;
+                        Ok(())
+                    };
+                    let _ = contained("a session on the control socket", session).await;
+                    drop(slot);
+                };
+                spawn_local(session).detach();
+            }
+            Err(error) if error.kind() == ErrorKind::NoSpace => tracing::warn!("{}", error.chain()),
+            Err(error) => {
+                tracing::error!("the control socket has stopped working: {}", error.chain());
+                return ControlFlow::Break(());
+            }
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// One connection. A request is never dropped half way. Waiting for a request and sending an answer may
+    /// be dropped, and so may waiting for the end of a command whose client has left.
     async fn session(&self, stream: &Stream) {
         let mut lines = Lines::new(REQUEST_BYTES_MAX);
         loop {
@@ -67,7 +94,10 @@ impl Control {
                 Ok(None)
             };
             let (answer, is_last) = match or(ended, lines.next(stream)).await {
-                Ok(Some(line)) => (self.answer(&line).await, false),
+                Ok(Some(line)) => match self.answer(&line, stream).await {
+                    Some(answer) => (answer, false),
+                    None => return,
+                },
                 Ok(None) => return,
                 Err(error) if error.kind() == ErrorKind::Invalid => (Answer::of_error(&error), true),
                 Err(_) => return,
@@ -85,17 +115,70 @@ impl Control {
         }
     }
 
-    async fn answer(&self, line: &[u8]) -> Answer {
-        let request = serde_json::from_slice::<Request>(line)
-            .map_err(|error| Error::invalid(format!("this is no request: {error}")));
-        let result = match request {
-            Ok(request) => self.carry_out(&request).await,
+    /// The answer; `None` when the client has left.
+    async fn answer(&self, line: &[u8], stream: &Stream) -> Option<Answer> {
+        let result = match Request::parse(line) {
+            Ok(request) => match self.waits_for(&request) {
+                Ok(None) => self.carry_out(&request).await,
+                Ok(Some(disk)) => self.attend(request, &disk, stream).await?,
+                Err(error) => Err(error),
+            },
             Err(error) => Err(error),
         };
-        match result {
+        Some(match result {
             Ok(value) => Answer::Return(value),
             Err(error) => Answer::of_error(&error),
+        })
+    }
+
+    /// The image whose storage, or whose requests, the command may have to wait for; `None` for a command
+    /// that is answered at once.
+    fn waits_for(&self, request: &Request) -> Result<Option<String>> {
+        let disk = match request {
+            Request::SnapshotCreate { disk, .. }
+            | Request::SnapshotList { disk }
+            | Request::SnapshotDelete { disk, .. }
+            | Request::SnapshotRevert { disk, .. }
+            | Request::Pause { disk }
+            | Request::Resize { disk, .. }
+            | Request::ExportReopen { disk, .. } => disk.as_deref(),
+            Request::ExportRemove { name, .. } => Some(name.as_str()),
+            Request::ExportAdd { image, .. } => return Ok(Some(image.display().to_string())),
+            Request::Resume { .. }
+            | Request::Limits { .. }
+            | Request::ClientList {}
+            | Request::ClientDisconnect { .. }
+            | Request::Stats {}
+            | Request::Hello {}
+            | Request::ExportList {} => return Ok(None),
+        };
+        Ok(Some(self.disks.find(disk)?.path().display().to_string()))
+    }
+
+    /// Carries out a command that may take long, beside this connection. `None` if the client has left before
+    /// its end.
+    async fn attend(&self, request: Request, disk: &str, stream: &Stream) -> Option<Result<Value>> {
+        let takes_it_away = matches!(request, Request::ExportRemove { .. });
+        let (place, _attended) = match self.places.take(disk, takes_it_away) {
+            Ok(taken) => taken,
+            Err(error) => return Some(Err(error)),
+        };
+        let control = self.clone();
+        let mut task = spawn_local(async move {
+            let _place = place;
+            contained("the command", control.carry_out(&request)).await
+        });
+        let gone = async {
+            while !stream.is_gone() {
+                clock().sleep(GONE_EVERY).await;
+            }
+            None
+        };
+        let ended = or(async { Some((&mut task).await) }, gone).await;
+        if ended.is_none() {
+            task.detach();
         }
+        ended
     }
 
     async fn carry_out(&self, request: &Request) -> Result<Value> {
@@ -120,14 +203,14 @@ impl Control {
                 json!({ "state": "paused" })
             }
             Request::Resume { disk } => {
-                let was_stopped = self.disks.find(disk.as_deref())?.resume();
-                json!({ "state": "running", "was-paused": was_stopped })
+                let (was_stopped, was_held) = self.disks.find(disk.as_deref())?.resume();
+                json!({ "state": "running", "was-paused": was_stopped, "was-held": was_held })
             }
             Request::Resize { disk, size, grow_by } => {
                 let wish = match (size, grow_by) {
                     (Some(size), None) => Wish::Size(*size),
                     (None, Some(more)) => Wish::More(*more),
-                    _ => return Err(Error::invalid("one of size and grow-by is to be given")),
+                    _ => return Err(Error::invalid("give either size or grow-by")),
                 };
                 let resized = self.disks.find(disk.as_deref())?.resize(wish).await;
                 // Also when it failed: it may have failed after the image had its new size.
@@ -143,7 +226,34 @@ impl Control {
                 }
                 json!({ "limits": disk.limits_said() })
             }
-            Request::Stats {} => json!(Stats::of(&self.disks, &self.exports)),
+            Request::ClientList {} => {
+                let clients = self.clients.list();
+                json!(clients.iter().map(ClientRow::of).collect::<Vec<_>>())
+            }
+            Request::ClientDisconnect { id } => {
+                if !self.clients.disconnect(*id) {
+                    return Err(Error::new(ErrorKind::NotFound, format!("no client has the ID {id}")));
+                }
+                json!({})
+            }
+            Request::Stats {} => json!(self.disks.stats(&self.exports)),
+            Request::Hello {} => json!({
+                "program": "vellum",
+                "version": env!("CARGO_PKG_VERSION"),
+                "protocol": PROTOCOL_VERSION,
+                "commands": COMMANDS,
+            }),
+            Request::ExportList {} => self.export_list(),
+            Request::ExportAdd { .. } => self.export_add(request).await?,
+            Request::ExportRemove { name, force, lose_unflushed } => {
+                self.export_remove(name, *force, *lose_unflushed).await?
+            }
+            Request::ExportReopen { disk, lose_unflushed } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                let reopened = disk.reopen(*lose_unflushed).await;
+                self.lookers.tell().await;
+                json!({ "state": "running", "may-miss-writes": reopened? })
+            }
         })
     }
 }

@@ -1,4 +1,4 @@
-//! The command that makes a device larger, such as `lvextend -L {size}b {device}`.
+//! The command that enlarges a device, such as `lvextend -L {size}b {device}`.
 
 use std::fmt;
 use std::process::{Command, Stdio};
@@ -11,11 +11,11 @@ use vellum_io::{clock, unblock};
 
 /// A hook that runs longer is killed.
 const TIME_MAX: Duration = Duration::from_secs(30);
-/// How often it is looked whether it has ended.
+/// How often to check whether it has ended.
 const LOOKED_EVERY: Duration = Duration::from_millis(10);
 
-/// A command that is to make a device larger: words, in which `{device}`, `{size}` and `{more}` stand for the device, the bytes
-/// that it should have, and by how many more that is. No shell sees them.
+/// A command that is to make a device larger: words, in which `{device}`, `{size}` and `{more}` stand for the
+/// device, the bytes that it should have, and by how many more that is. No shell sees them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GrowHook {
     words: Vec<Vec<Part>>,
@@ -35,7 +35,7 @@ impl FromStr for GrowHook {
     fn from_str(text: &str) -> Result<Self> {
         let words: Vec<Vec<Part>> = text.split_whitespace().map(parts).collect::<Result<_>>()?;
         if words.is_empty() {
-            return Err(Error::invalid("say a command, such as `lvextend -L {size}b {device}`"));
+            return Err(Error::invalid("give a command, such as `lvextend -L {size}b {device}`"));
         }
         Ok(Self { words })
     }
@@ -55,8 +55,8 @@ fn parts(word: &str) -> Result<Vec<Part>> {
             "more" => Part::More,
             _ => {
                 return Err(Error::invalid(format!(
-                    "{{{name}}} means nothing: say {{device}}, {{size}} (the bytes it should have) or {{more}} (how many \
-                     more that is)"
+                    "unknown placeholder {{{name}}}: use {{device}}, {{size}} (the new size in bytes) or {{more}} \
+                     (the bytes to add)"
                 )));
             }
         });
@@ -103,7 +103,7 @@ impl GrowHook {
                 child.kill().context(context)?;
                 unblock(move || child.wait()).await.context(context)?;
                 return Err(Error::invalid(format!(
-                    "{} did not end in {TIME_MAX:?}, and was killed",
+                    "{} did not finish within {TIME_MAX:?} and was killed",
                     context()
                 )));
             }
@@ -128,7 +128,7 @@ mod tests {
             assert_eq!(hook.to_string().parse::<GrowHook>().unwrap(), hook);
         }
         for (text, why) in
-            [("", "say a command"), (" ", "say a command"), ("a {b}", "{b} means"), ("a {", "closed")]
+            [("", "give a command"), (" ", "give a command"), ("a {b}", "placeholder {b}"), ("a {", "closed")]
         {
             let error = text.parse::<GrowHook>().unwrap_err().to_string();
             assert!(error.contains(why), "{text:?}: {error}");

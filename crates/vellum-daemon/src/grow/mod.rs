@@ -1,4 +1,4 @@
-//! Disks on devices that become full: a hook makes the device larger, and what waits goes on.
+//! Disks on devices that become full: a hook enlarges the device, and the waiting requests continue.
 //!
 //! ```text
 //!   room left   ────────────────────────── margin ─────────────── 0
@@ -6,16 +6,18 @@
 //!                                             │                    │   it does not help, they fail: no space
 //! ```
 //!
-//! 1. One task per disk watches how much room is left. No worker waits for the hook: it is a process of its own, looked at now and
-//!    then.
-//! 2. One hook runs at a time for a disk, at most one a second; when it did not help, the next comes later and later.
+//! 1. One task per disk watches how much room is left. No worker waits for the hook: it is a process of its
+//!    own, polled now and then.
+//! 2. One hook runs at a time for a disk, at most one per second; while it does not help, the intervals grow.
 //! 3. A write waits only where a hook may help, and never longer than the hook may run.
-//! 4. That a device is full is said once, with how many bytes it needs; and again when it has had room in between.
+//! 4. A full device is logged once, with the number of bytes it needs, and again when it has had room in
+//!    between. It is logged when a request has failed for want of space, not when one waits for a hook that
+//!    may help.
 
 mod hook;
 mod plan;
 
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -30,12 +32,13 @@ use vellum_io::clock;
 pub use hook::GrowHook;
 use plan::{Calls, Need};
 
-/// How often the room is looked at: at most, and when nobody writes.
+/// How often the room is checked: at most, and while no request writes.
 const LOOK_SOON: Duration = Duration::from_millis(20);
 const LOOK_LATER: Duration = Duration::from_millis(500);
-/// A write takes no more space than its bytes and so many, however little it writes: two of the largest units.
+/// A write takes no more space than its own bytes and this many, however small it is: two of the largest
+/// units.
 const WRITE_TAKES: u64 = 4 << 20;
-/// A request is tried so many times, at most: a device may grow by less than it needs.
+/// A request is tried at most this many times: a device may grow by less than the request needs.
 const TRIES_MAX: usize = 8;
 
 /// A disk whose device may become larger while it is served.
@@ -45,20 +48,22 @@ pub(crate) struct Growing {
     hook: Option<GrowHook>,
     /// So many bytes can be written before the device may be short of space. Zero or less: it may be.
     left: AtomicI64,
-    /// Wakes who watches.
+    /// Wakes the watching task.
     wake: Event,
     questions: Mutex<Questions>,
     answered: Event,
+    /// This many requests have failed for want of space, where a hook may help.
+    failed: AtomicU64,
 }
 
-/// Requests that found the device full and want to know whether to try again.
+/// Requests that found the device full and wait for the decision whether to try again.
 #[derive(Default)]
 struct Questions {
     asked: u64,
     answered: u64,
     /// The last answer.
     try_again: bool,
-    /// Nobody answers any more.
+    /// No more answers will come.
     has_ended: bool,
 }
 
@@ -78,7 +83,7 @@ impl Growing {
         hook: Option<GrowHook>,
     ) -> Option<Arc<Self>> {
         let room = inner.room().await.unwrap_or_else(|error| {
-            tracing::warn!("nobody looks after the room on {device}: {}", error.chain());
+            tracing::warn!("the free space of {device} is no longer watched: {}", error.chain());
             None
         });
         (room.is_some() && !inner.geometry().read_only).then(|| {
@@ -90,6 +95,7 @@ impl Growing {
                 wake: Event::new(),
                 questions: Mutex::default(),
                 answered: Event::new(),
+                failed: AtomicU64::new(0),
             })
         })
     }
@@ -98,7 +104,7 @@ impl Growing {
         self.questions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks after the device until it is told to end, or the disk is closed.
+    /// Watches the device until it is stopped, or the disk is closed.
     pub(crate) async fn watch(&self, has_ended: &AtomicBool) {
         let (mut calls, mut said) = (Calls::default(), Said::default());
         while !has_ended.load(Ordering::Acquire) {
@@ -106,7 +112,7 @@ impl Growing {
             let asked = self.lock().asked;
             let room = match self.inner.room().await {
                 Ok(Some(room)) => room,
-                // It has gone back to a snapshot, and is another disk now.
+                // It was restored from a snapshot, and is another disk now.
                 Err(error) if error.kind() == ErrorKind::Closed => break,
                 Ok(None) | Err(_) => {
                     self.answer(asked, false);
@@ -126,7 +132,8 @@ impl Growing {
                         self.answer(asked, helped);
                         continue;
                     }
-                    // After one that helped the next is near; after one that did not nobody is kept waiting.
+                    // If the last hook helped, the next one comes soon; if it did not, no request is kept
+                    // waiting.
                     if !calls.helped_last() {
                         self.answer(asked, room.free > 0);
                     }
@@ -144,21 +151,21 @@ impl Growing {
         self.answered.notify(usize::MAX);
     }
 
-    /// Runs the hook; tells whether the device is larger then.
+    /// Runs the hook; returns whether the device has grown.
     async fn call(&self, hook: &GrowHook, room: &Room, need: &Need, has_ended: &AtomicBool) -> bool {
         let (device, size, more) = (&self.device, room.len + need.more, need.more);
-        tracing::info!("{device}: room for {} bytes is left; running {hook}", room.free);
+        tracing::info!("{device}: {} bytes of free space are left; running {hook}", room.free);
         let ran = hook.run(device, size, more, has_ended).await;
         let after = self.inner.room().await.ok().flatten().map_or(room.len, |after| after.len);
         match ran {
             Ok(()) if after > room.len => {
-                tracing::info!("{device} has {after} bytes now, {} more", after - room.len);
+                tracing::info!("{device} now has {after} bytes, {} more than before", after - room.len);
             }
             Ok(()) => tracing::warn!(
-                "{device}: the grow hook ended well, but the device has {after} bytes as before: it needs {more} more"
+                "{device}: the grow hook succeeded, but the device still has {after} bytes: it needs {more} more"
             ),
             Err(error) => {
-                tracing::warn!("{device} needs {more} bytes more: {}", error.chain());
+                tracing::warn!("{device} needs {more} more bytes: {}", error.chain());
             }
         }
         after > room.len
@@ -166,19 +173,24 @@ impl Growing {
 
     fn tell(&self, room: &Room, need: &Need, said: &mut Said) {
         let (device, all) = (&self.device, room.len_for_all.saturating_sub(room.len));
-        if room.refused > said.refused && !said.full {
+        // With a hook the image may have refused what was done at last.
+        let refused = match self.hook {
+            Some(_) => self.failed.load(Ordering::Acquire),
+            None => room.refused,
+        };
+        if refused > said.refused && !said.full {
             tracing::error!(
-                "{device} is full: writes of the guest fail (no space) until it is larger, by at least {} bytes; {all} \
-                 bytes more are enough for all of the disk. Nothing that was written is lost, and no restart is needed",
+                "{device} is full: guest writes fail (no space) until it grows by at least {} bytes; {all} more \
+                 bytes are enough for the whole disk. Nothing that was written is lost, and no restart is needed",
                 room.step
             );
             said.full = true;
         }
-        said.refused = room.refused;
+        said.refused = refused;
         if need.is_low && !said.low && self.hook.is_none() {
             tracing::warn!(
-                "{device} has room for {} bytes more: make it larger, or writes will fail; {all} bytes more are enough \
-                 for all of the disk",
+                "{device} has {} bytes of free space left: enlarge it, or writes will fail; {all} more bytes are \
+                 enough for the whole disk",
                 room.free
             );
         }
@@ -218,7 +230,7 @@ impl Growing {
         }
     }
 
-    /// Whether a request of so many bytes may find the device full, and a hook may help.
+    /// Whether a request of this many bytes may find the device full, and a hook may help.
     fn may_be_short(&self, len: usize) -> bool {
         if self.hook.is_none() {
             return false;
@@ -233,6 +245,19 @@ impl Growing {
 
     /// Does what `request` does, again when the device has grown in between.
     async fn patiently<'a>(&self, request: impl Fn() -> LocalFuture<'a, Result<()>>) -> Result<()> {
+        self.counted(self.try_patiently(request).await)
+    }
+
+    /// The result of a request, counted if it failed for want of space.
+    fn counted(&self, result: Result<()>) -> Result<()> {
+        if matches!(&result, Err(error) if error.kind() == ErrorKind::NoSpace) {
+            self.failed.fetch_add(1, Ordering::AcqRel);
+            self.wake.notify(usize::MAX);
+        }
+        result
+    }
+
+    async fn try_patiently<'a>(&self, request: impl Fn() -> LocalFuture<'a, Result<()>>) -> Result<()> {
         for _ in 1..TRIES_MAX {
             match request().await {
                 Err(error) if error.kind() == ErrorKind::NoSpace => {
@@ -262,7 +287,11 @@ impl Disk for Growing {
 
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         if !self.may_be_short(data.len()) {
-            return self.inner.write(at, data, flags);
+            let write = self.inner.write(at, data, flags);
+            if self.hook.is_none() {
+                return write;
+            }
+            return Box::pin(async move { self.counted(write.await) });
         }
         // Only now the bytes may be needed twice.
         Box::pin(async move { self.patiently(|| self.inner.write(at, data.duplicate(), flags)).await })

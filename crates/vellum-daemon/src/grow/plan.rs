@@ -1,4 +1,4 @@
-//! When a device is to be made larger, by how much, and how often that is asked for. Pure.
+//! When a device should be enlarged, by how much, and how often the hook is called for that. Pure.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ const MIB: u64 = 1 << 20;
 const MARGIN_PART: u64 = 16;
 const MARGIN_MIN: u64 = 16 * MIB;
 const MARGIN_MAX: u64 = 2048 * MIB;
-/// So is what is asked for, which is then rounded up to what volume managers give out at once.
+/// So is the requested growth, which is then rounded up to the unit of volume managers.
 const MORE_PART: u64 = 8;
 const MORE_MIN: u64 = 64 * MIB;
 const MORE_MAX: u64 = 16_384 * MIB;
@@ -25,7 +25,7 @@ pub(super) struct Need {
     pub(super) is_low: bool,
     /// So many bytes can be stored until less than twice the margin is left.
     pub(super) until_near: i64,
-    /// It should be so many bytes longer.
+    /// It should be this many bytes larger.
     pub(super) more: u64,
 }
 
@@ -33,7 +33,8 @@ impl Need {
     pub(super) fn of(room: &Room) -> Self {
         let margin = (room.len / MARGIN_PART).clamp(MARGIN_MIN, MARGIN_MAX);
         let step = (room.len / MORE_PART).clamp(MORE_MIN, MORE_MAX);
-        // Beyond what all of the disk takes only snapshots need more, and nobody knows whether they will.
+        // Beyond the space for the whole disk only snapshots need more, and whether they will cannot be
+        // known.
         let more = match room.len_for_all.saturating_sub(room.len) {
             0 => step,
             missing => step.min(missing),
@@ -77,7 +78,8 @@ mod tests {
     #[test]
     fn what_devices_need() {
         let gib = 1024 * MIB;
-        // Length, free and what all of the disk takes, in MiB: whether it is low, near, and how many MiB are asked for.
+        // Length, free space and the space for the whole disk, in MiB: whether it is low or near, and how
+        // many MiB are requested.
         for (len, free, all, wanted) in [
             (4096, 4000, 1_048_576, (false, false, 512)),
             (4096, 500, 1_048_576, (false, true, 512)),

@@ -1,20 +1,26 @@
-//! A disk that is stopped, let go on, limited, and made larger while it is served.
+//! Pausing, resuming, limiting and enlarging a disk while it is served.
 //!
-//! To make it larger nobody may use it: requests wait at the valve while the image is closed, changed and opened again.
+//! While a disk is enlarged it cannot be used: requests wait at the valve while the image is closed, changed
+//! and opened again.
 
 use std::collections::BTreeMap;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use async_lock::RwLockWriteGuard;
+use futures_lite::future::or;
 use vellum_core::{BlockSize, Disk, Error, ErrorKind, Result, SharedDisk};
-use vellum_io::clock;
+use vellum_io::{Task, clock, spawn_local};
 use vellum_layer::Chain;
 use vellum_layer::valve::{Hold, Settings};
 
-use super::{IS_READ, Served, behind_valve};
+use super::gone::Gone;
+use super::{IS_READ, Served, Step, behind_valve, lock, reads_a_snapshot};
+use crate::image::open_image;
 
-/// A size that is asked for.
+/// The requested size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wish {
     /// So many bytes.
@@ -33,56 +39,304 @@ impl Wish {
         // The last sector is a whole one.
         let size = size.filter(|size| *size <= BlockSize::SECTOR.round_down(u64::MAX));
         let size = size.ok_or_else(|| {
-            Error::invalid(format!("the disk has {before} bytes, and none can have so many more"))
+            Error::invalid(format!("the disk has {before} bytes and cannot grow by that much"))
         })?;
         Ok(BlockSize::SECTOR.round_up(size))
     }
 }
 
-/// How often, and how long after one another, it is tried to have a chain alone: who only looks is gone by then.
+/// How often, and at what interval, to try to get a chain exclusively: a short reader is gone by then.
 const ALONE_TRIES: usize = 20;
 const ALONE_EVERY: Duration = Duration::from_millis(5);
 
+/// A chain that one has alone.
+pub(super) struct Alone<'a>(RwLockWriteGuard<'a, Option<Chain>>);
+
+impl Deref for Alone<'_> {
+    type Target = Chain;
+
+    fn deref(&self) -> &Chain {
+        self.0.as_ref().expect("it was looked at")
+    }
+}
+
+impl DerefMut for Alone<'_> {
+    fn deref_mut(&mut self) -> &mut Chain {
+        self.0.as_mut().expect("it was looked at")
+    }
+}
+
+/// A step in progress, until dropped.
+pub(super) struct Begun<'a>(&'a Served);
+
+impl Drop for Begun<'_> {
+    fn drop(&mut self) {
+        self.0.life().step_is_over();
+    }
+}
+
+/// A disk whose requests wait while it is exchanged. If that is interrupted they fail from then on, until the
+/// disk is opened again: the state behind the valve, and in the image, is unknown.
+pub(super) struct Held<'a> {
+    served: &'a Served,
+    hold: Hold,
+    is_over: bool,
+}
+
+impl Held<'_> {
+    /// The step is done, or was not begun: requests continue.
+    fn finish(mut self) {
+        self.is_over = true;
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        if self.is_over {
+            return;
+        }
+        self.served.life().set_cut_off(true);
+        self.served.valve.exchange(&self.hold, Gone::of(&*self.served.disk));
+        let path = self.served.path.display();
+        tracing::error!(
+            "{path}: a change of it was interrupted; requests fail until `vellum export reopen` recovers it"
+        );
+    }
+}
+
+/// A task that continues when its future is dropped.
+struct ToItsEnd(Option<Task<Result<()>>>);
+
+impl Drop for ToItsEnd {
+    fn drop(&mut self) {
+        if let Some(task) = self.0.take() {
+            task.detach();
+        }
+    }
+}
+
 impl Served {
-    pub(super) fn in_use(&self, why: &str) -> Error {
+    pub(crate) fn in_use(&self, why: &str) -> Error {
         Error::new(ErrorKind::Locked, format!("{}: {why}", self.path.display()))
     }
 
-    /// Pauses or resizes it, as long as this is held.
-    fn steer(&self) -> Result<async_lock::MutexGuard<'_, ()>> {
-        self.steering.try_lock().ok_or_else(|| self.in_use("it is being paused or resized"))
+    /// Has the step to itself, as long as this is held.
+    pub(super) fn begin(&self, step: Step) -> Result<Begun<'_>> {
+        self.life().begin(step).map_err(|why| self.in_use(why))?;
+        Ok(Begun(self))
     }
 
-    /// The chain, for one alone. Who makes or deletes a snapshot is not waited for: that may take long.
-    pub(super) async fn alone(&self) -> Result<RwLockWriteGuard<'_, Chain>> {
+    /// The chain, exclusively. Does not wait for a snapshot that is being made or deleted: that may take
+    /// long.
+    pub(super) async fn alone(&self) -> Result<Alone<'_>> {
+        let chain = self.alone_or_closed().await?;
+        if chain.is_some() { Ok(Alone(chain)) } else { Err(self.is_closed()) }
+    }
+
+    /// As above, also if there is none.
+    async fn alone_or_closed(&self) -> Result<RwLockWriteGuard<'_, Option<Chain>>> {
         for _ in 0..ALONE_TRIES {
             if let Some(chain) = self.chain.try_write() {
                 return Ok(chain);
             }
             clock().sleep(ALONE_EVERY).await;
         }
-        let why = "a snapshot of it is being made, deleted or gone back to, or it is being paused or resized; try again when \
-                   that is done";
+        let why = "a snapshot of it is being created, deleted or reverted to, or it is being paused or resized; try \
+         again when that is done";
         Err(self.in_use(why))
     }
 
-    /// Lets no new requests go on. Returns when none is under way and what was answered is durable.
+    /// Stops admitting requests. Returns when none is in flight and everything that was answered is durable.
     pub(crate) async fn pause(&self) -> Result<()> {
-        let _steering = self.steer()?;
-        // Whoever makes or deletes a snapshot changes the image, and no request of a guest tells of it.
+        let _step = self.begin(Step::Pause)?;
+        // Making or deleting a snapshot changes the image without any request of a guest.
         let _alone = self.alone().await?;
         self.valve.pause().await?;
         tracing::warn!("{} is paused: its requests wait until it is resumed", self.path.display());
         Ok(())
     }
 
-    /// Lets requests go on; true if they had been stopped.
-    pub(crate) fn resume(&self) -> bool {
+    /// Lets requests continue, and those that wait for space try again. Returns whether they had been
+    /// stopped, and whether any waited.
+    pub(crate) fn resume(&self) -> (bool, bool) {
         let was_stopped = self.valve.resume();
+        let was_held = self.valve.try_again();
         if was_stopped {
             tracing::warn!("{} is resumed", self.path.display());
         }
-        was_stopped
+        (was_stopped, was_held)
+    }
+
+    /// Stops new requests, and waits until none is in flight, with a time limit: one that hangs would hold up
+    /// all others.
+    pub(super) async fn hold_in_time(&self) -> Result<Held<'_>> {
+        let is_held = async {
+            clock().sleep(self.how.patience).await;
+            let hangs = self.what_hangs().unwrap_or_default();
+            Err(Error::new(ErrorKind::Locked, format!("requests in flight do not finish: {hangs}")))
+        };
+        let hold = or(async { Ok(self.valve.hold().await) }, is_held).await?;
+        Ok(Held { served: self, hold, is_over: false })
+    }
+
+    /// Closes the image and opens it again, which recovers it: a disk that stopped after a failed flush
+    /// becomes usable again. Everything durable is there. If anything else was lost, the next flush of each
+    /// user of the disk reports it. Returns whether there was any loss.
+    ///
+    /// # Errors
+    /// With nothing changed: `NoSpace` where the host has no room for what was answered and not flushed, and
+    /// `Locked` where the storage does not answer a flush in time, unless that may be lost.
+    pub(crate) async fn reopen(self: &Arc<Self>, lose_unflushed: bool) -> Result<bool> {
+        let _step = self.begin(Step::Reopen)?;
+        let mut chain = self.alone_or_closed().await?;
+        if chain.as_ref().is_some_and(reads_a_snapshot) {
+            return Err(self.in_use(IS_READ));
+        }
+        let held = self.hold_in_time().await?;
+        if let Some(open) = chain.as_ref() {
+            // A disk that is broken, or half changed, gets no more requests.
+            let may_be_closed = !self.disk.is_broken() && !self.life().is_cut_off();
+            let mut is_well = may_be_closed && !self.record.is_poisoned();
+            // Requests that wait for space keep their data: the image is as good as before.
+            if is_well
+                && !lose_unflushed
+                && let Err(error) = self.has_room_in_time(open).await
+            {
+                held.finish();
+                return Err(error);
+            }
+            if may_be_closed && let Err(error) = open.close().await {
+                tracing::warn!(
+                    "closing {} before it is reopened failed: {}",
+                    self.path.display(),
+                    error.chain()
+                );
+                is_well = false;
+            }
+            // What is closed well has lost nothing, and where each write is durable when it is answered,
+            // nothing can be.
+            if !is_well && !self.how.is_durable && self.disk_is_written() {
+                self.valve.lose(&held.hold);
+                self.reconnects.lost();
+            }
+        }
+        // All references to its files must be gone, or their locks would be in the way.
+        self.tend_no_more().await;
+        let opened = self.open_again(&held.hold, &mut chain).await;
+        // It is open, or closed: nothing is half done.
+        held.finish();
+        opened?;
+        let count = self.valve.losses().map_or(0, |losses| losses.count());
+        let may_miss = self.losses_said.swap(count, Ordering::AcqRel) != count;
+        let path = self.path.display();
+        if may_miss {
+            tracing::warn!(
+                "{path} was closed and reopened after a failure: writes that were acknowledged but not flushed may \
+                 be missing; the next flush of each client fails once"
+            );
+        } else {
+            tracing::warn!("{path} was closed and reopened");
+        }
+        Ok(may_miss)
+    }
+
+    /// Makes durable what was answered, if the disk may still be used.
+    ///
+    /// # Errors
+    /// `NoSpace` if the host has no room for it: it would be lost if the image were closed now. Other errors
+    /// of the flush are not returned here: closing reports them.
+    pub(crate) async fn has_room_for_what_was_answered(self: &Arc<Self>) -> Result<()> {
+        if self.disk.is_broken() || self.life().is_cut_off() || self.record.is_poisoned() {
+            return Ok(());
+        }
+        let served = self.clone();
+        let flush = async move {
+            match &*served.chain.read().await {
+                Some(chain) => served.has_room(chain.disk()).await,
+                None => Ok(()),
+            }
+        };
+        // A flush runs to its end even if this future is dropped: one that is dropped half way stops the disk
+        // for good.
+        let mut flush = ToItsEnd(Some(spawn_local(flush)));
+        // But storage that does not answer keeps no disk from being removed: closing waits for the flush, as
+        // it does for requests.
+        let late = async {
+            clock().sleep(self.how.patience).await;
+            Ok(())
+        };
+        or(async { flush.0.as_mut().expect("it is only taken when dropped").await }, late).await
+    }
+
+    /// The same while its requests are stopped, by the caller that has the chain to itself: a flush that is
+    /// late is an error, as the requests should not wait for it.
+    async fn has_room_in_time(self: &Arc<Self>, chain: &Chain) -> Result<()> {
+        let (served, disk) = (self.clone(), chain.disk().clone());
+        let mut flush = ToItsEnd(Some(spawn_local(async move { served.has_room(&disk).await })));
+        let late = async {
+            let patience = self.how.patience;
+            clock().sleep(patience).await;
+            let why = format!(
+                "the storage has not answered a flush for {} s, and nothing was changed: try again when it answers",
+                patience.as_secs()
+            );
+            Err(self.in_use(&why))
+        };
+        or(async { flush.0.as_mut().expect("it is only taken when dropped").await }, late).await
+    }
+
+    async fn has_room(&self, disk: &SharedDisk) -> Result<()> {
+        if !self.disk_is_written() {
+            return Ok(());
+        }
+        let flush = || disk.flush();
+        let is_full = |error: &Error| error.kind() == ErrorKind::NoSpace;
+        match flush().await {
+            // A storage that this flush has stopped reports it only the next time. Then it has lost them
+            // already.
+            Err(error) if is_full(&error) && flush().await.is_err_and(|error| is_full(&error)) => {
+                let path = self.path.display();
+                let why = format!(
+                    "{path}: the host has no space for writes that were acknowledged but not flushed, and closing \
+                     the image now would lose them: free space and try again, or give them up with \
+                     --lose-unflushed"
+                );
+                Err(error.context(why))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Answered writes of its image were lost, at this time, before it was removed from this server. As after
+    /// a reopening, each new connection gets a report.
+    pub(super) async fn has_lost_writes(&self, when: Duration) -> Result<()> {
+        if let Some(chain) = &*self.chain.read().await {
+            chain.settle().await?;
+        }
+        let hold = self.valve.hold().await;
+        self.valve.lose_at(&hold, when);
+        tracing::warn!(
+            "{}: writes that were acknowledged but not flushed before it was removed may be missing; the first \
+             flush of each connection fails once",
+            self.path.display()
+        );
+        Ok(())
+    }
+
+    async fn open_again(self: &Arc<Self>, hold: &Hold, chain: &mut Option<Chain>) -> Result<()> {
+        self.let_go(hold, chain).await?;
+        let opened = open_image(&self.path, &self.image).await?;
+        opened.settle().await?;
+        let (inner, growing) = behind_valve(&opened, &self.path, &self.how, &self.record).await;
+        *lock(&self.tallies) = (opened.top_tally.clone(), opened.below_tally.clone());
+        self.valve.exchange(hold, inner);
+        *self.watcher() = growing;
+        *chain = Some(opened);
+        self.life().set_cut_off(false);
+        self.tend();
+        self.record.is_well_again();
+        self.disk.mend();
+        Ok(())
     }
 
     /// Limits its requests from now on.
@@ -95,47 +349,68 @@ impl Served {
         self.valve.limits().said().into_iter().collect()
     }
 
-    /// Lets all requests that wait go on, for good: the server ends.
+    /// Lets all waiting requests continue, for good: the server ends.
     pub(crate) fn open_for_good(&self) {
         self.valve.end();
     }
 
-    /// Makes the disk larger, durably. Gives the sizes before and after, in bytes.
+    /// Enlarges the disk, durably. Returns the sizes before and after, in bytes.
     pub(crate) async fn resize(&self, wish: Wish) -> Result<(u64, u64)> {
-        let _steering = self.steer()?;
+        let _step = self.begin(Step::Resize)?;
         let mut chain = self.alone().await?;
         let size = wish.bytes(self.disk.geometry().size)?;
-        if chain.members[0].native.as_ref().is_some_and(|native| native.has_open_snapshots()) {
+        if reads_a_snapshot(&chain) {
             return Err(self.in_use(IS_READ));
         }
-        let (hold, before) = (self.valve.hold().await, chain.disk().clone());
+        let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
         let grown = chain.grow(size).await;
-        self.follow(&hold, &chain, &before).await;
-        drop(hold);
+        self.follow(held, &chain, &before).await;
         Ok((grown?, size))
     }
 
-    /// Requests go to the chain's disk from now on, if that is another one than before. The one before keeps who looks after its
-    /// device as long as it is open: of two of them one would wait for answers that the other gets.
-    pub(super) async fn follow(&self, hold: &Hold, chain: &Chain, before: &SharedDisk) {
+    /// Requests go to the chain's disk from now on, if that is another one than before. The previous disk
+    /// keeps the task that watches its device as long as it is open: of two such tasks one would wait for
+    /// answers that the other gets.
+    pub(super) async fn follow(&self, held: Held<'_>, chain: &Chain, before: &SharedDisk) {
         if let Some(error) = chain.gone() {
             let (path, error) = (self.path.display(), error.chain());
-            tracing::error!(
-                "{path} is closed, and every request fails, until a resize opens it again: {error}"
-            );
+            tracing::error!("{path} is closed, and every request fails until a resize reopens it: {error}");
         }
         if Arc::ptr_eq(before, chain.disk()) {
-            return;
+            return held.finish();
         }
-        let (inner, growing) = behind_valve(chain, &self.path, self.grow_hook.as_ref()).await;
-        self.valve.exchange(hold, inner);
+        let (inner, growing) = behind_valve(chain, &self.path, &self.how, &self.record).await;
+        self.valve.exchange(&held.hold, inner);
         *self.watcher() = growing;
+        self.record.work.wake();
+        held.finish();
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_nobody_waits_for_goes_to_its_end() {
+        let has_ended = vellum_io::run(vellum_io::IoMode::Threads, async || {
+            let has_ended = Arc::new(std::sync::atomic::AtomicBool::new(false));
+            let its = has_ended.clone();
+            drop(ToItsEnd(Some(spawn_local(async move {
+                clock().sleep(Duration::from_millis(5)).await;
+                its.store(true, Ordering::Release);
+                Ok(())
+            }))));
+            for _ in 0..10_000 {
+                clock().sleep(Duration::from_millis(5)).await;
+                if has_ended.load(Ordering::Acquire) {
+                    return true;
+                }
+            }
+            false
+        });
+        assert!(has_ended.expect("a worker"));
+    }
 
     #[test]
     fn sizes_are_whole_sectors_and_there_is_a_largest() {

@@ -1,4 +1,4 @@
-//! What is there already under a device's number, and what becomes of it.
+//! A device that exists already under the wanted number, and what becomes of it.
 //!
 //! ```text
 //!   look   nothing ─────────────────────────────────────────────► the device is added
@@ -7,9 +7,10 @@
 //!          waiting for a server of this disk ──► take_over ─────► goes on
 //! ```
 //!
-//! 1. To look changes nothing, so that all devices of a server can be looked at before one is touched.
-//! 2. A device that waits is taken over by a server of the same image that keeps its devices, and by nobody else.
-//! 3. A server that has gone is waited for longer than one that lives: the kernel may take its time to hear of it.
+//! 1. The examination changes nothing, so that all devices of a server can be examined before one is changed.
+//! 2. A device that waits is taken over only by a server of the same image that keeps its devices.
+//! 3. For the device of a server that has exited the wait is longer than for that of a live one: the kernel
+//!    may take its time to notice.
 
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -28,16 +29,17 @@ use super::{FREE_WITHIN, Handle, LOOKED_EVERY, path_of};
 const MARK: u64 = 0x564C << MARK_SHIFT;
 const MARK_SHIFT: u32 = 48;
 
-/// How long when the server is known to have gone. A kernel that has no question of it left that it could end hears of its
-/// death from a timer, after 30 seconds; and when that is said.
+/// How long to wait when the server is known to have exited. A kernel that has none of its commands left to
+/// cancel notices its death with a timer, after 30 seconds. Also the time after which the wait is logged.
 const LET_GO_WITHIN: Duration = Duration::from_secs(60);
 const SAID_AFTER: Duration = Duration::from_secs(1);
 
 /// Why a number is not free.
-const STILL_USED: &str = "somebody still uses a device that was there, such as a file system that is mounted; end that, or use another number";
+const STILL_USED: &str = "a previous device with this number is still in use, for example by a mounted file system; \
+ end that use, or choose another number";
 
-/// The mark of a device that shows this image: the file, under this path, and which snapshot in it. What changes when a file system
-/// is mounted again, or a drive found again, is no part of it.
+/// The mark of a device that shows this image: the file, under this path, and which snapshot in it. What
+/// changes when a file system is mounted again, or a drive found again, is no part of it.
 pub(super) async fn mark_of(image: &Path, snapshot: Option<&str>) -> u64 {
     let (image, snapshot) = (image.to_owned(), snapshot.map(str::to_owned));
     let (path, file) = unblock(move || {
@@ -52,7 +54,8 @@ pub(super) async fn mark_of(image: &Path, snapshot: Option<&str>) -> u64 {
     let path = path.as_os_str().as_bytes();
     let snapshot = snapshot.as_deref().map_or(&b""[..], str::as_bytes);
     let words: [&[u8]; 4] = [path, &[0], snapshot, &file.to_le_bytes()];
-    // FNV-1a: it is the same in every build, and nobody gains by finding another image with the same sum.
+    // FNV-1a: it is the same in every build, and there is nothing to gain from another image with the same
+    // sum.
     let sum = words.into_iter().flatten().fold(0xCBF2_9CE4_8422_2325, |sum: u64, byte| {
         (sum ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01B3)
     });
@@ -71,11 +74,12 @@ pub(super) enum Found {
 }
 
 fn used(number: u32, who: &str) -> Error {
-    Error::new(ErrorKind::Locked, format!("can't make {}: {who}", path_of(number).display()))
+    Error::new(ErrorKind::Locked, format!("can't create {}: {who}", path_of(number).display()))
 }
 
-/// Looks what is there under this number, and changes nothing. A server that was killed a moment ago may be still on its way
-/// out. A device that waits for the next server of this disk is to be taken over by one that keeps, if it agrees with the facts.
+/// Examines the device under this number without changing anything. A server that was killed a moment ago may
+/// still be exiting. A device that waits for the next server of this disk is taken over by one that keeps its
+/// devices, if it agrees with the facts.
 pub(super) async fn look(
     control: &Handle,
     number: u32,
@@ -96,19 +100,19 @@ pub(super) async fn look(
             }
             State::Dead => return Ok(Found::Left),
             State::Waiting if standing.mark != mark => {
-                return Err(used(number, "a device that shows another image waits there for its server"));
+                return Err(used(number, "a device of another image waits there for its server"));
             }
             State::Waiting if !keeps => return Ok(Found::Left),
             State::Waiting => {
                 let (sectors, read_only) = control.call(move |control| control.size(number)).await?;
-                // A disk may have been made larger, by a server whose kernel could not tell.
+                // The disk may have been enlarged by a server whose kernel could not be notified.
                 if sectors > facts.sectors
                     || read_only != facts.read_only
                     || standing.shape.request_bytes_max > REQUEST_BYTES_MAX
                 {
                     return Err(used(
                         number,
-                        "the device that waits there is not as this disk is now; without --ublk-keep it is taken away",
+                        "the device that waits there does not match this disk; without --ublk-keep it is removed",
                     ));
                 }
                 return Ok(Found::Waiting { shape: standing.shape, pid: standing.pid, sectors });
@@ -121,7 +125,7 @@ pub(super) async fn look(
 /// Removes what a dead server of ours left under this number.
 pub(super) async fn clear(control: &Handle, number: u32) -> Result<()> {
     let mut leaving = Leaving::begin();
-    // Nobody else has it open: who is about to start it, or is on the way out.
+    // It is open in no other process, neither one that is about to start it nor one that is exiting.
     while let Err(error) = unblock(move || Device::open(number)).await {
         if error.kind() == ErrorKind::NotFound {
             return Err(used(number, STILL_USED));
@@ -129,7 +133,7 @@ pub(super) async fn clear(control: &Handle, number: u32) -> Result<()> {
         let standing = control.call(move |control| control.look(number)).await?;
         let Some(standing) = standing else { return Ok(()) };
         if !leaving.goes_on(number, standing.pid).await {
-            return Err(error.context(format!("can't make {}", path_of(number).display())));
+            return Err(error.context(format!("can't create {}", path_of(number).display())));
         }
     }
     tracing::info!("{} was left by a server that has gone, and is taken away", path_of(number).display());
@@ -140,7 +144,7 @@ pub(super) async fn clear(control: &Handle, number: u32) -> Result<()> {
     }
 }
 
-/// Removes a device; nothing when somebody uses it still, and the kernel waits for that. Then `control` does, too.
+/// Removes a device; `None` when it is still in use, and the kernel waits for that. Then `control` waits too.
 pub(super) async fn remove(control: &Handle, number: u32, within: Duration) -> Option<Result<()>> {
     let removed = async { Some(control.call(move |control| control.remove(number)).await) };
     let patience = async {
@@ -162,7 +166,7 @@ pub(super) async fn take_over(control: &Handle, number: u32, pid: i32) -> Result
     Ok(())
 }
 
-/// Waiting for a device's last server to be gone.
+/// The wait for a device's last server to exit.
 struct Leaving {
     begun: Duration,
     is_said: bool,
@@ -176,7 +180,8 @@ impl Leaving {
     /// Waits a moment. False when that makes no sense any more: it lives, or the kernel takes too long.
     async fn goes_on(&mut self, number: u32, pid: i32) -> bool {
         let waited = clock().now() - self.begun;
-        // Where numbers are given anew, as in a container, it may have had ours; and we serve nothing yet where this is asked.
+        // Where process ids start anew, as in a container, it may have had our own; and this process serves
+        // nothing yet at this point.
         let has_gone =
             pid > 0 && (pid.cast_unsigned() == std::process::id() || !unblock(move || is_alive(pid)).await);
         if waited > if has_gone { LET_GO_WITHIN } else { FREE_WITHIN } {
@@ -195,7 +200,7 @@ impl Leaving {
     }
 }
 
-/// Whether there is such a process, and it has not ended. One for which nobody has waited yet has.
+/// Whether there is such a process, and it has not ended. A zombie has ended.
 fn is_alive(pid: i32) -> bool {
     // `PID (NAME) STATE ...`, and the name may be anything.
     let Ok(facts) = std::fs::read(format!("/proc/{pid}/stat")) else { return false };

@@ -1,9 +1,10 @@
-//! The file: what the kernel's requests mean for a disk, and what `stat` tells.
+//! The file: what the kernel's requests mean for a disk, and what `stat` reports.
 //!
-//! Everything here runs on fuser's threads and waits for nothing but room in a lane. What needs the disk becomes an
-//! [`Operation`]; the rest is answered at once.
+//! Everything here runs on fuser's threads and waits for nothing but room in a lane. A request that needs the
+//! disk becomes an [`Operation`]; every other request is answered at once.
 
 use std::cell::Cell;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -13,22 +14,23 @@ use fuser::{
     KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyLseek, ReplyOpen,
     ReplyStatfs, ReplyWrite, Request, TimeOrNow,
 };
-use vellum_core::{Buffer, Error, ErrorKind, GuestOffset, GuestSpan, Result, SharedDisk};
+use vellum_core::{Buffer, Error, ErrorKind, GuestOffset, GuestSpan, Result, SharedDisk, Witness};
 
 use super::lane::{Answer, Job, Lane};
 use super::seek::Target;
-use super::work::{Behind, Operation, Outcome};
+use super::work::{Behind, Handle, Operation, Outcome};
 
-/// The longest read or write of the kernel: what it takes without being told otherwise by its administrator.
+/// The longest read or write that the kernel sends unless its administrator has changed the limit.
 const PAYLOAD_BYTES_MAX: u32 = 1 << 20;
 
 /// Asynchronous requests that the kernel lets us have at a time.
 const BACKGROUND_MAX: u16 = 256;
 
-/// How long the kernel may believe what `stat` told. Times and space change; that the size has, it is told (`Teller`).
+/// How long the kernel may cache the attributes that `stat` returned. Times and space change; a change of the
+/// size is announced (`Teller`).
 const FACTS_LAST: Duration = Duration::from_secs(1);
 
-/// What programs are told to read and write at a time.
+/// The I/O size that `stat` recommends to programs (`st_blksize`).
 const BLOCK_BYTES: u32 = 4096;
 
 thread_local! {
@@ -47,13 +49,13 @@ pub struct Owner {
     pub gid: u32,
 }
 
-/// What a file tells of itself besides its bytes.
+/// The attributes of a file besides its bytes.
 pub struct Facts {
-    /// Nobody may write, also when the disk would take it.
+    /// The file is read-only, even if the disk would accept writes.
     pub read_only: bool,
     /// Whose it is at first.
     pub owner: Owner,
-    /// The bytes that the disk takes on the host, where that is known. Must be cheap: every `stat` asks.
+    /// The space of the disk on the host, where that is known. Must be cheap: every `stat` calls it.
     pub allocated: Box<dyn Fn() -> Option<u64> + Send + Sync>,
 }
 
@@ -67,9 +69,18 @@ struct Inner {
     next_lane: AtomicUsize,
     facts: Facts,
     owner: Mutex<Owner>,
+    handles: Mutex<Handles>,
     since: SystemTime,
     /// Nanoseconds from `since` to the last write.
     written: AtomicU64,
+}
+
+/// Open descriptors, and what each has seen of lost writes. The number 0 is for descriptors that cannot miss
+/// any.
+#[derive(Default)]
+struct Handles {
+    last: u64,
+    witnesses: HashMap<u64, Arc<Witness>>,
 }
 
 /// How a request of the kernel is answered that needs the disk.
@@ -81,7 +92,8 @@ pub(super) enum Reply {
 }
 
 impl DiskFile {
-    /// A file that is not mounted yet, with so many lanes; each wants a worker that runs [`DiskFile::serve`].
+    /// A file that is not mounted yet, with this many lanes. Each lane needs a worker that runs
+    /// [`DiskFile::serve`].
     pub fn new(disk: SharedDisk, facts: Facts, lanes: usize) -> Self {
         assert!(lanes > 0, "somebody must do the work");
         Self(Arc::new(Inner {
@@ -90,6 +102,7 @@ impl DiskFile {
             next_lane: AtomicUsize::new(0),
             owner: Mutex::new(facts.owner),
             facts,
+            handles: Mutex::default(),
             since: SystemTime::now(),
             written: AtomicU64::new(0),
         }))
@@ -105,12 +118,12 @@ impl DiskFile {
         self.0.lanes[lane].serve(&self.0.behind).await;
     }
 
-    /// Begins nothing more: requests from now on fail as they will when the server is gone.
+    /// Begins nothing more: requests fail from now on as they will when the server is gone.
     pub fn drain(&self) {
         self.0.lanes.iter().for_each(Lane::drain);
     }
 
-    /// Whether everything that was begun is answered.
+    /// Whether every request that was begun is answered.
     pub fn is_idle(&self) -> bool {
         self.0.lanes.iter().all(Lane::is_idle)
     }
@@ -132,6 +145,23 @@ impl Inner {
 
     fn owner(&self) -> MutexGuard<'_, Owner> {
         self.owner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn handles(&self) -> MutexGuard<'_, Handles> {
+        self.handles.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn open(&self) -> FileHandle {
+        let Some(losses) = self.behind.disk.losses() else { return FileHandle(0) };
+        let mut handles = self.handles();
+        handles.last += 1;
+        let number = handles.last;
+        handles.witnesses.insert(number, losses.witness());
+        FileHandle(number)
+    }
+
+    fn handle(&self, handle: FileHandle) -> Handle {
+        if handle.0 == 0 { None } else { self.handles().witnesses.get(&handle.0).cloned() }
     }
 
     fn attributes(&self) -> FileAttr {
@@ -156,7 +186,7 @@ impl Inner {
         }
     }
 
-    /// The part of a request that lies inside the disk.
+    /// The part of a request that is inside the disk.
     fn inside(&self, at: u64, len: u64) -> GuestSpan {
         let size = self.size();
         let at = at.min(size);
@@ -175,7 +205,7 @@ impl Inner {
             index
         });
         if let Err(job) = self.lanes[index].put(Job { operation, answer }) {
-            job.answer.answer(Err(Error::new(ErrorKind::Closed, "the server ends")));
+            job.answer.answer(Err(Error::new(ErrorKind::Closed, "the server is shutting down")));
         }
     }
 }
@@ -212,7 +242,8 @@ impl Filesystem for DiskFile {
         _: Option<BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        // "The underlying filesystem does not support extending a file beyond its current size", says ftruncate(2).
+        // "The underlying filesystem does not support extending a file beyond its current size", says
+        // ftruncate(2).
         if size.is_some_and(|size| size != self.0.size()) {
             return reply.error(Errno::EPERM);
         }
@@ -233,7 +264,21 @@ impl Filesystem for DiskFile {
         }
         let mut how = FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
         how.set(FopenFlags::FOPEN_NOFLUSH, reads_only);
-        reply.opened(FileHandle(0), how);
+        reply.opened(self.0.open(), how);
+    }
+
+    fn release(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        handle: FileHandle,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        self.0.handles().witnesses.remove(&handle.0);
+        reply.ok();
     }
 
     fn read(
@@ -258,7 +303,7 @@ impl Filesystem for DiskFile {
         &self,
         _: &Request,
         _: INodeNo,
-        _: FileHandle,
+        handle: FileHandle,
         offset: u64,
         data: &[u8],
         _: fuser::WriteFlags,
@@ -277,16 +322,16 @@ impl Filesystem for DiskFile {
         self.0.is_writing();
         let len = usize::try_from(span.len()).expect("no longer than the data");
         let data = Buffer::copy_of(&data[..len]);
-        let is_synced = flags.0 & libc::O_DSYNC != 0;
-        self.0.begin(Operation::Write { at: span.start(), data, is_synced }, Reply::Write(reply));
+        let synced = (flags.0 & libc::O_DSYNC != 0).then(|| self.0.handle(handle));
+        self.0.begin(Operation::Write { at: span.start(), data, synced }, Reply::Write(reply));
     }
 
-    fn flush(&self, _: &Request, _: INodeNo, _: FileHandle, _: LockOwner, reply: ReplyEmpty) {
-        self.0.begin(Operation::Close, Reply::Plain(reply));
+    fn flush(&self, _: &Request, _: INodeNo, handle: FileHandle, _: LockOwner, reply: ReplyEmpty) {
+        self.0.begin(Operation::Close(self.0.handle(handle)), Reply::Plain(reply));
     }
 
-    fn fsync(&self, _: &Request, _: INodeNo, _: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        self.0.begin(Operation::Sync, Reply::Plain(reply));
+    fn fsync(&self, _: &Request, _: INodeNo, handle: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+        self.0.begin(Operation::Sync(self.0.handle(handle)), Reply::Plain(reply));
     }
 
     fn fallocate(
@@ -331,7 +376,7 @@ impl Filesystem for DiskFile {
     }
 }
 
-/// Whether the zeros that `fallocate` asks for may give space back; the error, when it asks for something else.
+/// Whether the zeros that `fallocate` requests may free space; an error if it requests anything else.
 fn zeros_of(mode: i32, offset: u64, length: u64, size: u64) -> Result<bool, Errno> {
     let keeps_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
     let may_unmap = match mode & !libc::FALLOC_FL_KEEP_SIZE {
@@ -386,7 +431,7 @@ impl Reply {
     }
 }
 
-/// What a program is told.
+/// The errno that a program gets.
 fn errno_of(kind: ErrorKind) -> Errno {
     match kind {
         ErrorKind::NoSpace => Errno::ENOSPC,

@@ -1,4 +1,5 @@
-//! A lane: the bounded queue from a thread that takes requests from the kernel to the worker that does them.
+//! A lane: the bounded queue from a thread that takes requests from the kernel to the worker that executes
+//! them.
 //!
 //! ```text
 //!   fuser's thread ── put ──► [ job │ job │ job ] ──► serve, on a worker ──► flight ──► answer
@@ -6,39 +7,42 @@
 //!        └──────────────────── settled ◄───────────────────┘
 //! ```
 //!
-//! 1. A job counts, with its memory, from `put` until its answer was sent. `put` waits for room; one job alone always
-//!    has room.
-//! 2. Every job is answered once: by the worker, or by `put` that gave it back because nothing is begun any more.
-//! 3. `serve` ends when the lane is closed and everything that was put in is answered.
+//! 1. A job and its memory are counted from `put` until its answer was sent. `put` waits for room; a single
+//!    job is always admitted.
+//! 2. Every job is answered once: by the worker, or by `put`, which returns the job when no more jobs are
+//!    begun.
+//! 3. `serve` ends when the lane is closed and every job that was put in is answered.
 //!
-//! Lanes share nothing, so threads and workers of different lanes do not meet.
+//! Lanes share nothing, so threads and workers of different lanes never contend.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
+use std::panic::AssertUnwindSafe;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use vellum_core::{LocalFuture, Result};
+use futures_lite::FutureExt as _;
+use vellum_core::{Error, ErrorKind, LocalFuture, Result};
 
 use super::work::{Behind, Operation, Outcome};
 use crate::flight::Flight;
 
-/// Requests of one lane that are waiting or under way.
+/// Requests of one lane that are waiting or in flight.
 pub const REQUESTS_MAX: usize = 256;
 
 /// The bytes that these hold. The largest request has 1 MiB.
 pub const MEMORY_BYTES_MAX: usize = 32 << 20;
 
-/// After so many passes in a row others get their turn on this worker.
+/// After this many passes in a row the worker's other tasks get their turn.
 const PASSES_MAX: usize = 16;
 
-/// Who waits for an answer.
+/// How the answer reaches the program that waits for it.
 pub(super) trait Answer: Send + 'static {
     /// Answers, once.
     fn answer(self, result: Result<Outcome>);
 }
 
-/// A request, and who waits for its answer.
+/// A request, and where its answer goes.
 pub(super) struct Job<A> {
     pub(super) operation: Operation,
     pub(super) answer: A,
@@ -54,7 +58,7 @@ struct Load {
 /// One queue, of one worker.
 pub(super) struct Lane<A> {
     state: Mutex<State<A>>,
-    /// Room was made, or nothing is begun any more.
+    /// There is room again, or no more jobs are begun.
     changed: Condvar,
 }
 
@@ -85,7 +89,7 @@ impl<A: Answer> Lane<A> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts a job in, as soon as there is room. Gives it back when nothing is begun any more.
+    /// Puts a job in, as soon as there is room. Returns it if no more jobs are begun.
     pub(super) fn put(&self, job: Job<A>) -> Result<(), Job<A>> {
         let memory = job.operation.memory_bytes();
         let mut state = self.lock();
@@ -117,7 +121,7 @@ impl<A: Answer> Lane<A> {
         self.lock().load == Load::default()
     }
 
-    /// Lets `serve` end once everything is answered. Nothing is begun any more.
+    /// Lets `serve` end once everything is answered. No more jobs are begun.
     pub(super) fn close(&self) {
         self.drain();
         let mut state = self.lock();
@@ -188,10 +192,18 @@ impl<A> State<A> {
     }
 }
 
-/// Does a job, answers it, and gives what it held.
+/// Executes a job, answers it, and returns what it held.
 async fn carry_out<A: Answer>(behind: &Behind, job: Job<A>) -> usize {
     let memory = job.operation.memory_bytes();
-    job.answer.answer(behind.perform(job.operation).await);
+    let answer = match AssertUnwindSafe(behind.perform(job.operation)).catch_unwind().await {
+        Ok(answer) => answer,
+        // What a disk does is caught there; this is for the rules on the way to it.
+        Err(_) => {
+            tracing::error!("a FUSE request failed with an internal error");
+            Err(Error::new(ErrorKind::Io, "internal error of the server"))
+        }
+    };
+    job.answer.answer(answer);
     memory
 }
 
@@ -202,7 +214,9 @@ mod tests {
     use std::time::Duration;
 
     use futures_lite::future::{block_on, poll_once};
-    use vellum_core::{Buffer, GuestOffset, MemoryDisk};
+    use vellum_core::{
+        Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, MemoryDisk, WriteFlags, ZeroFlags,
+    };
 
     use super::*;
 
@@ -234,7 +248,7 @@ mod tests {
                         let data = Buffer::copy_of(&thread.to_le_bytes());
                         let at = GuestOffset::new((thread * 500 + round) * 8);
                         let (answer, answered) = channel();
-                        let operation = Operation::Write { at, data, is_synced: false };
+                        let operation = Operation::Write { at, data, synced: None };
                         assert!(lane.put(Job { operation, answer }).is_ok());
                         assert!(matches!(answered.recv(), Ok(Ok(Outcome::Written(8)))));
                         assert!(answered.recv().is_err(), "one answer");
@@ -249,6 +263,57 @@ mod tests {
         });
         block_on(lane.serve(&behind));
         closer.join().expect("it closes");
+        assert!(lane.is_idle());
+    }
+
+    struct Panics;
+
+    impl Disk for Panics {
+        fn geometry(&self) -> Geometry {
+            MemoryDisk::new(4096).geometry()
+        }
+
+        fn read(&self, _: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+            match buffer.len() {
+                512 => panic!("as planned"),
+                _ => Box::pin(std::future::ready(Ok(buffer))),
+            }
+        }
+
+        fn write(&self, _: GuestOffset, _: Buffer, _: WriteFlags) -> LocalFuture<'_, Result<()>> {
+            panic!("as planned")
+        }
+
+        fn flush(&self) -> LocalFuture<'_, Result<()>> {
+            panic!("as planned")
+        }
+
+        fn write_zeroes(&self, _: GuestSpan, _: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+            panic!("as planned")
+        }
+
+        fn discard(&self, _: GuestSpan, _: WriteFlags) -> LocalFuture<'_, Result<()>> {
+            panic!("as planned")
+        }
+
+        fn map(&self, _: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+            panic!("as planned")
+        }
+
+        fn close(&self) -> LocalFuture<'_, Result<()>> {
+            panic!("as planned")
+        }
+    }
+
+    #[test]
+    fn a_job_that_panics_fails_alone() {
+        let (lane, behind) = (TestLane::new(), Behind::new(Arc::new(Panics)));
+        let (broken, failed) = read(512);
+        let (sound, answered) = read(1024);
+        assert!(lane.put(broken).is_ok() && lane.put(sound).is_ok());
+        lane.close();
+        block_on(lane.serve(&behind));
+        assert!(matches!(failed.recv(), Ok(Err(_))) && matches!(answered.recv(), Ok(Ok(Outcome::Bytes(_)))));
         assert!(lane.is_idle());
     }
 

@@ -1,4 +1,5 @@
-//! What is mounted at a path. A mount that is to be taken away is held meanwhile, so that it is not another one by then.
+//! What is mounted at a path. A mount that is to be removed is held open meanwhile, so that another mount
+//! cannot take its place unnoticed.
 
 use std::fs::{File, Metadata};
 use std::io;
@@ -10,29 +11,32 @@ use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 use vellum_core::{Context, Result};
 
-/// What is at a path, on top of all that is mounted there. While it is held the mount is busy, and its numbers are its own.
+/// The topmost mount at a path. While this is held the mount is busy, and its device number is not reused.
 #[derive(Debug)]
 pub(super) struct Held(File);
 
 /// A line of `/proc/self/mountinfo`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Mount {
-    /// The device that `stat` tells, as `0:50`: one of its own for each file system that no other device has.
+    /// The device number that `stat` reports, such as `0:50`: each file system without a device of its own
+    /// gets a unique one.
     pub(super) device: String,
     /// What is mounted, as the server of FUSE calls it; of others, nothing.
     pub(super) source: String,
 }
 
 impl Held {
-    /// Takes hold of what is at a path. No server is asked, so this also finds what has lost its own.
+    /// Opens what is at a path. This does not query the server, so it also finds mounts that have lost
+    /// theirs.
     pub(super) fn at(path: &Path) -> io::Result<Self> {
         Ok(Self(File::from(open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)))
     }
 
-    /// Its facts, as its server tells them now: those that the kernel remembers outlive a server that was killed.
+    /// Its attributes, as its server reports them now. Those that the kernel has cached outlive a server that
+    /// was killed.
     pub(super) fn facts(&self) -> io::Result<Metadata> {
         match statx(&self.0, "", AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC, StatxFlags::BASIC_STATS) {
-            // An old kernel asks whenever it likes.
+            // An old kernel queries whenever it likes.
             Ok(_) | Err(Errno::NOSYS) => self.0.metadata(),
             Err(errno) => Err(errno.into()),
         }
@@ -41,12 +45,12 @@ impl Held {
     /// The mount that it is in.
     pub(super) fn mount(&self) -> Result<Option<Mount>> {
         let about = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", self.0.as_raw_fd()));
-        let about = about.context(|| "can't see what is mounted")?;
+        let about = about.context(|| "can't read the list of mounts")?;
         let number = about.lines().find_map(|line| line.strip_prefix("mnt_id:")).map(str::trim);
         Ok(number.and_then(|number| numbered(&table().ok()?, number)))
     }
 
-    /// Takes away this mount and no other, as soon as nobody uses it any more.
+    /// Unmounts this mount and no other, as soon as it is no longer in use.
     pub(super) fn detach(&self, flags: UnmountFlags) -> io::Result<()> {
         let name = format!("/proc/self/fd/{}", self.0.as_raw_fd());
         Ok(unmount(name, UnmountFlags::DETACH | flags)?)
@@ -59,7 +63,9 @@ pub(super) fn is_mounted(path: &Path) -> Result<bool> {
 }
 
 fn table() -> Result<String> {
-    File::open("/proc/self/mountinfo").and_then(io::read_to_string).context(|| "can't see what is mounted")
+    File::open("/proc/self/mountinfo")
+        .and_then(io::read_to_string)
+        .context(|| "can't read the list of mounts")
 }
 
 /// Whether a table of mounts has one at `path`.

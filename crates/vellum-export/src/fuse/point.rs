@@ -1,17 +1,18 @@
-//! The mount point: a regular file that the disk is put over, and taken from again.
+//! The mount point: a regular file that the disk is mounted over and unmounted from.
 //!
 //! ```text
-//!   Point::prepare    what a dead server left is taken away; the file is there, empty, and nothing is mounted on it
+//!   Point::prepare    what a dead server left is removed; the file exists, empty, and nothing is mounted on it
 //!   Point::mount      fuser mounts, and its threads begin ──► Mounted
-//!   Mounted::unmount  taken off, unless somebody has it open, or what is mounted there is another's
-//!   Mounted::force    taken off from those who have it open
+//!   Mounted::unmount  unmounted, unless it is in use, or what is mounted there is another program's
+//!   Mounted::force    detached while it is in use
 //!   Mounted::finish   its threads have ended; the file is removed if it was made here
 //! ```
 //!
-//! Others unmount, mount and put files at the same path while this is served. So what is there is taken away only when it
-//! is known to be what was put there: a mount by its device, a file by its numbers.
+//! Other programs unmount, mount and put files at the same path while this one is served. So what is found
+//! there is removed only when it is known to be what this server put there: a mount by its device number, a
+//! file by its inode number and birth time.
 //!
-//! The functions block, for as long as the kernel takes; they are no work for a worker.
+//! These functions block for as long as the kernel takes, so they must not run on a worker.
 
 use std::fs::{Metadata, OpenOptions};
 use std::io;
@@ -29,10 +30,11 @@ use super::file::{DiskFile, Owner};
 use super::mounts::{Held, is_mounted};
 use crate::shutdown::Shutdown;
 
-/// What stands before the mount point in `/proc/self/mountinfo`, by which what a dead server left is known.
+/// The prefix of the mount's source in `/proc/self/mountinfo`, by which the mount of a dead server is
+/// recognised.
 const SOURCE: &str = "vellum";
 
-/// Mounts upon each other that are taken away before something else must be wrong.
+/// More stacked mounts than this to be removed mean that something else is wrong.
 const STALE_MAX: usize = 16;
 
 /// A file that is ready to be mounted on.
@@ -43,7 +45,8 @@ pub struct Point {
     owner: Owner,
 }
 
-/// Which file it is. The number of one that was removed is soon another's; the time that this was born is not.
+/// Which file it is. The number of one that was removed is soon another's; the time that this was born is
+/// not.
 #[derive(Debug, PartialEq, Eq)]
 struct Identity {
     device: u64,
@@ -54,7 +57,7 @@ struct Identity {
 /// A file that shows a disk.
 pub struct Mounted {
     point: Point,
-    /// The device of the mount; nothing when somebody had taken it away before it was looked at.
+    /// The device number of the mount; `None` if it had been unmounted before it could be read.
     device: Option<String>,
     unmounter: SessionUnmounter,
     notifier: Notifier,
@@ -71,18 +74,21 @@ pub struct Teller {
 }
 
 impl Teller {
-    /// The kernel forgets what it was told of the file, its size among it, and asks at once: loop devices take the size that it
-    /// knows. Waits for the answer, which a file that is busy may give late.
+    /// Makes the kernel drop its cached attributes of the file, including its size, and query them again at
+    /// once: a loop device uses the cached size. Waits for the answer, which a busy file may give late.
     pub fn look_again(&self) {
         if self.ended.is_requested() {
             return;
         }
-        // No bytes are kept of it that would have to go, too.
+        // There are no cached bytes that would have to be dropped too.
         let attributes_alone = -1;
         match self.notifier.inval_inode(INodeNo::ROOT, attributes_alone, 0) {
-            // A kernel that never looked has nothing to forget.
+            // A kernel that never looked has nothing cached.
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                tracing::debug!("the kernel was not told to look at {} again: {error}", self.path.display());
+                tracing::debug!(
+                    "can't notify the kernel of the new size of {}: {error}",
+                    self.path.display()
+                );
             }
             _ => {}
         }
@@ -93,11 +99,12 @@ impl Teller {
 /// How a file was taken off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Taken {
-    /// Nobody had it open.
+    /// It was not in use.
     Free,
-    /// Somebody has it open.
+    /// It is in use.
     Busy,
-    /// What is at the path is not what was mounted there; that was taken off by somebody, and may still be open.
+    /// What is at the path is not what was mounted there. Another program has detached that mount, and it may
+    /// still be open.
     Elsewhere,
 }
 
@@ -108,7 +115,7 @@ impl Identity {
 }
 
 impl Point {
-    /// Looks at the file, makes it if it is not there, and takes away what a server that is dead left mounted on it.
+    /// Checks the file, creates it if it does not exist, and unmounts what a dead server left mounted on it.
     ///
     /// # Errors
     /// `Locked` when something is mounted there that answers, `Invalid` when it is no empty regular file.
@@ -129,10 +136,10 @@ impl Point {
             return no(ErrorKind::Locked, "something is mounted there");
         }
         if !facts.is_file() {
-            return no(ErrorKind::Invalid, "it is no regular file; name one that is empty or not there yet");
+            return no(ErrorKind::Invalid, "it is not a regular file; name an empty or a new one");
         }
         if facts.len() > 0 {
-            return no(ErrorKind::Invalid, "the file is not empty; name one that is empty or not there yet");
+            return no(ErrorKind::Invalid, "the file is not empty; name an empty or a new one");
         }
         let mode = u16::try_from(facts.mode() & 0o777).expect("nine bits");
         Ok(Self { path, made, owner: Owner { mode, uid: facts.uid(), gid: facts.gid() } })
@@ -153,14 +160,15 @@ impl Point {
         self.remove();
     }
 
-    /// Only the file that was made here, and only as long as it is empty: another is somebody's.
+    /// Only the file that was created here is removed, and only while it is empty. Any other file belongs to
+    /// another program.
     fn remove(&self) {
         let Some(made) = &self.made else { return };
         let removed = match self.path.symlink_metadata() {
             Ok(facts) if facts.is_file() && facts.len() == 0 && Identity::of(&facts) == *made => {
                 std::fs::remove_file(&self.path)
             }
-            Ok(_) => return tracing::warn!("{} is left: it is not as it was made", self.path.display()),
+            Ok(_) => return tracing::warn!("{} is not removed: it has been changed", self.path.display()),
             Err(error) => Err(error),
         };
         match removed {
@@ -174,18 +182,18 @@ impl Point {
     /// Puts the disk over the file. Requests are taken from now on, and done once the lanes are served.
     ///
     /// # Errors
-    /// What the kernel said; then the file is as it was found.
+    /// The kernel's error; then the file is as it was before.
     pub fn mount(self, file: &DiskFile) -> Result<Mounted> {
         let mut config = Config::default();
         let access = if file.is_read_only() { MountOption::RO } else { MountOption::RW };
-        // Mode and owner of the file say who may open it, as of any other.
+        // The file's mode and owner determine who may open it, as for any other file.
         config.mount_options = vec![
             MountOption::FSName(SOURCE.into()),
             MountOption::DefaultPermissions,
             MountOption::NoExec,
             access,
         ];
-        // Only root lets others in without being asked; `fusermount` would want `user_allow_other`.
+        // For root the kernel admits other users; `fusermount` would require `user_allow_other`.
         let is_root = rustix::process::geteuid().is_root();
         config.acl = if is_root { SessionACL::All } else { SessionACL::Owner };
         config.n_threads = Some(file.lanes());
@@ -198,7 +206,7 @@ impl Point {
             let name = self.path.clone();
             thread::Builder::new().name("vellum-fuse".to_owned()).spawn(move || {
                 if let Err(error) = session.run() {
-                    tracing::error!("{} is served no longer: {error}", name.display());
+                    tracing::error!("{} is no longer served: {error}", name.display());
                 }
                 told.drain();
             })?;
@@ -223,12 +231,13 @@ impl Mounted {
         &self.point.path
     }
 
-    /// Who tells the kernel that the file has changed from outside.
+    /// The handle that tells the kernel that the file has changed from outside.
     pub fn teller(&self) -> Teller {
         Teller { notifier: self.notifier.clone(), path: self.path().to_owned(), ended: self.ended.clone() }
     }
 
-    /// Completes when nothing comes from the kernel any more: somebody unmounted it, or [`Mounted::unmount`] did.
+    /// Completes when the kernel sends no more requests: the file system was unmounted, by another program or
+    /// by [`Mounted::unmount`].
     pub async fn ended(&self) {
         self.ended.requested().await;
     }
@@ -238,12 +247,13 @@ impl Mounted {
         self.ended.is_requested()
     }
 
-    /// Whether what is at the path is what was mounted there. Its device is its own for as long as its threads have not ended.
+    /// Whether what is at the path is what was mounted there. Its device number stays unique until its
+    /// threads have ended.
     fn is_in_place(&self) -> bool {
         self.device.is_some() && device_at(self.path()) == self.device
     }
 
-    /// Takes the file off, unless somebody has it open, or something else is mounted there.
+    /// Unmounts the file unless it is in use or something else is mounted there.
     ///
     /// # Errors
     /// What the kernel said.
@@ -257,13 +267,13 @@ impl Mounted {
         match self.unmounter.unmount() {
             Ok(()) => Ok(Taken::Free),
             Err(error) if error.kind() == io::ErrorKind::ResourceBusy => Ok(Taken::Busy),
-            // Somebody was faster.
+            // Another program was faster.
             Err(_) if self.has_ended() => Ok(Taken::Free),
             Err(error) => Err(Error::io(error, format!("can't unmount {}", self.path().display()))),
         }
     }
 
-    /// Takes the file off while somebody has it open: every request of theirs fails from now on.
+    /// Detaches the mount while the file is in use: every request of its users fails from now on.
     ///
     /// # Errors
     /// What the kernel said.
@@ -285,8 +295,10 @@ impl Mounted {
     pub fn finish(self) {
         match is_mounted(self.path()) {
             Ok(false) => self.point.remove(),
-            Ok(true) => tracing::warn!("{} is left: something is mounted on it", self.path().display()),
-            Err(error) => tracing::warn!("{} is left: {}", self.path().display(), error.chain()),
+            Ok(true) => {
+                tracing::warn!("{} is not removed: something is mounted on it", self.path().display())
+            }
+            Err(error) => tracing::warn!("{} is not removed: {}", self.path().display(), error.chain()),
         }
     }
 }
@@ -301,7 +313,7 @@ fn clear(path: &Path) -> Result<Option<Metadata>> {
     for _ in 0..STALE_MAX {
         let held = match Held::at(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            held => held.context(|| format!("can't look at {}", path.display()))?,
+            held => held.context(|| format!("can't stat {}", path.display()))?,
         };
         let error = match held.facts() {
             Ok(facts) => return Ok(Some(facts)),
@@ -309,18 +321,17 @@ fn clear(path: &Path) -> Result<Option<Metadata>> {
         };
         // ENOTCONN: a file system whose server is gone.
         if error.kind() != io::ErrorKind::NotConnected {
-            return Err(Error::io(error, format!("can't look at {}", path.display())));
+            return Err(Error::io(error, format!("can't stat {}", path.display())));
         }
         let stale = || format!("can't use {}: {}", path.display(), stale_remedy(path));
         if held.mount()?.is_none_or(|mount| mount.source != SOURCE) {
             return Err(Error::io(error, stale()));
         }
         match held.detach(UnmountFlags::empty()) {
-            Ok(()) => tracing::warn!(
-                "{}: took away what a server that is dead had left mounted there",
-                path.display()
-            ),
-            // Somebody was faster. What is mounted there now is looked at anew.
+            Ok(()) => {
+                tracing::warn!("{}: unmounted the stale mount of a server that had died", path.display())
+            }
+            // Another program was faster. The path is examined again.
             Err(error) if error.raw_os_error() == Some(Errno::INVAL.raw_os_error()) => {}
             Err(error) => return Err(Error::io(error, stale())),
         }
@@ -329,7 +340,7 @@ fn clear(path: &Path) -> Result<Option<Metadata>> {
 }
 
 fn stale_remedy(path: &Path) -> String {
-    format!("a server that is dead left it mounted; say: umount -l {}", path.display())
+    format!("a server that died left it mounted; run: umount -l {}", path.display())
 }
 
 fn remedy(error: &io::Error) -> &'static str {
@@ -337,7 +348,7 @@ fn remedy(error: &io::Error) -> &'static str {
         io::ErrorKind::NotFound if !Path::new("/dev/fuse").exists() => {
             " (there is no /dev/fuse: is the module loaded? modprobe fuse)"
         }
-        io::ErrorKind::PermissionDenied => " (it takes root, or fusermount3)",
+        io::ErrorKind::PermissionDenied => " (root or fusermount3 is required)",
         _ => "",
     }
 }

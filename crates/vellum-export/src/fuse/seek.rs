@@ -1,9 +1,12 @@
-//! `SEEK_DATA` and `SEEK_HOLE`: asked of the map of the disk, a piece at a time.
+//! `SEEK_DATA` and `SEEK_HOLE`, answered from the disk's map, a slice at a time.
 //!
-//! A hole is what reads as zero, whether or not space is set aside for it: who copies the file need not read it.
+//! A hole is whatever reads as zero, whether or not space is allocated for it: a program that copies the file
+//! need not read it.
 
 use futures_lite::future::yield_now;
 use vellum_core::{Error, GuestOffset, GuestSpan, Place, Result, SharedDisk, map_merged};
+
+use crate::slices::SLICE;
 
 /// What is sought.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -12,11 +15,8 @@ pub(super) enum Target {
     Hole,
 }
 
-/// One question to the disk is about so much at most: others get their turn in between.
-const STEP_BYTES: u64 = 1 << 30;
-
-/// The first place from `at` on, before `size`, that is what is sought. The end of the file is a hole; behind the last data
-/// there is nothing to find.
+/// The first place from `at` on, before `size`, that is what is sought. The end of the file is a hole; behind
+/// the last data there is nothing to find.
 pub(super) async fn seek(
     disk: &SharedDisk,
     size: u64,
@@ -29,7 +29,7 @@ pub(super) async fn seek(
     }
     let mut rest = GuestSpan::between(at, end);
     while !rest.is_empty() {
-        let (now, _) = rest.split_at(STEP_BYTES);
+        let (now, _) = rest.split_at(SLICE.bytes());
         let mut covered = now.start();
         for extent in map_merged(disk, now).await? {
             let part = extent.span.intersect(now);
@@ -65,7 +65,8 @@ mod tests {
 
     #[test]
     fn data_and_holes_are_found_from_everywhere() {
-        // What it does not have itself lies behind the end of the disk below: nobody has it.
+        // A range that the image does not have itself and that lies behind the end of the disk below: no
+        // image of the chain has it.
         let disk = MemoryDisk::over(SIZE, Some(MemoryDisk::new(0)));
         for at in [64 << 10, 512 << 10] {
             let data = Buffer::copy_of(&[7; 8 << 10]);

@@ -1,18 +1,21 @@
-//! A request at the disk, from its begin to its answer.
+//! A request at the disk, from its start to its answer.
 //!
-//! The file has looked at everything a request says: a run of bytes lies inside the disk.
+//! The file has validated everything in a request: each range lies inside the disk.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use futures_lite::future::yield_now;
-use vellum_core::{Buffer, Error, GuestOffset, GuestSpan, Result, SharedDisk, WriteFlags, ZeroFlags};
+use vellum_core::{
+    Buffer, Error, GuestOffset, GuestSpan, Result, SharedDisk, Witness, WriteFlags, ZeroFlags,
+};
 
 use super::seek::{Target, seek};
+use crate::slices::in_slices;
 
-/// Zeros are written so much at a time, so that a file-long request lets others through.
-const ZERO_BYTES_MAX: u64 = 1 << 30;
+/// What an open descriptor has seen of lost writes; `None` if no writes are ever lost.
+pub(super) type Handle = Option<Arc<Witness>>;
 
-/// What is wanted of the disk.
+/// The request to the disk.
 #[derive(Debug)]
 pub(super) enum Operation {
     Read {
@@ -21,11 +24,12 @@ pub(super) enum Operation {
     Write {
         at: GuestOffset,
         data: Buffer,
-        is_synced: bool,
+        /// It is durable when it is answered, checked against the losses that the descriptor has seen.
+        synced: Option<Handle>,
     },
-    Sync,
+    Sync(Handle),
     /// A descriptor is closed: what was written is made durable, if anything was.
-    Close,
+    Close(Handle),
     Zero {
         span: GuestSpan,
         may_unmap: bool,
@@ -42,7 +46,7 @@ pub(super) enum Outcome {
     Bytes(Buffer),
     Written(usize),
     Done,
-    /// Nothing was found where it is empty.
+    /// `None` if nothing was found.
     Found(Option<GuestOffset>),
 }
 
@@ -52,7 +56,7 @@ impl Operation {
         match self {
             Self::Read { span } => usize::try_from(span.len()).unwrap_or(usize::MAX),
             Self::Write { data, .. } => data.len(),
-            Self::Sync | Self::Close | Self::Zero { .. } | Self::Seek { .. } => 0,
+            Self::Sync(_) | Self::Close(_) | Self::Zero { .. } | Self::Seek { .. } => 0,
         }
     }
 }
@@ -62,7 +66,7 @@ pub(super) struct Behind {
     pub(super) disk: SharedDisk,
     /// Writes that were answered, also those that failed.
     written: AtomicU64,
-    /// So many of these, at least, are durable: a flush that was begun after them has ended well.
+    /// At least this many of these writes are durable: a flush that was begun after them has succeeded.
     flushed: AtomicU64,
 }
 
@@ -78,13 +82,14 @@ impl Behind {
                 let len = usize::try_from(span.len()).expect("a read fits the address space");
                 let bytes = self.disk.read(span.start(), Buffer::for_overwrite(len)).await?;
                 if bytes.len() != len {
-                    return Err(Error::corrupt("the disk gave fewer bytes than it was asked for"));
+                    return Err(Error::corrupt("the disk returned fewer bytes than requested"));
                 }
                 Ok(Outcome::Bytes(bytes))
             }
-            Operation::Write { at, data, is_synced } => {
-                let len = data.len();
-                let result = self.disk.write(at, data, WriteFlags { fua: is_synced }).await;
+            Operation::Write { at, data, synced } => {
+                let (len, is_synced) = (data.len(), synced.is_some());
+                let result = self.disk.write(at, data, WriteFlags { fua: is_synced });
+                let result = promised(synced.as_ref().and_then(Option::as_ref), result).await;
                 if is_synced && result.is_ok() {
                     return Ok(Outcome::Written(len));
                 }
@@ -93,26 +98,26 @@ impl Behind {
             }
             Operation::Zero { span, may_unmap } => {
                 let flags = ZeroFlags { fua: false, may_unmap, fast_only: false };
-                let mut rest = span;
-                while !rest.is_empty() {
-                    let (now, later) = rest.split_at(ZERO_BYTES_MAX);
-                    let result = self.disk.write_zeroes(now, flags).await;
-                    self.wrote(result)?;
-                    rest = later;
-                    if !rest.is_empty() {
-                        yield_now().await;
-                    }
-                }
+                let result = in_slices(span, |slice| self.disk.write_zeroes(slice, flags), || Ok(())).await;
+                self.wrote(result)?;
                 Ok(Outcome::Done)
             }
-            Operation::Sync => self.flush(self.written.load(Ordering::Acquire)).await,
-            Operation::Close => {
+            Operation::Sync(handle) => {
                 let written = self.written.load(Ordering::Acquire);
-                // A flush that another has begun does not count before it has ended well.
+                promised(handle.as_ref(), self.flush(written)).await?;
+                Ok(Outcome::Done)
+            }
+            Operation::Close(handle) => {
+                // Few programs check the result of close, so it does not count as a report.
+                handle.as_ref().map_or(Ok(()), |witness| witness.peek())?;
+                let written = self.written.load(Ordering::Acquire);
+                // A flush that another request has begun counts only once it has succeeded.
                 if self.flushed.load(Ordering::Acquire) >= written {
                     return Ok(Outcome::Done);
                 }
-                self.flush(written).await
+                self.flush(written).await?;
+                handle.as_ref().map_or(Ok(()), |witness| witness.peek())?;
+                Ok(Outcome::Done)
             }
             Operation::Seek { at, target } => {
                 Ok(Outcome::Found(seek(&self.disk, self.disk.geometry().size, at, target).await?))
@@ -120,11 +125,11 @@ impl Behind {
         }
     }
 
-    /// Makes durable what was answered, so many writes at least.
-    async fn flush(&self, written: u64) -> Result<Outcome> {
+    /// Makes durable all writes that were answered, at least this many.
+    async fn flush(&self, written: u64) -> Result<()> {
         self.disk.flush().await?;
         self.flushed.fetch_max(written, Ordering::AcqRel);
-        Ok(Outcome::Done)
+        Ok(())
     }
 
     /// Before it is answered, and also when it failed: a part of it may have been written.
@@ -134,14 +139,22 @@ impl Behind {
     }
 }
 
+/// Does what promises durability to a descriptor.
+async fn promised(witness: Option<&Arc<Witness>>, request: impl Future<Output = Result<()>>) -> Result<()> {
+    match witness {
+        Some(witness) => witness.promise(request).await,
+        None => request.await,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::future::poll_fn;
-    use std::sync::{Arc, Mutex};
+    use std::sync::Mutex;
     use std::task::Poll;
 
     use futures_lite::future::{block_on, poll_once};
-    use vellum_core::{CheckedDisk, Disk, ErrorKind, Extent, Geometry, LocalFuture, MemoryDisk};
+    use vellum_core::{CheckedDisk, Disk, ErrorKind, Extent, Geometry, LocalFuture, Losses, MemoryDisk};
 
     use super::*;
 
@@ -152,7 +165,7 @@ mod tests {
 
     fn write(behind: &Behind, at: u64, bytes: &[u8]) {
         let data = Buffer::copy_of(bytes);
-        let operation = Operation::Write { at: GuestOffset::new(at), data, is_synced: false };
+        let operation = Operation::Write { at: GuestOffset::new(at), data, synced: None };
         let Ok(Outcome::Written(len)) = block_on(behind.perform(operation)) else { panic!("a write") };
         assert_eq!(len, bytes.len());
     }
@@ -174,20 +187,43 @@ mod tests {
     fn closing_flushes_what_was_written_and_only_then() {
         let (disk, behind) = behind(1 << 20);
         let flushes = || disk.counts().flushes;
-        block_on(behind.perform(Operation::Close)).expect("nothing to do");
+        block_on(behind.perform(Operation::Close(None))).expect("nothing to do");
         assert_eq!(flushes(), 0);
         write(&behind, 0, b"x");
-        block_on(behind.perform(Operation::Close)).expect("a flush");
-        block_on(behind.perform(Operation::Close)).expect("nothing to do");
+        block_on(behind.perform(Operation::Close(None))).expect("a flush");
+        block_on(behind.perform(Operation::Close(None))).expect("nothing to do");
         assert_eq!(flushes(), 1);
-        block_on(behind.perform(Operation::Sync)).expect("a flush");
+        block_on(behind.perform(Operation::Sync(None))).expect("a flush");
         assert_eq!(flushes(), 2);
         block_on(behind.perform(Operation::Zero { span: GuestOffset::ZERO.span(9), may_unmap: false }))
             .expect("zeros");
-        block_on(behind.perform(Operation::Close)).expect("a flush");
+        block_on(behind.perform(Operation::Close(None))).expect("a flush");
         assert_eq!(flushes(), 3);
     }
-    /// A disk whose flushes end when the test says so, and as it says.
+
+    #[test]
+    fn each_descriptor_hears_of_lost_writes_and_closing_tells_without_end() {
+        let losses = Arc::<Losses>::default();
+        let (_, behind) = behind(1 << 20);
+        let [one, other] = [Some(losses.witness()), Some(losses.witness())];
+        let ask = |operation| block_on(behind.perform(operation)).is_ok();
+        write(&behind, 0, b"x");
+        losses.grow();
+        assert!(!ask(Operation::Sync(one.clone())), "what it wrote may be gone");
+        assert!(ask(Operation::Sync(one.clone())), "it has been told");
+        assert!(ask(Operation::Close(one)));
+        for _ in 0..2 {
+            assert!(!ask(Operation::Close(other.clone())), "though a flush has ended well since");
+        }
+        let data = || Buffer::copy_of(b"x");
+        let plain = Operation::Write { at: GuestOffset::ZERO, data: data(), synced: None };
+        assert!(ask(plain), "it promises nothing");
+        let synced = || Operation::Write { at: GuestOffset::ZERO, data: data(), synced: Some(other.clone()) };
+        assert!(!ask(synced()) && ask(synced()), "told once");
+        assert!(ask(Operation::Close(other)));
+    }
+
+    /// A disk whose flushes complete when the test says so, with the result that it sets.
     struct Waiting {
         disk: SharedDisk,
         ends: Mutex<Vec<Result<()>>>,
@@ -240,8 +276,8 @@ mod tests {
         let disk = Arc::new(Waiting { disk: MemoryDisk::new(1 << 20), ends: Mutex::new(Vec::new()) });
         let behind = Behind::new(disk.clone());
         write(&behind, 0, b"x");
-        let mut first = Box::pin(behind.perform(Operation::Close));
-        let mut second = Box::pin(behind.perform(Operation::Close));
+        let mut first = Box::pin(behind.perform(Operation::Close(None)));
+        let mut second = Box::pin(behind.perform(Operation::Close(None)));
         assert!(block_on(poll_once(&mut first)).is_none());
         assert!(block_on(poll_once(&mut second)).is_none(), "the flush of the first has not ended");
         disk.end_one(Err(Error::new(ErrorKind::NoSpace, "no room")));
@@ -251,10 +287,13 @@ mod tests {
         write(&behind, 9, b"y");
         disk.end_one(Ok(()));
         assert!(matches!(block_on(poll_once(&mut second)), Some(Ok(_))));
-        let mut third = Box::pin(behind.perform(Operation::Close));
+        let mut third = Box::pin(behind.perform(Operation::Close(None)));
         assert!(block_on(poll_once(&mut third)).is_none(), "there is something to flush");
         disk.end_one(Ok(()));
         assert!(matches!(block_on(third), Ok(Outcome::Done)));
-        assert!(matches!(block_on(behind.perform(Operation::Close)), Ok(Outcome::Done)), "all is durable");
+        assert!(
+            matches!(block_on(behind.perform(Operation::Close(None))), Ok(Outcome::Done)),
+            "all is durable"
+        );
     }
 }

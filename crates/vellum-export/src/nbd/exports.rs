@@ -1,24 +1,27 @@
-//! What is served, under which names. Exports come and go while clients are connected.
+//! What is served, and under which names. Exports come and go while clients are connected.
 //!
 //! ```text
 //!   add ──► listed ──attach──► a session uses it          attach and remove exclude each other,
-//!             │                     │                     so nobody attaches to what was removed
+//!             │                     │                     so no session attaches to a removed export
 //!          remove ──drain──► its sessions end ──► Removed::unused ──► the disk, to be closed
 //! ```
 //!
-//! 1. Names are compared whole, byte by byte. The empty name is the default export.
-//! 2. Nothing here asks the disk anything but its geometry, so that listing costs a host nothing.
-//! 3. A removed disk is given back only when no session can start a request on it any more.
-//! 4. Exports that are made when a client asks for them come after the others: [`OnDemand`]. Each lives as long as its session.
+//! 1. Names are compared as a whole, byte by byte. The empty name is the default export.
+//! 2. Nothing here queries more of the disk than its geometry, so that a listing causes no host I/O.
+//! 3. A removed disk is returned only when no session can start a request on it any more.
+//! 4. The clients of one endpoint may see only some of the exports ([`View`]): for them the others do not
+//!    exist.
+//! 5. Exports that are created when a client asks for them come after the others: [`OnDemand`]. Each lives as
+//!    long as its session.
 //!
 //! Source: NBD protocol, `NBD_OPT_EXPORT_NAME`, `NBD_OPT_LIST`.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use event_listener::Event;
-use vellum_core::{Error, ErrorKind, Result, SharedDisk};
+use vellum_core::{Error, ErrorKind, Result, SharedDisk, witnessed_by_connection};
 
 use super::wire;
 use crate::shutdown::Shutdown;
@@ -28,7 +31,7 @@ use crate::shutdown::Shutdown;
 pub struct Export {
     /// What clients ask for; empty for the default.
     pub name: String,
-    /// What it is, for a person who lists the exports; may be empty.
+    /// A description for a person who lists the exports; may be empty.
     pub description: String,
     /// What is served. Several exports may serve one disk.
     pub disk: SharedDisk,
@@ -36,18 +39,47 @@ pub struct Export {
     pub read_only: bool,
 }
 
-/// Exports that are there without being added: made when a client asks for one.
+/// Exports that exist without being added: created when a client asks for one.
 pub trait OnDemand: Send + Sync {
     /// Their names now.
     fn names(&self) -> Vec<String>;
 
-    /// The export of this name.
-    fn find(&self, name: &str) -> Option<Export>;
+    /// The export of this name, and what sends its client away.
+    fn find(&self, name: &str) -> Option<(Export, Shutdown)>;
 }
 
 /// The exports of a server. Clones are one registry; it may be used from any thread.
 #[derive(Clone, Default)]
-pub struct Exports(Arc<Registry>);
+pub struct Exports {
+    registry: Arc<Registry>,
+    /// What clients see of it; nothing, all.
+    view: Option<Arc<View>>,
+}
+
+/// What clients that connect at one endpoint see.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct View {
+    /// These names; all names by default.
+    pub names: Option<Vec<String>>,
+    /// Also the on-demand exports of the names above: their names with an `@` behind them. One whose own name
+    /// is above is seen in any case.
+    pub on_demand: bool,
+}
+
+impl View {
+    fn has(&self, name: &str) -> bool {
+        self.names.as_ref().is_none_or(|names| names.iter().any(|its| its == name))
+    }
+
+    fn has_on_demand(&self, name: &str) -> bool {
+        let is_below =
+            |its: &String| name.strip_prefix(its.as_str()).is_some_and(|rest| rest.starts_with('@'));
+        match &self.names {
+            None => self.on_demand,
+            Some(names) => self.has(name) || self.on_demand && names.iter().any(is_below),
+        }
+    }
+}
 
 #[derive(Default)]
 struct Registry {
@@ -60,10 +92,26 @@ pub(crate) struct Entry {
     shutdown: Shutdown,
     sessions: AtomicUsize,
     session_ended: Event,
+    /// No client is admitted for the time being.
+    is_suspended: AtomicBool,
+}
+
+/// Exports that keep their names but admit no client until this is dropped.
+#[must_use = "they let clients in again when it is dropped"]
+pub struct Suspended(Vec<Arc<Entry>>);
+
+impl Drop for Suspended {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|entry| entry.is_suspended.store(false, Ordering::Release));
+    }
 }
 
 /// A session's hold on an export.
-pub(crate) struct Attached(Arc<Entry>);
+pub(crate) struct Attached {
+    entry: Arc<Entry>,
+    /// As this session uses it.
+    disk: SharedDisk,
+}
 
 /// An export that is no longer listed, but perhaps still in use.
 #[must_use = "the disk is in use until `unused` has returned"]
@@ -75,28 +123,41 @@ impl Exports {
         Self::default()
     }
 
-    /// Offers a disk from now on. `Invalid` when the name or the description is not what the protocol calls a string,
-    /// `Locked` when the name is taken.
+    /// The same exports, limited to what clients see through this view.
+    pub fn seen_as(&self, view: View) -> Self {
+        Self { registry: self.registry.clone(), view: Some(Arc::new(view)) }
+    }
+
+    fn shows(&self, name: &str) -> bool {
+        self.view.as_ref().is_none_or(|view| view.has(name))
+    }
+
+    fn shows_on_demand(&self, name: &str) -> bool {
+        self.view.as_ref().is_none_or(|view| view.has_on_demand(name))
+    }
+
+    /// Offers a disk from now on. `Invalid` when the name or the description is not what the protocol calls a
+    /// string, `Locked` when the name is taken.
     pub fn add(&self, export: Export) -> Result<()> {
         for text in [&export.name, &export.description] {
             if !is_string(text) {
                 return Err(Error::invalid(
-                    "an export's name and description have at most 4096 bytes, none of them NUL",
+                    "an export's name and description may have at most 4096 bytes and no NUL",
                 ));
             }
         }
         let mut exports = self.lock();
         if exports.contains_key(&export.name) {
-            let context = format!("there is an export {:?} already", export.name);
+            let context = format!("an export named {:?} already exists", export.name);
             return Err(Error::new(ErrorKind::Locked, context));
         }
-        exports.insert(export.name.clone(), Arc::new(Entry::new(export)));
+        exports.insert(export.name.clone(), Arc::new(Entry::new(export, Shutdown::new())));
         Ok(())
     }
 
-    /// Offers these, too. Done once, before the first client.
+    /// Also offers these. Called once, before the first client.
     pub fn also(&self, on_demand: Arc<dyn OnDemand>) {
-        let is_first = self.0.on_demand.set(on_demand).is_ok();
+        let is_first = self.registry.on_demand.set(on_demand).is_ok();
         debug_assert!(is_first, "there is one source of them");
     }
 
@@ -107,14 +168,29 @@ impl Exports {
         Some(Removed(entry))
     }
 
-    /// Offers them no longer, and gives them back, when none of them has a session; else tells how many there are.
-    pub fn take_unused(&self, names: &[String]) -> Result<Vec<Export>, usize> {
+    /// As above, if it is of this disk: a name whose export was removed may have been given to another one
+    /// since.
+    pub fn remove_of(&self, name: &str, disk: &SharedDisk) -> Option<Removed> {
         let mut exports = self.lock();
+        let is_its = exports.get(name).is_some_and(|entry| Arc::ptr_eq(&entry.export.disk, disk));
+        let entry = if is_its { exports.remove(name)? } else { return None };
+        entry.shutdown.drain();
+        Some(Removed(entry))
+    }
+
+    /// Admits no client to these exports until the result is dropped. Fails, with the number of sessions, if
+    /// any of them has one. Their names stay taken, and clients get the error for an unknown export.
+    ///
+    /// # Errors
+    /// How many sessions there are.
+    pub fn suspend_unused(&self, names: &[String]) -> Result<Suspended, usize> {
+        let exports = self.lock();
         let taken: Vec<Arc<Entry>> = names.iter().filter_map(|name| exports.get(name).cloned()).collect();
         match taken.iter().map(|entry| entry.sessions.load(Ordering::Acquire)).sum() {
             0 => {
-                exports.retain(|name, _| !names.contains(name));
-                Ok(taken.iter().map(|entry| entry.export.clone()).collect())
+                // Under the lock, like `attach`.
+                taken.iter().for_each(|entry| entry.is_suspended.store(true, Ordering::Release));
+                Ok(Suspended(taken))
             }
             sessions => Err(sessions),
         }
@@ -130,45 +206,59 @@ impl Exports {
         self.lock().get(name).map(|entry| entry.sessions.load(Ordering::Acquire))
     }
 
-    /// Name and description of each, in order, as long as `want` says so.
+    /// Name and description of each, in order, while `want` returns true.
     pub(super) fn list(&self, mut want: impl FnMut(&str, &str) -> bool) {
-        for entry in self.lock().values() {
+        let is_seen = |entry: &&Arc<Entry>| self.shows(&entry.export.name) && entry.lets_in();
+        for entry in self.lock().values().filter(is_seen) {
             if !want(&entry.export.name, &entry.export.description) {
                 return;
             }
         }
-        let more = self.0.on_demand.get().map_or(Vec::new(), |more| more.names());
-        let _is_whole = more.iter().filter(|name| is_string(name)).all(|name| want(name, ""));
+        let more = self.registry.on_demand.get().map_or(Vec::new(), |more| more.names());
+        let mut more = more.iter().filter(|name| is_string(name) && self.shows_on_demand(name));
+        let _is_whole = more.all(|name| want(name, ""));
     }
 
     /// Whether a client may ask for it.
     pub(super) fn has(&self, name: &str) -> bool {
-        self.lock().contains_key(name) || self.find_on_demand(name).is_some()
+        let is_there = || self.lock().get(name).is_some_and(|entry| entry.lets_in());
+        self.shows(name) && is_there() || self.find_on_demand(name).is_some()
     }
 
     pub(crate) fn attach(&self, name: &str) -> Option<Attached> {
-        if let Some(entry) = self.lock().get(name) {
-            // Counted under the lock: whoever removes the export afterwards sees it.
-            entry.sessions.fetch_add(1, Ordering::AcqRel);
-            return Some(Attached(entry.clone()));
+        if let Some(entry) = self.lock().get(name).filter(|entry| self.shows(name) && entry.lets_in()) {
+            // Counted under the lock, so that a later removal of the export sees it.
+            return Some(Attached::to(entry.clone()));
         }
-        let entry = Entry::new(self.find_on_demand(name)?);
-        entry.sessions.fetch_add(1, Ordering::AcqRel);
-        Some(Attached(Arc::new(entry)))
+        let (export, shutdown) = self.find_on_demand(name)?;
+        Some(Attached::to(Arc::new(Entry::new(export, shutdown))))
     }
 
-    fn find_on_demand(&self, name: &str) -> Option<Export> {
-        self.0.on_demand.get()?.find(name)
+    fn find_on_demand(&self, name: &str) -> Option<(Export, Shutdown)> {
+        if !self.shows_on_demand(name) {
+            return None;
+        }
+        self.registry.on_demand.get()?.find(name)
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Entry>>> {
-        self.0.added.lock().unwrap_or_else(PoisonError::into_inner)
+        self.registry.added.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Entry {
-    fn new(export: Export) -> Self {
-        Self { export, shutdown: Shutdown::new(), sessions: AtomicUsize::new(0), session_ended: Event::new() }
+    fn new(export: Export, shutdown: Shutdown) -> Self {
+        Self {
+            export,
+            shutdown,
+            sessions: AtomicUsize::new(0),
+            session_ended: Event::new(),
+            is_suspended: AtomicBool::new(false),
+        }
+    }
+
+    fn lets_in(&self) -> bool {
+        !self.is_suspended.load(Ordering::Acquire)
     }
 }
 
@@ -178,29 +268,42 @@ fn is_string(text: &str) -> bool {
 }
 
 impl Attached {
+    fn to(entry: Arc<Entry>) -> Self {
+        // Before it is counted: what panics here leaves no session behind that never ends.
+        let disk = witnessed_by_connection(entry.export.disk.clone());
+        entry.sessions.fetch_add(1, Ordering::AcqRel);
+        Self { entry, disk }
+    }
+
     pub(crate) fn export(&self) -> &Export {
-        &self.0.export
+        &self.entry.export
+    }
+
+    /// The disk for this session alone, which gets its own reports of lost writes.
+    pub(crate) fn disk(&self) -> &SharedDisk {
+        &self.disk
     }
 
     pub(crate) fn shutdown(&self) -> &Shutdown {
-        &self.0.shutdown
+        &self.entry.shutdown
     }
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        self.0.sessions.fetch_sub(1, Ordering::AcqRel);
-        self.0.session_ended.notify(usize::MAX);
+        self.entry.sessions.fetch_sub(1, Ordering::AcqRel);
+        self.entry.session_ended.notify(usize::MAX);
     }
 }
 
 impl Removed {
-    /// Sessions that still use it stop sending, too: for when the drain takes longer than the caller cares to wait.
+    /// Sessions that still use it also stop sending: for when the drain takes longer than the caller will
+    /// wait.
     pub fn cut(&self) {
         self.0.shutdown.cut();
     }
 
-    /// Waits until no session uses it, and gives the disk back, so that it can be closed.
+    /// Waits until no session uses it, and returns the disk, so that it can be closed.
     pub async fn unused(self) -> SharedDisk {
         loop {
             let ended = self.0.session_ended.listen();
@@ -252,6 +355,19 @@ mod tests {
         assert_eq!(exports.names().len(), 2);
     }
 
+    #[test]
+    fn a_disk_removes_its_own_export_and_not_the_next_one_of_that_name() {
+        let exports = Exports::new();
+        let [one, next] = [export("a"), export("a")];
+        exports.add(one.clone()).expect("the name is free");
+        let removed = exports.remove_of("a", &one.disk).expect("it is its own");
+        exports.add(next.clone()).expect("the name is free again");
+        assert!(exports.remove_of("a", &one.disk).is_none());
+        assert!(exports.attach("a").is_some(), "the other is still there");
+        assert!(exports.remove_of("a", &next.disk).is_some() && exports.attach("a").is_none());
+        drop(block_on(removed.unused()));
+    }
+
     struct Letters;
 
     impl OnDemand for Letters {
@@ -259,8 +375,8 @@ mod tests {
             vec!["@a".to_owned(), "@b\0".to_owned()]
         }
 
-        fn find(&self, name: &str) -> Option<Export> {
-            (name == "@a").then(|| export(name))
+        fn find(&self, name: &str) -> Option<(Export, Shutdown)> {
+            (name == "@a").then(|| (export(name), Shutdown::new()))
         }
     }
 
@@ -282,19 +398,59 @@ mod tests {
     }
 
     #[test]
-    fn exports_are_taken_only_when_nobody_uses_them() {
+    fn clients_see_what_their_place_shows() {
+        let all = Exports::new();
+        for name in ["", "disk", "other"] {
+            all.add(export(name)).expect("the name is free");
+        }
+        all.also(Arc::new(Letters));
+        let seen = |names: Option<&[&str]>, on_demand| {
+            let names = names.map(|names| names.iter().map(|name| (*name).to_owned()).collect());
+            let exports = all.seen_as(View { names, on_demand });
+            let mut seen = Vec::new();
+            exports.list(|name, _| {
+                seen.push(name.to_owned());
+                true
+            });
+            for name in ["", "disk", "other", "@a"] {
+                let is_seen = seen.iter().any(|its| its == name);
+                assert_eq!(
+                    (exports.has(name), exports.attach(name).is_some()),
+                    (is_seen, is_seen),
+                    "{name:?}"
+                );
+            }
+            seen
+        };
+        assert_eq!(seen(None, false), ["", "disk", "other"]);
+        assert_eq!(seen(None, true), ["", "disk", "other", "@a"]);
+        assert_eq!(seen(Some(&["disk"]), true), ["disk"], "what is made is of another");
+        assert_eq!(seen(Some(&["disk", ""]), true), ["", "disk", "@a"]);
+        assert_eq!(seen(Some(&["@a"]), false), ["@a"]);
+    }
+
+    #[test]
+    fn exports_are_suspended_only_when_nobody_uses_them_and_keep_their_names() {
         let exports = Exports::new();
         for name in ["a", "b", "c"] {
             exports.add(export(name)).expect("the name is free");
         }
         let names = ["a".to_owned(), "b".to_owned()];
         let session = exports.attach("b").expect("it is there");
-        assert_eq!(exports.take_unused(&names).err(), Some(1));
-        assert_eq!(exports.names().len(), 3, "none was taken");
+        assert_eq!(exports.suspend_unused(&names).err(), Some(1));
+        assert!(exports.has("a") && exports.has("b"), "none was");
         drop(session);
-        let taken = exports.take_unused(&names).unwrap_or_default();
-        assert_eq!(taken.len(), 2);
-        assert_eq!(exports.names(), ["c"]);
+        let suspended = exports.suspend_unused(&names).expect("nobody uses them");
+        assert!(!exports.has("a") && exports.attach("b").is_none() && exports.has("c"));
+        let mut seen = Vec::new();
+        exports.list(|name, _| {
+            seen.push(name.to_owned());
+            true
+        });
+        assert_eq!(seen, ["c"]);
+        assert_eq!(exports.add(export("a")).expect_err("the name is taken").kind(), ErrorKind::Locked);
+        drop(suspended);
+        assert!(exports.has("a") && exports.attach("b").is_some());
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Entry points for fuzzers: the pure parsers, and a whole session on a small disk in memory. One string of bytes
+//! Entry points for fuzzers: the pure parsers, and a whole session on a small disk in memory. The input alone
 //! decides everything; there is no I/O, no time and no thread.
 //!
 //! ```text
@@ -9,9 +9,9 @@
 //!     seed  128 the handshake that is made for it chooses extended headers
 //! ```
 //!
-//! A session must not panic, must not stop without having ended, must leave no disk request half done, and must
-//! answer every request exactly once. The last is counted from outside: requests by another reading of the input,
-//! replies by another reading of the output.
+//! A session must not panic, must not stop without having ended, must leave no disk request half done, and
+//! must answer every request exactly once. The last is counted from outside: requests by a second reading of
+//! the input, replies by a second reading of the output.
 
 use std::cell::{Cell, RefCell};
 use std::pin::pin;
@@ -39,7 +39,7 @@ use crate::shutdown::Shutdown;
 /// The disk's size: small, so that offsets that mean something are easily found.
 const DISK_BYTES: u64 = 16 << 10;
 
-/// More input than this is not looked at, which bounds the output.
+/// More input than this is ignored, which bounds the output.
 const INPUT_BYTES_MAX: usize = 16 << 10;
 
 /// A handshake, fed in pieces as long as each byte says.
@@ -64,7 +64,7 @@ pub fn fuzz_handshake(data: &[u8]) {
         out.clear();
         match step {
             Step::More => rest = &rest[taken..],
-            // The same bytes might have come inside it.
+            // The same bytes might have arrived inside TLS.
             Step::StartTls => {
                 assert_ne!(stage, TlsStage::Absent);
                 handshake = handshake.inside_tls();
@@ -75,7 +75,7 @@ pub fn fuzz_handshake(data: &[u8]) {
     }
 }
 
-/// One request header: what passes must lie inside the export.
+/// One request header: a request that passes must be inside the export.
 pub fn fuzz_request(data: &[u8]) {
     let is_extended = data.starts_with(&wire::EXTENDED_REQUEST_MAGIC.to_be_bytes());
     let (header, rest) = if is_extended {
@@ -162,7 +162,7 @@ fn exports(disk: SharedDisk, read_only: bool) -> Exports {
     exports
 }
 
-/// A handshake for those who want to be in the transmission at once.
+/// A handshake for inputs that should reach the transmission at once.
 fn opening(headers: Headers, sizes: bool) -> Vec<u8> {
     let put = |bytes: &mut Vec<u8>, option: u32, data: &[u8]| {
         bytes.extend_from_slice(&wire::OPTION_MAGIC.to_be_bytes());
@@ -262,7 +262,7 @@ fn replies(mut output: &[u8], headers: Headers) -> usize {
     count
 }
 
-/// Polls to the end. Whoever waits without having asked to be woken waits for ever.
+/// Polls to the end. A future that waits without having registered its waker waits forever.
 fn run<T>(future: impl Future<Output = T>) -> T {
     struct Flag(AtomicBool);
     impl Wake for Flag {
@@ -298,13 +298,13 @@ struct ScriptedStream {
     input: Vec<u8>,
     at: Cell<usize>,
     output: RefCell<Vec<u8>>,
-    /// After so many bytes it is gone.
+    /// After this many bytes the stream is gone.
     deaf_after: usize,
     random: RefCell<Random>,
     in_pieces: bool,
     reads: Cell<u64>,
     shutdown: Shutdown,
-    /// After so many reads somebody asks for a drain.
+    /// After this many reads a drain is requested.
     drain_after: u64,
 }
 
@@ -412,7 +412,7 @@ impl Disk for LateDisk {
 mod tests {
     use super::*;
 
-    /// Requests that mostly make sense, as a fuzzer that knows the structure would make them.
+    /// Requests that are mostly valid, as a fuzzer that knows the structure would make them.
     fn requests_at_random(random: &mut Random, is_extended: bool) -> Vec<u8> {
         let mut bytes = Vec::new();
         for _ in 0..random.below(60) {

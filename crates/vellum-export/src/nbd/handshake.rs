@@ -1,4 +1,4 @@
-//! The handshake: bytes in, bytes out, and in the end an export and the terms it is used on. No I/O.
+//! The handshake: bytes in, bytes out, and in the end an export and the terms on which it is used. No I/O.
 //!
 //! ```text
 //!            greeting
@@ -8,22 +8,28 @@
 //!                            └──too long──► Skip ──► ERR_TOO_BIG      GO, EXPORT_NAME: Enter
 //! ```
 //!
-//! 1. [`Handshake::feed`] takes any cut of the client's bytes: it gathers until what it waits for is there.
-//! 2. It stops after each answer, so that one answer is sent before the next is made, and only one is ever held.
-//! 3. A length that the client sent makes nothing larger by itself; what is gathered grows with what has come.
-//! 4. No export's disk is asked anything but its geometry, and none is touched before the client has chosen it.
-//! 5. Answers never repeat the client's own words, so they have a length that the server chose.
-//! 6. Each answer is a function of what was negotiated so far. TLS begins a new `Handshake`, with an empty receive
-//!    buffer: what came in the clear does not count (CVE-2021-3716). Of the old one only the flags are kept.
-//! 7. Where TLS comes first, nothing else is answered before it, not even whether an option is known.
+//! 1. [`Handshake::feed`] takes the client's bytes in pieces of any size: it gathers them until the current
+//!    message is complete.
+//! 2. It stops after each answer, so that one answer is sent before the next is made, and at most one is
+//!    held.
+//! 3. A length that the client sent allocates nothing by itself; the buffer grows with the bytes that have
+//!    arrived.
+//! 4. Nothing but the geometry of an export's disk is queried, and no disk is touched before the client has
+//!    chosen it.
+//! 5. Answers never repeat the client's own words, so the server chooses their length.
+//! 6. Each answer is a function of what was negotiated so far. TLS begins a new `Handshake` with an empty
+//!    receive buffer: bytes that came in the clear do not count (CVE-2021-3716). Only the flags of the old
+//!    one are kept.
+//! 7. Where TLS is required, nothing else is answered before it, not even whether an option is known.
 //!
-//! Left out: clients that do not know fixed newstyle (before 2011). They cannot be told an error, and are turned away.
+//! Left out: clients that do not know fixed newstyle (before 2011). They cannot be sent an error, and are
+//! disconnected.
 //!
 //! Source: NBD protocol, "Fixed newstyle negotiation", "Option types", "Option reply types".
 
+use super::ending::Ending;
 use super::exports::{Attached, Export, Exports};
 use super::limits::Limits;
-use super::session::Ending;
 use super::status::{Contexts, MetaContext};
 use super::terms::{Headers, Terms};
 use super::wire::{
@@ -34,9 +40,11 @@ use super::wire::{
 pub(super) struct Negotiated {
     pub(super) attached: Attached,
     pub(super) terms: Terms,
+    /// The client can be sent the error that there is no free seat.
+    pub(super) may_be_refused: bool,
 }
 
-/// How it goes on after the bytes that were fed.
+/// What follows the bytes that were fed.
 pub(super) enum Step {
     /// More bytes are needed, or another look at the rest.
     More,
@@ -48,7 +56,15 @@ pub(super) enum Step {
     End(Ending),
 }
 
-/// How a handshake stands with TLS.
+/// Replaces the answer to the option that chose an export: there is no seat for its client. The handshake
+/// continues.
+pub(super) fn has_no_place(out: &mut Vec<u8>) {
+    out.clear();
+    let why = "this export has no room for another client; try again later";
+    refuse(out, option::GO, reply::ERR_POLICY, why);
+}
+
+/// The state of TLS in a handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TlsStage {
     /// The server has none.
@@ -61,13 +77,13 @@ pub(super) enum TlsStage {
 }
 
 /// Why an option is not answered.
-const TLS_FIRST: &str = "this server wants TLS first";
+const TLS_FIRST: &str = "this server requires TLS";
 
 enum State {
     Flags,
     OptionHeader,
     OptionData(OptionHeader),
-    /// Data of an option that is not looked at.
+    /// Data of an option that is skipped.
     Skip {
         option: u32,
         left: u32,
@@ -105,14 +121,14 @@ impl<'a> Handshake<'a> {
         }
     }
 
-    /// The handshake that follows this one inside TLS. It goes on with the first option.
+    /// The handshake that follows this one inside TLS. It continues with the first option.
     pub(super) fn inside_tls(&self) -> Self {
         let begun = Self::new(self.exports, self.limits, TlsStage::Done);
         Self { state: State::OptionHeader, no_zeroes: self.no_zeroes, ..begun }
     }
 
-    /// Takes bytes off the front of `input` and appends what is to be sent to `out`. Tells how many it took; bytes
-    /// that are left are fed again, unless the handshake is over.
+    /// Takes bytes off the front of `input` and appends what is to be sent to `out`. Tells how many it took;
+    /// bytes that are left are fed again, unless the handshake is over.
     pub(super) fn feed(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, Step) {
         let before = self.bytes;
         let step = self.advance(input, out);
@@ -239,7 +255,7 @@ impl<'a> Handshake<'a> {
             }
             option::LIST if data.is_empty() => self.list(out),
             option::STRUCTURED_REPLY if data.is_empty() && self.headers == Headers::Extended => {
-                refuse(out, option, reply::ERR_EXT_HEADER_REQD, "extended headers were chosen already");
+                refuse(out, option, reply::ERR_EXT_HEADER_REQD, "extended headers were already negotiated");
             }
             option::STRUCTURED_REPLY if data.is_empty() => {
                 self.headers = Headers::Structured;
@@ -255,10 +271,10 @@ impl<'a> Handshake<'a> {
             option::LIST_META_CONTEXT => self.list_contexts(data, out),
             option::SET_META_CONTEXT => self.set_contexts(data, out),
             option::STARTTLS if self.tls == TlsStage::Absent => {
-                refuse(out, option, reply::ERR_UNSUP, "this server has no TLS");
+                refuse(out, option, reply::ERR_UNSUP, "this server does not support TLS");
             }
             option::STARTTLS if self.tls == TlsStage::Done => {
-                refuse(out, option, reply::ERR_INVALID, "TLS has begun already");
+                refuse(out, option, reply::ERR_INVALID, "TLS is already active");
             }
             option::STARTTLS if !data.is_empty() => {
                 refuse(out, option, reply::ERR_INVALID, "this option has no data");
@@ -288,7 +304,7 @@ impl<'a> Handshake<'a> {
         if !self.no_zeroes {
             out.extend_from_slice(&[0; 124]);
         }
-        Step::Enter(Negotiated { attached, terms })
+        Step::Enter(Negotiated { attached, terms, may_be_refused: false })
     }
 
     /// `NBD_OPT_INFO` and `NBD_OPT_GO`, which differ only in what follows.
@@ -316,11 +332,12 @@ impl<'a> Handshake<'a> {
         if request.wants(info::DESCRIPTION) && !export.description.is_empty() {
             fact(info::DESCRIPTION, &[export.description.as_bytes()]);
         }
-        // Told to all, as clients ignore what they did not ask for; those who did not ask hear of no smallest block.
+        // Sent to all clients, because they ignore information that they did not request. Clients that did
+        // not request the block sizes get a minimum of one byte.
         let sizes = [terms.block_min, terms.block_preferred, terms.payload_max].map(u32::to_be_bytes);
         fact(info::BLOCK_SIZE, &[sizes.as_flattened()]);
         acknowledge(out, option);
-        Some(Negotiated { attached, terms })
+        Some(Negotiated { attached, terms, may_be_refused: true })
     }
 
     fn terms(&self, export: &Export, keeps_sizes: bool) -> Terms {
@@ -366,7 +383,8 @@ impl<'a> Handshake<'a> {
 
     fn set_contexts(&mut self, data: &[u8], out: &mut Vec<u8>) {
         let option = option::SET_META_CONTEXT;
-        // "Issuing this command replaces all previously-set metadata contexts (including when this command fails)."
+        // "Issuing this command replaces all previously-set metadata contexts (including when this command
+        // fails)."
         self.chosen = None;
         let Some(request) = self.context_request(option, data, out) else { return };
         let mut contexts = Contexts::default();
@@ -388,7 +406,7 @@ impl<'a> Handshake<'a> {
         out: &mut Vec<u8>,
     ) -> Option<ContextRequest<'d>> {
         if !self.headers.have_chunks() {
-            refuse(out, option, reply::ERR_INVALID, "structured replies come first");
+            refuse(out, option, reply::ERR_INVALID, "structured replies must be negotiated first");
             return None;
         }
         let Some(request) = ContextRequest::parse(data) else {

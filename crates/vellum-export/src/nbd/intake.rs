@@ -1,4 +1,4 @@
-//! What comes in: bytes from the stream become requests with their payloads.
+//! Input: bytes from the stream become requests with their payloads.
 //!
 //! ```text
 //!   inbox    │ used │ header │ payload │ header │ head│           │     one read brings many requests
@@ -10,12 +10,12 @@
 //! ```
 //!
 //! 1. A request is taken from the inbox only when the [`Ledger`] admits it; until then nothing more is read.
-//! 2. The memory for a payload is charged before it is made, and it is made as large as its header says only after
-//!    the header was found to be right.
-//! 3. A refused write's payload is taken off the wire and thrown away before the refusal is handed over.
-//! 4. A payload that did not come whole is never given to the disk.
+//! 2. The memory for a payload is charged before it is allocated. It is allocated at the size that the header
+//!    gives, and only after the header was found valid.
+//! 3. The payload of a refused write is read from the stream and discarded before the refusal is handed over.
+//! 4. A payload that is incomplete is never given to the disk.
 //!
-//! It does no I/O by itself but for the one read it keeps going.
+//! It does no I/O by itself except for the one read that it keeps pending.
 
 use std::task::{Context, Poll};
 
@@ -31,8 +31,9 @@ use super::work::{Ticket, memory_for};
 /// A payload of which so much is still to come is large.
 const LARGE_BYTES: usize = 16 << 10;
 
-/// What follows a large payload is probably another one. So a read that completes one brings no more than a head of
-/// what follows; the rest of the next payload can then be read in place too, instead of being copied out of the inbox.
+/// What follows a large payload is probably another one. So a read that completes one brings no more than a
+/// head of what follows; the rest of the next payload can then be read in place too, instead of being copied
+/// out of the inbox.
 const HEAD_BYTES: usize = 4096;
 
 /// What is to be done next.
@@ -98,6 +99,11 @@ impl<'a> Intake<'a> {
     /// Whether the stream may end here: between two requests.
     pub(super) fn is_between_requests(&self) -> bool {
         matches!(self.stage, Stage::Header) && self.start == self.end
+    }
+
+    /// Whether a read is going on, so that the end of the stream will be noticed.
+    pub(super) fn is_listening(&self) -> bool {
+        self.receiving.is_some()
     }
 
     /// The next request, if it has come and the ledger has room for it. `size` is the disk's now.
@@ -182,7 +188,7 @@ impl<'a> Intake<'a> {
         &self.inbox.slice()[self.start..self.end]
     }
 
-    /// Reads more, once all that has come was taken. Gives the number of bytes; zero is the end.
+    /// Reads more, once everything that has arrived was taken. Returns the number of bytes; zero is the end.
     pub(super) fn poll_receive(&mut self, context: &mut Context<'_>) -> Poll<Result<usize>> {
         let mut receiving = match self.receiving.take() {
             Some(receiving) => receiving,
@@ -201,8 +207,8 @@ impl<'a> Intake<'a> {
         Poll::Ready(Ok(count))
     }
 
-    /// Where the next bytes belong: behind those of a header that is not whole, or into what a payload still lacks
-    /// and then into the inbox.
+    /// Where the next bytes belong: behind those of a header that is not whole, or into what a payload still
+    /// lacks and then into the inbox.
     fn target(&mut self) -> Buffer {
         if let Stage::Payload { bytes, filled, .. } = &mut self.stage {
             debug_assert!(self.start == self.end, "the payload took what had come");
@@ -235,7 +241,7 @@ impl<'a> Intake<'a> {
         }
     }
 
-    /// Gives up what has come only in part.
+    /// Discards what has arrived only in part.
     pub(super) fn abandon(&mut self, ledger: &mut Ledger) {
         match std::mem::replace(&mut self.stage, Stage::Header) {
             Stage::Header => {}

@@ -1,5 +1,5 @@
-//! What one client may take: time, memory, requests. A server chooses the numbers; everything a peer can make a session
-//! hold is one of them.
+//! What one client may use: time, memory, requests. The server chooses the numbers; every resource that a
+//! peer can make a session hold is bounded by one of them.
 //!
 //! ```text
 //!   handshake      4 KiB receive buffer + an option (option_bytes_max) + an answer (reply_bytes_max), the last two
@@ -8,9 +8,9 @@
 //!                  + less than 1 KiB for each of requests_max
 //! ```
 //!
-//! With the defaults that is 700 KiB at the very most in the handshake, and 32.4 MiB in the transmission; a client that
-//! is idle holds 256 KiB. With TLS there are 450 KiB more: its inbox, a record, and replies while they are sealed and sent.
-//! What the disk needs to do a request is the disk's.
+//! With the defaults that is at most 700 KiB in the handshake and 32.4 MiB in the transmission; an idle
+//! client holds 256 KiB. TLS adds 450 KiB: its inbox, a record, and replies while they are sealed and sent.
+//! The memory that the disk needs to execute a request is the disk's own.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ pub struct Limits {
     pub handshake_time: Duration,
     /// How many options a client may send. `qemu-nbd --list` sends two for each export.
     pub options_max: u32,
-    /// The longest option that is looked at; a longer one is refused, its data thrown away.
+    /// The longest option that is read; a longer one is refused, and its data discarded.
     pub option_bytes_max: u32,
     /// All bytes a client may send before it has chosen an export.
     pub handshake_bytes_max: u64,
@@ -58,7 +58,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Whether a session can work with these numbers; the error says which it cannot.
+    /// Checks whether a session can work with these numbers; the error names the one with which it cannot.
     pub fn check(&self) -> Result<()> {
         let least = |what: &str, given: usize, least: usize| match given >= least {
             true => Ok(()),
@@ -68,8 +68,8 @@ impl Limits {
         least("option_bytes_max", self.option_bytes_max as usize, wire::STRING_BYTES_MAX + 64)?;
         least("reply_bytes_max", self.reply_bytes_max, 4 * wire::STRING_BYTES_MAX)?;
         least("requests_max", self.requests_max, 1)?;
-        // The preferred block size is at least 512 and a payload holds one ("Size constraints"); clients may read
-        // 65,536 bytes without fragments (`NBD_CMD_READ`).
+        // The preferred block size is at least 512 and a payload holds one ("Size constraints"); clients may
+        // read 65,536 bytes without fragments (`NBD_CMD_READ`).
         least("payload_bytes_max", self.payload_bytes_max as usize, 64 << 10)?;
         least("memory_bytes_max", self.memory_bytes_max, memory_of(u64::from(self.payload_bytes_max)))?;
         least("receive_bytes", self.receive_bytes, 4096)

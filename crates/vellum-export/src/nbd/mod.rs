@@ -1,21 +1,25 @@
 //! NBD, the network block device protocol: fixed newstyle handshake, structured replies, block status.
 //!
 //! ```text
-//!   serve_connection      session       greeting, deadline, the end; tls, where it is asked for
+//!   serve_connection      session       greeting, deadline, the end (ending); tls, where it is asked for
 //!     handshake           handshake     bytes in, bytes out ──► an export (exports) and the terms of its use (terms)
 //!     transmission        transmission  passes: take in, begin, gather, send
 //!                           intake      bytes from the stream ──► requests with payloads, as the ledger admits them
-//!                           request     the one door: header + terms ──► Request or Refusal
+//!                           request     the only way in: header + terms ──► Request or Refusal
 //!                           work        a request at the disk; sparse (reads without zeros), status (block status)
-//!                           reply       what goes out
-//!     wire                numbers and layouts; limits: what one client may take
+//!                           reply       output
+//!     wire                numbers and layouts; limits: what one client may use
 //! ```
 //!
-//! An accept loop takes a [`ConnectionSlot`](crate::ConnectionSlot), accepts, and runs [`serve_connection`] on the new
-//! stream as a task of its own worker; the slot is dropped when that returns.
+//! An accept loop takes a [`ConnectionSlot`](crate::ConnectionSlot), accepts, and runs [`serve_connection`]
+//! on the new stream as a task of its own on its worker; the slot is dropped when that returns.
 //!
 //! Source: `doc/proto.md` of NetworkBlockDevice/nbd. Left out for now: resizing while connected.
 
+mod budget;
+mod certificate;
+mod clients;
+mod ending;
 mod exports;
 #[doc(hidden)]
 pub mod fuzz;
@@ -27,6 +31,7 @@ mod reply;
 mod request;
 mod session;
 mod sparse;
+mod stall;
 mod status;
 mod terms;
 mod tls;
@@ -34,7 +39,9 @@ mod transmission;
 pub mod wire;
 mod work;
 
-pub use exports::{Export, Exports, OnDemand, Removed};
+pub use clients::{Bounds, Census, Client, ClientFacts, Clients, Stage};
+pub use ending::Ending;
+pub use exports::{Export, Exports, OnDemand, Removed, Suspended, View};
 pub use limits::Limits;
-pub use session::{Ending, serve_connection, serve_connection_with};
+pub use session::{serve_client, serve_connection, serve_connection_with};
 pub use tls::{Tls, TlsPolicy};

@@ -6,11 +6,12 @@
 //!                └────────┴── cut from a page of headers: neighbours there are one piece again
 //! ```
 //!
-//! 1. A reply is encoded whole, or its error is: nothing can fail after its first byte.
-//! 2. Once structured replies were negotiated, reads are answered by chunks only, and the last chunk of each reply,
-//!    and no other, has the flag that says so. What has no payload is answered by a simple reply, as the protocol
-//!    allows; failures are chunks, which have room for a sentence. With extended headers everything is a chunk.
-//! 3. Sentences come from the server's own text, never from the client or from a file name, and are short
+//! 1. Either the whole reply is encoded or its error is: nothing can fail after the first byte.
+//! 2. Once structured replies were negotiated, reads are answered with chunks only, and the last chunk of
+//!    each reply, and no other, has the flag that says so. A reply without payload is a simple reply, as the
+//!    protocol allows; failures are chunks, which have room for a message. With extended headers everything
+//!    is a chunk.
+//! 3. Error messages are short and come from the server's own text, never from the client or from a file name
 //!    (CVE-2020-10761).
 //!
 //! Source: NBD protocol, "Simple reply message", "Structured reply chunk message", "Structured reply types".
@@ -25,7 +26,7 @@ use super::wire::{self, CHUNK_HEADER_BYTES, EXTENDED_HEADER_BYTES, Errno, SIMPLE
 /// Headers are cut from pages of this size.
 const PAGE_BYTES: usize = 4096;
 
-/// What a reply gives back of its request.
+/// The parts of a request that its reply repeats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Label {
     pub(super) cookie: u64,
@@ -60,7 +61,7 @@ impl Replies {
         std::mem::take(&mut self.ready)
     }
 
-    /// Success, with nothing to tell.
+    /// Success, without a payload.
     pub(super) fn done(&mut self, label: Label) {
         match self.headers {
             Headers::Extended => self.chunk(chunk::FLAG_DONE, chunk::NONE, label, &[], 0),
@@ -192,7 +193,8 @@ impl Replies {
     }
 }
 
-/// What a client is told of a failure of the disk: its kind. The rest names files of the host, and is for the log.
+/// What a client learns of a failure of the disk is its kind. The rest names files on the host, and goes to
+/// the log.
 pub(super) fn sentence_of(error: &Error) -> String {
     error.kind().to_string()
 }

@@ -1,18 +1,21 @@
-//! The one door for requests: a header from the wire becomes a [`Request`] that is known to be right, or a refusal.
+//! The only way in for requests: a header from the wire becomes a [`Request`] that is known to be valid, or a
+//! refusal.
 //!
 //! ```text
 //!   RequestHeader ──check()──► Ok(Request)      goes to the disk; nothing is checked again
 //!                         └──► Err(Refusal)     is answered with its errno; a payload is taken off the wire first
 //! ```
 //!
-//! 1. It is a pure function of the header, the [`Terms`], and the size that the disk has now: not the one that the client
-//!    was told, as a client can learn a new size from another connection, and must not reach past a smaller one.
-//! 2. A run of bytes in a [`Request`] lies inside the export and, for reads and writes, fits a payload.
-//! 3. A refusal says how many bytes of payload follow the header, so that the next header is found; only where that
-//!    many would be an abuse does it end the connection.
+//! 1. It is a pure function of the header, the [`Terms`], and the current size of the disk. That may differ
+//!    from the size that was announced to the client: a client can learn a larger size from another
+//!    connection, and must not reach past a smaller one.
+//! 2. A range in a [`Request`] lies inside the export and, for reads and writes, fits a payload.
+//! 3. A refusal says how many bytes of payload follow the header, so that the next header can be found. It
+//!    ends the connection only where skipping that many would be an abuse.
 //!
-//! With extended headers a flag says that a payload follows, and a write must have it. But QEMU's client (10.0) sends its
-//! writes without, and its server takes the payload all the same. So a write has its payload, flag or not.
+//! With extended headers a flag says that a payload follows, and a write must have it. But QEMU's client
+//! (10.0) sends its writes without the flag, and its server expects the payload all the same. So a write has
+//! its payload with or without the flag.
 //!
 //! Source: NBD protocol, "Command flags", "Request types", "Size constraints", "Error values".
 
@@ -21,7 +24,7 @@ use vellum_core::{GuestOffset, GuestSpan, ZeroFlags};
 use super::terms::{Headers, Terms};
 use super::wire::{Errno, PAYLOAD_BYTES_DEFAULT, RequestHeader, command, command_flag as flag};
 
-/// A request that may be done as it stands.
+/// A request that may be executed as it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Request {
     /// `whole`: all bytes in one chunk (`NBD_CMD_FLAG_DF`).
@@ -46,7 +49,7 @@ pub(super) enum Request {
         span: GuestSpan,
         flags: ZeroFlags,
     },
-    /// `one`: a single extent is wanted (`NBD_CMD_FLAG_REQ_ONE`).
+    /// `one`: a single extent is requested (`NBD_CMD_FLAG_REQ_ONE`).
     Status {
         span: GuestSpan,
         one: bool,
@@ -67,7 +70,7 @@ pub(super) struct Refusal {
     pub(super) is_abuse: bool,
 }
 
-/// Looks at everything a header says.
+/// Checks everything in a header.
 pub(super) fn check(header: &RequestHeader, terms: &Terms, size: u64) -> Result<Request, Refusal> {
     let is_extended = terms.headers == Headers::Extended;
     let is_write = header.command == command::WRITE;
@@ -104,7 +107,7 @@ pub(super) fn check(header: &RequestHeader, terms: &Terms, size: u64) -> Result<
         return no(Errno::Perm, "the export is read-only");
     }
     if is_write && header.len > u64::from(terms.payload_max) {
-        return no(Errno::Invalid, "more payload than the server takes");
+        return no(Errno::Invalid, "more payload than the server accepts");
     }
     let block = u64::from(terms.block_min);
     if !header.offset.is_multiple_of(block) || !header.len.is_multiple_of(block) {
@@ -117,8 +120,9 @@ pub(super) fn check(header: &RequestHeader, terms: &Terms, size: u64) -> Result<
         let errno = if stores { Errno::NoSpace } else { Errno::Invalid };
         return no(errno, "past the end of the export");
     };
-    // What is read but not sent is bounded all the same: a request of 28 bytes should not cost the host 4 GiB. With
-    // extended headers a client may mean the whole export; then it is read for as long as the client stays.
+    // What is read but not sent is bounded all the same: a request of 28 bytes should not cost the host 4
+    // GiB. With extended headers a client may mean the whole export; then reading continues while the client
+    // stays connected.
     let moves = header.command == command::READ || (header.command == command::CACHE && !is_extended);
     if moves && header.len > u64::from(terms.payload_max) {
         let errno = if terms.headers.have_chunks() { Errno::Overflow } else { Errno::Invalid };
@@ -137,7 +141,7 @@ pub(super) fn check(header: &RequestHeader, terms: &Terms, size: u64) -> Result<
             Request::Zero { span, flags }
         }
         _ if terms.contexts.is_empty() => return no(Errno::Invalid, "no metadata context was negotiated"),
-        _ if span.is_empty() => return no(Errno::Invalid, "the status of no bytes"),
+        _ if span.is_empty() => return no(Errno::Invalid, "a block status of zero bytes"),
         _ => Request::Status { span, one: has(flag::REQ_ONE) },
     })
 }
@@ -166,7 +170,7 @@ mod tests {
         Terms { headers: Headers::Structured, contexts, ..terms }
     }
 
-    /// As long as the disk was told to be.
+    /// As `super::check`, with the size in the terms as that of the disk.
     fn check(header: &RequestHeader, terms: &Terms) -> Result<Request, Refusal> {
         super::check(header, terms, terms.size)
     }

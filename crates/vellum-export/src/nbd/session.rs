@@ -8,58 +8,29 @@
 //!                  └──────────► Ending ◄───────────────┘
 //! ```
 //!
-//! 1. Whatever a client does ends its own session and nothing else: there is an [`Ending`] for it, not a panic.
-//! 2. Until a client has chosen an export it holds a small receive buffer, one option and one answer, and may do so
-//!    for [`Limits::handshake_time`] only (CVE-2024-7409).
+//! 1. Whatever a client does ends its own session and nothing else: there is an [`Ending`] for it, never a
+//!    panic.
+//! 2. Until a client has chosen an export it holds a small receive buffer, one option and one answer, and may
+//!    do so for [`Limits::handshake_time`] only (CVE-2024-7409).
 //! 3. The export is held from the moment it was chosen until the last of its requests has ended.
 
-use std::fmt;
 use std::future::poll_fn;
+use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
 use futures_lite::future::or;
-use vellum_core::{Buffer, ByteStream, Clock, Error, Result};
+use vellum_core::{Buffer, ByteStream, Clock, LocalFuture, Result};
 
+use super::clients::{Bounds, Client, Clients};
+use super::ending::Ending;
 use super::exports::Exports;
-use super::handshake::{Handshake, Negotiated, Step, TlsStage};
+use super::handshake::{Handshake, Negotiated, Step, TlsStage, has_no_place};
 use super::limits::Limits;
 use super::tls::{TlsPolicy, TlsStream};
 use super::transmission::{Ground, transmit};
 use super::wire;
 use crate::shutdown::{Shutdown, Stage, Watch};
-
-/// How a connection ended.
-#[derive(Debug, Clone)]
-pub enum Ending {
-    /// The client said goodbye, and everything it had asked was answered.
-    Goodbye,
-    /// The client left between two requests without a word. Everything it had asked was answered, if it still listened.
-    Hangup,
-    /// A shutdown, or the removal of the export, was asked for; everything that was begun was answered.
-    Drained,
-    /// A shutdown was cut short; what was begun has ended, but was not answered.
-    Cut,
-    /// The server did not want the client: an unknown export, too many options, too slow a handshake.
-    Refused(&'static str),
-    /// The client broke the protocol.
-    Violation(&'static str),
-    /// The stream failed.
-    Failed(Error),
-}
-
-impl fmt::Display for Ending {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Goodbye => f.write_str("the client said goodbye"),
-            Self::Hangup => f.write_str("the client hung up"),
-            Self::Drained => f.write_str("the server drained it"),
-            Self::Cut => f.write_str("the server cut it"),
-            Self::Refused(why) => write!(f, "the client was refused: {why}"),
-            Self::Violation(why) => write!(f, "the client broke the protocol: {why}"),
-            Self::Failed(error) => write!(f, "the connection failed: {}", error.chain()),
-        }
-    }
-}
 
 /// What the handshake left behind.
 struct Opening<'a> {
@@ -70,12 +41,13 @@ struct Opening<'a> {
     early: Vec<u8>,
 }
 
-/// Serves one client on one connection, and returns when the connection has ended and nothing it began is running.
+/// Serves one client on one connection, and returns when the connection has ended and nothing it began is
+/// running.
 ///
-/// The stream was shut down then, and can be closed. The future must not be dropped before it has ended: disk requests
-/// may be half done (contract 10 of the disk). To end it early, use the `shutdown`.
+/// The stream was shut down then, and can be closed. The future must not be dropped before it has ended: disk
+/// requests may be half done (contract 10 of the disk). To end it early, use the `shutdown`.
 ///
-/// What an accept loop runs as a task of its own for each connection, on the worker it shall stay on:
+/// An accept loop runs this as a task of its own for each connection, on the connection's worker:
 ///
 /// ```
 /// # use vellum_core::{ByteStream, Clock};
@@ -102,11 +74,42 @@ pub async fn serve_connection(
     serve_connection_with(&TlsPolicy::Off, stream, exports, clock, limits, shutdown).await
 }
 
-/// The same, with TLS where the policy says so.
+/// As above, with TLS where the policy says so.
 ///
 /// # Panics
 /// When the limits cannot be worked with; see [`Limits::check`].
 pub async fn serve_connection_with(
+    tls: &TlsPolicy,
+    stream: &dyn ByteStream,
+    exports: &Exports,
+    clock: &dyn Clock,
+    limits: &Limits,
+    shutdown: &Shutdown,
+) -> Ending {
+    let nobody_else = Bounds { seats: 1, seats_per_export: 1, lobby: 1, memory_bytes: usize::MAX };
+    let client = Clients::new(nobody_else, Arc::new(Timeless)).arrive("a client");
+    serve_client(&client, tls, stream, exports, clock, limits, shutdown).await
+}
+
+/// For clients that are not counted.
+struct Timeless;
+
+impl Clock for Timeless {
+    fn now(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn sleep(&self, _wait: Duration) -> LocalFuture<'static, ()> {
+        Box::pin(std::future::pending())
+    }
+}
+
+/// As above, for one of several [`Clients`].
+///
+/// # Panics
+/// When the limits cannot be worked with; see [`Limits::check`].
+pub async fn serve_client(
+    client: &Client,
     tls: &TlsPolicy,
     stream: &dyn ByteStream,
     exports: &Exports,
@@ -119,20 +122,29 @@ pub async fn serve_connection_with(
         clock.sleep(limits.handshake_time).await;
         Err(Ending::Refused("the handshake took too long"))
     };
-    let opening = or(until_shutdown(shutdown), or(negotiate(tls, stream, exports, limits), deadline));
+    let ended = or(until_shutdown(shutdown), until_shutdown(client.shutdown()));
+    let opening = or(ended, or(negotiate(client, clock, tls, stream, exports, limits), deadline));
     let ending = match opening.await {
-        Ok(Opening { negotiated: Negotiated { attached, terms }, sealed, early }) => {
+        Ok(Opening { negotiated: Negotiated { attached, terms, .. }, sealed, early }) => {
             let export = attached.export();
             let has_tls = sealed.is_some();
-            tracing::info!(export = export.name, read_only = terms.read_only, has_tls, "a client begins");
+            let (peer, subject) = (client.peer(), sealed.as_ref().and_then(TlsStream::subject));
+            let read_only = terms.read_only;
+            tracing::info!(peer, subject, export = export.name, read_only, has_tls, "a client has connected");
+            if let Some(subject) = subject {
+                client.identify(subject);
+            }
             let stream = sealed.as_ref().map_or(stream, |sealed| sealed as &dyn ByteStream);
-            let watches = [Watch::new(shutdown), Watch::new(attached.shutdown())];
-            let ending = transmit(Ground { stream, export, terms: &terms, limits }, watches, &early).await;
-            tracing::info!(export = export.name, %ending, "a client has left");
+            let watches =
+                [Watch::new(shutdown), Watch::new(attached.shutdown()), Watch::new(client.shutdown())];
+            let disk = attached.disk();
+            let ground = Ground { client, clock, stream, disk, terms: &terms, limits };
+            let ending = transmit(ground, watches, &early).await;
+            tracing::info!(peer, export = export.name, %ending, "a client has disconnected");
             ending
         }
         Err(ending) => {
-            tracing::debug!(%ending, "a client chose no export");
+            tracing::debug!(peer = client.peer(), %ending, "a client did not choose an export");
             ending
         }
     };
@@ -160,6 +172,8 @@ enum Talk {
 }
 
 async fn negotiate<'a>(
+    client: &Client,
+    clock: &dyn Clock,
     policy: &TlsPolicy,
     stream: &'a dyn ByteStream,
     exports: &Exports,
@@ -171,14 +185,16 @@ async fn negotiate<'a>(
         TlsPolicy::Required(tls) => (TlsStage::Required, Some(tls)),
     };
     let mut handshake = Handshake::new(exports, limits, stage);
-    let talk = converse(stream, &mut handshake, wire::greeting().to_vec()).await?;
+    // Soon enough for the answer to come before the deadline of all.
+    let patience = (clock, limits.handshake_time / 2);
+    let talk = converse(client, patience, stream, &mut handshake, wire::greeting().to_vec()).await?;
     let tls = match (talk, tls) {
         (Talk::Chosen(negotiated, early), _) => return Ok(Opening { negotiated, sealed: None, early }),
         (Talk::StartTls, Some(tls)) => tls,
         (Talk::StartTls, None) => unreachable!("it is refused where there is none"),
     };
     let sealed = TlsStream::accept(stream, tls, limits).await?;
-    match converse(&sealed, &mut handshake.inside_tls(), Vec::new()).await? {
+    match converse(client, patience, &sealed, &mut handshake.inside_tls(), Vec::new()).await? {
         Talk::Chosen(negotiated, early) => Ok(Opening { negotiated, sealed: Some(sealed), early }),
         Talk::StartTls => unreachable!("it is refused inside TLS"),
     }
@@ -186,6 +202,8 @@ async fn negotiate<'a>(
 
 /// Carries the handshake's bytes to and fro.
 async fn converse(
+    client: &Client,
+    (clock, place_time): (&dyn Clock, Duration),
     stream: &dyn ByteStream,
     handshake: &mut Handshake<'_>,
     mut out: Vec<u8>,
@@ -205,12 +223,29 @@ async fn converse(
             match step {
                 Step::More => send(stream, &mut out).await?,
                 Step::Enter(negotiated) => {
+                    let admitted = async {
+                        client.admit(&negotiated.attached.export().name).await;
+                        true
+                    };
+                    let late = async {
+                        match negotiated.may_be_refused {
+                            true => clock.sleep(place_time).await,
+                            false => std::future::pending().await,
+                        }
+                        false
+                    };
+                    if !or(admitted, late).await {
+                        has_no_place(&mut out);
+                        send(stream, &mut out).await?;
+                        continue;
+                    }
                     send(stream, &mut out).await?;
                     return Ok(Talk::Chosen(negotiated, rest.to_vec()));
                 }
-                // Nobody who waits for the answer, as TLS is begun, has said more. Somebody else has.
+                // A client waits for this answer before it begins TLS, so it sends nothing more. The bytes
+                // are from an attacker in between.
                 Step::StartTls if !rest.is_empty() => {
-                    return Err(Ending::Violation("bytes in the clear behind the beginning of TLS"));
+                    return Err(Ending::Violation("unencrypted bytes after the start of TLS"));
                 }
                 Step::StartTls => {
                     send(stream, &mut out).await?;

@@ -1,23 +1,25 @@
-//! Reads that send no zeros. With structured replies a run of zeros is told in 32 bytes instead of being sent.
+//! Reads that send no zeros. With structured replies a run of zeros is reported in 32 bytes instead of being
+//! sent.
 //!
 //! ```text
 //!   small read   read it; if every byte is zero, it is a hole
 //!   large read   ask the map; holes are not even read; what was read is looked at grain by grain
 //! ```
 //!
-//! Why so: a look at bytes that were just read ends at the first byte that is not zero, so it costs next to nothing
-//! for data and saves sending for zeros. Asking the map costs a question to the disk, which may have to ask the file
-//! system and wait for a thread to do so. It pays from [`MAP_BYTES_MIN`] on, and only where there are holes: not reading
-//! one saves filling and looking at that much memory. So a client that finds only data is spared the question until a
-//! read finds zeros again ([`Outlook`]).
+//! Why it is done this way: scanning bytes that were just read ends at the first byte that is not zero, so it
+//! costs next to nothing for data, and it saves sending zeros. Querying the map is a request to the disk,
+//! which may have to query the file system and wait for a thread to do so. It pays from [`MAP_BYTES_MIN`] on,
+//! and only where there are holes: a hole that is not read saves filling and scanning that much memory. So a
+//! client that finds only data is spared the query until a read finds zeros again ([`Outlook`]).
 //!
 //! 1. The parts of a read follow each other without gap or overlap and cover it. None is empty.
-//! 2. A hole is what reads as zero, whether or not space is set aside for it; the client learns of space by
-//!    `NBD_CMD_BLOCK_STATUS`.
-//! 3. A part that could not be read does not spoil the others: it is told with its place.
+//! 2. A hole is whatever reads as zero, whether or not space is allocated for it. The client finds out about
+//!    space with `NBD_CMD_BLOCK_STATUS`.
+//! 3. A part that could not be read does not spoil the others: its error is reported with its offset.
 //!
-//! A write that runs beside the read may change a place between the map and the reading. Then the map was the moment
-//! of reading for its holes, which is as good as any other while both run (contract 9 of the disk).
+//! A concurrent write may change a range between the map query and the read. Then the read of its holes took
+//! place at the time of the query, which is as good as any other time while both run (contract 9 of the
+//! disk).
 //!
 //! Source: NBD protocol, `NBD_CMD_READ`, "Structured replies".
 
@@ -25,11 +27,11 @@ use std::cell::Cell;
 
 use smallvec::SmallVec;
 use vellum_core::{
-    BlockSize, Buffer, Error, GuestOffset, GuestSpan, Place, Result, SharedDisk, is_zero, join_all,
-    map_merged,
+    BlockSize, Buffer, Error, ErrorKind, GuestOffset, GuestSpan, Place, Result, SharedDisk, is_zero,
+    join_all, map_merged,
 };
 
-/// From this length on a read asks the map first.
+/// From this length on a read queries the map first.
 pub(super) const MAP_BYTES_MIN: u64 = 256 << 10;
 
 /// Runs of zeros shorter than this, or not aligned to it, are sent as they are inside a larger read.
@@ -54,7 +56,7 @@ pub(super) enum Part {
 pub(super) struct Outlook {
     /// Whether large reads meet holes: the last one that ended did, or none has ended yet.
     meets_holes: Cell<bool>,
-    /// Nobody waits for an answer any more.
+    /// The session no longer waits for an answer.
     is_left: Cell<bool>,
 }
 
@@ -64,11 +66,11 @@ impl Outlook {
     }
 
     fn learn(&self, parts: &Parts) {
-        // A failure may concern a part of what was read as one; the next read is to tell which.
+        // A failure may concern a part of what was read as one; the next read will show which.
         self.meets_holes.set(parts.iter().any(|part| !matches!(part, Part::Data { .. })));
     }
 
-    /// Nobody waits for an answer any more: what is long stops where it can.
+    /// The session no longer waits for an answer: long work stops at the next opportunity.
     pub(super) fn leave(&self) {
         self.is_left.set(true);
     }
@@ -76,6 +78,14 @@ impl Outlook {
     pub(super) fn is_left(&self) -> bool {
         self.is_left.get()
     }
+}
+
+/// Long work checks this between two steps.
+pub(super) fn stop_if_left(outlook: &Outlook) -> Result<()> {
+    if outlook.is_left() {
+        return Err(Error::new(ErrorKind::Closed, "nobody waits for the answer any more"));
+    }
+    Ok(())
 }
 
 /// Reads what is not known to be zero.
@@ -127,14 +137,15 @@ pub(super) fn push_read(parts: &mut Parts, run: GuestSpan, result: Result<Buffer
     match result {
         Ok(bytes) if bytes.len() as u64 == run.len() => push_bytes(parts, run, bytes),
         Ok(_) => {
-            let error = Error::corrupt("the disk gave fewer bytes than it was asked for");
+            let error = Error::corrupt("the disk returned fewer bytes than requested");
             parts.push(Part::Failed { at: run.start(), error });
         }
         Err(error) => parts.push(Part::Failed { at: run.start(), error }),
     }
 }
 
-/// The runs of data and of holes worth telling: whole grains, neighbours joined. What the extents do not cover is data.
+/// The runs of data and of holes worth telling: whole grains, neighbours joined. What the extents do not
+/// cover is data.
 fn runs_of(span: GuestSpan, extents: impl Iterator<Item = (GuestSpan, bool)>) -> Vec<(GuestSpan, bool)> {
     let mut holes: Vec<GuestSpan> = Vec::new();
     for (extent, _) in extents.filter(|(_, reads_zero)| *reads_zero) {

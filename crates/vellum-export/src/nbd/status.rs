@@ -1,4 +1,4 @@
-//! Block status: what a disk's map says, in the words of the metadata contexts a client chose.
+//! Block status: a disk's map in terms of the metadata contexts that a client selected.
 //!
 //! ```text
 //!   extents   │ data at depth 0 │ data at depth 1 │ zero, unallocated │ …      from the merged map of the chain
@@ -7,26 +7,27 @@
 //!                                                                            multiples of the minimum block
 //! ```
 //!
-//! 1. An answer has at least one run; its runs follow each other from the start of the request and never pass its end,
-//!    so that every length fits what the headers have room for.
-//! 2. A run starts and ends at a multiple of the minimum block the client was promised. A block with several statuses
-//!    gets the one that promises least.
-//! 3. An answer is bounded: [`RUNS_MAX`] runs for each context, [`MAPS_MAX`] questions to the disk that it answers in part, 1 TiB in
-//!    all. It may be shorter than was asked; the client asks again from there. The disk is asked about 1 GiB at a time, others
-//!    have their turn after each, and it ends when the client has left.
+//! 1. An answer has at least one run; its runs follow each other from the start of the request and never pass
+//!    its end, so that every length fits its header field.
+//! 2. A run starts and ends at a multiple of the minimum block the client was promised. A block with several
+//!    statuses gets the one that promises least.
+//! 3. An answer is bounded: [`RUNS_MAX`] runs for each context, [`MAPS_MAX`] queries that the disk answers
+//!    only in part, 1 TiB in all. It may be shorter than requested; the client continues from there. The disk
+//!    is queried a slice at a time (`slices`), other tasks have their turn after each, and the answer ends
+//!    when the client has left.
 //!
-//! A new context is a new [`MetaContext`]. One that needs its own source, as a dirty bitmap does, gets its runs beside
-//! the map and is folded in the same way.
+//! A new context is a new [`MetaContext`]. One that needs its own source, as a dirty bitmap does, gets its
+//! runs beside the map and is folded in the same way.
 //!
-//! Source: NBD protocol, "Metadata querying", `NBD_CMD_BLOCK_STATUS`; QEMU's `docs/interop/nbd.rst` for the `qemu:`
-//! namespace.
+//! Source: NBD protocol, "Metadata querying", `NBD_CMD_BLOCK_STATUS`; QEMU's `docs/interop/nbd.rst` for the
+//! `qemu:` namespace.
 
 use futures_lite::future::yield_now;
-use vellum_core::{BlockSize, Error, GuestSpan, MergedExtent, Place, Result, SharedDisk, map_merged};
+use vellum_core::{Error, GuestSpan, MergedExtent, Place, Result, SharedDisk, map_merged};
 
-use super::sparse::Outlook;
+use super::sparse::{Outlook, stop_if_left};
 use super::wire::allocation;
-use super::work::stop_if_left;
+use crate::slices::SLICE;
 
 /// The most bytes of runs in one answer for one context, which is within every payload limit.
 const RUNS_BYTES_MAX: usize = 64 << 10;
@@ -35,16 +36,14 @@ const RUNS_BYTES_MAX: usize = 64 << 10;
 pub(super) const RUNS_MAX: usize = RUNS_BYTES_MAX / 8;
 pub(super) const RUNS_MAX_EXTENDED: usize = RUNS_BYTES_MAX / 16;
 
-/// The most often the disk may tell of less than it was asked, for one answer.
+/// How often at most, for one answer, the disk may describe less than was requested.
 pub(super) const MAPS_MAX: usize = 16;
 
-/// A disk is asked about so much at once: it may look at every cluster without ever waiting.
-const ASKED_AT_ONCE: BlockSize = BlockSize::from_shift(30);
+/// At most this many slices are queried from a disk for one answer.
+const ROUNDS_MAX: usize = 1 << 14;
 
-/// It is not asked more often than this for one answer.
-const ROUNDS_MAX: usize = 1024;
-
-/// What a request for status is charged: the extents of one map while they gather, and the runs of each context.
+/// What a request for status is charged: the extents of one map while they gather, and the runs of each
+/// context.
 pub(super) const MEMORY_BYTES: usize = 1 << 20;
 
 /// One way to look at the extents of a disk.
@@ -52,7 +51,7 @@ pub(super) const MEMORY_BYTES: usize = 1 << 20;
 pub(super) enum MetaContext {
     /// `base:allocation`: holes and zeros.
     Allocation,
-    /// `qemu:allocation-depth`: how many images up the chain one must go; 0 where nobody has anything.
+    /// `qemu:allocation-depth`: how many images up the chain the data is; 0 where no image has any.
     AllocationDepth,
 }
 
@@ -71,12 +70,12 @@ impl MetaContext {
         self as u32 + 1
     }
 
-    /// Whether a query asks for it by its name.
+    /// Whether a query names this context.
     pub(super) fn is_named_by(self, query: &str) -> bool {
         query == self.name()
     }
 
-    /// Whether a query asks for it by its name or for its whole namespace: `base:`, `qemu:`.
+    /// Whether a query names this context or its whole namespace: `base:`, `qemu:`.
     pub(super) fn is_matched_by(self, query: &str) -> bool {
         let namespace = self.name().split_inclusive(':').next();
         self.is_named_by(query) || Some(query) == namespace
@@ -84,7 +83,8 @@ impl MetaContext {
 
     fn status_of(self, extent: &MergedExtent) -> u32 {
         match (self, &extent.place) {
-            // Zeros that only a disk below has set space aside for have none here: writing them takes new space.
+            // Zeros that only a disk below has set space aside for have none here: writing them takes new
+            // space.
             (Self::Allocation, Place::Zero { allocated: true }) if extent.depth == 0 => allocation::ZERO,
             (Self::Allocation, Place::Zero { .. } | Place::Below) => allocation::HOLE | allocation::ZERO,
             (Self::Allocation, Place::Data { .. } | Place::Compressed) => 0,
@@ -132,10 +132,10 @@ pub(super) struct Run {
     pub(super) status: u32,
 }
 
-/// What a request for status gives: each context with its runs.
+/// The answer to a block status request: each context with its runs.
 pub(super) type Statuses = Vec<(MetaContext, Vec<Run>)>;
 
-/// What is wanted to be known.
+/// The requested information.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Question<'a> {
     pub(super) span: GuestSpan,
@@ -163,9 +163,9 @@ pub(super) async fn block_status(
             yield_now().await;
             stop_if_left(outlook)?;
         }
-        let (rest, _) = GuestSpan::between(at, span.end()).split_at(ASKED_AT_ONCE.bytes());
+        let (rest, _) = GuestSpan::between(at, span.end()).split_at(SLICE.bytes());
         for extent in &map_merged(disk, rest).await? {
-            // Never past the end of the request, whatever the disk knows beyond it.
+            // Never past the end of the request, even if the disk reports more.
             let part = extent.span.intersect(rest);
             for folder in &mut folders {
                 folder.push(part.len(), folder.context.status_of(extent));
@@ -193,7 +193,7 @@ struct Folder {
     runs: Vec<Run>,
     /// A block that is not yet covered whole.
     begun: Option<Run>,
-    /// One run more was begun than there may be, so the last one is final.
+    /// One run more was begun than is allowed, so the last one is final.
     is_full: bool,
 }
 
@@ -237,8 +237,8 @@ impl Folder {
     fn finish(mut self, to_the_end: bool) -> Vec<Run> {
         match self.begun.take() {
             Some(begun) if to_the_end => self.emit(begun),
-            // The disk was asked often enough, and has told of less than one block: "a server MAY always safely
-            // report a status of 0 for any block".
+            // The limit of queries was reached with less than one block described: "a server MAY always
+            // safely report a status of 0 for any block".
             Some(_) if self.runs.is_empty() => self.emit(Run { len: self.block, status: 0 }),
             _ => {}
         }
@@ -281,7 +281,7 @@ mod tests {
         }
     }
 
-    /// Parts as `len:status`, runs in the same words.
+    /// Parts as `len:status`, runs in the same format.
     fn fold(
         context: MetaContext,
         block: u64,

@@ -1,5 +1,5 @@
-//! What a session promises its client, and what the client promised: announced in the handshake and enforced in the
-//! transmission from one and the same value.
+//! What a session promises its client, and what the client promised: announced in the handshake, and enforced
+//! in the transmission from one and the same value.
 //!
 //! Source: NBD protocol, "Transmission flags", "Size constraints", `NBD_INFO_BLOCK_SIZE`.
 
@@ -30,7 +30,7 @@ impl Headers {
 /// What holds between one client and one export, fixed when the handshake ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Terms {
-    /// The size of the export, as it is told. Requests are checked against what it is when they come.
+    /// The size of the export, as it was announced. Requests are checked against its size when they arrive.
     pub(super) size: u64,
     pub(super) read_only: bool,
     pub(super) headers: Headers,
@@ -42,8 +42,8 @@ pub(super) struct Terms {
 }
 
 impl Terms {
-    /// The terms for a disk of this geometry. `keeps_sizes`: the client asked for `NBD_INFO_BLOCK_SIZE`, and so
-    /// promised to keep to what it was told.
+    /// The terms for a disk of this geometry. `keeps_sizes`: the client requested `NBD_INFO_BLOCK_SIZE`, and
+    /// thereby promised to respect the sizes in the answer.
     pub(super) fn new(geometry: &Geometry, read_only: bool, keeps_sizes: bool, limits: &Limits) -> Self {
         let block = geometry.block_size.bytes().min(u64::from(wire::BLOCK_BYTES_MIN_MAX));
         // The last bytes of a disk of odd size must be reachable, so the smallest block divides the size.
@@ -67,9 +67,9 @@ impl Terms {
         }
     }
 
-    /// The transmission flags. All that is announced works: every disk can flush, trim and write zeros, quickly or
-    /// with the answer that it would not be quick; all connections share one disk, so a flush on one of them covers
-    /// what was answered on any (see [`transmission`](super::transmission)).
+    /// The transmission flags. All that is announced works: every disk can flush, trim and write zeros,
+    /// quickly or with the answer that it would not be quick; all connections share one disk, so a flush on
+    /// one of them covers what was answered on any (see [`transmission`](super::transmission)).
     pub(super) fn flags(&self) -> u16 {
         let always =
             flag::HAS_FLAGS | flag::SEND_FLUSH | flag::SEND_FUA | flag::SEND_CACHE | flag::CAN_MULTI_CONN;

@@ -1,23 +1,26 @@
-//! TLS between a client and its session: who may ask for it, the handshake, and a stream that seals what it is given.
+//! TLS between a client and its session: which clients may use it, the handshake, and a stream that encrypts.
 //!
 //! ```text
 //!   socket ──► inbox │ sealed records ░░░░ │ ──► rustls ──► bytes for the session
 //!   socket ◄── one write per 128 KiB ◄────────── rustls ◄── replies, in pieces
 //! ```
 //!
-//! 1. What came in the clear does not count after the handshake: its first record begins with the first byte behind
-//!    `NBD_OPT_STARTTLS` that was read after the answer left, and bytes that were there before end the connection
-//!    (CVE-2021-3716).
-//! 2. A failed handshake, or a record that does not fit, ends the connection. There is no way back to the clear.
-//! 3. A session may read and write at the same time; rustls is used by one of them at a time, and never while either
-//!    waits. What a read makes rustls want to say, such as an answer to a change of keys, goes out with the next reply.
-//! 4. Beyond a session in the clear it holds an inbox, a record that is not whole (rustls bounds both), and
-//!    [`SEALED_BYTES`] of replies, twice while they are sent.
+//! 1. Bytes that came in the clear do not count after the handshake: its first record begins with the first
+//!    byte behind `NBD_OPT_STARTTLS` that was read after the answer left, and bytes that were there before
+//!    end the connection (CVE-2021-3716).
+//! 2. A failed handshake, or an invalid record, ends the connection. There is no way back to plain text.
+//! 3. A session may read and write at the same time; only one of the two uses rustls at a time, and never
+//!    while either waits. What rustls has to send because of a read, such as the answer to a key update,
+//!    leaves with the next reply.
+//! 4. In addition to a plain session it holds an inbox, an incomplete record (rustls bounds both), and
+//!    [`SEALED_BYTES`] of replies, twice that while they are sent.
 //!
-//! 5. A session ends with TLS's last word (`close_notify`): without it a client cannot tell the end from a cut.
+//! 5. A session ends with TLS's closing alert (`close_notify`): without it a client cannot tell the end from
+//!    a truncation.
 //!
-//! Left out: pre-shared keys, which rustls has not; sessions that are taken up again, as a connection lasts as long as a
-//! disk is used; the ciphers of TLS 1.2 that wear out (AES-GCM after 2^24 records), as that version has no new keys on the way.
+//! Left out: pre-shared keys, which rustls does not have; session resumption, because a connection lasts as
+//! long as a disk is used; the ciphers of TLS 1.2 that wear out (AES-GCM after 2^24 records), because that
+//! version cannot update its keys.
 //!
 //! Source: NBD protocol, "TLS support".
 
@@ -34,8 +37,9 @@ use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig, ServerConnection, SupportedCipherSuite};
 use vellum_core::{Buffer, ByteStream, Error, ErrorKind, LocalFuture, Result};
 
+use super::certificate::subject;
+use super::ending::Ending;
 use super::limits::Limits;
-use super::session::Ending;
 
 /// Sealed replies leave when there is so much of them.
 const SEALED_BYTES: usize = 128 << 10;
@@ -49,20 +53,20 @@ pub enum TlsPolicy {
     /// There is none.
     #[default]
     Off,
-    /// Who asks for it gets it.
+    /// TLS is offered, not required.
     Offered(Tls),
     /// Nothing else is talked about before it.
     Required(Tls),
 }
 
-/// The server's certificate, its key, and whom it trusts.
+/// The server's certificate, its key, and the authorities that it trusts.
 #[derive(Clone)]
 pub struct Tls(Arc<ServerConfig>);
 
 impl Tls {
-    /// Reads `server-cert.pem` (with the chain up to, and without, the authority) and `server-key.pem` of a directory. When
-    /// clients are verified, those with a certificate by an authority in `ca-cert.pem` are let in, and no others; nor those that
-    /// `ca-crl.pem` lists, if it is there.
+    /// Reads `server-cert.pem` (with the chain up to, and without, the authority) and `server-key.pem` of a
+    /// directory. When clients are verified, only those with a certificate signed by an authority in
+    /// `ca-cert.pem` are admitted. Those that `ca-crl.pem` lists, if it exists, are refused.
     ///
     /// # Errors
     /// When a file is missing, or holds something else; when certificate and key do not belong together.
@@ -88,7 +92,7 @@ impl Tls {
             }
             let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
                 .with_crls(revoked(&directory.join("ca-crl.pem"))?)
-                .allow_unknown_revocation_status() // who has no list is not on one
+                .allow_unknown_revocation_status() // a certificate whose issuer has no list is not revoked
                 .build()
                 .map_err(|error| unreadable(&path, "an authority", &error))?;
             builder.with_client_cert_verifier(verifier)
@@ -117,7 +121,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
         CertificateDer::pem_file_iter(path).map_err(|error| unreadable(path, wanted, &error))?.collect();
     let all = all.map_err(|error| unreadable(path, wanted, &error))?;
     if all.is_empty() {
-        return Err(Error::invalid(format!("{} holds no certificate in PEM", path.display())));
+        return Err(Error::invalid(format!("{} contains no PEM certificate", path.display())));
     }
     Ok(all)
 }
@@ -125,15 +129,14 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
 /// The lists of revoked certificates, if there are any.
 fn revoked(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>> {
     if !path.try_exists().is_ok_and(|exists| !exists) {
-        let wanted = "lists of revoked certificates";
+        let wanted = "certificate revocation lists";
         let lists = CertificateRevocationListDer::pem_file_iter(path)
             .and_then(|lists| lists.collect::<std::result::Result<Vec<_>, _>>())
             .map_err(|error| unreadable(path, wanted, &error))?;
         return match lists.is_empty() {
-            true => Err(Error::invalid(format!(
-                "{} holds no list of revoked certificates in PEM",
-                path.display()
-            ))),
+            true => {
+                Err(Error::invalid(format!("{} contains no PEM certificate revocation list", path.display())))
+            }
             false => Ok(lists),
         };
     }
@@ -168,15 +171,15 @@ impl<'a> TlsStream<'a> {
         limits: &Limits,
     ) -> Result<Self, Ending> {
         let mut connection = ServerConnection::new(tls.0.clone()).map_err(|error| {
-            tracing::warn!("can't begin TLS: {error}");
-            Ending::Refused("TLS could not be begun")
+            tracing::warn!("can't start TLS: {error}");
+            Ending::Refused("TLS could not be started")
         })?;
         connection.set_buffer_limit(Some(SEALED_BYTES));
         let stream =
             Self { inner, connection: RefCell::new(connection), inbox: RefCell::new(Inbox::default()) };
         let mut bytes_left = limits.handshake_bytes_max;
         loop {
-            // What goes wrong is told to the client, too, before the connection ends.
+            // Errors are also sent to the client, as an alert, before the connection ends.
             let understood = stream.take_in();
             let sealed = stream.sealed(Vec::new());
             if !sealed.is_empty() {
@@ -187,7 +190,7 @@ impl<'a> TlsStream<'a> {
             }
             if let Err(error) = understood {
                 tracing::debug!(error = error.chain(), "no TLS");
-                return Err(Ending::Refused("TLS could not be agreed on"));
+                return Err(Ending::Refused("the TLS handshake failed"));
             }
             if !stream.connection.borrow().is_handshaking() {
                 return Ok(stream);
@@ -206,7 +209,13 @@ impl<'a> TlsStream<'a> {
         }
     }
 
-    /// Gives rustls what has come, as much as it takes.
+    /// The subject of the client's certificate, if it has sent one.
+    pub(super) fn subject(&self) -> Option<String> {
+        let connection = self.connection.borrow();
+        connection.peer_certificates()?.first().and_then(|certificate| subject(certificate))
+    }
+
+    /// Passes to rustls what has arrived, as much as it takes.
     fn take_in(&self) -> Result<()> {
         let mut connection = self.connection.borrow_mut();
         let mut inbox = self.inbox.borrow_mut();
@@ -214,13 +223,13 @@ impl<'a> TlsStream<'a> {
         while start < end && connection.wants_read() {
             let mut rest = &buffer.slice()[*start..*end];
             let taken =
-                connection.read_tls(&mut rest).map_err(|error| Error::io(error, "TLS has no room"))?;
+                connection.read_tls(&mut rest).map_err(|error| Error::io(error, "the TLS buffer is full"))?;
             *start += taken;
             let state = connection
                 .process_new_packets()
-                .map_err(|error| Error::new(ErrorKind::Invalid, format!("no good TLS: {error}")))?;
+                .map_err(|error| Error::new(ErrorKind::Invalid, format!("invalid TLS data: {error}")))?;
             if taken == 0 {
-                return Err(Error::new(ErrorKind::Invalid, "no good TLS: more than one record may have"));
+                return Err(Error::new(ErrorKind::Invalid, "invalid TLS data: a record is too long"));
             }
             if state.plaintext_bytes_to_read() > 0 {
                 break;
@@ -253,7 +262,7 @@ impl<'a> TlsStream<'a> {
         while filled < buffer.len() {
             let mut reader = connection.reader();
             let bytes = match reader.fill_buf() {
-                // The client has said its last word.
+                // The client has sent its closing alert.
                 Ok([]) => return Ok(Some(filled)),
                 Ok(bytes) => bytes,
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
@@ -267,7 +276,7 @@ impl<'a> TlsStream<'a> {
         Ok((filled > 0).then_some(filled))
     }
 
-    /// Adds what rustls wants to send.
+    /// Appends what rustls wants to send.
     fn sealed(&self, mut sealed: Vec<u8>) -> Vec<u8> {
         let mut connection = self.connection.borrow_mut();
         while connection.wants_write() {
@@ -298,7 +307,7 @@ impl ByteStream for TlsStream<'_> {
             let mut rest = &mut pieces[..];
             while !rest.is_empty() {
                 let taken = self.connection.borrow_mut().writer().write_vectored(rest);
-                let taken = taken.map_err(|error| Error::io(error, "TLS has no room"))?;
+                let taken = taken.map_err(|error| Error::io(error, "the TLS buffer is full"))?;
                 IoSlice::advance_slices(&mut rest, taken);
                 let sealed = self.sealed(Vec::new());
                 self.inner.write_all(Buffer::copy_of(&sealed)).await?;
@@ -313,6 +322,14 @@ impl ByteStream for TlsStream<'_> {
             let sealed = self.sealed(Vec::new());
             self.inner.write_all(Buffer::copy_of(&sealed)).await
         })
+    }
+
+    fn sent(&self) -> Option<u64> {
+        self.inner.sent()
+    }
+
+    fn is_deserted(&self) -> bool {
+        self.inner.is_deserted()
     }
 
     fn shutdown(&self) {

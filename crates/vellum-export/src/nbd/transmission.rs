@@ -7,79 +7,93 @@
 //!                 └───────────── ledger: room again ◄─────────┘ sent
 //! ```
 //!
-//! A pass begins every request that has come and gathers every one that has ended; then all replies that are ready
-//! leave in one write. While that write goes on, more of them gather for the next: the busier the session, the more
-//! requests share one call of the host.
+//! A pass begins every request that has arrived and gathers every one that has completed; then all replies
+//! that are ready leave in one write. During that write more of them gather for the next: the busier the
+//! session, the more requests share one system call.
 //!
-//! 1. Requests run side by side and are answered as they end. A client that needs an order waits for replies.
-//! 2. **Flush.** It is submitted to the disk when it is parsed. A write whose reply was sent before the client sent
-//!    the flush had returned from the disk before that, on whichever connection, as all of them use the one disk; so
-//!    contract 1 of the disk makes the flush cover it. That is what `NBD_FLAG_CAN_MULTI_CONN` promises. A write that
-//!    is still running when the flush comes may or may not be covered, as the protocol allows ("Ordering of messages
-//!    and writes").
-//! 3. **Back-pressure.** What is taken in is opened in the ledger, and settled when its reply has left. A client that
-//!    does not read is not read from.
-//! 4. **The end.** However it comes, requests that were begun are polled to their end. If the peer still listens
-//!    they are answered; if it is gone their outcomes are dropped, and what goes on for long stops at its next piece
-//!    (`work`). Then the books are clear.
-//! 5. After a drain was asked for no request is begun. One that had come but was not begun stays unanswered, and the
-//!    client, finding the connection closed, sends it again elsewhere.
+//! 1. Requests run concurrently and are answered as they complete. A client that needs an order waits for
+//!    replies.
+//! 2. **Flush.** It is submitted to the disk when it is parsed. A write whose reply was sent before the
+//!    client sent the flush had returned from the disk before that, on whichever connection, as all of them
+//!    use the one disk; so contract 1 of the disk makes the flush cover it. That is what
+//!    `NBD_FLAG_CAN_MULTI_CONN` promises. A write that is still running when the flush comes may or may not
+//!    be covered, as the protocol allows ("Ordering of messages and writes").
+//! 3. **Back-pressure.** Each request is opened in the ledger when it is taken in, and settled when its reply
+//!    has left. The server stops reading from a client that does not read.
+//! 4. **The end.** However it comes, requests that were begun are polled to their end. If the peer still
+//!    listens they are answered; if it is gone their results are dropped, and long requests stop at their
+//!    next piece (`work`). Then the ledger is clear.
+//! 5. After a drain was requested no request is begun. One that had arrived but was not begun stays
+//!    unanswered, and the client, finding the connection closed, sends it again elsewhere.
+//!
+//! 6. A peer that takes no byte for a minute while there is something to send, or sends none in the middle of
+//!    a request, is given up; so is one that is found gone while it is not listened to. Its seat is free as
+//!    soon as the session has stopped taking in requests.
 //!
 //! Source: NBD protocol, "Transmission", "Terminating the transmission phase".
 
 use std::future::poll_fn;
 use std::task::{Context, Poll};
 
-use vellum_core::{ByteStream, Error, LocalFuture, Result, SharedDisk};
+use vellum_core::{ByteStream, Clock, Error, LocalFuture, Result, SharedDisk};
 
-use super::exports::Export;
+use super::budget::Share;
+use super::clients::Client;
+use super::ending::Ending;
 use super::intake::{Intake, Next};
 use super::ledger::{Holding, Ledger};
 use super::limits::Limits;
 use super::reply::{Label, Replies, sentence_of};
 use super::request::Request;
-use super::session::Ending;
 use super::sparse::{Outlook, Part};
+use super::stall::{Progress, Stall, Verdict};
 use super::terms::Terms;
 use super::wire::Errno;
 use super::work::{Outcome, Running, Ticket};
 use crate::flight::Flight;
 use crate::shutdown::{Stage, Watch};
 
-/// After so many passes in a row others get their turn on this worker.
+/// After this many passes in a row the worker's other tasks get their turn.
 const PASSES_MAX: usize = 16;
 
-/// With this much to send, sending begins before more requests do, so that the peer has something to do meanwhile.
+/// With this much to send, sending begins before more requests do, so that the peer has something to process
+/// meanwhile.
 const EAGER_BYTES: usize = 256 << 10;
 
-/// What the transmission stands on.
+/// The parts of a session that the transmission uses.
 pub(super) struct Ground<'a> {
+    pub(super) client: &'a Client,
+    pub(super) clock: &'a dyn Clock,
     pub(super) stream: &'a dyn ByteStream,
-    pub(super) export: &'a Export,
+    /// As this session uses it.
+    pub(super) disk: &'a SharedDisk,
     pub(super) terms: &'a Terms,
     pub(super) limits: &'a Limits,
 }
 
-/// Serves requests until the client leaves, is thrown out, or a shutdown asks.
-pub(super) async fn transmit(ground: Ground<'_>, mut watches: [Watch<'_>; 2], early: &[u8]) -> Ending {
-    let Ground { stream, export, terms, limits } = ground;
+/// Serves requests until the client leaves or is disconnected, or a shutdown is requested.
+pub(super) async fn transmit(ground: Ground<'_>, mut watches: [Watch<'_>; 3], early: &[u8]) -> Ending {
+    let Ground { client, clock, stream, disk, terms, limits } = ground;
     let outlook = Outlook::new();
     let mut session = Session {
+        client,
         stream,
-        disk: &export.disk,
+        disk,
         terms,
         outlook: &outlook,
         intake: Intake::new(stream, limits.receive_bytes, early),
         flight: Flight::new(limits.requests_max),
         books: Books {
             replies: Replies::new(terms.headers),
-            ledger: Ledger::new(limits.requests_max, limits.memory_bytes_max),
+            ledger: Ledger::new(limits.requests_max, limits.memory_bytes_max, Share::of(client.budget())),
             encoded: Holding::default(),
             peer_is_gone: false,
         },
         sending: None,
         ending: None,
         has_parted: false,
+        stall: Stall::new(clock),
+        received: 0,
     };
     let ending = poll_fn(|context| {
         let stage = watches.iter_mut().map(|watch| watch.poll_stage(context)).max();
@@ -92,6 +106,7 @@ pub(super) async fn transmit(ground: Ground<'_>, mut watches: [Watch<'_>; 2], ea
 }
 
 struct Session<'a> {
+    client: &'a Client,
     stream: &'a dyn ByteStream,
     disk: &'a SharedDisk,
     terms: &'a Terms,
@@ -105,6 +120,10 @@ struct Session<'a> {
     ending: Option<Ending>,
     /// The last word was said.
     has_parted: bool,
+    /// Checks whether the peer is still there.
+    stall: Stall<'a>,
+    /// How often bytes came.
+    received: u64,
 }
 
 /// The replies and their accounts.
@@ -113,7 +132,7 @@ struct Books {
     ledger: Ledger,
     /// What the replies that are ready will settle when they have left.
     encoded: Holding,
-    /// Nobody will read a reply.
+    /// Replies will no longer be read.
     peer_is_gone: bool,
 }
 
@@ -132,6 +151,7 @@ impl Session<'_> {
     }
 
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Ending> {
+        self.flight.begin_turn();
         for _ in 0..PASSES_MAX {
             let books = &mut self.books;
             let gathered = self.flight.poll_woken(context, |(ticket, outcome)| books.answer(ticket, outcome));
@@ -148,12 +168,41 @@ impl Session<'_> {
                 self.stream.shutdown();
                 return Poll::Ready(ending);
             }
-            if gathered == 0 && !taken && !sent {
+            if gathered > 0 || taken || sent || self.books.ledger.poll_freed(context) {
+                continue;
+            }
+            if !self.has_lost_peer(context) {
                 return Poll::Pending;
             }
         }
         context.waker().wake_by_ref();
         Poll::Pending
+    }
+
+    /// Checks, when it is time, whether the peer makes progress. Returns whether it has been given up now.
+    fn has_lost_peer(&mut self, context: &Context<'_>) -> bool {
+        if self.books.peer_is_gone {
+            return false;
+        }
+        let is_sending = self.sending.is_some();
+        let is_within = self.intake.is_listening() && !self.intake.is_between_requests();
+        let is_deaf = self.ending.is_none() && !self.intake.is_listening();
+        let (stream, received) = (self.stream, self.received);
+        let progress = || Progress {
+            sent: stream.sent().filter(|_| is_sending),
+            received: is_within.then_some(received),
+        };
+        let why = match self.stall.poll(context, is_sending || is_within || is_deaf, progress) {
+            Verdict::Fine => return false,
+            Verdict::Look if !stream.is_deserted() => return false,
+            Verdict::Look => Ending::Hangup,
+            Verdict::Stuck => {
+                Ending::Refused("it neither sent nor accepted a byte for a minute in the middle of a request")
+            }
+        };
+        self.end(why);
+        self.lose_peer();
+        true
     }
 
     /// Begins what has come, and reads once more. Tells whether anything happened.
@@ -166,7 +215,9 @@ impl Session<'_> {
                 Next::Begin(ticket, payload) => {
                     happened = true;
                     let running = Running::new(self.disk, self.terms, self.outlook, ticket, payload);
-                    if let Some((ticket, outcome)) = self.flight.start(running) {
+                    if running.is_long() {
+                        self.flight.start_long(running);
+                    } else if let Some((ticket, outcome)) = self.flight.start(running) {
                         self.books.answer(ticket, outcome);
                     }
                     if self.sending.is_none() && self.books.replies.len() >= EAGER_BYTES {
@@ -207,10 +258,10 @@ impl Session<'_> {
                     false => Ending::Violation("the stream ended within a request"),
                 };
                 self.end(ending);
-                // Short requests end as ever, and are answered; nobody waits for the long ones.
+                // Short requests complete as usual and are answered; the long ones are abandoned.
                 self.outlook.leave();
             }
-            Ok(_) => {}
+            Ok(_) => self.received += 1,
             Err(error) => {
                 self.end(Ending::Failed(error));
                 self.lose_peer();
@@ -235,9 +286,10 @@ impl Session<'_> {
         true
     }
 
-    /// Takes in nothing more. The first reason is the one that is told.
+    /// Takes in nothing more. The first reason is the one that is reported.
     fn end(&mut self, ending: Ending) {
         if self.ending.is_none() {
+            self.client.leave();
             self.intake.abandon(&mut self.books.ledger);
             self.ending = Some(ending);
         }
@@ -260,7 +312,7 @@ impl Session<'_> {
 }
 
 impl Books {
-    /// Encodes the reply to a request that has ended, if there is somebody to read it.
+    /// Encodes the reply to a request that has completed, if the peer is still there to read it.
     fn answer(&mut self, ticket: Ticket, outcome: Outcome) {
         let mut holding = Holding { requests: 1, memory: ticket.memory };
         if let Request::Write { .. } | Request::Cache { .. } = ticket.request {
@@ -293,7 +345,7 @@ impl Books {
             {
                 return self.replies.read(label, span, whole, bytes);
             }
-            (Outcome::Bytes(Ok(_)), _) => Error::corrupt("the disk gave fewer bytes than it was asked for"),
+            (Outcome::Bytes(Ok(_)), _) => Error::corrupt("the disk returned fewer bytes than requested"),
             (Outcome::Done(Err(error)) | Outcome::Status(Err(error)) | Outcome::Bytes(Err(error)), _) => {
                 error
             }

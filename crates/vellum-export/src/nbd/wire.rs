@@ -1,5 +1,5 @@
-//! The NBD protocol's numbers and byte layouts, and nothing else. Source: `doc/proto.md` of NetworkBlockDevice/nbd,
-//! whose section names are given here. All integers are big-endian.
+//! The NBD protocol's numbers and byte layouts, and nothing else. Source: `doc/proto.md` of
+//! NetworkBlockDevice/nbd, whose section names are given here. All integers are big-endian.
 //!
 //! ```text
 //!   greeting      │ NBDMAGIC 8 │ IHAVEOPT 8 │ flags 2 │                              server → client
@@ -22,10 +22,11 @@
 //!     status      │ context 4 │ runs 4 │ len 8 │ status 8 │ len 8 │ status 8 │ …
 //! ```
 //!
-//! 1. Parsing reads the bytes it was given and no others; what does not fit is `None`, never a panic.
+//! 1. Parsing reads the bytes it was given and no others; input that is invalid yields `None`, never a panic.
 //! 2. A length that a peer sent is compared before it is used, and never allocates anything by itself.
 //!
-//! Extended headers are in the branch `extension-ext-header` of the same document; QEMU speaks them since 8.2.
+//! Extended headers are in the branch `extension-ext-header` of the same document; QEMU speaks them since
+//! 8.2.
 //!
 //! Left out: oldstyle negotiation (withdrawn from the standard).
 
@@ -70,7 +71,8 @@ pub const CHUNK_HEADER_BYTES: usize = 20;
 /// The bytes of an extended request, and of an extended chunk, without their payload.
 pub const EXTENDED_HEADER_BYTES: usize = 32;
 
-/// Flags of the greeting and of the client's answer ("Handshake flags", "Client flags"): both have the same bits.
+/// Flags of the greeting and of the client's answer ("Handshake flags", "Client flags"): both have the same
+/// bits.
 pub mod handshake_flag {
     /// Options are answered one by one.
     pub const FIXED_NEWSTYLE: u16 = 1 << 0;
@@ -138,6 +140,8 @@ pub mod option_reply {
     pub const META_CONTEXT: u32 = 4;
     /// The server does not know the option.
     pub const ERR_UNSUP: u32 = (1 << 31) | 1;
+    /// The server will not, for now.
+    pub const ERR_POLICY: u32 = (1 << 31) | 2;
     /// The request contradicts itself.
     pub const ERR_INVALID: u32 = (1 << 31) | 3;
     /// TLS comes first.
@@ -174,7 +178,7 @@ pub mod command {
     pub const DISC: u16 = 2;
     /// Make durable what was completed.
     pub const FLUSH: u16 = 3;
-    /// Nobody needs these bytes.
+    /// Bytes that are skipped.
     pub const TRIM: u16 = 4;
     /// These bytes will be read.
     pub const CACHE: u16 = 5;
@@ -184,7 +188,7 @@ pub mod command {
     pub const BLOCK_STATUS: u16 = 7;
 }
 
-/// How a request is to be done ("Command flags").
+/// Options of a request ("Command flags").
 pub mod command_flag {
     /// Durable when answered.
     pub const FUA: u16 = 1 << 0;
@@ -196,7 +200,8 @@ pub mod command_flag {
     pub const REQ_ONE: u16 = 1 << 3;
     /// Zeros faster than a write, or not at all.
     pub const FAST_ZERO: u16 = 1 << 4;
-    /// With extended headers: the length is that of a payload that follows, not that of what the request is about.
+    /// With extended headers: the length is that of a payload that follows, not that of what the request is
+    /// about.
     pub const PAYLOAD_LEN: u16 = 1 << 5;
 }
 
@@ -212,7 +217,7 @@ pub mod chunk {
     pub const OFFSET_HOLE: u16 = 2;
     /// Extents of one metadata context.
     pub const BLOCK_STATUS: u16 = 5;
-    /// The same, with 64 bits each for lengths and statuses.
+    /// As above, with 64 bits each for lengths and statuses.
     pub const BLOCK_STATUS_EXT: u16 = 6;
     /// A failure.
     pub const ERROR: u16 = (1 << 15) | 1;
@@ -228,7 +233,8 @@ pub mod allocation {
     pub const ZERO: u32 = 1 << 1;
 }
 
-/// The failures a reply can tell ("Error values"). The numbers are the protocol's own, not the host's.
+/// The failures that a reply can express ("Error values"). The numbers are the protocol's own, not the
+/// host's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Errno {
@@ -249,8 +255,8 @@ pub enum Errno {
 }
 
 impl Errno {
-    /// What a failure of the disk is to the client. `NBD_ENOTSUP` is kept for zeros that had to be fast: "The server
-    /// SHOULD NOT return NBD_ENOTSUP except as documented in response to NBD_CMD_WRITE_ZEROES".
+    /// What a failure of the disk is to the client. `NBD_ENOTSUP` is kept for zeros that had to be fast: "The
+    /// server SHOULD NOT return NBD_ENOTSUP except as documented in response to NBD_CMD_WRITE_ZEROES".
     pub fn of(kind: ErrorKind, had_to_be_fast: bool) -> Self {
         match kind {
             ErrorKind::NoSpace => Self::NoSpace,
@@ -269,7 +275,7 @@ impl Errno {
     }
 }
 
-/// What the server says first.
+/// The server's greeting.
 pub fn greeting() -> [u8; GREETING_BYTES] {
     let mut bytes = [0; GREETING_BYTES];
     bytes[..8].copy_from_slice(&GREETING_MAGIC.to_be_bytes());
@@ -299,7 +305,7 @@ impl OptionHeader {
     }
 }
 
-/// A request as it comes from the wire: nothing but its magic was checked.
+/// A request as it arrives: only its magic was checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestHeader {
     /// See [`command_flag`].
@@ -322,7 +328,7 @@ impl RequestHeader {
         Some(Self { len: u64::from(reader.u32()?), ..header })
     }
 
-    /// The same for extended headers.
+    /// As above, with extended headers.
     pub fn parse_extended(bytes: &[u8; EXTENDED_HEADER_BYTES]) -> Option<Self> {
         let mut reader = Reader::new(bytes);
         let header = Self::parse_all_but_len(&mut reader, EXTENDED_REQUEST_MAGIC)?;
@@ -373,7 +379,7 @@ impl RequestHeader {
 pub struct InfoRequest<'a> {
     /// Which export.
     pub name: &'a str,
-    /// Which facts are wanted, as bits 1 << [`info`]; those unknown here are left out.
+    /// The requested facts, as bits 1 << [`info`]; unknown ones are left out.
     wanted: u16,
 }
 
@@ -390,7 +396,7 @@ impl<'a> InfoRequest<'a> {
         reader.is_empty().then_some(Self { name, wanted })
     }
 
-    /// Whether the client asked for this fact, one of [`info`].
+    /// Whether the client requested this fact, one of [`info`].
     pub fn wants(&self, fact: u16) -> bool {
         1_u16.checked_shl(u32::from(fact)).is_some_and(|bit| self.wanted & bit != 0)
     }
@@ -401,7 +407,7 @@ impl<'a> InfoRequest<'a> {
 pub struct ContextRequest<'a> {
     /// Which export.
     pub name: &'a str,
-    /// What is asked about it. Each takes at least four of the option's bytes, so their number is bounded.
+    /// The queries. Each takes at least four of the option's bytes, so their number is bounded.
     pub queries: Vec<&'a str>,
 }
 

@@ -1,34 +1,37 @@
-//! A request at the disk: begun, polled to its end, and handed over with the ticket that says whom it belongs to.
+//! A request at the disk: begun, polled to its end, and returned with the ticket that says which reply it
+//! belongs to.
 //!
-//! Most requests are one call of the disk, whose future is held as it is; only reads that look for holes, cache
-//! requests, block status and what is long need a future of their own.
+//! Most requests are one call of the disk, whose future is held as it is; only reads that look for holes,
+//! cache requests, block status and long requests need a future of their own.
 //!
-//! **Long.** With extended headers 32 bytes may ask for the whole export: to be zeroed, trimmed, or brought near. Such a
-//! request is done piece by piece, takes no more memory than a short one, gives way to others after each piece, and
-//! stops when nobody waits for it any more. What was done of it by then stays, as with any request that fails.
+//! **Long.** With extended headers 32 bytes may ask for the whole export to be zeroed, trimmed, or
+//! prefetched. Such a request is executed slice by slice (`slices`), takes no more memory than a short one,
+//! yields after each slice, and stops when its result is no longer wanted. What was done by then stays, as
+//! with any request that fails.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use futures_lite::future::yield_now;
-use vellum_core::{
-    BlockSize, Buffer, Error, ErrorKind, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags, ZeroFlags,
-};
+use vellum_core::losses::lost;
+use vellum_core::{Buffer, Error, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags, ZeroFlags};
 
 use super::limits::memory_of;
 use super::reply::Label;
 use super::request::Request;
-use super::sparse::{self, Outlook, Parts};
+use super::sparse::{self, Outlook, Parts, stop_if_left};
 use super::status::{self, Question, Statuses};
 use super::terms::{Headers, Terms};
+use crate::slices::{SLICE, in_slices};
 
 /// A cache request reads this much at a time.
 const CACHE_BYTES: u64 = 1 << 20;
 
-/// Zeros and trims that are longer are done in pieces of this size and alignment: no cluster of any format is larger.
-const LONG: BlockSize = BlockSize::from_shift(30);
+/// A request about more than this, other than a read or a write, waits for its turn among the long ones of
+/// its session.
+const SHORT_MAX: u64 = 1 << 20;
 
-/// What is needed to answer a request that was begun.
+/// What is needed to answer a request in flight.
 #[derive(Debug)]
 pub(super) struct Ticket {
     pub(super) label: Label,
@@ -68,6 +71,17 @@ pub(super) fn memory_for(request: &Request) -> usize {
     }
 }
 
+/// Whether a poll of it may take a while, as the disk may do much without ever waiting.
+fn is_long(request: &Request) -> bool {
+    match request {
+        Request::Trim { span, .. }
+        | Request::Zero { span, .. }
+        | Request::Cache { span }
+        | Request::Status { span, .. } => span.len() > SHORT_MAX,
+        Request::Read { .. } | Request::Write { .. } | Request::Flush | Request::Disconnect => false,
+    }
+}
+
 impl<'a> Running<'a> {
     /// Begins a request; `payload` is as long as a write's span, and empty for all others.
     pub(super) fn new(
@@ -91,14 +105,14 @@ impl<'a> Running<'a> {
                 Work::Done(disk.write(span.start(), payload, WriteFlags { fua }))
             }
             Request::Flush => Work::Done(disk.flush()),
-            Request::Trim { span, fua } if span.len() > LONG.bytes() => {
+            Request::Trim { span, fua } if span.len() > SLICE.bytes() => {
                 let trim = move |piece| disk.discard(piece, WriteFlags { fua: false });
-                Work::Done(Box::pin(in_pieces(disk, span, fua, outlook, trim)))
+                Work::Done(Box::pin(long(disk, span, fua, outlook, trim)))
             }
             Request::Trim { span, fua } => Work::Done(disk.discard(span, WriteFlags { fua })),
-            Request::Zero { span, flags } if span.len() > LONG.bytes() => {
+            Request::Zero { span, flags } if span.len() > SLICE.bytes() => {
                 let zero = move |piece| disk.write_zeroes(piece, ZeroFlags { fua: false, ..flags });
-                Work::Done(Box::pin(in_pieces(disk, span, flags.fua, outlook, zero)))
+                Work::Done(Box::pin(long(disk, span, flags.fua, outlook, zero)))
             }
             Request::Zero { span, flags } => Work::Done(disk.write_zeroes(span, flags)),
             Request::Cache { span } => Work::Done(Box::pin(cache(disk, span, outlook))),
@@ -115,6 +129,11 @@ impl<'a> Running<'a> {
             Request::Disconnect => unreachable!("a goodbye is no work"),
         };
         Self { ticket: Some(ticket), work }
+    }
+
+    /// Whether a poll of it may take a while.
+    pub(super) fn is_long(&self) -> bool {
+        self.ticket.as_ref().is_some_and(|ticket| is_long(&ticket.request))
     }
 }
 
@@ -135,8 +154,9 @@ impl Future for Running<'_> {
     }
 }
 
-/// Reads the run and throws it away, so that what lies below or far away is near when it is wanted: a base that is
-/// copied on read, a cache, the host's page cache. One piece at a time, as nobody waits for the bytes.
+/// Reads the run and discards the bytes, so that data from below or far away is near when it is wanted: in a
+/// base that is copied on read, a cache, the host's page cache. One piece at a time, because no client waits
+/// for the bytes.
 async fn cache(disk: &SharedDisk, span: GuestSpan, outlook: &Outlook) -> Result<()> {
     let mut rest = span;
     let mut buffer = Buffer::empty();
@@ -148,7 +168,7 @@ async fn cache(disk: &SharedDisk, span: GuestSpan, outlook: &Outlook) -> Result<
         }
         buffer = disk.read(now.start(), buffer).await?;
         if buffer.len() != len {
-            return Err(Error::corrupt("the disk gave fewer bytes than it was asked for"));
+            return Err(Error::corrupt("the disk returned fewer bytes than requested"));
         }
         rest = later;
         if !rest.is_empty() {
@@ -160,25 +180,25 @@ async fn cache(disk: &SharedDisk, span: GuestSpan, outlook: &Outlook) -> Result<
     Ok(())
 }
 
-/// Does something with each piece of a long run, and makes it durable at the end, if that is wanted.
-async fn in_pieces<'a>(
-    disk: &SharedDisk,
+/// Does something with each slice of a long run; with `fua`, one flush at the end makes it durable. That
+/// flush would not report that the first slices were lost meanwhile, if another request of the session has
+/// already been notified of the loss. So this also checks whether any loss has occurred since the first
+/// slice.
+async fn long<'a>(
+    disk: &'a SharedDisk,
     span: GuestSpan,
     fua: bool,
     outlook: &Outlook,
     act: impl Fn(GuestSpan) -> LocalFuture<'a, Result<()>>,
 ) -> Result<()> {
-    for piece in LONG.pieces_of(span) {
-        act(piece).await?;
-        yield_now().await;
-        stop_if_left(outlook)?;
-    }
-    if fua { disk.flush().await } else { Ok(()) }
-}
-
-pub(super) fn stop_if_left(outlook: &Outlook) -> Result<()> {
-    if outlook.is_left() {
-        return Err(Error::new(ErrorKind::Closed, "nobody waits for the answer any more"));
+    let losses = || disk.losses().map_or(0, |losses| losses.count());
+    let before = losses();
+    in_slices(span, act, || stop_if_left(outlook)).await?;
+    if fua {
+        disk.flush_change().await?;
+        if losses() != before {
+            return Err(lost());
+        }
     }
     Ok(())
 }

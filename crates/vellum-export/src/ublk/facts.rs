@@ -1,8 +1,8 @@
-//! What the kernel is told of a disk.
+//! The parameters of a disk that the kernel is given.
 //!
-//! 1. The logical block is 512 bytes whatever lies below, so that an image reads the same wherever it is served. What is
-//!    best is told with the physical block.
-//! 2. What is behind the last whole sector of a disk is not reached.
+//! 1. The logical block is 512 bytes whatever lies below, so that an image reads the same wherever it is
+//!    served. The preferred I/O size is reported as the physical block.
+//! 2. Bytes behind the last whole sector of a disk cannot be reached.
 
 use vellum_core::Geometry;
 
@@ -11,10 +11,10 @@ use super::request::{RANGE_SECTORS_MAX, SECTOR_BYTES, ZEROES_WRITTEN_SECTORS_MAX
 /// The physical block is at least this: files are written in pages, whatever an image can do below that.
 const PHYSICAL_BYTES_MIN: u64 = 4096;
 
-/// Nothing larger is told to be a block, or best.
+/// No larger size is reported as a block size or a preferred I/O size.
 const BEST_BYTES_MAX: u64 = 32 << 20;
 
-/// What the kernel is told.
+/// The parameters that the kernel is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
     /// The size, in sectors.

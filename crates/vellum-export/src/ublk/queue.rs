@@ -1,20 +1,22 @@
-//! One queue, on one worker: each tag asks for a request, does it, and answers with the next question.
+//! One queue, on one worker: each tag fetches a request, executes it, and answers it with the next fetch.
 //!
 //! ```text
 //!   tag 0   next ─► row ─► the disk ─► next(answer) ─► …       until the kernel says that there are no more
 //!   tag 1   next ─► …
 //! ```
 //!
-//! 1. A queue is one future on one worker and shares nothing with other queues but the disk and its [`Target`].
-//! 2. It ends when all tags have heard that there are no more, which the kernel says when the device was stopped and all
+//! 1. A queue is one future on one worker and shares nothing with other queues but the disk and its
+//!    [`Target`].
+//! 2. A queue ends when all its tags were aborted, which the kernel does when the device was stopped and all
 //!    requests were answered.
-//! 3. When the server is cut off, requests that come are answered with EIO and begin nothing, so that the kernel gets to its
-//!    end; those that were begun are waited for.
-//! 4. No tag keeps a worker: it comes back to the kernel after each request.
-//! 5. A device that is left to its next server ([`Target::leave`]) begins nothing more, and answers nothing that comes: the
-//!    kernel asks the next server for it. What was begun is answered.
-//! 6. An answer for which the kernel has no memory is given again, until it is taken: a request that is never answered keeps
-//!    its users, and whoever stops the device, for ever.
+//! 3. When the server is cut, new requests are answered with EIO and are not begun, so that the kernel can
+//!    finish; those that were begun are waited for.
+//! 4. No tag monopolises a worker: it returns to the kernel after each request.
+//! 5. A device that is left to its next server ([`Target::leave`]) begins no more requests, and does not
+//!    answer those that still arrive: the kernel hands them to the next server. Requests that were begun are
+//!    answered.
+//! 6. An answer for which the kernel has no memory is submitted again until it is accepted. A request that is
+//!    never answered would block its users, and the program that stops the device, forever.
 
 use std::future::poll_fn;
 use std::rc::Rc;
@@ -23,7 +25,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 
 use event_listener::Event;
-use vellum_core::{Buffer, Error, ErrorKind, LocalFuture, Result, SharedDisk, WriteFlags, ZeroFlags};
+use vellum_core::{
+    Buffer, Error, ErrorKind, LocalFuture, Result, SharedDisk, WriteFlags, ZeroFlags, witnessed_from_now,
+};
 
 use super::facts::Facts;
 use super::request::{Request, Row, Terms};
@@ -38,7 +42,7 @@ pub trait Kernel {
     /// Waits a little before something is tried again.
     fn pause(&self) -> impl Future<Output = ()>;
 
-    /// What the tag's request asks.
+    /// The tag's request.
     fn row(&self, tag: u16) -> Row;
 
     /// The data of a write.
@@ -55,12 +59,13 @@ pub enum Told {
     Request,
     /// There are no more.
     NoMore,
-    /// The kernel had no memory for it; nothing was told, and it is to be told again.
+    /// The kernel had no memory for it; nothing was submitted, and the caller must submit it again.
     NotNow,
 }
 
 /// What all queues of a device share.
 pub struct Target {
+    /// As the kernel uses it: all queues are one user, to which lost writes are reported once.
     disk: SharedDisk,
     sectors: AtomicU64,
     read_only: bool,
@@ -78,12 +83,12 @@ pub struct Target {
 struct Begun<'a>(&'a Target);
 
 impl Target {
-    /// The disk, and what the kernel was told of it.
+    /// The disk, and the parameters that the kernel was given.
     pub fn new(disk: SharedDisk, facts: &Facts) -> Self {
         let sectors = AtomicU64::new(facts.sectors);
         let Facts { read_only, write_through, .. } = *facts;
         Self {
-            disk,
+            disk: witnessed_from_now(disk),
             sectors,
             read_only,
             write_through,
@@ -94,7 +99,7 @@ impl Target {
         }
     }
 
-    /// The disk is so large now; true if that is news.
+    /// Records the current size of the disk; true if it has changed.
     pub fn resize(&self, sectors: u64) -> bool {
         self.sectors.swap(sectors, Ordering::Relaxed) != sectors
     }
@@ -115,8 +120,8 @@ impl Target {
         }
     }
 
-    /// From here on nothing is begun: requests that come wait for the next server. Completes when those that were begun have
-    /// been answered.
+    /// From here on nothing is begun: requests that arrive wait for the next server. Completes when those
+    /// that were begun have been answered.
     pub async fn leave(&self) {
         self.is_left.store(true, Ordering::SeqCst);
         loop {
@@ -128,7 +133,8 @@ impl Target {
         }
     }
 
-    /// A request may be begun, unless the device is left: either this sees that it is, or who leaves sees the request.
+    /// A request may be begun, unless the device is left: either this call sees that it is, or `leave` sees
+    /// the request.
     fn begin(&self) -> Option<Begun<'_>> {
         self.begun.fetch_add(1, Ordering::SeqCst);
         let begun = Begun(self);
@@ -140,8 +146,9 @@ impl Target {
         Terms { sectors, read_only: self.read_only, write_through: self.write_through }
     }
 
-    fn break_down(&self, error: Error) {
-        tracing::warn!("a queue of a ublk device is not served any more: {}", error.chain());
+    /// It is not served as it should be any more.
+    pub fn break_down(&self, error: Error) {
+        tracing::warn!("a queue of a ublk device is no longer served: {}", error.chain());
         self.broken.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         self.changed.notify(usize::MAX);
     }
@@ -156,7 +163,8 @@ impl Drop for Begun<'_> {
     }
 }
 
-/// Serves a queue of so many tags to its end. By the time it is first pending, all tags have asked.
+/// Serves a queue of this many tags to its end. By the time it is first pending, all tags have been
+/// submitted.
 pub async fn serve_queue<K: Kernel + 'static>(
     kernel: K,
     depth: u16,
@@ -200,7 +208,8 @@ async fn serve_tag<K: Kernel>(
             }
         }
         let Some(begun) = target.begin() else {
-            // It stays with this tag, unanswered, until the kernel takes it back from a server that has ended.
+            // It stays with this tag, unanswered, until the kernel takes it back from a server that has
+            // ended.
             return std::future::pending().await;
         };
         let done = match Request::parse(&kernel.row(tag), &target.terms()) {
@@ -216,7 +225,7 @@ async fn serve_tag<K: Kernel>(
     }
 }
 
-/// Gives how many bytes were moved.
+/// Returns how many bytes were moved.
 async fn perform<K: Kernel>(request: Request, kernel: &K, tag: u16, disk: &SharedDisk) -> Result<usize, i32> {
     match request {
         Request::Read { at, len } => {
@@ -240,7 +249,7 @@ async fn perform<K: Kernel>(request: Request, kernel: &K, tag: u16, disk: &Share
     }
 }
 
-/// The kernel is told that it failed; the log, why.
+/// The kernel gets the error code; the log gets the cause.
 #[expect(clippy::needless_pass_by_value, reason = "it is what `map_err` gives")]
 fn errno_of(error: Error) -> i32 {
     tracing::debug!("a request over ublk failed: {}", error.chain());

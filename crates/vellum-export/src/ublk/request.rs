@@ -1,10 +1,11 @@
-//! What the kernel asks: a row becomes a checked request, or the `errno` that refuses it.
+//! What the kernel asks for: a row becomes a checked request, or the `errno` that refuses it.
 //!
-//! Everything here is pure. From here on nothing is checked again.
+//! Everything here is pure. Nothing is checked again after this.
 //!
 //! 1. A request that passes lies within the disk; its data is no larger than [`REQUEST_BYTES_MAX`].
-//! 2. What was not offered is refused with EOPNOTSUPP, what makes no sense with EIO, a write to a disk for reading with EROFS.
-//! 3. Flags that say how a request came about, such as that it may fail fast, mean nothing here.
+//! 2. An operation that was not offered is refused with EOPNOTSUPP, an invalid one with EIO, a write to a
+//!    read-only disk with EROFS.
+//! 3. Flags about how a request came about, such as that it may fail fast, are ignored.
 //!
 //! Source: `include/uapi/linux/ublk_cmd.h`.
 
@@ -35,7 +36,7 @@ const FLAG_NO_UNMAP: u32 = 1 << 15;
 /// A request as the kernel shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Row {
-    /// What is to be done, in the low byte, and how.
+    /// The operation, in the low byte, and its flags.
     pub op_flags: u32,
     /// How many sectors.
     pub sectors: u32,

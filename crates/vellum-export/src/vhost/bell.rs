@@ -1,14 +1,18 @@
 //! The two bells of a queue: eventfds of the front end. The guest rings one, we ring the other.
 //!
-//! A front end can hand over anything. What is not an eventfd is turned away; what is one is read and written without
-//! waiting, so that a worker never stands still for it.
+//! A front end can send any descriptor. One that is not an eventfd is refused. An eventfd is made
+//! non-blocking: its flags are shared with the front end, and the protocol does not mention them, because
+//! neither side is meant to wait on it (QEMU creates it so, and KVM uses it so). But the front end can revert
+//! that at any time, and fill the counter to its maximum. So it is read with a per-call flag. No call that
+//! writes an eventfd has such a flag; the host has another way ([`Host::ring`](super::Host::ring)).
 
 use std::fs::File;
+use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-use rustix::io::Errno;
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use vellum_core::{Context, Error, Result};
 
 use super::keep_from_children;
@@ -21,10 +25,10 @@ impl Bell {
     /// Takes what the front end gave.
     pub(super) fn new(file: File) -> Result<Self> {
         keep_from_children(&file)?;
-        // The kernel tells nowhere else what a descriptor is.
+        // The kernel shows the kind of a descriptor nowhere else.
         let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
         if link.is_ok_and(|link| link.as_os_str() != "anon_inode:[eventfd]") {
-            return Err(Error::invalid("a queue was given a descriptor that is no eventfd"));
+            return Err(Error::invalid("a queue was given a descriptor that is not an eventfd"));
         }
         let bell = OwnedFd::from(file);
         let context = || "can't take over an eventfd";
@@ -40,17 +44,23 @@ impl Bell {
 
     /// Forgets that it was rung.
     pub(super) fn clear(&self) -> Result<()> {
-        match rustix::io::read(&self.0, &mut [0; 8]) {
-            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Ok(()),
-            Err(errno) => Err(Error::os(errno.raw_os_error(), "can't read an eventfd")),
+        // Not by the descriptor's own flag: the front end can change that at any time.
+        let mut count = [0; 8];
+        let mut into = [IoSliceMut::new(&mut count)];
+        match preadv2(&self.0, &mut into, u64::MAX, ReadWriteFlags::NOWAIT) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
+            read => return told(read),
         }
+        // A kernel before 5.8.
+        told(rustix::io::read(&self.0, &mut count))
     }
+}
 
-    /// Rings it. One that is full is being heard already; one that is broken is the front end's loss.
-    pub(super) fn ring(&self) {
-        #[expect(clippy::host_endian_bytes, reason = "an eventfd takes a number of the host")]
-        let one = 1u64.to_ne_bytes();
-        let _ = rustix::io::write(&self.0, &one);
+/// What reading an eventfd gave; that it was not rung is fine.
+fn told(read: rustix::io::Result<usize>) -> Result<()> {
+    match read {
+        Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Ok(()),
+        Err(errno) => Err(Error::os(errno.raw_os_error(), "can't read an eventfd")),
     }
 }
 
@@ -60,12 +70,16 @@ mod tests {
 
     use super::*;
 
+    fn rung(bell: &Bell) {
+        rustix::io::write(&*bell.0, &1u64.to_le_bytes()).expect("it is not full");
+    }
+
     #[test]
     fn only_an_eventfd_will_do_and_nobody_waits_for_it() {
         let blocking = eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd");
         let bell = Bell::new(blocking.into()).expect("an eventfd");
         bell.clear().expect("it was not rung");
-        bell.ring();
+        rung(&bell);
         bell.clear().expect("it was");
         bell.clear().expect("it is forgotten");
         for other in ["/dev/zero", "/", "/proc/self/exe"] {
@@ -76,10 +90,13 @@ mod tests {
     }
 
     #[test]
-    fn a_full_one_is_no_obstacle() {
-        let full = eventfd(u32::MAX, EventfdFlags::CLOEXEC).expect("an eventfd");
-        let most = (u64::MAX - 1 - u64::from(u32::MAX)).to_le_bytes();
-        rustix::io::write(&full, &most).expect("it is full now");
-        Bell::new(full.into()).expect("an eventfd").ring();
+    fn one_that_was_made_blocking_behind_our_back_keeps_nobody_when_it_is_heard() {
+        let blocking = eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd");
+        let bell = Bell::new(File::from(blocking).try_clone().expect("a descriptor")).expect("an eventfd");
+        let flags = fcntl_getfl(&*bell.0).expect("its flags");
+        fcntl_setfl(&*bell.0, flags - OFlags::NONBLOCK).expect("the front end may do so");
+        bell.clear().expect("it was not rung, and nobody waits for that");
+        rung(&bell);
+        bell.clear().expect("it was");
     }
 }

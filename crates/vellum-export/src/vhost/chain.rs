@@ -1,11 +1,11 @@
-//! Descriptor chains as a guest hangs them up: lists of runs of its memory. Nothing of them is believed.
+//! Descriptor chains as a guest builds them: lists of ranges of its memory. Nothing in them is trusted.
 //!
 //! ```text
 //!   readable   │ header, 16 bytes │ data of a write ……… │        wherever one descriptor ends and the next begins
 //!   writable   │ data of a read …………………… │ status, 1 byte │
 //! ```
 //!
-//! 1. A chain that is gathered has an end: who hangs a loop up, or a chain out of the table, has it refused.
+//! 1. A chain that was gathered has an end: a chain with a loop, or one that leaves the table, is refused.
 //! 2. How the bytes are divided into descriptors means nothing (VIRTIO 1.2, 2.7.4.1).
 //! 3. Addresses are only numbers here; `memory` says whether there is memory behind them.
 
@@ -14,7 +14,8 @@ use smallvec::SmallVec;
 /// The bytes of a request's header: what, reserved, where.
 pub(super) const HEADER_BYTES: usize = 16;
 
-/// The most runs of memory that one chain may have, over both its halves. What a guest is told is far less.
+/// The largest number of ranges that one chain may have, over both its halves. The limit that guests are
+/// given is far lower.
 pub(super) const LINKS_MAX: usize = 1026;
 
 /// The most bytes of one chain (VIRTIO 1.2, 2.7.5.2).
@@ -56,7 +57,7 @@ pub(super) struct Chain {
     pub(super) header: Segments,
     /// What the guest gives.
     pub(super) data_out: Segments,
-    /// What the guest wants filled.
+    /// The part that the device fills.
     pub(super) data_in: Segments,
     /// Where the status byte goes.
     pub(super) status: Segments,
@@ -124,7 +125,7 @@ impl Chain {
             if link.is_writable {
                 writable.push(link.at, len);
             } else if writable.len > 0 {
-                return Err(Malformed("it has something to read behind something to write"));
+                return Err(Malformed("it has a readable descriptor after a writable one"));
             } else {
                 readable.push(link.at, len);
             }
@@ -191,7 +192,7 @@ mod tests {
         assert_eq!(refused(&[(0, 15, false), (20, 1, true)]), "it has no room for a header");
         assert_eq!(refused(&[(0, 16, false), (20, 0, true)]), "it has no room for a status");
         let mixed = [(0, 16, false), (20, 1, true), (30, 1, false)];
-        assert_eq!(refused(&mixed), "it has something to read behind something to write");
+        assert_eq!(refused(&mixed), "it has a readable descriptor after a writable one");
         assert_eq!(refused(&[(0, 1, false); LINKS_MAX + 1]), "it has too many descriptors");
         let huge = [(0, u32::MAX, false), (0, 1, true)];
         assert_eq!(refused(&huge), "it has too many bytes");

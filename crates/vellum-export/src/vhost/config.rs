@@ -1,16 +1,16 @@
-//! What a guest reads of its disk before it asks for anything: the features, and the configuration space.
+//! What a guest reads about its disk before it sends a request: the features, and the configuration space.
 //!
 //! ```text
-//!    0  capacity, in sectors of 512       24  physical blocks, and what is best      36  discard: most, runs, alignment
-//!    8  size_max, 12 seg_max              32  the write cache's switch: none, zero    48  write-zeroes: most, runs, unmap
-//!   20  block size                        34  queues                                 60  what is not offered: zeros
+//!    0  capacity, in sectors of 512   24  physical blocks, preferred size   36  discard: limits, alignment
+//!    8  size_max, 12 seg_max          32  write cache switch: none, zero    48  write-zeroes: limits, unmap
+//!   20  block size                    34  queues                            60  what is not offered: zeros
 //! ```
 //!
-//! 1. The logical block is 512 bytes whatever lies below, so that an image reads the same wherever it is served. What is
-//!    best is told with the physical block.
-//! 2. A guest that has no word for flushing is served write-through (VIRTIO 1.2, 5.2.6.2).
-//! 3. The guest has no switch for the write cache: a front end that connects to the next server does not say again how
-//!    it was turned.
+//! 1. The logical block is 512 bytes whatever lies below, so that an image reads the same wherever it is
+//!    served. The preferred I/O size is reported as the physical block.
+//! 2. A guest that cannot send flushes is served write-through (VIRTIO 1.2, 5.2.6.2).
+//! 3. The guest cannot switch the write cache: a front end that connects to the next server does not repeat
+//!    the state of the switch.
 //!
 //! Source: VIRTIO 1.2, 5.2.4; its fields are little-endian.
 
@@ -27,13 +27,14 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 
 use super::request::{RANGE_SECTORS_MAX, RANGES_MAX, REQUEST_BYTES_MAX, SECTOR_BYTES, Terms};
 
-/// The most segments of a request's data, and the most bytes of each: what QEMU's smallest usual queue has room for, and
-/// what is one transfer for us.
+/// The most segments of a request's data, and the most bytes of each: what QEMU's smallest usual queue has
+/// room for, and what is one transfer for us.
 const SEGMENTS_MAX: u32 = 126;
 const SEGMENT_BYTES_MAX: u32 = 256 << 10;
 const _: () = assert!(SEGMENTS_MAX as usize * SEGMENT_BYTES_MAX as usize <= REQUEST_BYTES_MAX);
 
-/// The physical block that guests are told: files are written in pages, whatever an image can do below that.
+/// The physical block that guests are given: files are written in pages, whatever granularity an image
+/// supports below that.
 const PHYSICAL_BYTES_MIN: u64 = 4096;
 
 /// As much of the space as there can be (`VHOST_USER_CONFIG_SIZE`).
@@ -73,7 +74,7 @@ impl Facts {
         Terms { sectors: self.sectors.load(Ordering::Relaxed), read_only: self.read_only }
     }
 
-    /// Looks how large the disk is now, and tells it in sectors.
+    /// Reads the current size of the disk, and returns it in sectors.
     pub(super) fn look_again(&self, geometry: &Geometry) -> u64 {
         let sectors = geometry.size / SECTOR_BYTES;
         self.sectors.store(sectors, Ordering::Relaxed);
@@ -126,8 +127,8 @@ impl Facts {
     }
 }
 
-/// Whether a guest that took these features has its writes made durable one by one. Who took the switch from an earlier
-/// server may have turned it, and does not say so again.
+/// Whether every write of a guest that accepted these features is made durable. A guest that accepted the
+/// switch from an earlier server may have used it, and does not say so again.
 pub(super) fn is_writethrough(taken: u64) -> bool {
     !has(taken, VIRTIO_BLK_F_FLUSH) || has(taken, VIRTIO_BLK_F_CONFIG_WCE)
 }

@@ -1,4 +1,4 @@
-//! What the fuzz target does with its bytes: they are a guest's memory, rings, chains, requests and all.
+//! What the fuzz target does with its bytes: they are a guest's memory, rings, chains and requests.
 //!
 //! ```text
 //!   input   │ mode │ turns │ what memory begins with ………………………………………… │

@@ -1,4 +1,5 @@
-//! What was taken from a queue and not handed back, in memory that the front end keeps when a server is killed.
+//! The requests that were taken from a queue and not handed back, in memory that the front end keeps when a
+//! server is killed.
 //!
 //! ```text
 //!   region of a queue, at a multiple of 64 bytes
@@ -6,17 +7,21 @@
 //!                                                                        │ 0 in flight, 6 next, 8 when it was taken
 //! ```
 //!
-//! A request is entered before it begins. To hand it back takes three steps: it is noted as the last one, the used ring
-//! moves, it is struck out and the index noted. A kill between any two of them is seen by who comes next:
+//! A request is entered before it begins. Handing it back takes three steps: it is noted as the last one; the
+//! used ring moves; its entry is cleared and the index noted. The next server sees a kill between any two of
+//! them:
 //!
-//! 1. Where the index noted is not the ring's, the last one was handed back: it is struck out.
-//! 2. What is still entered was not handed back: it is done again, in the order in which it was taken.
+//! 1. Where the noted index differs from the ring's, the last one was handed back: its entry is cleared.
+//! 2. Requests that are still entered were not handed back: they are executed again, in the order in which
+//!    they were taken.
 //!
-//! The front end can write here, too. Numbers are checked, and at worst its own requests are done twice or never.
+//! The front end can also write here. Numbers are checked, and at worst its own requests are executed twice
+//! or never.
 //!
 //! Source: the vhost-user protocol, "Inflight I/O tracking" (split rings).
 
 use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::fence;
@@ -30,6 +35,9 @@ use super::keep_from_children;
 const HEADER_BYTES: usize = 16;
 const ROW_BYTES: usize = 16;
 const QUEUE_ALIGNMENT: usize = 64;
+
+/// In the first region: how the last server ended (`reconnects`).
+const FEATURES_AT: usize = 0;
 
 const VERSION_AT: usize = 8;
 const ROWS_AT: usize = 10;
@@ -46,6 +54,18 @@ pub(super) struct Book {
     rows: u16,
 }
 
+/// How a server ended, or will have ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u64)]
+pub(super) enum Mark {
+    /// It serves, or was killed: what it answered and was not flushed may be missing then.
+    Open = 1,
+    /// It closed the image in good order.
+    Closed = 2,
+    /// It serves, or was killed: all that it answered is durable.
+    OpenAndDurable = 3,
+}
+
 /// The region of one queue.
 pub(super) struct Pages {
     book: Arc<Book>,
@@ -59,9 +79,9 @@ fn pages_bytes(rows: u16) -> usize {
 }
 
 impl Book {
-    /// A file for so many queues of so many descriptors, which front ends map, too.
+    /// A file for `queues` queues of `rows` descriptors each. Front ends map it too.
     pub(super) fn create(queues: u16, rows: u16) -> Result<(File, u64)> {
-        let context = || "can't make a file for requests in flight";
+        let context = || "can't create a file for requests in flight";
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = memfd_create("vellum-inflight", flags).map_err(std::io::Error::from).context(context)?;
         let file = File::from(file);
@@ -77,14 +97,55 @@ impl Book {
         keep_from_children(&file)?;
         let refuse = |why: &str| Error::invalid(format!("can't use a file of requests in flight: {why}"));
         let len = pages_bytes(rows) * usize::from(queues);
-        let facts = file.metadata().context(|| "can't look at a file of requests in flight")?;
+        let facts = file.metadata().context(|| "can't stat the file of requests in flight")?;
         let end = in_file.checked_add(len as u64);
         if len == 0 || !facts.is_file() || end.is_none_or(|end| end > facts.len()) {
-            return Err(refuse("it is too short, or is none"));
+            return Err(refuse("it is too short or not a regular file"));
         }
         let mapping = MmapRegion::from_file(FileOffset::new(file, in_file), len)
             .map_err(|error| refuse(&error.to_string()))?;
         Ok(Arc::new(Self { mapping, queues, rows }))
+    }
+
+    /// Whether both are one file.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        let identity = |book: &Self| {
+            let file = book.mapping.file_offset()?.file();
+            file.metadata().ok().map(|facts| (facts.dev(), facts.ino()))
+        };
+        identity(self).is_some_and(|its| identity(other) == Some(its))
+    }
+
+    /// Whether a queue was ever served with it.
+    pub(super) fn was_used(&self) -> bool {
+        (0..self.queues)
+            .any(|queue| self.load::<u16>(pages_bytes(self.rows) * usize::from(queue) + VERSION_AT) != 0)
+    }
+
+    /// Whether its last server records how it ended.
+    pub(super) fn has_mark(&self) -> bool {
+        let mark = self.load::<u64>(FEATURES_AT);
+        [Mark::Open, Mark::Closed, Mark::OpenAndDurable].iter().any(|known| mark == *known as u64)
+    }
+
+    /// Whether nothing is missing of what its last server answered.
+    pub(super) fn loses_nothing(&self) -> bool {
+        [Mark::Closed, Mark::OpenAndDurable].iter().any(|mark| self.load::<u64>(FEATURES_AT) == *mark as u64)
+    }
+
+    pub(super) fn mark(&self, mark: Mark) {
+        self.store(FEATURES_AT, mark as u64);
+    }
+
+    // Numbers here are those of the host: both sides are on it.
+    fn load<T: AtomicAccess>(&self, at: usize) -> T {
+        let slice = self.mapping.as_volatile_slice();
+        slice.load(at, Relaxed).expect("it is within the region, and at its boundary")
+    }
+
+    fn store<T: AtomicAccess>(&self, at: usize, value: T) {
+        let slice = self.mapping.as_volatile_slice();
+        slice.store(value, at, Relaxed).expect("it is within the region, and at its boundary");
     }
 
     /// Its file.
@@ -93,8 +154,8 @@ impl Book {
         self.mapping.file_offset().expect("it has one").file()
     }
 
-    /// The region of a queue of this length, whose used ring is at this index; and the heads of what was not handed back.
-    /// Nothing when there is no such region.
+    /// The region of a queue of this length, whose used ring is at this index; and the heads of what was not
+    /// handed back. Nothing when there is no such region.
     pub(super) fn open(self: &Arc<Self>, queue: u32, size: u16, used: u16) -> Option<(Pages, Vec<u16>)> {
         let number = u16::try_from(queue).ok().filter(|number| *number < self.queues && size <= self.rows)?;
         let start = pages_bytes(self.rows) * usize::from(number);
@@ -128,7 +189,8 @@ fn row(head: u16) -> usize {
 }
 
 impl Pages {
-    /// A request is about to begin. What [`Book::open`] gave is entered already, and keeps its place in the order.
+    /// A request is about to begin. What [`Book::open`] gave is entered already, and keeps its place in the
+    /// order.
     pub(super) fn enter(&mut self, head: u16) {
         self.store(row(head) + 8, self.taken);
         self.taken = self.taken.wrapping_add(1);
@@ -151,15 +213,12 @@ impl Pages {
         self.store(USED_AT, used);
     }
 
-    // Numbers here are those of the host: both sides are on it.
     fn load<T: AtomicAccess>(&self, at: usize) -> T {
-        let slice = self.book.mapping.as_volatile_slice();
-        slice.load(self.start + at, Relaxed).expect("it is within the region, and at its boundary")
+        self.book.load(self.start + at)
     }
 
     fn store<T: AtomicAccess>(&self, at: usize, value: T) {
-        let slice = self.book.mapping.as_volatile_slice();
-        slice.store(value, self.start + at, Relaxed).expect("it is within the region, and at its boundary");
+        self.book.store(self.start + at, value);
     }
 }
 
@@ -173,7 +232,7 @@ mod tests {
         (Book::map(file.try_clone().expect("a descriptor"), 0, 2, 8).expect("it is mapped"), file)
     }
 
-    /// What the next server finds that is still to be done.
+    /// The requests that the next server still has to execute.
     fn left(book: &Arc<Book>, used: u16) -> Vec<u16> {
         book.open(1, 8, used).expect("a region").1
     }

@@ -1,15 +1,18 @@
-//! The memory of a guest, as its front end shares it: files that are mapped here, and the guest's addresses of them.
+//! The memory of a guest, as its front end shares it: files that are mapped here, and their addresses in the
+//! guest.
 //!
 //! ```text
 //!   front end's address ──(rings only)──► guest's address ──► a mapped file, or nothing: then it is an error
 //! ```
 //!
-//! 1. No reference to these bytes is ever made: the guest changes them meanwhile. They are lent to a request where they lie
-//!    (`GuestRam`), or copied, in one go; what was copied is what counts, also when the guest has changed its mind.
-//! 2. A mapping lives as long as any request that uses it. The front end hears that memory is gone when no request uses it
-//!    any more (`session`): what it does with the file then reaches no disk.
-//! 3. A file must be as long as what is mapped of it. (One that is cut off later fails requests whose data the kernel moves, and
-//!    raises SIGBUS where we copy, which ends the program: whoever may connect is trusted not to.)
+//! 1. No reference to these bytes is ever made, because the guest changes them at any time. They are lent to
+//!    a request in place (`GuestRam`), or copied once; only the copy counts, even if the guest changes the
+//!    original later.
+//! 2. A mapping lives as long as any request that uses it. The front end is notified that memory is gone only
+//!    when no request uses it any more (`session`): whatever it then does with the file cannot reach a disk.
+//! 3. A file must be as long as what is mapped of it. (Truncating one later fails requests whose data the
+//!    kernel moves, and raises SIGBUS where data is copied here, which ends the program: clients that may
+//!    connect are trusted not to do that.)
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -27,8 +30,8 @@ use super::keep_from_children;
 /// How many files a front end may share.
 pub(super) const REGIONS_MAX: usize = 64;
 
-/// How much of our addresses one front end may take: 16 TiB of the 128 TiB that x86-64 has. Files may be sparse, so their
-/// lengths bound nothing.
+/// How much of our addresses one front end may take: 16 TiB of the 128 TiB that x86-64 has. Files may be
+/// sparse, so their lengths bound nothing.
 const MAPPED_BYTES_MAX: u64 = 16 << 40;
 
 /// One run of guest memory, as the front end describes it.
@@ -68,7 +71,7 @@ impl Memory {
         Ok(memory)
     }
 
-    /// The same with one region more.
+    /// The same memory with one region more.
     pub(super) fn with(&self, region: Region, file: File) -> Result<Self> {
         keep_from_children(&file)?;
         let refuse =
@@ -80,19 +83,19 @@ impl Memory {
         if sum.is_none_or(|sum| sum > MAPPED_BYTES_MAX) {
             return Err(refuse("with it, the front end would share more than 16 TiB"));
         }
-        let facts = file.metadata().context(|| "can't look at a file of guest memory")?;
+        let facts = file.metadata().context(|| "can't stat a file of guest memory")?;
         let end = region.in_file.checked_add(region.len);
         if !facts.is_file() || region.len == 0 || end.is_none_or(|end| end > facts.len()) {
-            return Err(refuse("its file is too short, or is none"));
+            return Err(refuse("its file is too short or not a regular file"));
         }
         let front_end_fits = region.front_end.checked_add(region.len).is_some();
         let (Ok(len), true) = (usize::try_from(region.len), front_end_fits) else {
-            return Err(refuse("it passes the end of all addresses"));
+            return Err(refuse("it exceeds the address space"));
         };
         let mapping = MmapRegion::from_file(FileOffset::new(file, region.in_file), len)
             .map_err(|error| refuse(&error.to_string()))?;
         let mapped = GuestRegionMmap::new(mapping, GuestAddress(region.guest))
-            .ok_or_else(|| refuse("it passes the end of all addresses"))?;
+            .ok_or_else(|| refuse("it exceeds the address space"))?;
         let mapped =
             self.mapped().insert_region(Arc::new(mapped)).map_err(|error| refuse(&error.to_string()))?;
         let mut regions = self.regions.clone();
@@ -100,7 +103,7 @@ impl Memory {
         Ok(Self { ram: GuestRam::new(mapped)?, regions })
     }
 
-    /// The same without this region.
+    /// The same memory without this region.
     pub(super) fn without(&self, region: Region) -> Result<Self> {
         let is_it = |Mapped { region: other, .. }: &Mapped| {
             (other.guest, other.front_end, other.len) == (region.guest, region.front_end, region.len)
@@ -116,12 +119,12 @@ impl Memory {
         }
     }
 
-    /// Whether nothing of the other has gone.
+    /// Whether every region of the other is still there.
     pub(super) fn has_all_of(&self, other: &Self) -> bool {
         other.regions.iter().all(|mapped| self.regions.contains(mapped))
     }
 
-    /// The guest's address of what the front end knows under another.
+    /// The guest's address of an address of the front end.
     pub(super) fn guest_address(&self, front_end: u64) -> Option<u64> {
         let within = |region: &&Region| {
             front_end.checked_sub(region.front_end).is_some_and(|offset| offset < region.len)
@@ -148,7 +151,7 @@ impl Memory {
         segments.iter().all(|run| is_there(run.at, run.len))
     }
 
-    /// Lends the guest's bytes where they lie. `None` when some are not there.
+    /// Lends the guest's bytes in place. `None` when some are not there.
     pub(super) fn lend(&self, segments: &Segments) -> Option<Buffer> {
         self.ram.lend(segments.iter().map(|run| (run.at, run.len)))
     }
@@ -265,7 +268,7 @@ mod tests {
             Memory::map(regions.iter().map(|region| (*region, file(len)))).expect_err("refused").to_string()
         };
         let short = refused(&[region(0, 0x2000, 0)], 0x1fff);
-        assert!(short.ends_with("its file is too short, or is none"), "{short}");
+        assert!(short.ends_with("its file is too short or not a regular file"), "{short}");
         refused(&[region(0, 0x1000, 0x1001)], 0x2000);
         refused(&[region(0, 0x1000, 1)], 0x2000); // not at a page
         refused(&[region(0, 0x1000, u64::MAX)], 0x2000);

@@ -1,15 +1,16 @@
-//! Telling a front end what it did not ask: that its guest's disk has become larger.
+//! Notifies a front end that its guest's disk has grown, without having been asked.
 //!
 //! ```text
 //!   front end ── SET_BACKEND_REQ_FD, with a socket ──► session        that socket is the way back
 //!   session   ── CONFIG_CHANGE_MSG ──► front end ── GET_CONFIG ──► session, and the guest is interrupted
 //! ```
 //!
-//! The `vhost` crate takes the socket and has no word for this message. So it is looked at before the crate reads it: what is
-//! only peeked at comes with its descriptors, and comes again.
+//! The `vhost` crate owns the socket and does not know this message. So a message is looked at before the
+//! crate reads it: peeking at it delivers its descriptors, and they are delivered again with the message.
 //!
-//! 1. No answer is asked for: while it is waited for, the front end's question about the space would not be read.
-//! 2. A front end that does not read is told nothing more; nobody waits for it.
+//! 1. No answer is requested: during the wait for it, the front end's query of the configuration space would
+//!    not be read.
+//! 2. A front end that does not read gets no further notifications, and no thread waits for it.
 //!
 //! Source: the vhost-user protocol of QEMU's documentation, "Backend message types".
 
@@ -25,7 +26,7 @@ use super::keep_from_children;
 
 /// `VHOST_USER_BACKEND_CONFIG_CHANGE_MSG`.
 const CONFIG_CHANGE: u32 = 2;
-/// The version of the protocol; nothing else is said with it.
+/// The version of the protocol; no other flag is set.
 const FLAGS: u32 = 1;
 const HEADER_BYTES: usize = 12;
 
@@ -55,11 +56,11 @@ impl News {
         Some(Self(sent))
     }
 
-    /// Says that the configuration space has changed.
+    /// Announces that the configuration space has changed.
     pub(super) fn tell(&self) {
         let message = [CONFIG_CHANGE, FLAGS, 0].map(u32::to_ne_bytes);
         if let Err(error) = send(&self.0, message.as_flattened(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-            tracing::warn!("a vhost-user front end was not told that its disk is larger: {error}");
+            tracing::warn!("can't notify a vhost-user front end that its disk has grown: {error}");
         }
     }
 }
@@ -95,7 +96,7 @@ mod tests {
         assert_eq!(read, bytes);
         drop(hears);
         drop(speaks);
-        news.tell(); // nobody hears it
+        news.tell(); // there is no reader
         let bytes = message(FrontendReq::SET_VRING_KICK.into());
         front.send_with_fd(&bytes[..], front.as_raw_fd()).expect("sent");
         assert!(News::peek(&back).is_none(), "another message");

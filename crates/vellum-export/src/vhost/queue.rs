@@ -1,4 +1,5 @@
-//! One queue, on one worker: chains are taken as the guest hangs them up, and handed back as they end.
+//! One queue, on one worker: chains are taken as the guest makes them available, and handed back as they
+//! complete.
 //!
 //! ```text
 //!   kick ──► avail ring ──take──► Job ──► flight (many at once, in any order) ──► used ring ──► call
@@ -7,12 +8,14 @@
 //! ```
 //!
 //! 1. A queue is one future on one worker and shares nothing with other queues but the disk.
-//! 2. A queue that is stopped takes nothing more, waits for all that it took, and hands all of it back: then the base it
-//!    gives is where the next one goes on, and nothing is lost or done twice. After a kill `inflight` knows what is left.
-//! 3. A ring that makes no sense is broken: nothing more is taken from it until the front end sets it up anew, and its
-//!    other queues go on.
-//! 4. No guest keeps a worker: after [`TURN_MAX`] chains, or as many MiB of data, it is the turn of others.
-//! 5. What requests of a queue hold is bounded, in number by the ring, in bytes by [`HELD_BYTES_MAX`].
+//! 2. A queue that is stopped takes nothing more, waits for everything that it took, and hands all of it
+//!    back: then the next one continues at the base that it returns, and nothing is lost or executed twice.
+//!    After a kill `inflight` knows what is left.
+//! 3. An invalid ring is broken: nothing more is taken from it until the front end sets it up anew, while its
+//!    other queues continue.
+//! 4. No guest monopolises a worker: after [`TURN_MAX`] chains, or as many MiB of data, other tasks get their
+//!    turn.
+//! 5. The requests of a queue are bounded: in number by the ring, in bytes by [`HELD_BYTES_MAX`].
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -34,7 +37,8 @@ use super::work::{Done, Job, Target};
 use crate::flight::Flight;
 use crate::shutdown::{Shutdown, Stage, Watch};
 
-/// How many chains are taken before others have their turn. One MiB of data, which is copied, counts like one chain more.
+/// How many chains are taken before others have their turn. One MiB of data, which is copied, counts like one
+/// chain more.
 const TURN_MAX: usize = 64;
 
 /// What the data of a queue's running requests may take. The largest request fits, beside others.
@@ -45,20 +49,16 @@ const HELD_BYTES_MAX: usize = 2 * REQUEST_BYTES_MAX;
 pub(super) struct Line(Mutex<Option<Bell>>);
 
 impl Line {
-    /// Another bell, or none. It is rung at once: the guest may wait for what was told to nobody.
-    pub(super) fn set(&self, bell: Option<Bell>) {
-        self.replace(bell);
-        self.ring();
-    }
-
     /// Another bell, or none.
     pub(super) fn replace(&self, bell: Option<Bell>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = bell;
     }
 
-    pub(super) fn ring(&self) {
-        if let Some(bell) = &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
-            bell.ring();
+    /// Rings it, from a worker.
+    pub(super) fn ring(&self, host: &dyn Host) {
+        let bell = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(bell) = bell {
+            host.ring(bell.descriptor());
         }
     }
 }
@@ -70,6 +70,8 @@ pub(super) struct Ring {
     target: Arc<Target>,
     call: Arc<Line>,
     err: Arc<Line>,
+    /// Writes the eventfds; `None` in the fuzzer, which has none.
+    host: Option<Arc<dyn Host>>,
     flight: Flight<LocalFuture<'static, Done>>,
     /// Where it is kept what was taken, if the front end keeps it.
     pages: Option<Pages>,
@@ -78,7 +80,7 @@ pub(super) struct Ring {
     /// Taken, and waiting for room.
     waiting: Option<Waiting>,
     held: usize,
-    /// Something was handed back, and the guest was not told.
+    /// Something was handed back, and the guest was not notified.
     is_untold: bool,
     is_broken: bool,
 }
@@ -126,6 +128,7 @@ impl Ring {
             target,
             call,
             err,
+            host: None,
             flight,
             pages,
             left: left.into(),
@@ -136,11 +139,13 @@ impl Ring {
         }
     }
 
-    /// Serves the queue until it is stopped. Gives the position in the avail ring that comes next.
+    /// Serves the queue until it is stopped. Returns the next position in the avail ring.
     pub(super) async fn serve(mut self, kick: Bell, stop: Shutdown, host: Arc<dyn Host>) -> u16 {
         let mut watch = Watch::new(&stop);
+        self.host = Some(host.clone());
         let mut rung = host.readable(kick.descriptor());
         poll_fn(|context| {
+            self.flight.begin_turn();
             loop {
                 let is_stopping = watch.poll_stage(context) > Stage::Serving;
                 let turn = self.turn(context, is_stopping);
@@ -177,8 +182,8 @@ impl Ring {
         self.flight.running() == 0 && (self.is_broken || (self.waiting.is_none() && self.left.is_empty()))
     }
 
-    /// Takes what there is and hands back what has ended. Whatever was begun here is looked at once more before this
-    /// returns, so that no wake-up is missed.
+    /// Takes the available chains and hands back those that have completed. Everything that was begun here is
+    /// polled once more before this returns, so that no wake-up is missed.
     fn turn(&mut self, context: &Context<'_>, is_stopping: bool) -> Turn {
         let memory = self.memory.load_full();
         let mut budget = TURN_MAX;
@@ -206,6 +211,7 @@ impl Ring {
 
     /// One turn, for the fuzzer; whatever the disk answers at once has been handed back afterwards.
     pub(super) fn try_turn(&mut self, context: &Context<'_>) {
+        self.flight.begin_turn();
         self.turn(context, false);
         assert!(
             self.flight.running() > 0 || self.held == 0,
@@ -214,7 +220,8 @@ impl Ring {
         );
     }
 
-    /// Begins what waits, what another server left, and, where more is wanted, what the guest has hung up.
+    /// Begins the waiting requests, those that another server left, and, if there is room for more, new
+    /// chains of the guest.
     fn take(&mut self, memory: &Arc<Memory>, budget: &mut usize, wants_more: bool) -> Result<Turn, Broken> {
         loop {
             if self.is_broken {
@@ -264,7 +271,7 @@ impl Ring {
         match Job::of(head, links, memory, &self.target) {
             Ok(job) => self.waiting = Some(Waiting { job, is_entered }),
             Err(malformed) => {
-                tracing::debug!("a chain was handed back as it came: {}", malformed.0);
+                tracing::debug!("a malformed descriptor chain was returned unprocessed: {}", malformed.0);
                 self.hand_back(memory, Done { head, written: 0, weight: 0 });
             }
         }
@@ -276,7 +283,9 @@ impl Ring {
             pages.enter(job.head());
         }
         let target = self.target.clone();
-        if let Some(done) = self.flight.start(Box::pin(job.run(target))) {
+        if job.is_long() {
+            self.flight.start_long(Box::pin(job.run(target)));
+        } else if let Some(done) = self.flight.start(Box::pin(job.run(target))) {
             self.hand_back(memory, done);
         }
     }
@@ -296,21 +305,28 @@ impl Ring {
         }
     }
 
-    /// Rings for what was handed back, if the guest wants to hear of it.
+    /// Notifies the guest of what was handed back, if it wants that.
     fn tell(&mut self, memory: &Memory) {
         if !std::mem::take(&mut self.is_untold) {
             return;
         }
-        // Whether it wants to cannot be seen in a ring that is gone; then it hears once too often.
+        // Whether the guest wants it cannot be read from a ring that is gone; then it gets one notification
+        // too many.
         if self.queue.needs_notification(memory.mapped()).unwrap_or(true) {
-            self.call.ring();
+            self.ring(&self.call);
         }
     }
 
     fn break_down(&mut self, broken: &Broken) {
         if !std::mem::replace(&mut self.is_broken, true) {
-            tracing::warn!("a queue of a vhost-user-blk front end is not served any more: {}", broken.0);
-            self.err.ring();
+            tracing::warn!("a queue of a vhost-user-blk front end is no longer served: {}", broken.0);
+            self.ring(&self.err);
+        }
+    }
+
+    fn ring(&self, line: &Line) {
+        if let Some(host) = &self.host {
+            line.ring(&**host);
         }
     }
 }

@@ -1,9 +1,11 @@
-//! What a guest asks: the header of a chain becomes a checked request, or the status that refuses it.
+//! What a guest asks for: the header of a chain becomes a checked request, or the status that refuses it.
 //!
-//! Everything here is pure. From here on nothing is checked again but whether there is memory behind the addresses.
+//! Everything here is pure. After this, only the presence of memory behind the addresses is checked.
 //!
-//! 1. A request that passes lies within the disk, moves whole sectors, and is no larger than [`REQUEST_BYTES_MAX`].
-//! 2. What was not offered is refused with `UNSUPP`, what is wrong with `IOERR`. SCSI commands are never passed on.
+//! 1. A request that passes lies within the disk, moves whole sectors, and is no larger than
+//!    [`REQUEST_BYTES_MAX`].
+//! 2. An operation that was not offered is refused with `UNSUPP`, an invalid one with `IOERR`. SCSI commands
+//!    are never passed on.
 //!
 //! Source: VIRTIO 1.2, 5.2.6.
 
@@ -20,7 +22,7 @@ use super::chain::HEADER_BYTES;
 /// What positions and lengths are counted in, whatever the disk's blocks are.
 pub(super) const SECTOR_BYTES: u64 = 512;
 
-/// The most data of one request. Segments of the size and number that guests are told of fit.
+/// The most data of one request. A request with segments of the size and number that guests are given fits.
 pub(super) const REQUEST_BYTES_MAX: usize = 32 << 20;
 
 /// The most runs of one discard or write-zeroes.
@@ -32,7 +34,7 @@ pub(super) const RANGE_SECTORS_MAX: u32 = 1 << 22;
 /// How long a run of a discard or write-zeroes is on the wire.
 const RANGE_BYTES: usize = 16;
 
-/// The name of the disk: so many bytes, filled up with zeros.
+/// The disk's identifier: this many bytes, padded with zeros.
 pub(super) const ID_BYTES: usize = 20;
 
 /// What became of a request, as the guest reads it.
@@ -71,7 +73,7 @@ pub(super) struct Terms {
 }
 
 impl Status {
-    /// As it stands in the guest's memory.
+    /// In the layout of the guest's memory.
     pub(super) fn byte(self) -> u8 {
         let number = match self {
             Self::Ok => VIRTIO_BLK_S_OK,
@@ -143,7 +145,7 @@ impl Request {
             let (sectors, flags) = rest.split_first_chunk().expect("8 bytes");
             let flags = u32::from_le_bytes(*flags.first_chunk().expect("4 bytes"));
             let may_unmap = flags & VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0;
-            // To discard with the flag is an error of its own; of no other flag anything is known.
+            // A discard with the flag has an error of its own; other flags are unknown.
             if flags & !VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP != 0 || (may_unmap && self == Self::Discard) {
                 return Err(Status::Unsupported);
             }

@@ -1,29 +1,40 @@
-//! One front end, from its connection to its end: what it says about memory and queues, and the queues that run.
+//! One front end, from its connection to its end: its messages about memory and queues, and the queues that
+//! run.
 //!
 //! ```text
 //!   a thread of its own      messages, one by one, read and answered by the `vhost` crate        blocks; waits for queues
 //!   workers                  one future for each queue that runs (`queue`)                       never block
 //! ```
 //!
-//! A queue runs while it has an address, a kick and leave to run; whatever takes one of them away stops it first, which
-//! waits for all that it took.
+//! A queue runs while it has an address, a kick and is enabled; a message that takes one of them away first
+//! stops the queue, which waits for everything that it took.
 //!
-//! 1. Nothing outlives the session: the next front end, or the same one again, says everything anew.
-//! 2. When the session has ended, however it did, every request that was taken has been answered into the guest's memory.
-//! 3. A message that is wrong ends the session. It changes nothing before.
-//! 4. A queue whose rings leave the memory stops while they are still there, and goes on when they are back: a front end
-//!    that moves a region's borders takes it away and gives it back, while the guest runs.
+//! 1. Nothing outlives the session: the next front end, or the same one again, sends everything anew.
+//! 2. When the session has ended, however it did, every request that was taken has been answered into the
+//!    guest's memory.
+//! 3. An invalid message ends the session without having changed anything.
+//! 4. A queue whose rings leave the memory stops while they are still there, and continues when they are
+//!    back: a front end that moves a region's borders removes the region and adds it again, while the guest
+//!    runs.
+//! 5. A queue that panics ends its session, and no other.
+//! 6. A front end that sends nothing, or half of a message, is disconnected when its time is over
+//!    (`patience`).
+//! 7. A front end that continues after a server that was killed is served only if nothing that was
+//!    acknowledged to it is missing (`reconnects`).
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 
 use arc_swap::ArcSwap;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use futures_lite::FutureExt as _;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fs::{SealFlags, fcntl_get_seals};
 use rustix::io::Errno;
-use vellum_core::{Context, Error, ErrorKind, Result};
+use vellum_core::{Clock, Context, Error, ErrorKind, Result, Witness, witnessed};
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
     VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
@@ -40,11 +51,15 @@ use super::config::{CONFIG_BYTES_MAX, Facts, OFFERED_BEFORE, WRITEBACK_AT, has, 
 use super::inflight::Book;
 use super::memory::{Memory, REGIONS_MAX, Region};
 use super::news::News;
+use super::patience::{self, Patience, SAY_SOMETHING, There};
 use super::queue::{Line, Ring};
 use super::request::ID_BYTES;
 use super::work::Target;
-use super::{Device, Host, QUEUES_MAX};
+use super::{Device, Host, QUEUES_MAX, Reconnects};
 use crate::shutdown::Shutdown;
+
+/// How often to check whether a front end that owes a message has sent it.
+const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
 /// The longest ring.
 const QUEUE_SIZE_MAX: u32 = 1024;
@@ -63,7 +78,7 @@ pub struct Session {
     look: Arc<OwnedFd>,
 }
 
-/// Ends a session from outside, from any thread; or tells it something.
+/// Ends a session from outside, from any thread, or makes it look at the disk's size.
 pub struct SessionHandle {
     socket: UnixStream,
     stop: Arc<OwnedFd>,
@@ -75,6 +90,7 @@ enum Next {
     Message,
     Look,
     Stop,
+    Silence,
 }
 
 /// Rings an eventfd.
@@ -85,18 +101,18 @@ fn ring(eventfd: &OwnedFd) {
 }
 
 impl SessionHandle {
-    /// No more messages are read, queues hand back what they took, and only then the front end sees that it is alone. It
-    /// may find out from the rings what was done and what was not.
+    /// No more messages are read, queues hand back what they took, and only then the front end sees that it
+    /// is alone. It may find out from the rings what was done and what was not.
     pub fn end(&self) {
         ring(&self.stop);
     }
 
-    /// The disk may have become larger: then the front end is told.
+    /// The disk may have grown: if so, the front end is notified.
     pub fn look_again(&self) {
         ring(&self.look);
     }
 
-    /// The same for a front end that stopped in the middle of a message.
+    /// As above, for a front end that stopped in the middle of a message.
     pub fn cut(&self) {
         self.end();
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
@@ -122,10 +138,11 @@ impl Session {
     /// Serves the front end on the calling thread, until it goes or the session is ended.
     ///
     /// # Errors
-    /// `NotFound` when there is no such export now; otherwise what the front end did wrong. It is for the log.
+    /// `NotFound` when there is no such export now; otherwise what the front end did wrong. It is for the
+    /// log.
     pub fn serve(self, device: &Device, host: Arc<dyn Host>) -> Result<()> {
         let context = || format!("export {:?}", device.name);
-        // It counts as a session of the export, so nobody takes the disk away meanwhile.
+        // It counts as a session of the export, so that the disk is not removed meanwhile.
         let attached = device.exports.attach(&device.name);
         let attached = attached
             .ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no such export"))
@@ -136,14 +153,29 @@ impl Session {
         let serial = device.serial.as_bytes();
         let len = serial.len().min(ID_BYTES);
         id[..len].copy_from_slice(&serial[..len]);
-        let target = Target { disk: export.disk.clone(), facts, id, is_writethrough: AtomicBool::new(false) };
-        let front_end = Arc::new(Mutex::new(FrontEnd::new(target, device.queues, host)));
+        let witness = device.heard.of(&*export.disk);
+        let disk = witnessed(export.disk.clone(), witness);
+        let target = Target { disk, facts, id, is_writethrough: AtomicBool::new(false) };
+        let front_end = FrontEnd::new(target, device, host, self.stop.clone(), witness.cloned());
+        let front_end = Arc::new(Mutex::new(front_end));
         let mut handler =
             BackendReqHandler::from_stream(self.socket.try_clone().context(context)?, front_end.clone());
-        let lock = || front_end.lock().expect("nobody panics with it");
+        // Also when this thread panics: a queue may run only while it can be stopped.
+        let _stopped = StopsQueues(front_end.clone());
+        let lock = || front_end.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut patience = Patience::new(device.clock.now());
         let ended = loop {
-            match self.next() {
+            match self.next(&mut patience, &*device.clock) {
                 Next::Stop => break Ok(()),
+                Next::Silence => {
+                    let seconds = SAY_SOMETHING.as_secs();
+                    break Err(Error::new(
+                        ErrorKind::Closed,
+                        format!(
+                            "it has not sent a complete message for {seconds} s, and others wait for the socket"
+                        ),
+                    ));
+                }
                 Next::Look => {
                     let _ = rustix::io::read(&self.look, &mut [0; 8]);
                     lock().look_again();
@@ -157,7 +189,10 @@ impl Session {
             match handler.handle_request() {
                 Ok(()) => {}
                 Err(Refusal::Disconnected | Refusal::SocketBroken(_)) => break Ok(()),
-                Err(refusal) => break Err(Error::invalid(refusal.to_string())),
+                Err(refusal) => {
+                    let why = lock().turned_away.take();
+                    break Err(why.unwrap_or_else(|| Error::invalid(refusal.to_string())));
+                }
             }
         };
         lock().stop_all();
@@ -167,45 +202,77 @@ impl Session {
     }
 
     /// Waits for the next message, or what comes before it.
-    fn next(&self) -> Next {
+    fn next(&self, patience: &mut Patience, clock: &dyn Clock) -> Next {
         let mut waiting = [&self.stop, &self.look].map(|bell| PollFd::new(bell, PollFlags::IN)).to_vec();
         waiting.push(PollFd::new(&self.socket, PollFlags::IN));
         loop {
-            match poll(&mut waiting, None) {
+            let there = patience::look(&self.socket);
+            if !patience.goes_on(there, clock.now()) {
+                return Next::Silence;
+            }
+            let time = match there {
+                There::All => Some(Timespec::default()),
+                _ => patience.is_short().then_some(LOOK_EVERY),
+            };
+            // Half a message would wake it again and again.
+            let bells = if there == There::Part { 2 } else { 3 };
+            match poll(&mut waiting[..bells], time.as_ref()) {
                 Err(Errno::INTR) => {}
                 // Without a way to wait the next message does.
                 Err(_) => return Next::Message,
                 Ok(_) if !waiting[0].revents().is_empty() => return Next::Stop,
                 Ok(_) if !waiting[1].revents().is_empty() => return Next::Look,
-                Ok(_) => return Next::Message,
+                Ok(_) if there == There::All => return Next::Message,
+                Ok(_) => {}
             }
         }
     }
 }
 
-/// What one front end has said.
+/// Stops the queues of a front end, however its session ends.
+struct StopsQueues(Arc<Mutex<FrontEnd>>);
+
+impl Drop for StopsQueues {
+    fn drop(&mut self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).stop_all();
+    }
+}
+
+/// What one front end has sent.
 struct FrontEnd {
     target: Arc<Target>,
     host: Arc<dyn Host>,
-    /// The features that it took; none before it said so.
+    /// Ends the session.
+    stop: Arc<OwnedFd>,
+    /// The features that it acknowledged; none before that message.
     taken: u64,
     memory: Arc<ArcSwap<Memory>>,
     /// Where it keeps what is in flight.
     book: Option<Arc<Book>>,
     rings: Vec<RingState>,
-    /// The way back to it, where it gave one.
+    /// The back channel, if it has sent one.
     news: Option<News>,
-    /// The size that it knows by now without having asked, in sectors.
+    /// The size that was last announced to it, in sectors.
     announced: u64,
+    /// Whether files that can be truncated are accepted.
+    takes_unsealed: bool,
+    /// Which front ends that were connected before may continue.
+    reconnects: Reconnects,
+    /// What its guest has seen of lost writes.
+    witness: Option<Arc<Witness>>,
+    /// This one has been found to be one of them, or to be new.
+    may_go_on: bool,
+    /// Why it may not.
+    turned_away: Option<Error>,
 }
 
-/// What was said about one queue.
+/// The messages about one queue.
 #[derive(Default)]
 struct RingState {
     size: u16,
     /// Descriptor table, used ring, avail ring; for the guest.
     places: Option<(u64, u64, u64)>,
-    /// Where it goes on.
+    /// Where it continues.
     base: u16,
     kick: Option<Bell>,
     call: Arc<Line>,
@@ -225,27 +292,51 @@ impl RingState {
     fn stop(&mut self) {
         if let Some(running) = self.running.take() {
             running.stop.drain();
-            // A worker that has ended before its queue leaves the base as it was; the program is ending, too.
+            // A queue that broke its rules leaves the base as it was, and so does a worker that has ended
+            // before it.
             self.base = running.ended.recv().unwrap_or(self.base);
         }
     }
 }
 
-/// Refuses a message, and says in the log why.
+/// Refuses a message, and logs the reason.
 fn refused(error: &Error) -> Refusal {
     tracing::debug!("a vhost-user message is refused: {}", error.chain());
     Refusal::InvalidParam
 }
 
 impl FrontEnd {
-    fn new(target: Target, queues: u16, host: Arc<dyn Host>) -> Self {
+    fn new(
+        target: Target,
+        device: &Device,
+        host: Arc<dyn Host>,
+        stop: Arc<OwnedFd>,
+        witness: Option<Arc<Witness>>,
+    ) -> Self {
+        let (queues, takes_unsealed) = (device.queues, device.takes_unsealed);
         let rings = std::iter::repeat_with(RingState::default).take(usize::from(queues)).collect();
         let memory = Arc::new(ArcSwap::from_pointee(Memory::default()));
         let announced = target.facts.terms().sectors;
-        Self { target: Arc::new(target), host, taken: 0, memory, book: None, rings, news: None, announced }
+        Self {
+            target: Arc::new(target),
+            host,
+            stop,
+            taken: 0,
+            memory,
+            book: None,
+            rings,
+            news: None,
+            announced,
+            takes_unsealed,
+            reconnects: device.reconnects.clone(),
+            witness,
+            may_go_on: false,
+            turned_away: None,
+        }
     }
 
-    /// Tells it if the disk has another size than it was told. That it has asked meanwhile is not enough: its guest may not have.
+    /// Notifies it if the disk's size differs from the one last announced. It does not matter that the front
+    /// end has queried the size meanwhile: its guest may not have.
     fn look_again(&mut self) {
         let sectors = self.target.facts.look_again(&self.target.disk.geometry());
         if let Some(news) = &self.news
@@ -256,7 +347,7 @@ impl FrontEnd {
         }
     }
 
-    /// From now on it can be told; also what came to be before.
+    /// From now on it can be notified; a change that came earlier is announced now.
     fn hear_by(&mut self, news: News) {
         self.news = Some(news);
         self.look_again();
@@ -268,9 +359,23 @@ impl FrontEnd {
     }
 
     fn stop_all(&mut self) {
-        // All are told before one is waited for.
+        // All are stopped before any of them is waited for.
         self.rings.iter().filter_map(|ring| ring.running.as_ref()).for_each(|running| running.stop.drain());
         self.rings.iter_mut().for_each(RingState::stop);
+    }
+
+    /// Refuses a file that could become shorter while it is mapped: access behind its end would end the
+    /// program, and all its disks.
+    fn check_sealed(&self, file: &File) -> Answer<()> {
+        let is_sealed = fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+        if is_sealed || self.takes_unsealed {
+            return Ok(());
+        }
+        let why = "a front end shares memory that it could truncate while it is in use; share a memfd sealed with \
+         F_SEAL_SHRINK (QEMU: memory-backend-memfd, sealed unless seal=off), or allow it with \
+         --vhost-unsealed-memory";
+        tracing::warn!("{why}");
+        Err(refused(&Error::new(ErrorKind::Refused, why)))
     }
 
     /// Starts the queue if it has all it needs.
@@ -287,7 +392,9 @@ impl FrontEnd {
         if !(ring.is_enabled || may_run_at_once) {
             return Ok(());
         }
+        let (kick, lines) = (kick.clone(), (ring.call.clone(), ring.err.clone()));
         let mut queue = ring.queue(places, event_idx, &memory.load())?;
+        self.let_go_on(queue.next_used())?;
         let kept = match book {
             Some(book) => {
                 Some(book.open(index, queue.size(), queue.next_used()).ok_or(Refusal::InvalidParam)?)
@@ -297,31 +404,53 @@ impl FrontEnd {
         if let Some((_, left)) = &kept
             && !left.is_empty()
         {
-            // The front end knows only how many came back. What is left was taken before what comes next.
+            // The front end knows only how many came back. The rest was taken before what comes next.
             let left = u16::try_from(left.len()).expect("as many as the ring is long, at most");
             queue.set_next_avail(queue.next_used().wrapping_add(left));
         }
-        let (kick, lines) = (kick.clone(), (ring.call.clone(), ring.err.clone()));
+        let ring = self.ring(index)?;
         let (stop, (sender, ended)) = (Shutdown::new(), mpsc::channel());
         ring.running = Some(Running { stop: stop.clone(), ended });
-        let there = host.clone();
+        let (there, end) = (host.clone(), self.stop.clone());
         host.spawn(
             index,
             Box::new(move || {
                 Box::pin(async move {
-                    let base = Ring::new(queue, memory, target, lines, kept).serve(kick, stop, there).await;
-                    // Whoever stopped it waits for this.
-                    let _ = sender.send(base);
+                    let served = Ring::new(queue, memory, target, lines, kept).serve(kick, stop, there);
+                    match AssertUnwindSafe(served).catch_unwind().await {
+                        // The thread that stopped the queue waits for this.
+                        Ok(base) => drop(sender.send(base)),
+                        // What a disk does is caught there; this is for the queue's own rules.
+                        Err(_) => {
+                            tracing::error!(
+                                queue = index,
+                                "a queue failed with an internal error; its session is closed"
+                            );
+                            self::ring(&end);
+                        }
+                    }
                 })
             }),
         );
         Ok(())
     }
 
+    /// Checks, once, whether it may continue where it was.
+    fn let_go_on(&mut self, used: u16) -> Answer<()> {
+        if !self.may_go_on
+            && let Err(error) = self.reconnects.look(self.book.as_ref(), used, self.witness.as_ref())
+        {
+            self.turned_away = Some(error);
+            return Err(Refusal::InvalidOperation("it was connected to a server that was killed"));
+        }
+        self.may_go_on = true;
+        Ok(())
+    }
+
     fn change_memory(&mut self, memory: Result<Memory>) -> Answer<()> {
         let memory = Arc::new(memory.map_err(|error| refused(&error))?);
-        // What was taken is handed back while its ring is still there; and where memory goes, before the front end hears that it
-        // has gone: requests may use it until they end.
+        // Requests are handed back while their ring is still there; and where memory is removed, before the
+        // front end gets its answer: requests may use the memory until they end.
         let stays = memory.has_all_of(&self.memory.load());
         let mut leaving: Vec<_> =
             self.rings.iter_mut().filter(|ring| !stays || !ring.is_in(&memory)).collect();
@@ -343,7 +472,7 @@ fn refused_queue(error: virtio_queue::Error) -> Refusal {
 }
 
 impl RingState {
-    /// Whether the front end has described its rings, and they lie in this memory.
+    /// Whether the front end has described its rings, and they are inside this memory.
     fn is_in(&self, memory: &Memory) -> bool {
         let Some(places) = self.places.filter(|_| self.size > 0) else { return false };
         self.laid_out(places).is_ok_and(|queue| queue.is_valid(memory.mapped()))
@@ -362,7 +491,7 @@ impl RingState {
         Ok(queue)
     }
 
-    /// The same, where it is to go on.
+    /// As above, for a queue that is to continue.
     fn queue(&self, places: (u64, u64, u64), event_idx: bool, memory: &Memory) -> Answer<Queue> {
         let mut queue = self.laid_out(places)?;
         queue.set_event_idx(event_idx);
@@ -370,7 +499,7 @@ impl RingState {
             return Err(refused(&Error::invalid("a ring is not in memory")));
         }
         queue.set_next_avail(self.base);
-        // What was handed back before stands in the guest's memory alone.
+        // What was handed back before is recorded in the guest's memory alone.
         let used = queue.used_idx(memory.mapped(), Ordering::Acquire).map_err(refused_queue)?;
         queue.set_next_used(used.0);
         Ok(queue)
@@ -388,7 +517,7 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
 
     fn reset_owner(&mut self) -> Answer<()> {
         self.stop_all();
-        // Else they would go on with the next change of memory.
+        // Otherwise they would continue with the next change of memory.
         self.rings.iter_mut().for_each(|ring| ring.is_enabled = false);
         Ok(())
     }
@@ -434,6 +563,9 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
             len: region.memory_size,
             in_file: region.mmap_offset,
         });
+        for file in &files {
+            self.check_sealed(file)?;
+        }
         self.change_memory(Memory::map(regions.zip(files)))?;
         Ok(None)
     }
@@ -448,6 +580,7 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
         file: File,
         _postcopy: Option<bool>,
     ) -> Answer<Option<u64>> {
+        self.check_sealed(&file)?;
         let memory = self.memory.load().with(single(region), file);
         self.change_memory(memory)?;
         Ok(None)
@@ -503,9 +636,9 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
     fn get_vring_base(&mut self, index: u32) -> Answer<VhostUserVringState> {
         let ring = self.ring(index)?;
         ring.stop();
-        // It takes a new kick to go on.
+        // It takes a new kick to continue.
         ring.kick = None;
-        ring.call.set(None);
+        ring.call.replace(None);
         Ok(VhostUserVringState::new(index, u32::from(ring.base)))
     }
 
@@ -520,8 +653,18 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Answer<()> {
+        let host = self.host.clone();
         let ring = self.ring(u32::from(index))?;
-        ring.call.set(bell(fd)?);
+        ring.call.replace(bell(fd)?);
+        // At once: the guest may be waiting for a notification that had no eventfd to go to.
+        let (call, there) = (ring.call.clone(), host.clone());
+        host.spawn(
+            u32::from(index),
+            Box::new(move || {
+                call.ring(&*there);
+                Box::pin(std::future::ready(()))
+            }),
+        );
         Ok(())
     }
 
@@ -552,7 +695,7 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Answer<()> {
         match (usize::try_from(offset), bytes) {
-            // Whoever has this switch is served write-through, however it turns it.
+            // A guest that has this switch is served write-through in either position.
             (Ok(WRITEBACK_AT), [_]) => Ok(()),
             _ => Err(Refusal::InvalidParam),
         }
@@ -577,8 +720,10 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
         if self.rings.iter().any(|ring| ring.running.is_some()) {
             return Err(Refusal::InvalidOperation("queues run"));
         }
+        self.check_sealed(&file)?;
         let book = Book::map(file, kept.mmap_offset, queues, rows).map_err(|error| refused(&error))?;
         self.book = Some(book);
+        self.may_go_on = false;
         Ok(())
     }
 

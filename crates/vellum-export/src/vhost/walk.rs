@@ -1,7 +1,7 @@
-//! The descriptors of one chain, from the table in the guest's memory or one of the chain's own.
+//! The descriptors of one chain, from the table in the guest's memory or from an indirect table.
 //!
-//! Where the chain leaves the table, its memory or the rules, it ends with a descriptor that has a next one: who gathers it
-//! sees that it has no end.
+//! A chain that leaves the table, its memory or the rules ends with a descriptor that has a next one: the
+//! gathering code sees that it has no end.
 //!
 //! Source: VIRTIO 1.2, 2.7.5.
 
@@ -26,7 +26,7 @@ pub(super) struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    /// The chain that begins at `head` of a table of so many rows.
+    /// The chain that begins at `head` of a table of this many rows.
     pub(super) fn along(memory: &'a Memory, table: u64, rows: u16, head: u16) -> Self {
         let rows = u32::from(rows);
         Self { memory, table, rows, next: Some(u32::from(head)), left: rows, is_indirect: false }

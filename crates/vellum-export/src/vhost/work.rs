@@ -5,9 +5,10 @@
 //! ```
 //!
 //! 1. A chain that has room for a status gets one, once, before it is handed back.
-//! 2. The data lies where the guest has it, and is lent to the disk there: it is for the format to take a copy where it has to
-//!    know what it writes. Ranges to discard or zero are copied out before they are looked at.
-//! 3. The length handed back counts the bytes that were written from the first on, without a gap (VIRTIO 1.2, 2.7.8.2).
+//! 2. The data stays where the guest has it, and is lent to the disk in place: a format that must know what
+//!    it writes takes the copy itself. Ranges to discard or zero are copied before they are parsed.
+//! 3. The length handed back counts the bytes that were written from the first one on, without a gap (VIRTIO
+//!    1.2, 2.7.8.2).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,6 +19,7 @@ use super::chain::{Chain, HEADER_BYTES, Link, Malformed};
 use super::config::Facts;
 use super::memory::Memory;
 use super::request::{ID_BYTES, Request, Status};
+use crate::slices::in_slices;
 
 /// What all requests of one front end share.
 pub(super) struct Target {
@@ -72,7 +74,8 @@ impl Job {
         self.head
     }
 
-    /// What it holds of our memory while it runs, about: at most, as where data can stay where it is lent, nothing is held for it.
+    /// About how much of our memory it holds while it runs: at most this much, because nothing is held for
+    /// data that stays where it is lent.
     pub(super) fn weight(&self) -> usize {
         let data = match self.request {
             Ok(Request::Read { .. }) => self.chain.data_in.len(),
@@ -82,7 +85,12 @@ impl Job {
         data + 4096
     }
 
-    /// Does it and tells the guest.
+    /// Whether a poll of it may take a while: ranges may be long, and many.
+    pub(super) fn is_long(&self) -> bool {
+        matches!(self.request, Ok(Request::Discard | Request::WriteZeroes))
+    }
+
+    /// Executes it and writes the status.
     pub(super) async fn run(self, target: Arc<Target>) -> Done {
         let done = match self.request {
             Ok(request) => self.perform(request, &target).await,
@@ -100,7 +108,7 @@ impl Job {
         Done { head: self.head, written, weight: self.weight() }
     }
 
-    /// Gives how many bytes of the data it filled.
+    /// Returns how many bytes of the data it filled.
     async fn perform(&self, request: Request, target: &Target) -> Result<usize, Status> {
         let (disk, chain) = (&target.disk, &self.chain);
         let fua = target.is_writethrough.load(Ordering::Relaxed);
@@ -130,11 +138,11 @@ impl Job {
                 let rows = self.memory.read(&chain.data_out).ok_or(Status::IoError)?;
                 for range in request.parse_ranges(rows.slice(), &target.facts.terms())? {
                     let flags = ZeroFlags { fua, may_unmap: range.may_unmap, fast_only: false };
-                    let done = match request {
-                        Request::Discard => disk.discard(range.span, WriteFlags { fua }).await,
-                        _ => disk.write_zeroes(range.span, flags).await,
+                    let act = |slice| match request {
+                        Request::Discard => disk.discard(slice, WriteFlags { fua }),
+                        _ => disk.write_zeroes(slice, flags),
                     };
-                    done.map_err(status_of)?;
+                    in_slices(range.span, act, || Ok(())).await.map_err(status_of)?;
                 }
                 Ok(0)
             }
@@ -142,7 +150,7 @@ impl Job {
     }
 }
 
-/// The guest is told that it failed; the log, why.
+/// The guest gets the status; the log gets the cause.
 #[expect(clippy::needless_pass_by_value, reason = "it is what `map_err` gives")]
 fn status_of(error: vellum_core::Error) -> Status {
     tracing::debug!("a request over vhost-user-blk failed: {}", error.chain());

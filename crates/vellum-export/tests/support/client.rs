@@ -1,5 +1,5 @@
-//! A client that knows the protocol well and forgives nothing: whatever the server sends is checked against the rules
-//! of the standard before the test sees it.
+//! A client that knows the protocol well and forgives nothing: everything the server sends is checked against
+//! the rules of the standard before the test sees it.
 
 use std::collections::BTreeMap;
 
@@ -10,11 +10,11 @@ use vellum_export::nbd::wire::{
 
 use super::pipe::Pipe;
 
-/// What a client asks for at the beginning.
+/// The client's requests at the beginning.
 pub struct Wish<'a> {
     pub name: &'a str,
     pub structured: bool,
-    /// Ask for extended headers, behind structured replies if those are wanted, too.
+    /// Ask for extended headers, after structured replies if those are also wanted.
     pub extended: bool,
     pub contexts: &'a [&'a str],
     /// Ask for the sizes, and so promise to keep to them.
@@ -27,7 +27,7 @@ impl Default for Wish<'_> {
     }
 }
 
-/// What the server says of an export.
+/// What the server reports about an export.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Told {
     pub size: u64,
@@ -47,7 +47,7 @@ pub struct Answer {
     pub message: String,
     /// The bytes of a read.
     pub data: Vec<u8>,
-    /// Runs that were told as holes: offset and length.
+    /// Runs that were reported as holes: offset and length.
     pub holes: Vec<(u64, u64)>,
     /// Content chunks of a read.
     pub chunks: usize,
@@ -60,7 +60,7 @@ pub struct Answer {
 struct Asked {
     header: RequestHeader,
     answer: Answer,
-    /// Which bytes of a read have been told.
+    /// Which bytes of a read have been answered.
     told: Vec<bool>,
 }
 
@@ -164,7 +164,7 @@ impl Client {
         (kind, data)
     }
 
-    /// All replies to an option, up to the last. Gives those before it, and the kind of the last.
+    /// All replies to an option, up to the last. Returns those before it, and the kind of the last.
     pub async fn option_replies(&mut self, option: u32) -> (Vec<(u32, Vec<u8>)>, u32) {
         let mut replies = Vec::new();
         loop {
@@ -193,7 +193,7 @@ impl Client {
         self.extended = true;
     }
 
-    /// Chooses contexts; gives their numbers.
+    /// Chooses contexts; returns their numbers.
     pub async fn contexts(&mut self, name: &str, contexts: &[&str]) -> Vec<(u32, String)> {
         let (replies, last) = self.ask_option(option::SET_META_CONTEXT, &context_data(name, contexts)).await;
         assert_eq!(last, option_reply::ACK);
@@ -208,7 +208,7 @@ impl Client {
             .collect()
     }
 
-    /// `NBD_OPT_INFO` or `NBD_OPT_GO`; what it says, or the error.
+    /// `NBD_OPT_INFO` or `NBD_OPT_GO`; returns the answer, or the error.
     pub async fn inform(&mut self, option: u32, name: &str, facts: &[u16]) -> Result<Told, u32> {
         let (replies, last) = self.ask_option(option, &info_data(name, facts)).await;
         if last != option_reply::ACK {
@@ -263,7 +263,7 @@ impl Client {
         self.inform(option::GO, wish.name, facts).await.expect("the export is there")
     }
 
-    /// Notes that a request is under way, and gives its bytes.
+    /// Notes that a request is in flight, and gives its bytes.
     pub fn note(&mut self, header: RequestHeader) -> Vec<u8> {
         let told = match header.command {
             // One that is refused may be of any length.

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use event_listener::Event;
 use futures_lite::future::yield_now;
 use vellum_core::{
     BlockSize, Buffer, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, ImageOffset,
-    LocalFuture, MemoryStorage, Place, Random, Result, SharedDisk, Storage, WriteFlags, ZeroFlags, Zeroes,
+    LocalFuture, Losses, MemoryStorage, Place, Random, Result, SharedDisk, Storage, WriteFlags, ZeroFlags,
+    Zeroes,
 };
 
 /// What a request is, for the rules of a [`RuledDisk`].
@@ -34,7 +35,8 @@ pub struct Seen {
 
 type Failure = Box<dyn Fn(&Seen) -> Option<Error> + Send + Sync>;
 
-/// A sparse disk in memory that notes what it was asked, waits at its gate, answers late and fails, as it is told.
+/// A sparse disk in memory that records its requests and can be made to wait at its gate, answer late and
+/// fail.
 pub struct RuledDisk {
     pub geometry: Geometry,
     /// So many bytes were added behind the end.
@@ -45,7 +47,7 @@ pub struct RuledDisk {
     /// Requests wait while this is not zero.
     gate: AtomicUsize,
     opened: Event,
-    /// Requests that are under way.
+    /// Requests that are in flight.
     pub running: AtomicUsize,
     pub running_max: AtomicUsize,
     jitter: Mutex<Option<Random>>,
@@ -53,6 +55,8 @@ pub struct RuledDisk {
     places: Mutex<BTreeMap<u64, (u64, Place)>>,
     pub maps: AtomicU64,
     pub geometries: AtomicU64,
+    /// Of writes that were answered.
+    pub losses: Arc<Losses>,
 }
 
 impl RuledDisk {
@@ -81,10 +85,11 @@ impl RuledDisk {
             places: Mutex::default(),
             maps: AtomicU64::new(0),
             geometries: AtomicU64::new(0),
+            losses: Arc::default(),
         })
     }
 
-    /// What it was asked since the last time.
+    /// The requests since the last call.
     pub fn take_seen(&self) -> Vec<Seen> {
         std::mem::take(&mut self.seen.lock().unwrap())
     }
@@ -107,7 +112,7 @@ impl RuledDisk {
         *self.jitter.lock().unwrap() = Some(random);
     }
 
-    /// From `at` on, `len` bytes are said to be in this place, whatever they hold.
+    /// From `at` on, `len` bytes are reported to be in this place, whatever they contain.
     pub fn say(&self, at: u64, len: u64, place: Place) {
         self.places.lock().unwrap().insert(at, (len, place));
     }
@@ -122,7 +127,9 @@ impl RuledDisk {
     async fn pass(&self, seen: Seen) -> Result<()> {
         let running = self.running.fetch_add(1, Ordering::AcqRel) + 1;
         self.running_max.fetch_max(running, Ordering::AcqRel);
-        let failure = self.failure.lock().unwrap().as_ref().and_then(|rule| rule(&seen));
+        // A rule may panic.
+        let failure =
+            self.failure.lock().unwrap_or_else(PoisonError::into_inner).as_ref().and_then(|rule| rule(&seen));
         self.seen.lock().unwrap().push(seen);
         let yields = self.jitter.lock().unwrap().as_mut().map_or(0, |random| random.below(6));
         for _ in 0..yields {
@@ -159,6 +166,10 @@ impl Disk for RuledDisk {
     fn geometry(&self) -> Geometry {
         self.geometries.fetch_add(1, Ordering::AcqRel);
         Geometry { size: self.size(), ..self.geometry.clone() }
+    }
+
+    fn losses(&self) -> Option<Arc<Losses>> {
+        Some(self.losses.clone())
     }
 
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {

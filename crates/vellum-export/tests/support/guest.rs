@@ -1,5 +1,6 @@
-//! A virtual machine as a vhost-user-blk back end sees it: memory in two files, rings, eventfds, and a driver that hangs
-//! up any chain it is told to. The front end's messages are those of the `vhost` crate; the driver is our own.
+//! A virtual machine as a vhost-user-blk back end sees it: memory in two files, rings, eventfds, and a driver
+//! that puts any chain into the ring. The front end's messages are those of the `vhost` crate; the driver is
+//! our own.
 //!
 //! ```text
 //!   0x0000_0000   rings: one page run for each queue      first file
@@ -18,9 +19,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use vellum_core::{CheckedDisk, LocalFuture, Result, SharedDisk};
+use vellum_core::{CheckedDisk, Clock, LocalFuture, Result, SharedDisk};
 use vellum_export::nbd::{Export, Exports};
-use vellum_export::vhost::{Device, Host, MakeQueue, Session, SessionHandle};
+use vellum_export::vhost::{Device, Heard, Host, MakeQueue, Reconnects, Session, SessionHandle};
 use vellum_io::{IoMode, Workers, WorkersConfig, WorkersHandle};
 use vhost::VhostBackend;
 use vhost::vhost_user::message::{
@@ -46,14 +47,40 @@ pub const INDIRECT: u16 = 4;
 pub const FEATURES: u64 = 1 << 9 | 1 << 12 | 1 << 28 | 1 << 30 | 1 << 32;
 pub const EVENT_IDX: u64 = 1 << 29;
 
-/// Nothing here takes so long.
+/// Nothing here takes this long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A server with one disk, and the workers it runs on.
 pub struct Served {
     workers: Workers,
     pub exports: Exports,
+    pub reconnects: Reconnects,
     queues: u16,
+    /// Memory that can be truncated is accepted.
+    pub takes_unsealed: bool,
+    /// The clock of the sessions. It stands still unless a test moves it.
+    pub clock: Arc<Hand>,
+    heard: Heard,
+}
+
+/// A clock that is moved by hand.
+#[derive(Default)]
+pub struct Hand(AtomicU64);
+
+impl Hand {
+    pub fn advance(&self, by: Duration) {
+        self.0.fetch_add(by.as_nanos() as u64, Ordering::SeqCst);
+    }
+}
+
+impl Clock for Hand {
+    fn now(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::SeqCst))
+    }
+
+    fn sleep(&self, _wait: Duration) -> LocalFuture<'static, ()> {
+        unreachable!("a session asks for the time only")
+    }
 }
 
 struct OnWorkers(WorkersHandle);
@@ -67,18 +94,42 @@ impl Host for OnWorkers {
         let descriptor = descriptor.clone();
         Box::pin(async move { vellum_io::readable(&descriptor).await })
     }
+
+    fn ring(&self, eventfd: &Arc<std::os::fd::OwnedFd>) {
+        vellum_io::ring(eventfd);
+    }
 }
 
 impl Served {
     pub fn new(disk: SharedDisk, read_only: bool, queues: u16) -> Self {
-        let workers =
-            Workers::start(WorkersConfig { threads: 2, mode: IoMode::Auto, ..WorkersConfig::default() })
-                .expect("workers can be started");
+        Self::unchecked(CheckedDisk::new(disk), read_only, queues)
+    }
+
+    /// With workers of this mode.
+    pub fn in_mode(mode: IoMode, disk: SharedDisk, queues: u16) -> Self {
+        Self::on(mode, CheckedDisk::new(disk), false, queues)
+    }
+
+    /// With a disk whose panics are not caught.
+    pub fn unchecked(disk: SharedDisk, read_only: bool, queues: u16) -> Self {
+        Self::on(IoMode::Auto, disk, read_only, queues)
+    }
+
+    fn on(mode: IoMode, disk: SharedDisk, read_only: bool, queues: u16) -> Self {
+        let workers = Workers::start(WorkersConfig { threads: 2, mode, ..WorkersConfig::default() })
+            .expect("workers can be started");
         let exports = Exports::new();
-        let disk = CheckedDisk::new(disk);
         let export = Export { name: "disk".to_owned(), description: String::new(), disk, read_only };
         exports.add(export).expect("the name is free");
-        Self { workers, exports, queues }
+        Self {
+            workers,
+            exports,
+            queues,
+            takes_unsealed: false,
+            reconnects: Reconnects::durable(),
+            clock: Arc::default(),
+            heard: Heard::default(),
+        }
     }
 
     /// A front end's end of a connection that is served, how to end it, and how it ended.
@@ -91,6 +142,10 @@ impl Served {
             name: "disk".to_owned(),
             serial: "a serial number that is too long".to_owned(),
             queues: self.queues,
+            takes_unsealed: self.takes_unsealed,
+            reconnects: self.reconnects.clone(),
+            clock: self.clock.clone(),
+            heard: self.heard.clone(),
         };
         let thread = std::thread::spawn(move || session.serve(&device, host));
         (ours, handle, thread)
@@ -107,9 +162,10 @@ pub struct Memory {
 impl Memory {
     pub fn new() -> Self {
         let file = |len: u64| {
-            let flags = rustix::fs::MemfdFlags::CLOEXEC;
+            let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
             let file = File::from(rustix::fs::memfd_create("guest", flags).expect("a memfd"));
             file.set_len(len).expect("its length");
+            rustix::fs::fcntl_add_seals(&file, rustix::fs::SealFlags::SHRINK).expect("a seal");
             file
         };
         let files = [file(HOLE), file(FAR_LEN + 0x1000)];
@@ -134,7 +190,7 @@ impl Memory {
         [region(&self.files[0], 0, 0, HOLE), region(&self.files[1], FAR_DATA, 0x1000, FAR_LEN)]
     }
 
-    /// Room for so many bytes, which nobody else has.
+    /// Room for this many bytes, which is handed out once.
     pub fn room(&self, len: usize) -> u64 {
         let len = (len as u64).next_multiple_of(16);
         let at = self.next.fetch_add(len, Ordering::Relaxed);
@@ -170,8 +226,8 @@ impl Memory {
 pub struct Machine<'a> {
     pub memory: &'a Memory,
     pub front_end: Frontend,
-    handle: SessionHandle,
-    ended: Option<std::thread::JoinHandle<Result<()>>>,
+    /// Of a session that runs here.
+    session: Option<(SessionHandle, std::thread::JoinHandle<Result<()>>)>,
     pub features: u64,
 }
 
@@ -179,6 +235,11 @@ impl<'a> Machine<'a> {
     /// Connects and agrees on features; no queue runs.
     pub fn connect(served: &Served, memory: &'a Memory, features: u64) -> Self {
         let (socket, handle, ended) = served.connect();
+        Self { session: Some((handle, ended)), ..Self::over(socket, memory, features) }
+    }
+
+    /// As above, over a socket of any server.
+    pub fn over(socket: UnixStream, memory: &'a Memory, features: u64) -> Self {
         let mut front_end = Frontend::from_stream(socket, 256);
         front_end.set_owner().expect("an owner");
         let offered = front_end.get_features().expect("features");
@@ -196,26 +257,36 @@ impl<'a> Machine<'a> {
         front_end.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         front_end.set_features(taken).expect("they are taken");
         front_end.set_mem_table(&memory.table()).expect("memory is shared");
-        Self { memory, front_end, handle, ended: Some(ended), features: taken }
+        Self { memory, front_end, session: None, features: taken }
     }
 
-    /// What the server says when this ends: by going away, or being told to.
+    /// How the server's session ends when the front end disconnects.
     pub fn leave(self) -> Result<()> {
-        let Self { front_end, ended, handle, .. } = self;
+        let Self { front_end, session, .. } = self;
         drop(front_end);
-        let ended = ended.expect("it was not asked before").join().expect("the session does not panic");
-        drop(handle);
-        ended
+        let (_handle, ended) = session.expect("the session runs here");
+        ended.join().expect("the session does not panic")
     }
 
-    /// The server tells it to look how large its disk is.
+    /// The server ends the session, though the front end is there.
+    #[track_caller]
+    pub fn wait_until_ended(&mut self) {
+        let begun = Instant::now();
+        let (_handle, thread) = self.session.take().expect("the session runs here");
+        while !thread.is_finished() {
+            assert!(begun.elapsed() < PATIENCE, "the session goes on");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Makes the server look at the size of its disk.
     pub fn look_again(&self) {
-        self.handle.look_again();
+        self.session.as_ref().expect("the session runs here").0.look_again();
     }
 
     /// The server ends it.
     pub fn end(&self) {
-        self.handle.end();
+        self.session.as_ref().expect("the session runs here").0.end();
     }
 
     pub fn config(&mut self, offset: u32, len: usize) -> Vec<u8> {
@@ -237,14 +308,19 @@ impl<'a> Machine<'a> {
 
     /// Tells the back end of a queue, and starts it.
     pub fn start(&mut self, queue: &Queue<'_>, base: u16) {
+        self.try_start(queue, base).expect("it starts");
+    }
+
+    /// As above, where it may be refused.
+    pub fn try_start(&mut self, queue: &Queue<'_>, base: u16) -> vhost::Result<()> {
         let index = queue.number;
-        self.front_end.set_vring_num(index, queue.size).expect("a size");
-        self.front_end.set_vring_base(index, base).expect("a base");
-        self.front_end.set_vring_addr(index, &queue.config()).expect("addresses");
-        self.front_end.set_vring_kick(index, &queue.kick).expect("a kick");
-        self.front_end.set_vring_call(index, &queue.call).expect("a call");
-        self.front_end.set_vring_err(index, &queue.err).expect("an err");
-        self.front_end.set_vring_enable(index, true).expect("it is enabled");
+        self.front_end.set_vring_num(index, queue.size)?;
+        self.front_end.set_vring_base(index, base)?;
+        self.front_end.set_vring_addr(index, &queue.config())?;
+        self.front_end.set_vring_kick(index, &queue.kick)?;
+        self.front_end.set_vring_call(index, &queue.call)?;
+        self.front_end.set_vring_err(index, &queue.err)?;
+        self.front_end.set_vring_enable(index, true)
     }
 }
 
@@ -333,7 +409,7 @@ impl<'a> Queue<'a> {
         pieces.iter().enumerate().map(row).collect()
     }
 
-    /// Hangs up a chain; the back end is not told.
+    /// Puts a chain into the ring without notifying the back end.
     pub fn hang(&mut self, pieces: &[Piece]) -> u16 {
         let taken: Vec<u16> = pieces.iter().map(|_| self.free.pop().expect("a free descriptor")).collect();
         for (index, row) in Self::rows(pieces, |number| taken[number]) {
@@ -345,7 +421,7 @@ impl<'a> Queue<'a> {
         head
     }
 
-    /// The same with a table of its own.
+    /// As above, with a table of its own.
     pub fn hang_indirect(&mut self, pieces: &[Piece]) -> u16 {
         let rows = Self::rows(pieces, |number| u16::try_from(number).expect("few"));
         let table: Vec<u8> = rows.into_iter().flat_map(|(_, row)| row).collect();
@@ -366,7 +442,7 @@ impl<'a> Queue<'a> {
         self.memory.set_index(self.avail + 2, self.next_avail);
     }
 
-    /// Tells the back end of all since `before`, if it wants to hear.
+    /// Notifies the back end of everything since `before`, if it wants that.
     pub fn kick_since(&mut self, before: u16) {
         std::sync::atomic::fence(Ordering::SeqCst);
         let wanted = match self.has_event_idx {
@@ -383,7 +459,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Rings, whatever the back end wants.
+    /// Notifies, whatever the back end wants.
     pub fn kick(&mut self) {
         self.kicks += 1;
         self.kick.write(1).expect("an eventfd");
@@ -403,7 +479,7 @@ impl<'a> Queue<'a> {
         Some((head, number(&row[4..])))
     }
 
-    /// Waits for the next chain that comes back, and for the bell that says so.
+    /// Waits for the next chain that comes back, and for the notification of it.
     #[track_caller]
     pub fn take(&mut self) -> (u16, u32) {
         let begun = Instant::now();
@@ -421,7 +497,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Waits until the guest is rung for, or for so long. Says whether it was.
+    /// Waits until the guest is notified, at most this long. Returns whether it was.
     pub fn wait_for_call(&self, patience: Duration) -> bool {
         let begun = Instant::now();
         loop {
@@ -448,7 +524,7 @@ pub struct Answer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shape {
     Usual,
-    /// Each part in pieces of so many bytes.
+    /// Each part in pieces of this many bytes.
     Pieces(usize),
     /// In a table of its own.
     Indirect,

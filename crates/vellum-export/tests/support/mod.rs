@@ -1,5 +1,5 @@
-//! What the session tests stand on: a connection in memory, a client that watches the protocol, disks that wait, fail
-//! and lie when told to, and a clock that is set by hand. One thread, no time, no operating system.
+//! What the session tests share: a connection in memory, a client that watches the protocol, disks that wait,
+//! fail and misbehave on request, and a clock that is set by hand. One thread, no time, no operating system.
 
 #![allow(dead_code, reason = "each test file uses its own part")]
 #![allow(unreachable_pub, reason = "shared by several test files")]
@@ -13,7 +13,7 @@ use std::cell::Cell;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
@@ -21,19 +21,25 @@ use async_executor::LocalExecutor;
 use event_listener::Event;
 use vellum_core::{CheckedDisk, Clock, LocalFuture, SharedDisk};
 use vellum_export::Shutdown;
-use vellum_export::nbd::{Ending, Export, Exports, Limits, TlsPolicy, serve_connection_with};
+use vellum_export::nbd::{Bounds, Clients, Ending, Export, Exports, Limits, TlsPolicy, serve_client};
 
 use client::Client;
 use pipe::{Pipe, pipe};
 
-/// A clock on which the only thing that ever happens is that somebody rings.
+/// A clock on which time passes only when a test rings it.
 #[derive(Clone, Default)]
-pub struct HandClock(Arc<(AtomicBool, Event)>);
+pub struct HandClock(Arc<(AtomicBool, Event, AtomicU64)>);
 
 impl HandClock {
-    /// Everybody who sleeps, now or later, wakes up.
+    /// All sleepers, now and later, wake up.
     pub fn ring(&self) {
         self.0.0.store(true, Ordering::Release);
+        self.0.1.notify(usize::MAX);
+    }
+
+    /// The current sleepers wake up.
+    pub fn strike(&self) {
+        self.0.2.fetch_add(1, Ordering::AcqRel);
         self.0.1.notify(usize::MAX);
     }
 }
@@ -45,10 +51,11 @@ impl Clock for HandClock {
 
     fn sleep(&self, _wait: Duration) -> LocalFuture<'static, ()> {
         let clock = self.0.clone();
+        let strikes = clock.2.load(Ordering::Acquire);
         Box::pin(async move {
             loop {
                 let rung = clock.1.listen();
-                if clock.0.load(Ordering::Acquire) {
+                if clock.0.load(Ordering::Acquire) || clock.2.load(Ordering::Acquire) != strikes {
                     return;
                 }
                 rung.await;
@@ -77,6 +84,7 @@ pub struct World {
     pub limits: Limits,
     pub tls: TlsPolicy,
     pub shutdown: Shutdown,
+    pub clients: Clients,
     /// The disk of the default export, watched.
     pub disk: Arc<CheckedDisk>,
     running: Rc<Cell<usize>>,
@@ -91,10 +99,13 @@ impl World {
     pub fn with(disk: SharedDisk, read_only: bool, limits: Limits) -> Self {
         let disk = CheckedDisk::new(disk);
         let exports = Exports::new();
+        let clock = HandClock::default();
+        let all = Bounds { seats: 1000, seats_per_export: 1000, lobby: 1000, memory_bytes: 1 << 40 };
         let world = Self {
             executor: LocalExecutor::new(),
             exports,
-            clock: HandClock::default(),
+            clients: Clients::new(all, Arc::new(clock.clone())),
+            clock,
             limits,
             tls: TlsPolicy::Off,
             shutdown: Shutdown::new(),
@@ -103,6 +114,13 @@ impl World {
         };
         world.offer("", read_only);
         world
+    }
+
+    /// As above, with bounds for all clients.
+    pub fn bounded(disk: SharedDisk, limits: Limits, bounds: Bounds) -> Self {
+        let world = Self::with(disk, false, limits);
+        let clients = Clients::new(bounds, Arc::new(world.clock.clone()));
+        Self { clients, ..world }
     }
 
     /// Offers the same disk under one more name.
@@ -118,20 +136,21 @@ impl World {
             (self.exports.clone(), self.clock.clone(), self.limits.clone(), self.shutdown.clone());
         let tls = self.tls.clone();
         let running = self.running.clone();
+        let client = self.clients.arrive("a pipe");
         running.set(running.get() + 1);
         self.executor.spawn(async move {
-            let ending = serve_connection_with(&tls, &stream, &exports, &clock, &limits, &shutdown).await;
+            let ending = serve_client(&client, &tls, &stream, &exports, &clock, &limits, &shutdown).await;
             running.set(running.get() - 1);
             ending
         })
     }
 
-    /// A client that has not said anything yet, and its session.
+    /// A client that has not sent anything yet, and its session.
     pub fn connect(&self) -> (Client, async_executor::Task<Ending>) {
         self.connect_over(1 << 20)
     }
 
-    /// The same over a connection that holds `capacity` bytes each way.
+    /// As above, over a connection that holds `capacity` bytes each way.
     pub fn connect_over(&self, capacity: usize) -> (Client, async_executor::Task<Ending>) {
         let (server, client) = pipe(capacity);
         (Client::new(client), self.serve(server))
@@ -142,7 +161,7 @@ impl World {
         self.running.get()
     }
 
-    /// Runs until the future has ended. When nothing moves any more, it says so instead of waiting for ever.
+    /// Runs until the future has ended. When nothing moves any more, it fails instead of waiting forever.
     pub fn run<T>(&self, future: impl Future<Output = T>) -> T {
         let unpark = Arc::new(Unpark { thread: std::thread::current(), woken: AtomicBool::new(false) });
         let waker = Waker::from(unpark.clone());
@@ -154,7 +173,7 @@ impl World {
             // Other threads may wake us, too, but never after long.
             let begun = Instant::now();
             while !unpark.woken.swap(false, Ordering::AcqRel) {
-                assert!(begun.elapsed() < Duration::from_secs(20), "everybody waits, and for nothing");
+                assert!(begun.elapsed() < Duration::from_secs(120), "everybody waits, and for nothing");
                 std::thread::park_timeout(Duration::from_secs(1));
             }
         }

@@ -1,4 +1,4 @@
-//! A connection in memory: two ends, bytes both ways, a bounded number of them under way.
+//! A connection in memory: two ends, bytes both ways, and a bound on the bytes in flight.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -22,7 +22,7 @@ struct Lane {
     capacity: usize,
     /// No more bytes will be put in.
     ended: bool,
-    /// Nobody will take bytes out.
+    /// No bytes will be taken out any more.
     deaf: bool,
     /// The connection is lost.
     broken: bool,
@@ -78,6 +78,14 @@ impl Pipe {
     /// How many bytes from this end the other has not read.
     pub fn unread_there(&self) -> usize {
         self.outgoing.borrow().bytes.len()
+    }
+
+    /// Takes this many bytes, if they are there, and discards them.
+    pub fn take_some(&self, count: usize) {
+        let mut lane = self.incoming.borrow_mut();
+        let count = count.min(lane.bytes.len());
+        lane.bytes.drain(..count);
+        lane.wake();
     }
 
     /// From now on everything fails, at both ends.
@@ -164,6 +172,15 @@ impl ByteStream for Pipe {
             })
             .await
         })
+    }
+
+    fn sent(&self) -> Option<u64> {
+        let lane = self.outgoing.borrow();
+        Some(lane.total - lane.bytes.len() as u64)
+    }
+
+    fn is_deserted(&self) -> bool {
+        self.incoming.borrow().ended && self.outgoing.borrow().deaf
     }
 
     fn shutdown(&self) {

@@ -1,4 +1,4 @@
-//! A real Unix socket with a server behind it, thin as can be, so that other people's clients can be run against the
+//! A real Unix socket with a minimal server behind it, so that third-party clients can be run against the
 //! session.
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};

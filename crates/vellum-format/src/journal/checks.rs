@@ -1,15 +1,23 @@
-//! The checksums by which recovery tells whether data arrived, and who may overwrite what has one.
+//! The checksums by which recovery tells whether data arrived, and which writes may overwrite a sector that
+//! has one.
 //!
 //! ```text
 //!   fresh sectors published   ──► gathered in the open transaction                 value c1
-//!   overwritten while open    ──► both values count while the write is under way   c1 or c2, then c2
-//!   sealed                    ──► in the record; whoever overwrites waits
+//!   … more than 4 MiB of data, or than a record holds
+//!                            ──► not checked: flushed before the record is written (the *fence*)
+//!   overwritten while open    ──► both values count while the write is in flight   c1 or c2, then c2
+//!   sealed                    ──► in the record; an overwrite waits
 //!   proven                    ──► forgotten
 //! ```
 //!
-//! 1. Runs of checks do not overlap, and none reaches over a cluster's end.
-//! 2. A check is listed before anybody can find the sector by the mapping, so that who overwrites it sees the check.
-//! 3. Where several writes of one sector ran at a time, all their values count until the transaction is proven.
+//! 1. Runs of checks do not overlap, and no run crosses the end of a cluster.
+//! 2. A check is listed before the mapping leads to its sector, so a writer that overwrites the sector sees
+//!    the check.
+//! 3. Behind a fence there are no checks, and every overwrite is allowed. The flush makes the bytes at the
+//!    time of the seal durable, and newer bytes are just as good. All data of a transaction has been written
+//!    before it is sealed.
+//! 4. When several writes of one sector ran at the same time, all their values count until the transaction is
+//!    proven.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -24,13 +32,16 @@ use super::record::{Item, SECTOR, SECTOR_LEN};
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
-/// Checksums of neighbouring sectors, and where the first of them lies.
+/// Checksums of adjacent sectors, and the place of the first one.
 pub(crate) type SectorChecks = (ImageOffset, Vec<u32>);
 
-/// A sector has so many values at most.
+/// A sector has at most this many values.
 const VALUES_MAX: usize = 8;
-/// A second value takes so much of a record.
+/// The bytes that a second value takes in a record.
 const OTHER_BYTES: u64 = 24;
+/// A transaction gathers at most this many bytes of checks, enough for 4 MiB of data. Beyond that, a flush
+/// before the record costs less than reading all the data once more to compute them.
+const CHECK_BYTES_MAX: u64 = 32 << 10;
 /// An overwrite larger than this waits for a proof instead.
 const REPLACED_BYTES_MAX: usize = 256 << 10;
 
@@ -40,13 +51,15 @@ pub(super) struct Gathered {
     sequence: u64,
     /// By place.
     checks: BTreeMap<u64, Vec<u32>>,
-    /// How many sectors they are.
+    /// How many sectors have a check.
     sectors: usize,
-    /// Sectors that are being overwritten: the values that they may get.
+    /// Sectors that are being overwritten, with the values that they may get.
     others: BTreeMap<u64, Others>,
     pub(super) zeros: Vec<ImageSpan>,
     /// Sectors that go through the journal.
     full: BTreeSet<u64>,
+    /// None of its data is checked.
+    is_fenced: bool,
 }
 
 #[derive(Default)]
@@ -64,31 +77,37 @@ impl Default for Gathered {
             others: BTreeMap::new(),
             zeros: Vec::new(),
             full: BTreeSet::new(),
+            is_fenced: false,
         }
     }
 }
 
 impl Gathered {
     pub(super) fn is_empty(&self) -> bool {
-        self.checks.is_empty() && self.zeros.is_empty() && self.full.is_empty()
+        self.checks.is_empty() && self.zeros.is_empty() && self.full.is_empty() && !self.is_fenced
     }
 
-    /// What checks and second values will take in the record, in bytes.
+    pub(super) fn is_fenced(&self) -> bool {
+        self.is_fenced
+    }
+
+    /// The bytes that checks and second values will take in the record.
     pub(super) fn check_bytes(&self) -> u64 {
         self.sectors as u64 * 4 + self.others.len() as u64 * 48
     }
 
-    /// What second values alone will take at most.
+    /// The most that second values alone will take.
     fn other_bytes(&self) -> u64 {
         self.others.values().map(|others| others.values.len() as u64 * OTHER_BYTES).sum()
     }
 
-    /// Guest data that the record will have.
+    /// The bytes of guest data that the record will hold.
     pub(super) fn full_bytes(&self) -> u64 {
         self.full.len() as u64 * SECTOR
     }
 
-    /// The sequence of what was gathered, its items, and the sectors that are to be added; the next transaction begins.
+    /// Takes the sequence of what was gathered, its items, and the sectors whose data is to be added. The
+    /// next transaction begins.
     pub(super) fn take(&mut self) -> (u64, Vec<Item>, BTreeSet<u64>) {
         let next = Self { sequence: self.sequence + 1, ..Self::default() };
         let sealed = std::mem::replace(self, next);
@@ -110,11 +129,11 @@ impl Gathered {
     }
 }
 
-/// Runs of sectors whose checks recovery may have to verify: where, up to where, of which transaction.
+/// Runs of sectors whose checks recovery may have to verify: start, then end and transaction.
 #[derive(Default)]
 pub(super) struct Unproven {
     runs: Mutex<BTreeMap<u64, (u64, u64)>>,
-    /// There are some; looked at without the lock.
+    /// Whether there are any runs. Read without the lock.
     any: AtomicBool,
 }
 
@@ -123,7 +142,7 @@ impl Unproven {
         if !self.any.load(Ordering::Acquire) {
             return SmallVec::new();
         }
-        // Half a sector is written as a whole one.
+        // Part of a sector is written as a whole sector.
         let (start, end) =
             (span.start().bytes() / SECTOR * SECTOR, span.end().bytes().next_multiple_of(SECTOR));
         let runs = lock(&self.runs);
@@ -132,13 +151,13 @@ impl Unproven {
     }
 }
 
-/// Whether bytes may be overwritten where they lie.
+/// Whether bytes may be overwritten in place.
 pub(crate) enum Overwrite<'a> {
-    /// Nothing speaks against it.
+    /// They may be overwritten now.
     Now,
-    /// They may; afterwards the check is replaced.
+    /// They may be overwritten now. The check is replaced afterwards.
     Replacing(Replacing<'a>),
-    /// The journal has taken the bytes. These parts it has not, and they may be overwritten.
+    /// The journal has taken the bytes, except for these parts, which may be overwritten in place.
     Taken(Vec<ImageSpan>),
     /// Not yet: see [`Journal::must_wait`].
     Later,
@@ -151,18 +170,18 @@ pub(crate) struct Replacing<'a> {
     sectors: Vec<Replaced>,
 }
 
-/// One sector of them.
+/// One sector whose check is being replaced.
 struct Replaced {
     at: u64,
     crc: u32,
-    /// How many values there were before, if no other write of the sector was under way. Those writes have ended, so this one
-    /// lands after them.
+    /// How many values there were before, if no other write of the sector was in flight. Those earlier writes
+    /// have ended, so this one lands after them.
     alone_after: Option<usize>,
 }
 
 impl Replacing<'_> {
-    /// The write has ended. When it was not done, old and new values go on counting; so they do when it is never said that
-    /// the write ended, because then it may still happen.
+    /// Reports that the write has ended. If it failed, old and new values both keep counting. They also keep
+    /// counting if this is never called, because the write may still happen.
     pub(crate) fn ended(self, is_done: bool) {
         self.journal.replacing.fetch_sub(1, Ordering::AcqRel);
         let mut open = lock(&self.journal.open);
@@ -191,13 +210,17 @@ fn index_of(first: u64, at: u64) -> usize {
 }
 
 impl Journal {
-    /// Guest data that the open transaction counts on has these checksums. The caller holds the gate, and publishes the
-    /// data before it lets go.
+    /// Adds the checksums of guest data that the open transaction counts on. The caller holds the gate, and
+    /// publishes the data before it releases the gate.
     pub(crate) fn add_checks(&self, checks: &[SectorChecks]) {
         if checks.is_empty() {
             return;
         }
+        let longest = self.record_max();
         let mut open = lock(&self.open);
+        if open.is_fenced {
+            return;
+        }
         let mut unproven = lock(&self.unproven.runs);
         for (at, crcs) in checks {
             open.sectors += crcs.len();
@@ -205,10 +228,51 @@ impl Journal {
             open.checks.insert(at.bytes(), crcs.clone());
         }
         self.unproven.any.store(true, Ordering::Release);
+        drop(unproven);
+        if open.sectors as u64 * 4 > CHECK_BYTES_MAX.min(longest / 4) {
+            self.fence_open(&mut open);
+        }
     }
 
-    /// What lies in the clusters of this run is no longer part of the disk. Where it was sealed already, its check has to
-    /// hold until it is proven; the clusters are not used again before.
+    /// Records that the open transaction counts on data without checks. The caller holds the gate, has
+    /// written the data, and publishes it before it releases the gate.
+    pub(crate) fn fence(&self) {
+        let mut open = lock(&self.open);
+        if !open.is_fenced {
+            self.fence_open(&mut open);
+        }
+    }
+
+    /// Fences the open transaction when its checks take more than `most` bytes of its record. Returns how
+    /// many bytes they took, or 0 when they stay. The caller holds the gate.
+    pub(crate) fn fence_instead(&self, most: u64) -> u64 {
+        let mut open = lock(&self.open);
+        let bytes = open.sectors as u64 * 4;
+        if bytes <= most {
+            return 0;
+        }
+        self.fence_open(&mut open);
+        bytes
+    }
+
+    /// Whether checks of data that is written now would be useless. A seal may change that at any time.
+    pub(crate) fn is_fenced(&self) -> bool {
+        lock(&self.open).is_fenced
+    }
+
+    pub(super) fn fence_open(&self, open: &mut Gathered) {
+        let mut unproven = lock(&self.unproven.runs);
+        for at in std::mem::take(&mut open.checks).into_keys() {
+            unproven.remove(&at);
+        }
+        self.unproven.any.store(!unproven.is_empty(), Ordering::Release);
+        open.others.clear();
+        open.sectors = 0;
+        open.is_fenced = true;
+    }
+
+    /// Forgets the checks of clusters in this run that are no longer part of the disk. A check that is
+    /// already sealed must hold until it is proven, and the clusters are not reused before that.
     pub(crate) fn forget_checks(&self, wide: ImageSpan) {
         let range = wide.start().bytes()..wide.end().bytes();
         let mut open = lock(&self.open);
@@ -225,8 +289,8 @@ impl Journal {
         }
     }
 
-    /// Whether these bytes may be given other content only after another commit: recovery may still verify what lies there, or
-    /// bring back what records have of it.
+    /// Whether these bytes may change only after another commit, because recovery may still verify them or
+    /// bring back the bytes that records hold for them.
     pub(crate) fn must_wait(&self, span: ImageSpan) -> bool {
         self.is_unproven(span) || self.full.has(span)
     }
@@ -240,7 +304,7 @@ impl Journal {
         self.unproven.any.load(Ordering::Acquire)
     }
 
-    /// Asked before bytes are overwritten in place.
+    /// Called before bytes are overwritten in place. Decides how.
     pub(crate) fn overwrite(&self, at: ImageOffset, data: &Buffer) -> Overwrite<'_> {
         let span = at.span(data.len() as u64);
         if !self.must_wait(span) {
@@ -259,13 +323,13 @@ impl Journal {
             (true, count) if count == runs.len() && sabotage::is(Bug::StaleCheck) => Overwrite::Now,
             (true, 0) if sabotage::is(Bug::UnprovenOverwritten) => Overwrite::Now,
             (true, count) if count == runs.len() => self.replace(&mut open, at, data, &runs),
-            // Some of one kind and some of the other: rare.
+            // A mix of both kinds, which is rare.
             (_, 1..) => Overwrite::Later,
             (_, 0) => self.take(&mut open, at, data, &runs),
         }
     }
 
-    /// The open transaction takes up new values.
+    /// Lets the open transaction take up new values.
     fn replace(
         &self,
         open: &mut Gathered,
@@ -299,7 +363,8 @@ impl Journal {
         Overwrite::Replacing(Replacing { journal: self, sequence: open.sequence, sectors })
     }
 
-    /// The journal takes what may not go home: sectors that are sealed and not proven, and those that it has already.
+    /// Lets the journal take the sectors that may not be overwritten in place: those that are sealed and not
+    /// proven, and those that it holds already.
     fn take(
         &self,
         open: &mut Gathered,
@@ -314,7 +379,8 @@ impl Journal {
             places.extend((start.max(*run_start)..span.end().bytes().min(*run_end)).step_by(SECTOR_LEN));
         }
         let added = span.len() + open.full_bytes();
-        // A write of the time when the check was still open may be under way, and must not land after these bytes are home.
+        // A write that began while the check was still open may be in flight. It must not land after these
+        // bytes are home.
         let is_raced = self.replacing.load(Ordering::Acquire) > 0;
         if is_raced || added > self.full_max() || !self.full.take(at, data, &mut places) {
             return Overwrite::Later;
@@ -333,8 +399,8 @@ impl Journal {
         Overwrite::Taken(rest)
     }
 
-    /// The open transaction takes whole sectors, which have no checks, whatever lies in their place. False when it has no room.
-    /// The caller holds the gate, and changes what leads to them.
+    /// Lets the open transaction take whole sectors, which have no checks, whatever is in their place. False
+    /// when it has no room. The caller holds the gate, and changes the mapping that leads to them.
     pub(crate) fn take_whole(&self, at: ImageOffset, data: &Buffer) -> bool {
         let span = at.span(data.len() as u64);
         debug_assert!(span.start().bytes().is_multiple_of(SECTOR) && span.len().is_multiple_of(SECTOR));
@@ -352,18 +418,18 @@ impl Journal {
         lock(&self.open).sequence
     }
 
-    /// So many bytes of second values one record may have.
+    /// A record may hold this many bytes of second values.
     fn others_max(&self) -> u64 {
         lock(&self.ledger).as_ref().map_or(u64::MAX, |ledger| ledger.ring.record_max() / 8)
     }
 
-    /// So much guest data one record may have.
+    /// A record may hold this many bytes of guest data.
     fn full_max(&self) -> u64 {
         lock(&self.ledger).as_ref().map_or(0, |ledger| ledger.ring.record_max() / 2)
     }
 
-    /// Whether a record without a transaction would be of use: to prove the last one, or to be rid of guest data that
-    /// sticks to the journal.
+    /// Whether a record without a transaction would be of use: it proves the last one, or lets go of guest
+    /// data that sticks to the journal.
     pub(crate) fn has_chores(&self) -> bool {
         self.has_unproven() || self.full.any()
     }
@@ -376,7 +442,7 @@ impl Journal {
         }
     }
 
-    /// Asks the next commit to take home what waits for it.
+    /// Asks the next commit to take home what the journal keeps.
     pub(crate) fn want_relief(&self) {
         self.relief_wanted.store(true, Ordering::Release);
         self.want_proof();
@@ -387,7 +453,8 @@ impl Journal {
         self.proof_wanted.store(true, Ordering::Release);
     }
 
-    /// Takes a sequence for a record that is none of a transaction; the open transaction gets the next one.
+    /// Takes a sequence number for a record that belongs to no transaction. The open transaction gets the
+    /// next number.
     pub(crate) fn skip(&self) -> u64 {
         let mut open = lock(&self.open);
         let taken = open.sequence;
@@ -407,13 +474,13 @@ impl Journal {
     }
 }
 
-/// The bytes, which nobody changes from now on: a check has to be right for what is written later.
+/// The bytes, protected against changes from now on: a check has to be right for what is written later.
 pub(crate) fn unchanging(data: Buffer) -> Buffer {
     if sabotage::is(Bug::LentChecked) { data } else { data.owned() }
 }
 
-/// The checksum of each sector from `at` on, rounded out with zeros, in runs that reach over no multiple of `unit`; those
-/// that `wanted` refuses are left out.
+/// The checksum of each sector from `at` on, padded with zeros, in runs that do not cross a multiple of
+/// `unit`. Sectors that `wanted` refuses are left out.
 pub(crate) fn checks_of(
     at: ImageOffset,
     data: &Buffer,

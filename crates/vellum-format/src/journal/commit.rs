@@ -1,17 +1,18 @@
-//! The order of writes of a commit that fits a record.
+//! The order of writes of a commit that fits in a record.
 //!
 //! ```text
-//!   sealed ──► record, [pages home] ► flush                       commit point
+//!   sealed ──► [fence: flush] ──► record, [pages home] ► flush                       commit point
 //! ```
 //!
-//! 1. A record is written when all data it counts on has been written, and before the flush that makes both durable.
-//! 2. Pages that go home are the last *durable* versions; a page with an unproven check in it stays, as recovery would look
-//!    for what it replaces.
-//! 3. The tail moves in memory when the flush after the home writes is over, and the ring's space is used again when a
-//!    record that says so is flushed.
+//! 1. A record is written after all data it counts on has been written, and before the flush that makes both
+//!    durable. Data without checks in the record is durable before the record is written: the fence.
+//! 2. Pages that go home are the last *durable* versions. A page whose place has an unproven check stays,
+//!    because recovery would look for the bytes that the page would replace.
+//! 3. The tail moves in memory when the flush after the home writes has succeeded. The ring's space is reused
+//!    when a record that states the new tail is flushed.
 //!
-//! Any failure stops the image: what is on the medium then is for recovery to find out. Only pages that could not go home
-//! are tried again, as long as the ring has room.
+//! Any failure stops the image, because only recovery can then find out what is on the medium. The exception
+//! is pages that could not go home: they are tried again as long as the ring has room.
 
 use vellum_core::{
     Buffer, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Result, Storage, try_join_all,
@@ -22,10 +23,10 @@ use super::full::Home;
 use super::record::{Item, Record};
 use crate::sabotage::{self, Bug};
 
-/// Space is written with zeros in pieces of this many bytes.
+/// Space is zeroed in pieces of this many bytes.
 const ZEROED_AT_ONCE: u64 = 1 << 20;
 
-/// An image as a commit needs it.
+/// The operations of an image that a commit needs.
 pub(crate) trait Medium {
     /// Writes pages and guest data to where they belong.
     async fn write_home(&self, home: &[Home]) -> Result<()>;
@@ -35,7 +36,7 @@ pub(crate) trait Medium {
     async fn flush(&self) -> Result<()>;
 }
 
-/// Writes zeros over a run, so that it holds no record of anybody, and is there.
+/// Writes zeros over a run, so that it holds no old record and its space is allocated.
 pub(crate) async fn write_zeros(storage: &dyn Storage, run: ImageSpan) -> Result<()> {
     let mut rest = run;
     while !rest.is_empty() {
@@ -48,7 +49,7 @@ pub(crate) async fn write_zeros(storage: &dyn Storage, run: ImageSpan) -> Result
 }
 
 impl Journal {
-    /// The record of a transaction, as it stands now.
+    /// A transaction's record, with the ledger's state as it is now.
     pub(crate) fn record_of(&self, sequence: u64, items: Vec<Item>) -> Record {
         self.with_ledger(|ledger| Record {
             generation: ledger.generation,
@@ -61,20 +62,32 @@ impl Journal {
         })
     }
 
-    /// Whether the record may be written as it is.
+    /// Whether the record is short enough to be written.
     pub(crate) fn fits(&self, record: &Record) -> bool {
         record.encoded_len() as u64 <= self.with_ledger(|ledger| ledger.ring.record_max())
     }
 
-    /// Makes a sealed transaction durable: `full`, with the pages and the data as they are to be at home. Must be led by one
-    /// task at a time.
+    /// Flushes what a sealed transaction counts on, if it has no checks of that data. Comes before its record
+    /// is written.
+    async fn flush_fenced(&self, medium: &impl Medium, fence: bool) -> Result<()> {
+        match fence && !sabotage::is(Bug::NoFence) {
+            true => medium.flush().await,
+            false => Ok(()),
+        }
+    }
+
+    /// Makes a sealed transaction durable: `full`, with the pages and the data as they will be at home. With
+    /// `fence`, the transaction counts on data without checks, which is flushed first. Only one task at a
+    /// time may lead this.
     pub(crate) async fn commit_record(
         &self,
         medium: &impl Medium,
         mut full: Record,
         pages: Vec<Home>,
         data: Vec<Home>,
+        fence: bool,
     ) -> Result<()> {
+        self.flush_fenced(medium, fence).await?;
         let sequence = full.sequence;
         let mut home = self.relief();
         if sabotage::is(Bug::TailBeforeHome) && !home.is_empty() {
@@ -96,7 +109,7 @@ impl Journal {
             if !may_fail {
                 return Err(error);
             }
-            home.clear(); // they stay where they are, and are tried again
+            home.clear(); // they stay kept, and are tried again
         }
         if sabotage::is(Bug::CheckpointBeforeCommit) {
             medium.write_home(&pages).await?;
@@ -132,7 +145,7 @@ impl Journal {
         medium.write_record_at(place, Buffer::copy_of(&bytes)).await
     }
 
-    /// Takes the last of it home. Everything is committed, and proven.
+    /// Takes the last kept pages home. Everything is committed and proven.
     pub(crate) async fn empty(&self, medium: &impl Medium) -> Result<()> {
         let kept = self.all_kept();
         if !kept.is_empty() {

@@ -1,17 +1,18 @@
-//! Guest data that goes through the journal: sectors that may not be overwritten where they lie.
+//! Guest data that goes through the journal: sectors that may not be overwritten in place.
 //!
 //! ```text
-//!   overwritten too early ──► here, live ── seal ──► record ── flush ──► kept until home ── told by the tail ──► forgotten
-//!                               ▲                                                            │
-//!                               └──────────── overwritten again (it sticks) ◄────────────────┘
+//!   overwritten too early ──► here, live ─ seal ► record ─ flush ► kept until home ─ tail told ► forgotten
+//!                               ▲                                                    │
+//!                               └────────── overwritten again (it sticks) ◄──────────┘
 //! ```
 //!
-//! A sector comes here when it is overwritten after the transaction that allocated it was sealed and before that is proven:
-//! in place, the new bytes would fail the old check. It stays until a flushed record says that recovery does not need the
-//! bytes that older records have: else replay would bring those back over what was written later.
+//! A sector comes here when it is overwritten after the transaction that allocated it was sealed and before
+//! that transaction is proven. In place, the new bytes would fail the old check. The sector stays until a
+//! flushed record says that recovery does not need the bytes in older records. Otherwise a replay would put
+//! those old bytes over data that was written later.
 //!
-//! 1. Who reads the data asks here first and then the image, so nothing is missed while it goes home.
-//! 2. What goes home is what the last flushed record has, never the live bytes.
+//! 1. A reader looks for data here first and then in the image, so it misses nothing that is on its way home.
+//! 2. The bytes that go home are those of the last flushed record, never the live bytes.
 //! 3. A cluster is not given back while a sector of it is here (`quarantine.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,26 +27,26 @@ use vellum_core::{
 use super::record::{Item, SECTOR, SECTOR_LEN};
 use crate::state::lock;
 
-/// So many sectors are held here at most; who wants more waits until these are home.
+/// At most this many sectors are held here. A writer that needs more waits until these are home.
 const SECTORS_MAX: usize = 16_384;
 
-/// Bytes as they are to be in the image, and where.
+/// Bytes as they will be in the image, and their place.
 pub(crate) type Home = (ImageOffset, Arc<[u8]>);
 
 /// A sector that is newer here than in the image.
 struct Sector {
     bytes: Arc<[u8]>,
-    /// The open transaction is to have it.
+    /// The open transaction will hold it.
     is_live: bool,
-    /// The last record that has it.
+    /// The last record that holds it.
     until: u64,
 }
 
-/// All of them, by place.
+/// All such sectors, by place.
 #[derive(Default)]
 pub(crate) struct Full {
     sectors: Mutex<BTreeMap<u64, Sector>>,
-    /// There are some; looked at without the lock.
+    /// Whether there are any sectors. Read without the lock.
     any: AtomicBool,
 }
 
@@ -74,12 +75,13 @@ impl Full {
         !self.within(span).is_empty()
     }
 
-    /// Takes the sectors of `places` out of data that is written at `at`, and those that are here already, which it adds.
-    /// False, and nothing is taken, when there is no room, or when half a sector is written whose other half is not here.
+    /// Takes the sectors of `places`, and those that are here already, out of data that is written at `at`;
+    /// adds the latter to `places`. Returns false, and takes nothing, when there is no room, or when part of
+    /// a sector is written and the rest of it is not here.
     pub(super) fn take(&self, at: ImageOffset, data: &Buffer, places: &mut BTreeSet<u64>) -> bool {
         let (start, end) = (at.bytes(), at.bytes() + data.len() as u64);
         let mut sectors = lock(&self.sectors);
-        // Some may have been forgotten since the caller looked, but none is new.
+        // Some may have been forgotten since the caller looked, but none are new.
         places.extend(sectors.range(start / SECTOR * SECTOR..end).map(|(at, _)| *at));
         let is_whole = |place: u64| place >= start && place + SECTOR <= end;
         let can_take = |place: &u64| is_whole(*place) || sectors.contains_key(place);
@@ -103,7 +105,7 @@ impl Full {
         true
     }
 
-    /// What the transaction has of these sectors: its items, and the sectors as they are to be at home.
+    /// The transaction's share of these sectors: its items, and the sectors as they will be at home.
     pub(super) fn seal(&self, sequence: u64, places: &BTreeSet<u64>) -> (Vec<Item>, Vec<Home>) {
         let mut sectors = lock(&self.sectors);
         let mut items: Vec<Item> = Vec::new();
@@ -123,12 +125,12 @@ impl Full {
         (items, home)
     }
 
-    /// A mistake: forgets about these sectors, wherever they are needed.
+    /// A seeded mistake: forgets these sectors, even if they are needed.
     pub(super) fn drop_all(&self, span: ImageSpan) {
         lock(&self.sectors).retain(|at, _| !span.overlaps(ImageOffset::new(*at).span(SECTOR)));
     }
 
-    /// A flushed record says that records before `tail` are not needed.
+    /// Forgets sectors when a flushed record says that records before `tail` are not needed.
     pub(crate) fn forget(&self, tail: u64) {
         if !self.any.load(Ordering::Acquire) {
             return;
@@ -143,7 +145,7 @@ fn index(bytes: u64) -> usize {
     usize::try_from(bytes).expect("within a buffer")
 }
 
-/// The image as the place of guest data: what is newer in memory lies over it.
+/// The image as the place of guest data, overlaid with the newer sectors in memory.
 pub(crate) struct Overlaid {
     pub(crate) image: SharedStorage,
     pub(crate) full: Arc<Full>,
@@ -172,7 +174,8 @@ impl Storage for Overlaid {
             return self.image.read(at, buffer);
         }
         Box::pin(async move {
-            // What the image has there is not always the guest's (a packed block): who lent the memory must not see it.
+            // The image's bytes there are not always the guest's (a packed block), so a guest that lent the
+            // memory must not see them.
             let own = match buffer.is_lent() {
                 true => Buffer::for_overwrite(buffer.len()),
                 false => std::mem::take(&mut buffer),
@@ -197,6 +200,10 @@ impl Storage for Overlaid {
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         self.image.flush()
+    }
+
+    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
+        self.image.reconcile(span)
     }
 
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {

@@ -1,4 +1,4 @@
-//! Where the ring stands, and which pages are not home.
+//! The state of the ring, and the pages that are not home.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,18 +12,18 @@ use super::ring::Ring;
 use super::{Journal, lock};
 use crate::sabotage::{self, Bug};
 
-/// So many pages wait in memory to be taken home, at most.
+/// At most this many pages wait in memory to be taken home.
 const KEPT_MAX: usize = 4096;
 
-/// Where the ring stands.
+/// The state of the ring, and the pages that are not home.
 pub(crate) struct Ledger {
     pub(crate) generation: u64,
     pub(crate) key: u128,
     pub(crate) run: ImageSpan,
     pub(crate) ring: Ring,
-    /// What the next record says of the tail.
+    /// The tail that the next record states.
     pub(crate) tail: u64,
-    /// What the last flushed record said.
+    /// The tail that the last flushed record stated.
     pub(crate) told: u64,
     /// Pages whose last durable version is not home, by place.
     pub(super) kept: BTreeMap<ImageOffset, Kept>,
@@ -39,11 +39,11 @@ pub(super) struct Kept {
 
 impl Ledger {
     fn wants_relief(&self) -> bool {
-        // Once told of, the last relief has to show first.
+        // The last relief must take effect first: a flushed record has to state the new tail.
         self.tail == self.told && (self.ring.is_half_full() || self.kept.len() > KEPT_MAX)
     }
 
-    /// These versions are home and covered by a flush.
+    /// Drops these versions, which are home and covered by a flush.
     pub(crate) fn came_home(&mut self, home: &[Home]) {
         for (at, page) in home {
             if self.kept.get(at).is_some_and(|kept| Arc::ptr_eq(&kept.bytes, page)) {
@@ -59,15 +59,15 @@ impl Ledger {
         }
     }
 
-    /// The first record that is needed, when `next` is the one that comes next.
+    /// The first record that recovery needs. `next` is the sequence of the next record.
     pub(super) fn needed(&self, next: u64) -> u64 {
         self.kept.values().map(|kept| kept.since).min().unwrap_or(next)
     }
 }
 
 impl Journal {
-    /// The run is there, holds no record of this generation and key, and is named by the image: from now on commits write
-    /// records.
+    /// Begins the journal: from now on commits write records. The run exists, holds no record of this
+    /// generation and key, and the image names it.
     pub(crate) fn begin(&self, generation: u64, key: u128, run: ImageSpan) {
         let ring = Ring::new(run.len());
         let ledger = Ledger { generation, key, run, ring, tail: 1, told: 1, kept: BTreeMap::default() };
@@ -75,7 +75,7 @@ impl Journal {
         self.is_on.store(true, Ordering::Release);
     }
 
-    /// What its records are to be known by.
+    /// The key for a new journal's records.
     pub(crate) fn new_key(&self) -> Result<u128> {
         self.key.map_or_else(random_key, Ok)
     }
@@ -106,7 +106,7 @@ impl Journal {
         home
     }
 
-    /// A mistake: guest data that records have is forgotten, and not taken home either.
+    /// A seeded mistake: guest data in records is forgotten, and not taken home either.
     pub(super) fn forget_full(&self, span: ImageSpan) {
         self.full.drop_all(span);
         self.with_ledger(|ledger| {
@@ -115,10 +115,12 @@ impl Journal {
     }
 }
 
-/// A number that no guest can know.
-fn random_key() -> Result<u128> {
+/// A number that a guest cannot know.
+#[expect(clippy::disallowed_methods, reason = "a guest that knew the key could forge a checksum")]
+pub(crate) fn random_key() -> Result<u128> {
     let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::new(ErrorKind::Io, format!("the system gives no random numbers: {error}")))?;
+    getrandom::fill(&mut bytes).map_err(|error| {
+        Error::new(ErrorKind::Io, format!("the system provides no random numbers: {error}"))
+    })?;
     Ok(u128::from_be_bytes(bytes))
 }

@@ -1,24 +1,28 @@
-//! The journal inside an image: what a transaction gathers, where records go, and what is not yet home.
+//! The journal inside an image: what a transaction gathers, where records go, and which pages are not home
+//! yet.
 //!
-//! Nothing here knows of a format. Each has its own tables, and its own way to begin and to end.
+//! Nothing here knows a format. Each format has its own tables, and its own way to begin and to end.
 //!
 //! ```text
-//!   publish, allocate, free        gate shared      page, check, and what belongs to them: one step
+//!   publish, allocate, free        gate shared      page, check and what belongs to them: one step
 //!          │
-//!   seal                           gate alone       all of it as it stands: one record
+//!   seal                           gate alone       the whole transaction as it stands: one record
 //!          │
 //!   record ──► ring ──► flush      commit point     the sealed pages are kept until they are home
 //!          │ half of the ring is used
 //!   pages kept ──► home            with the next record's flush; the record after that moves the tail
 //! ```
 //!
-//! 1. What changes together is changed under the shared gate, so a record holds all of it or nothing.
-//! 2. A sector with an unproven check is overwritten only when the open transaction can take the new value up
-//!    (`checks.rs`), after a commit has proven it, or through the journal (`full.rs`).
-//! 3. A page that is not home is found here by who loads it ([`Journal::kept`]).
+//! 1. Changes that belong together are made under the shared gate, so a record holds all of them or none.
+//! 2. A sector with an unproven check is overwritten in one of three ways only: the open transaction takes up
+//!    the new value (`checks.rs`), a commit has proven the check before, or the write goes through the
+//!    journal (`full.rs`).
+//! 3. Code that loads a page looks here first ([`Journal::kept`]): the newest version of a page that is not
+//!    home is only here.
 //! 4. Only the leader of a commit writes records, moves the tail and takes pages home.
 //!
-//! The protocol is `docs/design/0003-qcow2-journal.md`; the order of writes is in `commit.rs`, what is read after a crash in
+//! The protocol is `docs/design/0003-qcow2-journal.md`. The order of writes around a record is in
+//! `commit.rs`, the choice of a commit's leader in `engine/commit.rs`, and what is read after a crash in
 //! `replay.rs`.
 
 mod checks;
@@ -31,7 +35,6 @@ pub(crate) mod replay;
 pub(crate) mod ring;
 pub(crate) mod words;
 
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -41,42 +44,34 @@ pub(crate) use checks::{Overwrite, SectorChecks, checks_of, unchanging};
 pub(crate) use full::{Full, Home, Overlaid};
 pub(crate) use words::Changed;
 
-use crate::epochs::Epochs;
-use crate::hash::HashMap;
+use crate::perturb;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 use checks::{Gathered, Unproven};
 use ledger::Ledger;
 use record::{Item, SECTOR};
 
-/// Places that were made zero and kept, the epoch in which nobody may write there late any more, and the order.
-#[derive(Default)]
-struct Zeroed {
-    stamps: HashMap<ImageOffset, u64>,
-    order: VecDeque<(u64, ImageOffset)>,
-}
-
 /// The journal of an image that is open for writing.
 pub(crate) struct Journal {
-    /// What its records are to be known by; drawn at random when nothing is said.
+    /// Identifies this journal's records. Drawn at random unless given.
     key: Option<u128>,
-    /// Records are written. Set before the first change, if ever.
+    /// Records are written. Set before the first change of metadata, if at all.
     is_on: AtomicBool,
     gate: RwLock<()>,
     open: Mutex<Gathered>,
     unproven: Unproven,
     /// All transactions up to this one are proven.
     proven: AtomicU64,
-    /// Somebody waits for a proof: the next commit writes a record even if it is empty.
+    /// Bytes that the words changed since the last seal take in a record.
+    word_bytes: AtomicU64,
+    /// A caller waits for a proof: the next commit writes a record even if it is empty.
     proof_wanted: AtomicBool,
-    /// Somebody waits for pages or sectors to be home.
+    /// A caller waits for pages or sectors to be home.
     relief_wanted: AtomicBool,
-    /// Overwrites under way whose sectors have two values meanwhile.
+    /// Overwrites in flight, during which their sectors have two valid values.
     replacing: AtomicU64,
     /// Guest data that is newer in memory than at home.
     pub(crate) full: Arc<Full>,
-    /// Older writes may still be on their way there.
-    zeroed: Mutex<Zeroed>,
     ledger: Mutex<Option<Ledger>>,
 }
 
@@ -89,11 +84,11 @@ impl Journal {
             open: Mutex::default(),
             unproven: Unproven::default(),
             proven: AtomicU64::new(0),
+            word_bytes: AtomicU64::new(0),
             proof_wanted: AtomicBool::new(false),
             relief_wanted: AtomicBool::new(false),
             replacing: AtomicU64::new(0),
             full: Arc::default(),
-            zeroed: Mutex::default(),
             ledger: Mutex::new(None),
         }
     }
@@ -102,29 +97,59 @@ impl Journal {
         self.is_on.load(Ordering::Acquire)
     }
 
-    /// Held while things are changed that belong together. Not to be taken twice by one task.
+    /// Held during changes that belong together. A task must not take it twice.
+    #[track_caller]
     pub(crate) fn shared(&self) -> RwLockReadGuard<'_, ()> {
+        perturb::point();
         self.gate.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Held while everything is sealed.
+    #[track_caller]
     pub(crate) fn alone(&self) -> RwLockWriteGuard<'_, ()> {
+        perturb::point();
         self.gate.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A new table begins as zeros.
+    /// Adds a new table, which begins as zeros.
     pub(crate) fn add_zeros(&self, span: ImageSpan) {
         lock(&self.open).zeros.push(span);
     }
 
     /// Whether the open transaction has become so large that the next writer should commit it.
     pub(crate) fn is_large(&self) -> bool {
-        let longest = lock(&self.ledger).as_ref().map_or(u64::MAX, |ledger| ledger.ring.record_max());
+        let longest = self.record_max();
         let open = lock(&self.open);
         open.check_bytes() > longest / 4 || open.full_bytes() >= longest / 2
     }
 
-    /// So many bytes of fresh data may be written before the next commit is due, about.
+    /// Adds words that the open transaction has changed. They take this many bytes of a record.
+    pub(crate) fn add_words(&self, bytes: u64) {
+        if bytes > 0 {
+            self.word_bytes.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the open transaction, together with what its format adds, has become so large that the next
+    /// writer should commit it. A record that is not large in this sense fits, with room for what other
+    /// writers add until the commit. Checks are given up first: a fence takes their place.
+    pub(crate) fn has_large_record(&self, more: u64) -> bool {
+        let longest = self.record_max();
+        let mut open = lock(&self.open);
+        let bytes = open.check_bytes() + self.word_bytes.load(Ordering::Relaxed) + more;
+        let mut is_large = bytes > longest / 8 * 3;
+        if is_large && bytes - open.check_bytes() <= longest / 4 {
+            self.fence_open(&mut open);
+            is_large = false;
+        }
+        is_large || open.full_bytes() >= longest / 2
+    }
+
+    fn record_max(&self) -> u64 {
+        lock(&self.ledger).as_ref().map_or(u64::MAX, |ledger| ledger.ring.record_max())
+    }
+
+    /// About this many bytes of fresh data may be written before the next commit is due.
     pub(crate) fn fresh_bytes_max(&self) -> u64 {
         let longest = lock(&self.ledger).as_ref().map_or(u64::MAX >> 8, |ledger| ledger.ring.record_max());
         longest / 2 / 4 * SECTOR
@@ -138,48 +163,21 @@ impl Journal {
         lock(&self.ledger).as_ref()?.kept.get(&place).map(|kept| kept.bytes.clone())
     }
 
-    /// Units of the cluster at this place are about to be made zero, and the place is kept.
-    pub(crate) fn note_zeroed(&self, place: ImageOffset, epochs: &Epochs) {
-        // Who enters the next epoch may still look up what was there before.
-        let stamp = epochs.now() + 1;
-        let mut zeroed = lock(&self.zeroed);
-        zeroed.stamps.insert(place, stamp);
-        zeroed.order.push_back((stamp, place));
-    }
-
-    /// Whether a write that was looked up before its unit became zero may still be on its way to this cluster. Then
-    /// nobody can say what checksum the sectors will have.
-    pub(crate) fn may_be_written_late(&self, place: ImageOffset, epochs: &Epochs) -> bool {
-        let stamp = lock(&self.zeroed).stamps.get(&place).copied();
-        stamp.is_some_and(|stamp| !epochs.has_passed(stamp)) && !sabotage::is(Bug::LateWritesChecked)
-    }
-
-    /// Forgets about places that nobody can still be writing to late.
-    pub(crate) fn forget_zeroed(&self, epochs: &Epochs) {
-        let mut zeroed = lock(&self.zeroed);
-        while let Some((stamp, place)) =
-            zeroed.order.front().copied().filter(|(stamp, _)| epochs.has_passed(*stamp))
-        {
-            zeroed.order.pop_front();
-            if zeroed.stamps.get(&place) == Some(&stamp) {
-                zeroed.stamps.remove(&place);
-            }
-        }
-    }
-
-    /// Takes what was gathered; nothing when there is nothing to tell, `has_pages` included. The caller holds the gate
-    /// alone.
+    /// Takes what was gathered. `None` when there is nothing to record; `has_pages` says that pages have
+    /// changed. The caller holds the gate alone.
     pub(crate) fn seal(&self, has_pages: bool) -> Option<Transaction> {
         let mut open = lock(&self.open);
         let proof_wanted = self.proof_wanted.swap(false, Ordering::AcqRel);
         if !has_pages && open.is_empty() && !proof_wanted {
             return None;
         }
+        let fence = open.is_fenced();
         let (sequence, mut items, places) = open.take();
+        self.word_bytes.store(0, Ordering::Relaxed);
         let (full, home) = self.full.seal(sequence, &places);
         drop(open);
         items.extend(full);
-        Some(Transaction { sequence, items, full: home })
+        Some(Transaction { sequence, items, full: home, fence })
     }
 }
 
@@ -187,6 +185,8 @@ impl Journal {
 pub(crate) struct Transaction {
     pub(crate) sequence: u64,
     pub(crate) items: Vec<Item>,
-    /// Guest data as it is to be at home.
+    /// Guest data as it will be at home.
     pub(crate) full: Vec<Home>,
+    /// Some of the data it counts on has no checks, so a flush must come before the record is written.
+    pub(crate) fence: bool,
 }

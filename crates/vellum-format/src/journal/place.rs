@@ -1,11 +1,11 @@
-//! Overwriting guest data where it lies, as far as recovery lets.
+//! Overwriting guest data in place, as far as recovery allows it.
 
 use vellum_core::{Buffer, ImageOffset, ImageSpan, Result, SharedStorage};
 
 use super::{Journal, Overwrite, unchanging};
 
 impl Journal {
-    /// Overwrites bytes of the disk where they lie. `commit` makes durable what was published before.
+    /// Overwrites bytes of the disk in place. `commit` makes durable what was published before.
     pub(crate) async fn write_in_place(
         &self,
         storage: &SharedStorage,
@@ -16,7 +16,7 @@ impl Journal {
         if !self.must_wait(at.span(data.len() as u64)) {
             return storage.write(at, data).await;
         }
-        // From here on a record may have what the bytes are: they have to stay so.
+        // From here on a record may hold the checksum of these bytes, so they must not change.
         let mut data = unchanging(data);
         loop {
             match self.overwrite(at, &data) {
@@ -41,7 +41,7 @@ impl Journal {
         }
     }
 
-    /// Waits until nothing in these bytes is of use to a recovery.
+    /// Waits until recovery no longer needs anything in these bytes.
     pub(crate) async fn make_way(&self, span: ImageSpan, commit: impl AsyncFn() -> Result<()>) -> Result<()> {
         while self.must_wait(span) {
             self.want_proof();

@@ -1,17 +1,19 @@
 //! The bytes of the journal: its records.
 //!
 //! ```text
-//!   record       magic  generation  sequence  durable  tail  length  flags  items  crc  zero  key │ item │ item │ … │ zeros
-//!                0      8           16        24       32    40      44     48     52   56    64    80              to the block
+//!   magic  generation  sequence  durable  tail  length  flags  items  crc  zero  key │ item │ … │ zeros
+//!   0      8           16        24       32    40      44     48     52   56    64    80     to the block
 //! ```
 //!
-//! All numbers are big-endian. A record begins at a multiple of 4 KiB and lies in one piece. Its CRC32C covers all of its
-//! length with the field itself as zero, so half a record is none. The generation tells it from records of an earlier
-//! opening; the sequence gives its place in the order. The key is drawn at random when the journal begins, and no guest knows
-//! it: guest data lies in records, and whatever it looks like, it is not taken for one.
+//! All numbers are big-endian. A record begins at a multiple of 4 KiB and is contiguous. Its CRC32C covers
+//! its whole length with the field itself as zero, so half a record does not count. The generation
+//! distinguishes it from records of an earlier opening. The sequence gives its place in the order. The key is
+//! drawn at random when the journal begins, and no guest knows it. Records contain guest data, and without
+//! the key no guest data can pass for a record.
 //!
-//! 1. [`Record::decode`] believes nothing: lengths and counts are bounded by the bytes that are there.
-//! 2. Words and zeros are absolute. Applying them twice, or after a crash in the middle, gives the same bytes.
+//! 1. [`Record::decode`] trusts nothing: lengths and counts are bounded by the bytes that are there.
+//! 2. Words and zeros are absolute. Applying them twice, or again after a crash halfway, gives the same
+//!    bytes.
 //!
 //! See `docs/design/0003-qcow2-journal.md` for what the items mean.
 
@@ -22,7 +24,7 @@ use crate::bytes::{be32, be64, put32, put64};
 const MAGIC: u64 = 0x5645_4C4C_554D_4A31; // "VELLUMJ1"
 const HEADER_LEN: usize = 80;
 
-/// Records begin at multiples of this, whatever the drive's physical block.
+/// Records begin at multiples of this, whatever physical block size the drive has.
 pub(crate) const BLOCK: u64 = 4096;
 /// The sector that a check is about.
 pub(crate) const SECTOR: u64 = 512;
@@ -46,7 +48,7 @@ mod at {
     pub(super) const KEY: usize = 64;
 }
 
-/// Sequences end long before this.
+/// A sequence never comes near this limit.
 const SEQUENCE_MAX: u64 = 1 << 62;
 
 const REPAIR: u32 = 1;
@@ -54,15 +56,17 @@ const REPAIR: u32 = 1;
 /// One change, or one thing to verify.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Item {
-    /// Entries of L1, L2 or refcount tables, one after the other from this place of the image on.
+    /// Consecutive entries of metadata tables (such as L1, L2 or refcount tables), from this place of the
+    /// image on.
     Words { at: ImageOffset, values: Vec<u64> },
     /// Fresh metadata that begins as zeros.
     Zero(ImageSpan),
-    /// The CRC32C of each sector of guest data from here on that this transaction counts on.
+    /// The CRC32C of each sector of guest data, from this place on, that the transaction counts on.
     Check { at: ImageOffset, crcs: Vec<u32> },
     /// Guest data that could not go home yet: whole sectors.
     Full { at: ImageOffset, bytes: Vec<u8> },
-    /// A second value that a checked sector may have: an overwrite was under way when the transaction was sealed.
+    /// A second value that a checked sector may have, because an overwrite was in flight when the transaction
+    /// was sealed.
     Other { at: ImageOffset, crc: u32 },
     /// The refcount of each of these clusters is one higher than the mapping explains.
     Owed { first: u64, count: u64 },
@@ -81,7 +85,7 @@ mod kind {
 const ITEM_HEAD: usize = 16;
 
 impl Item {
-    /// How many bytes it takes in a record.
+    /// How many bytes the item takes in a record.
     pub(crate) fn encoded_len(&self) -> usize {
         ITEM_HEAD
             + match self {
@@ -176,18 +180,19 @@ pub(crate) struct Record {
     pub(crate) durable: u64,
     /// The first record that recovery needs.
     pub(crate) tail: u64,
-    /// Should this be the last one: what it leads to was being changed in place, and wants a repair.
+    /// If this is the last record, the image needs a repair: the state it leads to was being changed in
+    /// place.
     pub(crate) asks_for_repair: bool,
     pub(crate) items: Vec<Item>,
 }
 
 impl Record {
-    /// How many bytes it takes, before the padding.
+    /// How many bytes the record takes, before the padding.
     pub(crate) fn encoded_len(&self) -> usize {
         HEADER_LEN + self.items.iter().map(Item::encoded_len).sum::<usize>()
     }
 
-    /// Its bytes, padded with zeros to whole blocks.
+    /// The record's bytes, padded with zeros to whole blocks.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let len = self.encoded_len();
         let padded = len.next_multiple_of(usize::try_from(BLOCK).expect("a block"));
@@ -212,17 +217,23 @@ impl Record {
         bytes
     }
 
-    /// The record at the start of `bytes`, and its length without padding; nothing when there is none of this journal.
-    pub(crate) fn decode(bytes: &[u8], generation: u64, key: u128) -> Option<(Self, usize)> {
+    /// How long the record at the start of `bytes` claims to be. `None` when it is no record of this journal.
+    /// Nothing else in it has been checked yet.
+    pub(crate) fn claimed_len(bytes: &[u8], generation: u64, key: u128) -> Option<usize> {
         let head = bytes.get(..HEADER_LEN)?;
         let is_ours = be64(head, at::MAGIC) == MAGIC
             && be64(head, at::GENERATION) == generation
             && be128(head, at::KEY) == key;
         let len = be32(head, at::LENGTH) as usize;
-        if !is_ours || len < HEADER_LEN {
-            return None;
-        }
-        let mut copy = bytes.get(..len)?.to_vec();
+        (is_ours && len >= HEADER_LEN && len <= bytes.len()).then_some(len)
+    }
+
+    /// The record at the start of `bytes`, and its length without padding. `None` when it is no record of
+    /// this journal.
+    pub(crate) fn decode(bytes: &[u8], generation: u64, key: u128) -> Option<(Self, usize)> {
+        let len = Self::claimed_len(bytes, generation, key)?;
+        let head = &bytes[..HEADER_LEN];
+        let mut copy = bytes[..len].to_vec();
         put32(&mut copy, at::CRC, 0);
         if crc32c::crc32c(&copy) != be32(head, at::CRC) {
             return None;
@@ -250,9 +261,9 @@ impl Record {
     }
 }
 
-/// A journal is read whole by recovery.
+/// The largest journal. Recovery reads the whole run.
 pub(crate) const BYTES_MAX: u64 = 64 << 20;
-/// The smallest one that is of use.
+/// The smallest journal that is of use.
 pub(crate) const BYTES_MIN: u64 = 64 << 10;
 
 pub(crate) fn put128(bytes: &mut [u8], at: usize, value: u128) {

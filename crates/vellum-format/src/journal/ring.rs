@@ -1,19 +1,20 @@
-//! Where records go: round and round in the journal's run.
+//! The places of records: they go round and round in the journal's run.
 //!
 //! ```text
 //!   0                                                     len
-//!   ├─ free ─┬─ 12 ─┬─ 13 ─┬─ 14 ─┬──── free ──────────────┤        records lie in one piece; what does not fit
-//!            tail                 head                               before the end begins at 0 again
+//!   ├─ free ─┬─ 12 ─┬─ 13 ─┬─ 14 ─┬──── free ──────────────┤   records are contiguous; one that does not fit
+//!            tail                 head                          before the end begins at 0 again
 //! ```
 //!
-//! 1. A place is given out only when no record lies there that recovery may need: those from the durable tail on.
-//! 2. A record is at most an eighth of the run, and the ring is relieved when it is more than half full: the record that rides
-//!    with the relief, the one that tells of it, and what is left over before the end take three eighths at most, so there is
-//!    always a piece that is large enough.
+//! 1. A place is given out only when it overlaps no record that recovery may need: those from the durable
+//!    tail on.
+//! 2. A record is at most an eighth of the run, and the ring is relieved when it is more than half full.
+//!    Three things take at most an eighth each: the record that goes with the relief, the record that states
+//!    the new tail, and the gap before the end. So there is always a piece that is large enough.
 
 use std::collections::VecDeque;
 
-/// A record that may be needed.
+/// A record that recovery may need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Live {
     sequence: u64,
@@ -34,7 +35,7 @@ impl Ring {
         Self { len, head: 0, live: VecDeque::new() }
     }
 
-    /// A ring in which these records are needed: sequence, where from, where to; in order.
+    /// A ring in which these records are needed: sequence, start and end of each, in order.
     pub(crate) fn resumed(len: u64, records: impl Iterator<Item = (u64, u64, u64)>) -> Self {
         let live: VecDeque<Live> =
             records.map(|(sequence, start, end)| Live { sequence, start, end }).collect();
@@ -46,7 +47,7 @@ impl Ring {
         self.len / 8
     }
 
-    /// Bytes from the first live record to the head, with what was left over before the end.
+    /// Bytes from the first live record to the head, including the gap before the end.
     pub(crate) fn used(&self) -> u64 {
         match self.live.front() {
             None => 0,
@@ -55,17 +56,17 @@ impl Ring {
         }
     }
 
-    /// Whether it should be relieved before more is written.
+    /// Whether the ring should be relieved before more is written.
     pub(crate) fn is_half_full(&self) -> bool {
         self.used() > self.len / 2
     }
 
-    /// Whether this record and another one surely have room without relief.
+    /// Whether this record and another one are sure to have room without relief.
     pub(crate) fn has_room(&self) -> bool {
         self.len - self.used() >= 3 * self.record_max()
     }
 
-    /// A place for a record; nothing when it has none, which a relieved ring always has.
+    /// A place for a record. `None` when there is no room; a relieved ring always has room.
     pub(crate) fn place(&mut self, sequence: u64, len: u64) -> Option<u64> {
         debug_assert!(self.live.back().is_none_or(|last| last.sequence < sequence));
         let fits = |start: u64| {
@@ -78,7 +79,8 @@ impl Ring {
         Some(start)
     }
 
-    /// Records before this one are no longer needed, and the record that says so is flushed.
+    /// Frees the space of records before this one. They are no longer needed, and the record that says so is
+    /// flushed.
     pub(crate) fn advance(&mut self, tail: u64) {
         while self.live.front().is_some_and(|live| live.sequence < tail) {
             self.live.pop_front();
@@ -122,7 +124,7 @@ mod tests {
     fn a_relieved_ring_has_room_for_any_record() {
         let mut random = Random::from_seed(1);
         let mut ring = Ring::new(256);
-        // What the next record says, and whether the one after it may use the space.
+        // The tail that the next record states, and with it whether the record after that may use the space.
         let mut tail = 0;
         for sequence in 1..100_000 {
             let relief = ring.is_half_full();

@@ -3,6 +3,9 @@
 use vellum_core::ImageOffset;
 
 use super::record::Item;
+
+/// The bytes that an item takes in a record besides its body.
+const ITEM_BYTES: u64 = 16;
 use crate::bytes::be64;
 
 /// Which words of a page have changed, by their number; pages have at most 512.
@@ -10,15 +13,24 @@ use crate::bytes::be64;
 pub(crate) struct Changed([u64; 8]);
 
 impl Changed {
-    /// Notes a word.
-    pub(crate) fn add(&mut self, word: usize) {
+    /// Adds a word. Returns by how many bytes a record grows, at most.
+    pub(crate) fn add(&mut self, word: usize) -> u64 {
+        if self.has(word) {
+            return 0;
+        }
         self.0[word / 64 % 8] |= 1 << (word % 64);
+        let has_neighbour = (word > 0 && self.has(word - 1)) || self.has(word + 1);
+        if has_neighbour { 8 } else { ITEM_BYTES + 8 }
     }
 
-    /// The changed words of a page that lies at this place, as items.
+    fn has(self, word: usize) -> bool {
+        word < 512 && self.0[word / 64] & 1 << (word % 64) != 0
+    }
+
+    /// The changed words of a page at this place, as items.
     pub(crate) fn items(self, place: ImageOffset, bytes: &[u8]) -> Vec<Item> {
         let words = self.0.into_iter().enumerate().flat_map(|(group, bits)| {
-            // Most are zero, and in the others most bits.
+            // Most groups are zero, and in the others most bits are zero.
             let mut left = bits;
             std::iter::from_fn(move || {
                 let bit = left.trailing_zeros() as usize;
@@ -31,7 +43,7 @@ impl Changed {
     }
 }
 
-/// Words by their places, ascending, as items: neighbours in one.
+/// Words by their places, ascending, as items. Adjacent words share an item.
 pub(crate) fn items_of(words: impl Iterator<Item = (ImageOffset, u64)>) -> Vec<Item> {
     let mut items: Vec<Item> = Vec::new();
     for (place, value) in words {
@@ -52,7 +64,9 @@ mod tests {
         let mut bytes = vec![0; 4096];
         let mut changed = Changed::default();
         for word in [0, 63, 64, 511] {
-            changed.add(word);
+            let more = changed.add(word);
+            assert_eq!(more, if word == 64 { 8 } else { 24 });
+            assert_eq!(changed.add(word), 0);
             bytes[word * 8 + 7] = 1;
         }
         let at = |word: u64| ImageOffset::new(0x10000 + word * 8);

@@ -1,19 +1,21 @@
-//! Units that hold their own entry: how one is born, read, and becomes a unit like others.
+//! Units that hold their own entry: how one is born, read, and turned into a plain unit.
 //!
 //! ```text
 //!   first write, nothing beneath, a block of it can be packed
-//!         claim the whole unit ► a unit of a young zone ► data, one block of it packed with the entry      one write, no record
+//!         claim the whole unit ► a unit of a young zone ► data, one block packed with the entry: one write
 //!   read                       ► the block is read and unpacked
-//!   the block is overwritten   ► gate: entry without form, the block's new bytes in the journal, the zone's bit
+//!   the block is overwritten   ► gate: entry without form, the block's bytes in the journal, the zone's bit
 //! ```
 //!
-//! 1. Whoever bears a unit holds all of it: nobody else writes to it before it is published.
-//! 2. The block is overwritten where it lies by nobody: a torn one would lose the entry with the data (`PROTOCOLS.md` §2). Its new
-//!    bytes go through the journal, together with what the table says from then on; so the paper's relocation of a cluster whose
-//!    lead block does not compress any more needs neither a read nor another place.
-//! 3. Who reads the block finds the bytes of the image, not newer ones of the journal: these go home when the entry says something
-//!    else already. So a block that cannot be unpacked, and that the table still says is one, is damage.
-//! 4. A birth that fails is retired: a bit in the open transaction. Else two blocks could tell of one unit of the disk.
+//! 1. A write that bears a unit claims all of it. No other write touches the unit before it is published.
+//! 2. The block is never overwritten in place: a torn write would lose the entry together with the data. Its
+//!    new bytes go through the journal, together with the table's new entry. So the paper's relocation of a
+//!    cluster whose lead block no longer compresses needs neither a read nor another place.
+//! 3. A reader of the block gets the image's bytes, not newer ones of the journal, which go home only after
+//!    the entry has changed. So a block that cannot be unpacked while the table still calls it packed is
+//!    damaged.
+//! 4. A birth that fails is retired, by a bit in the open transaction. Otherwise two blocks could name one
+//!    unit of the disk.
 
 use vellum_core::{
     Buffer, Context, Error, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Result,
@@ -25,28 +27,29 @@ use super::image::{Native, Origin};
 use super::publish::{Step, WORD_COST};
 use super::read::Part;
 use super::zones::{Given, tag_place};
+use crate::engine::Commit as _;
 use crate::sabotage::{self, Bug};
 
-/// So many blocks of a write are tried, at most.
+/// At most this many blocks of a write are tried.
 const TRIED_MAX: usize = 3;
 
 /// A unit that is being born.
 pub(super) struct Birth {
     pub(super) given: Given,
-    /// Which block holds the entry, and as it is to be in the image.
+    /// Which block holds the entry, and its bytes for the image.
     pub(super) block: u8,
     pub(super) bytes: Vec<u8>,
 }
 
 impl Native {
-    /// Whether the first write of this part may make the unit hold its entry, as far as can be told before it is claimed.
+    /// Whether the first write of this part may embed the entry, as far as is known before the claim.
     pub(super) fn could_be_born(&self, cell: GuestCluster) -> bool {
-        // A page that is not here is asked for later: then the unit is one like others.
+        // A missing page is not loaded for this. The unit is then a plain one.
         self.may_be_born() && self.entry(cell.index()).is_ok_and(|entry| entry == 0)
     }
 
-    /// The unit and the block that a step gets whose unit is to hold its entry; nothing when it is not. `within` is where its
-    /// bytes begin in `data`.
+    /// The unit and the packed block for a step that embeds its entry, or `None`. The step's bytes begin at
+    /// `within` in `data`.
     pub(super) fn bear(&self, step: &Step<'_>, data: &Buffer, within: usize) -> Option<Birth> {
         if step.held.mask() != u32::MAX || !self.may_be_born() || !self.is_all_image(step.part) {
             return None;
@@ -63,14 +66,16 @@ impl Native {
         Some(Birth { given, block, bytes: packed.block(identity) })
     }
 
-    /// Whether the whole cell of this part is the image's, so that no bit or mask of it will ever change. Else a later write could
-    /// be told of in a record by such a bit alone, and arrive where the packed block has not.
+    /// Whether the image has the whole cell of this part, so that no bit or mask of it will ever change.
+    /// Otherwise a later write could be recorded by such a bit alone, and be durable although the packed
+    /// block is not.
     fn is_all_image(&self, part: GuestSpan) -> bool {
         let cell = self.cell.start_of(self.cell_of(part.start())).span(self.cell.bytes());
         self.subs_to_publish(cell).is_ok_and(|subs| subs.is_empty())
     }
 
-    /// A block of the part that can be packed. One that the part has only in part is zero otherwise.
+    /// A block of the part that can be packed. A block that the part covers only partly is filled up with
+    /// zeros.
     fn pack_some(&self, part: GuestSpan, data: &Buffer, within: usize) -> Option<(u8, Packed)> {
         let start = self.cell.within(part.start());
         let end = start + part.len();
@@ -116,26 +121,26 @@ impl Native {
         self.reserve(&[bits.word]).await?;
         {
             let _gate = self.journal().expect("begun before").shared();
-            self.state.check_stopped()?;
+            self.engine.state.check_stopped()?;
             if self.may_be_born() {
                 self.home.change_untold(bits.word, |word| bits.set(word, entry));
                 self.note_born(birth.given.unit, number);
                 return Ok(());
             }
         }
-        // Somebody makes a snapshot: the table has to tell.
+        // A snapshot is being made, so the table must have the entry.
         let _gate = self.enter_changing(2 * WORD_COST, || vec![bits.word]).await?;
         self.home.change(bits.word, |word| bits.set(word, entry));
         self.note_not_born(birth.given.unit);
         Ok(())
     }
 
-    /// A birth that came to nothing. The unit may hold anything by now, its entry included.
+    /// Retires a birth that failed. The unit may hold anything by now, even its entry.
     pub(super) async fn retire(&self, unit: u32) {
         if sabotage::is(Bug::NotRetired) {
             return;
         }
-        // Where this fails the image has stopped.
+        // If this fails, the image has stopped.
         if let Ok(_gate) = self.enter_transaction(WORD_COST).await {
             self.note_not_born(unit);
             self.free(unit);
@@ -148,11 +153,13 @@ impl Native {
         unpack(bytes.contiguous().slice(), self.identity(guest_unit, at).await?)
     }
 
-    /// Who the packed block at this place must be.
+    /// The identity that the packed block at this place must have.
     async fn identity(&self, guest_unit: u64, at: ImageOffset) -> Result<Identity> {
         let image_unit = self.number_of(at);
         let Some((zone, _)) = self.places.zone_of(image_unit) else {
-            return Err(Error::corrupt("a unit of no zone cannot hold its entry: run `vellum check`"));
+            return Err(Error::corrupt(
+                "a unit outside every zone cannot hold its entry: run `vellum check`",
+            ));
         };
         let tag = self.find(|| self.home.word(tag_place(&self.places, zone))).await?;
         let within = at - self.places.unit(image_unit).start();
@@ -164,7 +171,7 @@ impl Native {
         })
     }
 
-    /// Reads parts that lie one after the other in the image, packed blocks among them. The caller is inside an epoch.
+    /// Reads parts that are contiguous in the image and include packed blocks. The caller is inside an epoch.
     pub(super) async fn read_joined(
         &self,
         at: GuestOffset,
@@ -172,7 +179,8 @@ impl Native {
         mut buffer: Buffer,
     ) -> Result<Buffer> {
         if buffer.is_lent() {
-            // Who lent it must not see packed blocks, which tell their zone's tag, nor change them before they are unpacked.
+            // A guest that lent its buffer must not see packed blocks, which contain their zone's tag, nor
+            // change them before they are unpacked.
             let own = Buffer::for_overwrite(buffer.len());
             let filled = self.read_joined_here(at, parts, own).await?;
             buffer.copy_from(0, filled.contiguous().slice());
@@ -195,7 +203,7 @@ impl Native {
                 let identity = self.identity(self.cell_of(at + within).index(), block).await?;
                 let plain = match unpack(&bytes, identity) {
                     Ok(plain) => plain,
-                    // Newer bytes of the journal, perhaps.
+                    // The journal may have newer bytes.
                     Err(_) => {
                         self.read_embedded(at + within, block, Buffer::zeroed(BLOCK_LEN)).await?.to_vec()
                     }
@@ -225,9 +233,13 @@ impl Native {
             Err(error) if error.kind() == ErrorKind::Corrupt => {
                 let (now, _) = self.find(|| self.place(at)).await?;
                 if now == Origin::Embedded(block) {
-                    return Err(error.context(format!("{}: the disk at {:#x}", self.name, at.bytes())));
+                    return Err(error.context(format!(
+                        "{}: the disk at {:#x}",
+                        self.engine.name,
+                        at.bytes()
+                    )));
                 }
-                // It has become a block like others while it was read.
+                // It was turned into a plain block during the read.
                 let again: LocalFuture<'_, Result<Buffer>> =
                     Box::pin(self.read_span(at.span(buffer.len() as u64), buffer));
                 again.await
@@ -236,19 +248,20 @@ impl Native {
         }
     }
 
-    /// Makes the block of a unit that holds its entry a block like others; `new` is what it is to hold, when all of it
-    /// changes. Done when it is not one any more, or when a snapshot has come to see it. The caller is inside an epoch.
+    /// Turns the block that holds its unit's entry into a plain block, with the content `new` if all of it
+    /// changes. There is nothing to do when it is plain already, or when a snapshot has come to see it. The
+    /// caller is inside an epoch.
     pub(super) async fn make_plain(&self, number: u64, new: Option<Buffer>) -> Result<()> {
         self.begin_journal().await?;
         let (_, form) = self.find(|| self.entry_and_form(number)).await?;
         let Some(block) = form.checked_sub(1) else { return Ok(()) };
         let start = self.cell.start_of(GuestCluster::new(number)) + u64::from(block) * SUB_BLOCK.bytes();
-        // It may lie behind the end: then the disk is about to become longer.
+        // It may lie behind the end of the disk, when the disk is about to grow.
         let part = start.span(SUB_BLOCK.bytes());
-        let held = self.claims.claim(GuestCluster::new(number), self.parts_of(part)).await;
+        let held = self.engine.claims.claim(GuestCluster::new(number), self.parts_of(part)).await;
         let done = self.make_plain_claimed(number, new).await;
         self.let_go(held);
-        done.context(|| format!("{}: can't overwrite the disk at {:#x}", self.name, start.bytes()))
+        done.context(|| format!("{}: can't overwrite the disk at {:#x}", self.engine.name, start.bytes()))
     }
 
     async fn make_plain_claimed(&self, number: u64, new: Option<Buffer>) -> Result<()> {
@@ -275,14 +288,14 @@ impl Native {
                 }
                 let journal = self.journal().expect("it has begun");
                 if sabotage::is(Bug::PlainInPlace) || journal.take_whole(at, &data) {
-                    // From here on readers find the new bytes; those who looked before find the old ones.
+                    // From here on readers find the new bytes. Readers that looked before find the old ones.
                     let entry = u64::from(self.places.make_entry(unit, 0));
                     self.home.change(bits.word, |word| bits.set(word, entry));
                     self.tell_of(unit);
                     break;
                 }
             }
-            // The journal has no room for more guest data: what it has goes home first.
+            // The journal has no room for more guest data, so the data that it has goes home first.
             let journal = self.journal().expect("it has begun");
             journal.want_relief();
             self.commit().await?;
@@ -290,7 +303,7 @@ impl Native {
         if sabotage::is(Bug::PlainInPlace) {
             self.under.write(at, data).await?;
         }
-        self.commits.note_change();
+        self.engine.commits.note_change();
         Ok(())
     }
 }

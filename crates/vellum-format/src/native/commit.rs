@@ -1,44 +1,63 @@
-//! The journal's life, and how changes become durable.
+//! How the journal begins, how large a transaction may become, and the native format as the engine needs it
+//! ([`Map`]).
 //!
 //! ```text
-//!   first change of home   holes of the ring filled ► superblock: bit, generation + 1, key ── flush ──► on
-//!   flush of the guest     seal ► record, [pages home] ► flush                                     commit point
+//!   first change           superblock: bit, generation + 1, key ── flush ──► marked
+//!   first change of home   holes of the ring filled; the same, if not marked yet ──► on
+//!   flush of the guest     seal ► record, [pages home] ► flush: commit point       `engine/commit.rs`
 //!                          nothing to seal: flush; nothing written: nothing
-//!   clean close            a last record, so that all is proven ► pages home ── flush ► superblock: no bit ── flush
+//!   clean close            a last record, so that all is proven ► pages home ── flush  `engine/close.rs`
+//!                                                             ► superblock: no bit ── flush
 //! ```
 //!
-//! 1. Writes that change no page of home need no record, and no bit: such an image is clean all the time.
-//! 2. A transaction never takes more than a record holds: who would make it larger commits first. A quarter of a record is for
-//!    words and checks, an eighth for second values, half for guest data.
+//! 1. Nothing is changed, in place or otherwise, before the superblock durably says that the image is in use. A
+//!    write that changes no page of home needs no record. An image without a journal has no such mark.
+//! 2. A transaction never needs more than one record holds: a change that would make it larger commits first.
+//!    A quarter of a record is for words and checks, an eighth for second values, half for guest data.
 //! 3. A page is changed and listed under the gate, together with everything that belongs to the change.
 
-use std::sync::RwLockReadGuard;
 use std::sync::atomic::Ordering;
+use std::sync::{RwLockReadGuard, RwLockWriteGuard};
 
-use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, LocalFuture, Result, try_join_all};
+use vellum_core::{Buffer, Context, Error, ImageOffset, ImageSpan, Result};
 
 use super::geometry::Region;
 use super::home::SealedPage;
 use super::image::Native;
 use super::ready::Haste;
+use crate::engine::{self, Commit as _, Engine, Map, write_all};
 use crate::journal::commit::{Medium, write_zeros};
+use crate::journal::record::{Item, Record};
 use crate::journal::ring::Ring;
-use crate::journal::{Home, Journal, Transaction};
+use crate::journal::{Home, Journal};
 use crate::sabotage::{self, Bug};
-use crate::state::lock;
+use crate::state::UnderWay;
 
-/// This many metadata writes are under way at once.
-const WRITES_AT_ONCE: usize = 32;
-/// When so many pages of home have changed, the next writer commits.
+/// When this many pages of home have changed, the next writer commits.
 const DIRTY_PAGES_MAX: usize = 1024;
 
+/// What the superblock says of an image that is in use.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Mark {
+    generation: u64,
+    key: u128,
+}
+
 /// Copies of everything that a commit makes durable.
-struct Sealed {
+pub(crate) struct Sealed {
     freed: Vec<u32>,
     pages: Vec<SealedPage>,
 }
 
-impl Sealed {
+impl engine::Sealed for Sealed {
+    fn is_empty(&self) -> bool {
+        self.pages.is_empty()
+    }
+
+    fn fits_a_record(&self) -> bool {
+        true
+    }
+
     fn pages(&self) -> Vec<Home> {
         self.pages.iter().map(|page| (page.at, page.bytes.clone())).collect()
     }
@@ -53,215 +72,131 @@ impl Native {
         }
     }
 
+    /// Called before bytes are overwritten in place. Marks the image as in use, without beginning the journal,
+    /// whose ring may need space.
+    pub(super) async fn begin_in_place(&self) -> Result<()> {
+        if self.journal.is_none() || self.is_marked.load(Ordering::Acquire) || sabotage::is(Bug::MarkedLate) {
+            return Ok(()); // an image without a journal has no mark
+        }
+        let mut marked = self.marked.lock().await;
+        self.engine.state.check_stopped()?;
+        self.mark(&mut marked).await.map(drop)
+    }
+
     /// Begins the journal before the first change of home.
     pub(super) async fn begin_journal(&self) -> Result<()> {
         let Some(journal) = &self.journal else {
-            return Err(Error::corrupt(format!("{}: there is no journal to change home with", self.name)));
+            return Err(Error::corrupt(format!(
+                "{}: there is no journal to change home with",
+                self.engine.name
+            )));
         };
         if journal.is_on() {
             return Ok(());
         }
-        let _one = self.beginning.lock().await;
+        let mut marked = self.marked.lock().await;
         if journal.is_on() {
             return Ok(());
         }
+        self.engine.state.check_stopped()?;
         let run = self.places.region(Region::Journal);
-        let context = || format!("{}: can't begin the journal", self.name);
-        // Space that is there already takes records without more work of the host. What was there is of older generations.
-        for hole in self.metadata.runs(run).await?.into_iter().filter(|run| !run.is_data) {
-            write_zeros(&*self.metadata, hole.span).await.context(context)?;
-        }
-        let key = journal.new_key()?;
-        let mut superblocks = self.superblocks.lock().await;
-        let before = superblocks.clone();
-        superblocks.superblock.generation += 1;
-        superblocks.superblock.key = Some(key);
-        if let Err(error) = superblocks.write(&*self.metadata).await {
-            *superblocks = before;
-            return Err(error.context(context()));
-        }
-        let generation = superblocks.superblock.generation;
-        self.flush_storage().await?; // a crash from here on is recovered with the journal
-        journal.begin(generation, key, run);
+        let under_way = UnderWay::begin(&self.engine.state, "the beginning of the journal");
+        let filled = self.fill_ring(run).await;
+        under_way.end();
+        filled.context(|| format!("{}: can't begin the journal", self.engine.name))?;
+        let mark = self.mark(&mut marked).await?;
+        journal.begin(mark.generation, mark.key, run);
         self.drop_empty_map_units().await
     }
 
-    /// Enters the open transaction with something that takes so many bytes of a record, at most. What is changed before the
-    /// guard is dropped belongs together.
+    /// Allocated space takes records without further metadata work on the host. Records in it are of older
+    /// generations.
+    async fn fill_ring(&self, run: ImageSpan) -> Result<()> {
+        for hole in self.metadata.runs(run).await?.into_iter().filter(|run| !run.is_data) {
+            write_zeros(&*self.metadata, hole.span).await?;
+        }
+        Ok(())
+    }
+
+    /// Marks the image durably as in use, before the first change of an opening. The next opening after a crash
+    /// then trusts no page that only the page cache has. Without the mark, bytes whose flush failed would be
+    /// read as new until the cache drops them.
+    async fn mark(&self, marked: &mut Option<Mark>) -> Result<Mark> {
+        if let Some(mark) = *marked {
+            return Ok(mark);
+        }
+        let journal = self.journal.as_ref().expect("the caller has looked");
+        let key = journal.new_key()?;
+        let under_way = UnderWay::begin(&self.engine.state, "a write of the superblock");
+        let written = {
+            let mut superblocks = self.superblocks.lock().await;
+            let before = superblocks.clone();
+            superblocks.superblock.generation += 1;
+            superblocks.superblock.key = Some(key);
+            let written = superblocks.write(&*self.metadata).await;
+            let generation = superblocks.superblock.generation;
+            if written.is_err() {
+                *superblocks = before;
+            }
+            written.map(|()| generation)
+        };
+        under_way.end();
+        let generation =
+            written.context(|| format!("{}: can't mark the image as in use", self.engine.name))?;
+        self.flush_storage().await?; // a crash from here on is recovered with the journal
+        let mark = Mark { generation, key };
+        *marked = Some(mark);
+        self.is_marked.store(true, Ordering::Release);
+        Ok(mark)
+    }
+
+    /// Enters the open transaction with a change that needs at most `cost` bytes of a record. Everything that
+    /// is changed before the guard is dropped belongs together.
     pub(super) async fn enter_transaction(&self, cost: u64) -> Result<RwLockReadGuard<'_, ()>> {
         let journal = self.journal().expect("the journal has begun");
         let most = self.record_max() / 4;
         debug_assert!(cost <= most, "{cost} bytes are too much for one step");
         loop {
-            self.state.check_stopped()?;
+            self.engine.state.check_stopped()?;
             let gate = journal.shared();
             let before = self.open_bytes.fetch_add(cost, Ordering::AcqRel);
             if before + cost <= most && self.home.dirty_count() < DIRTY_PAGES_MAX {
                 return Ok(gate);
             }
             self.open_bytes.fetch_sub(cost, Ordering::AcqRel);
+            // Checks go first: a fence replaces them.
+            let fenced = if before + cost > most { journal.fence_instead(most / 2) } else { 0 };
+            if fenced > 0 {
+                self.open_bytes.fetch_sub(fenced, Ordering::AcqRel);
+                continue;
+            }
             drop(gate);
             self.commit().await?;
         }
     }
 
-    /// Makes durable every change that was published before the call.
-    pub(super) async fn commit(&self) -> Result<()> {
-        let abandoned = || {
-            let why = Error::new(ErrorKind::Poisoned, "a commit was abandoned half way: reopen the image");
-            self.state.stop(why.clone());
-            Some(why)
-        };
-        self.commits.turns.share(async || self.lead().await, abandoned).await
-    }
-
-    async fn lead(&self) -> Result<()> {
-        self.state.check_stopped()?;
-        let covers = self.commits.changes();
-        match self.journal() {
-            None if self.commits.covered() == covers => Ok(()),
-            None => {
-                self.flush_storage().await?;
-                self.commits.cover(covers);
-                Ok(())
-            }
-            Some(journal) => self.lead_journaled(journal, covers).await.map_err(|error| {
-                let why = error
-                    .context(format!("{}: the journal could not be written; reopen the image", self.name));
-                let why = why.with_kind(ErrorKind::Poisoned);
-                self.state.stop(why.clone());
-                why
-            }),
-        }
-    }
-
-    /// The same with a journal. Any failure stops the image.
-    async fn lead_journaled(&self, journal: &Journal, covers: u64) -> Result<()> {
-        let (mut sealed, mut transaction) = self.seal(journal);
-        if transaction.is_none() && self.commits.covered() != covers && journal.has_chores() {
-            // The flush is due in any case: a record that goes with it costs nothing else.
-            journal.do_chores();
-            (sealed, transaction) = self.seal(journal);
-        }
-        match transaction {
-            None if self.commits.covered() == covers => {}
-            None => self.flush_storage().await?,
-            Some(Transaction { sequence, items, full }) => {
-                let record = journal.record_of(sequence, items);
-                if !journal.fits(&record) {
-                    return Err(Error::corrupt("a transaction has become larger than a record"));
-                }
-                journal.commit_record(self, record, sealed.pages(), full).await?;
-                self.commits.note_record(sequence);
-            }
-        }
-        self.commits.cover(covers);
-        if let Some(units) = self.units.as_ref().filter(|_| !sealed.freed.is_empty()) {
-            units.add_freed(self.epochs.now(), sealed.freed);
-        }
-        Ok(())
-    }
-
-    /// Copies all that the open transaction is made of; no transaction when it is empty.
-    fn seal(&self, journal: &Journal) -> (Sealed, Option<Transaction>) {
-        let _alone = journal.alone();
-        self.open_bytes.store(0, Ordering::Release);
-        let freed = std::mem::take(&mut *lock(&self.commits.freed));
-        let mut pages = self.home.seal();
-        pages.extend(self.views.iter().flat_map(|views| views.seal()));
-        let sealed = Sealed { freed, pages };
-        let transaction = journal.seal(!sealed.pages.is_empty()).map(|mut transaction| {
-            for page in sealed.pages.iter().filter(|page| !self.is_left_out(page)) {
-                transaction.items.extend(page.changed.items(page.at, &page.bytes));
-            }
-            transaction
-        });
-        (sealed, transaction)
-    }
-
-    /// A mistake: this page's words are not in the record.
+    /// A seeded mistake: this page's words are missing from the record.
     fn is_left_out(&self, page: &SealedPage) -> bool {
         let is_in = |region| self.places.region(region).contains(page.at);
+        let is_first = page.at == self.places.region(Region::Table).start();
         (sabotage::is(Bug::MaskNotInRecord) && is_in(Region::Masks))
-            || (sabotage::is(Bug::EntryNotInRecord) && is_in(Region::Table))
+            || (sabotage::is(Bug::EntryNotInRecord) && self.places.is_in_table(page.at))
+            || (sabotage::is(Bug::LaterPageNotInRecord) && self.places.is_in_table(page.at) && !is_first)
             || (sabotage::is(Bug::BitNotInRecord) && is_in(Region::Bitmap))
-            || (sabotage::is(Bug::CopyNotInRecord) && page.at >= self.places.data_offset())
+            || (sabotage::is(Bug::CopyNotInRecord)
+                && page.at >= self.places.data_offset()
+                && !self.places.is_in_home(page.at.span(1)))
     }
 
-    /// Makes durable what was written to the image. A failure stops it.
-    pub(super) async fn flush_storage(&self) -> Result<()> {
-        let flushed = self.data.flush().await;
-        if sabotage::is(Bug::FlushErrorIgnored) {
-            return Ok(());
-        }
-        flushed.map_err(|error| {
-            let why = error.context(format!("{}: a host flush failed; reopen the image", self.name));
-            let why = why.with_kind(ErrorKind::Poisoned);
-            self.state.stop(why.clone());
-            why
-        })
-    }
-
-    /// What a flush of the guest asks for.
-    pub(super) async fn make_durable(&self) -> Result<()> {
-        self.state.check_stopped()?;
-        self.commit().await?;
-        // The promise is kept by now. What cannot be given back at this moment will be later.
-        match self.give_back_unless_busy().await {
-            Err(error) if error.kind() == ErrorKind::Corrupt => Err(error),
-            _ => Ok(()),
-        }
-    }
-
-    /// Everything home, and the bit cleared. When that failed once it is not tried again, nor taken for done: the image stays
-    /// marked, and the next opening recovers it.
-    pub(super) async fn close_image(&self) -> Result<()> {
-        if self.geometry.read_only {
-            self.state.close();
-            return Ok(());
-        }
-        self.state.check_stopped()?;
-        if !self.state.close() {
-            return Ok(());
-        }
-        self.close_once().await.inspect_err(|error| self.state.stop(error.clone()))
-    }
-
-    async fn close_once(&self) -> Result<()> {
-        if let Some(units) = &self.units {
-            drop(units.giving.lock().await); // whoever makes units ready ends first, and nobody begins
-        }
-        self.end_compaction().await;
-        self.settle_all().await?;
-        self.commit().await?;
-        let Some(journal) = self.journal() else { return Ok(()) };
-        // Punched for the host's sake: whoever opens the image believes nothing of what is free.
-        let _ = self.give_back_freed(Haste::Later).await;
-        if journal.has_unproven() {
-            journal.want_proof();
-            self.commit().await?;
-        }
-        journal.empty(self).await?;
-        let mut superblocks = self.superblocks.lock().await;
-        superblocks.superblock.key = None;
-        superblocks
-            .write(&*self.metadata)
-            .await
-            .context(|| format!("{}: can't write the superblock", self.name))?;
-        self.flush_storage().await?; // commit point of the clean close
-        // From here on the image is whole without what follows.
-        self.cut_off().await
-    }
-
-    /// Gives back what the file has behind the last unit.
+    /// Truncates the file behind the last unit.
     async fn cut_off(&self) -> Result<()> {
         if self.units.is_none() || self.metadata.limits().fixed_len {
             return Ok(());
         }
-        let mut last = 0;
-        self.home.each_loaded(self.places.region(Region::Table), |_, word| {
-            last = last.max(self.places.last_unit(word));
-        });
+        let mut last = self.places.units_of_parts().max().unwrap_or(0);
+        for span in self.places.table() {
+            self.home.each_loaded(span, |_, word| last = last.max(self.places.last_unit(word)));
+        }
         let of_snapshots = self.views.as_ref().map_or(Vec::new(), |views| views.units());
         last = of_snapshots.into_iter().fold(last, u32::max);
         let end = match last {
@@ -273,38 +208,120 @@ impl Native {
                 .metadata
                 .set_len(end.bytes())
                 .await
-                .context(|| format!("{}: can't cut it off", self.name)),
+                .context(|| format!("{}: can't truncate the file", self.engine.name)),
             false => Ok(()),
         }
     }
+}
 
-    async fn write_pages(&self, pages: &[Home]) -> Result<()> {
-        let mut pages = pages.iter().peekable();
-        while pages.peek().is_some() {
-            let mut batch: Vec<LocalFuture<'_, Result<()>>> = Vec::new();
-            while batch.len() < WRITES_AT_ONCE
-                && let Some((at, bytes)) = pages.next()
-            {
-                // Neighbours go out as one write.
-                let mut data = Buffer::copy_of(bytes);
-                while let Some((_, next)) = pages.next_if(|(next, _)| *next == *at + data.len() as u64) {
-                    data.append(Buffer::copy_of(next));
-                }
-                batch.push(self.homeward.write(*at, data));
-            }
-            try_join_all(batch).await.context(|| format!("{}: can't write home", self.name))?;
+impl Map for Native {
+    type Freed = u32;
+    type Sealed = Sealed;
+
+    fn engine(&self) -> &Engine<u32> {
+        &self.engine
+    }
+
+    fn journal(&self) -> Option<&Journal> {
+        Self::journal(self)
+    }
+
+    /// Without a journal no page of home changes.
+    fn seal_in_order(&self) -> Result<Option<Sealed>> {
+        Ok(None)
+    }
+
+    async fn write_in_order(&self, _sealed: &Sealed) -> Result<()> {
+        unreachable!("nothing is sealed without a journal")
+    }
+
+    fn alone<'a>(&'a self, journal: &'a Journal) -> RwLockWriteGuard<'a, ()> {
+        journal.alone()
+    }
+
+    fn seal(&self) -> Result<Sealed> {
+        self.open_bytes.store(0, Ordering::Release);
+        let freed = self.engine.commits.take_freed();
+        let mut pages = self.home.seal();
+        pages.extend(self.views.iter().flat_map(|views| views.seal()));
+        Ok(Sealed { freed, pages })
+    }
+
+    fn items_of(&self, sealed: &Sealed, items: &mut Vec<Item>) {
+        for page in sealed.pages.iter().filter(|page| !self.is_left_out(page)) {
+            items.extend(page.changed.items(page.at, &page.bytes));
         }
-        Ok(())
+    }
+
+    /// Does not happen: see invariant 2.
+    async fn commit_unfit(&self, _: &Journal, _: &Sealed, _: Record, _: &[Home]) -> Result<()> {
+        Err(Error::corrupt("a transaction has become larger than a record"))
+    }
+
+    fn flush_host(&self) -> impl Future<Output = Result<()>> {
+        self.data.flush()
+    }
+
+    fn settle(&self, sealed: Sealed, is_durable: bool) {
+        if let Some(units) = self.units.as_ref().filter(|_| is_durable && !sealed.freed.is_empty()) {
+            units.add_freed(self.engine.epochs.now(), sealed.freed);
+        }
+    }
+
+    fn note_flushed(&self) {
+        if let Some(units) = &self.units {
+            self.settle_zeroed(units);
+            units.note_due();
+        }
+    }
+
+    async fn come_to_rest(&self) -> Result<impl Sized> {
+        let nothing_is_deleted = self.end_deleting().await;
+        if let Some(units) = &self.units {
+            drop(units.giving.lock().await); // a running preparation ends, and no other begins
+        }
+        self.end_compaction().await;
+        self.settle_all().await?;
+        self.commit().await?;
+        if Self::journal(self).is_some() {
+            // Holes are punched for the host's sake. The next opening assumes nothing about free units.
+            let _ = self.give_back_freed(Haste::Later).await;
+        }
+        Ok(nothing_is_deleted)
+    }
+
+    async fn clear_mark(&self) -> Result<Option<impl Sized>> {
+        if !self.is_marked.load(Ordering::Acquire) {
+            return Ok(None);
+        }
+        let mut superblocks = self.superblocks.lock().await;
+        superblocks.superblock.key = None;
+        superblocks
+            .write(&*self.metadata)
+            .await
+            .context(|| format!("{}: can't write the superblock", self.engine.name))?;
+        Ok(Some(superblocks))
+    }
+
+    async fn trim(&self) -> Result<()> {
+        match Self::journal(self) {
+            Some(_) => self.cut_off().await,
+            None => Ok(()),
+        }
     }
 }
 
 impl Medium for Native {
     async fn write_home(&self, home: &[Home]) -> Result<()> {
-        self.write_pages(home).await
+        let pages = home.iter().map(|(at, page)| (*at, &page[..]));
+        write_all(&self.engine.name, &self.homeward, pages, "home").await
     }
 
     async fn write_record_at(&self, at: ImageOffset, record: Buffer) -> Result<()> {
-        self.metadata.write(at, record).await.context(|| format!("{}: can't write the journal", self.name))
+        self.metadata
+            .write(at, record)
+            .await
+            .context(|| format!("{}: can't write the journal", self.engine.name))
     }
 
     async fn flush(&self) -> Result<()> {

@@ -1,46 +1,52 @@
-//! Emptying a zone of which most units are free, so that it can be opened again.
+//! Compaction: emptying a zone most of whose units are free, so that it can be opened again.
 //!
 //! ```text
-//!   quiet, and no zone can be opened ► a zone with few units ► hold: who writes there gets a copy elsewhere first
-//!     ► the table is looked through ► each unit that is left is copied ► freed, durably ► made zero ► the zone is opened
+//!   quiet, and no zone can be opened ► a zone with few units ► hold: a write there first moves its unit
+//!     ► the table is searched ► each remaining unit is copied ► freed, durably ► made zero ► the zone opened
 //! ```
 //!
-//! Free units of closed zones are used one by one, so no space is lost where nothing is compacted: what a device of fragments loses is
-//! that new units hold their own entries. In a file new zones lie behind the others, and what is free is a hole.
+//! Free units of closed zones are used one by one, so no space is lost without compaction. A fragmented
+//! device only loses the chance to embed entries in new units. In a file new zones lie behind the others, and
+//! free units are holes.
 //!
-//! 1. A unit is copied as one is that a snapshot sees (`snapshots/keep.rs`): who looked before it was held has left, the copy is claimed,
-//!    its checks and its entry are one step. Then nothing names the old unit, and it is freed like any other.
-//! 2. Nobody is given a unit of the zone meanwhile. Where there is no other, or where a copy fails that a write waits for, the zone is
-//!    let go: compaction fails no write. A copy that is under way then does not count.
-//! 3. It begins only after two quiet seconds, for a zone of which at most half is used, and never where there are snapshots. A little
-//!    is done at a time, and it ends when the guest writes much. So an opened zone costs at most half a zone of copies.
-//! 4. What could not be emptied is not tried again before the next opening.
-//! 5. It may be cut off anywhere: it is nothing but writes and frees.
+//! 1. A unit is copied like one that a snapshot sees (`snapshots/keep.rs`): writers that looked before it was
+//!    held have left, the copy is claimed, and its checks and its entry are one step. After that nothing
+//!    names the old unit, and it is freed like any other.
+//! 2. No unit of the zone is handed out meanwhile. When there is no other unit, or when a copy fails that a
+//!    write waits for, the zone is let go: compaction fails no write. A copy that is in progress then does
+//!    not count.
+//! 3. Compaction begins only after two quiet seconds, for a zone of which at most half is used, and never
+//!    while there are snapshots. It does a little at a time, and ends when the guest writes much. So an
+//!    opened zone costs at most half a zone of copies.
+//! 4. A zone that could not be emptied is not tried again before the next opening.
+//! 5. Compaction may be interrupted anywhere: it consists of nothing but writes and frees.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use vellum_core::{ImageOffset, Result};
+use vellum_core::Result;
 
-use super::geometry::Region;
 use super::image::Native;
 use super::zones::Zones;
 use crate::bytes::be32;
+use crate::engine::Commit as _;
 use crate::state::lock;
 
-/// So long nothing is taken before it begins, and little is written.
+/// Compaction begins when no unit was taken, and little was written, for this long.
 const QUIET_AFTER: Duration = Duration::from_secs(2);
-/// That is little, in bytes: for the time before it begins, and between two goes.
+/// This many bytes count as little, before compaction begins and between two goes.
 const WRITTEN_MAX: u64 = 256 << 10;
-/// So many pages of the table are looked through in a go.
+/// The number of entries in a page of the table.
+const ENTRIES: u64 = 1024;
+/// At most this many pages of the table are searched in one go.
 const PAGES_IN_A_GO: u64 = 256;
-/// So many units are copied in a go.
+/// At most this many units are copied in one go.
 const COPIED_IN_A_GO: usize = 8;
-/// So often it is waited for freed units before it is given up.
+/// After waiting this often for freed units, the zone is given up.
 const WAITS_MAX: u32 = 200;
 
-/// What is being emptied.
+/// The state of compaction.
 #[derive(Default)]
 pub(super) struct Compaction {
     work: async_lock::Mutex<Work>,
@@ -48,7 +54,7 @@ pub(super) struct Compaction {
 
 #[derive(Default)]
 struct Work {
-    /// Since when it is quiet, and how many units and bytes the guest had taken and written then.
+    /// Since when the disk is quiet, and how many units and bytes the guest had taken and written by then.
     quiet_since: Duration,
     taken: u64,
     written: u64,
@@ -59,14 +65,14 @@ struct Work {
 
 struct Emptying {
     zone: u32,
-    /// The table was looked through up to here.
-    seen: ImageOffset,
+    /// The table was searched up to this entry.
+    seen: u64,
     /// Units of the disk that lie in the zone.
     left: Vec<u64>,
     waits: u32,
 }
 
-/// How it goes on.
+/// How compaction continues.
 enum Step {
     More {
         at_once: bool,
@@ -77,7 +83,7 @@ enum Step {
 }
 
 impl Native {
-    /// Waits for what is under way, and ends it.
+    /// Waits for the running step, and ends compaction.
     pub(super) async fn end_compaction(&self) {
         if let (Some(compaction), Some(zones)) = (&self.compaction, &self.zones) {
             compaction.work.lock().await.now = None;
@@ -85,12 +91,12 @@ impl Native {
         }
     }
 
-    /// Does a little, if there is anything to do. Tells whether there is more at once. Not to be called from inside an epoch, nor by
-    /// who makes units ready.
+    /// Does a little work, if there is any. Returns whether there is more at once. Must not be called from
+    /// inside an epoch, nor while units are being made ready.
     pub(super) async fn compact_some(&self, now: Duration) -> bool {
         let (Some(compaction), Some(zones)) = (&self.compaction, &self.zones) else { return false };
         let Some(mut work) = compaction.work.try_lock() else { return false };
-        let has_ended = self.state.check_open().is_err() || self.state.check_stopped().is_err();
+        let has_ended = self.engine.state.check_open().is_err() || self.engine.state.check_stopped().is_err();
         if has_ended || self.journal().is_none() || !self.may_be_born() {
             work.now = None;
             self.let_zone_go(zones);
@@ -107,22 +113,22 @@ impl Native {
             if now.saturating_sub(work.quiet_since) < QUIET_AFTER {
                 return false;
             }
-            // One try for each quiet time.
+            // One attempt for each quiet time.
             (work.quiet_since, work.written) = (now, written);
             let Some(zone) = self.zone_to_empty(zones, &work.given_up) else { return false };
             self.hold_zone(zones, zone);
-            let seen = self.places.region(Region::Table).start();
-            work.now = Some(Emptying { zone, seen, left: Vec::new(), waits: 0 });
+            work.now = Some(Emptying { zone, seen: 0, left: Vec::new(), waits: 0 });
             return true;
         };
-        // Somebody needed its units, or is better not disturbed.
+        // Its units were needed, or the guest is busy.
         let has_ended = is_busy || zones.emptying.load(Ordering::SeqCst) != emptying.zone + 1;
         work.written = written;
         let zone = emptying.zone;
         match if has_ended { Ok(Step::Over) } else { self.empty_some(zones, emptying).await } {
             Ok(Step::More { at_once }) => at_once,
             ended => {
-                // What keeps a unit from being copied is found out by who needs it.
+                // An error that keeps a unit from being copied is found by the next request that needs a
+                // copy.
                 if matches!(ended, Ok(Step::GivenUp) | Err(_)) {
                     work.given_up.insert(zone);
                 }
@@ -134,9 +140,8 @@ impl Native {
     }
 
     async fn empty_some(&self, zones: &Zones, emptying: &mut Emptying) -> Result<Step> {
-        let table = self.places.region(Region::Table);
-        if emptying.seen < table.end() {
-            let end = (emptying.seen + PAGES_IN_A_GO * 4096).min(table.end());
+        if emptying.seen < self.places.entries() {
+            let end = (emptying.seen + PAGES_IN_A_GO * ENTRIES).min(self.places.entries());
             self.look_through(emptying, end);
             emptying.seen = end;
             return Ok(Step::More { at_once: true });
@@ -158,21 +163,21 @@ impl Native {
         if emptying.waits > WAITS_MAX {
             return Ok(Step::GivenUp);
         }
-        // What was freed becomes zero when that is durable and nobody looks any more, and the rest of the zone here.
+        // Freed units become zero when that is durable and no request reads them any more. The rest of the
+        // zone is made zero here.
         let has_more = self.zero_some_of(self.units_of_zone(emptying.zone)).await;
-        if !has_more && (!lock(&self.commits.freed).is_empty() || self.units().any_waits()) {
+        if !has_more && (self.engine.commits.any_freed() || self.units().any_waits()) {
             self.commit().await?;
         }
         Ok(Step::More { at_once: has_more })
     }
 
-    /// Notes which units of the disk lie in the zone, as far as a part of the table says.
-    fn look_through(&self, emptying: &mut Emptying, end: ImageOffset) {
-        let (table, zone) = (self.places.region(Region::Table), emptying.zone);
-        let mut at = emptying.seen;
-        while at < end {
-            if let Some(bytes) = self.home.bytes(at) {
-                let first = (at - table.start()) / 4;
+    /// Notes the units of the disk that lie in the zone, by a part of the table.
+    fn look_through(&self, emptying: &mut Emptying, end: u64) {
+        let zone = emptying.zone;
+        let mut first = emptying.seen;
+        while first < end {
+            if let Some(bytes) = self.home.bytes(self.places.entry_place(first)) {
                 let lies_there = |entry: &[u8]| {
                     let (unit, _) = self.places.split_entry(be32(entry, 0));
                     unit != 0 && self.places.zone_of(unit).is_some_and(|(number, _)| number == zone)
@@ -182,7 +187,7 @@ impl Native {
                     .left
                     .extend(entries.filter(|(_, entry)| lies_there(entry)).map(|(number, _)| number));
             }
-            at += 4096;
+            first += ENTRIES;
         }
     }
 
@@ -191,13 +196,16 @@ impl Native {
         zone * per_zone + 1..(zone + 1) * per_zone + 1
     }
 
-    /// The zone with the fewest units, if one is needed and this helps.
+    /// The zone with the fewest used units, if a zone is needed and this one helps.
     fn zone_to_empty(&self, zones: &Zones, given_up: &BTreeSet<u32>) -> Option<u32> {
         let (per_zone, young) = (self.places.units_per_zone(), self.young_zones(zones));
-        // Map units of snapshots are in no table, and stay.
+        // Map units of snapshots and parts of the table are named by no table, and stay.
         let of_views = self.views.as_ref().map_or(Vec::new(), |views| views.units());
-        let kept: BTreeSet<u32> =
-            of_views.into_iter().filter_map(|unit| Some(self.places.zone_of(unit)?.0)).collect();
+        let kept: BTreeSet<u32> = of_views
+            .into_iter()
+            .chain(self.places.units_of_parts())
+            .filter_map(|unit| Some(self.places.zone_of(unit)?.0))
+            .collect();
         if self.left_in_zones() > per_zone / 2 || self.has_zone_to_open(zones) {
             return None;
         }
@@ -206,7 +214,7 @@ impl Native {
         })
     }
 
-    /// From now on who writes to a unit of the zone gets a copy elsewhere first.
+    /// From now on a write to a unit of the zone first moves the unit elsewhere.
     fn hold_zone(&self, zones: &Zones, zone: u32) {
         self.say_held(|| {
             self.units().avoid(Some(self.units_of_zone(zone)));
@@ -214,7 +222,7 @@ impl Native {
         });
     }
 
-    /// Lets the zone go, if the disk's unit lies in one that is being emptied. Tells whether it did.
+    /// Lets the zone go, if the disk's unit lies in the zone that is being emptied. Returns whether it did.
     pub(super) fn ends_emptying_for(&self, number: u64) -> bool {
         let Some(zones) = &self.zones else { return false };
         let is_in_it = self.entry(number).is_ok_and(|unit| unit != 0 && self.is_being_emptied(unit));
@@ -224,31 +232,31 @@ impl Native {
         is_in_it
     }
 
-    /// Its units are units like others again.
+    /// Ends the emptying. The zone's units are plain units again.
     pub(super) fn let_zone_go(&self, zones: &Zones) {
         if zones.emptying.load(Ordering::SeqCst) == 0 {
             return;
         }
-        // Under the lock under which copies come to count.
+        // Taken under the lock under which copies come to count.
         let _held = self.views.as_ref().map(|views| views.hold());
         if zones.emptying.swap(0, Ordering::SeqCst) != 0 {
             self.units().avoid(None);
         }
     }
 
-    /// Whether this stored unit is one that is to be left.
+    /// Whether this stored unit lies in the zone that is being emptied.
     pub(super) fn is_being_emptied(&self, unit: u32) -> bool {
         let Some(zones) = &self.zones else { return false };
         let zone = zones.emptying.load(Ordering::SeqCst);
         zone != 0 && self.places.zone_of(unit).is_some_and(|(number, _)| number + 1 == zone)
     }
 
-    /// Whether any zone is.
+    /// Whether any zone is being emptied.
     pub(super) fn empties_any(&self) -> bool {
         self.zones.as_ref().is_some_and(|zones| zones.emptying.load(Ordering::SeqCst) != 0)
     }
 
-    /// Which zones are young.
+    /// The numbers of the young zones.
     fn young_zones(&self, zones: &Zones) -> Vec<u32> {
         lock(&zones.young).iter().map(|zone| zone.zone).collect()
     }

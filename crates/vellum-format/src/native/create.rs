@@ -1,7 +1,7 @@
-//! Making an image: regions that read as zero, preset bits, and last the superblocks.
+//! Creating an image: regions that read as zero, preset bits, and last the superblocks.
 //!
 //! ```text
-//!   1  length, or zeros over the regions of a device       nothing says yet that there is an image
+//!   1  length, or zeros over the regions of a device       no image is recognised there yet
 //!   2  bits of blocks that are zero in the base
 //!   3  flush
 //!   4  both superblocks, flush                              commit point
@@ -16,76 +16,77 @@ use vellum_core::{
 use super::geometry::{JOURNAL_BYTES_MAX, JOURNAL_BYTES_MIN, Layout, Places, Region, Shape, TABLE_BYTES_MAX};
 use super::superblock::{Base, Slot, Superblock};
 
-/// How large a journal is when nobody says, in bytes.
+/// The default size of a journal, in bytes.
 pub const JOURNAL_BYTES_DEFAULT: u64 = 16 << 20;
-/// The same where units may hold their own entries: less goes through it, and a recovery reads all of it.
+/// The default where units may hold their own entries: less goes through the journal, and a recovery reads
+/// all of it.
 pub const JOURNAL_BYTES_ZONED: u64 = 8 << 20;
-/// What one bit of the bitmap covers when nobody says, in bytes.
+/// The default size that one bit of the bitmap covers, in bytes.
 pub const BLOCK_BYTES_DEFAULT: u64 = 64 << 10;
-/// What one entry of the table maps when nobody says, in bytes.
+/// The default size of a unit, in bytes.
 pub const UNIT_BYTES_DEFAULT: u64 = 1 << 20;
-/// The same where there are zones.
+/// The default size of a unit where there are zones, in bytes.
 pub const ZONED_UNIT_BYTES_DEFAULT: u64 = 64 << 10;
-/// So many times as large the disk of an image in a file can be made, where nothing else stands against it.
+/// In a file, tables are made for a disk that is this many times as large, within their limits.
 const ROOM_TIMES: u64 = 4;
-/// Smaller disks have more room than that anyhow: the data begins at a mebibyte.
+/// Smaller disks have more room than that anyway, because the data begins at a mebibyte.
 const ROOM_FROM: u64 = 1 << 30;
 /// The largest unit, in bytes.
 const UNIT_BYTES_MAX: u64 = 2 << 20;
-/// How large a zone is at most when nobody says, in bytes.
+/// The largest default size of a zone, in bytes.
 pub const ZONE_BYTES_DEFAULT: u64 = 64 << 20;
 
-/// The image below a new one.
+/// The base of a new image.
 #[derive(Debug, Clone, Default)]
 pub struct NewBase {
-    /// Its name, as it will stand in the image.
+    /// Its name, as the image will record it.
     pub name: String,
     /// Its format.
     pub format: Option<String>,
-    /// How large its disk is, in bytes.
+    /// The size of its disk, in bytes.
     pub size: u64,
-    /// Where it is known to read as zero: in order, neighbours merged. Blocks inside are never read from it, and a first
-    /// write there is free.
+    /// Where it is known to read as zero: in order, with neighbours merged. Blocks inside these runs are
+    /// never read from the base, and a first write there costs no metadata.
     pub zeros: Vec<GuestSpan>,
 }
 
-/// What a new image is to be. What is not said is chosen.
+/// The properties of a new image. An option that is not set has a default.
 #[derive(Debug, Clone, Default)]
 pub struct CreateOptions {
     /// The size of the disk in bytes: a multiple of 512.
     pub size: u64,
-    /// Whether guest data lies in units that a table names; else one after the other.
+    /// Whether guest data lies in units that a table maps. Otherwise it is stored in order.
     pub has_table: bool,
-    /// Units are taken from zones; goes with `has_table`.
+    /// Whether units are taken from zones. Requires `has_table`.
     pub has_zones: bool,
-    /// How large a zone is, in bytes: a power of two from 128 KiB to 64 MiB, 2 to 1024 units.
+    /// The size of a zone in bytes: a power of two from 128 KiB to 64 MiB, 2 to 1024 units.
     pub zone_size: Option<u64>,
-    /// Whether units of zones hold their own entries; they do when nothing is said.
+    /// Whether units of zones may hold their own entries. The default is yes.
     pub embed: Option<bool>,
-    /// What one entry of the table maps, in bytes: a power of two from 64 KiB to 2 MiB.
+    /// The size of a unit in bytes: a power of two from 64 KiB to 2 MiB.
     pub unit_size: Option<u64>,
-    /// What one bit of the base bitmap covers, in bytes: a power of two from 4 KiB to 1 MiB.
+    /// The size that one bit of the base bitmap covers, in bytes: a power of two from 4 KiB to 1 MiB.
     pub block_size: Option<u64>,
-    /// How large the journal is, in bytes: 64 KiB to 64 MiB.
+    /// The size of the journal in bytes: 64 KiB to 64 MiB.
     pub journal_bytes: Option<u64>,
-    /// The image below.
+    /// The base, if there is to be one.
     pub base: Option<NewBase>,
-    /// A device is made to read as zero first.
+    /// Whether a device is zeroed first.
     pub zero_device: bool,
-    /// What the image is called by itself; drawn at random when it is not given.
+    /// The image's own UUID. Random by default.
     pub uuid: Option<[u8; 16]>,
 }
 
 impl CreateOptions {
-    /// How large a unit is when nobody says: larger where the table would be too long otherwise.
+    /// The default size of a unit, which is larger where the table would be too long otherwise.
     fn best_unit_bytes(&self) -> u64 {
         let least = if self.has_zones { ZONED_UNIT_BYTES_DEFAULT } else { UNIT_BYTES_DEFAULT };
         let entries_max = TABLE_BYTES_MAX / 4;
         (self.size.div_ceil(entries_max)).next_power_of_two().clamp(least, UNIT_BYTES_MAX)
     }
 
-    /// Checks them; gives the places of the image. In a file its tables have room for a disk four times as large: what they do not
-    /// use is a hole.
+    /// Checks the options, and returns the places of the image. In a file its tables have room for a disk
+    /// four times as large; the unused rest is a hole.
     fn places(&self, in_file: bool) -> Result<Places> {
         let size_of = |name: &str, bytes: u64, shifts: std::ops::RangeInclusive<u32>, range: &str| {
             let size = BlockSize::from_bytes(bytes).filter(|size| shifts.contains(&size.shift()));
@@ -94,7 +95,7 @@ impl CreateOptions {
         let contradictions = [
             (
                 self.unit_size.is_some() && !self.has_table,
-                "unit_size: a linear image has no units; say layout=table too, or leave it out",
+                "unit_size: a linear image has no units; add layout=table, or omit it",
             ),
             (self.has_zones && !self.has_table, "zones need a table"),
             (
@@ -103,15 +104,15 @@ impl CreateOptions {
             ),
             (
                 self.block_size.is_some() && self.base.is_none(),
-                "block_size: without one below it, an image has no bitmap; say which with -b, or leave it out",
+                "block_size: an image without a backing image has no bitmap; name one with -b, or omit it",
             ),
             (
                 self.journal_bytes.is_some() && self.base.is_none() && !self.has_table,
-                "journal_size: without a base or layout=table there is nothing to record; leave it out",
+                "journal_size: without a backing image or layout=table there is nothing to record; omit it",
             ),
             (
                 self.zero_device && self.has_table,
-                "zeroed=on: each unit of a table is made zero before it is used, whatever the device held; leave it out",
+                "zeroed=on: units are zeroed before they are used anyway; omit it",
             ),
         ];
         if let Some((_, why)) = contradictions.iter().find(|(is_so, _)| *is_so) {
@@ -143,7 +144,7 @@ impl CreateOptions {
             (JOURNAL_BYTES_MIN..=JOURNAL_BYTES_MAX).contains(&journal) && journal.is_multiple_of(4096);
         if shape.needs_journal() && !can_be {
             return Err(Error::invalid(format!(
-                "a journal of {journal} bytes: it must be 64k to 64M, a multiple of 4k"
+                "a journal of {journal} bytes: its size must be 64k to 64M, a multiple of 4k"
             )));
         }
         let times = if in_file && self.size >= ROOM_FROM { ROOM_TIMES } else { 1 };
@@ -152,10 +153,11 @@ impl CreateOptions {
     }
 }
 
-/// Makes an image in `storage`, replacing whatever it holds.
+/// Creates an image in `storage`, replacing its content.
 ///
 /// # Errors
-/// `Invalid` for options that contradict each other, `NoSpace` when a device is too small, and what the storage says.
+/// `Invalid` for options that contradict each other, `NoSpace` when a device is too small, and the errors of
+/// the storage.
 pub async fn create(storage: &dyn Storage, options: &CreateOptions) -> Result<Superblock> {
     let places = options.places(!storage.limits().fixed_len)?;
     let base =
@@ -170,7 +172,7 @@ pub async fn create(storage: &dyn Storage, options: &CreateOptions) -> Result<Su
     publish(storage, superblock).await.context(context)
 }
 
-/// Everything but the bits, which reads as zero.
+/// Makes everything but the bits, all of which reads as zero.
 async fn make_room(storage: &dyn Storage, options: &CreateOptions, places: &Places) -> Result<()> {
     let data = places.data_offset();
     let end = match places.shape().layout {
@@ -180,7 +182,7 @@ async fn make_room(storage: &dyn Storage, options: &CreateOptions, places: &Plac
     if !storage.limits().fixed_len {
         if options.zero_device {
             return Err(Error::invalid(
-                "zeroed=on is for devices: a file reads as zero when it is made; leave it out",
+                "zeroed=on is for block devices: a new file reads as zero anyway; omit it",
             ));
         }
         storage.set_len(0).await?;
@@ -190,7 +192,7 @@ async fn make_room(storage: &dyn Storage, options: &CreateOptions, places: &Plac
         let remedy = match places.shape().layout {
             Layout::Linear => "; with layout=table the disk may be larger than its device",
             Layout::Table(_) | Layout::Zoned { .. } => {
-                " for what is where (a smaller journal_size, or larger units, need less)"
+                " for its tables (a smaller journal_size or larger units need less)"
             }
         };
         let (has, needs) = (storage.len(), end.bytes());
@@ -200,11 +202,10 @@ async fn make_room(storage: &dyn Storage, options: &CreateOptions, places: &Plac
         return Err(Error::new(ErrorKind::NoSpace, needs));
     }
     if end > data {
-        // What it held before would be read as the guest's.
+        // Otherwise the old content would be read as the guest's.
         if !options.zero_device {
             return Err(Error::invalid(
-                "a linear image lies on a device only if all of it is made to read as zero first: say -o zeroed=on, \
-                 or layout=table",
+                "a linear image on a block device needs the device zeroed first: use -o zeroed=on, or layout=table",
             ));
         }
         storage.write_zeroes(data.span(end - data), Zeroes::MayUnmap).await?;
@@ -212,7 +213,7 @@ async fn make_room(storage: &dyn Storage, options: &CreateOptions, places: &Plac
     storage.write_zeroes(ImageOffset::ZERO.span(data.bytes()), Zeroes::MayUnmap).await
 }
 
-/// Sets the bits of the blocks that the base has nothing but zeros in.
+/// Sets the bits of the blocks that the base has only zeros in.
 async fn preset(storage: &dyn Storage, places: &Places, zeros: &[GuestSpan]) -> Result<()> {
     const PAGE: u64 = 4096;
     let shape = places.shape();
@@ -220,7 +221,7 @@ async fn preset(storage: &dyn Storage, places: &Places, zeros: &[GuestSpan]) -> 
     let mut page: Option<(u64, Vec<u8>)> = None;
     for run in zeros {
         let first = shape.block.count_for(run.start().bytes());
-        // Behind its end the base reads as zero, so the last block needs no more than what the base has of it.
+        // The base reads as zero behind its end, so its last block needs only the part that the base has.
         let end = match run.end().bytes() >= shape.base_bytes.unwrap_or(0) {
             true => shape.blocks(),
             false => run.end().bytes() >> shape.block.shift(),
@@ -254,6 +255,7 @@ async fn publish(storage: &dyn Storage, mut superblock: Superblock) -> Result<Su
     Ok(superblock)
 }
 
+#[expect(clippy::disallowed_methods, reason = "no two images may have the same name; a caller can pass one")]
 fn random_uuid() -> Result<[u8; 16]> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes)
@@ -302,8 +304,8 @@ mod tests {
     fn senseless_combinations_are_refused_with_the_reason() {
         let options = CreateOptions { size: 1 << 20, ..CreateOptions::default() };
         for (why, options) in [
-            ("before it is used", CreateOptions { has_table: true, zero_device: true, ..options.clone() }),
-            ("is for devices", CreateOptions { zero_device: true, ..options.clone() }),
+            ("before they are used", CreateOptions { has_table: true, zero_device: true, ..options.clone() }),
+            ("is for block devices", CreateOptions { zero_device: true, ..options.clone() }),
             ("has no units", CreateOptions { unit_size: Some(65_536), ..options.clone() }),
             ("has no bitmap", CreateOptions { block_size: Some(65_536), ..options.clone() }),
             ("nothing to record", CreateOptions { journal_bytes: Some(1 << 20), ..options.clone() }),

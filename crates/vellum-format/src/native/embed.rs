@@ -1,4 +1,4 @@
-//! A block that holds its unit's entry, too: the guest's 4 KiB packed, and who they are in front of them.
+//! A packed block: 4 KiB of the guest, compressed, behind a header that serves as their unit's table entry.
 //!
 //! ```text
 //!  0     8            12           16      17  18     20      24                                   4096
@@ -7,23 +7,25 @@
 //!  └─────┴────────────┴────────────┴───────┴───┴──────┴───────┴───────────────────────┴──────────────┘
 //! ```
 //!
-//! Selfie (SYSTOR 2015, §2.1) puts the virtual cluster address into the lead block of a cluster; there ten bytes, here 24 of 4096
-//! (0.6 %), and into whichever whole block is written first.
+//! Selfie (SYSTOR 2015, §2.1) puts the virtual cluster address into the lead block of a cluster, in ten
+//! bytes. Here the header takes 24 of 4096 bytes (0.6 %), and goes into whichever whole block is written
+//! first.
 //!
-//! 1. The tag is drawn when the zone is opened, and no guest can know it: what a guest writes is never taken for an entry.
-//! 2. The block says where it lies. A copy of it somewhere else says nothing.
-//! 3. The CRC32C covers the whole block, itself as zero: a torn block says nothing.
+//! 1. The tag is drawn when the zone is opened, and no guest can know it. So a guest's bytes are never taken
+//!    for an entry.
+//! 2. The block says where it lies. A copy of it somewhere else does not count.
+//! 3. The CRC32C covers the whole block, with its own field as zero. A torn block does not count.
 
 use vellum_core::{Error, Result};
 
 use crate::bytes::{be32, be64, put32, put64};
 
-/// Bytes of a block.
+/// The size of a block in bytes.
 pub const BLOCK_LEN: usize = 4096;
-/// Where an entry has a form, it can say so of so many blocks of a unit.
+/// A form can name this many blocks of a unit.
 pub const BLOCKS_MAX: u64 = 31;
 const HEADER_LEN: usize = 24;
-/// The guest's bytes are packed into so many, or not at all.
+/// The guest's bytes must pack into at most this many bytes, or the block is not packed.
 const PACKED_MAX: usize = BLOCK_LEN - HEADER_LEN;
 
 mod field {
@@ -35,10 +37,10 @@ mod field {
     pub(super) const CRC: usize = 20;
 }
 
-/// Who a block is.
+/// The identity of a packed block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identity {
-    /// Of its zone, since it was opened.
+    /// The tag that its zone got when it was opened.
     pub tag: u64,
     /// The unit of the disk.
     pub guest_unit: u32,
@@ -48,11 +50,11 @@ pub struct Identity {
     pub block: u8,
 }
 
-/// What a block has room for.
+/// The compressed bytes of a block, short enough to fit behind its header.
 pub struct Packed(Vec<u8>);
 
 impl Packed {
-    /// Packs 4 KiB of a guest; nothing when they do not become short enough.
+    /// Packs 4 KiB of a guest. `None` when the result is too long.
     pub fn of(plain: &[u8]) -> Option<Self> {
         debug_assert_eq!(plain.len(), BLOCK_LEN);
         let mut packed = vec![0; lz4_flex::block::get_maximum_output_size(BLOCK_LEN)];
@@ -61,7 +63,7 @@ impl Packed {
         (len <= PACKED_MAX).then_some(Self(packed))
     }
 
-    /// The block as it is to be in the image.
+    /// The block as it is written to the image.
     pub fn block(&self, identity: Identity) -> Vec<u8> {
         let mut block = vec![0; BLOCK_LEN];
         put64(&mut block, field::TAG, identity.tag);
@@ -77,7 +79,8 @@ impl Packed {
     }
 }
 
-/// Who the block at this place of a zone is; nothing when it is none that holds an entry. Cheap where it is not.
+/// The identity of the block at this place of a zone. `None` when it holds no entry, which is cheap to find
+/// out.
 pub fn identify(block: &[u8], tag: u64, image_unit: u32, index: u8) -> Option<Identity> {
     if block.len() != BLOCK_LEN || tag == 0 || be64(block, field::TAG) != tag {
         return None;
@@ -94,19 +97,19 @@ pub fn identify(block: &[u8], tag: u64, image_unit: u32, index: u8) -> Option<Id
     (crc == be32(block, field::CRC)).then_some(Identity { tag, guest_unit, image_unit, block: index })
 }
 
-/// The guest's 4 KiB.
+/// Unpacks the guest's 4 KiB.
 ///
 /// # Errors
-/// `Corrupt` when the block is not who it is to be.
+/// `Corrupt` when the block does not have this identity.
 pub fn unpack(block: &[u8], identity: Identity) -> Result<Vec<u8>> {
     if identify(block, identity.tag, identity.image_unit, identity.block) != Some(identity) {
-        return Err(Error::corrupt("a block that is to hold its unit's entry does not"));
+        return Err(Error::corrupt("a block that should hold its unit's entry does not"));
     }
     let len = usize::from(u16::from_be_bytes([block[field::LEN], block[field::LEN + 1]]));
     let mut plain = vec![0; BLOCK_LEN];
     match lz4_flex::block::decompress_into(&block[HEADER_LEN..HEADER_LEN + len], &mut plain) {
         Ok(BLOCK_LEN) => Ok(plain),
-        _ => Err(Error::corrupt("what is packed in a block does not become 4 KiB")),
+        _ => Err(Error::corrupt("a packed block does not unpack to 4 KiB")),
     }
 }
 

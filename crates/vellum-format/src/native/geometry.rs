@@ -1,4 +1,4 @@
-//! Where things lie: the regions of an image, and the places of a guest offset in them. Arithmetic only.
+//! The layout of an image: its regions, and the places of guest offsets in them. Arithmetic only.
 //!
 //! ```text
 //!  0     4 KiB   8 KiB                                                             journal            data_offset
@@ -8,12 +8,16 @@
 //!                  ╰──────────────────────── home ──────────────────────────────────╯
 //! ```
 //!
-//! [`Shape`] is what the sizes ask for, [`Places`] where it was put. A thing of home smaller than a word is given as
-//! [`Bits`] of a word, because words are what the journal changes.
+//! Where a disk has outgrown its table, the rest of the table lies in the data area (`parts.rs`).
+//!
+//! [`Shape`] has the sizes, and [`Places`] where the regions were put. A field of home that is smaller than a
+//! word is described by [`Bits`] of a word, because the journal changes words.
 
 use vellum_core::{BlockSize, Error, GuestOffset, GuestSpan, ImageOffset, ImageSpan, Result};
 
-/// What one mask is about.
+use super::parts::{PARTS_MAX, Part, Parts};
+
+/// The size that one mask covers.
 pub const SUB_BLOCK: BlockSize = BlockSize::PAGE;
 /// Home begins behind the two superblocks.
 pub const HOME_START: ImageOffset = ImageOffset::new(2 * PAGE_LEN);
@@ -21,16 +25,16 @@ pub const HOME_START: ImageOffset = ImageOffset::new(2 * PAGE_LEN);
 const PAGE_LEN: u64 = 4096;
 /// `data_offset` is a multiple of this.
 pub const DATA_ALIGN: BlockSize = BlockSize::from_shift(20);
-/// Image offsets end here.
+/// All image offsets are below this.
 pub const IMAGE_END: ImageOffset = ImageOffset::new(1 << 56);
 
-/// Slots for partial units.
+/// The number of slots for partial units.
 pub const PARTIALS: u64 = 64;
-/// Bytes of a slot.
+/// The size of such a slot in bytes.
 pub const PARTIAL_LEN: u64 = 128;
-/// Entries of the snapshot list; the last one holds the chain of map units.
+/// The number of entries of the snapshot list. The last one holds the chain of map units.
 pub const SNAPSHOTS: u64 = 4096;
-/// Bytes of an entry of the snapshot list.
+/// The size of an entry of the snapshot list in bytes.
 pub const SNAPSHOT_LEN: u64 = 128;
 
 /// The smallest journal, in bytes.
@@ -39,19 +43,19 @@ pub const JOURNAL_BYTES_MIN: u64 = 64 << 10;
 pub const JOURNAL_BYTES_MAX: u64 = 64 << 20;
 /// A bitmap is kept in memory, so it has a limit.
 pub const BITMAP_BYTES_MAX: u64 = 256 << 20;
-/// 4 GiB of masks: 64 TiB of base.
+/// The largest base: 64 TiB, with 4 GiB of masks.
 pub const BASE_BYTES_MAX: u64 = 1 << 46;
-/// Bytes of an entry of the zone table.
+/// The size of an entry of the zone table in bytes.
 pub const ZONE_LEN: u64 = 256;
-/// The word of a zone's entry with which the bits of its settled units begin.
+/// The first word of a zone's entry with bits of settled units.
 pub const SETTLED_WORD: u64 = 8;
-/// Where entries hold a form, a stored unit's number has so many bits.
+/// Where entries hold a form, the number of a stored unit has this many bits.
 const UNIT_BITS: u32 = 27;
-/// 2^18 zones.
+/// Enough for 2^18 zones.
 pub const ZONES_BYTES_MAX: u64 = 64 << 20;
-/// 2^26 units.
+/// Enough for 2^26 units.
 pub const TABLE_BYTES_MAX: u64 = 256 << 20;
-/// Regions end here, far behind the largest ones: each page of home takes a pointer in memory.
+/// Regions end here at the latest, far behind the largest ones. Each page of home takes a pointer in memory.
 const HOME_END_MAX: u64 = 8 << 30;
 /// The largest disk, in bytes.
 const SIZE_MAX: u64 = IMAGE_END.bytes() - (1 << 40);
@@ -59,21 +63,22 @@ const SIZE_MAX: u64 = IMAGE_END.bytes() - (1 << 40);
 /// How guest offsets become places of the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
-    /// One after the other.
+    /// In order, at a fixed offset.
     Linear,
-    /// By a table with one entry for each unit of this size.
+    /// Through a table with one entry for each unit of this size.
     Table(BlockSize),
-    /// The same, and units are taken from zones in order: a unit that is written first may hold its own entry (`embed.rs`).
+    /// As `Table`, with units taken from zones in order. The first write of a unit may embed its entry
+    /// (`embed.rs`).
     Zoned {
-        /// What one entry of the table maps.
+        /// The size that one entry of the table maps.
         unit: BlockSize,
-        /// So many bytes are opened for embedding at a time.
+        /// The size that is opened for embedding at a time.
         zone: BlockSize,
     },
 }
 
 impl Layout {
-    /// What it is called.
+    /// Its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Linear => "linear",
@@ -82,7 +87,7 @@ impl Layout {
         }
     }
 
-    /// What one entry of the table maps.
+    /// The size that one entry of the table maps.
     pub fn unit(self) -> Option<BlockSize> {
         match self {
             Self::Linear => None,
@@ -90,7 +95,7 @@ impl Layout {
         }
     }
 
-    /// Whether there is a table at all.
+    /// Whether there is a table.
     pub fn has_table(self) -> bool {
         self != Self::Linear
     }
@@ -105,7 +110,7 @@ pub enum Region {
     Masks,
     /// Four bytes per unit.
     Table,
-    /// Units whose rest lies in another unit.
+    /// Slots of partial units, whose rest lies in another unit.
     Partials,
     /// The list of snapshots.
     Snapshots,
@@ -116,11 +121,11 @@ pub enum Region {
 }
 
 impl Region {
-    /// All of them.
+    /// All regions.
     pub const ALL: [Self; 7] =
         [Self::Bitmap, Self::Masks, Self::Table, Self::Partials, Self::Snapshots, Self::Zones, Self::Journal];
 
-    /// What it is called.
+    /// Its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Bitmap => "bitmap",
@@ -134,41 +139,41 @@ impl Region {
     }
 }
 
-/// The sizes that decide how long the regions are.
+/// The sizes from which the lengths of the regions follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     /// The size of the disk in bytes.
     pub size: u64,
     /// Where guest data lies.
     pub layout: Layout,
-    /// What one bit of the bitmap covers.
+    /// The size that one bit of the bitmap covers.
     pub block: BlockSize,
-    /// How much of the base counts, in bytes; nothing without a base.
+    /// How much of the base counts, in bytes. `None` without a base.
     pub base_bytes: Option<u64>,
 }
 
 impl Shape {
-    /// Whether anything in home can ever change, so that there must be a journal.
+    /// Whether anything in home can ever change, so that a journal is needed.
     pub fn needs_journal(&self) -> bool {
         self.base_bytes.is_some() || self.layout.has_table()
     }
 
-    /// How many blocks of the base there are.
+    /// The number of blocks of the base.
     pub fn blocks(&self) -> u64 {
         self.block.count_for(self.base_bytes.unwrap_or(0))
     }
 
-    /// How many sub-blocks of the base there are.
+    /// The number of sub-blocks of the base.
     pub fn sub_blocks(&self) -> u64 {
         SUB_BLOCK.count_for(self.base_bytes.unwrap_or(0))
     }
 
-    /// How many units the disk has; none in `linear`.
+    /// The number of units of the disk; 0 in `linear`.
     pub fn units(&self) -> u64 {
         self.layout.unit().map_or(0, |unit| unit.count_for(self.size))
     }
 
-    /// The zone's size, where there are zones.
+    /// The size of a zone, where there are zones.
     pub fn zone(&self) -> Option<BlockSize> {
         match self.layout {
             Layout::Zoned { zone, .. } => Some(zone),
@@ -176,8 +181,8 @@ impl Shape {
         }
     }
 
-    /// How many bytes the region has at least. The journal's length is a matter of choice: what it has at least when there
-    /// is one.
+    /// The smallest length of the region in bytes. The length of the journal can be chosen; this is its
+    /// minimum where there is one.
     pub fn need(&self, region: Region) -> u64 {
         let is_table = self.layout.has_table();
         let bytes = match region {
@@ -193,8 +198,9 @@ impl Shape {
         bytes.next_multiple_of(PAGE_LEN)
     }
 
-    /// How many bytes the region has in a new image: zones for twice the disk, as an image holds what snapshots see, too.
-    fn wish(&self, region: Region) -> u64 {
+    /// The length of the region in a new image, in bytes. There are zones for twice the disk, because an
+    /// image also holds what snapshots see.
+    pub(super) fn wish(&self, region: Region) -> u64 {
         match (region, self.zone()) {
             (Region::Zones, Some(zone)) => {
                 let zones = 2 * zone.count_for(self.size) + 8;
@@ -204,7 +210,7 @@ impl Shape {
         }
     }
 
-    /// How many bytes the region has at most.
+    /// The largest length of the region in bytes.
     pub fn limit(&self, region: Region) -> u64 {
         match region {
             Region::Bitmap if self.base_bytes.is_some() => BITMAP_BYTES_MAX,
@@ -217,17 +223,19 @@ impl Shape {
         }
     }
 
-    /// Refuses sizes that no image can have.
+    /// Refuses impossible sizes.
     pub fn check(&self) -> Result<()> {
         let Self { size, base_bytes, .. } = *self;
         if !size.is_multiple_of(512) {
-            return Err(Error::invalid(format!("a disk of {size} bytes: it must be a multiple of 512")));
+            return Err(Error::invalid(format!(
+                "a disk of {size} bytes: the size must be a multiple of 512"
+            )));
         }
         if size > SIZE_MAX {
             return Err(Error::invalid(format!("a disk of {size} bytes is too large")));
         }
         if base_bytes.is_some_and(|bytes| bytes > size) {
-            return Err(Error::invalid("more of the base would count than the disk is long"));
+            return Err(Error::invalid("the visible part of the base is longer than the disk"));
         }
         if base_bytes.is_some_and(|bytes| bytes > BASE_BYTES_MAX) {
             return Err(Error::invalid("the base is larger than 64 TiB"));
@@ -264,11 +272,11 @@ impl Shape {
 /// A few bits of a word of home: `width` of them, `shift` from the least significant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bits {
-    /// Where the word lies: a multiple of 8.
+    /// The offset of the word, a multiple of 8.
     pub word: ImageOffset,
-    /// How far from the least significant bit.
+    /// Their distance from the least significant bit.
     pub shift: u32,
-    /// How many.
+    /// Their number.
     pub width: u32,
 }
 
@@ -277,12 +285,12 @@ impl Bits {
         ((1 << self.width) - 1) << self.shift
     }
 
-    /// Their value in the word's value.
+    /// The value of these bits in a word.
     pub fn get(self, word: u64) -> u64 {
         (word & self.mask()) >> self.shift
     }
 
-    /// The word's value with another value of theirs.
+    /// The word with these bits set to another value.
     pub fn set(self, word: u64, value: u64) -> u64 {
         debug_assert!(value >> self.width == 0, "{value} in {} bits", self.width);
         word & !self.mask() | value << self.shift
@@ -295,16 +303,17 @@ pub struct Places {
     pub(crate) shape: Shape,
     regions: [ImageSpan; 7],
     data_offset: ImageOffset,
+    pub(super) parts: Parts,
 }
 
 impl Places {
-    /// The places of a new image: regions one after the other. What is left up to `data_offset` goes to the table, so that
-    /// the disk can grow.
+    /// The places of a new image, with the regions one after another. The rest of the space up to
+    /// `data_offset` goes to the table, so that the disk can grow.
     pub fn plan(shape: Shape, journal_bytes: u64) -> Result<Self> {
         Self::plan_for(shape, journal_bytes, shape.size)
     }
 
-    /// The same, with tables for a disk of `room_bytes`, as far as they can be that long.
+    /// As above, with tables for a disk of `room_bytes`, within their limits.
     pub fn plan_for(shape: Shape, journal_bytes: u64, room_bytes: u64) -> Result<Self> {
         shape.check()?;
         let later = Shape { size: room_bytes.max(shape.size), ..shape };
@@ -328,37 +337,49 @@ impl Places {
             at = span.end();
             if span.is_empty() { ImageOffset::ZERO.span(0) } else { span }
         });
-        Self::checked(shape, regions, ImageOffset::new(data_offset))
+        Self::checked(shape, regions, ImageOffset::new(data_offset), [Part::NONE; PARTS_MAX])
     }
 
-    /// The places that somebody says an image has.
+    /// The places that an untrusted superblock states.
     ///
     /// # Errors
-    /// `Corrupt` when they cannot be.
-    pub fn checked(shape: Shape, regions: [ImageSpan; 7], data_offset: ImageOffset) -> Result<Self> {
+    /// `Corrupt` when they are impossible.
+    pub fn checked(
+        shape: Shape,
+        regions: [ImageSpan; 7],
+        data_offset: ImageOffset,
+        parts: Parts,
+    ) -> Result<Self> {
         if !DATA_ALIGN.aligns(data_offset) || data_offset.bytes() == 0 || data_offset.bytes() > HOME_END_MAX {
             return Err(Error::corrupt(format!("the data cannot begin at {:#x}", data_offset.bytes())));
         }
-        let places = Self { shape, regions, data_offset };
+        let places = Self { shape, regions, data_offset, parts };
         let mut seen: Vec<Region> = Vec::new();
         for region in Region::ALL {
             let span = places.region(region);
-            let (need, limit, len) = (shape.need(region), shape.limit(region), span.len());
-            if len < need || len > limit {
+            let (need, limit) = (shape.need(region), shape.limit(region));
+            let with_parts = parts.iter().try_fold(span.len(), |len, part| match region {
+                Region::Table => len.checked_add(part.table_len),
+                Region::Zones => len.checked_add(part.zones_len),
+                _ => Some(len),
+            });
+            if with_parts.is_none_or(|len| !(need..=limit).contains(&len)) {
                 return Err(Error::corrupt(format!(
-                    "the {} is {len} bytes long, it must be {need} to {limit}",
-                    region.name()
+                    "the {} is {} bytes long, with its parts it must be {need} to {limit}",
+                    region.name(),
+                    with_parts.unwrap_or(u64::MAX)
                 )));
             }
-            if len == 0 {
+            if span.is_empty() {
                 continue;
             }
-            let is_aligned = SUB_BLOCK.aligns(span.start()) && len.is_multiple_of(PAGE_LEN);
+            let is_aligned = SUB_BLOCK.aligns(span.start()) && span.len().is_multiple_of(PAGE_LEN);
             if !is_aligned || span.start() < HOME_START || span.end() > data_offset {
                 return Err(Error::corrupt(format!(
-                    "the {} cannot lie at {:#x} (length {len:#x})",
+                    "the {} cannot lie at {:#x} (length {:#x})",
                     region.name(),
-                    span.start().bytes()
+                    span.start().bytes(),
+                    span.len()
                 )));
             }
             if let Some(other) = seen.iter().find(|other| places.region(**other).overlaps(span)) {
@@ -380,6 +401,7 @@ impl Places {
         {
             return Err(Error::corrupt("the disk passes the end of what an image can hold"));
         }
+        places.check_parts()?;
         Ok(places)
     }
 
@@ -388,9 +410,13 @@ impl Places {
         self.shape
     }
 
-    /// Where a region lies; empty when there is none.
+    /// Where a region lies. Empty when the image has no such region.
     pub fn region(&self, region: Region) -> ImageSpan {
         self.regions[region as usize]
+    }
+
+    pub(super) fn regions(&self) -> [ImageSpan; 7] {
+        self.regions
     }
 
     /// Where the data begins.
@@ -398,17 +424,22 @@ impl Places {
         self.data_offset
     }
 
-    /// The pages that the journal changes word by word.
+    /// The pages before the data that the journal changes word by word. The parts have more of them
+    /// (`parts.rs`).
     pub fn home(&self) -> ImageSpan {
         let journal = self.region(Region::Journal);
         let end = if journal.is_empty() { self.data_offset } else { journal.start() };
         ImageSpan::between(HOME_START, end)
     }
 
-    /// How large the disk may become without a longer table, in bytes.
+    /// The largest size of the disk without a longer table, in bytes.
     pub fn size_max(&self) -> u64 {
-        let entries = self.region(Region::Table).len() / 4;
-        self.shape.layout.unit().map_or(SIZE_MAX, |unit| entries << unit.shift())
+        self.shape.layout.unit().map_or(SIZE_MAX, |unit| self.entries() << unit.shift())
+    }
+
+    /// The number of units of a disk of this size; 0 in `linear`.
+    pub fn units_of(&self, size: u64) -> u64 {
+        Shape { size, ..self.shape }.units()
     }
 
     /// The same places for a disk of another size.
@@ -416,7 +447,7 @@ impl Places {
         let base_bytes = self.shape.base_bytes.map(|bytes| bytes.min(size));
         let shape = Shape { size, base_bytes, ..self.shape };
         shape.check()?;
-        Self::checked(shape, self.regions, self.data_offset)
+        Self::checked(shape, self.regions, self.data_offset, self.parts)
     }
 
     /// The block of the base that the offset lies in, if it has a bit.
@@ -446,18 +477,8 @@ impl Places {
         bits(self.region(Region::Masks), sub_block, 2)
     }
 
-    /// The table's entry for a unit of the disk.
-    pub fn entry(&self, unit: u64) -> Bits {
-        debug_assert!(unit < self.shape.units());
-        let at = self.region(Region::Table).start() + unit * 4;
-        Bits {
-            word: ImageOffset::new(at.bytes() & !7),
-            shift: if unit.is_multiple_of(2) { 32 } else { 0 },
-            width: 32,
-        }
-    }
-
-    /// The stored unit that an entry names (0: none), and its form: 0, or one more than the block of it that is embedded.
+    /// The stored unit that an entry names (0: none), and its form: 0, or the number of its embedded block
+    /// plus one.
     pub fn split_entry(&self, entry: u32) -> (u32, u32) {
         match self.shape.zone() {
             Some(_) => (entry & ((1 << UNIT_BITS) - 1), entry >> UNIT_BITS),
@@ -465,13 +486,13 @@ impl Places {
         }
     }
 
-    /// The entry of a stored unit of this form.
+    /// The entry for a stored unit with this form.
     pub fn make_entry(&self, unit: u32, form: u32) -> u32 {
         debug_assert!(form == 0 || self.shape.zone().is_some(), "only units of zones have forms");
         unit | form << UNIT_BITS
     }
 
-    /// The highest number that a stored unit can have.
+    /// The highest possible number of a stored unit.
     pub fn unit_max(&self) -> u32 {
         match self.shape.zone() {
             Some(_) => (1 << UNIT_BITS) - 1,
@@ -485,12 +506,12 @@ impl Places {
         [entry(word >> 32), entry(word)].map(|entry| self.split_entry(entry).0)
     }
 
-    /// The last of them.
+    /// The higher of the two.
     pub fn last_unit(&self, word: u64) -> u32 {
         self.units_in(word).into_iter().max().expect("two")
     }
 
-    /// How many units a zone has; 0 without zones.
+    /// The number of units of a zone; 0 without zones.
     pub fn units_per_zone(&self) -> u32 {
         match self.shape.layout {
             Layout::Zoned { unit, zone } => 1 << (zone.shift() - unit.shift()),
@@ -498,25 +519,14 @@ impl Places {
         }
     }
 
-    /// How many zones have an entry.
-    pub fn zones(&self) -> u32 {
-        u32::try_from(self.region(Region::Zones).len() / ZONE_LEN).expect("at most 2^18")
-    }
-
-    /// The zone in which a stored unit lies, and which unit of it that is. Nothing when the zone has no entry.
+    /// The zone that contains a stored unit, and the unit's index in it. `None` when the zone has no entry.
     pub fn zone_of(&self, unit: u32) -> Option<(u32, u32)> {
         let per_zone = self.units_per_zone();
         let zone = (unit - 1).checked_div(per_zone)?;
         (zone < self.zones()).then(|| (zone, (unit - 1) % per_zone))
     }
 
-    /// A word of a zone's entry.
-    pub fn zone_word(&self, zone: u32, word: u64) -> ImageOffset {
-        debug_assert!(zone < self.zones() && word < ZONE_LEN / 8);
-        self.region(Region::Zones).start() + (u64::from(zone) * ZONE_LEN + word * 8)
-    }
-
-    /// The bit that says that a unit of a zone is told of by the table alone.
+    /// The bit of a settled unit, for which the table alone counts.
     pub fn settled(&self, zone: u32, index: u32) -> Bits {
         Bits { word: self.zone_word(zone, SETTLED_WORD + u64::from(index / 64)), shift: index % 64, width: 1 }
     }
@@ -528,7 +538,7 @@ impl Places {
         (self.data_offset + ((u64::from(number) - 1) << unit.shift())).span(unit.bytes())
     }
 
-    /// Whether unit `number` may be there, on a storage of this length.
+    /// Whether unit `number` can exist on a storage of this length.
     pub fn may_hold(&self, number: u32, len: u64, is_fixed: bool) -> bool {
         if number == 0 || number > self.unit_max() {
             return false;
@@ -536,12 +546,12 @@ impl Places {
         let span = self.unit(number);
         match is_fixed {
             true => span.end().bytes() <= len,
-            // What was not written of it may lie behind the end.
+            // Parts of it that were not written may lie behind the end.
             false => span.start().bytes() < len,
         }
     }
 
-    /// Where the byte lies in `linear`.
+    /// Where a byte of the disk lies in `linear`.
     pub fn linear(&self, at: GuestOffset) -> ImageOffset {
         debug_assert!(self.shape.layout == Layout::Linear);
         self.data_offset + at.bytes()
@@ -560,7 +570,8 @@ impl Places {
     }
 }
 
-/// Thing `index` of `width` bits, counted from the least significant bit of each byte, in words that are big-endian.
+/// Item `index` of `width` bits. Items are counted from the least significant bit of each byte; words are
+/// big-endian.
 fn bits(region: ImageSpan, index: u64, width: u32) -> Bits {
     let bit = index * u64::from(width);
     let byte_in_word = bit / 8 % 8;
@@ -647,7 +658,7 @@ mod tests {
         for (why, shape) in [
             ("512", shape(513, linear, None)),
             ("too large", shape(1 << 60, linear, None)),
-            ("more of the base", shape(512, linear, Some(513))),
+            ("visible part of the base", shape(512, linear, Some(513))),
             ("64 TiB", shape(1 << 50, linear, Some(1 << 47))),
             ("larger blocks", Shape { block: SUB_BLOCK, ..shape(1 << 46, linear, Some(1 << 46)) }),
             ("block_size", Shape { block: BlockSize::from_shift(21), ..shape(512, linear, None) }),

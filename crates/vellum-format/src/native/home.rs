@@ -6,12 +6,14 @@
 //!   a seal       gate alone: the dirty pages, copied
 //! ```
 //!
-//! 1. A page comes here once and stays, so what is in the image matters only until then: nobody can change a page that is not
-//!    here. Two who read the same page at a time find the same bytes, and the first keeps them.
-//! 2. Pages that nobody touched take a pointer each.
-//! 3. A region that was scanned once is not read again: what is not here of it is zero, and nobody can have changed it.
-//! 4. Before a page changes the host has space for it: a full file system fails the request that asks for the change, and not
-//!    the journal when it takes the page home.
+//! 1. A page is loaded once and then stays in memory. Its bytes in the image matter only until then, because
+//!    a page that is not in memory cannot be changed. Two concurrent loads of a page find the same bytes, and
+//!    the first one's are kept.
+//! 2. A page that was never touched takes one pointer.
+//! 3. A region that was scanned once is not read again: a page of it that is not in memory is zero, and
+//!    cannot have changed.
+//! 4. Before a page changes, the host has space for it. A full file system then fails the request that asks
+//!    for the change, and not the journal when it writes the page home.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -21,9 +23,11 @@ use vellum_core::{Buffer, ErrorKind, ImageOffset, ImageSpan, Result, Storage};
 use super::geometry::Bits;
 use crate::bytes::be64;
 use crate::journal::Changed;
+use crate::perturb;
 use crate::state::lock;
+use crate::work;
 
-/// Bytes of a page.
+/// The size of a page in bytes.
 pub(super) const PAGE: u64 = 4096;
 const WORDS: usize = 512;
 
@@ -31,11 +35,11 @@ struct Page {
     words: Box<[AtomicU64]>,
     /// What has changed since the last seal.
     changed: Mutex<Option<Changed>>,
-    /// The host has space for it. So it has where something else than zeros was read.
+    /// The host has space for the page. This is so for every page that was not read as zeros.
     has_space: AtomicBool,
 }
 
-/// A page as it was sealed.
+/// A page as it was when sealed.
 pub(super) struct SealedPage {
     pub(super) at: ImageOffset,
     pub(super) bytes: Arc<[u8]>,
@@ -44,13 +48,14 @@ pub(super) struct SealedPage {
 
 /// All home pages of an image.
 pub(super) struct Home {
-    span: ImageSpan,
+    /// Where each span lies, and the number of its first page.
+    spans: Vec<(ImageSpan, usize)>,
     pages: Box<[OnceLock<Box<Page>>]>,
     /// Numbers of pages with changes that are not sealed.
     dirty: Mutex<Vec<usize>>,
     dirty_count: AtomicUsize,
-    /// A region of which every page was looked at: those that are not here are zero.
-    scanned: OnceLock<ImageSpan>,
+    /// Spans that were scanned. Pages in them that are not in memory are zero.
+    scanned: OnceLock<Vec<ImageSpan>>,
 }
 
 /// A page that is needed is not in memory.
@@ -58,11 +63,17 @@ pub(super) struct Home {
 pub(super) struct Missing(pub(super) ImageOffset);
 
 impl Home {
-    pub(super) fn new(span: ImageSpan) -> Self {
-        let count = usize::try_from(span.len() / PAGE).expect("bounded by the superblock's limits");
+    pub(super) fn new(all: impl Iterator<Item = ImageSpan>) -> Self {
+        let mut count = 0;
+        let spans = all.map(|span| {
+            let first = count;
+            count += usize::try_from(span.len() / PAGE).expect("bounded by the superblock's limits");
+            (span, first)
+        });
+        let spans: Vec<(ImageSpan, usize)> = spans.collect();
         let pages = (0..count).map(|_| OnceLock::new()).collect();
         Self {
-            span,
+            spans,
             pages,
             dirty: Mutex::default(),
             dirty_count: AtomicUsize::new(0),
@@ -71,13 +82,21 @@ impl Home {
     }
 
     fn index(&self, word: ImageOffset) -> (usize, usize) {
-        debug_assert!(self.span.contains(word), "{word} is not in home");
-        let within = word - self.span.start();
-        let page = usize::try_from(within / PAGE).expect("as many as there are pages");
+        let there = self.spans.iter().find(|(span, _)| span.contains(word));
+        let (span, first) = there.expect("the words of home are asked for");
+        let within = word - span.start();
+        let page = first + usize::try_from(within / PAGE).expect("as many as there are pages");
         (page, usize::try_from(within % PAGE / 8).expect("below 512"))
     }
 
-    /// The value of a few bits of a word.
+    /// Where a page lies.
+    fn place(&self, number: usize) -> ImageOffset {
+        let span = self.spans.iter().rfind(|(_, first)| *first <= number);
+        let (span, first) = span.expect("the first one begins with page 0");
+        span.start() + (number - first) as u64 * PAGE
+    }
+
+    /// The value of some bits of a word.
     pub(super) fn get(&self, bits: Bits) -> Result<u64, Missing> {
         let (page, word) = self.index(bits.word);
         match self.pages[page].get() {
@@ -95,8 +114,8 @@ impl Home {
         }
     }
 
-    /// Changes a word, whose page must be here, without a word to the open transaction: something else tells of it after a
-    /// crash. The caller holds the journal's gate.
+    /// Changes a word without entering it in the open transaction, because something else records it for a
+    /// crash. Its page must be in memory. The caller holds the journal's gate.
     pub(super) fn change_untold(&self, at: ImageOffset, change: impl FnOnce(u64) -> u64) {
         let (number, word) = self.index(at);
         let page = self.pages[number].get().expect("pages are loaded before they are changed");
@@ -105,14 +124,14 @@ impl Home {
         page.words[word].store(change(old), Ordering::Release);
     }
 
-    /// Tells the open transaction of a word as it is. The caller holds the journal's gate.
+    /// Enters a word with its present value in the open transaction. The caller holds the journal's gate.
     pub(super) fn touch(&self, at: ImageOffset) {
         let (number, word) = self.index(at);
         let page = self.pages[number].get().expect("what was changed is here");
-        self.list(number, &mut lock(&page.changed)).add(word);
+        let _bytes = self.list(number, &mut lock(&page.changed)).add(word);
     }
 
-    /// The changes of a page; it is listed when there were none.
+    /// The changes of a page. The page is listed as dirty if it had none.
     fn list<'a>(&self, number: usize, changed: &'a mut Option<Changed>) -> &'a mut Changed {
         if changed.is_none() {
             lock(&self.dirty).push(number);
@@ -121,7 +140,8 @@ impl Home {
         changed.get_or_insert_default()
     }
 
-    /// Changes a word, whose page must be here. The caller holds the journal's gate. Tells the value before.
+    /// Changes a word and returns the old value. Its page must be in memory. The caller holds the journal's
+    /// gate.
     pub(super) fn change(&self, at: ImageOffset, change: impl FnOnce(u64) -> u64) -> u64 {
         let (number, word) = self.index(at);
         let page = self.pages[number].get().expect("pages are loaded before they are changed");
@@ -129,13 +149,15 @@ impl Home {
         let old = page.words[word].load(Ordering::Acquire);
         let new = change(old);
         if new != old {
+            perturb::point();
             page.words[word].store(new, Ordering::Release);
-            self.list(number, &mut changed).add(word);
+            perturb::point();
+            let _bytes = self.list(number, &mut changed).add(word);
         }
         old
     }
 
-    /// Makes sure that the host has space for the pages of these words, which are here.
+    /// Makes sure that the host has space for the pages of these words, which are in memory.
     pub(super) async fn reserve(&self, storage: &dyn Storage, words: &[ImageOffset]) -> Result<()> {
         for word in words {
             let (number, _) = self.index(*word);
@@ -143,8 +165,7 @@ impl Home {
             if page.has_space.load(Ordering::Acquire) {
                 continue;
             }
-            let at = self.span.start() + number as u64 * PAGE;
-            match storage.preallocate(at.span(PAGE)).await {
+            match storage.preallocate(page_of(*word).span(PAGE)).await {
                 Err(error) if error.kind() != ErrorKind::Unsupported => return Err(error),
                 _ => page.has_space.store(true, Ordering::Release),
             }
@@ -157,7 +178,7 @@ impl Home {
         self.dirty_count.load(Ordering::Acquire)
     }
 
-    /// Copies all that changed. The caller holds the gate alone.
+    /// Copies all changed pages. The caller holds the gate alone.
     pub(super) fn seal(&self) -> Vec<SealedPage> {
         let mut numbers = std::mem::take(&mut *lock(&self.dirty));
         self.dirty_count.store(0, Ordering::Release);
@@ -169,12 +190,13 @@ impl Home {
             for (place, word) in bytes.as_chunks_mut().0.iter_mut().zip(&page.words) {
                 *place = word.load(Ordering::Acquire).to_be_bytes();
             }
-            SealedPage { at: self.span.start() + number as u64 * PAGE, bytes: bytes.into(), changed }
+            SealedPage { at: self.place(number), bytes: bytes.into(), changed }
         });
         sealed.collect()
     }
 
-    /// Brings the page of a word into memory. `place` tells where a page lies, if not where it belongs; nothing when it is zero.
+    /// Loads the page of a word. `place` says where the page lies if not at its home location, or `None` when
+    /// it is zero.
     pub(super) async fn load(
         &self,
         storage: &dyn Storage,
@@ -182,11 +204,11 @@ impl Home {
         place: impl FnOnce(ImageOffset) -> Option<ImageOffset>,
     ) -> Result<()> {
         let (number, _) = self.index(at);
-        if self.scanned.get().is_some_and(|scanned| scanned.contains(at)) {
+        if self.scanned.get().is_some_and(|scanned| scanned.iter().any(|span| span.contains(at))) {
             self.keep(number, &[0; 4096]);
             return Ok(());
         }
-        let bytes = match place(self.span.start() + number as u64 * PAGE) {
+        let bytes = match place(page_of(at)) {
             Some(at) => storage.read(at, Buffer::for_overwrite(4096)).await?.to_vec(),
             None => vec![0; 4096],
         };
@@ -194,29 +216,43 @@ impl Home {
         Ok(())
     }
 
-    /// Takes these bytes for the page of a word that is missing.
+    /// Uses these bytes for the page of a missing word.
     pub(super) fn hold(&self, Missing(at): Missing, bytes: &[u8]) {
         self.keep(self.index(at).0, bytes);
     }
 
-    /// The bytes of a page; nothing when it is not here.
+    /// The bytes of a page. `None` when it is not in memory.
     pub(super) fn bytes(&self, at: ImageOffset) -> Option<Vec<u8>> {
         let page = self.pages[self.index(at).0].get()?;
         Some(page.words.iter().flat_map(|word| word.load(Ordering::Acquire).to_be_bytes()).collect())
     }
 
-    /// Brings the pages of a region into memory, some at a time, and tells of each word's value.
+    /// Loads the pages of these spans, several at a time, and calls `see` with each word.
     pub(super) async fn scan(
         &self,
         storage: &dyn Storage,
-        span: ImageSpan,
+        spans: impl Iterator<Item = ImageSpan>,
         mut see: impl FnMut(ImageOffset, u64) -> Result<()>,
+    ) -> Result<()> {
+        let spans: Vec<ImageSpan> = spans.collect();
+        for span in &spans {
+            self.scan_span(storage, *span, &mut see).await?;
+        }
+        let _was_scanned = self.scanned.set(spans);
+        Ok(())
+    }
+
+    async fn scan_span(
+        &self,
+        storage: &dyn Storage,
+        span: ImageSpan,
+        see: &mut impl FnMut(ImageOffset, u64) -> Result<()>,
     ) -> Result<()> {
         const PAGES_AT_ONCE: u64 = 256;
         let mut rest = span;
         while !rest.is_empty() {
             let (now, later) = rest.split_at(PAGES_AT_ONCE * PAGE);
-            // Tables have room to grow, which is a hole.
+            // Tables have room to grow, which is a hole in the file.
             let runs = storage.runs(now).await?;
             if runs.iter().all(|run| !run.is_data)
                 && runs.last().is_some_and(|run| run.span.end() >= now.end())
@@ -231,17 +267,17 @@ impl Home {
                     continue;
                 }
                 self.keep(self.index(at).0, page);
+                work::note(WORDS);
                 for word in 0..WORDS {
                     see(at + word as u64 * 8, be64(page, word * 8))?;
                 }
             }
             rest = later;
         }
-        let _was_scanned = self.scanned.set(span);
         Ok(())
     }
 
-    /// Tells of each word of the region whose page is here.
+    /// Calls `see` with each word of the span whose page is in memory.
     pub(super) fn each_loaded(&self, span: ImageSpan, mut see: impl FnMut(ImageOffset, u64)) {
         let mut at = span.start();
         while at < span.end() {
@@ -262,6 +298,11 @@ impl Home {
     }
 }
 
+/// Where the page of a word begins.
+fn page_of(word: ImageOffset) -> ImageOffset {
+    ImageOffset::new(word.bytes() / PAGE * PAGE)
+}
+
 #[cfg(test)]
 mod tests {
     use futures_lite::future::block_on;
@@ -272,7 +313,9 @@ mod tests {
     #[test]
     fn changed_words_are_sealed_once() {
         let storage = MemoryStorage::holding("image", &[0xFF; 4 * 4096]);
-        let home = Home::new(ImageOffset::new(8192).span(8192));
+        // In two pieces. The word lies in the second one.
+        let pieces = [ImageOffset::new(0).span(4096), ImageOffset::new(8192).span(8192)];
+        let home = Home::new(pieces.into_iter());
         let word = ImageOffset::new(8192 + 4096 + 16);
         let bits = Bits { word, shift: 62, width: 2 };
         assert_eq!(home.get(bits), Err(Missing(word)));

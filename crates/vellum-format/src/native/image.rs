@@ -1,4 +1,4 @@
-//! The open image: what is in memory of it, and who may change what.
+//! The open image: its state in memory, and the locks that protect it.
 //!
 //! ```text
 //!   guest offset ──► bit of its block ── 1 ───────────────────────────► the image ──► linear: data_offset + offset
@@ -8,223 +8,138 @@
 //!                                     └───────────────── base ──► the disk below
 //! ```
 //!
-//! A sub-block goes from base to zero or data, and from zero to data, never back. What no longer holds data by itself is a
-//! unit that the table lets go of. So readers look at bit, mask and entry one after the other, without a lock, and writers
-//! change the entry first: what a bit or a mask sends to the image finds there what it is to find, or zero.
+//! A sub-block goes from base to zero or data, and from zero to data, never back. Data is removed only by
+//! letting go of its whole unit in the table. So readers look at bit, mask and entry one after the other,
+//! without a lock, and writers change the entry first. A reader that a bit or mask sends to the image finds
+//! there the right bytes, or zero.
 //!
-//! Locks, in the order in which they may be held together; none is held across I/O:
+//! Locks, in the order in which they may be held together. None is held across I/O.
 //!
-//! 1. claims on cells of the disk (`claims.rs`), ascending;
-//! 2. the journal's gate;
-//! 3. the lock of a block's masks;
-//! 4. short in-memory locks: a page's changes and within it the list of dirty pages, the pool of units, what was freed.
+//! 1. Claims on cells of the disk (`claims.rs`), ascending.
+//! 2. The journal's gate.
+//! 3. The lock of a block's masks.
+//! 4. Short in-memory locks: a page's changes and within it the list of dirty pages, the pool of units, the
+//!    list of freed units.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
-use vellum_core::{
-    BlockSize, Clock, Error, ErrorKind, Geometry, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk,
-    SharedStorage,
-};
+use vellum_core::{BlockSize, Error, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk, SharedStorage};
 
+use super::commit::Mark;
 use super::compact::Compaction;
-use super::geometry::{Places, Region, SUB_BLOCK};
+use super::geometry::{Places, SUB_BLOCK};
 use super::home::{Home, Missing};
 use super::snapshots::{View, Views};
 use super::superblock::Superblocks;
 use super::units::Units;
 use super::zones::Zones;
-use crate::claims::Claims;
-use crate::epochs::Epochs;
+use crate::engine::Engine;
 use crate::journal::Journal;
 use crate::prealloc::Need;
 use crate::sabotage::{self, Bug};
-use crate::state::{State, lock};
-use crate::turns::Turns;
+use crate::state::lock;
 
-/// Locks of blocks' masks: one for many blocks.
+/// The number of locks for blocks' masks. Many blocks share one.
 const BLOCK_LOCKS: usize = 64;
-/// What is claimed at once, where there are no units.
+/// The size of a cell where there are no units.
 pub(super) const LINEAR_CELL: BlockSize = BlockSize::from_shift(17);
-/// A cell has so many parts that are claimed one by one, at most.
+/// A cell is claimed in at most this many parts.
 const PARTS: u32 = 32;
 
 /// An open image.
 pub struct Native {
-    pub(super) name: String,
-    pub(super) geometry: Geometry,
+    pub(super) engine: Engine<u32>,
     pub(super) places: Places,
     pub(super) superblocks: Arc<async_lock::Mutex<Superblocks>>,
-    /// The image, as the way for metadata.
+    /// The image, through the path for metadata.
     pub(super) metadata: SharedStorage,
-    /// The same, for what the journal takes home.
+    /// The same storage, for pages that the journal writes home.
     pub(super) homeward: SharedStorage,
-    /// The same, for guest data.
+    /// The same storage, for guest data.
     pub(super) data: SharedStorage,
-    /// The same, without what the journal has that is newer.
+    /// The same storage, without the newer bytes that the journal has.
     pub(super) under: SharedStorage,
-    /// The same, for zeros ahead of need.
+    /// The same storage, for zeros written ahead of need.
     pub(super) ahead: SharedStorage,
     pub(super) below: Option<SharedDisk>,
     pub(super) home: Home,
-    /// What is claimed at once: a unit, or a run of this size.
+    /// The size of a cell: of a unit, or of a run of the disk.
     pub(super) cell: BlockSize,
-    pub(super) claims: Claims,
-    pub(super) epochs: Epochs,
     pub(super) block_locks: [Mutex<()>; BLOCK_LOCKS],
-    /// In `table`, when it is open for writing.
+    /// With a table, when the image is open read-write.
     pub(super) units: Option<Units>,
-    /// Likewise.
+    /// As for `units`.
     pub(super) views: Option<Views>,
-    /// In `zoned`, when it is open for writing and units hold their entries.
+    /// In `zoned`, when the image is open read-write and units may hold their entries.
     pub(super) zones: Option<Zones>,
-    /// Likewise.
+    /// As for `zones`.
     pub(super) zones_ahead: Option<async_lock::Mutex<Need>>,
-    /// Likewise.
+    /// As for `zones`.
     pub(super) compaction: Option<Compaction>,
-    /// How much the guest has written, in bytes, where that is asked for.
+    /// How many bytes the guest has written, where zones are prepared ahead of need.
     pub(super) written_bytes: AtomicU64,
     /// The snapshot that is read instead of the disk.
     pub(super) view: Option<View>,
-    /// Nothing when no home page can change.
+    /// `None` when no page of home can change.
     pub(super) journal: Option<Journal>,
-    pub(super) beginning: async_lock::Mutex<()>,
-    /// What the open transaction may take in its record, at most.
+    /// What the superblock says since the first change of this opening.
+    pub(super) marked: async_lock::Mutex<Option<Mark>>,
+    /// Whether it says that durably.
+    pub(super) is_marked: AtomicBool,
+    /// How many bytes of a record the open transaction may need, at most.
     pub(super) open_bytes: AtomicU64,
-    pub(super) commits: Commits,
-    pub(super) state: State,
 }
 
-/// Who commits, and what was freed.
-#[derive(Default)]
-pub(super) struct Commits {
-    pub(super) turns: Turns,
-    /// Units freed since the last seal.
-    pub(super) freed: Mutex<Vec<u32>>,
-    /// Changes of the storage that have completed.
-    changes: AtomicU64,
-    /// The value of `changes` that the last good host flush covers.
-    covered: AtomicU64,
-    /// Records that are durable.
-    records: AtomicU64,
-    /// The last transaction that is.
-    durable: AtomicU64,
-}
-
-impl Commits {
-    /// With a clock by which those who flush wait for one another.
-    pub(super) fn new(clock: Option<Arc<dyn Clock>>) -> Self {
-        Self { turns: Turns::with_clock(clock), ..Self::default() }
-    }
-
-    /// Notes that bytes of the storage were changed by a request that is about to return.
-    pub(super) fn note_change(&self) -> u64 {
-        self.changes.fetch_add(1, Ordering::AcqRel) + 1
-    }
-
-    /// How many records are durable.
-    pub(super) fn records(&self) -> u64 {
-        self.records.load(Ordering::Acquire)
-    }
-
-    pub(super) fn note_record(&self, sequence: u64) {
-        self.records.fetch_add(1, Ordering::AcqRel);
-        self.durable.fetch_max(sequence, Ordering::AcqRel);
-    }
-
-    /// Whether a transaction is durable.
-    pub(super) fn is_durable(&self, sequence: u64) -> bool {
-        self.durable.load(Ordering::Acquire) >= sequence
-    }
-
-    /// How many changes there have been.
-    pub(super) fn changes(&self) -> u64 {
-        self.changes.load(Ordering::Acquire)
-    }
-
-    /// How many of them a host flush covers.
-    pub(super) fn covered(&self) -> u64 {
-        self.covered.load(Ordering::Acquire)
-    }
-
-    /// A flush that began when there were so many has ended well.
-    pub(super) fn cover(&self, changes: u64) {
-        self.covered.fetch_max(changes, Ordering::AcqRel);
-    }
-}
-
-/// What a sub-block is.
+/// The state of a sub-block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sub {
     Base,
     Image,
     Zero,
-    /// Its mask has the value that means nothing.
+    /// Its mask has an undefined value.
     Broken,
 }
 
-/// The masks' values.
+/// The values of a mask.
 pub(super) mod mask {
     pub(in crate::native) const BASE: u64 = 0;
     pub(in crate::native) const DATA: u64 = 1;
     pub(in crate::native) const ZERO: u64 = 2;
 }
 
-/// Where a run of the disk is.
+/// Where a run of the disk lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Origin {
     Host(ImageOffset),
-    /// In a block that holds its unit's entry, too, and so is packed. Where the block lies.
+    /// In the packed block at this offset, which also holds its unit's entry.
     Embedded(ImageOffset),
-    /// The image has it, and it is zero: no unit holds it.
+    /// The image has the run, and it is zero: no unit holds it.
     NoUnit,
     /// Zero, over the base.
     Zero,
     Below,
-    /// Nobody can tell.
+    /// Its mask has an undefined value.
     Broken,
 }
 
 impl Native {
-    /// Checks that the request is inside the disk and the disk still open.
-    pub(super) fn check(&self, span: Option<GuestSpan>) -> Result<GuestSpan> {
-        self.state.check_open()?;
-        let span = span.ok_or_else(|| Error::invalid("the request passes 2^64"))?;
-        if span.end().bytes() > self.geometry.size {
-            return Err(Error::invalid(format!(
-                "the request {span} passes the end of the disk at {:#x}",
-                self.geometry.size
-            )));
-        }
-        Ok(span)
-    }
-
-    /// Checks that a change is allowed.
-    pub(super) fn check_change(&self, span: Option<GuestSpan>) -> Result<GuestSpan> {
-        let span = self.check(span)?;
-        if self.geometry.read_only {
-            return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open for reading only", self.name)));
-        }
-        self.state.check_stopped()?;
-        Ok(span)
-    }
-
     /// The journal, when it has begun.
     pub(super) fn journal(&self) -> Option<&Journal> {
         self.journal.as_ref().filter(|journal| journal.is_on())
     }
 
-    /// The size of a unit; nothing in `linear`.
+    /// The size of a unit. `None` in `linear`.
     pub(super) fn unit(&self) -> Option<BlockSize> {
         self.places.shape().layout.unit()
     }
 
-    /// The first byte behind the last sub-block that has a mask. From there on all is the image's.
+    /// The first byte behind the last sub-block that has a mask. From there on everything is the image's.
     pub(super) fn base_end(&self) -> GuestOffset {
         GuestOffset::new(self.places.shape().sub_blocks() << SUB_BLOCK.shift())
     }
 
-    /// What a sub-block is.
+    /// The state of a sub-block.
     pub(super) fn sub(&self, sub_block: u64) -> Result<Sub, Missing> {
         if sub_block >= self.places.shape().sub_blocks() {
             return Ok(Sub::Image);
@@ -251,7 +166,7 @@ impl Native {
         block << shift..((block + 1) << shift).min(self.places.shape().sub_blocks())
     }
 
-    /// What the run begins with, and how long that is within the run.
+    /// The state of the run's first byte, and how many bytes of the run share it.
     pub(super) fn first_state(&self, span: GuestSpan) -> Result<(Sub, u64), Missing> {
         let start = span.start();
         if start >= self.base_end() {
@@ -271,13 +186,13 @@ impl Native {
         Ok(self.entry_and_form(unit)?.0)
     }
 
-    /// The same, and its form.
+    /// The same entry, with its form.
     pub(super) fn entry_and_form(&self, unit: u64) -> Result<(u32, u32), Missing> {
         let entry = self.home.get(self.places.entry(unit))?;
         Ok(self.places.split_entry(u32::try_from(entry).expect("32 bits")))
     }
 
-    /// Where the image's own byte lies, and how many bytes from there on lie in one piece.
+    /// Where a byte lies that the image has, and how many bytes from there on are contiguous.
     pub(super) fn place(&self, at: GuestOffset) -> Result<(Origin, u64), Missing> {
         let Some(unit) = self.unit() else {
             return Ok((Origin::Host(self.places.linear(at)), u64::MAX));
@@ -304,10 +219,9 @@ impl Native {
 
     /// Reads a page of home that is missing.
     pub(super) async fn load(&self, missing: Missing) -> Result<()> {
-        // The zone table is that of all views.
-        let zones = self.places.region(Region::Zones);
+        // All views share the zone table.
         let place = |page| match &self.view {
-            Some(View::Still(view)) if !zones.contains(page) => view.place(page),
+            Some(View::Still(view)) if !self.places.is_in_zone_table(page) => view.place(page),
             _ => Some(page),
         };
         match &self.view {
@@ -319,7 +233,7 @@ impl Native {
         }
     }
 
-    /// What `look` finds, loading what it misses.
+    /// Runs `look`, loading the pages that it misses.
     pub(super) async fn find<T>(&self, look: impl Fn() -> Result<T, Missing>) -> Result<T> {
         loop {
             match look() {
@@ -329,9 +243,9 @@ impl Native {
         }
     }
 
-    /// What a mask says that means nothing.
+    /// The error for a mask with an undefined value.
     pub(super) fn broken(&self, at: GuestOffset) -> Error {
-        let (name, at) = (&self.name, at.bytes());
+        let (name, at) = (&self.engine.name, at.bytes());
         Error::corrupt(format!("{name}: the mask of the disk at {at:#x} is impossible: run `vellum check`"))
     }
 
@@ -349,24 +263,24 @@ impl Native {
         upto(last + 1) & !upto(first)
     }
 
-    /// Held while masks of a block are changed that must be looked at together.
+    /// Held while masks of a block are changed that must be changed together.
     pub(super) fn lock_block(&self, block: u64) -> std::sync::MutexGuard<'_, ()> {
         let index = usize::try_from(block % BLOCK_LOCKS as u64).expect("a small number");
         lock(&self.block_locks[index])
     }
 
-    /// Notes that a unit is no longer the disk's. It is used again once that is durable, and more. Noted together with the
-    /// change that frees it.
+    /// Notes that the disk no longer uses a unit. It is used again once that is durable, and once it is
+    /// ready. This is noted together with the change that frees it.
     pub(super) fn free(&self, unit: u32) {
         if let Some(journal) = self.journal() {
             journal.forget_checks(self.places.unit(unit));
         }
         if sabotage::is(Bug::UnitFreedBeforeDurable) {
             if let Some(units) = &self.units {
-                units.add_freed(self.epochs.now(), vec![unit]);
+                units.add_freed(self.engine.epochs.now(), vec![unit]);
             }
             return;
         }
-        lock(&self.commits.freed).push(unit);
+        self.engine.commits.note_freed(unit);
     }
 }

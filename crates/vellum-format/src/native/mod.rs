@@ -1,30 +1,35 @@
-//! The native format, version 1 (`vellum`, suffix `.vlm`): functions that are switches.
+//! The native format, version 1 (`vellum`, suffix `.vlm`). Its functions are switches, and one that is off
+//! costs nothing.
 //!
-//! `docs/format/native.md` is the specification. A disk lies in the image byte for byte (`linear`) or in units that one table
-//! names (`table`); over a base a bitmap tells what is the image's own. What changes in those small tables goes through the
-//! journal that qcow2 images have too, so that a flush of the guest is one flush of the host.
+//! `docs/format/native.md` is the specification. The disk is stored byte for byte (`linear`), or in units
+//! that a single table maps (`table`). Over a base, a bitmap records what the image has itself. Changes to
+//! these small tables go through the same journal that qcow2 images use, so that a flush of the guest is one
+//! flush of the host.
 //!
 //! | on disk | |
 //! |---|---|
-//! | [`superblock`] | two copies of one page: read as bytes that nobody vouches for, checked once |
+//! | [`superblock`] | two copies of one page: untrusted bytes, checked once |
 //! | [`geometry`] | where everything lies |
-//! | [`embed`] | a block that holds its unit's entry, too |
+//! | [`parts`] | the rest of a table that a disk has outgrown |
+//! | [`embed`] | a block that also holds its unit's entry |
 //!
 //! | what is done | |
 //! |---|---|
 //! | [`mod@create`] | a new image |
-//! | [`open`], `recover`, `rescue` | and what is believed of an image; what a crash leaves |
+//! | [`open`], `recover`, `rescue` | opening, with its checks; recovery after a crash |
 //! | `image`, `home` | what is in memory: the home pages, read without a lock |
 //! | `read`, `write` with `publish`, `zero` | requests |
-//! | `commit` | the journal's life, and what is durable when |
+//! | `commit` | how the journal begins, what a transaction holds, what the engine needs |
 //! | `resize` | another size for the disk |
+//! | [`unfinished`] | what an interrupted change of several steps leaves, and what opening does about it |
 //! | [`snapshots`] | views of the disk that no longer change |
-//! | `zones`, `birth` | units that hold their own entries: opened, written, told to the table; overwritten |
-//! | `compact` | zones of which little is used, emptied in quiet times |
+//! | `zones`, `birth` | zones and units that hold their own entries, until these are in the table |
+//! | `compact` | sparsely used zones, emptied in quiet times |
 //! | `ahead` | zones of a file, written with zeros ahead of need |
-//! | `room` | how much a device has left, and what it got since |
-//! | `units`, `ready` | which units are free, and what must happen before one is used; that happens ahead of need |
-//! | [`mod@check`] | the invariants of a closed image, each looked at; and repaired |
+//! | `room` | how much space a device has left, and how much it has gained since |
+//! | `units`, `ready` | which units are free, and how they are made zero before use, ahead of need |
+//! | [`mod@check`] | the invariants of a closed image: checked, and repaired |
+//! | `format` | the interface that all formats have |
 
 mod ahead;
 mod birth;
@@ -33,10 +38,12 @@ mod commit;
 mod compact;
 pub mod create;
 pub mod embed;
+mod format;
 pub mod geometry;
 mod home;
 mod image;
 pub mod open;
+pub mod parts;
 mod publish;
 mod read;
 mod ready;
@@ -46,15 +53,18 @@ mod resize;
 mod room;
 pub mod snapshots;
 pub mod superblock;
+pub mod unfinished;
 mod units;
 mod write;
 mod zero;
 mod zones;
 
 pub use create::{CreateOptions, JOURNAL_BYTES_DEFAULT, JOURNAL_BYTES_ZONED, NewBase, create};
+pub(crate) use format::NativeFormat;
 pub use geometry::{Layout, Places, Region, Shape};
 pub use image::Native;
 pub use open::OpenOptions;
 pub use recover::recover;
 pub use resize::resize;
 pub use superblock::{Base, Slot, Superblock, Superblocks};
+pub use unfinished::finish;

@@ -1,4 +1,5 @@
-//! Opening: an image that was not closed is recovered, and what the table says is looked at before anything is written.
+//! Opening. An image that was not closed is recovered first, and the table is checked before anything is
+//! written.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicU64;
@@ -13,36 +14,38 @@ use vellum_core::{
 
 use super::geometry::{Places, Region};
 use super::home::Home;
-use super::image::{Commits, LINEAR_CELL, Native};
+use super::image::{LINEAR_CELL, Native};
 use super::recover::recover;
 use super::room::whole_units;
 use super::snapshots::{Still, View, Views, refuse_half_reverted};
 use super::superblock::Superblocks;
+use super::unfinished::{self, Found, Then};
 use super::units::Units;
 use super::zones::Zones;
+use crate::engine::{Close as _, Commit as _, Engine};
 use crate::journal::{Journal, Overlaid};
 use crate::prealloc::{Need, Prealloc};
-use crate::state::State;
+use crate::sabotage::{self, Bug};
 
 /// How an image is opened.
 #[derive(Clone, Default)]
 pub struct OpenOptions {
-    /// Nothing is written, not even a recovery.
+    /// Write nothing, and recover nothing.
     pub read_only: bool,
-    /// Open this internal snapshot (by number or name) instead of the disk. Only for reading.
+    /// Open this internal snapshot (by number or name) instead of the disk, read-only.
     pub snapshot: Option<String>,
-    /// Open the image without its base: to deal with snapshots, not to read or write.
+    /// Open the image without its base, to manage snapshots, not to read or write.
     pub without_base: bool,
     /// Counts what the image costs the host.
     pub tally: HostTally,
-    /// What the journal's records are to be known by: a number that no guest knows. Drawn from the system when nothing is
-    /// said; a simulation says it.
+    /// The key of the journal's records, a number that no guest knows. Without one here the operating system
+    /// supplies it; a simulation passes its own.
     pub journal_key: Option<u128>,
-    /// Whether zones of a file are written with zeros ahead of need, when somebody tends the disk.
+    /// Whether zones of a file are filled with zeros ahead of need, while the caller tends the disk.
     pub prealloc: Prealloc,
-    /// Zones of which little is used are emptied in quiet times, when somebody tends the disk.
+    /// Whether sparsely used zones are emptied in quiet times, while the caller tends the disk.
     pub compaction: bool,
-    /// With it those who flush wait for one another a little, where that lets them share.
+    /// With a clock, flushes wait for one another briefly, where that lets them share.
     pub clock: Option<Arc<dyn Clock>>,
 }
 
@@ -50,8 +53,8 @@ impl Native {
     /// Opens the image, over the disk that its superblock names as its base.
     ///
     /// # Errors
-    /// `Unsupported` when it was not closed and is opened for reading, `Corrupt` when its tables contradict each other, and
-    /// what the storage says.
+    /// `Unsupported` when the image was not closed and is opened read-only, `Corrupt` when its tables
+    /// contradict each other, and the errors of the storage.
     pub async fn open(
         image: SharedStorage,
         below: Option<SharedDisk>,
@@ -59,38 +62,60 @@ impl Native {
     ) -> Result<Arc<Self>> {
         let name = image.name().to_owned();
         let context = || format!("can't open {name}");
-        loop {
-            let native =
-                Self::open_inner(image.clone(), below.clone(), options.clone()).await.context(context)?;
-            let (is_half_reverted, deleted) =
-                native.views.as_ref().map_or((false, Vec::new()), Views::unfinished);
-            if is_half_reverted {
-                // Places and size may be others then.
-                native.finish_revert().await.context(context)?;
-                native.close().await.context(context)?;
-                continue;
+        // One round for each kind of change that can have been interrupted, and one more.
+        for _ in 0..=unfinished::ROWS.len() {
+            let opened = Self::open_inner(image.clone(), below.clone(), options.clone()).await;
+            let (native, found) = match opened.context(context)? {
+                Opened::Whole(native) => return Ok(native),
+                Opened::Unfinished(native, found) => (native, found),
+            };
+            let metadata = Tallied::shared(image.clone(), options.tally.metadata.clone());
+            let goes_on = native.clone();
+            match Self::finish_found(&metadata, found, native, options.journal_key).await.context(context)? {
+                // The places and the size may have changed, and there may be more to finish.
+                Then::Replay | Then::Clear | Then::Revert => {}
+                Then::Delete => return Ok(goes_on.expect("found in an image that was opened")),
             }
-            if !deleted.is_empty() {
-                native.finish_deletes(&deleted).await.context(context)?;
-            }
-            return Ok(native);
         }
+        Err(Error::corrupt("an unfinished change cannot be completed: run `vellum check`").context(context()))
+    }
+
+    /// Finishes what the opening has found. If the image was opened, it is closed afterwards, except after a
+    /// deletion.
+    async fn finish_found(
+        metadata: &SharedStorage,
+        found: Found,
+        native: Option<Arc<Self>>,
+        key: Option<u128>,
+    ) -> Result<Then> {
+        match (found.then(), native) {
+            (Then::Replay, _) => {
+                recover(metadata).await.context(|| "the image was not closed")?;
+            }
+            (Then::Clear, _) => unfinished::clear_behind_the_end(metadata, key).await?,
+            (Then::Revert, Some(native)) => {
+                native.finish_revert().await?;
+                native.close().await?;
+            }
+            (Then::Delete, Some(native)) => native.finish_deletes().await?,
+            (Then::Revert | Then::Delete, None) => unreachable!("found in an image that was opened"),
+        }
+        Ok(found.then())
     }
 
     async fn open_inner(
         image: SharedStorage,
         below: Option<SharedDisk>,
         options: OpenOptions,
-    ) -> Result<Arc<Self>> {
+    ) -> Result<Opened> {
         let read_only = options.read_only || options.snapshot.is_some() || image.limits().read_only;
         let metadata = Tallied::shared(image.clone(), options.tally.metadata.clone());
-        let mut superblocks = Superblocks::read(&*metadata).await?;
+        let superblocks = Superblocks::read(&*metadata).await?;
         if superblocks.superblock.needs_replay() {
-            if read_only {
-                return Err(superblocks.superblock.replay_first(image.name()));
-            }
-            recover(&metadata).await.context(|| "the image was not closed")?;
-            superblocks = Superblocks::read(&*metadata).await?;
+            return match read_only {
+                true => Err(superblocks.superblock.replay_first(image.name())),
+                false => Ok(Opened::Unfinished(None, Found::Journal)),
+            };
         }
         let superblock = &superblocks.superblock;
         if superblock.base().is_some() && below.is_none() && !options.without_base {
@@ -121,14 +146,21 @@ impl Native {
             read_only,
             fast_zeroes: limits.fast_zeroes,
         };
-        let home = Home::new(places.home());
+        let home = Home::new(places.homes());
+        if !read_only && unfinished::base_goes_on(&*metadata, &places).await? {
+            return Ok(Opened::Unfinished(None, Found::BehindTheEnd));
+        }
         let (units, views) = match shape.layout {
             super::geometry::Layout::Table(_) | super::geometry::Layout::Zoned { .. } if !read_only => {
                 let views = Views::read(&metadata, &places, has_snapshots).await?;
-                (Some(read_units(&home, &places, &metadata, &views).await?), Some(views))
+                let Some(units) = read_units(&home, &places, &metadata, &views).await? else {
+                    return Ok(Opened::Unfinished(None, Found::BehindTheEnd));
+                };
+                (Some(units), Some(views))
             }
             _ => (None, None),
         };
+        let found = views.as_ref().and_then(Views::unfinished);
         let has_journal = !read_only && !places.region(Region::Journal).is_empty();
         let journal = has_journal.then(|| Journal::new(options.journal_key));
         let under = Tallied::shared(image.clone(), options.tally.data.clone());
@@ -138,9 +170,8 @@ impl Native {
         };
         let cell = shape.layout.unit().unwrap_or(LINEAR_CELL);
         let embeds = superblock.embeds() && units.is_some() && journal.is_some();
-        Ok(Arc::new(Self {
-            name: image.name().to_owned(),
-            geometry,
+        let native = Arc::new(Self {
+            engine: Engine::new(image.name().to_owned(), geometry, options.clock.clone()),
             places,
             superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
             homeward: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
@@ -154,28 +185,33 @@ impl Native {
             below,
             home,
             cell,
-            claims: Default::default(),
-            epochs: Default::default(),
             block_locks: std::array::from_fn(|_| Mutex::new(())),
             units,
             views,
             zones: embeds.then(Zones::default),
             view: view.map(View::Still),
             journal,
-            beginning: Default::default(),
+            marked: Default::default(),
+            is_marked: Default::default(),
             open_bytes: AtomicU64::new(0),
-            commits: Commits::new(options.clock.clone()),
-            state: State::default(),
-        }))
+        });
+        if !read_only && native.journal.is_none() {
+            // Nothing says whether the writers before this one had everything flushed, so the first flush goes through.
+            native.engine.commits.note_change();
+        }
+        Ok(match found {
+            None => Opened::Whole(native),
+            Some(found) => Opened::Unfinished(Some(native), found),
+        })
     }
 
-    /// How often a write had to wait until a free unit was made zero.
+    /// How often a write had to wait for a free unit to be made zero.
     pub fn waits_for_units(&self) -> u64 {
         self.units.as_ref().map_or(0, Units::waits)
     }
 }
 
-/// Refuses units whose rest lies in another unit: this program makes none.
+/// Refuses an image with partial units. This program makes none.
 async fn refuse_partials(image: &SharedStorage, places: &Places) -> Result<()> {
     let region = places.region(Region::Partials);
     let len = usize::try_from(region.len()).expect("8 KiB");
@@ -186,21 +222,38 @@ async fn refuse_partials(image: &SharedStorage, places: &Places) -> Result<()> {
     }
 }
 
-/// Whether a unit can be of this form: it has the block, and its zone has an entry.
+/// Whether a unit can have this form: it has that block, and its zone has an entry.
 pub(super) fn may_be_embedded(places: &Places, unit: u32, form: u32) -> bool {
     let blocks = places.shape().layout.unit().map_or(0, BlockSize::bytes) / BlockSize::PAGE.bytes();
     u64::from(form) <= blocks && places.zone_of(unit).is_some()
 }
 
-/// Which units are free, by what neither the table nor a snapshot names.
-async fn read_units(home: &Home, places: &Places, image: &SharedStorage, views: &Views) -> Result<Units> {
-    let table = places.region(Region::Table);
+/// An image as opening finds it.
+enum Opened {
+    Whole(Arc<Native>),
+    /// A change of the image was interrupted.
+    Unfinished(Option<Arc<Native>>, Found),
+}
+
+/// Finds the free units: those that neither the table nor a snapshot names. `None` when the table has entries
+/// past the end of the disk.
+async fn read_units(
+    home: &Home,
+    places: &Places,
+    image: &SharedStorage,
+    views: &Views,
+) -> Result<Option<Units>> {
+    // A disk that is being reverted may already have entries of the snapshot, whose disk may be larger.
+    let reverted = views.reverted_size();
+    let units = places.shape().units().max(reverted.map_or(0, |size| places.units_of(size)));
+    let mut goes_on = false;
     let limits = image.limits();
-    // On a device all units there can be; in a file also one that it has only in part.
+    // On a device: the units that fit. In a file: also a last unit that lies only partly inside it.
     let last_in_part = if limits.fixed_len { 0 } else { places.unit(1).len() - 1 };
     let in_file = whole_units(places, image.len().saturating_add(last_in_part));
-    let mut used = RoaringBitmap::new();
-    // Units mostly lie in a row: each row is entered at once. An image of 1 TiB may have 16 million entries.
+    let mut used: RoaringBitmap =
+        places.units_of_parts().filter(|_| !sabotage::is(Bug::PartIsFree)).collect();
+    // Units mostly lie in a row, and a row is entered at once: an image of 1 TiB may have 16 million entries.
     let mut row = 1..1;
     let mut enter = |row: &mut Range<u32>, next: Range<u32>| {
         let row = std::mem::replace(row, next);
@@ -213,28 +266,34 @@ async fn read_units(home: &Home, places: &Places, image: &SharedStorage, views: 
         Ok(())
     };
     let has_views = views.any();
-    // The highest unit that is known to lie where one can.
+    // The highest unit that is known to lie where a unit can lie.
     let mut highest = 0;
     let see = |at: vellum_core::ImageOffset, word: u64| {
+        let first = places.entry_at(at).expect("the table is looked through");
         for (raw, number) in [(word >> 32, 0), (word & 0xFFFF_FFFF, 1)] {
             if raw == 0 {
                 continue;
             }
             let (entry, form) = places.split_entry(u32::try_from(raw).expect("32 bits"));
-            let index = (at - table.start()) / 4 + number;
-            let is_possible = index < places.shape().units()
+            let index = first + number;
+            if index >= units && reverted.is_none() {
+                goes_on = true;
+                continue;
+            }
+            let is_possible = index < units
                 && entry != 0
                 && (entry <= highest || places.may_hold(entry, image.len(), limits.fixed_len))
+                && !places.is_of_part(entry)
                 && (form == 0 || may_be_embedded(places, entry, form));
             if !is_possible {
                 return Err(Error::corrupt(format!(
-                    "entry {index} of the table names unit {entry}, which cannot be: run `vellum check`"
+                    "entry {index} of the table names unit {entry}, which is impossible: run `vellum check`"
                 )));
             }
             highest = highest.max(entry);
             if has_views && views.contradict(index, entry) {
                 return Err(Error::corrupt(format!(
-                    "entry {index} of the table names unit {entry}, which snapshots have for something else: run \
+                    "entry {index} of the table names unit {entry}, which snapshots use for something else: run \
                      `vellum check`"
                 )));
             }
@@ -245,15 +304,18 @@ async fn read_units(home: &Home, places: &Places, image: &SharedStorage, views: 
         }
         Ok(())
     };
-    home.scan(&**image, table, see).await.context(|| "can't read the table")?;
+    home.scan(&**image, places.table(), see).await.context(|| "can't read the table")?;
     enter(&mut row, 1..1)?;
+    if goes_on {
+        return Ok(None);
+    }
     used.extend(views.units());
-    Ok(Units::new(&used, in_file, places.unit_max(), !limits.fixed_len && limits.grows_zeroed))
+    Ok(Some(Units::new(&used, in_file, places.unit_max(), !limits.fixed_len && limits.grows_zeroed)))
 }
 
 impl Disk for Native {
     fn geometry(&self) -> Geometry {
-        self.geometry.clone()
+        self.engine.geometry.clone()
     }
 
     fn below(&self) -> Option<SharedDisk> {
@@ -262,14 +324,15 @@ impl Disk for Native {
 
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(async move {
-            let span = self.check(GuestSpan::checked(at, buffer.len() as u64))?;
+            let span = self.engine.check(GuestSpan::checked(at, buffer.len() as u64))?;
             self.read_span(span, buffer).await
         })
     }
 
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            let span = self.check_change(GuestSpan::checked(at, data.len() as u64))?;
+            let span = self.engine.check_change(GuestSpan::checked(at, data.len() as u64))?;
+            self.give_back_if_due().await?;
             self.write_span(span, data).await?;
             if flags.fua { self.make_durable().await } else { Ok(()) }
         })
@@ -277,22 +340,24 @@ impl Disk for Native {
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            self.state.check_open()?;
-            if self.geometry.read_only { Ok(()) } else { self.make_durable().await }
+            self.engine.state.check_open()?;
+            if self.engine.geometry.read_only { Ok(()) } else { self.make_durable().await }
         })
     }
 
     fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            let span = self.check_change(Some(span))?;
+            let span = self.engine.check_change(Some(span))?;
+            self.give_back_if_due().await?;
             self.zero_span(span, flags).await?;
-            if flags.fua { self.make_durable().await } else { Ok(()) }
+            if flags.fua && !sabotage::is(Bug::ZerosNotDurable) { self.make_durable().await } else { Ok(()) }
         })
     }
 
     fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            let span = self.check_change(Some(span))?;
+            let span = self.engine.check_change(Some(span))?;
+            self.give_back_if_due().await?;
             self.discard_span(span).await?;
             if flags.fua { self.make_durable().await } else { Ok(()) }
         })
@@ -300,7 +365,7 @@ impl Disk for Native {
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
         Box::pin(async move {
-            let span = self.check(Some(span))?;
+            let span = self.engine.check(Some(span))?;
             self.map_span(span).await
         })
     }

@@ -1,12 +1,15 @@
-//! Publishing what a write has put in its place: entry, checks, bits and masks become part of the open transaction in one step.
+//! Publishing the result of a write: entry, checks, bits and masks join the open transaction in one step.
 //!
 //! ```text
 //!   pages loaded ► room in the transaction ► gate: checks, entry, masks and bits
 //! ```
 //!
-//! 1. Checks are listed before anybody can find the bytes, so that who overwrites them sees the checks.
-//! 2. The entry comes before bits and masks: what they send to the image finds there what it is to find.
-//! 3. Masks of one block are changed by one at a time: who makes the last of them data sets the bit.
+//! 1. Checks are listed before the bytes can be found through the mapping. So a later overwrite of these
+//!    bytes sees the checks.
+//! 2. The entry is changed before bits and masks. A reader that these send to the image finds there the right
+//!    bytes.
+//! 3. The masks of one block are changed under its lock: the change that turns the last of them into data
+//!    sets the bit.
 
 use std::cell::Cell;
 
@@ -17,23 +20,26 @@ use super::home::Missing;
 use super::image::{Native, mask};
 use crate::claims::Held;
 use crate::journal::SectorChecks;
+use crate::sabotage::{self, Bug};
 
-/// A word takes so much of a record, at most: an item by itself.
+/// The bytes of a record that one word takes, at most: as an item of its own.
 pub(super) const WORD_COST: u64 = 24;
 
 /// One cell of a write.
 pub(super) struct Step<'a> {
     pub(super) part: GuestSpan,
     pub(super) held: Held<'a>,
-    /// The unit's place; where there are no units, where the cell lies.
+    /// The place of the unit. Where there are no units, the place of the cell.
     pub(super) at: Option<ImageOffset>,
-    /// The entry is to name the place.
+    /// The entry must be set to this place.
     pub(super) is_fresh: bool,
     /// Sub-blocks that become data.
     pub(super) subs: Vec<u64>,
-    /// Of their sectors.
+    /// The checks of their sectors.
     pub(super) checks: Vec<SectorChecks>,
-    /// The unit is to hold its own entry.
+    /// Their sectors have no checks, and are flushed before the record.
+    pub(super) is_unchecked: bool,
+    /// Set when the unit holds its own entry.
     pub(super) birth: Option<Birth>,
     /// The cell's bytes are part of the disk.
     pub(super) is_published: Cell<bool>,
@@ -48,6 +54,7 @@ impl<'a> Step<'a> {
             is_fresh: false,
             subs: Vec::new(),
             checks: Vec::new(),
+            is_unchecked: false,
             birth: None,
             is_published: Cell::new(false),
         }
@@ -80,7 +87,11 @@ impl Native {
         let checks: u64 = step.checks.iter().map(|(_, crcs)| 20 + crcs.len() as u64 * 4).sum();
         let gate = self.enter_changing(words.len() as u64 * WORD_COST + checks, || words.clone()).await?;
         let journal = self.journal().expect("begun before");
-        journal.add_checks(&step.checks);
+        match step.is_unchecked {
+            true if sabotage::is(Bug::UncheckedNotFenced) => {}
+            true => journal.fence(),
+            false => journal.add_checks(&step.checks),
+        }
         if let Some((bits, at)) = entry.filter(|_| step.is_fresh) {
             let number = self.number_of(at);
             self.enter_unit(bits, number);
@@ -91,11 +102,11 @@ impl Native {
         Ok(())
     }
 
-    /// The words of home that a step changes, perhaps, before it is known whether it gets a unit.
+    /// The words of home that a step may change, before it is known whether it gets a unit.
     pub(super) fn words_of_any(&self, step: &Step<'_>) -> Vec<ImageOffset> {
         let unit = self.unit();
         let number = unit.map(|unit| unit.cluster_of(step.part.start()).index());
-        // An entry that is there stays.
+        // An existing entry stays.
         let entry = number.filter(|number| self.entry(*number).is_ok_and(|entry| entry == 0));
         let mut words = self.words_of(&step.subs);
         words.extend(entry.map(|number| self.places.entry(number).word));
@@ -115,10 +126,10 @@ impl Native {
     /// Makes sure that the host has space for the pages of these words.
     pub(super) async fn reserve(&self, words: &[ImageOffset]) -> Result<()> {
         let reserved = self.home.reserve(&*self.metadata, words).await;
-        reserved.context(|| format!("{}: can't reserve space for what is where", self.name))
+        reserved.context(|| format!("{}: can't reserve space for the tables", self.engine.name))
     }
 
-    /// Brings the masks and bits of these sub-blocks, and of the rest of their blocks, into memory.
+    /// Loads the masks and bits of these sub-blocks, and of the rest of their blocks.
     pub(super) async fn load_masks(&self, subs: &[u64]) -> Result<()> {
         let mut last = None;
         for sub in subs {
@@ -137,7 +148,7 @@ impl Native {
     /// Whether all masks of a block have this value.
     fn block_is(&self, block: u64, value: u64) -> Result<bool, Missing> {
         let subs = self.subs_of(block);
-        // Thirty-two to a word; looked at all, so that all are loaded.
+        // A word has thirty-two masks. All are looked at, so that all are loaded.
         let mut is = true;
         for sub in subs {
             is &= self.home.get(self.places.mask(sub))? == value;
@@ -145,7 +156,8 @@ impl Native {
         Ok(is)
     }
 
-    /// Makes sub-blocks data; a block of which all are gets its bit. The caller holds the gate, and everything is loaded.
+    /// Turns sub-blocks into data. A block whose sub-blocks are all data gets its bit. The caller holds the
+    /// gate, and everything is loaded.
     fn publish_subs(&self, subs: &[u64]) {
         let mut rest = subs;
         while let Some(first) = rest.first() {

@@ -1,4 +1,4 @@
-//! Reading, and where bytes are.
+//! Reading, and querying the block status.
 
 use smallvec::SmallVec;
 use vellum_core::{
@@ -9,14 +9,14 @@ use super::geometry::SUB_BLOCK;
 use super::home::Missing;
 use super::image::{Native, Origin, Sub};
 
-/// This many reads of one request are under way at once.
+/// At most this many reads of one request are in flight at once.
 const READS_AT_ONCE: usize = 32;
-/// An answer stops early after this many extents.
+/// An answer ends after this many extents.
 const EXTENTS_MAX: usize = 1024;
-/// The maps are looked at in runs of this many bytes.
+/// The mapping is queried for at most this many bytes at a time.
 const LOOKED_AT_ONCE: u64 = 64 << 20;
 
-/// A run of the disk that is in one place.
+/// A run of the disk whose bytes are in one place.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Part {
     pub(super) len: u64,
@@ -39,7 +39,8 @@ fn push(parts: &mut Parts, next: Part) {
     parts.push(next);
 }
 
-/// How many of the first parts are one read: those that lie one after the other in the image, whole packed blocks among them.
+/// How many of the first parts make one read: those that are contiguous in the image, including whole packed
+/// blocks.
 fn joined(parts: &[Part]) -> usize {
     let place = |part: &Part| match part.from {
         Origin::Host(at) => Some(at),
@@ -54,7 +55,8 @@ fn joined(parts: &[Part]) -> usize {
 }
 
 impl Native {
-    /// The parts of as much of the run as can be told from memory; from where on not, and what is missing.
+    /// Adds the parts of the run as far as the pages in memory describe it. The error says from where on a
+    /// page is missing, and which.
     pub(super) fn cut(&self, span: GuestSpan, parts: &mut Parts) -> Result<(), (GuestSpan, Missing)> {
         let mut rest = span;
         while !rest.is_empty() {
@@ -91,8 +93,8 @@ impl Native {
     }
 
     pub(super) async fn read_span(&self, span: GuestSpan, mut buffer: Buffer) -> Result<Buffer> {
-        // What is looked up here stays where it is until this request has left.
-        let _inside = self.epochs.enter();
+        // Everything that is looked up here stays in place until this request has left its epoch.
+        let _inside = self.engine.epochs.enter();
         let parts = self.parts(span).await?;
         if let [part] = parts[..] {
             return self.read_part(span.start(), part, buffer).await;
@@ -133,7 +135,7 @@ impl Native {
         }
     }
 
-    /// What the base has, as far as it counts.
+    /// Reads the base, up to the end of the part that counts.
     pub(super) async fn read_base(&self, at: GuestOffset, mut buffer: Buffer) -> Result<Buffer> {
         let counts = self.places.shape().base_bytes.unwrap_or(0).saturating_sub(at.bytes());
         let mut outside = buffer.split_off(usize::try_from(counts).unwrap_or(usize::MAX).min(buffer.len()));
@@ -145,8 +147,8 @@ impl Native {
 
     pub(super) async fn map_span(&self, span: GuestSpan) -> Result<Vec<Extent>> {
         let (span, _) = span.split_at(LOOKED_AT_ONCE);
-        // What a unit held is punched when it has another place.
-        let _inside = self.epochs.enter();
+        // The old space of a unit that has moved is punched only after this request has left.
+        let _inside = self.engine.epochs.enter();
         let parts = self.parts(span).await?;
         let mut at = span.start();
         let mut extents = Vec::new();
@@ -155,9 +157,8 @@ impl Native {
             at = span.end();
             match part.from {
                 Origin::Host(host) => self.map_host(span, host, &mut extents).await?,
-                Origin::NoUnit | Origin::Zero => {
-                    extents.push(Extent { span, place: Place::Zero { allocated: false } });
-                }
+                Origin::NoUnit => extents.push(Extent { span, place: self.nothing() }),
+                Origin::Zero => extents.push(Extent { span, place: Place::Zero { allocated: false } }),
                 Origin::Embedded(_) => extents.push(Extent { span, place: Place::Compressed }),
                 Origin::Below => self.map_base(span, &mut extents),
                 Origin::Broken => return Err(self.broken(span.start())),
@@ -166,7 +167,17 @@ impl Native {
         Ok(extents)
     }
 
-    /// What lies in the image: holes of the host read as zero.
+    /// The state of a run for which nothing is stored. Without a base no image in the chain has data there.
+    /// Over a base this image says that the run is zero.
+    fn nothing(&self) -> Place {
+        match self.places.shape().base_bytes {
+            None => Place::Below,
+            Some(_) => Place::Zero { allocated: false },
+        }
+    }
+
+    /// The extents of a run that the image has. Holes of the host read as zero. In `linear` nothing is stored
+    /// there; in a unit the hole is part of the stored unit.
     async fn map_host(
         &self,
         span: GuestSpan,
@@ -176,18 +187,19 @@ impl Native {
         let whole = host.span(span.len());
         let mut rest = whole;
         let place = |at| span.start() + (at - host);
+        let hole = || if self.unit().is_none() { self.nothing() } else { Place::Zero { allocated: false } };
         while !rest.is_empty() && extents.len() < 2 * EXTENTS_MAX {
             let runs = self.data.runs(rest).await?;
             if runs.is_empty() {
                 // Behind the end of the file.
                 let span = place(rest.start()).span(rest.len());
-                extents.push(Extent { span, place: Place::Zero { allocated: false } });
+                extents.push(Extent { span, place: hole() });
                 return Ok(());
             }
             for run in runs {
                 let here = match run.is_data {
                     true => Place::Data { storage: self.data.clone(), at: run.span.start() },
-                    false => Place::Zero { allocated: false },
+                    false => hole(),
                 };
                 extents.push(Extent { span: place(run.span.start()).span(run.span.len()), place: here });
                 rest = vellum_core::ImageSpan::between(run.span.end(), whole.end());
@@ -201,7 +213,7 @@ impl Native {
         Ok(())
     }
 
-    /// What lies behind the part of the base that counts reads as zero, whatever the base has there now.
+    /// The base behind the part that counts reads as zero, whatever it has there now.
     fn map_base(&self, span: GuestSpan, extents: &mut Vec<Extent>) {
         let end = GuestOffset::new(self.places.shape().base_bytes.unwrap_or(0));
         let (inside, outside) = span.split_at(end.bytes().saturating_sub(span.start().bytes()));

@@ -1,40 +1,50 @@
-//! How free units become ready for use: made zero, and that flushed, before somebody needs them.
+//! How free units become ready for use: made zero, and that flushed, before a write needs them.
 //!
 //! ```text
-//!   nobody tends the disk    in the flush of a guest, when it has been answered for: all that was freed, a few units ahead
-//!   somebody does            here and now, a little at a time: nothing of it in the guest's flushes
-//!   no unit is clean         the write that wants one waits for it, and for a flush; these are counted
+//!   the disk is not tended   before the first change after a flush: freed units, a few units ahead
+//!   the disk is tended       from time to time, a little at a time: no part of it in the guest's flushes
+//!   no unit is clean         the write that wants one waits for it, and for a flush; these waits are counted
 //! ```
 //!
-//! 1. What lies ready is bounded: as much as is allocated in about a second (`prealloc.rs`), a few units at least; more is begun
-//!    when a quarter of it is used up. So a quiet disk costs nothing. Where zeros cost no writes it is always the same number.
-//! 2. Before the first change of an image in a file nothing is done: there is the end of the file to go on with. A device has no
-//!    such end, so a few of its units are made ready at once.
-//! 3. A flush of ours comes only when half of what should be ready is not clean yet, and no flush of a guest has come by.
-//! 4. Where zeros cost writes, what is a hole already is left alone, and what is freed beyond need is not made zero.
+//! 1. The number of ready units is bounded: as many as are allocated in about a second (`prealloc.rs`), and
+//!    at least a few. More are made ready when a quarter of them is used up. So a quiet disk costs nothing.
+//!    Where zeros cost no writes the number is fixed.
+//! 2. In a file nothing is done before the first change of the image, because units can be taken behind the
+//!    end of the file. A device has no such end, so a few of its units are made ready at once.
+//! 3. A flush for this purpose alone is made only when half of the wanted units are not clean yet and no
+//!    flush of a guest has come meanwhile.
+//! 4. No flush of the guest waits for any of this. Where zeros cost nothing, units that were freed together
+//!    and lie in a row are made zero together.
+//! 5. Where zeros cost writes, space that is a hole already is left alone, and units that are freed beyond
+//!    need are not made zero.
 
 use std::ops::Range;
 use std::time::Duration;
 
-use vellum_core::{ImageOffset, ImageSpan, Result, SharedStorage, Zeroes};
+use vellum_core::{ErrorKind, ImageOffset, ImageSpan, Result, SharedStorage, Zeroes};
 
 use super::image::Native;
 use super::units::Units;
+use crate::engine::Commit as _;
 use crate::prealloc::Prealloc;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
-/// So many clean units are kept ahead of need where zeros cost writes.
+/// At most this many clean units are kept ahead of need where zeros cost writes.
 const CLEAN_AHEAD: usize = 4;
-/// So many units of unknown content are made zero with one flush where zeros cost nothing.
+/// Where zeros cost nothing, this many units of unknown content are made zero with one flush.
 const CLEANED_AT_ONCE: usize = 64;
-/// So many bytes are made zero before it is looked again whether somebody waits, one unit at least, where zeros cost writes: a disk
-/// with an arm moves for each of them.
+/// Where zeros cost writes, at most this many bytes, and at least one unit, are made zero before the next
+/// check for waiting requests: a hard disk seeks for each of them.
 const ZEROED_IN_A_GO_BYTES: u64 = 1 << 20;
-/// So many units, where zeros cost nothing.
+/// The same bound where zeros cost nothing, in runs of units.
 const ZEROED_IN_A_GO_FAST: usize = 16;
+/// There, at most this many bytes of a run are made zero at once, because other requests to the file wait for
+/// that in the kernel.
+const ZEROED_AT_ONCE_FAST: u64 = 256 << 20;
 
-/// So often somebody who finds no space looks for some: more than it ever takes where there is any.
+/// A request that finds no space looks for some at most this often. It never takes as many rounds where there
+/// is space.
 const ROUNDS_MAX: u32 = 64;
 
 /// How soon units are wanted.
@@ -45,20 +55,21 @@ pub(super) enum Haste {
     Now,
 }
 
-/// How much is done before somebody looks again.
+/// How much is done in one go.
 struct Work {
     haste: Haste,
-    /// So many units are to be ready.
+    /// This many units are to be ready.
     wanted: usize,
-    /// So many are made zero, at most.
+    /// At most this many units are made zero, or runs of units where zeros cost nothing.
     most: usize,
-    /// Zeros go this way.
+    /// The storage through which zeros are written.
     way: SharedStorage,
 }
 
 impl Native {
-    /// Makes units clean for who needs so many, if there are any that nobody uses. Must not be called from inside an epoch. Tells
-    /// whether any became clean, by whomever, since `given` was asked.
+    /// Makes units clean for a caller that needs `needed` of them, if there are free ones. Must not be called
+    /// from inside an epoch. Returns whether any unit became clean, by whatever means, since `given` was
+    /// read.
     pub(super) async fn make_space(&self, given: u64, needed: usize) -> Result<bool> {
         let Some(units) = &self.units else { return Ok(false) };
         units.note_wait();
@@ -70,7 +81,7 @@ impl Native {
                 return Ok(true);
             }
             match units.first_freed() {
-                Some(stamp) => self.epochs.until_passed(stamp).await,
+                Some(stamp) => self.engine.epochs.until_passed(stamp).await,
                 None if !has_looked => {
                     self.look_at_device().await?;
                     has_looked = true;
@@ -84,8 +95,8 @@ impl Native {
         }
     }
 
-    /// The same for who has looked for space `rounds` times: not for ever. Where the host is full, units that it takes back become clean
-    /// again and again, and no write to them succeeds.
+    /// As above, for a caller that has looked for space `rounds` times, but not for ever. On a full host,
+    /// returned units become clean again and again although no write to them succeeds.
     pub(super) async fn space_again(&self, rounds: &mut u32, given: u64, needed: usize) -> Result<bool> {
         *rounds += 1;
         match *rounds < ROUNDS_MAX {
@@ -94,7 +105,7 @@ impl Native {
         }
     }
 
-    /// Takes units on their way as far as they can go.
+    /// Takes freed units as far towards clean as possible.
     pub(super) async fn give_back_freed(&self, haste: Haste) -> Result<()> {
         match &self.units {
             Some(units) => self.give_back(units, haste, 0).await,
@@ -104,23 +115,38 @@ impl Native {
 
     async fn give_back(&self, units: &Units, haste: Haste, needed: usize) -> Result<()> {
         let giving = units.giving.lock().await;
-        self.give_back_all(units, giving, haste, needed).await
+        self.give_back_all(units, giving, haste, needed, usize::MAX).await
     }
 
-    /// After a flush of the guest: takes them as far as that, unless somebody is doing it.
+    /// Called before a request that changes the disk, outside of an epoch.
+    pub(super) async fn give_back_if_due(&self) -> Result<()> {
+        match &self.units {
+            Some(units) if units.take_due() => {}
+            _ => return Ok(()),
+        }
+        match self.give_back_unless_busy().await {
+            Err(error) if error.kind() == ErrorKind::Corrupt => Err(error),
+            _ => Ok(()), // what cannot be given back now will be later
+        }
+    }
+
+    /// Gives back a few units, unless another task is doing that.
     pub(super) async fn give_back_unless_busy(&self) -> Result<()> {
         let Some(units) = &self.units else { return Ok(()) };
-        if units.is_tended() {
-            self.settle_zeroed(units);
-            return Ok(());
+        let most = match self.metadata.limits().fast_zeroes {
+            true => ZEROED_IN_A_GO_FAST,
+            false => usize::MAX, // the excess is not made zero
+        };
+        if let Some(giving) = units.giving.try_lock() {
+            self.give_back_all(units, giving, Haste::Later, 0, most).await?;
+            if units.any_freed() {
+                units.note_due();
+            }
         }
-        match units.giving.try_lock() {
-            Some(giving) => self.give_back_all(units, giving, Haste::Later, 0).await,
-            None => Ok(()),
-        }
+        Ok(())
     }
 
-    /// Makes a few units ready while nobody waits. Tells whether there is more to do at once.
+    /// Makes a few units ready while no request waits. Returns whether there is more to do at once.
     pub(super) async fn make_ready(&self, now: Duration) -> bool {
         let Some(units) = &self.units else { return false };
         let has_begun = self.journal().is_some();
@@ -128,11 +154,12 @@ impl Native {
             return false;
         }
         let Some(_giving) = units.giving.try_lock() else { return false };
-        if self.state.check_open().is_err() || self.state.check_stopped().is_err() {
+        if self.engine.state.check_open().is_err() || self.engine.state.check_stopped().is_err() {
             return false;
         }
         units.note_tended();
-        // What keeps it from being told now is found out by who needs it.
+        // An error that keeps the entries from being settled now is found by the next request that needs them
+        // settled.
         let _ = self.settle_when_quiet(now).await;
         let has_more = self.make_some_ready(units, now).await.unwrap_or(false);
         self.prepare_zones(now).await || has_more
@@ -165,7 +192,7 @@ impl Native {
         }
         let has_more = done > 0 && (units.refills() || units.any_waits());
         if done == 0 && units.clean_count() * 2 < units.ready().min(wanted) {
-            self.commit().await?; // no guest has come by; whatever is in it, it covers the zeros
+            self.commit().await?; // no guest has flushed; any commit covers the zeros
             self.settle_zeroed(units);
         }
         Ok(has_more)
@@ -177,36 +204,43 @@ impl Native {
         _giving: async_lock::MutexGuard<'_, ()>,
         haste: Haste,
         needed: usize,
+        most: usize,
     ) -> Result<()> {
         let wanted = match self.metadata.limits().fast_zeroes {
             true => CLEANED_AT_ONCE.max(needed),
             false => CLEAN_AHEAD.max(needed),
         };
-        let work = Work { haste, wanted, most: usize::MAX, way: self.metadata.clone() };
+        let work = Work { haste, wanted, most, way: self.metadata.clone() };
         self.settle_zeroed(units);
         self.zero_freed(units, &work).await?;
+        let work = Work { most: usize::MAX, ..work };
         self.zero_unknown(units, &work).await;
         if sabotage::is(Bug::ZeroNotCovered) {
             self.settle_zeroed(units);
         }
         if haste == Haste::Now && units.any_zeroed() {
-            self.commit().await?; // whatever is in it, it covers the zeros
+            self.commit().await?; // any commit covers the zeros
             self.settle_zeroed(units);
         }
         Ok(())
     }
 
-    /// Units whose zeros a flush covers are clean.
-    fn settle_zeroed(&self, units: &Units) {
+    /// Units whose zeros a flush covers become clean.
+    pub(super) fn settle_zeroed(&self, units: &Units) {
         let is_careless = sabotage::is(Bug::ZeroNotCovered) || sabotage::is(Bug::UnitFreedBeforeDurable);
-        units.settle(if is_careless { u64::MAX } else { self.commits.covered() });
+        units.settle(if is_careless { u64::MAX } else { self.engine.commits.covered() });
     }
 
-    /// Makes units zero that are free, durably, and that nobody looks at any more. Tells how many it dealt with.
+    /// Makes units zero that are durably free and that no request reads any more. Returns how many it dealt
+    /// with.
     async fn zero_freed(&self, units: &Units, work: &Work) -> Result<usize> {
+        let is_fast = self.metadata.limits().fast_zeroes;
+        let run_max = self.unit().map_or(1, |unit| unit.count_for(ZEROED_AT_ONCE_FAST));
+        let run_max = usize::try_from(run_max).expect("units are large");
         let mut done = 0;
         while done < work.most {
-            let Some((stamp, mut batch)) = units.next_freed(|stamp| self.epochs.has_passed(stamp)) else {
+            let Some((stamp, mut batch)) = units.next_freed(|stamp| self.engine.epochs.has_passed(stamp))
+            else {
                 break;
             };
             while let Some(unit) = batch.pop() {
@@ -216,23 +250,31 @@ impl Native {
                     return Ok(done);
                 }
                 done += 1;
-                let is_too_much = !self.metadata.limits().fast_zeroes && units.ready() >= work.wanted;
+                let is_too_much = !is_fast && units.ready() >= work.wanted;
                 if is_too_much || sabotage::is(Bug::UnitNotZeroed) {
                     units.give_up(unit);
                     continue;
                 }
-                self.zero(units, unit..unit + 1, &work.way).await;
+                let mut run = unit..unit + 1;
+                while is_fast && run.len() < run_max && batch.last() == Some(&run.end) {
+                    if !self.is_out_of_records(run.end, work.haste).await? {
+                        break;
+                    }
+                    batch.pop();
+                    run.end += 1;
+                }
+                self.zero(units, run, &work.way).await;
             }
         }
         Ok(done)
     }
 
-    /// Makes units in a row zero that nobody uses. Those that cannot be are tried again some time.
+    /// Makes free units in a row zero. Units that cannot be made zero are tried again later.
     async fn zero(&self, units: &Units, run: Range<u32>, way: &SharedStorage) -> bool {
         let span =
             ImageSpan::between(self.places.unit(run.start).start(), self.places.unit(run.end - 1).end());
         let done = self.zero_bytes(self.inside(span), way).await;
-        let change = self.commits.note_change();
+        let change = self.engine.commits.note_change();
         for unit in run {
             match done {
                 Ok(()) => units.zeroed(change, unit),
@@ -242,7 +284,7 @@ impl Native {
         done.is_ok()
     }
 
-    /// Makes some of these zero that are of unknown content. Tells whether there were any.
+    /// Makes some of these units of unknown content zero. Returns whether there were any.
     pub(super) async fn zero_some_of(&self, run: Range<u32>) -> bool {
         let units = self.units();
         let _giving = units.giving.lock().await;
@@ -270,12 +312,12 @@ impl Native {
         Ok(())
     }
 
-    /// The part of a unit that the medium has.
+    /// The part of a unit that exists on the medium.
     pub(super) fn inside(&self, unit: ImageSpan) -> ImageSpan {
         unit.intersect(ImageOffset::ZERO.span(self.metadata.len()))
     }
 
-    /// Makes units zero of which nobody knows what they hold, until one cannot be. Tells how many.
+    /// Makes units of unknown content zero, until one of them fails. Returns how many.
     async fn zero_unknown(&self, units: &Units, work: &Work) -> usize {
         if sabotage::is(Bug::UnitNotZeroed) {
             return 0;
@@ -291,7 +333,7 @@ impl Native {
                 if count == 1 {
                     units.pass_over(first);
                 }
-                // One of them may be what fails, and the others as good as any.
+                // Only one of them may be at fault, and the others may be fine.
                 for _ in 1..count {
                     let Some(one) = units.take_unknown(1) else { break };
                     let this = one.start;
@@ -308,12 +350,14 @@ impl Native {
         done
     }
 
-    /// So many units are to be clean that a zone of them is as a whole, whatever is taken one by one meanwhile: then it is opened.
+    /// The number of units that must be clean so that a whole zone of them can be opened, even if single
+    /// units are taken meanwhile.
     fn units_for_zones(&self) -> usize {
         if self.journal().is_some() && self.may_be_born() { 2 * self.zone_len() } else { 0 }
     }
 
-    /// Whether no record has guest data of this unit that a recovery would bring back. Asks for it to be made so.
+    /// Whether no record has guest data of this unit that a recovery would write back. Requests a checkpoint
+    /// if one has.
     async fn is_out_of_records(&self, unit: u32, haste: Haste) -> Result<bool> {
         let Some(journal) = self.journal() else { return Ok(true) };
         let span = self.places.unit(unit);

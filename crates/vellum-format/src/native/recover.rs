@@ -1,13 +1,15 @@
-//! What a crash leaves, made whole: the journal is replayed into the home pages.
+//! Recovery of an image that was not closed: the journal is replayed into the home pages.
 //!
 //! ```text
-//!   flush ► read the ring ► verify the newest ──fails──► void it ► flush ► the one before
-//!         ► replay in memory ► a record that says so ► flush
-//!         ► pages home ► flush ► superblock without the bit ► flush                                  commit point
+//!   flush ► settle what only a cache has
+//!         ► read the ring ► verify the newest ──fails──► void it ► flush ► the one before
+//!         ► replay in memory ► a record that proves the newest ► flush
+//!         ► pages home ► flush ► superblock without the bit ► flush                            commit point
 //! ```
 //!
-//! Up to the last step every input stays as it was, or is replaced by one that says the same: recovery may be cut off
-//! anywhere and begun again. The cost is bounded by the journal, whatever the size of the image.
+//! Up to the last step every input stays as it was, or is replaced by one with the same meaning. So recovery
+//! may be interrupted anywhere and started again. The cost is bounded by the journal, whatever the size of
+//! the image.
 
 use std::collections::BTreeSet;
 
@@ -18,23 +20,25 @@ use super::rescue::{self, rescue};
 use super::superblock::Superblocks;
 use crate::bytes::be64;
 use crate::journal::record::{Item, Record};
-use crate::journal::replay::{self, Needed, Place, Recovery, Replay, Rules};
+use crate::journal::replay::{self, Needed, Place, Replay, Rules};
+use crate::report::Recovery;
 use crate::sabotage::{self, Bug};
+use crate::truth::settle;
 
-/// What the journal may make the file longer by: the length itself may have been lost in the crash.
+/// How much the journal may extend the file, at most: the length itself may have been lost in the crash.
 const GROWTH_MAX: u64 = 1 << 40;
 
 /// What a journal may change: words of home, and guest data.
 struct Allowed {
     places: Places,
-    /// Nothing may lie behind this.
+    /// Nothing may lie past this offset.
     end: u64,
-    /// Only then there are map units.
+    /// Whether there can be map units.
     has_snapshots: bool,
 }
 
 impl Allowed {
-    /// The map unit in whose index the run lies, if it can be one.
+    /// The map unit whose index contains the run, if it can be one.
     fn map_unit(&self, span: ImageSpan) -> Option<u32> {
         let unit = self.places.shape().layout.unit().filter(|_| self.has_snapshots)?;
         if span.start() < self.places.data_offset() || span.end().bytes() > self.end {
@@ -42,7 +46,8 @@ impl Allowed {
         }
         let within = span.start() - self.places.data_offset();
         let is_index = within % unit.bytes() + span.len() <= BlockSize::PAGE.bytes();
-        is_index.then(|| u32::try_from((within >> unit.shift()) + 1).ok()).flatten()
+        let unit = is_index.then(|| u32::try_from((within >> unit.shift()) + 1).ok()).flatten();
+        unit.filter(|unit| !self.places.is_of_part(*unit)) // those have home pages
     }
 
     /// The map units that the record has words of.
@@ -53,14 +58,14 @@ impl Allowed {
         })
     }
 
-    /// The last unit that copies of pages of the table name, by what is now the index of their map unit.
+    /// The last unit that copies of table pages name, by the replayed index of their map unit.
     async fn last_named(&self, storage: &dyn Storage, map: u32, index: &[u64]) -> Result<u32> {
-        let (start, table) = (self.places.unit(map).start(), self.places.region(Region::Table));
+        let start = self.places.unit(map).start();
         let mut last = 0;
         for (slot, entry) in (0..).zip(index.chunks_exact(2).skip(1)) {
             let copy = (start + (slot + 1) * BlockSize::PAGE.bytes()).span(BlockSize::PAGE.bytes());
             let is_there = entry[0] != 0 && copy.end() <= self.places.unit(map).end();
-            if !is_there || !table.contains(ImageOffset::new(entry[1])) {
+            if !is_there || !self.places.is_in_table(ImageOffset::new(entry[1])) {
                 continue;
             }
             let bytes = storage.read(copy.start(), Buffer::for_overwrite(4096)).await?;
@@ -73,8 +78,7 @@ impl Allowed {
 
 impl Rules for Allowed {
     fn check_words(&self, span: ImageSpan) -> Result<()> {
-        let home = self.places.home();
-        match home.intersect(span) == span || self.map_unit(span).is_some() {
+        match self.places.is_in_home(span) || self.map_unit(span).is_some() {
             true => Ok(()),
             false => Err(Error::corrupt(format!(
                 "the journal changes bytes at {}, where no table is",
@@ -84,7 +88,8 @@ impl Rules for Allowed {
     }
 
     fn check_data(&self, span: ImageSpan) -> Result<()> {
-        match span.start() >= self.places.data_offset() && span.end().bytes() <= self.end {
+        let is_data = !self.places.parts().any(|part| part.home().overlaps(span));
+        match is_data && span.start() >= self.places.data_offset() && span.end().bytes() <= self.end {
             true => Ok(()),
             false => Err(Error::corrupt(format!(
                 "the journal changes bytes at {}, where no data is",
@@ -102,13 +107,18 @@ impl Rules for Allowed {
     }
 }
 
-/// Replays the journal of an image that was not closed. Opening for writing does it by itself. An image that was closed is left
-/// as it is.
+/// Replays the journal of an image that was not closed. Opening an image read-write does this automatically.
+/// An image that was closed is left as it is.
 ///
 /// # Errors
-/// `Corrupt` when the journal or the data that it counts on is not what was flushed once, and what the storage says.
+/// `Corrupt` when the journal, or data that it relies on, is not what was once flushed, and the errors of the
+/// storage.
 pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     let storage = &**image;
+    if Superblocks::read(storage).await?.superblock.key.is_none() {
+        return Ok(Recovery::default());
+    }
+    settle(storage).await?;
     let mut superblocks = Superblocks::read(storage).await?;
     let Some(key) = superblocks.superblock.key else { return Ok(Recovery::default()) };
     let places = superblocks.superblock.places();
@@ -121,7 +131,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     if names_what_is_lost(storage, &places, has_snapshots, place.generation, &records).await? {
         replay::leave_out(storage, run, &records).await?;
         records = replay::find(storage, place).await?;
-        recovery.left_out = true;
+        (recovery.left_out, recovery.block_lost) = (true, true);
     }
     let Needed { records, .. } = records;
     if let Some(newest) = records.last() {
@@ -132,7 +142,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         let end = end_of(storage);
         let from = if sabotage::is(Bug::OnlyNewestReplayed) { records.len() - 1 } else { 0 };
         let allowed = Allowed { places, end, has_snapshots };
-        // An index is read where it lies: the file must reach there.
+        // An index is read at its home location, so the file must reach that far.
         let maps: BTreeSet<u32> =
             records[from..].iter().flat_map(|found| allowed.map_units(&found.record)).collect();
         let map = maps.last().copied();
@@ -142,15 +152,18 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             storage.set_len(places.unit(map).end().bytes()).await?;
         }
         let mut replay = Replay::new(allowed, storage);
-        replay.bring_for(places.home(), &records[from..]).await?;
+        for home in places.homes() {
+            replay.bring_for(home, &records[from..]).await?;
+        }
         for found in &records[from..] {
             replay.replay(&found.record).await?;
         }
         let rescued = rescue(&mut replay, storage, &places, place.generation).await?;
         recovery.born = rescued.count;
-        // The table may have arrived where the file's new length has not.
-        let mut named = replay
-            .words_in(places.region(Region::Table))
+        // The table may be on the medium although the file's new length is not.
+        let mut named = places
+            .table()
+            .flat_map(|span| replay.words_in(span))
             .map(|word| places.last_unit(word))
             .max()
             .unwrap_or(0);
@@ -167,7 +180,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         }
         recovery.records = records.len() as u64;
         if !replay::is_result(&newest) && !sabotage::is(Bug::ResultNotTold) {
-            // It proves the newest: what then goes home cannot be held against its checks.
+            // It proves the newest record. Pages that go home from now on cannot fail that record's checks.
             let result = Record {
                 sequence: newest.sequence + 1,
                 durable: newest.sequence,
@@ -190,13 +203,13 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     Ok(recovery)
 }
 
-/// Nothing may lie behind this.
+/// Nothing may lie past this offset.
 fn end_of(storage: &dyn Storage) -> u64 {
     storage.len().saturating_add(if storage.limits().fixed_len { 0 } else { GROWTH_MAX })
 }
 
-/// Whether the newest record, which nobody may have been told of, names a packed block that did not arrive. One that follows a
-/// record that was left out was flushed.
+/// Whether the newest record, which may never have been acknowledged, names a packed block that did not
+/// arrive. When a newer record was left out, this one had been flushed.
 async fn names_what_is_lost(
     storage: &dyn Storage,
     places: &Places,
@@ -209,9 +222,11 @@ async fn names_what_is_lost(
         return Ok(false);
     }
     let mut replay = Replay::new(Allowed { places: *places, end: end_of(storage), has_snapshots }, storage);
-    replay.bring_for(places.region(Region::Zones), before).await?;
-    for found in before {
-        replay.replay_within(places.region(Region::Zones), &found.record).await?;
+    for zones in places.zone_table().filter(|zones| !zones.is_empty()) {
+        replay.bring_for(zones, before).await?;
+        for found in before {
+            replay.replay_within(zones, &found.record).await?;
+        }
     }
     rescue::names_what_is_lost(&replay, storage, places, generation, &newest.record).await
 }
@@ -223,7 +238,23 @@ mod tests {
 
     use super::*;
     use crate::journal::record::Item;
+    use crate::native::geometry::{Layout, Shape};
+    use crate::native::parts::Part;
     use crate::native::{CreateOptions, create};
+
+    #[test]
+    fn a_page_of_a_part_of_the_table_is_no_index_of_copies() {
+        let size = BlockSize::from_shift;
+        let layout = Layout::Zoned { unit: size(16), zone: size(23) };
+        let shape = Shape { size: 1 << 20, layout, block: size(16), base_bytes: None };
+        let places = Places::plan(shape, 65_536).unwrap();
+        let part = Part { at: places.data_offset(), ..places.next_part(12 << 30) };
+        let places = places.with_part(part).and_then(|places| places.resized(12 << 30)).unwrap();
+        let allowed = Allowed { places, end: 1 << 40, has_snapshots: true };
+        let named_by = |unit: u32| allowed.map_unit(places.unit(unit).start().span(8));
+        let last = places.units_of_parts().inspect(|unit| assert_eq!(named_by(*unit), None)).last().unwrap();
+        assert_eq!(named_by(last + 1), Some(last + 1));
+    }
 
     /// An image whose journal has this item in its only record.
     fn recovered(item: impl Fn(&Places) -> Item) -> (Result<Recovery>, Vec<u8>) {

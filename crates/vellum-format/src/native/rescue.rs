@@ -1,43 +1,44 @@
-//! What units tell of themselves after a crash: entries that no record has.
+//! The scan of open zones after a crash: it finds entries that no record has.
 //!
 //! ```text
-//!   all records but the newest replayed ► does the newest name a packed block that is not whole? then it is left out
+//!   all records but the newest replayed ► a newest record that names a broken packed block: left out
 //!     ► the newest replayed
-//!     ► young zones are read: a block that is whole, where the zone's bit is 0 and the table says nothing yet, counts
+//!     ► young zones are read: a block counts when it is whole, its bit is 0 and the table has no entry yet
 //! ```
 //!
-//! | the unit of the disk in the table | a block tells of it | then |
+//! | the unit of the disk in the table | a block names it | then |
 //! |---|---|---|
 //! | nothing | yes, its bit is 0 | the block counts |
 //! | nothing | yes, its bit is 1 | the unit is free: it was let go, or retired |
-//! | the same unit | yes | the table counts, which says the same, or that the block is one like others now |
+//! | the same unit | yes | the table counts; it agrees, or says that the block is a plain one now |
 //! | another unit | yes | the table counts: what came in between was not durable |
 //!
-//! Only the newest record can name a block that did not arrive: all before it were flushed, and the blocks with them. It was never
-//! acknowledged, and is left out like one whose check fails. All of this can be done again from the beginning as often as it
-//! is cut off: the bits, the tags and the blocks stay as they are until the superblock says that there is nothing to recover.
+//! Only the newest record can name a block that did not arrive: all records before it were flushed, and the
+//! blocks with them. It was never acknowledged, and is left out like a record whose check fails. The scan can
+//! be interrupted and started again any number of times: bits, tags and blocks stay as they are until the
+//! superblock says that there is nothing to recover.
 
 use std::collections::BTreeMap;
 
 use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, Storage, try_join_all};
 
 use super::embed::{BLOCK_LEN, BLOCKS_MAX, Identity, identify};
-use super::geometry::{Places, Region, SETTLED_WORD, ZONE_LEN};
+use super::geometry::{Places, SETTLED_WORD};
 use super::zones::{GENERATION_WORD, TAG_WORD};
 use crate::bytes::{be64, put64};
 use crate::journal::record::{Item, Record};
 use crate::journal::replay::{Replay, Rules, read_together};
 use crate::sabotage::{self, Bug};
 
-/// What is read at once.
+/// This many bytes are read at once.
 const PIECE: u64 = 1 << 20;
-/// Packed blocks that lie no further apart are read at once.
+/// Packed blocks that lie no further apart than this are read together.
 const GAP_MAX: u64 = 256 << 10;
-/// So many pieces are read at once.
+/// At most this many pieces are read concurrently.
 const READS_AT_ONCE: usize = 4;
-/// What is packed, or not.
+/// The size of a block, packed or plain.
 const BLOCK: BlockSize = BlockSize::PAGE;
-/// More zones are never young at a time: 4 GiB at most are read.
+/// At most this many zones are young at a time, so at most 4 GiB are read.
 const YOUNG_MAX: usize = 64;
 
 /// A zone that was open.
@@ -53,13 +54,13 @@ impl Young {
     }
 }
 
-/// The last unit that is named because of this, and how many entries were found.
+/// The last unit that the rescued entries name, and how many entries were found.
 pub(super) struct Rescued {
     pub(super) last: u32,
     pub(super) count: u64,
 }
 
-/// Brings what units tell of themselves into the replayed table.
+/// Adds the entries that only packed blocks hold to the replayed table.
 pub(super) async fn rescue<R: Rules>(
     replay: &mut Replay<'_, R>,
     storage: &dyn Storage,
@@ -94,8 +95,8 @@ pub(super) async fn rescue<R: Rules>(
     Ok(rescued)
 }
 
-/// Whether the record names a packed block of a young zone that is not there: then it was never acknowledged. `replay` has all
-/// records before it.
+/// Whether the record names a packed block of a young zone that is not there. Such a record was never
+/// acknowledged. `replay` has all records before it.
 pub(super) async fn names_what_is_lost<R: Rules>(
     replay: &Replay<'_, R>,
     storage: &dyn Storage,
@@ -107,17 +108,17 @@ pub(super) async fn names_what_is_lost<R: Rules>(
         return Ok(false);
     }
     let young = find_young(replay, storage, places, generation).await?;
-    let table = places.region(Region::Table);
     let mut named: BTreeMap<ImageOffset, Expected> = BTreeMap::new();
     for item in &record.items {
         let Item::Words { at, values } = item else { continue };
         let words = (0..).map(|index| *at + index * 8).zip(values);
-        for (word, value) in words.filter(|(word, _)| table.contains(*word)) {
+        let entries = words.filter_map(|(word, value)| Some((places.entry_at(word)?, value)));
+        for (first, value) in entries {
             for (number, shift) in [(0, 32), (1, 0)] {
-                let guest_unit = (word - table.start()) / 4 + number;
+                let guest_unit = first + number;
                 let entry = u32::try_from(value >> shift & 0xFFFF_FFFF).expect("32 bits");
                 let Some((at, expected)) = expected(places, &young, guest_unit, entry) else { continue };
-                // No block is that of two units.
+                // No block belongs to two units.
                 if named.insert(at, expected).is_some_and(|before| before != expected) {
                     return Ok(true);
                 }
@@ -135,7 +136,7 @@ pub(super) async fn names_what_is_lost<R: Rules>(
     Ok(!all_there)
 }
 
-/// Who a packed block must be.
+/// The identity that a packed block must have.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Expected {
     tag: u64,
@@ -144,7 +145,7 @@ struct Expected {
     block: u8,
 }
 
-/// What an entry names, as far as that is asked here: in a young zone, and packed.
+/// What an entry names, if that is a packed block in a young zone.
 fn expected(
     places: &Places,
     young: &[Young],
@@ -168,36 +169,47 @@ async fn find_young<R: Rules>(
     generation: u64,
 ) -> Result<Vec<Young>> {
     let mut young = Vec::new();
-    let mut rest = places.region(Region::Zones);
     let settled_words = u64::from(places.units_per_zone().div_ceil(64));
-    while !rest.is_empty() {
-        let (now, later) = rest.split_at(PIECE);
-        let len = usize::try_from(now.len()).expect("a piece");
-        let bytes = storage.read(now.start(), Buffer::for_overwrite(len)).await?.contiguous();
-        for (at, page) in (0..).map(|page| now.start() + page * 4096).zip(bytes.slice().chunks(4096)) {
-            let page = replay.changed_page(at).unwrap_or(page);
-            for (entry, zone) in
-                page.chunks_exact(256).zip((at - places.region(Region::Zones).start()) / ZONE_LEN..)
-            {
-                let word = |word: u64| be64(entry, usize::try_from(word * 8).expect("below 256"));
-                let zone = u32::try_from(zone).expect("at most 2^18");
-                let has_units = zone < places.unit_max() / places.units_per_zone();
-                if word(GENERATION_WORD) != generation || generation == 0 || !has_units {
-                    continue;
+    for span in places.zone_table() {
+        let mut rest = span;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(PIECE);
+            let len = usize::try_from(now.len()).expect("a piece");
+            // A long table is mostly a hole. The journal may still have changed pages in it.
+            let runs = storage.runs(now).await?;
+            let is_hole = runs.iter().all(|run| !run.is_data)
+                && runs.last().is_none_or(|run| run.span.end() >= now.end());
+            let bytes = match is_hole {
+                true => None,
+                false => Some(storage.read(now.start(), Buffer::for_overwrite(len)).await?.contiguous()),
+            };
+            let pages = bytes.as_ref().map_or(&[][..], |bytes| bytes.slice()).chunks(4096);
+            let pages = pages.map(Some).chain(std::iter::repeat(None));
+            for (at, page) in (0..now.len() / 4096).map(|page| now.start() + page * 4096).zip(pages) {
+                let Some(page) = replay.changed_page(at).or(page) else { continue };
+                for (entry, zone) in
+                    page.chunks_exact(256).zip(places.zone_at(at).expect("a page of the zone table")..)
+                {
+                    let word = |word: u64| be64(entry, usize::try_from(word * 8).expect("below 256"));
+                    let zone = u32::try_from(zone).expect("at most 2^18");
+                    let has_units = zone < places.unit_max() / places.units_per_zone();
+                    if word(GENERATION_WORD) != generation || generation == 0 || !has_units {
+                        continue;
+                    }
+                    let settled = (0..settled_words).map(|index| word(SETTLED_WORD + index)).collect();
+                    young.push(Young { zone, tag: word(TAG_WORD), settled });
                 }
-                let settled = (0..settled_words).map(|index| word(SETTLED_WORD + index)).collect();
-                young.push(Young { zone, tag: word(TAG_WORD), settled });
             }
+            rest = later;
         }
-        rest = later;
     }
     match young.len() <= YOUNG_MAX {
         true => Ok(young),
-        false => Err(Error::corrupt(format!("{} zones are open: that cannot be", young.len()))),
+        false => Err(Error::corrupt(format!("{} zones are open, which is impossible", young.len()))),
     }
 }
 
-/// The blocks of a zone that tell of their units, by unit.
+/// The blocks of a zone that hold their units' entries, by unit.
 async fn find_blocks(
     storage: &dyn Storage,
     places: &Places,
@@ -214,7 +226,8 @@ async fn find_blocks(
             else {
                 break;
             };
-            // A host's blocks may be smaller than ours: pieces begin at blocks whatever its runs do.
+            // The host's blocks may be smaller than ours. Pieces begin at our blocks, wherever the host's
+            // runs begin.
             let run_end = run.span.end().bytes();
             let hole_end = ImageOffset::new(BLOCK.round_down(run_end));
             if !run.is_data && hole_end > at {
@@ -239,7 +252,7 @@ async fn find_blocks(
     Ok(found)
 }
 
-/// The runs of units of a zone that the table may not tell of: only they are read.
+/// The runs of a zone's units that are not settled. Only these are read.
 fn unsettled(places: &Places, young: &Young) -> Vec<ImageSpan> {
     let per_zone = places.units_per_zone();
     let first = young.zone * per_zone + 1;
@@ -254,7 +267,7 @@ fn unsettled(places: &Places, young: &Young) -> Vec<ImageSpan> {
     runs
 }
 
-/// Looks at the blocks of a piece that begins at one.
+/// Looks at the blocks of a piece, which begins at a block.
 fn look_for_blocks(
     places: &Places,
     young: &Young,

@@ -1,15 +1,16 @@
-//! How much room is left on a device, and what it has got since: a device may be made larger while the image is open.
+//! How much room is left on a device, and how much it has gained: a device may grow while the image is open.
 //!
-//! 1. The end of a device is looked at when a request finds no unit free, before it fails, and whenever somebody asks how much room
-//!    there is. What a device has more is units of unknown content, as all of it was.
-//! 2. A device is never believed to be shorter than it was.
+//! 1. The length of a device is read when a request finds no free unit, before the request fails, and
+//!    whenever the room is queried. The space that a device has gained is units of unknown content, as all of
+//!    it once was.
+//! 2. A device is never taken to be shorter than it was.
 
 use vellum_core::{ImageOffset, Result, Room};
 
 use super::geometry::Places;
 use super::image::Native;
 
-/// How many units lie wholly inside an image of this length.
+/// The number of units that lie wholly inside an image of this length.
 pub(super) fn whole_units(places: &Places, len: u64) -> u32 {
     let data = len.saturating_sub(places.data_offset().bytes());
     let most = places.unit_max().min(u32::MAX >> 1);
@@ -17,7 +18,7 @@ pub(super) fn whole_units(places: &Places, len: u64) -> u32 {
 }
 
 impl Native {
-    /// Looks whether the device has become longer; gives its length.
+    /// Checks whether the device has grown, and returns its length.
     pub(super) async fn look_at_device(&self) -> Result<u64> {
         let len = self.metadata.look_at_len().await?;
         self.units().extend(whole_units(&self.places, len));
@@ -31,7 +32,7 @@ impl Native {
         if !self.metadata.limits().fixed_len {
             return Ok(None);
         }
-        self.state.check_open()?;
+        self.engine.state.check_open()?;
         let len = self.look_at_device().await?;
         let all = self.places.shape().units() << unit.shift();
         Ok(Some(Room {
@@ -43,7 +44,7 @@ impl Native {
         }))
     }
 
-    /// How much longer the device must be for one unit more.
+    /// How many bytes the device must grow by for one more unit.
     pub(super) fn missing(&self) -> u64 {
         let unit = self.unit().expect("only a table has units");
         let len = self.metadata.len();

@@ -10,23 +10,30 @@
 //!  ├─────────────────────┼─────────────┼────────────┼─────┼────────────┼─────────┼──────────┼───────────┼───────┼──────
 //!  │ six regions: at, len│ data_offset │ generation │ key │ not used   │ name len│format len│ zone table│ name  │ format
 //!  └─────────────────────┴─────────────┴────────────┴─────┴────────────┴─────────┴──────────┴───────────┴───────┴──────
+//!  1296                                   1552
+//!  ├──────────────────────────────────────┼──────
+//!  │ eight parts: at, table len, zones len│
+//!  └──────────────────────────────────────┴──────
 //! ```
 //!
-//! 1. [`Superblock::parse`] is the only door. After it no region lies outside the limits or over another one, nothing that
-//!    is allocated by these sizes passes them, and no unknown incompatible feature is left.
-//! 2. The copy with a good CRC and the higher sequence counts, whatever else it says: an older one is never fallen back
-//!    on because the newer one asks for too much.
-//! 3. A change is written over the copy that does not count. So a torn write leaves the one that did.
+//! 1. [`Superblock::parse`] is the only way in. After it no region exceeds its limits or overlaps another
+//!    one, no allocation that follows from these sizes exceeds its limit, and no unknown incompatible feature
+//!    is left.
+//! 2. The copy with a good CRC and the higher sequence counts, whatever else it says. When it asks for
+//!    something that is not supported, the older copy is not used instead.
+//! 3. A change is written over the copy that does not count. A torn write therefore leaves the one that does.
 //! 4. Bytes that this program does not know are kept.
 
 use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, Result, Storage};
 
 use super::geometry::{Layout, Places, Region, Shape};
+use super::parts::{PARTS_MAX, Part, Parts};
 use crate::bytes::{be32, be64, put32, put64};
+use crate::truth::reconcile;
 
 /// The first bytes of each copy.
 pub(crate) const MAGIC: [u8; 8] = *b"VELLUMv1";
-const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 1;
 /// Bytes of one copy.
 pub(crate) const SUPERBLOCK_LEN: usize = 4096;
 
@@ -54,6 +61,9 @@ mod field {
     pub(super) const ZONES: usize = 224;
     pub(super) const NAME: usize = 256;
     pub(super) const FORMAT: usize = 1280;
+    pub(super) const PARTS: usize = 1296;
+    /// Length of one part.
+    pub(super) const PART_LEN: usize = 32;
 }
 
 /// Longest name of a base, in bytes.
@@ -67,13 +77,14 @@ mod incompatible {
     pub(super) const BASE: u64 = 1 << 2;
     pub(super) const SNAPSHOTS: u64 = 1 << 3;
     pub(super) const ZONED: u64 = 1 << 4;
-    pub(super) const KNOWN: u64 = REPLAY | TABLE | BASE | SNAPSHOTS | ZONED;
+    pub(super) const PARTS: u64 = 1 << 5;
+    pub(super) const KNOWN: u64 = REPLAY | TABLE | BASE | SNAPSHOTS | ZONED | PARTS;
 }
 
 /// Bits of the byte of switches.
 const NO_EMBEDDING: u8 = 1 << 0;
 
-/// Where the superblock says where a region lies, and how long it is.
+/// Offset in the superblock of a region's offset and length.
 fn place_of(region: Region) -> usize {
     let index = match region {
         Region::Bitmap => 0,
@@ -97,7 +108,7 @@ pub enum Slot {
 }
 
 impl Slot {
-    /// Where it lies.
+    /// Its offset in the image.
     pub fn offset(self) -> ImageOffset {
         match self {
             Self::A => ImageOffset::ZERO,
@@ -105,7 +116,7 @@ impl Slot {
         }
     }
 
-    /// The other one.
+    /// The other copy.
     pub fn other(self) -> Self {
         match self {
             Self::A => Self::B,
@@ -113,7 +124,7 @@ impl Slot {
         }
     }
 
-    /// What it is called.
+    /// Its name in messages.
     pub fn name(self) -> &'static str {
         match self {
             Self::A => "A",
@@ -122,7 +133,7 @@ impl Slot {
     }
 }
 
-/// The bytes of one copy. Nobody wants to see them in a message.
+/// The bytes of one copy. `Debug` leaves them out, because they only clutter a message.
 #[derive(Clone)]
 struct Page(Box<[u8; SUPERBLOCK_LEN]>);
 
@@ -132,33 +143,33 @@ impl std::fmt::Debug for Page {
     }
 }
 
-/// The image below, as it stands in this one.
+/// The base (backing image), as this image records it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Base {
     /// Its name.
     pub name: String,
-    /// Its format, if it was said.
+    /// Its format, if one is recorded.
     pub format: Option<String>,
 }
 
 /// A superblock whose every field has been checked.
 #[derive(Debug, Clone)]
 pub struct Superblock {
-    /// The page as it was read: what is not known is kept.
+    /// The page as it was read, so that unknown bytes are kept.
     page: Page,
-    /// One more with each change.
+    /// Increases by one with each change.
     pub(crate) sequence: u64,
     uuid: [u8; 16],
     /// Sizes and places.
     pub(crate) places: Places,
     base: Option<Base>,
-    /// Of the journal: one more with each opening that writes.
+    /// The journal's generation. It increases by one with each opening that changes the image.
     pub(crate) generation: u64,
-    /// Of the journal, while it is in use.
+    /// The journal's key, while the journal is in use.
     pub(crate) key: Option<u128>,
-    /// Whether there are snapshots, or were.
+    /// Whether the image has snapshots, or has had any.
     pub(crate) has_snapshots: bool,
-    /// Whether units of zones hold their own entries.
+    /// Whether units of zones may hold their own entries.
     pub(crate) embeds: bool,
 }
 
@@ -197,17 +208,19 @@ impl Superblock {
     /// Checks the bytes of one copy.
     ///
     /// # Errors
-    /// `Corrupt` when the CRC is wrong or a field is impossible, `Unsupported` for a version, layout or feature that this
-    /// program does not have.
+    /// `Corrupt` when the CRC is wrong or a field has an impossible value. `Unsupported` for a version,
+    /// layout or feature that this program does not have.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let page: Box<[u8; SUPERBLOCK_LEN]> = match bytes.get(..SUPERBLOCK_LEN).map(<[u8]>::to_vec) {
             Some(page) => page.into_boxed_slice().try_into().expect("one page"),
-            None => return Err(Error::corrupt("the superblock is not whole")),
+            None => return Err(Error::corrupt("the superblock is incomplete")),
         };
         check_seal(&*page)?;
         let version = be32(&*page, field::VERSION);
         if version != VERSION {
-            return Err(Error::unsupported(format!("version {version} of the format is not known (1 is)")));
+            return Err(Error::unsupported(format!(
+                "version {version} of the format is not supported (1 is)"
+            )));
         }
         let features = be64(&*page, field::INCOMPATIBLE);
         refuse_unknown_features(features)?;
@@ -222,7 +235,13 @@ impl Superblock {
             regions[region as usize] =
                 span.ok_or_else(|| Error::corrupt(format!("the {} cannot lie there", region.name())))?;
         }
-        let places = Places::checked(shape, regions, ImageOffset::new(be64(&*page, field::DATA_OFFSET)))?;
+        let data_offset = ImageOffset::new(be64(&*page, field::DATA_OFFSET));
+        let has_parts = features & incompatible::PARTS != 0;
+        let parts = if has_parts { parts(&*page) } else { [Part::NONE; PARTS_MAX] };
+        let places = Places::checked(shape, regions, data_offset, parts)?;
+        if has_parts && places.parts().next().is_none() {
+            return Err(Error::corrupt("the table has parts, and there is none"));
+        }
         let base = match features & incompatible::BASE {
             0 => None,
             _ => Some(base(&*page)?),
@@ -264,18 +283,18 @@ impl Superblock {
         }
     }
 
-    /// Refuses an image that is cut off.
+    /// Refuses an image that was truncated.
     pub fn check_against(&self, storage: &dyn Storage) -> Result<()> {
         let end = match self.places.shape().layout {
-            // A device must have room for all of it; a file grows.
+            // A device must have room for all of it. A file can grow.
             Layout::Linear if storage.limits().fixed_len => {
                 self.places.data_offset() + self.places.shape().size
             }
-            _ => self.places.data_offset(),
+            _ => self.places.end_of_parts().unwrap_or(self.places.data_offset()),
         };
         if storage.len() < end.bytes() {
             return Err(Error::corrupt(format!(
-                "{} is {} bytes long, and must have {}: it was cut off",
+                "{} is {} bytes long but must have {}: it was truncated",
                 storage.name(),
                 storage.len(),
                 end.bytes()
@@ -284,7 +303,7 @@ impl Superblock {
         Ok(())
     }
 
-    /// Its bytes as they are to be on the medium.
+    /// The bytes to write to the medium.
     pub(crate) fn encode(&self) -> Buffer {
         let mut page = self.page.clone();
         let bytes = &mut page.0[..];
@@ -296,6 +315,7 @@ impl Superblock {
             (matches!(layout, Layout::Zoned { .. }), incompatible::ZONED),
             (self.base.is_some(), incompatible::BASE),
             (self.has_snapshots, incompatible::SNAPSHOTS),
+            (self.places.parts().next().is_some(), incompatible::PARTS),
         ] {
             features |= if is_set { bit } else { 0 };
         }
@@ -322,12 +342,18 @@ impl Superblock {
         for region in Region::ALL {
             let span = self.places.region(region);
             if region == Region::Zones && span.is_empty() {
-                continue; // bytes that an image without zones does not know
+                continue; // an image without zones leaves these bytes as they are
             }
             put64(bytes, place_of(region), span.start().bytes());
             put64(bytes, place_of(region) + 8, span.len());
         }
         put64(bytes, field::DATA_OFFSET, self.places.data_offset().bytes());
+        for (index, part) in self.places.parts().enumerate() {
+            let at = field::PARTS + index * field::PART_LEN;
+            put64(bytes, at, part.at.bytes());
+            put64(bytes, at + 8, part.table_len);
+            put64(bytes, at + 16, part.zones_len);
+        }
         put64(bytes, field::GENERATION, self.generation);
         bytes[field::KEY..field::KEY + 16].copy_from_slice(&self.key.unwrap_or(0).to_be_bytes());
         if let Some(base) = &self.base {
@@ -350,32 +376,32 @@ impl Superblock {
         self.places.shape().size
     }
 
-    /// What the image is called by itself.
+    /// The image's own UUID.
     pub fn uuid(&self) -> [u8; 16] {
         self.uuid
     }
 
-    /// The image below.
+    /// The base, if the image has one.
     pub fn base(&self) -> Option<&Base> {
         self.base.as_ref()
     }
 
-    /// Whether changes lie in the journal that must be replayed first.
+    /// Whether the journal holds changes that must be replayed first.
     pub fn needs_replay(&self) -> bool {
         self.key.is_some()
     }
 
-    /// Whether a unit that is written first may hold its own entry.
+    /// Whether the first write of a unit may embed the unit's entry.
     pub fn embeds(&self) -> bool {
         self.embeds
     }
 
-    /// Whether there are snapshots, or were.
+    /// Whether the image has snapshots, or has had any.
     pub fn has_snapshots(&self) -> bool {
         self.has_snapshots
     }
 
-    /// Why such an image cannot be looked at as it is.
+    /// The error for an image that must be recovered before it can be inspected.
     pub fn replay_first(&self, name: &str) -> Error {
         Error::unsupported(format!(
             "the image was not closed, and what its journal holds must be replayed first: run `vellum recover {name}`"
@@ -383,23 +409,26 @@ impl Superblock {
     }
 }
 
-/// The superblock that counts, and what became of the other copy.
+/// The superblock that counts, and the state of the other copy.
 #[derive(Debug, Clone)]
 pub struct Superblocks {
     /// The one that counts.
     pub superblock: Superblock,
-    /// Where it stands.
+    /// Where it lies.
     pub slot: Slot,
     /// Why the other copy is not readable, if it is not.
     pub other_is_bad: Option<Error>,
 }
 
 impl Superblocks {
-    /// Reads both copies and chooses.
+    /// Reads both copies and chooses one. On a writable storage they are reconciled first: what is read is on
+    /// the medium, or will be after the next successful flush.
     ///
     /// # Errors
-    /// `Invalid` when this is no image of this format, `Corrupt` when no copy is readable, and as [`Superblock::parse`].
+    /// `Invalid` when this is no image of this format, `Corrupt` when no copy is readable, and as
+    /// [`Superblock::parse`].
     pub async fn read(storage: &dyn Storage) -> Result<Self> {
+        reconcile(storage, ImageOffset::ZERO.span(2 * SUPERBLOCK_LEN as u64)).await?;
         let both = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(2 * SUPERBLOCK_LEN)).await?;
         let found = Self::choose(both.slice()).context(|| format!("{} is not usable", storage.name()))?;
         found.superblock.check_against(storage).context(|| format!("{} is not usable", storage.name()))?;
@@ -432,10 +461,11 @@ impl Superblocks {
         Ok(Self { superblock: Superblock::parse(page)?, slot, other_is_bad })
     }
 
-    /// Writes what was changed in `superblock` over the copy that does not count, which then counts. The caller flushes.
+    /// Writes the changed `superblock` over the copy that does not count. From then on it is the one that
+    /// counts. The caller flushes.
     ///
     /// # Errors
-    /// What the storage says. The copy that counted until now is as it was.
+    /// The error of the storage. The copy that counted before is unchanged.
     pub async fn write(&mut self, storage: &dyn Storage) -> Result<()> {
         let mut next = self.superblock.clone();
         next.sequence += 1;
@@ -445,7 +475,7 @@ impl Superblocks {
     }
 }
 
-/// Whether the page is a whole superblock, of whatever version.
+/// Checks that the page is a complete superblock, of any version.
 fn check_seal(page: &[u8]) -> Result<()> {
     if !page.starts_with(&MAGIC) {
         return Err(Error::corrupt("a copy of the superblock does not begin with the magic number"));
@@ -466,7 +496,7 @@ fn refuse_unknown_features(bits: u64) -> Result<()> {
     let list: Vec<String> =
         (0..64).filter(|bit| unknown >> bit & 1 == 1).map(|bit| bit.to_string()).collect();
     Err(Error::unsupported(format!(
-        "the image needs features that this program does not have: incompatible bit {}",
+        "the image needs features that this program does not support: incompatible bit {}",
         list.join(", ")
     )))
 }
@@ -500,7 +530,7 @@ fn shape(page: &[u8], features: u64) -> Result<Shape> {
     let has_base = features & incompatible::BASE != 0;
     let base_bytes = be64(page, field::BASE_BYTES);
     if !has_base && (base_bytes, be32(page, field::NAME_LEN), be32(page, field::FORMAT_LEN)) != (0, 0, 0) {
-        return Err(Error::corrupt("there is no base, and it has a size or a name"));
+        return Err(Error::corrupt("there is no base, but a size or a name for it"));
     }
     Ok(Shape {
         size: be64(page, field::SIZE),
@@ -510,10 +540,18 @@ fn shape(page: &[u8], features: u64) -> Result<Shape> {
     })
 }
 
+fn parts(page: &[u8]) -> Parts {
+    std::array::from_fn(|index| {
+        let at = field::PARTS + index * field::PART_LEN;
+        let [at, table_len, zones_len] = [0, 8, 16].map(|field| be64(page, at + field));
+        Part { at: ImageOffset::new(at), table_len, zones_len }
+    })
+}
+
 fn base(page: &[u8]) -> Result<Base> {
     let name = text(page, field::NAME_LEN, field::NAME, NAME_MAX, "name of the base")?;
     if name.is_empty() {
-        return Err(Error::corrupt("there is a base, and it has no name"));
+        return Err(Error::corrupt("there is a base without a name"));
     }
     let format = text(page, field::FORMAT_LEN, field::FORMAT, FORMAT_MAX, "format of the base")?;
     Ok(Base { name, format: Some(format).filter(|format| !format.is_empty()) })
@@ -522,11 +560,11 @@ fn base(page: &[u8]) -> Result<Base> {
 fn text(page: &[u8], len_at: usize, at: usize, max: usize, what: &str) -> Result<String> {
     let len = be32(page, len_at) as usize;
     if len > max {
-        return Err(Error::corrupt(format!("the {what} has {len} bytes, {max} are possible")));
+        return Err(Error::corrupt(format!("the {what} has {len} bytes, at most {max} are possible")));
     }
     match String::from_utf8(page[at..at + len].to_vec()) {
         Ok(text) if !text.contains('\0') => Ok(text),
-        _ => Err(Error::corrupt(format!("the {what} is no text"))),
+        _ => Err(Error::corrupt(format!("the {what} is not valid text"))),
     }
 }
 

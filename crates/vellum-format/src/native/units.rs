@@ -8,12 +8,14 @@
 //!   behind the end of a file that grows zeroed ────────────────────────────────────┘
 //! ```
 //!
-//! 1. A unit that is given out reads as zero, durably: what is not written in it needs no check, and after a crash each sector
-//!    of it is zero or what was written.
-//! 2. Nothing gets to *waiting* before a commit has made durable that the table does not name it.
-//! 3. What a closed image has free may hold anything, too: a crash may have come before.
-//! 4. A device may become longer while the image is open (`room.rs`): what it has more is *unknown*.
-//! 5. Units are made ready ahead of need (`ready.rs`). Only when none is left somebody waits for that; those are counted.
+//! 1. A unit that is handed out reads as zero, durably. What is not written in it needs no check, and after a
+//!    crash each of its sectors is zero or what was written.
+//! 2. A unit becomes *waiting* only after a commit has made durable that the table does not name it.
+//! 3. Units that are free in a closed image may hold anything too, because there may have been a crash
+//!    before.
+//! 4. A device may grow while the image is open (`room.rs`). The units that this adds are *unknown*.
+//! 5. Units are made ready ahead of need (`ready.rs`). A write waits for that only when none is left; these
+//!    waits are counted.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -28,58 +30,60 @@ use crate::prealloc::Pace;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
-/// The file grows by so many bytes at a time; what is too much is cut off when the image is closed.
+/// The file grows in steps of this many bytes. The excess is truncated when the image is closed.
 const GROWTH_STEP: u64 = 16 << 20;
 
 /// The units of an image that no table names.
 pub(super) struct Units {
     pool: Mutex<Pool>,
-    /// Waiting for requests to leave: the epoch in which it became durable that they are free.
+    /// Waiting for requests to leave, with the epoch in which their freeing became durable.
     waiting: Mutex<VecDeque<(u64, Vec<u32>)>>,
-    /// Made zero: the change that this was.
+    /// Made zero, with the number of that change.
     zeroed: Mutex<VecDeque<(u64, u32)>>,
-    /// Held by who gives back units.
+    /// Held while units are made zero and given back to the pool.
     pub(super) giving: async_lock::Mutex<()>,
-    /// Held by who found too few clean units for a write, until that is done: else two could take from each other for ever what
-    /// both need.
+    /// Held by a write that has found too few clean units, until the write is done. Otherwise two such writes
+    /// could keep taking from each other what both need.
     pub(super) hungry: async_lock::Mutex<()>,
-    /// Held by who makes the file longer.
+    /// Held while the file is extended.
     growing: async_lock::Mutex<()>,
     /// How fast units are taken.
     pub(super) pace: Mutex<Pace>,
     taken: AtomicU64,
-    /// Somebody tends the disk.
+    /// The caller tends the disk.
     is_tended: AtomicBool,
-    /// More units are being made ready, until there are as many as there should be.
+    /// The guest has flushed, and freed units have not been looked at since.
+    is_due: AtomicBool,
+    /// More units are being made ready, up to the wanted number.
     refills: AtomicBool,
     /// How many units have become clean.
     given: AtomicU64,
     /// How often a write had to wait until a unit was zero.
     waits: AtomicU64,
-    /// How often none was left.
+    /// How often no unit was left.
     refused: AtomicU64,
 }
 
 struct Pool {
-    /// They read as zero, durably. The lowest is given out first: what is written one after the other lies so, and zones behind
-    /// stay whole.
+    /// These read as zero, durably. The lowest is handed out first, so that consecutive writes lie next to
+    /// each other and zones behind stay whole.
     clean: RoaringBitmap,
-    /// They may hold anything.
+    /// These may hold anything.
     unknown: RoaringBitmap,
-    /// All from here on have never been there: nothing on a medium that cannot grow.
+    /// Units from here on have never been used. `None` on a medium that cannot grow.
     next: Option<u32>,
-    /// No unit has a higher number.
+    /// The highest unit number that is possible.
     last: u32,
-    /// Nobody is given one of these.
+    /// Units that are not handed out one by one.
     avoided: Range<u32>,
-    /// Units of unknown content are made zero from here on first: one before could not be.
+    /// The search for units of unknown content starts here, because one before this could not be made zero.
     look_from: u32,
-    /// The last unit that was there when the image was opened, or the device looked at.
+    /// The last unit that existed when the image was opened, or when the device's size was last checked.
     end: u32,
 }
 
 impl Pool {
-    /// Takes units of unknown content out that lie in a row, from the first on, so many at most.
+    /// Takes units of unknown content that lie in a row, from `first` on and at most `most` of them.
     fn take_run(&mut self, first: u32, before: u32, most: usize) -> Range<u32> {
         let most = u32::try_from(most.max(1)).unwrap_or(u32::MAX);
         let mut end = first + 1;
@@ -92,8 +96,8 @@ impl Pool {
 }
 
 impl Units {
-    /// The pool of an image whose table names `used`; `in_file` units lie at least in part inside the file, and `can_grow`
-    /// tells whether what is behind it reads as zero.
+    /// The pool of an image whose table names `used`. `in_file` units lie at least partly inside the file.
+    /// `can_grow` says whether everything behind the file's end reads as zero.
     pub(super) fn new(used: &RoaringBitmap, in_file: u32, last: u32, can_grow: bool) -> Self {
         let end = used.max().map_or(in_file, |last| last.max(in_file));
         let mut unknown = RoaringBitmap::new();
@@ -114,6 +118,7 @@ impl Units {
             pace: Mutex::default(),
             taken: AtomicU64::new(0),
             is_tended: AtomicBool::new(false),
+            is_due: AtomicBool::new(false),
             refills: AtomicBool::new(false),
             given: AtomicU64::new(0),
             waits: AtomicU64::new(0),
@@ -121,7 +126,7 @@ impl Units {
         }
     }
 
-    /// A clean unit; nothing when there is none.
+    /// A clean unit, if there is one.
     fn take(&self) -> Option<u32> {
         self.taken.fetch_add(1, Ordering::AcqRel);
         let mut pool = lock(&self.pool);
@@ -144,8 +149,8 @@ impl Units {
         Some(next)
     }
 
-    /// The first of a run of so many units that has never been there, one of the first `zones` such runs. The units before it
-    /// are clean.
+    /// Takes a run of `len` units that have never been used, if it is one of the first `zones` such runs, and
+    /// returns its first unit. The units before it become clean.
     pub(super) fn take_zone(&self, len: u32, zones: u32) -> Option<u32> {
         let mut pool = lock(&self.pool);
         let next = pool.next?;
@@ -158,8 +163,8 @@ impl Units {
         Some(first)
     }
 
-    /// The first unit of a zone of which all units are free, and whether what it holds is not known. Only clean ones when
-    /// `is_clean` is asked for.
+    /// Takes a zone whose units are all free. Returns its first unit, and whether its content is unknown.
+    /// With `is_clean` only a zone of clean units counts.
     pub(super) fn take_free_zone(
         &self,
         len: u32,
@@ -190,12 +195,12 @@ impl Units {
         Some((first, clean < all))
     }
 
-    /// From now on nobody is given a unit of these, but where it is said otherwise.
+    /// From now on none of these units is handed out by itself. A zone of them can still be opened.
     pub(super) fn avoid(&self, units: Option<Range<u32>>) {
         lock(&self.pool).avoided = units.unwrap_or(0..0);
     }
 
-    /// Whether all of these are free; made zero, too, if that is asked for.
+    /// Whether all of these units are free, and also made zero if `is_clean`.
     pub(super) fn is_free(&self, units: Range<u32>, is_clean: bool) -> bool {
         let pool = lock(&self.pool);
         let all = u64::from(units.end - units.start);
@@ -203,7 +208,21 @@ impl Units {
         pool.clean.range_cardinality(units) + unknown == all
     }
 
-    /// Whether there is a run of so many units that has never been there.
+    /// The first unit of a run of `count` free units, among those that exist.
+    pub(super) fn find_run(&self, count: u32) -> Option<u32> {
+        let pool = lock(&self.pool);
+        let free = &pool.clean | &pool.unknown;
+        let mut run = 0..0;
+        for unit in &free {
+            run = if unit == run.end { run.start..unit + 1 } else { unit..unit + 1 };
+            if run.end - run.start >= count {
+                return Some(run.start);
+            }
+        }
+        None
+    }
+
+    /// Whether there is a run of `len` units that have never been used.
     pub(super) fn has_new_zone(&self, len: u32, zones: u32) -> bool {
         let pool = lock(&self.pool);
         let first = pool.next.and_then(|next| (next - 1).checked_next_multiple_of(len)?.checked_add(1));
@@ -223,13 +242,17 @@ impl Units {
         self.used_by_zone(len, zones, is_clean, is_open).any(|(_, used)| used == 0)
     }
 
-    /// The zone with the fewest units that are used, at most half, where there is room for these elsewhere.
+    /// The zone with the fewest used units, if at most half of its units are used and there is room for these
+    /// elsewhere.
     pub(super) fn emptiest_zone(&self, len: u32, zones: u32, is_open: impl Fn(u32) -> bool) -> Option<u32> {
         let least = self.used_by_zone(len, zones, false, is_open).min_by_key(|(_, used)| *used);
-        let (zone, used) = least.filter(|(_, used)| *used <= u64::from(len / 2))?;
+        let (zone, _) = least?;
+        // Counted again, because other requests take units meanwhile.
         let pool = lock(&self.pool);
-        let elsewhere = pool.clean.len() + pool.unknown.len() - (u64::from(len) - used);
-        (elsewhere > used).then_some(zone)
+        let units = zone * len + 1..(zone + 1) * len + 1;
+        let here = pool.clean.range_cardinality(units.clone()) + pool.unknown.range_cardinality(units);
+        let (used, elsewhere) = (u64::from(len) - here, pool.clean.len() + pool.unknown.len() - here);
+        (used <= u64::from(len / 2) && elsewhere > used).then_some(zone)
     }
 
     /// How many units of each zone are not free, or not clean.
@@ -250,36 +273,37 @@ impl Units {
         })
     }
 
-    /// Units of unknown content in a row among these, so many at most.
+    /// Takes units of unknown content that lie in a row among these, at most `most` of them.
     pub(super) fn take_unknown_of(&self, units: Range<u32>, most: usize) -> Option<Range<u32>> {
         let mut pool = lock(&self.pool);
         let first = pool.unknown.range(units.clone()).next()?;
         Some(pool.take_run(first, units.end, most))
     }
 
-    /// Units that a zone was opened for, and that nobody was given.
+    /// Adds units of an open zone that were not handed out.
     pub(super) fn add_clean(&self, units: Range<u32>) {
         let count = units.len() as u64;
         lock(&self.pool).clean.insert_range(units);
         self.given.fetch_add(count, Ordering::AcqRel);
     }
 
-    /// A zone that was taken and never opened.
+    /// Returns a zone that was taken and never opened.
     pub(super) fn give_zone_back(&self, first: u32, len: u32) {
         lock(&self.pool).unknown.insert_range(first..first + len);
     }
 
-    /// A unit that was taken, and may hold anything by now.
+    /// Returns a unit that was taken and may hold anything by now.
     pub(super) fn give_up(&self, unit: u32) {
         lock(&self.pool).unknown.insert(unit);
     }
 
-    /// A unit that was taken, and that nobody wrote to. It is none that became clean.
+    /// Returns a unit that was taken and not written to. It does not count as newly clean.
     pub(super) fn take_back(&self, unit: u32) {
         lock(&self.pool).clean.insert(unit);
     }
 
-    pub(super) fn add_freed(&self, epoch: u64, units: Vec<u32>) {
+    pub(super) fn add_freed(&self, epoch: u64, mut units: Vec<u32>) {
+        units.sort_unstable_by_key(|unit| std::cmp::Reverse(*unit)); // popped from the back: ascending
         lock(&self.waiting).push_back((epoch, units));
     }
 
@@ -297,17 +321,20 @@ impl Units {
         self.waits.load(Ordering::Acquire)
     }
 
-    /// A device has so many units now.
+    /// Notes that the device now has `end` units.
     pub(super) fn extend(&self, end: u32) {
         let mut pool = lock(&self.pool);
         if end > pool.end {
             let more = pool.end + 1..=end;
-            pool.unknown.insert_range(more);
+            match sabotage::is(Bug::GrownIsClean) {
+                true => pool.clean.insert_range(more),
+                false => pool.unknown.insert_range(more),
+            };
             pool.end = end;
         }
     }
 
-    /// How many units there are to be had, or soon.
+    /// The number of units that are available, now or soon.
     pub(super) fn free(&self) -> u64 {
         let waiting: usize = lock(&self.waiting).iter().map(|(_, units)| units.len()).sum();
         let zeroed = lock(&self.zeroed).len();
@@ -324,7 +351,8 @@ impl Units {
         self.given.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// The freed units that come next, and the epoch in which they became free, if that has passed.
+    /// Takes the next batch of freed units, with the epoch in which they became free, if that epoch has
+    /// passed.
     pub(super) fn next_freed(&self, has_passed: impl Fn(u64) -> bool) -> Option<(u64, Vec<u32>)> {
         lock(&self.waiting).pop_front_if(|(stamp, _)| has_passed(*stamp))
     }
@@ -338,12 +366,12 @@ impl Units {
         lock(&self.waiting).front().map(|(stamp, _)| *stamp)
     }
 
-    /// A unit was made zero, by this change.
+    /// Notes that a unit was made zero, by this change.
     pub(super) fn zeroed(&self, change: u64, unit: u32) {
         lock(&self.zeroed).push_back((change, unit));
     }
 
-    /// Zeros up to this change are durable.
+    /// Notes that zeros up to this change are durable.
     pub(super) fn settle(&self, covered: u64) {
         let mut zeroed = lock(&self.zeroed);
         while let Some((_, unit)) = zeroed.pop_front_if(|(change, _)| *change <= covered) {
@@ -351,11 +379,16 @@ impl Units {
         }
     }
 
+    /// Whether units wait to be made zero.
+    pub(super) fn any_freed(&self) -> bool {
+        !lock(&self.waiting).is_empty()
+    }
+
     pub(super) fn any_zeroed(&self) -> bool {
         !lock(&self.zeroed).is_empty()
     }
 
-    /// How many units are clean, or will be with the next flush.
+    /// The number of units that are clean, or will be after the next flush.
     pub(super) fn ready(&self) -> usize {
         self.clean_count() + lock(&self.zeroed).len()
     }
@@ -364,7 +397,7 @@ impl Units {
         usize::try_from(lock(&self.pool).clean.len()).expect("units have 32 bits")
     }
 
-    /// The first units of unknown content that lie in a row, so many at most.
+    /// Takes the next units of unknown content that lie in a row, at most `most` of them.
     pub(super) fn take_unknown(&self, most: usize) -> Option<Range<u32>> {
         let mut pool = lock(&self.pool);
         let next = pool.unknown.range(pool.look_from..).next();
@@ -375,7 +408,7 @@ impl Units {
         Some(pool.take_run(first, u32::MAX, most))
     }
 
-    /// This unit could not be made zero: those behind it come first.
+    /// Notes that this unit could not be made zero. Those behind it are tried first.
     pub(super) fn pass_over(&self, unit: u32) {
         lock(&self.pool).look_from = unit + 1;
     }
@@ -384,7 +417,7 @@ impl Units {
         !lock(&self.pool).unknown.is_empty()
     }
 
-    /// Whether there is nothing else to be had than units of unknown content.
+    /// Whether units of unknown content are the only source of units.
     pub(super) fn needs_unknown(&self) -> bool {
         lock(&self.pool).next.is_none()
     }
@@ -410,6 +443,16 @@ impl Units {
         self.is_tended.store(true, Ordering::Release);
     }
 
+    /// Whether a request should first give back some units: after a flush, where the caller does not tend the
+    /// disk.
+    pub(super) fn take_due(&self) -> bool {
+        self.is_due.load(Ordering::Relaxed) && !self.is_tended() && self.is_due.swap(false, Ordering::AcqRel)
+    }
+
+    pub(super) fn note_due(&self) {
+        self.is_due.store(true, Ordering::Release);
+    }
+
     pub(super) fn refills(&self) -> bool {
         self.refills.load(Ordering::Acquire)
     }
@@ -424,27 +467,29 @@ impl Native {
         self.units.as_ref().expect("an image with a table that is written has units")
     }
 
-    /// A unit that reads as zero, durably. Never waits for a commit: that is for who calls [`Native::make_space`].
+    /// A unit that reads as zero, durably. This never waits for a commit. A caller that can wait for one uses
+    /// [`Native::make_space`].
     pub(super) async fn allocate(&self) -> Result<u32> {
         let take = || self.take_prepared().or_else(|| self.units().take());
         let unit = take().or_else(|| {
-            // What is kept free of others is better than nothing.
+            // Better to use the zone that is being kept free than to fail.
             self.let_zone_go(self.zones.as_ref()?);
             take()
         });
         let Some(unit) = unit else {
             let why = match self.metadata.limits().fixed_len {
                 true => format!(
-                    "{}: the device is full, and needs at least {} bytes more",
-                    self.name,
+                    "{}: the device is full and needs at least {} more bytes",
+                    self.engine.name,
                     self.missing()
                 ),
-                false => format!("{}: no unit is free", self.name),
+                false => format!("{}: no unit is free", self.engine.name),
             };
             return Err(Error::new(ErrorKind::NoSpace, why));
         };
-        // A unit that was given up because the file could not grow comes back as a clean one, and lies behind the end still: were
-        // it written there, somebody who makes the file longer meanwhile could cut it off.
+        // A unit that was given up because the file could not grow may come back as a clean one and still lie
+        // behind the end of the file. If it were written there, a concurrent extension of the file could
+        // truncate it.
         if let Err(error) = self.reach(self.places.unit(unit)).await {
             self.units().give_up(unit);
             return Err(error);
@@ -452,7 +497,7 @@ impl Native {
         Ok(unit)
     }
 
-    /// A unit that was allocated and is not in the table. Somebody may have written to it.
+    /// Returns a unit that was allocated and is not in the table. It may have been written to.
     pub(super) fn give_up(&self, unit: u32) {
         self.units().give_up(unit);
     }
@@ -466,7 +511,7 @@ impl Native {
         if self.metadata.len() < unit.end().bytes() {
             let len = unit.end().bytes() + GROWTH_STEP - unit.len().min(GROWTH_STEP);
             let longer = self.metadata.set_len(len).await;
-            longer.context(|| format!("{}: can't make the file longer", self.name))?;
+            longer.context(|| format!("{}: can't extend the file", self.engine.name))?;
         }
         Ok(())
     }

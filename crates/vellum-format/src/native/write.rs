@@ -1,20 +1,25 @@
-//! Writing: in place where the image has the bytes already, else claim, transfer, publish.
+//! Writing: in place where the image already has the bytes, else claim, transfer, publish.
 //!
 //! ```text
-//!   all of it the image's, and in a unit?  ──yes──► one host write per run, nothing else
+//!   the image has all of it, in plain units?  ──yes──► one host write per run, nothing else (the first of an
+//!          │                                           opening marks the image as in use)
 //!          │no
-//!   claim ► look again ► a unit for each cell without one ► data, with what fills up its first and last sub-block
-//!         ► gate: entry, checks, bits and masks, one step ► let go
+//!   claim ► look again ► a unit for each cell without one ► data, its first and last sub-block filled up
+//!         ► gate: entry, checks, bits and masks, one step ► release the claim
 //! ```
 //!
-//! 1. Bytes are written before bits and entries that lead to them are published, so a reader never sees what was there before.
-//! 2. A fresh unit is zero, durably (`units.rs`). Bytes behind the base need no check: should they not arrive, the sector is as
-//!    it was. Bytes over the base get a check in the transaction that says the image has them.
-//! 3. Nothing is read from the base for whole sub-blocks; for a part of one its rest is.
-//! 4. When anything fails, what was allocated and not published is given back: as a unit of unknown content if anybody may have
-//!    written to it. Who finds too few units waits its turn, and keeps it until its write is done.
-//! 5. No lock is held while bytes move; claims keep others from the same parts only.
-//! 6. A write that is dropped half way may land later, where a check says something else then: the image stops.
+//! 1. Bytes are written before the bits and entries that lead to them are published. A reader therefore never
+//!    sees what the unit held before.
+//! 2. A fresh unit is zero, durably (`units.rs`). Bytes behind the base need no check: if they do not arrive,
+//!    the sector is as it was. Bytes over the base get a check in the transaction that records them as the
+//!    image's. In bulk they are flushed before the record instead (the fence of `journal/checks.rs`).
+//! 3. Nothing is read from the base for whole sub-blocks. For a partly written sub-block the rest of it is
+//!    read.
+//! 4. When anything fails, units that were allocated and not published are freed. One that may have been
+//!    written to is freed as a unit of unknown content. A write that finds too few units waits its turn, and
+//!    keeps the turn until it is done.
+//! 5. No lock is held while bytes move. A claim only keeps other writers from the same parts.
+//! 6. A dropped write may land later, when a check says something else about these bytes. So the image stops.
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
@@ -31,20 +36,21 @@ use super::image::{Native, Origin, Sub};
 use super::publish::Step;
 use super::read::Parts;
 use crate::claims::{Ask, Fresh, Held};
+use crate::engine::Commit as _;
 use crate::journal::{checks_of, unchanging};
 use crate::sabotage::{self, Bug};
 use crate::state::UnderWay;
 
-/// A write that must change more than data is done in pieces of at most this many bytes.
+/// A write that must change more than data is split into pieces of at most this many bytes.
 const BYTES_AT_ONCE: u64 = 8 << 20;
-/// Runs of checks reach over no multiple of this; units begin at multiples of it or of their size.
+/// A run of checks never crosses a multiple of this. Units begin at multiples of this or of their own size.
 const CHECKS_TOGETHER: BlockSize = BlockSize::from_shift(20);
 
-/// What became of a write.
+/// The result of one attempt to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Written {
     Done,
-    /// Nothing: what was looked up is something else by now.
+    /// Nothing was written: what was looked up has changed since.
     LookAgain,
 }
 
@@ -55,7 +61,7 @@ impl Native {
         }
         let mut rest = span;
         while !rest.is_empty() {
-            let (now, later) = rest.split_at(self.bytes_at_once());
+            let (now, later) = rest.split_between_blocks(self.bytes_at_once());
             let part = data.split_to(usize::try_from(now.len()).expect("within the buffer"));
             self.write_some(now, part).await?;
             rest = later;
@@ -66,7 +72,8 @@ impl Native {
         Ok(())
     }
 
-    /// So much is written at once that a record has room for its checks several times.
+    /// The bytes that are written in one piece: few enough that a record has room for their checks several
+    /// times over.
     pub(super) fn bytes_at_once(&self) -> u64 {
         let most = self.record_max().saturating_mul(16).min(BYTES_AT_ONCE);
         SUB_BLOCK.round_down(most).max(SUB_BLOCK.bytes())
@@ -78,9 +85,9 @@ impl Native {
             self.unshare(span).await?;
             let (given, mut copy) = (self.units.as_ref().map_or(0, |units| units.given()), None);
             let result = {
-                let _inside = self.epochs.enter();
+                let _inside = self.engine.epochs.enter();
                 if self.find(|| self.holds_any(span)).await? {
-                    continue; // a snapshot has come in between
+                    continue; // a snapshot was made in between
                 }
                 let parts = self.parts(span).await?;
                 if parts.iter().any(|part| matches!(part.from, Origin::Embedded(_))) {
@@ -89,10 +96,11 @@ impl Native {
                 }
                 if parts.iter().all(|part| matches!(part.from, Origin::Host(_))) {
                     let result = self.write_parts(parts, data).await;
-                    self.commits.note_change();
+                    self.engine.commits.note_change();
                     return result;
                 }
-                // The host may be full too. Then what was freed may help, and the bytes are needed once more.
+                // The host may be full too. Then freed space may help, and the bytes are needed a second
+                // time.
                 if self.units.as_ref().is_some_and(|units| units.any_waits()) {
                     copy = Some(data.duplicate());
                 }
@@ -108,7 +116,7 @@ impl Native {
                 let Some(copy) = copy else { return Err(error) };
                 data = copy;
             }
-            // Units that are free but not clean yet may be what is missing.
+            // Units that are free but not clean yet may be enough.
             let needed = usize::try_from(self.cell.count_for(span.len()) + 1).expect("a few");
             if let Some(units) = self.units.as_ref().filter(|_| turn.is_none()) {
                 turn = Some(units.hungry.lock().await);
@@ -119,7 +127,8 @@ impl Native {
         }
     }
 
-    /// Blocks that hold their units' entries become blocks like others, with the new bytes where all of a block changes.
+    /// Turns blocks that hold their units' entries into plain blocks. A block that is overwritten as a whole
+    /// gets its new bytes at once.
     async fn make_plain_parts(&self, span: GuestSpan, parts: &Parts, data: &Buffer) -> Result<()> {
         let mut at = span.start();
         for part in parts {
@@ -137,6 +146,7 @@ impl Native {
     }
 
     async fn write_parts(&self, parts: Parts, mut data: Buffer) -> Result<()> {
+        self.begin_in_place().await?;
         let runs = parts.into_iter().map(|part| match part.from {
             Origin::Host(at) => (at, part.len),
             _ => unreachable!("all of it is in the image"),
@@ -153,7 +163,7 @@ impl Native {
         try_join_all(writes).await.map(drop)
     }
 
-    /// Overwrites bytes of the disk where they lie.
+    /// Overwrites bytes of the disk in place.
     async fn write_in_place(&self, at: ImageOffset, data: Buffer) -> Result<()> {
         match self.journal() {
             None => self.data.write(at, data).await,
@@ -161,15 +171,16 @@ impl Native {
         }
     }
 
-    /// Writes where bits, masks or entries must change. Takes the data out of the buffer when there is a place for all of it;
-    /// when it fails before that, the buffer is whole. The caller is inside an epoch.
+    /// Writes where bits, masks or entries must change. The data is taken out of the buffer once all of it
+    /// has a place. A failure before that leaves the buffer whole. The caller is inside an epoch.
     pub(super) async fn write_allocating(&self, span: GuestSpan, data: &mut Buffer) -> Result<Written> {
         let mut steps = Vec::new();
-        let under_way = UnderWay::begin(&self.state, "a write");
+        let under_way = UnderWay::begin(&self.engine.state, "a write");
         let result = self.write_steps(span, data, &mut steps).await;
-        self.commits.note_change();
+        self.engine.commits.note_change();
         let any_fresh = steps.iter().any(|step| step.is_fresh);
-        if result.is_err() && data.len() as u64 != span.len() {
+        let may_be_written = result.is_err() && data.len() as u64 != span.len();
+        if may_be_written && !sabotage::is(Bug::HalfWrittenIsClean) {
             steps.iter().for_each(|step| step.held.spoil());
         }
         for step in steps {
@@ -180,13 +191,13 @@ impl Native {
         }
         under_way.end();
         if any_fresh || self.wants_zone() {
-            // Whatever keeps a zone from being opened or closed keeps no write.
+            // A zone that cannot be opened or closed fails no write.
             let _ = self.tidy_zones().await;
         }
         result
     }
 
-    /// Ends a claim; a fresh unit that nobody published is given back.
+    /// Releases a claim. A fresh unit that was not published is freed.
     pub(super) fn let_go(&self, held: Held<'_>) {
         match held.release() {
             Some(fresh) if fresh.zeroed => self.units().take_back(self.number_of(fresh.at)),
@@ -195,7 +206,7 @@ impl Native {
         }
     }
 
-    /// The number of the unit that lies there.
+    /// The number of the unit at this place.
     pub(super) fn number_of(&self, at: ImageOffset) -> u32 {
         let unit = self.unit().expect("only a table has units");
         let index = (at - self.places.data_offset()) >> unit.shift();
@@ -214,7 +225,7 @@ impl Native {
             let (part, later) = self.first_part(rest);
             let cell = self.cell.cluster_of(part.start());
             let mask = if self.could_be_born(cell) { u32::MAX } else { self.parts_of(part) };
-            let held = self.claims.claim(cell, mask).await;
+            let held = self.engine.claims.claim(cell, mask).await;
             steps.push(Step::new(part, held));
             rest = later;
         }
@@ -222,7 +233,7 @@ impl Native {
             step.subs = self.find(|| self.subs_to_publish(step.part)).await?;
         }
         for step in &*steps {
-            // The place of a step is not settled yet: as if it were to get a unit.
+            // The places of the steps are not settled yet, so each is counted as if it were to get a unit.
             let words = || self.words_of_any(step);
             self.keep(&words).await?;
         }
@@ -236,7 +247,7 @@ impl Native {
         Ok(Written::Done)
     }
 
-    /// The sub-blocks of a run that are not the image's yet.
+    /// The sub-blocks of a run that the image does not have yet.
     pub(super) fn subs_to_publish(&self, part: GuestSpan) -> Result<Vec<u64>, Missing> {
         let mut subs = Vec::new();
         let mut rest = part.intersect(GuestSpan::between(GuestOffset::ZERO, self.base_end()));
@@ -251,7 +262,7 @@ impl Native {
         Ok(subs)
     }
 
-    /// Settles where each cell's bytes go: a unit for each that has none.
+    /// Settles where each cell's bytes go, with a unit for each cell that has none.
     async fn settle_places(&self, steps: &mut [Step<'_>], data: &Buffer) -> Result<Written> {
         let Some(unit) = self.unit() else {
             for step in steps {
@@ -267,7 +278,7 @@ impl Native {
             let number = unit.cluster_of(step.part.start()).index();
             let (entry, form) = self.find(|| self.entry_and_form(number)).await?;
             if form != 0 && self.touches_block(step.part, form - 1) {
-                return Ok(Written::LookAgain); // born since it was looked up
+                return Ok(Written::LookAgain); // it was born after it was looked up
             }
             if entry != 0 {
                 step.at = Some(self.places.unit(entry).start());
@@ -284,7 +295,7 @@ impl Native {
             step.at = Some(loop {
                 match step.held.fresh() {
                     Ask::Have(fresh) => break fresh.at,
-                    // Who allocates waits for nobody.
+                    // The allocator never waits for another request.
                     Ask::Wait(listener) => listener.await,
                     Ask::Yours => match self.allocate().await {
                         Ok(number) => {
@@ -301,17 +312,20 @@ impl Native {
         Ok(Written::Done)
     }
 
-    /// Whether a part of a cell has bytes in this block of it.
+    /// Whether a part of a cell has bytes in this block of the cell.
     pub(super) fn touches_block(&self, part: GuestSpan, block: u32) -> bool {
         let start = self.cell.start_of(self.cell_of(part.start())) + u64::from(block) * SUB_BLOCK.bytes();
         part.overlaps(start.span(SUB_BLOCK.bytes()))
     }
 
-    /// Writes the guest's bytes, with what fills up sub-blocks that become data.
+    /// Writes the guest's bytes, and fills up the sub-blocks that become data.
     async fn transfer(&self, steps: &mut [Step<'_>], data: &mut Buffer) -> Result<()> {
-        let has_checks = steps.iter().any(|step| !step.subs.is_empty());
-        if has_checks {
-            // The record says what arrives over the base, so nobody may change it any more.
+        let becomes_data = steps.iter().any(|step| !step.subs.is_empty());
+        // In bulk nothing is checked: the data of the open transaction is flushed before its record.
+        let is_checked = becomes_data && self.journal().is_some_and(|journal| !journal.is_fenced());
+        if is_checked {
+            // The record describes the bytes that arrive over the base, so the guest must not be able to
+            // change them any more.
             *data = unchanging(std::mem::take(data));
         }
         let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();
@@ -334,7 +348,8 @@ impl Native {
             }
         }
         let (places, pieces): (Vec<_>, Vec<_>) = pieces.into_iter().unzip();
-        let pieces = try_join_all(pieces).await.context(|| format!("{}: can't read the base", self.name))?;
+        let pieces =
+            try_join_all(pieces).await.context(|| format!("{}: can't read the base", self.engine.name))?;
         let mut writes: Vec<(ImageOffset, Buffer)> = Vec::new();
         for (at, piece) in places.into_iter().zip(pieces) {
             match writes.last_mut() {
@@ -342,10 +357,12 @@ impl Native {
                 _ => writes.push((at, piece)),
             }
         }
-        if has_checks {
+        if is_checked {
             for (at, data) in &writes {
                 self.add_checks(steps, *at, data);
             }
+        } else {
+            steps.iter_mut().for_each(|step| step.is_unchecked = !step.subs.is_empty());
         }
         if sabotage::is(Bug::BitBeforeData) {
             self.publish_steps(steps).await?;
@@ -357,7 +374,8 @@ impl Native {
         try_join_all(writes).await.map(drop)
     }
 
-    /// Writes a run of which some may have been the image's before. That is overwritten as recovery lets.
+    /// Writes a run, parts of which the image may have had before. Those are overwritten as the recovery
+    /// rules allow.
     async fn write_run(&self, steps: &[Step<'_>], at: ImageOffset, mut data: Buffer) -> Result<()> {
         let must_wait = |at: ImageOffset, len| self.journal().is_some_and(|j| j.must_wait(at.span(len)));
         if !must_wait(at, data.len() as u64) {
@@ -387,16 +405,16 @@ impl Native {
             let place = step.at.expect("settled");
             (place <= at && at < place + self.cell.bytes()).then_some((step, place))
         });
-        // A byte behind the last one is nobody's.
+        // A byte behind the last step belongs to none.
         let Some((step, place)) = found else { return false };
         let guest = self.cell.start_of(self.cell_of(step.part.start())) + (at - place);
         step.subs.binary_search(&SUB_BLOCK.cluster_of(guest).index()).is_ok()
     }
 
-    /// What lies before and behind the step's bytes in sub-blocks that become data.
+    /// The runs before and behind the step's bytes that fill up sub-blocks which become data.
     fn fill_of(&self, step: &Step<'_>) -> (GuestSpan, GuestSpan) {
         let part = step.part;
-        let size = GuestOffset::new(self.geometry.size);
+        let size = GuestOffset::new(self.engine.geometry.size);
         let first = GuestOffset::new(SUB_BLOCK.round_down(part.start().bytes()));
         let end = GuestOffset::new(SUB_BLOCK.round_up(part.end().bytes())).min(size);
         let becomes_data = |at: GuestOffset| step.subs.contains(&SUB_BLOCK.cluster_of(at).index());
@@ -413,7 +431,7 @@ impl Native {
         (head, tail)
     }
 
-    /// Bytes of one sub-block that the guest did not write.
+    /// The bytes of one sub-block that the guest did not write.
     async fn fill(&self, span: GuestSpan) -> Result<Buffer> {
         let mut buffer = Buffer::for_overwrite(usize::try_from(span.len()).expect("within a sub-block"));
         match self.find(|| self.sub(SUB_BLOCK.cluster_of(span.start()).index())).await? {
@@ -427,7 +445,7 @@ impl Native {
         }
     }
 
-    /// Notes the checksums of what becomes data over the base.
+    /// Records the checksums of the sectors that become data over the base.
     fn add_checks(&self, steps: &mut [Step<'_>], at: ImageOffset, data: &Buffer) {
         let last = Cell::new((u64::MAX, false));
         let seen = &*steps;
@@ -449,7 +467,7 @@ impl Native {
         }
     }
 
-    /// The cell that a byte lies in.
+    /// The cell that contains this offset.
     pub(super) fn cell_of(&self, at: GuestOffset) -> GuestCluster {
         self.cell.cluster_of(at)
     }

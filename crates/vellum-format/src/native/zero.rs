@@ -2,13 +2,13 @@
 //!
 //! | the sub-block now | zeros | discard |
 //! |---|---|---|
-//! | the base's | mask: zero | the same |
+//! | base | mask: zero | the same |
 //! | zero already | nothing | nothing |
-//! | the image's, in its place | zeros in place | the host is told |
-//! | the image's, and the whole unit is let go | bits of its blocks, entry 0 | the same |
-//! | the image's, in no unit | nothing | nothing |
+//! | image, in place | zeros in place | passed on to the host |
+//! | image, and the whole unit is let go | bits of its blocks, entry 0 | the same |
+//! | image, in no unit | nothing | nothing |
 //!
-//! Bytes of a sub-block of the base that are covered only in part are written as data; a discard leaves them alone.
+//! Zeros over part of a sub-block of the base are written as data. A discard leaves such a part alone.
 
 use vellum_core::{Buffer, Error, GuestOffset, GuestSpan, ImageOffset, Result, ZeroFlags, Zeroes};
 
@@ -17,6 +17,7 @@ use super::image::{Native, Origin, Sub, mask};
 use super::publish::WORD_COST;
 use super::write::Written;
 use crate::claims::Held;
+use crate::engine::Commit as _;
 use crate::sabotage::{self, Bug};
 
 /// What happens to the space of bytes that become zero.
@@ -24,23 +25,23 @@ use crate::sabotage::{self, Bug};
 enum Space {
     Keep,
     Free,
-    /// Nobody needs them; the host may do nothing.
+    /// The bytes are not needed any more. The host may do nothing.
     Discard,
 }
 
 impl Native {
     pub(super) async fn zero_span(&self, span: GuestSpan, flags: ZeroFlags) -> Result<()> {
-        if flags.fast_only && !self.geometry.fast_zeroes {
-            return Err(Error::unsupported(format!("{} has no fast zeros", self.name)));
+        if flags.fast_only && !self.engine.geometry.fast_zeroes {
+            return Err(Error::unsupported(format!("{} does not support fast zeroing", self.engine.name)));
         }
         let space = if flags.may_unmap { Space::Free } else { Space::Keep };
         self.each_cell(span, space).await
     }
 
     pub(super) async fn discard_span(&self, span: GuestSpan) -> Result<()> {
-        // The last sub-block may be cut off by the end of the disk; it is whole all the same.
+        // The disk may end inside the last sub-block, which counts as whole.
         let start = SUB_BLOCK.round_up(span.start().bytes());
-        let is_last = span.end().bytes() == self.geometry.size;
+        let is_last = span.end().bytes() == self.engine.geometry.size;
         let end = if is_last { span.end().bytes() } else { SUB_BLOCK.round_down(span.end().bytes()) };
         if start >= end {
             return Ok(());
@@ -52,10 +53,10 @@ impl Native {
     async fn each_cell(&self, span: GuestSpan, space: Space) -> Result<()> {
         let mut rest = span;
         while !rest.is_empty() {
-            // Where no bit and no entry can change the host does it all at once.
+            // Where no bit and no entry can change, the host zeroes everything at once.
             if self.unit().is_none() && rest.start() >= self.base_end() {
                 let done = self.zero_in_place(self.places.linear(rest.start()).span(rest.len()), space).await;
-                self.commits.note_change();
+                self.engine.commits.note_change();
                 return done;
             }
             let (part, mut later) = self.first_part(rest);
@@ -67,7 +68,8 @@ impl Native {
                     part = cut;
                 }
                 if is_embedded {
-                    // What is packed is not zeroed where it lies; nothing is gained by letting go of a part of it.
+                    // A packed block is not zeroed in place, and letting go of a part of it would gain
+                    // nothing.
                     if space != Space::Discard {
                         let zeros = Buffer::zeroed(usize::try_from(part.len()).expect("within a block"));
                         self.write_span(part, zeros).await?;
@@ -81,19 +83,19 @@ impl Native {
             let done = loop {
                 if !is_whole {
                     if space == Space::Discard && self.find(|| self.holds_any(part)).await? {
-                        break Written::Done; // there is nothing to be gained by it
+                        break Written::Done; // nothing would be gained by a copy
                     }
                     self.unshare(part).await?;
                 }
                 let given = self.units.as_ref().map_or(0, |units| units.given());
-                // Done again from its start when space was missing: what is zero already costs nothing then.
+                // This starts over when space was missing. Parts that are zero already cost nothing then.
                 let result = {
-                    let _inside = self.epochs.enter();
+                    let _inside = self.engine.epochs.enter();
                     if !is_whole && self.find(|| self.holds_any(part)).await? {
-                        continue; // a snapshot has come in between
+                        continue; // a snapshot was made in between
                     }
                     let result = self.zero_part(part, space).await;
-                    self.commits.note_change();
+                    self.engine.commits.note_change();
                     result
                 };
                 match result {
@@ -117,7 +119,8 @@ impl Native {
         Ok(())
     }
 
-    /// As much of a part of a cell as lies before the block that holds its unit's entry, or in it (then true), or behind it.
+    /// The part of a cell up to the block that holds its unit's entry, or within that block (then `true`), or
+    /// behind it.
     async fn cut_at_embedded(&self, part: GuestSpan) -> Result<(GuestSpan, bool)> {
         let Some(unit) = self.unit().filter(|_| self.places.shape().zone().is_some()) else {
             return Ok((part, false));
@@ -135,10 +138,10 @@ impl Native {
         })
     }
 
-    /// Whether it is all that the disk has of a cell.
+    /// Whether the part is all that the disk has of a cell.
     fn is_whole_cell(&self, part: GuestSpan) -> bool {
         part.start() == self.cell.start_of(self.cell_of(part.start()))
-            && (part.len() == self.cell.bytes() || part.end().bytes() == self.geometry.size)
+            && (part.len() == self.cell.bytes() || part.end().bytes() == self.engine.geometry.size)
     }
 
     /// Zeros a part of one cell.
@@ -147,21 +150,22 @@ impl Native {
         if parts.iter().all(|part| matches!(part.from, Origin::NoUnit | Origin::Zero)) {
             return Ok(Written::Done);
         }
-        // Sub-blocks of the base that are covered in part: as data. What is left is whole ones, and the image's.
+        // Partly covered sub-blocks of the base are written as data. What is left are whole sub-blocks, and
+        // the image's bytes.
         let inner = self.write_edges(part).await?;
         if inner.is_empty() {
             return Ok(Written::Done);
         }
-        let held = self.claims.claim(self.cell_of(inner.start()), self.parts_of(inner)).await;
+        let held = self.engine.claims.claim(self.cell_of(inner.start()), self.parts_of(inner)).await;
         let result = self.zero_claimed(inner, space, &held).await;
         self.let_go(held);
         result
     }
 
-    /// Writes zeros over the edges of the part that lie in sub-blocks of the base; gives what is left.
+    /// Writes zeros over the edges of the part that lie in sub-blocks of the base, and returns the rest.
     async fn write_edges(&self, part: GuestSpan) -> Result<GuestSpan> {
         let (mut start, mut end) = (part.start(), part.end());
-        let size = self.geometry.size;
+        let size = self.engine.geometry.size;
         let is_whole = |at: GuestOffset| SUB_BLOCK.aligns(at) || at.bytes() == size;
         if !is_whole(start) {
             let edge = start.span((SUB_BLOCK.bytes() - SUB_BLOCK.within(start)).min(part.len()));
@@ -183,7 +187,7 @@ impl Native {
 
     async fn write_zeros(&self, span: GuestSpan) -> Result<()> {
         let mut zeros = Buffer::zeroed(usize::try_from(span.len()).expect("within a sub-block"));
-        // The sub-block is the base's, so it is no block that holds its unit's entry.
+        // The sub-block is still read from the base, so it does not hold its unit's entry.
         self.write_allocating(span, &mut zeros).await.map(drop)
     }
 
@@ -204,7 +208,7 @@ impl Native {
             self.is_whole_cell(part) && (*entry == 0 || space != Space::Keep || is_held)
         });
         if lets_go.is_none() && form != 0 && self.touches_block(part, form - 1) {
-            return Ok(Written::LookAgain); // born since it was looked up
+            return Ok(Written::LookAgain); // it was born after it was looked up
         }
         let subs = self.find(|| self.base_subs(part)).await?;
         let place = match (entry, lets_go) {
@@ -227,10 +231,11 @@ impl Native {
         let mut words = self.words_of(&subs);
         words.extend(frees.map(|(number, _)| self.places.entry(number).word));
         self.reserve(&words).await?;
-        // The unit's zone may have a word to change, too.
+        // The unit's zone may also have a word to change.
         let cost = (words.len() as u64 + 1) * WORD_COST;
         let gate = self.enter_changing(cost, || words.clone()).await?;
-        // The entry first: where a bit says that the image has it, no byte of the unit may show that nobody wrote.
+        // The entry is changed first: once a bit says that the image has a block, no stale byte of the unit
+        // may be visible.
         if let Some((number, _)) = frees {
             self.put_entry(self.places.entry(number), 0);
         }
@@ -239,7 +244,7 @@ impl Native {
         Ok(Written::Done)
     }
 
-    /// The sub-blocks of a run that are the base's.
+    /// The sub-blocks of a run that are read from the base.
     fn base_subs(&self, part: GuestSpan) -> Result<Vec<u64>, super::home::Missing> {
         let mut subs = Vec::new();
         let mut rest = part.intersect(GuestSpan::between(GuestOffset::ZERO, self.base_end()));
@@ -254,13 +259,13 @@ impl Native {
         Ok(subs)
     }
 
-    /// Makes what is the image's zero where it lies.
+    /// Zeroes in place the parts that the image has.
     async fn zero_image_parts(&self, part: GuestSpan, place: ImageOffset, space: Space) -> Result<()> {
         let mut rest = part;
         while !rest.is_empty() {
             let (mut sub, mut len) = self.find(|| self.first_state(rest)).await?;
             let (mut now, mut later) = rest.split_at(len);
-            // Neighbours at once.
+            // Neighbours in the same state are zeroed together.
             while !later.is_empty() {
                 let (next, next_len) = self.find(|| self.first_state(later)).await?;
                 if next != sub {
@@ -279,6 +284,7 @@ impl Native {
     }
 
     async fn zero_in_place(&self, span: vellum_core::ImageSpan, space: Space) -> Result<()> {
+        self.begin_in_place().await?;
         if let Some(journal) = self.journal() {
             journal.make_way(span, async || self.commit().await).await?;
         }
@@ -289,8 +295,8 @@ impl Native {
         }
     }
 
-    /// Makes sub-blocks of the base zero. With the unit let go, blocks that lie in it get their bit instead. The caller holds
-    /// the gate, and everything is loaded.
+    /// Turns sub-blocks of the base into zeros. When the unit is let go, blocks that lie wholly in the part
+    /// get their bit instead. The caller holds the gate, and everything is loaded.
     fn publish_zeros(&self, part: GuestSpan, subs: &[u64], lets_go: bool) {
         for sub in subs {
             let block = self.block_of_sub(*sub);

@@ -1,21 +1,25 @@
-//! Zones: runs of units that were opened, so that a unit that is written first there may hold its own entry.
+//! Zones: runs of units that are opened so that a unit written first there may hold its own entry.
 //!
 //! ```text
-//!   zeroed ──► opened: generation, tag ── commit ──► young ──► all units given out, and told to the table ──► closed
+//!   zeroed ──► opened: generation, tag ── commit ──► young ──► all units given out, in the table ──► closed
 //!                                                      │
-//!                                 unit: given out ──► born: block with the entry, nothing else ──► settled: a bit, and the table
+//!                               unit: handed out ──► born: block with the entry, nothing else
+//!                                                      └──► settled: a bit, and the table
 //! ```
 //!
-//! 1. A zone is used when it was zero and its opening is durable. A handful are open at a time.
-//! 2. A zone is young as long as it has the generation of the journal that is in use. So a clean close or a recovery closes all.
-//! 3. As long as the bit of a unit of a young zone is 0 the unit's block tells its entry, and only that: whatever makes it
-//!    something else sets the bit in the same transaction.
-//! 4. Units of a young zone are given out once; those that lie prepared (`ahead.rs`) also to who does not want them to be born. What fails is freed as ever, and then is a unit like others.
-//! 5. In a quiet time the table is told early.
-//! 6. Nothing is born where something lies beneath: as long as there are snapshots, none is.
+//! 1. A zone is used once it was zero and its opening is durable. A handful of zones are open at a time.
+//! 2. A zone is young while it has the generation of the journal in use. A clean close or a recovery
+//!    therefore ends it for all zones.
+//! 3. While the bit of a unit of a young zone is 0, the unit's block states its entry, and nothing else does.
+//!    Any change of that entry sets the bit in the same transaction.
+//! 4. Each unit of a young zone is handed out once. Prepared units (`ahead.rs`) may also go to writes that do
+//!    not embed. A unit whose write fails is freed as usual, and is then a plain unit.
+//! 5. In a quiet time the entries of born units are written to the table early.
+//! 6. No unit is born while anything lies beneath it. So there are no births while there are snapshots.
 //!
-//! The tag is Selfie's answer to telling Z-blocks from others ("zone type"), and its incarnation: a block of another time has
-//! another tag. What Selfie gathers in metadata clusters is told to the table through the journal: `docs/design/0006-zones.md`.
+//! The tag does the work of two things in Selfie: the "zone type" by which Z-blocks are recognised, and the
+//! incarnation, because a block from an earlier time has another tag. Entries that Selfie gathers in metadata
+//! clusters are written to the table through the journal here: `docs/design/0006-zones.md`.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -29,19 +33,20 @@ use super::geometry::{Places, SETTLED_WORD};
 use super::image::Native;
 use super::publish::WORD_COST;
 use super::units::Units;
+use crate::engine::Commit as _;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
-/// The word of a zone's entry that has the generation in which it was opened last; 0: closed since.
+/// Word of a zone's entry: the generation in which the zone was opened last. 0: closed since.
 pub(super) const GENERATION_WORD: u64 = 0;
 /// Its tag.
 pub(super) const TAG_WORD: u64 = 1;
 /// How often it was opened.
 const INCARNATION_WORD: u64 = 2;
-/// So long nothing is born before the table is told of what was.
+/// Without a birth for this long, the entries of born units are written to the table.
 const QUIET_AFTER: Duration = Duration::from_secs(2);
-/// So many zones are open at a time, at most: those that are full and have births under way count. Recovery believes in
-/// `rescue.rs`' limit, which is higher.
+/// At most this many zones are open at a time. Those that are full and have births under way count. Recovery
+/// accepts more: the limit of `rescue.rs` is higher.
 const OPEN_MAX: usize = 16;
 /// What opening a zone takes of a record, at most.
 const OPENING_COST: u64 = 24 * 24;
@@ -50,21 +55,21 @@ const OPENING_COST: u64 = 24 * 24;
 #[derive(Default)]
 pub(super) struct Zones {
     pub(super) young: Mutex<Vec<Young>>,
-    /// One more than the zone that is being emptied (`compact.rs`); 0: none is.
+    /// The number of the zone that is being emptied (`compact.rs`), plus one. 0: none is.
     pub(super) emptying: AtomicU32,
-    /// Held by who opens one.
+    /// Held while a zone is opened.
     opening: async_lock::Mutex<()>,
-    /// Held by who tells the table.
+    /// Held while entries of born units are written to the table.
     settling: async_lock::Mutex<()>,
-    /// So many want nothing to be born.
+    /// The number of callers that have paused births.
     paused: AtomicU32,
-    /// How many units were given out to be born.
+    /// How many units were handed out to be born.
     given: AtomicU64,
-    /// How many were to others.
+    /// How many were handed out as plain units.
     given_plain: AtomicU64,
-    /// No zone could be opened when so many units had become clean, plus one.
+    /// The number of units that had become clean when no zone could be opened, plus one.
     none_found_at: AtomicU64,
-    /// How many that were when the disk was last seen busy, and when that was.
+    /// The count of `given` when the disk was last seen busy, and when that was.
     quiet: Mutex<(u64, Duration)>,
 }
 
@@ -74,20 +79,20 @@ pub(super) struct Young {
     tag: u64,
     /// The transaction that opens it.
     opened_in: u64,
-    /// Units from here on were neither given out nor prepared.
+    /// Units from here on were neither handed out nor prepared.
     next: u32,
-    /// Units before that were written with zeros (`ahead.rs`), and not given out.
+    /// Units before that which were filled with zeros (`ahead.rs`) and not handed out.
     prepared: VecDeque<Range<u32>>,
-    /// So many of them are being written.
+    /// How many more of them are being filled now.
     being_prepared: u32,
-    /// Units that were given out to be born, and neither published nor retired.
+    /// Units that were handed out to be born, and are neither published nor retired.
     under_way: u32,
-    /// Units whose block alone tells their entry: which of the zone, and the unit of the disk.
+    /// Units whose entry only their own block states: the index in the zone, and the unit of the disk.
     born: Vec<(u32, u64)>,
 }
 
 impl Young {
-    /// A unit that was not given out.
+    /// Takes a unit that was not handed out yet.
     fn take(&mut self, per_zone: u32) -> Option<u32> {
         self.take_prepared().or_else(|| {
             let unit = Some(self.next).filter(|next| *next < per_zone)?;
@@ -106,7 +111,7 @@ impl Young {
         Some(unit)
     }
 
-    /// How many units can be given out still.
+    /// How many units can still be handed out.
     fn left(&self, per_zone: u32) -> u32 {
         let prepared: u32 = self.prepared.iter().map(|run| run.end - run.start).sum();
         per_zone - self.next + prepared + self.being_prepared
@@ -116,12 +121,12 @@ impl Young {
         self.next == per_zone && self.left(per_zone) == 0 && self.under_way == 0
     }
 
-    /// How many units lie prepared.
+    /// How many units are prepared.
     pub(super) fn prepared(&self) -> u32 {
         self.prepared.iter().map(|run| run.end - run.start).sum()
     }
 
-    /// Takes the next units out, to be prepared; fewer where the zone ends.
+    /// Takes the next `count` units, to be prepared. Fewer where the zone ends.
     pub(super) fn begin_preparing(&mut self, count: u32, per_zone: u32) -> Range<u32> {
         let run = self.next..per_zone.min(self.next.saturating_add(count));
         if !sabotage::is(Bug::ZerosOnGiven) {
@@ -131,7 +136,7 @@ impl Young {
         run
     }
 
-    /// They are as zero as they were, written or not.
+    /// Notes that preparing these ended. They read as zero as before, whether or not the zeros were written.
     pub(super) fn end_preparing(&mut self, run: Range<u32>) {
         self.being_prepared -= run.end - run.start;
         self.prepared.push_back(run);
@@ -145,7 +150,7 @@ pub(super) struct Given {
     pub(super) tag: u64,
 }
 
-/// Nothing is born while this is held.
+/// No unit is born while this is held.
 pub(super) struct Paused<'a>(&'a AtomicU32);
 
 impl Drop for Paused<'_> {
@@ -154,13 +159,13 @@ impl Drop for Paused<'_> {
     }
 }
 
-/// What blocks of a zone are known by: nobody who does not know the key can tell it.
+/// The tag of a zone's blocks. It cannot be derived without the key.
 fn tag_of(key: u128, zone: u32, incarnation: u64) -> u64 {
     let words = key.to_be_bytes();
     let half = |bytes: &[u8]| u64::from_be_bytes(bytes.try_into().expect("eight bytes"));
     let mut tag = 0;
     for part in [half(&words[..8]), half(&words[8..]), u64::from(zone), incarnation] {
-        // SplitMix64's way of stirring.
+        // The mixing steps of SplitMix64.
         tag = (tag ^ part).wrapping_add(0x9E37_79B9_7F4A_7C15);
         tag = (tag ^ (tag >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         tag = (tag ^ (tag >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -170,7 +175,7 @@ fn tag_of(key: u128, zone: u32, incarnation: u64) -> u64 {
 }
 
 impl Native {
-    /// Keeps anything from being born.
+    /// Pauses births.
     pub(super) fn pause_births(&self) -> Option<Paused<'_>> {
         let zones = self.zones.as_ref()?;
         zones.paused.fetch_add(1, Ordering::AcqRel);
@@ -184,58 +189,59 @@ impl Native {
         !is_paused(zones) && !self.views.as_ref().is_some_and(super::snapshots::Views::any)
     }
 
-    /// A unit of a young zone; nothing when none is open that has one left.
+    /// Takes a unit of a young zone. `None` when no open zone has one left.
     pub(super) fn take_young(&self) -> Option<Given> {
         let zones = self.zones.as_ref()?;
         let per_zone = self.places.units_per_zone();
         let mut young = lock(&zones.young);
-        let mut usable = young.iter_mut().filter(|zone| self.commits.is_durable(zone.opened_in));
+        let mut usable = young.iter_mut().filter(|zone| self.engine.commits.is_durable(zone.opened_in));
         let (index, zone) = usable.find_map(|zone| zone.take(per_zone).map(|index| (index, zone)))?;
         zones.given.fetch_add(1, Ordering::AcqRel);
         zone.under_way += 1;
         Some(Given { unit: zone.zone * per_zone + index + 1, tag: zone.tag })
     }
 
-    /// A unit of a young zone that was prepared, for who does not want it to be born: it is one like others from the beginning, and
-    /// no block of it will ever tell anything.
+    /// Takes a prepared unit of a young zone for a write that does not embed. It is a plain unit from the
+    /// beginning, and no block of it ever states an entry.
     pub(super) fn take_prepared(&self) -> Option<u32> {
         let zones = self.zones.as_ref()?;
         let per_zone = self.places.units_per_zone();
         let mut young = lock(&zones.young);
-        let mut usable = young.iter_mut().filter(|zone| self.commits.is_durable(zone.opened_in));
+        let mut usable = young.iter_mut().filter(|zone| self.engine.commits.is_durable(zone.opened_in));
         let unit = usable.find_map(|zone| Some(zone.zone * per_zone + zone.take_prepared()? + 1))?;
         zones.given_plain.fetch_add(1, Ordering::AcqRel);
         Some(unit)
     }
 
-    /// What a young zone that has units which were neither given out nor prepared makes of it.
+    /// Calls `act` with the first young zone that has units which were neither handed out nor prepared.
     pub(super) fn in_next_zone<T>(&self, act: impl FnOnce(&mut Young) -> T) -> Option<T> {
         let per_zone = self.places.units_per_zone();
         let mut young = lock(&self.zones.as_ref()?.young);
-        let is_next = |zone: &&mut Young| zone.next < per_zone && self.commits.is_durable(zone.opened_in);
+        let is_next =
+            |zone: &&mut Young| zone.next < per_zone && self.engine.commits.is_durable(zone.opened_in);
         young.iter_mut().find(is_next).map(act)
     }
 
-    /// What the young zone of this number makes of it, if it is young still.
+    /// Calls `act` with the young zone of this number, if it is still young.
     pub(super) fn in_zone<T>(&self, number: u32, act: impl FnOnce(&mut Young) -> T) -> Option<T> {
         let mut young = lock(&self.zones.as_ref()?.young);
         young.iter_mut().find(|zone| zone.zone == number).map(act)
     }
 
-    /// How many units lie prepared.
+    /// How many units are prepared.
     pub(super) fn prepared_units(&self) -> u64 {
         let zones = self.zones.as_ref();
         zones.map_or(0, |zones| lock(&zones.young).iter().map(|zone| u64::from(zone.prepared())).sum())
     }
 
-    /// How many units of young zones were given out.
+    /// How many units of young zones were handed out.
     pub(super) fn given_of_zones(&self) -> u64 {
         let sum =
             |zones: &Zones| zones.given.load(Ordering::Acquire) + zones.given_plain.load(Ordering::Acquire);
         self.zones.as_ref().map_or(0, sum)
     }
 
-    /// The young zone of a unit, and which unit of it that is.
+    /// Calls `act` with the young zone of a unit, and the unit's index in it.
     fn in_young<T>(&self, unit: u32, act: impl FnOnce(&mut Young, u32) -> T) -> Option<T> {
         let zones = self.zones.as_ref()?;
         let (number, index) = self.places.zone_of(unit)?;
@@ -244,7 +250,8 @@ impl Native {
         Some(act(zone, index))
     }
 
-    /// From now on the unit's own block tells that this unit of the disk lies there. The caller holds the gate.
+    /// From now on the unit's own block states that this unit of the disk lies there. The caller holds the
+    /// gate.
     pub(super) fn note_born(&self, unit: u32, guest_unit: u64) {
         self.in_young(unit, |zone, index| {
             zone.under_way -= 1;
@@ -252,13 +259,14 @@ impl Native {
         });
     }
 
-    /// A unit that was given out is told of by the table alone, whatever it holds. The caller holds the gate.
+    /// Ends a birth that does not count: only the table's entry counts for the unit, whatever the unit holds.
+    /// The caller holds the gate.
     pub(super) fn note_not_born(&self, unit: u32) {
         self.in_young(unit, |zone, _| zone.under_way -= 1);
         self.tell_of(unit);
     }
 
-    /// From this transaction on the table alone tells about a unit. The caller holds the gate.
+    /// From this transaction on only the table's entry counts for the unit. The caller holds the gate.
     pub(in crate::native) fn tell_of(&self, unit: u32) {
         if unit == 0 {
             return;
@@ -273,13 +281,13 @@ impl Native {
         }
     }
 
-    /// Whether the table tells of everything. The caller holds the gate alone.
+    /// Whether the table has the entries of all units. The caller holds the gate alone.
     pub(super) fn all_settled(&self) -> bool {
         let zones = self.zones.as_ref();
         zones.is_none_or(|zones| lock(&zones.young).iter().all(|zone| zone.born.is_empty()))
     }
 
-    /// Tells the table of everything that was born; zones that are used up are closed.
+    /// Writes the entries of all born units to the table, and closes zones that are used up.
     pub(super) async fn settle_all(&self) -> Result<()> {
         let Some(zones) = &self.zones else { return Ok(()) };
         let numbers: Vec<u32> = lock(&zones.young).iter().map(|zone| zone.zone).collect();
@@ -289,7 +297,8 @@ impl Native {
         Ok(())
     }
 
-    /// When nothing was born for a while the table is told of what was: less is left for a recovery.
+    /// After an idle period, writes the entries of born units to the table, so that a recovery has less to
+    /// do.
     pub(super) async fn settle_when_quiet(&self, now: Duration) -> Result<()> {
         let Some(zones) = self.zones.as_ref().filter(|_| self.journal().is_some()) else { return Ok(()) };
         let given = zones.given.load(Ordering::Acquire);
@@ -326,7 +335,7 @@ impl Native {
             let _gate = self.enter_transaction(some.len() as u64 * per_unit).await?;
             for (index, guest_unit) in some {
                 let unit = number * self.places.units_per_zone() + index + 1;
-                // Something else may have become of it meanwhile.
+                // The unit may have been changed meanwhile.
                 let is_born = self.in_young(unit, |zone, _| zone.born.contains(&(index, guest_unit)));
                 if is_born == Some(true) {
                     if !sabotage::is(Bug::SettledEarly) {
@@ -338,7 +347,7 @@ impl Native {
         }
     }
 
-    /// Closes a zone of which nothing is left and that the table tells of.
+    /// Closes a zone that is used up, if the table has the entries of all its units.
     async fn close_zone(&self, zones: &Zones, number: u32) -> Result<()> {
         let per_zone = self.places.units_per_zone();
         let is_over = |zone: &Young| zone.zone == number && zone.is_used_up(per_zone) && zone.born.is_empty();
@@ -351,7 +360,7 @@ impl Native {
         Ok(())
     }
 
-    /// What follows a birth: a zone that is used up is told to the table, and the next one is opened in time.
+    /// Follows a birth: settles zones that are used up, and opens the next one in time.
     pub(super) async fn tidy_zones(&self) -> Result<()> {
         let Some(zones) = self.zones.as_ref().filter(|_| self.journal().is_some()) else { return Ok(()) };
         let per_zone = self.places.units_per_zone();
@@ -369,27 +378,27 @@ impl Native {
         Ok(())
     }
 
-    /// How many units are to be clean so that a zone can be opened.
+    /// How many units must be clean so that a zone can be opened.
     pub(super) fn zone_len(&self) -> usize {
         self.zones
             .as_ref()
             .map_or(0, |_| usize::try_from(self.places.units_per_zone()).expect("at most 1024"))
     }
 
-    /// Whether no zone is open, and one should be.
+    /// Whether no zone is open, although one should be.
     pub(super) fn wants_zone(&self) -> bool {
         let zones = self.zones.as_ref();
         zones.is_some_and(|zones| lock(&zones.young).is_empty()) && self.may_be_born()
     }
 
-    /// How many units of open zones can be given out still.
+    /// How many units of open zones can still be handed out.
     pub(super) fn left_in_zones(&self) -> u32 {
         let per_zone = self.places.units_per_zone();
         let zones = self.zones.as_ref();
         zones.map_or(0, |zones| lock(&zones.young).iter().map(|zone| zone.left(per_zone)).sum())
     }
 
-    /// Whether a zone could be opened.
+    /// Whether there is a zone that could be opened.
     pub(super) fn has_zone_to_open(&self, zones: &Zones) -> bool {
         let (units, per_zone, count) = (self.units(), self.places.units_per_zone(), self.places.zones());
         let young: Vec<u32> = lock(&zones.young).iter().map(|zone| zone.zone).collect();
@@ -398,14 +407,14 @@ impl Native {
             || units.has_free_zone(per_zone, count, is_clean, |zone| young.contains(&zone))
     }
 
-    /// Opens a zone, if there is one. It is used when that is durable.
+    /// Opens a zone, if there is one. It is used once its opening is durable.
     async fn open_zone(&self, zones: &Zones) -> Result<()> {
         let Some(_one) = zones.opening.try_lock() else { return Ok(()) };
         let per_zone = self.places.units_per_zone();
         if !self.may_be_born() || lock(&zones.young).len() >= OPEN_MAX {
             return Ok(());
         }
-        // Nothing is looked for again before something has become clean.
+        // After a failed search there is no other one until more units have become clean.
         let stamp = self.units().given() + 1;
         if zones.none_found_at.load(Ordering::Acquire) == stamp {
             return Ok(());
@@ -430,10 +439,11 @@ impl Native {
         opened
     }
 
-    /// A zone that was emptied, or one that has never been there, or on a medium that cannot grow one whose zeros cost nothing.
+    /// A zone that was emptied, or one that has never been used, or on a medium that cannot grow one whose
+    /// zeros cost nothing.
     fn find_zone(&self, zones: &Zones) -> Option<(u32, bool)> {
         let (units, per_zone, count) = (self.units(), self.places.units_per_zone(), self.places.zones());
-        // One that is full and not closed yet may have been emptied.
+        // A zone that is full and not closed yet may have been emptied.
         let young: Vec<u32> = lock(&zones.young).iter().map(|zone| zone.zone).collect();
         let is_open = |zone: u32| young.contains(&zone);
         units
@@ -445,13 +455,16 @@ impl Native {
             })
     }
 
-    /// There is no other space: what was opened and not given out is for units one by one. Tells whether there was any.
+    /// For lack of other space, makes the units of open zones that were not handed out available one by one.
+    /// Returns whether there were any.
     pub(super) fn give_up_young(&self, units: &Units) -> bool {
         let Some(zones) = &self.zones else { return false };
         let per_zone = self.places.units_per_zone();
         let mut found = false;
-        // What is not durable yet has zeros that no flush covers.
-        for zone in lock(&zones.young).iter_mut().filter(|zone| self.commits.is_durable(zone.opened_in)) {
+        // Zones whose opening is not durable yet have zeros that no flush covers.
+        for zone in
+            lock(&zones.young).iter_mut().filter(|zone| self.engine.commits.is_durable(zone.opened_in))
+        {
             let first = zone.zone * per_zone + 1;
             let rest = zone.next..per_zone;
             zone.next = per_zone;
@@ -463,8 +476,8 @@ impl Native {
         found
     }
 
-    /// Makes a zone zero of which that is not known. The flush that makes its opening durable covers the zeros: before nothing is
-    /// written there, and no block of another time has its tag.
+    /// Fills a zone of unknown content with zeros. The flush that makes its opening durable covers the zeros:
+    /// nothing is written there before, and no older block has its tag.
     async fn zero_zone(&self, first: u32, is_unknown: bool) -> Result<()> {
         if !is_unknown || sabotage::is(Bug::ZoneNotZeroed) {
             return Ok(());
@@ -472,7 +485,7 @@ impl Native {
         let zone = self.places.shape().zone().expect("it has zones");
         let span = self.places.unit(first).start().span(zone.bytes());
         self.metadata.write_zeroes(self.inside(span), Zeroes::MayUnmap).await?;
-        self.commits.note_change();
+        self.engine.commits.note_change();
         Ok(())
     }
 

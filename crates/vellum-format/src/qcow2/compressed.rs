@@ -1,11 +1,14 @@
 //! Compressed clusters: read, never written in place.
 //!
-//! The bytes of a compressed cluster may begin at any byte of the image; where they end is known only to the sector, so
-//! the decompressor stops when the cluster is full and ignores what follows. It runs where long computations go
-//! ([`Offload`]), and the last few clusters are kept, because guests read in smaller pieces than a cluster.
+//! The bytes of a compressed cluster may begin at any byte of the image. Their end is known only to the
+//! sector, so the decompressor stops when the cluster is full and ignores what follows. It runs where long
+//! computations go ([`Offload`]). The last few clusters are kept, because guests read in smaller pieces than
+//! a cluster.
 //!
-//! An entry of that little cache cannot become wrong: its key is the place of the compressed bytes, and this program
-//! never writes compressed clusters into an open image.
+//! When several requests need one cluster, the first of them decompresses it for all.
+//!
+//! An entry of that small cache cannot become wrong: its key is the place of the compressed bytes, and this
+//! program never writes compressed clusters into an open image.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -16,9 +19,10 @@ use vellum_core::{
 use zstd::stream::raw::{InBuffer, Operation, OutBuffer};
 
 use super::header::Compression;
-use super::image::lock;
+use crate::keyed::KeyedLocks;
+use crate::state::lock;
 
-/// Decompressed clusters kept in memory: this many bytes, at least one cluster.
+/// Decompressed clusters in memory take at most this many bytes, but at least one cluster is kept.
 const KEPT_BYTES: usize = 1 << 20;
 
 /// Reads compressed clusters of one image.
@@ -28,6 +32,8 @@ pub(crate) struct Decompressor {
     cluster: usize,
     place: Arc<dyn Offload>,
     kept: Mutex<VecDeque<(ImageOffset, Arc<Vec<u8>>)>>,
+    /// Held while the cluster that begins there is decompressed.
+    unpacking: KeyedLocks,
 }
 
 impl Decompressor {
@@ -38,13 +44,17 @@ impl Decompressor {
         place: Arc<dyn Offload>,
     ) -> Self {
         let cluster = usize::try_from(cluster.bytes()).expect("a cluster fits memory");
-        Self { storage, method, cluster, place, kept: Mutex::default() }
+        Self { storage, method, cluster, place, kept: Mutex::default(), unpacking: KeyedLocks::default() }
     }
 
     /// The bytes of the cluster that is stored compressed in the run.
     pub(crate) async fn read(&self, span: ImageSpan) -> Result<Arc<Vec<u8>>> {
         if let Some(cluster) = self.find(span.start()) {
             return Ok(cluster);
+        }
+        let _unpacking = self.unpacking.lock(span.start().bytes()).await;
+        if let Some(cluster) = self.find(span.start()) {
+            return Ok(cluster); // another task was first
         }
         let len = usize::try_from(span.len()).expect("bounded by twice a cluster");
         let packed = self.storage.read(span.start(), Buffer::for_overwrite(len)).await?;
@@ -67,7 +77,7 @@ impl Decompressor {
     }
 }
 
-/// Decompresses one cluster; the input may go on behind it.
+/// Decompresses one cluster. The input may be longer than the cluster's compressed bytes.
 pub(crate) fn unpack(method: Compression, packed: &[u8], cluster: usize) -> Result<Vec<u8>> {
     let mut unpacked = vec![0; cluster];
     match method {

@@ -4,7 +4,7 @@
 //!   ┌────────┬──────────────────┬─────────────────┬──────────┬ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┐
 //!   │ header │ refcount table   │ refcount blocks │ L1 table │ L2 tables, data (preallocated) │
 //!   └────────┴──────────────────┴─────────────────┴──────────┴ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┘
-//!   written last, after everything else is durable: a crash leaves no half image that looks whole
+//!   written last, after everything else is durable: a crash leaves no incomplete image that looks complete
 //! ```
 
 use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, Result, SharedStorage, Storage, Zeroes};
@@ -18,13 +18,10 @@ use super::refcount;
 use crate::Prealloc;
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 
-/// The name of the feature that keeps other programs away from an image whose journal must be replayed.
+/// The name of the feature that makes other programs refuse an image whose journal must be replayed.
 pub(crate) const JOURNAL_FEATURE: &str = "vellum journal needs replay";
 
-/// How large a journal is when nobody says, in bytes.
-pub const JOURNAL_BYTES_DEFAULT: u64 = 1 << 20;
-
-/// How much of a new disk has its place from the beginning.
+/// How much of a new disk is allocated from the beginning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Preallocation {
     /// Nothing: clusters are allocated when they are written.
@@ -38,10 +35,13 @@ pub enum Preallocation {
     Full,
 }
 
-/// What a new image is to be.
+/// The properties of a new image. The default is what `vellum create` makes: an image with a journal. That
+/// needs version 3, clusters of at least 4 KiB and no data file; other images are made from
+/// [`CreateOptions::without_journal`].
 #[derive(Debug, Clone)]
 pub struct CreateOptions {
-    /// The size of the disk in bytes.
+    /// The size of the disk in bytes. It is rounded up to a sector, because QEMU rounds the size in the
+    /// header down.
     pub size: u64,
     /// 2 or 3. (`compat=0.10` and `compat=1.1`.)
     pub version: u32,
@@ -49,25 +49,34 @@ pub struct CreateOptions {
     pub cluster_size: u64,
     /// A power of two from 1 to 64.
     pub refcount_bits: u32,
-    /// Subclusters.
+    /// Whether clusters have subclusters.
     pub extended_l2: bool,
-    /// Whether other programs may put off refcount updates.
+    /// Whether other programs may postpone refcount updates.
     pub lazy_refcounts: bool,
     /// How compressed clusters will be compressed.
     pub compression: Compression,
-    /// The backing file's name, as it will stand in the image, and its format.
+    /// The backing file's name, as it will be written in the image, and its format.
     pub backing: Option<(String, Option<String>)>,
-    /// The external data file's name, as it will stand in the image.
+    /// The external data file's name, as it will be written in the image.
     pub data_file: Option<String>,
-    /// The data file is to be a raw image by itself.
+    /// Whether the data file is to be a complete raw image on its own. The whole mapping is then made at
+    /// once, so that writes to the raw file by other programs can be seen through the image.
     pub data_file_raw: bool,
-    /// What gets its place from the beginning.
+    /// What is allocated from the beginning.
     pub preallocation: Preallocation,
-    /// How large the journal is to be while the image is written, in bytes; none when nothing is said.
+    /// How large the journal is to be while the image is written, in bytes. `None` without one.
     pub journal: Option<u64>,
-    /// Whether space is to be prepared ahead of need while the image is written. It stands beside the journal's size, so it
-    /// can be said only where there is to be a journal.
+    /// Whether space is to be prepared ahead of need while the image is written. It is stored beside the
+    /// journal's size, so it can be set only for an image with a journal.
     pub prealloc: Prealloc,
+}
+
+impl CreateOptions {
+    /// For an image that is written as QEMU writes it, without a journal.
+    #[must_use]
+    pub fn without_journal() -> Self {
+        Self { journal: None, ..Self::default() }
+    }
 }
 
 impl Default for CreateOptions {
@@ -84,13 +93,30 @@ impl Default for CreateOptions {
             data_file: None,
             data_file_raw: false,
             preallocation: Preallocation::Off,
-            journal: None,
+            journal: Some(JOURNAL_BYTES_DEFAULT),
             prealloc: Prealloc::default(),
         }
     }
 }
 
-/// Where the parts of a new image lie, in clusters.
+impl CreateOptions {
+    /// The options that `create` really uses: the size in whole sectors, and what one option implies for
+    /// another.
+    #[must_use]
+    pub fn settled(&self) -> Self {
+        let mut settled = self.clone();
+        settled.size = BlockSize::SECTOR.round_up(self.size.min(SIZE_MAX + 1));
+        if self.data_file_raw && self.preallocation == Preallocation::Off {
+            settled.preallocation = Preallocation::Metadata;
+        }
+        settled
+    }
+}
+
+/// The largest size of a disk, in bytes.
+const SIZE_MAX: u64 = 1 << 62;
+
+/// The places of the parts of a new image, in clusters.
 struct Plan {
     cluster: BlockSize,
     refcount_order: u32,
@@ -126,7 +152,7 @@ impl Plan {
             l2: if is_mapped { l1_entries } else { 0 },
             data: if is_mapped && options.data_file.is_none() { guest_clusters } else { 0 },
         };
-        // The blocks count themselves and the table, so they are found by trying.
+        // The blocks count themselves and the table, so their number is found by trying.
         loop {
             let blocks = plan.end().div_ceil(plan.per_block());
             let table = cluster.count_for(blocks * 8);
@@ -172,7 +198,7 @@ impl Plan {
     }
 }
 
-/// Checks the options; gives the cluster size.
+/// Checks the options and returns the cluster size.
 fn check(options: &CreateOptions) -> Result<BlockSize> {
     let bits = CLUSTER_BITS_MIN..=CLUSTER_BITS_MAX;
     let cluster = BlockSize::from_bytes(options.cluster_size)
@@ -194,22 +220,22 @@ fn check(options: &CreateOptions) -> Result<BlockSize> {
             return Err(Error::invalid(format!("{what} needs compat=1.1 (version 3)")));
         }
     } else if options.version != 3 {
-        return Err(Error::invalid(format!("version {} is not known (2 and 3 are)", options.version)));
+        return Err(Error::invalid(format!("version {} is not supported (2 and 3 are)", options.version)));
     }
     if options.extended_l2 && cluster.shift() < EXTENDED_CLUSTER_BITS_MIN {
         return Err(Error::invalid("extended_l2 needs clusters of at least 16K"));
     }
     if options.journal.is_some() && options.data_file.is_some() {
-        return Err(Error::invalid("journal and data_file do not go together yet: leave one of them out"));
+        return Err(Error::invalid("journal and data_file cannot be combined yet: omit one of them"));
     }
     if options.prealloc != Prealloc::Auto && options.journal.is_none() {
         return Err(Error::invalid(
-            "prealloc is remembered with the journal: say journal=on too, or use `vellum serve --prealloc`",
+            "prealloc is stored with the journal: add journal=on, or use `vellum serve --prealloc`",
         ));
     }
     if let Some(bytes) = options.journal.filter(|bytes| !(BYTES_MIN..=BYTES_MAX).contains(bytes)) {
         return Err(Error::invalid(format!(
-            "a journal of {bytes} bytes: it must be {BYTES_MIN} to {BYTES_MAX} bytes"
+            "a journal of {bytes} bytes: its size must be {BYTES_MIN} to {BYTES_MAX} bytes"
         )));
     }
     if options.data_file_raw && options.data_file.is_none() {
@@ -228,25 +254,28 @@ fn check(options: &CreateOptions) -> Result<BlockSize> {
     if options.backing.is_some() && options.preallocation == Preallocation::Metadata && !options.extended_l2 {
         return Err(Error::invalid("preallocation=metadata over a backing file needs extended_l2=on"));
     }
-    if options.size > 1 << 62 {
+    if options.size > SIZE_MAX {
         return Err(Error::invalid("the disk is too large"));
     }
     Ok(cluster)
 }
 
-/// Makes an image in `storage`, replacing whatever it holds. The data file, if there is one, is given open.
+/// Makes an image in `storage`, and replaces whatever it holds. The data file, if there is one, is passed
+/// open.
 ///
 /// # Errors
-/// `Invalid` for options that contradict each other, `NoSpace` when a device is too small, and what the storages say.
+/// `Invalid` for options that contradict each other, `NoSpace` when a device is too small, and errors of the
+/// storages.
 pub async fn create(
     storage: &dyn Storage,
     data_file: Option<&SharedStorage>,
     options: &CreateOptions,
 ) -> Result<()> {
-    let plan = Plan::new(options)?;
-    let header = encode_header(options, &plan)?;
+    let options = options.settled();
+    let plan = Plan::new(&options)?;
+    let header = encode_header(&options, &plan)?;
     let context = || format!("can't create {}", storage.name());
-    fill(storage, data_file, options, &plan, header).await.context(context)
+    fill(storage, data_file, &options, &plan, header).await.context(context)
 }
 
 async fn fill(
@@ -266,7 +295,8 @@ async fn fill(
             let needs = format!("the device is too small: an empty image of this disk needs {end} bytes");
             return Err(Error::new(vellum_core::ErrorKind::NoSpace, needs));
         }
-        // A device keeps its old bytes; where no metadata is written below, they must not be taken for some.
+        // A device keeps its old bytes. Where no metadata is written below, they must not be mistaken for
+        // metadata.
         storage.write_zeroes(ImageOffset::ZERO.span(plan.data_at() * cluster), Zeroes::MayUnmap).await?;
     }
     let mut table = vec![0; to_usize(plan.table * cluster)];
@@ -291,9 +321,7 @@ async fn fill(
     storage.write(plan.offset(plan.l1_at()), Buffer::copy_of(&l1)).await?;
 
     if let Some(data_file) = data_file {
-        if !data_file.limits().fixed_len {
-            data_file.set_len(options.size).await?;
-        }
+        empty_data_file(&**data_file, options).await?;
         preallocate(&**data_file, ImageOffset::ZERO, options.size, options.preallocation).await?;
         data_file.flush().await?;
     } else {
@@ -301,7 +329,27 @@ async fn fill(
     }
     storage.flush().await?;
     storage.write(ImageOffset::ZERO, Buffer::copy_of(&header)).await?;
-    storage.flush().await // commit point: now it is an image
+    storage.flush().await // commit point: from now on it is an image
+}
+
+/// Empties a data file, so that nothing of its old contents is seen through the new disk.
+async fn empty_data_file(file: &dyn Storage, options: &CreateOptions) -> Result<()> {
+    let context = || format!("can't use {} as the data file", file.name());
+    if !file.limits().fixed_len {
+        file.set_len(0).await.context(context)?;
+        return file.set_len(options.size).await.context(context);
+    }
+    if file.len() < options.size {
+        let needs = format!("it has {} bytes, and the disk needs {}", file.len(), options.size);
+        return Err(Error::new(vellum_core::ErrorKind::NoSpace, needs).context(context()));
+    }
+    match options.preallocation {
+        // A disk without a mapping reads as zero whatever lies here, until a part of a cluster is written.
+        Preallocation::Off => {
+            file.write_zeroes(ImageOffset::ZERO.span(options.size), Zeroes::MayUnmap).await.context(context)
+        }
+        _ => Ok(()), // zeros are written below
+    }
 }
 
 async fn preallocate(storage: &dyn Storage, at: ImageOffset, len: u64, how: Preallocation) -> Result<()> {
@@ -325,7 +373,7 @@ async fn preallocate(storage: &dyn Storage, at: ImageOffset, len: u64, how: Prea
     }
 }
 
-/// One L2 table of a preallocated image: clusters follow one another.
+/// One L2 table of a preallocated image. Its clusters follow one another.
 fn l2_table(options: &CreateOptions, plan: &Plan, index: u64) -> Vec<u8> {
     let cluster = plan.cluster.bytes();
     let entry_len = if options.extended_l2 { 16 } else { 8 };
@@ -341,7 +389,7 @@ fn l2_table(options: &CreateOptions, plan: &Plan, index: u64) -> Vec<u8> {
         let at = to_usize(entry * entry_len);
         put64(&mut table, at, place | COPIED);
         if options.extended_l2 {
-            // Over a backing file the subclusters have their place but not their bytes yet.
+            // Over a backing file the subclusters have a place but no bytes yet.
             let allocated = if options.backing.is_some() { 0 } else { u64::from(u32::MAX) };
             put64(&mut table, at + 8, allocated);
         }
@@ -381,7 +429,7 @@ fn encode_header(options: &CreateOptions, plan: &Plan) -> Result<Vec<u8>> {
         bytes[field::COMPRESSION_TYPE] = u8::from(options.compression == Compression::Zstd);
     }
     if let Some(wanted_bytes) = options.journal {
-        // The first of them, so that it lies in the first sector, which changes whole.
+        // The first extension, so that it is in the first sector, which changes as a whole.
         let run = ImageOffset::ZERO.span(0);
         let extension = Extension { wanted_bytes, run, generation: 0, key: 0, prealloc: options.prealloc };
         put_extension(&mut bytes, extension::JOURNAL, &extension.encode());
@@ -395,7 +443,7 @@ fn encode_header(options: &CreateOptions, plan: &Plan) -> Result<Vec<u8>> {
     let name = options.backing.as_ref().map_or("", |(name, _)| name);
     let cluster = to_usize(plan.cluster.bytes());
     let names = feature_names(options.journal.is_some());
-    // Where there is no room for all of them, the journal's is the one that somebody will need.
+    // If there is no room for all names, the journal's is the one that a user will need.
     let journal_name = &names[names.len() - if options.journal.is_some() { FEATURE_NAME_LEN } else { 0 }..];
     let room = cluster.saturating_sub(bytes.len() + 8 + 8 + name.len());
     let fitting = [&names, journal_name].into_iter().find(|names| !names.is_empty() && names.len() <= room);
@@ -428,7 +476,7 @@ pub(crate) fn put_extension(bytes: &mut Vec<u8>, kind: u32, body: &[u8]) {
     bytes.resize(bytes.len().next_multiple_of(8), 0);
 }
 
-/// The table by which other programs can name a feature they do not know.
+/// The table by which other programs can name a feature that they do not know.
 fn feature_names(with_journal: bool) -> Vec<u8> {
     let names: [(u8, u8, &str); 9] = [
         (0, 0, "dirty bit"),
@@ -455,7 +503,7 @@ fn to_usize(bytes: u64) -> usize {
     usize::try_from(bytes).expect("it fits memory")
 }
 
-/// The header such an image would have; for tables of tests.
+/// The header that such an image would have. For tests of tables.
 #[cfg(test)]
 pub(crate) fn header_for_tests(options: CreateOptions) -> Header {
     let options = CreateOptions { size: 1 << 30, ..options };

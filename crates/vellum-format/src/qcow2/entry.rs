@@ -1,41 +1,42 @@
-//! L2 entries: two words that say where a cluster's bytes are, and the one shape in which the rest of the code sees
-//! them.
+//! L2 entries: two words that say where a cluster's bytes are, and the one type in which the rest of the code
+//! sees them.
 //!
 //! ```text
-//!   standard, 64 bits                               extended, 128 bits
-//!   63 copied  62 compressed  55…9 offset  0 zero   63 copied  62 compressed  55…9 offset │ 31…0 zero │ 31…0 alloc
+//!   standard, 64 bits:    63 copied  62 compressed  55…9 offset  0 zero
+//!   extended, 128 bits:   63 copied  62 compressed  55…9 offset │ 31…0 zero │ 31…0 alloc
 //! ```
 //!
-//! A cluster is cut into *units*: 32 subclusters with extended entries, one unit otherwise. Each unit is in one of three
-//! states, which is all that reading and writing need to know:
+//! A cluster is divided into *units*: 32 subclusters with extended entries, one unit otherwise. Each unit is
+//! in one of three states, which is all that reading and writing need to know:
 //!
 //! | alloc | zero | the unit's bytes |
 //! |:-:|:-:|---|
 //! | 1 | 0 | at `host` + its place in the cluster |
-//! | 0 | 1 | zeros (space may be set aside at `host`) |
+//! | 0 | 1 | zeros (space may be reserved at `host`) |
 //! | 0 | 0 | in the disk below |
 //!
 //! 1. `alloc` and `zero` share no bit; `alloc` is empty without `host`.
-//! 2. A standard entry knows no "host but not allocated"; [`Entries::encode`] is never asked for it.
+//! 2. A standard entry cannot express "host but not allocated", and [`Entries::encode`] is never called with
+//!    it.
 
 use vellum_core::{BlockSize, Error, GuestCluster, ImageOffset, ImageSpan, Result};
 
 use super::header::Header;
-use super::layout::{COMPRESSED, COPIED, OFFSET_MASK, SUBCLUSTERS, ZERO};
+use super::layout::{COMPRESSED, COPIED, L2_RESERVED, OFFSET_MASK, SUBCLUSTERS, ZERO};
 
-/// What a cluster of the disk is made of.
+/// The state of a cluster of the disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ClusterState {
     /// The whole cluster is stored compressed in these bytes of the image. The length is an upper bound.
     Compressed(ImageSpan),
-    /// Anything else.
+    /// Any other cluster.
     Plain(Units),
 }
 
-/// The units of a cluster; see the module.
+/// The units of a cluster; see the head of this module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Units {
-    /// The cluster of the image that is set aside.
+    /// The cluster of the image that is reserved for it.
     pub(crate) host: Option<ImageOffset>,
     /// `host` has a refcount of exactly one, so it may be written in place.
     pub(crate) copied: bool,
@@ -45,16 +46,16 @@ pub(crate) struct Units {
     pub(crate) zero: u32,
 }
 
-/// The two words of an entry; the second is zero where entries have 64 bits.
+/// The two words of an entry. The second is zero where entries have 64 bits.
 pub(crate) type Words = (u64, u64);
 
-/// How entries of one image are read and written.
+/// How the entries of one image are read and written.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Entries {
     cluster: BlockSize,
     extended: bool,
     zero_flag: bool,
-    /// Guest data lies in another file, at the guest's own offsets.
+    /// Guest data is in another file, at the guest's own offsets.
     data_file: bool,
 }
 
@@ -97,7 +98,7 @@ impl Entries {
         mask(start >> shift, ((end - 1) >> shift) + 1)
     }
 
-    /// The mask of the units that lie wholly within bytes `start..end` of a cluster.
+    /// The mask of the units that are wholly within bytes `start..end` of a cluster.
     pub(crate) fn covered(self, start: u64, end: u64) -> u32 {
         let size = self.unit_size();
         let (first, end) = (size.round_up(start) >> size.shift(), end >> size.shift());
@@ -109,10 +110,27 @@ impl Entries {
         self.zero_flag
     }
 
-    /// Reads an entry. Fails when it is one that no program writes.
+    /// Bits that should be zero in this entry. They do not change its meaning.
+    pub(crate) fn reserved(self, (word, _): Words) -> u64 {
+        word & if word & COMPRESSED != 0 { COPIED } else { L2_RESERVED }
+    }
+
+    /// An entry that cannot be read because its place is invalid, without that place, if no unit has its
+    /// bytes there.
+    pub(crate) fn without_place(self, (word, bitmap): Words) -> Option<u64> {
+        #[expect(clippy::cast_possible_truncation, reason = "the lower half is wanted")]
+        let has_bytes = match self.extended {
+            true => bitmap as u32 != 0,
+            false => !self.zero_flag || word & ZERO == 0,
+        };
+        let is_other = word & COMPRESSED != 0 || has_bytes;
+        (!is_other).then(|| word & !(OFFSET_MASK | COPIED) & !self.reserved((word, bitmap)))
+    }
+
+    /// Reads an entry. Fails when it contradicts the format; reserved bits are ignored.
     pub(crate) fn decode(self, (word, bitmap): Words) -> Result<ClusterState> {
         if word & COMPRESSED != 0 {
-            if self.data_file || word & COPIED != 0 || bitmap != 0 {
+            if self.data_file || bitmap != 0 {
                 return Err(Error::corrupt(format!(
                     "the L2 entry {word:#x} of a compressed cluster is impossible"
                 )));
@@ -127,7 +145,7 @@ impl Entries {
         if offset & (self.cluster.bytes() - 1) != 0 {
             return Err(Error::corrupt(format!("the L2 entry {word:#x} points between two clusters")));
         }
-        // With an external data file offset 0 is a place like any other; "copied" tells that it is meant.
+        // With an external data file, offset 0 is a valid place. The "copied" flag says that it is meant.
         let host = (offset != 0 || (self.data_file && word & COPIED != 0)).then(|| ImageOffset::new(offset));
         let copied = host.is_some() && (word & COPIED != 0 || self.data_file);
         if self.extended {
@@ -147,8 +165,8 @@ impl Entries {
         Ok(ClusterState::Plain(Units { host, copied, alloc, zero }))
     }
 
-    /// A data file holds each cluster where the guest has it. An entry that says otherwise gives two guest clusters one
-    /// place, and no refcount tells.
+    /// A data file holds each cluster at the guest's own offset. An entry that says otherwise gives two guest
+    /// clusters one place, and no refcount shows that.
     pub(crate) fn check_place(self, cluster: GuestCluster, state: ClusterState) -> Result<()> {
         let guest = self.cluster.start_of(cluster).bytes();
         match state {
@@ -156,7 +174,7 @@ impl Entries {
                 if self.data_file && host.bytes() != guest =>
             {
                 Err(Error::corrupt(format!(
-                    "offset {guest:#x} of the disk is said to be at {host} of the data file"
+                    "offset {guest:#x} of the disk is mapped to {host} of the data file"
                 )))
             }
             _ => Ok(()),
@@ -241,7 +259,19 @@ mod tests {
         let word = COMPRESSED | 3 << 54 | 0x1234;
         let span = ImageOffset::new(0x1234).span(4 * 512 - 0x34);
         assert_eq!(entries(false).decode((word, 0)).unwrap(), ClusterState::Compressed(span));
-        assert!(entries(false).decode((word | COPIED, 0)).is_err());
+        // The flag has no meaning there, and other programs ignore it.
+        assert_eq!(entries(false).decode((word | COPIED, 0)).unwrap(), ClusterState::Compressed(span));
+        assert_eq!(entries(false).reserved((word | COPIED, 0)), COPIED);
+    }
+
+    #[test]
+    fn reserved_bits_are_told_and_mean_nothing() {
+        for bit in [1 << 61, 1 << 56, 1 << 8, 1 << 1] {
+            let word = 0x5_0000 | COPIED;
+            assert_eq!(entries(false).reserved((word | bit, 0)), bit);
+            assert_eq!(entries(false).decode((word | bit, 0)).unwrap(), plain(0x5_0000, true, 1, 0));
+        }
+        assert_eq!(entries(false).reserved((0x5_0001 | COPIED, 0)), 0);
     }
 
     #[test]

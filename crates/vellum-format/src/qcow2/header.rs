@@ -1,19 +1,27 @@
-//! The header: read as bytes that nobody vouches for, checked once, then trusted.
+//! The header: read as untrusted bytes, checked once, then trusted.
 //!
-//! [`Header::parse`] is the only door. It looks at every field that places or sizes something, so that after it no
-//! table lies outside the limits, no allocation made from the header passes them, and no unknown incompatible feature
-//! is left. What it cannot see is whether the tables are inside the file; [`Header::check_against_len`] adds that.
+//! [`Header::parse`] is the only way in. It looks at every field that places or sizes something. After it no
+//! table lies outside the limits, no allocation made from the header exceeds them, and no unknown
+//! incompatible feature is left. It cannot see whether the tables are inside the file;
+//! [`Header::check_against_len`] adds that.
 //!
-//! 1. An unknown incompatible feature is refused by its name, if the image names it, else by its number.
-//! 2. Unknown extensions and compatible features are kept: a change to the header rewrites its first sector only, and
-//!    of it only the fields that change.
-//! 3. Everything a header change touches lies in the first 512 bytes, so a header is old or new, never mixed.
+//! 1. An unknown incompatible feature is refused by its name if the image names it, otherwise by its number.
+//! 2. Unknown extensions and compatible features are kept: a change to the header rewrites its first sector
+//!    only, and in that sector only the fields that change.
+//! 3. A header that is written ([`Header::first_sector`]) has no autoclear bit that this program does not
+//!    know. Such a bit says that another program keeps something consistent with the disk, and a write by
+//!    this program makes that out of date.
+//! 4. Everything a header change touches lies in the first 512 bytes, so a header is old or new, never mixed.
 
 use vellum_core::{BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, Storage};
 
 use super::journal::extension::{EXTENSION_LEN, Extension};
 use super::layout::*;
 use crate::Prealloc;
+use crate::truth::reconcile;
+
+/// The versions that are read and written.
+pub(crate) const VERSIONS: [u32; 2] = [2, 3];
 
 /// How compressed clusters are compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,12 +32,21 @@ pub enum Compression {
     Zstd,
 }
 
-/// What the header says of persistent bitmaps.
+/// How guest data is encrypted. Such images cannot be read, but `vellum info` shows the method.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Encryption {
+    /// AES in CBC mode, the legacy method.
+    Aes,
+    /// LUKS.
+    Luks,
+}
+
+/// The header's entry for persistent bitmaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BitmapDirectory {
     /// How many bitmaps there are.
     pub count: u32,
-    /// Where their directory lies.
+    /// The place of their directory.
     pub span: ImageSpan,
 }
 
@@ -50,37 +67,67 @@ pub struct Header {
     pub(crate) compatible: u64,
     pub(crate) autoclear: u64,
     pub(crate) compression: Compression,
+    encryption: Option<Encryption>,
     pub(crate) backing_file: Option<String>,
     pub(crate) backing_format: Option<String>,
     pub(crate) data_file: Option<String>,
     pub(crate) bitmaps: Option<BitmapDirectory>,
-    /// The journal's extension, and where its body stands in the first sector.
+    /// The journal's extension, and the offset of its body in the first sector.
     pub(crate) journal: Option<(Extension, usize)>,
-    has_misplaced_journal: bool,
+    misplaced_journal: Option<Extension>,
 }
 
 impl Header {
-    /// Reads and checks the header of an image.
+    /// Reads and checks the header of an image. On a writable storage, what the first page reads as is on the
+    /// medium, or will be after the next successful flush.
     pub async fn read(storage: &dyn Storage) -> Result<Self> {
+        let header = Self::look(storage).await?;
+        header.refuse_encrypted().context(|| format!("{} is not usable", storage.name()))?;
+        Ok(header)
+    }
+
+    /// As above, for a caller that only describes the image: an encrypted one is not refused.
+    pub async fn look(storage: &dyn Storage) -> Result<Self> {
+        reconcile(storage, ImageOffset::ZERO.span(METADATA_PAGE.bytes())).await?;
         let len = storage.len();
-        // Cluster 0 holds everything the header has; how long it is stands in the first bytes.
+        // Cluster 0 holds everything in the header; the first bytes say how long it is.
         let first = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(512)).await?;
         let bits = be32(first.slice(), field::CLUSTER_BITS).clamp(CLUSTER_BITS_MIN, CLUSTER_BITS_MAX);
         let cluster = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(1 << bits)).await?;
         let header =
-            Self::parse(cluster.slice(), len).context(|| format!("{} is not usable", storage.name()))?;
+            Self::parse_any(cluster.slice(), len).context(|| format!("{} is not usable", storage.name()))?;
         header.check_against_len(len).context(|| format!("{} is not usable", storage.name()))?;
         Ok(header)
     }
 
-    /// Checks the bytes of cluster 0. `len` is the length of the file, for messages about bytes that are missing.
+    /// Checks the bytes of cluster 0. `len` is the length of the file, for messages about missing bytes.
     pub fn parse(cluster: &[u8], len: u64) -> Result<Self> {
+        let header = Self::parse_any(cluster, len)?;
+        header.refuse_encrypted()?;
+        Ok(header)
+    }
+
+    fn refuse_encrypted(&self) -> Result<()> {
+        match self.encryption {
+            None => Ok(()),
+            Some(Encryption::Aes) => Err(Error::unsupported(
+                "the image is encrypted with the old AES-CBC scheme: convert it with qemu-img",
+            )),
+            Some(Encryption::Luks) => {
+                Err(Error::unsupported("the image is encrypted with LUKS, which is not supported yet"))
+            }
+        }
+    }
+
+    fn parse_any(cluster: &[u8], len: u64) -> Result<Self> {
         if cluster.len() < 512 || be32(cluster, field::MAGIC) != MAGIC {
             return Err(Error::invalid("not a qcow2 image: it does not begin with the magic number"));
         }
         let version = be32(cluster, field::VERSION);
-        if !(2..=3).contains(&version) {
-            return Err(Error::unsupported(format!("qcow2 version {version} is not known (2 and 3 are)")));
+        if !VERSIONS.contains(&version) {
+            return Err(Error::unsupported(format!(
+                "qcow2 version {version} is not supported (2 and 3 are)"
+            )));
         }
         let cluster_bits = be32(cluster, field::CLUSTER_BITS);
         if !(CLUSTER_BITS_MIN..=CLUSTER_BITS_MAX).contains(&cluster_bits) {
@@ -114,7 +161,7 @@ impl Header {
         }
         let backing_offset = be64(cluster, field::BACKING_FILE_OFFSET);
         let backing_len = be32(cluster, field::BACKING_FILE_SIZE);
-        // Extensions end where the backing name begins, or with the cluster.
+        // Extensions end where the backing name begins, or at the end of the cluster.
         let extensions_end = match usize::try_from(backing_offset) {
             Ok(0) => cluster.len(),
             Ok(at) if at <= cluster.len() => at,
@@ -137,25 +184,17 @@ impl Header {
             }
         };
 
-        match be32(cluster, field::CRYPT_METHOD) {
-            0 => {}
-            1 => {
-                return Err(Error::unsupported(
-                    "the image is encrypted with the old AES-CBC scheme: convert it with qemu-img",
-                ));
-            }
-            2 => {
-                return Err(Error::unsupported(
-                    "the image is encrypted with LUKS, which is not supported yet",
-                ));
-            }
-            other => return Err(Error::corrupt(format!("encryption method {other} is not known"))),
-        }
+        let encryption = match be32(cluster, field::CRYPT_METHOD) {
+            0 => None,
+            1 => Some(Encryption::Aes),
+            2 => Some(Encryption::Luks),
+            other => return Err(Error::corrupt(format!("encryption method {other} is unknown"))),
+        };
         let compression = match cluster.get(field::COMPRESSION_TYPE) {
             Some(kind) if header_len > field::COMPRESSION_TYPE => match kind {
                 0 => Compression::Zlib,
                 1 => Compression::Zstd,
-                other => return Err(Error::unsupported(format!("compression type {other} is not known"))),
+                other => return Err(Error::unsupported(format!("compression type {other} is unknown"))),
             },
             _ => Compression::Zlib,
         };
@@ -168,8 +207,10 @@ impl Header {
         if incompatible & incompatible::DATA_FILE == 0 && autoclear & autoclear::RAW_EXTERNAL != 0 {
             return Err(Error::corrupt("the raw external data bit is set on an image without a data file"));
         }
-        if extensions.has_encryption {
-            return Err(Error::corrupt("there is an encryption header on an image that is not encrypted"));
+        if extensions.has_encryption && encryption != Some(Encryption::Luks) {
+            return Err(Error::corrupt(
+                "there is an encryption header on an image that is not encrypted with LUKS",
+            ));
         }
 
         let mut sector = [0; 512];
@@ -189,18 +230,22 @@ impl Header {
             compatible,
             autoclear,
             compression,
+            encryption,
             backing_file,
             backing_format: extensions.backing_format,
             data_file: extensions.data_file,
             bitmaps: None,
             journal: extensions.journal,
-            has_misplaced_journal: extensions.has_misplaced_journal,
+            misplaced_journal: extensions.misplaced_journal,
         };
         if header.needs_replay() && header.journal.is_none() {
-            return Err(Error::corrupt("the image was written with a journal, and does not say where it is"));
+            return Err(Error::corrupt(
+                "the image was written with a journal, but its header does not say where the \
+             journal is",
+            ));
         }
         if header.has_data_file() && header.data_file.is_none() {
-            // The name is optional in the format, but without one there is nothing to open.
+            // The format makes the name optional, but without one there is nothing to open.
             return Err(Error::unsupported("the image keeps its data in another file but does not name it"));
         }
         header.refcount_table = header.check_refcount_table(
@@ -250,7 +295,7 @@ impl Header {
             return Err(Error::corrupt(format!("{} snapshots are too many", self.snapshot_count)));
         }
         if self.snapshot_count > 0 {
-            // The table's length is known only when it is read; 40 bytes is the shortest entry.
+            // The table's length is known only after it is read; 40 bytes is the shortest entry.
             let len = u64::from(self.snapshot_count) * 40;
             self.table(self.snapshots_offset.bytes(), len, "snapshot table")?;
         }
@@ -263,7 +308,7 @@ impl Header {
             return Err(Error::corrupt("the bitmaps extension is too short"));
         }
         if self.autoclear & autoclear::BITMAPS == 0 {
-            return Ok(None); // left behind by a program that did not keep them up: they mean nothing
+            return Ok(None); // left by a program that did not update them: they count for nothing
         }
         let (count, len, offset) = (be32(bytes, 0), be64(bytes, 8), be64(bytes, 16));
         if count == 0 || count > 65535 || len > u64::from(count) * 2048 {
@@ -317,7 +362,7 @@ impl Header {
         if self.has_subclusters() { 16 } else { 8 }
     }
 
-    /// Where the active L1 table lies.
+    /// The place of the active L1 table.
     pub(crate) fn l1_span(&self) -> ImageSpan {
         if self.l1_entries == 0 {
             return ImageOffset::ZERO.span(0);
@@ -355,59 +400,69 @@ impl Header {
         self.incompatible & incompatible::DATA_FILE != 0
     }
 
-    /// Whether the other file is a raw image by itself.
+    /// Whether the data file is a complete raw image on its own.
     pub fn data_file_is_raw(&self) -> bool {
         self.autoclear & autoclear::RAW_EXTERNAL != 0
     }
 
-    /// Whether the image was not closed by who wrote it last, so that refcounts may be wrong.
+    /// Whether the last program that wrote the image did not close it, so that refcounts may be wrong.
     pub fn is_dirty(&self) -> bool {
         self.incompatible & incompatible::DIRTY != 0
     }
 
-    /// Whether changes lie in a journal that must be replayed first.
+    /// Whether there are changes in a journal that must be replayed first.
     pub fn needs_replay(&self) -> bool {
         self.incompatible & incompatible::JOURNAL != 0
     }
 
-    /// Why such an image cannot be looked at as it is.
+    /// The error that says why such an image cannot be read as it is.
     pub(crate) fn replay_first(&self, name: &str) -> Error {
         Error::unsupported(format!(
             "the image was not closed, and what its journal holds must be replayed first: run `vellum recover {name}`"
         ))
     }
 
-    /// Whether a journal was asked for, but another program has moved the wish to where it cannot be followed:
-    /// [`set_journal`](super::set_journal) puts it back.
+    /// Whether the image is to have a journal, but another program has moved the extension to where it cannot
+    /// be followed. [`set_journal`](super::set_journal) puts it back.
     pub fn has_misplaced_journal(&self) -> bool {
-        self.has_misplaced_journal && self.journal.is_none()
+        self.misplaced_journal().is_some()
     }
 
-    /// How large the journal is to be, in bytes, if there is to be one.
+    /// The extension in that place.
+    pub(crate) fn misplaced_journal(&self) -> Option<Extension> {
+        self.misplaced_journal.filter(|_| self.journal.is_none())
+    }
+
+    /// How large the journal is to be, in bytes. `None` without one.
     pub fn journal_bytes(&self) -> Option<u64> {
         self.journal.map(|(extension, _)| extension.wanted_bytes)
     }
 
-    /// Whether space is to be prepared ahead of need while the image is written, if it says so.
+    /// Whether space is prepared ahead of need while the image is written, if the image says so.
     pub fn prealloc(&self) -> Prealloc {
         self.journal.map_or(Prealloc::Auto, |(extension, _)| extension.prealloc)
     }
 
-    /// Changes in memory where the journal is.
+    /// Changes the place of the journal, in memory.
     pub(crate) fn set_journal(&mut self, extension: Extension) {
         let (_, at) = self.journal.expect("only an image with the extension has a journal");
         self.journal = Some((extension, at));
         self.sector[at..at + EXTENSION_LEN].copy_from_slice(&extension.encode());
     }
 
-    /// Whether somebody found the metadata damaged.
+    /// Whether the image is marked corrupt, because damaged metadata was found.
     pub fn is_corrupt(&self) -> bool {
         self.incompatible & incompatible::CORRUPT != 0
     }
 
-    /// Whether refcount updates may be put off.
+    /// Whether refcount updates may be postponed.
     pub fn has_lazy_refcounts(&self) -> bool {
         self.compatible & compatible::LAZY_REFCOUNTS != 0
+    }
+
+    /// How guest data is encrypted, if it is.
+    pub fn encryption(&self) -> Option<Encryption> {
+        self.encryption
     }
 
     /// How compressed clusters are compressed.
@@ -415,22 +470,22 @@ impl Header {
         self.compression
     }
 
-    /// The name of the backing file as it stands in the image.
+    /// The name of the backing file, as written in the image.
     pub fn backing_file(&self) -> Option<&str> {
         self.backing_file.as_deref()
     }
 
-    /// The format of the backing file, if it stands in the image.
+    /// The format of the backing file, if the image states it.
     pub fn backing_format(&self) -> Option<&str> {
         self.backing_format.as_deref()
     }
 
-    /// The name of the external data file as it stands in the image.
+    /// The name of the external data file, as written in the image.
     pub fn data_file(&self) -> Option<&str> {
         self.data_file.as_deref()
     }
 
-    /// Where the persistent bitmaps are, if there are some that count.
+    /// The place of the persistent bitmaps, if there are any that count.
     pub fn bitmaps(&self) -> Option<BitmapDirectory> {
         self.bitmaps
     }
@@ -444,19 +499,19 @@ impl Header {
         put64(&mut self.sector, field::AUTOCLEAR, autoclear);
     }
 
-    /// Changes in memory how large the disk is.
+    /// Changes the size of the disk, in memory.
     pub(crate) fn set_size(&mut self, size: u64) {
         self.size = size;
         put64(&mut self.sector, field::SIZE, size);
     }
 
-    /// Changes in memory how many entries the L1 table has.
+    /// Changes the number of entries of the L1 table, in memory.
     pub(crate) fn set_l1_entries(&mut self, entries: u32) {
         self.l1_entries = entries;
         put32(&mut self.sector, field::L1_SIZE, entries);
     }
 
-    /// Changes in memory where the refcount table lies.
+    /// Changes the place of the refcount table, in memory.
     pub(crate) fn set_refcount_table(&mut self, table: ImageSpan) {
         self.refcount_table = table;
         let clusters = self.cluster_size.count_for(table.len());
@@ -468,9 +523,18 @@ impl Header {
         );
     }
 
-    /// The first sector as it is to be on the medium.
+    /// Whether an autoclear bit is set that this program does not know.
+    pub(crate) fn has_unknown_autoclear(&self) -> bool {
+        self.version >= 3 && self.autoclear & !autoclear::KNOWN != 0
+    }
+
+    /// The first sector as it will be on the medium.
     pub(crate) fn first_sector(&self) -> Buffer {
-        Buffer::copy_of(&self.sector)
+        let mut sector = self.sector;
+        if self.version >= 3 {
+            put64(&mut sector, field::AUTOCLEAR, self.autoclear & autoclear::KNOWN);
+        }
+        Buffer::copy_of(&sector)
     }
 }
 
@@ -482,7 +546,7 @@ struct Extensions {
     has_encryption: bool,
     feature_names: Vec<u8>,
     journal: Option<(Extension, usize)>,
-    has_misplaced_journal: bool,
+    misplaced_journal: Option<Extension>,
 }
 
 impl Extensions {
@@ -508,12 +572,21 @@ impl Extensions {
                 extension::BITMAPS => found.bitmaps = Some(body.to_vec()),
                 extension::ENCRYPTION => found.has_encryption = true,
                 extension::FEATURE_NAMES => found.feature_names = body.to_vec(),
-                // It changes together with the feature bit, so it counts only where one write reaches both.
+                // It changes together with the feature bit, so it counts only where one write covers both.
                 extension::JOURNAL if at + EXTENSION_LEN <= 512 => {
                     found.journal = Some((Extension::decode(body)?, at));
                 }
-                extension::JOURNAL => found.has_misplaced_journal = true,
-                _ => {} // kept, because header changes leave it where it is
+                extension::JOURNAL => {
+                    let unknown = Extension {
+                        wanted_bytes: JOURNAL_BYTES_DEFAULT,
+                        run: ImageOffset::ZERO.span(0),
+                        generation: 0,
+                        key: 0,
+                        prealloc: Prealloc::Auto,
+                    };
+                    found.misplaced_journal = Some(Extension::decode(body).unwrap_or(unknown));
+                }
+                _ => {} // kept, because header changes leave it in place
             }
             at += len.next_multiple_of(8);
         }
@@ -542,6 +615,6 @@ fn refuse_unknown_features(bits: u64, names: &[u8]) -> Result<()> {
     let list: Vec<String> = (0..64).filter(|bit| unknown >> bit & 1 == 1).map(name_of).collect();
     Err(Error::new(
         ErrorKind::Unsupported,
-        format!("the image needs features that this program does not have: {}", list.join(", ")),
+        format!("the image needs features that this program does not support: {}", list.join(", ")),
     ))
 }

@@ -1,66 +1,72 @@
-//! The open image: what is in memory of it, who may change what, and how a page gets here.
+//! The open image: what is in memory, which locks protect it, and how a page is loaded.
 //!
 //! ```text
 //!   guest cluster ──► L1 entry (atomic) ──► page of an L2 table (atomic words) ──► Units ──► host cluster
 //!                          │                      │
-//!                          │ none: everything     │ not in memory: loaded once, whoever asks first
+//!                          │ none: everything     │ not in memory: loaded once, by the first request
 //!                          ▼ is in the disk below ▼
 //! ```
 //!
-//! Locks, in the order in which they may be held together; none is held across I/O except the keyed ones, which are
-//! made for that and of which a task holds one at a time:
+//! Locks, in the order in which they may be held together. None is held across I/O except the keyed ones,
+//! which are made for that; a task holds one of those at a time.
 //!
 //! 1. claims on guest clusters (`claims.rs`), ascending;
 //! 2. the table lock of an L1 index: making or copying an L2 table;
 //! 3. the load lock of a page;
-//! 4. short in-memory locks: refcounts, a page's state and within it the list of dirty pages, the lists of dirty L1
-//!    entries and freed clusters.
+//! 4. the gate, shared by changes of metadata in memory, and held alone by the seal of a commit;
+//! 5. short in-memory locks: refcounts, a page's state and within it the list of dirty pages, the lists of
+//!    dirty L1 entries and freed clusters.
+//!
+//! Everything that belongs to one change (an entry, the list that its page is on, the cluster that it frees,
+//! what the journal records) is changed under one hold of the shared gate. So a seal has all of a change or
+//! nothing of it, with a journal and without one.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use arc_swap::Guard;
+use futures_lite::future::yield_now;
 use vellum_core::{
-    BlockSize, Buffer, Context, Error, ErrorKind, Geometry, GuestCluster, GuestOffset, GuestSpan,
-    ImageCluster, ImageOffset, ImageSpan, Result, SharedDisk, SharedStorage,
+    BlockSize, Buffer, Context, Error, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageCluster,
+    ImageOffset, ImageSpan, Result, SharedDisk, SharedStorage,
 };
 
-use super::commit::Commits;
 use super::compressed::Decompressor;
 use super::entry::{ClusterState, Entries, Words};
 use super::header::Header;
 use super::journal::{Journal, SectorChecks, checks_of};
-use super::layout::{COPIED, L1_RESERVED, OFFSET_MASK};
+use super::late::Late;
+use super::layout::{COPIED, OFFSET_MASK};
 use super::pages::{Evicted, Page, Pages, SetFull};
 use super::prepare::Prepare;
-use super::refcount::{RefcountPage, Refcounts, Run, Stop};
-use crate::claims::Claims;
-use crate::epochs::Epochs;
-use crate::hash::HashMap;
+use super::quarantine::Quarantine;
+use super::refcount::{Look, RefcountPage, Refcounts, Run, Stop};
+use crate::engine::{Commit as _, Engine};
+use crate::hash::{HashMap, HashSet};
 use crate::keyed::KeyedLocks;
+use crate::perturb;
 use crate::sabotage::{self, Bug};
-pub(crate) use crate::state::{State, lock};
+use crate::state::lock;
 
 /// When this many pages of refcounts are dirty, the next writer commits.
 const REFCOUNT_PAGES_DIRTY_MAX: usize = 512;
 
-/// The file grows by an eighth of itself at a time, but no less and no more than this; what is too much is cut off when the image
-/// is closed. All who allocate wait meanwhile, on every worker, and what it grows by is a hole.
+/// The file grows by an eighth of its size at a time, within these bounds. The excess is cut off when the
+/// image is closed. Allocations on all workers wait meanwhile. The file grows by a hole.
 const GROWTH_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=64 << 20;
 
 /// An open qcow2 image.
 pub struct Qcow2 {
-    pub(crate) name: String,
+    pub(crate) engine: Engine<ImageSpan>,
     pub(crate) header: Mutex<Header>,
-    pub(crate) geometry: Geometry,
     pub(crate) cluster: BlockSize,
     pub(crate) entries: Entries,
-    /// The image file, as the way for metadata.
+    /// The image file, for metadata.
     pub(crate) metadata: SharedStorage,
-    /// The same, for what a journal takes home.
+    /// The image file again, for what a journal takes home.
     pub(crate) home: SharedStorage,
-    /// Where guest data lies: the image file again, or the external data file.
+    /// The storage of guest data: the image file again, or the external data file.
     pub(crate) data: SharedStorage,
     pub(crate) has_data_file: bool,
     pub(crate) below: Option<SharedDisk>,
@@ -70,28 +76,38 @@ pub struct Qcow2 {
     pub(crate) loads: KeyedLocks,
     pub(crate) tables: KeyedLocks,
     pub(crate) refcount_loads: KeyedLocks,
-    pub(crate) claims: Claims,
-    pub(crate) epochs: Epochs,
-    /// Nothing when the image is open for reading.
+    /// Units whose place an older write may still reach.
+    pub(crate) late: Late,
+    /// `None` when the image is open read-only.
     pub(crate) refcounts: Option<Mutex<Refcounts>>,
+    /// Shared by changes of the metadata in memory, alone for a seal.
+    pub(crate) gate: RwLock<()>,
     pub(crate) dirty: Mutex<HashMap<u64, Arc<Page>>>,
     pub(crate) dirty_max: usize,
-    pub(crate) commits: Commits,
-    /// Nothing when the image is not to have one, or is open for reading.
+    /// Clusters whose freeing is durable.
+    pub(crate) quarantine: Quarantine,
+    /// `None` when the image is to have no journal, or is open read-only.
     pub(crate) journal: Option<Journal>,
-    /// Space ahead of need.
+    /// Space prepared ahead of need.
     pub(crate) prepare: Prepare,
     pub(crate) decompressor: Decompressor,
     pub(crate) marked: async_lock::Mutex<bool>,
     pub(crate) is_marked: AtomicBool,
+    /// Held while the header is changed.
+    pub(crate) header_changes: async_lock::Mutex<()>,
     pub(crate) growing: async_lock::Mutex<()>,
-    pub(crate) state: State,
+    /// The first contradiction found in the metadata, until the header records it.
+    pub(crate) contradiction: Mutex<Option<Error>>,
+    pub(crate) has_contradiction: AtomicBool,
 }
 
-/// The L1 table, all of it in memory.
+/// The L1 table, held in memory as a whole.
 pub(crate) struct L1 {
     pub(crate) at: ImageOffset,
     pub(crate) entries: Box<[AtomicU64]>,
+    /// Indexes of entries that name some other part of the metadata as their L2 table. Filled only when the
+    /// image is open for writing.
+    pub(crate) misnamed: HashSet<usize>,
     /// Indexes of entries that were changed and not yet written.
     pub(crate) dirty: Mutex<BTreeSet<usize>>,
 }
@@ -104,34 +120,11 @@ pub(crate) struct Slot {
     pub(crate) index: usize,
 }
 
-/// The mapping needs a page that is not in memory.
+/// The mapping needs this page, which is not in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Missing(pub(crate) u64);
 
 impl Qcow2 {
-    /// Checks that the request is inside the disk and the disk still open.
-    pub(crate) fn check(&self, span: Option<GuestSpan>) -> Result<GuestSpan> {
-        self.state.check_open()?;
-        let span = span.ok_or_else(|| Error::invalid("the request passes 2^64"))?;
-        if span.end().bytes() > self.geometry.size {
-            return Err(Error::invalid(format!(
-                "the request {span} passes the end of the disk at {:#x}",
-                self.geometry.size
-            )));
-        }
-        Ok(span)
-    }
-
-    /// Checks that a change is allowed.
-    pub(crate) fn check_change(&self, span: Option<GuestSpan>) -> Result<GuestSpan> {
-        let span = self.check(span)?;
-        if self.geometry.read_only {
-            return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open for reading only", self.name)));
-        }
-        self.state.check_stopped()?;
-        Ok(span)
-    }
-
     pub(crate) fn entries_per_page(&self) -> u64 {
         self.page_bytes as u64 / self.entry_bytes()
     }
@@ -164,7 +157,20 @@ impl Qcow2 {
         self.l1.entries.get(index).map_or(0, |entry| entry.load(Ordering::Acquire))
     }
 
-    /// What a guest cluster is made of, from memory alone. Waits for nobody and holds nothing.
+    /// The beginning of the run that no L2 table maps, and the rest; `None` if the run begins under a table.
+    /// It takes one step for each missing table, however many clusters that table would map.
+    pub(crate) fn without_table(&self, span: GuestSpan) -> Option<(GuestSpan, GuestSpan)> {
+        let table = self.cluster.bytes() * self.entries_per_page() * self.pages_per_table();
+        let mut index = self.slot(self.cluster.cluster_of(span.start())).l1_index;
+        let mut len = 0;
+        while len < span.len() && self.l1_entry(index) == 0 {
+            len += table - (span.start().bytes() + len) % table;
+            index += 1;
+        }
+        (len > 0).then(|| span.split_at(len))
+    }
+
+    /// The state of a guest cluster, from memory alone. Never waits, and holds nothing.
     pub(crate) fn lookup(&self, cluster: GuestCluster) -> Result<Result<ClusterState, Missing>> {
         let slot = self.slot(cluster);
         if self.l1_entry(slot.l1_index) == 0 {
@@ -181,13 +187,19 @@ impl Qcow2 {
 
     pub(crate) fn decode(&self, cluster: GuestCluster, words: Words) -> Result<ClusterState> {
         let state = self.entries.decode(words);
-        state.and_then(|state| self.entries.check_place(cluster, state).map(|()| state)).context(|| {
-            let at = self.cluster.start_of(cluster);
-            format!("{}: the mapping of the disk at {at} is damaged: run `vellum check`", self.name)
-        })
+        state
+            .and_then(|state| self.entries.check_place(cluster, state).map(|()| state))
+            .context(|| {
+                let at = self.cluster.start_of(cluster);
+                format!(
+                    "{}: the mapping of the disk at {at} is damaged: run `vellum check`",
+                    self.engine.name
+                )
+            })
+            .map_err(|error| self.contradicts(error))
     }
 
-    /// What a guest cluster is made of, loading the page if need be.
+    /// The state of a guest cluster. Loads the page if necessary.
     pub(crate) async fn look(&self, cluster: GuestCluster) -> Result<ClusterState> {
         loop {
             match self.lookup(cluster)? {
@@ -197,7 +209,7 @@ impl Qcow2 {
         }
     }
 
-    /// Where a page lies now, if its table exists.
+    /// The current place of a page, if its table exists.
     pub(crate) fn page_place(&self, page: u64) -> Result<Option<ImageSpan>> {
         let index = usize::try_from(page / self.pages_per_table()).expect("an L1 table fits memory");
         let entry = self.l1_entry(index);
@@ -205,17 +217,30 @@ impl Qcow2 {
         if entry == 0 {
             return Ok(None);
         }
-        if table.bytes() == 0 || entry & L1_RESERVED != 0 || !self.cluster.aligns(table) {
-            return Err(Error::corrupt(format!(
+        if !self.cluster.aligns(table) {
+            return Err(self.contradicts(Error::corrupt(format!(
                 "{}: entry {index} of the L1 table is impossible ({entry:#x}): run `vellum check`",
-                self.name
-            )));
+                self.engine.name
+            ))));
         }
+        self.refuse_misnamed(index)?;
         let at = table + (page % self.pages_per_table()) * self.page_bytes as u64;
         Ok(Some(at.span(self.page_bytes as u64)))
     }
 
-    /// Brings a page into memory, unless it is there or has no table.
+    /// Refuses an L1 entry that names other metadata as its L2 table. Writing entries to a refcount block, to
+    /// the header or to a snapshot's table would destroy the image.
+    fn refuse_misnamed(&self, index: usize) -> Result<()> {
+        if !self.l1.misnamed.contains(&index) {
+            return Ok(());
+        }
+        Err(self.contradicts(Error::corrupt(format!(
+            "{}: entry {index} of the L1 table names other metadata as its L2 table: run `vellum check`",
+            self.engine.name
+        ))))
+    }
+
+    /// Brings a page into memory, unless it is already there or has no table.
     pub(crate) async fn load(&self, number: u64) -> Result<()> {
         loop {
             {
@@ -235,13 +260,13 @@ impl Qcow2 {
 
     async fn read_page(&self, number: u64, place: ImageSpan) -> Result<Arc<Page>> {
         if place.end().bytes() > self.metadata.len().next_multiple_of(self.cluster.bytes()) {
-            return Err(Error::corrupt(format!(
+            return Err(self.contradicts(Error::corrupt(format!(
                 "{}: an L2 table lies at {}, past the end of the file: it was truncated",
-                self.name,
+                self.engine.name,
                 place.start()
-            )));
+            ))));
         }
-        let context = || format!("{}: can't read the L2 table at {}", self.name, place.start());
+        let context = || format!("{}: can't read the L2 table at {}", self.engine.name, place.start());
         let bytes = self.read_metadata(place).await.context(context)?;
         let page = Page::from_bytes(number, &bytes, self.entries.words());
         if self.refcounts.is_some() {
@@ -250,7 +275,7 @@ impl Qcow2 {
         Ok(page)
     }
 
-    /// A page of metadata as it was when it was last committed.
+    /// A page of metadata as of its last commit.
     async fn read_metadata(&self, place: ImageSpan) -> Result<Arc<[u8]>> {
         if let Some(kept) = self.journal().and_then(|journal| journal.kept(place.start())) {
             return Ok(kept);
@@ -260,7 +285,7 @@ impl Qcow2 {
         Ok(Arc::from(buffer.slice()))
     }
 
-    /// A page that was read must not send guest writes into the image's own metadata.
+    /// Refuses a page whose entries would send guest writes into the image's own metadata.
     fn refuse_overlaps(&self, page: &Page, place: ImageSpan) -> Result<()> {
         if self.has_data_file {
             return Ok(());
@@ -273,17 +298,18 @@ impl Qcow2 {
             }
             let Ok(ClusterState::Plain(units)) = self.entries.decode(words) else { continue };
             if let Some(host) = units.host.filter(|host| refcounts.is_metadata(*host)) {
-                return Err(Error::corrupt(format!(
+                drop(refcounts);
+                return Err(self.contradicts(Error::corrupt(format!(
                     "{}: an entry of the L2 table at {} points to metadata at {host}: run `vellum check`",
-                    self.name,
+                    self.engine.name,
                     place.start()
-                )));
+                ))));
             }
         }
         Ok(())
     }
 
-    /// The page in memory, loaded if need be; its table must exist.
+    /// The page in memory, loaded if necessary. Its table must exist.
     async fn page(&self, number: u64) -> Result<Guard<Option<Arc<Page>>>> {
         loop {
             if let Some(page) = self.pages.get(number) {
@@ -292,16 +318,17 @@ impl Qcow2 {
             if self.page_place(number)?.is_none() {
                 return Err(Error::corrupt(format!(
                     "{}: an L1 entry names no table: run `vellum check`",
-                    self.name
+                    self.engine.name
                 )));
             }
             self.load(number).await?;
         }
     }
 
-    /// Replaces the entry of a guest cluster by what `change` makes of its state, and gives the state before. The L2
-    /// table must exist and be this image's own ([`Qcow2::own_table`]). From here on readers see the new entry; it is
-    /// on the medium after the next commit, together with what `with` notes, which is told the state before.
+    /// Replaces the entry of a guest cluster by what `change` makes of its state, and returns the state
+    /// before. The L2 table must exist and be this image's own ([`Qcow2::own_table`]). From here on readers
+    /// see the new entry. The next commit makes it durable, together with what `with` records, which gets the
+    /// state before.
     pub(crate) async fn publish(
         &self,
         cluster: GuestCluster,
@@ -317,13 +344,22 @@ impl Qcow2 {
                 let state = self.decode(cluster, words)?;
                 before = Some(state);
                 with(state);
+                sabotage::in_a_change();
                 match change(state) {
                     ClusterState::Plain(units) => Ok(self.entries.encode(units)),
                     ClusterState::Compressed(_) => Ok(words),
                 }
             };
-            let _shared = self.journal().map(|journal| journal.shared());
-            match page.update(slot.index, change, || self.list_dirty(page)) {
+            let _shared = self.shared();
+            let note = |bytes, was_clean| {
+                if was_clean {
+                    self.list_dirty(page);
+                }
+                if let Some(journal) = self.journal() {
+                    journal.add_words(bytes);
+                }
+            };
+            match page.update(slot.index, change, note) {
                 Err(Evicted) => continue,
                 Ok(Err(error)) => return Err(error),
                 Ok(Ok(_)) => return Ok(before.expect("the change was asked")),
@@ -331,16 +367,34 @@ impl Qcow2 {
         }
     }
 
-    /// Lists a page that must be written. The page is locked meanwhile.
+    /// Held during changes that belong together. A task must not take it twice, nor hold it across an await.
+    #[track_caller]
+    pub(crate) fn shared(&self) -> RwLockReadGuard<'_, ()> {
+        perturb::point();
+        self.gate.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Held during a seal: no change is half done meanwhile.
+    #[track_caller]
+    pub(crate) fn alone(&self) -> RwLockWriteGuard<'_, ()> {
+        perturb::point();
+        self.gate.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a page to those that must be written. The page is locked meanwhile.
     pub(crate) fn list_dirty(&self, page: &Arc<Page>) {
         lock(&self.dirty).insert(page.number(), page.clone());
     }
 
-    /// Whether so much metadata waits to be written that the next writer should see to it.
+    /// Whether enough metadata waits to be written that the next writer should commit.
     pub(crate) fn has_much_dirty(&self) -> bool {
-        lock(&self.dirty).len() >= self.dirty_max
-            || self.refcounts().dirty_pages() >= REFCOUNT_PAGES_DIRTY_MAX
-            || self.journal().is_some_and(|journal| journal.is_large())
+        let (pages, record_bytes) = {
+            let refcounts = self.refcounts();
+            (refcounts.dirty_pages(), refcounts.record_bytes())
+        };
+        pages >= REFCOUNT_PAGES_DIRTY_MAX
+            || lock(&self.dirty).len() >= self.dirty_max
+            || self.journal().is_some_and(|journal| journal.fills_a_record(record_bytes))
     }
 
     /// Bytes of the disk that one L2 table maps.
@@ -359,10 +413,11 @@ impl Qcow2 {
         self.has_data_file && lock(&self.header).data_file_is_raw()
     }
 
-    /// Makes sure that the L2 table of a guest cluster exists and belongs to the active disk alone, so that its entries
-    /// may be changed.
+    /// Makes sure that the L2 table of a guest cluster exists and belongs to the active disk alone, so that
+    /// its entries may be changed.
     pub(crate) async fn own_table(&self, cluster: GuestCluster) -> Result<()> {
         let slot = self.slot(cluster);
+        self.refuse_misnamed(slot.l1_index)?;
         if self.l1_entry(slot.l1_index) & COPIED != 0 {
             return Ok(());
         }
@@ -383,16 +438,18 @@ impl Qcow2 {
             }
         };
         self.refcounts().note_metadata(table);
-        // Nobody loads the page of an empty table before it is put into memory below. Else somebody could load it, change
-        // it, have it written and evicted, all in between, and the empty one would take its place.
+        // No other task may load the page of an empty table before it is put into memory below. Otherwise
+        // that page could be loaded, changed, written and evicted in between, and the empty page would take
+        // its place.
         let _loading = match old.bytes() {
             0 => Some(self.loads.lock(slot.page).await),
             _ => None,
         };
-        // Published: readers find the table. It is on the medium before the L1 entry is (commit.rs). A commit waits for the
-        // lock, so nobody who uses the table can be told that it is durable before its index is listed.
+        // Published: readers find the table. It is on the medium before the L1 entry is (`commit.rs`). A
+        // commit waits for this lock, so no commit can report the table's entries as durable before its index
+        // is listed.
         {
-            let _shared = self.journal().map(|journal| journal.shared());
+            let _shared = self.shared();
             if let Some(journal) = self.journal() {
                 journal.settle(ImageCluster::new(run.first));
                 journal.add_checks(&checks);
@@ -414,15 +471,15 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Gives a new L2 table its first content on the storage: zeros, or the table it replaces. A journal wants to know the
-    /// checksums of that.
+    /// Writes the first content of a new L2 table to the storage: zeros, or the table it replaces. Returns
+    /// the checksums of that for the journal.
     async fn fill_table(
         &self,
         old: ImageOffset,
         table: ImageSpan,
         zeroed: bool,
     ) -> Result<Vec<SectorChecks>> {
-        let context = || format!("{}: can't write a new L2 table at {}", self.name, table.start());
+        let context = || format!("{}: can't write a new L2 table at {}", self.engine.name, table.start());
         if old.bytes() != 0 {
             let len = usize::try_from(table.len()).expect("a cluster fits memory");
             let content = self.metadata.read(old, Buffer::for_overwrite(len)).await.context(context)?;
@@ -435,33 +492,34 @@ impl Qcow2 {
             self.metadata.write(table.start(), content).await.context(context)?;
             return Ok(checks);
         } else if !zeroed || self.journal().is_some() {
-            // With a journal its entries go home later: space that is missing is to be missed now.
+            // With a journal the entries go home later, so missing space must show now.
             self.metadata.write_zeroes(table, vellum_core::Zeroes::Allocated).await.context(context)?;
         }
         Ok(Vec::new())
     }
 
-    /// Saves reading back a page of a table that is just made. If it does not fit, it will be read after all. The caller
-    /// has held the page's load lock since before anybody could find the table.
+    /// Puts the page of a new table into memory, which saves reading it back. A page that does not fit is
+    /// read later. The caller has held the page's load lock since before the table could be found.
     fn insert_empty(&self, number: u64) {
         let page = Page::empty(number, self.page_bytes, self.entries.words());
         let _: Result<(), SetFull> = self.pages.insert(page);
     }
 
-    /// The refcounts, for a moment. Panics when the image is open for reading.
+    /// The refcounts, locked for a moment. Panics when the image is open read-only.
     pub(crate) fn refcounts(&self) -> MutexGuard<'_, Refcounts> {
         lock(self.refcounts.as_ref().expect("only a writer asks"))
     }
 
-    /// Runs an operation on the refcounts, loading the pages it asks for.
+    /// Runs an operation on the refcounts, and loads the pages it needs.
     pub(crate) async fn with_refcounts<T>(
         &self,
         mut operation: impl FnMut(&mut Refcounts) -> Result<T, Stop>,
     ) -> Result<T> {
         loop {
             let stop = {
-                // What the operation changes belongs together with what it tells the journal.
-                let _shared = self.journal().map(|journal| journal.shared());
+                // Under the gate: what the operation changes belongs together with what it records in the
+                // journal.
+                let _shared = self.shared();
                 match operation(&mut self.refcounts()) {
                     Ok(value) => return Ok(value),
                     Err(stop) => stop,
@@ -469,20 +527,27 @@ impl Qcow2 {
             };
             match stop {
                 Stop::Load(page) => self.load_refcounts(page).await?,
-                Stop::Grow(end) => self.reach(end).await?,
+                Stop::Grow(end) => match self.reach(end).await {
+                    Err(error) if error.kind() == ErrorKind::NoSpace && self.has_nothing_behind() => {}
+                    reached => reached?,
+                },
                 Stop::Reserve(span) => self.reserve_space(span).await?,
                 Stop::Failed(error) => {
-                    return Err(error.context(format!("{}: can't allocate space", self.name)));
+                    let error = error.context(format!("{}: can't allocate space", self.engine.name));
+                    return Err(match error.kind() {
+                        ErrorKind::Corrupt => self.contradicts(error),
+                        _ => error,
+                    });
                 }
             }
         }
     }
 
-    /// Has the host set space aside, where it can.
+    /// Asks the host to reserve space, where it can.
     async fn reserve_space(&self, span: ImageSpan) -> Result<()> {
         match self.metadata.preallocate(span).await {
             Err(error) if error.kind() != ErrorKind::Unsupported => {
-                return Err(error.context(format!("{}: can't reserve space for refcounts", self.name)));
+                return Err(error.context(format!("{}: can't reserve space for refcounts", self.engine.name)));
             }
             _ => self.refcounts().has_space(span),
         }
@@ -492,33 +557,67 @@ impl Qcow2 {
     async fn load_refcounts(&self, page: RefcountPage) -> Result<()> {
         let _loading = self.refcount_loads.lock(page.number).await;
         if self.refcounts().has(page) {
-            // Somebody else was first. Were it read again all the same, it could be changed, written and evicted
-            // meanwhile, and what this read brings would be out of date.
+            // Another task was first. A second read could become stale, because the page in memory may be
+            // changed, written and evicted meanwhile.
             return Ok(());
         }
         let bytes = self
             .read_metadata(page.span)
             .await
-            .context(|| format!("{}: can't read the refcounts at {}", self.name, page.span.start()))?;
+            .context(|| format!("{}: can't read the refcounts at {}", self.engine.name, page.span.start()))?;
         self.refcounts().loaded(page, bytes.to_vec());
         Ok(())
     }
 
-    /// Allocates up to `want` neighbouring clusters. The file reaches their end.
+    /// Allocates up to `want` adjacent clusters. The file reaches their end.
     pub(crate) async fn allocate(&self, want: u64) -> Result<Run> {
-        self.with_refcounts(|refcounts| {
-            let run = refcounts.allocate(want)?;
-            if let Some(journal) = self.journal() {
-                journal.owe(run.first, run.count);
-            }
-            Ok(run)
-        })
-        .await
+        let (run, is_searched) = self
+            .with_refcounts(|refcounts| {
+                let run = refcounts.allocate(want)?;
+                if let Some(journal) = self.journal() {
+                    journal.owe(run.first, run.count);
+                }
+                Ok((run, refcounts.is_searched()))
+            })
+            .await?;
+        if is_searched && !self.quarantine.is_tended() {
+            self.look_for_space().await;
+        }
+        Ok(run)
     }
 
-    /// Makes the file at least so long. It grows in steps, and never ends within a cluster: were the end within a
-    /// sector, a write across it could come out of a crash with its bytes but without the new length, and the sector
-    /// would be neither old nor new.
+    fn has_nothing_behind(&self) -> bool {
+        self.refcounts().has_nothing_behind()
+    }
+
+    /// As below, in the background.
+    pub(crate) async fn look_for_space_in_background(&self) -> bool {
+        let is_well = self.engine.state.check_open().is_ok() && self.engine.state.check_stopped().is_ok();
+        is_well && self.look_for_space().await
+    }
+
+    /// Looks through some of the refcounts for free clusters while the search is long. Returns whether there
+    /// is more to look through.
+    pub(crate) async fn look_for_space(&self) -> bool {
+        let Some(refcounts) = &self.refcounts else { return false };
+        let is_newer = |at| self.journal().is_some_and(|journal| journal.kept(at).is_some());
+        let Some(look) = lock(refcounts).begin_look(is_newer) else {
+            yield_now().await; // another task may be looking
+            return lock(refcounts).is_searched();
+        };
+        let mut looking = Looking { refcounts, look, judged: Vec::new() };
+        let len = usize::try_from(looking.look.span.len()).expect("a look is short");
+        // A page that cannot be read is skipped: an allocation that needs it will report the error.
+        let at = looking.look.span.start();
+        let Ok(bytes) = self.metadata.read(at, Buffer::for_overwrite(len)).await else { return false };
+        looking.judged = looking.look.judge(bytes.slice());
+        drop(looking);
+        lock(refcounts).is_searched()
+    }
+
+    /// Makes the file at least this long. It grows in steps, and never ends within a cluster. If it ended
+    /// within a sector, a crash could leave the bytes of a write across the end without the new length, and
+    /// the sector would be neither old nor new.
     pub(crate) async fn reach(&self, end: u64) -> Result<()> {
         if self.refcounts().reaches(end) {
             return Ok(());
@@ -527,45 +626,58 @@ impl Qcow2 {
         if self.refcounts().reaches(end) {
             return Ok(());
         }
-        // Nobody writes past the end meanwhile: what lies there has not been handed out yet.
+        // No write goes past the end meanwhile: the clusters there have not been handed out yet.
         let least = self.cluster.round_up(end.max(self.metadata.len()));
         let step = (least / 8).clamp(*GROWTH_BYTES.start(), *GROWTH_BYTES.end());
         let mut len = self.cluster.max(BlockSize::from_shift(20)).round_up(least + step);
         let mut grown = self.metadata.set_len(len).await;
         if grown.is_err() {
-            // Perhaps no file may be so long, but one that holds what is asked for.
+            // Perhaps a file of this length is not allowed, but one that holds just what is needed is.
             len = least;
             grown = self.metadata.set_len(len).await;
         }
-        grown.context(|| format!("{}: can't grow the file", self.name))?;
+        grown.context(|| format!("{}: can't grow the file", self.engine.name))?;
         self.refcounts().has_grown(len);
         Ok(())
     }
 
-    /// Gives back clusters that no metadata ever named and no host write is still on its way to.
+    /// Gives back clusters that no metadata ever named and to which no host write is still in flight.
     pub(crate) async fn give_back(&self, run: Run) {
         for cluster in run.first..run.first + run.count {
             if let Err(error) = self.release(ImageCluster::new(cluster), false).await {
-                self.state.stop(error); // the cluster is lost until the image is opened anew and repaired
+                self.engine.state.stop(error); // the cluster is lost until the image is reopened and repaired
             }
         }
     }
 
-    /// Notes that the active disk no longer uses these bytes of the image. They are given back once that is so on the
-    /// medium too and nobody is still reading them. Noted together with the change that frees them.
+    /// Records that the active disk no longer uses these bytes of the image. They are given back once that is
+    /// durable and no request still reads them. Recorded together with the change that frees them.
     pub(crate) fn free(&self, span: ImageSpan) {
         if let Some(journal) = self.journal() {
             journal.freed(span, self.cluster);
         }
         if sabotage::is(Bug::FreedBeforeDurable) {
-            self.commits.quarantine.add(self.epochs.now(), vec![span]);
+            self.quarantine.add(self.engine.epochs.now(), vec![span], self.cluster);
             return;
         }
-        self.commits.note_free(span);
+        self.engine.commits.note_freed(span);
     }
 
     /// The first byte of the guest cluster.
     pub(crate) fn start(&self, cluster: GuestCluster) -> GuestOffset {
         self.cluster.start_of(cluster)
+    }
+}
+
+/// A look at refcounts. It ends when this is dropped, whatever its outcome.
+struct Looking<'a> {
+    refcounts: &'a Mutex<Refcounts>,
+    look: Look,
+    judged: Vec<bool>,
+}
+
+impl Drop for Looking<'_> {
+    fn drop(&mut self) {
+        lock(self.refcounts).end_look(&self.look, &self.judged);
     }
 }

@@ -1,55 +1,47 @@
-//! Whether an image is to have a journal: the extension is put into the header of an image that is there, or taken out.
+//! Whether an image is to have a journal: puts the extension into the header of an existing image, or takes
+//! it out.
 //!
-//! The extension changes together with the feature bit, so it must lie in the first sector; what stood there moves on.
-//! A header of more than one sector does not change in one write, so it is moved in hops, each of them old or new:
+//! The extension changes together with the feature bit, so it must be in the first sector. The bytes that
+//! were there move back. A header of more than one sector does not change in one write, so it is moved in
+//! hops, and each hop leaves an old or a new header:
 //!
 //! ```text
 //!   sector 0            1                2                 3
 //!   │head│A │B          │ B │C │name     │                 │              as it was
-//!   │head│J │pad ───────┼────────────────┼►A │B │C │name   │              what follows is written, flushed; then sector 0
-//!   │head│J │A │B       │ B │C │name     │                 │              the same again, without the padding
+//!   │head│J │pad ───────┼────────────────┼►A │B │C │name   │   the rest is written, flushed; then sector 0
+//!   │head│J │A │B       │ B │C │name     │                 │   the same again, without the padding
 //! ```
 //!
-//! 1. Before sector 0 changes, nothing is written to a sector that the old header uses; after it, nothing the new one uses.
-//!    So a crash leaves the old header, or one of the new ones, and each says all that the old one said.
-//! 2. Extensions of others are kept byte for byte, in their order; the backing file's name as it was. Only the table of
-//!    feature names gains or loses a row: our own. In a header that is too small for the table and the extension, names of
-//!    features that the image does not have are left out, which the format allows.
-//! 3. Where there is no room for both layouts beside each other, nothing is done: [`ErrorKind::NoSpace`].
+//! 1. Before sector 0 changes, nothing is written to a sector that the old header uses. After it, nothing is
+//!    written to a sector that the new one uses. So a crash leaves the old header, or one of the new ones,
+//!    and each of those says everything that the old one said.
+//! 2. Extensions of other programs are kept byte for byte, in their order, and so is the backing file's name.
+//!    Only the table of feature names gains or loses a row: our own. In a header that is too small for the
+//!    table and the extension, names of features that the image does not have are left out, which the format
+//!    allows.
+//! 3. If there is no room for both layouts beside each other, nothing is done: [`ErrorKind::NoSpace`].
 //!
-//! An extension that another program moved behind the first sector, when it wrote the header anew, is put back.
+//! An extension that another program moved behind the first sector when it rewrote the header is put back.
 
 use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage, Storage};
 
 use super::create::{JOURNAL_FEATURE, put_extension};
 use super::header::Header;
 use super::journal::extension::Extension;
-use super::journal::recover::{Recovery, recover};
+use super::journal::recover::recover;
 use super::layout::*;
 use crate::Prealloc;
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
+use crate::report::JournalChange;
 
 const SECTOR: usize = 512;
 
-/// What became of a wish.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct JournalChange {
-    /// How large the journal was to be before, in bytes.
-    pub before: Option<u64>,
-    /// How large it is to be now.
-    pub after: Option<u64>,
-    /// Names of features that the image does not have were left out of the header, to make room.
-    pub names_cut: bool,
-    /// The image had not been closed, and its journal was replayed first.
-    pub recovery: Option<Recovery>,
-}
-
-/// Makes the image one that is written with a journal of `wanted` bytes from now on, or with none. The image is not open
-/// otherwise.
+/// Changes the image so that it is written with a journal of `wanted` bytes from now on, or with none. The
+/// image must not be open elsewhere.
 ///
 /// # Errors
-/// `Invalid` for a size or an image that cannot be, `NoSpace` when the header has no room, `Corrupt` for an image that is
-/// marked so, and what the storage says.
+/// `Invalid` for an impossible size or an unsuitable image, `NoSpace` when the header has no room, `Corrupt`
+/// for an image that is marked corrupt, and errors of the storage.
 pub async fn set_journal(image: &SharedStorage, wanted: Option<u64>) -> Result<JournalChange> {
     let context = || format!("can't change the journal of {}", image.name());
     set_inner(image, wanted).await.context(context)
@@ -60,7 +52,7 @@ async fn set_inner(image: &SharedStorage, wanted: Option<u64>) -> Result<Journal
     let mut header = Header::read(&**image).await?;
     refuse(&header, wanted)?;
     if header.needs_replay() {
-        change.recovery = Some(recover(&header, image).await.context(|| "the image was not closed")?);
+        change.recovery = Some(recover(image).await.context(|| "the image was not closed")?);
         header = Header::read(&**image).await?;
     }
     change.before = header.journal_bytes();
@@ -100,34 +92,34 @@ fn refuse(header: &Header, wanted: Option<u64>) -> Result<()> {
     }
     if !(BYTES_MIN..=BYTES_MAX).contains(&bytes) {
         return Err(Error::invalid(format!(
-            "a journal of {bytes} bytes: it must be {BYTES_MIN} to {BYTES_MAX} bytes"
+            "a journal of {bytes} bytes: its size must be {BYTES_MIN} to {BYTES_MAX} bytes"
         )));
     }
     Ok(())
 }
 
-/// Which rows the table of feature names is to keep.
+/// The rows that the table of feature names keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Names {
     All,
     InUse,
 }
 
-/// What a header says, without where it says it.
+/// The contents of a header, without their layout.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Parts {
-    /// The fields, up to the header's length. The place of the backing file's name counts for nothing.
+    /// The fields, up to the header's length. The place of the backing file's name is ignored.
     fields: Vec<u8>,
     extensions: Vec<(u32, Vec<u8>)>,
     backing_name: Vec<u8>,
 }
 
-/// A first cluster, and which sectors of it mean something.
+/// A first cluster, and which of its sectors have a meaning.
 struct Layout {
     bytes: Vec<u8>,
     parts: Parts,
     used: Vec<bool>,
-    /// A change of it was cut off between two hops.
+    /// An earlier change was interrupted between two hops.
     is_padded: bool,
 }
 
@@ -138,7 +130,7 @@ impl Layout {
         Ok(Self::parse(bytes))
     }
 
-    /// Of bytes that have been checked as a header of version 3.
+    /// For bytes that have been checked as a header of version 3.
     fn parse(bytes: Vec<u8>) -> Self {
         let fields_len = if be32(&bytes, field::VERSION) == 2 {
             V2_HEADER_LEN
@@ -179,7 +171,8 @@ impl Layout {
         self.used.iter().rposition(|used| *used).map_or(0, |last| (last + 1) * SECTOR)
     }
 
-    /// An extension that asks for so many bytes, and keeps what is known of one that is there, wherever it lies.
+    /// An extension for a journal of this many bytes. It keeps the other values of an existing one, wherever
+    /// that is.
     fn extension(&self, wanted_bytes: u64) -> Extension {
         let found = self.parts.extensions.iter().find(|(kind, _)| *kind == extension::JOURNAL);
         let found = found.and_then(|(_, body)| Extension::decode(body).ok());
@@ -188,12 +181,13 @@ impl Layout {
         Extension { wanted_bytes, run: ImageOffset::ZERO.span(0), generation, key: 0, prealloc }
     }
 
-    /// Whether sector 0 of `next` may replace that of `self`: all else that `next` says fits between what `self` says.
+    /// Whether sector 0 of `next` may replace that of `self`: the other sectors that differ are not used by
+    /// `self`.
     fn leads_to(&self, next: &Self) -> bool {
         self.before_sector_0(next).all(|sector| !self.used[sector])
     }
 
-    /// Sectors that must be there before sector 0 of `next` is.
+    /// Sectors that must be written before sector 0 of `next` is.
     fn before_sector_0(&self, next: &Self) -> impl Iterator<Item = usize> {
         let differs = |sector: &usize| self.sector(*sector) != next.sector(*sector);
         (1..next.used.len()).filter(|sector| next.used[*sector]).filter(differs)
@@ -222,7 +216,7 @@ impl Parts {
             let rows = std::mem::take(&mut parts.extensions[table].1);
             let keeps = |row: &[u8]| match row.len() {
                 FEATURE_NAME_LEN => !is_own_row(row) && (names == Names::All || is_in_use(header, row)),
-                _ => true, // a piece of a row, from who knows whom
+                _ => true, // a piece of a row, of unknown origin
             };
             parts.extensions[table].1 =
                 rows.chunks(FEATURE_NAME_LEN).filter(|row| keeps(row)).flatten().copied().collect();
@@ -242,14 +236,16 @@ impl Parts {
         }
         parts.extensions.retain(|(kind, body)| *kind != extension::FEATURE_NAMES || !body.is_empty());
         if header.version() >= 3 {
-            // What others may keep up beside the disk, and this program does not know, it cannot say to be in order.
-            let known = header.autoclear & (autoclear::BITMAPS | autoclear::RAW_EXTERNAL);
+            // This program cannot vouch for data that other programs keep consistent with the disk and that
+            // it does not know.
+            let known = header.autoclear & autoclear::KNOWN;
             put64(&mut parts.fields, field::AUTOCLEAR, known);
         }
         parts
     }
 
-    /// The first cluster; with padding, what follows the journal's extension begins at `at`. Nothing when it does not fit.
+    /// The first cluster. With padding, what follows the journal's extension begins at `at`. `None` when it
+    /// does not fit.
     fn encode(&self, at: Option<usize>, cluster: usize) -> Option<Layout> {
         let mut bytes = self.fields.clone();
         let first = self.extensions.iter().take_while(|(kind, _)| *kind == extension::JOURNAL).count();
@@ -285,7 +281,7 @@ fn is_in_use(header: &Header, row: &[u8]) -> bool {
     bits.get(usize::from(row[0])).is_some_and(|bits| row[1] < 64 && bits >> row[1] & 1 == 1)
 }
 
-/// Brings the header to say this. Tells whether there is room.
+/// Changes the header to say this. Returns whether there was room.
 async fn relay(header: &Header, image: &dyn Storage, wanted: &Parts) -> Result<bool> {
     let cluster = usize::try_from(header.cluster_size().bytes()).expect("at most 2 MiB");
     let Some(last) = wanted.encode(None, cluster) else { return Ok(false) };
@@ -300,7 +296,7 @@ async fn relay(header: &Header, image: &dyn Storage, wanted: &Parts) -> Result<b
         hop(image, &old, &last).await?;
         return Ok(true);
     }
-    // Behind both, so that the padding can go again.
+    // Behind both headers, so that the padding can be removed again.
     let behind = [old.used_end().max(last.used_end()), old.used_end()];
     let between =
         behind.iter().find_map(|at| wanted.encode(Some(*at), cluster).filter(|next| old.leads_to(next)));
@@ -313,7 +309,7 @@ async fn relay(header: &Header, image: &dyn Storage, wanted: &Parts) -> Result<b
     Ok(true)
 }
 
-/// From one header to another.
+/// Moves from one header to another.
 async fn hop(image: &dyn Storage, old: &Layout, next: &Layout) -> Result<()> {
     let place = |sector: usize| ImageOffset::new((sector * SECTOR) as u64);
     let write = |sector: usize| image.write(place(sector), Buffer::copy_of(next.sector(sector)));
@@ -329,9 +325,9 @@ async fn hop(image: &dyn Storage, old: &Layout, next: &Layout) -> Result<()> {
         return Ok(());
     }
     write(0).await?;
-    image.flush().await?; // commit point: now it says the new
+    image.flush().await?; // commit point: the new header counts from now on
     for sector in (1..next.used.len()).filter(|sector| !next.used[*sector] && old.used[*sector]) {
-        write(sector).await?; // zeros, over what is not said any more
+        write(sector).await?; // zeros, over sectors that are no longer used
     }
     image.flush().await
 }

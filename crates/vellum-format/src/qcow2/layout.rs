@@ -1,4 +1,4 @@
-//! The bytes of a qcow2 image: where each field lies and what its bits mean. Nothing else knows.
+//! The bytes of a qcow2 image: the offset of each field and the meaning of its bits. Nothing else knows them.
 //!
 //! ```text
 //!  cluster 0                     anywhere else, each aligned to a cluster
@@ -8,12 +8,15 @@
 //!  └────────┴────────────┴─────────────┘  └──────────┘ └──────────┘ └──────┘ └──────┘ └──────┘
 //! ```
 //!
-//! Source: the qcow2 specification that QEMU keeps in `docs/interop/qcow2.rst`, version 2 and 3. All numbers are
-//! big-endian.
+//! Source: the qcow2 specification that QEMU keeps in `docs/interop/qcow2.rst`, versions 2 and 3. All numbers
+//! are big-endian.
 
 use vellum_core::{BlockSize, ImageOffset};
 
 pub(crate) use crate::bytes::{be16, be32, be64, put32, put64};
+
+/// The default size of a journal, in bytes.
+pub const JOURNAL_BYTES_DEFAULT: u64 = 1 << 20;
 
 /// "QFI" and 0xFB.
 pub(crate) const MAGIC: u32 = 0x5146_49FB;
@@ -60,25 +63,28 @@ pub(crate) mod incompatible {
     pub(crate) const COMPRESSION: u64 = 1 << 3;
     /// L2 entries are 128 bits, with 32 subclusters.
     pub(crate) const EXTENDED_L2: u64 = 1 << 4;
-    /// Changes lie in a journal that must be replayed first. Vellum's own; its name stands in the feature name table.
+    /// There are changes in a journal that must be replayed first. Vellum's own; its name is in the feature
+    /// name table.
     pub(crate) const JOURNAL: u64 = 1 << super::JOURNAL_BIT;
-    /// Those this program knows.
+    /// The features that this program knows.
     pub(crate) const KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2 | JOURNAL;
 }
 
 /// Compatible features: a program that does not know one may ignore it.
 pub(crate) mod compatible {
-    /// Refcount updates may be put off, with the dirty bit set meanwhile.
+    /// Refcount updates may be postponed, with the dirty bit set meanwhile.
     pub(crate) const LAZY_REFCOUNTS: u64 = 1 << 0;
 }
 
-/// Autoclear features: a program that writes the image clears those it does not keep up.
+/// Autoclear features: a program that writes the image clears the bits whose data it does not update.
 pub(crate) mod autoclear {
     /// The bitmaps extension is consistent with the data.
     pub(crate) const BITMAPS: u64 = 1 << 0;
-    /// The external data file is a raw image by itself.
+    /// The external data file is a complete raw image on its own.
     pub(crate) const RAW_EXTERNAL: u64 = 1 << 1;
-    /// Those this program keeps up when it writes.
+    /// The bits that this program knows.
+    pub(crate) const KNOWN: u64 = BITMAPS | RAW_EXTERNAL;
+    /// The bits whose meaning still holds after this program writes.
     pub(crate) const KEPT: u64 = RAW_EXTERNAL;
 }
 
@@ -90,9 +96,9 @@ pub(crate) mod extension {
     pub(crate) const BITMAPS: u32 = 0x2385_2875;
     pub(crate) const DATA_FILE: u32 = 0x4441_5441;
     pub(crate) const ENCRYPTION: u32 = 0x0537_BE77;
-    /// Vellum's own: that there is to be a journal, and where it is. "VLJ1"
+    /// Vellum's own: that the image is to have a journal, and where it is. "VLJ1"
     pub(crate) const JOURNAL: u32 = 0x564C_4A31;
-    /// Vellum's own: bytes that mean nothing, while a header is being changed. "VLPD"
+    /// Vellum's own: bytes without a meaning, while a header is being changed. "VLPD"
     pub(crate) const PADDING: u32 = 0x564C_5044;
 }
 
@@ -129,8 +135,15 @@ pub(crate) const COPIED: u64 = 1 << 63;
 pub(crate) const COMPRESSED: u64 = 1 << 62;
 /// Bit 0 of a standard L2 entry, version 3: reads as zero.
 pub(crate) const ZERO: u64 = 1 << 0;
-/// Bits of an L1 entry that mean nothing and must be zero.
+/// Bits of an L1 entry that have no meaning and must be zero.
 pub(crate) const L1_RESERVED: u64 = !(OFFSET_MASK | COPIED);
+
+/// Bits of a standard L2 entry that have no meaning and must be zero, as in QEMU.
+pub(crate) const L2_RESERVED: u64 = 0x3F00_0000_0000_01FE;
+/// The L1 tables of all snapshots together, and the tables of all bitmaps, take at most this many bytes. Real
+/// ones are far smaller. An image that claims more only causes work, as tables may lie in holes or on top of
+/// each other.
+pub(crate) const TABLES_BYTES_MAX: u64 = 256 << 20;
 
 /// Metadata is read and written in runs of this size, or of a cluster where that is smaller.
 pub(crate) const METADATA_PAGE: BlockSize = BlockSize::PAGE;

@@ -1,23 +1,35 @@
-//! Where the bytes of the disk are, for whoever asks: block status, conversion, the layers above.
+//! The places of the disk's bytes: for block status, conversion, and the layers above.
 
+use futures_lite::future::yield_now;
 use vellum_core::{Extent, GuestSpan, Place, Result};
 
 use super::image::{Missing, Qcow2};
 use super::read::{Origin, Parts};
 
-/// An answer stops early after this many extents.
+/// An answer ends early after about this many extents.
 const EXTENTS_MAX: usize = 1024;
-/// The mapping is looked at in runs of this many clusters.
+/// The mapping is looked up in runs of this many clusters.
 const CLUSTERS_AT_ONCE: u64 = 512;
 
 impl Qcow2 {
     pub(crate) async fn map_span(&self, span: GuestSpan) -> Result<Vec<Extent>> {
+        // A table that is looked up here must not be reused for another purpose before it is read.
+        let _inside = self.engine.epochs.enter();
         let mut parts = Parts::new();
         let mut rest = span;
         while !rest.is_empty() && parts.len() < EXTENTS_MAX {
-            let (now, later) = rest.split_at(CLUSTERS_AT_ONCE << self.cluster.shift());
+            let (now, later) = match self.without_table(rest) {
+                Some(runs) => runs,
+                None => rest.split_at(CLUSTERS_AT_ONCE << self.cluster.shift()),
+            };
             rest = match self.cut(now, &mut parts)? {
-                Ok(()) => later,
+                Ok(()) => {
+                    // When the whole mapping is in memory, other requests would not get a turn.
+                    if !later.is_empty() {
+                        yield_now().await;
+                    }
+                    later
+                }
                 Err((from, Missing(page))) => {
                     self.load(page).await?;
                     GuestSpan::between(from.start(), rest.end())

@@ -1,60 +1,56 @@
-//! Opening: the header is checked, a dirty image repaired, tables brought into memory, and what they say bounded.
+//! Opening: the header is checked, a dirty image is repaired, and the tables are read into memory, with
+//! bounds on what they claim.
+//!
+//! The work is in proportion to the bytes of the tables that exist. What a header merely claims is recorded
+//! as runs: a table in a hole costs nothing, however many snapshots name it.
 
-use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
 
 use vellum_core::{
     Buffer, Clock, Context, Error, ErrorKind, Geometry, HostTally, ImageOffset, ImageSpan, Inline, Offload,
-    Result, SharedDisk, SharedStorage, Tallied,
+    Result, SharedStorage, Tallied,
 };
 
 use super::check;
-use super::commit::Commits;
 use super::compressed::Decompressor;
 use super::entry::Entries;
 use super::header::Header;
-use super::image::{L1, Qcow2, State};
+use super::image::{L1, Qcow2};
 use super::journal::{Journal, Overlaid, recover};
-use super::layout::{COPIED, METADATA_PAGE, OFFSET_MASK, be64};
+use super::journal_wish;
+use super::layout::{COPIED, L1_RESERVED, METADATA_PAGE, OFFSET_MASK, be64};
 use super::pages::Pages;
 use super::prepare::Prepare;
 use super::refcount::Refcounts;
 use super::snapshot::{self, SnapshotTable};
 use crate::Prealloc;
-
-/// The mapping may take this much memory unless told otherwise: enough for 256 GiB of 64 KiB clusters.
-pub const MAPPING_BYTES_DEFAULT: u64 = 32 << 20;
-
-/// The files of an image, and the disk below it.
-pub struct Files {
-    /// The image file.
-    pub image: SharedStorage,
-    /// The external data file, when the header says there is one.
-    pub data_file: Option<SharedStorage>,
-    /// What the disk reads as where the image has nothing.
-    pub below: Option<SharedDisk>,
-}
+use crate::engine::Engine;
+use crate::hash::HashSet;
+use crate::image::{Files, MAPPING_BYTES_DEFAULT};
+use crate::journal::record::{BYTES_MAX, BYTES_MIN};
+use crate::truth::settle;
 
 /// How an image is opened.
 #[derive(Clone)]
 pub struct OpenOptions {
     /// Nothing is written, not even a repair.
     pub read_only: bool,
-    /// Open this internal snapshot (by id or name) instead of the active disk. Only for reading.
+    /// Opens this internal snapshot (by id or name) instead of the active disk. Read-only.
     pub snapshot: Option<String>,
-    /// Memory for the mapping, in bytes.
+    /// Memory for the mapping, in bytes, at most.
     pub mapping_bytes_max: u64,
     /// Where decompression runs.
     pub offload: Arc<dyn Offload>,
     /// Counts what the image costs the host.
     pub tally: HostTally,
-    /// What a journal's records are to be known by: a number that no guest knows. Drawn from the system when nothing is
-    /// said; a simulation says it.
+    /// The key of a journal's records, a number that no guest knows. With `None` it is drawn from the system;
+    /// a simulation sets it.
     pub journal_key: Option<u128>,
-    /// Whether space is prepared ahead of need, when somebody calls [`Disk::tend`](vellum_core::Disk::tend). Where nothing
-    /// is said, as the image says.
+    /// Whether space is prepared ahead of need by calls of [`Disk::tend`](vellum_core::Disk::tend). `Auto`
+    /// does what the image says.
     pub prealloc: Prealloc,
-    /// With it those who flush wait for one another a little, where that lets them share.
+    /// With a clock, flushes wait briefly for one another where that lets them share a commit.
     pub clock: Option<Arc<dyn Clock>>,
 }
 
@@ -77,8 +73,8 @@ impl Qcow2 {
     /// Opens the image whose header was read from `files.image`.
     ///
     /// # Errors
-    /// `Corrupt` when the tables contradict the file or an image marked corrupt is opened for writing, `Invalid` when
-    /// the data file is missing or the snapshot does not exist, and what the storage says.
+    /// `Corrupt` when the tables contradict the file or an image marked corrupt is opened for writing,
+    /// `Invalid` when the data file is missing or the snapshot does not exist, and errors of the storage.
     pub async fn open(header: Header, files: Files, options: OpenOptions) -> Result<Arc<Self>> {
         let name = files.image.name().to_owned();
         let context = || format!("can't open {name}");
@@ -97,8 +93,11 @@ impl Qcow2 {
             if read_only {
                 return Err(header.replay_first(image.name()));
             }
-            recover::recover(&header, &image).await.context(|| "the image was not closed")?;
+            recover::recover(&image).await.context(|| "the image was not closed")?;
             header = Header::read(&*image).await?;
+        }
+        if !read_only && header.version() < 3 {
+            settle(&*image).await?; // it has no bit that says whether it was closed
         }
         if !read_only && header.is_dirty() {
             check::repair_dirty(&header, &image)
@@ -106,11 +105,23 @@ impl Qcow2 {
                 .context(|| "the image was not closed and needs repair")?;
             header = Header::read(&*image).await?;
         }
+        if let Some(misplaced) = header.misplaced_journal().filter(|_| !read_only && !header.has_data_file())
+        {
+            // Another program rewrote the header and moved the journal's extension to where it cannot be
+            // followed. The image is open nowhere else. If the extension no longer fits in the first sector,
+            // the image is written without a journal.
+            let wanted = misplaced.wanted_bytes.clamp(BYTES_MIN, BYTES_MAX);
+            match journal_wish::set_journal(&image, Some(wanted)).await {
+                Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
+                _ => header = Header::read(&*image).await?,
+            }
+        }
         let home = Tallied::shared(files.image.clone(), options.tally.checkpoint.clone());
         let ahead = Tallied::shared(files.image.clone(), options.tally.prealloc.clone());
         let clock = options.clock.clone();
         let prealloc = match options.prealloc {
-            // Nobody could tell after a crash that something is to be given back; nor is there need where data lies elsewhere.
+            // After a crash nothing would show that space must be given back. And there is no need when guest
+            // data is in another file.
             _ if read_only || header.version() < 3 || header.has_data_file() => Prealloc::Off,
             Prealloc::Auto => header.prealloc(),
             said => said,
@@ -142,9 +153,12 @@ impl Qcow2 {
         if size.div_ceil(header.l2_reach()) > l1.len() as u64 {
             return Err(Error::corrupt("the L1 table of the snapshot is too small for its disk"));
         }
-        let refcounts = match read_only {
-            true => None,
-            false => Some(Mutex::new(read_refcounts(&header, &image, &l1, table.as_ref()).await?)),
+        let (refcounts, misnamed) = match read_only {
+            true => (None, HashSet::default()),
+            false => {
+                let (refcounts, misnamed) = read_refcounts(&header, &image, &l1, table.as_ref()).await?;
+                (Some(Mutex::new(refcounts)), misnamed)
+            }
         };
         let page_bytes = usize::try_from(METADATA_PAGE.min(cluster).bytes()).expect("a page is small");
         let pages_needed =
@@ -170,35 +184,36 @@ impl Qcow2 {
         };
         let decompressor = Decompressor::new(data.clone(), header.compression(), cluster, options.offload);
         Ok(Arc::new(Self {
-            name: image.name().to_owned(),
+            engine: Engine::new(image.name().to_owned(), geometry, clock),
             has_data_file: header.has_data_file(),
             header: Mutex::new(header),
-            geometry,
             cluster,
             entries,
             metadata: image,
             home,
             data,
             below: files.below,
-            l1: L1 { at: l1_span.start(), entries: l1, dirty: Mutex::default() },
+            l1: L1 { at: l1_span.start(), entries: l1, misnamed, dirty: Mutex::default() },
             dirty_max: (pages.capacity() / 4).clamp(4, 1024),
             pages,
             page_bytes,
             loads: Default::default(),
             tables: Default::default(),
             refcount_loads: Default::default(),
-            claims: Default::default(),
-            epochs: Default::default(),
+            late: Default::default(),
             refcounts,
+            gate: RwLock::new(()),
             dirty: Mutex::default(),
-            commits: Commits::new(clock),
+            quarantine: Default::default(),
             journal,
             prepare: Prepare::new(prealloc, ahead),
             decompressor,
             marked: Default::default(),
             is_marked: AtomicBool::new(false),
+            header_changes: Default::default(),
             growing: Default::default(),
-            state: State::default(),
+            contradiction: Mutex::default(),
+            has_contradiction: AtomicBool::new(false),
         }))
     }
 }
@@ -207,17 +222,19 @@ async fn read_l1(image: &SharedStorage, span: ImageSpan) -> Result<Box<[AtomicU6
     let len = usize::try_from(span.len()).expect("at most 32 MiB");
     let bytes =
         image.read(span.start(), Buffer::for_overwrite(len)).await.context(|| "can't read the L1 table")?;
-    // To QEMU an entry without an offset names no table, whatever its flag says; so it does here.
-    let entry = |bytes| Some(be64(bytes, 0)).filter(|entry| *entry != COPIED).unwrap_or(0);
+    // For QEMU an entry without an offset names no table, whatever its other bits say, and reserved bits have
+    // no meaning. The same holds here.
+    let entry = |bytes| Some(be64(bytes, 0) & !L1_RESERVED).filter(|entry| *entry != COPIED).unwrap_or(0);
     Ok(bytes.slice().chunks_exact(8).map(|bytes| AtomicU64::new(entry(bytes))).collect())
 }
 
+/// Reads the refcounts. Also returns which entries of the L1 table name something other than an L2 table.
 async fn read_refcounts(
     header: &Header,
     image: &SharedStorage,
     l1: &[AtomicU64],
     snapshots: Option<&SnapshotTable>,
-) -> Result<Refcounts> {
+) -> Result<(Refcounts, HashSet<usize>)> {
     let span = header.refcount_table;
     let len = usize::try_from(span.len()).expect("at most 8 MiB");
     let table = image
@@ -229,12 +246,6 @@ async fn read_refcounts(
         Refcounts::new(header, table.slice(), image.len(), !limits.fixed_len, limits.grows_zeroed);
     refcounts.check_table()?;
     refcounts.note_metadata(header.l1_span());
-    for entry in l1 {
-        let table = ImageOffset::new(entry.load(std::sync::atomic::Ordering::Relaxed) & OFFSET_MASK);
-        if table.bytes() != 0 && header.cluster_size().aligns(table) {
-            refcounts.note_metadata(table.span(header.cluster_size().bytes()));
-        }
-    }
     if let Some(table) = snapshots {
         refcounts.note_metadata(table.span);
         for snapshot in &table.snapshots {
@@ -244,5 +255,17 @@ async fn read_refcounts(
     if let Some(bitmaps) = header.bitmaps() {
         refcounts.note_metadata(bitmaps.span);
     }
-    Ok(refcounts)
+    let tables: Vec<(usize, ImageOffset)> = l1
+        .iter()
+        .enumerate()
+        .map(|(index, entry)| (index, ImageOffset::new(entry.load(Ordering::Relaxed) & OFFSET_MASK)))
+        .filter(|(_, table)| table.bytes() != 0 && header.cluster_size().aligns(*table))
+        .collect();
+    // By now every table that is not an L2 table is known.
+    let is_misnamed = |(_, table): &&(usize, ImageOffset)| refcounts.is_metadata(*table);
+    let misnamed = tables.iter().filter(is_misnamed).map(|(index, _)| *index).collect();
+    for (_, table) in tables {
+        refcounts.note_metadata(table.span(header.cluster_size().bytes()));
+    }
+    Ok((refcounts, misnamed))
 }

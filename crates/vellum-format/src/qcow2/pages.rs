@@ -5,28 +5,33 @@
 //!                                                              (512 entries, 256 with subclusters)
 //! ```
 //!
-//! Memory is bounded whatever the image says: the number of sets is fixed when the image is opened, and a new page
-//! takes the place of a clean one of its set (second chance). Readers find a page through an `ArcSwap` and read its
-//! words as atomics; they never wait. Writers change a page under its own small lock.
+//! Memory is bounded whatever the image says: the number of sets is fixed when the image is opened, and a new
+//! page takes the place of a clean one of its set (second chance). Readers find a page through an `ArcSwap`
+//! and read its words as atomics; they never wait. Writers change a page under its own small lock.
 //!
-//! 1. At most one `Page` object stands for a page number at any time, from the moment it is inserted until it is
-//!    evicted; an evicted page refuses changes, so that no change is ever made to a page that nobody will write.
-//! 2. A dirty page, and one whose sealed copy is on its way to the medium, is not evicted.
-//! 3. An extended entry is two words: readers see both of one write (a sequence count), never half.
-//! 4. Inserting is done by one task per page number at a time (the caller holds the load lock of that number).
-//! 5. A page is listed as dirty before anybody else can see that it is. Else a second writer could find it dirty, trust
-//!    the first to list it, and be told by a flush that its entry is durable while the page is on no list yet.
+//! 1. At most one `Page` object stands for a page number at any time, from the moment it is inserted until it
+//!    is evicted. An evicted page refuses changes, so that no change is made to a page that will not be
+//!    written.
+//! 2. A dirty page is not evicted, nor is one whose sealed copy is on its way to the medium.
+//! 3. An extended entry is two words: readers see both words of one write (a sequence count), never a mix.
+//! 4. One task per page number inserts at a time (the caller holds the load lock of that number).
+//! 5. A page is listed as dirty before other tasks can see that it is dirty. Otherwise a second writer could
+//!    find it dirty, trust the first to list it, and get a flush that reports its entry as durable while the
+//!    page is on no list yet.
 //!
-//! Left out: where a page lies in the image. That is the L1 table's answer, and may change while a page is in memory.
+//! Left out: where a page lies in the image. The L1 table says that, and it may change while a page is in
+//! memory.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use arc_swap::{ArcSwapOption, Guard};
 
 use super::entry::Words;
 use super::journal::Changed;
 use super::layout::be64;
+use crate::perturb;
+use crate::state::lock;
 
 const WAYS: usize = 8;
 
@@ -46,7 +51,7 @@ struct PageState {
     dirty: bool,
     writing: bool,
     evicted: bool,
-    /// Words that differ from what was sealed last.
+    /// Words that differ from the last seal.
     changed: Changed,
 }
 
@@ -65,7 +70,7 @@ impl Page {
         })
     }
 
-    /// Makes a page of the bytes as they lie in the image.
+    /// Makes a page from its bytes in the image.
     pub(crate) fn from_bytes(number: u64, bytes: &[u8], words_per_entry: usize) -> Arc<Self> {
         let words = bytes.chunks_exact(8).map(|word| AtomicU64::new(be64(word, 0))).collect();
         Self::new(number, words, words_per_entry)
@@ -86,7 +91,7 @@ impl Page {
         self.words.len() / self.words_per_entry
     }
 
-    /// Reads an entry without waiting for anybody.
+    /// Reads an entry. Never waits for a lock.
     pub(crate) fn entry(&self, index: usize) -> Words {
         if self.words_per_entry == 1 {
             return (self.words[index].load(Ordering::Acquire), 0);
@@ -111,17 +116,19 @@ impl Page {
         }
     }
 
+    #[track_caller]
     fn lock(&self) -> MutexGuard<'_, PageState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
-    /// Replaces an entry by what `change` makes of it, and gives the old one. `change` may refuse; then nothing
-    /// changes. If the page was clean, `list` is called to list it, with the page locked.
+    /// Replaces an entry by what `change` makes of it, and returns the old one. If `change` refuses, nothing
+    /// changes. Otherwise `note` gets the number of bytes that the change takes in a record, and whether the
+    /// page was clean and must be listed. The page is locked meanwhile.
     pub(crate) fn update<E>(
         &self,
         index: usize,
         change: impl FnOnce(Words) -> Result<Words, E>,
-        list: impl FnOnce(),
+        note: impl FnOnce(u64, bool),
     ) -> Result<Result<Words, E>, Evicted> {
         let mut state = self.lock();
         if state.evicted {
@@ -133,18 +140,18 @@ impl Page {
             Err(error) => return Ok(Err(error)),
         };
         if new != old {
+            perturb::point(); // the effects of `change` are visible, the entry is not yet
             self.store(index, new);
+            perturb::point();
             let first = index * self.words_per_entry;
-            state.changed.add(first);
-            state.changed.add(first + self.words_per_entry - 1);
-            if !std::mem::replace(&mut state.dirty, true) {
-                list();
-            }
+            let bytes = state.changed.add(first) + state.changed.add(first + self.words_per_entry - 1);
+            let was_clean = !std::mem::replace(&mut state.dirty, true);
+            note(bytes, was_clean);
         }
         Ok(Ok(old))
     }
 
-    /// Reads an entry while holding the page's lock, when nobody can be half way through a change.
+    /// Reads an entry while holding the page's lock, when no change can be half done.
     fn entry_locked(&self, index: usize) -> Words {
         match self.words_per_entry {
             1 => (self.words[index].load(Ordering::Relaxed), 0),
@@ -168,8 +175,8 @@ impl Page {
         self.sequence.store(sequence.wrapping_add(2), Ordering::Release);
     }
 
-    /// The page's bytes as they are now, to be written, and which words have changed; it counts as being written until
-    /// [`Page::written`].
+    /// The page's bytes as they are now, to be written, and which words have changed. The page counts as
+    /// being written until [`Page::written`].
     pub(crate) fn seal(&self) -> (Vec<u8>, Changed) {
         let mut state = self.lock();
         debug_assert!(state.dirty && !state.evicted);
@@ -182,8 +189,8 @@ impl Page {
         (bytes, std::mem::take(&mut state.changed))
     }
 
-    /// The sealed copy is on the medium, or (`failed`) is not and must be written again; if that makes the page dirty,
-    /// `list` is called to list it, with the page locked.
+    /// The sealed copy is on the medium. If `failed`, it is not and must be written again. If that makes the
+    /// page dirty, `list` is called to list it, with the page locked.
     pub(crate) fn written(&self, failed: bool, list: impl FnOnce()) {
         let mut state = self.lock();
         state.writing = false;
@@ -204,7 +211,7 @@ struct Way {
 pub(crate) struct Pages {
     ways: Box<[Way]>,
     sets: u64,
-    /// Where each set's clock hand stands; the lock also orders insertions into the set.
+    /// The position of each set's clock hand. The lock also orders insertions into the set.
     hands: Box<[Mutex<usize>]>,
 }
 
@@ -231,7 +238,8 @@ impl Pages {
     }
 
     fn set_of(&self, number: u64) -> usize {
-        // Neighbours go to different sets; the higher bits are mixed in so that equal strides do not collide.
+        // Adjacent numbers go to different sets. The higher bits are mixed in so that equal strides do not
+        // collide.
         let mixed = number ^ (number >> 20);
         usize::try_from(mixed & (self.sets - 1)).expect("sets fit memory")
     }
@@ -240,7 +248,7 @@ impl Pages {
         &self.ways[set * WAYS..(set + 1) * WAYS]
     }
 
-    /// The page, if it is in memory. Waits for nobody.
+    /// The page, if it is in memory. Never waits.
     pub(crate) fn get(&self, number: u64) -> Option<Guard<Option<Arc<Page>>>> {
         for way in self.ways_of(self.set_of(number)) {
             if way.tag.load(Ordering::Acquire) != number + 1 {
@@ -257,10 +265,10 @@ impl Pages {
         None
     }
 
-    /// Puts a page in, in place of a clean one if need be. The caller is the only one who inserts this number.
+    /// Inserts a page, in place of a clean one if necessary. Only the caller inserts this number.
     pub(crate) fn insert(&self, page: Arc<Page>) -> Result<(), SetFull> {
         let set = self.set_of(page.number);
-        let mut hand = self.hands[set].lock().unwrap_or_else(PoisonError::into_inner);
+        let mut hand = lock(&self.hands[set]);
         let ways = self.ways_of(set);
         let victim = match ways.iter().position(|way| way.tag.load(Ordering::Relaxed) == 0) {
             Some(empty) => empty,
@@ -310,10 +318,10 @@ mod tests {
         Page::empty(number, 4096, 1)
     }
 
-    /// Changes an entry; tells whether the page was listed by that.
+    /// Changes an entry. Returns whether that listed the page.
     fn set(page: &Page, index: usize, word: u64) -> bool {
         let mut listed = false;
-        page.update(index, |_| Ok::<_, ()>((word, 0)), || listed = true).unwrap().unwrap();
+        page.update(index, |_| Ok::<_, ()>((word, 0)), |_, was_clean| listed = was_clean).unwrap().unwrap();
         listed
     }
 
@@ -333,7 +341,7 @@ mod tests {
             pages.insert(page(i * 2)).unwrap(); // all in the same set
         }
         assert!(pages.get(0).is_none(), "eight others took its place");
-        assert_eq!(first.update(0, Ok::<_, ()>, || {}), Err(Evicted));
+        assert_eq!(first.update(0, Ok::<_, ()>, |_, _| {}), Err(Evicted));
         assert!(pages.get(16).is_some());
     }
 
@@ -372,7 +380,7 @@ mod tests {
                 std::thread::sleep(std::time::Duration::from_millis(20));
                 is_listed.store(true, Ordering::SeqCst);
             };
-            page.update(0, |_| Ok::<_, ()>((1, 0)), list).unwrap().unwrap();
+            page.update(0, |_| Ok::<_, ()>((1, 0)), |_, _| list()).unwrap().unwrap();
         });
     }
 
@@ -394,7 +402,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for value in 1..200_000u64 {
-                    page.update(5, |_| Ok::<_, ()>((value, !value)), || {}).unwrap().unwrap();
+                    page.update(5, |_| Ok::<_, ()>((value, !value)), |_, _| {}).unwrap().unwrap();
                 }
                 stop.store(true, Ordering::Release);
             });

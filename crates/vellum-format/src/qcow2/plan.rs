@@ -1,4 +1,5 @@
-//! What a write to one cluster takes. Decided here from the cluster's state alone; `write.rs` does it.
+//! The plan of a write to one cluster. It is made here from the cluster's state alone; `write.rs` carries it
+//! out.
 //!
 //! ```text
 //!             guest's bytes                     a write of part of a cluster that is not there yet:
@@ -13,7 +14,7 @@
 //! | own place, touched units allocated | in place | nothing |
 //! | own place, some touched units are not | in place, with fill | those units |
 //! | no place | a fresh cluster, with fill | place and units |
-//! | a place shared with a snapshot | a fresh cluster, with all units that were there | place and units; the old is freed |
+//! | place shared with a snapshot | a fresh cluster, with all its units | place and units; the old is freed |
 //! | compressed | a fresh cluster, with all its bytes | place, all units; the old is freed |
 
 use smallvec::SmallVec;
@@ -21,7 +22,7 @@ use vellum_core::{ImageOffset, ImageSpan};
 
 use super::entry::{ClusterState, Entries, Units};
 
-/// Where bytes that a write puts into a cluster come from.
+/// The source of bytes that a write puts into a cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
     /// The guest's request.
@@ -44,18 +45,18 @@ pub(crate) struct Segment {
     pub(crate) source: Source,
 }
 
-/// Which cluster of the image takes the bytes.
+/// The cluster of the image that takes the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Target {
-    /// The place it has; nothing is published.
+    /// The place it has. Nothing is published.
     InPlace(ImageOffset),
-    /// The place it has; units are published.
+    /// The place it has. Units are published.
     Own(ImageOffset),
-    /// A fresh one.
+    /// A fresh cluster.
     Fresh,
 }
 
-/// What a write to one cluster takes.
+/// The plan of a write to one cluster.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Plan {
     pub(crate) target: Target,
@@ -63,12 +64,12 @@ pub(crate) struct Plan {
     pub(crate) segments: SmallVec<[Segment; 3]>,
     /// Units that must be claimed before the plan may be carried out.
     pub(crate) claim: u32,
-    /// Units that are allocated afterwards, at the latest.
+    /// Units that are allocated when the plan has been carried out.
     pub(crate) publish: u32,
 }
 
-/// Plans a write of bytes `start..end` of a cluster in this state. `identity` is the cluster's only possible place, where
-/// guest data lies in a file of its own.
+/// Plans a write of bytes `start..end` of a cluster in this state. `identity` is the cluster's only possible
+/// place when guest data is in a separate file.
 pub(crate) fn plan_write(
     entries: Entries,
     state: ClusterState,
@@ -103,7 +104,7 @@ pub(crate) fn plan_write(
         (_, Some(place)) => Target::Own(place),
         _ => Target::Fresh,
     };
-    // What lies around the guest's bytes and must be written with them.
+    // The bytes around the guest's that must be written with them.
     let size = entries.unit_size();
     let fill = |from: u64, to: u64, segments: &mut SmallVec<[Segment; 3]>| {
         let mut at = from;
@@ -129,19 +130,19 @@ pub(crate) fn plan_write(
     Plan { target, segments, claim, publish }
 }
 
-/// What a byte outside the guest's run is filled with; nothing when it stays as it is.
+/// The source of a byte outside the guest's run. `None` when it stays as it is.
 fn unit_source(units: Units, bit: u32, is_shared: bool, is_touched: bool, has_below: bool) -> Option<Source> {
     if units.alloc & bit != 0 {
-        // The bytes are at the old place: they are there already, or move with the rest.
+        // The bytes are at the old place: either they stay there, or they move with the rest.
         return units.host.filter(|_| is_shared).map(Source::Host);
     }
     if !is_touched {
-        return None; // the unit goes on reading as before
+        return None; // the unit continues to read as before
     }
     if units.zero & bit != 0 || !has_below { Some(Source::Zero) } else { Some(Source::Below) }
 }
 
-/// What the cluster's state becomes when the plan's bytes are at `host`.
+/// The state of the cluster when the plan's bytes are at `host`.
 pub(crate) fn published(old: ClusterState, publish: u32, host: ImageOffset) -> ClusterState {
     let (alloc, zero) = match old {
         ClusterState::Compressed(_) => (0, 0),
@@ -163,7 +164,7 @@ mod tests {
 
     fn entries(extended: bool) -> Entries {
         let header: Header =
-            header_for_tests(CreateOptions { extended_l2: extended, ..CreateOptions::default() });
+            header_for_tests(CreateOptions { extended_l2: extended, ..CreateOptions::without_journal() });
         Entries::of(&header)
     }
 

@@ -1,7 +1,7 @@
-//! Reading: ask the mapping, then move bytes. Neither waits for a lock, a commit or a flush.
+//! Reading: look up the mapping, then move bytes. Neither waits for a lock, a commit or a flush.
 //!
-//! The plan ([`Part`]s, neighbours merged) is made from memory; only a page of the mapping that is not there is waited
-//! for. Then all parts are read at once, each into its own piece of the guest's buffer.
+//! The plan ([`Part`]s, adjacent ones merged) is made from memory. It waits only for a page of the mapping
+//! that is not in memory. Then all parts are read at once, each into its own piece of the guest's buffer.
 
 use smallvec::SmallVec;
 use vellum_core::{
@@ -11,20 +11,20 @@ use vellum_core::{
 use super::entry::{ClusterState, Units};
 use super::image::{Missing, Qcow2};
 
-/// This many parts of one request are read at once.
+/// At most this many parts of one request are read at once.
 const READS_AT_ONCE: usize = 32;
 
-/// Bytes of the request that lie in one kind of place, one after the other there.
+/// Bytes of the request that are contiguous in one kind of place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Part {
     pub(crate) len: u64,
     pub(crate) from: Origin,
 }
 
-/// Where bytes are.
+/// The place of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// They are zero; `allocated` when space is set aside for them.
+    /// They are zero; `allocated` when space is reserved for them.
     Zero { allocated: bool },
     /// In the data storage, from here on.
     Host(ImageOffset),
@@ -70,7 +70,7 @@ impl Qcow2 {
         }
     }
 
-    /// Where the byte `within` a cluster of these units is.
+    /// The place of the byte `within` a cluster of these units.
     fn unit_place(&self, units: Units, within: u64) -> Origin {
         let bit = 1 << (within >> self.entries.unit_size().shift());
         match units.host {
@@ -80,10 +80,19 @@ impl Qcow2 {
         }
     }
 
-    /// The parts of as much of the run as can be told from memory; what was missing, if anything was.
+    /// The parts of the run, as far as the pages in memory tell; otherwise the rest and the page that is
+    /// missing.
     pub(crate) fn cut(&self, span: GuestSpan, parts: &mut Parts) -> Result<Result<(), (GuestSpan, Missing)>> {
         let mut rest = span;
         while !rest.is_empty() {
+            // Only where it can save work: most requests are within one cluster.
+            if rest.len() > self.cluster.bytes()
+                && let Some((now, later)) = self.without_table(rest)
+            {
+                push(parts, Part { len: now.len(), from: self.unit_place(Units::default(), 0) });
+                rest = later;
+                continue;
+            }
             let (now, later) = self.first_part(rest);
             match self.lookup(self.cluster.cluster_of(now.start()))? {
                 Ok(state) => self.cut_cluster(now, state, parts),
@@ -95,8 +104,8 @@ impl Qcow2 {
     }
 
     pub(crate) async fn read_span(&self, span: GuestSpan, mut buffer: Buffer) -> Result<Buffer> {
-        // What is looked up here stays where it is until this request has left.
-        let _inside = self.epochs.enter();
+        // Places that are looked up here stay valid until this request has left.
+        let _inside = self.engine.epochs.enter();
         let mut parts = Parts::new();
         let mut rest = span;
         while let Err((from, Missing(page))) = self.cut(rest, &mut parts)? {

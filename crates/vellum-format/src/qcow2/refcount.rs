@@ -1,30 +1,37 @@
-//! Which clusters of the image are in use, and which one is next: refcounts in memory, and the allocator on them.
+//! Which clusters of the image are in use, and which is next: refcounts in memory, and the allocator on them.
 //!
 //! ```text
 //!   refcount table ──► block 0 ──► refcounts of clusters 0 … n-1        a block is one cluster of refcounts,
 //!   (all in memory)    block 1 ──► refcounts of clusters n … 2n-1       held here in pages of up to 4 KiB
 //! ```
 //!
-//! Everything here is decided in memory, under one short lock that is never held across I/O. An operation that needs a
-//! page that is not in memory says so ([`Stop::Load`]); the caller loads it and asks again.
+//! Everything here is decided in memory, under one short lock that is never held across I/O. An operation
+//! that needs a page that is not in memory returns [`Stop::Load`]. The caller loads the page and tries again.
 //!
-//! 1. A cluster is handed out only when its refcount is zero in memory; it is one from then on.
-//! 2. A refcount is lowered only after the metadata that named the cluster no longer does so on the medium, and nobody
-//!    can be using it (the caller's duty: see `commit.rs`, `epochs.rs`). So "zero in memory" always means "may be used".
-//! 3. All clusters below `cursor` have a refcount above zero, and so have all on a page that is listed as full. What was
-//!    found out about a page outlives the page in memory: the search for a free cluster may pass more pages than fit.
-//! 4. A new block lies in the first cluster that it counts, so that it needs no other block. When the table itself is
-//!    full, the new blocks and the new table lie together behind everything else.
-//! 5. No cluster is handed out, and no block or table placed, before the storage reaches its end ([`Stop::Grow`]). Else a
-//!    commit could write refcounts there while somebody is still setting a smaller length, which cuts them off; and a
-//!    storage that cannot grow would fail the commit, and with it those who need no room.
-//! 6. A cluster that is being written with zeros ahead of need ([`Refcounts::prepare`]) is handed out by nobody until that
-//!    write has ended: it is passed over, and comes next afterwards. Only clusters of which none was ever in use are
-//!    prepared, and only where their refcounts have a block.
-//! 7. A cluster known to hold metadata is never handed out, whatever its refcount: then the image is corrupt. Only the
-//!    journal lies where refcounts are zero.
+//! 1. A cluster is handed out only when its refcount is zero in memory. The refcount is one from then on.
+//! 2. A refcount is lowered only after the metadata that named the cluster no longer does so on the medium,
+//!    and no request can still be using it (the caller's duty: see `commit.rs`, `epochs.rs`). So "zero in
+//!    memory" always means "may be used".
+//! 3. All clusters below `cursor` have a refcount above zero, and so have all clusters on a page that is
+//!    listed as full. This knowledge outlives the page in memory: the search for a free cluster may pass more
+//!    pages than fit.
+//! 4. A new block lies in the first cluster that it counts, so that it needs no other block. When the table
+//!    itself is full, the new blocks and the new table lie together behind everything else.
+//! 5. No cluster is handed out, and no block or table placed, before the storage reaches its end
+//!    ([`Stop::Grow`]). Otherwise a commit could write refcounts there while another task is still setting a
+//!    smaller length, which cuts them off. And a storage that cannot grow would fail the commit, and with it
+//!    the requests that need no space.
+//! 6. A cluster that is being zeroed ahead of need ([`Refcounts::prepare`]) is not handed out until that
+//!    write has ended. Until then it is skipped; afterwards it comes next. Only clusters that were never in
+//!    use are prepared, and only where their refcounts have a block.
+//! 7. A cluster known to hold metadata is never handed out, whatever its refcount: the image is corrupt then.
+//!    Only the journal lies where refcounts are zero.
 //!
-//! Long because finding, taking and making refcounts change one state together, under one lock.
+//! The search for the next free cluster is in `search.rs`.
+//!
+//! Long because taking, making and writing refcounts change one state together, under one lock.
+
+mod search;
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -37,17 +44,19 @@ use super::journal::Changed;
 use super::layout::{METADATA_PAGE, REFCOUNT_TABLE_BYTES_MAX, be64, put64};
 use crate::hash::HashMap;
 use crate::sabotage::{self, Bug};
+pub(crate) use search::Look;
+use search::Search;
 
 /// Why an operation could not be done now.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// This page must be brought into memory first.
+    /// This page must be loaded first.
     Load(RefcountPage),
-    /// The storage must reach this many bytes first.
+    /// The storage must be at least this many bytes long first.
     Grow(u64),
-    /// The host must set space aside for this run first.
+    /// The host must reserve space for this run first.
     Reserve(ImageSpan),
-    /// It cannot be done.
+    /// The operation failed.
     Failed(Error),
 }
 
@@ -57,44 +66,45 @@ impl From<Error> for Stop {
     }
 }
 
-/// A page of refcounts that is not in memory, and where it lies.
+/// A page of refcounts that is not in memory, and its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RefcountPage {
     pub(crate) number: u64,
     pub(crate) span: ImageSpan,
 }
 
-/// Neighbouring clusters that were handed out together.
+/// Adjacent clusters that were handed out together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
     /// Index of the first cluster.
     pub(crate) first: u64,
     /// How many.
     pub(crate) count: u64,
-    /// They read as zero until somebody writes.
+    /// They read as zero until they are written.
     pub(crate) zeroed: bool,
 }
 
-/// A page of refcounts as it is to be written.
+/// A page of refcounts, to be written.
 #[derive(Debug)]
 pub(crate) struct SealedPage {
     number: u64,
     pub(crate) at: ImageOffset,
     pub(crate) bytes: Vec<u8>,
-    /// Words that differ from what was sealed last.
+    /// Words that differ from the last seal.
     pub(crate) changed: Changed,
 }
 
-/// What a commit must write of the refcounts.
+/// The refcounts that a commit must write.
 #[derive(Debug, Default)]
 pub(crate) struct SealedRefcounts {
     /// Pages of blocks.
     pub(crate) pages: Vec<SealedPage>,
     /// Parts of the table, to be written after the pages are durable.
     pub(crate) table: Vec<(ImageOffset, Vec<u8>)>,
-    /// The table has moved: all of it is written with the pages, and the header must name this place afterwards.
+    /// The table has moved: it is written as a whole with the pages, and then the header must name this
+    /// place.
     pub(crate) moved_to: Option<ImageSpan>,
-    /// Where the table was before; free once the header names the new place.
+    /// The old places of the table. They are free once the header names the new place.
     pub(crate) old_tables: Vec<ImageSpan>,
 }
 
@@ -122,27 +132,30 @@ pub(crate) struct Refcounts {
     pages_max: usize,
     /// How many pages are dirty.
     dirty: usize,
+    /// Bytes that the changes since the last seal take in a record.
+    record_bytes: u64,
     cursor: u64,
+    search: Search,
     /// Pages on which no refcount is zero.
     full: RoaringTreemap,
-    /// The storage reads as zero from this cluster on: nobody ever wrote there.
+    /// The storage reads as zero from this cluster on: nothing was ever written there.
     frontier: u64,
     /// No cluster from this one on was ever in use.
     used: u64,
-    /// Free clusters below the frontier that read as zero: punched, or passed over while they were prepared.
+    /// Free clusters below the frontier that read as zero: punched, or skipped while they were prepared.
     punched: RoaringTreemap,
     metadata: RoaringTreemap,
-    /// Clusters that are never handed out: the journal lies there.
+    /// Clusters that are never handed out, because the journal lies there.
     kept_out: Range<u64>,
-    /// Clusters on which zeros are under way.
+    /// Clusters that are being zeroed.
     preparing: Range<u64>,
-    /// What was prepared ends before this cluster.
+    /// The prepared clusters end before this one.
     prepared: u64,
     /// The storage ends before this cluster and cannot grow.
     end: Option<u64>,
     /// The storage holds all clusters before this one.
     reached: u64,
-    /// Pages are written some time after a change was promised, so there must be space for them before.
+    /// Pages are written some time after a change was promised, so they must have space before that.
     reserves: bool,
     /// Clusters of refcounts that the host has space for.
     reserved: RoaringTreemap,
@@ -173,7 +186,9 @@ impl Refcounts {
             pages: HashMap::default(),
             pages_max: 1024,
             dirty: 0,
+            record_bytes: 0,
             cursor: 0,
+            search: Search::default(),
             full: RoaringTreemap::new(),
             frontier: if may_grow && grows_zeroed { cluster.count_for(storage_len) } else { u64::MAX },
             used: cluster.count_for(storage_len),
@@ -183,7 +198,7 @@ impl Refcounts {
             preparing: 0..0,
             prepared: 0,
             end: (!may_grow).then(|| storage_len >> cluster.shift()),
-            // A file that ends within a cluster is made longer before the first change.
+            // A file that ends within a cluster is extended before the first change.
             reached: if may_grow { storage_len >> cluster.shift() } else { u64::MAX },
             reserves: false,
             reserved: RoaringTreemap::new(),
@@ -191,7 +206,7 @@ impl Refcounts {
         new.note_metadata(ImageOffset::ZERO.span(1));
         new.note_metadata(header.refcount_table);
         for index in 0..new.table.len() {
-            // What lies beyond 2^56 is refused by `check_table`.
+            // `check_table` refuses what lies beyond 2^56.
             if new.table[index] != 0 && new.table[index] >> 56 == 0 {
                 new.note_metadata(ImageOffset::new(new.table[index]).span(1));
             }
@@ -216,11 +231,10 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Remembers that the run holds metadata.
+    /// Records that the run holds metadata.
     pub(crate) fn note_metadata(&mut self, span: ImageSpan) {
-        for cluster in self.cluster.clusters_in(span) {
-            self.metadata.insert(cluster.index());
-        }
+        let first = self.cluster.cluster_of(span.start()).index();
+        self.metadata.insert_range(first..self.cluster.count_for(span.end().bytes()).max(first));
     }
 
     /// Whether the cluster is known to hold metadata.
@@ -240,7 +254,7 @@ impl Refcounts {
         usize::try_from(cluster / self.per_block()).unwrap_or(usize::MAX)
     }
 
-    /// Where the page lies, if its block exists.
+    /// The place of a page, if its block exists.
     fn place(&self, page: u64) -> Option<ImageOffset> {
         let pages_per_block = self.cluster.bytes() / self.page_len;
         let block = usize::try_from(page / pages_per_block).ok()?;
@@ -266,10 +280,11 @@ impl Refcounts {
         self.pages.contains_key(&page.number)
     }
 
-    /// Brings a page into memory; the caller has read it and is the only one loading it: it has been absent since before
-    /// it was read.
+    /// Brings a page into memory. The caller has read it and is the only task that loads it. The page was
+    /// absent when that read began.
     pub(crate) fn loaded(&mut self, page: RefcountPage, bytes: Vec<u8>) {
-        // Between asking and now the block cannot have moved, but a fresh one may have been put in its place.
+        // The block cannot have moved since the page was requested, but a fresh one may have been put in its
+        // place.
         if self.place(page.number) != Some(page.span.start()) || self.pages.contains_key(&page.number) {
             return;
         }
@@ -284,8 +299,8 @@ impl Refcounts {
         if self.pages.len() < self.pages_max {
             return;
         }
-        // Which page goes hardly matters: pages are read again in microseconds, and allocation moves on.
-        let near = self.cursor / self.per_page();
+        // The choice hardly matters: pages are read again in microseconds, and allocation moves on.
+        let near = self.next() / self.per_page();
         let far = |number: &u64| number.abs_diff(near);
         let victim = self
             .pages
@@ -303,6 +318,11 @@ impl Refcounts {
         self.dirty
     }
 
+    /// Bytes of a record that the changes waiting to be written take.
+    pub(crate) fn record_bytes(&self) -> u64 {
+        self.record_bytes
+    }
+
     /// The refcount of a cluster.
     pub(crate) fn get(&mut self, cluster: u64) -> Result<u64, Stop> {
         if self.table.get(self.block_of(cluster)).is_none_or(|at| *at == 0) {
@@ -312,38 +332,52 @@ impl Refcounts {
         Ok(read(&self.page(cluster)?.bytes, order, index))
     }
 
-    /// Where the last cluster ends that was ever in use, in bytes; nothing where the storage cannot grow.
+    /// How many clusters from `first` on, up to `most`, have a refcount of one, or how many have a different
+    /// one; and whether it is one. Fewer where a page is not in memory.
+    pub(crate) fn alike(&mut self, first: u64, most: u64) -> Result<(u64, bool), Stop> {
+        let is_sole = self.get(first)? == 1;
+        let mut count = 1;
+        while count < most {
+            match self.get(first + count) {
+                Ok(refcount) if (refcount == 1) == is_sole => count += 1,
+                _ => break,
+            }
+        }
+        Ok((count, is_sole))
+    }
+
+    /// The end of the last cluster that was ever in use, in bytes. `None` if the storage cannot grow.
     pub(crate) fn end(&self) -> Option<u64> {
         self.end.is_none().then(|| self.used.max(1) << self.cluster.shift())
     }
 
-    /// Whether the storage has been given this length, in bytes.
+    /// Whether the storage is at least this long, in bytes.
     pub(crate) fn reaches(&self, end: u64) -> bool {
         self.cluster.count_for(end) <= self.reached
     }
 
-    /// The storage has been given this length, in bytes.
+    /// Records that the storage now has this length, in bytes.
     pub(crate) fn has_grown(&mut self, len: u64) {
         self.reached = self.reached.max(len >> self.cluster.shift());
     }
 
-    /// Asks for the storage to hold all clusters before this one.
+    /// Requires that the storage hold all clusters before this one.
     fn need(&self, end: u64) -> Result<(), Stop> {
         if end <= self.reached { Ok(()) } else { Err(Stop::Grow(end << self.cluster.shift())) }
     }
 
-    /// From now on there is space for every refcount before it changes.
+    /// From now on space is reserved for every refcount before it changes.
     pub(crate) fn reserve(&mut self) {
         self.reserves = true;
     }
 
-    /// The host has set space aside for these clusters.
+    /// Records that the host has reserved space for these clusters.
     pub(crate) fn has_space(&mut self, span: ImageSpan) {
         let end = self.cluster.count_for(span.end().bytes());
         self.reserved.insert_range(self.cluster.cluster_of(span.start()).index()..end);
     }
 
-    /// Asks for space for the pages of these clusters.
+    /// Requires reserved space for these clusters, which hold pages.
     fn need_space(&self, clusters: Range<u64>) -> Result<(), Stop> {
         if !self.reserves || clusters.clone().all(|cluster| self.reserved.contains(cluster)) {
             return Ok(());
@@ -352,7 +386,7 @@ impl Refcounts {
         Err(Stop::Reserve(at.span((clusters.end - clusters.start) << self.cluster.shift())))
     }
 
-    /// The same for the block that has this cluster's refcount. Where a page is not zero it is no hole.
+    /// As above, for the block with this cluster's refcount. A page that is not all zeros cannot be a hole.
     fn need_space_of(&mut self, cluster: u64) -> Result<(), Stop> {
         let at = self.place(cluster / self.per_page()).expect("its page is here");
         let block = self.cluster.cluster_of(at).index();
@@ -362,9 +396,9 @@ impl Refcounts {
         }
     }
 
-    /// Clusters for a journal: between `least` and `want` of them, beginning at a multiple of `align`, none of them in use,
-    /// and not where a refcount block will have to be. Behind everything else where the storage grows, near its end where it
-    /// does not. Nothing when there is no such place.
+    /// Finds clusters for a journal: between `least` and `want` of them, beginning at a multiple of `align`,
+    /// none of them in use, and none where a refcount block will have to be. They are behind everything else
+    /// if the storage can grow, and near its end if it cannot. `None` if there is no such place.
     pub(crate) fn find_journal(
         &mut self,
         least: u64,
@@ -415,7 +449,7 @@ impl Refcounts {
         clusters.try_fold(true, |all, cluster| Ok(all && self.get(cluster)? == 0))
     }
 
-    /// The first cluster of a block's range that no block or table takes.
+    /// The first cluster of a block's range that is not needed for a block or table.
     fn behind_block(&self, block: usize) -> u64 {
         let first = block as u64 * self.per_block();
         match self.table.get(block) {
@@ -427,21 +461,21 @@ impl Refcounts {
         }
     }
 
-    /// The clusters that were kept out are like any other again.
+    /// Makes the clusters that were kept out ordinary again.
     pub(crate) fn let_in(&mut self) {
         let clusters = std::mem::replace(&mut self.kept_out, 0..0);
         self.metadata.remove_range(clusters);
     }
 
-    /// From now on these clusters are never handed out, nor believed to be guest data.
+    /// From now on these clusters are never handed out, and never count as guest data.
     pub(crate) fn keep_out(&mut self, clusters: Range<u64>) {
         self.metadata.insert_range(clusters.clone());
         self.kept_out = clusters;
     }
 
-    /// Hands out up to `want` neighbouring clusters, at least one.
-    pub(crate) fn allocate(&mut self, want: u64) -> Result<Run, Stop> {
-        let mut at = self.cursor;
+    /// Hands out up to `want` adjacent clusters, the first free ones from `at` on. All clusters before `at`
+    /// on its page are in use.
+    fn allocate_from(&mut self, mut at: u64, want: u64) -> Result<Run, Stop> {
         loop {
             if self.end.is_some_and(|end| at >= end) {
                 return Err(full("the image's storage is full and cannot grow").into());
@@ -460,11 +494,12 @@ impl Refcounts {
             let page = self.page(at)?;
             let from = (at - page_start).max(page.free_from);
             let Some(index) = (from..per_page).find(|index| read(&page.bytes, order, *index) == 0) else {
-                // What lies before `from` is in use as well: below the cursor, or below the page's own mark.
+                // The clusters before `from` are in use as well: they are below the cursor, or below the
+                // page's own mark.
                 page.free_from = per_page;
                 self.full.insert(at / per_page);
                 at = page_start + per_page;
-                self.cursor = at;
+                self.has_passed(at);
                 continue;
             };
             if from == page.free_from {
@@ -487,7 +522,8 @@ impl Refcounts {
         }
     }
 
-    /// Takes the free cluster `first` and up to `want - 1` free neighbours on the same page that are like it.
+    /// Takes the free cluster `first` and up to `want - 1` free clusters after it on the same page, as long
+    /// as they are like it.
     fn take(&mut self, first: u64, want: u64) -> Result<Run, Stop> {
         let zeroed = self.reads_zero(first);
         let (order, per_page) = (self.order, self.per_page());
@@ -496,7 +532,7 @@ impl Refcounts {
         let limit = if first < self.kept_out.start { limit.min(self.kept_out.start) } else { limit };
         let meets = first < self.preparing.start && !sabotage::is(Bug::PreparedGivenOut);
         let limit = if meets { limit.min(self.preparing.start) } else { limit };
-        // What there is is used up first.
+        // The space that the storage has already is used up first.
         let limit = if first < self.reached { limit.min(self.reached) } else { limit };
         let mut count = 0;
         while first + count < limit {
@@ -520,24 +556,25 @@ impl Refcounts {
         for cluster in first..first + count {
             self.set(cluster, 1)?;
         }
-        self.cursor = first + count;
+        self.has_taken(first + count);
         self.not_zero(first..first + count);
         Ok(Run { first, count, zeroed })
     }
 
-    /// The first cluster behind all that was ever in use, the journal included: where new ones come from, in the end.
+    /// The first cluster behind everything that was ever in use, including the journal. New clusters come
+    /// from here in the end.
     fn front(&self) -> u64 {
         self.used.max(self.kept_out.end)
     }
 
-    /// Where the clusters that were ever in use end, and how much of what lies behind them is prepared, in bytes.
+    /// The end of the clusters that were ever in use, and how much is prepared behind them, in bytes.
     pub(crate) fn ahead(&self) -> (u64, u64) {
         let (front, shift) = (self.front(), self.cluster.shift());
         (front << shift, self.prepared.saturating_sub(front) << shift)
     }
 
-    /// The next clusters to write with zeros ahead of need: up to `want`, of which nobody is given one before
-    /// [`Refcounts::prepare_ended`]. Nothing where there are none that may be.
+    /// The next clusters to zero ahead of need: up to `want`. None of them is handed out before
+    /// [`Refcounts::prepare_ended`]. `None` if there are none to prepare.
     pub(crate) fn prepare(&mut self, want: u64) -> Result<Option<Range<u64>>, Stop> {
         let start = self.prepared.max(self.front());
         let block = self.block_of(start);
@@ -546,7 +583,7 @@ impl Refcounts {
             return Ok(None);
         }
         let piece = start..(start + want).min((block as u64 + 1) * self.per_block());
-        // What the image names behind its end is damage, and not to be touched.
+        // Clusters that the image names behind its end are damage, and must not be touched.
         let is_metadata = piece.clone().any(|cluster| self.metadata.contains(cluster));
         if is_metadata || !self.are_free(piece.clone())? {
             return Ok(None);
@@ -556,17 +593,17 @@ impl Refcounts {
         Ok(Some(piece))
     }
 
-    /// The zeros have been written, or the attempt has failed and is over: the clusters read as zero, as before, and may
-    /// be handed out.
+    /// The zeros have been written, or the attempt has failed and is over. The clusters read as zero, as
+    /// before, and may be handed out.
     pub(crate) fn prepare_ended(&mut self, done: bool) {
         let piece = std::mem::replace(&mut self.preparing, 0..0);
         if done {
             self.prepared = self.prepared.max(piece.end);
         }
-        // Where the search for a cluster has passed them over, it begins with them again.
+        // If the search for a cluster has skipped them, it begins with them again.
         let behind = piece.start..piece.end.min(self.frontier).max(piece.start);
         self.punched.insert_range(behind);
-        self.cursor = self.cursor.min(piece.start);
+        self.begins_again_at(piece.start);
         let per_page = self.per_page();
         for number in piece.start / per_page..piece.end.div_ceil(per_page) {
             self.full.remove(number);
@@ -580,7 +617,7 @@ impl Refcounts {
         cluster >= self.frontier || self.punched.contains(cluster)
     }
 
-    /// From now on nobody may take it for granted that these clusters read as zero.
+    /// From now on these clusters cannot be assumed to read as zero.
     fn not_zero(&mut self, clusters: Range<u64>) {
         self.frontier = self.frontier.max(clusters.end);
         self.used = self.used.max(clusters.end);
@@ -591,21 +628,24 @@ impl Refcounts {
         let (order, index) = (self.order, cluster % self.per_page());
         let page = self.page(cluster)?;
         write(&mut page.bytes, order, index, value);
-        page.changed.add(usize::try_from((index << order) / 64).expect("within a page"));
+        let bytes = page.changed.add(usize::try_from((index << order) / 64).expect("within a page"));
         if value == 0 {
             page.free_from = page.free_from.min(index);
         }
         if !std::mem::replace(&mut page.dirty, true) {
             self.dirty += 1;
         }
+        self.record_bytes += bytes;
         if value == 0 {
-            self.full.remove(cluster / self.per_page());
+            let page = cluster / self.per_page();
+            self.full.remove(page);
+            self.has_changed(page);
         }
         Ok(())
     }
 
-    /// How many clusters a block takes that is made now: for blocks and, when the table is full, for a larger table
-    /// behind them.
+    /// How many clusters a new block takes: for blocks and, when the table is full, for a larger table behind
+    /// them.
     fn block_needs(&self, block: usize) -> (u64, u64) {
         if block < self.table.len() {
             return (1, 0);
@@ -660,7 +700,7 @@ impl Refcounts {
             self.table_dirty.insert(index / TABLE_CHUNK);
             self.note_metadata(at.span(1));
             for page in 0..pages_per_block {
-                // The cluster's old bytes, if it has any, must not be taken for refcounts: every page is written.
+                // The cluster's old bytes, if any, must not pass for refcounts: every page is written.
                 let number = index as u64 * pages_per_block + page;
                 let bytes = vec![0; usize::try_from(self.page_len).expect("a page")];
                 let dirty = !self.reads_zero(first + i);
@@ -678,8 +718,8 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Lowers a refcount by one and gives the new value. `punched` says that the cluster's bytes now read as zero; it
-    /// means something only when nobody else has the cluster.
+    /// Lowers a refcount by one and returns the new value. `punched` says that the cluster's bytes now read
+    /// as zero. It has a meaning only when the new refcount is zero.
     pub(crate) fn release(&mut self, cluster: u64, punched: bool) -> Result<u64, Stop> {
         let old = self.get(cluster)?;
         if old == 0 {
@@ -688,7 +728,7 @@ impl Refcounts {
         }
         self.set(cluster, old - 1)?;
         if old == 1 {
-            self.cursor = self.cursor.min(cluster);
+            self.is_free_again(cluster);
             self.metadata.remove(cluster);
             self.reserved.remove(cluster);
             self.not_zero(cluster..cluster + 1);
@@ -699,7 +739,8 @@ impl Refcounts {
         Ok(old - 1)
     }
 
-    /// Takes what must be written. The pages count as being written until [`Refcounts::written`].
+    /// Takes the refcounts that must be written. The pages count as being written until
+    /// [`Refcounts::written`].
     pub(crate) fn seal(&mut self) -> SealedRefcounts {
         let mut sealed = SealedRefcounts::default();
         let dirty: Vec<u64> =
@@ -713,6 +754,7 @@ impl Refcounts {
             sealed.pages.push(SealedPage { number, at, bytes: page.bytes.clone(), changed });
         }
         self.dirty = 0;
+        self.record_bytes = 0;
         sealed.pages.sort_by_key(|page| page.at);
         let chunks = std::mem::take(&mut self.table_dirty);
         if std::mem::take(&mut self.moved) {
@@ -737,7 +779,7 @@ impl Refcounts {
         sealed
     }
 
-    /// The sealed pages are on the medium, or (`failed`) must be written again.
+    /// The sealed pages are on the medium. If `failed`, they must be written again.
     pub(crate) fn written(&mut self, sealed: SealedRefcounts, failed: bool) {
         for page in &sealed.pages {
             if let Some(page) = self.pages.get_mut(&page.number) {

@@ -1,5 +1,12 @@
-//! What a check counts: how often each cluster is named, and which clusters are tables.
+//! The counts of a check: how often each cluster is named, and which clusters are tables.
+//!
+//! Counts are kept in chunks that exist only when something is in them. Entries of a sparse image may name
+//! clusters that are far apart, so a chunk with few named clusters is a list of these. So the memory for
+//! counts is in proportion to the entries, not to where they point.
 
+use std::ops::Range;
+
+use smallvec::SmallVec;
 use vellum_core::is_zero;
 
 use crate::hash::HashMap;
@@ -7,66 +14,135 @@ use crate::hash::HashMap;
 /// References per cluster, for clusters inside the file.
 #[derive(Default)]
 pub(super) struct References {
-    chunks: HashMap<u64, Box<[u16; CHUNK]>>,
-    /// What does not fit 16 bits.
+    chunks: HashMap<u64, Chunk>,
+    /// Counts that do not fit in 16 bits.
     large: HashMap<u64, u64>,
 }
 
 const CHUNK: usize = 1024;
 
-/// Clusters that are looked at together. The smallest block of refcounts counts as many.
-pub(super) const GROUP: usize = 64;
+/// The counts of adjacent clusters.
+enum Chunk {
+    /// The named clusters only: place in the chunk and count, in no order; at most [`FEW`].
+    Few(SmallVec<[(u16, u16); 4]>),
+    All(Box<[u16; CHUNK]>),
+}
 
-impl References {
-    pub(super) fn add(&mut self, cluster: u64) {
-        let count = self.slot(cluster);
-        match count.checked_add(1) {
-            Some(more) => *count = more,
-            None => *self.large.entry(cluster).or_insert(0) += 1,
+/// A list longer than this costs more to search than it saves.
+const FEW: usize = 32;
+
+impl Chunk {
+    fn get(&self, at: usize) -> u16 {
+        match self {
+            Self::Few(few) => {
+                few.iter().find(|(there, _)| usize::from(*there) == at).map_or(0, |(_, count)| *count)
+            }
+            Self::All(all) => all[at],
         }
     }
 
+    fn slot(&mut self, at: usize) -> &mut u16 {
+        let found = match self {
+            Self::Few(few) => few.iter().position(|(there, _)| usize::from(*there) == at),
+            Self::All(_) => None,
+        };
+        if let Self::Few(few) = self
+            && found.is_none()
+        {
+            if few.len() == FEW {
+                let mut all = Box::new([0; CHUNK]);
+                few.iter().for_each(|(there, count)| all[usize::from(*there)] = *count);
+                *self = Self::All(all);
+            } else {
+                few.push((u16::try_from(at).expect("within a chunk"), 0));
+            }
+        }
+        match self {
+            Self::Few(few) => {
+                let last = few.len() - 1;
+                &mut few[found.unwrap_or(last)].1
+            }
+            Self::All(all) => &mut all[at],
+        }
+    }
+
+    /// Whether all of these counts are zero: whole groups.
+    fn has_none(&self, range: Range<usize>) -> bool {
+        match self {
+            Self::Few(few) => {
+                !few.iter().any(|(there, count)| *count > 0 && range.contains(&usize::from(*there)))
+            }
+            Self::All(all) => all[range].as_chunks::<GROUP>().0.iter().all(|group| *group == [0; GROUP]),
+        }
+    }
+
+    /// The places in the chunk of clusters with a count, in no order.
+    fn named(&self) -> impl Iterator<Item = usize> {
+        let (few, all): (&[(u16, u16)], &[u16]) = match self {
+            Self::Few(few) => (few, &[]),
+            Self::All(all) => (&[], &all[..]),
+        };
+        let groups = all.as_chunks::<GROUP>().0.iter().enumerate().filter(|(_, group)| **group != [0; GROUP]);
+        let few = few.iter().filter(|(_, count)| *count > 0).map(|(there, _)| usize::from(*there));
+        few.chain(groups.flat_map(|(index, group)| {
+            let named = group.iter().enumerate().filter(|(_, count)| **count > 0);
+            named.map(move |(at, _)| index * GROUP + at)
+        }))
+    }
+}
+
+/// Clusters that are looked at together. The smallest block of refcounts counts this many.
+pub(super) const GROUP: usize = 64;
+
+impl References {
+    /// Adds to a cluster's count. Returns the new count.
+    pub(super) fn add(&mut self, cluster: u64, times: u64) -> u64 {
+        let count = self.slot(cluster);
+        let room = u64::from(u16::MAX - *count);
+        *count += u16::try_from(times.min(room)).expect("within the room");
+        if times > room {
+            let large = self.large.entry(cluster).or_insert(0);
+            *large = large.saturating_add(times - room);
+        }
+        self.get(cluster)
+    }
+
     fn slot(&mut self, cluster: u64) -> &mut u16 {
-        let chunk = self.chunks.entry(cluster / CHUNK as u64).or_insert_with(|| Box::new([0; CHUNK]));
-        &mut chunk[within(cluster)]
+        let chunk = self.chunks.entry(cluster / CHUNK as u64).or_insert_with(|| Chunk::Few(SmallVec::new()));
+        chunk.slot(within(cluster))
     }
 
     pub(super) fn get(&self, cluster: u64) -> u64 {
-        let small = self.chunks.get(&(cluster / CHUNK as u64)).map_or(0, |chunk| chunk[within(cluster)]);
+        let small = self.chunks.get(&(cluster / CHUNK as u64)).map_or(0, |chunk| chunk.get(within(cluster)));
         match small {
-            u16::MAX => u64::from(small) + self.large.get(&cluster).copied().unwrap_or(0),
+            u16::MAX => u64::from(small).saturating_add(self.large.get(&cluster).copied().unwrap_or(0)),
             small => u64::from(small),
         }
     }
 
-    /// Whether none of these clusters has one: `len` of them, whole groups within one chunk.
+    /// Whether none of these clusters has a count: `len` of them, whole groups within one chunk.
     pub(super) fn has_none(&self, first: u64, len: u64) -> bool {
         let Some(chunk) = self.chunks.get(&(first / CHUNK as u64)) else { return true };
-        let counts = &chunk[within(first)..within(first + len - 1) + 1];
-        counts.as_chunks::<GROUP>().0.iter().all(|group| *group == [0; GROUP])
+        chunk.has_none(within(first)..within(first + len - 1) + 1)
     }
 
-    /// The highest cluster that has one.
+    /// The highest cluster with a count.
     pub(super) fn last(&self) -> Option<u64> {
         self.each().max()
     }
 
-    /// All clusters that have one, in chunks, in no order.
+    /// All clusters with a count, in chunks, in no order.
     pub(super) fn each(&self) -> impl Iterator<Item = u64> {
-        let groups = self.chunks.iter().flat_map(|(chunk, counts)| {
-            let groups = counts.as_chunks::<GROUP>().0.iter().enumerate();
-            groups.map(move |(index, group)| (chunk * CHUNK as u64 + (index * GROUP) as u64, group))
-        });
-        groups.filter(|(_, group)| **group != [0; GROUP]).flat_map(|(first, group)| {
-            let named = group.iter().enumerate().filter(|(_, count)| **count > 0);
-            named.map(move |(index, _)| first + index as u64)
+        self.chunks.iter().flat_map(|(chunk, counts)| {
+            let first = chunk * CHUNK as u64;
+            counts.named().map(move |at| first + at as u64)
         })
     }
 }
 
-/// The groups of clusters (each by its first) in which anything has a refcount or a reference. `bytes` are the refcounts
-/// of a whole block, of 2^`order` bits each, and `block` the first cluster that it counts. A block may count half a
-/// million clusters of which three are in use.
+/// The groups of clusters (each by its first) in which any cluster has a refcount or a reference. `bytes` are
+/// the refcounts of a whole block, of 2^`order` bits each, and `block` is the first cluster that it counts. A
+/// block may count half a million clusters of which three are in use.
 pub(super) fn busy_groups(block: u64, bytes: &[u8], order: u32, all: [&References; 2]) -> Vec<u64> {
     let is_idle = |first: u64, bytes: &[u8], len: u64| {
         all.iter().all(|references| references.has_none(first, len)) && is_zero(bytes)
@@ -86,7 +162,7 @@ pub(super) fn busy_groups(block: u64, bytes: &[u8], order: u32, all: [&Reference
     busy
 }
 
-/// What a table is that guest data must not lie in. (The refcount structure is counted apart from all this.)
+/// The kinds of tables that guest data must not overlap. (The refcount structure is counted separately.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Header,
@@ -108,18 +184,23 @@ impl Kind {
     }
 }
 
-/// The clusters of tables, and how often each is named as the kind of table that it was named as first. Snapshots share
-/// L2 tables. There are few tables beside what they map, so this takes little.
+/// The clusters of tables, and how often each is named as the kind of table that it was first named as.
+/// Snapshots share L2 tables. There are few tables compared with what they map, so this takes little memory.
 #[derive(Default)]
 pub(super) struct Tables(HashMap<u64, (Kind, u64)>);
 
 impl Tables {
-    pub(super) fn add(&mut self, cluster: u64, kind: Kind) {
+    pub(super) fn add(&mut self, cluster: u64, kind: Kind, times: u64) {
         let (first, count) = self.0.entry(cluster).or_insert((kind, 0));
-        *count += u64::from(*first == kind);
+        *count = count.saturating_add(if *first == kind { times } else { 0 });
     }
 
-    /// Clusters of tables that are named as something else, too; in order.
+    /// Whether the cluster belongs to a table.
+    pub(super) fn has(&self, cluster: u64) -> bool {
+        self.0.contains_key(&cluster)
+    }
+
+    /// Clusters of tables that are also named as something else, in order.
     pub(super) fn shared(&self, all: &References) -> Vec<(u64, Kind)> {
         let is_shared = |(cluster, (_, count)): &(&u64, &(Kind, u64))| all.get(**cluster) > *count;
         let mut shared: Vec<(u64, Kind)> =
@@ -129,7 +210,66 @@ impl Tables {
     }
 }
 
-/// Where in its chunk a cluster's count is.
+/// The place of a cluster's count in its chunk.
 fn within(cluster: u64) -> usize {
     usize::try_from(cluster % CHUNK as u64).expect("within a chunk")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    impl References {
+        fn bytes(&self) -> usize {
+            let heap = |chunk: &Chunk| match chunk {
+                Chunk::Few(few) if few.spilled() => few.capacity() * size_of::<(u16, u16)>(),
+                Chunk::Few(_) => 0,
+                Chunk::All(_) => size_of::<[u16; CHUNK]>(),
+            };
+            self.chunks.capacity() * size_of::<(u64, Chunk)>() + self.chunks.values().map(heap).sum::<usize>()
+        }
+    }
+
+    #[test]
+    fn clusters_far_apart_take_little() {
+        for (distance, most) in [(1024, 100), (1000, 100), (64, 80), (31, 100), (1, 3)] {
+            let mut references = References::default();
+            let count = 100_000;
+            (0..count).for_each(|index| _ = references.add(index * distance, 1));
+            let each = references.bytes() / usize::try_from(count).unwrap();
+            assert!(each <= most, "{each} bytes each where they are {distance} clusters apart");
+            assert_eq!(references.each().count() as u64, count);
+        }
+    }
+
+    #[test]
+    fn few_and_many_counts_of_a_chunk_are_kept_alike() {
+        let (mut references, mut model) = (References::default(), BTreeMap::new());
+        let mut state = 1_u64;
+        for step in 0..20_000_u64 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            // Some chunks get few, others many.
+            let chunk = (state >> 33) % 16;
+            let cluster = chunk * CHUNK as u64 + (state >> 40) % (1 << (chunk / 2 + 3));
+            let times = if step % 100 == 0 { 40_000 } else { step % 3 + 1 };
+            let count = model.entry(cluster).or_insert(0);
+            *count += times;
+            assert_eq!(references.add(cluster, times), *count);
+        }
+        let is_few = |chunk: &Chunk| matches!(chunk, Chunk::Few(_));
+        assert!(references.chunks.values().any(is_few) && !references.chunks.values().all(is_few));
+        for cluster in 0..20 * CHUNK as u64 {
+            assert_eq!(references.get(cluster), model.get(&cluster).copied().unwrap_or(0));
+        }
+        for first in (0..20 * CHUNK as u64).step_by(GROUP) {
+            let is_none = model.range(first..first + GROUP as u64).next().is_none();
+            assert_eq!(references.has_none(first, GROUP as u64), is_none);
+        }
+        let mut each: Vec<u64> = references.each().collect();
+        each.sort_unstable();
+        assert!(each.iter().eq(model.keys()));
+        assert_eq!(references.last(), model.keys().last().copied());
+    }
 }

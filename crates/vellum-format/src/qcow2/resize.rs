@@ -1,19 +1,19 @@
-//! A larger disk in an image that is there: as far as the L1 table has room where it is.
+//! A larger disk in an existing image, as far as the L1 table has room in its place.
 //!
-//! The new entries of the table are zeros, durably, before one write of the header's first sector says that they are there
-//! and how large the disk is. So a crash leaves the old size or the new one. A table that must move, or a smaller disk, is
-//! left to a copy.
+//! The new entries of the table are durable zeros before one write of the header's first sector says that
+//! they exist and how large the disk is. So a crash leaves the old size or the new one. A table that must
+//! move, or a smaller disk, needs a copy of the image.
 
 use vellum_core::{Context, Error, Result, SharedStorage, Storage, Zeroes};
 
 use super::header::Header;
 use super::layout::*;
 
-/// Makes the disk of a closed image larger. Gives the size before, in bytes.
+/// Enlarges the disk of a closed image. Returns the size before, in bytes.
 ///
 /// # Errors
-/// `Invalid` for a smaller size or one that is no multiple of 512, `Unsupported` when the L1 table has no room, or the image has
-/// something that must change with the size, and what the storage says.
+/// `Invalid` for a smaller size or one that is no multiple of 512, `Unsupported` when the L1 table has no
+/// room or something else in the image must change with the size, and errors of the storage.
 pub async fn grow(image: &SharedStorage, size: u64) -> Result<u64> {
     grow_inner(&**image, size).await.context(|| format!("can't resize {}", image.name()))
 }
@@ -25,21 +25,21 @@ async fn grow_inner(image: &dyn Storage, size: u64) -> Result<u64> {
     }
     let before = header.size();
     let refusals = [
-        (size < before, "a qcow2 disk is not made smaller: copy what is to stay into a smaller one"),
+        (size < before, "a qcow2 disk cannot be shrunk: copy the data to keep into a smaller image"),
         (header.is_dirty(), "the image was not closed: run `vellum recover` first"),
         (header.is_corrupt(), "the image is marked as corrupt: run `vellum check` first"),
-        (header.has_data_file(), "its data lies in another file, which would have to grow, too"),
+        (header.has_data_file(), "its data is in another file, which would have to grow as well"),
         (
             header.snapshot_count > 0 && header.version() < 3,
             "its snapshots (version 2) have no size of their own",
         ),
-        (header.bitmaps().is_some(), "it has persistent bitmaps, which would have to grow, too"),
+        (header.bitmaps().is_some(), "it has persistent bitmaps, which would have to grow as well"),
     ];
     if let Some((_, why)) = refusals.iter().find(|(is_so, _)| *is_so) {
         return Err(Error::unsupported(*why));
     }
     if !size.is_multiple_of(512) {
-        return Err(Error::invalid(format!("a disk of {size} bytes: it must be a multiple of 512")));
+        return Err(Error::invalid(format!("a disk of {size} bytes: the size must be a multiple of 512")));
     }
     let span = header.l1_span();
     let room = header.cluster_size().round_up(span.len()).min(L1_BYTES_MAX) / 8;
@@ -47,7 +47,8 @@ async fn grow_inner(image: &dyn Storage, size: u64) -> Result<u64> {
     if needed > room {
         let most = room * header.l2_reach();
         return Err(Error::unsupported(format!(
-            "its L1 table has room for a disk of {most} bytes where it is: copy it into a larger image"
+            "this qcow2 image can grow to {most} bytes at most; for more, copy it into one with larger clusters: \
+             `vellum convert -O qcow2 -o cluster_size=2M OLD NEW`, and grow that"
         )));
     }
     if needed > u64::from(header.l1_entries) {
@@ -67,14 +68,15 @@ mod tests {
     use futures_lite::future::block_on;
     use vellum_core::MemoryStorage;
 
-    use super::super::check::{Repair, check};
+    use super::super::check::check;
     use super::super::create::{CreateOptions, create};
     use super::*;
+    use crate::report::Repair;
 
     #[test]
     fn as_far_as_the_table_has_room() {
         // One cluster of 4 KiB has 512 entries, each for 2 MiB.
-        let options = CreateOptions { size: 3 << 20, cluster_size: 4096, ..CreateOptions::default() };
+        let options = CreateOptions { size: 3 << 20, cluster_size: 4096, ..CreateOptions::without_journal() };
         let storage = MemoryStorage::new("image");
         let shared: SharedStorage = storage.clone();
         block_on(create(&*storage, None, &options)).unwrap();
@@ -85,9 +87,11 @@ mod tests {
             assert_eq!((header.size(), u64::from(header.l1_entries)), (size, size.div_ceil(2 << 20)));
             assert!(block_on(check(&header, &shared, Repair::Nothing, &mut |_| {})).unwrap().is_clean());
         }
-        for (size, why) in
-            [((1 << 30) + 512, "has room for"), (1 << 20, "smaller"), ((1 << 30) + 1, "multiple of 512")]
-        {
+        for (size, why) in [
+            ((1 << 30) + 512, "can grow to 1073741824 bytes"),
+            (1 << 20, "smaller"),
+            ((1 << 30) + 1, "multiple of 512"),
+        ] {
             let error = block_on(grow(&shared, size)).unwrap_err().chain();
             assert!(error.contains(why), "{error}");
         }

@@ -3,19 +3,23 @@
 //! ```text
 //!   all of it in place?  ──yes──► one host write per run, nothing else           (no claim, no allocation)
 //!          │no
-//!   claim the units ► plan each cluster ► allocate ► fill + data, written together ► publish ► let go
+//!   claim the units ► plan each cluster ► allocate ► fill + data, written together ► publish ► release
 //! ```
 //!
-//! 1. Bytes are written before the entry that names them is published, so a reader never sees what was there before.
-//! 2. What is published reaches the medium at the next commit, which flushes the data first (`commit.rs`).
-//! 3. When anything fails, what was allocated and not published is given back: each cluster reads as before or as
-//!    written.
-//! 4. No lock is held while bytes move; claims keep others from the same units only.
-//! 5. With a raw data file, writes in place claim their units, too. Elsewhere it is the mapping that makes a unit zero,
-//!    and it does not matter whether an older write's bytes land at the old place afterwards. A raw data file is read
-//!    without the mapping: there zeros and data must land one after the other.
+//! 1. Bytes are written before the entry that names them is published, so a reader never sees the bytes that
+//!    were there before.
+//! 2. Published entries reach the medium at the next commit, after the data or together with it
+//!    (`engine/commit.rs`).
+//! 3. When anything fails, clusters that were allocated and not published are given back: each cluster of the
+//!    disk reads as before or as written.
+//! 4. No lock is held while bytes move. Claims keep other writers only from the same units.
+//! 5. With a raw data file, writes in place claim their units too. Elsewhere it is the mapping that makes a
+//!    unit zero, and an older write may land at the old place afterwards. A write that fills the unit again
+//!    takes a fresh cluster, or waits for the older write (`late.rs`). A raw data file is read without the
+//!    mapping, so there zeros and data must land one after the other.
 
 use std::cell::Cell;
+use std::ops::ControlFlow;
 
 use smallvec::SmallVec;
 use vellum_core::{
@@ -23,15 +27,17 @@ use vellum_core::{
     Result, read_below, try_join_all,
 };
 
-use super::entry::ClusterState;
+use super::entry::{ClusterState, Units};
 use super::image::{Missing, Qcow2};
 use super::journal::{SECTOR, SectorChecks, checks_of, unchanging};
+use super::late::Done;
 use super::plan::{Plan, Segment, Source, Target, plan_write, published};
 use super::refcount::Run;
 use crate::claims::{Ask, Fresh, Held};
+use crate::engine::Commit as _;
 use crate::sabotage::{self, Bug};
 
-/// A write is done in pieces of at most this many clusters when it must allocate.
+/// A write that must allocate is done in pieces of at most this many clusters.
 const CLUSTERS_AT_ONCE: u64 = 512;
 
 /// One cluster of a write.
@@ -40,19 +46,37 @@ struct Step<'a> {
     state: ClusterState,
     plan: Plan,
     held: Option<Held<'a>>,
-    /// Where the bytes go, once that is settled.
+    /// The place of the bytes, once that is settled.
     host: Option<Fresh>,
-    /// For the journal: what arrives in the units that are to be published.
+    /// For the journal: the checksums of the bytes in the units that will be published.
     checks: Vec<SectorChecks>,
+    /// No checksums were taken of these bytes.
+    is_unchecked: bool,
+    /// If set, the step gets a fresh cluster only because older writes may land at its own place until this
+    /// epoch has passed.
+    instead_of_waiting: Option<u64>,
 }
 
 impl Step<'_> {
-    /// Units that have no bytes of their own yet.
+    /// Units without bytes of their own yet.
     fn fresh_units(&self) -> u32 {
-        match (self.plan.target, self.state) {
-            (Target::Own(_), ClusterState::Plain(units)) => self.plan.publish & !units.alloc,
-            _ => self.plan.publish,
-        }
+        fresh_units(&self.plan, self.state)
+    }
+}
+
+/// Units without bytes of their own before this plan is carried out.
+fn fresh_units(plan: &Plan, state: ClusterState) -> u32 {
+    match (plan.target, state) {
+        (Target::Own(_), ClusterState::Plain(units)) => plan.publish & !units.alloc,
+        _ => plan.publish,
+    }
+}
+
+/// The state of a cluster whose place may not be filled yet, as if it had no place.
+fn without_place(state: ClusterState) -> ClusterState {
+    match state {
+        ClusterState::Plain(units) => ClusterState::Plain(Units { host: None, copied: false, ..units }),
+        packed => packed,
     }
 }
 
@@ -63,11 +87,12 @@ impl Qcow2 {
             return Ok(());
         }
         self.begin_change().await?;
+        self.give_back_if_due().await?;
         let mut rest = span;
         let fresh_max = self.journal().map_or(u64::MAX, |journal| journal.fresh_bytes_max());
         let at_once = self.cluster.round_up(fresh_max.min(CLUSTERS_AT_ONCE << self.cluster.shift()));
         while !rest.is_empty() {
-            let (now, later) = rest.split_at(at_once);
+            let (now, later) = rest.split_between_blocks(at_once);
             let part = data.split_to(usize::try_from(now.len()).expect("within the buffer"));
             self.write_some(now, part).await?;
             rest = later;
@@ -80,36 +105,42 @@ impl Qcow2 {
 
     async fn write_some(&self, span: GuestSpan, mut data: Buffer) -> Result<()> {
         loop {
-            let (given, mut copy) = (self.commits.quarantine.given(), None);
+            let (given, mut copy) = (self.quarantine.given(), None);
             let result = {
-                let _inside = self.epochs.enter();
+                let _inside = self.engine.epochs.enter();
                 if let Some(runs) = self.all_in_place(span).await? {
                     let result = self.write_runs(runs, data).await;
-                    self.commits.note_change();
+                    self.engine.commits.note_change();
                     return result;
                 }
-                // The host may be full too. Then what was freed may help, and the bytes are needed once more.
-                if self.commits.has_quarantine() {
+                // The host may be full as well. Freed clusters may then help, and the bytes are needed once
+                // more.
+                if self.has_quarantine() {
                     copy = Some(data.duplicate());
                 }
                 self.write_allocating(span, &mut data).await
             };
             let error = match result {
                 Err(error) if error.kind() == ErrorKind::NoSpace => error,
-                result => return result,
+                Err(error) => return Err(error),
+                Ok(Done::Yes) => return Ok(()),
+                Ok(Done::After(stamp)) => {
+                    self.engine.epochs.until_passed(stamp).await;
+                    continue;
+                }
             };
             if data.len() as u64 != span.len() {
                 let Some(copy) = copy else { return Err(error) };
                 data = copy;
             }
-            // Space that was freed but not given back yet may be what is missing.
+            // The missing space may have been freed but not given back yet.
             if !self.make_space(given).await? {
                 return Err(error);
             }
         }
     }
 
-    /// The host runs of a write that changes no mapping; nothing when it must.
+    /// The host runs of a write that changes no mapping. `None` when the mapping must change.
     async fn all_in_place(&self, span: GuestSpan) -> Result<Option<SmallVec<[(ImageOffset, u64); 2]>>> {
         if self.data_file_is_raw() {
             return Ok(None);
@@ -152,20 +183,27 @@ impl Qcow2 {
         try_join_all(writes).await.map(drop)
     }
 
-    /// Overwrites bytes of the disk where they lie.
+    /// Overwrites bytes of the disk in place.
     async fn write_in_place(&self, at: ImageOffset, data: Buffer) -> Result<()> {
         let Some(journal) = self.journal() else { return self.data.write(at, data).await };
         journal.write_in_place(&self.data, at, data, async || self.commit().await).await
     }
 
-    /// Writes clusters some of which must be allocated. Takes the data out of the buffer when all clusters are there;
-    /// when it fails before that, the buffer is whole.
-    pub(crate) async fn write_allocating(&self, span: GuestSpan, data: &mut Buffer) -> Result<()> {
+    /// Writes clusters of which some must be allocated. Takes the data out of the buffer when all clusters
+    /// are allocated. If it fails before that, or has to wait, the buffer is unchanged.
+    pub(crate) async fn write_allocating(&self, span: GuestSpan, data: &mut Buffer) -> Result<Done> {
         let mut steps = Vec::new();
-        let result = self.write_steps(span, data, &mut steps).await;
-        self.commits.note_change();
-        if result.is_err() {
+        let mut result = self.write_steps(span, data, &mut steps).await;
+        if !matches!(result, Ok(Done::After(_))) {
+            self.engine.commits.note_change();
+        }
+        if let Err(error) = &result {
             steps.iter().filter_map(|step| step.held.as_ref()).for_each(Held::spoil);
+            // If there is no space for fresh clusters, those that have a place wait for it.
+            let stamp = steps.iter().filter_map(|step| step.instead_of_waiting).max();
+            if let Some(stamp) = stamp.filter(|_| error.kind() == ErrorKind::NoSpace) {
+                result = Ok(Done::After(stamp));
+            }
         }
         for held in steps.into_iter().filter_map(|step| step.held) {
             self.let_go(held).await;
@@ -173,7 +211,7 @@ impl Qcow2 {
         result
     }
 
-    /// Ends a claim; a fresh cluster that nobody published is given back.
+    /// Ends a claim. A fresh cluster that was not published is given back.
     pub(crate) async fn let_go(&self, held: Held<'_>) {
         if let Some(fresh) = held.release() {
             let first = self.cluster.cluster_of(fresh.at).index();
@@ -186,11 +224,14 @@ impl Qcow2 {
         span: GuestSpan,
         data: &mut Buffer,
         steps: &mut Vec<Step<'a>>,
-    ) -> Result<()> {
+    ) -> Result<Done> {
         let mut rest = span;
         while !rest.is_empty() {
             let (part, later) = self.first_part(rest);
-            steps.push(self.plan_step(part).await?);
+            match self.plan_step(part).await? {
+                ControlFlow::Continue(step) => steps.push(step),
+                ControlFlow::Break(stamp) => return Ok(Done::After(stamp)),
+            }
             rest = later;
         }
         let mut last_table = None;
@@ -201,12 +242,23 @@ impl Qcow2 {
             }
         }
         self.settle_hosts(steps).await?;
-        self.transfer(steps, data).await?;
-        self.flush_what_cannot_be_checked(steps).await?;
-        if sabotage::is(Bug::PublishedBeforeWritten) {
-            return Ok(());
+        // Only now is it known whether a step may have to wait after all when the host is full: other
+        // requests made units zero while this one waited for claims and tables.
+        let may_wait = steps.iter().any(|step| step.instead_of_waiting.is_some());
+        let copy = may_wait.then(|| data.duplicate());
+        let result = self.transfer_and_publish(steps, data).await;
+        if let Some(copy) = copy.filter(|_| result.is_err()) {
+            *data = copy;
         }
-        self.publish_steps(steps).await
+        result.map(|()| Done::Yes)
+    }
+
+    async fn transfer_and_publish(&self, steps: &mut [Step<'_>], data: &mut Buffer) -> Result<()> {
+        self.transfer(steps, data).await?;
+        match sabotage::is(Bug::PublishedBeforeWritten) {
+            true => Ok(()),
+            false => self.publish_steps(steps).await,
+        }
     }
 
     async fn publish_steps(&self, steps: &[Step<'_>]) -> Result<()> {
@@ -220,9 +272,10 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Plans one cluster and claims what the plan needs. The plan is made again from what is there once the claim is
-    /// held, because others may have changed it meanwhile.
-    async fn plan_step(&self, part: GuestSpan) -> Result<Step<'_>> {
+    /// Plans one cluster and claims what the plan needs. Once the claim is held, the plan is made again from
+    /// the current state, because other requests may have changed it meanwhile. Breaks with the epoch that
+    /// must pass before the plan may be carried out.
+    async fn plan_step(&self, part: GuestSpan) -> Result<ControlFlow<u64, Step<'_>>> {
         let cluster = self.cluster.cluster_of(part.start());
         let start = self.cluster.within(part.start());
         let identity = self.has_data_file.then(|| ImageOffset::new(self.start(cluster).bytes()));
@@ -239,7 +292,19 @@ impl Qcow2 {
         let mut held: Option<Held<'_>> = None;
         loop {
             let state = self.look(cluster).await?;
-            let plan = plan(state);
+            let mut plan = plan(state);
+            let late = self.must_wait_for_late_writes(&plan, state);
+            let instead = late.filter(|_| self.may_move(state));
+            if instead.is_some() {
+                plan = plan_write(
+                    self.entries,
+                    without_place(state),
+                    (start, start + part.len()),
+                    None,
+                    self.below.is_some(),
+                );
+                plan.claim = self.entries.all();
+            }
             let has = held.as_ref().map_or(0, Held::mask);
             if plan.claim & !has == 0 {
                 if plan.claim == 0
@@ -247,16 +312,44 @@ impl Qcow2 {
                 {
                     self.let_go(held).await;
                 }
-                return Ok(Step { cluster, state, plan, held, host: None, checks: Vec::new() });
+                if let Some(stamp) = late.filter(|_| instead.is_none()) {
+                    if let Some(held) = held {
+                        self.let_go(held).await;
+                    }
+                    return Ok(ControlFlow::Break(stamp));
+                }
+                return Ok(ControlFlow::Continue(Step {
+                    cluster,
+                    state,
+                    plan,
+                    held,
+                    host: None,
+                    checks: Vec::new(),
+                    is_unchecked: false,
+                    instead_of_waiting: instead,
+                }));
             }
             if let Some(held) = held.take() {
                 self.let_go(held).await;
             }
-            held = Some(self.claims.claim(cluster, plan.claim).await);
+            held = Some(self.engine.claims.claim(cluster, plan.claim).await);
         }
     }
 
-    /// Settles where each cluster's bytes go, allocating fresh clusters in runs where neighbours need them.
+    /// The epoch that must pass before the units of this plan may be filled at their old place.
+    fn must_wait_for_late_writes(&self, plan: &Plan, state: ClusterState) -> Option<u64> {
+        let Target::Own(place) = plan.target else { return None };
+        self.late.must_wait(place, fresh_units(plan, state), &self.engine.epochs)
+    }
+
+    /// Whether the cluster's place holds no data, so that it may get another one. If some of its units are
+    /// allocated, other requests may be writing to them without a claim.
+    fn may_move(&self, state: ClusterState) -> bool {
+        !self.has_data_file && matches!(state, ClusterState::Plain(units) if units.alloc == 0)
+    }
+
+    /// Settles the place of each cluster's bytes. Allocates fresh clusters in runs where adjacent ones need
+    /// them.
     async fn settle_hosts(&self, steps: &mut [Step<'_>]) -> Result<()> {
         let mut mine = Vec::new();
         for (index, step) in steps.iter_mut().enumerate() {
@@ -289,7 +382,7 @@ impl Qcow2 {
                 next += 1;
             }
         }
-        // Only now wait for what others allocate: they do not wait for us.
+        // Only now wait for allocations by other requests: they do not wait for this one.
         for step in steps.iter_mut().filter(|step| step.host.is_none()) {
             let held = step.held.as_ref().expect("claimed");
             step.host = Some(loop {
@@ -312,21 +405,24 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Reads what the clusters are filled with, and writes it together with the guest's bytes.
+    /// Reads the fill of the clusters, and writes it together with the guest's bytes.
     async fn transfer(&self, steps: &mut [Step<'_>], data: &mut Buffer) -> Result<()> {
-        if self.journal().is_some() {
-            // The record says what arrives in fresh units, so nobody may change it any more.
+        // Bulk data is not checked: the data of the open transaction is flushed before its record.
+        let is_checked = self.journal().is_some_and(|journal| !journal.is_fenced());
+        if is_checked {
+            // The record holds checksums of the bytes in fresh units, so the bytes must not change any more.
             *data = unchanging(std::mem::take(data));
         }
-        // In order of the disk: guest bytes are cut off the request, fill is read.
+        // In order of the disk: guest bytes are split off the request, fill is read.
         let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();
         for step in &*steps {
             let host = step.host.expect("settled");
             for segment in &step.plan.segments {
                 let mut segment = *segment;
                 if self.has_data_file && segment.source != Source::Guest {
-                    // A data file ends where the disk ends, not with the cluster.
-                    segment.end = segment.end.min(self.geometry.size - self.start(step.cluster).bytes());
+                    // A data file ends with the disk, not with the cluster.
+                    segment.end =
+                        segment.end.min(self.engine.geometry.size - self.start(step.cluster).bytes());
                 }
                 if segment.start >= segment.end || (segment.source == Source::Zero && host.zeroed) {
                     continue;
@@ -343,7 +439,8 @@ impl Qcow2 {
             }
         }
         let (places, pieces): (Vec<_>, Vec<_>) = pieces.into_iter().unzip();
-        let pieces = try_join_all(pieces).await.context(|| format!("{}: can't copy on write", self.name))?;
+        let pieces =
+            try_join_all(pieces).await.context(|| format!("{}: can't copy on write", self.engine.name))?;
         let mut writes: Vec<(ImageOffset, Buffer)> = Vec::new();
         for (at, piece) in places.into_iter().zip(pieces) {
             match writes.last_mut() {
@@ -351,10 +448,12 @@ impl Qcow2 {
                 _ => writes.push((at, piece)),
             }
         }
-        if self.journal().is_some() {
+        if is_checked {
             for (at, data) in &writes {
                 self.add_step_checks(steps, *at, data);
             }
+        } else if self.journal().is_some() {
+            steps.iter_mut().for_each(|step| step.is_unchecked = step.fresh_units() != 0);
         }
         if sabotage::is(Bug::PublishedBeforeWritten) {
             self.publish_steps(steps).await?;
@@ -367,8 +466,9 @@ impl Qcow2 {
         try_join_all(parts).await.map(drop)
     }
 
-    /// Writes a run of bytes, fresh units and others beside each other. Where a recovery may still look at what lies there,
-    /// the others are overwritten as all bytes in place are, mostly without a commit, and only fresh ones wait.
+    /// Writes a run of bytes that may mix fresh units and others. Where recovery may still look at the old
+    /// bytes, the others are overwritten like any bytes in place, mostly without a commit, and only the fresh
+    /// ones wait.
     fn write_units<'s>(
         &'s self,
         steps: &[Step<'_>],
@@ -402,7 +502,7 @@ impl Qcow2 {
         }
     }
 
-    /// Whether a sector lies in a unit that these steps are the first to fill.
+    /// Whether a sector is in a unit that these steps are the first to fill.
     fn fresh_at<'s>(&'s self, steps: &'s [Step<'_>]) -> impl Fn(ImageOffset) -> bool + 's {
         let last = Cell::new((u64::MAX, 0));
         move |sector| {
@@ -416,37 +516,19 @@ impl Qcow2 {
         }
     }
 
-    /// Whose bytes those at this place are.
+    /// The step to which the bytes at this place belong.
     fn owner(&self, steps: &[Step<'_>], at: ImageOffset) -> Option<usize> {
         let place = ImageOffset::new(self.cluster.round_down(at.bytes()));
         steps.iter().position(|step| step.host.is_some_and(|host| host.at == place))
     }
 
-    /// Notes the checksums of what a write puts into fresh units. Bytes beside them are overwritten in place.
+    /// Records the checksums of the bytes that a write puts into fresh units. Bytes beside them are
+    /// overwritten in place.
     fn add_step_checks(&self, steps: &mut [Step<'_>], at: ImageOffset, data: &Buffer) {
         for check in checks_of(at, data, self.cluster, self.fresh_at(steps)) {
             let index = self.owner(steps, check.0).expect("every write is some step's");
             steps[index].checks.push(check);
         }
-    }
-
-    /// Where an older write may still land, no checksum is right. Then the bytes are durable before they are named.
-    async fn flush_what_cannot_be_checked(&self, steps: &mut [Step<'_>]) -> Result<()> {
-        let Some(journal) = self.journal() else { return Ok(()) };
-        let mut any = false;
-        for step in steps.iter_mut().filter(|step| matches!(step.plan.target, Target::Own(_))) {
-            if !step.checks.is_empty()
-                && journal.may_be_written_late(step.host.expect("settled").at, &self.epochs)
-            {
-                step.checks.clear();
-                any = true;
-            }
-        }
-        if !any {
-            return Ok(());
-        }
-        self.commits.note_change();
-        self.commit().await
     }
 
     async fn fill(&self, cluster: GuestOffset, segment: Segment, mut buffer: Buffer) -> Result<Buffer> {
@@ -472,13 +554,18 @@ impl Qcow2 {
         let is_fresh = step.plan.target == Target::Fresh;
         let noted = |before| {
             if let Some(journal) = self.journal() {
-                journal.add_checks(&step.checks);
-                // The first of those who share the place publishes it.
+                match step.is_unchecked {
+                    true if sabotage::is(Bug::UncheckedNotFenced) => {}
+                    true => journal.fence(),
+                    false => journal.add_checks(&step.checks),
+                }
+                // The first of the writers that share the place publishes it.
                 if !matches!(before, ClusterState::Plain(units) if units.host == Some(host)) {
                     journal.settle(self.cluster.cluster_of(host));
                 }
             }
-            // What was replaced. A cluster without a place, or one that another holder published, replaces nothing.
+            // Frees the clusters that were replaced. A cluster without a place, or one that another holder
+            // published, replaces nothing.
             match step.state {
                 _ if !is_fresh => {}
                 ClusterState::Compressed(packed) => self.free(packed),
@@ -494,17 +581,5 @@ impl Qcow2 {
             held.published();
         }
         Ok(())
-    }
-
-    /// A write that is durable when it returns.
-    pub(crate) async fn make_durable(&self) -> Result<()> {
-        self.state.check_stopped()?;
-        self.prepare.note_flush();
-        self.commit().await?;
-        // The promise is kept by now. What cannot be given back at this moment will be later.
-        match self.give_back_unless_busy().await {
-            Err(error) if error.kind() == ErrorKind::Corrupt => Err(error),
-            _ => Ok(()),
-        }
     }
 }

@@ -7,8 +7,8 @@
 //! | no place, something below | zero flag | zero flag |
 //! | no place, nothing below | reads as zero already | reads as zero already |
 //!
-//! Zeros that cover a unit only in part are written as data; a discard leaves such edges alone. Version 2 has no zero
-//! flag: there zeros are written as data, unless nothing lies below and the cluster can be let go.
+//! Zeros that cover a unit only in part are written as data; a discard leaves such edges unchanged. Version 2
+//! has no zero flag: there zeros are written as data, unless nothing lies below and the cluster can be freed.
 
 use vellum_core::{
     Buffer, Error, GuestCluster, GuestOffset, GuestSpan, ImageOffset, Result, ZeroFlags, Zeroes,
@@ -16,6 +16,8 @@ use vellum_core::{
 
 use super::entry::{ClusterState, Units};
 use super::image::Qcow2;
+use super::late::Done;
+use crate::engine::Commit as _;
 use crate::sabotage::{self, Bug};
 
 /// Zeros are written as data in pieces of this many bytes.
@@ -45,23 +47,31 @@ impl Qcow2 {
     }
 
     pub(crate) async fn discard_span(&self, span: GuestSpan) -> Result<()> {
-        // The last cluster may be cut off by the end of the disk; it is whole all the same.
+        // The end of the disk may cut off the last cluster, but the cluster itself is whole.
         let end = span.end().bytes();
-        let end =
-            if end == self.geometry.size { self.cluster.round_up(end) } else { self.cluster.round_down(end) };
+        let end = if end == self.engine.geometry.size {
+            self.cluster.round_up(end)
+        } else {
+            self.cluster.round_down(end)
+        };
         let start = self.cluster.round_up(span.start().bytes());
         if start >= end || (!self.entries.has_zero_flag() && self.below.is_some()) {
             return Ok(());
         }
         self.begin_change().await?;
-        let end = end.min(self.geometry.size);
+        let end = end.min(self.engine.geometry.size);
         let whole = GuestSpan::between(GuestOffset::new(start), GuestOffset::new(end));
         self.each_cluster(whole, async |part| self.zero_part(part, Space::Free).await).await
     }
 
-    /// Does something with each cluster's part of the run, leaving out what reads as zero because there is no table and
-    /// nothing below, and seeing to it that not too much metadata waits to be written.
-    async fn each_cluster(&self, span: GuestSpan, act: impl AsyncFn(GuestSpan) -> Result<()>) -> Result<()> {
+    /// Applies `act` to each cluster's part of the run. Skips parts that read as zero because there is no
+    /// table and nothing below, and commits when too much metadata waits to be written.
+    async fn each_cluster(
+        &self,
+        span: GuestSpan,
+        act: impl AsyncFn(GuestSpan) -> Result<Done>,
+    ) -> Result<()> {
+        self.give_back_if_due().await?;
         let mut rest = span;
         while !rest.is_empty() {
             let (part, later) = match self.nothing_until(rest) {
@@ -71,29 +81,35 @@ impl Qcow2 {
                 }
                 None => self.first_part(rest),
             };
-            // Done again from its start when space was missing: what is zero already costs nothing then.
-            self.with_space(async || {
-                let _inside = self.epochs.enter();
-                let result = act(part).await;
-                self.commits.note_change();
-                result
-            })
-            .await?;
-            if let Some(journal) = self.journal() {
-                journal.forget_zeroed(&self.epochs);
+            if let Some(stamp) = self.late.is_full(&self.engine.epochs) {
+                self.engine.epochs.until_passed(stamp).await;
+                continue;
             }
+            // Repeated from its start when space was missing or older writes must land first. Parts that are
+            // zero already cost nothing then.
+            let done = self.with_space(async || {
+                let _inside = self.engine.epochs.enter();
+                let result = act(part).await;
+                self.engine.commits.note_change();
+                result
+            });
+            if let Done::After(stamp) = done.await? {
+                self.engine.epochs.until_passed(stamp).await;
+                continue;
+            }
+            self.late.forget_passed(&self.engine.epochs);
             rest = later;
             if self.has_much_dirty() || sabotage::is(Bug::FreedBeforeDurable) {
                 if !sabotage::is(Bug::FreedBeforeDurable) {
                     self.commit().await?;
                 }
-                let _ = self.give_back_unless_busy().await;
+                self.give_back_if_due().await?;
             }
         }
         Ok(())
     }
 
-    /// How many bytes from the start of the run have no L2 table, when nothing lies below either.
+    /// How many bytes from the start of the run have no L2 table, if nothing lies below either.
     fn nothing_until(&self, span: GuestSpan) -> Option<u64> {
         if self.below.is_some() || self.has_data_file {
             return None;
@@ -103,11 +119,11 @@ impl Qcow2 {
         (!self.has_table(self.cluster.cluster_of(now.start()))).then_some(now.len())
     }
 
-    async fn zero_part(&self, part: GuestSpan, space: Space) -> Result<()> {
+    async fn zero_part(&self, part: GuestSpan, space: Space) -> Result<Done> {
         let cluster = self.cluster.cluster_of(part.start());
         let start = self.cluster.within(part.start());
-        // A cluster that the end of the disk cuts off is covered when the part goes up to that end.
-        let is_last = part.end().bytes() == self.geometry.size;
+        // A cluster that the end of the disk cuts off is covered when the part reaches that end.
+        let is_last = part.end().bytes() == self.engine.geometry.size;
         let end = if is_last { self.cluster.bytes() } else { start + part.len() };
         let covered = self.entries.covered(start, end);
         let touched = self.entries.touched(start, end);
@@ -116,41 +132,48 @@ impl Qcow2 {
 
         let can_flag =
             self.entries.has_zero_flag() || (whole && self.below.is_none() && space == Space::Free);
-        // A compressed cluster has no subclusters that could be zero by themselves.
+        // A compressed cluster has no subclusters that could be zero on their own.
         let is_packed = !whole && matches!(self.look(cluster).await?, ClusterState::Compressed(_));
         if covered == 0 || !can_flag || is_packed {
             return self.write_zeros(part).await;
         }
         if covered != touched {
-            // Edges first, as data; what they leave is whole units.
+            // The edges come first, as data; the rest is whole units.
             let inner_start = self.start(cluster) + size.round_up(start);
             let inner_end = self.start(cluster) + size.round_down(end);
             let head = GuestSpan::between(part.start(), inner_start.min(part.end()));
             let tail = GuestSpan::between(inner_end.max(part.start()).min(part.end()), part.end());
-            self.write_zeros(head).await?;
-            self.write_zeros(tail).await?;
+            for edge in [head, tail] {
+                if let Done::After(stamp) = self.write_zeros(edge).await? {
+                    return Ok(Done::After(stamp));
+                }
+            }
         }
-        self.flag_zero(cluster, covered, space).await
+        self.flag_zero(cluster, covered, space).await.map(|()| Done::Yes)
     }
 
-    /// Writes zeros as data where the disk does not read as zero already. A raw data file may hold something else there:
-    /// QEMU does not pass discards on to it.
-    async fn write_zeros(&self, span: GuestSpan) -> Result<()> {
+    /// Writes zeros as data where the disk does not read as zero already. A raw data file may hold other
+    /// bytes there, because QEMU does not pass discards on to it.
+    async fn write_zeros(&self, span: GuestSpan) -> Result<Done> {
         let mut rest = span;
         while !rest.is_empty() {
             let (part, later) = self.first_part(rest);
-            let (part, later) =
-                if part.len() > WRITTEN_AT_ONCE { rest.split_at(WRITTEN_AT_ONCE) } else { (part, later) };
+            let (part, later) = match part.len() > WRITTEN_AT_ONCE {
+                true => rest.split_between_blocks(WRITTEN_AT_ONCE),
+                false => (part, later),
+            };
             if self.data_file_is_raw() || !self.reads_zero(part).await? {
                 let mut zeros = Buffer::zeroed(usize::try_from(part.len()).expect("bounded"));
-                self.write_allocating(part, &mut zeros).await?;
+                if let Done::After(stamp) = self.write_allocating(part, &mut zeros).await? {
+                    return Ok(Done::After(stamp));
+                }
             }
             rest = later;
         }
-        Ok(())
+        Ok(Done::Yes)
     }
 
-    /// Whether a part of one cluster reads as zero by what the mapping says.
+    /// Whether the mapping says that a part of one cluster reads as zero.
     async fn reads_zero(&self, part: GuestSpan) -> Result<bool> {
         let start = self.cluster.within(part.start());
         let touched = self.entries.touched(start, start + part.len());
@@ -165,7 +188,7 @@ impl Qcow2 {
 
     /// Makes the units of the mask zero in the mapping.
     async fn flag_zero(&self, cluster: GuestCluster, mask: u32, space: Space) -> Result<()> {
-        let held = self.claims.claim(cluster, mask).await;
+        let held = self.engine.claims.claim(cluster, mask).await;
         let result = self.flag_claimed(cluster, mask, space).await;
         self.let_go(held).await;
         result
@@ -214,10 +237,8 @@ impl Qcow2 {
         };
         self.publish(cluster, change, |before| match (free_place(before), before) {
             (Some(place), _) => self.free(place),
-            (None, ClusterState::Plain(Units { host: Some(kept), .. })) => {
-                if let Some(journal) = self.journal() {
-                    journal.note_zeroed(kept, &self.epochs);
-                }
+            (None, ClusterState::Plain(Units { host: Some(kept), alloc, .. })) => {
+                self.late.note(kept, alloc & mask, &self.engine.epochs);
             }
             _ => {}
         })
@@ -225,7 +246,8 @@ impl Qcow2 {
         .map(drop)
     }
 
-    /// A raw data file must itself read as the disk does; any other gives space back.
+    /// Zeros units in the data file. A raw data file must itself read like the disk. Any other data file only
+    /// discards the space that is freed.
     async fn zero_data_file(&self, cluster: GuestCluster, mask: u32, space: Space) -> Result<()> {
         if !self.has_data_file {
             return Ok(());
@@ -237,7 +259,7 @@ impl Qcow2 {
             let run = (mask >> unit).trailing_ones();
             if run > 0 {
                 let at = start + u64::from(unit) * size;
-                let end = (at + u64::from(run) * size).min(self.geometry.size);
+                let end = (at + u64::from(run) * size).min(self.engine.geometry.size);
                 let span = ImageOffset::new(at).span(end.saturating_sub(at));
                 if self.data_file_is_raw() {
                     let how = if space == Space::Free { Zeroes::MayUnmap } else { Zeroes::Allocated };

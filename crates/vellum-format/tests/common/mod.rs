@@ -1,4 +1,5 @@
-//! What the simulated tests share: small images in a world, opened, scribbled on, and looked at again afterwards.
+//! What the simulated tests share: small images in a world, opened, written at random, and checked
+//! afterwards.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
@@ -14,11 +15,12 @@ use vellum_core::{
     ZeroFlags,
 };
 use vellum_format::Prealloc;
-use vellum_format::qcow2::check::{CheckReport, Repair, check};
+use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
+use vellum_format::report::{CheckReport, Repair};
 use vellum_sim::{Content, Delay, Drive, DriveOptions, FaultPlan, World};
 
-/// Space is prepared whenever somebody tends the disk.
+/// Space is prepared whenever the disk is tended.
 const PREALLOC: Prealloc = Prealloc::Fixed(64 << 10);
 
 /// One kind of image under test.
@@ -37,7 +39,7 @@ pub(crate) fn scale() -> u64 {
 pub(crate) const SIZE: u64 = 192 * 1024;
 
 pub(crate) fn setups() -> Vec<Setup> {
-    let plain = |cluster_size| CreateOptions { size: SIZE, cluster_size, ..CreateOptions::default() };
+    let plain = |cluster_size| CreateOptions { size: SIZE, cluster_size, ..CreateOptions::without_journal() };
     let setup = |name, options, has_base| Setup { name, options, has_base };
     vec![
         setup("4 KiB clusters", plain(4096), false),
@@ -102,7 +104,8 @@ pub(crate) async fn look(image: &SharedStorage) -> Result<(CheckReport, Vec<Stri
     Ok((report, lines))
 }
 
-/// One random request, and every second time the disk is tended beside it. Errors are for the caller to judge.
+/// One random request, and every second time the disk is tended beside it. Errors are for the caller to
+/// judge.
 pub(crate) async fn random_request(disk: &dyn Disk, random: &mut Random) -> Result<()> {
     let is_tended = random.one_in(2);
     let tending = async { while is_tended && disk.tend(Duration::ZERO).await {} };

@@ -1,10 +1,11 @@
-//! Small images of the native format, opened and looked at again afterwards.
+//! Small images of the native format, opened and checked afterwards.
 
 use std::sync::Arc;
 
 use vellum_core::{MemoryDisk, Result, SharedDisk, SharedStorage};
-use vellum_format::native::check::{CheckReport, Repair, check};
+use vellum_format::native::check::check;
 use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, create};
+use vellum_format::report::{CheckReport, Repair};
 use vellum_sim::{Content, Drive, DriveOptions, World};
 
 use super::{SIZE, base};
@@ -39,11 +40,22 @@ impl NativeSetup {
         Self { name, options, base: None }
     }
 
-    /// Units are taken from zones of so many bytes.
+    /// Units are taken from zones of this many bytes.
     pub(crate) fn zoned(name: &'static str, size: u64, unit: u64, zone: u64) -> Self {
         let mut setup = Self::table(name, size, unit);
         (setup.options.has_zones, setup.options.zone_size) = (true, Some(zone));
         setup
+    }
+
+    /// The table has one page, and room for no more: for disks of at most 64 MiB, where units have 64 KiB.
+    pub(crate) fn with_the_shortest_table(mut self) -> Self {
+        let zones = match self.options.zone_size {
+            Some(zone) => ((2 * self.options.size.div_ceil(zone) + 8) * 256).next_multiple_of(4096),
+            None => 0,
+        };
+        // Superblocks, table, partial units, list of snapshots.
+        self.options.journal_bytes = Some((1 << 20) - (8192 + 4096 + 8192 + 524_288) - zones);
+        self
     }
 
     pub(crate) fn over(mut self, bytes: Vec<u8>, block: u64) -> Self {
@@ -56,9 +68,10 @@ impl NativeSetup {
 
     /// What the empty disk reads as.
     pub(crate) fn content(&self) -> Content {
-        let mut bytes = self.base.as_ref().map(|base| base.to_vec()).unwrap_or_default();
-        bytes.resize(usize::try_from(self.options.size).unwrap(), 0);
-        Content::of(&bytes)
+        // Zeros take no memory.
+        let mut content = Content::of(self.base.as_ref().map_or(&[], |base| base.as_slice()));
+        content.set_len(self.options.size);
+        content
     }
 
     /// The image as it is made, with nothing in it.

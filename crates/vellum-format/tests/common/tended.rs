@@ -1,4 +1,4 @@
-//! A disk that somebody tends while it is used.
+//! A disk that is tended while it is used.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

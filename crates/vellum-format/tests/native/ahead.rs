@@ -1,5 +1,5 @@
-//! Zones of a file that are written with zeros ahead of need: how much, what the guest's own writes cost meanwhile, and that no zero
-//! ever lands on anything else.
+//! Zones of a file that are written with zeros ahead of need: how much, what the guest's own writes cost
+//! meanwhile, and that no zero ever overwrites anything else.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -130,7 +130,8 @@ fn zeros_are_no_more_than_a_few_times_what_is_written() {
     });
 }
 
-/// Zeros, births, units that do not pack, discards and flushes at once, answered in any order: each unit holds what was written.
+/// Zeros, births, units that do not pack, discards and flushes at once, answered in any order: each unit
+/// holds what was written.
 #[test]
 fn zeros_land_on_nothing() {
     for seed in 0..12 {
@@ -183,7 +184,7 @@ fn zeros_land_on_nothing() {
     }
 }
 
-/// Where zeros cannot be written the guest hears nothing of it, and no more are tried.
+/// Where zeros cannot be written the guest gets no error, and no more are tried.
 #[test]
 fn a_failure_ends_it() {
     let world = World::new(0);
@@ -193,7 +194,7 @@ fn a_failure_ends_it() {
         bench.idle(500).await;
         let zeros = bench.zeros();
         assert!(zeros > 0);
-        // All that lies prepared is used up while nobody tends.
+        // All prepared space is used up while the disk is not tended.
         for unit in 0..zeros / UNIT {
             bench.write(unit, &[7; UNIT_LEN]).await;
         }

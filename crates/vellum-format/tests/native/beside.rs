@@ -1,22 +1,26 @@
-//! Snapshots of an image that is open: read beside the disk that is written, deleted in steps, refused with the reason.
+//! Snapshots of an image that is open: read while the disk is written, deleted in steps, refused with the
+//! reason.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use futures_lite::future::{block_on, poll_once};
+use futures_lite::future::{block_on, poll_once, zip};
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, LocalFuture, MemoryStorage, Random, SharedStorage, WriteFlags,
     join_all,
 };
 use vellum_format::native::snapshots::snapshots;
 use vellum_format::native::{Native, create};
+use vellum_format::sabotage::{Bug, put_in};
 use vellum_sim::{Drive, DriveOptions, Fault, FaultPlan, Operation, World};
 
 use super::common::native::{NativeSetup, look_native};
-use super::common::{busy_drive, scale};
+use super::common::{base, busy_drive, scale};
+use super::late::Late;
 use super::snapshots::{Shifted, content, model_of, options, request, setups};
 
-/// Snapshots that are open beside the disk: what each sees stays, whatever is written, made and deleted meanwhile.
+/// Snapshots that are open beside the disk: what each sees stays, whatever is written, made and deleted
+/// meanwhile.
 #[test]
 fn an_open_snapshot_sees_what_it_saw() {
     for setup in setups() {
@@ -135,7 +139,8 @@ fn one_beside(setup: &NativeSetup, seed: u64) {
     });
 }
 
-/// Deleting that is stopped half way has happened, and the next opening ends it. Snapshots are made meanwhile.
+/// Deleting that is stopped half way has happened, and the next opening ends it. Snapshots are made
+/// meanwhile.
 #[test]
 fn deleting_is_stopped_and_goes_on_later() {
     let setup = NativeSetup::table("table", 1 << 30, 64 << 10);
@@ -159,7 +164,7 @@ fn deleting_is_stopped_and_goes_on_later() {
             for _ in 0..4 {
                 assert!(poll_once(&mut deleting).await.is_none(), "it has many steps");
             }
-            // Its name is free, and nobody waits for it.
+            // Its name is free at once, without a wait.
             disk.snapshot_create("two", 0).await.unwrap();
             disk.stop_deleting();
             assert_eq!(deleting.await.unwrap_err().kind(), ErrorKind::Closed);
@@ -183,6 +188,184 @@ fn deleting_is_stopped_and_goes_on_later() {
     });
 }
 
+/// A snapshot is being deleted when the disk is closed, and another one is to be deleted afterwards. The
+/// first stops, the second is refused: nothing is written once the image says that it was closed.
+#[test]
+fn nothing_is_deleted_once_the_disk_is_closed() {
+    let setup = NativeSetup::table("table", 1 << 30, 64 << 10);
+    for polls in [0, 1, 2, 3, 6, 12] {
+        let image = MemoryStorage::new("image");
+        let shared: SharedStorage = image.clone();
+        block_on(async {
+            create(&*image, &setup.create_options()).await.unwrap();
+            let disk = Native::open(shared.clone(), None, options()).await.unwrap();
+            for name in ["one", "two"] {
+                for at in (0..1 << 30).step_by(64 << 20) {
+                    let data = Buffer::copy_of(&[1; 4096]);
+                    disk.write(GuestOffset::new(at), data, WriteFlags::default()).await.unwrap();
+                }
+                disk.snapshot_create(name, 0).await.unwrap();
+            }
+            {
+                let mut deleting = std::pin::pin!(disk.snapshot_delete("one"));
+                for _ in 0..polls {
+                    assert!(poll_once(&mut deleting).await.is_none(), "it has many steps");
+                }
+                let (closed, deleted) = zip(disk.close(), deleting).await;
+                closed.unwrap();
+                assert_eq!(deleted.unwrap_err().kind(), ErrorKind::Closed, "{polls} polls");
+            }
+            let left = image.content().to_vec();
+            let error = disk.snapshot_delete("two").await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Closed, "{}", error.chain());
+            assert!(image.content().to_vec() == left, "{polls} polls: something was written after the close");
+            drop(disk);
+            let disk = Native::open(shared.clone(), None, options()).await.unwrap();
+            assert_eq!(disk.snapshots().unwrap().last().map(|one| one.name.clone()), Some("two".to_owned()));
+            disk.close().await.unwrap();
+            let (report, lines) = look_native(&shared).await.unwrap();
+            assert!(report.is_clean(), "{polls} polls: {lines:?}");
+        });
+    }
+}
+
+/// Two pages of the table, so that the deletion of a snapshot that has copies of both takes several steps.
+fn of_two_pages() -> Vec<NativeSetup> {
+    let k = |kib: u64| kib << 10;
+    vec![
+        NativeSetup::table("table", 128 << 20, k(64)),
+        NativeSetup::table("table over a base", 128 << 20, k(64)).over(base(), k(16)),
+        NativeSetup::zoned("zoned", 128 << 20, k(64), k(1024)),
+    ]
+}
+
+/// Where the second page begins.
+const SECOND_PAGE: u64 = 64 << 20;
+
+/// A write in place is in flight when the snapshot is deleted, and another request writes to the same unit in
+/// the middle of that: both are there afterwards, whatever step of the deletion that is.
+#[test]
+fn a_write_under_way_is_kept_while_snapshots_are_deleted() {
+    let lost = |bug| {
+        put_in(bug);
+        let all = of_two_pages().into_iter().flat_map(|setup| {
+            [false, true]
+                .map(|has_older| (setup.name, (0..7).find(|polls| is_lost(&setup, has_older, *polls))))
+        });
+        let lost: Vec<_> = all.filter(|(_, polls)| polls.is_some()).collect();
+        put_in(None);
+        lost
+    };
+    assert_eq!(lost(None), []);
+    assert!(lost(Some(Bug::HeldAgain)).len() >= 3, "the mistake is found");
+}
+
+fn is_lost(setup: &NativeSetup, has_older: bool, polls: usize) -> bool {
+    let late = Late::over(MemoryStorage::new("image"));
+    let image: SharedStorage = late.clone();
+    let sector = |value: u8| Buffer::copy_of(&[value; 512]);
+    let page = |value: u8| Buffer::copy_of(&[value; 4096]);
+    let plain = WriteFlags::default();
+    let (there, beside) = (GuestOffset::new(8192), GuestOffset::new(16_384));
+    block_on(async {
+        create(&*image, &setup.create_options()).await.unwrap();
+        let disk = Native::open(image.clone(), setup.below(), options()).await.unwrap();
+        for at in [0, SECOND_PAGE] {
+            disk.write(GuestOffset::new(at), Buffer::copy_of(&[1; 65_536]), plain).await.unwrap();
+        }
+        if has_older {
+            disk.snapshot_create("older", 0).await.unwrap();
+        }
+        disk.snapshot_create("s", 0).await.unwrap();
+        for at in [0, SECOND_PAGE] {
+            disk.write(GuestOffset::new(at), page(2), plain).await.unwrap();
+        }
+        late.arm_write(512);
+        let mut under_way = std::pin::pin!(disk.write(there, sector(5), plain));
+        assert!(poll_once(&mut under_way).await.is_none(), "its bytes are on their way");
+        let mut deleting = std::pin::pin!(disk.snapshot_delete("s"));
+        let mut is_deleted = false;
+        for _ in 0..polls {
+            if !is_deleted {
+                is_deleted = poll_once(&mut deleting).await.map(Result::unwrap).is_some();
+            }
+        }
+        {
+            let mut other = std::pin::pin!(disk.write(beside, page(7), plain));
+            let is_done = poll_once(&mut other).await.map(Result::unwrap).is_some();
+            late.release();
+            under_way.await.unwrap();
+            if !is_done {
+                other.await.unwrap();
+            }
+        }
+        if !is_deleted {
+            deleting.await.unwrap();
+        }
+        disk.flush().await.unwrap();
+        let is_there = async |disk: &Native| {
+            let first = disk.read(there, Buffer::zeroed(512)).await.unwrap().to_vec();
+            let second = disk.read(beside, Buffer::zeroed(4096)).await.unwrap().to_vec();
+            first == vec![5; 512] && second == vec![7; 4096]
+        };
+        let was_there = is_there(&disk).await;
+        disk.close().await.unwrap();
+        let disk = Native::open(image.clone(), setup.below(), options()).await.unwrap();
+        let is_there = is_there(&disk).await;
+        assert_eq!(was_there, is_there);
+        if has_older {
+            let older = disk.snapshot_open(disk.snapshots().unwrap()[0].id).unwrap();
+            let first = older.read(there, Buffer::zeroed(8704)).await.unwrap().to_vec();
+            assert_eq!(first, vec![1; 8704], "{}: the older one", setup.name);
+        }
+        disk.close().await.unwrap();
+        let (report, lines) = look_native(&image).await.unwrap();
+        assert!(report.is_clean(), "{}: {lines:?}", setup.name);
+        !is_there
+    })
+}
+
+/// A deletion takes as many steps as the snapshot has copies, although each of their pages changes between
+/// any two steps.
+#[test]
+fn deleting_ends_however_much_is_written_meanwhile() {
+    for setup in of_two_pages() {
+        for has_older in [false, true] {
+            block_on(async {
+                let image: SharedStorage = MemoryStorage::new("image");
+                create(&*image, &setup.create_options()).await.unwrap();
+                let disk = Native::open(image.clone(), setup.below(), options()).await.unwrap();
+                let write = async |value: u8| {
+                    for at in [0, SECOND_PAGE] {
+                        // A unit that goes and comes changes the page.
+                        disk.discard(GuestOffset::new(at).span(65_536), WriteFlags::default()).await.unwrap();
+                        let data = Buffer::copy_of(&[value; 4096]);
+                        disk.write(GuestOffset::new(at), data, WriteFlags::default()).await.unwrap();
+                    }
+                };
+                write(1).await;
+                if has_older {
+                    disk.snapshot_create("older", 0).await.unwrap();
+                    write(2).await;
+                }
+                disk.snapshot_create("s", 0).await.unwrap();
+                write(3).await;
+                let mut deleting = Box::pin(disk.snapshot_delete("s"));
+                let mut steps = 0;
+                while poll_once(&mut deleting).await.map(Result::unwrap).is_none() {
+                    write(4).await;
+                    steps += 1;
+                    assert!(steps <= 8, "{}: it has four steps, and one for each of two copies", setup.name);
+                }
+                drop(deleting);
+                disk.close().await.unwrap();
+                let (report, lines) = look_native(&image).await.unwrap();
+                assert!(report.is_clean(), "{}: {lines:?}", setup.name);
+            });
+        }
+    }
+}
+
 /// What cannot be says why; after a failed flush it is the disk's own error.
 #[test]
 fn a_snapshot_that_cannot_be_made_says_why() {
@@ -193,7 +376,7 @@ fn a_snapshot_that_cannot_be_made_says_why() {
         let disk = Native::open(image, None, options()).await.unwrap();
         disk.snapshot_create("there", 0).await.unwrap();
         for (name, word) in
-            [("there", "of this name"), ("", "1 to 64 bytes"), (&"n".repeat(65), "1 to 64 bytes")]
+            [("there", "this name already exists"), ("", "1 to 64 bytes"), (&"n".repeat(65), "1 to 64 bytes")]
         {
             let error = disk.snapshot_create(name, 0).await.unwrap_err();
             assert!(error.kind() == ErrorKind::Invalid && error.chain().contains(word), "{}", error.chain());

@@ -1,5 +1,5 @@
-//! A device on which zones are emptied: what comes of it, that nothing is lost while it goes on, that it fails nobody, and that it
-//! can be switched off.
+//! A device on which zones are emptied: the result, that nothing is lost meanwhile, that no request fails
+//! because of it, and that it can be switched off.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -194,7 +194,8 @@ fn kept() -> impl Iterator<Item = u64> {
 }
 
 impl Bench {
-    /// Noise in place of what is there, in units that lie where they lie, and no journal that still counts on their bytes.
+    /// Noise in place of what is there, in units that lie where they lie, and no journal that still counts on
+    /// their bytes.
     async fn make_plain_fragments(&mut self, random: &mut Random) {
         self.make_fragments().await;
         for _ in 0..3 {
@@ -207,14 +208,15 @@ impl Bench {
         self.idle(1500).await; // what was freed becomes clean
     }
 
-    /// New bytes for all of a unit, of which the model knows the first: they differ only from those of another time.
+    /// New bytes for all of a unit, of which the model knows the first: they differ only from those of
+    /// another time.
     fn noise(&mut self, unit: u64, random: &mut Random) -> Buffer {
         let byte = u8::try_from(1 + random.below(255)).unwrap();
         self.model[index(unit)] = byte;
         Buffer::copy_of(&[byte; UNIT_LEN])
     }
 
-    /// Tends the disk for so long, beside others.
+    /// Tends the disk for this long, beside others.
     fn tend(&mut self, world: &World, millis: u64) -> Handle<()> {
         let (disk, from) = (self.disk.clone(), self.millis);
         self.millis += millis;
@@ -274,7 +276,7 @@ fn writes_on_their_way() -> Option<usize> {
     })
 }
 
-/// The zone is let go while a unit of it is being copied, because somebody needs its space.
+/// The zone is released while a unit of it is being copied, because another request needs its space.
 #[test]
 fn a_copy_does_not_count_when_the_zone_was_let_go() {
     assert_eq!(zone_let_go(), None);
@@ -310,7 +312,7 @@ fn zone_let_go() -> Option<usize> {
     })
 }
 
-/// Who writes to a unit of the zone first needs a copy of it, and that cannot be made.
+/// A request that first writes to a unit of the zone needs a copy of it, and that cannot be made.
 #[test]
 fn a_copy_that_fails_fails_no_write() {
     let world = World::new(0);
@@ -333,7 +335,7 @@ fn a_copy_that_fails_fails_no_write() {
     });
 }
 
-/// A zone that cannot be emptied is not tried for ever.
+/// A zone that cannot be emptied is not tried forever.
 #[test]
 fn what_cannot_be_emptied_is_left_alone() {
     let world = World::new(0);

@@ -1,7 +1,7 @@
 //! What a synchronous write costs: exactly, per operation, in the steady state.
 //!
-//! Each row runs operations that are all followed by a flush; the first 64 are not counted. *Foreground* is what had to happen
-//! before the guest was answered; the checkpoint comes on top.
+//! In each row every operation is followed by a flush; the first 64 are not counted. *Foreground* is what had
+//! to happen before the guest was answered; the checkpoint is added to that.
 
 use vellum_core::{
     Buffer, Disk, GuestOffset, GuestSpan, HostTally, IoCounts, MemoryStorage, Random, SharedDisk,
@@ -199,7 +199,7 @@ fn one_write_each() {
     let wrote =
         cost("zoned, 512 bytes, scattered", &zoned, |i| Do::Write(scattered(i, 4096, SIZE) + 512, 512));
     assert_eq!(wrote, raw);
-    // What cannot be packed is told to the journal.
+    // What cannot be packed is recorded in the journal.
     let wrote = cost("zoned, noise, scattered", &zoned, |i| Do::Noise(scattered(i, 4096, SIZE), 4096));
     assert_eq!(wrote, exactly(N, 2 * N, N * 8192));
     let wrote = cost("zoned, noise, 64 KiB", &zoned, |i| Do::Noise(i << 16, KIB_64));

@@ -1,7 +1,7 @@
-//! Units that are made ready ahead of need: what it costs, exactly, and when.
+//! Units that are prepared ahead of need: the exact cost, and when.
 //!
-//! The medium is a device of which nothing is known to be zero and whose zeros are written; nothing that the guest waits for is
-//! to have any of it.
+//! The medium is a device of which nothing is known to be zero and whose zeros are written; the guest must
+//! not wait for any of that.
 
 use std::time::Duration;
 
@@ -56,7 +56,7 @@ impl Bench {
         Self { disk, image, tally, before: Default::default(), waits: 0, millis: 0 }
     }
 
-    /// An idle moment of so many milliseconds, in steps of those that a server has.
+    /// An idle time of this many milliseconds, in steps of the length that a server uses.
     async fn idle(&mut self, millis: u64) {
         for _ in 0..millis.div_ceil(50) {
             self.millis += 50;
@@ -69,7 +69,7 @@ impl Bench {
         self.disk.write(at, Buffer::copy_of(&[7; 4096]), WriteFlags::default()).await.unwrap();
     }
 
-    /// What has happened since it was asked before.
+    /// The counts since the last call.
     fn cost(&mut self) -> Cost {
         let now = [self.tally.data.counts(), self.tally.metadata.counts(), self.tally.prealloc.counts()];
         let [data, metadata, ahead] = std::array::from_fn(|i| now[i] - self.before[i]);
@@ -93,8 +93,8 @@ impl Bench {
 
 const NOTHING: Cost = Cost { flushes: 0, writes: 0, zeroed_for_guest: 0, zeroed_ahead: 0, waits: 0 };
 
-/// A guest that writes into a fresh unit and flushes, with an idle moment now and then: one flush and two writes each, as in a
-/// file, and each unit is made zero once.
+/// A guest that writes into a fresh unit and flushes, with an idle moment now and then: one flush and two
+/// writes each, as in a file, and each unit is made zero once.
 #[test]
 fn writes_wait_for_no_zeros() {
     const N: u64 = 64;
@@ -128,7 +128,7 @@ fn writes_wait_for_no_zeros() {
             (N, 2 * N, 0, 0),
             "{cost:?}"
         );
-        // 64 units of 64 KiB in 3.2 s: 20 units a second; so many lie ready at the end, at most.
+        // 64 units of 64 KiB in 3.2 s: 20 units a second; at most that many are ready at the end.
         assert!((N..N + 24).contains(&cost.zeroed_ahead), "{cost:?}");
         bench.idle(60_000).await;
         let cost = bench.cost();
@@ -139,7 +139,7 @@ fn writes_wait_for_no_zeros() {
     });
 }
 
-/// Without anybody who tends it, or when it is faster than that, a guest waits, and says how often.
+/// Without tending, or when the guest is faster than that, it waits, and the waits are counted.
 #[test]
 fn a_guest_that_is_faster_waits() {
     let world = World::new(0);
@@ -163,7 +163,8 @@ fn a_guest_that_is_faster_waits() {
     });
 }
 
-/// What is let go is made zero only as far as it is needed; a file that grows needs nothing before its first change.
+/// What is let go is made zero only as far as it is needed; a file that grows needs nothing before its first
+/// change.
 #[test]
 fn what_is_freed_costs_no_more_than_is_needed() {
     let world = World::new(0);
@@ -200,10 +201,13 @@ fn what_is_freed_costs_no_more_than_is_needed() {
         file.disk.discard(GuestOffset::ZERO.span(100 * UNIT), WriteFlags::default()).await.unwrap();
         file.disk.flush().await.unwrap();
         let cost = file.cost();
+        assert_eq!((cost.zeroed_for_guest, cost.zeroed_ahead), (0, 0), "no flush does it: {cost:?}");
+        file.write(200).await;
+        let cost = file.cost();
         assert_eq!(
             (cost.zeroed_for_guest, cost.zeroed_ahead),
             (100, 0),
-            "nobody has tended it yet: {cost:?}"
+            "nobody has tended it yet, so the next change does it: {cost:?}"
         );
         file.idle(50).await;
         file.disk

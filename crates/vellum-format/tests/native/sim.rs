@@ -67,8 +67,45 @@ fn the_contract_holds_when_the_drive_answers_in_any_order() {
     }
 }
 
-/// Several guests at once, then a crash at many moments, many ways. Whatever is left opens, is recovered, and reads as the
-/// contract allows.
+/// A long write is done in pieces. Wherever it begins, no piece ends within a sector: a kill between two of
+/// them leaves each sector old or new.
+#[test]
+fn a_kill_between_the_pieces_of_a_long_write_tears_no_sector() {
+    let k = |kib: u64| kib << 10;
+    let setups = [
+        NativeSetup::linear("linear over a base", k(1024)).over(vec![9; 600_000], k(16)),
+        NativeSetup::table("table", k(1024), k(64)),
+        NativeSetup::zoned("zoned", k(1024), k(64), k(1024)),
+    ];
+    for setup in setups {
+        let drive_of =
+            |world: &World| Drive::from_content(world, setup.empty_image(), DriveOptions::default());
+        let world = World::new(0);
+        let drive = drive_of(&world);
+        let oracle = Oracle::new(&world, setup.content());
+        world.run(async {
+            let disk = oracle.watch(setup.open(&drive).await.unwrap());
+            let span = GuestOffset::new(300).span(400_001);
+            let (old, new) = (Buffer::copy_of(&vec![1; 400_001]), Buffer::copy_of(&vec![2; 400_001]));
+            disk.write(span.start(), old, WriteFlags { fua: true }).await.unwrap();
+            disk.write(span.start(), new, WriteFlags::default()).await.unwrap();
+            disk.close().await.unwrap();
+        });
+        let log = drive.log();
+        for position in log.crash_positions() {
+            let image = log.crash(CrashKind::ProcessKill, position).random_image(&mut Random::from_seed(0));
+            let expectation = oracle.expect_at(position);
+            recovers(&setup, "", image, async |disk| {
+                if let Err(violation) = expectation.check_disk(disk).await {
+                    panic!("{}, at {position}: {violation}", setup.name);
+                }
+            });
+        }
+    }
+}
+
+/// Several guests at once, then a crash at many moments, many ways. Whatever is left opens, is recovered, and
+/// reads as the contract allows.
 #[test]
 fn crashes_of_a_busy_image() {
     let rounds = 12 * scale();
@@ -133,8 +170,8 @@ fn recovers(setup: &NativeSetup, what: &str, image: Content, judge: impl AsyncFn
     });
 }
 
-/// The Nth host operation fails, for every N, once and for ever, with and without space: no wrong byte after opening again,
-/// and every error says what it was about.
+/// The Nth host operation fails, for every N, once and forever, with and without space: no wrong byte after
+/// opening again, and every error says what it was about.
 #[test]
 fn every_host_operation_fails_once() {
     for setup in native_setups() {
@@ -187,8 +224,8 @@ fn one_failing_run(setup: &NativeSetup, empty: &Content, plan: &FaultPlan, fault
     for error in &errors {
         assert!(error.chain().len() > 15, "{what}: the error says nothing: {error:?}");
     }
-    // The drive works again. What is on the medium is what a process finds that starts now; after a failed flush,
-    // what a reboot finds.
+    // The drive works again. What is on the medium is what a process finds that starts now; after a failed
+    // flush, what a reboot finds.
     plan.clear();
     let image = match drive.is_poisoned() {
         true => drive.crash(CrashKind::FailedFlush, &mut Random::from_seed(seed)),
@@ -203,8 +240,8 @@ fn one_failing_run(setup: &NativeSetup, empty: &Content, plan: &FaultPlan, fault
     plan.hits()
 }
 
-/// Zeros over a base need no space but that of the masks. Where the host is full the request says so, and the disk lives on:
-/// the space is not missed later, when the journal takes the masks home.
+/// Zeros over a base need no space but that of the masks. Where the host is full the request says so, and the
+/// disk lives on: the space is not missed later, when the journal takes the masks home.
 #[test]
 fn space_for_masks_is_there_before_a_change_is_accepted() {
     for setup in native_setups().into_iter().filter(|setup| setup.name.contains("over a base")) {

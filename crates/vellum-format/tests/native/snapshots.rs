@@ -1,5 +1,5 @@
-//! Internal snapshots against a model: every one keeps its content, whatever happens to the disk, to other snapshots and to the
-//! power.
+//! Internal snapshots against a model: every one keeps its content, whatever happens to the disk, to other
+//! snapshots and to the power.
 //!
 //! Each test prints its seed when it fails; the same seed gives the same run.
 
@@ -456,8 +456,8 @@ fn a_thousand_deleted_in_any_order() {
     });
 }
 
-/// A unit is being copied for a snapshot when that is deleted. From then on the unit is written to where it lies, so the copy must not
-/// count.
+/// A unit is being copied for a snapshot when that is deleted. From then on the unit is written to where it
+/// lies, so the copy must not count.
 #[test]
 fn what_is_written_while_a_copy_is_made_in_vain_is_kept() {
     for setup in setups() {

@@ -1,21 +1,26 @@
-//! Where space is short, and what images that lie come to.
+//! Where space is short, and how large images become.
 
 use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, LocalFuture, MemoryStorage, Random, SharedStorage,
     Storage, WriteFlags, ZeroFlags, try_join_all,
 };
-use vellum_format::native::check::{Repair, check};
-use vellum_format::native::{Native, OpenOptions, create};
+use vellum_format::native::check::check;
+use vellum_format::native::snapshots::revert;
+use vellum_format::native::{Native, OpenOptions, create, resize};
+use vellum_format::report::Repair;
+use vellum_format::sabotage::{Bug, put_in};
 use vellum_sim::{Drive, DriveOptions, Fault, Operation, Repeat, World};
 
 use super::common::native::{NativeSetup, look_native};
 use super::common::{base, scale};
 use super::device::Device;
+use super::host::FullHost;
 
 const UNIT: u64 = 64 << 10;
 
-/// A device has fewer units than the disk. When all are taken a write fails and says so; what is let go can be used at once.
+/// A device has fewer units than the disk. When all are taken a write fails and says so; what is let go can
+/// be used at once.
 #[test]
 fn a_full_device_says_so_and_goes_on() {
     block_on(async {
@@ -53,8 +58,8 @@ fn a_full_device_says_so_and_goes_on() {
     });
 }
 
-/// A device that was made longer has room at once, for the write that finds it full and for those that wait beside it; what was
-/// there before it grew is nobody's, and what was flushed stays.
+/// A device that was extended has room at once, for the write that finds it full and for those that wait
+/// beside it; what was there before it grew is free space, and what was flushed stays.
 #[test]
 fn a_device_that_grows_is_used() {
     const UNITS: u64 = 4;
@@ -77,7 +82,7 @@ fn a_device_that_grows_is_used() {
         let error = write(9).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NoSpace);
         // Of the next unit 5000 bytes are there.
-        assert!(error.chain().contains("needs at least 60536 bytes more"), "{}", error.chain());
+        assert!(error.chain().contains("needs at least 60536 more bytes"), "{}", error.chain());
         let room = disk.room().await.unwrap().expect("a device");
         assert_eq!((room.free, room.step, room.refused), (0, 60536, 1));
         assert_eq!((room.len, room.len_for_all), (image.len(), start as u64 + 64 * UNIT));
@@ -133,8 +138,8 @@ fn closing_gives_back_what_the_file_has_too_much() {
     });
 }
 
-/// Every kind of byte of the metadata turned over: an error or a sound disk, never a panic, and a read that works gives what was
-/// written or what the base has.
+/// Every kind of byte of the metadata turned over: an error or a sound disk, never a panic, and a read that
+/// works gives what was written or what the base has.
 #[test]
 fn images_that_lie() {
     let mut random = Random::from_seed(5);
@@ -192,7 +197,8 @@ async fn use_all(setup: &NativeSetup, bytes: &[u8]) {
     }
 }
 
-/// Writes that need more units than lie ready, alone and many at a time: each gets them, or is told that there are none.
+/// Writes that need more units than are ready, alone and many at a time: each gets them, or fails for want of
+/// space.
 #[test]
 fn large_writes_on_a_device_end() {
     const LEN: u64 = 512 << 10;
@@ -220,7 +226,7 @@ fn large_writes_on_a_device_end() {
                 let found = disk.read(at, Buffer::zeroed(noise.len())).await.unwrap().to_vec();
                 assert!(found == noise, "{}: write {number}", setup.name);
             }
-            // What was let go at the end of the one that failed is there for who needs less.
+            // Units that the failed write released at its end are available to a write that needs fewer.
             let small = Buffer::copy_of(&noise[..4096]);
             disk.write(GuestOffset::new(7 * LEN), small, WriteFlags::FUA).await.unwrap();
             disk.close().await.unwrap();
@@ -230,7 +236,7 @@ fn large_writes_on_a_device_end() {
     }
 }
 
-/// Where the host has no space for a copy, the write that asks for it says so, and does not look for ever.
+/// Where the host has no space for a copy, the write that asks for it says so, and does not look forever.
 #[test]
 fn a_full_host_and_a_snapshot() {
     let world = World::new(0);
@@ -280,4 +286,96 @@ fn one_bad_unit() {
             disk.close().await.unwrap();
         });
     }
+}
+
+/// An image in a file on a host that has room for this many more pages, when units are written that a
+/// snapshot sees. Returns why the disk could not be used any more.
+async fn kept_on_a_full_host(pages: u64) -> Result<(), String> {
+    let host = FullHost::new();
+    let image: SharedStorage = host.clone();
+    let setup = NativeSetup::table("table", 4096 * UNIT, UNIT);
+    create(&*image, &setup.create_options()).await.unwrap();
+    let disk = Native::open(image.clone(), None, OpenOptions::default()).await.unwrap();
+    for unit in [0, 1, 1024, 2048, 3000] {
+        let at = GuestOffset::new(unit * UNIT);
+        disk.write(at, Buffer::copy_of(&[1; 4096]), WriteFlags::FUA).await.unwrap();
+    }
+    disk.snapshot_create("one", 0).await.unwrap();
+    host.leave(pages);
+    for unit in [0, 1, 1024, 2048, 3000] {
+        let at = GuestOffset::new(unit * UNIT);
+        let written = disk.write(at, Buffer::copy_of(&[2; 4096]), WriteFlags::default()).await;
+        match written {
+            Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error.chain()),
+            _ => {}
+        }
+    }
+    // What was accepted has its space.
+    disk.flush().await.map_err(|error| error.chain())?;
+    disk.close().await.map_err(|error| error.chain())?;
+    let disk = Native::open(image.clone(), None, OpenOptions::default()).await.unwrap();
+    disk.close().await.map_err(|error| error.chain())
+}
+
+/// A write that needs a page kept is refused when the host is full, and not the journal when it takes home
+/// where the page was kept.
+#[test]
+fn what_is_kept_has_its_space_before_a_write_is_accepted() {
+    for pages in 0..24 {
+        block_on(kept_on_a_full_host(pages)).unwrap_or_else(|why| panic!("{pages} pages: {why}"));
+    }
+    put_in(Some(Bug::IndexNotReserved));
+    let failed = (0..24).any(|pages| block_on(kept_on_a_full_host(pages)).is_err());
+    put_in(None);
+    assert!(failed, "the mistake is not found");
+}
+
+/// A revert, and a resize, on a host that is full: it is refused, and the disk is what it was; or it is done.
+/// In between there is nothing, and the image opens while the host is full.
+#[test]
+fn a_full_host_and_a_revert() {
+    let setup = NativeSetup::table("table", 4096 * UNIT - 5 * 4096, UNIT);
+    let (mut done, mut refused) = (0, 0);
+    for pages in 0..32 {
+        block_on(async {
+            let host = FullHost::new();
+            let image: SharedStorage = host.clone();
+            let open = async || Native::open(image.clone(), None, OpenOptions::default()).await;
+            create(&*image, &setup.create_options()).await.unwrap();
+            let units = [0, 1, 1024, 2048, 3000];
+            let write = async |byte: u8, units: &[u64]| {
+                let disk = open().await.unwrap();
+                for unit in units {
+                    let data = Buffer::copy_of(&[byte; 4096]);
+                    disk.write(GuestOffset::new(unit * UNIT), data, WriteFlags::FUA).await.unwrap();
+                }
+                disk.snapshot_create(&byte.to_string(), 0).await.unwrap();
+                disk.close().await.unwrap();
+            };
+            write(1, &units).await;
+            write(2, &units).await;
+            write(3, &units[1..2]).await;
+            host.leave(pages);
+            let to_revert = pages % 2 == 0;
+            let changed = match to_revert {
+                true => revert(image.clone(), None, OpenOptions::default(), "1").await,
+                false => resize(&image, 5000 * UNIT, false).await.map(drop),
+            };
+            let disk = open().await.unwrap_or_else(|error| panic!("{pages}: {}", error.chain()));
+            let byte = disk.read(GuestOffset::new(UNIT), Buffer::zeroed(1)).await.unwrap().slice()[0];
+            let size = disk.geometry().size;
+            match (&changed, to_revert) {
+                (Ok(()), true) => assert_eq!(byte, 1, "{pages}"),
+                (Ok(()), false) => assert_eq!((byte, size), (3, 5000 * UNIT), "{pages}"),
+                (Err(error), _) => {
+                    assert_eq!(error.kind(), ErrorKind::NoSpace, "{pages}: {}", error.chain());
+                    assert_eq!((byte, size), (3, setup.options.size), "{pages}");
+                }
+            }
+            disk.close().await.unwrap();
+            done += u32::from(changed.is_ok());
+            refused += u32::from(changed.is_err());
+        });
+    }
+    assert!(done > 4 && refused > 0, "{done} done, {refused} refused");
 }

@@ -1,4 +1,5 @@
-//! Units that hold their own entries: what a failed birth leaves, zones that fill and are opened again, and who reads meanwhile.
+//! Units that hold their own entries: what a failed first write leaves, zones that fill and are opened again,
+//! and concurrent reads.
 
 use std::sync::Arc;
 
@@ -55,8 +56,8 @@ fn after_a_failed_birth(effect: Effect, bug: Option<Bug>) -> Vec<u8> {
     found
 }
 
-/// A write that failed may lie in the image with its entry. The next one for the same place is another unit, and the one that was
-/// acknowledged counts, whatever a crash leaves of the first.
+/// A write that failed may lie in the image with its entry. The next one for the same place is another unit,
+/// and the one that was acknowledged counts, whatever a crash leaves of the first.
 #[test]
 fn a_birth_that_failed_never_comes_back() {
     for effect in [Effect::None, Effect::Some, Effect::All] {
@@ -106,8 +107,8 @@ fn emptied_zones_are_opened_again() {
     });
 }
 
-/// Packed blocks that are overwritten, in whole and in part, zeroed and discarded, while others read: nobody sees anything that
-/// was never written.
+/// Packed blocks that are overwritten, in whole and in part, zeroed and discarded, while others read: no read
+/// returns anything that was never written.
 #[test]
 fn readers_see_old_bytes_or_new_ones() {
     let setup = setup(1 << 20, 256 << 10);
@@ -169,7 +170,8 @@ fn readers_see_old_bytes_or_new_ones() {
     }
 }
 
-/// After a crash recovery reads the journal and the young zones, whatever the size of the image, and once is enough.
+/// After a crash recovery reads the journal and the young zones, whatever the size of the image, and once is
+/// enough.
 #[test]
 fn recovery_reads_young_zones_only() {
     let setup = setup(64 << 20, 1 << 20);
@@ -199,7 +201,7 @@ fn recovery_reads_young_zones_only() {
     });
 }
 
-/// In a quiet time the table is told, so that a recovery has nothing to look for.
+/// In a quiet time the entries are recorded in the table, so that a recovery has nothing to look for.
 #[test]
 fn what_was_born_is_told_when_it_is_quiet() {
     let setup = setup(4 << 20, 1 << 20);
@@ -351,14 +353,15 @@ impl Storage for Fine {
     }
 }
 
-/// In the image: noise that packs no further than to about 4000 bytes, so that no KiB of the packed block is zero.
+/// In the image: noise that packs no further than to about 4000 bytes, so that no KiB of the packed block is
+/// zero.
 fn hardly_packs() -> Vec<u8> {
     let mut data = vec![0; 4096];
     Random::from_seed(5).fill(&mut data[..3900]);
     data
 }
 
-/// Data that begins within a block of ours, as a file system with smaller blocks tells it.
+/// Data that begins within a block of ours, as a file system with smaller blocks sends it.
 #[test]
 fn blocks_of_a_host_are_smaller() {
     let setup = setup(4 << 20, 256 << 10);
@@ -380,7 +383,7 @@ fn blocks_of_a_host_are_smaller() {
     });
 }
 
-/// Units that nobody was given are for everybody when there are no others.
+/// Units that were never handed out are available to all writers when there are no others.
 #[test]
 fn a_device_can_be_filled() {
     let setup = setup(1 << 20, 256 << 10);
@@ -403,7 +406,7 @@ fn a_device_can_be_filled() {
     });
 }
 
-/// A packed block that is damaged is told by a check, not given to the guest, and cured by writing it anew.
+/// A damaged packed block is reported by a check, not returned to the guest, and repaired by writing it anew.
 #[test]
 fn a_damaged_packed_block_is_told() {
     let setup = setup(4 << 20, 256 << 10);

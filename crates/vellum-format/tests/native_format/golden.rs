@@ -1,8 +1,8 @@
-//! Images that were made once, and must open for ever with the same bytes.
+//! Images that were made once, and must open forever with the same bytes.
 //!
-//! `tests/golden/` has each of them, compressed by zstd, and `hashes.txt`: name, CRC32C and SHA-256 of the disk, or of a
-//! snapshot (`NAME@SNAPSHOT`). With
-//! `VELLUM_GOLDEN=write` in the environment images that are missing are made; one that is there is never made again.
+//! `tests/golden/` has each of them, compressed with zstd, and `hashes.txt`: name, CRC32C and SHA-256 of the
+//! disk, or of a snapshot (`NAME@SNAPSHOT`). With `VELLUM_GOLDEN=write` in the environment missing images are
+//! made; an existing one is never made again.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ use vellum_format::native::snapshots::snapshots;
 use vellum_format::native::{Superblocks, recover};
 
 use super::samples::{
-    Dir, base_bytes, content, content_of, half_deleted, kinds, other_hash, own_code, snapped, used,
+    Dir, base_bytes, content, content_of, grown, half_deleted, kinds, other_hash, own_code, snapped, used,
 };
 
 fn directory() -> PathBuf {
@@ -36,6 +36,12 @@ fn images() -> Vec<(String, Vec<u8>)> {
         images.push((format!("{name}-snapshots"), snapped.content().to_vec()));
         let half = half_deleted(&options, seed);
         images.push((format!("{name}-half-deleted"), half.content().to_vec()));
+    }
+    for (seed, (name, options)) in
+        (51..).zip(kinds()).filter(|(_, (name, _))| ["table", "zoned"].contains(name))
+    {
+        images.push((format!("{name}-parts"), grown(&options, seed, true).content().to_vec()));
+        images.push((format!("{name}-parts-not-closed"), grown(&options, seed, false).content().to_vec()));
     }
     images
 }

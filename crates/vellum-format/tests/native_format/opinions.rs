@@ -1,12 +1,13 @@
-//! Two checkers that share nothing but the specification must say the same of every image.
+//! Two checkers that share nothing but the specification must agree on every image.
 
 use std::path::PathBuf;
 
 use vellum_core::{MemoryStorage, Random};
+use vellum_format::native::parts::Part;
 use vellum_format::native::{Places, Region, Superblocks};
 
 use super::samples::{
-    Dir, base_bytes, content, kinds, other_checker, other_codes, other_hash, own_code, snapped, used,
+    Dir, base_bytes, content, grown, kinds, other_checker, other_codes, other_hash, own_code, snapped, used,
 };
 
 /// How much longer than usual random tests run: the soak sets it.
@@ -77,6 +78,52 @@ fn both_say_the_same_of_sound_and_of_broken_images() {
     }
     // These three answers are there, or this would compare nothing.
     assert!(counts[..3].iter().all(|count| *count > 3), "{counts:?}");
+}
+
+#[test]
+fn both_say_the_same_of_tables_with_parts() {
+    if other_checker().is_none() {
+        return;
+    }
+    let dir = Dir::new("native-parts");
+    let mut counts = [0; 4];
+    for (name, options) in kinds().into_iter().filter(|(name, _)| ["table", "zoned"].contains(name)) {
+        let sound = grown(&options, 5, true).content().to_vec();
+        let parts: Vec<Part> =
+            Superblocks::choose(&sound).expect("sound").superblock.places().parts().collect();
+        assert_eq!(parts.len(), 2, "{name}");
+        let mut images = vec![sound.clone()];
+        images.extend((0..30 * scale()).map(|seed| poked_parts(&sound, &parts, seed)));
+        for (seed, bytes) in images.iter().enumerate() {
+            let path = dir.put("image", bytes);
+            let Some((codes, text)) = other_codes(&[path.clone(), path]) else { return };
+            let (own, lines) = own_code(bytes);
+            assert_eq!(own, codes[0], "{name}, {seed}: we say {lines:#?}, the other one {text}");
+            counts[usize::try_from(own).expect("small")] += 1;
+        }
+    }
+    assert!(counts[..3].iter().all(|count| *count > 1), "{counts:?}");
+}
+
+/// The image with something else in the places of its parts, or in them.
+fn poked_parts(sound: &[u8], parts: &[Part], seed: u64) -> Vec<u8> {
+    let mut random = Random::from_seed(seed);
+    let mut bytes = sound.to_vec();
+    if random.one_in(2) {
+        let at = 1296 + random.index(96);
+        let bit = 1 << random.below(8);
+        for page in bytes[..8192].chunks_exact_mut(4096) {
+            page[at] ^= bit;
+            page[8..12].fill(0);
+            let crc = crc32c::crc32c(page);
+            page[8..12].copy_from_slice(&crc.to_be_bytes());
+        }
+    } else {
+        let part = parts[random.index(2)];
+        let at = usize::try_from(part.at.bytes()).expect("a small image") + 4 * random.index(20);
+        bytes[at..at + 4].copy_from_slice(&u32::try_from(random.below(60)).expect("small").to_be_bytes());
+    }
+    bytes
 }
 
 /// The image with something wrong in it, or at least other.

@@ -11,9 +11,10 @@ use vellum_core::{
     Buffer, Disk, GuestOffset, MemoryDisk, MemoryStorage, Random, Result, SharedDisk, SharedStorage,
     WriteFlags, ZeroFlags,
 };
-use vellum_format::native::check::{Repair, check};
+use vellum_format::native::check::check;
 use vellum_format::native::snapshots::revert;
-use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, Superblocks, create};
+use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, Superblocks, create, resize};
+use vellum_format::report::Repair;
 
 pub const SIZE: u64 = (1 << 20) + 512;
 const BASE_SIZE: usize = 700_000;
@@ -85,8 +86,8 @@ pub fn content_of(storage: &Arc<MemoryStorage>, snapshot: Option<&str>) -> Vec<u
     })
 }
 
-/// An image that saw `operations` requests, drawn from the seed, and what its disk must read as. Discarded bytes are
-/// written again.
+/// An image that saw `operations` requests, drawn from the seed, and what its disk must read as. Discarded
+/// bytes are written again.
 pub fn used(
     options: &CreateOptions,
     seed: u64,
@@ -178,6 +179,39 @@ pub fn snapped(options: &CreateOptions, seed: u64) -> (Arc<MemoryStorage>, Vec<u
         disk.close().await.expect("closed");
     });
     (storage, model)
+}
+
+/// An image whose table has two parts, of which the first is used, with a snapshot.
+pub fn grown(options: &CreateOptions, seed: u64, is_closed: bool) -> Arc<MemoryStorage> {
+    const PAST: u64 = (65 << 20) + 512;
+    // Superblocks, partial units, list of snapshots; a page of table, and one of zones.
+    let zones = if options.has_zones { 4096 } else { 0 };
+    let journal_bytes = Some((1 << 20) - (8192 + 8192 + 524_288) - 4096 - zones);
+    let (storage, _) = used(&CreateOptions { journal_bytes, ..options.clone() }, seed, 20, true);
+    let shared: SharedStorage = storage.clone();
+    block_on(async {
+        resize(&shared, 80 << 20, false).await.expect("larger");
+        resize(&shared, 2 << 30, false).await.expect("larger");
+        let write = async |disk: &Native, value: u8, places: &[u64]| {
+            for at in places {
+                let data = Buffer::copy_of(&[value; 6000]);
+                disk.write(GuestOffset::new(*at), data, WriteFlags::default()).await.expect("written");
+            }
+            disk.flush().await.expect("flushed");
+        };
+        let disk = open(&storage, false).await.expect("a sound image");
+        write(&disk, 1, &[0, 66 << 20, 1 << 30, (2 << 30) - 6000]).await;
+        disk.close().await.expect("closed");
+        resize(&shared, PAST, true).await.expect("smaller");
+        let disk = open(&storage, false).await.expect("a sound image");
+        write(&disk, 2, &[100_000, 64 << 20, PAST - 6000]).await;
+        disk.snapshot_create("past", 1).await.expect("a snapshot");
+        write(&disk, 3, &[(64 << 20) + 1000, 200_000]).await;
+        if is_closed {
+            disk.close().await.expect("closed");
+        }
+    });
+    storage
 }
 
 /// An image that was left while one of its snapshots was being deleted.

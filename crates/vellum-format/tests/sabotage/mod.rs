@@ -1,5 +1,5 @@
-//! Bugs on purpose, put between the engine and its host, or between the guest and the engine: what a mistake in the order
-//! of metadata comes to when seen from outside. The explorer must find each of them.
+//! Bugs on purpose, put between the engine and its host, or between the guest and the engine: what a mistake
+//! in the order of metadata looks like from outside. The explorer must find each of them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -39,9 +39,9 @@ pub(crate) enum Bug {
     Short(Kind),
     /// Space that is to read as zero is left as it was.
     NoPunch,
-    /// The same, and it is punched only after the next flush.
+    /// As above, and it is punched only after the next flush.
     LatePunch,
-    /// The end of the file is cut off one cluster too early.
+    /// The end of the file is truncated one cluster too early.
     CutTooShort,
     /// The guest's request to be durable is forgotten.
     FuaIgnored,
@@ -118,7 +118,7 @@ impl BadStorage {
         Ok(bytes.slice().chunks_exact(8).map(|word| u64::from_be_bytes(word.try_into().unwrap())).collect())
     }
 
-    /// What lies at a place, as far as the image says by now.
+    /// What is at a place, according to the image by now.
     async fn kind(&self, at: ImageOffset) -> Result<Kind> {
         let header = self.words(0, 8).await?;
         let cluster = 1u64 << (header[2] & 0xFFFF_FFFF);
@@ -211,6 +211,10 @@ impl Storage for BadStorage {
             self.let_go().await?;
             if self.bug == Bug::FlushErrorIgnored { Ok(()) } else { flushed }
         })
+    }
+
+    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
+        self.inner.reconcile(span)
     }
 
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {

@@ -1,4 +1,4 @@
-//! A file on a host that becomes full: what lies in a hole takes space when it is written, or reserved before.
+//! A file on a host that becomes full: a hole takes space when it is written, or reserved before.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -27,7 +27,7 @@ impl FullHost {
         Arc::new(Self { inner: MemoryStorage::new("image"), blocks })
     }
 
-    /// From now on there are so many more pages.
+    /// From now on there are this many more pages.
     pub(crate) fn leave(&self, pages: u64) {
         self.blocks.lock().unwrap().free = pages;
     }
@@ -44,6 +44,20 @@ impl FullHost {
         blocks.free = free;
         blocks.taken.extend(new);
         Ok(())
+    }
+}
+
+impl FullHost {
+    /// Pages that are entirely in the run are free again.
+    fn give_back(&self, span: ImageSpan) {
+        let mut blocks = self.blocks.lock().unwrap();
+        let pages =
+            BlockSize::PAGE.count_for(span.start().bytes())..span.end().bytes() / BlockSize::PAGE.bytes();
+        let mut kept = std::mem::take(&mut blocks.taken);
+        let before = kept.len();
+        kept.retain(|page| !pages.contains(page));
+        blocks.free = blocks.free.saturating_add((before - kept.len()) as u64);
+        blocks.taken = kept;
     }
 }
 
@@ -77,14 +91,16 @@ impl Storage for FullHost {
 
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            if how == Zeroes::Allocated {
-                self.take(span)?;
+            match how {
+                Zeroes::Allocated => self.take(span)?,
+                _ => self.give_back(span),
             }
             self.inner.write_zeroes(span, how).await
         })
     }
 
     fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        self.give_back(span);
         self.inner.discard(span)
     }
 

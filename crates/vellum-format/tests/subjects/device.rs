@@ -1,5 +1,6 @@
-//! A medium that behaves as a block device does: a fixed length, old bytes everywhere, zeros only by writing them. When what
-//! is below becomes longer, that is seen by who looks.
+//! A medium that behaves like a block device: a fixed length, old bytes everywhere, zeros only by writing
+//! them. When the device below grows, a query of its length sees that; or it grows at each query, up to a
+//! bound.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,6 +13,16 @@ pub(crate) struct Device {
     inner: SharedStorage,
     limits: Limits,
     len: AtomicU64,
+    /// It gets this length, whatever is below.
+    most: Option<u64>,
+}
+
+/// How much longer it is with each look: no whole number of units.
+const STEP: u64 = 96 << 10;
+
+fn limits_over(inner: &SharedStorage, fast_zeroes: bool) -> Limits {
+    let limits = inner.limits().clone();
+    Limits { fixed_len: true, grows_zeroed: false, fast_zeroes, discards: false, ..limits }
 }
 
 impl Device {
@@ -21,15 +32,17 @@ impl Device {
 
     /// One whose zeros may be fast.
     pub(crate) fn with(inner: SharedStorage, fast_zeroes: bool) -> SharedStorage {
-        let limits = Limits {
-            fixed_len: true,
-            grows_zeroed: false,
-            fast_zeroes,
-            discards: false,
-            ..inner.limits().clone()
-        };
+        let limits = limits_over(&inner, fast_zeroes);
         let len = AtomicU64::new(inner.len());
-        Arc::new(Self { inner, limits, len })
+        Arc::new(Self { inner, limits, len, most: None })
+    }
+
+    /// A device of this length that grows when it is queried; below it is already `most`.
+    #[allow(dead_code, reason = "each test file uses its part")]
+    pub(crate) fn growing(inner: SharedStorage, fast_zeroes: bool, len: u64, most: u64) -> SharedStorage {
+        let limits = limits_over(&inner, fast_zeroes);
+        assert!(len <= most && most <= inner.len(), "there is as much below");
+        Arc::new(Self { inner, limits, len: AtomicU64::new(len), most: Some(most) })
     }
 }
 
@@ -47,7 +60,8 @@ impl Storage for Device {
     }
 
     fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
-        self.len.store(self.inner.len(), Ordering::Release);
+        let len = self.most.map_or_else(|| self.inner.len(), |most| (self.len() + STEP).min(most));
+        self.len.store(len, Ordering::Release);
         Box::pin(std::future::ready(Ok(self.len())))
     }
 
@@ -62,6 +76,10 @@ impl Storage for Device {
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         self.inner.flush()
+    }
+
+    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
+        self.inner.reconcile(span)
     }
 
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {

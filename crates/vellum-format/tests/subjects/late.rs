@@ -1,5 +1,6 @@
-//! A medium of which some reads come late: what they read is settled at once, and returned when somebody says so. In between the
-//! bytes may have changed, as they may while a slow drive's answer is on its way.
+//! A medium on which some reads come late: their bytes are fixed at once, and returned on request. In between
+//! the bytes may have changed, as they may while a slow drive's answer is on its way. Writes may come late,
+//! too: they land on request.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -29,10 +30,12 @@ pub(crate) struct Late {
 
 #[derive(Default)]
 struct State {
-    /// Reads of exactly so many bytes.
+    /// Reads of exactly this many bytes.
     len: usize,
     fates: VecDeque<Fate>,
     caught: usize,
+    /// The next write of exactly this many bytes is late.
+    late_write: Option<usize>,
     has_released: bool,
 }
 
@@ -41,13 +44,18 @@ impl Late {
         Arc::new(Self { inner, state: Mutex::default(), changed: Event::new() })
     }
 
-    /// The next reads of exactly so many bytes fare so.
+    /// The next reads of exactly this many bytes are treated so.
     pub(crate) fn arm(&self, len: usize, fates: &[Fate]) {
         *self.state.lock().unwrap() =
             State { len, fates: fates.iter().copied().collect(), ..State::default() };
     }
 
-    /// Waits until so many reads are late, or have failed.
+    /// The next write of exactly this many bytes lands when [`Late::release`] is called.
+    pub(crate) fn arm_write(&self, len: usize) {
+        *self.state.lock().unwrap() = State { late_write: Some(len), ..State::default() };
+    }
+
+    /// Waits until this many reads are late, or have failed.
     pub(crate) async fn caught(&self, count: usize) {
         loop {
             let listener = self.changed.listen();
@@ -62,6 +70,16 @@ impl Late {
     pub(crate) fn release(&self) {
         self.state.lock().unwrap().has_released = true;
         self.changed.notify(usize::MAX);
+    }
+
+    async fn released(&self) {
+        loop {
+            let listener = self.changed.listen();
+            if self.state.lock().unwrap().has_released {
+                return;
+            }
+            listener.await;
+        }
     }
 
     fn fate_of(&self, len: usize) -> Option<Fate> {
@@ -106,22 +124,26 @@ impl Storage for Late {
                 Some(Fate::Fails | Fate::AllFail) => return Err(Error::invalid("a bad sector")),
                 Some(Fate::Late) => {}
             }
-            loop {
-                let listener = self.changed.listen();
-                if self.state.lock().unwrap().has_released {
-                    return Ok(read);
-                }
-                listener.await;
-            }
+            self.released().await;
+            Ok(read)
         })
     }
 
     fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
-        self.inner.write(at, data)
+        Box::pin(async move {
+            if self.state.lock().unwrap().late_write.take_if(|len| *len == data.len()).is_some() {
+                self.released().await;
+            }
+            self.inner.write(at, data).await
+        })
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         self.inner.flush()
+    }
+
+    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
+        self.inner.reconcile(span)
     }
 
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {

@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 mod device;
+mod grown;
+pub(crate) mod kinds;
 pub(crate) mod native;
 mod qemu;
 mod snapped;
@@ -15,7 +17,7 @@ use vellum_format::Prealloc;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_format::raw::Raw;
 use vellum_sim::Content;
-use vellum_sim::explore::{Medium, Subject};
+use vellum_sim::explore::{Medium, Plan, Subject};
 
 use crate::common::tended::Tended;
 use crate::common::{Setup, base, look};
@@ -23,13 +25,30 @@ use device::Device;
 
 const SIZE: u64 = 4 << 20;
 
+/// Programs in each of which one flush fails: any of those that there are, up to the one that closes.
+pub(crate) fn failing_flushes() -> Vec<Plan> {
+    let texts = [
+        "w4k@0 flush w4k@1 flush w4k@0 flush",
+        "w512@4 flush w512@0 w4k@2 flush w512@0 flush",
+        "w64k@0 flush discard@0 w4k@1 flush drop64k@0 w512@2 flush",
+        // Overwritten in place in a session of its own, before anything else and with something else.
+        "w64k@0 reopen w4k@0 flush",
+        "w64k@0 reopen flush w64k@0 fua@2",
+        "w64k@1 zero@1 reopen discard@0 w64k@0 flush",
+    ];
+    let failing =
+        |text: &str, number| Plan { fail_flush: Some(number), ..Plan::whole(text.parse().unwrap()) };
+    texts.into_iter().flat_map(|text| (0..12).map(move |number| failing(text, number))).collect()
+}
+
 /// A qcow2 image.
 pub(crate) struct QcowSubject {
     setup: Setup,
     /// Where the second L2 table begins.
     far: u64,
     below: Option<SharedDisk>,
-    /// Version 2 has no mark for an image that was not closed: what a crash leaves allocated stays so until a repair.
+    /// Version 2 has no mark for an image that was not closed: what a crash leaves allocated stays so until a
+    /// repair.
     may_leak: bool,
     /// It lies on a device of this length, which has other bytes on it.
     device: Option<u64>,
@@ -62,7 +81,7 @@ impl QcowSubject {
     }
 
     fn options(cluster_size: u64) -> CreateOptions {
-        CreateOptions { size: SIZE, cluster_size, ..CreateOptions::default() }
+        CreateOptions { size: SIZE, cluster_size, ..CreateOptions::without_journal() }
     }
 
     pub(crate) fn plain() -> Self {
@@ -101,7 +120,7 @@ impl QcowSubject {
         Self::new("qcow2 with a journal, subclusters over a base", options, true, 3 << 20)
     }
 
-    /// Nothing grows, nothing is zero by itself, and no zeros are fast.
+    /// Nothing grows, nothing is zero without having been written, and no zeros are fast.
     pub(crate) fn journal_on_a_device() -> Self {
         let options = CreateOptions { journal: Some(64 << 10), ..Self::options(4096) };
         let new = Self::new("qcow2 with a journal on a device", options, false, 2 << 20);
@@ -114,12 +133,19 @@ impl QcowSubject {
         Self { is_in_a_row: true, ..new }
     }
 
+    /// Writes one after another, so many that a record cannot hold their checksums.
+    pub(crate) fn journal_in_bulk() -> Self {
+        let options = CreateOptions { size: 512 << 10, journal: Some(64 << 10), ..Self::options(65_536) };
+        let new = Self::new("qcow2 with a journal on a device, in bulk", options, false, 3 << 20);
+        Self { device: Some(2 << 20), is_in_a_row: true, ..new }
+    }
+
     pub(crate) fn journal_large_clusters() -> Self {
         let options = CreateOptions { journal: Some(256 << 10), ..Self::options(65_536) };
         Self::new("qcow2 with a journal, 64 KiB clusters", options, false, 3 << 20)
     }
 
-    /// Refcounts take so much room that blocks of them are made again and again, which no record can tell.
+    /// Refcounts take so much room that blocks of them are made again and again, which no record can express.
     pub(crate) fn journal_wide_refcounts() -> Self {
         let options = CreateOptions { refcount_bits: 64, journal: Some(64 << 10), ..Self::options(1024) };
         Self::new("qcow2 with a journal, refcounts of 64 bits", options, false, 1 << 20)
@@ -210,7 +236,7 @@ impl Subject for QcowSubject {
 
     fn places(&self) -> Vec<GuestOffset> {
         if self.is_in_a_row {
-            return (0..SIZE >> 16).map(|index| GuestOffset::new(index << 16)).collect();
+            return (0..self.setup.options.size >> 16).map(|index| GuestOffset::new(index << 16)).collect();
         }
         let far = self.far;
         let places = [16_384, 32_768, far, far + 8192, 0, far + 4096, 49_152, far + 65_536];
@@ -289,6 +315,10 @@ impl Subject for RawSubject {
 
     fn places(&self) -> Vec<GuestOffset> {
         [16_384, 32_768, 3 << 20, 0, 8192].map(GuestOffset::new).to_vec()
+    }
+
+    fn reads_the_medium(&self) -> bool {
+        false
     }
 
     fn open(&self, image: SharedStorage) -> LocalFuture<'_, Result<SharedDisk>> {

@@ -1,20 +1,46 @@
 //! Images of the native format.
 
 use futures_lite::future::block_on;
-use vellum_core::{GuestOffset, LocalFuture, Random, Result, SharedDisk, SharedStorage};
+use vellum_core::{GuestOffset, GuestSpan, LocalFuture, Random, Result, SharedDisk, SharedStorage};
 use vellum_format::Prealloc;
-use vellum_format::native::{Native, OpenOptions, create};
+use vellum_format::native::{Native, OpenOptions, create, resize};
 use vellum_sim::Content;
 use vellum_sim::explore::{Medium, Subject};
 
 use super::device::Device;
-use super::snapped::{self, Snapped};
+use super::grown::{Grows, Seen};
+use super::snapped::{self, BOOK, Snapped};
 use crate::common::base;
 use crate::common::native::{NativeSetup, look_native};
 use crate::common::tended::Tended;
 
-/// Behind the base, over it, both in the unit in which it ends; a unit behind it, one over it, and that one again.
+/// Behind the base, over it, both in the unit in which it ends; a unit behind it, one over it, and that one
+/// again.
 const WHERE_THE_BASE_ENDS: [u64; 5] = [155_648, 131_072, 262_144, 65_536, 139_264];
+
+/// Units of the first page of the table, and of the second: at both sides of where it begins.
+const TWO_PAGES: [u64; 5] = [0, 64 << 20, (64 << 20) - (64 << 10), 64 << 10, 65 << 20];
+
+/// Where the disk ended first, and where the guest sees it end; around where the second page of the table
+/// begins, in a part of it.
+const PAST_THE_TABLE: [u64; 5] = [9 << 16, 66 << 20, 64 << 20, 0, (64 << 20) - (64 << 10)];
+
+/// Within a unit; within one behind the first page of the table, so that it gets a part; and so far that it
+/// gets another.
+const PAST_SIZES: [u64; 3] = [(9 << 16) + 512, (66 << 20) + 4608, 2 << 30];
+
+/// Within a unit, within another, and behind the first page of the table.
+const NEAR_SIZES: [u64; 4] = [(9 << 16) + 512, 14 << 16, (15 << 16) + 512, (66 << 20) + 512];
+
+/// As above, but for the last.
+const NEARBY: [u64; 3] = [NEAR_SIZES[0], NEAR_SIZES[1], NEAR_SIZES[2]];
+
+/// Of a device: few units of which the last is there in part; more than anything takes by then.
+const LENS: [u64; 5] = [len_of(0), len_of(4), len_of(18), len_of(32), len_of(46)];
+
+const fn len_of(units: u64) -> u64 {
+    (1 << 20) + (units << 16) + (32 << 10)
+}
 
 /// An image of the native format.
 pub(crate) struct NativeSubject {
@@ -27,16 +53,22 @@ pub(crate) struct NativeSubject {
     is_by_units: bool,
     /// Where places are, if it is somewhere else.
     places: Option<[u64; 5]>,
-    /// A discard of 64 KiB asks for a snapshot, or for one less.
+    /// The places are the units, one after another.
+    is_in_a_row: bool,
+    /// A discard of 64 KiB stands for one snapshot more, or for one less.
     has_snapshots: bool,
     /// Units are made ready ahead of need, beside every request.
     is_tended: bool,
-    /// Somebody tends it, and between any two requests lies a quiet time.
+    /// The disk is tended, with quiet time between any two requests.
     has_quiet_times: bool,
     /// How far ahead zones are written with zeros.
     prealloc: Prealloc,
     /// Zones of which little is used are emptied.
     compaction: bool,
+    /// The disk was this small when the image was made, and its table has parts since.
+    made_with: Option<u64>,
+    /// Each opening makes the disk larger, and finds its device larger.
+    grows: Option<Grows>,
 }
 
 impl NativeSubject {
@@ -49,11 +81,14 @@ impl NativeSubject {
             device: None,
             is_by_units: false,
             places: None,
+            is_in_a_row: false,
             has_snapshots: false,
             is_tended: false,
             has_quiet_times: false,
             prealloc: Prealloc::Off,
             compaction: false,
+            made_with: None,
+            grows: None,
         }
     }
 
@@ -90,6 +125,80 @@ impl NativeSubject {
         Self::new(setup, 128 << 10)
     }
 
+    /// The table has two pages, and the last unit is incomplete. For programs with `drop64k`.
+    pub(crate) fn two_pages() -> Self {
+        let setup = NativeSetup::table("vellum, table of two pages", (66 << 20) + 512, 64 << 10);
+        Self { places: Some(TWO_PAGES), ..Self::new(setup, 256 << 10) }
+    }
+
+    /// As above, where units hold their own entries.
+    pub(crate) fn two_pages_of_zones() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned, table of two pages", 66 << 20, 64 << 10, 256 << 10);
+        Self { places: Some(TWO_PAGES), ..Self::new(setup, 256 << 10) }
+    }
+
+    /// The second page of the table lies in a part of it.
+    pub(crate) fn grown() -> Self {
+        let setup =
+            NativeSetup::table("vellum, table with a part", 1 << 20, 64 << 10).with_the_shortest_table();
+        Self::new(setup, 256 << 10).grown_to((66 << 20) + 512)
+    }
+
+    pub(crate) fn grown_on_a_device() -> Self {
+        let setup = NativeSetup::table("vellum, table with a part, on a device", 1 << 20, 64 << 10);
+        let subject = Self::new(setup.with_the_shortest_table(), 256 << 10);
+        Self { device: Some((1 << 20) + (12 << 16)), ..subject }.grown_to((66 << 20) + 512)
+    }
+
+    /// All zones that are opened have their entries in the part, and units hold their own entries.
+    pub(crate) fn grown_zones() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned, table with a part", 1 << 20, 64 << 10, 128 << 10);
+        Self::new(setup.with_the_shortest_table(), 256 << 10).grown_to(66 << 20)
+    }
+
+    fn grown_to(mut self, size: u64) -> Self {
+        self.made_with = Some(std::mem::replace(&mut self.setup.options.size, size));
+        Self { places: Some(TWO_PAGES), ..self }
+    }
+
+    fn growing(mut setup: NativeSetup, grows: Grows, places: [u64; 5]) -> Self {
+        let made_with = Some(std::mem::replace(&mut setup.options.size, grows.seen()));
+        Self { places: Some(places), made_with, grows: Some(grows), ..Self::new(setup, 256 << 10) }
+    }
+
+    /// Each opening enlarges the disk, on a device that has grown by then, and grows when it is full.
+    pub(crate) fn growing_on_a_device() -> Self {
+        let setup = NativeSetup::table("vellum, table, growing, on a device", PAST_SIZES[0], 64 << 10);
+        let grows = Grows { sizes: &PAST_SIZES, lens: Some(&LENS) };
+        Self::growing(setup.with_the_shortest_table(), grows, PAST_THE_TABLE)
+    }
+
+    /// In a file, with snapshots of each size.
+    pub(crate) fn growing_with_snapshots() -> Self {
+        let setup =
+            NativeSetup::zoned("vellum, zoned, growing, with snapshots", NEAR_SIZES[0], 64 << 10, 128 << 10);
+        let grows = Grows { sizes: &NEAR_SIZES, lens: None };
+        let places = [0, 9 << 16, 4 << 16, 2 << 16, 1 << 16];
+        Self { has_snapshots: true, ..Self::growing(setup.with_the_shortest_table(), grows, places) }
+    }
+
+    /// As above, on a device, over a base that ends within the disk.
+    pub(crate) fn growing_over_a_base() -> Self {
+        let setup =
+            NativeSetup::table("vellum, table over a base, growing, on a device", NEAR_SIZES[0], 64 << 10);
+        let grows = Grows { sizes: &NEARBY, lens: Some(&LENS) };
+        let places = [0, 9 << 16, 131_072, 155_648, 12 << 16];
+        Self { has_snapshots: true, ..Self::growing(setup.over(base(), 32 << 10), grows, places) }
+    }
+
+    /// The ring has room for dozens of records: for programs that go round it.
+    pub(crate) fn larger_ring() -> Self {
+        let setup = NativeSetup::table("vellum, table, larger ring", 512 << 10, 64 << 10);
+        let mut setup = setup.over(base(), 32 << 10);
+        setup.options.journal_bytes = Some(160 << 10);
+        Self { is_by_units: true, ..Self::new(setup, 256 << 10) }
+    }
+
     /// Whole units are let go and taken again: for programs with `drop64k`.
     pub(crate) fn units() -> Self {
         let setup = NativeSetup::table("vellum, table, by units", 512 << 10, 64 << 10);
@@ -101,13 +210,13 @@ impl NativeSubject {
         Self { is_by_units: true, ..Self::new(setup.over(base(), 32 << 10), 256 << 10) }
     }
 
-    /// The same where there are fewer units than the disk has.
+    /// As above, where there are fewer units than the disk has.
     pub(crate) fn units_on_a_device() -> Self {
         let setup = NativeSetup::table("vellum, table, by units, on a device", 512 << 10, 64 << 10);
         Self { is_by_units: true, device: Some((1 << 20) + (6 << 16)), ..Self::new(setup, 256 << 10) }
     }
 
-    /// The same, with units made ready ahead of need.
+    /// As above, with units made ready ahead of need.
     pub(crate) fn tended_units() -> Self {
         let setup = NativeSetup::table("vellum, table, by units, tended", 512 << 10, 64 << 10);
         Self { is_by_units: true, is_tended: true, ..Self::new(setup, 256 << 10) }
@@ -139,7 +248,8 @@ impl NativeSubject {
         Self { is_by_units: true, has_snapshots: true, ..Self::new(setup.over(base(), 32 << 10), 256 << 10) }
     }
 
-    /// Units hold their own entries: for programs that begin with a flush of something, so that a zone is open.
+    /// Units hold their own entries: for programs that begin with a flush of something, so that a zone is
+    /// open.
     pub(crate) fn zoned() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned", 512 << 10, 64 << 10, 1 << 20);
         Self { is_by_units: true, ..Self::new(setup, 256 << 10) }
@@ -151,7 +261,7 @@ impl NativeSubject {
         Self { is_by_units: true, ..Self::new(setup, 256 << 10) }
     }
 
-    /// The same on a device with other bytes on it, whose zeros cost nothing.
+    /// As above, on a device with other bytes on it, whose zeros cost nothing.
     pub(crate) fn zoned_on_a_device() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned, on a device", 512 << 10, 64 << 10, 128 << 10);
         Self { is_by_units: true, device: Some((1 << 20) + (10 << 16)), ..Self::new(setup, 256 << 10) }
@@ -163,6 +273,13 @@ impl NativeSubject {
         Self { places: Some(WHERE_THE_BASE_ENDS), ..Self::new(setup.over(base(), 32 << 10), 256 << 10) }
     }
 
+    /// A base under all of the disk but the end: for writes one after another, whose checksums are too many for a record.
+    pub(crate) fn zoned_in_bulk() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned over a base, in bulk", 640 << 10, 64 << 10, 1 << 20);
+        let base: Vec<u8> = (0..(9 << 16) - 8192).map(|at: u32| (at / 512).to_le_bytes()[0] | 1).collect();
+        Self { is_in_a_row: true, ..Self::new(setup.over(base, 64 << 10), 256 << 10) }
+    }
+
     /// Zones are written with zeros ahead of need.
     pub(crate) fn zoned_prepared() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned, prepared", 512 << 10, 64 << 10, 256 << 10);
@@ -170,13 +287,13 @@ impl NativeSubject {
         Self { is_by_units: true, is_tended: true, prealloc, ..Self::new(setup, 256 << 10) }
     }
 
-    /// What was born is told to the table again and again.
+    /// Embedded entries are recorded in the table again and again.
     pub(crate) fn zoned_in_quiet_times() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned, in quiet times", 512 << 10, 64 << 10, 256 << 10);
         Self { is_by_units: true, has_quiet_times: true, ..Self::new(setup, 256 << 10) }
     }
 
-    /// The same on a device, where zones of which little is used are emptied.
+    /// As above, on a device, where zones of which little is used are emptied.
     pub(crate) fn zoned_compacted() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned, compacted", 512 << 10, 64 << 10, 128 << 10);
         let device = Some((1 << 20) + (10 << 16));
@@ -184,20 +301,61 @@ impl NativeSubject {
         Self { is_by_units: true, has_quiet_times: true, device, compaction, ..Self::new(setup, 256 << 10) }
     }
 
+    /// Two pages of table, so that deleting one that has copies of both takes several steps.
+    pub(crate) fn snapshots_of_two_pages() -> Self {
+        let setup = NativeSetup::table("vellum, table of two pages with snapshots", 1040 << 16, 64 << 10);
+        let places = [0, 1 << 16, 2 << 16, 1024 << 16, 1025 << 16];
+        Self { places: Some(places), has_snapshots: true, ..Self::new(setup, 256 << 10) }
+    }
+
+    /// Snapshots, units that hold their own entries, zones that are emptied on a device, and entries that are
+    /// recorded in quiet times.
+    pub(crate) fn zoned_with_everything() -> Self {
+        let setup = NativeSetup::zoned("vellum, zoned, with everything", 512 << 10, 64 << 10, 128 << 10);
+        let device = Some((1 << 20) + (32 << 16));
+        Self {
+            is_by_units: true,
+            has_snapshots: true,
+            has_quiet_times: true,
+            compaction: true,
+            device,
+            ..Self::new(setup, 256 << 10)
+        }
+    }
+
     pub(crate) fn zoned_with_snapshots() -> Self {
         let setup = NativeSetup::zoned("vellum, zoned with snapshots", 512 << 10, 64 << 10, 1 << 20);
         Self { is_by_units: true, has_snapshots: true, ..Self::new(setup, 256 << 10) }
     }
 
-    /// Nothing grows, nothing is zero by itself, no zeros are fast, and there are fewer units than the disk has.
+    /// Nothing grows, nothing is zero by itself, no zeros are fast, and there are fewer units than the disk
+    /// has.
     pub(crate) fn table_on_a_device() -> Self {
         let setup = NativeSetup::table("vellum, table over a base on a device", 512 << 10, 64 << 10)
             .over(base(), 16 << 10);
         Self { device: Some((1 << 20) + (7 << 16)), ..Self::new(setup, 128 << 10) }
     }
 
+    /// Whether all of the disk is soon read.
+    pub(crate) fn is_small(&self) -> bool {
+        self.setup.options.size < 16 << 20
+    }
+
+    /// How much of a snapshot is checked.
+    fn looked_at(&self) -> Vec<GuestSpan> {
+        match self.is_small() {
+            true => vec![GuestOffset::ZERO.span(self.setup.options.size - BOOK)],
+            false => self.places().iter().map(|place| place.span(64 << 10)).collect(),
+        }
+    }
+
+    /// How long the device is, at most.
+    fn device_len(&self) -> Option<u64> {
+        self.device.or(self.grows.and_then(|grows| grows.len_max()))
+    }
+
     fn on_its_medium(&self, image: SharedStorage) -> SharedStorage {
-        if self.device.is_some() { Device::with(image, self.setup.options.has_zones) } else { image }
+        if self.device_len().is_some() { Device::with(image, self.setup.options.has_zones) } else { image }
     }
 }
 
@@ -207,27 +365,51 @@ impl Subject for NativeSubject {
     }
 
     fn image(&self) -> Content {
-        let Some(len) = self.device else { return self.setup.empty_image() };
-        let mut bytes = vec![0; usize::try_from(len).unwrap()];
+        let device = self.device_len();
+        if device.is_none() && self.made_with.is_none() {
+            return self.setup.empty_image();
+        }
+        let mut bytes = vec![0; usize::try_from(device.unwrap_or(0)).unwrap()];
         Random::from_seed(9).fill(&mut bytes);
         let medium = Medium::new(Content::of(&bytes));
-        block_on(create(&*Device::shared(medium.clone()), &self.setup.create_options())).unwrap();
+        let image = if device.is_some() { Device::shared(medium.clone()) } else { medium.clone() };
+        let mut options = self.setup.create_options();
+        options.size = self.made_with.unwrap_or(options.size);
+        block_on(async {
+            create(&*image, &options).await.unwrap();
+            if self.made_with.is_some() && self.grows.is_none() {
+                resize(&image, self.setup.options.size, false).await.unwrap();
+            }
+        });
         medium.content()
     }
 
     fn guest(&self) -> Content {
-        self.setup.content()
+        let mut content = self.setup.content();
+        if self.has_snapshots {
+            content.set_len(self.setup.options.size - BOOK);
+        }
+        content
     }
 
     fn places(&self) -> Vec<GuestOffset> {
         if let Some(places) = self.places {
             return places.map(GuestOffset::new).to_vec();
         }
+        if self.is_in_a_row {
+            return (0..self.setup.options.size >> 16).map(|unit| GuestOffset::new(unit << 16)).collect();
+        }
         if self.is_by_units {
             return [0, 1, 4, 2, 3].map(|unit| GuestOffset::new(unit << 16)).to_vec();
         }
         let far = self.far;
         [16_384, 32_768, far, far + 8192, 0, far + 4096, 49_152, far + 65_536].map(GuestOffset::new).to_vec()
+    }
+
+    /// Without a journal, an image does not show that it was not closed.
+    fn reads_the_medium(&self) -> bool {
+        let options = &self.setup.options;
+        options.has_table || options.has_zones || options.base.is_some()
     }
 
     fn open(&self, image: SharedStorage) -> LocalFuture<'_, Result<SharedDisk>> {
@@ -238,8 +420,17 @@ impl Subject for NativeSubject {
                 compaction: self.compaction,
                 ..OpenOptions::default()
             };
-            let disk = Native::open(self.on_its_medium(image), self.below.clone(), options).await?;
-            let disk = if self.has_snapshots { Snapped::shared(disk) } else { disk };
+            let medium = match &self.grows {
+                Some(grows) => grows.grow(&image, self.setup.options.has_zones).await?,
+                None => self.on_its_medium(image),
+            };
+            let disk = Native::open(medium, self.below.clone(), options).await?;
+            let size = self.setup.options.size;
+            let disk: SharedDisk = match (self.has_snapshots, self.grows) {
+                (true, _) => Snapped::shared(disk, self.looked_at(), self.places()[2], size),
+                (false, Some(_)) => Seen::of(disk, size),
+                (false, None) => disk,
+            };
             Ok(match (self.is_tended, self.has_quiet_times) {
                 (_, true) => Tended::in_quiet_times(disk),
                 (true, _) => Tended::shared(disk),
@@ -253,7 +444,11 @@ impl Subject for NativeSubject {
             let image = self.on_its_medium(image);
             let (report, lines) = look_native(&image).await.map_err(|error| error.chain())?;
             if self.has_snapshots {
-                snapped::verify(&image, self.below.clone()).await?;
+                let size = self.setup.options.size;
+                snapped::verify(&image, self.below.clone(), &self.looked_at(), size).await?;
+            }
+            if let Some(grows) = &self.grows {
+                grows.verify(&image, self.below.clone()).await?;
             }
             if report.is_clean() { Ok(()) } else { Err(format!("the check says: {}", lines.join("; "))) }
         })

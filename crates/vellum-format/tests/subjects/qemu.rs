@@ -1,4 +1,4 @@
-//! What QEMU makes of an image, and what it thinks of one.
+//! QEMU's changes of an image, and its verdict on one.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -38,8 +38,8 @@ fn run(program: &str, arguments: &[&str], file: &Path) -> Option<Output> {
     }
 }
 
-/// The image after QEMU has written to it and made two snapshots, and what the guest sees of it. Clusters and tables are
-/// shared with both, with one, and with none.
+/// The image after QEMU has written to it and made two snapshots, and what the guest sees of it. Clusters and
+/// tables are shared with both, with one, and with none.
 #[allow(clippy::print_stderr, reason = "that is where a test says what it leaves out")]
 pub(crate) fn with_snapshots(empty: &Content, far: u64) -> Option<(Content, Content)> {
     let image = Scratch::holding("qcow2", empty).unwrap();
@@ -70,7 +70,8 @@ pub(crate) fn with_snapshots(empty: &Content, far: u64) -> Option<(Content, Cont
     Some((read(&image), read(&raw)))
 }
 
-/// What QEMU says of an image, where there is QEMU: whether it is sound, and whether it reads as the guest sees it.
+/// QEMU's verdict on an image, where QEMU is installed: whether it is sound, and whether it reads as the
+/// guest sees it.
 pub(crate) fn check(image: &Content, guest: &Content, may_leak: bool) -> Result<(), String> {
     let file = Scratch::holding("qcow2", image).map_err(|error| error.to_string())?;
     let Some(output) = run("qemu-img", &["check", "-f", "qcow2"], &file.0) else { return Ok(()) };

@@ -1,58 +1,160 @@
-//! A disk of which snapshots are made and deleted by who explores it: a discard of 64 KiB asks for that instead.
+//! A disk whose snapshots the explorer makes and deletes, beside its other requests: a discard of 64 KiB
+//! stands for that instead.
+//!
+//! ```text
+//!   the guest's disk                                   │ one unit more: the book, a sector for each snapshot
+//!   drop64k@0   make one ► read it ► write down its sum│ durable: from now on it is there, and reads so
+//!   drop64k@2   the newest: write down that it goes    │ durable: it is there and reads so, or is not there
+//!   elsewhere   the oldest     ► delete ► write it down│ durable: it is not there
+//! ```
+//!
+//! The content of a snapshot is fixed when it is read for the first time, whatever is in flight meanwhile;
+//! where nothing is, that is the content of the disk.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use vellum_core::{
-    Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, SharedDisk, SharedStorage,
-    WriteFlags, ZeroFlags,
+    Buffer, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result,
+    SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
 };
 use vellum_format::native::snapshots::snapshots;
 use vellum_format::native::{Native, OpenOptions};
 
-/// What asks for a snapshot, or for one less.
+/// The request that stands for one snapshot more, or for one less.
 const ASKS: u64 = 64 << 10;
+/// What the book takes of the disk, at its end: 128 snapshots.
+pub(crate) const BOOK: u64 = 64 << 10;
+const SECTOR: u64 = 512;
+/// The book's entry for a snapshot.
+const THERE: u8 = 1;
+const GOES: u8 = 2;
+const GONE: u8 = 3;
 
-/// The disk. Each snapshot is called after what the disk had then: so that it can be held against it.
-pub(crate) struct Snapped(Arc<Native>);
+pub(crate) struct Snapped {
+    disk: Arc<Native>,
+    /// The runs that a sum is taken of: all of the disk, or where the guest writes.
+    looked_at: Vec<GuestSpan>,
+    newest: GuestOffset,
+    /// The book is at the end of this many bytes: the disk may be larger.
+    size: u64,
+    /// Requests that have begun, and that have ended.
+    begun: AtomicU64,
+    ended: AtomicU64,
+    names: AtomicU64,
+}
 
 impl Snapped {
-    pub(crate) fn shared(inner: Arc<Native>) -> SharedDisk {
-        Arc::new(Self(inner))
+    /// `newest`: where a discard deletes the newest one; `size`: where the book ends.
+    pub(crate) fn shared(
+        disk: Arc<Native>,
+        looked_at: Vec<GuestSpan>,
+        newest: GuestOffset,
+        size: u64,
+    ) -> SharedDisk {
+        let [begun, ended, names] = Default::default();
+        Arc::new(Self { disk, looked_at, newest, size, begun, ended, names })
     }
 
-    /// At the beginning of the disk one is made; elsewhere the oldest one is deleted.
     async fn ask(&self, at: GuestOffset) -> Result<()> {
-        let all = self.0.snapshots()?;
-        if at != GuestOffset::ZERO {
-            return match all.first() {
-                Some(oldest) => self.0.snapshot_delete(&oldest.id.to_string()).await,
-                None => Ok(()),
-            };
+        let all = self.disk.snapshots()?;
+        if at == GuestOffset::ZERO {
+            let newest = all.last().map_or(0, |newest| newest.id);
+            let name = format!("{newest}, {}", self.names.fetch_add(1, Ordering::Relaxed));
+            return self.make(&name).await;
         }
-        // What is not flushed may be lost by the crash that leaves a snapshot that nobody was told of.
-        self.0.flush().await?;
-        let name = format!("{:08x} {}", sum(&*self.0).await?, all.last().map_or(0, |newest| newest.id));
-        self.0.snapshot_create(&name, 0).await.map(drop)
+        let Some(one) = (if at == self.newest { all.last() } else { all.first() }) else { return Ok(()) };
+        self.write_down(one.id, GOES, self.sum_of(one.id).await?).await?;
+        match self.disk.snapshot_delete(&one.id.to_string()).await {
+            Ok(()) => self.write_down(one.id, GONE, 0).await,
+            // Another user deletes it, or reads it.
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Locked) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn make(&self, name: &str) -> Result<()> {
+        let counts = || (self.begun.load(Ordering::SeqCst), self.ended.load(Ordering::SeqCst));
+        let before = counts();
+        let id = self.disk.snapshot_create(name, 0).await?;
+        let sum = self.sum_of(id).await?;
+        let now = sum_of(&*self.disk, &self.looked_at).await?;
+        if before.0 == before.1 && counts() == before && sum != now {
+            return Err(Error::corrupt(format!("snapshot {id} is not what the disk is")));
+        }
+        self.write_down(id, THERE, sum).await
+    }
+
+    /// The content of a snapshot; of one that is gone meanwhile, anything.
+    async fn sum_of(&self, id: u32) -> Result<u32> {
+        match self.disk.snapshot_open(id) {
+            Ok(open) => sum_of(&*open, &self.looked_at).await,
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(0),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn write_down(&self, id: u32, what: u8, sum: u32) -> Result<()> {
+        let at = book(self.size).start() + u64::from(id) * SECTOR;
+        let mut bytes = [what; 512];
+        bytes[4..8].copy_from_slice(&sum.to_be_bytes());
+        self.disk.write(at, Buffer::copy_of(&bytes), WriteFlags::FUA).await
+    }
+
+    async fn change(&self, request: LocalFuture<'_, Result<()>>) -> Result<()> {
+        self.begun.fetch_add(1, Ordering::SeqCst);
+        let result = request.await;
+        self.ended.fetch_add(1, Ordering::SeqCst);
+        result
     }
 }
 
-async fn sum(disk: &dyn Disk) -> Result<u32> {
-    let len = usize::try_from(disk.geometry().size).expect("a small disk");
-    let bytes = disk.read(GuestOffset::ZERO, Buffer::zeroed(len)).await?;
-    Ok(bytes.pieces().fold(0, crc32c::crc32c_append))
+fn book(size: u64) -> GuestSpan {
+    GuestOffset::new(size - BOOK).span(BOOK)
 }
 
-/// Whether each snapshot of a closed image has what it is called after.
-pub(crate) async fn verify(image: &SharedStorage, below: Option<SharedDisk>) -> Result<(), String> {
-    let all = snapshots(image).await.map_err(|error| error.chain())?;
-    for snapshot in all {
-        let options = OpenOptions { snapshot: Some(snapshot.id.to_string()), ..OpenOptions::default() };
-        let disk = Native::open(image.clone(), below.clone(), options).await;
-        let disk = disk.map_err(|error| format!("snapshot {}: {}", snapshot.id, error.chain()))?;
-        let sum =
-            sum(&*disk).await.map_err(|error| format!("snapshot {}: {}", snapshot.id, error.chain()))?;
-        if !snapshot.name.starts_with(&format!("{sum:08x} ")) {
-            return Err(format!("snapshot {} ({}) has changed: {sum:08x}", snapshot.id, snapshot.name));
+async fn sum_of(disk: &dyn Disk, looked_at: &[GuestSpan]) -> Result<u32> {
+    // Of another size it is another disk.
+    let mut sum = crc32c::crc32c(&disk.geometry().size.to_be_bytes());
+    for span in looked_at {
+        let bytes =
+            disk.read(span.start(), Buffer::zeroed(usize::try_from(span.len()).expect("small"))).await?;
+        sum = bytes.pieces().fold(sum, crc32c::crc32c_append);
+    }
+    Ok(sum)
+}
+
+/// Whether the snapshots of a closed image agree with the book.
+pub(crate) async fn verify(
+    image: &SharedStorage,
+    below: Option<SharedDisk>,
+    looked_at: &[GuestSpan],
+    size: u64,
+) -> Result<(), String> {
+    let text = |error: Error| error.chain();
+    let there: Vec<u32> = snapshots(image).await.map_err(text)?.into_iter().map(|one| one.id).collect();
+    let open = async |snapshot: Option<u32>| {
+        let snapshot = snapshot.map(|id| id.to_string());
+        let options = OpenOptions { snapshot, read_only: true, ..OpenOptions::default() };
+        Native::open(image.clone(), below.clone(), options).await.map_err(text)
+    };
+    let disk = open(None).await?;
+    let book = book(size);
+    let bytes =
+        disk.read(book.start(), Buffer::zeroed(usize::try_from(BOOK).expect("small"))).await.map_err(text)?;
+    for (id, line) in (0..).zip(bytes.contiguous().slice().chunks(512)) {
+        let is_there = there.contains(&id);
+        let what = line[0];
+        if (what == THERE && !is_there) || (what == GONE && is_there) {
+            return Err(format!("snapshot {id} is {}", if is_there { "back" } else { "lost" }));
+        }
+        if !is_there {
+            continue;
+        }
+        let sum = sum_of(&*open(Some(id)).await?, looked_at).await.map_err(text)?;
+        if matches!(what, THERE | GOES) && sum.to_be_bytes() != line[4..8] {
+            return Err(format!("snapshot {id} has changed"));
         }
     }
     Ok(())
@@ -60,41 +162,46 @@ pub(crate) async fn verify(image: &SharedStorage, below: Option<SharedDisk>) -> 
 
 impl Disk for Snapped {
     fn geometry(&self) -> Geometry {
-        self.0.geometry()
+        let inner = self.disk.geometry();
+        Geometry { size: self.size - BOOK, ..inner }
     }
 
     fn below(&self) -> Option<SharedDisk> {
-        self.0.below()
+        self.disk.below()
     }
 
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.0.read(at, buffer)
+        self.disk.read(at, buffer)
     }
 
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-        self.0.write(at, data, flags)
+        Box::pin(self.change(self.disk.write(at, data, flags)))
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.0.flush()
+        self.disk.flush()
     }
 
     fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
-        self.0.write_zeroes(span, flags)
+        Box::pin(self.change(self.disk.write_zeroes(span, flags)))
     }
 
     fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         match span.len() {
             ASKS => Box::pin(self.ask(span.start())),
-            _ => self.0.discard(span, flags),
+            _ => Box::pin(self.change(self.disk.discard(span, flags))),
         }
     }
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
-        self.0.map(span)
+        self.disk.map(span)
+    }
+
+    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
+        self.disk.tend(now)
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {
-        self.0.close()
+        self.disk.close()
     }
 }

@@ -1,8 +1,9 @@
-//! Which way to the kernel a worker takes: its ring, or threads.
+//! How a worker reaches the kernel: through its ring or through threads.
 //!
-//! A ring is refused in more places than one would think: containers whose seccomp profile leaves `io_uring_setup` out
-//! (EPERM, or ENOSYS), `kernel.io_uring_disabled`, old kernels, locked-memory limits on kernels that still count rings
-//! against them (ENOMEM). In all of these the work goes on with threads, unless the user insisted on the ring.
+//! A ring is refused in more places than one would think: containers whose seccomp profile lacks
+//! `io_uring_setup` (EPERM, or ENOSYS), `kernel.io_uring_disabled`, old kernels, locked-memory limits on
+//! kernels that still count rings against them (ENOMEM). In all of these cases threads do the work, unless
+//! the user insisted on the ring.
 
 use io_uring::{IoUring, Probe, opcode};
 use vellum_core::{Error, ErrorKind, Result};
@@ -10,10 +11,10 @@ use vellum_core::{Error, ErrorKind, Result};
 /// How a worker reaches the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum IoMode {
-    /// A ring where the host gives one, threads otherwise.
+    /// A ring where the host provides one, threads otherwise.
     #[default]
     Auto,
-    /// io_uring, or a failure that says why not.
+    /// io_uring, or an error with the reason.
     Uring,
     /// A pool of threads that make blocking system calls.
     Threads,
@@ -28,7 +29,7 @@ pub(crate) enum NoRing {
     Lacks(&'static str),
 }
 
-/// What to do without a ring: go on with threads (`None`) or fail.
+/// What to do without a ring: continue with threads (`None`) or fail.
 pub(crate) fn without_ring(mode: IoMode, reason: NoRing) -> Option<Error> {
     let refused = match reason {
         NoRing::Lacks(_) => true,
@@ -42,7 +43,7 @@ pub(crate) fn without_ring(mode: IoMode, reason: NoRing) -> Option<Error> {
     Some(no_ring(reason))
 }
 
-/// What is said where a ring must be.
+/// The error where a ring is required.
 pub(crate) fn no_ring(reason: NoRing) -> Error {
     match reason {
         NoRing::Lacks(what) => Error::new(
@@ -66,7 +67,7 @@ pub(crate) fn no_ring(reason: NoRing) -> Error {
     }
 }
 
-/// Whether the ring can do all that the driver asks of it.
+/// Whether the ring supports everything that the driver needs.
 pub(crate) fn check_abilities(ring: &IoUring) -> Result<(), NoRing> {
     let features = ring.params();
     let needed = [

@@ -1,7 +1,8 @@
-//! How each operation is put to the ring.
+//! How each operation is encoded for the ring.
 //!
-//! A buffer of one piece is told by address and length; one of several pieces by a vector that the slot keeps beside
-//! the operation, on the heap, because the slot itself may move when the table of slots grows.
+//! A buffer of one piece is passed as address and length. A buffer of several pieces is passed as a vector
+//! that the slot keeps with the operation, on the heap, because the slot itself may move when the table of
+//! slots grows.
 
 use std::os::fd::AsRawFd;
 use std::ptr::null_mut;
@@ -11,22 +12,25 @@ use io_uring::{opcode, squeue};
 use smallvec::SmallVec;
 
 use super::op::{Message, Op, Readiness, Transfer, raw_slices};
+use super::shares::Line;
 
 /// What a slot keeps until the terminal completion: the operation, and what the ring's entry points to.
 pub(crate) struct Held {
     pub(crate) op: Op,
+    /// Whose turn it takes among the kernel's threads; none where a ring does without.
+    pub(crate) line: Option<Line>,
     /// On the heap whenever an entry points to it, which is from two pieces on.
     iovecs: SmallVec<[libc::iovec; 1]>,
     header: Option<Box<libc::msghdr>>,
 }
 
 impl Held {
-    pub(crate) fn new(op: Op) -> Self {
-        Self { op, iovecs: SmallVec::new(), header: None }
+    pub(crate) fn new(op: Op, line: Option<Line>) -> Self {
+        Self { op, line, iovecs: SmallVec::new(), header: None }
     }
 
-    /// The entry that asks the kernel for the operation. What it points to stays good for as long as `self` is
-    /// neither dropped nor asked for another entry; it may be moved.
+    /// The entry that requests the operation from the kernel. What it points to stays valid until `self` is
+    /// dropped or makes another entry; `self` may be moved.
     pub(crate) fn entry(&mut self) -> squeue::Entry {
         match &mut self.op {
             Op::Read(transfer) => {

@@ -1,8 +1,9 @@
 //! Operations performed by plain system calls, for the driver that has no ring.
 //!
-//! Files are worked on by threads that may block ([`perform`]); cached data is first tried for without blocking, on
-//! the worker's own thread ([`read_cached`]), which is what a ring does too. Sockets are asked not to block, call by call
-//! ([`attempt`]), so that they need no mode of their own and can move to a worker that has a ring.
+//! File operations run on threads that may block ([`perform`]). Reads are first tried without blocking on the
+//! worker's own thread ([`read_cached`]), which succeeds for cached data; a ring does the same. Socket calls
+//! are made non-blocking one by one ([`attempt`]), so that sockets need no mode of their own and can move to
+//! a worker that has a ring.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -31,7 +32,7 @@ pub(crate) fn perform(op: &mut Op) -> OpResult {
             #[cfg(feature = "ublk")]
             Op::Command(_) => Err(Errno::OPNOTSUPP),
         };
-        // A flush that was interrupted is not tried again: what it had learned of lost pages may be gone.
+        // A flush that was interrupted is not tried again: a report of lost pages may have been consumed.
         match (result, &op) {
             (Err(Errno::INTR), Op::Read(_) | Op::Write(_) | Op::Allocate(_)) => {}
             (result, _) => return told(result),
@@ -39,7 +40,8 @@ pub(crate) fn perform(op: &mut Op) -> OpResult {
     }
 }
 
-/// Tries a read that needs no drive, because all or part of the data is in the page cache. `None` when it does.
+/// Tries a read that needs no drive, because all or part of the data is in the page cache. `None` when it
+/// does.
 pub(crate) fn read_cached(transfer: &mut Transfer) -> Option<OpResult> {
     static UNSUPPORTED: AtomicBool = AtomicBool::new(false);
     if UNSUPPORTED.load(Relaxed) {
@@ -53,7 +55,7 @@ pub(crate) fn read_cached(transfer: &mut Transfer) -> Option<OpResult> {
             UNSUPPORTED.store(true, Relaxed);
             None
         }
-        // EAGAIN: not in the cache. Anything else a thread will meet again, and tell.
+        // EAGAIN: not in the cache. Any other error will occur again in a thread, which reports it.
         Err(_) => None,
     }
 }
@@ -89,7 +91,8 @@ fn read(transfer: &mut Transfer, flags: i32) -> Result<usize, Errno> {
     let (at, stretch) = (position(transfer)?, transfer.stretch());
     let slices = raw_slices(&mut transfer.buffer, transfer.done, stretch);
     let (fd, count) = (transfer.descriptor().as_raw_fd(), c_int(slices.len()));
-    // SAFETY: the slices are within the buffer's memory, which nobody else uses meanwhile but those who lent it, and they know.
+    // SAFETY: the slices are within the buffer's memory, which is in use only here, and by the lenders of the
+    // memory, who know that it may change.
     moved(unsafe {
         match flags {
             0 => libc::preadv(fd, slices.as_ptr(), count, at),
@@ -137,8 +140,9 @@ fn send(message: &Message) -> Result<usize, Errno> {
 
 fn accept(socket: BorrowedFd<'_>) -> Result<usize, Errno> {
     is_ready(socket, Readiness::Read)?;
-    // The listener may be a blocking one, made for a ring or by whoever passed it, and a connection may vanish after it was
-    // announced, or be taken by another process that shares the socket. Nobody is to wait then.
+    // The listener may be a blocking one, made for a ring or by the process that passed it, and a connection
+    // may vanish after it was announced, or be accepted by another process that shares the socket. This call
+    // must not block then.
     let flags = fcntl_getfl(socket)?;
     if !flags.contains(OFlags::NONBLOCK) {
         fcntl_setfl(socket, flags | OFlags::NONBLOCK)?;

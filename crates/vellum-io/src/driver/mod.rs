@@ -6,15 +6,17 @@
 //! ```
 //!
 //! Both keep the same promises:
-//! 1. An operation that was started owns its memory and descriptor until it has ended, whoever drops the future.
-//! 2. A result is handed out by `reap` only, in the worker's loop. So a task that always finds its data ready cannot
-//!    keep the others from running.
+//! 1. An operation that was started owns its memory and descriptor until it has ended, even if its future is
+//!    dropped.
+//! 2. Results are delivered only by `reap`, in the worker's loop. So a task that always finds its data ready
+//!    cannot keep the others from running.
 //! 3. When the driver has been closed, everything that was started has ended.
 
 mod choose;
 mod entry;
 mod execute;
 pub(crate) mod op;
+mod shares;
 mod slots;
 mod threads;
 mod uring;
@@ -33,7 +35,7 @@ pub use choose::IoMode;
 pub(crate) use choose::{NoRing, no_ring};
 use op::{Op, OpResult};
 
-use crate::blocking::unblock;
+use crate::blocking::unblock_on;
 use crate::wakeup::Wakeup;
 use crate::worker;
 
@@ -45,8 +47,8 @@ pub(crate) enum Driver {
 }
 
 impl Driver {
-    /// A driver for this thread, in the mode asked for or the one that works. A ring is looked at for up to `watch` before
-    /// its worker sleeps.
+    /// A driver for this thread, in the requested mode or the one that works. A ring is polled for up to
+    /// `watch` before its worker sleeps.
     pub(crate) fn new(mode: IoMode, watch: Duration) -> Result<(Self, Arc<Wakeup>)> {
         if mode != IoMode::Threads {
             match uring::Uring::new(watch) {
@@ -99,8 +101,8 @@ impl Driver {
         }
     }
 
-    /// Tells the kernel what has gathered and waits until something ends, somebody rings or `patience` is over. The
-    /// worker has lain down before.
+    /// Submits what has gathered to the kernel and waits until an operation ends, another thread rings, or
+    /// `patience` is over. The worker has marked itself as asleep before.
     pub(crate) fn wait(&self, patience: Option<Duration>) {
         match self {
             Self::Uring(ring) => ring.wait(patience),
@@ -125,8 +127,9 @@ impl Driver {
     }
 }
 
-/// An operation under way on this worker. Gives the result and the operation with all it owned. Dropped earlier, the
-/// kernel is asked to give the operation up, and what it owns lives on until it has.
+/// An operation in flight on this worker. Returns the result and the operation with everything it owned. If
+/// it is dropped earlier, the kernel is asked to cancel the operation, and what it owns lives on until that
+/// has ended.
 pub(crate) struct Submission {
     driver: Rc<Driver>,
     key: Option<usize>,
@@ -160,10 +163,10 @@ impl Drop for Submission {
     }
 }
 
-/// Performs an operation on a file with a blocking system call on the pool: for the rare one that the ring gives back
-/// again and again with `EAGAIN`.
+/// Performs an operation on a file with a blocking system call on the pool: for the rare one that the ring
+/// fails again and again with `EAGAIN`.
 pub(crate) async fn submit_blocking(mut op: Op) -> (OpResult, Op) {
-    unblock(move || {
+    unblock_on(op.backend(), move || {
         let result = execute::perform(&mut op);
         op.settle(result);
         (result, op)

@@ -1,14 +1,15 @@
-//! One thing asked of the kernel, together with everything the kernel uses until it is done.
+//! One operation of the kernel, together with everything the kernel uses until it is done.
 //!
 //! ```text
 //!   future ── Op ──▶ driver ── the kernel works on its memory ──▶ driver ── Op + result ──▶ future
 //! ```
 //!
-//! 1. An operation owns its buffer, its descriptor and its place at the gate; the driver owns the operation until its
-//!    terminal completion. So nothing is freed or released that the kernel still uses, whoever has gone away meanwhile.
-//! 2. [`Op::settle`] runs exactly once, at the terminal completion, also when nobody waits any more: what the
-//!    operation did to the file (its length, a failed flush) is noted then.
-//! 3. An operation moves one stretch of a transfer. Short ones are continued by the caller, with the same operation.
+//! 1. An operation owns its buffer, its descriptor and its place at the gate; the driver owns the operation
+//!    until its terminal completion. So nothing that the kernel still uses is freed or released, whatever has
+//!    been dropped meanwhile.
+//! 2. [`Op::settle`] runs exactly once, at the terminal completion, even if the future was dropped: it
+//!    records what the operation did to the file (its length, a failed flush).
+//! 3. An operation moves one stretch of a transfer. The caller continues a short one with the same operation.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -17,6 +18,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 use vellum_core::Buffer;
 
+use crate::blocking::Backend;
 use crate::file::gate::Passage;
 use crate::file::handle::Handle;
 
@@ -29,7 +31,7 @@ pub(crate) const TRANSFER_MAX: usize = 0x7fff_f000;
 /// What an operation gave: a count, or the `errno` it failed with.
 pub(crate) type OpResult = Result<u32, i32>;
 
-/// One thing asked of the kernel.
+/// One operation of the kernel.
 pub(crate) enum Op {
     /// Fill a buffer from a file.
     Read(Transfer),
@@ -47,7 +49,7 @@ pub(crate) enum Op {
     Accept(Arc<OwnedFd>),
     /// Wait until a descriptor can be read or written.
     Await(Arc<OwnedFd>, Readiness),
-    /// Tell a device something in words of its own, and wait for its answer (`IORING_OP_URING_CMD`).
+    /// Send a device a command of its own, and wait for its answer (`IORING_OP_URING_CMD`).
     #[cfg(feature = "ublk")]
     Command(Command),
 }
@@ -86,7 +88,7 @@ pub(crate) struct Allocation {
     pub(crate) passage: Option<Passage>,
 }
 
-/// What a device is told. There is no address in it, so the kernel uses no memory of ours.
+/// A command to a device. It contains no address, so the kernel uses no memory of ours.
 #[cfg(feature = "ublk")]
 pub(crate) struct Command {
     pub(crate) device: Arc<OwnedFd>,
@@ -112,33 +114,76 @@ impl Op {
             (Self::Allocate(allocation), Ok(_)) if allocation.grows() => {
                 allocation.file.note_end(allocation.at + allocation.len);
             }
-            // The kernel tells of lost pages once. Whoever hears of it has to remember, even when nobody asks.
+            // The kernel reports lost pages once. The failure has to be recorded here, even if the future was
+            // dropped.
             (Self::Sync(file), Err(errno)) if errno != libc::ECANCELED => file.poison(),
             _ => {}
         }
     }
 
-    /// Gives up on an operation that has ended and that nobody waits for.
+    /// Disposes of an operation that has ended and whose future was dropped.
     pub(crate) fn discard(self, result: OpResult) {
         if let (Self::Accept(_), Ok(descriptor)) = (&self, result) {
             drop(accepted(descriptor));
         }
     }
 
-    /// Whether asking the kernel to give up makes sense. A flush that is cut short would leave us not knowing what it
-    /// had learned.
+    /// Whether asking the kernel to give up makes sense. A flush that is cut short would leave us not knowing
+    /// what it had learned.
     pub(crate) fn may_cancel(&self) -> bool {
-        // A device answers its commands when it is stopped, and the kernel knows no other way to end them.
+        // A device answers its commands when it is stopped, and the kernel has no other way to end them.
         !matches!(self, Self::Sync(_) | Self::Allocate(_)) && !self.ends_with_its_ring()
     }
 
-    /// Whether the kernel ends it when the ring goes, and uses nothing of ours until then: nobody waits for it before.
+    /// Whether the kernel ends the operation when the ring is closed, and uses no memory of ours until then:
+    /// closing does not wait for it.
     pub(crate) fn ends_with_its_ring(&self) -> bool {
         #[cfg(feature = "ublk")]
         if let Self::Command(_) = self {
             return true;
         }
         false
+    }
+
+    /// What it may have to wait for, besides sockets and devices, which are waited for otherwise.
+    pub(crate) fn backend(&self) -> Backend {
+        self.file().map_or(Backend::None, |file| file.storage().backend)
+    }
+
+    /// The backend that a thread of the kernel waits for until the operation has ended; none where a ring
+    /// does without.
+    pub(crate) fn waits_for(&self) -> Option<Backend> {
+        let file = self.file()?.storage();
+        let is_transfer = matches!(self, Self::Read(_) | Self::Write(_));
+        (!is_transfer || file.makes_wait).then_some(file.backend)
+    }
+
+    /// The file that it copies to or from, as a number that no other open file has, and whether it writes.
+    pub(crate) fn copied_file(&self) -> Option<(usize, bool)> {
+        match self {
+            Self::Read(transfer) | Self::Write(transfer) => {
+                Some((Arc::as_ptr(&transfer.file).addr(), matches!(self, Self::Write(_))))
+            }
+            _ => None,
+        }
+    }
+
+    /// How many bytes the kernel copies for it at once, on the submitting thread, if all of them are in the
+    /// page cache.
+    pub(crate) fn copies(&self) -> usize {
+        match self {
+            Self::Read(transfer) | Self::Write(transfer) if transfer.is_cached() => transfer.stretch(),
+            _ => 0,
+        }
+    }
+
+    fn file(&self) -> Option<&Handle> {
+        match self {
+            Self::Read(transfer) | Self::Write(transfer) => Some(&transfer.file),
+            Self::Sync(file) => Some(file),
+            Self::Allocate(allocation) => Some(&allocation.file),
+            _ => None,
+        }
     }
 
     /// Which socket it is about; none for files.
@@ -184,13 +229,19 @@ impl Transfer {
         self.file.descriptor(self.cached)
     }
 
+    /// Whether it goes through the page cache.
+    fn is_cached(&self) -> bool {
+        self.cached || !self.file.is_direct()
+    }
+
     /// Where in the file the next byte goes.
     pub(crate) fn position(&self) -> u64 {
         self.at + self.done as u64
     }
 
-    /// How many bytes the next system call should move: all that is left, within what the kernel takes at once.
-    /// When that cuts the transfer it cuts at a sector, so that overlapping writes do not mix inside of one.
+    /// How many bytes the next system call should move: all that is left, within what the kernel takes at
+    /// once. When that cuts the transfer it cuts at a sector, so that overlapping writes do not mix inside of
+    /// one.
     pub(crate) fn stretch(&self) -> usize {
         let rest = self.buffer.len() - self.done;
         if self.buffer.piece_count() <= PIECES_MAX && rest <= TRANSFER_MAX {
@@ -269,7 +320,7 @@ pub(crate) fn slices_mut(buffer: &mut Buffer, done: usize, len: usize) -> SmallV
         .collect()
 }
 
-/// The memory of `len` bytes of the buffer from position `done` on, as the kernel wants to be told of it.
+/// The memory of `len` bytes of the buffer from position `done` on, in the form that the kernel wants.
 pub(crate) fn raw_slices(buffer: &mut Buffer, done: usize, len: usize) -> SmallVec<[libc::iovec; 1]> {
     let (mut skip, mut left) = (done, len);
     buffer

@@ -1,4 +1,4 @@
-//! The operations in flight: who waits for each, and what it keeps alive.
+//! The operations in flight: the waker of each, and what it keeps alive.
 //!
 //! ```text
 //!              insert                complete(result)              poll
@@ -8,10 +8,10 @@
 //!                      Orphan ──── complete(result) ──▶ (nothing), discarded
 //! ```
 //!
-//! 1. What a slot holds stays where it is until `complete`: a key is not used again before, so the kernel's answer
-//!    always finds the operation it belongs to.
-//! 2. Nothing here wakes, drops or calls anything of others: what is to be woken or dropped is returned, because a
-//!    waker or a drop may come back into the driver.
+//! 1. What a slot holds stays in place until `complete`: its key is not reused before, so the kernel's
+//!    completion always finds the operation it belongs to.
+//! 2. No code of others is woken, dropped or called here: what is to be woken or dropped is returned, because
+//!    a waker or a drop may call the driver again.
 
 use std::task::{Context, Poll, Waker};
 
@@ -38,11 +38,11 @@ pub(crate) struct Slots<H> {
 
 /// What becomes of a slot when its operation ends.
 pub(crate) enum Completed<H> {
-    /// Somebody waits, and is to be woken.
+    /// A future waits, and must be woken.
     Wake(Waker),
-    /// Somebody will ask.
+    /// The future will be polled and finds the result.
     Quiet,
-    /// Nobody will; this is to be discarded.
+    /// The future was dropped; the result must be discarded.
     Orphan(H),
 }
 
@@ -99,7 +99,7 @@ impl<H> Slots<H> {
         Poll::Pending
     }
 
-    /// Nobody waits for the operation any more. Gives it back when it has ended already; the waker in any case.
+    /// The future was dropped. Returns the operation if it has ended already, and the waker in any case.
     pub(crate) fn abandon(&mut self, key: usize) -> (Option<(OpResult, H)>, Option<Waker>) {
         let slot = &mut self.slots[key];
         match &mut slot.state {
@@ -122,7 +122,7 @@ impl<H> Slots<H> {
         self.slots.iter().filter(|(_, slot)| running(slot)).map(|(key, _)| key).collect()
     }
 
-    /// Forgets everything without freeing it: for when the kernel cannot be asked to let go of it.
+    /// Forgets everything without freeing it: for when the kernel cannot be made to release it.
     pub(crate) fn leak(&mut self) {
         std::mem::forget(std::mem::replace(self, Self { slots: Slab::new(), running: 0 }));
     }

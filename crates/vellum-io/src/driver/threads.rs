@@ -7,9 +7,10 @@
 //!                   └─ no ──▶ waits at the poller ──▶ try again
 //! ```
 //!
-//! 1. A job owns its operation until it puts both into the mailbox. While it runs the slot holds nothing.
-//! 2. A descriptor is at the poller exactly while an operation waits for it, and that operation keeps it open.
-//! 3. When the driver is closed it waits for the jobs: all of them are on regular files or block devices, which end.
+//! 1. A job owns its operation until it puts both into the mailbox. While it runs the slot is empty.
+//! 2. A descriptor is registered with the poller exactly while an operation waits for it, and that operation
+//!    keeps it open.
+//! 3. Closing the driver waits for the jobs: they are on regular files or block devices, so they end.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -42,7 +43,7 @@ struct State {
     finished: Vec<(usize, OpResult)>,
 }
 
-/// Who waits for one descriptor.
+/// The operations that wait for one descriptor.
 struct Waiting {
     socket: Arc<OwnedFd>,
     readers: Vec<usize>,
@@ -109,7 +110,7 @@ impl Threads {
         }
         let key = state.slots.insert(None);
         let mailbox = self.mailbox.clone();
-        blocking::submit(move || {
+        blocking::submit(op.backend(), move || {
             let result = perform(&mut op);
             mailbox.put(Letter { key, op, result });
         });
@@ -122,7 +123,7 @@ impl Threads {
         polled.map(|(result, op)| (result, op.expect("an operation that has ended is in its slot")))
     }
 
-    /// Nobody waits for the operation any more. One that waits for a socket ends here; a job runs on.
+    /// The future was dropped. An operation that waits for a socket ends here; a job continues.
     pub(crate) fn abandon(&self, key: usize) {
         let mut state = self.state.borrow_mut();
         let (mut ended, waker) = state.slots.abandon(key);
@@ -136,14 +137,14 @@ impl Threads {
         }
     }
 
-    /// Looks at the sockets, without waiting.
+    /// Polls the sockets, without waiting.
     pub(crate) fn look(&self) {
         if !self.state.borrow().waiting.is_empty() {
             self.poll_sockets(Some(Duration::ZERO));
         }
     }
 
-    /// Waits until something ends, somebody rings, or `patience` is over.
+    /// Waits until an operation ends, another thread rings, or `patience` is over.
     pub(crate) fn wait(&self, patience: Option<Duration>) {
         let something = !self.state.borrow().finished.is_empty() || !self.mailbox.lock().is_empty();
         self.poll_sockets(if something { Some(Duration::ZERO) } else { patience });
@@ -152,7 +153,7 @@ impl Threads {
     /// Waits for the end of everything that was started.
     pub(crate) fn close(&self) {
         let mut state = self.state.borrow_mut();
-        // Nobody is left to hear from sockets; what waits there has to leave the poller before it is closed.
+        // No more socket events will be handled. Sockets have to leave the poller before they are closed.
         let waiting = std::mem::take(&mut state.waiting);
         for waiting in waiting.into_values() {
             drop(self.poller.delete(&waiting.socket));
@@ -245,7 +246,8 @@ impl State {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
                 let socket = socket.clone();
-                // SAFETY: it leaves the poller when nobody waits for it any more, and is kept open until then.
+                // SAFETY: it leaves the poller when no operation waits for it any more, and is kept open
+                // until then.
                 let added = unsafe { poller.add(&socket, Event::none(key_of(descriptor))) };
                 if let Err(error) = added {
                     self.finished.push((key, Err(error.raw_os_error().unwrap_or(libc::EIO))));
@@ -264,7 +266,8 @@ impl State {
         let interest =
             Event::new(key_of(descriptor), !waiting.readers.is_empty(), !waiting.writers.is_empty());
         if interest.readable || interest.writable {
-            // Fails for want of memory only; what waits is then told, rather than left waiting.
+            // This fails only for want of memory. The waiting operations then get the error instead of
+            // waiting forever.
             if let Err(error) = poller.modify(&waiting.socket, interest) {
                 let waiting = self.waiting.remove(&descriptor).expect("found above");
                 drop(poller.delete(&waiting.socket));

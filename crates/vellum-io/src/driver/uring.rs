@@ -6,16 +6,20 @@
 //!   future ◀── slot ◀── completion queue ◀────────┘
 //! ```
 //!
-//! 1. Each entry in the ring belongs to a slot, whose number is its `user_data`, and which keeps all the kernel uses
-//!    until the terminal completion; no entry is made that has more than one.
-//! 2. The ring is used by the worker's thread only; others ring an eventfd, which the ring reads whenever the
-//!    worker is about to sleep.
+//! 1. Each entry in the ring belongs to a slot, whose number is its `user_data`, and which keeps everything
+//!    that the kernel uses until the terminal completion; no entry has more than one completion.
+//! 2. Only the worker's thread uses the ring. Other threads ring an eventfd, which the ring reads whenever
+//!    the worker is about to sleep.
 //! 3. An entry that finds the queue full waits in the backlog, so starting an operation never fails and never
-//!    re-enters the kernel. Completions that find their queue full are kept by the kernel (`NODROP`) and fetched by
-//!    the next enter.
-//! 4. Wakers are called and orphans dropped with no borrow held, because both may come back here.
-//! 5. Before the ring goes, everything in flight has ended, but for commands of devices, which use no memory of ours and
-//!    end with the ring. Where the kernel refuses even that, memory is leaked rather than freed under it.
+//!    re-enters the kernel. Completions that find their queue full are kept by the kernel (`NODROP`) and
+//!    fetched by the next enter.
+//! 4. Wakers are called and orphans dropped while nothing is borrowed, because both may call the driver
+//!    again.
+//! 5. An operation that occupies a kernel thread until it ends is submitted only within the share of its
+//!    backend (`shares`). The same holds for copies beyond [`COPIED_MAX`] in one turn.
+//! 6. Before the ring is closed, everything in flight has ended, except device commands, which use no memory
+//!    of ours and end with the ring. Where the kernel refuses even that, memory is leaked rather than freed
+//!    while in use.
 //!
 //! Left out: registered files and buffers (measured: 0.1 µs of 1.7), polled I/O, zero-copy send.
 
@@ -28,12 +32,14 @@ use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use io_uring::types::{Fd, SubmitArgs, Timespec};
-use io_uring::{IoUring, opcode, squeue};
+use io_uring::{IoUring, cqueue, opcode, squeue};
 use rustix::event::{EventfdFlags, eventfd};
+use smallvec::SmallVec;
 
 use super::choose::{NoRing, check_abilities};
 use super::entry::Held;
 use super::op::{Op, OpResult};
+use super::shares::{Line, Shares};
 use super::slots::{Completed, Slots};
 use super::watch::Watch;
 use crate::wakeup::{Bell, Wakeup};
@@ -41,18 +47,24 @@ use crate::wakeup::{Bell, Wakeup};
 /// How many operations one enter submits at most.
 const SUBMISSIONS: u32 = 256;
 
-/// How many completions the kernel can leave without keeping a list of its own.
+/// How many completions the kernel can post without an overflow list.
 const COMPLETIONS: u32 = 2048;
 
-/// The most kernel threads that work for one worker, where a file system makes the kernel block: on regular files,
-/// and on anything else. Without the first cap a burst of writes on tmpfs starts hundreds.
-const KERNEL_THREADS: [u32; 2] = [16, 8];
+/// The limit on kernel threads of one worker for anything that is neither a regular file nor a block device.
+/// `Shares` limits the others: without a cap a burst of writes on tmpfs starts hundreds.
+const KERNEL_THREADS_BESIDE: u32 = 8;
 
 /// `user_data` that is no slot's: the read of the eventfd, and requests to cancel.
 const WAKE: u64 = u64::MAX;
 const CANCEL: u64 = u64::MAX - 1;
 
-/// How often a worker that looks for news pauses before it asks the clock, which costs more.
+/// The most that the kernel copies to and from the page cache for one turn of a worker, on its thread: more
+/// would take longer than others should wait. What is beyond that, and no smaller than is worth a thread, is
+/// given to the kernel's threads.
+const COPIED_MAX: usize = 1 << 20;
+const COPIED_MIN: usize = 128 << 10;
+
+/// How often a busy-polling worker pauses before it reads the clock, which costs more.
 const LOOKS_BESIDE_CLOCK: u32 = 16;
 
 /// How long to wait for operations to end, when shutting down, before asking them again to hurry.
@@ -66,6 +78,11 @@ pub(crate) struct Uring {
 struct Ring {
     io: IoUring,
     slots: Slots<Held>,
+    shares: Shares,
+    /// Bytes that the kernel will copy on this thread at the next enter.
+    copied: usize,
+    /// How many threads the kernel may have.
+    threads: u32,
     backlog: VecDeque<squeue::Entry>,
     wakeup: Arc<Wakeup>,
     /// Where the kernel puts the count of the eventfd. Boxed, because the ring may move.
@@ -75,7 +92,7 @@ struct Ring {
     aftermath: Aftermath,
 }
 
-/// What is to be done once the ring is not borrowed any more.
+/// What to do once the ring is not borrowed any more.
 #[derive(Default)]
 struct Aftermath {
     wakers: Vec<Waker>,
@@ -88,14 +105,15 @@ impl Uring {
         let errno = |error: io::Error| NoRing::Setup(error.raw_os_error().unwrap_or(libc::EIO));
         let io = set_up().map_err(errno)?;
         check_abilities(&io)?;
-        // Only a cap, and old kernels do not know it.
-        drop(io.submitter().register_iowq_max_workers(&mut KERNEL_THREADS.clone()));
         // Not non-blocking: the ring would not wait on it then.
         let bell = eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| NoRing::Setup(error.raw_os_error()))?;
         let wakeup = Wakeup::new(Bell::Eventfd(bell));
-        let ring = Ring {
+        let mut ring = Ring {
             io,
             slots: Slots::new(),
+            shares: Shares::default(),
+            copied: 0,
+            threads: 0,
             backlog: VecDeque::new(),
             wakeup: wakeup.clone(),
             wake_count: Box::new([0; 8]),
@@ -103,15 +121,20 @@ impl Uring {
             watch: Watch::new(watch),
             aftermath: Aftermath::default(),
         };
+        ring.allow_threads();
         Ok((Self { ring: RefCell::new(ring) }, wakeup))
     }
 
     /// Puts the operation into the queue; the kernel sees it at the next turn of the worker.
     pub(crate) fn start(&self, op: Op) -> usize {
         let ring = &mut *self.ring.borrow_mut();
-        let key = ring.slots.insert(Held::new(op));
-        let entry = ring.slots.held(key).entry().user_data(key as u64);
-        ring.push(entry);
+        let line = op.waits_for().map(Line::Waits).or_else(|| ring.copies(&op));
+        let key = ring.slots.insert(Held::new(op, line));
+        let may_begin = line.is_none_or(|line| ring.shares.enter(line, key));
+        ring.allow_threads();
+        if may_begin {
+            ring.begin(key);
+        }
         key
     }
 
@@ -120,14 +143,17 @@ impl Uring {
         self.ring.borrow_mut().slots.poll(key, context).map(|(result, held)| (result, held.op))
     }
 
-    /// Nobody waits for the operation any more: ask the kernel to give it up.
+    /// The future was dropped: asks the kernel to cancel the operation.
     pub(crate) fn abandon(&self, key: usize) {
         let mut ring = self.ring.borrow_mut();
         let (ended, waker) = ring.slots.abandon(key);
         if ended.is_none() && ring.slots.held(key).op.may_cancel() {
-            ring.push_cancel(key as u64);
+            ring.cancel(key);
         }
+        // An operation that was not begun yet ends here.
+        let mut aftermath = std::mem::take(&mut ring.aftermath);
         drop(ring);
+        aftermath.perform();
         drop(waker);
         if let Some((result, held)) = ended {
             held.op.discard(result);
@@ -142,7 +168,8 @@ impl Uring {
         }
     }
 
-    /// Submits what has gathered and waits until something ends, somebody rings, or `patience` is over.
+    /// Submits what has gathered and waits until an operation ends, another thread rings, or `patience` is
+    /// over.
     pub(crate) fn wait(&self, patience: Option<Duration>) {
         let mut ring = self.ring.borrow_mut();
         ring.arm_wake();
@@ -214,9 +241,66 @@ impl Ring {
 
     fn try_push(&mut self, entry: &squeue::Entry) -> bool {
         let mut queue = self.io.submission();
-        // SAFETY: what the entry points to is kept by its slot (or by the ring, for the eventfd) until the terminal
-        // completion: invariant 1.
+        // SAFETY: what the entry points to is kept by its slot (or by the ring, for the eventfd) until the
+        // terminal completion: invariant 1.
         unsafe { queue.push(entry) }.is_ok()
+    }
+
+    /// Puts the operation in this slot into the queue.
+    fn begin(&mut self, key: usize) {
+        let held = self.slots.held(key);
+        let mut entry = held.entry().user_data(key as u64);
+        if held.line.is_some() {
+            // Not tried on our own thread first, which would wait, or copy for long.
+            entry = entry.flags(squeue::Flags::ASYNC);
+        }
+        self.push(entry);
+    }
+
+    /// Where it waits for its turn if it is too much to be copied on this thread, beside what this turn
+    /// copies already.
+    fn copies(&mut self, op: &Op) -> Option<Line> {
+        let bytes = op.copies();
+        if self.copied + bytes > COPIED_MAX && bytes > COPIED_MIN {
+            let line = op.copied_file().map(|(file, is_write)| Line::Copies { file, is_write });
+            if let Some(line) = line.filter(|line| self.shares.may_copy(*line)) {
+                return Some(line);
+            }
+        }
+        self.copied += bytes;
+        None
+    }
+
+    /// Tells the kernel when it may have more threads.
+    fn allow_threads(&mut self) {
+        let threads = self.shares.threads();
+        // Lines of files come and go: what was allowed once is not taken back each time.
+        if threads > self.threads {
+            self.threads = threads;
+            // Only a cap, and old kernels do not know it.
+            let mut most = [threads, KERNEL_THREADS_BESIDE];
+            drop(self.io.submitter().register_iowq_max_workers(&mut most));
+        }
+    }
+
+    /// Requests the cancellation of the operation; one that was not begun ends here.
+    fn cancel(&mut self, key: usize) {
+        let line = self.slots.held(key).line;
+        if line.is_some_and(|line| self.shares.take_back(line, key)) {
+            self.end(key, Err(libc::ECANCELED));
+        } else {
+            self.push_cancel(key as u64);
+        }
+    }
+
+    /// The operation has ended.
+    fn end(&mut self, key: usize, result: OpResult) {
+        self.slots.held(key).op.settle(result);
+        match self.slots.complete(key, result) {
+            Completed::Wake(waker) => self.aftermath.wakers.push(waker),
+            Completed::Orphan(held) => self.aftermath.orphans.push((held, result)),
+            Completed::Quiet => {}
+        }
     }
 
     fn push_cancel(&mut self, target: u64) {
@@ -242,7 +326,7 @@ impl Ring {
         self.wake_armed = true;
     }
 
-    /// Whether the kernel has something to be told, or to be asked for.
+    /// Whether there are entries to submit or completions to fetch.
     fn has_business(&mut self) -> bool {
         if !self.backlog.is_empty() {
             return true;
@@ -251,7 +335,7 @@ impl Ring {
         !queue.is_empty() || queue.taskrun() || queue.cq_overflow()
     }
 
-    /// Submits everything and looks whether something has ended, until then or for so long.
+    /// Submits everything and busy-polls for a completion, for at most `most` after `begun`.
     fn look(&mut self, begun: Instant, most: Duration) -> bool {
         if self.has_business() {
             self.enter(None).expect("the kernel takes entries of a ring it has made");
@@ -270,10 +354,11 @@ impl Ring {
         !self.io.completion().is_empty() || self.io.submission().taskrun()
     }
 
-    /// Submits everything; then waits for a completion, if asked to and there is none.
+    /// Submits everything; then waits for a completion, if requested and there is none.
     fn enter(&mut self, wait: Option<Wait>) -> io::Result<()> {
         loop {
             self.push_backlog();
+            self.copied = 0;
             let last = self.backlog.is_empty();
             let idle = self.io.completion().is_empty();
             let entered = match &wait {
@@ -286,7 +371,7 @@ impl Ring {
                 Ok(_) => {}
                 // A signal, or the end of our patience.
                 Err((Some(libc::EINTR | libc::ETIME), _)) => return Ok(()),
-                // The kernel wants its completions fetched first, or is out of memory for now.
+                // The kernel requires its completions to be fetched first, or is out of memory for now.
                 Err((Some(libc::EBUSY), _)) => return Ok(()),
                 Err((Some(libc::EAGAIN | libc::ENOMEM), _)) => {
                     std::thread::yield_now();
@@ -307,9 +392,11 @@ impl Ring {
         }
     }
 
-    /// Takes the completions and notes whom they concern.
+    /// Takes the completions and notes which slots they belong to.
     fn reap(&mut self) {
-        for completion in self.io.completion() {
+        // Taken out of the queue first, because what waited for one of them is put into the other.
+        let completions: SmallVec<[cqueue::Entry; 64]> = self.io.completion().collect();
+        for completion in completions {
             match completion.user_data() {
                 WAKE => self.wake_armed = false,
                 CANCEL => {}
@@ -319,18 +406,17 @@ impl Ring {
                         result @ 0.. => Ok(result.cast_unsigned()),
                         errno => Err(-errno),
                     };
-                    self.slots.held(key).op.settle(result);
-                    match self.slots.complete(key, result) {
-                        Completed::Wake(waker) => self.aftermath.wakers.push(waker),
-                        Completed::Orphan(held) => self.aftermath.orphans.push((held, result)),
-                        Completed::Quiet => {}
+                    let line = self.slots.held(key).line;
+                    self.end(key, result);
+                    if let Some(next) = line.and_then(|line| self.shares.leave(line)) {
+                        self.begin(next);
                     }
                 }
             }
         }
     }
 
-    /// Whether something is in flight that does not end by itself when the ring goes.
+    /// Whether anything is in flight that does not end by itself when the ring is closed.
     fn has_to_end(&mut self) -> bool {
         let keys = self.slots.running_keys();
         keys.into_iter().any(|key| !self.slots.held(key).op.ends_with_its_ring())
@@ -343,7 +429,7 @@ impl Ring {
             if cancel {
                 for key in self.slots.running_keys() {
                     if self.slots.held(key).op.may_cancel() {
-                        self.push_cancel(key as u64);
+                        self.cancel(key);
                     }
                 }
                 if self.wake_armed {
@@ -374,12 +460,13 @@ impl Aftermath {
     }
 }
 
-/// The best ring that the kernel gives. The flags tell it that one thread uses the ring and comes back often, so it
-/// need not interrupt that thread to complete operations; each step down the ladder is a kernel some years older.
+/// The best ring that the kernel provides. The flags say that one thread uses the ring and enters it often,
+/// so the kernel need not interrupt that thread to complete operations; each step down the ladder is a kernel
+/// some years older.
 ///
-/// `DEFER_TASKRUN` is left out on purpose: it makes the kernel wake us for fewer completions at a time. Measured with
-/// `iobench` (4 KiB O_DIRECT reads, 32 deep, 90 kIOPS): 11 reads per enter and 3.5 µs of CPU per read with it, 24
-/// and 2.7 µs without.
+/// `DEFER_TASKRUN` is left out on purpose: it makes the kernel wake us for fewer completions at a time.
+/// Measured with `iobench` (4 KiB O_DIRECT reads, 32 deep, 90 kIOPS): 11 reads per enter and 3.5 µs of CPU
+/// per read with it, 24 and 2.7 µs without.
 fn set_up() -> io::Result<IoUring> {
     let mut refused = None;
     for step in 0..3 {

@@ -1,15 +1,16 @@
-//! Whether a worker looks for news itself for a while before it sleeps.
+//! Whether a worker busy-polls for a while before it sleeps.
 //!
 //! ```text
 //!   nothing to do ── look, without a system call, up to `most` ── sleep in the kernel ──► something came
 //!                    └── only when the wait before was no longer than `most` ──┘
 //! ```
 //!
-//! To sleep and be woken costs a microsecond where the processor stays awake, and tens of them in a virtual machine whose
-//! processor is halted meanwhile. Who looks instead pays with the processor. So it is off unless somebody asks for it, and
-//! then it is done only where it would have helped the last time: a server that is idle sleeps.
+//! Sleeping and being woken costs a microsecond where the processor stays awake, and tens of them in a
+//! virtual machine whose processor is halted meanwhile. Busy polling pays with processor time instead. So it
+//! is off by default, and when it is on, the worker polls only where that would have helped the last time: an
+//! idle server sleeps.
 //!
-//! QEMU has the same as `poll-max-ns` of an I/O thread.
+//! QEMU calls it `poll-max-ns` of an I/O thread.
 
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Looks for so long at most; never, for zero.
+    /// Polls for at most this long; zero means never.
     pub(super) fn new(most: Duration) -> Self {
         Self { most, last: Duration::MAX }
     }
@@ -31,13 +32,13 @@ impl Watch {
         !self.most.is_zero()
     }
 
-    /// How long to look before going to sleep, by one who would sleep for `patience`.
+    /// How long to poll before a sleep of `patience`.
     pub(super) fn time(&self, patience: Option<Duration>) -> Option<Duration> {
         (self.last <= self.most && self.is_on())
             .then(|| patience.map_or(self.most, |most| most.min(self.most)))
     }
 
-    /// So long it took, looking and asleep, until something came.
+    /// Records how long it took, polling and asleep, until an event came.
     pub(super) fn note(&mut self, waited: Duration) {
         self.last = waited;
     }

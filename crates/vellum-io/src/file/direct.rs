@@ -1,4 +1,4 @@
-//! Transfers past the page cache (O_DIRECT), of any byte range.
+//! Transfers that bypass the page cache (O_DIRECT), of any byte range.
 //!
 //! ```text
 //!   blocks       │        │        │        │        │         │  … end of the file
@@ -8,18 +8,19 @@
 //!                       └────────────────────────── read the block, change it, write it back, alone
 //! ```
 //!
-//! The drive moves whole blocks from aligned memory only. What does not fit is *bounced*: read into aligned memory and
-//! copied. Writing part of a block is a read, a change and a write, during which nobody else may write
-//! the block; the [`gate`](super::gate) sees to that.
+//! The drive moves whole blocks, from aligned memory only. Anything else is *bounced*: read into aligned
+//! memory and copied. Writing part of a block is a read-modify-write, during which no other request may write
+//! the block; the [`gate`](super::gate) ensures that.
 //!
-//! The file's last block is special when the file does not fill it: writing all of it would make the file longer than
-//! it is. There, and beyond the end, edges are written through the page cache by a second descriptor, which keeps
-//! the length exact and grows the file as any write does. The kernel keeps the two in step as long as a page is
-//! not written both ways at once: the gate's stretches are larger than pages. A block device has no such block.
+//! The file's last block is special when the file does not fill it: writing all of it would extend the file.
+//! There, and beyond the end, edges are written through the page cache with a second descriptor, which keeps
+//! the length exact and grows the file as any write does. The kernel keeps the two coherent as long as a page
+//! is not written both ways at once: the gate's stripes are larger than pages. A block device has no such
+//! block.
 //!
-//! 1. Whole aligned blocks from aligned memory take no detour and no copy.
-//! 2. Part of a block is changed by one request at a time, with no whole-block write in flight in its stretch.
-//! 3. The file's length is exact at all times: nothing is written past the end of what was asked for.
+//! 1. Whole aligned blocks from aligned memory are transferred directly, without a copy.
+//! 2. Part of a block is changed by one request at a time, with no whole-block write in flight in its stripe.
+//! 3. The file's length is exact at all times: nothing is written past the end of the requested range.
 
 use vellum_core::{BlockSize, Buffer, ImageOffset, ImageSpan, Result};
 
@@ -30,7 +31,7 @@ use crate::driver::op::Transfer;
 /// How many bytes are bounced at once.
 const BOUNCE_MAX: u64 = 1 << 20;
 
-/// What a file past the page cache asks of transfers.
+/// What O_DIRECT requires of transfers to this file.
 pub(super) struct Direct {
     /// Position and length are multiples of this.
     pub(super) block: BlockSize,
@@ -130,7 +131,8 @@ impl File {
     async fn write_edge(&self, direct: &Direct, part: ImageSpan, data: Buffer) -> Result<()> {
         let block = direct.block.widen(part);
         let passage = Passage::alone(&self.handle, part.start().bytes()).await;
-        // Asked with the block to ourselves, and a file that reaches over the block now is not cut off meanwhile.
+        // Checked while the block is locked, so a file that reaches beyond the block now is not truncated
+        // meanwhile.
         if !self.limits.fixed_len && block.end().bytes() > self.handle.len() {
             let transfer = self.transfer(part.start().bytes(), data, passage);
             return self.write_all(Transfer { cached: true, ..transfer }).await.map(drop);

@@ -1,18 +1,20 @@
-//! A file that gets its name when it is whole.
+//! A file that gets its name only when it is complete.
 //!
 //! ```text
 //!   begin      .NAME.vellum-1f3a5c7e beside NAME: empty, with the owner and the mode of the file it will replace
-//!              (whoever began it fills it)
+//!              (the caller fills it)
 //!   publish    fsync; rename to NAME; fsync of the directory
 //! ```
 //!
-//! 1. Under NAME is at every moment what was there before or the whole new file, also when the machine stops.
-//! 2. A draft that is dropped is removed. What a killed program left is removed by the next draft of the same name.
-//! 3. The file that will be replaced is locked for writing until then, so nobody works on what is about to vanish.
+//! 1. At every moment NAME is either the old file or the complete new one, even after a crash of the machine.
+//! 2. A draft that is dropped is removed. The draft of a killed program is removed by the next draft of the
+//!    same name.
+//! 3. The file that will be replaced is locked for writing until then, so that no program works on a file
+//!    that is about to vanish.
 //!
-//! Where a new file could not stand in for the old one, there is no draft, and the old one is to be overwritten: block
-//! devices; files with several names, with extended attributes (access lists), with a file system mounted on them; and
-//! where the directory may not be written or the owner not be kept.
+//! There is no draft where a new file could not replace the old one; the old one is overwritten then. This
+//! concerns block devices; files with several names, with extended attributes (access lists), or with a file
+//! system mounted on them; directories that may not be written; and owners that cannot be preserved.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -29,7 +31,7 @@ use vellum_core::{Error, ErrorKind, Result};
 
 use super::open::{open, sync_directory_of};
 use super::{File, OpenOptions, lock, retry};
-use crate::blocking::unblock;
+use crate::blocking::unblock_at;
 
 /// Names have 255 bytes at most; the longest that a draft keeps whole leaves room for its own part.
 const NAME_KEPT: usize = 200;
@@ -42,7 +44,7 @@ const LINKS_MAX: usize = 40;
 pub struct Draft {
     path: PathBuf,
     target: PathBuf,
-    /// Holds the lock that tells the draft from one left behind.
+    /// Holds the lock that distinguishes the draft from an abandoned one.
     file: OwnedFd,
     old: Option<Old>,
     is_done: bool,
@@ -56,14 +58,14 @@ struct Old {
 }
 
 impl Draft {
-    /// An empty file that can take the place of `target`, or of what it is a link to. Nothing when what is there has to
-    /// be overwritten instead.
+    /// An empty file that can take the place of `target`, or of what it is a link to. Nothing when what is
+    /// there has to be overwritten instead.
     ///
     /// # Errors
-    /// `Locked` when another program uses what is there; what creating a file says.
+    /// `Locked` when another program uses the existing file; the errors of creating one.
     pub async fn begin(target: impl AsRef<Path>) -> Result<Option<Self>> {
         let target = target.as_ref().to_owned();
-        unblock(move || begin(&target)).await
+        unblock_at(&target.clone(), move || begin(&target)).await
     }
 
     /// Where it is now.
@@ -76,18 +78,19 @@ impl Draft {
         self.old.is_some()
     }
 
-    /// Gives it its name, durably. Whoever filled it has closed it.
+    /// Gives it its name, durably. The program that filled it has closed it.
     ///
     /// # Errors
-    /// What the file system says, or that somebody else has made the target meanwhile. Then the draft is removed.
+    /// Fails with the error of the file system, or if another program has created the target meanwhile. Then
+    /// the draft is removed.
     pub async fn publish(self) -> Result<()> {
-        unblock(move || publish(self)).await
+        unblock_at(&self.path.clone(), move || publish(self)).await
     }
 
     /// Removes it.
     ///
     /// # Errors
-    /// What the file system says.
+    /// The errors of the file system.
     pub fn discard(mut self) -> io::Result<()> {
         self.is_done = true;
         fs::remove_file(&self.path)
@@ -115,7 +118,7 @@ fn begin(name: &Path) -> Result<Option<Draft>> {
     let old = match found {
         Ok(facts) => {
             let file = Arc::new(open(name, &OpenOptions::writing())?);
-            // A link of the kernel's, to a file without a name, leads elsewhere than it says.
+            // One of the kernel's links, to a file without a name, leads elsewhere than its text.
             if !rustix::fs::stat(&target).is_ok_and(|there| is_same(&there, &Some(facts))) {
                 return Ok(None);
             }
@@ -142,8 +145,7 @@ fn begin(name: &Path) -> Result<Option<Draft>> {
 }
 
 fn stat(file: &impl AsFd, path: &Path) -> Result<Stat> {
-    rustix::fs::fstat(file)
-        .map_err(|errno| Error::io(errno.into(), format!("can't ask about {}", path.display())))
+    rustix::fs::fstat(file).map_err(|errno| Error::io(errno.into(), format!("can't stat {}", path.display())))
 }
 
 /// What a name leads to, whether or not it is there.
@@ -152,7 +154,7 @@ fn follow_links(path: &Path) -> Result<PathBuf> {
     for _ in 0..LINKS_MAX {
         match fs::read_link(&path) {
             Ok(to) => path = directory_of(&path).join(to),
-            // It is no link, or it is not there; what else is wrong, whoever opens it will learn.
+            // It is not a link, or it does not exist. Opening it will report any other error.
             Err(_) => return Ok(path),
         }
     }
@@ -163,7 +165,7 @@ fn directory_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Whether another file under its name would be the same to everybody.
+/// Whether another file under its name would be equivalent for all users.
 fn can_be_replaced(path: &Path, facts: &Stat) -> bool {
     let is_mount = rustix::fs::statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS)
         .is_ok_and(|told| told.stx_attributes.contains(StatxAttributes::MOUNT_ROOT));
@@ -185,7 +187,7 @@ fn prefix_of(file_name: &OsStr) -> OsString {
 }
 
 fn create(directory: &Path, prefix: &OsStr, is_private: bool) -> Result<(PathBuf, OwnedFd), Errno> {
-    // What replaces a file is for nobody else to read before it has that file's mode.
+    // The replacement of a file must not be readable by others before it has that file's mode.
     let mode = Mode::from_raw_mode(if is_private { 0o600 } else { 0o644 });
     let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
     loop {
@@ -196,9 +198,9 @@ fn create(directory: &Path, prefix: &OsStr, is_private: bool) -> Result<(PathBuf
             Err(Errno::EXIST) => continue,
             opened => opened?,
         };
-        // Where there are no locks nobody can tell what is left behind, and nobody removes it.
+        // Where there are no locks an abandoned draft cannot be recognised, so none is removed.
         let _ = lock::claim(file.as_fd());
-        // Before it was locked somebody may have taken it for left behind.
+        // Before it was locked another program may have taken it for an abandoned one.
         if rustix::fs::stat(&path).is_ok_and(|now| is_same(&now, &rustix::fs::fstat(&file).ok())) {
             return Ok((path, file));
         }
@@ -209,7 +211,7 @@ fn is_same(one: &Stat, other: &Option<Stat>) -> bool {
     other.is_some_and(|other| (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino))
 }
 
-/// Removes the drafts of programs that were killed: those that nobody holds the lock of.
+/// Removes the drafts of killed programs: those whose lock is free.
 fn remove_left_behind(directory: &Path, prefix: &OsStr) {
     let Ok(entries) = fs::read_dir(directory) else { return };
     for entry in entries.flatten() {
@@ -246,7 +248,7 @@ fn take_over(file: &OwnedFd, facts: &Stat) -> Result<(), Errno> {
 fn publish(mut draft: Draft) -> Result<()> {
     let (path, target) = (&draft.path, &draft.target);
     let failed = |errno: Errno| Error::io(errno.into(), format!("can't create {}", target.display()));
-    // Whoever filled it has flushed it, but not its owner and mode.
+    // The program that filled it has flushed it, but not its owner and mode.
     retry(|| rustix::fs::fsync(&draft.file)).map_err(failed)?;
     let now = retry(|| rustix::fs::stat(target));
     let is_as_it_was = match (&draft.old, &now) {
@@ -265,7 +267,7 @@ fn publish(mut draft: Draft) -> Result<()> {
         Err(Errno::EXIST) => {
             return Err(Error::new(
                 ErrorKind::Locked,
-                format!("another program has made or replaced {} meanwhile", target.display()),
+                format!("another program has created or replaced {} in the meantime", target.display()),
             ));
         }
         Err(errno) => return Err(failed(errno)),
@@ -365,7 +367,7 @@ mod tests {
         let draft = draft_of(&target);
         let second = begin(&target).expect_err("the first draft holds it");
         assert_eq!(second.kind(), ErrorKind::Locked);
-        // Somebody who asks for no lock.
+        // A program that takes no lock.
         fs::remove_file(&target).expect("the image");
         fs::write(&target, "theirs").expect("a file");
         assert_eq!(publish(draft).expect_err("it was replaced").kind(), ErrorKind::Locked);

@@ -1,27 +1,34 @@
-//! What is to be known of a file before it is used: what it is, how long, what it moves, what the drive below does.
+//! The properties of a file that matter for its use: its type, its length, its transfer units, and the drive
+//! below.
 //!
-//! Most of it the kernel tells of the file; about the drive under a file system it tells in sysfs, by device number:
+//! The kernel reports most of them for the file itself; those of the drive under a file system are in sysfs,
+//! by device number:
 //!
 //! ```text
 //!   /sys/dev/block/253:1/queue/…            a whole drive
 //!   /sys/dev/block/253:2/../queue/…         a partition: its drive's directory is the parent
 //! ```
 //!
-//! What cannot be found out is taken for the more careful answer. In particular the physical block is never less than
-//! 4 KiB: drives that say 512 bytes mostly write 4 KiB inside, and the page cache writes whole pages anyway.
+//! For a property that cannot be determined the safer answer is assumed. In particular the physical block is
+//! never less than 4 KiB: drives that report 512 bytes mostly write 4 KiB internally, and the page cache
+//! writes whole pages anyway.
 
 use std::fs;
+use std::io::IoSliceMut;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 
 use rustix::fs::{AtFlags, FallocateFlags, FileType, FsWord, SeekFrom, Stat, StatxFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use vellum_core::{BlockSize, Error, Limits, Result};
 
 use super::direct::Direct;
+use super::handle::Storage;
 use super::{Kind, OpenOptions, retry};
+use crate::blocking::Backend;
 
-/// The largest block that transfers past the page cache may ask for: the gate keeps larger ones apart no more.
+/// The largest block that transfers past the page cache may ask for: the gate keeps larger ones apart no
+/// more.
 const DIRECT_BLOCK_MAX: u64 = 1 << 16;
 
 /// What is known of an open file.
@@ -52,6 +59,18 @@ pub(super) fn find(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &st
         FileType::BlockDevice => of_device(file, stat, options, name),
         _ => of_file(file, stat, options, name),
     }
+}
+
+/// What an open file is stored on.
+pub(super) fn storage_of(file: &OwnedFd, stat: &Stat) -> Storage {
+    let device = match FileType::from_raw_mode(stat.st_mode) {
+        FileType::BlockDevice => stat.st_rdev,
+        _ => stat.st_dev,
+    };
+    let mut byte = [0];
+    let read = preadv2(file, &mut [IoSliceMut::new(&mut byte)], 0, ReadWriteFlags::NOWAIT);
+    let makes_wait = matches!(read, Err(Errno::OPNOTSUPP | Errno::NOSYS));
+    Storage { backend: Backend::Device(device), makes_wait }
 }
 
 fn of_file(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> Result<Facts> {
@@ -104,7 +123,8 @@ fn usize_of(block: BlockSize) -> usize {
     usize::try_from(block.bytes()).expect("blocks are small")
 }
 
-/// What the file system asks of transfers past the page cache. Kernels before 6.1 do not tell; a page is enough for all.
+/// The alignment that the file system requires of O_DIRECT transfers. Kernels before 6.1 do not report it; a
+/// page always suffices.
 fn direct_file(file: &OwnedFd, name: &str) -> Result<Direct> {
     let unsupported = |why: &str| Error::unsupported(format!("can't open {name} for direct I/O: {why}"));
     let told = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
@@ -115,36 +135,37 @@ fn direct_file(file: &OwnedFd, name: &str) -> Result<Direct> {
         _ => (BlockSize::PAGE.bytes(), BlockSize::PAGE.bytes()),
     };
     if offset == 0 {
-        return Err(unsupported("its file system can't do it for this file"));
+        return Err(unsupported("its file system does not support it for this file"));
     }
     let block = BlockSize::from_bytes(offset).filter(|block| block.bytes() <= DIRECT_BLOCK_MAX);
-    let block = block.ok_or_else(|| unsupported(&format!("it asks for blocks of {offset} bytes")))?;
+    let block = block.ok_or_else(|| unsupported(&format!("it requires blocks of {offset} bytes")))?;
     let memory = BlockSize::from_bytes(memory).filter(|block| block.bytes() <= BlockSize::PAGE.bytes());
-    let memory = memory.ok_or_else(|| unsupported("it asks for a strange alignment of memory"))?;
-    // Units smaller than a sector help nobody: a sector is what is old or new after a crash. And a transfer that is
-    // continued after some blocks is to find the memory there aligned too.
+    let memory = memory.ok_or_else(|| unsupported("it requires an unusual memory alignment"))?;
+    // Units smaller than a sector are useless: a crash leaves each sector either old or new. And a transfer
+    // that is continued after some blocks must also find the memory aligned there.
     Ok(Direct { block: block.max(memory).max(BlockSize::SECTOR), memory: usize_of(memory) })
 }
 
-/// Whether the file system can free a part of a file: asked of a page that lies far behind the end, where nothing is.
+/// Whether the file system can free a part of a file: tested on a page far behind the end, where there is no
+/// data.
 fn can_punch(file: &OwnedFd, len: u64) -> bool {
     let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     let beyond = BlockSize::PAGE.round_up(len.saturating_add(1 << 30));
     match retry(|| rustix::fs::fallocate(file.as_fd(), mode, beyond, BlockSize::PAGE.bytes())) {
         Ok(()) => true,
-        // Behind all that a file can be: nothing is said about the ability.
+        // Behind the largest possible file: that proves nothing about the ability.
         Err(Errno::FBIG | Errno::INVAL) => true,
         Err(_) => false,
     }
 }
 
-/// What `statfs` says of ext2, ext3 and ext4.
+/// The file system type of ext2, ext3 and ext4 in `statfs`.
 const EXT: FsWord = 0xEF53;
 /// And of XFS.
 const XFS: FsWord = 0x5846_5342;
 
-/// Whether the file system overwrites bytes where they lie, and writes its own journal when blocks are new. Only what is
-/// known to is believed to.
+/// Whether the file system overwrites bytes in place, and writes its own journal when blocks are new. True
+/// only for file systems that are known to.
 fn journals_blocks(file: &OwnedFd) -> bool {
     let kind = retry(|| rustix::fs::fstatfs(file)).map(|facts| facts.f_type);
     kind.is_ok_and(|kind| [EXT, XFS].contains(&kind))

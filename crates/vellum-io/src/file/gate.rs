@@ -1,4 +1,4 @@
-//! Keeps a block that is being read, changed and written back from whole-block writes that would be lost in between.
+//! Protects a block during its read-modify-write from whole-block writes that would be lost.
 //!
 //! ```text
 //!   the file    │ 64 KiB │ 64 KiB │ 64 KiB │ 64 KiB │ …        each stretch belongs to one of 64 stripes
@@ -7,14 +7,15 @@
 //!   a stripe    ┌─ exclusive ─┬─ count of those inside ─┐      one word
 //! ```
 //!
-//! Transfers of whole blocks pass *shared*: one addition to each stripe they touch (mostly one), and one subtraction
-//! when they end. A change of part of a block passes *exclusively*: it closes its stripe to newcomers and waits until
-//! those inside have left. That is rare, so the common way costs a few nanoseconds and waits for nobody.
+//! Transfers of whole blocks pass *shared*: one addition to each stripe they touch (mostly one), and one
+//! subtraction when they end. A change of part of a block passes *exclusively*: it closes its stripe to
+//! newcomers and waits until the transfers inside have left. That is rare, so the common path costs a few
+//! nanoseconds and never waits.
 //!
-//! 1. Stripes are entered in order of their number and a change of part of a block enters only one, so no two
+//! 1. Stripes are entered in ascending order, and a change of part of a block enters only one, so no two
 //!    requests wait for each other.
-//! 2. A passage belongs to the operation that the kernel performs, not to the future that waits for it: it ends
-//!    when the operation does, also when nobody waits any more.
+//! 2. A passage belongs to the operation that the kernel performs, not to the future that waits for it: it
+//!    ends when the operation does, even if the future was dropped.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
@@ -23,11 +24,13 @@ use event_listener::{Event, listener};
 
 use super::handle::Handle;
 
-/// How many bytes lie in one stretch. At least a page, so that no two stripes ever share a page of the page cache.
+/// The size of one stretch in bytes. At least a page, so that no two stripes ever share a page of the page
+/// cache.
 const STRETCH_SHIFT: u32 = 16;
 const STRIPES: usize = 64;
 
-/// Set while one request has the stripe for itself, or waits for the others to leave. The rest counts those inside.
+/// Set while one request has the stripe for itself, or waits for the others to leave. The rest counts those
+/// inside.
 const EXCLUSIVE: u32 = 1 << 31;
 
 /// The stripes of one file.
@@ -35,7 +38,7 @@ pub(crate) struct Gate {
     stripes: [Stripe; STRIPES],
 }
 
-/// On a cache line of its own, so that workers at different places do not slow each other.
+/// On a cache line of its own, so that workers in different stripes do not slow each other down.
 #[repr(align(64))]
 #[derive(Default)]
 struct Stripe {
@@ -66,7 +69,7 @@ impl Gate {
     }
 }
 
-/// The stripes that `len` bytes from `at` on lie in: the first, and how many from there on.
+/// The stripes of `len` bytes from `at` on: the first, and how many from there on.
 fn stripes_of(at: u64, len: u64) -> (usize, usize) {
     let stretch = at >> STRETCH_SHIFT;
     let more = ((at + len.max(1) - 1) >> STRETCH_SHIFT) - stretch;

@@ -1,15 +1,15 @@
-//! Keeps two programs from writing one image, QEMU among them: the lock bytes are QEMU's.
+//! Keeps two programs, QEMU among them, from writing one image: the lock bytes are QEMU's.
 //!
 //! ```text
-//!   byte 100 + i   somebody does i                     i = 0  read what is consistent
-//!   byte 200 + i   somebody suffers no other doing i       1  write
+//!   byte 100 + i   a program does i                    i = 0  read consistent data
+//!   byte 200 + i   a program allows no other to do i       1  write
 //!                                                          2  write what changes nothing (not used here)
 //!                                                          3  change the length
 //! ```
 //!
-//! Every lock is a shared one, so a byte says only that *somebody* holds it; whether an exclusive one could be had
-//! tells whether anybody else does. Who opens an image locks its bytes first and looks afterwards: of two who open at
-//! the same time at least one sees the other.
+//! Every lock is a shared one, so a byte says only *that* it is held; an attempt at an exclusive lock shows
+//! whether another program holds it. A program that opens an image locks its bytes first and checks
+//! afterwards: of two that open it at the same time at least one sees the other.
 //!
 //! | mode | does | suffers no other to |
 //! |---|---|---|
@@ -17,11 +17,12 @@
 //! | `Read` | read | write, change the length |
 //! | `ForceShare` | read | – |
 //!
-//! The locks belong to the open file, not to the process: two files open in one process exclude each other too, and
-//! the locks are let go of when the file is closed, and at the latest when the last descriptor is: a process that is
-//! being started holds copies of all descriptors for a moment. Because a program may have been killed just then (the
-//! kernel closes the files of an io_uring some time after the process is gone), and because a look at an image takes a
-//! moment too, a conflict is looked at again a few times before it is told.
+//! The locks belong to the open file, not to the process: two files opened in one process exclude each other
+//! too. They are released when the file is closed, at the latest when the last descriptor is: a child process
+//! that is being started holds copies of all descriptors for a moment. A conflict is checked again a few
+//! times before it is reported, for two reasons: a program may just have been killed (the kernel closes the
+//! files of an io_uring some time after the process is gone), and another program may be inspecting the image
+//! for a moment.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Duration;
@@ -32,9 +33,9 @@ use vellum_core::{Error, ErrorKind, Result};
 /// How an image is kept from others while it is open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LockMode {
-    /// Not at all. For files that are no images, and for block devices somebody else looks after.
+    /// No lock. For files that are not images, and for block devices that are protected in another way.
     None,
-    /// Others may read it, nobody may write it.
+    /// Others may read it, but not write it.
     #[default]
     Read,
     /// Others may neither write it nor read it, but with `ForceShare`.
@@ -53,7 +54,7 @@ const DOES: i64 = 100;
 const SUFFERS_NOT: i64 = 200;
 const CLAIM: i64 = 300;
 
-/// The waits between the looks at a conflict.
+/// The waits between checks of a conflict.
 const LOOK_AGAIN: [Duration; 7] = [
     Duration::from_millis(5),
     Duration::from_millis(15),
@@ -76,7 +77,7 @@ impl LockMode {
     }
 }
 
-/// Locks the image, or says who is in the way. Blocks for a second at most.
+/// Locks the image, or says which lock is in the way. Blocks for at most a second.
 pub(super) fn acquire(file: BorrowedFd<'_>, mode: LockMode, name: &str) -> Result<()> {
     let mut waits = LOOK_AGAIN.into_iter();
     loop {
@@ -84,19 +85,24 @@ pub(super) fn acquire(file: BorrowedFd<'_>, mode: LockMode, name: &str) -> Resul
             Ok(()) => return Ok(()),
             Err(Refusal::Conflict(conflict)) => conflict,
             Err(Refusal::Failed(errno)) => {
-                return Err(Error::io(errno.into(), format!("can't lock {name}: its file system refuses; open it without a lock if nobody else uses it"))
-                    .with_kind(ErrorKind::Unsupported));
+                return Err(Error::io(
+                    errno.into(),
+                    format!(
+                        "can't lock {name}: its file system refuses; open it \
+                 without a lock if no other program uses it"
+                    ),
+                )
+                .with_kind(ErrorKind::Unsupported));
             }
         };
         release(file, mode);
         let Some(wait) = waits.next() else {
-            let remedy = match mode {
-                LockMode::Write => "close it there first",
-                _ => "close it there first, or read it while it changes with --force-share",
-            };
             return Err(Error::new(
                 ErrorKind::Locked,
-                format!("{name} is in use: another program {conflict}; {remedy}"),
+                format!(
+                    "{name} is in use: a server, a virtual machine or another program {conflict}; close it there first \
+                     (`lsof {name}` finds it)"
+                ),
             ));
         };
         std::thread::sleep(wait);
@@ -120,16 +126,16 @@ fn try_acquire(file: BorrowedFd<'_>, mode: LockMode) -> Result<(), Refusal> {
     }
     for (index, name) in PERMISSIONS {
         if does & (1 << index) != 0 && is_held(file, SUFFERS_NOT + i64::from(index))? {
-            return Err(Refusal::Conflict(format!("does not share \"{name}\"")));
+            return Err(Refusal::Conflict(format!("has it open and does not allow others to {name} it")));
         }
         if suffers_not & (1 << index) != 0 && is_held(file, DOES + i64::from(index))? {
-            return Err(Refusal::Conflict(format!("has it open for \"{name}\"")));
+            return Err(Refusal::Conflict(format!("has it open to {name} it")));
         }
     }
     Ok(())
 }
 
-/// Lets go of the locks, whoever else holds copies of the descriptor.
+/// Releases the locks, even if copies of the descriptor exist.
 pub(super) fn release(file: BorrowedFd<'_>, mode: LockMode) {
     let (does, suffers_not) = mode.permissions();
     for (index, _) in PERMISSIONS {
@@ -143,7 +149,8 @@ pub(super) fn release(file: BorrowedFd<'_>, mode: LockMode) {
     }
 }
 
-/// Marks a file that is no image yet as somebody's: false when it is another's. QEMU knows nothing of this byte.
+/// Marks a file that is not an image yet as taken; false if another program has marked it. QEMU does not know
+/// this byte.
 pub(super) fn claim(file: BorrowedFd<'_>) -> Result<bool, Errno> {
     match call(file, libc::F_OFD_SETLK, libc::F_WRLCK, CLAIM) {
         Ok(_) => Ok(true),
@@ -156,18 +163,18 @@ pub(super) fn claim(file: BorrowedFd<'_>) -> Result<bool, Errno> {
 fn share(file: BorrowedFd<'_>, byte: i64) -> Result<(), Refusal> {
     match call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte) {
         Ok(_) => Ok(()),
-        Err(Errno::AGAIN | Errno::ACCESS) => Err(Refusal::Conflict("holds it for itself alone".into())),
+        Err(Errno::AGAIN | Errno::ACCESS) => Err(Refusal::Conflict("has it open exclusively".into())),
         Err(errno) => Err(Refusal::Failed(errno)),
     }
 }
 
-/// Whether somebody else holds a lock on the byte.
+/// Whether another open file holds a lock on the byte.
 fn is_held(file: BorrowedFd<'_>, byte: i64) -> Result<bool, Refusal> {
     let found = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte).map_err(Refusal::Failed)?;
     Ok(found != libc::F_UNLCK)
 }
 
-/// One call of `fcntl` about one byte; gives the kind of lock it left in its argument.
+/// One call of `fcntl` for one byte; returns the kind of lock that it left in its argument.
 fn call(file: BorrowedFd<'_>, command: i32, kind: i32, byte: i64) -> Result<i32, Errno> {
     let lock_kind = i16::try_from(kind).expect("kinds of locks are small numbers");
     let whence = i16::try_from(libc::SEEK_SET).expect("a small number");

@@ -4,16 +4,17 @@
 //!   File ── read, write ──▶ transfer   one run of bytes, continued until it is complete
 //!              │  O_DIRECT ─▶ direct   whole blocks past the page cache; what is no whole block, another way
 //!        ── write_zeroes, discard, preallocate ──▶ space   what fallocate can do, and zeros where it cannot
+//!        ── reconcile ──▶ reconcile   what the page cache shows, and a failed flush has not written
 //!        ── flush, set_len, runs                ──▶ here
 //!   Draft ─ begin, publish ──▶ draft   a file that gets its name when it is whole
 //! ```
 //!
-//! A file belongs to no worker: any of them may use it, and each request goes through the driver of the worker that
-//! polls it first.
+//! A file belongs to no worker: any of them may use it, and each request goes through the driver of the
+//! worker that first polls it.
 //!
-//! 1. What the [`Storage`] contract says; its suite runs on every kind of file this module opens.
-//! 2. After a failed flush every change fails with `Poisoned`, also when the future of that flush was dropped.
-//! 3. A file is opened only when it is a regular file or a block device, and never blocks in doing so.
+//! 1. The [`Storage`] contract holds; its suite runs on every kind of file that this module opens.
+//! 2. After a failed flush every change fails with `Poisoned`, even if the future of that flush was dropped.
+//! 3. Only regular files and block devices are opened, and opening never blocks on what a path leads to.
 //!
 //! Left out: mapping files into memory; `copy_file_range` and reflinks.
 
@@ -24,6 +25,7 @@ pub(crate) mod gate;
 pub(crate) mod handle;
 mod lock;
 mod open;
+mod reconcile;
 mod space;
 mod transfer;
 
@@ -42,7 +44,7 @@ pub use draft::Draft;
 pub use lock::LockMode;
 pub use open::OpenOptions;
 
-use crate::blocking::unblock;
+use crate::blocking::unblock_on;
 use crate::driver::op::Op;
 use crate::driver::submit;
 use direct::Direct;
@@ -86,13 +88,13 @@ impl File {
     /// Whether a change may be made at all.
     fn check_writable(&self) -> Result<()> {
         if self.limits.read_only {
-            return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open for reading only", self.name)));
+            return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open read-only", self.name)));
         }
         if self.handle.is_poisoned() {
             return Err(Error::new(
                 ErrorKind::Poisoned,
                 format!(
-                    "an earlier flush of {} failed, so its latest writes may be lost; open it again",
+                    "an earlier flush of {} failed, so its latest writes may be lost; reopen it",
                     self.name
                 ),
             ));
@@ -113,7 +115,7 @@ impl File {
         if end > POSITION_MAX {
             return Err(Error::new(
                 ErrorKind::NoSpace,
-                format!("no file can grow to {end:#x}, as {} should", self.name),
+                format!("{} cannot grow to {end:#x}: no file can be that large", self.name),
             ));
         }
         Ok(())
@@ -139,7 +141,7 @@ impl File {
         // A partial block must not be written back meanwhile, which would grow the file again.
         let passage = Passage::alone_everywhere(&self.handle).await;
         let handle = self.handle.clone();
-        let changed = unblock(move || {
+        let changed = unblock_on(self.handle.storage().backend, move || {
             let file = handle.descriptor(false);
             let result = retry(|| rustix::fs::ftruncate(file, len));
             if let Ok(facts) = rustix::fs::fstat(file) {
@@ -155,11 +157,11 @@ impl File {
         })
     }
 
-    /// A device may have become larger. One that has become smaller says so when it is used.
+    /// A device may have grown. One that has shrunk fails when it is used.
     async fn ask_for_len(&self) -> Result<u64> {
         if matches!(self.kind, Kind::Block { .. }) {
             let handle = self.handle.clone();
-            let asked = unblock(move || {
+            let asked = unblock_on(self.handle.storage().backend, move || {
                 let end = retry(|| rustix::fs::seek(handle.descriptor(false), SeekFrom::End(0)));
                 end.inspect(|end| handle.note_end(*end))
             });
@@ -180,14 +182,16 @@ impl File {
             return Ok(vec![StorageRun { span, is_data: true }]);
         }
         let handle = self.handle.clone();
-        let found = unblock(move || seek_runs(handle.descriptor(false), span)).await;
+        let found =
+            unblock_on(self.handle.storage().backend, move || seek_runs(handle.descriptor(false), span))
+                .await;
         found.map_err(|errno| {
             Error::io(errno.into(), self.doing("find the holes in", span.start().bytes(), span.len()))
         })
     }
 }
 
-/// The runs of data and holes. Where the file system cannot tell, all is data.
+/// The runs of data and holes. Where the file system cannot report them, everything is data.
 fn seek_runs(file: BorrowedFd<'_>, span: ImageSpan) -> Result<Vec<StorageRun>, Errno> {
     let mut runs = Vec::new();
     let mut at = span.start();
@@ -210,7 +214,8 @@ fn seek_runs(file: BorrowedFd<'_>, span: ImageSpan) -> Result<Vec<StorageRun>, E
             Err(Errno::NXIO | Errno::INVAL | Errno::OPNOTSUPP) => span.end(),
             Err(errno) => return Err(errno),
         };
-        // A hole right here would contradict what was just said, unless the file changes under us: then it is data.
+        // A hole right here would contradict the last answer, unless the file changes concurrently: then it
+        // counts as data.
         let hole = if hole <= at { span.end() } else { hole.min(span.end()) };
         runs.push(StorageRun { span: ImageSpan::between(at, hole), is_data: true });
         at = hole;
@@ -261,6 +266,10 @@ impl Storage for File {
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(self.sync())
+    }
+
+    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
+        Box::pin(self.reconcile_run(span))
     }
 
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {

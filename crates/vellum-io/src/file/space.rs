@@ -1,4 +1,4 @@
-//! Zeros, holes and reservations: what the host does without moving bytes, and what to do where it does not.
+//! Zeros, holes and reservations: what the host does without moving bytes, and the fallbacks where it cannot.
 //!
 //! | asked for | regular file | block device |
 //! |---|---|---|
@@ -7,13 +7,13 @@
 //! | discard | `PUNCH_HOLE` of whole pages | `PUNCH_HOLE` of whole sectors; else, if allowed, `BLKDISCARD` |
 //! | reserve | `fallocate` | nothing to do |
 //!
-//! On a block device `PUNCH_HOLE` is the kernel's "write zeroes, and unmap if you can": the sectors read as zero
-//! afterwards. `BLKDISCARD` promises nothing about what they read as, which the contract does not allow; so it
-//! is used only where the user vouches for the drive ([`OpenOptions::trim`](super::OpenOptions::trim)).
+//! On a block device `PUNCH_HOLE` is the kernel's "write zeroes, and unmap if you can": the sectors read as
+//! zero afterwards. `BLKDISCARD` promises nothing about what they read as, which the contract does not allow;
+//! so it is used only where the user vouches for the drive ([`OpenOptions::trim`](super::OpenOptions::trim)).
 //!
-//! 1. What the host said it cannot do is not asked again.
-//! 2. A file grows here as by a write: by writing its last byte, never by setting its length, which could cut off
-//!    what another request has just written behind.
+//! 1. A call that the host has reported as unsupported is not tried again.
+//! 2. A file grows here as by a write: by writing its last byte, never by setting its length, which could
+//!    truncate what another request has just written behind it.
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use vellum_core::{BlockSize, Buffer, Error, ErrorKind, ImageOffset, ImageSpan, R
 use super::gate::Passage;
 use super::handle::Handle;
 use super::{File, Kind};
-use crate::blocking::unblock;
+use crate::blocking::unblock_on;
 use crate::driver::op::{Allocation, Op};
 use crate::driver::submit;
 
@@ -37,7 +37,7 @@ const ZERO_INSIDE: FallocateFlags = FallocateFlags::ZERO_RANGE.union(FallocateFl
 const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
 const RESERVE: FallocateFlags = FallocateFlags::empty();
 
-/// What the host has not yet said it cannot do.
+/// What the host has not yet reported as unsupported.
 pub(super) struct Abilities {
     punch: AtomicBool,
     zero: AtomicBool,
@@ -106,7 +106,7 @@ impl File {
         }
     }
 
-    /// Gives the run's space back to the host, as far as that goes.
+    /// Frees the run's space on the host, as far as possible.
     pub(super) async fn give_back(&self, span: ImageSpan) -> Result<()> {
         self.check_writable()?;
         let len = self.handle.len();
@@ -114,8 +114,8 @@ impl File {
             Kind::Regular => BlockSize::PAGE,
             Kind::Block { sector } => sector,
         };
-        // The last page goes with the rest, though the file ends inside of it. Parts of others stay: freeing nothing,
-        // they would only cost the host writes.
+        // The last page goes with the rest, though the file ends inside of it. Parts of others stay: freeing
+        // nothing, they would only cost the host writes.
         let reaches_end = span.end().bytes() >= len && span.start().bytes() < len;
         let end = if reaches_end { ImageOffset::new(unit.round_up(len)) } else { span.end() };
         let span = unit.narrow(ImageSpan::between(span.start(), end.max(span.start())));
@@ -145,7 +145,8 @@ impl File {
     async fn allocate(&self, mode: FallocateFlags, span: ImageSpan, what: &str) -> Result<bool> {
         let able = self.abilities.of(mode);
         let (at, len) = (span.start().bytes(), span.len());
-        // With the whole blocks of others; those who change part of one must not write back what we are freeing.
+        // Together with the whole-block writes of others: a read-modify-write must not write back blocks that
+        // are being freed.
         let mut passage = Passage::shared(&self.handle, at, len).await;
         loop {
             if !able.load(Relaxed) {
@@ -169,7 +170,7 @@ impl File {
     async fn write_zeros(&self, span: ImageSpan) -> Result<()> {
         let mut rest = span;
         while !rest.is_empty() {
-            let (now, later) = rest.split_at(ZEROS_MAX as u64);
+            let (now, later) = rest.split_between_blocks(ZEROS_MAX as u64);
             let len = usize::try_from(now.len()).expect("at most ZEROS_MAX");
             self.write(now.start(), Buffer::zeroed(len)).await?;
             rest = later;
@@ -183,7 +184,7 @@ impl File {
         }
         let passage = Passage::shared(&self.handle, span.start().bytes(), span.len()).await;
         let handle = self.handle.clone();
-        let trimmed = unblock(move || {
+        let trimmed = unblock_on(self.handle.storage().backend, move || {
             let result = discard_sectors(&handle, span);
             drop(passage);
             result
@@ -218,7 +219,7 @@ mod tests {
     use vellum_core::contract::{StorageBench, storage};
     use vellum_core::{LocalFuture, SharedStorage};
 
-    /// Files on a host that can do nothing but move bytes.
+    /// Files on a host that can only move bytes.
     struct Unable {
         path: PathBuf,
         count: Cell<u32>,

@@ -1,10 +1,10 @@
 //! One run of bytes to or from a file, continued until it is complete.
 //!
-//! The kernel may move less than asked: at the end of the file, at the end of the space, at a signal, or because there
-//! were too many pieces for one call. What is left is asked for again, with the same operation.
+//! The kernel may move less than requested: at the end of the file, at the end of the space, at a signal, or
+//! because there were too many pieces for one call. The rest is requested again, with the same operation.
 //!
 //! 1. A read that meets the end of the file fills the rest with zeros.
-//! 2. A write either ends complete or fails.
+//! 2. A write either completes as a whole or fails.
 
 use vellum_core::{Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Result};
 
@@ -13,8 +13,8 @@ use super::{File, POSITION_MAX};
 use crate::driver::op::{Op, PIECES_MAX, Transfer};
 use crate::driver::{submit, submit_blocking};
 
-/// How often one transfer may come back unmoved before a thread performs it, blocking as long as it takes; and how
-/// often in all.
+/// How often one transfer may come back unmoved before a thread performs it, blocking as long as it takes;
+/// and how often in all.
 const FROM_RING_MAX: u32 = 8;
 const UNMOVED_MAX: u32 = 16;
 
@@ -27,7 +27,8 @@ impl File {
         }
         let mut transfer = self.transfer(at, buffer, None);
         if at.checked_add(len as u64).is_none_or(|end| end > POSITION_MAX) {
-            // No file reaches that far, so all of it lies past the end; and the kernel would not take the position.
+            // No file reaches that far, so all of it is past the end; and the kernel would not accept the
+            // position.
             zero_from(&mut transfer.buffer, 0);
             return Ok(transfer.buffer);
         }
@@ -44,8 +45,8 @@ impl File {
                     if transfer.done == len {
                         return Ok(transfer.buffer);
                     }
-                    // Past the page cache, an odd count means the end of the file; or that lent memory ended under way.
-                    // The second time it is the end, wherever that is thought to be.
+                    // With O_DIRECT, an odd count means the end of the file, or that lent memory ended in the
+                    // middle. The second time it is the end, whatever the recorded length.
                     let whole =
                         self.direct.as_ref().map_or(transfer.done, |direct| direct.whole(transfer.done));
                     let is_odd = whole != transfer.done;
@@ -89,7 +90,7 @@ impl File {
         Transfer { file: self.handle.clone(), cached: false, at, buffer, done: 0, passage }
     }
 
-    /// Writes all of it and gives the buffer back.
+    /// Writes all of it and returns the buffer.
     pub(super) async fn write_all(&self, mut transfer: Transfer) -> Result<Buffer> {
         let (at, len) = (transfer.at, transfer.buffer.len());
         let mut unmoved = 0;
@@ -101,7 +102,7 @@ impl File {
             transfer = op.into_transfer();
             let before = transfer.done;
             match result {
-                // The kernel's way to say that there is no room, where it has no other.
+                // The kernel's way to report that there is no room, where it has no other.
                 Ok(0) => return Err(Error::os(libc::ENOSPC, self.doing("write", at, len as u64))),
                 Ok(count) => {
                     transfer.done += count as usize;

@@ -1,4 +1,4 @@
-//! Where to listen and whom to call.
+//! Addresses to listen at and to connect to.
 
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -52,7 +52,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// What a host's name stands for, best first.
+/// The addresses of a host's name, best first.
 pub(super) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>> {
     let name = host.to_owned();
     let found = unblock(move || (name.as_str(), port).to_socket_addrs().map(Vec::from_iter)).await;
@@ -63,7 +63,7 @@ pub(super) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>> {
     Ok(found)
 }
 
-/// Who is at the other end: an address, or the process behind a Unix socket.
+/// The peer: an address, or the process behind a Unix socket.
 pub(super) fn peer_of(descriptor: &OwnedFd) -> String {
     let address = SockRef::from(descriptor).peer_addr().ok().and_then(|address| address.as_socket());
     match (address, peer_process(descriptor)) {
@@ -77,7 +77,8 @@ pub(super) fn peer_of(descriptor: &OwnedFd) -> String {
 fn peer_process(descriptor: &OwnedFd) -> Option<libc::pid_t> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut len = libc::socklen_t::try_from(size_of_val(&peer)).expect("a small structure");
-    // SAFETY: the kernel writes at most `len` bytes to `peer`, which has that many, and any numbers are good in it.
+    // SAFETY: the kernel writes at most `len` bytes to `peer`, which has that many, and any numbers are good
+    // in it.
     let result = unsafe {
         libc::getsockopt(
             descriptor.as_raw_fd(),

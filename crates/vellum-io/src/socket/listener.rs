@@ -1,12 +1,13 @@
 //! Listening for connections.
 //!
-//! A Unix socket leaves a file behind when its program dies, and the next one finds the address in use. Such a file is
-//! removed when nobody answers there any more. Between that look and the removal somebody else could have begun to
-//! listen; so whoever does it holds a lock on the directory.
+//! A Unix socket leaves a file behind when its program dies, and the next program finds the address in use.
+//! Such a file is removed when connections to it are refused. Between that check and the removal another
+//! program could begin to listen; so the program that removes the file holds a lock on the directory.
 //!
-//! 1. A socket file is removed only when a connection to it was refused, or when it is our own. Where the program that
-//!    listened has ended and the kernel has not closed its socket yet, that is waited for.
-//! 2. An accept that fails for one connection, or for a while, does not end a loop that goes on at `NoSpace`.
+//! 1. A socket file is removed only when a connection to it was refused, or when it is our own. If the
+//!    listening program has ended and the kernel has not closed its socket yet, that is waited for.
+//! 2. An accept that fails for one connection, or temporarily, does not end a loop that continues after
+//!    `NoSpace`.
 
 use std::fmt;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -18,6 +19,7 @@ use std::time::Duration;
 use std::{fs, io};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
 use socket2::{Domain, Protocol, SockAddr, Type};
 use vellum_core::{Context, Error, ErrorKind, Result};
 
@@ -28,16 +30,16 @@ use crate::clock;
 use crate::driver::op::{Op, Readiness, accepted};
 use crate::driver::submit;
 
-/// So often it is looked whether a socket whose program has ended is gone, and so long in between.
+/// How often to check whether a socket whose program has ended is gone, and the time between two checks.
 const LOOKS_MAX: u32 = 200;
 const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(10);
-/// How many connections the kernel keeps waiting. It has a limit of its own.
+/// How many connections the kernel keeps waiting. It also has a limit of its own.
 const BACKLOG: i32 = 1024;
 
-/// How long an accept waits before it tells of a shortage, so that a loop around it neither spins nor stops.
+/// How long an accept waits before it reports a shortage, so that a loop around it neither spins nor stops.
 const SHORTAGE_WAIT: Duration = Duration::from_millis(100);
 
-/// Somebody who listens.
+/// A listening socket.
 pub struct Listener {
     socket: Arc<OwnedFd>,
     address: Address,
@@ -46,10 +48,10 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at `address`. A Unix socket's file that nobody listens at any more is replaced.
+    /// Listens at `address`. A stale file of a Unix socket is replaced.
     ///
-    /// Fails with `Locked` when somebody else listens there, with `Invalid` when the path is too long or leads to
-    /// something else than a socket.
+    /// Fails with `Locked` when another program listens there, with `Invalid` when the path is too long or
+    /// leads to something other than a socket.
     pub async fn bind(address: &Address) -> Result<Self> {
         match address {
             Address::Unix(path) => {
@@ -70,8 +72,8 @@ impl Listener {
         }
     }
 
-    /// Listens at a Unix socket that only its owner can connect to, from the moment it is there (mode 0600). Otherwise as
-    /// [`Listener::bind`].
+    /// Listens at a Unix socket that only its owner can connect to, from the moment it is there (mode 0600).
+    /// Otherwise as [`Listener::bind`].
     pub async fn bind_private(path: &Path) -> Result<Self> {
         let path = path.to_owned();
         unblock(move || bind_unix(&path, Some(Mode::RUSR | Mode::WUSR))).await
@@ -86,16 +88,17 @@ impl Listener {
         Self { socket, address, file: None }
     }
 
-    /// Where it listens; with the port that was found when any was asked for.
+    /// The address it listens at; with the actual port if any port was requested.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
     /// The next connection. May be called by several tasks at once.
     ///
-    /// A caller that accepts in a loop goes on when this fails with `NoSpace`: the host is short of descriptors or
-    /// memory, the connection still waits, and this has waited a little before it failed. Any other failure means that the
-    /// listener is broken. Connections that were gone before they were taken are passed over.
+    /// A caller that accepts in a loop continues when this fails with `NoSpace`: the host is short of
+    /// descriptors or memory, the connection still waits, and this has waited a little before it failed. Any
+    /// other failure means that the listener is broken. Connections that were gone before they were accepted
+    /// are skipped.
     pub async fn accept(&self) -> Result<Socket> {
         loop {
             let (result, _) = submit(Op::Accept(self.socket.clone())).await;
@@ -108,14 +111,14 @@ impl Listener {
                 Err(errno) => errno,
             };
             match errno {
-                // What went wrong with one connection is told here too; the next may be well.
+                // Errors of a single connection are reported here too; the next connection may be fine.
                 libc::ECONNABORTED | libc::EINTR | libc::EPERM | libc::EPROTO | libc::ENETDOWN => {}
                 libc::ENETUNREACH
                 | libc::EHOSTUNREACH
                 | libc::EHOSTDOWN
                 | libc::ENONET
                 | libc::ENOPROTOOPT => {}
-                // A listener that somebody made non-blocking.
+                // A listener that was made non-blocking elsewhere.
                 libc::EAGAIN => drop(submit(Op::Await(self.socket.clone(), Readiness::Read)).await),
                 libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM => {
                     clock().sleep(SHORTAGE_WAIT).await;
@@ -149,6 +152,9 @@ impl Drop for SocketFile {
     }
 }
 
+/// The longest path that the kernel takes for a Unix socket, in bytes.
+const PATH_MAX: usize = 107;
+
 /// A socket with a file of this mode at most, that listens.
 fn bind_with(path: &Path, mode: Option<Mode>) -> io::Result<UnixListener> {
     let Some(mode) = mode else { return UnixListener::bind(path) };
@@ -162,6 +168,13 @@ fn bind_with(path: &Path, mode: Option<Mode>) -> io::Result<UnixListener> {
 
 fn bind_unix(path: &Path, mode: Option<Mode>) -> Result<Listener> {
     let doing = || format!("can't listen at {}", path.display());
+    let len = path.as_os_str().len();
+    if len > PATH_MAX {
+        return Err(Error::invalid(format!(
+            "{}: the path of the socket is too long ({len} bytes of at most {PATH_MAX})",
+            doing()
+        )));
+    }
     let listener = match bind_with(path, mode) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             let _lock = lock_directory_of(path);
@@ -181,14 +194,14 @@ fn bind_unix(path: &Path, mode: Option<Mode>) -> Result<Listener> {
     Ok(Listener { socket, address: Address::unix(path), file: Some(file) })
 }
 
-/// Removes a socket's file when nobody listens there any more.
+/// Removes a socket's file if no program listens there any more.
 fn remove_stale(path: &Path) -> Result<()> {
     let doing = || format!("can't listen at {}", path.display());
     let Ok(facts) = fs::symlink_metadata(path) else {
         return Ok(());
     };
     if !facts.file_type().is_socket() {
-        return Err(Error::invalid(format!("{}: there is a file of that name that is no socket", doing())));
+        return Err(Error::invalid(format!("{}: a file that is not a socket exists there", doing())));
     }
     let mut looks = 0;
     loop {
@@ -201,12 +214,17 @@ fn remove_stale(path: &Path) -> Result<()> {
                 looks += 1;
                 std::thread::sleep(LOOK_AGAIN_AFTER);
             }
-            _ => return Err(Error::new(ErrorKind::Locked, format!("{}: another program does", doing()))),
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::Locked,
+                    format!("{}: another program is listening there", doing()),
+                ));
+            }
         }
     }
 }
 
-/// A connection, if there is room for one: nobody is waited for.
+/// A connection, if the listener's queue has room for one: never blocks.
 fn connect_at_once(path: &Path) -> io::Result<UnixStream> {
     let socket = socket2::Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_nonblocking(true)?;
@@ -214,8 +232,8 @@ fn connect_at_once(path: &Path) -> io::Result<UnixStream> {
     Ok(OwnedFd::from(socket).into())
 }
 
-/// Whether the process that listens has ended. The kernel may take a moment to take a killed program's rings apart, and with them
-/// the sockets that they hold.
+/// Whether the process that listens has ended. The kernel may take a moment to take a killed program's rings
+/// apart, and with them the sockets that they hold.
 fn is_of_the_dead(connected: &UnixStream) -> bool {
     let Some(pid) = peer_pid(connected).and_then(rustix::process::Pid::from_raw) else { return false };
     match rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()) {
@@ -246,13 +264,24 @@ fn peer_pid(connected: &UnixStream) -> Option<i32> {
     (result == 0).then_some(peer.pid)
 }
 
-/// Keeps other programs that do the same out. Where the directory cannot be locked, it goes without.
+/// How long another program may keep the directory locked before a stale socket is removed without the lock.
+/// Any program that may read the directory can lock it, and must not be able to keep a server from starting.
+const LOCK_PATIENCE: (u32, Duration) = (20, Duration::from_millis(50));
+
+/// Keeps out other programs that do the same. If the directory cannot be locked, the work continues without
+/// the lock.
 fn lock_directory_of(path: &Path) -> Option<OwnedFd> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory = rustix::fs::open(directory, flags, Mode::empty()).ok()?;
-    rustix::fs::flock(&directory, FlockOperation::LockExclusive).ok()?;
-    Some(directory)
+    for _ in 0..LOCK_PATIENCE.0 {
+        match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Some(directory),
+            Err(Errno::WOULDBLOCK | Errno::INTR) => std::thread::sleep(LOCK_PATIENCE.1),
+            Err(_) => return None,
+        }
+    }
+    None
 }
 
 fn bind_tcp(address: std::net::SocketAddr) -> Result<(OwnedFd, Address)> {

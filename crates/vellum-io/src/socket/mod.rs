@@ -1,11 +1,11 @@
-//! Connections: who listens, who calls, and the bytes in between.
+//! Connections: listening, connecting, and the bytes in between.
 //!
 //! ```text
 //!   Listener ── accept ──▶ Socket ── (may travel to another worker) ── attach ──▶ Stream: ByteStream
 //!   connect ─────────────────┘
 //! ```
 //!
-//! A [`Socket`] belongs to no worker; a [`Stream`] stays on the one it was attached on.
+//! A [`Socket`] belongs to no worker; a [`Stream`] stays on the worker that it was attached on.
 
 mod address;
 mod listener;
@@ -38,11 +38,11 @@ impl Socket {
 
     /// Two ends of one connection within the program.
     pub fn pair() -> Result<(Self, Self)> {
-        let (one, other) = UnixStream::pair().context(|| "can't make a pair of sockets")?;
+        let (one, other) = UnixStream::pair().context(|| "can't create a pair of sockets")?;
         Ok((Self::new(one.into(), "this program"), Self::new(other.into(), "this program")))
     }
 
-    /// Who is at the other end, for messages.
+    /// The peer, for messages.
     pub fn peer(&self) -> &str {
         &self.peer
     }
@@ -54,7 +54,7 @@ impl Socket {
 }
 
 impl From<Socket> for OwnedFd {
-    /// The bare socket, for a library that reads it by itself.
+    /// The bare socket, for a library that reads it itself.
     fn from(socket: Socket) -> Self {
         socket.descriptor
     }

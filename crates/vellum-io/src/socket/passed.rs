@@ -6,9 +6,10 @@
 //!   LISTEN_FDNAMES  what the manager calls them, with colons between; may be missing
 //! ```
 //!
-//! 1. What is said to be there is looked at before it is taken: it must be open, a stream socket, and listening.
-//! 2. A descriptor is taken once, and is not left to programs that this one starts.
-//! 3. Only the environment says which they are: no caller can have another descriptor taken.
+//! 1. A descriptor that the environment announces is checked before it is taken: it must be open, a stream
+//!    socket, and listening.
+//! 2. A descriptor is taken once, and is not inherited by programs that this one starts.
+//! 3. Only the environment says which descriptors they are: no caller can have another one taken.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -30,7 +31,7 @@ const SOCKETS_MAX: RawFd = 1024;
 
 static WERE_TAKEN: AtomicBool = AtomicBool::new(false);
 
-/// What the environment says of sockets that were passed.
+/// The environment's description of passed sockets.
 #[derive(Debug, Clone, Default)]
 pub struct PassedTo {
     pid: Option<OsString>,
@@ -47,7 +48,7 @@ pub struct PassedSocket {
 }
 
 impl PassedTo {
-    /// What this program's environment says.
+    /// The description in this program's environment.
     pub fn from_environment() -> Self {
         let [pid, count, names] = ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"].map(std::env::var_os);
         Self { pid, count, names }
@@ -60,18 +61,19 @@ impl PassedTo {
 
     /// The sockets; none when they are for another process, or none were passed.
     ///
-    /// Must be called before the program opens anything: what the environment promises is taken for what it is.
+    /// Must be called before the program opens anything: what the environment promises is taken for what it
+    /// is.
     ///
     /// # Errors
-    /// `Invalid` when what the environment says makes no sense, or names something else than a listening stream socket; and
-    /// when they were taken before.
+    /// `Invalid` when the environment is inconsistent, or names something other than a listening stream
+    /// socket; and when the sockets were taken before.
     pub fn sockets(&self) -> Result<Vec<PassedSocket>> {
         let is_ours =
             self.pid.as_ref().is_some_and(|pid| number(pid) == i32::try_from(std::process::id()).ok());
         let Some(count) = self.count.as_ref().filter(|_| is_ours) else { return Ok(Vec::new()) };
         let count = number(count).filter(|count| (0..=SOCKETS_MAX).contains(count)).ok_or_else(|| {
             Error::invalid(format!(
-                "LISTEN_FDS is {:?}, which is no number of sockets",
+                "LISTEN_FDS is {:?}, which is not a number of sockets",
                 count.display().to_string()
             ))
         })?;
@@ -113,15 +115,16 @@ impl PassedSocket {
         if unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
             return Err(Error::invalid(format!("{called} is not open")));
         }
-        // SAFETY: it is open, as the line above has shown; it was given to this process, as `LISTEN_PID` says, before
-        // the process could open anything under that number; and nobody takes it twice, as `WERE_TAKEN` sees to.
+        // SAFETY: it is open, as the line above has shown; it was given to this process, as `LISTEN_PID`
+        // says, before the process could open anything under that number; and it is taken only once, as
+        // `WERE_TAKEN` ensures.
         let socket = unsafe { OwnedFd::from_raw_fd(descriptor) };
         let is_stream = SockRef::from(&socket).r#type().is_ok_and(|kind| kind == Type::STREAM);
         if !is_stream {
-            return Err(Error::invalid(format!("{called} is no stream socket")));
+            return Err(Error::invalid(format!("{called} is not a stream socket")));
         }
-        if !is_listening(&socket).context(|| format!("can't look at {called}"))? {
-            let remedy = "with systemd, say Accept=no, which is its default";
+        if !is_listening(&socket).context(|| format!("can't stat {called}"))? {
+            let remedy = "with systemd, use Accept=no, the default";
             return Err(Error::invalid(format!("{called} does not listen; {remedy}")));
         }
         let address = address_of(&socket)
@@ -141,7 +144,7 @@ impl PassedSocket {
 }
 
 impl From<&PassedSocket> for Listener {
-    /// Its file, if any, stays when nobody listens any more: it is the manager's.
+    /// Its file, if any, stays when the listener is closed: it is the manager's.
     fn from(passed: &PassedSocket) -> Self {
         Self::sharing(passed.socket.clone(), passed.address.clone())
     }
@@ -149,7 +152,8 @@ impl From<&PassedSocket> for Listener {
 
 fn is_listening(socket: &OwnedFd) -> std::io::Result<bool> {
     let (mut value, mut len): (libc::c_int, libc::socklen_t) = (0, 4);
-    // SAFETY: the kernel writes at most `len` bytes to `value`, which has that many, and any bytes make a number.
+    // SAFETY: the kernel writes at most `len` bytes to `value`, which has that many, and any bytes make a
+    // number.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -212,7 +216,7 @@ mod tests {
         }
         let error = said(&own, "2", Some("a")).sockets().expect_err("a name is missing");
         assert_eq!(error.to_string(), "LISTEN_FDS says 2 sockets, LISTEN_FDNAMES names 1");
-        // Nothing has so many descriptors open here.
+        // The process does not have this many descriptors open.
         let error = PassedSocket::take(1_000_000, Some("web".into())).expect_err("nothing is there");
         assert_eq!(error.to_string(), "socket 1000000 (web), which was passed to this program, is not open");
     }

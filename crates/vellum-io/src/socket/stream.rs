@@ -1,9 +1,12 @@
 //! The bytes of one connection, on one worker.
 //!
-//! 1. A buffer goes to the kernel whole, in as many pieces as it has, and comes back; nothing is copied here.
-//! 2. Reading and writing are separate operations, so both may go on at once.
-//! 3. A connection that the other end has closed or lost fails with `Closed`; a signal is never raised for it.
+//! 1. A buffer is passed to the kernel as a whole, in as many pieces as it has, and comes back; nothing is
+//!    copied here.
+//! 2. Reading and writing are separate operations, so both may be in flight at once.
+//! 3. A connection that the other end has closed or lost fails with `Closed`; a signal is never raised for
+//!    it.
 
+use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::net::{Shutdown, SocketAddr};
@@ -11,7 +14,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt;
 use socket2::{Domain, Protocol, SockAddr, SockRef, Type};
 use vellum_core::{Buffer, ByteStream, Error, ErrorKind, LocalFuture, Result};
 
@@ -21,16 +27,21 @@ use crate::blocking::unblock;
 use crate::driver::op::{Message, Op, Readiness};
 use crate::driver::submit;
 
+/// TCP keepalive: how long a peer may be silent before it is probed, the time between two probes, and their
+/// number. Data that stays unacknowledged for as long as that takes in all also ends the connection.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(60), Duration::from_secs(10), 6);
+
 /// One end of a connection, used by tasks of one worker.
 pub struct Stream {
     socket: Arc<OwnedFd>,
     peer: String,
+    sent: Cell<u64>,
     stays_here: PhantomData<Rc<()>>,
 }
 
-/// Connects to whoever listens at `address`. May be attached on this worker or on another.
+/// Connects to the listener at `address`. May be attached on this worker or on another.
 ///
-/// Fails with `NotFound` when there is no such socket or host, with `Closed` when nobody listens there.
+/// Fails with `NotFound` when there is no such socket or host, with `Closed` when no program listens there.
 pub async fn connect(address: &Address) -> Result<Socket> {
     let result = match address {
         Address::Unix(path) => {
@@ -82,25 +93,41 @@ impl Stream {
     pub(super) fn new(descriptor: OwnedFd, peer: String) -> Self {
         let socket = SockRef::from(&descriptor);
         if socket.local_addr().is_ok_and(|address| address.as_socket().is_some()) {
-            // Replies are written whole, so there is nothing to wait for and gather; and a peer that has vanished
-            // without a word is to be noticed some day. A socket that takes neither works as well.
+            // Replies are written whole, so there is nothing to wait for and gather; and a peer that has
+            // vanished without a word is to be noticed within minutes, not hours. A socket that takes neither
+            // works as well.
             drop(socket.set_tcp_nodelay(true));
+            let (idle, interval, times) = KEEPALIVE;
             drop(socket.set_keepalive(true));
+            let _ = sockopt::set_tcp_keepidle(&descriptor, idle);
+            let _ = sockopt::set_tcp_keepintvl(&descriptor, interval);
+            let _ = sockopt::set_tcp_keepcnt(&descriptor, times);
+            let patience = u32::try_from((idle + interval * times).as_millis()).unwrap_or(u32::MAX);
+            let _ = sockopt::set_tcp_user_timeout(&descriptor, patience);
         }
-        Self { socket: Arc::new(descriptor), peer, stays_here: PhantomData }
+        Self { socket: Arc::new(descriptor), peer, sent: Cell::new(0), stays_here: PhantomData }
     }
 
-    /// Who is at the other end, for messages.
+    /// The peer, for messages.
     pub fn peer(&self) -> &str {
         &self.peer
     }
 
-    /// Ends one direction of the connection, or both. Never fails: a connection that is gone is shut down.
+    /// Shuts down one direction of the connection, or both. Never fails: a connection that is gone counts as
+    /// shut down.
     pub fn shut_down(&self, how: Shutdown) {
         drop(SockRef::from(&*self.socket).shutdown(how));
     }
 
-    /// Waits for the socket once more, after a socket that somebody made non-blocking had nothing.
+    /// Whether the peer is gone. A peer that has only shut down its sending side still listens.
+    pub fn is_gone(&self) -> bool {
+        // That both directions have ended is reported without being requested.
+        let mut polled = [PollFd::new(&*self.socket, PollFlags::empty())];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut polled, Some(&now)).is_ok_and(|count| count > 0)
+    }
+
+    /// Waits for the socket again, after one that was made non-blocking elsewhere had nothing.
     async fn until(&self, readiness: Readiness) -> Result<(), i32> {
         submit(Op::Await(self.socket.clone(), readiness)).await.0.map(drop)
     }
@@ -142,6 +169,7 @@ impl Stream {
             let waited = match result {
                 Ok(count) => {
                     message.done += count as usize;
+                    self.sent.set(self.sent.get() + u64::from(count));
                     Ok(())
                 }
                 Err(libc::EINTR) => Ok(()),
@@ -161,6 +189,17 @@ impl ByteStream for Stream {
 
     fn write_all(&self, data: Buffer) -> LocalFuture<'_, Result<()>> {
         Box::pin(self.send(data))
+    }
+
+    fn sent(&self) -> Option<u64> {
+        Some(self.sent.get())
+    }
+
+    fn is_deserted(&self) -> bool {
+        // The end that comes behind unread requests is also seen.
+        let mut polled = [PollFd::new(&*self.socket, PollFlags::RDHUP)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut polled, Some(&now)).is_ok_and(|count| count > 0)
     }
 
     fn shutdown(&self) {

@@ -1,6 +1,6 @@
-//! The words of the kernel's interface: structures and numbers, as `ublk_cmd.h` has them.
+//! The kernel's interface: structures and numbers, as in `ublk_cmd.h`.
 //!
-//! All of them are without gaps, so that they are plain bytes.
+//! None of the structures has padding, so they are plain bytes.
 
 use std::mem::size_of;
 
@@ -80,7 +80,7 @@ pub(super) struct IoDescriptor {
     pub(super) address: u64,
 }
 
-/// What a queue tells, `struct ublksrv_io_cmd`. The address stays zero: data goes another way.
+/// What a queue sends, `struct ublksrv_io_cmd`. The address stays zero: data is moved by other calls.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct IoCommand {
@@ -99,7 +99,7 @@ const _: () = {
 };
 
 impl ControlCommand {
-    /// As it stands at the end of a submission of 128 bytes.
+    /// Its layout at the end of a submission of 128 bytes.
     pub(super) fn bytes(self) -> [u8; 80] {
         // SAFETY: both are 32 bytes of integers without a gap.
         let words: [u8; 32] = unsafe { std::mem::transmute(self) };
@@ -110,7 +110,7 @@ impl ControlCommand {
 }
 
 impl IoCommand {
-    /// As it stands at the end of a submission.
+    /// Its layout at the end of a submission.
     pub(super) fn bytes(self) -> [u8; 16] {
         // SAFETY: both are 16 bytes of integers without a gap.
         unsafe { std::mem::transmute(self) }
@@ -146,7 +146,7 @@ pub(super) const COMMIT_AND_FETCH: u32 = code(BOTH, 0x21, IO);
 
 /// A device outlives its server, and waits for the next.
 pub(super) const FEATURE_RECOVERY: u64 = 1 << 3;
-/// What the dead server had not answered is asked again.
+/// Requests that the dead server had not answered are sent again.
 pub(super) const FEATURE_REISSUE: u64 = 1 << 4;
 /// Commands have the numbers of `ioctl`.
 pub(super) const FEATURE_CODES: u64 = 1 << 6;

@@ -1,7 +1,7 @@
-//! The control device: which devices there are, and what becomes of them.
+//! The control device: which devices exist, and operations on them.
 //!
-//! Its commands may wait, for queues to be ready or for requests to end, so each call blocks its thread: to be made by
-//! [`unblock`](crate::unblock).
+//! Its commands may wait for queues to be ready or for requests to end, so each call blocks its thread. Call
+//! them with [`unblock`](crate::unblock).
 
 use std::fs::File;
 use std::io;
@@ -24,7 +24,7 @@ pub struct Control {
     device: File,
     ring: IoUring<squeue::Entry128, cqueue::Entry>,
     features: u64,
-    /// An entry was left in the ring that points to what is gone: it is used no more.
+    /// An entry was left in the ring that points to freed memory: the ring is not used any more.
     is_broken: bool,
 }
 
@@ -33,13 +33,13 @@ pub struct Control {
 pub struct Shape {
     /// Queues. The kernel takes no more than there are processors.
     pub queues: u16,
-    /// Requests of a queue that may be under way.
+    /// Requests of a queue that may be in flight.
     pub depth: u16,
     /// The most bytes of one request.
     pub request_bytes_max: u32,
 }
 
-/// What the kernel tells its users about a device.
+/// What the kernel reports to its users about a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Params {
     /// The size, in sectors of 512 bytes.
@@ -62,7 +62,7 @@ pub struct Params {
     pub zeroes_sectors_max: u32,
 }
 
-/// What the kernel says of a device that is there.
+/// The kernel's description of an existing device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Standing {
     /// What it does.
@@ -82,7 +82,7 @@ pub enum State {
     Dead,
     /// It is served.
     Live,
-    /// Its server has gone, and its requests wait for another.
+    /// Its server has exited, and its requests wait for another.
     Waiting,
 }
 
@@ -90,12 +90,13 @@ impl Control {
     /// Opens the control device.
     ///
     /// # Errors
-    /// `Unsupported` where the kernel has no driver or an old one, or gives no ring; each says what to do.
+    /// `Unsupported` where the kernel has no driver or an old one, or provides no ring; each error says what
+    /// to do.
     pub fn open() -> Result<Self> {
         let device = File::options().read(true).write(true).open(PATH).map_err(|error| not_open(&error))?;
         let ring = IoUring::builder().dontfork().build(4).map_err(|error| {
             no_ring(NoRing::Setup(error.raw_os_error().unwrap_or(libc::EIO)))
-                .context("can't make a block device by ublk")
+                .context("can't create a ublk device")
         })?;
         let mut control = Self { device, ring, features: 0, is_broken: false };
         let mut features = 0_u64;
@@ -104,7 +105,8 @@ impl Control {
         let needed = abi::FEATURE_CODES | abi::FEATURE_USER_COPY;
         if asked.is_err() || features & needed != needed {
             return Err(Error::unsupported(format!(
-                "can't make a block device: the ublk driver of this kernel is too old (Linux 6.5 or later has what is needed); {INSTEAD}"
+                "can't create a ublk device: the ublk driver of this kernel is too old (Linux 6.5 or later is \
+                 needed); {INSTEAD}"
             )));
         }
         control.features = features;
@@ -116,8 +118,8 @@ impl Control {
         self.features & abi::FEATURE_UPDATE_SIZE != 0
     }
 
-    /// Adds a device with this number, or the first that is free, and writes the mark at it. Gives its number, and its
-    /// shape, which may be less than was asked for. One that `keeps` outlives its server, and waits for the next.
+    /// Adds a device with this number, or the first free one, and marks it. Returns its number and its shape,
+    /// which may be less than requested. One that `keeps` outlives its server, and waits for the next.
     ///
     /// # Errors
     /// `Locked` when there is a device with this number.
@@ -137,17 +139,18 @@ impl Control {
         self.call(abi::ADD, command).map_err(|errno| match errno {
             libc::EEXIST => Error::new(
                 ErrorKind::Locked,
-                format!("can't make /dev/ublkb{wanted}: there is a ublk device with this number, or somebody still uses one that was"),
+                format!("can't create /dev/ublkb{wanted}: a ublk device with this number exists, or a removed one \
+                 is still in use"),
             ),
             libc::EPERM | libc::EACCES => {
-                Error::os(errno, "can't make a block device by ublk: it takes root (CAP_SYS_ADMIN)")
+                Error::os(errno, "can't create a ublk device: root (CAP_SYS_ADMIN) is required")
             }
-            errno => Error::os(errno, "can't make a block device by ublk"),
+            errno => Error::os(errno, "can't create a ublk device"),
         })?;
         Ok((info.number, Shape::from(&info)))
     }
 
-    /// Says what the device is. It has not been started yet.
+    /// Sets the parameters of the device, which has not been started yet.
     pub fn describe(&mut self, number: u32, params: &Params) -> Result<()> {
         let has_ranges = params.range_sectors_max > 0;
         let read_only = if params.read_only { abi::ATTRIBUTE_READ_ONLY } else { 0 };
@@ -175,18 +178,20 @@ impl Control {
         self.call(abi::SET_PARAMETERS, command).map_err(|errno| doing(errno, "describe", number))
     }
 
-    /// Makes the block device. Waits until all queues ask for requests, and while the kernel looks for partitions.
+    /// Makes the block device. Waits until all queues fetch requests, and while the kernel looks for
+    /// partitions.
     pub fn start(&mut self, number: u32) -> Result<()> {
         let command = ControlCommand { data: u64::from(std::process::id()), ..Self::to(number) };
         self.call(abi::START, command).map_err(|errno| doing(errno, "start", number))
     }
 
-    /// Takes the block device away. Waits until its requests have ended; then its queues hear that there will be no more.
+    /// Stops the block device. Waits until its requests have ended; then the fetches of its queues are
+    /// aborted.
     pub fn stop(&mut self, number: u32) -> Result<()> {
         self.call(abi::STOP, Self::to(number)).map_err(|errno| doing(errno, "stop", number))
     }
 
-    /// Removes the device. Its number is free as soon as nobody has the device open any more.
+    /// Removes the device. Its number is free as soon as the device is no longer open anywhere.
     pub fn remove(&mut self, number: u32) -> Result<()> {
         let removed = match self.call(abi::DELETE_LATER, Self::to(number)) {
             // Linux before 6.9 waits until then.
@@ -205,8 +210,8 @@ impl Control {
         Ok((parameters.sectors, parameters.attributes & abi::ATTRIBUTE_READ_ONLY != 0))
     }
 
-    /// Takes a device over that waits: then it can be opened, and its queues ask anew. False while its last server still has it
-    /// open, which may be for a moment after its death.
+    /// Takes a device over that waits: then it can be opened, and its queues ask anew. False while its last
+    /// server still has it open, which may be for a moment after its death.
     pub fn take_over(&mut self, number: u32) -> Result<bool> {
         match self.call(abi::START_RECOVERY, Self::to(number)) {
             Err(libc::EBUSY) => Ok(false),
@@ -214,14 +219,16 @@ impl Control {
             Err(libc::EINVAL) => Err(Error::os(
                 libc::EINVAL,
                 format!(
-                    "can't take over the ublk device {number}: its last server ended while it took it over, and this kernel does not try again; a server that is started without --ublk-keep takes it away, or `ublk del -n {number}`, and then its requests fail"
+                    "can't take over the ublk device {number}: its last server ended during an earlier takeover, \
+                     and this kernel does not allow another; a server without --ublk-keep, or `ublk del -n \
+                     {number}`, removes it, and its waiting requests fail"
                 ),
             )),
             taken => taken.map(|()| true).map_err(|errno| doing(errno, "take over", number)),
         }
     }
 
-    /// Gives the new queues what waits. Waits until all of them ask.
+    /// Hands the waiting requests to the new queues. Waits until all of them fetch.
     pub fn go_on(&mut self, number: u32) -> Result<()> {
         let command = ControlCommand { data: u64::from(std::process::id()), ..Self::to(number) };
         self.call(abi::END_RECOVERY, command).map_err(|errno| doing(errno, "go on with", number))
@@ -261,8 +268,8 @@ impl Control {
         if self.is_broken {
             return Err(libc::EIO);
         }
-        // SAFETY: what the command points to belongs to the caller, who waits here until the command has ended; where it never
-        // begins, the ring is not entered again.
+        // SAFETY: what the command points to belongs to the caller, which waits here until the command has
+        // ended; if the command never begins, the ring is not entered again.
         unsafe { self.ring.submission().push(&entry) }.map_err(|_| libc::EBUSY)?;
         loop {
             let waited = self.ring.submit_and_wait(1);
@@ -304,11 +311,12 @@ fn not_open(error: &io::Error) -> Error {
     let errno = error.raw_os_error().unwrap_or(libc::EIO);
     match errno {
         libc::ENOENT | libc::ENODEV | libc::ENXIO => Error::unsupported(format!(
-            "can't make a block device: there is no {PATH}, so this kernel has no ublk driver; load it with `modprobe ublk_drv` (Linux 6.5 or later, built with CONFIG_BLK_DEV_UBLK), or {INSTEAD}"
+            "can't create a ublk device: there is no {PATH}, so this kernel has no ublk driver; load it with \
+             `modprobe ublk_drv` (Linux 6.5 or later, built with CONFIG_BLK_DEV_UBLK), or {INSTEAD}"
         )),
         libc::EACCES | libc::EPERM => Error::os(
             errno,
-            format!("can't make a block device: {PATH} takes root (CAP_SYS_ADMIN); or {INSTEAD}"),
+            format!("can't create a ublk device: {PATH} requires root (CAP_SYS_ADMIN); or {INSTEAD}"),
         ),
         errno => Error::os(errno, format!("can't open {PATH}")),
     }

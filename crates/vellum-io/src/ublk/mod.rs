@@ -1,4 +1,4 @@
-//! The kernel's driver for block devices that a program serves (ublk): what it is told, and how.
+//! The kernel's driver for block devices that a program serves (ublk): its commands and data.
 //!
 //! ```text
 //!   /dev/ublk-control   Control   devices are added, described, started, stopped and removed: a small ring of its own
@@ -8,19 +8,22 @@
 //!   /dev/ublkbN         the block device, while it is started
 //! ```
 //!
-//! 1. Commands carry no address of ours but those of [`Control`], which waits for their end. So a command that a device
-//!    never answers holds no memory.
-//! 2. The kernel wants all commands of a queue from one thread. A [`Queue`] is moved to its worker and stays there.
-//! 3. What the kernel shows is copied out once, and is looked at by whoever serves: here nothing is believed or checked.
-//! 4. A device is removed when all its queues are gone: each keeps it open.
+//! 1. Commands carry no address of ours except those of [`Control`], which waits for their completion. So a
+//!    command that a device never answers holds no memory.
+//! 2. The kernel requires all commands of a queue to come from one thread. A [`Queue`] is moved to its worker
+//!    and stays there.
+//! 3. What the kernel shares is copied once, and the server checks it: in this crate nothing is trusted or
+//!    checked.
+//! 4. A device is removed when all its queues are gone: each of them keeps it open.
 //!
-//! Data is moved by plain system calls (`UBLK_F_USER_COPY`): they copy between two pieces of memory and wait for nothing,
-//! while the ring would give each to a thread of the kernel, because the device does not say that it never waits.
+//! Data is moved by plain system calls (`UBLK_F_USER_COPY`): they copy between two pieces of memory and never
+//! wait, while the ring would give each to a kernel thread, because the device does not report that it never
+//! waits.
 //!
-//! Left out: zero copy and registered buffers (Linux 6.15), zones, devices for users without rights.
+//! Left out: zero copy and registered buffers (Linux 6.15), zones, unprivileged devices.
 //!
-//! Source: `include/uapi/linux/ublk_cmd.h` and `Documentation/block/ublk.rst` of Linux; `drivers/block/ublk_drv.c` for what
-//! they do not say.
+//! Source: `include/uapi/linux/ublk_cmd.h` and `Documentation/block/ublk.rst` of Linux;
+//! `drivers/block/ublk_drv.c` for what they leave open.
 
 mod abi;
 mod control;

@@ -1,4 +1,4 @@
-//! A device as its server has it open, and one queue of it.
+//! A device as its server has it open, and one of its queues.
 //!
 //! ```text
 //!   next(tag, None)      FETCH_REQ               ─► the kernel has a request for this tag
@@ -37,10 +37,10 @@ pub struct Queue {
     number: u16,
 }
 
-/// What a request asks, as the kernel shows it.
+/// A request, as the kernel shares it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
-    /// What is to be done, in the low byte, and how.
+    /// The operation, in the low byte, and its flags.
     pub op_flags: u32,
     /// How many sectors of 512 bytes.
     pub sectors: u32,
@@ -55,7 +55,7 @@ pub enum Told {
     Request,
     /// There are no more.
     NoMore,
-    /// The kernel had no memory for it; nothing was told, and it is to be told again.
+    /// The kernel had no memory for it; nothing was submitted, and the caller must submit it again.
     NotNow,
 }
 
@@ -81,7 +81,7 @@ impl Device {
         }
     }
 
-    /// One of its queues, which has requests of so many tags.
+    /// One of its queues, with requests of this many tags.
     pub fn queue(&self, number: u16, depth: u16) -> Result<Queue> {
         let rows = Rows::map(&self.file, number, depth)?;
         Ok(Queue { file: self.file.clone(), rows, number })
@@ -89,8 +89,9 @@ impl Device {
 }
 
 impl Queue {
-    /// Tells what became of the last request of this tag, if there was one (a count of bytes, or an `errno` below zero), and
-    /// waits for the next. On a worker that has a ring, and on the same one from the first call on.
+    /// Returns the result of the last request of this tag to the kernel, if there was one (a count of bytes,
+    /// or an `errno` below zero), and waits for the next. Must run on a worker that has a ring, and always on
+    /// the same one.
     ///
     /// # Errors
     /// The kernel does not understand, such as on a worker without a ring.
@@ -102,16 +103,14 @@ impl Queue {
             Ok(0) => Ok(Told::Request),
             Err(libc::ENODEV) => Ok(Told::NoMore),
             Err(libc::ENOMEM | libc::EAGAIN) => Ok(Told::NotNow),
-            Ok(word) => {
-                Err(Error::unsupported(format!("a ublk queue was told {word}, which it does not know")))
-            }
+            Ok(word) => Err(Error::unsupported(format!("a ublk queue received the unknown request {word}"))),
             Err(errno) => {
-                Err(Error::os(errno, format!("can't ask for requests of ublk queue {}", self.number)))
+                Err(Error::os(errno, format!("can't fetch requests of ublk queue {}", self.number)))
             }
         }
     }
 
-    /// What the request of this tag asks.
+    /// The request of this tag.
     pub fn row(&self, tag: u16) -> Row {
         let IoDescriptor { op_flags, sectors, start, address: _ } = self.rows.get(tag);
         Row { op_flags, sectors, start }
@@ -164,12 +163,12 @@ struct Rows {
     depth: u16,
 }
 
-// SAFETY: it is memory of the whole process, read by whoever has the value.
+// SAFETY: it is memory of the whole process, read by the holder of the value.
 unsafe impl Send for Rows {}
 
 impl Rows {
     fn map(file: &OwnedFd, queue: u16, depth: u16) -> Result<Self> {
-        // SAFETY: asks for a number.
+        // SAFETY: it only queries a number.
         let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).expect("pages have a size");
         let len = (usize::from(depth) * size_of::<IoDescriptor>()).next_multiple_of(page);
         let stride = (abi::DEPTH_MAX * size_of::<IoDescriptor>()).next_multiple_of(page);
@@ -187,16 +186,16 @@ impl Rows {
 
     fn get(&self, tag: u16) -> IoDescriptor {
         assert!(tag < self.depth, "tag {tag} of a queue of {}", self.depth);
-        // SAFETY: the mapping has room for `depth` of them and lasts as long as `self`. The kernel writes a row before it
-        // tells of the request, and not again before the answer; a device that does otherwise gives odd numbers, which
-        // are all legal.
+        // SAFETY: the mapping has room for `depth` of them and lasts as long as `self`. The kernel writes a
+        // row before it announces the request, and not again before the answer; a device that does otherwise
+        // yields odd numbers, which are all legal.
         unsafe { self.start.add(usize::from(tag)).read_volatile() }
     }
 }
 
 impl Drop for Rows {
     fn drop(&mut self) {
-        // SAFETY: it was mapped with this length, and nobody has a reference into it.
+        // SAFETY: it was mapped with this length, and there are no references into it.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }

@@ -1,4 +1,4 @@
-//! What the tests share: places to put files, loop devices, and saying why something was skipped.
+//! What the tests share: places for files, loop devices, and reporting why a test was skipped.
 #![allow(
     dead_code,
     unreachable_pub,
@@ -11,12 +11,17 @@ use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::time::Duration;
 
 use vellum_core::contract::StorageBench;
 use vellum_core::{LocalFuture, Result, SharedStorage, Storage};
 use vellum_io::{File, IoMode, LockMode, OpenOptions, run};
 
 pub const MODES: [IoMode; 2] = [IoMode::Uring, IoMode::Threads];
+
+/// What takes longer has hung, or waits for something else than it should: far longer than anything here
+/// takes on a busy machine.
+pub const LONG: Duration = Duration::from_secs(60);
 
 /// Runs a test in both modes, or the one there is.
 pub fn in_both_modes<F: Future<Output = ()>>(test: impl Fn() -> F) {
@@ -29,7 +34,7 @@ pub fn in_both_modes<F: Future<Output = ()>>(test: impl Fn() -> F) {
     }
 }
 
-/// Says why something is not tested here.
+/// Prints why something is not tested here.
 pub fn skip(reason: &str) {
     eprintln!("skipped: {reason}");
 }
@@ -86,7 +91,7 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// A device of `len` bytes that moves blocks of `block` bytes; says why when there is none to be had.
+    /// A device of `len` bytes that moves blocks of `block` bytes; prints the reason if none is available.
     pub fn new(len: u64, block: u32) -> Option<Self> {
         Self::over(TempDir::new(), len, block)
     }
@@ -175,7 +180,7 @@ pub fn writing(direct: bool) -> OpenOptions {
     OpenOptions::writing().direct(direct)
 }
 
-/// The same with no lock, for files that the test itself opens twice.
+/// As above, with no lock, for files that the test itself opens twice.
 pub fn unlocked(direct: bool) -> OpenOptions {
     writing(direct).lock(LockMode::None)
 }

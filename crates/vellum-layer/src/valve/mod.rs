@@ -1,21 +1,30 @@
-//! The valve: every request of every export goes through it, so that a disk can be stopped, slowed and exchanged while it is
-//! served.
+//! The valve: every request of every export passes through it, so that a disk can be stopped, throttled and
+//! exchanged while it is served.
 //!
 //! ```text
-//!   exports ──► limits: it is this request's turn ──► passage: nobody holds it ──► the disk, whichever it is now
-//!                flushes and maps go past                paused, or exchanged
+//!   exports ──► limits: it is this request's turn ──► passage: not held ──► the disk, whichever it is now
+//!                flushes bypass these                    paused, or exchanged
 //! ```
 //!
-//! 1. A disk that is neither limited nor held costs a request two counts on a counter that few cores share, and no lock.
-//! 2. A discard counts as a request that moves nothing; zeros do, too, where the disk can make them without writing them.
-//! 3. A request that waits holds nothing but its place: how many there can be is the exports' to say.
-//! 4. A request that was let through is not stopped any more. Who pauses waits for it, and flushes. What waited meanwhile begins at
-//!    the rate of its limits.
-//! 5. Work that nobody waits for ([`Disk::tend`]) does not begin while the disk is held.
-//! 6. When the server ends it opens for good: what waits is done, at the disk's own pace.
+//! 1. A disk that is neither limited nor held costs a request two increments of a counter that few cores
+//!    share, and no lock.
+//! 2. A map query counts as a read of no bytes, a discard as a write of no bytes; so do zeros, where the disk
+//!    can make them without writing them.
+//! 3. A waiting request holds nothing but its place in line; the exports bound how many there can be.
+//! 4. A request that was admitted is not stopped any more. A pause waits for it, and flushes. Requests that
+//!    waited meanwhile begin at the rate of the limits.
+//! 5. Background work ([`Disk::tend`]) does not begin while the disk is held.
+//! 6. When the server ends the valve opens for good: waiting requests are executed at the disk's own pace.
+//! 7. A snapshot of the disk is read through the same limits and the same passage (`beside`).
+//! 8. If the disk behind it has lost answered writes, the next flush of each user of the valve reports it
+//!    (`Losses`).
+//! 9. If so configured, a request that finds no space waits until there is some, and fails only when the
+//!    server ends.
 
+mod beside;
 mod limits;
 mod passage;
+mod space;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,43 +34,47 @@ use arc_swap::ArcSwap;
 use event_listener::Event;
 use futures_lite::future::or;
 use vellum_core::{
-    Buffer, Clock, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result,
-    Room, SharedDisk, WriteFlags, ZeroFlags,
+    Buffer, Clock, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Losses,
+    Result, Room, SharedDisk, WriteFlags, ZeroFlags,
 };
 
 use limits::{Direction, Limits};
 pub use limits::{Kind, Rate, Settings};
 pub use passage::Hold;
 use passage::{Inside, Passage};
+use space::Space;
 
 /// A disk that can be stopped, slowed and exchanged.
 pub struct Valve {
     inner: ArcSwap<SharedDisk>,
     limits: Limits,
     passage: Arc<Passage>,
+    space: Space,
+    /// Of the disks that were behind it.
+    losses: Arc<Losses>,
     flow: Mutex<Flow>,
-    /// So many pauses were begun, and ended: who waits for one learns that it is no longer his.
+    /// Counts pauses and resumes, so that a waiter can tell that its pause was superseded.
     turns: AtomicU64,
     turned: Event,
     has_ended: AtomicBool,
     clock: Arc<dyn Clock>,
 }
 
-/// Whether requests go on.
+/// Whether requests continue.
 enum Flow {
     Running,
     Pausing(Hold),
     Paused { _hold: Hold, since: Duration },
 }
 
-/// Whether requests go on, for who asks.
+/// Whether requests are admitted, for status reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
     /// They do.
     Running,
-    /// New ones wait; those before are still under way, or being flushed.
+    /// New ones wait; earlier ones are still in flight, or being flushed.
     Pausing,
-    /// Nothing is under way, all is durable, and new requests wait, for so long already.
+    /// No request is in flight, everything is durable, and new requests wait, for this long already.
     Paused(Duration),
 }
 
@@ -72,6 +85,8 @@ impl Valve {
             inner: ArcSwap::from_pointee(inner),
             limits: Limits::new(clock.clone()),
             passage: Arc::default(),
+            space: Space::default(),
+            losses: Arc::new(Losses::new(clock.clone())),
             flow: Mutex::new(Flow::Running),
             turns: AtomicU64::new(0),
             turned: Event::new(),
@@ -84,7 +99,7 @@ impl Valve {
         self.flow.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether requests go on.
+    /// Whether requests continue.
     pub fn state(&self) -> State {
         match &*self.flow() {
             Flow::Running => State::Running,
@@ -116,15 +131,17 @@ impl Valve {
         self.limits.waiting()
     }
 
-    /// Stops new requests. Returns when none is under way and all that was answered is durable. Pausing twice is legal.
+    /// Stops new requests. Returns when none is in flight and everything that was answered is durable.
+    /// Pausing twice is legal.
     ///
     /// # Errors
-    /// What the flush says; then requests go on. `Closed` when somebody let them go on meanwhile, or the server ends.
+    /// Returns the result of the flush; then requests continue. `Closed` when the pause was ended elsewhere,
+    /// or the server ends.
     pub async fn pause(&self) -> Result<()> {
         let turn = {
             let mut flow = self.flow();
             if self.has_ended.load(Ordering::Acquire) {
-                return Err(Error::new(ErrorKind::Closed, "the server ends"));
+                return Err(Error::new(ErrorKind::Closed, "the server is shutting down"));
             }
             match &*flow {
                 Flow::Paused { .. } => return Ok(()),
@@ -136,7 +153,7 @@ impl Valve {
             }
             self.turns.load(Ordering::Acquire)
         };
-        // Once it is resumed, who leaves tells nobody.
+        // Once the disk is resumed, leaving requests no longer wake the waiter.
         or(self.passage.drained(), self.turned_from(turn)).await;
         let flushed = self.inner.load_full().flush().await;
         let mut flow = self.flow();
@@ -151,7 +168,7 @@ impl Valve {
                 drop(hold);
                 flushed
             }
-            // Another who paused it, too, was faster.
+            // Another task, which had also paused it, was faster.
             paused @ Flow::Paused { .. } if is_ours => {
                 *flow = paused;
                 Ok(())
@@ -163,7 +180,7 @@ impl Valve {
         }
     }
 
-    /// Waits until somebody has let requests go on.
+    /// Waits until the pause is ended.
     async fn turned_from(&self, turn: u64) {
         loop {
             let turned = self.turned.listen();
@@ -174,7 +191,25 @@ impl Valve {
         }
     }
 
-    /// Lets requests go on; true if they had been stopped.
+    /// Whether requests that find no space are held until there is some, or fail. Once the server ends they
+    /// fail.
+    pub fn hold_when_full(&self, holds: bool) {
+        let _flow = self.flow();
+        self.space.set_waited_for(holds && !self.has_ended.load(Ordering::Acquire));
+    }
+
+    /// Requests that wait for space.
+    pub fn waiting_for_space(&self) -> usize {
+        self.space.waiting()
+    }
+
+    /// Requests that wait for space try again at once; true if there are any. They also try by themselves at
+    /// intervals.
+    pub fn try_again(&self) -> bool {
+        self.space.try_again()
+    }
+
+    /// Lets requests continue; true if they had been stopped.
     pub fn resume(&self) -> bool {
         let mut flow = self.flow();
         self.turns.fetch_add(1, Ordering::AcqRel);
@@ -190,19 +225,32 @@ impl Valve {
         self.turned.notify(usize::MAX);
         *flow = Flow::Running;
         self.limits.set(Settings::default());
+        self.space.set_waited_for(false);
     }
 
-    /// Stops new requests until the hold is dropped, beside any pause. Returns when none is under way.
+    /// Stops new requests until the hold is dropped, in addition to any pause. Returns when none is in
+    /// flight.
     pub async fn hold(&self) -> Hold {
         let hold = self.passage.hold();
         self.passage.drained().await;
         hold
     }
 
-    /// Requests go to this disk from now on. It must be held, and nothing under way.
+    /// Requests go to this disk from now on. The valve must be held, with nothing in flight.
     pub fn exchange(&self, _hold: &Hold, inner: SharedDisk) {
-        debug_assert_eq!(self.passage.inside(), 0, "somebody still uses the disk before");
+        debug_assert_eq!(self.passage.inside(), 0, "the disk before is still in use");
         self.inner.store(Arc::new(inner));
+    }
+
+    /// Answered writes of the disk behind it may be missing from the next disk, which is installed while this
+    /// is held: every user of the valve gets a report.
+    pub fn lose(&self, _hold: &Hold) {
+        self.losses.grow();
+    }
+
+    /// As above, for a loss at this time, by the clock of the valve.
+    pub fn lose_at(&self, _hold: &Hold, when: Duration) {
+        self.losses.grow_at(when);
     }
 
     /// The bytes that zeros there may move.
@@ -210,23 +258,58 @@ impl Valve {
         if self.geometry().fast_zeroes { 0 } else { span.len() }
     }
 
-    /// Enters at once, where nothing is limited and nobody holds it.
+    /// Enters at once if nothing is limited and the valve is not held.
     #[inline]
     fn begin_at_once(&self) -> Option<Inside<'_>> {
         if self.limits.are_on() { None } else { self.passage.try_enter() }
     }
 
-    /// Enters as soon as it may: a request that moves so many bytes, where it is one that is limited. Boxed, so that a request that
-    /// need not wait does not carry what it takes to wait.
+    /// Enters as soon as it may: a request that moves this many bytes, if it is of a limited kind. Boxed, so
+    /// that a request that need not wait does not carry the state for waiting.
     fn begin_in_turn(&self, limited: Option<(Direction, u64)>) -> LocalFuture<'_, Inside<'_>> {
         Box::pin(async move {
             let Some((direction, bytes)) = limited else { return self.passage.enter().await };
             loop {
-                // Nobody has its turn while the disk is held; otherwise all of them would go on at once afterwards.
+                // No request has its turn while the disk is held; otherwise all of them would begin at once
+                // afterwards.
                 drop(self.passage.enter().await);
                 self.limits.pass(direction, bytes).await;
                 if let Some(inside) = self.passage.try_enter() {
                     return inside;
+                }
+            }
+        })
+    }
+}
+
+/// A change of the disk, as often as it is tried.
+type Change<'a> = Box<dyn Fn(&SharedDisk) -> LocalFuture<'_, Result<()>> + 'a>;
+
+impl Valve {
+    /// Makes a change, again and again as long as there is no space for it.
+    fn patiently<'a>(
+        &'a self,
+        limited: Option<(Direction, u64)>,
+        change: Change<'a>,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let mut limited = limited;
+            loop {
+                let inside = match self.begin_at_once() {
+                    Some(inside) => inside,
+                    None => self.begin_in_turn(limited.take()).await,
+                };
+                let result = change(&self.inner.load_full()).await;
+                drop(inside);
+                match result {
+                    Err(error) if error.kind() == ErrorKind::NoSpace && self.space.is_waited_for() => {
+                        self.space.wait(&*self.clock).await;
+                    }
+                    Ok(()) => {
+                        self.space.is_back();
+                        return Ok(());
+                    }
+                    failed => return failed,
                 }
             }
         })
@@ -261,24 +344,39 @@ impl Disk for Valve {
     }
 
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-        pass!(self, Some((Direction::Write, data.len() as u64)), disk => disk.write(at, data, flags))
+        let limited = Some((Direction::Write, data.len() as u64));
+        if self.space.is_waited_for() {
+            // The bytes may be needed again.
+            return self.patiently(limited, Box::new(move |disk| disk.write(at, data.duplicate(), flags)));
+        }
+        pass!(self, limited, disk => disk.write(at, data, flags))
     }
 
     fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        if self.space.is_waited_for() {
+            return self.patiently(None, Box::new(|disk| disk.flush()));
+        }
         pass!(self, None, disk => disk.flush())
     }
 
     fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
         let limited = Some((Direction::Write, self.moved_by_zeros(span)));
+        if self.space.is_waited_for() {
+            return self.patiently(limited, Box::new(move |disk| disk.write_zeroes(span, flags)));
+        }
         pass!(self, limited, disk => disk.write_zeroes(span, flags))
     }
 
     fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-        pass!(self, Some((Direction::Write, 0)), disk => disk.discard(span, flags))
+        let limited = Some((Direction::Write, 0));
+        if self.space.is_waited_for() {
+            return self.patiently(limited, Box::new(move |disk| disk.discard(span, flags)));
+        }
+        pass!(self, limited, disk => disk.discard(span, flags))
     }
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
-        pass!(self, None, disk => disk.map(span))
+        pass!(self, Some((Direction::Read, 0)), disk => disk.map(span))
     }
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
@@ -290,6 +388,10 @@ impl Disk for Valve {
 
     fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {
         pass!(self, None, disk => disk.room())
+    }
+
+    fn losses(&self) -> Option<Arc<Losses>> {
+        Some(self.losses.clone())
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {
@@ -388,6 +490,26 @@ mod tests {
     }
 
     #[test]
+    fn a_disk_beside_it_waits_where_it_waits() {
+        let valve = valve(4096);
+        let beside = valve.beside(MemoryDisk::new(4096));
+        let read = || beside.read(GuestOffset::ZERO, Buffer::zeroed(512));
+        block_on(async {
+            valve.pause().await.expect("nothing is under way");
+            let mut waits = read();
+            assert!(poll_once(&mut waits).await.is_none());
+            assert_eq!(valve.held(), 1);
+            valve.resume();
+            waits.await.expect("now");
+            valve.limit(Settings::of([("iops-total", 1)]).expect("a limit"));
+            read().await.expect("the first");
+            let mut waits = read();
+            assert!(poll_once(&mut waits).await.is_none());
+            assert_eq!(valve.limited(), 1);
+        });
+    }
+
+    #[test]
     fn the_end_lets_all_go_on() {
         let valve = valve(4096);
         block_on(async {
@@ -418,6 +540,145 @@ mod tests {
             waits.await.expect("now");
             let read = larger.read(GuestOffset::ZERO, Buffer::zeroed(1)).await.expect("read");
             assert_eq!(read.slice()[0], 7);
+        });
+    }
+
+    #[test]
+    fn a_flush_that_waited_while_writes_were_lost_is_not_answered_well() {
+        let valve = valve(4096);
+        let losses = vellum_core::Disk::losses(&*valve).expect("it has them");
+        let session = vellum_core::witnessed(valve.clone(), Some(&losses.witness()));
+        block_on(async {
+            session.flush().await.expect("nothing was lost");
+            let hold = valve.hold().await;
+            let mut flush = session.flush();
+            assert!(poll_once(&mut flush).await.is_none());
+            valve.lose(&hold);
+            valve.exchange(&hold, MemoryDisk::new(4096));
+            drop(hold);
+            flush.await.expect_err("what was written before is gone");
+            session.flush().await.expect("it has been told");
+        });
+    }
+
+    /// A disk of memory that has space, or not.
+    struct Tight {
+        memory: Arc<MemoryDisk>,
+        is_full: AtomicBool,
+        tries: AtomicU64,
+    }
+
+    impl Disk for Tight {
+        fn geometry(&self) -> Geometry {
+            self.memory.geometry()
+        }
+
+        fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+            self.memory.read(at, buffer)
+        }
+
+        fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+            self.tries.fetch_add(1, Ordering::SeqCst);
+            if self.is_full.load(Ordering::SeqCst) {
+                return Box::pin(std::future::ready(Err(Error::new(ErrorKind::NoSpace, "full"))));
+            }
+            self.memory.write(at, data, flags)
+        }
+
+        fn flush(&self) -> LocalFuture<'_, Result<()>> {
+            self.memory.flush()
+        }
+
+        fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+            self.memory.write_zeroes(span, flags)
+        }
+
+        fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+            self.memory.discard(span, flags)
+        }
+
+        fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+            self.memory.map(span)
+        }
+
+        fn close(&self) -> LocalFuture<'_, Result<()>> {
+            self.memory.close()
+        }
+    }
+
+    /// Three writes of one byte each to a full disk that holds them; what `then` does; their answers.
+    fn held_for_space(then: impl AsyncFnOnce(&Tight, &Valve)) -> (Vec<Result<()>>, Arc<Tight>, Duration) {
+        let world = World::new(5);
+        let memory = MemoryDisk::new(4096);
+        let tight = Arc::new(Tight { memory, is_full: AtomicBool::new(true), tries: AtomicU64::new(0) });
+        let valve = Valve::new(tight.clone(), world.clock());
+        valve.hold_when_full(true);
+        let answers = world.run(async {
+            let mut writes = Vec::new();
+            for number in 0..3u8 {
+                let valve = valve.clone();
+                writes.push(world.spawn(async move {
+                    let at = GuestOffset::new(u64::from(number) * 512);
+                    valve.write(at, Buffer::copy_of(&[number + 1; 512]), WriteFlags::default()).await
+                }));
+            }
+            world.sleep(Duration::from_secs(10)).await;
+            assert_eq!((valve.waiting_for_space(), valve.state()), (3, State::Running));
+            let tries = tight.tries.load(Ordering::SeqCst);
+            assert!((10..=16).contains(&tries), "one of them tries each second: {tries}");
+            valve.read(GuestOffset::ZERO, Buffer::zeroed(512)).await.expect("reads go on");
+            then(&tight, &valve).await;
+            let mut answers = Vec::new();
+            for write in writes {
+                answers.push(write.await);
+            }
+            answers
+        });
+        assert_eq!(valve.waiting_for_space(), 0);
+        (answers, tight, world.now())
+    }
+
+    #[test]
+    fn requests_wait_for_space_and_go_on_by_themselves() {
+        let (answers, tight, took) =
+            held_for_space(async |tight, _| tight.is_full.store(false, Ordering::SeqCst));
+        assert!(answers.iter().all(Result::is_ok) && took < Duration::from_secs(12), "{answers:?} {took:?}");
+        let read = block_on(tight.read(GuestOffset::ZERO, Buffer::zeroed(1536))).expect("read");
+        assert_eq!([0, 512, 1024].map(|at| read.slice()[at]), [1, 2, 3], "each with its own bytes");
+    }
+
+    #[test]
+    fn a_disk_without_space_is_paused_and_told_to_try_again() {
+        let (answers, _, _) = held_for_space(async |tight, valve| {
+            valve.pause().await.expect("who waits for space is not under way");
+            tight.is_full.store(false, Ordering::SeqCst);
+            assert!(valve.try_again());
+            assert!(valve.resume());
+        });
+        assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+    }
+
+    #[test]
+    fn what_waits_for_space_fails_when_the_server_ends() {
+        let (answers, _, _) = held_for_space(async |_, valve| {
+            valve.end();
+            valve.hold_when_full(true);
+        });
+        let kinds: Vec<_> = answers.iter().map(|answer| answer.as_ref().expect_err("no").kind()).collect();
+        assert_eq!(kinds, [ErrorKind::NoSpace; 3]);
+    }
+
+    #[test]
+    fn questions_where_data_is_count_as_requests() {
+        let world = World::new(6);
+        let valve = Valve::new(MemoryDisk::new(4096), world.clock());
+        valve.limit(Settings::of([("iops-read", 100)]).expect("a limit"));
+        world.run(async {
+            for _ in 0..50 {
+                valve.map(GuestOffset::ZERO.span(4096)).await.expect("a map");
+            }
+            // The bucket holds 11.
+            assert!(world.now() >= Duration::from_millis(380), "50 took {:?}", world.now());
         });
     }
 

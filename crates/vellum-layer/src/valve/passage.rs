@@ -1,12 +1,14 @@
-//! Who is inside, and who may not enter: requests pass without a lock, and can all be waited for.
+//! Counts the requests inside and closes the door to new ones: requests pass without a lock, and all of them
+//! can be waited for.
 //!
 //! ```text
-//!   enter   counted inside ► nobody holds it? ── yes ──► go on                   hold     from now on nobody enters
-//!                                  └── no ──► counted out again, wait until open    ► drained   nobody is inside
+//!   enter   counted inside ► not held? ── yes ──► inside                         hold     from now on none enters
+//!                              └── no ──► counted out again, wait until open     ► drained   none is inside
 //! ```
 //!
-//! 1. Whoever enters counts itself before it looks; whoever holds says so before it counts. So one of them sees the other.
-//! 2. It may be held by several at a time. It is open when the last has let go.
+//! 1. A request counts itself before it checks whether the passage is held; a holder announces itself before
+//!    it reads the count. So one of them sees the other.
+//! 2. Several holders may hold it at a time. It is open when the last has released it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -52,7 +54,7 @@ impl Drop for Inside<'_> {
     }
 }
 
-/// Nobody enters until it is dropped.
+/// No request enters until this is dropped.
 pub struct Hold(Arc<Passage>);
 
 impl Drop for Hold {
@@ -97,13 +99,13 @@ impl Passage {
         }
     }
 
-    /// Lets nobody in from now on. Those who are inside go on.
+    /// From now on no request enters. Requests that are already inside continue.
     pub(super) fn hold(self: &Arc<Self>) -> Hold {
         self.holders.fetch_add(1, SeqCst);
         Hold(self.clone())
     }
 
-    /// Waits until nobody is inside. For one who holds it.
+    /// Waits until no request is inside. For a holder.
     pub(super) async fn drained(&self) {
         loop {
             let left = self.left.listen();
@@ -167,7 +169,8 @@ mod tests {
         assert_eq!((passage.inside(), passage.waiting()), (0, 0));
     }
 
-    /// Threads that pass all the time, and one that holds it again and again: while it is held nobody is inside.
+    /// Threads that pass all the time, and one that holds the passage again and again: while it is held none
+    /// is inside.
     #[test]
     fn nobody_is_inside_while_it_is_held() {
         const ROUNDS: usize = 2000;

@@ -12,10 +12,15 @@ use crate::world::Position;
 pub struct Plan {
     /// What the guest does.
     pub program: Program,
-    /// With several queues: who is next, and how long operations take.
+    /// With several queues: the order of turns, and the duration of operations.
     pub seed: u64,
     /// The flush, counted from the first after opening, that fails.
     pub fail_flush: Option<u64>,
+    /// The write, counted from the first after opening, that fails, with some of its sectors changed.
+    pub fail_write: Option<u64>,
+    /// Some writes take a hundred times as long as others, so that what was decided long ago comes late. Only
+    /// where there are several queues.
+    pub stalls: bool,
     /// Only crashes in the last step and afterwards: the rest is covered by shorter programs.
     pub last_step_only: bool,
 }
@@ -23,7 +28,7 @@ pub struct Plan {
 impl Plan {
     /// The whole of a program.
     pub fn whole(program: Program) -> Self {
-        Self { program, seed: 0, fail_flush: None, last_step_only: false }
+        Self { program, seed: 0, fail_flush: None, fail_write: None, stalls: false, last_step_only: false }
     }
 
     /// The last step of a program.
@@ -32,7 +37,7 @@ impl Plan {
     }
 }
 
-/// The name of one state: whoever has it gets the same image.
+/// The name of one state, from which the same image can be made again.
 ///
 /// ```text
 ///   qcow2 4k; w4k@0 flush; seed 0; fail 2; power cut; position 37; state 113; nested 12, 3
@@ -82,6 +87,12 @@ impl fmt::Display for Case {
         if let Some(number) = plan.fail_flush {
             write!(f, "fail {number}; ")?;
         }
+        if let Some(number) = plan.fail_write {
+            write!(f, "fail write {number}; ")?;
+        }
+        if plan.stalls {
+            write!(f, "stalls; ")?;
+        }
         write!(f, "{kind}; position {}; state {state}", position.0)?;
         match nested {
             Some((at, number)) => write!(f, "; nested {}, {number}", at.0),
@@ -106,8 +117,16 @@ impl FromStr for Case {
         let seed = number(part("the seed")?, "seed")?;
         let mut kind = part("the kind of crash")?;
         let mut fail_flush = None;
-        if kind.starts_with("fail ") {
-            fail_flush = Some(number(kind, "fail")?);
+        let mut fail_write = None;
+        while kind.starts_with("fail ") {
+            match kind.starts_with("fail write ") {
+                true => fail_write = Some(number(kind, "fail write")?),
+                false => fail_flush = Some(number(kind, "fail")?),
+            }
+            kind = part("the kind of crash")?;
+        }
+        let stalls = kind == "stalls";
+        if stalls {
             kind = part("the kind of crash")?;
         }
         let kind = KINDS
@@ -126,7 +145,7 @@ impl FromStr for Case {
                 ))
             }
         };
-        let plan = Plan { program, seed, fail_flush, last_step_only: false };
+        let plan = Plan { program, seed, fail_flush, fail_write, stalls, last_step_only: false };
         let state = usize::try_from(state).map_err(|error| error.to_string())?;
         Ok(Self { subject, plan, kind: kind.0, position, state, nested })
     }
@@ -140,6 +159,8 @@ mod tests {
     fn a_case_is_its_text() {
         for text in [
             "qcow2 4k; w4k@0 flush; seed 0; power cut; position 37; state 113",
+            "x; long@0 zfua@1; seed 0; fail write 3; process kill; position 4; state 2",
+            "x; w4k@0 | flush; seed 3; stalls; power cut; position 9; state 0",
             "x; w4k@0 | flush; seed 7; fail 2; failed flush; position 1; state 0; nested 12, 3",
         ] {
             let case: Case = text.parse().unwrap();

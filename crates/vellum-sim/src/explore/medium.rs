@@ -1,13 +1,23 @@
 //! A storage without time: every operation happens at once. Recovery runs on it, thousands of times a second.
 //!
 //! A *recording* medium keeps a log, as a drive does, so that a crash can be put into the recovery too.
+//!
+//! A medium after a failed flush may have *two contents*: its own, and that of a page cache, in which pages
+//! that were never written look clean.
+//!
+//! 1. Reads see the cache. A change is made in the cache, and the whole pages that it touches go to the
+//!    medium.
+//! 2. [`Storage::reconcile`] ends the difference, one way or the other: pages are dropped from the cache, or
+//!    written again.
+//! 3. [`Medium::lose_cache`] ends it as the host does: without a report.
+//! 4. Both contents have the same length: a host misreports only bytes.
 
 use std::future::ready;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vellum_core::{
-    BlockSize, Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result, Storage,
-    StorageRun, Zeroes,
+    BlockSize, Buffer, Error, ErrorKind, ImageCluster, ImageOffset, ImageSpan, Limits, LocalFuture, Result,
+    Storage, StorageRun, Zeroes,
 };
 
 use crate::change::{Change, Granule, Patches};
@@ -20,6 +30,10 @@ use crate::world::Position;
 pub struct Medium {
     limits: Limits,
     state: Mutex<State>,
+    /// What reads see, where that is something else.
+    cache: Mutex<Option<Content>>,
+    /// The cache never drops a page on request.
+    is_stubborn: bool,
 }
 
 enum State {
@@ -30,19 +44,44 @@ enum State {
 impl Medium {
     /// What holds `content`, durably.
     pub fn new(content: Content) -> Arc<Self> {
-        Arc::new(Self { limits: Limits::plain(), state: Mutex::new(State::Plain(content)) })
+        Arc::new(Self::with(State::Plain(content)))
     }
 
-    /// The same, with everything that happens to it recorded.
+    fn with(state: State) -> Self {
+        Self {
+            limits: Limits::plain(),
+            state: Mutex::new(state),
+            cache: Mutex::default(),
+            is_stubborn: false,
+        }
+    }
+
+    /// As above, seen through a cache that shows something else. `is_stubborn`: its pages cannot be dropped
+    /// on request.
+    pub fn behind(self: Arc<Self>, shown: Content, is_stubborn: bool) -> Arc<Self> {
+        let mut medium = Arc::into_inner(self).expect("nobody has it yet");
+        (medium.cache, medium.is_stubborn) = (Mutex::new(Some(shown)), is_stubborn);
+        Arc::new(medium)
+    }
+
+    /// The cache forgets what is clean, and by now that is everything. False where there is none.
+    pub fn lose_cache(&self) -> bool {
+        self.cached().take().is_some()
+    }
+
+    fn cached(&self) -> MutexGuard<'_, Option<Content>> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As above, with every event recorded.
     pub(crate) fn recording(content: Content, granule: Granule) -> Arc<Self> {
         let log = EventLog::new(content, Position::START, granule, History::Whole);
         Self::going_on(log, Position::START)
     }
 
-    /// What goes on where a log ends.
+    /// Continues where a log ends.
     pub(crate) fn going_on(log: EventLog, position: Position) -> Arc<Self> {
-        let state = Mutex::new(State::Recording(Box::new(log), position.next()));
-        Arc::new(Self { limits: Limits::plain(), state })
+        Arc::new(Self::with(State::Recording(Box::new(log), position.next())))
     }
 
     /// What it holds.
@@ -64,12 +103,19 @@ impl Medium {
 
     /// A request happens: its bytes, and the growth that comes with them.
     fn change(&self, operation: Operation, span: ImageSpan, change: Change) -> Result<()> {
-        let mut state = self.lock();
-        let mut changes = vec![change.settled(state.content())];
+        let (mut cache, mut state) = (self.cached(), self.lock());
+        let mut changes = match &mut *cache {
+            None => vec![change.settled(state.content())],
+            Some(cache) => through(cache, span, change),
+        };
         let may_grow =
             matches!(operation, Operation::Write | Operation::WriteZeroes | Operation::Preallocate);
         if may_grow && !span.is_empty() && span.end().bytes() > state.content().len() {
             changes.push(Change::Grow(span.end().bytes()));
+        }
+        if let Some(cache) = &mut *cache {
+            changes.iter().for_each(|change| change.apply(cache));
+            cache.seal();
         }
         match &mut *state {
             State::Plain(content) => {
@@ -90,6 +136,16 @@ impl Medium {
         }
         Ok(())
     }
+}
+
+/// Makes a change in a cache; what goes to the medium are the pages.
+fn through(cache: &mut Content, span: ImageSpan, change: Change) -> Vec<Change> {
+    let change = change.settled(cache);
+    let Change::Sectors(_) = change else { return vec![change] };
+    change.apply(cache);
+    let whole = BlockSize::PAGE.widen(span);
+    let pages = BlockSize::PAGE.pieces_of(whole).map(|page| page.start().bytes() >> BlockSize::PAGE.shift());
+    pages.map(|index| Change::Sectors(Patches::page_of(cache, index))).collect()
 }
 
 impl State {
@@ -122,9 +178,10 @@ impl Storage for Medium {
         if ImageSpan::checked(at, buffer.len() as u64).is_none() {
             return answer(Err(Error::new(ErrorKind::Invalid, "medium: the request passes 2^64")));
         }
-        let state = self.lock();
-        buffer.fill_with(|from, piece| state.content().read(at + from as u64, piece));
-        drop(state);
+        let (cache, state) = (self.cached(), self.lock());
+        let seen = cache.as_ref().unwrap_or(state.content());
+        buffer.fill_with(|from, piece| seen.read(at + from as u64, piece));
+        drop((cache, state));
         answer(Ok(buffer))
     }
 
@@ -144,6 +201,28 @@ impl Storage for Medium {
             *position = position.next().next();
         }
         answer(Ok(()))
+    }
+
+    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
+        let differing = match &*self.cached() {
+            Some(cache) => cache.pages_that_differ(self.lock().content()),
+            None => Vec::new(),
+        };
+        let of = |index: &u64| BlockSize::PAGE.span_of(ImageCluster::new(*index));
+        let asked: Vec<u64> = differing.iter().filter(|index| of(index).overlaps(span)).copied().collect();
+        for index in &asked {
+            let page = match (&*self.cached(), self.lock().content()) {
+                (Some(shown), _) if self.is_stubborn => Patches::page_of(shown, *index),
+                (_, medium) => Patches::page_of(medium, *index),
+            };
+            match self.is_stubborn {
+                true => {
+                    self.change(Operation::Discard, of(index), Change::Sectors(page)).expect("nothing fails")
+                }
+                false => Change::Sectors(page).apply(self.cached().as_mut().expect("it differs")),
+            }
+        }
+        answer(Ok(self.is_stubborn && !asked.is_empty()))
     }
 
     fn write_zeroes(&self, span: ImageSpan, _how: Zeroes) -> LocalFuture<'_, Result<()>> {

@@ -1,28 +1,32 @@
 //! The crash explorer: runs a program, puts a crash everywhere, and judges every image that it can leave.
 //!
 //! ```text
-//!   program ──run──▶ log of host events + record of what the guest was told
+//!   program ──run──▶ log of host events + record of the answers to the guest
 //!                         │ at every position, for every kind of crash
 //!                         ▼
 //!                    images (subsets, corners, tears, chance)
 //!                         │ each image once, with all that may be expected of it in this program
 //!                         ▼
 //!            open ► recover ► read, compare ► close ► look from outside          ── now and then: the same on a medium
-//!                                                                                  that records, and a crash in there
+//!                     │ after a failed flush, all of it through a cache            that records, and a crash in there
+//!                     ▼ that shows what the medium has not
+//!            the cache is lost ► open ► read, compare, with what was read before too ► close ► look
 //! ```
 //!
 //! 1. A *state* is an image that a crash left. It counts once for each subject, whatever programs lead to it.
-//! 2. An image is judged again where something else may be expected of it, in whatever program. Recovery does not know what is expected, so
-//!    within one program an image is recovered and read once, and what was read is held against each expectation.
-//! 3. Everything is determined by the [`Case`]: subject, program, seed, fault, kind, position and number of the image.
-//!    A failing state is kept as that text, and can be written down as a file.
-//! 4. In a program of one queue only the last step and the closing are looked at when the caller says so: what comes
-//!    before, the shorter programs have covered.
+//! 2. An image is judged again where the expectation may differ, in whatever program. Recovery does not know
+//!    the expectation, so within one program an image is recovered and read once, and the result is compared
+//!    with each expectation.
+//! 3. Everything is determined by the [`Case`]: subject, program, seed, fault, kind, position and number of
+//!    the image. A failing state is kept as that text, and can be written to a file.
+//! 4. In a program of one queue only the last step and the closing are examined if the caller says so: the
+//!    shorter programs have covered what comes before.
 //!
 //! Any format plugs in as a [`Subject`]. Left out: images of several files.
 
 mod case;
 mod medium;
+mod offline;
 mod program;
 mod run;
 mod states;
@@ -41,12 +45,13 @@ use vellum_core::{
 
 pub use case::{Case, Failure, Plan};
 pub use medium::Medium;
+pub use offline::{Care, Looked, Offline, explore_offline};
 pub use program::{Act, Program, Step};
 pub use states::Depth;
 
 use crate::change::Granule;
 use crate::content::Content;
-use crate::crash::CrashKind;
+use crate::crash::{CrashKind, CrashPoint, Fate};
 use crate::expectation::Expectation;
 use crate::log::EventLog;
 use crate::mix::{DigestMap, DigestSet, mix};
@@ -72,8 +77,14 @@ pub trait Subject: Sync {
     /// Opens an image for writing, whatever state a crash has left it in.
     fn open(&self, image: SharedStorage) -> LocalFuture<'_, CoreResult<SharedDisk>>;
 
-    /// Looks at a closed image from outside: a sentence about what is wrong.
+    /// Inspects a closed image from outside: returns a sentence about what is wrong.
     fn verify(&self, image: SharedStorage) -> LocalFuture<'_, Result<(), String>>;
+
+    /// Whether the disk continues to read as it was read first, once a cache that showed what a failed flush
+    /// had not written is gone. If the image does not record that it was not closed, it cannot.
+    fn reads_the_medium(&self) -> bool {
+        true
+    }
 
     /// Is given some images that were recovered, verified and closed: for other programs to look at.
     fn sample(&self, _recovered: &Content) -> Result<(), String> {
@@ -86,11 +97,11 @@ pub trait Subject: Sync {
 pub struct Thoroughness {
     /// The images of one crash.
     pub depth: Depth,
-    /// One in so many states is recovered with crashes in between.
+    /// One in this many states is recovered with crashes in between.
     pub nested_one_in: u64,
-    /// One in so many recovered images is given to [`Subject::sample`].
+    /// One in this many recovered images is given to [`Subject::sample`].
     pub sample_one_in: u64,
-    /// One in so many is compared whole, not only around what was written.
+    /// One in this many is compared as a whole, not only around what was written.
     pub whole_one_in: u64,
 }
 
@@ -113,8 +124,10 @@ pub struct Counts {
     pub judged: u64,
     /// How often a recovery was crashed and the outcome recovered and judged.
     pub nested: u64,
-    /// How many recovered images another program looked at.
+    /// How many recovered images another program has checked.
     pub sampled: u64,
+    /// How many of the states were recovered through a cache that showed something else, which was then lost.
+    pub shown: u64,
 }
 
 impl std::ops::AddAssign for Counts {
@@ -125,6 +138,7 @@ impl std::ops::AddAssign for Counts {
         self.judged += other.judged;
         self.nested += other.nested;
         self.sampled += other.sampled;
+        self.shown += other.shown;
     }
 }
 
@@ -159,8 +173,9 @@ pub struct Report {
     pub subject: String,
     /// What was looked at.
     pub counts: Counts,
-    /// How long it took of one core: the time of processors that its threads had. Where the system does not tell, the time
-    /// that passed, times the threads. What other programs took, which were shown samples, is not in it.
+    /// The time in terms of one core: the processor time of the explorer's threads. Where the system does not
+    /// report it, the elapsed time multiplied by the number of threads. The time of other programs that were
+    /// given samples is not included.
     pub took: Duration,
     /// What was found; the first of each thread.
     pub failures: Vec<Failure>,
@@ -168,11 +183,11 @@ pub struct Report {
 
 impl std::fmt::Display for Counts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { programs, crashes, states, judged, nested, sampled } = self;
+        let Self { programs, crashes, states, judged, nested, sampled, shown } = self;
         write!(
             f,
-            "{programs} programs, {crashes} crashes, {states} states, {judged} judged, {nested} nested, {sampled} seen \
-             by others"
+            "{programs} programs, {crashes} crashes, {states} states ({shown} behind a cache), {judged} judged, {nested} \
+             nested, {sampled} seen by others"
         )
     }
 }
@@ -199,7 +214,7 @@ impl<'a> Explorer<'a> {
         Self { subject, thoroughness, image, guest, seen, judged, counts: Mutex::default() }
     }
 
-    /// Explores all plans on so many threads; each thread stops at the first failure it finds.
+    /// Explores all plans on this many threads; each thread stops at the first failure it finds.
     pub fn explore_all(&self, plans: &[Plan], threads: usize) -> Report {
         let next = AtomicUsize::new(0);
         let failures = Mutex::new(Vec::new());
@@ -226,7 +241,7 @@ impl<'a> Explorer<'a> {
         }
     }
 
-    /// What was looked at so far.
+    /// What has been explored so far.
     pub fn counts(&self) -> Counts {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -240,25 +255,33 @@ impl<'a> Explorer<'a> {
         outcome
     }
 
-    /// Judges the one state that a case names, and gives its image.
+    /// Judges the one state that a case names, and returns its image.
     pub fn replay(&self, case: &Case) -> (Content, Result<(), String>) {
         let run = Run::of(self.subject, &case.plan, self.image.clone(), self.guest.clone());
         let point = run.log.crash(case.kind, case.position);
         let expectation = run.oracle.expect_at(case.position);
-        let image = state_number(&point, &self.thoroughness.depth, case.state);
+        let state = state_number(&point, &self.thoroughness.depth, case.state);
         let Some((at, nested)) = case.nested else {
-            let verdict = self.judge(&image, &expectation, true);
-            return (image, verdict);
+            let medium = state.medium();
+            let verdict = self.recover_and_judge(&medium, &[&expectation], true);
+            return (state.content, verdict.map_err(|(_, what)| what));
         };
-        let log = self.recovery_log(&run, case.kind, case.position, &image);
+        let log = self.recovery_log(&run, case.kind, case.position, &state);
         let point = log.crash(CrashKind::PowerCut, at);
-        let image = state_number(&point, &Depth::NESTED, nested);
+        let image = state_number(&point, &Depth::NESTED, nested).content;
         let verdict = self.judge(&image, &expectation, true);
         (image, verdict)
     }
 
-    /// Puts power cuts into one program, so many, place and outcome drawn by chance, and has each recovered image looked at
-    /// by [`Subject::sample`] too.
+    /// The host events of a case's program up to the crash, one per line: for a person that looks for the cause.
+    pub fn events_before(&self, case: &Case) -> String {
+        let run = Run::of(self.subject, &case.plan, self.image.clone(), self.guest.clone());
+        let before = run.log.events().iter().filter(|event| event.submitted() < case.position);
+        before.map(|event| format!("{event}\n")).collect()
+    }
+
+    /// Puts `count` power cuts into one program, with random places and outcomes, and also has each recovered
+    /// image examined by [`Subject::sample`].
     pub fn scenarios(&self, plan: &Plan, count: u64, seed: u64) -> Report {
         let watch = Watch::started();
         let run = Run::of(self.subject, plan, self.image.clone(), self.guest.clone());
@@ -275,7 +298,7 @@ impl<'a> Explorer<'a> {
                 Ok::<_, ()>(())
             });
             let state = random.index(states);
-            let image = state_number(&point, depth, state);
+            let image = state_number(&point, depth, state).content;
             counts.crashes += 1;
             counts.judged += 1;
             counts.states += u64::from(self.seen.insert(image.digest()));
@@ -300,7 +323,7 @@ impl<'a> Explorer<'a> {
         self.recover_and_judge(&medium, &[expectation], whole).map_err(|(_, what)| what)
     }
 
-    /// The same for several expectations, in the order of their positions: which of them is not met, and why.
+    /// As above, for several expectations in the order of their positions: which of them is not met, and why.
     fn recover_and_judge(
         &self,
         medium: &Arc<Medium>,
@@ -317,27 +340,49 @@ impl<'a> Explorer<'a> {
         })
     }
 
+    /// If the medium is behind a cache, the cache is lost after that, and everything is judged again.
     async fn recover(
         &self,
         medium: &Arc<Medium>,
         expectations: &[&Expectation],
         whole: bool,
     ) -> Result<(), (usize, String)> {
+        let read = self.recover_once(medium, expectations, whole).await?;
+        if !medium.lose_cache() {
+            return Ok(());
+        }
+        let again = self.recover_once(medium, expectations, whole).await;
+        let again = again.map_err(|(number, what)| (number, format!("when the cache is lost: {what}")))?;
+        match again == read || !self.subject.reads_the_medium() {
+            true => Ok(()),
+            false => Err((0, "it reads as something else when the cache is lost".to_owned())),
+        }
+    }
+
+    /// Returns a digest of what was read.
+    async fn recover_once(
+        &self,
+        medium: &Arc<Medium>,
+        expectations: &[&Expectation],
+        whole: bool,
+    ) -> Result<u64, (usize, String)> {
         let error = |what: &str, error: vellum_core::Error| (0, format!("{what}: {}", error.chain()));
         let disk = self.subject.open(medium.clone()).await.map_err(|e| error("it cannot be opened", e))?;
-        if whole {
-            check_spans(&*disk, [GuestOffset::ZERO.span(disk.geometry().size)], expectations).await?;
+        let read = if whole {
+            check_spans(&*disk, [GuestOffset::ZERO.span(disk.geometry().size)], expectations).await?
         } else {
-            // The last one knows of every request that the others know of.
+            // The last one includes every request of the others.
             let touched = expectations.last().into_iter().flat_map(|last| last.touched());
-            check_spans(&*disk, around(touched, disk.geometry().size), expectations).await?;
-        }
+            check_spans(&*disk, around(touched, disk.geometry().size), expectations).await?
+        };
         disk.close().await.map_err(|e| error("it cannot be closed", e))?;
-        self.subject.verify(medium.clone()).await.map_err(|what| (0, what))
+        self.subject.verify(medium.clone()).await.map_err(|what| (0, what))?;
+        Ok(read)
     }
 
     /// What happens to a medium while an image is recovered, as a log.
-    fn recovery_log(&self, run: &Run, kind: CrashKind, position: Position, image: &Content) -> EventLog {
+    fn recovery_log(&self, run: &Run, kind: CrashKind, position: Position, state: &State) -> EventLog {
+        let image = &state.content;
         let medium = match kind {
             // The host lives on: what was not flushed before the crash still is not.
             CrashKind::ProcessKill => {
@@ -345,12 +390,12 @@ impl<'a> Explorer<'a> {
                 log.become_visible(position, image);
                 Medium::going_on(log, position)
             }
-            _ => Medium::recording(image.clone(), Granule::Sector),
+            _ => state.shown_over(Medium::recording(image.clone(), Granule::Sector)),
         };
         let work = AssertUnwindSafe(|| {
             block_on(async {
                 if let Ok(disk) = self.subject.open(medium.clone()).await {
-                    // What closing says is judged elsewhere.
+                    // Errors of closing are judged elsewhere.
                     let _ = disk.close().await;
                 }
             });
@@ -377,9 +422,10 @@ async fn check_spans(
     disk: &dyn Disk,
     spans: impl IntoIterator<Item = GuestSpan>,
     expectations: &[&Expectation],
-) -> Result<(), (usize, String)> {
+) -> Result<u64, (usize, String)> {
     /// At once; a whole number of sectors.
     const READ_MAX: u64 = 64 << 10;
+    let mut digest = 0;
     for span in spans {
         let mut rest = span;
         while !rest.is_empty() {
@@ -392,21 +438,57 @@ async fn check_spans(
                 let verdict = expectation.check_bytes(now.start(), bytes.slice());
                 verdict.map_err(|violation| (number, violation.to_string()))?;
             }
+            digest = mix(digest, Content::of(bytes.slice()).digest());
         }
     }
-    Ok(())
+    Ok(digest)
 }
 
-fn state_number(point: &crate::CrashPoint, depth: &Depth, wanted: usize) -> Content {
+fn state_number(point: &CrashPoint, depth: &Depth, wanted: usize) -> State {
     let mut found = None;
     let _ = each_state(point, depth, |number, fates| {
         if number == wanted {
-            found = Some(point.image(|index| fates[index].clone()));
+            found = Some(State::of(point, fates));
             return Err(());
         }
         Ok(())
     });
     found.expect("the case names a state that this crash can leave")
+}
+
+/// What a crash has left.
+struct State {
+    content: Content,
+    /// What a cache shows in its place.
+    shown: Option<Content>,
+}
+
+impl State {
+    fn of(point: &CrashPoint, fates: &[Fate]) -> Self {
+        let content = point.image(|index| fates[index].clone());
+        let shown = (point.kind() == CrashKind::FailedFlush)
+            .then(|| point.shown(|index| fates[index].clone()))
+            .filter(|shown| *shown != content);
+        Self { content, shown }
+    }
+
+    fn digest(&self) -> u64 {
+        let image = self.content.digest();
+        self.shown.as_ref().map_or(image, |shown| mix(image, shown.digest()))
+    }
+
+    fn medium(&self) -> Arc<Medium> {
+        self.shown_over(Medium::new(self.content.clone()))
+    }
+
+    /// Every other cache lets go of nothing.
+    fn shown_over(&self, medium: Arc<Medium>) -> Arc<Medium> {
+        let is_stubborn = mix(self.digest(), 3).is_multiple_of(2);
+        match &self.shown {
+            Some(shown) => medium.behind(shown.clone(), is_stubborn),
+            None => medium,
+        }
+    }
 }
 
 /// So many images are collected before they are judged.
@@ -427,7 +509,7 @@ struct Work<'a> {
 
 /// An image and what may be expected of it.
 struct Image {
-    content: Content,
+    state: State,
     /// Where it was found, each time that something else was expected of it, in order.
     found: Vec<Found>,
 }
@@ -492,21 +574,27 @@ impl<'a> Work<'a> {
         let expected = expectation.digest();
         let depth = &self.explorer.thoroughness.depth;
         let mut images = Images::of(&point);
+        let shows = kind == CrashKind::FailedFlush;
         each_state(&point, depth, |state, fates| {
-            let mut content = None;
-            let digest = *self.recipes.entry(images.recipe(fates)).or_insert_with(|| {
-                let image = images.image(fates);
-                let digest = image.digest();
-                content = Some(image);
-                digest
-            });
+            let mut made = None;
+            let recipe = images.recipe(fates);
+            let digest =
+                *self.recipes.entry(if shows { mix(recipe, 5) } else { recipe }).or_insert_with(|| {
+                    let image = match shows {
+                        true => State::of(&point, fates),
+                        false => State { content: images.image(fates), shown: None },
+                    };
+                    let digest = image.digest();
+                    made = Some(image);
+                    digest
+                });
             if !self.explorer.judged.insert(mix(digest, expected)) {
                 return Ok(());
             }
             let place = *self.places.entry(digest).or_insert(self.images.len());
             if place == self.images.len() {
-                let content = content.unwrap_or_else(|| images.image(fates));
-                self.images.push(Image { content, found: Vec::new() });
+                let state = made.unwrap_or_else(|| State::of(&point, fates));
+                self.images.push(Image { state, found: Vec::new() });
             }
             self.images[place].found.push(Found { kind, position, state, expectation: expectation.clone() });
             if self.images.len() < IMAGES_MAX { Ok(()) } else { self.judge_images() }
@@ -527,14 +615,15 @@ impl<'a> Work<'a> {
     }
 
     fn one_image(&mut self, image: &Image) -> Result<(), Wrong> {
-        let digest = image.content.digest();
+        let digest = image.state.digest();
         let is_new = self.explorer.seen.insert(digest);
         self.counts.states += u64::from(is_new);
+        self.counts.shown += u64::from(is_new && image.state.shown.is_some());
         self.counts.judged += image.found.len() as u64;
         let chance = mix(digest, 77);
         let thoroughness = &self.explorer.thoroughness;
         let whole = chance.is_multiple_of(thoroughness.whole_one_in);
-        let medium = Medium::new(image.content.clone());
+        let medium = image.state.medium();
         let expectations: Vec<&Expectation> = image.found.iter().map(|found| &*found.expectation).collect();
         let verdict = self.explorer.recover_and_judge(&medium, &expectations, whole);
         verdict.map_err(|(number, what)| (number, what, None))?;
@@ -545,7 +634,7 @@ impl<'a> Work<'a> {
         }
         if is_new && mix(chance, 2).is_multiple_of(thoroughness.nested_one_in) {
             let first = &image.found[0];
-            self.crash_the_recovery(first.kind, first.position, &image.content, &first.expectation)
+            self.crash_the_recovery(first.kind, first.position, &image.state, &first.expectation)
                 .map_err(|(what, nested)| (0, what, nested))?;
         }
         Ok(())
@@ -555,10 +644,10 @@ impl<'a> Work<'a> {
         &mut self,
         kind: CrashKind,
         position: Position,
-        image: &Content,
+        state: &State,
         expectation: &Expectation,
     ) -> Result<(), (String, Option<(Position, usize)>)> {
-        let log = self.explorer.recovery_log(self.run, kind, position, image);
+        let log = self.explorer.recovery_log(self.run, kind, position, state);
         let (mut recipes, mut seen) = (DigestSet::default(), DigestSet::default());
         for at in
             log.crash_positions().into_iter().filter(|at| kind != CrashKind::ProcessKill || *at > position)

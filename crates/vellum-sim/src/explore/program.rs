@@ -1,11 +1,12 @@
-//! What a guest does while crashes are looked for: short programs of all kinds, long ones by chance, and their names.
+//! What a guest does while crashes are explored: short programs of all kinds, long random ones, and their
+//! names.
 //!
 //! ```text
 //!   w4k@0 flush fua@2 reopen          one queue, four steps
 //!   w512@0 flush | zero@1 flush       two queues side by side
 //! ```
 //!
-//! A name is a seed: whoever reads it gets the same program, with the same bytes in every write.
+//! A name is a seed: it always yields the same program, with the same bytes in every write.
 
 use std::fmt;
 use std::str::FromStr;
@@ -31,8 +32,22 @@ pub enum Act {
     Zero,
     /// A discard of two blocks.
     Discard,
-    /// A discard of 64 KiB: a whole unit where units are large. Never drawn; who wants it says so.
+    /// A discard of 64 KiB: a whole unit where units are large. Never drawn at random; a test that wants it
+    /// names it.
     Drop64k,
+    /// 140,001 bytes that begin and end within sectors: over several units, and more than some formats write
+    /// at once. Never drawn.
+    Long,
+    /// Zeros over a block and a half whose space is kept. Never drawn.
+    Keep,
+    /// Zeros over a block and a half that are durable when it returns. Never drawn.
+    ZeroFua,
+    /// A discard of two blocks that is durable when it returns. Never drawn.
+    DiscardFua,
+    /// Zeros from within a block on over more than two units. Never drawn.
+    Zero160k,
+    /// A discard over more than two units. Never drawn.
+    Drop160k,
 }
 
 impl Act {
@@ -47,7 +62,15 @@ impl Act {
     ];
 
     /// What only a program that names it has.
-    const NAMED: [(Self, &'static str); 1] = [(Self::Drop64k, "drop64k")];
+    const NAMED: [(Self, &'static str); 7] = [
+        (Self::Drop64k, "drop64k"),
+        (Self::Long, "long"),
+        (Self::Keep, "keep"),
+        (Self::ZeroFua, "zfua"),
+        (Self::DiscardFua, "dfua"),
+        (Self::Zero160k, "zero160k"),
+        (Self::Drop160k, "drop160k"),
+    ];
 
     fn named() -> impl Iterator<Item = (Self, &'static str)> {
         Self::ALL.into_iter().chain(Self::NAMED)
@@ -59,9 +82,12 @@ impl Act {
             Self::Write4k | Self::Fua => (0, 4096),
             Self::Write64k => (0, 65_536),
             Self::Odd => (300, 5000),
-            Self::Zero => (2048, 6144),
-            Self::Discard => (0, 8192),
+            Self::Zero | Self::Keep | Self::ZeroFua => (2048, 6144),
+            Self::Discard | Self::DiscardFua => (0, 8192),
             Self::Drop64k => (0, 65_536),
+            Self::Long => (300, 140_001),
+            Self::Zero160k => (2048, 163_840),
+            Self::Drop160k => (0, 163_840),
         };
         let start = place.bytes() + skip;
         GuestOffset::new(start).span(len.min(size.saturating_sub(start)))
@@ -87,19 +113,25 @@ pub struct Program {
 }
 
 impl Step {
-    /// Every step at the first so many places.
+    /// Every step at each of the first `places` places.
     pub fn all(places: usize) -> Vec<Self> {
         let acts = (0..places).flat_map(|place| Act::ALL.map(|(act, _)| Self::At(act, place)));
         acts.chain([Self::Flush, Self::Reopen]).collect()
     }
 
-    /// Asks a disk for it. `seed` tells the bytes of a write. A reopening is the caller's to do.
+    /// Performs the step on a disk. `seed` determines the bytes of a write. The caller does a reopening
+    /// itself.
     pub(crate) async fn perform(self, disk: &dyn Disk, places: &[GuestOffset], seed: u64) -> Result<()> {
         let Self::At(act, place) = self else { return disk.flush().await };
         let span = act.span(places[place % places.len()], disk.geometry().size);
         match act {
-            Act::Zero => disk.write_zeroes(span, ZeroFlags { may_unmap: true, ..ZeroFlags::default() }).await,
-            Act::Discard | Act::Drop64k => disk.discard(span, WriteFlags::default()).await,
+            Act::Zero | Act::Zero160k | Act::Keep | Act::ZeroFua => {
+                let (may_unmap, fua) = (act != Act::Keep, act == Act::ZeroFua);
+                disk.write_zeroes(span, ZeroFlags { may_unmap, fua, ..ZeroFlags::default() }).await
+            }
+            Act::Discard | Act::Drop64k | Act::Drop160k | Act::DiscardFua => {
+                disk.discard(span, WriteFlags { fua: act == Act::DiscardFua }).await
+            }
             _ => {
                 let mut bytes = vec![0; usize::try_from(span.len()).expect("small")];
                 fill(&mut bytes, seed);
@@ -110,7 +142,8 @@ impl Step {
     }
 }
 
-/// A sector is told from every other by eight bytes, again and again, so that it can be packed; of one write in four by all of it.
+/// Eight bytes, repeated, distinguish each sector from every other, so that it can be packed; in one write of
+/// four the whole sector is unique.
 fn fill(bytes: &mut [u8], seed: u64) {
     let mut random = Random::from_seed(seed);
     if mix(seed, 4).is_multiple_of(4) {
@@ -147,7 +180,8 @@ impl Program {
         })
     }
 
-    /// One drawn by chance: so many queues of so many steps, flushes more often than by an even chance.
+    /// A random program: this many queues of this many steps, with more flushes than an even chance would
+    /// give.
     pub fn random(random: &mut Random, queues: usize, len: usize, places: usize) -> Self {
         let steps = Step::all(places);
         let mut step = || match random.below(8) {

@@ -1,4 +1,4 @@
-//! One run of a program in a world: what the host saw, and what the guest was told.
+//! One run of a program in a world: what the host saw, and what the guest was answered.
 
 use std::time::Duration;
 
@@ -8,9 +8,9 @@ use super::Subject;
 use super::case::Plan;
 use super::program::{Program, Step};
 use crate::content::Content;
-use crate::delay::Delay;
+use crate::delay::{Delay, random_between};
 use crate::drive::{Drive, DriveOptions};
-use crate::fault::{Fault, FaultPlan};
+use crate::fault::{Effect, Fault, FaultPlan};
 use crate::log::EventLog;
 use crate::operation::Operation;
 use crate::oracle::Oracle;
@@ -26,20 +26,33 @@ pub(crate) struct Run {
     world: World,
 }
 
+/// What a drive takes that several queues ask.
+fn delay(stalls: bool) -> Delay {
+    let usual = Duration::from_micros(20)..=Duration::from_micros(300);
+    let stalled = Duration::from_millis(2)..=Duration::from_millis(12);
+    let delay = match stalls {
+        false => Delay::between(usual),
+        true => Delay::model(move |request, random| {
+            let is_late = request.operation == Operation::Write && random.one_in(6);
+            random_between(if is_late { &stalled } else { &usual }, random)
+        }),
+    };
+    delay.with_flush(Duration::from_micros(400))
+}
+
 impl Run {
     pub(crate) fn of(subject: &dyn Subject, plan: &Plan, image: Content, guest: Content) -> Self {
         let several = plan.program.queues.len() > 1;
         let (world, delay) = match several {
-            true => (
-                World::shuffled(plan.seed),
-                Delay::between(Duration::from_micros(20)..=Duration::from_micros(300))
-                    .with_flush(Duration::from_micros(400)),
-            ),
+            true => (World::shuffled(plan.seed), delay(plan.stalls)),
             false => (World::new(plan.seed), Delay::none()),
         };
         let faults = FaultPlan::none();
         if let Some(number) = plan.fail_flush {
             faults.add(Fault::nth(Operation::Flush, number));
+        }
+        if let Some(number) = plan.fail_write {
+            faults.add(Fault { effect: Effect::Some, ..Fault::nth(Operation::Write, number) });
         }
         let drive =
             Drive::from_content(&world, image, DriveOptions { delay, faults, ..DriveOptions::default() });
@@ -87,7 +100,7 @@ impl Run {
             first_error.map_or(Ok(()), Err)
         });
         let wrong = match outcome {
-            Err(error) if plan.fail_flush.is_none() => {
+            Err(error) if plan.fail_flush.is_none() && plan.fail_write.is_none() => {
                 Some(format!("nothing failed, and yet: {}", error.chain()))
             }
             _ => None,

@@ -1,8 +1,8 @@
-//! The images that one crash can leave, in an order that is always the same, so that a number names one of them.
+//! The images that one crash can leave, in a fixed order, so that a number names one of them.
 //!
-//! Crashes at neighbouring places leave mostly the same images. So a state is first given by the fates of the changes;
-//! from these follows a *recipe*, a number that is the same where the image is, and only an image that nobody has seen yet
-//! is put together ([`Images`]).
+//! Crashes at neighbouring positions mostly leave the same images. So a state is first given by the fates of
+//! the changes. From these follows a *recipe*, a number that is equal for equal images, and only an image
+//! that is new is assembled ([`Images`]).
 
 use vellum_core::Random;
 
@@ -11,7 +11,7 @@ use crate::content::Content;
 use crate::crash::{CrashPoint, Fate};
 use crate::mix::mix;
 
-/// How far the images of one crash are gone through.
+/// How thoroughly the images of one crash are enumerated.
 #[derive(Debug, Clone)]
 pub struct Depth {
     /// All subsets of up to this many changes; beyond, the corners.
@@ -23,7 +23,7 @@ pub struct Depth {
 }
 
 impl Depth {
-    /// For the crash that is looked for.
+    /// For the crash that is being explored.
     pub const FULL: Self = Self { subsets_of: 12, sampled: 24, tears_each: 8 };
     /// For a crash within a recovery.
     pub const NESTED: Self = Self { subsets_of: 5, sampled: 6, tears_each: 2 };
@@ -34,7 +34,7 @@ pub(crate) struct Images<'a> {
     point: &'a CrashPoint,
     /// Stands for what is sure, and for each change.
     digests: (u64, Vec<u64>),
-    /// The fates of the image before, and what the first so many of them gave.
+    /// The fates of the previous image, and the content after the first n of them.
     before: Vec<Fate>,
     made: Vec<Content>,
 }
@@ -44,8 +44,8 @@ impl<'a> Images<'a> {
         Self { point, digests: point.digests(), before: Vec::new(), made: vec![point.base().clone()] }
     }
 
-    /// The same number for the same image, whichever crash leaves it: what is sure, and what is left of which changes, in
-    /// order. (Two recipes may give one image all the same.)
+    /// The same number for the same image, whichever crash leaves it: the certain content, and the remainders
+    /// of the changes, in order. (Two recipes may nevertheless produce one image.)
     pub(crate) fn recipe(&self, fates: &[Fate]) -> u64 {
         let (base, changes) = &self.digests;
         let all = self.point.pending().iter().zip(changes).zip(fates);
@@ -77,7 +77,7 @@ impl<'a> Images<'a> {
     }
 }
 
-/// Calls `visit` with the fates of each image and its number, until it says stop; images may repeat.
+/// Calls `visit` with the fates of each image and its number, until it returns stop; images may repeat.
 pub(crate) fn each_state<E>(
     point: &CrashPoint,
     depth: &Depth,
@@ -138,7 +138,7 @@ pub(crate) fn each_state<E>(
     Ok(())
 }
 
-/// How a change of so many units is torn.
+/// How a change of this many units is torn.
 fn tears(units: u64, tears_each: u64) -> Vec<Torn> {
     if units <= tears_each.min(8) {
         return (0..1 << units).map(Torn::These).collect();

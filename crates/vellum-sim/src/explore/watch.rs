@@ -1,11 +1,11 @@
-//! How long a thread had a processor: on a machine with other work, a rate per second that passed says little.
+//! The processor time of a thread: on a machine with other work, a rate per elapsed second says little.
 
 use std::time::{Duration, Instant};
 
 /// Measures the thread that started it.
 pub(crate) struct Watch {
     begun: Instant,
-    /// What the thread had then, where the system tells.
+    /// The thread's time at the start, where the system reports it.
     had: Option<Duration>,
 }
 
@@ -14,7 +14,7 @@ impl Watch {
         Self { begun: Instant::now(), had: had() }
     }
 
-    /// The time of a processor since then; where the system does not tell, the time that has passed.
+    /// The processor time since then; where the system does not report it, the elapsed time.
     pub(crate) fn elapsed(&self) -> Duration {
         match (self.had, had()) {
             (Some(before), Some(now)) => now.saturating_sub(before),

@@ -1,5 +1,5 @@
-//! Who waits for a flush: one is carried out at a time, and all who come meanwhile share the next, as the block layer of Linux
-//! has it.
+//! The queue for flushes: one is carried out at a time, and all requests that arrive meanwhile share the
+//! next, as in the block layer of Linux.
 
 /// The flushes of a drive.
 #[derive(Debug, Default)]
@@ -9,7 +9,7 @@ pub(super) struct Flushes {
 }
 
 impl Flushes {
-    /// Somebody asks.
+    /// A flush is requested.
     pub(super) fn ask(&mut self, ticket: u64) {
         self.waiting.push(ticket);
     }
@@ -19,7 +19,7 @@ impl Flushes {
         !self.running.is_empty()
     }
 
-    /// Begins the next, if none runs and somebody waits.
+    /// Begins the next flush if none is running and at least one waits.
     pub(super) fn begin(&mut self) -> bool {
         if self.is_running() || self.waiting.is_empty() {
             return false;
@@ -28,7 +28,7 @@ impl Flushes {
         true
     }
 
-    /// Ends the one that runs: all who shared it are answered.
+    /// Ends the running flush: all requests that shared it are answered.
     pub(super) fn end(&mut self, ended: &mut Vec<u64>) {
         ended.append(&mut self.running);
     }

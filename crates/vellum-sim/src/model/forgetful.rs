@@ -1,7 +1,8 @@
-//! A drive that takes its time as a model says and keeps little of what it is told: for workloads of many gigabytes.
+//! A drive that takes its time as a model computes and keeps little of what is written: for workloads of many
+//! gigabytes.
 //!
-//! What lies below `kept` is kept, metadata, say; what lies behind reads as zero. Nothing is recorded and nothing fails: for
-//! crashes there is [`Drive`](crate::Drive).
+//! What is below `kept` is kept, for example metadata; what is behind it reads as zero. Nothing is recorded
+//! and nothing fails: for crashes there is [`Drive`](crate::Drive).
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -16,7 +17,7 @@ use crate::alarm::Sleep;
 use crate::operation::{Operation, Request};
 use crate::world::{Core, World};
 
-/// A drive that forgets. The module says what.
+/// A drive that forgets. The module says what it keeps.
 pub struct ForgetfulDrive {
     core: Arc<Core>,
     medium: Medium,
@@ -40,7 +41,7 @@ impl ForgetfulDrive {
         Arc::new(Self { core, medium, limits, kept, tally, state: Mutex::new(state) })
     }
 
-    /// What has been asked of it.
+    /// The requests so far.
     pub fn counts(&self) -> IoCounts {
         self.tally.counts()
     }

@@ -1,4 +1,4 @@
-//! A hard disk: one arm, one spindle, a queue, and perhaps a write cache.
+//! A hard disk: one arm, one spindle, a queue, and optionally a write cache.
 //!
 //! ```text
 //!   write ─▶ cache (runs, joined) ─── flush, or the cache is full ──▶ ┐ next: nearest above the head, then
@@ -8,14 +8,17 @@
 //!   an operation on the medium: seek(tracks) + wait until the sector comes round + bytes / rate
 //! ```
 //!
-//! 1. A request is ready `overhead` after it came; what is queued meanwhile hides it behind the operation before.
-//! 2. Where the head ends is where the next operation may begin without a seek and without a turn, if it is ready then.
-//! 3. A cached write ends when it has crossed the link. A flush writes what was in the cache when it began, in C-LOOK order,
-//!    and takes `flush_overhead` on top, before it.
-//! 4. Positions are bytes; a track is what passes in one turn. Tracks are skewed so that a run goes on without a gap.
+//! 1. A request is ready `overhead` after it arrived; for a queued request that time overlaps with the
+//!    operation before.
+//! 2. The next operation may begin where the head ended without a seek and without a revolution, if it is
+//!    ready then.
+//! 3. A cached write ends when it has crossed the link. A flush writes what was in the cache when it began,
+//!    in C-LOOK order, and takes `flush_overhead` in addition, before that.
+//! 4. Positions are bytes; a track is what passes in one revolution. Tracks are skewed so that a sequential
+//!    run continues without a gap.
 //!
-//! Left out: zones of different density, heads (a track is a cylinder), read-ahead, defects, and destaging while idle: the cache is
-//! written when a flush asks or when it is full.
+//! Left out: zones of different density, heads (a track is a cylinder), read-ahead, defects, and destaging
+//! while idle: the cache is written when a flush requires it or when it is full.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -65,12 +68,13 @@ pub struct HddParameters {
 const US: fn(u64) -> Duration = Duration::from_micros;
 
 impl HddParameters {
-    /// A desktop drive of 7,200 turns a minute with its cache on, as in the papers Selfie (WD3200AAJS) and *Mitigating Sync
-    /// Amplification*.
+    /// A desktop drive of 7,200 turns a minute with its cache on, as in the papers Selfie (WD3200AAJS) and
+    /// *Mitigating Sync Amplification*.
     ///
-    /// Turn: arithmetic. Rate: Selfie's peak. Seeks and overhead: the sheet of an older drive of the family (WD400BB), since that
-    /// of the WD3200AAJS was not at hand. `flush_overhead` is fitted to one figure, Selfie's host at 64 KiB and one thread
-    /// (about 6 MB/s; the model says 7.3). Cache size: a guess of no consequence where each write is flushed.
+    /// Turn: arithmetic. Rate: Selfie's peak. Seeks and overhead: the sheet of an older drive of the family
+    /// (WD400BB), since that of the WD3200AAJS was not at hand. `flush_overhead` is fitted to one figure,
+    /// Selfie's host at 64 KiB and one thread (about 6 MB/s; the model says 7.3). Cache size: a guess of no
+    /// consequence where each write is flushed.
     pub fn desktop_7200() -> Self {
         let seek = |average| Seek { track: US(2000), average: US(average), full: US(21_000) };
         Self {
@@ -88,11 +92,11 @@ impl HddParameters {
         }
     }
 
-    /// A 2.5-inch SAS drive of 10,000 turns a minute, as in the paper FVD (MAY2073RC), with the write cache off, as drives for servers
-    /// come.
+    /// A 2.5-inch SAS drive of 10,000 turns a minute, as in the paper FVD (MAY2073RC), with the write cache
+    /// off, as drives for servers come.
     ///
-    /// Turn: arithmetic. Capacity: the drive's name. All the rest is a guess from drives of its time: its sheet was not at
-    /// hand. So whatever is said of it is said with other drives beside it.
+    /// Turn: arithmetic. Capacity: the drive's name. All the rest is a guess from drives of its time: its
+    /// data sheet was not at hand. So its figures are always shown beside those of other drives.
     pub fn server_10k() -> Self {
         let seek = |average| Seek { track: US(300), average: US(average), full: US(10_000) };
         Self {
@@ -110,7 +114,7 @@ impl HddParameters {
         }
     }
 
-    /// The same drive with other seeks: so many percent of these. For the band around a figure.
+    /// The same drive with other seeks: this percentage of the original ones. For the band around a figure.
     #[must_use]
     pub fn with_seeks_percent(mut self, percent: u32) -> Self {
         for seek in [&mut self.read_seek, &mut self.write_seek] {
@@ -126,7 +130,7 @@ impl HddParameters {
         u64::try_from(nanos).unwrap_or(u64::MAX).max(1)
     }
 
-    /// Over so many tracks: a + b √d to a third of all, on a line from there.
+    /// The seek over this many tracks: a + b √d up to a third of all tracks, linear from there.
     fn seek(&self, is_read: bool, tracks: u64) -> Duration {
         if tracks == 0 {
             return Duration::ZERO;
@@ -160,7 +164,7 @@ struct Pending {
 #[derive(Debug)]
 struct Work {
     ends: Duration,
-    /// Who waits for it: nobody, when it comes from the cache.
+    /// The requests that wait for it; none when it comes from the cache.
     tickets: Vec<u64>,
 }
 
@@ -272,7 +276,7 @@ impl Hdd {
         self.arm = Some(Work { ends, tickets });
     }
 
-    /// Takes a request, and its neighbours behind it that are there by then.
+    /// Takes a request, and its neighbours behind it that have arrived by then.
     fn take_queued(&mut self, index: usize, from: Duration) -> (bool, u64, u64, Vec<u64>) {
         let Pending { ticket, is_read, at, len, .. } = self.queue.remove(index);
         let (mut end, mut tickets) = (at + len, vec![ticket]);

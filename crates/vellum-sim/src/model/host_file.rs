@@ -7,12 +7,13 @@
 //!   flush after the file grew or got new blocks:             record ─ flush ─ commit block ─ flush
 //! ```
 //!
-//! So a flush of a growing file is two flushes of the drive and two writes to the journal, far from the file. Who asks for a flush
-//! while a commit is under way shares the next one. A block is new until it is written: what was zeroed or preallocated without
-//! writing is marked as unwritten, and taking that mark off is a change like giving out a block.
+//! So a flush of a growing file is two flushes of the drive and two writes to the journal, far from the file.
+//! A flush that is requested while a commit is in progress shares the next one. A block is new until it is
+//! written: what was zeroed or preallocated without writing is marked as unwritten, and clearing that mark is
+//! a metadata change like allocating a block.
 //!
-//! Left out: where ext4 puts blocks (a file lies in one piece), its other metadata, the checkpoint of its journal, and the page cache:
-//! a write is answered by the drive, as with O_DIRECT.
+//! Left out: where ext4 puts blocks (a file is contiguous), its other metadata, the checkpoint of its
+//! journal, and the page cache: a write is answered by the drive, as with O_DIRECT.
 
 use std::collections::BTreeMap;
 use std::future::poll_fn;
@@ -26,10 +27,11 @@ use vellum_core::{
 
 /// The file system's block.
 const BLOCK: u64 = 4096;
-/// A transaction that gives blocks to a file: a descriptor, the inode's block, a bitmap, a group descriptor.
+/// A transaction that allocates blocks for a file: a descriptor, the inode's block, a bitmap, a group
+/// descriptor.
 const RECORD_BLOCKS: u64 = 4;
 
-/// Where things lie on the volume.
+/// Where things are on the volume.
 #[derive(Debug, Clone)]
 pub struct HostLayout {
     /// The journal of the file system.
@@ -68,13 +70,13 @@ enum Turn {
 }
 
 impl State {
-    /// The file is so long, and something is to be committed.
+    /// Records the file's new length, and that there is something to commit.
     fn change(&mut self, span: ImageSpan) {
         self.len = self.len.max(span.end().bytes());
         self.is_changed = true;
     }
 
-    /// Blocks that lie in the run as a whole are as if they were never written.
+    /// Blocks that are entirely in the run become as if they were never written.
     fn unwrite(&mut self, span: ImageSpan) {
         let (first, end) = (span.start().bytes().div_ceil(BLOCK), span.end().bytes() / BLOCK);
         let touched: Vec<_> = self.blocks.range(..end).rev().map(|(at, stop)| (*at, *stop)).collect();
@@ -134,7 +136,8 @@ impl HostFile {
         place.map(ImageOffset::new).ok_or_else(|| Error::new(ErrorKind::Invalid, "the file ends before"))
     }
 
-    /// Waits until nobody commits, and says what is left to do. A commit that began after the caller came has done it.
+    /// Waits until no commit is in progress, and returns what is left to do. A commit that began after the
+    /// caller arrived has done it.
     async fn turn(&self) -> Turn {
         let came = self.lock().begun;
         poll_fn(|context| {
@@ -218,8 +221,8 @@ impl Storage for HostFile {
         })
     }
 
-    /// Zeros are extents that the file system marks as unwritten: nothing is written but what the next flush commits. The volume's discards give
-    /// zeros, as those of simulated drives do unless they are told otherwise.
+    /// Zeros are extents that the file system marks as unwritten: nothing is written except what the next
+    /// flush commits. The volume's discards give zeros, which is the default of simulated drives.
     fn write_zeroes(&self, span: ImageSpan, _how: Zeroes) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             let place = self.place(span.start())?;

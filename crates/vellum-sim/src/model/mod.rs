@@ -1,4 +1,5 @@
-//! Models of real drives, in virtual time: how long a request takes there, and what reaches the medium for it.
+//! Models of real drives, in virtual time: how long a request takes there, and what reaches the medium for
+//! it.
 //!
 //! ```text
 //!   Drive ──submit──▶ model: queue, write cache, flushes ──▶ medium     one operation at a time, or several ways (SSD)
@@ -6,11 +7,13 @@
 //!     └────── ended ────┴── next(): when something happens ◀───┘         Medium::counts(): what the medium did
 //! ```
 //!
-//! A model is told of each request when it comes and says later that it has ended, in an order of its own. It is pure: its
-//! answers depend on nothing but the requests and their times, in whole nanoseconds. What it leaves out stands with each.
+//! A model gets each request when it arrives and reports later that it has ended, in an order of its own. It
+//! is pure: its answers depend on nothing but the requests and their times, in whole nanoseconds. Each model
+//! says what it leaves out.
 //!
-//! Parameters are those of no drive that was measured here: each set names its sources, and what is a guess. Whoever
-//! prints a figure of a model prints the model's name with it, and says that it was simulated.
+//! Parameters are those of no drive that was measured here: each set names its sources, and what is a guess.
+//! A program that prints a figure of a model also prints the model's name, and says that the figure was
+//! simulated.
 
 mod flushes;
 mod forgetful;
@@ -61,7 +64,7 @@ pub struct MediumCounts {
     pub bytes_read: u64,
     /// The same.
     pub bytes_written: u64,
-    /// Flushes that were carried out; who comes while one runs shares the next.
+    /// Flushes that were carried out; a request that arrives while one runs shares the next.
     pub flushes: u64,
     /// Operations that did not begin where the last one had ended.
     pub seeks: u64,
@@ -110,7 +113,7 @@ impl Sub for MediumCounts {
     }
 }
 
-/// A model at work, shared by a drive and whoever wants to know what the medium did.
+/// A model at work, shared by a drive and the code that asks what the medium did.
 #[derive(Clone)]
 pub struct Medium(Arc<Mutex<Queue>>);
 
@@ -189,7 +192,7 @@ impl Drop for Ticket {
     }
 }
 
-/// The time to move so many bytes at so many bytes a second, rounded up to the nanosecond.
+/// The time to move this many bytes at this rate in bytes per second, rounded up to the nanosecond.
 fn transfer(bytes: u64, rate: u64) -> Duration {
     let nanos = (u128::from(bytes) * 1_000_000_000).div_ceil(u128::from(rate));
     Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))

@@ -1,4 +1,5 @@
-//! A solid-state drive: several ways to the flash, one link to the host, a write cache that is programmed in the background.
+//! A solid-state drive: several channels to the flash, one link to the host, a write cache that is programmed
+//! in the background.
 //!
 //! ```text
 //!   read ──▶ first free way: latency ──▶ link ──▶ end
@@ -6,8 +7,9 @@
 //!   flush ─▶ when what was written before is programmed: + base
 //! ```
 //!
-//! A write costs whole pages of flash. The cache has room for as much as can be programmed in `cache_time`; who comes later
-//! waits. Left out: garbage collection (it costs nothing before the spare space is used up) and the mapping's own writes.
+//! A write costs whole pages of flash. The cache has room for as much as can be programmed in `cache_time`;
+//! later writes wait. Left out: garbage collection (it costs nothing before the spare space is used up) and
+//! the mapping's own writes.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -21,9 +23,9 @@ use crate::operation::{Operation, Request};
 pub struct SsdParameters {
     /// What to call it where a figure is printed.
     pub name: &'static str,
-    /// Of a small read, but for the link.
+    /// Of a small read, without the link.
     pub read_latency: Duration,
-    /// Of a small write into the cache, but for the link.
+    /// Of a small write into the cache, without the link.
     pub write_latency: Duration,
     /// Reads that the flash serves at a time.
     pub ways: usize,
@@ -44,9 +46,10 @@ const US: fn(u64) -> Duration = Duration::from_micros;
 impl SsdParameters {
     /// A consumer's SATA drive, as in the paper Selfie (840 EVO, on a host that let 250 MB/s through).
     ///
-    /// Reads and writes of 4 KiB: 10,000 and 40,000 a second at depth 1, from reviews of the 850 EVO. Link: what Selfie's host
-    /// reached. Programming: the sheet's sequential writes. Flush: not published; 1.0 to 1.7 ms are common, so figures come with
-    /// others beside it ([`SsdParameters::with_flush_base`]). Ways and cache: guesses.
+    /// Reads and writes of 4 KiB: 10,000 and 40,000 a second at depth 1, from reviews of the 850 EVO. Link:
+    /// what Selfie's host reached. Programming: the sheet's sequential writes. Flush: not published; 1.0 to
+    /// 1.7 ms are common, so figures come with others beside it ([`SsdParameters::with_flush_base`]). Ways
+    /// and cache: guesses.
     pub fn consumer_sata() -> Self {
         Self {
             name: "SSD SATA",
@@ -61,7 +64,7 @@ impl SsdParameters {
         }
     }
 
-    /// The same with another flush.
+    /// The same drive with another flush.
     #[must_use]
     pub fn with_flush_base(self, flush_base: Duration) -> Self {
         Self { flush_base, ..self }

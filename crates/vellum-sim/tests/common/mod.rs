@@ -51,7 +51,7 @@ pub enum Bug {
     ForgetsFlush,
     /// A write with FUA is not flushed.
     ForgetsFua,
-    /// A flush is not told about the writes that returned while it ran.
+    /// A flush ignores the writes that returned while it ran.
     SharesFlush,
 }
 

@@ -5,30 +5,28 @@ use std::process::ExitCode;
 
 use clap::ValueEnum;
 use serde_json::json;
-use vellum_core::{Error, Result};
-use vellum_daemon::ImageOptions;
-use vellum_daemon::image::open_file;
-use vellum_format::qcow2::Header;
-use vellum_format::qcow2::check::{CheckReport, Repair, check};
-use vellum_format::{FormatKind, native};
+use vellum_core::Error;
+use vellum_daemon::closed::{Checked, check};
+use vellum_format::FormatKind;
+use vellum_format::report::{CheckReport, Repair};
 use vellum_io::{IoMode, run as run_worker};
 
-use super::{Outcome, with_code};
+use super::{Outcome, or_share, with_code};
 use crate::args::{OutputFormat, ReadArgs};
 use crate::output::{complain, say, say_json};
 
-/// Compare what an image claims with what is there, and repair it if asked
+/// Check the metadata of an image for errors, and repair them with -r
 ///
-/// Exit codes: 0 nothing is wrong, 1 it could not be checked, 2 the image is corrupt, 3 clusters are leaked (space is
-/// lost, nothing else), 63 the format has nothing to check.
+/// Exit codes: 0 no errors, 1 the check failed, 2 the image is corrupt, 3 clusters are leaked (space is
+/// wasted, data is not affected), 63 images of this format have nothing to check.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     read: ReadArgs,
-    /// How the answer is printed
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Repair what is wrong
+    /// Repair errors of this kind
     #[arg(short, long, value_enum, value_name = "WHAT")]
     repair: Option<What>,
     /// Print nothing but errors
@@ -42,9 +40,9 @@ pub(crate) struct Args {
 /// What is repaired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum What {
-    /// Leaked clusters
+    /// Leaked clusters only
     Leaks,
-    /// Everything that can be
+    /// Everything that can be repaired
     All,
 }
 
@@ -54,10 +52,20 @@ const LEAKS: u8 = 3;
 const NOTHING_TO_CHECK: u8 = 63;
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let result = run_worker(IoMode::Auto, async || examine(args).await)?;
-    let Some(Checked { format, report, lines }) = result.map_err(with_code(CANNOT_CHECK))? else {
+    let repair = match args.repair {
+        None => Repair::Nothing,
+        Some(What::Leaks) => Repair::Leaks,
+        Some(What::All) => Repair::All,
+    };
+    let result = run_worker(IoMode::Auto, async || check(&args.file, &args.read.options(), repair).await)?;
+    let Checked { format, report, lines } =
+        result.map_err(with_code(CANNOT_CHECK)).map_err(|failure| match args.repair {
+            None => or_share(failure),
+            Some(_) => failure,
+        })?;
+    let Some(report) = report else {
         let error = Error::unsupported(format!(
-            "{} is a raw image, which has nothing that could be checked",
+            "{} is a {format} image, which has no metadata to check",
             args.file.display()
         ));
         return Err(with_code(NOTHING_TO_CHECK)(error));
@@ -79,30 +87,6 @@ pub(crate) fn run(args: &Args) -> Outcome {
         report if report.leaks > 0 => LEAKS,
         _ => 0,
     }))
-}
-
-struct Checked {
-    format: FormatKind,
-    report: CheckReport,
-    lines: Vec<String>,
-}
-
-async fn examine(args: &Args) -> Result<Option<Checked>> {
-    let options = ImageOptions { read_only: args.repair.is_none(), ..args.read.options() };
-    let (storage, format) = open_file(&args.file, &options).await?;
-    let repair = match args.repair {
-        None => Repair::Nothing,
-        Some(What::Leaks) => Repair::Leaks,
-        Some(What::All) => Repair::All,
-    };
-    let mut lines = Vec::new();
-    let mut say = |line| lines.push(line);
-    let report = match format {
-        FormatKind::Raw => return Ok(None),
-        FormatKind::Qcow2 => check(&Header::read(&*storage).await?, &storage, repair, &mut say).await?,
-        FormatKind::Native => native::check::check(&storage, repair, &mut say).await?,
-    };
-    Ok(Some(Checked { format, report, lines }))
 }
 
 fn answer(args: &Args, format: FormatKind, report: &CheckReport) -> serde_json::Value {

@@ -5,46 +5,56 @@ use std::process::ExitCode;
 
 use serde_json::json;
 use vellum_core::{ErrorKind, Result};
+use vellum_daemon::copy::{Comparison, compare};
 use vellum_daemon::{ImageOptions, open_image};
 use vellum_format::FormatKind;
 use vellum_io::{IoMode, run as run_worker};
-use vellum_layer::{Comparison, compare};
 
-use super::{Outcome, with_code};
+use super::{Outcome, or_share, with_code};
 use crate::args::{OutputFormat, parse_format};
-use crate::output::{say, say_json};
-use crate::progress::{Progress, Stop};
+use crate::config::allowed;
+use crate::output::{say, say_json, say_json_line};
+use crate::progress::{Progress, Stop, Wish};
 
-/// Tell whether two disks read the same
+/// Compare the contents of two disks
 ///
-/// Exit codes: 0 they do, 1 they differ, 2 an image could not be opened, 4 an image could not be read.
+/// Exit codes: 0 identical, 1 different, 2 an image could not be opened, 4 an image could not be read.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the first image; guessed when not given
+    /// Format of the first image: raw, qcow2 or vellum. Default: detected
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
-    /// Format of the second image; guessed when not given
+    /// Format of the second image: raw, qcow2 or vellum. Default: detected
     #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format)]
     second_format: Option<FormatKind>,
-    /// Disks of different size differ, also where the longer one ends in zeros
+    /// Treat disks of different sizes as different
+    ///
+    /// Without it, they are identical if the rest of the larger one is zero.
     #[arg(short, long)]
     strict: bool,
-    /// Show a bar (on a terminal it is always shown)
+    /// Show progress
+    ///
+    /// A terminal always shows a progress bar. Elsewhere, -p prints lines as qemu-img does, or lines of JSON
+    /// with --output json. SIGUSR1 prints the progress once, with or without -p.
     #[arg(short, long)]
     progress: bool,
     /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
-    /// Read the images even while another program writes them
+    /// Read the images even if another program has them open for writing
+    ///
+    /// The result may be wrong.
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// Compare this internal snapshot of the first image, by id or name
+    /// Compare this internal snapshot of the first image, given by ID or name
     #[arg(short = 'l', long, value_name = "NAME")]
     snapshot: Option<String>,
-    /// How the answer is printed
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Also open backing and data files in DIR
+    /// Also allow backing and data files in DIR; may be given several times
+    ///
+    /// By default, an image may only refer to files in its own directory.
     #[arg(long, value_name = "DIR")]
     allow_dir: Vec<PathBuf>,
     /// The first image
@@ -65,7 +75,7 @@ struct Answer {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let result = run_worker(IoMode::Auto, async || examine(args).await)?;
-    let answer = result.map_err(|(error, code)| with_code(code)(error))?;
+    let answer = result.map_err(|(error, code)| or_share(with_code(code)(error)))?;
     let strictly_different = args.strict && answer.sizes.0 != answer.sizes.1;
     let line = match answer.comparison {
         _ if strictly_different => "Strict mode: Image size mismatch!".to_owned(),
@@ -82,11 +92,12 @@ pub(crate) fn run(args: &Args) -> Outcome {
                 Comparison::DiffersAt(at) => json!(at.bytes()),
                 Comparison::Identical => json!(null),
             };
-            say_json(&json!({
+            let facts = json!({
                 "identical": identical,
                 "mismatch-offset": offset,
                 "virtual-sizes": [answer.sizes.0, answer.sizes.1],
-            }));
+            });
+            if args.progress { say_json_line(&facts) } else { say_json(&facts) }
         }
         OutputFormat::Human if !args.quiet => say(&line),
         OutputFormat::Human => {}
@@ -100,7 +111,7 @@ async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
             format,
             snapshot,
             force_share: args.force_share,
-            allow_dirs: args.allow_dir.clone(),
+            allow_dirs: allowed(&args.allow_dir),
             ..ImageOptions::reading()
         };
         open_image(path, &options).await.map_err(|error| (error, CANNOT_OPEN))
@@ -111,7 +122,8 @@ async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
     if args.strict && sizes.0 != sizes.1 {
         return Ok(Answer { comparison: Comparison::Identical, sizes });
     }
-    let bar = Progress::new(sizes.0.max(sizes.1), args.quiet);
+    let wish = Wish { is_wanted: args.progress, quiet: args.quiet, output: args.output };
+    let bar = Progress::new(sizes.0.max(sizes.1), wish);
     let stop = Stop::new().map_err(|error| (error, CANNOT_READ))?;
     let comparison = compare(first.disk(), second.disk(), 8, &stop.flag, &|bytes| bar.set(bytes)).await;
     bar.end();

@@ -12,13 +12,13 @@ use crate::args::OutputFormat;
 /// Which server, and which of its disks.
 #[derive(clap::Args)]
 pub(crate) struct Target {
-    /// The server's control socket, as `vellum serve --control PATH` has it
+    /// Control socket of the server, as given to `vellum serve --control`
     #[arg(long, value_name = "PATH")]
     pub(crate) control: PathBuf,
-    /// The disk, by the name of its export; not needed where the server has only one
+    /// Export name of the disk; optional if the server has one disk
     #[arg(long, value_name = "EXPORT")]
     pub(crate) disk: Option<String>,
-    /// How the answer is printed
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     pub(crate) output: OutputFormat,
 }

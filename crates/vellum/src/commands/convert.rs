@@ -7,87 +7,114 @@ use std::process::ExitCode;
 
 use serde_json::json;
 use vellum_core::{Error, ErrorKind, Result, SharedDisk};
+use vellum_daemon::copy::{CopyOptions, copy};
 use vellum_daemon::{CreateTarget, ImageOptions, create_native, create_qcow2, create_raw, open_image};
 use vellum_format::FormatKind;
 use vellum_io::{Draft, IoMode, run as run_worker};
-use vellum_layer::{CopyOptions, Gate, copy};
+use vellum_layer::Gate;
 
-use super::{Failure, Outcome, with_code};
-use crate::args::{NewImage, OutputFormat, is_native_name, parse_format, parse_size};
-use crate::output::say_json;
-use crate::progress::{Progress, Stop};
+use super::{Failure, Outcome, or_share, with_code};
+use crate::args::{NewImage, OutputFormat, parse_format, parse_size};
+use crate::config::allowed;
+use crate::output::{say_json, say_json_line};
+use crate::progress::{Progress, Stop, Wish};
 
-/// Copy a disk into a new image, of the same or another format
+/// Copy a disk into a new image of the same or another format
 ///
-/// Zeros are not stored. The image is made under a temporary name in the same directory, and gets its own when it is
-/// whole: a file that was there stays as it was until then, and there must be room for both. A block device, a file with
-/// several names or one in a directory that cannot be written is filled in place, as with -n.
+/// Zeros are not stored.
+///
+/// The new image is written under a temporary name in the directory of the target and renamed when it is
+/// complete. An existing target stays intact until then, so there must be room for both. A target that is a
+/// block device, has several hard links or is in a directory that cannot be written to is filled in place, as
+/// with -n.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the source; guessed when not given
+    /// Format of the source: raw, qcow2 or vellum. Default: detected from the file
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
-    /// Format of the target: raw, unless its name ends in .vlm (vellum)
+    /// Format of the target: raw, qcow2 or vellum
+    ///
+    /// Default: taken from its name (.raw, .qcow2, .vlm), otherwise raw.
     #[arg(short = 'O', long, value_name = "FMT", value_parser = parse_format)]
     target_format: Option<FormatKind>,
-    /// Options of the target as KEY=VALUE, separated by commas; see `vellum create -o help`
+    /// Format options of the target; `vellum create -o help` lists them
+    ///
+    /// They are KEY=VALUE, separated by commas.
     #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
-    /// Copy this internal snapshot of the source, by id or name
+    /// Copy this internal snapshot of the source, given by ID or name
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
-    /// Runs of zeros shorter than this are stored; 0 stores all
+    /// Store runs of zeros shorter than this as data; 0 stores all zeros
     #[arg(short = 'S', long, value_name = "SIZE", value_parser = parse_size, default_value = "4k")]
     sparse_size: u64,
-    /// Pieces copied at once
+    /// Number of reads in flight, and with -W of writes too
     #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64))]
     parallel: u16,
-    /// The target exists: fill it instead of making it. It must be large enough
+    /// Write out of order; may be faster, but the new image is laid out out of order
+    #[arg(short = 'W', long)]
+    out_of_order: bool,
+    /// Fill an existing target instead of creating one; it must be large enough
     #[arg(short = 'n', long)]
     no_create: bool,
-    /// With -n: the target reads as zero already, so zeros need not be written
+    /// With -n: skip writing zeros, because the target already reads as zero
     #[arg(long, requires = "no_create")]
     target_is_zero: bool,
-    /// Transfers go past the page cache
+    /// Bypass the page cache (O_DIRECT)
     #[arg(long)]
     direct: bool,
-    /// Read the source even while another program writes it
+    /// With -n: allow writing to FILE as the data file of the target
+    #[arg(long, value_name = "FILE", requires = "no_create")]
+    data_file: Vec<PathBuf>,
+    /// Read the source even if another program has it open for writing
+    ///
+    /// The copy may be inconsistent.
     #[arg(short = 'U', long)]
     force_share: bool,
-    /// Show a bar (on a terminal it is always shown)
+    /// Show progress
+    ///
+    /// A terminal always shows a progress bar. Elsewhere, -p prints lines as qemu-img does, or lines of JSON
+    /// with --output json. SIGUSR1 prints the progress once, with or without -p.
     #[arg(short, long)]
     progress: bool,
-    /// Say nothing
+    /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
-    /// How the answer is printed
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Also open backing and data files in DIR
+    /// Also allow backing and data files in DIR; may be given several times
+    ///
+    /// By default, an image may only refer to files in its own directory.
     #[arg(long, value_name = "DIR")]
     allow_dir: Vec<PathBuf>,
     /// The image to copy
     source: PathBuf,
-    /// The image to make
+    /// The image to create
     target: PathBuf,
 }
 
 impl Args {
     fn target_format(&self) -> FormatKind {
-        let by_name = || if is_native_name(&self.target) { FormatKind::Native } else { FormatKind::Raw };
-        self.target_format.unwrap_or_else(by_name)
+        self.target_format.or_else(|| FormatKind::of_name(&self.target)).unwrap_or(FormatKind::Raw)
+    }
+
+    fn wish(&self) -> Wish {
+        Wish { is_wanted: self.progress, quiet: self.quiet, output: self.output }
     }
 }
 
 pub(crate) fn run(args: Args) -> Outcome {
     let bytes = run_worker(IoMode::Auto, async || convert(&args).await)??;
     if args.output == OutputFormat::Json {
-        say_json(&json!({
+        let answer = json!({
             "source": args.source.display().to_string(),
             "target": args.target.display().to_string(),
             "format": args.target_format().to_string(),
             "virtual-size": bytes,
-        }));
+        });
+        // Among lines of JSON the answer is one of them.
+        if args.progress { say_json_line(&answer) } else { say_json(&answer) }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -97,7 +124,7 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
     new.suits(args.target_format(), "-O")?;
     if new.backing_file.is_some() {
         return Err(Error::invalid(
-            "a copy holds all of its disk and has no backing image; for one over a backing image use `vellum create -b`",
+            "a copy contains its whole disk and has no backing image; to create a clone, use `vellum create -b`",
         )
         .into());
     }
@@ -112,15 +139,16 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         snapshot: args.snapshot.clone(),
         force_share: args.force_share,
         direct: args.direct,
-        allow_dirs: args.allow_dir.clone(),
+        allow_dirs: allowed(&args.allow_dir),
         ..ImageOptions::reading()
     };
-    let source = open_image(&args.source, &options).await?;
+    let source = open_image(&args.source, &options).await.map_err(or_share)?;
     let size = source.disk().geometry().size;
     if new.size.is_some_and(|wanted| wanted != size) {
-        return Err(
-            Error::invalid(format!("-o size: the disk has {size} bytes, and a copy keeps them")).into()
-        );
+        return Err(Error::invalid(format!(
+            "-o size: the source has {size} bytes, and a copy keeps its size"
+        ))
+        .into());
     }
     let draft = if args.no_create { None } else { Draft::begin(&args.target).await? };
     let copying = Copying { args, new: &new, draft: draft.as_ref(), has_begun: Cell::new(false) };
@@ -186,6 +214,12 @@ impl Copying<'_> {
         self.fill(source, size, stop).await
     }
 
+    /// Where the data file of a new image is, if it has one: the user named it.
+    fn new_data_file(&self) -> Result<Option<PathBuf>> {
+        let name = self.new.qcow2.data_file.as_ref().filter(|_| !self.args.no_create);
+        name.map(|name| Gate::resolve(self.path(), name)).transpose()
+    }
+
     async fn make(&self, size: u64) -> Result<()> {
         let target = CreateTarget {
             path: self.path().to_owned(),
@@ -206,7 +240,8 @@ impl Copying<'_> {
         let options = ImageOptions {
             format: Some(args.target_format()),
             direct: args.direct,
-            allow_dirs: args.allow_dir.clone(),
+            allow_dirs: allowed(&args.allow_dir),
+            data_files: args.data_file.iter().cloned().chain(self.new_data_file()?).collect(),
             ..ImageOptions::default()
         };
         let target = open_image(self.path(), &options).await?;
@@ -215,15 +250,16 @@ impl Copying<'_> {
             target.close().await?;
             return Err(Error::new(
                 ErrorKind::NoSpace,
-                format!("{} has {room} bytes, the disk {size}", args.target.display()),
+                format!("{} has {room} bytes, but the source has {size}", args.target.display()),
             ));
         }
-        let bar = Progress::new(size, args.quiet);
+        let bar = Progress::new(size, args.wish());
         let is_fresh = !args.no_create && !target.members[0].storage.limits().fixed_len;
         let how = CopyOptions {
             pieces_at_once: usize::from(args.parallel),
             sparse_bytes: args.sparse_size,
             target_is_zero: is_fresh || args.target_is_zero,
+            out_of_order: args.out_of_order,
             stop: &stop.flag,
         };
         self.has_begun.set(true);
@@ -239,11 +275,11 @@ impl Copying<'_> {
 fn give_up_draft(args: &Args, draft: Draft, why: ErrorKind) -> String {
     let (path, replaces) = (draft.path().to_owned(), draft.replaces());
     if let Err(error) = draft.discard() {
-        return format!("the unfinished image {} cannot be removed ({error}): delete it", path.display());
+        return format!("the unfinished copy {} cannot be removed ({error}): delete it", path.display());
     }
     let mut left = removed(args, replaces);
     if replaces && why == ErrorKind::NoSpace {
-        left += "; there must be room for both until the copy is whole, or delete the old one first";
+        left += "; there must be room for both until the copy is complete, or delete the old one first";
     }
     left
 }
@@ -251,21 +287,21 @@ fn give_up_draft(args: &Args, draft: Draft, why: ErrorKind) -> String {
 fn removed(args: &Args, replaces: bool) -> String {
     let target = args.target.display();
     match replaces {
-        true => format!("{target} is as it was, the unfinished image was removed"),
-        false => format!("{target} was not made, the unfinished image was removed"),
+        true => format!("{target} is unchanged, the unfinished copy was removed"),
+        false => format!("{target} was not created, the unfinished copy was removed"),
     }
 }
 
 /// Sees to it that nobody takes what was filled in place for a whole image; says what is left of it.
 fn give_up_in_place(args: &Args) -> String {
     let target = args.target.display();
-    let part = format!("{target} holds only a part of the copy, and must be filled again before it is used");
+    let part = format!("{target} contains only part of the copy and must be filled again before it is used");
     let is_file = args.target.metadata().is_ok_and(|facts| facts.is_file());
     if args.no_create || !is_file {
         return part;
     }
     match std::fs::OpenOptions::new().write(true).truncate(true).open(&args.target) {
-        Ok(_) => format!("{target} was emptied, as the copy is not whole"),
+        Ok(_) => format!("{target} was emptied because the copy is incomplete"),
         Err(error) => format!("{part}; it cannot be emptied ({error})"),
     }
 }
@@ -278,17 +314,15 @@ struct DataFile {
 
 impl DataFile {
     fn of(copying: &Copying<'_>) -> Result<Option<Self>> {
-        let wanted = copying.new.qcow2.data_file.as_ref();
-        let Some(name) = wanted.filter(|_| !copying.args.no_create) else { return Ok(None) };
-        let path = Gate::resolve(copying.path(), name)?;
-        Ok(Some(Self { existed: path.exists(), path }))
+        let path = copying.new_data_file()?;
+        Ok(path.map(|path| Self { existed: path.exists(), path }))
     }
 
     fn give_up(self, error: Error) -> Error {
         if !self.existed && std::fs::remove_file(&self.path).is_ok() {
             return error;
         }
-        error.context(format!("{} holds only a part of the copy's data: delete it", self.path.display()))
+        error.context(format!("{} contains only part of the copy's data: delete it", self.path.display()))
     }
 }
 

@@ -1,5 +1,6 @@
 //! `vellum create`: make an image, or clone one.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -13,42 +14,51 @@ use vellum_format::qcow2::{Compression, CreateOptions, Preallocation};
 use vellum_io::{IoMode, run as run_worker};
 
 use super::Outcome;
-use crate::args::{
-    CREATE_OPTIONS, NewImage, OutputFormat, is_native_name, parse_format, parse_size, prealloc_text,
-};
+use crate::args::{NewImage, OutputFormat, options_help, parse_format, parse_size, prealloc_text};
+use crate::config::allowed;
 use crate::output::{complain, human_bytes, say, say_json};
 
-/// Make an image; with a backing image, a clone that holds only what differs
+/// Create an image, or with -b a clone of a backing image
+///
+/// A clone stores only what differs from its backing image.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format: raw (default), qcow2 (default with -b) or vellum (default for names that end in .vlm)
+    /// Format of the new image: raw, qcow2 or vellum
+    ///
+    /// Default: taken from the file name (.raw, .qcow2, .vlm), otherwise qcow2 with -b and raw without.
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
-    /// The backing image; a relative name starts at the new image's directory
+    /// Backing image; a relative name is relative to the new image's directory
     #[arg(short, long, value_name = "FILE")]
-    backing: Option<String>,
-    /// Format of the backing image
+    backing: Option<OsString>,
+    /// Format of the backing image; required with -b
     #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format)]
     backing_format: Option<FormatKind>,
-    /// Do not look at the backing image; the size must be given
+    /// Do not open the backing image; SIZE must be given
     #[arg(short, long)]
     unsafe_backing: bool,
-    /// Options as KEY=VALUE, separated by commas; `-o help` lists them
+    /// Format options as KEY=VALUE, separated by commas; -o help lists them
+    ///
+    /// `-f FMT -o help` lists the options of one format.
     #[arg(short, long, value_name = "OPTIONS")]
     options: Vec<String>,
-    /// Say nothing
+    /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
-    /// How the answer is printed
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Let the backing image refer to files in DIR, besides its own directory
+    /// Also allow backing and data files in DIR; may be given several times
+    ///
+    /// By default, an image may only refer to files in its own directory.
     #[arg(long, value_name = "DIR")]
     allow_dir: Vec<PathBuf>,
-    /// The image to make; an existing file is replaced
+    /// The image to create; an existing file is replaced
     #[arg(value_name = "FILE", required_unless_present = "options")]
     file: Option<PathBuf>,
-    /// Size of the disk (k, M, G, T); that of the backing image when not given
+    /// Size of the disk, such as 20G; k, M, G, T, P and E are powers of 1024
+    ///
+    /// Default: the size of the backing image.
     #[arg(value_name = "SIZE", value_parser = parse_size)]
     size: Option<u64>,
 }
@@ -81,58 +91,79 @@ struct Answer {
 /// What was made.
 struct Made {
     size: u64,
+    /// Of a qcow2 image: its options as they turned out.
+    qcow2: Option<CreateOptions>,
     /// Of an image of the native format: its superblock, and what became of the list of the template's zeros.
     native: Option<(Superblock, ListUse)>,
 }
 
 impl Made {
     fn of(size: u64) -> Self {
-        Self { size, native: None }
+        Self { size, qcow2: None, native: None }
     }
 }
 
 pub(crate) fn run(args: Args) -> Outcome {
     if args.options.iter().any(|list| list.split(',').any(|option| option == "help" || option == "?")) {
-        for (name, values, meaning) in CREATE_OPTIONS {
-            say(&format!("  {:<40} {meaning}", format!("{name}=<{values}>")));
-        }
+        let by_name = || args.file.as_deref().and_then(FormatKind::of_name);
+        say(&options_help(args.format.or_else(by_name)));
         return Ok(ExitCode::SUCCESS);
     }
     let mut new = NewImage::parse(&args.options)?;
-    let path = args.file.clone().ok_or_else(|| Error::invalid("say which file to make"))?;
-    let backing = args.backing.clone().or(new.backing_file.clone());
-    let format = match (args.format, &backing) {
+    let path = args.file.clone().ok_or_else(|| Error::invalid("give the name of the file to create"))?;
+    let backing = args.backing.clone().map(text_of_name).transpose()?.or(new.backing_file.clone());
+    let format = match (args.format.or_else(|| FormatKind::of_name(&path)), &backing) {
         (Some(format), _) => format,
-        (None, _) if is_native_name(&path) => FormatKind::Native,
         (None, Some(_)) => FormatKind::Qcow2,
         (None, None) => FormatKind::Raw,
+    };
+    let size = match (args.size, new.size) {
+        (Some(one), Some(other)) if one != other => {
+            let why =
+                format!("two sizes are given, {one} after the file name and {other} with -o size: give one");
+            return Err(Error::invalid(why).into());
+        }
+        (one, other) => one.or(other),
     };
     if format == FormatKind::Qcow2 && backing.is_some() {
         new.suit_overlay();
     }
     let backing_format = args.backing_format.or(new.backing_format);
     let backing = match (backing, backing_format) {
-        (None, _) => None,
+        (None, None) => None,
+        (None, Some(_)) => {
+            let why = "-F gives the format of a backing image, but there is none: name it with -b FILE";
+            return Err(Error::invalid(why).into());
+        }
         (Some(name), Some(format)) => Some((name, format)),
         // Guessing here would let whoever wrote the first bytes of a raw disk choose.
         (Some(name), None) => {
             return Err(Error::invalid(format!(
-                "say the format of the backing image {name}: `-F raw`, `-F qcow2` or `-F vellum`"
+                "give the format of the backing image {name}: `-F raw`, `-F qcow2` or `-F vellum`"
             ))
             .into());
         }
     };
     let target = CreateTarget {
         path,
-        size: args.size.or(new.size),
+        size,
         backing,
         trust_backing: args.unsafe_backing,
-        allow_dirs: args.allow_dir.clone(),
+        allow_dirs: allowed(&args.allow_dir),
     };
+    let mut made = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
+    new.qcow2 = made.qcow2.take().unwrap_or(new.qcow2);
     let options = new.qcow2.clone();
-    let made = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
     if let Some((_, ListUse::Refused(error))) = &made.native {
         complain(&format!("vellum create: {}", error.chain()));
+    }
+    let data_file = options.data_file.as_deref().filter(|_| format == FormatKind::Qcow2);
+    if let Some(refusal) = target.refusal(format, data_file) {
+        complain(&format!(
+            "vellum create: {} was created, but opening it for writing will need a further option: {}",
+            target.path.display(),
+            refusal.chain()
+        ));
     }
     if !args.quiet {
         match args.output {
@@ -146,19 +177,33 @@ pub(crate) fn run(args: Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The name as an image holds it.
+fn text_of_name(name: OsString) -> Result<String> {
+    name.into_string().map_err(|name| {
+        Error::unsupported(format!(
+            "the backing image's name {} is not UTF-8, so it cannot be stored in an image: rename it, or create a \
+             link to it",
+            name.display()
+        ))
+    })
+}
+
 async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Result<Made> {
     if format == FormatKind::Raw && target.backing.is_some() {
-        return Err(Error::invalid("a raw image has no backing image: say `-f qcow2`"));
+        return Err(Error::invalid("a raw image cannot have a backing image: use `-f qcow2`"));
     }
     new.suits(format, "-f")?;
     match format {
-        FormatKind::Qcow2 => create_qcow2(target, new.qcow2.clone()).await.map(Made::of),
+        FormatKind::Qcow2 => {
+            let made = create_qcow2(target, new.qcow2.clone()).await?;
+            Ok(Made { qcow2: Some(made.clone()), ..Made::of(made.size) })
+        }
         FormatKind::Native => {
             let made = create_native(target, new.native.clone()).await?;
-            Ok(Made { size: made.0.size(), native: Some(made) })
+            Ok(Made { native: Some(made.clone()), ..Made::of(made.0.size()) })
         }
         FormatKind::Raw => {
-            let size = target.disk_size().await?;
+            let size = BlockSize::SECTOR.round_up(target.disk_size().await?);
             create_raw(&target.path, size, new.qcow2.preallocation).await?;
             Ok(Made::of(size))
         }

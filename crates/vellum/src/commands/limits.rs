@@ -12,19 +12,20 @@ use super::control::Target;
 use crate::args::{OutputFormat, parse_size};
 use crate::output::{human_bytes, say, say_json};
 
-/// Show how the requests of a disk are limited while it is served, or change that
+/// Show or change the request limits of a served disk
 ///
-/// The names are QEMU's: iops-total, iops-read, iops-write (requests a second), bps-total, bps-read, bps-write (bytes a second);
-/// with -max behind it, how many there may be in a burst, and with -max-length, for how many seconds (1); iops-size, the size up to
-/// which a request counts as one. What is not said is not limited.
+/// The names are QEMU's: iops-total, iops-read and iops-write (requests per second), bps-total, bps-read and
+/// bps-write (bytes per second). With -max appended, each is the rate during a burst. With -max-length
+/// appended, it is the length of a burst in seconds (default 1). iops-size is the largest request that counts
+/// as one; larger ones count as several. Limits you do not give are removed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     target: Target,
-    /// Take all limits away
+    /// Remove all limits
     #[arg(long, conflicts_with = "limits")]
     none: bool,
-    /// All limits from now on, as in "iops-total=1000,bps-write=50M"; those there are are shown, when not given
+    /// New limits, such as iops-total=1000,bps-write=50M. Default: show the limits
     #[arg(value_name = "NAME=N,…", value_parser = limits_of)]
     limits: Option<Limits>,
 }
@@ -34,7 +35,7 @@ pub(crate) fn limits_of(list: &str) -> Result<Limits> {
     let mut said = Vec::new();
     for one in list.split(',') {
         let (name, number) = one.split_once('=').ok_or_else(|| {
-            Error::invalid(format!("{one:?} is no limit: say NAME=NUMBER, as in iops-total=1000"))
+            Error::invalid(format!("invalid limit {one:?}: use NAME=NUMBER, such as iops-total=1000"))
         })?;
         said.push((name, parse_size(number)?));
     }
@@ -51,7 +52,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     match args.target.output {
         OutputFormat::Json => say_json(&answer),
         OutputFormat::Human => match answer["limits"].as_object().filter(|limits| !limits.is_empty()) {
-            None => say("Nothing is limited."),
+            None => say("No limits are set."),
             Some(limits) => limits.iter().for_each(|(name, number)| say(&line(name, number))),
         },
     }

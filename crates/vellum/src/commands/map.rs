@@ -11,25 +11,25 @@ use vellum_format::FormatKind;
 use vellum_io::{IoMode, run as run_worker};
 use vellum_layer::Chain;
 
-use super::Outcome;
+use super::{Outcome, or_share};
 use crate::args::{OutputFormat, ReadArgs, parse_size};
-use crate::output::say;
+use crate::output::{printable, say};
 
-/// Tell where the bytes of a disk are: in which image of the chain, and at which offset
+/// Show where each part of a disk is stored: in which image, at which offset
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     read: ReadArgs,
-    /// How the answer is printed
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Begin at this byte of the disk
+    /// Start at this offset of the disk
     #[arg(short, long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     start_offset: u64,
-    /// Look at so many bytes at most
+    /// Show at most this many bytes. Default: up to the end of the disk
     #[arg(short = 'l', long, value_name = "SIZE", value_parser = parse_size)]
     max_length: Option<u64>,
-    /// Look at this internal snapshot of the image, by id or name
+    /// Map this internal snapshot of the image, given by ID or name
     #[arg(long, value_name = "NAME")]
     snapshot: Option<String>,
     /// The image
@@ -54,7 +54,7 @@ struct Row {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let rows = run_worker(IoMode::Auto, async || gather(args).await)??;
+    let rows = run_worker(IoMode::Auto, async || gather(args).await)?.map_err(or_share)?;
     match args.output {
         OutputFormat::Json => {
             let lines: Vec<String> =
@@ -62,14 +62,14 @@ pub(crate) fn run(args: &Args) -> Outcome {
             say(&format!("[{}]", lines.join(",\n")));
         }
         OutputFormat::Human => {
-            let cannot = "part of the disk is compressed, which has no place to show: say --output json";
+            let cannot = "part of the disk is compressed and has no offset to show: use --output json";
             if rows.iter().any(|row| row.compressed) {
                 return Err(Error::unsupported(cannot).into());
             }
             say(&format!("{:<15} {:<15} {:<15} File", "Offset", "Length", "Mapped to"));
             for row in rows.iter().filter(|row| row.data) {
                 let offset = row.offset.expect("data that is not compressed has a place");
-                let file = row.file.as_deref().unwrap_or_default();
+                let file = printable(row.file.as_deref().unwrap_or_default());
                 say(&format!("{:<15} {:<15} {:<15} {file}", hex(row.start), hex(row.length), hex(offset)));
             }
         }
@@ -133,7 +133,7 @@ fn row(chain: &Chain, extent: MergedExtent) -> Row {
         Place::Below => Row { present: false, zero: true, data: false, ..plain },
         Place::Zero { .. } => {
             // A hole of a raw disk lies where it would have its bytes.
-            let is_raw = chain.members[extent.depth].format == FormatKind::Raw;
+            let is_raw = chain.members[extent.depth].head.kind() == FormatKind::Raw;
             Row { zero: true, data: false, offset: is_raw.then_some(start), ..plain }
         }
     }

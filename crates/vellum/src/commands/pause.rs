@@ -9,17 +9,21 @@ use super::control::Target;
 use crate::args::OutputFormat;
 use crate::output::{say, say_json};
 
-/// Stop a disk while it is served: its requests wait until `vellum resume`
+/// Pause a served disk: its requests wait until `vellum resume`
 ///
-/// Answers when nothing is under way any more and all that was answered is durable; the image on the host changes no more. Clients
-/// stay connected, and wait. A server that ends resumes its disks first.
+/// The command returns when no request is in flight and everything that was acknowledged is durable. From
+/// then on the image on the host does not change. Clients stay connected. A server that is stopped resumes
+/// its disks first.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     target: Target,
 }
 
-/// Let a paused disk go on
+/// Resume a paused disk
+///
+/// Requests that wait for space (`vellum serve --on-full hold`) are also retried at once, instead of within a
+/// second.
 #[derive(clap::Args)]
 pub(crate) struct ResumeArgs {
     #[command(flatten)]
@@ -29,7 +33,7 @@ pub(crate) struct ResumeArgs {
 pub(crate) fn run(args: &Args) -> Outcome {
     let answer = args.target.ask(&Request::Pause { disk: args.target.disk.clone() })?;
     match args.target.output {
-        OutputFormat::Human => say("Paused. What is asked of the disk waits for `vellum resume`."),
+        OutputFormat::Human => say("Paused. Requests wait until `vellum resume`."),
         OutputFormat::Json => say_json(&answer),
     }
     Ok(ExitCode::SUCCESS)
@@ -39,6 +43,9 @@ pub(crate) fn resume(args: &ResumeArgs) -> Outcome {
     let answer = args.target.ask(&Request::Resume { disk: args.target.disk.clone() })?;
     match args.target.output {
         OutputFormat::Human if answer["was-paused"] == true => say("Resumed."),
+        OutputFormat::Human if answer["was-held"] == true => {
+            say("Requests that waited for space are retried.")
+        }
         OutputFormat::Human => say("It was not paused."),
         OutputFormat::Json => say_json(&answer),
     }

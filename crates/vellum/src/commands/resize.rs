@@ -1,65 +1,102 @@
 //! `vellum resize`: another size for the disk of an image.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use serde_json::{Value, json};
-use vellum_core::{BlockSize, Error, Result, SharedStorage};
-use vellum_daemon::ImageOptions;
+use vellum_core::{BlockSize, Error, Result};
+use vellum_daemon::closed::{ResizeOptions, resize};
 use vellum_daemon::control::{Request, call};
-use vellum_daemon::image::{open_file, open_image};
 use vellum_format::FormatKind;
-use vellum_format::native::{self, Superblocks};
-use vellum_format::qcow2::{self, Header};
 use vellum_io::{IoMode, run as run_worker};
 
-use super::Outcome;
-use super::snapshot::name_remedy;
+use super::{Outcome, or_ask_server};
 use crate::args::{OutputFormat, parse_format, parse_size};
+use crate::config::allowed;
 use crate::output::{say, say_json};
 
-/// Make the disk of an image larger, or smaller with --shrink
+/// Grow the disk of an image, or shrink it with --shrink
 ///
-/// What a disk is made larger by reads as zero. The image is closed; or it is served, and the server is asked instead of the file:
-/// `--control PATH`, as `vellum serve --control PATH` has it. A disk that is served is made larger only: virtual machines and files
-/// see it at once, NBD clients when they connect. A qcow2 disk grows as far as its L1 table has room, and is not made smaller.
+/// New space reads as zero. If a server has the image open, give --control PATH, its control socket, instead
+/// of the image. A served disk can only grow. Virtual machines and FUSE files see the new size at once, NBD
+/// clients when they reconnect. qcow2 disks cannot be shrunk.
 #[derive(clap::Args)]
-#[command(allow_missing_positional = true)]
+#[command(
+    override_usage = "vellum resize [OPTIONS] FILE SIZE\n       vellum resize [OPTIONS] --control PATH SIZE"
+)]
 pub(crate) struct Args {
-    /// Format of the image; a raw disk is changed only if this says so
+    /// Format of the image: raw, qcow2 or vellum; required for raw
+    ///
+    /// Default: detected. A raw disk is resized only with -f raw, because any file could be taken for one.
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
-    /// The disk may become smaller: what lies behind its new end is lost
+    /// Allow shrinking; data beyond the new end is lost
     #[arg(long)]
     shrink: bool,
-    /// Say nothing
+    /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
-    /// How the answer is printed
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Ask the server with this control socket, instead of giving the image
+    /// Ask the server that has this control socket, instead of opening an image
     #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "shrink"])]
     control: Option<PathBuf>,
-    /// With --control: the disk, by the name of its export; not needed where the server has only one
+    /// Also allow backing images in DIR; may be given several times
+    ///
+    /// Their sizes are needed. By default, an image may only refer to files in its own directory.
+    #[arg(long, value_name = "DIR", conflicts_with = "control")]
+    allow_dir: Vec<PathBuf>,
+    /// With --control: export name of the disk; optional if the server has one disk
     #[arg(long, value_name = "EXPORT", requires = "control")]
     disk: Option<String>,
-    /// The image
-    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
-    file: Option<PathBuf>,
-    /// The new size (k, M, G, T); with + or - in front, by how much it changes
+    /// The image; omitted with --control
+    #[arg(value_name = "FILE")]
+    first: OsString,
+    /// New size, such as 20G; +10G and -10G change it by that much
     #[arg(value_name = "SIZE", allow_hyphen_values = true)]
-    size: String,
+    second: Option<String>,
+}
+
+/// Whose disk changes.
+enum Place<'a> {
+    Image(&'a Path),
+    Server(&'a Path),
+}
+
+impl Args {
+    /// What the one or two places after the options mean.
+    fn place_and_size(&self) -> Result<(Place<'_>, &str)> {
+        match (&self.control, &self.second) {
+            (Some(_), Some(_)) => Err(Error::invalid("with --control, give only the SIZE, without a FILE")),
+            (Some(socket), None) => {
+                let size = self.first.to_str().ok_or_else(|| Error::invalid("the size is not text"))?;
+                Ok((Place::Server(socket), size))
+            }
+            (None, Some(size)) => Ok((Place::Image(Path::new(&self.first)), size)),
+            (None, None) => Err(Error::invalid(format!(
+                "give the new size after {0}, as in `vellum resize {0} 20G` or `+10G`",
+                self.first.display()
+            ))),
+        }
+    }
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let (mut facts, key, place) = match (&args.control, &args.file) {
-        (Some(socket), _) => (ask(args, socket)?, "control", socket),
-        (None, Some(file)) => {
-            let (before, after) = run_worker(IoMode::Auto, async || resize(args, file).await)??;
+    let (place, size) = args.place_and_size()?;
+    let (mut facts, key, place) = match place {
+        Place::Server(socket) => (ask(args, socket, size)?, "control", socket),
+        Place::Image(file) => {
+            let options = ResizeOptions {
+                format: args.format,
+                may_shrink: args.shrink,
+                allow_dirs: allowed(&args.allow_dir),
+            };
+            let resized = async || resize(file, &options, |before| wanted(size, before)).await;
+            let (before, after) = run_worker(IoMode::Auto, resized)?.map_err(or_ask_server)?;
             (json!({ "virtual-size-before": before, "virtual-size": after }), "filename", file)
         }
-        (None, None) => unreachable!("one of them is required"),
     };
     match args.output {
         OutputFormat::Json => {
@@ -73,12 +110,12 @@ pub(crate) fn run(args: &Args) -> Outcome {
 }
 
 /// Asks the server; gives what it answers.
-fn ask(args: &Args, socket: &Path) -> Result<Value> {
+fn ask(args: &Args, socket: &Path, wanted: &str) -> Result<Value> {
     let (disk, mut size, mut grow_by) = (args.disk.clone(), None, None);
-    match (args.size.strip_prefix('+'), args.size.strip_prefix('-')) {
+    match (wanted.strip_prefix('+'), wanted.strip_prefix('-')) {
         (Some(more), _) => grow_by = Some(parse_size(more)?),
-        (None, Some(_)) => return Err(Error::invalid("a disk is not made smaller while it is served")),
-        (None, None) => size = Some(parse_size(&args.size)?),
+        (None, Some(_)) => return Err(Error::invalid("a disk cannot be shrunk while it is served")),
+        (None, None) => size = Some(parse_size(wanted)?),
     }
     run_worker(IoMode::Auto, async || call(socket, &Request::Resize { disk, size, grow_by }).await)?
 }
@@ -92,61 +129,6 @@ fn wanted(text: &str, before: u64) -> Result<u64> {
     };
     let size = size.ok_or_else(|| Error::invalid(format!("{text}: the disk has {before} bytes")))?;
     Ok(BlockSize::SECTOR.round_up(size))
-}
-
-/// How long the image below a qcow2 image is, in bytes: it has no word for how far that counts.
-async fn len_below(args: &Args, file: &Path) -> Result<Option<u64>> {
-    let options = ImageOptions { format: args.format, ..ImageOptions::reading() };
-    let (storage, format) = open_file(file, &options).await.map_err(name_remedy)?;
-    if format != FormatKind::Qcow2 || Header::read(&*storage).await?.backing_file().is_none() {
-        return Ok(None);
-    }
-    drop(storage);
-    let chain = open_image(file, &options).await?;
-    let below = chain.members.get(1).map(|member| member.disk.geometry().size);
-    chain.close().await?;
-    Ok(below)
-}
-
-async fn resize(args: &Args, file: &Path) -> Result<(u64, u64)> {
-    let below = len_below(args, file).await?;
-    let options = ImageOptions { format: args.format, ..ImageOptions::default() };
-    let (storage, format): (SharedStorage, _) = open_file(file, &options).await.map_err(name_remedy)?;
-    let before = match format {
-        FormatKind::Raw => storage.len(),
-        FormatKind::Qcow2 => Header::read(&*storage).await?.size(),
-        FormatKind::Native => Superblocks::read(&*storage).await?.superblock.size(),
-    };
-    let size = wanted(&args.size, before)?;
-    if let Some(below) = below.filter(|below| size > before && *below > before) {
-        return Err(Error::unsupported(format!(
-            "{}: its backing image has {below} bytes, more than the disk, and would show behind {before}: copy it into a larger image",
-            file.display()
-        )));
-    }
-    match format {
-        FormatKind::Raw => resize_raw(args, file, &storage, size).await?,
-        FormatKind::Qcow2 => drop(qcow2::grow(&storage, size).await?),
-        FormatKind::Native => drop(native::resize(&storage, size, args.shrink).await?),
-    }
-    Ok((before, size))
-}
-
-async fn resize_raw(args: &Args, file: &Path, storage: &SharedStorage, size: u64) -> Result<()> {
-    let name = file.display();
-    if args.format.is_none() {
-        return Err(Error::invalid(format!(
-            "{name} has no format that can be recognised; if it is a raw disk, say `-f raw` to change it"
-        )));
-    }
-    if size < storage.len() && !args.shrink {
-        return Err(Error::invalid(format!(
-            "the disk has {} bytes, and what lies behind {size} would be lost: say --shrink",
-            storage.len()
-        )));
-    }
-    storage.set_len(size).await?;
-    storage.flush().await
 }
 
 #[cfg(test)]

@@ -6,151 +6,253 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use vellum_core::{Error, Result};
-use vellum_daemon::serve::parse_address;
+use vellum_daemon::spec::{parse_address, parse_nbd};
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
-    ExportSpec, FuseSpec, GrowHook, ImageOptions, Limits, NotifySocket, ServeSpec, Tls, TlsPolicy, UblkSpec,
-    VhostSpec, serve,
+    ExportSpec, FuseSpec, GrowHook, ImageOptions, Limits, NbdSpec, NotifySocket, ServeSpec, SocketRights,
+    TlsFiles, UblkSpec, VhostSpec, serve,
 };
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{Address, IoMode, PassedSocket, PassedTo};
 
-use super::Outcome;
 use super::limits::limits_of;
-use crate::args::{parse_format, parse_prealloc};
-use crate::output::{complain, human_bytes};
+use super::{Outcome, or_share};
+use crate::args::{parse_format, parse_prealloc, parse_size};
+use crate::config::allowed;
+use crate::log::note;
+use crate::output::human_bytes;
 
-/// Serve disks over NBD and vhost-user-blk, as files and as block devices, until SIGTERM or Ctrl-C
+/// Serve disks over NBD, vhost-user-blk, FUSE and ublk until SIGTERM or Ctrl-C
 ///
-/// On either, requests that were begun are answered and the images closed; after that they are plain images again. A
-/// server that is killed loses nothing that was flushed. Snapshots inside an image of the native format that is served for
-/// writing are exports, too, for reading: @NAME, or EXPORT@NAME.
+/// On SIGTERM or Ctrl-C the server finishes the requests in flight, closes the images and exits. SIGHUP
+/// reloads the certificates, SIGUSR1 prints the state to stderr. If the server is killed, flushed data is
+/// safe, and the next server recovers the images.
+///
+/// At least one of --nbd, --vhost-user-blk, --fuse and --ublk is needed, unless a service manager passes
+/// sockets.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The image to serve under the default export name
+    /// Image to serve under the default export name (the empty name)
     #[arg(value_name = "IMAGE", required_unless_present = "export")]
     image: Option<PathBuf>,
-    /// Serve NBD at unix:PATH or tcp:HOST:PORT; may be given several times. Sockets that a service manager passes (systemd's
-    /// socket activation) take its place
-    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
-    nbd: Vec<Address>,
-    /// Serve NBD in TLS, with server-cert.pem and server-key.pem of DIR
+    /// Serve NBD at unix:PATH or tcp:HOST:PORT; may be given several times
+    ///
+    /// Without NAME= all exports are offered there. With NAME= only that export is offered; repeat the option
+    /// with the same address for further ones. Sockets passed by a service manager (systemd socket
+    /// activation) replace this option and offer all exports.
+    #[arg(long, value_name = "[NAME=]ADDRESS", value_parser = parse_nbd)]
+    nbd: Vec<NbdSpec>,
+    /// Also offer the snapshots of writable vellum images over NBD, read-only
+    ///
+    /// Their export names are @NAME, or EXPORT@NAME. Reads count towards the limits of the disk.
+    #[arg(long)]
+    export_snapshots: bool,
+    /// Serve NBD over TLS, with server-cert.pem and server-key.pem in DIR
     #[arg(long, value_name = "DIR")]
     tls_certificates: Option<PathBuf>,
-    /// Whether clients may do without TLS
+    /// Whether NBD clients must use TLS
     #[arg(long, value_enum, value_name = "HOW", default_value = "require", requires = "tls_certificates")]
     tls: TlsMode,
-    /// Let only those clients in that have a certificate by an authority in ca-cert.pem of the same DIR; nor those that
-    /// ca-crl.pem lists, if it is there
+    /// Require a client certificate signed by an authority in DIR/ca-cert.pem
+    ///
+    /// Refuse those that DIR/ca-crl.pem lists, if that file exists. DIR is that of --tls-certificates.
     #[arg(long, requires = "tls_certificates")]
     tls_verify_peer: bool,
-    /// Serve IMAGE, or the export NAME, to virtual machines at this Unix socket; may be given several times
+    /// Serve IMAGE or the export NAME over vhost-user-blk at this Unix socket
+    ///
+    /// May be given several times.
     #[arg(long, value_name = "[NAME=]PATH", value_parser = parse_vhost)]
     vhost_user_blk: Vec<VhostSpec>,
-    /// Queues that a virtual machine, or the kernel with --ublk, may use for each disk; as many as there are threads, when
-    /// not given
+    /// Accept guest memory that is not sealed with F_SEAL_SHRINK
+    ///
+    /// Any process that shares such memory can crash the server, with all of its disks, by truncating the
+    /// memory's file.
+    #[arg(long, requires = "vhost_user_blk")]
+    vhost_unsealed_memory: bool,
+    /// Queues of each vhost-user-blk and ublk device. Default: one per thread
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: Option<u16>,
-    /// Show the disk as FILE, by FUSE: an empty file, or one that is not there and is made for as long. NAME= says which
-    /// export, where there are several; may be given several times
+    /// Mount the disk as the file FILE (FUSE); may be given several times
+    ///
+    /// FILE must be empty or absent. If Vellum created it, it is removed at exit. NAME= selects the export if
+    /// there are several.
     #[arg(long, value_name = "[NAME=]FILE", value_parser = parse_fuse)]
     fuse: Vec<FuseSpec>,
-    /// Show the disk as the block device /dev/ublkbN, or the first that is free (auto), by the kernel's ublk driver. NAME= says
-    /// which export, where there are several; may be given several times
+    /// Create the block device /dev/ublkbN for the disk; auto takes the first free N
+    ///
+    /// Needs the ublk driver of the kernel. NAME= selects the export if there are several. May be given
+    /// several times.
     #[arg(long, value_name = "[NAME=]N|auto", value_parser = parse_ublk)]
     ublk: Vec<UblkSpec>,
-    /// The block devices outlive a server that ends or is killed: their requests wait for the next one, which is told the same
-    /// N and takes them over. Each write is durable when it is answered
+    /// Keep the block devices when the server exits or is killed
+    ///
+    /// Their requests wait for the next server that is started with the same N. Each write is durable before
+    /// it is acknowledged. The N must be given, not auto.
     #[arg(long, requires = "ublk")]
     ublk_keep: bool,
-    /// Serve IMAGE under NAME too; may be given several times
+    /// Serve IMAGE under the export name NAME; may be given several times
     #[arg(long, value_name = "NAME=IMAGE", value_parser = parse_export)]
     export: Vec<(String, PathBuf)>,
-    /// Format of the images; a raw disk is written only when it is said to be raw
+    /// Format of the images: raw, qcow2 or vellum. Default: detected
+    ///
+    /// A raw disk is writable only with -f raw, because its guest could make it look like another format.
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
-    /// How the host's I/O is done; io_uring where it works, when not given
+    /// I/O interface of the host. Default: io_uring if it works, otherwise threads
     #[arg(long, value_enum, value_name = "HOW")]
     io: Option<Io>,
-    /// Before a thread sleeps it looks for news, for up to so many microseconds, if some came as fast the last time: a busy disk
-    /// answers sooner, at the price of a processor. With io_uring only
+    /// Busy-poll for at most this long before sleeping, while that pays off; 0: never
+    ///
+    /// A busy disk answers sooner, at the price of CPU time. With io_uring only.
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=10_000))]
     poll: u32,
-    /// Transfers go past the page cache (O_DIRECT)
+    /// Bypass the page cache (O_DIRECT)
     #[arg(long)]
     direct: bool,
-    /// Refuse writes
+    /// Serve read-only
     #[arg(short, long)]
     read_only: bool,
-    /// With --read-only: serve the image even while another program writes it
+    /// With --read-only: serve the image even if another program has it open for writing
     #[arg(short = 'U', long, requires = "read_only")]
     force_share: bool,
-    /// Serve this internal snapshot, by id or name; implies --read-only
+    /// Serve this internal snapshot, given by ID or name; implies --read-only
     #[arg(short = 'l', long, value_name = "SNAPSHOT")]
     snapshot: Option<String>,
-    /// Write zeros this far ahead of where an image grows, in idle time, so that flushes there cost less: a size from 64k
-    /// to 1G, adaptive (about a second's worth) or off. When not given, as the image says, else adaptive on ext4 and XFS
+    /// Write zeros ahead of a growing image while idle, so that flushes cost less
+    ///
+    /// The distance is a size from 64k to 1G, adaptive (about one second's worth of writes) or off. Default:
+    /// as set in the image, otherwise adaptive on ext4 and XFS and off elsewhere.
     #[arg(long, value_name = "HOW", value_parser = parse_prealloc)]
     prealloc: Option<Prealloc>,
-    /// Move no data in quiet times. Otherwise, where a device of the native format (zoned) is in fragments, the zones of which
-    /// least is used are emptied, so that they can be used whole again
+    /// Memory for the qcow2 mapping tables of each disk and its backing images
+    ///
+    /// 1M holds the mapping of 8 GiB in clusters of 64 KiB (in QEMU: l2-cache-size). Default: the whole
+    /// mapping, up to 32M for each image and 128M for each disk.
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
+    l2_cache_size: Option<u64>,
+    /// Do not compact fragmented vellum images while idle (layout=zoned)
+    ///
+    /// Compaction moves the data out of the least used zones, so that these zones can be written as a whole
+    /// again.
     #[arg(long)]
     no_compact: bool,
-    /// Run this command when the device of an image with layout=table becomes full: words, no shell; {device}, {size} (the
-    /// bytes it should have) and {more} (how many more that is) stand for themselves, as in "lvextend -L {size}b {device}"
+    /// Run this command when the device of a vellum image becomes full
+    ///
+    /// It needs layout=zoned or table. It is run without a shell; {device}, {size} (the new size in bytes)
+    /// and {more} (the bytes to add) are replaced, as in "lvextend -L {size}b {device}".
     #[arg(long, value_name = "CMD")]
     grow_hook: Option<GrowHook>,
-    /// Worker threads; one per core when not given
+    /// Make each write durable before it is acknowledged
+    ///
+    /// Writes that arrive together share a flush. A virtual machine that stayed connected while a server was
+    /// killed can then continue with the next server and misses nothing. Without this option, the next server
+    /// refuses such a virtual machine until it is reset.
+    #[arg(long)]
+    durable: bool,
+    /// What to do with a request when the host has no space
+    #[arg(long, value_enum, value_name = "HOW", default_value = "fail")]
+    on_full: OnFull,
+    /// Exit unless every image can be opened. Default: serve those that can
+    #[arg(long)]
+    require_all: bool,
+    /// Mode of Unix sockets for NBD and vhost-user-blk, such as 0660. Default: by umask
+    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
+    socket_mode: Option<u32>,
+    /// Group of these sockets, by name or number. Default: the process's group
+    #[arg(long, value_name = "GROUP")]
+    socket_group: Option<String>,
+    /// Number of worker threads. Default: one per core
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Connections at once
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
-    max_connections: u32,
-    /// Seconds that requests under way have to end after SIGTERM before connections are cut
+    /// Maximum number of NBD clients. Default: 128, or 16 per export if that is more
+    ///
+    /// If there are several exports, the clients of one can use at most half of it.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    max_connections: Option<u32>,
+    /// Memory for data in flight of all NBD clients, in addition to 1 MiB per client
+    ///
+    /// A client that neither sends nor accepts a byte for a minute in the middle of a request is
+    /// disconnected.
+    #[arg(long, value_name = "BYTES", default_value = "512M", value_parser = parse_size)]
+    memory: u64,
+    /// How many seconds requests in flight get after SIGTERM before they are cut off
+    ///
+    /// Closing a disk gets the same time again. If a disk cannot be closed in it, the log names the disk, and
+    /// the exit code is 1.
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     drain_seconds: u64,
-    /// Let no more through than this, as in "iops-total=1000,bps-write=50M": iops- or bps-, total or read or write; each with
-    /// -max and -max-length (seconds) behind it, for bursts; iops-size. EXPORT: says which disk, else all
+    /// Limit the requests of a disk, as in iops-total=1000,bps-write=50M
+    ///
+    /// The names are iops- or bps- followed by total, read or write, each also with -max and -max-length for
+    /// bursts, and iops-size; see `vellum help limits`. EXPORT: selects the disk. Default: all disks. May be
+    /// given several times.
     #[arg(long, value_name = "[EXPORT:]NAME=N,…", value_parser = parse_limits)]
     limit: Vec<ExportLimits>,
-    /// Write statistics to PATH as JSON, once a second and at the end
+    /// Write statistics to PATH as JSON every second and at exit
     #[arg(long, value_name = "PATH")]
     stats_json: Option<PathBuf>,
-    /// Listen at this Unix socket for what can be asked of the server while it serves: `vellum snapshot --control PATH`. Its owner
-    /// alone may connect
+    /// Serve Prometheus metrics at http://.../metrics on unix:PATH or tcp:HOST:PORT
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
+    metrics: Option<Address>,
+    /// Listen for control commands on this Unix socket, such as `vellum stats`
+    ///
+    /// Only its owner can connect.
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
-    /// Also open backing and data files in DIR, besides each image's own directory
+    /// Also allow backing and data files in DIR; may be given several times
+    ///
+    /// By default, an image may only refer to files in its own directory.
     #[arg(long, value_name = "DIR")]
     allow_dir: Vec<PathBuf>,
-    /// Say nothing
+    /// Allow writing to FILE as the data file of an image. Default: read-only
+    ///
+    /// May be given several times.
+    #[arg(long, value_name = "FILE")]
+    data_file: Vec<PathBuf>,
+    /// Print nothing but warnings and errors
     #[arg(short, long)]
     quiet: bool,
 }
 
-/// Whether clients may do without TLS.
+/// Whether NBD clients must use TLS
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum TlsMode {
-    /// Nothing is answered before TLS
+    /// Refuse clients that do not use TLS
     Require,
-    /// Who asks for it gets it
+    /// TLS is offered, not required
     On,
 }
 
-/// How the host's I/O is done.
+/// What becomes of a request that finds no space.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum OnFull {
+    /// Fail the request with ENOSPC
+    Fail,
+    /// Hold the request until there is space or the server exits
+    Hold,
+}
+
+/// I/O interface of the host. Default: io_uring if it works, otherwise threads
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Io {
-    /// io_uring, or an error
+    /// io_uring; fail if it does not work
     Uring,
-    /// A pool of threads
+    /// A pool of threads with blocking I/O
     Threads,
 }
 
-fn parse_export(text: &str) -> Result<(String, PathBuf)> {
+fn parse_mode(text: &str) -> Result<u32> {
+    u32::from_str_radix(text, 8)
+        .ok()
+        .filter(|mode| *mode <= 0o777)
+        .ok_or_else(|| Error::invalid(format!("invalid mode {text:?}: use three octal digits, such as 660")))
+}
+
+pub(super) fn parse_export(text: &str) -> Result<(String, PathBuf)> {
     let (name, path) = text
         .split_once('=')
         .filter(|(_, path)| !path.is_empty())
-        .ok_or_else(|| Error::invalid(format!("{text:?} is no export: say NAME=IMAGE")))?;
+        .ok_or_else(|| Error::invalid(format!("invalid export {text:?}: use NAME=IMAGE")))?;
     Ok((name.to_owned(), PathBuf::from(path)))
 }
 
@@ -161,7 +263,7 @@ fn parse_place(text: &str, kind: &str, form: &str) -> Result<(Option<String>, Pa
         _ => (None, text),
     };
     if path.is_empty() {
-        return Err(Error::invalid(format!("{text:?} names no {kind}: say {form} or NAME={form}")));
+        return Err(Error::invalid(format!("{text:?} does not name a {kind}: use {form} or NAME={form}")));
     }
     Ok((export, PathBuf::from(path)))
 }
@@ -190,7 +292,7 @@ fn limits_for(all: &[ExportLimits], name: &str) -> Limits {
 
 fn parse_vhost(text: &str) -> Result<VhostSpec> {
     let (export, path) = parse_place(text, "socket", "PATH")?;
-    Ok(VhostSpec { export, path, queues: None })
+    Ok(VhostSpec { export, path, queues: None, takes_unsealed: false })
 }
 
 fn parse_fuse(text: &str) -> Result<FuseSpec> {
@@ -206,7 +308,7 @@ fn parse_ublk(text: &str) -> Result<UblkSpec> {
     let number = match number {
         "auto" => None,
         number => Some(number.parse().map_err(|_| {
-            Error::invalid(format!("{text:?} is no block device: say N for /dev/ublkbN, auto, or NAME=N"))
+            Error::invalid(format!("invalid block device {text:?}: use N for /dev/ublkbN, auto, or NAME=N"))
         })?),
     };
     Ok(UblkSpec { export, number, queues: None, keeps: false })
@@ -218,7 +320,7 @@ fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
     let passed = passed_to.sockets()?;
     if !passed.is_empty() && !args.nbd.is_empty() {
         return Err(Error::invalid(
-            "sockets were passed to this program (LISTEN_FDS); they take the place of --nbd, which must not be given then",
+            "sockets were passed to this program (LISTEN_FDS) and replace --nbd: omit --nbd",
         ));
     }
     let serves_others = !args.fuse.is_empty() || !args.vhost_user_blk.is_empty() || !args.ublk.is_empty();
@@ -232,43 +334,42 @@ fn passed_sockets(args: &Args) -> Result<Vec<PassedSocket>> {
             None => String::new(),
         };
         return Err(Error::invalid(format!(
-            "there is no place to serve at: say --nbd unix:PATH or tcp:HOST:PORT, --vhost-user-blk PATH, --fuse FILE or --ublk N{others}",
+            "there is nowhere to serve the disk: use --nbd unix:PATH or tcp:HOST:PORT, --vhost-user-blk PATH, \
+             --fuse FILE or --ublk N{others}",
         )));
     }
     Ok(passed)
 }
 
-fn tls_policy(args: &Args, speaks_nbd: bool) -> Result<TlsPolicy> {
-    let Some(directory) = &args.tls_certificates else { return Ok(TlsPolicy::Off) };
+fn tls_files(args: &Args, speaks_nbd: bool) -> Result<Option<TlsFiles>> {
+    let Some(directory) = &args.tls_certificates else { return Ok(None) };
     if !speaks_nbd {
-        return Err(Error::invalid("--tls-certificates is for NBD, and there is no --nbd"));
+        return Err(Error::invalid("--tls-certificates is for NBD and needs --nbd"));
     }
     if args.tls_verify_peer && args.tls == TlsMode::On {
         return Err(Error::invalid(
-            "--tls-verify-peer keeps nobody out with --tls on, which lets clients do without TLS",
+            "--tls-verify-peer has no effect with --tls on, which accepts clients without TLS: use --tls require",
         ));
     }
-    let tls = Tls::from_directory(directory, args.tls_verify_peer)?;
-    Ok(match args.tls {
-        TlsMode::Require => TlsPolicy::Required(tls),
-        TlsMode::On => TlsPolicy::Offered(tls),
-    })
+    Ok(Some(TlsFiles {
+        directory: directory.clone(),
+        verifies_clients: args.tls_verify_peer,
+        is_required: args.tls == TlsMode::Require,
+    }))
 }
 
 pub(crate) fn run(args: Args) -> Outcome {
     let passed = passed_sockets(&args)?;
     if args.queues.is_some() && args.vhost_user_blk.is_empty() && args.ublk.is_empty() {
-        return Err(
-            Error::invalid("--queues is for --vhost-user-blk and --ublk, and there is neither").into()
-        );
+        return Err(Error::invalid("--queues needs --vhost-user-blk or --ublk").into());
     }
     if args.ublk_keep && args.ublk.iter().any(|spec| spec.number.is_none()) {
         return Err(Error::invalid(
-            "--ublk-keep wants the number of each device, by which the next server finds it, and not auto",
+            "--ublk-keep needs the number of each device instead of auto: the next server finds the device by it",
         )
         .into());
     }
-    let tls = tls_policy(&args, !args.nbd.is_empty() || !passed.is_empty())?;
+    let tls = tls_files(&args, !args.nbd.is_empty() || !passed.is_empty())?;
     let image = ImageOptions {
         format: args.format,
         read_only: args.read_only || args.snapshot.is_some(),
@@ -278,7 +379,9 @@ pub(crate) fn run(args: Args) -> Outcome {
         without_backing: false,
         prealloc: args.prealloc.unwrap_or_default(),
         compaction: !args.no_compact,
-        allow_dirs: args.allow_dir.clone(),
+        mapping_bytes_max: args.l2_cache_size,
+        allow_dirs: allowed(&args.allow_dir),
+        data_files: args.data_file.clone(),
     };
     let default = args.image.clone().map(|path| (String::new(), path));
     let exports = default.into_iter().chain(args.export.clone()).map(|(name, path)| ExportSpec {
@@ -298,12 +401,17 @@ pub(crate) fn run(args: Args) -> Outcome {
     let spec = ServeSpec {
         exports,
         nbd: args.nbd.clone(),
+        export_snapshots: args.export_snapshots,
         passed,
         tls,
         vhost: args
             .vhost_user_blk
             .iter()
-            .map(|spec| VhostSpec { queues: args.queues, ..spec.clone() })
+            .map(|spec| VhostSpec {
+                queues: args.queues,
+                takes_unsealed: args.vhost_unsealed_memory,
+                ..spec.clone()
+            })
             .collect(),
         fuse: args.fuse.clone(),
         ublk: args
@@ -318,38 +426,51 @@ pub(crate) fn run(args: Args) -> Outcome {
             Some(Io::Threads) => IoMode::Threads,
         },
         poll_max: Duration::from_micros(args.poll.into()),
-        connections_max: usize::try_from(args.max_connections).expect("32 bits"),
+        connections_max: args.max_connections.map(|most| usize::try_from(most).expect("32 bits")),
+        memory_bytes: usize::try_from(args.memory).unwrap_or(usize::MAX),
         limits: Default::default(),
         drain_time: Duration::from_secs(args.drain_seconds),
         grow_hook: args.grow_hook.clone(),
+        image: image.clone(),
+        queues: args.queues,
+        durable: args.durable,
+        hold_when_full: args.on_full == OnFull::Hold,
+        require_all: args.require_all,
+        rights: SocketRights {
+            mode: args.socket_mode,
+            group: args.socket_group.as_deref().map(SocketRights::group_of).transpose()?,
+        },
+        metrics: args.metrics.clone(),
+        tell: note,
         stats_path: args.stats_json.clone(),
         control_path: args.control.clone(),
         notify: std::env::var_os("NOTIFY_SOCKET").filter(|name| !name.is_empty()).map(NotifySocket::new),
     };
     let quiet = args.quiet;
-    let names: Vec<String> = spec.exports.iter().map(|export| export.name.clone()).collect();
     let vhost = args.vhost_user_blk.clone();
     let scheme = if args.tls_certificates.is_some() { "nbds" } else { "nbd" };
     let files: Vec<PathBuf> = args.fuse.iter().map(|fuse| fuse.path.clone()).collect();
+    let can_share = image.read_only && !image.force_share;
     let report = serve(spec, move |ready| {
         if !quiet {
             for spec in vhost {
-                complain(&format!("serving vhost-user-blk {}", spec.path.display()));
+                note(&format!("serving vhost-user-blk {}", spec.path.display()));
             }
-            for address in ready.addresses {
-                announce(scheme, address, &names);
+            for (address, names) in ready.addresses {
+                announce(scheme, address, names);
             }
             for file in files {
-                complain(&format!("serving {}", file.display()));
+                note(&format!("serving {}", file.display()));
             }
             for block in ready.blocks {
-                complain(&format!("serving {}", block.display()));
+                note(&format!("serving {}", block.display()));
             }
         }
-    })?;
+    });
+    let report = report.map_err(|error| if can_share { or_share(error) } else { error.into() })?;
     if !quiet {
         for disk in &report.stats.disks {
-            complain(&summary(disk));
+            note(&summary(disk));
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -362,7 +483,7 @@ fn announce(scheme: &str, address: &Address, names: &[String]) {
             Address::Unix(path) => format!("{scheme}+unix:///{name}?socket={}", path.display()),
             Address::Tcp { .. } => format!("{scheme}://{address}/{name}"),
         };
-        complain(&format!("serving {uri}"));
+        note(&format!("serving {uri}"));
     }
 }
 

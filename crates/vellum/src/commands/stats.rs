@@ -1,6 +1,7 @@
 //! `vellum stats`: what a server has counted so far, and how its disks are.
 
 use std::process::ExitCode;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 use vellum_daemon::control::Request;
@@ -10,9 +11,10 @@ use super::control::Target;
 use crate::args::OutputFormat;
 use crate::output::{human_bytes, say, say_json};
 
-/// Tell what a server has counted, and how its disks are: running or paused, connections, requests
+/// Show the state, connections and request counts of a server's disks
 ///
-/// The JSON is that of `vellum serve --stats-json`.
+/// The state is running, paused, no space, poisoned (stopped after a failed flush) or hung (the storage does
+/// not answer). The JSON output is that of `vellum serve --stats-json`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -60,4 +62,19 @@ fn show(disk: &Value) {
         number(&guest["flushes"]),
         number(&disk["guest-errors"]),
     ));
+    for request in disk["under-way"]["long"].as_array().into_iter().flatten() {
+        say(&format!(
+            "  under way for {} s: {} of {} bytes at {}",
+            number(&request["seconds"]),
+            request["request"].as_str().unwrap_or_default(),
+            number(&request["length"]),
+            number(&request["offset"]),
+        ));
+    }
+    if let Some(error) = disk["last-error"].as_object() {
+        let text = |name: &str| error.get(name).and_then(Value::as_str).unwrap_or_default();
+        let ago = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
+        let ago = ago.saturating_sub(error.get("date-sec").map_or(0, number));
+        say(&format!("  last error, {ago} s ago: {}: {}", text("request"), text("message")));
+    }
 }

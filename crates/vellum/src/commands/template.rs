@@ -13,9 +13,9 @@ use vellum_io::{IoMode, run as run_worker};
 use super::{Failure, Outcome, with_code};
 use crate::args::{OutputFormat, ReadArgs};
 use crate::output::{human_bytes, say, say_json};
-use crate::progress::{Progress, Stop};
+use crate::progress::{Progress, Stop, Wish};
 
-/// Prepare a template for the images that will be made over it
+/// Prepare a template for the images that are created over it
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -27,21 +27,21 @@ enum What {
     Prepare(Prepare),
 }
 
-/// Find where a template reads as zero, and keep the list beside it, as TEMPLATE.vzero
+/// Record which parts of a template are zero, in the file TEMPLATE.vzero
 ///
-/// `vellum create -f vellum -b TEMPLATE` uses the list: first writes over those zeros are as cheap as without a template. A
-/// template that is changed afterwards must be prepared again; until then its list is not used.
+/// `vellum create -f vellum -b TEMPLATE` uses the file: the first writes to those parts are as cheap as
+/// without a template. A template that has changed must be prepared again; until then, the file is ignored.
 #[derive(clap::Args)]
 struct Prepare {
     #[command(flatten)]
     read: ReadArgs,
-    /// Say nothing
+    /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
-    /// How the answer is printed
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// The template: an image of any format
+    /// The template, an image of any format
     #[arg(value_name = "TEMPLATE")]
     file: PathBuf,
 }
@@ -62,7 +62,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
             "runs": zeros.runs.len(),
         })),
         OutputFormat::Human if !args.quiet => say(&format!(
-            "{}: {} of {} are zero, in {} runs; kept in {}",
+            "{}: {} of {} are zero, in {} runs; recorded in {}",
             args.file.display(),
             human_bytes(bytes),
             human_bytes(zeros.size),
@@ -77,7 +77,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
 async fn find(args: &Prepare) -> Result<Zeros> {
     let stop = Stop::new()?;
     let bar = std::cell::OnceCell::new();
-    let progress = |size, bytes| bar.get_or_init(|| Progress::new(size, args.quiet)).set(bytes);
+    let wish = Wish { is_wanted: false, quiet: args.quiet, output: args.output };
+    let progress = |size, bytes| bar.get_or_init(|| Progress::new(size, wish)).set(bytes);
     let zeros = prepare(&args.file, &args.read.options(), &stop.flag, &progress).await;
     if let Some(bar) = bar.get() {
         bar.end();

@@ -1,4 +1,4 @@
-//! info, map and check answer what qemu-img answers.
+//! info, map and check give the answers of qemu-img.
 
 use serde_json::Value;
 
@@ -74,8 +74,8 @@ fn info_is_what_qemu_img_answers() {
     }
 }
 
-/// The rows of a map, down to what both programs tell alike: QEMU also asks the host's file system which parts of the data
-/// are holes, and tells where the space is that zeros keep.
+/// The rows of a map, reduced to what both programs report alike: QEMU also queries the host's file system
+/// for holes in the data, and reports the place of zeros that keep their space.
 fn rows(text: &str) -> Vec<(u64, u64, Value)> {
     let rows: Vec<Value> = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"));
     let mut merged: Vec<(u64, u64, Value)> = Vec::new();
@@ -177,7 +177,7 @@ fn create_makes_what_qemu_img_makes() {
     }
 }
 
-/// An image over another one has subclusters, so that a small write copies nothing from below, unless somebody says no.
+/// An image over another one has subclusters by default, so that a small write copies nothing from below.
 #[test]
 fn a_clone_has_subclusters_by_default() {
     let dir = Dir::new("clone");

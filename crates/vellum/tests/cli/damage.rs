@@ -1,4 +1,4 @@
-//! What is broken is told, repaired where it can be, and never met with a panic.
+//! Damage is reported, repaired where possible, and never causes a panic.
 
 use std::os::unix::fs::FileExt;
 
@@ -29,7 +29,7 @@ fn poke(path: &str, at: u64, bytes: &[u8]) {
     file.write_all_at(bytes, at).expect("the poke");
 }
 
-/// Both programs give the same exit code, and the same numbers.
+/// Both programs return the same exit code, and the same numbers.
 #[track_caller]
 fn checked(path: &str, code: i32) {
     let mine = vellum(&["check", "--output", "json", path]);
@@ -53,7 +53,7 @@ fn leaks_are_3_and_repaired() {
     let dir = Dir::new("damage");
     let (path, _, block) = image(&dir);
     checked(&path, 0);
-    // Two more clusters are counted, and used by nobody.
+    // Two more clusters have a refcount although nothing refers to them.
     let end = std::fs::metadata(&path).expect("the image").len() / CLUSTER;
     let file = std::fs::File::options().write(true).open(&path).expect("the image");
     file.set_len((end + 2) * CLUSTER).expect("a longer image");
@@ -107,7 +107,7 @@ fn a_dirty_image_is_told_and_recovered() {
     checked(&path, 0);
     assert_eq!(vellum(&["info", "--output", "json", &path]).json()["dirty-flag"], false);
     assert!(vellum(&["recover", &path]).answer().contains("nothing to do"));
-    refused(1, &["raw"], &["recover", "-f", "raw", &dir.text("raw")]);
+    assert!(vellum(&["recover", "-f", "raw", &dir.text("raw")]).answer().contains("nothing to do"));
     // An image that is known to be corrupt is read, and not written.
     poke(&path, 79, &[2]);
     vellum(&["info", &path]).answer();
@@ -140,7 +140,7 @@ fn compare_tells_by_its_exit_code() {
         if has("qemu-img") {
             let yours = run("qemu-img", &arguments);
             assert_eq!(yours.code, code, "{case:?}: {yours:?}");
-            // QEMU tells the sector of a mismatch, we the byte.
+            // QEMU reports the sector of a mismatch, Vellum the byte.
             let text = |out: &str| out.split(" at offset").next().map(str::to_owned);
             assert_eq!(text(&yours.out), text(&mine.out), "{case:?}");
         }
@@ -190,6 +190,10 @@ fn broken_files_are_one_clear_line() {
         ];
         for command in commands {
             let ran = vellum(command);
+            if (name, command[0]) == ("encrypted", "info") {
+                assert!(ran.answer().contains("encrypted: yes"), "what it is can be told");
+                continue;
+            }
             // A guest size may be absurd and still fit what qcow2 can say.
             assert!(!ran.err.contains("panicked"), "{name}: {command:?}: {ran:?}");
             super::is_refusal(&ran, 1, &["bad.qcow2"], command);

@@ -1,4 +1,5 @@
-//! An image is written by one program at a time; references stay where they are allowed; a raw disk is called raw.
+//! An image is written by one program at a time; references stay where they are allowed; a raw disk is called
+//! raw.
 
 use super::MIB;
 use super::refused;
@@ -132,7 +133,7 @@ fn references_lead_nowhere_else() {
             refused(1, &["--allow-dir", "base"], arguments);
         }
         assert!(!dir.join("out").exists());
-        // What an image is can be told without opening what it refers to.
+        // An image can be inspected without opening what it refers to.
         vellum(&["info", &clone]).answer();
         vellum(&["check", &clone]).answer();
         vellum(&["convert", "--allow-dir", &templates, &clone, &out]).answer();

@@ -1,16 +1,22 @@
-//! The command line, as somebody meets it who knows `qemu-img`.
+//! The command line, as a user of `qemu-img` meets it.
 //!
 //! ```text
+//!   about.rs     the version, completions, manual pages
 //!   answers.rs   info, map, check: the same JSON and the same text as qemu-img, for the same images
 //!   making.rs    create, convert, quickstart; options, sizes, and how bad ones are refused
+//!   config.rs    the configuration file
 //!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
-//!   notify.rs    what a service manager is told
+//!   notify.rs    notifications to a service manager
+//!   output.rs    closed pipes and full disks below what is printed; progress
+//!   signals.rs   what ends a server and what does not: signals, a log without a reader; rights of sockets
 //!   sockets.rs   sockets that a service manager passes
 //!   space.rs     full file systems, block devices
+//!   trust.rs     images whose headers name files of others
 //!   ublk.rs      what is said where there can be no block devices
 //!   unit.rs      the unit for systemd: checked by systemd, and its command carried out
 //!   vhost.rs     which disk is at which socket for virtual machines
+//!   words.rs     what is refused, and how; formats of others
 //! ```
 
 #![allow(unreachable_pub, reason = "the modules of a test are its own")]
@@ -18,22 +24,29 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod about;
 mod answers;
+mod config;
 mod damage;
 mod locks;
 mod making;
 mod notify;
+mod output;
+mod signals;
 mod sockets;
 mod space;
+mod trust;
 mod ublk;
 mod unit;
 mod vhost;
+mod words;
 
 use support::program::{Ran, vellum};
 
 const MIB: usize = 1 << 20;
 
-/// Runs our program, which must fail with one line on stderr that has all of these words, and say nothing else.
+/// Runs our program, which must fail with one line on stderr that has all of these words, and say nothing
+/// else.
 #[track_caller]
 fn refused(code: i32, words: &[&str], arguments: &[&str]) -> Ran {
     let ran = vellum(arguments);

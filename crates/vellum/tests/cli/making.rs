@@ -35,7 +35,7 @@ fn sizes_have_suffixes() {
             assert!(room(&image) < MIB, "a disk of {text} takes {} bytes", room(&image));
         }
     }
-    // What cannot be understood as a command fails like any other: 2 would tell of a corrupt image.
+    // A command that cannot be parsed fails like any other: 2 would mean a corrupt image.
     for text in ["", "-5", "1Q", "lots", "1.2.3M", "99999999999E"] {
         let ran = vellum(&["create", "-f", "qcow2", &image, "--", text]);
         assert_eq!(ran.code, 1, "{text:?}: {ran:?}");
@@ -151,7 +151,7 @@ fn convert_flattens_a_chain_and_refuses_what_makes_no_sense() {
 fn convert_stops_when_told_and_leaves_nothing() {
     let dir = Dir::new("convert");
     let (source, target) = (dir.text("source"), dir.text("target"));
-    // Every zero is to be written: that takes long enough to be told to stop.
+    // Every zero must be written: that takes long enough to be interrupted.
     vellum(&["create", "-q", &source, "64G"]).answer();
     for (format, signal) in [("raw", Signal::INT), ("qcow2", Signal::TERM)] {
         let mut command = vellum_command();

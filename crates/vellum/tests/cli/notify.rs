@@ -1,4 +1,4 @@
-//! What a service manager is told: `Type=notify`.
+//! Notifications to a service manager: `Type=notify`.
 
 use std::os::unix::net::UnixDatagram;
 use std::process::Stdio;

@@ -1,18 +1,20 @@
 //! Sockets that a service manager passes: systemd's way, libnbd's, and mistakes.
 
+use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::process::{Signal, kill_process};
 
+use super::support::PATIENCE;
 use super::support::client::{Client, Peer};
 use super::support::dir::Dir;
 use super::support::program::{Ran, pid_of, run, vellum, vellum_command, wait};
 use crate::requires;
 
-/// `vellum serve` with this as descriptor 3, and with what the environment says of it. `PID` is its process number.
+/// `vellum serve` with this as descriptor 3, and this environment for it. `PID` stands for its process id.
 fn launch(passed: impl Into<OwnedFd>, environment: &str, arguments: &[&str]) -> Child {
     // The shell becomes the program, so `$$` is its number.
     let script = format!("exec 3<&0 0</dev/null; PID=$$; export {environment}; exec \"$@\"");
@@ -32,7 +34,7 @@ fn end(child: Child, signal: Option<Signal>) -> Ran {
     if let Some(signal) = signal {
         kill_process(pid_of(&child), signal).expect("it runs");
     }
-    wait(child, Instant::now(), Duration::from_secs(60)).expect("it ends")
+    wait(child, Instant::now(), PATIENCE).expect("it ends")
 }
 
 fn image(dir: &Dir) -> String {
@@ -50,18 +52,20 @@ fn a_passed_socket_takes_the_place_of_one_that_is_named() {
         for is_nonblocking in [false, true] {
             let listener = UnixListener::bind(dir.join("nbd")).expect("a socket");
             listener.set_nonblocking(is_nonblocking).expect("either works");
-            // Who comes before the server waits in the socket.
+            // A client that connects before the server starts waits in the socket.
             let mut early = UnixStream::connect(dir.join("nbd")).expect("somebody listens");
-            let child = launch(listener, environment, &[&image]);
+            let mut child = launch(listener, environment, &[&image]);
             let mut greeting = [0; 18];
             std::io::Read::read_exact(&mut early, &mut greeting).expect("the server says something");
             assert_eq!(&greeting[..8], b"NBDMAGIC");
             let client = Client::connect(&Peer::Unix(dir.join("nbd")), "").expect("it serves");
             drop((early, client));
+            // Said when all is ready, which may be after the first client was served.
+            let uri = format!("serving nbd+unix:///?socket={}", dir.text("nbd"));
+            let mut lines = BufReader::new(child.stderr.take().expect("it was asked for")).lines();
+            assert!(lines.any(|line| line.expect("text") == uri), "it does not say {uri}");
             let ran = end(child, Some(Signal::TERM));
             assert_eq!(ran.code, 0, "{ran:?}");
-            let uri = format!("serving nbd+unix:///?socket={}", dir.text("nbd"));
-            assert!(ran.err.contains(&uri), "{ran:?}");
             assert!(dir.join("nbd").exists(), "the file is the manager's");
             std::fs::remove_file(dir.join("nbd")).expect("it is there");
         }
@@ -78,7 +82,7 @@ fn sockets_for_another_process_are_none() {
         let (one, _other) = UnixStream::pair().expect("sockets");
         let ran = end(launch(one, environment, &[&image]), None);
         assert_ne!(ran.code, 0);
-        assert!(ran.err.contains("there is no place to serve at: say --nbd"), "{environment}: {ran:?}");
+        assert!(ran.err.contains("there is nowhere to serve the disk: use --nbd"), "{environment}: {ran:?}");
     }
 }
 
@@ -95,19 +99,19 @@ fn mistakes_are_told() {
     let datagram = || OwnedFd::from(UnixDatagram::unbound().expect("a socket"));
     let connected = || OwnedFd::from(UnixStream::pair().expect("sockets").0);
     let cases: [(OwnedFd, &str, &[&str], &str); 8] = [
-        (listener(), "=nonsense", &[], "LISTEN_FDS is \"nonsense\", which is no number of sockets"),
-        (listener(), "=-1", &[], "which is no number of sockets"),
+        (listener(), "=nonsense", &[], "LISTEN_FDS is \"nonsense\", which is not a number of sockets"),
+        (listener(), "=-1", &[], "which is not a number of sockets"),
         (listener(), "=2", &[], "socket 4, which was passed to this program, is not open"),
         (listener(), "=1 LISTEN_FDNAMES=a:b", &[], "LISTEN_FDS says 1 sockets, LISTEN_FDNAMES names 2"),
-        (file(), "=1", &[], "is no stream socket"),
+        (file(), "=1", &[], "is not a stream socket"),
         (
             datagram(),
             "=1 LISTEN_FDNAMES=web",
             &[],
-            "socket 3 (web), which was passed to this program, is no stream socket",
+            "socket 3 (web), which was passed to this program, is not a stream socket",
         ),
-        (connected(), "=1", &[], "does not listen; with systemd, say Accept=no"),
-        (listener(), "=1", &["--nbd", "unix:elsewhere"], "they take the place of --nbd"),
+        (connected(), "=1", &[], "does not listen; with systemd, use Accept=no"),
+        (listener(), "=1", &["--nbd", "unix:elsewhere"], "replace --nbd: omit --nbd"),
     ];
     for (passed, environment, arguments, expected) in cases {
         let child = launch(passed, &format!("{ours}{environment}"), &[&[image.as_str()], arguments].concat());
@@ -132,13 +136,7 @@ fn systemd_starts_it_when_the_first_client_comes() {
         .stderr(Stdio::piped())
         .spawn()
         .expect("it is installed");
-    let begun = Instant::now();
-    while !dir.join("nbd").exists() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "it listens");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    let client = Client::connect(&Peer::Unix(dir.join("nbd")), "").expect("it is started");
-    drop(client);
+    drop(Peer::Unix(dir.join("nbd")).wait_for(""));
     let ran = end(child, Some(Signal::TERM));
     assert_eq!(ran.code, 0, "{ran:?}");
 }

@@ -1,7 +1,5 @@
 //! Where there is no room, and where the room is a block device.
 
-use std::time::{Duration, Instant};
-
 use super::MIB;
 use super::support::client::Client;
 use super::support::dir::Dir;
@@ -22,7 +20,8 @@ fn said(options: &str) -> Vec<&str> {
     if options.is_empty() { Vec::new() } else { vec!["-o", options] }
 }
 
-/// Fills the disk until the file system is full, makes room, goes on, and finds every byte that was written.
+/// Fills the disk until the file system is full, makes room, continues, and finds every byte that was
+/// written.
 fn fill(mount: &Mount, (format, options): (&str, &str), way: &[&str]) {
     let about = format!("{format} {options} {way:?}");
     let (image, ballast) = (mount.dir.text("image"), mount.dir.join("ballast"));
@@ -48,7 +47,8 @@ fn fill(mount: &Mount, (format, options): (&str, &str), way: &[&str]) {
         }
     }
     assert_eq!(refusals, 5, "{about}: the file system is not full");
-    // What was answered is there; a write that failed may have been done in part, so its place counts for nothing.
+    // What was answered is there; a write that failed may have been done in part, so its place counts for
+    // nothing.
     let first = client.read_all().expect("reads go on");
     for piece in &failed {
         let range = piece * PIECE..(piece + 1) * PIECE;
@@ -162,11 +162,6 @@ fn images_live_on_block_devices() {
                 server.stop();
             } else {
                 server.kill();
-                // The kernel lets go of the locks of a killed io_uring some time after the process is gone.
-                let begun = Instant::now();
-                while vellum(&["info", &path]).code != 0 && begun.elapsed() < Duration::from_secs(10) {
-                    std::thread::sleep(Duration::from_millis(50));
-                }
                 let recovered = vellum(&["recover", "--output", "json", &path]).json();
                 assert!(recovered["journal"]["records-replayed"].as_u64() > Some(0), "{about}: {recovered}");
             }

@@ -1,4 +1,5 @@
-//! `serve --ublk` where it cannot be: what is said, and what is refused. That it works is seen in a guest (`tests/guest`).
+//! `serve --ublk` where it is not possible: the messages, and what is refused. That it works is tested in a
+//! guest (`tests/guest`).
 
 use super::refused;
 use super::support::dir::Dir;
@@ -26,7 +27,7 @@ fn where_there_is_no_driver_it_says_what_to_do() {
     for device in ["0", "auto"] {
         refused(1, &said, &["serve", &image, "--ublk", device]);
     }
-    // What had begun beside it ends, and the image is closed.
+    // Whatever had begun beside it ends, and the image is closed.
     let socket = dir.text("nbd");
     let nbd = format!("unix:{socket}");
     refused(1, &said, &["serve", &image, "--nbd", &nbd, "--ublk", "0"]);

@@ -1,4 +1,4 @@
-//! The unit for systemd: what it says is right to systemd, and starts a server.
+//! The unit for systemd: systemd accepts it, and it starts a server.
 
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};

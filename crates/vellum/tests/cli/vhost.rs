@@ -18,7 +18,7 @@ const SET_PROTOCOL_FEATURES: u32 = 16;
 const GET_QUEUE_NUM: u32 = 17;
 const GET_CONFIG: u32 = 24;
 
-/// What a front end learns of a disk before it uses it.
+/// What a front end reads about a disk before it uses it.
 #[derive(Debug, PartialEq, Eq)]
 struct Told {
     bytes: u64,
@@ -26,7 +26,7 @@ struct Told {
     queues: u64,
 }
 
-/// Asks; gives the body of the answer.
+/// Sends a request; returns the body of the answer.
 fn ask(socket: &mut UnixStream, request: u32, body: &[u8], answer: usize) -> Vec<u8> {
     let length = u32::try_from(body.len()).expect("small").to_le_bytes();
     let message = [&request.to_le_bytes()[..], &1u32.to_le_bytes(), &length, body].concat();
@@ -48,7 +48,7 @@ fn told(path: &str) -> Told {
     Told { bytes: sectors * 512, read_only: features & 1 << 5 != 0, queues }
 }
 
-/// A server without NBD, once it says that it serves so many sockets.
+/// A server without NBD, once it reports that it serves this many sockets.
 struct Alone(Option<Child>, Instant);
 
 impl Alone {

@@ -1,4 +1,5 @@
-//! libnbd from Python: the script beside this file asks for every command and flag and judges the answers itself.
+//! libnbd from Python: the script beside this file sends every command and flag and checks the answers
+//! itself.
 
 use std::process::Command;
 
@@ -58,7 +59,8 @@ fn what_a_read_only_export_refuses() {
     }
 }
 
-/// Written on one connection, flushed on another: what multi-conn promises, held even if the server is killed at once.
+/// Written on one connection, flushed on another: what multi-conn promises, held even if the server is killed
+/// at once.
 #[test]
 fn a_flush_covers_all_connections() {
     let Some(python) = python() else { return };
@@ -69,7 +71,7 @@ fn a_flush_covers_all_connections() {
             let image = Image::new(&dir, "disk", kind, &old);
             let server = image.serve(way);
             script(python, "multi_conn", &[&server.uri(""), &server.pid().to_string()]);
-            drop(server);
+            server.kill();
             if image.format == "qcow2" {
                 super::vellum(&["recover", image.text()]).answer();
             }

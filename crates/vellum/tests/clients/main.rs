@@ -1,4 +1,4 @@
-//! Other people's clients against `vellum serve`: what they ask, they get, and what they wrote is there.
+//! Third-party clients against `vellum serve`: their requests succeed, and their writes are there.
 //!
 //! ```text
 //!   tools.rs    nbdinfo, nbdcopy, nbdkit's nbd plugin in front of the server
@@ -8,7 +8,8 @@
 //!   libnbd.rs   libnbd from Python: every command and flag, and the promise that multi-conn makes
 //! ```
 //!
-//! Each program sees every kind of disk in [`Kind`], served in every way in [`WAYS`], as far as that can matter to it.
+//! Each program sees every kind of disk in [`Kind`], served in every way in [`WAYS`], as far as that can
+//! matter to it.
 
 #![allow(unreachable_pub, reason = "the modules of a test are its own")]
 
@@ -111,7 +112,7 @@ pub(crate) fn write_sparse(path: &std::path::Path, bytes: &[u8]) {
     }
 }
 
-/// The ways that work here: where the kernel refuses io_uring, it is chosen by nobody.
+/// The ways that work here: where the kernel refuses io_uring, ways that use it are left out.
 pub(crate) fn ways() -> Vec<&'static [&'static str]> {
     let dir = Dir::new("ways");
     let image = Image::new(&dir, "probe", Kind::Raw, &[0; 4096]);

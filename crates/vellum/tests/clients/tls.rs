@@ -1,4 +1,5 @@
-//! TLS through the command line: QEMU's and libnbd's clients (GnuTLS), and one of our own that asks what they do not.
+//! TLS through the command line: QEMU's and libnbd's clients (GnuTLS), and one of our own for requests that
+//! they do not make.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -16,7 +17,7 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use super::support::dir::Dir;
 use super::support::program::{path_text, run, succeed};
 use super::support::server::Server;
-use super::support::{first_difference, noise};
+use super::support::{first_difference, noise, until};
 use super::{Image, Kind, MIB};
 use crate::requires;
 
@@ -46,7 +47,7 @@ fn certify(dir: &Path) {
         std::fs::write(dir.join(format!("{name}-cert.pem")), certificate.pem()).expect("a file");
         std::fs::write(dir.join(format!("{name}-key.pem")), key.serialize_pem()).expect("a file");
     }
-    // Nobody knows the third.
+    // No certificate here has the serial number 3.
     for (serial, name) in [(2_u64, "client-revoked.pem"), (3, "other-revoked.pem")] {
         let list = CertificateRevocationListParams {
             this_update: date_time_ymd(2026, 1, 1),
@@ -127,7 +128,8 @@ fn other_clients_speak_tls_and_only_that() {
         expected[MIB..4 * MIB].fill(9);
         expected[2 * MIB..3 * MIB].fill(0);
         assert_eq!(first_difference(&std::fs::read(&out).expect("the copy"), &expected), None);
-        // Without TLS. And who trusts another authority wants nothing of us (libnbd does not look, on a Unix socket).
+        // Without TLS. A client that trusts another authority refuses our certificate (libnbd does not check
+        // it on a Unix socket).
         let refused = run("nbdinfo", &["--size", &server.uri("")]);
         assert_ne!(refused.code, 0, "{refused:?}");
         let refused = run("qemu-img", &[&["info".to_owned()], &qemu(&server, &stranger)[..]].concat());
@@ -163,7 +165,7 @@ fn clients_without_a_certificate_are_kept_out_where_one_is_wanted() {
         assert_eq!(asked.code == 0, is_let_in, "{certificates}: {asked:?}");
     }
     server.stop();
-    // A list of who is let in no more counts if it is there.
+    // A list of revoked certificates counts only if it is there.
     let arguments = [image.text(), "--tls-certificates", path_text(&ours), "--tls-verify-peer"];
     for (list, is_let_in) in [("other-revoked.pem", true), ("client-revoked.pem", false)] {
         std::fs::copy(ours.join(list), ours.join("ca-crl.pem")).expect("it is there");
@@ -177,6 +179,35 @@ fn clients_without_a_certificate_are_kept_out_where_one_is_wanted() {
     assert!(ran.code == 1 && ran.err.contains("ca-crl.pem"), "{ran:?}");
 }
 
+/// A signal has the server read its certificates again, while it serves.
+#[test]
+fn certificates_are_read_again_on_sighup() {
+    requires!("nbdinfo");
+    let dir = Dir::short();
+    let ours = dir.join("ours");
+    certify(&ours);
+    let known = client_files(&ours, &dir.join("known"), true);
+    let image = Image::new(&dir, "disk", Kind::Qcow2, &noise(MIB, 34));
+    let server = image.serve(&["--tls-certificates", path_text(&ours), "--tls-verify-peer"]);
+    let is_let_in = || run("nbdinfo", &["--size", &uri(&server, &known)]).code == 0;
+    let hang_up = |said: &str, times: usize| {
+        server.signal(rustix::process::Signal::HUP);
+        until(&format!("it says {said:?}"), || server.said().matches(said).count() >= times);
+    };
+    assert!(is_let_in());
+    std::fs::copy(ours.join("client-revoked.pem"), ours.join("ca-crl.pem")).expect("it is there");
+    assert!(is_let_in(), "nobody has said so yet");
+    hang_up("were reloaded", 1);
+    assert!(!is_let_in(), "it is on the list now");
+    std::fs::write(ours.join("ca-crl.pem"), "no list").expect("a file");
+    hang_up("were not reloaded", 1);
+    assert!(!is_let_in(), "what was read before is in use");
+    std::fs::remove_file(ours.join("ca-crl.pem")).expect("it is there");
+    hang_up("were reloaded", 2);
+    assert!(is_let_in());
+    server.stop();
+}
+
 #[test]
 fn options_for_tls_that_do_not_fit_are_refused() {
     let dir = Dir::short();
@@ -187,7 +218,7 @@ fn options_for_tls_that_do_not_fit_are_refused() {
         (&["--tls-verify-peer"], "--tls-certificates"),
         (&["--tls", "on"], "--tls-certificates"),
         (&["--tls-certificates", &nothing], "server-cert.pem"),
-        (&["--tls-certificates", &ours, "--tls", "on", "--tls-verify-peer"], "keeps nobody out"),
+        (&["--tls-certificates", &ours, "--tls", "on", "--tls-verify-peer"], "has no effect with --tls on"),
     ];
     for (arguments, expected) in cases {
         let all = [&[image.text()], arguments].concat();
@@ -196,7 +227,7 @@ fn options_for_tls_that_do_not_fit_are_refused() {
     }
 }
 
-/// What a client of our own says and hears.
+/// A client of our own: what it sends and receives.
 struct Talk<S>(S);
 
 impl<S: Read + Write> Talk<S> {
@@ -275,7 +306,7 @@ fn what_was_negotiated_before_tls_is_forgotten_and_it_begins_once() {
             sealed.0.sock.write_all(b"\x17\x03\x03\x10\0half of it").expect("the server listens");
             continue;
         }
-        // One that says goodbye hears the last word of TLS: an end without it is an error to it.
+        // A client that says goodbye gets TLS's closing alert: an end without it is an error to the client.
         let goodbye = [&b"\x25\x60\x95\x13\0\0\0\x02"[..], &[0; 20]].concat();
         sealed.0.write_all(&goodbye).expect("the server listens");
         assert_eq!(sealed.0.read(&mut [0; 1]).expect("an end, and no cut"), 0);

@@ -1,4 +1,4 @@
-//! The small programs: nbdinfo asks, nbdcopy copies, nbdkit stands in between.
+//! The small programs: nbdinfo queries, nbdcopy copies, nbdkit is a proxy in between.
 
 use serde_json::{Value, json};
 
@@ -73,7 +73,7 @@ fn nbdinfo_lists_the_exports() {
         .map(|export| (export["export-name"].as_str().expect("a name"), export["export-size"].clone()))
         .collect();
     assert_eq!(listed, [("db 1", json!(2 * MIB)), ("web", json!(MIB))]);
-    // Nobody has the default name.
+    // No export has the default name.
     let refused = run("nbdinfo", &[server.uri("")]);
     assert_ne!(refused.code, 0, "{refused:?}");
     assert_eq!(nbdinfo(&[&server.uri("db%201")])["exports"][0]["export-size"], json!(2 * MIB));

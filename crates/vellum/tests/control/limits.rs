@@ -1,14 +1,15 @@
-//! How much may go through a disk, said when it is served and changed meanwhile.
+//! Limits on the requests of a disk, given when it is served and changed meanwhile.
 
 use std::time::Instant;
 
 use rustix::process::Signal;
 
+use super::support::PATIENCE;
 use super::support::client::{FLUSH, WRITE};
 use super::support::dir::Dir;
 use super::support::program::vellum;
 use super::support::server::Server;
-use super::{Controlled, made};
+use super::{Controlled, made, told_of, until};
 
 /// So many writes that do not wait for each other. How long it took until all were answered, in seconds.
 fn write_many(served: &Controlled, count: u64, bytes: u32) -> f64 {
@@ -42,16 +43,18 @@ fn no_more_goes_through_than_is_said() {
     // 16 MiB of burst, one that begins at the brim, and the rest at 8 MiB a second.
     let seconds = write_many(&served, 21, 1 << 20);
     assert!(seconds >= 0.5, "{seconds}");
-    for (words, said) in [("iops-total excludes", "iops-total=1,iops-read=1"), ("is no limit", "speed=1")] {
+    for (words, said) in
+        [("iops-total cannot be combined", "iops-total=1,iops-read=1"), ("unknown limit", "speed=1")]
+    {
         let ran = served.ask("limits", &[said]);
         assert!(ran.code == 1 && ran.err.contains(words), "{ran:?}");
     }
     assert_eq!(served.told()["limits"], expected, "nothing happened");
     assert!(served.ask("limits", &[]).answer().contains("bps-write 8 MiB/s"));
     assert_eq!(served.json("limits", &["--none"])["limits"], serde_json::json!({}));
-    assert!(served.ask("limits", &[]).answer().contains("Nothing is limited"));
+    assert!(served.ask("limits", &[]).answer().contains("No limits are set"));
     served.server.stop();
-    for (words, said) in [("no export \"x\"", "x:iops-total=1"), ("is no limit", "iops=1")] {
+    for (words, said) in [("no export \"x\"", "x:iops-total=1"), ("unknown limit", "iops=1")] {
         let ran = Server::try_start(&["--limit", said, &image]).err().expect("it is refused");
         assert!(ran.err.contains(words), "{ran:?}");
     }
@@ -72,9 +75,7 @@ fn flushes_and_other_disks_pass_by_and_the_end_waits_for_nobody() {
     let waits = || {
         told().as_array().expect("disks").iter().map(|disk| disk["limited"].as_u64().unwrap()).sum::<u64>()
     };
-    while waits() < 10 {
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    until("some wait for their turn", || waits() > 0);
     let mut other = served.client("slow");
     other.flush().expect("it does not wait");
     assert_eq!(other.read(3 << 20, 1).expect("nor does a read"), [0]);
@@ -82,16 +83,21 @@ fn flushes_and_other_disks_pass_by_and_the_end_waits_for_nobody() {
     for at in 0..50 {
         fast.write(at * 4096, &[2; 4096], 0).expect("it is another disk");
     }
-    // A pause waits for nobody who waits in line, and the end for nobody at all.
+    // A pause does not wait for requests in line, and the end of the server waits for none at all.
     served.ask("pause", &["--disk", "slow"]).answer();
     client.send(FLUSH, 0, 0, 0, &[]).expect("sent");
+    // What is still in the socket when the server is asked to end is not read any more.
+    until("all have come", || {
+        let guest = &told_of(&served, "slow")["guest"];
+        (&guest["writes"], &guest["flushes"]) == (&16.into(), &2.into())
+    });
     served.server.signal(Signal::TERM);
     let mut answers = 0;
     while client.answer().is_ok_and(|answer| answer.error == 0) {
         answers += 1;
     }
     assert_eq!(answers, 17, "all that was begun is answered");
-    let ran = served.server.wait(std::time::Duration::from_secs(20));
+    let ran = served.server.wait(PATIENCE);
     assert_eq!(ran.code, 0, "{ran:?}");
     assert_eq!(vellum(&["check", &slow]).code, 0);
 }

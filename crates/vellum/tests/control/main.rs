@@ -1,16 +1,25 @@
-//! A disk that is steered while it is served, through the real program: asked at its control socket, watched by its clients.
+//! A disk that is controlled while it is served, through the real program: commands at its control socket,
+//! watched by its clients.
 //!
 //! ```text
-//!   resize.rs   made larger, of every format, while somebody writes; what refuses; killed right after the answer
-//!   limits.rs   slowed: no more than is said, and who is not slowed
-//!   pause.rs    stopped and let go on; what waits, what is durable, and how it ends
+//!   exports.rs  added, removed and opened again while others are served; images that cannot be opened
+//!   health.rs   full and failing: which reports there are; Prometheus
+//!   hung.rs     on storage that does not answer: what that keeps others from, and how it ends
+//!   resize.rs   growing, in every format, during writes; what refuses; killed right after the answer
+//!   limits.rs   throttled: no more than the limit, and what is not throttled
+//!   pause.rs    stopped and resumed; what waits, what is durable, and how it ends
 //! ```
 
 #![allow(unreachable_pub, reason = "the modules of a test are its own")]
 
+#[path = "../../../vellum-export/tests/support/guest.rs"]
+mod guest;
 #[path = "../support/mod.rs"]
 mod support;
 
+mod exports;
+mod health;
+mod hung;
 mod limits;
 mod pause;
 mod resize;
@@ -21,6 +30,7 @@ use support::client::Client;
 use support::dir::Dir;
 use support::program::{Ran, vellum};
 use support::server::Server;
+use support::until;
 
 const MIB: u64 = 1 << 20;
 
@@ -45,7 +55,7 @@ impl Controlled {
         vellum(&[&[command, "--control", &self.socket][..], rest].concat())
     }
 
-    /// The same; what it answers.
+    /// As above; returns the answer.
     #[track_caller]
     fn json(&self, command: &str, rest: &[&str]) -> Value {
         self.ask(command, &[&["--output", "json"][..], rest].concat()).json()
@@ -66,7 +76,7 @@ impl Controlled {
         Client::connect(&self.server.peer(), export).expect("the export is there")
     }
 
-    /// What is told of the only disk.
+    /// The status of the only disk.
     #[track_caller]
     fn told(&self) -> Value {
         self.json("stats", &[])["disks"][0].clone()
@@ -83,4 +93,13 @@ fn made(dir: &Dir, format: &str, options: &str, size: &str) -> String {
     }
     vellum(&[&arguments[..], &[&image, size]].concat()).answer();
     image
+}
+
+/// The status of the disk that is exported under this name.
+#[track_caller]
+fn told_of(served: &Controlled, export: &str) -> Value {
+    let told = served.json("stats", &[]);
+    let disks = told["disks"].as_array().expect("disks");
+    let is_it = |disk: &&Value| disk["exports"].as_array().expect("names").iter().any(|name| name == export);
+    disks.iter().find(is_it).unwrap_or_else(|| panic!("{export} is not there: {told}")).clone()
 }

@@ -1,13 +1,14 @@
-//! A disk stops while it is served, and goes on.
+//! A disk stops while it is served, and continues.
 
 use std::time::Duration;
 
 use rustix::process::Signal;
 
+use super::support::PATIENCE;
 use super::support::client::{FLUSH, READ, WRITE};
 use super::support::dir::Dir;
 use super::support::server::Server;
-use super::{Controlled, MIB, made};
+use super::{Controlled, MIB, made, until};
 
 #[test]
 fn what_is_asked_of_a_paused_disk_waits_and_its_image_does_not_change() {
@@ -28,9 +29,10 @@ fn what_is_asked_of_a_paused_disk_waits_and_its_image_does_not_change() {
         let write = late.send(WRITE, 0, 0, 4096, &[9; 4096]).expect("sent");
         client.send(READ, 0, 0, 4096, &[]).expect("sent");
         client.send(FLUSH, 0, 0, 0, &[]).expect("sent");
+        until("all three have come", || served.told()["held"] == 3);
         client.socket.set_patience(Duration::from_millis(300)).expect("a socket");
         client.answer().expect_err("it waits");
-        client.socket.set_patience(Duration::from_secs(60)).expect("a socket");
+        client.socket.set_patience(PATIENCE).expect("a socket");
         let told = served.told();
         assert_eq!((&told["state"], &told["held"]), (&"paused".into(), &3.into()), "{told}");
         assert!(told["paused-seconds"].is_u64(), "{told}");
@@ -83,16 +85,14 @@ fn a_paused_server_ends_in_good_order() {
         served.ask("pause", &[]).answer();
         let sent = waits.then(|| client.send(WRITE, 0, 0, 4096, &[3; 4096]).expect("sent"));
         if waits {
-            while served.told()["held"] != 1 {
-                std::thread::sleep(Duration::from_millis(5));
-            }
+            until("it has come", || served.told()["held"] == 1);
         }
         served.server.signal(Signal::TERM);
         if let Some(cookie) = sent {
             let answer = client.answer().expect("what was begun is answered");
             assert_eq!((answer.cookie, answer.error), (cookie, 0));
         }
-        let ran = served.server.wait(Duration::from_secs(20));
+        let ran = served.server.wait(PATIENCE);
         assert_eq!(ran.code, 0, "{ran:?}");
         let server = Server::start(&[&image]);
         let mut client = super::support::client::Client::connect(&server.peer(), "").expect("it is there");
@@ -105,7 +105,7 @@ fn a_paused_server_ends_in_good_order() {
 fn a_paused_disk_grows_and_has_snapshots_made() {
     let dir = Dir::new("control-pause-more");
     let image = made(&dir, "vellum", "layout=table", "4M");
-    let served = Controlled::start(&[&image]);
+    let served = Controlled::start(&[&image, "--export-snapshots"]);
     let mut client = served.client("");
     client.write(0, &[1; 4096], 0).expect("written");
     served.ask("pause", &[]).answer();
@@ -116,6 +116,12 @@ fn a_paused_disk_grows_and_has_snapshots_made() {
     served.ask("resume", &[]).answer();
     assert_eq!(client.answer().expect("now").error, 0);
     assert_eq!(served.client("").size, 5 * MIB);
-    assert_eq!(served.client("@one").read(0, 1).expect("read"), [1], "what waited came after the snapshot");
+    let mut snapshot = served.client("@one");
+    assert_eq!(snapshot.read(0, 1).expect("read"), [1], "what waited came after the snapshot");
+    served.ask("pause", &[]).answer();
+    snapshot.send(READ, 0, 0, 1, &[]).expect("sent");
+    until("reads of the snapshot wait, too", || served.told()["held"] == 1);
+    served.ask("resume", &[]).answer();
+    assert_eq!(snapshot.answer().expect("now").error, 0);
     served.server.stop();
 }

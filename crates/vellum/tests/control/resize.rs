@@ -1,4 +1,4 @@
-//! A disk becomes larger while it is served.
+//! A disk grows while it is served.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -43,7 +43,7 @@ fn every_format_grows_beside_a_client_that_writes() {
                         client.flush().expect("flushed");
                     }
                 }
-                // It was connected before, and goes on with what it was told.
+                // It was connected before, and continues with the size that was announced to it.
                 let wrong = first_difference(&client.read_all().expect("read"), &model);
                 assert_eq!(wrong, None, "{format} {options}");
                 model
@@ -66,8 +66,8 @@ fn every_format_grows_beside_a_client_that_writes() {
             let mut client = served.client("");
             assert!(client.read_all().expect("read")[..model.len()] == model, "{format} {options}");
         });
-        served.refuses(&["not made smaller"], "resize", &["8M"]);
-        served.refuses(&["not made smaller"], "resize", &["--", "-1M"]);
+        served.refuses(&["cannot be shrunk"], "resize", &["8M"]);
+        served.refuses(&["cannot be shrunk"], "resize", &["--", "-1M"]);
         served.server.stop();
         let info = vellum(&["info", "-f", format, "--output", "json", &image]).json();
         assert_eq!(info["virtual-size"], 9 * MIB, "{format} {options}");
@@ -98,29 +98,37 @@ fn an_answer_is_durable() {
 fn a_disk_that_cannot_grow_goes_on_as_it_is() {
     let dir = Dir::new("control-resize-not");
     let (qcow2, table) = (made(&dir, "qcow2", "", "4M"), made(&dir, "vellum", "layout=table", "4M"));
-    let served = Controlled::start(&[&qcow2, "--export", &format!("table={table}")]);
+    let served = Controlled::start(&["--export-snapshots", &qcow2, "--export", &format!("table={table}")]);
     let (mut one, mut other) = (served.client(""), served.client("table"));
     one.write(0, &[1; 512], 0).expect("written");
     other.write(0, &[2; 512], 0).expect("written");
     served.refuses(&["several disks"], "resize", &["5M"]);
     served.refuses(&["no export \"x\""], "resize", &["--disk", "x", "5M"]);
-    served.refuses(&["L1 table has room"], "resize", &["--disk", "", "1000T"]);
-    served.refuses(&["has room for"], "resize", &["--disk", "table", "1000T"]);
-    served.refuses(&["no size"], "resize", &["--disk", "", "much"]);
-    // One that is read cannot be taken away from its reader.
+    served.refuses(
+        &["can grow to 4398046511104 bytes at most", "cluster_size=2M"],
+        "resize",
+        &["--disk", "", "1000T"],
+    );
+    served.refuses(
+        &["at most 70368744177664 bytes", "larger units"],
+        "resize",
+        &["--disk", "table", "1000T"],
+    );
+    served.refuses(&["invalid size"], "resize", &["--disk", "", "much"]);
+    // A disk that is being read cannot be removed.
     run(
         env!("CARGO_BIN_EXE_vellum"),
         &["snapshot", "create", "--control", &served.socket, "--disk", "table", "old"],
     )
     .answer();
     let mut reader = served.client("table@old");
-    served.refuses(&["reads a snapshot"], "resize", &["--disk", "table", "5M"]);
+    served.refuses(&["reading a snapshot"], "resize", &["--disk", "table", "5M"]);
     assert_eq!(reader.read(0, 1).expect("it is still there"), [2]);
     one.write(4096, &[3; 512], 0).expect("nothing happened to it");
     assert_eq!((one.read(0, 1).expect("read"), other.read(0, 1).expect("read")), (vec![1], vec![2]));
     served.server.stop();
     let served = Controlled::start(&["-r", &qcow2]);
-    served.refuses(&["for reading only"], "resize", &["5M"]);
+    served.refuses(&["open read-only"], "resize", &["5M"]);
     served.server.stop();
 }
 
@@ -132,13 +140,13 @@ fn what_a_longer_backing_image_has_behind_the_end_does_not_show() {
     for (format, grows) in [("qcow2", false), ("vellum", true)] {
         let image = dir.text(format);
         vellum(&["create", "-f", format, "-b", &base, "-F", "raw", &image, "1M"]).answer();
-        let served = Controlled::start(&[&image]);
+        let served = Controlled::start(&["-f", format, &image]);
         if grows {
             served.json("resize", &["2M"]);
             let bytes = served.client("").read(MIB, 1 << 20).expect("read");
             assert!(bytes.iter().all(|byte| *byte == 0), "{format}");
         } else {
-            served.refuses(&["backing image has 2097152 bytes"], "resize", &["2M"]);
+            served.refuses(&["backing image (2097152 bytes)"], "resize", &["2M"]);
         }
         assert_eq!(served.client("").read(MIB - 1, 1).expect("read"), [7], "{format}");
         served.server.stop();

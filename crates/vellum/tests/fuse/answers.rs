@@ -1,4 +1,4 @@
-//! What programs are told: what does not fit, what is not done, what there is no room for.
+//! Errors for programs: sizes that do not fit, operations that are not supported, lack of space.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -78,7 +78,7 @@ fn a_program_may_sync_close_and_own_the_file() {
     std::os::unix::fs::chown(&shown.file, Some(12), Some(34)).expect("we are root");
     assert_eq!((facts().permissions().mode() & 0o777, facts().uid(), facts().gid()), (0o640, 12, 34));
 
-    // A reader who closes costs no flush, a writer who closes one, and a synchronous write has its own.
+    // Closing a reader costs no flush, closing a writer costs one, and a synchronous write has its own.
     drop(File::open(&shown.file).expect("the file"));
     both(&shown.file).write_all(b"written").expect("a write");
     let file = both(&shown.file);

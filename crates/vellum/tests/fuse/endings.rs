@@ -1,4 +1,5 @@
-//! How a file comes and goes: in good order, in use, unmounted by somebody, and after its server was killed.
+//! How a file comes and goes: in good order, in use, unmounted by another program, and after its server was
+//! killed.
 
 use std::fs::{File, OpenOptions};
 use std::io::BufRead;
@@ -53,13 +54,16 @@ fn what_is_no_empty_file_is_not_mounted_on() {
     };
     refused("disk", &[&other], "something is mounted");
     refused("image", &[&other], "not empty");
-    refused("", &[&other], "no regular file");
+    refused("", &[&other], "not a regular file");
     refused("none/disk", &[&other], "can't mount on");
     assert!(!dir.join("none").exists());
     // A name has no slash; a path with `=` in it is a path for the one that it has.
     let named = format!("nobody={}", dir.text("file"));
     assert!(Server::try_start(&["--fuse", &named, &other]).is_err_and(|ran| ran.err.contains("no export")));
-    assert!(Server::try_start(&["--fuse", "x=", &other]).is_err_and(|ran| ran.err.contains("names no file")));
+    assert!(
+        Server::try_start(&["--fuse", "x=", &other])
+            .is_err_and(|ran| ran.err.contains("does not name a file"))
+    );
     let nothing = vellum(&["serve", &other]);
     assert!(nothing.code == 1 && nothing.err.contains("--nbd"), "{nothing:?}");
     // None of that has touched the one that is served.
@@ -126,7 +130,7 @@ fn a_file_in_use_is_taken_away_and_nothing_that_was_synced_is_lost() {
         let said = shown.stop();
         (said, writer.join().expect("the writer"))
     });
-    assert!(said.contains("is in use; it is taken away"), "{said}");
+    assert!(said.contains("is in use; it is unmounted"), "{said}");
     let gone = [Errno::NOTCONN, Errno::CONNABORTED].map(|errno| Some(errno.raw_os_error()));
     assert!(gone.contains(&error.raw_os_error()), "{error}");
     file.read_at(&mut [0; 512], 0).expect_err("nobody is behind it");
@@ -169,7 +173,7 @@ fn what_a_killed_server_left_is_taken_away_by_the_next() {
             assert_eq!(error.raw_os_error(), Some(Errno::NOTCONN.raw_os_error()), "{error}");
         }
         let next = Shown::start(&dir.join("disk"), &[&image]);
-        assert!(next.server().said().contains("dead had left mounted"), "{}", next.server().said());
+        next.server().says("unmounted the stale mount");
         next.stop();
         drop(shown);
     }
@@ -201,7 +205,7 @@ fn what_another_mounted_at_the_path_stays() {
             assert_eq!(&bytes, b"first");
         }
         let said = first.stop_elsewhere();
-        assert!(!is_open || said.contains("taken off by another"), "{said}");
+        assert!(!is_open || said.contains("unmounted by another program"), "{said}");
         let mut bytes = [0; 6];
         other.read_exact_at(&mut bytes, 0).expect("it is served");
         assert_eq!(&bytes, b"second");
@@ -238,7 +242,7 @@ fn a_file_that_a_user_put_there_meanwhile_stays() {
             std::fs::write(&disk, b"mine").expect("bytes in it");
         }
         let said = shown.stop();
-        assert!(said.contains("is left"), "{said}");
+        assert!(said.contains("is not removed"), "{said}");
         assert_eq!(std::fs::read(&disk).expect("it stays"), if is_new { &b""[..] } else { b"mine" });
         std::fs::remove_file(&disk).expect("the file is there");
     }
@@ -280,7 +284,7 @@ fn a_server_of_one_file_ends_when_that_is_unmounted() {
     assert_eq!(dir.names(), ["bytes", "image"]);
     KINDS[0].is_sound(&image);
 
-    // One that serves something else goes on, and ends by a signal.
+    // One that serves something else continues, and ends by a signal.
     let shown = Shown::start(&dir.join("disk"), &[&image]);
     succeed("umount", &[path_text(&shown.file)]);
     let mut client = Client::connect(&shown.server().peer(), "").expect("NBD");

@@ -1,4 +1,4 @@
-//! The file itself, without a file system on it: beside a copy in memory, as `fsx` does, and killed.
+//! The file itself, without a file system on it: compared with a copy in memory, as `fsx` does, and killed.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,14 +14,15 @@ use super::model::{Content, Model, SECTOR};
 use super::shown::{Shown, is_here};
 use super::support::client::Client;
 use super::support::dir::Dir;
-use super::support::{first_difference, scale};
+use super::support::{first_difference, scale, until};
 use super::{KINDS, Kind, MIB, seed};
 
 /// No multiple of a page, as disks need not be.
 const SIZE: usize = 6 * MIB + 3 * 512;
 const STEPS: usize = 400;
 
-/// The file twice, as programs open it: with and without `O_DIRECT`, which wants aligned memory and places.
+/// The file twice, as programs open it: with and without `O_DIRECT`, which requires aligned memory and
+/// offsets.
 struct Hands {
     plain: File,
     direct: File,
@@ -98,7 +99,8 @@ fn look_for_holes(file: &File, shadow: &[u8]) {
     assert_eq!(nothing, Err(Errno::NXIO), "there is nothing at the end");
 }
 
-/// Random steps on one file; the server ends and comes again in between, and NBD sees the same all the while.
+/// Random steps on one file; the server ends and is started again in between, and NBD sees the same data
+/// throughout.
 fn random_steps(kind: &Kind, ways: &[&str]) {
     let dir = Dir::new("fuse-file");
     let image = kind.make(&dir, SIZE);
@@ -108,7 +110,7 @@ fn random_steps(kind: &Kind, ways: &[&str]) {
         let shown = Shown::start(&dir.join("disk"), &[&[&image, "-f", kind.format], ways].concat());
         let facts = std::fs::metadata(&shown.file).expect("the file");
         assert!(facts.is_file() && facts.len() == SIZE as u64, "{facts:?}");
-        // What the image takes, as `du` tells it. It may have grown since, in the background.
+        // The space of the image, as `du` reports it. It may have grown since, in the background.
         let takes = std::fs::metadata(&image).expect("the image").blocks();
         assert!(facts.blocks() <= takes, "{} blocks, and the image takes {takes}", facts.blocks());
         let hands = Hands::on(&shown.file);
@@ -195,6 +197,7 @@ fn what_was_synced_survives_a_kill() {
                     let (path, model, random) = (shown.file.clone(), &model, random.fork());
                     scope.spawn(move || work(&path, model, random).expect_err("the server is killed"));
                 }
+                until("something was answered", || model.counts().0 > 0);
                 std::thread::sleep(Duration::from_millis(30 + random.below(200)));
                 shown.kill();
             });

@@ -3,7 +3,7 @@
 //! ```text
 //!   file.rs      random reads, writes, holes and syncs on the file, beside a copy in memory and NBD; killed in between
 //!   answers.rs   what it refuses, and with which error
-//!   endings.rs   how it comes, goes, is taken away, and is found after its server was killed
+//!   endings.rs   how it comes, goes, is detached, and is found after its server was killed
 //!   systems.rs   ext4, XFS and btrfs over a loop device over the file; the server killed; everything synced is there
 //!     tree.rs    the files that are made, changed and remembered in them
 //! ```
@@ -30,7 +30,7 @@ use support::program::vellum;
 
 const MIB: usize = 1 << 20;
 
-/// A kind of image, by what `create` is told.
+/// A kind of image, by the arguments of `create`.
 #[derive(Debug, Clone, Copy)]
 struct Kind {
     name: &'static str,

@@ -1,11 +1,12 @@
-//! A disk as a file, a loop device over it, a file system on that: each taken away again, whatever became of the test.
+//! A disk as a file, a loop device over it, a file system on that: each removed again, whatever happened to
+//! the test.
 
 use std::path::{Path, PathBuf};
 
 use super::support::program::{Ran, has, is_root, path_text, run, skipped};
 use super::support::server::Server;
 
-/// Whether there is FUSE here; says why not.
+/// Whether FUSE is available; prints the reason if not.
 pub fn is_here() -> bool {
     if !is_root() {
         skipped("mounting is root's");
@@ -19,8 +20,8 @@ pub fn is_here() -> bool {
     false
 }
 
-/// A container may have the device, and not be allowed to mount. Whoever may mount nothing at all cannot mount this; that a
-/// tmpfs can be mounted, and a file shown by FUSE cannot, is a failure of the test.
+/// A container may have the device, and not be allowed to mount. If no mount at all is allowed this one
+/// cannot succeed; but if a tmpfs can be mounted, and a FUSE file cannot, the test has failed.
 fn can_mount() -> Result<(), String> {
     let dir = super::support::dir::Dir::new("may-mount");
     let ran = run("mount", &["-t", "tmpfs", "-o", "size=64k", "tmpfs", &dir.text("")]);
@@ -31,7 +32,7 @@ fn can_mount() -> Result<(), String> {
     Ok(())
 }
 
-/// Whether there are loop devices and these programs; says why not.
+/// Whether loop devices and these programs are available; prints the reason if not.
 pub fn has_loops_and(programs: &[&str]) -> bool {
     for program in [&["losetup", "mount", "umount"], programs].concat() {
         if !has(program) {
@@ -69,7 +70,7 @@ impl Shown {
         self.server.as_ref().expect("it runs")
     }
 
-    /// Ends it in good order. Gives what it said.
+    /// Ends it in good order. Returns its output.
     #[track_caller]
     pub fn stop(mut self) -> String {
         let said = self.server.take().expect("it runs").stop().err;
@@ -77,15 +78,15 @@ impl Shown {
         said
     }
 
-    /// Ends one in good order whose mount was taken off by the test; what is mounted there now is another's. Gives what it
-    /// said.
+    /// Ends one in good order whose mount the test has removed; what is mounted there now is another's.
+    /// Returns its output.
     #[track_caller]
     pub fn stop_elsewhere(mut self) -> String {
         self.file = PathBuf::new();
         self.server.take().expect("it runs").stop().err
     }
 
-    /// Kills it. What was mounted stays so, with nobody behind it, as long as this is kept.
+    /// Kills it. What was mounted stays so, without a server, as long as this is kept.
     pub fn kill(&mut self) {
         self.server.take().expect("it runs").kill();
     }
@@ -110,7 +111,7 @@ pub fn is_mounted(path: &Path) -> bool {
 pub struct Loop(pub String);
 
 impl Loop {
-    /// Past the page cache, if wished. Says why there is none.
+    /// With O_DIRECT on request. Prints the reason if there is none.
     pub fn over(file: &Path, is_direct: bool) -> Option<Self> {
         let direct = if is_direct { "--direct-io=on" } else { "--direct-io=off" };
         let ran = run("losetup", &["--show", "-f", direct, path_text(file)]);

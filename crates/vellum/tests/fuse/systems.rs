@@ -1,5 +1,5 @@
-//! Real file systems: on a loop device over the file. The server is killed while they are worked on; then the kernel
-//! recovers what is left, its checkers find nothing, and everything that was synced is there.
+//! Real file systems on a loop device over the file. The server is killed while they are in use; then the
+//! kernel recovers what is left, its checkers find no errors, and everything that was synced is there.
 //!
 //! ```text
 //!   files, SQLite, tar ─► ext4 │ XFS │ btrfs ─► loop ─► file ─► server ─► image        SIGKILL, again and again
@@ -54,7 +54,7 @@ impl System {
     }
 }
 
-/// A program that commits one row after the other, and says so.
+/// A program that commits one row after the other, and reports each.
 const COMMITS: &str = "
 import hashlib, sqlite3, sys
 db = sqlite3.connect(sys.argv[1])
@@ -70,7 +70,7 @@ while True:
     print(n, flush=True)
 ";
 
-/// A program that looks whether the first so many rows are there, and the file is whole.
+/// A program that checks whether the first rows, this many, are there, and the file is complete.
 const ROWS: &str = "
 import hashlib, sqlite3, sys
 db = sqlite3.connect(sys.argv[1])
@@ -83,7 +83,7 @@ for n in range(1, int(sys.argv[2]) + 1):
 /// A program that commits rows until the disk is gone.
 struct Sqlite {
     child: Child,
-    /// How many rows it has said are committed.
+    /// How many rows it has reported as committed.
     rows: Arc<AtomicU64>,
 }
 
@@ -123,11 +123,11 @@ impl Sqlite {
         }
     }
 
-    /// Ends it. Gives how many rows it said are committed.
+    /// Ends it. Returns how many rows it has reported as committed.
     fn kill(self) -> u64 {
         let rows = self.rows.clone();
         drop(self);
-        // What it had said is read by now, or as good as.
+        // Its output has been read by now, or nearly all of it.
         std::thread::sleep(Duration::from_millis(20));
         rows.load(Ordering::Acquire)
     }
@@ -248,15 +248,15 @@ fn rounds(system: &System, kind: &Kind, number: u64) {
         }
         let tree = Tree::mount(&device.0, &at);
         story.round(&mut shown, &at, &mut random, has_sqlite);
-        // Nobody has a file of the dead tree open any more: it goes, and with it the device.
+        // No file of the dead tree is open any more: it goes, and with it the device.
         drop(tree);
     }
     assert!(story.expected.len() > 50, "{} files were synced", story.expected.len());
     kind.is_sound(&image);
 }
 
-/// One story at a time: `mkfs.btrfs` looks at what is behind every loop device that is mounted, and gives up where a server
-/// was just killed.
+/// One story at a time: `mkfs.btrfs` inspects what is behind every mounted loop device, and gives up where a
+/// server was just killed.
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn story(system: &System, kinds: [usize; 2]) {

@@ -1,4 +1,4 @@
-//! Files that are made, changed, moved and deleted at random, and remembered: what must be there after a crash.
+//! Files that are made, changed, moved and deleted at random, and recorded: what must be there after a crash.
 //!
 //! ```text
 //!   batch-0   batch-1   batch-2   batch-3 …
@@ -53,7 +53,7 @@ impl Batch {
         Ok(Self { root, random, next: 0, files, pinned, dirs })
     }
 
-    /// Does so many things, or until one fails.
+    /// Does this many random operations, or stops when one fails.
     pub fn work(&mut self, steps: usize) -> io::Result<()> {
         (0..steps).try_for_each(|_| self.step())
     }
@@ -72,7 +72,7 @@ impl Batch {
         Ok(())
     }
 
-    /// The file system crashed: what was synced by itself must be there.
+    /// The file system crashed: only what was synced itself must be there.
     pub fn crashed(mut self, expected: &mut Expected) {
         expected.files.append(&mut self.pinned);
     }

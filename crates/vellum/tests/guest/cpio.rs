@@ -1,6 +1,7 @@
 //! The archive that a kernel unpacks before it has a disk: `cpio`'s format "newc", written into memory.
 //!
-//! An entry is a header of hexadecimal digits, a name and a body; name and body each end at a multiple of four bytes.
+//! An entry is a header of hexadecimal digits, a name and a body; name and body each end at a multiple of
+//! four bytes.
 
 const DIRECTORY: u32 = 0o040_755;
 const PROGRAM: u32 = 0o100_755;

@@ -1,4 +1,4 @@
-//! What Debian gives to the guest: a kernel with its modules, and busybox.
+//! What Debian provides for the guest: a kernel with its modules, and busybox.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,12 +14,14 @@ pub struct Debian {
 }
 
 impl Debian {
-    /// What `VELLUM_GUEST_KERNEL_DIR` names, or what `cargo xtask packages` left beside the build; or what is missing.
+    /// What `VELLUM_GUEST_KERNEL_DIR` names, or what `cargo xtask packages` left beside the build; or what is
+    /// missing.
     pub fn find() -> Result<Self, String> {
         Self::find_in("VELLUM_GUEST_KERNEL_DIR", "kernel")
     }
 
-    /// The same of a newer kernel, which has the driver for block devices that programs serve: `VELLUM_UBLK_KERNEL_DIR`.
+    /// As above, for a newer kernel, which has the driver for block devices that programs serve:
+    /// `VELLUM_UBLK_KERNEL_DIR`.
     pub fn find_with_ublk() -> Result<Self, String> {
         let debian = Self::find_in("VELLUM_UBLK_KERNEL_DIR", "kernel-backports")?;
         let mut files = BTreeMap::new();
@@ -55,8 +57,8 @@ impl Debian {
         self.dir.join("boot").join(format!("vmlinuz-{}", self.release))
     }
 
-    /// The modules that these need, themselves included, each after those it depends on; what the kernel has built in is
-    /// left out. Each with its file name and its bytes.
+    /// The modules that these need, themselves included, each after those it depends on; what the kernel has
+    /// built in is left out. Each with its file name and its bytes.
     pub fn modules(&self, wanted: &[&str]) -> Vec<(String, Vec<u8>)> {
         let root = self.dir.join("lib/modules").join(&self.release);
         let built_in =
@@ -78,7 +80,7 @@ fn stands_alone(path: &Path) -> bool {
     std::fs::read(path).is_ok_and(|bytes| !bytes.windows(loader.len()).any(|window| window == loader))
 }
 
-/// The kernel takes `-` and `_` in the name of a module for the same.
+/// The kernel treats `-` and `_` in the name of a module alike.
 fn module_name(path: &Path) -> String {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     name.split('.').next().unwrap_or_default().replace('-', "_")
@@ -128,7 +130,7 @@ fn read_module(path: &Path) -> Vec<u8> {
     std::fs::read(path).expect("a module")
 }
 
-/// What a module says it depends on: among the strings in it is one `depends=a,b`.
+/// The dependencies of a module: among the strings in it is one `depends=a,b`.
 fn dependencies(module: &[u8]) -> Vec<String> {
     let key = b"\0depends=";
     let Some(at) = module.windows(key.len()).position(|window| window == key) else { return Vec::new() };

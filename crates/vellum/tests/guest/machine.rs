@@ -1,5 +1,5 @@
-//! The virtual machine: QEMU without any help of the processor, its disk over NBD or vhost-user-blk, its console read line
-//! by line.
+//! The virtual machine: QEMU without hardware acceleration, its disk over NBD or vhost-user-blk, its console
+//! read line by line.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -12,11 +12,13 @@ use serde_json::json;
 use crate::support::program::{path_text, succeed};
 use crate::template::Template;
 
-/// A guest that takes longer hangs. Without the help of the processor a boot takes some ten seconds; a busy host makes
-/// minutes of them.
+/// A guest that takes longer hangs. Without the help of the processor a boot takes some ten seconds; a busy
+/// host makes minutes of them.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// For how long QEMU tries to reach a server that has gone.
 const RECONNECT_SECONDS: u64 = 240;
+/// How many lines of a console a complaint begins with.
+const LAST_LINES: usize = 30;
 /// What the guest's own lines begin with.
 const MARK: &str = "guest: ";
 
@@ -25,7 +27,7 @@ pub struct Machine {
     child: Child,
     booted: Instant,
     lines: mpsc::Receiver<String>,
-    /// All that console and QEMU said so far.
+    /// All output of the console and QEMU so far.
     console: Arc<Mutex<String>>,
     said: Vec<String>,
 }
@@ -35,7 +37,7 @@ pub struct Machine {
 pub enum Cable<'a> {
     /// QEMU's own client.
     Nbd(&'a Path),
-    /// Shared memory, and so many queues; a processor for each.
+    /// Shared memory, and this many queues; a processor for each.
     Vhost(&'a Path, usize),
 }
 
@@ -73,7 +75,8 @@ fn nbd(socket: &Path) -> serde_json::Value {
     })
 }
 
-/// How a character device is told to look for its server again: in seconds, since QEMU 9.2 in milliseconds.
+/// How a character device is configured to reconnect to its server: in seconds, since QEMU 9.2 in
+/// milliseconds.
 fn reconnecting() -> &'static str {
     let version = succeed("qemu-system-x86_64", &["--version"]);
     let numbers = version.split_whitespace().find_map(|word| word.split_once('.'));
@@ -83,22 +86,22 @@ fn reconnecting() -> &'static str {
 }
 
 impl Machine {
-    /// Switches a machine on, with the disk at this socket, to play this story; `round` is handed to the guest. When the
-    /// guest reboots, the machine is off.
+    /// Switches a machine on, with the disk at this socket, to play this story; `round` is handed to the
+    /// guest. When the guest reboots, the machine is off.
     pub fn boot(template: &Template, socket: &Path, story: &str, round: u32) -> Self {
         Self::boot_with(template, Cable::Nbd(socket), &["-no-reboot"], story, round)
     }
 
-    /// The same, whatever its disk hangs on, with more arguments for QEMU.
+    /// As above, whatever its disk hangs on, with more arguments for QEMU.
     pub fn boot_with(template: &Template, cable: Cable<'_>, more: &[&str], story: &str, round: u32) -> Self {
-        // A guest that panics reboots at once; where QEMU is told not to, it ends.
+        // A guest that panics reboots at once; QEMU's option turns that into an exit.
         let words = format!("console=ttyS0 panic=-1 story={story} round={round}");
         let more = more.iter().map(|word| (*word).to_owned());
         let arguments: Vec<String> = more.chain(cable.arguments()).collect();
         Self::start(&template.kernel, &template.first_files, &words, &arguments)
     }
 
-    /// Switches a machine on with this kernel, its first files, the words that it is told and more arguments for QEMU.
+    /// Boots a machine with this kernel, its initramfs, its command line and more arguments for QEMU.
     pub fn start(kernel: &Path, first_files: &Path, words: &str, arguments: &[String]) -> Self {
         // If the test itself is killed, the kernel ends QEMU with it.
         let mut child = Command::new("setpriv")
@@ -122,7 +125,7 @@ impl Machine {
         Self { child, booted: Instant::now(), lines, console, said: Vec::new() }
     }
 
-    /// Waits until the guest says something that begins with these words, and gives what follows them.
+    /// Waits until the guest prints a line that begins with these words, and returns the rest of it.
     #[track_caller]
     pub fn wait_for(&mut self, words: &str) -> String {
         while self.next_line() {
@@ -130,10 +133,19 @@ impl Machine {
                 return rest.trim().to_owned();
             }
         }
-        panic!("the guest ended and did not say {words:?}; its console:\n{}", self.console());
+        // The last lines are the most useful, and a report may show only the beginning of this.
+        let status = self.child.wait().expect("a child");
+        let console = self.console();
+        let lines: Vec<&str> = console.lines().collect();
+        let last = lines[lines.len().saturating_sub(LAST_LINES)..].join("\n");
+        panic!(
+            "the guest ended and did not say {words:?}; QEMU: {status}; it said {:?}; its last lines:\n{last}\n\nall of its \
+             console:\n{console}",
+            self.said
+        );
     }
 
-    /// Waits until the guest has said that it is done and the machine is off. Gives all that the guest said.
+    /// Waits until the guest has printed that it is done and the machine is off. Returns all of its output.
     #[track_caller]
     pub fn wait_for_the_end(mut self) -> Vec<String> {
         self.wait_for("done");
@@ -146,7 +158,7 @@ impl Machine {
         std::mem::take(&mut self.said)
     }
 
-    /// Cuts the power. Gives all that the guest said.
+    /// Cuts the power. Returns all output of the guest.
     #[track_caller]
     pub fn cut_power(mut self) -> Vec<String> {
         self.child.kill().expect("it runs");
@@ -154,7 +166,7 @@ impl Machine {
         std::mem::take(&mut self.said)
     }
 
-    /// Takes one line more; says whether there was one.
+    /// Reads one line more; returns whether there was one.
     #[track_caller]
     fn next_line(&mut self) -> bool {
         let left = PATIENCE.saturating_sub(self.booted.elapsed());

@@ -6,8 +6,8 @@
 //!                                                  files compared by the host ◄── Linux in QEMU
 //! ```
 //!
-//! What the guest does stands in `init.sh`. It tells on its console what it wrote and what it reads; the host computes the
-//! same by itself, and later finds it in the clone with `debugfs`.
+//! `init.sh` is what the guest does. It prints on its console what it wrote and what it reads; the host
+//! computes the same by itself, and later finds it in the clone with `debugfs`.
 //!
 //! The kernel comes from `VELLUM_GUEST_KERNEL_DIR`, or from where `cargo xtask packages` puts it.
 
@@ -32,7 +32,7 @@ use support::server::Server;
 use template::Template;
 use tools::{Files, assert_image_is_clean, sha256};
 
-/// Ends the test, with the reason, where there is no guest to be had; gives a template with a clone.
+/// Ends the test, with the reason, if no guest is available; else returns a template with a clone.
 macro_rules! template {
     ($format:expr) => {{
         requires!("qemu-system-x86_64", "setpriv", "qemu-img", "mke2fs", "e2fsck", "debugfs", "sha256sum");
@@ -54,7 +54,7 @@ fn pages_range(number: usize) -> Range<usize> {
     from..from + (1 + number % 17) * 4096
 }
 
-/// The last number that the guest said was settled.
+/// The last number that the guest reported as settled.
 fn last_settled(said: &[String]) -> usize {
     let mut numbers = said.iter().filter_map(|line| line.strip_prefix("settled ")?.parse().ok());
     numbers.next_back().unwrap_or(0)
@@ -76,7 +76,7 @@ fn a_guest_boots_from_a_served_clone_and_what_it_wrote_is_there() {
     assert_written(&template, &said, &server.stop_and_count());
 }
 
-/// What the story `write` says is what it did, and all that it did.
+/// The story `write` reports everything that it did, and nothing else.
 #[track_caller]
 fn assert_written(template: &Template, said: &[String], stats: &serde_json::Value) {
     template.assert_untouched();
@@ -135,7 +135,7 @@ fn assert_written(template: &Template, said: &[String], stats: &serde_json::Valu
 fn what_a_guest_has_synced_survives_the_death_of_server_and_guest() {
     let template = template!("qcow2");
     let mut settled = Vec::new();
-    // Each death comes right after a sync, with another writer under way.
+    // Each death comes right after a sync, with another writer in progress.
     let rounds = 2 * u32::try_from(support::scale()).expect("a small scale");
     for round in 1..=rounds {
         let death_at = if round % 2 == 1 { "settled 4" } else { "settled 40" };

@@ -82,7 +82,8 @@ fn put_program(path: &Path, text: &str) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).expect("it was made here");
 }
 
-/// What the kernel has before it has a disk: busybox, the modules for the disk, and the program that loads them.
+/// What the kernel has before it has a disk: busybox, the modules for the disk, and the program that loads
+/// them.
 fn first_archive(debian: &Debian) -> Vec<u8> {
     let mut archive = crate::cpio::Archive::default();
     for dir in ["bin", "dev", "modules", "sysroot"] {

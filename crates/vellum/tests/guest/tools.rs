@@ -1,4 +1,4 @@
-//! Other people's programs that look at what a guest left.
+//! Third-party programs that check what a guest left.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -52,8 +52,8 @@ impl Files {
         raw.unpack()
     }
 
-    /// The guest died: the journal is replayed, which must be all that is needed. (`-p` repairs only what a crash may
-    /// leave; it fails at anything else.)
+    /// The guest died: the journal is replayed, which must be all that is needed. (`-p` repairs only what a
+    /// crash may leave; it fails at anything else.)
     #[track_caller]
     pub fn of_crashed(image: &Path) -> Self {
         let raw = Self::copy_of(image);

@@ -1,12 +1,12 @@
-//! `serve --ublk`, in a guest whose kernel has the driver, by which it serves disks to itself.
+//! `serve --ublk`, in a guest whose kernel has the driver, and which serves disks to itself with it.
 //!
 //! ```text
 //!   host:   noise, journaled.qcow2, native.vlm ──► ext4 ──► the guest's disk ──► taken out again, checked and compared
 //!   guest:  vellum serve ──► /dev/ublkb0 ──► read and written past the cache ──► ext4 on it ──► SIGTERM, SIGKILL, again
 //! ```
 //!
-//! What the guest does stands in `ublk.sh`. The kernel comes from `VELLUM_UBLK_KERNEL_DIR`, or from where `cargo xtask
-//! packages` puts it.
+//! `ublk.sh` is what the guest does. The kernel comes from `VELLUM_UBLK_KERNEL_DIR`, or from where `cargo
+//! xtask packages` puts it.
 
 use std::path::{Path, PathBuf};
 
@@ -61,7 +61,7 @@ fn a_guest_serves_block_devices_to_itself() {
         let sectors = DISK_BYTES / 512;
         let device = format!("device {image} {device} {sectors} 2 1 write back");
         assert!(said.contains(&device), "{device}: {said:#?}");
-        // Twice in good order, and nothing left of the device then.
+        // Twice in good order, with nothing left of the device afterwards.
         let ended = said.iter().filter(|line| **line == format!("ended {image} 0 0")).count();
         assert!(ended >= 2, "{said:#?}");
         assert_counts(&said, image);
@@ -85,8 +85,8 @@ fn a_guest_serves_block_devices_to_itself() {
     assert!(said.contains(&"resized".to_owned()), "{said:#?}");
     let refused =
         |words: &str| said.iter().any(|line| line.starts_with("refused 1 ") && line.contains(words));
-    assert!(refused("somebody still uses") && refused("two block devices"), "{said:#?}");
-    assert!(refused("shows another image waits"), "{said:#?}");
+    assert!(refused("is still in use") && refused("two block devices"), "{said:#?}");
+    assert!(refused("of another image waits"), "{said:#?}");
     assert!(refused("serves a disk there") && refused("without io_uring"), "{said:#?}");
 }
 
@@ -155,7 +155,8 @@ fn make_disk(dir: &Dir, noise: &[u8]) -> PathBuf {
     disk
 }
 
-/// What the kernel has at first: busybox, our program and another with their libraries, the modules, and the story.
+/// What the kernel has at first: busybox, our program and another with their libraries, the modules, and the
+/// story.
 fn first_archive(debian: &Debian, dir: &Dir) -> Vec<u8> {
     let mut archive = Archive::default();
     let mut dirs = vec!["bin".to_owned(), "dev".to_owned(), "modules".to_owned()];
@@ -196,7 +197,7 @@ fn first_archive(debian: &Debian, dir: &Dir) -> Vec<u8> {
     archive.finish()
 }
 
-/// The program without what only debuggers read, where that can be taken away: it is most of it.
+/// The program without debug information, if that can be stripped: it is most of it.
 fn stripped(dir: &Dir, program: &str, name: &str) -> PathBuf {
     if !has("strip") {
         return program.into();

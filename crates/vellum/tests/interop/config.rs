@@ -1,9 +1,9 @@
-//! What an image can be: the parameters of the matrix, which combinations are legal, and a small set of them in which
-//! every legal pair of values meets.
+//! The properties of an image: the parameters of the matrix, which combinations are legal, and a small set of
+//! them that contains every legal pair of values.
 //!
-//! A configuration is a row of digits, one for each parameter. The pairs are found by greed: of all legal rows the one
-//! with the most pairs that are not yet covered comes next, the first of them where there are several. So the set is the
-//! same everywhere, and a few dozen rows where the product has tens of thousands.
+//! A configuration is a row of digits, one for each parameter. The pairs are found greedily: of all legal
+//! rows the one with the most pairs that are not yet covered comes next, the first of them where there are
+//! several. So the set is the same everywhere, and a few dozen rows replace tens of thousands.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -138,7 +138,7 @@ impl Config {
         if self.odd { size - 1536 } else { size }
     }
 
-    /// What `-o` says of it, without the files.
+    /// Its description for `-o`, without the files.
     pub fn options(&self) -> String {
         let switch = |on| if on { "on" } else { "off" };
         let mut options = format!("cluster_size={}", self.cluster);

@@ -1,5 +1,5 @@
-//! An image of the matrix with everything that belongs to it: the images below, its data file, its snapshots, and what
-//! each of them must read as.
+//! An image of the matrix with everything that belongs to it: the images below, its data file, its snapshots,
+//! and what each of them must read as.
 
 use std::path::{Path, PathBuf};
 
@@ -107,7 +107,8 @@ impl Image {
         Some(format!(",data_file={},data_file_raw={raw}", path_text(&self.data_file())))
     }
 
-    /// The chain below, from the bottom up; every second image is longer than the one above it, the others shorter.
+    /// The chain below, from the bottom up; every second image is longer than the one above it, the others
+    /// shorter.
     fn make_below(&mut self, random: &mut Random) {
         let config = self.config;
         let size = config.size();
@@ -123,7 +124,7 @@ impl Image {
                 arguments.extend(["-o".into(), format!("cluster_size={cluster}")]);
             }
             if let Some((name, format)) = &self.base {
-                // Images below lie beside each other.
+                // Images below are beside each other.
                 let name = name.strip_prefix("below/").unwrap_or(name);
                 arguments.extend(["-b".into(), name.into(), "-F".into(), (*format).into()]);
             }
@@ -215,8 +216,8 @@ impl Image {
         }
     }
 
-    /// Commands for `qemu-io`, done to the model too. Discards are among them where somebody wants to know which sectors
-    /// were discarded and not written since.
+    /// Commands for `qemu-io`, applied to the model too. Discards are among them if the test wants to know
+    /// which sectors were discarded and not written since.
     fn script(
         &self,
         random: &mut Random,

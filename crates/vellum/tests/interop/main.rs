@@ -1,5 +1,5 @@
-//! One image, two programs: every kind of qcow2 image that QEMU makes is read, checked, mapped and written by Vellum, and
-//! what Vellum wrote or made is read, checked and written by QEMU.
+//! One image, two programs: every kind of qcow2 image that QEMU makes is read, checked, mapped and written by
+//! Vellum, and what Vellum wrote or made is read, checked and written by QEMU.
 //!
 //! ```text
 //!   QEMU makes and fills it  ──►  both say the same of it: content, snapshots, check, info, map
@@ -9,9 +9,10 @@
 //!   Vellum makes it anew  ──►  QEMU and Vellum take turns writing
 //! ```
 //!
-//! Which kinds, `config.rs` says: usually a few dozen in which every two properties meet; with `VELLUM_FULL_MATRIX=1` all
-//! of them, which takes hours. `VELLUM_FULL_MATRIX=3/50` takes the third fiftieth of all. A kind that fails is named with
-//! its seed, and `VELLUM_MATRIX_ONLY=WORDS` runs only the kinds whose name contains the words.
+//! `config.rs` chooses the kinds: by default a few dozen that contain every pair of properties; with
+//! `VELLUM_FULL_MATRIX=1` all of them, which takes hours. `VELLUM_FULL_MATRIX=3/50` takes the third fiftieth
+//! of all. A kind that fails is reported with its seed, and `VELLUM_MATRIX_ONLY=WORDS` runs only the kinds
+//! whose name contains the words.
 
 #![allow(unreachable_pub, reason = "the modules of a test are its own")]
 
@@ -19,7 +20,9 @@
 mod support;
 
 mod config;
+mod damaged;
 mod image;
+mod made;
 mod opinions;
 mod writer;
 
@@ -94,9 +97,12 @@ fn one_kind(config: Config) {
     let workers =
         Workers::start(WorkersConfig { threads, mode, ..WorkersConfig::default() }).expect("workers");
     let direct = random.one_in(4);
-    let options = ImageOptions { format: Some(FormatKind::Qcow2), direct, ..ImageOptions::default() };
 
     let mut image = Image::made_by_qemu(config, seed);
+    // Most have none.
+    let data_files = Some(image.data_file()).filter(|file| file.exists()).into_iter().collect();
+    let options =
+        ImageOptions { format: Some(FormatKind::Qcow2), direct, data_files, ..ImageOptions::default() };
     opinions::both_agree(&image);
     for round in 0..ROUNDS * support::scale() {
         write_on(&mut image, &workers, &options, &mut random, REQUESTS / ROUNDS);

@@ -1,4 +1,4 @@
-//! What QEMU's tools and ours say of one image, side by side.
+//! The reports of QEMU's tools and ours on one image, side by side.
 
 use serde_json::Value;
 
@@ -6,7 +6,7 @@ use crate::image::{Image, content};
 use crate::support::first_difference;
 use crate::support::program::{path_text, qemu_dump, run, succeed, vellum};
 
-/// Both programs read the same, and say the same of the image.
+/// Both programs read the same, and report the same about the image.
 pub fn both_agree(image: &Image) {
     reads_equal(image);
     snapshots_are_unchanged(image);
@@ -15,7 +15,7 @@ pub fn both_agree(image: &Image) {
     maps_agree(image);
 }
 
-/// `vellum convert` gives what must be there.
+/// `vellum convert` produces what must be there.
 fn reads_equal(image: &Image) {
     let raw = image.dir.join("converted.raw");
     vellum(&["convert", "-O", "raw", image.text(), path_text(&raw)]).answer();
@@ -69,7 +69,7 @@ fn infos_agree(image: &Image) {
     assert_eq!(ours, theirs, "{}: info --backing-chain", image.config);
 }
 
-/// Takes out of our answer what QEMU knows nothing of: a journal, closed, where there is to be one.
+/// Removes from our answer what QEMU does not know: a journal, closed, where there is to be one.
 fn take_journal(image: &Image, info: &mut Value) {
     let data = info["format-specific"]["data"].as_object_mut().expect("what qcow2 has");
     let journal = data.remove("journal").unwrap_or_default();
@@ -106,7 +106,7 @@ impl Row {
         }
     }
 
-    /// What it says of its bytes from `start` on.
+    /// Its report on its bytes from `start` on.
     fn from(&self, start: u64) -> Self {
         let offset = self.offset.map(|offset| offset + (start - self.start));
         Self { start, end: 0, offset, ..self.clone() }
@@ -117,7 +117,7 @@ fn rows(map: &Value) -> Vec<Row> {
     map.as_array().expect("a list").iter().map(Row::of).collect()
 }
 
-/// The maps say the same of every byte, however they are cut.
+/// The maps agree on every byte, however they are cut.
 fn maps_agree(image: &Image) {
     let arguments = ["map", "-f", "qcow2", "--output", "json", image.text()];
     let theirs = rows(&run("qemu-img", &arguments).json());
@@ -141,8 +141,9 @@ fn maps_agree(image: &Image) {
     assert!(left.next().is_none() && right.next().is_none(), "{}: a map passes the end", image.config);
 }
 
-/// Two honest differences. Vellum does not tell the place of a cluster of qcow2 that reads as zero and keeps its place.
-/// QEMU asks the file system, too, and calls data zero that lies in a hole of the image's own file; there it must be.
+/// Two legitimate differences. Vellum does not report the place of a qcow2 cluster that reads as zero and
+/// keeps its place. QEMU also queries the file system, and reports data as zero that is in a hole of the
+/// image's own file; there it must be.
 fn means_the_same(ours: &Row, theirs: &Row, bytes: &[u8]) -> bool {
     let keeps_place = ours.zero && ours.offset.is_none();
     let is_hole = theirs.data && theirs.zero && ours.data && vellum_core::is_zero(bytes);

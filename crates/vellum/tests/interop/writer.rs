@@ -1,8 +1,8 @@
-//! Ten thousand random operations on one disk, in process but on real files, against bytes in memory.
+//! Ten thousand random operations on one disk, in process but on real files, compared with bytes in memory.
 //!
-//! Requests go out in batches, several under way at once and on several workers. Within a batch they touch different
-//! bytes, so what each must read is known; now and then a batch races for the same sectors instead, and then each sector
-//! must hold what one of them wrote.
+//! Requests are sent in batches, several in flight at once and on several workers. Within a batch they touch
+//! different bytes, so what each must read is known; now and then a batch races for the same sectors instead,
+//! and then each sector must hold what one of them wrote.
 
 use std::ops::Range;
 use std::path::Path;
@@ -89,7 +89,7 @@ pub struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Opens the image, does so many requests, and closes it.
+    /// Opens the image, sends this many requests, and closes it.
     pub fn write_on(&mut self, path: &Path, options: &ImageOptions, requests: usize) {
         let (path, options) = (path.to_owned(), options.clone());
         let opening = self.workers.spawn(0, move || async move { open_image(&path, &options).await });
@@ -175,7 +175,7 @@ impl Writer<'_> {
         self.compare(request, &bytes, done);
     }
 
-    /// Requests that want the same sectors.
+    /// Requests for the same sectors.
     fn race(&mut self, disk: &SharedDisk, done: usize) -> usize {
         let region = (96 << 10).min(self.model.len() / SECTOR * SECTOR);
         let first = self.random.index((self.model.len() - region) / SECTOR + 1) * SECTOR;

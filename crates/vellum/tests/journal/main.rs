@@ -1,4 +1,5 @@
-//! Images with a journal, as their owner meets them: made, served, killed, told about, recovered; and QEMU beside.
+//! Images with a journal, as their owner meets them: made, served, killed, inspected, recovered; and QEMU
+//! beside.
 //!
 //! ```text
 //!   life.rs     a server is killed, everybody refuses the image and says why, `vellum recover`; closed it is plain qcow2
@@ -18,11 +19,10 @@ mod turns;
 mod wishes;
 
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use support::client::Client;
-use support::program::{Ran, has, path_text, qemu_dump, run, vellum};
+use support::program::{has, path_text, qemu_dump, run, vellum};
 use support::server::Server;
 
 const MIB: usize = 1 << 20;
@@ -34,7 +34,6 @@ fn killed_after(image: &str, work: impl FnOnce(&mut Client)) {
     let mut client = Client::connect(&server.peer(), "").expect("a server");
     work(&mut client);
     server.kill();
-    unlocked(|| vellum(&["info", image])).answer();
 }
 
 /// Serves an image, and closes it when this was done.
@@ -46,10 +45,10 @@ fn closed_after(image: &str, work: impl FnOnce(&mut Client)) {
     server.stop();
 }
 
-/// What `info` tells of the journal; null when there is none.
+/// The journal as `info` reports it; null when there is none.
 #[track_caller]
 fn journal_of(image: &str) -> Value {
-    let info = unlocked(|| vellum(&["info", "--output", "json", image])).json();
+    let info = vellum(&["info", "--output", "json", image]).json();
     info["format-specific"]["data"]["journal"].clone()
 }
 
@@ -59,7 +58,7 @@ fn is_clean(image: &str) {
     let ours = vellum(&["check", image]);
     assert_eq!(ours.code, 0, "{ours:?}");
     if has("qemu-img") {
-        let theirs = unlocked(|| run("qemu-img", &["check", image]));
+        let theirs = run("qemu-img", &["check", image]);
         assert_eq!(theirs.code, 0, "{theirs:?}");
     }
 }
@@ -73,16 +72,4 @@ fn bytes_of(image: &str) -> Vec<u8> {
     let raw = Path::new(image).with_extension("copy");
     vellum(&["convert", "-O", "raw", image, path_text(&raw)]).answer();
     std::fs::read(&raw).expect("the copy")
-}
-
-/// The kernel lets go of the locks of a killed io_uring some time after the process is gone.
-fn unlocked(mut run: impl FnMut() -> Ran) -> Ran {
-    let begun = Instant::now();
-    loop {
-        let ran = run();
-        if !(ran.err.contains("lock") && begun.elapsed() < Duration::from_secs(10)) {
-            return ran;
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
 }

@@ -1,13 +1,12 @@
-//! Space that was prepared ahead of need: seen while an image is served, given back when it is closed or recovered.
-
-use std::time::{Duration, Instant};
+//! Space that was prepared ahead of need: visible while an image is served, returned when it is closed or
+//! recovered.
 
 use super::support::client::Client;
 use super::support::dir::Dir;
-use super::support::noise;
 use super::support::program::vellum;
 use super::support::server::Server;
-use super::{MIB, bytes_of, is_clean, journal_of, unlocked};
+use super::support::{noise, until};
+use super::{MIB, bytes_of, is_clean, journal_of};
 
 fn len_of(image: &str) -> u64 {
     std::fs::metadata(image).expect("the image").len()
@@ -15,14 +14,11 @@ fn len_of(image: &str) -> u64 {
 
 /// Waits until the file has grown by what is prepared.
 fn grown(image: &str) {
-    let begun = Instant::now();
-    while len_of(image) < 7 << 20 {
-        assert!(begun.elapsed() < Duration::from_secs(60), "nothing is prepared: {}", len_of(image));
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    until("space is prepared", || len_of(image) >= 7 << 20);
 }
 
-/// An image is killed once and closed once with space prepared behind its end, and nothing of that is left over.
+/// An image is killed once and closed once with space prepared behind its end, and nothing of that is left
+/// over.
 fn story(options: &str, arguments: &[&str]) {
     let dir = Dir::new("prepared");
     let (image, copy) = (dir.text("disk.qcow2"), dir.text("copy.qcow2"));
@@ -40,7 +36,6 @@ fn story(options: &str, arguments: &[&str]) {
     client.flush().expect("a flush");
     server.kill();
     assert!(len_of(&image) >= 7 << 20, "{options}: {}", len_of(&image));
-    unlocked(|| vellum(&["info", &image])).answer();
     std::fs::copy(&image, &copy).expect("a copy");
     vellum(&["recover", &image]).answer();
     let small = 2 * MIB as u64..4 * MIB as u64;
@@ -50,7 +45,7 @@ fn story(options: &str, arguments: &[&str]) {
     wanted.resize(64 * MIB, 0);
     assert!(bytes_of(&image) == wanted, "{options}");
 
-    // By who serves it again, and closes it.
+    // By a server that serves it again, and closes it.
     let server = Server::start(&[&[copy.as_str(), "-f", "qcow2"], arguments].concat());
     let mut client = Client::connect(&server.peer(), "").expect("a server");
     client.write(0, &data[..4096], 0).expect("a write");

@@ -1,5 +1,5 @@
-//! QEMU and Vellum write one image in turns. Vellum is closed, or killed and recovered; the image is clean after every
-//! turn, and has what was flushed.
+//! QEMU and Vellum write one image in turns. Vellum is closed, or killed and recovered; the image is clean
+//! after every turn, and has what was flushed.
 
 use std::collections::BTreeMap;
 

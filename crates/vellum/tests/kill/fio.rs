@@ -5,8 +5,8 @@
 //!   ├── our guests, all kinds ──┼── fio, to its end, then flushed ──┼── fio, until the server is killed ──┤
 //! ```
 //!
-//! All that fio asks and is answered goes by the tap, so the model knows of each sector what it may hold. What fio had
-//! finished is also verified by fio itself, after the recovery.
+//! All requests and answers of fio pass through the tap, so the model knows for each sector what it may hold.
+//! What fio had finished is also verified by fio itself, after the recovery.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -53,7 +53,7 @@ pub fn write(dir: &Path, socket: &Path, seed: u64) {
     finish(command);
 }
 
-/// Reads what [`write`] wrote with the same seed, and looks at the checksums.
+/// Reads what [`write`] wrote with the same seed, and checks the checksums.
 pub fn verify(dir: &Path, socket: &Path, seed: u64) {
     let mut command = whole(command(dir, socket, seed));
     command.args(["--verify_only", "--verify_fatal=1"]);

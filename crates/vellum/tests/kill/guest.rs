@@ -1,4 +1,4 @@
-//! A guest that keeps several requests under way and remembers every answer.
+//! A guest that keeps several requests in flight and remembers every answer.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,7 +8,7 @@ use vellum_core::Random;
 use super::model::{Content, Model, SECTOR};
 use super::support::client::{Client, FLAG_FUA, FLAG_NO_HOLE, FLUSH, Peer, TRIM, WRITE, WRITE_ZEROES};
 
-/// Requests under way at most.
+/// Requests in flight at most.
 const DEPTH: usize = 12;
 
 /// What a request was, until it is answered.
@@ -24,7 +24,7 @@ pub struct Guest<'a> {
     random: Random,
     /// Places and lengths are multiples of this many sectors.
     block: usize,
-    /// It keeps to so many sectors from the first on.
+    /// It uses only this many sectors from the first on.
     sectors: usize,
     under_way: BTreeMap<u64, Sent>,
 }
@@ -37,13 +37,13 @@ impl<'a> Guest<'a> {
         Ok(Self { client, model, random, block, sectors, under_way: BTreeMap::new() })
     }
 
-    /// It leaves what lies behind to others.
+    /// It leaves what is behind to others.
     pub fn keep_to(mut self, sectors: usize) -> Self {
         self.sectors = sectors;
         self
     }
 
-    /// Works until the server is gone, or so many requests are sent; those are left unanswered.
+    /// Works until the server is gone, or this many requests are sent; those are left unanswered.
     pub fn work(&mut self, requests: usize) -> io::Result<()> {
         for _ in 0..requests {
             while self.under_way.len() >= DEPTH {

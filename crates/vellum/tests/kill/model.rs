@@ -1,22 +1,23 @@
 //! What each sector may hold after a crash.
 //!
-//! Every event takes the next tick of one clock: a request before it is sent, its answer after it has come. A write is
-//! *durable* when it was answered and had FUA, or when a flush that was sent after its answer was answered itself. A
-//! sector may hold what a write gave it unless a durable write was sent after that write's answer.
+//! Every event takes the next tick of one clock: a request before it is sent, its answer after it has come. A
+//! write is *durable* when it was answered and had FUA, or when a flush that was sent after its answer was
+//! answered itself. A sector may hold what a write gave it unless a durable write was sent after that write's
+//! answer.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 pub const SECTOR: usize = 512;
 
-/// What a write gives to its sectors.
+/// The content that a write gives its sectors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {
     /// What was there when the model began.
     First,
     /// A pattern of its own for each write and sector.
     Pattern,
-    /// Bytes that somebody else chose.
+    /// Bytes that another program chose.
     Data,
     Zero,
     /// Zeros, or what was there: a trim is only a hint.
@@ -43,7 +44,7 @@ struct State {
     flush_sent: u64,
 }
 
-/// The history of a disk since it was last looked at.
+/// The history of a disk since it was last checked.
 pub struct Model {
     first: Vec<u8>,
     salt: u64,
@@ -67,12 +68,12 @@ impl Model {
         self.first.len() / SECTOR
     }
 
-    /// A write is about to be sent. Gives its number.
+    /// A write is about to be sent. Returns its number.
     pub fn write_sent(&self, sector: usize, count: usize, content: Content, fua: bool) -> usize {
         Self::note(&mut self.state(), sector, count, content, fua)
     }
 
-    /// A write of these bytes, whole sectors, is about to be sent. Gives its number.
+    /// A write of these bytes, whole sectors, is about to be sent. Returns its number.
     pub fn data_sent(&self, sector: usize, bytes: Vec<u8>, fua: bool) -> usize {
         let mut state = self.state();
         let number = Self::note(&mut state, sector, bytes.len() / SECTOR, Content::Data, fua);
@@ -96,7 +97,7 @@ impl Model {
         state.writes[number].answered = Some(state.clock);
     }
 
-    /// A flush is about to be sent. Gives the moment.
+    /// A flush is about to be sent. Returns the moment.
     pub fn flush_sent(&self) -> u64 {
         let mut state = self.state();
         state.clock += 1;
@@ -132,7 +133,7 @@ impl Model {
         bytes
     }
 
-    /// Looks at the disk after a crash. The error tells of the first sector that holds what it must not.
+    /// Checks the disk after a crash. The error names the first sector that holds what it must not.
     pub fn judge(&self, disk: &[u8]) -> Result<(), String> {
         if disk.len() != self.first.len() {
             return Err(format!("the disk has {} bytes, it had {}", disk.len(), self.first.len()));

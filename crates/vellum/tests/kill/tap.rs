@@ -1,12 +1,12 @@
-//! A tap between an NBD client that is not ours and the server: everything is passed on as it is, and the model is told
-//! what was asked and what was answered.
+//! A tap between a third-party NBD client and the server: everything is passed on unchanged, and the model
+//! gets the requests and answers.
 //!
 //! ```text
-//!   fio ──request──► tap ──► server        told before it is passed on: a write and its bytes, a flush
-//!   fio ◄──reply──── tap ◄── server        told before it is passed on: that it was answered
+//!   fio ──request──► tap ──► server        recorded before it is passed on: a write and its bytes, a flush
+//!   fio ◄──reply──── tap ◄── server        recorded before it is passed on: that it was answered
 //! ```
 //!
-//! Of replies it knows the simple and the structured ones; a client that reads through it gets no further.
+//! It knows simple and structured replies; a client that negotiates anything else gets no further.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -35,7 +35,7 @@ enum Sent {
     Flush(u64),
 }
 
-/// One connection's requests that are under way.
+/// One connection's requests that are in flight.
 type UnderWay = Mutex<BTreeMap<u64, Sent>>;
 
 pub struct Tap<'a> {

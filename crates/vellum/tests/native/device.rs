@@ -1,15 +1,18 @@
-//! Images right on a block device: nothing of what it held is ever seen, and it may grow while it is used.
+//! Images directly on a block device: none of its old content is ever visible, and it may grow while it is
+//! used.
 
 use std::os::unix::fs::PermissionsExt;
-use std::time::{Duration, Instant};
+use std::path::Path;
+use std::time::Duration;
 
 use rustix::process::Signal;
 
-use super::support::client::Client;
+use super::support::client::{Client, READ, WRITE};
 use super::support::dir::Dir;
 use super::support::loops::LoopDevice;
 use super::support::program::{Ran, vellum};
 use super::support::server::Server;
+use super::support::{PATIENCE, until};
 use super::{MIB, check_says, refused};
 
 const NO_SPACE: i32 = 28;
@@ -51,8 +54,8 @@ fn what_a_device_held_is_never_seen() {
         vellum(&[&["create", "-f", "vellum"], &said[..], &[&device, &bytes]].concat()).answer();
         let mut model = vec![0; size];
         reads_as(&device, &model, "new");
-        // Sectors here and there, so that most of each unit is what the format made of it; then they are let go, and used again
-        // by others; at last by others still, after a crash.
+        // Sectors here and there, so that most of each unit is what the format made of it; then they are let
+        // go, and used again by others; at last by others still, after a crash.
         for round in 0..4_u8 {
             let server = Server::start(&[&device]);
             let mut client = Client::connect(&server.peer(), "").expect("a server");
@@ -92,7 +95,7 @@ fn value(at: u64) -> u8 {
     u8::try_from(at % 251 + 1).expect("a byte")
 }
 
-/// Writes one mebibyte after the other, from `from` on, until there is no space; gives where that was.
+/// Writes one mebibyte after the other, from `from` on, until there is no space; returns where that was.
 #[track_caller]
 fn fill(client: &mut Client, from: u64, most: u64) -> u64 {
     for at in from..from + most {
@@ -115,17 +118,7 @@ fn holds(client: &mut Client, blocks: u64) {
     }
 }
 
-/// Waits until the server has said that.
-#[track_caller]
-fn wait_until_said(server: &Server, words: &str) {
-    let begun = Instant::now();
-    while !server.said().contains(words) {
-        assert!(begun.elapsed() < Duration::from_secs(30), "{words:?} is not in\n{}", server.said());
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
-/// A disk of 1 TiB on 32 MiB: it says what it needs, and goes on when it gets it.
+/// A disk of 1 TiB on 32 MiB: it reports what it needs, and continues when it gets it.
 #[test]
 fn a_device_that_is_made_larger_by_hand() {
     let Some(device) = full_of_old_bytes(32 * MIB, 512) else { return };
@@ -139,7 +132,7 @@ fn a_device_that_is_made_larger_by_hand() {
     let full_at = fill(&mut client, 0, 100);
     assert!((20..31).contains(&full_at), "{full_at}");
     client.flush().expect("what was written is safe");
-    wait_until_said(&server, &format!("{path} is full"));
+    server.says(&format!("{path} is full"));
     assert_eq!(fill(&mut client, full_at, 1), full_at, "full still");
     // 5 MiB and the rest of a unit.
     device.grow(37 * MIB as u64 + 512 * 1024);
@@ -149,7 +142,7 @@ fn a_device_that_is_made_larger_by_hand() {
     holds(&mut client, full_at + 5);
     std::thread::sleep(Duration::from_secs(1));
     let said = server.said();
-    assert_eq!(said.matches(" is full").count(), 1, "said once:\n{said}");
+    assert_eq!(said.matches(&format!("{path} is full")).count(), 1, "said once:\n{said}");
     assert!(said.contains("by at least 1048576 bytes"), "how much is missing:\n{said}");
     server.kill();
     let server = Server::start(&[&path]);
@@ -200,15 +193,15 @@ fn a_hook_that_does_not_help_and_hooks_that_make_no_sense() {
     let path = device.text();
     vellum(&["create", "-f", "vellum", "-o", "layout=table", &path, "1T"]).answer();
     for (hook, words) in
-        [("false", "exit status: 1"), ("true", "as before"), ("/no/such/program", "No such file")]
+        [("false", "exit status: 1"), ("true", "still has"), ("/no/such/program", "No such file")]
     {
         let server = Server::start(&[&path, "--grow-hook", hook]);
         let mut client = Client::connect(&server.peer(), "").expect("a server");
         let full_at = fill(&mut client, 0, 100);
         assert!(full_at < 31, "{full_at}");
         client.flush().expect("what was written is safe");
-        wait_until_said(&server, words);
-        wait_until_said(&server, " is full");
+        server.says(words);
+        server.says(" is full");
         holds(&mut client, full_at);
         server.stop();
     }
@@ -217,19 +210,21 @@ fn a_hook_that_does_not_help_and_hooks_that_make_no_sense() {
     let file = dir.text("disk.vlm");
     vellum(&["create", "-o", "layout=table", &file, "1G"]).answer();
     let server = |hook: &str| Server::try_start(&[&file, "--grow-hook", hook]).map(drop);
-    for (hook, words) in [("true", "on a device"), ("grow {it}", "{it} means nothing"), ("", "say a command")]
+    for (hook, words) in
+        [("true", "on a block device"), ("grow {it}", "placeholder {it}"), ("", "give a command")]
     {
         let ran = server(hook).expect_err("it makes no sense");
         assert!(ran.code == 1 && ran.err.contains(words), "{hook:?}: {ran:?}");
     }
 }
 
-/// `vellum COMMAND --control … REST`: what it says, as JSON.
+/// `vellum COMMAND --control … REST`: its output, as JSON.
 fn asked(control: &str, command: &str, rest: &[&str]) -> Ran {
     vellum(&[&[command, "--control", control, "--output", "json"], rest].concat())
 }
 
-/// A write that finds the device full is answered, also after a resize that changed nothing, and the server ends.
+/// A write that finds the device full is answered, also after a resize that changed nothing, and the server
+/// ends.
 #[test]
 fn who_looks_after_the_device_does_so_after_a_resize() {
     let Some(device) = full_of_old_bytes(32 * MIB, 512) else { return };
@@ -248,57 +243,83 @@ fn who_looks_after_the_device_does_so_after_a_resize() {
     check_says(&path, 0);
 }
 
-/// A server whose device is full, with a write that waits for a hook that takes its time and does not help.
-fn stuck(path: &str, control: &str, hook: &str) -> (Server, Client) {
-    vellum(&["create", "-f", "vellum", "-o", "layout=table", path, "1T"]).answer();
-    let server = Server::start(&[path, "--control", control, "--grow-hook", hook]);
-    let mut client = Client::connect(&server.peer(), "").expect("a server");
-    client.socket.set_patience(Duration::from_secs(2)).expect("a socket");
-    let at = (0..100).find(|at| client.write(at * MIB as u64, &vec![value(*at); MIB], 0).is_err());
-    assert!(at.is_some_and(|at| at < 31), "{at:?}: the hook is waited for");
-    (server, client)
+/// A server with a write for which its device has no room, and which waits for a hook that does not help, and
+/// ends when it is let go.
+struct Stuck {
+    server: Server,
+    _client: Client,
+    control: String,
+    place: Dir,
 }
 
-/// Nobody queues behind a pause that cannot end, and one resume ends it.
+impl Stuck {
+    fn on(device: &LoopDevice) -> Self {
+        let (path, place) = (device.text(), Dir::short());
+        let (control, script) = (place.text("control"), place.text("grow"));
+        let (begun, hold) = (place.text("begun"), place.text("hold"));
+        let text = format!("#!/bin/sh\ntouch {begun}\nwhile [ -e {hold} ]; do sleep 0.1; done\n");
+        std::fs::write(&script, text).expect("a script");
+        std::fs::set_permissions(&script, PermissionsExt::from_mode(0o755)).expect("ours");
+        std::fs::write(&hold, "").expect("a file");
+        vellum(&["create", "-f", "vellum", "-o", "layout=table", &path, "1T"]).answer();
+        let server = Server::start(&[&path, "--control", &control, "--grow-hook", &script]);
+        let mut client = Client::connect(&server.peer(), "").expect("a server");
+        let len = u32::try_from(32 * MIB).expect("small");
+        client.send(WRITE, 0, 0, len, &vec![7; 32 * MIB]).expect("sent");
+        until("the hook is waited for", || Path::new(&begun).exists());
+        Self { server, _client: client, control, place }
+    }
+
+    fn let_go(&self) {
+        std::fs::remove_file(self.place.join("hold")).expect("it is there");
+    }
+
+    fn told(&self) -> serde_json::Value {
+        asked(&self.control, "stats", &[]).json()["disks"][0].clone()
+    }
+}
+
+/// No command queues behind a pause that cannot end, and one resume ends it.
 #[test]
 fn a_pause_that_waits_for_a_full_device_is_ended_by_one_resume() {
     let Some(device) = full_of_old_bytes(32 * MIB, 512) else { return };
-    let place = Dir::short();
-    let control = place.text("control");
-    let (server, _client) = stuck(&device.text(), &control, "sleep 29");
-    let state = || asked(&control, "stats", &[]).json()["disks"][0]["state"].clone();
+    let stuck = Stuck::on(&device);
+    let control = &stuck.control;
     std::thread::scope(|scope| {
-        let first = scope.spawn(|| asked(&control, "pause", &[]));
-        while state() == "running" {
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        let second = asked(&control, "pause", &[]);
-        assert!(second.code == 1 && second.err.contains("being paused or resized"), "{second:?}");
-        assert_eq!(asked(&control, "resume", &[]).json()["was-paused"], true);
+        let first = scope.spawn(|| asked(control, "pause", &[]));
+        until("it is being paused", || stuck.told()["state"] != "running");
+        let second = asked(control, "pause", &[]);
+        assert!(second.code == 1 && second.err.contains("it is being paused"), "{second:?}");
+        assert_eq!(asked(control, "resume", &[]).json()["was-paused"], true);
         let first = first.join().expect("it ends");
         assert!(first.code == 1 && first.err.contains("resumed"), "{first:?}");
     });
-    assert_eq!(state(), "running");
-    server.kill();
+    assert_eq!(stuck.told()["state"], "running");
+    stuck.let_go();
+    stuck.server.kill();
 }
 
-/// A server that is told to end hears the second signal, too, while a resize waits for a write; and ends when that is answered.
+/// A server that is asked to end also handles the second signal, while a resize waits for a write; and ends
+/// when that is answered.
 #[test]
 fn a_server_ends_while_a_resize_cannot() {
     let Some(device) = full_of_old_bytes(32 * MIB, 512) else { return };
-    let place = Dir::short();
-    let control = place.text("control");
-    let (server, _client) = stuck(&device.text(), &control, "sleep 20");
+    let stuck = Stuck::on(&device);
+    let control = stuck.control.clone();
+    let mut other = Client::connect(&stuck.server.peer(), "").expect("a server");
     std::thread::scope(|scope| {
         scope.spawn(|| asked(&control, "resize", &["+1G"]));
-        // Nothing tells that it has begun.
-        std::thread::sleep(Duration::from_secs(1));
-        server.signal(Signal::TERM);
-        std::thread::sleep(Duration::from_millis(500));
-        server.signal(Signal::TERM);
-        wait_until_said(&server, "cutting the connections");
-        assert!(!server.said().contains("as before"), "only when the hook had ended:\n{}", server.said());
-        let ran = server.wait(Duration::from_secs(60));
+        until("the resize waits, and others wait for it", || {
+            other.send(READ, 0, 0, 512, &[]).expect("sent");
+            stuck.told()["held"].as_u64() > Some(0)
+        });
+        stuck.server.signal(Signal::TERM);
+        until("it has heard that", || !stuck.server.socket().exists());
+        stuck.server.signal(Signal::TERM);
+        let said = stuck.server.says("closing the remaining connections");
+        assert!(!said.contains("still has"), "only when the hook had ended:\n{said}");
+        stuck.let_go();
+        let ran = stuck.server.wait(PATIENCE);
         assert_eq!(ran.code, 0, "{ran:?}");
     });
     check_says(&device.text(), 0);

@@ -1,4 +1,4 @@
-//! Making images: what can be said, and what is refused.
+//! Making images: the options, and what is refused.
 
 use std::os::unix::fs::MetadataExt;
 
@@ -70,11 +70,11 @@ fn what_makes_no_sense_is_refused_and_leaves_nothing() {
     let dir = Dir::new("native-senseless");
     let image = dir.text("disk.vlm");
     for (options, words) in [
-        ("layout=linear,unit_size=64k", "say layout=table too"),
-        ("block_size=64k", "say which with -b"),
-        ("layout=linear,journal_size=1M", "nothing to record; leave it out"),
-        ("zeroed=on", "is for devices"),
-        ("layout=table,zeroed=on", "whatever the device held; leave it out"),
+        ("layout=linear,unit_size=64k", "add layout=table"),
+        ("block_size=64k", "name one with -b"),
+        ("layout=linear,journal_size=1M", "nothing to record; omit it"),
+        ("zeroed=on", "is for block devices"),
+        ("layout=table,zeroed=on", "before they are used anyway; omit it"),
         ("layout=table,unit_size=32k", "64k to 2M"),
         ("layout=table,unit_size=4M", "64k to 2M"),
         ("layout=table,unit_size=100k", "64k to 2M"),
@@ -87,21 +87,21 @@ fn what_makes_no_sense_is_refused_and_leaves_nothing() {
         ("layout=zoned,zone_size=64k", "128k to 64M"),
         ("layout=zoned,unit_size=2M,zone_size=2M", "2 to 1024 units"),
         ("layout=linear,embed=on", "need layout=zoned"),
-        ("nonsense=on", "there is no such option"),
-        ("cluster_size=64k", "say unit_size"),
+        ("nonsense=on", "unknown option"),
+        ("cluster_size=64k", "use unit_size"),
         ("journal=off", "whenever it needs one"),
-        ("prealloc=off", "always made ready"),
-        ("preallocation=full", "vellum image has none"),
-        ("extended_l2=on", "say `-f qcow2`"),
+        ("prealloc=off", "always prepares units"),
+        ("preallocation=full", "vellum images do not support it"),
+        ("extended_l2=on", "use `-f qcow2`"),
     ] {
         refused(&[words], &["create", "-f", "vellum", "-o", options, &image, "1M"]);
         assert_eq!(dir.names(), Vec::<String>::new(), "{options} leaves something");
     }
     vellum(&["create", "-q", "-f", "vellum", "-o", "layout=linear", &image, "1M"]).answer();
-    refused(&["snapshots need layout=table"], &["snapshot", "create", &image, "monday"]);
+    refused(&["snapshots need layout=zoned or layout=table"], &["snapshot", "create", &image, "monday"]);
     std::fs::remove_file(&image).expect("the image");
     refused(
-        &["is for vellum: say `-f vellum`"],
+        &["is a vellum option: use `-f vellum`"],
         &["create", "-f", "qcow2", "-o", "layout=table", &image, "1M"],
     );
     refused(&["has a journal whenever"], &{
@@ -139,6 +139,27 @@ fn copies_read_as_their_source() {
     }
 }
 
+/// As of a qcow2 image: what was never written is in none of the images.
+#[test]
+fn what_no_image_has_is_not_present() {
+    let dir = Dir::new("native-present");
+    let (image, raw) = (dir.text("disk.vlm"), dir.text("disk.raw"));
+    let mut bytes = vec![0; 8 * MIB];
+    bytes[4 * MIB..5 * MIB].fill(7);
+    std::fs::write(&raw, &bytes).expect("a source");
+    for layout in ["linear", "table", "zoned"] {
+        let options = format!("layout={layout}");
+        vellum(&["convert", "-f", "raw", "-O", "vellum", "-o", &options, &raw, &image]).answer();
+        let rows = vellum(&["map", "--output", "json", &image]).json();
+        let rows = rows.as_array().expect("rows").iter();
+        let has = |wanted: bool| -> u64 {
+            let those = rows.clone().filter(|row| row["present"] == wanted);
+            those.map(|row| row["length"].as_u64().expect("a length")).sum()
+        };
+        assert_eq!((has(true), has(false)), (MIB as u64, 7 * MIB as u64), "{layout}");
+    }
+}
+
 #[test]
 fn devices_that_held_something_else() {
     let Some(device) = LoopDevice::new(24 << 20, 512) else { return };
@@ -149,7 +170,7 @@ fn devices_that_held_something_else() {
     let empty = Dir::new("native-device");
     vellum(&["create", "-q", &empty.text("empty"), "4M"]).answer();
     same(&device, &empty.text("empty"));
-    // A table gives out units of the device, which must not show what they held.
+    // A table hands out units of the device, which must not show their old content.
     std::fs::write(&device, vec![0x77; 24 << 20]).expect("old bytes");
     vellum(&["create", "-f", "vellum", "-o", "layout=table,journal_size=64k", &device, "64M"]).answer();
     vellum(&["create", "-q", "-f", "raw", &empty.text("model"), "64M"]).answer();

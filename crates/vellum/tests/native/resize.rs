@@ -35,7 +35,7 @@ fn disks_of_every_format_grow() {
             if has("qemu-img") {
                 assert_eq!(run("qemu-img", &["check", &image]).code, 0);
             }
-            refused(&["not made smaller"], &["resize", "--shrink", &image, "1M"]);
+            refused(&["cannot be shrunk"], &["resize", "--shrink", &image, "1M"]);
             continue;
         }
         refused(&["--shrink"], &["resize", "-f", format, &image, "1M"]);
@@ -50,8 +50,23 @@ fn disks_of_every_format_grow() {
         let (image, options) = (dir.text("large"), format!("layout={layout}"));
         vellum(&["create", "-q", "-f", "vellum", "-o", &options, &image, "300G"]).answer();
         vellum(&["resize", "-q", &image, "1T"]).answer();
-        refused(&["copy it into a new image"], &["resize", &image, "100T"]);
+        refused(&["larger units"], &["resize", &image, "100T"]);
         check_says(&image, 0);
+    }
+    // One that was made small grows as far as its units allow.
+    for (layout, size, bytes, parts) in [("zoned", "4T", 1u64 << 42, 2), ("table", "64T", 1 << 46, 1)] {
+        let (image, options) = (dir.text("outgrown"), format!("layout={layout}"));
+        vellum(&["create", "-q", "-f", "vellum", "-o", &options, &image, "1G"]).answer();
+        for size in ["20G", size] {
+            vellum(&["resize", "-q", &image, size]).answer();
+            check_says(&image, 0);
+        }
+        vellum(&["snapshot", "create", &image, "large"]).answer();
+        check_says(&image, 0);
+        let facts = vellum(&["info", "--output", "json", &image]).json();
+        assert_eq!(facts["virtual-size"], bytes);
+        let data = &facts["format-specific"]["data"];
+        assert!(data["table-parts"] == parts && data["size-max"] == bytes, "{facts}");
     }
     refused(&["-f raw"], &["resize", &dir.text("source.raw"), "5M"]);
     refused(&["size"], &["resize", "-f", "raw", &dir.text("source.raw"), "much"]);
@@ -63,15 +78,16 @@ fn what_a_longer_backing_image_has_behind_the_end_does_not_show() {
     let base = dir.text("base.raw");
     std::fs::write(&base, vec![7; 2 * MIB]).expect("a base");
     for format in ["qcow2", "vellum"] {
-        let (image, raw) = (dir.text(format), dir.text("read.raw"));
+        let name = if format == "qcow2" { "disk.qcow2" } else { "disk.vlm" };
+        let (image, raw) = (dir.text(name), dir.text("read.raw"));
         vellum(&["create", "-f", format, "-b", &base, "-F", "raw", &image, "1M"]).answer();
         let mut model = vec![7; MIB];
         if format == "vellum" {
             vellum(&["resize", &image, "3M"]).answer();
             model.resize(3 * MIB, 0);
         } else {
-            refused(&["backing image has 2097152 bytes"], &["resize", &image, "+1M"]);
-            refused(&["backing image has 2097152 bytes"], &["resize", &image, "3M"]);
+            refused(&["the backing image (2097152 bytes) is larger"], &["resize", &image, "+1M"]);
+            refused(&["the backing image (2097152 bytes) is larger"], &["resize", &image, "3M"]);
             vellum(&["resize", &image, "1M"]).answer();
         }
         vellum(&["convert", "-O", "raw", &image, &raw]).answer();

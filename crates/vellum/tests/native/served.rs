@@ -1,4 +1,4 @@
-//! Snapshots of a disk that is served: made and deleted beside its clients, read as exports of their own.
+//! Snapshots of a disk that is served: made and deleted while it has clients, read as exports of their own.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -15,6 +15,7 @@ use super::support::client::Client;
 use super::support::dir::Dir;
 use super::support::program::{Ran, has, qemu_io, run, skipped, vellum};
 use super::support::server::Server;
+use super::support::{PATIENCE, until};
 use super::{MIB, check_says, refused};
 
 /// A server with a control socket.
@@ -29,7 +30,7 @@ impl Controlled {
     fn start(arguments: &[&str]) -> Self {
         let place = Dir::short();
         let socket = place.text("control");
-        let server = Server::start(&[&["--control", &socket][..], arguments].concat());
+        let server = Server::start(&[&["--export-snapshots", "--control", &socket][..], arguments].concat());
         Self { server, socket, _place: place }
     }
 
@@ -55,11 +56,11 @@ impl Controlled {
         Client::connect(&self.server.peer(), export).expect("the export is there")
     }
 
-    /// Says a line as it is; the answer, unless the server hangs up.
+    /// Sends a line as it is; returns the answer, unless the server disconnects.
     fn say(&self, line: &[u8]) -> Option<Value> {
         let mut stream = UnixStream::connect(&self.socket).expect("it listens");
-        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a socket");
-        // It may hang up before all is said.
+        stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
+        // It may disconnect before everything is sent.
         drop(stream.write_all(line));
         drop(stream.shutdown(std::net::Shutdown::Write));
         let mut answer = String::new();
@@ -107,7 +108,7 @@ fn snapshots_are_made_while_a_client_writes() {
             }
             served.snapshot("create", &[&format!("g{generation}")]).answer();
         }
-        // They are read while the disk goes on changing.
+        // They are read while the disk continues to change.
         for generation in 1..=12u8 {
             let mut snapshot = served.client(&format!("@g{generation}"));
             for at in (0..quiet).step_by(256 << 10) {
@@ -123,20 +124,14 @@ fn snapshots_are_made_while_a_client_writes() {
         assert!(writer.join().expect("the writer") > 0);
     });
     assert_eq!(served.names().len(), 12);
-    served.refuses(&["of this name"], "create", &["g3"]);
+    served.refuses(&["this name already exists"], "create", &["g3"]);
     served.refuses(&["1 to 64 bytes"], "create", &[&"n".repeat(65)]);
     served.refuses(&["there is no snapshot named none"], "delete", &["none"]);
     // One that is read stays.
     let reader = served.client("@g3");
     served.refuses(&["g3", "it is being read"], "delete", &["g3"]);
     reader.disconnect();
-    let deleted = || {
-        (0..200).any(|_| {
-            std::thread::sleep(Duration::from_millis(10)); // until the session has ended
-            served.snapshot("delete", &["g3"]).code == 0
-        })
-    };
-    assert!(deleted(), "nobody reads it any more");
+    until("nobody reads it any more", || served.snapshot("delete", &["g3"]).code == 0);
     assert!(Client::connect(&served.server.peer(), "@g3").is_err());
     assert!(!served.names().contains(&"g3".to_owned()));
     served.snapshot("create", &["last"]).answer();
@@ -181,16 +176,19 @@ fn a_served_disk_goes_back_when_nobody_is_connected() {
     client.disconnect();
     let reader = served.client("other@one");
     let gone = |wanted: &str| {
-        (0..200).find_map(|_| {
-            std::thread::sleep(Duration::from_millis(10));
+        let mut last = None;
+        until("whoever was connected has left", || {
             let ran = served.snapshot("revert", &["one"]);
-            (ran.code == 0 || ran.err.contains(wanted)).then_some(ran)
-        })
+            let is_it = ran.code == 0 || ran.err.contains(wanted);
+            last = Some(ran);
+            is_it
+        });
+        last.expect("it was asked")
     };
-    let ran = gone("reads a snapshot").expect("the client has left");
+    let ran = gone("reading a snapshot");
     assert_ne!(ran.code, 0, "a snapshot of it is read");
     reader.disconnect();
-    assert_eq!(gone("never said").map(|ran| ran.code), Some(0));
+    assert_eq!(gone("never said").code, 0);
     served.refuses(&["there is no snapshot named none"], "revert", &["none"]);
     let mut client = served.client("");
     assert_eq!(client.read(0, 4096).expect("read"), [1; 4096]);
@@ -223,7 +221,7 @@ fn slow_to_delete(dir: &Dir) -> (String, u64) {
     (image, pages)
 }
 
-/// The server ends in the middle of deleting, in this way; the image is sound, and what was begun has come to its end.
+/// The server ends in this way in the middle of deleting; the image is sound, and the deletion is finished.
 fn ends_while_deleting(name: &str, signal: Signal) {
     let dir = Dir::new(name);
     let (image, pages) = slow_to_delete(&dir);
@@ -239,9 +237,9 @@ fn ends_while_deleting(name: &str, signal: Signal) {
         let mut answer = String::new();
         let _ = BufReader::new(stream).read_line(&mut answer);
         if answer.contains("error") {
-            assert!(answer.contains("the next opening"), "{answer}");
+            assert!(answer.contains("when the image is next opened"), "{answer}");
         }
-        drop(served.server.wait(Duration::from_secs(60)));
+        drop(served.server.wait(PATIENCE));
         // The next opening.
         let served = Controlled::start(&[&image]);
         let names = served.names();
@@ -315,7 +313,7 @@ fn the_control_socket_takes_what_it_should() {
     assert_eq!(next()["return"]["id"], "2");
     assert_eq!(next()["error"]["kind"], "invalid");
     assert!(next()["return"]["disks"][0]["host"]["data"]["flushes"].as_u64() > Some(0));
-    // The file alone does not do while it is served, and says what does.
+    // The file alone cannot be used while it is served, and the error names the way.
     refused(&["--control PATH", "in use"], &["snapshot", "create", &image, "three"]);
     let socket = served.socket.clone();
     served.server.kill();
@@ -366,7 +364,7 @@ fn other_formats_say_what_they_can() {
     let served = Controlled::start(&["-r", &image]);
     assert_eq!(served.names(), ["one"]);
     for verb in ["create", "delete", "revert"] {
-        served.refuses(&["reading only"], verb, &["one"]);
+        served.refuses(&["open read-only"], verb, &["one"]);
     }
     served.server.stop();
 }

@@ -37,7 +37,7 @@ fn a_template_is_prepared_once_for_all_that_stand_on_it() {
         assert!(made["template-zero-bytes"] == 7 * MIB && said.is_empty(), "{made} {said}");
         same(&image, &template);
         check_says(&image, 0);
-        // Behind the presets nothing of the template is asked for.
+        // Behind the presets the template is not read.
         let rows = vellum(&["map", "--output", "json", &image]).json();
         let deep: u64 = rows
             .as_array()
@@ -66,7 +66,7 @@ fn a_list_that_does_not_fit_is_told_and_not_used() {
     for (why, bytes) in [
         ("CRC32C", damaged(70)),
         ("magic", damaged(0)),
-        ("length that it says", good[..good.len() - 1].to_vec()),
+        ("length that it states", good[..good.len() - 1].to_vec()),
         ("version", damaged(15)),
         ("magic", Vec::new()),
     ] {

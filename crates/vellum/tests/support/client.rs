@@ -1,11 +1,13 @@
-//! A small synchronous NBD client: fixed newstyle, simple replies, as many requests under way as the caller likes.
-//! It knows just enough to be a guest whose every flush is remembered, and to be rude.
+//! A small synchronous NBD client: fixed newstyle, simple replies, as many requests in flight as the caller
+//! likes. It knows just enough to be a guest whose every flush is remembered, and to misbehave.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
+
+use super::{PATIENCE, until};
 
 const OPTION_MAGIC: &[u8; 8] = b"IHAVEOPT";
 const OPTION_GO: u32 = 7;
@@ -37,7 +39,7 @@ pub enum Socket {
 }
 
 impl Peer {
-    /// A connection, before anything was said.
+    /// A connection, before anything was sent.
     pub fn connect(&self) -> io::Result<Socket> {
         let socket = match self {
             Self::Unix(path) => Socket::Unix(UnixStream::connect(path)?),
@@ -47,8 +49,19 @@ impl Peer {
                 Socket::Tcp(stream)
             }
         };
-        socket.set_patience(Duration::from_secs(60))?;
+        socket.set_patience(PATIENCE)?;
         Ok(socket)
+    }
+
+    /// A client of an export, as soon as there is one.
+    #[track_caller]
+    pub fn wait_for(&self, name: &str) -> Client {
+        let mut client = None;
+        until(&format!("there is an export {name:?} at {self:?}"), || {
+            client = Client::connect(self, name).ok();
+            client.is_some()
+        });
+        client.expect("it is there")
     }
 }
 
@@ -123,7 +136,7 @@ pub struct Client {
     next_cookie: u64,
 }
 
-/// An answer: the cookie of its request, and the error it tells (zero for success).
+/// An answer: the cookie of its request, and its error (zero for success).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answer {
     pub cookie: u64,
@@ -188,7 +201,7 @@ impl Client {
         Ok(Self { socket, size, flags, next_cookie: 1 })
     }
 
-    /// Sends a request and does not wait. Gives its cookie.
+    /// Sends a request and does not wait. Returns its cookie.
     pub fn send(&mut self, command: u16, flags: u16, at: u64, len: u32, data: &[u8]) -> io::Result<u64> {
         let cookie = self.next_cookie;
         self.next_cookie += 1;

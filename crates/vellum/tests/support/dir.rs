@@ -1,4 +1,4 @@
-//! A directory that goes with the test.
+//! A directory that is removed at the end of the test.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 pub struct Dir(PathBuf);
 
 impl Dir {
-    /// On the file system that the program was built on, which is a real one, or where `VELLUM_TEST_DIR` says.
+    /// On the file system that the program was built on, which is a real one, or in `VELLUM_TEST_DIR`.
     pub fn new(name: &str) -> Self {
         let chosen = std::env::var_os("VELLUM_TEST_DIR").map(PathBuf::from);
         Self::within(chosen.as_deref().unwrap_or(Path::new(env!("CARGO_TARGET_TMPDIR"))), name)

@@ -1,9 +1,10 @@
-//! Loop devices and small file systems on them, where there are any to be had.
+//! Loop devices and small file systems on them, where they are available.
 
 use std::path::PathBuf;
 
 use super::dir::Dir;
-use super::program::{is_root, run, skipped, succeed};
+use super::noise;
+use super::program::{has, is_root, run, skipped, succeed};
 
 /// A loop device over a file of its own.
 pub struct LoopDevice {
@@ -12,7 +13,7 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// A device of `len` bytes that moves blocks of `block` bytes; says why when there is none to be had.
+    /// A device of `len` bytes that moves blocks of `block` bytes; prints the reason if none is available.
     pub fn new(len: u64, block: u32) -> Option<Self> {
         if !is_root() {
             skipped("loop devices are root's");
@@ -39,7 +40,7 @@ impl LoopDevice {
         self.dir.join("backing")
     }
 
-    /// Makes it so long, as a volume manager would.
+    /// Sets the length, as a volume manager would.
     #[track_caller]
     pub fn grow(&self, len: u64) {
         let file = std::fs::File::options().write(true).open(self.backing()).expect("the file below");
@@ -51,6 +52,51 @@ impl LoopDevice {
 impl Drop for LoopDevice {
     fn drop(&mut self) {
         drop(run("losetup", &["-d", &self.text()]));
+    }
+}
+
+/// A device whose flushes fail on request: below is a file system that is full then.
+pub struct Failing {
+    pub path: String,
+    /// The cache of a device is dropped when it is closed for the last time; that of a file is not.
+    _open: std::fs::File,
+    mount: Mount,
+}
+
+impl Failing {
+    /// A device of 32 MiB, of which 8 can be written.
+    pub fn new() -> Option<Self> {
+        if !is_root() || !has("losetup") {
+            skipped("loop devices are root's");
+            return None;
+        }
+        let mount = Mount::tmpfs(8 << 20)?;
+        let backing = mount.dir.text("backing");
+        std::fs::File::create(&backing).and_then(|file| file.set_len(32 << 20)).expect("a sparse file");
+        let ran = run("losetup", &["--show", "-f", &backing]);
+        if ran.code != 0 {
+            skipped("no loop device");
+            return None;
+        }
+        let path = ran.out.trim().to_owned();
+        let open = std::fs::File::open(&path).expect("the device");
+        Some(Self { path, _open: open, mount })
+    }
+
+    /// From now on flushes fail that have something to write.
+    pub fn fail(&self) {
+        drop(std::fs::write(self.mount.dir.join("ballast"), noise(16 << 20, 2)));
+    }
+
+    /// They succeed again.
+    pub fn succeed(&self) {
+        std::fs::remove_file(self.mount.dir.join("ballast")).expect("the ballast");
+    }
+}
+
+impl Drop for Failing {
+    fn drop(&mut self) {
+        drop(run("losetup", &["-d", &self.path]));
     }
 }
 
@@ -92,7 +138,7 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // Whoever still has a file open there is left to itself.
+        // A mount with open files is left alone.
         drop(run("umount", &["-l", &self.dir.text("")]));
     }
 }

@@ -1,5 +1,5 @@
-//! What the stories share: a directory that goes with the test, programs run to their end, a server that never outlives
-//! its test, and a client of our own that is small enough to be trusted.
+//! What the stories share: a directory that is removed at the end of the test, programs that run to their
+//! end, a server that never outlives its test, and a client of our own that is small enough to be trusted.
 
 #![allow(dead_code, unreachable_pub, reason = "each test file uses its part")]
 
@@ -10,8 +10,22 @@ pub mod program;
 pub mod server;
 
 use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, Instant};
 
 use vellum_core::Random;
+
+/// How long a test waits for what must come: far longer than it takes on a machine that has much else to do.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Waits until it is so.
+#[track_caller]
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
 
 /// How much longer than usual random tests run: the soak sets it.
 pub fn scale() -> usize {
@@ -37,7 +51,7 @@ pub fn patchy(len: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// The first byte in which two runs of bytes differ, for messages; equal lengths are asked for first.
+/// The first byte in which two runs of bytes differ, for messages; lengths are compared first.
 pub fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
     assert_eq!(one.len(), other.len(), "the lengths");
     if one == other {

@@ -1,7 +1,8 @@
-//! Programs that are run to their end: ours, and other people's.
+//! Programs that run to their end: ours, and those of others.
 
 use std::ffi::OsStr;
 use std::io::Write;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
@@ -9,10 +10,12 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::until;
+
 /// Nothing here runs longer; what does hangs, and is killed.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// Says why something is not tested here.
+/// Prints why something is not tested here.
 #[allow(clippy::print_stderr, reason = "a test that is skipped says why")]
 pub fn skipped(reason: &str) {
     eprintln!("skipped: {reason}");
@@ -37,13 +40,13 @@ pub fn has(program: &str) -> bool {
 }
 
 pub fn is_root() -> bool {
-    std::fs::metadata("/proc/self").is_ok_and(|facts| std::os::unix::fs::MetadataExt::uid(&facts) == 0)
+    std::fs::metadata("/proc/self").is_ok_and(|facts| facts.uid() == 0)
 }
 
-/// How a program ended, and what it said.
+/// How a program ended, and its output.
 #[derive(Debug, Clone)]
 pub struct Ran {
-    /// Its exit code; that of a signal as a shell tells it.
+    /// Its exit code; for a signal, as a shell reports it.
     pub code: i32,
     pub out: String,
     pub err: String,
@@ -76,10 +79,11 @@ impl Ran {
     }
 }
 
-/// Our own program, with an environment that says nothing of images.
+/// Our own program, with an environment that does not mention images, and without the configuration of this
+/// machine.
 pub fn vellum_command() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vellum"));
-    command.env_remove("VELLUM_ALLOW_DIRS").env_remove("VELLUM_LOG");
+    command.env_remove("VELLUM_ALLOW_DIRS").env_remove("VELLUM_LOG").env("VELLUM_CONFIG", "/dev/null");
     command
 }
 
@@ -96,7 +100,7 @@ pub fn run<S: AsRef<OsStr>>(program: &str, arguments: &[S]) -> Ran {
     finish(command, None)
 }
 
-/// Runs a program to success, and gives what it answered.
+/// Runs a program to success, and returns its output.
 #[track_caller]
 pub fn succeed<S: AsRef<OsStr> + std::fmt::Debug>(program: &str, arguments: &[S]) -> String {
     let ran = run(program, arguments);
@@ -120,7 +124,7 @@ pub fn finish(mut command: Command, input: Option<&str>) -> Ran {
     wait(child, begun, PATIENCE).unwrap_or_else(|| panic!("{command:?} did not end in {PATIENCE:?}"))
 }
 
-/// Waits for a program, for so long; then kills it, and gives nothing.
+/// Waits for a program, at most this long; then kills it, and returns nothing.
 pub fn wait(child: Child, begun: Instant, patience: Duration) -> Option<Ran> {
     let pid = pid_of(&child);
     let (done, watched) = mpsc::channel::<()>();
@@ -135,6 +139,19 @@ pub fn wait(child: Child, begun: Instant, patience: Duration) -> Option<Ran> {
     drop(done);
     let hung = watchdog.join().expect("the watchdog lives");
     (!hung).then(|| Ran::of(output, begun.elapsed()))
+}
+
+/// Waits until there is no lock on a file. The kernel releases those of a killed io_uring some time after the
+/// process is gone, and QEMU does not wait for that; our own programs do, for a second.
+#[track_caller]
+pub fn until_let_go(path: impl AsRef<Path>) {
+    let Ok(facts) = std::fs::metadata(path) else { return };
+    let (major, minor) = (rustix::fs::major(facts.dev()), rustix::fs::minor(facts.dev()));
+    let file = format!("{major:02x}:{minor:02x}:{}", facts.ino());
+    until("nobody has a lock on it", || {
+        let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
+        !locks.lines().any(|line| line.contains("OFDLCK") && line.split(' ').any(|word| word == file))
+    });
 }
 
 pub fn pid_of(child: &Child) -> Pid {

@@ -2,25 +2,35 @@
 
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::{Arc, Mutex, mpsc};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 
+use super::PATIENCE;
 use super::client::Peer;
 use super::dir::Dir;
-use super::program::{Ran, path_text, pid_of, vellum_command, wait};
+use super::program::{Ran, path_text, pid_of, until_let_go, vellum_command, wait};
+
+/// How long to wait for a server's output after it has ended: a program that it had started may still have
+/// its stderr open.
+const LAST_WORDS: Duration = Duration::from_secs(10);
 
 /// A server that is up.
 pub struct Server {
     child: Option<Child>,
     begun: Instant,
     place: Dir,
-    /// What it said on stderr so far.
+    /// Its words that name a file.
+    files: Vec<PathBuf>,
+    /// Its output on stderr so far.
     said: Arc<Mutex<String>>,
+    /// Ends when there are no more writers.
+    reader: JoinHandle<()>,
     tcp: Option<SocketAddr>,
 }
 
@@ -31,7 +41,7 @@ impl Server {
         Self::try_start(arguments).unwrap_or_else(|ran| panic!("serve {arguments:?} ended: {ran:?}"))
     }
 
-    /// The same; how it ended, if it does not come up.
+    /// As above; returns how it ended, if it does not come up.
     pub fn try_start(arguments: &[&str]) -> Result<Self, Box<Ran>> {
         let place = Dir::short();
         let mut command = vellum_command();
@@ -48,7 +58,7 @@ impl Server {
         let (line_read, lines) = mpsc::channel();
         let stderr = BufReader::new(child.stderr.take().expect("it was asked for"));
         let notes = said.clone();
-        std::thread::spawn(move || {
+        let reader = std::thread::spawn(move || {
             for line in stderr.lines().map_while(Result::ok) {
                 let mut notes = notes.lock().expect("the notes");
                 notes.push_str(&line);
@@ -57,12 +67,16 @@ impl Server {
                 drop(line_read.send(line));
             }
         });
-        let mut server = Self { child: Some(child), begun, place, said, tcp: None };
+        // `IMAGE`, and `NAME=IMAGE`.
+        let words =
+            arguments.iter().flat_map(|word| [Some(*word), word.split_once('=').map(|(_, file)| file)]);
+        let files = words.flatten().map(PathBuf::from).filter(|path| path.exists()).collect();
+        let mut server = Self { child: Some(child), begun, place, files, said, reader, tcp: None };
         // One line for each address and export; the socket is there with the first of them.
         let wanted = arguments.iter().filter(|argument| **argument == "--nbd").count();
         let mut seen_tcp = 0;
         loop {
-            match lines.recv_timeout(Duration::from_secs(60)) {
+            match lines.recv_timeout(PATIENCE) {
                 Ok(line) => {
                     let Some(uri) = line.strip_prefix("serving ") else { continue };
                     if let Some(rest) = uri.strip_prefix("nbd://") {
@@ -74,7 +88,7 @@ impl Server {
                         return Ok(server);
                     }
                 }
-                Err(_) => return Err(Box::new(server.end(None, Duration::from_secs(5)))),
+                Err(_) => return Err(Box::new(server.end(None, PATIENCE))),
             }
         }
     }
@@ -88,7 +102,7 @@ impl Server {
         format!("nbd+unix:///{name}?socket={}", path_text(&self.socket()))
     }
 
-    /// The URI of an export over TCP, when it was asked for with `--nbd tcp:…`.
+    /// The URI of an export over TCP, if it was started with `--nbd tcp:…`.
     pub fn tcp_uri(&self, name: &str) -> String {
         format!("nbd://{}/{name}", self.tcp.expect("it serves TCP"))
     }
@@ -119,25 +133,26 @@ impl Server {
         self.end(None, patience)
     }
 
-    /// Tells it to end in good order, and waits until it has.
+    /// Asks it to end in good order, and waits until it has.
     #[track_caller]
     pub fn stop(mut self) -> Ran {
-        let ran = self.end(Some(Signal::TERM), Duration::from_secs(60));
+        let ran = self.end(Some(Signal::TERM), PATIENCE);
         assert_eq!(ran.code, 0, "the server ends in good order:\n{}", ran.err);
         ran
     }
 
-    /// The same, and what it counted.
+    /// As above, and what it counted.
     #[track_caller]
     pub fn stop_and_count(mut self) -> Value {
-        let ran = self.end(Some(Signal::TERM), Duration::from_secs(60));
+        let ran = self.end(Some(Signal::TERM), PATIENCE);
         assert_eq!(ran.code, 0, "the server ends in good order:\n{}", ran.err);
         self.stats()
     }
 
-    /// Kills it, as a crash would.
+    /// Kills it, as a crash would. Its images are not locked afterwards.
     pub fn kill(mut self) {
-        self.end(Some(Signal::KILL), Duration::from_secs(60));
+        self.end(Some(Signal::KILL), PATIENCE);
+        self.files.iter().for_each(|file| until_let_go(file));
     }
 
     fn end(&mut self, signal: Option<Signal>, patience: Duration) -> Ran {
@@ -146,8 +161,10 @@ impl Server {
             let _ = kill_process(pid_of(&child), signal);
         }
         let ran = wait(child, self.begun, patience);
-        // The reader of stderr ends with the process; give it the moment it needs.
-        std::thread::sleep(Duration::from_millis(20));
+        let ended = Instant::now();
+        while !self.reader.is_finished() && ended.elapsed() < LAST_WORDS {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let err = self.said();
         match ran {
             Some(ran) => Ran { err, ..ran },
@@ -155,9 +172,24 @@ impl Server {
         }
     }
 
-    /// What it said on stderr so far.
+    /// Its output on stderr so far.
     pub fn said(&self) -> String {
         self.said.lock().expect("the notes").clone()
+    }
+
+    /// As above, once the log contains these words. Another thread reads the log, so they may come after an
+    /// answer.
+    #[track_caller]
+    pub fn says(&self, words: &str) -> String {
+        let begun = Instant::now();
+        loop {
+            let said = self.said();
+            if said.contains(words) {
+                return said;
+            }
+            assert!(begun.elapsed() < PATIENCE, "it does not say {words:?}:\n{said}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// Its statistics as they were written last.
@@ -176,6 +208,12 @@ impl Server {
     /// Its open files.
     pub fn descriptors(&self) -> usize {
         std::fs::read_dir(format!("/proc/{}/fd", self.pid())).expect("it runs").count()
+    }
+
+    /// Whether it has this file open.
+    pub fn has_open(&self, path: &str) -> bool {
+        let all = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).expect("it runs");
+        all.flatten().any(|link| std::fs::read_link(link.path()).is_ok_and(|file| file == Path::new(path)))
     }
 }
 
@@ -213,10 +251,14 @@ impl Foreign {
         while std::os::unix::net::UnixStream::connect(&server.socket).is_err() {
             let ended = server.child.try_wait().expect("a child");
             assert!(ended.is_none(), "{program} ended: {ended:?}");
-            assert!(begun.elapsed() < Duration::from_secs(30), "{program} does not listen");
+            assert!(begun.elapsed() < PATIENCE, "{program} does not listen");
             std::thread::sleep(Duration::from_millis(10));
         }
         server
+    }
+
+    pub fn socket(&self) -> &Path {
+        &self.socket
     }
 
     pub fn uri(&self, name: &str) -> String {

@@ -1,6 +1,6 @@
-//! What is asked of which engine.
+//! Which requests are sent to which engine.
 
-/// Who does it.
+/// The engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Engine {
     /// qcow2 with a journal.
@@ -30,14 +30,14 @@ pub(super) enum Pattern {
     Read,
     /// 4 KiB anywhere in a mapped disk are written.
     Overwrite,
-    /// 4 KiB are written, each to 64 KiB that nobody has written to.
+    /// 4 KiB are written, each to 64 KiB that were never written.
     Allocate,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Case {
     pub(super) pattern: Pattern,
-    /// After so many writes there is a flush.
+    /// A flush follows after this many writes.
     pub(super) flush_every: Option<u64>,
     /// Past the page cache.
     pub(super) is_direct: bool,
@@ -70,7 +70,8 @@ impl Case {
         }
     }
 
-    /// How many requests count, when so many were asked for: those that take the least time are more.
+    /// How many requests are measured when this many were requested: cases with the fastest requests use
+    /// more.
     pub(super) fn operations(&self, asked: u64) -> u64 {
         if self.pattern == Pattern::Read && !self.is_direct { asked * 8 } else { asked }
     }

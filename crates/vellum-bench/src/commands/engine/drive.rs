@@ -1,4 +1,4 @@
-//! A turn: a disk is opened, some requests come before, and the requests of all lanes are timed.
+//! A turn: a disk is opened, some requests warm it up, and the requests of all lanes are timed.
 
 use std::cell::Cell;
 use std::fs;
@@ -236,7 +236,7 @@ impl Open {
     }
 }
 
-/// The requests of one worker, and who does them.
+/// The requests of one worker, and the engine that executes them.
 struct Lanes {
     open: Open,
     case: Case,

@@ -1,4 +1,4 @@
-//! The cases: a way × how the file is reached × a disk × what is asked.
+//! The cases: a way × how the file is reached × a disk × a workload.
 
 use super::way::Way;
 use crate::images::Image;
@@ -21,7 +21,7 @@ pub(super) struct Case {
     pub(super) load: Load,
 }
 
-/// What is asked of which disk.
+/// Which workload runs on which disk.
 const ASKED: [(Disk, Pattern); 8] = [
     (Disk::Mapped(Image::Qcow2), Pattern::Read),
     (Disk::Mapped(Image::Qcow2), Pattern::Overwrite),
@@ -58,7 +58,7 @@ impl Case {
         cases
     }
 
-    /// Whether it is measured when nothing else was said.
+    /// Whether it is measured by default.
     pub(super) fn is_usual(&self) -> bool {
         let Load { pattern, depth, queues } = self.load;
         let is_raw = self.disk == Disk::Mapped(Image::Raw);

@@ -1,11 +1,11 @@
-//! The table: a line for each program at a case, all of its figures, and what they are beside QEMU's.
+//! The table: a line for each program at a case, with all of its figures, and their ratios to QEMU's.
 
 use super::cases::Case;
 use crate::load::Sample;
 use crate::load::pattern::Pattern;
 use crate::report::{Series, median, short, spread_percent};
 
-/// Those whom the others are compared with.
+/// The programs that the others are compared with.
 const PEERS: [&str; 2] = ["qsd", "qemu-nbd"];
 
 /// The heading of a group.

@@ -1,4 +1,4 @@
-//! Who takes part in a case, and one turn of one of them.
+//! The participants of a case, and one turn of one of them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,14 +14,14 @@ use crate::load::pattern::Pattern;
 use crate::load::{Sample, Timing, vhost};
 use crate::server::{Cache, Vellum};
 
-/// A disk nothing of which is mapped is so much larger than a mapped one: it should not become one.
+/// A disk without mapped clusters is this much larger than a mapped one, so that it does not become mapped.
 const FRESH_TIMES: u64 = 128;
 
 /// Our own format is zoned.
 const NATIVE: &str = "vellum";
 const NATIVE_OPTIONS: [&str; 2] = ["-o", "layout=zoned"];
 
-/// Whoever takes part in a case.
+/// A participant of a case.
 #[derive(Debug, Clone)]
 pub(super) struct Entrant {
     pub(super) name: String,
@@ -65,7 +65,7 @@ impl Setting {
         Ok(Self { images, native, maker, programs, size, timing })
     }
 
-    /// Those that can take part in a case, ours first, whom the others are compared with last.
+    /// Those that can take part in a case, ours first, the program that the others are compared with last.
     pub(super) fn entrants(&self, case: &Case) -> Vec<Entrant> {
         let is_raw = case.disk == Disk::Mapped(Image::Raw);
         let mut entrants: Vec<Entrant> = Vec::new();

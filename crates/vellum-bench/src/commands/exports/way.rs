@@ -1,6 +1,6 @@
 //! Ways to a disk, and the programs that offer them: how each is started, found ready, and stopped.
 //!
-//! One more way is one more [`Way`]: its arguments for each program, and when it is ready.
+//! Another way is another [`Way`]: its arguments for each program, and when it is ready.
 
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
@@ -52,7 +52,7 @@ pub(super) struct Serving<'a> {
     pub(super) queues: u16,
 }
 
-/// Who serves.
+/// The server.
 #[derive(Debug, Clone)]
 pub(super) enum Program {
     Vellum(Vellum),
@@ -60,7 +60,7 @@ pub(super) enum Program {
     StorageDaemon,
     QemuNbd,
     Nbdkit,
-    /// Nobody: fio on the image's own file, which is raw.
+    /// No server: fio on the image's own file, which is raw.
     Nobody,
 }
 
@@ -137,9 +137,9 @@ fn of_storage_daemon(serving: &Serving<'_>) -> Command {
     command
 }
 
-/// A disk that is served. What is left mounted is taken away when it is dropped.
+/// A disk that is served. When it is dropped, a mount that is left is removed.
 pub(super) struct Served {
-    /// `None` once it was told to end.
+    /// `None` once it was asked to end.
     running: Option<Running>,
     mounted: Option<PathBuf>,
 }
@@ -161,7 +161,7 @@ impl Served {
                 let is_there = || fs::metadata(at).map_or(0, |facts| facts.size()) == serving.size;
                 Running::start_until(command, at, is_there)?
             }
-            // Who only looks whether it is there would be taken for the one front end.
+            // A connection that only checks for the server would be taken for the one front end.
             Way::Vhost => Running::start_until(command, at, || at.exists())?,
             Way::Nbd => {
                 Running::start_until(command, at, || std::os::unix::net::UnixStream::connect(at).is_ok())?
@@ -174,7 +174,7 @@ impl Served {
         self.running.as_ref().expect("it was not told to end").pid()
     }
 
-    /// Tells it to end, and fails unless it ends in good order: its image is closed then.
+    /// Asks it to end, and fails unless it ends in good order: its image is closed then.
     pub(super) fn stop(mut self) -> Result<()> {
         self.running.take().expect("it was not told to end").stop()
     }
@@ -184,7 +184,7 @@ impl Drop for Served {
     fn drop(&mut self) {
         drop(self.running.take());
         if let Some(at) = &self.mounted {
-            // Nothing is mounted any more when it ended in good order; then this fails, and nobody minds.
+            // If it ended in good order nothing is mounted any more; then this fails, which does no harm.
             drop(Command::new("umount").arg("-l").arg(at).stderr(Stdio::null()).status());
         }
     }

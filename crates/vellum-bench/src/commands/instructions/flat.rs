@@ -1,4 +1,5 @@
-//! A storage in memory whose blocks cost nothing when they are first written, so that what is counted is the engine.
+//! A storage in memory whose blocks cost nothing when they are first written, so that only the engine is
+//! counted.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,7 +8,7 @@ use vellum_core::{
     Zeroes,
 };
 
-/// One run of memory, which the kernel gives as zeros and no sooner than it is used.
+/// One run of memory, which the kernel zeroes when it is first used.
 pub(super) struct Flat {
     limits: Limits,
     bytes: Mutex<Bytes>,
@@ -23,7 +24,7 @@ fn to_usize(bytes: u64) -> usize {
 }
 
 impl Bytes {
-    /// The run, as far as it lies before the end.
+    /// The part of the run before the end.
     fn before_end(&mut self, span: ImageSpan) -> &mut [u8] {
         let end = to_usize(span.end().bytes()).min(self.len);
         let start = to_usize(span.start().bytes()).min(end);
@@ -42,7 +43,7 @@ impl Bytes {
 }
 
 impl Flat {
-    /// An empty one that grows up to so many bytes.
+    /// An empty one that grows up to this many bytes.
     pub(super) fn with_room_for(bytes: u64) -> Self {
         let bytes = Bytes { room: vec![0; to_usize(bytes)], len: 0 };
         Self { limits: Limits::plain(), bytes: Mutex::new(bytes) }

@@ -1,4 +1,5 @@
-//! `vellum-bench papers selfie`: its Figures 5 to 10 and two thirds of its Table 1, each figure beside the paper's, met or missed.
+//! `vellum-bench papers selfie`: Figures 5 to 10 and two thirds of Table 1 of the paper, each figure beside
+//! the paper's, met or missed.
 
 mod rows;
 
@@ -18,28 +19,31 @@ use crate::papers::selfie::{
 use crate::report::{Output, Table, say_json};
 use crate::server::Vellum;
 
-/// Selfie, SYSTOR 2015: synchronous writers, dd, mkfs, copy, PostMark, recovery (rows S1 to S24)
+/// Selfie, SYSTOR 2015 (rows S1 to S24)
 ///
-/// Figures are simulated: they tell what an order of operations costs on a modelled drive, and nothing of this machine. The same
-/// command says the same each time. The drive's model was fitted to one figure, HOST in row S4; all others are what comes of it.
+/// Synchronous writers, dd, mkfs, copy, PostMark and recovery. Times are simulated: they show what an order
+/// of operations costs on a modelled drive, and do not depend on this machine. Every run gives the same
+/// output. The model was fitted to one number, HOST in row S4; all others follow from it.
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Requests of 64 KiB, 1 and 8 threads, an eighth of the bytes; recovery of 4 GiB
+    /// Quick run: requests of 64 KiB, 1 and 8 threads, 1/8 of the bytes, recovery of 4 GiB
     #[arg(long)]
     quick: bool,
-    /// Figures 5 to 7 on the model of the SSD, too
+    /// Also model figures 5 to 7 on an SSD
     #[arg(long)]
     ssd: bool,
-    /// Where recorded traces are: mkfs_ext4_8g.csv.xz and postmark_selfie_small.csv.xz (rows S15 and S18 to S20)
+    /// Directory of recorded traces (rows S15 and S18 to S20)
+    ///
+    /// The files are mkfs_ext4_8g.csv.xz and postmark_selfie_small.csv.xz.
     #[arg(long, value_name = "DIR")]
     traces: Option<PathBuf>,
-    /// Where QEMU's image is made, whose calls are replayed; beside this program when not given
+    /// Directory for QEMU's image, whose calls are replayed. Default: this program's
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// A vellum; it is not looked at
     #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse, hide = true)]
     vellum: Option<Vellum>,
-    /// What goes to stdout: the table, or all figures as JSON (the table goes to stderr then)
+    /// Output format on stdout; with json, the table goes to stderr
     #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
     output: Output,
 }
@@ -79,7 +83,7 @@ struct Seen {
     played: Played,
 }
 
-/// What QEMU's qcow2 asks of its host today, its calls one after the other on the modelled HDD.
+/// The requests of QEMU's qcow2 to its host today, its calls one after the other on the modelled HDD.
 #[derive(Debug, Clone, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Today {
@@ -105,7 +109,7 @@ struct Report {
 }
 
 const K: usize = 1 << 10;
-/// Who takes part where an image is a volume.
+/// The images that are compared where an image is a volume.
 const ON_VOLUMES: [Image; 5] = [Image::Host, Image::Zoned, Image::Table, Image::Qcow2, Image::Fvd];
 /// The paper's tarball.
 const TARBALL: u64 = 77_000_000;
@@ -370,7 +374,7 @@ fn recorded(args: &Args, table: Table) -> Result<(Vec<Seen>, Option<Overwrites>)
     Ok((seen, Some(postmark.overwrites())))
 }
 
-/// QEMU's qcow2 as it is now: what one thread of Figure 5 asks, and the recorded guests.
+/// QEMU's qcow2 as it is now: the requests of one thread of Figure 5, and the recorded guests.
 fn of_today(args: &Args, seen: &[Seen]) -> Result<Today> {
     let lab = Lab::open(args.dir.as_ref(), args.vellum.as_ref())?;
     let stage = Stage { drive: Drive::Hdd, below: Below::Volume, packs: 100 };
@@ -384,7 +388,7 @@ fn of_today(args: &Args, seen: &[Seen]) -> Result<Today> {
     };
     if let Some(dir) = args.traces.as_ref().filter(|_| !seen.is_empty()) {
         today.mkfs_seconds = Some(replay(Recorded::mkfs(dir)?.counted)?);
-        // What comes before is in the log, too: it is taken off again.
+        // Earlier calls are in the log too: they are subtracted.
         let Recorded { before, counted, .. } = Recorded::postmark(dir)?;
         let first = replay(before.clone())?;
         today.postmark_seconds = Some(replay([before, counted].concat())? - first);

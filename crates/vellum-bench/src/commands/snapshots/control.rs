@@ -1,4 +1,4 @@
-//! Asking the server over its control socket: a line there, a line back.
+//! Requests to the server over its control socket: a line there, a line back.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;

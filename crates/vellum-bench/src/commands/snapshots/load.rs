@@ -1,6 +1,7 @@
-//! The load beside which snapshots are made: fio, where it has an NBD engine, else guests of our own.
+//! The load during which snapshots are made: fio, where it has an NBD engine, else guests of our own.
 //!
-//! Half of the requests read and half of them write, 4 KiB, anywhere in the allocated part; each 32 are followed by a flush.
+//! Half of the requests are reads and half are writes, of 4 KiB, at random offsets in the allocated part; a
+//! flush follows each 32 of them.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -16,7 +17,7 @@ use crate::load::guest::{Guest, Request};
 use crate::load::latency::Latency;
 
 const BLOCK: usize = 4096;
-/// Requests under way at once: of fio's one connection, and of guests that wait for each answer.
+/// Requests in flight at once: of fio's one connection, and of guests that wait for each answer.
 const DEPTH: u64 = 8;
 const FLUSH_EVERY: u64 = 32;
 
@@ -30,7 +31,7 @@ pub(super) struct Seen {
     pub(super) median_us: f64,
     /// Of flushes.
     pub(super) flush_median_ms: f64,
-    /// The same, of the one that took longest.
+    /// As above, of the one that took longest.
     pub(super) flush_slowest_ms: f64,
     /// Of whatever took longest: a read, a write or a flush.
     pub(super) slowest_ms: f64,
@@ -42,7 +43,7 @@ pub(super) fn has_fio() -> bool {
     output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("nbd"))
 }
 
-/// Puts the load on the server for so long, and does something beside it.
+/// Puts the load on the server for this long, and does something else meanwhile.
 pub(super) fn beside<T>(
     socket: &Path,
     bytes: u64,

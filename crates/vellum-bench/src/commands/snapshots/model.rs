@@ -1,7 +1,7 @@
-//! What the disk and each of its snapshots must have.
+//! The expected content of the disk and of each of its snapshots.
 //!
-//! A unit of the allocated part has one block, at its beginning, that tells the unit and a generation. Some units, the hot ones,
-//! get new generations between snapshots; the others stay.
+//! A unit of the allocated part has one block, at its beginning, that contains the number of the unit and a
+//! generation. Some units, the hot ones, get new generations between snapshots; the others stay.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use crate::load::guest::{Guest, Request};
 /// The units of the image.
 pub(super) const UNIT_BYTES: u64 = 1 << 20;
 const BLOCK: usize = 4096;
-/// Reads and writes of one guest, of a view that is looked at in full.
+/// Reads and writes of one guest, of a view that is checked in full.
 const GUESTS: u64 = 4;
 
 /// What was written when.
@@ -100,7 +100,7 @@ impl Model {
         self.history[index][until - 1].1
     }
 
-    /// Looks at all hot units of a snapshot. Gives their number.
+    /// Checks all hot units of a snapshot. Returns their number.
     pub(super) fn verify_hot(&self, socket: &Path, export: &str, snapshot: usize) -> Result<u64> {
         let mut guest = Guest::connect_to(socket, export)?;
         for (index, unit) in self.hot.iter().enumerate() {
@@ -110,7 +110,7 @@ impl Model {
         Ok(self.hot.len() as u64)
     }
 
-    /// Looks at all units of a snapshot. Gives their number.
+    /// Checks all units of a snapshot. Returns their number.
     pub(super) fn verify_all(&self, socket: &Path, export: &str, snapshot: usize) -> Result<u64> {
         each_unit(socket, export, self.units, |guest, unit| {
             let generation = match self.hot.binary_search(&unit) {

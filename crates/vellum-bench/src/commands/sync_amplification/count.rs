@@ -1,4 +1,4 @@
-//! One row of the table: which witness is asked for it, and why there may be none.
+//! One row of the table: which witness counts it, or why it is absent.
 
 use vellum_core::{Context, Result};
 
@@ -26,8 +26,8 @@ pub(super) struct Counted {
 }
 
 impl Bench {
-    /// Counts for one format, with the files of one worker. A format that cannot be looked at is told with its reason; a
-    /// plain image of ours that fails is an error.
+    /// Counts for one format, with the files of one worker. A format that cannot be measured is reported with
+    /// the reason; the failure of a plain image of ours is an error.
     pub(super) fn row(&self, subject: usize, workload: &Workload, worker: usize) -> Result<Counted> {
         let refusal = &self.refusals[subject];
         let subject = &SUBJECTS[subject];

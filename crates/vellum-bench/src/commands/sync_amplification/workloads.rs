@@ -1,11 +1,13 @@
-//! What the synchronous guest does: a number of operations, each of some writes or discards with flushes after them.
+//! What the synchronous guest does: a number of operations, each of some writes or discards followed by
+//! flushes.
 //!
 //! ```text
 //!   fill, when places are to be mapped already ► close, snapshot │ 64 operations │ those that count, of 1 or 4 guests
 //! ```
 //!
-//! Places are clusters of 64 KiB. Those of a random order are all different, so that each write of an append is the first
-//! one of its cluster. What is written is noise, which no format can pack, but where a name ends with `same`: one byte again and again.
+//! Offsets are clusters of 64 KiB. Those in random order are all different, so that each write of an append
+//! is the first one to its cluster. The data is noise, which no format can compress, except where a name ends
+//! with `same`: one byte repeated.
 
 use vellum_core::Random;
 
@@ -17,7 +19,7 @@ use crate::subjects::{self, Subject};
 const CLUSTER_BYTES: u64 = 64 << 10;
 /// What an L2 table of qcow2 maps.
 const L2_TABLE_REACH: u64 = 512 << 20;
-/// The part of a disk that random places lie in: what two L2 tables of qcow2 map.
+/// The part of a disk with the random places: what two L2 tables of qcow2 map.
 const RANDOM_REACH: u64 = 2 * L2_TABLE_REACH;
 /// The size of a disk whose workload does not need more.
 const DISK_BYTES: u64 = 16 << 30;
@@ -48,7 +50,7 @@ enum Kind {
     InPlaceApart,
 }
 
-/// What the image shows where it holds nothing of its own yet.
+/// The content of the image where it has no data of its own yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Below {
     /// Zeroes.
@@ -171,7 +173,7 @@ pub(super) const WORKLOADS: [Workload; 28] = [
 ];
 
 impl Workload {
-    /// Whether the image lies over another.
+    /// Whether the image is over another.
     pub(super) fn has_base(&self) -> bool {
         matches!(self.below, Base | BeforeBase | Zeros)
     }
@@ -185,7 +187,7 @@ impl Workload {
         }
     }
 
-    /// The requests of so many operations that count, after the warm-up.
+    /// The requests of this many operations that count, after the warm-up.
     pub(super) fn plan(&self, count: usize) -> Plan {
         let operations = WARM_UP + count;
         let is_mapped = matches!(self.kind, Reallocate | InPlace | InPlaceApart);
@@ -217,14 +219,14 @@ impl Workload {
         Plan { disk_bytes, bytes: self.bytes, fill, warm_up, counted }
     }
 
-    /// How far apart mapped clusters lie.
+    /// The distance between mapped clusters.
     fn stride(&self) -> u64 {
         if self.kind == InPlaceApart { 1 << 20 } else { CLUSTER_BYTES }
     }
 
     fn operation(&self, index: usize, cluster: u64, random: &mut Random, requests: &mut Vec<Request>) {
         let (len, index) = (self.len, index as u64);
-        // A small write lies anywhere in its cluster.
+        // A small write may be anywhere in its cluster.
         let within = random.below(CLUSTER_BYTES / len as u64) * len as u64;
         let offset = match self.kind {
             AppendSequential => index * len as u64,

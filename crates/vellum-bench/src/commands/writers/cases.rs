@@ -1,4 +1,4 @@
-//! What guests do in a turn, and whose images take part.
+//! What guests do in a turn, and which images take part.
 
 use crate::load::guest::Bytes;
 use crate::subjects::{Base, Journal, NATIVE, Subject, qemu, vellum};
@@ -8,7 +8,7 @@ pub(super) const RAW: &str = "vellum raw";
 pub(super) const QEMU: &str = "qemu qcow2";
 pub(super) const ZONED: &str = "vellum zoned";
 
-/// Those that take part when nothing is said, and all.
+/// The default participants, and all participants.
 pub(super) const SUBJECTS: [Subject; 6] = [
     vellum(RAW, "raw", "", Base::Never, Journal::Off),
     vellum("vellum table", NATIVE, "layout=table", Base::Never, Journal::Off),
@@ -30,7 +30,7 @@ pub(super) const UNIT: usize = 64 << 10;
 pub(super) enum Place {
     /// Behind the last one, where nothing was.
     New,
-    /// To a unit of its own, where nothing was: each allocates.
+    /// To a unit of its own that was never written: each allocates.
     Apart,
     /// Where something was before.
     Overwrite,
@@ -132,7 +132,8 @@ pub(super) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Whether a case is looked at when nothing is said: it allocates, and half of what packs is between the ends.
+/// Whether a case is measured by default: it allocates, and the share of compressible data is between the
+/// extremes.
 pub(super) fn is_usual(case: &Case) -> bool {
     !case.is_mapped() && (case.mix != Mix::Half || case.guests == 4)
 }

@@ -1,4 +1,4 @@
-//! What it takes to make a block that holds its unit's entry: LZ4, the entry, its checksum. And to read it.
+//! The cost of making a block that holds its unit's entry: LZ4, the entry, its checksum. And of reading it.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ pub(super) struct PackCost {
     pub(super) unpack_us: f64,
 }
 
-/// Of a birth whose bytes do not pack so many blocks are tried.
+/// For a first write that is incompressible this many blocks are tried.
 const TRIED: f64 = 3.0;
 const BATCH: u32 = 512;
 const BATCHES: usize = 15;
@@ -47,7 +47,8 @@ impl PackCost {
         })
     }
 
-    /// For each new unit, in microseconds: one block where it packs, and all that are tried where none does.
+    /// For each new unit, in microseconds: one block if it is compressible, and all that are tried if none
+    /// is.
     pub(super) fn of_unit(&self, mix: Mix, len: usize) -> f64 {
         let noise = if len > BLOCK_LEN { TRIED * self.noise_us } else { self.noise_us };
         match mix {

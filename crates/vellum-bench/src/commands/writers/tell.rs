@@ -1,4 +1,4 @@
-//! What is told of writers: rates, the processors' time, ratios in the same round.
+//! The report on writers: rates, processor time, ratios in the same round.
 
 use super::cases::{MORE_SUBJECTS, QEMU, RAW, SUBJECTS, ZONED};
 use super::{Outcome, Row};

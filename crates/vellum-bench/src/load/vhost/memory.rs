@@ -1,15 +1,15 @@
-//! The memory of a machine that a server maps: one file, rings first, then what requests need.
+//! The memory of a machine that a server maps: one file, rings first, then the buffers of requests.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicU16, Ordering};
 
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use vellum_core::{Context, Error, Result};
 use vhost::VhostUserMemoryRegionInfo;
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
-/// What the front end adds to the guest's addresses, so that nobody mistakes one for the other.
+/// The offset of the front end's addresses from the guest's, so that one cannot be mistaken for the other.
 pub(super) const FRONT_END: u64 = 1 << 40;
 
 /// Guest addresses begin at zero and are places in the file.
@@ -24,16 +24,20 @@ fn place(at: u64) -> usize {
 
 impl Memory {
     pub(super) fn new(bytes: usize) -> Result<Self> {
-        let file = memfd_create("vellum-bench", MemfdFlags::CLOEXEC).map(File::from);
+        let file =
+            memfd_create("vellum-bench", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map(File::from);
         let file = file.map_err(std::io::Error::from).context(|| "can't make memory to share")?;
         file.set_len(bytes as u64).context(|| "can't have as much memory to share")?;
+        fcntl_add_seals(&file, SealFlags::SHRINK)
+            .map_err(std::io::Error::from)
+            .context(|| "can't seal memory to share")?;
         let shared = file.try_clone().context(|| "can't share memory")?;
         let mapped = MmapRegion::from_file(FileOffset::new(shared, 0), bytes)
             .map_err(|error| Error::invalid(format!("can't map memory: {error}")))?;
         Ok(Self { file, mapped })
     }
 
-    /// What the server is told.
+    /// The memory table for the server.
     pub(super) fn table(&self) -> [VhostUserMemoryRegionInfo; 1] {
         [VhostUserMemoryRegionInfo {
             guest_phys_addr: 0,
@@ -63,7 +67,7 @@ impl Memory {
         u16::from_le(self.word(at).load(Ordering::Acquire))
     }
 
-    /// What was written before is seen by whoever sees this.
+    /// A reader that sees this value also sees what was written before it.
     pub(super) fn set_index(&self, at: u64, value: u16) {
         self.word(at).store(value.to_le(), Ordering::Release);
     }

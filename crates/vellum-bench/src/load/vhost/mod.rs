@@ -1,4 +1,4 @@
-//! A machine that puts load on a vhost-user-blk server, whosever it is: the front end's messages are those of the `vhost`
+//! A machine that puts load on any vhost-user-blk server: the front end's messages are those of the `vhost`
 //! crate, the driver is our own.
 //!
 //! ```text
@@ -6,8 +6,9 @@
 //!                                ◄── ring ◄──               sleeps on the eventfd when nothing has come back
 //! ```
 //!
-//! Like a guest's kernel it rings when the device wants to hear, looks whether more has come before it sleeps, and hands a
-//! large request over in pieces. Replies are checked: the status, and the tags of all blocks that were read.
+//! Like a guest's kernel it notifies the device when the device wants that, checks for more completions
+//! before it sleeps, and splits a large request into pieces. Replies are checked: the status, and the tags of
+//! all blocks that were read.
 
 mod memory;
 mod ring;
@@ -39,15 +40,15 @@ const KIND_WRITE: u32 = 1;
 const KIND_FLUSH: u32 = 4;
 const SECTOR: u64 = 512;
 
-/// What lies beside each other in a guest's memory; a large request has several pieces.
+/// The length of a contiguous piece of the guest's memory; a large request has several pieces.
 const PIECE: usize = 64 << 10;
 /// A header and a status of each request.
 const SLOT_BYTES: u64 = 64;
 
-/// A server that says nothing for so long is stuck, in milliseconds.
+/// A server that sends nothing for this long is stuck, in milliseconds.
 const PATIENCE_MS: i32 = 30_000;
 
-/// Puts the load on the server at this socket, whose disk has `size` bytes, and tells what was seen.
+/// Puts the load on the server at this socket, whose disk has `size` bytes, and returns the measurement.
 pub(crate) fn run(
     pid: u32,
     socket: &Path,
@@ -111,7 +112,7 @@ fn start(front_end: &mut Frontend, index: usize) -> Result<Ring> {
     Ok(ring)
 }
 
-/// Where what lies in memory: the rings of all queues, headers and statuses, data.
+/// The layout of memory: the rings of all queues, headers and statuses, data.
 struct Plan {
     depth: u16,
     len: usize,
@@ -136,7 +137,7 @@ impl Plan {
 
 /// A request's memory, and what is in it.
 struct Slot {
-    /// Its header; the status lies 32 bytes behind.
+    /// Its header; the status is 32 bytes behind it.
     header: u64,
     data: u64,
     /// What its descriptors are made for.
@@ -161,7 +162,7 @@ struct Client<'a> {
 impl<'a> Client<'a> {
     fn new(memory: &'a Memory, ring: Ring, plan: &Plan, queue: u16, asks: Asks) -> Result<Self> {
         let wait = Epoll::new().context(|| "can't make an epoll")?;
-        // By its edge: then nobody has to read the eventfd.
+        // Edge-triggered: then the eventfd need not be read.
         let event = EpollEvent::new(EventSet::IN | EventSet::EDGE_TRIGGERED, 0);
         let added = wait.ctl(ControlOperation::Add, ring.call.as_raw_fd(), event);
         added.context(|| "can't wait for an eventfd")?;
@@ -220,7 +221,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Looks at a request that came back, and says how long it took. A flush is not told of.
+    /// Checks a request that came back, and returns how long it took; `None` for a flush.
     fn finish(&mut self, head: u16, now: Instant) -> Result<Option<Duration>> {
         let index = head / (self.pieces + 2);
         let slot = self.slots.get_mut(usize::from(index)).filter(|slot| slot.busy);

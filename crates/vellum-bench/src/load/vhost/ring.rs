@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   +0       descriptors    128 of 16 bytes: address, length, flags, next
-//!   +0x1000  available      flags, index, 128 heads, where the driver wants to be told
-//!   +0x2000  used           flags, index, 128 of head and length, where the device wants to be told
+//!   +0x1000  available      flags, index, 128 heads, when the driver wants a notification
+//!   +0x2000  used           flags, index, 128 of head and length, when the device wants a notification
 //! ```
 
 use std::sync::atomic::{Ordering, fence};
@@ -26,12 +26,12 @@ pub(super) struct Ring {
     descriptors: u64,
     available: u64,
     used: u64,
-    /// By which the device is told.
+    /// Notifies the device.
     pub(super) kick: EventFd,
-    /// By which the driver is told.
+    /// Notifies the driver.
     pub(super) call: EventFd,
     next_available: u16,
-    /// Where `next_available` was when the device was last told.
+    /// The value of `next_available` at the last notification of the device.
     told: u16,
     next_used: u16,
 }
@@ -51,7 +51,7 @@ impl Ring {
         })
     }
 
-    /// What the server is told.
+    /// The ring's parameters for the server.
     pub(super) fn config(&self) -> VringConfigData {
         VringConfigData {
             queue_max_size: SIZE,
@@ -81,14 +81,14 @@ impl Ring {
         memory.put(self.descriptors + u64::from(index) * 16, &bytes);
     }
 
-    /// Makes a chain available. The device is not told.
+    /// Makes a chain available without notifying the device.
     pub(super) fn offer(&mut self, memory: &Memory, head: u16) {
         memory.set_index(self.available + 4 + 2 * u64::from(self.next_available % SIZE), head);
         self.next_available = self.next_available.wrapping_add(1);
         memory.set_index(self.available + 2, self.next_available);
     }
 
-    /// Tells the device of all that was made available, if it wants to hear.
+    /// Notifies the device of everything that was made available, if it wants that.
     pub(super) fn tell(&mut self, memory: &Memory) -> Result<()> {
         if self.told == self.next_available {
             return Ok(());
@@ -113,7 +113,8 @@ impl Ring {
         u16::try_from(u32::from_le_bytes(row)).ok().or(Some(u16::MAX))
     }
 
-    /// Asks to be told of the next chain that comes back, and says whether one has already.
+    /// Requests a notification for the next chain that comes back, and returns whether one has come back
+    /// already.
     pub(super) fn listen(&self, memory: &Memory) -> bool {
         memory.set_index(self.available + 4 + 2 * u64::from(SIZE), self.next_used);
         fence(Ordering::SeqCst);

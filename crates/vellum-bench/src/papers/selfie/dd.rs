@@ -1,4 +1,4 @@
-//! `dd` of a file: written with one sync at the end, read back, written over with what does not pack.
+//! `dd` of a file: written with one sync at the end, read back, overwritten with incompressible data.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use vellum_core::Result;
 use super::scene::{DISK, Scene, units_of_which};
 use super::{Image, REQUEST, Stage, ZONE};
 
-/// Writes under way at once, as a guest's page cache has it; reads, as its read-ahead.
+/// Writes in flight at once, as a guest's page cache has it; reads, as its read-ahead.
 const WRITES: u64 = 32;
 const READS: u64 = 2;
 
@@ -20,7 +20,7 @@ pub(crate) struct Dd {
     pub(crate) seconds: f64,
     /// To read it back.
     pub(crate) read_seconds: f64,
-    /// Of its units those that tell of themselves.
+    /// How many of its units have an embedded entry.
     pub(crate) packed: u64,
     /// To write noise over it, and what that read of the image.
     pub(crate) again_seconds: f64,

@@ -1,4 +1,5 @@
-//! Threads that write and flush, as `fio` has them: each waits for its write, flushes, waits for that, and goes on.
+//! Threads that write and flush, as in `fio`: each waits for its write, flushes, waits for the flush, and
+//! continues.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use super::scene::{DISK, IDLE, SEED, Scene, units_of_which};
 use super::{Image, Stage};
 use crate::load::guest::Request;
 
-/// So much of the disk a page of a table tells of, at least.
+/// A page of a table covers at least this much of the disk.
 const TABLE_PAGE: usize = 32 << 20;
 /// What a thread has for itself.
 const PART: u64 = 8 << 30;
@@ -38,7 +39,8 @@ pub(crate) struct Fio {
     pub(crate) is_warm: bool,
 }
 
-/// What fio says: megabytes a second. The first quarter of the bytes does not count, nor a minute before it.
+/// The rate as fio reports it, in megabytes a second. The first quarter of the bytes does not count, nor a
+/// minute before it.
 pub(crate) fn fio(image: Image, stage: Stage, fio: Fio) -> Result<f64> {
     let scene = Scene::new(image, stage, DISK)?;
     let each = fio.bytes / fio.threads / fio.request as u64;
@@ -79,7 +81,7 @@ pub(crate) fn fio(image: Image, stage: Stage, fio: Fio) -> Result<f64> {
     Ok((each * fio.threads * fio.request as u64) as f64 / took.as_secs_f64() / 1e6)
 }
 
-/// What one thread asks of its disk.
+/// The requests of one thread to its disk.
 pub(crate) fn requests(fio: Fio) -> Vec<Request> {
     let each = fio.bytes / fio.request as u64;
     let ask = |offset| [Request::Write { offset, len: fio.request }, Request::Flush];

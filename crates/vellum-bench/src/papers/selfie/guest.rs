@@ -1,8 +1,9 @@
 //! Recorded guests on the images: `mkfs.ext4`, and PostMark on the file system that it made.
 //!
-//! A trace says what a guest asked of its disk, and when it flushed; its times are not used. Between two flushes so many requests are under
-//! way as a page cache sends. Zeros are written, as guests of then had no other way. What the bytes were was not recorded: those of
-//! `mkfs` pack, and of PostMark's blocks so many do as its parameters say (`NOISE_PERCENT`).
+//! A trace records what a guest requested of its disk, and when it flushed; its times are not used. Between
+//! two flushes as many requests are in flight as a page cache sends. Zeros are written, because guests of
+//! that time had no other way. The bytes were not recorded: those of `mkfs` are compressible, and of
+//! PostMark's blocks as many as its parameters say (`NOISE_PERCENT`).
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -17,18 +18,19 @@ use crate::load::guest::{Bytes, Request};
 use crate::load::trace::Trace;
 
 const BLOCK: usize = 4096;
-/// Requests under way at once between two flushes.
+/// Requests in flight at once between two flushes.
 const DEPTH: u64 = 32;
-/// Of PostMark's blocks. Its text is drawn at random, and LZ4 makes nothing shorter that does not come twice; so a block packs when it
-/// is the end of a file. Of files of 500 to 10,000 bytes 448 of 1000 blocks are full.
+/// Of PostMark's blocks. Its text is drawn at random, and LZ4 makes nothing shorter that does not come twice;
+/// so a block packs when it is the end of a file. Of files of 500 to 10,000 bytes 448 of 1000 blocks are
+/// full.
 const NOISE_PERCENT: u64 = 45;
 
-/// What a guest asks: before it counts, and what counts.
+/// The requests of a guest: those before the measurement, and those that count.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Recorded {
     pub(crate) before: Vec<Request>,
     pub(crate) counted: Vec<Request>,
-    /// Of its blocks so many of a hundred do not pack.
+    /// The percentage of its blocks that is incompressible.
     pub(crate) noise_percent: u64,
 }
 
@@ -40,7 +42,7 @@ pub(crate) struct Played {
     /// What reached the image.
     pub(crate) writes: u64,
     pub(crate) flushes: u64,
-    /// Units that tell of themselves.
+    /// Units with an embedded entry.
     pub(crate) packed: u64,
 }
 
@@ -91,7 +93,7 @@ impl Recorded {
     }
 }
 
-/// A phase, in requests that a disk is asked.
+/// A phase, as requests to a disk.
 fn phase(trace: &Trace, name: &str) -> Vec<Request> {
     let of_it = trace.requests.iter().filter(|(phase, _)| phase.as_deref() == Some(name));
     let mut requests = Vec::new();
@@ -114,7 +116,7 @@ fn phase(trace: &Trace, name: &str) -> Vec<Request> {
     requests
 }
 
-/// What lies in a block of the disk: the same each time.
+/// The content of a block of the disk: the same each time.
 fn is_noise(block: u64, percent: u64) -> bool {
     (block.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) % 100 < percent
 }
@@ -147,7 +149,7 @@ impl Content {
 }
 
 impl Scene {
-    /// Requests, so many at once, and all answered at each flush.
+    /// Sends requests, this many at once, and waits for all of them at each flush.
     fn ask(&self, requests: &[Request], depth: u64, content: &Arc<Content>) -> Result<()> {
         for batch in requests.split_inclusive(|request| *request == Request::Flush) {
             let content = content.clone();

@@ -15,7 +15,7 @@ use super::{Below, Drive, Image, Stage, UNIT};
 pub(crate) struct Recovered {
     /// Units that the image has, each born with its own entry.
     pub(crate) units: u64,
-    /// Those whose block alone told of them.
+    /// Those that only their block's embedded entry recorded.
     pub(crate) born: u64,
     pub(crate) records: u64,
     pub(crate) reads: u64,
@@ -27,12 +27,12 @@ pub(crate) struct Recovered {
     pub(crate) metadata_writes: u64,
 }
 
-/// An image of so many bytes, full of what packs but for half a zone, that was not closed. What is written of each unit is its first block: a recovery
-/// does not look at more.
+/// An image of this many bytes, full of compressible data except for half a zone, that was not closed. Only
+/// the first block of each unit is written: a recovery reads no more.
 pub(crate) fn recovery(drive: Drive, bytes: u64) -> Result<Recovered> {
     let stage = Stage { drive, below: Below::ThinVolume, packs: 100 };
     let scene = Scene::new(Image::Zoned, stage, bytes)?;
-    // The last zone is half full: its blocks alone tell of its units.
+    // The last zone is half full: only its blocks record its units.
     let units = bytes / UNIT as u64 - 512;
     let own_writes = || {
         let counts = [&scene.tally.metadata, &scene.tally.checkpoint].map(|tally| tally.counts().writes);

@@ -1,4 +1,4 @@
-//! An image on a modelled drive, and who answers for it.
+//! An image on a modelled drive, and the engine that serves it.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -28,10 +28,11 @@ const DRIVE: u64 = 320_000_000_000 / ZONE * ZONE;
 /// What the drive keeps of an image: everything but guest data.
 const KEPT: u64 = 256 << 20;
 pub(super) const SEED: u64 = 1;
-/// How often the engine is asked to tend its disk, as its server does: when there is nothing more to do at once, and when there is.
+/// How often the engine is asked to tend its disk, as its server does: when there is nothing more to do at
+/// once, and when there is.
 pub(super) const TENDED_EVERY: Duration = Duration::from_millis(50);
 const TENDED_NEXT: Duration = Duration::from_millis(1);
-/// Before something is measured: an image is made, and then nobody writes for a while.
+/// The idle time before a measurement: an image is made, and then not written for a while.
 pub(super) const IDLE: Duration = Duration::from_secs(60);
 
 pub(super) enum Engine {
@@ -70,13 +71,13 @@ pub(super) struct Scene {
     pub(super) drive: Arc<Recent>,
     pub(super) engine: Rc<Engine>,
     pub(super) tally: HostTally,
-    /// Nobody tends the disk any more.
+    /// The disk is not tended any more.
     pub(super) has_crashed: Arc<AtomicBool>,
     /// What guests write: as much as a request, so often as units that pack.
     pub(super) bytes: Arc<Vec<u8>>,
 }
 
-/// What guests write of which so many of a hundred units pack.
+/// Data for guests of which this many units in a hundred are compressible.
 pub(super) fn units_of_which(pack: u32) -> Arc<Vec<u8>> {
     let (same, noise) = (Bytes::Same.make(UNIT), Bytes::Noise.make(UNIT));
     let unit = |index: usize| match pack {
@@ -147,7 +148,7 @@ impl Scene {
         });
     }
 
-    /// Writes so many bytes there, as many requests at a time as they are.
+    /// Writes this many bytes there, as many requests at a time as they make.
     pub(super) async fn write(engine: &Engine, bytes: &[u8], at: u64, len: usize) -> Result<()> {
         let requests = (0..len).step_by(REQUEST).map(|from| {
             let at = at + from as u64;
@@ -158,7 +159,7 @@ impl Scene {
         try_join_all(requests).await.map(drop)
     }
 
-    /// The first write of an image, and then nobody writes for a while: time to make ready.
+    /// The first write of an image, followed by idle time for its preparations.
     pub(super) fn make_ready(&self, at: u64) -> Result<()> {
         self.world.run(async {
             self.engine.write(at, &self.bytes).await?;

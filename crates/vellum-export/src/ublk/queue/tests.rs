@@ -7,7 +7,8 @@ use std::task::Waker;
 
 use futures_lite::future::{block_on, poll_once, yield_now, zip};
 use vellum_core::{
-    BlockSize, Disk, Extent, Geometry, GuestOffset, GuestSpan, ImageOffset, MemoryStorage, Random, Storage,
+    BlockSize, Disk, Extent, Geometry, GuestOffset, GuestSpan, ImageOffset, Losses, MemoryStorage, Random,
+    Storage,
 };
 
 use super::*;
@@ -21,17 +22,17 @@ struct Fake(Rc<RefCell<State>>);
 
 #[derive(Default)]
 struct State {
-    /// What each tag asks, and the data of its request.
+    /// The request of each tag, and its data.
     asked: BTreeMap<u16, (Row, Vec<u8>)>,
     /// What waits for a tag that is free.
     waiting: VecDeque<(Row, Vec<u8>)>,
-    /// Tags that have asked and have no request.
+    /// Tags that have been submitted and have no request.
     idle: BTreeMap<u16, Option<Waker>>,
     /// Rows, data and answers, in the order of answers.
     answered: Vec<(Row, Vec<u8>, i32)>,
     is_stopped: bool,
     is_refusing: bool,
-    /// So many times there is no memory for what it is told.
+    /// This many submissions fail for want of memory.
     is_short: u32,
 }
 
@@ -63,7 +64,7 @@ impl Fake {
 }
 
 impl Fake {
-    /// The tag answers, if it was asked, and asks.
+    /// The tag answers, if it had a request, and fetches the next.
     fn hear(&self, tag: u16, answer: Option<i32>) -> Result<()> {
         let mut state = self.0.borrow_mut();
         if state.is_refusing {
@@ -78,7 +79,7 @@ impl Fake {
         }
         state.idle.insert(tag, None);
         drop(state);
-        // Who waits for the last answer to be given looks again.
+        // Wakes the waiter for the last answer, so that it looks again.
         self.wake();
         Ok(())
     }
@@ -134,8 +135,9 @@ struct Slow {
     storage: Arc<MemoryStorage>,
     random: Mutex<Random>,
     fails: bool,
-    /// What was asked of it with flags: the operation, FUA, and whether it may unmap.
+    /// The requests with flags that it got: the operation, FUA, and whether it may unmap.
     flags: Mutex<Vec<(char, bool, bool)>>,
+    losses: Arc<Losses>,
 }
 
 impl Slow {
@@ -159,6 +161,10 @@ impl Slow {
 }
 
 impl Disk for Slow {
+    fn losses(&self) -> Option<Arc<Losses>> {
+        Some(self.losses.clone())
+    }
+
     fn geometry(&self) -> Geometry {
         let block_size = BlockSize::from_bytes(512).expect("a power of two");
         let size = SECTORS * 512;
@@ -206,7 +212,13 @@ impl Disk for Slow {
 
 fn slow(fails: bool) -> Arc<Slow> {
     let storage = MemoryStorage::holding("disk", &vec![0; usize::try_from(SECTORS).expect("small") * 512]);
-    Arc::new(Slow { storage, random: Mutex::new(Random::from_seed(7)), fails, flags: Mutex::default() })
+    Arc::new(Slow {
+        storage,
+        random: Mutex::new(Random::from_seed(7)),
+        fails,
+        flags: Mutex::default(),
+        losses: Arc::default(),
+    })
 }
 
 fn target_of(disk: Arc<Slow>, write_through: bool) -> Arc<Target> {
@@ -231,7 +243,7 @@ fn requests_of_many_tags_are_done_and_answered_once() {
         let driving = async {
             let mut count = 0;
             for _ in 0..40 {
-                // At most as many as can be under way at once, in places of their own.
+                // At most as many as can be in flight at once, at distinct places.
                 let batch: Vec<Row> = (0..12)
                     .map(|place| {
                         let op = [0, 1, 1, 2, 3, 5][random.index(6)];
@@ -306,7 +318,7 @@ fn what_fails_is_told_and_what_makes_no_sense_is_refused() {
 #[test]
 fn flags_arrive_as_they_were_asked() {
     let (fua, keep) = (1 << 13, 1 << 15);
-    // What is asked, and what the disk hears: FUA, may unmap.
+    // The request, and what the disk gets: FUA, may unmap.
     let rows = [
         (1, ('w', false, false)),
         (1 | fua, ('w', true, false)),
@@ -419,4 +431,24 @@ fn a_disk_that_has_grown_is_reached_and_a_queue_that_is_refused_says_so() {
     let answers: Vec<i32> = kernel.0.borrow().answered.iter().map(|(_, _, answer)| *answer).collect();
     assert_eq!(answers, [4096, 512]);
     assert!(target.broken().expect("it was refused").to_string().contains("as planned"));
+}
+
+#[test]
+fn the_kernel_hears_once_that_writes_were_lost() {
+    let disk = slow(false);
+    let (kernel, target) = (Fake::default(), target_of(disk.clone(), false));
+    let driving = async {
+        for lost in [false, true, false] {
+            if lost {
+                disk.losses.grow();
+            }
+            let asked = kernel.answered();
+            kernel.ask(row(2, 0, 0), Vec::new());
+            kernel.until_answered(asked + 1).await;
+        }
+        kernel.stop();
+    };
+    block_on(zip(serve_queue(kernel.clone(), DEPTH, target, Shutdown::new()), driving));
+    let answers: Vec<_> = kernel.0.borrow().answered.iter().map(|(_, _, answer)| *answer).collect();
+    assert_eq!(answers, [0, -libc::EIO, 0]);
 }

@@ -1,4 +1,4 @@
-//! The bitmap and the masks: whose bytes those of the base are.
+//! The bitmap and the masks, which say whether the image or the base has the bytes.
 
 use vellum_core::{ImageOffset, Result};
 
@@ -12,14 +12,15 @@ impl Walk<'_> {
         self.past_the_end(Region::Bitmap, blocks, 1, "bits of blocks").await
     }
 
-    /// Masks past the end of the base, and the value that means nothing.
+    /// Masks past the end of the base, and the undefined value.
     pub(super) async fn masks(&mut self) -> Result<()> {
         let sub_blocks = self.places.shape().sub_blocks();
         self.past_the_end(Region::Masks, sub_blocks, 2, "masks of sub-blocks").await?;
-        let start = self.places.region(Region::Masks).start();
+        let span = self.places.region(Region::Masks);
+        let start = span.start();
         let mut bits = None;
         let mut at = start;
-        while let Some((place, bytes)) = self.next_bytes(Region::Masks, &mut at).await? {
+        while let Some((place, bytes)) = self.next_bytes(Region::Masks, span, &mut at).await? {
             for (index, byte) in bytes.iter().enumerate() {
                 if byte & byte >> 1 & 0x55 == 0 {
                     continue;
@@ -29,7 +30,10 @@ impl Walk<'_> {
                     let is_corrupt = byte >> (2 * (sub_block % 4)) & 3 == 3;
                     if is_corrupt && !self.has_bit(sub_block, &mut bits).await {
                         self.error(|| {
-                            format!("masks: sub-block {sub_block} has the value 3: its bytes cannot be told")
+                            format!(
+                                "masks: sub-block {sub_block} has the value 3, so the source of its data is \
+                             unknown"
+                            )
                         });
                     }
                 }
@@ -38,7 +42,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Whether the block of the sub-block has its bit. `page` is the page of the bitmap that was looked at last.
+    /// Whether the block of the sub-block has its bit. `page` is the last page of the bitmap that was read.
     async fn has_bit(&mut self, sub_block: u64, page: &mut Option<(u64, Vec<u8>)>) -> bool {
         let block = sub_block >> (self.places.shape().block.shift() - 12);
         let wanted = block / 8 / 4096;
@@ -47,17 +51,17 @@ impl Walk<'_> {
             *page = self.read(span, "bitmap").await.map(|bytes| (wanted, bytes));
         }
         let byte = usize::try_from(block / 8 % 4096).expect("below a page");
-        // What cannot be read was counted as that.
+        // An unreadable page was already counted as an error.
         page.as_ref().is_none_or(|(_, bytes)| bytes[byte] >> (block % 8) & 1 == 1)
     }
 
-    /// Finds bits of things that are not there: `count` things of `width` bits come first.
+    /// Finds bits past the first `count` items of `width` bits each.
     async fn past_the_end(&mut self, region: Region, count: u64, width: u64, what: &str) -> Result<()> {
         let span = self.places.region(region);
         let end = span.start() + count * width / 8;
         let kept = u8::try_from((1u32 << (count * width % 8)) - 1).expect("below a byte");
         let mut at = end.min(span.end());
-        while let Some((place, bytes)) = self.next_bytes(region, &mut at).await? {
+        while let Some((place, bytes)) = self.next_bytes(region, span, &mut at).await? {
             let mut first = 0;
             if place == end && kept != 0 {
                 first = 1;

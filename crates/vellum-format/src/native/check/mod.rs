@@ -1,23 +1,25 @@
-//! Checking a closed image: the numbered invariants of `docs/format/native.md`, each looked at; and what can be repaired.
+//! Checking a closed image against the numbered invariants of `docs/format/native.md`, and repairing what can
+//! be repaired.
 //!
 //! ```text
-//!   superblock   the other copy, too
+//!   superblock   also the other copy
 //!   bitmap       bits past the base                                             base.rs
 //!   masks        past the base; the value 3 where it counts
 //!   table        entries past the disk; units outside the file                  units.rs
 //!   snapshots    list, chains, map units, copies of table pages                 views.rs
-//!   partials     units nobody names; circles
+//!   partials     units that nothing names; circles
 //!   packed       blocks that hold their units' entries                        packed.rs
 //!   all          a unit that is named for two purposes
 //! ```
 //!
-//! There are no refcounts, so nothing is counted: every name of a unit is collected with what it is named for, and the same
-//! unit must always be named for the same.
+//! There are no refcounts, so nothing is counted. Every name of a unit is collected with its purpose, and a
+//! unit must not be named for two purposes.
 //!
-//! 1. Holes of the file are not read. Memory is eight bytes for each name of a unit that is really there, and twelve more where it
-//!    has a packed block, whatever the superblock claims.
-//! 2. A repair writes zeros where nothing counts: bits past the base, entries past the disk, slots and copies of what is
-//!    gone. And the copy of the superblock that is not readable. So it may be cut off anywhere, and loses no guest byte.
+//! 1. Holes of the file are not read. Memory is eight bytes for each name of a unit that really exists, and
+//!    twelve more where it has a packed block, whatever the superblock claims.
+//! 2. A repair writes zeros where nothing counts: bits past the base, entries past the disk, slots and copies
+//!    of things that no longer exist. It also rewrites an unreadable copy of the superblock. So it may be
+//!    interrupted anywhere, and loses no guest byte.
 
 mod base;
 mod packed;
@@ -31,35 +33,31 @@ use vellum_core::{
 
 use super::geometry::{Layout, Places, Region};
 use super::superblock::Superblocks;
-pub use crate::qcow2::check::{CheckReport, Repair};
+use super::unfinished::while_in_use;
+use crate::report::{CheckReport, Repair};
+use crate::truth::settle;
 
-/// What is read at once.
+/// This many bytes are read at once.
 const PIECE: BlockSize = BlockSize::from_shift(18);
-/// More lines than these are counted, not told.
+/// At most this many lines are reported. Further findings are only counted.
 const LINES_MAX: u64 = 1000;
-/// More repairs than these wait for the next run.
+/// At most this many repairs are made in one run.
 const FIXES_MAX: usize = 1 << 16;
 
-/// Checks an image, and repairs it when asked. `say` gets a line for each thing found: what, where, and what to do.
+/// Checks an image, and repairs it on request. `say` gets a line for each finding: what, where, and what to
+/// do.
 ///
 /// # Errors
-/// When no superblock can be used, the journal must be replayed first, or a repair cannot be written. What is wrong
+/// When no superblock can be used, the journal must be replayed first, or a repair cannot be written. Damage
 /// behind the superblock is not an error but a count.
 pub async fn check(
     image: &SharedStorage,
     repair: Repair,
     say: &mut dyn FnMut(String),
 ) -> Result<CheckReport> {
-    check_some(image, repair, true, say).await
-}
-
-/// The same; without the packed blocks it does not take longer the more the image holds.
-pub(super) async fn check_some(
-    image: &SharedStorage,
-    repair: Repair,
-    reads_packed: bool,
-    say: &mut dyn FnMut(String),
-) -> Result<CheckReport> {
+    if repair != Repair::Nothing {
+        settle(&**image).await?;
+    }
     let mut superblocks = Superblocks::read(&**image).await?;
     if superblocks.superblock.needs_replay() {
         let error = superblocks.superblock.replay_first(image.name());
@@ -67,37 +65,43 @@ pub(super) async fn check_some(
     }
     if let Some(error) = &superblocks.other_is_bad {
         say(format!(
-            "superblock {}: {}; the other copy counts (it is written anew by `vellum check -r all`, and by whoever \
-             writes the image next)",
+            "superblock {}: {}; the other copy is valid (`vellum check -r all`, or the next program that writes the \
+             image, rewrites this one)",
             superblocks.slot.other().name(),
             error.chain()
         ));
     }
-    let first = Walk::run(&superblocks, &**image, reads_packed, say).await?;
+    let first = Walk::run(&superblocks, &**image, say).await?;
     let wanted = |fix: &Fix| repair == Repair::All || (fix.is_leak && repair != Repair::Nothing);
     let fixes: Vec<Fix> = first.fixes.into_iter().filter(wanted).collect();
     let rewrites = repair == Repair::All && superblocks.other_is_bad.is_some();
     if fixes.is_empty() && !rewrites {
         return Ok(first.report);
     }
-    for fix in fixes {
-        fix.apply(&**image).await.context(|| format!("can't repair {}", image.name()))?;
+    if !fixes.is_empty() {
+        let repairs = async || {
+            for fix in &fixes {
+                fix.apply(&**image).await.context(|| format!("can't repair {}", image.name()))?;
+            }
+            Ok(())
+        };
+        while_in_use(image, &mut superblocks, None, repairs).await?;
     }
-    if rewrites {
+    if rewrites && superblocks.other_is_bad.is_some() {
         image.flush().await?;
         superblocks.write(&**image).await?;
     }
     image.flush().await?;
-    let mut after = Walk::run(&superblocks, &**image, reads_packed, &mut |_| {}).await?.report;
+    let mut after = Walk::run(&superblocks, &**image, &mut |_| {}).await?.report;
     after.corruptions_fixed =
         first.report.corruptions.saturating_sub(after.corruptions) + u64::from(rewrites);
     after.leaks_fixed = first.report.leaks.saturating_sub(after.leaks);
     Ok(after)
 }
 
-/// One thing that a repair writes.
+/// One write of a repair.
 struct Fix {
-    /// Space is lost by what is there now, nothing else.
+    /// The finding wastes space and does no other harm.
     is_leak: bool,
     what: Change,
 }
@@ -140,7 +144,6 @@ impl<'a> Walk<'a> {
     async fn run(
         superblocks: &'a Superblocks,
         image: &'a dyn Storage,
-        reads_packed: bool,
         say: &'a mut dyn FnMut(String),
     ) -> Result<Walked> {
         let places = superblocks.superblock.places();
@@ -150,7 +153,7 @@ impl<'a> Walk<'a> {
         let mut walk = Self { superblocks, places, image, say, lines: 0, report, fixes, names, packed };
         walk.bitmap().await?;
         walk.masks().await?;
-        walk.report.image_end_offset = places.data_offset().bytes();
+        walk.report.image_end_offset = places.end_of_parts().unwrap_or(places.data_offset()).bytes();
         match places.shape().layout {
             Layout::Linear => walk.report.image_end_offset += places.shape().size,
             Layout::Table(_) | Layout::Zoned { .. } => {
@@ -158,9 +161,7 @@ impl<'a> Walk<'a> {
                 let snapshots = walk.snapshots().await?;
                 walk.map_units(&snapshots).await?;
                 walk.partials().await?;
-                if reads_packed {
-                    walk.packed_blocks().await?;
-                }
+                walk.packed_blocks().await?;
                 walk.doubles();
             }
         }
@@ -193,7 +194,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Something that is repaired by zeros in its place.
+    /// Reports an error that zeros in its place repair.
     fn error_to_zero(&mut self, span: ImageSpan, line: impl FnOnce() -> String) {
         self.error(|| format!("{} (`vellum check -r all` clears it)", line()));
         self.fix(false, Change::Zero(span));
@@ -209,7 +210,7 @@ impl<'a> Walk<'a> {
         self.tell(|| format!("ERROR: I/O error in {what}: {}", error.chain()));
     }
 
-    /// The bytes of a run; nothing, and counted, when they cannot be read.
+    /// The bytes of a run. `None`, and counted, when they cannot be read.
     async fn read(&mut self, span: ImageSpan, what: &str) -> Option<Vec<u8>> {
         let len = usize::try_from(span.len()).expect("a piece");
         match self.image.read(span.start(), Buffer::for_overwrite(len)).await {
@@ -221,7 +222,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// The next piece at or behind `at` that may have something else than zeros in it.
+    /// The next piece at or behind `at` that may contain something other than zeros.
     async fn next_piece(&mut self, region: ImageSpan, at: &mut ImageOffset) -> Result<Option<ImageSpan>> {
         while *at < region.end() {
             let rest = ImageSpan::between(*at, region.end());
@@ -242,13 +243,13 @@ impl<'a> Walk<'a> {
         Ok(None)
     }
 
-    /// The next bytes of a region that are not all zero.
+    /// The next bytes of a region, or of a part of it, that are not all zero.
     async fn next_bytes(
         &mut self,
         region: Region,
+        span: ImageSpan,
         at: &mut ImageOffset,
     ) -> Result<Option<(ImageOffset, Vec<u8>)>> {
-        let span = self.places.region(region);
         *at = (*at).max(span.start());
         while let Some(piece) = self.next_piece(span, at).await? {
             if let Some(bytes) = self.read(piece, region.name()).await.filter(|bytes| !is_zero(bytes)) {

@@ -1,7 +1,8 @@
-//! Packed blocks: each is read, and must say the same of its unit as the table does.
+//! Packed blocks: each is read, and must agree with the table about its unit.
 //!
-//! A guest gets an error where one does not, so what is not read here is not known to be whole. It is 4 KiB for each unit that was
-//! born with such a block and never overwritten there; in a row, so most drives read them at their best.
+//! A block that cannot be decoded here would fail a guest's read, so the check reads every one. These are 4
+//! KiB for each unit that was born with such a block and not overwritten there since. They are read in the
+//! order of their places, which suits most drives best.
 
 use vellum_core::{Buffer, ImageOffset, LocalFuture, Result, join_all};
 
@@ -11,10 +12,10 @@ use super::super::zones::tag_place;
 use super::Walk;
 use crate::bytes::be64;
 
-/// So many are read at once.
+/// At most this many are read at once.
 const READS_AT_ONCE: usize = 64;
 
-/// A block that a table names. In the order of their places.
+/// A block that a table names. Sorted by place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Named {
     pub(super) unit: u32,
@@ -24,11 +25,11 @@ pub(super) struct Named {
 }
 
 impl Walk<'_> {
-    /// Looks at all packed blocks.
+    /// Checks all packed blocks.
     pub(super) async fn packed_blocks(&mut self) -> Result<()> {
         let mut all = std::mem::take(&mut self.packed);
         all.sort_unstable();
-        all.dedup(); // home and a snapshot may name the same
+        all.dedup(); // home and a snapshot may name the same block
         let mut zone_and_tag = None;
         for some in all.chunks(READS_AT_ONCE) {
             let mut identities = Vec::with_capacity(some.len());
@@ -72,8 +73,8 @@ impl Walk<'_> {
             let guest = u64::from(identity.guest_unit) * unit + u64::from(identity.block) * SUB_BLOCK.bytes();
             self.error(|| {
                 format!(
-                    "the packed block at {at:#x} is damaged ({}): the guest gets an error for the 4 KiB at {guest:#x} \
-                     until it writes them anew",
+                    "the packed block at {at:#x} is damaged ({}): the guest gets an error for the 4 KiB at \
+                     {guest:#x} until it rewrites them",
                     error.chain()
                 )
             });

@@ -1,4 +1,4 @@
-//! Each invariant broken once: what the check says, and what a repair leaves.
+//! Each invariant is broken once: what the check reports, and what a repair leaves.
 
 use std::sync::Arc;
 
@@ -18,8 +18,8 @@ struct Image {
 const UNIT: u64 = 65_536;
 
 impl Image {
-    /// A disk of 1 MiB + 512 bytes, 17 units, over a base of 644 KiB − 1024: 11 blocks, 161 sub-blocks. Ten units of data
-    /// in the file.
+    /// A disk of 1 MiB + 512 bytes, 17 units, over a base of 644 KiB − 1024: 11 blocks, 161 sub-blocks. Ten
+    /// units of data in the file.
     fn new() -> Self {
         let options = CreateOptions {
             size: (1 << 20) + 512,
@@ -49,7 +49,7 @@ impl Image {
         self.set(self.places.entry(unit), number);
     }
 
-    /// Says that there are snapshots: the newest one is `relies`, the next gets `next`.
+    /// Sets the feature bit for snapshots. The newest one is `relies`, and the next gets `next`.
     fn superblock(&self, relies: u32, next: u32) {
         let mut superblocks = block_on(Superblocks::read(&*self.storage)).unwrap();
         superblocks.superblock.has_snapshots = true;
@@ -76,7 +76,7 @@ impl Image {
         self.put(self.places.partial(slot).start(), &entry);
     }
 
-    /// Unit 9 holds copies: slot 0 is of `page` for snapshot `id`.
+    /// Makes unit 9 a map unit whose slot 0 is the copy of `page` for snapshot `id`.
     fn map_unit(&self, id: u32, page: u64) {
         self.put(self.places.snapshot(4095).start(), &9u32.to_be_bytes());
         let at = self.places.unit(9).start();
@@ -93,7 +93,7 @@ impl Image {
     }
 }
 
-/// An image with something in every region, and nothing wrong.
+/// An image with something in every region and no damage.
 fn sound() -> Image {
     let image = Image::new();
     for (unit, number) in [(0, 3), (1, 4), (5, 1), (16, 2)] {
@@ -103,7 +103,7 @@ fn sound() -> Image {
     image.set(image.places.mask(160), 3); // its block has a bit, so it does not count
     image.set(image.places.mask(5), 2);
     image.superblock(2, 3);
-    image.superblock(2, 3); // both copies say it
+    image.superblock(2, 3); // so that both copies have it
     image.snapshot(0, 1, 2);
     image.snapshot(7, 2, u32::MAX);
     let table = image.places.region(Region::Table).start().bytes();
@@ -130,7 +130,7 @@ type Poke = fn(&Image);
 
 #[test]
 fn whatever_is_broken_is_found_and_repaired_where_it_can_be() {
-    // What it says; corruptions, leaks; whether a repair leaves a sound image.
+    // The report's words; corruptions, leaks; whether a repair leaves a sound image.
     let cases: [(&str, u64, u64, bool, Poke); 26] = [
         ("bits of blocks past the end", 1, 0, true, |image| {
             image.put(image.places.region(Region::Bitmap).start() + 1, &[0b1000_0100]);
@@ -150,23 +150,23 @@ fn whatever_is_broken_is_found_and_repaired_where_it_can_be() {
             let last: ImageOffset = image.places.region(Region::Table).start() + 70_000;
             image.put(last, &[1]);
         }),
-        ("unit 4 is named for unit 1 of the disk and for unit 2", 1, 0, false, |image| image.entry(2, 4)),
-        ("unit 6 is named for unit 5 of the disk and for unit 8", 1, 0, false, |image| image.entry(8, 6)),
-        ("unit 9 is named for unit 8 of the disk and for copies", 1, 0, false, |image| image.entry(8, 9)),
-        ("id 1: its id comes twice", 2, 0, false, |image| image.snapshot(9, 1, u32::MAX)),
-        ("id 3: its id was not given out", 1, 0, false, |image| image.snapshot(9, 3, 2)),
+        ("unit 4 is used for unit 1 of the disk and for unit 2", 1, 0, false, |image| image.entry(2, 4)),
+        ("unit 6 is used for unit 5 of the disk and for unit 8", 1, 0, false, |image| image.entry(8, 6)),
+        ("unit 9 is used for unit 8 of the disk and for copies", 1, 0, false, |image| image.entry(8, 9)),
+        ("id 1: its ID appears twice", 2, 0, false, |image| image.snapshot(9, 1, u32::MAX)),
+        ("id 3: its ID was never assigned", 1, 0, false, |image| image.snapshot(9, 3, 2)),
         ("do not agree who relies", 1, 0, false, |image| image.snapshot(0, 1, u32::MAX)),
         ("do not agree who relies", 1, 0, false, |image| image.snapshot(7, 2, 0)),
         ("it relies on itself", 1, 0, false, |image| image.snapshot(0, 1, 1)),
         ("relies on snapshot 77, which does not exist", 1, 0, false, |image| image.snapshot(0, 1, 77)),
-        ("is to rely on the home pages, and does not exist", 1, 0, false, |image| {
+        ("should rely on the home pages but does not exist", 1, 0, false, |image| {
             image.superblock(3, 4);
             image.snapshot(7, 2, 0);
         }),
         ("impossible size", 1, 0, false, |image| {
             image.put(image.places.snapshot(0).start() + 8, &u64::MAX.to_be_bytes());
         }),
-        ("its name is no text", 1, 0, false, |image| {
+        ("its name is not valid text", 1, 0, false, |image| {
             image.put(image.places.snapshot(0).start() + 64, &[0xFF]);
         }),
         ("snapshot 5 does not exist", 0, 1, true, |image| {
@@ -179,11 +179,11 @@ fn whatever_is_broken_is_found_and_repaired_where_it_can_be() {
             image.put(image.places.unit(9).start() + 32, &2u32.to_be_bytes());
             image.put(image.places.unit(9).start() + 40, &table.to_be_bytes());
         }),
-        ("is no page of a view", 1, 0, false, |image| image.put(image.places.unit(9).start() + 24, &[1])),
+        ("is not a page of a view", 1, 0, false, |image| image.put(image.places.unit(9).start() + 24, &[1])),
         ("unit 9 does not begin with its magic", 1, 0, false, |image| {
             image.put(image.places.unit(9).start(), &[0]);
         }),
-        ("unit 9 comes twice", 1, 0, false, |image| {
+        ("unit 9 appears twice", 1, 0, false, |image| {
             image.put(image.places.unit(9).start() + 8, &9u64.to_be_bytes())
         }),
         ("nothing names its unit 8", 0, 1, true, |image| image.partial(1, 8, 7)),
@@ -211,7 +211,7 @@ fn whatever_is_broken_is_found_and_repaired_where_it_can_be() {
 #[test]
 fn units_under_one_another() {
     let image = sound();
-    // Unit 8 is named by nobody, and lies under unit 1: so its slot stays.
+    // Nothing names unit 8, but it lies under unit 1. So its slot stays.
     image.partial(0, 1, 8);
     image.partial(1, 8, 6);
     assert!(image.check(Repair::Nothing).0.is_clean());

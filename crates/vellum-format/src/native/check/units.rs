@@ -1,6 +1,6 @@
-//! The table, the partial units, and that no unit is named for two purposes.
+//! The table, the partial units, and the rule that no unit is named for two purposes.
 
-use vellum_core::{ImageOffset, Result};
+use vellum_core::{ImageOffset, ImageSpan, Result};
 
 use super::super::geometry::{PARTIALS, Region, SUB_BLOCK};
 use super::super::open::may_be_embedded;
@@ -8,16 +8,18 @@ use super::Walk;
 use super::packed::Named;
 use crate::bytes::be32;
 
-/// Every unit that is named, and what for: the unit of the disk, or [`MAP`].
+/// All names of units, with their purpose: the unit of the disk, [`MAP`] or [`PART`].
 #[derive(Default)]
 pub(super) struct Names {
     pairs: Vec<(u32, u32)>,
-    /// So many were left when doubles were last dropped.
+    /// How many pairs were left when duplicates were last dropped.
     settled: usize,
 }
 
-/// What a unit is named for that holds copies of pages.
+/// The purpose of a unit that holds copies of pages.
 pub(super) const MAP: u32 = u32::MAX;
+/// The purpose of a unit that has a part of the table.
+const PART: u32 = u32::MAX - 1;
 
 impl Names {
     pub(super) fn add(&mut self, unit: u32, purpose: u32) {
@@ -46,18 +48,29 @@ struct Partial {
 }
 
 impl Walk<'_> {
-    /// Whether a unit may be where it says.
+    /// Whether the unit can exist at its place.
     pub(super) fn is_inside(&self, unit: u32) -> bool {
         self.places.may_hold(unit, self.image.len(), self.image.limits().fixed_len)
     }
 
-    /// Home's table.
+    /// Checks home's table with its parts.
     pub(super) async fn table(&mut self) -> Result<()> {
-        let start = self.places.region(Region::Table).start();
-        let mut at = start;
+        for unit in self.places.units_of_parts() {
+            self.names.add(unit, PART);
+        }
         let mut last = (0, 0);
-        while let Some((place, bytes)) = self.next_bytes(Region::Table, &mut at).await? {
-            let first = (place - start) / 4;
+        let places = self.places;
+        for span in places.table() {
+            self.table_span(span, &mut last).await?;
+        }
+        Ok(())
+    }
+
+    /// As above, for one span. `last` is the entry before, and its unit.
+    async fn table_span(&mut self, span: ImageSpan, last: &mut (u64, u32)) -> Result<()> {
+        let mut at = span.start();
+        while let Some((place, bytes)) = self.next_bytes(Region::Table, span, &mut at).await? {
+            let first = self.places.entry_at(place).expect("a place of the table");
             let units = self.places.shape().units();
             let behind = usize::try_from(units.saturating_sub(first).saturating_mul(4)).unwrap_or(usize::MAX);
             let (inside, outside) = bytes.split_at(behind.min(bytes.len()));
@@ -74,15 +87,15 @@ impl Walk<'_> {
                 self.entry(index, entry, "home");
                 self.report.allocated_clusters += 1;
                 let (unit, _) = self.places.split_entry(entry);
-                let follows = last == (index.wrapping_sub(1), unit.wrapping_sub(1));
-                self.report.fragmented_clusters += u64::from(!follows && last != (0, 0));
-                last = (index, unit);
+                let follows = *last == (index.wrapping_sub(1), unit.wrapping_sub(1));
+                self.report.fragmented_clusters += u64::from(!follows && *last != (0, 0));
+                *last = (index, unit);
             }
         }
         Ok(())
     }
 
-    /// Takes note of an entry that is not 0, of home's table or of a copy.
+    /// Notes an entry that is not 0, of home's table or of a copy.
     pub(super) fn entry(&mut self, index: u64, entry: u32, view: &str) {
         let (entry, form) = self.places.split_entry(entry);
         if form != 0 && !(entry != 0 && may_be_embedded(&self.places, entry, form)) {
@@ -110,7 +123,7 @@ impl Walk<'_> {
         self.report.image_end_offset = self.report.image_end_offset.max(end);
     }
 
-    /// The slots for partial units.
+    /// Checks the slots for partial units.
     pub(super) async fn partials(&mut self) -> Result<()> {
         self.names.settle();
         let region = self.places.region(Region::Partials);
@@ -169,7 +182,7 @@ impl Walk<'_> {
         }
     }
 
-    /// Slots of units that no view names, and that lie under no unit that is.
+    /// Finds slots of units that no view names and that do not lie under a unit that a view names.
     fn vanished(&mut self, partials: &[Partial]) {
         let mut alive: Vec<bool> = partials.iter().map(|partial| self.names.has(partial.unit)).collect();
         for _ in 0..partials.len() {
@@ -186,7 +199,7 @@ impl Walk<'_> {
                 format!("slot {slot} of the partial units: nothing names its unit {unit}")
             });
         }
-        // What is under a unit is in use, and so is no map unit.
+        // A unit under another one is in use, so it cannot be a map unit.
         for (partial, _) in partials.iter().zip(&alive).filter(|(_, is_alive)| **is_alive) {
             let is_map = |unit| self.names.pairs.binary_search(&(unit, MAP)).is_ok();
             if is_map(partial.under) || is_map(partial.unit) {
@@ -198,20 +211,19 @@ impl Walk<'_> {
         }
     }
 
-    /// Units that are named for two purposes.
+    /// Reports units that are named for two purposes.
     pub(super) fn doubles(&mut self) {
         self.names.settle();
         let pairs = std::mem::take(&mut self.names.pairs);
         let purpose = |purpose| match purpose {
             MAP => "copies of pages".to_owned(),
+            PART => "a part of the table".to_owned(),
             index => format!("unit {index} of the disk"),
         };
         for two in pairs.windows(2).filter(|two| two[0].0 == two[1].0) {
             self.error(|| {
                 let (unit, first, second) = (two[0].0, purpose(two[0].1), purpose(two[1].1));
-                format!(
-                    "unit {unit} is named for {first} and for {second}: one of them has the other's bytes"
-                )
+                format!("unit {unit} is used for {first} and for {second}: one of them has the other's data")
             });
         }
         self.names.pairs = pairs;

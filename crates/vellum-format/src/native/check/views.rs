@@ -22,7 +22,7 @@ pub(super) struct Snapshots {
     first_map_unit: u32,
 }
 
-/// What the last entry of the list has.
+/// The content of the list's last entry.
 struct Last {
     relies_on_home: u32,
     next_id: u32,
@@ -30,7 +30,7 @@ struct Last {
 }
 
 impl Walk<'_> {
-    /// The list and its chains.
+    /// Checks the list and its chains.
     pub(super) async fn snapshots(&mut self) -> Result<Snapshots> {
         let region = self.places.region(Region::Snapshots);
         let mut next_of: BTreeMap<u32, u32> = BTreeMap::new();
@@ -60,13 +60,13 @@ impl Walk<'_> {
             }
             let name = entry[64..].split(|byte| *byte == 0).next().unwrap_or_default();
             let problem = if id >= last.next_id {
-                Some("its id was not given out")
+                Some("its ID was never assigned")
             } else if next_of.insert(id, next).is_some() {
-                Some("its id comes twice")
+                Some("its ID appears twice")
             } else if !size.is_multiple_of(512) || size > size_max {
                 Some("its disk has an impossible size")
             } else if std::str::from_utf8(name).is_err() {
-                Some("its name is no text")
+                Some("its name is not valid text")
             } else {
                 None
             };
@@ -92,10 +92,10 @@ impl Walk<'_> {
         }
         if relies_on_home != 0 && !next_of.contains_key(&relies_on_home) {
             self.error(|| {
-                format!("snapshot {relies_on_home} is to rely on the home pages, and does not exist")
+                format!("snapshot {relies_on_home} should rely on the home pages but does not exist")
             });
         }
-        // Those that are known to end, so that each is followed once.
+        // Snapshots whose chain is known to end, so that each is followed once.
         let mut ending: BTreeSet<u32> = BTreeSet::new();
         for (&id, &next) in next_of {
             if (next == HOME) != (id == relies_on_home) {
@@ -124,7 +124,7 @@ impl Walk<'_> {
         }
     }
 
-    /// The map units and the copies in them.
+    /// Checks the map units and the copies in them.
     pub(super) async fn map_units(&mut self, snapshots: &Snapshots) -> Result<()> {
         let Some(unit_size) = self.places.shape().layout.unit() else { return Ok(()) };
         let copies = usize::try_from(unit_size.bytes() / 4096 - 1).expect("at most 511");
@@ -136,7 +136,7 @@ impl Walk<'_> {
                 return Ok(());
             }
             if !seen.insert(unit) {
-                self.error(|| format!("map units: unit {unit} comes twice in their chain"));
+                self.error(|| format!("map units: unit {unit} appears twice in their chain"));
                 return Ok(());
             }
             self.names.add(unit, MAP);
@@ -158,7 +158,7 @@ impl Walk<'_> {
             }
             let next = be64(&index, 8);
             unit = u32::try_from(next).unwrap_or_else(|_| {
-                self.error(|| format!("map units: unit {unit} is followed by {next}, which is no unit"));
+                self.error(|| format!("map units: unit {unit} is followed by {next}, which is not a unit"));
                 0
             });
         }
@@ -180,27 +180,24 @@ impl Walk<'_> {
             });
             return Ok(());
         }
-        let region = [Region::Bitmap, Region::Masks, Region::Table]
-            .into_iter()
-            .find(|region| self.places.region(*region).contains(page));
-        let Some(region) = region.filter(|_| page.bytes().is_multiple_of(4096)) else {
+        let first = self.places.entry_at(page);
+        let is_of_base =
+            [Region::Bitmap, Region::Masks].iter().any(|region| self.places.region(*region).contains(page));
+        if !page.bytes().is_multiple_of(4096) || !(is_of_base || first.is_some()) {
             self.error(|| {
                 format!(
-                    "snapshot {id}: the copy at {:#x} is of {:#x}, which is no page of a view",
+                    "snapshot {id}: the copy at {:#x} is of {:#x}, which is not a page of a view",
                     copy.start().bytes(),
                     page.bytes()
                 )
             });
             return Ok(());
-        };
+        }
         if !pages.insert((id, page.bytes())) {
             self.error(|| format!("snapshot {id}: there are two copies of page {:#x}", page.bytes()));
         }
-        if region != Region::Table {
-            return Ok(());
-        }
+        let Some(first) = first else { return Ok(()) };
         let Some(bytes) = self.read(copy, "copy of a table page").await else { return Ok(()) };
-        let first = (page - self.places.region(Region::Table).start()) / 4;
         let view = format!("snapshot {id}");
         for (index, number) in (first..).zip(bytes.chunks_exact(4).map(|entry| be32(entry, 0))) {
             if number != 0 {

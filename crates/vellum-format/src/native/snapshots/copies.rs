@@ -7,11 +7,12 @@
 //!                  └──► next map unit
 //! ```
 //!
-//! 1. A unit that a copy of a page of the table names is some snapshot's. How many do so is counted in memory alone.
-//! 2. The slot of a copy that is gone is used again when that is durable and nothing of what lay there is verified any more:
-//!    when the record that says so is durable, and the next one.
-//! 3. A map unit never leaves the chain while records of this opening may have words of its index. So those that are empty go
-//!    at the beginning of the next one.
+//! 1. A unit that a copy of a table page names belongs to some snapshot. The number of copies that name it is
+//!    kept in memory only.
+//! 2. The slot of a freed copy is used again when the freeing is durable and its old content is not verified
+//!    any more: after the record of the freeing and the record after that are durable.
+//! 3. A map unit stays in the chain as long as records of this opening may have words of its index. Empty map
+//!    units are therefore dropped at the beginning of the next opening.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -23,6 +24,7 @@ use super::super::home::SealedPage;
 use crate::bytes::{be32, be64};
 use crate::hash::{HashMap, HashSet};
 use crate::journal::Changed;
+use crate::work;
 
 /// The first bytes of an index page, as a word.
 const MAGIC: u64 = u64::from_be_bytes(*b"VELLUMmu");
@@ -31,7 +33,7 @@ const WORDS: usize = 512;
 /// The word that names the next map unit.
 const NEXT: usize = 1;
 
-/// Where a copy lies.
+/// The place of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct SlotAt {
     unit: u32,
@@ -47,7 +49,7 @@ impl IndexPage {
     fn set(&mut self, word: usize, value: u64) {
         if self.words[word] != value {
             self.words[word] = value;
-            self.changed.get_or_insert_default().add(word);
+            let _bytes = self.changed.get_or_insert_default().add(word);
         }
     }
 
@@ -57,7 +59,7 @@ impl IndexPage {
     }
 }
 
-/// A unit that copies of pages name: what for, and how many.
+/// A unit that copies of pages name: for which unit of the disk, and in how many copies.
 struct Named {
     index: u64,
     count: u32,
@@ -68,18 +70,19 @@ pub(super) struct Copies {
     places: Places,
     /// By snapshot and page of home.
     by_page: BTreeMap<(u32, u64), SlotAt>,
-    /// The same by page of home and snapshot, so that the first copy from a snapshot on is found at once.
+    /// The same pairs by page of home and snapshot, so that the first copy from a snapshot on is found at
+    /// once.
     owners: BTreeSet<(u64, u32)>,
     names: HashMap<u32, Named>,
     pages: HashMap<u32, IndexPage>,
-    /// The map units, in their order.
+    /// The map units, in the order of the chain.
     chain: Vec<u32>,
-    /// Map units that had no copy when the image was opened.
+    /// Map units that had no copies when the image was opened.
     empty: HashSet<u32>,
     free: Vec<SlotAt>,
-    /// Slots that will be free: when so many records were written.
+    /// Slots that become free once this many records were written.
     later: VecDeque<(u64, SlotAt)>,
-    /// A mistake: pages that were not kept when they should have been.
+    /// A seeded mistake: pages that were not kept when they should have been.
     pub(super) late: HashSet<u64>,
 }
 
@@ -99,12 +102,13 @@ impl Copies {
         }
     }
 
-    /// The copies of an image, from the first map unit on. What they name is counted when it is asked for.
+    /// Reads the copies of an image, from the first map unit on. With `counts`, also counts which units they
+    /// name.
     pub(super) async fn read(
         storage: &dyn Storage,
         places: Places,
         first: u32,
-        ids: &[u32],
+        ids: &BTreeSet<u32>,
         counts: bool,
     ) -> Result<Self> {
         let mut copies = Self::new(places);
@@ -133,9 +137,10 @@ impl Copies {
         Ok(copies)
     }
 
-    async fn read_map_unit(&mut self, storage: &dyn Storage, unit: u32, ids: &[u32]) -> Result<u32> {
+    async fn read_map_unit(&mut self, storage: &dyn Storage, unit: u32, ids: &BTreeSet<u32>) -> Result<u32> {
         let limits = storage.limits();
-        if !self.places.may_hold(unit, storage.len(), limits.fixed_len) || self.pages.contains_key(&unit) {
+        let may_be = self.places.may_hold(unit, storage.len(), limits.fixed_len);
+        if !may_be || self.places.is_of_part(unit) || self.pages.contains_key(&unit) {
             return Err(Error::corrupt("it cannot be there: run `vellum check`"));
         }
         let at = self.places.unit(unit).start();
@@ -149,8 +154,9 @@ impl Copies {
         for slot in 0..self.slots() {
             let (id, page) = (words[2 + 2 * slot] >> 32, words[3 + 2 * slot]);
             let at = SlotAt { unit, slot };
-            match ids.iter().find(|known| u64::from(**known) == id) {
-                // One of a snapshot that is gone is lost space.
+            work::note(1);
+            match u32::try_from(id).ok().as_ref().and_then(|id| ids.get(id)) {
+                // A free slot, or a copy of a snapshot that no longer exists.
                 None => free.push(at),
                 Some(id) => {
                     let is_page = page.is_multiple_of(PAGE) && self.is_of_view(page);
@@ -172,14 +178,16 @@ impl Copies {
     }
 
     fn count(&mut self, storage: &dyn Storage, page: u64, bytes: &[u8]) -> Result<()> {
+        work::note(WORDS);
         for (index, unit) in self.entries(page, bytes) {
-            if !self.places.may_hold(unit, storage.len(), storage.limits().fixed_len) {
-                return Err(Error::corrupt(format!("a snapshot names unit {unit}, which cannot be")));
+            let may_be = self.places.may_hold(unit, storage.len(), storage.limits().fixed_len);
+            if !may_be || self.places.is_of_part(unit) {
+                return Err(Error::corrupt(format!("a snapshot names unit {unit}, which is impossible")));
             }
             let named = self.names.entry(unit).or_insert(Named { index, count: 0 });
             if named.index != index {
                 return Err(Error::corrupt(format!(
-                    "unit {unit} is named for two purposes: run `vellum check`"
+                    "unit {unit} is used for two purposes: run `vellum check`"
                 )));
             }
             named.count += 1;
@@ -194,17 +202,18 @@ impl Copies {
     }
 
     fn is_of_view(&self, page: u64) -> bool {
-        let regions = [Region::Bitmap, Region::Masks, Region::Table];
-        regions.iter().any(|region| self.places.region(*region).contains(ImageOffset::new(page)))
+        let regions = [Region::Bitmap, Region::Masks];
+        self.is_of_table(page)
+            || regions.iter().any(|region| self.places.region(*region).contains(ImageOffset::new(page)))
     }
 
     pub(super) fn is_of_table(&self, page: u64) -> bool {
-        self.places.region(Region::Table).contains(ImageOffset::new(page))
+        self.places.is_in_table(ImageOffset::new(page))
     }
 
     /// The units that a page of the table names, each with its unit of the disk.
     fn entries(&self, page: u64, bytes: &[u8]) -> Vec<(u64, u32)> {
-        let first = (page - self.places.region(Region::Table).start().bytes()) / 4;
+        let first = self.places.entry_at(ImageOffset::new(page)).expect("a page of the table");
         let unit = |entry: &[u8]| self.places.split_entry(be32(entry, 0)).0;
         let entries = (first..).zip(bytes.chunks_exact(4).map(unit));
         entries.filter(|(_, unit)| *unit != 0).collect()
@@ -214,12 +223,12 @@ impl Copies {
         self.by_page.contains_key(&(id, page))
     }
 
-    /// Where the copy lies that a snapshot has of a page.
+    /// Where a snapshot's own copy of a page lies, if it has one.
     pub(super) fn copy(&self, id: u32, page: u64) -> Option<ImageSpan> {
         self.by_page.get(&(id, page)).map(|slot| self.place(*slot))
     }
 
-    /// Where the copy lies that the snapshot of this id, or the first of a higher one, has of a page.
+    /// Where the copy of a page lies that this snapshot has, or else the first younger one.
     pub(super) fn first_from(&self, id: u32, page: u64) -> Option<ImageSpan> {
         let (_, owner) = self.owners.range((page, id)..=(page, u32::MAX)).next()?;
         self.copy(*owner, page)
@@ -235,22 +244,23 @@ impl Copies {
         self.names.contains_key(&unit)
     }
 
-    /// Whether home must not name the unit for this unit of the disk: it is named for something else.
+    /// Whether home must not name the unit for this unit of the disk, because the unit is named for something
+    /// else.
     pub(super) fn contradicts(&self, index: u64, unit: u32) -> bool {
         self.pages.contains_key(&unit) || self.names.get(&unit).is_some_and(|named| named.index != index)
     }
 
-    /// Units that are in use because of snapshots.
+    /// The units that are in use because of snapshots.
     pub(super) fn units(&self) -> impl Iterator<Item = u32> {
         self.names.keys().chain(&self.chain).copied()
     }
 
-    /// Where a slot's page lies.
+    /// Where the page of a slot lies.
     pub(super) fn place(&self, at: SlotAt) -> ImageSpan {
         (self.places.unit(at.unit).start() + (at.slot as u64 + 1) * PAGE).span(PAGE)
     }
 
-    /// A slot for a copy, when `records` were written; nothing when a new map unit must be.
+    /// Takes a slot for a copy, when `records` records were written. `None` when a new map unit is needed.
     pub(super) fn take_slot(&mut self, records: u64) -> Option<SlotAt> {
         while let Some((_, slot)) = self.later.pop_front_if(|(from, _)| *from <= records) {
             self.free.push(slot);
@@ -258,12 +268,12 @@ impl Copies {
         self.free.pop()
     }
 
-    /// A slot that nothing was said of.
+    /// Returns a slot that no index page was given.
     pub(super) fn give_slot(&mut self, at: SlotAt) {
         self.free.push(at);
     }
 
-    /// A fresh unit becomes the first of the map units. The caller holds the gate, and names it in the list.
+    /// Makes a fresh unit the first map unit. The caller holds the gate, and names the unit in the list.
     pub(super) fn add_map_unit(&mut self, unit: u32) {
         let mut page = IndexPage { words: Box::new([0; WORDS]), changed: None };
         page.set(0, MAGIC);
@@ -273,8 +283,8 @@ impl Copies {
         self.free.extend((0..self.slots()).rev().map(|slot| SlotAt { unit, slot }));
     }
 
-    /// Takes map units out of the chain that were empty when the image was opened: so many at most. The caller holds the gate,
-    /// and names the one that is the first then.
+    /// Takes at most `most` map units out of the chain that were empty when the image was opened. The caller
+    /// holds the gate, and names the new first one.
     pub(super) fn drop_empty(&mut self, most: usize) -> Vec<u32> {
         let (mut dropped, mut kept): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
         for unit in std::mem::take(&mut self.chain) {
@@ -298,7 +308,7 @@ impl Copies {
         self.chain.first().copied().unwrap_or(0)
     }
 
-    /// The copy in this slot is this snapshot's. The caller holds the gate.
+    /// Enters the copy in this slot as this snapshot's. The caller holds the gate.
     pub(super) fn add(&mut self, id: u32, page: u64, at: SlotAt, bytes: &[u8]) {
         self.index_of(at).set_slot(at.slot, id, page);
         self.by_page.insert((id, page), at);
@@ -314,7 +324,7 @@ impl Copies {
         self.pages.get_mut(&at.unit).expect("a map unit")
     }
 
-    /// A copy becomes another snapshot's. The caller holds the gate.
+    /// Passes a copy on to another snapshot. The caller holds the gate.
     pub(super) fn pass_on(&mut self, page: u64, from: u32, to: u32) {
         if let Some(at) = self.by_page.remove(&(from, page)) {
             self.index_of(at).set_slot(at.slot, to, page);
@@ -324,13 +334,13 @@ impl Copies {
         }
     }
 
-    /// A copy is gone, of which these are the bytes. Tells the units that no copy names any more. The caller holds the gate;
-    /// `records` were written.
+    /// Removes a copy, whose bytes these are. Returns the units that no copy names any more. The caller holds
+    /// the gate. `records` is the number of records that were written.
     pub(super) fn remove(&mut self, id: u32, page: u64, bytes: &[u8], records: u64) -> Vec<(u64, u32)> {
         let Some(at) = self.by_page.remove(&(id, page)) else { return Vec::new() };
         self.owners.remove(&(page, id));
         self.index_of(at).set_slot(at.slot, 0, 0);
-        // A record may be on its way that has not this yet.
+        // A record that does not have this change yet may be on its way.
         self.later.push_back((records + 3, at));
         if !self.is_of_table(page) {
             return Vec::new();
@@ -347,7 +357,7 @@ impl Copies {
         unnamed
     }
 
-    /// The index pages that have changed. The caller holds the gate alone.
+    /// Copies the index pages that have changed. The caller holds the gate alone.
     pub(super) fn seal(&mut self) -> Vec<SealedPage> {
         let places = self.places;
         let changed = self.pages.iter_mut().filter_map(|(unit, page)| {

@@ -1,15 +1,20 @@
-//! Deleting a snapshot, while requests go on.
+//! Deleting a snapshot while requests continue.
 //!
 //! ```text
 //!   flag ── commit ──► each copy: the snapshot before has none ► passed on to it
-//!                                  it has one, or there is none ► freed, with the units that nobody names then
+//!                                  it has one, or there is none ► freed, with units that nothing else names
 //!                 ──► no copy is left: the one before relies on the next; the entry is free ── commit
 //! ```
 //!
-//! What the snapshot before sees is the same after each step, so they may be in as many transactions as it takes. A crash leaves
-//! the flag, and the next opening goes on. So it does when the program that serves the disk is told to end.
+//! From the flag's commit point on no page is kept for the snapshot and no unit is copied for it. So the
+//! steps come to an end, however much is written meanwhile. This does not hold earlier: a crash before would
+//! bring the snapshot back.
 //!
-//! Snapshots are made meanwhile: they come at the end of the chain, where none of these steps looks.
+//! What the snapshot before sees is the same after each step, so the steps may take any number of
+//! transactions. A crash leaves the flag, and the next opening continues. The same happens when the server is
+//! asked to end.
+//!
+//! Snapshots may be made meanwhile. They come at the end of the chain, which these steps do not touch.
 
 use std::future::poll_fn;
 use std::task::Poll;
@@ -20,14 +25,17 @@ use super::super::geometry::SNAPSHOTS;
 use super::super::image::Native;
 use super::list::{BEING_DELETED, ENTRY_WORDS, FLAGS_WORD, HOME, word};
 use super::{Ordering, Views};
+use crate::engine::Commit as _;
+use crate::perturb;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
-/// What freeing a copy takes of a record, at most.
+/// The bytes of a record that freeing a copy takes, at most.
 const FREED_BYTES: u64 = 2 * 24;
 
-/// Steps that find all they need in memory would keep a worker busy for as long as there are any.
+/// Steps that find everything in memory would otherwise keep a worker busy until the last of them.
 async fn let_others_go_on() {
+    perturb::point();
     let mut is_second = false;
     poll_fn(|context| {
         if std::mem::replace(&mut is_second, true) {
@@ -40,20 +48,21 @@ async fn let_others_go_on() {
 }
 
 impl Native {
-    /// Deletes the snapshot of this number or name. When this returns it is durably gone; space that only it had is free.
-    /// Requests go on meanwhile.
+    /// Deletes the snapshot of this number or name. When this returns, the snapshot is durably gone and the
+    /// space that only it used is free. Requests continue meanwhile.
     ///
     /// # Errors
-    /// `NotFound` when there is none, `Locked` when it is open beside the disk, `Closed` when it was stopped half way, and what
-    /// the storage says.
+    /// `NotFound` when there is none, `Locked` when it is open beside the disk, `Closed` when the deletion
+    /// was stopped half way, and the errors of the storage.
     pub async fn snapshot_delete(&self, wanted: &str) -> Result<()> {
-        let context = || format!("{}: can't delete snapshot {wanted}", self.name);
+        let context = || format!("{}: can't delete snapshot {wanted}", self.engine.name);
         self.delete_inner(wanted).await.context(context)
     }
 
     async fn delete_inner(&self, wanted: &str) -> Result<()> {
         let views = self.views()?;
         let _one = views.deleting.lock().await;
+        self.engine.state.check_open()?;
         let (id, index) = {
             let list = lock(&views.list);
             let entry = list.find(wanted)?;
@@ -70,28 +79,52 @@ impl Native {
             self.put_word(index, FLAGS_WORD, BEING_DELETED);
             list.get_mut(id).expect("as just found").is_being_deleted = true;
         }
-        self.commits.note_change();
+        if sabotage::is(Bug::LetGoEarly) {
+            self.let_go_of_deleted(views);
+        }
+        self.engine.commits.note_change();
         self.commit().await?; // commit point: from here on it is gone
+        self.let_go_of_deleted(views);
         self.finish_delete(views, id).await
     }
 
-    /// Goes on with what an earlier opening began.
-    pub(in crate::native) async fn finish_deletes(&self, ids: &[u32]) -> Result<()> {
+    /// Continues the deletions that an earlier opening began.
+    pub(in crate::native) async fn finish_deletes(&self) -> Result<()> {
         let views = self.views()?;
         let _one = views.deleting.lock().await;
-        for id in ids {
+        let flagged: Vec<u32> = {
+            let list = lock(&views.list);
+            list.entries.iter().filter(|entry| entry.is_being_deleted).map(|entry| entry.id).collect()
+        };
+        for id in flagged {
             self.begin_journal().await?;
-            self.finish_delete(views, *id).await?;
+            self.finish_delete(views, id).await?;
         }
         Ok(())
     }
 
-    /// Deleting that is under way stops where it is, with an error; the next opening goes on with it. To be called when the disk
-    /// is about to be closed.
+    /// Stops a running deletion where it is, with an error. The next opening continues it. To be called when
+    /// the disk is about to be closed.
     pub fn stop_deleting(&self) {
         if let Some(views) = &self.views {
             views.is_ending.store(true, Ordering::Release);
         }
+    }
+
+    /// As above, for the close of the disk: the deletion has stopped when this returns, and no other one runs
+    /// while the returned guard lives. A step after the journal's end would be in no record.
+    pub(in crate::native) async fn end_deleting(&self) -> Option<async_lock::MutexGuard<'_, ()>> {
+        self.stop_deleting();
+        match &self.views {
+            Some(views) => Some(views.deleting.lock().await),
+            None => None,
+        }
+    }
+
+    /// Snapshots that are durably being deleted need no copies any more.
+    fn let_go_of_deleted(&self, views: &Views) {
+        let mut held = lock(&views.copies);
+        held.keepers = lock(&views.list).keepers();
     }
 
     async fn finish_delete(&self, views: &Views, id: u32) -> Result<()> {
@@ -99,7 +132,7 @@ impl Native {
             if views.is_ending.load(Ordering::Acquire) {
                 return Err(Error::new(
                     ErrorKind::Closed,
-                    "the server ends; the next opening of the image goes on",
+                    "the server is shutting down; the deletion continues when the image is next opened",
                 ));
             }
             let_others_go_on().await;
@@ -124,7 +157,7 @@ impl Native {
                 None => {}
             }
         }
-        self.commits.note_change();
+        self.engine.commits.note_change();
         self.commit().await
     }
 
@@ -132,7 +165,7 @@ impl Native {
         let bytes = self.metadata.read(at, Buffer::for_overwrite(4096)).await?;
         let _gate = self.enter_transaction(FREED_BYTES).await?;
         let mut held = lock(&views.copies);
-        for (index, unit) in held.copies.remove(id, page, bytes.slice(), self.commits.records()) {
+        for (index, unit) in held.copies.remove(id, page, bytes.slice(), self.engine.commits.records()) {
             if !self.home_names(index, unit) || sabotage::is(Bug::NamedUnitFreed) {
                 self.free(unit);
             }
@@ -140,16 +173,16 @@ impl Native {
         Ok(())
     }
 
-    /// Whether home's entry for a unit of the disk names this unit. All pages of the table that are not zero are in memory.
+    /// Whether home's entry for a unit of the disk names this unit. All pages of the table that are not zero
+    /// are in memory.
     fn home_names(&self, index: u64, unit: u32) -> bool {
-        let table = self.places.region(super::Region::Table).start();
-        let at = table + index * 4;
+        let at = self.places.entry_place(index);
         let word = self.home.word(ImageOffset::new(at.bytes() & !7));
         let number = usize::from(!index.is_multiple_of(2));
         word.is_ok_and(|word| self.places.units_in(word)[number] == unit)
     }
 
-    /// The entry is free, unless there are copies again.
+    /// Frees the entry, unless there are copies again.
     async fn free_entry(&self, views: &Views, id: u32) -> Result<bool> {
         let _one = views.changing.lock().await;
         let (index, next, before) = {
@@ -165,7 +198,8 @@ impl Native {
         let _alone = self.enter_alone(512).await?;
         let mut held = lock(&views.copies);
         if held.copies.pages_of(id).next().is_some() {
-            return Ok(false); // a page of home was kept for it
+            debug_assert!(sabotage::is(Bug::HeldAgain), "no page is kept for one that is being deleted");
+            return Ok(false);
         }
         let mut list = lock(&views.list);
         for at in 0..ENTRY_WORDS {
@@ -177,15 +211,15 @@ impl Native {
         }
         if next == HOME {
             list.relies_on_home = before.map_or(0, |(_, id)| id);
-            held.relies_on_home = list.relies_on_home;
         }
         list.entries.retain(|entry| entry.id != id);
+        held.keepers = list.keepers();
         self.put_last(&list);
         views.any.store(!list.entries.is_empty(), Ordering::SeqCst);
         Ok(true)
     }
 
-    /// Takes map units out of the chain that hold nothing. To be called before a record has words of them.
+    /// Takes empty map units out of the chain. To be called before a record has words of them.
     pub(in crate::native) async fn drop_empty_map_units(&self) -> Result<()> {
         const AT_MOST: usize = 16;
         let Some(views) = &self.views else { return Ok(()) };

@@ -1,17 +1,18 @@
 //! What is done before something changes that a snapshot sees: a page of home is kept, a unit is copied.
 //!
 //! ```text
-//!   a page   slot ► its bytes written there ► gate: check, index                 then the change, in this record or a later one
-//!   a unit   who may write to it has left ► fresh unit ► copied ► gate: checks, entry              then the write, as ever
+//!   a page   slot ► its bytes written there ► gate: check, index    then the change, in this record or later
+//!   a unit   its writers have left ► fresh unit ► copied ► gate: checks, entry      then the write, as usual
 //! ```
 //!
-//! 1. The copy of a page is entered before the page changes: in the same transaction at the latest. A snapshot that is made in
-//!    between asks for a copy of its own, so it is looked again under the gate.
+//! 1. The copy of a page is entered before the page changes, in the same transaction at the latest. A
+//!    snapshot that is made in between needs a copy of its own, so this is checked again under the gate.
 //! 2. Zeros of a unit are not copied: a fresh unit is zero.
-//! 3. A copy counts only if its unit was held from before it was read until its entry changes, which is looked at under the lock by
-//!    which units are let go: the snapshot may have been deleted meanwhile, and the unit written to where it lies.
-//! 4. The copy of a unit and the write that asked for it share a flush. Only where the checks would not fit a record the copy is
-//!    flushed first.
+//! 3. A copy counts only if its unit was held from before it was read until its entry changes. This is
+//!    checked under the lock under which units are let go: the snapshot may have been deleted meanwhile, and
+//!    the unit overwritten in place.
+//! 4. The copy of a unit and the write that asked for it share a flush. Only where the checks would not fit a
+//!    record is the copy flushed first.
 
 use std::sync::RwLockReadGuard;
 
@@ -26,30 +27,32 @@ use super::super::image::Native;
 use super::super::publish::WORD_COST;
 use super::copies::SlotAt;
 use super::{Held, Ordering, Views, page_of};
+use crate::engine::Commit as _;
 use crate::journal::{SectorChecks, checks_of};
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
-/// What a kept page takes of a record, at most.
+/// The bytes of a record that a kept page takes, at most.
 const KEPT_BYTES: u64 = 20 + 8 * 4 + 2 * 24;
-/// What an entry takes, and the bit of the unit that it named.
+/// The bytes for an entry, and for the bit of the unit that it named.
 const ENTRY_BYTES: u64 = 2 * WORD_COST;
-/// Units are copied in pieces of this.
+/// Units are copied in pieces of this size.
 const PAGE: usize = 4096;
-/// Runs of checks reach over no multiple of this.
+/// A run of checks never crosses a multiple of this.
 const CHECKS_TOGETHER: BlockSize = BlockSize::from_shift(20);
 
 impl Native {
-    /// Whether these pages of home may change as far as snapshots are concerned. Nothing is asked for where there are none.
+    /// Whether snapshots allow these pages of home to change. `words` is not called where there are no
+    /// snapshots.
     fn may_change(&self, words: &impl Fn() -> Vec<ImageOffset>) -> bool {
         let Some(views) = self.views.as_ref().filter(|views| views.any()) else { return true };
         let held = lock(&views.copies);
         if sabotage::is(Bug::PageKeptLate) {
-            // Asked for only when it has changed.
+            // Checked only after the page has changed.
             let late = |page| held.copies.late.contains(&page);
             return words().into_iter().map(page_of).all(|page| !late(page) || held.is_kept(page));
         }
-        held.relies_on_home == 0 || words().into_iter().all(|word| held.is_kept(page_of(word)))
+        words().into_iter().all(|word| held.is_kept(page_of(word)))
     }
 
     /// Enters the open transaction with changes of these words of home.
@@ -67,7 +70,7 @@ impl Native {
         }
     }
 
-    /// Keeps these pages for the snapshot that relies on home, if it has no copies of them.
+    /// Keeps these pages for the snapshot that relies on home, unless it has copies of them.
     pub(in crate::native) async fn keep(&self, words: &impl Fn() -> Vec<ImageOffset>) -> Result<()> {
         if self.may_change(words) {
             return Ok(());
@@ -77,7 +80,9 @@ impl Native {
         let mut pages: Vec<u64> = words().into_iter().map(page_of).collect();
         pages.dedup();
         for page in pages {
-            self.keep_page(views, page).await.context(|| format!("{}: can't keep a page", self.name))?;
+            self.keep_page(views, page)
+                .await
+                .context(|| format!("{}: can't keep a page", self.engine.name))?;
         }
         Ok(())
     }
@@ -91,36 +96,44 @@ impl Native {
             }
             let slot = self.slot(views).await?;
             let at = lock(&views.copies).copies.place(slot).start();
-            // Nobody changes it before it is kept.
+            // The page cannot change before it is kept.
             let bytes = self.home.bytes(ImageOffset::new(page)).expect("as just loaded");
             let buffer = Buffer::copy_of(&bytes);
             let checks = checks_of(at, &buffer, BlockSize::PAGE, |_| true);
             let give_back = |_: &Error| lock(&views.copies).copies.give_slot(slot);
             self.metadata.write(at, buffer).await.inspect_err(give_back)?;
-            self.commits.note_change();
+            self.engine.commits.note_change();
             let _gate = self.enter_transaction(KEPT_BYTES).await.inspect_err(give_back)?;
             let mut held = lock(&views.copies);
             let is_same = self.home.bytes(ImageOffset::new(page)).is_some_and(|now| now == bytes);
             if held.is_kept(page) || !is_same {
-                // The snapshot is gone, and perhaps there is another one.
+                // The snapshot is gone, and there may be another one.
                 held.copies.give_slot(slot);
                 continue;
             }
             self.journal().expect("it has begun").add_checks(&checks);
-            let id = held.relies_on_home;
+            let id = held.keepers[0];
             held.copies.add(id, page, slot, &bytes);
             return Ok(());
         }
     }
 
-    /// A slot for a copy; a new map unit when no other has one.
+    /// A slot for a copy, in a new map unit if no other has one.
     async fn slot(&self, views: &Views) -> Result<SlotAt> {
-        let records = self.commits.records();
+        let records = self.engine.commits.records();
         if let Some(slot) = { lock(&views.copies).copies.take_slot(records) } {
             return Ok(slot);
         }
         let unit = self.allocate().await?;
-        if let Err(error) = self.load_entry(SNAPSHOTS - 1).await {
+        // The journal writes the index home, and that must not fail for lack of space.
+        let index = self.places.unit(unit).start().span(PAGE as u64);
+        let reserved = match self.metadata.preallocate(index).await {
+            Err(error) if error.kind() != ErrorKind::Unsupported && !sabotage::is(Bug::IndexNotReserved) => {
+                Err(error)
+            }
+            _ => self.load_entry(SNAPSHOTS - 1).await,
+        };
+        if let Err(error) = reserved {
             self.give_up(unit);
             return Err(error);
         }
@@ -143,14 +156,18 @@ impl Native {
         Ok(self.is_held_by(views, &lock(&views.copies), number, unit))
     }
 
-    /// The same for one who looks at the copies.
+    /// As above, for a caller that has locked the copies.
     fn is_held_by(&self, views: &Views, held: &Held, number: u64, unit: u32) -> bool {
         let page = page_of(self.places.entry(number).word);
         let is_seen = views.any() && (!held.is_kept(page) || held.copies.names(unit));
-        unit != 0 && ((is_seen && !sabotage::is(Bug::HeldOverwritten)) || self.is_being_emptied(unit))
+        let is_held =
+            unit != 0 && ((is_seen && !sabotage::is(Bug::HeldOverwritten)) || self.is_being_emptied(unit));
+        held.let_go.note(number, unit, is_held);
+        is_held
     }
 
-    /// Whether the unit has been held all the time since the stamp was read: nobody may write to it where it lies.
+    /// Whether the unit has been held ever since the stamp was read, so that no request may write to it in
+    /// place.
     fn is_held_since(&self, views: &Views, held: &Held, number: u64, stamp: u64) -> bool {
         let unit = self.entry(number);
         views.stamp.load(Ordering::Acquire) == stamp
@@ -178,7 +195,7 @@ impl Native {
         unit.cluster_of(span.start()).index()..unit.count_for(span.end().bytes())
     }
 
-    /// Gives the disk units of its own where it writes. Must not be called from inside an epoch.
+    /// Gives the disk its own units where it is about to write. Must not be called from inside an epoch.
     pub(in crate::native) async fn unshare(&self, span: GuestSpan) -> Result<()> {
         let Some(views) = self.views.as_ref().filter(|_| self.holds_units()) else { return Ok(()) };
         for number in self.units_of(span) {
@@ -186,7 +203,7 @@ impl Native {
             loop {
                 let given = self.units().given();
                 match self.unshare_unit(views, number).await {
-                    // It can be written to where it lies: emptying a zone fails no write.
+                    // The unit may be written in place: emptying a zone fails no write.
                     Err(_) if self.ends_emptying_for(number) => {}
                     Err(error) if error.kind() == ErrorKind::NoSpace => {
                         if !self.space_again(&mut rounds, given, 1).await? {
@@ -200,35 +217,36 @@ impl Native {
         Ok(())
     }
 
-    /// Whether there are units that are not written to where they lie.
+    /// Whether there are units that must not be written in place.
     fn holds_units(&self) -> bool {
         self.views.as_ref().is_some_and(Views::any) || self.empties_any()
     }
 
-    /// A fresh unit becomes the disk's. Where zones are emptied it may have been taken from one before that was said: who finds it in
-    /// the table from now on may write to it.
+    /// Enters a fresh unit in the table. While zones are being emptied, the unit may have been taken from one
+    /// of them before that began. Writers that find it in the table from now on may write to it.
     pub(in crate::native) fn enter_unit(&self, bits: Bits, unit: u32) {
         let change = || self.home.change(bits.word, |word| bits.set(word, u64::from(unit)));
         let Some(views) = self.views.as_ref().filter(|_| self.compaction.is_some()) else {
             change();
             return;
         };
-        let _held = lock(&views.copies);
+        let mut held = lock(&views.copies);
         change();
         if self.is_being_emptied(unit) {
-            views.stamp.store(self.epochs.now() + 1, Ordering::Release);
+            self.stamp(views, &mut held);
         }
     }
 
-    /// More units become such ones. Who looked before may write to them from now on, too: that is waited for by who copies one.
+    /// Lets more units become held. Writers that looked before may still write to them, so a copy of such a
+    /// unit waits for these writers.
     pub(in crate::native) fn say_held(&self, say: impl FnOnce()) {
         let Some(views) = &self.views else { return };
-        let _held = lock(&views.copies);
+        let mut held = lock(&views.copies);
         say();
-        views.stamp.store(self.epochs.now() + 1, Ordering::Release);
+        self.stamp(views, &mut held);
     }
 
-    /// The unit of the disk gets another place, if it lies in a zone that is being emptied.
+    /// Moves the unit of the disk to another place, if it lies in a zone that is being emptied.
     pub(in crate::native) async fn leave_unit(&self, number: u64) -> Result<()> {
         match &self.views {
             Some(views) => self.unshare_unit(views, number).await,
@@ -242,12 +260,12 @@ impl Native {
             let stamp = views.stamp.load(Ordering::Acquire);
             if stamp > 0 && !sabotage::is(Bug::MovedUnderWriters) {
                 // A write that looked before the snapshot was made may still be on its way to the old unit.
-                self.epochs.until_passed(stamp - 1).await;
+                self.engine.epochs.until_passed(stamp - 1).await;
             }
-            let held = self.claims.claim(GuestCluster::new(number), u32::MAX).await;
+            let held = self.engine.claims.claim(GuestCluster::new(number), u32::MAX).await;
             let result = match views.stamp.load(Ordering::Acquire) == stamp {
                 true => self.copy_unit(views, number, stamp).await,
-                false => Ok(()), // a snapshot has come in between
+                false => Ok(()), // a snapshot was made in between
             };
             self.let_go(held);
             result?;
@@ -255,29 +273,30 @@ impl Native {
         Ok(())
     }
 
-    /// The disk gets a copy of a unit that is held. The caller has claimed it, and who looked before the stamp has left.
+    /// Gives the disk a copy of a unit that is held. The caller has claimed it, and all writers that looked
+    /// before the stamp have left.
     async fn copy_unit(&self, views: &Views, number: u64, stamp: u64) -> Result<()> {
         if !self.find(|| self.is_held(number)).await? {
             return Ok(());
         }
         let (old, form) = self.find(|| self.entry_and_form(number)).await?;
-        // Before there is a unit: else the two could take what is left from each other for ever.
+        // Before a unit is taken: otherwise the two could keep taking the last space from each other.
         self.keep(&|| vec![self.places.entry(number).word]).await?;
         let fresh = self.allocate().await?;
         let is_held = self.is_held_since(views, &lock(&views.copies), number, stamp);
         let result = match is_held {
             true => self.copy_into(views, number, (old, form), fresh, stamp).await,
-            false => Ok(false), // there was no other unit than those of the zone that was being emptied
+            false => Ok(false), // only units of the zone being emptied were left
         };
-        self.commits.note_change();
+        self.engine.commits.note_change();
         if !matches!(result, Ok(true)) {
             self.give_up(fresh);
         }
-        result.map(|_| ()).context(|| format!("{}: can't copy a unit", self.name))
+        result.map(|_| ()).context(|| format!("{}: can't copy a unit", self.engine.name))
     }
 
-    /// Tells whether the disk has the copy. It has not where the unit was let go meanwhile: then somebody may have written to it
-    /// where it lies.
+    /// Returns whether the disk has got the copy. It has not when the unit was let go meanwhile, because then
+    /// it may have been overwritten in place.
     async fn copy_into(
         &self,
         views: &Views,
@@ -304,7 +323,7 @@ impl Native {
         Ok(true)
     }
 
-    /// Copies what is not zero; gives its checks.
+    /// Copies everything that is not zero, and returns the checks of the copy.
     async fn copy_bytes(
         &self,
         number: u64,
@@ -316,7 +335,7 @@ impl Native {
         let bytes = self.data.read(from.start(), Buffer::for_overwrite(len)).await?;
         let mut bytes = bytes.to_vec();
         if let Some(block) = form.checked_sub(1) {
-            // Elsewhere its entry would say nothing.
+            // The packed form would be meaningless in another place.
             let at = from.start() + u64::from(block) * PAGE as u64;
             let within = block as usize * PAGE..(block as usize + 1) * PAGE;
             let plain = self.unpack(number, at).await?;
@@ -343,8 +362,8 @@ impl Native {
         Ok(checks)
     }
 
-    /// Changes an entry of the table. The unit that it named is free if no snapshot sees it. The caller holds the gate, and the
-    /// page is kept.
+    /// Changes an entry of the table. The unit that it named becomes free if no snapshot sees it. The caller
+    /// holds the gate, and the page is kept.
     pub(in crate::native) fn put_entry(&self, bits: Bits, entry: u32) {
         let mut held = self.views.as_ref().map(|views| lock(&views.copies));
         self.put_entry_of(held.as_deref_mut(), bits, entry);

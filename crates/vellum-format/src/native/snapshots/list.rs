@@ -1,11 +1,14 @@
-//! The list of snapshots: what it says on the medium, believed only when it cannot be otherwise.
+//! The list of snapshots. What is read from the medium is checked for contradictions before it is used.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use vellum_core::{Buffer, Context, Error, ImageOffset, Result, Storage};
 
 use super::super::geometry::{Places, Region, SNAPSHOTS};
 use crate::bytes::{be32, be64};
+use crate::hash::HashMap;
+use crate::sabotage::{self, Bug};
+use crate::work;
 
 /// `next` of the snapshot that relies on home.
 pub(in crate::native) const HOME: u32 = u32::MAX;
@@ -14,17 +17,17 @@ pub(super) const NAME_MAX: usize = 64;
 /// Words of an entry, and the first one of the name.
 pub(super) const ENTRY_WORDS: u64 = 16;
 pub(super) const NAME_WORD: u64 = 8;
-/// The word with the flags, and the flag that it is being deleted.
+/// The word with the flags, and the flag of a snapshot that is being deleted.
 pub(super) const FLAGS_WORD: u64 = 4;
 pub(super) const BEING_DELETED: u64 = 1 << 32;
 
-/// One snapshot, as its entry says.
+/// One snapshot, as in its entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Entry {
-    /// Where in the list.
+    /// Its index in the list.
     pub(super) index: u64,
     pub(super) id: u32,
-    /// Whom it relies on for pages that it has no copy of.
+    /// The snapshot on which it relies for pages that it has no copy of.
     pub(super) next: u32,
     pub(super) size: u64,
     pub(super) seconds: u64,
@@ -32,7 +35,7 @@ pub(super) struct Entry {
     pub(super) name: String,
 }
 
-/// All of them, and what the last entry has.
+/// All snapshots, and the content of the last entry.
 #[derive(Debug, Clone, Default)]
 pub(super) struct List {
     pub(super) entries: Vec<Entry>,
@@ -40,12 +43,12 @@ pub(super) struct List {
     /// The snapshot that relies on home; 0: none.
     pub(super) relies_on_home: u32,
     pub(super) next_id: u32,
-    /// The disk is being made what this snapshot is; 0: it is not.
+    /// The snapshot to which the disk is being reverted; 0: none.
     pub(super) reverts_to: u32,
 }
 
 impl List {
-    /// The list of an image without any.
+    /// The list of an image without snapshots.
     pub(super) fn empty() -> Self {
         Self { next_id: 1, ..Self::default() }
     }
@@ -78,7 +81,7 @@ impl List {
             }
             let name = bytes[64..].split(|byte| *byte == 0).next().unwrap_or_default();
             let Ok(name) = std::str::from_utf8(name) else {
-                return Err(Error::corrupt(format!("the name of entry {index} is no text")));
+                return Err(Error::corrupt(format!("the name of entry {index} is not valid text")));
             };
             list.entries.push(Entry {
                 index,
@@ -107,7 +110,7 @@ impl List {
             if (entry.next == HOME) != (id == self.relies_on_home) {
                 return Err(Error::corrupt(format!("it is not clear whether snapshot {id} relies on home")));
             }
-            // Each is relied on by one, so a way that comes to its end has no circle.
+            // Each snapshot has at most one that relies on it, so a chain that ends has no circle.
             if entry.next != 0 && !relied_on.insert(entry.next) {
                 return Err(Error::corrupt(format!("two snapshots rely on {}", entry.next)));
             }
@@ -117,10 +120,37 @@ impl List {
                 return Err(Error::corrupt(format!("snapshot {id} is named and does not exist")));
             }
         }
-        for entry in &self.entries {
-            self.chain(entry.id)?;
+        self.check_chains(&ids)
+    }
+
+    /// Checks that every chain ends. No two snapshots have the same next one, so those on chains that end are
+    /// found by walking back from the ends, each of them once. A circle has no end.
+    fn check_chains(&self, ids: &BTreeSet<u32>) -> Result<()> {
+        let mut before: BTreeMap<u32, u32> = BTreeMap::new();
+        let mut ending: Vec<u32> = Vec::new();
+        for Entry { id, next, .. } in &self.entries {
+            match *next {
+                0 | HOME => ending.push(*id),
+                next if !ids.contains(&next) => {
+                    return Err(Error::corrupt(format!(
+                        "snapshot {id} relies on {next}, which does not exist"
+                    )));
+                }
+                next => drop(before.insert(next, *id)),
+            }
         }
-        Ok(())
+        let mut count = 0;
+        while let Some(id) = ending.pop() {
+            work::note(1);
+            count += 1;
+            ending.extend(before.remove(&id));
+        }
+        match before.values().next() {
+            Some(id) if count < self.entries.len() => {
+                Err(Error::corrupt(format!("snapshot {id} relies on itself")))
+            }
+            _ => Ok(()),
+        }
     }
 
     pub(super) fn get(&self, id: u32) -> Option<&Entry> {
@@ -131,9 +161,28 @@ impl List {
         self.entries.iter_mut().find(|entry| entry.id == id)
     }
 
-    /// Who relies on it.
+    /// The snapshot that relies on this one.
     pub(super) fn before(&self, id: u32) -> Option<&Entry> {
         self.entries.iter().find(|entry| entry.next == id)
+    }
+
+    /// The newest snapshot that stays, and after it those that are being deleted, up to the one that relies
+    /// on home. Empty when no snapshot stays.
+    pub(super) fn keepers(&self) -> Vec<u32> {
+        let before: HashMap<u32, &Entry> = self.entries.iter().map(|entry| (entry.next, entry)).collect();
+        if sabotage::is(Bug::HeldAgain) {
+            return [self.relies_on_home].into_iter().filter(|id| *id != 0).collect();
+        }
+        let mut keepers = Vec::new();
+        let mut at = HOME;
+        while let Some(entry) = before.get(&at) {
+            keepers.insert(0, entry.id);
+            if !entry.is_being_deleted {
+                return keepers;
+            }
+            at = entry.id;
+        }
+        Vec::new()
     }
 
     /// The snapshot of this id, else of this name.
@@ -145,7 +194,8 @@ impl List {
         })
     }
 
-    /// Whether each relies on the next younger one, and the youngest on home. So it is in every image of this program.
+    /// Whether each snapshot relies on the next younger one, and the youngest on home. This program makes no
+    /// other images.
     pub(super) fn is_line(&self) -> bool {
         let mut all: Vec<(u32, u32)> = self.entries.iter().map(|entry| (entry.id, entry.next)).collect();
         all.sort_unstable();
@@ -153,12 +203,14 @@ impl List {
         all.iter().zip(ids).all(|((_, next), id)| *next == id)
     }
 
-    /// It, whom it relies on, and so on; and whether home comes at the end.
+    /// The snapshot, the one on which it relies, and so on; and whether the chain ends in home.
     pub(super) fn chain(&self, id: u32) -> Result<(Vec<u32>, bool)> {
+        let entries: BTreeMap<u32, &Entry> = self.entries.iter().map(|entry| (entry.id, entry)).collect();
         let mut chain = Vec::new();
         let mut at = id;
         while at != 0 && at != HOME {
-            let Some(entry) = self.get(at) else {
+            work::note(1);
+            let Some(entry) = entries.get(&at) else {
                 return Err(Error::corrupt(format!("snapshot {id} relies on {at}, which does not exist")));
             };
             chain.push(at);
@@ -176,12 +228,12 @@ pub(super) fn word_of(places: &Places, index: u64, word: u64) -> ImageOffset {
     places.snapshot(index).start() + word * 8
 }
 
-/// Two numbers as one word.
+/// Combines two numbers into a word.
 pub(super) fn word(high: u32, low: u32) -> u64 {
     u64::from(high) << 32 | u64::from(low)
 }
 
-/// The name as the words of an entry have it.
+/// The name as it is stored in the words of an entry.
 pub(super) fn name_words(name: &str) -> [u64; NAME_MAX / 8] {
     let mut bytes = [0; NAME_MAX];
     bytes[..name.len()].copy_from_slice(name.as_bytes());

@@ -1,33 +1,35 @@
-//! A snapshot as a disk, for reading, beside the disk itself while that is written.
+//! A snapshot as a read-only disk, beside the disk itself while that is written.
 //!
 //! ```text
-//!   page   a copy along the chain ► where it lies, it stays as long as the snapshot
-//!          none ► home's page, as it is in memory: whoever changes it keeps a copy first
+//!   page   a copy along the chain ► where it lies: it stays as long as the snapshot
+//!          none ► home's page, as it is in memory: a copy is kept before it changes
 //! ```
 //!
-//! 1. What a snapshot sees of a page never changes, so a page that was looked up once is kept.
-//! 2. Both are looked at under the lock of the copies, which a copy is entered under before the page changes.
-//! 3. A snapshot that is open is not deleted. So none of the units and copies that it sees becomes free: a copy of a younger one
-//!    that is deleted is passed on.
-//! 4. A write that was in flight when the snapshot was made may be in it or not. Before the first look it is waited for, and made
-//!    durable, so that nobody sees both.
+//! 1. What a snapshot sees of a page never changes, so a page that was looked up once stays in memory.
+//! 2. Copies and home are looked at under the lock of the copies, under which a copy is entered before the
+//!    page changes.
+//! 3. A snapshot that is open is not deleted. So none of the units and copies that it sees becomes free. A
+//!    copy of a younger snapshot that is deleted is passed on.
+//! 4. A write that was in flight when the snapshot was made may be in it or not. The first read waits for
+//!    such writes and makes them durable, so that no reader sees both states.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vellum_core::{Buffer, Error, ErrorKind, Geometry, ImageOffset, ImageSpan, Result};
 
-use super::super::geometry::Region;
 use super::super::home::{Home, Missing};
 use super::super::image::Native;
 use super::{View, Views, page_of};
-use crate::state::{State, lock};
+use crate::engine::{Commit as _, Engine};
+use crate::state::lock;
 
-/// What a snapshot sees of an image that is open for writing.
+/// What a snapshot sees of an image that is open read-write.
 pub(in crate::native) struct Live {
     disk: Arc<Native>,
     id: u32,
-    /// The chain is as this program makes it; deleting and making leave it so.
+    /// The chain is in the order in which this program makes it. Making and deleting snapshots keep that
+    /// order.
     is_line: bool,
     settled: async_lock::OnceCell<()>,
 }
@@ -36,9 +38,9 @@ pub(in crate::native) struct Live {
 enum Found {
     Copy(ImageSpan),
     Home(Vec<u8>),
-    /// In home, which must read it first.
+    /// In home, which must load it first.
     NotInMemory,
-    /// Nowhere: it is zero.
+    /// Nowhere, so it is zero.
     Zero,
 }
 
@@ -52,17 +54,18 @@ impl Views {
 }
 
 impl Native {
-    /// The snapshot of this id as a disk of its own, for reading, while this one is written. It is not deleted as long as the
-    /// disk is there.
+    /// The snapshot of this id as a read-only disk of its own, while this disk may be written. The snapshot
+    /// cannot be deleted while the returned disk exists.
     ///
     /// # Errors
-    /// `NotFound` when there is none, `Closed` when this one is closed, and as [`Native::snapshots`].
+    /// `NotFound` when there is none, `Closed` when this disk is closed, and as [`Native::snapshots`].
     pub fn snapshot_open(self: &Arc<Self>, id: u32) -> Result<Arc<Self>> {
-        self.state.check_open()?;
+        self.engine.state.check_open()?;
         let views = self.views()?;
         let list = lock(&views.list);
         let entry = list.get(id).filter(|entry| !entry.is_being_deleted);
-        let missing = || Error::new(ErrorKind::NotFound, format!("{}: there is no snapshot {id}", self.name));
+        let missing =
+            || Error::new(ErrorKind::NotFound, format!("{}: there is no snapshot {id}", self.engine.name));
         let (name, size) = entry.map(|entry| (entry.name.clone(), entry.size)).ok_or_else(missing)?;
         let mut open = lock(&views.open);
         if let Some(disk) = open.get(&id).and_then(std::sync::Weak::upgrade) {
@@ -72,8 +75,11 @@ impl Native {
         let settled = async_lock::OnceCell::new();
         let live = Live { disk: self.clone(), id, is_line: list.is_line(), settled };
         let disk = Arc::new(Self {
-            name: format!("{}, snapshot {name}", self.name),
-            geometry: Geometry { size: places.shape().size, read_only: true, ..self.geometry.clone() },
+            engine: Engine::new(
+                format!("{}, snapshot {name}", self.engine.name),
+                Geometry { size: places.shape().size, read_only: true, ..self.engine.geometry.clone() },
+                None,
+            ),
             places,
             superblocks: self.superblocks.clone(),
             metadata: self.metadata.clone(),
@@ -82,10 +88,8 @@ impl Native {
             data: self.data.clone(),
             under: self.under.clone(),
             below: self.below.clone(),
-            home: Home::new(places.home()),
+            home: Home::new(places.homes()),
             cell: self.cell,
-            claims: Default::default(),
-            epochs: Default::default(),
             block_locks: std::array::from_fn(|_| Default::default()),
             units: None,
             views: None,
@@ -95,16 +99,15 @@ impl Native {
             zones: None,
             view: Some(View::Live(live)),
             journal: None,
-            beginning: Default::default(),
+            marked: Default::default(),
+            is_marked: Default::default(),
             open_bytes: AtomicU64::new(0),
-            commits: Default::default(),
-            state: State::default(),
         });
         open.insert(id, Arc::downgrade(&disk));
         Ok(disk)
     }
 
-    /// The id of the snapshot of this name, if there is one. Costs less than asking for all of them.
+    /// The id of the snapshot of this name, if there is one. Cheaper than a list of all snapshots.
     ///
     /// # Errors
     /// As [`Native::snapshots`].
@@ -124,7 +127,7 @@ impl Native {
     async fn settle(&self) -> Result<()> {
         let stamp = self.views()?.stamp.load(Ordering::Acquire);
         if stamp > 0 {
-            self.epochs.until_passed(stamp - 1).await;
+            self.engine.epochs.until_passed(stamp - 1).await;
         }
         self.commit().await
     }
@@ -132,9 +135,9 @@ impl Native {
     fn find_page(&self, id: u32, page: u64, is_line: bool) -> Result<Found> {
         let views = self.views.as_ref().expect("a snapshot of it is open");
         let held = lock(&views.copies);
-        let is_of_zones = self.places.region(Region::Zones).contains(ImageOffset::new(page));
+        let is_of_zones = self.places.is_in_zone_table(ImageOffset::new(page));
         let (copy, ends_in_home) = match is_line {
-            // The zone table is that of all views: what a snapshot needs of it does not change.
+            // All views share the zone table: what a snapshot needs of it does not change.
             _ if is_of_zones => (None, true),
             true => (held.copies.first_from(id, page), true),
             false => {

@@ -1,32 +1,41 @@
 //! Internal snapshots: views of bitmap, masks and table that no longer change.
 //!
 //! ```text
-//!   create   one entry of the list, in one transaction; no page is copied                              mod.rs, list.rs
-//!   from then on, before a page of home changes for the first time: its old bytes are kept             keep.rs, copies.rs
-//!                 before bytes change in a unit that a snapshot sees: the unit is copied, the disk gets the copy
-//!   delete   a flag ► copies passed on to who relies on it, or freed with their units ► the entry       delete.rs
-//!   revert   a mark ► the pages of home become what the snapshot sees ► the size ► no mark              revert.rs
-//!   open     pages are looked up along the chain                                                        view.rs
-//!            the same beside the disk, while that is written                                            live.rs
+//!   create   one entry of the list, in one transaction; no page is copied                  mod.rs, list.rs
+//!   from then on, before a page of home changes for the first time: old bytes are kept  keep.rs, copies.rs
+//!                before bytes change in a unit that a snapshot sees: it is copied, the disk gets the copy
+//!   delete   a flag ► copies passed on to the snapshot before, or freed with their units   delete.rs
+//!                   ► the entry
+//!   revert   a mark ► the pages of home become what the snapshot sees ► the size ► no mark revert.rs
+//!   open     pages are looked up along the chain                                           view.rs
+//!            the same beside the disk, while that is written                               live.rs
 //! ```
 //!
-//! 1. A snapshot sees a page: the copy that it has, else the one of the next snapshot in its chain, and so on; home at the end.
-//!    So no copy is made for a page that does not change, and a copy serves all snapshots before it.
-//! 2. A unit belongs to a snapshot when a copy of a page of the table names it, or when home names it in a page that was not
-//!    kept for the snapshot that relies on home. Before an entry changes its page is kept, so what home lets go of is counted
-//!    by then: it is free when no copy names it.
-//! 3. The moment of a snapshot is the gate held alone. What was in flight then may be in it or not; whoever copies a unit waits
-//!    until those who may still write to it have left, and looks again before the copy counts (`keep.rs`, 3).
-//! 4. Lock order: the journal's gate, then the copies, then pages of home. The list comes after the gate, too.
+//! 1. A snapshot sees of a page the copy that it has, else the copy of the next snapshot in its chain, and so
+//!    on, with home at the end. So no copy is made of a page that does not change, and a copy serves all
+//!    snapshots before it.
+//! 2. A unit belongs to a snapshot when a copy of a table page names it, or when home names it in a page that
+//!    was not kept for the snapshot that relies on home. Before an entry changes its page is kept. So a unit
+//!    that home lets go of is counted by then: it is free when no copy names it.
+//! 3. The moment of a snapshot is the gate held alone. A request in flight at that moment may be in it or
+//!    not. The copy of a unit waits until all requests that may still write to the unit have left, and checks
+//!    again before it counts (`keep.rs`, 3).
+//! 4. A unit becomes held only together with a new stamp: when a snapshot is made, or a zone is to be
+//!    emptied. Deletion lets go of units and makes none held: from its commit point on nothing is kept for
+//!    the snapshot that is deleted, and what its copies kept stays kept.
+//! 5. Lock order: the journal's gate, then the copies, then pages of home. The list also comes after the
+//!    gate.
 
 mod copies;
 mod delete;
 mod keep;
+mod let_go;
 mod list;
 mod live;
 mod revert;
 mod view;
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, Weak};
 
@@ -35,63 +44,72 @@ use vellum_core::{Context, Error, ErrorKind, ImageOffset, Result, SharedStorage}
 use super::geometry::{Bits, Places, Region, SNAPSHOTS};
 use super::image::Native;
 use super::superblock::Superblocks;
+use super::unfinished::Found;
+use crate::engine::Commit as _;
 use crate::hash::HashMap;
+use crate::sabotage::{self, Bug};
 use crate::state::lock;
 use copies::Copies;
+use let_go::LetGo;
 use list::{ENTRY_WORDS, Entry, FLAGS_WORD, HOME, List, NAME_MAX, NAME_WORD, name_words, word, word_of};
 pub(super) use live::Live;
 pub use revert::revert;
 pub(super) use view::{Still, View, refuse_half_reverted};
 
-/// A page of home, by the place of a word in it.
+/// The page of home that contains this word.
 pub(super) fn page_of(word: ImageOffset) -> u64 {
     word.bytes() & !4095
 }
 
-/// A snapshot, for who wants to know.
+/// A snapshot, as it is reported to callers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Its number; never used again.
+    /// Its number, which is never used again.
     pub id: u32,
-    /// What it is called.
+    /// Its name.
     pub name: String,
-    /// The size of the disk then, in bytes.
+    /// The size of the disk at that time, in bytes.
     pub size: u64,
     /// When it was made, in seconds since 1970.
     pub seconds: u64,
 }
 
-/// The snapshots of an image that is open for writing.
+/// The snapshots of an image that is open read-write.
 pub(super) struct Views {
     list: Mutex<List>,
     copies: Mutex<Held>,
-    /// There are snapshots; looked at without a lock.
+    /// Whether there are snapshots. Read without a lock.
     any: AtomicBool,
-    /// One keeps pages at a time.
+    /// Held while pages are kept.
     keeping: async_lock::Mutex<()>,
-    /// One makes a snapshot, or takes an entry off the list, at a time.
+    /// Held while a snapshot is made, or an entry is taken off the list.
     changing: async_lock::Mutex<()>,
-    /// One deletes at a time. Snapshots are made meanwhile.
+    /// Held while a snapshot is deleted. Snapshots can be made meanwhile.
     deleting: async_lock::Mutex<()>,
-    /// What was begun in the background is to stop where it is.
+    /// Background work is to stop where it is.
     is_ending: AtomicBool,
-    /// Snapshots that are open beside the disk, by id. Locked after the list.
+    /// The snapshots that are open beside the disk, by id. Locked after the list.
     open: Mutex<HashMap<u32, Weak<Native>>>,
-    /// One more than the epoch in which the newest snapshot was made; 0 when none was since the image was opened.
+    /// The epoch in which units last became held, plus one. 0: not since the image was opened. See
+    /// [`Native::stamp`].
     stamp: AtomicU64,
 }
 
-/// The copies, and for whom pages are kept now; changed together.
+/// The copies, and the snapshots for which pages are kept now. They change together.
 struct Held {
     copies: Copies,
-    /// The snapshot that relies on home; 0: none.
-    relies_on_home: u32,
+    /// The end of the chain: the newest snapshot that stays, for which pages are kept, and after it those
+    /// that are being deleted, on whose copies it still relies. Empty when no snapshot stays.
+    keepers: Vec<u32>,
+    let_go: LetGo,
 }
 
 impl Held {
-    /// Whether this page of home may be changed as far as snapshots are concerned.
+    /// Whether snapshots allow this page of home to change. The answer stays the same while a deletion passes
+    /// copies on and frees them: a copy that is passed on to a keeper comes from a keeper, and a copy of a
+    /// keeper is freed only if an earlier keeper also has one.
     fn is_kept(&self, page: u64) -> bool {
-        self.relies_on_home == 0 || self.copies.has(self.relies_on_home, page)
+        self.keepers.is_empty() || self.keepers.iter().any(|id| self.copies.has(*id, page))
     }
 }
 
@@ -101,14 +119,14 @@ impl Views {
             false => (List::empty(), Copies::new(*places)),
             true => {
                 let list = List::read(&**image, places).await?;
-                let ids: Vec<u32> = list.entries.iter().map(|entry| entry.id).collect();
+                let ids: BTreeSet<u32> = list.entries.iter().map(|entry| entry.id).collect();
                 let copies = Copies::read(&**image, *places, list.first_map_unit, &ids, true).await?;
                 (list, copies)
             }
         };
         Ok(Self {
             any: AtomicBool::new(!list.entries.is_empty()),
-            copies: Mutex::new(Held { copies, relies_on_home: list.relies_on_home }),
+            copies: Mutex::new(Held { copies, keepers: list.keepers(), let_go: LetGo::default() }),
             list: Mutex::new(list),
             keeping: Default::default(),
             changing: Default::default(),
@@ -119,7 +137,7 @@ impl Views {
         })
     }
 
-    /// Units that are in use because of snapshots.
+    /// The units that are in use because of snapshots.
     pub(super) fn units(&self) -> Vec<u32> {
         lock(&self.copies).copies.units().collect()
     }
@@ -129,7 +147,8 @@ impl Views {
         self.any() && lock(&self.copies).copies.contradicts(index, unit)
     }
 
-    /// While this lives no unit is held, or let go, and no copy of one comes to count.
+    /// While the returned guard lives, no unit becomes held or is let go, and no copy of a unit comes to
+    /// count.
     pub(super) fn hold(&self) -> impl Drop {
         lock(&self.copies)
     }
@@ -138,62 +157,81 @@ impl Views {
         self.any.load(Ordering::SeqCst)
     }
 
-    /// The index pages that have changed. The caller holds the gate alone.
+    /// Copies the index pages that have changed. The caller holds the gate alone.
     pub(super) fn seal(&self) -> Vec<super::home::SealedPage> {
         lock(&self.copies).copies.seal()
     }
 
-    /// What was begun and not ended when the image was closed.
-    pub(super) fn unfinished(&self) -> (bool, Vec<u32>) {
+    /// The unfinished change that an earlier opening left. A revert comes first, because it may need a
+    /// snapshot that is being deleted.
+    pub(super) fn unfinished(&self) -> Option<Found> {
         let list = lock(&self.list);
-        let deleted = list.entries.iter().filter(|entry| entry.is_being_deleted).map(|entry| entry.id);
-        (list.reverts_to != 0, deleted.collect())
+        if list.reverts_to != 0 && !sabotage::is(Bug::RevertForgotten) {
+            return Some(Found::RevertMark);
+        }
+        let is_flagged = list.entries.iter().any(|entry| entry.is_being_deleted);
+        is_flagged.then_some(Found::DeleteFlag)
+    }
+
+    /// The size that the disk will have, if it is being reverted.
+    pub(super) fn reverted_size(&self) -> Option<u64> {
+        let list = lock(&self.list);
+        list.get(list.reverts_to).map(|entry| entry.size)
     }
 }
 
 impl Native {
     pub(super) fn views(&self) -> Result<&Views> {
-        self.check_change(Some(vellum_core::GuestOffset::ZERO.span(0)))?;
+        self.engine.check_change(Some(vellum_core::GuestOffset::ZERO.span(0)))?;
         self.views.as_ref().ok_or_else(|| {
-            Error::unsupported(format!("{}: snapshots need layout=table; a linear image has none", self.name))
+            Error::unsupported(format!(
+                "{}: snapshots need layout=zoned or layout=table; a linear image has none",
+                self.engine.name
+            ))
         })
     }
 
     /// All snapshots, in the order in which they were made.
     ///
     /// # Errors
-    /// `Unsupported` when the image cannot have any, `ReadOnly` when it is open for reading.
+    /// `Unsupported` when the image cannot have any, `ReadOnly` when it is open read-only.
     pub fn snapshots(&self) -> Result<Vec<Snapshot>> {
         Ok(public(&lock(&self.views()?.list)))
     }
 
-    /// Makes a snapshot of the disk as it is now: every write that has returned is in it. It is durable when this returns. Gives
-    /// its number. Requests go on meanwhile.
+    /// Makes a snapshot of the disk as it is now, and returns its number. Every write that has returned is in
+    /// it. It is durable when this returns. Requests continue meanwhile.
     ///
     /// # Errors
-    /// `Unsupported` in `linear`, `Invalid` for a name that is taken or cannot be, and what the storage says.
+    /// `Unsupported` in `linear`, `Invalid` for a name that is taken or not allowed, and the errors of the
+    /// storage.
     pub async fn snapshot_create(&self, name: &str, now_seconds: u64) -> Result<u32> {
-        let context = || format!("{}: can't make snapshot {name}", self.name);
+        let context = || format!("{}: can't create snapshot {name}", self.engine.name);
         self.create_inner(name, now_seconds).await.context(context)
     }
 
     async fn create_inner(&self, name: &str, now_seconds: u64) -> Result<u32> {
         let views = self.views()?;
-        if name.is_empty() || name.len() > NAME_MAX || name.contains('\0') {
-            return Err(Error::invalid(format!("a name has 1 to {NAME_MAX} bytes, none of them zero")));
+        if name.is_empty() || name.len() > NAME_MAX || name.contains(char::is_control) {
+            return Err(Error::invalid(format!(
+                "{name:?} cannot be the name of a snapshot: it has 1 to {NAME_MAX} bytes and no control characters"
+            )));
         }
         let _one = views.changing.lock().await;
         let (index, id, before) = {
             let list = lock(&views.list);
             if list.entries.iter().any(|entry| entry.name == name && !entry.is_being_deleted) {
-                return Err(Error::invalid("there is a snapshot of this name"));
+                return Err(Error::invalid("a snapshot with this name already exists"));
             }
-            let taken = |index: &u64| list.entries.iter().any(|entry| entry.index == *index);
-            let Some(index) = (0..SNAPSHOTS - 1).find(|index| !taken(index)) else {
-                return Err(Error::new(ErrorKind::NoSpace, format!("there are {} snapshots", SNAPSHOTS - 1)));
+            let taken: BTreeSet<u64> = list.entries.iter().map(|entry| entry.index).collect();
+            let Some(index) = (0..SNAPSHOTS - 1).find(|index| !taken.contains(index)) else {
+                return Err(Error::new(
+                    ErrorKind::NoSpace,
+                    format!("there are already {} snapshots", SNAPSHOTS - 1),
+                ));
             };
             if list.next_id >= HOME - 1 {
-                return Err(Error::new(ErrorKind::NoSpace, "all numbers of snapshots were given out"));
+                return Err(Error::new(ErrorKind::NoSpace, "all snapshot IDs have been used"));
             }
             (index, list.next_id, list.get(list.relies_on_home).map(|entry| (entry.index, entry.id)))
         };
@@ -204,11 +242,11 @@ impl Native {
         if let Some((before, _)) = before {
             self.load_entry(before).await?;
         }
-        let size = self.geometry.size;
+        let size = self.engine.geometry.size;
         let _paused = self.pause_births();
         {
             let _alone = loop {
-                // Something lies beneath from then on: what the table does not tell it must tell before.
+                // From then on units lie under a snapshot, so the table must have all entries before.
                 self.settle_all().await?;
                 let alone = self.enter_alone(512).await?;
                 if self.all_settled() {
@@ -241,17 +279,24 @@ impl Native {
                 name: name.to_owned(),
             });
             self.put_last(&list);
-            held.relies_on_home = id;
+            held.keepers = list.keepers();
             views.any.store(true, Ordering::SeqCst);
-            // Who looked before may write to what the snapshot sees from now on.
-            views.stamp.store(self.epochs.now() + 1, Ordering::Release);
+            // Writers that looked before may still write to units that the snapshot now sees.
+            self.stamp(views, &mut held);
         }
-        self.commits.note_change();
+        self.engine.commits.note_change();
         self.commit().await?; // commit point
         Ok(id)
     }
 
-    /// The feature bit: who does not know of snapshots must not open the image any more.
+    /// Records that units become held. This is the only way in which that happens. Writers that looked before
+    /// hold nothing but their epoch, so the copy of a unit waits until they have left.
+    fn stamp(&self, views: &Views, held: &mut Held) {
+        held.let_go.forget();
+        views.stamp.store(self.engine.epochs.now() + 1, Ordering::Release);
+    }
+
+    /// Sets the feature bit: a program that does not know snapshots must not open the image from now on.
     async fn say_that_there_are_snapshots(&self) -> Result<()> {
         let mut superblocks = self.superblocks.lock().await;
         if superblocks.superblock.has_snapshots {
@@ -265,7 +310,7 @@ impl Native {
         self.flush_storage().await
     }
 
-    /// Brings the page of an entry of the list into memory, and makes sure that the host has space for it.
+    /// Loads the page of an entry of the list, and makes sure that the host has space for it.
     async fn load_entry(&self, index: u64) -> Result<()> {
         let bits = Bits { word: word_of(&self.places, index, 0), shift: 0, width: 1 };
         self.find(|| self.home.get(bits)).await?;
@@ -278,17 +323,17 @@ impl Native {
         self.home.change(word_of(&self.places, index, at), |_| value);
     }
 
-    /// Writes what the last entry has. The caller holds the gate.
+    /// Writes the last entry. The caller holds the gate.
     fn put_last(&self, list: &List) {
         self.put_word(SNAPSHOTS - 1, 0, word(list.first_map_unit, list.relies_on_home));
         self.put_word(SNAPSHOTS - 1, 1, word(list.next_id, list.reverts_to));
     }
 
-    /// Enters the open transaction with all others outside.
+    /// Enters the open transaction with all other changes kept out.
     async fn enter_alone(&self, cost: u64) -> Result<std::sync::RwLockWriteGuard<'_, ()>> {
         let journal = self.journal().expect("the journal has begun");
         loop {
-            self.state.check_stopped()?;
+            self.engine.state.check_stopped()?;
             let alone = journal.alone();
             let before = self.open_bytes.fetch_add(cost, Ordering::AcqRel);
             if before + cost <= self.record_max() / 4 {
@@ -318,7 +363,8 @@ fn public(list: &List) -> Vec<Snapshot> {
 /// The snapshots of a closed image, in the order in which they were made.
 ///
 /// # Errors
-/// `Unsupported` when the journal must be replayed first, `Corrupt` when the list cannot be, and what the storage says.
+/// `Unsupported` when the journal must be replayed first, `Corrupt` when the list is invalid, and the errors
+/// of the storage.
 pub async fn snapshots(image: &SharedStorage) -> Result<Vec<Snapshot>> {
     let superblock = Superblocks::read(&**image).await?.superblock;
     if superblock.needs_replay() {

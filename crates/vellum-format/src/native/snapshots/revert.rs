@@ -1,12 +1,17 @@
-//! The disk becomes again what a snapshot sees. Nobody else uses the image meanwhile.
+//! Reverting the disk to a snapshot. Nothing else uses the image meanwhile.
 //!
 //! ```text
-//!   mark ── commit ──► each page that differs: kept, as ever ► its words ──► commit ► size in the superblock ── flush ► no mark
+//!   each page that differs: kept; the host has space for it ── commit ──► mark ── commit ──► its words
+//!                                           ──► commit ► size in the superblock ── flush ► no mark
 //! ```
 //!
-//! What the snapshots see does not change, so a crash leaves the mark, and the next opening that writes goes on.
+//! 1. What the snapshots see does not change. So a crash leaves the mark, and the next read-write opening
+//!    continues.
+//! 2. Everything for which a revert needs space comes before the mark. So a full host leaves the disk as it
+//!    was, and never an image that can be neither finished nor opened.
+//! 3. The mark is the commit point: from then on the disk is reverted, by this opening or the next.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use vellum_core::{Buffer, Context, Disk, Error, ImageOffset, Result, SharedDisk, SharedStorage};
 
@@ -14,17 +19,18 @@ use super::super::geometry::{Bits, SNAPSHOTS};
 use super::super::image::Native;
 use super::super::open::OpenOptions;
 use super::Views;
-use super::list::HOME;
 use crate::bytes::be64;
+use crate::engine::Commit as _;
+use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
-/// So many words change in one step.
+/// At most this many words change in one step.
 const WORDS_AT_ONCE: usize = 16;
 
 /// Makes the disk of a closed image what the snapshot of this number or name sees. The snapshots stay.
 ///
 /// # Errors
-/// `NotFound` when there is no such snapshot, and as opening the image.
+/// `NotFound` when there is no such snapshot, and as for opening the image.
 pub async fn revert(
     image: SharedStorage,
     below: Option<SharedDisk>,
@@ -32,21 +38,78 @@ pub async fn revert(
     wanted: &str,
 ) -> Result<()> {
     let name = image.name().to_owned();
-    let native = Native::open(image, below, options).await?;
-    let done = native.begin_revert(wanted).await;
-    let done = match done {
+    let context = || format!("{name}: can't revert to snapshot {wanted}");
+    let native = Native::open(image.clone(), below.clone(), options.clone()).await?;
+    let begun = native.begin_revert(wanted).await;
+    let is_begun = begun.is_ok();
+    let done = match begun {
         Ok(()) => native.finish_revert().await,
         Err(error) => Err(error),
     };
     let closed = native.close().await;
-    done.and(closed).context(|| format!("{name}: can't go back to snapshot {wanted}"))
+    match done.and(closed) {
+        // The mark is durable, so an opening continues the revert. After a failed flush it is not tried: this
+        // storage fails all further flushes.
+        Err(error) if is_begun => {
+            image.flush().await.context(|| error.chain()).context(context)?;
+            let native = Native::open(image, below, options).await.context(context)?;
+            native.close().await.context(context)
+        }
+        result => result.context(context),
+    }
 }
 
 impl Native {
     async fn begin_revert(&self, wanted: &str) -> Result<()> {
         let views = self.views()?;
         let id = lock(&views.list).find(wanted)?.id;
-        self.mark_revert(views, id).await
+        self.begin_journal().await?;
+        for (page, at) in self.pages_of_revert(views, id)? {
+            let start = ImageOffset::new(page);
+            let bytes = self.metadata.read(at, Buffer::for_overwrite(4096)).await?;
+            self.find(|| self.home.get(Bits { word: start, shift: 0, width: 1 })).await?;
+            if self.home.bytes(start).is_none_or(|is| is != bytes.slice()) {
+                drop(self.enter_page(start).await?);
+            }
+        }
+        self.engine.commits.note_change();
+        self.commit().await?;
+        self.mark_revert(views, id).await // commit point
+    }
+
+    /// The pages of home of which a snapshot's view has a copy, and where these copies lie.
+    fn pages_of_revert(&self, views: &Views, id: u32) -> Result<BTreeMap<u64, ImageOffset>> {
+        let (chain, _) = lock(&views.list).chain(id)?;
+        let held = lock(&views.copies);
+        let mut pages = BTreeMap::new();
+        for id in chain {
+            for page in held.copies.pages_of(id) {
+                let copy = held.copies.copy(id, page).expect("as just found");
+                pages.entry(page).or_insert(copy.start());
+            }
+        }
+        Ok(pages)
+    }
+
+    /// Enters the open transaction with a change of a page of home. The page is kept, and the host has space
+    /// for it.
+    async fn enter_page(&self, start: ImageOffset) -> Result<std::sync::RwLockReadGuard<'_, ()>> {
+        let mut rounds = 0;
+        loop {
+            let given = self.units().given();
+            let entered = match self.reserve(&[start]).await {
+                Ok(()) => self.enter_changing(24 * WORDS_AT_ONCE as u64, || vec![start]).await,
+                Err(error) => Err(error),
+            };
+            match entered {
+                Err(error) if error.kind() == vellum_core::ErrorKind::NoSpace => {
+                    if !self.space_again(&mut rounds, given, 1).await? {
+                        return Err(error);
+                    }
+                }
+                result => return result,
+            }
+        }
     }
 
     async fn mark_revert(&self, views: &Views, id: u32) -> Result<()> {
@@ -58,38 +121,30 @@ impl Native {
             list.reverts_to = id;
             self.put_last(&list);
         }
-        self.commits.note_change();
+        self.engine.commits.note_change();
         self.commit().await
     }
 
     pub(in crate::native) async fn finish_revert(&self) -> Result<()> {
         let views = self.views()?;
-        let (id, size, chain) = {
+        let (id, size) = {
             let list = lock(&views.list);
             let id = list.reverts_to;
             let entry = list.get(id).ok_or_else(|| Error::corrupt("the disk is reverted to no snapshot"))?;
-            let (chain, ends_in_home) = list.chain(id)?;
-            debug_assert!(ends_in_home || entry.next != HOME);
-            (id, entry.size, chain)
+            (id, entry.size)
         };
         self.begin_journal().await?;
-        let pages: BTreeSet<u64> = {
-            let held = lock(&views.copies);
-            chain.iter().flat_map(|id| held.copies.pages_of(*id)).collect()
-        };
-        for page in pages {
-            let copy = {
-                let held = lock(&views.copies);
-                chain.iter().find_map(|id| held.copies.copy(*id, page))
-            };
-            let copy = copy.expect("one of the chain has it");
-            let bytes = self.metadata.read(copy.start(), Buffer::for_overwrite(4096)).await?;
+        for (page, at) in self.pages_of_revert(views, id)? {
+            let bytes = self.metadata.read(at, Buffer::for_overwrite(4096)).await?;
             self.put_page(views, page, bytes.slice())
                 .await
                 .context(|| format!("page {page:#x} of snapshot {id}"))?;
         }
         self.commit().await?;
-        if size != self.geometry.size {
+        if sabotage::is(Bug::MarkGoneEarly) {
+            self.mark_revert(views, 0).await?;
+        }
+        if size != self.engine.geometry.size {
             let mut superblocks = self.superblocks.lock().await;
             superblocks.superblock.places = self.places.resized(size)?;
             superblocks.write(&*self.metadata).await?;
@@ -112,18 +167,7 @@ impl Native {
             if words.iter().all(is_same) {
                 continue;
             }
-            let mut rounds = 0;
-            let _gate = loop {
-                let given = self.units().given();
-                match self.enter_changing(24 * WORDS_AT_ONCE as u64, || vec![start]).await {
-                    Err(error) if error.kind() == vellum_core::ErrorKind::NoSpace => {
-                        if !self.space_again(&mut rounds, given, 1).await? {
-                            return Err(error);
-                        }
-                    }
-                    result => break result?,
-                }
-            };
+            let _gate = self.enter_page(start).await?;
             for (at, value) in words {
                 if is_table {
                     for shift in [32, 0] {

@@ -1,7 +1,9 @@
-//! A snapshot as a disk, for reading: its pages are looked up along its chain.
+//! A snapshot as a read-only disk: its pages are looked up along its chain.
 //!
-//! An image that is open for writing is asked page by page, see `live.rs`; one that is not does not change, so where all pages lie
-//! is found once.
+//! In an image that is open read-write, each page is looked up when it is needed (`live.rs`). An image that
+//! is open read-only does not change, so the places of all pages are found once.
+
+use std::collections::BTreeSet;
 
 use vellum_core::{Error, ErrorKind, ImageOffset, Result, SharedStorage};
 
@@ -11,18 +13,19 @@ use super::Live;
 use super::copies::Copies;
 use super::list::{Entry, List};
 use crate::hash::HashMap;
+use crate::sabotage::{self, Bug};
 
 /// The pages of home that a snapshot sees.
 pub(in crate::native) enum View {
-    /// Of an image that nobody writes.
+    /// Of an image that is not written.
     Still(Still),
-    /// Of an image that is open for writing.
+    /// Of an image that is open read-write.
     Live(Live),
 }
 
 /// Where the pages of home lie that a snapshot sees.
 pub(in crate::native) struct Still {
-    /// The size of the disk then, in bytes.
+    /// The size of the disk at that time, in bytes.
     pub(in crate::native) size: u64,
     copies: HashMap<u64, ImageOffset>,
     ends_in_home: bool,
@@ -41,7 +44,7 @@ impl Still {
         let places: Places = superblock.places();
         let list = List::read(&**image, &places).await?;
         let Entry { id, size, .. } = *list.find(wanted)?;
-        let ids: Vec<u32> = list.entries.iter().map(|entry| entry.id).collect();
+        let ids: BTreeSet<u32> = list.entries.iter().map(|entry| entry.id).collect();
         let all = Copies::read(&**image, places, list.first_map_unit, &ids, false).await?;
         let (chain, ends_in_home) = list.chain(id)?;
         let mut copies = HashMap::default();
@@ -51,10 +54,11 @@ impl Still {
                 copies.entry(page).or_insert(at);
             }
         }
+        let size = if sabotage::is(Bug::SnapshotGrows) { places.shape().size } else { size };
         Ok(Self { size, copies, ends_in_home })
     }
 
-    /// Where a page lies; nothing when it is zero.
+    /// Where a page lies. `None` when it is zero.
     pub(in crate::native) fn place(&self, page: ImageOffset) -> Option<ImageOffset> {
         match self.copies.get(&page.bytes()) {
             Some(at) => Some(*at),
@@ -63,7 +67,7 @@ impl Still {
     }
 }
 
-/// Refuses to read a disk that is about to become another one.
+/// Refuses to read a disk whose revert is not finished.
 pub(in crate::native) async fn refuse_half_reverted(
     image: &SharedStorage,
     superblock: &Superblock,

@@ -1,4 +1,4 @@
-//! Superblocks: what is written reads back, and no field is believed.
+//! Superblocks: what is written reads back, and no field is trusted.
 
 use vellum_core::ErrorKind;
 
@@ -101,7 +101,11 @@ fn impossible_fields_are_refused_although_the_crc_is_right() {
         ("multiple of 512", ErrorKind::Corrupt, Box::new(|page| put64(page, field::SIZE, 1 << 30 | 1))),
         ("too large", ErrorKind::Corrupt, Box::new(|page| put64(page, field::SIZE, 1 << 63))),
         ("larger units", ErrorKind::Corrupt, Box::new(|page| put64(page, field::SIZE, 1 << 50))),
-        ("more of the base", ErrorKind::Corrupt, Box::new(|page| put64(page, field::BASE_BYTES, 1 << 31))),
+        (
+            "visible part of the base",
+            ErrorKind::Corrupt,
+            Box::new(|page| put64(page, field::BASE_BYTES, 1 << 31)),
+        ),
         ("bitmap cannot lie", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(0), 4096))),
         ("bitmap cannot lie", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(0), u64::MAX))),
         ("bitmap cannot lie", ErrorKind::Corrupt, Box::new(move |page| put64(page, region(0), 8193))),
@@ -122,9 +126,9 @@ fn impossible_fields_are_refused_although_the_crc_is_right() {
         ("sequence", ErrorKind::Corrupt, Box::new(|page| put64(page, field::SEQUENCE, 0))),
         ("generation", ErrorKind::Corrupt, Box::new(|page| put64(page, field::GENERATION, u64::MAX))),
         ("1024 bytes", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 1024))),
-        ("no name", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 0))),
-        ("no text", ErrorKind::Corrupt, Box::new(|page| page[field::NAME] = 0xFF)),
-        ("no text", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 9))),
+        ("without a name", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 0))),
+        ("not valid text", ErrorKind::Corrupt, Box::new(|page| page[field::NAME] = 0xFF)),
+        ("not valid text", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 9))),
         ("16 bytes", ErrorKind::Corrupt, Box::new(|page| put32(page, field::FORMAT_LEN, 16))),
     ];
     for (why, kind, poke) in cases {
@@ -161,7 +165,7 @@ fn the_newer_good_copy_counts() {
     assert_eq!(of(both(&[0; 4096], &page(4))), (Slot::B, 4, true));
     assert_eq!(both(&bad(page(4)), &bad(page(5))).unwrap_err().kind(), ErrorKind::Corrupt);
     assert_eq!(both(&[0; 4096], &[0; 4096]).unwrap_err().kind(), ErrorKind::Invalid);
-    // An older copy is not fallen back on because the newer one asks for too much.
+    // The older copy is not used when the newer one asks for something unsupported.
     let mut newer = page(9);
     put32(&mut newer, field::VERSION, 2);
     seal(&mut newer);
@@ -201,5 +205,5 @@ fn a_file_that_was_cut_off_is_refused() {
         futures_lite::future::block_on(Superblocks::read(&*storage))
     };
     assert!(read(&image).is_ok());
-    assert!(read(&image[..len - 1]).unwrap_err().chain().contains("cut off"));
+    assert!(read(&image[..len - 1]).unwrap_err().chain().contains("truncated"));
 }

@@ -1,7 +1,7 @@
 //! The header extension that says where the journal is.
 //!
 //! ```text
-//!   version │ prealloc │ wanted bytes │ run: start, length │ generation │ key │ crc           64 bytes, in the first sector
+//!   version │ prealloc │ wanted bytes │ run: start, length │ generation │ key │ crc    64 bytes, in sector 0
 //! ```
 
 use vellum_core::{Error, ImageOffset, ImageSpan, Result};
@@ -10,18 +10,18 @@ use crate::Prealloc;
 use crate::bytes::{be32, be64, put32, put64};
 use crate::journal::record::{BYTES_MAX, be128, put128};
 
-/// What the header extension says.
+/// The contents of the header extension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Extension {
     /// How large the journal is to be while the image is written, in bytes.
     pub(crate) wanted_bytes: u64,
-    /// Where it is. Means something only while the feature bit is set.
+    /// The place of the journal. It has a meaning only while the feature bit is set.
     pub(crate) run: ImageSpan,
-    /// Of the last opening that wrote.
+    /// The generation of the last opening that wrote.
     pub(crate) generation: u64,
-    /// What its records have in common, and nothing else.
+    /// The key that all its records have, and nothing else has.
     pub(crate) key: u128,
-    /// Whether space is to be prepared ahead of need while the image is written.
+    /// Whether space is prepared ahead of need while the image is written.
     pub(crate) prealloc: Prealloc,
 }
 
@@ -51,7 +51,7 @@ impl Extension {
             .ok_or_else(|| Error::corrupt("the journal extension is too short"))?;
         if be32(&copy, 0) != EXTENSION_VERSION {
             return Err(Error::unsupported(format!(
-                "the journal has version {}, 1 is known",
+                "journal version {} is not supported (1 is)",
                 be32(&copy, 0)
             )));
         }

@@ -1,23 +1,29 @@
-//! Where the journal lies, and how it begins and ends.
+//! The place of the journal, and how it begins and ends.
 //!
 //! ```text
-//!   first change   zeros over the run ── flush ──► header: where, generation + 1, the feature bit ── flush ──► on
-//!   clean close    a last record, so that all is proven ► pages home ── flush ──► header: no bit ── flush ──► run punched
+//!   first change   zeros over the run ─ flush ► header: run, generation + 1, the feature bit ─ flush ► on
+//!   clean close    a last record: all is proven ► pages home ─ flush ► header: no bit ─ flush ► run punched
 //! ```
 //!
-//! 1. The run has refcount 0, and the allocator keeps away from it while the image is open. So a closed image, and one that
-//!    a repair has looked at, has nothing of it.
-//! 2. The zeros are durable before the header names the run: whatever a guest once wrote there is never taken for a record.
+//! 1. The run has refcount 0, and the allocator avoids it while the image is open. So a closed image contains
+//!    nothing of it, and neither does one that a repair has looked at.
+//! 2. The zeros are durable before the header names the run, so bytes that a guest once wrote there never
+//!    pass for a record.
+//! 3. If the host has no space for the run, the image is written in the ordered way until it is opened again:
+//!    a request that overwrites data, or frees some of it, needs no space. The journal cannot begin later,
+//!    because the bytes of requests in flight would have checksums in no record.
 
-use vellum_core::{Context, ImageOffset, ImageSpan, Result, Zeroes};
+use vellum_core::{Context, ErrorKind, ImageOffset, ImageSpan, Result, Zeroes};
 
-use super::super::image::{Qcow2, lock};
+use super::super::image::Qcow2;
 use super::super::layout::{autoclear, incompatible};
 use super::Journal;
 use super::extension::Extension;
+use crate::engine::Commit as _;
 use crate::journal::commit::write_zeros;
 use crate::journal::record::{BLOCK, BYTES_MAX, BYTES_MIN};
 use crate::sabotage::{self, Bug};
+use crate::state::lock;
 
 impl Qcow2 {
     /// The journal, if this image is being written with one.
@@ -25,8 +31,8 @@ impl Qcow2 {
         self.journal.as_ref().filter(|journal| journal.is_on())
     }
 
-    /// Begins the journal, before the first change. Tells whether it did: without a good place for it the image is
-    /// written in the ordered way.
+    /// Begins the journal, before the first change. Returns whether it did: without a good place for it, or
+    /// without space on the host, the image is written in the ordered way.
     pub(crate) async fn begin_journal(&self) -> Result<bool> {
         let Some(journal) = &self.journal else { return Ok(false) };
         let wanted = journal.wanted_bytes.clamp(BYTES_MIN, BYTES_MAX);
@@ -44,24 +50,42 @@ impl Qcow2 {
         let Some(clusters) = found else { return Ok(false) };
         let run = ImageOffset::new(clusters.start << self.cluster.shift())
             .span((clusters.end - clusters.start) << self.cluster.shift());
-        {
-            let mut refcounts = self.refcounts();
-            refcounts.keep_out(clusters);
-            refcounts.reserve();
+        self.refcounts().keep_out(clusters);
+        if let Err(error) = self.write_run(run).await {
+            let is_full = error.kind() == ErrorKind::NoSpace;
+            if is_full {
+                // The run's space goes back to the host, before another write may land there.
+                self.punch(run).await;
+            }
+            self.refcounts().let_in();
+            return if is_full { Ok(false) } else { Err(error) };
         }
         let begun = self.begin_in(journal, run).await;
-        if begun.is_err() {
-            self.refcounts().let_in();
+        match begun.is_ok() {
+            true => self.refcounts().reserve(),
+            false => self.refcounts().let_in(),
         }
         begun.map(|()| true)
     }
 
-    async fn begin_in(&self, journal: &Journal, run: ImageSpan) -> Result<()> {
+    /// Makes the file reach the run's end, and zeros the run.
+    async fn write_run(&self, run: ImageSpan) -> Result<()> {
         self.reach(run.end().bytes()).await?;
-        let context = || format!("{}: can't write the journal", self.name);
+        let context = || format!("{}: can't write the journal", self.engine.name);
         if !sabotage::is(Bug::OldRunKept) {
             write_zeros(&*self.metadata, run).await.context(context)?;
         }
+        Ok(())
+    }
+
+    /// Gives the space of the run back to the host, where that is cheap.
+    async fn punch(&self, run: ImageSpan) {
+        if run.end().bytes() <= self.metadata.len() && self.metadata.limits().fast_zeroes {
+            let _ = self.metadata.write_zeroes(run, Zeroes::MayUnmap).await;
+        }
+    }
+
+    async fn begin_in(&self, journal: &Journal, run: ImageSpan) -> Result<()> {
         self.flush_storage().await?;
         let generation = {
             let header = lock(&self.header);
@@ -82,28 +106,24 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Takes the last of it home, and clears the bit. Everything is committed and given back.
-    pub(crate) async fn end_journal(&self, journal: &Journal) -> Result<()> {
-        if journal.has_unproven() {
-            journal.want_proof();
-            self.commit().await?;
-        }
-        journal.empty(self).await?;
+    /// Clears the bit, at the clean close. Everything is committed, given back and home.
+    pub(crate) async fn clear_journal_bit(&self, journal: &Journal) -> Result<()> {
         let run = journal.run().expect("it has begun");
-        // What was prepared goes while the bit says that somebody must look.
+        // Prepared space is cut off while the bit still asks for a recovery.
         self.cut_to_end(run).await?;
         self.change_header(|header| {
             let (extension, _) = header.journal.expect("there is a journal");
             header.set_journal(Extension { run: ImageOffset::ZERO.span(0), key: 0, ..extension });
             header.set_features(header.incompatible & !incompatible::JOURNAL, header.autoclear);
         })
-        .await?;
-        self.flush_storage().await?; // commit point of the clean close
-        // From here on the image is whole without what follows.
+        .await
+    }
+
+    /// The bit is cleared, durably. Gives back the run, and what the file has behind the clusters in use.
+    pub(crate) async fn give_back_run_of(&self, journal: &Journal) -> Result<()> {
+        let run = journal.run().expect("it has begun");
         self.cut_to_end(ImageOffset::ZERO.span(0)).await?;
-        if run.end().bytes() <= self.metadata.len() && self.metadata.limits().fast_zeroes {
-            let _ = self.metadata.write_zeroes(run, Zeroes::MayUnmap).await;
-        }
+        self.punch(run).await;
         Ok(())
     }
 }

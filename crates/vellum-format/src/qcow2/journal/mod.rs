@@ -1,14 +1,16 @@
-//! The journal of a qcow2 image: the shared one (`crate::journal`), and the refcounts that are owed.
+//! The journal of a qcow2 image: the shared one (`crate::journal`), and the owed refcounts.
 //!
-//! A record says of each cluster that is reserved or freed, and not yet settled, that its refcount is higher than the mapping
-//! explains. Recovery lowers these, so a crash leaks nothing.
+//! A cluster that is reserved or freed, and not yet settled, has a refcount higher than the mapping explains:
+//! it is *owed*. A record lists these clusters, and recovery lowers their refcounts, so a crash leaks
+//! nothing.
 //!
-//! The order of writes is in `commit.rs`, where the journal lies and when it begins and ends in `life.rs`, what a crash leaves
-//! in `recover.rs`.
+//! The order of writes is that of every journal (`crate::journal::commit`). The order for a transaction that
+//! does not fit in a record is in `oversized.rs`. The place of the journal, its beginning and its end are in
+//! `life.rs`, and the recovery after a crash in `recover.rs`.
 
-mod commit;
 pub(crate) mod extension;
 mod life;
+mod oversized;
 pub(crate) mod recover;
 
 use std::collections::BTreeMap;
@@ -23,12 +25,50 @@ pub(crate) use crate::journal::{Changed, Overlaid, SectorChecks, checks_of, unch
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
+/// The bytes that a run of owed clusters takes in a record.
+const OWED_BYTES: u64 = 24;
+
 /// The journal of a qcow2 image that is open for writing.
 pub(crate) struct Journal {
     shared: crate::journal::Journal,
     wanted_bytes: u64,
-    /// Clusters whose refcount is higher than the mapping explains, and by how much.
-    owed: Mutex<BTreeMap<u64, u64>>,
+    owed: Mutex<Owed>,
+}
+
+/// Clusters whose refcount is higher than the mapping explains, and by how much.
+#[derive(Default)]
+struct Owed {
+    counts: BTreeMap<u64, u64>,
+    /// How many runs these clusters form.
+    runs: u64,
+}
+
+impl Owed {
+    /// How many runs this cluster adds, and how many runs beside it would then be merged with it.
+    fn runs_with(&self, cluster: u64) -> (u64, u64) {
+        let beside = [cluster.checked_sub(1), cluster.checked_add(1)];
+        let count = beside.into_iter().flatten().filter(|beside| self.counts.contains_key(beside)).count();
+        (1, count as u64)
+    }
+
+    fn add(&mut self, cluster: u64) {
+        let count = self.counts.entry(cluster).or_insert(0);
+        *count += 1;
+        if *count == 1 {
+            let (one, beside) = self.runs_with(cluster);
+            self.runs = self.runs + one - beside.min(self.runs + one);
+        }
+    }
+
+    fn take(&mut self, cluster: u64) {
+        let Some(count) = self.counts.get_mut(&cluster) else { return };
+        *count -= 1;
+        if *count == 0 {
+            self.counts.remove(&cluster);
+            let (one, beside) = self.runs_with(cluster);
+            self.runs = (self.runs + beside).saturating_sub(one);
+        }
+    }
 }
 
 impl Deref for Journal {
@@ -44,46 +84,45 @@ impl Journal {
         Self { shared: crate::journal::Journal::new(key), wanted_bytes, owed: Mutex::default() }
     }
 
-    /// The refcounts of these clusters are higher than what is published explains.
+    /// Records that the refcounts of these clusters are higher than the published mapping explains.
     pub(crate) fn owe(&self, first: u64, count: u64) {
         let mut owed = lock(&self.owed);
-        for cluster in first..first + count {
-            *owed.entry(cluster).or_insert(0) += 1;
-        }
+        (first..first + count).for_each(|cluster| owed.add(cluster));
     }
 
-    /// One of them was published, or its refcount lowered.
+    /// Records that one of them was published, or its refcount lowered.
     pub(crate) fn settle(&self, cluster: ImageCluster) {
         if sabotage::is(Bug::OwedNotSettled) {
             return;
         }
-        let mut owed = lock(&self.owed);
-        if let Some(count) = owed.get_mut(&cluster.index()) {
-            *count -= 1;
-            if *count == 0 {
-                owed.remove(&cluster.index());
-            }
-        }
+        lock(&self.owed).take(cluster.index());
     }
 
-    /// The active disk no longer uses these bytes: their clusters' refcounts are owed, and what lies there need not
-    /// arrive.
+    /// Records that the active disk no longer uses these bytes: the refcounts of their clusters are owed, and
+    /// their data need not arrive.
     pub(crate) fn freed(&self, span: ImageSpan, cluster: BlockSize) {
         let wide = cluster.widen(span);
         self.owe(cluster.cluster_of(wide.start()).index(), cluster.count_for(wide.len()));
         self.forget_checks(wide);
     }
 
-    /// What the record says of them.
-    fn owed_items(&self) -> Vec<Item> {
+    /// The items that list the owed clusters.
+    pub(crate) fn owed_items(&self) -> Vec<Item> {
         match sabotage::is(Bug::NoOwed) {
             true => Vec::new(),
-            false => runs_of(&lock(&self.owed)),
+            false => runs_of(&lock(&self.owed).counts),
         }
+    }
+
+    /// Whether the next writer should commit the open transaction, when refcounts take this many bytes of its
+    /// record.
+    pub(crate) fn fills_a_record(&self, refcounts: u64) -> bool {
+        let owed = lock(&self.owed).runs * OWED_BYTES;
+        self.shared.has_large_record(refcounts + owed)
     }
 }
 
-/// Clusters that are owed, as runs; twice where twice.
+/// Clusters that are owed, as runs. A cluster that is owed twice is in two runs.
 fn runs_of(owed: &BTreeMap<u64, u64>) -> Vec<Item> {
     let mut runs: Vec<(u64, u64)> = Vec::new();
     let most = owed.values().copied().max().unwrap_or(0);
@@ -113,12 +152,14 @@ mod tests {
         journal.owe(5, 3);
         journal.owe(6, 1);
         journal.owe(9, 1);
-        let runs = runs_of(&lock(&journal.owed));
+        let runs = runs_of(&lock(&journal.owed).counts);
         let owed = |first, count| Item::Owed { first, count };
         assert_eq!(runs, [owed(5, 3), owed(9, 1), owed(6, 1)]);
+        assert_eq!(lock(&journal.owed).runs, 2);
         for cluster in [5, 6, 6, 7, 9] {
             journal.settle(ImageCluster::new(cluster));
         }
-        assert!(runs_of(&lock(&journal.owed)).is_empty());
+        assert!(runs_of(&lock(&journal.owed).counts).is_empty());
+        assert_eq!(lock(&journal.owed).runs, 0);
     }
 }

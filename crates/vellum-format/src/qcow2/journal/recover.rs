@@ -1,26 +1,26 @@
-//! What a crash leaves, made whole.
+//! Recovery: makes an image consistent after a crash.
 //!
 //! | found | state | done |
 //! |---|---|---|
 //! | no record of this generation | nothing was committed | the bit is cleared |
-//! | the newest record, and its checks hold | it is the state | replayed up to it |
-//! | the newest record, and a check fails | it was never acknowledged | made void, replayed up to the one before |
-//! | a record that the newest one needs is missing | the medium lost what it had flushed | refused: corrupt |
+//! | the newest record, and its checks hold | this is the state | replayed up to it |
+//! | the newest record, and a check fails | it was never acknowledged | made void, replay ends before it |
+//! | a record that the newest one needs is missing | the medium lost flushed data | refused: corrupt |
 //! | the newest record asks for a repair | the tables were being changed in place | replayed, then repaired |
 //!
 //! ```text
-//!   flush ► read the run ► verify the newest ──fails──► void it ► flush ► the one before
-//!         ► replay in memory ► lower what is owed ► a record that says so, and that the newest is durable ► flush
-//!         ► zeros and pages home ► flush ► [repair] ► header without the bit ► flush                    commit point
+//!   flush ► drop what only a cache has ► read the run ► verify the newest ─fails► void ► flush ► the older
+//!         ► replay in memory ► lower owed refcounts ► a record of the result (the newest is durable) ► flush
+//!         ► zeros and pages home ► flush ► [repair] ► header without the bit ► flush          commit point
 //! ```
 //!
-//! 1. Up to the last step every input stays as it was, or is replaced by one that says the same: recovery may be cut off
-//!    anywhere and begun again. The record that is added has no checks, so what is then written home cannot be held against
-//!    the one before it.
-//! 2. The cost is bounded by the journal, whatever the size of the image: one read of it, the checks of one transaction, a
-//!    write of each page that changed. Only a repair looks at everything.
-//! 3. The journal's bytes are believed no further than to change what is in clusters: nothing is written to the header, to the
-//!    journal itself or far behind the end.
+//! 1. Up to the last step every input stays as it was, or is replaced by one that says the same, so recovery
+//!    may be interrupted anywhere and started again. The record that is added has no checks, so pages that
+//!    are then written home cannot fail the checks of the record before it.
+//! 2. The cost is bounded by the journal, whatever the size of the image: one read of the run, the checks of
+//!    one transaction, one write of each changed page. Only a repair looks at everything.
+//! 3. The journal's bytes are trusted only to change the contents of clusters: nothing is written to the
+//!    header, to the journal itself or far behind the end.
 
 use std::collections::BTreeSet;
 
@@ -33,22 +33,31 @@ use super::super::prepare::give_back_tail;
 use super::super::refcount;
 use super::extension::Extension;
 use crate::journal::record::{Item, Record};
-pub use crate::journal::replay::Recovery;
 use crate::journal::replay::{self, Needed, Place, Replay, Rules};
 use crate::journal::words::items_of;
+use crate::report::Recovery;
 use crate::sabotage::{self, Bug};
+use crate::truth::settle;
 
-/// What the journal may make the file longer by: the length itself may have been lost in the crash.
+/// The journal may extend the file by at most this many bytes: the length itself may have been lost in the
+/// crash.
 const GROWTH_MAX: u64 = 1 << 40;
 /// More owed clusters than this are left to a repair.
 const OWED_MAX: u64 = 1 << 24;
 
-/// Replays the journal of an image that was not closed ([`Header::needs_replay`]). Opening for writing does it by itself.
+/// Replays the journal of an image that was not closed ([`Header::needs_replay`]). Opening for writing does
+/// this automatically.
 ///
 /// # Errors
-/// `Corrupt` when the journal or the data that it counts on is not what was flushed once, and what the storage says.
-pub async fn recover(header: &Header, image: &SharedStorage) -> Result<Recovery> {
+/// `Corrupt` when the journal or the data that it counts on is not what was once flushed, and errors of the
+/// storage.
+pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     let storage = &**image;
+    settle(storage).await?;
+    let header = &Header::read(storage).await?;
+    if !header.needs_replay() {
+        return Ok(Recovery::default());
+    }
     let (extension, _) =
         header.journal.ok_or_else(|| Error::corrupt("the header does not say where the journal is"))?;
     let run = extension.run;
@@ -104,8 +113,9 @@ pub async fn recover(header: &Header, image: &SharedStorage) -> Result<Recovery>
     Ok(recovery)
 }
 
-/// Clears the bit, and forgets where the journal was. What the file grew by and nobody uses is given back: before, what lies
-/// behind the journal; after, the journal, if it is last. What lies before it was there when the image was opened.
+/// Clears the bit, and forgets where the journal was. Gives back space by which the file grew and that is not
+/// in use: before the bit is cleared, what lies behind the journal; after it is cleared, the journal too, if
+/// it is last. What lies before the journal was there when the image was opened.
 async fn forget(header: &Header, storage: &dyn Storage, run: ImageSpan) -> Result<()> {
     give_back_tail(header, storage, run).await?;
     let mut header = header.clone();
@@ -116,16 +126,16 @@ async fn forget(header: &Header, storage: &dyn Storage, run: ImageSpan) -> Resul
     storage.flush().await?; // commit point of the recovery
     give_back_tail(&header, storage, run.start().span(0)).await?;
     if storage.limits().fast_zeroes && run.end().bytes() <= storage.len() {
-        let _ = storage.write_zeroes(run, Zeroes::MayUnmap).await; // free space, from now on
+        let _ = storage.write_zeroes(run, Zeroes::MayUnmap).await; // free space from now on
     }
     Ok(())
 }
 
-/// What a journal may change in a qcow2 image.
+/// The bytes of a qcow2 image that a journal may change.
 struct Places<'a> {
     header: &'a Header,
     run: ImageSpan,
-    /// Nothing may lie behind this.
+    /// Nothing may be written behind this.
     end: u64,
 }
 
@@ -154,7 +164,7 @@ impl Rules for Places<'_> {
     }
 }
 
-/// The image's tables as they are to be, and the refcounts among them.
+/// The image's tables as they will be, and the refcounts among them.
 struct Tables<'a> {
     header: &'a Header,
     replay: Replay<'a, Places<'a>>,
@@ -169,8 +179,8 @@ impl<'a> Tables<'a> {
         Self { header, replay: Replay::new(places, storage), lowered: BTreeSet::new() }
     }
 
-    /// Lowers the refcounts that are owed; tells how many, or nothing when they are not what the journal believes and the
-    /// image wants a repair.
+    /// Lowers the refcounts that are owed. Returns how many, or `None` when they are not what the journal
+    /// expects and the image needs a repair.
     async fn lower_owed(&mut self, record: &Record) -> Result<Option<u64>> {
         let mut lowered = 0;
         for item in &record.items {
@@ -195,6 +205,9 @@ impl<'a> Tables<'a> {
         let entry = self.header.refcount_table.start() + (cluster / per_block) * 8;
         if entry >= self.header.refcount_table.end() {
             return Ok(false);
+        }
+        if self.replay.is_full() {
+            return Ok(false); // more than a journal of its size can need
         }
         let (table, within) = self.replay.page(entry).await?;
         let block = ImageOffset::new(be64(table, within) & OFFSET_MASK);

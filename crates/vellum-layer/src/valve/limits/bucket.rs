@@ -1,4 +1,4 @@
-//! The arithmetic of one limit: a bucket that leaks. Pure; time comes as an argument.
+//! The arithmetic of one limit: a leaky bucket. Pure; time is an argument.
 //!
 //! ```text
 //!   a request ──► begins while the level is not above the capacity, and adds what it takes, however large it is
@@ -6,15 +6,16 @@
 //!                      └──► the level leaks away at the rate that is allowed
 //! ```
 //!
-//! The level is kept as the moment at which the bucket would be empty (`empty_at`): one number, so that many cores can change it
-//! without a lock. A request that takes what the bucket leaks in `d` moves it by `d`.
+//! The level is kept as the moment at which the bucket would be empty (`empty_at`): one number, so that many
+//! cores can change it without a lock. A request that takes what the bucket leaks in `d` moves it by `d`.
 //!
 //! 1. Without a burst the capacity is what leaks in 0.1 s.
-//! 2. With one (`max`, for `max-length` seconds) it is all of that burst; and where it lasts more than a second, a second bucket
-//!    that leaks at `max` and holds 0.1 s of it keeps the burst to its rate.
-//! 3. Costs are rounded up, to a sixteenth of a nanosecond: never more than the limit, and less by nothing that can be seen.
+//! 2. With a burst (`max`, for `max-length` seconds) it is all of that burst. Where the burst lasts more than
+//!    a second, a second bucket that leaks at `max` and holds 0.1 s of it keeps the burst to its rate.
+//! 3. Costs are rounded up, to a sixteenth of a nanosecond: the rate never exceeds the limit, and falls below
+//!    it by a negligible amount.
 //!
-//! Source: QEMU, docs/throttle.txt and util/throttle.c, whose numbers these are.
+//! Source: QEMU, docs/throttle.txt and util/throttle.c, which define these numbers.
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
@@ -31,7 +32,7 @@ pub(super) fn ticks(time: Duration) -> Ticks {
     narrow(time.as_nanos() * TICKS_PER_NS)
 }
 
-/// How long so many ticks are, rounded up.
+/// The duration of this many ticks, rounded up.
 pub(super) fn duration(ticks: Ticks) -> Duration {
     Duration::from_nanos(ticks.div_ceil(u64::try_from(TICKS_PER_NS).expect("small")))
 }
@@ -63,7 +64,7 @@ impl Rate {
 struct Leak {
     /// Units a second.
     rate: u64,
-    /// It may be so full that it takes so long until it is empty.
+    /// It may be filled until it would take this long to empty.
     capacity: Ticks,
     empty_at: AtomicU64,
 }
@@ -94,7 +95,7 @@ impl Leak {
         self.empty_at.fetch_update(SeqCst, SeqCst, step).is_ok()
     }
 
-    /// Gives back what was just taken.
+    /// Returns what was just taken.
     fn give_back(&self, units: Units) {
         let cost = self.cost(units);
         let _ = self.empty_at.fetch_update(SeqCst, SeqCst, |empty_at| Some(empty_at.saturating_sub(cost)));
@@ -138,7 +139,7 @@ impl Bucket {
         }
     }
 
-    /// When a request may begin, if nobody takes more before.
+    /// When a request may begin if no other request takes from the bucket before.
     pub(super) fn ready_at(&self) -> Ticks {
         let burst = self.burst.as_ref().map_or(0, Leak::ready_at);
         self.long_run.ready_at().max(burst)
@@ -156,7 +157,7 @@ impl Bucket {
         is_within
     }
 
-    /// Gives back what was just taken.
+    /// Returns what was just taken.
     pub(super) fn give_back(&self, units: Units) {
         self.long_run.give_back(units);
         if let Some(burst) = &self.burst {
@@ -169,7 +170,8 @@ impl Bucket {
 mod tests {
     use super::*;
 
-    /// How many requests of so many units begin from zero to the end of a second, for each second, when there are always more.
+    /// How many requests of this many units begin between zero and the end of a second, for each second,
+    /// while there are always more.
     fn per_second(rate: Rate, units: Units, seconds: usize) -> Vec<u64> {
         let bucket = Bucket::new(rate);
         let mut counts = vec![0; seconds];
@@ -193,7 +195,8 @@ mod tests {
     fn so_many_begin_in_each_second() {
         let one = Units::whole(1);
         let burst = |average, max, max_length| Rate { average, max: Some(max), max_length };
-        // The first second also has the capacity: a tenth of a second's worth, and the one that begins at the brim.
+        // The first second also has the capacity: a tenth of a second's worth, and the one that begins at the
+        // brim.
         for (rate, units, counts) in [
             (Rate::of(100), one, vec![110, 100, 100]),
             (Rate::of(10), one, vec![11, 10, 10]),
@@ -201,7 +204,7 @@ mod tests {
             (Rate::of(1000), Units::whole(10), vec![110, 100, 100]),
             // Twice the size that counts as one.
             (Rate::of(100), Units { number: 8192, of: 4096 }, vec![55, 50, 50]),
-            // A request larger than all that may go through in a second goes, and the next waits for it.
+            // A request larger than the amount for a second begins, and the next one waits for it.
             (Rate::of(100), Units::whole(200), vec![1, 1, 0, 1, 0]),
             // All of a burst of one second at once; then the average.
             (burst(100, 300, 1), one, vec![400, 100, 100]),

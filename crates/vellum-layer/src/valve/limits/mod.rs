@@ -1,17 +1,18 @@
-//! Limits: whose turn it is. A request takes what it costs from every bucket it counts for, or waits in line.
+//! Limits and their order: a request takes its cost from every bucket it counts for, or waits in line.
 //!
 //! ```text
-//!   nobody waits, all buckets have room ──► taken without a lock ──► it goes on
-//!            otherwise ──► the line of its direction ──► its head sleeps until the buckets have room ──► it goes on
+//!   no request waits, all buckets have room ──► taken without a lock ──► it begins
+//!            otherwise ──► the line of its direction ──► its head sleeps until the buckets have room ──► it begins
 //! ```
 //!
-//! 1. Nobody overtakes within a direction. Where heads of both directions could begin, they take turns.
+//! 1. Requests of one direction never overtake each other. Where the heads of both directions could begin,
+//!    they alternate.
 //! 2. A request takes from all of its buckets or from none.
-//! 3. One that waits holds no lock: it has a place in line, as long as it is polled or until it is dropped.
-//! 4. Flushes, maps and tending are not limited, and never wait here.
-//! 5. New limits count at once, also for those who wait; their buckets are empty at first.
+//! 3. A waiting request holds no lock: it has a place in line until its turn comes or it is dropped.
+//! 4. Flushes and background work are not limited, and never wait here.
+//! 5. New limits apply at once, also to waiting requests; their buckets are empty at first.
 //!
-//! A request has its turn from the line, not from a worker: queues and connections of all workers share one limit.
+//! The line, not a worker, gives a request its turn: queues and connections of all workers share one limit.
 
 mod bucket;
 mod settings;
@@ -30,10 +31,10 @@ use bucket::{Bucket, Ticks, duration, ticks};
 pub(super) use settings::Direction;
 pub use settings::{Kind, Settings};
 
-/// The limits of one disk, and who waits for them.
+/// The limits of one disk, and the requests that wait for them.
 pub(super) struct Limits {
     clock: Arc<dyn Clock>,
-    /// Something is limited, or somebody waits.
+    /// A limit is set, or a request waits.
     is_on: AtomicBool,
     buckets: ArcSwap<Buckets>,
     waiting: AtomicUsize,
@@ -66,7 +67,7 @@ struct Place {
 struct Line {
     /// Reads and writes.
     waiting: [VecDeque<Arc<Place>>; 2],
-    /// Whose head is asked first.
+    /// The direction whose head is tried first.
     turn: usize,
 }
 
@@ -100,7 +101,8 @@ impl Buckets {
 }
 
 impl Line {
-    /// Lets everybody begin who may. Those who are at a head then are told, so that they set their alarms.
+    /// Lets every request begin that may. The new heads of the lines are then woken, so that they set their
+    /// alarms.
     fn advance(&mut self, buckets: &Buckets, now: Ticks) -> usize {
         let mut began = 0;
         'again: loop {
@@ -181,7 +183,7 @@ impl Limits {
         self.waiting.load(SeqCst)
     }
 
-    /// Sets them, also for those who wait.
+    /// Sets the limits, also for waiting requests.
     pub(super) fn set(&self, settings: Settings) {
         let mut line = self.line();
         let is_on = !settings.are_none();
@@ -202,7 +204,7 @@ impl Limits {
         self.is_on.load(SeqCst)
     }
 
-    /// Waits until a request that moves so many bytes may begin.
+    /// Waits until a request that moves this many bytes may begin.
     pub(super) async fn pass(&self, direction: Direction, bytes: u64) {
         if self.are_on() {
             self.pass_limited(Cost { direction, bytes }).await;
@@ -232,7 +234,7 @@ impl Limits {
                 return;
             }
             match alarm {
-                // Only the head of a line sleeps; the others are told when they are.
+                // Only the head of a line sleeps; the others are woken when they become the head.
                 Some(at) => {
                     let wait = duration(at.saturating_sub(self.now()));
                     or(news, self.clock.sleep(wait)).await;

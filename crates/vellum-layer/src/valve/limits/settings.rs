@@ -4,7 +4,7 @@
 //!   iops-total=1000,bps-write=50M,bps-write-max=200M,bps-write-max-length=10,iops-size=64k
 //! ```
 //!
-//! Zero is no limit, as where it is not said. Total excludes read and write of the same kind, as in QEMU.
+//! Zero, the default, is no limit. As in QEMU, a total limit excludes read and write limits of the same kind.
 
 use vellum_core::{Error, Result};
 
@@ -74,7 +74,7 @@ impl Direction {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Settings {
     rates: [Option<Rate>; 6],
-    /// A request of more bytes than this counts as several; not where it is nothing.
+    /// A request of more bytes than this counts as several; zero switches that off.
     iops_size: Option<u64>,
 }
 
@@ -82,14 +82,14 @@ impl Settings {
     /// The limits that these names and numbers say. Those of bytes are in bytes, those of lengths in seconds.
     ///
     /// # Errors
-    /// `Invalid` for a name that is none, or is said twice; and limits that contradict each other.
+    /// `Invalid` for an unknown or repeated name, and for limits that contradict each other.
     pub fn of<'a>(said: impl IntoIterator<Item = (&'a str, u64)>) -> Result<Self> {
         let mut settings = Self::default();
         let mut bursts: [(Option<u64>, Option<u64>); 6] = Default::default();
         let mut seen = Vec::new();
         for (name, number) in said {
             if seen.contains(&name) {
-                return Err(Error::invalid(format!("{name} is said twice")));
+                return Err(Error::invalid(format!("{name} is given twice")));
             }
             seen.push(name);
             let number = Some(number).filter(|number| *number > 0);
@@ -106,7 +106,7 @@ impl Settings {
                 bursts[kind].1 = number;
             } else {
                 return Err(Error::invalid(format!(
-                    "{name:?} is no limit: there are {}, each with -max and -max-length behind it, and iops-size",
+                    "unknown limit {name:?}: use {}, each also with -max or -max-length appended, or iops-size",
                     Kind::ALL.map(Kind::name).join(", ")
                 )));
             }
@@ -122,10 +122,10 @@ impl Settings {
         match (&mut self.rates[kind.index()], max, length) {
             (_, None, None) => Ok(()),
             (None, _, _) => {
-                Err(Error::invalid(format!("{name}-max is for bursts above {name}, which is not said")))
+                Err(Error::invalid(format!("{name}-max is for bursts above {name}, which must be given too")))
             }
             (Some(_), None, Some(_)) => Err(Error::invalid(format!(
-                "{name}-max-length is how long {name}-max may last, which is not said"
+                "{name}-max-length is how long {name}-max may last, which must be given too"
             ))),
             (Some(rate), Some(max), _) if max < rate.average => Err(Error::invalid(format!(
                 "{name}-max is {max}, less than {name}, which is {}",
@@ -146,7 +146,7 @@ impl Settings {
         ] {
             if is_said(total) && (is_said(read) || is_said(write)) {
                 let (total, read, write) = (total.name(), read.name(), write.name());
-                return Err(Error::invalid(format!("{total} excludes {read} and {write}")));
+                return Err(Error::invalid(format!("{total} cannot be combined with {read} or {write}")));
             }
         }
         Ok(self)
@@ -177,7 +177,7 @@ impl Settings {
         said
     }
 
-    /// What a request that moves so many bytes counts for; nothing where it does not count.
+    /// How much a request that moves this many bytes counts; `None` where it does not count.
     pub(super) fn units(&self, kind: Kind, bytes: u64) -> Option<Units> {
         match (kind.counts_bytes(), self.iops_size) {
             (true, _) => (bytes > 0).then(|| Units::whole(bytes)),
@@ -215,13 +215,13 @@ mod tests {
     #[test]
     fn what_contradicts_itself_is_refused() {
         for (said, why) in [
-            (&[("iops", 1)][..], "no limit"),
-            (&[("iops-total-min", 1)], "no limit"),
+            (&[("iops", 1)][..], "unknown limit"),
+            (&[("iops-total-min", 1)], "unknown limit"),
             (&[("bps-read", 1), ("bps-read", 1)], "twice"),
-            (&[("iops-total", 1), ("iops-write", 1)], "iops-total excludes"),
-            (&[("bps-total", 1), ("bps-read", 1)], "bps-total excludes"),
-            (&[("bps-read-max", 1)], "not said"),
-            (&[("bps-read", 1), ("bps-read-max-length", 2)], "not said"),
+            (&[("iops-total", 1), ("iops-write", 1)], "iops-total cannot be combined"),
+            (&[("bps-total", 1), ("bps-read", 1)], "bps-total cannot be combined"),
+            (&[("bps-read-max", 1)], "must be given too"),
+            (&[("bps-read", 1), ("bps-read-max-length", 2)], "must be given too"),
             (&[("bps-read", 10), ("bps-read-max", 9)], "less than"),
         ] {
             let error = Settings::of(said.iter().copied()).expect_err("it is refused");

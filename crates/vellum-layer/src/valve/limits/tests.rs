@@ -22,7 +22,8 @@ fn settings(said: &[(&str, u64)]) -> Settings {
     Settings::of(said.iter().copied()).expect("they go together")
 }
 
-/// So many tasks, each of which has one request after the other, until the time is over. What each of them began.
+/// This many tasks, each of which sends one request after the other until the time is over. Returns how many
+/// each of them began.
 fn saturate(said: &[(&str, u64)], tasks: &[(Direction, u64)], seconds: u64) -> Vec<usize> {
     let world = World::new(1);
     let limits = Rc::new(Limits::new(world.clock()));
@@ -134,7 +135,7 @@ fn who_goes_gives_up_its_place() {
     });
 }
 
-/// One limit as QEMU computes it: the level in units, leaking as time goes on.
+/// One limit as QEMU computes it: the level in units, leaking with time.
 struct Level {
     rate: f64,
     capacity: f64,

@@ -33,7 +33,7 @@ pub(crate) struct Client {
 }
 
 fn refused(what: &str) -> io::Error {
-    io::Error::other(format!("the server's answer is not what NBD says: {what}"))
+    io::Error::other(format!("the server violated the NBD protocol: {what}"))
 }
 
 impl Client {

@@ -1,9 +1,10 @@
-//! The paper's rows beside what was found.
+//! The paper's rows beside the measured ones.
 //!
-//! Where the paper gives a number, a figure of the others' models within a quarter of it counts as met, and one of ours only when it is as
-//! good. Where it gives a curve without numbers: *near linear* is three quarters of the threads, *far below 1* at most 0.7, *about
-//! equal* within a tenth. Where no unit was born, what packs and what does not are the same to the engine: then rows that compare the two
-//! are missed, whatever they say.
+//! Where the paper gives a number, a figure of the models of other programs counts as met if it is within a
+//! quarter of it, and one of ours only if it is at least as good. Where the paper gives a curve without
+//! numbers: *near linear* is three quarters of the threads, *far below 1* at most 0.7, *about equal* within a
+//! tenth. Where no unit embeds its entry, compressible and incompressible data are the same to the engine:
+//! then rows that compare the two are missed in any case.
 
 use super::super::Row;
 use super::{Copied, Guest, K, Rate, Seen, Today};
@@ -315,7 +316,8 @@ pub(super) fn guests(seen: &[Seen], today: &Today, overwrites: Option<Overwrites
     rows.0
 }
 
-/// S22 and S23. The paper's three ways need so many reads: one lead block each, one metadata cluster for a zone, one for eight.
+/// S22 and S23. The paper's three ways need this many reads: one lead block for each unit, one metadata
+/// cluster for each zone, one for eight.
 pub(super) fn recovery(recovered: &Recovered) -> Vec<Row> {
     let leads = recovered.units;
     let (zones, eights) = (leads / 1024, leads / 8192);

@@ -1,39 +1,44 @@
-//! Work that many want and one does: flushes and commits that arrive while one is under way share the next.
+//! Group commit: flushes that arrive while a commit is under way share the next one.
 //!
 //! ```text
 //!   arrives ──► takes a ticket: the number of the next round that has not begun
-//!           ──► nobody is at work: leads that round, for all whose ticket is not higher
-//!           └─► somebody is: waits, and asks again
+//!           ──► no round is under way: leads one, for every caller whose ticket is not higher
+//!           └─► a round is under way: waits for its end, and looks again
 //! ```
 //!
-//! 1. A round does for its caller whatever it would have done had the caller led it: it begins after the caller came.
-//! 2. When a leader's future is dropped half way, the round ends with the error that [`Turns::share`] was given for that, or
-//!    never happened. Before it has begun nothing was done.
-//! 3. With a clock, who leads waits a little for those who were there when the last round ended: they are likely to be back soon, and
-//!    a round for all costs what one for some does. Without that, threads that write and flush go in two halves, each of
-//!    which waits for the other's round. It waits a quarter of a round at most, [`PATIENCE_MAX`] at most, and not at
-//!    all for a while after nobody came.
+//! 1. A round does for each of its callers what that caller would have done as its leader, because it begins
+//!    after the caller arrived.
+//! 2. When a leader's future is dropped halfway, the round ends with the error that [`GroupCommit::share`]
+//!    was given for that, or it counts as never begun and the next caller leads it. A leader that is dropped
+//!    before its round began did nothing.
+//! 3. With a clock, a leader waits briefly for the callers that were there when the last round ended: they
+//!    are likely to be back soon, and one round for all costs as much as one for some. Otherwise threads that
+//!    write and flush split into two halves, each of which waits for the other's round. The wait is at most a
+//!    quarter of a round and at most [`PATIENCE_MAX`]. After a wait that no other caller joined, the next
+//!    rounds skip it, at most [`HURRIED_MAX`] of them.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use event_listener::{Event, EventListener};
 use futures_lite::future::or;
 use vellum_core::{Clock, Error, Result};
 
+use crate::state::lock;
+
 /// No leader waits longer for others.
 const PATIENCE_MAX: Duration = Duration::from_millis(2);
-/// It is not worth a timer.
+/// A shorter wait is not worth a timer.
 const PATIENCE_MIN: Duration = Duration::from_micros(50);
-/// After nobody came no more than so many rounds go without waiting.
+/// After a wait that no other caller joined, at most this many rounds skip the wait.
 const HURRIED_MAX: u32 = 64;
 
-/// Whose turn it is.
+/// Elects the leader of a round. The other callers wait for its end.
 #[derive(Default)]
-pub(crate) struct Turns {
+pub(crate) struct GroupCommit {
     state: Mutex<State>,
     finished: Event,
-    /// All who are waited for are here.
+    /// Every caller that a leader waits for has arrived.
     gathered: Event,
     clock: Option<Arc<dyn Clock>>,
 }
@@ -44,28 +49,28 @@ struct State {
     ended: u64,
     is_running: bool,
     last: Option<Result<()>>,
-    /// How many are here for the next round.
+    /// How many callers wait for the next round.
     waiting: u32,
-    /// How many are in the round that runs.
+    /// How many callers are in the round that runs.
     members: u32,
     gathering: Gathering,
 }
 
-/// What is known of who comes.
+/// How long it pays to wait for other callers.
 #[derive(Default)]
 struct Gathering {
-    /// So many were here when the last round ended.
+    /// This many callers were there when the last round ended.
     expected: u32,
-    /// What a round takes.
+    /// How long a round takes.
     took: Duration,
-    /// So many rounds are not waited for.
+    /// This many rounds skip the wait.
     hurried: u32,
-    /// How many it will be when nobody comes again.
+    /// How many will skip it after the next wait that no caller joins.
     next_hurried: u32,
 }
 
 impl Gathering {
-    /// How long it is worth to wait for others.
+    /// How long the leader should wait for other callers.
     fn patience(&mut self, waiting: u32) -> Option<Duration> {
         if waiting >= self.expected {
             return None;
@@ -77,7 +82,7 @@ impl Gathering {
         Some((self.took / 4).min(PATIENCE_MAX)).filter(|patience| *patience >= PATIENCE_MIN)
     }
 
-    /// So many came while it was waited.
+    /// This many callers came during the wait.
     fn note(&mut self, came: u32) {
         match came {
             0 => {
@@ -95,24 +100,24 @@ enum Turn {
     Over(Result<()>),
 }
 
-/// One who is here for a round that may not have begun.
+/// A caller, whose round may not have begun.
 struct Caller<'a> {
-    turns: &'a Turns,
+    group: &'a GroupCommit,
     ticket: u64,
 }
 
 impl Drop for Caller<'_> {
     fn drop(&mut self) {
-        let mut state = self.turns.state();
+        let mut state = self.group.state();
         if self.ticket > state.started {
             state.waiting -= 1;
         }
     }
 }
 
-/// Who leads, until the work has ended.
+/// The leader, until its work has ended.
 struct Leading<'a, A: Fn() -> Option<Error>> {
-    turns: &'a Turns,
+    group: &'a GroupCommit,
     abandoned: &'a A,
     has_begun: bool,
     has_ended: bool,
@@ -122,23 +127,25 @@ impl<A: Fn() -> Option<Error>> Drop for Leading<'_, A> {
     fn drop(&mut self) {
         if !self.has_ended {
             let error = if self.has_begun { (self.abandoned)() } else { None };
-            self.turns.end(error.map(Err));
+            self.group.end(error.map(Err));
         }
     }
 }
 
-impl Turns {
-    /// With a clock by which leaders wait for others.
+impl GroupCommit {
+    /// With a clock by which leaders wait for other callers.
     pub(crate) fn with_clock(clock: Option<Arc<dyn Clock>>) -> Self {
         Self { clock, ..Self::default() }
     }
 
+    #[track_caller]
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
-    /// Does `work`, or waits for somebody who begins it after now. `abandoned` is asked for the error of those who wait when
-    /// the work is dropped half way; without one, the next of them begins it again.
+    /// Does `work`, or waits for a caller that begins it after now. When the work is dropped halfway,
+    /// `abandoned` gives the error of the callers that wait; without one, the next of them begins the work
+    /// again.
     pub(crate) async fn share(
         &self,
         work: impl AsyncFn() -> Result<()>,
@@ -151,7 +158,7 @@ impl Turns {
                 Turn::Wait(listener) => listener.await,
                 Turn::Lead => {
                     let mut leading =
-                        Leading { turns: self, abandoned: &abandoned, has_begun: false, has_ended: false };
+                        Leading { group: self, abandoned: &abandoned, has_begun: false, has_ended: false };
                     self.gather().await;
                     self.begin();
                     leading.has_begun = true;
@@ -177,7 +184,7 @@ impl Turns {
         if state.waiting == state.gathering.expected {
             self.gathered.notify(1);
         }
-        Caller { turns: self, ticket: state.started + 1 }
+        Caller { group: self, ticket: state.started + 1 }
     }
 
     fn turn(&self, ticket: u64) -> Turn {
@@ -192,7 +199,7 @@ impl Turns {
         Turn::Lead
     }
 
-    /// Waits for others, if that is worth it. The round has not begun: who comes now is in it.
+    /// Waits for other callers, if that pays. The round has not begun, so those that arrive now are in it.
     async fn gather(&self) {
         let Some(clock) = &self.clock else { return };
         let (patience, before, listener) = {
@@ -213,7 +220,7 @@ impl Turns {
         state.members = std::mem::take(&mut state.waiting);
     }
 
-    /// The round ended so, or never happened.
+    /// The round has ended with this result, or never happened.
     fn end(&self, result: Option<Result<()>>) {
         let mut state = self.state();
         state.is_running = false;
@@ -238,16 +245,16 @@ mod tests {
 
     #[test]
     fn who_comes_during_a_round_shares_the_next() {
-        let (turns, rounds) = (Turns::default(), Cell::new(0));
+        let (group, rounds) = (GroupCommit::default(), Cell::new(0));
         let work = async || {
             rounds.set(rounds.get() + 1);
             yield_now().await;
             Ok(())
         };
         block_on(async {
-            let mut first = Box::pin(turns.share(work, || None));
+            let mut first = Box::pin(group.share(work, || None));
             assert!(poll_once(&mut first).await.is_none());
-            let mut others: Vec<_> = (0..3).map(|_| Box::pin(turns.share(work, || None))).collect();
+            let mut others: Vec<_> = (0..3).map(|_| Box::pin(group.share(work, || None))).collect();
             for other in &mut others {
                 assert!(poll_once(other).await.is_none());
             }
@@ -259,7 +266,7 @@ mod tests {
         assert_eq!(rounds.get(), 2);
     }
 
-    /// A clock by which each round takes 4 ms, and an alarm that rings when it is told to.
+    /// A clock by which each round takes 4 ms, and an alarm that rings when a test notifies it.
     struct Alarm {
         now: Mutex<Duration>,
         rings: Arc<Event>,
@@ -278,31 +285,31 @@ mod tests {
         }
     }
 
-    fn with_alarm() -> (Turns, Arc<Event>) {
+    fn with_alarm() -> (GroupCommit, Arc<Event>) {
         let rings = Arc::new(Event::new());
         let alarm = Alarm { now: Mutex::default(), rings: rings.clone() };
-        (Turns::with_clock(Some(Arc::new(alarm))), rings)
+        (GroupCommit::with_clock(Some(Arc::new(alarm))), rings)
     }
 
     #[test]
     fn who_leads_waits_for_those_who_were_there() {
-        let (turns, rings) = with_alarm();
+        let (group, rings) = with_alarm();
         let rounds = Cell::new(0);
         let work = async || {
             rounds.set(rounds.get() + 1);
             yield_now().await;
             Ok(())
         };
-        let come = || Box::pin(turns.share(work, || None));
+        let come = || Box::pin(group.share(work, || None));
         block_on(async {
-            // Two halves: one is at work, the other waits.
+            // Two halves: one is working, the other waits.
             let (mut early, mut one, mut two) = (come(), come(), come());
             assert!(poll_once(&mut early).await.is_none());
             assert!(poll_once(&mut one).await.is_none());
             assert!(poll_once(&mut two).await.is_none());
             early.await.unwrap();
             assert_eq!(rounds.get(), 1);
-            // The second half leads only when the first has come again.
+            // The second half leads only when the first has come back.
             assert!(poll_once(&mut one).await.is_none());
             assert!(poll_once(&mut two).await.is_none());
             assert_eq!(rounds.get(), 1);
@@ -312,7 +319,7 @@ mod tests {
             two.await.unwrap();
             again.await.unwrap();
             assert_eq!(rounds.get(), 2, "one round for all");
-            // Nobody comes but one: it waits for the alarm, and then not at all, for a while.
+            // Only one caller comes. It waits for the alarm, and then skips the wait for a while.
             let mut alone = come();
             assert!(poll_once(&mut alone).await.is_none());
             assert!(poll_once(&mut alone).await.is_none());
@@ -328,18 +335,18 @@ mod tests {
 
     #[test]
     fn a_leader_that_is_dropped_while_it_waits_did_nothing() {
-        let (turns, rings) = with_alarm();
+        let (group, rings) = with_alarm();
         let work = async || {
             yield_now().await;
             Ok(())
         };
-        let come = || Box::pin(turns.share(work, || Some(Error::invalid("dropped"))));
+        let come = || Box::pin(group.share(work, || Some(Error::invalid("dropped"))));
         block_on(async {
             let (mut one, mut two) = (come(), come());
             assert!(poll_once(&mut one).await.is_none());
             assert!(poll_once(&mut two).await.is_none());
             one.await.unwrap();
-            // Waits for the first, who does not come.
+            // Waits for the first caller, which does not come back.
             for _ in 0..4 {
                 assert!(poll_once(&mut two).await.is_none());
             }
@@ -375,23 +382,23 @@ mod tests {
 
     #[test]
     fn a_round_that_was_dropped_is_begun_again_or_fails() {
-        let turns = Turns::default();
+        let group = GroupCommit::default();
         let never = async || std::future::pending().await;
         block_on(async {
-            let mut dropped = Box::pin(turns.share(never, || None));
+            let mut dropped = Box::pin(group.share(never, || None));
             assert!(poll_once(&mut dropped).await.is_none());
-            let mut other = Box::pin(turns.share(async || Ok(()), || None));
+            let mut other = Box::pin(group.share(async || Ok(()), || None));
             assert!(poll_once(&mut other).await.is_none());
             drop(dropped);
             other.await.unwrap();
 
-            let mut dropped = Box::pin(turns.share(never, || Some(Error::invalid("dropped"))));
+            let mut dropped = Box::pin(group.share(never, || Some(Error::invalid("dropped"))));
             assert!(poll_once(&mut dropped).await.is_none());
-            let mut other = Box::pin(turns.share(async || Ok(()), || None));
+            let mut other = Box::pin(group.share(async || Ok(()), || None));
             assert!(poll_once(&mut other).await.is_none());
             drop(dropped);
             other.await.unwrap();
-            assert!(turns.share(async || Err(Error::invalid("no")), || None).await.is_err());
+            assert!(group.share(async || Err(Error::invalid("no")), || None).await.is_err());
         });
     }
 }

@@ -1,15 +1,21 @@
-//! Copying one disk to another, and comparing two: what conversion, comparison and migration are made of.
+//! Copying one disk to another, and comparing two: the basis of conversion, comparison and migration.
 //!
-//! Both walk the disks in pieces, several at a time, and skip what the map says is zero. Neither prints: progress goes to
-//! whoever asked, in bytes, and a request to stop is obeyed between two pieces.
+//! Both walk the disks in pieces, several at a time, and skip ranges that are zero according to the map.
+//! Neither prints: progress, in bytes, goes to the caller, and a request to stop is obeyed between two
+//! pieces.
 //!
-//! 1. A piece that failed stops the copy; pieces under way are finished first, so nothing is written after the answer.
-//! 2. What reads as zero is not written to a target that reads as zero already.
+//! 1. A piece that failed stops the copy; pieces in flight are finished first, so nothing is written after
+//!    the function has returned.
+//! 2. Zeros are not written to a target that reads as zero already.
 //! 3. The target is flushed before the copy counts as done.
+//! 4. By default pieces are read several at a time and written one after the other, in the order of the disk:
+//!    a format that allocates on write then lays the copy out in that order.
 
-use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet};
+use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Poll, Waker};
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
@@ -24,17 +30,20 @@ const PIECE: u64 = 2 << 20;
 /// How a copy is done.
 #[derive(Clone, Copy)]
 pub struct CopyOptions<'a> {
-    /// Pieces under way at once, at least one.
+    /// Pieces in flight at once, at least one.
     pub pieces_at_once: usize,
     /// Runs of zeros at least this long are not written; zero writes everything, holes too.
     pub sparse_bytes: u64,
     /// The target reads as zero already.
     pub target_is_zero: bool,
+    /// Pieces may be written in any order.
+    pub out_of_order: bool,
     /// Set from outside to stop between two pieces.
     pub stop: &'a AtomicBool,
 }
 
-/// Copies all of `source` to the front of `target`, which is at least as long. `progress` gets the bytes done.
+/// Copies all of `source` to the front of `target`, which is at least as long. `progress` gets the bytes
+/// done.
 ///
 /// # Errors
 /// What reading and writing say; `Closed` when it was stopped.
@@ -45,7 +54,12 @@ pub async fn copy(
     progress: &dyn Fn(u64),
 ) -> Result<()> {
     let size = source.geometry().size;
-    let piece = |span| copy_piece(source, target, span, options);
+    let queue = Queue::default();
+    let piece = |piece| {
+        // Taken here, where pieces come in order, and not when the work is first polled.
+        let place = (!options.out_of_order).then(|| queue.join());
+        copy_piece(source, target, piece, options, place)
+    };
     in_pieces(&[source], GuestOffset::ZERO.span(size), options.pieces_at_once, options.stop, progress, piece)
         .await?;
     target.flush().await.context(|| "can't flush the copy")
@@ -56,13 +70,21 @@ async fn copy_piece(
     target: &SharedDisk,
     piece: Piece,
     options: CopyOptions<'_>,
+    place: Option<QueuePlace<'_>>,
 ) -> Result<Option<GuestOffset>> {
     let span = piece.span;
+    let turn = async || {
+        if let Some(place) = &place {
+            place.comes().await;
+        }
+    };
     if piece.is_zero && options.sparse_bytes == 0 {
+        turn().await;
         return write_zeros_as_data(target, span, options.stop).await;
     }
     if piece.is_zero {
         if !options.target_is_zero {
+            turn().await;
             let flags = ZeroFlags { may_unmap: true, ..ZeroFlags::default() };
             target
                 .write_zeroes(span, flags)
@@ -72,6 +94,7 @@ async fn copy_piece(
         return Ok(None);
     }
     let data = read_piece(source, span).await?;
+    turn().await;
     for (part, data) in cut_zeros(span, data, options.sparse_bytes) {
         let context = || format!("can't write {} bytes at {}", part.len(), part.start());
         match data {
@@ -86,6 +109,62 @@ async fn copy_piece(
     Ok(None)
 }
 
+/// The members act one after the other, in the order in which they joined.
+#[derive(Default)]
+struct Queue {
+    joined: Cell<u64>,
+    /// Which of them it is.
+    turn: Cell<u64>,
+    /// The members that left before it was their turn.
+    gone: RefCell<BTreeSet<u64>>,
+    waiting: RefCell<BTreeMap<u64, Waker>>,
+}
+
+/// A place in a queue; when it is dropped the next one acts.
+struct QueuePlace<'a> {
+    queue: &'a Queue,
+    number: u64,
+}
+
+impl Queue {
+    fn join(&self) -> QueuePlace<'_> {
+        let number = self.joined.get();
+        self.joined.set(number + 1);
+        QueuePlace { queue: self, number }
+    }
+
+    fn leave(&self, number: u64) {
+        self.gone.borrow_mut().insert(number);
+        while self.gone.borrow_mut().remove(&self.turn.get()) {
+            self.turn.set(self.turn.get() + 1);
+        }
+        if let Some(waker) = self.waiting.borrow_mut().remove(&self.turn.get()) {
+            waker.wake();
+        }
+    }
+}
+
+impl QueuePlace<'_> {
+    /// Waits until all members that joined earlier have left.
+    async fn comes(&self) {
+        poll_fn(|context| {
+            if self.queue.turn.get() == self.number {
+                return Poll::Ready(());
+            }
+            self.queue.waiting.borrow_mut().insert(self.number, context.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+}
+
+impl Drop for QueuePlace<'_> {
+    fn drop(&mut self) {
+        self.queue.waiting.borrow_mut().remove(&self.number);
+        self.queue.leave(self.number);
+    }
+}
+
 async fn write_zeros_as_data(
     target: &SharedDisk,
     span: GuestSpan,
@@ -93,7 +172,7 @@ async fn write_zeros_as_data(
 ) -> Result<Option<GuestOffset>> {
     for part in BlockSize::from_shift(20).pieces_of(span) {
         if stop.load(Ordering::Relaxed) {
-            return Err(Error::new(ErrorKind::Closed, "it was stopped"));
+            return Err(Error::new(ErrorKind::Closed, "stopped by a signal"));
         }
         let len = usize::try_from(part.len()).expect("a mebibyte");
         let context = || format!("can't write {len} bytes at {}", part.start());
@@ -146,7 +225,7 @@ pub enum Comparison {
 /// Compares two disks. Where one is longer, its rest must read as zero.
 ///
 /// # Errors
-/// What reading says; `Closed` when it was stopped.
+/// The errors of reading; `Closed` when it was stopped.
 pub async fn compare(
     first: &SharedDisk,
     second: &SharedDisk,
@@ -177,11 +256,11 @@ async fn compare_piece(first: &SharedDisk, second: &SharedDisk, piece: Piece) ->
     Ok(Some(span.start() + at as u64))
 }
 
-/// Finds where a disk reads as zero, in units of `unit` bytes: the runs in order, neighbours merged. `progress` gets the
-/// bytes done.
+/// Finds where a disk reads as zero, in units of `unit` bytes: the runs in order, neighbours merged.
+/// `progress` gets the bytes done.
 ///
 /// # Errors
-/// What reading says; `Closed` when it was stopped.
+/// The errors of reading; `Closed` when it was stopped.
 pub async fn find_zeros(
     disk: &SharedDisk,
     unit: u64,
@@ -226,8 +305,8 @@ struct Piece {
     is_zero: bool,
 }
 
-/// Walks the run in pieces, several at a time. Stops at the first error, and at the lowest piece for which `act` gives
-/// something, which is the result.
+/// Walks the run in pieces, several at a time. Stops at the first error, and at the lowest piece for which
+/// `act` returns a value, which is the result.
 async fn in_pieces<'a, F>(
     disks: &[&SharedDisk],
     span: GuestSpan,
@@ -274,7 +353,8 @@ where
     outcome
 }
 
-/// The next piece of the run: as much of it as is in one kind, at most [`PIECE`] bytes where something must be read.
+/// The next piece of the run: as much of it as is in one kind, at most [`PIECE`] bytes where something must
+/// be read.
 async fn next_piece(
     disks: &[&SharedDisk],
     rest: GuestSpan,
@@ -342,7 +422,7 @@ mod tests {
     }
 
     fn options(stop: &AtomicBool) -> CopyOptions<'_> {
-        CopyOptions { pieces_at_once: 8, sparse_bytes: 4096, target_is_zero: true, stop }
+        CopyOptions { pieces_at_once: 8, sparse_bytes: 4096, target_is_zero: true, out_of_order: false, stop }
     }
 
     #[test]

@@ -1,0 +1,213 @@
+//! What can be done with an image that no server uses: it is checked, recovered, resized, given a journal,
+//! and its snapshots are made, listed and deleted. All of it concerns one file, without the images below.
+//! Each function must be called on a worker.
+
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
+use vellum_format::FormatKind;
+use vellum_format::image::{Format, Snapshot, SnapshotSupport};
+use vellum_format::report::{CheckReport, JournalChange, Recovered, Repair};
+
+use crate::image::{ImageOptions, open_file, open_file_replayed, open_image};
+
+/// What a check came to.
+pub struct Checked {
+    /// The format of the image.
+    pub format: FormatKind,
+    /// What was counted; nothing, where the format has nothing that could be checked.
+    pub report: Option<CheckReport>,
+    /// A line for each thing found.
+    pub lines: Vec<String>,
+}
+
+/// Compares an image's metadata with its content, and repairs it on request.
+///
+/// # Errors
+/// When it cannot be opened or read so far, or a repair cannot be written.
+pub async fn check(path: &Path, options: &ImageOptions, repair: Repair) -> Result<Checked> {
+    let options = ImageOptions { read_only: repair == Repair::Nothing, ..options.clone() };
+    let (storage, format) = match repair {
+        Repair::Nothing => open_file_replayed(path, &options).await?,
+        _ => open_file(path, &options).await?,
+    };
+    let mut lines = Vec::new();
+    let report = format.format().check(&storage, repair, &mut |line| lines.push(line)).await?;
+    Ok(Checked { format, report, lines })
+}
+
+/// Does what any opening for writing does first, and nothing else.
+///
+/// # Errors
+/// What opening and the recovery say; `Corrupt` when something is left that cannot be repaired.
+pub async fn recover(path: &Path, format: Option<FormatKind>) -> Result<Recovered> {
+    let options = ImageOptions { format, ..ImageOptions::default() };
+    let (storage, kind) = open_file(path, &options).await?;
+    let format = kind.format();
+    let mut head = format.read(&*storage).await?;
+    let mut done = Recovered { was_dirty: head.was_left_open(), ..Recovered::default() };
+    if head.needs_replay() {
+        let context = || format!("can't recover {}", path.display());
+        done.replayed = Some(format.recover(&storage).await.context(context)?);
+        head = format.read(&*storage).await?;
+    }
+    if !head.may_be_miscounted(done.replayed.is_some()) {
+        return Ok(done);
+    }
+    let report = format.check(&storage, Repair::All, &mut |_| {}).await?.unwrap_or_default();
+    if report.corruptions > 0 || report.check_errors > 0 {
+        return Err(Error::new(
+            ErrorKind::Corrupt,
+            format!(
+                "{}: {} corruptions and {} unreadable parts cannot be repaired; `vellum check` lists them, and reading \
+                 what is sound still works (`vellum convert`)",
+                path.display(),
+                report.corruptions,
+                report.check_errors
+            ),
+        ));
+    }
+    Ok(Recovered { report, ..done })
+}
+
+/// How the disk of an image is resized.
+#[derive(Debug, Clone, Default)]
+pub struct ResizeOptions {
+    /// The image's format; guessed when not given, but never for a raw disk.
+    pub format: Option<FormatKind>,
+    /// The disk may become smaller.
+    pub may_shrink: bool,
+    /// Where references may lead, besides the image's own directory.
+    pub allow_dirs: Vec<PathBuf>,
+}
+
+/// Resizes the disk of an image. `wanted` computes the new size from the old one. Returns both, in bytes.
+///
+/// # Errors
+/// Why it cannot have that size, and the errors of the image.
+pub async fn resize(
+    path: &Path,
+    options: &ResizeOptions,
+    wanted: impl FnOnce(u64) -> Result<u64>,
+) -> Result<(u64, u64)> {
+    let below = len_below(path, options).await?;
+    let image = ImageOptions { format: options.format, ..ImageOptions::default() };
+    let (storage, kind) = open_file(path, &image).await?;
+    let format = kind.format();
+    let before = format.finish(&storage).await?;
+    let size = wanted(before)?;
+    if let Some(below) = below.filter(|below| size > before && *below > before) {
+        return Err(Error::unsupported(format!(
+            "{}: the backing image ({below} bytes) is larger than the disk, and its data would appear beyond \
+             {before}: copy the disk into a larger image",
+            path.display()
+        )));
+    }
+    if !format.is_recognised() && options.format.is_none() {
+        return Err(Error::invalid(format!(
+            "{}: the format is not recognised; if this is a raw disk, use `-f raw` to change it",
+            path.display()
+        )));
+    }
+    format.resize(&storage, size, options.may_shrink).await?;
+    Ok((before, size))
+}
+
+/// How long the disk below an image is, in bytes, where all of it shows.
+async fn len_below(path: &Path, options: &ResizeOptions) -> Result<Option<u64>> {
+    let options = ImageOptions {
+        format: options.format,
+        allow_dirs: options.allow_dirs.clone(),
+        ..ImageOptions::reading()
+    };
+    let (storage, kind) = open_file(path, &options).await?;
+    let head = kind.format().read(&*storage).await?;
+    if !head.shows_all_below() || head.backing().is_none() {
+        return Ok(None);
+    }
+    drop(storage);
+    let chain = open_image(path, &options).await?;
+    let below = chain.members.get(1).map(|member| member.disk.geometry().size);
+    chain.close().await?;
+    Ok(below)
+}
+
+/// Adds a journal to an image, of this size if one is given; or removes it.
+///
+/// # Errors
+/// `Unsupported` if the format leaves no choice, and the errors of the image.
+pub async fn set_journal(path: &Path, wish: Option<Option<u64>>) -> Result<JournalChange> {
+    let (storage, kind) = open_file(path, &ImageOptions::default()).await?;
+    kind.format().set_journal(&storage, &path.display().to_string(), wish).await
+}
+
+/// The snapshots of an image, in the order in which they were made.
+///
+/// # Errors
+/// `Unsupported` for a format without snapshots, and the errors of the image.
+pub async fn snapshots(path: &Path, format: Option<FormatKind>) -> Result<Vec<Snapshot>> {
+    let options = ImageOptions { format, ..ImageOptions::reading() };
+    let (storage, kind) = open_file_replayed(path, &options).await?;
+    if kind.format().snapshot_support() == SnapshotSupport::None {
+        return Err(none_in(path, kind));
+    }
+    kind.format().read(&*storage).await?.snapshots(&storage, Some(&storage)).await
+}
+
+/// Makes a snapshot. Returns its number.
+///
+/// # Errors
+/// `Unsupported` for a format that cannot make snapshots, and the errors of the image.
+pub async fn snapshot_create(path: &Path, format: Option<FormatKind>, name: &str) -> Result<u32> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let (storage, format) = keeper(path, format, "created").await?;
+    let (disk, snapshots) = format.open_alone(&storage).await?;
+    let made = snapshots.create(name, now).await;
+    let closed = disk.close().await;
+    let id = made?;
+    closed.map(|()| id)
+}
+
+/// Deletes a snapshot.
+///
+/// # Errors
+/// As [`snapshot_create`]; `NotFound` when there is none.
+pub async fn snapshot_delete(path: &Path, format: Option<FormatKind>, wanted: &str) -> Result<()> {
+    let (storage, format) = keeper(path, format, "deleted").await?;
+    let (disk, snapshots) = format.open_alone(&storage).await?;
+    let deleted = snapshots.delete(wanted).await;
+    let closed = disk.close().await;
+    deleted.and(closed)
+}
+
+/// Makes the disk what a snapshot has.
+///
+/// # Errors
+/// As [`snapshot_delete`].
+pub async fn snapshot_revert(path: &Path, format: Option<FormatKind>, wanted: &str) -> Result<()> {
+    let (storage, format) = keeper(path, format, "reverted to").await?;
+    format.revert(&storage, wanted).await
+}
+
+/// The image for writing, which must be of a format that makes snapshots.
+async fn keeper(
+    path: &Path,
+    format: Option<FormatKind>,
+    what: &str,
+) -> Result<(SharedStorage, &'static dyn Format)> {
+    let options = ImageOptions { format, ..ImageOptions::default() };
+    let (storage, kind) = open_file(path, &options).await?;
+    match kind.format().snapshot_support() {
+        SnapshotSupport::Kept => Ok((storage, kind.format())),
+        SnapshotSupport::Read => Err(Error::unsupported(format!(
+            "{}: snapshots of {kind} images can be listed and read, not {what}",
+            path.display()
+        ))),
+        SnapshotSupport::None => Err(none_in(path, kind)),
+    }
+}
+
+fn none_in(path: &Path, kind: FormatKind) -> Error {
+    Error::unsupported(format!("{}: a {kind} image has no snapshots", path.display()))
+}

@@ -1,0 +1,268 @@
+//! Creating images from the user's options.
+
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vellum_core::{
+    BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage, Storage,
+};
+use vellum_format::probe::probe;
+use vellum_format::qcow2::{self, CreateOptions, Preallocation};
+use vellum_format::{FormatKind, native};
+use vellum_io::File;
+use vellum_layer::{Chain, Gate, Referrer, Trust};
+
+use crate::host::Host;
+use crate::image::{ImageOptions, new_file, open_image};
+use crate::template::{self, ListUse};
+
+/// A new image: where, and what is below it.
+#[derive(Debug, Clone)]
+pub struct CreateTarget {
+    /// The image file. An existing file is replaced unless it is in use.
+    pub path: PathBuf,
+    /// The size of the disk in bytes; that of the backing image when not given.
+    pub size: Option<u64>,
+    /// The backing image's name, as it will stand in the new one, and its format.
+    pub backing: Option<(String, FormatKind)>,
+    /// The backing image is not opened; the size must be given.
+    pub trust_backing: bool,
+    /// Where the backing image's own references may lead.
+    pub allow_dirs: Vec<PathBuf>,
+}
+
+impl CreateTarget {
+    /// The size of the disk: as given, else as the backing image has it.
+    ///
+    /// # Errors
+    /// When there is neither, or the backing image cannot be opened.
+    pub async fn disk_size(&self) -> Result<u64> {
+        let backing = match self.open_backing().await? {
+            Some(chain) => {
+                let size = chain.disk().geometry().size;
+                chain.close().await?;
+                Some(size)
+            }
+            None => None,
+        };
+        self.size_over(backing)
+    }
+
+    /// Why the image, now that it is made, could not be opened for writing as it is: its references would not
+    /// be followed.
+    pub fn refusal(&self, format: FormatKind, data_file: Option<&str>) -> Option<Error> {
+        let canonical = self.path.canonicalize().ok()?;
+        let trust = Trust::of(&[&self.path, &canonical], format);
+        let is_device = canonical.metadata().is_ok_and(|facts| facts.file_type().is_block_device());
+        let asked = trust.and_then(|trust| {
+            let image = Referrer { canonical: &canonical, is_device, trust };
+            let gate = Host::gate(&self.allow_dirs, &[])?;
+            let place =
+                |name: &str| Gate::resolve(&self.path, name)?.canonicalize().context(|| name.to_owned());
+            if let Some((name, _)) = &self.backing {
+                // A missing file that was not checked is reported when the image is opened.
+                place(name).map_or(Ok(()), |target| gate.check(image, &target))?;
+            }
+            data_file.map_or(Ok(()), |name| gate.check_data_file(image, &place(name)?, true))
+        });
+        asked.err()
+    }
+
+    fn size_over(&self, backing: Option<u64>) -> Result<u64> {
+        self.size.or(backing).ok_or_else(|| {
+            Error::invalid(format!(
+                "{}: give the size after the file name, for example 20G",
+                self.path.display()
+            ))
+        })
+    }
+
+    /// The backing image, if there is one and it is to be checked.
+    async fn open_backing(&self) -> Result<Option<Chain>> {
+        let Some((name, format)) = self.backing.as_ref().filter(|_| !self.trust_backing) else {
+            return Ok(None);
+        };
+        let options = ImageOptions {
+            format: Some(*format),
+            allow_dirs: self.allow_dirs.clone(),
+            ..ImageOptions::reading()
+        };
+        let path = Gate::resolve(&self.path, name)?;
+        let chain = open_image(&path, &options).await.context(|| {
+            format!("can't use the backing image {name} (`-u` creates the image without opening it)")
+        })?;
+        Ok(Some(chain))
+    }
+
+    async fn file(&self) -> Result<Arc<File>> {
+        new_file(&self.path).await
+    }
+}
+
+/// Makes a qcow2 image. Must be called on a worker. Returns the options of the new image as they turned out.
+///
+/// # Errors
+/// `Invalid` for options that contradict each other, and what the files say. An image that could not be made
+/// whole is removed.
+pub async fn create_qcow2(target: &CreateTarget, options: CreateOptions) -> Result<CreateOptions> {
+    let size = target.disk_size().await?;
+    let backing = target.backing.as_ref().map(|(name, format)| (name.clone(), Some(format.to_string())));
+    let mut options = CreateOptions { size, backing, ..options }.settled();
+    let data_path = options.data_file.as_ref().map(|name| data_file_path(&target.path, name)).transpose()?;
+    options.data_file = data_path.as_ref().map(|path| path_text(path)).transpose()?;
+    let is_new_data = data_path.as_ref().filter(|path| !path.exists());
+    let data_file: Option<SharedStorage> = match &data_path {
+        None => None,
+        Some(path) => Some(new_data_file(path).await?),
+    };
+    let made = lay_out_qcow2(target, data_file.as_ref(), &options).await;
+    if let (Err(_), Some(path)) = (&made, is_new_data) {
+        drop(data_file);
+        let _ = std::fs::remove_file(path);
+    }
+    made.map(|()| options)
+}
+
+/// The place of a new image's data file, in full. A relative name means the image's directory here and the
+/// current directory to QEMU, so the image gets one that both find.
+fn data_file_path(image: &Path, name: &str) -> Result<PathBuf> {
+    let path = Gate::resolve(image, name)?;
+    let context = || format!("can't use {} as the data file", path.display());
+    let file = path.file_name().ok_or_else(|| Error::invalid("it is a directory")).context(context)?;
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    Ok(dir.canonicalize().context(context)?.join(file))
+}
+
+fn path_text(path: &Path) -> Result<String> {
+    let text = path.to_str().map(str::to_owned);
+    text.ok_or_else(|| {
+        Error::invalid(format!("{} is not UTF-8, so it cannot be stored in an image", path.display()))
+    })
+}
+
+/// A data file to be filled. An image is refused: its content would be lost.
+async fn new_data_file(path: &Path) -> Result<Arc<File>> {
+    let is_there = path.exists();
+    let file = new_file(path).await?;
+    let held = match is_there && file.len() > 0 {
+        true => probe(&*file).await.map(|format| format.to_string()),
+        false => return Ok(file),
+    };
+    match held {
+        Ok(format) if format == FormatKind::Raw.to_string() => Ok(file),
+        held => Err(Error::new(
+            ErrorKind::Refused,
+            format!(
+                "{} cannot become the data file: {}: delete it if it is no longer needed, or name another file",
+                path.display(),
+                held.map_or_else(|error| error.to_string(), |format| format!("it is a {format} image"))
+            ),
+        )),
+    }
+}
+
+async fn lay_out_qcow2(
+    target: &CreateTarget,
+    data_file: Option<&SharedStorage>,
+    options: &CreateOptions,
+) -> Result<()> {
+    let is_new = !target.path.exists();
+    let file = target.file().await?;
+    let made = qcow2::create(&*file, data_file, options).await;
+    if made.is_err() && is_new {
+        drop(file);
+        let _ = std::fs::remove_file(&target.path);
+    }
+    made
+}
+
+/// Makes an image in the native format. Must be called on a worker. Returns its superblock, and what became
+/// of the list of the template's zeros.
+///
+/// # Errors
+/// `Invalid` for options that contradict each other, and what the files say. An image that could not be made
+/// whole is removed.
+pub async fn create_native(
+    target: &CreateTarget,
+    options: native::CreateOptions,
+) -> Result<(native::Superblock, ListUse)> {
+    let backing = target.open_backing().await?;
+    let mut list = (None, ListUse::None);
+    if let Some(chain) = &backing {
+        list = template::zeros_of(chain).await;
+    }
+    let backing_size = backing.as_ref().map(|chain| chain.disk().geometry().size);
+    let size = BlockSize::SECTOR.round_up(target.size_over(backing_size)?);
+    let base = target.backing.as_ref().map(|(name, format)| native::NewBase {
+        name: name.clone(),
+        format: Some(format.to_string()),
+        // One that is not checked may be as large as the disk.
+        size: backing_size.unwrap_or(size),
+        zeros: list.0.map(|zeros| zeros.runs).unwrap_or_default(),
+    });
+    let options = native::CreateOptions { size, base, ..options };
+    let made = lay_out_native(target, &options).await;
+    // Until here its files are locked, and so are as the list has them.
+    if let Some(chain) = backing {
+        chain.close().await?;
+    }
+    made.map(|superblock| (superblock, list.1))
+}
+
+async fn lay_out_native(
+    target: &CreateTarget,
+    options: &native::CreateOptions,
+) -> Result<native::Superblock> {
+    let is_new = !target.path.exists();
+    let file = target.file().await?;
+    let made = native::create(&*file, options).await;
+    if made.is_err() && is_new {
+        drop(file);
+        let _ = std::fs::remove_file(&target.path);
+    }
+    made
+}
+
+/// Makes a raw disk of zeros. Must be called on a worker.
+///
+/// # Errors
+/// `Invalid` for a preallocation that raw disks do not have, and the errors of the file. A file that could
+/// not be completed is removed.
+pub async fn create_raw(path: &Path, size: u64, preallocation: Preallocation) -> Result<()> {
+    let is_new = !path.exists();
+    let file = new_file(path).await?;
+    let made = lay_out_raw(path, &file, size, preallocation).await;
+    if made.is_err() && is_new {
+        drop(file);
+        let _ = std::fs::remove_file(path);
+    }
+    made
+}
+
+async fn lay_out_raw(path: &Path, file: &File, size: u64, preallocation: Preallocation) -> Result<()> {
+    if file.limits().fixed_len {
+        if file.len() < size {
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                format!("{} has {} bytes, the disk needs {size}", path.display(), file.len()),
+            ));
+        }
+        return Ok(());
+    }
+    file.set_len(0).await?;
+    file.set_len(size).await?;
+    let all = ImageOffset::ZERO.span(size);
+    match preallocation {
+        Preallocation::Off => {}
+        Preallocation::Metadata => return Err(Error::invalid("a raw disk has no metadata to preallocate")),
+        Preallocation::Falloc => file.preallocate(all).await?,
+        Preallocation::Full => {
+            for span in BlockSize::from_shift(20).pieces_of(all) {
+                let len = usize::try_from(span.len()).expect("a mebibyte");
+                file.write(span.start(), Buffer::zeroed(len)).await?;
+            }
+        }
+    }
+    file.flush().await
+}

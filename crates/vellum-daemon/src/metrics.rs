@@ -1,0 +1,396 @@
+//! The counters, for Prometheus: `GET /metrics`, in the OpenMetrics text format.
+//!
+//! ```text
+//!   GET /metrics ──► head of the request, 8 KiB and 10 s at most ──► the counters as they are now ──► 200, and the end
+//! ```
+//!
+//! 1. The interface is read-only, and only the first line of a client's request is used.
+//! 2. A few clients are served at once; others wait in the socket's queue. Each has a time limit, so none
+//!    keeps the others for long.
+//! 3. Names and labels are stable: a figure whose meaning changes gets another name.
+
+use std::fmt;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_lite::future::or;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::exemplar::Exemplar;
+use prometheus_client::registry::Registry;
+use vellum_core::{Buffer, ByteStream, ErrorKind, Result};
+use vellum_export::ConnectionSlots;
+use vellum_export::nbd::Exports;
+use vellum_io::{Listener, Stream, clock, spawn_local};
+
+use crate::contained::{contained, in_rounds};
+use crate::served::Disks;
+use crate::stats::{DiskStats, HostOperations, Operations, Stats};
+
+/// Clients at once.
+const CLIENTS_MAX: usize = 4;
+/// The longest head of a request.
+const HEAD_BYTES_MAX: usize = 8 << 10;
+/// How long a client has for asking, and for taking the answer.
+const CLIENT_TIME: Duration = Duration::from_secs(10);
+/// The format that Prometheus prefers.
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// Every state that a disk can have.
+const STATES: [&str; 7] = ["running", "pausing", "paused", "no space", "poisoned", "hung", "closed"];
+
+/// Where Prometheus comes in.
+#[derive(Clone)]
+pub(crate) struct Metrics {
+    pub(crate) disks: Arc<Disks>,
+    pub(crate) exports: Exports,
+}
+
+impl Metrics {
+    /// Lets clients in until it is dropped.
+    pub(crate) async fn accept(self, listener: Listener) {
+        let slots = ConnectionSlots::new(CLIENTS_MAX);
+        in_rounds("the metrics listener", async || {
+            let slot = slots.take().await;
+            match listener.accept().await {
+                Ok(socket) => {
+                    let metrics = self.clone();
+                    let answering = async move {
+                        let stream = socket.attach();
+                        let late = async {
+                            clock().sleep(CLIENT_TIME).await;
+                            Ok(())
+                        };
+                        if let Err(error) = or(metrics.answer(&stream), late).await {
+                            tracing::debug!("metrics: {}", error.chain());
+                        }
+                        stream.shutdown();
+                        drop(slot);
+                        Ok(())
+                    };
+                    let answered = contained("a metrics request", answering);
+                    spawn_local(async { drop(answered.await) }).detach();
+                }
+                Err(error) if error.kind() == ErrorKind::NoSpace => tracing::warn!("{}", error.chain()),
+                Err(error) => {
+                    tracing::error!("the metrics endpoint has stopped working: {}", error.chain());
+                    return ControlFlow::Break(());
+                }
+            }
+            ControlFlow::Continue(())
+        })
+        .await;
+    }
+
+    async fn answer(&self, stream: &Stream) -> Result<()> {
+        let mut head = Vec::new();
+        while !head.windows(4).any(|end| end == b"\r\n\r\n") {
+            let (buffer, count) = stream.read(Buffer::for_overwrite(1024)).await?;
+            if count == 0 || head.len() + count > HEAD_BYTES_MAX {
+                break;
+            }
+            head.extend_from_slice(&buffer.slice()[..count]);
+        }
+        let answer = match asked_for(&head) {
+            Asked::Metrics => reply("200 OK", OPEN_METRICS, &text(self.disks.stats(&self.exports))),
+            Asked::Elsewhere => reply("404 Not Found", "text/plain", "the metrics are at /metrics\n"),
+            Asked::Otherwise => reply("405 Method Not Allowed", "text/plain", "only GET is supported\n"),
+            Asked::Nonsense => reply("400 Bad Request", "text/plain", "this is not an HTTP request\n"),
+        };
+        stream.write_all(Buffer::copy_of(answer.as_bytes())).await
+    }
+}
+
+/// What a client wants.
+#[derive(Debug, PartialEq, Eq)]
+enum Asked {
+    Metrics,
+    Elsewhere,
+    Otherwise,
+    Nonsense,
+}
+
+fn asked_for(head: &[u8]) -> Asked {
+    let line = head.split(|byte| *byte == b'\r').next().unwrap_or_default();
+    let words: Vec<&str> = std::str::from_utf8(line).unwrap_or_default().split(' ').collect();
+    match words[..] {
+        ["GET", path, version] if version.starts_with("HTTP/1.") => match path.split('?').next() {
+            Some("/metrics" | "/") => Asked::Metrics,
+            _ => Asked::Elsewhere,
+        },
+        [_, _, version] if version.starts_with("HTTP/") => Asked::Otherwise,
+        _ => Asked::Nonsense,
+    }
+}
+
+fn reply(status: &str, kind: &str, body: &str) -> String {
+    format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+        body.len()
+    )
+}
+
+/// All of it, as text.
+fn text(stats: Stats) -> String {
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(Counted(stats)));
+    let mut text = String::new();
+    encode(&mut text, &registry).expect("text takes all of it");
+    text
+}
+
+#[derive(Debug)]
+struct Counted(Stats);
+
+/// No request is pointed out.
+const NO_EXEMPLAR: Option<&Exemplar<[(&str, &str); 0], f64>> = None;
+
+/// The label that identifies a disk: the first of its exports. Where that is empty the image identifies it.
+fn name_of(disk: &DiskStats) -> String {
+    disk.exports.first().cloned().unwrap_or_default()
+}
+
+#[expect(clippy::cast_precision_loss, reason = "seconds, as fine as anybody needs them")]
+fn seconds(micros: u64) -> f64 {
+    micros as f64 / 1e6
+}
+
+impl Counted {
+    /// A number for each disk, or several with one more label.
+    fn each<T, L: AsRef<str>>(
+        &self,
+        mut metric: MetricEncoder<'_>,
+        label: &str,
+        of: impl Fn(&DiskStats) -> Vec<(L, T)>,
+        put: impl Fn(&mut MetricEncoder<'_>, T) -> fmt::Result,
+    ) -> fmt::Result {
+        for disk in &self.0.disks {
+            let export = name_of(disk);
+            for (value, number) in of(disk) {
+                let mut labels = vec![("export", export.as_str()), ("image", disk.image.as_str())];
+                if !label.is_empty() {
+                    labels.push((label, value.as_ref()));
+                }
+                put(&mut metric.encode_family(&labels.as_slice())?, number)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn counters<L: AsRef<str>>(
+        &self,
+        encoder: &mut DescriptorEncoder<'_>,
+        (name, help, label): (&str, &str, &str),
+        of: impl Fn(&DiskStats) -> Vec<(L, u64)>,
+    ) -> fmt::Result {
+        let metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        self.each(metric, label, of, |metric, number| metric.encode_counter(&number, NO_EXEMPLAR))
+    }
+
+    fn gauges<L: AsRef<str>>(
+        &self,
+        encoder: &mut DescriptorEncoder<'_>,
+        (name, help, label): (&str, &str, &str),
+        of: impl Fn(&DiskStats) -> Vec<(L, u64)>,
+    ) -> fmt::Result {
+        let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        self.each(metric, label, of, |metric, number| {
+            metric.encode_gauge(&i64::try_from(number).unwrap_or(i64::MAX))
+        })
+    }
+}
+
+fn requests(of: &Operations) -> Vec<(&'static str, u64)> {
+    vec![
+        ("read", of.reads),
+        ("write", of.writes),
+        ("flush", of.flushes),
+        ("write-zeroes", of.zeroes),
+        ("discard", of.discards),
+    ]
+}
+
+fn bytes(of: &Operations) -> Vec<(&'static str, u64)> {
+    vec![
+        ("read", of.bytes_read),
+        ("write", of.bytes_written),
+        ("write-zeroes", of.bytes_zeroed),
+        ("discard", of.bytes_discarded),
+    ]
+}
+
+/// All requests to the host, for any purpose.
+fn host(of: &HostOperations, list: fn(&Operations) -> Vec<(&'static str, u64)>) -> Vec<(&'static str, u64)> {
+    let mut sum = list(&of.data);
+    for part in [&of.metadata, &of.checkpoint, &of.prealloc] {
+        for (total, (_, more)) in sum.iter_mut().zip(list(part)) {
+            total.1 += more;
+        }
+    }
+    sum
+}
+
+fn one(number: u64) -> Vec<(&'static str, u64)> {
+    vec![("", number)]
+}
+
+impl Collector for Counted {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let to = &mut encoder;
+        to.encode_descriptor("vellum_uptime_seconds", "Uptime of the server", None, MetricType::Gauge)?
+            .encode_gauge(&self.0.uptime_seconds)?;
+        self.gauges(to, ("vellum_disk_size_bytes", "Size of the disk", ""), |disk| one(disk.virtual_size))?;
+        let state = |disk: &DiskStats| STATES.map(|state| (state, u64::from(disk.state == state))).to_vec();
+        self.gauges(to, ("vellum_disk_state", "1 for the current state of the disk", "state"), state)?;
+        self.gauges(to, ("vellum_connections", "Connections now", ""), |disk| one(disk.connections as u64))?;
+        self.gauges(
+            to,
+            ("vellum_requests_waiting", "Requests that wait for a limit, a pause or space", ""),
+            |disk| one((disk.held + disk.limited) as u64),
+        )?;
+        self.gauges(to, ("vellum_requests_under_way", "Requests in flight to the image", ""), |disk| {
+            one(disk.under_way.count as u64)
+        })?;
+        self.gauges(
+            to,
+            ("vellum_request_oldest_seconds", "Age of the oldest request in flight, once it is 10 s", ""),
+            |disk| one(disk.under_way.long.first().map_or(0, |request| request.seconds)),
+        )?;
+        self.counters(to, ("vellum_guest_requests", "Guest requests", "request"), |disk| {
+            requests(&disk.guest)
+        })?;
+        self.counters(to, ("vellum_guest_bytes", "Bytes of these requests", "request"), |disk| {
+            bytes(&disk.guest)
+        })?;
+        self.counters(
+            to,
+            ("vellum_guest_errors", "Requests that failed", ""),
+            |disk| one(disk.guest_errors),
+        )?;
+        self.counters(to, ("vellum_failures", "Requests that the image failed", "kind"), |disk| {
+            disk.failures.iter().map(|(kind, count)| (kind.clone(), *count)).collect()
+        })?;
+        self.gauges(
+            to,
+            ("vellum_last_error_timestamp_seconds", "Time of the last failed request", ""),
+            |disk| disk.last_error.iter().map(|error| ("", error.date_sec)).collect(),
+        )?;
+        self.counters(to, ("vellum_host_requests", "Host operations of the image", "request"), |disk| {
+            host(&disk.host, requests)
+        })?;
+        self.counters(to, ("vellum_host_bytes", "Bytes of these requests", "request"), |disk| {
+            host(&disk.host, bytes)
+        })?;
+        let metric = to.encode_descriptor(
+            "vellum_request_duration_seconds",
+            "Latency of requests, from admission to the answer",
+            None,
+            MetricType::Histogram,
+        )?;
+        let times = |disk: &DiskStats| {
+            disk.latency.iter().map(|(kind, latency)| (kind.clone(), latency.clone())).collect()
+        };
+        self.each(metric, "request", times, |metric, latency| {
+            let mut before = 0;
+            let mut buckets: Vec<(f64, u64)> = latency
+                .below_us
+                .iter()
+                .map(|(bound, below)| {
+                    let count = below.saturating_sub(before);
+                    before = *below;
+                    (seconds(*bound), count)
+                })
+                .collect();
+            buckets.push((f64::INFINITY, latency.count.saturating_sub(before)));
+            metric.encode_histogram::<[(&str, &str); 0]>(
+                seconds(latency.sum_us),
+                latency.count,
+                &buckets,
+                None,
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::stats::{LastError, Latency};
+
+    fn disk() -> DiskStats {
+        DiskStats {
+            exports: vec!["web \"1\"".to_owned(), "other".to_owned()],
+            image: "/images/web.vlm".to_owned(),
+            virtual_size: 1 << 30,
+            state: "no space".to_owned(),
+            paused_seconds: None,
+            held: 2,
+            limits: BTreeMap::new(),
+            limited: 1,
+            connections: 3,
+            guest: Operations { reads: 7, bytes_read: 4096, ..Operations::default() },
+            guest_errors: 5,
+            failures: BTreeMap::from([("no-space".to_owned(), 4)]),
+            last_error: Some(LastError {
+                request: "a write".to_owned(),
+                kind: "no-space".to_owned(),
+                message: "full".to_owned(),
+                date_sec: 1_800_000_000,
+            }),
+            under_way: crate::stats::UnderWay::default(),
+            latency: BTreeMap::from([(
+                "read".to_owned(),
+                Latency {
+                    count: 7,
+                    sum_us: 7_000_000,
+                    below_us: vec![(16, 2), (64, 5)],
+                    ..Latency::default()
+                },
+            )]),
+            host: HostOperations::default(),
+            below: HostOperations::default(),
+        }
+    }
+
+    #[test]
+    fn all_of_a_disk_is_told() {
+        let stats = Stats { uptime_seconds: 1.5, io: "uring".to_owned(), disks: vec![disk()] };
+        let text = text(stats);
+        let disk = r#"export="web \"1\"",image="/images/web.vlm""#;
+        for line in [
+            "vellum_uptime_seconds 1.5".to_owned(),
+            format!("vellum_disk_size_bytes{{{disk}}} 1073741824"),
+            format!(r#"vellum_disk_state{{{disk},state="no space"}} 1"#),
+            format!(r#"vellum_disk_state{{{disk},state="running"}} 0"#),
+            format!("vellum_requests_waiting{{{disk}}} 3"),
+            format!(r#"vellum_guest_requests_total{{{disk},request="read"}} 7"#),
+            format!(r#"vellum_failures_total{{{disk},kind="no-space"}} 4"#),
+            format!("vellum_last_error_timestamp_seconds{{{disk}}} 1800000000"),
+            format!(r#"vellum_request_duration_seconds_count{{{disk},request="read"}} 7"#),
+            format!(r#"vellum_request_duration_seconds_bucket{{le="0.000064",{disk},request="read"}} 5"#),
+            format!(r#"vellum_request_duration_seconds_bucket{{le="+Inf",{disk},request="read"}} 7"#),
+            "# TYPE vellum_request_duration_seconds histogram".to_owned(),
+            "# EOF".to_owned(),
+        ] {
+            assert!(text.lines().any(|one| one == line), "{line} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn only_metrics_are_given_out() {
+        for (head, asked) in [
+            ("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", Asked::Metrics),
+            ("GET /metrics?x=1 HTTP/1.0\r\n\r\n", Asked::Metrics),
+            ("GET /etc/passwd HTTP/1.1\r\n\r\n", Asked::Elsewhere),
+            ("POST /metrics HTTP/1.1\r\n\r\n", Asked::Otherwise),
+            ("", Asked::Nonsense),
+            ("\u{1}\r\n\r\n", Asked::Nonsense),
+        ] {
+            assert_eq!(asked_for(head.as_bytes()), asked, "{head:?}");
+        }
+    }
+}

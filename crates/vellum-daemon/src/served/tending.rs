@@ -1,0 +1,101 @@
+//! Background work for a disk: what can be done in quiet times, and a device that may become full.
+//!
+//! ```text
+//!   something was changed ──► every 50 ms while there is more to do, and a while after
+//!                                  │ nothing was to do, and nothing changed
+//!                                  ▼
+//!                             half as often each time, down to every half minute ──► something was changed
+//! ```
+//!
+//! So a disk that is not written costs next to nothing, however many there are.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures_lite::future::or;
+use vellum_core::Disk;
+use vellum_io::{Spawned, WorkersHandle, clock};
+
+use super::Served;
+use crate::contained::in_rounds;
+
+/// How often a disk is tended that was changed a moment ago.
+const OFTEN: Duration = Duration::from_millis(50);
+/// And for how long after the last change: work that waits for a quiet time has been offered it by then.
+const A_WHILE: Duration = Duration::from_secs(5);
+/// How often to tend a disk that does not change.
+const SELDOM: Duration = Duration::from_secs(30);
+/// Between two things that are done at once, so that requests come first.
+const NEXT: Duration = Duration::from_millis(1);
+
+/// The tasks that tend a disk.
+pub(super) struct Tending {
+    has_ended: Arc<AtomicBool>,
+    served: Arc<Served>,
+    tasks: Vec<Spawned<()>>,
+}
+
+impl Tending {
+    pub(super) fn begin(served: &Arc<Served>, workers: &WorkersHandle) -> Self {
+        let has_ended = Arc::new(AtomicBool::new(false));
+        // The last worker first: the first has the sockets and the signals.
+        let worker = workers.count() - 1 - served.number() % workers.count();
+        let (its, ended) = (served.clone(), has_ended.clone());
+        let mut tasks = vec![workers.spawn(worker, move || async move {
+            let what = format!("the background work on {}", its.path().display());
+            in_rounds(&what, async || {
+                tend(&its, &ended).await;
+                ControlFlow::Break(())
+            })
+            .await;
+        })];
+        if served.growing().is_some() {
+            let (its, ended) = (served.clone(), has_ended.clone());
+            tasks.push(workers.spawn(worker, move || async move {
+                let what = format!("the watch on the device of {}", its.path().display());
+                in_rounds(&what, async || {
+                    if ended.load(Ordering::Acquire) {
+                        return ControlFlow::Break(());
+                    }
+                    if let Some(growing) = its.growing() {
+                        growing.watch(&ended).await;
+                    }
+                    clock().sleep(OFTEN).await;
+                    ControlFlow::Continue(())
+                })
+                .await;
+            }));
+        }
+        Self { has_ended, served: served.clone(), tasks }
+    }
+
+    /// Waits until what was begun is done.
+    pub(super) async fn end(self) {
+        self.has_ended.store(true, Ordering::Release);
+        self.served.record.work.wake();
+        for task in self.tasks {
+            // A worker that has ended has nothing in flight.
+            let _ = task.await;
+        }
+    }
+}
+
+async fn tend(served: &Served, has_ended: &AtomicBool) {
+    let (mut changed, mut pause) = (clock().now(), OFTEN);
+    while !has_ended.load(Ordering::Acquire) {
+        let has_more = served.disk.tend(clock().now()).await;
+        let now = clock().now();
+        if served.record.work.take() || has_more {
+            (changed, pause) = (now, OFTEN);
+        } else if now.saturating_sub(changed) > A_WHILE {
+            pause = (pause * 2).min(SELDOM);
+        }
+        if has_more || pause == OFTEN {
+            clock().sleep(if has_more { NEXT } else { OFTEN }).await;
+        } else {
+            or(served.record.work.wait(), clock().sleep(pause)).await;
+        }
+    }
+}

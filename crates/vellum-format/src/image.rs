@@ -1,0 +1,434 @@
+//! The operations that every format has: the only way in which images are opened, inspected, changed and
+//! repaired.
+//!
+//! ```text
+//!   FormatKind ──format()──► Format    operations on a closed image: recover, check, resize, revert
+//!                              │ read
+//!                              ▼
+//!                            Head      what the image records: its size, other images, whether it was closed
+//!                              │ open, over the disk below
+//!                              ▼
+//!                            Opened    the disk, and its snapshots where it keeps some
+//! ```
+//!
+//! A format implements the first two in a file of its own (`raw.rs`, `qcow2/format.rs`, `native/format.rs`),
+//! and has a line in `formats.rs`. Operations that only some formats support have a default here that says
+//! so.
+
+use std::sync::Arc;
+
+use vellum_core::{
+    Clock, Error, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage, Storage,
+};
+
+use crate::prealloc::Prealloc;
+use crate::probe::FormatKind;
+use crate::report::{CheckReport, JournalChange, Recovery, Repair};
+
+/// The default limit for the mappings of one image in memory, in bytes: enough for 256 GiB of 64 KiB
+/// clusters.
+pub const MAPPING_BYTES_DEFAULT: u64 = 32 << 20;
+
+/// The files of an image, and the disk below it.
+pub struct Files {
+    /// The image file.
+    pub image: SharedStorage,
+    /// The external data file, if the image refers to one.
+    pub data_file: Option<SharedStorage>,
+    /// What the disk reads as where the image has nothing.
+    pub below: Option<SharedDisk>,
+}
+
+/// How an image of any format is opened. A format ignores the options that it has no use for.
+#[derive(Clone)]
+pub struct OpenOptions {
+    /// Write nothing, not even a repair.
+    pub read_only: bool,
+    /// Open this internal snapshot (by id or name) instead of the disk, read-only.
+    pub snapshot: Option<String>,
+    /// Memory for the mapping, in bytes.
+    pub mapping_bytes_max: u64,
+    /// Where long computations run.
+    pub offload: Arc<dyn Offload>,
+    /// Counts what the image costs the host.
+    pub tally: HostTally,
+    /// Whether space is prepared ahead of need when the disk is tended.
+    pub prealloc: Prealloc,
+    /// Whether sparsely used zones are emptied in quiet times, when the disk is tended.
+    pub compaction: bool,
+    /// With a clock, flushes wait briefly for one another where that lets them share (group commit).
+    pub clock: Option<Arc<dyn Clock>>,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        Self {
+            read_only: false,
+            snapshot: None,
+            mapping_bytes_max: MAPPING_BYTES_DEFAULT,
+            offload: Arc::new(Inline),
+            tally: HostTally::default(),
+            prealloc: Prealloc::default(),
+            compaction: false,
+            clock: None,
+        }
+    }
+}
+
+/// An image that is open.
+pub struct Opened {
+    /// Its disk.
+    pub disk: SharedDisk,
+    /// Its snapshots, where the format can make them.
+    pub snapshots: Option<Arc<dyn Snapshots>>,
+}
+
+/// How far a format supports snapshots inside an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SnapshotSupport {
+    /// It has none.
+    None,
+    /// They are listed and read; other programs make them.
+    Read,
+    /// They can also be made and deleted, and the disk can be restored from one.
+    Kept,
+}
+
+/// One format: what is done with an image of it that is not open otherwise.
+pub trait Format: Sync {
+    /// Its kind.
+    fn kind(&self) -> FormatKind;
+
+    /// The versions of it that are read and written, oldest first. A format without versions has none.
+    fn versions(&self) -> &'static [u32] {
+        &[]
+    }
+
+    /// Whether a file of this format can be recognised by its content.
+    fn is_recognised(&self) -> bool {
+        true
+    }
+
+    /// How far it supports snapshots.
+    fn snapshot_support(&self) -> SnapshotSupport {
+        SnapshotSupport::None
+    }
+
+    /// The image's header, checked, in order to open or change it.
+    ///
+    /// # Errors
+    /// What is wrong with it, and the errors of the storage.
+    fn read<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>>;
+
+    /// As above, for inspection only: an image that cannot be opened because it is encrypted is not refused.
+    ///
+    /// # Errors
+    /// As [`read`](Format::read).
+    fn look<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>> {
+        self.read(image)
+    }
+
+    /// Replays the journal of an image that was not closed. One that was, or has none, is left as it is.
+    ///
+    /// # Errors
+    /// `Corrupt` when the journal is not what was flushed once, and the errors of the storage.
+    fn recover<'a>(&'a self, _image: &'a SharedStorage) -> LocalFuture<'a, Result<Recovery>> {
+        ready(Ok(Recovery::default()))
+    }
+
+    /// Checks the image, and repairs it on request. `say` gets a line for each thing found. `None` if there
+    /// is nothing that could be checked.
+    ///
+    /// # Errors
+    /// When the image cannot be read so far, or a repair cannot be written. What is wrong inside it is a
+    /// count.
+    fn check<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        repair: Repair,
+        say: &'a mut dyn FnMut(String),
+    ) -> LocalFuture<'a, Result<Option<CheckReport>>>;
+
+    /// Finishes a change of its size that was interrupted. Returns the size of the disk, in bytes.
+    ///
+    /// # Errors
+    /// The errors of the image.
+    fn finish<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<u64>>;
+
+    /// Resizes the disk, in bytes.
+    ///
+    /// # Errors
+    /// Why it cannot have this size; `Invalid` for a smaller one without `may_shrink`.
+    fn resize<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        size: u64,
+        may_shrink: bool,
+    ) -> LocalFuture<'a, Result<()>>;
+
+    /// As above, for a larger size while the image is being served: [`may_grow`](Format::may_grow) has been
+    /// called.
+    ///
+    /// # Errors
+    /// As [`resize`](Format::resize).
+    fn grow<'a>(&'a self, image: &'a SharedStorage, size: u64) -> LocalFuture<'a, Result<()>> {
+        self.resize(image, size, false)
+    }
+
+    /// Whether the disk of an image that is served can become as large as this, as far as it can be known
+    /// before it is closed for that.
+    ///
+    /// # Errors
+    /// Why it cannot.
+    fn may_grow<'a>(&'a self, _image: &'a SharedStorage, _size: u64) -> LocalFuture<'a, Result<()>> {
+        ready(Ok(()))
+    }
+
+    /// Opens an image to manage its snapshots, without the disk below it.
+    ///
+    /// # Errors
+    /// As opening it; `Unsupported` where [snapshots are not kept](SnapshotSupport::Kept).
+    fn open_alone<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+    ) -> LocalFuture<'a, Result<(SharedDisk, Arc<dyn Snapshots>)>> {
+        ready(Err(keeps_none(self.kind(), image)))
+    }
+
+    /// Reverts the disk of an image to a snapshot.
+    ///
+    /// # Errors
+    /// `NotFound` when there is no such snapshot, `Unsupported` where [they are not
+    /// kept](SnapshotSupport::Kept), and the errors of the image.
+    fn revert<'a>(&'a self, image: &'a SharedStorage, _wanted: &'a str) -> LocalFuture<'a, Result<()>> {
+        ready(Err(keeps_none(self.kind(), image)))
+    }
+
+    /// Sets whether the image is written with a journal from now on: `None` for none, `Some(None)` for one of
+    /// its recorded size, or of the default size if it has none recorded, else the size in bytes. Messages
+    /// call the image `name`.
+    ///
+    /// # Errors
+    /// `Unsupported` if the format leaves no choice, and the errors of the image.
+    fn set_journal<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        name: &'a str,
+        wish: Option<Option<u64>>,
+    ) -> LocalFuture<'a, Result<JournalChange>>;
+}
+
+/// The contents of an image's header.
+pub trait Head: Send + Sync {
+    /// Its format.
+    fn kind(&self) -> FormatKind;
+
+    /// The size of the disk, in bytes.
+    fn size(&self) -> u64;
+
+    /// The name of the image below, and its format, as recorded in this one.
+    fn backing(&self) -> Option<(&str, Option<&str>)> {
+        None
+    }
+
+    /// The format of the image below, as recorded in this one.
+    fn backing_format(&self) -> Option<&str> {
+        self.backing()?.1
+    }
+
+    /// The name of the file that has the guest's data, if that is not the image itself.
+    fn data_file(&self) -> Option<&str> {
+        None
+    }
+
+    /// Whether the format records if an image was closed.
+    fn knows_whether_closed(&self) -> bool {
+        true
+    }
+
+    /// Whether the image records that its last writer has not closed it.
+    fn was_left_open(&self) -> bool {
+        false
+    }
+
+    /// Whether the image's content is known only after its journal is replayed.
+    fn needs_replay(&self) -> bool {
+        false
+    }
+
+    /// Whether its refcounts may be wrong although it does not record that, so that only a full scan can
+    /// tell. `is_replayed`: its journal has been replayed.
+    fn may_be_miscounted(&self, _is_replayed: bool) -> bool {
+        false
+    }
+
+    /// Whether the image below would show through behind the present end of this disk once the disk has
+    /// grown, because no field limits how much of it counts.
+    fn shows_all_below(&self) -> bool {
+        false
+    }
+
+    /// The size in which space is allocated, in bytes.
+    fn cluster_size(&self) -> Option<u64> {
+        None
+    }
+
+    /// Whether the guest's data is encrypted.
+    fn is_encrypted(&self) -> bool {
+        false
+    }
+
+    /// The size of the whole mapping in memory, in bytes. `held` is the number of bytes of data beyond which
+    /// nothing will be added, if there is such a bound.
+    fn mapping_bytes(&self, _held: Option<u64>) -> u64 {
+        0
+    }
+
+    /// Opens the image that it was read from.
+    ///
+    /// # Errors
+    /// The errors of the image and the storage; `NotFound` for a snapshot that does not exist.
+    fn open<'a>(&'a self, files: Files, options: OpenOptions) -> LocalFuture<'a, Result<Opened>>;
+
+    /// Its snapshots, as the closed image has them. `replayed` is the image after the replay of its journal.
+    /// It is `None` while another program writes the image.
+    ///
+    /// # Errors
+    /// When the list is damaged.
+    fn snapshots<'a>(
+        &'a self,
+        _image: &'a SharedStorage,
+        _replayed: Option<&'a SharedStorage>,
+    ) -> LocalFuture<'a, Result<Vec<Snapshot>>> {
+        ready(Ok(Vec::new()))
+    }
+
+    /// The facts that only its format has, under QEMU's names where there are any.
+    ///
+    /// # Errors
+    /// When the metadata that they come from is damaged.
+    fn facts<'a>(&'a self, _image: &'a dyn Storage) -> LocalFuture<'a, Result<Vec<(&'static str, Fact)>>> {
+        ready(Ok(Vec::new()))
+    }
+
+    /// Warnings about costs of writing the image that the user did not ask for, a line each. Called after
+    /// opening for writing; messages call the image `name`.
+    fn losses<'a>(&'a self, _image: &'a dyn Storage, _name: &'a str) -> LocalFuture<'a, Vec<String>> {
+        ready(Vec::new())
+    }
+}
+
+/// The snapshots of an image that is open.
+pub trait Snapshots: Send + Sync {
+    /// All snapshots, in the order in which they were made.
+    ///
+    /// # Errors
+    /// `Unsupported` when the layout has no place for any.
+    fn list(&self) -> Result<Vec<Snapshot>>;
+
+    /// Makes a snapshot. Returns its number.
+    ///
+    /// # Errors
+    /// `Invalid` for an impossible name, and the errors of the image.
+    fn create<'a>(&'a self, name: &'a str, now_seconds: u64) -> LocalFuture<'a, Result<u32>>;
+
+    /// Deletes a snapshot, by its number or name.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none, and the errors of the image.
+    fn delete<'a>(&'a self, wanted: &'a str) -> LocalFuture<'a, Result<()>>;
+
+    /// The number of the snapshot with this name.
+    ///
+    /// # Errors
+    /// As [`list`](Snapshots::list).
+    fn named(&self, name: &str) -> Result<Option<u32>>;
+
+    /// Opens a snapshot as a read-only disk, beside the disk itself.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none.
+    fn open(self: Arc<Self>, id: u32) -> Result<SharedDisk>;
+
+    /// Whether any snapshot is open.
+    fn has_open(&self) -> bool;
+
+    /// Stops a deletion in progress at a point where it can be continued later.
+    fn stop_deleting(&self);
+}
+
+/// A snapshot, of any format.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Its number, or a substitute for one.
+    pub id: String,
+    /// Its name.
+    pub name: String,
+    /// The size of the disk at that time, in bytes.
+    pub size: u64,
+    /// When it was made, in seconds since 1970.
+    pub seconds: u64,
+    /// The machine's state, in formats that have a place for it.
+    pub machine: Option<Machine>,
+}
+
+/// The machine state that a snapshot records.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Machine {
+    /// Bytes of its state; 0 when only the disk was kept.
+    pub state_bytes: u64,
+    /// The fraction of a second of the time at which it was made, in nanoseconds.
+    pub nanoseconds: u32,
+    /// How long the guest had run, in nanoseconds.
+    pub clock_nanoseconds: u64,
+    /// Instructions the guest had executed, where that was counted.
+    pub icount: Option<u64>,
+}
+
+/// A fact about an image, to be reported.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fact {
+    /// A text.
+    Text(String),
+    /// A number.
+    Number(u64),
+    /// Yes or no.
+    Flag(bool),
+    /// Facts with names.
+    Group(Vec<(&'static str, Fact)>),
+    /// Facts without names.
+    List(Vec<Fact>),
+}
+
+impl From<&str> for Fact {
+    fn from(text: &str) -> Self {
+        Self::Text(text.to_owned())
+    }
+}
+
+impl From<String> for Fact {
+    fn from(text: String) -> Self {
+        Self::Text(text)
+    }
+}
+
+impl From<u64> for Fact {
+    fn from(number: u64) -> Self {
+        Self::Number(number)
+    }
+}
+
+impl From<bool> for Fact {
+    fn from(flag: bool) -> Self {
+        Self::Flag(flag)
+    }
+}
+
+/// A future that is ready.
+pub(crate) fn ready<'a, T: 'a>(value: T) -> LocalFuture<'a, T> {
+    Box::pin(std::future::ready(value))
+}
+
+fn keeps_none(kind: FormatKind, image: &SharedStorage) -> Error {
+    Error::unsupported(format!("{}: snapshots of {kind} images cannot be created", image.name()))
+}

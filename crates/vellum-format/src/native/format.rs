@@ -1,0 +1,264 @@
+//! The native format behind the interface that all formats have (`image.rs`).
+
+use std::sync::Arc;
+
+use vellum_core::{BlockSize, Error, LocalFuture, Result, SharedDisk, SharedStorage, Storage};
+
+use super::check::check;
+use super::geometry::Region;
+use super::image::Native;
+use super::open::OpenOptions;
+use super::recover::recover;
+use super::superblock::{Superblocks, VERSION};
+use super::{resize, snapshots, unfinished};
+use crate::image::{
+    Fact, Files, Format, Head, OpenOptions as Options, Opened, Snapshot, SnapshotSupport, Snapshots, ready,
+};
+use crate::probe::FormatKind;
+use crate::report::{CheckReport, JournalChange, Recovery, Repair};
+
+/// The native format, as one of the formats.
+pub(crate) struct NativeFormat;
+
+/// Options that neither read nor write the guest's data.
+fn alone() -> OpenOptions {
+    OpenOptions { without_base: true, ..OpenOptions::default() }
+}
+
+fn opened(native: Arc<Native>) -> Opened {
+    Opened { disk: native.clone(), snapshots: Some(native) }
+}
+
+impl Format for NativeFormat {
+    fn kind(&self) -> FormatKind {
+        FormatKind::Native
+    }
+
+    fn versions(&self) -> &'static [u32] {
+        &[VERSION]
+    }
+
+    fn snapshot_support(&self) -> SnapshotSupport {
+        SnapshotSupport::Kept
+    }
+
+    fn read<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>> {
+        Box::pin(async move { Ok(Box::new(Superblocks::read(image).await?) as Box<dyn Head>) })
+    }
+
+    fn recover<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<Recovery>> {
+        Box::pin(recover(image))
+    }
+
+    fn check<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        repair: Repair,
+        say: &'a mut dyn FnMut(String),
+    ) -> LocalFuture<'a, Result<Option<CheckReport>>> {
+        Box::pin(async move { check(image, repair, say).await.map(Some) })
+    }
+
+    fn finish<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<u64>> {
+        Box::pin(unfinished::finish(image))
+    }
+
+    fn resize<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        size: u64,
+        may_shrink: bool,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move { resize::resize(image, size, may_shrink).await.map(drop) })
+    }
+
+    fn open_alone<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+    ) -> LocalFuture<'a, Result<(SharedDisk, Arc<dyn Snapshots>)>> {
+        Box::pin(async move {
+            let native = Native::open(image.clone(), None, alone()).await?;
+            Ok((native.clone() as SharedDisk, native as Arc<dyn Snapshots>))
+        })
+    }
+
+    fn revert<'a>(&'a self, image: &'a SharedStorage, wanted: &'a str) -> LocalFuture<'a, Result<()>> {
+        Box::pin(snapshots::revert(image.clone(), None, alone(), wanted))
+    }
+
+    fn set_journal<'a>(
+        &'a self,
+        _image: &'a SharedStorage,
+        name: &'a str,
+        _wish: Option<Option<u64>>,
+    ) -> LocalFuture<'a, Result<JournalChange>> {
+        ready(Err(Error::unsupported(format!(
+            "{name} is a vellum image: it has a journal whenever it needs one, of the size it was created with"
+        ))))
+    }
+}
+
+impl Head for Superblocks {
+    fn kind(&self) -> FormatKind {
+        FormatKind::Native
+    }
+
+    fn size(&self) -> u64 {
+        self.superblock.size()
+    }
+
+    /// The mark goes with the journal, which `linear` without a base does not have.
+    fn knows_whether_closed(&self) -> bool {
+        !self.superblock.places().region(Region::Journal).is_empty()
+    }
+
+    fn backing(&self) -> Option<(&str, Option<&str>)> {
+        let base = self.superblock.base()?;
+        Some((&base.name, base.format.as_deref()))
+    }
+
+    fn was_left_open(&self) -> bool {
+        self.superblock.needs_replay()
+    }
+
+    fn needs_replay(&self) -> bool {
+        self.superblock.needs_replay()
+    }
+
+    fn cluster_size(&self) -> Option<u64> {
+        self.superblock.places().shape().layout.unit().map(BlockSize::bytes)
+    }
+
+    fn open<'a>(&'a self, files: Files, options: Options) -> LocalFuture<'a, Result<Opened>> {
+        let options = OpenOptions {
+            read_only: options.read_only,
+            snapshot: options.snapshot,
+            tally: options.tally,
+            prealloc: options.prealloc,
+            compaction: options.compaction,
+            clock: options.clock,
+            ..OpenOptions::default()
+        };
+        Box::pin(async move { Native::open(files.image, files.below, options).await.map(opened) })
+    }
+
+    fn snapshots<'a>(
+        &'a self,
+        _image: &'a SharedStorage,
+        replayed: Option<&'a SharedStorage>,
+    ) -> LocalFuture<'a, Result<Vec<Snapshot>>> {
+        Box::pin(async move {
+            // While an image is being written, some of its snapshots exist only in the writer's memory.
+            let Some(image) = replayed else { return Ok(Vec::new()) };
+            Ok(snapshots::snapshots(image).await?.into_iter().map(Snapshot::from).collect())
+        })
+    }
+
+    fn facts<'a>(&'a self, _image: &'a dyn Storage) -> LocalFuture<'a, Result<Vec<(&'static str, Fact)>>> {
+        ready(Ok(facts(self)))
+    }
+}
+
+/// Facts that only images of the native format have.
+fn facts(superblocks: &Superblocks) -> Vec<(&'static str, Fact)> {
+    let superblock = &superblocks.superblock;
+    let places = superblock.places();
+    let shape = places.shape();
+    let mut facts: Vec<(&'static str, Fact)> = vec![
+        ("version", 1u64.into()),
+        ("uuid", uuid(superblock.uuid()).into()),
+        ("layout", shape.layout.name().into()),
+        ("data-offset", places.data_offset().bytes().into()),
+    ];
+    if let Some(unit) = shape.layout.unit() {
+        facts.push(("unit-size", unit.bytes().into()));
+        if let Some(zone) = shape.zone() {
+            facts.push(("zone-size", zone.bytes().into()));
+            facts.push(("embed", superblock.embeds().into()));
+        }
+        facts.push(("size-max", places.size_limit().into()));
+        if places.parts().next().is_some() {
+            facts.push(("table-parts", (places.parts().count() as u64).into()));
+        }
+        facts.push(("snapshots", superblock.has_snapshots().into()));
+    }
+    if let Some(bytes) = shape.base_bytes {
+        facts.push(("block-size", shape.block.bytes().into()));
+        facts.push(("base-size", bytes.into()));
+    }
+    match places.region(Region::Journal).len() {
+        0 => {}
+        bytes => {
+            let journal = vec![("size", bytes.into()), ("needs-recovery", superblock.needs_replay().into())];
+            facts.push(("journal", Fact::Group(journal)));
+        }
+    }
+    if superblocks.other_is_bad.is_some() {
+        facts.push(("damaged-superblock", superblocks.slot.other().name().into()));
+    }
+    facts
+}
+
+fn uuid(bytes: [u8; 16]) -> String {
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-")
+}
+
+impl From<snapshots::Snapshot> for Snapshot {
+    fn from(one: snapshots::Snapshot) -> Self {
+        Self { id: one.id.to_string(), name: one.name, size: one.size, seconds: one.seconds, machine: None }
+    }
+}
+
+impl Snapshots for Native {
+    fn list(&self) -> Result<Vec<Snapshot>> {
+        Ok(self.snapshots()?.into_iter().map(Snapshot::from).collect())
+    }
+
+    fn create<'a>(&'a self, name: &'a str, now_seconds: u64) -> LocalFuture<'a, Result<u32>> {
+        Box::pin(self.snapshot_create(name, now_seconds))
+    }
+
+    fn delete<'a>(&'a self, wanted: &'a str) -> LocalFuture<'a, Result<()>> {
+        Box::pin(self.snapshot_delete(wanted))
+    }
+
+    fn named(&self, name: &str) -> Result<Option<u32>> {
+        self.snapshot_named(name)
+    }
+
+    fn open(self: Arc<Self>, id: u32) -> Result<SharedDisk> {
+        Ok(self.snapshot_open(id)?)
+    }
+
+    fn has_open(&self) -> bool {
+        self.has_open_snapshots()
+    }
+
+    fn stop_deleting(&self) {
+        Self::stop_deleting(self);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_lite::future::block_on;
+    use vellum_core::MemoryStorage;
+
+    use super::*;
+    use crate::native::{CreateOptions, create};
+
+    /// Where there is no journal there is no mark: such an image is settled like a raw one when it is opened again.
+    #[test]
+    fn an_image_without_a_journal_does_not_know_whether_it_was_closed() {
+        block_on(async {
+            for has_table in [false, true] {
+                let image = MemoryStorage::new("image");
+                let options = CreateOptions { size: 1 << 20, has_table, ..CreateOptions::default() };
+                create(&*image, &options).await.unwrap();
+                let head = Superblocks::read(&*image).await.unwrap();
+                assert_eq!(head.knows_whether_closed(), has_table);
+            }
+        });
+    }
+}

@@ -1,0 +1,160 @@
+//! The stored refcounts, compared block by block with the counts.
+
+use std::collections::BTreeSet;
+
+use futures_lite::future::yield_now;
+use vellum_core::{Context, ImageOffset, Result};
+
+use super::super::layout::*;
+use super::super::refcount;
+use super::{Hole, TABLES_AT_ONCE, Walk, read_clusters};
+use crate::hash::HashSet;
+use crate::work;
+
+/// At most this many clusters are compared before other tasks get their turn.
+const AT_ONCE: usize = 1 << 16;
+
+impl Walk<'_> {
+    pub(super) async fn walk_structure(&mut self) -> Result<()> {
+        let span = self.header.refcount_table;
+        match self.inside(span, 1) {
+            Some(clusters) => clusters.for_each(|cluster| _ = self.result.structure.add(cluster, 1)),
+            None => self.result.structure_broken = true,
+        }
+        let table = self.read(span).await.context(|| "can't read the refcount table")?;
+        let cluster = self.header.cluster_size();
+        let mut seen = HashSet::default();
+        for (index, entry) in table.slice().chunks_exact(8).enumerate() {
+            let at = ImageOffset::new(be64(entry, 0));
+            let mut kept = at.bytes();
+            if at.bytes() != 0 {
+                let usable = cluster.aligns(at) && at < IMAGE_END;
+                if !usable {
+                    self.error(format!(
+                        "refcount block {index} is not cluster aligned; refcount table entry corrupted"
+                    ));
+                }
+                let inside = usable.then(|| self.inside(at.span(cluster.bytes()), 1)).flatten();
+                match inside {
+                    Some(clusters) => clusters.for_each(|cluster| _ = self.result.structure.add(cluster, 1)),
+                    None => {
+                        self.result.structure_broken = true;
+                        kept = 0;
+                    }
+                }
+                if kept != 0 && !seen.insert(kept) {
+                    kept = 0; // it is counted below, and compared as what it was first named as
+                }
+            }
+            self.result.table.push(kept);
+        }
+        // A block that is also used as anything else, even as a second block, can be neither trusted nor
+        // written.
+        let shared: Vec<u64> = self
+            .result
+            .structure
+            .each()
+            .filter(|cluster| {
+                self.result.structure.get(*cluster) > 1 || self.result.references.get(*cluster) > 0
+            })
+            .collect();
+        for cluster in shared {
+            let references = self.result.structure.get(cluster) + self.result.references.get(cluster);
+            self.error(format!("refcount block or table in cluster {cluster} refcount={references}"));
+            self.result.structure_broken = true;
+            if self.result.tables.has(cluster) {
+                self.result.contested.insert(cluster);
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares references with refcounts, block by block.
+    pub(super) async fn compare(&mut self) -> Result<()> {
+        let per_block = (self.header.cluster_size().bytes() * 8) >> self.header.refcount_order;
+        let mut counted = BTreeSet::new();
+        let blocks: Vec<(usize, ImageOffset)> = self
+            .result
+            .table
+            .iter()
+            .enumerate()
+            .filter(|(_, at)| **at != 0)
+            .map(|(block, at)| (block, ImageOffset::new(*at)))
+            .collect();
+        let mut hole = Hole::default();
+        let (mut there, mut in_holes) = (Vec::new(), HashSet::default());
+        for (block, at) in blocks {
+            // A block of zeros is compared with the clusters in use, and the cost of that does not depend on
+            // its length.
+            if hole.covers(self.image, at.span(self.header.cluster_size().bytes())).await {
+                in_holes.insert(block);
+            } else {
+                there.push((block, at));
+            }
+        }
+        for some in there.chunks(TABLES_AT_ONCE) {
+            let clusters = read_clusters(self.image, self.header, some.iter().map(|(_, at)| *at)).await?;
+            for ((block, at), bytes) in some.iter().zip(clusters) {
+                counted.insert(*block as u64);
+                match bytes {
+                    Ok(bytes) => self.compare_block(*block, bytes.slice()).await,
+                    Err(error) => self.unreadable(&format!("the refcount block at {at}"), &error),
+                }
+            }
+        }
+        // Clusters in use that no block counts.
+        let mut without: Vec<u64> = self
+            .result
+            .references
+            .each()
+            .chain(self.result.structure.each())
+            .filter(|cluster| !counted.contains(&(cluster / per_block)))
+            .collect();
+        without.sort_unstable();
+        without.dedup();
+        for cluster in without {
+            self.compare_one(cluster, 0);
+            let block = usize::try_from(cluster / per_block).ok();
+            match block.filter(|block| in_holes.contains(block)) {
+                Some(block) => _ = self.result.wrong_blocks.insert(block),
+                None => self.result.structure_broken = true,
+            }
+        }
+        Ok(())
+    }
+
+    async fn compare_block(&mut self, block: usize, bytes: &[u8]) {
+        let order = self.header.refcount_order;
+        let first = block as u64 * ((self.header.cluster_size().bytes() * 8) >> order);
+        work::note(bytes.len() / 8);
+        for (index, cluster) in self.result.in_use(first, bytes, order).enumerate() {
+            if !self.compare_one(cluster, refcount::read(bytes, order, cluster - first)) {
+                self.result.wrong_blocks.insert(block);
+            }
+            if (index + 1).is_multiple_of(AT_ONCE) {
+                yield_now().await;
+            }
+        }
+        yield_now().await;
+    }
+
+    /// Whether the refcount is right.
+    fn compare_one(&mut self, cluster: u64, refcount: u64) -> bool {
+        let references = self.result.references.get(cluster) + self.result.structure.get(cluster);
+        if refcount > 0 {
+            let end = (cluster + 1) << self.header.cluster_size().shift();
+            self.result.report.image_end_offset = self.result.report.image_end_offset.max(end);
+        }
+        if refcount != references && references > 0 {
+            self.result.stored.insert(cluster, refcount);
+        }
+        if refcount < references {
+            self.result.low_counts += 1;
+            self.error(format!("cluster {cluster} refcount={refcount} reference={references}"));
+        } else if refcount > references {
+            self.result.report.leaks += 1;
+            (self.say)(format!("Leaked cluster {cluster} refcount={refcount} reference={references}"));
+        }
+        refcount == references
+    }
+}

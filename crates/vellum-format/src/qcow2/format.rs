@@ -1,0 +1,285 @@
+//! qcow2's implementation of the interface that all formats have (`image.rs`).
+
+use vellum_core::{LocalFuture, Result, SharedStorage, Storage};
+
+use super::bitmaps::{self, Bitmap};
+use super::check::check;
+use super::header::{Compression, Encryption, Header, VERSIONS};
+use super::journal::recover::recover;
+use super::journal_wish::set_journal;
+use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE};
+use super::open::OpenOptions;
+use super::{Qcow2, resize, snapshot};
+use crate::image::{
+    Fact, Files, Format, Head, Machine, OpenOptions as Options, Opened, Snapshot, SnapshotSupport,
+};
+use crate::prealloc::Prealloc;
+use crate::probe::FormatKind;
+use crate::report::{CheckReport, JournalChange, Recovery, Repair};
+
+/// qcow2, as one of the formats.
+pub(crate) struct Qcow2Format;
+
+impl Format for Qcow2Format {
+    fn kind(&self) -> FormatKind {
+        FormatKind::Qcow2
+    }
+
+    fn versions(&self) -> &'static [u32] {
+        &VERSIONS
+    }
+
+    fn snapshot_support(&self) -> SnapshotSupport {
+        SnapshotSupport::Read
+    }
+
+    fn read<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>> {
+        Box::pin(async move { Ok(Box::new(Header::read(image).await?) as Box<dyn Head>) })
+    }
+
+    fn look<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>> {
+        Box::pin(async move { Ok(Box::new(Header::look(image).await?) as Box<dyn Head>) })
+    }
+
+    fn recover<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<Recovery>> {
+        Box::pin(recover(image))
+    }
+
+    fn check<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        repair: Repair,
+        say: &'a mut dyn FnMut(String),
+    ) -> LocalFuture<'a, Result<Option<CheckReport>>> {
+        Box::pin(async move { check(&Header::read(&**image).await?, image, repair, say).await.map(Some) })
+    }
+
+    fn finish<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<u64>> {
+        Box::pin(async move { Ok(Header::read(&**image).await?.size()) })
+    }
+
+    fn resize<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        size: u64,
+        _may_shrink: bool,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move { resize::grow(image, size).await.map(drop) })
+    }
+
+    fn set_journal<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        _name: &'a str,
+        wish: Option<Option<u64>>,
+    ) -> LocalFuture<'a, Result<JournalChange>> {
+        Box::pin(async move {
+            let wanted = match wish {
+                Some(None) => {
+                    Some(Header::read(&**image).await?.journal_bytes().unwrap_or(JOURNAL_BYTES_DEFAULT))
+                }
+                Some(bytes) => bytes,
+                None => None,
+            };
+            set_journal(image, wanted).await
+        })
+    }
+}
+
+impl Head for Header {
+    fn kind(&self) -> FormatKind {
+        FormatKind::Qcow2
+    }
+
+    fn size(&self) -> u64 {
+        Self::size(self)
+    }
+
+    fn backing(&self) -> Option<(&str, Option<&str>)> {
+        self.backing_file().map(|name| (name, Self::backing_format(self)))
+    }
+
+    /// The image may state the format without a name.
+    fn backing_format(&self) -> Option<&str> {
+        Self::backing_format(self)
+    }
+
+    fn data_file(&self) -> Option<&str> {
+        Self::data_file(self).filter(|_| self.has_data_file())
+    }
+
+    fn was_left_open(&self) -> bool {
+        self.is_dirty() || Self::needs_replay(self)
+    }
+
+    fn needs_replay(&self) -> bool {
+        Self::needs_replay(self)
+    }
+
+    fn may_be_miscounted(&self, is_replayed: bool) -> bool {
+        // After a replay the tables are as they were flushed. Version 2 has no dirty bit, so every image may
+        // have been left open.
+        !is_replayed || self.is_dirty() || self.is_corrupt()
+    }
+
+    fn shows_all_below(&self) -> bool {
+        true
+    }
+
+    fn cluster_size(&self) -> Option<u64> {
+        Some(Self::cluster_size(self).bytes())
+    }
+
+    fn is_encrypted(&self) -> bool {
+        self.encryption().is_some()
+    }
+
+    /// At most one page for each cluster that is held.
+    fn mapping_bytes(&self, held: Option<u64>) -> u64 {
+        let cluster = Self::cluster_size(self);
+        let entry = if self.has_subclusters() { 16 } else { 8 };
+        let all = cluster.count_for(Self::size(self)).saturating_mul(entry);
+        match held {
+            Some(bytes) if !self.has_data_file() => {
+                all.min(cluster.count_for(bytes).saturating_mul(METADATA_PAGE.min(cluster).bytes()))
+            }
+            _ => all,
+        }
+    }
+
+    fn open<'a>(&'a self, files: Files, options: Options) -> LocalFuture<'a, Result<Opened>> {
+        let options = OpenOptions {
+            read_only: options.read_only,
+            snapshot: options.snapshot,
+            mapping_bytes_max: options.mapping_bytes_max,
+            offload: options.offload,
+            tally: options.tally,
+            journal_key: None,
+            prealloc: options.prealloc,
+            clock: options.clock,
+        };
+        Box::pin(async move {
+            Ok(Opened { disk: Qcow2::open(self.clone(), files, options).await?, snapshots: None })
+        })
+    }
+
+    fn snapshots<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        _replayed: Option<&'a SharedStorage>,
+    ) -> LocalFuture<'a, Result<Vec<Snapshot>>> {
+        Box::pin(async move {
+            let all = snapshot::list(self, &**image).await?;
+            Ok(all.into_iter().map(Snapshot::from).collect())
+        })
+    }
+
+    fn facts<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Vec<(&'static str, Fact)>>> {
+        Box::pin(async move {
+            let bitmaps = bitmaps::list(self, image).await?;
+            let mut facts = facts(self);
+            if !bitmaps.is_empty() {
+                facts.push(("bitmaps", Fact::List(bitmaps.into_iter().map(Fact::from).collect())));
+            }
+            Ok(facts)
+        })
+    }
+
+    fn losses<'a>(&'a self, image: &'a dyn Storage, name: &'a str) -> LocalFuture<'a, Vec<String>> {
+        Box::pin(async move {
+            let mut lines = Vec::new();
+            if let Some(bitmaps) = self.bitmaps() {
+                lines.push(format!(
+                    "{name} has {} persistent bitmaps, which the first write makes invalid: a backup that relies on \
+                     them must start over, and `vellum check -r leaks` frees their space (serve it with \
+                     --read-only to keep them)",
+                    bitmaps.count
+                ));
+            }
+            if self.has_misplaced_journal() {
+                let is_back = Self::read(image).await.is_ok_and(|header| !header.has_misplaced_journal());
+                lines.push(match is_back {
+                    true => format!(
+                        "another program rewrote the header of {name} and moved its journal's entry, which has been \
+                         put back"
+                    ),
+                    false => format!(
+                        "{name} is written without its journal: another program has moved the journal's entry, and \
+                         the header has no room to put it back"
+                    ),
+                });
+            }
+            lines
+        })
+    }
+}
+
+/// The properties that only qcow2 has, under the names that QEMU uses.
+fn facts(header: &Header) -> Vec<(&'static str, Fact)> {
+    let is_new = header.version() >= 3;
+    let is_zstd = header.compression() == Compression::Zstd;
+    let mut facts: Vec<(&'static str, Fact)> = vec![
+        ("compat", if is_new { "1.1" } else { "0.10" }.into()),
+        ("compression-type", if is_zstd { "zstd" } else { "zlib" }.into()),
+    ];
+    if is_new {
+        facts.push(("lazy-refcounts", header.has_lazy_refcounts().into()));
+    }
+    facts.push(("refcount-bits", u64::from(header.refcount_bits()).into()));
+    if let Some(name) = Head::data_file(header) {
+        facts.push(("data-file", name.into()));
+        facts.push(("data-file-raw", header.data_file_is_raw().into()));
+    }
+    if is_new {
+        facts.push(("corrupt", header.is_corrupt().into()));
+        facts.push(("extended-l2", header.has_subclusters().into()));
+    }
+    if let Some(encryption) = header.encryption() {
+        let format = match encryption {
+            Encryption::Aes => "aes",
+            Encryption::Luks => "luks",
+        };
+        facts.push(("encrypt", Fact::Group(vec![("format", format.into())])));
+    }
+    if let Some(bytes) = header.journal_bytes() {
+        let mut journal = vec![("size", bytes.into()), ("needs-recovery", header.needs_replay().into())];
+        if header.prealloc() != Prealloc::Auto {
+            journal.push(("prealloc", header.prealloc().to_string().into()));
+        }
+        facts.push(("journal", Fact::Group(journal)));
+    } else if header.has_misplaced_journal() {
+        let journal =
+            vec![("size", 0u64.into()), ("needs-recovery", false.into()), ("misplaced", true.into())];
+        facts.push(("journal", Fact::Group(journal)));
+    }
+    facts
+}
+
+impl From<Bitmap> for Fact {
+    fn from(bitmap: Bitmap) -> Self {
+        let flags = [("in-use", bitmap.is_in_use), ("auto", bitmap.is_auto)];
+        let flags = flags.into_iter().filter(|(_, is_set)| *is_set).map(|(name, _)| name.into());
+        Self::Group(vec![
+            ("name", bitmap.name.into()),
+            ("granularity", bitmap.granularity.into()),
+            ("flags", Self::List(flags.collect())),
+        ])
+    }
+}
+
+impl From<snapshot::Snapshot> for Snapshot {
+    fn from(one: snapshot::Snapshot) -> Self {
+        Self {
+            id: one.id,
+            name: one.name,
+            size: one.disk_size,
+            seconds: u64::from(one.date_seconds),
+            machine: Some(Machine {
+                state_bytes: one.vm_state_size,
+                nanoseconds: one.date_nanoseconds,
+                clock_nanoseconds: one.vm_clock_nanoseconds,
+                icount: one.icount,
+            }),
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! qcow2 images that were made once, and must open forever with the same bytes: closed, not closed, with a
+//! journal that must be replayed.
+//!
+//! `tests/golden/` has each of them, compressed with zstd, and `qcow2-hashes.txt`: name, CRC32C and SHA-256
+//! of the disk. With `VELLUM_GOLDEN=write` in the environment missing images are made; an existing one is
+//! never made again. Where QEMU is installed it also checks what is recovered from each.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use futures_lite::future::block_on;
+use vellum_core::{
+    Buffer, Disk, GuestOffset, MemoryDisk, MemoryStorage, Random, SharedDisk, SharedStorage, WriteFlags,
+    ZeroFlags,
+};
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create, recover};
+
+use common::look;
+
+const SIZE: u64 = 1 << 20;
+const BASE_SIZE: usize = 300_000;
+/// What the last write of an image writes whose newest record is not to hold.
+const LOST: [u8; 4096] = [0xC7; 4096];
+
+fn directory() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+}
+
+/// No block of it is like another, and none is zero.
+fn base_bytes() -> Vec<u8> {
+    (0..BASE_SIZE).map(|at| u8::try_from(at / 4096 % 251 + 1).expect("small")).collect()
+}
+
+fn kinds() -> [(&'static str, CreateOptions); 6] {
+    let plain = CreateOptions { size: SIZE, cluster_size: 4096, ..CreateOptions::default() };
+    let backing = Some(("base.raw".to_owned(), Some("raw".to_owned())));
+    let journal = CreateOptions { journal: Some(64 << 10), ..plain.clone() };
+    [
+        ("plain", plain.clone()),
+        ("version-2", CreateOptions { version: 2, ..plain }),
+        ("journal", journal.clone()),
+        ("journal-base", CreateOptions { backing, cluster_size: 512, ..journal.clone() }),
+        (
+            "journal-wide-refcounts",
+            CreateOptions { refcount_bits: 64, cluster_size: 1024, ..journal.clone() },
+        ),
+        (
+            "journal-subclusters",
+            CreateOptions { extended_l2: true, cluster_size: 16_384, journal: Some(128 << 10), ..journal },
+        ),
+    ]
+}
+
+async fn open(image: &Arc<MemoryStorage>, read_only: bool) -> Arc<Qcow2> {
+    let image: SharedStorage = image.clone();
+    let header = Header::read(&*image).await.expect("a header");
+    let below = header.backing_file().map(|_| MemoryDisk::holding(&base_bytes()) as SharedDisk);
+    let options = OpenOptions { read_only, journal_key: Some(0x1234_5678), ..OpenOptions::default() };
+    Qcow2::open(header, Files { image, data_file: None, below }, options).await.expect("a sound image")
+}
+
+/// What the disk reads as; the image must have been closed, or recovered.
+fn disk_of(image: &[u8]) -> Vec<u8> {
+    block_on(async {
+        let disk = open(&MemoryStorage::holding("image", image), true).await;
+        let len = usize::try_from(disk.geometry().size).expect("a small disk");
+        disk.read(GuestOffset::ZERO, Buffer::for_overwrite(len)).await.expect("readable").to_vec()
+    })
+}
+
+/// An image that saw forty requests, drawn from the seed, and then one more.
+fn used(options: &CreateOptions, seed: u64, is_closed: bool) -> Vec<u8> {
+    let mut random = Random::from_seed(seed);
+    let image = MemoryStorage::new("image");
+    block_on(async {
+        create(&*image, None, options).await.expect("an image");
+        let disk = open(&image, false).await;
+        for _ in 0..40 {
+            let at = random.below(SIZE);
+            let most = if random.one_in(4) { 60_000 } else { 5000 };
+            let len = (1 + random.below(most)).min(SIZE - at);
+            let span = GuestOffset::new(at).span(len);
+            let done = match random.below(6) {
+                0 => {
+                    let flags = ZeroFlags { may_unmap: random.one_in(2), ..ZeroFlags::default() };
+                    disk.write_zeroes(span, flags).await
+                }
+                1 => disk.discard(span, WriteFlags::default()).await,
+                _ => {
+                    let value = u8::try_from(1 + random.below(190)).expect("a byte");
+                    let data = Buffer::copy_of(&vec![value; usize::try_from(len).expect("small")]);
+                    disk.write(span.start(), data, WriteFlags::default()).await
+                }
+            };
+            done.expect("done");
+            if random.one_in(3) {
+                disk.flush().await.expect("flushed");
+            }
+        }
+        disk.flush().await.expect("flushed");
+        if is_closed {
+            disk.close().await.expect("closed");
+        } else {
+            let flags = WriteFlags::default();
+            // Where there is no data yet: the write gets a cluster, and the record of it has the checksum of
+            // its data.
+            disk.discard(GuestOffset::new(SIZE / 2).span(65_536), flags).await.expect("discarded");
+            disk.flush().await.expect("flushed");
+            disk.write(GuestOffset::new(SIZE / 2), Buffer::copy_of(&LOST), flags).await.expect("written");
+            disk.flush().await.expect("flushed");
+        }
+    });
+    image.content().to_vec()
+}
+
+/// The image whose last write never reached the medium, although its record did.
+fn without_the_last_write(image: &[u8]) -> Vec<u8> {
+    let mut image = image.to_vec();
+    let mut lost = 0;
+    for sector in image.chunks_exact_mut(512).filter(|sector| **sector == LOST[..512]) {
+        sector.fill(0);
+        lost += 1;
+    }
+    assert_eq!(lost, LOST.len() / 512, "the bytes are there once");
+    image
+}
+
+fn images() -> Vec<(String, Vec<u8>)> {
+    let mut images = Vec::new();
+    for (seed, (name, options)) in (51..).zip(kinds()) {
+        images.push((name.to_owned(), used(&options, seed, true)));
+        let open = used(&options, seed + 10, false);
+        images.push((format!("{name}-not-closed"), open.clone()));
+        if name == "journal" {
+            images.push((format!("{name}-left-out"), without_the_last_write(&open)));
+        }
+    }
+    images
+}
+
+/// Makes the image whole. Tells what of the journal counted, where there was one.
+fn recovered(image: &[u8]) -> (Vec<u8>, Option<vellum_format::report::Recovery>) {
+    let storage = MemoryStorage::holding("image", image);
+    let shared: SharedStorage = storage.clone();
+    let recovery = block_on(async {
+        let header = Header::read(&*shared).await.expect("a header");
+        let replayed = match header.needs_replay() {
+            true => Some(recover(&shared).await.expect("a golden image is recovered")),
+            false => None,
+        };
+        // What has no journal is repaired by opening it.
+        open(&storage, false).await.close().await.expect("closed");
+        replayed
+    });
+    (storage.content().to_vec(), recovery)
+}
+
+fn sha256(bytes: &[u8], scratch: &Path) -> Option<String> {
+    std::fs::write(scratch, bytes).expect("written");
+    let output = Command::new("sha256sum").arg(scratch).output().ok()?;
+    Some(String::from_utf8_lossy(&output.stdout).split_whitespace().next()?.to_owned())
+}
+
+fn scratch(name: &str) -> PathBuf {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("qcow2-golden-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).expect("a directory");
+    dir.join(name)
+}
+
+#[test]
+fn golden_images_open_for_ever() {
+    if std::env::var("VELLUM_GOLDEN").is_ok_and(|wish| wish == "write") {
+        write_missing();
+    }
+    std::fs::write(scratch("base.raw"), base_bytes()).expect("written");
+    let list = std::fs::read_to_string(directory().join("qcow2-hashes.txt")).expect("the golden images");
+    let mut replayed = 0;
+    for line in list.lines() {
+        let words: Vec<&str> = line.split(' ').collect();
+        let [name, crc, hash] = words[..] else { panic!("{line}") };
+        let packed = std::fs::read(directory().join(format!("{name}.qcow2.zst"))).expect("a golden image");
+        assert!(packed.len() <= 50 << 10, "{name}: {} bytes", packed.len());
+        let image = zstd::decode_all(&packed[..]).expect("it is packed by zstd");
+        let (image, recovery) = recovered(&image);
+        let must_be_replayed =
+            name.starts_with("journal") && name != "journal" && !kinds().iter().any(|kind| kind.0 == name);
+        assert_eq!(recovery.is_some(), must_be_replayed, "{name}");
+        if let Some(recovery) = recovery {
+            replayed += 1;
+            assert!(recovery.records > 0 && recovery.pages > 0, "{name}: {recovery:?}");
+            assert_eq!(recovery.left_out, name.ends_with("left-out"), "{name}: {recovery:?}");
+        }
+        let disk = disk_of(&image);
+        let is = (format!("{:08x}", crc32c::crc32c(&disk)), sha256(&disk, &scratch("disk.raw")));
+        assert_eq!(is.0, crc, "{name} reads as something else");
+        assert!(is.1.is_none_or(|is| is == hash), "{name} reads as something else");
+        let shared: SharedStorage = MemoryStorage::holding("image", &image);
+        let (report, lines) = block_on(look(&shared)).expect("it can be checked");
+        assert!(report.check_errors == 0 && report.corruptions == 0, "{name}: {lines:#?}");
+        assert!(report.leaks == 0 || name.starts_with("version-2"), "{name}: {lines:#?}");
+        by_qemu(name, &image, &disk);
+    }
+    assert!(replayed >= 5, "{list}");
+}
+
+/// QEMU finds no errors in it and reads the same.
+#[allow(clippy::print_stderr, reason = "that is where a test says what it leaves out")]
+fn by_qemu(name: &str, image: &[u8], disk: &[u8]) {
+    let (file, raw) = (scratch("image.qcow2"), scratch("qemu.raw"));
+    std::fs::write(&file, image).expect("written");
+    let qemu = |arguments: &[&str]| Command::new("qemu-img").args(arguments).arg(&file).output();
+    let Ok(checked) = qemu(&["check", "-f", "qcow2"]) else {
+        eprintln!("skipped: there is no qemu-img");
+        return;
+    };
+    let is_sound =
+        checked.status.success() || name.starts_with("version-2") && checked.status.code() == Some(3);
+    assert!(is_sound, "{name}: {checked:?}");
+    let converted = Command::new("qemu-img")
+        .args(["convert", "-f", "qcow2", "-O", "raw"])
+        .args([&file, &raw])
+        .output()
+        .expect("it was there just now");
+    assert!(converted.status.success(), "{name}: {converted:?}");
+    assert!(std::fs::read(&raw).expect("a copy") == disk, "{name}: QEMU reads something else");
+}
+
+fn write_missing() {
+    let list = directory().join("qcow2-hashes.txt");
+    let mut lines = std::fs::read_to_string(&list).unwrap_or_default();
+    for (name, image) in images() {
+        let path = directory().join(format!("{name}.qcow2.zst"));
+        if path.exists() {
+            continue;
+        }
+        let disk = disk_of(&recovered(&image).0);
+        let hash = sha256(&disk, &scratch("disk.raw")).expect("this needs sha256sum");
+        lines += &format!("{name} {:08x} {hash}\n", crc32c::crc32c(&disk));
+        std::fs::write(&path, zstd::encode_all(&image[..], 19).expect("packed")).expect("written");
+    }
+    std::fs::write(list, lines).expect("written");
+}

@@ -1,4 +1,4 @@
-//! What has to be known of apt: where its sources are, what it offers, and how to ask it for something.
+//! Apt: where its sources are, what it offers, and how to ask it for something.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -68,7 +68,7 @@ pub(crate) fn derive_backports(source: &Source, codename: &str) -> Option<Source
     }
 }
 
-/// The form of many lines, one field each; a line that begins with a blank goes on with the field above.
+/// The form of many lines, one field each; a line that begins with a blank continues the field above.
 fn derive_stanza(stanza: &str, codename: &str, suite: &str) -> Option<String> {
     let mut fields: Vec<(&str, String)> = Vec::new();
     for line in stanza.lines().filter(|line| !line.starts_with('#')) {
@@ -133,8 +133,8 @@ pub(crate) fn parse_policy(text: &str) -> Vec<Offer> {
     offers
 }
 
-/// The package a package without content stands for: the first that it depends on. The options say which sources, and
-/// which suite comes first.
+/// The package a package without content stands for: the first that it depends on. The options say which
+/// sources, and which suite comes first.
 pub(crate) fn first_dependency(package: &str, options: &[String]) -> Result<String, String> {
     let mut command = Command::new("apt-cache");
     let command = command.env("LC_ALL", "C").args(options);
@@ -169,7 +169,7 @@ impl Sources {
         Ok(sources)
     }
 
-    /// What tells apt to use them.
+    /// The options that make apt use them.
     pub(crate) fn options(&self) -> [String; 4] {
         let parts = format!("Dir::Etc::sourceparts={}", self.0.display());
         ["-o".to_owned(), parts, "-o".to_owned(), "Dir::Etc::sourcelist=/dev/null".to_owned()]

@@ -1,13 +1,13 @@
-//! Everything a change must pass, cheap things first; and the long version of the same.
+//! Everything a change must pass, cheap steps first; and the long version of the same.
 //!
-//! A step that fails does not keep the others from running: one run tells all there is to tell. What the runner of the
-//! tests said last is said last here, too.
+//! A step that fails does not keep the others from running: one run reports everything. The test runner's
+//! last line is also the last line here.
 
 use crate::shell::{cargo, print_steps, run as run_command, step};
 use crate::{Outcome, fuzz, test, tidy};
 
-/// What `soak` takes when it is told nothing: minutes for each fuzz target, the part of the matrix, the scale of the
-/// random tests.
+/// The defaults of `soak`: minutes for each fuzz target, the part of the matrix, the scale of the random
+/// tests.
 const SOAK_MINUTES: u64 = 10;
 const SOAK_PART: &str = "1/1";
 const SOAK_SCALE: &str = "20";
@@ -92,7 +92,7 @@ fn lints() -> Outcome {
     ]))
 }
 
-/// With everything that is private: they are for whoever works on it, and so may link to it.
+/// Including private items: the documents are for the developers of the crates, and so may link to them.
 fn docs() -> Outcome {
     let mut command = cargo(&["doc", "--workspace", "--no-deps", "--document-private-items", "--locked"]);
     run_command(command.env("RUSTDOCFLAGS", "-D warnings -A rustdoc::private_intra_doc_links"))

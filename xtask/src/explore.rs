@@ -1,7 +1,7 @@
-//! `cargo xtask explore [WORD…]`: the crash explorer's part of a soak alone, over all programs of three steps, and what
-//! it comes to in all.
+//! `cargo xtask explore [WORD…]`: the crash explorer's part of a soak alone, over all programs of three
+//! steps, with a sum.
 //!
-//! Each test prints `explored SUBJECT: 656 programs, …`: numbers and what they count. These are added up.
+//! Each test prints `explored SUBJECT: 656 programs, …`: numbers with their names. These are added up.
 
 use std::collections::BTreeMap;
 

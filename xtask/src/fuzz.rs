@@ -1,7 +1,7 @@
 //! Fuzzing with libFuzzer on the stable compiler.
 //!
-//! cargo-fuzz wants a nightly one for the sake of its sanitizers. They find errors of memory, which code without
-//! `unsafe` does not have; what finds panics is the coverage, and the flags for that are stable.
+//! cargo-fuzz wants a nightly compiler for its sanitizers. They find memory errors, which code without
+//! `unsafe` does not have; panics are found by coverage, and the flags for that are stable.
 //!
 //! ```text
 //!   fuzz/targets/NAME.rs      one target each            fuzz/seeds/NAME/       where it begins; committed
@@ -70,10 +70,10 @@ impl Counts {
 /// Which inputs are tried.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Inputs {
-    /// The same each time, on every machine: as many as the table says, from the seeds alone, drawn from the same
-    /// number. What a change has to pass depends neither on luck nor on speed.
+    /// The same each time, on every machine: as many as the table says, from the seeds alone, drawn from the
+    /// same number. What a change has to pass depends neither on luck nor on speed.
     Fixed,
-    /// New ones for so long, beginning with what was found before: to find what is not known yet.
+    /// New inputs for this long, starting from the corpus: to find what is not known yet.
     Seconds(u64),
 }
 
@@ -140,7 +140,8 @@ fn workspace() -> PathBuf {
     root().join("fuzz")
 }
 
-/// Builds every target; where they are. With a target platform named, build scripts and macros go without coverage.
+/// Builds every target; where they are. With a target platform named, build scripts and macros go without
+/// coverage.
 fn build() -> Result<PathBuf, String> {
     let host = output(Command::new("rustc").arg("-vV"))?;
     let host =
@@ -173,8 +174,8 @@ fn fuzz(target: &Target, programs: &Path, inputs: Inputs) -> Outcome {
     command.args(["-print_final_stats=1", "-verbosity=0"]);
     let corpus = match inputs {
         Inputs::Fixed => {
-            // What was found before, here, is not found everywhere: this begins without it. Nor may it depend on the
-            // order of a directory, or on when it is read again.
+            // What was found before, here, is not found everywhere: this begins without it. Nor may it depend
+            // on the order of a directory, or on when it is read again.
             command.args(["-seed=1", "-reload=0"]);
             command.arg(format!("-runs={}", target.ci_inputs));
             command.arg(format!("-max_total_time={FIXED_SECONDS_MAX}"));

@@ -1,8 +1,10 @@
-//! The Linux that guests of the tests boot: Debian's own for virtual machines, unpacked beside what cargo builds. There are
-//! two of them: that of the release, and the one of backports, whose kernel lets programs serve block devices (ublk).
+//! The Linux kernels that guests of the tests boot: Debian's own for virtual machines, unpacked beside
+//! cargo's output. There are two of them: that of the release, and that of backports, which lets programs
+//! serve block devices (ublk).
 //!
-//! They are not installed: it is nobody's business which kernel the machine itself has. A test finds them through
-//! `VELLUM_GUEST_KERNEL_DIR` and `VELLUM_UBLK_KERNEL_DIR`, with `boot/vmlinuz-*` and `lib/modules/` in it.
+//! They are not installed: the tests must not change which kernel the machine itself has. A test finds them
+//! through `VELLUM_GUEST_KERNEL_DIR` and `VELLUM_UBLK_KERNEL_DIR`, with `boot/vmlinuz-*` and `lib/modules/`
+//! in it.
 
 use std::ffi::OsStr;
 use std::fs;

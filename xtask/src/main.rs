@@ -2,18 +2,20 @@
 //!
 //! ```text
 //!   test       packages ► build ► tests ► doc tests ► what was skipped, and why
-//!   ci         format, tidy, lints, docs ► test ► so many inputs of each fuzz target       what `.ci/run` runs
+//!   ci         format, tidy, lints, docs ► test ► N inputs of each fuzz target       what `.ci/run` runs
 //!   soak       the same tests, longer and over everything ► longer fuzzing ► counts
+//!   dist       release build ► program, Debian package, container directory, bill of materials
 //! ```
 //!
-//! There are no dependencies here, so that it is built in seconds on a fresh machine. Whatever is absent on the machine
-//! is named and gone around; only what is wrong with the project is a failure.
+//! There are no dependencies here (its tests have one), so that it is built in seconds on a fresh machine. Anything that is absent
+//! on the machine is named and skipped; only a fault of the project is a failure.
 
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "it talks to whoever called it")]
 
 mod apt;
 mod ci;
+mod dist;
 mod explore;
 mod fuzz;
 mod kernel;
@@ -29,18 +31,21 @@ use std::process::ExitCode;
 const HELP: &str = "\
 cargo xtask COMMAND
 
-  test [FILTER…]                 build everything and run the tests, or those whose names contain a FILTER
-  ci                             everything a change must pass: format, lints, docs, tidy, tests, fuzzing
-  soak [MINUTES] [PART/PARTS]    the long ones: random tests 20 times as long, the full matrix or a part of it, such
-                                 as 3/50, and MINUTES (10) of each fuzz target
-  explore [WORD…]                only the crash explorer's part of a soak, for the kinds of image whose tests' names
-                                 contain a WORD, such as journal; at the end, what it comes to in all
-  fuzz [TARGET] [SECONDS]        fuzz one target, or each, for a minute or SECONDS
-  fuzz TARGET FILE…              run these inputs once: reproduce a crash
-  fuzz TARGET -- ARGUMENT…       libFuzzer's own arguments, such as -minimize_crash=1 -runs=100000 FILE
-  fuzz seeds                     write fuzz/seeds anew
-  tidy                           the habits no lint can check
-  packages                       the Debian packages the tests want: list them; as root, install what is missing
+  test [FILTER...]               build everything and run all tests, or those whose names contain a FILTER
+  ci                             run everything a change must pass: format, tidy, lints, docs, tests, fuzzing
+  soak [MINUTES] [PART/PARTS]    run the random tests 20 times as long and the full test matrix, or a part of it
+                                 such as 3/50, and fuzz each target for MINUTES (default 10)
+  explore [WORD...]              run only the crash explorer's part of a soak, for image kinds whose test names
+                                 contain a WORD, such as journal; print the totals at the end
+  fuzz [TARGET] [SECONDS]        fuzz one target, or all of them, for SECONDS each (default 60)
+  fuzz TARGET FILE...            run these inputs once, for example to reproduce a crash
+  fuzz TARGET -- ARGUMENT...     pass arguments to libFuzzer, such as -minimize_crash=1 -runs=100000 FILE
+  fuzz seeds                     regenerate fuzz/seeds
+  dist [--binary FILE] [--out DIR]
+                                 make what users install, in target/dist or DIR, from a release build or FILE: a stripped
+                                 program, a Debian package, a directory for a container image, a bill of materials
+  tidy                           check the rules of the house that no lint can check
+  packages                       list the Debian packages that the tests need; as root, install the missing ones
 ";
 
 /// What a command came to: `Err` has a sentence about what failed.
@@ -58,13 +63,14 @@ fn main() -> ExitCode {
         "soak" => ci::soak(rest),
         "explore" => explore::run(rest),
         "fuzz" => fuzz::run(rest),
+        "dist" => dist::run(rest),
         "tidy" => tidy::run(),
         "packages" => packages::run(),
         "help" | "--help" | "-h" => {
             print!("{HELP}");
             Ok(())
         }
-        other => Err(format!("there is no command {other}; these there are:\n\n{HELP}")),
+        other => Err(format!("unknown command {other}\n\n{HELP}")),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,4 +1,5 @@
-//! The Debian packages the tests want. Root gets what is missing installed; anybody else is told the names.
+//! The Debian packages that the tests want. For root, missing ones are installed; for other users their names
+//! are printed.
 //!
 //! Nothing here is a failure: a test whose program is absent says so and passes. So this only reports.
 
@@ -81,7 +82,7 @@ pub(crate) fn run() -> Outcome {
     Ok(())
 }
 
-/// Gets what is missing, as far as that can be done, and tells what it does.
+/// Installs what is missing, as far as possible, and reports what it does.
 pub(crate) fn get() {
     let missing: Vec<&Want> = WANTS.iter().filter(|want| !want.is_there()).collect();
     if !missing.is_empty() {

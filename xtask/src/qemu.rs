@@ -1,9 +1,9 @@
 //! QEMU's packages, all of one version.
 //!
 //! A machine may have a `qemu-utils` from CODENAME-backports while its sources name only CODENAME. Then plain
-//! `apt-get install qemu-system-x86` would take the release's old version and throw the installed programs out.
-//! So the version that is installed decides, and when it is not offered, backports are asked: through a
-//! source derived from the installed ones, which lives in a directory that goes away again.
+//! `apt-get install qemu-system-x86` would take the release's old version and remove the installed programs.
+//! So the installed version decides. If it is not offered, backports are tried, through a source derived from
+//! the installed ones, in a temporary directory.
 //!
 //! ```text
 //!   installed?  ── no ──►  whatever the sources offer

@@ -1,8 +1,8 @@
-//! What the tests did not do, and why; and how much they did, where they count.
+//! What the tests skipped, and why; and how much they did, where they count.
 //!
-//! A test that cannot do something here prints `skipped: REASON` to stderr and goes on or passes. One that explores
-//! prints `explored COUNTS`. The runner keeps what tests print: nextest in its JUnit report, `cargo test` under
-//! `--show-output`. Both are read here.
+//! A test that cannot do something here prints `skipped: REASON` to stderr and continues or passes. One that
+//! explores prints `explored COUNTS`. The runner keeps what tests print: nextest in its JUnit report, `cargo
+//! test` under `--show-output`. Both are read here.
 
 /// A test, and what it said behind a mark.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -14,7 +14,8 @@ pub(crate) struct Remark {
 pub(crate) const SKIPPED: &str = "skipped: ";
 pub(crate) const EXPLORED: &str = "explored ";
 
-/// Reads the report of nextest: `<testcase name="…" classname="…">` … `<system-err>…</system-err>` … `</testcase>`.
+/// Reads the report of nextest: `<testcase name="…" classname="…">` … `<system-err>…</system-err>` …
+/// `</testcase>`.
 pub(crate) fn from_junit(text: &str, mark: &str) -> Vec<Remark> {
     let mut skips = Vec::new();
     for case in text.split("<testcase ").skip(1) {

@@ -1,4 +1,4 @@
-//! Running programs: what is run is said first, and how long it took afterwards.
+//! Running programs: the command is printed first, and how long it took afterwards.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::MetadataExt;
@@ -44,7 +44,7 @@ pub(crate) enum Stream {
     Errors,
 }
 
-/// The same, while somebody listens to one of the streams, line by line.
+/// As above, while one of the streams is read line by line.
 pub(crate) fn run_and_listen(command: &mut Command, stream: Stream, mut listen: impl FnMut(&str)) -> Outcome {
     eprintln!("$ {}", show(command));
     let fail = |command: &Command, error: std::io::Error| format!("{}: {error}", name(command));
@@ -83,7 +83,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String, String> {
 /// Whether a program is installed.
 pub(crate) fn has(program: &str) -> bool {
     let paths = std::env::var_os("PATH").unwrap_or_default();
-    // Programs of the administrator are wanted too, whoever runs this.
+    // The administrator's programs are also wanted, whichever user runs this.
     let also = ["/usr/sbin", "/sbin"].map(PathBuf::from);
     std::env::split_paths(&paths).chain(also).any(|dir| dir.join(program).is_file())
 }

@@ -1,7 +1,8 @@
 //! `cargo xtask test`: packages ► build ► tests ► doc tests ► what was skipped ► the runner's summary.
 //!
-//! The tests are run by cargo-nextest where it is installed, which gives every test its own process and ends what hangs;
-//! else by `cargo test`. The summary is the runner's own, remembered, and said at the very end.
+//! The tests are run by cargo-nextest where it is installed, which gives every test its own process and ends
+//! what hangs; else by `cargo test`. The summary is the runner's own, remembered, and printed at the very
+//! end.
 
 use std::fs;
 use std::process::Command;
@@ -17,7 +18,7 @@ pub(crate) struct Plan<'a> {
     pub(crate) filters: &'a [String],
     /// The profile of `.config/nextest.toml`.
     pub(crate) profile: &'a str,
-    /// What the tests are told through their environment.
+    /// The environment variables that the tests get.
     pub(crate) variables: &'a [(&'a str, String)],
 }
 
@@ -75,17 +76,28 @@ pub(crate) fn everything(plan: &Plan<'_>) -> (Report, Outcome) {
     }
     let tests =
         step("tests", || if nextest { by_nextest(plan, &mut report) } else { by_cargo(plan, &mut report) });
-    let doc_tests = step("doc tests", || {
-        let mut command =
-            cargo(&["test", "--doc", "--workspace", "--locked", "--profile", "ci", "--quiet", "--"]);
-        run_command(command.args(plan.filters))
-    });
+    // Filters are the runner's, and name tests of its own.
+    let doc_tests = if plan.filters.is_empty() {
+        step("doc tests", || {
+            run_command(&mut cargo(&[
+                "test",
+                "--doc",
+                "--workspace",
+                "--locked",
+                "--profile",
+                "ci",
+                "--quiet",
+            ]))
+        })
+    } else {
+        Ok(())
+    };
     (report, tests.and(doc_tests))
 }
 
 fn by_nextest(plan: &Plan<'_>, report: &mut Report) -> Outcome {
     let junit = target_dir().join("nextest").join(plan.profile).join("junit.xml");
-    drop(fs::remove_file(&junit)); // one from before would tell of other tests
+    drop(fs::remove_file(&junit)); // an old report would be about other tests
     let mut command = cargo(&["nextest", "run", "--cargo-profile", "ci", "--workspace", "--locked"]);
     command.args(["--color", "never", "--show-progress", "none", "--profile", plan.profile]);
     command.args(plan.filters);

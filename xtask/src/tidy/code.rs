@@ -2,10 +2,11 @@
 
 use super::{Complaint, complaint};
 
-/// Where `unsafe` may stand: files, or whole directories. Why each one is sound, the `// SAFETY:` above it says; that it
-/// says something, the lint `undocumented_unsafe_blocks` sees to.
+/// Where `unsafe` may stand: files, or whole directories. Why each one is sound, the `// SAFETY:` above it
+/// says; that it says something, the lint `undocumented_unsafe_blocks` sees to.
 const UNSAFE: [&str; 4] = [
-    // Aligned memory, parts of which are written before all of it is; and memory that others change meanwhile.
+    // Aligned memory, parts of which are written before all of it is; and memory that others change
+    // meanwhile.
     "crates/vellum-core/src/buffer/",
     // What the kernel is given to read and write, and calls that have no safe form.
     "crates/vellum-io/src/",
@@ -18,7 +19,8 @@ const UNSAFE: [&str; 4] = [
 /// Crates with `unsafe`; every other says that it has none.
 const CRATES_WITH_UNSAFE: [&str; 2] = ["vellum-core", "vellum-io"];
 
-/// Half of this is a good length; longer than this, a file is read by nobody. One that has to be says why in its head: `//! Long because …`.
+/// Half of this is a good length; a file longer than this is not read. One that has to be longer says why in
+/// its head: `//! Long because …`.
 const LINES_MAX: usize = 800;
 const LONG: &str = "//! Long because ";
 

@@ -1,7 +1,7 @@
 //! The habits no lint can check. Each rule is a pure function from the text of a file to complaints.
 //!
 //! ```text
-//!   text.rs       any file          nothing left undone, nothing of one machine, no host nobody has agreed to
+//!   text.rs       any file          nothing left undone, nothing of one machine, only hosts that are allowed
 //!   code.rs       Rust              a story at the head, a length one can read, `unsafe` only where it belongs
 //!   manifest.rs   Cargo.toml, lock  the workspace's lints and licence, dependencies from the public registry
 //!   links.rs      Markdown          links that lead somewhere, and nothing in docs/ that is not listed there

@@ -11,8 +11,15 @@ const PLACES: [&str; 4] =
     [concat!("/ho", "me/"), concat!("/ro", "ot/"), concat!("/wo", "rk/"), concat!("/Us", "ers/")];
 
 /// The hosts that links may lead to. A name without a dot is an example.
-const HOSTS: [&str; 6] =
-    ["github.com", "www.apache.org", "keepachangelog.com", "semver.org", "doc.rust-lang.org", "docs.rs"];
+const HOSTS: [&str; 7] = [
+    "github.com",
+    "www.apache.org",
+    "www.debian.org",
+    "keepachangelog.com",
+    "semver.org",
+    "doc.rust-lang.org",
+    "docs.rs",
+];
 
 pub(super) fn check(path: &str, text: &str) -> Vec<Complaint> {
     let mut complaints = Vec::new();
@@ -30,7 +37,7 @@ pub(super) fn check(path: &str, text: &str) -> Vec<Complaint> {
                 format!("{host} is no host that links lead to (xtask/src/tidy/text.rs)"),
             ));
         }
-        // A line of Markdown that ends in two blanks breaks there; nobody sees it.
+        // A line of Markdown that ends in two blanks breaks there, which is invisible.
         if line.ends_with([' ', '\t', '\r']) && !path.starts_with("LICENSE") {
             complaints.push(complaint(number, "blanks at the end of the line"));
         }

@@ -4,9 +4,11 @@
 //!   text.rs       any file          nothing left undone, nothing of one machine, only hosts that are allowed
 //!   code.rs       Rust              a story at the head, a length one can read, `unsafe` only where it belongs
 //!   manifest.rs   Cargo.toml, lock  the workspace's lints and licence, dependencies from the public registry
+//!   arrows.rs     Cargo.toml        crates use only those above them in ARCHITECTURE.md
 //!   links.rs      Markdown          links that lead somewhere, and nothing in docs/ that is not listed there
 //! ```
 
+mod arrows;
 mod code;
 mod links;
 mod manifest;
@@ -53,8 +55,14 @@ fn complaints(file: &File, all: &[File]) -> Vec<Complaint> {
     let mut complaints = text::check(&file.path, &file.text);
     match file.path.rsplit(['.', '/']).next() {
         Some("rs") => complaints.extend(code::check(&file.path, &file.text)),
-        Some("toml" | "lock") => complaints.extend(manifest::check(&file.path, &file.text)),
+        Some("toml" | "lock") => {
+            complaints.extend(manifest::check(&file.path, &file.text));
+            if let Some(map) = all.iter().find(|file| file.path == arrows::MAP) {
+                complaints.extend(arrows::check(&file.path, &file.text, &map.text));
+            }
+        }
         Some("md") => {
+            complaints.extend(arrows::check_map(&file.path, &file.text, |path| root().join(path).exists()));
             complaints.extend(links::check(&file.path, &file.text, |path| root().join(path).exists()));
             let paths: Vec<&str> = all.iter().map(|file| file.path.as_str()).collect();
             complaints.extend(links::check_index(&file.path, &file.text, &paths));

@@ -4,7 +4,7 @@
 //! last line is also the last line here.
 
 use crate::shell::{cargo, print_steps, run as run_command, step};
-use crate::{Outcome, fuzz, test, tidy};
+use crate::{Outcome, deny, fuzz, test, tidy};
 
 /// The defaults of `soak`: minutes for each fuzz target, the part of the matrix, the scale of the random
 /// tests.
@@ -17,6 +17,7 @@ pub(crate) fn run() -> Outcome {
     failed.note("format", step("format", format));
     failed.note("tidy", step("tidy", tidy::run));
     failed.note("lints", step("lints", lints));
+    failed.note("deny", step("deny", deny::run));
     failed.note("docs", step("docs", docs));
     let (report, tests) = test::everything(&test::Plan { filters: &[], profile: "ci", variables: &[] });
     failed.note("tests", tests);

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   test       packages ► build ► tests ► doc tests ► what was skipped, and why
-//!   ci         format, tidy, lints, docs ► test ► N inputs of each fuzz target       what `.ci/run` runs
+//!   ci         format, tidy, lints, deny, docs ► test ► N inputs of each fuzz target       what `.ci/run` runs
 //!   soak       the same tests, longer and over everything ► longer fuzzing ► counts
 //!   dist       release build ► program, Debian package, container directory, bill of materials
 //! ```
@@ -15,6 +15,7 @@
 
 mod apt;
 mod ci;
+mod deny;
 mod dist;
 mod explore;
 mod fuzz;
@@ -32,7 +33,8 @@ const HELP: &str = "\
 cargo xtask COMMAND
 
   test [FILTER...]               build everything and run all tests, or those whose names contain a FILTER
-  ci                             run everything a change must pass: format, tidy, lints, docs, tests, fuzzing
+  ci                             run everything a change must pass: format, tidy, lints, dependencies, docs, tests,
+                                 fuzzing
   soak [MINUTES] [PART/PARTS]    run the random tests 20 times as long and the full test matrix, or a part of it
                                  such as 3/50, and fuzz each target for MINUTES (default 10)
   explore [WORD...]              run only the crash explorer's part of a soak, for image kinds whose test names
@@ -44,6 +46,7 @@ cargo xtask COMMAND
   dist [--binary FILE] [--out DIR]
                                  make what users install, in target/dist or DIR, from a release build or FILE: a stripped
                                  program, a Debian package, a directory for a container image, a bill of materials
+  deny                           check licences, versions and origins of the dependencies with cargo-deny
   tidy                           check the rules of the house that no lint can check
   packages                       list the Debian packages that the tests need; as root, install the missing ones
 ";
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
         "soak" => ci::soak(rest),
         "explore" => explore::run(rest),
         "fuzz" => fuzz::run(rest),
+        "deny" => deny::run(),
         "dist" => dist::run(rest),
         "tidy" => tidy::run(),
         "packages" => packages::run(),

@@ -11,7 +11,7 @@ use vellum_core::{Context, Error, ErrorKind, Result};
 use super::Counts;
 
 /// How long new figures may take to come.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 #[derive(Deserialize)]
 struct File {

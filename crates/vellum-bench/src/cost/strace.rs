@@ -21,7 +21,7 @@ use vellum_core::{Context, Error, Result};
 use super::Counts;
 
 /// How long the end of a trace may take to come after that of the process.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// What is looked at.
 const CALLS: &str = "trace=pread64,preadv,preadv2,pwrite64,pwritev,pwritev2,fdatasync,fsync,fallocate";

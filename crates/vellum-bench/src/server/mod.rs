@@ -24,7 +24,7 @@ pub(crate) use qemu_nbd::QemuNbd;
 pub(crate) use vellum::Vellum;
 
 /// How long a server may take to begin or to end.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// How a server reaches the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]

@@ -127,10 +127,15 @@ fn seen_of(report: &Value) -> Option<Seen> {
     let slowest = ["/read/clat_ns/max", "/write/clat_ns/max", "/sync/lat_ns/max"];
     let slowest = slowest.iter().map(|place| job.pointer(place)?.as_f64());
     let slowest_ns = slowest.collect::<Option<Vec<f64>>>()?.into_iter().fold(0.0, f64::max);
+    // On a drive that is busy with others there may be no flush in the time, and then no median.
+    let flush_median_ns = match count("sync")? {
+        0 => 0.0,
+        _ => job.pointer("/sync/lat_ns/percentile/50.000000")?.as_f64()?,
+    };
     Some(Seen {
         requests: count("read")? + count("write")? + count("sync")?,
         median_us: job.pointer("/write/clat_ns/percentile/50.000000")?.as_f64()? / 1000.0,
-        flush_median_ms: job.pointer("/sync/lat_ns/percentile/50.000000")?.as_f64()? / 1e6,
+        flush_median_ms: flush_median_ns / 1e6,
         flush_slowest_ms: job.pointer("/sync/lat_ns/max")?.as_f64()? / 1e6,
         slowest_ms: slowest_ns / 1e6,
     })

@@ -138,13 +138,20 @@ fn workers_that_cannot_start_say_so() {
 fn sleepers_wake_in_order_of_their_deadlines() {
     in_both_modes(|| async {
         let order = Rc::new(RefCell::new(Vec::new()));
-        let tasks: Vec<_> = [50, 10, 30, 20, 40]
+        // Deadlines are taken when a sleep is made; a pause in between could bring them out of order.
+        let (start, sleeps) = loop {
+            let start = clock().now();
+            let sleeps = [50, 10, 30, 20, 40].map(|wait| (wait, clock().sleep(ms(wait))));
+            if clock().now() - start < ms(5) {
+                break (start, sleeps);
+            }
+        };
+        let tasks: Vec<_> = sleeps
             .into_iter()
-            .map(|wait| {
+            .map(|(wait, sleep)| {
                 let order = order.clone();
                 spawn_local(async move {
-                    let start = clock().now();
-                    clock().sleep(ms(wait)).await;
+                    sleep.await;
                     assert!(clock().now() - start >= ms(wait), "nobody wakes early");
                     order.borrow_mut().push(wait);
                 })

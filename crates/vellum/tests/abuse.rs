@@ -358,7 +358,7 @@ fn a_server_ends_among_rude_clients() {
     let image = dir.text("image.qcow2");
     vellum(&["create", "-q", "-f", "qcow2", &image, &SIZE.to_string()]).answer();
     for signal in [Signal::TERM, Signal::INT] {
-        let server = Server::start(&[&image, "--drain-seconds", "2"]);
+        let server = Server::start(&[&image, "--drain-seconds", "5"]);
         let peer = server.peer();
         let kinds: [Rudeness; 4] = [stay_halfway, half_payloads, hoard, unread_lists];
         let open: Vec<Socket> = kinds.iter().flat_map(|kind| kind(&peer).expect("a server")).collect();

@@ -117,7 +117,8 @@ impl Opener for One {
     }
 }
 
-/// A server of such a disk that waits 1 ms where a real one waits [`PATIENCE`].
+/// A server of such a disk that waits 250 ms where a real one waits [`PATIENCE`]: longer than a thread that tends
+/// the disk may be kept from its processor.
 struct Server {
     storage: Arc<Slow>,
     exports: Exports,
@@ -133,7 +134,7 @@ impl Server {
     }
 
     fn how() -> How {
-        let (is_steered, patience) = (true, Duration::from_millis(1));
+        let (is_steered, patience) = (true, Duration::from_millis(250));
         How { grow_hook: None, is_steered, is_durable: false, holds_when_full: false, patience }
     }
 

@@ -44,7 +44,7 @@ fn formats_of_others_are_refused_by_name_and_told_of() {
             &["check", &image],
             &["map", &image],
             &["resize", &image, "+1M"],
-            &["serve", &image, "--nbd", "unix:/nowhere"],
+            &["serve", &image, "--nbd", &format!("unix:{}", dir.text("socket"))],
         ] {
             refused(1, &["looks like a", &way_out, "-f raw"], arguments);
         }
@@ -165,7 +165,7 @@ fn what_is_in_use_says_what_this_command_can_do() {
         (&["check", "-r", "all", &image], false),
         (&["create", "-b", &image, "-F", "qcow2", &dir.text("over.qcow2")], false),
         (&["recover", &image], false),
-        (&["serve", &image, "--nbd", "unix:/nowhere"], false),
+        (&["serve", &image, "--nbd", &format!("unix:{}", dir.text("socket"))], false),
         (&["resize", &image, "+1M"], false),
     ] {
         let ran = refused(1, &["in use", "lsof"], arguments);

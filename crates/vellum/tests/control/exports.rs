@@ -57,7 +57,9 @@ fn exports_come_and_go_while_others_are_served() {
     let mut second = served.client("two");
     assert_eq!(second.size, 8 * MIB);
     second.write(0, &[2; 4096], 0).expect("written");
-    drop(UnixStream::connect(&vhost).expect("it listens for machines, too"));
+    let machine = UnixStream::connect(&vhost).expect("it listens for machines, too");
+    until("that one has come", || told_of(&served, "two")["connections"] == 2);
+    drop(machine);
     until("that one has left", || told_of(&served, "two")["connections"] == 1);
     let list = export(&served, "list", &["--output", "json"]).json();
     let names: Vec<_> = list.as_array().expect("a list").iter().map(|one| one["name"].clone()).collect();

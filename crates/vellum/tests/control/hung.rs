@@ -77,7 +77,7 @@ fn a_hung_disk_keeps_no_other_from_being_closed() {
     let (good, file) = (made(&dir, "qcow2", "", "4M"), storage.files[0].clone());
 
     let (bad, exports) = (format!("bad={file}"), format!("good={good}"));
-    let served = Controlled::start(&["-f", "raw", "--export", &bad, "--drain-seconds", "1"]);
+    let served = Controlled::start(&["-f", "raw", "--export", &bad, "--drain-seconds", "5"]);
     vellum(&["export", "add", "-f", "qcow2", "--control", &served.socket, &exports]).answer();
     let (mut hangs, mut goes) = (served.client("bad"), served.client("good"));
     let hung = storage.hang();
@@ -170,7 +170,7 @@ fn images_whose_opening_hangs_keep_no_other_from_being_served_and_closed() {
         "--threads",
         "1",
         "--drain-seconds",
-        "1",
+        "5",
         "--nbd",
         &format!("unix:{}", place.text("nbd")),
     ]);
@@ -201,7 +201,7 @@ fn a_hung_disk_does_not_hide_one_that_was_not_closed_well() {
     let Some(storage) = Storage::new(&dir, 1) else { return };
     let image = made(&dir, "qcow2", "", "4M");
     let exports = [format!("hung={}", storage.files[0]), format!("bad={image}")];
-    let served = Controlled::start(&["-f", "raw", "--export", &exports[0], "--drain-seconds", "1"]);
+    let served = Controlled::start(&["-f", "raw", "--export", &exports[0], "--drain-seconds", "5"]);
     vellum(&["export", "add", "-f", "qcow2", "--control", &served.socket, &exports[1]]).answer();
     std::fs::rename(&image, dir.join("elsewhere")).expect("renamed");
     assert_eq!(vellum(&["export", "reopen", "--control", &served.socket, "bad"]).code, 1);
@@ -297,7 +297,7 @@ fn exports_that_hang_as_they_come_and_go_are_named_at_the_end() {
     let Some(storage) = Storage::new(&dir, 2) else { return };
     let good = made(&dir, "qcow2", "", "4M");
     let (going, coming) = (format!("going={}", storage.files[0]), format!("coming={}", storage.files[1]));
-    let served = Controlled::start(&["--export", &format!("good={good}"), "--drain-seconds", "1"]);
+    let served = Controlled::start(&["--export", &format!("good={good}"), "--drain-seconds", "5"]);
     let export = |what: &str, rest: &[&str]| {
         let mut command = vellum_command();
         command.args(["export", what, "--control", &served.socket]).args(rest);

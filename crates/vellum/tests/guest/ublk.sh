@@ -175,6 +175,7 @@ keep() {
     serve "/host/$2" --ublk 6
     sleep 10000 < /dev/ublkb6 &
     user=$!
+    until [ "$(readlink "/proc/$user/fd/0")" = /dev/ublkb6 ]; do usleep 20000; done
     kill -KILL "$server"
     wait "$server" || true
     dd if=/host/noise of=/mnt/data/patient bs=65536 conv=fsync status=none &
@@ -214,7 +215,8 @@ busy() {
     serve -f raw "/host/$1" --ublk 7 --ublk-keep --queues 1 --control /tmp/control
     echo none > /sys/block/ublkb7/queue/scheduler
     # Longer than a server waits for one that lives; the kernel's own is 30 seconds.
-    echo 8000 > /sys/block/ublkb7/queue/io_timeout
+    # It counts from the first of the writes below, which a busy host begins slowly.
+    echo 20000 > /sys/block/ublkb7/queue/io_timeout
     vellum pause --control /tmp/control > /dev/null
     writers=
     n=0

@@ -206,6 +206,7 @@ fn so_many_rounds(kind: &Kind, count: usize) {
             until("and so has fio", || !has_fio || tap.writes_answered.load(Relaxed) > writes_before);
             std::thread::sleep(Duration::from_millis(10 + random.below(250)));
             server.kill();
+            until_let_go(format!("{image}.data")); // at once where there is none
             tap.close();
             if let Some(mut endless) = endless {
                 drop(endless.kill());
@@ -254,6 +255,7 @@ fn recovered(kind: &Kind, image: &str, random: &mut Random) -> Vec<u8> {
         drop(child.kill());
         drop(child.wait());
         until_let_go(image);
+        until_let_go(format!("{image}.data"));
         check_crashed(kind, image);
     }
     vellum(&["recover", "--output", "json", image]).json();

@@ -287,7 +287,7 @@ fn a_pause_that_waits_for_a_full_device_is_ended_by_one_resume() {
     let control = &stuck.control;
     std::thread::scope(|scope| {
         let first = scope.spawn(|| asked(control, "pause", &[]));
-        until("it is being paused", || stuck.told()["state"] != "running");
+        until("it is being paused", || stuck.told()["state"] == "pausing");
         let second = asked(control, "pause", &[]);
         assert!(second.code == 1 && second.err.contains("it is being paused"), "{second:?}");
         assert_eq!(asked(control, "resume", &[]).json()["was-paused"], true);

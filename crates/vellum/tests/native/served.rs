@@ -13,7 +13,7 @@ use vellum_core::Random;
 
 use super::support::client::Client;
 use super::support::dir::Dir;
-use super::support::program::{Ran, has, qemu_io, run, skipped, vellum};
+use super::support::program::{Ran, has, qemu_io, run, skipped, until_let_go, vellum};
 use super::support::server::Server;
 use super::support::{PATIENCE, until};
 use super::{MIB, check_says, refused};
@@ -240,6 +240,7 @@ fn ends_while_deleting(name: &str, signal: Signal) {
             assert!(answer.contains("when the image is next opened"), "{answer}");
         }
         drop(served.server.wait(PATIENCE));
+        until_let_go(&image);
         // The next opening.
         let served = Controlled::start(&[&image]);
         let names = served.names();

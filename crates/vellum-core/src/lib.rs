@@ -7,9 +7,9 @@
 //! In reading order: [`units`] (typed addresses), [`buffer`] (memory for guest data), [`error`], [`storage`]
 //! and [`disk`] (the two traits with their written contracts), [`clock`] (time and randomness as arguments),
 //! [`mod@offload`] (long computations elsewhere), [`tally`] (counting I/O), [`stream`] (a connection),
-//! [`losses`] (reports to sessions after a failure), [`merged`] (a chain's map as one), [`memory`] (the
-//! reference implementations), [`checked`] (watches a seam), [`contract`] (the suites any implementation must
-//! pass), [`lending`] (the same in lent memory).
+//! [`losses`] (reports to sessions after a failure; [`witnessed()`] is a disk that gives them), [`merged`] (a
+//! chain's map as one), [`memory`] (the reference implementations), [`checked`] (watches a seam), [`contract`]
+//! (the suites any implementation must pass), [`lending`] (the same in lent memory).
 
 pub mod buffer;
 pub mod checked;
@@ -27,6 +27,7 @@ pub mod storage;
 pub mod stream;
 pub mod tally;
 pub mod units;
+mod witnessed;
 
 use std::pin::Pin;
 
@@ -37,7 +38,7 @@ pub use disk::{Disk, Extent, Geometry, Place, Room, SharedDisk, WriteFlags, Zero
 pub use error::{Context, Error, ErrorKind, Result};
 pub use join::{join_all, try_join_all};
 pub use lending::Lending;
-pub use losses::{Losses, Witness, witnessed, witnessed_by_connection, witnessed_from_now};
+pub use losses::{Losses, Witness};
 pub use memory::{MemoryDisk, MemoryStorage};
 pub use merged::{MergedExtent, map_merged, read_below};
 pub use offload::{Inline, Offload, offload};
@@ -48,6 +49,7 @@ pub use units::{
     BlockSize, Cluster, Guest, GuestCluster, GuestOffset, GuestSpan, Image, ImageCluster, ImageOffset,
     ImageSpan, Offset, Span,
 };
+pub use witnessed::{witnessed, witnessed_by_connection, witnessed_from_now};
 
 /// A future that stays on the worker it was made on. Disks and storages are shared by all workers; their
 /// futures use the ring of the worker that polls them.

@@ -177,3 +177,24 @@ fn format_of(path: &Path) -> Result<FormatKind> {
 fn no_backing() -> Error {
     Error::invalid("a raw image cannot have a backing image: use qcow2 or the native format")
 }
+
+impl Image {
+    /// Creates an empty image and opens it. The name's extension is its format: `.qcow2`, `.vlm` (the
+    /// native format) or `.raw`. The size is in bytes. An existing file is replaced, unless it is in use.
+    ///
+    /// # Errors
+    /// As [`NewImage::create`].
+    pub async fn create(path: impl AsRef<Path>, size: u64) -> Result<Self> {
+        NewImage::named(path.as_ref())?.size(size).create(path).await
+    }
+
+    /// Creates a copy-on-write clone of a template and opens it. The extensions of both names are their
+    /// formats. The template must stay as it is from now on. It must be in the directory of the clone; for
+    /// one elsewhere, use [`NewImage::allow_dir`].
+    ///
+    /// # Errors
+    /// As [`NewImage::create`].
+    pub async fn clone_of(template: impl AsRef<Path>, path: impl AsRef<Path>) -> Result<Self> {
+        NewImage::named(path.as_ref())?.backing(template).create(path).await
+    }
+}

@@ -16,7 +16,6 @@ use vellum_format::image::{Snapshot, Snapshots};
 use vellum_io::clock;
 use vellum_layer::{Chain, ChainOptions, Member};
 
-use crate::create::NewImage;
 use crate::only::Only;
 
 /// How an image is opened. By default: for writing, in the format that its content shows, with the images
@@ -101,25 +100,6 @@ impl Image {
     /// As [`OpenOptions::open`].
     pub async fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::options().open(path).await
-    }
-
-    /// Creates an empty image and opens it. The name's extension is its format: `.qcow2`, `.vlm` (the
-    /// native format) or `.raw`. The size is in bytes. An existing file is replaced, unless it is in use.
-    ///
-    /// # Errors
-    /// As [`NewImage::create`].
-    pub async fn create(path: impl AsRef<Path>, size: u64) -> Result<Self> {
-        NewImage::named(path.as_ref())?.size(size).create(path).await
-    }
-
-    /// Creates a copy-on-write clone of a template and opens it. The extensions of both names are their
-    /// formats. The template must stay as it is from now on. It must be in the directory of the clone; for
-    /// one elsewhere, use [`NewImage::allow_dir`].
-    ///
-    /// # Errors
-    /// As [`NewImage::create`].
-    pub async fn clone_of(template: impl AsRef<Path>, path: impl AsRef<Path>) -> Result<Self> {
-        NewImage::named(path.as_ref())?.backing(template).create(path).await
     }
 
     /// What a guest sees. Clones of it may be handed to other workers.

@@ -45,9 +45,9 @@ async fn grow_inner(image: &dyn Storage, size: u64) -> Result<u64> {
     let room = header.cluster_size().round_up(span.len()).min(L1_BYTES_MAX) / 8;
     let needed = size.div_ceil(header.l2_reach());
     if needed > room {
-        let most = room * header.l2_reach();
+        let most = exact(room * header.l2_reach());
         return Err(Error::unsupported(format!(
-            "this qcow2 image can grow to {most} bytes at most; for more, copy it into one with larger clusters: \
+            "this qcow2 image can grow to {most} at most; for more, copy it into one with larger clusters: \
              `vellum convert -O qcow2 -o cluster_size=2M OLD NEW`, and grow that"
         )));
     }
@@ -61,6 +61,16 @@ async fn grow_inner(image: &dyn Storage, size: u64) -> Result<u64> {
     image.write(vellum_core::ImageOffset::ZERO, header.first_sector()).await?;
     image.flush().await?; // commit point
     Ok(before)
+}
+
+/// A number of bytes in the largest unit that leaves no rest.
+fn exact(bytes: u64) -> String {
+    let units = [(40, "TiB"), (30, "GiB"), (20, "MiB")];
+    let fits = |&&(shift, _): &&(u32, &str)| bytes > 0 && bytes.is_multiple_of(1 << shift);
+    match units.iter().find(fits) {
+        Some((shift, unit)) => format!("{} {unit}", bytes >> shift),
+        None => format!("{bytes} bytes"),
+    }
 }
 
 #[cfg(test)]
@@ -88,7 +98,7 @@ mod tests {
             assert!(block_on(check(&header, &shared, Repair::Nothing, &mut |_| {})).unwrap().is_clean());
         }
         for (size, why) in [
-            ((1 << 30) + 512, "can grow to 1073741824 bytes"),
+            ((1 << 30) + 512, "can grow to 1 GiB at most"),
             (1 << 20, "smaller"),
             ((1 << 30) + 1, "multiple of 512"),
         ] {

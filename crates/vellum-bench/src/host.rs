@@ -1,10 +1,9 @@
-//! What the machine reports about itself and its processes: CPU time, the kernel, and the device below a
-//! directory.
+//! What the machine reports about itself and its processes: CPU time, the kernel, and what a directory lies
+//! on.
 
 use std::fs;
 use std::ops::Sub;
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use vellum_core::{Context, Error, Result};
 
@@ -85,34 +84,6 @@ fn busy_ticks(stat: &str) -> Option<u64> {
     }
 }
 
-/// A block device, which counts its requests.
-pub(crate) struct Device {
-    stat: PathBuf,
-}
-
-impl Device {
-    /// The device below a directory.
-    pub(crate) fn below(dir: &Path) -> Result<Self> {
-        let device = fs::metadata(dir).context(|| format!("can't look at {}", dir.display()))?.dev();
-        let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-        let device = Self { stat: PathBuf::from(format!("/sys/dev/block/{major}:{minor}/stat")) };
-        device.flushes().context(|| format!("no device below {} counts flushes", dir.display()))?;
-        Ok(device)
-    }
-
-    /// Flushes that the device has completed, whatever caused them.
-    pub(crate) fn flushes(&self) -> Result<u64> {
-        let context = || format!("can't read {}", self.stat.display());
-        let text = fs::read_to_string(&self.stat).context(context)?;
-        flushes_of(&text).ok_or_else(|| Error::corrupt("it has another form")).context(context)
-    }
-}
-
-/// The 16th field of a device's `stat`.
-fn flushes_of(stat: &str) -> Option<u64> {
-    stat.split_whitespace().nth(15)?.parse().ok()
-}
-
 /// The machine, for a report.
 #[derive(Debug, Clone, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -175,13 +146,6 @@ mod tests {
         assert_eq!(busy_ticks("cpu  100 20 30 4000 500 6 7 8 0 0\ncpu0 1"), Some(163));
         let usage = Usage::now(std::process::id()).unwrap();
         assert!(usage.all > 0.0);
-    }
-
-    #[test]
-    fn flushes_of_a_device() {
-        let stat = "  5 0 40 1   9 2 72 3   0 4 5   0 0 0 0   77 12\n";
-        assert_eq!(flushes_of(stat), Some(77));
-        assert_eq!(flushes_of("5 0 40 1 9 2 72 3 0 4 5"), None, "an old kernel does not count them");
     }
 
     #[test]

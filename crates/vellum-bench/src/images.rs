@@ -9,12 +9,14 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use rustix::fs::Advice;
-use vellum_core::{Context, Error, Result};
+use vellum_core::{Context, Result};
+use vellum_lab::guest::filler;
+use vellum_lab::programs::run;
 
-use crate::load::workload::{filler, stamp};
+use crate::load::workload::stamp;
 
 /// Which disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -178,22 +180,4 @@ pub(crate) fn write_raw_where(path: &Path, unit: u64, full: &[bool]) -> io::Resu
         file.write_all(&piece)?;
     }
     file.set_len(full.len() as u64 * unit)
-}
-
-/// Runs a program that makes an image; what it complains of is the error.
-pub(crate) fn run(command: &mut Command) -> Result<()> {
-    match complaint(command)? {
-        None => Ok(()),
-        Some(said) => Err(Error::invalid(format!("{command:?} failed: {said}"))),
-    }
-}
-
-/// As above; the answer is its complaint, verbatim.
-pub(crate) fn complaint(command: &mut Command) -> Result<Option<String>> {
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .context(|| format!("can't run {}", command.get_program().display()))?;
-    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    Ok((!output.status.success()).then_some(said))
 }

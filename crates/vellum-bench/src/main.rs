@@ -2,15 +2,14 @@
 //!
 //! ```text
 //!   commands   an experiment each: which cases, in which order, compared how
-//!     server   programs that serve an image: how each is started, reached and stopped
 //!     load     what a client asks, and what it sees: workloads, the generator, fio as the other opinion
-//!     cost     what a server asks of the host: counts of writes and flushes
-//!     subjects formats with their options, and the program that makes each
 //!     papers   figures of papers, on modelled drives in virtual time
 //!     images   the disks that are served
 //!     host     what the machine says: CPU time, the medium, the kernel
-//!     report   samples become medians and ratios, a table and JSON
+//!     report   samples become medians and ratios, lines of a table
 //! ```
+//!
+//! The crate `vellum-lab` starts and stops the servers, and counts what they ask of the host.
 //!
 //! Times on a busy machine are unreliable. So whatever can be counted is counted (`sync-amplification`,
 //! `replay-traces`). Where time is the point, programs take turns, each round gives one ratio per pair, and
@@ -20,18 +19,16 @@
 #![forbid(unsafe_code)]
 
 mod commands;
-mod cost;
 mod host;
 mod images;
 mod load;
 mod papers;
 mod report;
-mod server;
-mod subjects;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use vellum_lab::report::complain;
 
 /// Measure Vellum and compare it with other programs
 #[derive(Parser)]
@@ -80,7 +77,7 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            report::complain(&format!("vellum-bench {name}: {}", error.chain()));
+            complain(&format!("vellum-bench {name}: {}", error.chain()));
             ExitCode::FAILURE
         }
     }

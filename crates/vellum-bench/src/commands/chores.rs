@@ -21,14 +21,16 @@ use std::time::{Instant, SystemTime};
 
 use serde::Serialize;
 use vellum_core::{Context, Error, Result};
+use vellum_lab::cost::lab::{Desk, Lab};
+use vellum_lab::guest::{Guest, Request};
+use vellum_lab::programs;
+use vellum_lab::report::{Output, Table, say_json};
+use vellum_lab::server::{Cache, QemuNbd, Running, Server, Serving, Vellum};
+use vellum_lab::subjects::{Base, Journal, Maker, NATIVE, Subject, qemu, vellum};
 
-use crate::cost::lab::{Desk, Lab};
 use crate::host::{Machine, cpu_seconds, cpu_seconds_of_ended};
 use crate::images;
-use crate::load::guest::{Guest, Request};
-use crate::report::{Output, Table, median, say_json, short};
-use crate::server::{Cache, QemuNbd, Running, Server, Serving, Vellum};
-use crate::subjects::{Base, Journal, Maker, NATIVE, Subject, qemu, vellum};
+use crate::report::{median, short};
 use case::{Figure, Samples};
 
 /// Bytes of one request that fills a disk.
@@ -236,7 +238,7 @@ fn copy(lab: &Lab, subject: &Subject, source: &Path, samples: &mut Samples) -> R
         convert.args(["-o", if subject.has_journal() { "journal=on" } else { "journal=off" }]);
     }
     let (cpu, begun) = (cpu_seconds_of_ended()?, Instant::now());
-    images::run(convert.arg(source).arg(&target))?;
+    programs::run(convert.arg(source).arg(&target))?;
     samples.note(Figure::Copy, begun.elapsed(), cpu_seconds_of_ended()? - cpu);
     images::settle(&target)
 }
@@ -246,8 +248,8 @@ fn full(lab: &Lab, subjects: &[Subject], args: &Args, samples: &mut [Samples]) -
     let (image, socket) = (lab.dir.join("full.qcow2"), lab.dir.join("full.sock"));
     let mut create = Command::new("qemu-img");
     create.args(["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata"]).arg(&image);
-    images::run(create.arg(args.full.to_string()))?;
-    images::run(Command::new("qemu-img").args(["resize", "-q", "-f", "qcow2"]).arg(&image).arg("+1G"))?;
+    programs::run(create.arg(args.full.to_string()))?;
+    programs::run(Command::new("qemu-img").args(["resize", "-q", "-f", "qcow2"]).arg(&image).arg("+1G"))?;
     let of_qcow2: Vec<usize> = (0..subjects.len()).filter(|at| subjects[*at].format == "qcow2").collect();
     let mut place = args.full;
     for round in 0..args.rounds as usize {
@@ -256,7 +258,7 @@ fn full(lab: &Lab, subjects: &[Subject], args: &Args, samples: &mut [Samples]) -
             let subject = &subjects[index];
             if subject.maker == Maker::Vellum {
                 let wish = if subject.has_journal() { "enable" } else { "disable" };
-                images::run(Command::new(&lab.vellum.path).args(["journal", wish]).arg(&image))?;
+                programs::run(Command::new(&lab.vellum.path).args(["journal", wish]).arg(&image))?;
             }
             let server = serve(lab, subject, &image, &socket)?;
             let mut guest = Guest::connect(server.socket())?;

@@ -17,10 +17,12 @@ use std::time::SystemTime;
 
 use serde::Serialize;
 use vellum_core::{Context, Error, Result};
+use vellum_lab::programs::dir_or_beside_me;
+use vellum_lab::report::{Output, Table, say_json};
 
-use super::{dir_or_beside_me, parse_size};
+use super::parse_size;
 use crate::host::Machine;
-use crate::report::{Output, Table, median, say_json, short, spread_percent};
+use crate::report::{median, short, spread_percent};
 use cases::{Case, Engine};
 use drive::{Setting, Turn};
 

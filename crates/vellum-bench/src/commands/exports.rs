@@ -22,11 +22,13 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde::Serialize;
 use vellum_core::{Context, Error, ErrorKind, Result};
+use vellum_lab::programs::dir_or_beside_me;
+use vellum_lab::report::{Output, Table, complain, say_json};
+use vellum_lab::server::{Server, Vellum};
 
-use super::{dir_or_beside_me, parse_size};
+use super::parse_size;
 use crate::host::Machine;
-use crate::report::{Output, Series, Table, complain, say_json};
-use crate::server::{Server, Vellum};
+use crate::report::Series;
 use cases::Case;
 use turns::Setting;
 use way::{Program, Way};

@@ -18,15 +18,15 @@ use std::time::{Instant, SystemTime};
 
 use serde::Serialize;
 use vellum_core::{Context, Error, Result};
+use vellum_lab::cost::lab::{Desk, Lab};
+use vellum_lab::guest::{Guest, Request, filler};
+use vellum_lab::report::{Output, Table, say_json, tell_skipped};
+use vellum_lab::server::{Cache, QemuNbd, Running, Server, Serving, Vellum};
+use vellum_lab::subjects::{Base, Journal, Maker, Subject, qemu, vellum};
 
-use crate::cost::lab::{Desk, Lab};
 use crate::host::Machine;
-use crate::load::guest::{Guest, Request};
 use crate::load::latency::Latency;
-use crate::load::workload::filler;
-use crate::report::{Output, Table, median, say_json, short, tell_skipped};
-use crate::server::{Cache, QemuNbd, Running, Server, Serving, Vellum};
-use crate::subjects::{Base, Journal, Maker, Subject, qemu, vellum};
+use crate::report::{median, short};
 
 /// Time a write with its flush on growing images: Vellum, QEMU and plain files
 #[derive(clap::Args)]

@@ -13,8 +13,9 @@ use futures_lite::future::block_on;
 use vellum_core::{Buffer, GuestOffset, Result, SharedDisk, SharedStorage, WriteFlags};
 use vellum_format::qcow2::{self, Files, Header, Qcow2};
 use vellum_format::{Prealloc, native};
+use vellum_lab::guest::filler;
 
-use crate::load::workload::{BLOCK, filler};
+use crate::load::workload::BLOCK;
 use flat::Flat;
 
 /// What one write makes its own: a cluster, a unit.

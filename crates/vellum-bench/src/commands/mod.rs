@@ -15,9 +15,7 @@ pub(crate) mod snapshots;
 pub(crate) mod sync_amplification;
 pub(crate) mod writers;
 
-use std::path::PathBuf;
-
-use vellum_core::{Context, Error, Result};
+use vellum_core::{Error, Result};
 
 /// A number of bytes: digits, and perhaps K, M, G or T.
 pub(crate) fn parse_size(text: &str) -> Result<u64> {
@@ -35,13 +33,4 @@ pub(crate) fn parse_size(text: &str) -> Result<u64> {
     size.ok_or_else(|| {
         Error::invalid(format!("{text:?} is no size: say a number of bytes, or with K, M, G or T"))
     })
-}
-
-/// Where images are made: the given directory, or beside this program.
-pub(crate) fn dir_or_beside_me(said: Option<&PathBuf>) -> Result<PathBuf> {
-    if let Some(dir) = said {
-        return Ok(dir.clone());
-    }
-    let me = std::env::current_exe().context(|| "can't find this program")?;
-    Ok(me.parent().expect("a program lies in a directory").to_owned())
 }

@@ -17,13 +17,15 @@ use std::time::{Duration, SystemTime};
 
 use serde::Serialize;
 use vellum_core::{Context, Error, ErrorKind, Result};
+use vellum_lab::programs::dir_or_beside_me;
+use vellum_lab::report::{Output, Table, complain, say_json};
+use vellum_lab::server::{Cache, Nbdkit, QemuNbd, Running, Server, Serving, Vellum};
 
-use super::{dir_or_beside_me, parse_size};
+use super::parse_size;
 use crate::host::Machine;
 use crate::images::{Image, Images};
 use crate::load::{self, Sample, Target, Timing, fio};
-use crate::report::{Output, Series, Table, complain, lines, median, say_json};
-use crate::server::{Cache, Nbdkit, QemuNbd, Running, Server, Serving, Vellum};
+use crate::report::{Series, lines, median};
 use cases::{Case, cases};
 
 /// Time images served over NBD by Vellum, qemu-nbd and nbdkit

@@ -25,16 +25,18 @@ use std::time::{Duration, Instant, SystemTime};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use vellum_core::{Context, Error, Random, Result};
+use vellum_lab::guest::{Guest, Request};
+use vellum_lab::programs::{self, dir_or_beside_me};
+use vellum_lab::report::{Output, Table, complain, say_json};
+use vellum_lab::server::{Running, Server, Vellum};
 
-use super::{dir_or_beside_me, parse_size};
+use super::parse_size;
 use crate::host::Machine;
-use crate::images::{self, Image, Images};
-use crate::load::guest::{Guest, Request};
+use crate::images::{Image, Images};
 use crate::load::latency::Latency;
 use crate::load::pattern::{Load, Pattern};
 use crate::load::{Timing, vhost};
-use crate::report::{Output, Table, complain, say_json, short};
-use crate::server::{Running, Server, Vellum};
+use crate::report::short;
 use attack::{Attack, Kind, Target};
 
 const BLOCK: u64 = 4096;
@@ -248,7 +250,7 @@ impl Stage {
         for (name, format) in [("empty.qcow2", "qcow2"), ("empty.vlm", "vellum")] {
             let mut create = Command::new(&stage.vellum.path);
             create.args(["create", "-q", "-f", format]).arg(stage.images.dir().join(name)).arg("4T");
-            images::run(&mut create)?;
+            programs::run(&mut create)?;
         }
         Ok(stage)
     }

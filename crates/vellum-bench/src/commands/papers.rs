@@ -10,11 +10,11 @@ use std::time::SystemTime;
 
 use serde::Serialize;
 use vellum_core::{Error, Result};
+use vellum_lab::cost::lab::Lab;
+use vellum_lab::report::{Output, Table, say_json};
+use vellum_lab::server::Vellum;
 
-use crate::cost::lab::Lab;
 use crate::papers::fvd::{self, FreeWrites, Image, Phase, Run, Sizes, Stage};
-use crate::report::{Output, Table, say_json};
-use crate::server::Vellum;
 
 /// Reproduce figures of papers on modelled drives in virtual time
 #[derive(clap::Args)]

@@ -18,13 +18,14 @@ use rustix::fs::Advice;
 use serde::Serialize;
 use serde_json::Value;
 use vellum_core::{Context, Error, Result};
+use vellum_lab::cost::lab::{Desk, Lab};
+use vellum_lab::guest::{Guest, Request};
+use vellum_lab::programs;
+use vellum_lab::report::{Output, Table, say_json};
+use vellum_lab::server::{Cache, Running, Serving, Vellum};
 
-use crate::cost::lab::{Desk, Lab};
 use crate::host::Machine;
-use crate::images;
-use crate::load::guest::{Guest, Request};
-use crate::report::{Output, Table, say_json, short};
-use crate::server::{Cache, Running, Serving, Vellum};
+use crate::report::short;
 
 const CLUSTER_BYTES: u64 = 64 << 10;
 const WRITE_BYTES: usize = 4096;
@@ -138,7 +139,7 @@ fn look(lab: &Lab, size: u64, journal_bytes: u64) -> Result<Row> {
     let mut create = Command::new(&lab.vellum.path);
     create.args(["create", "-q", "-f", "qcow2", "-o"]);
     create.arg(format!("preallocation=metadata,journal=on,journal_size={journal_bytes}"));
-    images::run(create.arg(&desk.image).arg(size.to_string()))?;
+    programs::run(create.arg(&desk.image).arg(size.to_string()))?;
     let serving = Serving {
         image: &desk.image,
         format: "qcow2",

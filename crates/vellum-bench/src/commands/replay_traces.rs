@@ -14,16 +14,16 @@ use std::time::SystemTime;
 
 use serde::Serialize;
 use vellum_core::{Context, Error, Result};
+use vellum_lab::cost::lab::{Lab, Plan, Scene, Witness};
+use vellum_lab::guest::{Bytes, Request};
+use vellum_lab::report::{Output, Table, say_json, tell_skipped};
+use vellum_lab::server::Vellum;
+use vellum_lab::subjects::{Base, Maker, NATIVE, SUBJECTS, Subject};
+use vellum_lab::trace::Trace;
 
-use crate::cost::lab::{Lab, Plan, Scene, Witness};
 use crate::host::Machine;
 use crate::images;
-use crate::load::guest::{Bytes, Request};
-use crate::load::trace::Trace;
 use crate::report::replay::{Outcome, Row, head, line};
-use crate::report::{Output, Table, say_json, tell_skipped};
-use crate::server::Vellum;
-use crate::subjects::{Base, Maker, NATIVE, SUBJECTS, Subject};
 
 /// The unit in which the base is full or a hole; at least that of any format that copies.
 const BASE_UNIT: u64 = 2 << 20;

@@ -21,15 +21,16 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde::Serialize;
 use vellum_core::{Context, Error, Random, Result};
+use vellum_lab::cost::lab::{Desk, Lab};
+use vellum_lab::cost::strace;
+use vellum_lab::guest::{Guest, Request};
+use vellum_lab::report::{Output, Table, say_json, tell_skipped};
+use vellum_lab::server::{Cache, QemuNbd, Running, Server, Serving, Vellum};
+use vellum_lab::subjects::{Base, Journal, Maker, Subject, qemu, vellum};
 
-use crate::cost::lab::{Desk, Lab};
-use crate::cost::strace;
 use crate::host::Machine;
-use crate::load::guest::{Guest, Request};
 use crate::load::latency::Latency;
-use crate::report::{Output, Table, say_json, short, tell_skipped};
-use crate::server::{Cache, QemuNbd, Running, Server, Serving, Vellum};
-use crate::subjects::{Base, Journal, Maker, Subject, qemu, vellum};
+use crate::report::short;
 
 /// The mapped part, which is read.
 const MAPPED_BYTES: u64 = 64 << 20;

@@ -25,14 +25,15 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde::Serialize;
 use vellum_core::{Context, Error, Random, Result};
+use vellum_lab::cost::Counts;
+use vellum_lab::cost::lab::{Desk, Lab};
+use vellum_lab::guest::{Guest, Request};
+use vellum_lab::programs;
+use vellum_lab::report::{Output, Table, say_json};
+use vellum_lab::server::{Cache, Running, Serving, Vellum};
 
-use crate::cost::Counts;
-use crate::cost::lab::{Desk, Lab};
 use crate::host::Machine;
-use crate::images;
-use crate::load::guest::{Guest, Request};
-use crate::report::{Output, Table, median, say_json, short};
-use crate::server::{Cache, Running, Serving, Vellum};
+use crate::report::{median, short};
 use control::Control;
 use load::Seen;
 use model::{Model, UNIT_BYTES};
@@ -189,7 +190,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let desk = Desk::new(lab.dir.join("snapshots"), "vlm")?;
     let mut create = Command::new(&lab.vellum.path);
     create.args(["create", "-q", "-f", "vellum", "-o", "layout=table"]).arg(&desk.image);
-    images::run(create.arg(args.size.to_string()))?;
+    programs::run(create.arg(args.size.to_string()))?;
     let socket = desk.dir.join("control");
     let mut vellum = lab.vellum.clone();
     vellum.arguments.extend(["--export-snapshots".into(), "--control".into(), socket.clone().into()]);
@@ -211,7 +212,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let many = many(args, &scene, &mut control)?;
     running.stop()?;
     let bytes_at_the_end = room(scene.image)?;
-    images::run(Command::new(&lab.vellum.path).args(["check", "-q"]).arg(scene.image))?;
+    programs::run(Command::new(&lab.vellum.path).args(["check", "-q"]).arg(scene.image))?;
     let many = Many { bytes_at_the_end, ..many };
     table.say(&format!(
         "many    all deleted and closed: the image takes {} MiB (with all of them {} MiB), and `vellum check` finds nothing",

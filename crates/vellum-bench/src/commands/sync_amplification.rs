@@ -24,15 +24,17 @@ use std::time::SystemTime;
 
 use serde::Serialize;
 use vellum_core::{Context, Error, Result};
+use vellum_lab::cost::Counts;
+use vellum_lab::cost::lab::Lab;
+use vellum_lab::device::Device;
+use vellum_lab::programs;
+use vellum_lab::report::{Output, Table, say_json, tell_skipped};
+use vellum_lab::server::Vellum;
+use vellum_lab::subjects::{Maker, SUBJECTS, Subject};
 
-use crate::cost::Counts;
-use crate::cost::lab::Lab;
-use crate::host::{Device, Machine};
+use crate::host::Machine;
 use crate::images;
 use crate::report::amplification::{Row, head, line};
-use crate::report::{Output, Table, say_json, tell_skipped};
-use crate::server::Vellum;
-use crate::subjects::{Maker, SUBJECTS, Subject};
 use count::{Bench, Counted};
 use workloads::{BASE_BYTES, Below, WORKLOADS, Workload};
 
@@ -153,7 +155,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if has(&[Below::Zeros]) {
         images::write_raw_where(&lab.zeros(), BASE_BYTES, &[false]).context(|| "can't write the base")?;
-        images::run(Command::new(lab.tools().vellum).args(["template", "prepare", "-q"]).arg(lab.zeros()))?;
+        programs::run(Command::new(lab.tools().vellum).args(["template", "prepare", "-q"]).arg(lab.zeros()))?;
     }
     let (outcomes, mut confirmations) = count_all(&bench, &workloads, args.skip_peers, table)?;
     table.say("");

@@ -20,15 +20,16 @@ use std::time::{Instant, SystemTime};
 
 use serde::Serialize;
 use vellum_core::{Context, Result};
+use vellum_lab::cost::lab::{Desk, Lab};
+use vellum_lab::guest::{Bytes, Guest, Request};
+use vellum_lab::report::{Output, Table, say_json, tell_skipped};
+use vellum_lab::server::{Cache, QemuNbd, Running, Server, Serving, Vellum};
+use vellum_lab::subjects::{Maker, Subject};
 
 use self::cases::{Case, MORE_SUBJECTS, Mix, SUBJECTS, cases, is_usual};
 use self::pack::PackCost;
-use crate::cost::lab::{Desk, Lab};
 use crate::host::{Machine, cpu_seconds};
-use crate::load::guest::{Bytes, Guest, Request};
-use crate::report::{Output, Table, median, say_json, tell_skipped};
-use crate::server::{Cache, QemuNbd, Running, Server, Serving, Vellum};
-use crate::subjects::{Maker, Subject};
+use crate::report::median;
 
 /// Time guests that write, with and without flushes: vellum, raw and qcow2 images
 ///

@@ -10,10 +10,8 @@
 
 pub(crate) mod connection;
 pub(crate) mod fio;
-pub(crate) mod guest;
 pub(crate) mod latency;
 pub(crate) mod pattern;
-pub(crate) mod trace;
 pub(crate) mod vhost;
 pub(crate) mod workload;
 
@@ -23,9 +21,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use vellum_core::{Error, Result};
+use vellum_lab::session::Session;
 
 use crate::host::{Usage, cpu_seconds};
-use connection::{Client, Session};
+use connection::Client;
 use latency::Latency;
 use workload::{Places, Workload};
 
@@ -210,8 +209,9 @@ mod tests {
     use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
     use vellum_export::{ConnectionSlots, Shutdown};
     use vellum_io::{Address, IoMode, Listener, clock, spawn_local};
+    use vellum_lab::guest::filler;
 
-    use super::workload::{BLOCK, Operation, Order, filler, stamp};
+    use super::workload::{BLOCK, Operation, Order, stamp};
     use super::*;
 
     const SIZE: usize = 4 << 20;

@@ -124,13 +124,6 @@ pub(crate) fn tag(offset: u64) -> [u8; 8] {
     (offset ^ 0x5645_4C4C_554D_2121).to_be_bytes()
 }
 
-/// Blocks without tags: bytes that do not compress.
-pub(crate) fn filler(len: usize) -> Vec<u8> {
-    let mut bytes = vec![0; len];
-    Random::from_seed(1).fill(&mut bytes);
-    bytes
-}
-
 /// Writes the tags of a run that begins at `offset`.
 pub(crate) fn stamp(bytes: &mut [u8], offset: u64) {
     for (index, block) in bytes.chunks_mut(BLOCK).enumerate() {
@@ -140,6 +133,8 @@ pub(crate) fn stamp(bytes: &mut [u8], offset: u64) {
 
 #[cfg(test)]
 mod tests {
+    use vellum_lab::guest::filler;
+
     use super::*;
 
     const SEQUENTIAL: Workload =

@@ -22,17 +22,17 @@ use vellum_core::{
 };
 use vellum_format::Raw;
 use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, Region, Superblock, create};
+use vellum_lab::cost::lab::{Lab, Plan};
+use vellum_lab::cost::strace::Call;
+use vellum_lab::guest::{Bytes, Request};
+use vellum_lab::subjects::{Base, qemu};
+use vellum_lab::trace::Trace;
 use vellum_sim::World;
 use vellum_sim::model::{ForgetfulDrive, Hdd, HddParameters, Medium, MediumCounts};
 
 use super::old_qcow2::OldQcow2;
 use super::player::{Engine, Player};
 use super::postmark::{FILES, PostMark, TRANSACTIONS};
-use crate::cost::lab::{Lab, Plan};
-use crate::cost::strace::Call;
-use crate::load::guest::{Bytes, Request};
-use crate::load::trace::Trace;
-use crate::subjects::{Base, qemu};
 
 const ROOT: u64 = 1 << 30;
 const DISK: u64 = 51 << 30;

@@ -11,10 +11,10 @@ use std::pin::Pin;
 use std::task::Poll;
 
 use vellum_core::{Buffer, GuestOffset, Result, SharedDisk, SharedStorage, WriteFlags};
+use vellum_lab::guest::Request;
 use vellum_sim::{Handle, World};
 
 use super::old_qcow2::{Allocation, OldQcow2, Step};
-use crate::load::guest::Request;
 
 /// The engine under test.
 pub(super) enum Engine {

@@ -18,8 +18,7 @@
 use std::collections::BTreeSet;
 
 use vellum_core::Random;
-
-use crate::load::guest::Request;
+use vellum_lab::guest::Request;
 
 const BLOCK: u64 = 4096;
 /// Blocks of a group, and those at its start that are not data: bitmaps, and an inode of 128 bytes for each 8

@@ -1,8 +1,7 @@
 //! The table of `sync-amplification`: what the guest requested, what the host did for it, and the ratio.
 
 use serde::Serialize;
-
-use crate::cost::{Counts, Guest, Host};
+use vellum_lab::cost::{Counts, Guest, Host};
 
 /// One format of one program at one workload.
 #[derive(Debug, Clone, Serialize)]

@@ -1,4 +1,4 @@
-//! Reports on samples: medians, ratios, lines of a table, a file of JSON. The only place that prints.
+//! Reports on samples: medians, ratios, lines of a table. What prints them is [`vellum_lab::report`].
 
 pub(crate) mod amplification;
 pub(crate) mod replay;
@@ -6,61 +6,6 @@ pub(crate) mod replay;
 use serde::Serialize;
 
 use crate::load::Sample;
-
-/// What goes to stdout.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum Output {
-    /// A table
-    Human,
-    /// JSON with all samples
-    Json,
-}
-
-/// Where lines of the table go.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Table(Output);
-
-impl Table {
-    /// To stdout, when nothing else goes there.
-    pub(crate) fn to(output: Output) -> Self {
-        Self(output)
-    }
-
-    /// A line of the table.
-    pub(crate) fn say(self, line: &str) {
-        match self.0 {
-            Output::Human => say(line),
-            Output::Json => complain(line),
-        }
-    }
-}
-
-#[expect(clippy::print_stdout, reason = "answers go to stdout, and only here")]
-fn say(line: &str) {
-    println!("{line}");
-}
-
-/// A line that is no answer.
-#[expect(clippy::print_stderr, reason = "everything that is no answer goes to stderr, and only here")]
-pub(crate) fn complain(line: &str) {
-    eprintln!("{line}");
-}
-
-/// Everything that was seen.
-pub(crate) fn say_json(report: &impl Serialize) {
-    say(&serde_json::to_string_pretty(report).expect("numbers and strings"));
-}
-
-/// Why some were left out, each reason once.
-pub(crate) fn tell_skipped<'a>(skipped: impl Iterator<Item = (&'a str, &'a str)>, table: Table) {
-    let mut told: Vec<(&str, &str)> = Vec::new();
-    for (subject, reason) in skipped {
-        if !told.contains(&(subject, reason)) {
-            table.say(&format!("skipped: {subject}: {reason}"));
-            told.push((subject, reason));
-        }
-    }
-}
 
 /// The middle one; of an even number the mean of the two in the middle. Zero when there is none.
 pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {

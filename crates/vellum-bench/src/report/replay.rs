@@ -1,9 +1,9 @@
 //! The table of `replay-traces`: what the host wrote, flushed and read for what the guest wrote and flushed.
 
 use serde::Serialize;
+use vellum_lab::cost::{Guest, Host};
 
 use super::amplification::per;
-use crate::cost::{Guest, Host};
 
 /// One trace.
 #[derive(Debug, Clone, Serialize)]
@@ -87,8 +87,9 @@ pub(crate) fn line(outcome: &Outcome, row: &Row) -> String {
 
 #[cfg(test)]
 mod tests {
+    use vellum_lab::cost::Counts;
+
     use super::*;
-    use crate::cost::Counts;
 
     #[test]
     fn a_line_tells_how_many_times_the_guests_bytes_and_flushes() {

@@ -15,10 +15,11 @@ use vellum_core::{Buffer, Context, Error, GuestOffset, Random, Result, SharedDis
 use vellum_daemon::{CreateTarget, ImageOptions, create_native, create_qcow2, open_image};
 use vellum_format::{FormatKind, Prealloc, native, qcow2};
 use vellum_io::{IoMode, Workers, WorkersConfig, spawn_local};
+use vellum_lab::guest::filler;
 
 use super::cases::{Case, Engine, Pattern};
 use crate::images::prepare;
-use crate::load::workload::{BLOCK, filler};
+use crate::load::workload::BLOCK;
 
 /// What one write of [`Pattern::Allocate`] makes its own: a cluster of qcow2, a unit of the native format.
 const UNIT: u64 = 64 << 10;

@@ -1,9 +1,10 @@
 //! The cases: a way × how the file is reached × a disk × a workload.
 
+use vellum_lab::server::Cache;
+
 use super::way::Way;
 use crate::images::Image;
 use crate::load::pattern::{Load, Pattern};
-use crate::server::Cache;
 
 /// Which disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -81,12 +81,13 @@ pub(super) fn second_queues(outcomes: &[(Case, Vec<Series>)]) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
+    use vellum_lab::server::Cache;
+
     use super::super::cases::Disk;
     use super::super::way::Way;
     use super::*;
     use crate::images::Image;
     use crate::load::pattern::Load;
-    use crate::server::Cache;
 
     fn series(server: &str, operations: u64) -> Series {
         let sample = Sample {

@@ -5,14 +5,15 @@ use std::process::Command;
 use std::time::Duration;
 
 use vellum_core::{Context, Result};
+use vellum_lab::programs;
+use vellum_lab::server::{Cache, Vellum};
 
 use super::cases::{Case, Disk};
 use super::way::{Program, Served, Serving, Way};
-use crate::images::{self, Image, Images, run as run_program};
+use crate::images::{self, Image, Images};
 use crate::load::fio::{self, Engine};
 use crate::load::pattern::Pattern;
 use crate::load::{Sample, Timing, vhost};
-use crate::server::{Cache, Vellum};
 
 /// A disk without mapped clusters is this much larger than a mapped one, so that it does not become mapped.
 const FRESH_TIMES: u64 = 128;
@@ -59,7 +60,7 @@ impl Setting {
         let native = images.dir().join("disk.vlm");
         let mut convert = Command::new(&maker.path);
         convert.args(["convert", "-q", "-f", "raw", "-O", NATIVE]).args(NATIVE_OPTIONS);
-        run_program(convert.arg(images.path(Image::Raw)).arg(&native))?;
+        programs::run(convert.arg(images.path(Image::Raw)).arg(&native))?;
         images::prepare(&native, false)?;
         let timing = Timing { warm_up: (window / 5).min(Duration::from_millis(300)), window };
         Ok(Self { images, native, maker, programs, size, timing })
@@ -96,7 +97,7 @@ impl Setting {
             let (path, size) = (self.images.dir().join("fresh"), self.size * FRESH_TIMES);
             let mut create = Command::new(&self.maker.path);
             create.args(["create", "-q", "-f", format]).args(options).arg(&path).arg(size.to_string());
-            run_program(&mut create)?;
+            programs::run(&mut create)?;
             return Ok((path, format, size));
         };
         let (path, format) = match entrant.is_native {

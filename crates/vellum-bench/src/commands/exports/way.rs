@@ -8,8 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use vellum_core::{Context, Result};
-
-use crate::server::{self, Cache, Nbdkit, QemuNbd, Running, Server, Vellum, first_line_of};
+use vellum_lab::server::{self, Cache, Nbdkit, QemuNbd, Running, Server, Vellum, first_line_of};
 
 /// How a disk is reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,9 +1,10 @@
 //! Which cases there are: image × page cache or not × connections × workload.
 
+use vellum_lab::server::Cache;
+
 use crate::images::Image;
 use crate::load::workload::{Operation, Order, Workload};
 use crate::report::Figures;
-use crate::server::Cache;
 
 /// What is measured.
 #[derive(Debug, Clone, Copy)]

@@ -22,8 +22,7 @@ use vellum_export::nbd::wire::{
     CHUNK_HEADER_BYTES, CHUNK_MAGIC, EXTENDED_CHUNK_MAGIC, EXTENDED_HEADER_BYTES, RequestHeader, chunk,
     command,
 };
-
-use crate::load::connection::{Dialect, Session, be};
+use vellum_lab::session::{Dialect, Session, be};
 
 /// How often a waiting client checks whether the case is over.
 const GLANCE: Duration = Duration::from_millis(100);

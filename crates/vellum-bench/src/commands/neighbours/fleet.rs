@@ -14,13 +14,14 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use vellum_core::{Context, Error, Result};
+use vellum_lab::guest::{Guest, Request};
+use vellum_lab::programs;
+use vellum_lab::server::{Running, Vellum};
 
 use super::resident;
 use crate::host::cpu_seconds;
 use crate::images;
-use crate::load::guest::{Guest, Request};
 use crate::report::short;
-use crate::server::{Running, Vellum};
 
 const TEMPLATE_BYTES: u64 = 64 << 20;
 /// At least this long, because a tick of the kernel's process clock is 10 ms.
@@ -103,7 +104,7 @@ pub(super) fn measure(dir: &Path, vellum: &Vellum, clones: u32, window: Duration
             .arg(&template)
             .args(["-F", "raw"])
             .arg(clone(dir, number));
-        images::run(create.arg("10G"))?;
+        programs::run(create.arg("10G"))?;
     }
     let create_ms_each = milliseconds(begun) / f64::from(clones);
     let (server, clean) = start(dir, vellum, clones)?;

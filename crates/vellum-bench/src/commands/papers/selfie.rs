@@ -8,16 +8,16 @@ use std::time::SystemTime;
 
 use serde::Serialize;
 use vellum_core::Result;
+use vellum_lab::cost::lab::Lab;
+use vellum_lab::report::{Output, Table, say_json};
+use vellum_lab::server::Vellum;
 
 use super::{Row, on_all_processors, tell};
-use crate::cost::lab::Lab;
 use crate::papers::fvd::todays_log;
 use crate::papers::selfie::{
     Below, Dd, Drive, Fio, Image, Order, Overwrites, Played, Recorded, Recovered, Stage, dd, fio, play,
     recovery, replayed_log, requests,
 };
-use crate::report::{Output, Table, say_json};
-use crate::server::Vellum;
 
 /// Selfie, SYSTOR 2015 (rows S1 to S24)
 ///

@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use vellum_core::{Context, Error, Result};
-
-use crate::cost::stats::{self, Figures};
+use vellum_lab::cost::stats::{self, Figures};
 
 /// Deleting may take its time.
 const PATIENCE: Duration = Duration::from_secs(120);

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::Value;
 use vellum_core::{Context, Error, Random, Result};
+use vellum_lab::guest::{Guest, Request};
 
-use crate::load::guest::{Guest, Request};
 use crate::load::latency::Latency;
 
 const BLOCK: usize = 4096;

@@ -6,8 +6,7 @@
 use std::path::Path;
 
 use vellum_core::{Error, Random, Result};
-
-use crate::load::guest::{Guest, Request};
+use vellum_lab::guest::{Guest, Request};
 
 /// The units of the image.
 pub(super) const UNIT_BYTES: u64 = 1 << 20;

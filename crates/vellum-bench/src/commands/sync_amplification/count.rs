@@ -1,12 +1,12 @@
 //! One row of the table: which witness counts it, or why it is absent.
 
 use vellum_core::{Context, Result};
+use vellum_lab::cost::lab::{Lab, Plan, Scene, Witness};
+use vellum_lab::cost::{Counts, Host};
+use vellum_lab::subjects::{Maker, NATIVE, SUBJECTS, Subject};
 
 use super::workloads::{Below, Workload};
-use crate::cost::lab::{Lab, Plan, Scene, Witness};
-use crate::cost::{Counts, Host};
 use crate::report::amplification::Row;
-use crate::subjects::{Maker, NATIVE, SUBJECTS, Subject};
 
 /// What stays the same for all rows.
 pub(super) struct Bench {

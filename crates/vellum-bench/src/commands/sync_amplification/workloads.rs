@@ -10,10 +10,9 @@
 //! with `same`: one byte repeated.
 
 use vellum_core::Random;
-
-use crate::cost::lab::Plan;
-use crate::load::guest::{Bytes, Request};
-use crate::subjects::{self, Subject};
+use vellum_lab::cost::lab::Plan;
+use vellum_lab::guest::{Bytes, Request};
+use vellum_lab::subjects::{self, Subject};
 
 /// The unit in which QEMU's and our qcow2 give out space.
 const CLUSTER_BYTES: u64 = 64 << 10;

@@ -1,7 +1,7 @@
 //! What guests do in a turn, and which images take part.
 
-use crate::load::guest::Bytes;
-use crate::subjects::{Base, Journal, NATIVE, Subject, qemu, vellum};
+use vellum_lab::guest::Bytes;
+use vellum_lab::subjects::{Base, Journal, NATIVE, Subject, qemu, vellum};
 
 /// What others are compared with, by name.
 pub(super) const RAW: &str = "vellum raw";

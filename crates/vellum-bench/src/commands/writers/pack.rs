@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use vellum_core::{Error, Result};
 use vellum_format::native::embed::{BLOCK_LEN, Identity, Packed, unpack};
+use vellum_lab::guest::Bytes;
 
 use super::cases::Mix;
-use crate::load::guest::Bytes;
 use crate::report::median;
 
 /// Microseconds for a block.

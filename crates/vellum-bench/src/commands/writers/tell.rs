@@ -1,8 +1,10 @@
 //! The report on writers: rates, processor time, ratios in the same round.
 
+use vellum_lab::report::Table;
+
 use super::cases::{MORE_SUBJECTS, QEMU, RAW, SUBJECTS, ZONED};
 use super::{Outcome, Row};
-use crate::report::{Table, median, short};
+use crate::report::{median, short};
 
 pub(super) fn head(table: Table) {
     table.say(

@@ -18,13 +18,14 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use vellum_core::{Context, Error, Result};
+use vellum_lab::guest::filler;
 use vhost::VhostBackend;
 use vhost::vhost_user::message::{VhostUserProtocolFeatures, VhostUserVirtioFeatures};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::pattern::{Ask, Asks, Load};
-use super::workload::{BLOCK, filler, tag};
+use super::workload::{BLOCK, tag};
 use super::{Busy, Sample, Timing, keep_all_busy};
 use memory::Memory;
 use ring::{NEXT, RING_BYTES, Ring, SIZE, WRITE};

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use serde::Serialize;
 use vellum_core::{Random, Result, try_join_all};
+use vellum_lab::guest::Request;
 
 use super::scene::{DISK, IDLE, SEED, Scene, units_of_which};
 use super::{Image, Stage};
-use crate::load::guest::Request;
 
 /// A page of a table covers at least this much of the disk.
 const TABLE_PAGE: usize = 32 << 20;

@@ -11,11 +11,11 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use vellum_core::{Error, Result};
+use vellum_lab::guest::{Bytes, Request};
+use vellum_lab::trace::Trace;
 
 use super::scene::{DISK, IDLE, Scene};
 use super::{Image, REQUEST, Stage, UNIT};
-use crate::load::guest::{Bytes, Request};
-use crate::load::trace::Trace;
 
 const BLOCK: usize = 4096;
 /// Requests in flight at once between two flushes.

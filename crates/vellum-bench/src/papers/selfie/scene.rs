@@ -12,6 +12,7 @@ use vellum_core::{
 };
 use vellum_format::Raw;
 use vellum_format::native::{CreateOptions, Native, OpenOptions, create};
+use vellum_lab::guest::Bytes;
 use vellum_sim::World;
 use vellum_sim::model::{
     ForgetfulDrive, Hdd, HddParameters, HostFile, HostLayout, Medium, Ssd, SsdParameters,
@@ -20,7 +21,6 @@ use vellum_sim::model::{
 use super::super::recent::Recent;
 use super::super::then::{Kind, Then};
 use super::{Below, Drive, Image, REQUEST, Stage, UNIT, ZONE};
-use crate::load::guest::Bytes;
 
 /// The disk of the paper's random writes.
 pub(super) const DISK: u64 = 300_000_000_000 / ZONE * ZONE;

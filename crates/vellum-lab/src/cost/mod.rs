@@ -9,30 +9,30 @@
 //! things: writes and their bytes, flushes of the file, and calls that punch a hole or zero a range. Calls
 //! that set the length of the file or reserve space are counted by neither.
 
-pub(crate) mod lab;
-pub(crate) mod stats;
-pub(crate) mod strace;
+pub mod lab;
+pub mod stats;
+pub mod strace;
 
 use std::ops::{AddAssign, Sub};
 
 /// What the host was asked.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Counts {
+pub struct Counts {
     /// `fdatasync`, `fsync`.
-    pub(crate) flushes: u64,
+    pub flushes: u64,
     /// `pwrite64`, `pwritev` and their kin.
-    pub(crate) writes: u64,
+    pub writes: u64,
     /// What they wrote.
-    pub(crate) bytes_written: u64,
+    pub bytes_written: u64,
     /// `fallocate` that punches a hole or zeroes a range.
-    pub(crate) holes: u64,
+    pub holes: u64,
 }
 
 impl Counts {
     /// Whether another witness agrees. Holes are reported and not compared: a file system without them fails
     /// the call, which only one witness counts.
-    pub(crate) fn is_confirmed_by(self, other: Self) -> bool {
+    pub fn is_confirmed_by(self, other: Self) -> bool {
         let compared = |counts: Self| Self { holes: 0, ..counts };
         compared(self) == compared(other)
     }
@@ -62,19 +62,23 @@ impl Sub for Counts {
 /// What the guest asked.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Guest {
-    pub(crate) writes: u64,
-    pub(crate) bytes_written: u64,
-    pub(crate) discards: u64,
-    pub(crate) flushes: u64,
+pub struct Guest {
+    /// Writes.
+    pub writes: u64,
+    /// What they wrote.
+    pub bytes_written: u64,
+    /// Discards.
+    pub discards: u64,
+    /// Flushes, and writes that include one.
+    pub flushes: u64,
 }
 
 /// The requests to the host for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Host {
+pub struct Host {
     /// Until the last answer.
-    pub(crate) foreground: Counts,
+    pub foreground: Counts,
     /// Until the image was closed.
-    pub(crate) total: Counts,
+    pub total: Counts,
 }

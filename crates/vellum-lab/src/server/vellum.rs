@@ -10,19 +10,19 @@ use super::{Cache, Server, Serving, first_line_of};
 
 /// A build of Vellum.
 #[derive(Debug, Clone)]
-pub(crate) struct Vellum {
+pub struct Vellum {
     /// What to call it.
-    pub(crate) label: String,
+    pub label: String,
     /// The program.
-    pub(crate) path: PathBuf,
+    pub path: PathBuf,
     /// More arguments for `vellum serve`.
-    pub(crate) arguments: Vec<OsString>,
+    pub arguments: Vec<OsString>,
 }
 
 impl Vellum {
     /// The program beside this one. Under `cargo run` it is built first, so that what is measured is what is
     /// there to read.
-    pub(crate) fn beside_me() -> Result<Self> {
+    pub fn beside_me() -> Result<Self> {
         let me = std::env::current_exe().context(|| "can't find this program")?;
         if let Some(cargo) = std::env::var_os("CARGO") {
             // A profile's programs are in a directory of its name; only that of `dev` has another name.
@@ -46,7 +46,7 @@ impl Vellum {
     }
 
     /// `[LABEL=]PATH [ARGUMENT …]`.
-    pub(crate) fn parse(text: &str) -> Result<Self> {
+    pub fn parse(text: &str) -> Result<Self> {
         let mut words = text.split_whitespace();
         let first = words.next().ok_or_else(|| Error::invalid("say [LABEL=]PATH [ARGUMENT …]"))?;
         let (label, path) = first.split_once('=').unwrap_or(("vellum", first));

@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const CALLS: &str = "trace=pread64,preadv,preadv2,pwrite64,pwritev,pwritev2,fdatasync,fsync,fallocate";
 
 /// The same command, traced: its process is the program itself, so that signals reach it.
-pub(crate) fn watched(command: &Command, log: &Path) -> Command {
+pub fn watched(command: &Command, log: &Path) -> Command {
     let mut strace = Command::new("strace");
     strace.args(["-D", "-f", "-q", "-y", "-s", "0", "-ttt", "-e", CALLS, "-e", "signal=none", "-o"]).arg(log);
     strace.arg("--").arg(command.get_program()).args(command.get_args());
@@ -36,7 +36,7 @@ pub(crate) fn watched(command: &Command, log: &Path) -> Command {
 
 /// The same command, with this delay before each flush. Nothing else is traced, and nothing else is slowed
 /// down except by the check for that.
-pub(crate) fn held(command: &Command, delay: Duration, log: &Path) -> Command {
+pub fn held(command: &Command, delay: Duration, log: &Path) -> Command {
     let mut strace = Command::new("strace");
     strace.args(["-D", "-f", "--seccomp-bpf", "-q", "-e", "trace=fdatasync,fsync", "-e", "signal=none"]);
     if !delay.is_zero() {
@@ -48,19 +48,19 @@ pub(crate) fn held(command: &Command, delay: Duration, log: &Path) -> Command {
 
 /// A call that succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Call {
+pub struct Call {
     /// When it began, in microseconds since 1970.
-    pub(crate) begun_us: u64,
+    pub begun_us: u64,
     /// What it counts as.
-    pub(crate) counts: Counts,
+    pub counts: Counts,
     /// What it read.
-    pub(crate) bytes_read: u64,
+    pub bytes_read: u64,
     /// Where, if it reads or writes.
-    pub(crate) offset: u64,
+    pub offset: u64,
 }
 
 /// The trace of a process that has ended, or is about to.
-pub(crate) fn read(log: &Path, pid: u32) -> Result<String> {
+pub fn read(log: &Path, pid: u32) -> Result<String> {
     let begun = Instant::now();
     loop {
         let text = fs::read_to_string(log).context(|| format!("can't read {}", log.display()))?;
@@ -75,7 +75,7 @@ pub(crate) fn read(log: &Path, pid: u32) -> Result<String> {
 }
 
 /// Calls that began after `from_us`, and no later than `to_us`.
-pub(crate) fn sum(calls: &[Call], from_us: u64, to_us: u64) -> Counts {
+pub fn sum(calls: &[Call], from_us: u64, to_us: u64) -> Counts {
     let mut sum = Counts::default();
     for call in calls.iter().filter(|call| call.begun_us > from_us && call.begun_us <= to_us) {
         sum += call.counts;
@@ -84,7 +84,7 @@ pub(crate) fn sum(calls: &[Call], from_us: u64, to_us: u64) -> Counts {
 }
 
 /// What calls read that began after `from_us`, and no later than `to_us`.
-pub(crate) fn bytes_read(calls: &[Call], from_us: u64, to_us: u64) -> u64 {
+pub fn bytes_read(calls: &[Call], from_us: u64, to_us: u64) -> u64 {
     let within = calls.iter().filter(|call| call.begun_us > from_us && call.begun_us <= to_us);
     within.map(|call| call.bytes_read).sum()
 }
@@ -102,7 +102,7 @@ fn has_ended(text: &str, pid: u32) -> bool {
 }
 
 /// The calls to one file, or to files in a directory.
-pub(crate) fn parse(text: &str, place: &Path) -> Result<Vec<Call>> {
+pub fn parse(text: &str, place: &Path) -> Result<Vec<Call>> {
     let mut calls = Vec::new();
     // The call that each thread has begun: one at most.
     let mut unfinished: HashMap<u32, (u64, &str)> = HashMap::new();

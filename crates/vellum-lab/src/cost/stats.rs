@@ -36,10 +36,11 @@ struct Host {
 
 /// The requests to the host until then.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Figures {
+pub struct Figures {
     /// What had to happen before the guest was answered.
-    pub(crate) foreground: Counts,
-    pub(crate) total: Counts,
+    pub foreground: Counts,
+    /// And what happened in the background.
+    pub total: Counts,
 }
 
 #[derive(Deserialize)]
@@ -75,18 +76,18 @@ fn parse(text: &str) -> Result<(u64, Figures)> {
 }
 
 /// All counters at the time of this line.
-pub(crate) fn of(text: &str) -> Result<Figures> {
+pub fn of(text: &str) -> Result<Figures> {
     Ok(parse(text)?.1)
 }
 
 /// All that was counted up to now.
-pub(crate) fn read(path: &Path) -> Result<Figures> {
+pub fn read(path: &Path) -> Result<Figures> {
     let context = || format!("can't read {}", path.display());
     Ok(parse(&fs::read_to_string(path).context(context)?).context(context)?.1)
 }
 
 /// Waits for figures that were taken after the guest's read number `reads`.
-pub(crate) fn read_after(path: &Path, reads: u64) -> Result<Figures> {
+pub fn read_after(path: &Path, reads: u64) -> Result<Figures> {
     let begun = Instant::now();
     loop {
         match fs::read_to_string(path) {

@@ -15,39 +15,41 @@ use std::time::SystemTime;
 use vellum_core::{Context, Error, ErrorKind, Result};
 
 use super::{Guest, Host, stats, strace};
-use crate::commands::dir_or_beside_me;
-use crate::host::Device;
-use crate::images;
-use crate::load::guest::{Bytes, Guest as Client, Request};
+use crate::device::Device;
+use crate::guest::{Bytes, Guest as Client, Request};
+use crate::programs::{dir_or_beside_me, run};
 use crate::server::{Cache, QemuNbd, Running, Server, Serving, Vellum, first_line_of};
 use crate::subjects::{Maker, Subject, Tools};
 
 /// The witness that counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Witness {
+pub enum Witness {
+    /// Vellum's own counters.
     Stats,
+    /// `strace`.
     Strace,
+    /// Both, of one run.
     Both,
 }
 
 /// What is asked, in order.
 #[derive(Debug, Clone)]
-pub(crate) struct Plan {
+pub struct Plan {
     /// The size of the disk.
-    pub(crate) disk_bytes: u64,
+    pub disk_bytes: u64,
     /// What is written.
-    pub(crate) bytes: Bytes,
+    pub bytes: Bytes,
     /// What is written before all else; the image is closed then.
-    pub(crate) fill: Vec<Request>,
+    pub fill: Vec<Request>,
     /// The first operations, which do not count.
-    pub(crate) warm_up: Vec<Request>,
+    pub warm_up: Vec<Request>,
     /// What counts, for each guest.
-    pub(crate) counted: Vec<Vec<Request>>,
+    pub counted: Vec<Vec<Request>>,
 }
 
 impl Plan {
     /// What the guests ask that count.
-    pub(crate) fn asked(&self) -> Guest {
+    pub fn asked(&self) -> Guest {
         let mut guest = Guest::default();
         for request in self.counted.iter().flatten() {
             match request {
@@ -72,59 +74,69 @@ impl Plan {
 
 /// The image that a plan is for.
 #[derive(Clone, Copy)]
-pub(crate) struct Scene<'a> {
-    pub(crate) plan: &'a Plan,
+pub struct Scene<'a> {
+    /// What its guests ask.
+    pub plan: &'a Plan,
     /// A raw image below.
-    pub(crate) base: Option<&'a Path>,
+    pub base: Option<&'a Path>,
     /// Whether an internal snapshot shares what was filled.
-    pub(crate) snapshot: bool,
+    pub snapshot: bool,
 }
 
 /// What was seen of a plan.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Seen {
-    /// Vellum's own counts, and those of `strace`: at least one.
-    pub(crate) stats: Option<Host>,
-    pub(crate) strace: Option<Host>,
+pub struct Seen {
+    /// Vellum's own counts; at least one of the two is there.
+    pub stats: Option<Host>,
+    /// The counts of `strace`.
+    pub strace: Option<Host>,
     /// What was read of the base meanwhile, as `strace` saw it.
-    pub(crate) base_bytes_read: Option<u64>,
+    pub base_bytes_read: Option<u64>,
     /// Flushes that the device below the directory completed, whatever caused them, up to the last answer.
-    pub(crate) device_flushes: Option<u64>,
+    pub device_flushes: Option<u64>,
 }
 
 impl Seen {
     /// The counts of the witness that is reported: `strace` has the time of each call.
-    pub(crate) fn host(&self) -> Option<Host> {
+    pub fn host(&self) -> Option<Host> {
         self.strace.or(self.stats)
     }
 }
 
 /// The directory, the programs, and what they can.
-pub(crate) struct Lab {
-    pub(crate) dir: PathBuf,
-    pub(crate) vellum: Vellum,
+pub struct Lab {
+    /// Where images, sockets and traces are; removed with it.
+    pub dir: PathBuf,
+    /// The build of Vellum.
+    pub vellum: Vellum,
     /// What all programs say of their version.
-    pub(crate) programs: Vec<String>,
+    pub programs: Vec<String>,
     /// Why there is no `strace`.
-    pub(crate) blind: Option<String>,
+    pub blind: Option<String>,
     /// Why there is no QEMU.
-    pub(crate) no_qemu: Option<String>,
+    pub no_qemu: Option<String>,
     /// Where flushes are counted too.
-    pub(crate) device: Option<Device>,
+    pub device: Option<Device>,
     knows_journal: bool,
 }
 
 /// The files of one worker, which counts one row at a time.
-pub(crate) struct Desk {
-    pub(crate) dir: PathBuf,
-    pub(crate) image: PathBuf,
-    pub(crate) socket: PathBuf,
-    pub(crate) figures: PathBuf,
-    pub(crate) trace: PathBuf,
+pub struct Desk {
+    /// The directory of all the others.
+    pub dir: PathBuf,
+    /// The image.
+    pub image: PathBuf,
+    /// The server's socket.
+    pub socket: PathBuf,
+    /// What `vellum serve --stats-json` writes.
+    pub figures: PathBuf,
+    /// What `strace` writes.
+    pub trace: PathBuf,
 }
 
 impl Desk {
-    pub(crate) fn new(dir: PathBuf, format: &str) -> Result<Self> {
+    /// Makes the directory, or empties it, for an image of this format.
+    pub fn new(dir: PathBuf, format: &str) -> Result<Self> {
         drop(fs::remove_dir_all(&dir));
         fs::create_dir(&dir).context(|| format!("can't make {}", dir.display()))?;
         let path = |name: &str| dir.join(name);
@@ -166,7 +178,7 @@ struct Mark {
 
 impl Lab {
     /// Checks which programs are installed and what they support, and makes a directory in `dir`.
-    pub(crate) fn open(dir: Option<&PathBuf>, vellum: Option<&Vellum>) -> Result<Self> {
+    pub fn open(dir: Option<&PathBuf>, vellum: Option<&Vellum>) -> Result<Self> {
         let vellum = vellum.cloned().map_or_else(Vellum::beside_me, Ok)?;
         let mut programs = vec![first_line_of(Command::new(&vellum.path).arg("--version"))?];
         let mut missing =
@@ -179,7 +191,7 @@ impl Lab {
             };
         let blind = missing("strace", "--version");
         let no_qemu = missing("qemu-img", "--version").or_else(|| missing("qemu-nbd", "--version"));
-        let dir = dir_or_beside_me(dir)?.join(format!("vellum-bench-{}", std::process::id()));
+        let dir = dir_or_beside_me(dir)?.join(format!("vellum-lab-{}", std::process::id()));
         fs::create_dir_all(&dir).context(|| format!("can't make {}", dir.display()))?;
         // As the kernel names it: paths in a trace are compared with it.
         let dir = dir.canonicalize().context(|| format!("can't find {}", dir.display()))?;
@@ -187,22 +199,23 @@ impl Lab {
         Ok(Self { dir, vellum, programs, blind, no_qemu, device: None, knows_journal })
     }
 
-    pub(crate) fn tools(&self) -> Tools<'_> {
+    /// How images are made here.
+    pub fn tools(&self) -> Tools<'_> {
         Tools { vellum: &self.vellum.path, knows_journal: self.knows_journal }
     }
 
     /// Where a full base goes.
-    pub(crate) fn base(&self) -> PathBuf {
+    pub fn base(&self) -> PathBuf {
         self.dir.join("base.raw")
     }
 
     /// Where a base without data goes.
-    pub(crate) fn zeros(&self) -> PathBuf {
+    pub fn zeros(&self) -> PathBuf {
         self.dir.join("zeros.raw")
     }
 
     /// Why a format is left out.
-    pub(crate) fn refusal(&self, subject: &Subject) -> Result<Option<String>> {
+    pub fn refusal(&self, subject: &Subject) -> Result<Option<String>> {
         match (&self.no_qemu, subject.maker) {
             (Some(reason), Maker::Qemu) => Ok(Some(reason.clone())),
             _ => subject.refusal(self.tools(), &self.dir.join("probe")),
@@ -210,7 +223,7 @@ impl Lab {
     }
 
     /// Makes an image, does what is planned, closes it.
-    pub(crate) fn count(
+    pub fn count(
         &self,
         subject: &Subject,
         scene: Scene<'_>,
@@ -240,7 +253,7 @@ impl Lab {
             drop(fs::remove_file(&desk.figures)); // those of the server that has ended
         }
         if snapshot {
-            images::run(&mut subject.snapshot(self.tools(), &desk.image))?;
+            run(&mut subject.snapshot(self.tools(), &desk.image))?;
         }
         let mut command = server.command(&serving)?;
         if witness != Witness::Stats {
@@ -295,7 +308,7 @@ impl Lab {
     }
 
     /// The server's calls to the host, one by one, to the clean close.
-    pub(crate) fn calls(&self, subject: &Subject, plan: &Plan) -> Result<Vec<strace::Call>> {
+    pub fn calls(&self, subject: &Subject, plan: &Plan) -> Result<Vec<strace::Call>> {
         if let Some(reason) = &self.blind {
             return Err(Error::new(ErrorKind::NotFound, reason.clone()));
         }
@@ -324,7 +337,7 @@ impl Lab {
     }
 
     /// What both witnesses say of one run.
-    pub(crate) fn both(&self, subject: &Subject, scene: Scene<'_>, worker: usize) -> Result<(Host, Host)> {
+    pub fn both(&self, subject: &Subject, scene: Scene<'_>, worker: usize) -> Result<(Host, Host)> {
         let seen = self.count(subject, scene, Witness::Both, worker)?;
         seen.stats
             .zip(seen.strace)

@@ -16,7 +16,7 @@ use std::path::Path;
 use lzma_rust2::XzReader;
 use vellum_core::{Context, Error, Result};
 
-use super::guest::Request;
+use crate::guest::Request;
 
 const XZ_MAGIC: [u8; 6] = [0xfd, b'7', b'z', b'X', b'Z', 0];
 
@@ -25,16 +25,16 @@ const TEXT_BYTES_MAX: u64 = 1 << 30;
 
 /// A trace.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Trace {
+pub struct Trace {
     /// The phase of each request, where the trace records it, and the request.
-    pub(crate) requests: Vec<(Option<String>, Request)>,
+    pub requests: Vec<(Option<String>, Request)>,
     /// The position of the last byte that any request covers.
-    pub(crate) end: u64,
+    pub end: u64,
 }
 
 impl Trace {
     /// Reads one.
-    pub(crate) fn read(path: &Path) -> Result<Self> {
+    pub fn read(path: &Path) -> Result<Self> {
         let context = || format!("can't read {}", path.display());
         let mut bytes = Vec::new();
         File::open(path).and_then(|mut file| file.read_to_end(&mut bytes)).context(context)?;

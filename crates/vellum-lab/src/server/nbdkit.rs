@@ -8,7 +8,7 @@ use super::{Cache, Server, Serving, first_line_of};
 
 /// `nbdkit` of this host.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Nbdkit;
+pub struct Nbdkit;
 
 impl Server for Nbdkit {
     fn name(&self) -> String {

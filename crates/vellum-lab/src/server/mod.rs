@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use vellum_core::{Context, Error, ErrorKind, Result};
 
-pub(crate) use nbdkit::Nbdkit;
-pub(crate) use qemu_nbd::QemuNbd;
-pub(crate) use vellum::Vellum;
+pub use nbdkit::Nbdkit;
+pub use qemu_nbd::QemuNbd;
+pub use vellum::Vellum;
 
 /// How long a server may take to begin or to end.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// How a server reaches the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Cache {
+pub enum Cache {
     /// Through the page cache.
     Buffered,
     /// Past it (O_DIRECT).
@@ -38,21 +38,21 @@ pub(crate) enum Cache {
 
 /// What is to be served.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Serving<'a> {
+pub struct Serving<'a> {
     /// The image.
-    pub(crate) image: &'a Path,
+    pub image: &'a Path,
     /// `raw` or `qcow2`.
-    pub(crate) format: &'a str,
+    pub format: &'a str,
     /// How its file is reached.
-    pub(crate) cache: Cache,
+    pub cache: Cache,
     /// Clients at once.
-    pub(crate) connections: usize,
+    pub connections: usize,
     /// Where they come in.
-    pub(crate) socket: &'a Path,
+    pub socket: &'a Path,
 }
 
 /// A program that can serve.
-pub(crate) trait Server {
+pub trait Server {
     /// What to call it in a table.
     fn name(&self) -> String;
 
@@ -64,7 +64,7 @@ pub(crate) trait Server {
 }
 
 /// The first line that the command prints.
-pub(crate) fn first_line_of(command: &mut Command) -> Result<String> {
+pub fn first_line_of(command: &mut Command) -> Result<String> {
     let program = command.get_program().display().to_string();
     let output = command.stdin(Stdio::null()).output().map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => {
@@ -77,25 +77,25 @@ pub(crate) fn first_line_of(command: &mut Command) -> Result<String> {
 }
 
 /// A running server. It is asked to end, and waited for, when dropped.
-pub(crate) struct Running {
+pub struct Running {
     child: Child,
     socket: PathBuf,
 }
 
 impl Running {
     /// Starts the server and waits until clients can connect.
-    pub(crate) fn start(server: &dyn Server, serving: &Serving<'_>) -> Result<Self> {
+    pub fn start(server: &dyn Server, serving: &Serving<'_>) -> Result<Self> {
         Self::start_command(server.command(serving)?, serving)
     }
 
     /// As above, with a command that was changed, for example to be watched.
-    pub(crate) fn start_command(command: Command, serving: &Serving<'_>) -> Result<Self> {
+    pub fn start_command(command: Command, serving: &Serving<'_>) -> Result<Self> {
         drop(fs::remove_file(serving.socket));
         Self::start_until(command, serving.socket, || UnixStream::connect(serving.socket).is_ok())
     }
 
     /// As above, with any command, and another sign that it serves.
-    pub(crate) fn start_until(mut command: Command, at: &Path, serves: impl Fn() -> bool) -> Result<Self> {
+    pub fn start_until(mut command: Command, at: &Path, serves: impl Fn() -> bool) -> Result<Self> {
         let log = at.with_extension("log");
         let error = File::create(&log).context(|| format!("can't make {}", log.display()))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(error);
@@ -114,17 +114,17 @@ impl Running {
     }
 
     /// Its process.
-    pub(crate) fn pid(&self) -> u32 {
+    pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
     /// Where clients come in.
-    pub(crate) fn socket(&self) -> &Path {
+    pub fn socket(&self) -> &Path {
         &self.socket
     }
 
     /// Asks it to end, and fails unless it ends in good order: its images are closed then.
-    pub(crate) fn stop(mut self) -> Result<()> {
+    pub fn stop(mut self) -> Result<()> {
         self.end();
         let status = self.child.wait().context(|| "can't ask for the server")?;
         if !status.success() {
@@ -134,7 +134,7 @@ impl Running {
     }
 
     /// Kills it, as a crash does.
-    pub(crate) fn kill(mut self) -> Result<()> {
+    pub fn kill(mut self) -> Result<()> {
         self.child.kill().context(|| "can't kill the server")?;
         self.child.wait().map(drop).context(|| "can't ask for the server")
     }

@@ -6,11 +6,11 @@ use std::process::Command;
 
 use vellum_core::Result;
 
-use crate::images;
+use crate::programs::{complaint, run};
 
 /// The program that makes and serves an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Maker {
+pub enum Maker {
     /// `vellum create`, `vellum serve`.
     Vellum,
     /// `qemu-img create`, `qemu-nbd`.
@@ -19,35 +19,41 @@ pub(crate) enum Maker {
 
 /// Whether an image has another one below it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Base {
+pub enum Base {
+    /// It never has one.
     Never,
+    /// It is measured with one and without.
     Either,
+    /// It always has one.
     Always,
 }
 
 /// How a qcow2 of Vellum makes its metadata durable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Journal {
+pub enum Journal {
     /// Without a journal. Where `create` has the option, it is used to leave the journal out.
     Off,
+    /// With a journal.
     On,
 }
 
 /// A format with options, of a program.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Subject {
+pub struct Subject {
     /// The name in a table.
-    pub(crate) name: &'static str,
-    pub(crate) maker: Maker,
+    pub name: &'static str,
+    /// The program.
+    pub maker: Maker,
     /// The format's name, the same for both programs.
-    pub(crate) format: &'static str,
+    pub format: &'static str,
     options: &'static str,
-    pub(crate) base: Base,
+    /// Whether it has a base.
+    pub base: Base,
     journal: Journal,
 }
 
 /// One of Vellum.
-pub(crate) const fn vellum(
+pub const fn vellum(
     name: &'static str,
     format: &'static str,
     options: &'static str,
@@ -58,12 +64,7 @@ pub(crate) const fn vellum(
 }
 
 /// One of QEMU.
-pub(crate) const fn qemu(
-    name: &'static str,
-    format: &'static str,
-    options: &'static str,
-    base: Base,
-) -> Subject {
+pub const fn qemu(name: &'static str, format: &'static str, options: &'static str, base: Base) -> Subject {
     Subject { name, maker: Maker::Qemu, format, options, base, journal: Journal::Off }
 }
 
@@ -72,10 +73,10 @@ const PREPARES: &str = "prealloc=adaptive";
 
 /// What our native format is called. Its journal is no option: it is there when the layout or a base asks for
 /// it.
-pub(crate) const NATIVE: &str = "vellum";
+pub const NATIVE: &str = "vellum";
 
 /// All of them, ours first.
-pub(crate) const SUBJECTS: [Subject; 18] = [
+pub const SUBJECTS: [Subject; 18] = [
     vellum("vellum raw", "raw", "", Base::Never, Journal::Off),
     vellum("vellum linear", NATIVE, "layout=linear", Base::Either, Journal::Off),
     vellum("vellum table", NATIVE, "layout=table", Base::Either, Journal::Off),
@@ -98,17 +99,18 @@ pub(crate) const SUBJECTS: [Subject; 18] = [
 
 /// Vellum as it makes images.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Tools<'a> {
-    pub(crate) vellum: &'a Path,
+pub struct Tools<'a> {
+    /// The program.
+    pub vellum: &'a Path,
     /// Whether its `create` knows the option `journal`.
-    pub(crate) knows_journal: bool,
+    pub knows_journal: bool,
 }
 
 impl<'a> Tools<'a> {
     /// Checks what this `vellum` supports, by making an image there.
-    pub(crate) fn probe(vellum: &'a Path, image: &Path) -> Result<Self> {
+    pub fn probe(vellum: &'a Path, image: &Path) -> Result<Self> {
         let mut command = create(vellum.as_os_str(), "qcow2", &["journal=off"]);
-        let knows_journal = images::complaint(command.arg(image).arg("1M"))?.is_none();
+        let knows_journal = complaint(command.arg(image).arg("1M"))?.is_none();
         Ok(Self { vellum, knows_journal })
     }
 }
@@ -144,22 +146,22 @@ impl Subject {
     }
 
     /// Whether it is made with a journal that can be left out.
-    pub(crate) fn has_journal(&self) -> bool {
+    pub fn has_journal(&self) -> bool {
         self.journal == Journal::On
     }
 
     /// Whether zeros are written ahead of need.
-    pub(crate) fn prepares(&self) -> bool {
+    pub fn prepares(&self) -> bool {
         self.options == PREPARES
     }
 
     /// Makes it.
-    pub(crate) fn make(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Result<()> {
-        images::run(&mut self.making(tools, image, size, base))
+    pub fn make(&self, tools: Tools<'_>, image: &Path, size: u64, base: Option<&Path>) -> Result<()> {
+        run(&mut self.making(tools, image, size, base))
     }
 
     /// Whether snapshots are kept inside an image.
-    pub(crate) fn keeps_snapshots(&self) -> bool {
+    pub fn keeps_snapshots(&self) -> bool {
         match self.format {
             NATIVE => self.options != "layout=linear",
             format => format == "qcow2",
@@ -167,7 +169,7 @@ impl Subject {
     }
 
     /// The command that makes one in a closed image. No qcow2 gets one from us.
-    pub(crate) fn snapshot(&self, tools: Tools<'_>, image: &Path) -> Command {
+    pub fn snapshot(&self, tools: Tools<'_>, image: &Path) -> Command {
         if self.format == NATIVE {
             let mut command = Command::new(tools.vellum);
             command.args(["snapshot", "create", "-f", NATIVE]).arg(image).arg("s");
@@ -180,10 +182,10 @@ impl Subject {
 
     /// Why it cannot be measured: the error of the program that should make such an image. If a plain image
     /// of ours cannot be made, that is an error and not a reason.
-    pub(crate) fn refusal(&self, tools: Tools<'_>, image: &Path) -> Result<Option<String>> {
+    pub fn refusal(&self, tools: Tools<'_>, image: &Path) -> Result<Option<String>> {
         if self.maker == Maker::Vellum && self.journal == Journal::Off {
             return Ok(None);
         }
-        images::complaint(&mut self.making(tools, image, 64 << 20, None))
+        complaint(&mut self.making(tools, image, 64 << 20, None))
     }
 }

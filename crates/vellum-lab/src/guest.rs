@@ -2,13 +2,12 @@
 
 use std::path::Path;
 
-use vellum_core::{Error, Result};
+use vellum_core::{Error, Random, Result};
 use vellum_export::nbd::wire::{
     RequestHeader, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC, command, command_flag,
 };
 
-use super::connection::{Session, be, broken};
-use super::workload::filler;
+use crate::session::{Session, be, broken};
 
 /// What a guest has at hand to write; a longer write makes more of it.
 const PAYLOAD_BYTES: usize = 64 << 10;
@@ -16,7 +15,7 @@ const PAYLOAD_BYTES: usize = 64 << 10;
 /// What is written. A format that packs blocks does not care where, but what.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Bytes {
+pub enum Bytes {
     /// Random bytes, which do not compress.
     #[default]
     Noise,
@@ -26,7 +25,7 @@ pub(crate) enum Bytes {
 
 impl Bytes {
     /// Some of them.
-    pub(crate) fn make(self, len: usize) -> Vec<u8> {
+    pub fn make(self, len: usize) -> Vec<u8> {
         match self {
             Self::Noise => filler(len),
             Self::Same => vec![0x5a; len],
@@ -34,9 +33,16 @@ impl Bytes {
     }
 }
 
+/// Bytes that do not compress.
+pub fn filler(len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    Random::from_seed(1).fill(&mut bytes);
+    bytes
+}
+
 /// A request of such a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Request {
+pub enum Request {
     /// Write this many bytes there.
     Write {
         /// Where.
@@ -77,7 +83,7 @@ pub(crate) enum Request {
 }
 
 /// A connection on which one request at a time is in flight.
-pub(crate) struct Guest {
+pub struct Guest {
     session: Session,
     bytes: Bytes,
     payload: Vec<u8>,
@@ -88,12 +94,12 @@ pub(crate) struct Guest {
 
 impl Guest {
     /// Connects; what it writes is noise.
-    pub(crate) fn connect(socket: &Path) -> Result<Self> {
+    pub fn connect(socket: &Path) -> Result<Self> {
         Self::connect_writing(socket, Bytes::Noise)
     }
 
     /// Connects, to write such bytes.
-    pub(crate) fn connect_writing(socket: &Path, bytes: Bytes) -> Result<Self> {
+    pub fn connect_writing(socket: &Path, bytes: Bytes) -> Result<Self> {
         let session = Session::open(socket, false)?;
         Ok(Self {
             session,
@@ -105,20 +111,20 @@ impl Guest {
     }
 
     /// Connects to the export of this name.
-    pub(crate) fn connect_to(socket: &Path, export: &str) -> Result<Self> {
+    pub fn connect_to(socket: &Path, export: &str) -> Result<Self> {
         let session = Session::open_export(socket, export, false)?;
         Ok(Self { session, bytes: Bytes::Noise, payload: Vec::new(), other: Vec::new(), scratch: Vec::new() })
     }
 
     /// Writes these bytes.
-    pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
+    pub fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.payload.clear();
         self.payload.extend_from_slice(bytes);
         self.call(command::WRITE, 0, offset, bytes.len(), bytes.len())
     }
 
     /// Writes this many bytes of this kind.
-    pub(crate) fn write_some(&mut self, bytes: Bytes, offset: u64, len: usize) -> Result<()> {
+    pub fn write_some(&mut self, bytes: Bytes, offset: u64, len: usize) -> Result<()> {
         if bytes != self.bytes {
             std::mem::swap(&mut self.payload, &mut self.other);
             self.bytes = bytes;
@@ -127,13 +133,13 @@ impl Guest {
     }
 
     /// The bytes that are there.
-    pub(crate) fn read(&mut self, offset: u64, len: usize) -> Result<&[u8]> {
+    pub fn read(&mut self, offset: u64, len: usize) -> Result<&[u8]> {
         self.ask(Request::Read { offset, len })?;
         Ok(&self.scratch)
     }
 
-    /// Asks, and waits for the answer.
-    pub(crate) fn ask(&mut self, request: Request) -> Result<()> {
+    /// Sends a request, and waits for the answer.
+    pub fn ask(&mut self, request: Request) -> Result<()> {
         match request {
             Request::Write { offset, len } => self.call(command::WRITE, 0, offset, len, len),
             Request::WriteThrough { offset, len } => {
@@ -151,7 +157,7 @@ impl Guest {
     }
 
     /// Reads one block at the start of the disk: something to count that changes nothing.
-    pub(crate) fn read_a_block(&mut self) -> Result<()> {
+    pub fn read_a_block(&mut self) -> Result<()> {
         self.ask(Request::Read { offset: 0, len: 4096 })
     }
 
@@ -172,7 +178,7 @@ impl Guest {
     }
 
     /// Says goodbye.
-    pub(crate) fn leave(mut self) -> Result<()> {
+    pub fn leave(mut self) -> Result<()> {
         self.session.say_goodbye()
     }
 }

@@ -3,7 +3,6 @@
 //! ```text
 //!   commands   an experiment each: which cases, in which order, compared how
 //!     load     what a client asks, and what it sees: workloads, the generator, fio as the other opinion
-//!     papers   figures of papers, on modelled drives in virtual time
 //!     images   the disks that are served
 //!     host     what the machine says: CPU time, the medium, the kernel
 //!     report   samples become medians and ratios, lines of a table
@@ -22,7 +21,6 @@ mod commands;
 mod host;
 mod images;
 mod load;
-mod papers;
 mod report;
 
 use std::process::ExitCode;
@@ -48,7 +46,6 @@ enum Command {
     Instructions(commands::instructions::Args),
     Nbd(commands::nbd::Args),
     Neighbours(commands::neighbours::Args),
-    Papers(commands::papers::Args),
     Recovery(commands::recovery::Args),
     ReplayTraces(commands::replay_traces::Args),
     SlowFlush(commands::slow_flush::Args),
@@ -66,7 +63,6 @@ fn main() -> ExitCode {
         Command::Instructions(args) => ("instructions", commands::instructions::run(&args)),
         Command::Nbd(args) => ("nbd", commands::nbd::run(&args)),
         Command::Neighbours(args) => ("neighbours", commands::neighbours::run(&args)),
-        Command::Papers(args) => ("papers", commands::papers::run(&args)),
         Command::Recovery(args) => ("recovery", commands::recovery::run(&args)),
         Command::ReplayTraces(args) => ("replay-traces", commands::replay_traces::run(&args)),
         Command::SlowFlush(args) => ("slow-flush", commands::slow_flush::run(&args)),

@@ -7,7 +7,6 @@ pub(crate) mod growing;
 pub(crate) mod instructions;
 pub(crate) mod nbd;
 pub(crate) mod neighbours;
-pub(crate) mod papers;
 pub(crate) mod recovery;
 pub(crate) mod replay_traces;
 pub(crate) mod slow_flush;

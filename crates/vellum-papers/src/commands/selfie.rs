@@ -1,4 +1,4 @@
-//! `vellum-bench papers selfie`: Figures 5 to 10 and two thirds of Table 1 of the paper, each figure beside
+//! `vellum-papers selfie`: Figures 5 to 10 and two thirds of Table 1 of the paper, each figure beside
 //! the paper's, met or missed.
 
 mod rows;
@@ -13,8 +13,8 @@ use vellum_lab::report::{Output, Table, say_json};
 use vellum_lab::server::Vellum;
 
 use super::{Row, on_all_processors, tell};
-use crate::papers::fvd::todays_log;
-use crate::papers::selfie::{
+use crate::fvd::todays_log;
+use crate::selfie::{
     Below, Dd, Drive, Fio, Image, Order, Overwrites, Played, Recorded, Recovered, Stage, dd, fio, play,
     recovery, replayed_log, requests,
 };
@@ -25,7 +25,7 @@ use crate::papers::selfie::{
 /// of operations costs on a modelled drive, and do not depend on this machine. Every run gives the same
 /// output. The model was fitted to one number, HOST in row S4; all others follow from it.
 #[derive(clap::Args)]
-pub(super) struct Args {
+pub(crate) struct Args {
     /// Quick run: requests of 64 KiB, 1 and 8 threads, 1/8 of the bytes, recovery of 4 GiB
     #[arg(long)]
     quick: bool,
@@ -114,7 +114,7 @@ const ON_VOLUMES: [Image; 5] = [Image::Host, Image::Zoned, Image::Table, Image::
 /// The paper's tarball.
 const TARBALL: u64 = 77_000_000;
 
-pub(super) fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &Args) -> Result<()> {
     let table = Table::to(args.output);
     table.say("simulated: HDD 7200 rpm (WD3200AAJS) and SSD SATA (840 EVO)");
     let mut rates = figures(args, table)?;

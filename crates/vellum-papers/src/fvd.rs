@@ -6,7 +6,7 @@
 //!   image   raw │ linear over the base │ table over the base │ QCOW2 of QEMU 0.12      on a volume of the modelled drive
 //! ```
 //!
-//! F1 to F4 are simulated: PostMark's file creation and its transactions, as [`super::postmark`] generates
+//! F1 to F4 are simulated: PostMark's file creation and its transactions, as [`crate::postmark`] generates
 //! them. F3 and F4 come from the requests to the drive, F1 and F2 from virtual time alone, without the time
 //! that programs take. The recorded trace, if there is one, is a small PostMark on another file system, with
 //! flushes; its results are reported beside them. F5 to F8 are counts of real images.
@@ -30,9 +30,9 @@ use vellum_lab::trace::Trace;
 use vellum_sim::World;
 use vellum_sim::model::{ForgetfulDrive, Hdd, HddParameters, Medium, MediumCounts};
 
-use super::old_qcow2::OldQcow2;
-use super::player::{Engine, Player};
-use super::postmark::{FILES, PostMark, TRANSACTIONS};
+use crate::old_qcow2::OldQcow2;
+use crate::player::{Engine, Player};
+use crate::postmark::{FILES, PostMark, TRANSACTIONS};
 
 const ROOT: u64 = 1 << 30;
 const DISK: u64 = 51 << 30;
@@ -217,7 +217,7 @@ pub(crate) fn postmark(image: Image, stage: &Stage, scale: u64) -> Result<Run> {
     let mut left = TRANSACTIONS / scale;
     let transactions = scene.play(|| {
         let now = left;
-        left = left.saturating_sub(super::postmark::ROUND_TRANSACTIONS);
+        left = left.saturating_sub(crate::postmark::ROUND_TRANSACTIONS);
         (now > 0).then(|| guest.transaction_round(now))
     })?;
     if guest.end() > DISK {

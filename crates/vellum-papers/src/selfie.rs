@@ -7,7 +7,7 @@
 //!   recovery   an image that was not closed           ┘
 //! ```
 //!
-//! The engine is the one that serves disks; HOST is a raw image; the others are in [`super::then`]. The drive
+//! The engine is the one that serves disks; HOST is a raw image; the others are in [`crate::then`]. The drive
 //! is a model. A request of more than 512 KiB reaches a disk as several, as with virtio and the guest's block
 //! layer. A volume is a device: its units are zeroed by writing, in the time that the engine takes for that
 //! (`tend`), before and while the guest writes. A thin volume zeroes them for free, so it leaves out what the

@@ -1,11 +1,7 @@
-//! `vellum-bench papers`: figures of papers reproduced, each beside the paper's, met or missed.
-
-mod selfie;
+//! `vellum-papers fvd`: rows F1 to F8 of the paper, each beside the paper's, met or missed.
 
 use std::fmt::Write;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 use std::time::SystemTime;
 
 use serde::Serialize;
@@ -14,20 +10,8 @@ use vellum_lab::cost::lab::Lab;
 use vellum_lab::report::{Output, Table, say_json};
 use vellum_lab::server::Vellum;
 
-use crate::papers::fvd::{self, FreeWrites, Image, Phase, Run, Sizes, Stage};
-
-/// Reproduce figures of papers on modelled drives in virtual time
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    paper: Paper,
-}
-
-#[derive(clap::Subcommand)]
-enum Paper {
-    Fvd(Fvd),
-    Selfie(selfie::Args),
-}
+use super::{Row, on_all_processors, tell};
+use crate::fvd::{self, FreeWrites, Image, Phase, Run, Sizes, Stage};
 
 /// FVD, USENIX ATC 2011 (rows F1 to F8)
 ///
@@ -35,7 +19,7 @@ enum Paper {
 /// show what an order of operations costs on a modelled drive, and do not depend on this machine. Every run
 /// gives the same output.
 #[derive(clap::Args)]
-struct Fvd {
+pub(crate) struct Args {
     /// Run 1/N of the paper's files and transactions
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1000))]
     scale: u64,
@@ -72,25 +56,7 @@ struct Report {
     rows: Vec<Row>,
 }
 
-/// One row of the paper.
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Row {
-    id: &'static str,
-    what: &'static str,
-    paper: &'static str,
-    ours: String,
-    is_met: bool,
-}
-
 pub(crate) fn run(args: &Args) -> Result<()> {
-    match &args.paper {
-        Paper::Fvd(args) => run_fvd(args),
-        Paper::Selfie(args) => selfie::run(args),
-    }
-}
-
-fn run_fvd(args: &Fvd) -> Result<()> {
     let table = Table::to(args.output);
     let stages = if args.quick { fvd::stages()[..1].to_vec() } else { fvd::stages() };
     let [first, ..] = &stages[..] else {
@@ -151,42 +117,6 @@ fn run_fvd(args: &Fvd) -> Result<()> {
         say_json(&Report { unix_seconds, scale, runs, recorded, today, sizes, free_writes, rows });
     }
     Ok(())
-}
-
-/// The rows beside the paper's, misses as misses.
-fn tell(rows: &[Row], table: Table) {
-    table.say("");
-    table.say(&format!("{:<4} {:<46} {:>12}  here", "row", "", "paper"));
-    for row in rows {
-        let verdict = if row.is_met { "met" } else { "missed" };
-        table.say(&format!("{:<4} {:<46} {:>12}  {:<46} {verdict}", row.id, row.what, row.paper, row.ours));
-    }
-}
-
-/// Jobs, each a world of its own, so that processors can share them; the results in the order of the jobs.
-fn on_all_processors<J: Sync, T: Send>(jobs: &[J], run: impl Fn(&J) -> Result<T> + Sync) -> Result<Vec<T>> {
-    let next = AtomicUsize::new(0);
-    let work = || {
-        let mut done = Vec::new();
-        loop {
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some(job) = jobs.get(index) else {
-                return Ok(done);
-            };
-            done.push((index, run(job)?));
-        }
-    };
-    let workers = thread::available_parallelism().map_or(1, usize::from).min(jobs.len());
-    let mut answers: Vec<(usize, T)> = Vec::new();
-    thread::scope(|scope| {
-        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().try_for_each(|worker| -> Result<()> {
-            answers.extend(worker.join().expect("who simulates does not panic")?);
-            Ok(())
-        })
-    })?;
-    answers.sort_by_key(|(index, _)| *index);
-    Ok(answers.into_iter().map(|(_, answer)| answer).collect())
 }
 
 const HEAD: [&str; 2] = [

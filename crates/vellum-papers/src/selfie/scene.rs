@@ -18,9 +18,9 @@ use vellum_sim::model::{
     ForgetfulDrive, Hdd, HddParameters, HostFile, HostLayout, Medium, Ssd, SsdParameters,
 };
 
-use super::super::recent::Recent;
-use super::super::then::{Kind, Then};
 use super::{Below, Drive, Image, REQUEST, Stage, UNIT, ZONE};
+use crate::recent::Recent;
+use crate::then::{Kind, Then};
 
 /// The disk of the paper's random writes.
 pub(super) const DISK: u64 = 300_000_000_000 / ZONE * ZONE;

@@ -8,7 +8,7 @@
 
 use super::super::Row;
 use super::{Copied, Guest, K, Rate, Seen, Today};
-use crate::papers::selfie::{Below, Drive, Image, Order, Overwrites, Recovered};
+use crate::selfie::{Below, Drive, Image, Order, Overwrites, Recovered};
 use Image::{Fvd, Host, Qcow2, Qed, Zoned};
 
 /// Rows as they come; those whose figures were not made are left out.

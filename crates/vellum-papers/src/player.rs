@@ -14,7 +14,7 @@ use vellum_core::{Buffer, GuestOffset, Result, SharedDisk, SharedStorage, WriteF
 use vellum_lab::guest::Request;
 use vellum_sim::{Handle, World};
 
-use super::old_qcow2::{Allocation, OldQcow2, Step};
+use crate::old_qcow2::{Allocation, OldQcow2, Step};
 
 /// The engine under test.
 pub(super) enum Engine {

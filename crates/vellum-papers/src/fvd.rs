@@ -28,8 +28,9 @@ use vellum_lab::guest::{Bytes, Request};
 use vellum_lab::subjects::{Base, qemu};
 use vellum_lab::trace::Trace;
 use vellum_sim::World;
-use vellum_sim::model::{ForgetfulDrive, Hdd, HddParameters, Medium, MediumCounts};
+use vellum_sim::model::{Medium, MediumCounts};
 
+use crate::model::{ForgetfulDrive, Hdd, HddParameters};
 use crate::old_qcow2::OldQcow2;
 use crate::player::{Engine, Player};
 use crate::postmark::{FILES, PostMark, TRANSACTIONS};

@@ -7,6 +7,7 @@
 //!   commands   a paper each: which runs, and its rows beside ours
 //!     fvd      runs of the paper FVD        postmark, player, old_qcow2 (QEMU 0.12)
 //!     selfie   runs of the paper Selfie     then (drivers of 2015), recent (what the drive remembers)
+//!       model  a hard disk, an SSD, a file on a host
 //! ```
 //!
 //! Our side is the engine that serves disks, unchanged. The other side is our own model of a program that can
@@ -17,6 +18,7 @@
 
 mod commands;
 mod fvd;
+mod model;
 mod old_qcow2;
 mod player;
 mod postmark;

@@ -16,7 +16,8 @@ use vellum_core::{
     Buffer, ImageOffset, ImageSpan, IoCounts, Limits, LocalFuture, Result, Storage, StorageRun, Zeroes,
     try_join_all,
 };
-use vellum_sim::model::ForgetfulDrive;
+
+use crate::model::ForgetfulDrive;
 
 /// A forgetful drive that remembers packed blocks: the last ones written.
 pub(super) struct Recent {

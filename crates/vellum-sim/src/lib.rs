@@ -6,7 +6,7 @@
 //!   EventLog  ── crash(kind, position) ──▶ CrashPoint ── image, subsets, corners, tears, random ──▶ Content
 //!   Oracle    watches a Disk and judges what is found after a crash
 //!   SimStream two ends of a connection
-//!   Medium    what a hard disk or an SSD would take for it, and what would reach its platters
+//!   Medium    a model of a whole drive, which ends requests in an order of its own
 //!   Explorer  every image of every crash of every program, recovered and judged
 //! ```
 //!

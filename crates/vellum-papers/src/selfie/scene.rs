@@ -14,11 +14,10 @@ use vellum_format::Raw;
 use vellum_format::native::{CreateOptions, Native, OpenOptions, create};
 use vellum_lab::guest::Bytes;
 use vellum_sim::World;
-use vellum_sim::model::{
-    ForgetfulDrive, Hdd, HddParameters, HostFile, HostLayout, Medium, Ssd, SsdParameters,
-};
+use vellum_sim::model::Medium;
 
 use super::{Below, Drive, Image, REQUEST, Stage, UNIT, ZONE};
+use crate::model::{ForgetfulDrive, Hdd, HddParameters, HostFile, HostLayout, Ssd, SsdParameters};
 use crate::recent::Recent;
 use crate::then::{Kind, Then};
 

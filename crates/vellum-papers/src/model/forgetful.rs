@@ -2,24 +2,21 @@
 //! gigabytes.
 //!
 //! What is below `kept` is kept, for example metadata; what is behind it reads as zero. Nothing is recorded
-//! and nothing fails: for crashes there is [`Drive`](crate::Drive).
+//! and nothing fails: for crashes there is [`Drive`](vellum_sim::Drive).
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vellum_core::memory::SparseBytes;
 use vellum_core::{
-    Buffer, ImageOffset, ImageSpan, IoCounts, IoTally, Limits, LocalFuture, Result, Storage, StorageRun,
-    Zeroes,
+    Buffer, Clock, ImageOffset, ImageSpan, IoCounts, IoTally, Limits, LocalFuture, Result, Storage,
+    StorageRun, Zeroes,
 };
-
-use super::Medium;
-use crate::alarm::Sleep;
-use crate::operation::{Operation, Request};
-use crate::world::{Core, World};
+use vellum_sim::model::Medium;
+use vellum_sim::{Operation, Request, World};
 
 /// A drive that forgets. The module says what it keeps.
-pub struct ForgetfulDrive {
-    core: Arc<Core>,
+pub(crate) struct ForgetfulDrive {
+    clock: Arc<dyn Clock>,
     medium: Medium,
     limits: Limits,
     kept: u64,
@@ -35,14 +32,14 @@ struct State {
 
 impl ForgetfulDrive {
     /// A drive of `len` zeros that remembers what is written below `kept`.
-    pub fn new(world: &World, medium: Medium, limits: Limits, len: u64, kept: u64) -> Arc<Self> {
+    pub(crate) fn new(world: &World, medium: Medium, limits: Limits, len: u64, kept: u64) -> Arc<Self> {
         let state = State { bytes: SparseBytes::default(), len, in_flight: 0 };
-        let (core, tally) = (world.core().clone(), IoTally::default());
-        Arc::new(Self { core, medium, limits, kept, tally, state: Mutex::new(state) })
+        let (clock, tally) = (world.clock(), IoTally::default());
+        Arc::new(Self { clock, medium, limits, kept, tally, state: Mutex::new(state) })
     }
 
     /// The requests so far.
-    pub fn counts(&self) -> IoCounts {
+    pub(crate) fn counts(&self) -> IoCounts {
         self.tally.counts()
     }
 
@@ -53,12 +50,14 @@ impl ForgetfulDrive {
     async fn pass(&self, operation: Operation, span: ImageSpan) {
         let ticket = {
             let mut state = self.lock();
-            let request = Request { operation, span, now: self.core.now(), in_flight: state.in_flight };
+            let request = Request { operation, span, now: self.clock.now(), in_flight: state.in_flight };
             state.in_flight += 1;
             self.medium.submit(&request)
         };
-        while let Some(next) = ticket.look(self.core.now()) {
-            Sleep::until(self.core.clone(), next).await;
+        let mut now = self.clock.now();
+        while let Some(next) = ticket.look(now) {
+            self.clock.sleep(next - now).await;
+            now = self.clock.now();
         }
         self.lock().in_flight -= 1;
     }

@@ -1,5 +1,5 @@
-//! Models of real drives, in virtual time: how long a request takes there, and what reaches the medium for
-//! it.
+//! The seam for models of whole drives, in virtual time: how long a request takes there, and what reaches the
+//! medium for it.
 //!
 //! ```text
 //!   Drive ──submit──▶ model: queue, write cache, flushes ──▶ medium     one operation at a time, or several ways (SSD)
@@ -8,29 +8,16 @@
 //! ```
 //!
 //! A model gets each request when it arrives and reports later that it has ended, in an order of its own. It
-//! is pure: its answers depend on nothing but the requests and their times, in whole nanoseconds. Each model
-//! says what it leaves out.
+//! is pure: its answers depend on nothing but the requests and their times, in whole nanoseconds.
 //!
-//! Parameters are those of no drive that was measured here: each set names its sources, and what is a guess.
-//! A program that prints a figure of a model also prints the model's name, and says that the figure was
-//! simulated.
-
-mod flushes;
-mod forgetful;
-mod hdd;
-mod host_file;
-mod ssd;
+//! A [`Drive`](crate::Drive) asks a model through [`Delay::medium`](crate::Delay::medium), any other `Storage`
+//! through [`Medium::submit`]. The models of a hard disk and an SSD are in `vellum-papers`.
 
 use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Sub;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-
-pub use forgetful::ForgetfulDrive;
-pub use hdd::{Hdd, HddParameters, Seek};
-pub use host_file::{HostFile, HostLayout};
-pub use ssd::{Ssd, SsdParameters};
 
 use crate::operation::Request;
 
@@ -85,7 +72,8 @@ impl MediumCounts {
         self.seek_bytes / self.operations().max(1)
     }
 
-    fn note(&mut self, is_read: bool, len: u64, distance: u64) {
+    /// Counts one read or write of `len` bytes that began this far from the end of the last one.
+    pub fn note(&mut self, is_read: bool, len: u64, distance: u64) {
         let (operations, bytes) = match is_read {
             true => (&mut self.reads, &mut self.bytes_read),
             false => (&mut self.writes, &mut self.bytes_written),
@@ -136,7 +124,8 @@ impl Medium {
         self.lock().model.counts()
     }
 
-    pub(crate) fn submit(&self, request: &Request) -> Ticket {
+    /// Gives the model a request, at the time that the request names. Its ticket says when it has ended.
+    pub fn submit(&self, request: &Request) -> Ticket {
         let mut queue = self.lock();
         queue.advance(request.now);
         let number = queue.tickets;
@@ -167,14 +156,14 @@ impl Queue {
 }
 
 /// A request in a model.
-pub(crate) struct Ticket {
+pub struct Ticket {
     medium: Medium,
     number: u64,
 }
 
 impl Ticket {
     /// When to look again; `None` when the request has ended.
-    pub(crate) fn look(&self, now: Duration) -> Option<Duration> {
+    pub fn look(&self, now: Duration) -> Option<Duration> {
         let mut queue = self.medium.lock();
         queue.advance(now);
         if !queue.waiting.contains(&self.number) {
@@ -190,10 +179,4 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         self.medium.lock().waiting.remove(&self.number);
     }
-}
-
-/// The time to move this many bytes at this rate in bytes per second, rounded up to the nanosecond.
-fn transfer(bytes: u64, rate: u64) -> Duration {
-    let nanos = (u128::from(bytes) * 1_000_000_000).div_ceil(u128::from(rate));
-    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }

@@ -14,31 +14,33 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use vellum_sim::model::{DriveModel, MediumCounts};
+use vellum_sim::{Operation, Request};
+
 use super::flushes::Flushes;
-use super::{DriveModel, MediumCounts, transfer};
-use crate::operation::{Operation, Request};
+use super::transfer;
 
 /// What a solid-state drive is like.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SsdParameters {
+pub(crate) struct SsdParameters {
     /// What to call it where a figure is printed.
-    pub name: &'static str,
+    pub(crate) name: &'static str,
     /// Of a small read, without the link.
-    pub read_latency: Duration,
+    pub(crate) read_latency: Duration,
     /// Of a small write into the cache, without the link.
-    pub write_latency: Duration,
+    pub(crate) write_latency: Duration,
     /// Reads that the flash serves at a time.
-    pub ways: usize,
+    pub(crate) ways: usize,
     /// Bytes a second between host and drive.
-    pub link_rate: u64,
+    pub(crate) link_rate: u64,
     /// Bytes a second from the cache to the flash.
-    pub program_rate: u64,
+    pub(crate) program_rate: u64,
     /// What a write costs at least there.
-    pub page: u64,
+    pub(crate) page: u64,
     /// How far programming may lag behind.
-    pub cache_time: Duration,
+    pub(crate) cache_time: Duration,
     /// Of a flush, beside what is not yet programmed.
-    pub flush_base: Duration,
+    pub(crate) flush_base: Duration,
 }
 
 const US: fn(u64) -> Duration = Duration::from_micros;
@@ -48,9 +50,8 @@ impl SsdParameters {
     ///
     /// Reads and writes of 4 KiB: 10,000 and 40,000 a second at depth 1, from reviews of the 850 EVO. Link:
     /// what Selfie's host reached. Programming: the sheet's sequential writes. Flush: not published; 1.0 to
-    /// 1.7 ms are common, so figures come with others beside it ([`SsdParameters::with_flush_base`]). Ways
-    /// and cache: guesses.
-    pub fn consumer_sata() -> Self {
+    /// 1.7 ms are common. Ways and cache: guesses.
+    pub(crate) fn consumer_sata() -> Self {
         Self {
             name: "SSD SATA",
             read_latency: US(85),
@@ -63,17 +64,11 @@ impl SsdParameters {
             flush_base: US(1300),
         }
     }
-
-    /// The same drive with another flush.
-    #[must_use]
-    pub fn with_flush_base(self, flush_base: Duration) -> Self {
-        Self { flush_base, ..self }
-    }
 }
 
 /// A solid-state drive.
 #[derive(Debug)]
-pub struct Ssd {
+pub(crate) struct Ssd {
     parameters: SsdParameters,
     now: Duration,
     /// When each way is free.
@@ -91,7 +86,7 @@ pub struct Ssd {
 
 impl Ssd {
     /// A drive, idle.
-    pub fn new(parameters: SsdParameters) -> Self {
+    pub(crate) fn new(parameters: SsdParameters) -> Self {
         Self {
             ways: vec![Duration::ZERO; parameters.ways.max(1)],
             parameters,

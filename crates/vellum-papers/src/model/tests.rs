@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vellum_core::{Buffer, ImageOffset, Limits, Storage, Zeroes};
-use vellum_sim::model::{
-    ForgetfulDrive, Hdd, HddParameters, HostFile, HostLayout, Medium, MediumCounts, Ssd, SsdParameters,
-};
+use vellum_sim::model::{Medium, MediumCounts};
 use vellum_sim::{Delay, Drive, DriveOptions, History, World};
+
+use super::{ForgetfulDrive, Hdd, HddParameters, HostFile, HostLayout, Ssd, SsdParameters};
 
 const KIB: usize = 1 << 10;
 

@@ -23,46 +23,48 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use vellum_sim::model::{DriveModel, MediumCounts};
+use vellum_sim::{Operation, Request};
+
 use super::flushes::Flushes;
-use super::{DriveModel, MediumCounts, transfer};
-use crate::operation::{Operation, Request};
+use super::transfer;
 
 /// How long the arm takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seek {
+pub(crate) struct Seek {
     /// To the next track.
-    pub track: Duration,
+    pub(crate) track: Duration,
     /// Over a third of all tracks.
-    pub average: Duration,
+    pub(crate) average: Duration,
     /// Over all of them.
-    pub full: Duration,
+    pub(crate) full: Duration,
 }
 
 /// What a hard disk is like.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct HddParameters {
+pub(crate) struct HddParameters {
     /// What to call it where a figure is printed.
-    pub name: &'static str,
+    pub(crate) name: &'static str,
     /// Bytes.
-    pub capacity: u64,
+    pub(crate) capacity: u64,
     /// One turn.
-    pub turn: Duration,
+    pub(crate) turn: Duration,
     /// The arm, before a read.
-    pub read_seek: Seek,
+    pub(crate) read_seek: Seek,
     /// The arm, before a write: it settles longer.
-    pub write_seek: Seek,
+    pub(crate) write_seek: Seek,
     /// Bytes a second under the head.
-    pub media_rate: u64,
+    pub(crate) media_rate: u64,
     /// Bytes a second between host and drive.
-    pub link_rate: u64,
+    pub(crate) link_rate: u64,
     /// From a request's coming until the arm may move for it.
-    pub overhead: Duration,
+    pub(crate) overhead: Duration,
     /// Of a flush, beside what it writes.
-    pub flush_overhead: Duration,
+    pub(crate) flush_overhead: Duration,
     /// What the write cache holds; 0: it is off.
-    pub cache_bytes: u64,
+    pub(crate) cache_bytes: u64,
     /// The longest operation that neighbours are joined to.
-    pub joined_bytes_max: u64,
+    pub(crate) joined_bytes_max: u64,
 }
 
 const US: fn(u64) -> Duration = Duration::from_micros;
@@ -75,7 +77,7 @@ impl HddParameters {
     /// (WD400BB), since that of the WD3200AAJS was not at hand. `flush_overhead` is fitted to one figure,
     /// Selfie's host at 64 KiB and one thread (about 6 MB/s; the model says 7.3). Cache size: a guess of no
     /// consequence where each write is flushed.
-    pub fn desktop_7200() -> Self {
+    pub(crate) fn desktop_7200() -> Self {
         let seek = |average| Seek { track: US(2000), average: US(average), full: US(21_000) };
         Self {
             name: "HDD 7200 rpm",
@@ -97,7 +99,7 @@ impl HddParameters {
     ///
     /// Turn: arithmetic. Capacity: the drive's name. All the rest is a guess from drives of its time: its
     /// data sheet was not at hand. So its figures are always shown beside those of other drives.
-    pub fn server_10k() -> Self {
+    pub(crate) fn server_10k() -> Self {
         let seek = |average| Seek { track: US(300), average: US(average), full: US(10_000) };
         Self {
             name: "HDD 10k rpm",
@@ -116,7 +118,7 @@ impl HddParameters {
 
     /// The same drive with other seeks: this percentage of the original ones. For the band around a figure.
     #[must_use]
-    pub fn with_seeks_percent(mut self, percent: u32) -> Self {
+    pub(crate) fn with_seeks_percent(mut self, percent: u32) -> Self {
         for seek in [&mut self.read_seek, &mut self.write_seek] {
             for time in [&mut seek.track, &mut seek.average, &mut seek.full] {
                 *time = *time * percent / 100;
@@ -170,7 +172,7 @@ struct Work {
 
 /// A hard disk.
 #[derive(Debug)]
-pub struct Hdd {
+pub(crate) struct Hdd {
     parameters: HddParameters,
     now: Duration,
     /// Where the head is, in bytes from the start of the disk.
@@ -193,7 +195,7 @@ pub struct Hdd {
 
 impl Hdd {
     /// A disk, its head at the start.
-    pub fn new(parameters: HddParameters) -> Self {
+    pub(crate) fn new(parameters: HddParameters) -> Self {
         Self {
             parameters,
             now: Duration::ZERO,

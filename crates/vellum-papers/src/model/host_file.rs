@@ -33,15 +33,15 @@ const RECORD_BLOCKS: u64 = 4;
 
 /// Where things are on the volume.
 #[derive(Debug, Clone)]
-pub struct HostLayout {
+pub(crate) struct HostLayout {
     /// The journal of the file system.
-    pub journal: ImageSpan,
+    pub(crate) journal: ImageSpan,
     /// The first byte of the file.
-    pub file: ImageOffset,
+    pub(crate) file: ImageOffset,
 }
 
 /// A file on a volume.
-pub struct HostFile {
+pub(crate) struct HostFile {
     volume: SharedStorage,
     layout: HostLayout,
     limits: Limits,
@@ -117,13 +117,14 @@ impl State {
 
 impl HostFile {
     /// An empty file.
-    pub fn new(volume: SharedStorage, layout: HostLayout) -> Arc<Self> {
+    pub(crate) fn new(volume: SharedStorage, layout: HostLayout) -> Arc<Self> {
         let limits = Limits { prefers_written: true, ..Limits::plain() };
         Arc::new(Self { volume, layout, limits, state: Mutex::default() })
     }
 
     /// How many times the file system has committed.
-    pub fn commits(&self) -> u64 {
+    #[cfg(test)]
+    pub(crate) fn commits(&self) -> u64 {
         self.lock().ended
     }
 

@@ -10,7 +10,7 @@ pub(super) const MAP: &str = "ARCHITECTURE.md";
 
 /// The crate that makes worlds for tests, and the crates that use it to make figures.
 const SIMULATOR: &str = "vellum-sim";
-const SIMULATING: [&str; 2] = ["vellum-bench", "vellum-papers"];
+const SIMULATING: [&str; 1] = ["vellum-papers"];
 
 /// The dependencies of the crate at `path`, against the table of crates on the map.
 pub(super) fn check(path: &str, manifest: &str, map: &str) -> Vec<Complaint> {
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     const TABLE: &str = "| crate | what |\n|---|---|\n| `vellum-core` | a |\n| `vellum-sim` | b |\n\
-                         | `vellum-io` | c |\n| `vellum-bench` | d |\n| `xtask` | e |\n";
+                         | `vellum-io` | c |\n| `vellum-papers` | d |\n| `xtask` | e |\n";
 
     fn lines(path: &str, manifest: &str) -> Vec<usize> {
         check(path, manifest, TABLE).iter().map(|complaint| complaint.line).collect()
@@ -92,7 +92,7 @@ mod tests {
         assert_eq!(lines("crates/vellum-io/Cargo.toml", tests), [0_usize; 0]);
         let uses = "[dependencies]\nvellum-sim.workspace = true\n";
         assert_eq!(lines("crates/vellum-io/Cargo.toml", uses), [2]);
-        assert_eq!(lines("crates/vellum-bench/Cargo.toml", uses), [0_usize; 0]);
+        assert_eq!(lines("crates/vellum-papers/Cargo.toml", uses), [0_usize; 0]);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use event_listener::Event;
 use futures_lite::FutureExt as _;
 use vellum_core::ErrorKind;
 use vellum_export::Shutdown;
-use vellum_export::nbd::{Clients, Exports, Limits, View, serve_client};
+use vellum_export::nbd::{Clients, Exports, SessionLimits, View, serve_client};
 use vellum_io::{Listener, Task, WorkersHandle, clock, spawn_local};
 
 use crate::contained::in_rounds;
@@ -76,7 +76,7 @@ pub(crate) struct Door {
     pub(crate) exports: Exports,
     pub(crate) clients: Clients,
     pub(crate) shutdown: Shutdown,
-    pub(crate) limits: Limits,
+    pub(crate) session_limits: SessionLimits,
     pub(crate) tls: TlsNow,
     pub(crate) workers: WorkersHandle,
     pub(crate) next_worker: Arc<AtomicUsize>,
@@ -110,7 +110,7 @@ impl Door {
         };
         let worker = self.next_worker.fetch_add(1, Ordering::Relaxed) % self.workers.count();
         let (exports, shutdown, limits, tls) =
-            (self.exports.clone(), self.shutdown.clone(), self.limits.clone(), self.tls.policy());
+            (self.exports.clone(), self.shutdown.clone(), self.session_limits.clone(), self.tls.policy());
         let client = self.clients.arrive(socket.peer());
         // The session continues by itself; the result is only a way to wait for it.
         drop(self.workers.spawn(worker, move || async move {

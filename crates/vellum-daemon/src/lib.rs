@@ -56,4 +56,4 @@ pub use rights::SocketRights;
 pub use serve::serve;
 pub use spec::{ExportSpec, FuseSpec, NbdSpec, Ready, Report, ServeSpec, UblkSpec, VhostSpec};
 pub use tls::TlsFiles;
-pub use vellum_layer::valve::Settings as Limits;
+pub use vellum_layer::valve::RateLimits;

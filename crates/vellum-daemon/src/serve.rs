@@ -21,7 +21,7 @@ use crate::stats::look_at_target;
 /// says what is not. Disks that do not end are named; their workers are abandoned, and the process should
 /// end.
 pub fn serve(spec: ServeSpec, ready: impl FnOnce(Ready<'_>) + Send + 'static) -> Result<Report> {
-    spec.limits.check()?;
+    spec.session_limits.check()?;
     if let Some(path) = &spec.stats_path {
         look_at_target(path)?;
     }

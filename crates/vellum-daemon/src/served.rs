@@ -169,8 +169,8 @@ impl Served {
         let (inner, growing) = behind_valve(&chain, &export.path, &how, &record).await;
         let valve = Valve::new(inner.clone(), clock());
         // Where nothing can be controlled, there should be no overhead.
-        let is_steered = how.is_steered || how.holds_when_full || !export.limits.are_none();
-        valve.limit(export.limits.clone());
+        let is_steered = how.is_steered || how.holds_when_full || !export.rate_limits.are_none();
+        valve.limit(export.rate_limits.clone());
         valve.hold_when_full(how.holds_when_full);
         let is_written = !export.image.read_only;
         let is_aware = chain.members[0].head.knows_whether_closed();
@@ -324,7 +324,7 @@ impl Served {
             state: state.to_owned(),
             paused_seconds,
             held: self.valve.held() + self.valve.waiting_for_space(),
-            limits: self.limits_said(),
+            limits: self.rate_limits_said(),
             limited: self.valve.limited(),
             connections: names.iter().filter_map(|name| exports.sessions(name)).sum(),
             exports: names,

@@ -172,7 +172,7 @@ impl Server {
             exports: exports.clone(),
             clients: clients.clone(),
             shutdown: shutdown.clone(),
-            limits: spec.limits.clone(),
+            session_limits: spec.session_limits.clone(),
             tls: tls.clone(),
             workers: workers.clone(),
             next_worker: Arc::new(AtomicUsize::new(0)),

@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use vellum_core::{Error, Result};
-use vellum_export::nbd::Limits;
+use vellum_export::nbd::SessionLimits;
 use vellum_export::vhost::QUEUES_MAX;
 use vellum_io::{Address, IoMode, PassedSocket, Signal};
-use vellum_layer::valve::Settings;
+use vellum_layer::valve::RateLimits;
 
 use crate::grow::GrowHook;
 use crate::image::ImageOptions;
@@ -30,7 +30,7 @@ pub struct ExportSpec {
     /// A description for clients that list the exports.
     pub description: String,
     /// How its requests are limited. Of several exports of one image those of the first count.
-    pub limits: Settings,
+    pub rate_limits: RateLimits,
 }
 
 /// What a server is to do.
@@ -68,7 +68,7 @@ pub struct ServeSpec {
     /// What the payloads of all clients of NBD may take in memory, beyond 1 MiB for each of them.
     pub memory_bytes: usize,
     /// What one connection may take.
-    pub limits: Limits,
+    pub session_limits: SessionLimits,
     /// How long a drain may take before connections are cut.
     pub drain_time: Duration,
     /// Makes a device larger that becomes full.

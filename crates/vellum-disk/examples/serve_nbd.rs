@@ -7,7 +7,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use vellum_disk::nbd::{Address, Export, Exports, Limits, Listener, Shutdown, serve};
+use vellum_disk::nbd::{Address, Export, Exports, Listener, SessionLimits, Shutdown, serve};
 use vellum_disk::{Image, IoMode, Result, run};
 
 pub(crate) fn main() -> Result<()> {
@@ -33,7 +33,7 @@ pub(crate) fn main() -> Result<()> {
             let _drain = drain;
             talk(&socket)
         });
-        let served = serve(&listener, &exports, &Limits::default(), 16, &shutdown).await;
+        let served = serve(&listener, &exports, &SessionLimits::default(), 16, &shutdown).await;
         let read = client.join().expect("the client has not panicked");
         image.close().await?;
         served?;

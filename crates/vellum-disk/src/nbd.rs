@@ -10,7 +10,7 @@ use vellum_core::{ErrorKind, Result};
 use vellum_export::ConnectionSlots;
 pub use vellum_export::Shutdown;
 use vellum_export::nbd::serve_connection;
-pub use vellum_export::nbd::{Export, Exports, Limits};
+pub use vellum_export::nbd::{Export, Exports, SessionLimits};
 pub use vellum_io::{Address, Listener};
 use vellum_io::{Task, clock, spawn_local};
 
@@ -25,7 +25,7 @@ use vellum_io::{Task, clock, spawn_local};
 pub async fn serve(
     listener: &Listener,
     exports: &Exports,
-    limits: &Limits,
+    limits: &SessionLimits,
     clients_max: usize,
     shutdown: &Shutdown,
 ) -> Result<()> {

@@ -27,7 +27,7 @@ use vellum_core::{
 };
 use vellum_export::Shutdown;
 use vellum_export::nbd::wire::{REQUEST_HEADER_BYTES, RequestHeader, command};
-use vellum_export::nbd::{Ending, Export, Exports, Limits, serve_connection};
+use vellum_export::nbd::{Ending, Export, Exports, SessionLimits, serve_connection};
 
 const SIZE: usize = 64 << 20;
 
@@ -77,7 +77,7 @@ fn run(disk: Arc<FlatDisk>, command: u16, len: u64, structured: bool, count: u64
         &stream,
         &exports,
         &NoTime,
-        &Limits::default(),
+        &SessionLimits::default(),
         &Shutdown::new(),
     ));
     assert!(matches!(ending, Ending::Goodbye), "{ending:?}");
@@ -288,7 +288,8 @@ fn serve(path: &str, null: bool) {
     exports.add(export).expect("the first export");
     let _ = std::fs::remove_file(path);
     let listener = std::os::unix::net::UnixListener::bind(path).expect("a socket");
-    let (clock, limits, shutdown) = (socket::SystemClock::default(), Limits::default(), Shutdown::new());
+    let (clock, limits, shutdown) =
+        (socket::SystemClock::default(), SessionLimits::default(), Shutdown::new());
     let executor = LocalExecutor::new();
     block_on(executor.run(async {
         let listener = Async::new(listener).expect("a socket that does not block");

@@ -14,7 +14,7 @@ use vellum_core::{
 };
 use vellum_core::{Random, SharedDisk, ZeroFlags};
 use vellum_export::nbd::wire::{RequestHeader, command, command_flag as flag};
-use vellum_export::nbd::{Ending, Limits};
+use vellum_export::nbd::{Ending, SessionLimits};
 
 const SIZE: u64 = 4 << 20;
 
@@ -190,7 +190,7 @@ fn requests_that_are_wrong_never_reach_the_disk() {
 #[test]
 fn a_read_only_export_serves_reads_and_refuses_changes_cleanly() {
     let disk = RuledDisk::new(SIZE);
-    let world = World::with(shared(&disk), true, Limits::default());
+    let world = World::with(shared(&disk), true, SessionLimits::default());
     let (mut client, _session) = world.connect();
     world.run(async {
         client.begin(Wish::default()).await;
@@ -617,7 +617,7 @@ fn requests_run_side_by_side_and_are_answered_as_they_end() {
 #[test]
 fn no_more_requests_run_than_the_limit_allows() {
     let disk = RuledDisk::new(SIZE);
-    let limits = Limits { requests_max: 7, ..Limits::default() };
+    let limits = SessionLimits { requests_max: 7, ..SessionLimits::default() };
     let world = World::with(shared(&disk), false, limits);
     let (mut client, _session) = world.connect();
     world.run(async {

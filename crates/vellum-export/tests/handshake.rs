@@ -7,7 +7,7 @@ use support::client::{Wish, context_data, info_data, option_bytes};
 use support::disks::{RuledDisk, shared};
 use vellum_core::{BlockSize, Geometry};
 use vellum_export::nbd::wire::{self, info, option, option_reply as reply, transmission_flag as flag};
-use vellum_export::nbd::{Ending, Export, Limits};
+use vellum_export::nbd::{Ending, Export, SessionLimits};
 
 const SIZE: u64 = 1 << 20;
 
@@ -406,6 +406,6 @@ fn requests_may_follow_the_handshake_without_a_pause() {
 
 #[test]
 fn limits_that_cannot_work_are_noticed_at_once() {
-    let limits = Limits { requests_max: 0, ..Limits::default() };
+    let limits = SessionLimits { requests_max: 0, ..SessionLimits::default() };
     assert!(limits.check().is_err());
 }

@@ -11,7 +11,7 @@ use support::disks::{RuledDisk, shared};
 use support::pipe::pipe;
 use vellum_core::{MemoryDisk, Place, Random};
 use vellum_export::nbd::wire::{RequestHeader, command, command_flag, option, option_reply as reply};
-use vellum_export::nbd::{Ending, Limits};
+use vellum_export::nbd::{Ending, SessionLimits};
 use vellum_export::{ConnectionSlots, Shutdown};
 
 const SIZE: u64 = 1 << 20;
@@ -247,7 +247,7 @@ fn cve_2017_15118_names_of_every_critical_length() {
 /// CVE-2017-15119: options with much data kept the server busy and filled its memory.
 #[test]
 fn cve_2017_15119_floods_of_options_end() {
-    let limits = Limits { options_max: 100, ..Limits::default() };
+    let limits = SessionLimits { options_max: 100, ..SessionLimits::default() };
     let world = World::with(MemoryDisk::new(SIZE), false, limits);
     world.run(async {
         let (mut client, session) = world.connect();
@@ -605,7 +605,7 @@ fn a_conversation_with_any_bit_wrong_ends_or_goes_on_but_nothing_else() {
         header(command::DISC, 0, 0).encode().to_vec(),
     ]
     .concat();
-    let limits = Limits { memory_bytes_max: 32 << 20, ..Limits::default() };
+    let limits = SessionLimits { memory_bytes_max: 32 << 20, ..SessionLimits::default() };
     let world = World::with(MemoryDisk::new(4096), false, limits);
     for bit in 0..talk.len() * 8 {
         let mut wrong = talk.clone();

@@ -13,7 +13,7 @@ use support::client::{Answer, Client, Wish};
 use support::disks::{RuledDisk, shared};
 use support::pipe::pipe;
 use vellum_core::{MemoryDisk, Random, SharedDisk};
-use vellum_export::nbd::Limits;
+use vellum_export::nbd::SessionLimits;
 use vellum_export::nbd::wire::{RequestHeader, command, command_flag as flag};
 
 const SIZE: usize = 3 << 19;
@@ -119,7 +119,14 @@ impl Model {
 }
 
 /// `steps` random steps on `connections` connections.
-fn play(disk: SharedDisk, seed: u64, connections: usize, steps: usize, limits: Limits, read_only: bool) {
+fn play(
+    disk: SharedDisk,
+    seed: u64,
+    connections: usize,
+    steps: usize,
+    limits: SessionLimits,
+    read_only: bool,
+) {
     let world = World::with(disk, read_only, limits);
     let mut random = Random::from_seed(seed);
     let mut model =
@@ -196,14 +203,14 @@ fn random_clients_see_what_the_model_says() {
     seeded("random clients", 0..12, |seed| {
         let disk = RuledDisk::new(SIZE as u64);
         disk.answer_late(Random::from_seed(seed));
-        play(shared(&disk), seed, 3, 1500, Limits::default(), false);
+        play(shared(&disk), seed, 3, 1500, SessionLimits::default(), false);
     });
 }
 
 #[test]
 fn random_clients_on_the_reference_disk() {
     seeded("reference disk", 100..103, |seed| {
-        play(MemoryDisk::new(SIZE as u64), seed, 2, 600, Limits::default(), false);
+        play(MemoryDisk::new(SIZE as u64), seed, 2, 600, SessionLimits::default(), false);
     });
 }
 
@@ -212,12 +219,12 @@ fn random_clients_with_hardly_any_memory() {
     seeded("hardly any memory", 200..206, |seed| {
         let disk = RuledDisk::new(SIZE as u64);
         disk.answer_late(Random::from_seed(seed));
-        let limits = Limits {
+        let limits = SessionLimits {
             requests_max: 3,
             memory_bytes_max: 512 << 10,
             payload_bytes_max: 512 << 10,
             receive_bytes: 4096,
-            ..Limits::default()
+            ..SessionLimits::default()
         };
         play(shared(&disk), seed, 2, 1000, limits, false);
     });
@@ -226,6 +233,6 @@ fn random_clients_with_hardly_any_memory() {
 #[test]
 fn random_clients_of_a_read_only_export() {
     seeded("read-only", 300..303, |seed| {
-        play(shared(&RuledDisk::new(SIZE as u64)), seed, 2, 600, Limits::default(), true);
+        play(shared(&RuledDisk::new(SIZE as u64)), seed, 2, 600, SessionLimits::default(), true);
     });
 }

@@ -9,7 +9,7 @@ use support::client::{Client, Wish};
 use support::disks::{Kind, RuledDisk, shared};
 use support::pipe::pipe;
 use vellum_export::nbd::wire::{RequestHeader, command, option, option_reply};
-use vellum_export::nbd::{Bounds, Census, Ending, Limits};
+use vellum_export::nbd::{Bounds, Census, Ending, SessionLimits};
 
 const MIB: u64 = 1 << 20;
 
@@ -29,7 +29,7 @@ const PLAIN: Wish<'_> = Wish { name: "", structured: false, extended: false, con
 fn a_client_that_vanishes_while_its_requests_hang_makes_room_for_the_next() {
     for requests_max in [128, 2] {
         let disk = RuledDisk::new(64 * MIB);
-        let limits = Limits { requests_max, ..Limits::default() };
+        let limits = SessionLimits { requests_max, ..SessionLimits::default() };
         let world = World::bounded(shared(&disk), limits, bounds(1, 8, 1 << 30));
         world.run(async {
             let (mut first, hung) = world.connect();
@@ -59,7 +59,7 @@ fn a_client_that_vanishes_while_its_requests_hang_makes_room_for_the_next() {
 
 #[test]
 fn a_client_that_finds_no_place_is_told_so() {
-    let world = World::bounded(shared(&RuledDisk::new(MIB)), Limits::default(), bounds(1, 8, 1 << 30));
+    let world = World::bounded(shared(&RuledDisk::new(MIB)), SessionLimits::default(), bounds(1, 8, 1 << 30));
     world.run(async {
         let (mut first, session) = world.connect();
         first.begin(PLAIN).await;
@@ -87,7 +87,7 @@ fn a_client_that_finds_no_place_is_told_so() {
 
 #[test]
 fn silent_strangers_keep_nobody_out() {
-    let world = World::bounded(shared(&RuledDisk::new(MIB)), Limits::default(), bounds(4, 3, 1 << 30));
+    let world = World::bounded(shared(&RuledDisk::new(MIB)), SessionLimits::default(), bounds(4, 3, 1 << 30));
     world.run(async {
         let strangers: Vec<_> = (0..10).map(|_| world.connect()).collect();
         world.settle().await;
@@ -120,7 +120,7 @@ fn a_client_can_be_sent_away_by_its_number() {
 #[test]
 fn all_clients_together_hold_no_more_than_the_budget() {
     let disk = RuledDisk::new(4 * MIB);
-    let world = World::bounded(shared(&disk), Limits::default(), bounds(64, 64, 2 << 20));
+    let world = World::bounded(shared(&disk), SessionLimits::default(), bounds(64, 64, 2 << 20));
     world.run(async {
         let mut clients = Vec::new();
         for _ in 0..6 {

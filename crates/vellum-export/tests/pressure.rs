@@ -1,5 +1,5 @@
 //! Memory and back-pressure: the server stops reading from a client that does not read its replies, and a
-//! session's memory stays within what `Limits` promises. The allocator itself counts the memory.
+//! session's memory stays within what `SessionLimits` promises. The allocator itself counts the memory.
 
 mod support;
 
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use support::World;
 use support::client::{Wish, option_bytes};
 use support::disks::{RuledDisk, shared};
-use vellum_export::nbd::Limits;
+use vellum_export::nbd::SessionLimits;
 use vellum_export::nbd::wire::{RequestHeader, command};
 
 struct Counting;
@@ -61,8 +61,8 @@ fn header(command: u16, cookie: u64, offset: u64, len: u64) -> RequestHeader {
     RequestHeader { flags: 0, command, cookie, offset, len }
 }
 
-/// What a session of `limits` may take: the sum that `Limits` documents, and the harness with its pipes.
-fn allowance(limits: &Limits) -> usize {
+/// What a session of `limits` may take: the sum that `SessionLimits` documents, and the harness with its pipes.
+fn allowance(limits: &SessionLimits) -> usize {
     limits.memory_bytes_max + limits.receive_bytes + limits.requests_max * 1024 + (512 << 10)
 }
 
@@ -73,7 +73,11 @@ fn replies_that_nobody_reads_stop_the_intake() {
     for (len, structured) in
         [(64 << 10, true), (64 << 10, false), (1 << 20, true), (512, false), (4096, true)]
     {
-        let limits = Limits { memory_bytes_max: 4 << 20, payload_bytes_max: 1 << 20, ..Limits::default() };
+        let limits = SessionLimits {
+            memory_bytes_max: 4 << 20,
+            payload_bytes_max: 1 << 20,
+            ..SessionLimits::default()
+        };
         let disk = RuledDisk::new(size);
         let world = World::with(shared(&disk), false, limits.clone());
         let wish = Wish { structured, contexts: &[], ..Wish::default() };
@@ -119,7 +123,11 @@ fn replies_that_nobody_reads_stop_the_intake() {
 fn a_client_that_reads_again_gets_every_reply() {
     let _alone = ALONE.lock().unwrap_or_else(|error| error.into_inner());
     let disk = RuledDisk::new(1 << 20);
-    let limits = Limits { memory_bytes_max: 256 << 10, payload_bytes_max: 64 << 10, ..Limits::default() };
+    let limits = SessionLimits {
+        memory_bytes_max: 256 << 10,
+        payload_bytes_max: 64 << 10,
+        ..SessionLimits::default()
+    };
     let world = World::with(shared(&disk), false, limits);
     let (mut client, _session) = world.connect_over(32 << 10);
     world.run(async {
@@ -140,7 +148,7 @@ fn a_client_that_reads_again_gets_every_reply() {
 #[test]
 fn refusals_that_nobody_reads_stop_the_intake() {
     let _alone = ALONE.lock().unwrap_or_else(|error| error.into_inner());
-    let limits = Limits::default();
+    let limits = SessionLimits::default();
     let world = World::new(shared(&RuledDisk::new(1 << 20)));
     let (mut client, _session) = world.connect_over(8 << 10);
     world.run(client.begin(Wish::default()));
@@ -166,7 +174,7 @@ fn refusals_that_nobody_reads_stop_the_intake() {
 #[test]
 fn the_largest_requests_keep_within_the_promise() {
     let _alone = ALONE.lock().unwrap_or_else(|error| error.into_inner());
-    let limits = Limits::default();
+    let limits = SessionLimits::default();
     let world = World::new(shared(&RuledDisk::new(64 << 20)));
     let (mut client, _session) = world.connect_over(64 << 10);
     world.run(client.begin(Wish::default()));
@@ -228,7 +236,8 @@ fn a_handshake_holds_little_whatever_is_sent() {
 #[test]
 fn requests_for_status_are_charged() {
     let _alone = ALONE.lock().unwrap_or_else(|error| error.into_inner());
-    let limits = Limits { memory_bytes_max: 3 << 20, payload_bytes_max: 1 << 20, ..Limits::default() };
+    let limits =
+        SessionLimits { memory_bytes_max: 3 << 20, payload_bytes_max: 1 << 20, ..SessionLimits::default() };
     let disk = RuledDisk::new(8 << 20);
     let world = World::with(shared(&disk), false, limits);
     let (mut client, _session) = world.connect();
@@ -251,7 +260,8 @@ fn requests_for_status_are_charged() {
 #[test]
 fn a_payload_is_charged_before_it_is_made() {
     let _alone = ALONE.lock().unwrap_or_else(|error| error.into_inner());
-    let limits = Limits { memory_bytes_max: 1 << 20, payload_bytes_max: 1 << 20, ..Limits::default() };
+    let limits =
+        SessionLimits { memory_bytes_max: 1 << 20, payload_bytes_max: 1 << 20, ..SessionLimits::default() };
     let disk = RuledDisk::new(8 << 20);
     let world = World::with(shared(&disk), false, limits);
     let (mut client, _session) = world.connect_over(4 << 20);

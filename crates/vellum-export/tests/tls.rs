@@ -11,7 +11,7 @@ use support::disks::{RuledDisk, shared};
 use support::pipe::pipe;
 use vellum_core::Random;
 use vellum_export::nbd::wire::{option, option_reply as reply};
-use vellum_export::nbd::{Ending, Limits, Tls, TlsPolicy};
+use vellum_export::nbd::{Ending, SessionLimits, Tls, TlsPolicy};
 
 const SIZE: u64 = 1 << 20;
 
@@ -160,7 +160,7 @@ fn a_handshake_of_tls_has_the_same_deadline_and_the_same_bounds() {
         assert!(matches!(session.await, Ending::Refused(_)));
     });
     world.clock = support::HandClock::default();
-    world.limits = Limits { handshake_bytes_max: 64 << 10, ..Limits::default() };
+    world.limits = SessionLimits { handshake_bytes_max: 64 << 10, ..SessionLimits::default() };
     world.run(async {
         let (mut client, session) = world.connect();
         client.greet().await;

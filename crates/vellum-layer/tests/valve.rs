@@ -8,12 +8,12 @@ use vellum_core::{
     Buffer, Clock, Disk, GuestOffset, LocalFuture, MemoryDisk, Result, SharedDisk, WriteFlags, ZeroFlags,
 };
 use vellum_layer::Valve;
-use vellum_layer::valve::{Settings, State};
+use vellum_layer::valve::{RateLimits, State};
 use vellum_sim::World;
 
 struct Bench {
     clock: Arc<dyn Clock>,
-    limits: Settings,
+    limits: RateLimits,
     last: Mutex<Option<Arc<MemoryDisk>>>,
 }
 
@@ -41,7 +41,7 @@ impl DiskBench for Bench {
 fn a_disk_behind_it_keeps_to_the_contract() {
     for said in [&[][..], &[("iops-total", 100), ("bps-write", 10 << 20)]] {
         let world = World::new(1);
-        let limits = Settings::of(said.iter().copied()).expect("they go together");
+        let limits = RateLimits::of(said.iter().copied()).expect("they go together");
         let bench = Bench { clock: world.clock(), limits, last: Mutex::default() };
         world.run(contract::disk(&bench));
         assert_eq!(world.now() > Duration::ZERO, !said.is_empty(), "limits take time, and nothing else does");
@@ -54,7 +54,7 @@ fn a_disk_behind_it_keeps_to_the_contract() {
 fn flushes_wait_for_nobody_and_discards_are_as_long_as_they_like() {
     let world = World::new(2);
     let valve = Valve::new(MemoryDisk::new(1 << 30), world.clock());
-    valve.limit(Settings::of([("bps-total", 1 << 20), ("iops-write", 1000)]).expect("they go together"));
+    valve.limit(RateLimits::of([("bps-total", 1 << 20), ("iops-write", 1000)]).expect("they go together"));
     world.run(async {
         for number in 0..32u64 {
             let valve = valve.clone();
@@ -81,7 +81,7 @@ fn flushes_wait_for_nobody_and_discards_are_as_long_as_they_like() {
     });
     let world = World::new(3);
     let valve = Valve::new(MemoryDisk::new(1 << 30), world.clock());
-    valve.limit(Settings::of([("bps-total", 1 << 20)]).expect("it is a limit"));
+    valve.limit(RateLimits::of([("bps-total", 1 << 20)]).expect("it is a limit"));
     world.run(async {
         let all = GuestOffset::ZERO.span(1 << 30);
         for _ in 0..10 {

@@ -206,7 +206,7 @@ mod tests {
     use std::sync::mpsc;
 
     use vellum_core::{Buffer, Disk, GuestOffset, MemoryDisk, SharedDisk, WriteFlags};
-    use vellum_export::nbd::{Export, Exports, Limits, serve_connection};
+    use vellum_export::nbd::{Export, Exports, SessionLimits, serve_connection};
     use vellum_export::{ConnectionSlots, Shutdown};
     use vellum_io::{Address, IoMode, Listener, clock, spawn_local};
     use vellum_lab::guest::filler;
@@ -243,8 +243,14 @@ mod tests {
                     let (exports, slot) = (exports.clone(), slots.take().await);
                     let session = async move {
                         let stream = socket.attach();
-                        serve_connection(&stream, &exports, &*clock(), &Limits::default(), &Shutdown::new())
-                            .await;
+                        serve_connection(
+                            &stream,
+                            &exports,
+                            &*clock(),
+                            &SessionLimits::default(),
+                            &Shutdown::new(),
+                        )
+                        .await;
                         drop(slot);
                     };
                     spawn_local(session).detach();

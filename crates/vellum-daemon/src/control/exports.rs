@@ -20,7 +20,7 @@ use crate::image::ImageOptions;
 use crate::served::{IS_READ, Served};
 use crate::server::{send_away_when_broken, tell_what_may_be_missing, warn_if_open_to_all};
 use crate::spec::{ExportSpec, VhostSpec, parse_address};
-use vellum_layer::valve::Settings as Limits;
+use vellum_layer::valve::RateLimits;
 
 impl Control {
     pub(super) fn export_list(&self) -> Value {
@@ -71,7 +71,7 @@ impl Control {
                 .file_name()
                 .map(|name| name.to_string_lossy().into_owned())
                 .unwrap_or_default(),
-            limits: Limits::of(limits)?,
+            rate_limits: RateLimits::of(limits)?,
             image: options,
         };
         if self.exports.sessions(name).is_some() {

@@ -12,7 +12,7 @@ use vellum_core::{Buffer, ByteStream, Error, ErrorKind, Result};
 use vellum_export::nbd::{Clients, Exports};
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{Listener, Stream, clock, spawn_local};
-use vellum_layer::valve::Settings as Limits;
+use vellum_layer::valve::RateLimits;
 
 use super::lines::Lines;
 use super::places::Places;
@@ -222,9 +222,9 @@ impl Control {
                 let disk = self.disks.find(disk.as_deref())?;
                 if let Some(set) = set {
                     let said = set.iter().map(|(name, number)| (name.as_str(), *number));
-                    disk.limit(Limits::of(said)?);
+                    disk.limit(RateLimits::of(said)?);
                 }
-                json!({ "limits": disk.limits_said() })
+                json!({ "limits": disk.rate_limits_said() })
             }
             Request::ClientList {} => {
                 let clients = self.clients.list();

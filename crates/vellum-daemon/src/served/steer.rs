@@ -14,7 +14,7 @@ use futures_lite::future::or;
 use vellum_core::{BlockSize, Disk, Error, ErrorKind, Result, SharedDisk};
 use vellum_io::{Task, clock, spawn_local};
 use vellum_layer::Chain;
-use vellum_layer::valve::{Hold, Settings};
+use vellum_layer::valve::{Hold, RateLimits};
 
 use super::gone::Gone;
 use super::{IS_READ, Served, Step, behind_valve, lock, reads_a_snapshot};
@@ -340,12 +340,12 @@ impl Served {
     }
 
     /// Limits its requests from now on.
-    pub(crate) fn limit(&self, limits: Settings) {
+    pub(crate) fn limit(&self, limits: RateLimits) {
         self.valve.limit(limits);
     }
 
     /// How its requests are limited, by names.
-    pub(crate) fn limits_said(&self) -> BTreeMap<String, u64> {
+    pub(crate) fn rate_limits_said(&self) -> BTreeMap<String, u64> {
         self.valve.limits().said().into_iter().collect()
     }
 

@@ -148,7 +148,7 @@ impl Server {
             path: path.to_owned(),
             image: ImageOptions::default(),
             description: String::new(),
-            limits: Default::default(),
+            rate_limits: Default::default(),
         };
         let group = Group { canonical: path.to_owned(), exports: vec![export] };
         let how = Arc::new(Self::how());

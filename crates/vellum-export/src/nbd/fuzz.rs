@@ -28,7 +28,7 @@ use vellum_core::{
 
 use super::exports::{Export, Exports};
 use super::handshake::{Handshake, Step, TlsStage};
-use super::limits::Limits;
+use super::limits::SessionLimits;
 use super::request::check;
 use super::session::serve_connection;
 use super::status::{Contexts, MetaContext};
@@ -45,7 +45,7 @@ const INPUT_BYTES_MAX: usize = 16 << 10;
 /// A handshake, fed in pieces as long as each byte says.
 pub fn fuzz_handshake(data: &[u8]) {
     let exports = exports(MemoryDisk::new(DISK_BYTES), false);
-    let limits = Limits::default();
+    let limits = SessionLimits::default();
     let mut out = Vec::new();
     let (pieces, mut rest) = data.split_at(data.len().min(8));
     // What the pieces say besides: 255, as most seeds have it, is no TLS.
@@ -91,7 +91,7 @@ pub fn fuzz_request(data: &[u8]) {
     };
     let mode = rest.first().copied().unwrap_or_default();
     let disk = MemoryDisk::new(DISK_BYTES);
-    let terms = Terms::new(&disk.geometry(), mode & 1 != 0, mode & 2 != 0, &Limits::default());
+    let terms = Terms::new(&disk.geometry(), mode & 1 != 0, mode & 2 != 0, &SessionLimits::default());
     let mut contexts = Contexts::default();
     if mode & 4 != 0 {
         contexts.select(MetaContext::Allocation);
@@ -137,12 +137,12 @@ pub fn fuzz_session(data: &[u8]) {
         shutdown: Shutdown::new(),
         drain_after: if has(64) { random.below(8) } else { u64::MAX },
     };
-    let limits = Limits {
+    let limits = SessionLimits {
         requests_max: if has(128) { 5 } else { 128 },
         payload_bytes_max: 64 << 10,
         memory_bytes_max: 128 << 10,
         receive_bytes: 4096,
-        ..Limits::default()
+        ..SessionLimits::default()
     };
     run(serve_connection(&stream, &exports, &NoTime, &limits, &stream.shutdown));
 

@@ -29,7 +29,7 @@
 
 use super::ending::Ending;
 use super::exports::{Attached, Export, Exports};
-use super::limits::Limits;
+use super::limits::SessionLimits;
 use super::status::{Contexts, MetaContext};
 use super::terms::{Headers, Terms};
 use super::wire::{
@@ -93,7 +93,7 @@ enum State {
 /// One client's handshake, from its flags on.
 pub(super) struct Handshake<'a> {
     exports: &'a Exports,
-    limits: &'a Limits,
+    limits: &'a SessionLimits,
     tls: TlsStage,
     state: State,
     gathered: Vec<u8>,
@@ -106,7 +106,7 @@ pub(super) struct Handshake<'a> {
 }
 
 impl<'a> Handshake<'a> {
-    pub(super) fn new(exports: &'a Exports, limits: &'a Limits, tls: TlsStage) -> Self {
+    pub(super) fn new(exports: &'a Exports, limits: &'a SessionLimits, tls: TlsStage) -> Self {
         Self {
             exports,
             limits,

@@ -20,7 +20,7 @@ use super::wire;
 
 /// What one client may take. The defaults suit a server that faces many.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Limits {
+pub struct SessionLimits {
     /// How long the handshake may take as a whole.
     pub handshake_time: Duration,
     /// How many options a client may send. `qemu-nbd --list` sends two for each export.
@@ -41,7 +41,7 @@ pub struct Limits {
     pub receive_bytes: usize,
 }
 
-impl Default for Limits {
+impl Default for SessionLimits {
     fn default() -> Self {
         Self {
             handshake_time: Duration::from_secs(10),
@@ -57,7 +57,7 @@ impl Default for Limits {
     }
 }
 
-impl Limits {
+impl SessionLimits {
     /// Checks whether a session can work with these numbers; the error names the one with which it cannot.
     pub fn check(&self) -> Result<()> {
         let least = |what: &str, given: usize, least: usize| match given >= least {
@@ -91,16 +91,16 @@ mod tests {
 
     #[test]
     fn the_defaults_work() {
-        Limits::default().check().expect("the defaults are legal");
+        SessionLimits::default().check().expect("the defaults are legal");
     }
 
     #[test]
     fn numbers_that_cannot_work_are_refused_by_name() {
-        let small = Limits { memory_bytes_max: 1 << 20, ..Limits::default() };
+        let small = SessionLimits { memory_bytes_max: 1 << 20, ..SessionLimits::default() };
         let error = small.check().expect_err("a payload would never fit");
         assert_eq!(error.to_string(), "memory_bytes_max is 1048576, but at least 33554432 is needed");
-        Limits { payload_bytes_max: 1 << 20, ..small }.check().expect("now it fits");
-        Limits { requests_max: 0, ..Limits::default() }.check().expect_err("nothing could run");
+        SessionLimits { payload_bytes_max: 1 << 20, ..small }.check().expect("now it fits");
+        SessionLimits { requests_max: 0, ..SessionLimits::default() }.check().expect_err("nothing could run");
     }
 
     #[test]

@@ -150,7 +150,7 @@ pub(super) fn check(header: &RequestHeader, terms: &Terms, size: u64) -> Result<
 mod tests {
     use vellum_core::{BlockSize, Geometry};
 
-    use super::super::limits::Limits;
+    use super::super::limits::SessionLimits;
     use super::super::status::{Contexts, MetaContext};
     use super::*;
 
@@ -166,7 +166,7 @@ mod tests {
         };
         let mut contexts = Contexts::default();
         contexts.select(MetaContext::Allocation);
-        let terms = Terms::new(&geometry, false, false, &Limits::default());
+        let terms = Terms::new(&geometry, false, false, &SessionLimits::default());
         Terms { headers: Headers::Structured, contexts, ..terms }
     }
 

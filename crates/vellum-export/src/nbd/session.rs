@@ -11,7 +11,7 @@
 //! 1. Whatever a client does ends its own session and nothing else: there is an [`Ending`] for it, never a
 //!    panic.
 //! 2. Until a client has chosen an export it holds a small receive buffer, one option and one answer, and may
-//!    do so for [`Limits::handshake_time`] only (CVE-2024-7409).
+//!    do so for [`SessionLimits::handshake_time`] only (CVE-2024-7409).
 //! 3. The export is held from the moment it was chosen until the last of its requests has ended.
 
 use std::future::poll_fn;
@@ -26,7 +26,7 @@ use super::clients::{Bounds, Client, Clients};
 use super::ending::Ending;
 use super::exports::Exports;
 use super::handshake::{Handshake, Negotiated, Step, TlsStage, has_no_place};
-use super::limits::Limits;
+use super::limits::SessionLimits;
 use super::tls::{TlsPolicy, TlsStream};
 use super::transmission::{Ground, transmit};
 use super::wire;
@@ -51,11 +51,11 @@ struct Opening<'a> {
 ///
 /// ```
 /// # use vellum_core::{ByteStream, Clock};
-/// # use vellum_export::nbd::{Exports, Limits, serve_connection};
+/// # use vellum_export::nbd::{Exports, SessionLimits, serve_connection};
 /// # use vellum_export::{ConnectionSlot, Shutdown};
 /// # async fn one(
 /// #     stream: &dyn ByteStream, slot: ConnectionSlot,
-/// #     exports: &Exports, clock: &dyn Clock, limits: &Limits, shutdown: &Shutdown,
+/// #     exports: &Exports, clock: &dyn Clock, limits: &SessionLimits, shutdown: &Shutdown,
 /// # ) {
 /// let ending = serve_connection(stream, exports, clock, limits, shutdown).await;
 /// drop(slot);
@@ -63,12 +63,12 @@ struct Opening<'a> {
 /// ```
 ///
 /// # Panics
-/// When the limits cannot be worked with; see [`Limits::check`].
+/// When the limits cannot be worked with; see [`SessionLimits::check`].
 pub async fn serve_connection(
     stream: &dyn ByteStream,
     exports: &Exports,
     clock: &dyn Clock,
-    limits: &Limits,
+    limits: &SessionLimits,
     shutdown: &Shutdown,
 ) -> Ending {
     serve_connection_with(&TlsPolicy::Off, stream, exports, clock, limits, shutdown).await
@@ -77,13 +77,13 @@ pub async fn serve_connection(
 /// As above, with TLS where the policy says so.
 ///
 /// # Panics
-/// When the limits cannot be worked with; see [`Limits::check`].
+/// When the limits cannot be worked with; see [`SessionLimits::check`].
 pub async fn serve_connection_with(
     tls: &TlsPolicy,
     stream: &dyn ByteStream,
     exports: &Exports,
     clock: &dyn Clock,
-    limits: &Limits,
+    limits: &SessionLimits,
     shutdown: &Shutdown,
 ) -> Ending {
     let nobody_else = Bounds { seats: 1, seats_per_export: 1, lobby: 1, memory_bytes: usize::MAX };
@@ -107,14 +107,14 @@ impl Clock for Timeless {
 /// As above, for one of several [`Clients`].
 ///
 /// # Panics
-/// When the limits cannot be worked with; see [`Limits::check`].
+/// When the limits cannot be worked with; see [`SessionLimits::check`].
 pub async fn serve_client(
     client: &Client,
     tls: &TlsPolicy,
     stream: &dyn ByteStream,
     exports: &Exports,
     clock: &dyn Clock,
-    limits: &Limits,
+    limits: &SessionLimits,
     shutdown: &Shutdown,
 ) -> Ending {
     limits.check().expect("the limits were checked when they were set");
@@ -177,7 +177,7 @@ async fn negotiate<'a>(
     policy: &TlsPolicy,
     stream: &'a dyn ByteStream,
     exports: &Exports,
-    limits: &Limits,
+    limits: &SessionLimits,
 ) -> Result<Opening<'a>, Ending> {
     let (stage, tls) = match policy {
         TlsPolicy::Off => (TlsStage::Absent, None),

@@ -5,7 +5,7 @@
 
 use vellum_core::Geometry;
 
-use super::limits::Limits;
+use super::limits::SessionLimits;
 use super::status::Contexts;
 use super::wire::{self, transmission_flag as flag};
 
@@ -44,7 +44,12 @@ pub(super) struct Terms {
 impl Terms {
     /// The terms for a disk of this geometry. `keeps_sizes`: the client requested `NBD_INFO_BLOCK_SIZE`, and
     /// thereby promised to respect the sizes in the answer.
-    pub(super) fn new(geometry: &Geometry, read_only: bool, keeps_sizes: bool, limits: &Limits) -> Self {
+    pub(super) fn new(
+        geometry: &Geometry,
+        read_only: bool,
+        keeps_sizes: bool,
+        limits: &SessionLimits,
+    ) -> Self {
         let block = geometry.block_size.bytes().min(u64::from(wire::BLOCK_BYTES_MIN_MAX));
         // The last bytes of a disk of odd size must be reachable, so the smallest block divides the size.
         let divides_size = geometry.size & geometry.size.wrapping_neg();
@@ -100,7 +105,8 @@ mod tests {
     }
 
     fn blocks(size: u64, block: u64, preferred: u64, keeps_sizes: bool) -> (u32, u32, u32) {
-        let terms = Terms::new(&geometry(size, block, preferred), false, keeps_sizes, &Limits::default());
+        let terms =
+            Terms::new(&geometry(size, block, preferred), false, keeps_sizes, &SessionLimits::default());
         (terms.block_min, terms.block_preferred, terms.payload_max)
     }
 
@@ -122,7 +128,7 @@ mod tests {
 
     #[test]
     fn flags_say_what_works() {
-        let mut terms = Terms::new(&geometry(4096, 1, 4096), false, false, &Limits::default());
+        let mut terms = Terms::new(&geometry(4096, 1, 4096), false, false, &SessionLimits::default());
         assert_eq!(terms.flags(), 0b1101_0110_1101);
         terms.headers = Headers::Structured;
         assert_eq!(terms.flags(), 0b1101_1110_1101);
@@ -132,7 +138,7 @@ mod tests {
 
     #[test]
     fn either_side_can_make_an_export_read_only() {
-        let limits = Limits::default();
+        let limits = SessionLimits::default();
         let mut facts = geometry(4096, 1, 4096);
         assert!(!Terms::new(&facts, false, false, &limits).read_only);
         assert!(Terms::new(&facts, true, false, &limits).read_only);

@@ -39,7 +39,7 @@ use vellum_core::{Buffer, ByteStream, Error, ErrorKind, LocalFuture, Result};
 
 use super::certificate::subject;
 use super::ending::Ending;
-use super::limits::Limits;
+use super::limits::SessionLimits;
 
 /// Sealed replies leave when there is so much of them.
 const SEALED_BYTES: usize = 128 << 10;
@@ -168,7 +168,7 @@ impl<'a> TlsStream<'a> {
     pub(super) async fn accept(
         inner: &'a dyn ByteStream,
         tls: &Tls,
-        limits: &Limits,
+        limits: &SessionLimits,
     ) -> Result<Self, Ending> {
         let mut connection = ServerConnection::new(tls.0.clone()).map_err(|error| {
             tracing::warn!("can't start TLS: {error}");

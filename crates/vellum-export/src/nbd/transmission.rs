@@ -42,7 +42,7 @@ use super::clients::Client;
 use super::ending::Ending;
 use super::intake::{Intake, Next};
 use super::ledger::{Holding, Ledger};
-use super::limits::Limits;
+use super::limits::SessionLimits;
 use super::reply::{Label, Replies, sentence_of};
 use super::request::Request;
 use super::sparse::{Outlook, Part};
@@ -68,7 +68,7 @@ pub(super) struct Ground<'a> {
     /// As this session uses it.
     pub(super) disk: &'a SharedDisk,
     pub(super) terms: &'a Terms,
-    pub(super) limits: &'a Limits,
+    pub(super) limits: &'a SessionLimits,
 }
 
 /// Serves requests until the client leaves or is disconnected, or a shutdown is requested.

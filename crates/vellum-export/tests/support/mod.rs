@@ -21,7 +21,7 @@ use async_executor::LocalExecutor;
 use event_listener::Event;
 use vellum_core::{CheckedDisk, Clock, LocalFuture, SharedDisk};
 use vellum_export::Shutdown;
-use vellum_export::nbd::{Bounds, Clients, Ending, Export, Exports, Limits, TlsPolicy, serve_client};
+use vellum_export::nbd::{Bounds, Clients, Ending, Export, Exports, SessionLimits, TlsPolicy, serve_client};
 
 use client::Client;
 use pipe::{Pipe, pipe};
@@ -81,7 +81,7 @@ pub struct World {
     pub executor: LocalExecutor<'static>,
     pub exports: Exports,
     pub clock: HandClock,
-    pub limits: Limits,
+    pub limits: SessionLimits,
     pub tls: TlsPolicy,
     pub shutdown: Shutdown,
     pub clients: Clients,
@@ -93,10 +93,10 @@ pub struct World {
 impl World {
     /// Serves `disk` under the empty name.
     pub fn new(disk: SharedDisk) -> Self {
-        Self::with(disk, false, Limits::default())
+        Self::with(disk, false, SessionLimits::default())
     }
 
-    pub fn with(disk: SharedDisk, read_only: bool, limits: Limits) -> Self {
+    pub fn with(disk: SharedDisk, read_only: bool, limits: SessionLimits) -> Self {
         let disk = CheckedDisk::new(disk);
         let exports = Exports::new();
         let clock = HandClock::default();
@@ -117,7 +117,7 @@ impl World {
     }
 
     /// As above, with bounds for all clients.
-    pub fn bounded(disk: SharedDisk, limits: Limits, bounds: Bounds) -> Self {
+    pub fn bounded(disk: SharedDisk, limits: SessionLimits, bounds: Bounds) -> Self {
         let world = Self::with(disk, false, limits);
         let clients = Clients::new(bounds, Arc::new(world.clock.clone()));
         Self { clients, ..world }

@@ -12,7 +12,7 @@ use async_executor::LocalExecutor;
 use async_io::{Async, Timer, block_on};
 use futures_lite::future::or;
 use vellum_core::{Buffer, ByteStream, Clock, Error, LocalFuture, Result};
-use vellum_export::nbd::{Exports, Limits, serve_connection};
+use vellum_export::nbd::{Exports, SessionLimits, serve_connection};
 use vellum_export::{ConnectionSlots, Shutdown};
 
 /// A connected socket.
@@ -131,7 +131,7 @@ impl Drop for Server {
 /// The accept loop, as a program would write it.
 fn serve(listener: UnixListener, exports: &Exports, shutdown: &Shutdown, served: &AtomicU64) {
     let slots = ConnectionSlots::new(64);
-    let (limits, clock) = (Limits::default(), SystemClock::default());
+    let (limits, clock) = (SessionLimits::default(), SystemClock::default());
     let executor = LocalExecutor::new();
     let accepting = async {
         let listener = Async::new(listener).expect("a socket that does not block");

@@ -39,7 +39,7 @@ use vellum_core::{
 };
 
 use limits::{Direction, Limits};
-pub use limits::{Kind, Rate, Settings};
+pub use limits::{Kind, Rate, RateLimits};
 pub use passage::Hold;
 use passage::{Inside, Passage};
 use space::Space;
@@ -114,15 +114,15 @@ impl Valve {
     }
 
     /// What is limited.
-    pub fn limits(&self) -> Settings {
-        self.limits.settings()
+    pub fn limits(&self) -> RateLimits {
+        self.limits.rates()
     }
 
     /// Limits requests, also those that wait already. Once the server ends nothing is limited.
-    pub fn limit(&self, settings: Settings) {
+    pub fn limit(&self, rates: RateLimits) {
         let _flow = self.flow();
         if !self.has_ended.load(Ordering::Acquire) {
-            self.limits.set(settings);
+            self.limits.set(rates);
         }
     }
 
@@ -224,7 +224,7 @@ impl Valve {
         self.turns.fetch_add(1, Ordering::AcqRel);
         self.turned.notify(usize::MAX);
         *flow = Flow::Running;
-        self.limits.set(Settings::default());
+        self.limits.set(RateLimits::default());
         self.space.set_waited_for(false);
     }
 
@@ -501,7 +501,7 @@ mod tests {
             assert_eq!(valve.held(), 1);
             valve.resume();
             waits.await.expect("now");
-            valve.limit(Settings::of([("iops-total", 1)]).expect("a limit"));
+            valve.limit(RateLimits::of([("iops-total", 1)]).expect("a limit"));
             read().await.expect("the first");
             let mut waits = read();
             assert!(poll_once(&mut waits).await.is_none());
@@ -672,7 +672,7 @@ mod tests {
     fn questions_where_data_is_count_as_requests() {
         let world = World::new(6);
         let valve = Valve::new(MemoryDisk::new(4096), world.clock());
-        valve.limit(Settings::of([("iops-read", 100)]).expect("a limit"));
+        valve.limit(RateLimits::of([("iops-read", 100)]).expect("a limit"));
         world.run(async {
             for _ in 0..50 {
                 valve.map(GuestOffset::ZERO.span(4096)).await.expect("a map");
@@ -686,7 +686,7 @@ mod tests {
     fn what_waited_while_it_was_paused_begins_at_its_rate() {
         let world = World::new(5);
         let valve = Valve::new(MemoryDisk::new(4096), world.clock());
-        valve.limit(Settings::of([("iops-total", 100)]).expect("a limit"));
+        valve.limit(RateLimits::of([("iops-total", 100)]).expect("a limit"));
         world.run(async {
             let mut tasks = Vec::new();
             for _ in 0..60 {

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use serde_json::Value;
 use vellum_core::{Context, Error, Result};
-use vellum_daemon::Limits;
+use vellum_daemon::RateLimits;
 use vellum_daemon::control::{Request, call};
 use vellum_daemon::spec::parse_address;
 use vellum_format::FormatKind;
@@ -76,7 +76,7 @@ struct Add {
     nbd: Option<Address>,
     /// Limits of the disk, such as iops-total=1000,bps-write=50M; see `vellum limits`
     #[arg(long, value_name = "NAME=N,…", value_parser = limits_of)]
-    limit: Option<Limits>,
+    limit: Option<RateLimits>,
 }
 
 /// Stop serving an export, and close its image

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use serde_json::Value;
 use vellum_core::{Error, Result};
-use vellum_daemon::Limits;
+use vellum_daemon::RateLimits;
 use vellum_daemon::control::Request;
 
 use super::Outcome;
@@ -27,11 +27,11 @@ pub(crate) struct Args {
     none: bool,
     /// New limits, such as iops-total=1000,bps-write=50M. Default: show the limits
     #[arg(value_name = "NAME=N,…", value_parser = limits_of)]
-    limits: Option<Limits>,
+    limits: Option<RateLimits>,
 }
 
 /// The limits of such a list.
-pub(crate) fn limits_of(list: &str) -> Result<Limits> {
+pub(crate) fn limits_of(list: &str) -> Result<RateLimits> {
     let mut said = Vec::new();
     for one in list.split(',') {
         let (name, number) = one.split_once('=').ok_or_else(|| {
@@ -39,7 +39,7 @@ pub(crate) fn limits_of(list: &str) -> Result<Limits> {
         })?;
         said.push((name, parse_size(number)?));
     }
-    Limits::of(said)
+    RateLimits::of(said)
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {

@@ -9,7 +9,7 @@ use vellum_core::{Error, Result};
 use vellum_daemon::spec::{parse_address, parse_nbd};
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
-    ExportSpec, FuseSpec, GrowHook, ImageOptions, Limits, NbdSpec, NotifySocket, ServeSpec, SocketRights,
+    ExportSpec, FuseSpec, GrowHook, ImageOptions, NbdSpec, NotifySocket, RateLimits, ServeSpec, SocketRights,
     TlsFiles, UblkSpec, VhostSpec, serve,
 };
 use vellum_format::{FormatKind, Prealloc};
@@ -272,7 +272,7 @@ fn parse_place(text: &str, kind: &str, form: &str) -> Result<(Option<String>, Pa
 #[derive(Debug, Clone)]
 struct ExportLimits {
     export: Option<String>,
-    limits: Limits,
+    limits: RateLimits,
 }
 
 fn parse_limits(text: &str) -> Result<ExportLimits> {
@@ -285,9 +285,9 @@ fn parse_limits(text: &str) -> Result<ExportLimits> {
 }
 
 /// The limits that an export has; the last that was said counts.
-fn limits_for(all: &[ExportLimits], name: &str) -> Limits {
+fn limits_for(all: &[ExportLimits], name: &str) -> RateLimits {
     let is_it = |one: &&ExportLimits| one.export.as_deref().is_none_or(|export| export == name);
-    all.iter().rfind(is_it).map_or_else(Limits::default, |one| one.limits.clone())
+    all.iter().rfind(is_it).map_or_else(RateLimits::default, |one| one.limits.clone())
 }
 
 fn parse_vhost(text: &str) -> Result<VhostSpec> {
@@ -385,7 +385,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     };
     let default = args.image.clone().map(|path| (String::new(), path));
     let exports = default.into_iter().chain(args.export.clone()).map(|(name, path)| ExportSpec {
-        limits: limits_for(&args.limit, &name),
+        rate_limits: limits_for(&args.limit, &name),
         description: path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default(),
         name,
         path,
@@ -428,7 +428,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         poll_max: Duration::from_micros(args.poll.into()),
         connections_max: args.max_connections.map(|most| usize::try_from(most).expect("32 bits")),
         memory_bytes: usize::try_from(args.memory).unwrap_or(usize::MAX),
-        limits: Default::default(),
+        session_limits: Default::default(),
         drain_time: Duration::from_secs(args.drain_seconds),
         grow_hook: args.grow_hook.clone(),
         image: image.clone(),

@@ -15,7 +15,7 @@
 //! The line, not a worker, gives a request its turn: queues and connections of all workers share one limit.
 
 mod bucket;
-mod settings;
+mod rates;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
@@ -28,8 +28,8 @@ use vellum_core::Clock;
 
 pub use bucket::Rate;
 use bucket::{Bucket, Ticks, duration, ticks};
-pub(super) use settings::Direction;
-pub use settings::{Kind, Settings};
+pub(super) use rates::Direction;
+pub use rates::{Kind, RateLimits};
 
 /// The limits of one disk, and the requests that wait for them.
 pub(super) struct Limits {
@@ -41,10 +41,10 @@ pub(super) struct Limits {
     line: Mutex<Line>,
 }
 
-/// The buckets of these settings.
+/// The buckets of these rates.
 #[derive(Default)]
 struct Buckets {
-    settings: Settings,
+    rates: RateLimits,
     all: [Option<Bucket>; 6],
 }
 
@@ -72,15 +72,15 @@ struct Line {
 }
 
 impl Buckets {
-    fn new(settings: Settings) -> Self {
-        let all = Kind::ALL.map(|kind| settings.rate(kind).map(Bucket::new));
-        Self { settings, all }
+    fn new(rates: RateLimits) -> Self {
+        let all = Kind::ALL.map(|kind| rates.rate(kind).map(Bucket::new));
+        Self { rates, all }
     }
 
     fn of(&self, cost: Cost) -> impl Iterator<Item = (&Bucket, bucket::Units)> {
         cost.direction.kinds().into_iter().filter_map(move |kind| {
             let place = Kind::ALL.iter().position(|its| *its == kind).expect("it is one of them");
-            Some((self.all[place].as_ref()?, self.settings.units(kind, cost.bytes)?))
+            Some((self.all[place].as_ref()?, self.rates.units(kind, cost.bytes)?))
         })
     }
 
@@ -174,8 +174,8 @@ impl Limits {
     }
 
     /// What they are.
-    pub(super) fn settings(&self) -> Settings {
-        self.buckets.load().settings.clone()
+    pub(super) fn rates(&self) -> RateLimits {
+        self.buckets.load().rates.clone()
     }
 
     /// How many requests wait for them.
@@ -184,10 +184,10 @@ impl Limits {
     }
 
     /// Sets the limits, also for waiting requests.
-    pub(super) fn set(&self, settings: Settings) {
+    pub(super) fn set(&self, rates: RateLimits) {
         let mut line = self.line();
-        let is_on = !settings.are_none();
-        self.buckets.store(Arc::new(Buckets::new(settings)));
+        let is_on = !rates.are_none();
+        self.buckets.store(Arc::new(Buckets::new(rates)));
         self.is_on.store(is_on, SeqCst);
         self.advance(&mut line);
         line.tell_heads();

@@ -18,8 +18,8 @@ struct Seen {
     bytes: u64,
 }
 
-fn settings(said: &[(&str, u64)]) -> Settings {
-    Settings::of(said.iter().copied()).expect("they go together")
+fn rates(said: &[(&str, u64)]) -> RateLimits {
+    RateLimits::of(said.iter().copied()).expect("they go together")
 }
 
 /// This many tasks, each of which sends one request after the other until the time is over. Returns how many
@@ -27,7 +27,7 @@ fn settings(said: &[(&str, u64)]) -> Settings {
 fn saturate(said: &[(&str, u64)], tasks: &[(Direction, u64)], seconds: u64) -> Vec<usize> {
     let world = World::new(1);
     let limits = Rc::new(Limits::new(world.clock()));
-    limits.set(settings(said));
+    limits.set(rates(said));
     let counts = Rc::new(RefCell::new(vec![0; tasks.len()]));
     let end = Duration::from_secs(seconds);
     world.run(async {
@@ -91,7 +91,7 @@ fn all_get_the_same_and_no_direction_starves() {
 fn new_limits_count_for_those_who_wait() {
     let world = World::new(3);
     let limits = Rc::new(Limits::new(world.clock()));
-    limits.set(settings(&[("iops-total", 1)]));
+    limits.set(rates(&[("iops-total", 1)]));
     world.run(async {
         let pass = |limits: Rc<Limits>| world.spawn(async move { limits.pass(Direction::Read, 1).await });
         for _ in 0..100 {
@@ -99,13 +99,13 @@ fn new_limits_count_for_those_who_wait() {
         }
         world.sleep(Duration::from_millis(10)).await;
         assert_eq!(limits.waiting(), 99);
-        limits.set(settings(&[("iops-total", 100)]));
+        limits.set(rates(&[("iops-total", 100)]));
         world.sleep(Duration::from_millis(1)).await;
         assert_eq!(limits.waiting(), 99 - 11);
-        assert_eq!(limits.settings(), settings(&[("iops-total", 100)]));
+        assert_eq!(limits.rates(), rates(&[("iops-total", 100)]));
         world.sleep(Duration::from_millis(500)).await;
         assert_eq!(limits.waiting(), 99 - 11 - 50);
-        limits.set(Settings::default());
+        limits.set(RateLimits::default());
         assert_eq!(limits.waiting(), 0);
         pass(limits.clone()).await;
     });
@@ -116,7 +116,7 @@ fn new_limits_count_for_those_who_wait() {
 fn who_goes_gives_up_its_place() {
     let world = World::new(4);
     let limits = Rc::new(Limits::new(world.clock()));
-    limits.set(settings(&[("iops-total", 1)]));
+    limits.set(rates(&[("iops-total", 1)]));
     world.run(async {
         for _ in 0..2 {
             limits.pass(Direction::Write, 1).await;
@@ -156,8 +156,8 @@ impl Level {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a model, in numbers far below 2^52")]
-fn model(settings: &Settings, kind: Kind) -> Vec<Level> {
-    let Some(rate) = settings.rate(kind) else { return Vec::new() };
+fn model(rates: &RateLimits, kind: Kind) -> Vec<Level> {
+    let Some(rate) = rates.rate(kind) else { return Vec::new() };
     let level = |rate: u64, capacity: f64| Level { rate: rate as f64, capacity, level: 0.0, at: 0.0 };
     match rate.max {
         None => vec![level(rate.average, rate.average as f64 / 10.0)],
@@ -192,11 +192,11 @@ fn requests_begin_when_the_model_says() {
         if random.one_in(3) {
             said.push(("iops-size".to_owned(), 8192));
         }
-        let settings =
-            Settings::of(said.iter().map(|(name, number)| (&name[..], *number))).expect("they go together");
+        let rates =
+            RateLimits::of(said.iter().map(|(name, number)| (&name[..], *number))).expect("they go together");
         let world = World::shuffled(seed);
         let limits = Rc::new(Limits::new(world.clock()));
-        limits.set(settings.clone());
+        limits.set(rates.clone());
         let seen = Rc::new(RefCell::new(Vec::new()));
         world.run(async {
             let mut tasks = Vec::new();
@@ -221,7 +221,7 @@ fn requests_begin_when_the_model_says() {
             }
         });
         let mut levels: Vec<(Kind, Vec<Level>)> =
-            Kind::ALL.into_iter().map(|kind| (kind, model(&settings, kind))).collect();
+            Kind::ALL.into_iter().map(|kind| (kind, model(&rates, kind))).collect();
         let mut last_of = [0.0f64; 2];
         // Those that began at one moment may stand in any order here; in time they stand as they began.
         for one in seen.take() {
@@ -237,7 +237,7 @@ fn requests_begin_when_the_model_says() {
             let off = began - ready;
             assert!(off.abs() < 2e-6, "seed {seed}, {said:?}: {one:?} began {off} s off");
             for (kind, levels) in levels.iter_mut().filter(|(kind, _)| kinds.contains(kind)) {
-                let units = settings.units(*kind, one.bytes).expect("bytes are moved");
+                let units = rates.units(*kind, one.bytes).expect("bytes are moved");
                 for level in levels {
                     level.leak(began);
                     level.level += units.number as f64 / units.of as f64;

@@ -70,21 +70,21 @@ impl Direction {
     }
 }
 
-/// The limits of a disk.
+/// The rate limits of a disk, as data.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Settings {
+pub struct RateLimits {
     rates: [Option<Rate>; 6],
     /// A request of more bytes than this counts as several; zero switches that off.
     iops_size: Option<u64>,
 }
 
-impl Settings {
+impl RateLimits {
     /// The limits that these names and numbers say. Those of bytes are in bytes, those of lengths in seconds.
     ///
     /// # Errors
     /// `Invalid` for an unknown or repeated name, and for limits that contradict each other.
     pub fn of<'a>(said: impl IntoIterator<Item = (&'a str, u64)>) -> Result<Self> {
-        let mut settings = Self::default();
+        let mut limits = Self::default();
         let mut bursts: [(Option<u64>, Option<u64>); 6] = Default::default();
         let mut seen = Vec::new();
         for (name, number) in said {
@@ -94,12 +94,12 @@ impl Settings {
             seen.push(name);
             let number = Some(number).filter(|number| *number > 0);
             if name == "iops-size" {
-                settings.iops_size = number;
+                limits.iops_size = number;
                 continue;
             }
             let by_name = |name: &str| Kind::ALL.iter().position(|kind| kind.name() == name);
             if let Some(kind) = by_name(name) {
-                settings.rates[kind] = number.map(Rate::of);
+                limits.rates[kind] = number.map(Rate::of);
             } else if let Some(kind) = name.strip_suffix("-max").and_then(by_name) {
                 bursts[kind].0 = number;
             } else if let Some(kind) = name.strip_suffix("-max-length").and_then(by_name) {
@@ -112,9 +112,9 @@ impl Settings {
             }
         }
         for (kind, (max, length)) in Kind::ALL.into_iter().zip(bursts) {
-            settings.set_burst(kind, max, length)?;
+            limits.set_burst(kind, max, length)?;
         }
-        settings.check()
+        limits.check()
     }
 
     fn set_burst(&mut self, kind: Kind, max: Option<u64>, length: Option<u64>) -> Result<()> {
@@ -200,15 +200,15 @@ mod tests {
             ("bps-write-max-length", 10),
             ("iops-size", 65_536),
         ];
-        let settings = Settings::of(said).expect("they go together");
+        let limits = RateLimits::of(said).expect("they go together");
         let rate = Rate { average: 50 << 20, max: Some(200 << 20), max_length: 10 };
-        assert_eq!(settings.rate(Kind::BpsWrite), Some(rate));
-        assert_eq!(settings.rate(Kind::IopsTotal), Some(Rate::of(1000)));
-        let told = settings.said();
+        assert_eq!(limits.rate(Kind::BpsWrite), Some(rate));
+        assert_eq!(limits.rate(Kind::IopsTotal), Some(Rate::of(1000)));
+        let told = limits.said();
         assert_eq!(told.iter().map(|(name, number)| (&name[..], *number)).collect::<Vec<_>>(), said);
-        assert_eq!(settings.units(Kind::IopsTotal, 4096), Some(Units { number: 65_536, of: 65_536 }));
-        assert_eq!(settings.units(Kind::BpsWrite, 0), None);
-        let none = Settings::of([("iops-total", 0), ("bps-read", 0)]).expect("zero is no limit");
+        assert_eq!(limits.units(Kind::IopsTotal, 4096), Some(Units { number: 65_536, of: 65_536 }));
+        assert_eq!(limits.units(Kind::BpsWrite, 0), None);
+        let none = RateLimits::of([("iops-total", 0), ("bps-read", 0)]).expect("zero is no limit");
         assert!(none.are_none() && none.said().is_empty());
     }
 
@@ -224,7 +224,7 @@ mod tests {
             (&[("bps-read", 1), ("bps-read-max-length", 2)], "must be given too"),
             (&[("bps-read", 10), ("bps-read-max", 9)], "less than"),
         ] {
-            let error = Settings::of(said.iter().copied()).expect_err("it is refused");
+            let error = RateLimits::of(said.iter().copied()).expect_err("it is refused");
             assert!(error.chain().contains(why), "{said:?}: {}", error.chain());
         }
     }

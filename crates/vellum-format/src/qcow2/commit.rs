@@ -186,7 +186,7 @@ impl Map for Qcow2 {
     }
 
     fn journal(&self) -> Option<&Journal> {
-        Self::journal(self).map(|journal| &**journal)
+        Self::journal(self).map(|journal| &journal.common)
     }
 
     fn seal_in_order(&self) -> Result<Option<Sealed>> {

@@ -277,7 +277,7 @@ impl Qcow2 {
 
     /// A page of metadata as of its last commit.
     async fn read_metadata(&self, place: ImageSpan) -> Result<Arc<[u8]>> {
-        if let Some(kept) = self.journal().and_then(|journal| journal.kept(place.start())) {
+        if let Some(kept) = self.journal().and_then(|journal| journal.common.kept(place.start())) {
             return Ok(kept);
         }
         let len = usize::try_from(place.len()).expect("a page is small");
@@ -356,7 +356,7 @@ impl Qcow2 {
                     self.list_dirty(page);
                 }
                 if let Some(journal) = self.journal() {
-                    journal.add_words(bytes);
+                    journal.common.add_words(bytes);
                 }
             };
             match page.update(slot.index, change, note) {
@@ -452,9 +452,9 @@ impl Qcow2 {
             let _shared = self.shared();
             if let Some(journal) = self.journal() {
                 journal.settle(ImageCluster::new(run.first));
-                journal.add_checks(&checks);
+                journal.common.add_checks(&checks);
                 if old.bytes() == 0 {
-                    journal.add_zeros(table);
+                    journal.common.add_zeros(table);
                 }
             }
             let mut dirty = lock(&self.l1.dirty);
@@ -600,7 +600,7 @@ impl Qcow2 {
     /// is more to look through.
     pub(crate) async fn look_for_space(&self) -> bool {
         let Some(refcounts) = &self.refcounts else { return false };
-        let is_newer = |at| self.journal().is_some_and(|journal| journal.kept(at).is_some());
+        let is_newer = |at| self.journal().is_some_and(|journal| journal.common.kept(at).is_some());
         let Some(look) = lock(refcounts).begin_look(is_newer) else {
             yield_now().await; // another task may be looking
             return lock(refcounts).is_searched();

@@ -179,7 +179,7 @@ impl Qcow2 {
             _ => None,
         };
         let data: SharedStorage = match &journal {
-            Some(journal) => Arc::new(Overlaid { image: data, full: journal.full.clone() }),
+            Some(journal) => Arc::new(Overlaid { image: data, full: journal.common.full.clone() }),
             None => data,
         };
         let decompressor = Decompressor::new(data.clone(), header.compression(), cluster, options.offload);

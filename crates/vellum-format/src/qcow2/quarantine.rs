@@ -238,8 +238,8 @@ impl Qcow2 {
     async fn is_out_of_records(&self, span: ImageSpan, pace: Pace) -> Result<bool> {
         let Some(journal) = self.journal() else { return Ok(true) };
         let wide = self.cluster.widen(span);
-        while journal.full.has(wide) && !sabotage::is(Bug::GivenBackInRecords) {
-            journal.want_relief();
+        while journal.common.full.has(wide) && !sabotage::is(Bug::GivenBackInRecords) {
+            journal.common.want_relief();
             if pace == Pace::Later {
                 return Ok(false);
             }

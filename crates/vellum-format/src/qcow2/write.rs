@@ -89,7 +89,7 @@ impl Qcow2 {
         self.begin_change().await?;
         self.give_back_if_due().await?;
         let mut rest = span;
-        let fresh_max = self.journal().map_or(u64::MAX, |journal| journal.fresh_bytes_max());
+        let fresh_max = self.journal().map_or(u64::MAX, |journal| journal.common.fresh_bytes_max());
         let at_once = self.cluster.round_up(fresh_max.min(CLUSTERS_AT_ONCE << self.cluster.shift()));
         while !rest.is_empty() {
             let (now, later) = rest.split_between_blocks(at_once);
@@ -186,7 +186,7 @@ impl Qcow2 {
     /// Overwrites bytes of the disk in place.
     async fn write_in_place(&self, at: ImageOffset, data: Buffer) -> Result<()> {
         let Some(journal) = self.journal() else { return self.data.write(at, data).await };
-        journal.write_in_place(&self.data, at, data, async || self.commit().await).await
+        journal.common.write_in_place(&self.data, at, data, async || self.commit().await).await
     }
 
     /// Writes clusters of which some must be allocated. Takes the data out of the buffer when all clusters
@@ -408,7 +408,7 @@ impl Qcow2 {
     /// Reads the fill of the clusters, and writes it together with the guest's bytes.
     async fn transfer(&self, steps: &mut [Step<'_>], data: &mut Buffer) -> Result<()> {
         // Bulk data is not checked: the data of the open transaction is flushed before its record.
-        let is_checked = self.journal().is_some_and(|journal| !journal.is_fenced());
+        let is_checked = self.journal().is_some_and(|journal| !journal.common.is_fenced());
         if is_checked {
             // The record holds checksums of the bytes in fresh units, so the bytes must not change any more.
             *data = unchanging(std::mem::take(data));
@@ -478,7 +478,7 @@ impl Qcow2 {
     ) {
         let span = at.span(data.len() as u64);
         let journal = self.journal().filter(|_| !sabotage::is(Bug::FilledOverUnproven));
-        let Some(journal) = journal.filter(|journal| journal.must_wait(span)) else {
+        let Some(journal) = journal.filter(|journal| journal.common.must_wait(span)) else {
             return parts.push(self.data.write(at, data));
         };
         let is_fresh = self.fresh_at(steps);
@@ -494,7 +494,10 @@ impl Qcow2 {
             parts.push(match fresh {
                 false => Box::pin(self.write_in_place(place, part)),
                 true => Box::pin(async move {
-                    journal.make_way(place.span(part.len() as u64), async || self.commit().await).await?;
+                    journal
+                        .common
+                        .make_way(place.span(part.len() as u64), async || self.commit().await)
+                        .await?;
                     self.data.write(place, part).await
                 }),
             });
@@ -556,8 +559,8 @@ impl Qcow2 {
             if let Some(journal) = self.journal() {
                 match step.is_unchecked {
                     true if sabotage::is(Bug::UncheckedNotFenced) => {}
-                    true => journal.fence(),
-                    false => journal.add_checks(&step.checks),
+                    true => journal.common.fence(),
+                    false => journal.common.add_checks(&step.checks),
                 }
                 // The first of the writers that share the place publishes it.
                 if !matches!(before, ClusterState::Plain(units) if units.host == Some(host)) {

@@ -28,7 +28,7 @@ use crate::state::lock;
 impl Qcow2 {
     /// The journal, if this image is being written with one.
     pub(crate) fn journal(&self) -> Option<&Journal> {
-        self.journal.as_ref().filter(|journal| journal.is_on())
+        self.journal.as_ref().filter(|journal| journal.common.is_on())
     }
 
     /// Begins the journal, before the first change. Returns whether it did: without a good place for it, or
@@ -92,7 +92,7 @@ impl Qcow2 {
             let (extension, _) = header.journal.expect("there is a journal because the header has one");
             extension.generation.wrapping_add(u64::from(!sabotage::is(Bug::OldRunKept)))
         };
-        let key = journal.new_key()?;
+        let key = journal.common.new_key()?;
         let prealloc = lock(&self.header).prealloc();
         let extension = Extension { wanted_bytes: journal.wanted_bytes, run, generation, key, prealloc };
         self.change_header(|header| {
@@ -102,13 +102,13 @@ impl Qcow2 {
         })
         .await?;
         self.flush_storage().await?; // commit point: a crash from here on is recovered with the journal
-        journal.begin(generation, key, run);
+        journal.common.begin(generation, key, run);
         Ok(())
     }
 
     /// Clears the bit, at the clean close. Everything is committed, given back and home.
     pub(crate) async fn clear_journal_bit(&self, journal: &Journal) -> Result<()> {
-        let run = journal.run().expect("it has begun");
+        let run = journal.common.run().expect("it has begun");
         // Prepared space is cut off while the bit still asks for a recovery.
         self.cut_to_end(run).await?;
         self.change_header(|header| {
@@ -121,7 +121,7 @@ impl Qcow2 {
 
     /// The bit is cleared, durably. Gives back the run, and what the file has behind the clusters in use.
     pub(crate) async fn give_back_run_of(&self, journal: &Journal) -> Result<()> {
-        let run = journal.run().expect("it has begun");
+        let run = journal.common.run().expect("it has begun");
         self.cut_to_end(ImageOffset::ZERO.span(0)).await?;
         self.punch(run).await;
         Ok(())

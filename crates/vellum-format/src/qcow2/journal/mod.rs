@@ -1,4 +1,4 @@
-//! The journal of a qcow2 image: the shared one (`crate::journal`), and the owed refcounts.
+//! The journal of a qcow2 image: the common one (`crate::journal`), and the owed refcounts.
 //!
 //! A cluster that is reserved or freed, and not yet settled, has a refcount higher than the mapping explains:
 //! it is *owed*. A record lists these clusters, and recovery lowers their refcounts, so a crash leaks
@@ -14,7 +14,6 @@ mod oversized;
 pub(crate) mod recover;
 
 use std::collections::BTreeMap;
-use std::ops::Deref;
 use std::sync::Mutex;
 
 use vellum_core::{BlockSize, ImageCluster, ImageSpan};
@@ -30,7 +29,8 @@ const OWED_BYTES: u64 = 24;
 
 /// The journal of a qcow2 image that is open for writing.
 pub(crate) struct Journal {
-    shared: crate::journal::Journal,
+    /// What it has in common with the journal of any format.
+    pub(crate) common: crate::journal::Journal,
     wanted_bytes: u64,
     owed: Mutex<Owed>,
 }
@@ -71,17 +71,9 @@ impl Owed {
     }
 }
 
-impl Deref for Journal {
-    type Target = crate::journal::Journal;
-
-    fn deref(&self) -> &Self::Target {
-        &self.shared
-    }
-}
-
 impl Journal {
     pub(crate) fn new(wanted_bytes: u64, key: Option<u128>) -> Self {
-        Self { shared: crate::journal::Journal::new(key), wanted_bytes, owed: Mutex::default() }
+        Self { common: crate::journal::Journal::new(key), wanted_bytes, owed: Mutex::default() }
     }
 
     /// Records that the refcounts of these clusters are higher than the published mapping explains.
@@ -103,7 +95,7 @@ impl Journal {
     pub(crate) fn freed(&self, span: ImageSpan, cluster: BlockSize) {
         let wide = cluster.widen(span);
         self.owe(cluster.cluster_of(wide.start()).index(), cluster.count_for(wide.len()));
-        self.forget_checks(wide);
+        self.common.forget_checks(wide);
     }
 
     /// The items that list the owed clusters.
@@ -118,7 +110,7 @@ impl Journal {
     /// record.
     pub(crate) fn fills_a_record(&self, refcounts: u64) -> bool {
         let owed = lock(&self.owed).runs * OWED_BYTES;
-        self.shared.has_large_record(refcounts + owed)
+        self.common.has_large_record(refcounts + owed)
     }
 }
 

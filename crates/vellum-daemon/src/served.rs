@@ -533,16 +533,17 @@ impl Served {
     pub(crate) async fn snapshot_create(&self, name: &str) -> Result<u32> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let top = self.top().await?;
-        kept(&top, "created")?.create(name, now).await
+        kept(top.member(), "created")?.create(name, now).await
     }
 
     /// All snapshots, in the order in which they were made.
     pub(crate) async fn snapshot_list(&self) -> Result<Vec<SnapshotFacts>> {
-        let top = self.top().await?;
+        let held = self.top().await?;
+        let top = held.member();
         let all = match &top.snapshots {
             Some(snapshots) if self.disk_is_written() => snapshots.list()?,
             _ => match top.head.kind().format().snapshot_support() {
-                SnapshotSupport::None => return Err(none_in(&top)),
+                SnapshotSupport::None => return Err(none_in(top)),
                 _ => top.head.snapshots(&top.storage, Some(&top.storage)).await?,
             },
         };
@@ -552,7 +553,7 @@ impl Served {
     /// Deletes a snapshot.
     pub(crate) async fn snapshot_delete(&self, wanted: &str) -> Result<()> {
         let top = self.top().await?;
-        kept(&top, "deleted")?.delete(wanted).await
+        kept(top.member(), "deleted")?.delete(wanted).await
     }
 
     /// Restores the disk from a snapshot. No client may be connected; a client that comes meanwhile finds no
@@ -595,7 +596,7 @@ impl Served {
     fn written(&self) -> Option<Top<'_>> {
         // This does not wait: while the disk is being restored from a snapshot there is none.
         let top = Top::of(self.chain.try_read()?)?;
-        (top.snapshots.is_some() && self.disk_is_written()).then_some(top)
+        (top.member().snapshots.is_some() && self.disk_is_written()).then_some(top)
     }
 }
 
@@ -671,12 +672,8 @@ impl<'a> Top<'a> {
     fn of(chain: RwLockReadGuard<'a, Option<Chain>>) -> Option<Self> {
         chain.is_some().then_some(Self(chain))
     }
-}
 
-impl std::ops::Deref for Top<'_> {
-    type Target = Member;
-
-    fn deref(&self) -> &Member {
+    fn member(&self) -> &Member {
         &self.0.as_ref().expect("it was looked at").members[0]
     }
 }
@@ -709,7 +706,7 @@ impl OnDemand for SnapshotExports {
         let mut names = Vec::new();
         for served in self.0.all() {
             let Some(top) = served.written() else { continue };
-            let Some(snapshots) = &top.snapshots else { continue };
+            let Some(snapshots) = &top.member().snapshots else { continue };
             // One of a layout without snapshots has none.
             let Ok(snapshots) = snapshots.list() else { continue };
             for name in &served.offered() {
@@ -728,7 +725,7 @@ impl OnDemand for SnapshotExports {
                 };
                 // Held until the snapshot is open: a task that exchanges the disk checks for open snapshots.
                 let Some(top) = served.written() else { continue };
-                let Some(snapshots) = &top.snapshots else { continue };
+                let Some(snapshots) = &top.member().snapshots else { continue };
                 // A disk without snapshots is not the one that is meant.
                 let Ok(Some(id)) = snapshots.named(wanted) else { continue };
                 let Ok(disk) = snapshots.clone().open(id) else { continue };

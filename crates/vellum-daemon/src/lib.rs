@@ -5,8 +5,9 @@
 //! result. Nothing here prints.
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening images), [`create`] (making
-//! them), [`inspect`] (reporting on them), [`closed`] (changing them while no server uses them), [`mod@copy`]
-//! (whole disks: copied, compared), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
+//! them), [`inspect`] (reporting on them), [`mod@map`] (where their data is), [`closed`] (changing them while
+//! no server uses them), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image),
+//! [`signals`] (that end such work), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
 //! its start to its end), `door` (accepting NBD clients), `tls`, `rights` (of sockets), `served` (its disks
 //! and their snapshots), `meter` (measuring their requests), `metrics` (the figures for Prometheus), `vhost`
 //! (its sockets for virtual machines), `fuse` (its files), `ublk` (its block devices), `lookers` (the front
@@ -19,6 +20,7 @@
 pub mod closed;
 mod contained;
 pub mod control;
+pub mod convert;
 pub mod copy;
 pub mod create;
 mod door;
@@ -28,6 +30,7 @@ pub mod host;
 pub mod image;
 pub mod inspect;
 mod lookers;
+pub mod map;
 mod meter;
 mod metrics;
 mod notify;
@@ -36,6 +39,7 @@ mod seats;
 pub mod serve;
 mod served;
 mod server;
+pub mod signals;
 pub mod spec;
 pub mod stats;
 pub mod template;

@@ -1,4 +1,4 @@
-//! Long work: how far it is, and Ctrl-C that ends it in good order.
+//! How far long work is, as it is shown.
 //!
 //! ```text
 //!   a terminal watches      a bar on stderr, wanted or not
@@ -8,18 +8,15 @@
 //! ```
 
 use std::cell::Cell;
-use std::future::pending;
 use std::io::IsTerminal;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
-use futures_lite::future::or;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use signal_hook::consts::SIGUSR1;
-use vellum_core::{Error, ErrorKind, Result};
-use vellum_io::{Signal, Signals, Task, spawn_local};
+use vellum_daemon::signals::ProgressRequests;
 
 use crate::args::OutputFormat;
 use crate::output::{complain, say, say_piece};
@@ -46,7 +43,7 @@ pub(crate) struct Wish {
 /// How far the work is, shown as it goes on.
 pub(crate) struct Progress {
     state: Rc<State>,
-    _requests: Option<Task<()>>,
+    _requests: Option<ProgressRequests>,
 }
 
 struct State {
@@ -79,7 +76,8 @@ impl Progress {
         };
         let state = Rc::new(State { total, done: Cell::new(0), printed: Cell::new(0), shown });
         state.print(0);
-        Self { _requests: state.clone().answer_requests().ok(), state }
+        let asked = state.clone();
+        Self { _requests: ProgressRequests::new(move || asked.complain()).ok(), state }
     }
 
     pub(crate) fn set(&self, bytes: u64) {
@@ -135,59 +133,17 @@ impl State {
         }
     }
 
-    /// Says how far the work is whenever SIGUSR1 comes.
-    fn answer_requests(self: Rc<Self>) -> Result<Task<()>> {
-        let mut signals = Signals::new(&[Signal::User1])?;
-        Ok(spawn_local(async move {
-            while signals.next().await.is_ok() {
-                let line = format!("    ({}/100%)", percent(self.part()));
-                match &self.shown {
-                    Shown::Bar(bar) => bar.suspend(|| complain(&line)),
-                    _ => complain(&line),
-                }
-            }
-        }))
+    /// Says how far the work is, on stderr.
+    fn complain(&self) {
+        let line = format!("    ({}/100%)", percent(self.part()));
+        match &self.shown {
+            Shown::Bar(bar) => bar.suspend(|| complain(&line)),
+            _ => complain(&line),
+        }
     }
 }
 
 /// Hundredths of a percent, as a number with two digits behind its point.
 fn percent(part: u64) -> String {
     format!("{}.{:02}", part / 100, part % 100)
-}
-
-/// Whether SIGINT or SIGTERM came, from when it was made on.
-pub(crate) struct Stop {
-    /// For work that looks at it between its pieces.
-    pub(crate) flag: Arc<AtomicBool>,
-    watch: Task<()>,
-}
-
-impl Stop {
-    /// Must be called on a worker.
-    pub(crate) fn new() -> Result<Self> {
-        let flag = Arc::new(AtomicBool::new(false));
-        let mut signals = Signals::new(&[Signal::Interrupt, Signal::Terminate])?;
-        let told = flag.clone();
-        let watch = spawn_local(async move {
-            if signals.next().await.is_ok() {
-                told.store(true, Ordering::Relaxed);
-            } else {
-                pending::<()>().await;
-            }
-        });
-        Ok(Self { flag, watch })
-    }
-
-    /// Does work that looks at nothing; it is dropped where it is, with `Closed`, when one of the signals comes.
-    pub(crate) async fn or_stopped<T>(&mut self, work: impl Future<Output = Result<T>>) -> Result<T> {
-        let stopped = || Error::new(ErrorKind::Closed, "stopped by a signal");
-        if self.flag.load(Ordering::Relaxed) {
-            return Err(stopped());
-        }
-        or(work, async {
-            (&mut self.watch).await;
-            Err(stopped())
-        })
-        .await
-    }
 }

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use serde_json::json;
 use vellum_core::{ErrorKind, Result};
 use vellum_daemon::copy::{Comparison, compare};
+use vellum_daemon::signals::Stop;
 use vellum_daemon::{ImageOptions, open_image};
 use vellum_format::FormatKind;
 use vellum_io::{IoMode, run as run_worker};
@@ -14,7 +15,7 @@ use super::{Outcome, or_share, with_code};
 use crate::args::{OutputFormat, parse_format};
 use crate::config::allowed;
 use crate::output::{say, say_json, say_json_line};
-use crate::progress::{Progress, Stop, Wish};
+use crate::progress::{Progress, Wish};
 
 /// Compare the contents of two disks
 ///

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use clap::Subcommand;
 use serde_json::json;
 use vellum_core::{ErrorKind, Result};
+use vellum_daemon::signals::Stop;
 use vellum_daemon::template::{list_path, prepare};
 use vellum_format::zeros::Zeros;
 use vellum_io::{IoMode, run as run_worker};
@@ -13,7 +14,7 @@ use vellum_io::{IoMode, run as run_worker};
 use super::{Failure, Outcome, with_code};
 use crate::args::{OutputFormat, ReadArgs};
 use crate::output::{human_bytes, say, say_json};
-use crate::progress::{Progress, Stop, Wish};
+use crate::progress::{Progress, Wish};
 
 /// Prepare a template for the images that are created over it
 #[derive(clap::Args)]

@@ -1,0 +1,255 @@
+//! Converting a disk: a copy of it in a new image, which gets its name when it is complete, or in one that is
+//! there.
+//!
+//! ```text
+//!   a new image        created under a temporary name ► filled ► renamed to the target       (a draft)
+//!   one in place       a device, several hard links, a directory that cannot be written ► filled where it is
+//!   an existing one    opened ► filled where it is
+//! ```
+//!
+//! What a conversion that fails leaves behind is never taken for a whole image: a draft is removed, a new file
+//! in place is emptied. The error says which, and what is left.
+
+use std::cell::Cell;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use vellum_core::{Error, ErrorKind, Result, SharedDisk};
+use vellum_format::{FormatKind, native, qcow2};
+use vellum_io::Draft;
+use vellum_layer::{Chain, Gate};
+
+use crate::copy::{CopyOptions, copy};
+use crate::create::{CreateTarget, create_native, create_qcow2, create_raw};
+use crate::image::{ImageOptions, open_image};
+use crate::signals::Stop;
+
+/// What a disk is converted into, and how.
+#[derive(Debug, Clone)]
+pub struct Conversion {
+    /// The image that gets the copy.
+    pub target: PathBuf,
+    /// Its format.
+    pub format: FormatKind,
+    /// The options of a new qcow2 image; of a raw one its preallocation.
+    pub qcow2: qcow2::CreateOptions,
+    /// The options of a new image of the native format.
+    pub native: native::CreateOptions,
+    /// The target exists already and is filled.
+    pub fills_existing: bool,
+    /// An existing target reads as zero already.
+    pub target_is_zero: bool,
+    /// Data files that an existing target may have and write, because the user named them.
+    pub data_files: Vec<PathBuf>,
+    /// Where references of the target may lead, besides its own directory.
+    pub allow_dirs: Vec<PathBuf>,
+    /// Past the page cache.
+    pub direct: bool,
+    /// Pieces in flight at once, at least one.
+    pub pieces_at_once: usize,
+    /// Runs of zeros at least this long are not written; zero writes everything, holes too.
+    pub sparse_bytes: u64,
+    /// Pieces may be written in any order.
+    pub out_of_order: bool,
+}
+
+/// How far a conversion is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// The target is open, and this many bytes are to be copied.
+    Begins(u64),
+    /// This many have been copied.
+    Copied(u64),
+    /// No more will be copied: all are, or the copy has failed.
+    Ends,
+}
+
+/// Converts an open disk, and closes it. `progress` gets each step. Must be called on a worker.
+///
+/// # Errors
+/// The errors of both disks and of creating the new one, and what is left of it; `Closed` when it was stopped.
+pub async fn convert(
+    source: Chain,
+    conversion: &Conversion,
+    stop: &mut Stop,
+    progress: &dyn Fn(Step),
+) -> Result<()> {
+    let size = source.disk().geometry().size;
+    let draft = if conversion.fills_existing { None } else { Draft::begin(&conversion.target).await? };
+    let copying = Copying { how: conversion, draft: draft.as_ref(), has_begun: Cell::new(false), progress };
+    let data_file = DataFile::of(&copying)?;
+    let copied = copying.make_and_fill(source.disk(), size, stop).await;
+    let copied = copied.and(source.close().await);
+    let has_begun = copying.has_begun.get();
+    let done = match (copied, draft) {
+        (Ok(()), Some(draft)) => {
+            let replaces = draft.replaces();
+            draft.publish().await.map_err(|error| error.context(removed(conversion, replaces)))
+        }
+        (Ok(()), None) => Ok(()),
+        (Err(error), Some(draft)) => {
+            let left = give_up_draft(conversion, draft, error.kind());
+            Err(error.context(left))
+        }
+        (Err(error), None) if has_begun => {
+            let left = give_up_in_place(conversion);
+            Err(error.context(left))
+        }
+        (Err(error), None) => Err(error),
+    };
+    done.map_err(|error| match data_file.filter(|_| has_begun) {
+        Some(data_file) => data_file.give_up(error),
+        None => error,
+    })
+}
+
+/// One conversion, once the source is open.
+struct Copying<'a> {
+    how: &'a Conversion,
+    /// The file that gets the target's name when it is complete. Without one the target is filled in place.
+    draft: Option<&'a Draft>,
+    /// Whether the target, or a data file, may have been changed.
+    has_begun: Cell<bool>,
+    progress: &'a dyn Fn(Step),
+}
+
+impl Copying<'_> {
+    fn path(&self) -> &Path {
+        self.draft.map_or(&self.how.target, Draft::path)
+    }
+
+    async fn make_and_fill(&self, source: &SharedDisk, size: u64, stop: &mut Stop) -> Result<()> {
+        if !self.how.fills_existing {
+            let made = stop.or_stopped(self.make(size)).await;
+            // With other errors it was not opened, or is a device too small.
+            let is_device = !self.path().metadata().is_ok_and(|facts| facts.is_file());
+            self.has_begun.set(match made.as_ref().map_err(Error::kind) {
+                Ok(()) | Err(ErrorKind::Closed | ErrorKind::Io) => true,
+                Err(ErrorKind::NoSpace) => !is_device,
+                Err(_) => false,
+            });
+            made?;
+        }
+        self.fill(source, size, stop).await
+    }
+
+    /// Where the data file of a new image is, if it has one. The user named it.
+    fn new_data_file(&self) -> Result<Option<PathBuf>> {
+        let name = self.how.qcow2.data_file.as_ref().filter(|_| !self.how.fills_existing);
+        name.map(|name| Gate::resolve(self.path(), name)).transpose()
+    }
+
+    async fn make(&self, size: u64) -> Result<()> {
+        let target = CreateTarget {
+            path: self.path().to_owned(),
+            size: Some(size),
+            backing: None,
+            trust_backing: true,
+            allow_dirs: Vec::new(),
+        };
+        match self.how.format {
+            FormatKind::Raw => create_raw(self.path(), size, self.how.qcow2.preallocation).await,
+            FormatKind::Qcow2 => create_qcow2(&target, self.how.qcow2.clone()).await.map(drop),
+            FormatKind::Native => create_native(&target, self.how.native.clone()).await.map(drop),
+        }
+    }
+
+    async fn fill(&self, source: &SharedDisk, size: u64, stop: &Stop) -> Result<()> {
+        let how = self.how;
+        let options = ImageOptions {
+            format: Some(how.format),
+            direct: how.direct,
+            allow_dirs: how.allow_dirs.clone(),
+            data_files: how.data_files.iter().cloned().chain(self.new_data_file()?).collect(),
+            ..ImageOptions::default()
+        };
+        let target = open_image(self.path(), &options).await?;
+        let room = target.disk().geometry().size;
+        if room < size {
+            target.close().await?;
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                format!("{} has {room} bytes, but the source has {size}", how.target.display()),
+            ));
+        }
+        (self.progress)(Step::Begins(size));
+        let is_fresh = !how.fills_existing && !target.members[0].storage.limits().fixed_len;
+        let copying = CopyOptions {
+            pieces_at_once: how.pieces_at_once,
+            sparse_bytes: how.sparse_bytes,
+            target_is_zero: is_fresh || how.target_is_zero,
+            out_of_order: how.out_of_order,
+            stop: &stop.flag,
+        };
+        self.has_begun.set(true);
+        let copied = |bytes| (self.progress)(Step::Copied(bytes));
+        let result = copy(source, target.disk(), copying, &copied).await;
+        (self.progress)(Step::Ends);
+        // Closed in any case; the first error is reported.
+        let closed = target.close().await;
+        result.and(closed)
+    }
+}
+
+/// Removes a draft; says what is under the target's name.
+fn give_up_draft(how: &Conversion, draft: Draft, why: ErrorKind) -> String {
+    let (path, replaces) = (draft.path().to_owned(), draft.replaces());
+    if let Err(error) = draft.discard() {
+        return format!("the unfinished copy {} cannot be removed ({error}): delete it", path.display());
+    }
+    let mut left = removed(how, replaces);
+    if replaces && why == ErrorKind::NoSpace {
+        left += "; there must be room for both until the copy is complete, or delete the old one first";
+    }
+    left
+}
+
+fn removed(how: &Conversion, replaces: bool) -> String {
+    let target = how.target.display();
+    match replaces {
+        true => format!("{target} is unchanged, the unfinished copy was removed"),
+        false => format!("{target} was not created, the unfinished copy was removed"),
+    }
+}
+
+/// Empties a new file that was filled in place, so that it is not taken for a whole image; says what is left.
+fn give_up_in_place(how: &Conversion) -> String {
+    let target = how.target.display();
+    let part = format!("{target} contains only part of the copy and must be filled again before it is used");
+    let is_file = how.target.metadata().is_ok_and(|facts| facts.is_file());
+    if how.fills_existing || !is_file {
+        return part;
+    }
+    match std::fs::OpenOptions::new().write(true).truncate(true).open(&how.target) {
+        Ok(_) => format!("{target} was emptied because the copy is incomplete"),
+        Err(error) => format!("{part}; it cannot be emptied ({error})"),
+    }
+}
+
+/// The data file of a new image: filled under its own name, as it stands in the image.
+struct DataFile {
+    path: PathBuf,
+    existed: bool,
+}
+
+impl DataFile {
+    fn of(copying: &Copying<'_>) -> Result<Option<Self>> {
+        let path = copying.new_data_file()?;
+        Ok(path.map(|path| Self { existed: path.exists(), path }))
+    }
+
+    fn give_up(self, error: Error) -> Error {
+        if !self.existed && std::fs::remove_file(&self.path).is_ok() {
+            return error;
+        }
+        error.context(format!("{} contains only part of the copy's data: delete it", self.path.display()))
+    }
+}
+
+/// Whether both names lead to one file or device.
+pub fn same_file(a: &Path, b: &Path) -> bool {
+    let (Ok(a), Ok(b)) = (a.metadata(), b.metadata()) else { return false };
+    let same_device =
+        a.file_type().is_block_device() && b.file_type().is_block_device() && a.rdev() == b.rdev();
+    (a.dev(), a.ino()) == (b.dev(), b.ino()) || same_device
+}

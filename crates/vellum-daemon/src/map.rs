@@ -1,0 +1,131 @@
+//! The map of a disk: which part of it is stored in which image of its chain, and at which offset.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use serde::Serialize;
+use vellum_core::{GuestOffset, GuestSpan, MergedExtent, Place, Result, SharedStorage, map_merged};
+use vellum_format::FormatKind;
+use vellum_layer::Chain;
+
+use crate::image::{ImageOptions, open_image};
+
+/// One extent, with the names that `qemu-img map --output=json` uses.
+#[derive(Debug, Clone, Serialize)]
+pub struct MapRow {
+    /// Where it begins in the disk.
+    pub start: u64,
+    /// How many bytes it has.
+    pub length: u64,
+    /// The image that has it: 0 is the top one.
+    pub depth: usize,
+    /// Whether an image of the chain records anything about it.
+    pub present: bool,
+    /// Whether it reads as zero.
+    pub zero: bool,
+    /// Whether it has bytes in a file.
+    pub data: bool,
+    /// Whether these are compressed.
+    pub compressed: bool,
+    /// Where it begins in the file, if it has a place of its own there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub offset: Option<u64>,
+    /// The file that has it: its name as it was requested, or as it is in the image above.
+    #[serde(skip)]
+    pub file: Option<String>,
+}
+
+/// Maps the disk of an image from `start` on, `len_max` bytes at most, or its snapshot that the options name.
+/// Must be called on a worker.
+///
+/// # Errors
+/// Those of [`open_image`], and the errors of reading the mapping.
+pub async fn map(
+    path: &Path,
+    options: &ImageOptions,
+    start: u64,
+    len_max: Option<u64>,
+) -> Result<Vec<MapRow>> {
+    let chain = open_image(path, options).await?;
+    let size = chain.disk().geometry().size;
+    let start = start.min(size);
+    let len = len_max.unwrap_or(u64::MAX).min(size - start);
+    let mut rest = GuestOffset::new(start).span(len);
+    let mut rows: Vec<MapRow> = Vec::new();
+    while !rest.is_empty() {
+        for extent in map_merged(chain.disk(), rest).await? {
+            rest = GuestSpan::between(extent.span.end(), rest.end());
+            for part in at_the_end_of_its_disk(&chain, extent) {
+                push(&mut rows, row(&chain, part));
+            }
+        }
+    }
+    chain.close().await?;
+    Ok(rows)
+}
+
+/// Cuts an extent where the disk that answered ends. No image has anything behind that, and as with
+/// `qemu-img` the part belongs to the longer disk above.
+fn at_the_end_of_its_disk(chain: &Chain, extent: MergedExtent) -> impl Iterator<Item = MergedExtent> {
+    let size = chain.members[extent.depth].disk.geometry().size;
+    let (inside, outside) = extent.span.split_at(size.saturating_sub(extent.span.start().bytes()));
+    let behind = MergedExtent { span: outside, place: Place::Below, depth: extent.depth.saturating_sub(1) };
+    [MergedExtent { span: inside, ..extent }, behind].into_iter().filter(|part| !part.span.is_empty())
+}
+
+fn row(chain: &Chain, extent: MergedExtent) -> MapRow {
+    let (start, length) = (extent.span.start().bytes(), extent.span.len());
+    let plain = MapRow {
+        start,
+        length,
+        depth: extent.depth,
+        present: true,
+        zero: false,
+        data: true,
+        compressed: false,
+        offset: None,
+        file: None,
+    };
+    match extent.place {
+        Place::Data { storage, at } => {
+            MapRow { offset: Some(at.bytes()), file: Some(name(chain, extent.depth, &storage)), ..plain }
+        }
+        Place::Compressed => MapRow { compressed: true, ..plain },
+        // What no image of the chain has is not present; zeros that an image recorded are.
+        Place::Below => MapRow { present: false, zero: true, data: false, ..plain },
+        Place::Zero { .. } => {
+            // A hole of a raw disk lies where it would have its bytes.
+            let is_raw = chain.members[extent.depth].head.kind() == FormatKind::Raw;
+            MapRow { zero: true, data: false, offset: is_raw.then_some(start), ..plain }
+        }
+    }
+}
+
+/// The name of the file as it was requested, or as it is in the image above.
+fn name(chain: &Chain, depth: usize, storage: &SharedStorage) -> String {
+    let member = &chain.members[depth];
+    match &member.data_file {
+        Some((path, file)) if file.name() == storage.name() || Arc::ptr_eq(file, storage) => {
+            path.display().to_string()
+        }
+        _ => member.path.strip_prefix("./").unwrap_or(&member.path).display().to_string(),
+    }
+}
+
+/// Adds a row, or extends the last one where both are one extent.
+fn push(rows: &mut Vec<MapRow>, next: MapRow) {
+    if let Some(last) = rows.last_mut() {
+        let same = (last.depth, last.present, last.zero, last.data, last.compressed)
+            == (next.depth, next.present, next.zero, next.data, next.compressed);
+        let follows = match (last.offset, next.offset) {
+            (Some(at), Some(next)) => at + last.length == next,
+            (None, None) => true,
+            _ => false,
+        };
+        if same && follows && last.file == next.file && last.start + last.length == next.start {
+            last.length += next.length;
+            return;
+        }
+    }
+    rows.push(next);
+}

@@ -1,0 +1,73 @@
+//! Signals that long work responds to: those that end it in good order, and the one that asks for its progress.
+
+use std::future::pending;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use futures_lite::future::or;
+use vellum_core::{Error, ErrorKind, Result};
+use vellum_io::{Signal, Signals, Task, spawn_local};
+
+/// Whether SIGINT or SIGTERM has arrived since this was made.
+pub struct Stop {
+    /// For work that checks it between its pieces.
+    pub flag: Arc<AtomicBool>,
+    watch: Task<()>,
+}
+
+impl Stop {
+    /// From now on these signals have no other effect. Must be called on a worker.
+    ///
+    /// # Errors
+    /// When the signals cannot be watched.
+    pub fn new() -> Result<Self> {
+        let flag = Arc::new(AtomicBool::new(false));
+        let mut signals = Signals::new(&[Signal::Interrupt, Signal::Terminate])?;
+        let raised = flag.clone();
+        let watch = spawn_local(async move {
+            if signals.next().await.is_ok() {
+                raised.store(true, Ordering::Relaxed);
+            } else {
+                pending::<()>().await;
+            }
+        });
+        Ok(Self { flag, watch })
+    }
+
+    /// Does work that checks nothing. When one of the signals arrives, the work is dropped where it is.
+    ///
+    /// # Errors
+    /// Those of the work; `Closed` when it was stopped.
+    pub async fn or_stopped<T>(&mut self, work: impl Future<Output = Result<T>>) -> Result<T> {
+        let stopped = || Error::new(ErrorKind::Closed, "stopped by a signal");
+        if self.flag.load(Ordering::Relaxed) {
+            return Err(stopped());
+        }
+        or(work, async {
+            (&mut self.watch).await;
+            Err(stopped())
+        })
+        .await
+    }
+}
+
+/// Responds to SIGUSR1, which asks how far the work is, until it is dropped.
+pub struct ProgressRequests {
+    _task: Task<()>,
+}
+
+impl ProgressRequests {
+    /// Calls `answer` for each of these signals. Must be called on a worker.
+    ///
+    /// # Errors
+    /// When the signal cannot be watched.
+    pub fn new(answer: impl Fn() + 'static) -> Result<Self> {
+        let mut signals = Signals::new(&[Signal::User1])?;
+        let task = spawn_local(async move {
+            while signals.next().await.is_ok() {
+                answer();
+            }
+        });
+        Ok(Self { _task: task })
+    }
+}

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage, Storage,
 };
+use vellum_format::FormatKind;
+use vellum_format::native::{self, Layout, Region};
 use vellum_format::probe::probe;
 use vellum_format::qcow2::{self, CreateOptions, Preallocation};
-use vellum_format::{FormatKind, native};
 use vellum_io::File;
 use vellum_layer::{Chain, Gate, Referrer, Trust};
 
@@ -177,16 +178,29 @@ async fn lay_out_qcow2(
     made
 }
 
-/// Makes an image in the native format. Must be called on a worker. Returns its superblock, and what became
-/// of the list of the template's zeros.
+/// A new image of the native format, as it turned out.
+#[derive(Debug, Clone)]
+pub struct NativeImage {
+    /// The size of its disk in bytes.
+    pub size: u64,
+    /// How guest offsets become places of the image.
+    pub layout: Layout,
+    /// Whether the first write of a unit may embed the unit's entry.
+    pub embeds: bool,
+    /// The granularity at which an image with a backing image tracks its own data, in bytes.
+    pub block_bytes: Option<u64>,
+    /// The size of its journal, if it has one.
+    pub journal_bytes: Option<u64>,
+    /// What became of the list of the template's zeros.
+    pub zeros: ListUse,
+}
+
+/// Makes an image in the native format. Must be called on a worker.
 ///
 /// # Errors
 /// `Invalid` for options that contradict each other, and what the files say. An image that could not be made
 /// whole is removed.
-pub async fn create_native(
-    target: &CreateTarget,
-    options: native::CreateOptions,
-) -> Result<(native::Superblock, ListUse)> {
+pub async fn create_native(target: &CreateTarget, options: native::CreateOptions) -> Result<NativeImage> {
     let backing = target.open_backing().await?;
     let mut list = (None, ListUse::None);
     if let Some(chain) = &backing {
@@ -207,7 +221,16 @@ pub async fn create_native(
     if let Some(chain) = backing {
         chain.close().await?;
     }
-    made.map(|superblock| (superblock, list.1))
+    let superblock = made?;
+    let (places, shape) = (superblock.places(), superblock.places().shape());
+    Ok(NativeImage {
+        size: superblock.size(),
+        layout: shape.layout,
+        embeds: superblock.embeds(),
+        block_bytes: shape.base_bytes.map(|_| shape.block.bytes()),
+        journal_bytes: Some(places.region(Region::Journal).len()).filter(|bytes| *bytes > 0),
+        zeros: list.1,
+    })
 }
 
 async fn lay_out_native(

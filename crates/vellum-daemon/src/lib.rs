@@ -2,7 +2,8 @@
 //! below.
 //!
 //! The command line is a thin layer over it: it parses arguments, calls one function here, and prints the
-//! result. Nothing here prints.
+//! result. Nothing here prints. It depends on no crate below but `vellum-core`: what else it needs of them is
+//! on this page.
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening images), [`create`] (making
 //! them), [`inspect`] (reporting on them), [`mod@map`] (where their data is), [`closed`] (changing them while
@@ -51,7 +52,7 @@ mod ublk;
 mod ublk;
 mod vhost;
 
-pub use create::{CreateTarget, create_native, create_qcow2, create_raw};
+pub use create::{CreateTarget, NativeImage, create_native, create_qcow2, create_raw};
 pub use grow::GrowHook;
 pub use host::{Host, HostOptions, Pool};
 pub use image::{ImageOptions, open_image};
@@ -60,4 +61,16 @@ pub use rights::SocketRights;
 pub use serve::serve;
 pub use spec::{ExportSpec, FuseSpec, NbdSpec, Ready, Report, ServeSpec, UblkSpec, VhostSpec};
 pub use tls::TlsFiles;
+
+// The types of the crates below that callers give to these functions and get from them.
+pub use vellum_export::nbd::SessionLimits;
+pub use vellum_format::image::{Fact, Machine, Snapshot};
+pub use vellum_format::native::{CreateOptions as NativeOptions, Layout};
+pub use vellum_format::qcow2::{
+    Compression, CreateOptions as Qcow2Options, JOURNAL_BYTES_DEFAULT, Preallocation,
+};
+pub use vellum_format::report::{CheckReport, JournalChange, Recovered, Recovery, Repair};
+pub use vellum_format::zeros::Zeros;
+pub use vellum_format::{FormatKind, Prealloc};
+pub use vellum_io::{Address, IoMode, PassedSocket, PassedTo, run};
 pub use vellum_layer::valve::RateLimits;

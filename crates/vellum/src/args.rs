@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use clap::ValueEnum;
 use vellum_core::{Error, Result};
-use vellum_daemon::ImageOptions;
-use vellum_format::native;
-use vellum_format::qcow2::{Compression, CreateOptions, JOURNAL_BYTES_DEFAULT, Preallocation};
-use vellum_format::{FormatKind, Prealloc};
+use vellum_daemon::{
+    Compression, FormatKind, ImageOptions, JOURNAL_BYTES_DEFAULT, NativeOptions, Prealloc, Preallocation,
+    Qcow2Options,
+};
 
 use crate::config::allowed;
 
@@ -138,14 +138,14 @@ pub(crate) fn split_options(lists: &[String]) -> Result<Vec<(String, String)>> {
 /// What `-o` can say of a new image.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct NewImage {
-    pub(crate) qcow2: CreateOptions,
+    pub(crate) qcow2: Qcow2Options,
     pub(crate) size: Option<u64>,
     pub(crate) backing_file: Option<String>,
     pub(crate) backing_format: Option<FormatKind>,
     /// The version, in the word that was used for it.
     pub(crate) compat: Option<String>,
     /// What only images of the native format have.
-    pub(crate) native: native::CreateOptions,
+    pub(crate) native: NativeOptions,
     /// What was said, by its names.
     said: Vec<String>,
     /// Whether somebody said if there are to be subclusters.

@@ -1,6 +1,6 @@
 //! What `vellum --version` prints: the program, its commit, what was built into it, the formats it knows.
 
-use vellum_format::FormatKind;
+use vellum_daemon::FormatKind;
 
 /// The first line is what `-V` prints.
 pub(crate) fn long() -> String {

@@ -7,9 +7,7 @@ use clap::ValueEnum;
 use serde_json::json;
 use vellum_core::Error;
 use vellum_daemon::closed::{Checked, check};
-use vellum_format::FormatKind;
-use vellum_format::report::{CheckReport, Repair};
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{CheckReport, FormatKind, IoMode, Repair, run as run_worker};
 
 use super::{Outcome, or_share, with_code};
 use crate::args::{OutputFormat, ReadArgs};

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use vellum_core::{Error, Result};
 use vellum_daemon::control::{ClientRow, Request, call};
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{IoMode, run as run_worker};
 
 use super::Outcome;
 use crate::args::OutputFormat;

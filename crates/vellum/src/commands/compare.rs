@@ -7,9 +7,7 @@ use serde_json::json;
 use vellum_core::{ErrorKind, Result};
 use vellum_daemon::copy::{Comparison, compare};
 use vellum_daemon::signals::Stop;
-use vellum_daemon::{ImageOptions, open_image};
-use vellum_format::FormatKind;
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
 
 use super::{Outcome, or_share, with_code};
 use crate::args::{OutputFormat, parse_format};

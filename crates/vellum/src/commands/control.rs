@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde_json::Value;
 use vellum_core::Result;
 use vellum_daemon::control::{Request, call};
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{IoMode, run as run_worker};
 
 use crate::args::OutputFormat;
 

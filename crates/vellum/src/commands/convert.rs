@@ -8,9 +8,7 @@ use serde_json::json;
 use vellum_core::{Error, ErrorKind, Result};
 use vellum_daemon::convert::{self, Conversion, Step, same_file};
 use vellum_daemon::signals::Stop;
-use vellum_daemon::{ImageOptions, open_image};
-use vellum_format::FormatKind;
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
 
 use super::{Failure, Outcome, or_share, with_code};
 use crate::args::{NewImage, OutputFormat, parse_format, parse_size};

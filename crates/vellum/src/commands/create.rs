@@ -7,11 +7,10 @@ use std::process::ExitCode;
 use serde::Serialize;
 use vellum_core::{BlockSize, Error, Result};
 use vellum_daemon::template::ListUse;
-use vellum_daemon::{CreateTarget, create_native, create_qcow2, create_raw};
-use vellum_format::FormatKind;
-use vellum_format::native::{Layout, Region, Superblock};
-use vellum_format::qcow2::{Compression, CreateOptions, Preallocation};
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{
+    Compression, CreateTarget, FormatKind, IoMode, Layout, NativeImage, Preallocation, Qcow2Options,
+    create_native, create_qcow2, create_raw, run as run_worker,
+};
 
 use super::Outcome;
 use crate::args::{NewImage, OutputFormat, options_help, parse_format, parse_size, prealloc_text};
@@ -92,9 +91,9 @@ struct Answer {
 struct Made {
     size: u64,
     /// Of a qcow2 image: its options as they turned out.
-    qcow2: Option<CreateOptions>,
-    /// Of an image of the native format: its superblock, and what became of the list of the template's zeros.
-    native: Option<(Superblock, ListUse)>,
+    qcow2: Option<Qcow2Options>,
+    /// Of an image of the native format.
+    native: Option<NativeImage>,
 }
 
 impl Made {
@@ -154,7 +153,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     let mut made = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
     new.qcow2 = made.qcow2.take().unwrap_or(new.qcow2);
     let options = new.qcow2.clone();
-    if let Some((_, ListUse::Refused(error))) = &made.native {
+    if let Some(NativeImage { zeros: ListUse::Refused(error), .. }) = &made.native {
         complain(&format!("vellum create: {}", error.chain()));
     }
     let data_file = options.data_file.as_deref().filter(|_| format == FormatKind::Qcow2);
@@ -168,7 +167,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     if !args.quiet {
         match args.output {
             OutputFormat::Human => match &made.native {
-                Some((superblock, list)) => say(&formatting_native(&target, superblock, list)),
+                Some(native) => say(&formatting_native(&target, native)),
                 None => say(&formatting(format, &target, &new, made.size)),
             },
             OutputFormat::Json => say_json(&answer(format, &target, &options, &made)),
@@ -200,7 +199,7 @@ async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Resu
         }
         FormatKind::Native => {
             let made = create_native(target, new.native.clone()).await?;
-            Ok(Made { native: Some(made.clone()), ..Made::of(made.0.size()) })
+            Ok(Made { native: Some(made.clone()), ..Made::of(made.size) })
         }
         FormatKind::Raw => {
             let size = BlockSize::SECTOR.round_up(target.disk_size().await?);
@@ -210,28 +209,26 @@ async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Resu
     }
 }
 
-fn formatting_native(target: &CreateTarget, superblock: &Superblock, list: &ListUse) -> String {
-    let places = superblock.places();
-    let mut line = format!("Formatting '{}', fmt=vellum size={}", target.path.display(), superblock.size());
-    line += match places.shape().layout {
+fn formatting_native(target: &CreateTarget, made: &NativeImage) -> String {
+    let mut line = format!("Formatting '{}', fmt=vellum size={}", target.path.display(), made.size);
+    line += match made.layout {
         Layout::Linear => " layout=linear".to_owned(),
         Layout::Table(unit) => format!(" layout=table unit_size={}", unit.bytes()),
         Layout::Zoned { unit, zone } => {
-            let embed = switch(superblock.embeds());
+            let embed = switch(made.embeds);
             format!(" layout=zoned unit_size={} zone_size={} embed={embed}", unit.bytes(), zone.bytes())
         }
     }
     .as_str();
-    if let Some((name, format)) = &target.backing {
-        let block = places.shape().block.bytes();
+    if let (Some((name, format)), Some(block)) = (&target.backing, made.block_bytes) {
         line += &format!(" block_size={block} backing_file={name} backing_fmt={format}");
     }
-    if let ListUse::Used(bytes) = list {
+    if let ListUse::Used(bytes) = &made.zeros {
         line += &format!(" (of which {} are known to be zero)", human_bytes(*bytes));
     }
-    match places.region(Region::Journal).len() {
-        0 => line,
-        bytes => line + &format!(" journal_size={bytes}"),
+    match made.journal_bytes {
+        None => line,
+        Some(bytes) => line + &format!(" journal_size={bytes}"),
     }
 }
 
@@ -288,9 +285,8 @@ fn preallocation(how: Preallocation) -> &'static str {
     }
 }
 
-fn answer(format: FormatKind, target: &CreateTarget, options: &CreateOptions, made: &Made) -> Answer {
+fn answer(format: FormatKind, target: &CreateTarget, options: &Qcow2Options, made: &Made) -> Answer {
     let native = made.native.as_ref();
-    let places = native.map(|(superblock, _)| superblock.places());
     Answer {
         filename: target.path.display().to_string(),
         format: format.to_string(),
@@ -298,17 +294,15 @@ fn answer(format: FormatKind, target: &CreateTarget, options: &CreateOptions, ma
         cluster_size: (format == FormatKind::Qcow2).then_some(options.cluster_size),
         backing_filename: target.backing.as_ref().map(|(name, _)| name.clone()),
         backing_filename_format: target.backing.as_ref().map(|(_, format)| format.to_string()),
-        journal_size: match places {
-            Some(places) => Some(places.region(Region::Journal).len()).filter(|bytes| *bytes > 0),
+        journal_size: match native {
+            Some(native) => native.journal_bytes,
             None => options.journal.filter(|_| format == FormatKind::Qcow2),
         },
-        layout: places.map(|places| places.shape().layout.name()),
-        unit_size: places.and_then(|places| places.shape().layout.unit()).map(BlockSize::bytes),
-        block_size: places
-            .map(|places| places.shape())
-            .and_then(|shape| shape.base_bytes.map(|_| shape.block.bytes())),
+        layout: native.map(|native| native.layout.name()),
+        unit_size: native.and_then(|native| native.layout.unit()).map(BlockSize::bytes),
+        block_size: native.and_then(|native| native.block_bytes),
         template_zero_bytes: match native {
-            Some((_, ListUse::Used(bytes))) => Some(*bytes),
+            Some(NativeImage { zeros: ListUse::Used(bytes), .. }) => Some(*bytes),
             _ => None,
         },
     }

@@ -5,11 +5,9 @@ use std::process::ExitCode;
 
 use serde_json::Value;
 use vellum_core::{Context, Error, Result};
-use vellum_daemon::RateLimits;
 use vellum_daemon::control::{Request, call};
 use vellum_daemon::spec::parse_address;
-use vellum_format::FormatKind;
-use vellum_io::{Address, IoMode, run as run_worker};
+use vellum_daemon::{Address, FormatKind, IoMode, RateLimits, run as run_worker};
 
 use super::Outcome;
 use super::limits::limits_of;

@@ -5,8 +5,7 @@ use std::process::ExitCode;
 
 use serde_json::{Map, Value, json};
 use vellum_daemon::inspect::{ImageFacts, inspect};
-use vellum_format::image::{Fact, Machine, Snapshot};
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{Fact, IoMode, Machine, Snapshot, run as run_worker};
 
 use super::{Outcome, or_share};
 use crate::args::{OutputFormat, ReadArgs};

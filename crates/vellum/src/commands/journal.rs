@@ -6,8 +6,7 @@ use std::process::ExitCode;
 use clap::Subcommand;
 use serde_json::json;
 use vellum_daemon::closed::set_journal;
-use vellum_format::report::JournalChange;
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{IoMode, JournalChange, run as run_worker};
 
 use super::Outcome;
 use super::recover::{replayed, replayed_json};

@@ -4,9 +4,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use vellum_core::Error;
-use vellum_daemon::ImageOptions;
 use vellum_daemon::map::map;
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{ImageOptions, IoMode, run as run_worker};
 
 use super::{Outcome, or_share};
 use crate::args::{OutputFormat, ReadArgs, parse_size};

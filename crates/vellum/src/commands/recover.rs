@@ -5,9 +5,7 @@ use std::process::ExitCode;
 
 use serde_json::{Value, json};
 use vellum_daemon::closed::recover;
-use vellum_format::FormatKind;
-use vellum_format::report::Recovery;
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{FormatKind, IoMode, Recovery, run as run_worker};
 
 use super::Outcome;
 use crate::args::{OutputFormat, parse_format};

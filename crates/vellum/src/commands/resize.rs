@@ -8,8 +8,7 @@ use serde_json::{Value, json};
 use vellum_core::{BlockSize, Error, Result};
 use vellum_daemon::closed::{ResizeOptions, resize};
 use vellum_daemon::control::{Request, call};
-use vellum_format::FormatKind;
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{FormatKind, IoMode, run as run_worker};
 
 use super::{Outcome, or_ask_server};
 use crate::args::{OutputFormat, parse_format, parse_size};

@@ -9,11 +9,10 @@ use vellum_core::{Error, Result};
 use vellum_daemon::spec::{parse_address, parse_nbd};
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
-    ExportSpec, FuseSpec, GrowHook, ImageOptions, NbdSpec, NotifySocket, RateLimits, ServeSpec, SocketRights,
-    TlsFiles, UblkSpec, VhostSpec, serve,
+    Address, ExportSpec, FormatKind, FuseSpec, GrowHook, ImageOptions, IoMode, NbdSpec, NotifySocket,
+    PassedSocket, PassedTo, Prealloc, RateLimits, ServeSpec, SocketRights, TlsFiles, UblkSpec, VhostSpec,
+    serve,
 };
-use vellum_format::{FormatKind, Prealloc};
-use vellum_io::{Address, IoMode, PassedSocket, PassedTo};
 
 use super::limits::limits_of;
 use super::{Outcome, or_share};

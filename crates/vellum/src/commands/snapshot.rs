@@ -9,9 +9,7 @@ use serde_json::{Value, json};
 use vellum_core::{Error, Result};
 use vellum_daemon::closed;
 use vellum_daemon::control::{Request, SnapshotFacts, call};
-use vellum_format::FormatKind;
-use vellum_format::image::Snapshot;
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{FormatKind, IoMode, Snapshot, run as run_worker};
 
 use super::info::date;
 use super::{Outcome, or_ask_server};

@@ -8,8 +8,7 @@ use serde_json::json;
 use vellum_core::{ErrorKind, Result};
 use vellum_daemon::signals::Stop;
 use vellum_daemon::template::{list_path, prepare};
-use vellum_format::zeros::Zeros;
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{IoMode, Zeros, run as run_worker};
 
 use super::{Failure, Outcome, with_code};
 use crate::args::{OutputFormat, ReadArgs};

@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use vellum_core::{Buffer, Context, Error, GuestOffset, Random, Result};
-use vellum_daemon::{CreateTarget, ImageOptions, create_qcow2, create_raw, open_image};
-use vellum_format::FormatKind;
-use vellum_format::qcow2::{CreateOptions, Preallocation};
-use vellum_io::{IoMode, run as run_worker};
+use vellum_daemon::{
+    CreateTarget, FormatKind, ImageOptions, IoMode, Preallocation, Qcow2Options, create_qcow2, create_raw,
+    open_image, run as run_worker,
+};
 
 use self::client::{Client, FUA};
 use super::Outcome;
@@ -207,8 +207,8 @@ fn make_clone(path: &Path, has_journal: bool) -> Result<()> {
         allow_dirs: Vec::new(),
     };
     run_worker(IoMode::Auto, async || {
-        let options = if has_journal { CreateOptions::default() } else { CreateOptions::without_journal() };
-        create_qcow2(&target, CreateOptions { extended_l2: true, ..options }).await
+        let options = if has_journal { Qcow2Options::default() } else { Qcow2Options::without_journal() };
+        create_qcow2(&target, Qcow2Options { extended_l2: true, ..options }).await
     })?
     .map(drop)
 }

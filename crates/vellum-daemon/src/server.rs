@@ -92,7 +92,7 @@ struct Server {
     /// Loops that let clients in.
     accepting: Accepting,
     files: FuseFiles,
-    blocks: Option<Blocks>,
+    blocks: Blocks,
     telling: Option<Task<()>>,
 }
 
@@ -193,7 +193,7 @@ impl Server {
             door,
             accepting: Accepting::default(),
             files: FuseFiles::default(),
-            blocks: None,
+            blocks: Blocks::default(),
             telling: None,
             workers,
             spec: Rc::new(spec),
@@ -245,8 +245,7 @@ impl Server {
         self.door.bolt.draw();
         let (disks, exports) = (self.disks.clone(), self.exports.clone());
         *reporting = self.spec.stats_path.clone().map(|path| Reporting::begin(disks, exports, path));
-        let blocks = self.blocks.as_ref().map_or(Vec::new(), Blocks::paths);
-        ready(Ready { addresses: &addresses, blocks: &blocks });
+        ready(Ready { addresses: &addresses, blocks: &self.blocks.paths() });
         self.telling =
             self.spec.notify.clone().map(|manager| spawn_local(async move { manager.is_ready().await }));
         let signal = async { ears.asked_to_end(signals).await.map(Some) };
@@ -340,9 +339,8 @@ impl Server {
         let blocks: Vec<_> = spec.ublk.iter().filter(|block| is_there(&block.export)).cloned().collect();
         self.files = FuseFiles::begin(&files, &spec.exports, &self.disks, &self.workers).await?;
         let where_to = (&self.workers, spec.mode);
-        let blocks = Blocks::begin(&blocks, &spec.exports, &self.disks, where_to, &self.shutdown).await?;
-        self.lookers.also(self.files.tellers(), blocks.tellers());
-        self.blocks = Some(blocks);
+        self.blocks = Blocks::begin(&blocks, &spec.exports, &self.disks, where_to, &self.shutdown).await?;
+        self.lookers.also(self.files.tellers(), self.blocks.tellers());
         Ok(())
     }
 
@@ -358,13 +356,7 @@ impl Server {
                 self.files.unmounted().await;
             }
         };
-        let gone = async {
-            match &self.blocks {
-                Some(blocks) => blocks.gone().await,
-                None => Ok(()),
-            }
-        };
-        let ((), gone) = zip(unmounted, gone).await;
+        let ((), gone) = zip(unmounted, self.blocks.gone()).await;
         if serves_others {
             std::future::pending::<()>().await;
         }
@@ -383,7 +375,7 @@ impl Server {
         let all = self.disks.end();
         all.iter().for_each(|disk| disk.open_for_good()); // what waits at a paused disk was begun, too
         self.shutdown.drain();
-        let (files, blocks) = (std::mem::take(&mut self.files), self.blocks.take());
+        let (files, blocks) = (std::mem::take(&mut self.files), std::mem::take(&mut self.blocks));
         // The errors of closing, including those of disks that are closed while others are not.
         let failures: Arc<Mutex<Vec<Error>>> = Arc::default();
         let closing: Vec<_> = all
@@ -407,18 +399,14 @@ impl Server {
                 clock().sleep(Duration::from_millis(5)).await;
             }
         };
-        let shown = async {
-            if let Some(blocks) = blocks {
-                blocks.end().await;
-            }
-        };
         let left_over = async {
             if let Some(opening) = &self.opening {
                 opening.give_up();
                 while opening.next().await.is_some() {}
             }
         };
-        let others = zip(zip(self.devices.drained(None), sessions), zip(files.end(&self.shutdown), shown));
+        let others =
+            zip(zip(self.devices.drained(None), sessions), zip(files.end(&self.shutdown), blocks.end()));
         let closed = zip(zip(join_all(closing), left_over), others);
         let closed = async {
             let ((closed, ()), _) = closed.await;

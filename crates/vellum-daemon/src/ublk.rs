@@ -53,6 +53,7 @@ const REMOVED_WITHIN: Duration = Duration::from_secs(1);
 const LOOKED_EVERY: Duration = Duration::from_millis(20);
 
 /// The block devices of a server.
+#[derive(Default)]
 pub(crate) struct Blocks(Vec<Shown>);
 
 struct Shown {

@@ -12,7 +12,8 @@ use crate::served::Disks;
 use crate::spec::{ExportSpec, UblkSpec};
 
 /// None.
-pub(crate) struct Blocks;
+#[derive(Default)]
+pub(crate) struct Blocks(());
 
 /// None.
 #[derive(Clone)]
@@ -33,7 +34,7 @@ impl Blocks {
         _shutdown: &Shutdown,
     ) -> Result<Self> {
         if specs.is_empty() {
-            return Ok(Self);
+            return Ok(Self::default());
         }
         Err(Error::unsupported(
             "can't make a block device by ublk: this program was built without it (the feature `ublk`); use --fuse FILE or --nbd unix:PATH instead",

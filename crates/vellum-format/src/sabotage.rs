@@ -38,11 +38,11 @@ pub enum Bug {
     SealHalf,
     /// Without a journal, a seal does not wait for changes that are half done.
     SealedBesideChanges,
-    /// Pages of a transaction go home before its record is flushed.
+    /// Pages of a transaction are checkpointed before its record is flushed.
     CheckpointBeforeCommit,
-    /// Pages go home whose old bytes a recovery may still have to verify.
+    /// Pages are checkpointed whose old bytes a recovery may still have to verify.
     HomeBeforeProven,
-    /// The record that is written together with the pages already states that they are home.
+    /// The record that is written together with the pages already states that they are in place.
     TailBeforeHome,
     /// Records before the new tail are given up before a flushed record states where the tail is.
     TailUsedEarly,
@@ -50,7 +50,7 @@ pub enum Bug {
     FlushErrorIgnored,
     /// The records before an ordered commit do not ask for a repair.
     BarrierWantsNoRepair,
-    /// The record before an ordered commit needs no older one, and the pages are not home.
+    /// The record before an ordered commit needs no older one, and the pages are not checkpointed.
     BarrierBeforeHome,
     /// Freed clusters are given back before it is durable that they are free.
     FreedBeforeDurable,
@@ -60,7 +60,7 @@ pub enum Bug {
     GivenBackInRecords,
     /// A sector of which records have bytes is overwritten in place as soon as it is proven.
     FullNotSticky,
-    /// A page is loaded from its home although a newer version waits to go there.
+    /// A page is loaded from its home location although a newer version is not checkpointed yet.
     KeptNotAsked,
     /// The journal begins anew over its old records: no zeros, the same generation.
     OldRunKept,
@@ -72,7 +72,7 @@ pub enum Bug {
     NoVerify,
     /// Recovery replays the newest record alone.
     OnlyNewestReplayed,
-    /// Recovery lowers refcounts and writes home without a record that says so.
+    /// Recovery lowers refcounts and checkpoints without a record that says so.
     ResultNotTold,
     /// The record of a recovery proves, and leaves the lowered refcounts out.
     LoweredNotTold,

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   rest     background work ends; what was published is committed, and freed space is given back
-//!   prove    with a journal: a last record, so that nothing on the medium is unproven ► pages home ── flush
+//!   prove    with a journal: a last record, so that nothing on the medium is unproven ► checkpoint ── flush
 //!   clear    the header or superblock records the clean close ── flush                     commit point
 //!   trim     space that the image no longer needs goes back to the host
 //! ```
@@ -19,7 +19,7 @@ use super::{Commit, Map};
 
 /// How an image is closed.
 pub(crate) trait Close: Commit {
-    /// Writes everything home, gives back everything that was freed, and clears the mark.
+    /// Checkpoints everything, gives back everything that was freed, and clears the mark.
     async fn close_image(&self) -> Result<()> {
         let engine = self.engine();
         if engine.geometry.read_only {

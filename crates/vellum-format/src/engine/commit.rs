@@ -10,7 +10,7 @@
 //!                  │
 //!                  ├ nothing changed   ► flush, if anything was written since the last one
 //!                  ├ no journal        ► ordered stages, a flush after each             `write_in_order`
-//!                  ├ fits a record     ► [fence: flush] ► record, [pages home] ► flush  journal/commit.rs
+//!                  ├ fits a record     ► [fence: flush] ► record, [checkpoint] ► flush  journal/commit.rs
 //!                  └ does not fit      ► the map decides how                          `commit_unfit`
 //!                  │                                                                    commit point
 //!   settle         records what the flush covers; what was freed may be given back

@@ -7,7 +7,7 @@
 //! ```text
 //!   a request     published in memory ──► change recorded ──► answered
 //!   a flush       group_commit: leader ──► commit: seal ► record, or ordered stages ► flush ► settle
-//!   the end       close: rest ► commit ► everything home ► mark cleared ► flush ► trim
+//!   the end       close: rest ► commit ► checkpoint ► mark cleared ► flush ► trim
 //! ```
 //!
 //! | file | contents |
@@ -38,7 +38,7 @@ use crate::claims::Claims;
 use crate::epochs::Epochs;
 use crate::journal::commit::Medium;
 use crate::journal::record::{Item, Record};
-use crate::journal::{Home, Journal};
+use crate::journal::{HomeWrite, Journal};
 use crate::state::State;
 
 /// What every open image has, whatever its map. `F` is what a change frees: a run of the image, or a unit.
@@ -98,8 +98,8 @@ pub(crate) trait Sealed {
     fn is_empty(&self) -> bool;
     /// Whether one record can hold all of it.
     fn fits_a_record(&self) -> bool;
-    /// The pages as they will be at home.
-    fn pages(&self) -> Vec<Home>;
+    /// The pages as they will be at their home locations.
+    fn pages(&self) -> Vec<HomeWrite>;
 }
 
 /// A format as the engine sees it: its tables, and what only the format knows about the medium.
@@ -138,7 +138,7 @@ pub(crate) trait Map: Medium + Sized {
         journal: &Journal,
         sealed: &Self::Sealed,
         record: Record,
-        data: &[Home],
+        data: &[HomeWrite],
     ) -> Result<()>;
 
     /// Flushes the storages that hold guest data and metadata.

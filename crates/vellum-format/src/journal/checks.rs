@@ -380,7 +380,7 @@ impl Journal {
         }
         let added = span.len() + open.full_bytes();
         // A write that began while the check was still open may be in flight. It must not land after these
-        // bytes are home.
+        // bytes are checkpointed.
         let is_raced = self.replacing.load(Ordering::Acquire) > 0;
         if is_raced || added > self.full_max() || !self.full.take(at, data, &mut places) {
             return Overwrite::Later;
@@ -428,8 +428,8 @@ impl Journal {
         lock(&self.ledger).as_ref().map_or(0, |ledger| ledger.ring.record_max() / 2)
     }
 
-    /// Whether a record without a transaction would be of use: it proves the last one, or lets go of guest
-    /// data that sticks to the journal.
+    /// Whether a record without a transaction would be of use: it proves the last one, or checkpoints
+    /// guest data that is overwritten through the journal.
     pub(crate) fn has_chores(&self) -> bool {
         self.has_unproven() || self.full.any()
     }
@@ -437,14 +437,14 @@ impl Journal {
     /// Asks the next commit for that record.
     pub(crate) fn do_chores(&self) {
         match self.full.any() {
-            true => self.want_relief(),
+            true => self.request_checkpoint(),
             false => self.want_proof(),
         }
     }
 
-    /// Asks the next commit to take home what the journal keeps.
-    pub(crate) fn want_relief(&self) {
-        self.relief_wanted.store(true, Ordering::Release);
+    /// Asks the next commit for a checkpoint.
+    pub(crate) fn request_checkpoint(&self) {
+        self.checkpoint_wanted.store(true, Ordering::Release);
         self.want_proof();
     }
 

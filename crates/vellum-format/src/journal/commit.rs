@@ -1,25 +1,25 @@
 //! The order of writes of a commit that fits in a record.
 //!
 //! ```text
-//!   sealed ──► [fence: flush] ──► record, [pages home] ► flush                       commit point
+//!   sealed ──► [fence: flush] ──► record, [checkpoint] ► flush                       commit point
 //! ```
 //!
 //! 1. A record is written after all data it counts on has been written, and before the flush that makes both
 //!    durable. Data without checks in the record is durable before the record is written: the fence.
-//! 2. Pages that go home are the last *durable* versions. A page whose place has an unproven check stays,
-//!    because recovery would look for the bytes that the page would replace.
-//! 3. The tail moves in memory when the flush after the home writes has succeeded. The ring's space is reused
+//! 2. A checkpoint writes the last *durable* versions of pages. A page whose place has an unproven check is
+//!    left out, because recovery would look for the bytes that the page would replace.
+//! 3. The tail moves in memory when the flush after the checkpoint has succeeded. The ring's space is reused
 //!    when a record that states the new tail is flushed.
 //!
 //! Any failure stops the image, because only recovery can then find out what is on the medium. The exception
-//! is pages that could not go home: they are tried again as long as the ring has room.
+//! is a checkpoint that failed: it is tried again as long as the ring has room.
 
 use vellum_core::{
     Buffer, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Result, Storage, try_join_all,
 };
 
 use super::Journal;
-use super::full::Home;
+use super::full::HomeWrite;
 use super::record::{Item, Record};
 use crate::sabotage::{self, Bug};
 
@@ -28,8 +28,8 @@ const ZEROED_AT_ONCE: u64 = 1 << 20;
 
 /// The operations of an image that a commit needs.
 pub(crate) trait Medium {
-    /// Writes pages and guest data to where they belong.
-    async fn write_home(&self, home: &[Home]) -> Result<()>;
+    /// Writes pages and guest data to their home locations.
+    async fn write_home(&self, writes: &[HomeWrite]) -> Result<()>;
     /// Writes a record.
     async fn write_record_at(&self, at: ImageOffset, record: Buffer) -> Result<()>;
     /// A host flush of the image.
@@ -76,40 +76,40 @@ impl Journal {
         }
     }
 
-    /// Makes a sealed transaction durable: `full`, with the pages and the data as they will be at home. With
+    /// Makes a sealed transaction durable: `full`, with the pages and the data as they will be in place. With
     /// `fence`, the transaction counts on data without checks, which is flushed first. Only one task at a
     /// time may lead this.
     pub(crate) async fn commit_record(
         &self,
         medium: &impl Medium,
         mut full: Record,
-        pages: Vec<Home>,
-        data: Vec<Home>,
+        pages: Vec<HomeWrite>,
+        data: Vec<HomeWrite>,
         fence: bool,
     ) -> Result<()> {
         self.flush_fenced(medium, fence).await?;
         let sequence = full.sequence;
-        let mut home = self.relief();
-        if sabotage::is(Bug::TailBeforeHome) && !home.is_empty() {
+        let mut written = self.pages_to_checkpoint();
+        if sabotage::is(Bug::TailBeforeHome) && !written.is_empty() {
             full.tail = sequence;
         }
         let may_fail = self.with_ledger(|ledger| ledger.ring.has_room());
-        let mut homeward = Ok(());
+        let mut checkpoint = Ok(());
         let both: [LocalFuture<'_, Result<()>>; 2] = [
             Box::pin(async {
-                if !home.is_empty() {
-                    homeward = medium.write_home(&home).await;
+                if !written.is_empty() {
+                    checkpoint = medium.write_home(&written).await;
                 }
                 Ok(())
             }),
             Box::pin(self.write_record(medium, &full)),
         ];
         try_join_all(both).await?;
-        if let Err(error) = homeward {
+        if let Err(error) = checkpoint {
             if !may_fail {
                 return Err(error);
             }
-            home.clear(); // they stay kept, and are tried again
+            written.clear(); // they stay in the ledger, and are tried again
         }
         if sabotage::is(Bug::CheckpointBeforeCommit) {
             medium.write_home(&pages).await?;
@@ -119,9 +119,9 @@ impl Journal {
         self.with_ledger(|ledger| {
             ledger.ring.advance(full.tail);
             ledger.told = full.tail;
-            ledger.came_home(&home);
-            ledger.keep(sequence, pages.into_iter().chain(data));
-            if !home.is_empty() {
+            ledger.drop_checkpointed(&written);
+            ledger.add_uncheckpointed(sequence, pages.into_iter().chain(data));
+            if !written.is_empty() {
                 ledger.tail = ledger.needed(sequence + 1);
                 if sabotage::is(Bug::TailUsedEarly) {
                     ledger.ring.advance(ledger.tail);
@@ -145,11 +145,11 @@ impl Journal {
         medium.write_record_at(place, Buffer::copy_of(&bytes)).await
     }
 
-    /// Takes the last kept pages home. Everything is committed and proven.
+    /// Checkpoints the last pages. Everything is committed and proven.
     pub(crate) async fn empty(&self, medium: &impl Medium) -> Result<()> {
-        let kept = self.all_kept();
-        if !kept.is_empty() {
-            medium.write_home(&kept).await?;
+        let pages = self.all_uncheckpointed();
+        if !pages.is_empty() {
+            medium.write_home(&pages).await?;
         }
         if !sabotage::is(Bug::ClosedBeforeHome) {
             medium.flush().await?;

@@ -1,7 +1,7 @@
 //! Guest data that goes through the journal: sectors that may not be overwritten in place.
 //!
 //! ```text
-//!   overwritten too early ──► here, live ─ seal ► record ─ flush ► kept until home ─ tail told ► forgotten
+//!   overwritten too early ──► here, live ─ seal ► record ─ flush ► checkpoint ──── tail stated ► forgotten
 //!                               ▲                                                    │
 //!                               └────────── overwritten again (it sticks) ◄──────────┘
 //! ```
@@ -11,8 +11,8 @@
 //! flushed record says that recovery does not need the bytes in older records. Otherwise a replay would put
 //! those old bytes over data that was written later.
 //!
-//! 1. A reader looks for data here first and then in the image, so it misses nothing that is on its way home.
-//! 2. The bytes that go home are those of the last flushed record, never the live bytes.
+//! 1. A reader looks for data here first and then in the image, so it misses nothing that is not checkpointed yet.
+//! 2. A checkpoint writes the bytes of the last flushed record, never the live bytes.
 //! 3. A cluster is not given back while a sector of it is here (`quarantine.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,11 +27,11 @@ use vellum_core::{
 use super::record::{Item, SECTOR, SECTOR_LEN};
 use crate::state::lock;
 
-/// At most this many sectors are held here. A writer that needs more waits until these are home.
+/// At most this many sectors are held here. A writer that needs more waits until these are checkpointed.
 const SECTORS_MAX: usize = 16_384;
 
-/// Bytes as they will be in the image, and their place.
-pub(crate) type Home = (ImageOffset, Arc<[u8]>);
+/// A write to a home location: the place, and the bytes as they will be there.
+pub(crate) type HomeWrite = (ImageOffset, Arc<[u8]>);
 
 /// A sector that is newer here than in the image.
 struct Sector {
@@ -105,16 +105,16 @@ impl Full {
         true
     }
 
-    /// The transaction's share of these sectors: its items, and the sectors as they will be at home.
-    pub(super) fn seal(&self, sequence: u64, places: &BTreeSet<u64>) -> (Vec<Item>, Vec<Home>) {
+    /// The transaction's share of these sectors: its items, and the sectors as they will be in place.
+    pub(super) fn seal(&self, sequence: u64, places: &BTreeSet<u64>) -> (Vec<Item>, Vec<HomeWrite>) {
         let mut sectors = lock(&self.sectors);
         let mut items: Vec<Item> = Vec::new();
-        let mut home = Vec::new();
+        let mut writes = Vec::new();
         for place in places {
             let sector = sectors.get_mut(place).expect("a live sector stays");
             (sector.is_live, sector.until) = (false, sequence);
             let here = ImageOffset::new(*place);
-            home.push((here, sector.bytes.clone()));
+            writes.push((here, sector.bytes.clone()));
             match items.last_mut() {
                 Some(Item::Full { at, bytes }) if *at + bytes.len() as u64 == here => {
                     bytes.extend_from_slice(&sector.bytes);
@@ -122,7 +122,7 @@ impl Full {
                 _ => items.push(Item::Full { at: here, bytes: sector.bytes.to_vec() }),
             }
         }
-        (items, home)
+        (items, writes)
     }
 
     /// A seeded mistake: forgets these sectors, even if they are needed.
@@ -250,10 +250,10 @@ mod tests {
         );
         assert!(full.take(at(1020), &Buffer::copy_of(&[3; 4]), &mut BTreeSet::new()));
         assert_eq!(read(), [vec![1; 12], vec![2; 508], vec![3; 4], vec![1; 576]].concat());
-        let (items, home) = full.seal(7, &whole);
+        let (items, writes) = full.seal(7, &whole);
         let bytes = [vec![2; 508], vec![3; 4]].concat();
         assert_eq!(items, [Item::Full { at: at(512), bytes: bytes.clone() }]);
-        assert_eq!(home, [(at(512), Arc::from(bytes))]);
+        assert_eq!(writes, [(at(512), Arc::from(bytes))]);
         full.forget(7);
         assert!(full.has(at(0).span(513)) && !full.has(at(0).span(512)));
         full.forget(8);

@@ -1,4 +1,4 @@
-//! The state of the ring, and the pages that are not home.
+//! The state of the ring, and the pages that are not checkpointed yet.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,16 +6,16 @@ use std::sync::atomic::Ordering;
 
 use vellum_core::{Error, ErrorKind, ImageOffset, ImageSpan, Result};
 
-use super::full::Home;
+use super::full::HomeWrite;
 use super::record::{SECTOR, SECTOR_LEN};
 use super::ring::Ring;
 use super::{Journal, lock};
 use crate::sabotage::{self, Bug};
 
-/// At most this many pages wait in memory to be taken home.
-const KEPT_MAX: usize = 4096;
+/// At most this many pages wait in memory for a checkpoint.
+const UNCHECKPOINTED_MAX: usize = 4096;
 
-/// The state of the ring, and the pages that are not home.
+/// The state of the ring, and the pages that are not checkpointed yet.
 pub(crate) struct Ledger {
     pub(crate) generation: u64,
     pub(crate) key: u128,
@@ -25,43 +25,43 @@ pub(crate) struct Ledger {
     pub(crate) tail: u64,
     /// The tail that the last flushed record stated.
     pub(crate) told: u64,
-    /// Pages whose last durable version is not home, by place.
-    pub(super) kept: BTreeMap<ImageOffset, Kept>,
+    /// Pages whose last durable version is not at its home location, by place.
+    pub(super) uncheckpointed: BTreeMap<ImageOffset, Uncheckpointed>,
 }
 
-/// The last durable version of a page that is not home.
+/// The last durable version of a page that is not checkpointed yet.
 #[derive(Clone)]
-pub(super) struct Kept {
+pub(super) struct Uncheckpointed {
     pub(super) bytes: Arc<[u8]>,
     /// The first record that recovery needs for it.
     since: u64,
 }
 
 impl Ledger {
-    fn wants_relief(&self) -> bool {
-        // The last relief must take effect first: a flushed record has to state the new tail.
-        self.tail == self.told && (self.ring.is_half_full() || self.kept.len() > KEPT_MAX)
+    fn needs_checkpoint(&self) -> bool {
+        // The last checkpoint must take effect first: a flushed record has to state the new tail.
+        self.tail == self.told && (self.ring.is_half_full() || self.uncheckpointed.len() > UNCHECKPOINTED_MAX)
     }
 
-    /// Drops these versions, which are home and covered by a flush.
-    pub(crate) fn came_home(&mut self, home: &[Home]) {
-        for (at, page) in home {
-            if self.kept.get(at).is_some_and(|kept| Arc::ptr_eq(&kept.bytes, page)) {
-                self.kept.remove(at);
+    /// Drops these versions, which are checkpointed: at their home location, and covered by a flush.
+    pub(crate) fn drop_checkpointed(&mut self, written: &[HomeWrite]) {
+        for (at, page) in written {
+            if self.uncheckpointed.get(at).is_some_and(|newest| Arc::ptr_eq(&newest.bytes, page)) {
+                self.uncheckpointed.remove(at);
             }
         }
     }
 
-    pub(super) fn keep(&mut self, sequence: u64, pages: impl Iterator<Item = Home>) {
+    pub(super) fn add_uncheckpointed(&mut self, sequence: u64, pages: impl Iterator<Item = HomeWrite>) {
         for (at, bytes) in pages {
-            let since = self.kept.get(&at).map_or(sequence, |kept| kept.since);
-            self.kept.insert(at, Kept { bytes, since });
+            let since = self.uncheckpointed.get(&at).map_or(sequence, |older| older.since);
+            self.uncheckpointed.insert(at, Uncheckpointed { bytes, since });
         }
     }
 
     /// The first record that recovery needs. `next` is the sequence of the next record.
     pub(super) fn needed(&self, next: u64) -> u64 {
-        self.kept.values().map(|kept| kept.since).min().unwrap_or(next)
+        self.uncheckpointed.values().map(|page| page.since).min().unwrap_or(next)
     }
 }
 
@@ -70,7 +70,8 @@ impl Journal {
     /// generation and key, and the image names it.
     pub(crate) fn begin(&self, generation: u64, key: u128, run: ImageSpan) {
         let ring = Ring::new(run.len());
-        let ledger = Ledger { generation, key, run, ring, tail: 1, told: 1, kept: BTreeMap::default() };
+        let ledger =
+            Ledger { generation, key, run, ring, tail: 1, told: 1, uncheckpointed: BTreeMap::default() };
         *lock(&self.ledger) = Some(ledger);
         self.is_on.store(true, Ordering::Release);
     }
@@ -89,28 +90,32 @@ impl Journal {
         lock(&self.ledger).as_ref().map(|ledger| ledger.run)
     }
 
-    /// All pages that are not home.
-    pub(crate) fn all_kept(&self) -> Vec<Home> {
-        self.with_ledger(|ledger| ledger.kept.iter().map(|(at, kept)| (*at, kept.bytes.clone())).collect())
+    /// All pages that are not checkpointed yet.
+    pub(crate) fn all_uncheckpointed(&self) -> Vec<HomeWrite> {
+        self.with_ledger(|ledger| {
+            ledger.uncheckpointed.iter().map(|(at, page)| (*at, page.bytes.clone())).collect()
+        })
     }
 
-    /// The pages that should go home now.
-    pub(super) fn relief(&self) -> Vec<Home> {
-        let is_asked = self.relief_wanted.swap(false, Ordering::AcqRel);
-        if !is_asked && !self.with_ledger(|ledger| ledger.wants_relief()) {
+    /// The pages that the next commit should checkpoint.
+    pub(super) fn pages_to_checkpoint(&self) -> Vec<HomeWrite> {
+        let is_asked = self.checkpoint_wanted.swap(false, Ordering::AcqRel);
+        if !is_asked && !self.with_ledger(|ledger| ledger.needs_checkpoint()) {
             return Vec::new();
         }
-        let mut home = self.all_kept();
-        let may_go = |(at, page): &Home| !self.is_unproven(at.span(page.len() as u64));
-        home.retain(|home| may_go(home) || sabotage::is(Bug::HomeBeforeProven));
-        home
+        let mut pages = self.all_uncheckpointed();
+        let is_allowed = |(at, page): &HomeWrite| !self.is_unproven(at.span(page.len() as u64));
+        pages.retain(|page| is_allowed(page) || sabotage::is(Bug::HomeBeforeProven));
+        pages
     }
 
-    /// A seeded mistake: guest data in records is forgotten, and not taken home either.
+    /// A seeded mistake: guest data in records is forgotten, and not checkpointed either.
     pub(super) fn forget_full(&self, span: ImageSpan) {
         self.full.drop_all(span);
         self.with_ledger(|ledger| {
-            ledger.kept.retain(|at, kept| kept.bytes.len() != SECTOR_LEN || !at.span(SECTOR).overlaps(span))
+            ledger
+                .uncheckpointed
+                .retain(|at, page| page.bytes.len() != SECTOR_LEN || !at.span(SECTOR).overlaps(span))
         });
     }
 }

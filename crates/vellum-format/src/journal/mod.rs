@@ -1,5 +1,5 @@
-//! The journal inside an image: what a transaction gathers, where records go, and which pages are not home
-//! yet.
+//! The journal inside an image: what a transaction gathers, where records go, and which pages are not
+//! checkpointed yet.
 //!
 //! Nothing here knows a format. Each format has its own tables, and its own way to begin and to end.
 //!
@@ -8,18 +8,18 @@
 //!          │
 //!   seal                           gate alone       the whole transaction as it stands: one record
 //!          │
-//!   record ──► ring ──► flush      commit point     the sealed pages are kept until they are home
+//!   record ──► ring ──► flush      commit point     the sealed pages are kept until their checkpoint
 //!          │ half of the ring is used
-//!   pages kept ──► home            with the next record's flush; the record after that moves the tail
+//!   checkpoint                     with the next record's flush; the record after that moves the tail
 //! ```
 //!
 //! 1. Changes that belong together are made under the shared gate, so a record holds all of them or none.
 //! 2. A sector with an unproven check is overwritten in one of three ways only: the open transaction takes up
 //!    the new value (`checks.rs`), a commit has proven the check before, or the write goes through the
 //!    journal (`full.rs`).
-//! 3. Code that loads a page looks here first ([`Journal::kept`]): the newest version of a page that is not
-//!    home is only here.
-//! 4. Only the leader of a commit writes records, moves the tail and takes pages home.
+//! 3. Code that loads a page looks here first ([`Journal::uncheckpointed`]): the newest version of a page that is
+//!    not checkpointed is only here.
+//! 4. Only the leader of a commit writes records, moves the tail and checkpoints pages.
 //!
 //! The protocol is `docs/design/0003-qcow2-journal.md`. The order of writes around a record is in
 //! `commit.rs`, the choice of a commit's leader in `engine/commit.rs`, and what is read after a crash in
@@ -41,7 +41,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGua
 use vellum_core::{ImageOffset, ImageSpan};
 
 pub(crate) use checks::{Overwrite, SectorChecks, checks_of, unchanging};
-pub(crate) use full::{Full, Home, Overlaid};
+pub(crate) use full::{Full, HomeWrite, Overlaid};
 pub(crate) use words::Changed;
 
 use crate::perturb;
@@ -66,11 +66,11 @@ pub(crate) struct Journal {
     word_bytes: AtomicU64,
     /// A caller waits for a proof: the next commit writes a record even if it is empty.
     proof_wanted: AtomicBool,
-    /// A caller waits for pages or sectors to be home.
-    relief_wanted: AtomicBool,
+    /// A caller waits for pages or sectors to be checkpointed.
+    checkpoint_wanted: AtomicBool,
     /// Overwrites in flight, during which their sectors have two valid values.
     replacing: AtomicU64,
-    /// Guest data that is newer in memory than at home.
+    /// Guest data that is newer in memory than in place.
     pub(crate) full: Arc<Full>,
     ledger: Mutex<Option<Ledger>>,
 }
@@ -86,7 +86,7 @@ impl Journal {
             proven: AtomicU64::new(0),
             word_bytes: AtomicU64::new(0),
             proof_wanted: AtomicBool::new(false),
-            relief_wanted: AtomicBool::new(false),
+            checkpoint_wanted: AtomicBool::new(false),
             replacing: AtomicU64::new(0),
             full: Arc::default(),
             ledger: Mutex::new(None),
@@ -155,12 +155,12 @@ impl Journal {
         longest / 2 / 4 * SECTOR
     }
 
-    /// The last durable version of a page that is not home.
-    pub(crate) fn kept(&self, place: ImageOffset) -> Option<Arc<[u8]>> {
+    /// The last durable version of a page that is not checkpointed yet.
+    pub(crate) fn uncheckpointed(&self, place: ImageOffset) -> Option<Arc<[u8]>> {
         if sabotage::is(Bug::KeptNotAsked) {
             return None;
         }
-        lock(&self.ledger).as_ref()?.kept.get(&place).map(|kept| kept.bytes.clone())
+        lock(&self.ledger).as_ref()?.uncheckpointed.get(&place).map(|page| page.bytes.clone())
     }
 
     /// Takes what was gathered. `None` when there is nothing to record; `has_pages` says that pages have
@@ -174,10 +174,10 @@ impl Journal {
         let fence = open.is_fenced();
         let (sequence, mut items, places) = open.take();
         self.word_bytes.store(0, Ordering::Relaxed);
-        let (full, home) = self.full.seal(sequence, &places);
+        let (full, writes) = self.full.seal(sequence, &places);
         drop(open);
         items.extend(full);
-        Some(Transaction { sequence, items, full: home, fence })
+        Some(Transaction { sequence, items, full: writes, fence })
     }
 }
 
@@ -185,8 +185,8 @@ impl Journal {
 pub(crate) struct Transaction {
     pub(crate) sequence: u64,
     pub(crate) items: Vec<Item>,
-    /// Guest data as it will be at home.
-    pub(crate) full: Vec<Home>,
+    /// Guest data as it will be in place.
+    pub(crate) full: Vec<HomeWrite>,
     /// Some of the data it counts on has no checks, so a flush must come before the record is written.
     pub(crate) fence: bool,
 }

@@ -46,7 +46,7 @@ impl Journal {
         while self.must_wait(span) {
             self.want_proof();
             if self.full.has(span) {
-                self.want_relief();
+                self.request_checkpoint();
             }
             commit().await?;
         }

@@ -63,7 +63,7 @@ pub(crate) enum Item {
     Zero(ImageSpan),
     /// The CRC32C of each sector of guest data, from this place on, that the transaction counts on.
     Check { at: ImageOffset, crcs: Vec<u32> },
-    /// Guest data that could not go home yet: whole sectors.
+    /// Guest data that could not be written in place yet: whole sectors.
     Full { at: ImageOffset, bytes: Vec<u8> },
     /// A second value that a checked sector may have, because an overwrite was in flight when the transaction
     /// was sealed.

@@ -24,13 +24,13 @@ use crate::work;
 
 /// This many sectors are verified at once.
 const VERIFIED_AT_ONCE: usize = 2048;
-/// At most this many tables, and at most this many sectors of guest data, are away from home at a time.
+/// At most this many tables, and at most this many sectors of guest data, are held in memory at a time.
 const PAGES_MAX: usize = 64 << 10;
 /// Pages that are no further apart than this are read with one read, including the gap: a seek costs more.
 const GAP_MAX: u64 = 64 << 10;
-/// The longest read, and the longest write home, in bytes.
+/// The longest read, and the longest write of a checkpoint, in bytes.
 const PIECE_MAX: u64 = 1 << 20;
-/// At most this many writes home are in flight at once.
+/// At most this many writes of a checkpoint are in flight at once.
 const WRITES_AT_ONCE: usize = 16;
 
 /// Where a journal is, and which of its records count.
@@ -360,8 +360,8 @@ impl<'a, R: Rules> Replay<'a, R> {
         Ok(())
     }
 
-    /// Writes everything home. Returns the number of pages.
-    pub(crate) async fn go_home(&self) -> Result<u64> {
+    /// Writes everything to its home location. Returns the number of pages.
+    pub(crate) async fn checkpoint(&self) -> Result<u64> {
         for at in &self.zeroed {
             let span = at.span(self.rules.table().bytes());
             self.storage.write_zeroes(span, Zeroes::MayUnmap).await?;

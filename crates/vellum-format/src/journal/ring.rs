@@ -8,8 +8,8 @@
 //!
 //! 1. A place is given out only when it overlaps no record that recovery may need: those from the durable
 //!    tail on.
-//! 2. A record is at most an eighth of the run, and the ring is relieved when it is more than half full.
-//!    Three things take at most an eighth each: the record that goes with the relief, the record that states
+//! 2. A record is at most an eighth of the run, and a checkpoint is due when the ring is more than half full.
+//!    Three things take at most an eighth each: the record that goes with the checkpoint, the one that states
 //!    the new tail, and the gap before the end. So there is always a piece that is large enough.
 
 use std::collections::VecDeque;
@@ -56,17 +56,17 @@ impl Ring {
         }
     }
 
-    /// Whether the ring should be relieved before more is written.
+    /// Whether a checkpoint should free space before more is written.
     pub(crate) fn is_half_full(&self) -> bool {
         self.used() > self.len / 2
     }
 
-    /// Whether this record and another one are sure to have room without relief.
+    /// Whether this record and another one are sure to have room without a checkpoint.
     pub(crate) fn has_room(&self) -> bool {
         self.len - self.used() >= 3 * self.record_max()
     }
 
-    /// A place for a record. `None` when there is no room; a relieved ring always has room.
+    /// A place for a record. `None` when there is no room, which does not happen when checkpoints are made in time.
     pub(crate) fn place(&mut self, sequence: u64, len: u64) -> Option<u64> {
         debug_assert!(self.live.back().is_none_or(|last| last.sequence < sequence));
         let fits = |start: u64| {
@@ -121,17 +121,17 @@ mod tests {
     }
 
     #[test]
-    fn a_relieved_ring_has_room_for_any_record() {
+    fn with_checkpoints_in_time_the_ring_has_room_for_any_record() {
         let mut random = Random::from_seed(1);
         let mut ring = Ring::new(256);
         // The tail that the next record states, and with it whether the record after that may use the space.
         let mut tail = 0;
         for sequence in 1..100_000 {
-            let relief = ring.is_half_full();
+            let is_checkpoint_due = ring.is_half_full();
             let len = 1 + random.below(ring.record_max());
             ring.place(sequence, len).expect("rule 2");
             ring.advance(tail);
-            if relief {
+            if is_checkpoint_due {
                 tail = sequence;
             }
         }

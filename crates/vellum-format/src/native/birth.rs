@@ -11,7 +11,7 @@
 //! 2. The block is never overwritten in place: a torn write would lose the entry together with the data. Its
 //!    new bytes go through the journal, together with the table's new entry. So the paper's relocation of a
 //!    cluster whose lead block no longer compresses needs neither a read nor another place.
-//! 3. A reader of the block gets the image's bytes, not newer ones of the journal, which go home only after
+//! 3. A reader of the block gets the image's bytes, not newer ones of the journal, which are checkpointed only after
 //!    the entry has changed. So a block that cannot be unpacked while the table still calls it packed is
 //!    damaged.
 //! 4. A birth that fails is retired, by a bit in the open transaction. Otherwise two blocks could name one
@@ -295,9 +295,9 @@ impl Native {
                     break;
                 }
             }
-            // The journal has no room for more guest data, so the data that it has goes home first.
+            // The journal has no room for more guest data, so the data that it has is checkpointed first.
             let journal = self.journal().expect("it has begun");
-            journal.want_relief();
+            journal.request_checkpoint();
             self.commit().await?;
         }
         if sabotage::is(Bug::PlainInPlace) {

@@ -4,9 +4,9 @@
 //! ```text
 //!   first change           superblock: bit, generation + 1, key ── flush ──► marked
 //!   first change of home   holes of the ring filled; the same, if not marked yet ──► on
-//!   flush of the guest     seal ► record, [pages home] ► flush: commit point       `engine/commit.rs`
+//!   flush of the guest     seal ► record, [checkpoint] ► flush: commit point       `engine/commit.rs`
 //!                          nothing to seal: flush; nothing written: nothing
-//!   clean close            a last record, so that all is proven ► pages home ── flush  `engine/close.rs`
+//!   clean close            a last record, so that all is proven ► checkpoint ── flush  `engine/close.rs`
 //!                                                             ► superblock: no bit ── flush
 //! ```
 //!
@@ -22,14 +22,14 @@ use std::sync::{RwLockReadGuard, RwLockWriteGuard};
 use vellum_core::{Buffer, Context, Error, ImageOffset, ImageSpan, Result};
 
 use super::geometry::Region;
-use super::home::SealedPage;
+use super::home_pages::SealedPage;
 use super::image::Native;
 use super::ready::Haste;
 use crate::engine::{self, Commit as _, Engine, Map, write_all};
 use crate::journal::commit::{Medium, write_zeros};
 use crate::journal::record::{Item, Record};
 use crate::journal::ring::Ring;
-use crate::journal::{Home, Journal};
+use crate::journal::{HomeWrite, Journal};
 use crate::sabotage::{self, Bug};
 use crate::state::UnderWay;
 
@@ -58,7 +58,7 @@ impl engine::Sealed for Sealed {
         true
     }
 
-    fn pages(&self) -> Vec<Home> {
+    fn pages(&self) -> Vec<HomeWrite> {
         self.pages.iter().map(|page| (page.at, page.bytes.clone())).collect()
     }
 }
@@ -254,7 +254,7 @@ impl Map for Native {
     }
 
     /// Does not happen: see invariant 2.
-    async fn commit_unfit(&self, _: &Journal, _: &Sealed, _: Record, _: &[Home]) -> Result<()> {
+    async fn commit_unfit(&self, _: &Journal, _: &Sealed, _: Record, _: &[HomeWrite]) -> Result<()> {
         Err(Error::corrupt("a transaction has become larger than a record"))
     }
 
@@ -312,9 +312,9 @@ impl Map for Native {
 }
 
 impl Medium for Native {
-    async fn write_home(&self, home: &[Home]) -> Result<()> {
-        let pages = home.iter().map(|(at, page)| (*at, &page[..]));
-        write_all(&self.engine.name, &self.homeward, pages, "home").await
+    async fn write_home(&self, writes: &[HomeWrite]) -> Result<()> {
+        let pages = writes.iter().map(|(at, page)| (*at, &page[..]));
+        write_all(&self.engine.name, &self.checkpoint_storage, pages, "home").await
     }
 
     async fn write_record_at(&self, at: ImageOffset, record: Buffer) -> Result<()> {

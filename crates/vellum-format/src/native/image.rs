@@ -29,7 +29,7 @@ use vellum_core::{BlockSize, Error, GuestOffset, GuestSpan, ImageOffset, Result,
 use super::commit::Mark;
 use super::compact::Compaction;
 use super::geometry::{Places, SUB_BLOCK};
-use super::home::{Home, Missing};
+use super::home_pages::{HomePages, Missing};
 use super::snapshots::{View, Views};
 use super::superblock::Superblocks;
 use super::units::Units;
@@ -54,8 +54,8 @@ pub struct Native {
     pub(super) superblocks: Arc<async_lock::Mutex<Superblocks>>,
     /// The image, through the path for metadata.
     pub(super) metadata: SharedStorage,
-    /// The same storage, for pages that the journal writes home.
-    pub(super) homeward: SharedStorage,
+    /// The same storage, for the writes of checkpoints.
+    pub(super) checkpoint_storage: SharedStorage,
     /// The same storage, for guest data.
     pub(super) data: SharedStorage,
     /// The same storage, without the newer bytes that the journal has.
@@ -63,7 +63,7 @@ pub struct Native {
     /// The same storage, for zeros written ahead of need.
     pub(super) ahead: SharedStorage,
     pub(super) below: Option<SharedDisk>,
-    pub(super) home: Home,
+    pub(super) home: HomePages,
     /// The size of a cell: of a unit, or of a run of the disk.
     pub(super) cell: BlockSize,
     pub(super) block_locks: [Mutex<()>; BLOCK_LOCKS],

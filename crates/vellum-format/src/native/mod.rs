@@ -17,7 +17,7 @@
 //! |---|---|
 //! | [`mod@create`] | a new image |
 //! | [`open`], `recover`, `rescue` | opening, with its checks; recovery after a crash |
-//! | `image`, `home` | what is in memory: the home pages, read without a lock |
+//! | `image`, `home_pages` | what is in memory: the home pages, read without a lock |
 //! | `read`, `write` with `publish`, `zero` | requests |
 //! | `commit` | how the journal begins, what a transaction holds, what the engine needs |
 //! | `resize` | another size for the disk |
@@ -40,7 +40,7 @@ pub mod create;
 pub mod embed;
 mod format;
 pub mod geometry;
-mod home;
+mod home_pages;
 mod image;
 pub mod open;
 pub mod parts;

@@ -13,7 +13,7 @@ use vellum_core::{
 };
 
 use super::geometry::{Places, Region};
-use super::home::Home;
+use super::home_pages::HomePages;
 use super::image::{LINEAR_CELL, Native};
 use super::recover::recover;
 use super::room::whole_units;
@@ -146,7 +146,7 @@ impl Native {
             read_only,
             fast_zeroes: limits.fast_zeroes,
         };
-        let home = Home::new(places.homes());
+        let home = HomePages::new(places.homes());
         if !read_only && unfinished::base_goes_on(&*metadata, &places).await? {
             return Ok(Opened::Unfinished(None, Found::BehindTheEnd));
         }
@@ -174,7 +174,7 @@ impl Native {
             engine: Engine::new(image.name().to_owned(), geometry, options.clock.clone()),
             places,
             superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
-            homeward: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
+            checkpoint_storage: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
             compaction: (embeds && options.compaction).then(Default::default),
             zones_ahead: embeds.then(|| async_lock::Mutex::new(Need::new(options.prealloc, image.limits()))),
             written_bytes: AtomicU64::new(0),
@@ -238,7 +238,7 @@ enum Opened {
 /// Finds the free units: those that neither the table nor a snapshot names. `None` when the table has entries
 /// past the end of the disk.
 async fn read_units(
-    home: &Home,
+    home: &HomePages,
     places: &Places,
     image: &SharedStorage,
     views: &Views,

@@ -16,7 +16,7 @@ use std::cell::Cell;
 use vellum_core::{Context, GuestSpan, ImageOffset, Result};
 
 use super::birth::Birth;
-use super::home::Missing;
+use super::home_pages::Missing;
 use super::image::{Native, mask};
 use crate::claims::Held;
 use crate::journal::SectorChecks;

@@ -6,7 +6,7 @@ use vellum_core::{
 };
 
 use super::geometry::SUB_BLOCK;
-use super::home::Missing;
+use super::home_pages::Missing;
 use super::image::{Native, Origin, Sub};
 
 /// At most this many reads of one request are in flight at once.

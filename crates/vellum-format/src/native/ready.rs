@@ -362,7 +362,7 @@ impl Native {
         let Some(journal) = self.journal() else { return Ok(true) };
         let span = self.places.unit(unit);
         while journal.full.has(span) {
-            journal.want_relief();
+            journal.request_checkpoint();
             if haste == Haste::Later {
                 return Ok(false);
             }

@@ -4,7 +4,7 @@
 //!   flush ► settle what only a cache has
 //!         ► read the ring ► verify the newest ──fails──► void it ► flush ► the one before
 //!         ► replay in memory ► a record that proves the newest ► flush
-//!         ► pages home ► flush ► superblock without the bit ► flush                            commit point
+//!         ► checkpoint ► flush ► superblock without the bit ► flush                            commit point
 //! ```
 //!
 //! Up to the last step every input stays as it was, or is replaced by one with the same meaning. So recovery
@@ -180,7 +180,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         }
         recovery.records = records.len() as u64;
         if !replay::is_result(&newest) && !sabotage::is(Bug::ResultNotTold) {
-            // It proves the newest record. Pages that go home from now on cannot fail that record's checks.
+            // It proves the newest record. Pages that are checkpointed from now on cannot fail that record's checks.
             let result = Record {
                 sequence: newest.sequence + 1,
                 durable: newest.sequence,
@@ -192,7 +192,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         if named > 0 && !storage.limits().fixed_len && storage.len() < places.unit(named).end().bytes() {
             storage.set_len(places.unit(named).end().bytes()).await?;
         }
-        recovery.pages = replay.go_home().await?;
+        recovery.pages = replay.checkpoint().await?;
         if !sabotage::is(Bug::ForgottenBeforeHome) {
             storage.flush().await?;
         }

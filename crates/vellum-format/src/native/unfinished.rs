@@ -16,8 +16,8 @@
 //! | shrink | superblock ► mark ► table, masks, bits cleared behind the end ► no mark ► | [`Found::BehindTheEnd`], or an empty journal and that |
 //! | delete | flag ► copies, in steps; entry ► | [`Found::DeleteFlag`] |
 //! | compaction | units of the zone leave, each in one transaction | nothing: each step is whole |
-//! | close | pages home ► superblock ► the file truncated | the journal, or a file that is too long |
-//! | recovery | result ► pages home ► superblock ► | the journal, as before |
+//! | close | checkpoint ► superblock ► the file truncated | the journal, or a file that is too long |
+//! | recovery | result ► checkpoint ► superblock ► | the journal, as before |
 //!
 //! 1. Behind the end of the disk, and of the base, home is zero once an image has been opened read-write. So
 //!    truncated data never comes back when the disk grows.

@@ -31,7 +31,7 @@ use vellum_core::{
 };
 
 use super::geometry::SUB_BLOCK;
-use super::home::Missing;
+use super::home_pages::Missing;
 use super::image::{Native, Origin, Sub};
 use super::publish::Step;
 use super::read::Parts;

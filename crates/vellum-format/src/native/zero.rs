@@ -245,7 +245,7 @@ impl Native {
     }
 
     /// The sub-blocks of a run that are read from the base.
-    fn base_subs(&self, part: GuestSpan) -> Result<Vec<u64>, super::home::Missing> {
+    fn base_subs(&self, part: GuestSpan) -> Result<Vec<u64>, super::home_pages::Missing> {
         let mut subs = Vec::new();
         let mut rest = part.intersect(GuestSpan::between(GuestOffset::ZERO, self.base_end()));
         while !rest.is_empty() {

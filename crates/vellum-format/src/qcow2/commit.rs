@@ -44,7 +44,7 @@ use crate::engine::{self, Commit as _, Engine, Map, write_all};
 use crate::journal::commit::Medium;
 use crate::journal::record::{Item, Record};
 use crate::journal::words::items_of;
-use crate::journal::{Changed, Home, Journal};
+use crate::journal::{Changed, HomeWrite, Journal};
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
@@ -84,7 +84,7 @@ impl engine::Sealed for Sealed {
         self.refcounts.table.is_empty()
     }
 
-    fn pages(&self) -> Vec<Home> {
+    fn pages(&self) -> Vec<HomeWrite> {
         let l1 = self.l1.iter().map(|(at, bytes, _)| (*at, Arc::from(&bytes[..])));
         let pages = self.pages.iter().map(|page| (page.at, Arc::from(&page.bytes[..])));
         let refcounts = self.refcounts.pages.iter().map(|page| (page.at, Arc::from(&page.bytes[..])));
@@ -262,7 +262,7 @@ impl Map for Qcow2 {
         journal: &Journal,
         sealed: &Sealed,
         record: Record,
-        data: &[Home],
+        data: &[HomeWrite],
     ) -> Result<()> {
         self.commit_in_order(journal, sealed, record, data).await
     }
@@ -341,11 +341,11 @@ impl Map for Qcow2 {
 }
 
 impl Medium for Qcow2 {
-    async fn write_home(&self, home: &[Home]) -> Result<()> {
+    async fn write_home(&self, writes: &[HomeWrite]) -> Result<()> {
         write_all(
             &self.engine.name,
-            &self.home,
-            home.iter().map(|(at, page)| (*at, &page[..])),
+            &self.checkpoint_storage,
+            writes.iter().map(|(at, page)| (*at, &page[..])),
             "the mapping",
         )
         .await

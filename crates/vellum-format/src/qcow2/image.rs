@@ -64,8 +64,8 @@ pub struct Qcow2 {
     pub(crate) entries: Entries,
     /// The image file, for metadata.
     pub(crate) metadata: SharedStorage,
-    /// The image file again, for what a journal takes home.
-    pub(crate) home: SharedStorage,
+    /// The image file again, for the writes of checkpoints.
+    pub(crate) checkpoint_storage: SharedStorage,
     /// The storage of guest data: the image file again, or the external data file.
     pub(crate) data: SharedStorage,
     pub(crate) has_data_file: bool,
@@ -277,8 +277,8 @@ impl Qcow2 {
 
     /// A page of metadata as of its last commit.
     async fn read_metadata(&self, place: ImageSpan) -> Result<Arc<[u8]>> {
-        if let Some(kept) = self.journal().and_then(|journal| journal.common.kept(place.start())) {
-            return Ok(kept);
+        if let Some(page) = self.journal().and_then(|journal| journal.common.uncheckpointed(place.start())) {
+            return Ok(page);
         }
         let len = usize::try_from(place.len()).expect("a page is small");
         let buffer = self.metadata.read(place.start(), Buffer::for_overwrite(len)).await?;
@@ -492,7 +492,7 @@ impl Qcow2 {
             self.metadata.write(table.start(), content).await.context(context)?;
             return Ok(checks);
         } else if !zeroed || self.journal().is_some() {
-            // With a journal the entries go home later, so missing space must show now.
+            // With a journal the entries are checkpointed later, so missing space must show now.
             self.metadata.write_zeroes(table, vellum_core::Zeroes::Allocated).await.context(context)?;
         }
         Ok(Vec::new())
@@ -600,7 +600,7 @@ impl Qcow2 {
     /// is more to look through.
     pub(crate) async fn look_for_space(&self) -> bool {
         let Some(refcounts) = &self.refcounts else { return false };
-        let is_newer = |at| self.journal().is_some_and(|journal| journal.common.kept(at).is_some());
+        let is_newer = |at| self.journal().is_some_and(|journal| journal.common.uncheckpointed(at).is_some());
         let Some(look) = lock(refcounts).begin_look(is_newer) else {
             yield_now().await; // another task may be looking
             return lock(refcounts).is_searched();

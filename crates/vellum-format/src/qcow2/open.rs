@@ -116,7 +116,7 @@ impl Qcow2 {
                 _ => header = Header::read(&*image).await?,
             }
         }
-        let home = Tallied::shared(files.image.clone(), options.tally.checkpoint.clone());
+        let checkpoint_storage = Tallied::shared(files.image.clone(), options.tally.checkpoint.clone());
         let ahead = Tallied::shared(files.image.clone(), options.tally.prealloc.clone());
         let clock = options.clock.clone();
         let prealloc = match options.prealloc {
@@ -190,7 +190,7 @@ impl Qcow2 {
             cluster,
             entries,
             metadata: image,
-            home,
+            checkpoint_storage,
             data,
             below: files.below,
             l1: L1 { at: l1_span.start(), entries: l1, misnamed, dirty: Mutex::default() },

@@ -125,7 +125,7 @@ impl Qcow2 {
 }
 
 /// Cuts an image that was not closed to the end of what its refcounts say is in use, but leaves `keep` in
-/// place. The refcounts must be right and home.
+/// place. The refcounts must be right and checkpointed.
 pub(super) async fn give_back_tail(header: &Header, storage: &dyn Storage, keep: ImageSpan) -> Result<()> {
     if storage.limits().fixed_len {
         return Ok(());

@@ -239,7 +239,7 @@ impl Qcow2 {
         let Some(journal) = self.journal() else { return Ok(true) };
         let wide = self.cluster.widen(span);
         while journal.common.full.has(wide) && !sabotage::is(Bug::GivenBackInRecords) {
-            journal.common.want_relief();
+            journal.common.request_checkpoint();
             if pace == Pace::Later {
                 return Ok(false);
             }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use vellum_core::{Buffer, Context, Error, ImageOffset, ImageSpan, Result, Storage};
 
 use super::super::geometry::{Places, Region};
-use super::super::home::SealedPage;
+use super::super::home_pages::SealedPage;
 use crate::bytes::{be32, be64};
 use crate::hash::{HashMap, HashSet};
 use crate::journal::Changed;

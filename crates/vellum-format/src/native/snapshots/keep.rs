@@ -22,7 +22,7 @@ use vellum_core::{
 };
 
 use super::super::geometry::{Bits, SNAPSHOTS};
-use super::super::home::Missing;
+use super::super::home_pages::Missing;
 use super::super::image::Native;
 use super::super::publish::WORD_COST;
 use super::copies::SlotAt;
@@ -125,7 +125,7 @@ impl Native {
             return Ok(slot);
         }
         let unit = self.allocate().await?;
-        // The journal writes the index home, and that must not fail for lack of space.
+        // A checkpoint writes the index, and that must not fail for lack of space.
         let index = self.places.unit(unit).start().span(PAGE as u64);
         let reserved = match self.metadata.preallocate(index).await {
             Err(error) if error.kind() != ErrorKind::Unsupported && !sabotage::is(Bug::IndexNotReserved) => {

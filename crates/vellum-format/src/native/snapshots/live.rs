@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use vellum_core::{Buffer, Error, ErrorKind, Geometry, ImageOffset, ImageSpan, Result};
 
-use super::super::home::{Home, Missing};
+use super::super::home_pages::{HomePages, Missing};
 use super::super::image::Native;
 use super::{View, Views, page_of};
 use crate::engine::{Commit as _, Engine};
@@ -83,12 +83,12 @@ impl Native {
             places,
             superblocks: self.superblocks.clone(),
             metadata: self.metadata.clone(),
-            homeward: self.homeward.clone(),
+            checkpoint_storage: self.checkpoint_storage.clone(),
             ahead: self.ahead.clone(),
             data: self.data.clone(),
             under: self.under.clone(),
             below: self.below.clone(),
-            home: Home::new(places.homes()),
+            home: HomePages::new(places.homes()),
             cell: self.cell,
             block_locks: std::array::from_fn(|_| Default::default()),
             units: None,

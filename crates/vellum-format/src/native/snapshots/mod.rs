@@ -158,7 +158,7 @@ impl Views {
     }
 
     /// Copies the index pages that have changed. The caller holds the gate alone.
-    pub(super) fn seal(&self) -> Vec<super::home::SealedPage> {
+    pub(super) fn seal(&self) -> Vec<super::home_pages::SealedPage> {
         lock(&self.copies).copies.seal()
     }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   first change   zeros over the run ─ flush ► header: run, generation + 1, the feature bit ─ flush ► on
-//!   clean close    a last record: all is proven ► pages home ─ flush ► header: no bit ─ flush ► run punched
+//!   clean close    a last record: all is proven ► checkpoint ─ flush ► header: no bit ─ flush ► run punched
 //! ```
 //!
 //! 1. The run has refcount 0, and the allocator avoids it while the image is open. So a closed image contains
@@ -106,7 +106,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Clears the bit, at the clean close. Everything is committed, given back and home.
+    /// Clears the bit, at the clean close. Everything is committed, given back and checkpointed.
     pub(crate) async fn clear_journal_bit(&self, journal: &Journal) -> Result<()> {
         let run = journal.common.run().expect("it has begun");
         // Prepared space is cut off while the bit still asks for a recovery.

@@ -2,14 +2,14 @@
 //! format (`crate::journal::commit`). The choice of a commit's leader is in `engine/commit.rs`.
 //!
 //! ```text
-//!   sealed ──► fits a record ──yes──► record, [pages home] ► flush                       commit point
+//!   sealed ──► fits a record ──yes──► record, [checkpoint] ► flush                       commit point
 //!                   │no
-//!                   └► a record that proves ► flush ► all pages home ► flush
+//!                   └► a record that proves ► flush ► checkpoint ► flush
 //!                                    ► a record that needs no other ► flush ► the ordered stages
 //! ```
 //!
 //! A change that a record cannot express (a refcount table that grew), or that is too long for one, is
-//! written in the ordered way. Older records must not undo it: their pages are home before, and the record
+//! written in the ordered way. Older records must not undo it: their pages are checkpointed before, and the record
 //! before it needs none of them. The two records ask for a repair, in case one of them is the last: a crash
 //! halfway is repaired as in a dirty image.
 
@@ -20,7 +20,7 @@ use super::super::image::Qcow2;
 use crate::engine::{Commit as _, Map as _};
 use crate::journal::commit::Medium as _;
 use crate::journal::record::{Item, Record};
-use crate::journal::{Home, Journal};
+use crate::journal::{HomeWrite, Journal};
 use crate::sabotage::{self, Bug};
 
 impl Qcow2 {
@@ -31,20 +31,20 @@ impl Qcow2 {
         journal: &Journal,
         sealed: &Sealed,
         full: Record,
-        data: &[Home],
+        data: &[HomeWrite],
     ) -> Result<()> {
         let owed: Vec<Item> =
             full.items.iter().filter(|item| matches!(item, Item::Owed { .. })).cloned().collect();
-        // Proven first, because a page that goes home may have checks. The owed clusters of this transaction
+        // Proven first, because a page of the checkpoint may have checks. The owed clusters of this transaction
         // have no meaning without it.
         let asks_for_repair = !sabotage::is(Bug::BarrierWantsNoRepair);
         let proof = Record { items: Vec::new(), asks_for_repair, ..full };
         journal.write_record(self, &proof).await?;
         self.flush_storage().await?;
         journal.has_proven(proof.sequence - 1);
-        let home = journal.all_kept();
+        let pages = journal.all_uncheckpointed();
         if !sabotage::is(Bug::BarrierBeforeHome) {
-            self.write_home(&home).await?;
+            self.write_home(&pages).await?;
             self.flush_storage().await?;
         }
         let sequence = journal.skip();
@@ -55,7 +55,7 @@ impl Qcow2 {
         journal.with_ledger(|ledger| {
             ledger.ring.advance(sequence);
             (ledger.tail, ledger.told) = (sequence, sequence);
-            ledger.came_home(&home);
+            ledger.drop_checkpointed(&pages);
         });
         self.write_home(data).await?;
         self.write_in_order(sealed).await?;

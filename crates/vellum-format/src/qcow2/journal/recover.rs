@@ -11,12 +11,12 @@
 //! ```text
 //!   flush ► drop what only a cache has ► read the run ► verify the newest ─fails► void ► flush ► the older
 //!         ► replay in memory ► lower owed refcounts ► a record of the result (the newest is durable) ► flush
-//!         ► zeros and pages home ► flush ► [repair] ► header without the bit ► flush          commit point
+//!         ► checkpoint of zeros and pages ► flush ► [repair] ► header without the bit ► flush          commit point
 //! ```
 //!
 //! 1. Up to the last step every input stays as it was, or is replaced by one that says the same, so recovery
 //!    may be interrupted anywhere and started again. The record that is added has no checks, so pages that
-//!    are then written home cannot fail the checks of the record before it.
+//!    are then checkpointed cannot fail the checks of the record before it.
 //! 2. The cost is bounded by the journal, whatever the size of the image: one read of the run, the checks of
 //!    one transaction, one write of each changed page. Only a repair looks at everything.
 //! 3. The journal's bytes are trusted only to change the contents of clusters: nothing is written to the
@@ -101,7 +101,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         };
         asks_for_repair = replay::write_result(storage, run, &needed, result).await?;
     }
-    recovery.pages = tables.replay.go_home().await?;
+    recovery.pages = tables.replay.checkpoint().await?;
     if !sabotage::is(Bug::ForgottenBeforeHome) {
         storage.flush().await?;
     }

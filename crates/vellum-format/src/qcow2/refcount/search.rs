@@ -11,7 +11,7 @@
 //! If no task tends the disk, each allocating request does a piece of the search after its own allocation.
 //! The free clusters that it finds are used from then on.
 //!
-//! 1. A page is judged only by its current refcounts. If it was in memory or not home when it was read, or a
+//! 1. A page is judged only by its current refcounts. If it was in memory or not checkpointed when it was read, or a
 //!    cluster of it was freed since, the bytes that were read do not count.
 //! 2. When nothing is left behind everything else, a request waits for the search after all, so a free
 //!    cluster is found if there is one. The next request tries behind everything else again, because the host
@@ -180,7 +180,7 @@ impl Refcounts {
     }
 
     /// The next pages to look at, while the search is long. `is_newer` says whether a page is newer than its
-    /// version at home.
+    /// version in the image.
     pub(crate) fn begin_look(&mut self, is_newer: impl Fn(ImageOffset) -> bool) -> Option<Look> {
         if !self.search.is_long || !self.search.pages.is_empty() {
             return None;

@@ -13,7 +13,7 @@
 //! 3. A region that was scanned once is not read again: a page of it that is not in memory is zero, and
 //!    cannot have changed.
 //! 4. Before a page changes, the host has space for it. A full file system then fails the request that asks
-//!    for the change, and not the journal when it writes the page home.
+//!    for the change, and not the journal's checkpoint.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -46,8 +46,8 @@ pub(super) struct SealedPage {
     pub(super) changed: Changed,
 }
 
-/// All home pages of an image.
-pub(super) struct Home {
+/// All home pages of an image: those of the metadata that the journal protects.
+pub(super) struct HomePages {
     /// Where each span lies, and the number of its first page.
     spans: Vec<(ImageSpan, usize)>,
     pages: Box<[OnceLock<Box<Page>>]>,
@@ -62,7 +62,7 @@ pub(super) struct Home {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Missing(pub(super) ImageOffset);
 
-impl Home {
+impl HomePages {
     pub(super) fn new(all: impl Iterator<Item = ImageSpan>) -> Self {
         let mut count = 0;
         let spans = all.map(|span| {
@@ -315,7 +315,7 @@ mod tests {
         let storage = MemoryStorage::holding("image", &[0xFF; 4 * 4096]);
         // In two pieces. The word lies in the second one.
         let pieces = [ImageOffset::new(0).span(4096), ImageOffset::new(8192).span(8192)];
-        let home = Home::new(pieces.into_iter());
+        let home = HomePages::new(pieces.into_iter());
         let word = ImageOffset::new(8192 + 4096 + 16);
         let bits = Bits { word, shift: 62, width: 2 };
         assert_eq!(home.get(bits), Err(Missing(word)));

@@ -1,4 +1,4 @@
-//! Young zones in a file, filled with zeros a little ahead of need.
+//! Open zones in a file, filled with zeros a little ahead of need.
 //!
 //! ```text
 //!   zone   handed out │ zeros, written │ zeros, on their way │ never touched
@@ -24,7 +24,7 @@ use super::image::Native;
 use crate::state::UnderWay;
 
 impl Native {
-    /// Prepares a piece of a young zone, if it is time for one. Returns whether it is time for another. The
+    /// Prepares a piece of an open zone, if it is time for one. Returns whether it is time for another. The
     /// caller holds the lock for making units ready.
     pub(super) async fn prepare_zones(&self, now: Duration) -> bool {
         let (Some(need), Some(unit)) = (&self.zones_ahead, self.unit()) else { return false };

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   first write, nothing beneath, a block of it can be packed
-//!         claim the whole unit ► a unit of a young zone ► data, one block packed with the entry: one write
+//!         claim the whole unit ► a unit of an open zone ► data, one block packed with the entry: one write
 //!   read                       ► the block is read and unpacked
 //!   the block is overwritten   ► gate: entry without form, the block's bytes in the journal, the zone's bit
 //! ```
@@ -56,7 +56,7 @@ impl Native {
         }
         let guest_unit = self.cell_of(step.part.start()).index();
         let (block, packed) = self.pack_some(step.part, data, within)?;
-        let given = self.take_young()?;
+        let given = self.take_open_unit()?;
         let identity = Identity {
             tag: given.tag,
             guest_unit: u32::try_from(guest_unit).expect("at most 2^26"),

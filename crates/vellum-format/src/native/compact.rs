@@ -198,7 +198,7 @@ impl Native {
 
     /// The zone with the fewest used units, if a zone is needed and this one helps.
     fn zone_to_empty(&self, zones: &Zones, given_up: &BTreeSet<u32>) -> Option<u32> {
-        let (per_zone, young) = (self.places.units_per_zone(), self.young_zones(zones));
+        let (per_zone, open) = (self.places.units_per_zone(), self.open_zones(zones));
         // Map units of snapshots and parts of the table are named by no table, and stay.
         let of_views = self.views.as_ref().map_or(Vec::new(), |views| views.units());
         let kept: BTreeSet<u32> = of_views
@@ -210,7 +210,7 @@ impl Native {
             return None;
         }
         self.units().emptiest_zone(per_zone, self.places.zones(), |zone| {
-            young.contains(&zone) || kept.contains(&zone) || given_up.contains(&zone)
+            open.contains(&zone) || kept.contains(&zone) || given_up.contains(&zone)
         })
     }
 
@@ -256,8 +256,8 @@ impl Native {
         self.zones.as_ref().is_some_and(|zones| zones.emptying.load(Ordering::SeqCst) != 0)
     }
 
-    /// The numbers of the young zones.
-    fn young_zones(&self, zones: &Zones) -> Vec<u32> {
-        lock(&zones.young).iter().map(|zone| zone.zone).collect()
+    /// The numbers of the open zones.
+    fn open_zones(&self, zones: &Zones) -> Vec<u32> {
+        lock(&zones.open).iter().map(|zone| zone.zone).collect()
     }
 }

@@ -86,7 +86,7 @@ impl Native {
                     self.look_at_device().await?;
                     has_looked = true;
                 }
-                None if self.give_up_young(units) => return Ok(true),
+                None if self.give_up_open_zones(units) => return Ok(true),
                 None => {
                     units.note_refusal();
                     return Ok(false);

@@ -3,7 +3,7 @@
 //! ```text
 //!   all records but the newest replayed ► a newest record that names a broken packed block: left out
 //!     ► the newest replayed
-//!     ► young zones are read: a block counts when it is whole, its bit is 0 and the table has no entry yet
+//!     ► open zones are read: a block counts when it is whole, its bit is 0 and the table has no entry yet
 //! ```
 //!
 //! | the unit of the disk in the table | a block names it | then |
@@ -38,17 +38,17 @@ const GAP_MAX: u64 = 256 << 10;
 const READS_AT_ONCE: usize = 4;
 /// The size of a block, packed or plain.
 const BLOCK: BlockSize = BlockSize::PAGE;
-/// At most this many zones are young at a time, so at most 4 GiB are read.
-const YOUNG_MAX: usize = 64;
+/// At most this many zones are open at a time, so at most 4 GiB are read.
+const OPEN_ACCEPTED_MAX: usize = 64;
 
 /// A zone that was open.
-struct Young {
+struct OpenZone {
     zone: u32,
     tag: u64,
     settled: Vec<u64>,
 }
 
-impl Young {
+impl OpenZone {
     fn is_settled(&self, index: u32) -> bool {
         self.settled[index as usize / 64] >> (index % 64) & 1 == 1
     }
@@ -71,8 +71,8 @@ pub(super) async fn rescue<R: Rules>(
     if places.shape().zone().is_none() {
         return Ok(rescued);
     }
-    for young in find_young(replay, storage, places, generation).await? {
-        let blocks = find_blocks(storage, places, &young).await?;
+    for zone in find_open_zones(replay, storage, places, generation).await? {
+        let blocks = find_blocks(storage, places, &zone).await?;
         let known = |identity: &&Identity| u64::from(identity.guest_unit) < places.shape().units();
         let guests = blocks.values().filter(known).map(|identity| u64::from(identity.guest_unit));
         replay.bring(guests.map(|guest| places.entry(guest).word)).await?;
@@ -95,7 +95,7 @@ pub(super) async fn rescue<R: Rules>(
     Ok(rescued)
 }
 
-/// Whether the record names a packed block of a young zone that is not there. Such a record was never
+/// Whether the record names a packed block of an open zone that is not there. Such a record was never
 /// acknowledged. `replay` has all records before it.
 pub(super) async fn names_what_is_lost<R: Rules>(
     replay: &Replay<'_, R>,
@@ -107,7 +107,7 @@ pub(super) async fn names_what_is_lost<R: Rules>(
     if places.shape().zone().is_none() || sabotage::is(Bug::NewestBelieved) {
         return Ok(false);
     }
-    let young = find_young(replay, storage, places, generation).await?;
+    let open = find_open_zones(replay, storage, places, generation).await?;
     let mut named: BTreeMap<ImageOffset, Expected> = BTreeMap::new();
     for item in &record.items {
         let Item::Words { at, values } = item else { continue };
@@ -117,7 +117,7 @@ pub(super) async fn names_what_is_lost<R: Rules>(
             for (number, shift) in [(0, 32), (1, 0)] {
                 let guest_unit = first + number;
                 let entry = u32::try_from(value >> shift & 0xFFFF_FFFF).expect("32 bits");
-                let Some((at, expected)) = expected(places, &young, guest_unit, entry) else { continue };
+                let Some((at, expected)) = expected(places, &open, guest_unit, entry) else { continue };
                 // No block belongs to two units.
                 if named.insert(at, expected).is_some_and(|before| before != expected) {
                     return Ok(true);
@@ -145,30 +145,30 @@ struct Expected {
     block: u8,
 }
 
-/// What an entry names, if that is a packed block in a young zone.
+/// What an entry names, if that is a packed block in an open zone.
 fn expected(
     places: &Places,
-    young: &[Young],
+    open: &[OpenZone],
     guest_unit: u64,
     entry: u32,
 ) -> Option<(ImageOffset, Expected)> {
     let (unit, form) = places.split_entry(entry);
     let block = form.checked_sub(1).filter(|_| unit != 0)?;
     let (zone, _) = places.zone_of(unit)?;
-    let tag = young.iter().find(|young| young.zone == zone)?.tag;
+    let tag = open.iter().find(|open| open.zone == zone)?.tag;
     let at = places.unit(unit).start() + u64::from(block) * BLOCK_LEN as u64;
     let block = u8::try_from(block).expect("at most 30");
     Some((at, Expected { tag, guest_unit, unit, block }))
 }
 
 /// The zones that were open in this generation.
-async fn find_young<R: Rules>(
+async fn find_open_zones<R: Rules>(
     replay: &Replay<'_, R>,
     storage: &dyn Storage,
     places: &Places,
     generation: u64,
-) -> Result<Vec<Young>> {
-    let mut young = Vec::new();
+) -> Result<Vec<OpenZone>> {
+    let mut open = Vec::new();
     let settled_words = u64::from(places.units_per_zone().div_ceil(64));
     for span in places.zone_table() {
         let mut rest = span;
@@ -197,15 +197,15 @@ async fn find_young<R: Rules>(
                         continue;
                     }
                     let settled = (0..settled_words).map(|index| word(SETTLED_WORD + index)).collect();
-                    young.push(Young { zone, tag: word(TAG_WORD), settled });
+                    open.push(OpenZone { zone, tag: word(TAG_WORD), settled });
                 }
             }
             rest = later;
         }
     }
-    match young.len() <= YOUNG_MAX {
-        true => Ok(young),
-        false => Err(Error::corrupt(format!("{} zones are open, which is impossible", young.len()))),
+    match open.len() <= OPEN_ACCEPTED_MAX {
+        true => Ok(open),
+        false => Err(Error::corrupt(format!("{} zones are open, which is impossible", open.len()))),
     }
 }
 
@@ -213,11 +213,11 @@ async fn find_young<R: Rules>(
 async fn find_blocks(
     storage: &dyn Storage,
     places: &Places,
-    young: &Young,
+    zone: &OpenZone,
 ) -> Result<BTreeMap<u32, Identity>> {
     let mut found = BTreeMap::new();
     let mut pieces = Vec::new();
-    for span in unsettled(places, young) {
+    for span in unsettled(places, zone) {
         let end = span.end().bytes().min(storage.len());
         let mut at = span.start();
         while at.bytes() < end {
@@ -246,17 +246,17 @@ async fn find_blocks(
             storage.read(piece.start(), Buffer::for_overwrite(len))
         });
         for (piece, bytes) in some.iter().zip(try_join_all(reads).await?) {
-            look_for_blocks(places, young, *piece, bytes.contiguous().slice(), &mut found);
+            look_for_blocks(places, zone, *piece, bytes.contiguous().slice(), &mut found);
         }
     }
     Ok(found)
 }
 
 /// The runs of a zone's units that are not settled. Only these are read.
-fn unsettled(places: &Places, young: &Young) -> Vec<ImageSpan> {
+fn unsettled(places: &Places, zone: &OpenZone) -> Vec<ImageSpan> {
     let per_zone = places.units_per_zone();
-    let first = young.zone * per_zone + 1;
-    let units = (0..per_zone).filter(|index| !young.is_settled(*index) || sabotage::is(Bug::SettledCounts));
+    let first = zone.zone * per_zone + 1;
+    let units = (0..per_zone).filter(|index| !zone.is_settled(*index) || sabotage::is(Bug::SettledCounts));
     let mut runs: Vec<ImageSpan> = Vec::new();
     for span in units.map(|index| places.unit(first + index)) {
         match runs.last_mut() {
@@ -270,12 +270,12 @@ fn unsettled(places: &Places, young: &Young) -> Vec<ImageSpan> {
 /// Looks at the blocks of a piece, which begins at a block.
 fn look_for_blocks(
     places: &Places,
-    young: &Young,
+    zone: &OpenZone,
     piece: ImageSpan,
     bytes: &[u8],
     found: &mut BTreeMap<u32, Identity>,
 ) {
-    let first = young.zone * places.units_per_zone() + 1;
+    let first = zone.zone * places.units_per_zone() + 1;
     let start = places.unit(first).start();
     let unit = places.shape().layout.unit().expect("it has units");
     let places_of_blocks = (0..).map(|block| piece.start() + block * BLOCK.bytes());
@@ -284,10 +284,10 @@ fn look_for_blocks(
         let index = u32::try_from(within >> unit.shift()).expect("at most 1024");
         let number = (within & (unit.bytes() - 1)) / BLOCK.bytes();
         let Ok(number) = u8::try_from(number) else { continue };
-        if u64::from(number) >= BLOCKS_MAX || (young.is_settled(index) && !sabotage::is(Bug::SettledCounts)) {
+        if u64::from(number) >= BLOCKS_MAX || (zone.is_settled(index) && !sabotage::is(Bug::SettledCounts)) {
             continue;
         }
-        if let Some(identity) = identify(block, young.tag, first + index, number) {
+        if let Some(identity) = identify(block, zone.tag, first + index, number) {
             found.insert(first + index, identity);
         }
     }

@@ -1,18 +1,18 @@
 //! Zones: runs of units that are opened so that a unit written first there may hold its own entry.
 //!
 //! ```text
-//!   zeroed ──► opened: generation, tag ── commit ──► young ──► all units given out, in the table ──► closed
+//!   zeroed ──► opened: generation, tag ── commit ──► open ──► all units given out, in the table ──► closed
 //!                                                      │
 //!                               unit: handed out ──► born: block with the entry, nothing else
 //!                                                      └──► settled: a bit, and the table
 //! ```
 //!
 //! 1. A zone is used once it was zero and its opening is durable. A handful of zones are open at a time.
-//! 2. A zone is young while it has the generation of the journal in use. A clean close or a recovery
-//!    therefore ends it for all zones.
-//! 3. While the bit of a unit of a young zone is 0, the unit's block states its entry, and nothing else does.
+//! 2. A zone is open while it has the generation of the journal in use. A clean close or a recovery
+//!    therefore closes all zones.
+//! 3. While the bit of a unit of an open zone is 0, the unit's block states its entry, and nothing else does.
 //!    Any change of that entry sets the bit in the same transaction.
-//! 4. Each unit of a young zone is handed out once. Prepared units (`ahead.rs`) may also go to writes that do
+//! 4. Each unit of an open zone is handed out once. Prepared units (`ahead.rs`) may also go to writes that do
 //!    not embed. A unit whose write fails is freed as usual, and is then a plain unit.
 //! 5. In a quiet time the entries of born units are written to the table early.
 //! 6. No unit is born while anything lies beneath it. So there are no births while there are snapshots.
@@ -54,7 +54,7 @@ const OPENING_COST: u64 = 24 * 24;
 /// The zones of an image that is open for writing.
 #[derive(Default)]
 pub(super) struct Zones {
-    pub(super) young: Mutex<Vec<Young>>,
+    pub(super) open: Mutex<Vec<OpenZone>>,
     /// The number of the zone that is being emptied (`compact.rs`), plus one. 0: none is.
     pub(super) emptying: AtomicU32,
     /// Held while a zone is opened.
@@ -74,7 +74,7 @@ pub(super) struct Zones {
 }
 
 /// A zone that is open.
-pub(super) struct Young {
+pub(super) struct OpenZone {
     pub(super) zone: u32,
     tag: u64,
     /// The transaction that opens it.
@@ -91,7 +91,7 @@ pub(super) struct Young {
     born: Vec<(u32, u64)>,
 }
 
-impl Young {
+impl OpenZone {
     /// Takes a unit that was not handed out yet.
     fn take(&mut self, per_zone: u32) -> Option<u32> {
         self.take_prepared().or_else(|| {
@@ -189,71 +189,71 @@ impl Native {
         !is_paused(zones) && !self.views.as_ref().is_some_and(super::snapshots::Views::any)
     }
 
-    /// Takes a unit of a young zone. `None` when no open zone has one left.
-    pub(super) fn take_young(&self) -> Option<Given> {
+    /// Takes a unit of an open zone. `None` when no open zone has one left.
+    pub(super) fn take_open_unit(&self) -> Option<Given> {
         let zones = self.zones.as_ref()?;
         let per_zone = self.places.units_per_zone();
-        let mut young = lock(&zones.young);
-        let mut usable = young.iter_mut().filter(|zone| self.engine.commits.is_durable(zone.opened_in));
+        let mut open = lock(&zones.open);
+        let mut usable = open.iter_mut().filter(|zone| self.engine.commits.is_durable(zone.opened_in));
         let (index, zone) = usable.find_map(|zone| zone.take(per_zone).map(|index| (index, zone)))?;
         zones.given.fetch_add(1, Ordering::AcqRel);
         zone.under_way += 1;
         Some(Given { unit: zone.zone * per_zone + index + 1, tag: zone.tag })
     }
 
-    /// Takes a prepared unit of a young zone for a write that does not embed. It is a plain unit from the
+    /// Takes a prepared unit of an open zone for a write that does not embed. It is a plain unit from the
     /// beginning, and no block of it ever states an entry.
     pub(super) fn take_prepared(&self) -> Option<u32> {
         let zones = self.zones.as_ref()?;
         let per_zone = self.places.units_per_zone();
-        let mut young = lock(&zones.young);
-        let mut usable = young.iter_mut().filter(|zone| self.engine.commits.is_durable(zone.opened_in));
+        let mut open = lock(&zones.open);
+        let mut usable = open.iter_mut().filter(|zone| self.engine.commits.is_durable(zone.opened_in));
         let unit = usable.find_map(|zone| Some(zone.zone * per_zone + zone.take_prepared()? + 1))?;
         zones.given_plain.fetch_add(1, Ordering::AcqRel);
         Some(unit)
     }
 
-    /// Calls `act` with the first young zone that has units which were neither handed out nor prepared.
-    pub(super) fn in_next_zone<T>(&self, act: impl FnOnce(&mut Young) -> T) -> Option<T> {
+    /// Calls `act` with the first open zone that has units which were neither handed out nor prepared.
+    pub(super) fn in_next_zone<T>(&self, act: impl FnOnce(&mut OpenZone) -> T) -> Option<T> {
         let per_zone = self.places.units_per_zone();
-        let mut young = lock(&self.zones.as_ref()?.young);
+        let mut open = lock(&self.zones.as_ref()?.open);
         let is_next =
-            |zone: &&mut Young| zone.next < per_zone && self.engine.commits.is_durable(zone.opened_in);
-        young.iter_mut().find(is_next).map(act)
+            |zone: &&mut OpenZone| zone.next < per_zone && self.engine.commits.is_durable(zone.opened_in);
+        open.iter_mut().find(is_next).map(act)
     }
 
-    /// Calls `act` with the young zone of this number, if it is still young.
-    pub(super) fn in_zone<T>(&self, number: u32, act: impl FnOnce(&mut Young) -> T) -> Option<T> {
-        let mut young = lock(&self.zones.as_ref()?.young);
-        young.iter_mut().find(|zone| zone.zone == number).map(act)
+    /// Calls `act` with the open zone of this number, if it is still open.
+    pub(super) fn in_zone<T>(&self, number: u32, act: impl FnOnce(&mut OpenZone) -> T) -> Option<T> {
+        let mut open = lock(&self.zones.as_ref()?.open);
+        open.iter_mut().find(|zone| zone.zone == number).map(act)
     }
 
     /// How many units are prepared.
     pub(super) fn prepared_units(&self) -> u64 {
         let zones = self.zones.as_ref();
-        zones.map_or(0, |zones| lock(&zones.young).iter().map(|zone| u64::from(zone.prepared())).sum())
+        zones.map_or(0, |zones| lock(&zones.open).iter().map(|zone| u64::from(zone.prepared())).sum())
     }
 
-    /// How many units of young zones were handed out.
+    /// How many units of open zones were handed out.
     pub(super) fn given_of_zones(&self) -> u64 {
         let sum =
             |zones: &Zones| zones.given.load(Ordering::Acquire) + zones.given_plain.load(Ordering::Acquire);
         self.zones.as_ref().map_or(0, sum)
     }
 
-    /// Calls `act` with the young zone of a unit, and the unit's index in it.
-    fn in_young<T>(&self, unit: u32, act: impl FnOnce(&mut Young, u32) -> T) -> Option<T> {
+    /// Calls `act` with the open zone of a unit, and the unit's index in it.
+    fn in_open_zone<T>(&self, unit: u32, act: impl FnOnce(&mut OpenZone, u32) -> T) -> Option<T> {
         let zones = self.zones.as_ref()?;
         let (number, index) = self.places.zone_of(unit)?;
-        let mut young = lock(&zones.young);
-        let zone = young.iter_mut().find(|zone| zone.zone == number)?;
+        let mut open = lock(&zones.open);
+        let zone = open.iter_mut().find(|zone| zone.zone == number)?;
         Some(act(zone, index))
     }
 
     /// From now on the unit's own block states that this unit of the disk lies there. The caller holds the
     /// gate.
     pub(super) fn note_born(&self, unit: u32, guest_unit: u64) {
-        self.in_young(unit, |zone, index| {
+        self.in_open_zone(unit, |zone, index| {
             zone.under_way -= 1;
             zone.born.push((index, guest_unit));
         });
@@ -262,7 +262,7 @@ impl Native {
     /// Ends a birth that does not count: only the table's entry counts for the unit, whatever the unit holds.
     /// The caller holds the gate.
     pub(super) fn note_not_born(&self, unit: u32) {
-        self.in_young(unit, |zone, _| zone.under_way -= 1);
+        self.in_open_zone(unit, |zone, _| zone.under_way -= 1);
         self.tell_of(unit);
     }
 
@@ -271,7 +271,7 @@ impl Native {
         if unit == 0 {
             return;
         }
-        let found = self.in_young(unit, |zone, index| {
+        let found = self.in_open_zone(unit, |zone, index| {
             zone.born.retain(|(born, _)| *born != index);
             (zone.zone, index)
         });
@@ -284,13 +284,13 @@ impl Native {
     /// Whether the table has the entries of all units. The caller holds the gate alone.
     pub(super) fn all_settled(&self) -> bool {
         let zones = self.zones.as_ref();
-        zones.is_none_or(|zones| lock(&zones.young).iter().all(|zone| zone.born.is_empty()))
+        zones.is_none_or(|zones| lock(&zones.open).iter().all(|zone| zone.born.is_empty()))
     }
 
     /// Writes the entries of all born units to the table, and closes zones that are used up.
     pub(super) async fn settle_all(&self) -> Result<()> {
         let Some(zones) = &self.zones else { return Ok(()) };
-        let numbers: Vec<u32> = lock(&zones.young).iter().map(|zone| zone.zone).collect();
+        let numbers: Vec<u32> = lock(&zones.open).iter().map(|zone| zone.zone).collect();
         for number in numbers {
             self.settle_zone(zones, number).await?;
         }
@@ -311,7 +311,7 @@ impl Native {
                 return Ok(());
             }
         }
-        let any_born = lock(&zones.young).iter().any(|zone| !zone.born.is_empty());
+        let any_born = lock(&zones.open).iter().any(|zone| !zone.born.is_empty());
         if any_born {
             self.settle_all().await?;
             self.commit().await?;
@@ -325,8 +325,8 @@ impl Native {
         let at_once = usize::try_from((self.record_max() / 4 / per_unit).clamp(1, 256)).expect("a few");
         loop {
             let some: Vec<(u32, u64)> = {
-                let young = lock(&zones.young);
-                let Some(zone) = young.iter().find(|zone| zone.zone == number) else { return Ok(()) };
+                let open = lock(&zones.open);
+                let Some(zone) = open.iter().find(|zone| zone.zone == number) else { return Ok(()) };
                 zone.born.iter().take(at_once).copied().collect()
             };
             if some.is_empty() {
@@ -336,7 +336,7 @@ impl Native {
             for (index, guest_unit) in some {
                 let unit = number * self.places.units_per_zone() + index + 1;
                 // The unit may have been changed meanwhile.
-                let is_born = self.in_young(unit, |zone, _| zone.born.contains(&(index, guest_unit)));
+                let is_born = self.in_open_zone(unit, |zone, _| zone.born.contains(&(index, guest_unit)));
                 if is_born == Some(true) {
                     if !sabotage::is(Bug::SettledEarly) {
                         self.home.touch(self.places.entry(guest_unit).word);
@@ -350,12 +350,13 @@ impl Native {
     /// Closes a zone that is used up, if the table has the entries of all its units.
     async fn close_zone(&self, zones: &Zones, number: u32) -> Result<()> {
         let per_zone = self.places.units_per_zone();
-        let is_over = |zone: &Young| zone.zone == number && zone.is_used_up(per_zone) && zone.born.is_empty();
-        if !lock(&zones.young).iter().any(is_over) {
+        let is_over =
+            |zone: &OpenZone| zone.zone == number && zone.is_used_up(per_zone) && zone.born.is_empty();
+        if !lock(&zones.open).iter().any(is_over) {
             return Ok(());
         }
         let _gate = self.enter_transaction(WORD_COST).await?;
-        lock(&zones.young).retain(|zone| !is_over(zone));
+        lock(&zones.open).retain(|zone| !is_over(zone));
         self.home.change(self.places.zone_word(number, GENERATION_WORD), |_| 0);
         Ok(())
     }
@@ -365,9 +366,9 @@ impl Native {
         let Some(zones) = self.zones.as_ref().filter(|_| self.journal().is_some()) else { return Ok(()) };
         let per_zone = self.places.units_per_zone();
         let (full, left): (Vec<u32>, u32) = {
-            let young = lock(&zones.young);
-            let left = young.iter().map(|zone| zone.left(per_zone)).sum();
-            (young.iter().filter(|zone| zone.is_used_up(per_zone)).map(|zone| zone.zone).collect(), left)
+            let open = lock(&zones.open);
+            let left = open.iter().map(|zone| zone.left(per_zone)).sum();
+            (open.iter().filter(|zone| zone.is_used_up(per_zone)).map(|zone| zone.zone).collect(), left)
         };
         for number in full {
             self.settle_zone(zones, number).await?;
@@ -388,30 +389,30 @@ impl Native {
     /// Whether no zone is open, although one should be.
     pub(super) fn wants_zone(&self) -> bool {
         let zones = self.zones.as_ref();
-        zones.is_some_and(|zones| lock(&zones.young).is_empty()) && self.may_be_born()
+        zones.is_some_and(|zones| lock(&zones.open).is_empty()) && self.may_be_born()
     }
 
     /// How many units of open zones can still be handed out.
     pub(super) fn left_in_zones(&self) -> u32 {
         let per_zone = self.places.units_per_zone();
         let zones = self.zones.as_ref();
-        zones.map_or(0, |zones| lock(&zones.young).iter().map(|zone| zone.left(per_zone)).sum())
+        zones.map_or(0, |zones| lock(&zones.open).iter().map(|zone| zone.left(per_zone)).sum())
     }
 
     /// Whether there is a zone that could be opened.
     pub(super) fn has_zone_to_open(&self, zones: &Zones) -> bool {
         let (units, per_zone, count) = (self.units(), self.places.units_per_zone(), self.places.zones());
-        let young: Vec<u32> = lock(&zones.young).iter().map(|zone| zone.zone).collect();
+        let open: Vec<u32> = lock(&zones.open).iter().map(|zone| zone.zone).collect();
         let is_clean = !self.metadata.limits().fast_zeroes;
         units.has_new_zone(per_zone, count)
-            || units.has_free_zone(per_zone, count, is_clean, |zone| young.contains(&zone))
+            || units.has_free_zone(per_zone, count, is_clean, |zone| open.contains(&zone))
     }
 
     /// Opens a zone, if there is one. It is used once its opening is durable.
     async fn open_zone(&self, zones: &Zones) -> Result<()> {
         let Some(_one) = zones.opening.try_lock() else { return Ok(()) };
         let per_zone = self.places.units_per_zone();
-        if !self.may_be_born() || lock(&zones.young).len() >= OPEN_MAX {
+        if !self.may_be_born() || lock(&zones.open).len() >= OPEN_MAX {
             return Ok(());
         }
         // After a failed search there is no other one until more units have become clean.
@@ -444,8 +445,8 @@ impl Native {
     fn find_zone(&self, zones: &Zones) -> Option<(u32, bool)> {
         let (units, per_zone, count) = (self.units(), self.places.units_per_zone(), self.places.zones());
         // A zone that is full and not closed yet may have been emptied.
-        let young: Vec<u32> = lock(&zones.young).iter().map(|zone| zone.zone).collect();
-        let is_open = |zone: u32| young.contains(&zone);
+        let open: Vec<u32> = lock(&zones.open).iter().map(|zone| zone.zone).collect();
+        let is_open = |zone: u32| open.contains(&zone);
         units
             .take_free_zone(per_zone, count, true, is_open)
             .or_else(|| units.take_zone(per_zone, count).map(|first| (first, false)))
@@ -457,13 +458,12 @@ impl Native {
 
     /// For lack of other space, makes the units of open zones that were not handed out available one by one.
     /// Returns whether there were any.
-    pub(super) fn give_up_young(&self, units: &Units) -> bool {
+    pub(super) fn give_up_open_zones(&self, units: &Units) -> bool {
         let Some(zones) = &self.zones else { return false };
         let per_zone = self.places.units_per_zone();
         let mut found = false;
         // Zones whose opening is not durable yet have zeros that no flush covers.
-        for zone in
-            lock(&zones.young).iter_mut().filter(|zone| self.engine.commits.is_durable(zone.opened_in))
+        for zone in lock(&zones.open).iter_mut().filter(|zone| self.engine.commits.is_durable(zone.opened_in))
         {
             let first = zone.zone * per_zone + 1;
             let rest = zone.next..per_zone;
@@ -505,7 +505,7 @@ impl Native {
         self.home.change(words[0], |_| generation);
         self.home.change(words[1], |_| tag);
         let opened_in = journal.open_sequence();
-        let young = Young {
+        let opened = OpenZone {
             zone: number,
             tag,
             opened_in,
@@ -518,9 +518,9 @@ impl Native {
         if zones.emptying.load(Ordering::SeqCst) == number + 1 {
             self.let_zone_go(zones); // that is what it was emptied for
         }
-        let mut all = lock(&zones.young);
+        let mut all = lock(&zones.open);
         debug_assert!(all.iter().all(|other| other.zone != number), "it is open already");
-        all.push(young);
+        all.push(opened);
         Ok(())
     }
 }

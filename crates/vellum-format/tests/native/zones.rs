@@ -170,10 +170,10 @@ fn readers_see_old_bytes_or_new_ones() {
     }
 }
 
-/// After a crash recovery reads the journal and the young zones, whatever the size of the image, and once is
+/// After a crash recovery reads the journal and the open zones, whatever the size of the image, and once is
 /// enough.
 #[test]
-fn recovery_reads_young_zones_only() {
+fn recovery_reads_open_zones_only() {
     let setup = setup(64 << 20, 1 << 20);
     let world = World::new(0);
     let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());

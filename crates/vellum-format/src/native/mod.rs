@@ -16,7 +16,7 @@
 //! | what is done | |
 //! |---|---|
 //! | [`mod@create`] | a new image |
-//! | [`open`], `recover`, `rescue` | opening, with its checks; recovery after a crash |
+//! | [`open`], `recover`, `zone_scan` | opening, with its checks; recovery after a crash |
 //! | `image`, `home_pages` | what is in memory: the home pages, read without a lock |
 //! | `read`, `write` with `publish`, `zero` | requests |
 //! | `commit` | how the journal begins, what a transaction holds, what the engine needs |
@@ -48,7 +48,6 @@ mod publish;
 mod read;
 mod ready;
 mod recover;
-mod rescue;
 mod resize;
 mod room;
 pub mod snapshots;
@@ -57,6 +56,7 @@ pub mod unfinished;
 mod units;
 mod write;
 mod zero;
+mod zone_scan;
 mod zones;
 
 pub use create::{CreateOptions, JOURNAL_BYTES_DEFAULT, JOURNAL_BYTES_ZONED, NewBase, create};

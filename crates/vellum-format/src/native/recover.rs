@@ -16,8 +16,8 @@ use std::collections::BTreeSet;
 use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, SharedStorage, Storage};
 
 use super::geometry::{Places, Region};
-use super::rescue::{self, rescue};
 use super::superblock::Superblocks;
+use super::zone_scan;
 use crate::bytes::be64;
 use crate::journal::record::{Item, Record};
 use crate::journal::replay::{self, Needed, Place, Replay, Rules};
@@ -158,8 +158,8 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         for found in &records[from..] {
             replay.replay(&found.record).await?;
         }
-        let rescued = rescue(&mut replay, storage, &places, place.generation).await?;
-        recovery.born = rescued.count;
+        let scanned = zone_scan::scan_open_zones(&mut replay, storage, &places, place.generation).await?;
+        recovery.born = scanned.count;
         // The table may be on the medium although the file's new length is not.
         let mut named = places
             .table()
@@ -172,7 +172,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
                 replay.words_in(places.unit(map).start().span(BlockSize::PAGE.bytes())).collect();
             named = named.max(replay.rules.last_named(storage, map, &index).await?);
         }
-        debug_assert!(rescued.last <= named, "what was found is in the table");
+        debug_assert!(scanned.last <= named, "what was found is in the table");
         if named > 0 && !places.may_hold(named, end, storage.limits().fixed_len) {
             return Err(Error::corrupt(format!(
                 "the journal names unit {named}, far behind the end of the file"
@@ -228,7 +228,7 @@ async fn names_what_is_lost(
             replay.replay_within(zones, &found.record).await?;
         }
     }
-    rescue::names_what_is_lost(&replay, storage, places, generation, &newest.record).await
+    zone_scan::names_what_is_lost(&replay, storage, places, generation, &newest.record).await
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ const INCARNATION_WORD: u64 = 2;
 /// Without a birth for this long, the entries of born units are written to the table.
 const QUIET_AFTER: Duration = Duration::from_secs(2);
 /// At most this many zones are open at a time. Those that are full and have births under way count. Recovery
-/// accepts more: the limit of `rescue.rs` is higher.
+/// accepts more: the limit of `zone_scan.rs` is higher.
 const OPEN_MAX: usize = 16;
 /// What opening a zone takes of a record, at most.
 const OPENING_COST: u64 = 24 * 24;

@@ -54,22 +54,22 @@ impl OpenZone {
     }
 }
 
-/// The last unit that the rescued entries name, and how many entries were found.
-pub(super) struct Rescued {
+/// The last unit that the found entries name, and how many entries were found.
+pub(super) struct FoundEntries {
     pub(super) last: u32,
     pub(super) count: u64,
 }
 
 /// Adds the entries that only packed blocks hold to the replayed table.
-pub(super) async fn rescue<R: Rules>(
+pub(super) async fn scan_open_zones<R: Rules>(
     replay: &mut Replay<'_, R>,
     storage: &dyn Storage,
     places: &Places,
     generation: u64,
-) -> Result<Rescued> {
-    let mut rescued = Rescued { last: 0, count: 0 };
+) -> Result<FoundEntries> {
+    let mut entries = FoundEntries { last: 0, count: 0 };
     if places.shape().zone().is_none() {
-        return Ok(rescued);
+        return Ok(entries);
     }
     for zone in find_open_zones(replay, storage, places, generation).await? {
         let blocks = find_blocks(storage, places, &zone).await?;
@@ -87,12 +87,12 @@ pub(super) async fn rescue<R: Rules>(
             if bits.get(word) == 0 {
                 let entry = places.make_entry(unit, u32::from(identity.block) + 1);
                 put64(page, within, bits.set(word, u64::from(entry)));
-                rescued.last = rescued.last.max(unit);
-                rescued.count += 1;
+                entries.last = entries.last.max(unit);
+                entries.count += 1;
             }
         }
     }
-    Ok(rescued)
+    Ok(entries)
 }
 
 /// Whether the record names a packed block of an open zone that is not there. Such a record was never

@@ -121,8 +121,8 @@ pub enum Bug {
     NewestBelieved,
     /// Recovery takes blocks for entries although their bit says that they no longer are.
     SettledCounts,
-    /// A birth that failed is not retired.
-    NotRetired,
+    /// An embedded allocation that failed is not invalidated.
+    NotInvalidated,
     /// A zone is opened before its zeros are durable.
     ZoneNotZeroed,
     /// A unit counts as zero before a flush covers its zeros.

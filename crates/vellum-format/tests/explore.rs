@@ -348,7 +348,7 @@ fn native_snapshots_of_two_pages() {
     explore_plans(&NativeSubject::snapshots_of_two_pages(), plans);
 }
 
-/// Snapshots, births, a device on which zones are emptied, and quiet times.
+/// Snapshots, embedded allocations, a device on which zones are emptied, and quiet times.
 #[test]
 fn native_zoned_with_everything() {
     let mut plans: Vec<Plan> = (0..4 * scale()).map(kinds::snapshots_beside_guests).collect();

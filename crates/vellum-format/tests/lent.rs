@@ -132,9 +132,9 @@ enum Kind {
 impl Kind {
     fn all() -> Vec<Self> {
         let qcow2 = setups().into_iter().map(Self::Qcow2);
-        // Many units, so that some are born when a zone is open.
-        let born = NativeSetup::zoned("zoned, many units", 8 * SIZE, 64 << 10, 1 << 20);
-        qcow2.chain(native_setups().into_iter().chain([born]).map(Self::Native)).collect()
+        // Many units, so that some hold their own entries when a zone is open.
+        let embedding = NativeSetup::zoned("zoned, many units", 8 * SIZE, 64 << 10, 1 << 20);
+        qcow2.chain(native_setups().into_iter().chain([embedding]).map(Self::Native)).collect()
     }
 
     fn name(&self) -> &'static str {
@@ -307,8 +307,8 @@ fn a_guest_sees_no_packed_block() {
             let at = GuestOffset::new(unit * UNIT);
             disk.write(at, memory.lend(&[(0, 4096)]), WriteFlags::default()).await.expect("it is written");
         };
-        // With the first a zone is opened; those behind are born in it. Some are read packed, some when they
-        // are so no more, and the new bytes are in the journal only.
+        // With the first a zone is opened; those behind are allocated in it. Some are read packed, some when
+        // they are so no more, and the new bytes are in the journal only.
         for unit in 0..12 {
             write(unit, 4).await;
             disk.flush().await.expect("flushed");

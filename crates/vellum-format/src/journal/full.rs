@@ -11,7 +11,8 @@
 //! flushed record says that recovery does not need the bytes in older records. Otherwise a replay would put
 //! those old bytes over data that was written later.
 //!
-//! 1. A reader looks for data here first and then in the image, so it misses nothing that is not checkpointed yet.
+//! 1. A reader looks for data here first and then in the image, so it misses nothing that is not checkpointed
+//!    yet.
 //! 2. A checkpoint writes the bytes of the last flushed record, never the live bytes.
 //! 3. A cluster is not given back while a sector of it is here (`quarantine.rs`).
 

@@ -17,8 +17,8 @@
 //! 2. A sector with an unproven check is overwritten in one of three ways only: the open transaction takes up
 //!    the new value (`checks.rs`), a commit has proven the check before, or the write goes through the
 //!    journal (`full.rs`).
-//! 3. Code that loads a page looks here first ([`Journal::uncheckpointed`]): the newest version of a page that is
-//!    not checkpointed is only here.
+//! 3. Code that loads a page looks here first ([`Journal::uncheckpointed`]): the newest version of a page
+//!    that is not checkpointed is only here.
 //! 4. Only the leader of a commit writes records, moves the tail and checkpoints pages.
 //!
 //! The protocol is `docs/design/0003-qcow2-journal.md`. The order of writes around a record is in

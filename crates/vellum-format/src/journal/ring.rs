@@ -66,7 +66,8 @@ impl Ring {
         self.len - self.used() >= 3 * self.record_max()
     }
 
-    /// A place for a record. `None` when there is no room, which does not happen when checkpoints are made in time.
+    /// A place for a record. `None` when there is no room, which does not happen when checkpoints are made in
+    /// time.
     pub(crate) fn place(&mut self, sequence: u64, len: u64) -> Option<u64> {
         debug_assert!(self.live.back().is_none_or(|last| last.sequence < sequence));
         let fits = |start: u64| {

@@ -97,7 +97,7 @@ impl Native {
         let (Some(compaction), Some(zones)) = (&self.compaction, &self.zones) else { return false };
         let Some(mut work) = compaction.work.try_lock() else { return false };
         let has_ended = self.engine.state.check_open().is_err() || self.engine.state.check_stopped().is_err();
-        if has_ended || self.journal().is_none() || !self.may_be_born() {
+        if has_ended || self.journal().is_none() || !self.may_embed() {
             work.now = None;
             self.let_zone_go(zones);
             return false;

@@ -23,7 +23,7 @@
 //! | `resize` | another size for the disk |
 //! | [`unfinished`] | what an interrupted change of several steps leaves, and what opening does about it |
 //! | [`snapshots`] | views of the disk that no longer change |
-//! | `zones`, `birth` | zones and units that hold their own entries, until these are in the table |
+//! | `zones`, `embedded_alloc` | zones and units that hold their own entries, until these are in the table |
 //! | `compact` | sparsely used zones, emptied in quiet times |
 //! | `ahead` | zones of a file, written with zeros ahead of need |
 //! | `room` | how much space a device has left, and how much it has gained since |
@@ -32,12 +32,12 @@
 //! | `format` | the interface that all formats have |
 
 mod ahead;
-mod birth;
 pub mod check;
 mod commit;
 mod compact;
 pub mod create;
 pub mod embed;
+mod embedded_alloc;
 mod format;
 pub mod geometry;
 mod home_pages;

@@ -15,7 +15,7 @@ use std::cell::Cell;
 
 use vellum_core::{Context, GuestSpan, ImageOffset, Result};
 
-use super::birth::Birth;
+use super::embedded_alloc::EmbeddedAlloc;
 use super::home_pages::Missing;
 use super::image::{Native, mask};
 use crate::claims::Held;
@@ -40,7 +40,7 @@ pub(super) struct Step<'a> {
     /// Their sectors have no checks, and are flushed before the record.
     pub(super) is_unchecked: bool,
     /// Set when the unit holds its own entry.
-    pub(super) birth: Option<Birth>,
+    pub(super) embedded: Option<EmbeddedAlloc>,
     /// The cell's bytes are part of the disk.
     pub(super) is_published: Cell<bool>,
 }
@@ -55,7 +55,7 @@ impl<'a> Step<'a> {
             subs: Vec::new(),
             checks: Vec::new(),
             is_unchecked: false,
-            birth: None,
+            embedded: None,
             is_published: Cell::new(false),
         }
     }
@@ -64,8 +64,8 @@ impl<'a> Step<'a> {
 impl Native {
     pub(super) async fn publish_steps(&self, steps: &[Step<'_>]) -> Result<()> {
         for step in steps {
-            match &step.birth {
-                Some(birth) => self.publish_birth(step, birth).await?,
+            match &step.embedded {
+                Some(embedded) => self.publish_embedded(step, embedded).await?,
                 None if step.is_fresh || !step.subs.is_empty() => self.publish_step(step).await?,
                 None => {}
             }

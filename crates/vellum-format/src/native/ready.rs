@@ -353,7 +353,7 @@ impl Native {
     /// The number of units that must be clean so that a whole zone of them can be opened, even if single
     /// units are taken meanwhile.
     fn units_for_zones(&self) -> usize {
-        if self.journal().is_some() && self.may_be_born() { 2 * self.zone_len() } else { 0 }
+        if self.journal().is_some() && self.may_embed() { 2 * self.zone_len() } else { 0 }
     }
 
     /// Whether no record has guest data of this unit that a recovery would write back. Requests a checkpoint

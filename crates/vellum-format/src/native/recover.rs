@@ -180,7 +180,8 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         }
         recovery.records = records.len() as u64;
         if !replay::is_result(&newest) && !sabotage::is(Bug::ResultNotTold) {
-            // It proves the newest record. Pages that are checkpointed from now on cannot fail that record's checks.
+            // It proves the newest record. Pages that are checkpointed from now on cannot fail that record's
+            // checks.
             let result = Record {
                 sequence: newest.sequence + 1,
                 durable: newest.sequence,

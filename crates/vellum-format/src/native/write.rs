@@ -184,8 +184,8 @@ impl Native {
             steps.iter().for_each(|step| step.held.spoil());
         }
         for step in steps {
-            if let Some(birth) = step.birth.as_ref().filter(|_| !step.is_published.get()) {
-                self.retire(birth.given.unit).await;
+            if let Some(embedded) = step.embedded.as_ref().filter(|_| !step.is_published.get()) {
+                self.invalidate_embedded(embedded.given.unit).await;
             }
             self.let_go(step.held);
         }
@@ -224,7 +224,7 @@ impl Native {
         while !rest.is_empty() {
             let (part, later) = self.first_part(rest);
             let cell = self.cell.cluster_of(part.start());
-            let mask = if self.could_be_born(cell) { u32::MAX } else { self.parts_of(part) };
+            let mask = if self.could_embed(cell) { u32::MAX } else { self.parts_of(part) };
             let held = self.engine.claims.claim(cell, mask).await;
             steps.push(Step::new(part, held));
             rest = later;
@@ -278,17 +278,17 @@ impl Native {
             let number = unit.cluster_of(step.part.start()).index();
             let (entry, form) = self.find(|| self.entry_and_form(number)).await?;
             if form != 0 && self.touches_block(step.part, form - 1) {
-                return Ok(Written::LookAgain); // it was born after it was looked up
+                return Ok(Written::LookAgain); // it was allocated after it was looked up
             }
             if entry != 0 {
                 step.at = Some(self.places.unit(entry).start());
                 continue;
             }
             step.is_fresh = true;
-            if let Some(birth) = self.bear(step, data, here) {
-                let place = self.places.unit(birth.given.unit);
+            if let Some(embedded) = self.embed(step, data, here) {
+                let place = self.places.unit(embedded.given.unit);
                 step.at = Some(place.start());
-                step.birth = Some(birth);
+                step.embedded = Some(embedded);
                 self.reach(place).await?;
                 continue;
             }
@@ -337,8 +337,8 @@ impl Native {
                 pieces.push((place(head.start()), Box::pin(self.fill(head))));
             }
             let piece = data.split_to(usize::try_from(step.part.len()).expect("within the buffer"));
-            if let Some(birth) = &step.birth {
-                let (within, piece) = self.with_block(step, birth, piece);
+            if let Some(embedded) = &step.embedded {
+                let (within, piece) = self.with_block(step, embedded, piece);
                 pieces.push((place(cell) + within, Box::pin(std::future::ready(Ok(piece)))));
                 continue;
             }

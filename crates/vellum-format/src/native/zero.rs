@@ -208,7 +208,7 @@ impl Native {
             self.is_whole_cell(part) && (*entry == 0 || space != Space::Keep || is_held)
         });
         if lets_go.is_none() && form != 0 && self.touches_block(part, form - 1) {
-            return Ok(Written::LookAgain); // it was born after it was looked up
+            return Ok(Written::LookAgain); // it was allocated after it was looked up
         }
         let subs = self.find(|| self.base_subs(part)).await?;
         let place = match (entry, lets_go) {

@@ -9,7 +9,7 @@
 //! | the unit of the disk in the table | a block names it | then |
 //! |---|---|---|
 //! | nothing | yes, its bit is 0 | the block counts |
-//! | nothing | yes, its bit is 1 | the unit is free: it was let go, or retired |
+//! | nothing | yes, its bit is 1 | the unit is free: it was released, or its write failed |
 //! | the same unit | yes | the table counts; it agrees, or says that the block is a plain one now |
 //! | another unit | yes | the table counts: what came in between was not durable |
 //!

@@ -3,7 +3,7 @@
 //! ```text
 //!   zeroed ──► opened: generation, tag ── commit ──► open ──► all units given out, in the table ──► closed
 //!                                                      │
-//!                               unit: handed out ──► born: block with the entry, nothing else
+//!                               unit: handed out ──► embedded: a block with the entry, nothing else
 //!                                                      └──► settled: a bit, and the table
 //! ```
 //!
@@ -14,8 +14,8 @@
 //!    Any change of that entry sets the bit in the same transaction.
 //! 4. Each unit of an open zone is handed out once. Prepared units (`ahead.rs`) may also go to writes that do
 //!    not embed. A unit whose write fails is freed as usual, and is then a plain unit.
-//! 5. In a quiet time the entries of born units are written to the table early.
-//! 6. No unit is born while anything lies beneath it. So there are no births while there are snapshots.
+//! 5. In a quiet time the embedded entries are written to the table early.
+//! 6. No entry is embedded while anything lies beneath the unit. So none is while there are snapshots.
 //!
 //! The tag does the work of two things in Selfie: the "zone type" by which Z-blocks are recognised, and the
 //! incarnation, because a block from an earlier time has another tag. Entries that Selfie gathers in metadata
@@ -43,9 +43,9 @@ pub(super) const GENERATION_WORD: u64 = 0;
 pub(super) const TAG_WORD: u64 = 1;
 /// How often it was opened.
 const INCARNATION_WORD: u64 = 2;
-/// Without a birth for this long, the entries of born units are written to the table.
+/// Without an embedded allocation for this long, the embedded entries are written to the table.
 const QUIET_AFTER: Duration = Duration::from_secs(2);
-/// At most this many zones are open at a time. Those that are full and have births under way count. Recovery
+/// At most this many zones are open at a time. Those that are full and have writes under way count. Recovery
 /// accepts more: the limit of `zone_scan.rs` is higher.
 const OPEN_MAX: usize = 16;
 /// What opening a zone takes of a record, at most.
@@ -59,11 +59,11 @@ pub(super) struct Zones {
     pub(super) emptying: AtomicU32,
     /// Held while a zone is opened.
     opening: async_lock::Mutex<()>,
-    /// Held while entries of born units are written to the table.
+    /// Held while embedded entries are written to the table.
     settling: async_lock::Mutex<()>,
-    /// The number of callers that have paused births.
+    /// The number of callers that have paused embedded allocation.
     paused: AtomicU32,
-    /// How many units were handed out to be born.
+    /// How many units were handed out to hold their own entries.
     given: AtomicU64,
     /// How many were handed out as plain units.
     given_plain: AtomicU64,
@@ -85,10 +85,10 @@ pub(super) struct OpenZone {
     prepared: VecDeque<Range<u32>>,
     /// How many more of them are being filled now.
     being_prepared: u32,
-    /// Units that were handed out to be born, and are neither published nor retired.
+    /// Units that were handed out to hold their own entries, and are neither published nor invalidated.
     under_way: u32,
     /// Units whose entry only their own block states: the index in the zone, and the unit of the disk.
-    born: Vec<(u32, u64)>,
+    unrecorded: Vec<(u32, u64)>,
 }
 
 impl OpenZone {
@@ -150,7 +150,7 @@ pub(super) struct Given {
     pub(super) tag: u64,
 }
 
-/// No unit is born while this is held.
+/// No entry is embedded while this is held.
 pub(super) struct Paused<'a>(&'a AtomicU32);
 
 impl Drop for Paused<'_> {
@@ -175,15 +175,15 @@ fn tag_of(key: u128, zone: u32, incarnation: u64) -> u64 {
 }
 
 impl Native {
-    /// Pauses births.
-    pub(super) fn pause_births(&self) -> Option<Paused<'_>> {
+    /// Pauses embedded allocation.
+    pub(super) fn pause_embedding(&self) -> Option<Paused<'_>> {
         let zones = self.zones.as_ref()?;
         zones.paused.fetch_add(1, Ordering::AcqRel);
         Some(Paused(&zones.paused))
     }
 
     /// Whether a unit may hold its own entry now.
-    pub(super) fn may_be_born(&self) -> bool {
+    pub(super) fn may_embed(&self) -> bool {
         let is_paused = |zones: &Zones| zones.paused.load(Ordering::Acquire) > 0;
         let Some(zones) = &self.zones else { return false };
         !is_paused(zones) && !self.views.as_ref().is_some_and(super::snapshots::Views::any)
@@ -252,16 +252,16 @@ impl Native {
 
     /// From now on the unit's own block states that this unit of the disk lies there. The caller holds the
     /// gate.
-    pub(super) fn note_born(&self, unit: u32, guest_unit: u64) {
+    pub(super) fn note_embedded(&self, unit: u32, guest_unit: u64) {
         self.in_open_zone(unit, |zone, index| {
             zone.under_way -= 1;
-            zone.born.push((index, guest_unit));
+            zone.unrecorded.push((index, guest_unit));
         });
     }
 
-    /// Ends a birth that does not count: only the table's entry counts for the unit, whatever the unit holds.
-    /// The caller holds the gate.
-    pub(super) fn note_not_born(&self, unit: u32) {
+    /// Ends an embedded allocation that does not count: only the table's entry counts for the unit, whatever
+    /// the unit holds. The caller holds the gate.
+    pub(super) fn note_not_embedded(&self, unit: u32) {
         self.in_open_zone(unit, |zone, _| zone.under_way -= 1);
         self.tell_of(unit);
     }
@@ -272,7 +272,7 @@ impl Native {
             return;
         }
         let found = self.in_open_zone(unit, |zone, index| {
-            zone.born.retain(|(born, _)| *born != index);
+            zone.unrecorded.retain(|(other, _)| *other != index);
             (zone.zone, index)
         });
         if let Some((zone, index)) = found.filter(|_| !sabotage::is(Bug::NotSettled)) {
@@ -284,10 +284,10 @@ impl Native {
     /// Whether the table has the entries of all units. The caller holds the gate alone.
     pub(super) fn all_settled(&self) -> bool {
         let zones = self.zones.as_ref();
-        zones.is_none_or(|zones| lock(&zones.open).iter().all(|zone| zone.born.is_empty()))
+        zones.is_none_or(|zones| lock(&zones.open).iter().all(|zone| zone.unrecorded.is_empty()))
     }
 
-    /// Writes the entries of all born units to the table, and closes zones that are used up.
+    /// Writes all embedded entries to the table, and closes zones that are used up.
     pub(super) async fn settle_all(&self) -> Result<()> {
         let Some(zones) = &self.zones else { return Ok(()) };
         let numbers: Vec<u32> = lock(&zones.open).iter().map(|zone| zone.zone).collect();
@@ -297,7 +297,7 @@ impl Native {
         Ok(())
     }
 
-    /// After an idle period, writes the entries of born units to the table, so that a recovery has less to
+    /// After an idle period, writes the embedded entries to the table, so that a recovery has less to
     /// do.
     pub(super) async fn settle_when_quiet(&self, now: Duration) -> Result<()> {
         let Some(zones) = self.zones.as_ref().filter(|_| self.journal().is_some()) else { return Ok(()) };
@@ -311,8 +311,8 @@ impl Native {
                 return Ok(());
             }
         }
-        let any_born = lock(&zones.open).iter().any(|zone| !zone.born.is_empty());
-        if any_born {
+        let any_unrecorded = lock(&zones.open).iter().any(|zone| !zone.unrecorded.is_empty());
+        if any_unrecorded {
             self.settle_all().await?;
             self.commit().await?;
         }
@@ -327,7 +327,7 @@ impl Native {
             let some: Vec<(u32, u64)> = {
                 let open = lock(&zones.open);
                 let Some(zone) = open.iter().find(|zone| zone.zone == number) else { return Ok(()) };
-                zone.born.iter().take(at_once).copied().collect()
+                zone.unrecorded.iter().take(at_once).copied().collect()
             };
             if some.is_empty() {
                 return self.close_zone(zones, number).await;
@@ -336,8 +336,9 @@ impl Native {
             for (index, guest_unit) in some {
                 let unit = number * self.places.units_per_zone() + index + 1;
                 // The unit may have been changed meanwhile.
-                let is_born = self.in_open_zone(unit, |zone, _| zone.born.contains(&(index, guest_unit)));
-                if is_born == Some(true) {
+                let is_unrecorded =
+                    self.in_open_zone(unit, |zone, _| zone.unrecorded.contains(&(index, guest_unit)));
+                if is_unrecorded == Some(true) {
                     if !sabotage::is(Bug::SettledEarly) {
                         self.home.touch(self.places.entry(guest_unit).word);
                     }
@@ -351,7 +352,7 @@ impl Native {
     async fn close_zone(&self, zones: &Zones, number: u32) -> Result<()> {
         let per_zone = self.places.units_per_zone();
         let is_over =
-            |zone: &OpenZone| zone.zone == number && zone.is_used_up(per_zone) && zone.born.is_empty();
+            |zone: &OpenZone| zone.zone == number && zone.is_used_up(per_zone) && zone.unrecorded.is_empty();
         if !lock(&zones.open).iter().any(is_over) {
             return Ok(());
         }
@@ -361,7 +362,7 @@ impl Native {
         Ok(())
     }
 
-    /// Follows a birth: settles zones that are used up, and opens the next one in time.
+    /// Follows an embedded allocation: settles zones that are used up, and opens the next one in time.
     pub(super) async fn tidy_zones(&self) -> Result<()> {
         let Some(zones) = self.zones.as_ref().filter(|_| self.journal().is_some()) else { return Ok(()) };
         let per_zone = self.places.units_per_zone();
@@ -389,7 +390,7 @@ impl Native {
     /// Whether no zone is open, although one should be.
     pub(super) fn wants_zone(&self) -> bool {
         let zones = self.zones.as_ref();
-        zones.is_some_and(|zones| lock(&zones.open).is_empty()) && self.may_be_born()
+        zones.is_some_and(|zones| lock(&zones.open).is_empty()) && self.may_embed()
     }
 
     /// How many units of open zones can still be handed out.
@@ -412,7 +413,7 @@ impl Native {
     async fn open_zone(&self, zones: &Zones) -> Result<()> {
         let Some(_one) = zones.opening.try_lock() else { return Ok(()) };
         let per_zone = self.places.units_per_zone();
-        if !self.may_be_born() || lock(&zones.open).len() >= OPEN_MAX {
+        if !self.may_embed() || lock(&zones.open).len() >= OPEN_MAX {
             return Ok(());
         }
         // After a failed search there is no other one until more units have become clean.
@@ -513,7 +514,7 @@ impl Native {
             prepared: VecDeque::new(),
             being_prepared: 0,
             under_way: 0,
-            born: Vec::new(),
+            unrecorded: Vec::new(),
         };
         if zones.emptying.load(Ordering::SeqCst) == number + 1 {
             self.let_zone_go(zones); // that is what it was emptied for

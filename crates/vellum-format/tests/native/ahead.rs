@@ -78,7 +78,8 @@ impl Bench {
     }
 }
 
-/// A birth costs one write and one flush, with zeros ahead or without, and the zeros are about what is taken.
+/// An embedded allocation costs one write and one flush, with zeros ahead or without, and the zeros are about
+/// what is taken.
 #[test]
 fn what_comes_next_is_written_already() {
     const N: u64 = 48;
@@ -130,8 +131,8 @@ fn zeros_are_no_more_than_a_few_times_what_is_written() {
     });
 }
 
-/// Zeros, births, units that do not pack, discards and flushes at once, answered in any order: each unit
-/// holds what was written.
+/// Zeros, embedded allocations, units that do not pack, discards and flushes at once, answered in any order:
+/// each unit holds what was written.
 #[test]
 fn zeros_land_on_nothing() {
     for seed in 0..12 {

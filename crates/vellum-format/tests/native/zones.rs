@@ -24,8 +24,9 @@ fn bytes(value: u8) -> Buffer {
     Buffer::copy_of(&[value; 4096])
 }
 
-/// What the disk has where a birth failed with this effect, and the next write did not, after a crash.
-fn after_a_failed_birth(effect: Effect, bug: Option<Bug>) -> Vec<u8> {
+/// What the disk has where an embedded allocation failed with this effect, and the next write did not, after
+/// a crash.
+fn after_a_failed_allocation(effect: Effect, bug: Option<Bug>) -> Vec<u8> {
     put_in(bug);
     let setup = setup(1 << 20, 128 << 10);
     let world = World::new(0);
@@ -59,12 +60,12 @@ fn after_a_failed_birth(effect: Effect, bug: Option<Bug>) -> Vec<u8> {
 /// A write that failed may lie in the image with its entry. The next one for the same place is another unit,
 /// and the one that was acknowledged counts, whatever a crash leaves of the first.
 #[test]
-fn a_birth_that_failed_never_comes_back() {
+fn an_embedded_allocation_that_failed_never_comes_back() {
     for effect in [Effect::None, Effect::Some, Effect::All] {
-        assert_eq!(after_a_failed_birth(effect, None), [3; 4096], "{effect:?}");
+        assert_eq!(after_a_failed_allocation(effect, None), [3; 4096], "{effect:?}");
     }
     assert_eq!(
-        after_a_failed_birth(Effect::All, Some(Bug::NotRetired)),
+        after_a_failed_allocation(Effect::All, Some(Bug::NotInvalidated)),
         [2; 4096],
         "a mistake that this finds"
     );
@@ -203,14 +204,14 @@ fn recovery_reads_open_zones_only() {
 
 /// In a quiet time the entries are recorded in the table, so that a recovery has nothing to look for.
 #[test]
-fn what_was_born_is_told_when_it_is_quiet() {
+fn embedded_entries_are_recorded_when_it_is_quiet() {
     let setup = setup(4 << 20, 1 << 20);
     let world = World::new(0);
     let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
     world.run(async {
         let disk = setup.open(&drive).await.unwrap();
         let second = std::time::Duration::from_secs(1);
-        let born = async || {
+        let embedded = async || {
             let image: SharedStorage = Drive::from_content(&world, drive.content(), DriveOptions::default());
             recover(&image).await.unwrap().born
         };
@@ -219,12 +220,12 @@ fn what_was_born_is_told_when_it_is_quiet() {
         }
         disk.tend(second).await;
         disk.tend(2 * second).await;
-        assert_eq!(born().await, 7, "all but the one that opened the zone");
+        assert_eq!(embedded().await, 7, "all but the one that opened the zone");
         disk.tend(3 * second).await;
-        assert_eq!(born().await, 0);
+        assert_eq!(embedded().await, 0);
         disk.write(GuestOffset::new(9 * UNIT), bytes(1), WriteFlags::FUA).await.unwrap();
         disk.tend(9 * second).await;
-        assert_eq!(born().await, 1, "it has only just become quiet");
+        assert_eq!(embedded().await, 1, "it has only just become quiet");
         disk.close().await.unwrap();
     });
 }

@@ -1,8 +1,8 @@
 //! Packed blocks: each is read, and must agree with the table about its unit.
 //!
 //! A block that cannot be decoded here would fail a guest's read, so the check reads every one. These are 4
-//! KiB for each unit that was born with such a block and not overwritten there since. They are read in the
-//! order of their places, which suits most drives best.
+//! KiB for each unit that was written first with such a block and not overwritten there since. They are read
+//! in the order of their places, which suits most drives best.
 
 use vellum_core::{Buffer, ImageOffset, LocalFuture, Result, join_all};
 

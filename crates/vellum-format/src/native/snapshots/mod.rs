@@ -243,7 +243,7 @@ impl Native {
             self.load_entry(before).await?;
         }
         let size = self.engine.geometry.size;
-        let _paused = self.pause_births();
+        let _paused = self.pause_embedding();
         {
             let _alone = loop {
                 // From then on units lie under a snapshot, so the table must have all entries before.

@@ -9,9 +9,9 @@
 //! ```
 //!
 //! A change that a record cannot express (a refcount table that grew), or that is too long for one, is
-//! written in the ordered way. Older records must not undo it: their pages are checkpointed before, and the record
-//! before it needs none of them. The two records ask for a repair, in case one of them is the last: a crash
-//! halfway is repaired as in a dirty image.
+//! written in the ordered way. Older records must not undo it: their pages are checkpointed before, and the
+//! record before it needs none of them. The two records ask for a repair, in case one of them is the last: a
+//! crash halfway is repaired as in a dirty image.
 
 use vellum_core::Result;
 
@@ -35,8 +35,8 @@ impl Qcow2 {
     ) -> Result<()> {
         let owed: Vec<Item> =
             full.items.iter().filter(|item| matches!(item, Item::Owed { .. })).cloned().collect();
-        // Proven first, because a page of the checkpoint may have checks. The owed clusters of this transaction
-        // have no meaning without it.
+        // Proven first, because a page of the checkpoint may have checks. The owed clusters of this
+        // transaction have no meaning without it.
         let asks_for_repair = !sabotage::is(Bug::BarrierWantsNoRepair);
         let proof = Record { items: Vec::new(), asks_for_repair, ..full };
         journal.write_record(self, &proof).await?;

@@ -11,8 +11,8 @@
 //! If no task tends the disk, each allocating request does a piece of the search after its own allocation.
 //! The free clusters that it finds are used from then on.
 //!
-//! 1. A page is judged only by its current refcounts. If it was in memory or not checkpointed when it was read, or a
-//!    cluster of it was freed since, the bytes that were read do not count.
+//! 1. A page is judged only by its current refcounts. If it was in memory or not checkpointed when it was
+//!    read, or a cluster of it was freed since, the bytes that were read do not count.
 //! 2. When nothing is left behind everything else, a request waits for the search after all, so a free
 //!    cluster is found if there is one. The next request tries behind everything else again, because the host
 //!    may have got space.

@@ -1,4 +1,4 @@
-//! Units that hold their own entry: how one is born, read, and turned into a plain unit.
+//! Units that hold their own entry: how one is allocated, read, and turned into a plain unit.
 //!
 //! ```text
 //!   first write, nothing beneath, a block of it can be packed
@@ -7,15 +7,16 @@
 //!   the block is overwritten   ► gate: entry without form, the block's bytes in the journal, the zone's bit
 //! ```
 //!
-//! 1. A write that bears a unit claims all of it. No other write touches the unit before it is published.
+//! 1. A write that allocates such a unit claims all of it. No other write touches the unit before it is
+//!    published.
 //! 2. The block is never overwritten in place: a torn write would lose the entry together with the data. Its
 //!    new bytes go through the journal, together with the table's new entry. So the paper's relocation of a
 //!    cluster whose lead block no longer compresses needs neither a read nor another place.
-//! 3. A reader of the block gets the image's bytes, not newer ones of the journal, which are checkpointed only after
-//!    the entry has changed. So a block that cannot be unpacked while the table still calls it packed is
-//!    damaged.
-//! 4. A birth that fails is retired, by a bit in the open transaction. Otherwise two blocks could name one
-//!    unit of the disk.
+//! 3. A reader of the block gets the image's bytes, not newer ones of the journal, which are checkpointed
+//!    only after the entry has changed. So a block that cannot be unpacked while the table still calls it
+//!    packed is damaged.
+//! 4. An embedded allocation that fails is invalidated, by a bit in the open transaction. Otherwise two
+//!    blocks could name one unit of the disk.
 
 use vellum_core::{
     Buffer, Context, Error, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Result,
@@ -33,8 +34,8 @@ use crate::sabotage::{self, Bug};
 /// At most this many blocks of a write are tried.
 const TRIED_MAX: usize = 3;
 
-/// A unit that is being born.
-pub(super) struct Birth {
+/// An embedded allocation: a unit, and the packed block that holds its entry.
+pub(super) struct EmbeddedAlloc {
     pub(super) given: Given,
     /// Which block holds the entry, and its bytes for the image.
     pub(super) block: u8,
@@ -43,15 +44,15 @@ pub(super) struct Birth {
 
 impl Native {
     /// Whether the first write of this part may embed the entry, as far as is known before the claim.
-    pub(super) fn could_be_born(&self, cell: GuestCluster) -> bool {
+    pub(super) fn could_embed(&self, cell: GuestCluster) -> bool {
         // A missing page is not loaded for this. The unit is then a plain one.
-        self.may_be_born() && self.entry(cell.index()).is_ok_and(|entry| entry == 0)
+        self.may_embed() && self.entry(cell.index()).is_ok_and(|entry| entry == 0)
     }
 
     /// The unit and the packed block for a step that embeds its entry, or `None`. The step's bytes begin at
     /// `within` in `data`.
-    pub(super) fn bear(&self, step: &Step<'_>, data: &Buffer, within: usize) -> Option<Birth> {
-        if step.held.mask() != u32::MAX || !self.may_be_born() || !self.is_all_image(step.part) {
+    pub(super) fn embed(&self, step: &Step<'_>, data: &Buffer, within: usize) -> Option<EmbeddedAlloc> {
+        if step.held.mask() != u32::MAX || !self.may_embed() || !self.is_all_image(step.part) {
             return None;
         }
         let guest_unit = self.cell_of(step.part.start()).index();
@@ -63,7 +64,7 @@ impl Native {
             image_unit: given.unit,
             block,
         };
-        Some(Birth { given, block, bytes: packed.block(identity) })
+        Some(EmbeddedAlloc { given, block, bytes: packed.block(identity) })
     }
 
     /// Whether the image has the whole cell of this part, so that no bit or mask of it will ever change.
@@ -100,49 +101,55 @@ impl Native {
     }
 
     /// The step's bytes with the packed block in its place, and where in the unit they begin.
-    pub(super) fn with_block(&self, step: &Step<'_>, birth: &Birth, mut piece: Buffer) -> (u64, Buffer) {
+    pub(super) fn with_block(
+        &self,
+        step: &Step<'_>,
+        embedded: &EmbeddedAlloc,
+        mut piece: Buffer,
+    ) -> (u64, Buffer) {
         let start = self.cell.within(step.part.start());
-        let at = u64::from(birth.block) * SUB_BLOCK.bytes();
+        let at = u64::from(embedded.block) * SUB_BLOCK.bytes();
         let index = |bytes: u64| usize::try_from(bytes).expect("within a unit");
         let head = piece.split_to(index(at.saturating_sub(start)));
         let end = (at + SUB_BLOCK.bytes()).min(step.part.len() + start);
         drop(piece.split_to(index(end - at.max(start))));
         let mut bytes = head;
-        bytes.append(Buffer::copy_of(&birth.bytes));
+        bytes.append(Buffer::copy_of(&embedded.bytes));
         bytes.append(piece);
         (start.min(at), bytes)
     }
 
-    /// Makes a unit that was born part of the disk.
-    pub(super) async fn publish_birth(&self, step: &Step<'_>, birth: &Birth) -> Result<()> {
+    /// Makes a unit that holds its own entry part of the disk.
+    pub(super) async fn publish_embedded(&self, step: &Step<'_>, embedded: &EmbeddedAlloc) -> Result<()> {
         let number = self.cell_of(step.part.start()).index();
         let bits = self.places.entry(number);
-        let entry = u64::from(self.places.make_entry(birth.given.unit, u32::from(birth.block) + 1));
+        let entry = u64::from(self.places.make_entry(embedded.given.unit, u32::from(embedded.block) + 1));
         self.reserve(&[bits.word]).await?;
         {
             let _gate = self.journal().expect("begun before").shared();
             self.engine.state.check_stopped()?;
-            if self.may_be_born() {
+            if self.may_embed() {
                 self.home.change_untold(bits.word, |word| bits.set(word, entry));
-                self.note_born(birth.given.unit, number);
+                self.note_embedded(embedded.given.unit, number);
                 return Ok(());
             }
         }
         // A snapshot is being made, so the table must have the entry.
         let _gate = self.enter_changing(2 * WORD_COST, || vec![bits.word]).await?;
         self.home.change(bits.word, |word| bits.set(word, entry));
-        self.note_not_born(birth.given.unit);
+        self.note_not_embedded(embedded.given.unit);
         Ok(())
     }
 
-    /// Retires a birth that failed. The unit may hold anything by now, even its entry.
-    pub(super) async fn retire(&self, unit: u32) {
-        if sabotage::is(Bug::NotRetired) {
+    /// Makes sure that an embedded allocation that failed never counts. The unit may hold anything by now,
+    /// even its entry.
+    pub(super) async fn invalidate_embedded(&self, unit: u32) {
+        if sabotage::is(Bug::NotInvalidated) {
             return;
         }
         // If this fails, the image has stopped.
         if let Ok(_gate) = self.enter_transaction(WORD_COST).await {
-            self.note_not_born(unit);
+            self.note_not_embedded(unit);
             self.free(unit);
         }
     }

@@ -110,9 +110,9 @@ pub enum Bug {
     /// A unit is freed although a snapshot sees it.
     NamedUnitFreed,
     /// The state of a unit in an open zone is recorded in the table, and the zone's bit stays.
-    NotSettled,
+    NotMarkedRecorded,
     /// The reverse: the bit is recorded, and the table entry is not.
-    SettledEarly,
+    RecordedEarly,
     /// Zeros ahead of need are written to units that may be handed out meanwhile.
     ZerosOnGiven,
     /// A block that holds its unit's entry is overwritten in place.
@@ -120,7 +120,7 @@ pub enum Bug {
     /// Recovery trusts the newest record without reading the packed blocks that it names.
     NewestBelieved,
     /// Recovery takes blocks for entries although their bit says that they no longer are.
-    SettledCounts,
+    RecordedCounts,
     /// An embedded allocation that failed is not invalidated.
     NotInvalidated,
     /// A zone is opened before its zeros are durable.

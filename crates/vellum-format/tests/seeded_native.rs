@@ -343,7 +343,7 @@ found! {
         zeros_on_given: ZerosOnGiven,
     }
     zoned_in_quiet_times {
-        settled_early: SettledEarly,
+        recorded_early: RecordedEarly,
     }
     zoned_in_small_zones {
         newest_believed: NewestBelieved,

@@ -281,7 +281,7 @@ impl Map for Native {
             drop(units.giving.lock().await); // a running preparation ends, and no other begins
         }
         self.end_compaction().await;
-        self.settle_all().await?;
+        self.record_all().await?;
         self.commit().await?;
         if Self::journal(self).is_some() {
             // Holes are punched for the host's sake. The next opening assumes nothing about free units.

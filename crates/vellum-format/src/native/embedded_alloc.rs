@@ -129,7 +129,7 @@ impl Native {
             let _gate = self.journal().expect("begun before").shared();
             self.engine.state.check_stopped()?;
             if self.may_embed() {
-                self.home.change_untold(bits.word, |word| bits.set(word, entry));
+                self.home.change_unrecorded(bits.word, |word| bits.set(word, entry));
                 self.note_embedded(embedded.given.unit, number);
                 return Ok(());
             }
@@ -298,7 +298,7 @@ impl Native {
                     // From here on readers find the new bytes. Readers that looked before find the old ones.
                     let entry = u64::from(self.places.make_entry(unit, 0));
                     self.home.change(bits.word, |word| bits.set(word, entry));
-                    self.tell_of(unit);
+                    self.mark_recorded(unit);
                     break;
                 }
             }

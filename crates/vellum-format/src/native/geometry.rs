@@ -47,8 +47,8 @@ pub const BITMAP_BYTES_MAX: u64 = 256 << 20;
 pub const BASE_BYTES_MAX: u64 = 1 << 46;
 /// The size of an entry of the zone table in bytes.
 pub const ZONE_LEN: u64 = 256;
-/// The first word of a zone's entry with bits of settled units.
-pub const SETTLED_WORD: u64 = 8;
+/// The first word of a zone's entry with bits of recorded units.
+pub const RECORDED_WORD: u64 = 8;
 /// Where entries hold a form, the number of a stored unit has this many bits.
 const UNIT_BITS: u32 = 27;
 /// Enough for 2^18 zones.
@@ -526,9 +526,13 @@ impl Places {
         (zone < self.zones()).then(|| (zone, (unit - 1) % per_zone))
     }
 
-    /// The bit of a settled unit, for which the table alone counts.
-    pub fn settled(&self, zone: u32, index: u32) -> Bits {
-        Bits { word: self.zone_word(zone, SETTLED_WORD + u64::from(index / 64)), shift: index % 64, width: 1 }
+    /// The bit of a recorded unit, for which the table alone counts.
+    pub fn recorded(&self, zone: u32, index: u32) -> Bits {
+        Bits {
+            word: self.zone_word(zone, RECORDED_WORD + u64::from(index / 64)),
+            shift: index % 64,
+            width: 1,
+        }
     }
 
     /// Where stored unit `number` (1 and up) lies.
@@ -608,7 +612,7 @@ mod tests {
             (Some((0, 0)), Some((0, 1023)), Some((1, 0)))
         );
         assert_eq!(places.zone_of(places.zones() * 1024 + 1), None);
-        let bit = places.settled(1, 65);
+        let bit = places.recorded(1, 65);
         assert_eq!((bit.word - places.region(Region::Zones).start(), bit.shift), (256 + 72, 1));
         let plain = Places::plan(shape(1 << 30, table(16), None), MIB).unwrap();
         assert_eq!((plain.split_entry(u32::MAX), plain.zone_of(1)), ((u32::MAX, 0), None));

@@ -116,7 +116,7 @@ impl HomePages {
 
     /// Changes a word without entering it in the open transaction, because something else records it for a
     /// crash. Its page must be in memory. The caller holds the journal's gate.
-    pub(super) fn change_untold(&self, at: ImageOffset, change: impl FnOnce(u64) -> u64) {
+    pub(super) fn change_unrecorded(&self, at: ImageOffset, change: impl FnOnce(u64) -> u64) {
         let (number, word) = self.index(at);
         let page = self.pages[number].get().expect("pages are loaded before they are changed");
         let _changed = lock(&page.changed);

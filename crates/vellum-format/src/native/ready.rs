@@ -158,9 +158,9 @@ impl Native {
             return false;
         }
         units.note_tended();
-        // An error that keeps the entries from being settled now is found by the next request that needs them
-        // settled.
-        let _ = self.settle_when_quiet(now).await;
+        // An error that keeps the entries from being recorded now is found by the next request that needs
+        // them recorded.
+        let _ = self.record_when_quiet(now).await;
         let has_more = self.make_some_ready(units, now).await.unwrap_or(false);
         self.prepare_zones(now).await || has_more
     }

@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, Storage, try_join_all};
 
 use super::embed::{BLOCK_LEN, BLOCKS_MAX, Identity, identify};
-use super::geometry::{Places, SETTLED_WORD};
+use super::geometry::{Places, RECORDED_WORD};
 use super::zones::{GENERATION_WORD, TAG_WORD};
 use crate::bytes::{be64, put64};
 use crate::journal::record::{Item, Record};
@@ -45,12 +45,12 @@ const OPEN_ACCEPTED_MAX: usize = 64;
 struct OpenZone {
     zone: u32,
     tag: u64,
-    settled: Vec<u64>,
+    recorded: Vec<u64>,
 }
 
 impl OpenZone {
-    fn is_settled(&self, index: u32) -> bool {
-        self.settled[index as usize / 64] >> (index % 64) & 1 == 1
+    fn is_recorded(&self, index: u32) -> bool {
+        self.recorded[index as usize / 64] >> (index % 64) & 1 == 1
     }
 }
 
@@ -169,7 +169,7 @@ async fn find_open_zones<R: Rules>(
     generation: u64,
 ) -> Result<Vec<OpenZone>> {
     let mut open = Vec::new();
-    let settled_words = u64::from(places.units_per_zone().div_ceil(64));
+    let recorded_words = u64::from(places.units_per_zone().div_ceil(64));
     for span in places.zone_table() {
         let mut rest = span;
         while !rest.is_empty() {
@@ -196,8 +196,8 @@ async fn find_open_zones<R: Rules>(
                     if word(GENERATION_WORD) != generation || generation == 0 || !has_units {
                         continue;
                     }
-                    let settled = (0..settled_words).map(|index| word(SETTLED_WORD + index)).collect();
-                    open.push(OpenZone { zone, tag: word(TAG_WORD), settled });
+                    let recorded = (0..recorded_words).map(|index| word(RECORDED_WORD + index)).collect();
+                    open.push(OpenZone { zone, tag: word(TAG_WORD), recorded });
                 }
             }
             rest = later;
@@ -217,7 +217,7 @@ async fn find_blocks(
 ) -> Result<BTreeMap<u32, Identity>> {
     let mut found = BTreeMap::new();
     let mut pieces = Vec::new();
-    for span in unsettled(places, zone) {
+    for span in unrecorded(places, zone) {
         let end = span.end().bytes().min(storage.len());
         let mut at = span.start();
         while at.bytes() < end {
@@ -252,11 +252,11 @@ async fn find_blocks(
     Ok(found)
 }
 
-/// The runs of a zone's units that are not settled. Only these are read.
-fn unsettled(places: &Places, zone: &OpenZone) -> Vec<ImageSpan> {
+/// The runs of a zone's units that are not recorded. Only these are read.
+fn unrecorded(places: &Places, zone: &OpenZone) -> Vec<ImageSpan> {
     let per_zone = places.units_per_zone();
     let first = zone.zone * per_zone + 1;
-    let units = (0..per_zone).filter(|index| !zone.is_settled(*index) || sabotage::is(Bug::SettledCounts));
+    let units = (0..per_zone).filter(|index| !zone.is_recorded(*index) || sabotage::is(Bug::RecordedCounts));
     let mut runs: Vec<ImageSpan> = Vec::new();
     for span in units.map(|index| places.unit(first + index)) {
         match runs.last_mut() {
@@ -284,7 +284,8 @@ fn look_for_blocks(
         let index = u32::try_from(within >> unit.shift()).expect("at most 1024");
         let number = (within & (unit.bytes() - 1)) / BLOCK.bytes();
         let Ok(number) = u8::try_from(number) else { continue };
-        if u64::from(number) >= BLOCKS_MAX || (zone.is_settled(index) && !sabotage::is(Bug::SettledCounts)) {
+        if u64::from(number) >= BLOCKS_MAX || (zone.is_recorded(index) && !sabotage::is(Bug::RecordedCounts))
+        {
             continue;
         }
         if let Some(identity) = identify(block, zone.tag, first + index, number) {

@@ -4,7 +4,7 @@
 //!   zeroed ──► opened: generation, tag ── commit ──► open ──► all units given out, in the table ──► closed
 //!                                                      │
 //!                               unit: handed out ──► embedded: a block with the entry, nothing else
-//!                                                      └──► settled: a bit, and the table
+//!                                                      └──► recorded: a bit, and the table
 //! ```
 //!
 //! 1. A zone is used once it was zero and its opening is durable. A handful of zones are open at a time.
@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use vellum_core::{ImageOffset, Result, Zeroes};
 
-use super::geometry::{Places, SETTLED_WORD};
+use super::geometry::{Places, RECORDED_WORD};
 use super::image::Native;
 use super::publish::WORD_COST;
 use super::units::Units;
@@ -60,7 +60,7 @@ pub(super) struct Zones {
     /// Held while a zone is opened.
     opening: async_lock::Mutex<()>,
     /// Held while embedded entries are written to the table.
-    settling: async_lock::Mutex<()>,
+    recording: async_lock::Mutex<()>,
     /// The number of callers that have paused embedded allocation.
     paused: AtomicU32,
     /// How many units were handed out to hold their own entries.
@@ -263,11 +263,11 @@ impl Native {
     /// the unit holds. The caller holds the gate.
     pub(super) fn note_not_embedded(&self, unit: u32) {
         self.in_open_zone(unit, |zone, _| zone.under_way -= 1);
-        self.tell_of(unit);
+        self.mark_recorded(unit);
     }
 
     /// From this transaction on only the table's entry counts for the unit. The caller holds the gate.
-    pub(in crate::native) fn tell_of(&self, unit: u32) {
+    pub(in crate::native) fn mark_recorded(&self, unit: u32) {
         if unit == 0 {
             return;
         }
@@ -275,31 +275,31 @@ impl Native {
             zone.unrecorded.retain(|(other, _)| *other != index);
             (zone.zone, index)
         });
-        if let Some((zone, index)) = found.filter(|_| !sabotage::is(Bug::NotSettled)) {
-            let bits = self.places.settled(zone, index);
+        if let Some((zone, index)) = found.filter(|_| !sabotage::is(Bug::NotMarkedRecorded)) {
+            let bits = self.places.recorded(zone, index);
             self.home.change(bits.word, |word| bits.set(word, 1));
         }
     }
 
     /// Whether the table has the entries of all units. The caller holds the gate alone.
-    pub(super) fn all_settled(&self) -> bool {
+    pub(super) fn all_recorded(&self) -> bool {
         let zones = self.zones.as_ref();
         zones.is_none_or(|zones| lock(&zones.open).iter().all(|zone| zone.unrecorded.is_empty()))
     }
 
     /// Writes all embedded entries to the table, and closes zones that are used up.
-    pub(super) async fn settle_all(&self) -> Result<()> {
+    pub(super) async fn record_all(&self) -> Result<()> {
         let Some(zones) = &self.zones else { return Ok(()) };
         let numbers: Vec<u32> = lock(&zones.open).iter().map(|zone| zone.zone).collect();
         for number in numbers {
-            self.settle_zone(zones, number).await?;
+            self.record_zone(zones, number).await?;
         }
         Ok(())
     }
 
     /// After an idle period, writes the embedded entries to the table, so that a recovery has less to
     /// do.
-    pub(super) async fn settle_when_quiet(&self, now: Duration) -> Result<()> {
+    pub(super) async fn record_when_quiet(&self, now: Duration) -> Result<()> {
         let Some(zones) = self.zones.as_ref().filter(|_| self.journal().is_some()) else { return Ok(()) };
         let given = zones.given.load(Ordering::Acquire);
         {
@@ -313,14 +313,14 @@ impl Native {
         }
         let any_unrecorded = lock(&zones.open).iter().any(|zone| !zone.unrecorded.is_empty());
         if any_unrecorded {
-            self.settle_all().await?;
+            self.record_all().await?;
             self.commit().await?;
         }
         Ok(())
     }
 
-    async fn settle_zone(&self, zones: &Zones, number: u32) -> Result<()> {
-        let _one = zones.settling.lock().await;
+    async fn record_zone(&self, zones: &Zones, number: u32) -> Result<()> {
+        let _one = zones.recording.lock().await;
         let per_unit = 2 * WORD_COST;
         let at_once = usize::try_from((self.record_max() / 4 / per_unit).clamp(1, 256)).expect("a few");
         loop {
@@ -339,10 +339,10 @@ impl Native {
                 let is_unrecorded =
                     self.in_open_zone(unit, |zone, _| zone.unrecorded.contains(&(index, guest_unit)));
                 if is_unrecorded == Some(true) {
-                    if !sabotage::is(Bug::SettledEarly) {
+                    if !sabotage::is(Bug::RecordedEarly) {
                         self.home.touch(self.places.entry(guest_unit).word);
                     }
-                    self.tell_of(unit);
+                    self.mark_recorded(unit);
                 }
             }
         }
@@ -362,7 +362,7 @@ impl Native {
         Ok(())
     }
 
-    /// Follows an embedded allocation: settles zones that are used up, and opens the next one in time.
+    /// Follows an embedded allocation: records zones that are used up, and opens the next one in time.
     pub(super) async fn tidy_zones(&self) -> Result<()> {
         let Some(zones) = self.zones.as_ref().filter(|_| self.journal().is_some()) else { return Ok(()) };
         let per_zone = self.places.units_per_zone();
@@ -372,7 +372,7 @@ impl Native {
             (open.iter().filter(|zone| zone.is_used_up(per_zone)).map(|zone| zone.zone).collect(), left)
         };
         for number in full {
-            self.settle_zone(zones, number).await?;
+            self.record_zone(zones, number).await?;
         }
         if left <= per_zone / 2 {
             self.open_zone(zones).await?;
@@ -427,9 +427,9 @@ impl Native {
         };
         let number = (first - 1) / per_zone;
         let words: Vec<ImageOffset> = {
-            let settled = (0..u64::from(per_zone.div_ceil(64))).map(|word| SETTLED_WORD + word);
+            let recorded = (0..u64::from(per_zone.div_ceil(64))).map(|word| RECORDED_WORD + word);
             let head = [GENERATION_WORD, TAG_WORD, INCARNATION_WORD];
-            head.into_iter().chain(settled).map(|word| self.places.zone_word(number, word)).collect()
+            head.into_iter().chain(recorded).map(|word| self.places.zone_word(number, word)).collect()
         };
         let opened = match self.zero_zone(first, is_unknown).await {
             Ok(()) => self.open_this(zones, number, &words).await,

@@ -373,7 +373,7 @@ impl Native {
         let old = self.home.change(bits.word, |word| bits.set(word, u64::from(entry)));
         let (old, _) = self.places.split_entry(u32::try_from(bits.get(old)).expect("32 bits"));
         let (unit, _) = self.places.split_entry(entry);
-        self.tell_of(old);
+        self.mark_recorded(old);
         if let Some(held) = held.as_mut().filter(|_| sabotage::is(Bug::PageKeptLate)) {
             held.copies.late.insert(page_of(bits.word));
         }

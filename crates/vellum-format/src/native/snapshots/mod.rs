@@ -247,9 +247,9 @@ impl Native {
         {
             let _alone = loop {
                 // From then on units lie under a snapshot, so the table must have all entries before.
-                self.settle_all().await?;
+                self.record_all().await?;
                 let alone = self.enter_alone(512).await?;
-                if self.all_settled() {
+                if self.all_recorded() {
                     break alone;
                 }
             };

@@ -25,11 +25,11 @@ pub enum Bug {
     /// Refcounts are left out of the record.
     NoRefcounts,
     /// A sector whose check may have to hold is overwritten in place.
-    UnprovenOverwritten,
+    UnverifiedOverwritten,
     /// Units that are filled anew get their bytes although a check may have to hold there.
-    FilledOverUnproven,
-    /// A transaction counts as proven when its own record is flushed.
-    DurableIsProven,
+    FilledOverUnverified,
+    /// A transaction counts as verified when its own record is flushed.
+    DurableIsVerified,
     /// A cluster is published, and joins the transaction, before its bytes are written.
     PublishedBeforeWritten,
     /// A unit that was made zero is filled again at its place while an older write may still land there.
@@ -41,7 +41,7 @@ pub enum Bug {
     /// Pages of a transaction are checkpointed before its record is flushed.
     CheckpointBeforeCommit,
     /// Pages are checkpointed whose old bytes a recovery may still have to verify.
-    HomeBeforeProven,
+    HomeBeforeVerified,
     /// The record that is written together with the pages already states that they are in place.
     TailBeforeHome,
     /// Records before the new tail are given up before a flushed record states where the tail is.
@@ -58,7 +58,7 @@ pub enum Bug {
     PunchNotCovered,
     /// Clusters are given back whose bytes a replay would bring back.
     GivenBackInRecords,
-    /// A sector of which records have bytes is overwritten in place as soon as it is proven.
+    /// A sector of which records have bytes is overwritten in place as soon as it is verified.
     FullNotSticky,
     /// A page is loaded from its home location although a newer version is not checkpointed yet.
     KeptNotAsked,
@@ -74,7 +74,7 @@ pub enum Bug {
     OnlyNewestReplayed,
     /// Recovery lowers refcounts and checkpoints without a record that says so.
     ResultNotTold,
-    /// The record of a recovery proves, and leaves the lowered refcounts out.
+    /// The record of a recovery verifies, and leaves the lowered refcounts out.
     LoweredNotTold,
     /// Recovery clears the bit without a flush after the pages.
     ForgottenBeforeHome,

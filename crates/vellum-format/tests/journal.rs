@@ -129,7 +129,7 @@ fn one_flush_each() {
     assert_eq!(sequential.writes, n + n / 8, "a record for each cluster, and one that proves it");
     let large = cost_of("64 KiB, one after another", |i| Do::Write(i << 16, 65_536));
     assert_eq!(whole(large), (n, 2 * n, n * (65_536 + 4096)));
-    // The second write comes while the first is not proven: it goes through the journal.
+    // The second write comes while the first is not verified: it goes through the journal.
     let twice = cost_of("4 KiB, append and overwrite", |i| Do::Write((i / 2) << 16, 4096));
     assert_eq!(twice.flushes, n);
     assert!(twice.writes <= 2 * n && twice.bytes <= n * 8704, "{twice:?}");
@@ -190,8 +190,8 @@ fn a_mail_server_on_an_overlay() {
         let after = foreground();
         let (flushes, written) = (after.0 - before.0, after.2 - before.2);
         assert_eq!(flushes, FLUSHES, "one for each of the guest's");
-        // Hundredths of a byte for each byte of the guest: the data, the records, and what was not proven yet
-        // once more.
+        // Hundredths of a byte for each byte of the guest: the data, the records, and what was not verified
+        // yet once more.
         assert!((100..=115).contains(&(written * 100 / bytes)), "{written} bytes for {bytes}");
         let read = below_tally.data.counts().bytes_read + below_tally.metadata.counts().bytes_read;
         assert_eq!(read, 0, "the base is not read to write");

@@ -163,8 +163,8 @@ found! {
         owed_not_settled: OwedNotSettled,
         no_l1: NoL1,
         no_refcounts: NoRefcounts,
-        unproven_overwritten: UnprovenOverwritten,
-        durable_is_proven: DurableIsProven,
+        unverified_overwritten: UnverifiedOverwritten,
+        durable_is_verified: DurableIsVerified,
         seal_half: SealHalf,
         checkpoint_before_commit: CheckpointBeforeCommit,
         tail_before_home: TailBeforeHome,
@@ -205,7 +205,7 @@ found! {
         barrier_before_home: BarrierBeforeHome,
     }
     journal_subclusters {
-        filled_over_unproven: FilledOverUnproven,
+        filled_over_unverified: FilledOverUnverified,
     }
 }
 
@@ -224,6 +224,6 @@ macro_rules! found_with_snapshots {
 }
 
 found_with_snapshots! {
-    home_before_proven: HomeBeforeProven,
+    home_before_verified: HomeBeforeVerified,
     result_not_told: ResultNotTold,
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   rest     background work ends; what was published is committed, and freed space is given back
-//!   prove    with a journal: a last record, so that nothing on the medium is unproven ► checkpoint ── flush
+//!   verify   with a journal: a last record, so that nothing on the medium is unverified ► checkpoint ── flush
 //!   clear    the header or superblock records the clean close ── flush                     commit point
 //!   trim     space that the image no longer needs goes back to the host
 //! ```
@@ -39,8 +39,8 @@ impl<M: Map> Close for M {}
 async fn close_once(image: &impl Commit) -> Result<()> {
     let _nothing_begins = image.come_to_rest().await?;
     if let Some(journal) = image.journal() {
-        if journal.has_unproven() {
-            journal.want_proof();
+        if journal.has_unverified() {
+            journal.request_record();
             image.commit().await?;
         }
         journal.empty(image).await?;

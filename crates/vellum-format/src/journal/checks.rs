@@ -7,7 +7,7 @@
 //!                            ──► not checked: flushed before the record is written (the *fence*)
 //!   overwritten while open    ──► both values count while the write is in flight   c1 or c2, then c2
 //!   sealed                    ──► in the record; an overwrite waits
-//!   proven                    ──► forgotten
+//!   verified                  ──► forgotten
 //! ```
 //!
 //! 1. Runs of checks do not overlap, and no run crosses the end of a cluster.
@@ -17,7 +17,7 @@
 //!    time of the seal durable, and newer bytes are just as good. All data of a transaction has been written
 //!    before it is sealed.
 //! 4. When several writes of one sector ran at the same time, all their values count until the transaction is
-//!    proven.
+//!    verified.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -42,7 +42,7 @@ const OTHER_BYTES: u64 = 24;
 /// A transaction gathers at most this many bytes of checks, enough for 4 MiB of data. Beyond that, a flush
 /// before the record costs less than reading all the data once more to compute them.
 const CHECK_BYTES_MAX: u64 = 32 << 10;
-/// An overwrite larger than this waits for a proof instead.
+/// An overwrite larger than this waits for a commit that verifies instead.
 const REPLACED_BYTES_MAX: usize = 256 << 10;
 
 /// What is gathered between two seals.
@@ -131,13 +131,13 @@ impl Gathered {
 
 /// Runs of sectors whose checks recovery may have to verify: start, then end and transaction.
 #[derive(Default)]
-pub(super) struct Unproven {
+pub(super) struct Unverified {
     runs: Mutex<BTreeMap<u64, (u64, u64)>>,
     /// Whether there are any runs. Read without the lock.
     any: AtomicBool,
 }
 
-impl Unproven {
+impl Unverified {
     fn overlapping(&self, span: ImageSpan) -> SmallVec<[(u64, u64, u64); 4]> {
         if !self.any.load(Ordering::Acquire) {
             return SmallVec::new();
@@ -221,14 +221,14 @@ impl Journal {
         if open.is_fenced {
             return;
         }
-        let mut unproven = lock(&self.unproven.runs);
+        let mut unverified = lock(&self.unverified.runs);
         for (at, crcs) in checks {
             open.sectors += crcs.len();
-            unproven.insert(at.bytes(), (at.bytes() + crcs.len() as u64 * SECTOR, open.sequence));
+            unverified.insert(at.bytes(), (at.bytes() + crcs.len() as u64 * SECTOR, open.sequence));
             open.checks.insert(at.bytes(), crcs.clone());
         }
-        self.unproven.any.store(true, Ordering::Release);
-        drop(unproven);
+        self.unverified.any.store(true, Ordering::Release);
+        drop(unverified);
         if open.sectors as u64 * 4 > CHECK_BYTES_MAX.min(longest / 4) {
             self.fence_open(&mut open);
         }
@@ -261,27 +261,27 @@ impl Journal {
     }
 
     pub(super) fn fence_open(&self, open: &mut Gathered) {
-        let mut unproven = lock(&self.unproven.runs);
+        let mut unverified = lock(&self.unverified.runs);
         for at in std::mem::take(&mut open.checks).into_keys() {
-            unproven.remove(&at);
+            unverified.remove(&at);
         }
-        self.unproven.any.store(!unproven.is_empty(), Ordering::Release);
+        self.unverified.any.store(!unverified.is_empty(), Ordering::Release);
         open.others.clear();
         open.sectors = 0;
         open.is_fenced = true;
     }
 
     /// Forgets the checks of clusters in this run that are no longer part of the disk. A check that is
-    /// already sealed must hold until it is proven, and the clusters are not reused before that.
+    /// already sealed must hold until it is verified, and the clusters are not reused before that.
     pub(crate) fn forget_checks(&self, wide: ImageSpan) {
         let range = wide.start().bytes()..wide.end().bytes();
         let mut open = lock(&self.open);
         let inside: Vec<u64> = open.checks.range(range.clone()).map(|(at, _)| *at).collect();
-        let mut unproven = lock(&self.unproven.runs);
+        let mut unverified = lock(&self.unverified.runs);
         for at in inside {
             let crcs = open.checks.remove(&at).expect("as just found");
             open.sectors -= crcs.len();
-            unproven.remove(&at);
+            unverified.remove(&at);
         }
         let others: Vec<u64> = open.others.range(range).map(|(at, _)| *at).collect();
         for at in others {
@@ -292,16 +292,16 @@ impl Journal {
     /// Whether these bytes may change only after another commit, because recovery may still verify them or
     /// bring back the bytes that records hold for them.
     pub(crate) fn must_wait(&self, span: ImageSpan) -> bool {
-        self.is_unproven(span) || self.full.has(span)
+        self.is_unverified(span) || self.full.has(span)
     }
 
-    pub(crate) fn is_unproven(&self, span: ImageSpan) -> bool {
-        !self.unproven.overlapping(span).is_empty()
+    pub(crate) fn is_unverified(&self, span: ImageSpan) -> bool {
+        !self.unverified.overlapping(span).is_empty()
     }
 
-    /// Whether anything is unproven.
-    pub(crate) fn has_unproven(&self) -> bool {
-        self.unproven.any.load(Ordering::Acquire)
+    /// Whether anything is unverified.
+    pub(crate) fn has_unverified(&self) -> bool {
+        self.unverified.any.load(Ordering::Acquire)
     }
 
     /// Called before bytes are overwritten in place. Decides how.
@@ -311,7 +311,7 @@ impl Journal {
             return Overwrite::Now;
         }
         let mut open = lock(&self.open);
-        let runs = self.unproven.overlapping(span);
+        let runs = self.unverified.overlapping(span);
         if sabotage::is(Bug::FullNotSticky) && runs.is_empty() {
             self.forget_full(span);
             return Overwrite::Now;
@@ -321,7 +321,7 @@ impl Journal {
         match (!is_here, runs.iter().filter(|run| is_open(run)).count()) {
             (true, 0) if runs.is_empty() => Overwrite::Now, // settled since it was asked
             (true, count) if count == runs.len() && sabotage::is(Bug::StaleCheck) => Overwrite::Now,
-            (true, 0) if sabotage::is(Bug::UnprovenOverwritten) => Overwrite::Now,
+            (true, 0) if sabotage::is(Bug::UnverifiedOverwritten) => Overwrite::Now,
             (true, count) if count == runs.len() => self.replace(&mut open, at, data, &runs),
             // A mix of both kinds, which is rare.
             (_, 1..) => Overwrite::Later,
@@ -364,7 +364,7 @@ impl Journal {
     }
 
     /// Lets the journal take the sectors that may not be overwritten in place: those that are sealed and not
-    /// proven, and those that it holds already.
+    /// verified, and those that it holds already.
     fn take(
         &self,
         open: &mut Gathered,
@@ -428,29 +428,29 @@ impl Journal {
         lock(&self.ledger).as_ref().map_or(0, |ledger| ledger.ring.record_max() / 2)
     }
 
-    /// Whether a record without a transaction would be of use: it proves the last one, or checkpoints
+    /// Whether a record without a transaction would be of use: it verifies the last one, or checkpoints
     /// guest data that is overwritten through the journal.
     pub(crate) fn has_chores(&self) -> bool {
-        self.has_unproven() || self.full.any()
+        self.has_unverified() || self.full.any()
     }
 
     /// Asks the next commit for that record.
     pub(crate) fn do_chores(&self) {
         match self.full.any() {
             true => self.request_checkpoint(),
-            false => self.want_proof(),
+            false => self.request_record(),
         }
     }
 
     /// Asks the next commit for a checkpoint.
     pub(crate) fn request_checkpoint(&self) {
         self.checkpoint_wanted.store(true, Ordering::Release);
-        self.want_proof();
+        self.request_record();
     }
 
-    /// Asks the next commit for a record, which proves what is sealed.
-    pub(crate) fn want_proof(&self) {
-        self.proof_wanted.store(true, Ordering::Release);
+    /// Asks the next commit for a record, which verifies what was sealed before.
+    pub(crate) fn request_record(&self) {
+        self.record_wanted.store(true, Ordering::Release);
     }
 
     /// Takes a sequence number for a record that belongs to no transaction. The open transaction gets the
@@ -459,18 +459,18 @@ impl Journal {
         let mut open = lock(&self.open);
         let taken = open.sequence;
         open.sequence += 1;
-        for (_, of) in lock(&self.unproven.runs).values_mut() {
+        for (_, of) in lock(&self.unverified.runs).values_mut() {
             *of += u64::from(*of == taken);
         }
         taken
     }
 
-    /// All transactions up to this one are proven.
-    pub(crate) fn has_proven(&self, sequence: u64) {
-        self.proven.fetch_max(sequence, Ordering::AcqRel);
-        let mut runs = lock(&self.unproven.runs);
+    /// All transactions up to this one are verified.
+    pub(crate) fn note_verified(&self, sequence: u64) {
+        self.verified.fetch_max(sequence, Ordering::AcqRel);
+        let mut runs = lock(&self.unverified.runs);
         runs.retain(|_, (_, of)| *of > sequence);
-        self.unproven.any.store(!runs.is_empty(), Ordering::Release);
+        self.unverified.any.store(!runs.is_empty(), Ordering::Release);
     }
 }
 
@@ -577,7 +577,7 @@ mod tests {
             matches!(journal.overwrite(AT, &Buffer::copy_of(&[3; 512])), Overwrite::Later),
             "it is sealed"
         );
-        journal.has_proven(1);
+        journal.note_verified(1);
         assert!(matches!(journal.overwrite(AT, &Buffer::copy_of(&[3; 512])), Overwrite::Now));
     }
 

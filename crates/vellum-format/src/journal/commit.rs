@@ -6,7 +6,7 @@
 //!
 //! 1. A record is written after all data it counts on has been written, and before the flush that makes both
 //!    durable. Data without checks in the record is durable before the record is written: the fence.
-//! 2. A checkpoint writes the last *durable* versions of pages. A page whose place has an unproven check is
+//! 2. A checkpoint writes the last *durable* versions of pages. A page whose place has an unverified check is
 //!    left out, because recovery would look for the bytes that the page would replace.
 //! 3. The tail moves in memory when the flush after the checkpoint has succeeded. The ring's space is reused
 //!    when a record that states the new tail is flushed.
@@ -115,7 +115,7 @@ impl Journal {
             medium.write_home(&pages).await?;
         }
         medium.flush().await?; // commit point
-        self.has_proven(sequence - u64::from(!sabotage::is(Bug::DurableIsProven)));
+        self.note_verified(sequence - u64::from(!sabotage::is(Bug::DurableIsVerified)));
         self.with_ledger(|ledger| {
             ledger.ring.advance(full.tail);
             ledger.told = full.tail;
@@ -145,7 +145,7 @@ impl Journal {
         medium.write_record_at(place, Buffer::copy_of(&bytes)).await
     }
 
-    /// Checkpoints the last pages. Everything is committed and proven.
+    /// Checkpoints the last pages. Everything is committed and verified.
     pub(crate) async fn empty(&self, medium: &impl Medium) -> Result<()> {
         let pages = self.all_uncheckpointed();
         if !pages.is_empty() {

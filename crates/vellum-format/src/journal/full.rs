@@ -7,7 +7,7 @@
 //! ```
 //!
 //! A sector comes here when it is overwritten after the transaction that allocated it was sealed and before
-//! that transaction is proven. In place, the new bytes would fail the old check. The sector stays until a
+//! that transaction is verified. In place, the new bytes would fail the old check. The sector stays until a
 //! flushed record says that recovery does not need the bytes in older records. Otherwise a replay would put
 //! those old bytes over data that was written later.
 //!

@@ -104,8 +104,8 @@ impl Journal {
             return Vec::new();
         }
         let mut pages = self.all_uncheckpointed();
-        let is_allowed = |(at, page): &HomeWrite| !self.is_unproven(at.span(page.len() as u64));
-        pages.retain(|page| is_allowed(page) || sabotage::is(Bug::HomeBeforeProven));
+        let is_allowed = |(at, page): &HomeWrite| !self.is_unverified(at.span(page.len() as u64));
+        pages.retain(|page| is_allowed(page) || sabotage::is(Bug::HomeBeforeVerified));
         pages
     }
 

@@ -14,8 +14,8 @@
 //! ```
 //!
 //! 1. Changes that belong together are made under the shared gate, so a record holds all of them or none.
-//! 2. A sector with an unproven check is overwritten in one of three ways only: the open transaction takes up
-//!    the new value (`checks.rs`), a commit has proven the check before, or the write goes through the
+//! 2. A sector with an unverified check is overwritten in one of three ways only: the open transaction takes
+//!    up the new value (`checks.rs`), a commit has verified the check before, or the write goes through the
 //!    journal (`full.rs`).
 //! 3. Code that loads a page looks here first ([`Journal::uncheckpointed`]): the newest version of a page
 //!    that is not checkpointed is only here.
@@ -47,7 +47,7 @@ pub(crate) use words::Changed;
 use crate::perturb;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
-use checks::{Gathered, Unproven};
+use checks::{Gathered, Unverified};
 use ledger::Ledger;
 use record::{Item, SECTOR};
 
@@ -59,13 +59,13 @@ pub(crate) struct Journal {
     is_on: AtomicBool,
     gate: RwLock<()>,
     open: Mutex<Gathered>,
-    unproven: Unproven,
-    /// All transactions up to this one are proven.
-    proven: AtomicU64,
+    unverified: Unverified,
+    /// All transactions up to this one are verified.
+    verified: AtomicU64,
     /// Bytes that the words changed since the last seal take in a record.
     word_bytes: AtomicU64,
-    /// A caller waits for a proof: the next commit writes a record even if it is empty.
-    proof_wanted: AtomicBool,
+    /// A caller waits until something is verified: the next commit writes a record even if it is empty.
+    record_wanted: AtomicBool,
     /// A caller waits for pages or sectors to be checkpointed.
     checkpoint_wanted: AtomicBool,
     /// Overwrites in flight, during which their sectors have two valid values.
@@ -82,10 +82,10 @@ impl Journal {
             is_on: AtomicBool::new(false),
             gate: RwLock::new(()),
             open: Mutex::default(),
-            unproven: Unproven::default(),
-            proven: AtomicU64::new(0),
+            unverified: Unverified::default(),
+            verified: AtomicU64::new(0),
             word_bytes: AtomicU64::new(0),
-            proof_wanted: AtomicBool::new(false),
+            record_wanted: AtomicBool::new(false),
             checkpoint_wanted: AtomicBool::new(false),
             replacing: AtomicU64::new(0),
             full: Arc::default(),
@@ -167,8 +167,8 @@ impl Journal {
     /// changed. The caller holds the gate alone.
     pub(crate) fn seal(&self, has_pages: bool) -> Option<Transaction> {
         let mut open = lock(&self.open);
-        let proof_wanted = self.proof_wanted.swap(false, Ordering::AcqRel);
-        if !has_pages && open.is_empty() && !proof_wanted {
+        let record_wanted = self.record_wanted.swap(false, Ordering::AcqRel);
+        if !has_pages && open.is_empty() && !record_wanted {
             return None;
         }
         let fence = open.is_fenced();

@@ -44,7 +44,7 @@ impl Journal {
     /// Waits until recovery no longer needs anything in these bytes.
     pub(crate) async fn make_way(&self, span: ImageSpan, commit: impl AsyncFn() -> Result<()>) -> Result<()> {
         while self.must_wait(span) {
-            self.want_proof();
+            self.request_record();
             if self.full.has(span) {
                 self.request_checkpoint();
             }

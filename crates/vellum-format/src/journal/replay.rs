@@ -65,8 +65,8 @@ pub(crate) async fn find(storage: &dyn Storage, place: Place) -> Result<Needed> 
     if let Some(newest) = last.next()
         && !verify(storage, &newest.record).await?
     {
-        // The record before is verified first. If it is damaged, the newest one must stay, as proof that it
-        // is not the last.
+        // The record before is verified first. If it is damaged, the newest one must stay, as evidence that
+        // it is not the last.
         if let Some(before) = last.next()
             && !verify(storage, &before.record).await?
         {

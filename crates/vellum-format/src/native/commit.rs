@@ -6,7 +6,7 @@
 //!   first change of home   holes of the ring filled; the same, if not marked yet ──► on
 //!   flush of the guest     seal ► record, [checkpoint] ► flush: commit point       `engine/commit.rs`
 //!                          nothing to seal: flush; nothing written: nothing
-//!   clean close            a last record, so that all is proven ► checkpoint ── flush  `engine/close.rs`
+//!   clean close            a last record, so that all is verified ► checkpoint ── flush  `engine/close.rs`
 //!                                                             ► superblock: no bit ── flush
 //! ```
 //!

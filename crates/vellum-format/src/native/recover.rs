@@ -3,7 +3,7 @@
 //! ```text
 //!   flush ► settle what only a cache has
 //!         ► read the ring ► verify the newest ──fails──► void it ► flush ► the one before
-//!         ► replay in memory ► a record that proves the newest ► flush
+//!         ► replay in memory ► a record that verifies the newest ► flush
 //!         ► checkpoint ► flush ► superblock without the bit ► flush                            commit point
 //! ```
 //!
@@ -180,8 +180,8 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         }
         recovery.records = records.len() as u64;
         if !replay::is_result(&newest) && !sabotage::is(Bug::ResultNotTold) {
-            // It proves the newest record. Pages that are checkpointed from now on cannot fail that record's
-            // checks.
+            // It verifies the newest record. Pages that are checkpointed from now on cannot fail that
+            // record's checks.
             let result = Record {
                 sequence: newest.sequence + 1,
                 durable: newest.sequence,

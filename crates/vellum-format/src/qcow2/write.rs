@@ -477,7 +477,7 @@ impl Qcow2 {
         parts: &mut Vec<LocalFuture<'s, Result<()>>>,
     ) {
         let span = at.span(data.len() as u64);
-        let journal = self.journal().filter(|_| !sabotage::is(Bug::FilledOverUnproven));
+        let journal = self.journal().filter(|_| !sabotage::is(Bug::FilledOverUnverified));
         let Some(journal) = journal.filter(|journal| journal.common.must_wait(span)) else {
             return parts.push(self.data.write(at, data));
         };

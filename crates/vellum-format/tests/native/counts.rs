@@ -155,7 +155,7 @@ fn one_flush_each() {
     assert_eq!(wrote, both);
     let wrote = cost("linear, over the base, whole blocks", &over, |i| Do::Write(i << 16, 65_536));
     assert_eq!(wrote, exactly(N, 2 * N, N * (65_536 + 4096)));
-    // The second write comes while the first is not proven: it goes through the journal.
+    // The second write comes while the first is not verified: it goes through the journal.
     let wrote = cost("linear, over the base, twice", &over, |i| Do::Write((i / 2) << 12, 4096));
     assert!(wrote.flushes == N && wrote.writes <= 2 * N && wrote.bytes <= N * 8704, "{wrote:?}");
     // With a table, a unit each: the data, and one block of record.

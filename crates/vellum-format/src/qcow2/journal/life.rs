@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   first change   zeros over the run ─ flush ► header: run, generation + 1, the feature bit ─ flush ► on
-//!   clean close    a last record: all is proven ► checkpoint ─ flush ► header: no bit ─ flush ► run punched
+//!   clean close    a last record: all is verified ► checkpoint ─ flush ► header: no bit ─ flush ► run punched
 //! ```
 //!
 //! 1. The run has refcount 0, and the allocator avoids it while the image is open. So a closed image contains

@@ -4,7 +4,7 @@
 //! ```text
 //!   sealed ──► fits a record ──yes──► record, [checkpoint] ► flush                       commit point
 //!                   │no
-//!                   └► a record that proves ► flush ► checkpoint ► flush
+//!                   └► a record that verifies ► flush ► checkpoint ► flush
 //!                                    ► a record that needs no other ► flush ► the ordered stages
 //! ```
 //!
@@ -35,20 +35,21 @@ impl Qcow2 {
     ) -> Result<()> {
         let owed: Vec<Item> =
             full.items.iter().filter(|item| matches!(item, Item::Owed { .. })).cloned().collect();
-        // Proven first, because a page of the checkpoint may have checks. The owed clusters of this
+        // Verified first, because a page of the checkpoint may have checks. The owed clusters of this
         // transaction have no meaning without it.
         let asks_for_repair = !sabotage::is(Bug::BarrierWantsNoRepair);
-        let proof = Record { items: Vec::new(), asks_for_repair, ..full };
-        journal.write_record(self, &proof).await?;
+        let verifying = Record { items: Vec::new(), asks_for_repair, ..full };
+        journal.write_record(self, &verifying).await?;
         self.flush_storage().await?;
-        journal.has_proven(proof.sequence - 1);
+        journal.note_verified(verifying.sequence - 1);
         let pages = journal.all_uncheckpointed();
         if !sabotage::is(Bug::BarrierBeforeHome) {
             self.write_home(&pages).await?;
             self.flush_storage().await?;
         }
         let sequence = journal.skip();
-        let barrier = Record { sequence, durable: sequence - 1, tail: sequence, items: Vec::new(), ..proof };
+        let barrier =
+            Record { sequence, durable: sequence - 1, tail: sequence, items: Vec::new(), ..verifying };
         let longest = journal.with_ledger(|ledger| ledger.ring.record_max());
         journal.write_record(self, &barrier).await?;
         self.flush_storage().await?;
@@ -60,7 +61,7 @@ impl Qcow2 {
         self.write_home(data).await?;
         self.write_in_order(sealed).await?;
         journal.full.forget(sequence);
-        journal.has_proven(sequence - 1); // what it counted on was flushed before the mapping
+        journal.note_verified(sequence - 1); // what it counted on was flushed before the mapping
         // Once this record is durable, with the next flush, a crash no longer needs the repair. It may be
         // missing when the next record is there, because that one needs none before it.
         let sequence = journal.skip();

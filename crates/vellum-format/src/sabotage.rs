@@ -16,10 +16,10 @@ pub enum Bug {
     NoOthers,
     /// That a new table begins as zeros is left out of the record.
     NoZeros,
-    /// Clusters that are reserved, or freed, and not yet settled are left out of the record.
-    NoOwed,
+    /// Clusters that are reserved, or freed, and whose refcounts are pending, are left out of the record.
+    NoPending,
     /// A cluster that was published still counts as reserved.
-    OwedNotSettled,
+    PendingNotRemoved,
     /// Entries of the L1 table are left out of the record.
     NoL1,
     /// Refcounts are left out of the record.

@@ -69,14 +69,14 @@ pub(crate) enum Item {
     /// was sealed.
     Other { at: ImageOffset, crc: u32 },
     /// The refcount of each of these clusters is one higher than the mapping explains.
-    Owed { first: u64, count: u64 },
+    PendingRefcount { first: u64, count: u64 },
 }
 
 mod kind {
     pub(super) const WORDS: u32 = 1;
     pub(super) const ZERO: u32 = 2;
     pub(super) const CHECK: u32 = 3;
-    pub(super) const OWED: u32 = 4;
+    pub(super) const PENDING: u32 = 4;
     pub(super) const OTHER: u32 = 5;
     pub(super) const FULL: u32 = 6;
 }
@@ -90,7 +90,7 @@ impl Item {
         ITEM_HEAD
             + match self {
                 Self::Words { values, .. } => values.len() * 8,
-                Self::Zero(_) | Self::Owed { .. } | Self::Other { .. } => 8,
+                Self::Zero(_) | Self::PendingRefcount { .. } | Self::Other { .. } => 8,
                 Self::Full { bytes, .. } => bytes.len(),
                 Self::Check { crcs, .. } => crcs.len().next_multiple_of(2) * 4,
             }
@@ -116,8 +116,8 @@ impl Item {
                 out.extend(crcs.iter().flat_map(|crc| crc.to_be_bytes()));
                 out.resize(out.len().next_multiple_of(8), 0);
             }
-            Self::Owed { first, count } => {
-                head(kind::OWED, 1, *first);
+            Self::PendingRefcount { first, count } => {
+                head(kind::PENDING, 1, *first);
                 out.extend(count.to_be_bytes());
             }
             Self::Full { at, bytes } => {
@@ -150,10 +150,10 @@ impl Item {
                 let crcs = body(n.checked_mul(4)?)?.chunks_exact(4).map(|crc| be32(crc, 0)).collect();
                 Self::Check { at, crcs }
             }
-            kind::OWED => {
+            kind::PENDING => {
                 let count = be64(body(8)?, 0);
                 place.checked_add(count).filter(|end| *end <= 1 << 47)?;
-                Self::Owed { first: place, count }
+                Self::PendingRefcount { first: place, count }
             }
             kind::FULL => {
                 fits(u64::from(count) * SECTOR).filter(|_| place.is_multiple_of(SECTOR))?;
@@ -291,7 +291,7 @@ mod tests {
                 Item::Words { at: at(0x4_0000), values: vec![1, u64::MAX] },
                 Item::Zero(at(0x9_0000).span(65_536)),
                 Item::Check { at: at(0x20_0000), crcs: vec![1, 2, 3] },
-                Item::Owed { first: 17, count: 16 },
+                Item::PendingRefcount { first: 17, count: 16 },
                 Item::Other { at: at(0x20_0200), crc: u32::MAX },
                 Item::Full { at: at(0x20_0400), bytes: vec![5; 1024] },
             ],

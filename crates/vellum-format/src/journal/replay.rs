@@ -354,7 +354,7 @@ impl<'a, R: Rules> Replay<'a, R> {
                         self.data.insert(*at + index * SECTOR, sector.to_vec());
                     }
                 }
-                Item::Check { .. } | Item::Other { .. } | Item::Owed { .. } => {}
+                Item::Check { .. } | Item::Other { .. } | Item::PendingRefcount { .. } => {}
             }
         }
         Ok(())

@@ -241,7 +241,7 @@ impl Map for Qcow2 {
     }
 
     fn items_of(&self, sealed: &Sealed, items: &mut Vec<Item>) {
-        items.extend(Self::journal(self).into_iter().flat_map(|journal| journal.owed_items()));
+        items.extend(Self::journal(self).into_iter().flat_map(|journal| journal.pending_items()));
         for (at, bytes, indexes) in sealed.l1.iter().filter(|_| !sabotage::is(Bug::NoL1)) {
             let first = (at.bytes() - self.l1.at.bytes()) / 8;
             items.extend(items_of(indexes.iter().map(|index| {

@@ -451,7 +451,7 @@ impl Qcow2 {
         {
             let _shared = self.shared();
             if let Some(journal) = self.journal() {
-                journal.settle(ImageCluster::new(run.first));
+                journal.remove_pending(ImageCluster::new(run.first));
                 journal.common.add_checks(&checks);
                 if old.bytes() == 0 {
                     journal.common.add_zeros(table);
@@ -575,7 +575,7 @@ impl Qcow2 {
             .with_refcounts(|refcounts| {
                 let run = refcounts.allocate(want)?;
                 if let Some(journal) = self.journal() {
-                    journal.owe(run.first, run.count);
+                    journal.add_pending(run.first, run.count);
                 }
                 Ok((run, refcounts.is_searched()))
             })

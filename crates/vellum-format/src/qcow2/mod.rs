@@ -18,7 +18,7 @@
 //! | [`open`], [`mod@create`] | opening, with the checks of an image's claims; creation |
 //! | [`read`], [`mod@write`] with [`plan`], [`zero`], [`map`] | requests |
 //! | [`commit`] | the ordered stages of an image without a journal; what the engine needs of qcow2 |
-//! | [`journal`] | qcow2's part of the journal: owed refcounts, oversized transactions, recovery |
+//! | [`journal`] | qcow2's part of the journal: pending refcounts, oversized transactions, recovery |
 //! | [`journal_wish`] | whether an image is to have a journal: changes the header of an existing image |
 //! | `prepare` | space ahead of need, zeroed in the background |
 //! | [`corrupt`] | the handling of an image that contradicts itself |

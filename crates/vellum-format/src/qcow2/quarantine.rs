@@ -352,7 +352,7 @@ impl Qcow2 {
             while next.index() < stop {
                 refcounts.release(next.index(), reads_zero)?;
                 if let Some(journal) = self.journal() {
-                    journal.settle(*next);
+                    journal.remove_pending(*next);
                 }
                 *next = ImageCluster::new(next.index() + 1);
             }
@@ -361,7 +361,7 @@ impl Qcow2 {
         .await
     }
 
-    /// Lowers the refcount of a cluster, which is then no longer owed.
+    /// Lowers the refcount of a cluster, which is then no longer pending.
     pub(crate) async fn release(&self, cluster: ImageCluster, reads_zero: bool) -> Result<()> {
         let mut next = cluster;
         self.release_some(&mut next, cluster.index() + 1, reads_zero).await

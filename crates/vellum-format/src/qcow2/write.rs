@@ -564,7 +564,7 @@ impl Qcow2 {
                 }
                 // The first of the writers that share the place publishes it.
                 if !matches!(before, ClusterState::Plain(units) if units.host == Some(host)) {
-                    journal.settle(self.cluster.cluster_of(host));
+                    journal.remove_pending(self.cluster.cluster_of(host));
                 }
             }
             // Frees the clusters that were replaced. A cluster without a place, or one that another holder

@@ -33,9 +33,9 @@ impl Qcow2 {
         full: Record,
         data: &[HomeWrite],
     ) -> Result<()> {
-        let owed: Vec<Item> =
-            full.items.iter().filter(|item| matches!(item, Item::Owed { .. })).cloned().collect();
-        // Verified first, because a page of the checkpoint may have checks. The owed clusters of this
+        let pending: Vec<Item> =
+            full.items.iter().filter(|item| matches!(item, Item::PendingRefcount { .. })).cloned().collect();
+        // Verified first, because a page of the checkpoint may have checks. The pending refcounts of this
         // transaction have no meaning without it.
         let asks_for_repair = !sabotage::is(Bug::BarrierWantsNoRepair);
         let verifying = Record { items: Vec::new(), asks_for_repair, ..full };
@@ -71,7 +71,7 @@ impl Qcow2 {
             durable: sequence - 1,
             tail: sequence,
             asks_for_repair: false,
-            items: owed,
+            items: pending,
             ..barrier
         };
         match whole.encoded_len() as u64 <= longest {

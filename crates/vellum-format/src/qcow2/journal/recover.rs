@@ -10,7 +10,7 @@
 //!
 //! ```text
 //!   flush ► drop what only a cache has ► read the run ► verify the newest ─fails► void ► flush ► the older
-//!         ► replay in memory ► lower owed refcounts ► a record of the result (the newest is durable) ► flush
+//!         ► replay in memory ► lower pending refcounts ► a record of the result (the newest is durable) ► flush
 //!         ► checkpoint of zeros and pages ► flush ► [repair] ► header without the bit ► flush          commit point
 //! ```
 //!
@@ -42,8 +42,8 @@ use crate::truth::settle;
 /// The journal may extend the file by at most this many bytes: the length itself may have been lost in the
 /// crash.
 const GROWTH_MAX: u64 = 1 << 40;
-/// More owed clusters than this are left to a repair.
-const OWED_MAX: u64 = 1 << 24;
+/// More pending refcounts than this are left to a repair.
+const PENDING_MAX: u64 = 1 << 24;
 
 /// Replays the journal of an image that was not closed ([`Header::needs_replay`]). Opening for writing does
 /// this automatically.
@@ -82,7 +82,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     recovery.records = needed.len() as u64;
     let mut asks_for_repair = newest.asks_for_repair;
     if !asks_for_repair {
-        match tables.lower_owed(&newest).await? {
+        match tables.lower_pending(&newest).await? {
             Some(count) => recovery.given_back = count,
             None => asks_for_repair = true,
         }
@@ -179,15 +179,15 @@ impl<'a> Tables<'a> {
         Self { header, replay: Replay::new(places, storage), lowered: BTreeSet::new() }
     }
 
-    /// Lowers the refcounts that are owed. Returns how many, or `None` when they are not what the journal
+    /// Lowers the pending refcounts. Returns how many, or `None` when they are not what the journal
     /// expects and the image needs a repair.
-    async fn lower_owed(&mut self, record: &Record) -> Result<Option<u64>> {
+    async fn lower_pending(&mut self, record: &Record) -> Result<Option<u64>> {
         let mut lowered = 0;
         for item in &record.items {
-            let Item::Owed { first, count } = item else { continue };
+            let Item::PendingRefcount { first, count } = item else { continue };
             lowered += count;
             let end = (first + count).checked_mul(self.header.cluster_size().bytes());
-            if lowered > OWED_MAX || end.is_none_or(|end| end > self.replay.rules.end) {
+            if lowered > PENDING_MAX || end.is_none_or(|end| end > self.replay.rules.end) {
                 return Ok(None);
             }
             for cluster in *first..first + count {

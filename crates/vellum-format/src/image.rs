@@ -214,7 +214,7 @@ pub trait Format: Sync {
         &'a self,
         image: &'a SharedStorage,
         name: &'a str,
-        wish: Option<Option<u64>>,
+        setting: Option<Option<u64>>,
     ) -> LocalFuture<'a, Result<JournalChange>>;
 }
 

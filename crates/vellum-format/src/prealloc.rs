@@ -389,11 +389,11 @@ mod tests {
 
     #[test]
     fn a_wish_reads_as_it_was_written() {
-        for wish in [Prealloc::Auto, Prealloc::Off, Prealloc::Adaptive]
+        for setting in [Prealloc::Auto, Prealloc::Off, Prealloc::Adaptive]
             .into_iter()
             .chain([Prealloc::BYTES_MIN, 3 * MIB, Prealloc::BYTES_MAX].map(Prealloc::Fixed))
         {
-            assert_eq!(Prealloc::decode(wish.encode()), wish);
+            assert_eq!(Prealloc::decode(setting.encode()), setting);
         }
         for later in [3, 15, (1 << 18) + 1, u32::MAX] {
             assert_eq!(Prealloc::decode(later), Prealloc::Auto, "{later}");

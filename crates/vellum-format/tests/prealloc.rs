@@ -148,24 +148,24 @@ fn zeros_are_earned_by_flushes() {
 #[test]
 fn an_image_says_for_itself() {
     let [_, setup] = setups();
-    for (wish, said, prepares) in [
+    for (setting, said, prepares) in [
         (Prealloc::Fixed(MIB), Prealloc::Auto, true),
         (Prealloc::Fixed(MIB), Prealloc::Off, false),
         (Prealloc::Off, Prealloc::Auto, false),
         (Prealloc::Off, Prealloc::Adaptive, true),
     ] {
-        let options = CreateOptions { prealloc: wish, ..setup.options.clone() };
+        let options = CreateOptions { prealloc: setting, ..setup.options.clone() };
         let setup = Setup { options, ..setup.clone() };
         // The second time from a header that was written anew.
         let first = cost(&setup, said, true);
-        assert_eq!(first.1.writes > 0, prepares, "{wish:?} {said:?}");
+        assert_eq!(first.1.writes > 0, prepares, "{setting:?} {said:?}");
         let world = World::new(0);
         let drive = drive(&world, setup.empty_image(), true);
         world.run(async {
             let disk = open(&drive, Prealloc::Off, &HostTally::default()).await;
             write(&*disk, 0).await;
             disk.close().await.unwrap();
-            assert_eq!(Header::read(&*drive).await.unwrap().prealloc(), wish);
+            assert_eq!(Header::read(&*drive).await.unwrap().prealloc(), setting);
         });
     }
 }

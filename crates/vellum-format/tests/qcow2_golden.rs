@@ -172,7 +172,7 @@ fn scratch(name: &str) -> PathBuf {
 
 #[test]
 fn golden_images_open_for_ever() {
-    if std::env::var("VELLUM_GOLDEN").is_ok_and(|wish| wish == "write") {
+    if std::env::var("VELLUM_GOLDEN").is_ok_and(|value| value == "write") {
         write_missing();
     }
     std::fs::write(scratch("base.raw"), base_bytes()).expect("written");

@@ -200,7 +200,7 @@ impl Shape {
 
     /// The length of the region in a new image, in bytes. There are zones for twice the disk, because an
     /// image also holds what snapshots see.
-    pub(super) fn wish(&self, region: Region) -> u64 {
+    pub(super) fn desired_len(&self, region: Region) -> u64 {
         match (region, self.zone()) {
             (Region::Zones, Some(zone)) => {
                 let zones = 2 * zone.count_for(self.size) + 8;
@@ -320,9 +320,9 @@ impl Places {
         let len = |region| match region {
             Region::Journal => journal_bytes,
             Region::Table | Region::Zones => {
-                later.wish(region).min(shape.limit(region)).max(shape.wish(region))
+                later.desired_len(region).min(shape.limit(region)).max(shape.desired_len(region))
             }
-            _ => shape.wish(region),
+            _ => shape.desired_len(region),
         };
         let total = HOME_START.bytes() + Region::ALL.iter().map(|region| len(*region)).sum::<u64>();
         let data_offset = DATA_ALIGN.round_up(total);

@@ -202,7 +202,7 @@ impl Places {
         let more = unit.round_up(needs.max(has * TIMES) - has); // whole units: the rest of one is useless
         let table_len = more.min(limit(Region::Table) - has);
         let later = Shape { size: ((has + table_len) / 4) << unit.shift(), ..self.shape() };
-        let zones_len = later.wish(Region::Zones).saturating_sub(u64::from(self.zones()) * ZONE_LEN);
+        let zones_len = later.desired_len(Region::Zones).saturating_sub(u64::from(self.zones()) * ZONE_LEN);
         let zones_len = if self.shape().zone().is_some() { zones_len } else { 0 };
         Part { at: ImageOffset::ZERO, table_len, zones_len }
     }
@@ -290,7 +290,7 @@ mod tests {
                 }
                 assert!(places.parts().count() < PARTS_MAX, "{layout:?} {size}");
                 assert_eq!(places.entries() * 4, places.shape().limit(Region::Table));
-                let zones = places.shape().wish(Region::Zones) / ZONE_LEN;
+                let zones = places.shape().desired_len(Region::Zones) / ZONE_LEN;
                 assert!(places.shape().zone().is_none() || u64::from(places.zones()) >= zones, "{layout:?}");
                 // Growing at once is one of the possible steps.
                 let once = Places::plan(shape(size, layout), 65_536).unwrap();

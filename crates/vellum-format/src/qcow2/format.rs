@@ -6,7 +6,7 @@ use super::bitmaps::{self, Bitmap};
 use super::check::check;
 use super::header::{Compression, Encryption, Header, VERSIONS};
 use super::journal::recover::recover;
-use super::journal_wish::set_journal;
+use super::journal_setting::set_journal;
 use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE};
 use super::open::OpenOptions;
 use super::{Qcow2, resize, snapshot};
@@ -71,10 +71,10 @@ impl Format for Qcow2Format {
         &'a self,
         image: &'a SharedStorage,
         _name: &'a str,
-        wish: Option<Option<u64>>,
+        setting: Option<Option<u64>>,
     ) -> LocalFuture<'a, Result<JournalChange>> {
         Box::pin(async move {
-            let wanted = match wish {
+            let wanted = match setting {
                 Some(None) => {
                     Some(Header::read(&**image).await?.journal_bytes().unwrap_or(JOURNAL_BYTES_DEFAULT))
                 }

@@ -19,7 +19,7 @@
 //! | [`read`], [`mod@write`] with [`plan`], [`zero`], [`map`] | requests |
 //! | [`commit`] | the ordered stages of an image without a journal; what the engine needs of qcow2 |
 //! | [`journal`] | qcow2's part of the journal: pending refcounts, oversized transactions, recovery |
-//! | [`journal_wish`] | whether an image is to have a journal: changes the header of an existing image |
+//! | [`journal_setting`] | whether an image is to have a journal: changes the header of an existing image |
 //! | `prepare` | space ahead of need, zeroed in the background |
 //! | [`corrupt`] | the handling of an image that contradicts itself |
 //! | [`late`] | older writes that may still land where units were made zero |
@@ -48,7 +48,7 @@ mod format;
 pub mod header;
 mod image;
 mod journal;
-pub mod journal_wish;
+pub mod journal_setting;
 mod late;
 mod layout;
 mod map;
@@ -79,7 +79,7 @@ pub(crate) use format::Qcow2Format;
 pub use header::{Compression, Encryption, Header};
 pub use image::Qcow2;
 pub use journal::recover::recover;
-pub use journal_wish::set_journal;
+pub use journal_setting::set_journal;
 pub use layout::JOURNAL_BYTES_DEFAULT;
 pub use open::OpenOptions;
 pub use resize::grow;

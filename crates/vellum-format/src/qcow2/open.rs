@@ -18,7 +18,7 @@ use super::entry::Entries;
 use super::header::Header;
 use super::image::{L1, Qcow2};
 use super::journal::{Journal, Overlaid, recover};
-use super::journal_wish;
+use super::journal_setting;
 use super::layout::{COPIED, L1_RESERVED, METADATA_PAGE, OFFSET_MASK, be64};
 use super::pages::Pages;
 use super::prepare::Prepare;
@@ -111,7 +111,7 @@ impl Qcow2 {
             // followed. The image is open nowhere else. If the extension no longer fits in the first sector,
             // the image is written without a journal.
             let wanted = misplaced.wanted_bytes.clamp(BYTES_MIN, BYTES_MAX);
-            match journal_wish::set_journal(&image, Some(wanted)).await {
+            match journal_setting::set_journal(&image, Some(wanted)).await {
                 Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
                 _ => header = Header::read(&*image).await?,
             }

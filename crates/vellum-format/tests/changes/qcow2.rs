@@ -1,4 +1,4 @@
-//! A larger disk in a qcow2 image. (Adding or removing a journal: `journal_wish.rs`.)
+//! A larger disk in a qcow2 image. (Adding or removing a journal: `journal_setting.rs`.)
 
 use futures_lite::future::block_on;
 use vellum_core::{

@@ -64,7 +64,7 @@ fn disk_of(image: &[u8]) -> (Vec<u8>, Vec<u8>) {
 
 #[test]
 fn golden_images_open_for_ever() {
-    if std::env::var("VELLUM_GOLDEN").is_ok_and(|wish| wish == "write") {
+    if std::env::var("VELLUM_GOLDEN").is_ok_and(|value| value == "write") {
         write_missing();
     }
     let dir = Dir::new("native-golden");

@@ -14,8 +14,8 @@
 //! 3. With a clock, a leader waits briefly for the callers that were there when the last round ended: they
 //!    are likely to be back soon, and one round for all costs as much as one for some. Otherwise threads that
 //!    write and flush split into two halves, each of which waits for the other's round. The wait is at most a
-//!    quarter of a round and at most [`PATIENCE_MAX`]. After a wait that no other caller joined, the next
-//!    rounds skip it, at most [`HURRIED_MAX`] of them.
+//!    quarter of a round and at most [`DELAY_MAX`]. After a wait that no other caller joined, the next
+//!    rounds skip it, at most [`SKIPS_MAX`] of them.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -27,11 +27,11 @@ use vellum_core::{Clock, Error, Result};
 use crate::state::lock;
 
 /// No leader waits longer for others.
-const PATIENCE_MAX: Duration = Duration::from_millis(2);
+const DELAY_MAX: Duration = Duration::from_millis(2);
 /// A shorter wait is not worth a timer.
-const PATIENCE_MIN: Duration = Duration::from_micros(50);
+const DELAY_MIN: Duration = Duration::from_micros(50);
 /// After a wait that no other caller joined, at most this many rounds skip the wait.
-const HURRIED_MAX: u32 = 64;
+const SKIPS_MAX: u32 = 64;
 
 /// Elects the leader of a round. The other callers wait for its end.
 #[derive(Default)]
@@ -39,7 +39,7 @@ pub(crate) struct GroupCommit {
     state: Mutex<State>,
     finished: Event,
     /// Every caller that a leader waits for has arrived.
-    gathered: Event,
+    all_arrived: Event,
     clock: Option<Arc<dyn Clock>>,
 }
 
@@ -53,50 +53,54 @@ struct State {
     waiting: u32,
     /// How many callers are in the round that runs.
     members: u32,
-    gathering: Gathering,
+    delay: CommitDelay,
 }
 
-/// How long it pays to wait for other callers.
+/// How long a leader waits for followers before its round: as long as that pays.
 #[derive(Default)]
-struct Gathering {
+struct CommitDelay {
     /// This many callers were there when the last round ended.
     expected: u32,
     /// How long a round takes.
     took: Duration,
     /// This many rounds skip the wait.
-    hurried: u32,
+    skips: u32,
     /// How many will skip it after the next wait that no caller joins.
-    next_hurried: u32,
+    next_skips: u32,
 }
 
-impl Gathering {
+impl CommitDelay {
     /// How long the leader should wait for other callers.
-    fn patience(&mut self, waiting: u32) -> Option<Duration> {
+    fn wait_before(&mut self, waiting: u32) -> Option<Duration> {
         if waiting >= self.expected {
             return None;
         }
-        if self.hurried > 0 {
-            self.hurried -= 1;
+        if self.skips > 0 {
+            self.skips -= 1;
             return None;
         }
-        Some((self.took / 4).min(PATIENCE_MAX)).filter(|patience| *patience >= PATIENCE_MIN)
+        Some((self.took / 4).min(DELAY_MAX)).filter(|wait| *wait >= DELAY_MIN)
     }
 
     /// This many callers came during the wait.
     fn note(&mut self, came: u32) {
         match came {
             0 => {
-                self.hurried = self.next_hurried.max(1);
-                self.next_hurried = (2 * self.hurried).min(HURRIED_MAX);
+                self.skips = self.next_skips.max(1);
+                self.next_skips = (2 * self.skips).min(SKIPS_MAX);
             }
-            _ => self.next_hurried = 0,
+            _ => self.next_skips = 0,
         }
     }
 }
 
-enum Turn {
+/// What a caller does next.
+enum Role {
+    /// Lead the next round.
     Lead,
-    Wait(EventListener),
+    /// Wait for this, and look again.
+    Follow(EventListener),
+    /// A round that began after the caller's arrival has ended like this.
     Over(Result<()>),
 }
 
@@ -116,14 +120,14 @@ impl Drop for Caller<'_> {
 }
 
 /// The leader, until its work has ended.
-struct Leading<'a, A: Fn() -> Option<Error>> {
+struct Leader<'a, A: Fn() -> Option<Error>> {
     group: &'a GroupCommit,
     abandoned: &'a A,
     has_begun: bool,
     has_ended: bool,
 }
 
-impl<A: Fn() -> Option<Error>> Drop for Leading<'_, A> {
+impl<A: Fn() -> Option<Error>> Drop for Leader<'_, A> {
     fn drop(&mut self) {
         if !self.has_ended {
             let error = if self.has_begun { (self.abandoned)() } else { None };
@@ -153,20 +157,20 @@ impl GroupCommit {
     ) -> Result<()> {
         let caller = self.arrive();
         loop {
-            match self.turn(caller.ticket) {
-                Turn::Over(result) => return result,
-                Turn::Wait(listener) => listener.await,
-                Turn::Lead => {
-                    let mut leading =
-                        Leading { group: self, abandoned: &abandoned, has_begun: false, has_ended: false };
-                    self.gather().await;
+            match self.role(caller.ticket) {
+                Role::Over(result) => return result,
+                Role::Follow(listener) => listener.await,
+                Role::Lead => {
+                    let mut leader =
+                        Leader { group: self, abandoned: &abandoned, has_begun: false, has_ended: false };
+                    self.wait_for_followers().await;
                     self.begin();
-                    leading.has_begun = true;
+                    leader.has_begun = true;
                     let from = self.now();
                     let result = work().await;
-                    leading.has_ended = true;
+                    leader.has_ended = true;
                     if let (Some(from), Some(to)) = (from, self.now()) {
-                        self.state().gathering.took = to.saturating_sub(from);
+                        self.state().delay.took = to.saturating_sub(from);
                     }
                     self.end(Some(result));
                 }
@@ -181,37 +185,37 @@ impl GroupCommit {
     fn arrive(&self) -> Caller<'_> {
         let mut state = self.state();
         state.waiting += 1;
-        if state.waiting == state.gathering.expected {
-            self.gathered.notify(1);
+        if state.waiting == state.delay.expected {
+            self.all_arrived.notify(1);
         }
         Caller { group: self, ticket: state.started + 1 }
     }
 
-    fn turn(&self, ticket: u64) -> Turn {
+    fn role(&self, ticket: u64) -> Role {
         let mut state = self.state();
         if state.ended >= ticket {
-            return Turn::Over(state.last.clone().expect("a round has ended"));
+            return Role::Over(state.last.clone().expect("a round has ended"));
         }
         if state.is_running {
-            return Turn::Wait(self.finished.listen());
+            return Role::Follow(self.finished.listen());
         }
         state.is_running = true;
-        Turn::Lead
+        Role::Lead
     }
 
     /// Waits for other callers, if that pays. The round has not begun, so those that arrive now are in it.
-    async fn gather(&self) {
+    async fn wait_for_followers(&self) {
         let Some(clock) = &self.clock else { return };
-        let (patience, before, listener) = {
+        let (wait, before, listener) = {
             let mut state = self.state();
             let before = state.waiting;
-            let Some(patience) = state.gathering.patience(before) else { return };
-            (patience, before, self.gathered.listen())
+            let Some(wait) = state.delay.wait_before(before) else { return };
+            (wait, before, self.all_arrived.listen())
         };
-        or(listener, clock.sleep(patience)).await;
+        or(listener, clock.sleep(wait)).await;
         let mut state = self.state();
         let came = state.waiting.saturating_sub(before);
-        state.gathering.note(came);
+        state.delay.note(came);
     }
 
     fn begin(&self) {
@@ -224,7 +228,7 @@ impl GroupCommit {
     fn end(&self, result: Option<Result<()>>) {
         let mut state = self.state();
         state.is_running = false;
-        state.gathering.expected = state.members + state.waiting;
+        state.delay.expected = state.members + state.waiting;
         if let Some(result) = result {
             state.ended = state.started;
             state.last = Some(result);
@@ -244,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_comes_during_a_round_shares_the_next() {
+    fn a_caller_that_comes_during_a_round_shares_the_next() {
         let (group, rounds) = (GroupCommit::default(), Cell::new(0));
         let work = async || {
             rounds.set(rounds.get() + 1);
@@ -292,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn who_leads_waits_for_those_who_were_there() {
+    fn a_leader_waits_for_those_who_were_there() {
         let (group, rings) = with_alarm();
         let rounds = Cell::new(0);
         let work = async || {
@@ -359,25 +363,25 @@ mod tests {
     }
 
     #[test]
-    fn after_nobody_came_some_rounds_go_without_waiting() {
-        let mut gathering =
-            Gathering { expected: 4, took: Duration::from_millis(20), ..Gathering::default() };
-        assert_eq!(gathering.patience(1), Some(PATIENCE_MAX));
-        assert_eq!(gathering.patience(4), None, "all are here");
+    fn after_a_wait_that_no_caller_joined_some_rounds_skip_it() {
+        let mut delay =
+            CommitDelay { expected: 4, took: Duration::from_millis(20), ..CommitDelay::default() };
+        assert_eq!(delay.wait_before(1), Some(DELAY_MAX));
+        assert_eq!(delay.wait_before(4), None, "all are here");
         for pause in [1, 2, 4, 8, 16, 32, 64, 64] {
-            gathering.note(0);
+            delay.note(0);
             for _ in 0..pause {
-                assert_eq!(gathering.patience(1), None, "{pause}");
+                assert_eq!(delay.wait_before(1), None, "{pause}");
             }
-            assert!(gathering.patience(1).is_some(), "{pause}");
+            assert!(delay.wait_before(1).is_some(), "{pause}");
         }
-        gathering.note(1);
-        assert!(gathering.patience(1).is_some());
-        gathering.note(0);
-        assert_eq!(gathering.patience(1), None);
-        assert!(gathering.patience(1).is_some());
-        gathering.took = Duration::from_micros(199);
-        assert_eq!(gathering.patience(1), None, "it is not worth a timer");
+        delay.note(1);
+        assert!(delay.wait_before(1).is_some());
+        delay.note(0);
+        assert_eq!(delay.wait_before(1), None);
+        assert!(delay.wait_before(1).is_some());
+        delay.took = Duration::from_micros(199);
+        assert_eq!(delay.wait_before(1), None, "it is not worth a timer");
     }
 
     #[test]

@@ -45,9 +45,9 @@ const CHECK_BYTES_MAX: u64 = 32 << 10;
 /// An overwrite larger than this waits for a commit that verifies instead.
 const REPLACED_BYTES_MAX: usize = 256 << 10;
 
-/// What is gathered between two seals.
-pub(super) struct Gathered {
-    /// The open transaction: the sequence of the next record.
+/// The open transaction: what the journal gathers between two seals.
+pub(super) struct OpenTransaction {
+    /// The sequence of its record, the next one.
     sequence: u64,
     /// By place.
     checks: BTreeMap<u64, Vec<u32>>,
@@ -68,7 +68,7 @@ struct Others {
     under_way: u32,
 }
 
-impl Default for Gathered {
+impl Default for OpenTransaction {
     fn default() -> Self {
         Self {
             sequence: 1,
@@ -82,7 +82,7 @@ impl Default for Gathered {
     }
 }
 
-impl Gathered {
+impl OpenTransaction {
     pub(super) fn is_empty(&self) -> bool {
         self.checks.is_empty() && self.zeros.is_empty() && self.full.is_empty() && !self.is_fenced
     }
@@ -188,7 +188,7 @@ impl Replacing<'_> {
         if open.sequence != self.sequence {
             return; // sealed with all values
         }
-        let Gathered { checks, others, .. } = &mut *open;
+        let OpenTransaction { checks, others, .. } = &mut *open;
         for Replaced { at, crc, alone_after } in self.sectors {
             let Some(other) = others.get_mut(&at) else { continue };
             other.under_way -= 1;
@@ -260,7 +260,7 @@ impl Journal {
         lock(&self.open).is_fenced
     }
 
-    pub(super) fn fence_open(&self, open: &mut Gathered) {
+    pub(super) fn fence_open(&self, open: &mut OpenTransaction) {
         let mut unverified = lock(&self.unverified.runs);
         for at in std::mem::take(&mut open.checks).into_keys() {
             unverified.remove(&at);
@@ -332,7 +332,7 @@ impl Journal {
     /// Lets the open transaction take up new values.
     fn replace(
         &self,
-        open: &mut Gathered,
+        open: &mut OpenTransaction,
         at: ImageOffset,
         data: &Buffer,
         runs: &[(u64, u64, u64)],
@@ -367,7 +367,7 @@ impl Journal {
     /// verified, and those that it holds already.
     fn take(
         &self,
-        open: &mut Gathered,
+        open: &mut OpenTransaction,
         at: ImageOffset,
         data: &Buffer,
         runs: &[(u64, u64, u64)],

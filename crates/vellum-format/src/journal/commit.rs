@@ -118,7 +118,7 @@ impl Journal {
         self.note_verified(sequence - u64::from(!sabotage::is(Bug::DurableIsVerified)));
         self.with_ledger(|ledger| {
             ledger.ring.advance(full.tail);
-            ledger.told = full.tail;
+            ledger.durable_tail = full.tail;
             ledger.drop_checkpointed(&written);
             ledger.add_uncheckpointed(sequence, pages.into_iter().chain(data));
             if !written.is_empty() {

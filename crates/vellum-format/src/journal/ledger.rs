@@ -24,7 +24,7 @@ pub(crate) struct Ledger {
     /// The tail that the next record states.
     pub(crate) tail: u64,
     /// The tail that the last flushed record stated.
-    pub(crate) told: u64,
+    pub(crate) durable_tail: u64,
     /// Pages whose last durable version is not at its home location, by place.
     pub(super) uncheckpointed: BTreeMap<ImageOffset, Uncheckpointed>,
 }
@@ -40,7 +40,8 @@ pub(super) struct Uncheckpointed {
 impl Ledger {
     fn needs_checkpoint(&self) -> bool {
         // The last checkpoint must take effect first: a flushed record has to state the new tail.
-        self.tail == self.told && (self.ring.is_half_full() || self.uncheckpointed.len() > UNCHECKPOINTED_MAX)
+        self.tail == self.durable_tail
+            && (self.ring.is_half_full() || self.uncheckpointed.len() > UNCHECKPOINTED_MAX)
     }
 
     /// Drops these versions, which are checkpointed: at their home location, and covered by a flush.
@@ -70,8 +71,15 @@ impl Journal {
     /// generation and key, and the image names it.
     pub(crate) fn begin(&self, generation: u64, key: u128, run: ImageSpan) {
         let ring = Ring::new(run.len());
-        let ledger =
-            Ledger { generation, key, run, ring, tail: 1, told: 1, uncheckpointed: BTreeMap::default() };
+        let ledger = Ledger {
+            generation,
+            key,
+            run,
+            ring,
+            tail: 1,
+            durable_tail: 1,
+            uncheckpointed: BTreeMap::default(),
+        };
         *lock(&self.ledger) = Some(ledger);
         self.is_on.store(true, Ordering::Release);
     }

@@ -47,7 +47,7 @@ pub(crate) use words::Changed;
 use crate::perturb;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
-use checks::{Gathered, Unverified};
+use checks::{OpenTransaction, Unverified};
 use ledger::Ledger;
 use record::{Item, SECTOR};
 
@@ -58,7 +58,7 @@ pub(crate) struct Journal {
     /// Records are written. Set before the first change of metadata, if at all.
     is_on: AtomicBool,
     gate: RwLock<()>,
-    open: Mutex<Gathered>,
+    open: Mutex<OpenTransaction>,
     unverified: Unverified,
     /// All transactions up to this one are verified.
     verified: AtomicU64,

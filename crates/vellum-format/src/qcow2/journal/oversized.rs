@@ -55,7 +55,7 @@ impl Qcow2 {
         self.flush_storage().await?;
         journal.with_ledger(|ledger| {
             ledger.ring.advance(sequence);
-            (ledger.tail, ledger.told) = (sequence, sequence);
+            (ledger.tail, ledger.durable_tail) = (sequence, sequence);
             ledger.drop_checkpointed(&pages);
         });
         self.write_home(data).await?;

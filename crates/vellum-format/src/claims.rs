@@ -157,10 +157,10 @@ impl Held<'_> {
     /// cluster and it was never published.
     #[must_use = "an unpublished cluster must be freed"]
     pub(crate) fn release(mut self) -> Option<Fresh> {
-        self.let_go()
+        self.end()
     }
 
-    fn let_go(&mut self) -> Option<Fresh> {
+    fn end(&mut self) -> Option<Fresh> {
         self.released = true;
         let shard = self.claims.shard(self.cluster);
         let mut claims = shard.lock();
@@ -182,7 +182,7 @@ impl Drop for Held<'_> {
         // Only when a request's future is dropped half way: the fresh cluster, if any, stays allocated,
         // because a host write to it may still be in flight.
         if !self.released {
-            let _still_allocated = self.let_go();
+            let _still_allocated = self.end();
         }
     }
 }

@@ -106,7 +106,7 @@ pub enum Bug {
     /// become held again.
     HeldAgain,
     /// What a snapshot sees is written to before it is durable that it is being deleted.
-    LetGoEarly,
+    ReleasedEarly,
     /// A unit is freed although a snapshot sees it.
     NamedUnitFreed,
     /// The state of a unit in an open zone is recorded in the table, and the zone's bit stays.

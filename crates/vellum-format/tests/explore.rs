@@ -307,7 +307,7 @@ fn native_table_on_a_device() {
     explore(&NativeSubject::table_on_a_device(), 2);
 }
 
-/// Discards let go of whole units, so that these are taken again.
+/// Discards release whole units, so that these are taken again.
 fn explore_units(subject: &dyn Subject) {
     let whole = |plan: Plan| {
         let program = plan.program.to_string().replace("discard@", "drop64k@").parse().unwrap();
@@ -384,7 +384,7 @@ fn native_snapshots_over_a_base() {
     explore_snapshots(&NativeSubject::snapshots_over_a_base(), 4);
 }
 
-/// Before each program something is written and flushed, so that a zone is open; discards let go of whole
+/// Before each program something is written and flushed, so that a zone is open; discards release whole
 /// units. Programs of two seeds.
 fn explore_zoned(subject: &dyn Subject, one_in: usize) {
     let opened = |plan: Plan| {
@@ -469,7 +469,7 @@ fn native_tended_units_on_a_device() {
     explore_units(&NativeSubject::tended_units_on_a_device());
 }
 
-/// Discards let go of whole units in both pages. Reading all of such a disk takes long, and finds no more.
+/// Discards release whole units in both pages. Reading all of such a disk takes long, and finds no more.
 fn explore_two_pages(subject: &dyn Subject, one_in: usize) {
     let opened = |plan: Plan| {
         let program = plan.program.to_string().replace("discard@", "drop64k@");
@@ -532,7 +532,8 @@ fn native_growing_with_snapshots() {
 #[test]
 fn native_larger_ring() {
     let round = |plan: Plan, number: usize| {
-        // A unit that is let go and taken again is on record each time; a sector that is overwritten is not.
+        // A unit that is released and taken again is on record each time; a sector that is overwritten is
+        // not.
         let loops: String = (0..35 + number)
             .map(|step| (step * 7 + number) % 5)
             .map(|place| format!("w512@{place} flush drop64k@{place} flush "))

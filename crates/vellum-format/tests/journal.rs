@@ -144,7 +144,7 @@ fn one_flush_each() {
     // Over a base the rest is neither read nor copied.
     let base = cost("4 KiB, scattered over a base", &over, true, |i| Do::Write(i * 65_536 + 8192, 4096));
     assert_eq!(whole(base), (n, 2 * n, n * 8192));
-    // A cluster is let go and another one taken, turn by turn.
+    // A cluster is released and another one taken, turn by turn.
     let again = cost_of("4 KiB, discard and write again", |i| match i % 2 {
         0 => Do::Write((i / 2 % 16) << 16, 4096),
         _ => Do::Discard((i / 2 % 16) << 16, 65_536),

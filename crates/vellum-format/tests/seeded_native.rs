@@ -170,7 +170,7 @@ fn later_page_not_in_record() {
 /// Where the ring is longer than the shortest one.
 #[test]
 fn mistakes_in_a_larger_ring() {
-    // Each flush has something to record: a unit is taken, and let go.
+    // Each flush has something to record: a unit is taken, and released.
     let round = "w512@1 flush drop64k@1 flush w512@2 flush drop64k@2 flush ";
     let plans: Vec<Plan> = (4..10)
         .map(|rounds| Plan::last_step(format!("{}w4k@0 flush", round.repeat(rounds)).parse().unwrap()))
@@ -270,11 +270,11 @@ fn find_beside(inner: NativeSubject, bug: Bug, programs: &[&str]) {
 /// The book's page of the table is kept as soon as a snapshot is made, the other one when one of its units
 /// gets another place.
 #[test]
-fn let_go_early() {
+fn released_early() {
     let program = "w64k@0 w64k@1 drop64k@0 drop64k@2 \
                    | fua@3 fua@4 fua@3 fua@4 w512@0 \
                    | fua@3 fua@4 fua@3 fua@4 fua@3 w512@1";
-    find_beside(NativeSubject::snapshots_of_two_pages(), Bug::LetGoEarly, &[program]);
+    find_beside(NativeSubject::snapshots_of_two_pages(), Bug::ReleasedEarly, &[program]);
 }
 
 #[test]

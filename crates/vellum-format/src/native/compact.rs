@@ -13,7 +13,7 @@
 //!    held have left, the copy is claimed, and its checks and its entry are one step. After that nothing
 //!    names the old unit, and it is freed like any other.
 //! 2. No unit of the zone is handed out meanwhile. When there is no other unit, or when a copy fails that a
-//!    write waits for, the zone is let go: compaction fails no write. A copy that is in progress then does
+//!    write waits for, the zone is released: compaction fails no write. A copy that is in progress then does
 //!    not count.
 //! 3. Compaction begins only after two quiet seconds, for a zone of which at most half is used, and never
 //!    while there are snapshots. It does a little at a time, and ends when the guest writes much. So an
@@ -87,7 +87,7 @@ impl Native {
     pub(super) async fn end_compaction(&self) {
         if let (Some(compaction), Some(zones)) = (&self.compaction, &self.zones) {
             compaction.work.lock().await.now = None;
-            self.let_zone_go(zones);
+            self.end_emptying(zones);
         }
     }
 
@@ -99,7 +99,7 @@ impl Native {
         let has_ended = self.engine.state.check_open().is_err() || self.engine.state.check_stopped().is_err();
         if has_ended || self.journal().is_none() || !self.may_embed() {
             work.now = None;
-            self.let_zone_go(zones);
+            self.end_emptying(zones);
             return false;
         }
         let work = &mut *work;
@@ -133,7 +133,7 @@ impl Native {
                     work.given_up.insert(zone);
                 }
                 work.now = None;
-                self.let_zone_go(zones);
+                self.end_emptying(zones);
                 false
             }
         }
@@ -155,7 +155,7 @@ impl Native {
             return Ok(Step::More { at_once: true });
         }
         if self.units().is_free(self.units_of_zone(emptying.zone), true) {
-            self.let_zone_go(zones);
+            self.end_emptying(zones);
             self.tidy_zones().await?;
             return Ok(Step::Over);
         }
@@ -227,13 +227,13 @@ impl Native {
         let Some(zones) = &self.zones else { return false };
         let is_in_it = self.entry(number).is_ok_and(|unit| unit != 0 && self.is_being_emptied(unit));
         if is_in_it {
-            self.let_zone_go(zones);
+            self.end_emptying(zones);
         }
         is_in_it
     }
 
     /// Ends the emptying. The zone's units are plain units again.
-    pub(super) fn let_zone_go(&self, zones: &Zones) {
+    pub(super) fn end_emptying(&self, zones: &Zones) {
         if zones.emptying.load(Ordering::SeqCst) == 0 {
             return;
         }

@@ -267,7 +267,7 @@ impl Native {
         let part = start.span(SUB_BLOCK.bytes());
         let held = self.engine.claims.claim(GuestCluster::new(number), self.parts_of(part)).await;
         let done = self.make_plain_claimed(number, new).await;
-        self.let_go(held);
+        self.release_claim(held);
         done.context(|| format!("{}: can't overwrite the disk at {:#x}", self.engine.name, start.bytes()))
     }
 

@@ -473,7 +473,7 @@ impl Native {
         let take = || self.take_prepared().or_else(|| self.units().take());
         let unit = take().or_else(|| {
             // Better to use the zone that is being kept free than to fail.
-            self.let_zone_go(self.zones.as_ref()?);
+            self.end_emptying(self.zones.as_ref()?);
             take()
         });
         let Some(unit) = unit else {

@@ -187,7 +187,7 @@ impl Native {
             if let Some(embedded) = step.embedded.as_ref().filter(|_| !step.is_published.get()) {
                 self.invalidate_embedded(embedded.given.unit).await;
             }
-            self.let_go(step.held);
+            self.release_claim(step.held);
         }
         under_way.end();
         if any_fresh || self.wants_zone() {
@@ -198,7 +198,7 @@ impl Native {
     }
 
     /// Releases a claim. A fresh unit that was not published is freed.
-    pub(super) fn let_go(&self, held: Held<'_>) {
+    pub(super) fn release_claim(&self, held: Held<'_>) {
         match held.release() {
             Some(fresh) if fresh.zeroed => self.units().take_back(self.number_of(fresh.at)),
             Some(fresh) => self.give_up(self.number_of(fresh.at)),

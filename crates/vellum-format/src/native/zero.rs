@@ -5,7 +5,7 @@
 //! | base | mask: zero | the same |
 //! | zero already | nothing | nothing |
 //! | image, in place | zeros in place | passed on to the host |
-//! | image, and the whole unit is let go | bits of its blocks, entry 0 | the same |
+//! | image, and the whole unit is released | bits of its blocks, entry 0 | the same |
 //! | image, in no unit | nothing | nothing |
 //!
 //! Zeros over part of a sub-block of the base are written as data. A discard leaves such a part alone.
@@ -158,7 +158,7 @@ impl Native {
         }
         let held = self.engine.claims.claim(self.cell_of(inner.start()), self.parts_of(inner)).await;
         let result = self.zero_claimed(inner, space, &held).await;
-        self.let_go(held);
+        self.release_claim(held);
         result
     }
 
@@ -295,7 +295,7 @@ impl Native {
         }
     }
 
-    /// Turns sub-blocks of the base into zeros. When the unit is let go, blocks that lie wholly in the part
+    /// Turns sub-blocks of the base into zeros. When the unit is released, blocks that lie wholly in the part
     /// get their bit instead. The caller holds the gate, and everything is loaded.
     fn publish_zeros(&self, part: GuestSpan, subs: &[u64], lets_go: bool) {
         for sub in subs {

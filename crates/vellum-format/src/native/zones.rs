@@ -517,7 +517,7 @@ impl Native {
             unrecorded: Vec::new(),
         };
         if zones.emptying.load(Ordering::SeqCst) == number + 1 {
-            self.let_zone_go(zones); // that is what it was emptied for
+            self.end_emptying(zones); // that is what it was emptied for
         }
         let mut all = lock(&zones.open);
         debug_assert!(all.iter().all(|other| other.zone != number), "it is open already");

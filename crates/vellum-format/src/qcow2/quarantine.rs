@@ -234,7 +234,7 @@ impl Qcow2 {
     }
 
     /// Whether no record holds guest data of these clusters that a recovery would bring back. If one does,
-    /// requests that the journal let go of it.
+    /// requests a checkpoint.
     async fn is_out_of_records(&self, span: ImageSpan, pace: Pace) -> Result<bool> {
         let Some(journal) = self.journal() else { return Ok(true) };
         let wide = self.cluster.widen(span);

@@ -206,13 +206,13 @@ impl Qcow2 {
             }
         }
         for held in steps.into_iter().filter_map(|step| step.held) {
-            self.let_go(held).await;
+            self.release_claim(held).await;
         }
         result
     }
 
     /// Ends a claim. A fresh cluster that was not published is given back.
-    pub(crate) async fn let_go(&self, held: Held<'_>) {
+    pub(crate) async fn release_claim(&self, held: Held<'_>) {
         if let Some(fresh) = held.release() {
             let first = self.cluster.cluster_of(fresh.at).index();
             self.give_back(Run { first, count: 1, zeroed: false }).await;
@@ -310,11 +310,11 @@ impl Qcow2 {
                 if plan.claim == 0
                     && let Some(held) = held.take()
                 {
-                    self.let_go(held).await;
+                    self.release_claim(held).await;
                 }
                 if let Some(stamp) = late.filter(|_| instead.is_none()) {
                     if let Some(held) = held {
-                        self.let_go(held).await;
+                        self.release_claim(held).await;
                     }
                     return Ok(ControlFlow::Break(stamp));
                 }
@@ -330,7 +330,7 @@ impl Qcow2 {
                 }));
             }
             if let Some(held) = held.take() {
-                self.let_go(held).await;
+                self.release_claim(held).await;
             }
             held = Some(self.engine.claims.claim(cluster, plan.claim).await);
         }

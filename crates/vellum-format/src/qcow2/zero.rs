@@ -190,7 +190,7 @@ impl Qcow2 {
     async fn flag_zero(&self, cluster: GuestCluster, mask: u32, space: Space) -> Result<()> {
         let held = self.engine.claims.claim(cluster, mask).await;
         let result = self.flag_claimed(cluster, mask, space).await;
-        self.let_go(held).await;
+        self.release_claim(held).await;
         result
     }
 

@@ -75,7 +75,7 @@ impl Bench {
         self.model[index(unit)] = 0;
     }
 
-    /// All of the device is used, and then three of four units let go, here and there.
+    /// All of the device is used, and then three of four units are released, here and there.
     async fn make_fragments(&mut self) {
         for unit in 0..UNITS - 6 {
             self.write(unit, u8::try_from(1 + unit % 200).unwrap()).await;
@@ -278,15 +278,15 @@ fn writes_on_their_way() -> Option<usize> {
 
 /// The zone is released while a unit of it is being copied, because another request needs its space.
 #[test]
-fn a_copy_does_not_count_when_the_zone_was_let_go() {
-    assert_eq!(zone_let_go(), None);
+fn a_copy_does_not_count_when_the_zone_was_released() {
+    assert_eq!(with_the_zone_released(), None);
     put_in(Some(Bug::HoldNotLookedAtAgain));
-    let found = zone_let_go();
+    let found = with_the_zone_released();
     put_in(None);
     assert!(found.is_some(), "the mistake is found");
 }
 
-fn zone_let_go() -> Option<usize> {
+fn with_the_zone_released() -> Option<usize> {
     let world = World::new(0);
     world.run(async {
         let mut bench = Bench::open(&world, Delay::none(), true, true).await;

@@ -170,7 +170,7 @@ fn one_flush_each() {
     let table_over = options(true, base(Vec::new()));
     let wrote = cost("table, over the base", &table_over, |i| Do::Write(scattered(i, 4096, BASE), 4096));
     assert_eq!(wrote, both);
-    // A unit is let go and another one taken, turn by turn.
+    // A unit is released and another one taken, turn by turn.
     let wrote = cost("table, discard and write again", &table, |i| match i % 2 {
         0 => Do::Write((i / 2 % 16) << 20, 4096),
         _ => Do::Discard((i / 2 % 16) << 20, 1 << 20),

@@ -163,8 +163,8 @@ fn a_guest_that_is_faster_waits() {
     });
 }
 
-/// What is let go is made zero only as far as it is needed; a file that grows needs nothing before its first
-/// change.
+/// What is released is made zero only as far as it is needed; a file that grows needs nothing before its
+/// first change.
 #[test]
 fn what_is_freed_costs_no_more_than_is_needed() {
     let world = World::new(0);

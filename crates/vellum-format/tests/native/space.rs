@@ -19,7 +19,7 @@ use super::host::FullHost;
 
 const UNIT: u64 = 64 << 10;
 
-/// A device has fewer units than the disk. When all are taken a write fails and says so; what is let go can
+/// A device has fewer units than the disk. When all are taken a write fails and says so; what is released can
 /// be used at once.
 #[test]
 fn a_full_device_says_so_and_goes_on() {

@@ -71,7 +71,7 @@ fn an_embedded_allocation_that_failed_never_comes_back() {
     );
 }
 
-/// What is let go is used again: the file does not grow, and zones that have become empty are opened again.
+/// What is released is used again: the file does not grow, and zones that have become empty are opened again.
 #[test]
 fn emptied_zones_are_opened_again() {
     let setup = setup(4 << 20, 256 << 10);

@@ -148,7 +148,7 @@ impl BadStorage {
         Ok(Kind::Data)
     }
 
-    async fn let_go(&self) -> Result<()> {
+    async fn release_held(&self) -> Result<()> {
         let held = std::mem::take(&mut self.state.lock().unwrap().held);
         for held in held {
             match held {
@@ -208,7 +208,7 @@ impl Storage for BadStorage {
                 return Ok(());
             }
             let flushed = self.inner.flush().await;
-            self.let_go().await?;
+            self.release_held().await?;
             if self.bug == Bug::FlushErrorIgnored { Ok(()) } else { flushed }
         })
     }
@@ -259,7 +259,7 @@ struct DiskState {
 }
 
 impl BadDisk {
-    async fn let_go(&self) -> Result<()> {
+    async fn release_held(&self) -> Result<()> {
         let held = self.state.lock().unwrap().held.take();
         match held {
             Some((at, data, flags)) => self.inner.write(at, data, flags).await,
@@ -287,7 +287,7 @@ impl Disk for BadDisk {
             let flags = WriteFlags { fua };
             match self.bug {
                 Bug::WriteAnsweredEarly => {
-                    self.let_go().await?;
+                    self.release_held().await?;
                     self.state.lock().unwrap().held = Some((at, data, flags));
                     Ok(())
                 }
@@ -314,7 +314,7 @@ impl Disk for BadDisk {
                 return Ok(());
             }
             let flushed = self.inner.flush().await;
-            self.let_go().await?;
+            self.release_held().await?;
             flushed
         })
     }
@@ -341,7 +341,7 @@ impl Disk for BadDisk {
             return Box::pin(async { Ok(()) });
         }
         Box::pin(async move {
-            self.let_go().await?;
+            self.release_held().await?;
             self.inner.close().await
         })
     }

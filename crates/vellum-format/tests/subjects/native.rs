@@ -199,7 +199,7 @@ impl NativeSubject {
         Self { is_by_units: true, ..Self::new(setup, 256 << 10) }
     }
 
-    /// Whole units are let go and taken again: for programs with `drop64k`.
+    /// Whole units are released and taken again: for programs with `drop64k`.
     pub(crate) fn units() -> Self {
         let setup = NativeSetup::table("vellum, table, by units", 512 << 10, 64 << 10);
         Self { is_by_units: true, ..Self::new(setup, 256 << 10) }

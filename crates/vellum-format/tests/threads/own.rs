@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   unit   │0 1 2 3│0 1 2 3│ ..      four guests own the sectors of the same units in turn: what one writes the others must not lose
-//!   unit   │   4   │                 a fifth has units to itself, which it lets go and takes again: pages of the table change
+//!   unit   │   4   │                 a fifth has units to itself, which it releases and takes again: pages of the table change
 //! ```
 //!
 //! A guest's sectors are written by that guest alone, so each read of them has one correct answer at once. A

@@ -79,12 +79,12 @@ impl Native {
             self.put_word(index, FLAGS_WORD, BEING_DELETED);
             list.get_mut(id).expect("as just found").is_being_deleted = true;
         }
-        if sabotage::is(Bug::LetGoEarly) {
-            self.let_go_of_deleted(views);
+        if sabotage::is(Bug::ReleasedEarly) {
+            self.release_deleted(views);
         }
         self.engine.commits.note_change();
         self.commit().await?; // commit point: from here on it is gone
-        self.let_go_of_deleted(views);
+        self.release_deleted(views);
         self.finish_delete(views, id).await
     }
 
@@ -122,7 +122,7 @@ impl Native {
     }
 
     /// Snapshots that are durably being deleted need no copies any more.
-    fn let_go_of_deleted(&self, views: &Views) {
+    fn release_deleted(&self, views: &Views) {
         let mut held = lock(&views.copies);
         held.keepers = lock(&views.list).keepers();
     }

@@ -9,8 +9,8 @@
 //!    snapshot that is made in between needs a copy of its own, so this is checked again under the gate.
 //! 2. Zeros of a unit are not copied: a fresh unit is zero.
 //! 3. A copy counts only if its unit was held from before it was read until its entry changes. This is
-//!    checked under the lock under which units are let go: the snapshot may have been deleted meanwhile, and
-//!    the unit overwritten in place.
+//!    checked under the lock under which units are released: the snapshot may have been deleted meanwhile,
+//!    and the unit overwritten in place.
 //! 4. The copy of a unit and the write that asked for it share a flush. Only where the checks would not fit a
 //!    record is the copy flushed first.
 
@@ -162,7 +162,7 @@ impl Native {
         let is_seen = views.any() && (!held.is_kept(page) || held.copies.names(unit));
         let is_held =
             unit != 0 && ((is_seen && !sabotage::is(Bug::HeldOverwritten)) || self.is_being_emptied(unit));
-        held.let_go.note(number, unit, is_held);
+        held.released.note(number, unit, is_held);
         is_held
     }
 
@@ -267,7 +267,7 @@ impl Native {
                 true => self.copy_unit(views, number, stamp).await,
                 false => Ok(()), // a snapshot was made in between
             };
-            self.let_go(held);
+            self.release_claim(held);
             result?;
         }
         Ok(())
@@ -295,8 +295,8 @@ impl Native {
         result.map(|_| ()).context(|| format!("{}: can't copy a unit", self.engine.name))
     }
 
-    /// Returns whether the disk has got the copy. It has not when the unit was let go meanwhile, because then
-    /// it may have been overwritten in place.
+    /// Returns whether the disk has got the copy. It has not when the unit was released meanwhile, because
+    /// then it may have been overwritten in place.
     async fn copy_into(
         &self,
         views: &Views,

@@ -16,12 +16,12 @@
 //!    snapshots before it.
 //! 2. A unit belongs to a snapshot when a copy of a table page names it, or when home names it in a page that
 //!    was not kept for the snapshot that relies on home. Before an entry changes its page is kept. So a unit
-//!    that home lets go of is counted by then: it is free when no copy names it.
+//!    that home releases is counted by then: it is free when no copy names it.
 //! 3. The moment of a snapshot is the gate held alone. A request in flight at that moment may be in it or
 //!    not. The copy of a unit waits until all requests that may still write to the unit have left, and checks
 //!    again before it counts (`keep.rs`, 3).
 //! 4. A unit becomes held only together with a new stamp: when a snapshot is made, or a zone is to be
-//!    emptied. Deletion lets go of units and makes none held: from its commit point on nothing is kept for
+//!    emptied. Deletion releases units and makes none held: from its commit point on nothing is kept for
 //!    the snapshot that is deleted, and what its copies kept stays kept.
 //! 5. Lock order: the journal's gate, then the copies, then pages of home. The list also comes after the
 //!    gate.
@@ -29,9 +29,9 @@
 mod copies;
 mod delete;
 mod keep;
-mod let_go;
 mod list;
 mod live;
+mod released;
 mod revert;
 mod view;
 
@@ -50,9 +50,9 @@ use crate::hash::HashMap;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 use copies::Copies;
-use let_go::LetGo;
 use list::{ENTRY_WORDS, Entry, FLAGS_WORD, HOME, List, NAME_MAX, NAME_WORD, name_words, word, word_of};
 pub(super) use live::Live;
+use released::Released;
 pub use revert::revert;
 pub(super) use view::{Still, View, refuse_half_reverted};
 
@@ -101,7 +101,7 @@ struct Held {
     /// The end of the chain: the newest snapshot that stays, for which pages are kept, and after it those
     /// that are being deleted, on whose copies it still relies. Empty when no snapshot stays.
     keepers: Vec<u32>,
-    let_go: LetGo,
+    released: Released,
 }
 
 impl Held {
@@ -126,7 +126,7 @@ impl Views {
         };
         Ok(Self {
             any: AtomicBool::new(!list.entries.is_empty()),
-            copies: Mutex::new(Held { copies, keepers: list.keepers(), let_go: LetGo::default() }),
+            copies: Mutex::new(Held { copies, keepers: list.keepers(), released: Released::default() }),
             list: Mutex::new(list),
             keeping: Default::default(),
             changing: Default::default(),
@@ -147,7 +147,7 @@ impl Views {
         self.any() && lock(&self.copies).copies.contradicts(index, unit)
     }
 
-    /// While the returned guard lives, no unit becomes held or is let go, and no copy of a unit comes to
+    /// While the returned guard lives, no unit becomes held or is released, and no copy of a unit comes to
     /// count.
     pub(super) fn hold(&self) -> impl Drop {
         lock(&self.copies)
@@ -292,7 +292,7 @@ impl Native {
     /// Records that units become held. This is the only way in which that happens. Writers that looked before
     /// hold nothing but their epoch, so the copy of a unit waits until they have left.
     fn stamp(&self, views: &Views, held: &mut Held) {
-        held.let_go.forget();
+        held.released.forget();
         views.stamp.store(self.engine.epochs.now() + 1, Ordering::Release);
     }
 

@@ -15,12 +15,12 @@ use crate::sabotage::{self, Bug};
 /// For each unit of the disk: the stored unit that was seen not to be held since the last stamp. Locked with
 /// the copies.
 #[derive(Default)]
-pub(super) struct LetGo {
+pub(super) struct Released {
     #[cfg(debug_assertions)]
     seen: RefCell<HashMap<u64, u32>>,
 }
 
-impl LetGo {
+impl Released {
     /// Notes the result of a check on which the caller will act.
     #[cfg(debug_assertions)]
     pub(super) fn note(&self, number: u64, unit: u32, is_held: bool) {
@@ -28,9 +28,9 @@ impl LetGo {
         if !is_held {
             seen.insert(number, unit);
         } else {
-            let was_let_go = seen.get(&number) == Some(&unit) && !sabotage::is(Bug::HeldAgain);
+            let was_released = seen.get(&number) == Some(&unit) && !sabotage::is(Bug::HeldAgain);
             assert!(
-                !was_let_go,
+                !was_released,
                 "unit {unit} of the image, {number} of the disk, is held again without a stamp"
             );
         }

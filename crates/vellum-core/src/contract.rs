@@ -1,8 +1,8 @@
 //! The suites that every [`Storage`] and every [`Disk`] passes, in memory, simulated and real.
 //!
-//! A suite is an async function over a *bench*: a factory that makes a fresh storage or disk and can open it
-//! again, as after a clean restart. When the contract is broken the suite panics, with the seed if there is
-//! one. Each check names its rule; the rules are in [`storage`](crate::storage) and [`disk`](crate::disk).
+//! A suite is an async function over a *fixture*: a factory that makes a fresh storage or disk and can open
+//! it again, as after a clean restart. When the contract is broken the suite panics, with the seed if there
+//! is one. Each check names its rule; the rules are in [`storage`](crate::storage) and [`disk`](crate::disk).
 
 use crate::disk::{Disk, Place, SharedDisk, WriteFlags, ZeroFlags};
 use crate::lending::{lend_disk, lend_storage};
@@ -12,7 +12,7 @@ use crate::units::{GuestOffset, GuestSpan, ImageOffset};
 use crate::{Buffer, ErrorKind, LocalFuture, Random, Result, join_all};
 
 /// Makes storages for the suite.
-pub trait StorageBench {
+pub trait StorageFixture {
     /// A fresh storage of `len` bytes of zero.
     fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>>;
     /// The storage that was made last, opened again.
@@ -20,7 +20,7 @@ pub trait StorageBench {
 }
 
 /// Makes disks for the suite.
-pub trait DiskBench {
+pub trait DiskFixture {
     /// A fresh disk of `size` bytes.
     fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>>;
     /// The disk that was made last and has been closed, opened again.
@@ -32,9 +32,9 @@ pub trait DiskBench {
 }
 
 /// The same storages, whose requests come in lent memory (rule 9).
-struct LendingStorages<'a>(&'a dyn StorageBench);
+struct LendingStorages<'a>(&'a dyn StorageFixture);
 
-impl StorageBench for LendingStorages<'_> {
+impl StorageFixture for LendingStorages<'_> {
     fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
         Box::pin(async move { self.0.fresh(len).await.map(lend_storage) })
     }
@@ -45,9 +45,9 @@ impl StorageBench for LendingStorages<'_> {
 }
 
 /// The same disks, whose requests come in lent memory, as a guest's do (rule 13).
-struct LendingDisks<'a>(&'a dyn DiskBench);
+struct LendingDisks<'a>(&'a dyn DiskFixture);
 
-impl DiskBench for LendingDisks<'_> {
+impl DiskFixture for LendingDisks<'_> {
     fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
         Box::pin(async move { self.0.fresh(size).await.map(lend_disk) })
     }
@@ -77,15 +77,15 @@ async fn storage_write(storage: &dyn Storage, at: u64, bytes: &[u8]) {
 }
 
 /// The whole suite for storages.
-pub async fn storage(bench: &dyn StorageBench) {
-    storage_reads_what_was_written_at_any_alignment(bench).await;
-    storage_ends(bench).await;
-    storage_zeroes_and_discards(bench).await;
-    storage_runs_cover_and_tell_the_truth(bench).await;
-    storage_overlapping_writes_do_not_mix_sectors(bench).await;
-    storage_scattered_buffers(bench).await;
-    storage_random_operations(bench, 1, 400).await;
-    let lending = LendingStorages(bench);
+pub async fn storage(fixture: &dyn StorageFixture) {
+    storage_reads_what_was_written_at_any_alignment(fixture).await;
+    storage_ends(fixture).await;
+    storage_zeroes_and_discards(fixture).await;
+    storage_runs_cover_and_tell_the_truth(fixture).await;
+    storage_overlapping_writes_do_not_mix_sectors(fixture).await;
+    storage_scattered_buffers(fixture).await;
+    storage_random_operations(fixture, 1, 400).await;
+    let lending = LendingStorages(fixture);
     storage_reads_what_was_written_at_any_alignment(&lending).await;
     storage_ends(&lending).await;
     storage_overlapping_writes_do_not_mix_sectors(&lending).await;
@@ -93,8 +93,8 @@ pub async fn storage(bench: &dyn StorageBench) {
 }
 
 /// Rule 1.
-async fn storage_reads_what_was_written_at_any_alignment(bench: &dyn StorageBench) {
-    let storage = bench.fresh(1 << 20).await.expect("a fresh storage");
+async fn storage_reads_what_was_written_at_any_alignment(fixture: &dyn StorageFixture) {
+    let storage = fixture.fresh(1 << 20).await.expect("a fresh storage");
     let mut random = Random::from_seed(7);
     let mut model = vec![0; 1 << 20];
     for (at, len) in
@@ -109,7 +109,7 @@ async fn storage_reads_what_was_written_at_any_alignment(bench: &dyn StorageBenc
     assert_eq!(storage_read(&*storage, 77, 0).await, b"");
     storage.flush().await.expect("a flush succeeds");
     drop(storage);
-    let storage = bench.reopen().await.expect("the storage opens again");
+    let storage = fixture.reopen().await.expect("the storage opens again");
     assert_eq!(
         storage_read(&*storage, 0, 1 << 20).await,
         model,
@@ -118,8 +118,8 @@ async fn storage_reads_what_was_written_at_any_alignment(bench: &dyn StorageBenc
 }
 
 /// Rule 2.
-async fn storage_ends(bench: &dyn StorageBench) {
-    let storage = bench.fresh(10_000).await.expect("a fresh storage");
+async fn storage_ends(fixture: &dyn StorageFixture) {
+    let storage = fixture.fresh(10_000).await.expect("a fresh storage");
     let len = storage.len();
     assert!(len >= 10_000);
     storage_write(&*storage, len - 10, &[7; 10]).await;
@@ -155,8 +155,8 @@ async fn storage_ends(bench: &dyn StorageBench) {
     assert_eq!(storage.len(), len + 300, "a discard does not change the length");
 }
 
-async fn storage_zeroes_and_discards(bench: &dyn StorageBench) {
-    let storage = bench.fresh(1 << 20).await.expect("a fresh storage");
+async fn storage_zeroes_and_discards(fixture: &dyn StorageFixture) {
+    let storage = fixture.fresh(1 << 20).await.expect("a fresh storage");
     let mut random = Random::from_seed(9);
     let mut model = bytes(1 << 20, &mut random);
     storage_write(&*storage, 0, &model).await;
@@ -183,8 +183,8 @@ async fn storage_zeroes_and_discards(bench: &dyn StorageBench) {
     }
 }
 
-async fn storage_runs_cover_and_tell_the_truth(bench: &dyn StorageBench) {
-    let storage = bench.fresh(1 << 20).await.expect("a fresh storage");
+async fn storage_runs_cover_and_tell_the_truth(fixture: &dyn StorageFixture) {
+    let storage = fixture.fresh(1 << 20).await.expect("a fresh storage");
     storage_write(&*storage, 200_000, &[5; 10_000]).await;
     storage_write(&*storage, 700_000, &[5; 1]).await;
     let mut at = ImageOffset::ZERO;
@@ -207,8 +207,8 @@ async fn storage_runs_cover_and_tell_the_truth(bench: &dyn StorageBench) {
 }
 
 /// Rule 1, last sentence.
-async fn storage_overlapping_writes_do_not_mix_sectors(bench: &dyn StorageBench) {
-    let storage = bench.fresh(1 << 18).await.expect("a fresh storage");
+async fn storage_overlapping_writes_do_not_mix_sectors(fixture: &dyn StorageFixture) {
+    let storage = fixture.fresh(1 << 18).await.expect("a fresh storage");
     for round in 0..8u64 {
         let writes = (1..=8u8).map(|value| {
             let at = (u64::from(value) * 1536 + round * 512) % 65_536;
@@ -237,8 +237,8 @@ async fn storage_overlapping_writes_do_not_mix_sectors(bench: &dyn StorageBench)
     }
 }
 
-async fn storage_scattered_buffers(bench: &dyn StorageBench) {
-    let storage = bench.fresh(1 << 18).await.expect("a fresh storage");
+async fn storage_scattered_buffers(fixture: &dyn StorageFixture) {
+    let storage = fixture.fresh(1 << 18).await.expect("a fresh storage");
     let mut random = Random::from_seed(3);
     for sizes in [vec![4096, 4096, 4096], vec![512, 1, 511, 7], vec![65_536, 3, 4096], vec![1; 40]] {
         let mut data = Buffer::empty();
@@ -257,9 +257,9 @@ async fn storage_scattered_buffers(bench: &dyn StorageBench) {
 }
 
 /// Random operations against a vector of bytes, with reopening in between.
-pub async fn storage_random_operations(bench: &dyn StorageBench, seed: u64, count: usize) {
+pub async fn storage_random_operations(fixture: &dyn StorageFixture, seed: u64, count: usize) {
     let mut random = Random::from_seed(seed);
-    let mut storage = bench.fresh(1 << 19).await.expect("a fresh storage");
+    let mut storage = fixture.fresh(1 << 19).await.expect("a fresh storage");
     let mut model = vec![0u8; 1 << 19];
     for step in 0..count {
         let at = random.index(model.len());
@@ -280,7 +280,7 @@ pub async fn storage_random_operations(bench: &dyn StorageBench, seed: u64, coun
             5 if random.one_in(4) => {
                 storage.flush().await.expect("a flush succeeds");
                 drop(storage);
-                storage = bench.reopen().await.expect("the storage opens again");
+                storage = fixture.reopen().await.expect("the storage opens again");
             }
             5 => storage.flush().await.expect("a flush succeeds"),
             _ => {
@@ -302,24 +302,24 @@ async fn disk_write(disk: &dyn Disk, at: usize, bytes: &[u8], flags: WriteFlags)
 }
 
 /// The whole suite for disks.
-pub async fn disk(bench: &dyn DiskBench) {
-    disk_reads_what_was_written_at_any_alignment(bench).await;
-    disk_refuses_what_passes_its_end(bench).await;
-    disk_zeroes_and_discards(bench).await;
-    disk_concurrent_writes(bench).await;
-    disk_closes(bench).await;
-    disk_random_operations(bench, 1 << 20, 1, 300).await;
-    disk_random_operations(bench, (1 << 20) + 12_345 * 512, 2, 300).await;
-    let lending = LendingDisks(bench);
+pub async fn disk(fixture: &dyn DiskFixture) {
+    disk_reads_what_was_written_at_any_alignment(fixture).await;
+    disk_refuses_what_passes_its_end(fixture).await;
+    disk_zeroes_and_discards(fixture).await;
+    disk_concurrent_writes(fixture).await;
+    disk_closes(fixture).await;
+    disk_random_operations(fixture, 1 << 20, 1, 300).await;
+    disk_random_operations(fixture, (1 << 20) + 12_345 * 512, 2, 300).await;
+    let lending = LendingDisks(fixture);
     disk_reads_what_was_written_at_any_alignment(&lending).await;
     disk_concurrent_writes(&lending).await;
     disk_random_operations(&lending, 1 << 20, 3, 200).await;
 }
 
-async fn disk_reads_what_was_written_at_any_alignment(bench: &dyn DiskBench) {
+async fn disk_reads_what_was_written_at_any_alignment(fixture: &dyn DiskFixture) {
     let size = 1 << 20;
-    let disk = bench.fresh(size as u64).await.expect("a fresh disk");
-    let mut model = bench.fresh_content(size as u64);
+    let disk = fixture.fresh(size as u64).await.expect("a fresh disk");
+    let mut model = fixture.fresh_content(size as u64);
     assert!(disk_read(&*disk, 0, size).await == model, "a fresh disk reads as its base");
     let mut random = Random::from_seed(7);
     for (at, len, flags) in [
@@ -339,7 +339,7 @@ async fn disk_reads_what_was_written_at_any_alignment(bench: &dyn DiskBench) {
     assert!(disk_read(&*disk, 511, 600_001).await == model[511..600_512]);
     disk_map_agrees(&disk, &model).await;
     disk.close().await.expect("a disk closes");
-    let disk = bench.reopen().await.expect("the disk opens again");
+    let disk = fixture.reopen().await.expect("the disk opens again");
     assert!(disk_read(&*disk, 0, size).await == model, "rule 1: a closed disk has kept every byte");
     disk.close().await.expect("a disk closes");
 }
@@ -371,9 +371,9 @@ async fn disk_map_agrees(disk: &SharedDisk, model: &[u8]) {
 }
 
 /// Rule 8.
-async fn disk_refuses_what_passes_its_end(bench: &dyn DiskBench) {
+async fn disk_refuses_what_passes_its_end(fixture: &dyn DiskFixture) {
     let size = 1 << 18;
-    let disk = bench.fresh(size).await.expect("a fresh disk");
+    let disk = fixture.fresh(size).await.expect("a fresh disk");
     for (at, len) in [(size, 1), (size - 1, 2), (u64::MAX - 10, 5), (size + 512, 0)] {
         let at = GuestOffset::new(at);
         let len_usize = usize::try_from(len).expect("a small request");
@@ -393,11 +393,11 @@ async fn disk_refuses_what_passes_its_end(bench: &dyn DiskBench) {
     disk.close().await.expect("a disk closes");
 }
 
-async fn disk_zeroes_and_discards(bench: &dyn DiskBench) {
+async fn disk_zeroes_and_discards(fixture: &dyn DiskFixture) {
     let size = 1 << 20;
-    let disk = bench.fresh(size as u64).await.expect("a fresh disk");
+    let disk = fixture.fresh(size as u64).await.expect("a fresh disk");
     let mut random = Random::from_seed(5);
-    let mut model = bench.fresh_content(size as u64);
+    let mut model = fixture.fresh_content(size as u64);
     let data = bytes(size / 2, &mut random);
     disk_write(&*disk, size / 4, &data, WriteFlags::default()).await;
     model[size / 4..size / 4 * 3].copy_from_slice(&data);
@@ -437,16 +437,16 @@ async fn disk_zeroes_and_discards(bench: &dyn DiskBench) {
     }
     disk_map_agrees(&disk, &settled).await;
     disk.close().await.expect("a disk closes");
-    let disk = bench.reopen().await.expect("the disk opens again");
+    let disk = fixture.reopen().await.expect("the disk opens again");
     assert!(disk_read(&*disk, 0, size).await == settled, "rule 2: zeros and discards are still there");
     disk.close().await.expect("a disk closes");
 }
 
 /// Rule 9.
-async fn disk_concurrent_writes(bench: &dyn DiskBench) {
+async fn disk_concurrent_writes(fixture: &dyn DiskFixture) {
     let size = 1 << 20;
-    let disk = bench.fresh(size as u64).await.expect("a fresh disk");
-    let mut model = bench.fresh_content(size as u64);
+    let disk = fixture.fresh(size as u64).await.expect("a fresh disk");
+    let mut model = fixture.fresh_content(size as u64);
     // 64 neighbours of one 4 KiB block each, first touch of four clusters of 64 KiB, in a shuffled order.
     let writes = (0..64usize).map(|i| {
         let block = (i * 37) % 64;
@@ -515,14 +515,14 @@ async fn disk_concurrent_writes(bench: &dyn DiskBench) {
     }
     assert!(disk_read(&*disk, 0, size).await == model, "rule 9: mixed requests do not harm each other");
     disk.close().await.expect("a disk closes");
-    let disk = bench.reopen().await.expect("the disk opens again");
+    let disk = fixture.reopen().await.expect("the disk opens again");
     assert!(disk_read(&*disk, 0, size).await == model);
     disk.close().await.expect("a disk closes");
 }
 
 /// Rule 12.
-async fn disk_closes(bench: &dyn DiskBench) {
-    let disk = bench.fresh(1 << 18).await.expect("a fresh disk");
+async fn disk_closes(fixture: &dyn DiskFixture) {
+    let disk = fixture.fresh(1 << 18).await.expect("a fresh disk");
     disk_write(&*disk, 0, &[1; 4096], WriteFlags::default()).await;
     disk.close().await.expect("a disk closes");
     disk.close().await.expect("closing twice is legal");
@@ -542,10 +542,10 @@ async fn disk_closes(bench: &dyn DiskBench) {
 
 /// Random operations against a vector of bytes, several at once now and then, with reopening in between. What
 /// a discard leaves is taken over into the model.
-pub async fn disk_random_operations(bench: &dyn DiskBench, size: u64, seed: u64, count: usize) {
+pub async fn disk_random_operations(fixture: &dyn DiskFixture, size: u64, seed: u64, count: usize) {
     let mut random = Random::from_seed(seed);
-    let mut disk = bench.fresh(size).await.expect("a fresh disk");
-    let mut model = bench.fresh_content(size);
+    let mut disk = fixture.fresh(size).await.expect("a fresh disk");
+    let mut model = fixture.fresh_content(size);
     for step in 0..count {
         let (at, len) = random_request(&mut random, model.len());
         let span = GuestOffset::new(at as u64).span(len as u64);
@@ -593,7 +593,7 @@ pub async fn disk_random_operations(bench: &dyn DiskBench, size: u64, seed: u64,
             }
             8 if random.one_in(8) => {
                 disk.close().await.expect("a disk closes");
-                disk = bench.reopen().await.expect("the disk opens again");
+                disk = fixture.reopen().await.expect("the disk opens again");
             }
             8 => disk.flush().await.expect("a flush succeeds"),
             _ => {
@@ -605,7 +605,7 @@ pub async fn disk_random_operations(bench: &dyn DiskBench, size: u64, seed: u64,
     assert!(disk_read(&*disk, 0, model.len()).await == model, "seed {seed}: the end differs");
     disk_map_agrees(&disk, &model).await;
     disk.close().await.expect("a disk closes");
-    let disk = bench.reopen().await.expect("the disk opens again");
+    let disk = fixture.reopen().await.expect("the disk opens again");
     assert!(disk_read(&*disk, 0, model.len()).await == model, "seed {seed}: the reopened disk differs");
     disk.close().await.expect("a disk closes");
 }
@@ -638,7 +638,7 @@ mod tests {
         last: RefCell<Option<Arc<MemoryStorage>>>,
     }
 
-    impl StorageBench for Memory {
+    impl StorageFixture for Memory {
         fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
             let mut content = SparseBytes::default();
             content.set_len(len);
@@ -657,8 +657,8 @@ mod tests {
 
     #[test]
     fn the_memory_storage_keeps_the_contract() {
-        let bench = Memory { limits: Limits::plain(), last: RefCell::default() };
-        block_on(storage(&bench));
+        let fixture = Memory { limits: Limits::plain(), last: RefCell::default() };
+        block_on(storage(&fixture));
         let limits = Limits { fixed_len: true, ..Limits::plain() };
         block_on(storage(&Memory { limits, last: RefCell::default() }));
     }
@@ -669,7 +669,7 @@ mod tests {
         last: RefCell<Option<Arc<MemoryDisk>>>,
     }
 
-    impl DiskBench for MemoryDisks {
+    impl DiskFixture for MemoryDisks {
         fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
             let below = self.base.as_ref().map(|base| MemoryDisk::holding(base) as SharedDisk);
             let disk = MemoryDisk::over(size, below);

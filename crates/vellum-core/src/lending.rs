@@ -198,12 +198,12 @@ impl Storage for Lending<dyn Storage> {
     }
 }
 
-/// Lends to the storages of a bench.
+/// Lends to the storages of a fixture.
 pub(crate) fn lend_storage(inner: SharedStorage) -> SharedStorage {
     Lending::new(inner, 11)
 }
 
-/// Lends to the disks of a bench.
+/// Lends to the disks of a fixture.
 pub(crate) fn lend_disk(inner: SharedDisk) -> SharedDisk {
     Lending::new(inner, 12)
 }

@@ -30,13 +30,13 @@ fn skipped(reason: &str) {
     eprintln!("skipped: {reason}");
 }
 
-struct Bench {
+struct Fixture {
     server: Server,
     disk: Arc<RuledDisk>,
     checked: Arc<CheckedDisk>,
 }
 
-fn bench() -> Bench {
+fn fixture() -> Fixture {
     let disk = RuledDisk::new(SIZE);
     let checked = CheckedDisk::new(shared(&disk));
     let exports = Exports::new();
@@ -46,10 +46,10 @@ fn bench() -> Bench {
         let (name, description) = (name.to_owned(), description.to_owned());
         exports.add(Export { name, description, disk: checked.clone(), read_only }).expect("a free name");
     }
-    Bench { server: Server::start(&exports), disk, checked }
+    Fixture { server: Server::start(&exports), disk, checked }
 }
 
-impl Drop for Bench {
+impl Drop for Fixture {
     fn drop(&mut self) {
         if !std::thread::panicking() {
             assert_eq!(self.checked.abandoned(), 0, "every disk request was polled to its end");
@@ -90,8 +90,8 @@ fn sparse_image(path: &std::path::Path) -> Vec<u8> {
 #[test]
 fn nbdinfo_sees_what_is_offered() {
     requires!("nbdinfo");
-    let bench = bench();
-    let uri = bench.server.uri("");
+    let fixture = fixture();
+    let uri = fixture.server.uri("");
     let text = run("nbdinfo", &[&uri]);
     for line in [
         "protocol: newstyle-fixed without TLS",
@@ -123,8 +123,8 @@ fn nbdinfo_sees_what_is_offered() {
         assert!(list.contains(name), "{name} in\n{list}");
     }
     assert_eq!(run("nbdinfo", &["--size", &uri]).trim(), "67108864");
-    run("nbdinfo", &["--is", "readonly", &bench.server.uri("ro")]);
-    let refused = output(Command::new("nbdinfo").arg(bench.server.uri("nobody")));
+    run("nbdinfo", &["--is", "readonly", &fixture.server.uri("ro")]);
+    let refused = output(Command::new("nbdinfo").arg(fixture.server.uri("nobody")));
     assert!(!refused.status.success());
 }
 
@@ -132,9 +132,9 @@ fn nbdinfo_sees_what_is_offered() {
 fn nbdinfo_maps_the_holes() {
     requires!("nbdinfo");
     requires!("qemu-io");
-    let bench = bench();
-    run("qemu-io", &["-f", "raw", "-c", "write 1M 64k", "-c", "write 3M 1M", &bench.server.uri("")]);
-    let map = run("nbdinfo", &["--map", &bench.server.uri("")]);
+    let fixture = fixture();
+    run("qemu-io", &["-f", "raw", "-c", "write 1M 64k", "-c", "write 3M 1M", &fixture.server.uri("")]);
+    let map = run("nbdinfo", &["--map", &fixture.server.uri("")]);
     let words: Vec<Vec<&str>> = map.lines().map(|line| line.split_whitespace().take(3).collect()).collect();
     let expected = [
         ["0", "1048576", "3"],
@@ -144,25 +144,25 @@ fn nbdinfo_maps_the_holes() {
         ["4194304", "62914560", "3"],
     ];
     assert_eq!(words, expected, "{map}");
-    let totals = run("nbdinfo", &["--map=qemu:allocation-depth", "--totals", &bench.server.uri("")]);
+    let totals = run("nbdinfo", &["--map=qemu:allocation-depth", "--totals", &fixture.server.uri("")]);
     assert!(totals.contains("67108864"), "{totals}");
 }
 
 #[test]
 fn nbdcopy_both_ways_on_several_connections() {
     requires!("nbdcopy");
-    let bench = bench();
-    let (image, copy) = (bench.server.directory().join("image"), bench.server.directory().join("copy"));
+    let fixture = fixture();
+    let (image, copy) = (fixture.server.directory().join("image"), fixture.server.directory().join("copy"));
     let bytes = sparse_image(&image);
     let (image, copy) = (image.display().to_string(), copy.display().to_string());
-    let uri = bench.server.uri("");
+    let uri = fixture.server.uri("");
     run("nbdcopy", &["--flush", "--connections=4", "--threads=4", "--requests=64", &image, &uri]);
-    assert!(bench.disk.bytes(0, bytes.len()) == bytes, "what was copied in");
-    assert!(bench.server.served() >= 4, "multi-conn was used: {} connections", bench.server.served());
+    assert!(fixture.disk.bytes(0, bytes.len()) == bytes, "what was copied in");
+    assert!(fixture.server.served() >= 4, "multi-conn was used: {} connections", fixture.server.served());
     run("nbdcopy", &["--connections=4", &uri, &copy]);
     assert!(fs::read(&copy).expect("the copy") == bytes, "what was copied out");
     // And from one export to another, both ends here.
-    let other = self::bench();
+    let other = self::fixture();
     run("nbdcopy", &[&uri, &other.server.uri("")]);
     assert!(other.disk.bytes(0, bytes.len()) == bytes);
 }
@@ -170,30 +170,30 @@ fn nbdcopy_both_ways_on_several_connections() {
 #[test]
 fn qemu_img_converts_compares_and_maps() {
     requires!("qemu-img");
-    let bench = bench();
-    let image = bench.server.directory().join("image");
+    let fixture = fixture();
+    let image = fixture.server.directory().join("image");
     let bytes = sparse_image(&image);
     let image = image.display().to_string();
-    let uri = bench.server.uri("");
+    let uri = fixture.server.uri("");
     run("qemu-img", &["convert", "-n", "-m", "16", "-W", "-f", "raw", "-O", "raw", &image, &uri]);
-    assert!(bench.disk.bytes(0, bytes.len()) == bytes, "what was converted in");
+    assert!(fixture.disk.bytes(0, bytes.len()) == bytes, "what was converted in");
     run("qemu-img", &["compare", "-f", "raw", "-F", "raw", &image, &uri]);
     let info = run("qemu-img", &["info", "--output=json", "-f", "raw", &uri]);
     assert!(info.contains("\"virtual-size\": 67108864"), "{info}");
     let map = run("qemu-img", &["map", "--output=json", "-f", "raw", &uri]);
     assert!(map.contains("\"data\": true") && map.contains("\"data\": false"), "{map}");
-    let qcow = bench.server.directory().join("copy.qcow2").display().to_string();
-    run("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", &bench.server.uri("ro"), &qcow]);
+    let qcow = fixture.server.directory().join("copy.qcow2").display().to_string();
+    run("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", &fixture.server.uri("ro"), &qcow]);
     run("qemu-img", &["compare", "-f", "qcow2", "-F", "raw", &qcow, &image]);
-    let refused = output(Command::new("qemu-img").args(["info", &bench.server.uri("nobody")]));
+    let refused = output(Command::new("qemu-img").args(["info", &fixture.server.uri("nobody")]));
     assert!(!refused.status.success());
 }
 
 #[test]
 fn qemu_io_reads_writes_zeroes_and_discards() {
     requires!("qemu-io");
-    let bench = bench();
-    let uri = bench.server.uri("");
+    let fixture = fixture();
+    let uri = fixture.server.uri("");
     let script = [
         "write -P 0x11 0 1M",
         "write -f -P 0x22 123 4567",
@@ -222,7 +222,7 @@ fn qemu_io_reads_writes_zeroes_and_discards() {
     let text = run("qemu-io", &arguments);
     assert!(!text.contains("failed") && !text.contains("error"), "{text}");
     let refused =
-        output(Command::new("qemu-io").args(["-f", "raw", "-c", "write 0 512", &bench.server.uri("ro")]));
+        output(Command::new("qemu-io").args(["-f", "raw", "-c", "write 0 512", &fixture.server.uri("ro")]));
     assert!(!refused.status.success(), "read-only");
 }
 
@@ -235,7 +235,7 @@ fn a_script_of_libnbd_checks_flags_and_replies() {
     let Some(python) = ["python3", "/usr/bin/python3"].into_iter().find(knows_nbd) else {
         return skipped("no python3 with libnbd is installed");
     };
-    let bench = bench();
+    let fixture = fixture();
     let script = r#"
 import errno, nbd
 h = nbd.NBD()
@@ -341,9 +341,9 @@ assert o.get_canonical_export_name() == "ro"
 o.opt_abort()
 "#;
     let script = script
-        .replace("URI_RO", &format!("{:?}", bench.server.uri("ro")))
-        .replace("(URI)", &format!("({:?})", bench.server.uri("")));
-    let path = bench.server.directory().join("script.py");
+        .replace("URI_RO", &format!("{:?}", fixture.server.uri("ro")))
+        .replace("(URI)", &format!("({:?})", fixture.server.uri("")));
+    let path = fixture.server.directory().join("script.py");
     fs::write(&path, script).expect("a file for the script");
     run(python, &[&path.display().to_string()]);
 }
@@ -387,18 +387,18 @@ fn clients_keep_to_the_sizes_they_are_told() {
 fn nbdkit_passes_everything_through() {
     requires!("nbdkit");
     requires!("nbdcopy");
-    let bench = bench();
-    let image = bench.server.directory().join("image");
+    let fixture = fixture();
+    let image = fixture.server.directory().join("image");
     let bytes = sparse_image(&image);
-    let socket = format!("socket={}", bench.server.socket().display());
-    let copy = bench.server.directory().join("copy").display().to_string();
+    let socket = format!("socket={}", fixture.server.socket().display());
+    let copy = fixture.server.directory().join("copy").display().to_string();
     let shell = format!(
         "nbdcopy --flush '{}' \"$uri\" && nbdcopy \"$uri\" '{copy}' && nbdinfo --map \"$uri\" && nbdinfo \"$uri\"",
         image.display()
     );
     let text = run("nbdkit", &["-U", "-", "nbd", &socket, "shared=true", "--run", &shell]);
     assert!(text.contains("can_fast_zero: true") && text.contains("can_multi_conn: true"), "{text}");
-    assert!(bench.disk.bytes(0, bytes.len()) == bytes, "what went through nbdkit to us");
+    assert!(fixture.disk.bytes(0, bytes.len()) == bytes, "what went through nbdkit to us");
     assert!(fs::read(&copy).expect("the copy") == bytes, "what came back through it");
 }
 
@@ -407,10 +407,10 @@ fn nbdkit_sends_odd_sizes() {
     requires!("nbdkit");
     requires!("nbdcopy");
     // The filter cuts every request into pieces of sizes that no drive would like.
-    let bench = bench();
-    let image = bench.server.directory().join("image");
+    let fixture = fixture();
+    let image = fixture.server.directory().join("image");
     let bytes = sparse_image(&image);
-    let socket = format!("socket={}", bench.server.socket().display());
+    let socket = format!("socket={}", fixture.server.socket().display());
     let shell = format!("nbdcopy --flush --synchronous '{}' \"$uri\"", image.display());
     let arguments = [
         "-U",
@@ -425,7 +425,7 @@ fn nbdkit_sends_odd_sizes() {
         &shell,
     ];
     run("nbdkit", &arguments);
-    assert!(bench.disk.bytes(0, bytes.len()) == bytes);
+    assert!(fixture.disk.bytes(0, bytes.len()) == bytes);
 }
 
 #[test]
@@ -435,8 +435,8 @@ fn fio_verifies_what_it_wrote() {
     if !String::from_utf8_lossy(&engines.stdout).contains("nbd") {
         return skipped("this fio has no engine for NBD");
     }
-    let bench = bench();
-    let uri = bench.server.uri("");
+    let fixture = fixture();
+    let uri = fixture.server.uri("");
     for (mode, block) in [("randwrite", "4k"), ("write", "64k"), ("randwrite", "512-128k")] {
         let text = run(
             "fio",

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use common::tended::Tended;
 use futures_lite::future::block_on;
-use vellum_core::contract::{self, DiskBench};
+use vellum_core::contract::{self, DiskFixture};
 use vellum_core::{
     Buffer, CheckedDisk, Disk, GuestOffset, HostTally, LocalFuture, MemoryDisk, MemoryStorage, Result,
     SharedDisk, SharedStorage, Storage, WriteFlags,
@@ -18,7 +18,7 @@ use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Preallocat
 use vellum_format::report::Repair;
 use vellum_format::{Prealloc, Raw};
 
-struct Qcow2Bench {
+struct Qcow2Fixture {
     options: CreateOptions,
     base: Option<Vec<u8>>,
     mapping_bytes_max: u64,
@@ -28,7 +28,7 @@ struct Qcow2Bench {
     data_file: RefCell<Option<Arc<MemoryStorage>>>,
 }
 
-impl Qcow2Bench {
+impl Qcow2Fixture {
     fn new(options: CreateOptions, with_base: bool) -> Self {
         let base = with_base.then(|| (0..700_001u32).map(|i| u8::try_from(i % 253 + 1).unwrap()).collect());
         Self {
@@ -62,7 +62,7 @@ impl Qcow2Bench {
     }
 }
 
-impl DiskBench for Qcow2Bench {
+impl DiskFixture for Qcow2Fixture {
     fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
         Box::pin(async move {
             let image = MemoryStorage::new("image");
@@ -94,7 +94,7 @@ fn suite(options: CreateOptions) {
             continue;
         }
         let options = CreateOptions { backing, ..options.clone() };
-        block_on(contract::disk(&Qcow2Bench::new(options, with_base)));
+        block_on(contract::disk(&Qcow2Fixture::new(options, with_base)));
     }
 }
 
@@ -127,8 +127,8 @@ fn space_prepared_ahead() {
     {
         for prealloc in [Prealloc::Adaptive, Prealloc::Fixed(64 << 10)] {
             let options = CreateOptions { cluster_size, journal, ..CreateOptions::without_journal() };
-            let bench = Qcow2Bench { prealloc: Some(prealloc), ..Qcow2Bench::new(options, false) };
-            block_on(contract::disk(&bench));
+            let fixture = Qcow2Fixture { prealloc: Some(prealloc), ..Qcow2Fixture::new(options, false) };
+            block_on(contract::disk(&fixture));
         }
     }
 }
@@ -168,28 +168,28 @@ fn preallocated_mapping() {
     });
     let options =
         CreateOptions { preallocation: Preallocation::Metadata, ..CreateOptions::without_journal() };
-    block_on(contract::disk(&Qcow2Bench::new(options, false)));
+    block_on(contract::disk(&Qcow2Fixture::new(options, false)));
 }
 
 #[test]
 fn a_mapping_that_does_not_fit_memory() {
     let options = CreateOptions { cluster_size: 512, ..CreateOptions::without_journal() };
-    let bench = Qcow2Bench { mapping_bytes_max: 4096, ..Qcow2Bench::new(options, true) };
-    block_on(contract::disk(&bench));
+    let fixture = Qcow2Fixture { mapping_bytes_max: 4096, ..Qcow2Fixture::new(options, true) };
+    block_on(contract::disk(&fixture));
 }
 
 #[test]
 fn long_random_runs() {
     for (seed, cluster_size, extended_l2) in [(11, 512, false), (12, 65_536, false), (13, 16_384, true)] {
         let options = CreateOptions { cluster_size, extended_l2, ..CreateOptions::without_journal() };
-        let bench = Qcow2Bench::new(options, seed % 2 == 0);
-        block_on(contract::disk_random_operations(&bench, 3 << 20, seed, 2_000));
+        let fixture = Qcow2Fixture::new(options, seed % 2 == 0);
+        block_on(contract::disk_random_operations(&fixture, 3 << 20, seed, 2_000));
     }
 }
 
-struct RawBench(RefCell<Option<Arc<MemoryStorage>>>);
+struct RawFixture(RefCell<Option<Arc<MemoryStorage>>>);
 
-impl DiskBench for RawBench {
+impl DiskFixture for RawFixture {
     fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
         let storage = MemoryStorage::new("raw");
         Box::pin(async move {
@@ -208,7 +208,7 @@ impl DiskBench for RawBench {
 
 #[test]
 fn raw() {
-    block_on(contract::disk(&RawBench(RefCell::default())));
+    block_on(contract::disk(&RawFixture(RefCell::default())));
 }
 
 #[test]

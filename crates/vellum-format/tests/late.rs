@@ -128,13 +128,13 @@ impl Storage for Held {
 }
 
 /// The image, and the file of its guest data if that is another one.
-struct Bench {
+struct Fixture {
     image: Arc<MemoryStorage>,
     data: Option<Arc<MemoryStorage>>,
     held: Arc<Held>,
 }
 
-impl Bench {
+impl Fixture {
     fn new(options: CreateOptions) -> Self {
         let image = MemoryStorage::new("image");
         let data = options.data_file.is_some().then(|| MemoryStorage::new("data"));
@@ -191,21 +191,21 @@ fn sector(disk: &Qcow2, at: u64) -> u8 {
 
 /// What the sector of W reads as when everything has been answered.
 fn read_again(options: &CreateOptions) -> u8 {
-    let bench = Bench::new(options.clone());
-    let disk = bench.open();
+    let fixture = Fixture::new(options.clone());
+    let disk = fixture.open();
     let cluster = usize::try_from(CLUSTER).unwrap();
     block_on(write(&disk, 0, vec![1; cluster])).unwrap();
-    bench.held.hold(2);
+    fixture.held.hold(2);
     let mut older = write(&disk, 0, vec![2; 512]);
     assert!(block_on(poll_once(&mut older)).is_none(), "it is on its way");
     zero(&disk, 0, CLUSTER, options.data_file.is_some());
-    bench.held.hold(4);
+    fixture.held.hold(4);
     let mut newer = write(&disk, 0, [vec![3; cluster], vec![4; 512]].concat());
     assert!(block_on(poll_once(&mut newer)).is_none(), "half of it is on its way, at most");
-    bench.held.free(2);
+    fixture.held.free(2);
     block_on(older).unwrap();
     zero(&disk, 0, 512, false);
-    bench.held.free(4);
+    fixture.held.free(4);
     block_on(newer).unwrap();
     assert_eq!((sector(&disk, 512), sector(&disk, CLUSTER)), (3, 4));
     sector(&disk, 0)
@@ -213,10 +213,10 @@ fn read_again(options: &CreateOptions) -> u8 {
 
 /// Whether what was flushed beside N is there after a kill. `None`: the image cannot be recovered.
 fn flushed_beside(options: &CreateOptions) -> Option<u8> {
-    let bench = Bench::new(options.clone());
-    let disk = bench.open();
+    let fixture = Fixture::new(options.clone());
+    let disk = fixture.open();
     block_on(write(&disk, 0, vec![1; 8192])).unwrap();
-    bench.held.hold(2);
+    fixture.held.hold(2);
     let mut older = write(&disk, 0, vec![2; 512]);
     assert!(block_on(poll_once(&mut older)).is_none(), "it is on its way");
     zero(&disk, 0, CLUSTER, false);
@@ -224,12 +224,12 @@ fn flushed_beside(options: &CreateOptions) -> Option<u8> {
     let answered = block_on(poll_once(&mut newer)).is_some();
     block_on(write(&disk, 7 * CLUSTER, vec![7; 512])).unwrap();
     block_on(disk.flush()).unwrap();
-    bench.held.free(2);
+    fixture.held.free(2);
     block_on(older).unwrap();
     if !answered {
         block_on(newer).unwrap();
     }
-    let left: SharedStorage = MemoryStorage::holding("image", &bench.image.content().to_vec());
+    let left: SharedStorage = MemoryStorage::holding("image", &fixture.image.content().to_vec());
     block_on(async {
         recover(&left).await.ok()?;
         let header = Header::read(&*left).await.ok()?;
@@ -255,14 +255,14 @@ fn what_was_overwritten_does_not_come_back() {
 /// Flushes of the host that a cluster costs which was zero and is written again, while a request for another
 /// one hangs. `None`: it waits for that.
 fn flushes_beside_a_hung_request(options: &CreateOptions, is_hung: bool) -> Option<u64> {
-    let bench = Bench::new(options.clone());
+    let fixture = Fixture::new(options.clone());
     let tally = HostTally::default();
-    let disk = bench.open_with(OpenOptions { tally: tally.clone(), ..OpenOptions::default() });
+    let disk = fixture.open_with(OpenOptions { tally: tally.clone(), ..OpenOptions::default() });
     for cluster in [0, 1] {
         block_on(write(&disk, cluster * CLUSTER, vec![1; 8192])).unwrap();
     }
     block_on(disk.flush()).unwrap();
-    bench.held.hold(2);
+    fixture.held.hold(2);
     let mut hung = write(&disk, 5 * CLUSTER, vec![2; 8192]);
     if is_hung {
         assert!(block_on(poll_once(&mut hung)).is_none(), "it hangs");
@@ -279,14 +279,14 @@ fn flushes_beside_a_hung_request(options: &CreateOptions, is_hung: bool) -> Opti
         assert_eq!((sector(&disk, 0), sector(&disk, 4096)), (0, 3));
     }
     let after = flushes();
-    bench.held.free(2);
+    fixture.held.free(2);
     block_on(hung).unwrap();
     if !is_answered {
         block_on(newer).unwrap();
     }
     assert_eq!((sector(&disk, 0), sector(&disk, 4096), sector(&disk, CLUSTER)), (0, 3, 1));
     block_on(disk.close()).unwrap();
-    let shared: SharedStorage = bench.image.clone();
+    let shared: SharedStorage = fixture.image.clone();
     let header = block_on(Header::read(&*shared)).unwrap();
     let report = block_on(check(&header, &shared, Repair::Nothing, &mut |_| {})).unwrap();
     assert!(report.is_clean(), "{options:?}: {report:?}");
@@ -321,21 +321,21 @@ fn what_was_flushed_beside_it_is_there() {
 #[test]
 fn a_write_beside_zeros_that_finds_the_host_full_says_so() {
     for options in all().into_iter().filter(|options| options.data_file.is_none()) {
-        let bench = Bench::new(options.clone());
-        let disk = bench.open();
+        let fixture = Fixture::new(options.clone());
+        let disk = fixture.open();
         block_on(write(&disk, CLUSTER, vec![1; 4096])).unwrap();
-        bench.held.hold(2);
+        fixture.held.hold(2);
         let mut before = write(&disk, CLUSTER - 512, vec![2; 512]);
         assert!(block_on(poll_once(&mut before)).is_none(), "it holds the claim");
         let both = usize::try_from(512 + 4096).unwrap();
         let mut late = write(&disk, CLUSTER - 512, vec![3; both]);
         assert!(block_on(poll_once(&mut late)).is_none(), "it waits for the claim");
         zero(&disk, CLUSTER, CLUSTER, false);
-        bench.held.refuse(Some(3));
-        bench.held.free(2);
+        fixture.held.refuse(Some(3));
+        fixture.held.free(2);
         block_on(before).unwrap();
         assert_eq!(block_on(late).unwrap_err().kind(), ErrorKind::NoSpace, "{options:?}");
-        bench.held.refuse(None);
+        fixture.held.refuse(None);
         block_on(write(&disk, CLUSTER - 512, vec![3; both])).unwrap();
         assert_eq!((sector(&disk, CLUSTER - 512), sector(&disk, CLUSTER)), (3, 3));
         block_on(disk.close()).unwrap();

@@ -32,7 +32,7 @@ use std::sync::Arc;
 
 use common::native::{NativeSetup, look_native};
 use futures_lite::future::block_on;
-use vellum_core::contract::{self, DiskBench};
+use vellum_core::contract::{self, DiskFixture};
 use vellum_core::{Buffer, Disk, GuestOffset};
 use vellum_core::{
     CheckedDisk, ErrorKind, HostTally, LocalFuture, MemoryStorage, Result, SharedDisk, SharedStorage,
@@ -40,12 +40,12 @@ use vellum_core::{
 };
 use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, create, recover};
 
-struct Bench {
+struct Fixture {
     setup: NativeSetup,
     image: RefCell<Option<Arc<MemoryStorage>>>,
 }
 
-impl DiskBench for Bench {
+impl DiskFixture for Fixture {
     fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
         Box::pin(async move {
             let image = MemoryStorage::new("image");
@@ -77,7 +77,7 @@ impl DiskBench for Bench {
 }
 
 fn suite(setup: NativeSetup) {
-    block_on(contract::disk(&Bench { setup, image: RefCell::default() }));
+    block_on(contract::disk(&Fixture { setup, image: RefCell::default() }));
 }
 
 fn large_base() -> Vec<u8> {

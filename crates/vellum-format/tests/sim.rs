@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Setup, busy_drive, look, noise, random_request, setups};
-use vellum_core::contract::{self, DiskBench};
+use vellum_core::contract::{self, DiskFixture};
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, IoCounts, LocalFuture, Random, Result, SharedDisk, SharedStorage,
     WriteFlags, ZeroFlags, join_all,
@@ -21,13 +21,13 @@ use vellum_sim::{
     Oracle, Repeat, World,
 };
 
-struct SimBench {
+struct SimFixture {
     world: Rc<World>,
     setup: Setup,
     drive: std::cell::RefCell<Option<Arc<Drive>>>,
 }
 
-impl DiskBench for SimBench {
+impl DiskFixture for SimFixture {
     fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
         Box::pin(async move {
             let drive = busy_drive(&self.world, Content::zeroed(0), FaultPlan::none());
@@ -60,8 +60,9 @@ fn the_contract_holds_when_the_drive_answers_in_any_order() {
     for setup in setups() {
         for seed in 0..3 {
             let world = Rc::new(World::shuffled(seed));
-            let bench = SimBench { world: world.clone(), setup: setup.clone(), drive: Default::default() };
-            world.run(contract::disk(&bench));
+            let fixture =
+                SimFixture { world: world.clone(), setup: setup.clone(), drive: Default::default() };
+            world.run(contract::disk(&fixture));
         }
     }
 }

@@ -5,22 +5,22 @@
 
 mod common;
 
-use common::{DeviceBench, FileBench, LoopDevice, MODES, TempDir, skip, writing};
-use vellum_core::contract::{StorageBench, storage, storage_random_operations};
+use common::{DeviceFixture, FileFixture, LoopDevice, MODES, TempDir, skip, writing};
+use vellum_core::contract::{StorageFixture, storage, storage_random_operations};
 use vellum_core::{BlockSize, ErrorKind};
 use vellum_io::{IoMode, io_mode, run};
 
-/// Runs the suite on the bench, in one mode.
-fn suite(mode: IoMode, bench: &dyn StorageBench) {
+/// Runs the suite on the fixture, in one mode.
+fn suite(mode: IoMode, fixture: &dyn StorageFixture) {
     let ran = run(mode, async || {
         assert_eq!(io_mode(), mode);
-        match bench.fresh(1 << 20).await {
+        match fixture.fresh(1 << 20).await {
             Err(error) if error.kind() == ErrorKind::Unsupported => return skip(&error.chain()),
             fresh => drop(fresh.expect("a fresh storage")),
         }
-        storage(bench).await;
+        storage(fixture).await;
         for seed in 2..6 {
-            storage_random_operations(bench, seed, 300).await;
+            storage_random_operations(fixture, seed, 300).await;
         }
     });
     match ran {
@@ -30,7 +30,7 @@ fn suite(mode: IoMode, bench: &dyn StorageBench) {
 }
 
 fn files(mode: IoMode, direct: bool) {
-    suite(mode, &FileBench::new(TempDir::new(), writing(direct)));
+    suite(mode, &FileFixture::new(TempDir::new(), writing(direct)));
 }
 
 fn tmpfs(mode: IoMode, direct: bool) {
@@ -38,13 +38,13 @@ fn tmpfs(mode: IoMode, direct: bool) {
     if !shm.is_dir() {
         return skip("there is no /dev/shm");
     }
-    suite(mode, &FileBench::new(TempDir::within(shm), writing(direct)));
+    suite(mode, &FileFixture::new(TempDir::within(shm), writing(direct)));
 }
 
 fn device(block: u32, direct: bool) {
     let Some(device) = LoopDevice::new(4 << 20, block) else { return };
     for mode in MODES {
-        suite(mode, &DeviceBench { path: device.path.clone(), options: writing(direct) });
+        suite(mode, &DeviceFixture { path: device.path.clone(), options: writing(direct) });
     }
 }
 
@@ -100,13 +100,13 @@ fn a_device_of_large_blocks_past_the_page_cache() {
 fn limits_tell_what_the_host_does() {
     run(IoMode::Auto, async || {
         let dir = TempDir::new();
-        let bench = FileBench::new(dir, writing(false));
-        let file = bench.fresh(0).await.expect("a file");
+        let fixture = FileFixture::new(dir, writing(false));
+        let file = fixture.fresh(0).await.expect("a file");
         assert_eq!(file.limits().block_size, BlockSize::from_shift(0));
         assert!(file.limits().physical_block >= BlockSize::PAGE);
         assert!(file.limits().grows_zeroed && !file.limits().fixed_len && !file.limits().read_only);
-        let bench = FileBench::new(TempDir::new(), writing(true));
-        match bench.fresh(0).await {
+        let fixture = FileFixture::new(TempDir::new(), writing(true));
+        match fixture.fresh(0).await {
             Ok(file) => assert!(file.limits().block_size >= BlockSize::SECTOR),
             Err(error) => skip(&error.chain()),
         }
@@ -115,8 +115,8 @@ fn limits_tell_what_the_host_does() {
     for block in [512, 4096] {
         let Some(device) = LoopDevice::new(1 << 20, block) else { return };
         run(IoMode::Auto, async || {
-            let bench = DeviceBench { path: device.path.clone(), options: writing(true) };
-            let file = bench.fresh(1 << 20).await.expect("a device");
+            let fixture = DeviceFixture { path: device.path.clone(), options: writing(true) };
+            let file = fixture.fresh(1 << 20).await.expect("a device");
             assert_eq!(file.limits().block_size.bytes(), u64::from(block));
             assert_eq!(file.len(), 1 << 20);
             assert!(file.limits().fixed_len && !file.limits().grows_zeroed);

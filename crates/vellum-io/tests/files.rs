@@ -196,14 +196,14 @@ fn lengths_past_the_page_cache_are_exact() {
 /// Many small writes into the same blocks and around them, beside whole-block writes: none is lost.
 #[test]
 fn changes_of_parts_of_blocks_lose_no_neighbours() {
-    let mut benches: Vec<(std::path::PathBuf, bool)> = Vec::new();
+    let mut fixtures: Vec<(std::path::PathBuf, bool)> = Vec::new();
     let dir = TempDir::new();
-    benches.push((dir.join("file"), true));
+    fixtures.push((dir.join("file"), true));
     let device = LoopDevice::new(1 << 20, 4096);
     if let Some(device) = &device {
-        benches.push((device.path.clone(), false));
+        fixtures.push((device.path.clone(), false));
     }
-    for (path, create) in benches {
+    for (path, create) in fixtures {
         for mode in MODES {
             let Ok(workers) = Workers::start(WorkersConfig { threads: 3, mode, ..WorkersConfig::default() })
             else {

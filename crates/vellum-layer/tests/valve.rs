@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use vellum_core::contract::{self, DiskBench};
+use vellum_core::contract::{self, DiskFixture};
 use vellum_core::{
     Buffer, Clock, Disk, GuestOffset, LocalFuture, MemoryDisk, Result, SharedDisk, WriteFlags, ZeroFlags,
 };
@@ -11,13 +11,13 @@ use vellum_layer::Valve;
 use vellum_layer::valve::{RateLimits, State};
 use vellum_sim::World;
 
-struct Bench {
+struct Fixture {
     clock: Arc<dyn Clock>,
     limits: RateLimits,
     last: Mutex<Option<Arc<MemoryDisk>>>,
 }
 
-impl Bench {
+impl Fixture {
     fn before(&self, disk: Arc<MemoryDisk>) -> SharedDisk {
         *self.last.lock().expect("one thread") = Some(disk.clone());
         let valve = Valve::new(disk, self.clock.clone());
@@ -26,7 +26,7 @@ impl Bench {
     }
 }
 
-impl DiskBench for Bench {
+impl DiskFixture for Fixture {
     fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
         Box::pin(async move { Ok(self.before(MemoryDisk::new(size))) })
     }
@@ -42,8 +42,8 @@ fn a_disk_behind_it_keeps_to_the_contract() {
     for said in [&[][..], &[("iops-total", 100), ("bps-write", 10 << 20)]] {
         let world = World::new(1);
         let limits = RateLimits::of(said.iter().copied()).expect("they go together");
-        let bench = Bench { clock: world.clock(), limits, last: Mutex::default() };
-        world.run(contract::disk(&bench));
+        let fixture = Fixture { clock: world.clock(), limits, last: Mutex::default() };
+        world.run(contract::disk(&fixture));
         assert_eq!(world.now() > Duration::ZERO, !said.is_empty(), "limits take time, and nothing else does");
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::any_order;
-use vellum_core::contract::{self, StorageBench};
+use vellum_core::contract::{self, StorageFixture};
 use vellum_core::{BlockSize, Limits, LocalFuture, Result, SharedStorage};
 use vellum_sim::{Content, Delay, Discards, Drive, DriveOptions, Granule, History, World};
 
@@ -18,7 +18,7 @@ struct Drives<'a> {
     last: RefCell<Option<Arc<Drive>>>,
 }
 
-impl StorageBench for Drives<'_> {
+impl StorageFixture for Drives<'_> {
     fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
         let content = Content::zeroed(self.options.limits.block_size.round_up(len));
         let drive = Drive::from_content(self.world, content, self.options.clone());
@@ -36,10 +36,10 @@ impl StorageBench for Drives<'_> {
 
 fn keeps_the_contract(options: &DriveOptions) {
     for (seed, world) in [World::new(1), World::shuffled(2), World::shuffled(3)].iter().enumerate() {
-        let bench = Drives { world, options: options.clone(), last: RefCell::default() };
-        world.run(contract::storage(&bench));
+        let fixture = Drives { world, options: options.clone(), last: RefCell::default() };
+        world.run(contract::storage(&fixture));
         let seed = seed as u64 + 10;
-        world.run(contract::storage_random_operations(&bench, seed, 200));
+        world.run(contract::storage_random_operations(&fixture, seed, 200));
     }
 }
 

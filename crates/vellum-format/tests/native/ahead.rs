@@ -18,27 +18,27 @@ const UNIT: u64 = 64 << 10;
 const UNIT_LEN: usize = 64 << 10;
 const MIB: u64 = 1 << 20;
 
-struct Bench {
+struct Fixture {
     disk: Arc<Native>,
     drive: Arc<Drive>,
     tally: HostTally,
     millis: u64,
 }
 
-impl Bench {
+impl Fixture {
     async fn open(world: &World, prefers_written: bool, prealloc: Prealloc, delay: Delay) -> Self {
         let limits = Limits { prefers_written, ..Limits::plain() };
         let drive = Drive::new(world, DriveOptions { limits, delay, ..DriveOptions::default() });
         let setup = NativeSetup::zoned("zoned", 64 * MIB, UNIT, 8 * MIB);
         create(&*drive, &setup.create_options()).await.unwrap();
-        let mut bench = Self::again(drive, prealloc).await;
+        let mut fixture = Self::again(drive, prealloc).await;
         // The journal begins, a zone is opened, and that is durable.
         for _ in 0..2 {
-            bench.write(1000, &[1; 4096]).await;
-            bench.disk.flush().await.unwrap();
-            bench.idle(50).await;
+            fixture.write(1000, &[1; 4096]).await;
+            fixture.disk.flush().await.unwrap();
+            fixture.idle(50).await;
         }
-        bench
+        fixture
     }
 
     async fn again(drive: Arc<Drive>, prealloc: Prealloc) -> Self {
@@ -91,23 +91,23 @@ fn what_comes_next_is_written_already() {
     ] {
         let world = World::new(0);
         world.run(async {
-            let mut bench = Bench::open(&world, prefers, prealloc, Delay::none()).await;
-            bench.idle(1000).await;
-            let before = bench.of_guest();
+            let mut fixture = Fixture::open(&world, prefers, prealloc, Delay::none()).await;
+            fixture.idle(1000).await;
+            let before = fixture.of_guest();
             for unit in 0..N {
-                bench.write(unit, &vec![7; UNIT_LEN]).await;
-                bench.disk.flush().await.unwrap();
-                bench.idle(50).await;
+                fixture.write(unit, &vec![7; UNIT_LEN]).await;
+                fixture.disk.flush().await.unwrap();
+                fixture.idle(50).await;
             }
-            let cost = bench.of_guest() - before;
+            let cost = fixture.of_guest() - before;
             assert_eq!((cost.flushes, cost.writes, cost.bytes_written), (N, N, N * UNIT), "{prealloc:?}");
-            assert!((least..=most).contains(&bench.zeros()), "{prealloc:?}: {} bytes", bench.zeros());
-            let quiet = bench.zeros();
-            bench.idle(60_000).await;
-            let then = bench.zeros();
-            bench.idle(60_000).await;
-            assert!(then - quiet <= 2 * MIB && bench.zeros() == then, "a quiet disk writes no zeros");
-            bench.close().await;
+            assert!((least..=most).contains(&fixture.zeros()), "{prealloc:?}: {} bytes", fixture.zeros());
+            let quiet = fixture.zeros();
+            fixture.idle(60_000).await;
+            let then = fixture.zeros();
+            fixture.idle(60_000).await;
+            assert!(then - quiet <= 2 * MIB && fixture.zeros() == then, "a quiet disk writes no zeros");
+            fixture.close().await;
         });
     }
 }
@@ -117,17 +117,17 @@ fn what_comes_next_is_written_already() {
 fn zeros_are_no_more_than_a_few_times_what_is_written() {
     let world = World::new(0);
     world.run(async {
-        let mut bench = Bench::open(&world, true, Prealloc::Auto, Delay::none()).await;
+        let mut fixture = Fixture::open(&world, true, Prealloc::Auto, Delay::none()).await;
         let mut written = 2 * 4096;
         for unit in 0..200 {
-            bench.write(unit, &[7; 4096]).await;
-            bench.disk.flush().await.unwrap();
-            bench.idle(50).await;
+            fixture.write(unit, &[7; 4096]).await;
+            fixture.disk.flush().await.unwrap();
+            fixture.idle(50).await;
             written += 4096;
         }
-        assert!(bench.zeros() <= MIB + 4 * written, "{} bytes for {written}", bench.zeros());
-        assert!(bench.zeros() > MIB, "{}", bench.zeros());
-        bench.close().await;
+        assert!(fixture.zeros() <= MIB + 4 * written, "{} bytes for {written}", fixture.zeros());
+        assert!(fixture.zeros() > MIB, "{}", fixture.zeros());
+        fixture.close().await;
     });
 }
 
@@ -139,7 +139,7 @@ fn zeros_land_on_nothing() {
         let world = World::new(seed);
         world.run(async {
             let delay = Delay::between(Duration::from_micros(1)..=Duration::from_millis(2));
-            let mut bench = Bench::open(&world, true, Prealloc::Fixed(MIB), delay).await;
+            let mut fixture = Fixture::open(&world, true, Prealloc::Fixed(MIB), delay).await;
             let mut random = Random::from_seed(seed);
             let mut model: Vec<Option<Vec<u8>>> = vec![None; 400];
             for turn in 0..60 {
@@ -160,24 +160,24 @@ fn zeros_land_on_nothing() {
                     let held = model[*unit].get_or_insert_with(|| vec![0; UNIT_LEN]);
                     held[..bytes.len()].copy_from_slice(bytes);
                 }
-                let disk = bench.disk.clone();
+                let disk = fixture.disk.clone();
                 let writes = requests.iter().map(|(unit, bytes)| {
                     let at = GuestOffset::new(*unit as u64 * UNIT);
                     disk.write(at, Buffer::copy_of(bytes), WriteFlags::default())
                 });
                 let writes = vellum_core::try_join_all(writes);
-                let (_, result) = zip(bench.idle(50), writes).await;
+                let (_, result) = zip(fixture.idle(50), writes).await;
                 result.unwrap();
                 if random.index(2) == 0 {
-                    bench.disk.flush().await.unwrap();
+                    fixture.disk.flush().await.unwrap();
                 }
             }
-            assert!(bench.zeros() > MIB, "seed {seed}: zeros were written");
-            let drive = bench.close().await;
-            let bench = Bench::again(drive, Prealloc::Off).await;
+            assert!(fixture.zeros() > MIB, "seed {seed}: zeros were written");
+            let drive = fixture.close().await;
+            let fixture = Fixture::again(drive, Prealloc::Off).await;
             for (unit, bytes) in model.iter().enumerate() {
                 let at = GuestOffset::new(unit as u64 * UNIT);
-                let read = bench.disk.read(at, Buffer::for_overwrite(UNIT_LEN)).await.unwrap();
+                let read = fixture.disk.read(at, Buffer::for_overwrite(UNIT_LEN)).await.unwrap();
                 let nothing = vec![0; UNIT_LEN];
                 assert!(read.to_vec() == *bytes.as_ref().unwrap_or(&nothing), "seed {seed}, unit {unit}");
             }
@@ -190,27 +190,27 @@ fn zeros_land_on_nothing() {
 fn a_failure_ends_it() {
     let world = World::new(0);
     world.run(async {
-        let mut bench = Bench::open(&world, true, Prealloc::Auto, Delay::none()).await;
-        bench.write(999, &[7; UNIT_LEN]).await;
-        bench.idle(500).await;
-        let zeros = bench.zeros();
+        let mut fixture = Fixture::open(&world, true, Prealloc::Auto, Delay::none()).await;
+        fixture.write(999, &[7; UNIT_LEN]).await;
+        fixture.idle(500).await;
+        let zeros = fixture.zeros();
         assert!(zeros > 0);
         // All prepared space is used up while the disk is not tended.
         for unit in 0..zeros / UNIT {
-            bench.write(unit, &[7; UNIT_LEN]).await;
+            fixture.write(unit, &[7; UNIT_LEN]).await;
         }
-        bench.disk.flush().await.unwrap();
+        fixture.disk.flush().await.unwrap();
         let full = Fault { error: ErrorKind::NoSpace, ..Fault::nth(Operation::Write, 0) };
-        bench.drive.faults().add(full);
-        bench.idle(500).await;
-        assert_eq!(bench.drive.faults().hits(), 1);
-        let tried = bench.zeros();
+        fixture.drive.faults().add(full);
+        fixture.idle(500).await;
+        assert_eq!(fixture.drive.faults().hits(), 1);
+        let tried = fixture.zeros();
         for unit in 0..8 {
-            bench.write(100 + unit, &[7; UNIT_LEN]).await;
-            bench.disk.flush().await.unwrap();
-            bench.idle(50).await;
+            fixture.write(100 + unit, &[7; UNIT_LEN]).await;
+            fixture.disk.flush().await.unwrap();
+            fixture.idle(50).await;
         }
-        assert_eq!(bench.zeros(), tried);
-        bench.close().await;
+        assert_eq!(fixture.zeros(), tried);
+        fixture.close().await;
     });
 }

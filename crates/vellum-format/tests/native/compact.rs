@@ -25,7 +25,7 @@ fn index(unit: u64) -> usize {
     usize::try_from(unit).unwrap()
 }
 
-struct Bench {
+struct Fixture {
     disk: Arc<Native>,
     drive: Arc<Drive>,
     late: Arc<Late>,
@@ -36,7 +36,7 @@ struct Bench {
     model: Vec<u8>,
 }
 
-impl Bench {
+impl Fixture {
     async fn open(world: &World, delay: Delay, is_fast: bool, compaction: bool) -> Self {
         let drive = Drive::new(world, DriveOptions { delay, ..DriveOptions::default() });
         let len = (1 << 20) + usize::try_from(UNITS * UNIT).unwrap();
@@ -127,17 +127,17 @@ fn fragments_become_zones_again() {
         for compaction in [true, false] {
             let world = World::new(0);
             world.run(async {
-                let mut bench = Bench::open(&world, Delay::none(), is_fast, compaction).await;
-                bench.make_fragments().await;
-                bench.idle(60_000).await;
-                let cost = bench.cost_of_new_ones().await;
+                let mut fixture = Fixture::open(&world, Delay::none(), is_fast, compaction).await;
+                fixture.make_fragments().await;
+                fixture.idle(60_000).await;
+                let cost = fixture.cost_of_new_ones().await;
                 match compaction {
                     // One write each; and no more than a few for the zone that is opened.
                     true => assert!((12..=16).contains(&cost), "fast zeros {is_fast}: {cost} writes"),
                     false => assert!(cost >= 20, "fast zeros {is_fast}: {cost} writes without it"),
                 }
-                assert_eq!(bench.first_wrong().await, None);
-                bench.close().await;
+                assert_eq!(fixture.first_wrong().await, None);
+                fixture.close().await;
             });
         }
     }
@@ -156,11 +156,11 @@ fn wrong_after(seed: u64) -> Option<usize> {
     let world = World::new(seed);
     world.run(async {
         let delay = Delay::between(Duration::from_micros(1)..=Duration::from_millis(2));
-        let mut bench = Bench::open(&world, delay, seed.is_multiple_of(2), true).await;
-        bench.make_fragments().await;
+        let mut fixture = Fixture::open(&world, delay, seed.is_multiple_of(2), true).await;
+        fixture.make_fragments().await;
         let mut random = Random::from_seed(seed);
-        let disk = bench.disk.clone();
-        let mut last = vec![0; bench.model.len()];
+        let disk = fixture.disk.clone();
+        let mut last = vec![0; fixture.model.len()];
         // Units that are there, again and again; a zone is emptied when two seconds are over.
         let writing = async {
             for turn in 0..150 {
@@ -179,11 +179,11 @@ fn wrong_after(seed: u64) -> Option<usize> {
                 }
             }
         };
-        zip(bench.idle(3000), writing).await;
-        let written = last.iter().zip(&mut bench.model).filter(|(byte, _)| **byte != 0);
+        zip(fixture.idle(3000), writing).await;
+        let written = last.iter().zip(&mut fixture.model).filter(|(byte, _)| **byte != 0);
         written.for_each(|(byte, held)| *held = *byte);
-        let wrong = bench.first_wrong().await;
-        bench.close().await;
+        let wrong = fixture.first_wrong().await;
+        fixture.close().await;
         wrong
     })
 }
@@ -193,7 +193,7 @@ fn kept() -> impl Iterator<Item = u64> {
     (0..UNITS - 6).filter(|unit| unit % 4 == 1)
 }
 
-impl Bench {
+impl Fixture {
     /// Noise in place of what is there, in units that lie where they lie, and no journal that still counts on
     /// their bytes.
     async fn make_plain_fragments(&mut self, random: &mut Random) {
@@ -252,26 +252,26 @@ fn writes_that_are_on_their_way_are_waited_for() {
 fn writes_on_their_way() -> Option<usize> {
     let world = World::new(0);
     world.run(async {
-        let mut bench = Bench::open(&world, Delay::none(), true, true).await;
+        let mut fixture = Fixture::open(&world, Delay::none(), true, true).await;
         let mut random = Random::from_seed(0);
-        bench.make_plain_fragments(&mut random).await;
-        let places = Superblocks::read(&*bench.image).await.unwrap().superblock.places();
+        fixture.make_plain_fragments(&mut random).await;
+        let places = Superblocks::read(&*fixture.image).await.unwrap().superblock.places();
         let units = places.data_offset().span(UNITS * UNIT);
-        let hold = bench.drive.hold_within(Operation::Write, units);
-        let writes = bench.overwrite(&world, &mut random);
+        let hold = fixture.drive.hold_within(Operation::Write, units);
+        let writes = fixture.overwrite(&world, &mut random);
         hold.caught(writes.len()).await;
-        let tending = bench.tend(&world, 10_000);
+        let tending = fixture.tend(&world, 10_000);
         world.sleep(Duration::from_secs(1)).await;
         hold.release();
         for write in writes {
             write.await.unwrap();
         }
         tending.await;
-        bench.idle(60_000).await;
-        let wrong = bench.first_wrong().await;
-        let cost = bench.cost_of_new_ones().await;
+        fixture.idle(60_000).await;
+        let wrong = fixture.first_wrong().await;
+        let cost = fixture.cost_of_new_ones().await;
         assert!((12..=16).contains(&cost), "zones were emptied: {cost} writes");
-        bench.close().await;
+        fixture.close().await;
         wrong
     })
 }
@@ -289,25 +289,25 @@ fn a_copy_does_not_count_when_the_zone_was_released() {
 fn with_the_zone_released() -> Option<usize> {
     let world = World::new(0);
     world.run(async {
-        let mut bench = Bench::open(&world, Delay::none(), true, true).await;
+        let mut fixture = Fixture::open(&world, Delay::none(), true, true).await;
         let mut random = Random::from_seed(0);
-        bench.make_plain_fragments(&mut random).await;
-        bench.late.arm(UNIT_LEN, &[Fate::Late]);
-        let tending = bench.tend(&world, 10_000);
-        bench.late.caught(1).await;
+        fixture.make_plain_fragments(&mut random).await;
+        fixture.late.arm(UNIT_LEN, &[Fate::Late]);
+        let tending = fixture.tend(&world, 10_000);
+        fixture.late.caught(1).await;
         // Whatever is free is taken, that of the zone last.
         for unit in UNITS..UNITS + 112 {
-            let data = bench.noise(unit, &mut random);
-            bench.disk.write(GuestOffset::new(unit * UNIT), data, WriteFlags::default()).await.unwrap();
+            let data = fixture.noise(unit, &mut random);
+            fixture.disk.write(GuestOffset::new(unit * UNIT), data, WriteFlags::default()).await.unwrap();
         }
-        for write in bench.overwrite(&world, &mut random) {
+        for write in fixture.overwrite(&world, &mut random) {
             write.await.unwrap();
         }
-        bench.disk.flush().await.unwrap();
-        bench.late.release();
+        fixture.disk.flush().await.unwrap();
+        fixture.late.release();
         tending.await;
-        let wrong = bench.first_wrong().await;
-        bench.close().await;
+        let wrong = fixture.first_wrong().await;
+        fixture.close().await;
         wrong
     })
 }
@@ -317,21 +317,21 @@ fn with_the_zone_released() -> Option<usize> {
 fn a_copy_that_fails_fails_no_write() {
     let world = World::new(0);
     world.run(async {
-        let mut bench = Bench::open(&world, Delay::none(), true, true).await;
+        let mut fixture = Fixture::open(&world, Delay::none(), true, true).await;
         let mut random = Random::from_seed(0);
-        bench.make_plain_fragments(&mut random).await;
-        bench.late.arm(UNIT_LEN, &[Fate::Late, Fate::Fails]);
-        let tending = bench.tend(&world, 10_000);
-        bench.late.caught(1).await;
-        let writes = bench.overwrite(&world, &mut random);
-        bench.late.caught(2).await;
-        bench.late.release();
+        fixture.make_plain_fragments(&mut random).await;
+        fixture.late.arm(UNIT_LEN, &[Fate::Late, Fate::Fails]);
+        let tending = fixture.tend(&world, 10_000);
+        fixture.late.caught(1).await;
+        let writes = fixture.overwrite(&world, &mut random);
+        fixture.late.caught(2).await;
+        fixture.late.release();
         for write in writes {
             write.await.unwrap();
         }
         tending.await;
-        assert_eq!(bench.first_wrong().await, None);
-        bench.close().await;
+        assert_eq!(fixture.first_wrong().await, None);
+        fixture.close().await;
     });
 }
 
@@ -340,17 +340,17 @@ fn a_copy_that_fails_fails_no_write() {
 fn what_cannot_be_emptied_is_left_alone() {
     let world = World::new(0);
     world.run(async {
-        let mut bench = Bench::open(&world, Delay::none(), true, true).await;
+        let mut fixture = Fixture::open(&world, Delay::none(), true, true).await;
         let mut random = Random::from_seed(0);
-        bench.make_plain_fragments(&mut random).await;
-        bench.late.arm(UNIT_LEN, &[Fate::AllFail]);
-        bench.idle(60_000).await;
-        let before = bench.drive.counts();
-        bench.idle(600_000).await;
-        let after = bench.drive.counts_since(before);
+        fixture.make_plain_fragments(&mut random).await;
+        fixture.late.arm(UNIT_LEN, &[Fate::AllFail]);
+        fixture.idle(60_000).await;
+        let before = fixture.drive.counts();
+        fixture.idle(600_000).await;
+        let after = fixture.drive.counts_since(before);
         assert_eq!((after.flushes, after.writes, after.reads), (0, 0, 0), "every zone was tried");
-        bench.late.arm(0, &[]);
-        assert_eq!(bench.first_wrong().await, None);
-        bench.close().await;
+        fixture.late.arm(0, &[]);
+        assert_eq!(fixture.first_wrong().await, None);
+        fixture.close().await;
     });
 }

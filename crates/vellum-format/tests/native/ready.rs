@@ -27,7 +27,7 @@ struct Cost {
     waits: u64,
 }
 
-struct Bench {
+struct Fixture {
     disk: std::sync::Arc<Native>,
     image: SharedStorage,
     tally: HostTally,
@@ -36,7 +36,7 @@ struct Bench {
     millis: u64,
 }
 
-impl Bench {
+impl Fixture {
     /// An open image on a device full of old bytes, or in a file.
     async fn open(world: &World, on_device: bool) -> Self {
         let drive = Drive::new(world, DriveOptions::default());
@@ -100,29 +100,29 @@ fn writes_wait_for_no_zeros() {
     const N: u64 = 64;
     let world = World::new(0);
     world.run(async {
-        let mut bench = Bench::open(&world, true).await;
-        bench.cost();
-        bench.idle(1000).await;
-        assert_eq!(bench.cost(), Cost { flushes: 1, zeroed_ahead: 4, ..NOTHING }, "a few, with one flush");
-        bench.idle(60_000).await;
-        assert_eq!(bench.cost(), NOTHING, "a quiet disk costs nothing");
+        let mut fixture = Fixture::open(&world, true).await;
+        fixture.cost();
+        fixture.idle(1000).await;
+        assert_eq!(fixture.cost(), Cost { flushes: 1, zeroed_ahead: 4, ..NOTHING }, "a few, with one flush");
+        fixture.idle(60_000).await;
+        assert_eq!(fixture.cost(), NOTHING, "a quiet disk costs nothing");
         // The journal begins.
-        bench.write(0).await;
-        bench.disk.flush().await.unwrap();
-        bench.idle(50).await;
-        bench.cost();
+        fixture.write(0).await;
+        fixture.disk.flush().await.unwrap();
+        fixture.idle(50).await;
+        fixture.cost();
         // A mebibyte ahead, from the first write on.
-        bench.idle(1000).await;
-        bench.write(1).await;
-        bench.disk.flush().await.unwrap();
-        bench.idle(50).await;
-        bench.cost();
+        fixture.idle(1000).await;
+        fixture.write(1).await;
+        fixture.disk.flush().await.unwrap();
+        fixture.idle(50).await;
+        fixture.cost();
         for unit in 2..2 + N {
-            bench.write(unit).await;
-            bench.disk.flush().await.unwrap();
-            bench.idle(50).await;
+            fixture.write(unit).await;
+            fixture.disk.flush().await.unwrap();
+            fixture.idle(50).await;
         }
-        let cost = bench.cost();
+        let cost = fixture.cost();
         assert_eq!(
             (cost.flushes, cost.writes, cost.zeroed_for_guest, cost.waits),
             (N, 2 * N, 0, 0),
@@ -130,12 +130,12 @@ fn writes_wait_for_no_zeros() {
         );
         // 64 units of 64 KiB in 3.2 s: 20 units a second; at most that many are ready at the end.
         assert!((N..N + 24).contains(&cost.zeroed_ahead), "{cost:?}");
-        bench.idle(60_000).await;
-        let cost = bench.cost();
+        fixture.idle(60_000).await;
+        let cost = fixture.cost();
         assert!(cost.flushes <= 1 && cost.zeroed_ahead <= 8, "what was begun is ended: {cost:?}");
-        bench.idle(60_000).await;
-        assert_eq!(bench.cost(), NOTHING, "a quiet disk costs nothing");
-        bench.close().await;
+        fixture.idle(60_000).await;
+        assert_eq!(fixture.cost(), NOTHING, "a quiet disk costs nothing");
+        fixture.close().await;
     });
 }
 
@@ -144,22 +144,22 @@ fn writes_wait_for_no_zeros() {
 fn a_guest_that_is_faster_waits() {
     let world = World::new(0);
     world.run(async {
-        let mut bench = Bench::open(&world, true).await;
-        bench.idle(1000).await;
+        let mut fixture = Fixture::open(&world, true).await;
+        fixture.idle(1000).await;
         for unit in 0..UNITS / 2 {
-            bench.write(unit).await;
+            fixture.write(unit).await;
         }
-        let cost = bench.cost();
+        let cost = fixture.cost();
         assert!(cost.waits > 0 && cost.zeroed_ahead == 4, "{cost:?}");
-        bench.idle(1000).await;
+        fixture.idle(1000).await;
         // It was fast in the last second, so a lot is ready.
-        let ahead = bench.cost().zeroed_ahead;
+        let ahead = fixture.cost().zeroed_ahead;
         assert!((100..=1024).contains(&ahead), "{ahead}");
         for unit in UNITS / 2..UNITS / 2 + 100 {
-            bench.write(unit).await;
+            fixture.write(unit).await;
         }
-        assert_eq!(bench.cost().waits, 0);
-        bench.close().await;
+        assert_eq!(fixture.cost().waits, 0);
+        fixture.close().await;
     });
 }
 
@@ -169,27 +169,27 @@ fn a_guest_that_is_faster_waits() {
 fn what_is_freed_costs_no_more_than_is_needed() {
     let world = World::new(0);
     world.run(async {
-        let mut bench = Bench::open(&world, true).await;
-        bench.idle(1000).await;
+        let mut fixture = Fixture::open(&world, true).await;
+        fixture.idle(1000).await;
         for unit in 0..200 {
-            bench.write(unit).await;
-            bench.idle(50).await;
+            fixture.write(unit).await;
+            fixture.idle(50).await;
         }
-        bench.idle(60_000).await;
-        bench.cost();
-        bench.disk.discard(GuestOffset::ZERO.span(200 * UNIT), WriteFlags::default()).await.unwrap();
-        bench.disk.flush().await.unwrap();
-        bench.idle(60_000).await;
-        let cost = bench.cost();
+        fixture.idle(60_000).await;
+        fixture.cost();
+        fixture.disk.discard(GuestOffset::ZERO.span(200 * UNIT), WriteFlags::default()).await.unwrap();
+        fixture.disk.flush().await.unwrap();
+        fixture.idle(60_000).await;
+        let cost = fixture.cost();
         assert!(cost.zeroed_for_guest + cost.zeroed_ahead <= 16, "{cost:?}");
-        let room = bench.disk.room().await.unwrap().unwrap();
+        let room = fixture.disk.room().await.unwrap().unwrap();
         assert_eq!(room.free, UNITS * UNIT, "and all of it can be used");
         for unit in 0..UNITS {
-            bench.write(unit).await;
+            fixture.write(unit).await;
         }
-        bench.close().await;
+        fixture.close().await;
 
-        let mut file = Bench::open(&world, false).await;
+        let mut file = Fixture::open(&world, false).await;
         file.cost();
         file.idle(1000).await;
         assert_eq!(file.cost(), NOTHING);

@@ -5,7 +5,7 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use vellum_core::contract::{self, DiskBench};
+use vellum_core::contract::{self, DiskFixture};
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, LocalFuture, Random, Result, SharedDisk, SharedStorage, WriteFlags,
     ZeroFlags, join_all,
@@ -19,13 +19,13 @@ use vellum_sim::{
 use super::common::native::{NativeSetup, look_native, native_setups};
 use super::common::{busy_drive, random_request, scale};
 
-struct SimBench {
+struct SimFixture {
     world: Rc<World>,
     setup: NativeSetup,
     drive: std::cell::RefCell<Option<Arc<Drive>>>,
 }
 
-impl DiskBench for SimBench {
+impl DiskFixture for SimFixture {
     fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
         Box::pin(async move {
             let drive = busy_drive(&self.world, Content::zeroed(0), FaultPlan::none());
@@ -61,8 +61,9 @@ fn the_contract_holds_when_the_drive_answers_in_any_order() {
     for setup in native_setups() {
         for seed in 0..3 {
             let world = Rc::new(World::shuffled(seed));
-            let bench = SimBench { world: world.clone(), setup: setup.clone(), drive: Default::default() };
-            world.run(contract::disk(&bench));
+            let fixture =
+                SimFixture { world: world.clone(), setup: setup.clone(), drive: Default::default() };
+            world.run(contract::disk(&fixture));
         }
     }
 }

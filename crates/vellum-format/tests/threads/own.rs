@@ -145,7 +145,7 @@ fn units_that_move_under_writers_are_found() {
 /// What a guest has to say when something is not as it was.
 type Outcome = Result<(), String>;
 
-struct Bench<'a> {
+struct Fixture<'a> {
     disk: &'a Arc<Native>,
     seed: u64,
     bug: Option<Bug>,
@@ -153,7 +153,7 @@ struct Bench<'a> {
     threads: AtomicU64,
 }
 
-impl Bench<'_> {
+impl Fixture<'_> {
     /// A thread begins.
     fn begin(&self) -> Random {
         let thread = self.threads.fetch_add(1, Ordering::SeqCst);
@@ -312,8 +312,8 @@ fn race(kind: &Kind, seed: u64, bug: Option<Bug>) -> Outcome {
         block_on(Native::open(image.clone(), kind.setup.below(), options)).unwrap()
     };
     let disk = open(&image);
-    let bench =
-        Bench { disk: &disk, seed, bug, has_ended: AtomicBool::new(false), threads: AtomicU64::new(0) };
+    let fixture =
+        Fixture { disk: &disk, seed, bug, has_ended: AtomicBool::new(false), threads: AtomicU64::new(0) };
     let wrong = Mutex::new(None);
     let note = |outcome: Outcome| {
         if let Err(what) = outcome {
@@ -322,16 +322,16 @@ fn race(kind: &Kind, seed: u64, bug: Option<Bug>) -> Outcome {
     };
     let (mut sectors, mut units, mut taken) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     std::thread::scope(|scope| {
-        let bench = &bench;
-        let guests: Vec<_> = (0..GUESTS).map(|guest| scope.spawn(move || bench.sectors(guest))).collect();
-        let whole = scope.spawn(|| bench.units());
-        let tender = scope.spawn(|| bench.tend());
-        let snapshots = kind.has_snapshots.then(|| scope.spawn(|| bench.snapshots()));
+        let fixture = &fixture;
+        let guests: Vec<_> = (0..GUESTS).map(|guest| scope.spawn(move || fixture.sectors(guest))).collect();
+        let whole = scope.spawn(|| fixture.units());
+        let tender = scope.spawn(|| fixture.tend());
+        let snapshots = kind.has_snapshots.then(|| scope.spawn(|| fixture.snapshots()));
         for guest in guests {
             note(guest.join().unwrap().map(|mut model| sectors.append(&mut model)));
         }
         note(whole.join().unwrap().map(|model| units = model));
-        bench.has_ended.store(true, Ordering::SeqCst);
+        fixture.has_ended.store(true, Ordering::SeqCst);
         tender.join().unwrap();
         if let Some(snapshots) = snapshots {
             note(snapshots.join().unwrap().map(|left| taken = left));
@@ -354,18 +354,18 @@ fn race(kind: &Kind, seed: u64, bug: Option<Bug>) -> Outcome {
     };
     drop(disk);
     let again = open(&left);
-    let bench =
-        Bench { disk: &again, seed, bug, has_ended: AtomicBool::new(true), threads: AtomicU64::new(0) };
+    let fixture =
+        Fixture { disk: &again, seed, bug, has_ended: AtomicBool::new(true), threads: AtomicU64::new(0) };
     for (at, value) in sectors {
-        bench.sector_is(at, value).map_err(|what| format!("opened again: {what}"))?;
+        fixture.sector_is(at, value).map_err(|what| format!("opened again: {what}"))?;
     }
     for (unit, byte) in units {
-        if bench.read(unit * UNIT, index(UNIT)).iter().any(|is| *is != byte) {
+        if fixture.read(unit * UNIT, index(UNIT)).iter().any(|is| *is != byte) {
             return Err(format!("opened again: unit {unit} does not hold {byte} everywhere"));
         }
     }
     for (id, before) in taken {
-        if Bench::seen(&*again.snapshot_open(id).unwrap()) != before {
+        if Fixture::seen(&*again.snapshot_open(id).unwrap()) != before {
             return Err(format!("opened again: snapshot {id} has changed"));
         }
     }

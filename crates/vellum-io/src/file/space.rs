@@ -216,7 +216,7 @@ mod tests {
     use crate::{IoMode, LockMode, OpenOptions, run};
     use std::cell::Cell;
     use std::path::PathBuf;
-    use vellum_core::contract::{StorageBench, storage};
+    use vellum_core::contract::{StorageFixture, storage};
     use vellum_core::{LocalFuture, SharedStorage};
 
     /// Files on a host that can only move bytes.
@@ -243,7 +243,7 @@ mod tests {
         }
     }
 
-    impl StorageBench for Unable {
+    impl StorageFixture for Unable {
         fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
             Box::pin(async move {
                 drop(std::fs::remove_file(self.path()));
@@ -262,14 +262,14 @@ mod tests {
     #[test]
     fn a_host_that_can_do_nothing_is_done_without() {
         let name = format!("vellum-io-unable-{}", std::process::id());
-        let bench = Unable { path: std::env::temp_dir().join(name), count: Cell::new(0) };
+        let fixture = Unable { path: std::env::temp_dir().join(name), count: Cell::new(0) };
         run(IoMode::Auto, async || {
-            storage(&bench).await;
-            let file = bench.fresh(0).await.expect("a file");
+            storage(&fixture).await;
+            let file = fixture.fresh(0).await.expect("a file");
             let error = file.preallocate(ImageOffset::ZERO.span(4096)).await.expect_err("it can't reserve");
             assert_eq!(error.kind(), ErrorKind::Unsupported);
         })
         .expect("a worker");
-        std::fs::remove_file(bench.path()).expect("the last file");
+        std::fs::remove_file(fixture.path()).expect("the last file");
     }
 }

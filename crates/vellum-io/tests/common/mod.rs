@@ -13,7 +13,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-use vellum_core::contract::StorageBench;
+use vellum_core::contract::StorageFixture;
 use vellum_core::{LocalFuture, Result, SharedStorage, Storage};
 use vellum_io::{File, IoMode, LockMode, OpenOptions, run};
 
@@ -121,13 +121,13 @@ impl Drop for LoopDevice {
 }
 
 /// Files in a directory, for the contract suite.
-pub struct FileBench {
+pub struct FileFixture {
     pub dir: TempDir,
     pub options: OpenOptions,
     pub count: Cell<u32>,
 }
 
-impl FileBench {
+impl FileFixture {
     pub fn new(dir: TempDir, options: OpenOptions) -> Self {
         Self { dir, options, count: Cell::new(0) }
     }
@@ -137,7 +137,7 @@ impl FileBench {
     }
 }
 
-impl StorageBench for FileBench {
+impl StorageFixture for FileFixture {
     fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
         Box::pin(async move {
             drop(std::fs::remove_file(self.path()));
@@ -154,12 +154,12 @@ impl StorageBench for FileBench {
 }
 
 /// A block device, for the contract suite. Each fresh storage is the device with zeros all over.
-pub struct DeviceBench {
+pub struct DeviceFixture {
     pub path: PathBuf,
     pub options: OpenOptions,
 }
 
-impl StorageBench for DeviceBench {
+impl StorageFixture for DeviceFixture {
     fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
         Box::pin(async move {
             let file = File::open(&self.path, self.options).await?;

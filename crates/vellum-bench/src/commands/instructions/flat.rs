@@ -147,14 +147,14 @@ mod tests {
 
     use futures_lite::future::block_on;
     use vellum_core::SharedStorage;
-    use vellum_core::contract::{self, StorageBench};
+    use vellum_core::contract::{self, StorageFixture};
 
     use super::*;
 
     #[derive(Default)]
-    struct Bench(RefCell<Option<Arc<Flat>>>);
+    struct Fixture(RefCell<Option<Arc<Flat>>>);
 
-    impl StorageBench for Bench {
+    impl StorageFixture for Fixture {
         fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
             let flat = Arc::new(Flat::with_room_for(64 << 20));
             self.0.replace(Some(flat.clone()));
@@ -173,8 +173,8 @@ mod tests {
     #[test]
     fn it_keeps_the_contract_of_storages() {
         block_on(async {
-            contract::storage(&Bench::default()).await;
-            contract::storage_random_operations(&Bench::default(), 7, 200).await;
+            contract::storage(&Fixture::default()).await;
+            contract::storage_random_operations(&Fixture::default(), 7, 200).await;
         });
     }
 }

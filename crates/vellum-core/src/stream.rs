@@ -16,7 +16,7 @@ pub trait ByteStream {
     fn write_all(&self, data: Buffer) -> LocalFuture<'_, Result<()>>;
 
     /// Sends the closing message of the stream's protocol, if there is one, before [`ByteStream::shutdown`].
-    fn say_farewell(&self) -> LocalFuture<'_, Result<()>> {
+    fn send_close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
 

@@ -316,7 +316,7 @@ impl ByteStream for TlsStream<'_> {
         })
     }
 
-    fn say_farewell(&self) -> LocalFuture<'_, Result<()>> {
+    fn send_close(&self) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             self.connection.borrow_mut().send_close_notify();
             let sealed = self.sealed(Vec::new());

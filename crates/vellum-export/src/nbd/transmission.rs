@@ -91,7 +91,7 @@ pub(super) async fn transmit(ground: Ground<'_>, mut watches: [Watch<'_>; 3], ea
         },
         sending: None,
         ending: None,
-        has_parted: false,
+        has_sent_close: false,
         stall: Stall::new(clock),
         received: 0,
     };
@@ -118,8 +118,8 @@ struct Session<'a> {
     sending: Option<(LocalFuture<'a, Result<()>>, Holding)>,
     /// Why nothing more is taken in.
     ending: Option<Ending>,
-    /// The last word was said.
-    has_parted: bool,
+    /// The closing message of the stream was sent.
+    has_sent_close: bool,
     /// Checks whether the peer is still there.
     stall: Stall<'a>,
     /// How often bytes came.
@@ -159,9 +159,9 @@ impl Session<'_> {
             let sent = self.send(context);
             let is_done =
                 self.flight.running() == 0 && self.sending.is_none() && self.books.replies.is_empty();
-            if is_done && self.ending.is_some() && !self.books.peer_is_gone && !self.has_parted {
-                self.has_parted = true;
-                self.sending = Some((self.stream.say_farewell(), Holding::default()));
+            if is_done && self.ending.is_some() && !self.books.peer_is_gone && !self.has_sent_close {
+                self.has_sent_close = true;
+                self.sending = Some((self.stream.send_close(), Holding::default()));
                 continue;
             }
             if is_done && let Some(ending) = self.ending.take() {

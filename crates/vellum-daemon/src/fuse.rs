@@ -19,7 +19,7 @@ use std::time::Duration;
 use futures_lite::future::or;
 use vellum_core::{Disk, Result, join_all};
 use vellum_export::Shutdown;
-use vellum_export::fuse::{DiskFile, Facts, Mounted, Point, Taken, Teller};
+use vellum_export::fuse::{DiskFile, Facts, Mounted, Point, SizeNotifier, Taken};
 use vellum_io::{Spawned, WorkersHandle, clock, unblock};
 
 use crate::contained::in_rounds;
@@ -65,8 +65,8 @@ impl FuseFiles {
     }
 
     /// The handles that tell the kernel that a file has grown.
-    pub(crate) fn tellers(&self) -> Arc<[Teller]> {
-        self.0.iter().map(|shown| shown.mounted.teller()).collect()
+    pub(crate) fn tellers(&self) -> Arc<[SizeNotifier]> {
+        self.0.iter().map(|shown| shown.mounted.size_notifier()).collect()
     }
 
     /// Completes when all of them were unmounted; never, when there are none.

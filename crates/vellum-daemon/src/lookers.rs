@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use futures_lite::future::or;
 use vellum_core::join_all;
-use vellum_export::fuse::Teller;
+use vellum_export::fuse::SizeNotifier;
 use vellum_io::{clock, unblock};
 
 use crate::ublk;
@@ -23,7 +23,7 @@ const LOOKING_MAX: Duration = Duration::from_secs(2);
 #[derive(Clone)]
 pub(crate) struct Lookers {
     devices: Devices,
-    shown: Rc<OnceCell<(Arc<[Teller]>, ublk::Tellers)>>,
+    shown: Rc<OnceCell<(Arc<[SizeNotifier]>, ublk::Tellers)>>,
 }
 
 impl Lookers {
@@ -32,7 +32,7 @@ impl Lookers {
     }
 
     /// These, too, from now on.
-    pub(crate) fn also(&self, files: Arc<[Teller]>, blocks: ublk::Tellers) {
+    pub(crate) fn also(&self, files: Arc<[SizeNotifier]>, blocks: ublk::Tellers) {
         let is_first = self.shown.set((files, blocks)).is_ok();
         debug_assert!(is_first, "they are made once");
     }
@@ -41,7 +41,7 @@ impl Lookers {
     pub(crate) async fn tell(&self) {
         self.devices.look_again();
         let Some((files, blocks)) = self.shown.get() else { return };
-        let files = files.iter().cloned().map(|file| Box::pin(unblock(move || file.look_again())));
+        let files = files.iter().cloned().map(|file| Box::pin(unblock(move || file.notify())));
         or(async { drop(join_all(files).await) }, clock().sleep(LOOKING_MAX)).await;
         blocks.look_again().await;
     }

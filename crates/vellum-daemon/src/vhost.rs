@@ -163,7 +163,7 @@ impl Devices {
 
     /// Each checks whether its disk has grown, and notifies its front end.
     pub(crate) fn look_again(&self) {
-        self.with_sessions(SessionHandle::look_again);
+        self.with_sessions(SessionHandle::notify_resize);
     }
 
     /// Stops reading messages, even in the middle of one.

@@ -146,7 +146,7 @@ fn a_front_end_is_told_that_its_disk_is_larger() {
     // There is no way to notify the front end yet: a query shows the new size, and requests may go there from
     // then on.
     disk.added.store(512, Ordering::Release);
-    machine.look_again();
+    machine.notify_resize();
     assert_eq!(capacity(&mut machine), (end + 1).to_le_bytes());
     assert_eq!((read(&mut queue, end), read(&mut queue, end + 1)), (OK, IO_ERROR));
     machine.front_end.set_backend_request_fd(&speaks).expect("a way back");
@@ -158,7 +158,7 @@ fn a_front_end_is_told_that_its_disk_is_larger() {
             assert_eq!(capacity(&mut machine), (end + more / 512).to_le_bytes());
         }
         if more > 512 {
-            machine.look_again();
+            machine.notify_resize();
         }
         let mut told = [0; 12];
         hears.read_exact(&mut told).expect("it is told");
@@ -171,7 +171,7 @@ fn a_front_end_is_told_that_its_disk_is_larger() {
         assert_eq!((read(&mut queue, sectors - 1), read(&mut queue, sectors)), (OK, IO_ERROR));
         assert_eq!(capacity(&mut machine), sectors.to_le_bytes());
     }
-    machine.look_again();
+    machine.notify_resize();
     hears.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
     hears.read_exact(&mut [0]).expect_err("nothing has changed");
     machine.leave().expect("it left in good order");

@@ -27,7 +27,7 @@ const PAYLOAD_BYTES_MAX: u32 = 1 << 20;
 const BACKGROUND_MAX: u16 = 256;
 
 /// How long the kernel may cache the attributes that `stat` returned. Times and space change; a change of the
-/// size is announced (`Teller`).
+/// size is announced (`SizeNotifier`).
 const FACTS_LAST: Duration = Duration::from_secs(1);
 
 /// The I/O size that `stat` recommends to programs (`st_blksize`).

@@ -39,7 +39,7 @@ mod work;
 
 pub use file::{DiskFile, Facts, Owner};
 pub use lane::{MEMORY_BYTES_MAX, REQUESTS_MAX};
-pub use point::{Mounted, Point, Taken, Teller};
+pub use point::{Mounted, Point, SizeNotifier, Taken};
 
 /// Lets this thread, and those that it starts, allocate memory without waiting for a file system to write
 /// back: that may be one that is mounted from a file of this server, and would wait for this server. Takes

@@ -65,18 +65,18 @@ pub struct Mounted {
     ended: Shutdown,
 }
 
-/// Tells the kernel to look at the file again.
+/// Notifies the kernel of a new size of the file.
 #[derive(Clone)]
-pub struct Teller {
+pub struct SizeNotifier {
     notifier: Notifier,
     path: PathBuf,
     ended: Shutdown,
 }
 
-impl Teller {
+impl SizeNotifier {
     /// Makes the kernel drop its cached attributes of the file, including its size, and query them again at
     /// once: a loop device uses the cached size. Waits for the answer, which a busy file may give late.
-    pub fn look_again(&self) {
+    pub fn notify(&self) {
         if self.ended.is_requested() {
             return;
         }
@@ -231,9 +231,13 @@ impl Mounted {
         &self.point.path
     }
 
-    /// The handle that tells the kernel that the file has changed from outside.
-    pub fn teller(&self) -> Teller {
-        Teller { notifier: self.notifier.clone(), path: self.path().to_owned(), ended: self.ended.clone() }
+    /// The handle that notifies the kernel of a new size of the file.
+    pub fn size_notifier(&self) -> SizeNotifier {
+        SizeNotifier {
+            notifier: self.notifier.clone(),
+            path: self.path().to_owned(),
+            ended: self.ended.clone(),
+        }
     }
 
     /// Completes when the kernel sends no more requests: the file system was unmounted, by another program or

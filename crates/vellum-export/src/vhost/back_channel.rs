@@ -1,7 +1,7 @@
 //! Notifies a front end that its guest's disk has grown, without having been asked.
 //!
 //! ```text
-//!   front end ── SET_BACKEND_REQ_FD, with a socket ──► session        that socket is the way back
+//!   front end ── SET_BACKEND_REQ_FD, with a socket ──► session        that socket is the back channel
 //!   session   ── CONFIG_CHANGE_MSG ──► front end ── GET_CONFIG ──► session, and the guest is interrupted
 //! ```
 //!
@@ -30,11 +30,11 @@ const CONFIG_CHANGE: u32 = 2;
 const FLAGS: u32 = 1;
 const HEADER_BYTES: usize = 12;
 
-/// The way back to a front end.
+/// The back channel to a front end, on which it gets messages that it has not asked for.
 #[derive(Debug)]
-pub(super) struct News(OwnedFd);
+pub(super) struct BackChannel(OwnedFd);
 
-impl News {
+impl BackChannel {
     /// The socket that comes with the message that is next to be read, if it is the one that brings it.
     pub(super) fn peek(socket: &UnixStream) -> Option<Self> {
         let mut header = [0; HEADER_BYTES];
@@ -57,7 +57,7 @@ impl News {
     }
 
     /// Announces that the configuration space has changed.
-    pub(super) fn tell(&self) {
+    pub(super) fn notify_config_change(&self) {
         let message = [CONFIG_CHANGE, FLAGS, 0].map(u32::to_ne_bytes);
         if let Err(error) = send(&self.0, message.as_flattened(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
             tracing::warn!("can't notify a vhost-user front end that its disk has grown: {error}");
@@ -82,12 +82,12 @@ mod tests {
     #[test]
     fn the_socket_is_taken_and_the_message_stays() {
         let (front, back) = UnixStream::pair().expect("sockets");
-        assert!(News::peek(&back).is_none(), "nothing has come, and nobody waits");
+        assert!(BackChannel::peek(&back).is_none(), "nothing has come, and nobody waits");
         let (mut hears, speaks) = UnixStream::pair().expect("sockets");
         let bytes = message(FrontendReq::SET_BACKEND_REQ_FD.into());
         front.send_with_fd(&bytes[..], speaks.as_raw_fd()).expect("sent");
-        let news = News::peek(&back).expect("it is the one");
-        news.tell();
+        let channel = BackChannel::peek(&back).expect("it is the one");
+        channel.notify_config_change();
         let mut told = [0; HEADER_BYTES];
         hears.read_exact(&mut told).expect("told");
         assert_eq!(told, message(CONFIG_CHANGE));
@@ -96,16 +96,16 @@ mod tests {
         assert_eq!(read, bytes);
         drop(hears);
         drop(speaks);
-        news.tell(); // there is no reader
+        channel.notify_config_change(); // there is no reader
         let bytes = message(FrontendReq::SET_VRING_KICK.into());
         front.send_with_fd(&bytes[..], front.as_raw_fd()).expect("sent");
-        assert!(News::peek(&back).is_none(), "another message");
+        assert!(BackChannel::peek(&back).is_none(), "another message");
     }
 
     #[test]
     fn who_does_not_read_keeps_nobody_waiting() {
         let (_silent, back) = UnixStream::pair().expect("sockets");
-        let news = News(back.into());
-        (0..100_000).for_each(|_| news.tell());
+        let channel = BackChannel(back.into());
+        (0..100_000).for_each(|_| channel.notify_config_change());
     }
 }

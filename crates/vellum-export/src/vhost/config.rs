@@ -75,7 +75,7 @@ impl Facts {
     }
 
     /// Reads the current size of the disk, and returns it in sectors.
-    pub(super) fn look_again(&self, geometry: &Geometry) -> u64 {
+    pub(super) fn update_size(&self, geometry: &Geometry) -> u64 {
         let sectors = geometry.size / SECTOR_BYTES;
         self.sectors.store(sectors, Ordering::Relaxed);
         sectors

@@ -9,14 +9,15 @@
 //! here. In reading order: `chain` and `request` (pure: bytes of a guest become a checked request), `config`
 //! (what a guest reads about its disk), `memory` and `bell` (what a front end shares), `walk` (along a table
 //! of descriptors), `work` (one request), `inflight` (what a killed server leaves to the next), `reconnects`
-//! (which front ends may continue with it), `queue` (one queue), `news` (messages to a front end that did not
-//! ask), `patience` (how long one may be silent), `session` (one front end).
+//! (which front ends may continue with it), `queue` (one queue), `back_channel` (messages to a front end that
+//! did not ask), `patience` (how long one may be silent), `session` (one front end).
 //!
 //! Neither the guest nor the front end is trusted: whatever they put into rings, chains, tables and messages
 //! ends at worst their own queue or session. docs/vhost-user-blk.md says what is offered, and what is not.
 //!
 //! Source: VIRTIO 1.2, 2.7 and 5.2; the vhost-user protocol of QEMU's documentation.
 
+mod back_channel;
 mod bell;
 mod chain;
 mod config;
@@ -24,7 +25,6 @@ mod config;
 pub mod fuzz;
 mod inflight;
 mod memory;
-mod news;
 mod patience;
 mod queue;
 mod reconnects;

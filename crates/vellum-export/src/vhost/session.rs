@@ -46,11 +46,11 @@ use vhost::vhost_user::{
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueT};
 
+use super::back_channel::BackChannel;
 use super::bell::Bell;
 use super::config::{CONFIG_BYTES_MAX, Facts, OFFERED_BEFORE, WRITEBACK_AT, has, is_writethrough};
 use super::inflight::Book;
 use super::memory::{Memory, REGIONS_MAX, Region};
-use super::news::News;
 use super::patience::{self, Patience, SAY_SOMETHING, There};
 use super::queue::{Line, Ring};
 use super::request::ID_BYTES;
@@ -75,20 +75,20 @@ const PROTOCOL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
 pub struct Session {
     socket: UnixStream,
     stop: Arc<OwnedFd>,
-    look: Arc<OwnedFd>,
+    resized: Arc<OwnedFd>,
 }
 
-/// Ends a session from outside, from any thread, or makes it look at the disk's size.
+/// Ends a session from outside, from any thread, or makes it check the size of its disk.
 pub struct SessionHandle {
     socket: UnixStream,
     stop: Arc<OwnedFd>,
-    look: Arc<OwnedFd>,
+    resized: Arc<OwnedFd>,
 }
 
 /// What a session does next.
 enum Next {
     Message,
-    Look,
+    Resized,
     Stop,
     Silence,
 }
@@ -108,8 +108,8 @@ impl SessionHandle {
     }
 
     /// The disk may have grown: if so, the front end is notified.
-    pub fn look_again(&self) {
-        ring(&self.look);
+    pub fn notify_resize(&self) {
+        ring(&self.resized);
     }
 
     /// As above, for a front end that stopped in the middle of a message.
@@ -129,10 +129,10 @@ impl Session {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let bell =
             || Ok::<_, Error>(Arc::new(eventfd(0, flags).map_err(std::io::Error::from).context(context)?));
-        let (stop, look) = (bell()?, bell()?);
+        let (stop, resized) = (bell()?, bell()?);
         let there = socket.try_clone().context(context)?;
-        let handle = SessionHandle { socket: there, stop: stop.clone(), look: look.clone() };
-        Ok((Self { socket, stop, look }, handle))
+        let handle = SessionHandle { socket: there, stop: stop.clone(), resized: resized.clone() };
+        Ok((Self { socket, stop, resized }, handle))
     }
 
     /// Serves the front end on the calling thread, until it goes or the session is ended.
@@ -176,15 +176,15 @@ impl Session {
                         ),
                     ));
                 }
-                Next::Look => {
-                    let _ = rustix::io::read(&self.look, &mut [0; 8]);
-                    lock().look_again();
+                Next::Resized => {
+                    let _ = rustix::io::read(&self.resized, &mut [0; 8]);
+                    lock().announce_size();
                     continue;
                 }
                 Next::Message => {}
             }
-            if let Some(news) = News::peek(&self.socket) {
-                lock().hear_by(news);
+            if let Some(back_channel) = BackChannel::peek(&self.socket) {
+                lock().set_back_channel(back_channel);
             }
             match handler.handle_request() {
                 Ok(()) => {}
@@ -203,7 +203,7 @@ impl Session {
 
     /// Waits for the next message, or what comes before it.
     fn next(&self, patience: &mut Patience, clock: &dyn Clock) -> Next {
-        let mut waiting = [&self.stop, &self.look].map(|bell| PollFd::new(bell, PollFlags::IN)).to_vec();
+        let mut waiting = [&self.stop, &self.resized].map(|bell| PollFd::new(bell, PollFlags::IN)).to_vec();
         waiting.push(PollFd::new(&self.socket, PollFlags::IN));
         loop {
             let there = patience::look(&self.socket);
@@ -221,7 +221,7 @@ impl Session {
                 // Without a way to wait the next message does.
                 Err(_) => return Next::Message,
                 Ok(_) if !waiting[0].revents().is_empty() => return Next::Stop,
-                Ok(_) if !waiting[1].revents().is_empty() => return Next::Look,
+                Ok(_) if !waiting[1].revents().is_empty() => return Next::Resized,
                 Ok(_) if there == There::All => return Next::Message,
                 Ok(_) => {}
             }
@@ -251,7 +251,7 @@ struct FrontEnd {
     book: Option<Arc<Book>>,
     rings: Vec<RingState>,
     /// The back channel, if it has sent one.
-    news: Option<News>,
+    back_channel: Option<BackChannel>,
     /// The size that was last announced to it, in sectors.
     announced: u64,
     /// Whether files that can be truncated are accepted.
@@ -261,7 +261,7 @@ struct FrontEnd {
     /// What its guest has seen of lost writes.
     witness: Option<Arc<Witness>>,
     /// This one has been found to be one of them, or to be new.
-    may_go_on: bool,
+    may_resume: bool,
     /// Why it may not.
     turned_away: Option<Error>,
 }
@@ -325,32 +325,32 @@ impl FrontEnd {
             memory,
             book: None,
             rings,
-            news: None,
+            back_channel: None,
             announced,
             takes_unsealed,
             reconnects: device.reconnects.clone(),
             witness,
-            may_go_on: false,
+            may_resume: false,
             turned_away: None,
         }
     }
 
     /// Notifies it if the disk's size differs from the one last announced. It does not matter that the front
     /// end has queried the size meanwhile: its guest may not have.
-    fn look_again(&mut self) {
-        let sectors = self.target.facts.look_again(&self.target.disk.geometry());
-        if let Some(news) = &self.news
+    fn announce_size(&mut self) {
+        let sectors = self.target.facts.update_size(&self.target.disk.geometry());
+        if let Some(back_channel) = &self.back_channel
             && sectors != self.announced
         {
-            news.tell();
+            back_channel.notify_config_change();
             self.announced = sectors;
         }
     }
 
     /// From now on it can be notified; a change that came earlier is announced now.
-    fn hear_by(&mut self, news: News) {
-        self.news = Some(news);
-        self.look_again();
+    fn set_back_channel(&mut self, back_channel: BackChannel) {
+        self.back_channel = Some(back_channel);
+        self.announce_size();
     }
 
     fn ring(&mut self, index: u32) -> Answer<&mut RingState> {
@@ -394,7 +394,7 @@ impl FrontEnd {
         }
         let (kick, lines) = (kick.clone(), (ring.call.clone(), ring.err.clone()));
         let mut queue = ring.queue(places, event_idx, &memory.load())?;
-        self.let_go_on(queue.next_used())?;
+        self.check_may_resume(queue.next_used())?;
         let kept = match book {
             Some(book) => {
                 Some(book.open(index, queue.size(), queue.next_used()).ok_or(Refusal::InvalidParam)?)
@@ -436,14 +436,14 @@ impl FrontEnd {
     }
 
     /// Checks, once, whether it may continue where it was.
-    fn let_go_on(&mut self, used: u16) -> Answer<()> {
-        if !self.may_go_on
+    fn check_may_resume(&mut self, used: u16) -> Answer<()> {
+        if !self.may_resume
             && let Err(error) = self.reconnects.look(self.book.as_ref(), used, self.witness.as_ref())
         {
             self.turned_away = Some(error);
             return Err(Refusal::InvalidOperation("it was connected to a server that was killed"));
         }
-        self.may_go_on = true;
+        self.may_resume = true;
         Ok(())
     }
 
@@ -685,7 +685,7 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Answer<Vec<u8>> {
         // It may have become larger before anybody could say so.
-        self.target.facts.look_again(&self.target.disk.geometry());
+        self.target.facts.update_size(&self.target.disk.geometry());
         let space = self.target.facts.space();
         let start = usize::try_from(offset).expect("32 bits");
         let end = start.checked_add(usize::try_from(size).expect("32 bits"));
@@ -723,7 +723,7 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
         self.check_sealed(&file)?;
         let book = Book::map(file, kept.mmap_offset, queues, rows).map_err(|error| refused(&error))?;
         self.book = Some(book);
-        self.may_go_on = false;
+        self.may_resume = false;
         Ok(())
     }
 

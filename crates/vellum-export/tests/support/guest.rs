@@ -279,9 +279,9 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Makes the server look at the size of its disk.
-    pub fn look_again(&self) {
-        self.session.as_ref().expect("the session runs here").0.look_again();
+    /// Makes the server check the size of its disk.
+    pub fn notify_resize(&self) {
+        self.session.as_ref().expect("the session runs here").0.notify_resize();
     }
 
     /// The server ends it.

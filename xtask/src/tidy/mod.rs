@@ -4,11 +4,13 @@
 //!   text.rs       any file          nothing left undone, nothing of one machine, only hosts that are allowed
 //!   code.rs       Rust              a story at the head, a length one can read, `unsafe` only where it belongs
 //!   manifest.rs   Cargo.toml, lock  the workspace's lints and licence, dependencies from the public registry
+//!   circles.rs    Rust              files of a crate that use one another: only those that are known
 //!   arrows.rs     Cargo.toml        crates use only those above them in ARCHITECTURE.md
 //!   links.rs      Markdown          links that lead somewhere, and nothing in docs/ that is not listed there
 //! ```
 
 mod arrows;
+mod circles;
 mod code;
 mod links;
 mod manifest;
@@ -47,6 +49,10 @@ pub(crate) fn run() -> Outcome {
             eprintln!("{}:{line}: {what}", file.path);
             count += 1;
         }
+    }
+    for (place, Complaint { what, .. }) in circles::check(&files) {
+        eprintln!("{place}: {what}");
+        count += 1;
     }
     if count == 0 { Ok(()) } else { Err(format!("{count} complaints about {} files", files.len())) }
 }

@@ -117,7 +117,7 @@ fn what_vellum_asks_of_the_host_is_bounded() {
                 [("/host/total/flushes", host_flushes), ("/host/total/writes", host_writes)]
             {
                 let total = of(total);
-                // With a journal the tables go home later: at most two pages for each write.
+                // With a journal the tables are checkpointed later: at most two pages for each write.
                 let has_no_journal = ["vellum raw", "vellum qcow2 plain"];
                 let later = if has_no_journal.contains(&bound.subject) { 0 } else { 2 * writes };
                 assert!((foreground..=foreground + CLOSING + later).contains(&total), "{said}");

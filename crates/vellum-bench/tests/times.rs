@@ -97,7 +97,7 @@ fn an_image_whose_server_was_killed() {
     let row = &report["rows"][0];
     let (writes, records) = (number(row, "/flushed-writes"), number(row, "/records-replayed"));
     assert_eq!(writes, 31, "{told}");
-    // A record each; the newest is proven by itself, and opening may have made one.
+    // A record each; the newest is verified by itself, and opening may have made one.
     assert!((writes - 1..=writes + 2).contains(&records), "{told}");
     assert!(number(row, "/pages-written") > 0 && is_positive(row, "/serve-seconds"), "{told}");
 }

@@ -81,7 +81,7 @@ pub async fn storage(fixture: &dyn StorageFixture) {
     storage_reads_what_was_written_at_any_alignment(fixture).await;
     storage_ends(fixture).await;
     storage_zeroes_and_discards(fixture).await;
-    storage_runs_cover_and_tell_the_truth(fixture).await;
+    storage_runs_cover_and_are_true(fixture).await;
     storage_overlapping_writes_do_not_mix_sectors(fixture).await;
     storage_scattered_buffers(fixture).await;
     storage_random_operations(fixture, 1, 400).await;
@@ -183,7 +183,7 @@ async fn storage_zeroes_and_discards(fixture: &dyn StorageFixture) {
     }
 }
 
-async fn storage_runs_cover_and_tell_the_truth(fixture: &dyn StorageFixture) {
+async fn storage_runs_cover_and_are_true(fixture: &dyn StorageFixture) {
     let storage = fixture.fresh(1 << 20).await.expect("a fresh storage");
     storage_write(&*storage, 200_000, &[5; 10_000]).await;
     storage_write(&*storage, 700_000, &[5; 1]).await;

@@ -200,8 +200,8 @@ pub trait Disk: Send + Sync {
         None
     }
 
-    /// Flushes, writes home what is still only in memory, marks the image clean and closes the files. Closing
-    /// twice is legal.
+    /// Flushes, writes what is still only in memory to its place, marks the image clean and closes the files.
+    /// Closing twice is legal.
     fn close(&self) -> LocalFuture<'_, Result<()>>;
 }
 

@@ -198,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kind_survives_context_and_the_chain_tells_all() {
+    fn the_kind_survives_context_and_the_chain_has_all_of_it() {
         let error = Error::os(28, "can't write cluster 7").context("can't convert a.raw");
         assert_eq!(error.kind(), ErrorKind::NoSpace);
         assert_eq!(error.to_string(), "can't convert a.raw");

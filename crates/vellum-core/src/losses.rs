@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_after_a_loss_hears_of_it_unless_somebody_has() {
+    fn a_session_after_a_loss_hears_of_it_unless_another_has() {
         let losses = Arc::<Losses>::default();
         let before = losses.witness();
         assert!(!losses.is_unheard());
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn every_connection_hears_of_a_loss_for_a_while_whoever_has_heard_of_it() {
+    fn every_connection_hears_of_a_loss_for_a_while_even_if_others_have() {
         let hand = Arc::<Hand>::default();
         hand.0.store(5000, Ordering::SeqCst);
         let losses = Arc::new(Losses::new(hand.clone()));

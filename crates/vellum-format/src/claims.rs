@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_failed_write_was_for_is_not_zero_to_who_comes_next() {
+    fn what_a_failed_write_was_for_is_not_zero_to_the_next_writer() {
         let claims = Claims::default();
         let fresh = Fresh { at: ImageOffset::new(0x10000), zeroed: true };
         block_on(async {
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn one_allocates_for_all_and_the_last_gives_back_what_nobody_published() {
+    fn one_allocates_for_all_and_the_last_gives_back_what_was_not_published() {
         let claims = Claims::default();
         let fresh = Fresh { at: ImageOffset::new(0x10000), zeroed: true };
         block_on(async {

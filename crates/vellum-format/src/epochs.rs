@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn with_nobody_inside_any_stamp_has_passed() {
+    fn with_no_request_inside_any_stamp_has_passed() {
         let epochs = Epochs::default();
         for ahead in [0, 1, 2] {
             assert!(epochs.has_passed(epochs.now() + ahead), "{ahead}: nobody would tell of it later");
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_inside_when_a_stamp_has_passed() {
+    fn no_request_is_inside_when_a_stamp_has_passed() {
         // Each "cluster" is unmapped by the freer and may be in use by readers that entered before.
         let epochs = Epochs::default();
         let mapped = AtomicU64::new(0);

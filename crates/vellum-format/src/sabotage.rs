@@ -61,7 +61,7 @@ pub enum Bug {
     /// A sector of which records have bytes is overwritten in place as soon as it is verified.
     FullNotSticky,
     /// A page is loaded from its home location although a newer version is not checkpointed yet.
-    KeptNotAsked,
+    OldPageLoaded,
     /// The journal begins anew over its old records: no zeros, the same generation.
     OldRunKept,
     /// Closing clears the bit without a flush after the pages.
@@ -73,9 +73,9 @@ pub enum Bug {
     /// Recovery replays the newest record alone.
     OnlyNewestReplayed,
     /// Recovery lowers refcounts and checkpoints without a record that says so.
-    ResultNotTold,
+    ResultNotRecorded,
     /// The record of a recovery verifies, and leaves the lowered refcounts out.
-    LoweredNotTold,
+    LoweredNotRecorded,
     /// Recovery clears the bit without a flush after the pages.
     ForgottenBeforeHome,
     /// Bits, masks and entries join the transaction before the bytes are written.

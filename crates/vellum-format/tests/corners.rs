@@ -189,7 +189,7 @@ fn refcounts_of_the_free_cluster(image: &Content) -> ImageOffset {
 /// A question about a run that has no tables costs a look per table that is missing, not per cluster; where
 /// there is a table, others have their turn after 512 clusters.
 #[test]
-fn the_map_of_an_empty_disk_is_told_at_once_and_that_of_a_full_one_gives_way() {
+fn the_map_of_an_empty_disk_comes_at_once_and_that_of_a_full_one_yields() {
     let options = CreateOptions { size: 1 << 40, cluster_size: 4096, ..CreateOptions::without_journal() };
     let setup = Setup { name: "an empty TiB", options, has_base: false };
     let world = World::new(0);

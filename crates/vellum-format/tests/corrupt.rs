@@ -223,7 +223,7 @@ fn a_mark_goes_when_nothing_is_wrong_any_more() {
 /// Bits without a meaning do not change what is read, as with QEMU; a check reports them, and a repair clears
 /// them.
 #[test]
-fn reserved_bits_mean_nothing_and_are_told() {
+fn reserved_bits_mean_nothing_and_are_reported() {
     block_on(async {
         let image = image(&options()).await;
         let (l1, l2) = (word(&image, 40).await, entry(&image, CLUSTER).await);

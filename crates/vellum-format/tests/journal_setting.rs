@@ -215,7 +215,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_wish_that_another_program_moved_is_put_back() {
+fn a_setting_that_another_program_moved_is_put_back() {
     let (before, _) = image(65_536, "base.raw", 0, true);
     let with = changed(&before, Some(WANTED)).expect("a journal");
     // As QEMU writes a header: what it knows first.
@@ -235,7 +235,7 @@ fn a_wish_that_another_program_moved_is_put_back() {
 }
 
 #[test]
-fn impossible_wishes_are_refused() {
+fn impossible_settings_are_refused() {
     let (good, _) = image(65_536, "", 0, true);
     for bytes in [0, (64 << 10) - 1, (64 << 20) + 1] {
         assert_eq!(changed(&good, Some(bytes)).err(), Some(ErrorKind::Invalid));

@@ -125,7 +125,7 @@ fn zoned_over_a_base() {
 
 /// Opening for reading writes nothing, and says what to do about an image that was not closed.
 #[test]
-fn an_image_that_was_not_closed_is_recovered_by_who_may_write() {
+fn an_image_that_was_not_closed_is_recovered_by_an_opening_that_may_write() {
     block_on(async {
         let setup = NativeSetup::table("table", 1 << 20, 64 << 10);
         let image = MemoryStorage::new("image");

@@ -271,7 +271,7 @@ fn a_file_cut_short_anywhere() {
 
 #[test]
 fn regions_that_are_far_apart() {
-    // A file of 8 GiB that takes no space on the host, and all of it is home.
+    // A file of 8 GiB that takes no space on the host, and all of it is home pages.
     let good = image(&kinds()[1], true);
     let storage = MemoryStorage::holding("image", &good);
     let far: u64 = 8 << 30;

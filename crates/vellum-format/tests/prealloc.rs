@@ -212,7 +212,7 @@ fn end_of_one(setup: &Setup) -> u64 {
 /// While zeros are on their way, writes continue beside them and land elsewhere; the piece comes next when it
 /// is ready.
 #[test]
-fn nobody_waits_for_zeros_nor_meets_them() {
+fn no_request_waits_for_zeros_or_meets_them() {
     for setup in setups() {
         let zeros = ImageOffset::new(end_of_one(&setup)).span(MIB / 4);
         let world = World::new(0);

@@ -251,9 +251,9 @@ fn a_table_that_is_also_data_stays_a_corruption() {
             let header = Header::read(&*image).await.unwrap();
             let _ = check(&header, &image, Repair::All, &mut |_| {}).await;
             let (report, lines) = look(&image).await.unwrap();
-            let is_told = lines.iter().any(|line| line.contains("overlaps metadata"));
+            let is_reported = lines.iter().any(|line| line.contains("overlaps metadata"));
             assert!(report.corruptions > 0, "{what}: {report:?}");
-            assert!(is_told, "{what}: {lines:?}");
+            assert!(is_reported, "{what}: {lines:?}");
         });
     }
 }

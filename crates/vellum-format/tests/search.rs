@@ -135,7 +135,7 @@ fn what_is_freed_while_it_is_searched_for_is_used() {
 }
 
 #[test]
-fn where_nobody_tends_the_disk_requests_search_a_piece_each() {
+fn on_a_disk_that_is_not_tended_requests_search_a_piece_each() {
     let hole = (BLOCK_REACH * 6) + 3 * CLUSTER.bytes();
     let opened = Opened::new(&full_image(BLOCK_REACH * 8, &[hole]));
     let found = (0..32u64).find(|index| {
@@ -240,7 +240,7 @@ fn when_a_full_host_has_space_again_no_request_waits_for_a_search() {
 /// Four tasks write at the same time and the disk is not tended. Each may search for space when it has what
 /// it needed; two never search the same part at the same time, and no search is wasted.
 #[test]
-fn those_who_search_beside_each_other_do_not_undo_it() {
+fn concurrent_searches_do_not_undo_each_other() {
     let options = CreateOptions { size: 6 << 20, ..small(None).options };
     let setup = Setup { name: "half full", options, has_base: false };
     let world = World::new(5);

@@ -177,7 +177,7 @@ found! {
         closed_before_home: ClosedBeforeHome,
         only_newest_replayed: OnlyNewestReplayed,
         forgotten_before_home: ForgottenBeforeHome,
-        lowered_not_told: LoweredNotTold,
+        lowered_not_recorded: LoweredNotRecorded,
         published_before_written: PublishedBeforeWritten,
     }
     journal_in_bulk {
@@ -198,7 +198,7 @@ found! {
         plain_given_back_in_use: GivenBackInUse,
     }
     journal_small_cache {
-        kept_not_asked: KeptNotAsked,
+        old_page_loaded: OldPageLoaded,
     }
     journal_over_a_base {
         barrier_wants_no_repair: BarrierWantsNoRepair,
@@ -225,5 +225,5 @@ macro_rules! found_with_snapshots {
 
 found_with_snapshots! {
     home_before_verified: HomeBeforeVerified,
-    result_not_told: ResultNotTold,
+    result_not_recorded: ResultNotRecorded,
 }

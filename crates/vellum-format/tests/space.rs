@@ -124,7 +124,7 @@ fn a_write_waits_for_the_reader_of_what_was_freed() {
 /// The host provides no more room. That fails the requests that need room, and only them: what was written
 /// before can still be made durable, and freed space can be used.
 #[test]
-fn a_file_that_cannot_grow_fails_nobody_else() {
+fn a_file_that_cannot_grow_fails_no_other_request() {
     let options = CreateOptions {
         size: 64 << 20,
         cluster_size: 512,
@@ -231,8 +231,8 @@ fn a_close_that_failed_never_becomes_a_success() {
     });
 }
 
-/// With a journal refcounts are taken home some time after what they are for was flushed. There is space for
-/// them by then: whatever was accepted before the host was full is flushed and closed without an error.
+/// With a journal refcounts are checkpointed some time after what they are for was flushed. There is space
+/// for them by then: whatever was accepted before the host was full is flushed and closed without an error.
 #[test]
 fn space_for_refcounts_is_there_before_a_change_is_accepted() {
     futures_lite::future::block_on(async {

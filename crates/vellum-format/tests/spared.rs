@@ -73,7 +73,7 @@ fn requests_for_one_compressed_cluster_unpack_it_once() {
 }
 
 #[test]
-fn who_opens_a_disk_and_writes_nothing_writes_nothing() {
+fn opening_a_disk_and_writing_nothing_writes_nothing() {
     let world = World::new(0);
     for journal in [None, Some(1 << 20)] {
         let options = CreateOptions { size: 1 << 20, journal, ..CreateOptions::without_journal() };

@@ -224,7 +224,7 @@ fn what_shares_a_page_with_another_writer_is_durable_all_the_same() {
 /// Threads meet at each new L2 table. Whichever made it, each thread's acknowledged entries are durable; and
 /// what was written stays when the page is evicted and loaded again.
 #[test]
-fn a_table_that_several_threads_touch_first_loses_nobodys_entry() {
+fn a_table_that_several_threads_touch_first_loses_no_entry() {
     for round in 0..8 * common::scale() {
         let size = 16 << 20;
         let options = CreateOptions { size, cluster_size: 512, ..CreateOptions::without_journal() };

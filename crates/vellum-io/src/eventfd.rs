@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_full_and_blocking_makes_nobody_wait() {
+    fn one_that_is_full_and_blocking_makes_no_thread_wait() {
         let eventfd = made(0);
         rustix::io::write(&eventfd, &(u64::MAX - 1).to_ne_bytes()).expect("it is full now");
         (0..1000).for_each(|_| ring(&eventfd));

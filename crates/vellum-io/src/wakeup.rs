@@ -124,7 +124,7 @@ mod tests {
     use rustix::io::Errno;
 
     #[test]
-    fn only_one_who_sleeps_costs_a_system_call_and_only_once() {
+    fn only_a_sleeping_thread_costs_a_system_call_and_only_once() {
         let bell = eventfd(0, EventfdFlags::NONBLOCK).expect("an eventfd");
         let wakeup = Wakeup::new(Bell::Eventfd(bell));
         let rings = || {

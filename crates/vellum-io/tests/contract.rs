@@ -97,7 +97,7 @@ fn a_device_of_large_blocks_past_the_page_cache() {
 }
 
 #[test]
-fn limits_tell_what_the_host_does() {
+fn limits_say_what_the_host_does() {
     run(IoMode::Auto, async || {
         let dir = TempDir::new();
         let fixture = FileFixture::new(dir, writing(false));

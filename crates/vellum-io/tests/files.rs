@@ -479,7 +479,7 @@ impl Drop for SmallTmpfs {
 }
 
 #[test]
-fn a_full_host_is_told_and_harms_nothing_else() {
+fn a_full_host_is_reported_and_harms_nothing_else() {
     let Some(mount) = SmallTmpfs::new("2m") else { return };
     in_both_modes(|| async {
         let path = mount.0.join("file");
@@ -619,9 +619,9 @@ fn a_page_that_stays_in_the_cache_is_written_again() {
 
 /// The limit on file sizes is one request's error, not the program's end. In a process of its own.
 #[test]
-fn the_limit_on_file_sizes_is_told() {
+fn the_limit_on_file_sizes_is_reported() {
     if std::env::var_os("VELLUM_TEST_CHILD").is_none() {
-        let test = ["the_limit_on_file_sizes_is_told", "--exact", "--nocapture"];
+        let test = ["the_limit_on_file_sizes_is_reported", "--exact", "--nocapture"];
         let program = std::env::current_exe().expect("this program");
         let output =
             Command::new(program).args(test).env("VELLUM_TEST_CHILD", "1").output().expect("it runs");

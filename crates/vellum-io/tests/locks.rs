@@ -242,7 +242,7 @@ fn devices_are_locked_as_files_are() {
 
 /// A lock that is held for a moment only, as during an inspection of an image, is waited out.
 #[test]
-fn a_conflict_that_passes_is_not_told() {
+fn a_conflict_that_passes_is_not_reported() {
     let dir = TempDir::new();
     let path = dir.join("image");
     let first = {

@@ -41,7 +41,7 @@ fn the_nth_fails_once_or_for_ever_until_the_plan_is_cleared() -> Result<()> {
 }
 
 #[test]
-fn each_kind_can_fail_and_only_where_it_is_told_to() {
+fn each_kind_can_fail_and_only_where_it_should() {
     let world = World::new(1);
     for operation in Operation::ALL {
         let faults = FaultPlan::of(Fault { within: Some(span(4096, 4096)), ..Fault::nth(operation, 0) });
@@ -210,7 +210,7 @@ fn a_hold_on_a_run_lets_others_pass_and_can_release_one_by_one() -> Result<()> {
 }
 
 #[test]
-fn counts_are_told_since_a_mark() -> Result<()> {
+fn counts_are_reported_since_a_mark() -> Result<()> {
     let world = World::new(1);
     let delay = Delay::fixed(Duration::from_micros(10)).with_flush(Duration::from_millis(500));
     let drive = drive_of(&world, 1 << 16, DriveOptions { delay, ..DriveOptions::default() });

@@ -125,7 +125,7 @@ fn panic_of(run: impl FnOnce()) -> String {
 }
 
 #[test]
-fn deadlocks_and_panics_tell_the_seed_and_the_time() {
+fn deadlocks_and_panics_report_the_seed_and_the_time() {
     let message = panic_of(|| {
         let world = World::new(4711);
         world.run(async {

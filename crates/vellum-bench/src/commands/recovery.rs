@@ -160,7 +160,7 @@ fn look(lab: &Lab, size: u64, journal_bytes: u64) -> Result<Row> {
     }
     guest.leave()?;
     running.stop()?;
-    // Half of the journal: from there on what is in it is taken home. Less what opening and proving take.
+    // Half of the journal: from there on what is in it is checkpointed. Less what opening and verifying take.
     let half = journal_bytes / 2 / RECORD_BYTES;
     let flushed_writes = (half - half / 32).min(size / UNMAPPED_PART / CLUSTER_BYTES / 2);
     let mut next = 0;

@@ -3,7 +3,7 @@
 //! ```text
 //!   take ──► Region ── the last piece is dropped ──► the thread's pool, by size ──► take …
 //!                                                └─► the allocator, when it is large or the pool is full
-//!   lent ──► Region, which holds what keeps the memory ── the last piece is dropped ──► the keeper is let go
+//!   lent ──► Region, which holds what keeps the memory ── the last piece is dropped ──► the keeper is dropped
 //! ```
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};

@@ -58,7 +58,7 @@ fn zeroed_is_zero_even_when_recycled() {
 }
 
 #[test]
-fn alignment_is_told_piece_by_piece() {
+fn alignment_is_known_piece_by_piece() {
     let mut buffer = Buffer::zeroed(8192);
     assert!(buffer.is_aligned_to(4096, 4096));
     let tail = buffer.split_off(512);

@@ -157,7 +157,7 @@ impl Journal {
 
     /// The last durable version of a page that is not checkpointed yet.
     pub(crate) fn uncheckpointed(&self, place: ImageOffset) -> Option<Arc<[u8]>> {
-        if sabotage::is(Bug::KeptNotAsked) {
+        if sabotage::is(Bug::OldPageLoaded) {
             return None;
         }
         lock(&self.ledger).as_ref()?.uncheckpointed.get(&place).map(|page| page.bytes.clone())

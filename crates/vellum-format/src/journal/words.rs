@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbours_are_told_together() {
+    fn adjacent_words_share_an_item() {
         let mut bytes = vec![0; 4096];
         let mut changed = Changed::default();
         for word in [0, 63, 64, 511] {

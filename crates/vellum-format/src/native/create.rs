@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_device_held_before_is_nobodys() {
+    fn what_a_device_held_before_is_never_read() {
         let device = |len: usize| {
             let mut content = SparseBytes::default();
             content.write(ImageOffset::ZERO, &vec![7; len]);

@@ -179,7 +179,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             )));
         }
         recovery.records = records.len() as u64;
-        if !replay::is_result(&newest) && !sabotage::is(Bug::ResultNotTold) {
+        if !replay::is_result(&newest) && !sabotage::is(Bug::ResultNotRecorded) {
             // It verifies the newest record. Pages that are checkpointed from now on cannot fail that
             // record's checks.
             let result = Record {

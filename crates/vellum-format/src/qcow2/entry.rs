@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_bits_are_told_and_mean_nothing() {
+    fn reserved_bits_are_reported_and_ignored() {
         for bit in [1 << 61, 1 << 56, 1 << 8, 1 << 1] {
             let word = 0x5_0000 | COPIED;
             assert_eq!(entries(false).reserved((word | bit, 0)), bit);

@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_is_late_until_everybody_has_left_who_may_have_looked_it_up() {
+    fn a_place_is_late_until_every_request_that_may_have_looked_it_up_has_left() {
         let (late, epochs) = (Late::default(), Epochs::default());
         let (place, other) = (ImageOffset::new(0x10000), ImageOffset::new(0x20000));
         let looking = epochs.enter();

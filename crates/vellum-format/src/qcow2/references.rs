@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn few_and_many_counts_of_a_chunk_are_kept_alike() {
+    fn few_and_many_counts_of_a_chunk_read_the_same() {
         let (mut references, mut model) = (References::default(), BTreeMap::new());
         let mut state = 1_u64;
         for step in 0..20_000_u64 {

@@ -317,7 +317,7 @@ async fn kept_on_a_full_host(pages: u64) -> Result<(), String> {
     disk.close().await.map_err(|error| error.chain())
 }
 
-/// A write that needs a page kept is refused when the host is full, and not the journal when it takes home
+/// A write that needs a page kept is refused when the host is full, and not the journal when it checkpoints
 /// where the page was kept.
 #[test]
 fn what_is_kept_has_its_space_before_a_write_is_accepted() {

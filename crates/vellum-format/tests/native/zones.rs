@@ -409,7 +409,7 @@ fn a_device_can_be_filled() {
 
 /// A damaged packed block is reported by a check, not returned to the guest, and repaired by writing it anew.
 #[test]
-fn a_damaged_packed_block_is_told() {
+fn a_damaged_packed_block_is_reported() {
     let setup = setup(4 << 20, 256 << 10);
     let world = World::new(0);
     let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());

@@ -35,7 +35,7 @@ pub(crate) fn perform(op: &mut Op) -> OpResult {
         // A flush that was interrupted is not tried again: a report of lost pages may have been consumed.
         match (result, &op) {
             (Err(Errno::INTR), Op::Read(_) | Op::Write(_) | Op::Allocate(_)) => {}
-            (result, _) => return told(result),
+            (result, _) => return op_result(result),
         }
     }
 }
@@ -50,7 +50,7 @@ pub(crate) fn read_cached(transfer: &mut Transfer) -> Option<OpResult> {
     match read(transfer, libc::RWF_NOWAIT) {
         // Some kernels say zero without being at the end of the file; a thread finds out.
         Ok(0) => None,
-        Ok(count) => Some(told(Ok(count))),
+        Ok(count) => Some(op_result(Ok(count))),
         Err(Errno::NOSYS) => {
             UNSUPPORTED.store(true, Relaxed);
             None
@@ -77,12 +77,12 @@ pub(crate) fn attempt(op: &mut Op) -> Option<OpResult> {
         match result {
             Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => return None,
-            result => return Some(told(result)),
+            result => return Some(op_result(result)),
         }
     }
 }
 
-fn told(result: Result<usize, Errno>) -> OpResult {
+fn op_result(result: Result<usize, Errno>) -> OpResult {
     let count = result.map_err(Errno::raw_os_error)?;
     Ok(u32::try_from(count).expect("a system call moves less than 4 GiB"))
 }

@@ -246,7 +246,7 @@ fn an_image_that_was_not_closed_is_recovered_first() {
 }
 
 #[test]
-fn what_is_told_is_bounded() {
+fn the_number_of_messages_is_bounded() {
     let image = sound();
     let units = image.places.region(Region::Table).len() / 4;
     for unit in 0..units.min(17) {

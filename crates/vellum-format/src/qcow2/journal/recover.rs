@@ -87,13 +87,13 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             None => asks_for_repair = true,
         }
     }
-    let is_told = replay::is_result(&newest) && asks_for_repair == newest.asks_for_repair;
-    if !is_told && !sabotage::is(Bug::ResultNotTold) {
+    let is_recorded = replay::is_result(&newest) && asks_for_repair == newest.asks_for_repair;
+    if !is_recorded && !sabotage::is(Bug::ResultNotRecorded) {
         let result = Record {
             sequence: newest.sequence + 1,
             durable: newest.sequence,
             asks_for_repair,
-            items: match asks_for_repair || sabotage::is(Bug::LoweredNotTold) {
+            items: match asks_for_repair || sabotage::is(Bug::LoweredNotRecorded) {
                 true => Vec::new(),
                 false => tables.lowered_items(),
             },

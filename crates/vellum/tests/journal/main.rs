@@ -4,7 +4,7 @@
 //! ```text
 //!   life.rs     a server is killed, everybody refuses the image and says why, `vellum recover`; closed it is plain qcow2
 //!   prepared.rs space ahead of need: a server that has prepared some is killed, or closes
-//!   wishes.rs   `vellum journal enable|disable` on images that QEMU made
+//!   settings.rs `vellum journal enable|disable` on images that QEMU made
 //!   turns.rs    QEMU and Vellum write one image in turns, Vellum sometimes killed
 //! ```
 
@@ -15,8 +15,8 @@ mod support;
 
 mod life;
 mod prepared;
+mod settings;
 mod turns;
-mod wishes;
 
 use std::path::Path;
 

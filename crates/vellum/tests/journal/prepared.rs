@@ -77,7 +77,7 @@ fn an_image_that_asks_for_it() {
 }
 
 #[test]
-fn wishes_are_told_and_bad_ones_refused() {
+fn settings_are_shown_and_bad_ones_refused() {
     let dir = Dir::new("prepared");
     let image = dir.text("disk.qcow2");
     let made =

@@ -61,7 +61,7 @@ fn told(image: &str) -> Value {
 
 fn one(made: &Made) {
     let about = format!("{} {:?} {} {}", made.options, made.below, made.bitmap, made.snapshot);
-    let dir = Dir::new("wish");
+    let dir = Dir::new("setting");
     let (image, mut bytes) = made.make(&dir);
     let (before, said) = (std::fs::read(&image).expect("the image"), told(&image));
     let answer = vellum(&["journal", "enable", "--size", "128k", "--output", "json", &image]).json();
@@ -123,7 +123,7 @@ fn images_that_qemu_made_get_one_and_lose_it_again() {
 #[test]
 fn images_that_cannot_have_one_are_refused_and_stay_as_they_are() {
     requires!("qemu-img");
-    let dir = Dir::new("wish");
+    let dir = Dir::new("setting");
     let image = dir.text("disk");
     let data = format!("data_file={}", dir.text("data"));
     let long = dir.text("base.raw");
@@ -154,7 +154,7 @@ fn images_that_cannot_have_one_are_refused_and_stay_as_they_are() {
 #[test]
 fn a_header_that_qemu_rewrote() {
     requires!("qemu-img", "qemu-io");
-    let dir = Dir::new("wish");
+    let dir = Dir::new("setting");
     let image = dir.text("disk.qcow2");
     vellum(&["create", "-q", "-f", "qcow2", "-o", "journal=on", &image, "4M"]).answer();
     succeed("qemu-img", &["bitmap", "--add", &image, "a bitmap"]);

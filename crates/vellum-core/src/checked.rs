@@ -80,8 +80,8 @@ impl CheckedDisk {
 
     /// Sets a function that is called when the disk breaks, with the reason, on any thread. Called once,
     /// before the disk is used.
-    pub fn when_broken(&self, tell: impl Fn(&str) + Send + Sync + 'static) {
-        let is_first = self.when_broken.set(Box::new(tell)).is_ok();
+    pub fn when_broken(&self, notify: impl Fn(&str) + Send + Sync + 'static) {
+        let is_first = self.when_broken.set(Box::new(notify)).is_ok();
         debug_assert!(is_first, "one is told");
     }
 
@@ -92,9 +92,9 @@ impl CheckedDisk {
 
     fn break_down(&self, why: &str) {
         if !self.is_broken.swap(true, Ordering::AcqRel)
-            && let Some(tell) = self.when_broken.get()
+            && let Some(notify) = self.when_broken.get()
         {
-            tell(why);
+            notify(why);
         }
     }
 
@@ -349,10 +349,10 @@ mod tests {
 
     fn disk(hangs: bool) -> (Arc<CheckedDisk>, Arc<Mutex<Vec<String>>>) {
         let disk = CheckedDisk::new(Arc::new(Bad { inner: MemoryDisk::new(4096), hangs }));
-        let told = Arc::new(Mutex::new(Vec::new()));
-        let book = told.clone();
+        let reported = Arc::new(Mutex::new(Vec::new()));
+        let book = reported.clone();
         disk.when_broken(move |why| book.lock().expect("nobody panics with it").push(why.to_owned()));
-        (disk, told)
+        (disk, reported)
     }
 
     fn read(disk: &CheckedDisk, at: u64) -> Result<Buffer> {
@@ -366,7 +366,7 @@ mod tests {
     #[test]
     fn a_panic_breaks_its_disk_and_nothing_else() {
         for at in [512, 1024] {
-            let (disk, told) = disk(false);
+            let (disk, reported) = disk(false);
             read(&disk, 0).expect("it is well");
             assert_eq!(read(&disk, at).expect_err("it panicked").kind(), ErrorKind::Poisoned);
             assert!(disk.is_broken());
@@ -375,15 +375,15 @@ mod tests {
             block_on(disk.flush()).expect_err("no more");
             block_on(disk.close()).expect_err("it must not write");
             assert!(!block_on(disk.tend(Duration::ZERO)));
-            assert_eq!(told.lock().expect("nobody panics with it").len(), 1, "it is told once");
+            assert_eq!(reported.lock().expect("nobody panics with it").len(), 1, "it is told once");
         }
     }
 
     #[test]
     fn a_panic_in_the_background_breaks_its_disk_too() {
-        let (disk, told) = disk(false);
+        let (disk, reported) = disk(false);
         assert!(!block_on(disk.tend(Duration::ZERO)) && disk.is_broken());
-        assert_eq!(*told.lock().expect("nobody panics with it"), ["in the background"]);
+        assert_eq!(*reported.lock().expect("nobody panics with it"), ["in the background"]);
     }
 
     #[test]

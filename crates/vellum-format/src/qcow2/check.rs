@@ -385,14 +385,14 @@ impl<'a> Walk<'a> {
     /// Compares the "copied" flags of the active tables with the refcounts.
     async fn check_flags(&mut self) -> Result<()> {
         let Self { header, image, say, result, .. } = self;
-        let mut tell = |flag: &flags::WrongFlag| {
+        let mut on_wrong = |flag: &flags::WrongFlag| {
             let kind = if flag.is_table { "L2" } else { "data" };
             say(format!(
                 "ERROR OFLAG_COPIED {kind} cluster: entry={:x} refcount={}",
                 flag.old, flag.refcount
             ));
         };
-        let wrong = flags::visit(header, *image, result, false, &mut tell).await?;
+        let wrong = flags::visit(header, *image, result, false, &mut on_wrong).await?;
         result.wrong_flags = wrong;
         result.report.corruptions = result.report.corruptions.saturating_add(wrong);
         Ok(())

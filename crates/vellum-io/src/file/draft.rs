@@ -168,7 +168,7 @@ fn directory_of(path: &Path) -> &Path {
 /// Whether another file under its name would be equivalent for all users.
 fn can_be_replaced(path: &Path, facts: &Stat) -> bool {
     let is_mount = rustix::fs::statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS)
-        .is_ok_and(|told| told.stx_attributes.contains(StatxAttributes::MOUNT_ROOT));
+        .is_ok_and(|known| known.stx_attributes.contains(StatxAttributes::MOUNT_ROOT));
     // A security label is the directory's affair. What does not fit into the buffer is more than a label.
     let mut names = [0; 1024];
     let has_attributes = match rustix::fs::listxattr(path, &mut names) {

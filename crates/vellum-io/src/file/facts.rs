@@ -115,8 +115,8 @@ fn of_device(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> 
     Ok(Facts { kind: Kind::Block { sector }, len, limits, direct })
 }
 
-fn physical_block(told: Option<u64>) -> BlockSize {
-    told.and_then(BlockSize::from_bytes).unwrap_or(BlockSize::PAGE).max(BlockSize::PAGE)
+fn physical_block(known: Option<u64>) -> BlockSize {
+    known.and_then(BlockSize::from_bytes).unwrap_or(BlockSize::PAGE).max(BlockSize::PAGE)
 }
 
 fn usize_of(block: BlockSize) -> usize {
@@ -127,10 +127,10 @@ fn usize_of(block: BlockSize) -> usize {
 /// page always suffices.
 fn direct_file(file: &OwnedFd, name: &str) -> Result<Direct> {
     let unsupported = |why: &str| Error::unsupported(format!("can't open {name} for direct I/O: {why}"));
-    let told = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
-    let (offset, memory) = match told {
-        Ok(told) if told.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => {
-            (u64::from(told.stx_dio_offset_align), u64::from(told.stx_dio_mem_align))
+    let known = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+    let (offset, memory) = match known {
+        Ok(known) if known.stx_mask & StatxFlags::DIOALIGN.bits() != 0 => {
+            (u64::from(known.stx_dio_offset_align), u64::from(known.stx_dio_mem_align))
         }
         _ => (BlockSize::PAGE.bytes(), BlockSize::PAGE.bytes()),
     };

@@ -171,7 +171,7 @@ impl<'a> Walk<'a> {
         Ok(Walked { report: walk.report, fixes: walk.fixes })
     }
 
-    fn tell(&mut self, line: impl FnOnce() -> String) {
+    fn report_line(&mut self, line: impl FnOnce() -> String) {
         self.lines += 1;
         if self.lines <= LINES_MAX {
             (self.say)(line());
@@ -180,12 +180,12 @@ impl<'a> Walk<'a> {
 
     fn error(&mut self, line: impl FnOnce() -> String) {
         self.report.corruptions += 1;
-        self.tell(|| format!("ERROR {}", line()));
+        self.report_line(|| format!("ERROR {}", line()));
     }
 
     fn leak(&mut self, line: impl FnOnce() -> String) {
         self.report.leaks += 1;
-        self.tell(|| format!("Leaked {}", line()));
+        self.report_line(|| format!("Leaked {}", line()));
     }
 
     fn fix(&mut self, is_leak: bool, what: Change) {
@@ -207,7 +207,7 @@ impl<'a> Walk<'a> {
 
     fn unreadable(&mut self, what: &str, error: &Error) {
         self.report.check_errors += 1;
-        self.tell(|| format!("ERROR: I/O error in {what}: {}", error.chain()));
+        self.report_line(|| format!("ERROR: I/O error in {what}: {}", error.chain()));
     }
 
     /// The bytes of a run. `None`, and counted, when they cannot be read.

@@ -28,13 +28,13 @@ pub(super) async fn visit(
     image: &dyn Storage,
     walked: &Walked,
     repair: bool,
-    tell: &mut dyn FnMut(&WrongFlag),
+    on_wrong: &mut dyn FnMut(&WrongFlag),
 ) -> Result<u64> {
     let span = header.l1_span();
     if span.end().bytes() > image.len() {
         return Ok(0);
     }
-    let mut flags = Flags { header, image, walked, repair, tell };
+    let mut flags = Flags { header, image, walked, repair, on_wrong };
     let mut wrong = 0;
     let mut tables: BTreeMap<ImageOffset, u64> = BTreeMap::new();
     let mut rest = span;
@@ -90,7 +90,7 @@ struct Flags<'a> {
     image: &'a dyn Storage,
     walked: &'a Walked,
     repair: bool,
-    tell: &'a mut dyn FnMut(&WrongFlag),
+    on_wrong: &'a mut dyn FnMut(&WrongFlag),
 }
 
 impl Flags<'_> {
@@ -106,7 +106,7 @@ impl Flags<'_> {
         if old == new || self.repair && self.walked.is_contested(self.header, place) {
             return;
         }
-        (self.tell)(&WrongFlag { at: place, old, refcount, is_table });
+        (self.on_wrong)(&WrongFlag { at: place, old, refcount, is_table });
         if part.wrong == 0 {
             part.first = at;
             part.right = part.bytes.to_vec();

@@ -100,10 +100,10 @@ impl Fix<'_> {
 
     async fn fix_flags(&mut self) -> Result<()> {
         let Self { header, image, walk, say, .. } = self;
-        let mut tell = |flag: &flags::WrongFlag| {
+        let mut on_wrong = |flag: &flags::WrongFlag| {
             say(format!("Repairing OFLAG_COPIED of entry {:x} at {}", flag.old, flag.at));
         };
-        flags::visit(header, *image, walk, true, &mut tell).await?;
+        flags::visit(header, *image, walk, true, &mut on_wrong).await?;
         Ok(())
     }
 

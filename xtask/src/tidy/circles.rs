@@ -2,7 +2,7 @@
 //!
 //! An arrow is a path that begins with `crate::`, `super::` or `self::` and leads into another file. Paths to
 //! a module's own ancestors and descendants are no arrows: a folder's `mod.rs` has what its files share and
-//! uses them. What stands behind the first `#[cfg(test)]` is left out, and so is what a name re-exported
+//! uses them. The tests at the end of a file are left out, and so is what a name re-exported
 //! elsewhere hides: this finds circles that are written, not all there are.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -92,7 +92,7 @@ fn module_of(path: &str) -> Option<(&str, Vec<&str>)> {
 fn arrows<'a>(modules: &BTreeMap<Vec<&'a str>, &'a str>) -> Arrows<'a> {
     let mut arrows = Arrows::new();
     for (module, text) in modules {
-        let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+        let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
         let used = paths(code).into_iter().filter_map(|path| {
             let mut full = absolute(module, &path)?;
             // The longest part of the path that is a file; the rest is names in it.
@@ -214,7 +214,7 @@ mod tests {
         let one = "use std::io;\nuse crate::{\n    a::{B, c},\n    two::{Two, more},\n};\n";
         let two = "pub fn f() -> crate::three::T { g() }\n";
         let three = "use super::one;\n// super::four is only spoken of\n";
-        let four = "use super::one::One;\n#[cfg(test)]\nmod tests { use super::two; }\n";
+        let four = "use super::one::One;\n#[cfg(test)]\nmod tests {\n    use super::two;\n}\n";
         let all = [("one", one), ("two", two), ("three", three), ("four", four)];
         let files = all.map(|(name, text)| file(&format!("crates/x/src/{name}.rs"), text));
         let found = found(&files);

@@ -82,7 +82,7 @@ impl CheckedDisk {
     /// before the disk is used.
     pub fn when_broken(&self, notify: impl Fn(&str) + Send + Sync + 'static) {
         let is_first = self.when_broken.set(Box::new(notify)).is_ok();
-        debug_assert!(is_first, "one is told");
+        debug_assert!(is_first, "at most one is notified");
     }
 
     /// The disk was opened again and works once more.
@@ -375,7 +375,7 @@ mod tests {
             block_on(disk.flush()).expect_err("no more");
             block_on(disk.close()).expect_err("it must not write");
             assert!(!block_on(disk.tend(Duration::ZERO)));
-            assert_eq!(reported.lock().expect("nobody panics with it").len(), 1, "it is told once");
+            assert_eq!(reported.lock().expect("nobody panics with it").len(), 1, "it is reported once");
         }
     }
 

@@ -101,7 +101,7 @@ fn each_connection_hears_once_that_writes_were_lost() {
         assert_eq!(one.ask(3, 0, 0, 0).await.error, 0);
         assert_eq!(other.write(flag::FUA, 0, &[2; 512]).await.error, EIO);
         assert_eq!(other.write(flag::FUA, 0, &[2; 512]).await.error, 0);
-        assert_eq!(other.ask(3, 0, 0, 0).await.error, EIO, "who flushes is told, too");
+        assert_eq!(other.ask(3, 0, 0, 0).await.error, EIO, "the connection that flushes gets the error, too");
         assert_eq!(other.ask(3, 0, 0, 0).await.error, 0);
         disk.losses.grow();
     });
@@ -349,7 +349,7 @@ fn a_long_request_with_fua_is_not_answered_well_when_a_piece_of_it_was_lost() {
             client.send(&flush).await;
             for _ in 0..2 {
                 let answer = client.answer().await.expect("the session goes on");
-                assert_ne!(answer.error, 0, "{}: both are told", answer.cookie);
+                assert_ne!(answer.error, 0, "{}: both get the error", answer.cookie);
             }
         });
     }

@@ -202,7 +202,7 @@ fn a_client_that_stops_in_the_middle_of_a_request_is_cut() {
         }
         world.settle().await;
         assert!(session.is_finished(), "it sent one byte, and then none");
-        assert!(!other.is_finished(), "who has asked nothing may be silent");
+        assert!(!other.is_finished(), "a client without requests may be silent");
         assert_eq!(idle.read(0, 512).await.len(), 512);
     });
 }

@@ -199,15 +199,15 @@ fn the_map_of_an_empty_disk_comes_at_once_and_that_of_a_full_one_yields() {
         let disk = setup.open(&drive).await.unwrap();
         let whole = GuestOffset::ZERO.span(1 << 40);
         let mut map = disk.map(whole);
-        let told = futures_lite::future::poll_once(&mut map).await.expect("nobody is waited for").unwrap();
-        assert_eq!(told.iter().map(|extent| extent.span).collect::<Vec<_>>(), [whole]);
+        let extents = futures_lite::future::poll_once(&mut map).await.expect("it waits for nothing").unwrap();
+        assert_eq!(extents.iter().map(|extent| extent.span).collect::<Vec<_>>(), [whole]);
         drop(map);
         // Two tables of 2 MiB each, and nothing between.
         for at in [0, 64 << 20] {
             disk.write(GuestOffset::new(at), self::whole(1), WriteFlags::default()).await.unwrap();
         }
-        let told = disk.map(whole).await.unwrap();
-        let ends: Vec<_> = told.iter().map(|extent| extent.span.end().bytes()).collect();
+        let extents = disk.map(whole).await.unwrap();
+        let ends: Vec<_> = extents.iter().map(|extent| extent.span.end().bytes()).collect();
         assert_eq!(ends, [4096, 64 << 20, (64 << 20) + 4096, 1 << 40]);
         let mut map = disk.map(GuestOffset::ZERO.span(2 << 20));
         assert!(futures_lite::future::poll_once(&mut map).await.is_some(), "512 clusters");

@@ -421,7 +421,7 @@ mod tests {
         let all = clients(10, 10, 3);
         let silent: Vec<Client> = (0..3).map(|number| all.arrive(&format!("silent {number}"))).collect();
         let late = all.arrive("late");
-        assert!(silent[0].shutdown().is_cut(), "who has been there longest makes room");
+        assert!(silent[0].shutdown().is_cut(), "the oldest connection makes room");
         assert!(!silent[1].shutdown().is_cut() && is_admitted(&late, "a"));
         assert!(!is_admitted(&silent[0], "a"), "who was sent away gets no seat");
         assert_eq!(all.census(), Census { lobby: 2, seated: 1, lingering: 1 });
@@ -503,7 +503,7 @@ mod tests {
             assert!(poll_once(&mut admit).await.is_some(), "it hears of it");
         });
         all.set_seats(1, 1);
-        assert_eq!(all.census().seated, 2, "nobody is sent away");
+        assert_eq!(all.census().seated, 2, "no client is disconnected");
         drop(first);
         assert!(!is_admitted(&all.arrive("third"), "a"));
         drop(second);

@@ -4,7 +4,7 @@
 //! ```text
 //!   QEMU makes and fills it  ──►  both say the same of it: content, snapshots, check, info, map
 //!         │
-//!   Vellum writes on, 10,000 requests, reopened in between  ──►  QEMU checks and reads after every close
+//!   Vellum writes on, 4,000 requests, reopened in between  ──►  QEMU checks and reads after every close
 //!         │
 //!   Vellum makes it anew  ──►  QEMU and Vellum take turns writing
 //! ```
@@ -37,7 +37,7 @@ use vellum_io::{IoMode, Workers, WorkersConfig};
 use writer::Writer;
 
 /// Requests for each kind of image, and how often it is reopened on the way.
-const REQUESTS: usize = 10_000;
+const REQUESTS: usize = 4_000;
 const ROUNDS: usize = 5;
 /// How often the two programs take turns.
 const TURNS: usize = 3;

@@ -65,7 +65,7 @@ impl FuseFiles {
     }
 
     /// The handles that tell the kernel that a file has grown.
-    pub(crate) fn tellers(&self) -> Arc<[SizeNotifier]> {
+    pub(crate) fn size_notifiers(&self) -> Arc<[SizeNotifier]> {
         self.0.iter().map(|shown| shown.mounted.size_notifier()).collect()
     }
 

@@ -11,7 +11,7 @@
 //! [`signals`] (that end such work), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
 //! its start to its end), `door` (accepting NBD clients), `tls`, `rights` (of sockets), `served` (its disks
 //! and their snapshots), `meter` (measuring their requests), `metrics` (the figures for Prometheus), `vhost`
-//! (its sockets for virtual machines), `fuse` (its files), `ublk` (its block devices), `lookers` (the front
+//! (its sockets for virtual machines), `fuse` (its files), `ublk` (its block devices), `size_watchers` (the front
 //! ends that are notified when a disk has grown), `grow` (devices that become full), [`control`] (requests to
 //! it while it serves), `notify` (notifications to a service manager), [`stats`] (counters), [`template`]
 //! (where templates are zero).
@@ -30,7 +30,6 @@ mod grow;
 pub mod host;
 pub mod image;
 pub mod inspect;
-mod lookers;
 pub mod map;
 mod meter;
 mod metrics;
@@ -41,6 +40,7 @@ pub mod serve;
 mod served;
 mod server;
 pub mod signals;
+mod size_watchers;
 pub mod spec;
 pub mod stats;
 pub mod template;

@@ -459,7 +459,7 @@ impl Served {
             ),
         };
         // Its files, and their locks, are released now and not with the last reference to the disk.
-        let gone = self.let_go(&hold, &mut chain).await;
+        let gone = self.release_files(&hold, &mut chain).await;
         if closed.is_ok() {
             // A front end that continues with the next server misses nothing.
             self.reconnects.closed();
@@ -479,11 +479,11 @@ impl Served {
 
     /// Closes the files. Requests fail from now on. Closing a file may take as long as its storage does, so
     /// it runs in the background; and it is waited for only this long.
-    async fn let_go(&self, hold: &Hold, chain: &mut Option<Chain>) -> Result<()> {
+    async fn release_files(&self, hold: &Hold, chain: &mut Option<Chain>) -> Result<()> {
         self.valve.exchange(hold, Gone::of(&*self.disk));
         let (watcher, chain) = (self.watcher().take(), chain.take());
         let late = async {
-            clock().sleep(LETTING_GO).await;
+            clock().sleep(RELEASE_MAX).await;
             let why = "its storage does not answer: the files of the image stay open until it does";
             Err(Error::new(ErrorKind::Io, format!("{}: {why}", self.path.display())))
         };
@@ -604,7 +604,7 @@ impl Served {
 pub(crate) const IS_READ: &str = "a client is reading a snapshot of it and must disconnect first";
 
 /// How long the files of an image may take to be closed.
-const LETTING_GO: Duration = Duration::from_secs(5);
+const RELEASE_MAX: Duration = Duration::from_secs(5);
 
 /// How often to check whether a disk that ends is still in use.
 const ENDING_EVERY: Duration = Duration::from_millis(5);

@@ -49,11 +49,11 @@ use crate::control::places::{CONNECTIONS_MAX, Places};
 use crate::control::server::Control;
 use crate::door::{Accepting, Bolt, Door};
 use crate::fuse::FuseFiles;
-use crate::lookers::Lookers;
 use crate::metrics::Metrics;
 use crate::notify::NotifySocket;
 use crate::seats::Seats;
 use crate::served::{Disks, Group, How, Opening, PATIENCE, Served, SnapshotExports};
+use crate::size_watchers::SizeWatchers;
 use crate::spec::{ExportSpec, Ready, Report, ServeSpec};
 use crate::tls::{TlsFiles, TlsNow};
 use crate::ublk::Blocks;
@@ -80,7 +80,7 @@ struct Server {
     devices: Devices,
     /// Sockets that were bound at the start, by the names of their exports.
     sockets: Vec<(String, SocketId)>,
-    lookers: Lookers,
+    size_watchers: SizeWatchers,
     shutdown: Shutdown,
     clients: Clients,
     seats: Seats,
@@ -131,7 +131,7 @@ pub(crate) async fn run(
     }
     let hangs = matches!(&closed, Err(end) if end.hangs);
     let stats = disks.stats(&Exports::new());
-    disks.let_go();
+    disks.drop_closed();
     let written = match stats_path.filter(|_| result.is_ok()) {
         None => Ok(()),
         Some(path) => {
@@ -178,7 +178,7 @@ impl Server {
             next_worker: Arc::new(AtomicUsize::new(0)),
         };
         Self {
-            lookers: Lookers::new(devices.clone()),
+            size_watchers: SizeWatchers::new(devices.clone()),
             devices,
             sockets: Vec::new(),
             disks,
@@ -281,7 +281,7 @@ impl Server {
                 places: self.control_places.clone(),
                 clients: self.clients.clone(),
                 seats: self.seats.clone(),
-                lookers: self.lookers.clone(),
+                size_watchers: self.size_watchers.clone(),
                 door: self.door.clone(),
                 accepting: self.accepting.clone(),
             };
@@ -340,7 +340,7 @@ impl Server {
         self.files = FuseFiles::begin(&files, &spec.exports, &self.disks, &self.workers).await?;
         let where_to = (&self.workers, spec.mode);
         self.blocks = Blocks::begin(&blocks, &spec.exports, &self.disks, where_to, &self.shutdown).await?;
-        self.lookers.also(self.files.tellers(), self.blocks.tellers());
+        self.size_watchers.add(self.files.size_notifiers(), self.blocks.size_notifiers());
         Ok(())
     }
 

@@ -127,8 +127,8 @@ impl Blocks {
     }
 
     /// The handles that tell the kernel that a disk has grown.
-    pub(crate) fn tellers(&self) -> Tellers {
-        Tellers(self.0.iter().map(Shown::teller).collect())
+    pub(crate) fn size_notifiers(&self) -> SizeNotifiers {
+        SizeNotifiers(self.0.iter().map(Shown::size_notifier).collect())
     }
 
     /// Completes when none of them is served any more, though none was ended here; at once, when there are
@@ -238,7 +238,7 @@ impl Shown {
             Ok(()) => {
                 shown.is_started = true;
                 // One that was taken over may be smaller than its disk.
-                shown.teller().look_again().await;
+                shown.size_notifier().look_again().await;
                 Ok(shown)
             }
             Err(error) => {
@@ -307,9 +307,9 @@ impl Shown {
         self.control.call(move |control| start(control, number)).await
     }
 
-    fn teller(&self) -> Teller {
+    fn size_notifier(&self) -> SizeNotifier {
         let Self { control, number, disk, target, .. } = self;
-        Teller { control: control.clone(), number: *number, disk: disk.clone(), target: target.clone() }
+        SizeNotifier { control: control.clone(), number: *number, disk: disk.clone(), target: target.clone() }
     }
 
     /// Completes when it is not served any more, though it was not ended here.
@@ -370,25 +370,25 @@ impl Shown {
 
 /// The handles that tell the kernel that a disk has grown.
 #[derive(Clone)]
-pub(crate) struct Tellers(Arc<[Teller]>);
+pub(crate) struct SizeNotifiers(Arc<[SizeNotifier]>);
 
-struct Teller {
+struct SizeNotifier {
     control: Handle,
     number: u32,
     disk: SharedDisk,
     target: Arc<Target>,
 }
 
-impl Tellers {
+impl SizeNotifiers {
     /// Each checks whether its disk has grown.
     pub(crate) async fn look_again(&self) {
-        for teller in &*self.0 {
-            teller.look_again().await;
+        for notifier in &*self.0 {
+            notifier.look_again().await;
         }
     }
 }
 
-impl Teller {
+impl SizeNotifier {
     async fn look_again(&self) {
         let (number, sectors) = (self.number, self.disk.geometry().size / SECTOR_BYTES);
         // First what requests are measured by: the kernel may ask for what is new at once.

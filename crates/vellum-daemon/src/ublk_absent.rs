@@ -17,9 +17,9 @@ pub(crate) struct Blocks(());
 
 /// None.
 #[derive(Clone)]
-pub(crate) struct Tellers;
+pub(crate) struct SizeNotifiers;
 
-impl Tellers {
+impl SizeNotifiers {
     #[expect(clippy::unused_async, reason = "as where there are some")]
     pub(crate) async fn look_again(&self) {}
 }
@@ -47,8 +47,8 @@ impl Blocks {
     }
 
     #[expect(clippy::unused_self, reason = "as where there are some")]
-    pub(crate) fn tellers(&self) -> Tellers {
-        Tellers
+    pub(crate) fn size_notifiers(&self) -> SizeNotifiers {
+        SizeNotifiers
     }
 
     #[expect(clippy::unused_async, reason = "as where there are some")]

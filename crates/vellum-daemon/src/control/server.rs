@@ -19,9 +19,9 @@ use super::places::Places;
 use super::{Answer, COMMANDS, ClientRow, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Request};
 use crate::contained::{contained, in_rounds};
 use crate::door::{Accepting, Door};
-use crate::lookers::Lookers;
 use crate::seats::Seats;
 use crate::served::{Disks, Wish};
+use crate::size_watchers::SizeWatchers;
 use crate::spec::ServeSpec;
 use crate::vhost::Devices;
 
@@ -47,7 +47,7 @@ pub(crate) struct Control {
     pub(crate) clients: Clients,
     pub(crate) seats: Seats,
     /// The front ends that are notified when a disk has grown.
-    pub(crate) lookers: Lookers,
+    pub(crate) size_watchers: SizeWatchers,
     /// Where NBD clients come in.
     pub(crate) door: Door,
     pub(crate) accepting: Accepting,
@@ -214,7 +214,7 @@ impl Control {
                 };
                 let resized = self.disks.find(disk.as_deref())?.resize(wish).await;
                 // Also when it failed: it may have failed after the image had its new size.
-                self.lookers.tell().await;
+                self.size_watchers.notify().await;
                 let (before, size) = resized?;
                 json!({ "virtual-size-before": before, "virtual-size": size })
             }
@@ -251,7 +251,7 @@ impl Control {
             Request::ExportReopen { disk, lose_unflushed } => {
                 let disk = self.disks.find(disk.as_deref())?;
                 let reopened = disk.reopen(*lose_unflushed).await;
-                self.lookers.tell().await;
+                self.size_watchers.notify().await;
                 json!({ "state": "running", "may-miss-writes": reopened? })
             }
         })

@@ -279,9 +279,9 @@ impl Disks {
         all.clone()
     }
 
-    /// Lets go of those that are closed: their files, and the locks of these, go now, also when the process
+    /// Drops the disks that are closed: their files, and the locks of these, are released now, also when the process
     /// itself can't yet.
-    pub(crate) fn let_go(&self) {
+    pub(crate) fn drop_closed(&self) {
         self.lock().retain(|disk| !disk.is_closed_for_good());
     }
 

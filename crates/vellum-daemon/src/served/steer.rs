@@ -324,7 +324,7 @@ impl Served {
     }
 
     async fn open_again(self: &Arc<Self>, hold: &Hold, chain: &mut Option<Chain>) -> Result<()> {
-        self.let_go(hold, chain).await?;
+        self.release_files(hold, chain).await?;
         let opened = open_image(&self.path, &self.image).await?;
         opened.settle().await?;
         let (inner, growing) = behind_valve(&opened, &self.path, &self.how, &self.record).await;

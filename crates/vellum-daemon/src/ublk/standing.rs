@@ -191,7 +191,7 @@ impl Leaving {
             self.is_said = true;
             let path = path_of(number);
             tracing::warn!(
-                "process {pid}, which served {}, has gone, and the kernel is still letting go of it; that may take half a minute",
+                "process {pid}, which served {}, has gone, and the kernel has not released it yet; that may take half a minute",
                 path.display()
             );
         }

@@ -15,34 +15,34 @@ use vellum_io::{clock, unblock};
 use crate::ublk;
 use crate::vhost::Devices;
 
-/// How long to wait for a kernel to look again. It is notified all the same: a file whose lanes are full
+/// How long to wait for a kernel to read the size again. It is notified all the same: a file whose lanes are full
 /// follows later.
-const LOOKING_MAX: Duration = Duration::from_secs(2);
+const NOTIFY_MAX: Duration = Duration::from_secs(2);
 
-/// All of them. Files and block devices are there when they are.
+/// All of them. Files and block devices are added once they are served.
 #[derive(Clone)]
-pub(crate) struct Lookers {
+pub(crate) struct SizeWatchers {
     devices: Devices,
-    shown: Rc<OnceCell<(Arc<[SizeNotifier]>, ublk::Tellers)>>,
+    shown: Rc<OnceCell<(Arc<[SizeNotifier]>, ublk::SizeNotifiers)>>,
 }
 
-impl Lookers {
+impl SizeWatchers {
     pub(crate) fn new(devices: Devices) -> Self {
         Self { devices, shown: Rc::default() }
     }
 
-    /// These, too, from now on.
-    pub(crate) fn also(&self, files: Arc<[SizeNotifier]>, blocks: ublk::Tellers) {
+    /// Adds the files and block devices.
+    pub(crate) fn add(&self, files: Arc<[SizeNotifier]>, blocks: ublk::SizeNotifiers) {
         let is_first = self.shown.set((files, blocks)).is_ok();
         debug_assert!(is_first, "they are made once");
     }
 
-    /// Makes all of them look at the size. A front end that already knows it does nothing.
-    pub(crate) async fn tell(&self) {
+    /// Makes all of them read the size again. A front end that already knows it does nothing.
+    pub(crate) async fn notify(&self) {
         self.devices.look_again();
         let Some((files, blocks)) = self.shown.get() else { return };
         let files = files.iter().cloned().map(|file| Box::pin(unblock(move || file.notify())));
-        or(async { drop(join_all(files).await) }, clock().sleep(LOOKING_MAX)).await;
+        or(async { drop(join_all(files).await) }, clock().sleep(NOTIFY_MAX)).await;
         blocks.look_again().await;
     }
 }

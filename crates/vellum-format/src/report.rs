@@ -52,7 +52,7 @@ pub struct Recovery {
     /// Pages of tables that were written.
     pub pages: u64,
     /// Units whose entry was embedded in a block. (native)
-    pub born: u64,
+    pub embedded_units: u64,
     /// Clusters that were reserved but never used, and were freed. (qcow2)
     pub given_back: u64,
     /// The newest record was incomplete, or its data was, and it was left out. It had not been reported as

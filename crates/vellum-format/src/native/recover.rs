@@ -159,7 +159,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             replay.replay(&found.record).await?;
         }
         let scanned = zone_scan::scan_open_zones(&mut replay, storage, &places, place.generation).await?;
-        recovery.born = scanned.count;
+        recovery.embedded_units = scanned.count;
         // The table may be on the medium although the file's new length is not.
         let mut named = places
             .table()

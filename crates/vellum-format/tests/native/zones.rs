@@ -87,7 +87,10 @@ fn emptied_zones_are_opened_again() {
                 disk.write(GuestOffset::new(unit * UNIT), bytes(round + 1), WriteFlags::FUA).await.unwrap();
                 writes += drive.counts_since(mark).writes;
             }
-            assert!(round == 0 || writes <= 32 + 24, "round {round}: {writes} writes for 32, most are born");
+            assert!(
+                round == 0 || writes <= 32 + 24,
+                "round {round}: {writes} writes for 32, most are embedded"
+            );
             for unit in 0..32 {
                 let found = disk.read(GuestOffset::new(unit * UNIT), Buffer::zeroed(4096)).await.unwrap();
                 assert_eq!(found.to_vec(), [round + 1; 4096], "round {round}, unit {unit}");
@@ -192,10 +195,10 @@ fn recovery_reads_open_zones_only() {
         let image: SharedStorage = Drive::from_content(&world, drive.content(), DriveOptions::default());
         let mark = drive.counts();
         let recovery = recover(&image).await.unwrap();
-        assert!(recovery.born > 0 && recovery.born <= 3 * 16, "{recovery:?}");
+        assert!(recovery.embedded_units > 0 && recovery.embedded_units <= 3 * 16, "{recovery:?}");
         assert_eq!(drive.counts_since(mark).reads, 0, "it is a copy");
         let again = recover(&image).await.unwrap();
-        assert_eq!((again.records, again.born), (0, 0));
+        assert_eq!((again.records, again.embedded_units), (0, 0));
         let (report, lines) = look_native(&image).await.unwrap();
         assert!(report.is_clean(), "{lines:?}");
         disk.close().await.unwrap();
@@ -213,7 +216,7 @@ fn embedded_entries_are_recorded_when_it_is_quiet() {
         let second = std::time::Duration::from_secs(1);
         let embedded = async || {
             let image: SharedStorage = Drive::from_content(&world, drive.content(), DriveOptions::default());
-            recover(&image).await.unwrap().born
+            recover(&image).await.unwrap().embedded_units
         };
         for unit in 0..8 {
             disk.write(GuestOffset::new(unit * UNIT), bytes(1), WriteFlags::FUA).await.unwrap();
@@ -378,8 +381,8 @@ fn blocks_of_a_host_are_smaller() {
         let plain: SharedStorage = Drive::from_content(&world, drive.content(), DriveOptions::default());
         let fine: SharedStorage =
             Arc::new(Fine(Drive::from_content(&world, drive.content(), DriveOptions::default())));
-        let by_page = recover(&plain).await.unwrap().born;
-        let by_kib = recover(&fine).await.unwrap().born;
+        let by_page = recover(&plain).await.unwrap().embedded_units;
+        let by_kib = recover(&fine).await.unwrap().embedded_units;
         assert_eq!((by_page, by_kib), (1, 1));
     });
 }

@@ -136,9 +136,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         on_all_processors(&[Drive::Hdd, Drive::Ssd], |drive| Ok((*drive, recovery(*drive, bytes)?)))?;
     table.say("");
     table.say(&format!("Figure 10, recovery of {} GiB, all of it packs", bytes >> 30));
-    for (drive, Recovered { units, born, records, reads, mebibytes_read, seconds, .. }) in &recovered {
+    for (drive, Recovered { units, embedded_units, records, reads, mebibytes_read, seconds, .. }) in
+        &recovered
+    {
         table.say(&format!(
-            "  {drive:?}: {units} units, {born} told by their blocks alone, {records} records; {reads} reads, \
+            "  {drive:?}: {units} units, {embedded_units} known from their blocks alone, {records} records; {reads} reads, \
              {mebibytes_read:.1} MiB, {seconds:.2} s"
         ));
     }

@@ -13,17 +13,17 @@ use super::{Below, Drive, Image, Stage, UNIT};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Recovered {
-    /// Units that the image has, each born with its own entry.
+    /// Units that the image has, each allocated with an embedded entry.
     pub(crate) units: u64,
     /// Those that only their block's embedded entry recorded.
-    pub(crate) born: u64,
+    pub(crate) embedded_units: u64,
     pub(crate) records: u64,
     pub(crate) reads: u64,
     pub(crate) mebibytes_read: f64,
     /// Of those what lies in zones: the young ones are read whole.
     pub(crate) mebibytes_of_zones: f64,
     pub(crate) seconds: f64,
-    /// Writes of the image's own while its units were born: zones opened, and what was gathered of full ones.
+    /// Writes of the image's own while its units were allocated: zones opened, and what was gathered of full ones.
     pub(crate) metadata_writes: u64,
 }
 
@@ -61,7 +61,7 @@ pub(crate) fn recovery(drive: Drive, bytes: u64) -> Result<Recovered> {
     let after = scene.drive.counts();
     Ok(Recovered {
         units,
-        born: recovered.born,
+        embedded_units: recovered.embedded_units,
         records: recovered.records,
         reads: after.reads - before.reads,
         mebibytes_read: (after.bytes_read - before.bytes_read) as f64 / f64::from(1 << 20),
@@ -79,7 +79,7 @@ mod tests {
     fn a_recovery_reads_the_journal_and_young_zones_whatever_the_size() {
         let (small, large) = (recovery(Drive::Hdd, 1 << 30).unwrap(), recovery(Drive::Hdd, 4 << 30).unwrap());
         for seen in [small, large] {
-            assert!(seen.born > 0 && seen.born < seen.units, "{seen:?}");
+            assert!(seen.embedded_units > 0 && seen.embedded_units < seen.units, "{seen:?}");
             let zones = seen.mebibytes_of_zones;
             assert!((64.0..=130.0).contains(&zones) && seen.mebibytes_read - zones <= 32.0, "{seen:?}");
             assert!(seen.reads <= 2048 && seen.mebibytes_read <= 160.0, "{seen:?}");

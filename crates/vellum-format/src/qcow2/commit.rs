@@ -35,6 +35,7 @@ use std::sync::{Arc, RwLockWriteGuard};
 
 use vellum_core::{Buffer, Context, ImageOffset, ImageSpan, Result, try_join_all};
 
+use super::header::Header;
 use super::image::Qcow2;
 use super::layout::{autoclear, be64, incompatible, put64};
 use super::pages::Page;
@@ -119,33 +120,27 @@ impl Qcow2 {
     /// next opening after a crash repairs the refcounts, and clears the autoclear bits of data that this
     /// program does not update. With a journal, it begins that instead.
     pub(crate) async fn begin_change(&self) -> Result<()> {
-        if self.is_marked.load(Ordering::Acquire) {
+        if self.header.is_marked() {
             return Ok(());
         }
-        let mut marked = self.marked.lock().await;
-        if *marked {
-            return Ok(());
-        }
+        // Boxed: it happens once, and would make the future of every write larger.
+        Box::pin(self.header.mark_once(async || self.mark().await)).await
+    }
+
+    async fn mark(&self) -> Result<()> {
         if let Some(end) = { self.refcounts().end() } {
             self.reach(end).await?;
         }
         let has_journal = self.begin_journal().await?;
-        if !has_journal && lock(&self.header).version() >= 3 {
-            self.change_header(|header| {
-                let autoclear = header.autoclear & autoclear::KEPT;
-                header.set_features(header.incompatible | incompatible::DIRTY, autoclear);
-            })
-            .await?;
-            self.flush_storage().await?;
+        if has_journal || self.header.read(Header::version) < 3 {
+            return Ok(());
         }
-        *marked = true;
-        self.is_marked.store(true, Ordering::Release);
-        Ok(())
-    }
-
-    /// Whether the image has been marked as being written.
-    pub(crate) fn is_changed(&self) -> bool {
-        self.is_marked.load(Ordering::Acquire)
+        self.change_header(|header| {
+            let autoclear = header.autoclear & autoclear::KEPT;
+            header.set_features(header.incompatible | incompatible::DIRTY, autoclear);
+        })
+        .await?;
+        self.flush_storage().await
     }
 
     /// Cuts the file to the end of the clusters that were ever in use, or to the end of `keep` if that is
@@ -161,19 +156,9 @@ impl Qcow2 {
         }
     }
 
-    /// Writes a changed header. The header in memory changes when the write has succeeded. The change is not
-    /// durable before the next flush.
-    pub(crate) async fn change_header(&self, change: impl FnOnce(&mut super::header::Header)) -> Result<()> {
-        let _changing = self.header_changes.lock().await;
-        let mut new = lock(&self.header).clone();
-        change(&mut new);
-        let sector = new.first_sector();
-        self.metadata
-            .write(ImageOffset::ZERO, sector)
-            .await
-            .context(|| format!("{}: can't write the header", self.engine.name))?;
-        *lock(&self.header) = new;
-        Ok(())
+    /// Writes a changed header. The change is not durable before the next flush.
+    pub(crate) async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+        self.header.change(&*self.metadata, &self.engine.name, change).await
     }
 }
 
@@ -317,11 +302,11 @@ impl Map for Qcow2 {
         if let Some(journal) = Self::journal(self) {
             return self.clear_journal_bit(journal).await.map(Some);
         }
-        let was_marked = *self.marked.lock().await;
+        let was_marked = self.header.was_marked().await;
         if was_marked {
             self.cut_to_end(ImageOffset::ZERO.span(0)).await?;
         }
-        if !was_marked || lock(&self.header).version() < 3 {
+        if !was_marked || self.header.read(Header::version) < 3 {
             return Ok(None);
         }
         // Everything the bit stands for was flushed above.

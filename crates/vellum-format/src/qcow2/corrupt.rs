@@ -12,21 +12,45 @@
 //!   where the request ends           noticed(its result)    stopped ─ header ─ flush; the request fails
 //! ```
 
-use std::sync::atomic::Ordering;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use vellum_core::{Error, ErrorKind, Result};
 
+use super::header::Header;
 use super::image::Qcow2;
 use super::layout::incompatible;
 use crate::engine::Commit as _;
 use crate::state::lock;
 
+/// The first contradiction found in the metadata, until it is acted on.
+#[derive(Default)]
+pub(crate) struct Contradiction {
+    first: Mutex<Option<Error>>,
+    is_found: AtomicBool,
+}
+
+impl Contradiction {
+    fn find(&self, error: &Error) {
+        lock(&self.first).get_or_insert_with(|| error.clone());
+        self.is_found.store(true, Ordering::Release);
+    }
+
+    fn is_found(&self) -> bool {
+        self.is_found.load(Ordering::Acquire)
+    }
+
+    /// The first caller gets it.
+    fn take(&self) -> Option<Error> {
+        lock(&self.first).take()
+    }
+}
+
 impl Qcow2 {
     /// Records that the metadata contradicts itself. Returns the error.
     pub(crate) fn contradicts(&self, error: Error) -> Error {
         if self.refcounts.is_some() {
-            lock(&self.contradiction).get_or_insert_with(|| error.clone());
-            self.has_contradiction.store(true, Ordering::Release);
+            self.contradiction.find(&error);
         }
         error
     }
@@ -35,7 +59,7 @@ impl Qcow2 {
     /// result. (It takes the result and not the request's future, because that would be copied into another
     /// future: kilobytes for each request.)
     pub(crate) async fn noticed<T>(&self, result: Result<T>) -> Result<T> {
-        if result.is_err() && self.has_contradiction.load(Ordering::Acquire) {
+        if result.is_err() && self.contradiction.is_found() {
             Box::pin(self.mark_corrupt()).await;
         }
         result
@@ -43,7 +67,7 @@ impl Qcow2 {
 
     /// Marks the image as corrupt. The first caller does it.
     async fn mark_corrupt(&self) {
-        let Some(error) = lock(&self.contradiction).take() else { return };
+        let Some(error) = self.contradiction.take() else { return };
         // An image that has already stopped for this reason is marked too. After a failed flush nothing more
         // is written.
         let may_write =
@@ -51,7 +75,7 @@ impl Qcow2 {
         let why = "the image's metadata is inconsistent; it is marked corrupt and accepts no more changes: close \
          it, and run `vellum check -r all`";
         self.engine.state.stop(error.context(format!("{}: {why}", self.engine.name)));
-        if !may_write || lock(&self.header).version() < 3 {
+        if !may_write || self.header.read(Header::version) < 3 {
             return;
         }
         let marked = self.change_header(|header| {

@@ -22,7 +22,7 @@
 //! nothing of it, with a journal and without one.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use arc_swap::Guard;
@@ -33,8 +33,10 @@ use vellum_core::{
 };
 
 use super::compressed::Decompressor;
+use super::corrupt::Contradiction;
 use super::entry::{ClusterState, Entries, Words};
 use super::header::Header;
+use super::header_state::HeaderState;
 use super::journal::{Journal, SectorChecks, checks_of};
 use super::late::Late;
 use super::layout::{COPIED, OFFSET_MASK};
@@ -59,7 +61,7 @@ const GROWTH_BYTES: std::ops::RangeInclusive<u64> = 1 << 20..=64 << 20;
 /// An open qcow2 image.
 pub struct Qcow2 {
     pub(crate) engine: Engine<ImageSpan>,
-    pub(crate) header: Mutex<Header>,
+    pub(crate) header: HeaderState,
     pub(crate) cluster: BlockSize,
     pub(crate) entries: Entries,
     /// The image file, for metadata.
@@ -91,14 +93,8 @@ pub struct Qcow2 {
     /// Space prepared ahead of need.
     pub(crate) prepare: Prepare,
     pub(crate) decompressor: Decompressor,
-    pub(crate) marked: async_lock::Mutex<bool>,
-    pub(crate) is_marked: AtomicBool,
-    /// Held while the header is changed.
-    pub(crate) header_changes: async_lock::Mutex<()>,
     pub(crate) growing: async_lock::Mutex<()>,
-    /// The first contradiction found in the metadata, until the header records it.
-    pub(crate) contradiction: Mutex<Option<Error>>,
-    pub(crate) has_contradiction: AtomicBool,
+    pub(crate) contradiction: Contradiction,
 }
 
 /// The L1 table, held in memory as a whole.
@@ -410,7 +406,7 @@ impl Qcow2 {
 
     /// Whether the external data file must read as the disk does.
     pub(crate) fn data_file_is_raw(&self) -> bool {
-        self.has_data_file && lock(&self.header).data_file_is_raw()
+        self.has_data_file && self.header.read(Header::data_file_is_raw)
     }
 
     /// Makes sure that the L2 table of a guest cluster exists and belongs to the active disk alone, so that

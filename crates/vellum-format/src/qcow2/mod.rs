@@ -46,6 +46,7 @@ pub mod create;
 mod entry;
 mod format;
 pub mod header;
+mod header_state;
 mod image;
 mod journal;
 pub mod journal_setting;

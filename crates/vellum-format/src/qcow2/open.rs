@@ -4,7 +4,7 @@
 //! The work is in proportion to the bytes of the tables that exist. What a header merely claims is recorded
 //! as runs: a table in a hole costs nothing, however many snapshots name it.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
 use vellum_core::{
@@ -16,6 +16,7 @@ use super::check;
 use super::compressed::Decompressor;
 use super::entry::Entries;
 use super::header::Header;
+use super::header_state::HeaderState;
 use super::image::{L1, Qcow2};
 use super::journal::{Journal, Overlaid, recover};
 use super::journal_setting;
@@ -186,7 +187,7 @@ impl Qcow2 {
         Ok(Arc::new(Self {
             engine: Engine::new(image.name().to_owned(), geometry, clock),
             has_data_file: header.has_data_file(),
-            header: Mutex::new(header),
+            header: HeaderState::new(header),
             cluster,
             entries,
             metadata: image,
@@ -208,12 +209,8 @@ impl Qcow2 {
             journal,
             prepare: Prepare::new(prealloc, ahead),
             decompressor,
-            marked: Default::default(),
-            is_marked: AtomicBool::new(false),
-            header_changes: Default::default(),
             growing: Default::default(),
-            contradiction: Mutex::default(),
-            has_contradiction: AtomicBool::new(false),
+            contradiction: Default::default(),
         }))
     }
 }

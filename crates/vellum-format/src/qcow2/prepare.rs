@@ -84,7 +84,7 @@ impl Qcow2 {
     /// Prepares a piece, if it is time for one. Returns whether it is time for another.
     pub(crate) async fn prepare_some(&self, now: Duration) -> bool {
         // Before the first change the need is unknown, and a crash would go unnoticed.
-        if !self.prepare.is_on || !self.is_changed() {
+        if !self.prepare.is_on || !self.header.is_marked() {
             return false;
         }
         let Some(mut need) = self.prepare.need.try_lock() else { return false };

@@ -15,6 +15,7 @@
 
 use vellum_core::{Context, ErrorKind, ImageOffset, ImageSpan, Result, Zeroes};
 
+use super::super::header::Header;
 use super::super::image::Qcow2;
 use super::super::layout::{autoclear, incompatible};
 use super::Journal;
@@ -23,7 +24,6 @@ use crate::engine::Commit as _;
 use crate::journal::commit::write_zeros;
 use crate::journal::record::{BLOCK, BYTES_MAX, BYTES_MIN};
 use crate::sabotage::{self, Bug};
-use crate::state::lock;
 
 impl Qcow2 {
     /// The journal, if this image is being written with one.
@@ -87,13 +87,11 @@ impl Qcow2 {
 
     async fn begin_in(&self, journal: &Journal, run: ImageSpan) -> Result<()> {
         self.flush_storage().await?;
-        let generation = {
-            let header = lock(&self.header);
-            let (extension, _) = header.journal.expect("there is a journal because the header has one");
-            extension.generation.wrapping_add(u64::from(!sabotage::is(Bug::OldRunKept)))
-        };
+        let (extension, _) =
+            self.header.read(|header| header.journal).expect("there is a journal because the header has one");
+        let generation = extension.generation.wrapping_add(u64::from(!sabotage::is(Bug::OldRunKept)));
         let key = journal.common.new_key()?;
-        let prealloc = lock(&self.header).prealloc();
+        let prealloc = self.header.read(Header::prealloc);
         let extension = Extension { wanted_bytes: journal.wanted_bytes, run, generation, key, prealloc };
         self.change_header(|header| {
             header.set_journal(extension);

@@ -30,27 +30,22 @@
 //! meaning of a failure are the same for every format (`engine/commit.rs`), and so is the clean close
 //! (`engine/close.rs`). The parts of both that only qcow2 knows are here, in [`Map`].
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, RwLockWriteGuard};
 
 use vellum_core::{Buffer, Context, ImageOffset, ImageSpan, Result, try_join_all};
 
 use super::header::Header;
 use super::image::Qcow2;
-use super::layout::{autoclear, be64, incompatible, put64};
+use super::layout::{autoclear, incompatible};
+use super::mapping::L1Sector;
 use super::pages::Page;
 use super::quarantine::Pace;
 use super::refcount::SealedRefcounts;
 use crate::engine::{self, Commit as _, Engine, Map, write_all};
 use crate::journal::commit::Medium;
 use crate::journal::record::{Item, Record};
-use crate::journal::words::items_of;
 use crate::journal::{Changed, HomeWrite, Journal};
 use crate::sabotage::{self, Bug};
-use crate::state::lock;
-
-/// L1 entries are written in sectors of this many.
-const L1_SECTOR_ENTRIES: usize = 64;
 
 /// A page of the mapping, to be written.
 pub(crate) struct SealedPage {
@@ -63,8 +58,7 @@ pub(crate) struct SealedPage {
 /// Copies of everything that a commit writes.
 pub(crate) struct Sealed {
     freed: Vec<ImageSpan>,
-    /// Sectors of the L1 table: place, bytes, and the indexes of the entries that have changed.
-    pub(crate) l1: Vec<(ImageOffset, Vec<u8>, Vec<usize>)>,
+    pub(crate) l1: Vec<L1Sector>,
     pub(crate) pages: Vec<SealedPage>,
     pub(crate) refcounts: SealedRefcounts,
 }
@@ -86,7 +80,7 @@ impl engine::Sealed for Sealed {
     }
 
     fn pages(&self) -> Vec<HomeWrite> {
-        let l1 = self.l1.iter().map(|(at, bytes, _)| (*at, Arc::from(&bytes[..])));
+        let l1 = self.l1.iter().map(|sector| (sector.at, Arc::from(&sector.bytes[..])));
         let pages = self.pages.iter().map(|page| (page.at, Arc::from(&page.bytes[..])));
         let refcounts = self.refcounts.pages.iter().map(|page| (page.at, Arc::from(&page.bytes[..])));
         l1.chain(pages).chain(refcounts).collect()
@@ -94,28 +88,6 @@ impl engine::Sealed for Sealed {
 }
 
 impl Qcow2 {
-    fn seal_l1(&self) -> Vec<(ImageOffset, Vec<u8>, Vec<usize>)> {
-        let dirty = std::mem::take(&mut *lock(&self.l1.dirty));
-        let mut sectors: Vec<(ImageOffset, Vec<u8>, Vec<usize>)> = Vec::new();
-        let mut last = None;
-        for index in dirty {
-            let sector = index / L1_SECTOR_ENTRIES;
-            if last == Some(sector) {
-                sectors.last_mut().expect("there is one").2.push(index);
-                continue;
-            }
-            last = Some(sector);
-            let first = sector * L1_SECTOR_ENTRIES;
-            let end = self.l1.entries.len().min(first + L1_SECTOR_ENTRIES);
-            let mut bytes = vec![0; (end - first) * 8];
-            for (i, entry) in self.l1.entries[first..end].iter().enumerate() {
-                put64(&mut bytes, i * 8, entry.load(Ordering::Acquire));
-            }
-            sectors.push((self.l1.at + first as u64 * 8, bytes, vec![index]));
-        }
-        sectors
-    }
-
     /// Marks the image as being written, before its first change: sets the dirty bit (version 3), so that the
     /// next opening after a crash repairs the refcounts, and clears the autoclear bits of data that this
     /// program does not update. With a journal, it begins that instead.
@@ -198,7 +170,7 @@ impl Map for Qcow2 {
         }
         // Stage 3.
         if sealed.has_mapping() {
-            let l1 = sealed.l1.iter().map(|(at, bytes, _)| (*at, &bytes[..]));
+            let l1 = sealed.l1.iter().map(|sector| (sector.at, &sector.bytes[..]));
             let pages = sealed.pages.iter().map(|page| (page.at, &page.bytes[..]));
             write_all(&self.engine.name, &self.metadata, l1.chain(pages), "the mapping").await?;
             self.flush_storage().await?; // commit point
@@ -212,8 +184,8 @@ impl Map for Qcow2 {
 
     fn seal(&self) -> Result<Sealed> {
         let freed = self.engine.commits.take_freed();
-        let l1 = self.seal_l1();
-        let dirty = std::mem::take(&mut *lock(&self.dirty));
+        let l1 = self.mapping.seal_l1();
+        let dirty = self.mapping.take_dirty();
         let mut pages = Vec::with_capacity(dirty.len());
         for page in dirty.into_values() {
             let place = self.page_place(page.number())?.expect("a changed page has a table");
@@ -227,12 +199,8 @@ impl Map for Qcow2 {
 
     fn items_of(&self, sealed: &Sealed, items: &mut Vec<Item>) {
         items.extend(Self::journal(self).into_iter().flat_map(|journal| journal.pending_items()));
-        for (at, bytes, indexes) in sealed.l1.iter().filter(|_| !sabotage::is(Bug::NoL1)) {
-            let first = (at.bytes() - self.l1.at.bytes()) / 8;
-            items.extend(items_of(indexes.iter().map(|index| {
-                let word = *index - usize::try_from(first).expect("an L1 table fits memory");
-                (*at + word as u64 * 8, be64(bytes, word * 8))
-            })));
+        for sector in sealed.l1.iter().filter(|_| !sabotage::is(Bug::NoL1)) {
+            items.extend(sector.items());
         }
         for page in &sealed.pages {
             items.extend(page.changed.items(page.at, &page.bytes));
@@ -262,13 +230,13 @@ impl Map for Qcow2 {
     fn settle(&self, sealed: Sealed, is_durable: bool) {
         let failed = !is_durable;
         for SealedPage { page, .. } in &sealed.pages {
-            page.written(failed, || self.list_dirty(page));
+            page.written(failed, || self.mapping.list_dirty(page));
         }
         let Sealed { freed, l1, mut refcounts, .. } = sealed;
         let old_tables = if failed { Vec::new() } else { std::mem::take(&mut refcounts.old_tables) };
         self.refcounts().written(refcounts, failed);
         if failed {
-            lock(&self.l1.dirty).extend(l1.into_iter().flat_map(|(_, _, indexes)| indexes));
+            self.mapping.put_back_l1(l1);
             self.engine.commits.put_back_freed(freed);
             return;
         }

@@ -21,8 +21,6 @@
 //! what the journal records) is changed under one hold of the shared gate. So a seal has all of a change or
 //! nothing of it, with a journal and without one.
 
-use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use arc_swap::Guard;
@@ -40,12 +38,12 @@ use super::header_state::HeaderState;
 use super::journal::{Journal, SectorChecks, checks_of};
 use super::late::Late;
 use super::layout::{COPIED, OFFSET_MASK};
-use super::pages::{Evicted, Page, Pages, SetFull};
+use super::mapping::Mapping;
+use super::pages::{Evicted, Page, SetFull};
 use super::prepare::Prepare;
 use super::quarantine::Quarantine;
 use super::refcount::{Look, RefcountPage, Refcounts, Run, Stop};
 use crate::engine::{Commit as _, Engine};
-use crate::hash::{HashMap, HashSet};
 use crate::keyed::KeyedLocks;
 use crate::perturb;
 use crate::sabotage::{self, Bug};
@@ -72,11 +70,7 @@ pub struct Qcow2 {
     pub(crate) data: SharedStorage,
     pub(crate) has_data_file: bool,
     pub(crate) below: Option<SharedDisk>,
-    pub(crate) l1: L1,
-    pub(crate) pages: Pages,
-    pub(crate) page_bytes: usize,
-    pub(crate) loads: KeyedLocks,
-    pub(crate) tables: KeyedLocks,
+    pub(crate) mapping: Mapping,
     pub(crate) refcount_loads: KeyedLocks,
     /// Units whose place an older write may still reach.
     pub(crate) late: Late,
@@ -84,8 +78,6 @@ pub struct Qcow2 {
     pub(crate) refcounts: Option<Mutex<Refcounts>>,
     /// Shared by changes of the metadata in memory, alone for a seal.
     pub(crate) gate: RwLock<()>,
-    pub(crate) dirty: Mutex<HashMap<u64, Arc<Page>>>,
-    pub(crate) dirty_max: usize,
     /// Clusters whose freeing is durable.
     pub(crate) quarantine: Quarantine,
     /// `None` when the image is to have no journal, or is open read-only.
@@ -97,82 +89,23 @@ pub struct Qcow2 {
     pub(crate) contradiction: Contradiction,
 }
 
-/// The L1 table, held in memory as a whole.
-pub(crate) struct L1 {
-    pub(crate) at: ImageOffset,
-    pub(crate) entries: Box<[AtomicU64]>,
-    /// Indexes of entries that name some other part of the metadata as their L2 table. Filled only when the
-    /// image is open for writing.
-    pub(crate) misnamed: HashSet<usize>,
-    /// Indexes of entries that were changed and not yet written.
-    pub(crate) dirty: Mutex<BTreeSet<usize>>,
-}
-
-/// Where a guest cluster's entry is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Slot {
-    pub(crate) l1_index: usize,
-    pub(crate) page: u64,
-    pub(crate) index: usize,
-}
-
 /// The mapping needs this page, which is not in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Missing(pub(crate) u64);
 
 impl Qcow2 {
-    pub(crate) fn entries_per_page(&self) -> u64 {
-        self.page_bytes as u64 / self.entry_bytes()
-    }
-
-    fn entry_bytes(&self) -> u64 {
-        if self.entries.units() > 1 { 16 } else { 8 }
-    }
-
-    fn pages_per_table(&self) -> u64 {
-        self.cluster.bytes() / self.page_bytes as u64
-    }
-
-    /// Where the entry of a guest cluster is.
-    pub(crate) fn slot(&self, cluster: GuestCluster) -> Slot {
-        let per_page = self.entries_per_page();
-        let page = cluster.index() / per_page;
-        Slot {
-            l1_index: usize::try_from(page / self.pages_per_table()).expect("an L1 table fits memory"),
-            page,
-            index: usize::try_from(cluster.index() % per_page).expect("a page is small"),
-        }
-    }
-
     /// The part of the run that lies in its first cluster, and the rest.
     pub(crate) fn first_part(&self, span: GuestSpan) -> (GuestSpan, GuestSpan) {
         span.split_at(self.cluster.bytes() - self.cluster.within(span.start()))
     }
 
-    fn l1_entry(&self, index: usize) -> u64 {
-        self.l1.entries.get(index).map_or(0, |entry| entry.load(Ordering::Acquire))
-    }
-
-    /// The beginning of the run that no L2 table maps, and the rest; `None` if the run begins under a table.
-    /// It takes one step for each missing table, however many clusters that table would map.
-    pub(crate) fn without_table(&self, span: GuestSpan) -> Option<(GuestSpan, GuestSpan)> {
-        let table = self.cluster.bytes() * self.entries_per_page() * self.pages_per_table();
-        let mut index = self.slot(self.cluster.cluster_of(span.start())).l1_index;
-        let mut len = 0;
-        while len < span.len() && self.l1_entry(index) == 0 {
-            len += table - (span.start().bytes() + len) % table;
-            index += 1;
-        }
-        (len > 0).then(|| span.split_at(len))
-    }
-
     /// The state of a guest cluster, from memory alone. Never waits, and holds nothing.
     pub(crate) fn lookup(&self, cluster: GuestCluster) -> Result<Result<ClusterState, Missing>> {
-        let slot = self.slot(cluster);
-        if self.l1_entry(slot.l1_index) == 0 {
+        let slot = self.mapping.slot(cluster);
+        if self.mapping.l1_entry(slot.l1_index) == 0 {
             return Ok(Ok(ClusterState::Plain(Default::default())));
         }
-        match self.pages.get(slot.page) {
+        match self.mapping.page(slot.page) {
             Some(page) => {
                 let page = page.as_ref().expect("a found page is there");
                 self.decode(cluster, page.entry(slot.index)).map(Ok)
@@ -207,8 +140,8 @@ impl Qcow2 {
 
     /// The current place of a page, if its table exists.
     pub(crate) fn page_place(&self, page: u64) -> Result<Option<ImageSpan>> {
-        let index = usize::try_from(page / self.pages_per_table()).expect("an L1 table fits memory");
-        let entry = self.l1_entry(index);
+        let (index, within) = self.mapping.table_of(page);
+        let entry = self.mapping.l1_entry(index);
         let table = ImageOffset::new(entry & OFFSET_MASK);
         if entry == 0 {
             return Ok(None);
@@ -220,14 +153,13 @@ impl Qcow2 {
             ))));
         }
         self.refuse_misnamed(index)?;
-        let at = table + (page % self.pages_per_table()) * self.page_bytes as u64;
-        Ok(Some(at.span(self.page_bytes as u64)))
+        Ok(Some((table + within).span(self.mapping.page_bytes() as u64)))
     }
 
     /// Refuses an L1 entry that names other metadata as its L2 table. Writing entries to a refcount block, to
     /// the header or to a snapshot's table would destroy the image.
     fn refuse_misnamed(&self, index: usize) -> Result<()> {
-        if !self.l1.misnamed.contains(&index) {
+        if !self.mapping.is_misnamed(index) {
             return Ok(());
         }
         Err(self.contradicts(Error::corrupt(format!(
@@ -240,13 +172,13 @@ impl Qcow2 {
     pub(crate) async fn load(&self, number: u64) -> Result<()> {
         loop {
             {
-                let _loading = self.loads.lock(number).await;
-                if self.pages.get(number).is_some() {
+                let _loading = self.mapping.loading(number).await;
+                if self.mapping.page(number).is_some() {
                     return Ok(());
                 }
                 let Some(place) = self.page_place(number)? else { return Ok(()) };
                 let page = self.read_page(number, place).await?;
-                if self.pages.insert(page) == Ok(()) {
+                if self.mapping.insert(page) == Ok(()) {
                     return Ok(());
                 }
             }
@@ -308,7 +240,7 @@ impl Qcow2 {
     /// The page in memory, loaded if necessary. Its table must exist.
     async fn page(&self, number: u64) -> Result<Guard<Option<Arc<Page>>>> {
         loop {
-            if let Some(page) = self.pages.get(number) {
+            if let Some(page) = self.mapping.page(number) {
                 return Ok(page);
             }
             if self.page_place(number)?.is_none() {
@@ -331,7 +263,7 @@ impl Qcow2 {
         change: impl Fn(ClusterState) -> ClusterState,
         with: impl Fn(ClusterState),
     ) -> Result<ClusterState> {
-        let slot = self.slot(cluster);
+        let slot = self.mapping.slot(cluster);
         loop {
             let page = self.page(slot.page).await?;
             let page = page.as_ref().expect("a found page is there");
@@ -349,7 +281,7 @@ impl Qcow2 {
             let _shared = self.shared();
             let note = |bytes, was_clean| {
                 if was_clean {
-                    self.list_dirty(page);
+                    self.mapping.list_dirty(page);
                 }
                 if let Some(journal) = self.journal() {
                     journal.common.add_words(bytes);
@@ -377,11 +309,6 @@ impl Qcow2 {
         self.gate.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a page to those that must be written. The page is locked meanwhile.
-    pub(crate) fn list_dirty(&self, page: &Arc<Page>) {
-        lock(&self.dirty).insert(page.number(), page.clone());
-    }
-
     /// Whether enough metadata waits to be written that the next writer should commit.
     pub(crate) fn has_much_dirty(&self) -> bool {
         let (pages, record_bytes) = {
@@ -389,19 +316,8 @@ impl Qcow2 {
             (refcounts.dirty_pages(), refcounts.record_bytes())
         };
         pages >= REFCOUNT_PAGES_DIRTY_MAX
-            || lock(&self.dirty).len() >= self.dirty_max
+            || self.mapping.has_much_dirty()
             || self.journal().is_some_and(|journal| journal.fills_a_record(record_bytes))
-    }
-
-    /// Bytes of the disk that one L2 table maps.
-    pub(crate) fn l2_reach(&self) -> BlockSize {
-        let entries = self.entries_per_page() * self.pages_per_table();
-        BlockSize::from_shift(self.cluster.shift() + entries.trailing_zeros())
-    }
-
-    /// Whether there is an L2 table for the guest cluster.
-    pub(crate) fn has_table(&self, cluster: GuestCluster) -> bool {
-        self.l1_entry(self.slot(cluster).l1_index) != 0
     }
 
     /// Whether the external data file must read as the disk does.
@@ -412,13 +328,13 @@ impl Qcow2 {
     /// Makes sure that the L2 table of a guest cluster exists and belongs to the active disk alone, so that
     /// its entries may be changed.
     pub(crate) async fn own_table(&self, cluster: GuestCluster) -> Result<()> {
-        let slot = self.slot(cluster);
+        let slot = self.mapping.slot(cluster);
         self.refuse_misnamed(slot.l1_index)?;
-        if self.l1_entry(slot.l1_index) & COPIED != 0 {
+        if self.mapping.l1_entry(slot.l1_index) & COPIED != 0 {
             return Ok(());
         }
-        let _making = self.tables.lock(slot.l1_index as u64).await;
-        let entry = self.l1_entry(slot.l1_index);
+        let _making = self.mapping.making_table(slot.l1_index).await;
+        let entry = self.mapping.l1_entry(slot.l1_index);
         if entry & COPIED != 0 {
             return Ok(());
         }
@@ -438,7 +354,7 @@ impl Qcow2 {
         // that page could be loaded, changed, written and evicted in between, and the empty page would take
         // its place.
         let _loading = match old.bytes() {
-            0 => Some(self.loads.lock(slot.page).await),
+            0 => Some(self.mapping.loading(slot.page).await),
             _ => None,
         };
         // Published: readers find the table. It is on the medium before the L1 entry is (`commit.rs`). A
@@ -453,10 +369,7 @@ impl Qcow2 {
                     journal.common.add_zeros(table);
                 }
             }
-            let mut dirty = lock(&self.l1.dirty);
-            self.l1.entries[slot.l1_index].store(new.bytes() | COPIED, Ordering::Release);
-            dirty.insert(slot.l1_index);
-            drop(dirty);
+            self.mapping.set_l1_entry(slot.l1_index, new.bytes() | COPIED);
             if old.bytes() != 0 {
                 self.free(old.span(self.cluster.bytes()));
             }
@@ -497,8 +410,8 @@ impl Qcow2 {
     /// Puts the page of a new table into memory, which saves reading it back. A page that does not fit is
     /// read later. The caller has held the page's load lock since before the table could be found.
     fn insert_empty(&self, number: u64) {
-        let page = Page::empty(number, self.page_bytes, self.entries.words());
-        let _: Result<(), SetFull> = self.pages.insert(page);
+        let page = Page::empty(number, self.mapping.page_bytes(), self.entries.words());
+        let _: Result<(), SetFull> = self.mapping.insert(page);
     }
 
     /// The refcounts, locked for a moment. Panics when the image is open read-only.

@@ -18,7 +18,7 @@ impl Qcow2 {
         let mut parts = Parts::new();
         let mut rest = span;
         while !rest.is_empty() && parts.len() < EXTENTS_MAX {
-            let (now, later) = match self.without_table(rest) {
+            let (now, later) = match self.mapping.without_table(rest) {
                 Some(runs) => runs,
                 None => rest.split_at(CLUSTERS_AT_ONCE << self.cluster.shift()),
             };

@@ -53,6 +53,7 @@ pub mod journal_setting;
 mod late;
 mod layout;
 mod map;
+mod mapping;
 pub mod open;
 mod pages;
 mod plan;

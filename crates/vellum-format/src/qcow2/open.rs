@@ -17,10 +17,11 @@ use super::compressed::Decompressor;
 use super::entry::Entries;
 use super::header::Header;
 use super::header_state::HeaderState;
-use super::image::{L1, Qcow2};
+use super::image::Qcow2;
 use super::journal::{Journal, Overlaid, recover};
 use super::journal_setting;
 use super::layout::{COPIED, L1_RESERVED, METADATA_PAGE, OFFSET_MASK, be64};
+use super::mapping::{L1, Mapping};
 use super::pages::Pages;
 use super::prepare::Prepare;
 use super::refcount::Refcounts;
@@ -183,6 +184,7 @@ impl Qcow2 {
             Some(journal) => Arc::new(Overlaid { image: data, full: journal.common.full.clone() }),
             None => data,
         };
+        let l1 = L1 { at: l1_span.start(), entries: l1, misnamed };
         let decompressor = Decompressor::new(data.clone(), header.compression(), cluster, options.offload);
         Ok(Arc::new(Self {
             engine: Engine::new(image.name().to_owned(), geometry, clock),
@@ -194,17 +196,11 @@ impl Qcow2 {
             checkpoint_storage,
             data,
             below: files.below,
-            l1: L1 { at: l1_span.start(), entries: l1, misnamed, dirty: Mutex::default() },
-            dirty_max: (pages.capacity() / 4).clamp(4, 1024),
-            pages,
-            page_bytes,
-            loads: Default::default(),
-            tables: Default::default(),
+            mapping: Mapping::new(cluster, entries, page_bytes, l1, pages),
             refcount_loads: Default::default(),
             late: Default::default(),
             refcounts,
             gate: RwLock::new(()),
-            dirty: Mutex::default(),
             quarantine: Default::default(),
             journal,
             prepare: Prepare::new(prealloc, ahead),

@@ -87,7 +87,7 @@ impl Qcow2 {
         while !rest.is_empty() {
             // Only where it can save work: most requests are within one cluster.
             if rest.len() > self.cluster.bytes()
-                && let Some((now, later)) = self.without_table(rest)
+                && let Some((now, later)) = self.mapping.without_table(rest)
             {
                 push(parts, Part { len: now.len(), from: self.unit_place(Units::default(), 0) });
                 rest = later;

@@ -236,7 +236,7 @@ impl Qcow2 {
         }
         let mut last_table = None;
         for step in steps.iter().filter(|step| step.plan.publish != 0) {
-            let table = self.slot(step.cluster).l1_index;
+            let table = self.mapping.slot(step.cluster).l1_index;
             if last_table.replace(table) != Some(table) {
                 self.own_table(step.cluster).await?;
             }

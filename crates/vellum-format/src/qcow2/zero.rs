@@ -114,9 +114,9 @@ impl Qcow2 {
         if self.below.is_some() || self.has_data_file {
             return None;
         }
-        let reach = self.l2_reach();
+        let reach = self.mapping.l2_reach();
         let (now, _) = span.split_at(reach.bytes() - reach.within(span.start()));
-        (!self.has_table(self.cluster.cluster_of(now.start()))).then_some(now.len())
+        (!self.mapping.has_table(self.cluster.cluster_of(now.start()))).then_some(now.len())
     }
 
     async fn zero_part(&self, part: GuestSpan, space: Space) -> Result<Done> {

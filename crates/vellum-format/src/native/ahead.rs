@@ -15,7 +15,6 @@
 //! 3. One piece is in progress at a time. Closing waits for it.
 //! 4. A failure ends this for the opening. The guest does not notice it.
 
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use vellum_core::{Buffer, ImageSpan, Result};
@@ -27,13 +26,13 @@ impl Native {
     /// Prepares a piece of an open zone, if it is time for one. Returns whether it is time for another. The
     /// caller holds the lock for making units ready.
     pub(super) async fn prepare_zones(&self, now: Duration) -> bool {
-        let (Some(need), Some(unit)) = (&self.zones_ahead, self.unit()) else { return false };
-        let Some(mut need) = need.try_lock() else { return false };
+        let (Some(zones), Some(unit)) = (&self.zones, self.unit()) else { return false };
+        let Some(mut need) = zones.need.try_lock() else { return false };
         let has_ended = self.engine.state.check_open().is_err() || self.engine.state.check_stopped().is_err();
         if !need.is_on() || has_ended || self.journal().is_none() {
             return false;
         }
-        let written = self.written_bytes.load(Ordering::Relaxed);
+        let written = zones.written_bytes();
         need.note(now, self.given_of_zones() << unit.shift(), written);
         let ready = || self.prepared_units() << unit.shift();
         let Some(bytes) = need.piece(ready()) else { return false };

@@ -16,7 +16,7 @@
 //!    A quarter of a record is for words and checks, an eighth for second values, half for guest data.
 //! 3. A page is changed and listed under the gate, together with everything that belongs to the change.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{RwLockReadGuard, RwLockWriteGuard};
 
 use vellum_core::{Buffer, Context, Error, ImageOffset, ImageSpan, Result};
@@ -38,9 +38,24 @@ const DIRTY_PAGES_MAX: usize = 1024;
 
 /// What the superblock says of an image that is in use.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Mark {
+struct Mark {
     generation: u64,
     key: u128,
+}
+
+/// What the superblock says since the first change of an opening.
+#[derive(Default)]
+pub(super) struct InUse {
+    /// Held while it is written.
+    mark: async_lock::Mutex<Option<Mark>>,
+    /// Whether the superblock says so durably.
+    is_marked: AtomicBool,
+}
+
+impl InUse {
+    fn is_marked(&self) -> bool {
+        self.is_marked.load(Ordering::Acquire)
+    }
 }
 
 /// Copies of everything that a commit makes durable.
@@ -75,10 +90,10 @@ impl Native {
     /// Called before bytes are overwritten in place. Marks the image as in use, without beginning the journal,
     /// whose ring may need space.
     pub(super) async fn begin_in_place(&self) -> Result<()> {
-        if self.journal.is_none() || self.is_marked.load(Ordering::Acquire) || sabotage::is(Bug::MarkedLate) {
+        if self.journal.is_none() || self.in_use.is_marked() || sabotage::is(Bug::MarkedLate) {
             return Ok(()); // an image without a journal has no mark
         }
-        let mut marked = self.marked.lock().await;
+        let mut marked = self.in_use.mark.lock().await;
         self.engine.state.check_stopped()?;
         self.mark(&mut marked).await.map(drop)
     }
@@ -94,7 +109,7 @@ impl Native {
         if journal.is_on() {
             return Ok(());
         }
-        let mut marked = self.marked.lock().await;
+        let mut marked = self.in_use.mark.lock().await;
         if journal.is_on() {
             return Ok(());
         }
@@ -146,7 +161,7 @@ impl Native {
         self.flush_storage().await?; // a crash from here on is recovered with the journal
         let mark = Mark { generation, key };
         *marked = Some(mark);
-        self.is_marked.store(true, Ordering::Release);
+        self.in_use.is_marked.store(true, Ordering::Release);
         Ok(mark)
     }
 
@@ -291,7 +306,7 @@ impl Map for Native {
     }
 
     async fn clear_mark(&self) -> Result<Option<impl Sized>> {
-        if !self.is_marked.load(Ordering::Acquire) {
+        if !self.in_use.is_marked() {
             return Ok(None);
         }
         let mut superblocks = self.superblocks.lock().await;

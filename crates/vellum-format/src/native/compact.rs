@@ -83,9 +83,20 @@ enum Step {
 }
 
 impl Native {
+    /// Where zones are emptied at all, and those zones.
+    fn compaction(&self) -> Option<(&Compaction, &Zones)> {
+        let zones = self.zones.as_ref()?;
+        Some((zones.compaction.as_ref()?, zones))
+    }
+
+    /// Whether zones are emptied at all.
+    pub(super) fn compacts(&self) -> bool {
+        self.compaction().is_some()
+    }
+
     /// Waits for the running step, and ends compaction.
     pub(super) async fn end_compaction(&self) {
-        if let (Some(compaction), Some(zones)) = (&self.compaction, &self.zones) {
+        if let Some((compaction, zones)) = self.compaction() {
             compaction.work.lock().await.now = None;
             self.end_emptying(zones);
         }
@@ -94,7 +105,7 @@ impl Native {
     /// Does a little work, if there is any. Returns whether there is more at once. Must not be called from
     /// inside an epoch, nor while units are being made ready.
     pub(super) async fn compact_some(&self, now: Duration) -> bool {
-        let (Some(compaction), Some(zones)) = (&self.compaction, &self.zones) else { return false };
+        let Some((compaction, zones)) = self.compaction() else { return false };
         let Some(mut work) = compaction.work.try_lock() else { return false };
         let has_ended = self.engine.state.check_open().is_err() || self.engine.state.check_stopped().is_err();
         if has_ended || self.journal().is_none() || !self.may_embed() {
@@ -103,7 +114,7 @@ impl Native {
             return false;
         }
         let work = &mut *work;
-        let written = self.written_bytes.load(Ordering::Relaxed);
+        let written = zones.written_bytes();
         let is_busy = written - work.written > WRITTEN_MAX;
         let Some(emptying) = &mut work.now else {
             let taken = self.units().taken() + self.given_of_zones();

@@ -21,13 +21,12 @@
 //! 4. Short in-memory locks: a page's changes and within it the list of dirty pages, the pool of units, the
 //!    list of freed units.
 
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 
 use vellum_core::{BlockSize, Error, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk, SharedStorage};
 
-use super::commit::Mark;
-use super::compact::Compaction;
+use super::commit::InUse;
 use super::geometry::{Places, SUB_BLOCK};
 use super::home_pages::{HomePages, Missing};
 use super::snapshots::{View, Views};
@@ -36,7 +35,6 @@ use super::units::Units;
 use super::zones::Zones;
 use crate::engine::Engine;
 use crate::journal::Journal;
-use crate::prealloc::Need;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
@@ -73,20 +71,11 @@ pub struct Native {
     pub(super) views: Option<Views>,
     /// In `zoned`, when the image is open read-write and units may hold their entries.
     pub(super) zones: Option<Zones>,
-    /// As for `zones`.
-    pub(super) zones_ahead: Option<async_lock::Mutex<Need>>,
-    /// As for `zones`.
-    pub(super) compaction: Option<Compaction>,
-    /// How many bytes the guest has written, where zones are prepared ahead of need.
-    pub(super) written_bytes: AtomicU64,
     /// The snapshot that is read instead of the disk.
     pub(super) view: Option<View>,
     /// `None` when no page of home can change.
     pub(super) journal: Option<Journal>,
-    /// What the superblock says since the first change of this opening.
-    pub(super) marked: async_lock::Mutex<Option<Mark>>,
-    /// Whether it says that durably.
-    pub(super) is_marked: AtomicBool,
+    pub(super) in_use: InUse,
     /// How many bytes of a record the open transaction may need, at most.
     pub(super) open_bytes: AtomicU64,
 }

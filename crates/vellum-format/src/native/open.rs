@@ -170,14 +170,15 @@ impl Native {
         };
         let cell = shape.layout.unit().unwrap_or(LINEAR_CELL);
         let embeds = superblock.embeds() && units.is_some() && journal.is_some();
+        let zones = embeds.then(|| {
+            let compaction = options.compaction.then(Default::default);
+            Zones::new(Need::new(options.prealloc, image.limits()), compaction)
+        });
         let native = Arc::new(Self {
             engine: Engine::new(image.name().to_owned(), geometry, options.clock.clone()),
             places,
             superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
             checkpoint_storage: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
-            compaction: (embeds && options.compaction).then(Default::default),
-            zones_ahead: embeds.then(|| async_lock::Mutex::new(Need::new(options.prealloc, image.limits()))),
-            written_bytes: AtomicU64::new(0),
             ahead: Tallied::shared(image, options.tally.prealloc.clone()),
             metadata,
             data,
@@ -188,11 +189,10 @@ impl Native {
             block_locks: std::array::from_fn(|_| Mutex::new(())),
             units,
             views,
-            zones: embeds.then(Zones::default),
+            zones,
             view: view.map(View::Still),
             journal,
-            marked: Default::default(),
-            is_marked: Default::default(),
+            in_use: Default::default(),
             open_bytes: AtomicU64::new(0),
         });
         if !read_only && native.journal.is_none() {

@@ -22,7 +22,6 @@
 //! 6. A dropped write may land later, when a check says something else about these bytes. So the image stops.
 
 use std::cell::Cell;
-use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 use vellum_core::{
@@ -56,8 +55,8 @@ pub(super) enum Written {
 
 impl Native {
     pub(super) async fn write_span(&self, span: GuestSpan, mut data: Buffer) -> Result<()> {
-        if self.zones_ahead.is_some() {
-            self.written_bytes.fetch_add(span.len(), Ordering::Relaxed);
+        if let Some(zones) = &self.zones {
+            zones.note_written(span.len());
         }
         let mut rest = span;
         while !rest.is_empty() {

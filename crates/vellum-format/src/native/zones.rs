@@ -29,11 +29,13 @@ use std::time::Duration;
 
 use vellum_core::{ImageOffset, Result, Zeroes};
 
+use super::compact::Compaction;
 use super::geometry::{Places, RECORDED_WORD};
 use super::image::Native;
 use super::publish::WORD_COST;
 use super::units::Units;
 use crate::engine::Commit as _;
+use crate::prealloc::Need;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
@@ -52,8 +54,13 @@ const OPEN_MAX: usize = 16;
 const OPENING_COST: u64 = 24 * 24;
 
 /// The zones of an image that is open for writing.
-#[derive(Default)]
 pub(super) struct Zones {
+    /// How much space is prepared ahead of need (`ahead.rs`).
+    pub(super) need: async_lock::Mutex<Need>,
+    /// Where zones are emptied in quiet times (`compact.rs`).
+    pub(super) compaction: Option<Compaction>,
+    /// How many bytes the guest has written.
+    written_bytes: AtomicU64,
     pub(super) open: Mutex<Vec<OpenZone>>,
     /// The number of the zone that is being emptied (`compact.rs`), plus one. 0: none is.
     pub(super) emptying: AtomicU32,
@@ -71,6 +78,33 @@ pub(super) struct Zones {
     none_found_at: AtomicU64,
     /// The count of `given` when the disk was last seen busy, and when that was.
     quiet: Mutex<(u64, Duration)>,
+}
+
+impl Zones {
+    pub(super) fn new(need: Need, compaction: Option<Compaction>) -> Self {
+        Self {
+            need: async_lock::Mutex::new(need),
+            compaction,
+            written_bytes: AtomicU64::new(0),
+            open: Mutex::default(),
+            emptying: AtomicU32::new(0),
+            opening: async_lock::Mutex::default(),
+            recording: async_lock::Mutex::default(),
+            paused: AtomicU32::new(0),
+            given: AtomicU64::new(0),
+            given_plain: AtomicU64::new(0),
+            none_found_at: AtomicU64::new(0),
+            quiet: Mutex::default(),
+        }
+    }
+
+    pub(super) fn note_written(&self, bytes: u64) {
+        self.written_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn written_bytes(&self) -> u64 {
+        self.written_bytes.load(Ordering::Relaxed)
+    }
 }
 
 /// A zone that is open.

@@ -12,39 +12,12 @@
 //!   where the request ends           noticed(its result)    stopped ─ header ─ flush; the request fails
 //! ```
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use vellum_core::{Error, ErrorKind, Result};
 
 use super::header::Header;
 use super::image::Qcow2;
 use super::layout::incompatible;
 use crate::engine::Commit as _;
-use crate::state::lock;
-
-/// The first contradiction found in the metadata, until it is acted on.
-#[derive(Default)]
-pub(crate) struct Contradiction {
-    first: Mutex<Option<Error>>,
-    is_found: AtomicBool,
-}
-
-impl Contradiction {
-    fn find(&self, error: &Error) {
-        lock(&self.first).get_or_insert_with(|| error.clone());
-        self.is_found.store(true, Ordering::Release);
-    }
-
-    fn is_found(&self) -> bool {
-        self.is_found.load(Ordering::Acquire)
-    }
-
-    /// The first caller gets it.
-    fn take(&self) -> Option<Error> {
-        lock(&self.first).take()
-    }
-}
 
 impl Qcow2 {
     /// Records that the metadata contradicts itself. Returns the error.

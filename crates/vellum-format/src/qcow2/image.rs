@@ -31,7 +31,7 @@ use vellum_core::{
 };
 
 use super::compressed::Decompressor;
-use super::corrupt::Contradiction;
+use super::contradiction::Contradiction;
 use super::entry::{ClusterState, Entries, Words};
 use super::header::Header;
 use super::header_state::HeaderState;

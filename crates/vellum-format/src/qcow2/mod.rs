@@ -41,6 +41,7 @@ pub mod bitmaps;
 pub mod check;
 mod commit;
 mod compressed;
+mod contradiction;
 mod corrupt;
 pub mod create;
 mod entry;

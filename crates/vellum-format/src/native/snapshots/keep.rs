@@ -226,7 +226,7 @@ impl Native {
     /// of them before that began. Writers that find it in the table from now on may write to it.
     pub(in crate::native) fn enter_unit(&self, bits: Bits, unit: u32) {
         let change = || self.home.change(bits.word, |word| bits.set(word, u64::from(unit)));
-        let Some(views) = self.views.as_ref().filter(|_| self.compaction.is_some()) else {
+        let Some(views) = self.views.as_ref().filter(|_| self.compacts()) else {
             change();
             return;
         };

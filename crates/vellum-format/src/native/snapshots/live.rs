@@ -93,14 +93,10 @@ impl Native {
             block_locks: std::array::from_fn(|_| Default::default()),
             units: None,
             views: None,
-            compaction: None,
-            zones_ahead: None,
-            written_bytes: AtomicU64::new(0),
             zones: None,
             view: Some(View::Live(live)),
             journal: None,
-            marked: Default::default(),
-            is_marked: Default::default(),
+            in_use: Default::default(),
             open_bytes: AtomicU64::new(0),
         });
         open.insert(id, Arc::downgrade(&disk));

@@ -7,6 +7,7 @@
 //!   circles.rs    Rust              files of a crate that use one another: only those that are known
 //!   arrows.rs     Cargo.toml        crates use only those above them in ARCHITECTURE.md
 //!   links.rs      Markdown          links that lead somewhere, and nothing in docs/ that is not listed there
+//!   words.rs      Rust              names of words that the glossary has, or that need no entry in it
 //! ```
 
 mod arrows;
@@ -15,6 +16,7 @@ mod code;
 mod links;
 mod manifest;
 mod text;
+mod words;
 
 use std::fs;
 use std::path::Path;
@@ -50,7 +52,7 @@ pub(crate) fn run() -> Outcome {
             count += 1;
         }
     }
-    for (place, Complaint { what, .. }) in circles::check(&files) {
+    for (place, Complaint { what, .. }) in circles::check(&files).into_iter().chain(words::check(&files)) {
         eprintln!("{place}: {what}");
         count += 1;
     }

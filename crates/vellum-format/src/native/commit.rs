@@ -102,7 +102,7 @@ impl Native {
     pub(super) async fn begin_journal(&self) -> Result<()> {
         let Some(journal) = &self.journal else {
             return Err(Error::corrupt(format!(
-                "{}: there is no journal to change home with",
+                "{}: the home pages cannot change without a journal",
                 self.engine.name
             )));
         };

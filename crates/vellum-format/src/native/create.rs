@@ -258,8 +258,12 @@ async fn publish(storage: &dyn Storage, mut superblock: Superblock) -> Result<Su
 #[expect(clippy::disallowed_methods, reason = "no two images may have the same name; a caller can pass one")]
 fn random_uuid() -> Result<[u8; 16]> {
     let mut bytes = [0; 16];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| Error::new(ErrorKind::Io, format!("no randomness for the image's name: {error}")))?;
+    getrandom::fill(&mut bytes).map_err(|error| {
+        Error::new(
+            ErrorKind::Io,
+            format!("the system provides no random numbers for the image's UUID: {error}"),
+        )
+    })?;
     // Version 4, variant 1, as RFC 9562 has it.
     bytes[6] = bytes[6] & 0x0F | 0x40;
     bytes[8] = bytes[8] & 0x3F | 0x80;

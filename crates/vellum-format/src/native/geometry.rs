@@ -365,7 +365,7 @@ impl Places {
             });
             if with_parts.is_none_or(|len| !(need..=limit).contains(&len)) {
                 return Err(Error::corrupt(format!(
-                    "the {} is {} bytes long, with its parts it must be {need} to {limit}",
+                    "the {} and its parts are {} bytes long, but must be {need} to {limit}",
                     region.name(),
                     with_parts.unwrap_or(u64::MAX)
                 )));
@@ -399,7 +399,7 @@ impl Places {
         if shape.layout == Layout::Linear
             && (data_offset.checked_add(shape.size)).is_none_or(|end| end > IMAGE_END)
         {
-            return Err(Error::corrupt("the disk passes the end of what an image can hold"));
+            return Err(Error::corrupt("the disk is larger than an image can hold"));
         }
         places.check_parts()?;
         Ok(places)

@@ -224,7 +224,7 @@ impl Places {
         let Some(unit) = self.shape().layout.unit() else {
             return match count {
                 0 => Ok(()),
-                _ => Err(Error::corrupt("there are parts of a table, and there is none")),
+                _ => Err(Error::corrupt("the superblock lists parts of a table, but there is no table")),
             };
         };
         for (index, part) in self.parts().enumerate() {

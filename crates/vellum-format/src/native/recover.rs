@@ -81,7 +81,7 @@ impl Rules for Allowed {
         match self.places.is_in_home(span) || self.map_unit(span).is_some() {
             true => Ok(()),
             false => Err(Error::corrupt(format!(
-                "the journal changes bytes at {}, where no table is",
+                "the journal changes bytes at {}, which belong to no table",
                 span.start()
             ))),
         }
@@ -92,7 +92,7 @@ impl Rules for Allowed {
         match is_data && span.start() >= self.places.data_offset() && span.end().bytes() <= self.end {
             true => Ok(()),
             false => Err(Error::corrupt(format!(
-                "the journal changes bytes at {}, where no data is",
+                "the journal changes bytes at {}, which hold no data",
                 span.start()
             ))),
         }

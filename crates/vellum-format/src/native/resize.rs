@@ -128,7 +128,8 @@ async fn make_room(image: &SharedStorage, old: &Places, new_size: u64) -> Result
 /// Makes a part of the table for a disk of this size, as zeros in free units. Only the superblock can name
 /// them, and it does so when they are durable.
 async fn make_part(image: &SharedStorage, places: &Places, size: u64) -> Result<Part> {
-    let context = || format!("no space for {} more bytes of its table", places.next_part(size).home().len());
+    let context =
+        || format!("there is no space for {} more bytes of its table", places.next_part(size).home().len());
     let part = places.next_part(size);
     let unit = places.shape().layout.unit().expect("it has a table");
     let count = u32::try_from(unit.count_for(part.home().len())).expect("a part is short");
@@ -139,7 +140,7 @@ async fn make_part(image: &SharedStorage, places: &Places, size: u64) -> Result<
         false => unit.count_for(image.len() - places.data_offset().bytes()) + 1,
     };
     if first + u64::from(count) > u64::from(places.unit_max()) {
-        return Err(Error::new(ErrorKind::NoSpace, "there are no unit numbers left").context(context()));
+        return Err(Error::new(ErrorKind::NoSpace, "all unit numbers are in use").context(context()));
     }
     let first = places.unit(u32::try_from(first).expect("as just looked"));
     let whole = first.start().span(u64::from(count) * unit.bytes());
@@ -191,7 +192,7 @@ async fn rest_of_last_unit(image: &SharedStorage, size: u64) -> Result<Option<Im
     match number {
         0 => Ok(None),
         _ if is_held || form != 0 => Err(Error::corrupt(format!(
-            "unit {number}, in which the disk ends, is still a snapshot's, or packed: run `vellum check`"
+            "unit {number}, in which the disk ends, still belongs to a snapshot or is packed: run `vellum check`"
         ))),
         _ => Ok(Some(places.unit(number).split_at(unit.within(end)).1)),
     }

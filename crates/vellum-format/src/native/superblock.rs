@@ -190,7 +190,7 @@ impl Superblock {
             }
         }
         if base.is_some() != places.shape().base_bytes.is_some() {
-            return Err(Error::invalid("a base needs a size, and a size a base"));
+            return Err(Error::invalid("a base needs a size, and a size needs a base"));
         }
         Ok(Self {
             page: Page(Box::new([0; SUPERBLOCK_LEN])),
@@ -240,7 +240,7 @@ impl Superblock {
         let parts = if has_parts { parts(&*page) } else { [Part::NONE; PARTS_MAX] };
         let places = Places::checked(shape, regions, data_offset, parts)?;
         if has_parts && places.parts().next().is_none() {
-            return Err(Error::corrupt("the table has parts, and there is none"));
+            return Err(Error::corrupt("the superblock lists parts of a table, but there is no table"));
         }
         let base = match features & incompatible::BASE {
             0 => None,
@@ -264,15 +264,15 @@ impl Superblock {
 
     fn check_rest(&self, key: u128) -> Result<()> {
         let contradictions = [
-            (self.key.is_none() && key != 0, "the journal is not in use, and has a key"),
-            (self.key == Some(0), "the journal is in use, and has no key"),
+            (self.key.is_none() && key != 0, "the journal has a key but is not in use"),
+            (self.key == Some(0), "the journal is in use but has no key"),
             (
                 self.key.is_some() && self.places.region(Region::Journal).is_empty(),
-                "the journal is in use, and there is none",
+                "the journal is marked as in use, but there is none",
             ),
             (
                 self.has_snapshots && self.places.shape().layout == Layout::Linear,
-                "there are snapshots of a linear image",
+                "a linear image cannot have snapshots, but the superblock lists some",
             ),
             (self.sequence == 0 || self.sequence == u64::MAX, "the sequence is impossible"),
             (self.generation == u64::MAX, "the generation is impossible"),
@@ -404,7 +404,7 @@ impl Superblock {
     /// The error for an image that must be recovered before it can be inspected.
     pub fn replay_first(&self, name: &str) -> Error {
         Error::unsupported(format!(
-            "the image was not closed, and what its journal holds must be replayed first: run `vellum recover {name}`"
+            "the image was not closed, and its journal must be replayed first: run `vellum recover {name}`"
         ))
     }
 }
@@ -451,7 +451,7 @@ impl Superblocks {
             (Ok(()), Ok(())) => match be64(a, field::SEQUENCE).cmp(&be64(b, field::SEQUENCE)) {
                 std::cmp::Ordering::Equal if a != b => {
                     return Err(Error::corrupt(
-                        "both copies of the superblock say they are the newest, and differ",
+                        "both copies of the superblock claim to be the newest, but they differ",
                     ));
                 }
                 std::cmp::Ordering::Less => (b, Slot::B, None),

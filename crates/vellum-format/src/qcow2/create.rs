@@ -243,7 +243,7 @@ fn check(options: &CreateOptions) -> Result<BlockSize> {
     }
     if options.data_file_raw && options.backing.is_some() {
         return Err(Error::invalid(
-            "a raw data file cannot have a backing file: it would have to hold its data",
+            "data_file_raw cannot be combined with a backing file: the raw data file would have to hold its data too",
         ));
     }
     if options.backing.is_some()

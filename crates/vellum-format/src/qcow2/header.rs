@@ -418,7 +418,7 @@ impl Header {
     /// The error that says why such an image cannot be read as it is.
     pub(crate) fn replay_first(&self, name: &str) -> Error {
         Error::unsupported(format!(
-            "the image was not closed, and what its journal holds must be replayed first: run `vellum recover {name}`"
+            "the image was not closed, and its journal must be replayed first: run `vellum recover {name}`"
         ))
     }
 

@@ -245,7 +245,7 @@ impl Qcow2 {
             }
             if self.page_place(number)?.is_none() {
                 return Err(Error::corrupt(format!(
-                    "{}: an L1 entry names no table: run `vellum check`",
+                    "{}: an L1 entry does not name a table: run `vellum check`",
                     self.engine.name
                 )));
             }

@@ -28,7 +28,7 @@ async fn grow_inner(image: &dyn Storage, size: u64) -> Result<u64> {
         (size < before, "a qcow2 disk cannot be shrunk: copy the data to keep into a smaller image"),
         (header.is_dirty(), "the image was not closed: run `vellum recover` first"),
         (header.is_corrupt(), "the image is marked as corrupt: run `vellum check` first"),
-        (header.has_data_file(), "its data is in another file, which would have to grow as well"),
+        (header.has_data_file(), "its data is in an external data file, which would have to grow as well"),
         (
             header.snapshot_count > 0 && header.version() < 3,
             "its snapshots (version 2) have no size of their own",

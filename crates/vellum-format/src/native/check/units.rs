@@ -136,9 +136,9 @@ impl Walk<'_> {
                 continue;
             }
             let problem = if unit == under || under == 0 {
-                Some("nothing else has the rest of it")
+                Some("no other slot has the rest of it")
             } else if !self.is_inside(unit) || !self.is_inside(under) {
-                Some("it, or what has the rest of it, lies past the end of the file")
+                Some("it, or the unit that has the rest of it, lies past the end of the file")
             } else if found.iter().any(|other| other.unit == unit) {
                 Some("another slot has it too")
             } else if self.has_bits_past_the_unit(&bytes[at + 8..at + 72]) {
@@ -223,7 +223,7 @@ impl Walk<'_> {
         for two in pairs.windows(2).filter(|two| two[0].0 == two[1].0) {
             self.error(|| {
                 let (unit, first, second) = (two[0].0, purpose(two[0].1), purpose(two[1].1));
-                format!("unit {unit} is used for {first} and for {second}: one of them has the other's data")
+                format!("unit {unit} is used for {first} and for {second}: one of them would read the other's data")
             });
         }
         self.names.pairs = pairs;

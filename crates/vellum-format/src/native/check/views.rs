@@ -76,7 +76,8 @@ impl Walk<'_> {
         }
         if !has_snapshots && (!next_of.is_empty() || first_map_unit != 0) {
             self.error(|| {
-                "snapshot list: there are snapshots, and the superblock says there never were".to_owned()
+                "snapshot list: there are snapshots, but the superblock says that there have never been any"
+                    .to_owned()
             });
         }
         self.chains(&next_of, &last);
@@ -99,7 +100,7 @@ impl Walk<'_> {
         let mut ending: BTreeSet<u32> = BTreeSet::new();
         for (&id, &next) in next_of {
             if (next == HOME) != (id == relies_on_home) {
-                self.error(|| format!("snapshot {id}: its `next` and the last entry do not agree who relies on the home pages"));
+                self.error(|| format!("snapshot {id}: its `next` and the last entry do not agree on which snapshot relies on the home pages"));
             }
             let (mut at, mut seen) = (id, BTreeSet::new());
             loop {

@@ -214,7 +214,7 @@ impl Native {
         let views = self.views()?;
         if name.is_empty() || name.len() > NAME_MAX || name.contains(char::is_control) {
             return Err(Error::invalid(format!(
-                "{name:?} cannot be the name of a snapshot: it has 1 to {NAME_MAX} bytes and no control characters"
+                "{name:?} cannot be the name of a snapshot: a name has 1 to {NAME_MAX} bytes and no control characters"
             )));
         }
         let _one = views.changing.lock().await;

@@ -191,7 +191,7 @@ impl Fix<'_> {
                 let count = references.get(n) + u64::from(own.contains(&n));
                 if order < 6 && count >= 1 << (1u32 << order) {
                     return Err(Error::corrupt(format!(
-                        "cluster {n} has {count} references, too many for the width"
+                        "cluster {n} has {count} references, too many for the width of its refcount"
                     )));
                 }
                 refcount::write(&mut bytes, order, n - start, count);

@@ -144,7 +144,7 @@ impl Rules for Places<'_> {
         let is_header = span.start().bytes() < self.header.cluster_size().bytes();
         if is_header || span.overlaps(self.run) || span.end().bytes() > self.end {
             return Err(Error::corrupt(format!(
-                "the journal changes bytes at {}, where no table is",
+                "the journal changes bytes at {}, which belong to no table",
                 span.start()
             )));
         }

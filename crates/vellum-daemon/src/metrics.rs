@@ -269,7 +269,7 @@ impl Collector for Counted {
             ("vellum_guest_errors", "Requests that failed", ""),
             |disk| one(disk.guest_errors),
         )?;
-        self.counters(to, ("vellum_failures", "Requests that the image failed", "kind"), |disk| {
+        self.counters(to, ("vellum_failures", "Requests that failed in the image", "kind"), |disk| {
             disk.failures.iter().map(|(kind, count)| (kind.clone(), *count)).collect()
         })?;
         self.gauges(

@@ -65,7 +65,7 @@ impl NotifySocket {
 
     fn said(&self, state: &str, result: io::Result<()>) {
         if let Err(error) = result {
-            tracing::warn!("can't tell {} that {state}: {error}", self.0.display());
+            tracing::warn!("can't send {state} to the service manager at {}: {error}", self.0.display());
         }
     }
 

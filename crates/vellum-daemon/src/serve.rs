@@ -53,7 +53,7 @@ fn shut_down(workers: Workers) {
         Ok(Ok(())) => {}
         Ok(Err(panic)) => resume_unwind(panic),
         Err(_) => {
-            tracing::warn!("a thread still waits for the host's storage; all disks are closed")
+            tracing::warn!("all disks are closed, but a thread still waits for the host's storage")
         }
     }
 }

@@ -95,10 +95,7 @@ impl Blocks {
         let mut numbers: Vec<u32> = specs.iter().filter_map(|spec| spec.number).collect();
         numbers.sort_unstable();
         if let Some(twice) = numbers.windows(2).find(|two| two[0] == two[1]) {
-            return Err(Error::invalid(format!(
-                "two block devices would be {}",
-                path_of(twice[0]).display()
-            )));
+            return Err(Error::invalid(format!("two --ublk options name {}", path_of(twice[0]).display())));
         }
         let mut plans = Vec::new();
         for spec in specs {
@@ -345,7 +342,7 @@ impl Shown {
         if is_kept || is_started && target.broken().is_some() {
             target.leave().await;
             if is_kept {
-                tracing::info!("{} waits for its next server", path.display());
+                tracing::info!("{} is kept for the next server", path.display());
             }
             return;
         }

@@ -199,7 +199,7 @@ impl Said {
         let now = clock().now();
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if last.as_ref().is_none_or(|(said, at)| said != why || now.saturating_sub(*at) >= SAID_EVERY) {
-            tracing::warn!("a vhost-user front end was turned away: {why}");
+            tracing::warn!("a vhost-user front end was refused: {why}");
             *last = Some((why.to_owned(), now));
         }
     }
@@ -207,7 +207,7 @@ impl Said {
 
 impl Door {
     async fn keep(self, listener: Listener) {
-        let what = format!("letting a front end in at {}", listener.address());
+        let what = format!("accepting front ends at {}", listener.address());
         let mut listener = Some(listener);
         in_rounds(&what, async || self.serve_next(&mut listener).await).await;
     }
@@ -224,7 +224,7 @@ impl Door {
             Some(Ok(socket)) => self.begin(socket),
             Some(Err(error)) if error.kind() == ErrorKind::NoSpace => Err(error),
             Some(Err(error)) => {
-                tracing::error!("no more front ends are let in at {}: {}", open.address(), error.chain());
+                tracing::error!("no more front ends are accepted at {}: {}", open.address(), error.chain());
                 return ControlFlow::Break(());
             }
         };

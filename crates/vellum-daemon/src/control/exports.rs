@@ -44,7 +44,7 @@ impl Control {
     pub(super) async fn export_add(&self, request: &Request) -> Result<Value> {
         let Request::ExportAdd { name, image, format, read_only, vhost_user_blk, nbd, limits } = request
         else {
-            return Err(Error::invalid("this adds no export"));
+            return Err(Error::invalid("an export-add request was expected"));
         };
         let nbd = nbd.as_deref().map(parse_address).transpose()?;
         let socket = match &nbd {
@@ -138,14 +138,14 @@ impl Control {
                     } else {
                         format!("{clients} clients are")
                     };
-                    let why = format!("{who} connected to {name:?}; use force to disconnect them");
+                    let why = format!("{who} connected to {name:?}; use --force to disconnect them");
                     return Err(Error::new(ErrorKind::Locked, why));
                 }
             }
         }
         // The last name has been taken: no other client can begin to read a snapshot.
         if is_last && !force && served.is_read_beside() {
-            return Err(served.in_use(&format!("{IS_READ}; use force to disconnect it")));
+            return Err(served.in_use(&format!("{IS_READ}; use --force to disconnect it")));
         }
         // While its clients are still connected and can be notified.
         if is_last && !lose_unflushed {

@@ -297,7 +297,7 @@ impl Disks {
             (None, [one]) => Ok(one.clone()),
             (None, []) => Err(Error::new(ErrorKind::NotFound, "no disk is served")),
             (None, _) => Err(Error::invalid(format!(
-                "there are several disks; select one by its export name: {}",
+                "there are several disks; select one by its export name (--disk): {}",
                 names()
             ))),
             // A name that is being removed is free already: the disk that has got it since is the one that is

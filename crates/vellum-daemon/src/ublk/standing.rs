@@ -95,12 +95,15 @@ pub(super) async fn look(
         match standing.state {
             State::Live => {
                 if !leaving.goes_on(number, standing.pid).await {
-                    return Err(used(number, &format!("process {} serves a disk there", standing.pid)));
+                    return Err(used(
+                        number,
+                        &format!("process {} serves a disk under this number", standing.pid),
+                    ));
                 }
             }
             State::Dead => return Ok(Found::Left),
             State::Waiting if standing.mark != mark => {
-                return Err(used(number, "a device of another image waits there for its server"));
+                return Err(used(number, "the device with this number was kept for another image"));
             }
             State::Waiting if !keeps => return Ok(Found::Left),
             State::Waiting => {
@@ -112,7 +115,7 @@ pub(super) async fn look(
                 {
                     return Err(used(
                         number,
-                        "the device that waits there does not match this disk; without --ublk-keep it is removed",
+                        "the device that was kept under this number does not match this disk; start without --ublk-keep to remove it",
                     ));
                 }
                 return Ok(Found::Waiting { shape: standing.shape, pid: standing.pid, sectors });
@@ -136,7 +139,10 @@ pub(super) async fn clear(control: &Handle, number: u32) -> Result<()> {
             return Err(error.context(format!("can't create {}", path_of(number).display())));
         }
     }
-    tracing::info!("{} was left by a server that has gone, and is taken away", path_of(number).display());
+    tracing::info!(
+        "{} was left behind by a server that has exited, and is removed",
+        path_of(number).display()
+    );
     control.call(move |control| control.stop(number)).await?;
     match remove(control, number, FREE_WITHIN).await {
         Some(removed) => removed,
@@ -162,7 +168,7 @@ pub(super) async fn take_over(control: &Handle, number: u32, pid: i32) -> Result
             return Err(used(number, "another process has it open"));
         }
     }
-    tracing::info!("{} waited for its server, and goes on", path_of(number).display());
+    tracing::info!("{} was kept by its last server, and is served again", path_of(number).display());
     Ok(())
 }
 
@@ -191,7 +197,7 @@ impl Leaving {
             self.is_said = true;
             let path = path_of(number);
             tracing::warn!(
-                "process {pid}, which served {}, has gone, and the kernel has not released it yet; that may take half a minute",
+                "process {pid}, which served {}, has exited, but the kernel has not released the device yet; this may take half a minute",
                 path.display()
             );
         }

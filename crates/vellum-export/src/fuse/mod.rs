@@ -46,6 +46,6 @@ pub use point::{Mounted, Point, SizeNotifier, Taken};
 /// `CAP_SYS_RESOURCE` and Linux 5.6; without them nothing changes.
 pub fn allocate_without_write_back() {
     if let Err(error) = rustix::process::configure_io_flusher_behavior(true) {
-        tracing::debug!("can't become an I/O flusher: {error}");
+        tracing::debug!("can't set PR_SET_IO_FLUSHER: {error}");
     }
 }

@@ -355,7 +355,7 @@ impl Client {
             export,
             on_export,
             times,
-            "a client has to wait: the limit is {seats} connections, {per_export} per export; see --max-connections \
+            "a client must wait: the limit is {seats} connections, {per_export} per export; see --max-connections \
              and `vellum client list`"
         );
     }

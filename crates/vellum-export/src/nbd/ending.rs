@@ -29,8 +29,8 @@ impl fmt::Display for Ending {
         match self {
             Self::Goodbye => f.write_str("the client disconnected"),
             Self::Hangup => f.write_str("the client closed the connection"),
-            Self::Drained => f.write_str("the server let it finish and closed it"),
-            Self::Cut => f.write_str("the server cut it"),
+            Self::Drained => f.write_str("the server completed its requests and disconnected it"),
+            Self::Cut => f.write_str("the server disconnected it"),
             Self::Refused(why) => write!(f, "the client was refused: {why}"),
             Self::Violation(why) => write!(f, "the client broke the protocol: {why}"),
             Self::Failed(error) => write!(f, "the connection failed: {}", error.chain()),

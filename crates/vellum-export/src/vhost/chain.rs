@@ -131,7 +131,7 @@ impl Chain {
             }
         }
         if is_cut {
-            return Err(Malformed("it has no end"));
+            return Err(Malformed("it does not end"));
         }
         if readable.len < HEADER_BYTES {
             return Err(Malformed("it has no room for a header"));
@@ -188,7 +188,7 @@ mod tests {
     #[test]
     fn what_cannot_be_answered_is_refused() {
         let refused = |list: &[(u64, u32, bool)]| Chain::gather(links(list)).expect_err("refused").0;
-        assert_eq!(refused(&[]), "it has no end");
+        assert_eq!(refused(&[]), "it does not end");
         assert_eq!(refused(&[(0, 15, false), (20, 1, true)]), "it has no room for a header");
         assert_eq!(refused(&[(0, 16, false), (20, 0, true)]), "it has no room for a status");
         let mixed = [(0, 16, false), (20, 1, true), (30, 1, false)];
@@ -198,6 +198,6 @@ mod tests {
         assert_eq!(refused(&huge), "it has too many bytes");
         let endless = Link { at: 0, len: 16, is_writable: false, has_next: true };
         let cut = Chain::gather([endless; 3].into_iter()).expect_err("a loop was cut");
-        assert_eq!(cut.0, "it has no end");
+        assert_eq!(cut.0, "it does not end");
     }
 }

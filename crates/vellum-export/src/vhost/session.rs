@@ -523,7 +523,7 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
     }
 
     fn reset_device(&mut self) -> Answer<()> {
-        Err(Refusal::InvalidOperation("resetting is not offered"))
+        Err(Refusal::InvalidOperation("resetting the device is not supported"))
     }
 
     fn get_features(&mut self) -> Answer<u64> {
@@ -706,7 +706,7 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
     }
 
     fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Answer<File> {
-        Err(Refusal::InvalidOperation("shared objects are not offered"))
+        Err(Refusal::InvalidOperation("shared objects are not supported"))
     }
 
     fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Answer<(VhostUserInflight, File)> {
@@ -733,19 +733,19 @@ impl VhostUserBackendReqHandlerMut for FrontEnd {
         _phase: VhostTransferStatePhase,
         _file: File,
     ) -> Answer<Option<File>> {
-        Err(Refusal::InvalidOperation("migration of state is not offered"))
+        Err(Refusal::InvalidOperation("migration of the device state is not supported"))
     }
 
     fn check_device_state(&mut self) -> Answer<()> {
-        Err(Refusal::InvalidOperation("migration of state is not offered"))
+        Err(Refusal::InvalidOperation("migration of the device state is not supported"))
     }
 
     fn get_shmem_config(&mut self) -> Answer<VhostUserShMemConfig> {
-        Err(Refusal::InvalidOperation("shared memory regions are not offered"))
+        Err(Refusal::InvalidOperation("shared memory regions are not supported"))
     }
 
     fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Answer<()> {
-        Err(Refusal::InvalidOperation("a log of changed pages is not offered"))
+        Err(Refusal::InvalidOperation("dirty-page logging is not supported"))
     }
 }
 

@@ -71,17 +71,17 @@ pub(crate) fn no_ring(reason: NoRing) -> Error {
 pub(crate) fn check_abilities(ring: &IoUring) -> Result<(), NoRing> {
     let features = ring.params();
     let needed = [
-        (features.is_feature_nodrop(), "keeping completions that find no room"),
-        (features.is_feature_submit_stable(), "stable submissions"),
-        (features.is_feature_fast_poll(), "polling of sockets"),
-        (features.is_feature_ext_arg(), "waiting with a timeout"),
+        (features.is_feature_nodrop(), "IORING_FEAT_NODROP"),
+        (features.is_feature_submit_stable(), "IORING_FEAT_SUBMIT_STABLE"),
+        (features.is_feature_fast_poll(), "IORING_FEAT_FAST_POLL"),
+        (features.is_feature_ext_arg(), "IORING_FEAT_EXT_ARG"),
     ];
     if let Some((_, what)) = needed.into_iter().find(|(has, _)| !has) {
         return Err(NoRing::Lacks(what));
     }
     let mut probe = Probe::new();
     let probed = ring.submitter().register_probe(&mut probe);
-    probed.map_err(|_| NoRing::Lacks("telling what it can do"))?;
+    probed.map_err(|_| NoRing::Lacks("IORING_REGISTER_PROBE"))?;
     let needed = [
         (opcode::Read::CODE, "read"),
         (opcode::Write::CODE, "write"),

@@ -48,7 +48,7 @@ const READ: u32 = 1 << 0;
 const WRITE: u32 = 1 << 1;
 const RESIZE: u32 = 1 << 3;
 const PERMISSIONS: [(u32, &str); 4] =
-    [(0, "consistent read"), (1, "write"), (2, "write unchanged"), (3, "resize")];
+    [(0, "consistent reading"), (1, "writing"), (2, "writing unchanged data"), (3, "resizing")];
 
 const DOES: i64 = 100;
 const SUFFERS_NOT: i64 = 200;
@@ -126,10 +126,10 @@ fn try_acquire(file: BorrowedFd<'_>, mode: LockMode) -> Result<(), Refusal> {
     }
     for (index, name) in PERMISSIONS {
         if does & (1 << index) != 0 && is_held(file, SUFFERS_NOT + i64::from(index))? {
-            return Err(Refusal::Conflict(format!("has it open and does not allow others to {name} it")));
+            return Err(Refusal::Conflict(format!("has it open and does not allow {name} by others")));
         }
         if suffers_not & (1 << index) != 0 && is_held(file, DOES + i64::from(index))? {
-            return Err(Refusal::Conflict(format!("has it open to {name} it")));
+            return Err(Refusal::Conflict(format!("has it open for {name}")));
         }
     }
     Ok(())

@@ -52,10 +52,7 @@ impl File {
         let done =
             unblock_on(self.handle.storage().backend, move || reconcile(&handle, span, is_regular)).await;
         done.map_err(|errno| {
-            Error::io(
-                errno.into(),
-                self.doing("find out what is written of", span.start().bytes(), span.len()),
-            )
+            Error::io(errno.into(), self.doing("find the written parts of", span.start().bytes(), span.len()))
         })
     }
 }

@@ -122,10 +122,10 @@ impl Listener {
                 libc::EAGAIN => drop(submit(Op::Await(self.socket.clone(), Readiness::Read)).await),
                 libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM => {
                     clock().sleep(SHORTAGE_WAIT).await;
-                    let error = Error::os(errno, format!("can't take a connection at {}", self.address));
+                    let error = Error::os(errno, format!("can't accept a connection on {}", self.address));
                     return Err(error.with_kind(ErrorKind::NoSpace));
                 }
-                _ => return Err(Error::os(errno, format!("can't listen at {}", self.address))),
+                _ => return Err(Error::os(errno, format!("can't listen on {}", self.address))),
             }
         }
     }
@@ -167,7 +167,7 @@ fn bind_with(path: &Path, mode: Option<Mode>) -> io::Result<UnixListener> {
 }
 
 fn bind_unix(path: &Path, mode: Option<Mode>) -> Result<Listener> {
-    let doing = || format!("can't listen at {}", path.display());
+    let doing = || format!("can't listen on {}", path.display());
     let len = path.as_os_str().len();
     if len > PATH_MAX {
         return Err(Error::invalid(format!(
@@ -196,7 +196,7 @@ fn bind_unix(path: &Path, mode: Option<Mode>) -> Result<Listener> {
 
 /// Removes a socket's file if no program listens there any more.
 fn remove_stale(path: &Path) -> Result<()> {
-    let doing = || format!("can't listen at {}", path.display());
+    let doing = || format!("can't listen on {}", path.display());
     let Ok(facts) = fs::symlink_metadata(path) else {
         return Ok(());
     };
@@ -296,7 +296,7 @@ fn bind_tcp(address: std::net::SocketAddr) -> Result<(OwnedFd, Address)> {
     };
     bind().map_err(|error: io::Error| {
         let in_use = error.kind() == io::ErrorKind::AddrInUse;
-        let error = Error::io(error, format!("can't listen at {address}"));
+        let error = Error::io(error, format!("can't listen on {address}"));
         if in_use { error.with_kind(ErrorKind::Locked) } else { error }
     })
 }

@@ -231,7 +231,7 @@ impl Control {
     /// Hands the waiting requests to the new queues. Waits until all of them fetch.
     pub fn go_on(&mut self, number: u32) -> Result<()> {
         let command = ControlCommand { data: u64::from(std::process::id()), ..Self::to(number) };
-        self.call(abi::END_RECOVERY, command).map_err(|errno| doing(errno, "go on with", number))
+        self.call(abi::END_RECOVERY, command).map_err(|errno| doing(errno, "resume", number))
     }
 
     /// Tells the kernel that the device is larger now.

@@ -106,7 +106,7 @@ fn a_disk_goes_also_while_a_snapshot_of_it_is_read() {
     export(&served, "add", &[&added]).answer();
     vellum(&["snapshot", "create", "--control", &served.socket, "--disk", "two", "monday"]).answer();
     let mut reader = served.client("two@monday");
-    refuses(&served, &["reading a snapshot", "use force"], "remove", &["two"]);
+    refuses(&served, &["reading a snapshot", "use --force"], "remove", &["two"]);
     assert_eq!(reader.read(0, 1).expect("it has noticed nothing"), [0]);
     drop(served.client("two"));
     export(&served, "remove", &["--force", "two"]).answer();

@@ -85,9 +85,9 @@ fn a_guest_serves_block_devices_to_itself() {
     assert!(said.contains(&"resized".to_owned()), "{said:#?}");
     let refused =
         |words: &str| said.iter().any(|line| line.starts_with("refused 1 ") && line.contains(words));
-    assert!(refused("is still in use") && refused("two block devices"), "{said:#?}");
-    assert!(refused("of another image waits"), "{said:#?}");
-    assert!(refused("serves a disk there") && refused("without io_uring"), "{said:#?}");
+    assert!(refused("is still in use") && refused("two --ublk options name"), "{said:#?}");
+    assert!(refused("kept for another image"), "{said:#?}");
+    assert!(refused("serves a disk under this number") && refused("without io_uring"), "{said:#?}");
 }
 
 /// The guest's requests arrived as what they are, and none failed.

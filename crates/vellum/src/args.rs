@@ -17,7 +17,7 @@ pub(crate) enum OutputFormat {
     /// Plain text
     #[default]
     Human,
-    /// JSON, with the field names of qemu-img
+    /// JSON, with qemu-img's field names where it has the same command
     Json,
 }
 
@@ -207,12 +207,7 @@ const CREATE_OPTIONS: [OptionHelp; 23] = [
         "on|off",
         "write with a journal: each guest flush costs one host flush instead of two (default on)",
     ),
-    (
-        QCOW2,
-        "journal_size",
-        "SIZE",
-        "size of the journal, which exists while the image is open, 64k to 64M (default 1M)",
-    ),
+    (QCOW2, "journal_size", "SIZE", "size of the journal, 64k to 64M (default 1M); a closed image has none"),
     (NATIVE, "journal_size", "SIZE", "size of the journal, 64k to 64M (default 16M, layout=zoned 8M)"),
     (
         NATIVE,

@@ -44,7 +44,7 @@ pub(crate) fn parse(filter: &str) -> Result<String, String> {
     match filter.parse::<EnvFilter>() {
         Ok(_) if is_known => Ok(filter.to_owned()),
         _ => Err(format!(
-            "{filter:?} is not understood: give a level (off, error, warn, info, debug, trace) or a list such as \
+            "invalid log level {filter:?}: use off, error, warn, info, debug or trace, or a list such as \
              warn,vellum_export=debug"
         )),
     }
@@ -58,8 +58,8 @@ pub(crate) fn start(option: Option<&str>, of_file: Option<&str>) {
         let filter = variable.as_ref()?.to_string_lossy().into_owned();
         Some(parse(&filter).unwrap_or_else(|_| {
             complain(&format!(
-                "vellum: {VARIABLE}={filter} is not valid, so {LEVEL_DEFAULT} is used: give a level (off, error, \
-                 warn, info, debug, trace) or a list such as warn,vellum_export=debug"
+                "vellum: {VARIABLE}={filter} is not valid, so {LEVEL_DEFAULT} is used: use off, error, warn, info, \
+                 debug or trace, or a list such as warn,vellum_export=debug"
             ));
             LEVEL_DEFAULT.to_owned()
         }))

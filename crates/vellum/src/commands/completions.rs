@@ -8,10 +8,10 @@ use clap_complete::{Shell, generate};
 use super::Outcome;
 use crate::output::say_piece;
 
-/// Print the completions of the command line for a shell
+/// Print a completion script for a shell
 ///
-/// For bash: `vellum completions bash > ~/.local/share/bash-completion/completions/vellum`. For zsh write _vellum into a
-/// directory of $fpath, for fish ~/.config/fish/completions/vellum.fish.
+/// For bash: `vellum completions bash > ~/.local/share/bash-completion/completions/vellum`. For zsh, save the script as
+/// _vellum in a directory of $fpath; for fish, as ~/.config/fish/completions/vellum.fish.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The shell

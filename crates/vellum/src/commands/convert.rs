@@ -45,10 +45,10 @@ pub(crate) struct Args {
     /// Store runs of zeros shorter than this as data; 0 stores all zeros
     #[arg(short = 'S', long, value_name = "SIZE", value_parser = parse_size, default_value = "4k")]
     sparse_size: u64,
-    /// Number of reads in flight, and with -W of writes too
+    /// Maximum number of reads in flight, and with -W also of writes
     #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64))]
     parallel: u16,
-    /// Write out of order; may be faster, but the new image is laid out out of order
+    /// Write out of order; may be faster, but the data is then scattered in the new image
     #[arg(short = 'W', long)]
     out_of_order: bool,
     /// Fill an existing target instead of creating one; it must be large enough

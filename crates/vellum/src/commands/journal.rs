@@ -15,9 +15,9 @@ use crate::output::{human_bytes, say, say_json};
 
 /// Enable or disable the journal of a qcow2 image
 ///
-/// With a journal each guest flush costs one host flush instead of two. While such an image is open for
-/// writing, other programs refuse to open it. Once closed, it is a plain qcow2 image that they can read and
-/// write.
+/// With a journal, each guest flush costs one host flush instead of two. While such an image is open for
+/// writing, and after a crash until it is recovered, QEMU refuses to open it. Once closed, it is a plain qcow2
+/// image that other programs can read and write.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -52,7 +52,7 @@ struct Common {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// The image: qcow2 version 3, closed
+    /// The image; it must be qcow2 version 3, and no program may have it open
     #[arg(value_name = "FILE")]
     file: PathBuf,
 }
@@ -86,7 +86,7 @@ fn lines(args: &Common, change: &JournalChange) -> Vec<String> {
     let name = args.file.display();
     let mut lines = Vec::new();
     if let Some(recovery) = &change.recovery {
-        lines.push(format!("{name} had not been closed: {}", replayed(recovery)));
+        lines.push(format!("{name} was not closed: {}", replayed(recovery)));
     }
     lines.push(match (change.before, change.after) {
         (None, None) => format!("{name} has no journal: nothing to do"),

@@ -16,8 +16,8 @@ use crate::output::{human_bytes, say, say_json};
 ///
 /// The names are QEMU's: iops-total, iops-read and iops-write (requests per second), bps-total, bps-read and
 /// bps-write (bytes per second). With -max appended, each is the rate during a burst. With -max-length
-/// appended, it is the length of a burst in seconds (default 1). iops-size is the largest request that counts
-/// as one; larger ones count as several. Limits you do not give are removed.
+/// appended, it is the length of a burst in seconds (default 1). iops-size is the size in bytes of the largest
+/// request that counts as one; larger ones count as several. Limits you do not give are removed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]

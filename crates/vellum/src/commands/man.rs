@@ -14,8 +14,8 @@ use crate::output::say_piece;
 /// Write the manual pages: one for `vellum` and one for each command
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Write all pages into this directory, as vellum.1, vellum-create.1 and so on. It is made if it does not exist. Without it the
-    /// page of `vellum` is printed
+    /// Directory for the pages: vellum.1, vellum-create.1 and so on; created if it does not exist. Default: print the page of
+    /// `vellum`
     #[arg(value_name = "DIR")]
     dir: Option<PathBuf>,
 }
@@ -26,7 +26,8 @@ pub(crate) fn run(args: &Args, command: Command) -> Outcome {
     command.build();
     match &args.dir {
         Some(dir) => {
-            std::fs::create_dir_all(dir).context(|| format!("can't make the directory {}", dir.display()))?;
+            std::fs::create_dir_all(dir)
+                .context(|| format!("can't create the directory {}", dir.display()))?;
             write_all(&command, dir)?;
         }
         None => say_piece(&String::from_utf8_lossy(&page(&command)?)),
@@ -48,6 +49,6 @@ fn page(command: &Command) -> Result<Vec<u8>> {
     let man =
         Man::new(command.clone()).source(concat!("vellum ", env!("CARGO_PKG_VERSION"))).manual("Vellum");
     let mut text = Vec::new();
-    man.render(&mut text).context(|| format!("can't make the page of {}", name(command)))?;
+    man.render(&mut text).context(|| format!("can't generate the manual page of {}", name(command)))?;
     Ok(text)
 }

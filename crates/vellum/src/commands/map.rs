@@ -19,10 +19,10 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Start at this offset of the disk
+    /// Start at this offset of the disk: bytes, or with k, M, G or T
     #[arg(short, long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     start_offset: u64,
-    /// Show at most this many bytes. Default: up to the end of the disk
+    /// Show at most this many bytes (k, M, G or T as above). Default: up to the end of the disk
     #[arg(short = 'l', long, value_name = "SIZE", value_parser = parse_size)]
     max_length: Option<u64>,
     /// Map this internal snapshot of the image, given by ID or name

@@ -22,7 +22,7 @@ pub(crate) struct Args {
 
 /// Resume a paused disk
 ///
-/// Requests that wait for space (`vellum serve --on-full hold`) are also retried at once, instead of within a
+/// Requests that wait for space (`vellum serve --on-full hold`) are also retried at once instead of within a
 /// second.
 #[derive(clap::Args)]
 pub(crate) struct ResumeArgs {
@@ -44,9 +44,9 @@ pub(crate) fn resume(args: &ResumeArgs) -> Outcome {
     match args.target.output {
         OutputFormat::Human if answer["was-paused"] == true => say("Resumed."),
         OutputFormat::Human if answer["was-held"] == true => {
-            say("Requests that waited for space are retried.")
+            say("The disk was not paused. Requests that waited for space are being retried.")
         }
-        OutputFormat::Human => say("It was not paused."),
+        OutputFormat::Human => say("The disk was not paused."),
         OutputFormat::Json => say_json(&answer),
     }
     Ok(ExitCode::SUCCESS)

@@ -17,8 +17,8 @@ use crate::output::{say, say_json};
 
 /// Grow the disk of an image, or shrink it with --shrink
 ///
-/// New space reads as zero. If a server has the image open, give --control PATH, its control socket, instead
-/// of the image. A served disk can only grow. Virtual machines and FUSE files see the new size at once, NBD
+/// New space reads as zero. If a server has the image open, give its control socket with --control PATH
+/// instead of the image. A served disk can only grow. Virtual machines and FUSE files see the new size at once, NBD
 /// clients when they reconnect. qcow2 disks cannot be shrunk.
 #[derive(clap::Args)]
 #[command(
@@ -39,7 +39,7 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Ask the server that has this control socket, instead of opening an image
+    /// Ask the server with this control socket instead of opening an image
     #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "shrink"])]
     control: Option<PathBuf>,
     /// Also allow backing images in DIR; may be given several times
@@ -70,7 +70,8 @@ impl Args {
         match (&self.control, &self.second) {
             (Some(_), Some(_)) => Err(Error::invalid("with --control, give only the SIZE, without a FILE")),
             (Some(socket), None) => {
-                let size = self.first.to_str().ok_or_else(|| Error::invalid("the size is not text"))?;
+                let size =
+                    self.first.to_str().ok_or_else(|| Error::invalid("the size is not valid UTF-8"))?;
                 Ok((Place::Server(socket), size))
             }
             (None, Some(size)) => Ok((Place::Image(Path::new(&self.first)), size)),
@@ -126,7 +127,9 @@ fn wanted(text: &str, before: u64) -> Result<u64> {
         (None, Some(less)) => before.checked_sub(parse_size(less)?),
         (None, None) => Some(parse_size(text)?),
     };
-    let size = size.ok_or_else(|| Error::invalid(format!("{text}: the disk has {before} bytes")))?;
+    let size = size.ok_or_else(|| {
+        Error::invalid(format!("{text}: the disk has {before} bytes and cannot change by that much"))
+    })?;
     Ok(BlockSize::SECTOR.round_up(size))
 }
 

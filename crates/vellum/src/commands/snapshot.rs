@@ -19,8 +19,8 @@ use crate::output::{human_bytes, printable, say, say_json};
 /// Create, list, delete and revert to snapshots inside an image
 ///
 /// Images of the vellum format support snapshots (layout=zoned, the default, and layout=table). Snapshots of
-/// qcow2 images can be listed and read. If a server has the image open, give --control PATH, its control
-/// socket, instead of the image.
+/// qcow2 images can be listed and read. If a server has the image open, give its control socket
+/// with --control PATH instead of the image.
 ///
 /// To read a snapshot, use `-l NAME` of convert, compare and serve, or `--snapshot NAME` of map. If its disk
 /// is served with --export-snapshots, it is also the NBD export @NAME.
@@ -33,16 +33,26 @@ pub(crate) struct Args {
 #[derive(Subcommand)]
 enum What {
     /// Create a snapshot of the disk as it is now
+    #[command(
+        override_usage = "vellum snapshot create [OPTIONS] FILE NAME\n       vellum snapshot create [OPTIONS] --control PATH NAME",
+        mut_arg("second", |arg| arg.help("Name of the new snapshot"))
+    )]
     Create(Wanted),
     /// List the snapshots
     List(Listed),
     /// Delete a snapshot and free the space that only it uses
     ///
     /// A snapshot cannot be deleted while a client of the server reads it.
+    #[command(
+        override_usage = "vellum snapshot delete [OPTIONS] FILE NAME\n       vellum snapshot delete [OPTIONS] --control PATH NAME"
+    )]
     Delete(Wanted),
     /// Revert the disk to a snapshot; later writes are lost
     ///
     /// The snapshots are kept. A served disk can be reverted only while no client is connected.
+    #[command(
+        override_usage = "vellum snapshot revert [OPTIONS] FILE NAME\n       vellum snapshot revert [OPTIONS] --control PATH NAME"
+    )]
     Revert(Wanted),
 }
 
@@ -54,7 +64,7 @@ struct Source {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Ask the server that has this control socket, instead of opening an image
+    /// Ask the server with this control socket instead of opening an image
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
     /// With --control: export name of the disk; optional if the server has one disk
@@ -72,16 +82,13 @@ struct Listed {
 }
 
 #[derive(clap::Args)]
-#[command(
-    override_usage = "vellum snapshot COMMAND [OPTIONS] FILE NAME\n       vellum snapshot COMMAND [OPTIONS] --control PATH NAME"
-)]
 struct Wanted {
     #[command(flatten)]
     source: Source,
     /// The image; omitted with --control
     #[arg(value_name = "FILE")]
     first: OsString,
-    /// Name of the snapshot; delete and revert also accept its ID
+    /// Name or ID of the snapshot
     #[arg(value_name = "NAME")]
     second: Option<OsString>,
 }

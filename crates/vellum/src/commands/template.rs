@@ -15,7 +15,7 @@ use crate::args::{OutputFormat, ReadArgs};
 use crate::output::{human_bytes, say, say_json};
 use crate::progress::{Progress, Wish};
 
-/// Prepare a template for the images that are created over it
+/// Prepare a template for the clones that will be created from it
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -29,8 +29,8 @@ enum What {
 
 /// Record which parts of a template are zero, in the file TEMPLATE.vzero
 ///
-/// `vellum create -f vellum -b TEMPLATE` uses the file: the first writes to those parts are as cheap as
-/// without a template. A template that has changed must be prepared again; until then, the file is ignored.
+/// `vellum create -f vellum -b TEMPLATE` uses the file: first writes to those parts cost no more than in
+/// an image without a template. A template that has changed must be prepared again; until then, the file is ignored.
 #[derive(clap::Args)]
 struct Prepare {
     #[command(flatten)]
@@ -62,11 +62,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
             "runs": zeros.runs.len(),
         })),
         OutputFormat::Human if !args.quiet => say(&format!(
-            "{}: {} of {} are zero, in {} runs; recorded in {}",
+            "{}: {} of {} are zero; recorded in {}",
             args.file.display(),
             human_bytes(bytes),
             human_bytes(zeros.size),
-            zeros.runs.len(),
             list.display()
         )),
         OutputFormat::Human => {}

@@ -76,7 +76,7 @@ fn every_command_has_a_manual_page() {
     assert!(serve.contains(r"\-\-vhost\-user\-blk") && serve.contains("SIGTERM"), "{serve}");
     let printed = vellum(&["man"]).answer();
     assert_eq!(printed, std::fs::read_to_string(dir.join("pages/man1/vellum.1")).expect("a page"));
-    refused(1, &["can't make the directory"], &["man", "/proc/none"]);
+    refused(1, &["can't create the directory"], &["man", "/proc/none"]);
 }
 
 #[test]

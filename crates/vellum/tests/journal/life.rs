@@ -130,7 +130,7 @@ fn recovery_is_told_in_words_too_and_done_by_any_server() {
     // Turned off on an image that was left open: replayed first.
     killed_after(&image, |client| client.write(0, &[7; 512], 1).expect("a durable write"));
     let said = vellum(&["journal", "disable", &image]).answer();
-    assert!(said.contains("had not been closed: ") && said.contains("the journal is now disabled"), "{said}");
+    assert!(said.contains("was not closed: ") && said.contains("the journal is now disabled"), "{said}");
     assert_eq!(journal_of(&image), serde_json::Value::Null);
     is_clean(&image);
     assert_eq!(bytes_of(&image)[..512], [7; 512]);

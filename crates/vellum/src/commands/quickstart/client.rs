@@ -67,7 +67,7 @@ impl Client {
                     client.size = u64::from_be_bytes(body[2..10].try_into().expect("eight bytes"));
                 }
                 REPLY_INFO => {}
-                _ => return Err(refused("the export was not given")),
+                _ => return Err(refused("the server refused the export")),
             }
         }
     }

@@ -35,7 +35,9 @@ pub(crate) struct Args {
     /// Work in DIR, and keep the files
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
-    /// How many seconds the client writes before the server is killed
+    /// Seconds to write before the server is killed, 1 to 600
+    ///
+    /// This is done twice, with and without a journal.
     #[arg(long, value_name = "SECONDS", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=600))]
     seconds: u64,
 }
@@ -120,7 +122,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     make_clone(&clone, true)?;
     let took = begin.elapsed();
     let size = std::fs::metadata(&clone).context(|| "can't stat the clone")?.len();
-    rows.push(("clone", format!("made in {:.1} ms, {}", took.as_secs_f64() * 1000.0, human_bytes(size))));
+    rows.push(("clone", format!("created in {:.1} ms, {}", took.as_secs_f64() * 1000.0, human_bytes(size))));
 
     let server = start_server(&clone, &socket, &stats)?;
     let journal = SharedJournal::default();
@@ -151,7 +153,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     rows.push(("recovery", format!("{:.0} ms: {recovered}", begin.elapsed().as_secs_f64() * 1000.0)));
 
     let checked = verify(&clone, &socket, &lock(&journal))?;
-    rows.push(("flushed bytes", format!("all there: {checked} blocks compared, 0 lost")));
+    rows.push(("flushed bytes", format!("all present: {checked} blocks compared, 0 lost")));
     if fingerprint != self::fingerprint(&template)? {
         return Err(Error::corrupt("the template has changed").into());
     }
@@ -291,7 +293,7 @@ fn write_until_killed(
     let ended = writer.join().expect("the client does not panic");
     lock(journal).elapsed = elapsed;
     match lock(journal).flushes {
-        0 => Err(Error::io(ended, "the client got nothing done")),
+        0 => Err(Error::io(ended, "no write of the client succeeded")),
         _ => Ok(()), // it ended because the server is gone, as it should
     }
 }
@@ -354,7 +356,8 @@ fn recover(image: &Path) -> Result<String> {
         return Err(Error::corrupt(String::from_utf8_lossy(&output.stderr).trim().to_owned()));
     }
     let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-    Ok(said.split_once(" was ").map_or(said.clone(), |(_, what)| what.to_owned()))
+    let what = said.split_once(" was ").map_or(said.as_str(), |(_, what)| what);
+    Ok(what.trim_start_matches("recovered: ").to_owned())
 }
 
 /// Serves the image again and compares every block that was ever written with what may be there.

@@ -59,7 +59,7 @@ pub use image::{ImageOptions, open_image};
 pub use notify::NotifySocket;
 pub use rights::SocketRights;
 pub use serve::serve;
-pub use spec::{ExportSpec, FuseSpec, NbdSpec, Ready, Report, ServeSpec, UblkSpec, VhostSpec};
+pub use spec::{ExportSpec, FuseSpec, NbdSpec, Ready, ReadyDisk, Report, ServeSpec, UblkSpec, VhostSpec};
 pub use tls::TlsFiles;
 
 // The types of the crates below that callers give to these functions and get from them.

@@ -38,6 +38,7 @@ use vellum_core::{
 use vellum_export::Shutdown;
 use vellum_export::nbd::{Export, Exports, OnDemand, Removed};
 use vellum_export::vhost::Reconnects;
+use vellum_format::FormatKind;
 use vellum_format::image::{Snapshot, SnapshotSupport, Snapshots};
 use vellum_io::{WorkersHandle, clock, unblock};
 use vellum_layer::valve::{Hold, State};
@@ -48,7 +49,7 @@ use crate::grow::{GrowHook, Growing};
 use crate::host::canonical_path;
 use crate::image::{ImageOptions, open_image};
 use crate::meter::{LONG, Metered, Record};
-use crate::spec::ExportSpec;
+use crate::spec::{ExportSpec, ReadyDisk};
 use crate::stats::DiskStats;
 pub(crate) use disks::{Disks, Opening};
 use gone::Gone;
@@ -82,6 +83,8 @@ pub(crate) struct Served {
     canonical: PathBuf,
     life: Mutex<Life>,
     image: ImageOptions,
+    /// The format of the image.
+    format: FormatKind,
     how: Arc<How>,
     workers: WorkersHandle,
     /// Nothing, when it could not be opened again.
@@ -184,6 +187,7 @@ impl Served {
             canonical: group.canonical.clone(),
             life: Mutex::new(Life::new(group.exports.iter().map(|export| export.name.clone()))),
             image: export.image.clone(),
+            format: chain.members[0].head.kind(),
             how,
             workers,
             tallies: Mutex::new((chain.top_tally.clone(), chain.below_tally.clone())),
@@ -207,6 +211,17 @@ impl Served {
     /// The image.
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// A description for the start of the server.
+    pub(crate) fn introduction(&self) -> ReadyDisk {
+        let geometry = self.disk.geometry();
+        ReadyDisk {
+            image: self.path.clone(),
+            format: self.format,
+            size: geometry.size,
+            read_only: geometry.read_only,
+        }
     }
 
     /// Its place among the disks of the server.
@@ -470,7 +485,7 @@ impl Served {
         if self.valve.losses().is_some_and(|losses| losses.is_unheard()) {
             let path = self.path.display();
             tracing::warn!(
-                "{path} lost writes when it was reopened, and no flush has reported that to a client since"
+                "{path} lost writes when it was reopened, and no flush has reported the loss to a client since"
             );
         }
         self.life().set_closed(closed.clone());

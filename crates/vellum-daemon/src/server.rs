@@ -245,7 +245,8 @@ impl Server {
         self.door.bolt.draw();
         let (disks, exports) = (self.disks.clone(), self.exports.clone());
         *reporting = self.spec.stats_path.clone().map(|path| Reporting::begin(disks, exports, path));
-        ready(Ready { addresses: &addresses, blocks: &self.blocks.paths() });
+        let disks: Vec<_> = self.disks.all().iter().map(|disk| disk.introduction()).collect();
+        ready(Ready { addresses: &addresses, blocks: &self.blocks.paths(), disks: &disks });
         self.telling =
             self.spec.notify.clone().map(|manager| spawn_local(async move { manager.is_ready().await }));
         let signal = async { ears.asked_to_end(signals).await.map(Some) };
@@ -559,7 +560,7 @@ async fn opened(
                 Err(error) => {
                     let others = opening.others();
                     if others > 0 {
-                        tracing::error!("{} (the other images are served nevertheless)", error.chain());
+                        tracing::error!("{} (the other images are served)", error.chain());
                     }
                     let is_its = |name: &String| group.exports.iter().any(|export| export.name == *name);
                     let its = sockets.iter().filter(|(name, _)| is_its(name));
@@ -595,8 +596,8 @@ pub(crate) fn tell_what_may_be_missing(spec: &ServeSpec, path: &str) {
     if serves_nbd || !spec.fuse.is_empty() {
         tracing::warn!(
             "{path} was not closed by its last server: writes that were acknowledged but not flushed may be \
-             missing. An NBD client that reconnects on its own does not learn this: restart it, or the program \
-             that uses its disk. With --durable nothing would be missing"
+             missing. An NBD client that reconnects on its own does not notice: restart it, or the program \
+             that uses its disk. With --durable no acknowledged write is lost"
         );
     }
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use vellum_core::{Error, Result};
 use vellum_export::nbd::SessionLimits;
 use vellum_export::vhost::QUEUES_MAX;
+use vellum_format::FormatKind;
 use vellum_io::{Address, IoMode, PassedSocket, Signal};
 use vellum_layer::valve::RateLimits;
 
@@ -186,6 +187,21 @@ pub struct Ready<'a> {
     pub addresses: &'a [(Address, Vec<String>)],
     /// The block devices.
     pub blocks: &'a [PathBuf],
+    /// The disks that are open, in the order in which they were named.
+    pub disks: &'a [ReadyDisk],
+}
+
+/// A disk of a server that is ready.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReadyDisk {
+    /// The image.
+    pub image: PathBuf,
+    /// The format of the image.
+    pub format: FormatKind,
+    /// The size of the disk in bytes.
+    pub size: u64,
+    /// Whether writes are refused.
+    pub read_only: bool,
 }
 
 /// The outcome of a server that ended in good order.

@@ -271,7 +271,7 @@ impl Stats {
         let states: Vec<String> = states.iter().map(|(state, count)| format!("{count} {state}")).collect();
         let sum = |of: &dyn Fn(&DiskStats) -> u64| self.disks.iter().map(of).sum::<u64>();
         format!(
-            "up {:.0} s; disks: {}; {} connections; {} reads, {} writes, {} flushes, {} failed; {} requests in flight",
+            "up {:.0} s; disks: {}; connections: {}; reads: {}, writes: {}, flushes: {}, failed: {}; in flight: {}",
             self.uptime_seconds,
             if states.is_empty() { "none".to_owned() } else { states.join(", ") },
             self.disks.iter().map(|disk| disk.connections).sum::<usize>(),

@@ -85,6 +85,25 @@ pub(crate) fn say_json_line(value: &impl Serialize) {
     say(&serde_json::to_string(value).expect("what is answered can be written as JSON"));
 }
 
+/// The lines of a table, the headings first. The first `texts` columns are aligned on the left, the others on the right.
+pub(crate) fn table<const N: usize>(
+    headings: [&str; N],
+    texts: usize,
+    rows: impl Iterator<Item = [String; N]>,
+) -> Vec<String> {
+    let rows: Vec<_> = std::iter::once(headings.map(str::to_owned)).chain(rows).collect();
+    let widths: [usize; N] =
+        std::array::from_fn(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
+    let line = |row: &[String; N]| {
+        let cells = row.iter().zip(widths).enumerate().map(|(column, (cell, width))| match column < texts {
+            true => format!("{cell:<width$}"),
+            false => format!("{cell:>width$}"),
+        });
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+    };
+    rows.iter().map(line).collect()
+}
+
 /// A number of bytes for people: three digits and a binary unit.
 pub(crate) fn human_bytes(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
@@ -118,6 +137,14 @@ mod tests {
         {
             assert_eq!(printable(text), shown);
         }
+    }
+
+    #[test]
+    fn tables_are_aligned() {
+        let rows = [["a", "running", "1"], ["longer", "hung", "1000"]].map(|row| row.map(str::to_owned));
+        let lines = table(["IMAGE", "STATE", "N"], 2, rows.into_iter());
+        assert_eq!(lines, ["IMAGE   STATE       N", "a       running     1", "longer  hung     1000"]);
+        assert_eq!(table(["NAME", "N"], 1, std::iter::empty()), ["NAME  N"]);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use vellum_daemon::{Address, FormatKind, IoMode, RateLimits, run as run_worker};
 use super::Outcome;
 use super::limits::limits_of;
 use crate::args::{OutputFormat, parse_format};
-use crate::output::{human_bytes, say, say_json};
+use crate::output::{human_bytes, printable, say, say_json, table};
 
 /// List, add, remove and reopen the disks of a running server
 #[derive(clap::Args)]
@@ -77,12 +77,12 @@ struct Add {
     limit: Option<RateLimits>,
 }
 
-/// Stop serving an export, and close its image
+/// Stop serving an export and close its image
 #[derive(clap::Args)]
 struct Remove {
     #[command(flatten)]
     at: At,
-    /// Remove it even if clients are connected; they are disconnected
+    /// Remove the export even if clients are connected; they are disconnected
     ///
     /// Their requests in flight are answered first.
     #[arg(long)]
@@ -90,14 +90,14 @@ struct Remove {
     /// Continue even if the host has no space for unflushed writes; they are lost
     #[arg(long)]
     lose_unflushed: bool,
-    /// The name of the export
+    /// Name of the export
     name: String,
 }
 
 /// Close the image of a disk and open it again, for example after a failed flush
 ///
-/// Clients stay connected, and their requests wait meanwhile. Everything that was durable is there. Writes
-/// that were not flushed may be missing; the guest learned that from the flush that failed.
+/// Clients stay connected, and their requests wait meanwhile. All flushed data is kept. Writes that were not
+/// flushed may be missing, which the next flush of each client reports by failing once.
 #[derive(clap::Args)]
 struct Reopen {
     #[command(flatten)]
@@ -137,7 +137,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     match &args.what {
         What::List(List { at }) => {
             let answer = at.ask(&Request::ExportList {})?;
-            at.show(&answer, |answer| answer.as_array().into_iter().flatten().for_each(show));
+            at.show(&answer, |answer| show(answer.as_array().map_or(&[], Vec::as_slice)));
         }
         What::Add(add) => {
             let Add { at, export: (name, image), format, read_only, vhost_user_blk, nbd, limit } = &**add;
@@ -156,7 +156,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
                 limits: limit.as_ref().map(|limits| limits.said().into_iter().collect()),
             };
             let answer = at.ask(&request)?;
-            at.show(&answer, |_| say("Added."));
+            at.show(&answer, |_| say("Added; the disk is being served."));
         }
         What::Remove(Remove { at, force, lose_unflushed, name }) => {
             let (force, lose_unflushed) = (*force, *lose_unflushed);
@@ -185,16 +185,21 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-fn show(export: &Value) {
-    let text = |name: &str| export[name].as_str().unwrap_or_default();
+const HEADINGS: [&str; 6] = ["NAME", "IMAGE", "STATE", "ACCESS", "SIZE", "CLIENTS"];
+
+fn show(exports: &[Value]) {
+    table(HEADINGS, 4, exports.iter().map(row)).iter().for_each(|line| say(line));
+}
+
+fn row(export: &Value) -> [String; HEADINGS.len()] {
+    let text = |name: &str| printable(export[name].as_str().unwrap_or_default()).into_owned();
     let number = |name: &str| export[name].as_u64().unwrap_or_default();
-    let access = if export["read-only"] == true { ", read-only" } else { "" };
-    let name = if text("name").is_empty() { "(default)" } else { text("name") };
-    say(&format!(
-        "{name}: {}, {}{access}, {}; {} connections",
+    [
+        if text("name").is_empty() { "(default)".to_owned() } else { text("name") },
         text("image"),
-        human_bytes(number("virtual-size")),
         text("state"),
-        number("connections"),
-    ));
+        if export["read-only"] == true { "read-only" } else { "writable" }.to_owned(),
+        human_bytes(number("virtual-size")),
+        number("connections").to_string(),
+    ]
 }

@@ -10,8 +10,8 @@ use vellum_daemon::spec::{parse_address, parse_nbd};
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
     Address, ExportSpec, FormatKind, FuseSpec, GrowHook, ImageOptions, IoMode, NbdSpec, NotifySocket,
-    PassedSocket, PassedTo, Prealloc, RateLimits, ServeSpec, SocketRights, TlsFiles, UblkSpec, VhostSpec,
-    serve,
+    PassedSocket, PassedTo, Prealloc, RateLimits, ReadyDisk, ServeSpec, SocketRights, TlsFiles, UblkSpec,
+    VhostSpec, serve,
 };
 
 use super::limits::limits_of;
@@ -20,6 +20,14 @@ use crate::args::{parse_format, parse_prealloc, parse_size};
 use crate::config::allowed;
 use crate::log::note;
 use crate::output::human_bytes;
+
+/// The headings of the options in the help.
+const NBD: &str = "NBD";
+const OTHERS: &str = "Virtual machines, files and block devices";
+const IMAGES: &str = "Images";
+const PERFORMANCE: &str = "Performance";
+const WRITES: &str = "Durability, space and limits";
+const CONTROL: &str = "Control, sockets and statistics";
 
 /// Serve disks over NBD, vhost-user-blk, FUSE and ublk until SIGTERM or Ctrl-C
 ///
@@ -39,174 +47,174 @@ pub(crate) struct Args {
     /// Without NAME= all exports are offered there. With NAME= only that export is offered; repeat the option
     /// with the same address for further ones. Sockets passed by a service manager (systemd socket
     /// activation) replace this option and offer all exports.
-    #[arg(long, value_name = "[NAME=]ADDRESS", value_parser = parse_nbd)]
+    #[arg(long, value_name = "[NAME=]ADDRESS", value_parser = parse_nbd, help_heading = NBD)]
     nbd: Vec<NbdSpec>,
-    /// Also offer the snapshots of writable vellum images over NBD, read-only
+    /// Also offer the snapshots of writable vellum images as read-only NBD exports
     ///
-    /// Their export names are @NAME, or EXPORT@NAME. Reads count towards the limits of the disk.
-    #[arg(long)]
+    /// The export of a snapshot is @NAME, or EXPORT@NAME. Its reads count towards the limits of the disk.
+    #[arg(long, help_heading = NBD)]
     export_snapshots: bool,
     /// Serve NBD over TLS, with server-cert.pem and server-key.pem in DIR
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help_heading = NBD)]
     tls_certificates: Option<PathBuf>,
     /// Whether NBD clients must use TLS
-    #[arg(long, value_enum, value_name = "HOW", default_value = "require", requires = "tls_certificates")]
+    #[arg(long, value_enum, value_name = "HOW", default_value = "require", requires = "tls_certificates", help_heading = NBD)]
     tls: TlsMode,
     /// Require a client certificate signed by an authority in DIR/ca-cert.pem
     ///
     /// Refuse those that DIR/ca-crl.pem lists, if that file exists. DIR is that of --tls-certificates.
-    #[arg(long, requires = "tls_certificates")]
+    #[arg(long, requires = "tls_certificates", help_heading = NBD)]
     tls_verify_peer: bool,
     /// Serve IMAGE or the export NAME over vhost-user-blk at this Unix socket
     ///
     /// May be given several times.
-    #[arg(long, value_name = "[NAME=]PATH", value_parser = parse_vhost)]
+    #[arg(long, value_name = "[NAME=]PATH", value_parser = parse_vhost, help_heading = OTHERS)]
     vhost_user_blk: Vec<VhostSpec>,
     /// Accept guest memory that is not sealed with F_SEAL_SHRINK
     ///
     /// Any process that shares such memory can crash the server, with all of its disks, by truncating the
     /// memory's file.
-    #[arg(long, requires = "vhost_user_blk")]
+    #[arg(long, requires = "vhost_user_blk", help_heading = OTHERS)]
     vhost_unsealed_memory: bool,
-    /// Queues of each vhost-user-blk and ublk device. Default: one per thread
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    /// Number of queues of each vhost-user-blk and ublk device, 1 to 256. Default: one per thread
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256), help_heading = OTHERS)]
     queues: Option<u16>,
     /// Mount the disk as the file FILE (FUSE); may be given several times
     ///
     /// FILE must be empty or absent. If Vellum created it, it is removed at exit. NAME= selects the export if
     /// there are several.
-    #[arg(long, value_name = "[NAME=]FILE", value_parser = parse_fuse)]
+    #[arg(long, value_name = "[NAME=]FILE", value_parser = parse_fuse, help_heading = OTHERS)]
     fuse: Vec<FuseSpec>,
     /// Create the block device /dev/ublkbN for the disk; auto takes the first free N
     ///
     /// Needs the ublk driver of the kernel. NAME= selects the export if there are several. May be given
     /// several times.
-    #[arg(long, value_name = "[NAME=]N|auto", value_parser = parse_ublk)]
+    #[arg(long, value_name = "[NAME=]N|auto", value_parser = parse_ublk, help_heading = OTHERS)]
     ublk: Vec<UblkSpec>,
     /// Keep the block devices when the server exits or is killed
     ///
     /// Their requests wait for the next server that is started with the same N. Each write is durable before
     /// it is acknowledged. The N must be given, not auto.
-    #[arg(long, requires = "ublk")]
+    #[arg(long, requires = "ublk", help_heading = OTHERS)]
     ublk_keep: bool,
     /// Serve IMAGE under the export name NAME; may be given several times
-    #[arg(long, value_name = "NAME=IMAGE", value_parser = parse_export)]
+    #[arg(long, value_name = "NAME=IMAGE", value_parser = parse_export, help_heading = IMAGES)]
     export: Vec<(String, PathBuf)>,
     /// Format of the images: raw, qcow2 or vellum. Default: detected
     ///
     /// A raw disk is writable only with -f raw, because its guest could make it look like another format.
-    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
+    #[arg(short, long, value_name = "FMT", value_parser = parse_format, help_heading = IMAGES)]
     format: Option<FormatKind>,
-    /// I/O interface of the host. Default: io_uring if it works, otherwise threads
-    #[arg(long, value_enum, value_name = "HOW")]
+    /// How to access the images. Default: io_uring if it works, otherwise threads
+    #[arg(long, value_enum, value_name = "HOW", help_heading = PERFORMANCE)]
     io: Option<Io>,
-    /// Busy-poll for at most this long before sleeping, while that pays off; 0: never
+    /// Busy-poll for up to this many microseconds before sleeping, while that pays off; 0: never
     ///
     /// A busy disk answers sooner, at the price of CPU time. With io_uring only.
-    #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=10_000))]
+    #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=10_000), help_heading = PERFORMANCE)]
     poll: u32,
     /// Bypass the page cache (O_DIRECT)
-    #[arg(long)]
+    #[arg(long, help_heading = PERFORMANCE)]
     direct: bool,
     /// Serve read-only
-    #[arg(short, long)]
+    #[arg(short, long, help_heading = IMAGES)]
     read_only: bool,
     /// With --read-only: serve the image even if another program has it open for writing
-    #[arg(short = 'U', long, requires = "read_only")]
+    #[arg(short = 'U', long, requires = "read_only", help_heading = IMAGES)]
     force_share: bool,
     /// Serve this internal snapshot, given by ID or name; implies --read-only
-    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", help_heading = IMAGES)]
     snapshot: Option<String>,
     /// Write zeros ahead of a growing image while idle, so that flushes cost less
     ///
     /// The distance is a size from 64k to 1G, adaptive (about one second's worth of writes) or off. Default:
     /// as set in the image, otherwise adaptive on ext4 and XFS and off elsewhere.
-    #[arg(long, value_name = "HOW", value_parser = parse_prealloc)]
+    #[arg(long, value_name = "HOW", value_parser = parse_prealloc, help_heading = PERFORMANCE)]
     prealloc: Option<Prealloc>,
-    /// Memory for the qcow2 mapping tables of each disk and its backing images
+    /// Maximum memory for the qcow2 mapping tables of each disk and its backing images
     ///
-    /// 1M holds the mapping of 8 GiB in clusters of 64 KiB (in QEMU: l2-cache-size). Default: the whole
-    /// mapping, up to 32M for each image and 128M for each disk.
-    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
+    /// A number of bytes, or with k, M or G. 1M holds the mapping of 8 GiB in clusters of 64 KiB (in QEMU:
+    /// l2-cache-size). Default: the whole mapping, up to 32M for each image and 128M for each disk.
+    #[arg(long, value_name = "BYTES", value_parser = parse_size, help_heading = PERFORMANCE)]
     l2_cache_size: Option<u64>,
     /// Do not compact fragmented vellum images while idle (layout=zoned)
     ///
     /// Compaction moves the data out of the least used zones, so that these zones can be written as a whole
     /// again.
-    #[arg(long)]
+    #[arg(long, help_heading = PERFORMANCE)]
     no_compact: bool,
-    /// Run this command when the device of a vellum image becomes full
+    /// Run this command when the device of a vellum image is nearly full
     ///
-    /// It needs layout=zoned or table. It is run without a shell; {device}, {size} (the new size in bytes)
-    /// and {more} (the bytes to add) are replaced, as in "lvextend -L {size}b {device}".
-    #[arg(long, value_name = "CMD")]
+    /// The image needs layout=zoned or table. The command is run without a shell; {device}, {size} (the new size
+    /// in bytes) and {more} (the bytes to add) are replaced, as in "lvextend -L {size}b {device}".
+    #[arg(long, value_name = "CMD", help_heading = WRITES)]
     grow_hook: Option<GrowHook>,
     /// Make each write durable before it is acknowledged
     ///
     /// Writes that arrive together share a flush. A virtual machine that stayed connected while a server was
     /// killed can then continue with the next server and misses nothing. Without this option, the next server
     /// refuses such a virtual machine until it is reset.
-    #[arg(long)]
+    #[arg(long, help_heading = WRITES)]
     durable: bool,
     /// What to do with a request when the host has no space
-    #[arg(long, value_enum, value_name = "HOW", default_value = "fail")]
+    #[arg(long, value_enum, value_name = "HOW", default_value = "fail", help_heading = WRITES)]
     on_full: OnFull,
     /// Exit unless every image can be opened. Default: serve those that can
-    #[arg(long)]
+    #[arg(long, help_heading = IMAGES)]
     require_all: bool,
-    /// Mode of Unix sockets for NBD and vhost-user-blk, such as 0660. Default: by umask
-    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
+    /// Mode of Unix sockets for NBD and vhost-user-blk, such as 0660. Default: as the umask says
+    #[arg(long, value_name = "MODE", value_parser = parse_mode, help_heading = CONTROL)]
     socket_mode: Option<u32>,
     /// Group of these sockets, by name or number. Default: the process's group
-    #[arg(long, value_name = "GROUP")]
+    #[arg(long, value_name = "GROUP", help_heading = CONTROL)]
     socket_group: Option<String>,
-    /// Number of worker threads. Default: one per core
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    /// Number of worker threads, 1 to 1024. Default: one per core
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = PERFORMANCE)]
     threads: Option<u16>,
     /// Maximum number of NBD clients. Default: 128, or 16 per export if that is more
     ///
     /// If there are several exports, the clients of one can use at most half of it.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = NBD)]
     max_connections: Option<u32>,
-    /// Memory for data in flight of all NBD clients, in addition to 1 MiB per client
+    /// Maximum memory for the data in flight of all NBD clients, plus 1 MiB per client
     ///
     /// A client that neither sends nor accepts a byte for a minute in the middle of a request is
     /// disconnected.
-    #[arg(long, value_name = "BYTES", default_value = "512M", value_parser = parse_size)]
+    #[arg(long, value_name = "BYTES", default_value = "512M", value_parser = parse_size, help_heading = NBD)]
     memory: u64,
-    /// How many seconds requests in flight get after SIGTERM before they are cut off
+    /// Seconds that requests in flight have to finish after SIGTERM
     ///
-    /// Closing a disk gets the same time again. If a disk cannot be closed in it, the log names the disk, and
-    /// the exit code is 1.
-    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    /// After that, the remaining clients are disconnected, and closing the disks may take as long again. If a
+    /// disk cannot be closed by then, the log names it, and the exit code is 1.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, help_heading = CONTROL)]
     drain_seconds: u64,
     /// Limit the requests of a disk, as in iops-total=1000,bps-write=50M
     ///
-    /// The names are iops- or bps- followed by total, read or write, each also with -max and -max-length for
-    /// bursts, and iops-size; see `vellum help limits`. EXPORT: selects the disk. Default: all disks. May be
-    /// given several times.
-    #[arg(long, value_name = "[EXPORT:]NAME=N,…", value_parser = parse_limits)]
+    /// iops is requests per second, bps is bytes per second. The names are iops- or bps- followed by total,
+    /// read or write, each also with -max and -max-length for bursts, and iops-size; see `vellum help limits`.
+    /// EXPORT: selects the disk. Default: all disks. May be given several times.
+    #[arg(long, value_name = "[EXPORT:]NAME=N,…", value_parser = parse_limits, help_heading = WRITES)]
     limit: Vec<ExportLimits>,
     /// Write statistics to PATH as JSON every second and at exit
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", help_heading = CONTROL)]
     stats_json: Option<PathBuf>,
-    /// Serve Prometheus metrics at http://.../metrics on unix:PATH or tcp:HOST:PORT
-    #[arg(long, value_name = "ADDRESS", value_parser = parse_address)]
+    /// Serve Prometheus metrics over HTTP, as /metrics at unix:PATH or tcp:HOST:PORT
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address, help_heading = CONTROL)]
     metrics: Option<Address>,
-    /// Listen for control commands on this Unix socket, such as `vellum stats`
+    /// Listen for commands such as `vellum stats` on this Unix socket
     ///
     /// Only its owner can connect.
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", help_heading = CONTROL)]
     control: Option<PathBuf>,
     /// Also allow backing and data files in DIR; may be given several times
     ///
     /// By default, an image may only refer to files in its own directory.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", help_heading = IMAGES)]
     allow_dir: Vec<PathBuf>,
     /// Allow writing to FILE as the data file of an image. Default: read-only
     ///
     /// May be given several times.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = IMAGES)]
     data_file: Vec<PathBuf>,
     /// Print nothing but warnings and errors
     #[arg(short, long)]
@@ -448,6 +456,7 @@ pub(crate) fn run(args: Args) -> Outcome {
     let quiet = args.quiet;
     let vhost = args.vhost_user_blk.clone();
     let scheme = if args.tls_certificates.is_some() { "nbds" } else { "nbd" };
+    let control = args.control.clone();
     let files: Vec<PathBuf> = args.fuse.iter().map(|fuse| fuse.path.clone()).collect();
     let can_share = image.read_only && !image.force_share;
     let report = serve(spec, move |ready| {
@@ -464,6 +473,13 @@ pub(crate) fn run(args: Args) -> Outcome {
             for block in ready.blocks {
                 note(&format!("serving {}", block.display()));
             }
+            for disk in ready.disks {
+                note(&introduction(disk));
+            }
+            if let Some(path) = control {
+                note(&format!("listening for commands at {}", path.display()));
+            }
+            note("ready; to stop, press Ctrl-C or send SIGTERM");
         }
     });
     let report = report.map_err(|error| if can_share { or_share(error) } else { error.into() })?;
@@ -486,11 +502,17 @@ fn announce(scheme: &str, address: &Address, names: &[String]) {
     }
 }
 
+/// What is served there.
+fn introduction(disk: &ReadyDisk) -> String {
+    let access = if disk.read_only { "read-only" } else { "writable" };
+    format!("  {}: {}, {}, {access}", disk.image.display(), disk.format, human_bytes(disk.size))
+}
+
 fn summary(disk: &DiskStats) -> String {
     let guest = &disk.guest;
     let host = [&disk.host.data, &disk.host.metadata, &disk.host.checkpoint, &disk.host.prealloc];
     format!(
-        "{}: closed; guest: {} reads, {} writes ({}), {} flushes; host: {} writes ({}), {} flushes",
+        "{}: closed; guest: reads {}, writes {} ({}), flushes {}; host: writes {} ({}), flushes {}",
         disk.image,
         guest.reads,
         guest.writes,

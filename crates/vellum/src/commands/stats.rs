@@ -9,13 +9,15 @@ use vellum_daemon::control::Request;
 use super::Outcome;
 use super::control::Target;
 use crate::args::OutputFormat;
-use crate::output::{human_bytes, say, say_json};
+use crate::output::{human_bytes, printable, say, say_json, table};
 
 /// Show the state, connections and request counts of a server's disks
 ///
-/// The state is running, paused, no space, poisoned (stopped after a failed flush) or hung (the storage does
-/// not answer). The JSON output is that of `vellum serve --stats-json`.
+/// The state is running, pausing, paused, no space, poisoned (refuses writes after a failed flush), hung (the
+/// storage does not answer) or closed (could not be reopened). READ and WRITTEN are bytes, the other columns
+/// count requests since the server started. The JSON output is that of `vellum serve --stats-json`.
 #[derive(clap::Args)]
+#[command(mut_arg("disk", |arg| arg.help("Show only the disk with this export name. Default: all disks")))]
 pub(crate) struct Args {
     #[command(flatten)]
     target: Target,
@@ -33,38 +35,58 @@ pub(crate) fn run(args: &Args) -> Outcome {
     }
     match args.target.output {
         OutputFormat::Json => say_json(&answer),
-        OutputFormat::Human => answer["disks"].as_array().into_iter().flatten().for_each(show),
+        OutputFormat::Human => show(answer["disks"].as_array().map_or(&[], Vec::as_slice)),
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn show(disk: &Value) {
-    let number = |value: &Value| value.as_u64().unwrap_or(0);
-    let guest = &disk["guest"];
-    let paused = match disk["paused-seconds"].as_u64() {
-        Some(seconds) => format!(" for {seconds} s"),
-        None => String::new(),
-    };
-    let waiting = match number(&disk["held"]) + number(&disk["limited"]) {
-        0 => String::new(),
-        waiting => format!(", {waiting} requests wait"),
-    };
-    say(&format!(
-        "{}: {}, {}{paused}{waiting}; {} connections; {} reads ({}), {} writes ({}), {} flushes, {} failed",
-        disk["image"].as_str().unwrap_or_default(),
+/// The headings. The first two columns are text, the others numbers.
+const HEADINGS: [&str; 10] =
+    ["IMAGE", "STATE", "SIZE", "CLIENTS", "READS", "READ", "WRITES", "WRITTEN", "FLUSHES", "FAILED"];
+
+/// A table with a row for each disk. What is unusual about a disk follows its row.
+fn show(disks: &[Value]) {
+    let mut lines = table(HEADINGS, 2, disks.iter().map(row)).into_iter();
+    lines.next().iter().for_each(|headings| say(headings));
+    for (line, disk) in lines.zip(disks) {
+        say(&line);
+        details(disk).iter().for_each(|detail| say(&format!("  {detail}")));
+    }
+}
+
+fn number(value: &Value) -> u64 {
+    value.as_u64().unwrap_or(0)
+}
+
+fn row(disk: &Value) -> [String; HEADINGS.len()] {
+    let text = |name: &str| disk[name].as_str().unwrap_or_default().to_owned();
+    let guest = |name: &str| number(&disk["guest"][name]);
+    [
+        printable(&text("image")).into_owned(),
+        text("state"),
         human_bytes(number(&disk["virtual-size"])),
-        disk["state"].as_str().unwrap_or_default(),
-        number(&disk["connections"]),
-        number(&guest["reads"]),
-        human_bytes(number(&guest["bytes-read"])),
-        number(&guest["writes"]),
-        human_bytes(number(&guest["bytes-written"])),
-        number(&guest["flushes"]),
-        number(&disk["guest-errors"]),
-    ));
+        number(&disk["connections"]).to_string(),
+        guest("reads").to_string(),
+        human_bytes(guest("bytes-read")),
+        guest("writes").to_string(),
+        human_bytes(guest("bytes-written")),
+        guest("flushes").to_string(),
+        number(&disk["guest-errors"]).to_string(),
+    ]
+}
+
+fn details(disk: &Value) -> Vec<String> {
+    let mut lines = Vec::new();
+    if let Some(seconds) = disk["paused-seconds"].as_u64() {
+        lines.push(format!("paused for {seconds} s"));
+    }
+    match number(&disk["held"]) + number(&disk["limited"]) {
+        0 => {}
+        waiting => lines.push(format!("requests that wait for a limit, a pause or space: {waiting}")),
+    }
     for request in disk["under-way"]["long"].as_array().into_iter().flatten() {
-        say(&format!(
-            "  under way for {} s: {} of {} bytes at {}",
+        lines.push(format!(
+            "in flight for {} s: {} of {} bytes at offset {}",
             number(&request["seconds"]),
             request["request"].as_str().unwrap_or_default(),
             number(&request["length"]),
@@ -73,8 +95,9 @@ fn show(disk: &Value) {
     }
     if let Some(error) = disk["last-error"].as_object() {
         let text = |name: &str| error.get(name).and_then(Value::as_str).unwrap_or_default();
-        let ago = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
-        let ago = ago.saturating_sub(error.get("date-sec").map_or(0, number));
-        say(&format!("  last error, {ago} s ago: {}: {}", text("request"), text("message")));
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
+        let ago = now.saturating_sub(error.get("date-sec").map_or(0, number));
+        lines.push(format!("last error, {ago} s ago: {}: {}", text("request"), text("message")));
     }
+    lines
 }

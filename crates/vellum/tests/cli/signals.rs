@@ -29,7 +29,7 @@ fn only_signals_that_ask_for_the_end_end_a_server() {
     for (signal, lines) in [(Signal::HUP, 0), (Signal::USR1, 1), (Signal::USR2, 2), (Signal::QUIT, 3)] {
         server.signal(signal);
         until("it says how it is", || {
-            server.said().matches("disks: 1 running; 1 connections").count() >= lines
+            server.said().matches("disks: 1 running; connections: 1;").count() >= lines
         });
         client.flush().expect("it serves");
         assert!(server.is_running(), "{signal:?}");

@@ -18,12 +18,13 @@ use std::time::Duration;
 
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, Disk, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, MemoryStorage, Random, Result,
-    SharedStorage, Storage, StorageRun, WriteFlags, Zeroes,
+    Buffer, Disk, GuestOffset, ImageOffset, ImageSpan, LocalFuture, MemoryStorage, Random, Result,
+    SharedStorage, Storage, WriteFlags, Zeroes,
 };
 use vellum_format::perturb;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_format::sabotage::{Bug, do_in_a_change, put_in};
+use vellum_sim::{ForwardStorage, Forwarding};
 
 const CLUSTER: u64 = 4096;
 const BYTES: usize = 4096;
@@ -60,8 +61,8 @@ fn hold(at_most: Duration) -> (Hold, Receiver<()>, Sender<()>) {
 }
 
 impl Watched {
-    fn new(content: &[u8], watches_punches: bool) -> Arc<Self> {
-        Arc::new(Self {
+    fn new(content: &[u8], watches_punches: bool) -> Arc<Forwarding<Self>> {
+        Forwarding::new(Self {
             inner: MemoryStorage::holding("image", content),
             flush: Mutex::default(),
             write: Mutex::default(),
@@ -76,21 +77,9 @@ impl Watched {
     }
 }
 
-impl Storage for Watched {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn limits(&self) -> &Limits {
-        self.inner.limits()
-    }
-
-    fn len(&self) -> u64 {
-        self.inner.len()
-    }
-
-    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.inner.read(at, buffer)
+impl ForwardStorage for Watched {
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
@@ -121,22 +110,6 @@ impl Storage for Watched {
             self.bad_punches.fetch_add(1, Ordering::Relaxed);
         }
         self.inner.write_zeroes(span, how)
-    }
-
-    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.discard(span)
-    }
-
-    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.inner.set_len(len)
-    }
-
-    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.preallocate(span)
-    }
-
-    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
-        self.inner.runs(span)
     }
 }
 
@@ -211,7 +184,7 @@ fn flush_beside(
     content: &[u8],
     bug: Option<Bug>,
     freeing: impl FnOnce(&Qcow2) + Send,
-) -> (Arc<Watched>, Arc<Qcow2>) {
+) -> (Arc<Forwarding<Watched>>, Arc<Qcow2>) {
     let image = Watched::new(content, false);
     let disk = open(image.clone());
     write(&disk, OTHER, b'O');

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 use futures_lite::future::block_on;
 use peak_alloc::PeakAlloc;
 use vellum_core::{
-    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, MemoryStorage, Result,
-    SharedStorage, Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
+    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, LocalFuture, MemoryStorage, Result, SharedStorage,
+    Storage, WriteFlags, ZeroFlags,
 };
 use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_format::report::Repair;
+use vellum_sim::{ForwardStorage, Forwarding};
 
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
@@ -348,51 +349,15 @@ struct Counting {
     bytes: AtomicU64,
 }
 
-impl Storage for Counting {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn limits(&self) -> &Limits {
-        self.inner.limits()
-    }
-
-    fn len(&self) -> u64 {
-        self.inner.len()
+impl ForwardStorage for Counting {
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         self.reads.fetch_add(1, Ordering::Relaxed);
         self.bytes.fetch_add(buffer.len() as u64, Ordering::Relaxed);
         self.inner.read(at, buffer)
-    }
-
-    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
-        self.inner.write(at, data)
-    }
-
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.inner.flush()
-    }
-
-    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.inner.write_zeroes(span, how)
-    }
-
-    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.discard(span)
-    }
-
-    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.inner.set_len(len)
-    }
-
-    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.preallocate(span)
-    }
-
-    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
-        self.inner.runs(span)
     }
 }
 
@@ -456,7 +421,7 @@ fn snapshots_cost_what_their_tables_hold() {
         let inner = with_snapshots(count, l1_bytes, is_shared, entries);
         let there = count * 64 + entries * 8 + (1 << 20);
         for is_dirty in [false, true] {
-            let image = Arc::new(Counting {
+            let image = Forwarding::new(Counting {
                 inner: inner.clone(),
                 reads: AtomicU64::new(0),
                 bytes: AtomicU64::new(0),

@@ -16,13 +16,14 @@ use std::sync::{Arc, Mutex};
 use event_listener::Event;
 use futures_lite::future::{block_on, poll_once};
 use vellum_core::{
-    Buffer, Disk, Error, ErrorKind, GuestOffset, HostTally, ImageOffset, ImageSpan, Limits, LocalFuture,
-    MemoryStorage, Result, SharedStorage, Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
+    Buffer, Disk, Error, ErrorKind, GuestOffset, HostTally, ImageOffset, LocalFuture, MemoryStorage, Result,
+    SharedStorage, Storage, WriteFlags, ZeroFlags,
 };
 use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create, recover};
 use vellum_format::report::Repair;
 use vellum_format::sabotage::{Bug, put_in};
+use vellum_sim::{ForwardStorage, Forwarding};
 
 /// A unit of a cluster with subclusters is 4 KiB long, so that zeros of a sector are written as data.
 const CLUSTER: u64 = 128 << 10;
@@ -37,8 +38,13 @@ struct Held {
 }
 
 impl Held {
-    fn over(inner: Arc<MemoryStorage>) -> Arc<Self> {
-        Arc::new(Self { inner, bytes: Mutex::default(), refused: Mutex::default(), freed: Event::new() })
+    fn over(inner: Arc<MemoryStorage>) -> Arc<Forwarding<Self>> {
+        Forwarding::new(Self {
+            inner,
+            bytes: Mutex::default(),
+            refused: Mutex::default(),
+            freed: Event::new(),
+        })
     }
 
     fn hold(&self, byte: u8) {
@@ -59,21 +65,9 @@ impl Held {
     }
 }
 
-impl Storage for Held {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn limits(&self) -> &Limits {
-        self.inner.limits()
-    }
-
-    fn len(&self) -> u64 {
-        self.inner.len()
-    }
-
-    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.inner.read(at, buffer)
+impl ForwardStorage for Held {
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn write(&self, at: ImageOffset, mut data: Buffer) -> LocalFuture<'_, Result<()>> {
@@ -101,37 +95,13 @@ impl Storage for Held {
             }
         })
     }
-
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.inner.flush()
-    }
-
-    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.inner.write_zeroes(span, how)
-    }
-
-    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.discard(span)
-    }
-
-    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.inner.set_len(len)
-    }
-
-    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.preallocate(span)
-    }
-
-    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
-        self.inner.runs(span)
-    }
 }
 
 /// The image, and the file of its guest data if that is another one.
 struct Fixture {
     image: Arc<MemoryStorage>,
     data: Option<Arc<MemoryStorage>>,
-    held: Arc<Held>,
+    held: Arc<Forwarding<Held>>,
 }
 
 impl Fixture {

@@ -20,13 +20,13 @@ use common::native::{NativeSetup, look_native, native_setups};
 use common::{SIZE, Setup, base, look, setups};
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, CheckedDisk, Disk, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, MemoryDisk,
-    MemoryStorage, Random, Result, SharedBytes, SharedDisk, SharedStorage, Storage, StorageRun, WriteFlags,
-    Zeroes,
+    Buffer, CheckedDisk, Disk, GuestOffset, ImageOffset, LocalFuture, MemoryDisk, MemoryStorage, Random,
+    Result, SharedBytes, SharedDisk, SharedStorage, Storage, WriteFlags,
 };
 use vellum_format::native::{self, Native};
 use vellum_format::qcow2::{Files, Header, OpenOptions, Qcow2};
 use vellum_format::sabotage::{Bug, put_in};
+use vellum_sim::{ForwardStorage, Forwarding};
 
 const SECTOR: usize = 512;
 
@@ -50,8 +50,8 @@ fn is_guests(byte: u8) -> bool {
 }
 
 impl Restless {
-    fn over(inner: Arc<MemoryStorage>) -> Arc<Self> {
-        Arc::new(Self { inner, changed: AtomicU64::new(0), foreign: AtomicU64::new(0) })
+    fn over(inner: Arc<MemoryStorage>) -> Arc<Forwarding<Self>> {
+        Forwarding::new(Self { inner, changed: AtomicU64::new(0), foreign: AtomicU64::new(0) })
     }
 
     fn change(&self, data: Buffer) -> Buffer {
@@ -70,17 +70,9 @@ impl Restless {
     }
 }
 
-impl Storage for Restless {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn limits(&self) -> &Limits {
-        self.inner.limits()
-    }
-
-    fn len(&self) -> u64 {
-        self.inner.len()
+impl ForwardStorage for Restless {
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
@@ -96,30 +88,6 @@ impl Storage for Restless {
 
     fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
         self.inner.write(at, self.change(data))
-    }
-
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.inner.flush()
-    }
-
-    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.inner.write_zeroes(span, how)
-    }
-
-    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.discard(span)
-    }
-
-    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.inner.set_len(len)
-    }
-
-    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.preallocate(span)
-    }
-
-    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
-        self.inner.runs(span)
     }
 }
 

@@ -11,12 +11,11 @@ use common::Setup;
 
 use futures_lite::future::{block_on, zip};
 use vellum_core::{
-    BlockSize, Buffer, Disk as _, Error, ErrorKind, GuestOffset, HostTally, ImageOffset, ImageSpan, IoCounts,
-    Limits, LocalFuture, MemoryStorage, Place, Random, Result, SharedStorage, Storage, StorageRun,
-    WriteFlags, Zeroes,
+    BlockSize, Buffer, Disk as _, Error, ErrorKind, GuestOffset, HostTally, ImageOffset, IoCounts, Limits,
+    LocalFuture, MemoryStorage, Place, Random, Result, SharedStorage, Storage, WriteFlags,
 };
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
-use vellum_sim::{FaultPlan, World};
+use vellum_sim::{FaultPlan, ForwardStorage, Forwarding, World};
 
 const CLUSTER: BlockSize = BlockSize::from_shift(16);
 /// Of the image file.
@@ -171,37 +170,9 @@ struct FullHost {
     is_full: AtomicBool,
 }
 
-impl Storage for FullHost {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn limits(&self) -> &Limits {
-        self.inner.limits()
-    }
-
-    fn len(&self) -> u64 {
-        self.inner.len()
-    }
-
-    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.inner.read(at, buffer)
-    }
-
-    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
-        self.inner.write(at, data)
-    }
-
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.inner.flush()
-    }
-
-    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.inner.write_zeroes(span, how)
-    }
-
-    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.discard(span)
+impl ForwardStorage for FullHost {
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
@@ -210,14 +181,6 @@ impl Storage for FullHost {
             false => self.inner.set_len(len),
         }
     }
-
-    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.preallocate(span)
-    }
-
-    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
-        self.inner.runs(span)
-    }
 }
 
 #[test]
@@ -225,7 +188,7 @@ fn when_a_full_host_has_space_again_no_request_waits_for_a_search() {
     let hole = BLOCK_REACH * 2 + 3 * CLUSTER.bytes();
     let bytes = BLOCK_REACH * 40;
     let inner = full_image(bytes, &[hole, hole + CLUSTER.bytes()]);
-    let host = Arc::new(FullHost { inner, is_full: AtomicBool::new(true) });
+    let host = Forwarding::new(FullHost { inner, is_full: AtomicBool::new(true) });
     let opened = Opened::new(&host);
     opened.write(0); // finds the two: for a table, and for the data
     assert_eq!(opened.place(0), [hole + CLUSTER.bytes()]);

@@ -172,7 +172,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
     use vellum_core::{Clock, ErrorKind, MemoryDisk};
-    use vellum_sim::World;
+    use vellum_sim::{ForwardDisk, Forwarding, World};
 
     use super::*;
 
@@ -187,8 +187,8 @@ mod tests {
     }
 
     impl Slow {
-        fn new(world: &World) -> Arc<Self> {
-            Arc::new(Self {
+        fn new(world: &World) -> Arc<Forwarding<Self>> {
+            Forwarding::new(Self {
                 memory: MemoryDisk::new(1 << 20),
                 clock: world.clock(),
                 returned: Mutex::default(),
@@ -202,13 +202,9 @@ mod tests {
         }
     }
 
-    impl Disk for Slow {
-        fn geometry(&self) -> Geometry {
-            self.memory.geometry()
-        }
-
-        fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-            self.memory.read(at, buffer)
+    impl ForwardDisk for Slow {
+        fn inner(&self) -> &dyn Disk {
+            &*self.memory
         }
 
         fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
@@ -233,27 +229,15 @@ mod tests {
                 Ok(())
             })
         }
-
-        fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
-            self.memory.write_zeroes(span, flags)
-        }
-
-        fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-            self.memory.discard(span, flags)
-        }
-
-        fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
-            self.memory.map(span)
-        }
-
-        fn close(&self) -> LocalFuture<'_, Result<()>> {
-            self.memory.close()
-        }
     }
 
     /// Writes at intervals from several guests; returns what was not durable when it was answered, and how
     /// many writes there were.
-    fn write_many(world: &World, disk: &Arc<Durable>, slow: &Arc<Slow>) -> (Vec<Result<()>>, usize) {
+    fn write_many(
+        world: &World,
+        disk: &Arc<Durable>,
+        slow: &Arc<Forwarding<Slow>>,
+    ) -> (Vec<Result<()>>, usize) {
         world.run(async {
             let mut guests = Vec::new();
             for guest in 0..32u64 {

@@ -51,10 +51,12 @@
 //! - *Verdicts*: [`Oracle::watch`] the disk, then [`Oracle::expect_at`] the position and
 //!   [`Expectation::check_disk`] what was recovered.
 //! - *Counts*: [`Drive::counts`] before and after.
+//! - *Anything else between the engine and its host*: [`ForwardStorage`] and [`ForwardDisk`] forward what a
+//!   test does not override.
 //!
 //! In reading order: [`world`], [`content`] (bytes that cost nothing to copy), [`operation`], [`change`],
 //! [`log`] and [`crash`] (what the medium may hold), [`delay`], [`model`], [`fault`], [`hold`], [`drive`],
-//! [`stream`], [`oracle`], [`expectation`], [`explore`].
+//! [`forward`], [`stream`], [`oracle`], [`expectation`], [`explore`].
 
 #![forbid(unsafe_code)]
 
@@ -67,6 +69,7 @@ pub mod drive;
 pub mod expectation;
 pub mod explore;
 pub mod fault;
+pub mod forward;
 pub mod hold;
 pub mod log;
 mod mix;
@@ -83,6 +86,7 @@ pub use delay::Delay;
 pub use drive::{Discards, Drive, DriveOptions};
 pub use expectation::{Expectation, Violation};
 pub use fault::{Effect, Fault, FaultPlan, FaultSweep, Repeat, SweepReport, fault_loop};
+pub use forward::{ForwardDisk, ForwardStorage, Forwarding};
 pub use hold::Hold;
 pub use log::{Event, EventLog, History, Outcome};
 pub use operation::{Operation, Operations, Request};

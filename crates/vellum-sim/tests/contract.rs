@@ -1,4 +1,5 @@
-//! The drive keeps the storage contract, however slow, small or stubborn it is.
+//! The drive keeps the storage contract, however slow, small or stubborn it is. What forwards keeps the
+//! contract of what it forwards to.
 
 mod common;
 
@@ -7,9 +8,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::any_order;
-use vellum_core::contract::{self, StorageFixture};
-use vellum_core::{BlockSize, Limits, LocalFuture, Result, SharedStorage};
-use vellum_sim::{Content, Delay, Discards, Drive, DriveOptions, Granule, History, World};
+use vellum_core::contract::{self, DiskFixture, StorageFixture};
+use vellum_core::{
+    BlockSize, Disk, Limits, LocalFuture, MemoryDisk, Result, SharedDisk, SharedStorage, Storage,
+};
+use vellum_sim::{
+    Content, Delay, Discards, Drive, DriveOptions, ForwardDisk, ForwardStorage, Forwarding, Granule, History,
+    World,
+};
 
 /// Makes drives; "reopening" one is starting the process again on the same host.
 struct Drives<'a> {
@@ -69,4 +75,59 @@ fn with_a_fixed_length_in_blocks_of_512_and_4096() {
         let limits = Limits { fixed_len: true, block_size, discards: false, ..Limits::plain() };
         keeps_the_contract(&DriveOptions { limits, granule, delay: any_order(), ..DriveOptions::default() });
     }
+}
+
+/// Overrides nothing.
+struct Plain<T>(T);
+
+impl ForwardStorage for Plain<SharedStorage> {
+    fn inner(&self) -> &dyn Storage {
+        &*self.0
+    }
+}
+
+impl ForwardDisk for Plain<SharedDisk> {
+    fn inner(&self) -> &dyn Disk {
+        &*self.0
+    }
+}
+
+struct ForwardingDrives<'a>(Drives<'a>);
+
+impl StorageFixture for ForwardingDrives<'_> {
+    fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
+        Box::pin(async move { Ok(Forwarding::new(Plain(self.0.fresh(len).await?)) as SharedStorage) })
+    }
+
+    fn reopen(&self) -> LocalFuture<'_, Result<SharedStorage>> {
+        Box::pin(async move { Ok(Forwarding::new(Plain(self.0.reopen().await?)) as SharedStorage) })
+    }
+}
+
+#[derive(Default)]
+struct ForwardingDisks(RefCell<Option<Arc<MemoryDisk>>>);
+
+impl DiskFixture for ForwardingDisks {
+    fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
+        let disk = MemoryDisk::new(size);
+        *self.0.borrow_mut() = Some(disk.clone());
+        Box::pin(std::future::ready(Ok(Forwarding::new(Plain(disk as SharedDisk)) as SharedDisk)))
+    }
+
+    fn reopen(&self) -> LocalFuture<'_, Result<SharedDisk>> {
+        let disk = self.0.borrow().as_ref().expect("made before").reopened();
+        *self.0.borrow_mut() = Some(disk.clone());
+        Box::pin(std::future::ready(Ok(Forwarding::new(Plain(disk as SharedDisk)) as SharedDisk)))
+    }
+}
+
+#[test]
+fn through_a_storage_and_a_disk_that_forward() {
+    let world = World::shuffled(4);
+    let options = DriveOptions { delay: any_order(), ..DriveOptions::default() };
+    let drives = ForwardingDrives(Drives { world: &world, options, last: RefCell::default() });
+    world.run(contract::storage(&drives));
+    world.run(contract::storage_random_operations(&drives, 14, 200));
+    world.run(contract::disk(&ForwardingDisks::default()));
+    world.run(contract::disk_random_operations(&ForwardingDisks::default(), 1 << 20, 15, 200));
 }

@@ -1,14 +1,13 @@
 //! A disk that is tended while it is used.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures_lite::future::zip;
 use vellum_core::{
-    Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags,
-    ZeroFlags,
+    Buffer, Disk, GuestOffset, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags, ZeroFlags,
 };
+use vellum_sim::{ForwardDisk, Forwarding};
 
 /// Beside each request the disk is tended; what that begins comes first.
 pub(crate) struct Tended {
@@ -26,11 +25,11 @@ const QUIET_STEP: u64 = 3000;
 
 impl Tended {
     pub(crate) fn shared(inner: SharedDisk) -> SharedDisk {
-        Arc::new(Self { inner, millis: AtomicU64::new(0), step: STEP })
+        Forwarding::new(Self { inner, millis: AtomicU64::new(0), step: STEP })
     }
 
     pub(crate) fn in_quiet_times(inner: SharedDisk) -> SharedDisk {
-        Arc::new(Self { inner, millis: AtomicU64::new(0), step: QUIET_STEP })
+        Forwarding::new(Self { inner, millis: AtomicU64::new(0), step: QUIET_STEP })
     }
 
     fn beside<'a, T: 'a>(&'a self, request: LocalFuture<'a, Result<T>>) -> LocalFuture<'a, Result<T>> {
@@ -48,17 +47,9 @@ impl Tended {
     }
 }
 
-impl Disk for Tended {
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-
-    fn below(&self) -> Option<SharedDisk> {
-        self.inner.below()
-    }
-
-    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.inner.read(at, buffer)
+impl ForwardDisk for Tended {
+    fn inner(&self) -> &dyn Disk {
+        &*self.inner
     }
 
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
@@ -75,17 +66,5 @@ impl Disk for Tended {
 
     fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         self.beside(self.inner.discard(span, flags))
-    }
-
-    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
-        self.inner.map(span)
-    }
-
-    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
-        self.inner.tend(now)
-    }
-
-    fn close(&self) -> LocalFuture<'_, Result<()>> {
-        self.inner.close()
     }
 }

@@ -10,7 +10,7 @@ use vellum_core::{
 };
 use vellum_format::native::{Native, OpenOptions, Superblocks, create};
 use vellum_format::sabotage::{Bug, put_in};
-use vellum_sim::{Delay, Drive, DriveOptions, Handle, Operation, World};
+use vellum_sim::{Delay, Drive, DriveOptions, Forwarding, Handle, Operation, World};
 
 use super::common::native::{NativeSetup, look_native};
 use super::device::Device;
@@ -28,7 +28,7 @@ fn index(unit: u64) -> usize {
 struct Fixture {
     disk: Arc<Native>,
     drive: Arc<Drive>,
-    late: Arc<Late>,
+    late: Arc<Forwarding<Late>>,
     image: SharedStorage,
     tally: HostTally,
     millis: u64,

@@ -1,15 +1,15 @@
 //! Units that hold their own entries: what a failed first write leaves, zones that fill and are opened again,
 //! and concurrent reads.
 
-use std::sync::Arc;
-
 use vellum_core::{
-    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, ImageSpan, Limits, LocalFuture, Random, Result,
-    SharedStorage, Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
+    Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, ImageSpan, LocalFuture, Random, Result, SharedStorage,
+    Storage, StorageRun, WriteFlags, ZeroFlags,
 };
 use vellum_format::native::{Superblocks, recover, resize};
 use vellum_format::sabotage::{Bug, put_in};
-use vellum_sim::{Drive, DriveOptions, Effect, Fault, FaultPlan, Operation, Repeat, World};
+use vellum_sim::{
+    Drive, DriveOptions, Effect, Fault, FaultPlan, ForwardStorage, Forwarding, Operation, Repeat, World,
+};
 
 use super::common::busy_drive;
 use super::common::native::{NativeSetup, look_native};
@@ -302,37 +302,11 @@ fn a_packed_block_behind_the_end() {
 /// A file whose file system has blocks of 1 KiB.
 struct Fine(SharedStorage);
 
-impl Storage for Fine {
-    fn name(&self) -> &str {
-        self.0.name()
+impl ForwardStorage for Fine {
+    fn inner(&self) -> &dyn Storage {
+        &*self.0
     }
-    fn limits(&self) -> &Limits {
-        self.0.limits()
-    }
-    fn len(&self) -> u64 {
-        self.0.len()
-    }
-    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.0.read(at, buffer)
-    }
-    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
-        self.0.write(at, data)
-    }
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.0.flush()
-    }
-    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.0.write_zeroes(span, how)
-    }
-    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.0.discard(span)
-    }
-    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.0.set_len(len)
-    }
-    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.0.preallocate(span)
-    }
+
     fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
         Box::pin(async move {
             let end = self.0.len().min(span.end().bytes());
@@ -380,7 +354,7 @@ fn blocks_of_a_host_are_smaller() {
         disk.write(GuestOffset::new(6 * 4096 - 1024), last, WriteFlags::FUA).await.unwrap();
         let plain: SharedStorage = Drive::from_content(&world, drive.content(), DriveOptions::default());
         let fine: SharedStorage =
-            Arc::new(Fine(Drive::from_content(&world, drive.content(), DriveOptions::default())));
+            Forwarding::new(Fine(Drive::from_content(&world, drive.content(), DriveOptions::default())));
         let by_page = recover(&plain).await.unwrap().embedded_units;
         let by_kib = recover(&fine).await.unwrap().embedded_units;
         assert_eq!((by_page, by_kib), (1, 1));

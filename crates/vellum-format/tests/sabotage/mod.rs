@@ -2,14 +2,14 @@
 //! in the order of metadata looks like from outside. The explorer must find each of them.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use vellum_core::{
-    Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, ImageOffset, ImageSpan, Limits, LocalFuture,
-    Result, SharedDisk, SharedStorage, Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
+    Buffer, Disk, GuestOffset, GuestSpan, ImageOffset, ImageSpan, LocalFuture, Result, SharedDisk,
+    SharedStorage, Storage, WriteFlags, ZeroFlags, Zeroes,
 };
-use vellum_sim::Content;
 use vellum_sim::explore::Subject;
+use vellum_sim::{Content, ForwardDisk, ForwardStorage, Forwarding};
 
 /// What a write of the image is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,9 +84,10 @@ impl<S: Subject> Subject for Sabotaged<S> {
 
     fn open(&self, image: SharedStorage) -> LocalFuture<'_, Result<SharedDisk>> {
         Box::pin(async move {
-            let storage = Arc::new(BadStorage { inner: image, bug: self.bug, state: Mutex::default() });
+            let storage =
+                Forwarding::new(BadStorage { inner: image, bug: self.bug, state: Mutex::default() });
             let inner = self.inner.open(storage).await?;
-            Ok(Arc::new(BadDisk { inner, bug: self.bug, state: Mutex::default() }) as SharedDisk)
+            Ok(Forwarding::new(BadDisk { inner, bug: self.bug, state: Mutex::default() }) as SharedDisk)
         })
     }
 
@@ -160,21 +161,9 @@ impl BadStorage {
     }
 }
 
-impl Storage for BadStorage {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn limits(&self) -> &Limits {
-        self.inner.limits()
-    }
-
-    fn len(&self) -> u64 {
-        self.inner.len()
-    }
-
-    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.inner.read(at, buffer)
+impl ForwardStorage for BadStorage {
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn write(&self, at: ImageOffset, mut data: Buffer) -> LocalFuture<'_, Result<()>> {
@@ -213,10 +202,6 @@ impl Storage for BadStorage {
         })
     }
 
-    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
-        self.inner.reconcile(span)
-    }
-
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
         match self.bug {
             Bug::NoPunch => Box::pin(async { Ok(()) }),
@@ -228,21 +213,9 @@ impl Storage for BadStorage {
         }
     }
 
-    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.discard(span)
-    }
-
     fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
         let is_cut = self.bug == Bug::CutTooShort && len < self.inner.len();
         self.inner.set_len(if is_cut { len - 4096 } else { len })
-    }
-
-    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.preallocate(span)
-    }
-
-    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
-        self.inner.runs(span)
     }
 }
 
@@ -268,17 +241,9 @@ impl BadDisk {
     }
 }
 
-impl Disk for BadDisk {
-    fn geometry(&self) -> Geometry {
-        self.inner.geometry()
-    }
-
-    fn below(&self) -> Option<SharedDisk> {
-        self.inner.below()
-    }
-
-    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.inner.read(at, buffer)
+impl ForwardDisk for BadDisk {
+    fn inner(&self) -> &dyn Disk {
+        &*self.inner
     }
 
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
@@ -330,10 +295,6 @@ impl Disk for BadDisk {
         let more = if self.bug == Bug::DiscardTooLong { 4096 } else { 0 };
         let end = GuestOffset::new((span.end().bytes() + more).min(self.geometry().size));
         self.inner.discard(GuestSpan::between(span.start(), end), flags)
-    }
-
-    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
-        self.inner.map(span)
     }
 
     fn close(&self) -> LocalFuture<'_, Result<()>> {

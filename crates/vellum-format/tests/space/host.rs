@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use vellum_core::{
-    BlockSize, Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, MemoryStorage, Result,
-    Storage, StorageRun, Zeroes,
+    BlockSize, Buffer, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, MemoryStorage, Result, Storage,
+    Zeroes,
 };
+use vellum_sim::{ForwardStorage, Forwarding};
 
 pub(crate) struct FullHost {
     inner: Arc<MemoryStorage>,
@@ -22,9 +23,9 @@ struct Blocks {
 }
 
 impl FullHost {
-    pub(crate) fn new() -> Arc<Self> {
+    pub(crate) fn new() -> Arc<Forwarding<Self>> {
         let blocks = Mutex::new(Blocks { free: u64::MAX / 2, ..Blocks::default() });
-        Arc::new(Self { inner: MemoryStorage::new("image"), blocks })
+        Forwarding::new(Self { inner: MemoryStorage::new("image"), blocks })
     }
 
     /// From now on there are this many more pages.
@@ -61,21 +62,9 @@ impl FullHost {
     }
 }
 
-impl Storage for FullHost {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn limits(&self) -> &Limits {
-        self.inner.limits()
-    }
-
-    fn len(&self) -> u64 {
-        self.inner.len()
-    }
-
-    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.inner.read(at, buffer)
+impl ForwardStorage for FullHost {
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
@@ -83,10 +72,6 @@ impl Storage for FullHost {
             self.take(at.span(data.len() as u64))?;
             self.inner.write(at, data).await
         })
-    }
-
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.inner.flush()
     }
 
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
@@ -104,18 +89,10 @@ impl Storage for FullHost {
         self.inner.discard(span)
     }
 
-    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.inner.set_len(len)
-    }
-
     fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
             self.take(span)?;
             self.inner.preallocate(span).await
         })
-    }
-
-    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
-        self.inner.runs(span)
     }
 }

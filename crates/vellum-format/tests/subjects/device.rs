@@ -2,12 +2,12 @@
 //! them. When the device below grows, a query of its length sees that; or it grows at each query, up to a
 //! bound.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vellum_core::{
-    Buffer, ImageOffset, ImageSpan, Limits, LocalFuture, Result, SharedStorage, Storage, StorageRun, Zeroes,
+    Buffer, ImageOffset, ImageSpan, Limits, LocalFuture, Result, SharedStorage, Storage, Zeroes,
 };
+use vellum_sim::{ForwardStorage, Forwarding};
 
 pub(crate) struct Device {
     inner: SharedStorage,
@@ -34,7 +34,7 @@ impl Device {
     pub(crate) fn with(inner: SharedStorage, fast_zeroes: bool) -> SharedStorage {
         let limits = limits_over(&inner, fast_zeroes);
         let len = AtomicU64::new(inner.len());
-        Arc::new(Self { inner, limits, len, most: None })
+        Forwarding::new(Self { inner, limits, len, most: None })
     }
 
     /// A device of this length that grows when it is queried; below it is already `most`.
@@ -42,13 +42,13 @@ impl Device {
     pub(crate) fn growing(inner: SharedStorage, fast_zeroes: bool, len: u64, most: u64) -> SharedStorage {
         let limits = limits_over(&inner, fast_zeroes);
         assert!(len <= most && most <= inner.len(), "there is as much below");
-        Arc::new(Self { inner, limits, len: AtomicU64::new(len), most: Some(most) })
+        Forwarding::new(Self { inner, limits, len: AtomicU64::new(len), most: Some(most) })
     }
 }
 
-impl Storage for Device {
-    fn name(&self) -> &str {
-        self.inner.name()
+impl ForwardStorage for Device {
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn limits(&self) -> &Limits {
@@ -65,21 +65,9 @@ impl Storage for Device {
         Box::pin(std::future::ready(Ok(self.len())))
     }
 
-    fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.inner.read(at, buffer)
-    }
-
     fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
         assert!(at.bytes() + data.len() as u64 <= self.len(), "a device has an end");
         self.inner.write(at, data)
-    }
-
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.inner.flush()
-    }
-
-    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
-        self.inner.reconcile(span)
     }
 
     fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
@@ -93,13 +81,5 @@ impl Storage for Device {
 
     fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
         panic!("a device has one length, not {len}");
-    }
-
-    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.preallocate(span)
-    }
-
-    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
-        self.inner.runs(span)
     }
 }

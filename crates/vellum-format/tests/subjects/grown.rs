@@ -11,13 +11,9 @@
 //!    before.
 //! 3. Behind that every disk reads as zero.
 
-use std::time::Duration;
-
-use vellum_core::{
-    Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, SharedDisk, SharedStorage,
-    WriteFlags, ZeroFlags,
-};
+use vellum_core::{Buffer, Disk, Geometry, GuestOffset, Result, SharedDisk, SharedStorage};
 use vellum_format::native::{Native, OpenOptions, Superblocks, resize};
+use vellum_sim::{ForwardDisk, Forwarding};
 
 use super::device::Device;
 
@@ -99,48 +95,16 @@ pub(crate) struct Seen {
 
 impl Seen {
     pub(crate) fn of(disk: SharedDisk, size: u64) -> SharedDisk {
-        std::sync::Arc::new(Self { disk, size })
+        Forwarding::new(Self { disk, size })
     }
 }
 
-impl Disk for Seen {
+impl ForwardDisk for Seen {
+    fn inner(&self) -> &dyn Disk {
+        &*self.disk
+    }
+
     fn geometry(&self) -> Geometry {
         Geometry { size: self.size, ..self.disk.geometry() }
-    }
-
-    fn below(&self) -> Option<SharedDisk> {
-        self.disk.below()
-    }
-
-    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.disk.read(at, buffer)
-    }
-
-    fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-        self.disk.write(at, data, flags)
-    }
-
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.disk.flush()
-    }
-
-    fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
-        self.disk.write_zeroes(span, flags)
-    }
-
-    fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-        self.disk.discard(span, flags)
-    }
-
-    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
-        self.disk.map(span)
-    }
-
-    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
-        self.disk.tend(now)
-    }
-
-    fn close(&self) -> LocalFuture<'_, Result<()>> {
-        self.disk.close()
     }
 }

@@ -6,10 +6,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use event_listener::Event;
-use vellum_core::{
-    Buffer, Error, ImageOffset, ImageSpan, Limits, LocalFuture, Result, SharedStorage, Storage, StorageRun,
-    Zeroes,
-};
+use vellum_core::{Buffer, Error, ImageOffset, LocalFuture, Result, SharedStorage, Storage};
+use vellum_sim::{ForwardStorage, Forwarding};
 
 /// What becomes of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,8 +38,8 @@ struct State {
 }
 
 impl Late {
-    pub(crate) fn over(inner: SharedStorage) -> Arc<Self> {
-        Arc::new(Self { inner, state: Mutex::default(), changed: Event::new() })
+    pub(crate) fn over(inner: SharedStorage) -> Arc<Forwarding<Self>> {
+        Forwarding::new(Self { inner, state: Mutex::default(), changed: Event::new() })
     }
 
     /// The next reads of exactly this many bytes are treated so.
@@ -98,21 +96,9 @@ impl Late {
     }
 }
 
-impl Storage for Late {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn limits(&self) -> &Limits {
-        self.inner.limits()
-    }
-
-    fn len(&self) -> u64 {
-        self.inner.len()
-    }
-
-    fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
-        self.inner.look_at_len()
+impl ForwardStorage for Late {
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
@@ -136,33 +122,5 @@ impl Storage for Late {
             }
             self.inner.write(at, data).await
         })
-    }
-
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.inner.flush()
-    }
-
-    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
-        self.inner.reconcile(span)
-    }
-
-    fn write_zeroes(&self, span: ImageSpan, how: Zeroes) -> LocalFuture<'_, Result<()>> {
-        self.inner.write_zeroes(span, how)
-    }
-
-    fn discard(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.discard(span)
-    }
-
-    fn set_len(&self, len: u64) -> LocalFuture<'_, Result<()>> {
-        self.inner.set_len(len)
-    }
-
-    fn preallocate(&self, span: ImageSpan) -> LocalFuture<'_, Result<()>> {
-        self.inner.preallocate(span)
-    }
-
-    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
-        self.inner.runs(span)
     }
 }

@@ -13,14 +13,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use vellum_core::{
-    Buffer, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result,
-    SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
+    Buffer, Disk, Error, ErrorKind, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, SharedDisk,
+    SharedStorage, WriteFlags, ZeroFlags,
 };
 use vellum_format::native::snapshots::snapshots;
 use vellum_format::native::{Native, OpenOptions};
+use vellum_sim::{ForwardDisk, Forwarding};
 
 /// The request that stands for one snapshot more, or for one less.
 const ASKS: u64 = 64 << 10;
@@ -54,7 +54,7 @@ impl Snapped {
         size: u64,
     ) -> SharedDisk {
         let [begun, ended, names] = Default::default();
-        Arc::new(Self { disk, looked_at, newest, size, begun, ended, names })
+        Forwarding::new(Self { disk, looked_at, newest, size, begun, ended, names })
     }
 
     async fn ask(&self, at: GuestOffset) -> Result<()> {
@@ -160,26 +160,18 @@ pub(crate) async fn verify(
     Ok(())
 }
 
-impl Disk for Snapped {
+impl ForwardDisk for Snapped {
+    fn inner(&self) -> &dyn Disk {
+        &*self.disk
+    }
+
     fn geometry(&self) -> Geometry {
         let inner = self.disk.geometry();
         Geometry { size: self.size - BOOK, ..inner }
     }
 
-    fn below(&self) -> Option<SharedDisk> {
-        self.disk.below()
-    }
-
-    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.disk.read(at, buffer)
-    }
-
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
         Box::pin(self.change(self.disk.write(at, data, flags)))
-    }
-
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        self.disk.flush()
     }
 
     fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
@@ -191,17 +183,5 @@ impl Disk for Snapped {
             ASKS => Box::pin(self.ask(span.start())),
             _ => Box::pin(self.change(self.disk.discard(span, flags))),
         }
-    }
-
-    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
-        self.disk.map(span)
-    }
-
-    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
-        self.disk.tend(now)
-    }
-
-    fn close(&self) -> LocalFuture<'_, Result<()>> {
-        self.disk.close()
     }
 }

@@ -405,7 +405,7 @@ mod tests {
 
     use futures_lite::future::{block_on, poll_once};
     use vellum_core::MemoryDisk;
-    use vellum_sim::World;
+    use vellum_sim::{ForwardDisk, Forwarding, World};
 
     use super::*;
 
@@ -568,13 +568,9 @@ mod tests {
         tries: AtomicU64,
     }
 
-    impl Disk for Tight {
-        fn geometry(&self) -> Geometry {
-            self.memory.geometry()
-        }
-
-        fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-            self.memory.read(at, buffer)
+    impl ForwardDisk for Tight {
+        fn inner(&self) -> &dyn Disk {
+            &*self.memory
         }
 
         fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
@@ -584,33 +580,16 @@ mod tests {
             }
             self.memory.write(at, data, flags)
         }
-
-        fn flush(&self) -> LocalFuture<'_, Result<()>> {
-            self.memory.flush()
-        }
-
-        fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
-            self.memory.write_zeroes(span, flags)
-        }
-
-        fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-            self.memory.discard(span, flags)
-        }
-
-        fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
-            self.memory.map(span)
-        }
-
-        fn close(&self) -> LocalFuture<'_, Result<()>> {
-            self.memory.close()
-        }
     }
 
     /// Three writes of one byte each to a full disk that holds them; what `then` does; their answers.
-    fn held_for_space(then: impl AsyncFnOnce(&Tight, &Valve)) -> (Vec<Result<()>>, Arc<Tight>, Duration) {
+    fn held_for_space(
+        then: impl AsyncFnOnce(&Tight, &Valve),
+    ) -> (Vec<Result<()>>, Arc<Forwarding<Tight>>, Duration) {
         let world = World::new(5);
         let memory = MemoryDisk::new(4096);
-        let tight = Arc::new(Tight { memory, is_full: AtomicBool::new(true), tries: AtomicU64::new(0) });
+        let tight =
+            Forwarding::new(Tight { memory, is_full: AtomicBool::new(true), tries: AtomicU64::new(0) });
         let valve = Valve::new(tight.clone(), world.clock());
         valve.hold_when_full(true);
         let answers = world.run(async {

@@ -22,11 +22,13 @@
 //! 4. Only the leader of a commit writes records, moves the tail and checkpoints pages.
 //!
 //! The protocol is `docs/design/0003-qcow2-journal.md`. The order of writes around a record is in
-//! `commit.rs`, the choice of a commit's leader in `engine/commit.rs`, and what is read after a crash in
-//! `replay.rs`.
+//! `commit.rs`, the choice of a commit's leader in `engine/commit.rs`. After a crash, `find.rs` finds the
+//! records that count, by the table in `cases.rs`, and `replay.rs` replays them.
 
+mod cases;
 mod checks;
 pub(crate) mod commit;
+pub(crate) mod find;
 mod full;
 pub(crate) mod ledger;
 mod place;

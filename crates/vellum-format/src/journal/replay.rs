@@ -1,11 +1,4 @@
-//! What a crash left in the journal: found, verified, and replayed in memory.
-//!
-//! | found | state | done |
-//! |---|---|---|
-//! | no record of this generation | nothing was committed | nothing |
-//! | the newest record, and its checks hold | this is the state | replayed up to it |
-//! | the newest record, and a check fails | it was never acknowledged | made void, replay ends before it |
-//! | a record that the newest one needs is missing | the medium lost flushed data | refused: corrupt |
+//! The records that count after a crash ([`find`](super::find)), replayed in memory.
 //!
 //! The journal's bytes are trusted only as far as the format allows ([`Rules`]): it says which bytes of the
 //! image may be changed.
@@ -16,14 +9,11 @@ use vellum_core::{
     BlockSize, Buffer, Context, Error, ImageOffset, ImageSpan, Result, Storage, Zeroes, try_join_all,
 };
 
-use super::record::{BLOCK, BLOCK_LEN, Item, Record, SECTOR, SECTOR_LEN};
+use super::find::Found;
+use super::record::{BLOCK, Item, Record, SECTOR, SECTOR_LEN};
 use super::ring::Ring;
 use crate::bytes::{be64, put64};
-use crate::sabotage::{self, Bug};
-use crate::work;
 
-/// This many sectors are verified at once.
-const VERIFIED_AT_ONCE: usize = 2048;
 /// At most this many tables, and at most this many sectors of guest data, are held in memory at a time.
 const PAGES_MAX: usize = 64 << 10;
 /// Pages that are no further apart than this are read with one read, including the gap: a seek costs more.
@@ -32,73 +22,6 @@ const GAP_MAX: u64 = 64 << 10;
 const PIECE_MAX: u64 = 1 << 20;
 /// At most this many writes of a checkpoint are in flight at once.
 const WRITES_AT_ONCE: usize = 16;
-
-/// Where a journal is, and which of its records count.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Place {
-    pub(crate) run: ImageSpan,
-    pub(crate) generation: u64,
-    pub(crate) key: u128,
-}
-
-/// A record and its place in the run.
-pub(crate) struct Found {
-    pub(crate) record: Record,
-    start: u64,
-    end: u64,
-}
-
-/// The records that make up the last durable state.
-pub(crate) struct Needed {
-    /// In order; the last one is the newest. Empty when nothing was committed.
-    pub(crate) records: Vec<Found>,
-    /// The newest record, or its data, was incomplete, and the record was made void.
-    pub(crate) left_out: bool,
-}
-
-/// Finds the records that count, on a storage that was settled ([`truth`](crate::truth)). If records or data
-/// that once counted are missing, the error is `Corrupt`.
-pub(crate) async fn find(storage: &dyn Storage, place: Place) -> Result<Needed> {
-    let mut left_out = false;
-    let mut found = read_run(storage, place).await?;
-    let mut last = found.values().rev();
-    if let Some(newest) = last.next()
-        && !verify(storage, &newest.record).await?
-    {
-        // The record before is verified first. If it is damaged, the newest one must stay, as evidence that
-        // it is not the last.
-        if let Some(before) = last.next()
-            && !verify(storage, &before.record).await?
-        {
-            return Err(Error::corrupt("flushed data is missing: the drive, or a layer above it, lost it"));
-        }
-        storage.write(place.run.start() + newest.start, Buffer::zeroed(BLOCK_LEN)).await?;
-        storage.flush().await?;
-        found.pop_last();
-        left_out = true;
-    }
-    let Some((_, newest)) = found.last_key_value() else {
-        return Ok(Needed { records: Vec::new(), left_out });
-    };
-    let (first, last) = (newest.record.tail, newest.record.sequence);
-    let needed: Vec<Found> = found.split_off(&first).into_values().collect();
-    if needed.len() as u64 != last - first + 1 {
-        return Err(Error::corrupt(format!(
-            "the journal has {} of the {} records it needs: the drive lost flushed data",
-            needed.len(),
-            last - first + 1
-        )));
-    }
-    Ok(Needed { records: needed, left_out })
-}
-
-/// Makes the newest record void, because it counts on something else that did not arrive. The caller then has
-/// to find anew which records count.
-pub(crate) async fn leave_out(storage: &dyn Storage, run: ImageSpan, needed: &Needed) -> Result<()> {
-    let newest = needed.records.last().expect("somebody looked at it");
-    storage.write(run.start() + newest.start, Buffer::zeroed(BLOCK_LEN)).await?;
-    storage.flush().await
-}
 
 /// Makes the result of the recovery durable, in a record of its own. Returns whether that record asks for a
 /// repair.
@@ -131,67 +54,6 @@ pub(crate) async fn write_result(
 /// was interrupted later.
 pub(crate) fn is_result(record: &Record) -> bool {
     record.items.iter().all(|item| matches!(item, Item::Words { .. } | Item::Zero(_) | Item::Full { .. }))
-}
-
-/// All records of this generation, by sequence.
-async fn read_run(storage: &dyn Storage, place: Place) -> Result<BTreeMap<u64, Found>> {
-    let run = place.run;
-    let len = run.len().min(storage.len().saturating_sub(run.start().bytes()));
-    let len = if sabotage::is(Bug::RunCutShort) { len.min(64 << 10) } else { len };
-    let len = usize::try_from(len).expect("the place was checked: a few MiB");
-    let bytes =
-        storage.read(run.start(), Buffer::for_overwrite(len)).await.context(|| "can't read the journal")?;
-    let longest =
-        usize::try_from(Ring::new(run.len()).record_max()).expect("shorter than the run").max(BLOCK_LEN);
-    let mut found = BTreeMap::new();
-    let mut at = 0;
-    // A whole record is skipped together with the bytes that it covers, and torn or partly overwritten
-    // records are few. But with knowledge of the key every block could be made to claim the next thousand, so
-    // the sum of all claims is bounded.
-    let mut left = len.saturating_mul(2);
-    while at < len {
-        let piece = &bytes.slice()[at..len.min(at + longest)];
-        let claimed = Record::claimed_len(piece, place.generation, place.key).unwrap_or(0);
-        work::note(1 + claimed / 8);
-        left = left.checked_sub(claimed).ok_or_else(|| {
-            Error::corrupt("the journal has more records than it can hold: they overlap and are damaged")
-        })?;
-        match Record::decode(piece, place.generation, place.key) {
-            Some((record, record_len)) => {
-                let start = at as u64;
-                at += record_len.next_multiple_of(BLOCK_LEN);
-                found.insert(record.sequence, Found { record, start, end: at as u64 });
-            }
-            None => at += BLOCK_LEN,
-        }
-    }
-    Ok(found)
-}
-
-/// Whether the data that a transaction counts on has arrived.
-async fn verify(storage: &dyn Storage, record: &Record) -> Result<bool> {
-    let others: BTreeSet<(ImageOffset, u32)> = record
-        .items
-        .iter()
-        .filter_map(|item| if let Item::Other { at, crc } = item { Some((*at, *crc)) } else { None })
-        .collect();
-    for item in &record.items {
-        let Item::Check { at, crcs } = item else { continue };
-        let starts = (at.bytes()..).step_by(VERIFIED_AT_ONCE * SECTOR_LEN);
-        for (at, crcs) in starts.zip(crcs.chunks(VERIFIED_AT_ONCE)) {
-            let buffer = Buffer::for_overwrite(crcs.len() * SECTOR_LEN);
-            let buffer = storage.read(ImageOffset::new(at), buffer).await?;
-            let sectors = buffer.slice().chunks_exact(SECTOR_LEN).zip((at..).step_by(SECTOR_LEN));
-            for ((sector, at), crc) in sectors.zip(crcs) {
-                let is = crc32c::crc32c(sector);
-                let is_right = is == *crc || others.contains(&(ImageOffset::new(at), is));
-                if !is_right && !sabotage::is(Bug::NoVerify) {
-                    return Ok(false);
-                }
-            }
-        }
-    }
-    Ok(true)
 }
 
 /// What a format lets its journal change.

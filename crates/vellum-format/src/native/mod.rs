@@ -16,7 +16,7 @@
 //! | what is done | |
 //! |---|---|
 //! | [`mod@create`] | a new image |
-//! | [`open`], `recover`, `zone_scan` | opening, with its checks; recovery after a crash |
+//! | [`open`], `recover`, `zone_scan` with `zone_cases` | opening, with its checks; recovery after a crash |
 //! | `image`, `home_pages` | what is in memory: the home pages, read without a lock |
 //! | `read`, `write` with `publish`, `zero` | requests |
 //! | `commit` | how the journal begins, what a transaction holds, what the engine needs |
@@ -56,6 +56,7 @@ pub mod unfinished;
 mod units;
 mod write;
 mod zero;
+mod zone_cases;
 mod zone_scan;
 mod zones;
 

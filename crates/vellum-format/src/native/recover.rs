@@ -19,8 +19,9 @@ use super::geometry::{Places, Region};
 use super::superblock::Superblocks;
 use super::zone_scan;
 use crate::bytes::be64;
+use crate::journal::find::{Found, Needed, Place, find};
 use crate::journal::record::{Item, Record};
-use crate::journal::replay::{self, Needed, Place, Replay, Rules};
+use crate::journal::replay::{self, Replay, Rules};
 use crate::report::Recovery;
 use crate::sabotage::{self, Bug};
 use crate::truth::settle;
@@ -125,15 +126,11 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
     let has_snapshots = superblocks.superblock.has_snapshots();
     let run = places.region(Region::Journal);
     let place = Place { run, generation: superblocks.superblock.generation, key };
-    let mut recovery = Recovery::default();
-    let mut records = replay::find(storage, place).await?;
-    recovery.left_out = records.left_out;
-    if names_what_is_lost(storage, &places, has_snapshots, place.generation, &records).await? {
-        replay::leave_out(storage, run, &records).await?;
-        records = replay::find(storage, place).await?;
-        (recovery.left_out, recovery.block_lost) = (true, true);
-    }
-    let Needed { records, .. } = records;
+    let names_lost = async |records: &[Found]| {
+        names_what_is_lost(storage, &places, has_snapshots, place.generation, records).await
+    };
+    let Needed { records, left_out, block_lost } = find(storage, place, names_lost).await?;
+    let mut recovery = Recovery { left_out, block_lost, ..Recovery::default() };
     if let Some(newest) = records.last() {
         let newest = newest.record.clone();
         if newest.asks_for_repair {
@@ -209,17 +206,17 @@ fn end_of(storage: &dyn Storage) -> u64 {
     storage.len().saturating_add(if storage.limits().fixed_len { 0 } else { GROWTH_MAX })
 }
 
-/// Whether the newest record, which may never have been acknowledged, names a packed block that did not
-/// arrive. When a newer record was left out, this one had been flushed.
+/// Whether the newest of these records, which may never have been acknowledged, names a packed block that did
+/// not arrive.
 async fn names_what_is_lost(
     storage: &dyn Storage,
     places: &Places,
     has_snapshots: bool,
     generation: u64,
-    needed: &Needed,
+    records: &[Found],
 ) -> Result<bool> {
-    let Some((newest, before)) = needed.records.split_last() else { return Ok(false) };
-    if needed.left_out || places.shape().zone().is_none() {
+    let Some((newest, before)) = records.split_last() else { return Ok(false) };
+    if places.shape().zone().is_none() {
         return Ok(false);
     }
     let mut replay = Replay::new(Allowed { places: *places, end: end_of(storage), has_snapshots }, storage);

@@ -3,15 +3,10 @@
 //! ```text
 //!   all records but the newest replayed ► a newest record that names a broken packed block: left out
 //!     ► the newest replayed
-//!     ► open zones are read: a block counts when it is whole, its bit is 0 and the table has no entry yet
+//!     ► open zones are read: some blocks count, and the table gets their entries
 //! ```
 //!
-//! | the unit of the disk in the table | a block names it | then |
-//! |---|---|---|
-//! | nothing | yes, its bit is 0 | the block counts |
-//! | nothing | yes, its bit is 1 | the unit is free: it was released, or its write failed |
-//! | the same unit | yes | the table counts; it agrees, or says that the block is a plain one now |
-//! | another unit | yes | the table counts: what came in between was not durable |
+//! What becomes of the blocks that are found is decided by the table in `zone_cases.rs`.
 //!
 //! Only the newest record can name a block that did not arrive: all records before it were flushed, and the
 //! blocks with them. It was never acknowledged, and is left out like a record whose check fails. The scan can
@@ -24,6 +19,7 @@ use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, Stor
 
 use super::embed::{BLOCK_LEN, BLOCKS_MAX, Identity, identify};
 use super::geometry::{Places, RECORDED_WORD};
+use super::zone_cases::{Bit, Block, Entry, Fact, Facts, Next, Then};
 use super::zones::{GENERATION_WORD, TAG_WORD};
 use crate::bytes::{be64, put64};
 use crate::journal::record::{Item, Record};
@@ -49,8 +45,9 @@ struct OpenZone {
 }
 
 impl OpenZone {
-    fn is_recorded(&self, index: u32) -> bool {
-        self.recorded[index as usize / 64] >> (index % 64) & 1 == 1
+    fn bit(&self, index: u32) -> Bit {
+        let is_recorded = self.recorded[index as usize / 64] >> (index % 64) & 1 == 1;
+        if is_recorded && !sabotage::is(Bug::RecordedCounts) { Bit::Set } else { Bit::Clear }
     }
 }
 
@@ -76,23 +73,56 @@ pub(super) async fn scan_open_zones<R: Rules>(
         let known = |identity: &&Identity| u64::from(identity.guest_unit) < places.shape().units();
         let guests = blocks.values().filter(known).map(|identity| u64::from(identity.guest_unit));
         replay.bring(guests.map(|guest| places.entry(guest).word)).await?;
-        for (unit, identity) in blocks {
-            let guest = u64::from(identity.guest_unit);
-            if guest >= places.shape().units() {
-                continue;
-            }
-            let bits = places.entry(guest);
+        for index in 0..places.units_per_zone() {
+            let unit = zone.zone * places.units_per_zone() + 1 + index;
+            let identity = blocks.get(&unit);
+            let then = decide(replay, places, zone.bit(index), unit, identity).await?;
+            let (Then::BlockCounts, Some(identity)) = (then, identity) else { continue };
+            let bits = places.entry(u64::from(identity.guest_unit));
             let (page, within) = replay.page(bits.word).await?;
-            let word = be64(page, within);
-            if bits.get(word) == 0 {
-                let entry = places.make_entry(unit, u32::from(identity.block) + 1);
-                put64(page, within, bits.set(word, u64::from(entry)));
-                entries.last = entries.last.max(unit);
-                entries.count += 1;
-            }
+            let entry = places.make_entry(unit, u32::from(identity.block) + 1);
+            let word = bits.set(be64(page, within), u64::from(entry));
+            put64(page, within, word);
+            entries.last = entries.last.max(unit);
+            entries.count += 1;
         }
     }
     Ok(entries)
+}
+
+/// The decision about a unit of an open zone in which this packed block was found, if any.
+async fn decide<R: Rules>(
+    replay: &mut Replay<'_, R>,
+    places: &Places,
+    bit: Bit,
+    unit: u32,
+    identity: Option<&Identity>,
+) -> Result<Then> {
+    let guest = identity.map_or(0, |identity| u64::from(identity.guest_unit));
+    let mut facts = Facts::default();
+    loop {
+        match facts.next() {
+            Next::LookAt(Fact::Bit) => facts.bit = Some(bit),
+            Next::LookAt(Fact::Block) => {
+                facts.block = Some(match identity {
+                    None => Block::None,
+                    Some(_) if guest >= places.shape().units() => Block::BehindTheEnd,
+                    Some(_) => Block::OfTheDisk,
+                });
+            }
+            Next::LookAt(Fact::Entry) => {
+                let bits = places.entry(guest);
+                let (page, within) = replay.page(bits.word).await?;
+                let entry = u32::try_from(bits.get(be64(page, within))).expect("32 bits");
+                facts.entry = Some(match places.split_entry(entry) {
+                    (0, 0) => Entry::Empty,
+                    (named, _) if named == unit => Entry::SameUnit,
+                    _ => Entry::OtherUnit,
+                });
+            }
+            Next::Do(then) => return Ok(then),
+        }
+    }
 }
 
 /// Whether the record names a packed block of an open zone that is not there. Such a record was never
@@ -256,7 +286,7 @@ async fn find_blocks(
 fn unrecorded(places: &Places, zone: &OpenZone) -> Vec<ImageSpan> {
     let per_zone = places.units_per_zone();
     let first = zone.zone * per_zone + 1;
-    let units = (0..per_zone).filter(|index| !zone.is_recorded(*index) || sabotage::is(Bug::RecordedCounts));
+    let units = (0..per_zone).filter(|index| zone.bit(*index).is_scanned());
     let mut runs: Vec<ImageSpan> = Vec::new();
     for span in units.map(|index| places.unit(first + index)) {
         match runs.last_mut() {
@@ -284,8 +314,7 @@ fn look_for_blocks(
         let index = u32::try_from(within >> unit.shift()).expect("at most 1024");
         let number = (within & (unit.bytes() - 1)) / BLOCK.bytes();
         let Ok(number) = u8::try_from(number) else { continue };
-        if u64::from(number) >= BLOCKS_MAX || (zone.is_recorded(index) && !sabotage::is(Bug::RecordedCounts))
-        {
+        if u64::from(number) >= BLOCKS_MAX || !zone.bit(index).is_scanned() {
             continue;
         }
         if let Some(identity) = identify(block, zone.tag, first + index, number) {

@@ -1,12 +1,7 @@
 //! Recovery: makes an image consistent after a crash.
 //!
-//! | found | state | done |
-//! |---|---|---|
-//! | no record of this generation | nothing was committed | the bit is cleared |
-//! | the newest record, and its checks hold | this is the state | replayed up to it |
-//! | the newest record, and a check fails | it was never acknowledged | made void, replay ends before it |
-//! | a record that the newest one needs is missing | the medium lost flushed data | refused: corrupt |
-//! | the newest record asks for a repair | the tables were being changed in place | replayed, then repaired |
+//! The records that count are chosen by the table in `journal/cases.rs`. If the newest of them asks for a
+//! repair, the tables were being changed in place: the records are replayed, then the image is repaired.
 //!
 //! ```text
 //!   flush ► drop what only a cache has ► read the run ► verify the newest ─fails► void ► flush ► the older
@@ -32,8 +27,9 @@ use super::super::layout::{METADATA_PAGE, OFFSET_MASK, be64, incompatible};
 use super::super::prepare::give_back_tail;
 use super::super::refcount;
 use super::extension::Extension;
+use crate::journal::find::{Found, Needed, Place, find};
 use crate::journal::record::{Item, Record};
-use crate::journal::replay::{self, Needed, Place, Replay, Rules};
+use crate::journal::replay::{self, Replay, Rules};
 use crate::journal::words::items_of;
 use crate::report::Recovery;
 use crate::sabotage::{self, Bug};
@@ -66,7 +62,9 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         return Err(Error::corrupt("the journal cannot lie where the header says"));
     }
     let place = Place { run, generation: extension.generation, key: extension.key };
-    let Needed { records: needed, left_out } = replay::find(storage, place).await?;
+    // Only the native format has packed blocks.
+    let names_lost = async |_: &[Found]| Ok(false);
+    let Needed { records: needed, left_out, .. } = find(storage, place, names_lost).await?;
     let mut recovery = Recovery { left_out, ..Recovery::default() };
     let Some(newest) = needed.last() else {
         forget(header, storage, run).await?;

@@ -30,7 +30,8 @@ pub enum Bug {
     FilledOverUnverified,
     /// A transaction counts as verified when its own record is flushed.
     DurableIsVerified,
-    /// A cluster is published, and joins the transaction, before its bytes are written.
+    /// What leads to bytes (entries, bits, masks) is published, and joins the transaction, before the bytes
+    /// are written.
     PublishedBeforeWritten,
     /// A unit that was made zero is filled again at its place while an older write may still land there.
     LateWritesMet,
@@ -78,8 +79,6 @@ pub enum Bug {
     LoweredNotRecorded,
     /// Recovery clears the bit without a flush after the pages.
     ForgottenBeforeHome,
-    /// Bits, masks and entries join the transaction before the bytes are written.
-    BitBeforeData,
     /// Masks are left out of the record.
     MaskNotInRecord,
     /// Entries of the table are left out of the record.

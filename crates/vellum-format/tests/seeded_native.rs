@@ -300,7 +300,7 @@ found! {
     linear_over_a_base {
         cache_believed_in_a_bitmap: CacheBelieved,
         marked_late_over_a_base: MarkedLate,
-        bit_before_data: BitBeforeData,
+        bit_before_data: PublishedBeforeWritten,
         mask_not_in_record: MaskNotInRecord,
         bit_not_in_record: BitNotInRecord,
         no_checks: NoChecks,

@@ -1,11 +1,11 @@
-//! What every format that allocates does in the same way: how a change becomes durable, and how an image is
-//! closed.
+//! What every format that allocates does in the same way: how a disk is written, how a change becomes durable,
+//! and how an image is closed.
 //!
 //! Here a format is a *map* ([`Map`]): where the bytes of the disk are, which tables say so, and how these
 //! tables are copied and written. The engine decides which caller does that, when, and in what order.
 //!
 //! ```text
-//!   a request     published in memory ──► change recorded ──► answered
+//!   a write       in place, or: plan ► claim ► data ► published in memory ──► change recorded ──► answered
 //!   a flush       group_commit: leader ──► commit: seal ► record, or ordered stages ► flush ► settle
 //!   the end       close: rest ► commit ► checkpoint ► mark cleared ► flush ► trim
 //! ```
@@ -13,6 +13,9 @@
 //! | file | contents |
 //! |---|---|
 //! | `group_commit` | flushes that arrive while a commit is under way share the next one |
+//! | `writer` | what a format gives so that its disk can be written |
+//! | `write` | the order of a write |
+//! | `transfer` | its bytes, their checks, and how they reach the medium |
 //! | `commit` | the order of a commit; what is durable |
 //! | `close` | the order of a clean close |
 //!
@@ -26,6 +29,9 @@
 mod close;
 mod commit;
 pub(crate) mod group_commit;
+mod transfer;
+mod write;
+mod writer;
 
 use std::sync::{Arc, RwLockWriteGuard};
 
@@ -33,6 +39,8 @@ use vellum_core::{Clock, Error, ErrorKind, Geometry, GuestSpan, Result};
 
 pub(crate) use close::Close;
 pub(crate) use commit::{Commit, Commits, write_all};
+pub(crate) use write::{Write, place_fresh};
+pub(crate) use writer::{Done, Pieces, Runs, Space, Step, Way, Writer};
 
 use crate::claims::Claims;
 use crate::epochs::Epochs;

@@ -52,11 +52,11 @@ impl Native {
     /// The unit and the packed block for a step that embeds its entry, or `None`. The step's bytes begin at
     /// `within` in `data`.
     pub(super) fn embed(&self, step: &Step<'_>, data: &Buffer, within: usize) -> Option<EmbeddedAlloc> {
-        if step.held.mask() != u32::MAX || !self.may_embed() || !self.is_all_image(step.part) {
+        if step.held().mask() != u32::MAX || !self.may_embed() || !self.is_all_image(step.plan.part) {
             return None;
         }
-        let guest_unit = self.cell_of(step.part.start()).index();
-        let (block, packed) = self.pack_some(step.part, data, within)?;
+        let guest_unit = self.cell_of(step.plan.part.start()).index();
+        let (block, packed) = self.pack_some(step.plan.part, data, within)?;
         let given = self.take_open_unit()?;
         let identity = Identity {
             tag: given.tag,
@@ -107,11 +107,11 @@ impl Native {
         embedded: &EmbeddedAlloc,
         mut piece: Buffer,
     ) -> (u64, Buffer) {
-        let start = self.cell.within(step.part.start());
+        let start = self.cell.within(step.plan.part.start());
         let at = u64::from(embedded.block) * SUB_BLOCK.bytes();
         let index = |bytes: u64| usize::try_from(bytes).expect("within a unit");
         let head = piece.split_to(index(at.saturating_sub(start)));
-        let end = (at + SUB_BLOCK.bytes()).min(step.part.len() + start);
+        let end = (at + SUB_BLOCK.bytes()).min(step.plan.part.len() + start);
         drop(piece.split_to(index(end - at.max(start))));
         let mut bytes = head;
         bytes.append(Buffer::copy_of(&embedded.bytes));
@@ -121,7 +121,7 @@ impl Native {
 
     /// Makes a unit that holds its own entry part of the disk.
     pub(super) async fn publish_embedded(&self, step: &Step<'_>, embedded: &EmbeddedAlloc) -> Result<()> {
-        let number = self.cell_of(step.part.start()).index();
+        let number = self.cell_of(step.plan.part.start()).index();
         let bits = self.places.entry(number);
         let entry = u64::from(self.places.make_entry(embedded.given.unit, u32::from(embedded.block) + 1));
         self.reserve(&[bits.word]).await?;

@@ -11,93 +11,57 @@
 //! 3. The masks of one block are changed under its lock: the change that turns the last of them into data
 //!    sets the bit.
 
-use std::cell::Cell;
-
 use vellum_core::{Context, GuestSpan, ImageOffset, Result};
 
 use super::embedded_alloc::EmbeddedAlloc;
 use super::home_pages::Missing;
 use super::image::{Native, mask};
-use crate::claims::Held;
-use crate::journal::SectorChecks;
-use crate::sabotage::{self, Bug};
+use crate::engine;
 
 /// The bytes of a record that one word takes, at most: as an item of its own.
 pub(super) const WORD_COST: u64 = 24;
 
 /// One cell of a write.
-pub(super) struct Step<'a> {
+pub(super) type Step<'a> = engine::Step<'a, Native>;
+
+/// What the native format knows of a step.
+pub(crate) struct Planned {
     pub(super) part: GuestSpan,
-    pub(super) held: Held<'a>,
-    /// The place of the unit. Where there are no units, the place of the cell.
-    pub(super) at: Option<ImageOffset>,
-    /// The entry must be set to this place.
+    /// The entry must be set to the step's place.
     pub(super) is_fresh: bool,
     /// Sub-blocks that become data.
     pub(super) subs: Vec<u64>,
-    /// The checks of their sectors.
-    pub(super) checks: Vec<SectorChecks>,
-    /// Their sectors have no checks, and are flushed before the record.
-    pub(super) is_unchecked: bool,
     /// Set when the unit holds its own entry.
     pub(super) embedded: Option<EmbeddedAlloc>,
-    /// The cell's bytes are part of the disk.
-    pub(super) is_published: Cell<bool>,
 }
 
-impl<'a> Step<'a> {
-    pub(super) fn new(part: GuestSpan, held: Held<'a>) -> Self {
-        Self {
-            part,
-            held,
-            at: None,
-            is_fresh: false,
-            subs: Vec::new(),
-            checks: Vec::new(),
-            is_unchecked: false,
-            embedded: None,
-            is_published: Cell::new(false),
-        }
+impl Planned {
+    pub(super) const fn new(part: GuestSpan) -> Self {
+        Self { part, is_fresh: false, subs: Vec::new(), embedded: None }
     }
 }
 
 impl Native {
-    pub(super) async fn publish_steps(&self, steps: &[Step<'_>]) -> Result<()> {
-        for step in steps {
-            match &step.embedded {
-                Some(embedded) => self.publish_embedded(step, embedded).await?,
-                None if step.is_fresh || !step.subs.is_empty() => self.publish_step(step).await?,
-                None => {}
-            }
-            step.is_published.set(true);
-        }
-        Ok(())
-    }
-
     /// Makes one cell's bytes part of the disk.
-    async fn publish_step(&self, step: &Step<'_>) -> Result<()> {
+    pub(super) async fn publish_plain(&self, step: &Step<'_>) -> Result<()> {
         let entry = self.unit().map(|unit| {
-            let number = unit.cluster_of(step.part.start()).index();
-            (self.places.entry(number), step.at.expect("settled"))
+            let number = unit.cluster_of(step.plan.part.start()).index();
+            (self.places.entry(number), step.at())
         });
-        self.load_masks(&step.subs).await?;
-        let mut words = self.words_of(&step.subs);
-        words.extend(entry.filter(|_| step.is_fresh).map(|(bits, _)| bits.word));
+        self.load_masks(&step.plan.subs).await?;
+        let mut words = self.words_of(&step.plan.subs);
+        words.extend(entry.filter(|_| step.plan.is_fresh).map(|(bits, _)| bits.word));
         self.reserve(&words).await?;
         let checks: u64 = step.checks.iter().map(|(_, crcs)| 20 + crcs.len() as u64 * 4).sum();
         let gate = self.enter_changing(words.len() as u64 * WORD_COST + checks, || words.clone()).await?;
         let journal = self.journal().expect("begun before");
-        match step.is_unchecked {
-            true if sabotage::is(Bug::UncheckedNotFenced) => {}
-            true => journal.fence(),
-            false => journal.add_checks(&step.checks),
-        }
-        if let Some((bits, at)) = entry.filter(|_| step.is_fresh) {
+        step.note_fresh(journal);
+        if let Some((bits, at)) = entry.filter(|_| step.plan.is_fresh) {
             let number = self.number_of(at);
             self.enter_unit(bits, number);
-            step.held.published();
+            step.held().published();
         }
-        self.publish_subs(&step.subs);
+        self.publish_subs(&step.plan.subs);
         drop(gate);
         Ok(())
     }
@@ -105,10 +69,10 @@ impl Native {
     /// The words of home that a step may change, before it is known whether it gets a unit.
     pub(super) fn words_of_any(&self, step: &Step<'_>) -> Vec<ImageOffset> {
         let unit = self.unit();
-        let number = unit.map(|unit| unit.cluster_of(step.part.start()).index());
+        let number = unit.map(|unit| unit.cluster_of(step.plan.part.start()).index());
         // An existing entry stays.
         let entry = number.filter(|number| self.entry(*number).is_ok_and(|entry| entry == 0));
-        let mut words = self.words_of(&step.subs);
+        let mut words = self.words_of(&step.plan.subs);
         words.extend(entry.map(|number| self.places.entry(number).word));
         words
     }

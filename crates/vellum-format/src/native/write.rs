@@ -1,43 +1,37 @@
-//! Writing: in place where the image already has the bytes, else claim, transfer, publish.
+//! Writing: what the engine needs of the native format to write a disk. The order of a write is in
+//! `engine/write.rs`.
 //!
 //! ```text
-//!   the image has all of it, in plain units?  ──yes──► one host write per run, nothing else (the first of an
-//!          │                                           opening marks the image as in use)
-//!          │no
-//!   claim ► look again ► a unit for each cell without one ► data, its first and last sub-block filled up
-//!         ► gate: entry, checks, bits and masks, one step ► release the claim
+//!   the image has all of it, in plain units?  ──yes──► in place (the first write of an opening marks the image
+//!          │no                                         as in use)
+//!   claim all cells ► sub-blocks that become data ► pages kept ► a unit for each cell without one
 //! ```
 //!
-//! 1. Bytes are written before the bits and entries that lead to them are published. A reader therefore never
-//!    sees what the unit held before.
-//! 2. A fresh unit is zero, durably (`units.rs`). Bytes behind the base need no check: if they do not arrive,
+//! 1. A fresh unit is zero, durably (`units.rs`). Bytes behind the base need no check: if they do not arrive,
 //!    the sector is as it was. Bytes over the base get a check in the transaction that records them as the
-//!    image's. In bulk they are flushed before the record instead (the fence of `journal/checks.rs`).
-//! 3. Nothing is read from the base for whole sub-blocks. For a partly written sub-block the rest of it is
+//!    image's.
+//! 2. Nothing is read from the base for whole sub-blocks. For a partly written sub-block the rest of it is
 //!    read.
-//! 4. When anything fails, units that were allocated and not published are freed. One that may have been
-//!    written to is freed as a unit of unknown content. A write that finds too few units waits its turn, and
-//!    keeps the turn until it is done.
-//! 5. No lock is held while bytes move. A claim only keeps other writers from the same parts.
-//! 6. A dropped write may land later, when a check says something else about these bytes. So the image stops.
+//! 3. A unit that was allocated and not published is freed. One that may have been written to is freed as a
+//!    unit of unknown content. A write that finds too few units waits its turn, and keeps the turn until it is
+//!    done.
+//! 4. A dropped write may land later, when a check says something else about these bytes. So the image stops.
 
-use std::cell::Cell;
+use std::ops::Range;
 
+use async_lock::MutexGuard;
 use smallvec::SmallVec;
 use vellum_core::{
-    BlockSize, Buffer, Context, ErrorKind, GuestCluster, GuestOffset, GuestSpan, ImageOffset, LocalFuture,
-    Result, try_join_all,
+    BlockSize, Buffer, Context, GuestCluster, GuestOffset, GuestSpan, ImageOffset, Result, SharedStorage,
 };
 
 use super::geometry::SUB_BLOCK;
 use super::home_pages::Missing;
 use super::image::{Native, Origin, Sub};
-use super::publish::Step;
-use super::read::Parts;
-use crate::claims::{Ask, Fresh, Held};
-use crate::engine::Commit as _;
-use crate::journal::{checks_of, unchanging};
-use crate::sabotage::{self, Bug};
+use super::publish::{Planned, Step};
+use super::read::{Part, Parts};
+use crate::claims::{Fresh, Held};
+use crate::engine::{self, Pieces, Space, Way, Write as _, Writer, place_fresh};
 use crate::state::UnderWay;
 
 /// A write that must change more than data is split into pieces of at most this many bytes.
@@ -45,30 +39,33 @@ const BYTES_AT_ONCE: u64 = 8 << 20;
 /// A run of checks never crosses a multiple of this. Units begin at multiples of this or of their own size.
 const CHECKS_TOGETHER: BlockSize = BlockSize::from_shift(20);
 
-/// The result of one attempt to write.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Written {
-    Done,
-    /// Nothing was written: what was looked up has changed since.
-    LookAgain,
+/// Why a write makes another attempt: what it looked up has changed since, or a snapshot sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct LookAgain;
+
+/// The result of one attempt to change a part of the disk.
+pub(super) type Done = engine::Done<LookAgain>;
+
+/// The bytes of a cell that lie in these sub-blocks. The cell begins at `start`.
+fn bytes_of(subs: &[u64], start: GuestOffset) -> SmallVec<[Range<u64>; 2]> {
+    let mut ranges: SmallVec<[Range<u64>; 2]> = SmallVec::new();
+    for sub in subs {
+        let from = sub * SUB_BLOCK.bytes() - start.bytes();
+        match ranges.last_mut() {
+            Some(last) if last.end == from => last.end += SUB_BLOCK.bytes(),
+            _ => ranges.push(from..from + SUB_BLOCK.bytes()),
+        }
+    }
+    ranges
 }
 
 impl Native {
-    pub(super) async fn write_span(&self, span: GuestSpan, mut data: Buffer) -> Result<()> {
+    pub(super) async fn write_span(&self, span: GuestSpan, data: Buffer) -> Result<()> {
         if let Some(zones) = &self.zones {
             zones.note_written(span.len());
         }
-        let mut rest = span;
-        while !rest.is_empty() {
-            let (now, later) = rest.split_between_blocks(self.bytes_at_once());
-            let part = data.split_to(usize::try_from(now.len()).expect("within the buffer"));
-            self.write_some(now, part).await?;
-            rest = later;
-            if self.journal().is_some_and(|journal| journal.is_large()) {
-                self.commit().await?;
-            }
-        }
-        Ok(())
+        let is_large = || self.journal().is_some_and(|journal| journal.is_large());
+        self.write_in_parts(span, data, self.bytes_at_once(), is_large).await
     }
 
     /// The bytes that are written in one piece: few enough that a record has room for their checks several
@@ -76,54 +73,6 @@ impl Native {
     pub(super) fn bytes_at_once(&self) -> u64 {
         let most = self.record_max().saturating_mul(16).min(BYTES_AT_ONCE);
         SUB_BLOCK.round_down(most).max(SUB_BLOCK.bytes())
-    }
-
-    async fn write_some(&self, span: GuestSpan, mut data: Buffer) -> Result<()> {
-        let (mut turn, mut rounds) = (None, 0);
-        loop {
-            self.unshare(span).await?;
-            let (given, mut copy) = (self.units.as_ref().map_or(0, |units| units.given()), None);
-            let result = {
-                let _inside = self.engine.epochs.enter();
-                if self.find(|| self.holds_any(span)).await? {
-                    continue; // a snapshot was made in between
-                }
-                let parts = self.parts(span).await?;
-                if parts.iter().any(|part| matches!(part.from, Origin::Embedded(_))) {
-                    self.make_plain_parts(span, &parts, &data).await?;
-                    continue;
-                }
-                if parts.iter().all(|part| matches!(part.from, Origin::Host(_))) {
-                    let result = self.write_parts(parts, data).await;
-                    self.engine.commits.note_change();
-                    return result;
-                }
-                // The host may be full too. Then freed space may help, and the bytes are needed a second
-                // time.
-                if self.units.as_ref().is_some_and(|units| units.any_waits()) {
-                    copy = Some(data.duplicate());
-                }
-                self.write_allocating(span, &mut data).await
-            };
-            let error = match result {
-                Ok(Written::Done) => return Ok(()),
-                Ok(Written::LookAgain) => continue,
-                Err(error) if error.kind() == ErrorKind::NoSpace => error,
-                Err(error) => return Err(error),
-            };
-            if data.len() as u64 != span.len() {
-                let Some(copy) = copy else { return Err(error) };
-                data = copy;
-            }
-            // Units that are free but not clean yet may be enough.
-            let needed = usize::try_from(self.cell.count_for(span.len()) + 1).expect("a few");
-            if let Some(units) = self.units.as_ref().filter(|_| turn.is_none()) {
-                turn = Some(units.hungry.lock().await);
-            }
-            if !self.space_again(&mut rounds, given, needed).await? {
-                return Err(error);
-            }
-        }
     }
 
     /// Turns blocks that hold their units' entries into plain blocks. A block that is overwritten as a whole
@@ -144,58 +93,6 @@ impl Native {
         Ok(())
     }
 
-    async fn write_parts(&self, parts: Parts, mut data: Buffer) -> Result<()> {
-        self.begin_in_place().await?;
-        let runs = parts.into_iter().map(|part| match part.from {
-            Origin::Host(at) => (at, part.len),
-            _ => unreachable!("all of it is in the image"),
-        });
-        let runs: SmallVec<[(ImageOffset, u64); 2]> = runs.collect();
-        if let [(at, _)] = runs[..] {
-            return self.write_in_place(at, data).await;
-        }
-        let writes = runs.into_iter().map(|(at, len)| {
-            let part = data.split_to(usize::try_from(len).expect("within the buffer"));
-            Box::pin(self.write_in_place(at, part)) as LocalFuture<'_, Result<()>>
-        });
-        let writes: Vec<_> = writes.collect();
-        try_join_all(writes).await.map(drop)
-    }
-
-    /// Overwrites bytes of the disk in place.
-    async fn write_in_place(&self, at: ImageOffset, data: Buffer) -> Result<()> {
-        match self.journal() {
-            None => self.data.write(at, data).await,
-            Some(journal) => journal.write_in_place(&self.data, at, data, async || self.commit().await).await,
-        }
-    }
-
-    /// Writes where bits, masks or entries must change. The data is taken out of the buffer once all of it
-    /// has a place. A failure before that leaves the buffer whole. The caller is inside an epoch.
-    pub(super) async fn write_allocating(&self, span: GuestSpan, data: &mut Buffer) -> Result<Written> {
-        let mut steps = Vec::new();
-        let under_way = UnderWay::begin(&self.engine.state, "a write");
-        let result = self.write_steps(span, data, &mut steps).await;
-        self.engine.commits.note_change();
-        let any_fresh = steps.iter().any(|step| step.is_fresh);
-        let may_be_written = result.is_err() && data.len() as u64 != span.len();
-        if may_be_written && !sabotage::is(Bug::HalfWrittenIsClean) {
-            steps.iter().for_each(|step| step.held.spoil());
-        }
-        for step in steps {
-            if let Some(embedded) = step.embedded.as_ref().filter(|_| !step.is_published.get()) {
-                self.invalidate_embedded(embedded.given.unit).await;
-            }
-            self.release_claim(step.held);
-        }
-        under_way.end();
-        if any_fresh || self.wants_zone() {
-            // A zone that cannot be opened or closed fails no write.
-            let _ = self.tidy_zones().await;
-        }
-        result
-    }
-
     /// Releases a claim. A fresh unit that was not published is freed.
     pub(super) fn release_claim(&self, held: Held<'_>) {
         match held.release() {
@@ -210,40 +107,6 @@ impl Native {
         let unit = self.unit().expect("only a table has units");
         let index = (at - self.places.data_offset()) >> unit.shift();
         u32::try_from(index + 1).expect("units have 32 bits")
-    }
-
-    async fn write_steps<'a>(
-        &'a self,
-        span: GuestSpan,
-        data: &mut Buffer,
-        steps: &mut Vec<Step<'a>>,
-    ) -> Result<Written> {
-        self.begin_journal().await?;
-        let mut rest = span;
-        while !rest.is_empty() {
-            let (part, later) = self.first_part(rest);
-            let cell = self.cell.cluster_of(part.start());
-            let mask = if self.could_embed(cell) { u32::MAX } else { self.parts_of(part) };
-            let held = self.engine.claims.claim(cell, mask).await;
-            steps.push(Step::new(part, held));
-            rest = later;
-        }
-        for step in &mut *steps {
-            step.subs = self.find(|| self.subs_to_publish(step.part)).await?;
-        }
-        for step in &*steps {
-            // The places of the steps are not settled yet, so each is counted as if it were to get a unit.
-            let words = || self.words_of_any(step);
-            self.keep(&words).await?;
-        }
-        if self.settle_places(steps, data).await? == Written::LookAgain {
-            return Ok(Written::LookAgain);
-        }
-        self.transfer(steps, data).await?;
-        if !sabotage::is(Bug::BitBeforeData) {
-            self.publish_steps(steps).await?;
-        }
-        Ok(Written::Done)
     }
 
     /// The sub-blocks of a run that the image does not have yet.
@@ -262,53 +125,41 @@ impl Native {
     }
 
     /// Settles where each cell's bytes go, with a unit for each cell that has none.
-    async fn settle_places(&self, steps: &mut [Step<'_>], data: &Buffer) -> Result<Written> {
+    async fn settle_places(&self, steps: &mut [Step<'_>], data: &Buffer) -> Result<Done> {
         let Some(unit) = self.unit() else {
             for step in steps {
-                step.at =
-                    Some(self.places.linear(self.cell.start_of(self.cell.cluster_of(step.part.start()))));
+                let cell = self.cell.start_of(self.cell_of(step.plan.part.start()));
+                step.place = Some(Fresh { at: self.places.linear(cell), zeroed: false });
             }
-            return Ok(Written::Done);
+            return Ok(Done::Yes);
         };
+        let settled = |place: ImageOffset| Some(Fresh { at: place, zeroed: false });
         let mut within = 0;
-        for step in steps {
-            let here = within;
-            within += usize::try_from(step.part.len()).expect("within the buffer");
-            let number = unit.cluster_of(step.part.start()).index();
+        for step in &mut *steps {
+            let (here, part) = (within, step.plan.part);
+            within += usize::try_from(part.len()).expect("within the buffer");
+            let number = unit.cluster_of(part.start()).index();
             let (entry, form) = self.find(|| self.entry_and_form(number)).await?;
-            if form != 0 && self.touches_block(step.part, form - 1) {
-                return Ok(Written::LookAgain); // it was allocated after it was looked up
+            if form != 0 && self.touches_block(part, form - 1) {
+                return Ok(Done::After(LookAgain)); // it was allocated after it was looked up
             }
             if entry != 0 {
-                step.at = Some(self.places.unit(entry).start());
+                step.place = settled(self.places.unit(entry).start());
                 continue;
             }
-            step.is_fresh = true;
+            step.plan.is_fresh = true;
             if let Some(embedded) = self.embed(step, data, here) {
                 let place = self.places.unit(embedded.given.unit);
-                step.at = Some(place.start());
-                step.embedded = Some(embedded);
+                step.place = settled(place.start());
+                step.plan.embedded = Some(embedded);
                 self.reach(place).await?;
-                continue;
             }
-            step.at = Some(loop {
-                match step.held.fresh() {
-                    Ask::Have(fresh) => break fresh.at,
-                    // The allocator never waits for another request.
-                    Ask::Wait(listener) => listener.await,
-                    Ask::Yours => match self.allocate().await {
-                        Ok(number) => {
-                            step.held.provide(Fresh { at: self.places.unit(number).start(), zeroed: true });
-                        }
-                        Err(error) => {
-                            step.held.give_up();
-                            return Err(error);
-                        }
-                    },
-                }
-            });
         }
-        Ok(Written::Done)
+        let allocate = async |_| {
+            let number = self.allocate().await?;
+            Ok(Some(Fresh { at: self.places.unit(number).start(), zeroed: true }))
+        };
+        place_fresh(steps, allocate).await.map(|()| Done::Yes)
     }
 
     /// Whether a part of a cell has bytes in this block of the cell.
@@ -317,106 +168,13 @@ impl Native {
         part.overlaps(start.span(SUB_BLOCK.bytes()))
     }
 
-    /// Writes the guest's bytes, and fills up the sub-blocks that become data.
-    async fn transfer(&self, steps: &mut [Step<'_>], data: &mut Buffer) -> Result<()> {
-        let becomes_data = steps.iter().any(|step| !step.subs.is_empty());
-        // In bulk nothing is checked: the data of the open transaction is flushed before its record.
-        let is_checked = becomes_data && self.journal().is_some_and(|journal| !journal.is_fenced());
-        if is_checked {
-            // The record describes the bytes that arrive over the base, so the guest must not be able to
-            // change them any more.
-            *data = unchanging(std::mem::take(data));
-        }
-        let mut pieces: Vec<(ImageOffset, LocalFuture<'_, Result<Buffer>>)> = Vec::new();
-        for step in &*steps {
-            let (head, tail) = self.fill_of(step);
-            let cell = self.cell.start_of(self.cell.cluster_of(step.part.start()));
-            let place = |at: GuestOffset| step.at.expect("settled") + (at - cell);
-            if !head.is_empty() {
-                pieces.push((place(head.start()), Box::pin(self.fill(head))));
-            }
-            let piece = data.split_to(usize::try_from(step.part.len()).expect("within the buffer"));
-            if let Some(embedded) = &step.embedded {
-                let (within, piece) = self.with_block(step, embedded, piece);
-                pieces.push((place(cell) + within, Box::pin(std::future::ready(Ok(piece)))));
-                continue;
-            }
-            pieces.push((place(step.part.start()), Box::pin(std::future::ready(Ok(piece)))));
-            if !tail.is_empty() {
-                pieces.push((place(tail.start()), Box::pin(self.fill(tail))));
-            }
-        }
-        let (places, pieces): (Vec<_>, Vec<_>) = pieces.into_iter().unzip();
-        let pieces =
-            try_join_all(pieces).await.context(|| format!("{}: can't read the base", self.engine.name))?;
-        let mut writes: Vec<(ImageOffset, Buffer)> = Vec::new();
-        for (at, piece) in places.into_iter().zip(pieces) {
-            match writes.last_mut() {
-                Some((first, before)) if *first + before.len() as u64 == at => before.append(piece),
-                _ => writes.push((at, piece)),
-            }
-        }
-        if is_checked {
-            for (at, data) in &writes {
-                self.add_checks(steps, *at, data);
-            }
-        } else {
-            steps.iter_mut().for_each(|step| step.is_unchecked = !step.subs.is_empty());
-        }
-        if sabotage::is(Bug::BitBeforeData) {
-            self.publish_steps(steps).await?;
-        }
-        let steps = &*steps;
-        let writes = writes
-            .into_iter()
-            .map(|(at, data)| Box::pin(self.write_run(steps, at, data)) as LocalFuture<'_, Result<()>>);
-        try_join_all(writes).await.map(drop)
-    }
-
-    /// Writes a run, parts of which the image may have had before. Those are overwritten as the recovery
-    /// rules allow.
-    async fn write_run(&self, steps: &[Step<'_>], at: ImageOffset, mut data: Buffer) -> Result<()> {
-        let must_wait = |at: ImageOffset, len| self.journal().is_some_and(|j| j.must_wait(at.span(len)));
-        if !must_wait(at, data.len() as u64) {
-            return self.data.write(at, data).await;
-        }
-        let mut here = at;
-        while !data.is_empty() {
-            let is_new = self.becomes_data(steps, here);
-            let end = at + data.len() as u64 + (here - at);
-            let mut next = here;
-            while next < end && self.becomes_data(steps, next) == is_new {
-                next = ImageOffset::new(SUB_BLOCK.round_down(next.bytes()) + SUB_BLOCK.bytes()).min(end);
-            }
-            let piece = data.split_to(usize::try_from(next - here).expect("within the buffer"));
-            match is_new {
-                true => self.data.write(here, piece).await?,
-                false => self.write_in_place(here, piece).await?,
-            }
-            here = next;
-        }
-        Ok(())
-    }
-
-    /// Whether the byte lies in a sub-block that becomes data.
-    fn becomes_data(&self, steps: &[Step<'_>], at: ImageOffset) -> bool {
-        let found = steps.iter().find_map(|step| {
-            let place = step.at.expect("settled");
-            (place <= at && at < place + self.cell.bytes()).then_some((step, place))
-        });
-        // A byte behind the last step belongs to none.
-        let Some((step, place)) = found else { return false };
-        let guest = self.cell.start_of(self.cell_of(step.part.start())) + (at - place);
-        step.subs.binary_search(&SUB_BLOCK.cluster_of(guest).index()).is_ok()
-    }
-
     /// The runs before and behind the step's bytes that fill up sub-blocks which become data.
     fn fill_of(&self, step: &Step<'_>) -> (GuestSpan, GuestSpan) {
-        let part = step.part;
+        let part = step.plan.part;
         let size = GuestOffset::new(self.engine.geometry.size);
         let first = GuestOffset::new(SUB_BLOCK.round_down(part.start().bytes()));
         let end = GuestOffset::new(SUB_BLOCK.round_up(part.end().bytes())).min(size);
-        let becomes_data = |at: GuestOffset| step.subs.contains(&SUB_BLOCK.cluster_of(at).index());
+        let becomes_data = |at: GuestOffset| step.plan.subs.contains(&SUB_BLOCK.cluster_of(at).index());
         let nothing = |at: GuestOffset| at.span(0);
         let head = match becomes_data(first) {
             true => GuestSpan::between(first, part.start()),
@@ -432,6 +190,10 @@ impl Native {
 
     /// The bytes of one sub-block that the guest did not write.
     async fn fill(&self, span: GuestSpan) -> Result<Buffer> {
+        self.fill_up(span).await.context(|| format!("{}: can't read the base", self.engine.name))
+    }
+
+    async fn fill_up(&self, span: GuestSpan) -> Result<Buffer> {
         let mut buffer = Buffer::for_overwrite(usize::try_from(span.len()).expect("within a sub-block"));
         match self.find(|| self.sub(SUB_BLOCK.cluster_of(span.start()).index())).await? {
             Sub::Base => self.read_base(span.start(), buffer).await,
@@ -444,30 +206,143 @@ impl Native {
         }
     }
 
-    /// Records the checksums of the sectors that become data over the base.
-    fn add_checks(&self, steps: &mut [Step<'_>], at: ImageOffset, data: &Buffer) {
-        let last = Cell::new((u64::MAX, false));
-        let seen = &*steps;
-        let wanted = |sector: ImageOffset| {
-            let page = sector.bytes() / SUB_BLOCK.bytes();
-            if last.get().0 != page {
-                last.set((page, self.becomes_data(seen, sector)));
-            }
-            last.get().1
-        };
-        let together = self.unit().map_or(CHECKS_TOGETHER, |unit| unit.min(CHECKS_TOGETHER));
-        for check in checks_of(at, data, together, wanted) {
-            let holds = |step: &Step<'_>| {
-                let place = step.at.expect("settled");
-                place <= check.0 && check.0 < place + self.cell.bytes()
-            };
-            let index = steps.iter().position(holds).expect("every write is some step's");
-            steps[index].checks.push(check);
-        }
-    }
-
     /// The cell that contains this offset.
     pub(super) fn cell_of(&self, at: GuestOffset) -> GuestCluster {
         self.cell.cluster_of(at)
+    }
+}
+
+impl Writer for Native {
+    type Plan = Planned;
+    type Before = LookAgain;
+    /// The turn of a write that found no space, and how often it has looked for some.
+    type Turn<'a> = (Option<MutexGuard<'a, ()>>, u32);
+
+    fn data(&self) -> &SharedStorage {
+        &self.data
+    }
+
+    fn cell(&self) -> BlockSize {
+        self.cell
+    }
+
+    fn checks_together(&self) -> BlockSize {
+        self.unit().map_or(CHECKS_TOGETHER, |unit| unit.min(CHECKS_TOGETHER))
+    }
+
+    async fn decide(&self, span: GuestSpan, data: &Buffer) -> Result<Way<LookAgain>> {
+        if self.find(|| self.holds_any(span)).await? {
+            return Ok(Way::After(LookAgain));
+        }
+        let parts = self.parts(span).await?;
+        if parts.iter().any(|part| matches!(part.from, Origin::Embedded(_))) {
+            self.make_plain_parts(span, &parts, data).await?;
+            return Ok(Way::After(LookAgain));
+        }
+        let place = |part: &Part| match part.from {
+            Origin::Host(at) => Some((at, part.len)),
+            _ => None,
+        };
+        if let Some(runs) = parts.iter().map(place).collect() {
+            self.begin_in_place().await?;
+            return Ok(Way::InPlace(runs));
+        }
+        let units = self.units.as_ref();
+        Ok(Way::Allocate(Space {
+            given: units.map_or(0, |units| units.given()),
+            more_may_come: units.is_some_and(|units| units.any_waits()),
+        }))
+    }
+
+    async fn plan_steps<'a>(
+        &'a self,
+        span: GuestSpan,
+        data: &Buffer,
+        steps: &mut Vec<Step<'a>>,
+    ) -> Result<Done> {
+        self.begin_journal().await?;
+        let mut rest = span;
+        while !rest.is_empty() {
+            let (part, later) = self.first_part(rest);
+            let cell = self.cell_of(part.start());
+            let mask = if self.could_embed(cell) { u32::MAX } else { self.parts_of(part) };
+            let held = self.engine.claims.claim(cell, mask).await;
+            let mut step = Step::new(Planned::new(part), Some(held));
+            step.under_way = Some(UnderWay::begin(&self.engine.state, "a write"));
+            steps.push(step);
+            rest = later;
+        }
+        for step in &mut *steps {
+            let part = step.plan.part;
+            step.plan.subs = self.find(|| self.subs_to_publish(part)).await?;
+            step.fresh = bytes_of(&step.plan.subs, self.cell.start_of(self.cell_of(part.start())));
+        }
+        for step in &*steps {
+            // The places of the steps are not settled yet, so each is counted as if it were to get a unit.
+            let words = || self.words_of_any(step);
+            self.keep(&words).await?;
+        }
+        self.settle_places(steps, data).await
+    }
+
+    fn add_pieces<'s>(&'s self, step: &'s Step<'_>, data: &mut Buffer, pieces: &mut Pieces<'s>) {
+        let part = step.plan.part;
+        let cell = self.cell.start_of(self.cell_of(part.start()));
+        let place = |at: GuestOffset| step.at() + (at - cell);
+        let (head, tail) = self.fill_of(step);
+        if !head.is_empty() {
+            pieces.fill(place(head.start()), self.fill(head));
+        }
+        let bytes = data.split_to(usize::try_from(part.len()).expect("within the buffer"));
+        if let Some(embedded) = &step.plan.embedded {
+            let (within, bytes) = self.with_block(step, embedded, bytes);
+            return pieces.add(step.at() + within, bytes);
+        }
+        pieces.add(place(part.start()), bytes);
+        if !tail.is_empty() {
+            pieces.fill(place(tail.start()), self.fill(tail));
+        }
+    }
+
+    async fn publish_step(&self, step: &Step<'_>) -> Result<()> {
+        match &step.plan.embedded {
+            Some(embedded) => self.publish_embedded(step, embedded).await,
+            None if step.plan.is_fresh || !step.plan.subs.is_empty() => self.publish_plain(step).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn release_steps(&self, steps: Vec<Step<'_>>) {
+        let any_fresh = steps.iter().any(|step| step.plan.is_fresh);
+        for step in steps {
+            if let Some(embedded) = step.plan.embedded.as_ref().filter(|_| !step.is_published) {
+                self.invalidate_embedded(embedded.given.unit).await;
+            }
+            if let Some(held) = step.end() {
+                self.release_claim(held);
+            }
+        }
+        if any_fresh || self.wants_zone() {
+            // A zone that cannot be opened or closed fails no write.
+            let _ = self.tidy_zones().await;
+        }
+    }
+
+    async fn wait_for(&self, _again: LookAgain, span: GuestSpan) -> Result<()> {
+        self.unshare(span).await
+    }
+
+    async fn find_space<'a>(
+        &'a self,
+        span: GuestSpan,
+        given: u64,
+        (turn, rounds): &mut (Option<MutexGuard<'a, ()>>, u32),
+    ) -> Result<bool> {
+        // Units that are free but not clean yet may be enough.
+        let needed = usize::try_from(self.cell.count_for(span.len()) + 1).expect("a few");
+        if let Some(units) = self.units.as_ref().filter(|_| turn.is_none()) {
+            *turn = Some(units.hungry.lock().await);
+        }
+        self.space_again(rounds, given, needed).await
     }
 }

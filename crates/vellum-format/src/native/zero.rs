@@ -15,9 +15,9 @@ use vellum_core::{Buffer, Error, GuestOffset, GuestSpan, ImageOffset, Result, Ze
 use super::geometry::SUB_BLOCK;
 use super::image::{Native, Origin, Sub, mask};
 use super::publish::WORD_COST;
-use super::write::Written;
+use super::write::{Done, LookAgain};
 use crate::claims::Held;
-use crate::engine::Commit as _;
+use crate::engine::{Commit as _, Write as _};
 use crate::sabotage::{self, Bug};
 
 /// What happens to the space of bytes that become zero.
@@ -83,7 +83,7 @@ impl Native {
             let done = loop {
                 if !is_whole {
                     if space == Space::Discard && self.find(|| self.holds_any(part)).await? {
-                        break Written::Done; // nothing would be gained by a copy
+                        break Done::Yes; // nothing would be gained by a copy
                     }
                     self.unshare(part).await?;
                 }
@@ -107,7 +107,7 @@ impl Native {
                     result => break result?,
                 }
             };
-            if done == Written::LookAgain {
+            if done == Done::After(LookAgain) {
                 continue;
             }
             rest = later;
@@ -145,16 +145,16 @@ impl Native {
     }
 
     /// Zeros a part of one cell.
-    async fn zero_part(&self, part: GuestSpan, space: Space) -> Result<Written> {
+    async fn zero_part(&self, part: GuestSpan, space: Space) -> Result<Done> {
         let parts = self.parts(part).await?;
         if parts.iter().all(|part| matches!(part.from, Origin::NoUnit | Origin::Zero)) {
-            return Ok(Written::Done);
+            return Ok(Done::Yes);
         }
         // Partly covered sub-blocks of the base are written as data. What is left are whole sub-blocks, and
         // the image's bytes.
         let inner = self.write_edges(part).await?;
         if inner.is_empty() {
-            return Ok(Written::Done);
+            return Ok(Done::Yes);
         }
         let held = self.engine.claims.claim(self.cell_of(inner.start()), self.parts_of(inner)).await;
         let result = self.zero_claimed(inner, space, &held).await;
@@ -191,7 +191,7 @@ impl Native {
         self.write_allocating(span, &mut zeros).await.map(drop)
     }
 
-    async fn zero_claimed(&self, part: GuestSpan, space: Space, _held: &Held<'_>) -> Result<Written> {
+    async fn zero_claimed(&self, part: GuestSpan, space: Space, _held: &Held<'_>) -> Result<Done> {
         let (entry, form) = match self.unit() {
             None => (None, 0),
             Some(unit) => {
@@ -208,7 +208,7 @@ impl Native {
             self.is_whole_cell(part) && (*entry == 0 || space != Space::Keep || is_held)
         });
         if lets_go.is_none() && form != 0 && self.touches_block(part, form - 1) {
-            return Ok(Written::LookAgain); // it was allocated after it was looked up
+            return Ok(Done::After(LookAgain)); // it was allocated after it was looked up
         }
         let subs = self.find(|| self.base_subs(part)).await?;
         let place = match (entry, lets_go) {
@@ -224,7 +224,7 @@ impl Native {
         }
         let frees = lets_go.filter(|(_, entry)| *entry != 0);
         if subs.is_empty() && frees.is_none() {
-            return Ok(Written::Done);
+            return Ok(Done::Yes);
         }
         self.begin_journal().await?;
         self.load_masks(&subs).await?;
@@ -241,7 +241,7 @@ impl Native {
         }
         self.publish_zeros(part, &subs, lets_go.is_some());
         drop(gate);
-        Ok(Written::Done)
+        Ok(Done::Yes)
     }
 
     /// The sub-blocks of a run that are read from the base.

@@ -38,15 +38,9 @@ use crate::hash::HashMap;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
-/// The outcome of a change that may have had to wait.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use]
-pub(crate) enum Done {
-    Yes,
-    /// Nothing is done, or only a part that may be done again. The change may continue when all requests that
-    /// entered in this epoch or before have left.
-    After(u64),
-}
+/// The outcome of a change that may have had to wait until all requests have left that entered in some epoch
+/// or before.
+pub(crate) type Done = crate::engine::Done<u64>;
 
 /// The units that were made zero recently.
 #[derive(Default)]

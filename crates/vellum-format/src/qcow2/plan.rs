@@ -1,5 +1,5 @@
-//! The plan of a write to one cluster. It is made here from the cluster's state alone; `write.rs` carries it
-//! out.
+//! The plan of a write to one cluster. It is made here from the cluster's state alone. `write.rs` carries it
+//! out, step by step as `engine/write.rs` asks.
 //!
 //! ```text
 //!             guest's bytes                     a write of part of a cluster that is not there yet:

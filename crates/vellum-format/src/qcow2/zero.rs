@@ -17,7 +17,7 @@ use vellum_core::{
 use super::entry::{ClusterState, Units};
 use super::image::Qcow2;
 use super::late::Done;
-use crate::engine::Commit as _;
+use crate::engine::{Commit as _, Write as _};
 use crate::sabotage::{self, Bug};
 
 /// Zeros are written as data in pieces of this many bytes.

@@ -19,8 +19,7 @@ use std::sync::Mutex;
 use vellum_core::{BlockSize, ImageCluster, ImageSpan};
 
 use crate::journal::record::Item;
-pub(crate) use crate::journal::record::SECTOR;
-pub(crate) use crate::journal::{Changed, Overlaid, SectorChecks, checks_of, unchanging};
+pub(crate) use crate::journal::{Changed, Overlaid, SectorChecks, checks_of};
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 

@@ -10,6 +10,7 @@
 //! 2. Claims on several clusters are taken in ascending order, so that holders never wait in a cycle; no
 //!    claim is waited for while a fresh cluster is being allocated.
 //! 3. A fresh cluster that was not published when the last holder releases its claim is freed by that holder.
+//! 4. A holder that was dropped keeps nobody waiting: the next one that asks allocates the fresh cluster.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -33,8 +34,8 @@ pub(crate) struct Fresh {
 #[derive(Default)]
 struct Claim {
     busy: u32,
-    /// A holder is allocating the fresh cluster.
-    allocating: bool,
+    /// The units of the holder that is allocating the fresh cluster. 0 when nobody is.
+    allocating: u32,
     fresh: Option<Fresh>,
     published: bool,
 }
@@ -114,9 +115,9 @@ impl Held<'_> {
     pub(crate) fn fresh(&self) -> Ask {
         self.with(|claim| match claim.fresh {
             Some(fresh) => Ask::Have(fresh),
-            None if claim.allocating => Ask::Wait(self.claims.shard(self.cluster).changed.listen()),
+            None if claim.allocating != 0 => Ask::Wait(self.claims.shard(self.cluster).changed.listen()),
             None => {
-                claim.allocating = true;
+                claim.allocating = self.mask;
                 Ask::Yours
             }
         })
@@ -125,8 +126,8 @@ impl Held<'_> {
     /// Answers [`Ask::Yours`] with the cluster that was allocated.
     pub(crate) fn provide(&self, fresh: Fresh) {
         self.with(|claim| {
-            assert!(claim.allocating && claim.fresh.is_none(), "one allocates for all");
-            claim.allocating = false;
+            assert!(claim.allocating == self.mask && claim.fresh.is_none(), "one allocates for all");
+            claim.allocating = 0;
             claim.fresh = Some(fresh);
             claim.published = false;
         });
@@ -144,7 +145,7 @@ impl Held<'_> {
 
     /// Answers [`Ask::Yours`] when nothing could be allocated.
     pub(crate) fn give_up(&self) {
-        self.with(|claim| claim.allocating = false);
+        self.with(|claim| claim.allocating = 0);
         self.claims.shard(self.cluster).changed.notify(usize::MAX);
     }
 
@@ -166,6 +167,7 @@ impl Held<'_> {
         let mut claims = shard.lock();
         let claim = claims.get_mut(&self.cluster).expect("a held claim is listed");
         claim.busy &= !self.mask;
+        claim.allocating &= !self.mask;
         let mut unpublished = None;
         if claim.busy == 0 {
             unpublished = claim.fresh.filter(|_| !claim.published);
@@ -180,8 +182,10 @@ impl Held<'_> {
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         // Only when a request's future is dropped half way: the fresh cluster, if any, stays allocated,
-        // because a host write to it may still be in flight.
+        // because a host write to it may still be in flight. To other holders it is no longer zero, and one
+        // of them allocates it if this one was about to.
         if !self.released {
+            self.spoil();
             let _still_allocated = self.end();
         }
     }
@@ -223,6 +227,42 @@ mod tests {
             first.provide(fresh);
             first.spoil();
             assert!(first.release().is_none(), "somebody still uses it");
+            let third = claims.claim(cluster(), 1).await;
+            assert!(matches!(third.fresh(), Ask::Have(found) if found == Fresh { zeroed: false, ..fresh }));
+            assert!(third.release().is_none() && second.release().is_some());
+        });
+    }
+
+    #[test]
+    fn a_holder_that_was_dropped_while_it_allocated_leaves_that_to_another() {
+        let claims = Claims::default();
+        let fresh = Fresh { at: ImageOffset::new(0x10000), zeroed: true };
+        block_on(async {
+            let first = claims.claim(cluster(), 1).await;
+            let second = claims.claim(cluster(), 2).await;
+            assert!(matches!(first.fresh(), Ask::Yours));
+            let Ask::Wait(mut listener) = second.fresh() else { panic!("the first allocates") };
+            let third = claims.claim(cluster(), 4).await;
+            drop(third);
+            assert!(matches!(second.fresh(), Ask::Wait(_)), "the third had nothing to do with it");
+            drop(first);
+            assert!(poll_once(&mut listener).await.is_some(), "it is woken");
+            assert!(matches!(second.fresh(), Ask::Yours));
+            second.provide(fresh);
+            assert_eq!(second.release(), Some(fresh));
+        });
+    }
+
+    #[test]
+    fn what_a_dropped_write_was_for_is_not_zero_to_the_next_writer() {
+        let claims = Claims::default();
+        let fresh = Fresh { at: ImageOffset::new(0x10000), zeroed: true };
+        block_on(async {
+            let first = claims.claim(cluster(), 1).await;
+            let second = claims.claim(cluster(), 2).await;
+            assert!(matches!(first.fresh(), Ask::Yours));
+            first.provide(fresh);
+            drop(first);
             let third = claims.claim(cluster(), 1).await;
             assert!(matches!(third.fresh(), Ask::Have(found) if found == Fresh { zeroed: false, ..fresh }));
             assert!(third.release().is_none() && second.release().is_some());

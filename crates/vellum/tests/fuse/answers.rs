@@ -91,7 +91,7 @@ fn a_program_may_sync_close_and_own_the_file() {
     file.expect("the file").write_all(b"durable").expect("a write");
     let said = shown.stop();
     // One when the writer closed, and two syncs.
-    assert!(said.contains("2 writes") && said.contains("3 flushes"), "{said}");
+    assert!(said.contains("writes 2 (") && said.contains("flushes 3;"), "{said}");
 }
 
 #[test]

@@ -239,7 +239,7 @@ busy() {
         n=$((n + 1))
         dd if=/host/noise bs=4096 skip=$((140 - n)) count=1 status=none
     done | cmp - /tmp/read
-    say "busy $(grep -c 'still letting go' /tmp/said)"
+    say "busy $(grep -c 'has not released the device yet' /tmp/said)"
     kill -KILL "$server"
     wait "$server" || true
     serve -f raw "/host/$1" --ublk 7

@@ -155,8 +155,8 @@ fn whatever_is_broken_is_found_and_repaired_where_it_can_be() {
         ("unit 9 is used for unit 8 of the disk and for copies", 1, 0, false, |image| image.entry(8, 9)),
         ("id 1: its ID appears twice", 2, 0, false, |image| image.snapshot(9, 1, u32::MAX)),
         ("id 3: its ID was never assigned", 1, 0, false, |image| image.snapshot(9, 3, 2)),
-        ("do not agree who relies", 1, 0, false, |image| image.snapshot(0, 1, u32::MAX)),
-        ("do not agree who relies", 1, 0, false, |image| image.snapshot(7, 2, 0)),
+        ("do not agree on which snapshot relies", 1, 0, false, |image| image.snapshot(0, 1, u32::MAX)),
+        ("do not agree on which snapshot relies", 1, 0, false, |image| image.snapshot(7, 2, 0)),
         ("it relies on itself", 1, 0, false, |image| image.snapshot(0, 1, 1)),
         ("relies on snapshot 77, which does not exist", 1, 0, false, |image| image.snapshot(0, 1, 77)),
         ("should rely on the home pages but does not exist", 1, 0, false, |image| {

@@ -107,14 +107,15 @@ async fn write_some<W: Writer>(image: &W, span: GuestSpan, mut data: Buffer) -> 
                     if more_may_come {
                         copy = Some(data.duplicate());
                     }
-                    (given, image.write_allocating(span, &mut data).await)
+                    // Boxed, so that the future of a write in place is small: it is moved more than once.
+                    (given, Box::pin(image.write_allocating(span, &mut data)).await)
                 }
             }
         };
         let error = match result {
             Ok(Done::Yes) => return Ok(()),
             Ok(Done::After(before)) => {
-                image.wait_for(before, span).await?;
+                Box::pin(image.wait_for(before, span)).await?;
                 continue;
             }
             Err(error) if error.kind() == ErrorKind::NoSpace => error,
@@ -125,7 +126,7 @@ async fn write_some<W: Writer>(image: &W, span: GuestSpan, mut data: Buffer) -> 
             data = copy;
         }
         // The missing space may have been freed but not given back yet.
-        if !image.find_space(span, given, &mut turn).await? {
+        if !Box::pin(image.find_space(span, given, &mut turn)).await? {
             return Err(error);
         }
     }

@@ -36,7 +36,8 @@ use vellum_core::{
 
 use super::group_commit::GroupCommit;
 use super::{Map, Sealed};
-use crate::journal::{Journal, Transaction};
+use crate::journal::Journal;
+use crate::journal::commit::Transaction;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 

@@ -14,8 +14,7 @@
 //! |---|---|
 //! | `group_commit` | flushes that arrive while a commit is under way share the next one |
 //! | `writer` | what a format gives so that its disk can be written |
-//! | `write` | the order of a write |
-//! | `transfer` | its bytes, their checks, and how they reach the medium |
+//! | `write` | the order of a write; its bytes, their checks, and how they reach the medium |
 //! | `commit` | the order of a commit; what is durable |
 //! | `close` | the order of a clean close |
 //!
@@ -29,7 +28,6 @@
 mod close;
 mod commit;
 pub(crate) mod group_commit;
-mod transfer;
 mod write;
 mod writer;
 

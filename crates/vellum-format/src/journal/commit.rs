@@ -1,4 +1,4 @@
-//! The order of writes of a commit that fits in a record.
+//! What a transaction has gathered is sealed here, and made durable if it fits in a record, in this order.
 //!
 //! ```text
 //!   sealed ──► [fence: flush] ──► record, [checkpoint] ► flush                       commit point
@@ -14,6 +14,8 @@
 //! Any failure stops the image, because only recovery can then find out what is on the medium. The exception
 //! is a checkpoint that failed: it is tried again as long as the ring has room.
 
+use std::sync::atomic::Ordering;
+
 use vellum_core::{
     Buffer, Error, ErrorKind, ImageOffset, ImageSpan, LocalFuture, Result, Storage, try_join_all,
 };
@@ -22,6 +24,7 @@ use super::Journal;
 use super::full::HomeWrite;
 use super::record::{Item, Record};
 use crate::sabotage::{self, Bug};
+use crate::state::lock;
 
 /// Space is zeroed in pieces of this many bytes.
 const ZEROED_AT_ONCE: u64 = 1 << 20;
@@ -48,7 +51,34 @@ pub(crate) async fn write_zeros(storage: &dyn Storage, run: ImageSpan) -> Result
     Ok(())
 }
 
+/// What a seal took.
+pub(crate) struct Transaction {
+    pub(crate) sequence: u64,
+    pub(crate) items: Vec<Item>,
+    /// Guest data as it will be in place.
+    pub(crate) full: Vec<HomeWrite>,
+    /// Some of the data it counts on has no checks, so a flush must come before the record is written.
+    pub(crate) fence: bool,
+}
+
 impl Journal {
+    /// Takes what was gathered. `None` when there is nothing to record; `has_pages` says that pages have
+    /// changed. The caller holds the gate alone.
+    pub(crate) fn seal(&self, has_pages: bool) -> Option<Transaction> {
+        let mut open = lock(&self.open);
+        let record_wanted = self.record_wanted.swap(false, Ordering::AcqRel);
+        if !has_pages && open.is_empty() && !record_wanted {
+            return None;
+        }
+        let fence = open.is_fenced();
+        let (sequence, mut items, places) = open.take();
+        self.word_bytes.store(0, Ordering::Relaxed);
+        let (full, writes) = self.full.seal(sequence, &places);
+        drop(open);
+        items.extend(full);
+        Some(Transaction { sequence, items, full: writes, fence })
+    }
+
     /// A transaction's record, with the ledger's state as it is now.
     pub(crate) fn record_of(&self, sequence: u64, items: Vec<Item>) -> Record {
         self.with_ledger(|ledger| Record {

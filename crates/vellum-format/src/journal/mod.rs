@@ -51,7 +51,7 @@ use crate::sabotage::{self, Bug};
 use crate::state::lock;
 use checks::{OpenTransaction, Unverified};
 use ledger::Ledger;
-use record::{Item, SECTOR};
+use record::SECTOR;
 
 /// The journal of an image that is open for writing.
 pub(crate) struct Journal {
@@ -164,31 +164,4 @@ impl Journal {
         }
         lock(&self.ledger).as_ref()?.uncheckpointed.get(&place).map(|page| page.bytes.clone())
     }
-
-    /// Takes what was gathered. `None` when there is nothing to record; `has_pages` says that pages have
-    /// changed. The caller holds the gate alone.
-    pub(crate) fn seal(&self, has_pages: bool) -> Option<Transaction> {
-        let mut open = lock(&self.open);
-        let record_wanted = self.record_wanted.swap(false, Ordering::AcqRel);
-        if !has_pages && open.is_empty() && !record_wanted {
-            return None;
-        }
-        let fence = open.is_fenced();
-        let (sequence, mut items, places) = open.take();
-        self.word_bytes.store(0, Ordering::Relaxed);
-        let (full, writes) = self.full.seal(sequence, &places);
-        drop(open);
-        items.extend(full);
-        Some(Transaction { sequence, items, full: writes, fence })
-    }
-}
-
-/// What a seal took.
-pub(crate) struct Transaction {
-    pub(crate) sequence: u64,
-    pub(crate) items: Vec<Item>,
-    /// Guest data as it will be in place.
-    pub(crate) full: Vec<HomeWrite>,
-    /// Some of the data it counts on has no checks, so a flush must come before the record is written.
-    pub(crate) fence: bool,
 }

@@ -1,5 +1,5 @@
-//! The ordered way: the stages in which metadata reaches the medium without a journal, and the part of a
-//! commit that only qcow2 knows.
+//! What others ask of an open image: requests (`Disk`), the parts of a commit that only qcow2 knows ([`Map`],
+//! [`Medium`]), and the ordered way, the stages in which metadata reaches the medium without a journal.
 //!
 //! Metadata changes in memory first, where readers see it at once ("published"). A *commit* takes everything
 //! that has changed until then and writes it in stages, each made durable by a host flush before the next:
@@ -31,8 +31,12 @@
 //! (`engine/close.rs`). The parts of both that only qcow2 knows are here, in [`Map`].
 
 use std::sync::{Arc, RwLockWriteGuard};
+use std::time::Duration;
 
-use vellum_core::{Buffer, Context, ImageOffset, ImageSpan, Result, try_join_all};
+use vellum_core::{
+    Buffer, Context, Disk, Extent, Geometry, GuestOffset, GuestSpan, ImageOffset, ImageSpan, LocalFuture,
+    Result, SharedDisk, WriteFlags, ZeroFlags, try_join_all,
+};
 
 use super::header::Header;
 use super::image::Qcow2;
@@ -41,7 +45,7 @@ use super::mapping::L1Sector;
 use super::pages::Page;
 use super::quarantine::Pace;
 use super::refcount::SealedRefcounts;
-use crate::engine::{self, Commit as _, Engine, Map, write_all};
+use crate::engine::{self, Close as _, Commit as _, Engine, Map, write_all};
 use crate::journal::commit::Medium;
 use crate::journal::record::{Item, Record};
 use crate::journal::{Changed, HomeWrite, Journal};
@@ -84,6 +88,77 @@ impl engine::Sealed for Sealed {
         let pages = self.pages.iter().map(|page| (page.at, Arc::from(&page.bytes[..])));
         let refcounts = self.refcounts.pages.iter().map(|page| (page.at, Arc::from(&page.bytes[..])));
         l1.chain(pages).chain(refcounts).collect()
+    }
+}
+
+impl Disk for Qcow2 {
+    fn geometry(&self) -> Geometry {
+        self.engine.geometry.clone()
+    }
+
+    fn below(&self) -> Option<SharedDisk> {
+        self.below.clone()
+    }
+
+    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        Box::pin(async move {
+            let span = self.engine.check(GuestSpan::checked(at, buffer.len() as u64))?;
+            self.noticed(self.read_span(span, buffer).await).await
+        })
+    }
+
+    fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let span = self.engine.check_change(GuestSpan::checked(at, data.len() as u64))?;
+            self.noticed(self.write_span(span, data).await).await?;
+            if flags.fua { self.noticed(self.make_durable().await).await } else { Ok(()) }
+        })
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.engine.state.check_open()?;
+            if self.engine.geometry.read_only {
+                Ok(())
+            } else {
+                self.noticed(self.make_durable().await).await
+            }
+        })
+    }
+
+    fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let span = self.engine.check_change(Some(span))?;
+            self.noticed(self.zero_span(span, flags).await).await?;
+            if flags.fua { self.noticed(self.make_durable().await).await } else { Ok(()) }
+        })
+    }
+
+    fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let span = self.engine.check_change(Some(span))?;
+            self.noticed(self.discard_span(span).await).await?;
+            if flags.fua { self.noticed(self.make_durable().await).await } else { Ok(()) }
+        })
+    }
+
+    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        Box::pin(async move {
+            let span = self.engine.check(Some(span))?;
+            self.noticed(self.map_span(span).await).await
+        })
+    }
+
+    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
+        Box::pin(async move {
+            let has_more = self.give_back_in_background().await;
+            let is_searched = self.look_for_space_in_background().await;
+            self.prepare_some(now).await || has_more || is_searched
+        })
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move { self.noticed(self.close_image().await).await })
     }
 }
 

@@ -309,6 +309,11 @@ impl Qcow2 {
         self.gate.write().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The journal, if this image is being written with one.
+    pub(crate) fn journal(&self) -> Option<&Journal> {
+        self.journal.as_ref().filter(|journal| journal.common.is_on())
+    }
+
     /// Whether enough metadata waits to be written that the next writer should commit.
     pub(crate) fn has_much_dirty(&self) -> bool {
         let (pages, record_bytes) = {

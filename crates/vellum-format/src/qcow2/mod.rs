@@ -17,7 +17,7 @@
 //! |---|---|
 //! | [`open`], [`mod@create`] | opening, with the checks of an image's claims; creation |
 //! | [`read`], [`mod@write`] with [`plan`], [`zero`], [`map`] | requests |
-//! | [`commit`] | the ordered stages of an image without a journal; what the engine needs of qcow2 |
+//! | [`commit`] | what others see of an open image: a disk, a map, a medium; the ordered stages without a journal |
 //! | [`journal`] | qcow2's part of the journal: pending refcounts, oversized transactions, recovery |
 //! | [`journal_setting`] | whether an image is to have a journal: changes the header of an existing image |
 //! | `prepare` | space ahead of need, zeroed in the background |
@@ -68,14 +68,6 @@ pub mod snapshot;
 mod write;
 mod zero;
 
-use std::time::Duration;
-
-use vellum_core::{
-    Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, SharedDisk, WriteFlags,
-    ZeroFlags,
-};
-
-use crate::engine::{Close as _, Commit as _};
 pub use crate::image::Files;
 pub use create::{CreateOptions, Preallocation, create};
 pub(crate) use format::Qcow2Format;
@@ -87,74 +79,3 @@ pub use layout::JOURNAL_BYTES_DEFAULT;
 pub use open::OpenOptions;
 pub use resize::grow;
 pub use snapshot::Snapshot;
-
-impl Disk for Qcow2 {
-    fn geometry(&self) -> Geometry {
-        self.engine.geometry.clone()
-    }
-
-    fn below(&self) -> Option<SharedDisk> {
-        self.below.clone()
-    }
-
-    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        Box::pin(async move {
-            let span = self.engine.check(GuestSpan::checked(at, buffer.len() as u64))?;
-            self.noticed(self.read_span(span, buffer).await).await
-        })
-    }
-
-    fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move {
-            let span = self.engine.check_change(GuestSpan::checked(at, data.len() as u64))?;
-            self.noticed(self.write_span(span, data).await).await?;
-            if flags.fua { self.noticed(self.make_durable().await).await } else { Ok(()) }
-        })
-    }
-
-    fn flush(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move {
-            self.engine.state.check_open()?;
-            if self.engine.geometry.read_only {
-                Ok(())
-            } else {
-                self.noticed(self.make_durable().await).await
-            }
-        })
-    }
-
-    fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move {
-            let span = self.engine.check_change(Some(span))?;
-            self.noticed(self.zero_span(span, flags).await).await?;
-            if flags.fua { self.noticed(self.make_durable().await).await } else { Ok(()) }
-        })
-    }
-
-    fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move {
-            let span = self.engine.check_change(Some(span))?;
-            self.noticed(self.discard_span(span).await).await?;
-            if flags.fua { self.noticed(self.make_durable().await).await } else { Ok(()) }
-        })
-    }
-
-    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
-        Box::pin(async move {
-            let span = self.engine.check(Some(span))?;
-            self.noticed(self.map_span(span).await).await
-        })
-    }
-
-    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
-        Box::pin(async move {
-            let has_more = self.give_back_in_background().await;
-            let is_searched = self.look_for_space_in_background().await;
-            self.prepare_some(now).await || has_more || is_searched
-        })
-    }
-
-    fn close(&self) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move { self.noticed(self.close_image().await).await })
-    }
-}

@@ -26,11 +26,6 @@ use crate::journal::record::{BLOCK, BYTES_MAX, BYTES_MIN};
 use crate::sabotage::{self, Bug};
 
 impl Qcow2 {
-    /// The journal, if this image is being written with one.
-    pub(crate) fn journal(&self) -> Option<&Journal> {
-        self.journal.as_ref().filter(|journal| journal.common.is_on())
-    }
-
     /// Begins the journal, before the first change. Returns whether it did: without a good place for it, or
     /// without space on the host, the image is written in the ordered way.
     pub(crate) async fn begin_journal(&self) -> Result<bool> {

@@ -93,7 +93,7 @@ const fn row(
 }
 
 /// The cases: newest record, records that it needs, packed blocks that it names, record before.
-pub(super) const ROWS: [Row; 7] = {
+pub(super) const ROWS: [Row; 9] = {
     use Checked::{Bad, Good, NoRecord};
     use FromTail::{Complete, Missing};
     use Named::{Lost, There};
@@ -102,7 +102,9 @@ pub(super) const ROWS: [Row; 7] = {
         row(NoRecord, None, None, None, ReplayNothing),
         row(Good, Some(Missing), None, None, RefuseLostRecord),
         row(Good, Some(Complete), Some(There), None, Replay),
-        row(Good, Some(Complete), Some(Lost), None, LeaveOut),
+        row(Good, Some(Complete), Some(Lost), Some(NoRecord), LeaveOut),
+        row(Good, Some(Complete), Some(Lost), Some(Good), LeaveOut),
+        row(Good, Some(Complete), Some(Lost), Some(Bad), RefuseLostData),
         row(Bad, None, None, Some(NoRecord), LeaveOut),
         row(Bad, None, None, Some(Good), LeaveOut),
         row(Bad, None, None, Some(Bad), RefuseLostData),
@@ -169,7 +171,7 @@ pub(super) mod tests {
             Then::RefuseLostRecord
         } else if is_whole {
             Then::Replay
-        } else if newest == Checked::Bad && before == Checked::Bad {
+        } else if before == Checked::Bad {
             Then::RefuseLostData
         } else {
             Then::LeaveOut

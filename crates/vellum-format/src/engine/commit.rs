@@ -139,7 +139,8 @@ pub(crate) trait Commit: Map {
             engine.state.stop(why.clone());
             Some(why)
         };
-        engine.commits.group.share(async || lead(self).await, abandoned).await
+        // Boxed: every request that may commit would have room for a whole commit in its future.
+        engine.commits.group.share(async || Box::pin(lead(self)).await, abandoned).await
     }
 
     /// Serves a flush of the guest.

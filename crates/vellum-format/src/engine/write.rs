@@ -64,7 +64,10 @@ pub(crate) trait Write: Writer {
         let mut rest = span;
         while !rest.is_empty() {
             let (now, later) = rest.split_between_blocks(at_once);
-            let part = data.split_to(usize::try_from(now.len()).expect("within the buffer"));
+            let part = match later.is_empty() {
+                true => std::mem::take(&mut data),
+                false => data.split_to(usize::try_from(now.len()).expect("within the buffer")),
+            };
             write_some(self, now, part).await?;
             rest = later;
             if is_commit_due() {

@@ -16,6 +16,18 @@ impl Journal {
         if !self.must_wait(at.span(data.len() as u64)) {
             return storage.write(at, data).await;
         }
+        // Boxed, so that the future of most overwrites, which need not wait, is small.
+        Box::pin(self.write_carefully(storage, at, data, commit)).await
+    }
+
+    /// Overwrites bytes that recovery may still look at.
+    async fn write_carefully(
+        &self,
+        storage: &SharedStorage,
+        at: ImageOffset,
+        data: Buffer,
+        commit: impl AsyncFn() -> Result<()>,
+    ) -> Result<()> {
         // From here on a record may hold the checksum of these bytes, so they must not change.
         let mut data = unchanging(data);
         loop {

@@ -192,7 +192,7 @@ impl Qcow2 {
         if !self.quarantine.is_due() {
             return Ok(());
         }
-        match self.give_back_unless_busy().await {
+        match Box::pin(self.give_back_unless_busy()).await {
             Err(error) if error.kind() == ErrorKind::Corrupt => Err(error),
             _ => Ok(()), // clusters that cannot be given back now will be later
         }

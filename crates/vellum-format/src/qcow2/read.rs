@@ -110,7 +110,7 @@ impl Qcow2 {
         let mut rest = span;
         while let Err((from, Missing(page))) = self.cut(rest, &mut parts)? {
             rest = from;
-            self.load(page).await?;
+            Box::pin(self.load(page)).await?;
         }
         if let [part] = parts[..] {
             return self.read_part(span.start(), part, buffer).await;
@@ -140,7 +140,7 @@ impl Qcow2 {
                 Ok(buffer)
             }
             Origin::Compressed { packed, skip } => {
-                let cluster = self.decompressor.read(packed).await?;
+                let cluster = Box::pin(self.decompressor.read(packed)).await?;
                 let skip = usize::try_from(skip).expect("within a cluster");
                 buffer.copy_from(0, &cluster[skip..skip + buffer.len()]);
                 Ok(buffer)

@@ -92,7 +92,7 @@ impl Qcow2 {
             let state = match self.lookup(self.cluster.cluster_of(now.start()))? {
                 Ok(state) => state,
                 Err(Missing(page)) => {
-                    self.load(page).await?;
+                    Box::pin(self.load(page)).await?;
                     continue;
                 }
             };

@@ -7,8 +7,8 @@ use vellum_core::{Error, ErrorKind, Result, SharedStorage};
 use vellum_format::probe::{Guess, guess};
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{File, OpenOptions, clock};
-use vellum_layer::chain::{being_written, guess_format, replayed};
-use vellum_layer::{Chain, ChainOptions, Gate, Opener, Purpose, Referrer, Trust};
+use vellum_layer::chain::{Step, being_written, guess_format, replayed};
+use vellum_layer::{Chain, ChainOptions, Opener, Purpose, Referrer, Trust};
 
 use crate::host::{Host, HostOptions, Pool};
 
@@ -46,7 +46,7 @@ impl ImageOptions {
         Self { read_only: true, ..Self::default() }
     }
 
-    fn host(&self) -> Result<Host> {
+    pub(crate) fn host(&self) -> Result<Host> {
         if self.force_share && !self.read_only {
             return Err(Error::invalid(
                 "--force-share needs read-only access: only one program at a time may write an image",
@@ -93,9 +93,7 @@ async fn warn_of_losses(chain: &Chain) {
 pub struct Look {
     /// The file, open for reading.
     pub storage: SharedStorage,
-    /// Where it is: absolute, links followed.
-    pub canonical: PathBuf,
-    /// Its format: the one in the options, else the probed one.
+    /// Its format: the stated one, else the probed one.
     pub format: Guess,
     trust: Result<Trust>,
 }
@@ -106,23 +104,21 @@ impl Look {
     ///
     /// # Errors
     /// Those of the recovery.
-    pub async fn replayed(&self, path: &Path, options: &ImageOptions) -> Result<Option<SharedStorage>> {
+    pub async fn replayed(&self, host: &Host, step: &Step) -> Result<Option<SharedStorage>> {
         match self.format {
             Guess::Known(kind) => {
-                replayed(&options.host()?, &self.canonical, path, self.storage.clone(), kind).await
+                replayed(host, &step.canonical, &step.path, self.storage.clone(), kind).await
             }
             Guess::Foreign(_) => Ok(Some(self.storage.clone())),
         }
     }
 
-    /// Checks with the gate whether what the image refers to at `target`, which is canonical, may be
-    /// inspected too.
+    /// What the gate needs to know of it before a reference in it is followed.
     ///
     /// # Errors
-    /// `Refused`, with the way to allow it.
-    pub fn may_refer_to(&self, gate: &Gate, target: &Path) -> Result<()> {
-        let is_device = self.storage.limits().fixed_len;
-        gate.check(Referrer { canonical: &self.canonical, is_device, trust: self.trust.clone()? }, target)
+    /// `Refused` when its name and its content disagree, `Unsupported` for a format that is not read.
+    pub fn referrer<'a>(&self, step: &'a Step) -> Result<Referrer<'a>> {
+        Ok(step.referrer(&self.storage, self.trust.clone()?))
     }
 }
 
@@ -131,21 +127,20 @@ impl Look {
 ///
 /// # Errors
 /// What opening and reading it say.
-pub async fn look_at(path: &Path, options: &ImageOptions) -> Result<Look> {
-    let host = options.host()?;
-    let canonical = host.canonical(path).await?;
-    let storage = host.open(&canonical, path, Purpose::Read).await?;
-    let (format, trust) = match options.format {
+pub async fn look_at(host: &Host, step: &Step) -> Result<Look> {
+    let Step { path, canonical, format, .. } = step;
+    let storage = host.open(canonical, path, Purpose::Read).await?;
+    let (format, trust) = match *format {
         Some(format) => (Guess::Known(format), Ok(Trust::Declared)),
         None => match guess(&*storage).await? {
-            Guess::Known(kind) => (Guess::Known(kind), Trust::of(&[path, &canonical], kind)),
+            Guess::Known(kind) => (Guess::Known(kind), Trust::of(&[path, canonical], kind)),
             Guess::Foreign(foreign) => {
                 let refusal = foreign.refusal(storage.name());
                 (Guess::Foreign(foreign), Err(refusal))
             }
         },
     };
-    Ok(Look { storage, canonical, format, trust })
+    Ok(Look { storage, format, trust })
 }
 
 /// Opens one image file, without what it refers to, and returns its format.

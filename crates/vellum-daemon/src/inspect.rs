@@ -4,12 +4,13 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use vellum_core::{Context, Error, Result};
+use vellum_core::{Context, Result};
 use vellum_format::foreign::Foreign;
 use vellum_format::image::{Fact, Head, Snapshot};
 use vellum_format::probe::Guess;
+use vellum_io::unblock_at;
 use vellum_layer::Gate;
-use vellum_layer::chain::DEPTH_MAX;
+use vellum_layer::chain::{Step, WayDown};
 
 use crate::host::Host;
 use crate::image::{ImageOptions, Look, look_at};
@@ -40,37 +41,19 @@ pub struct ImageFacts {
 ///
 /// # Errors
 /// What opening and reading say; `Corrupt` for a chain that is a loop; `Refused` for a reference that is not
-/// allowed.
+/// allowed; each names the file and its depth.
 pub async fn inspect(path: &Path, options: &ImageOptions, with_chain: bool) -> Result<Vec<ImageFacts>> {
-    let mut options = options.clone();
-    let gate = Host::gate(&options.allow_dirs, &[])?;
+    let (host, gate) = (options.host()?, Host::gate(&options.allow_dirs, &[])?);
     let mut images: Vec<ImageFacts> = Vec::new();
-    let mut seen: Vec<PathBuf> = Vec::new();
-    let mut next = Some(path.to_owned());
-    while let Some(path) = next.take() {
-        let found = ImageFacts::of(&path, &options).await.map_err(|error| match images.len() {
-            0 => error,
-            depth => error.context(format!("can't open backing image {} (depth {depth})", path.display())),
-        });
-        let (facts, look) = found?;
-        seen.push(look.canonical.clone());
-        if let (true, Some((name, format))) = (with_chain, facts.backing()) {
-            let path = Gate::resolve(&facts.path, name)?;
-            let target = path.canonicalize().context(|| format!("can't open {}", path.display()))?;
-            look.may_refer_to(&gate, &target)?;
-            if seen.contains(&target) {
-                return Err(Error::corrupt(format!(
-                    "the backing chain is a loop: {} appears twice",
-                    path.display()
-                )));
-            }
-            if images.len() >= DEPTH_MAX {
-                return Err(Error::unsupported(format!(
-                    "the backing chain is longer than {DEPTH_MAX} images"
-                )));
-            }
-            options.format = format.map(str::parse).transpose()?;
-            next = Some(path);
+    let (mut way, top) = WayDown::begin(&host, &gate, path, options.format).await?;
+    let mut next = Some(top);
+    while let Some(step) = next.take() {
+        let describe = |error| step.describe(error);
+        let (facts, look) = ImageFacts::of(&host, &step).await.map_err(describe)?;
+        // An image that refers to nothing is described whether or not its name agrees with its content.
+        if let Some(head) = facts.head.as_deref().filter(|head| with_chain && head.backing().is_some()) {
+            let referrer = look.referrer(&step).map_err(describe)?;
+            next = way.next_below(&step, referrer, head).await?;
         }
         images.push(facts);
     }
@@ -78,10 +61,12 @@ pub async fn inspect(path: &Path, options: &ImageOptions, with_chain: bool) -> R
 }
 
 impl ImageFacts {
-    async fn of(path: &Path, options: &ImageOptions) -> Result<(Self, Look)> {
-        let look = look_at(path, options).await?;
+    async fn of(host: &Host, step: &Step) -> Result<(Self, Look)> {
+        let look = look_at(host, step).await?;
         let storage = &look.storage;
-        let metadata = std::fs::metadata(path).context(|| format!("can't stat {}", path.display()))?;
+        let canonical = step.canonical.clone();
+        let metadata = unblock_at(&step.canonical, move || std::fs::metadata(canonical)).await;
+        let metadata = metadata.context(|| format!("can't stat {}", step.path.display()))?;
         let head = match look.format {
             Guess::Known(kind) => Some(kind.format().look(&**storage).await?),
             Guess::Foreign(_) => None,
@@ -91,13 +76,13 @@ impl ImageFacts {
             None => Vec::new(),
         };
         // An image that was not closed is described as recovery will leave it.
-        let within = look.replayed(path, options).await?;
+        let within = look.replayed(host, step).await?;
         let snapshots = match &head {
             Some(head) => head.snapshots(storage, within.as_ref()).await?,
             None => Vec::new(),
         };
         let facts = Self {
-            path: path.to_owned(),
+            path: step.path.clone(),
             format: look.format.clone(),
             file_len: storage.len(),
             actual_size: metadata.blocks() * 512,
@@ -162,5 +147,44 @@ impl ImageFacts {
             Guess::Foreign(foreign) => foreign.qemu_name.to_owned(),
             Guess::Known(kind) => kind.to_string(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vellum_core::{ErrorKind, MemoryStorage};
+    use vellum_format::qcow2::{CreateOptions, create};
+    use vellum_io::{IoMode, run};
+    use vellum_layer::chain::DEPTH_MAX;
+
+    use super::*;
+
+    async fn put(dir: &Path, name: &str, backing: Option<String>) {
+        let storage = MemoryStorage::new(name);
+        let backing = backing.map(|name| (name, Some("qcow2".to_owned())));
+        let options =
+            CreateOptions { size: 1 << 20, cluster_size: 512, backing, ..CreateOptions::without_journal() };
+        create(&*storage, None, &options).await.expect("a new image");
+        std::fs::write(dir.join(name), storage.content().to_vec()).expect("the file");
+    }
+
+    #[test]
+    fn a_chain_is_as_long_as_one_that_can_be_opened() {
+        let dir = std::env::temp_dir().join(format!("vellum-inspect-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("a directory");
+        let longest = run(IoMode::Threads, async || {
+            for index in 0..=DEPTH_MAX {
+                let below = (index < DEPTH_MAX).then(|| format!("{}.qcow2", index + 1));
+                put(&dir, &format!("{index}.qcow2"), below).await;
+            }
+            let options = ImageOptions::reading();
+            let too_long = inspect(&dir.join("0.qcow2"), &options, true).await.err();
+            (too_long, inspect(&dir.join("1.qcow2"), &options, true).await.map(|images| images.len()))
+        });
+        std::fs::remove_dir_all(&dir).expect("its own files");
+        let (too_long, longest) = longest.expect("a worker");
+        let too_long = too_long.expect("it is refused");
+        assert_eq!(too_long.kind(), ErrorKind::Unsupported, "{}", too_long.chain());
+        assert_eq!(longest.expect("it is described"), DEPTH_MAX);
     }
 }

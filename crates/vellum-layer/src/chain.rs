@@ -17,10 +17,12 @@
 //! 3. The memory for mappings is divided among the images, so that a long chain takes no more than a short
 //!    one.
 //!
-//! `change` has the operations that replace its disk: restoring a snapshot, and resizing.
+//! `way_down` follows the names, also for those that only describe a chain. `change` has the operations that
+//! replace its disk: restoring a snapshot, and resizing.
 
 mod change;
 mod share;
+mod way_down;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,7 +34,8 @@ use vellum_core::{
 use vellum_format::image::{Files, Head, OpenOptions, Opened, Snapshots};
 use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memory, settle};
 
-use crate::gate::{Gate, Referrer, Trust};
+use crate::gate::{Gate, Trust};
+pub use way_down::{Step, WayDown};
 
 /// Images in one chain, at most.
 pub const DEPTH_MAX: usize = 256;
@@ -143,8 +146,6 @@ pub struct Chain {
 /// An image that was found on the way down and has no disk yet.
 struct Found {
     path: PathBuf,
-    canonical: PathBuf,
-    trust: Trust,
     storage: SharedStorage,
     data_file: Option<(PathBuf, SharedStorage)>,
     head: Box<dyn Head>,
@@ -178,10 +179,11 @@ impl Chain {
                 mapping_share: shares[depth],
                 options,
             };
-            let Found { path, storage, data_file, head, .. } = image;
+            let Found { path, storage, data_file, head } = image;
             let files = files_of(&storage, data_file.as_ref(), below);
             let opened = open_disk(&*head, files, how).await;
-            let Opened { disk, snapshots } = opened.map_err(|error| describe(error, &path, depth))?;
+            let Opened { disk, snapshots } =
+                opened.map_err(|error| way_down::describe(error, &path, depth))?;
             members.push(Member { path, storage, data_file, head, disk, snapshots });
         }
         members.reverse();
@@ -277,72 +279,30 @@ async fn open_disk(head: &dyn Head, files: Files, how: How<'_>) -> Result<Opened
     head.open(files, open).await
 }
 
-/// Adds which image of the chain it was, unless it was the one that the user named, which the error names
-/// already.
-fn describe(error: Error, path: &Path, depth: usize) -> Error {
-    let name = path.strip_prefix("./").unwrap_or(path).display().to_string();
-    match depth {
-        0 if error.to_string().contains(&name) => error,
-        0 => error.context(format!("can't open image {name}")),
-        _ => error.context(format!("can't open backing image {name} (depth {depth})")),
-    }
-}
-
 /// Follows the names down.
 async fn find(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Result<Vec<Found>> {
     let mut found: Vec<Found> = Vec::new();
-    let mut next = Some((path.to_owned(), options.format));
-    while let Some((path, format)) = next.take() {
-        let depth = found.len();
-        let describe = |error| describe(error, &path, depth);
-        let canonical = opener.canonical(&path).await.map_err(describe)?;
-        // Asked before it is opened: the lock of the one above would be in the way, and name another cause.
-        if found.iter().any(|above| above.canonical == canonical) {
-            return Err(Error::corrupt(format!(
-                "the backing chain of {} is a loop: {} appears again at depth {depth}",
-                found[0].path.display(),
-                path.display()
-            )));
-        }
-        if depth == DEPTH_MAX {
-            return Err(Error::unsupported(format!(
-                "the backing chain of {} is longer than {DEPTH_MAX} images",
-                found[0].path.display()
-            )));
-        }
-        let image =
-            find_one(opener, &path, canonical, format, found.last(), options).await.map_err(describe)?;
-        if let Some((name, format)) = image.head.backing().filter(|_| !options.without_backing) {
-            let format = format
-                .filter(|format| !format.is_empty())
-                .map(|format| format.parse::<FormatKind>())
-                .transpose();
-            let format = format.context(|| format!("can't open the backing image of {}", path.display()))?;
-            next = Some((Gate::resolve(&image.path, name)?, format));
+    let (mut way, top) = WayDown::begin(opener, &options.gate, path, options.format).await?;
+    let mut next = Some(top);
+    while let Some(step) = next.take() {
+        let (trust, image) = find_one(opener, &step, options).await.map_err(|error| step.describe(error))?;
+        if !options.without_backing {
+            let referrer = step.referrer(&image.storage, trust);
+            next = way.next_below(&step, referrer, &*image.head).await?;
         }
         found.push(image);
     }
     Ok(found)
 }
 
-async fn find_one(
-    opener: &dyn Opener,
-    path: &Path,
-    canonical: PathBuf,
-    format: Option<FormatKind>,
-    above: Option<&Found>,
-    options: &ChainOptions,
-) -> Result<Found> {
-    if let Some(above) = above {
-        options.gate.check(referrer(&above.canonical, &above.storage, above.trust), &canonical)?;
-    }
-    let is_top = above.is_none();
-    let writes = is_top && !options.read_only && options.snapshot.is_none();
+async fn find_one(opener: &dyn Opener, step: &Step, options: &ChainOptions) -> Result<(Trust, Found)> {
+    let Step { path, canonical, format, depth } = step;
+    let writes = *depth == 0 && !options.read_only && options.snapshot.is_none();
     let purpose = if writes { Purpose::Write } else { Purpose::Read };
-    let storage = opener.open(&canonical, path, purpose).await?;
-    let (kind, trust) = match format {
+    let storage = opener.open(canonical, path, purpose).await?;
+    let (kind, trust) = match *format {
         Some(kind) => (kind, Trust::Declared),
-        None => guess_format(&*storage, path, &canonical).await?,
+        None => guess_format(&*storage, path, canonical).await?,
     };
     if !kind.format().is_recognised() && format.is_none() && writes {
         return Err(Error::invalid(format!(
@@ -353,7 +313,7 @@ async fn find_one(
     let storage = match writes {
         true => storage,
         false => {
-            let read = replayed(opener, &canonical, path, storage, kind).await?;
+            let read = replayed(opener, canonical, path, storage, kind).await?;
             read.ok_or_else(|| being_written(path))?
         }
     };
@@ -364,17 +324,12 @@ async fn find_one(
             let path = Gate::resolve(path, name)?;
             let canonical_file = opener.canonical(&path).await?;
             let context = || "can't open its data file";
-            let image = referrer(&canonical, &storage, trust);
+            let image = step.referrer(&storage, trust);
             options.gate.check_data_file(image, &canonical_file, writes).context(context)?;
             Some((path.clone(), opener.open(&canonical_file, &path, purpose).await.context(context)?))
         }
     };
-    Ok(Found { path: path.to_owned(), canonical, trust, storage, data_file, head })
-}
-
-/// The facts about an image that the gate needs.
-fn referrer<'a>(canonical: &'a Path, storage: &SharedStorage, trust: Trust) -> Referrer<'a> {
-    Referrer { canonical, is_device: storage.limits().fixed_len, trust }
+    Ok((trust, Found { path: path.clone(), storage, data_file, head }))
 }
 
 /// The format of a file by what it holds, held against its names; and whether they declare it.
@@ -626,6 +581,21 @@ mod tests {
         }
         let error = shelf.open("/d/0", &ChainOptions::default()).err().unwrap();
         assert!(error.chain().contains("longer than 256"), "{}", error.chain());
+        let longest = 300 - DEPTH_MAX;
+        shelf.qcow2("/d/299", None);
+        let chain = shelf.open(&format!("/d/{longest}"), &ChainOptions::default()).unwrap();
+        assert_eq!(chain.members.len(), DEPTH_MAX);
+        assert!(shelf.open(&format!("/d/{}", longest - 1), &ChainOptions::default()).is_err());
+    }
+
+    #[test]
+    fn an_empty_backing_format_is_one_that_is_not_stated() {
+        let shelf = Shelf::default();
+        shelf.qcow2("/d/base.qcow2", None);
+        shelf.qcow2("/d/top", Some(("base.qcow2", Some(""))));
+        let chain = shelf.open("/d/top", &ChainOptions::default()).unwrap();
+        assert_eq!(chain.members[0].head.backing_format(), Some(""));
+        assert_eq!(chain.members[1].head.kind(), FormatKind::Qcow2);
     }
 
     #[test]

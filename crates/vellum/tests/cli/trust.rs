@@ -261,7 +261,41 @@ fn a_backing_circle_is_told_as_one() {
     for image in [&own, &one] {
         serve_refused(&["loop", "appears again"], &[image]);
         refused(1, &["loop"], &["map", image]);
-        refused(1, &["loop"], &["info", "--backing-chain", image]);
+        refused(1, &["loop", "appears again"], &["info", "--backing-chain", image]);
+    }
+}
+
+#[test]
+fn an_empty_backing_format_is_not_one() {
+    let dir = Dir::new("trust");
+    let (base, clone) = (dir.text("base.qcow2"), dir.text("clone.qcow2"));
+    vellum(&["create", "-q", "-f", "qcow2", &base, "1M"]).answer();
+    put_overlay(&clone, "base.qcow2");
+    let mut bytes = std::fs::read(&clone).expect("the image");
+    // The header extension of 3 bytes gets the length 0; what was its text is an extension that no program knows.
+    let extension = [&[0xe2, 0x79, 0x2a, 0xca, 0, 0, 0, 3][..], b"raw\0\0\0\0\0"].concat();
+    let at = bytes.windows(extension.len()).position(|part| part == extension).expect("the extension");
+    bytes[at + 7] = 0;
+    std::fs::write(&clone, &bytes).expect("the image");
+    vellum(&["map", &clone]).answer();
+    let chain = vellum(&["info", "--backing-chain", "--output", "json", &clone]).json();
+    assert_eq!(chain[1]["format"], "qcow2", "{chain}");
+}
+
+#[test]
+fn what_is_wrong_below_is_named_with_its_depth() {
+    let dir = Dir::new("trust");
+    for part in ["near", "far"] {
+        std::fs::create_dir(dir.join(part)).expect("a directory");
+    }
+    let (top, middle) = (dir.text("near/top.qcow2"), dir.text("near/middle.qcow2"));
+    vellum(&["create", "-q", "-f", "qcow2", "-u", "-b", "middle.qcow2", "-F", "qcow2", &top, "1M"]).answer();
+    put_victim(&dir.join("far/victim.raw"));
+    for (backing, word) in [("gone.raw", "no such file"), ("../far/victim.raw", "--allow-dir")] {
+        put_overlay(&middle, backing);
+        for arguments in [&["map", &top][..], &["info", "--backing-chain", &top]] {
+            refused(1, &[&format!("{backing} (depth 2)"), word], arguments);
+        }
     }
 }
 

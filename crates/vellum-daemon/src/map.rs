@@ -67,7 +67,7 @@ pub async fn map(
 /// Cuts an extent where the disk that answered ends. No image has anything behind that, and as with
 /// `qemu-img` the part belongs to the longer disk above.
 fn at_the_end_of_its_disk(chain: &Chain, extent: MergedExtent) -> impl Iterator<Item = MergedExtent> {
-    let size = chain.members[extent.depth].disk.geometry().size;
+    let size = chain.members[extent.depth].opened.disk.geometry().size;
     let (inside, outside) = extent.span.split_at(size.saturating_sub(extent.span.start().bytes()));
     let behind = MergedExtent { span: outside, place: Place::Below, depth: extent.depth.saturating_sub(1) };
     [MergedExtent { span: inside, ..extent }, behind].into_iter().filter(|part| !part.span.is_empty())

@@ -377,7 +377,7 @@ impl Served {
     pub(crate) fn stop_background(&self) {
         let chain = self.chain.try_read();
         let chain = chain.as_ref().and_then(|chain| chain.as_ref());
-        if let Some(snapshots) = chain.and_then(|chain| chain.members[0].snapshots.as_ref()) {
+        if let Some(snapshots) = chain.and_then(|chain| chain.members[0].opened.snapshots.as_ref()) {
             snapshots.stop_deleting();
         }
     }
@@ -555,7 +555,7 @@ impl Served {
     pub(crate) async fn snapshot_list(&self) -> Result<Vec<SnapshotFacts>> {
         let held = self.top().await?;
         let top = held.member();
-        let all = match &top.snapshots {
+        let all = match &top.opened.snapshots {
             Some(snapshots) if self.disk_is_written() => snapshots.list()?,
             _ => match top.head.kind().format().snapshot_support() {
                 SnapshotSupport::None => return Err(none_in(top)),
@@ -611,7 +611,7 @@ impl Served {
     fn written(&self) -> Option<Top<'_>> {
         // This does not wait: while the disk is being restored from a snapshot there is none.
         let top = Top::of(self.chain.try_read()?)?;
-        (top.member().snapshots.is_some() && self.disk_is_written()).then_some(top)
+        (top.member().opened.snapshots.is_some() && self.disk_is_written()).then_some(top)
     }
 }
 
@@ -625,7 +625,7 @@ const RELEASE_MAX: Duration = Duration::from_secs(5);
 const ENDING_EVERY: Duration = Duration::from_millis(5);
 
 fn reads_a_snapshot(chain: &Chain) -> bool {
-    chain.members[0].snapshots.as_ref().is_some_and(|snapshots| snapshots.has_open())
+    chain.members[0].opened.snapshots.as_ref().is_some_and(|snapshots| snapshots.has_open())
 }
 
 /// The disk on top of a chain as it is served, and the task that enlarges its device.
@@ -695,7 +695,7 @@ impl<'a> Top<'a> {
 
 /// The snapshots of an image whose format makes them.
 fn kept<'a>(top: &'a Member, what: &str) -> Result<&'a Arc<dyn Snapshots>> {
-    top.snapshots.as_ref().ok_or_else(|| match top.head.kind().format().snapshot_support() {
+    top.opened.snapshots.as_ref().ok_or_else(|| match top.head.kind().format().snapshot_support() {
         SnapshotSupport::None => none_in(top),
         _ => Error::unsupported(format!(
             "{}: snapshots of {} images can be listed while they are served, not {what}",
@@ -721,7 +721,7 @@ impl OnDemand for SnapshotExports {
         let mut names = Vec::new();
         for served in self.0.all() {
             let Some(top) = served.written() else { continue };
-            let Some(snapshots) = &top.member().snapshots else { continue };
+            let Some(snapshots) = &top.member().opened.snapshots else { continue };
             // One of a layout without snapshots has none.
             let Ok(snapshots) = snapshots.list() else { continue };
             for name in &served.offered() {
@@ -740,7 +740,7 @@ impl OnDemand for SnapshotExports {
                 };
                 // Held until the snapshot is open: a task that exchanges the disk checks for open snapshots.
                 let Some(top) = served.written() else { continue };
-                let Some(snapshots) = &top.member().snapshots else { continue };
+                let Some(snapshots) = &top.member().opened.snapshots else { continue };
                 // A disk without snapshots is not the one that is meant.
                 let Ok(Some(id)) = snapshots.named(wanted) else { continue };
                 let Ok(disk) = snapshots.clone().open(id) else { continue };

@@ -151,7 +151,7 @@ impl Image {
     /// When the list is damaged.
     pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
         let top = self.top();
-        match &top.snapshots {
+        match &top.opened.snapshots {
             Some(snapshots) => snapshots.list(),
             None => top.head.snapshots(&top.storage, Some(&top.storage)).await,
         }
@@ -191,7 +191,7 @@ impl Image {
 
     fn kept(&self, what: &str) -> Result<&Arc<dyn Snapshots>> {
         let top = self.top();
-        top.snapshots.as_ref().ok_or_else(|| {
+        top.opened.snapshots.as_ref().ok_or_else(|| {
             let (path, kind) = (top.path.display(), top.head.kind());
             let why = "use the native format (`.vlm`), opened for writing";
             Error::unsupported(format!("{path}: snapshots of this {kind} image cannot be {what}: {why}"))

@@ -31,7 +31,7 @@ use vellum_core::{
     Clock, Context, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
     SharedStorage, Storage,
 };
-use vellum_format::image::{Files, Head, OpenOptions, Opened, Snapshots};
+use vellum_format::image::{Files, Head, OpenOptions, Opened};
 use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memory, settle};
 
 use crate::gate::{Gate, Trust};
@@ -121,10 +121,8 @@ pub struct Member {
     pub data_file: Option<(PathBuf, SharedStorage)>,
     /// Its header, as it was before opening.
     pub head: Box<dyn Head>,
-    /// The disk it makes, over those below.
-    pub disk: SharedDisk,
-    /// Its snapshots, if its format supports them.
-    pub snapshots: Option<Arc<dyn Snapshots>>,
+    /// What its format made of it: the disk, over those below, and the snapshots.
+    pub opened: Opened,
 }
 
 /// An open chain. The top image is the first member.
@@ -171,7 +169,7 @@ impl Chain {
         let mut members: Vec<Member> = Vec::with_capacity(found.len());
         for (depth, image) in found.into_iter().enumerate().rev() {
             let is_top = depth == 0;
-            let below = members.last().map(|member| member.disk.clone());
+            let below = members.last().map(|member| member.opened.disk.clone());
             let how = How {
                 read_only: options.read_only || !is_top,
                 snapshot: options.snapshot.clone().filter(|_| is_top),
@@ -182,9 +180,8 @@ impl Chain {
             let Found { path, storage, data_file, head } = image;
             let files = files_of(&storage, data_file.as_ref(), below);
             let opened = open_disk(&*head, files, how).await;
-            let Opened { disk, snapshots } =
-                opened.map_err(|error| way_down::describe(error, &path, depth))?;
-            members.push(Member { path, storage, data_file, head, disk, snapshots });
+            let opened = opened.map_err(|error| way_down::describe(error, &path, depth))?;
+            members.push(Member { path, storage, data_file, head, opened });
         }
         members.reverse();
         let options = options.clone();
@@ -194,7 +191,7 @@ impl Chain {
 
     /// The disk on top.
     pub fn disk(&self) -> &SharedDisk {
-        &self.members[0].disk
+        &self.members[0].opened.disk
     }
 
     /// Whether the previous writer of the top image had not closed it when it was opened: writes that were
@@ -230,7 +227,7 @@ impl Chain {
         let mut result = self.gone.clone().map_or(Ok(()), Err);
         for member in &self.members {
             let closed =
-                member.disk.close().await.context(|| format!("can't close {}", member.path.display()));
+                member.opened.disk.close().await.context(|| format!("can't close {}", member.path.display()));
             result = result.and(closed);
         }
         result

@@ -13,7 +13,6 @@
 //!    the two states.
 
 use vellum_core::{Context, Error, ErrorKind, Result};
-use vellum_format::image::Opened;
 
 use super::{Chain, How, files_of, mapping_need, open_disk, share};
 
@@ -28,7 +27,7 @@ impl Chain {
     pub async fn revert(&mut self, wanted: &str) -> Result<()> {
         self.mend().await?;
         let top = &self.members[0];
-        if top.snapshots.is_none() {
+        if top.opened.snapshots.is_none() {
             return Err(Error::unsupported(format!("{} is not a vellum image", top.path.display())));
         }
         self.close_top().await?;
@@ -48,9 +47,9 @@ impl Chain {
     /// that it could not be opened again.
     pub async fn grow(&mut self, size: u64) -> Result<u64> {
         self.mend().await?;
-        let below = self.members.get(1).map(|member| member.disk.clone());
+        let below = self.members.get(1).map(|member| member.opened.disk.clone());
         let top = &self.members[0];
-        let geometry = top.disk.geometry();
+        let geometry = top.opened.disk.geometry();
         let before = geometry.size;
         if geometry.read_only {
             let why = format!("{} is open read-only", top.path.display());
@@ -90,8 +89,8 @@ impl Chain {
     async fn close_top(&mut self) -> Result<()> {
         let top = &self.members[0];
         // When this fails nothing has happened to the disk.
-        top.disk.flush().await.context(|| format!("can't flush {}", top.path.display()))?;
-        let closed = top.disk.close().await.context(|| format!("can't close {}", top.path.display()));
+        top.opened.disk.flush().await.context(|| format!("can't flush {}", top.path.display()))?;
+        let closed = top.opened.disk.close().await.context(|| format!("can't close {}", top.path.display()));
         if let Err(error) = &closed {
             self.gone = Some(error.clone());
             self.mend().await?;
@@ -128,7 +127,7 @@ impl Chain {
     }
 
     async fn try_open_top(&mut self) -> Result<()> {
-        let below = self.members.get(1).map(|member| member.disk.clone());
+        let below = self.members.get(1).map(|member| member.opened.disk.clone());
         let top = &mut self.members[0];
         let context = || format!("can't reopen {}", top.path.display());
         let head = top.head.kind().format().read(&*top.storage).await.context(context)?;
@@ -142,8 +141,8 @@ impl Chain {
             options: &self.options,
         };
         let files = files_of(&top.storage, top.data_file.as_ref(), below);
-        let Opened { disk, snapshots } = open_disk(&*head, files, how).await.context(context)?;
-        (top.head, top.disk, top.snapshots) = (head, disk, snapshots);
+        let opened = open_disk(&*head, files, how).await.context(context)?;
+        (top.head, top.opened) = (head, opened);
         Ok(())
     }
 }

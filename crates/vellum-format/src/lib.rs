@@ -58,6 +58,9 @@ mod in_memory;
 mod journal;
 mod keyed;
 pub mod native;
+#[cfg(not(feature = "sabotage"))]
+mod perturb;
+#[cfg(feature = "sabotage")]
 #[doc(hidden)]
 pub mod perturb;
 mod prealloc;
@@ -65,11 +68,17 @@ pub mod probe;
 pub mod qcow2;
 pub mod raw;
 pub mod report;
+#[cfg(not(feature = "sabotage"))]
+mod sabotage;
+#[cfg(feature = "sabotage")]
 #[doc(hidden)]
 pub mod sabotage;
 mod state;
 mod truth;
-#[cfg_attr(feature = "sabotage", doc(hidden))]
+#[cfg(not(feature = "sabotage"))]
+mod work;
+#[cfg(feature = "sabotage")]
+#[doc(hidden)]
 pub mod work;
 pub mod zeros;
 

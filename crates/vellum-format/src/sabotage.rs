@@ -7,6 +7,7 @@
 /// One mistake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
+#[cfg_attr(not(feature = "sabotage"), expect(unreachable_pub, reason = "it is public with the feature"))]
 pub enum Bug {
     /// Records have no checksums of the data that they count on.
     NoChecks,

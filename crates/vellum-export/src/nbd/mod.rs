@@ -21,6 +21,7 @@ mod certificate;
 mod clients;
 mod ending;
 mod exports;
+#[cfg(any(test, feature = "fuzz"))]
 #[doc(hidden)]
 pub mod fuzz;
 mod handshake;

@@ -21,6 +21,7 @@ mod back_channel;
 mod bell;
 mod chain;
 mod config;
+#[cfg(any(test, feature = "fuzz"))]
 #[doc(hidden)]
 pub mod fuzz;
 mod inflight;

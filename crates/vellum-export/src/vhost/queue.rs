@@ -210,6 +210,7 @@ impl Ring {
     }
 
     /// One turn, for the fuzzer; whatever the disk answers at once has been handed back afterwards.
+    #[cfg(any(test, feature = "fuzz"))]
     pub(super) fn try_turn(&mut self, context: &Context<'_>) {
         self.flight.begin_turn();
         self.turn(context, false);

@@ -72,6 +72,7 @@ fn run(disk: Arc<FlatDisk>, command: u16, len: u64, structured: bool, count: u64
     }
     opening.extend_from_slice(b"IHAVEOPT\0\0\0\x01\0\0\0\0");
     let stream = Loop::new(opening, command, len, structured, count);
+    #[expect(clippy::disallowed_methods, reason = "it measures")]
     let begun = Instant::now();
     let ending = futures_lite::future::block_on(serve_connection(
         &stream,

@@ -271,6 +271,7 @@ impl<'a> Machine<'a> {
     /// The server ends the session, though the front end is there.
     #[track_caller]
     pub fn wait_until_ended(&mut self) {
+        #[allow(clippy::disallowed_methods, reason = "a test must not hang; other crates include this file")]
         let begun = Instant::now();
         let (_handle, thread) = self.session.take().expect("the session runs here");
         while !thread.is_finished() {
@@ -482,6 +483,7 @@ impl<'a> Queue<'a> {
     /// Waits for the next chain that comes back, and for the notification of it.
     #[track_caller]
     pub fn take(&mut self) -> (u16, u32) {
+        #[allow(clippy::disallowed_methods, reason = "a test must not hang; other crates include this file")]
         let begun = Instant::now();
         loop {
             if self.has_event_idx {
@@ -499,6 +501,7 @@ impl<'a> Queue<'a> {
 
     /// Waits until the guest is notified, at most this long. Returns whether it was.
     pub fn wait_for_call(&self, patience: Duration) -> bool {
+        #[allow(clippy::disallowed_methods, reason = "a test must not hang; other crates include this file")]
         let begun = Instant::now();
         loop {
             if self.call.read().is_ok() {

@@ -171,6 +171,7 @@ impl World {
                 return output;
             }
             // Other threads may wake us, too, but never after long.
+            #[expect(clippy::disallowed_methods, reason = "a test must not hang")]
             let begun = Instant::now();
             while !unpark.woken.swap(false, Ordering::AcqRel) {
                 assert!(begun.elapsed() < Duration::from_secs(120), "everybody waits, and for nothing");

@@ -59,6 +59,7 @@ impl ByteStream for Socket {
 pub struct SystemClock(Instant);
 
 impl Default for SystemClock {
+    #[expect(clippy::disallowed_methods, reason = "real sockets want real time")]
     fn default() -> Self {
         Self(Instant::now())
     }

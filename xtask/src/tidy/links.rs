@@ -1,9 +1,15 @@
-//! Rules for Markdown.
+//! Rules for Markdown, and for the pages that comments in Rust name.
 
 use super::{Complaint, complaint};
 
 /// The list of what is in `docs/`.
 const INDEX: &str = "docs/README.md";
+
+/// Pages of other projects, which comments also name by their paths.
+const ELSEWHERE: [&str; 1] = [
+    // The NBD protocol, in NetworkBlockDevice/nbd.
+    "doc/proto.md",
+];
 
 /// Links to files lead to files that exist.
 pub(super) fn check(path: &str, text: &str, exists: impl Fn(&str) -> bool) -> Vec<Complaint> {
@@ -13,6 +19,12 @@ pub(super) fn check(path: &str, text: &str, exists: impl Fn(&str) -> bool) -> Ve
         !exists(&resolve(path, file))
     });
     broken.map(|(line, target)| complaint(line, format!("the link to {target} leads nowhere"))).collect()
+}
+
+/// The pages that comments in Rust name exist. A name is a path from the root.
+pub(super) fn check_comments(text: &str, exists: impl Fn(&str) -> bool) -> Vec<Complaint> {
+    let broken = pages(text).filter(|(_, page)| !ELSEWHERE.contains(page) && !exists(page));
+    broken.map(|(line, page)| complaint(line, format!("there is no page {page}"))).collect()
 }
 
 /// Every page of `docs/` is listed.
@@ -38,6 +50,24 @@ fn links(text: &str) -> impl Iterator<Item = (usize, &str)> {
     lines.flat_map(|(index, line)| {
         line.split("](").skip(1).filter_map(move |rest| Some((index + 1, rest.split_once(')')?.0)))
     })
+}
+
+/// The names of Markdown files in the comments of a Rust file, with their lines.
+fn pages(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let comments = text.lines().enumerate().filter_map(|(index, line)| Some((index + 1, comment(line)?)));
+    comments.flat_map(|(line, comment)| {
+        let words = comment.split(|letter: char| !letter.is_ascii_alphanumeric() && !"_-./".contains(letter));
+        let words = words.map(|word| word.trim_end_matches('.'));
+        words
+            .filter(|word| word.strip_suffix(".md").is_some_and(|stem| !stem.is_empty()))
+            .map(move |word| (line, word))
+    })
+}
+
+/// The comment in a line: all of it, or what stands behind the code.
+fn comment(line: &str) -> Option<&str> {
+    let line = line.trim_start();
+    if line.starts_with("//") { Some(line) } else { Some(line.split_once(" // ")?.1) }
 }
 
 /// A path from the root for one that is written in a file.
@@ -70,6 +100,28 @@ mod tests {
     #[test]
     fn what_is_quoted_is_no_link() {
         assert_eq!(check("a.md", "```text\n[a](b)\n```\n", |_| false), []);
+    }
+
+    #[test]
+    fn pages_that_comments_name_exist() {
+        // The comments behind code stand here in two pieces, so that this file passes.
+        let exists = |path: &str| ["README.md", "docs/a-b.md"].contains(&path);
+        let fine = [
+            "//! See `docs/a-b.md`.\n",
+            "    /// README.md, docs/a-b.md.\n",
+            concat!("let a = 1; /", "/ `docs/a-b.md`: why\n"),
+            "// `doc/proto.md` of another project, and any .md\n",
+            "let page = \"docs/none.md\";\n",
+        ];
+        assert_eq!(check_comments(&fine.concat(), exists), []);
+        let broken = [
+            "//! `docs/c.md` and `docs/a-b.md`\n\n",
+            "    /// docs/d.md says why\n",
+            concat!("let a = 1; /", "/ README.md or e.md\n"),
+        ];
+        let broken = check_comments(&broken.concat(), exists);
+        assert_eq!(broken.iter().map(|complaint| complaint.line).collect::<Vec<_>>(), [1, 3, 4]);
+        assert_eq!(check_comments("// a-b.md\n", exists), [complaint(1, "there is no page a-b.md")]);
     }
 
     #[test]

@@ -6,7 +6,8 @@
 //!   manifest.rs   Cargo.toml, lock  the workspace's lints and licence, dependencies from the public registry
 //!   circles.rs    Rust              files of a crate that use one another: only those that are known
 //!   arrows.rs     Cargo.toml        crates use only those above them in ARCHITECTURE.md
-//!   links.rs      Markdown          links that lead somewhere, and nothing in docs/ that is not listed there
+//!   links.rs      Markdown, Rust    links that lead somewhere, and nothing in docs/ that is not listed there;
+//!                                   pages that comments name
 //!   words.rs      Rust              names of words that the glossary has, or that need no entry in it
 //! ```
 
@@ -62,7 +63,10 @@ pub(crate) fn run() -> Outcome {
 fn complaints(file: &File, all: &[File]) -> Vec<Complaint> {
     let mut complaints = text::check(&file.path, &file.text);
     match file.path.rsplit(['.', '/']).next() {
-        Some("rs") => complaints.extend(code::check(&file.path, &file.text)),
+        Some("rs") => {
+            complaints.extend(code::check(&file.path, &file.text));
+            complaints.extend(links::check_comments(&file.text, |path| root().join(path).exists()));
+        }
         Some("toml" | "lock") => {
             complaints.extend(manifest::check(&file.path, &file.text));
             if let Some(map) = all.iter().find(|file| file.path == arrows::MAP) {

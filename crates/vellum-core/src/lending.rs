@@ -12,12 +12,13 @@
 //! Left out: memory that changes while a write is in flight, because then the result of a later read is not
 //! defined.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::buffer::SharedBytes;
 use crate::clock::Random;
 use crate::disk::{Disk, Extent, Geometry, Room, SharedDisk, WriteFlags, ZeroFlags};
+use crate::lock;
 use crate::storage::{Limits, SharedStorage, Storage, StorageRun, Zeroes};
 use crate::units::{GuestOffset, GuestSpan, ImageOffset, ImageSpan};
 use crate::{Buffer, LocalFuture, Result};
@@ -54,7 +55,7 @@ impl<T: ?Sized> Lending<T> {
 
     /// Whole pages, or runs that begin and end anywhere.
     fn loan(&self, len: usize) -> Loan {
-        let mut random = self.random.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut random = lock(&self.random);
         let align = *random.pick(&[1, 512, 4096, 4096]);
         let (mut at, mut left, mut runs) = (0, len, Vec::new());
         while left > 0 {

@@ -9,7 +9,8 @@
 //! [`mod@offload`] (long computations elsewhere), [`tally`] (counting I/O), [`stream`] (a connection),
 //! [`losses`] (reports to sessions after a failure; [`witnessed()`] is a disk that gives them), [`merged`] (a
 //! chain's map as one), [`memory`] (the reference implementations), [`checked`] (watches a seam), [`contract`]
-//! (the suites any implementation must pass), [`lending`] (the same in lent memory).
+//! (the suites any implementation must pass), [`lending`] (the same in lent memory), [`lock()`] (how every
+//! mutex is locked).
 
 pub mod buffer;
 pub mod checked;
@@ -19,6 +20,7 @@ pub mod disk;
 pub mod error;
 pub mod join;
 pub mod lending;
+mod lock;
 pub mod losses;
 pub mod memory;
 pub mod merged;
@@ -38,6 +40,7 @@ pub use disk::{Disk, Extent, Geometry, Place, Room, SharedDisk, WriteFlags, Zero
 pub use error::{Context, Error, ErrorKind, Result};
 pub use join::{join_all, try_join_all};
 pub use lending::Lending;
+pub use lock::lock;
 pub use losses::{Losses, Witness};
 pub use memory::{MemoryDisk, MemoryStorage};
 pub use merged::{MergedExtent, map_merged, read_below};

@@ -8,9 +8,10 @@
 use std::collections::BTreeMap;
 use std::future::ready;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::disk::{Disk, Extent, Geometry, Place, SharedDisk, WriteFlags, ZeroFlags};
+use crate::lock;
 use crate::merged::read_below;
 use crate::storage::{Limits, Storage, StorageRun, Zeroes};
 use crate::units::{BlockSize, GuestOffset, GuestSpan, ImageOffset, ImageSpan};
@@ -164,7 +165,7 @@ impl MemoryStorage {
     }
 
     fn lock(&self) -> MutexGuard<'_, SparseBytes> {
-        self.bytes.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.bytes)
     }
 
     fn check_write(&self, span: ImageSpan) -> Result<()> {
@@ -326,7 +327,7 @@ impl MemoryDisk {
     }
 
     fn lock_own(&self) -> MutexGuard<'_, Vec<bool>> {
-        self.own.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.own)
     }
 
     fn sectors_of(span: GuestSpan) -> std::ops::Range<usize> {

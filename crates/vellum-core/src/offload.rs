@@ -3,9 +3,11 @@
 //! In production this is the runtime's pool of threads; in the simulator and in small tools the job runs in
 //! place ([`Inline`]).
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use event_listener::Event;
+
+use crate::lock;
 
 /// Runs jobs somewhere.
 pub trait Offload: Send + Sync {
@@ -46,10 +48,6 @@ enum Slot<T> {
     Running,
     Done(T),
     Lost,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Wakes the waiter even when the job panics.

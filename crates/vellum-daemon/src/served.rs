@@ -27,13 +27,13 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_lock::{RwLock, RwLockReadGuard};
 use futures_lite::future::or;
 use vellum_core::{
-    CheckedDisk, Context, Disk as _, Error, ErrorKind, HostTally, Result, SharedDisk, join_all,
+    CheckedDisk, Context, Disk as _, Error, ErrorKind, HostTally, Result, SharedDisk, join_all, lock,
 };
 use vellum_export::Shutdown;
 use vellum_export::nbd::{Export, Exports, OnDemand, Removed};
@@ -107,10 +107,6 @@ pub(crate) struct Served {
     readers: Shutdown,
     /// The number of losses that were reported to the client that opened it again.
     losses_said: AtomicU64,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// How long it is waited for where an image is, to find those that are one.

@@ -34,12 +34,12 @@ use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use event_listener::Event;
 use futures_lite::future::{or, zip};
-use vellum_core::{Error, ErrorKind, Result, join_all};
+use vellum_core::{Error, ErrorKind, Result, join_all, lock};
 use vellum_export::nbd::{Clients, Exports, View};
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{Address, Listener, Signal, Signals, Task, WorkersHandle, clock, spawn_local, unblock};
@@ -388,12 +388,12 @@ impl Server {
                     let what = format!("closing {}", disk.path().display());
                     if let Err(error) = contained(&what, disk.end(&exports)).await {
                         tracing::error!("a disk was not closed cleanly: {}", error.chain());
-                        failures.lock().unwrap_or_else(PoisonError::into_inner).push(error);
+                        lock(&failures).push(error);
                     }
                 })
             })
             .collect();
-        let first_failure = || failures.lock().unwrap_or_else(PoisonError::into_inner).first().cloned();
+        let first_failure = || lock(&failures).first().cloned();
         let sessions = async {
             let is_asked = || self.control_slots.taken() > 0 || self.control_places.under_way() > 0;
             while !self.clients.is_empty() || is_asked() {

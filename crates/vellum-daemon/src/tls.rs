@@ -4,9 +4,9 @@
 //! stay in use.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use vellum_core::Result;
+use vellum_core::{Result, lock};
 use vellum_export::nbd::{Tls, TlsPolicy};
 
 /// Where certificates are, and what clients must do.
@@ -45,7 +45,7 @@ impl TlsNow {
     }
 
     pub(crate) fn policy(&self) -> TlsPolicy {
-        self.policy.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.policy).clone()
     }
 
     /// Reads the files again, where there are any. May block.
@@ -54,7 +54,7 @@ impl TlsNow {
         let directory = files.directory.display();
         match files.read() {
             Ok(policy) => {
-                *self.policy.lock().unwrap_or_else(PoisonError::into_inner) = policy;
+                *lock(&self.policy) = policy;
                 tracing::warn!("the certificates in {directory} were reloaded; new connections use them");
             }
             Err(error) => {

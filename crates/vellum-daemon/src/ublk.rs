@@ -24,12 +24,12 @@ mod standing;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use event_listener::Event;
 use futures_lite::future::or;
-use vellum_core::{Buffer, Disk, Error, ErrorKind, Result, SharedDisk, join_all};
+use vellum_core::{Buffer, Disk, Error, ErrorKind, Result, SharedDisk, join_all, lock};
 use vellum_export::Shutdown;
 use vellum_export::ublk::{
     DEPTH, Facts, Kernel, QUEUES_MAX, REQUEST_BYTES_MAX, Row, SECTOR_BYTES, Target, Told, serve_queue,
@@ -78,7 +78,7 @@ impl Handle {
     /// Makes a call on a thread that may block.
     async fn call<T: Send + 'static>(&self, call: impl FnOnce(&mut Control) -> T + Send + 'static) -> T {
         let control = self.0.clone();
-        unblock(move || call(&mut control.lock().unwrap_or_else(PoisonError::into_inner))).await
+        unblock(move || call(&mut lock(&control))).await
     }
 }
 

@@ -17,12 +17,12 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use event_listener::Event;
 use futures_lite::future::or;
-use vellum_core::{Context, ErrorKind, LocalFuture, Result, join_all};
+use vellum_core::{Context, ErrorKind, LocalFuture, Result, join_all, lock};
 use vellum_export::Shutdown;
 use vellum_export::nbd::Exports;
 use vellum_export::vhost::{Device, Heard, Host, MakeQueue, Session, SessionHandle};
@@ -197,7 +197,7 @@ const SAID_EVERY: Duration = Duration::from_secs(60);
 impl Said {
     fn say(&self, why: &str) {
         let now = clock().now();
-        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = lock(&self.0);
         if last.as_ref().is_none_or(|(said, at)| said != why || now.saturating_sub(*at) >= SAID_EVERY) {
             tracing::warn!("a vhost-user front end was refused: {why}");
             *last = Some((why.to_owned(), now));

@@ -18,11 +18,11 @@
 
 use std::collections::BTreeMap;
 use std::future::ready;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result,
-    SharedStorage, Storage, StorageRun, Zeroes,
+    SharedStorage, Storage, StorageRun, Zeroes, lock,
 };
 
 use crate::probe::FormatKind;
@@ -107,7 +107,7 @@ impl Aside {
     }
 
     fn lock(&self) -> MutexGuard<'_, Changed> {
-        self.changed.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.changed)
     }
 
     /// Whether the run may be changed.

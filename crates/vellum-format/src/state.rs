@@ -1,7 +1,7 @@
 //! Whether an image still takes requests, and how its locks are taken.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use vellum_core::{Error, ErrorKind, Result};
 
@@ -45,11 +45,11 @@ impl State {
     }
 }
 
-/// Locks a mutex; a panic elsewhere while it was held does not matter, as nothing is left half done under it.
+/// Locks a mutex as everywhere, and is a place where a thread may be delayed in a test.
 #[track_caller]
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     perturb::point();
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    vellum_core::lock(mutex)
 }
 
 /// Bytes in transfer. If the future is dropped, they may land at any later time, over data that another

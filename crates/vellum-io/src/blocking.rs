@@ -24,6 +24,8 @@ use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use vellum_core::lock;
+
 use crate::oneshot::oneshot;
 
 /// How many threads one backend has at most. It is also the depth of the queue that a drive sees in thread
@@ -150,7 +152,7 @@ impl State {
 
 impl Pool {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn serve(&self) {
@@ -222,7 +224,7 @@ mod tests {
                 let wait = wait.clone();
                 submit(hung, move || {
                     // The first waits for the word, the others for the first.
-                    let _ = wait.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                    let _ = lock(&wait).recv();
                     sender.send(());
                 });
                 Box::pin(receiver)

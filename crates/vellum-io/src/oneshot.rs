@@ -4,8 +4,10 @@
 //! receiver notices when the sender is dropped without an answer, so no future waits for a job that is gone.
 
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
+
+use vellum_core::lock;
 
 enum State<T> {
     Waiting(Option<Waker>),
@@ -17,7 +19,7 @@ struct Shared<T>(Mutex<State<T>>);
 
 impl<T> Shared<T> {
     fn lock(&self) -> MutexGuard<'_, State<T>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Leaves the waiting state and wakes the receiver; does nothing if it was left before.

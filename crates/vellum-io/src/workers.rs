@@ -25,7 +25,7 @@ use std::task::{Context, Poll, Waker};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use vellum_core::{Context as _, Error, ErrorKind, Result};
+use vellum_core::{Context as _, Error, ErrorKind, Result, lock};
 
 use crate::driver::IoMode;
 use crate::oneshot::{Receiver, oneshot};
@@ -267,7 +267,7 @@ impl Drop for Counted {
 
 impl Shared {
     fn census(&self) -> MutexGuard<'_, Census> {
-        self.census.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.census)
     }
 
     fn close(&self) {
@@ -283,7 +283,7 @@ impl Shared {
 
 impl Inbox {
     fn lock(&self) -> MutexGuard<'_, Letters> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     fn put(&self, job: Job) {

@@ -12,13 +12,13 @@
 //! 3. A failed flush fails every change that waited for it. Nothing is tried again: what a failed flush means
 //!    is for the disk to decide (contract 5).
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use event_listener::Event;
 use vellum_core::{
     Buffer, Disk, Error, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, Room, SharedDisk,
-    WriteFlags, ZeroFlags,
+    WriteFlags, ZeroFlags, lock,
 };
 
 /// A disk without a write cache.
@@ -80,7 +80,7 @@ impl Durable {
     }
 
     fn lock(&self) -> MutexGuard<'_, Flushes> {
-        self.flushes.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.flushes)
     }
 
     /// Makes durable what has returned.

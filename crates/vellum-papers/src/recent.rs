@@ -10,10 +10,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use vellum_core::{
-    Buffer, ImageOffset, ImageSpan, IoCounts, Limits, LocalFuture, Result, Storage, StorageRun, Zeroes,
+    Buffer, ImageOffset, ImageSpan, IoCounts, Limits, LocalFuture, Result, Storage, StorageRun, Zeroes, lock,
     try_join_all,
 };
 
@@ -69,7 +69,7 @@ impl Recent {
 
     /// How many packed blocks were written.
     pub(super) fn packed(&self) -> u64 {
-        self.blocks.lock().unwrap_or_else(PoisonError::into_inner).packed
+        lock(&self.blocks).packed
     }
 
     fn note(&self, at: ImageOffset, data: &Buffer) {
@@ -77,7 +77,7 @@ impl Recent {
             return;
         }
         let guest_data = self.guest_data.load(Ordering::Acquire);
-        let mut guard = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = lock(&self.blocks);
         let Blocks { at: blocks, order, packed } = &mut *guard;
         let mut place = at.bytes();
         let bytes = data.pieces().flat_map(|piece| piece.chunks(BLOCK));
@@ -129,7 +129,7 @@ impl Storage for Recent {
                 self.guest_read.fetch_add(buffer.len() as u64, Ordering::AcqRel);
             }
             let end = at.bytes() + buffer.len() as u64;
-            let guard = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
+            let guard = lock(&self.blocks);
             for (place, block) in guard.at.range(at.bytes()..end) {
                 let within = usize::try_from(place - at.bytes()).expect("within the buffer");
                 let len = block.len().min(buffer.len() - within);

@@ -10,10 +10,10 @@
 
 use std::fmt;
 use std::ops::RangeInclusive;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use vellum_core::Random;
+use vellum_core::{Random, lock};
 
 use crate::model::{Medium, Ticket};
 use crate::operation::{Operation, Request};
@@ -87,7 +87,7 @@ impl Delay {
         match &self.0 {
             Kind::None => Wait::For(Duration::ZERO),
             Kind::Model(model) => {
-                let mut model = model.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut model = lock(model);
                 Wait::For(model(request, random))
             }
             Kind::Medium(medium) => Wait::Until(medium.submit(request)),

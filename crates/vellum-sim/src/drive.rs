@@ -18,13 +18,13 @@
 //! Left out: running full (a fault with `NoSpace` does it), and corruption of what is on the medium (change
 //! the content between two runs).
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use smallvec::SmallVec;
 use vellum_core::{
     BlockSize, Buffer, Error, ErrorKind, ImageOffset, ImageSpan, IoCounts, IoTally, Limits, LocalFuture,
-    Random, Result, Storage, StorageRun, Zeroes,
+    Random, Result, Storage, StorageRun, Zeroes, lock,
 };
 
 use crate::alarm::Sleep;
@@ -225,7 +225,7 @@ impl Drive {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn error(&self, kind: ErrorKind, context: &str) -> Error {

@@ -12,9 +12,9 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use vellum_core::{Error, ErrorKind, ImageSpan};
+use vellum_core::{Error, ErrorKind, ImageSpan, lock};
 
 use crate::operation::{Operation, Operations};
 use crate::world::World;
@@ -160,7 +160,7 @@ impl FaultPlan {
     }
 
     fn lock(&self) -> MutexGuard<'_, Plan> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

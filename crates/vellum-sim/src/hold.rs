@@ -6,10 +6,10 @@
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Poll, Waker};
 
-use vellum_core::ImageSpan;
+use vellum_core::{ImageSpan, lock};
 
 use crate::operation::{Operation, Operations};
 
@@ -100,7 +100,7 @@ impl Gate {
     }
 
     fn lock(&self) -> MutexGuard<'_, GateState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 
@@ -147,7 +147,7 @@ struct TicketState {
 
 impl Ticket {
     fn lock(&self) -> MutexGuard<'_, TicketState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     fn release(&self) {

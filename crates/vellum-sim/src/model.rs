@@ -16,8 +16,10 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Sub;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
+
+use vellum_core::lock;
 
 use crate::operation::Request;
 
@@ -136,7 +138,7 @@ impl Medium {
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

@@ -22,12 +22,12 @@
 //! Positions are those of the world, so one oracle judges a disk that is stored on several drives.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use vellum_core::{
     Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Result, SharedDisk,
-    WriteFlags, ZeroFlags,
+    WriteFlags, ZeroFlags, lock,
 };
 
 use crate::content::{Content, SECTOR_BYTES, to_usize};
@@ -184,7 +184,7 @@ impl Oracle {
     }
 
     fn lock(&self) -> MutexGuard<'_, HistoryOfGuest> {
-        self.0.history.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.history)
     }
 }
 

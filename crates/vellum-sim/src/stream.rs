@@ -18,11 +18,11 @@ use std::future::poll_fn;
 use std::io;
 use std::ops::RangeInclusive;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use vellum_core::{Buffer, ByteStream, Error, LocalFuture, Random, Result};
+use vellum_core::{Buffer, ByteStream, Error, LocalFuture, Random, Result, lock};
 
 use crate::alarm::Sleep;
 use crate::delay::random_between;
@@ -110,10 +110,6 @@ impl Pipe {
         }
         self.bytes -= count;
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn wake(waker: Option<Waker>) {

@@ -27,12 +27,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use async_task::{Runnable, Task};
-use vellum_core::{Clock, Random};
+use vellum_core::{Clock, Random, lock};
 
 use crate::alarm::{Alarms, SimClock, Sleep};
 use crate::mix::mix;
@@ -301,7 +301,7 @@ struct Turns {
 
 impl Core {
     fn lock(&self) -> MutexGuard<'_, Turns> {
-        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.turns)
     }
 
     pub(crate) fn now(&self) -> Duration {

@@ -11,9 +11,10 @@
 use std::borrow::Cow;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use serde::Serialize;
+use vellum_core::lock;
 
 /// Why stdout takes no more. Nothing else is written to it then.
 static STDOUT_FAILED: Mutex<Option<io::Error>> = Mutex::new(None);
@@ -29,7 +30,7 @@ pub(crate) fn say_piece(piece: &str) {
 }
 
 fn write_out(text: &str) {
-    let mut failed = STDOUT_FAILED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut failed = lock(&STDOUT_FAILED);
     if failed.is_some() {
         return;
     }
@@ -47,7 +48,7 @@ pub(crate) fn complain(line: &str) {
 
 /// The exit code of a command that ended with `code`, once it is known whether its answer was written.
 pub(crate) fn settle(name: &str, is_success: bool, code: ExitCode) -> ExitCode {
-    let failed = STDOUT_FAILED.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let failed = lock(&STDOUT_FAILED).take();
     match failed {
         None => code,
         Some(error) if error.kind() == ErrorKind::BrokenPipe => code,

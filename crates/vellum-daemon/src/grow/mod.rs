@@ -18,14 +18,14 @@ mod hook;
 mod plan;
 
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use event_listener::Event;
 use futures_lite::future::or;
 use vellum_core::{
     Buffer, Disk, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, Room, SharedDisk,
-    WriteFlags, ZeroFlags,
+    WriteFlags, ZeroFlags, lock,
 };
 use vellum_io::clock;
 
@@ -101,7 +101,7 @@ impl Growing {
     }
 
     fn lock(&self) -> MutexGuard<'_, Questions> {
-        self.questions.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.questions)
     }
 
     /// Watches the device until it is stopped, or the disk is closed.

@@ -22,13 +22,13 @@ mod troubles;
 use std::cell::Cell;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use event_listener::Event;
 use vellum_core::{
     Buffer, Clock, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result,
-    Room, SharedDisk, WriteFlags, ZeroFlags,
+    Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 
 pub(crate) use histogram::Counts;
@@ -151,10 +151,6 @@ impl Work {
             came.await;
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn table_of_thread() -> usize {

@@ -15,11 +15,11 @@ use std::time::Duration;
 
 use event_listener::Event;
 use vellum_core::losses::COMES_BACK;
-use vellum_core::{Error, ErrorKind, LocalFuture, Result};
+use vellum_core::{Error, ErrorKind, LocalFuture, Result, lock};
 use vellum_export::nbd::Exports;
 use vellum_io::{WorkersHandle, clock, spawn_local};
 
-use super::{Group, How, Served, lock};
+use super::{Group, How, Served};
 use crate::contained::contained;
 use crate::host::canonical_path;
 use crate::spec::ExportSpec;

@@ -11,13 +11,13 @@ use std::time::Duration;
 
 use async_lock::RwLockWriteGuard;
 use futures_lite::future::or;
-use vellum_core::{BlockSize, Disk, Error, ErrorKind, Result, SharedDisk};
+use vellum_core::{BlockSize, Disk, Error, ErrorKind, Result, SharedDisk, lock};
 use vellum_io::{Task, clock, spawn_local};
 use vellum_layer::Chain;
 use vellum_layer::valve::{Hold, RateLimits};
 
 use super::gone::Gone;
-use super::{IS_READ, Served, Step, behind_valve, lock, reads_a_snapshot};
+use super::{IS_READ, Served, Step, behind_valve, reads_a_snapshot};
 use crate::image::open_image;
 
 /// The requested size.

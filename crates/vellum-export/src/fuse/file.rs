@@ -6,7 +6,7 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use fuser::{
@@ -14,7 +14,7 @@ use fuser::{
     KernelConfig, LockOwner, OpenAccMode, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyLseek, ReplyOpen,
     ReplyStatfs, ReplyWrite, Request, TimeOrNow,
 };
-use vellum_core::{Buffer, Error, ErrorKind, GuestOffset, GuestSpan, Result, SharedDisk, Witness};
+use vellum_core::{Buffer, Error, ErrorKind, GuestOffset, GuestSpan, Result, SharedDisk, Witness, lock};
 
 use super::lane::{Answer, Job, Lane};
 use super::seek::Target;
@@ -146,11 +146,11 @@ impl Inner {
     }
 
     fn owner(&self) -> MutexGuard<'_, Owner> {
-        self.owner.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.owner)
     }
 
     fn handles(&self) -> MutexGuard<'_, Handles> {
-        self.handles.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.handles)
     }
 
     fn open(&self) -> FileHandle {

@@ -22,7 +22,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 use futures_lite::FutureExt as _;
-use vellum_core::{Error, ErrorKind, LocalFuture, Result};
+use vellum_core::{Error, ErrorKind, LocalFuture, Result, lock};
 
 use super::work::{Behind, Operation, Outcome};
 use crate::flight::Flight;
@@ -86,7 +86,7 @@ impl<A: Answer> Lane<A> {
     }
 
     fn lock(&self) -> MutexGuard<'_, State<A>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Puts a job in, as soon as there is room. Returns it if no more jobs are begun.

@@ -21,12 +21,12 @@
 //!    above.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use event_listener::Event;
 use futures_lite::future::or;
-use vellum_core::Clock;
+use vellum_core::{Clock, lock};
 
 use super::budget::Budget;
 use crate::shutdown::Shutdown;
@@ -266,7 +266,7 @@ impl Clients {
     }
 
     fn rows(&self) -> MutexGuard<'_, Rows> {
-        self.0.rows.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.rows)
     }
 }
 

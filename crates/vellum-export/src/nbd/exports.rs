@@ -18,10 +18,10 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use event_listener::Event;
-use vellum_core::{Error, ErrorKind, Result, SharedDisk, witnessed_by_connection};
+use vellum_core::{Error, ErrorKind, Result, SharedDisk, lock, witnessed_by_connection};
 
 use super::wire;
 use crate::shutdown::Shutdown;
@@ -242,7 +242,7 @@ impl Exports {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Entry>>> {
-        self.registry.added.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.registry.added)
     }
 }
 

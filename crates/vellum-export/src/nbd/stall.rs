@@ -5,11 +5,11 @@
 //! 2. While no alarm has rung, the check costs one load from memory each time the session is polled.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Wake, Waker};
 use std::time::Duration;
 
-use vellum_core::{Clock, LocalFuture};
+use vellum_core::{Clock, LocalFuture, lock};
 
 /// Between two looks.
 const LOOKED_EVERY: Duration = Duration::from_secs(10);
@@ -63,7 +63,7 @@ struct Bell {
 impl Wake for Bell {
     fn wake(self: Arc<Self>) {
         self.has_rung.store(true, Ordering::Release);
-        let session = self.session.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let session = lock(&self.session).clone();
         session.wake();
     }
 }
@@ -108,7 +108,7 @@ impl<'a> Stall<'a> {
     }
 
     fn set(&mut self, context: &Context<'_>) {
-        self.bell.session.lock().unwrap_or_else(PoisonError::into_inner).clone_from(context.waker());
+        lock(&self.bell.session).clone_from(context.waker());
         let mut alarm = self.clock.sleep(LOOKED_EVERY);
         let waker = Waker::from(self.bell.clone());
         if alarm.as_mut().poll(&mut Context::from_waker(&waker)).is_ready() {

@@ -21,12 +21,13 @@
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::Poll;
 
 use event_listener::Event;
 use vellum_core::{
-    Buffer, Error, ErrorKind, LocalFuture, Result, SharedDisk, WriteFlags, ZeroFlags, witnessed_from_now,
+    Buffer, Error, ErrorKind, LocalFuture, Result, SharedDisk, WriteFlags, ZeroFlags, lock,
+    witnessed_from_now,
 };
 
 use super::facts::Facts;
@@ -106,7 +107,7 @@ impl Target {
 
     /// What kept a queue from hearing of requests, if anything did.
     pub fn broken(&self) -> Option<Error> {
-        self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.broken).clone()
     }
 
     /// Completes when something keeps a queue from hearing of requests.
@@ -149,7 +150,7 @@ impl Target {
     /// It is not served as it should be any more.
     pub fn break_down(&self, error: Error) {
         tracing::warn!("a queue of a ublk device is no longer served: {}", error.chain());
-        self.broken.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        lock(&self.broken).get_or_insert(error);
         self.changed.notify(usize::MAX);
     }
 }

@@ -20,11 +20,11 @@
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
 use arc_swap::ArcSwap;
-use vellum_core::LocalFuture;
+use vellum_core::{LocalFuture, lock};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 
 use super::Host;
@@ -51,12 +51,12 @@ pub(super) struct Line(Mutex<Option<Bell>>);
 impl Line {
     /// Another bell, or none.
     pub(super) fn replace(&self, bell: Option<Bell>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = bell;
+        *lock(&self.0) = bell;
     }
 
     /// Rings it, from a worker.
     pub(super) fn ring(&self, host: &dyn Host) {
-        let bell = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let bell = lock(&self.0).clone();
         if let Some(bell) = bell {
             host.ring(bell.descriptor());
         }

@@ -19,9 +19,9 @@
 //! not read. What a front end writes there concerns its own guest alone.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use vellum_core::{Error, ErrorKind, Result, Witness};
+use vellum_core::{Error, ErrorKind, Result, Witness, lock};
 
 use super::inflight::{Book, Mark};
 
@@ -63,7 +63,7 @@ impl Reconnects {
     }
 
     fn books(&self) -> MutexGuard<'_, VecDeque<Kept>> {
-        self.0.books.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.books)
     }
 
     /// The image was closed in good order: a front end that comes to the next server misses nothing, or has

@@ -27,14 +27,14 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 
 use arc_swap::ArcSwap;
 use futures_lite::FutureExt as _;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{SealFlags, fcntl_get_seals};
 use rustix::io::Errno;
-use vellum_core::{Clock, Context, Error, ErrorKind, Result, Witness, witnessed};
+use vellum_core::{Clock, Context, Error, ErrorKind, Result, Witness, lock, witnessed};
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
     VhostUserLog, VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
@@ -162,7 +162,6 @@ impl Session {
             BackendReqHandler::from_stream(self.socket.try_clone().context(context)?, front_end.clone());
         // Also when this thread panics: a queue may run only while it can be stopped.
         let _stopped = StopsQueues(front_end.clone());
-        let lock = || front_end.lock().unwrap_or_else(PoisonError::into_inner);
         let mut patience = Patience::new(device.clock.now());
         let ended = loop {
             match self.next(&mut patience, &*device.clock) {
@@ -178,24 +177,24 @@ impl Session {
                 }
                 Next::Resized => {
                     let _ = rustix::io::read(&self.resized, &mut [0; 8]);
-                    lock().announce_size();
+                    lock(&front_end).announce_size();
                     continue;
                 }
                 Next::Message => {}
             }
             if let Some(back_channel) = BackChannel::peek(&self.socket) {
-                lock().set_back_channel(back_channel);
+                lock(&front_end).set_back_channel(back_channel);
             }
             match handler.handle_request() {
                 Ok(()) => {}
                 Err(Refusal::Disconnected | Refusal::SocketBroken(_)) => break Ok(()),
                 Err(refusal) => {
-                    let why = lock().turned_away.take();
+                    let why = lock(&front_end).turned_away.take();
                     break Err(why.unwrap_or_else(|| Error::invalid(refusal.to_string())));
                 }
             }
         };
-        lock().stop_all();
+        lock(&front_end).stop_all();
         // Only now: what the front end finds in the rings is all that will ever be there.
         let _ = self.socket.shutdown(std::net::Shutdown::Both);
         ended.context(context)
@@ -234,7 +233,7 @@ struct StopsQueues(Arc<Mutex<FrontEnd>>);
 
 impl Drop for StopsQueues {
     fn drop(&mut self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).stop_all();
+        lock(&self.0).stop_all();
     }
 }
 

@@ -21,7 +21,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use polling::{Event, Events, Poller};
-use vellum_core::{Context as _, Result};
+use vellum_core::{Context as _, Result, lock};
 
 use super::execute::{attempt, perform, read_cached};
 use super::op::{Op, OpResult, Readiness};
@@ -65,7 +65,7 @@ struct Letter {
 
 impl Mailbox {
     fn lock(&self) -> MutexGuard<'_, Vec<Letter>> {
-        self.letters.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.letters)
     }
 
     fn put(&self, letter: Letter) {

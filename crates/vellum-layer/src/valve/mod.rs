@@ -27,7 +27,7 @@ mod passage;
 mod space;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
@@ -35,7 +35,7 @@ use event_listener::Event;
 use futures_lite::future::or;
 use vellum_core::{
     Buffer, Clock, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Losses,
-    Result, Room, SharedDisk, WriteFlags, ZeroFlags,
+    Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 
 use limits::{Direction, Limits};
@@ -96,7 +96,7 @@ impl Valve {
     }
 
     fn flow(&self) -> MutexGuard<'_, Flow> {
-        self.flow.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.flow)
     }
 
     /// Whether requests continue.

@@ -4,12 +4,12 @@
 //! What is below `kept` is kept, for example metadata; what is behind it reads as zero. Nothing is recorded
 //! and nothing fails: for crashes there is [`Drive`](vellum_sim::Drive).
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use vellum_core::memory::SparseBytes;
 use vellum_core::{
     Buffer, Clock, ImageOffset, ImageSpan, IoCounts, IoTally, Limits, LocalFuture, Result, Storage,
-    StorageRun, Zeroes,
+    StorageRun, Zeroes, lock,
 };
 use vellum_sim::model::Medium;
 use vellum_sim::{Operation, Request, World};
@@ -44,7 +44,7 @@ impl ForgetfulDrive {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     async fn pass(&self, operation: Operation, span: ImageSpan) {

@@ -17,12 +17,12 @@
 
 use std::collections::BTreeMap;
 use std::future::poll_fn;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Poll, Waker};
 
 use vellum_core::{
     Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result, SharedStorage, Storage,
-    StorageRun, Zeroes,
+    StorageRun, Zeroes, lock,
 };
 
 /// The file system's block.
@@ -129,7 +129,7 @@ impl HostFile {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn place(&self, at: ImageOffset) -> Result<ImageOffset> {

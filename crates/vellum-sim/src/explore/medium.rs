@@ -13,11 +13,11 @@
 //! 4. Both contents have the same length: a host misreports only bytes.
 
 use std::future::ready;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use vellum_core::{
     BlockSize, Buffer, Error, ErrorKind, ImageCluster, ImageOffset, ImageSpan, Limits, LocalFuture, Result,
-    Storage, StorageRun, Zeroes,
+    Storage, StorageRun, Zeroes, lock,
 };
 
 use crate::change::{Change, Granule, Patches};
@@ -70,7 +70,7 @@ impl Medium {
     }
 
     fn cached(&self) -> MutexGuard<'_, Option<Content>> {
-        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.cache)
     }
 
     /// As above, with every event recorded.
@@ -98,7 +98,7 @@ impl Medium {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// A request happens: its bytes, and the growth that comes with them.

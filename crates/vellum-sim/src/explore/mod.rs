@@ -40,7 +40,7 @@ use std::time::Duration;
 use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, Disk, GuestOffset, GuestSpan, LocalFuture, Random, Result as CoreResult, SharedDisk,
-    SharedStorage,
+    SharedStorage, lock,
 };
 
 pub use case::{Case, Failure, Plan};
@@ -150,7 +150,7 @@ impl Shared {
     /// Tells whether it is new.
     fn insert(&self, digest: u64) -> bool {
         let shard = usize::try_from(digest >> 60).expect("four bits");
-        self.0[shard].lock().unwrap_or_else(PoisonError::into_inner).insert(digest)
+        lock(&self.0[shard]).insert(digest)
     }
 }
 
@@ -225,11 +225,11 @@ impl<'a> Explorer<'a> {
                     let watch = Watch::started();
                     while let Some(plan) = plans.get(next.fetch_add(1, Ordering::Relaxed)) {
                         if let Err(failure) = self.explore(plan) {
-                            failures.lock().unwrap_or_else(PoisonError::into_inner).push(*failure);
+                            lock(&failures).push(*failure);
                             next.store(plans.len(), Ordering::Relaxed);
                         }
                     }
-                    *took.lock().unwrap_or_else(PoisonError::into_inner) += watch.elapsed();
+                    *lock(&took) += watch.elapsed();
                 });
             }
         });
@@ -243,7 +243,7 @@ impl<'a> Explorer<'a> {
 
     /// What has been explored so far.
     pub fn counts(&self) -> Counts {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.counts).clone()
     }
 
     /// Runs one program and judges every image of every crash.
@@ -251,7 +251,7 @@ impl<'a> Explorer<'a> {
         let run = Run::of(self.subject, plan, self.image.clone(), self.guest.clone());
         let mut work = Work::new(self, plan, &run);
         let outcome = work.every_crash();
-        *self.counts.lock().unwrap_or_else(PoisonError::into_inner) += work.counts;
+        *lock(&self.counts) += work.counts;
         outcome
     }
 

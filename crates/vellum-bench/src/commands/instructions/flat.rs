@@ -1,11 +1,11 @@
 //! A storage in memory whose blocks cost nothing when they are first written, so that only the engine is
 //! counted.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use vellum_core::{
     Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result, Storage, StorageRun,
-    Zeroes,
+    Zeroes, lock,
 };
 
 /// One run of memory, which the kernel zeroes when it is first used.
@@ -50,7 +50,7 @@ impl Flat {
     }
 
     fn lock(&self) -> MutexGuard<'_, Bytes> {
-        self.bytes.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.bytes)
     }
 }
 

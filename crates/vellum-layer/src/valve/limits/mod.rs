@@ -19,12 +19,12 @@ mod rates;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use arc_swap::ArcSwap;
 use event_listener::Event;
 use futures_lite::future::or;
-use vellum_core::Clock;
+use vellum_core::{Clock, lock};
 
 pub use bucket::Rate;
 use bucket::{Bucket, Ticks, duration, ticks};
@@ -166,7 +166,7 @@ impl Limits {
     }
 
     fn line(&self) -> MutexGuard<'_, Line> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.line)
     }
 
     fn now(&self) -> Ticks {

@@ -13,11 +13,11 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use vellum_core::{Buffer, Context, Error, GuestOffset, Random, Result};
+use vellum_core::{Buffer, Context, Error, GuestOffset, Random, Result, lock};
 use vellum_daemon::{
     CreateTarget, FormatKind, ImageOptions, IoMode, Preallocation, Qcow2Options, create_qcow2, create_raw,
     open_image, run as run_worker,
@@ -64,10 +64,6 @@ struct Journal {
 }
 
 type SharedJournal = Arc<Mutex<Journal>>;
-
-fn lock(journal: &SharedJournal) -> std::sync::MutexGuard<'_, Journal> {
-    journal.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The directory of the tour; removed at the end unless it is to be kept.
 struct Place {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vellum_core::{
-    BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage, Storage,
+    BlockSize, Buffer, Context, Error, ErrorKind, GuestSpan, ImageOffset, Result, SharedStorage, Storage,
 };
 use vellum_format::FormatKind;
 use vellum_format::native::{self, Layout, Region};
@@ -101,6 +101,20 @@ impl CreateTarget {
     }
 }
 
+/// The name by which a new image refers to its backing image: the file name if both are in the same directory,
+/// so that they can be moved together, else the full path.
+///
+/// # Errors
+/// Those of finding the backing image and the new image's directory; `Invalid` for a name that is not UTF-8.
+pub fn backing_name(backing: &Path, image: &Path) -> Result<String> {
+    let context = |path: &Path| format!("can't find {}", path.display());
+    let canonical = backing.canonicalize().context(|| context(backing))?;
+    let dir = image.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let dir = dir.canonicalize().context(|| context(dir))?;
+    let name = canonical.strip_prefix(&dir).ok().filter(|rest| rest.components().count() == 1);
+    path_text(name.unwrap_or(&canonical))
+}
+
 /// Makes a qcow2 image. Must be called on a worker. Returns the options of the new image as they turned out.
 ///
 /// # Errors
@@ -117,7 +131,7 @@ pub async fn create_qcow2(target: &CreateTarget, options: CreateOptions) -> Resu
         None => None,
         Some(path) => Some(new_data_file(path).await?),
     };
-    let made = lay_out_qcow2(target, data_file.as_ref(), &options).await;
+    let made = write_qcow2(target, data_file.as_ref(), &options).await;
     if let (Err(_), Some(path)) = (&made, is_new_data) {
         drop(data_file);
         let _ = std::fs::remove_file(path);
@@ -163,7 +177,7 @@ async fn new_data_file(path: &Path) -> Result<Arc<File>> {
     }
 }
 
-async fn lay_out_qcow2(
+pub(crate) async fn write_qcow2(
     target: &CreateTarget,
     data_file: Option<&SharedStorage>,
     options: &CreateOptions,
@@ -208,15 +222,11 @@ pub async fn create_native(target: &CreateTarget, options: native::CreateOptions
     }
     let backing_size = backing.as_ref().map(|chain| chain.disk().geometry().size);
     let size = BlockSize::SECTOR.round_up(target.size_over(backing_size)?);
-    let base = target.backing.as_ref().map(|(name, format)| native::NewBase {
-        name: name.clone(),
-        format: Some(format.to_string()),
-        // One that is not checked may be as large as the disk.
-        size: backing_size.unwrap_or(size),
-        zeros: list.0.map(|zeros| zeros.runs).unwrap_or_default(),
-    });
+    // A backing image that is not checked may be as large as the disk.
+    let zeros = list.0.map(|zeros| zeros.runs).unwrap_or_default();
+    let base = base_of(target, backing_size.unwrap_or(size), zeros);
     let options = native::CreateOptions { size, base, ..options };
-    let made = lay_out_native(target, &options).await;
+    let made = write_native(target, &options).await;
     // Until here its files are locked, and so are as the list has them.
     if let Some(chain) = backing {
         chain.close().await?;
@@ -233,7 +243,18 @@ pub async fn create_native(target: &CreateTarget, options: native::CreateOptions
     })
 }
 
-async fn lay_out_native(
+/// What a native image holds of its backing image, whose disk has this many bytes and these zeros.
+pub(crate) fn base_of(target: &CreateTarget, size: u64, zeros: Vec<GuestSpan>) -> Option<native::NewBase> {
+    let base = |(name, format): &(String, FormatKind)| native::NewBase {
+        name: name.clone(),
+        format: Some(format.to_string()),
+        size,
+        zeros,
+    };
+    target.backing.as_ref().map(base)
+}
+
+pub(crate) async fn write_native(
     target: &CreateTarget,
     options: &native::CreateOptions,
 ) -> Result<native::Superblock> {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use vellum_core::{BlockSize, Context, Error, Result, SharedStorage};
-use vellum_daemon::{CreateTarget, create_native, create_qcow2, create_raw};
+use vellum_daemon::{CreateTarget, backing_name, create_native, create_qcow2, create_raw};
 use vellum_format::qcow2::Preallocation;
 use vellum_format::{FormatKind, native, qcow2};
 
@@ -125,22 +125,14 @@ impl NewImage {
         self.qcow2.clone().unwrap_or_else(|| qcow2::CreateOptions { extended_l2, ..Default::default() })
     }
 
-    /// The backing image as the new one will name it: by its file name if it is in the same directory, so
-    /// that both can be moved together, else by its full path.
+    /// The backing image as the new one will name it, and its format.
     fn backing_of_image(&self, path: &Path) -> Result<Option<(String, FormatKind)>> {
         let Some((backing, format)) = &self.backing else { return Ok(None) };
-        let context = |path: &Path| format!("can't find {}", path.display());
-        let canonical = backing.canonicalize().context(|| context(backing))?;
-        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let dir = dir.canonicalize().context(|| context(dir))?;
-        let name = canonical.strip_prefix(&dir).ok().filter(|rest| rest.components().count() == 1);
-        let name = name.unwrap_or(&canonical).to_str().map(str::to_owned);
-        let not_text = || Error::invalid(format!("{} is not UTF-8: rename it", canonical.display()));
         let format = match format {
             Some(format) => *format,
             None => format_of(backing)?,
         };
-        Ok(Some((name.ok_or_else(not_text)?, format)))
+        Ok(Some((backing_name(backing, path)?, format)))
     }
 
     /// Creates the image in this storage, which it then fills from its beginning. It has no backing image.

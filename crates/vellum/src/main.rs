@@ -42,6 +42,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Create(commands::create::Args),
+    Clone(commands::clone::Args),
     Info(commands::info::Args),
     Map(commands::map::Args),
     Check(commands::check::Args),
@@ -110,6 +111,7 @@ fn carry_out() -> ExitCode {
     };
     let (name, result) = match cli.command {
         Command::Create(args) => ("create", commands::create::run(args)),
+        Command::Clone(args) => ("clone", commands::clone::run(&args)),
         Command::Info(args) => ("info", commands::info::run(&args)),
         Command::Map(args) => ("map", commands::map::run(&args)),
         Command::Check(args) => ("check", commands::check::run(&args)),

@@ -64,13 +64,23 @@ enum Shown {
 impl Progress {
     /// For `total` bytes of work. Must be called on a worker.
     pub(crate) fn new(total: u64, wish: Wish) -> Self {
+        let style = "{wide_bar} {binary_bytes:>10} of {binary_total_bytes} ({percent} %) {binary_bytes_per_sec} {eta}";
+        Self::styled(total, wish, style)
+    }
+
+    /// For `total` things to be done. Must be called on a worker.
+    pub(crate) fn of_items(total: u64, wish: Wish) -> Self {
+        Self::styled(total, wish, "{wide_bar} {pos:>10} of {len} ({percent} %) {per_sec} {eta}")
+    }
+
+    fn styled(total: u64, wish: Wish, style: &str) -> Self {
         let is_json = wish.output == OutputFormat::Json;
         let is_watched =
             std::io::stderr().is_terminal() && (!wish.is_wanted || std::io::stdout().is_terminal());
         let shown = match wish {
             Wish { quiet: true, .. } => Shown::Nowhere,
             Wish { is_wanted: true, .. } if is_json => Shown::Json,
-            _ if is_watched => Shown::Bar(bar(total)),
+            _ if is_watched => Shown::Bar(bar(total, style)),
             Wish { is_wanted: true, .. } => Shown::Lines,
             _ => Shown::Nowhere,
         };
@@ -97,10 +107,8 @@ impl Progress {
     }
 }
 
-fn bar(total: u64) -> ProgressBar {
+fn bar(total: u64, style: &str) -> ProgressBar {
     let bar = ProgressBar::new(total);
-    let style =
-        "{wide_bar} {binary_bytes:>10} of {binary_total_bytes} ({percent} %) {binary_bytes_per_sec} {eta}";
     bar.set_style(ProgressStyle::with_template(style).expect("a good template"));
     bar
 }

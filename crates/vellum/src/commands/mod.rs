@@ -2,6 +2,7 @@
 
 pub(crate) mod check;
 pub(crate) mod client;
+pub(crate) mod clone;
 pub(crate) mod compare;
 pub(crate) mod completions;
 pub(crate) mod control;

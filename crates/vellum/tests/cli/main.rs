@@ -26,6 +26,7 @@ mod support;
 
 mod about;
 mod answers;
+mod cloning;
 mod config;
 mod damage;
 mod locks;

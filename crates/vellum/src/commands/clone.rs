@@ -1,0 +1,167 @@
+//! `vellum clone`: one or many new images over a template.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use serde_json::json;
+use vellum_core::{Error, ErrorKind, Result};
+use vellum_daemon::signals::Stop;
+use vellum_daemon::template::ListUse;
+use vellum_daemon::{Cloned, Cloning, FormatKind, IoMode, NewClone, clone_template, run as run_worker};
+
+use super::{Failure, Outcome, with_code};
+use crate::args::{NewImage, OutputFormat, options_help, parse_format, parse_size};
+use crate::config::allowed;
+use crate::output::{complain, human_bytes, say, say_json};
+use crate::progress::{Progress, Wish};
+
+/// Create one or many clones of a template
+///
+/// A clone stores only what differs from its template, which must not change while clones of it exist. The
+/// template is opened once, however many clones are made. Each clone gets its name when it is complete and
+/// durable; existing files are never replaced.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format of the clones: qcow2 or vellum
+    ///
+    /// Default: taken from each name (.qcow2, .vlm), otherwise qcow2.
+    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
+    format: Option<FormatKind>,
+    /// Format of the template: raw, qcow2 or vellum
+    ///
+    /// Default: taken from its name (.raw, .qcow2, .vlm).
+    #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format)]
+    template_format: Option<FormatKind>,
+    /// Size of each clone's disk, such as 20G
+    ///
+    /// Default: the size of the template's disk.
+    #[arg(short, long, value_name = "SIZE", value_parser = parse_size)]
+    size: Option<u64>,
+    /// Format options as for `vellum create`; -o help lists them
+    #[arg(short, long, value_name = "OPTIONS")]
+    options: Vec<String>,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// Output format
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+    /// Also allow backing and data files in DIR; may be given several times
+    ///
+    /// By default, an image may only refer to files in its own directory.
+    #[arg(long, value_name = "DIR")]
+    allow_dir: Vec<PathBuf>,
+    /// The template, an image of any format
+    #[arg(value_name = "TEMPLATE", required_unless_present = "options")]
+    template: Option<PathBuf>,
+    /// The clones to create
+    #[arg(value_name = "NAME", required_unless_present = "options")]
+    names: Vec<PathBuf>,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    if args.options.iter().any(|list| list.split(',').any(|option| option == "help" || option == "?")) {
+        say(&options_help(args.format));
+        return Ok(ExitCode::SUCCESS);
+    }
+    let template = args.template.clone().ok_or_else(|| Error::invalid("name the template"))?;
+    if args.names.is_empty() {
+        return Err(Error::invalid("name the clones to create, after the template").into());
+    }
+    let format_of =
+        |path: &Path| args.format.or_else(|| FormatKind::of_name(path)).unwrap_or(FormatKind::Qcow2);
+    let clones: Vec<NewClone> =
+        args.names.iter().map(|path| NewClone { path: path.clone(), format: format_of(path) }).collect();
+    let how = cloning(args, template, &clones)?;
+    let cloned = run_worker(IoMode::Auto, async || clone_all(args, &how, &clones).await)??;
+    if let ListUse::Refused(error) = &cloned.zeros {
+        complain(&format!("vellum clone: {}", error.chain()));
+    }
+    if let Some(refusal) = &cloned.refusal {
+        complain(&format!(
+            "vellum clone: opening the clones for writing will need a further option: {}",
+            refusal.chain()
+        ));
+    }
+    report(args, &how, &cloned);
+    match cloned.failed {
+        None => Ok(ExitCode::SUCCESS),
+        Some(error) => {
+            let is_stopped = error.kind() == ErrorKind::Closed;
+            let error =
+                error.context(format!("{} of {} clones were created", cloned.made.len(), clones.len()));
+            Err(if is_stopped { with_code(130)(error) } else { Failure::from(error) })
+        }
+    }
+}
+
+/// The options, checked against the formats of the clones.
+fn cloning(args: &Args, template: PathBuf, clones: &[NewClone]) -> Result<Cloning> {
+    let mut new = NewImage::parse(&args.options)?;
+    if new.backing_file.is_some() || new.backing_format.is_some() {
+        return Err(Error::invalid("-o backing_file and backing_fmt: the template is the backing image"));
+    }
+    let size = match (args.size, new.size) {
+        (Some(one), Some(other)) if one != other => {
+            return Err(Error::invalid(format!(
+                "two sizes are given, {one} with --size and {other} with -o size: give one"
+            )));
+        }
+        (one, other) => one.or(other),
+    };
+    for clone in clones {
+        new.suits(clone.format, "-f")?;
+    }
+    new.suit_overlay();
+    // Guessing would let whoever wrote the first bytes of a raw template choose.
+    let template_format =
+        args.template_format.or_else(|| FormatKind::of_name(&template)).ok_or_else(|| {
+            Error::invalid(format!(
+                "the name of {} does not show its format: add `-F raw`, `-F qcow2` or `-F vellum`",
+                template.display()
+            ))
+        })?;
+    Ok(Cloning {
+        template,
+        template_format,
+        size,
+        allow_dirs: allowed(&args.allow_dir),
+        native: new.native,
+        qcow2: new.qcow2,
+    })
+}
+
+async fn clone_all(args: &Args, how: &Cloning, clones: &[NewClone]) -> Result<Cloned> {
+    let stop = Stop::new()?;
+    let wish = Wish { is_wanted: false, quiet: args.quiet, output: args.output };
+    let bar = Progress::of_items(clones.len() as u64, wish);
+    let cloned = clone_template(how, clones, &stop.flag, &|count| bar.set(count as u64)).await;
+    bar.end();
+    cloned
+}
+
+fn report(args: &Args, how: &Cloning, cloned: &Cloned) {
+    let template = how.template.display().to_string();
+    match (args.output, &cloned.made[..]) {
+        (OutputFormat::Json, made) => say_json(&json!({
+            "template": template,
+            "template-format": how.template_format.to_string(),
+            "virtual-size": cloned.size,
+            "clones": made.iter().map(|clone| json!({
+                "filename": clone.path.display().to_string(),
+                "format": clone.format.to_string(),
+            })).collect::<Vec<_>>(),
+        })),
+        (OutputFormat::Human, _) if args.quiet => {}
+        (OutputFormat::Human, []) => {}
+        (OutputFormat::Human, [clone]) => say(&format!(
+            "Created {}, a clone of {template}: {}, {}",
+            clone.path.display(),
+            clone.format,
+            human_bytes(cloned.size)
+        )),
+        (OutputFormat::Human, made) => {
+            say(&format!("Created {} clones of {template}, {} each", made.len(), human_bytes(cloned.size)));
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! `vellum clone`: many images over one template.
+
+use super::refused;
+use super::support::dir::Dir;
+use super::support::noise;
+use super::support::program::vellum;
+
+/// A raw template of noise.
+fn template(dir: &Dir) -> String {
+    let template = dir.text("template.raw");
+    std::fs::write(&template, noise(3 << 20, 5)).expect("a template");
+    template
+}
+
+#[test]
+fn clones_read_as_their_template() {
+    let dir = Dir::new("clones");
+    let template = template(&dir);
+    let said = vellum(&["clone", &template, &dir.text("one.qcow2")]).answer();
+    assert!(said.starts_with("Created ") && said.contains("qcow2") && said.contains("3 MiB"), "{said}");
+    let names = [dir.text("two.qcow2"), dir.text("three.vlm"), dir.text("four")];
+    let [two, three, four] = &names;
+    let said = vellum(&["clone", "--output", "json", &template, two, three, four]).json();
+    assert_eq!(said["virtual-size"], 3 << 20, "{said}");
+    for (index, (name, format)) in names.iter().zip(["qcow2", "vellum", "qcow2"]).enumerate() {
+        assert_eq!(said["clones"][index]["filename"], **name, "{said}");
+        assert_eq!(said["clones"][index]["format"], format, "{said}");
+        let info = vellum(&["info", "--output", "json", name]).json();
+        assert_eq!(info["format"], format, "{info}");
+        // In the same directory, so both can be moved.
+        assert_eq!(info["backing-filename"], "template.raw", "{info}");
+        vellum(&["compare", "-f", format, "-F", "raw", name, &template]).answer();
+        vellum(&["check", name]).answer();
+    }
+    // Over a clone, larger.
+    let larger = dir.text("larger.qcow2");
+    vellum(&["clone", "-q", "--size", "1G", two, &larger]).answer();
+    assert_eq!(vellum(&["info", "--output", "json", &larger]).json()["virtual-size"], 1 << 30);
+    assert_eq!(dir.names().len(), 6, "no drafts: {:?}", dir.names());
+}
+
+#[test]
+fn what_cannot_be_cloned_leaves_nothing() {
+    let dir = Dir::new("unclonable");
+    let (template, new, old) = (template(&dir), dir.text("new.qcow2"), dir.text("old.qcow2"));
+    std::fs::write(&old, "somebody's disk").expect("a file");
+    std::os::unix::fs::symlink("nowhere", dir.text("link.qcow2")).expect("a link");
+    let before = dir.names();
+    refused(1, &["old.qcow2", "exists already"], &["clone", &template, &new, &old]);
+    refused(1, &["link.qcow2", "exists already"], &["clone", &template, &new, &dir.text("link.qcow2")]);
+    refused(1, &["new.qcow2", "twice"], &["clone", &template, &new, &new]);
+    refused(1, &["raw", "qcow2 or vellum"], &["clone", &template, &new, &dir.text("x.raw")]);
+    refused(1, &["absent.raw"], &["clone", &dir.text("absent.raw"), &new]);
+    refused(1, &["old", "-F raw"], &["clone", &dir.text("old"), &new]);
+    refused(1, &["data file"], &["clone", "-o", "data_file=x", &template, &new]);
+    refused(1, &["backing_file"], &["clone", "-o", "backing_file=x", &template, &new]);
+    refused(1, &["unit_size"], &["clone", "-o", "unit_size=64k", &template, &new]);
+    assert_eq!(dir.names(), before);
+    assert_eq!(std::fs::read(&old).expect("the file"), b"somebody's disk");
+}
+
+#[test]
+fn the_clones_that_were_made_stay_when_another_fails() {
+    let dir = Dir::new("half-cloned");
+    let template = template(&dir);
+    let (good, bad) = (dir.text("good.qcow2"), dir.text("absent/bad.qcow2"));
+    let ran = vellum(&["clone", "--output", "json", &template, &good, &bad]);
+    assert_eq!(ran.code, 1, "{ran:?}");
+    for word in ["1 of 2 clones were created", "bad.qcow2"] {
+        assert!(ran.err.contains(word), "{ran:?}");
+    }
+    let said: serde_json::Value = serde_json::from_str(&ran.out).expect("what was made");
+    assert_eq!(said["clones"].as_array().map(Vec::len), Some(1), "{said}");
+    assert_eq!(said["clones"][0]["filename"], *good, "{said}");
+    vellum(&["compare", "-f", "qcow2", "-F", "raw", &good, &template]).answer();
+    assert_eq!(dir.names(), ["good.qcow2", "template.raw"]);
+}

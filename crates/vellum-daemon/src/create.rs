@@ -102,17 +102,25 @@ impl CreateTarget {
 }
 
 /// The name by which a new image refers to its backing image: the file name if both are in the same directory,
-/// so that they can be moved together, else the full path.
+/// so that they can be moved together, else the full path. A block device has the path that was given, as far
+/// as its last link: what that link leads to, such as `/dev/dm-3`, may be another device after a reboot.
 ///
 /// # Errors
 /// Those of finding the backing image and the new image's directory; `Invalid` for a name that is not UTF-8.
 pub fn backing_name(backing: &Path, image: &Path) -> Result<String> {
     let context = |path: &Path| format!("can't find {}", path.display());
     let canonical = backing.canonicalize().context(|| context(backing))?;
+    if canonical.metadata().is_ok_and(|facts| facts.file_type().is_block_device()) {
+        return path_text(&std::path::absolute(backing).context(|| context(backing))?);
+    }
     let dir = image.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let dir = dir.canonicalize().context(|| context(dir))?;
-    let name = canonical.strip_prefix(&dir).ok().filter(|rest| rest.components().count() == 1);
-    path_text(name.unwrap_or(&canonical))
+    let Some(name) = canonical.strip_prefix(&dir).ok().filter(|rest| rest.components().count() == 1) else {
+        return path_text(&canonical);
+    };
+    let name = path_text(name)?;
+    // What stands before a colon would be taken for a protocol.
+    Ok(if name.contains(':') { format!("./{name}") } else { name })
 }
 
 /// Makes a qcow2 image. Must be called on a worker. Returns the options of the new image as they turned out.
@@ -309,4 +317,36 @@ async fn lay_out_raw(path: &Path, file: &File, size: u64, preallocation: Preallo
         }
     }
     file.flush().await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_keeps_the_name_that_was_given() {
+        let is_device = |path: &PathBuf| {
+            path.metadata().is_ok_and(|facts| facts.file_type().is_block_device()) && !path.is_symlink()
+        };
+        let found =
+            std::fs::read_dir("/dev").expect("devices").flatten().map(|entry| entry.path()).find(is_device);
+        let Some(device) = found else {
+            #[expect(clippy::print_stderr, reason = "a test says why it looked at nothing")]
+            return eprintln!("skipped: there is no block device here");
+        };
+        let dir = std::env::temp_dir().join(format!("vellum-backing-name-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("a directory");
+        let (link, file) = (dir.join("template"), dir.join("a:b.raw"));
+        std::os::unix::fs::symlink(&device, &link).expect("a link");
+        std::fs::write(&file, "").expect("a file");
+        let name = |backing: &Path| backing_name(backing, &dir.join("clone.qcow2")).expect("it is there");
+        // The device that the link leads to may be another one after a reboot.
+        assert_eq!(Path::new(&name(&link)), link);
+        assert_eq!(name(&file), "./a:b.raw");
+        assert_eq!(
+            backing_name(&file, Path::new("/clone.qcow2")).expect("it is there"),
+            path_text(&file.canonicalize().expect("it is there")).expect("text")
+        );
+        std::fs::remove_dir_all(&dir).expect("our own directory");
+    }
 }

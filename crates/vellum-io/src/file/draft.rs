@@ -258,8 +258,10 @@ fn publish(mut draft: Draft) -> Result<()> {
     let flags = if draft.old.is_some() { RenameFlags::empty() } else { RenameFlags::NOREPLACE };
     let renamed = match rustix::fs::renameat_with(CWD, path, CWD, target, flags) {
         _ if !is_as_it_was => Err(Errno::EXIST),
-        // Some file systems cannot promise it.
-        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => rustix::fs::rename(path, target),
+        // Some file systems, such as NFS, have no such rename.
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) if draft.old.is_none() => {
+            name_by_link(path, target)
+        }
         renamed => renamed,
     };
     match renamed {
@@ -273,6 +275,20 @@ fn publish(mut draft: Draft) -> Result<()> {
         Err(errno) => return Err(failed(errno)),
     }
     sync_directory_of(&draft.target)
+}
+
+/// Gives a file its name only if nothing has that name: by a second name, which replaces nothing, where the file
+/// system has links.
+fn name_by_link(path: &Path, target: &Path) -> Result<(), Errno> {
+    match rustix::fs::link(path, target) {
+        Ok(()) => {
+            // The name is given; a second one would only be a leftover.
+            let _ = rustix::fs::unlink(path);
+            Ok(())
+        }
+        Err(Errno::EXIST) => Err(Errno::EXIST),
+        Err(_) => rustix::fs::rename(path, target),
+    }
 }
 
 #[cfg(test)]
@@ -375,6 +391,20 @@ mod tests {
         fs::write(dir.0.join("new"), "theirs").expect("a file");
         assert_eq!(publish(draft).expect_err("it was made").kind(), ErrorKind::Locked);
         assert_eq!(dir.names(), ["image", "new"]);
+    }
+
+    #[test]
+    fn a_name_by_link_replaces_nothing() {
+        let dir = Dir::new("link");
+        let (draft, target) = (dir.0.join("draft"), dir.0.join("image"));
+        fs::write(&draft, "new").expect("a file");
+        fs::write(&target, "theirs").expect("a file");
+        assert_eq!(name_by_link(&draft, &target), Err(Errno::EXIST));
+        assert_eq!(fs::read(&target).expect("the image"), b"theirs");
+        fs::remove_file(&target).expect("the image");
+        assert_eq!(name_by_link(&draft, &target), Ok(()));
+        assert_eq!(fs::read(&target).expect("the image"), b"new");
+        assert_eq!(dir.names(), ["image"]);
     }
 
     #[test]

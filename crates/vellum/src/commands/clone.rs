@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let clones: Vec<NewClone> =
         args.names.iter().map(|path| NewClone { path: path.clone(), format: format_of(path) }).collect();
     let how = cloning(args, template, &clones)?;
-    let cloned = run_worker(IoMode::Auto, async || clone_all(args, &how, &clones).await)??;
+    let cloned = run_worker(IoMode::Auto, async || clone_all(args, &how, &clones).await)?.map_err(failure)?;
     if let ListUse::Refused(error) = &cloned.zeros {
         complain(&format!("vellum clone: {}", error.chain()));
     }
@@ -87,11 +87,17 @@ pub(crate) fn run(args: &Args) -> Outcome {
     match cloned.failed {
         None => Ok(ExitCode::SUCCESS),
         Some(error) => {
-            let is_stopped = error.kind() == ErrorKind::Closed;
-            let error =
-                error.context(format!("{} of {} clones were created", cloned.made.len(), clones.len()));
-            Err(if is_stopped { with_code(130)(error) } else { Failure::from(error) })
+            let made = format!("{} of {} clones were created", cloned.made.len(), clones.len());
+            let kind = error.kind();
+            Err(failure(error.context(made).with_kind(kind)))
         }
+    }
+}
+
+fn failure(error: Error) -> Failure {
+    match error.kind() {
+        ErrorKind::Closed => with_code(130)(error.context("interrupted")),
+        _ => Failure::from(error),
     }
 }
 
@@ -121,6 +127,15 @@ fn cloning(args: &Args, template: PathBuf, clones: &[NewClone]) -> Result<Clonin
                 template.display()
             ))
         })?;
+    // A link may have another name than the image: its content was perhaps written by a guest.
+    let canonical = template.canonicalize().ok().filter(|_| args.template_format.is_none());
+    if let Some(other) = canonical.filter(|path| FormatKind::of_name(path) != Some(template_format)) {
+        return Err(Error::invalid(format!(
+            "{} is a link to {}, whose name does not show the format {template_format}: give the format with -F",
+            template.display(),
+            other.display()
+        )));
+    }
     Ok(Cloning {
         template,
         template_format,
@@ -132,10 +147,10 @@ fn cloning(args: &Args, template: PathBuf, clones: &[NewClone]) -> Result<Clonin
 }
 
 async fn clone_all(args: &Args, how: &Cloning, clones: &[NewClone]) -> Result<Cloned> {
-    let stop = Stop::new()?;
+    let mut stop = Stop::new()?;
     let wish = Wish { is_wanted: false, quiet: args.quiet, output: args.output };
     let bar = Progress::of_items(clones.len() as u64, wish);
-    let cloned = clone_template(how, clones, &stop.flag, &|count| bar.set(count as u64)).await;
+    let cloned = clone_template(how, clones, &mut stop, &|count| bar.set(count as u64)).await;
     bar.end();
     cloned
 }
@@ -143,6 +158,7 @@ async fn clone_all(args: &Args, how: &Cloning, clones: &[NewClone]) -> Result<Cl
 fn report(args: &Args, how: &Cloning, cloned: &Cloned) {
     let template = how.template.display().to_string();
     match (args.output, &cloned.made[..]) {
+        _ if args.quiet => {}
         (OutputFormat::Json, made) => say_json(&json!({
             "template": template,
             "template-format": how.template_format.to_string(),
@@ -152,7 +168,6 @@ fn report(args: &Args, how: &Cloning, cloned: &Cloned) {
                 "format": clone.format.to_string(),
             })).collect::<Vec<_>>(),
         })),
-        (OutputFormat::Human, _) if args.quiet => {}
         (OutputFormat::Human, []) => {}
         (OutputFormat::Human, [clone]) => say(&format!(
             "Created {}, a clone of {template}: {}, {}",

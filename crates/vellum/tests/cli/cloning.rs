@@ -36,7 +36,14 @@ fn clones_read_as_their_template() {
     let larger = dir.text("larger.qcow2");
     vellum(&["clone", "-q", "--size", "1G", two, &larger]).answer();
     assert_eq!(vellum(&["info", "--output", "json", &larger]).json()["virtual-size"], 1 << 30);
-    assert_eq!(dir.names().len(), 6, "no drafts: {:?}", dir.names());
+    // Sizes are whole sectors, and a colon in a name is no protocol.
+    let (odd, colon) = (dir.text("odd.vlm"), dir.text("win:10.qcow2"));
+    let said = vellum(&["clone", "--output", "json", "--size", "1000", &template, &odd]).json();
+    assert_eq!(said["virtual-size"], 1024, "{said}");
+    vellum(&["clone", "-q", &template, &colon]).answer();
+    vellum(&["clone", "-q", &colon, &dir.text("over.qcow2")]).answer();
+    vellum(&["compare", "-f", "qcow2", "-F", "raw", &dir.text("over.qcow2"), &template]).answer();
+    assert_eq!(dir.names().len(), 9, "no drafts: {:?}", dir.names());
 }
 
 #[test]
@@ -45,10 +52,16 @@ fn what_cannot_be_cloned_leaves_nothing() {
     let (template, new, old) = (template(&dir), dir.text("new.qcow2"), dir.text("old.qcow2"));
     std::fs::write(&old, "somebody's disk").expect("a file");
     std::os::unix::fs::symlink("nowhere", dir.text("link.qcow2")).expect("a link");
+    // What a guest wrote must not be taken for an image because of a link's name.
+    let link = dir.text("image.qcow2");
+    std::os::unix::fs::symlink("template.raw", &link).expect("a link");
     let before = dir.names();
+    refused(1, &["image.qcow2", "template.raw", "-F"], &["clone", &link, &new]);
     refused(1, &["old.qcow2", "exists already"], &["clone", &template, &new, &old]);
     refused(1, &["link.qcow2", "exists already"], &["clone", &template, &new, &dir.text("link.qcow2")]);
     refused(1, &["new.qcow2", "twice"], &["clone", &template, &new, &new]);
+    let same = dir.text("./new.qcow2");
+    refused(1, &["new.qcow2", "twice"], &["clone", &template, &new, &same]);
     refused(1, &["raw", "qcow2 or vellum"], &["clone", &template, &new, &dir.text("x.raw")]);
     refused(1, &["absent.raw"], &["clone", &dir.text("absent.raw"), &new]);
     refused(1, &["old", "-F raw"], &["clone", &dir.text("old"), &new]);

@@ -1,9 +1,13 @@
 //! `vellum clone`: many images over one template.
 
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
 use super::refused;
 use super::support::dir::Dir;
+use super::support::loops::Mount;
 use super::support::noise;
-use super::support::program::vellum;
+use super::support::program::{vellum, vellum_command};
 
 /// A raw template of noise.
 fn template(dir: &Dir) -> String {
@@ -87,4 +91,61 @@ fn the_clones_that_were_made_stay_when_another_fails() {
     assert_eq!(said["clones"][0]["filename"], *good, "{said}");
     vellum(&["compare", "-f", "qcow2", "-F", "raw", &good, &template]).answer();
     assert_eq!(dir.names(), ["good.qcow2", "template.raw"]);
+}
+
+/// Whether every name that is no draft is a whole clone.
+#[track_caller]
+fn all_are_whole(dir: &Dir, template: &str) -> usize {
+    let names = dir.names().into_iter().filter(|name| !name.starts_with('.') && !name.ends_with(".raw"));
+    let names: Vec<String> = names.collect();
+    let allow = std::path::Path::new(template).parent().and_then(|dir| dir.to_str()).expect("a directory");
+    for name in &names {
+        let clone = dir.text(name);
+        vellum(&["check", &clone]).answer();
+        vellum(&["compare", "--allow-dir", allow, "-f", "qcow2", "-F", "raw", &clone, template]).answer();
+    }
+    names.len()
+}
+
+#[test]
+fn a_full_host_leaves_whole_clones_and_no_drafts() {
+    let Some(mount) = Mount::tmpfs(4 << 20) else { return };
+    let dir = Dir::new("clones-room");
+    let template = template(&dir);
+    let names: Vec<String> = (0..200).map(|index| mount.dir.text(&format!("{index}.qcow2"))).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let ran = vellum(&[&["clone", "--allow-dir", &dir.text("."), &template], &names[..]].concat());
+    assert_eq!(ran.code, 1, "{ran:?}");
+    assert!(ran.err.contains("space") && ran.err.contains("of 200 clones were created"), "{ran:?}");
+    let whole = all_are_whole(&mount.dir, &template);
+    assert!(ran.err.contains(&format!("{whole} of 200")), "{whole} are there: {}", ran.err);
+    assert!(mount.dir.names().iter().all(|name| !name.starts_with('.')), "{:?}", mount.dir.names());
+}
+
+#[test]
+fn what_a_kill_leaves_is_whole_or_a_draft_that_the_next_run_removes() {
+    let dir = Dir::new("clones-kill");
+    let template = template(&dir);
+    let names: Vec<String> = (0..2000).map(|index| dir.text(&format!("{index}.qcow2"))).collect();
+    let mut command = vellum_command();
+    command.args(["clone", &template]).args(&names).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = command.spawn().expect("our own program");
+    let begun = Instant::now();
+    while dir.names().len() < 40 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "nothing is cloned");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    child.kill().expect("it runs");
+    child.wait().expect("it ends");
+    let whole = all_are_whole(&dir, &template);
+    assert!((1..2000).contains(&whole), "{whole} of 2000");
+    let missing: Vec<&str> = names
+        .iter()
+        .map(String::as_str)
+        .filter(|name| !std::path::Path::new(name).exists())
+        .take(40)
+        .collect();
+    vellum(&[&["clone", "-q", &template], &missing[..]].concat()).answer();
+    assert!(dir.names().iter().all(|name| !name.starts_with('.')), "{:?}", dir.names());
+    assert_eq!(all_are_whole(&dir, &template), whole + missing.len());
 }

@@ -13,12 +13,18 @@
 //!    this program makes that out of date.
 //! 4. Everything a header change touches lies in the first 512 bytes, so a header is old or new, never mixed.
 
-use vellum_core::{BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Result, Storage};
+mod extensions;
+mod parse;
+
+use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, ImageSpan, Result, Storage};
 
 use super::journal::extension::{EXTENSION_LEN, Extension};
 use super::layout::*;
 use crate::Prealloc;
 use crate::truth::reconcile;
+
+use extensions::{Extensions, refuse_unknown_features};
+use parse::Features;
 
 /// The versions that are read and written.
 pub(crate) const VERSIONS: [u32; 2] = [2, 3];
@@ -120,99 +126,16 @@ impl Header {
     }
 
     fn parse_any(cluster: &[u8], len: u64) -> Result<Self> {
-        if cluster.len() < 512 || be32(cluster, field::MAGIC) != MAGIC {
-            return Err(Error::invalid("not a qcow2 image: it does not begin with the magic number"));
-        }
-        let version = be32(cluster, field::VERSION);
-        if !VERSIONS.contains(&version) {
-            return Err(Error::unsupported(format!(
-                "qcow2 version {version} is not supported (2 and 3 are)"
-            )));
-        }
-        let cluster_bits = be32(cluster, field::CLUSTER_BITS);
-        if !(CLUSTER_BITS_MIN..=CLUSTER_BITS_MAX).contains(&cluster_bits) {
-            return Err(Error::corrupt(format!(
-                "the cluster size 2^{cluster_bits} is outside 2^{CLUSTER_BITS_MIN} to 2^{CLUSTER_BITS_MAX}"
-            )));
-        }
-        let cluster_size = BlockSize::from_shift(cluster_bits);
-        if len < V2_HEADER_LEN as u64 || (version == 3 && len < V3_HEADER_LEN_MIN as u64) {
-            return Err(Error::corrupt("the file ends within the header: it was truncated"));
-        }
-        let cluster = &cluster[..cluster.len().min(1 << cluster_bits)];
-
-        let (header_len, incompatible, compatible, autoclear, refcount_order) = if version == 2 {
-            (V2_HEADER_LEN, 0, 0, 0, 4)
-        } else {
-            let header_len = be32(cluster, field::HEADER_LENGTH) as usize;
-            if header_len < V3_HEADER_LEN_MIN || header_len > cluster.len() || !header_len.is_multiple_of(8) {
-                return Err(Error::corrupt(format!("the header length {header_len} is impossible")));
-            }
-            (
-                header_len,
-                be64(cluster, field::INCOMPATIBLE),
-                be64(cluster, field::COMPATIBLE),
-                be64(cluster, field::AUTOCLEAR),
-                be32(cluster, field::REFCOUNT_ORDER),
-            )
-        };
-        if refcount_order > 6 {
-            return Err(Error::corrupt(format!("a refcount width of 2^{refcount_order} bits is above 64")));
-        }
-        let backing_offset = be64(cluster, field::BACKING_FILE_OFFSET);
-        let backing_len = be32(cluster, field::BACKING_FILE_SIZE);
-        // Extensions end where the backing name begins, or at the end of the cluster.
-        let extensions_end = match usize::try_from(backing_offset) {
-            Ok(0) => cluster.len(),
-            Ok(at) if at <= cluster.len() => at,
-            _ => return Err(Error::corrupt("the backing file name lies outside the first cluster")),
-        };
+        let (version, cluster_size) = parse::version(cluster, len)?;
+        let cluster = &cluster[..cluster.len().min(1 << cluster_size.shift())];
+        let Features { header_len, incompatible, compatible, autoclear, refcount_order } =
+            Features::parse(cluster, version)?;
+        let extensions_end = parse::extensions_end(cluster)?;
         let extensions = Extensions::parse(cluster, header_len, extensions_end)?;
         refuse_unknown_features(incompatible, &extensions.feature_names)?;
-
-        let backing_file = match (backing_offset, backing_len) {
-            (0, _) | (_, 0) => None,
-            (_, long) if long > BACKING_NAME_MAX => {
-                return Err(Error::corrupt(format!("a backing file name of {long} bytes is too long")));
-            }
-            (_, len) => {
-                let end = extensions_end + len as usize;
-                let name = cluster.get(extensions_end..end).ok_or_else(|| {
-                    Error::corrupt("the backing file name passes the end of the first cluster")
-                })?;
-                Some(text(name, "backing file name")?)
-            }
-        };
-
-        let encryption = match be32(cluster, field::CRYPT_METHOD) {
-            0 => None,
-            1 => Some(Encryption::Aes),
-            2 => Some(Encryption::Luks),
-            other => return Err(Error::corrupt(format!("encryption method {other} is unknown"))),
-        };
-        let compression = match cluster.get(field::COMPRESSION_TYPE) {
-            Some(kind) if header_len > field::COMPRESSION_TYPE => match kind {
-                0 => Compression::Zlib,
-                1 => Compression::Zstd,
-                other => return Err(Error::unsupported(format!("compression type {other} is unknown"))),
-            },
-            _ => Compression::Zlib,
-        };
-        if (compression != Compression::Zlib) != (incompatible & incompatible::COMPRESSION != 0) {
-            return Err(Error::corrupt("the compression type and its feature bit contradict each other"));
-        }
-        if incompatible & incompatible::EXTENDED_L2 != 0 && cluster_bits < EXTENDED_CLUSTER_BITS_MIN {
-            return Err(Error::corrupt("extended L2 entries need clusters of at least 16 KiB"));
-        }
-        if incompatible & incompatible::DATA_FILE == 0 && autoclear & autoclear::RAW_EXTERNAL != 0 {
-            return Err(Error::corrupt("the raw external data bit is set on an image without a data file"));
-        }
-        if extensions.has_encryption && encryption != Some(Encryption::Luks) {
-            return Err(Error::corrupt(
-                "there is an encryption header on an image that is not encrypted with LUKS",
-            ));
-        }
-
+        let backing_file = parse::backing_file(cluster, extensions_end)?;
+        let encryption = parse::encryption(cluster)?;
+        let compression = parse::compression(cluster, header_len)?;
         let mut sector = [0; 512];
         sector.copy_from_slice(&cluster[..512]);
         let mut header = Self {
@@ -238,16 +161,7 @@ impl Header {
             journal: extensions.journal,
             misplaced_journal: extensions.misplaced_journal,
         };
-        if header.needs_replay() && header.journal.is_none() {
-            return Err(Error::corrupt(
-                "the image was written with a journal, but its header does not say where the \
-             journal is",
-            ));
-        }
-        if header.has_data_file() && header.data_file.is_none() {
-            // The format makes the name optional, but without one there is nothing to open.
-            return Err(Error::unsupported("the image keeps its data in another file but does not name it"));
-        }
+        header.check_features(extensions.has_encryption)?;
         header.refcount_table = header.check_refcount_table(
             be64(cluster, field::REFCOUNT_TABLE_OFFSET),
             be32(cluster, field::REFCOUNT_TABLE_CLUSTERS),
@@ -256,6 +170,35 @@ impl Header {
         header.check_snapshots()?;
         header.bitmaps = header.check_bitmaps(extensions.bitmaps.as_deref())?;
         Ok(header)
+    }
+
+    /// Refuses features that contradict a field, or that need an extension the image does not have.
+    fn check_features(&self, has_encryption_header: bool) -> Result<()> {
+        if (self.compression != Compression::Zlib) != (self.incompatible & incompatible::COMPRESSION != 0) {
+            return Err(Error::corrupt("the compression type and its feature bit contradict each other"));
+        }
+        if self.has_subclusters() && self.cluster_size.shift() < EXTENDED_CLUSTER_BITS_MIN {
+            return Err(Error::corrupt("extended L2 entries need clusters of at least 16 KiB"));
+        }
+        if !self.has_data_file() && self.data_file_is_raw() {
+            return Err(Error::corrupt("the raw external data bit is set on an image without a data file"));
+        }
+        if has_encryption_header && self.encryption != Some(Encryption::Luks) {
+            return Err(Error::corrupt(
+                "there is an encryption header on an image that is not encrypted with LUKS",
+            ));
+        }
+        if self.needs_replay() && self.journal.is_none() {
+            return Err(Error::corrupt(
+                "the image was written with a journal, but its header does not say where the \
+             journal is",
+            ));
+        }
+        if self.has_data_file() && self.data_file.is_none() {
+            // The format makes the name optional, but without one there is nothing to open.
+            return Err(Error::unsupported("the image keeps its data in another file but does not name it"));
+        }
+        Ok(())
     }
 
     fn check_refcount_table(&self, offset: u64, clusters: u32) -> Result<ImageSpan> {
@@ -536,85 +479,4 @@ impl Header {
         }
         Buffer::copy_of(&sector)
     }
-}
-
-#[derive(Default)]
-struct Extensions {
-    backing_format: Option<String>,
-    data_file: Option<String>,
-    bitmaps: Option<Vec<u8>>,
-    has_encryption: bool,
-    feature_names: Vec<u8>,
-    journal: Option<(Extension, usize)>,
-    misplaced_journal: Option<Extension>,
-}
-
-impl Extensions {
-    fn parse(cluster: &[u8], start: usize, end: usize) -> Result<Self> {
-        let mut found = Self::default();
-        let mut at = start;
-        while at + 8 <= end {
-            let (kind, len) = (be32(cluster, at), be32(cluster, at + 4) as usize);
-            if kind == extension::END {
-                break;
-            }
-            at += 8;
-            let body = at
-                .checked_add(len)
-                .filter(|body_end| *body_end <= end)
-                .map(|body_end| &cluster[at..body_end])
-                .ok_or_else(|| {
-                    Error::corrupt(format!("header extension {kind:#x} is longer than its room"))
-                })?;
-            match kind {
-                extension::BACKING_FORMAT => found.backing_format = Some(text(body, "backing format")?),
-                extension::DATA_FILE => found.data_file = Some(text(body, "data file name")?),
-                extension::BITMAPS => found.bitmaps = Some(body.to_vec()),
-                extension::ENCRYPTION => found.has_encryption = true,
-                extension::FEATURE_NAMES => found.feature_names = body.to_vec(),
-                // It changes together with the feature bit, so it counts only where one write covers both.
-                extension::JOURNAL if at + EXTENSION_LEN <= 512 => {
-                    found.journal = Some((Extension::decode(body)?, at));
-                }
-                extension::JOURNAL => {
-                    let unknown = Extension {
-                        wanted_bytes: JOURNAL_BYTES_DEFAULT,
-                        run: ImageOffset::ZERO.span(0),
-                        generation: 0,
-                        key: 0,
-                        prealloc: Prealloc::Auto,
-                    };
-                    found.misplaced_journal = Some(Extension::decode(body).unwrap_or(unknown));
-                }
-                _ => {} // kept, because header changes leave it in place
-            }
-            at += len.next_multiple_of(8);
-        }
-        Ok(found)
-    }
-}
-
-fn text(bytes: &[u8], what: &str) -> Result<String> {
-    let bytes = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
-    String::from_utf8(bytes.to_vec()).map_err(|_| Error::corrupt(format!("the {what} is not UTF-8")))
-}
-
-fn refuse_unknown_features(bits: u64, names: &[u8]) -> Result<()> {
-    let unknown = bits & !incompatible::KNOWN;
-    if unknown == 0 {
-        return Ok(());
-    }
-    let name_of = |bit: u32| {
-        names
-            .chunks_exact(FEATURE_NAME_LEN)
-            .find(|row| row[0] == 0 && u32::from(row[1]) == bit)
-            .and_then(|row| text(&row[2..], "feature name").ok())
-            .filter(|name| !name.is_empty())
-            .unwrap_or_else(|| format!("unknown incompatible feature, bit {bit}"))
-    };
-    let list: Vec<String> = (0..64).filter(|bit| unknown >> bit & 1 == 1).map(name_of).collect();
-    Err(Error::new(
-        ErrorKind::Unsupported,
-        format!("the image needs features that this program does not support: {}", list.join(", ")),
-    ))
 }

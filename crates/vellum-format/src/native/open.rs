@@ -12,13 +12,13 @@ use vellum_core::{
     LocalFuture, Result, Room, SharedDisk, SharedStorage, Tallied, WriteFlags, ZeroFlags,
 };
 
-use super::geometry::{Places, Region};
+use super::geometry::{Layout, Places, Region};
 use super::home_pages::HomePages;
 use super::image::{LINEAR_CELL, Native};
 use super::recover::recover;
 use super::room::whole_units;
 use super::snapshots::{Still, View, Views, refuse_half_reverted};
-use super::superblock::Superblocks;
+use super::superblock::{Superblock, Superblocks};
 use super::unfinished::{self, Found, Then};
 use super::units::Units;
 use super::zones::Zones;
@@ -111,85 +111,43 @@ impl Native {
         let read_only = options.read_only || options.snapshot.is_some() || image.limits().read_only;
         let metadata = Tallied::shared(image.clone(), options.tally.metadata.clone());
         let superblocks = Superblocks::read(&*metadata).await?;
-        if superblocks.superblock.needs_replay() {
+        let superblock = &superblocks.superblock;
+        if superblock.needs_replay() {
             return match read_only {
-                true => Err(superblocks.superblock.replay_first(image.name())),
+                true => Err(superblock.replay_first(image.name())),
                 false => Ok(Opened::Unfinished(None, Found::Journal)),
             };
         }
-        let superblock = &superblocks.superblock;
         if superblock.base().is_some() && below.is_none() && !options.without_base {
             return Err(Error::invalid("its base was not opened"));
         }
-        let mut places = superblock.places();
-        let has_snapshots = superblock.has_snapshots();
-        if has_snapshots {
-            refuse_partials(&metadata, &places).await?;
-        }
-        let view = match &options.snapshot {
-            None if read_only && has_snapshots => {
-                refuse_half_reverted(&metadata, superblock).await?;
-                None
-            }
-            None => None,
-            Some(wanted) => Some(Still::read(&metadata, superblock, wanted).await?),
-        };
-        if let Some(view) = &view {
-            places = places.resized(view.size)?;
-        }
-        let shape = places.shape();
-        let limits = image.limits();
-        let geometry = Geometry {
-            size: shape.size,
-            block_size: limits.block_size,
-            preferred_size: limits.physical_block.max(BlockSize::PAGE),
-            read_only,
-            fast_zeroes: limits.fast_zeroes,
-        };
+        let wanted = options.snapshot.as_deref();
+        let (places, view) = read_places(&metadata, superblock, wanted, read_only).await?;
         let home = HomePages::new(places.homes());
-        if !read_only && unfinished::base_goes_on(&*metadata, &places).await? {
+        let space = Space::read(&metadata, superblock, &places, &home, read_only).await?;
+        let Some(Space { units, views }) = space else {
             return Ok(Opened::Unfinished(None, Found::BehindTheEnd));
-        }
-        let (units, views) = match shape.layout {
-            super::geometry::Layout::Table(_) | super::geometry::Layout::Zoned { .. } if !read_only => {
-                let views = Views::read(&metadata, &places, has_snapshots).await?;
-                let Some(units) = read_units(&home, &places, &metadata, &views).await? else {
-                    return Ok(Opened::Unfinished(None, Found::BehindTheEnd));
-                };
-                (Some(units), Some(views))
-            }
-            _ => (None, None),
         };
         let found = views.as_ref().and_then(Views::unfinished);
-        let has_journal = !read_only && !places.region(Region::Journal).is_empty();
-        let journal = has_journal.then(|| Journal::new(options.journal_key));
         let under = Tallied::shared(image.clone(), options.tally.data.clone());
-        let data: SharedStorage = match &journal {
-            Some(journal) => Arc::new(Overlaid { image: under.clone(), full: journal.full.clone() }),
-            None => under.clone(),
-        };
-        let cell = shape.layout.unit().unwrap_or(LINEAR_CELL);
+        let (journal, data) = journal(&places, &under, options.journal_key, read_only);
         let embeds = superblock.embeds() && units.is_some() && journal.is_some();
-        let zones = embeds.then(|| {
-            let compaction = options.compaction.then(Default::default);
-            Zones::new(Need::new(options.prealloc, image.limits()), compaction)
-        });
         let native = Arc::new(Self {
-            engine: Engine::new(image.name().to_owned(), geometry, options.clock.clone()),
-            places,
+            engine: Engine::new(image.name().to_owned(), geometry(&image, &places, read_only), options.clock),
             superblocks: Arc::new(async_lock::Mutex::new(superblocks)),
             checkpoint_storage: Tallied::shared(image.clone(), options.tally.checkpoint.clone()),
-            ahead: Tallied::shared(image, options.tally.prealloc.clone()),
+            ahead: Tallied::shared(image.clone(), options.tally.prealloc.clone()),
             metadata,
             data,
             under,
             below,
             home,
-            cell,
+            cell: places.shape().layout.unit().unwrap_or(LINEAR_CELL),
+            places,
             block_locks: std::array::from_fn(|_| Mutex::new(())),
             units,
             views,
-            zones,
+            zones: embeds.then(|| zones(&image, options.prealloc, options.compaction)),
             view: view.map(View::Still),
             journal,
             in_use: Default::default(),
@@ -209,6 +167,58 @@ impl Native {
     pub fn waits_for_units(&self) -> u64 {
         self.units.as_ref().map_or(0, Units::waits)
     }
+}
+
+/// Reads the snapshot `wanted`, if one is. The places are those of its disk, or of the image's own.
+async fn read_places(
+    image: &SharedStorage,
+    superblock: &Superblock,
+    wanted: Option<&str>,
+    read_only: bool,
+) -> Result<(Places, Option<Still>)> {
+    let places = superblock.places();
+    let has_snapshots = superblock.has_snapshots();
+    if has_snapshots {
+        refuse_partials(image, &places).await?;
+    }
+    let Some(wanted) = wanted else {
+        if read_only && has_snapshots {
+            refuse_half_reverted(image, superblock).await?;
+        }
+        return Ok((places, None));
+    };
+    let view = Still::read(image, superblock, wanted).await?;
+    Ok((places.resized(view.size)?, Some(view)))
+}
+
+fn geometry(image: &SharedStorage, places: &Places, read_only: bool) -> Geometry {
+    let limits = image.limits();
+    Geometry {
+        size: places.shape().size,
+        block_size: limits.block_size,
+        preferred_size: limits.physical_block.max(BlockSize::PAGE),
+        read_only,
+        fast_zeroes: limits.fast_zeroes,
+    }
+}
+
+/// The journal, if the image is written and has one, and the storage of guest data, which is read through it.
+fn journal(
+    places: &Places,
+    under: &SharedStorage,
+    key: Option<u128>,
+    read_only: bool,
+) -> (Option<Journal>, SharedStorage) {
+    if read_only || places.region(Region::Journal).is_empty() {
+        return (None, under.clone());
+    }
+    let journal = Journal::new(key);
+    let data = Arc::new(Overlaid { image: under.clone(), full: journal.full.clone() });
+    (Some(journal), data)
+}
+
+fn zones(image: &SharedStorage, prealloc: Prealloc, compaction: bool) -> Zones {
+    Zones::new(Need::new(prealloc, image.limits()), compaction.then(Default::default))
 }
 
 /// Refuses an image with partial units. This program makes none.
@@ -233,6 +243,40 @@ enum Opened {
     Whole(Arc<Native>),
     /// A change of the image was interrupted.
     Unfinished(Option<Arc<Native>>, Found),
+}
+
+/// What a writer keeps in memory of an image with a table. Both are `None` for a linear image, and for one
+/// that is only read.
+#[derive(Default)]
+struct Space {
+    units: Option<Units>,
+    views: Option<Views>,
+}
+
+impl Space {
+    /// `None` when tables have entries past the end of the disk.
+    async fn read(
+        image: &SharedStorage,
+        superblock: &Superblock,
+        places: &Places,
+        home: &HomePages,
+        read_only: bool,
+    ) -> Result<Option<Self>> {
+        if read_only {
+            return Ok(Some(Self::default()));
+        }
+        if unfinished::base_goes_on(&**image, places).await? {
+            return Ok(None);
+        }
+        match places.shape().layout {
+            Layout::Table(_) | Layout::Zoned { .. } => {
+                let views = Views::read(image, places, superblock.has_snapshots()).await?;
+                let units = read_units(home, places, image, &views).await?;
+                Ok(units.map(|units| Self { units: Some(units), views: Some(views) }))
+            }
+            _ => Ok(Some(Self::default())),
+        }
+    }
 }
 
 /// Finds the free units: those that neither the table nor a snapshot names. `None` when the table has entries

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
 use vellum_core::{
-    Buffer, Clock, Context, Error, ErrorKind, Geometry, HostTally, ImageOffset, ImageSpan, Inline, Offload,
-    Result, SharedStorage, Tallied,
+    BlockSize, Buffer, Clock, Context, Error, ErrorKind, Geometry, HostTally, ImageOffset, ImageSpan, Inline,
+    Offload, Result, SharedStorage, Tallied,
 };
 
 use super::check;
@@ -83,90 +83,22 @@ impl Qcow2 {
         Self::open_inner(header, files, options).await.context(context)
     }
 
-    async fn open_inner(mut header: Header, files: Files, options: OpenOptions) -> Result<Arc<Self>> {
+    async fn open_inner(header: Header, files: Files, options: OpenOptions) -> Result<Arc<Self>> {
         let read_only = options.read_only || options.snapshot.is_some() || files.image.limits().read_only;
         let image = Tallied::shared(files.image.clone(), options.tally.metadata.clone());
-        if !read_only && header.is_corrupt() {
-            return Err(Error::corrupt(
-                "the image is marked corrupt and can only be read: open it read-only, or run `vellum check -r all`",
-            ));
-        }
-        if header.needs_replay() {
-            if read_only {
-                return Err(header.replay_first(image.name()));
-            }
-            recover::recover(&image).await.context(|| "the image was not closed")?;
-            header = Header::read(&*image).await?;
-        }
-        if !read_only && header.version() < 3 {
-            settle(&*image).await?; // it has no bit that says whether it was closed
-        }
-        if !read_only && header.is_dirty() {
-            check::repair_dirty(&header, &image)
-                .await
-                .context(|| "the image was not closed and needs repair")?;
-            header = Header::read(&*image).await?;
-        }
-        if let Some(misplaced) = header.misplaced_journal().filter(|_| !read_only && !header.has_data_file())
-        {
-            // Another program rewrote the header and moved the journal's extension to where it cannot be
-            // followed. The image is open nowhere else. If the extension no longer fits in the first sector,
-            // the image is written without a journal.
-            let wanted = misplaced.wanted_bytes.clamp(BYTES_MIN, BYTES_MAX);
-            match journal_setting::set_journal(&image, Some(wanted)).await {
-                Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
-                _ => header = Header::read(&*image).await?,
-            }
-        }
+        let header = recover_or_repair(header, &image, read_only).await?;
         let checkpoint_storage = Tallied::shared(files.image.clone(), options.tally.checkpoint.clone());
         let ahead = Tallied::shared(files.image.clone(), options.tally.prealloc.clone());
-        let clock = options.clock.clone();
-        let prealloc = match options.prealloc {
-            // After a crash nothing would show that space must be given back. And there is no need when guest
-            // data is in another file.
-            _ if read_only || header.version() < 3 || header.has_data_file() => Prealloc::Off,
-            Prealloc::Auto => header.prealloc(),
-            said => said,
-        };
+        let prealloc = prealloc(&header, options.prealloc, read_only);
         let data = match (header.has_data_file(), files.data_file) {
             (true, Some(data_file)) => data_file,
             (true, None) => return Err(Error::invalid("its data file was not opened")),
             (false, _) => files.image,
         };
         let data = Tallied::shared(data, options.tally.data.clone());
-        let table = match header.snapshot_count {
-            0 => None,
-            _ if read_only && options.snapshot.is_none() => None,
-            _ => Some(snapshot::read_table(&header, &*image).await?),
-        };
-        let (l1_span, size) = match &options.snapshot {
-            None => (header.l1_span(), header.size()),
-            Some(wanted) => {
-                let found = table.as_ref().and_then(|table| table.find(wanted));
-                let found = found.ok_or_else(|| {
-                    Error::new(ErrorKind::NotFound, format!("there is no snapshot named {wanted}"))
-                })?;
-                (found.l1, found.disk_size)
-            }
-        };
-        let l1 = read_l1(&image, l1_span).await?;
-        let entries = Entries::of(&header);
-        let cluster = header.cluster_size();
-        if size.div_ceil(header.l2_reach()) > l1.len() as u64 {
-            return Err(Error::corrupt("the L1 table of the snapshot is too small for its disk"));
-        }
-        let (refcounts, misnamed) = match read_only {
-            true => (None, HashSet::default()),
-            false => {
-                let (refcounts, misnamed) = read_refcounts(&header, &image, &l1, table.as_ref()).await?;
-                (Some(Mutex::new(refcounts)), misnamed)
-            }
-        };
-        let page_bytes = usize::try_from(METADATA_PAGE.min(cluster).bytes()).expect("a page is small");
-        let pages_needed =
-            (size.div_ceil(cluster.bytes()) * 8 * entries.words() as u64).div_ceil(page_bytes as u64);
-        let pages_max = (options.mapping_bytes_max / page_bytes as u64).clamp(16, pages_needed.max(16));
-        let pages = Pages::with_room_for(usize::try_from(pages_max).expect("bounded by memory"));
+        let Tables { l1, size, refcounts } =
+            Tables::read(&header, &image, options.snapshot.as_deref(), read_only).await?;
+        let (cluster, entries) = (header.cluster_size(), Entries::of(&header));
         let geometry = Geometry {
             size,
             block_size: data.limits().block_size,
@@ -174,20 +106,14 @@ impl Qcow2 {
             read_only,
             fast_zeroes: entries.has_zero_flag(),
         };
-        let journal = match header.journal_bytes() {
-            Some(bytes) if !read_only && header.version() >= 3 && !header.has_data_file() => {
-                Some(Journal::new(bytes, options.journal_key))
-            }
-            _ => None,
-        };
+        let journal = journal(&header, options.journal_key, read_only);
         let data: SharedStorage = match &journal {
             Some(journal) => Arc::new(Overlaid { image: data, full: journal.common.full.clone() }),
             None => data,
         };
-        let l1 = L1 { at: l1_span.start(), entries: l1, misnamed };
         let decompressor = Decompressor::new(data.clone(), header.compression(), cluster, options.offload);
         Ok(Arc::new(Self {
-            engine: Engine::new(image.name().to_owned(), geometry, clock),
+            engine: Engine::new(image.name().to_owned(), geometry, options.clock),
             has_data_file: header.has_data_file(),
             header: HeaderState::new(header),
             cluster,
@@ -196,7 +122,7 @@ impl Qcow2 {
             checkpoint_storage,
             data,
             below: files.below,
-            mapping: Mapping::new(cluster, entries, page_bytes, l1, pages),
+            mapping: mapping(cluster, entries, l1, size, options.mapping_bytes_max),
             refcount_loads: Default::default(),
             late: Default::default(),
             refcounts,
@@ -208,6 +134,118 @@ impl Qcow2 {
             growing: Default::default(),
             contradiction: Default::default(),
         }))
+    }
+}
+
+/// Replays the journal or repairs refcounts where an image was not closed, and puts a misplaced journal back.
+/// Returns the header as it is then. Of an image that is only read nothing is changed.
+async fn recover_or_repair(mut header: Header, image: &SharedStorage, read_only: bool) -> Result<Header> {
+    if !read_only && header.is_corrupt() {
+        return Err(Error::corrupt(
+            "the image is marked corrupt and can only be read: open it read-only, or run `vellum check -r all`",
+        ));
+    }
+    if header.needs_replay() {
+        if read_only {
+            return Err(header.replay_first(image.name()));
+        }
+        recover::recover(image).await.context(|| "the image was not closed")?;
+        header = Header::read(&**image).await?;
+    }
+    if !read_only && header.version() < 3 {
+        settle(&**image).await?; // it has no bit that says whether it was closed
+    }
+    if !read_only && header.is_dirty() {
+        check::repair_dirty(&header, image).await.context(|| "the image was not closed and needs repair")?;
+        header = Header::read(&**image).await?;
+    }
+    if let Some(misplaced) = header.misplaced_journal().filter(|_| !read_only && !header.has_data_file()) {
+        // Another program rewrote the header and moved the journal's extension to where it cannot be
+        // followed. The image is open nowhere else. If the extension no longer fits in the first sector,
+        // the image is written without a journal.
+        let wanted = misplaced.wanted_bytes.clamp(BYTES_MIN, BYTES_MAX);
+        match journal_setting::set_journal(image, Some(wanted)).await {
+            Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
+            _ => header = Header::read(&**image).await?,
+        }
+    }
+    Ok(header)
+}
+
+/// Whether space is prepared ahead of need, if the caller asks for `asked`.
+fn prealloc(header: &Header, asked: Prealloc, read_only: bool) -> Prealloc {
+    match asked {
+        // After a crash nothing would show that space must be given back. And there is no need when guest
+        // data is in another file.
+        _ if read_only || header.version() < 3 || header.has_data_file() => Prealloc::Off,
+        Prealloc::Auto => header.prealloc(),
+        said => said,
+    }
+}
+
+fn journal(header: &Header, key: Option<u128>, read_only: bool) -> Option<Journal> {
+    match header.journal_bytes() {
+        Some(bytes) if !read_only && header.version() >= 3 && !header.has_data_file() => {
+            Some(Journal::new(bytes, key))
+        }
+        _ => None,
+    }
+}
+
+/// The mapping of a disk of `size` bytes, with memory for at most `bytes_max` of it.
+fn mapping(cluster: BlockSize, entries: Entries, l1: L1, size: u64, bytes_max: u64) -> Mapping {
+    let page_bytes = usize::try_from(METADATA_PAGE.min(cluster).bytes()).expect("a page is small");
+    let pages_needed =
+        (size.div_ceil(cluster.bytes()) * 8 * entries.words() as u64).div_ceil(page_bytes as u64);
+    let pages_max = (bytes_max / page_bytes as u64).clamp(16, pages_needed.max(16));
+    let pages = Pages::with_room_for(usize::try_from(pages_max).expect("bounded by memory"));
+    Mapping::new(cluster, entries, page_bytes, l1, pages)
+}
+
+/// What is read of the tables when an image is opened.
+struct Tables {
+    l1: L1,
+    /// The size of the disk or of the snapshot.
+    size: u64,
+    /// `None` if the image is only read.
+    refcounts: Option<Mutex<Refcounts>>,
+}
+
+impl Tables {
+    /// Reads the tables of the disk, or of the snapshot `wanted`.
+    async fn read(
+        header: &Header,
+        image: &SharedStorage,
+        wanted: Option<&str>,
+        read_only: bool,
+    ) -> Result<Self> {
+        let snapshots = match header.snapshot_count {
+            0 => None,
+            _ if read_only && wanted.is_none() => None,
+            _ => Some(snapshot::read_table(header, &**image).await?),
+        };
+        let (l1_span, size) = match wanted {
+            None => (header.l1_span(), header.size()),
+            Some(wanted) => {
+                let found = snapshots.as_ref().and_then(|table| table.find(wanted));
+                let found = found.ok_or_else(|| {
+                    Error::new(ErrorKind::NotFound, format!("there is no snapshot named {wanted}"))
+                })?;
+                (found.l1, found.disk_size)
+            }
+        };
+        let l1 = read_l1(image, l1_span).await?;
+        if size.div_ceil(header.l2_reach()) > l1.len() as u64 {
+            return Err(Error::corrupt("the L1 table of the snapshot is too small for its disk"));
+        }
+        let (refcounts, misnamed) = match read_only {
+            true => (None, HashSet::default()),
+            false => {
+                let (refcounts, misnamed) = read_refcounts(header, image, &l1, snapshots.as_ref()).await?;
+                (Some(Mutex::new(refcounts)), misnamed)
+            }
+        };
+        Ok(Self { l1: L1 { at: l1_span.start(), entries: l1, misnamed }, size, refcounts })
     }
 }
 

@@ -4,7 +4,7 @@ mod common;
 
 use std::time::Duration;
 
-use common::{Setup, busy_drive, look};
+use common::{QcowSetup, busy_drive, look};
 use vellum_core::{Buffer, Disk, GuestOffset, ImageOffset, SharedStorage, WriteFlags, ZeroFlags};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_sim::{Content, Drive, DriveOptions, FaultPlan, Operation, World};
@@ -17,11 +17,11 @@ fn whole(value: u8) -> Buffer {
 /// pages. All of its disk is allocated but the last 1000 clusters.
 const FULL: u64 = 70_000 * 512;
 
-fn many_refcounts() -> (Setup, Content) {
+fn many_refcounts() -> (QcowSetup, Content) {
     let size = FULL + 1000 * 512;
     let options =
         CreateOptions { size, cluster_size: 512, refcount_bits: 64, ..CreateOptions::without_journal() };
-    let setup = Setup { name: "many refcounts", options, has_base: false };
+    let setup = QcowSetup { name: "many refcounts", options, has_base: false };
     let world = World::new(0);
     let drive = Drive::new(&world, DriveOptions::default());
     world.run(async {
@@ -191,7 +191,7 @@ fn refcounts_of_the_free_cluster(image: &Content) -> ImageOffset {
 #[test]
 fn the_map_of_an_empty_disk_comes_at_once_and_that_of_a_full_one_yields() {
     let options = CreateOptions { size: 1 << 40, cluster_size: 4096, ..CreateOptions::without_journal() };
-    let setup = Setup { name: "an empty TiB", options, has_base: false };
+    let setup = QcowSetup { name: "an empty TiB", options, has_base: false };
     let world = World::new(0);
     let drive = Drive::new(&world, DriveOptions::default());
     world.run(async {

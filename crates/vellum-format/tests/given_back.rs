@@ -6,7 +6,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::Setup;
+use common::QcowSetup;
 use vellum_core::{Buffer, GuestOffset, IoCounts, SharedDisk, SharedStorage, WriteFlags, ZeroFlags};
 use vellum_format::native;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2};
@@ -102,7 +102,7 @@ fn neighbours_are_punched_together_and_no_flush_waits_for_it() {
         for is_tended in [false, true] {
             for journal in [None, Some(1 << 20)] {
                 let options = CreateOptions { size: SIZE, journal, ..CreateOptions::default() };
-                let setup = Setup { name: "given back", options, has_base: false };
+                let setup = QcowSetup { name: "given back", options, has_base: false };
                 let world = World::new(0);
                 let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
                 world.run(async {
@@ -155,7 +155,7 @@ fn units_in_a_row_are_punched_together_and_no_flush_waits_for_it() {
 fn a_close_gives_back_what_is_left() {
     for journal in [None, Some(1 << 20)] {
         let options = CreateOptions { size: SIZE, journal, ..CreateOptions::default() };
-        let setup = Setup { name: "given back", options, has_base: false };
+        let setup = QcowSetup { name: "given back", options, has_base: false };
         let world = World::new(0);
         let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
         let empty = drive.content().len();

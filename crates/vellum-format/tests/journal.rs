@@ -7,7 +7,7 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{Setup, busy_drive, look};
+use common::{QcowSetup, busy_drive, look};
 use vellum_core::{
     Buffer, Disk, GuestOffset, HostTally, IoCounts, MemoryDisk, Random, SharedDisk, SharedStorage, WriteFlags,
 };
@@ -55,7 +55,7 @@ fn sum(counts: &[IoCounts]) -> (u64, u64, u64) {
 
 #[allow(clippy::print_stderr, reason = "the table is what the test is for")]
 fn cost(name: &str, options: &CreateOptions, has_base: bool, act: impl Fn(u64) -> Do) -> Cost {
-    let setup = Setup { name: "counts", options: options.clone(), has_base };
+    let setup = QcowSetup { name: "counts", options: options.clone(), has_base };
     let world = World::new(0);
     let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
     let base = MemoryDisk::holding(&vec![7; 64 << 20]);
@@ -160,7 +160,7 @@ fn one_flush_each() {
 fn a_mail_server_on_an_overlay() {
     const FLUSHES: u64 = 256;
     let options = CreateOptions { extended_l2: true, ..journaled() };
-    let setup = Setup { name: "mail", options, has_base: true };
+    let setup = QcowSetup { name: "mail", options, has_base: true };
     let world = World::new(0);
     let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
     let base = Drive::from_content(&world, Content::zeroed(64 << 20), DriveOptions::default());
@@ -211,7 +211,7 @@ fn writes_that_straddle_fresh_space_are_not_committed_one_by_one() {
         (&over, true, 4608, 4096),       // each begins with the last sector of the one before
         (&over, true, 3072, 3072),       // nor is a subcluster
     ] {
-        let setup = Setup { name: "straddling", options: options.clone(), has_base };
+        let setup = QcowSetup { name: "straddling", options: options.clone(), has_base };
         let world = World::new(0);
         let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
         let base = MemoryDisk::holding(&vec![7; 64 << 20]);
@@ -243,7 +243,7 @@ fn writes_that_straddle_fresh_space_are_not_committed_one_by_one() {
 /// Four guests that flush at a time share.
 #[test]
 fn flushes_are_shared() {
-    let setup = Setup { name: "four guests", options: journaled(), has_base: false };
+    let setup = QcowSetup { name: "four guests", options: journaled(), has_base: false };
     let world = World::new(0);
     let drive = busy_drive(&world, setup.empty_image(), FaultPlan::none());
     world.run(async {
@@ -307,7 +307,7 @@ fn bulk_writes_cause_few_flushes_of_their_own() {
         ("scattered, a cluster each", 1536, 4096, 1 << 20, 2),
         ("a little less than a record has checksums of", 8, 512 << 10, 512 << 10, 1),
     ] {
-        let setup = Setup { name: "bulk", options: journaled(), has_base: false };
+        let setup = QcowSetup { name: "bulk", options: journaled(), has_base: false };
         let world = World::new(0);
         let options = DriveOptions { history: vellum_sim::History::Pending, ..DriveOptions::default() };
         let drive = Drive::from_content(&world, setup.empty_image(), options);

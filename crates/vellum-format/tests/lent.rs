@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use common::native::{NativeSetup, look_native, native_setups};
-use common::{SIZE, Setup, base, look, setups};
+use common::{QcowSetup, SIZE, base, look, setups};
 use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, CheckedDisk, Disk, GuestOffset, ImageOffset, LocalFuture, MemoryDisk, MemoryStorage, Random,
@@ -93,7 +93,7 @@ impl ForwardStorage for Restless {
 
 /// One kind of image.
 enum Kind {
-    Qcow2(Setup),
+    Qcow2(QcowSetup),
     Native(NativeSetup),
 }
 

@@ -38,7 +38,7 @@ use vellum_core::{
     CheckedDisk, ErrorKind, HostTally, LocalFuture, MemoryStorage, Result, SharedDisk, SharedStorage,
     WriteFlags,
 };
-use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, create, recover};
+use vellum_format::native::{Native, OpenOptions, create, recover};
 
 struct Fixture {
     setup: NativeSetup,
@@ -49,11 +49,7 @@ impl DiskFixture for Fixture {
     fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
         Box::pin(async move {
             let image = MemoryStorage::new("image");
-            let mut options = CreateOptions { size, ..self.setup.create_options() };
-            if let Some(base) = &mut options.base {
-                *base = NewBase { size: base.size.min(size), ..base.clone() };
-            }
-            create(&*image, &options).await?;
+            create(&*image, &self.setup.create_options_of(size)).await?;
             *self.image.borrow_mut() = Some(image);
             self.reopen().await
         })

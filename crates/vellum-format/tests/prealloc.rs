@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Setup, busy_drive, look};
+use common::{QcowSetup, busy_drive, look};
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, HostTally, ImageOffset, IoCounts, Limits, Random, SharedStorage,
     Storage, WriteFlags,
@@ -19,11 +19,11 @@ use vellum_sim::{
 const MIB: u64 = 1 << 20;
 const CLUSTER: u64 = 65_536;
 
-fn setups() -> [Setup; 2] {
+fn setups() -> [QcowSetup; 2] {
     [None, Some(MIB)].map(|journal| {
         let options = CreateOptions { size: 1 << 30, journal, ..CreateOptions::without_journal() };
         let name = if journal.is_some() { "with a journal" } else { "in the ordered way" };
-        Setup { name, options, has_base: false }
+        QcowSetup { name, options, has_base: false }
     })
 }
 
@@ -69,7 +69,7 @@ async fn used_end(drive: &Arc<Drive>) -> u64 {
 
 /// What the guest's requests cost, and what was prepared, when 64 KiB are appended and flushed 200 times, one
 /// every 5 ms.
-fn cost(setup: &Setup, prealloc: Prealloc, prefers_written: bool) -> (Vec<IoCounts>, IoCounts) {
+fn cost(setup: &QcowSetup, prealloc: Prealloc, prefers_written: bool) -> (Vec<IoCounts>, IoCounts) {
     let world = World::new(0);
     let drive = drive(&world, setup.empty_image(), prefers_written);
     let tally = HostTally::default();
@@ -155,7 +155,7 @@ fn an_image_says_for_itself() {
         (Prealloc::Off, Prealloc::Adaptive, true),
     ] {
         let options = CreateOptions { prealloc: setting, ..setup.options.clone() };
-        let setup = Setup { options, ..setup.clone() };
+        let setup = QcowSetup { options, ..setup.clone() };
         // The second time from a header that was written anew.
         let first = cost(&setup, said, true);
         assert_eq!(first.1.writes > 0, prepares, "{setting:?} {said:?}");
@@ -174,7 +174,7 @@ fn an_image_says_for_itself() {
 #[test]
 fn nothing_is_prepared_without_need() {
     let [plain, journaled] = setups();
-    let old = Setup { options: CreateOptions { version: 2, ..plain.options.clone() }, ..plain.clone() };
+    let old = QcowSetup { options: CreateOptions { version: 2, ..plain.options.clone() }, ..plain.clone() };
     for (setup, prealloc) in
         [(&plain, Prealloc::Adaptive), (&journaled, Prealloc::Adaptive), (&old, Prealloc::Fixed(MIB))]
     {
@@ -198,7 +198,7 @@ fn nothing_is_prepared_without_need() {
 }
 
 /// Where the image ends when one cluster is written.
-fn end_of_one(setup: &Setup) -> u64 {
+fn end_of_one(setup: &QcowSetup) -> u64 {
     let world = World::new(0);
     let drive = drive(&world, setup.empty_image(), false);
     world.run(async {

@@ -6,7 +6,7 @@ mod common;
 
 use std::time::Duration;
 
-use common::{Setup, look};
+use common::{QcowSetup, look};
 use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, ImageOffset, MemoryStorage, SharedStorage, Storage as _, WriteFlags,
@@ -18,9 +18,9 @@ use vellum_sim::{Content, Delay, Drive, DriveOptions, Fault, FaultPlan, Operatio
 
 const CLUSTER: u64 = 4096;
 
-fn setup() -> Setup {
+fn setup() -> QcowSetup {
     let options = CreateOptions { size: 1 << 20, cluster_size: CLUSTER, ..CreateOptions::without_journal() };
-    Setup { name: "4 KiB clusters", options, has_base: false }
+    QcowSetup { name: "4 KiB clusters", options, has_base: false }
 }
 
 /// An image with data in its first 16 clusters.
@@ -123,7 +123,7 @@ fn a_repair_of_leaks_writes_no_block_that_somebody_else_uses() {
 
 /// An image with data in the first clusters of what its two L2 tables map.
 fn image_of_two_tables() -> Vec<u8> {
-    let setup = Setup {
+    let setup = QcowSetup {
         options: CreateOptions { size: 4 << 20, ..setup().options },
         name: "two tables",
         has_base: false,
@@ -268,7 +268,7 @@ fn a_killed_image_of_version_2_has_lost_space_and_nothing_else() {
         size: 1 << 20,
         ..CreateOptions::without_journal()
     };
-    let setup = Setup { name: "version 2", options, has_base: false };
+    let setup = QcowSetup { name: "version 2", options, has_base: false };
     let world = World::new(0);
     let drive = Drive::new(&world, DriveOptions::default());
     world.run(async {
@@ -352,7 +352,7 @@ async fn out_of_date(drive: &Drive) {
 fn an_image_that_was_not_closed_is_repaired_in_one_pass_that_reads_ahead() {
     const SIZE: u64 = 4 << 20;
     let options = CreateOptions { size: SIZE, cluster_size: 512, ..CreateOptions::without_journal() };
-    let setup = Setup { name: "many tables", options, has_base: false };
+    let setup = QcowSetup { name: "many tables", options, has_base: false };
     // Of the mapping, and of the refcounts of all that and of the data.
     let tables = SIZE / 512 / 64;
     let blocks = (SIZE / 512 + tables).div_ceil(256) + 1;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::Setup;
+use common::QcowSetup;
 
 use futures_lite::future::{block_on, zip};
 use vellum_core::{
@@ -205,7 +205,7 @@ fn when_a_full_host_has_space_again_no_request_waits_for_a_search() {
 #[test]
 fn concurrent_searches_do_not_undo_each_other() {
     let options = CreateOptions { size: 6 << 20, ..small(None).options };
-    let setup = Setup { name: "half full", options, has_base: false };
+    let setup = QcowSetup { name: "half full", options, has_base: false };
     let world = World::new(5);
     let drive = common::busy_drive(&world, setup.empty_image(), FaultPlan::default());
     world.run(async {
@@ -237,7 +237,7 @@ fn concurrent_searches_do_not_undo_each_other() {
 }
 
 /// Refcounts of 64 bits and clusters of 512 bytes: the search becomes long after 1 MiB.
-fn small(journal: Option<u64>) -> Setup {
+fn small(journal: Option<u64>) -> QcowSetup {
     let options = CreateOptions {
         size: 3 << 20,
         cluster_size: 512,
@@ -245,7 +245,7 @@ fn small(journal: Option<u64>) -> Setup {
         journal,
         ..CreateOptions::without_journal()
     };
-    Setup { name: "small", options, has_base: false }
+    QcowSetup { name: "small", options, has_base: false }
 }
 
 #[test]

@@ -2,47 +2,14 @@
 //! be found.
 
 mod common;
+#[path = "subjects/sabotaged.rs"]
+mod sabotaged;
 mod subjects;
 
 use subjects::{QcowSubject, failing_flushes};
-use vellum_core::{GuestOffset, LocalFuture, Random, Result, SharedDisk, SharedStorage};
-use vellum_format::sabotage::{Bug, put_in};
-use vellum_sim::Content;
-use vellum_sim::explore::{Depth, Explorer, Plan, Program, Subject, Thoroughness};
-
-/// A subject whose engine has a bug.
-struct Sabotaged {
-    inner: QcowSubject,
-    bug: Bug,
-}
-
-impl Subject for Sabotaged {
-    fn name(&self) -> String {
-        format!("{} with {:?}", self.inner.name(), self.bug)
-    }
-
-    fn image(&self) -> Content {
-        self.inner.image()
-    }
-
-    fn guest(&self) -> Content {
-        self.inner.guest()
-    }
-
-    fn places(&self) -> Vec<GuestOffset> {
-        self.inner.places()
-    }
-
-    /// The thread does nothing else from here on.
-    fn open(&self, image: SharedStorage) -> LocalFuture<'_, Result<SharedDisk>> {
-        put_in(Some(self.bug));
-        self.inner.open(image)
-    }
-
-    fn verify(&self, image: SharedStorage) -> LocalFuture<'_, std::result::Result<(), String>> {
-        self.inner.verify(image)
-    }
-}
+use vellum_core::Random;
+use vellum_format::sabotage::Bug;
+use vellum_sim::explore::{Plan, Program};
 
 /// What is known to be dangerous.
 const KNOWN: [&str; 11] = [
@@ -115,25 +82,8 @@ fn plans(bug: Bug) -> Vec<Plan> {
     plans
 }
 
-/// Explores until the bug is found, and once more by the name of the state.
-#[allow(clippy::print_stderr, reason = "how soon each is found is worth knowing")]
 fn find(inner: QcowSubject, bug: Bug) {
-    let thoroughness = Thoroughness {
-        depth: Depth { sampled: 8, ..Depth::FULL },
-        nested_one_in: 20,
-        sample_one_in: u64::MAX,
-        whole_one_in: 50,
-    };
-    let subject = Sabotaged { inner, bug };
-    let explorer = Explorer::new(&subject, thoroughness);
-    let report = explorer.explore_all(&plans(bug), 1);
-    let failure = report.failures.first().unwrap_or_else(|| panic!("not found: {report}"));
-    eprintln!("{bug:?}: found after {} states: {failure}", report.counts.judged);
-    let (_, verdict) = explorer.replay(&failure.case.to_string().parse().unwrap());
-    assert!(
-        verdict.is_err() || failure.what.starts_with("nothing failed"),
-        "{failure}: passes when it is judged again"
-    );
+    sabotaged::find(inner, bug, &plans(bug), sabotaged::thoroughness(50));
 }
 
 /// One test for each bug, on the kind of image where it shows.

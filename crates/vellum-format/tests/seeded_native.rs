@@ -2,48 +2,15 @@
 //! itself, and must be found.
 
 mod common;
+#[path = "subjects/sabotaged.rs"]
+mod sabotaged;
 mod subjects;
 
 use subjects::native::NativeSubject;
 use subjects::{failing_flushes, kinds};
-use vellum_core::{GuestOffset, LocalFuture, Random, Result, SharedDisk, SharedStorage};
-use vellum_format::sabotage::{Bug, put_in};
-use vellum_sim::Content;
-use vellum_sim::explore::{Depth, Explorer, Plan, Program, Subject, Thoroughness};
-
-/// A subject whose engine has a bug.
-struct Sabotaged {
-    inner: NativeSubject,
-    bug: Bug,
-}
-
-impl Subject for Sabotaged {
-    fn name(&self) -> String {
-        format!("{} with {:?}", self.inner.name(), self.bug)
-    }
-
-    fn image(&self) -> Content {
-        self.inner.image()
-    }
-
-    fn guest(&self) -> Content {
-        self.inner.guest()
-    }
-
-    fn places(&self) -> Vec<GuestOffset> {
-        self.inner.places()
-    }
-
-    /// The thread does nothing else from here on.
-    fn open(&self, image: SharedStorage) -> LocalFuture<'_, Result<SharedDisk>> {
-        put_in(Some(self.bug));
-        self.inner.open(image)
-    }
-
-    fn verify(&self, image: SharedStorage) -> LocalFuture<'_, std::result::Result<(), String>> {
-        self.inner.verify(image)
-    }
-}
+use vellum_core::Random;
+use vellum_format::sabotage::Bug;
+use vellum_sim::explore::{Depth, Plan, Program, Thoroughness};
 
 /// What is known to be dangerous.
 const KNOWN: [&str; 13] = [
@@ -128,34 +95,14 @@ fn plans() -> Vec<Plan> {
     plans
 }
 
-/// Explores until the bug is found, and once more by the name of the state.
 fn find(inner: NativeSubject, bug: Bug) {
     let plans = if matches!(bug, Bug::CacheBelieved | Bug::MarkedLate) { failing_flushes() } else { plans() };
     find_by(inner, bug, &plans);
 }
 
 fn find_by(inner: NativeSubject, bug: Bug, plans: &[Plan]) {
-    let thoroughness = Thoroughness {
-        depth: Depth { sampled: 8, ..Depth::FULL },
-        nested_one_in: 20,
-        sample_one_in: u64::MAX,
-        whole_one_in: if inner.is_small() { 50 } else { u64::MAX },
-    };
-    find_with(inner, bug, plans, thoroughness);
-}
-
-#[allow(clippy::print_stderr, reason = "how soon each is found is worth knowing")]
-fn find_with(inner: NativeSubject, bug: Bug, plans: &[Plan], thoroughness: Thoroughness) {
-    let subject = Sabotaged { inner, bug };
-    let explorer = Explorer::new(&subject, thoroughness);
-    let report = explorer.explore_all(plans, 1);
-    let failure = report.failures.first().unwrap_or_else(|| panic!("not found: {report}"));
-    eprintln!("{bug:?}: found after {} states: {failure}", report.counts.judged);
-    let (_, verdict) = explorer.replay(&failure.case.to_string().parse().unwrap());
-    assert!(
-        verdict.is_err() || failure.what.starts_with("nothing failed"),
-        "{failure}: passes when it is judged again"
-    );
+    let whole_one_in = if inner.is_small() { 50 } else { u64::MAX };
+    sabotaged::find(inner, bug, plans, sabotaged::thoroughness(whole_one_in));
 }
 
 /// Where the table has more than one page.
@@ -264,7 +211,7 @@ fn find_beside(inner: NativeSubject, bug: Bug, programs: &[&str]) {
         sample_one_in: u64::MAX,
         whole_one_in: u64::MAX,
     };
-    find_with(inner, bug, &known.collect::<Vec<_>>(), thoroughness);
+    sabotaged::find(inner, bug, &known.collect::<Vec<_>>(), thoroughness);
 }
 
 /// The book's page of the table is kept as soon as a snapshot is made, the other one when one of its units

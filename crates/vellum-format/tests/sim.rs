@@ -5,66 +5,18 @@
 
 mod common;
 
-use std::rc::Rc;
-use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Setup, busy_drive, look, noise, random_request, setups};
-use vellum_core::contract::{self, DiskFixture};
+use common::{QcowSetup, busy_drive, look, noise, random_request, setups, sim};
 use vellum_core::{
-    Buffer, Disk, ErrorKind, GuestOffset, IoCounts, LocalFuture, Random, Result, SharedDisk, SharedStorage,
-    WriteFlags, ZeroFlags, join_all,
+    Buffer, Disk, ErrorKind, GuestOffset, IoCounts, Random, SharedStorage, WriteFlags, ZeroFlags,
 };
-use vellum_format::qcow2::{CreateOptions, create};
-use vellum_sim::{
-    Content, CrashKind, Drive, DriveOptions, Effect, Fault, FaultPlan, FaultSweep, Operation, Operations,
-    Oracle, Repeat, World,
-};
-
-struct SimFixture {
-    world: Rc<World>,
-    setup: Setup,
-    drive: std::cell::RefCell<Option<Arc<Drive>>>,
-}
-
-impl DiskFixture for SimFixture {
-    fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
-        Box::pin(async move {
-            let drive = busy_drive(&self.world, Content::zeroed(0), FaultPlan::none());
-            let options = CreateOptions { size, ..self.setup.options.clone() };
-            create(&*drive, None, &options).await?;
-            *self.drive.borrow_mut() = Some(drive);
-            self.reopen().await
-        })
-    }
-
-    fn reopen(&self) -> LocalFuture<'_, Result<SharedDisk>> {
-        Box::pin(async move {
-            let drive = self.drive.borrow().clone().expect("made before");
-            let image: SharedStorage = drive.clone();
-            let (report, lines) = look(&image).await?;
-            assert!(report.is_clean(), "an image that was closed is clean: {lines:?}");
-            Ok(self.setup.open(&drive).await? as SharedDisk)
-        })
-    }
-
-    fn fresh_content(&self, size: u64) -> Vec<u8> {
-        let mut content = if self.setup.has_base { common::base() } else { Vec::new() };
-        content.resize(usize::try_from(size).unwrap(), 0);
-        content
-    }
-}
+use vellum_format::qcow2::CreateOptions;
+use vellum_sim::{Content, Drive, DriveOptions, FaultPlan, FaultSweep, Operation, Oracle, World};
 
 #[test]
 fn the_contract_holds_when_the_drive_answers_in_any_order() {
-    for setup in setups() {
-        for seed in 0..3 {
-            let world = Rc::new(World::shuffled(seed));
-            let fixture =
-                SimFixture { world: world.clone(), setup: setup.clone(), drive: Default::default() };
-            world.run(contract::disk(&fixture));
-        }
-    }
+    sim::contract_in_any_order(&setups());
 }
 
 /// Long writes and zeros are done in pieces. Wherever they begin, no piece ends within a sector: a kill
@@ -80,31 +32,7 @@ fn a_kill_between_the_pieces_of_a_long_request_tears_no_sector() {
         ("zeros as data", options(2 << 20), 1_300_001, true),
     ];
     for (name, options, len, is_zeroed) in cases {
-        let setup = Setup { name, options, has_base: false };
-        let world = World::new(0);
-        let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
-        let oracle = Oracle::new(&world, setup.content());
-        world.run(async {
-            let disk = oracle.watch(setup.open(&drive).await.unwrap());
-            let span = GuestOffset::new(300).span(len);
-            let bytes = |value| Buffer::copy_of(&vec![value; usize::try_from(len).unwrap()]);
-            disk.write(span.start(), bytes(1), WriteFlags { fua: true }).await.unwrap();
-            match is_zeroed {
-                true => disk.write_zeroes(span, ZeroFlags::default()).await.unwrap(),
-                false => disk.write(span.start(), bytes(2), WriteFlags::default()).await.unwrap(),
-            }
-            disk.close().await.unwrap();
-        });
-        let log = drive.log();
-        for position in log.crash_positions() {
-            let image = log.crash(CrashKind::ProcessKill, position).random_image(&mut Random::from_seed(0));
-            let expectation = oracle.expect_at(position);
-            recovers(&setup, image, async |disk| {
-                if let Err(violation) = expectation.check_disk(disk).await {
-                    panic!("{name}, at {position}: {violation}");
-                }
-            });
-        }
+        sim::kill_between_pieces(&QcowSetup { name, options, has_base: false }, len, is_zeroed);
     }
 }
 
@@ -112,139 +40,14 @@ fn a_kill_between_the_pieces_of_a_long_request_tears_no_sector() {
 /// reads as the contract allows, and loses no cluster.
 #[test]
 fn crashes_of_a_busy_image() {
-    let rounds = 12 * common::scale();
-    let mut states = 0;
-    for setup in setups() {
-        let empty = setup.empty_image();
-        for seed in 0..rounds {
-            let world = World::shuffled(seed);
-            let drive = busy_drive(&world, empty.clone(), FaultPlan::none());
-            let oracle = Oracle::new(&world, setup.content());
-            world.run(async {
-                let disk = oracle.watch(setup.open(&drive).await.unwrap());
-                let mut guests = Vec::new();
-                for guest in 0..3 {
-                    let disk = disk.clone();
-                    guests.push(world.spawn(async move {
-                        let mut random = Random::from_seed(seed * 100 + guest);
-                        for _ in 0..25 {
-                            random_request(&*disk, &mut random).await.unwrap();
-                        }
-                    }));
-                }
-                for guest in guests {
-                    guest.await;
-                }
-                if seed % 2 == 0 {
-                    disk.close().await.unwrap();
-                }
-            });
-            let log = drive.log();
-            let positions = log.crash_positions();
-            let mut random = Random::from_seed(seed);
-            for _ in 0..60 {
-                let position = *random.pick(&positions);
-                let kind = *random.pick(&[CrashKind::PowerCut, CrashKind::ProcessKill]);
-                let image = log.crash(kind, position).random_image(&mut random);
-                let expectation = oracle.expect_at(position);
-                recovers(&setup, image, async |disk| {
-                    if let Err(violation) = expectation.check_disk(disk).await {
-                        panic!("{}, seed {seed}, {kind:?} at {position}: {violation}", setup.name);
-                    }
-                });
-                states += 1;
-            }
-        }
-    }
-    assert!(states >= 2_800, "{states}");
-}
-
-/// Opens what a crash left, hands it to `judge`, closes it, and makes sure that nothing is wrong then.
-fn recovers(setup: &Setup, image: Content, judge: impl AsyncFnOnce(&dyn Disk)) {
-    let world = World::new(0);
-    let drive = Drive::from_content(&world, image, DriveOptions::default());
-    world.run(async {
-        let disk =
-            setup.open(&drive).await.unwrap_or_else(|error| panic!("{}: {}", setup.name, error.chain()));
-        judge(&*disk).await;
-        disk.close().await.unwrap();
-        let image: SharedStorage = drive.clone();
-        let (report, lines) = look(&image).await.unwrap();
-        assert!(report.is_clean(), "{}: {lines:?}", setup.name);
-    });
+    sim::crashes_of_a_busy_image(&setups());
 }
 
 /// The Nth host operation fails, for every N, once and forever, with and without space: no wrong byte, no
 /// leak after opening again, and every error says what it was about.
 #[test]
 fn every_host_operation_fails_once() {
-    for setup in setups() {
-        let empty = setup.empty_image();
-        let mut faults = Vec::new();
-        for error in [ErrorKind::Io, ErrorKind::NoSpace] {
-            for repeat in [Repeat::Once, Repeat::ForEver] {
-                for effect in [Effect::None, Effect::Some] {
-                    faults.push(Fault { error, repeat, effect, ..Fault::nth(Operations::ALL, 0) });
-                }
-            }
-        }
-        for (fault, seed) in
-            faults.iter().flat_map(|fault| (0..common::scale()).map(move |seed| (fault, seed)))
-        {
-            let kinds = match fault.error {
-                ErrorKind::NoSpace => Operation::Write | Operation::WriteZeroes,
-                _ => Operations::ALL,
-            };
-            let mut number = 0;
-            loop {
-                let plan = FaultPlan::none();
-                let fault = Fault { operations: kinds, skip: number, ..fault.clone() };
-                let hits = one_failing_run(&setup, &empty, &plan, fault, seed);
-                if hits == 0 {
-                    break;
-                }
-                number += 1;
-            }
-            assert!(number >= 20, "{}: the fault met only {number} operations", setup.name);
-        }
-    }
-}
-
-fn one_failing_run(setup: &Setup, empty: &Content, plan: &FaultPlan, fault: Fault, seed: u64) -> u64 {
-    let what = format!("{}, seed {seed}, {fault:?}", setup.name);
-    let world = World::shuffled(seed);
-    let drive = busy_drive(&world, empty.clone(), plan.clone());
-    let oracle = Oracle::new(&world, setup.content());
-    let errors = world.run(async {
-        let disk = oracle.watch(setup.open(&drive).await.unwrap());
-        plan.add(fault);
-        let mut errors = Vec::new();
-        let mut random = Random::from_seed(seed);
-        for _ in 0..12 {
-            let mut forks = [random.fork(), random.fork()];
-            let requests = forks.iter_mut().map(|random| Box::pin(random_request(&*disk, random)));
-            errors.extend(join_all(requests).await.into_iter().filter_map(Result::err));
-        }
-        errors.extend(disk.close().await.err());
-        errors
-    });
-    for error in &errors {
-        assert!(error.chain().len() > 15, "{what}: the error says nothing: {error:?}");
-    }
-    // The drive works again. What is on the medium is what a process finds that starts now; after a failed
-    // flush, what a reboot finds.
-    plan.clear();
-    let image = match drive.is_poisoned() {
-        true => drive.crash(CrashKind::FailedFlush, &mut Random::from_seed(seed)),
-        false => drive.content(),
-    };
-    let expectation = oracle.expect_at(world.position());
-    recovers(setup, image, async |disk| {
-        if let Err(violation) = expectation.check_disk(disk).await {
-            panic!("{what}: {violation}; errors were {errors:?}");
-        }
-    });
-    plan.hits()
+    sim::every_host_operation_fails(&setups(), Operation::Write | Operation::WriteZeroes, 20);
 }
 
 /// A failed request harms nothing else: the disk continues, and reads as what succeeded.
@@ -272,29 +75,7 @@ fn a_disk_goes_on_after_a_failed_write() {
 
 #[test]
 fn after_a_failed_flush_nothing_is_written_until_the_image_is_reopened() {
-    let setup = &setups()[0];
-    let world = World::new(0);
-    let plan = FaultPlan::none();
-    let drive = busy_drive(&world, setup.empty_image(), plan.clone());
-    world.run(async {
-        let disk = setup.open(&drive).await.unwrap();
-        let at = GuestOffset::ZERO;
-        disk.write(at, Buffer::copy_of(&[1; 4096]), WriteFlags::FUA).await.unwrap();
-        disk.write(at, Buffer::copy_of(&[2; 4096]), WriteFlags::default()).await.unwrap();
-        plan.add(Fault::nth(Operation::Flush, 0));
-        assert_eq!(disk.flush().await.unwrap_err().kind(), ErrorKind::Poisoned);
-        plan.clear();
-        let writes = drive.counts().writes;
-        for _ in 0..2 {
-            assert_eq!(disk.flush().await.unwrap_err().kind(), ErrorKind::Poisoned);
-            let write = disk.write(at, Buffer::copy_of(&[3; 4096]), WriteFlags::default()).await;
-            assert_eq!(write.unwrap_err().kind(), ErrorKind::Poisoned);
-        }
-        let read = disk.read(at, Buffer::zeroed(1)).await.unwrap();
-        assert!([1, 2].contains(&read.slice()[0]), "reading goes on");
-        assert_eq!(drive.counts().writes, writes, "nothing is written any more");
-        assert!(disk.close().await.is_err(), "closing cannot make good what was lost");
-    });
+    sim::nothing_is_written_after_a_failed_flush(&setups()[0], 4096);
 }
 
 /// Reads of mapped data never wait for a flush, nor for requests that wait for one.
@@ -390,7 +171,7 @@ fn a_freed_cluster_waits_for_its_last_user() {
 fn counts() {
     let options = CreateOptions { size: 1 << 30, ..CreateOptions::without_journal() };
     let cost = |options: &CreateOptions, requests: usize, act: fn(u64) -> u64| {
-        let setup = Setup { name: "counts", options: options.clone(), has_base: false };
+        let setup = QcowSetup { name: "counts", options: options.clone(), has_base: false };
         let world = World::new(0);
         let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
         world.run(async {
@@ -421,7 +202,7 @@ fn counts() {
 #[test]
 fn thirty_two_new_tables_and_one_flush_cost_two_host_flushes() {
     let options = CreateOptions { size: 32 << 30, ..CreateOptions::without_journal() };
-    let setup = Setup { name: "tables", options, has_base: false };
+    let setup = QcowSetup { name: "tables", options, has_base: false };
     let world = World::new(0);
     let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
     world.run(async {
@@ -477,7 +258,7 @@ fn concurrent_flushes_are_grouped() {
 #[test]
 fn two_first_writes_into_one_cluster_share_it() {
     let options = CreateOptions { size: 1 << 20, extended_l2: true, ..CreateOptions::without_journal() };
-    let setup = Setup { name: "shared", options, has_base: true };
+    let setup = QcowSetup { name: "shared", options, has_base: true };
     let world = World::new(0);
     let drive = busy_drive(&world, setup.empty_image(), FaultPlan::none());
     world.run(async {

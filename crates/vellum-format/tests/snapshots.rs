@@ -9,14 +9,14 @@ mod common;
 use std::process::Command;
 use std::sync::Arc;
 
-use common::{Setup, base, busy_drive, look, random_request, setups};
+use common::{QcowSetup, base, busy_drive, look, random_request, setups};
 use vellum_core::{Buffer, Disk, GuestOffset, MemoryDisk, Random, SharedDisk, SharedStorage, WriteFlags};
 use vellum_format::qcow2::{Files, Header, OpenOptions, Qcow2};
 use vellum_sim::{Content, CrashKind, Drive, DriveOptions, FaultPlan, Oracle, World};
 
 /// An image of this kind with a snapshot of what the disk reads as, which comes with it; nothing without
 /// `qemu-img`.
-fn with_snapshot(setup: &Setup) -> Option<(Content, Vec<u8>)> {
+fn with_snapshot(setup: &QcowSetup) -> Option<(Content, Vec<u8>)> {
     let world = World::new(0);
     let drive = Drive::from_content(&world, setup.empty_image(), DriveOptions::default());
     let before = world.run(async {
@@ -45,7 +45,7 @@ fn with_snapshot(setup: &Setup) -> Option<(Content, Vec<u8>)> {
     Some((Content::of(&image), before))
 }
 
-async fn snapshot_of(setup: &Setup, drive: &Arc<Drive>) -> Vec<u8> {
+async fn snapshot_of(setup: &QcowSetup, drive: &Arc<Drive>) -> Vec<u8> {
     let image: SharedStorage = drive.clone();
     let header = Header::read(&*image).await.unwrap();
     let below = setup.has_base.then(|| MemoryDisk::holding(&base()) as SharedDisk);

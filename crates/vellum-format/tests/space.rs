@@ -7,7 +7,7 @@ mod host;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Setup, busy_drive, look};
+use common::{QcowSetup, busy_drive, look};
 use host::FullHost;
 use vellum_core::{
     Buffer, Disk, ErrorKind, GuestOffset, GuestSpan, ImageOffset, Limits, SharedStorage, WriteFlags,
@@ -20,13 +20,13 @@ const CLUSTER: u64 = 512;
 /// A table of 64 entries maps 32 KiB.
 const REACH: u64 = 64 * CLUSTER;
 
-fn setup(size: u64) -> Setup {
+fn setup(size: u64) -> QcowSetup {
     let options = CreateOptions { size, cluster_size: CLUSTER, ..CreateOptions::without_journal() };
-    Setup { name: "512 byte clusters over a base", options, has_base: true }
+    QcowSetup { name: "512 byte clusters over a base", options, has_base: true }
 }
 
 /// An image on a device that has room for its metadata and a few clusters.
-async fn on_a_small_device(world: &World, setup: &Setup, clusters: u64) -> (Arc<Drive>, Arc<Qcow2>) {
+async fn on_a_small_device(world: &World, setup: &QcowSetup, clusters: u64) -> (Arc<Drive>, Arc<Qcow2>) {
     let content = setup.empty_image();
     let mut bytes = content.to_vec();
     bytes.resize(bytes.len() + usize::try_from(clusters * CLUSTER).unwrap(), 0);
@@ -131,7 +131,7 @@ fn a_file_that_cannot_grow_fails_no_other_request() {
         refcount_bits: 64,
         ..CreateOptions::without_journal()
     };
-    let setup = Setup { name: "wide refcounts", options, has_base: false };
+    let setup = QcowSetup { name: "wide refcounts", options, has_base: false };
     let world = World::new(0);
     let plan = FaultPlan::none();
     let drive = busy_drive(&world, setup.empty_image(), plan.clone());
@@ -176,7 +176,7 @@ fn a_file_that_grows_cuts_off_nothing() {
         refcount_bits: 64,
         ..CreateOptions::without_journal()
     };
-    let setup = Setup { name: "wide refcounts", options, has_base: false };
+    let setup = QcowSetup { name: "wide refcounts", options, has_base: false };
     let world = World::new(0);
     let drive = busy_drive(&world, setup.empty_image(), FaultPlan::none());
     world.run(async {

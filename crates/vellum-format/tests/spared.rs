@@ -6,7 +6,7 @@ use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::Setup;
+use common::QcowSetup;
 use vellum_core::{
     Buffer, Disk as _, GuestOffset, HostTally, ImageOffset, SharedStorage, Storage as _, WriteFlags,
     try_join_all,
@@ -37,7 +37,7 @@ async fn open(drive: &Arc<Drive>, tally: HostTally) -> Arc<Qcow2> {
 #[test]
 fn requests_for_one_compressed_cluster_unpack_it_once() {
     let options = CreateOptions { size: 1 << 20, ..CreateOptions::without_journal() };
-    let setup = Setup { name: "compressed", options, has_base: false };
+    let setup = QcowSetup { name: "compressed", options, has_base: false };
     let world = World::new(0);
     let drive = drive(&world, setup.empty_image());
     world.run(async {
@@ -77,7 +77,7 @@ fn opening_a_disk_and_writing_nothing_writes_nothing() {
     let world = World::new(0);
     for journal in [None, Some(1 << 20)] {
         let options = CreateOptions { size: 1 << 20, journal, ..CreateOptions::without_journal() };
-        let setup = Setup { name: "untouched", options, has_base: false };
+        let setup = QcowSetup { name: "untouched", options, has_base: false };
         let drive = drive(&world, setup.empty_image());
         world.run(async {
             let before = drive.counts();

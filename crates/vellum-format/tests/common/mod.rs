@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 
 pub(crate) mod native;
+pub(crate) mod sim;
 pub(crate) mod tended;
 
 use std::sync::Arc;
@@ -20,12 +21,14 @@ use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, cre
 use vellum_format::report::{CheckReport, Repair};
 use vellum_sim::{Content, Delay, Drive, DriveOptions, FaultPlan, World};
 
+use sim::Setup;
+
 /// Space is prepared whenever the disk is tended.
 const PREALLOC: Prealloc = Prealloc::Fixed(64 << 10);
 
 /// One kind of image under test.
 #[derive(Clone)]
-pub(crate) struct Setup {
+pub(crate) struct QcowSetup {
     pub(crate) name: &'static str,
     pub(crate) options: CreateOptions,
     pub(crate) has_base: bool,
@@ -38,9 +41,9 @@ pub(crate) fn scale() -> u64 {
 
 pub(crate) const SIZE: u64 = 192 * 1024;
 
-pub(crate) fn setups() -> Vec<Setup> {
+pub(crate) fn setups() -> Vec<QcowSetup> {
     let plain = |cluster_size| CreateOptions { size: SIZE, cluster_size, ..CreateOptions::without_journal() };
-    let setup = |name, options, has_base| Setup { name, options, has_base };
+    let setup = |name, options, has_base| QcowSetup { name, options, has_base };
     vec![
         setup("4 KiB clusters", plain(4096), false),
         setup("512 byte clusters over a base", plain(512), true),
@@ -60,7 +63,7 @@ pub(crate) fn base() -> Vec<u8> {
     (0..150_000u32).map(|i| u8::try_from(i % 251 + 1).unwrap()).collect()
 }
 
-impl Setup {
+impl QcowSetup {
     /// What the empty disk reads as.
     pub(crate) fn content(&self) -> Content {
         let mut bytes = if self.has_base { base() } else { Vec::new() };
@@ -86,6 +89,36 @@ impl Setup {
             OpenOptions { journal_key: Some(1), prealloc: PREALLOC, ..OpenOptions::default() },
         )
         .await
+    }
+}
+
+impl Setup for QcowSetup {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn base(&self) -> Vec<u8> {
+        if self.has_base { base() } else { Vec::new() }
+    }
+
+    fn content(&self) -> Content {
+        self.content()
+    }
+
+    fn empty_image(&self) -> Content {
+        self.empty_image()
+    }
+
+    async fn create(&self, drive: &Drive, size: u64) -> Result<()> {
+        create(drive, None, &CreateOptions { size, ..self.options.clone() }).await
+    }
+
+    async fn open(&self, drive: &Arc<Drive>) -> Result<SharedDisk> {
+        Ok(self.open(drive).await?)
+    }
+
+    async fn look(&self, image: &SharedStorage) -> Result<(CheckReport, Vec<String>)> {
+        look(image).await
     }
 }
 

@@ -8,6 +8,7 @@ use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, create}
 use vellum_format::report::{CheckReport, Repair};
 use vellum_sim::{Content, Drive, DriveOptions, World};
 
+use super::sim::Setup;
 use super::{SIZE, base};
 
 /// One kind of image under test.
@@ -87,6 +88,15 @@ impl NativeSetup {
         CreateOptions { uuid: Some([7; 16]), ..self.options.clone() }
     }
 
+    /// As above, for a disk of this size. Where the base is larger, its end is not seen.
+    pub(crate) fn create_options_of(&self, size: u64) -> CreateOptions {
+        let mut options = CreateOptions { size, ..self.create_options() };
+        if let Some(base) = &mut options.base {
+            base.size = base.size.min(size);
+        }
+        options
+    }
+
     pub(crate) fn below(&self) -> Option<SharedDisk> {
         self.base.as_ref().map(|base| MemoryDisk::holding(base) as SharedDisk)
     }
@@ -95,6 +105,36 @@ impl NativeSetup {
         let image: SharedStorage = drive.clone();
         let options = OpenOptions { journal_key: Some(1), ..OpenOptions::default() };
         Native::open(image, self.below(), options).await
+    }
+}
+
+impl Setup for NativeSetup {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn base(&self) -> Vec<u8> {
+        self.base.as_ref().map(|base| base.to_vec()).unwrap_or_default()
+    }
+
+    fn content(&self) -> Content {
+        self.content()
+    }
+
+    fn empty_image(&self) -> Content {
+        self.empty_image()
+    }
+
+    async fn create(&self, drive: &Drive, size: u64) -> Result<()> {
+        create(drive, &self.create_options_of(size)).await.map(drop)
+    }
+
+    async fn open(&self, drive: &Arc<Drive>) -> Result<SharedDisk> {
+        Ok(self.open(drive).await?)
+    }
+
+    async fn look(&self, image: &SharedStorage) -> Result<(CheckReport, Vec<String>)> {
+        look_native(image).await
     }
 }
 

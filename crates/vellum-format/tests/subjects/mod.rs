@@ -20,7 +20,7 @@ use vellum_sim::Content;
 use vellum_sim::explore::{Medium, Plan, Subject};
 
 use crate::common::tended::Tended;
-use crate::common::{Setup, base, look};
+use crate::common::{QcowSetup, base, look};
 use device::Device;
 
 const SIZE: u64 = 4 << 20;
@@ -43,7 +43,7 @@ pub(crate) fn failing_flushes() -> Vec<Plan> {
 
 /// A qcow2 image.
 pub(crate) struct QcowSubject {
-    setup: Setup,
+    setup: QcowSetup,
     /// Where the second L2 table begins.
     far: u64,
     below: Option<SharedDisk>,
@@ -66,7 +66,7 @@ impl QcowSubject {
     fn new(name: &'static str, options: CreateOptions, has_base: bool, far: u64) -> Self {
         let below = has_base.then(|| MemoryDisk::holding(&base()) as SharedDisk);
         let may_leak = options.version == 2;
-        let setup = Setup { name, options, has_base };
+        let setup = QcowSetup { name, options, has_base };
         Self {
             setup,
             far,

@@ -16,6 +16,8 @@
 //! 2. Only the top image is opened for writing.
 //! 3. The memory for mappings is divided among the images, so that a long chain takes no more than a short
 //!    one.
+//! 4. Two or more images below the top are read through one [`View`], so that a read in a long chain costs no
+//!    more than in a short one.
 //!
 //! `way_down` follows the names, also for those that only describe a chain. `change` has the operations that
 //! replace its disk: restoring a snapshot, and resizing.
@@ -28,13 +30,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vellum_core::{
-    Clock, Context, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
+    Clock, Context, Disk as _, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
     SharedStorage, Storage,
 };
 use vellum_format::image::{Files, Head, OpenOptions, Opened};
 use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memory, settle};
 
 use crate::gate::{Gate, Trust};
+use crate::view::{Layer, View};
 pub use way_down::{Step, WayDown};
 
 /// Images in one chain, at most.
@@ -134,6 +137,8 @@ pub struct Chain {
     /// What the images below cost the host.
     pub below_tally: HostTally,
     options: ChainOptions,
+    /// The images below the top as one disk, where there are at least two.
+    view: Option<Arc<View>>,
     /// How much the mappings of the images take, each as a whole, in bytes.
     mapping_needs: Vec<u64>,
     /// Why the disk on top is closed, if it could not be opened again.
@@ -166,15 +171,19 @@ impl Chain {
             .map(|(depth, image)| mapping_need(&*image.head, &image.storage, depth > 0 || options.read_only))
             .collect();
         let shares = share::shares(&needs, options.mapping_bytes_max);
+        let mut view = None;
         let mut members: Vec<Member> = Vec::with_capacity(found.len());
         for (depth, image) in found.into_iter().enumerate().rev() {
             let is_top = depth == 0;
-            let below = members.last().map(|member| member.opened.disk.clone());
+            if is_top && members.len() > 1 {
+                view = Some(View::new(members.iter().rev().map(layer_of).collect(), shares.view));
+            }
+            let below = below_top(view.as_ref(), members.last());
             let how = How {
                 read_only: options.read_only || !is_top,
                 snapshot: options.snapshot.clone().filter(|_| is_top),
                 tally: if is_top { &top_tally } else { &below_tally },
-                mapping_share: shares[depth],
+                mapping_share: shares.images[depth],
                 options,
             };
             let Found { path, storage, data_file, head } = image;
@@ -186,7 +195,7 @@ impl Chain {
         members.reverse();
         let options = options.clone();
         let mapping_needs = needs;
-        Ok(Self { members, top_tally, below_tally, options, mapping_needs, gone: None, was_left_open })
+        Ok(Self { members, top_tally, below_tally, options, view, mapping_needs, gone: None, was_left_open })
     }
 
     /// The disk on top.
@@ -229,9 +238,25 @@ impl Chain {
             let closed =
                 member.opened.disk.close().await.context(|| format!("can't close {}", member.path.display()));
             result = result.and(closed);
+            if let Some(view) = &self.view {
+                result = result.and(view.close().await);
+            }
         }
         result
     }
+}
+
+/// The disk that the top image is opened over, or an image over the one below it.
+fn below_top(view: Option<&Arc<View>>, first: Option<&Member>) -> Option<SharedDisk> {
+    match view {
+        Some(view) => Some(view.clone()),
+        None => first.map(|member| member.opened.disk.clone()),
+    }
+}
+
+/// An image below the top as a part of the view.
+fn layer_of(member: &Member) -> Layer {
+    Layer { disk: member.opened.disk.clone(), is_whole: member.head.kind() == FormatKind::Raw }
 }
 
 /// How one image of a chain is opened.

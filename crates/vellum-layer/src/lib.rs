@@ -8,6 +8,7 @@ pub mod chain;
 pub mod durable;
 pub mod gate;
 pub mod valve;
+mod view;
 
 pub use chain::{Chain, ChainOptions, Member, Opener, Purpose};
 pub use durable::Durable;

@@ -14,7 +14,7 @@
 
 use vellum_core::{Context, Error, ErrorKind, Result};
 
-use super::{Chain, How, files_of, mapping_need, open_disk, share};
+use super::{Chain, How, below_top, files_of, mapping_need, open_disk, share};
 
 impl Chain {
     /// Restores the disk from an internal snapshot. The image is closed, changed and opened again, so the
@@ -127,7 +127,7 @@ impl Chain {
     }
 
     async fn try_open_top(&mut self) -> Result<()> {
-        let below = self.members.get(1).map(|member| member.opened.disk.clone());
+        let below = below_top(self.view.as_ref(), self.members.get(1));
         let top = &mut self.members[0];
         let context = || format!("can't reopen {}", top.path.display());
         let head = top.head.kind().format().read(&*top.storage).await.context(context)?;
@@ -137,7 +137,7 @@ impl Chain {
             read_only: self.options.read_only,
             snapshot: self.options.snapshot.clone(),
             tally: &self.top_tally,
-            mapping_share: share::shares(&self.mapping_needs, self.options.mapping_bytes_max)[0],
+            mapping_share: share::shares(&self.mapping_needs, self.options.mapping_bytes_max).images[0],
             options: &self.options,
         };
         let files = files_of(&top.storage, top.data_file.as_ref(), below);

@@ -129,6 +129,15 @@ fn medium(kind: &str, source: &str) -> String {
     }
 }
 
+/// Memory of a process that is there, in bytes.
+pub(crate) fn resident(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let text = fs::read_to_string(&path).context(|| format!("can't read {path}: has the server ended?"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    kib.map(|kib| kib << 10).ok_or_else(|| Error::corrupt(format!("{path} has another form")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

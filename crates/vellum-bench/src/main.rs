@@ -38,6 +38,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Chains(commands::chains::Args),
     Chores(commands::chores::Args),
     Engine(commands::engine::Args),
     Exports(commands::exports::Args),
@@ -56,6 +57,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let (name, result) = match Cli::parse().command {
+        Command::Chains(args) => ("chains", commands::chains::run(&args)),
         Command::Chores(args) => ("chores", commands::chores::run(&args)),
         Command::Engine(args) => ("engine", commands::engine::run(&args)),
         Command::Exports(args) => ("exports", commands::exports::run(&args)),

@@ -188,3 +188,19 @@ fn whole_disks() {
         assert!(is_positive(row, "/median-ms"), "{told}");
     }
 }
+
+#[test]
+fn chains_of_images() {
+    let Some(vellum) = vellum() else {
+        return skipped(NO_VELLUM);
+    };
+    let arguments = ["--skip-peers", "--depth", "1", "--depth", "4", "--size", "8M", "--seconds", "0.1"];
+    let (report, told) = report("chains", &vellum, &[&arguments[..], &["--rounds", "2"]].concat());
+    let rows = report["rows"].as_array().expect("rows");
+    let depths: Vec<u64> = rows.iter().map(|row| number(row, "/depth")).collect();
+    assert_eq!(depths, [1, 4], "{told}");
+    for row in rows {
+        assert_eq!(row["samples"].as_array().map(Vec::len), Some(2), "{told}");
+        assert!(is_positive(row, "/samples/0/operations") && is_positive(row, "/resident-bytes"), "{told}");
+    }
+}

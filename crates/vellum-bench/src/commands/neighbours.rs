@@ -31,7 +31,7 @@ use vellum_lab::report::{Output, Table, complain, say_json};
 use vellum_lab::server::{Running, Server, Vellum};
 
 use super::parse_size;
-use crate::host::Machine;
+use crate::host::{Machine, resident};
 use crate::images::{Image, Images};
 use crate::load::latency::Latency;
 use crate::load::pattern::{Load, Pattern};
@@ -395,13 +395,4 @@ impl Stage {
         let is_there = || fs::metadata(&file).is_ok_and(|file| file.len() == size);
         Ok(Brake { server: Running::start_until(command, &file, is_there)?, file })
     }
-}
-
-/// Memory of a process that is there, in bytes.
-fn resident(pid: u32) -> Result<u64> {
-    let path = format!("/proc/{pid}/status");
-    let text = fs::read_to_string(&path).context(|| format!("can't read {path}: has the server ended?"))?;
-    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    kib.map(|kib| kib << 10).ok_or_else(|| Error::corrupt(format!("{path} has another form")))
 }

@@ -18,8 +18,7 @@ use vellum_lab::guest::{Guest, Request};
 use vellum_lab::programs;
 use vellum_lab::server::{Running, Vellum};
 
-use super::resident;
-use crate::host::cpu_seconds;
+use crate::host::{cpu_seconds, resident};
 use crate::images;
 use crate::report::short;
 

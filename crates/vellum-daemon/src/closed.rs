@@ -128,7 +128,7 @@ async fn len_below(path: &Path, options: &ResizeOptions) -> Result<Option<u64>> 
     }
     drop(storage);
     let chain = open_image(path, &options).await?;
-    let below = chain.members.get(1).map(|member| member.opened.disk.geometry().size);
+    let below = chain.members().nth(1).map(|member| member.opened.disk.geometry().size);
     chain.close().await?;
     Ok(below)
 }

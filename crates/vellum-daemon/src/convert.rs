@@ -173,7 +173,7 @@ impl Copying<'_> {
             ));
         }
         (self.progress)(Step::Begins(size));
-        let is_fresh = !how.fills_existing && !target.members[0].storage.limits().fixed_len;
+        let is_fresh = !how.fills_existing && !target.top().storage.limits().fixed_len;
         let copying = CopyOptions {
             pieces_at_once: how.pieces_at_once,
             sparse_bytes: how.sparse_bytes,

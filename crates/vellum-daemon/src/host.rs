@@ -1,5 +1,6 @@
 //! The host's files, as the chain opens them, and the host's threads, for long computations.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 
@@ -7,7 +8,7 @@ use futures_lite::FutureExt as _;
 use vellum_core::{Context, Error, ErrorKind, LocalFuture, Offload, Result, SharedStorage};
 use vellum_io::{File, LockMode, OpenOptions, spawn_local, unblock, unblock_at};
 use vellum_layer::gate::ALLOW_DIRS_VARIABLE;
-use vellum_layer::{Gate, Opener, Purpose};
+use vellum_layer::{Gate, Identity, Opener, Purpose};
 
 /// How files are opened.
 #[derive(Debug, Clone, Copy, Default)]
@@ -58,6 +59,13 @@ pub(crate) async fn canonical_path(path: &Path) -> std::io::Result<PathBuf> {
     unblock_at(path, move || asked.canonicalize()).await
 }
 
+/// The time of the last change tells a file from an earlier one that had its number.
+fn identity(path: &Path) -> Option<Identity> {
+    let facts = std::fs::metadata(path).ok()?;
+    let changed = facts.ctime().checked_mul(1_000_000_000)?.checked_add(facts.ctime_nsec())?;
+    Some([facts.dev(), facts.rdev(), facts.ino(), changed.cast_unsigned()])
+}
+
 /// Whether it is a name that QEMU, or another program, would open over a network or with a driver of its own.
 fn is_url(name: &str) -> bool {
     let schemes = ["json:", "nbd:", "fd:", "rbd:", "ssh:", "iscsi:", "nfs:", "gluster:", "fat:"];
@@ -104,6 +112,17 @@ impl Opener for Host {
             ..OpenOptions::default()
         };
         Box::pin(async move { Ok(File::open(canonical, options).await? as SharedStorage) })
+    }
+
+    fn identities(&self, paths: Vec<PathBuf>) -> LocalFuture<'_, Option<Vec<Identity>>> {
+        Box::pin(async move {
+            let first = paths.first()?.clone();
+            unblock_at(&first, move || paths.iter().map(|path| identity(path)).collect()).await
+        })
+    }
+
+    fn way(&self) -> u64 {
+        u64::from(self.options.direct) | u64::from(self.options.force_share) << 1
     }
 }
 

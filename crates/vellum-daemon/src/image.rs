@@ -8,7 +8,7 @@ use vellum_format::probe::{Guess, guess};
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{File, OpenOptions, clock};
 use vellum_layer::chain::{Step, being_written, guess_format, replayed};
-use vellum_layer::{Chain, ChainOptions, Opener, Purpose, Referrer, Trust};
+use vellum_layer::{Chain, ChainOptions, Opener, Purpose, Referrer, Templates, Trust};
 
 use crate::host::{Host, HostOptions, Pool};
 
@@ -61,6 +61,18 @@ impl ImageOptions {
 /// # Errors
 /// Those of [`Chain::open`].
 pub async fn open_image(path: &Path, options: &ImageOptions) -> Result<Chain> {
+    open_over(None, path, options).await
+}
+
+/// As [`open_image`]; the images below are shared with the other disks of the templates.
+///
+/// # Errors
+/// Those of [`Chain::open`].
+pub async fn open_over(
+    templates: Option<&Arc<Templates>>,
+    path: &Path,
+    options: &ImageOptions,
+) -> Result<Chain> {
     let chain = ChainOptions {
         format: options.format,
         read_only: options.read_only,
@@ -72,6 +84,7 @@ pub async fn open_image(path: &Path, options: &ImageOptions) -> Result<Chain> {
         compaction: options.compaction,
         mapping_bytes_max: options.mapping_bytes_max,
         clock: Some(clock()),
+        templates: templates.cloned(),
     };
     let opened = Chain::open(&options.host()?, path, &chain).await?;
     if !options.read_only && options.snapshot.is_none() {
@@ -82,7 +95,7 @@ pub async fn open_image(path: &Path, options: &ImageOptions) -> Result<Chain> {
 
 /// Warns of costs of writing the image on top that the user did not ask for.
 async fn warn_of_losses(chain: &Chain) {
-    let top = &chain.members[0];
+    let top = chain.top();
     let name = top.path.display().to_string();
     for line in top.head.losses(&*top.storage, &name).await {
         tracing::warn!("{line}");

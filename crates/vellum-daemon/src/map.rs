@@ -67,7 +67,7 @@ pub async fn map(
 /// Cuts an extent where the disk that answered ends. No image has anything behind that, and as with
 /// `qemu-img` the part belongs to the longer disk above.
 fn at_the_end_of_its_disk(chain: &Chain, extent: MergedExtent) -> impl Iterator<Item = MergedExtent> {
-    let size = chain.members[extent.depth].opened.disk.geometry().size;
+    let size = chain.member(extent.depth).opened.disk.geometry().size;
     let (inside, outside) = extent.span.split_at(size.saturating_sub(extent.span.start().bytes()));
     let behind = MergedExtent { span: outside, place: Place::Below, depth: extent.depth.saturating_sub(1) };
     [MergedExtent { span: inside, ..extent }, behind].into_iter().filter(|part| !part.span.is_empty())
@@ -95,7 +95,7 @@ fn row(chain: &Chain, extent: MergedExtent) -> MapRow {
         Place::Below => MapRow { present: false, zero: true, data: false, ..plain },
         Place::Zero { .. } => {
             // A hole of a raw disk lies where it would have its bytes.
-            let is_raw = chain.members[extent.depth].head.kind() == FormatKind::Raw;
+            let is_raw = chain.member(extent.depth).head.kind() == FormatKind::Raw;
             MapRow { zero: true, data: false, offset: is_raw.then_some(start), ..plain }
         }
     }
@@ -103,7 +103,7 @@ fn row(chain: &Chain, extent: MergedExtent) -> MapRow {
 
 /// The name of the file as it was requested, or as it is in the image above.
 fn name(chain: &Chain, depth: usize, storage: &SharedStorage) -> String {
-    let member = &chain.members[depth];
+    let member = chain.member(depth);
     match &member.data_file {
         Some((path, file)) if file.name() == storage.name() || Arc::ptr_eq(file, storage) => {
             path.display().to_string()

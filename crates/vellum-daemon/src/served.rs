@@ -42,12 +42,12 @@ use vellum_format::FormatKind;
 use vellum_format::image::{Snapshot, SnapshotSupport, Snapshots};
 use vellum_io::{WorkersHandle, clock, unblock};
 use vellum_layer::valve::{Hold, State};
-use vellum_layer::{Chain, Durable, Member, Valve};
+use vellum_layer::{Chain, Durable, Member, Templates, Valve};
 
 use crate::control::SnapshotFacts;
 use crate::grow::{GrowHook, Growing};
 use crate::host::canonical_path;
-use crate::image::{ImageOptions, open_image};
+use crate::image::{ImageOptions, open_over};
 use crate::meter::{LONG, Metered, Record};
 use crate::spec::{ExportSpec, ReadyDisk};
 use crate::stats::DiskStats;
@@ -73,6 +73,8 @@ pub(crate) struct How {
     pub(crate) holds_when_full: bool,
     /// The longest wait for requests before a disk is exchanged, and for the flush before it is removed.
     pub(crate) patience: Duration,
+    /// The images that the disks stand on.
+    pub(crate) templates: Arc<Templates>,
 }
 
 /// A disk that is open.
@@ -151,7 +153,7 @@ impl Served {
     async fn open(number: usize, group: &Group, how: Arc<How>, workers: WorkersHandle) -> Result<Arc<Self>> {
         let export = &group.exports[0];
         canonical_path(&export.path).await.context(|| format!("can't open {}", export.path.display()))?;
-        let chain = open_image(&export.path, &export.image).await?;
+        let chain = open_over(Some(&how.templates), &export.path, &export.image).await?;
         Self::of(number, group, how, workers, chain).await
     }
 
@@ -172,7 +174,7 @@ impl Served {
         valve.limit(export.rate_limits.clone());
         valve.hold_when_full(how.holds_when_full);
         let is_written = !export.image.read_only;
-        let is_aware = chain.members[0].head.knows_whether_closed();
+        let is_aware = chain.top().head.knows_whether_closed();
         let reconnects = match how.is_durable || !is_written || !is_aware {
             true => Reconnects::durable(),
             false => Reconnects::doubtful(chain.was_left_open()),
@@ -183,10 +185,10 @@ impl Served {
             canonical: group.canonical.clone(),
             life: Mutex::new(Life::new(group.exports.iter().map(|export| export.name.clone()))),
             image: export.image.clone(),
-            format: chain.members[0].head.kind(),
+            format: chain.top().head.kind(),
             how,
             workers,
-            tallies: Mutex::new((chain.top_tally.clone(), chain.below_tally.clone())),
+            tallies: Mutex::new((chain.top_tally.clone(), chain.below_tally())),
             chain: RwLock::new(Some(chain)),
             holders: AtomicUsize::new(0),
             disk: CheckedDisk::new(if is_steered { valve.clone() } else { inner }),
@@ -373,7 +375,7 @@ impl Served {
     pub(crate) fn stop_background(&self) {
         let chain = self.chain.try_read();
         let chain = chain.as_ref().and_then(|chain| chain.as_ref());
-        if let Some(snapshots) = chain.and_then(|chain| chain.members[0].opened.snapshots.as_ref()) {
+        if let Some(snapshots) = chain.and_then(|chain| chain.top().opened.snapshots.as_ref()) {
             snapshots.stop_deleting();
         }
     }
@@ -578,7 +580,7 @@ impl Served {
                 "it is also served as a file or a block device, which must be stopped first".to_owned(),
             ));
         }
-        let snapshots = kept(&chain.members[0], "reverted to")?.clone();
+        let snapshots = kept(chain.top(), "reverted to")?.clone();
         // Before clients are disconnected for nothing.
         if !snapshots.list()?.iter().any(|one| one.name == wanted || one.id == wanted) {
             return Err(Error::new(ErrorKind::NotFound, format!("there is no snapshot named {wanted}")));
@@ -621,7 +623,7 @@ const RELEASE_MAX: Duration = Duration::from_secs(5);
 const ENDING_EVERY: Duration = Duration::from_millis(5);
 
 fn reads_a_snapshot(chain: &Chain) -> bool {
-    chain.members[0].opened.snapshots.as_ref().is_some_and(|snapshots| snapshots.has_open())
+    chain.top().opened.snapshots.as_ref().is_some_and(|snapshots| snapshots.has_open())
 }
 
 /// The disk on top of a chain as it is served, and the task that enlarges its device.
@@ -685,7 +687,7 @@ impl<'a> Top<'a> {
     }
 
     fn member(&self) -> &Member {
-        &self.0.as_ref().expect("it was looked at").members[0]
+        self.0.as_ref().expect("it was looked at").top()
     }
 }
 

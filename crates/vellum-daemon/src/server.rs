@@ -161,6 +161,7 @@ impl Server {
             is_durable: spec.durable,
             holds_when_full: spec.hold_when_full,
             patience: PATIENCE,
+            templates: Arc::default(),
         };
         let disks = Disks::new(how, exports.clone(), workers.clone());
         exports.also(Arc::new(SnapshotExports(disks.clone())));

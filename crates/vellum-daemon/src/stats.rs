@@ -235,7 +235,7 @@ pub struct DiskStats {
     pub latency: BTreeMap<String, Latency>,
     /// What that cost in the image.
     pub host: HostOperations,
-    /// What that cost in the images below it.
+    /// What that cost in the images below it. Disks of a server that share those images share these counts.
     pub below: HostOperations,
 }
 

@@ -73,9 +73,9 @@ async fn scan(chain: &Chain, stop: &AtomicBool, progress: &dyn Fn(u64, u64)) -> 
 
 /// What shows whether the files of a chain have changed, from the top down.
 fn facts(chain: &Chain) -> Result<Vec<FileFacts>> {
-    let images = chain.members.iter().map(|member| member.path.as_path());
+    let images = chain.members().map(|member| member.path.as_path());
     let data_files =
-        chain.members.iter().filter_map(|member| member.data_file.as_ref()).map(|(path, _)| path.as_path());
+        chain.members().filter_map(|member| member.data_file.as_ref()).map(|(path, _)| path.as_path());
     images.chain(data_files).map(facts_of).collect()
 }
 
@@ -126,14 +126,14 @@ pub(crate) async fn zeros_of(chain: &Chain) -> (Option<Zeros>, ListUse) {
             (Some(zeros), ListUse::Used(bytes))
         }
         Err(error) => {
-            let path = list_path(&chain.members[0].path);
+            let path = list_path(&chain.top().path);
             (None, ListUse::Refused(error.context(format!("{} is not used", path.display()))))
         }
     }
 }
 
 async fn load(chain: &Chain) -> Result<Option<Zeros>> {
-    let path = list_path(&chain.members[0].path);
+    let path = list_path(&chain.top().path);
     if !path.exists() {
         return Ok(None);
     }

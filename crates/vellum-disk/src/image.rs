@@ -114,7 +114,7 @@ impl Image {
 
     /// The files of the chain, from the top down, as the caller or the image above names them.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
-        self.0.members.iter().map(|member| member.path.as_path())
+        self.0.members().map(|member| member.path.as_path())
     }
 
     /// Where the bytes of this part of the disk are, in the whole chain: from its start, in order, without
@@ -186,7 +186,7 @@ impl Image {
     }
 
     fn top(&self) -> &Member {
-        &self.0.members[0]
+        self.0.top()
     }
 
     fn kept(&self, what: &str) -> Result<&Arc<dyn Snapshots>> {

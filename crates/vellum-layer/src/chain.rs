@@ -16,28 +16,32 @@
 //! 2. Only the top image is opened for writing.
 //! 3. The memory for mappings is divided among the images, so that a long chain takes no more than a short
 //!    one.
-//! 4. Two or more images below the top are read through one [`View`], so that a read in a long chain costs no
-//!    more than in a short one.
+//! 4. Two or more images below the top are read through one [`View`](crate::view::View), so that a read in a
+//!    long chain costs no more than in a short one.
+//! 5. Disks of one process that stand on the same images may share them ([`Templates`]): each is opened once.
 //!
 //! `way_down` follows the names, also for those that only describe a chain. `change` has the operations that
 //! replace its disk: restoring a snapshot, and resizing.
 
+mod below;
 mod change;
 mod share;
+mod templates;
 mod way_down;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vellum_core::{
-    Clock, Context, Disk as _, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
+    Clock, Context, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
     SharedStorage, Storage,
 };
 use vellum_format::image::{Files, Head, OpenOptions, Opened};
 use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memory, settle};
 
 use crate::gate::{Gate, Trust};
-use crate::view::{Layer, View};
+use below::{Below, Stand};
+pub use templates::Templates;
 pub use way_down::{Step, WayDown};
 
 /// Images in one chain, at most.
@@ -68,7 +72,23 @@ pub trait Opener {
         name: &'a Path,
         purpose: Purpose,
     ) -> LocalFuture<'a, Result<SharedStorage>>;
+
+    /// What shows whether these paths still lead to the same files, links followed; `None` when the opener
+    /// cannot tell. Files of such an opener are not shared.
+    fn identities(&self, _paths: Vec<PathBuf>) -> LocalFuture<'_, Option<Vec<Identity>>> {
+        Box::pin(std::future::ready(None))
+    }
+
+    /// Which of its ways this opener has of opening files. Disks whose files are opened in different ways
+    /// share none.
+    fn way(&self) -> u64 {
+        0
+    }
 }
+
+/// What distinguishes a file from all others that may have its name: the device, its number there, and when
+/// it was changed last.
+pub type Identity = [u64; 4];
 
 /// How a chain is opened.
 #[derive(Clone)]
@@ -95,6 +115,8 @@ pub struct ChainOptions {
     pub compaction: bool,
     /// If true, flushes of an image wait a little for one another where that lets them share (group commit).
     pub clock: Option<Arc<dyn Clock>>,
+    /// The images below the top are shared with the other disks of these templates.
+    pub templates: Option<Arc<Templates>>,
 }
 
 impl Default for ChainOptions {
@@ -110,6 +132,7 @@ impl Default for ChainOptions {
             prealloc: Prealloc::default(),
             compaction: false,
             clock: None,
+            templates: None,
         }
     }
 }
@@ -128,19 +151,15 @@ pub struct Member {
     pub opened: Opened,
 }
 
-/// An open chain. The top image is the first member.
+/// An open chain.
 pub struct Chain {
-    /// The images, from the top down.
-    pub members: Vec<Member>,
+    top: Member,
     /// What the top image costs the host.
     pub top_tally: HostTally,
-    /// What the images below cost the host.
-    pub below_tally: HostTally,
+    below: Option<Stand>,
     options: ChainOptions,
-    /// The images below the top as one disk, where there are at least two.
-    view: Option<Arc<View>>,
-    /// How much the mappings of the images take, each as a whole, in bytes.
-    mapping_needs: Vec<u64>,
+    /// How much the mapping of the top image takes as a whole, in bytes.
+    top_need: u64,
     /// Why the disk on top is closed, if it could not be opened again.
     gone: Option<Error>,
     was_left_open: bool,
@@ -162,45 +181,59 @@ impl Chain {
     /// `Invalid` when a disk of unknown format is to be written, and what the files say; each names the file
     /// and its depth.
     pub async fn open(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Result<Self> {
-        let found = find(opener, path, options).await?;
-        let was_left_open = found[0].head.was_left_open();
-        let (top_tally, below_tally) = (HostTally::default(), HostTally::default());
-        let needs: Vec<u64> = found
-            .iter()
-            .enumerate()
-            .map(|(depth, image)| mapping_need(&*image.head, &image.storage, depth > 0 || options.read_only))
-            .collect();
-        let shares = share::shares(&needs, options.mapping_bytes_max);
-        let mut view = None;
-        let mut members: Vec<Member> = Vec::with_capacity(found.len());
-        for (depth, image) in found.into_iter().enumerate().rev() {
-            let is_top = depth == 0;
-            if is_top && members.len() > 1 {
-                view = Some(View::new(members.iter().rev().map(layer_of).collect(), shares.view));
-            }
-            let below = below_top(view.as_ref(), members.last());
-            let how = How {
-                read_only: options.read_only || !is_top,
-                snapshot: options.snapshot.clone().filter(|_| is_top),
-                tally: if is_top { &top_tally } else { &below_tally },
-                mapping_share: shares.images[depth],
-                options,
-            };
-            let Found { path, storage, data_file, head } = image;
-            let files = files_of(&storage, data_file.as_ref(), below);
-            let opened = open_disk(&*head, files, how).await;
-            let opened = opened.map_err(|error| way_down::describe(error, &path, depth))?;
-            members.push(Member { path, storage, data_file, head, opened });
-        }
-        members.reverse();
+        let (mut way, step) = WayDown::begin(opener, &options.gate, path, options.format).await?;
+        let (image, next) = find_one(&mut way, &step, options).await?;
+        let was_left_open = image.head.was_left_open();
+        let top_need = mapping_need(&*image.head, &image.storage, options.read_only);
+        let below = match (next, &options.templates) {
+            (None, _) => None,
+            (Some(step), None) => Some(Stand::on(Below::open(&mut way, step, options, top_need).await?)),
+            (Some(step), Some(templates)) => Some(templates.stand(&mut way, step, options).await?),
+        };
+        let top_tally = HostTally::default();
+        let how = How {
+            read_only: options.read_only,
+            snapshot: options.snapshot.clone(),
+            tally: &top_tally,
+            mapping_share: top_share(top_need, below.as_ref(), options),
+            options,
+        };
+        let below_disk = below.as_ref().map(|below| below.disk().clone());
+        let Found { path, storage, data_file, head } = image;
+        let files = files_of(&storage, data_file.as_ref(), below_disk);
+        let opened = open_disk(&*head, files, how).await;
+        let opened = opened.map_err(|error| way_down::describe(error, &path, 0))?;
+        let top = Member { path, storage, data_file, head, opened };
         let options = options.clone();
-        let mapping_needs = needs;
-        Ok(Self { members, top_tally, below_tally, options, view, mapping_needs, gone: None, was_left_open })
+        Ok(Self { top, top_tally, below, options, top_need, gone: None, was_left_open })
+    }
+
+    /// The top image.
+    pub fn top(&self) -> &Member {
+        &self.top
+    }
+
+    /// The images, from the top down.
+    pub fn members(&self) -> impl Iterator<Item = &Member> {
+        std::iter::once(&self.top).chain(self.below.iter().flat_map(|below| below.members()))
+    }
+
+    /// The image with this many images above it.
+    ///
+    /// # Panics
+    /// When the chain is shorter.
+    pub fn member(&self, depth: usize) -> &Member {
+        self.members().nth(depth).expect("the chain is as long")
+    }
+
+    /// What the images below cost the host, also for other disks of the process that share them.
+    pub fn below_tally(&self) -> HostTally {
+        self.below.as_ref().map(|below| below.tally().clone()).unwrap_or_default()
     }
 
     /// The disk on top.
     pub fn disk(&self) -> &SharedDisk {
-        &self.members[0].opened.disk
+        &self.top.opened.disk
     }
 
     /// Whether the previous writer of the top image had not closed it when it was opened: writes that were
@@ -216,7 +249,7 @@ impl Chain {
     /// # Errors
     /// Those of the storage.
     pub async fn settle(&self) -> Result<()> {
-        let top = &self.members[0];
+        let top = &self.top;
         let unaware = (!top.head.knows_whether_closed()).then_some(&top.storage);
         let data_file = top.data_file.as_ref().map(|(_, file)| file);
         for storage in unaware.into_iter().chain(data_file) {
@@ -230,33 +263,29 @@ impl Chain {
         self.gone.as_ref()
     }
 
-    /// Closes all disks, the top one first. The first error is returned, but the others are closed all the
-    /// same.
+    /// Closes all disks, the top one first; those below when no other disk of the process stands on them. The
+    /// first error is returned, but the others are closed all the same.
     pub async fn close(&self) -> Result<()> {
-        let mut result = self.gone.clone().map_or(Ok(()), Err);
-        for member in &self.members {
-            let closed =
-                member.opened.disk.close().await.context(|| format!("can't close {}", member.path.display()));
-            result = result.and(closed);
-            if let Some(view) = &self.view {
-                result = result.and(view.close().await);
-            }
-        }
-        result
+        let top = self.top.close().await;
+        let below = match &self.below {
+            Some(below) => below.leave().await,
+            None => Ok(()),
+        };
+        self.gone.clone().map_or(Ok(()), Err).and(top).and(below)
     }
 }
 
-/// The disk that the top image is opened over, or an image over the one below it.
-fn below_top(view: Option<&Arc<View>>, first: Option<&Member>) -> Option<SharedDisk> {
-    match view {
-        Some(view) => Some(view.clone()),
-        None => first.map(|member| member.opened.disk.clone()),
+impl Member {
+    async fn close(&self) -> Result<()> {
+        self.opened.disk.close().await.context(|| format!("can't close {}", self.path.display()))
     }
 }
 
-/// An image below the top as a part of the view.
-fn layer_of(member: &Member) -> Layer {
-    Layer { disk: member.opened.disk.clone(), is_whole: member.head.kind() == FormatKind::Raw }
+/// The memory for the mapping of the top image, in bytes.
+fn top_share(need: u64, below: Option<&Stand>, options: &ChainOptions) -> u64 {
+    let below = below.map_or(&[][..], |below| below.needs());
+    let needs: Vec<u64> = std::iter::once(need).chain(below.iter().copied()).collect();
+    share::shares(&needs, options.mapping_bytes_max).images[0]
 }
 
 /// How one image of a chain is opened.
@@ -301,23 +330,23 @@ async fn open_disk(head: &dyn Head, files: Files, how: How<'_>) -> Result<Opened
     head.open(files, open).await
 }
 
-/// Follows the names down.
-async fn find(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Result<Vec<Found>> {
-    let mut found: Vec<Found> = Vec::new();
-    let (mut way, top) = WayDown::begin(opener, &options.gate, path, options.format).await?;
-    let mut next = Some(top);
-    while let Some(step) = next.take() {
-        let (trust, image) = find_one(opener, &step, options).await.map_err(|error| step.describe(error))?;
-        if !options.without_backing {
-            let referrer = step.referrer(&image.storage, trust);
-            next = way.next_below(&step, referrer, &*image.head).await?;
-        }
-        found.push(image);
+/// An image on the way, and the next one below it.
+async fn find_one(
+    way: &mut WayDown<'_>,
+    step: &Step,
+    options: &ChainOptions,
+) -> Result<(Found, Option<Step>)> {
+    let found = find_file(way.opener(), step, options).await;
+    let (trust, image) = found.map_err(|error| step.describe(error))?;
+    if options.without_backing {
+        return Ok((image, None));
     }
-    Ok(found)
+    let referrer = step.referrer(&image.storage, trust);
+    let next = way.next_below(step, referrer, &*image.head).await?;
+    Ok((image, next))
 }
 
-async fn find_one(opener: &dyn Opener, step: &Step, options: &ChainOptions) -> Result<(Trust, Found)> {
+async fn find_file(opener: &dyn Opener, step: &Step, options: &ChainOptions) -> Result<(Trust, Found)> {
     let Step { path, canonical, format, depth } = step;
     let writes = *depth == 0 && !options.read_only && options.snapshot.is_none();
     let purpose = if writes { Purpose::Write } else { Purpose::Read };
@@ -473,7 +502,7 @@ mod tests {
     /// second time.
     fn second_look(chain: &Chain, size: u64) -> u64 {
         let reads = |tally: &HostTally| tally.metadata.counts().reads;
-        let all = || reads(&chain.top_tally) + reads(&chain.below_tally);
+        let all = || reads(&chain.top_tally) + reads(&chain.below_tally());
         let look = || (0..size).step_by(32 << 10).for_each(|at| _ = first_byte(chain.disk(), at));
         look();
         let first = all();
@@ -527,7 +556,7 @@ mod tests {
         write(middle.disk(), 65_536, 2);
         block_on(middle.close()).unwrap();
         let top = shelf.open("/d/top", &ChainOptions::default()).unwrap();
-        assert_eq!(top.members.len(), 3);
+        assert_eq!(top.members().count(), 3);
         write(top.disk(), 131_072, 3);
         let read: Vec<u8> = [0, 65_536, 131_072, 800_000].map(|at| first_byte(top.disk(), at)).to_vec();
         assert_eq!(read, [1, 2, 3, 0], "the base is shorter than the disk");
@@ -535,7 +564,7 @@ mod tests {
         let depths: Vec<usize> = map.iter().map(|extent| extent.depth).collect();
         assert_eq!(depths, [2, 1, 0, 2, 2], "base, middle, top, base, past the end of the base");
         assert!(matches!(map[4].place, Place::Zero { allocated: false }));
-        assert!(top.below_tally.data.counts().reads > 0);
+        assert!(top.below_tally().data.counts().reads > 0);
         block_on(top.close()).unwrap();
     }
 
@@ -606,7 +635,7 @@ mod tests {
         let longest = 300 - DEPTH_MAX;
         shelf.qcow2("/d/299", None);
         let chain = shelf.open(&format!("/d/{longest}"), &ChainOptions::default()).unwrap();
-        assert_eq!(chain.members.len(), DEPTH_MAX);
+        assert_eq!(chain.members().count(), DEPTH_MAX);
         assert!(shelf.open(&format!("/d/{}", longest - 1), &ChainOptions::default()).is_err());
     }
 
@@ -616,8 +645,8 @@ mod tests {
         shelf.qcow2("/d/base.qcow2", None);
         shelf.qcow2("/d/top", Some(("base.qcow2", Some(""))));
         let chain = shelf.open("/d/top", &ChainOptions::default()).unwrap();
-        assert_eq!(chain.members[0].head.backing_format(), Some(""));
-        assert_eq!(chain.members[1].head.kind(), FormatKind::Qcow2);
+        assert_eq!(chain.top().head.backing_format(), Some(""));
+        assert_eq!(chain.member(1).head.kind(), FormatKind::Qcow2);
     }
 
     #[test]

@@ -79,7 +79,7 @@ pub struct Referrer<'a> {
 }
 
 /// What the user allows, besides what the table above does.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Gate {
     dirs: Vec<PathBuf>,
     data_files: Vec<PathBuf>,

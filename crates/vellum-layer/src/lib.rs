@@ -10,7 +10,7 @@ pub mod gate;
 pub mod valve;
 mod view;
 
-pub use chain::{Chain, ChainOptions, Member, Opener, Purpose};
+pub use chain::{Chain, ChainOptions, Identity, Member, Opener, Purpose, Templates};
 pub use durable::Durable;
 pub use gate::{Gate, Referrer, Trust};
 pub use valve::Valve;

@@ -178,7 +178,7 @@ async fn revert_and_fail(world: &World, format: &str, fault: Fault) -> bool {
         write(chain.disk(), &mut model, block * 37 % 256, 1).await.expect("written");
     }
     let then = model.clone();
-    chain.members[0].opened.snapshots.as_ref().expect("native").create("then", 0).await.expect("made");
+    chain.top().opened.snapshots.as_ref().expect("native").create("then", 0).await.expect("made");
     for block in 0..20 {
         write(chain.disk(), &mut model, block * 53 % 256, 2).await.expect("written");
     }

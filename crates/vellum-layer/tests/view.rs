@@ -167,7 +167,7 @@ fn any_chain_reads_as_it_was_written() {
         let mapping_bytes_max = random.one_in(2).then_some(1);
         let options = ChainOptions { mapping_bytes_max, ..ChainOptions::default() };
         let chain = files.open(&top, &options);
-        assert_eq!(chain.members.len() as u64, depth);
+        assert_eq!(chain.members().count() as u64, depth);
         let what = format!("seed {seed}, {depth} images");
         assert!(read(chain.disk(), 0, model.len() as u64) == model, "{what}");
         for _ in 0..30 {
@@ -205,7 +205,7 @@ fn a_second_read_asks_no_image_where_the_bytes_are() {
     let files = Files::default();
     let top = striped(&files, DEPTH, 8 * MIB);
     let chain = files.open(&top, &ChainOptions { read_only: true, ..ChainOptions::default() });
-    let counts = || (chain.below_tally.metadata.counts().reads, chain.below_tally.data.counts().reads);
+    let counts = || (chain.below_tally().metadata.counts().reads, chain.below_tally().data.counts().reads);
     let read_all = || {
         for level in 0..DEPTH {
             for mebibyte in 0..8 {

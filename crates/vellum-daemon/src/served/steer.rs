@@ -18,7 +18,7 @@ use vellum_layer::valve::{Hold, RateLimits};
 
 use super::gone::Gone;
 use super::{IS_READ, Served, Step, behind_valve, reads_a_snapshot};
-use crate::image::open_image;
+use crate::image::open_over;
 
 /// The requested size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -325,10 +325,10 @@ impl Served {
 
     async fn open_again(self: &Arc<Self>, hold: &Hold, chain: &mut Option<Chain>) -> Result<()> {
         self.release_files(hold, chain).await?;
-        let opened = open_image(&self.path, &self.image).await?;
+        let opened = open_over(Some(&self.how.templates), &self.path, &self.image).await?;
         opened.settle().await?;
         let (inner, growing) = behind_valve(&opened, &self.path, &self.how, &self.record).await;
-        *lock(&self.tallies) = (opened.top_tally.clone(), opened.below_tally.clone());
+        *lock(&self.tallies) = (opened.top_tally.clone(), opened.below_tally());
         self.valve.exchange(hold, inner);
         *self.watcher() = growing;
         *chain = Some(opened);

@@ -135,7 +135,14 @@ impl Server {
 
     fn how() -> How {
         let (is_steered, patience) = (true, Duration::from_millis(250));
-        How { grow_hook: None, is_steered, is_durable: false, holds_when_full: false, patience }
+        How {
+            grow_hook: None,
+            is_steered,
+            is_durable: false,
+            holds_when_full: false,
+            patience,
+            templates: Arc::default(),
+        }
     }
 
     /// As `export add` does.

@@ -14,7 +14,7 @@
 
 use vellum_core::{Context, Error, ErrorKind, Result};
 
-use super::{Chain, How, below_top, files_of, mapping_need, open_disk, share};
+use super::{Chain, How, files_of, mapping_need, open_disk, top_share};
 
 impl Chain {
     /// Restores the disk from an internal snapshot. The image is closed, changed and opened again, so the
@@ -26,12 +26,12 @@ impl Chain {
     /// also says that it could not be opened again.
     pub async fn revert(&mut self, wanted: &str) -> Result<()> {
         self.mend().await?;
-        let top = &self.members[0];
+        let top = &self.top;
         if top.opened.snapshots.is_none() {
             return Err(Error::unsupported(format!("{} is not a vellum image", top.path.display())));
         }
         self.close_top().await?;
-        let top = &self.members[0];
+        let top = &self.top;
         let reverted = top.head.kind().format().revert(&top.storage, wanted).await;
         self.open_top_again().await?;
         reverted
@@ -47,8 +47,8 @@ impl Chain {
     /// that it could not be opened again.
     pub async fn grow(&mut self, size: u64) -> Result<u64> {
         self.mend().await?;
-        let below = self.members.get(1).map(|member| member.opened.disk.clone());
-        let top = &self.members[0];
+        let below = self.below.as_ref().map(|below| below.disk().clone());
+        let top = &self.top;
         let geometry = top.opened.disk.geometry();
         let before = geometry.size;
         if geometry.read_only {
@@ -78,7 +78,7 @@ impl Chain {
         let format = top.head.kind().format();
         format.may_grow(&top.storage, size).await?;
         self.close_top().await?;
-        let top = &self.members[0];
+        let top = &self.top;
         let grown = format.grow(&top.storage, size).await;
         self.open_top_again().await?;
         grown.map(|()| before)
@@ -87,7 +87,7 @@ impl Chain {
     /// Closes the top image. If that fails its disk can still be used: as it was before, or opened again,
     /// unless that failed too.
     async fn close_top(&mut self) -> Result<()> {
-        let top = &self.members[0];
+        let top = &self.top;
         // When this fails nothing has happened to the disk.
         top.opened.disk.flush().await.context(|| format!("can't flush {}", top.path.display()))?;
         let closed = top.opened.disk.close().await.context(|| format!("can't close {}", top.path.display()));
@@ -108,7 +108,7 @@ impl Chain {
     /// Flushes the files of the top image. They report a failed flush forever, whichever request it belonged
     /// to.
     async fn flush_top(&self) -> Result<()> {
-        let top = &self.members[0];
+        let top = &self.top;
         let data_file = top.data_file.as_ref().map(|(_, file)| file);
         for storage in [Some(&top.storage), data_file].into_iter().flatten() {
             storage.flush().await?;
@@ -127,17 +127,17 @@ impl Chain {
     }
 
     async fn try_open_top(&mut self) -> Result<()> {
-        let below = below_top(self.view.as_ref(), self.members.get(1));
-        let top = &mut self.members[0];
+        let below = self.below.as_ref().map(|below| below.disk().clone());
+        let top = &mut self.top;
         let context = || format!("can't reopen {}", top.path.display());
         let head = top.head.kind().format().read(&*top.storage).await.context(context)?;
         // It may be larger than it was.
-        self.mapping_needs[0] = mapping_need(&*head, &top.storage, self.options.read_only);
+        self.top_need = mapping_need(&*head, &top.storage, self.options.read_only);
         let how = How {
             read_only: self.options.read_only,
             snapshot: self.options.snapshot.clone(),
             tally: &self.top_tally,
-            mapping_share: share::shares(&self.mapping_needs, self.options.mapping_bytes_max).images[0],
+            mapping_share: top_share(self.top_need, self.below.as_ref(), &self.options),
             options: &self.options,
         };
         let files = files_of(&top.storage, top.data_file.as_ref(), below);

@@ -60,6 +60,34 @@ impl<'a> WayDown<'a> {
         Ok((Self { opener, gate, top, seen }, Step { path: top.to_owned(), canonical, format, depth: 0 }))
     }
 
+    pub(super) fn opener(&self) -> &'a dyn Opener {
+        self.opener
+    }
+
+    /// Goes on with images that are open already: those at these paths are below the last image so far.
+    ///
+    /// # Errors
+    /// `Corrupt` for a loop.
+    pub(super) fn join<'b>(&mut self, canonicals: impl Iterator<Item = &'b PathBuf>) -> Result<()> {
+        for canonical in canonicals {
+            self.check_is_new(canonical, canonical)?;
+            self.seen.push(canonical.clone());
+        }
+        Ok(())
+    }
+
+    fn check_is_new(&self, path: &Path, canonical: &Path) -> Result<()> {
+        if self.seen.iter().any(|seen| seen == canonical) {
+            return Err(Error::corrupt(format!(
+                "the backing chain of {} is a loop: {} appears again at depth {}",
+                self.top.display(),
+                path.display(),
+                self.seen.len()
+            )));
+        }
+        Ok(())
+    }
+
     /// The image below `image`, which is the last one so far and has this header, if there is one.
     ///
     /// # Errors
@@ -82,13 +110,7 @@ impl<'a> WayDown<'a> {
         let describe = |error| describe(error, &path, depth);
         let canonical = self.opener.canonical(&path).await.map_err(describe)?;
         // Checked before it is opened: the lock of the one above would be in the way, and name another cause.
-        if self.seen.contains(&canonical) {
-            return Err(Error::corrupt(format!(
-                "the backing chain of {} is a loop: {} appears again at depth {depth}",
-                self.top.display(),
-                path.display()
-            )));
-        }
+        self.check_is_new(&path, &canonical)?;
         if depth == DEPTH_MAX {
             return Err(Error::unsupported(format!(
                 "the backing chain of {} is longer than {DEPTH_MAX} images",

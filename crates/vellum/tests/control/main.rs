@@ -7,6 +7,7 @@
 //!   hung.rs     on storage that does not answer: what that keeps others from, and how it ends
 //!   resize.rs   growing, in every format, during writes; what refuses; killed right after the answer
 //!   limits.rs   throttled: no more than the limit, and what is not throttled
+//!   shared.rs   clones of one template, which is opened once
 //!   pause.rs    stopped and resumed; what waits, what is durable, and how it ends
 //! ```
 
@@ -23,6 +24,7 @@ mod hung;
 mod limits;
 mod pause;
 mod resize;
+mod shared;
 
 use serde_json::Value;
 

@@ -212,8 +212,14 @@ impl Server {
 
     /// Whether it has this file open.
     pub fn has_open(&self, path: &str) -> bool {
+        self.times_open(path) > 0
+    }
+
+    /// How often it has this file open.
+    pub fn times_open(&self, path: &str) -> usize {
         let all = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).expect("it runs");
-        all.flatten().any(|link| std::fs::read_link(link.path()).is_ok_and(|file| file == Path::new(path)))
+        let is_it = |link: PathBuf| std::fs::read_link(link).is_ok_and(|file| file == Path::new(path));
+        all.flatten().filter(|link| is_it(link.path())).count()
     }
 }
 

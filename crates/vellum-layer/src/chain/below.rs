@@ -1,0 +1,199 @@
+//! The images below the top of a chain, open for reading only: of one disk, or of all disks of a process that
+//! stand on them.
+//!
+//! ```text
+//!   web.qcow2   db.qcow2   ci-000.qcow2 … ci-999.qcow2      tops: each its disk's own, written
+//!       └──────────┴────────────┴─────────────┘
+//!                          Stand                            one for each disk
+//!                          Below                            opened once: files, mappings, view
+//!                  template.qcow2, base.raw
+//! ```
+//!
+//! 1. What is below is closed when its last disk leaves it, and nobody stands on it any more after that.
+//! 2. A disk that is dropped without being closed leaves, too; what is below was not written, so nothing is
+//!    lost with it.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use vellum_core::{Disk as _, HostTally, Result, SharedDisk, lock};
+use vellum_format::FormatKind;
+
+use super::share::{Shares, shares};
+use super::way_down::{Step, WayDown, describe};
+use super::{
+    ChainOptions, Found, Gate, How, Identity, Member, Opener, files_of, find_one, mapping_need, open_disk,
+};
+use crate::view::{Layer, View};
+
+/// Images that are open for reading, over one another.
+pub(super) struct Below {
+    /// From the top down; at least one.
+    members: Vec<Member>,
+    /// Where each of them is.
+    canonicals: Vec<PathBuf>,
+    /// Which files they are; nothing when that cannot be said, and where an image has a data file.
+    identities: Option<Vec<Identity>>,
+    /// Them as one disk, where there are at least two.
+    view: Option<Arc<View>>,
+    disk: SharedDisk,
+    tally: HostTally,
+    /// How much the mapping of each image takes as a whole, in bytes.
+    needs: Vec<u64>,
+    /// The disks that stand on them. They are closed at zero, for ever.
+    users: Mutex<usize>,
+}
+
+impl Below {
+    /// Opens the image of this step and all below it. `top_need` is how much the mapping of the image above
+    /// takes, in bytes: the memory is divided among all of them.
+    pub(super) async fn open(
+        way: &mut WayDown<'_>,
+        step: Step,
+        options: &ChainOptions,
+        top_need: u64,
+    ) -> Result<Arc<Self>> {
+        let mut found: Vec<Found> = Vec::new();
+        let mut canonicals = Vec::new();
+        let mut next = Some(step);
+        // Noted before they are opened: a file that is replaced in between is then one that nobody shares.
+        let mut identities = options.templates.is_some().then(Vec::new);
+        while let Some(step) = next {
+            if let Some(so_far) = &mut identities {
+                match way.opener().identities(vec![step.path.clone()]).await {
+                    Some(identity) => so_far.extend(identity),
+                    None => identities = None,
+                }
+            }
+            let image;
+            (image, next) = find_one(way, &step, options).await?;
+            found.push(image);
+            canonicals.push(step.canonical);
+        }
+        let need = |image: &Found| mapping_need(&*image.head, &image.storage, true);
+        let needs: Vec<u64> = found.iter().map(need).collect();
+        let all: Vec<u64> = std::iter::once(top_need).chain(needs.iter().copied()).collect();
+        let Shares { images: memory, view: memory_of_view } = shares(&all, options.mapping_bytes_max);
+        let tally = HostTally::default();
+        let mut members: Vec<Member> = Vec::with_capacity(found.len());
+        for (index, image) in found.into_iter().enumerate().rev() {
+            let below = members.last().map(|member| member.opened.disk.clone());
+            let depth = index + 1;
+            let how =
+                How { read_only: true, snapshot: None, tally: &tally, mapping_share: memory[depth], options };
+            let Found { path, storage, data_file, head } = image;
+            let files = files_of(&storage, data_file.as_ref(), below);
+            let opened = open_disk(&*head, files, how).await;
+            let opened = opened.map_err(|error| describe(error, &path, depth))?;
+            members.push(Member { path, storage, data_file, head, opened });
+        }
+        members.reverse();
+        let has_view = members.len() > 1;
+        let view = has_view.then(|| View::new(members.iter().map(layer_of).collect(), memory_of_view));
+        let disk = match &view {
+            Some(view) => view.clone(),
+            None => members[0].opened.disk.clone(),
+        };
+        let identities = identities.filter(|_| members.iter().all(|member| member.data_file.is_none()));
+        let users = Mutex::new(1);
+        Ok(Arc::new(Self { members, canonicals, identities, view, disk, tally, needs, users }))
+    }
+
+    pub(super) fn canonicals(&self) -> &[PathBuf] {
+        &self.canonicals
+    }
+
+    /// Whether they are what an image finds that is above the file of this name: the names in the images still
+    /// lead to the files that are open.
+    pub(super) async fn are_found_at(&self, first: &Path, opener: &dyn Opener) -> bool {
+        let Some(were) = &self.identities else { return false };
+        let mut paths = vec![first.to_owned()];
+        for member in &self.members[..self.members.len() - 1] {
+            let name = member.head.backing().map(|(name, _)| name);
+            let above = paths.last().expect("the first");
+            match name.and_then(|name| Gate::resolve(above, name).ok()) {
+                Some(path) => paths.push(path),
+                None => return false,
+            }
+        }
+        opener.identities(paths).await.is_some_and(|are| are == *were)
+    }
+
+    /// One more disk stands on them, unless they are closed.
+    pub(super) fn join(&self) -> bool {
+        let mut users = lock(&self.users);
+        *users += usize::from(*users > 0);
+        *users > 0
+    }
+
+    /// One disk less; whether it was the last one.
+    fn leave(&self) -> bool {
+        let mut users = lock(&self.users);
+        *users -= 1;
+        *users == 0
+    }
+
+    async fn close(&self) -> Result<()> {
+        let mut result = Ok(());
+        if let Some(view) = &self.view {
+            result = view.close().await;
+        }
+        for member in &self.members {
+            result = result.and(member.close().await);
+        }
+        result
+    }
+}
+
+/// An image as a part of the view.
+fn layer_of(member: &Member) -> Layer {
+    Layer { disk: member.opened.disk.clone(), is_whole: member.head.kind() == FormatKind::Raw }
+}
+
+/// One disk's place on the images below it.
+pub(super) struct Stand {
+    below: Arc<Below>,
+    has_left: AtomicBool,
+}
+
+impl Stand {
+    /// That of a disk which has been counted.
+    pub(super) fn on(below: Arc<Below>) -> Self {
+        Self { below, has_left: AtomicBool::new(false) }
+    }
+
+    pub(super) fn members(&self) -> &[Member] {
+        &self.below.members
+    }
+
+    pub(super) fn disk(&self) -> &SharedDisk {
+        &self.below.disk
+    }
+
+    pub(super) fn tally(&self) -> &HostTally {
+        &self.below.tally
+    }
+
+    pub(super) fn needs(&self) -> &[u64] {
+        &self.below.needs
+    }
+
+    /// The disk does not use them any more. They are closed when it was the last one.
+    pub(super) async fn leave(&self) -> Result<()> {
+        match self.is_last() {
+            true => self.below.close().await,
+            false => Ok(()),
+        }
+    }
+
+    fn is_last(&self) -> bool {
+        !self.has_left.swap(true, Ordering::AcqRel) && self.below.leave()
+    }
+}
+
+impl Drop for Stand {
+    fn drop(&mut self) {
+        self.is_last();
+    }
+}

@@ -1,0 +1,106 @@
+//! The images that the disks of a process stand on, each opened once.
+//!
+//! ```text
+//!   path of the first image below, its format as stated, gate, way of opening, memory
+//!        └─> what is open for that, while a disk stands on it
+//! ```
+//!
+//! 1. Disks share what is below them when all that decides how it is opened is equal, and when its paths
+//!    lead to the files that are open: a template that was replaced is opened anew.
+//! 2. Each disk's own reference is checked by its gate. The references below are checked when the images are
+//!    opened, by an equal gate.
+//! 3. Of several disks that want the same images at the same time one opens them, and the others wait. What
+//!    fails is tried again by the next one.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, Weak};
+
+use vellum_core::{Result, lock};
+use vellum_format::FormatKind;
+
+use super::below::{Below, Stand};
+use super::way_down::{Step, WayDown};
+use super::{ChainOptions, Gate};
+
+/// What decides how the images below a disk are opened.
+#[derive(PartialEq, Eq, Hash)]
+struct Key {
+    canonical: PathBuf,
+    format: Option<FormatKind>,
+    gate: Gate,
+    way: u64,
+    mapping_bytes_max: Option<u64>,
+}
+
+/// What is open; held while it is being opened.
+type Slot = async_lock::Mutex<Weak<Below>>;
+
+/// Images that are shared by disks. A disk shares those below it with all others that were given the same
+/// `Templates` ([`ChainOptions::templates`]).
+#[derive(Default)]
+pub struct Templates {
+    slots: Mutex<HashMap<Key, Arc<Slot>>>,
+}
+
+impl fmt::Debug for Templates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Templates").field("open", &lock(&self.slots).len()).finish()
+    }
+}
+
+impl Templates {
+    /// A place on the image of this step and all below it, which are opened if they are not.
+    pub(super) async fn stand(
+        &self,
+        way: &mut WayDown<'_>,
+        step: Step,
+        options: &ChainOptions,
+    ) -> Result<Stand> {
+        let slot = self.slot(Key {
+            canonical: step.canonical.clone(),
+            format: step.format,
+            gate: options.gate.clone(),
+            way: way.opener().way(),
+            mapping_bytes_max: options.mapping_bytes_max,
+        });
+        // Waits only while they are being opened.
+        let known = slot.lock().await.upgrade();
+        if let Some(stand) = stand_on(known, way, &step).await? {
+            return Ok(stand);
+        }
+        let mut open = slot.lock().await;
+        // Another disk may have opened them meanwhile.
+        if let Some(stand) = stand_on(open.upgrade(), way, &step).await? {
+            return Ok(stand);
+        }
+        // The memory is divided as if the mapping of the image above were large: it differs from disk to disk.
+        let below = Below::open(way, step, options, u64::MAX).await?;
+        *open = Arc::downgrade(&below);
+        Ok(Stand::on(below))
+    }
+
+    fn slot(&self, key: Key) -> Arc<Slot> {
+        let mut slots = lock(&self.slots);
+        if let Some(slot) = slots.get(&key) {
+            return slot.clone();
+        }
+        // Those that no disk stands on, or is about to, are of no use.
+        slots.retain(|_, slot| {
+            Arc::strong_count(slot) > 1 || slot.try_lock().is_none_or(|open| open.strong_count() > 0)
+        });
+        slots.entry(key).or_default().clone()
+    }
+}
+
+/// A place on images that are open, if they are what is found at this step.
+async fn stand_on(below: Option<Arc<Below>>, way: &mut WayDown<'_>, step: &Step) -> Result<Option<Stand>> {
+    let Some(below) = below else { return Ok(None) };
+    if !below.are_found_at(&step.path, way.opener()).await || !below.join() {
+        return Ok(None);
+    }
+    let stand = Stand::on(below.clone());
+    way.join(below.canonicals()[1..].iter())?;
+    Ok(Some(stand))
+}

@@ -425,7 +425,7 @@ impl Places {
     }
 
     /// The pages before the data that the journal changes word by word. The parts have more of them
-    /// (`parts.rs`).
+    /// (`table_places.rs`).
     pub fn home(&self) -> ImageSpan {
         let journal = self.region(Region::Journal);
         let end = if journal.is_empty() { self.data_offset } else { journal.start() };

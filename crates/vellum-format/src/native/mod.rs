@@ -10,7 +10,7 @@
 //! |---|---|
 //! | [`superblock`] | two copies of one page: untrusted bytes, checked once |
 //! | [`geometry`] | where everything lies |
-//! | [`parts`] | the rest of a table that a disk has outgrown |
+//! | [`parts`], `table_places` | the rest of a table that a disk has outgrown; where entries lie in all of it |
 //! | [`embed`] | a block that also holds its unit's entry |
 //!
 //! | what is done | |
@@ -52,6 +52,7 @@ mod resize;
 mod room;
 pub mod snapshots;
 pub mod superblock;
+mod table_places;
 pub mod unfinished;
 mod units;
 mod write;

@@ -15,8 +15,8 @@ use std::ops::Range;
 use vellum_core::{Buffer, Disk, Error, GuestOffset, GuestSpan, ImageOffset, Result};
 
 use crate::content::{Content, SECTOR_BYTES, to_usize};
+use crate::guest::{Fact, GuestRequest};
 use crate::mix::{digest_of, mix};
-use crate::oracle::{Fact, GuestRequest};
 use crate::world::Position;
 
 /// A disk is read in pieces of this size.

@@ -56,7 +56,7 @@
 //!
 //! In reading order: [`world`], [`content`] (bytes that cost nothing to copy), [`operation`], [`change`],
 //! [`log`] and [`crash`] (what the medium may hold), [`delay`], [`model`], [`fault`], [`hold`], [`drive`],
-//! [`forward`], [`stream`], [`oracle`], [`expectation`], [`explore`].
+//! [`forward`], [`stream`], [`guest`], [`oracle`], [`expectation`], [`explore`].
 
 #![forbid(unsafe_code)]
 
@@ -70,6 +70,7 @@ pub mod expectation;
 pub mod explore;
 pub mod fault;
 pub mod forward;
+pub mod guest;
 pub mod hold;
 pub mod log;
 mod mix;
@@ -87,9 +88,10 @@ pub use drive::{Discards, Drive, DriveOptions};
 pub use expectation::{Expectation, Violation};
 pub use fault::{Effect, Fault, FaultPlan, FaultSweep, Repeat, SweepReport, fault_loop};
 pub use forward::{ForwardDisk, ForwardStorage, Forwarding};
+pub use guest::GuestRequest;
 pub use hold::Hold;
 pub use log::{Event, EventLog, History, Outcome};
 pub use operation::{Operation, Operations, Request};
-pub use oracle::{GuestRequest, Oracle, OracleDisk, read_disk};
+pub use oracle::{Oracle, OracleDisk, read_disk};
 pub use stream::{SimStream, StreamOptions, stream_pair};
 pub use world::{Handle, Position, Spawner, World};

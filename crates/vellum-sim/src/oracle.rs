@@ -32,60 +32,8 @@ use vellum_core::{
 
 use crate::content::{Content, SECTOR_BYTES, to_usize};
 use crate::expectation::{Expectation, Segment};
-use crate::mix::mix;
+use crate::guest::{Fact, GuestRequest};
 use crate::world::{Core, Position, World};
-
-/// A guest's request to a disk, as far as an oracle needs it.
-#[derive(Debug, Clone)]
-pub enum GuestRequest {
-    /// The bytes from an offset on are these.
-    Write {
-        /// Where the first byte goes.
-        at: GuestOffset,
-        /// The bytes.
-        data: Arc<[u8]>,
-        /// Durable when it returns.
-        fua: bool,
-    },
-    /// The run reads as zero.
-    WriteZeroes {
-        /// The run.
-        span: GuestSpan,
-        /// Durable when it returns.
-        fua: bool,
-    },
-    /// The run reads as zero or as before.
-    Discard {
-        /// The run.
-        span: GuestSpan,
-    },
-    /// What has returned is durable.
-    Flush,
-}
-
-impl GuestRequest {
-    pub(crate) fn span(&self) -> GuestSpan {
-        match self {
-            Self::Write { at, data, .. } => at.span(data.len() as u64),
-            Self::WriteZeroes { span, .. } | Self::Discard { span } => *span,
-            Self::Flush => GuestOffset::ZERO.span(0),
-        }
-    }
-
-    /// A number that stands for the place and the bytes of a write.
-    fn digest(&self) -> u64 {
-        let Self::Write { at, data, .. } = self else { return 0 };
-        data.chunks(8).fold(mix(at.bytes(), data.len() as u64), |digest, chunk| {
-            let mut word = [0; 8];
-            word[..chunk.len()].copy_from_slice(chunk);
-            mix(digest, u64::from_le_bytes(word))
-        })
-    }
-
-    fn is_fua(&self) -> bool {
-        matches!(self, Self::Write { fua: true, .. } | Self::WriteZeroes { fua: true, .. })
-    }
-}
 
 /// The number of a request with an oracle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -186,22 +134,6 @@ impl Oracle {
     fn lock(&self) -> MutexGuard<'_, HistoryOfGuest> {
         lock(&self.0.history)
     }
-}
-
-/// A change, as of some position.
-#[derive(Debug, Clone)]
-pub(crate) struct Fact {
-    pub(crate) number: usize,
-    pub(crate) request: GuestRequest,
-    /// Stands for what a write writes.
-    pub(crate) digest: u64,
-    pub(crate) submitted: Position,
-    /// When it returned.
-    pub(crate) ended: Option<Position>,
-    /// It is sure to be there, unless something later is.
-    pub(crate) durable: bool,
-    /// It may not have happened at all although it has ended: it failed, or a crash may have lost it.
-    pub(crate) uncertain: bool,
 }
 
 impl HistoryOfGuest {

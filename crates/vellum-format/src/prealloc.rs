@@ -1,4 +1,4 @@
-//! How far ahead of need an image is written with zeros. Pure: `qcow2/prepare.rs` and `native/ahead.rs` carry
+//! How far ahead of need an image is written with zeros. Pure: `qcow2/ahead.rs` and `native/ahead.rs` carry
 //! it out.
 //!
 //! ```text

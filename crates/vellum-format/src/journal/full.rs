@@ -14,7 +14,7 @@
 //! 1. A reader looks for data here first and then in the image, so it misses nothing that is not checkpointed
 //!    yet.
 //! 2. A checkpoint writes the bytes of the last flushed record, never the live bytes.
-//! 3. A cluster is not given back while a sector of it is here (`quarantine.rs`).
+//! 3. A cluster is not given back while a sector of it is here (`give_back.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};

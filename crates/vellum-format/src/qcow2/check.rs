@@ -45,7 +45,6 @@
 
 mod counts;
 mod flags;
-mod hole;
 mod mapping;
 mod repair;
 
@@ -57,14 +56,13 @@ use vellum_core::{
 
 use super::entry::Entries;
 use super::header::Header;
-use super::journal::recover;
+use super::journal::recover::replay;
 use super::layout::*;
-use super::prepare::give_back_tail;
 use super::references::{GROUP, Kind, References, Tables, busy_groups};
+use super::tail::give_back_tail;
 use crate::hash::{HashMap, HashSet};
-use crate::report::{CheckReport, Repair};
+use crate::report::{CheckReport, Recovery, Repair};
 use crate::truth::settle;
-pub(super) use hole::Hole;
 use repair::Fix;
 
 /// At most this many L2 tables are read at once during a walk.
@@ -92,7 +90,7 @@ pub async fn check(
             return Err(header.replay_first(image.name())).context(context);
         }
         // A repair mends faults of the image, and an unreplayed journal is the first of them.
-        let recovery = recover::recover(image).await.context(context)?;
+        let recovery = recover(image).await.context(context)?;
         say(format!("Replayed the journal: {} records", recovery.records));
         return check_tables(&Header::read(&**image).await?, image, repair, say).await;
     }
@@ -129,6 +127,16 @@ async fn check_tables(
         image.flush().await?;
     }
     Ok(after)
+}
+
+/// Replays the journal of an image that was not closed ([`Header::needs_replay`]), and repairs the image when
+/// the journal asks for that. Opening for writing does this automatically.
+///
+/// # Errors
+/// `Corrupt` when the journal or the data that it counts on is not what was once flushed, and errors of the
+/// storage.
+pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
+    replay(image, async |header| repair_dirty(header, image).await).await
 }
 
 /// Repairs an image that was not closed, so that it can be written.

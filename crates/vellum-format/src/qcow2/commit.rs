@@ -38,12 +38,12 @@ use vellum_core::{
     Result, SharedDisk, WriteFlags, ZeroFlags, try_join_all,
 };
 
+use super::give_back::Pace;
 use super::header::Header;
 use super::image::Qcow2;
 use super::layout::{autoclear, incompatible};
 use super::mapping::L1Sector;
 use super::pages::Page;
-use super::quarantine::Pace;
 use super::refcount::SealedRefcounts;
 use crate::engine::{self, Close as _, Commit as _, Engine, Map, write_all};
 use crate::journal::commit::Medium;

@@ -3,9 +3,8 @@
 use vellum_core::{LocalFuture, Result, SharedStorage, Storage};
 
 use super::bitmaps::{self, Bitmap};
-use super::check::check;
+use super::check::{check, recover};
 use super::header::{Compression, Encryption, Header, VERSIONS};
-use super::journal::recover::recover;
 use super::journal_setting::set_journal;
 use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE};
 use super::open::OpenOptions;

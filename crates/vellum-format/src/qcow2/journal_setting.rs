@@ -25,10 +25,10 @@
 
 use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage, Storage};
 
+use super::check::recover;
 use super::create::{JOURNAL_FEATURE, put_extension};
 use super::header::Header;
 use super::journal::extension::Extension;
-use super::journal::recover::recover;
 use super::layout::*;
 use crate::Prealloc;
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};

@@ -24,7 +24,7 @@
 //!    once made zero during other writes does not stay slower.
 //!
 //! Fresh clusters need none of this: they are handed out only when all earlier requests have left
-//! (`quarantine.rs`). Neither do raw data files, where writes in place claim their units.
+//! (`give_back.rs`). Neither do raw data files, where writes in place claim their units.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;

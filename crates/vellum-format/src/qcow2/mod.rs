@@ -20,12 +20,12 @@
 //! | [`commit`] | what others see of an open image: a disk, a map, a medium; the ordered stages without a journal |
 //! | [`journal`] | qcow2's part of the journal: pending refcounts, oversized transactions, recovery |
 //! | [`journal_setting`] | whether an image is to have a journal: changes the header of an existing image |
-//! | `prepare` | space ahead of need, zeroed in the background |
+//! | `ahead` | space ahead of need, zeroed in the background; `prepare` keeps the account |
 //! | [`corrupt`] | the handling of an image that contradicts itself |
 //! | [`late`] | older writes that may still land where units were made zero |
-//! | [`quarantine`] | freed clusters, until they may be reused |
+//! | [`quarantine`], `give_back` | freed clusters, until they may be reused; how they are given back |
 //! | `resize` | a larger disk, as far as the L1 table has room |
-//! | [`check`] | compares everything an image claims, and repairs it |
+//! | [`check`] | compares everything an image claims, and repairs it; `hole` and `tail` skip what a file does not have, and cut off what it does not need |
 //! | `format` | the interface that all formats have |
 //!
 //! Shared with other formats: `engine` (the order of a commit and of a close, in `engine/commit.rs` and
@@ -37,6 +37,7 @@
 //! is cleared before the first change, as the specification requires), making and deleting internal
 //! snapshots.
 
+mod ahead;
 pub mod bitmaps;
 pub mod check;
 mod commit;
@@ -46,8 +47,10 @@ mod corrupt;
 pub mod create;
 mod entry;
 mod format;
+mod give_back;
 pub mod header;
 mod header_state;
+mod hole;
 mod image;
 mod journal;
 pub mod journal_setting;
@@ -65,15 +68,16 @@ mod refcount;
 mod references;
 mod resize;
 pub mod snapshot;
+mod tail;
 mod write;
 mod zero;
 
 pub use crate::image::Files;
+pub use check::recover;
 pub use create::{CreateOptions, Preallocation, create};
 pub(crate) use format::Qcow2Format;
 pub use header::{Compression, Encryption, Header};
 pub use image::Qcow2;
-pub use journal::recover::recover;
 pub use journal_setting::set_journal;
 pub use layout::JOURNAL_BYTES_DEFAULT;
 pub use open::OpenOptions;

@@ -18,7 +18,7 @@ use super::entry::Entries;
 use super::header::Header;
 use super::header_state::HeaderState;
 use super::image::Qcow2;
-use super::journal::{Journal, Overlaid, recover};
+use super::journal::{Journal, Overlaid};
 use super::journal_setting;
 use super::layout::{COPIED, L1_RESERVED, METADATA_PAGE, OFFSET_MASK, be64};
 use super::mapping::{L1, Mapping};
@@ -149,7 +149,7 @@ async fn recover_or_repair(mut header: Header, image: &SharedStorage, read_only:
         if read_only {
             return Err(header.replay_first(image.name()));
         }
-        recover::recover(image).await.context(|| "the image was not closed")?;
+        check::recover(image).await.context(|| "the image was not closed")?;
         header = Header::read(&**image).await?;
     }
     if !read_only && header.version() < 3 {

@@ -1,43 +1,17 @@
-//! Clusters between two uses: freed, but not to be reused yet.
-//!
-//! ```text
-//!   freed ─ commit ─► waiting for requests to leave ─► punched ─► given back                 the ordered way
-//!                                                         └─ flush ► given back, reads zero   with a journal
-//! ```
-//!
-//! 1. Nothing gets here before a commit has made durable that no metadata names it.
-//! 2. A cluster is given back when every request that may have looked it up before has left (`epochs.rs`).
-//!    With a journal, there must also be no record with bytes of it that a recovery would bring back.
-//! 3. With a journal, a cluster counts as reading zero only when a flush covers the punch. A later write to a
-//!    part of the cluster then needs no checksum for the rest. In the ordered way this always holds, because
-//!    the data is flushed before an entry names it.
-//!
-//! When space is short, and at the close, nothing waits for that flush. The clusters then count as holding
-//! old bytes.
-//!
-//! 4. No flush of the guest waits for any of this. The task that tends the disk does it. If no task does, or
-//!    it cannot keep up, the next requests that change the disk do a little of it before they begin.
-//! 5. Adjacent clusters that were freed together are one run: one punch, however many they are.
+//! Clusters between two uses: freed, but not to be reused yet. `give_back.rs` has the rules, and gives them
+//! back.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use vellum_core::{BlockSize, Error, ErrorKind, ImageCluster, ImageOffset, ImageSpan, Result, Zeroes};
+use async_lock::MutexGuard;
+use vellum_core::{BlockSize, ImageSpan};
 
-use super::image::Qcow2;
-use crate::engine::Commit as _;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
-/// One punch takes at most this many bytes, because other requests to the file wait for it in the kernel.
-const PUNCHED_AT_ONCE: u64 = 256 << 20;
-/// A request, or a call of `tend`, processes at most this many runs before others have their turn.
-const RUNS_IN_A_GO: usize = 8;
 /// While the disk is tended, requests give back nothing until this many runs wait.
 const WAITING_MAX: usize = 1024;
-/// This many refcounts at most are lowered under one hold of the lock.
-const RELEASED_AT_ONCE: u64 = 1024;
 
 /// Clusters whose freeing is durable.
 #[derive(Default)]
@@ -81,7 +55,7 @@ impl Quarantine {
     }
 
     /// From now on a background task gives clusters back.
-    fn note_tended(&self) {
+    pub(super) fn note_tended(&self) {
         if !self.is_tended.load(Ordering::Relaxed) {
             self.is_tended.store(true, Ordering::Relaxed);
         }
@@ -93,7 +67,7 @@ impl Quarantine {
     }
 
     /// Whether a request should give back something before it begins.
-    fn is_due(&self) -> bool {
+    pub(super) fn is_due(&self) -> bool {
         let waits = self.waits.load(Ordering::Acquire);
         waits > if self.is_tended.load(Ordering::Relaxed) { WAITING_MAX } else { 0 }
     }
@@ -107,269 +81,71 @@ impl Quarantine {
     pub(crate) fn given(&self) -> u64 {
         self.given.load(Ordering::Acquire)
     }
-}
 
-/// How soon clusters are needed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Pace {
-    /// When it costs no flush.
-    Later,
-    Now,
-}
+    /// Counts a run that has been given back.
+    pub(super) fn note_given(&self) {
+        self.given.fetch_add(1, Ordering::AcqRel);
+    }
 
-impl Qcow2 {
-    /// Repeats an operation that failed for want of space, as long as space can be found: freed clusters may
-    /// wait for a commit, or for requests that may still be reading them. `act` must not be inside an epoch
-    /// when it returns.
-    pub(crate) async fn with_space<T>(&self, mut act: impl AsyncFnMut() -> Result<T>) -> Result<T> {
-        loop {
-            let given = self.quarantine.given();
-            match act().await {
-                Err(error) if error.kind() == ErrorKind::NoSpace && self.make_space(given).await? => {}
-                result => return result,
-            }
+    /// Held while clusters are given back.
+    pub(super) async fn giving(&self) -> MutexGuard<'_, ()> {
+        self.giving.lock().await
+    }
+
+    /// The same, unless another task holds it.
+    pub(super) fn try_giving(&self) -> Option<MutexGuard<'_, ()>> {
+        self.giving.try_lock()
+    }
+
+    /// The epoch of the runs that have waited longest.
+    pub(super) fn first_stamp(&self) -> Option<u64> {
+        lock(&self.waiting).front().map(|(stamp, _)| *stamp)
+    }
+
+    /// Takes the runs that have waited longest, if every request of their epoch has left.
+    pub(super) fn take_passed(&self, has_passed: impl Fn(u64) -> bool) -> Option<(u64, Vec<ImageSpan>)> {
+        let mut waiting = lock(&self.waiting);
+        match waiting.front() {
+            Some((stamp, _)) if has_passed(*stamp) => waiting.pop_front(),
+            _ => None,
         }
     }
 
-    /// Whether clusters wait to be given back.
-    pub(crate) fn has_quarantine(&self) -> bool {
-        self.engine.commits.any_freed() || !self.quarantine.is_empty()
+    /// Puts back what is left of them, in their old order.
+    pub(super) fn put_back(&self, stamp: u64, spans: Vec<ImageSpan>) {
+        lock(&self.waiting).push_front((stamp, spans));
     }
 
-    /// Gives back everything that was freed. Returns whether any task has given back anything since `given`
-    /// was read.
-    pub(crate) async fn make_space(&self, given: u64) -> Result<bool> {
-        self.commit().await?;
-        loop {
-            self.give_back_freed(Pace::Now).await?;
-            if self.quarantine.given() != given {
-                return Ok(true);
-            }
-            let stamp = lock(&self.quarantine.waiting).front().map(|(stamp, _)| *stamp);
-            match stamp {
-                None => return Ok(false),
-                Some(stamp) => self.engine.epochs.until_passed(stamp).await,
-            }
+    /// Counts a run that no longer waits for requests, or for a flush.
+    pub(super) fn note_left(&self) {
+        self.waits.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Adds a run that was punched by this change.
+    pub(super) fn add_zeroed(&self, change: u64, run: ImageSpan) {
+        self.waits.fetch_add(1, Ordering::AcqRel);
+        lock(&self.punched).push_back((change, run));
+    }
+
+    /// Takes the run that was punched first, if its change says that it may be reused.
+    pub(super) fn take_zeroed(&self, may_be_reused: impl Fn(u64) -> bool) -> Option<(u64, ImageSpan)> {
+        let mut punched = lock(&self.punched);
+        match punched.front() {
+            Some((change, _)) if may_be_reused(*change) => punched.pop_front(),
+            _ => None,
         }
     }
 
-    /// Gives back the clusters that were freed durably and that no request can still be using. Must be called
-    /// from outside an epoch to make progress. Returns whether it gave back any.
-    pub(crate) async fn give_back_freed(&self, pace: Pace) -> Result<bool> {
-        // One task at a time. Otherwise a run might be in progress while another task finds nothing left, and
-        // reports that.
-        let _giving = self.quarantine.giving.lock().await;
-        let mut left = usize::MAX;
-        self.give_back_runs(pace, &mut left).await
-    }
-
-    /// Gives back a little in the background. Returns whether there is more to give back at once.
-    pub(crate) async fn give_back_in_background(&self) -> bool {
-        let quarantine = &self.quarantine;
-        quarantine.note_tended();
-        if quarantine.is_empty()
-            || self.engine.state.check_open().is_err()
-            || self.engine.state.check_stopped().is_err()
-        {
-            return false;
-        }
-        // A request that needs the space will find out what prevents it.
-        self.give_back_unless_busy().await.unwrap_or(false)
-    }
-
-    /// Gives back a little, unless another task is doing so. Returns whether it stopped only because of its
-    /// limit.
-    pub(crate) async fn give_back_unless_busy(&self) -> Result<bool> {
-        let mut left = RUNS_IN_A_GO;
-        match self.quarantine.giving.try_lock() {
-            Some(_giving) => self.give_back_runs(Pace::Later, &mut left).await.map(|_| left == 0),
-            None => Ok(false),
-        }
-    }
-
-    /// Called before a request that changes the disk begins, outside an epoch.
-    pub(crate) async fn give_back_if_due(&self) -> Result<()> {
-        if !self.quarantine.is_due() {
-            return Ok(());
-        }
-        match Box::pin(self.give_back_unless_busy()).await {
-            Err(error) if error.kind() == ErrorKind::Corrupt => Err(error),
-            _ => Ok(()), // clusters that cannot be given back now will be later
-        }
-    }
-
-    /// Processes up to `left` runs. Returns whether it gave back any.
-    async fn give_back_runs(&self, pace: Pace, left: &mut usize) -> Result<bool> {
-        let waits = &self.quarantine.waits;
-        let mut any = self.give_back_punched(pace, left).await?;
-        loop {
-            let batch = {
-                let mut waiting = lock(&self.quarantine.waiting);
-                match waiting.front() {
-                    Some((stamp, _)) if self.engine.epochs.has_passed(*stamp) => waiting.pop_front(),
-                    _ => None,
-                }
-            };
-            let Some((stamp, mut spans)) = batch else { return Ok(any) };
-            while let Some(span) = spans.pop() {
-                if *left == 0 || !self.is_out_of_records(span, pace).await? {
-                    spans.push(span);
-                    lock(&self.quarantine.waiting).push_front((stamp, spans));
-                    return Ok(any);
-                }
-                *left -= 1;
-                match self.give_back_span(span, pace).await {
-                    Ok(is_given) => {
-                        any |= is_given;
-                        waits.fetch_sub(1, Ordering::AcqRel);
-                    }
-                    Err((rest, error)) => {
-                        spans.push(rest); // it will be tried again
-                        lock(&self.quarantine.waiting).push_front((stamp, spans));
-                        return Err(self.stopping_if_corrupt(error));
-                    }
-                }
-            }
-        }
-    }
-
-    /// Whether no record holds guest data of these clusters that a recovery would bring back. If one does,
-    /// requests a checkpoint.
-    async fn is_out_of_records(&self, span: ImageSpan, pace: Pace) -> Result<bool> {
-        let Some(journal) = self.journal() else { return Ok(true) };
-        let wide = self.cluster.widen(span);
-        while journal.common.full.has(wide) && !sabotage::is(Bug::GivenBackInRecords) {
-            journal.common.request_checkpoint();
-            if pace == Pace::Later {
-                return Ok(false);
-            }
-            self.commit().await?;
-        }
-        Ok(true)
-    }
-
-    fn stopping_if_corrupt(&self, error: Error) -> Error {
-        if error.kind() == ErrorKind::Corrupt {
-            self.engine.state.stop(error.clone());
-        }
-        error
-    }
-
-    /// Gives back the punched runs that may be reused.
-    async fn give_back_punched(&self, pace: Pace, left: &mut usize) -> Result<bool> {
-        let quarantine = &self.quarantine;
-        let mut any = false;
-        while *left > 0 {
-            let covered = self.engine.commits.covered();
-            let next = {
-                let mut punched = lock(&quarantine.punched);
-                match punched.front() {
-                    Some((change, _)) if pace == Pace::Now || *change <= covered => punched.pop_front(),
-                    _ => None,
-                }
-            };
-            let Some((change, span)) = next else { return Ok(any) };
-            *left -= 1;
-            if let Err((rest, error)) = self.release_span(span, change <= covered).await {
-                lock(&quarantine.punched).push_front((change, rest));
-                return Err(self.stopping_if_corrupt(error));
-            }
-            quarantine.waits.fetch_sub(1, Ordering::AcqRel);
-            any = true;
-        }
-        Ok(any)
-    }
-
-    /// Punches the clusters that hold a byte of the run, if nothing else refers to them, and gives them back,
-    /// unless a flush must come first. Returns whether it gave back any; on failure, the rest of the run.
-    async fn give_back_span(&self, span: ImageSpan, pace: Pace) -> Result<bool, (ImageSpan, Error)> {
-        let end = self.cluster.widen(span).end();
-        let mut from = self.cluster.widen(span).start();
-        let mut any = false;
-        while from < end {
-            let rest = ImageSpan::between(from, end);
-            let (run, is_sole) = self.alike(rest).await.map_err(|error| (rest, error))?;
-            any |= self
-                .give_back_run(run, is_sole, pace)
-                .await
-                .map_err(|(left, error)| (ImageSpan::between(left, end), error))?;
-            from = run.end();
-        }
-        Ok(any)
-    }
-
-    /// The clusters at the start of the run that are alike: all have a refcount of one, or all have another.
-    /// Says which.
-    async fn alike(&self, run: ImageSpan) -> Result<(ImageSpan, bool)> {
-        let most = self.cluster.count_for(run.len().min(PUNCHED_AT_ONCE));
-        let first = self.cluster.cluster_of(run.start()).index();
-        let (count, is_sole) = self.with_refcounts(|refcounts| refcounts.alike(first, most)).await?;
-        Ok((run.start().span(count << self.cluster.shift()), is_sole))
-    }
-
-    /// Gives back clusters that are alike. On failure returns the place from which the work is left to do.
-    async fn give_back_run(
-        &self,
-        run: ImageSpan,
-        is_sole: bool,
-        pace: Pace,
-    ) -> Result<bool, (ImageOffset, Error)> {
-        // Punched before the refcount is lowered: from then on another write may land there.
-        let punched = is_sole
-            && self.metadata.limits().fast_zeroes
-            && self.metadata.write_zeroes(run, Zeroes::MayUnmap).await.is_ok();
-        self.engine.commits.note_change();
-        let has_journal = self.journal().is_some();
-        let waits_for_flush = !sabotage::is(Bug::PunchNotCovered) && !sabotage::is(Bug::FreedBeforeDurable);
-        if has_journal && punched && pace == Pace::Later && waits_for_flush {
-            let change = self.engine.commits.changes();
-            let quarantine = &self.quarantine;
-            quarantine.waits.fetch_add(1, Ordering::AcqRel);
-            lock(&quarantine.punched).push_back((change, run));
-            return Ok(false);
-        }
-        let reads_zero = punched && (!has_journal || sabotage::is(Bug::PunchNotCovered));
-        let released = self.release_span(run, reads_zero).await;
-        released.map(|()| true).map_err(|(rest, error)| (rest.start(), error))
-    }
-
-    /// Lowers the refcount of each cluster of the run.
-    async fn release_span(&self, run: ImageSpan, reads_zero: bool) -> Result<(), (ImageSpan, Error)> {
-        let mut next = self.cluster.cluster_of(run.start());
-        let end = self.cluster.cluster_of(run.end()).index();
-        while next.index() < end {
-            let released = self.release_some(&mut next, end, reads_zero).await;
-            released.map_err(|error| (ImageSpan::between(self.cluster.start_of(next), run.end()), error))?;
-        }
-        self.quarantine.given.fetch_add(1, Ordering::AcqRel);
-        Ok(())
-    }
-
-    /// As above, for some of the clusters from `next` on. Moves `next` behind them.
-    async fn release_some(&self, next: &mut ImageCluster, end: u64, reads_zero: bool) -> Result<()> {
-        let stop = end.min(next.index() + RELEASED_AT_ONCE);
-        self.with_refcounts(|refcounts| {
-            while next.index() < stop {
-                refcounts.release(next.index(), reads_zero)?;
-                if let Some(journal) = self.journal() {
-                    journal.remove_pending(*next);
-                }
-                *next = ImageCluster::new(next.index() + 1);
-            }
-            Ok(())
-        })
-        .await
-    }
-
-    /// Lowers the refcount of a cluster, which is then no longer pending.
-    pub(crate) async fn release(&self, cluster: ImageCluster, reads_zero: bool) -> Result<()> {
-        let mut next = cluster;
-        self.release_some(&mut next, cluster.index() + 1, reads_zero).await
+    /// Puts back what is left of it.
+    pub(super) fn put_back_zeroed(&self, change: u64, rest: ImageSpan) {
+        lock(&self.punched).push_front((change, rest));
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use vellum_core::ImageOffset;
+
     use super::*;
 
     #[test]

@@ -5,9 +5,10 @@ use std::collections::BTreeSet;
 use futures_lite::future::yield_now;
 use vellum_core::{Context, ImageOffset, Result};
 
+use super::super::hole::Hole;
 use super::super::layout::*;
 use super::super::refcount;
-use super::{Hole, TABLES_AT_ONCE, Walk, read_clusters};
+use super::{TABLES_AT_ONCE, Walk, read_clusters};
 use crate::hash::HashSet;
 use crate::work;
 

@@ -9,8 +9,9 @@ use vellum_core::{Buffer, ImageOffset, Result, Storage};
 
 use super::super::entry::{ClusterState, Entries};
 use super::super::header::Header;
+use super::super::hole::Hole;
 use super::super::layout::{COPIED, OFFSET_MASK, be64, put64};
-use super::{Hole, PIECE_BYTES, TABLES_AT_ONCE, Walked, read_clusters, to_usize};
+use super::{PIECE_BYTES, TABLES_AT_ONCE, Walked, read_clusters, to_usize};
 use crate::work;
 
 /// A table entry whose "copied" flag is wrong.

@@ -10,10 +10,11 @@ use smallvec::SmallVec;
 use vellum_core::{Context, ErrorKind, GuestCluster, ImageOffset, ImageSpan, Result};
 
 use super::super::entry::ClusterState;
+use super::super::hole::Hole;
 use super::super::layout::*;
 use super::super::references::Kind;
 use super::super::snapshot;
-use super::{Hole, PIECE_BYTES, TABLES_AT_ONCE, Walk, read_clusters, to_usize};
+use super::{PIECE_BYTES, TABLES_AT_ONCE, Walk, read_clusters, to_usize};
 use crate::work;
 
 /// How an L2 table is named.

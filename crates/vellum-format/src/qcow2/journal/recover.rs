@@ -21,11 +21,10 @@ use std::collections::BTreeSet;
 
 use vellum_core::{BlockSize, Error, ImageOffset, ImageSpan, Result, SharedStorage, Storage, Zeroes};
 
-use super::super::check;
 use super::super::header::Header;
 use super::super::layout::{METADATA_PAGE, OFFSET_MASK, be64, incompatible};
-use super::super::prepare::give_back_tail;
 use super::super::refcount;
+use super::super::tail::give_back_tail;
 use super::extension::Extension;
 use crate::journal::find::{Found, Needed, Place, find};
 use crate::journal::record::{Item, Record};
@@ -41,13 +40,12 @@ const GROWTH_MAX: u64 = 1 << 40;
 /// More pending refcounts than this are left to a repair.
 const PENDING_MAX: u64 = 1 << 24;
 
-/// Replays the journal of an image that was not closed ([`Header::needs_replay`]). Opening for writing does
-/// this automatically.
-///
-/// # Errors
-/// `Corrupt` when the journal or the data that it counts on is not what was once flushed, and errors of the
-/// storage.
-pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
+/// Replays the journal of an image that was not closed ([`Header::needs_replay`]), and calls `repair` when
+/// the journal asks for that.
+pub(crate) async fn replay(
+    image: &SharedStorage,
+    repair: impl AsyncFnOnce(&Header) -> Result<()>,
+) -> Result<Recovery> {
     let storage = &**image;
     settle(storage).await?;
     let header = &Header::read(storage).await?;
@@ -104,7 +102,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         storage.flush().await?;
     }
     if asks_for_repair {
-        check::repair_dirty(header, image).await?;
+        repair(header).await?;
         recovery.repaired = true;
     }
     forget(&Header::read(storage).await?, storage, run).await?;

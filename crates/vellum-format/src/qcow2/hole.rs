@@ -5,7 +5,7 @@ use vellum_core::{ImageSpan, Storage};
 /// The largest known hole around the last table that was looked at. Tables in it are all zeros, and there may
 /// be millions.
 #[derive(Default)]
-pub(in crate::qcow2) struct Hole(std::ops::Range<u64>);
+pub(super) struct Hole(std::ops::Range<u64>);
 
 /// A table smaller than this costs no more to read than to query the block status.
 const WORTH_ASKING: u64 = 64 << 10;
@@ -14,7 +14,7 @@ const HOLE_BYTES: u64 = 1 << 30;
 
 impl Hole {
     /// Whether all of this table lies in a hole of the file.
-    pub(in crate::qcow2) async fn covers(&mut self, image: &dyn Storage, table: ImageSpan) -> bool {
+    pub(super) async fn covers(&mut self, image: &dyn Storage, table: ImageSpan) -> bool {
         let (start, end) = (table.start().bytes(), table.end().bytes());
         if table.len() < WORTH_ASKING || end > image.len() {
             return false;

@@ -7,10 +7,10 @@ use vellum_core::{BlockSize, Error, LocalFuture, Result, SharedDisk, SharedStora
 use super::check::check;
 use super::geometry::Region;
 use super::image::Native;
-use super::open::OpenOptions;
+use super::open::{OpenOptions, finish};
 use super::recover::recover;
 use super::superblock::{Superblocks, VERSION};
-use super::{resize, snapshots, unfinished};
+use super::{resize, snapshots};
 use crate::image::{
     Fact, Files, Format, Head, OpenOptions as Options, Opened, Snapshot, SnapshotSupport, Snapshots, ready,
 };
@@ -60,7 +60,7 @@ impl Format for NativeFormat {
     }
 
     fn finish<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<u64>> {
-        Box::pin(unfinished::finish(image))
+        Box::pin(finish(image))
     }
 
     fn resize<'a>(

@@ -169,6 +169,17 @@ impl Native {
     }
 }
 
+/// Finishes an interrupted change of a closed image. Returns the size of its disk, which may have changed.
+///
+/// # Errors
+/// As for opening it read-write.
+pub async fn finish(image: &SharedStorage) -> Result<u64> {
+    let options = OpenOptions { without_base: true, ..OpenOptions::default() };
+    let native = Native::open(image.clone(), None, options).await?;
+    native.close().await?;
+    Ok(Superblocks::read(&**image).await?.superblock.size())
+}
+
 /// Reads the snapshot `wanted`, if one is. The places are those of its disk, or of the image's own.
 async fn read_places(
     image: &SharedStorage,

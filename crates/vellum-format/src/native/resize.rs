@@ -24,10 +24,10 @@ use vellum_core::{
 
 use super::geometry::{Layout, Places, Shape};
 use super::image::Native;
-use super::open::OpenOptions;
+use super::open::{OpenOptions, finish};
 use super::parts::Part;
 use super::superblock::Superblocks;
-use super::unfinished::{clear_behind_the_end, finish, zero_behind_the_end};
+use super::unfinished::{clear_behind_the_end, zero_behind_the_end};
 use crate::sabotage::{self, Bug};
 
 /// Changes the size of the disk of a closed image, in bytes. Returns the old size. An interrupted change is

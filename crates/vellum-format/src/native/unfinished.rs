@@ -3,7 +3,7 @@
 //!
 //! An interrupted change always leaves one of the states of [`ROWS`], or a state that needs nothing more.
 //! Every read-write opening looks for these states in this order, finishes what it finds, and looks again. A
-//! program that changes a closed image opens it first for the same effect ([`finish`]).
+//! program that changes a closed image opens it first for the same effect ([`finish`](super::finish)).
 //!
 //! | change | its steps; ► is a flush | interrupted, it leaves |
 //! |---|---|---|
@@ -24,11 +24,9 @@
 //! 2. A change that is past its commit point needs no more space. It cannot fail for lack of it, and neither
 //!    can the opening that continues it.
 
-use vellum_core::{Buffer, Context, Disk, ImageSpan, Result, SharedStorage, Storage, Zeroes};
+use vellum_core::{Buffer, Context, ImageSpan, Result, SharedStorage, Storage, Zeroes};
 
 use super::geometry::{Places, Region};
-use super::image::Native;
-use super::open::OpenOptions;
 use super::superblock::Superblocks;
 use crate::journal::ledger::random_key;
 use crate::sabotage::{self, Bug};
@@ -88,17 +86,6 @@ impl Found {
     pub fn then(self) -> Then {
         ROWS.iter().find(|row| row.found == self).expect("each state has a row").then
     }
-}
-
-/// Finishes an interrupted change of a closed image. Returns the size of its disk, which may have changed.
-///
-/// # Errors
-/// As for opening it read-write.
-pub async fn finish(image: &SharedStorage) -> Result<u64> {
-    let options = OpenOptions { without_base: true, ..OpenOptions::default() };
-    let native = Native::open(image.clone(), None, options).await?;
-    native.close().await?;
-    Ok(Superblocks::read(&**image).await?.superblock.size())
 }
 
 /// Where the part of a region that counts ends: the byte, and the mask of the bits in that byte that still

@@ -28,7 +28,7 @@ use std::time::Duration;
 use vellum_core::Result;
 
 use super::image::Native;
-use super::zones::Zones;
+use super::zone_state::{Compaction, Emptying, Zones};
 use crate::bytes::be32;
 use crate::engine::Commit as _;
 use crate::state::lock;
@@ -45,32 +45,6 @@ const PAGES_IN_A_GO: u64 = 256;
 const COPIED_IN_A_GO: usize = 8;
 /// After waiting this often for freed units, the zone is given up.
 const WAITS_MAX: u32 = 200;
-
-/// The state of compaction.
-#[derive(Default)]
-pub(super) struct Compaction {
-    work: async_lock::Mutex<Work>,
-}
-
-#[derive(Default)]
-struct Work {
-    /// Since when the disk is quiet, and how many units and bytes the guest had taken and written by then.
-    quiet_since: Duration,
-    taken: u64,
-    written: u64,
-    now: Option<Emptying>,
-    /// Zones that could not be emptied.
-    given_up: BTreeSet<u32>,
-}
-
-struct Emptying {
-    zone: u32,
-    /// The table was searched up to this entry.
-    seen: u64,
-    /// Units of the disk that lie in the zone.
-    left: Vec<u64>,
-    waits: u32,
-}
 
 /// How compaction continues.
 enum Step {

@@ -23,11 +23,11 @@ use vellum_core::{
 };
 
 use super::embed::{BLOCK_LEN, BLOCKS_MAX, Identity, Packed, unpack};
-use super::geometry::SUB_BLOCK;
+use super::geometry::{SUB_BLOCK, TAG_WORD};
 use super::image::{Native, Origin};
 use super::publish::{Step, WORD_COST};
 use super::read::Part;
-use super::zones::{Given, tag_place};
+use super::zone_state::Given;
 use crate::engine::Commit as _;
 use crate::sabotage::{self, Bug};
 
@@ -168,7 +168,7 @@ impl Native {
                 "a unit outside every zone cannot hold its entry: run `vellum check`",
             ));
         };
-        let tag = self.find(|| self.home.word(tag_place(&self.places, zone))).await?;
+        let tag = self.find(|| self.home.word(self.places.zone_word(zone, TAG_WORD))).await?;
         let within = at - self.places.unit(image_unit).start();
         Ok(Identity {
             tag,

@@ -47,6 +47,10 @@ pub const BITMAP_BYTES_MAX: u64 = 256 << 20;
 pub const BASE_BYTES_MAX: u64 = 1 << 46;
 /// The size of an entry of the zone table in bytes.
 pub const ZONE_LEN: u64 = 256;
+/// Word of a zone's entry: the generation in which the zone was opened last. 0: closed since.
+pub(super) const GENERATION_WORD: u64 = 0;
+/// Its tag.
+pub(super) const TAG_WORD: u64 = 1;
 /// The first word of a zone's entry with bits of recorded units.
 pub const RECORDED_WORD: u64 = 8;
 /// Where entries hold a form, the number of a stored unit has this many bits.

@@ -32,7 +32,7 @@ use super::home_pages::{HomePages, Missing};
 use super::snapshots::{View, Views};
 use super::superblock::Superblocks;
 use super::units::Units;
-use super::zones::Zones;
+use super::zone_state::Zones;
 use crate::engine::Engine;
 use crate::journal::Journal;
 use crate::sabotage::{self, Bug};

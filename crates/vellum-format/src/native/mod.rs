@@ -23,7 +23,7 @@
 //! | `resize` | another size for the disk |
 //! | [`unfinished`] | what an interrupted change of several steps leaves, and what opening does about it |
 //! | [`snapshots`] | views of the disk that no longer change |
-//! | `zones`, `embedded_alloc` | zones and units that hold their own entries, until these are in the table |
+//! | `zones` with `zone_state`, `embedded_alloc` | zones and units that hold their own entries, until these are in the table |
 //! | `compact` | sparsely used zones, emptied in quiet times |
 //! | `ahead` | zones of a file, written with zeros ahead of need |
 //! | `room` | how much space a device has left, and how much it has gained since |
@@ -59,6 +59,7 @@ mod write;
 mod zero;
 mod zone_cases;
 mod zone_scan;
+mod zone_state;
 mod zones;
 
 pub use create::{CreateOptions, JOURNAL_BYTES_DEFAULT, JOURNAL_BYTES_ZONED, NewBase, create};

@@ -21,7 +21,7 @@ use super::snapshots::{Still, View, Views, refuse_half_reverted};
 use super::superblock::{Superblock, Superblocks};
 use super::unfinished::{self, Found, Then};
 use super::units::Units;
-use super::zones::Zones;
+use super::zone_state::Zones;
 use crate::engine::{Close as _, Commit as _, Engine};
 use crate::journal::{Journal, Overlaid};
 use crate::prealloc::{Need, Prealloc};

@@ -18,9 +18,8 @@ use std::collections::BTreeMap;
 use vellum_core::{BlockSize, Buffer, Error, ImageOffset, ImageSpan, Result, Storage, try_join_all};
 
 use super::embed::{BLOCK_LEN, BLOCKS_MAX, Identity, identify};
-use super::geometry::{Places, RECORDED_WORD};
+use super::geometry::{GENERATION_WORD, Places, RECORDED_WORD, TAG_WORD};
 use super::zone_cases::{Bit, Block, Entry, Fact, Facts, Next, Then};
-use super::zones::{GENERATION_WORD, TAG_WORD};
 use crate::bytes::{be64, put64};
 use crate::journal::record::{Item, Record};
 use crate::journal::replay::{Replay, Rules, read_together};

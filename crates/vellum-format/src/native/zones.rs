@@ -21,29 +21,21 @@
 //! incarnation, because a block from an earlier time has another tag. Entries that Selfie gathers in metadata
 //! clusters are written to the table through the journal here: `docs/design/0006-zones.md`.
 
-use std::collections::VecDeque;
-use std::ops::Range;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use vellum_core::{ImageOffset, Result, Zeroes};
 
-use super::compact::Compaction;
-use super::geometry::{Places, RECORDED_WORD};
+use super::geometry::{GENERATION_WORD, RECORDED_WORD, TAG_WORD};
 use super::image::Native;
 use super::publish::WORD_COST;
 use super::units::Units;
+use super::zone_state::{Given, OpenZone, Paused, Zones};
 use crate::engine::Commit as _;
-use crate::prealloc::Need;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
-/// Word of a zone's entry: the generation in which the zone was opened last. 0: closed since.
-pub(super) const GENERATION_WORD: u64 = 0;
-/// Its tag.
-pub(super) const TAG_WORD: u64 = 1;
-/// How often it was opened.
+/// Word of a zone's entry: how often it was opened.
 const INCARNATION_WORD: u64 = 2;
 /// Without an embedded allocation for this long, the embedded entries are written to the table.
 const QUIET_AFTER: Duration = Duration::from_secs(2);
@@ -52,146 +44,6 @@ const QUIET_AFTER: Duration = Duration::from_secs(2);
 const OPEN_MAX: usize = 16;
 /// What opening a zone takes of a record, at most.
 const OPENING_COST: u64 = 24 * 24;
-
-/// The zones of an image that is open for writing.
-pub(super) struct Zones {
-    /// How much space is prepared ahead of need (`ahead.rs`).
-    pub(super) need: async_lock::Mutex<Need>,
-    /// Where zones are emptied in quiet times (`compact.rs`).
-    pub(super) compaction: Option<Compaction>,
-    /// How many bytes the guest has written.
-    written_bytes: AtomicU64,
-    pub(super) open: Mutex<Vec<OpenZone>>,
-    /// The number of the zone that is being emptied (`compact.rs`), plus one. 0: none is.
-    pub(super) emptying: AtomicU32,
-    /// Held while a zone is opened.
-    opening: async_lock::Mutex<()>,
-    /// Held while embedded entries are written to the table.
-    recording: async_lock::Mutex<()>,
-    /// The number of callers that have paused embedded allocation.
-    paused: AtomicU32,
-    /// How many units were handed out to hold their own entries.
-    given: AtomicU64,
-    /// How many were handed out as plain units.
-    given_plain: AtomicU64,
-    /// The number of units that had become clean when no zone could be opened, plus one.
-    none_found_at: AtomicU64,
-    /// The count of `given` when the disk was last seen busy, and when that was.
-    quiet: Mutex<(u64, Duration)>,
-}
-
-impl Zones {
-    pub(super) fn new(need: Need, compaction: Option<Compaction>) -> Self {
-        Self {
-            need: async_lock::Mutex::new(need),
-            compaction,
-            written_bytes: AtomicU64::new(0),
-            open: Mutex::default(),
-            emptying: AtomicU32::new(0),
-            opening: async_lock::Mutex::default(),
-            recording: async_lock::Mutex::default(),
-            paused: AtomicU32::new(0),
-            given: AtomicU64::new(0),
-            given_plain: AtomicU64::new(0),
-            none_found_at: AtomicU64::new(0),
-            quiet: Mutex::default(),
-        }
-    }
-
-    pub(super) fn note_written(&self, bytes: u64) {
-        self.written_bytes.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    pub(super) fn written_bytes(&self) -> u64 {
-        self.written_bytes.load(Ordering::Relaxed)
-    }
-}
-
-/// A zone that is open.
-pub(super) struct OpenZone {
-    pub(super) zone: u32,
-    tag: u64,
-    /// The transaction that opens it.
-    opened_in: u64,
-    /// Units from here on were neither handed out nor prepared.
-    next: u32,
-    /// Units before that which were filled with zeros (`ahead.rs`) and not handed out.
-    prepared: VecDeque<Range<u32>>,
-    /// How many more of them are being filled now.
-    being_prepared: u32,
-    /// Units that were handed out to hold their own entries, and are neither published nor invalidated.
-    under_way: u32,
-    /// Units whose entry only their own block states: the index in the zone, and the unit of the disk.
-    unrecorded: Vec<(u32, u64)>,
-}
-
-impl OpenZone {
-    /// Takes a unit that was not handed out yet.
-    fn take(&mut self, per_zone: u32) -> Option<u32> {
-        self.take_prepared().or_else(|| {
-            let unit = Some(self.next).filter(|next| *next < per_zone)?;
-            self.next += 1;
-            Some(unit)
-        })
-    }
-
-    fn take_prepared(&mut self) -> Option<u32> {
-        let run = self.prepared.front_mut()?;
-        let unit = run.start;
-        run.start += 1;
-        if run.start == run.end {
-            self.prepared.pop_front();
-        }
-        Some(unit)
-    }
-
-    /// How many units can still be handed out.
-    fn left(&self, per_zone: u32) -> u32 {
-        let prepared: u32 = self.prepared.iter().map(|run| run.end - run.start).sum();
-        per_zone - self.next + prepared + self.being_prepared
-    }
-
-    fn is_used_up(&self, per_zone: u32) -> bool {
-        self.next == per_zone && self.left(per_zone) == 0 && self.under_way == 0
-    }
-
-    /// How many units are prepared.
-    pub(super) fn prepared(&self) -> u32 {
-        self.prepared.iter().map(|run| run.end - run.start).sum()
-    }
-
-    /// Takes the next `count` units, to be prepared. Fewer where the zone ends.
-    pub(super) fn begin_preparing(&mut self, count: u32, per_zone: u32) -> Range<u32> {
-        let run = self.next..per_zone.min(self.next.saturating_add(count));
-        if !sabotage::is(Bug::ZerosOnGiven) {
-            self.next = run.end;
-        }
-        self.being_prepared += run.end - run.start;
-        run
-    }
-
-    /// Notes that preparing these ended. They read as zero as before, whether or not the zeros were written.
-    pub(super) fn end_preparing(&mut self, run: Range<u32>) {
-        self.being_prepared -= run.end - run.start;
-        self.prepared.push_back(run);
-    }
-}
-
-/// A unit that is to hold its own entry.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Given {
-    pub(super) unit: u32,
-    pub(super) tag: u64,
-}
-
-/// No entry is embedded while this is held.
-pub(super) struct Paused<'a>(&'a AtomicU32);
-
-impl Drop for Paused<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
-    }
-}
 
 /// The tag of a zone's blocks. It cannot be derived without the key.
 fn tag_of(key: u128, zone: u32, incarnation: u64) -> u64 {
@@ -212,15 +64,13 @@ impl Native {
     /// Pauses embedded allocation.
     pub(super) fn pause_embedding(&self) -> Option<Paused<'_>> {
         let zones = self.zones.as_ref()?;
-        zones.paused.fetch_add(1, Ordering::AcqRel);
-        Some(Paused(&zones.paused))
+        Some(zones.pause())
     }
 
     /// Whether a unit may hold its own entry now.
     pub(super) fn may_embed(&self) -> bool {
-        let is_paused = |zones: &Zones| zones.paused.load(Ordering::Acquire) > 0;
         let Some(zones) = &self.zones else { return false };
-        !is_paused(zones) && !self.views.as_ref().is_some_and(super::snapshots::Views::any)
+        !zones.is_paused() && !self.views.as_ref().is_some_and(super::snapshots::Views::any)
     }
 
     /// Takes a unit of an open zone. `None` when no open zone has one left.
@@ -540,16 +390,7 @@ impl Native {
         self.home.change(words[0], |_| generation);
         self.home.change(words[1], |_| tag);
         let opened_in = journal.open_sequence();
-        let opened = OpenZone {
-            zone: number,
-            tag,
-            opened_in,
-            next: 0,
-            prepared: VecDeque::new(),
-            being_prepared: 0,
-            under_way: 0,
-            unrecorded: Vec::new(),
-        };
+        let opened = OpenZone::new(number, tag, opened_in);
         if zones.emptying.load(Ordering::SeqCst) == number + 1 {
             self.end_emptying(zones); // that is what it was emptied for
         }
@@ -558,11 +399,6 @@ impl Native {
         all.push(opened);
         Ok(())
     }
-}
-
-/// Reads the tag of a zone.
-pub(super) fn tag_place(places: &Places, zone: u32) -> ImageOffset {
-    places.zone_word(zone, TAG_WORD)
 }
 
 #[cfg(test)]

@@ -7,8 +7,7 @@
 use vellum_core::{Buffer, ImageOffset, LocalFuture, Result, join_all};
 
 use super::super::embed::{BLOCK_LEN, Identity, unpack};
-use super::super::geometry::SUB_BLOCK;
-use super::super::zones::tag_place;
+use super::super::geometry::{SUB_BLOCK, TAG_WORD};
 use super::Walk;
 use crate::bytes::be64;
 
@@ -38,7 +37,7 @@ impl Walk<'_> {
                 let tag = match zone_and_tag {
                     Some((same, tag)) if same == zone => tag,
                     _ => {
-                        let span = tag_place(&self.places, zone).span(8);
+                        let span = self.places.zone_word(zone, TAG_WORD).span(8);
                         let Some(word) = self.read(span, "the table of zones").await else { continue };
                         be64(&word, 0)
                     }

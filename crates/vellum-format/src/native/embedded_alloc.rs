@@ -25,22 +25,13 @@ use vellum_core::{
 use super::embed::{BLOCK_LEN, BLOCKS_MAX, Identity, Packed, unpack};
 use super::geometry::{SUB_BLOCK, TAG_WORD};
 use super::image::{Native, Origin};
-use super::publish::{Step, WORD_COST};
+use super::publish::{EmbeddedAlloc, Step, WORD_COST};
 use super::read::Part;
-use super::zone_state::Given;
 use crate::engine::Commit as _;
 use crate::sabotage::{self, Bug};
 
 /// At most this many blocks of a write are tried.
 const TRIED_MAX: usize = 3;
-
-/// An embedded allocation: a unit, and the packed block that holds its entry.
-pub(super) struct EmbeddedAlloc {
-    pub(super) given: Given,
-    /// Which block holds the entry, and its bytes for the image.
-    pub(super) block: u8,
-    pub(super) bytes: Vec<u8>,
-}
 
 impl Native {
     /// Whether the first write of this part may embed the entry, as far as is known before the claim.

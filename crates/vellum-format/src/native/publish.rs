@@ -13,9 +13,9 @@
 
 use vellum_core::{Context, GuestSpan, ImageOffset, Result};
 
-use super::embedded_alloc::EmbeddedAlloc;
 use super::home_pages::Missing;
 use super::image::{Native, mask};
+use super::zone_state::Given;
 use crate::engine;
 
 /// The bytes of a record that one word takes, at most: as an item of its own.
@@ -33,6 +33,14 @@ pub(crate) struct Planned {
     pub(super) subs: Vec<u64>,
     /// Set when the unit holds its own entry.
     pub(super) embedded: Option<EmbeddedAlloc>,
+}
+
+/// An embedded allocation: a unit, and the packed block that holds its entry.
+pub(super) struct EmbeddedAlloc {
+    pub(super) given: Given,
+    /// Which block holds the entry, and its bytes for the image.
+    pub(super) block: u8,
+    pub(super) bytes: Vec<u8>,
 }
 
 impl Planned {

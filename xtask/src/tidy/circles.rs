@@ -13,7 +13,7 @@ use super::{Complaint, File, complaint};
 /// added here: the part that both files need goes into a third.
 const KNOWN: [(&str, &[&str]); 4] = [
     // Files of one large type, which owns the state of all of them.
-    ("vellum-format", &["native/commit", "native/image", "native/ready", "native/snapshots", "native/units"]),
+    ("vellum-format", &["native/image", "native/snapshots"]),
     // Halves of one thing.
     ("vellum-io", &["driver", "timer", "worker"]),
     ("vellum-io", &["file/gate", "file/handle"]),

@@ -16,7 +16,7 @@
 //!    A quarter of a record is for words and checks, an eighth for second values, half for guest data.
 //! 3. A page is changed and listed under the gate, together with everything that belongs to the change.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{RwLockReadGuard, RwLockWriteGuard};
 
 use vellum_core::{Buffer, Context, Error, ImageOffset, ImageSpan, Result};
@@ -24,6 +24,7 @@ use vellum_core::{Buffer, Context, Error, ImageOffset, ImageSpan, Result};
 use super::geometry::Region;
 use super::home_pages::SealedPage;
 use super::image::Native;
+use super::in_use::Mark;
 use super::ready::Haste;
 use crate::engine::{self, Commit as _, Engine, Map, write_all};
 use crate::journal::commit::{Medium, write_zeros};
@@ -35,28 +36,6 @@ use crate::state::UnderWay;
 
 /// When this many pages of home have changed, the next writer commits.
 const DIRTY_PAGES_MAX: usize = 1024;
-
-/// What the superblock says of an image that is in use.
-#[derive(Debug, Clone, Copy)]
-struct Mark {
-    generation: u64,
-    key: u128,
-}
-
-/// What the superblock says since the first change of an opening.
-#[derive(Default)]
-pub(super) struct InUse {
-    /// Held while it is written.
-    mark: async_lock::Mutex<Option<Mark>>,
-    /// Whether the superblock says so durably.
-    is_marked: AtomicBool,
-}
-
-impl InUse {
-    fn is_marked(&self) -> bool {
-        self.is_marked.load(Ordering::Acquire)
-    }
-}
 
 /// Copies of everything that a commit makes durable.
 pub(crate) struct Sealed {
@@ -93,7 +72,7 @@ impl Native {
         if self.journal.is_none() || self.in_use.is_marked() || sabotage::is(Bug::MarkedLate) {
             return Ok(()); // an image without a journal has no mark
         }
-        let mut marked = self.in_use.mark.lock().await;
+        let mut marked = self.in_use.lock().await;
         self.engine.state.check_stopped()?;
         self.mark(&mut marked).await.map(drop)
     }
@@ -109,7 +88,7 @@ impl Native {
         if journal.is_on() {
             return Ok(());
         }
-        let mut marked = self.in_use.mark.lock().await;
+        let mut marked = self.in_use.lock().await;
         if journal.is_on() {
             return Ok(());
         }
@@ -161,7 +140,7 @@ impl Native {
         self.flush_storage().await?; // a crash from here on is recovered with the journal
         let mark = Mark { generation, key };
         *marked = Some(mark);
-        self.in_use.is_marked.store(true, Ordering::Release);
+        self.in_use.note_marked();
         Ok(mark)
     }
 

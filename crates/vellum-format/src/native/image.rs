@@ -26,9 +26,9 @@ use std::sync::{Arc, Mutex};
 
 use vellum_core::{BlockSize, Error, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk, SharedStorage};
 
-use super::commit::InUse;
 use super::geometry::{Places, SUB_BLOCK};
 use super::home_pages::{HomePages, Missing};
+use super::in_use::InUse;
 use super::snapshots::{View, Views};
 use super::superblock::Superblocks;
 use super::units::Units;

@@ -19,7 +19,7 @@
 //! | [`open`], `recover`, `zone_scan` with `zone_cases` | opening, with its checks; recovery after a crash |
 //! | `image`, `home_pages` | what is in memory: the home pages, read without a lock |
 //! | `read`, `write` with `publish`, `zero` | requests |
-//! | `commit` | how the journal begins, what a transaction holds, what the engine needs |
+//! | `commit` with `in_use` | how the journal begins, what a transaction holds, what the engine needs |
 //! | `resize` | another size for the disk |
 //! | [`unfinished`] | what an interrupted change of several steps leaves, and what opening does about it |
 //! | [`snapshots`] | views of the disk that no longer change |
@@ -27,11 +27,12 @@
 //! | `compact` | sparsely used zones, emptied in quiet times |
 //! | `ahead` | zones of a file, written with zeros ahead of need |
 //! | `room` | how much space a device has left, and how much it has gained since |
-//! | `units`, `ready` | which units are free, and how they are made zero before use, ahead of need |
+//! | `units` with `allocate`, `ready` | which units are free, and how they are made zero before use, ahead of need |
 //! | [`mod@check`] | the invariants of a closed image: checked, and repaired |
 //! | `format` | the interface that all formats have |
 
 mod ahead;
+mod allocate;
 pub mod check;
 mod commit;
 mod compact;
@@ -42,6 +43,7 @@ mod format;
 pub mod geometry;
 mod home_pages;
 mod image;
+mod in_use;
 pub mod open;
 pub mod parts;
 mod publish;

@@ -22,18 +22,20 @@
 //!    list of freed units.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use vellum_core::{BlockSize, Error, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk, SharedStorage};
 
 use super::geometry::{Places, SUB_BLOCK};
 use super::home_pages::{HomePages, Missing};
 use super::in_use::InUse;
-use super::snapshots::{View, Views};
+use super::snapshots::still::Still;
+use super::snapshots::views::Views;
 use super::superblock::Superblocks;
 use super::units::Units;
 use super::zone_state::Zones;
 use crate::engine::Engine;
+use crate::hash::HashMap;
 use crate::journal::Journal;
 use crate::sabotage::{self, Bug};
 use crate::state::lock;
@@ -69,6 +71,8 @@ pub struct Native {
     pub(super) units: Option<Units>,
     /// As for `units`.
     pub(super) views: Option<Views>,
+    /// The snapshots that are open beside the disk, by id. Locked after the list of snapshots.
+    pub(super) open_views: Mutex<HashMap<u32, Weak<Self>>>,
     /// In `zoned`, when the image is open read-write and units may hold their entries.
     pub(super) zones: Option<Zones>,
     /// The snapshot that is read instead of the disk.
@@ -78,6 +82,24 @@ pub struct Native {
     pub(super) in_use: InUse,
     /// How many bytes of a record the open transaction may need, at most.
     pub(super) open_bytes: AtomicU64,
+}
+
+/// The pages of home that a snapshot sees.
+pub(super) enum View {
+    /// Of an image that is not written.
+    Still(Still),
+    /// Of an image that is open read-write.
+    Live(Live),
+}
+
+/// What a snapshot sees of an image that is open read-write (`snapshots/live.rs`).
+pub(super) struct Live {
+    pub(super) disk: Arc<Native>,
+    pub(super) id: u32,
+    /// The chain is in the order in which this program makes it. Making and deleting snapshots keep that
+    /// order.
+    pub(super) is_line: bool,
+    pub(super) settled: async_lock::OnceCell<()>,
 }
 
 /// The state of a sub-block.

@@ -14,10 +14,11 @@ use vellum_core::{
 
 use super::geometry::{Layout, Places, Region};
 use super::home_pages::HomePages;
-use super::image::{LINEAR_CELL, Native};
+use super::image::{LINEAR_CELL, Native, View};
 use super::recover::recover;
 use super::room::whole_units;
-use super::snapshots::{Still, View, Views, refuse_half_reverted};
+use super::snapshots::still::{Still, refuse_half_reverted};
+use super::snapshots::views::Views;
 use super::superblock::{Superblock, Superblocks};
 use super::unfinished::{self, Found, Then};
 use super::units::Units;
@@ -147,6 +148,7 @@ impl Native {
             block_locks: std::array::from_fn(|_| Mutex::new(())),
             units,
             views,
+            open_views: Default::default(),
             zones: embeds.then(|| zones(&image, options.prealloc, options.compaction)),
             view: view.map(View::Still),
             journal,

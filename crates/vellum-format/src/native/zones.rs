@@ -29,6 +29,7 @@ use vellum_core::{ImageOffset, Result, Zeroes};
 use super::geometry::{GENERATION_WORD, RECORDED_WORD, TAG_WORD};
 use super::image::Native;
 use super::publish::WORD_COST;
+use super::snapshots::views::Views;
 use super::units::Units;
 use super::zone_state::{Given, OpenZone, Paused, Zones};
 use crate::engine::Commit as _;
@@ -70,7 +71,7 @@ impl Native {
     /// Whether a unit may hold its own entry now.
     pub(super) fn may_embed(&self) -> bool {
         let Some(zones) = &self.zones else { return false };
-        !zones.is_paused() && !self.views.as_ref().is_some_and(super::snapshots::Views::any)
+        !zones.is_paused() && !self.views.as_ref().is_some_and(Views::any)
     }
 
     /// Takes a unit of an open zone. `None` when no open zone has one left.

@@ -73,7 +73,7 @@ impl Native {
         {
             let _gate = self.enter_transaction(24).await?;
             let mut list = lock(&views.list);
-            if views.is_open(id) {
+            if self.is_open_beside(id) {
                 return Err(Error::new(ErrorKind::Locked, "it is being read"));
             }
             self.put_word(index, FLAGS_WORD, BEING_DELETED);

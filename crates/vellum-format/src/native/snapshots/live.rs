@@ -19,20 +19,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vellum_core::{Buffer, Error, ErrorKind, Geometry, ImageOffset, ImageSpan, Result};
 
 use super::super::home_pages::{HomePages, Missing};
-use super::super::image::Native;
-use super::{View, Views, page_of};
+use super::super::image::{Live, Native, View};
+use super::page_of;
 use crate::engine::{Commit as _, Engine};
 use crate::state::lock;
-
-/// What a snapshot sees of an image that is open read-write.
-pub(in crate::native) struct Live {
-    disk: Arc<Native>,
-    id: u32,
-    /// The chain is in the order in which this program makes it. Making and deleting snapshots keep that
-    /// order.
-    is_line: bool,
-    settled: async_lock::OnceCell<()>,
-}
 
 /// Where a page was found.
 enum Found {
@@ -42,15 +32,6 @@ enum Found {
     NotInMemory,
     /// Nowhere, so it is zero.
     Zero,
-}
-
-impl Views {
-    /// Whether the snapshot is open beside the disk.
-    pub(super) fn is_open(&self, id: u32) -> bool {
-        let mut open = lock(&self.open);
-        open.retain(|_, disk| disk.strong_count() > 0);
-        open.contains_key(&id)
-    }
 }
 
 impl Native {
@@ -67,7 +48,7 @@ impl Native {
         let missing =
             || Error::new(ErrorKind::NotFound, format!("{}: there is no snapshot {id}", self.engine.name));
         let (name, size) = entry.map(|entry| (entry.name.clone(), entry.size)).ok_or_else(missing)?;
-        let mut open = lock(&views.open);
+        let mut open = lock(&self.open_views);
         if let Some(disk) = open.get(&id).and_then(std::sync::Weak::upgrade) {
             return Ok(disk);
         }
@@ -93,6 +74,7 @@ impl Native {
             block_locks: std::array::from_fn(|_| Default::default()),
             units: None,
             views: None,
+            open_views: Default::default(),
             zones: None,
             view: Some(View::Live(live)),
             journal: None,
@@ -115,8 +97,14 @@ impl Native {
 
     /// Whether any snapshot is open beside the disk.
     pub fn has_open_snapshots(&self) -> bool {
-        let Some(views) = &self.views else { return false };
-        lock(&views.open).values().any(|disk| disk.strong_count() > 0)
+        lock(&self.open_views).values().any(|disk| disk.strong_count() > 0)
+    }
+
+    /// Whether the snapshot is open beside the disk.
+    pub(super) fn is_open_beside(&self, id: u32) -> bool {
+        let mut open = lock(&self.open_views);
+        open.retain(|_, disk| disk.strong_count() > 0);
+        open.contains_key(&id)
     }
 
     /// Waits for the writes that were in flight when the newest snapshot was made, and makes them durable.

@@ -7,7 +7,7 @@
 //!   delete   a flag ► copies passed on to the snapshot before, or freed with their units   delete.rs
 //!                   ► the entry
 //!   revert   a mark ► the pages of home become what the snapshot sees ► the size ► no mark revert.rs
-//!   open     pages are looked up along the chain                                           view.rs
+//!   open     pages are looked up along the chain                                           still.rs
 //!            the same beside the disk, while that is written                               live.rs
 //! ```
 //!
@@ -25,6 +25,8 @@
 //!    the snapshot that is deleted, and what its copies kept stays kept.
 //! 5. Lock order: the journal's gate, then the copies, then pages of home. The list also comes after the
 //!    gate.
+//!
+//! What a writer keeps in memory of all this is in `views.rs`.
 
 mod copies;
 mod delete;
@@ -33,28 +35,22 @@ mod list;
 mod live;
 mod released;
 mod revert;
-mod view;
+pub(super) mod still;
+pub(super) mod views;
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, Weak};
+use std::sync::atomic::Ordering;
 
 use vellum_core::{Context, Error, ErrorKind, ImageOffset, Result, SharedStorage};
 
-use super::geometry::{Bits, Places, Region, SNAPSHOTS};
+use super::geometry::{Bits, Region, SNAPSHOTS};
 use super::image::Native;
 use super::superblock::Superblocks;
-use super::unfinished::Found;
 use crate::engine::Commit as _;
-use crate::hash::HashMap;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
-use copies::Copies;
 use list::{ENTRY_WORDS, Entry, FLAGS_WORD, HOME, List, NAME_MAX, NAME_WORD, name_words, word, word_of};
-pub(super) use live::Live;
-use released::Released;
 pub use revert::revert;
-pub(super) use view::{Still, View, refuse_half_reverted};
+use views::{Held, Views};
 
 /// The page of home that contains this word.
 pub(super) fn page_of(word: ImageOffset) -> u64 {
@@ -72,112 +68,6 @@ pub struct Snapshot {
     pub size: u64,
     /// When it was made, in seconds since 1970.
     pub seconds: u64,
-}
-
-/// The snapshots of an image that is open read-write.
-pub(super) struct Views {
-    list: Mutex<List>,
-    copies: Mutex<Held>,
-    /// Whether there are snapshots. Read without a lock.
-    any: AtomicBool,
-    /// Held while pages are kept.
-    keeping: async_lock::Mutex<()>,
-    /// Held while a snapshot is made, or an entry is taken off the list.
-    changing: async_lock::Mutex<()>,
-    /// Held while a snapshot is deleted. Snapshots can be made meanwhile.
-    deleting: async_lock::Mutex<()>,
-    /// Background work is to stop where it is.
-    is_ending: AtomicBool,
-    /// The snapshots that are open beside the disk, by id. Locked after the list.
-    open: Mutex<HashMap<u32, Weak<Native>>>,
-    /// The epoch in which units last became held, plus one. 0: not since the image was opened. See
-    /// [`Native::stamp`].
-    stamp: AtomicU64,
-}
-
-/// The copies, and the snapshots for which pages are kept now. They change together.
-struct Held {
-    copies: Copies,
-    /// The end of the chain: the newest snapshot that stays, for which pages are kept, and after it those
-    /// that are being deleted, on whose copies it still relies. Empty when no snapshot stays.
-    keepers: Vec<u32>,
-    released: Released,
-}
-
-impl Held {
-    /// Whether snapshots allow this page of home to change. The answer stays the same while a deletion passes
-    /// copies on and frees them: a copy that is passed on to a keeper comes from a keeper, and a copy of a
-    /// keeper is freed only if an earlier keeper also has one.
-    fn is_kept(&self, page: u64) -> bool {
-        self.keepers.is_empty() || self.keepers.iter().any(|id| self.copies.has(*id, page))
-    }
-}
-
-impl Views {
-    pub(super) async fn read(image: &SharedStorage, places: &Places, has_snapshots: bool) -> Result<Self> {
-        let (list, copies) = match has_snapshots {
-            false => (List::empty(), Copies::new(*places)),
-            true => {
-                let list = List::read(&**image, places).await?;
-                let ids: BTreeSet<u32> = list.entries.iter().map(|entry| entry.id).collect();
-                let copies = Copies::read(&**image, *places, list.first_map_unit, &ids, true).await?;
-                (list, copies)
-            }
-        };
-        Ok(Self {
-            any: AtomicBool::new(!list.entries.is_empty()),
-            copies: Mutex::new(Held { copies, keepers: list.keepers(), released: Released::default() }),
-            list: Mutex::new(list),
-            keeping: Default::default(),
-            changing: Default::default(),
-            deleting: Default::default(),
-            is_ending: AtomicBool::new(false),
-            open: Default::default(),
-            stamp: AtomicU64::new(0),
-        })
-    }
-
-    /// The units that are in use because of snapshots.
-    pub(super) fn units(&self) -> Vec<u32> {
-        lock(&self.copies).copies.units().collect()
-    }
-
-    /// Whether home must not name the unit for this unit of the disk.
-    pub(super) fn contradict(&self, index: u64, unit: u32) -> bool {
-        self.any() && lock(&self.copies).copies.contradicts(index, unit)
-    }
-
-    /// While the returned guard lives, no unit becomes held or is released, and no copy of a unit comes to
-    /// count.
-    pub(super) fn hold(&self) -> impl Drop {
-        lock(&self.copies)
-    }
-
-    pub(super) fn any(&self) -> bool {
-        self.any.load(Ordering::SeqCst)
-    }
-
-    /// Copies the index pages that have changed. The caller holds the gate alone.
-    pub(super) fn seal(&self) -> Vec<super::home_pages::SealedPage> {
-        lock(&self.copies).copies.seal()
-    }
-
-    /// The unfinished change that an earlier opening left. A revert comes first, because it may need a
-    /// snapshot that is being deleted.
-    pub(super) fn unfinished(&self) -> Option<Found> {
-        let list = lock(&self.list);
-        if list.reverts_to != 0 && !sabotage::is(Bug::RevertForgotten) {
-            return Some(Found::RevertMark);
-        }
-        let is_flagged = list.entries.iter().any(|entry| entry.is_being_deleted);
-        is_flagged.then_some(Found::DeleteFlag)
-    }
-
-    /// The size that the disk will have, if it is being reverted.
-    pub(super) fn reverted_size(&self) -> Option<u64> {
-        let list = lock(&self.list);
-        list.get(list.reverts_to).map(|entry| entry.size)
-    }
 }
 
 impl Native {

@@ -9,19 +9,10 @@ use vellum_core::{Error, ErrorKind, ImageOffset, Result, SharedStorage};
 
 use super::super::geometry::Places;
 use super::super::superblock::Superblock;
-use super::Live;
 use super::copies::Copies;
 use super::list::{Entry, List};
 use crate::hash::HashMap;
 use crate::sabotage::{self, Bug};
-
-/// The pages of home that a snapshot sees.
-pub(in crate::native) enum View {
-    /// Of an image that is not written.
-    Still(Still),
-    /// Of an image that is open read-write.
-    Live(Live),
-}
 
 /// Where the pages of home lie that a snapshot sees.
 pub(in crate::native) struct Still {

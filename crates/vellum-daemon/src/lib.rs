@@ -26,6 +26,7 @@ pub mod convert;
 pub mod copy;
 pub mod create;
 mod door;
+pub mod flatten;
 mod fuse;
 mod grow;
 pub mod host;

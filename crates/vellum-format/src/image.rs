@@ -204,6 +204,16 @@ pub trait Format: Sync {
         ready(Err(keeps_none(self.kind(), image)))
     }
 
+    /// Removes the reference to the image below from a closed image. Where the disk still shows what is below,
+    /// it reads as zero from then on: whatever the disk below has there must have been written before.
+    ///
+    /// # Errors
+    /// `Unsupported` when the image has snapshots, because they show the image below, too, and the errors of the
+    /// image.
+    fn detach<'a>(&'a self, _image: &'a SharedStorage) -> LocalFuture<'a, Result<()>> {
+        ready(Ok(()))
+    }
+
     /// Sets whether the image is written with a journal from now on: `None` for none, `Some(None)` for one of
     /// its recorded size, or of the default size if it has none recorded, else the size in bytes. Messages
     /// call the image `name`.

@@ -95,6 +95,15 @@ fn deletes() -> Vec<Change> {
     ]
 }
 
+fn detachments() -> Vec<Change> {
+    vec![
+        Change::detach(linear(), None),
+        Change::detach(table(), None),
+        Change::detach(zoned(), None),
+        Change::detach(zoned(), Some(DEVICE)),
+    ]
+}
+
 /// Every crash, thinned out: all of it is for the long tests.
 fn care() -> Care {
     let depth = Depth { subsets_of: 6, sampled: 6, tears_each: 2 };
@@ -136,8 +145,23 @@ fn a_qcow2_disk_that_was_to_grow_has_its_old_size_or_the_new_one() {
 }
 
 #[test]
+#[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
+fn a_qcow2_disk_that_lets_go_of_its_backing_file_reads_the_same_with_it_or_without() {
+    for change in qcow2::detachments() {
+        let looked = explore_offline(&change, &care()).unwrap_or_else(|what| panic!("{what}"));
+        eprintln!("explored {}: {looked}", change.name());
+        assert!(looked.states > 2, "{}: {looked}", change.name());
+    }
+}
+
+#[test]
 fn a_deletion_that_is_cut_off_is_finished() {
     explore(&deletes());
+}
+
+#[test]
+fn a_disk_that_lets_go_of_its_base_reads_the_same_with_it_or_without() {
+    explore(&detachments());
 }
 
 /// The Nth operation of the host fails, for every N: once, or the host is full from there on. The image
@@ -160,6 +184,11 @@ fn a_change_of_a_disk_that_outgrows_its_table_that_fails_leaves_an_image_that_op
 #[test]
 fn a_deletion_that_fails_half_way_leaves_an_image_that_opens() {
     fail_everywhere(deletes());
+}
+
+#[test]
+fn letting_go_of_the_base_that_fails_half_way_leaves_an_image_that_opens() {
+    fail_everywhere(detachments());
 }
 
 #[allow(clippy::print_stderr, reason = "the counts are what the test is for")]

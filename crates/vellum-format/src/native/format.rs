@@ -5,6 +5,7 @@ use std::sync::Arc;
 use vellum_core::{BlockSize, Error, LocalFuture, Result, SharedDisk, SharedStorage, Storage};
 
 use super::check::check;
+use super::detach::detach;
 use super::geometry::Region;
 use super::image::Native;
 use super::open::{OpenOptions, finish};
@@ -84,6 +85,10 @@ impl Format for NativeFormat {
 
     fn revert<'a>(&'a self, image: &'a SharedStorage, wanted: &'a str) -> LocalFuture<'a, Result<()>> {
         Box::pin(snapshots::revert(image.clone(), None, alone(), wanted))
+    }
+
+    fn detach<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<()>> {
+        Box::pin(detach(image))
     }
 
     fn set_journal<'a>(

@@ -454,6 +454,16 @@ impl Places {
         Self::checked(shape, self.regions, self.data_offset, self.parts)
     }
 
+    /// The same places for a disk without a base.
+    pub fn without_base(&self) -> Result<Self> {
+        let shape = Shape { base_bytes: None, ..self.shape };
+        let mut regions = self.regions;
+        for region in Region::ALL.into_iter().filter(|region| shape.limit(*region) == 0) {
+            regions[region as usize] = ImageOffset::ZERO.span(0);
+        }
+        Self::checked(shape, regions, self.data_offset, self.parts)
+    }
+
     /// The block of the base that the offset lies in, if it has a bit.
     pub fn block_of(&self, at: GuestOffset) -> Option<u64> {
         let block = self.shape.block.cluster_of(at).index();

@@ -37,6 +37,7 @@ pub mod check;
 mod commit;
 mod compact;
 pub mod create;
+mod detach;
 pub mod embed;
 mod embedded_alloc;
 mod format;

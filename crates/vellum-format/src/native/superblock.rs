@@ -386,6 +386,20 @@ impl Superblock {
         self.base.as_ref()
     }
 
+    /// Removes the base, and the regions that only an image over a base has.
+    pub(crate) fn detach(&mut self) -> Result<()> {
+        self.places = self.places.without_base()?;
+        self.base = None;
+        for (len, bytes) in [
+            (field::NAME_LEN, field::NAME..field::NAME + NAME_MAX),
+            (field::FORMAT_LEN, field::FORMAT..field::FORMAT + FORMAT_MAX),
+        ] {
+            put32(&mut self.page.0[..], len, 0);
+            self.page.0[bytes].fill(0);
+        }
+        Ok(())
+    }
+
     /// Whether the journal holds changes that must be replayed first.
     pub fn needs_replay(&self) -> bool {
         self.key.is_some()

@@ -14,6 +14,7 @@
 //! | grow | last unit unshared ► zeros behind it ► superblock ► | the old size; nothing behind it counts |
 //! | grow past the table | also a part, in free units ► superblock ► | the old size: its units are free |
 //! | shrink | superblock ► mark ► table, masks, bits cleared behind the end ► no mark ► | [`Found::BehindTheEnd`], or an empty journal and that |
+//! | detach | zeros in place ► superblock without base ► the other copy ► | the base, or nothing |
 //! | delete | flag ► copies, in steps; entry ► | [`Found::DeleteFlag`] |
 //! | compaction | units of the zone leave, each in one transaction | nothing: each step is whole |
 //! | close | checkpoint ► superblock ► the file truncated | the journal, or a file that is too long |

@@ -4,6 +4,7 @@ use vellum_core::{LocalFuture, Result, SharedStorage, Storage};
 
 use super::bitmaps::{self, Bitmap};
 use super::check::{check, recover};
+use super::detach::detach;
 use super::header::{Compression, Encryption, Header, VERSIONS};
 use super::journal_setting::set_journal;
 use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE};
@@ -64,6 +65,10 @@ impl Format for Qcow2Format {
         _may_shrink: bool,
     ) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move { resize::grow(image, size).await.map(drop) })
+    }
+
+    fn detach<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<()>> {
+        Box::pin(detach(image))
     }
 
     fn set_journal<'a>(

@@ -77,6 +77,18 @@ async fn set_inner(image: &SharedStorage, wanted: Option<u64>) -> Result<Journal
     ))
 }
 
+/// Removes the name of the backing file, and of its format, from the header.
+///
+/// # Errors
+/// `NoSpace` when the header cannot be changed in steps, and errors of the storage.
+pub(super) async fn remove_backing(header: &Header, image: &dyn Storage) -> Result<()> {
+    let wanted = Layout::read(header, image).await?.parts.without_backing(header);
+    match relay(header, image, &wanted).await? {
+        true => Ok(()),
+        false => Err(Error::new(ErrorKind::NoSpace, "the header has no room to be changed in steps")),
+    }
+}
+
 fn refuse(header: &Header, wanted: Option<u64>) -> Result<()> {
     if header.is_corrupt() {
         return Err(Error::corrupt("the image is marked corrupt: run `vellum check -r all` first"));
@@ -235,13 +247,25 @@ impl Parts {
             parts.extensions.insert(0, (extension::JOURNAL, wanted.encode().to_vec()));
         }
         parts.extensions.retain(|(kind, body)| *kind != extension::FEATURE_NAMES || !body.is_empty());
-        if header.version() >= 3 {
-            // This program cannot vouch for data that other programs keep consistent with the disk and that
-            // it does not know.
-            let known = header.autoclear & autoclear::KNOWN;
-            put64(&mut parts.fields, field::AUTOCLEAR, known);
-        }
+        parts.forget_unknown(header);
         parts
+    }
+
+    fn without_backing(&self, header: &Header) -> Self {
+        let mut parts = self.clone();
+        parts.extensions.retain(|(kind, _)| *kind != extension::BACKING_FORMAT);
+        parts.backing_name.clear();
+        put32(&mut parts.fields, field::BACKING_FILE_SIZE, 0);
+        parts.forget_unknown(header);
+        parts
+    }
+
+    /// This program cannot vouch for data that other programs keep consistent with the disk and that it does not
+    /// know.
+    fn forget_unknown(&mut self, header: &Header) {
+        if header.version() >= 3 {
+            put64(&mut self.fields, field::AUTOCLEAR, header.autoclear & autoclear::KNOWN);
+        }
     }
 
     /// The first cluster. With padding, what follows the journal's extension begins at `at`. `None` when it

@@ -45,6 +45,7 @@ mod compressed;
 mod contradiction;
 mod corrupt;
 pub mod create;
+mod detach;
 mod entry;
 mod format;
 mod give_back;

@@ -4,10 +4,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use futures_lite::future::block_on;
-use vellum_core::{Buffer, Disk, GuestOffset, LocalFuture, Random, Result, SharedStorage, WriteFlags};
+use vellum_core::{
+    Buffer, Disk, Error, GuestOffset, ImageOffset, LocalFuture, Place, Random, Result, SharedStorage,
+    WriteFlags, ZeroFlags,
+};
+use vellum_format::FormatKind;
 use vellum_format::native::check::check;
 use vellum_format::native::snapshots::{revert, snapshots};
-use vellum_format::native::{Native, OpenOptions, create, recover, resize};
+use vellum_format::native::{Native, OpenOptions, Superblocks, create, recover, resize};
 use vellum_format::report::Repair;
 use vellum_format::sabotage::{Bug, put_in};
 use vellum_sim::Content;
@@ -140,6 +144,7 @@ pub(crate) enum What {
     Revert(&'static str),
     Resize(u64),
     Delete(&'static str),
+    Detach,
 }
 
 /// A change of an image.
@@ -180,6 +185,50 @@ impl Work<'_> {
             self.model.write(&*disk, *block, stamp).await.unwrap();
         }
         disk.close().await.unwrap();
+    }
+
+    async fn zero(&mut self, blocks: &[u64]) {
+        let disk = self.open().await;
+        for block in blocks {
+            let span = GuestOffset::new(block * BLOCK as u64).span(BLOCK as u64);
+            disk.write_zeroes(span, ZeroFlags::default()).await.unwrap();
+            self.model.blocks.insert(span.start().bytes(), vec![0; BLOCK]);
+        }
+        disk.close().await.unwrap();
+    }
+
+    /// Writes what only the base has, as far as it is not zero.
+    async fn fill(&mut self) {
+        let disk = self.open().await;
+        for at in (0..self.model.base.len() as u64).step_by(BLOCK) {
+            let bytes = self.model.block(at);
+            if !self.model.blocks.contains_key(&at) && bytes.iter().any(|byte| *byte != 0) {
+                disk.write(GuestOffset::new(at), Buffer::copy_of(&bytes), WriteFlags::default())
+                    .await
+                    .unwrap();
+            }
+        }
+        disk.close().await.unwrap();
+    }
+
+    /// Leaves bytes where a write of these blocks would have been lost: nothing says that they count. All are in
+    /// one unit.
+    async fn litter(&mut self, blocks: &[u64]) {
+        const UNIT: u64 = 16;
+        let disk = self.open().await;
+        let unit = GuestOffset::new(blocks[0] / UNIT * UNIT * BLOCK as u64);
+        let extents = disk.map(unit.span(UNIT * BLOCK as u64)).await.unwrap();
+        disk.close().await.unwrap();
+        let data = extents.iter().find_map(|extent| match extent.place {
+            Place::Data { at, .. } => Some(at.bytes() - (extent.span.start() - unit)),
+            _ => None,
+        });
+        let start = ImageOffset::new(data.expect("something in the unit is data"));
+        for block in blocks {
+            assert!(self.model.block(block * BLOCK as u64).iter().all(|byte| *byte == 0), "{block}");
+            let at = start + block % UNIT * BLOCK as u64;
+            self.image.write(at, Buffer::copy_of(&[0xEE; BLOCK])).await.unwrap();
+        }
     }
 
     async fn take(&mut self, name: &'static str) {
@@ -225,7 +274,7 @@ impl Change {
         let after = match what {
             What::Revert(name) => taken.iter().find(|(taken, _)| *taken == name).unwrap().1.clone(),
             What::Resize(size) => before.resized(size),
-            What::Delete(_) => before.clone(),
+            What::Delete(_) | What::Detach => before.clone(),
         };
         if let What::Delete(name) = what {
             taken.retain(|(taken, _)| *taken != name);
@@ -369,6 +418,22 @@ impl Change {
         })
     }
 
+    /// A disk that lets go of its base. Some of it was zeroed, with and without space, before what the base has was
+    /// written and after it; a part of the base is zero.
+    pub(crate) fn detach(mut setup: NativeSetup, device: Option<u64>) -> Self {
+        let mut base = base();
+        base[20 * BLOCK..30 * BLOCK].fill(0);
+        base[33 * BLOCK..34 * BLOCK].fill(0);
+        setup = setup.over(base, 16 << 10);
+        Self::made(setup, device, What::Detach, async |work| {
+            work.write(&[0, 17, 21, 22, 140], 1).await;
+            work.zero(&[1, 17, 30, 31, 32]).await;
+            work.fill().await;
+            work.zero(&[2, 16, 22]).await;
+            work.litter(&[20, 25, 30]).await;
+        })
+    }
+
     pub(crate) fn is_on_device(&self) -> bool {
         self.device.is_some()
     }
@@ -386,14 +451,17 @@ impl Change {
     }
 
     async fn open(&self, image: &SharedStorage) -> std::result::Result<Arc<Native>, String> {
-        let opened = Native::open(image.clone(), self.setup.below(), options()).await;
-        opened.map_err(|error| format!("it cannot be opened: {}", error.chain()))
+        let text = |error: Error| format!("it cannot be opened: {}", error.chain());
+        let has_base = Superblocks::read(&**image).await.map_err(text)?.superblock.base().is_some();
+        let below = self.setup.below().filter(|_| has_base);
+        Native::open(image.clone(), below, options()).await.map_err(text)
     }
 
     pub(crate) async fn perform(&self, image: &SharedStorage) -> Result<()> {
         match self.what {
             What::Revert(name) => revert(image.clone(), self.setup.below(), options(), name).await,
             What::Resize(size) => resize(image, size, true).await.map(drop),
+            What::Detach => FormatKind::Native.format().detach(image).await,
             What::Delete(name) => {
                 let disk = Native::open(image.clone(), self.setup.below(), options()).await?;
                 let deleted = disk.snapshot_delete(name).await;
@@ -509,6 +577,10 @@ impl Offline for Change {
                 Some(_) => self.look(&image, reverted.into_iter()).await,
             };
             put_in(None);
+            if matches!(self.what, What::Detach) && (is_done || way == Some(1)) {
+                let base = Superblocks::read(&*image).await.map_err(|error| error.chain())?.superblock;
+                base.base().map_or(Ok(()), |base| Err(format!("it still has its base {}", base.name)))?;
+            }
             judged
         })
     }

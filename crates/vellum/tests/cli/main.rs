@@ -6,6 +6,8 @@
 //!   making.rs    create, convert, quickstart; options, sizes, and how bad ones are refused
 //!   config.rs    the configuration file
 //!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
+//!   cloning.rs   many images over one template
+//!   flatten.rs   clones without their template
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
 //!   notify.rs    notifications to a service manager
 //!   output.rs    closed pipes and full disks below what is printed; progress
@@ -29,6 +31,7 @@ mod answers;
 mod cloning;
 mod config;
 mod damage;
+mod flatten;
 mod locks;
 mod making;
 mod notify;

@@ -1,0 +1,104 @@
+//! `vellum flatten`: an image that needs its backing image no more.
+
+use std::cell::OnceCell;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use serde_json::json;
+use vellum_core::ErrorKind;
+use vellum_daemon::flatten::{Flattened, flatten};
+use vellum_daemon::signals::Stop;
+use vellum_daemon::{FormatKind, ImageOptions, IoMode, run as run_worker};
+
+use super::{Failure, Outcome, with_code};
+use crate::args::{OutputFormat, parse_format};
+use crate::config::allowed;
+use crate::output::{human_bytes, say, say_json, say_json_line};
+use crate::progress::{Progress, Wish};
+
+/// Make an image independent of its backing image
+///
+/// Everything that the disk still reads from the images below is copied into the image. Then the reference to the
+/// backing image is removed. Ranges that read as zero take no space. The disk does not change, and a crash at any
+/// moment loses nothing: if the command is interrupted, run it again, and it continues. An image with snapshots is
+/// refused, because they show the backing image, too.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Format of the image: qcow2 or vellum. Default: detected from the file
+    #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
+    format: Option<FormatKind>,
+    /// Maximum number of reads in flight
+    #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=64))]
+    parallel: u16,
+    /// Bypass the page cache (O_DIRECT)
+    #[arg(long)]
+    direct: bool,
+    /// Allow writing to FILE as the data file of the image
+    #[arg(long, value_name = "FILE")]
+    data_file: Vec<PathBuf>,
+    /// Show progress
+    ///
+    /// A terminal always shows a progress bar. Elsewhere, -p prints lines as qemu-img does, or lines of JSON
+    /// with --output json. SIGUSR1 prints the progress once, with or without -p.
+    #[arg(short, long)]
+    progress: bool,
+    /// Print nothing but errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// Output format
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+    /// Also allow backing and data files in DIR; may be given several times
+    ///
+    /// By default, an image may only refer to files in its own directory.
+    #[arg(long, value_name = "DIR")]
+    allow_dir: Vec<PathBuf>,
+    /// The image
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let Flattened { backing, bytes_written } = run_worker(IoMode::Auto, async || flattened(args).await)??;
+    let name = args.file.display();
+    let backing = backing.map(|path| path.display().to_string());
+    match args.output {
+        OutputFormat::Json => {
+            let answer = json!({
+                "filename": name.to_string(),
+                "backing-filename": backing,
+                "bytes-written": bytes_written,
+            });
+            // Among lines of JSON the answer is one of them.
+            if args.progress { say_json_line(&answer) } else { say_json(&answer) }
+        }
+        OutputFormat::Human if args.quiet => {}
+        OutputFormat::Human => say(&match backing {
+            Some(backing) => {
+                format!("{name} no longer needs {backing}: {} copied", human_bytes(bytes_written))
+            }
+            None => format!("{name} has no backing image: nothing to do"),
+        }),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn flattened(args: &Args) -> Result<Flattened, Failure> {
+    let options = ImageOptions {
+        format: args.format,
+        direct: args.direct,
+        allow_dirs: allowed(&args.allow_dir),
+        data_files: args.data_file.clone(),
+        ..ImageOptions::default()
+    };
+    let stop = Stop::new()?;
+    let wish = Wish { is_wanted: args.progress, quiet: args.quiet, output: args.output };
+    let bar = OnceCell::new();
+    let progress = |size, done| bar.get_or_init(|| Progress::new(size, wish)).set(done);
+    let done = flatten(&args.file, &options, usize::from(args.parallel), &stop.flag, &progress).await;
+    bar.get().into_iter().for_each(Progress::end);
+    done.map_err(|error| match error.kind() {
+        ErrorKind::Closed => with_code(130)(error.context("interrupted; run it again to continue")),
+        _ => error.into(),
+    })
+}

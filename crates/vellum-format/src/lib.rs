@@ -58,9 +58,9 @@ mod in_memory;
 mod journal;
 mod keyed;
 pub mod native;
-#[cfg(not(feature = "sabotage"))]
+#[cfg(not(feature = "test-hooks"))]
 mod perturb;
-#[cfg(feature = "sabotage")]
+#[cfg(feature = "test-hooks")]
 #[doc(hidden)]
 pub mod perturb;
 mod prealloc;
@@ -75,9 +75,9 @@ mod sabotage;
 pub mod sabotage;
 mod state;
 mod truth;
-#[cfg(not(feature = "sabotage"))]
+#[cfg(not(feature = "test-hooks"))]
 mod work;
-#[cfg(feature = "sabotage")]
+#[cfg(feature = "test-hooks")]
 #[doc(hidden)]
 pub mod work;
 pub mod zeros;

@@ -172,31 +172,6 @@ thread_local! {
     static CURRENT: std::cell::Cell<Option<Bug>> = const { std::cell::Cell::new(None) };
 }
 
-#[cfg(feature = "sabotage")]
-thread_local! {
-    static IN_A_CHANGE: std::cell::RefCell<Option<Box<dyn FnMut()>>> = const { std::cell::RefCell::new(None) };
-}
-
-/// From now on this thread calls this in the middle of each change of a mapping: when everything that belongs
-/// to it is recorded, and the entry is not stored yet. A test stops there while other threads continue.
-#[cfg(feature = "sabotage")]
-pub fn do_in_a_change(what: Option<Box<dyn FnMut()>>) {
-    IN_A_CHANGE.set(what);
-}
-
-/// The middle of a change.
-#[cfg(feature = "sabotage")]
-pub(crate) fn in_a_change() {
-    if let Some(mut what) = IN_A_CHANGE.take() {
-        what();
-        IN_A_CHANGE.set(Some(what));
-    }
-}
-
-/// The middle of a change: nothing is done there.
-#[cfg(not(feature = "sabotage"))]
-pub(crate) const fn in_a_change() {}
-
 /// From now on this thread's images have this bug, or none.
 #[cfg(feature = "sabotage")]
 pub fn put_in(bug: Option<Bug>) {

@@ -23,7 +23,7 @@ use vellum_core::{
 };
 use vellum_format::perturb;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
-use vellum_format::sabotage::{Bug, do_in_a_change, put_in};
+use vellum_format::sabotage::{Bug, put_in};
 use vellum_sim::{ForwardStorage, Forwarding};
 
 const CLUSTER: u64 = 4096;
@@ -195,7 +195,7 @@ fn flush_beside(
         let freer = &disk;
         scope.spawn(move || {
             let mut hold = Some(in_change);
-            do_in_a_change(Some(Box::new(move || hold.take().into_iter().for_each(Hold::wait))));
+            perturb::do_in_a_change(Some(Box::new(move || hold.take().into_iter().for_each(Hold::wait))));
             freeing(freer);
             let _ = end_flush.send(());
         });
@@ -283,7 +283,7 @@ fn late_write(bug: Option<Bug>) -> std::result::Result<(), String> {
         let disk = &*disk;
         let freer = scope.spawn(move || {
             let mut hold = Some(in_change);
-            do_in_a_change(Some(Box::new(move || hold.take().into_iter().for_each(Hold::wait))));
+            perturb::do_in_a_change(Some(Box::new(move || hold.take().into_iter().for_each(Hold::wait))));
             discard(disk, A);
         });
         is_in_change.recv_timeout(LONG).unwrap();

@@ -272,7 +272,7 @@ impl Qcow2 {
                 let state = self.decode(cluster, words)?;
                 before = Some(state);
                 with(state);
-                sabotage::in_a_change();
+                perturb::in_a_change();
                 match change(state) {
                     ClusterState::Plain(units) => Ok(self.entries.encode(units)),
                     ClusterState::Compressed(_) => Ok(words),

@@ -68,11 +68,6 @@ pub mod probe;
 pub mod qcow2;
 pub mod raw;
 pub mod report;
-#[cfg(not(feature = "sabotage"))]
-mod sabotage;
-#[cfg(feature = "sabotage")]
-#[doc(hidden)]
-pub mod sabotage;
 mod state;
 mod truth;
 #[cfg(not(feature = "test-hooks"))]

@@ -15,12 +15,10 @@
 
 use vellum_core::{ImageOffset, ImageSpan, Result, Storage};
 
-use crate::sabotage::{self, Bug};
-
 /// Makes sure that the bytes that the run reads as are on the medium, or will be after the next successful
 /// flush.
 pub(crate) async fn reconcile(storage: &dyn Storage, span: ImageSpan) -> Result<bool> {
-    if storage.limits().read_only || sabotage::is(Bug::CacheBelieved) {
+    if storage.limits().read_only {
         return Ok(false);
     }
     storage.reconcile(span).await

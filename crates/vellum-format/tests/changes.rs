@@ -3,7 +3,7 @@
 //! change; no snapshot changes.
 //!
 //! `crates/vellum-format/src/native/unfinished.rs` has the table of what is left and what is done about it.
-//! For each mistake that a change can have one is switched on in the engine, and found.
+//! For each mistake that a change can have one is found by `crates/vellum-seeded/tests/found.rs`.
 
 mod common;
 #[path = "subjects/device.rs"]
@@ -15,22 +15,17 @@ mod qcow2;
 
 use std::sync::Arc;
 
-use images::{Change, SMALL, of_size, over_a_base, table, zoned};
+use images::{Change, DEVICE, SMALL, care, of_size, over_a_base, table, zoned};
 use vellum_core::{ErrorKind, Random, Result, SharedStorage};
 use vellum_format::native;
 use vellum_format::native::check::check;
 use vellum_format::report::Repair;
-use vellum_format::sabotage::Bug;
-use vellum_sim::explore::{Care, Depth, Medium, Offline, explore_offline};
+use vellum_sim::explore::{Medium, Offline, explore_offline};
 use vellum_sim::{
     Content, CrashKind, Drive, DriveOptions, Fault, FaultPlan, Operation, Operations, Repeat, World,
 };
 
 use common::native::NativeSetup;
-use common::scale;
-
-/// Enough for a megabyte.
-const DEVICE: u64 = (1 << 20) + (40 << 16);
 
 fn linear() -> NativeSetup {
     NativeSetup::linear("linear", SMALL)
@@ -102,12 +97,6 @@ fn detachments() -> Vec<Change> {
         Change::detach(zoned(), None),
         Change::detach(zoned(), Some(DEVICE)),
     ]
-}
-
-/// Every crash, thinned out: all of it is for the long tests.
-fn care() -> Care {
-    let depth = Depth { subsets_of: 6, sampled: 6, tears_each: 2 };
-    Care { depth, one_in: 1, nested_one_in: (24 / scale()).max(1) }
 }
 
 #[allow(clippy::print_stderr, reason = "the counts are what the test is for")]
@@ -254,30 +243,6 @@ fn one_failing(change: &Change, fault: &Fault) -> bool {
         looked.unwrap_or_else(|what| panic!("{when} ({:?}), way {way}: {what}", done.as_ref().err()));
     }
     is_met
-}
-
-/// What explores each change finds the mistake that was made for it.
-#[test]
-#[allow(clippy::print_stderr, reason = "how each is found is worth knowing")]
-fn mistakes_in_changes_are_found() {
-    let larger = |setup| of_size(setup, 1 << 20);
-    let short = NativeSetup::with_the_shortest_table;
-    for (change, bug) in [
-        (Change::revert(table(), "large", None), Bug::ResizedUnfinished),
-        (Change::revert(table(), "large", None), Bug::RevertForgotten),
-        (Change::revert(zoned(), "small", None), Bug::MarkGoneEarly),
-        (Change::grow(larger(table()), None), Bug::GrownBeforeZeros),
-        (Change::shrink(table(), None), Bug::ClearedBeforeCut),
-        (Change::grow_into_freed_units(short(larger(table()))), Bug::GrownBeforeZeros),
-        (Change::grow_into_freed_units(short(larger(table()))), Bug::PartNotZero),
-        (Change::grow_past_the_table(short(table()), Some(DEVICE)), Bug::PartIsFree),
-        (Change::shrink_from_a_part(short(table())), Bug::ClearedBeforeCut),
-    ] {
-        let change = change.with(bug);
-        let care = Care { one_in: 1, ..care() };
-        let found = explore_offline(&change, &care).expect_err("it is not found");
-        eprintln!("{bug:?}: {found}");
-    }
 }
 
 /// The size of a disk that has shrunk.

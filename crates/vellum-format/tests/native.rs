@@ -12,6 +12,8 @@ mod compact;
 mod counts;
 #[path = "subjects/device.rs"]
 mod device;
+#[path = "native/fragments.rs"]
+mod fragments;
 #[path = "space/host.rs"]
 mod host;
 #[path = "subjects/late.rs"]
@@ -24,6 +26,8 @@ mod sim;
 mod snapshots;
 #[path = "native/space.rs"]
 mod space;
+#[path = "native/trials.rs"]
+mod trials;
 #[path = "native/zones.rs"]
 mod zones;
 

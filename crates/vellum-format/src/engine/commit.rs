@@ -38,7 +38,6 @@ use super::group_commit::GroupCommit;
 use super::{Map, Sealed};
 use crate::journal::Journal;
 use crate::journal::commit::Transaction;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// At most this many metadata writes are in flight at once.
@@ -155,9 +154,6 @@ pub(crate) trait Commit: Map {
     /// Makes the writes to the image, and to its data file if it has one, durable. A failure stops the image.
     async fn flush_storage(&self) -> Result<()> {
         let flushed = self.flush_host().await;
-        if sabotage::is(Bug::FlushErrorIgnored) {
-            return Ok(());
-        }
         flushed.map_err(|error| stopped_by(self, error, "a host flush failed"))
     }
 }
@@ -195,15 +191,7 @@ async fn lead(image: &impl Map) -> Result<()> {
 /// As above, with a journal. Any failure stops the image.
 async fn lead_journaled(image: &impl Map, journal: &Journal, covers: u64) -> Result<()> {
     let commits = &image.engine().commits;
-    let (mut sealed, mut transaction) = match sabotage::is(Bug::SealHalf) {
-        false => seal(image, journal)?,
-        true => {
-            let sealed = image.seal()?;
-            image.flush_storage().await?; // others run meanwhile
-            let transaction = transaction_of(image, journal, &sealed);
-            (sealed, transaction)
-        }
-    };
+    let (mut sealed, mut transaction) = seal(image, journal)?;
     if transaction.is_none() && commits.covered() != covers && journal.has_chores() {
         // The flush is due in any case, so a record that goes with it costs nothing extra.
         journal.do_chores();

@@ -49,7 +49,6 @@ use super::Commit;
 use super::writer::{Done, Pieces, Runs, Space, Step, Way, Writer};
 use crate::claims::{Ask, Fresh, Held};
 use crate::journal::{checks_of, unchanging};
-use crate::sabotage::{self, Bug};
 
 /// How a disk is written.
 pub(crate) trait Write: Writer {
@@ -91,7 +90,7 @@ pub(crate) trait Write: Writer {
             self.engine().commits.note_change();
         }
         if let Err(error) = &result {
-            if is_planned && !sabotage::is(Bug::HalfWrittenIsClean) {
+            if is_planned {
                 steps.iter().filter_map(|step| step.held.as_ref()).for_each(Held::spoil);
             }
             // If there is no space for fresh cells, those that have a place wait for it.
@@ -182,10 +181,6 @@ async fn transfer_and_publish<W: Writer>(
     data: &mut Buffer,
 ) -> Result<()> {
     let writes = gather(image, steps, data).await?;
-    if sabotage::is(Bug::PublishedBeforeWritten) {
-        publish(image, steps).await?;
-        return writes.write(image, steps).await;
-    }
     writes.write(image, steps).await?;
     publish(image, steps).await
 }
@@ -308,8 +303,7 @@ fn write_mixed<'s, W: Writer>(
     parts: &mut Vec<LocalFuture<'s, Result<()>>>,
 ) {
     let span = at.span(data.len() as u64);
-    let journal = image.journal().filter(|_| !sabotage::is(Bug::FilledOverUnverified));
-    let Some(journal) = journal.filter(|journal| journal.must_wait(span)) else {
+    let Some(journal) = image.journal().filter(|journal| journal.must_wait(span)) else {
         return parts.push(image.data().write(at, data));
     };
     let mut here = at;

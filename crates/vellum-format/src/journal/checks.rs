@@ -29,7 +29,6 @@ use vellum_core::{BlockSize, Buffer, ImageOffset, ImageSpan};
 use super::Journal;
 use super::full::sectors_of;
 use super::record::{Item, SECTOR, SECTOR_LEN};
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// Checksums of adjacent sectors, and the place of the first one.
@@ -111,19 +110,12 @@ impl OpenTransaction {
     pub(super) fn take(&mut self) -> (u64, Vec<Item>, BTreeSet<u64>) {
         let next = Self { sequence: self.sequence + 1, ..Self::default() };
         let sealed = std::mem::replace(self, next);
-        let mut items: Vec<Item> = Vec::new();
-        if !sabotage::is(Bug::NoZeros) {
-            items.extend(sealed.zeros.into_iter().map(Item::Zero));
-        }
+        let mut items: Vec<Item> = sealed.zeros.into_iter().map(Item::Zero).collect();
         let checks = sealed.checks.into_iter();
-        if !sabotage::is(Bug::NoChecks) {
-            items.extend(checks.map(|(at, crcs)| Item::Check { at: ImageOffset::new(at), crcs }));
-        }
+        items.extend(checks.map(|(at, crcs)| Item::Check { at: ImageOffset::new(at), crcs }));
         for (at, others) in sealed.others {
             let other = |crc| Item::Other { at: ImageOffset::new(at), crc };
-            if !sabotage::is(Bug::NoOthers) {
-                items.extend(others.values.into_iter().map(other));
-            }
+            items.extend(others.values.into_iter().map(other));
         }
         (sealed.sequence, items, sealed.full)
     }
@@ -312,16 +304,10 @@ impl Journal {
         }
         let mut open = lock(&self.open);
         let runs = self.unverified.overlapping(span);
-        if sabotage::is(Bug::FullNotSticky) && runs.is_empty() {
-            self.forget_full(span);
-            return Overwrite::Now;
-        }
         let is_here = self.full.has(span);
         let is_open = |(_, _, sequence): &(u64, u64, u64)| *sequence == open.sequence;
         match (!is_here, runs.iter().filter(|run| is_open(run)).count()) {
             (true, 0) if runs.is_empty() => Overwrite::Now, // settled since it was asked
-            (true, count) if count == runs.len() && sabotage::is(Bug::StaleCheck) => Overwrite::Now,
-            (true, 0) if sabotage::is(Bug::UnverifiedOverwritten) => Overwrite::Now,
             (true, count) if count == runs.len() => self.replace(&mut open, at, data, &runs),
             // A mix of both kinds, which is rare.
             (_, 1..) => Overwrite::Later,
@@ -476,7 +462,7 @@ impl Journal {
 
 /// The bytes, protected against changes from now on: a check has to be right for what is written later.
 pub(crate) fn unchanging(data: Buffer) -> Buffer {
-    if sabotage::is(Bug::LentChecked) { data } else { data.owned() }
+    data.owned()
 }
 
 /// The checksum of each sector from `at` on, padded with zeros, in runs that do not cross a multiple of
@@ -488,9 +474,6 @@ pub(crate) fn checks_of(
     wanted: impl Fn(ImageOffset) -> bool,
 ) -> Vec<SectorChecks> {
     const ZEROS: [u8; 512] = [0; 512];
-    if sabotage::is(Bug::LentChecked) && data.is_lent() {
-        return checks_of(at, &data.duplicate(), unit, wanted);
-    }
     let mut checks: Vec<SectorChecks> = Vec::new();
     let mut filled = usize::try_from(at.bytes() % SECTOR).expect("within a sector");
     let mut sector = ImageOffset::new(at.bytes() - filled as u64);

@@ -23,7 +23,6 @@ use vellum_core::{
 use super::Journal;
 use super::full::HomeWrite;
 use super::record::{Item, Record};
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// Space is zeroed in pieces of this many bytes.
@@ -100,7 +99,7 @@ impl Journal {
     /// Flushes what a sealed transaction counts on, if it has no checks of that data. Comes before its record
     /// is written.
     async fn flush_fenced(&self, medium: &impl Medium, fence: bool) -> Result<()> {
-        match fence && !sabotage::is(Bug::NoFence) {
+        match fence {
             true => medium.flush().await,
             false => Ok(()),
         }
@@ -112,7 +111,7 @@ impl Journal {
     pub(crate) async fn commit_record(
         &self,
         medium: &impl Medium,
-        mut full: Record,
+        full: Record,
         pages: Vec<HomeWrite>,
         data: Vec<HomeWrite>,
         fence: bool,
@@ -120,9 +119,6 @@ impl Journal {
         self.flush_fenced(medium, fence).await?;
         let sequence = full.sequence;
         let mut written = self.pages_to_checkpoint();
-        if sabotage::is(Bug::TailBeforeHome) && !written.is_empty() {
-            full.tail = sequence;
-        }
         let may_fail = self.with_ledger(|ledger| ledger.ring.has_room());
         let mut checkpoint = Ok(());
         let both: [LocalFuture<'_, Result<()>>; 2] = [
@@ -141,11 +137,8 @@ impl Journal {
             }
             written.clear(); // they stay in the ledger, and are tried again
         }
-        if sabotage::is(Bug::CheckpointBeforeCommit) {
-            medium.write_home(&pages).await?;
-        }
         medium.flush().await?; // commit point
-        self.note_verified(sequence - u64::from(!sabotage::is(Bug::DurableIsVerified)));
+        self.note_verified(sequence - 1);
         self.with_ledger(|ledger| {
             ledger.ring.advance(full.tail);
             ledger.durable_tail = full.tail;
@@ -153,10 +146,6 @@ impl Journal {
             ledger.add_uncheckpointed(sequence, pages.into_iter().chain(data));
             if !written.is_empty() {
                 ledger.tail = ledger.needed(sequence + 1);
-                if sabotage::is(Bug::TailUsedEarly) {
-                    ledger.ring.advance(ledger.tail);
-                    self.full.forget(ledger.tail);
-                }
             }
         });
         self.full.forget(full.tail);
@@ -181,9 +170,6 @@ impl Journal {
         if !pages.is_empty() {
             medium.write_home(&pages).await?;
         }
-        if !sabotage::is(Bug::ClosedBeforeHome) {
-            medium.flush().await?;
-        }
-        Ok(())
+        medium.flush().await
     }
 }

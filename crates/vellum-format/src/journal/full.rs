@@ -126,11 +126,6 @@ impl Full {
         (items, writes)
     }
 
-    /// A seeded mistake: forgets these sectors, even if they are needed.
-    pub(super) fn drop_all(&self, span: ImageSpan) {
-        lock(&self.sectors).retain(|at, _| !span.overlaps(ImageOffset::new(*at).span(SECTOR)));
-    }
-
     /// Forgets sectors when a flushed record says that records before `tail` are not needed.
     pub(crate) fn forget(&self, tail: u64) {
         if !self.any.load(Ordering::Acquire) {

@@ -7,10 +7,8 @@ use std::sync::atomic::Ordering;
 use vellum_core::{Error, ErrorKind, ImageOffset, ImageSpan, Result};
 
 use super::full::HomeWrite;
-use super::record::{SECTOR, SECTOR_LEN};
 use super::ring::Ring;
 use super::{Journal, lock};
-use crate::sabotage::{self, Bug};
 
 /// At most this many pages wait in memory for a checkpoint.
 const UNCHECKPOINTED_MAX: usize = 4096;
@@ -112,19 +110,8 @@ impl Journal {
             return Vec::new();
         }
         let mut pages = self.all_uncheckpointed();
-        let is_allowed = |(at, page): &HomeWrite| !self.is_unverified(at.span(page.len() as u64));
-        pages.retain(|page| is_allowed(page) || sabotage::is(Bug::HomeBeforeVerified));
+        pages.retain(|(at, page)| !self.is_unverified(at.span(page.len() as u64)));
         pages
-    }
-
-    /// A seeded mistake: guest data in records is forgotten, and not checkpointed either.
-    pub(super) fn forget_full(&self, span: ImageSpan) {
-        self.full.drop_all(span);
-        self.with_ledger(|ledger| {
-            ledger
-                .uncheckpointed
-                .retain(|at, page| page.bytes.len() != SECTOR_LEN || !at.span(SECTOR).overlaps(span))
-        });
     }
 }
 

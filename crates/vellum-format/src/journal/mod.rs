@@ -47,7 +47,6 @@ pub(crate) use full::{Full, HomeWrite, Overlaid};
 pub(crate) use words::Changed;
 
 use crate::perturb;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 use checks::{OpenTransaction, Unverified};
 use ledger::Ledger;
@@ -159,9 +158,6 @@ impl Journal {
 
     /// The last durable version of a page that is not checkpointed yet.
     pub(crate) fn uncheckpointed(&self, place: ImageOffset) -> Option<Arc<[u8]>> {
-        if sabotage::is(Bug::OldPageLoaded) {
-            return None;
-        }
         lock(&self.ledger).as_ref()?.uncheckpointed.get(&place).map(|page| page.bytes.clone())
     }
 }

@@ -31,7 +31,6 @@ use crate::journal::commit::{Medium, write_zeros};
 use crate::journal::record::{Item, Record};
 use crate::journal::ring::Ring;
 use crate::journal::{HomeWrite, Journal};
-use crate::sabotage::{self, Bug};
 use crate::state::UnderWay;
 
 /// When this many pages of home have changed, the next writer commits.
@@ -69,7 +68,7 @@ impl Native {
     /// Called before bytes are overwritten in place. Marks the image as in use, without beginning the journal,
     /// whose ring may need space.
     pub(super) async fn begin_in_place(&self) -> Result<()> {
-        if self.journal.is_none() || self.in_use.is_marked() || sabotage::is(Bug::MarkedLate) {
+        if self.journal.is_none() || self.in_use.is_marked() {
             return Ok(()); // an image without a journal has no mark
         }
         let mut marked = self.in_use.lock().await;
@@ -169,19 +168,6 @@ impl Native {
         }
     }
 
-    /// A seeded mistake: this page's words are missing from the record.
-    fn is_left_out(&self, page: &SealedPage) -> bool {
-        let is_in = |region| self.places.region(region).contains(page.at);
-        let is_first = page.at == self.places.region(Region::Table).start();
-        (sabotage::is(Bug::MaskNotInRecord) && is_in(Region::Masks))
-            || (sabotage::is(Bug::EntryNotInRecord) && self.places.is_in_table(page.at))
-            || (sabotage::is(Bug::LaterPageNotInRecord) && self.places.is_in_table(page.at) && !is_first)
-            || (sabotage::is(Bug::BitNotInRecord) && is_in(Region::Bitmap))
-            || (sabotage::is(Bug::CopyNotInRecord)
-                && page.at >= self.places.data_offset()
-                && !self.places.is_in_home(page.at.span(1)))
-    }
-
     /// Truncates the file behind the last unit.
     async fn cut_off(&self) -> Result<()> {
         if self.units.is_none() || self.metadata.limits().fixed_len {
@@ -242,7 +228,7 @@ impl Map for Native {
     }
 
     fn items_of(&self, sealed: &Sealed, items: &mut Vec<Item>) {
-        for page in sealed.pages.iter().filter(|page| !self.is_left_out(page)) {
+        for page in &sealed.pages {
             items.extend(page.changed.items(page.at, &page.bytes));
         }
     }

@@ -28,7 +28,6 @@ use super::image::{Native, Origin};
 use super::publish::{EmbeddedAlloc, Step, WORD_COST};
 use super::read::Part;
 use crate::engine::Commit as _;
-use crate::sabotage::{self, Bug};
 
 /// At most this many blocks of a write are tried.
 const TRIED_MAX: usize = 3;
@@ -135,9 +134,6 @@ impl Native {
     /// Makes sure that an embedded allocation that failed never counts. The unit may hold anything by now,
     /// even its entry.
     pub(super) async fn invalidate_embedded(&self, unit: u32) {
-        if sabotage::is(Bug::NotInvalidated) {
-            return;
-        }
         // If this fails, the image has stopped.
         if let Ok(_gate) = self.enter_transaction(WORD_COST).await {
             self.note_not_embedded(unit);
@@ -285,7 +281,7 @@ impl Native {
                     continue;
                 }
                 let journal = self.journal().expect("it has begun");
-                if sabotage::is(Bug::PlainInPlace) || journal.take_whole(at, &data) {
+                if journal.take_whole(at, &data) {
                     // From here on readers find the new bytes. Readers that looked before find the old ones.
                     let entry = u64::from(self.places.make_entry(unit, 0));
                     self.home.change(bits.word, |word| bits.set(word, entry));
@@ -297,9 +293,6 @@ impl Native {
             let journal = self.journal().expect("it has begun");
             journal.request_checkpoint();
             self.commit().await?;
-        }
-        if sabotage::is(Bug::PlainInPlace) {
-            self.under.write(at, data).await?;
         }
         self.engine.commits.note_change();
         Ok(())

@@ -37,7 +37,6 @@ use super::zone_state::Zones;
 use crate::engine::Engine;
 use crate::hash::HashMap;
 use crate::journal::Journal;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// The number of locks for blocks' masks. Many blocks share one.
@@ -285,12 +284,6 @@ impl Native {
     pub(super) fn free(&self, unit: u32) {
         if let Some(journal) = self.journal() {
             journal.forget_checks(self.places.unit(unit));
-        }
-        if sabotage::is(Bug::UnitFreedBeforeDurable) {
-            if let Some(units) = &self.units {
-                units.add_freed(self.engine.epochs.now(), vec![unit]);
-            }
-            return;
         }
         self.engine.commits.note_freed(unit);
     }

@@ -26,7 +26,6 @@ use super::zone_state::Zones;
 use crate::engine::{Close as _, Commit as _, Engine};
 use crate::journal::{Journal, Overlaid};
 use crate::prealloc::{Need, Prealloc};
-use crate::sabotage::{self, Bug};
 
 /// How an image is opened.
 #[derive(Clone, Default)]
@@ -308,8 +307,7 @@ async fn read_units(
     // On a device: the units that fit. In a file: also a last unit that lies only partly inside it.
     let last_in_part = if limits.fixed_len { 0 } else { places.unit(1).len() - 1 };
     let in_file = whole_units(places, image.len().saturating_add(last_in_part));
-    let mut used: RoaringBitmap =
-        places.units_of_parts().filter(|_| !sabotage::is(Bug::PartIsFree)).collect();
+    let mut used: RoaringBitmap = places.units_of_parts().collect();
     // Units mostly lie in a row, and a row is entered at once: an image of 1 TiB may have 16 million entries.
     let mut row = 1..1;
     let mut enter = |row: &mut Range<u32>, next: Range<u32>| {
@@ -407,7 +405,7 @@ impl Disk for Native {
             let span = self.engine.check_change(Some(span))?;
             self.give_back_if_due().await?;
             self.zero_span(span, flags).await?;
-            if flags.fua && !sabotage::is(Bug::ZerosNotDurable) { self.make_durable().await } else { Ok(()) }
+            if flags.fua { self.make_durable().await } else { Ok(()) }
         })
     }
 

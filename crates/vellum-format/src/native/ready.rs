@@ -27,7 +27,6 @@ use super::image::Native;
 use super::units::Units;
 use crate::engine::Commit as _;
 use crate::prealloc::Prealloc;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// At most this many clean units are kept ahead of need where zeros cost writes.
@@ -215,9 +214,6 @@ impl Native {
         self.zero_freed(units, &work).await?;
         let work = Work { most: usize::MAX, ..work };
         self.zero_unknown(units, &work).await;
-        if sabotage::is(Bug::ZeroNotCovered) {
-            self.settle_zeroed(units);
-        }
         if haste == Haste::Now && units.any_zeroed() {
             self.commit().await?; // any commit covers the zeros
             self.settle_zeroed(units);
@@ -227,8 +223,7 @@ impl Native {
 
     /// Units whose zeros a flush covers become clean.
     pub(super) fn settle_zeroed(&self, units: &Units) {
-        let is_careless = sabotage::is(Bug::ZeroNotCovered) || sabotage::is(Bug::UnitFreedBeforeDurable);
-        units.settle(if is_careless { u64::MAX } else { self.engine.commits.covered() });
+        units.settle(self.engine.commits.covered());
     }
 
     /// Makes units zero that are durably free and that no request reads any more. Returns how many it dealt
@@ -251,7 +246,7 @@ impl Native {
                 }
                 done += 1;
                 let is_too_much = !is_fast && units.ready() >= work.wanted;
-                if is_too_much || sabotage::is(Bug::UnitNotZeroed) {
+                if is_too_much {
                     units.give_up(unit);
                     continue;
                 }
@@ -319,9 +314,6 @@ impl Native {
 
     /// Makes units of unknown content zero, until one of them fails. Returns how many.
     async fn zero_unknown(&self, units: &Units, work: &Work) -> usize {
-        if sabotage::is(Bug::UnitNotZeroed) {
-            return 0;
-        }
         let missing = work.wanted.saturating_sub(units.ready()).min(work.most);
         let at_once = self.unit().map_or(1, |unit| unit.count_for(ZEROED_IN_A_GO_BYTES));
         let at_once = usize::try_from(at_once).expect("at most 16");

@@ -23,7 +23,6 @@ use crate::journal::find::{Found, Needed, Place, find};
 use crate::journal::record::{Item, Record};
 use crate::journal::replay::{self, Replay, Rules};
 use crate::report::Recovery;
-use crate::sabotage::{self, Bug};
 use crate::truth::settle;
 
 /// How much the journal may extend the file, at most: the length itself may have been lost in the crash.
@@ -137,11 +136,9 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             return Err(Error::corrupt("the journal asks for a repair, which this format does not have"));
         }
         let end = end_of(storage);
-        let from = if sabotage::is(Bug::OnlyNewestReplayed) { records.len() - 1 } else { 0 };
         let allowed = Allowed { places, end, has_snapshots };
         // An index is read at its home location, so the file must reach that far.
-        let maps: BTreeSet<u32> =
-            records[from..].iter().flat_map(|found| allowed.map_units(&found.record)).collect();
+        let maps: BTreeSet<u32> = records.iter().flat_map(|found| allowed.map_units(&found.record)).collect();
         let map = maps.last().copied();
         if let Some(map) =
             map.filter(|map| !storage.limits().fixed_len && places.unit(*map).end().bytes() > storage.len())
@@ -150,9 +147,9 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
         }
         let mut replay = Replay::new(allowed, storage);
         for home in places.homes() {
-            replay.bring_for(home, &records[from..]).await?;
+            replay.bring_for(home, &records).await?;
         }
-        for found in &records[from..] {
+        for found in &records {
             replay.replay(&found.record).await?;
         }
         let scanned = zone_scan::scan_open_zones(&mut replay, storage, &places, place.generation).await?;
@@ -176,7 +173,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             )));
         }
         recovery.records = records.len() as u64;
-        if !replay::is_result(&newest) && !sabotage::is(Bug::ResultNotRecorded) {
+        if !replay::is_result(&newest) {
             // It verifies the newest record. Pages that are checkpointed from now on cannot fail that
             // record's checks.
             let result = Record {
@@ -191,9 +188,7 @@ pub async fn recover(image: &SharedStorage) -> Result<Recovery> {
             storage.set_len(places.unit(named).end().bytes()).await?;
         }
         recovery.pages = replay.checkpoint().await?;
-        if !sabotage::is(Bug::ForgottenBeforeHome) {
-            storage.flush().await?;
-        }
+        storage.flush().await?;
     }
     superblocks.superblock.key = None;
     superblocks.write(storage).await?;

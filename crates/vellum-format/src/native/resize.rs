@@ -27,8 +27,7 @@ use super::image::Native;
 use super::open::{OpenOptions, finish};
 use super::parts::Part;
 use super::superblock::Superblocks;
-use super::unfinished::{clear_behind_the_end, zero_behind_the_end};
-use crate::sabotage::{self, Bug};
+use super::unfinished::clear_behind_the_end;
 
 /// Changes the size of the disk of a closed image, in bytes. Returns the old size. An interrupted change is
 /// finished first.
@@ -42,9 +41,9 @@ pub async fn resize(image: &SharedStorage, size: u64, may_shrink: bool) -> Resul
 }
 
 async fn resize_inner(image: &SharedStorage, size: u64, may_shrink: bool) -> Result<u64> {
-    let superblock = Superblocks::read(&**image).await?.superblock;
-    // A seeded mistake: the size is read too early.
-    let before = if sabotage::is(Bug::ResizedUnfinished) { superblock.size() } else { finish(image).await? };
+    // Only an image that can be read at all is opened.
+    Superblocks::read(&**image).await?;
+    let before = finish(image).await?;
     let superblock = Superblocks::read(&**image).await?.superblock;
     let old = superblock.places();
     if size < before && !may_shrink {
@@ -72,18 +71,9 @@ async fn resize_inner(image: &SharedStorage, size: u64, may_shrink: bool) -> Res
         if size > old.size_max() {
             new = new.with_part(make_part(image, &old, size).await?)?;
         }
-        if !sabotage::is(Bug::GrownBeforeZeros) {
-            image.flush().await?;
-        }
+        image.flush().await?;
     }
     let new = new.resized(size)?;
-    if size < before && sabotage::is(Bug::ClearedBeforeCut) {
-        let mut superblocks = Superblocks::read(&**image).await?;
-        superblocks.superblock.places = new;
-        superblocks.write(&**image).await?;
-        zero_behind_the_end(image, &new).await?;
-        return image.flush().await.map(|()| before);
-    }
     let mut superblocks = Superblocks::read(&**image).await?;
     superblocks.superblock.places = new;
     superblocks.write(&**image).await?;
@@ -147,7 +137,7 @@ async fn make_part(image: &SharedStorage, places: &Places, size: u64) -> Result<
     if !limits.fixed_len {
         image.set_len(whole.end().bytes()).await.context(context)?;
     }
-    if (limits.fixed_len || !limits.grows_zeroed) && !sabotage::is(Bug::PartNotZero) {
+    if limits.fixed_len || !limits.grows_zeroed {
         image.write_zeroes(whole, Zeroes::MayUnmap).await.context(context)?;
     }
     Ok(Part { at: whole.start(), ..part })

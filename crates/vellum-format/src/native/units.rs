@@ -25,7 +25,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use roaring::RoaringBitmap;
 
 use crate::prealloc::Pace;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// The units of an image that no table names.
@@ -131,12 +130,6 @@ impl Units {
         });
         if let Some(unit) = lowest.flatten() {
             pool.clean.remove(unit);
-            return Some(unit);
-        }
-        if sabotage::is(Bug::UnitNotZeroed)
-            && let Some(unit) = pool.unknown.min()
-        {
-            pool.unknown.remove(unit);
             return Some(unit);
         }
         let next = pool.next.filter(|next| *next <= pool.last)?;
@@ -321,10 +314,7 @@ impl Units {
         let mut pool = lock(&self.pool);
         if end > pool.end {
             let more = pool.end + 1..=end;
-            match sabotage::is(Bug::GrownIsClean) {
-                true => pool.clean.insert_range(more),
-                false => pool.unknown.insert_range(more),
-            };
+            pool.unknown.insert_range(more);
             pool.end = end;
         }
     }

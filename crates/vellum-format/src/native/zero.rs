@@ -18,7 +18,6 @@ use super::publish::WORD_COST;
 use super::write::{Done, LookAgain};
 use crate::claims::Held;
 use crate::engine::{Commit as _, Write as _};
-use crate::sabotage::{self, Bug};
 
 /// What happens to the space of bytes that become zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -111,10 +110,6 @@ impl Native {
                 continue;
             }
             rest = later;
-            if sabotage::is(Bug::UnitFreedBeforeDurable) {
-                let _ = self.give_back_unless_busy().await;
-                let _ = self.give_back_unless_busy().await;
-            }
         }
         Ok(())
     }

@@ -23,7 +23,6 @@ use super::zone_cases::{Bit, Block, Entry, Fact, Facts, Next, Then};
 use crate::bytes::{be64, put64};
 use crate::journal::record::{Item, Record};
 use crate::journal::replay::{Replay, Rules, read_together};
-use crate::sabotage::{self, Bug};
 
 /// This many bytes are read at once.
 const PIECE: u64 = 1 << 20;
@@ -46,7 +45,7 @@ struct OpenZone {
 impl OpenZone {
     fn bit(&self, index: u32) -> Bit {
         let is_recorded = self.recorded[index as usize / 64] >> (index % 64) & 1 == 1;
-        if is_recorded && !sabotage::is(Bug::RecordedCounts) { Bit::Set } else { Bit::Clear }
+        if is_recorded { Bit::Set } else { Bit::Clear }
     }
 }
 
@@ -133,7 +132,7 @@ pub(super) async fn names_what_is_lost<R: Rules>(
     generation: u64,
     record: &Record,
 ) -> Result<bool> {
-    if places.shape().zone().is_none() || sabotage::is(Bug::NewestBelieved) {
+    if places.shape().zone().is_none() {
         return Ok(false);
     }
     let open = find_open_zones(replay, storage, places, generation).await?;

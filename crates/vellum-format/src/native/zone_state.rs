@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::prealloc::Need;
-use crate::sabotage::{self, Bug};
 
 /// The zones of an image that is open for writing.
 pub(super) struct Zones {
@@ -144,9 +143,7 @@ impl OpenZone {
     /// Takes the next `count` units, to be prepared. Fewer where the zone ends.
     pub(super) fn begin_preparing(&mut self, count: u32, per_zone: u32) -> Range<u32> {
         let run = self.next..per_zone.min(self.next.saturating_add(count));
-        if !sabotage::is(Bug::ZerosOnGiven) {
-            self.next = run.end;
-        }
+        self.next = run.end;
         self.being_prepared += run.end - run.start;
         run
     }

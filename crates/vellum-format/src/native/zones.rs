@@ -33,7 +33,6 @@ use super::snapshots::views::Views;
 use super::units::Units;
 use super::zone_state::{Given, OpenZone, Paused, Zones};
 use crate::engine::Commit as _;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// Word of a zone's entry: how often it was opened.
@@ -160,7 +159,7 @@ impl Native {
             zone.unrecorded.retain(|(other, _)| *other != index);
             (zone.zone, index)
         });
-        if let Some((zone, index)) = found.filter(|_| !sabotage::is(Bug::NotMarkedRecorded)) {
+        if let Some((zone, index)) = found {
             let bits = self.places.recorded(zone, index);
             self.home.change(bits.word, |word| bits.set(word, 1));
         }
@@ -224,9 +223,7 @@ impl Native {
                 let is_unrecorded =
                     self.in_open_zone(unit, |zone, _| zone.unrecorded.contains(&(index, guest_unit)));
                 if is_unrecorded == Some(true) {
-                    if !sabotage::is(Bug::RecordedEarly) {
-                        self.home.touch(self.places.entry(guest_unit).word);
-                    }
+                    self.home.touch(self.places.entry(guest_unit).word);
                     self.mark_recorded(unit);
                 }
             }
@@ -365,7 +362,7 @@ impl Native {
     /// Fills a zone of unknown content with zeros. The flush that makes its opening durable covers the zeros:
     /// nothing is written there before, and no older block has its tag.
     async fn zero_zone(&self, first: u32, is_unknown: bool) -> Result<()> {
-        if !is_unknown || sabotage::is(Bug::ZoneNotZeroed) {
+        if !is_unknown {
             return Ok(());
         }
         let zone = self.places.shape().zone().expect("it has zones");

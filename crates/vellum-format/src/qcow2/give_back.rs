@@ -23,7 +23,6 @@ use vellum_core::{Error, ErrorKind, ImageCluster, ImageOffset, ImageSpan, Result
 
 use super::image::Qcow2;
 use crate::engine::Commit as _;
-use crate::sabotage::{self, Bug};
 
 /// One punch takes at most this many bytes, because other requests to the file wait for it in the kernel.
 const PUNCHED_AT_ONCE: u64 = 256 << 20;
@@ -154,7 +153,7 @@ impl Qcow2 {
     async fn is_out_of_records(&self, span: ImageSpan, pace: Pace) -> Result<bool> {
         let Some(journal) = self.journal() else { return Ok(true) };
         let wide = self.cluster.widen(span);
-        while journal.common.full.has(wide) && !sabotage::is(Bug::GivenBackInRecords) {
+        while journal.common.full.has(wide) {
             journal.common.request_checkpoint();
             if pace == Pace::Later {
                 return Ok(false);
@@ -230,12 +229,11 @@ impl Qcow2 {
             && self.metadata.write_zeroes(run, Zeroes::MayUnmap).await.is_ok();
         self.engine.commits.note_change();
         let has_journal = self.journal().is_some();
-        let waits_for_flush = !sabotage::is(Bug::PunchNotCovered) && !sabotage::is(Bug::FreedBeforeDurable);
-        if has_journal && punched && pace == Pace::Later && waits_for_flush {
+        if has_journal && punched && pace == Pace::Later {
             self.quarantine.add_zeroed(self.engine.commits.changes(), run);
             return Ok(false);
         }
-        let reads_zero = punched && (!has_journal || sabotage::is(Bug::PunchNotCovered));
+        let reads_zero = punched && !has_journal;
         let released = self.release_span(run, reads_zero).await;
         released.map(|()| true).map_err(|(rest, error)| (rest.start(), error))
     }

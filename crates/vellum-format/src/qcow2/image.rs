@@ -46,7 +46,6 @@ use super::refcount::{Look, RefcountPage, Refcounts, Run, Stop};
 use crate::engine::{Commit as _, Engine};
 use crate::keyed::KeyedLocks;
 use crate::perturb;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// When this many pages of refcounts are dirty, the next writer commits.
@@ -569,10 +568,6 @@ impl Qcow2 {
     pub(crate) fn free(&self, span: ImageSpan) {
         if let Some(journal) = self.journal() {
             journal.freed(span, self.cluster);
-        }
-        if sabotage::is(Bug::FreedBeforeDurable) {
-            self.quarantine.add(self.engine.epochs.now(), vec![span], self.cluster);
-            return;
         }
         self.engine.commits.note_freed(span);
     }

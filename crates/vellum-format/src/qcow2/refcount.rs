@@ -43,7 +43,6 @@ use super::header::Header;
 use super::journal::Changed;
 use super::layout::{METADATA_PAGE, REFCOUNT_TABLE_BYTES_MAX, be64, put64};
 use crate::hash::HashMap;
-use crate::sabotage::{self, Bug};
 pub(crate) use search::Look;
 use search::Search;
 
@@ -510,7 +509,7 @@ impl Refcounts {
                 at = self.kept_out.end;
                 continue;
             }
-            if self.preparing.contains(&first) && !sabotage::is(Bug::PreparedGivenOut) {
+            if self.preparing.contains(&first) {
                 at = self.preparing.end;
                 continue;
             }
@@ -530,8 +529,7 @@ impl Refcounts {
         let limit =
             (first - first % per_page + per_page).min(self.end.unwrap_or(u64::MAX)).min(first + want.max(1));
         let limit = if first < self.kept_out.start { limit.min(self.kept_out.start) } else { limit };
-        let meets = first < self.preparing.start && !sabotage::is(Bug::PreparedGivenOut);
-        let limit = if meets { limit.min(self.preparing.start) } else { limit };
+        let limit = if first < self.preparing.start { limit.min(self.preparing.start) } else { limit };
         // The space that the storage has already is used up first.
         let limit = if first < self.reached { limit.min(self.reached) } else { limit };
         let mut count = 0;

@@ -8,7 +8,6 @@ use super::header::Header;
 use super::hole::Hole;
 use super::layout::{OFFSET_MASK, be64};
 use super::refcount;
-use crate::sabotage::{self, Bug};
 
 /// Cuts an image that was not closed to the end of what its refcounts say is in use, but leaves `keep` in
 /// place. The refcounts must be right and checkpointed.
@@ -16,10 +15,7 @@ pub(super) async fn give_back_tail(header: &Header, storage: &dyn Storage, keep:
     if storage.limits().fixed_len {
         return Ok(());
     }
-    let end = match sabotage::is(Bug::GivenBackInUse) {
-        false => used_end(header, storage).await?.max(keep.end().bytes()),
-        true => keep.end().bytes().max(header.cluster_size().bytes()),
-    };
+    let end = used_end(header, storage).await?.max(keep.end().bytes());
     if end < storage.len() {
         storage.set_len(end).await.context(|| "can't truncate the file")?;
     }

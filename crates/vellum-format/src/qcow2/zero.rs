@@ -18,7 +18,6 @@ use super::entry::{ClusterState, Units};
 use super::image::Qcow2;
 use super::late::Done;
 use crate::engine::{Commit as _, Write as _};
-use crate::sabotage::{self, Bug};
 
 /// Zeros are written as data in pieces of this many bytes.
 const WRITTEN_AT_ONCE: u64 = 1 << 20;
@@ -99,10 +98,8 @@ impl Qcow2 {
             }
             self.late.forget_passed(&self.engine.epochs);
             rest = later;
-            if self.has_much_dirty() || sabotage::is(Bug::FreedBeforeDurable) {
-                if !sabotage::is(Bug::FreedBeforeDurable) {
-                    self.commit().await?;
-                }
+            if self.has_much_dirty() {
+                self.commit().await?;
                 self.give_back_if_due().await?;
             }
         }

@@ -1,5 +1,7 @@
 //! Images to be changed, and what may be in them afterwards.
 
+#![allow(dead_code, reason = "each test file uses its part")]
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -13,13 +15,15 @@ use vellum_format::native::check::check;
 use vellum_format::native::snapshots::{revert, snapshots};
 use vellum_format::native::{Native, OpenOptions, Superblocks, create, recover, resize};
 use vellum_format::report::Repair;
-use vellum_format::sabotage::{Bug, put_in};
 use vellum_sim::Content;
-use vellum_sim::explore::{Medium, Offline};
+use vellum_sim::explore::{Care, Depth, Medium, Offline};
 
-use crate::common::base;
 use crate::common::native::{NativeSetup, look_native};
+use crate::common::{base, scale};
 use crate::device::Device;
+
+/// Enough for a megabyte.
+pub(crate) const DEVICE: u64 = (1 << 20) + (40 << 16);
 
 /// Ends within unit 9.
 pub(crate) const SMALL: u64 = 590_336;
@@ -159,7 +163,6 @@ pub(crate) struct Change {
     pub(crate) after: Model,
     /// What each snapshot has.
     taken: Vec<(&'static str, Model)>,
-    bug: Option<Bug>,
 }
 
 fn options() -> OpenOptions {
@@ -280,12 +283,7 @@ impl Change {
             taken.retain(|(taken, _)| *taken != name);
         }
         let name = format!("{}{}, {what:?}", setup.name, if device.is_some() { " on a device" } else { "" });
-        Self { name, setup, device, image: medium.content(), what, before, after, taken, bug: None }
-    }
-
-    pub(crate) fn with(mut self, bug: Bug) -> Self {
-        self.bug = Some(bug);
-        self
+        Self { name, setup, device, image: medium.content(), what, before, after, taken }
     }
 
     /// A disk that is reverted from a small snapshot to a large one, or back.
@@ -524,12 +522,7 @@ impl Offline for Change {
     }
 
     fn change(&self, image: SharedStorage) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move {
-            put_in(self.bug);
-            let done = self.perform(&medium_of(self.device, image)).await;
-            put_in(None);
-            done
-        })
+        Box::pin(async move { self.perform(&medium_of(self.device, image)).await })
     }
 
     /// Opened; the same thing once more; made larger; recovered and repaired, then opened; reverted to
@@ -540,9 +533,8 @@ impl Offline for Change {
 
     fn go_on(&self, image: SharedStorage, way: usize) -> LocalFuture<'_, Result<()>> {
         Box::pin(async move {
-            put_in(self.bug);
             let image = medium_of(self.device, image);
-            let gone_on = match way {
+            match way {
                 0 => Ok(()),
                 1 => self.perform(&image).await,
                 2 => resize(&image, self.larger(), false).await.map(drop),
@@ -551,9 +543,7 @@ impl Offline for Change {
                     Err(error) => Err(error),
                 },
                 _ => revert(image, self.setup.below(), options(), self.taken[0].0).await,
-            };
-            put_in(None);
-            gone_on
+            }
         })
     }
 
@@ -564,26 +554,30 @@ impl Offline for Change {
         is_done: bool,
     ) -> LocalFuture<'_, std::result::Result<(), String>> {
         Box::pin(async move {
-            put_in(self.bug);
             let image = medium_of(self.device, image);
             let larger: Vec<Model> =
                 self.allowed(is_done).map(|model| model.resized(self.larger())).collect();
             let reverted = self.taken.first().map(|(_, model)| model);
-            let judged = match way {
+            match way {
                 None => self.look(&image, self.allowed(is_done).chain(&larger).chain(reverted)).await,
                 Some(0 | 3) => self.look(&image, self.allowed(is_done)).await,
                 Some(1) => self.look(&image, self.allowed(true)).await,
                 Some(2) => self.look(&image, larger.iter()).await,
                 Some(_) => self.look(&image, reverted.into_iter()).await,
-            };
-            put_in(None);
+            }?;
             if matches!(self.what, What::Detach) && (is_done || way == Some(1)) {
                 let base = Superblocks::read(&*image).await.map_err(|error| error.chain())?.superblock;
                 base.base().map_or(Ok(()), |base| Err(format!("it still has its base {}", base.name)))?;
             }
-            judged
+            Ok(())
         })
     }
+}
+
+/// Every crash, thinned out: all of it is for the long tests.
+pub(crate) fn care() -> Care {
+    let depth = Depth { subsets_of: 6, sampled: 6, tears_each: 2 };
+    Care { depth, one_in: 1, nested_one_in: (24 / scale()).max(1) }
 }
 
 pub(crate) fn table() -> NativeSetup {

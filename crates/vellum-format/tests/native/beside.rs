@@ -11,13 +11,12 @@ use vellum_core::{
 };
 use vellum_format::native::snapshots::snapshots;
 use vellum_format::native::{Native, create};
-use vellum_format::sabotage::{Bug, put_in};
 use vellum_sim::{Drive, DriveOptions, Fault, FaultPlan, Operation, World};
 
 use super::common::native::{NativeSetup, look_native};
-use super::common::{base, busy_drive, scale};
-use super::late::Late;
-use super::snapshots::{Shifted, content, model_of, options, request, setups};
+use super::common::{busy_drive, scale};
+use super::snapshots::{Shifted, request};
+use super::trials::{SECOND_PAGE, content, lost_beside_a_deletion, model_of, of_two_pages, options, setups};
 
 /// Snapshots that are open beside the disk: what each sees stays, whatever is written, made and deleted
 /// meanwhile.
@@ -229,100 +228,11 @@ fn nothing_is_deleted_once_the_disk_is_closed() {
     }
 }
 
-/// Two pages of the table, so that the deletion of a snapshot that has copies of both takes several steps.
-fn of_two_pages() -> Vec<NativeSetup> {
-    let k = |kib: u64| kib << 10;
-    vec![
-        NativeSetup::table("table", 128 << 20, k(64)),
-        NativeSetup::table("table over a base", 128 << 20, k(64)).over(base(), k(16)),
-        NativeSetup::zoned("zoned", 128 << 20, k(64), k(1024)),
-    ]
-}
-
-/// Where the second page begins.
-const SECOND_PAGE: u64 = 64 << 20;
-
 /// A write in place is in flight when the snapshot is deleted, and another request writes to the same unit in
 /// the middle of that: both are there afterwards, whatever step of the deletion that is.
 #[test]
 fn a_write_under_way_is_kept_while_snapshots_are_deleted() {
-    let lost = |bug| {
-        put_in(bug);
-        let all = of_two_pages().into_iter().flat_map(|setup| {
-            [false, true]
-                .map(|has_older| (setup.name, (0..7).find(|polls| is_lost(&setup, has_older, *polls))))
-        });
-        let lost: Vec<_> = all.filter(|(_, polls)| polls.is_some()).collect();
-        put_in(None);
-        lost
-    };
-    assert_eq!(lost(None), []);
-    assert!(lost(Some(Bug::HeldAgain)).len() >= 3, "the mistake is found");
-}
-
-fn is_lost(setup: &NativeSetup, has_older: bool, polls: usize) -> bool {
-    let late = Late::over(MemoryStorage::new("image"));
-    let image: SharedStorage = late.clone();
-    let sector = |value: u8| Buffer::copy_of(&[value; 512]);
-    let page = |value: u8| Buffer::copy_of(&[value; 4096]);
-    let plain = WriteFlags::default();
-    let (there, beside) = (GuestOffset::new(8192), GuestOffset::new(16_384));
-    block_on(async {
-        create(&*image, &setup.create_options()).await.unwrap();
-        let disk = Native::open(image.clone(), setup.below(), options()).await.unwrap();
-        for at in [0, SECOND_PAGE] {
-            disk.write(GuestOffset::new(at), Buffer::copy_of(&[1; 65_536]), plain).await.unwrap();
-        }
-        if has_older {
-            disk.snapshot_create("older", 0).await.unwrap();
-        }
-        disk.snapshot_create("s", 0).await.unwrap();
-        for at in [0, SECOND_PAGE] {
-            disk.write(GuestOffset::new(at), page(2), plain).await.unwrap();
-        }
-        late.arm_write(512);
-        let mut under_way = std::pin::pin!(disk.write(there, sector(5), plain));
-        assert!(poll_once(&mut under_way).await.is_none(), "its bytes are on their way");
-        let mut deleting = std::pin::pin!(disk.snapshot_delete("s"));
-        let mut is_deleted = false;
-        for _ in 0..polls {
-            if !is_deleted {
-                is_deleted = poll_once(&mut deleting).await.map(Result::unwrap).is_some();
-            }
-        }
-        {
-            let mut other = std::pin::pin!(disk.write(beside, page(7), plain));
-            let is_done = poll_once(&mut other).await.map(Result::unwrap).is_some();
-            late.release();
-            under_way.await.unwrap();
-            if !is_done {
-                other.await.unwrap();
-            }
-        }
-        if !is_deleted {
-            deleting.await.unwrap();
-        }
-        disk.flush().await.unwrap();
-        let is_there = async |disk: &Native| {
-            let first = disk.read(there, Buffer::zeroed(512)).await.unwrap().to_vec();
-            let second = disk.read(beside, Buffer::zeroed(4096)).await.unwrap().to_vec();
-            first == vec![5; 512] && second == vec![7; 4096]
-        };
-        let was_there = is_there(&disk).await;
-        disk.close().await.unwrap();
-        let disk = Native::open(image.clone(), setup.below(), options()).await.unwrap();
-        let is_there = is_there(&disk).await;
-        assert_eq!(was_there, is_there);
-        if has_older {
-            let older = disk.snapshot_open(disk.snapshots().unwrap()[0].id).unwrap();
-            let first = older.read(there, Buffer::zeroed(8704)).await.unwrap().to_vec();
-            assert_eq!(first, vec![1; 8704], "{}: the older one", setup.name);
-        }
-        disk.close().await.unwrap();
-        let (report, lines) = look_native(&image).await.unwrap();
-        assert!(report.is_clean(), "{}: {lines:?}", setup.name);
-        !is_there
-    })
+    assert_eq!(lost_beside_a_deletion(), []);
 }
 
 /// A deletion takes as many steps as the snapshot has copies, although each of their pages changes between

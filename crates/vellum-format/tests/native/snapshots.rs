@@ -15,37 +15,9 @@ use vellum_format::native::snapshots::{revert, snapshots};
 use vellum_format::native::{Native, OpenOptions, Places, Superblocks, create};
 use vellum_sim::{CrashKind, Drive, DriveOptions, FaultPlan, World};
 
-use vellum_format::sabotage::{Bug, put_in};
-
 use super::common::native::{NativeSetup, look_native};
-use super::common::{SIZE, base, busy_drive, noise, scale};
-use super::late::{Fate, Late};
-
-pub(super) fn setups() -> Vec<NativeSetup> {
-    let k = |kib: u64| kib << 10;
-    vec![
-        NativeSetup::table("table", SIZE, k(64)),
-        NativeSetup::table("table, large units", 3 << 20, 1 << 20),
-        NativeSetup::table("table over a base", SIZE, k(64)).over(base(), k(16)),
-        NativeSetup::zoned("zoned", SIZE, k(64), k(256)),
-        NativeSetup::zoned("zoned over a base", SIZE, k(64), k(256)).over(base(), k(16)),
-    ]
-}
-
-pub(super) fn options() -> OpenOptions {
-    OpenOptions { journal_key: Some(1), ..OpenOptions::default() }
-}
-
-pub(super) fn model_of(setup: &NativeSetup) -> Vec<u8> {
-    let mut bytes = setup.base.as_ref().map(|base| base.to_vec()).unwrap_or_default();
-    bytes.resize(usize::try_from(setup.options.size).unwrap(), 0);
-    bytes
-}
-
-pub(super) async fn content(disk: &dyn Disk) -> Vec<u8> {
-    let len = usize::try_from(disk.geometry().size).unwrap();
-    disk.read(GuestOffset::ZERO, Buffer::zeroed(len)).await.unwrap().to_vec()
-}
+use super::common::{SIZE, busy_drive, noise, scale};
+use super::trials::{content, model_of, options, setups, written_beside_a_copy};
 
 async fn snapshot_content(image: &SharedStorage, below: Option<SharedDisk>, name: &str) -> Vec<u8> {
     let options = OpenOptions { snapshot: Some(name.to_owned()), ..options() };
@@ -463,56 +435,4 @@ fn what_is_written_while_a_copy_is_made_in_vain_is_kept() {
     for setup in setups() {
         assert_eq!(written_beside_a_copy(&setup), Ok(()), "{}", setup.name);
     }
-    put_in(Some(Bug::HoldNotLookedAtAgain));
-    let found = setups().iter().filter(|setup| written_beside_a_copy(setup).is_err()).count();
-    put_in(None);
-    assert_eq!(found, setups().len(), "the mistake is found");
-}
-
-fn written_beside_a_copy(setup: &NativeSetup) -> Result<(), &'static str> {
-    let world = World::new(0);
-    world.run(async {
-        let late = Late::over(Drive::new(&world, DriveOptions::default()));
-        let image: SharedStorage = late.clone();
-        create(&*image, &setup.create_options()).await.unwrap();
-        let unit = if setup.name.contains("large") { 1 << 20 } else { 64 << 10 };
-        let mut random = Random::from_seed(7);
-        let mut model = model_of(setup);
-        let mut bytes = |at: u64, len: u64| {
-            let data = noise(GuestOffset::new(at).span(len), &mut random);
-            model[usize::try_from(at).unwrap()..usize::try_from(at + len).unwrap()]
-                .copy_from_slice(&data.to_vec());
-            (GuestOffset::new(at), data)
-        };
-        let disk = Native::open(image.clone(), setup.below(), options()).await.unwrap();
-        for _ in 0..2 {
-            let (at, data) = bytes(0, unit);
-            disk.write(at, data, WriteFlags { fua: true }).await.unwrap();
-        }
-        disk.snapshot_create("s", 0).await.unwrap();
-        late.arm(usize::try_from(unit).unwrap(), &[Fate::Late]);
-        let (at, data) = bytes(0, 4096);
-        let copying = world.spawn({
-            let disk = disk.clone();
-            async move { disk.write(at, data, WriteFlags::default()).await }
-        });
-        late.caught(1).await;
-        disk.snapshot_delete("s").await.unwrap();
-        let (at, data) = bytes(8192, 4096);
-        disk.write(at, data, WriteFlags { fua: true }).await.unwrap();
-        late.release();
-        copying.await.unwrap();
-        let is_there = content(&*disk).await == model;
-        disk.close().await.unwrap();
-        let disk = Native::open(image.clone(), setup.below(), options()).await.unwrap();
-        let is_there_later = content(&*disk).await == model;
-        disk.close().await.unwrap();
-        let (report, lines) = look_native(&image).await.unwrap();
-        assert!(report.is_clean(), "{lines:?}");
-        match (is_there, is_there_later) {
-            (true, true) => Ok(()),
-            (true, false) => Err("lost when it is opened again"),
-            _ => Err("lost"),
-        }
-    })
 }

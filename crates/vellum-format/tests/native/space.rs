@@ -9,13 +9,13 @@ use vellum_format::native::check::check;
 use vellum_format::native::snapshots::revert;
 use vellum_format::native::{Native, OpenOptions, create, resize};
 use vellum_format::report::Repair;
-use vellum_format::sabotage::{Bug, put_in};
 use vellum_sim::{Drive, DriveOptions, Fault, Operation, Repeat, World};
 
 use super::common::native::{NativeSetup, look_native};
 use super::common::{base, scale};
 use super::device::Device;
 use super::host::FullHost;
+use super::trials::kept_on_a_full_host;
 
 const UNIT: u64 = 64 << 10;
 
@@ -288,35 +288,6 @@ fn one_bad_unit() {
     }
 }
 
-/// An image in a file on a host that has room for this many more pages, when units are written that a
-/// snapshot sees. Returns why the disk could not be used any more.
-async fn kept_on_a_full_host(pages: u64) -> Result<(), String> {
-    let host = FullHost::new();
-    let image: SharedStorage = host.clone();
-    let setup = NativeSetup::table("table", 4096 * UNIT, UNIT);
-    create(&*image, &setup.create_options()).await.unwrap();
-    let disk = Native::open(image.clone(), None, OpenOptions::default()).await.unwrap();
-    for unit in [0, 1, 1024, 2048, 3000] {
-        let at = GuestOffset::new(unit * UNIT);
-        disk.write(at, Buffer::copy_of(&[1; 4096]), WriteFlags::FUA).await.unwrap();
-    }
-    disk.snapshot_create("one", 0).await.unwrap();
-    host.leave(pages);
-    for unit in [0, 1, 1024, 2048, 3000] {
-        let at = GuestOffset::new(unit * UNIT);
-        let written = disk.write(at, Buffer::copy_of(&[2; 4096]), WriteFlags::default()).await;
-        match written {
-            Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error.chain()),
-            _ => {}
-        }
-    }
-    // What was accepted has its space.
-    disk.flush().await.map_err(|error| error.chain())?;
-    disk.close().await.map_err(|error| error.chain())?;
-    let disk = Native::open(image.clone(), None, OpenOptions::default()).await.unwrap();
-    disk.close().await.map_err(|error| error.chain())
-}
-
 /// A write that needs a page kept is refused when the host is full, and not the journal when it checkpoints
 /// where the page was kept.
 #[test]
@@ -324,10 +295,6 @@ fn what_is_kept_has_its_space_before_a_write_is_accepted() {
     for pages in 0..24 {
         block_on(kept_on_a_full_host(pages)).unwrap_or_else(|why| panic!("{pages} pages: {why}"));
     }
-    put_in(Some(Bug::IndexNotReserved));
-    let failed = (0..24).any(|pages| block_on(kept_on_a_full_host(pages)).is_err());
-    put_in(None);
-    assert!(failed, "the mistake is not found");
 }
 
 /// A revert, and a resize, on a host that is full: it is refused, and the disk is what it was; or it is done.

@@ -2,6 +2,8 @@
 //! the bytes may have changed, as they may while a slow drive's answer is on its way. Writes may come late,
 //! too: they land on request.
 
+#![allow(dead_code, reason = "each test file uses its part")]
+
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 

@@ -82,8 +82,6 @@ pub(super) struct Copies {
     free: Vec<SlotAt>,
     /// Slots that become free once this many records were written.
     later: VecDeque<(u64, SlotAt)>,
-    /// A seeded mistake: pages that were not kept when they should have been.
-    pub(super) late: HashSet<u64>,
 }
 
 impl Copies {
@@ -98,7 +96,6 @@ impl Copies {
             empty: HashSet::default(),
             free: Vec::new(),
             later: VecDeque::new(),
-            late: HashSet::default(),
         }
     }
 

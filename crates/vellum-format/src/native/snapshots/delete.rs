@@ -27,7 +27,6 @@ use super::list::{BEING_DELETED, ENTRY_WORDS, FLAGS_WORD, HOME, word};
 use super::{Ordering, Views};
 use crate::engine::Commit as _;
 use crate::perturb;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// The bytes of a record that freeing a copy takes, at most.
@@ -78,9 +77,6 @@ impl Native {
             }
             self.put_word(index, FLAGS_WORD, BEING_DELETED);
             list.get_mut(id).expect("as just found").is_being_deleted = true;
-        }
-        if sabotage::is(Bug::ReleasedEarly) {
-            self.release_deleted(views);
         }
         self.engine.commits.note_change();
         self.commit().await?; // commit point: from here on it is gone
@@ -166,7 +162,7 @@ impl Native {
         let _gate = self.enter_transaction(FREED_BYTES).await?;
         let mut held = lock(&views.copies);
         for (index, unit) in held.copies.remove(id, page, bytes.slice(), self.engine.commits.records()) {
-            if !self.home_names(index, unit) || sabotage::is(Bug::NamedUnitFreed) {
+            if !self.home_names(index, unit) {
                 self.free(unit);
             }
         }
@@ -197,8 +193,9 @@ impl Native {
         }
         let _alone = self.enter_alone(512).await?;
         let mut held = lock(&views.copies);
-        if held.copies.pages_of(id).next().is_some() {
-            debug_assert!(sabotage::is(Bug::HeldAgain), "no page is kept for one that is being deleted");
+        let has_copies = held.copies.pages_of(id).next().is_some();
+        debug_assert!(!has_copies, "no page is kept for one that is being deleted");
+        if has_copies {
             return Ok(false);
         }
         let mut list = lock(&views.list);

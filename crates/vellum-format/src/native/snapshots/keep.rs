@@ -29,7 +29,6 @@ use super::copies::SlotAt;
 use super::{Held, Ordering, Views, page_of};
 use crate::engine::Commit as _;
 use crate::journal::{SectorChecks, checks_of};
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// The bytes of a record that a kept page takes, at most.
@@ -47,11 +46,6 @@ impl Native {
     fn may_change(&self, words: &impl Fn() -> Vec<ImageOffset>) -> bool {
         let Some(views) = self.views.as_ref().filter(|views| views.any()) else { return true };
         let held = lock(&views.copies);
-        if sabotage::is(Bug::PageKeptLate) {
-            // Checked only after the page has changed.
-            let late = |page| held.copies.late.contains(&page);
-            return words().into_iter().map(page_of).all(|page| !late(page) || held.is_kept(page));
-        }
         words().into_iter().all(|word| held.is_kept(page_of(word)))
     }
 
@@ -128,9 +122,7 @@ impl Native {
         // A checkpoint writes the index, and that must not fail for lack of space.
         let index = self.places.unit(unit).start().span(PAGE as u64);
         let reserved = match self.metadata.preallocate(index).await {
-            Err(error) if error.kind() != ErrorKind::Unsupported && !sabotage::is(Bug::IndexNotReserved) => {
-                Err(error)
-            }
+            Err(error) if error.kind() != ErrorKind::Unsupported => Err(error),
             _ => self.load_entry(SNAPSHOTS - 1).await,
         };
         if let Err(error) = reserved {
@@ -160,8 +152,7 @@ impl Native {
     fn is_held_by(&self, views: &Views, held: &Held, number: u64, unit: u32) -> bool {
         let page = page_of(self.places.entry(number).word);
         let is_seen = views.any() && (!held.is_kept(page) || held.copies.names(unit));
-        let is_held =
-            unit != 0 && ((is_seen && !sabotage::is(Bug::HeldOverwritten)) || self.is_being_emptied(unit));
+        let is_held = unit != 0 && (is_seen || self.is_being_emptied(unit));
         held.released.note(number, unit, is_held);
         is_held
     }
@@ -258,7 +249,7 @@ impl Native {
         while self.find(|| self.is_held(number)).await? {
             self.begin_journal().await?;
             let stamp = views.stamp.load(Ordering::Acquire);
-            if stamp > 0 && !sabotage::is(Bug::MovedUnderWriters) {
+            if stamp > 0 {
                 // A write that looked before the snapshot was made may still be on its way to the old unit.
                 self.engine.epochs.until_passed(stamp - 1).await;
             }
@@ -314,7 +305,7 @@ impl Native {
         let bits = self.places.entry(number);
         let gate = self.enter_changing(cost, || vec![bits.word]).await?;
         let mut held = lock(&views.copies);
-        if !self.is_held_since(views, &held, number, stamp) && !sabotage::is(Bug::HoldNotLookedAtAgain) {
+        if !self.is_held_since(views, &held, number, stamp) {
             return Ok(false);
         }
         self.journal().expect("it has begun").add_checks(&checks);
@@ -369,16 +360,13 @@ impl Native {
         self.put_entry_of(held.as_deref_mut(), bits, entry);
     }
 
-    fn put_entry_of(&self, mut held: Option<&mut Held>, bits: Bits, entry: u32) {
+    fn put_entry_of(&self, held: Option<&mut Held>, bits: Bits, entry: u32) {
         let old = self.home.change(bits.word, |word| bits.set(word, u64::from(entry)));
         let (old, _) = self.places.split_entry(u32::try_from(bits.get(old)).expect("32 bits"));
         let (unit, _) = self.places.split_entry(entry);
         self.mark_recorded(old);
-        if let Some(held) = held.as_mut().filter(|_| sabotage::is(Bug::PageKeptLate)) {
-            held.copies.late.insert(page_of(bits.word));
-        }
-        let is_named = held.as_mut().is_some_and(|held| held.copies.names(old));
-        if old != 0 && old != unit && (!is_named || sabotage::is(Bug::NamedUnitFreed)) {
+        let is_named = held.is_some_and(|held| held.copies.names(old));
+        if old != 0 && old != unit && !is_named {
             self.free(old);
         }
     }

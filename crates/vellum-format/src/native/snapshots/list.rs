@@ -7,7 +7,6 @@ use vellum_core::{Buffer, Context, Error, ImageOffset, Result, Storage};
 use super::super::geometry::{Places, Region, SNAPSHOTS};
 use crate::bytes::{be32, be64};
 use crate::hash::HashMap;
-use crate::sabotage::{self, Bug};
 use crate::work;
 
 /// `next` of the snapshot that relies on home.
@@ -170,9 +169,6 @@ impl List {
     /// on home. Empty when no snapshot stays.
     pub(super) fn keepers(&self) -> Vec<u32> {
         let before: HashMap<u32, &Entry> = self.entries.iter().map(|entry| (entry.next, entry)).collect();
-        if sabotage::is(Bug::HeldAgain) {
-            return [self.relies_on_home].into_iter().filter(|id| *id != 0).collect();
-        }
         let mut keepers = Vec::new();
         let mut at = HOME;
         while let Some(entry) = before.get(&at) {

@@ -21,7 +21,6 @@ use super::super::open::OpenOptions;
 use super::Views;
 use crate::bytes::be64;
 use crate::engine::Commit as _;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// At most this many words change in one step.
@@ -141,9 +140,6 @@ impl Native {
                 .context(|| format!("page {page:#x} of snapshot {id}"))?;
         }
         self.commit().await?;
-        if sabotage::is(Bug::MarkGoneEarly) {
-            self.mark_revert(views, 0).await?;
-        }
         if size != self.engine.geometry.size {
             let mut superblocks = self.superblocks.lock().await;
             superblocks.superblock.places = self.places.resized(size)?;

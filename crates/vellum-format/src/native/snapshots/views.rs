@@ -12,7 +12,6 @@ use super::super::unfinished::Found;
 use super::copies::Copies;
 use super::list::List;
 use super::released::Released;
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// The snapshots of an image that is open read-write.
@@ -108,7 +107,7 @@ impl Views {
     /// snapshot that is being deleted.
     pub(in crate::native) fn unfinished(&self) -> Option<Found> {
         let list = lock(&self.list);
-        if list.reverts_to != 0 && !sabotage::is(Bug::RevertForgotten) {
+        if list.reverts_to != 0 {
             return Some(Found::RevertMark);
         }
         let is_flagged = list.entries.iter().any(|entry| entry.is_being_deleted);

@@ -23,7 +23,6 @@ use super::extension::Extension;
 use crate::engine::Commit as _;
 use crate::journal::commit::write_zeros;
 use crate::journal::record::{BLOCK, BYTES_MAX, BYTES_MIN};
-use crate::sabotage::{self, Bug};
 
 impl Qcow2 {
     /// Begins the journal, before the first change. Returns whether it did: without a good place for it, or
@@ -67,10 +66,7 @@ impl Qcow2 {
     async fn write_run(&self, run: ImageSpan) -> Result<()> {
         self.reach(run.end().bytes()).await?;
         let context = || format!("{}: can't write the journal", self.engine.name);
-        if !sabotage::is(Bug::OldRunKept) {
-            write_zeros(&*self.metadata, run).await.context(context)?;
-        }
-        Ok(())
+        write_zeros(&*self.metadata, run).await.context(context)
     }
 
     /// Gives the space of the run back to the host, where that is cheap.
@@ -84,7 +80,7 @@ impl Qcow2 {
         self.flush_storage().await?;
         let (extension, _) =
             self.header.read(|header| header.journal).expect("there is a journal because the header has one");
-        let generation = extension.generation.wrapping_add(u64::from(!sabotage::is(Bug::OldRunKept)));
+        let generation = extension.generation.wrapping_add(1);
         let key = journal.common.new_key()?;
         let prealloc = self.header.read(Header::prealloc);
         let extension = Extension { wanted_bytes: journal.wanted_bytes, run, generation, key, prealloc };

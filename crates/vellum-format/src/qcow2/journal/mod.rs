@@ -20,7 +20,6 @@ use vellum_core::{BlockSize, ImageCluster, ImageSpan};
 
 use crate::journal::record::Item;
 pub(crate) use crate::journal::{Changed, Overlaid, SectorChecks, checks_of};
-use crate::sabotage::{self, Bug};
 use crate::state::lock;
 
 /// The bytes that a run of clusters with pending refcounts takes in a record.
@@ -83,9 +82,6 @@ impl Journal {
 
     /// Records that one of them was published, or its refcount lowered.
     pub(crate) fn remove_pending(&self, cluster: ImageCluster) {
-        if sabotage::is(Bug::PendingNotRemoved) {
-            return;
-        }
         lock(&self.pending).take(cluster.index());
     }
 
@@ -99,10 +95,7 @@ impl Journal {
 
     /// The items that list the clusters with pending refcounts.
     pub(crate) fn pending_items(&self) -> Vec<Item> {
-        match sabotage::is(Bug::NoPending) {
-            true => Vec::new(),
-            false => runs_of(&lock(&self.pending).counts),
-        }
+        runs_of(&lock(&self.pending).counts)
     }
 
     /// Whether the next writer should commit the open transaction, when refcounts take this many bytes of its

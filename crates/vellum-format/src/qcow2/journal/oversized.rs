@@ -21,7 +21,6 @@ use crate::engine::{Commit as _, Map as _};
 use crate::journal::commit::Medium as _;
 use crate::journal::record::{Item, Record};
 use crate::journal::{HomeWrite, Journal};
-use crate::sabotage::{self, Bug};
 
 impl Qcow2 {
     /// Commits what does not fit in a record. The first flush comes before the mapping is written, so it
@@ -37,16 +36,13 @@ impl Qcow2 {
             full.items.iter().filter(|item| matches!(item, Item::PendingRefcount { .. })).cloned().collect();
         // Verified first, because a page of the checkpoint may have checks. The pending refcounts of this
         // transaction have no meaning without it.
-        let asks_for_repair = !sabotage::is(Bug::BarrierWantsNoRepair);
-        let verifying = Record { items: Vec::new(), asks_for_repair, ..full };
+        let verifying = Record { items: Vec::new(), asks_for_repair: true, ..full };
         journal.write_record(self, &verifying).await?;
         self.flush_storage().await?;
         journal.note_verified(verifying.sequence - 1);
         let pages = journal.all_uncheckpointed();
-        if !sabotage::is(Bug::BarrierBeforeHome) {
-            self.write_home(&pages).await?;
-            self.flush_storage().await?;
-        }
+        self.write_home(&pages).await?;
+        self.flush_storage().await?;
         let sequence = journal.skip();
         let barrier =
             Record { sequence, durable: sequence - 1, tail: sequence, items: Vec::new(), ..verifying };

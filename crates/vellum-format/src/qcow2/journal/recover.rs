@@ -31,7 +31,6 @@ use crate::journal::record::{Item, Record};
 use crate::journal::replay::{self, Replay, Rules};
 use crate::journal::words::items_of;
 use crate::report::Recovery;
-use crate::sabotage::{self, Bug};
 use crate::truth::settle;
 
 /// The journal may extend the file by at most this many bytes: the length itself may have been lost in the
@@ -71,8 +70,7 @@ pub(crate) async fn replay(
     let newest = newest.record.clone();
 
     let mut tables = Tables::new(header, storage, run);
-    let from = if sabotage::is(Bug::OnlyNewestReplayed) { needed.len() - 1 } else { 0 };
-    for found in &needed[from..] {
+    for found in &needed {
         tables.replay.replay(&found.record).await?;
     }
     recovery.records = needed.len() as u64;
@@ -84,12 +82,12 @@ pub(crate) async fn replay(
         }
     }
     let is_recorded = replay::is_result(&newest) && asks_for_repair == newest.asks_for_repair;
-    if !is_recorded && !sabotage::is(Bug::ResultNotRecorded) {
+    if !is_recorded {
         let result = Record {
             sequence: newest.sequence + 1,
             durable: newest.sequence,
             asks_for_repair,
-            items: match asks_for_repair || sabotage::is(Bug::LoweredNotRecorded) {
+            items: match asks_for_repair {
                 true => Vec::new(),
                 false => tables.lowered_items(),
             },
@@ -98,9 +96,7 @@ pub(crate) async fn replay(
         asks_for_repair = replay::write_result(storage, run, &needed, result).await?;
     }
     recovery.pages = tables.replay.checkpoint().await?;
-    if !sabotage::is(Bug::ForgottenBeforeHome) {
-        storage.flush().await?;
-    }
+    storage.flush().await?;
     if asks_for_repair {
         repair(header).await?;
         recovery.repaired = true;

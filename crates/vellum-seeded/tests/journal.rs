@@ -1,9 +1,12 @@
 //! The crash explorer against mistakes inside the journal: each is switched on in the engine itself, and must
 //! be found.
 
+extern crate vellum_seeded as vellum_format;
+
+#[path = "../../vellum-format/tests/common/mod.rs"]
 mod common;
-#[path = "subjects/sabotaged.rs"]
 mod sabotaged;
+#[path = "../../vellum-format/tests/subjects/mod.rs"]
 mod subjects;
 
 use subjects::{QcowSubject, failing_flushes};

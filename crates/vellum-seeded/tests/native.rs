@@ -1,9 +1,12 @@
 //! The crash explorer against mistakes in the engine of the native format: each is switched on in the engine
 //! itself, and must be found.
 
+extern crate vellum_seeded as vellum_format;
+
+#[path = "../../vellum-format/tests/common/mod.rs"]
 mod common;
-#[path = "subjects/sabotaged.rs"]
 mod sabotaged;
+#[path = "../../vellum-format/tests/subjects/mod.rs"]
 mod subjects;
 
 use subjects::native::NativeSubject;
@@ -200,7 +203,7 @@ fn held_overwritten_with_everything() {
 }
 
 /// Snapshots are made and deleted beside guests. (That units become held again takes three requests in one
-/// order, which `native/beside.rs` holds up and `threads` races for.)
+/// order, which `found.rs` holds up and races for.)
 fn find_beside(inner: NativeSubject, bug: Bug, programs: &[&str]) {
     let plan = |text: &str, seed| Plan { seed, stalls: true, ..Plan::whole(text.parse().unwrap()) };
     let known = (0..400).flat_map(|seed| programs.iter().map(move |text| plan(text, seed)));

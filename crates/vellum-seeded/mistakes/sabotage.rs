@@ -1,13 +1,12 @@
 //! Bugs on purpose, for the tests that look for mistakes: would they find one?
 //!
-//! Each bug is a place in the engine where one line is left out, or comes too early. [`is`] returns `false`
-//! unless the feature `sabotage` is on and the thread has asked for that bug, so without the feature none of
-//! this is compiled in. Only the tests of this crate turn it on.
+//! Each bug is a place in the engine where one line is left out, or comes too early. The patches beside this
+//! file put these places into a copy of the engine, and this file is added to it. [`is`] returns `false` unless
+//! the thread has asked for that bug, so without one the copy does what the engine does.
 
 /// One mistake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-#[cfg_attr(not(feature = "sabotage"), expect(unreachable_pub, reason = "it is public with the feature"))]
 pub enum Bug {
     /// Records have no checksums of the data that they count on.
     NoChecks,
@@ -167,25 +166,16 @@ pub enum Bug {
     LentChecked,
 }
 
-#[cfg(feature = "sabotage")]
 thread_local! {
     static CURRENT: std::cell::Cell<Option<Bug>> = const { std::cell::Cell::new(None) };
 }
 
 /// From now on this thread's images have this bug, or none.
-#[cfg(feature = "sabotage")]
 pub fn put_in(bug: Option<Bug>) {
     CURRENT.set(bug);
 }
 
 /// Whether the bug is switched on.
-#[cfg(feature = "sabotage")]
 pub(crate) fn is(bug: Bug) -> bool {
     CURRENT.get() == Some(bug)
-}
-
-/// Whether the bug is switched on: never.
-#[cfg(not(feature = "sabotage"))]
-pub(crate) const fn is(_bug: Bug) -> bool {
-    false
 }

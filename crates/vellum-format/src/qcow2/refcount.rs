@@ -32,6 +32,7 @@
 //! Long because taking, making and writing refcounts change one state together, under one lock.
 
 mod search;
+mod table;
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -41,10 +42,11 @@ use vellum_core::{BlockSize, Error, ErrorKind, ImageOffset, ImageSpan, Result, i
 
 use super::header::Header;
 use super::journal::Changed;
-use super::layout::{METADATA_PAGE, REFCOUNT_TABLE_BYTES_MAX, be64, put64};
+use super::layout::{METADATA_PAGE, REFCOUNT_TABLE_BYTES_MAX};
 use crate::hash::HashMap;
 pub(crate) use search::Look;
 use search::Search;
+use table::Table;
 
 /// Why an operation could not be done now.
 #[derive(Debug)]
@@ -121,8 +123,7 @@ pub(crate) struct Refcounts {
     cluster: BlockSize,
     order: u32,
     page_len: u64,
-    /// Image offsets of the blocks; 0 where there is none.
-    table: Vec<u64>,
+    table: Table,
     table_at: ImageSpan,
     table_dirty: BTreeSet<usize>,
     moved: bool,
@@ -177,7 +178,7 @@ impl Refcounts {
             cluster,
             order: header.refcount_order,
             page_len: METADATA_PAGE.min(cluster).bytes(),
-            table: table.chunks_exact(8).map(|entry| be64(entry, 0)).collect(),
+            table: Table::of(table),
             table_at: header.refcount_table,
             table_dirty: BTreeSet::new(),
             moved: false,
@@ -204,11 +205,10 @@ impl Refcounts {
         };
         new.note_metadata(ImageOffset::ZERO.span(1));
         new.note_metadata(header.refcount_table);
-        for index in 0..new.table.len() {
-            // `check_table` refuses what lies beyond 2^56.
-            if new.table[index] != 0 && new.table[index] >> 56 == 0 {
-                new.note_metadata(ImageOffset::new(new.table[index]).span(1));
-            }
+        // `check_table` refuses what lies beyond 2^56.
+        let blocks: Vec<u64> = new.table.blocks().map(|(_, at)| at).filter(|at| at >> 56 == 0).collect();
+        for at in blocks {
+            new.note_metadata(ImageOffset::new(at).span(1));
         }
         new
     }
@@ -216,8 +216,8 @@ impl Refcounts {
     /// Refuses a table that points where no block can be.
     pub(crate) fn check_table(&self) -> Result<()> {
         let mut seen = RoaringTreemap::new();
-        for (index, at) in self.table.iter().enumerate().filter(|(_, at)| **at != 0) {
-            let at = ImageOffset::new(*at);
+        for (index, at) in self.table.blocks() {
+            let at = ImageOffset::new(at);
             if !self.cluster.aligns(at)
                 || at.bytes() >> 56 != 0
                 || !seen.insert(self.cluster.cluster_of(at).index())
@@ -257,7 +257,7 @@ impl Refcounts {
     fn place(&self, page: u64) -> Option<ImageOffset> {
         let pages_per_block = self.cluster.bytes() / self.page_len;
         let block = usize::try_from(page / pages_per_block).ok()?;
-        let at = self.table.get(block).copied().filter(|at| *at != 0)?;
+        let at = self.table.block(block)?;
         Some(ImageOffset::new(at) + (page % pages_per_block) * self.page_len)
     }
 
@@ -324,7 +324,7 @@ impl Refcounts {
 
     /// The refcount of a cluster.
     pub(crate) fn get(&mut self, cluster: u64) -> Result<u64, Stop> {
-        if self.table.get(self.block_of(cluster)).is_none_or(|at| *at == 0) {
+        if self.table.block(self.block_of(cluster)).is_none() {
             return Ok(0);
         }
         let (order, index) = (self.order, cluster % self.per_page());
@@ -451,9 +451,9 @@ impl Refcounts {
     /// The first cluster of a block's range that is not needed for a block or table.
     fn behind_block(&self, block: usize) -> u64 {
         let first = block as u64 * self.per_block();
-        match self.table.get(block) {
-            Some(at) if *at != 0 => first,
-            _ => {
+        match self.table.block(block) {
+            Some(_) => first,
+            None => {
                 let (blocks, table) = self.block_needs(block);
                 first + blocks + table
             }
@@ -480,7 +480,7 @@ impl Refcounts {
                 return Err(full("the image's storage is full and cannot grow").into());
             }
             let block = self.block_of(at);
-            if self.table.get(block).is_none_or(|entry| *entry == 0) {
+            if self.table.block(block).is_none() {
                 self.add_block(block)?;
                 continue;
             }
@@ -576,7 +576,7 @@ impl Refcounts {
     pub(crate) fn prepare(&mut self, want: u64) -> Result<Option<Range<u64>>, Stop> {
         let start = self.prepared.max(self.front());
         let block = self.block_of(start);
-        let has_block = self.table.get(block).is_some_and(|entry| *entry != 0);
+        let has_block = self.table.block(block).is_some();
         if self.end.is_some() || self.frontier > start || !has_block || !self.preparing.is_empty() {
             return Ok(None);
         }
@@ -685,7 +685,7 @@ impl Refcounts {
         if table_clusters > 0 {
             self.old_tables.push(self.table_at);
             let entries = usize::try_from(table_len / 8).expect("at most 8 MiB");
-            self.table.resize(entries, 0);
+            self.table.extend(entries);
             self.table_at = ImageOffset::new((first + blocks) << self.cluster.shift()).span(table_len);
             self.moved = true;
             self.note_metadata(self.table_at);
@@ -694,7 +694,7 @@ impl Refcounts {
         for i in 0..blocks {
             let at = ImageOffset::new((first + i) << self.cluster.shift());
             let index = block + usize::try_from(i).expect("a few blocks");
-            self.table[index] = at.bytes();
+            self.table.set(index, at.bytes());
             self.table_dirty.insert(index / TABLE_CHUNK);
             self.note_metadata(at.span(1));
             for page in 0..pages_per_block {
@@ -756,21 +756,13 @@ impl Refcounts {
         sealed.pages.sort_by_key(|page| page.at);
         let chunks = std::mem::take(&mut self.table_dirty);
         if std::mem::take(&mut self.moved) {
-            let mut bytes = vec![0; self.table.len() * 8];
-            for (index, entry) in self.table.iter().enumerate() {
-                put64(&mut bytes, index * 8, *entry);
-            }
-            sealed.table.push((self.table_at.start(), bytes));
+            sealed.table.push((self.table_at.start(), self.table.bytes(0, self.table.len())));
             sealed.moved_to = Some(self.table_at);
             sealed.old_tables = std::mem::take(&mut self.old_tables);
         } else {
             for chunk in chunks {
                 let first = chunk * TABLE_CHUNK;
-                let entries = &self.table[first..self.table.len().min(first + TABLE_CHUNK)];
-                let mut bytes = vec![0; entries.len() * 8];
-                for (index, entry) in entries.iter().enumerate() {
-                    put64(&mut bytes, index * 8, *entry);
-                }
+                let bytes = self.table.bytes(first, TABLE_CHUNK);
                 sealed.table.push((self.table_at.start() + first as u64 * 8, bytes));
             }
         }

@@ -118,7 +118,7 @@ impl Refcounts {
             None => self.front(),
             // Where a block is missing, or else in the last one.
             Some(end) => {
-                let blocks = self.table.iter().rposition(|at| *at != 0).map_or(0, |last| last as u64 + 1);
+                let blocks = self.table.blocks().next_back().map_or(0, |(last, _)| last as u64 + 1);
                 let free = blocks * self.per_block();
                 if free < end { free } else { free - self.per_block() }
             }

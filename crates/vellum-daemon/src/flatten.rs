@@ -1,12 +1,11 @@
-//! Making an image independent of its backing image: what only that one has is copied into it, and the reference
-//! to it is removed.
+//! Making an image independent of its backing image: data that only the backing images have is copied into it, and
+//! the reference to them is removed.
 //!
 //! 1. The guest sees the same before, meanwhile and afterwards, also after a crash at any moment: what is written is
-//!    what the disk reads as anyway, and the header changes at once ([`Format::detach`]).
+//!    what the disk reads as anyway, and the header changes atomically ([`Format::detach`]).
 //! 2. The images below are open, and so locked, until the reference is gone.
 //! 3. Ranges that read as zero below are not copied: without an image below they read as zero as well.
-//! 4. Stopped or failed, it leaves an image over its backing image that has a part of it, and goes on from there
-//!    the next time.
+//! 4. If it stops or fails, the image keeps its backing image and the data copied so far. The next run continues.
 //!
 //! [`Format::detach`]: vellum_format::image::Format::detach
 
@@ -70,7 +69,7 @@ async fn flatten_open(
     let top = chain.top();
     if !top.head.snapshots(&top.storage, Some(&top.storage)).await?.is_empty() {
         return Err(Error::unsupported(format!(
-            "{} has snapshots, which show its backing image, too: delete them first",
+            "{} has snapshots, which also read from its backing image: delete them first",
             top.path.display()
         )));
     }

@@ -9,15 +9,17 @@
 //!   a  b  c  …  base   opened for reading only, never written while the chain is open
 //! ```
 //!
-//! 1. What is below the top image never changes while the chain is open, so a page once made stays right.
+//! 1. What is below the top image never changes while the chain is open, so a page never becomes stale.
 //!    Writes, snapshots, resizing and reverting concern the top image alone.
-//! 2. To make a page, each image is asked for the bytes that none above it has, in one query as a rule (a
-//!    second one where it answers in parts), and no image below the last byte that was missing.
+//! 2. To make a page, the images are queried from the top down, each for the shortest range that contains
+//!    everything still missing: in one query as a rule, in another one where it answers in parts. Once the page
+//!    is complete, no further image is queried.
 //! 3. The memory for pages is bounded ([`Pages`]), and a part of what the chain has for mappings.
 //! 4. Bytes are read where they are, without the disks in between. Compressed clusters are read by their
-//!    image's own disk, and so is everything in an image that is a raw file: it has all bytes, and asking the
-//!    host for its holes would only cost.
-//! 5. To others the view is the first image below the top: its size, its map, the disk below it.
+//!    image's own disk, and so is everything in an image that is a raw file: it has all bytes, and
+//!    querying the host for its holes would cost more than it saves.
+//! 5. As a `Disk`, the view reports the size and the map of the first image below the top, and the disk below
+//!    that one.
 
 mod page;
 mod pages;

@@ -61,7 +61,7 @@ async fn prepare(native: &Native) -> Result<Option<GuestSpan>> {
     let Some(base_bytes) = shape.base_bytes else { return Ok(None) };
     if shape.layout.has_table() && !native.snapshots()?.is_empty() {
         return Err(Error::unsupported(
-            "the image has snapshots, which show the backing image, too: delete them first",
+            "the image has snapshots, which also read from the backing image: delete them first",
         ));
     }
     let over = GuestOffset::ZERO.span(SUB_BLOCK.round_up(base_bytes).min(shape.size));

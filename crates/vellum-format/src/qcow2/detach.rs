@@ -1,7 +1,7 @@
 //! Removing the reference to the backing file from a closed image.
 //!
 //! Without a backing file every cluster that is not allocated reads as zero. The caller has written everything
-//! that the backing disk has and the image had not, so that the disk reads the same before and after. The
+//! that only the backing disk had, so that the disk reads the same before and after. The
 //! header changes as for the journal (`journal_setting.rs`): a crash leaves the old header or the new one.
 
 use vellum_core::{Context, Error, Result, SharedStorage};
@@ -32,7 +32,7 @@ async fn detach_inner(image: &SharedStorage) -> Result<()> {
     }
     if header.snapshot_count > 0 {
         return Err(Error::unsupported(
-            "the image has snapshots, which show the backing image, too: delete them first (`qemu-img snapshot -d`)",
+            "the image has snapshots, which also read from the backing image: delete them first (`qemu-img snapshot -d`)",
         ));
     }
     remove_backing(&header, &**image).await

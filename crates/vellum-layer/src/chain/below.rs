@@ -9,9 +9,9 @@
 //!                  template.qcow2, base.raw
 //! ```
 //!
-//! 1. What is below is closed when its last disk leaves it, and nobody stands on it any more after that.
-//! 2. A disk that is dropped without being closed leaves, too; what is below was not written, so nothing is
-//!    lost with it.
+//! 1. What is below is closed when its last disk leaves it, and cannot be joined after that.
+//! 2. A disk that is dropped without being closed also leaves. What is below was not written, so nothing is lost
+//!    with it.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,13 +35,13 @@ pub(super) struct Below {
     canonicals: Vec<PathBuf>,
     /// Which files they are; nothing when that cannot be said, and where an image has a data file.
     identities: Option<Vec<Identity>>,
-    /// Them as one disk, where there are at least two.
+    /// The members as one disk, where there are at least two.
     view: Option<Arc<View>>,
     disk: SharedDisk,
     tally: HostTally,
     /// How much the mapping of each image takes as a whole, in bytes.
     needs: Vec<u64>,
-    /// The disks that stand on them. They are closed at zero, for ever.
+    /// How many disks use these images. At zero they are closed for good.
     users: Mutex<usize>,
 }
 

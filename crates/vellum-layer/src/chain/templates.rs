@@ -2,15 +2,15 @@
 //!
 //! ```text
 //!   path of the first image below, its format as stated, gate, way of opening, memory
-//!        └─> what is open for that, while a disk stands on it
+//!        └─> the open images, while any disk uses them
 //! ```
 //!
-//! 1. Disks share what is below them when all that decides how it is opened is equal, and when its paths
-//!    lead to the files that are open: a template that was replaced is opened anew.
+//! 1. Disks share what is below them when the key is equal and when the paths still lead to the open files: a
+//!    template that was replaced is opened anew.
 //! 2. Each disk's own reference is checked by its gate. The references below are checked when the images are
 //!    opened, by an equal gate.
-//! 3. Of several disks that want the same images at the same time one opens them, and the others wait. What
-//!    fails is tried again by the next one.
+//! 3. Of several disks that want the same images at the same time one opens them, and the others wait. If
+//!    that fails, the next one tries again.
 
 use std::collections::HashMap;
 use std::fmt;

@@ -1,4 +1,4 @@
-//! One page of the view: where each byte of 2 MiB of the guest is. Pure.
+//! One page of the view: where each byte of 2 MiB of the guest is. No I/O.
 //!
 //! ```text
 //!   depth 1   ██░░░░██████░░░░░░      each image has only its own bytes

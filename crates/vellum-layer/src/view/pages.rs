@@ -1,7 +1,7 @@
 //! The pages of a view that are in memory: at most a given number of bytes.
 //!
-//! A page with many small runs takes as much as hundreds of plain ones, so bytes are counted, not pages. Which
-//! page goes is decided by a clock: a page that was used since the hand came by stays once more. Pages of
+//! A page with many small runs takes as much as hundreds of plain ones, so bytes are counted, not pages. Pages
+//! are evicted by second chance (the CLOCK algorithm): one that was used since the hand came by stays once more. Pages of
 //! different shards never wait for one another.
 
 use std::collections::{HashMap, VecDeque};

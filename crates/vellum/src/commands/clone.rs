@@ -18,8 +18,8 @@ use crate::progress::{Progress, Wish};
 /// Create one or many clones of a template
 ///
 /// A clone stores only what differs from its template, which must not change while clones of it exist. The
-/// template is opened once, however many clones are made. Each clone gets its name when it is complete and
-/// durable; existing files are never replaced.
+/// template is opened once, however many clones are made. A clone appears under its name only once it is complete
+/// and durable; existing files are never replaced.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the clones: qcow2 or vellum
@@ -119,7 +119,7 @@ fn cloning(args: &Args, template: PathBuf, clones: &[NewClone]) -> Result<Clonin
         new.suits(clone.format, "-f")?;
     }
     new.suit_overlay();
-    // Guessing would let whoever wrote the first bytes of a raw template choose.
+    // If the format were guessed, a guest that wrote the first bytes of a raw template could choose it.
     let template_format =
         args.template_format.or_else(|| FormatKind::of_name(&template)).ok_or_else(|| {
             Error::invalid(format!(

@@ -1,4 +1,4 @@
-//! `vellum flatten`: an image that needs its backing image no more.
+//! `vellum flatten`: an image that no longer needs its backing image.
 
 use std::cell::OnceCell;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ use crate::progress::{Progress, Wish};
 /// Everything that the disk still reads from the images below is copied into the image. Then the reference to the
 /// backing image is removed. Ranges that read as zero take no space. The disk does not change, and a crash at any
 /// moment loses nothing: if the command is interrupted, run it again, and it continues. An image with snapshots is
-/// refused, because they show the backing image, too.
+/// refused, because they also read from the backing image.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image: qcow2 or vellum. Default: detected from the file

@@ -52,7 +52,7 @@ pub async fn flatten(
     let flattened = done.and_then(|flattened| closed.map(|()| flattened))?;
     if flattened.backing.is_some() {
         let top = chain.top();
-        top.head.kind().format().detach(&top.storage).await?;
+        top.head.kind().format().detach(&top.storage, stop).await?;
     }
     Ok(flattened)
 }

@@ -5,7 +5,7 @@ use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 
 use futures_lite::FutureExt as _;
-use vellum_core::{Context, Error, ErrorKind, LocalFuture, Offload, Result, SharedStorage};
+use vellum_core::{Context, Error, ErrorKind, LocalFuture, Offload, Result, SharedStorage, join_all};
 use vellum_io::{File, LockMode, OpenOptions, spawn_local, unblock, unblock_at};
 use vellum_layer::gate::ALLOW_DIRS_VARIABLE;
 use vellum_layer::{Gate, Identity, Opener, Purpose};
@@ -115,10 +115,10 @@ impl Opener for Host {
     }
 
     fn identities(&self, paths: Vec<PathBuf>) -> LocalFuture<'_, Option<Vec<Identity>>> {
-        Box::pin(async move {
-            let first = paths.first()?.clone();
-            unblock_at(&first, move || paths.iter().map(|path| identity(path)).collect()).await
-        })
+        // Each where calls for its own storage wait: one that does not answer takes no threads of another.
+        let one =
+            |path: PathBuf| Box::pin(async move { unblock_at(&path.clone(), move || identity(&path)).await });
+        Box::pin(async move { join_all(paths.into_iter().map(one)).await.into_iter().collect() })
     }
 
     fn way(&self) -> u64 {

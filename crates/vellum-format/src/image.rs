@@ -16,6 +16,7 @@
 //! so.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use vellum_core::{
     Clock, Error, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage, Storage,
@@ -205,12 +206,13 @@ pub trait Format: Sync {
     }
 
     /// Removes the reference to the image below from a closed image. Where the disk still shows what is below,
-    /// it reads as zero from then on: whatever the disk below has there must have been written before.
+    /// it reads as zero from then on: whatever the disk below has there must have been written before. `stop` is
+    /// set from outside to stop between two steps.
     ///
     /// # Errors
-    /// `Unsupported` when the image has snapshots, because they show the image below, too, and the errors of the
-    /// image.
-    fn detach<'a>(&'a self, _image: &'a SharedStorage) -> LocalFuture<'a, Result<()>> {
+    /// `Unsupported` when the image has snapshots, because they also read from the image below, `Closed` when it
+    /// was stopped, and the errors of the image.
+    fn detach<'a>(&'a self, _image: &'a SharedStorage, _stop: &'a AtomicBool) -> LocalFuture<'a, Result<()>> {
         ready(Ok(()))
     }
 

@@ -18,7 +18,9 @@
 //! 4. Bytes are read where they are, without the disks in between. Compressed clusters are read by their
 //!    image's own disk, and so is everything in an image that is a raw file: it has all bytes, and
 //!    querying the host for its holes would cost more than it saves.
-//! 5. As a `Disk`, the view reports the size and the map of the first image below the top, and the disk below
+//! 5. Where a page cannot be made, because a mapping is damaged or cannot be read, a request is passed on from
+//!    image to image: it fails only where its own bytes are concerned.
+//! 6. As a `Disk`, the view reports the size and the map of the first image below the top, and the disk below
 //!    that one.
 
 mod page;
@@ -88,7 +90,11 @@ impl View {
             let index = PAGE.cluster_of(piece.start()).index();
             let page = match self.pages.get(index) {
                 Some(page) => page,
-                None => Box::pin(self.make(index)).await?,
+                None => match Box::pin(self.make(index)).await {
+                    Ok(page) => page,
+                    // Something else of the page is damaged, perhaps: what is wanted is read image by image.
+                    Err(_) => return self.first().read(span.start(), buffer).await,
+                },
             };
             let start = within(PAGE.within(piece.start()));
             parts.extend(page.parts(start..start + within(piece.len())));

@@ -27,6 +27,8 @@ struct Shelf {
     opened: RefCell<Vec<PathBuf>>,
     /// The next opening of this file fails.
     fails: RefCell<Option<PathBuf>>,
+    /// When something is asked about one of these paths, the first leads to the second from then on.
+    switches: RefCell<Option<[PathBuf; 2]>>,
     way: u64,
 }
 
@@ -91,6 +93,13 @@ impl Opener for Shelf {
     fn identities(&self, paths: Vec<PathBuf>) -> LocalFuture<'_, Option<Vec<Identity>>> {
         Box::pin(async move {
             yield_now().await;
+            let meant = |[link, _]: &mut [PathBuf; 2]| {
+                let target = self.real(link);
+                paths.iter().any(|path| *path == *link || *path == target)
+            };
+            if let Some([link, target]) = self.switches.borrow_mut().take_if(meant) {
+                self.links.borrow_mut().insert(link, target);
+            }
             let files = self.files.borrow();
             let number = |path: &PathBuf| Some(Arc::as_ptr(files.get(&self.real(path))?) as usize as u64);
             paths.iter().map(|path| Some([0, 0, 0, number(path)?])).collect()
@@ -219,6 +228,53 @@ fn names_lead_from_the_directory_in_which_the_template_is_named() {
     let options = ChainOptions { gate, ..options };
     let (a, c) = (shelf.open("/d/a.qcow2", &options), shelf.open("/e/c.qcow2", &options));
     assert_eq!((first_byte(&a).unwrap(), first_byte(&c).unwrap()), (1, 3));
+}
+
+#[test]
+fn a_link_that_changes_while_images_are_opened_leaves_nothing_behind() {
+    let shelf = Shelf::default();
+    let options = sharing(&Arc::default());
+    let link = PathBuf::from("/d/current.raw");
+    shelf.raw("/d/v1.raw", 1);
+    shelf.raw("/d/v2.raw", 2);
+    shelf.links.borrow_mut().insert(link.clone(), PathBuf::from("/d/v1.raw"));
+    shelf.qcow2("/d/template.qcow2", Some(("current.raw", "raw")));
+    shelf.qcow2("/d/a.qcow2", Some(("template.qcow2", "qcow2")));
+    shelf.qcow2("/d/b.qcow2", Some(("template.qcow2", "qcow2")));
+    *shelf.switches.borrow_mut() = Some([link, PathBuf::from("/d/v2.raw")]);
+    let a = shelf.open("/d/a.qcow2", &options);
+    assert!(shelf.switches.borrow().is_none(), "it changed");
+    let b = shelf.open("/d/b.qcow2", &options);
+    assert!([1, 2].contains(&first_byte(&a).unwrap()));
+    assert_eq!(first_byte(&b).unwrap(), 2, "the link was stable before this one began");
+}
+
+#[test]
+fn a_name_that_is_refused_is_refused_also_for_images_that_are_open() {
+    let shelf = Shelf::default();
+    let options = sharing(&Arc::default());
+    let create = |path: &str, backing: &str| {
+        let storage = MemoryStorage::new(path);
+        let backing = Some((backing.to_owned(), None));
+        let create = qcow2::CreateOptions { size: SIZE, backing, ..qcow2::CreateOptions::without_journal() };
+        block_on(qcow2::create(&*storage, None, &create)).unwrap();
+        shelf.put(path, storage);
+    };
+    shelf.raw("/d/base.raw", 1);
+    shelf.qcow2("/d/template", Some(("base.raw", "raw")));
+    for link in ["/d/template.qcow2", "/d/disk.raw"] {
+        shelf.links.borrow_mut().insert(PathBuf::from(link), PathBuf::from("/d/template"));
+    }
+    create("/d/a.qcow2", "template.qcow2");
+    create("/d/b.qcow2", "template");
+    create("/d/c.qcow2", "disk.raw");
+    let a = shelf.open("/d/a.qcow2", &options);
+    for refused in ["/d/b.qcow2", "/d/c.qcow2"] {
+        let error =
+            block_on(shelf.open_later(refused, &options)).err().expect("refused when it is alone, too");
+        assert_eq!(error.kind(), ErrorKind::Refused, "{refused}: {}", error.chain());
+    }
+    assert_eq!(first_byte(&a).unwrap(), 1);
 }
 
 #[test]

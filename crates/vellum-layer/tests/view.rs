@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use futures_lite::future::block_on;
 use vellum_core::{
-    Buffer, Error, ErrorKind, GuestOffset, LocalFuture, MemoryStorage, Random, Result, SharedDisk,
-    SharedStorage, WriteFlags, ZeroFlags, map_merged,
+    Buffer, Error, ErrorKind, GuestOffset, ImageOffset, LocalFuture, MemoryStorage, Random, Result,
+    SharedDisk, SharedStorage, Storage as _, WriteFlags, ZeroFlags, map_merged,
 };
 use vellum_format::{native, qcow2};
 use vellum_layer::{Chain, ChainOptions, Opener, Purpose};
@@ -251,4 +251,40 @@ fn a_disk_that_grows_keeps_its_view() {
     assert_eq!(read(chain.disk(), 3 * MIB + 16_384, 1)[0], 3);
     assert_eq!(read(chain.disk(), 5 * MIB, 1)[0], 0);
     block_on(chain.close()).unwrap();
+}
+
+/// One entry of a mapping is damaged, in the middle: what else is on its page is read and written as ever.
+#[test]
+fn a_damaged_entry_costs_its_own_cluster_and_no_other() {
+    const SIZE: u64 = 4 * MIB;
+    const CLUSTER: u64 = 64 << 10;
+    let files = Files::default();
+    files.put("/0.raw", MemoryStorage::holding("/0.raw", &vec![1; usize::try_from(SIZE).unwrap()]));
+    let base = Base { name: "/0.raw", format: "raw", size: SIZE };
+    files.qcow2("/1.qcow2", SIZE, Some(&base), CLUSTER);
+    let chain = files.open("/1.qcow2", &ChainOptions::default());
+    write(chain.disk(), 0, &vec![2; usize::try_from(MIB).unwrap()]);
+    block_on(chain.close()).unwrap();
+    let file = files.0.borrow()[Path::new("/1.qcow2")].clone();
+    let word = |at: u64| {
+        let mut bytes = [0; 8];
+        file.content().read(ImageOffset::new(at), &mut bytes);
+        u64::from_be_bytes(bytes)
+    };
+    let entry = (word(word(40)) & 0xFF_FFFF_FFFF_FE00) + 5 * 8;
+    let damaged = (word(entry) | 0x200).to_be_bytes();
+    block_on(file.write(ImageOffset::new(entry), Buffer::copy_of(&damaged))).unwrap();
+    let below = Base { name: "/1.qcow2", format: "qcow2", size: SIZE };
+    files.qcow2("/2.qcow2", SIZE, Some(&below), CLUSTER);
+    let chain = files.open("/2.qcow2", &ChainOptions::default());
+    let first = |cluster: u64| {
+        let read = chain.disk().read(GuestOffset::new(cluster * CLUSTER), Buffer::zeroed(4096));
+        block_on(read).map(|bytes| bytes.slice()[0])
+    };
+    for (cluster, byte) in [(0, 2), (4, 2), (6, 2), (15, 2), (16, 1), (31, 1), (32, 1)] {
+        assert_eq!(first(cluster).unwrap(), byte, "cluster {cluster}");
+    }
+    assert!(first(5).is_err());
+    write(chain.disk(), 17 * CLUSTER, &[7; 512]);
+    assert_eq!(read(chain.disk(), 17 * CLUSTER, 1024), [[7; 512], [1; 512]].concat());
 }

@@ -15,8 +15,11 @@
 //!    a damaged one is not replaced by one that still names the base.
 //! 5. Snapshots see the base, too: an image that has some is left as it is.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use vellum_core::{
-    Context, Disk, Error, GuestOffset, GuestSpan, ImageOffset, ImageSpan, Result, SharedStorage, Zeroes,
+    Context, Disk, Error, ErrorKind, GuestOffset, GuestSpan, ImageOffset, ImageSpan, Result, SharedStorage,
+    Zeroes,
 };
 
 use super::geometry::{Places, SUB_BLOCK};
@@ -30,18 +33,21 @@ const LOOKED_AT_ONCE: u64 = 64 << 20;
 /// Removes the base from a closed image. Where the disk still shows it, it reads as zero from then on.
 ///
 /// # Errors
-/// `Unsupported` when the image has snapshots, `Corrupt` for a damaged image, and the errors of the storage.
-pub(super) async fn detach(image: &SharedStorage) -> Result<()> {
-    detach_inner(image).await.context(|| format!("can't detach {} from its backing image", image.name()))
+/// `Unsupported` when the image has snapshots, `Closed` when it was stopped, `Corrupt` for a damaged image, and
+/// the errors of the storage.
+pub(super) async fn detach(image: &SharedStorage, stop: &AtomicBool) -> Result<()> {
+    detach_inner(image, stop)
+        .await
+        .context(|| format!("can't detach {} from its backing image", image.name()))
 }
 
-async fn detach_inner(image: &SharedStorage) -> Result<()> {
+async fn detach_inner(image: &SharedStorage, stop: &AtomicBool) -> Result<()> {
     // Opening it finishes an interrupted change.
     let native = Native::open(image.clone(), None, without_base(false)).await?;
-    let prepared = prepare(&native).await;
+    let prepared = prepare(&native, stop).await;
     native.close().await?;
     let Some(over) = prepared? else { return Ok(()) };
-    zero_in_place(image, over).await?;
+    zero_in_place(image, over, stop).await?;
     image.flush().await?;
     let mut superblocks = Superblocks::read(&**image).await?;
     superblocks.superblock.detach()?;
@@ -55,8 +61,16 @@ fn without_base(read_only: bool) -> OpenOptions {
     OpenOptions { read_only, without_base: true, ..OpenOptions::default() }
 }
 
+/// Stopping is safe before the commit point: the image still has its base.
+fn go_on(stop: &AtomicBool) -> Result<()> {
+    match stop.load(Ordering::Relaxed) {
+        true => Err(Error::new(ErrorKind::Closed, "stopped by a signal")),
+        false => Ok(()),
+    }
+}
+
 /// Makes each packed block over the base plain. The part of the disk that lies over the base, if there is one.
-async fn prepare(native: &Native) -> Result<Option<GuestSpan>> {
+async fn prepare(native: &Native, stop: &AtomicBool) -> Result<Option<GuestSpan>> {
     let shape = native.places.shape();
     let Some(base_bytes) = shape.base_bytes else { return Ok(None) };
     if shape.layout.has_table() && !native.snapshots()?.is_empty() {
@@ -69,6 +83,7 @@ async fn prepare(native: &Native) -> Result<Option<GuestSpan>> {
         let _inside = native.engine.epochs.enter();
         for number in 0..unit.count_for(over.len()) {
             let (_, form) = native.find(|| native.entry_and_form(number)).await?;
+            go_on(stop)?;
             if form != 0 {
                 native.make_plain(number, None).await?;
             }
@@ -78,10 +93,11 @@ async fn prepare(native: &Native) -> Result<Option<GuestSpan>> {
 }
 
 /// Zeroes the space of everything that the masks call zero, or the base's. The image is closed, so home says all.
-async fn zero_in_place(image: &SharedStorage, over: GuestSpan) -> Result<()> {
+async fn zero_in_place(image: &SharedStorage, over: GuestSpan, stop: &AtomicBool) -> Result<()> {
     let native = Native::open(image.clone(), None, without_base(true)).await?;
     let mut rest = over;
     while !rest.is_empty() {
+        go_on(stop)?;
         let now;
         (now, rest) = rest.split_at(LOOKED_AT_ONCE);
         let mut at = now.start();

@@ -1,6 +1,7 @@
 //! The native format behind the interface that all formats have (`image.rs`).
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use vellum_core::{BlockSize, Error, LocalFuture, Result, SharedDisk, SharedStorage, Storage};
 
@@ -87,8 +88,8 @@ impl Format for NativeFormat {
         Box::pin(snapshots::revert(image.clone(), None, alone(), wanted))
     }
 
-    fn detach<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<()>> {
-        Box::pin(detach(image))
+    fn detach<'a>(&'a self, image: &'a SharedStorage, stop: &'a AtomicBool) -> LocalFuture<'a, Result<()>> {
+        Box::pin(detach(image, stop))
     }
 
     fn set_journal<'a>(

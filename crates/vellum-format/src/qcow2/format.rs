@@ -1,5 +1,7 @@
 //! qcow2's implementation of the interface that all formats have (`image.rs`).
 
+use std::sync::atomic::AtomicBool;
+
 use vellum_core::{LocalFuture, Result, SharedStorage, Storage};
 
 use super::bitmaps::{self, Bitmap};
@@ -67,7 +69,7 @@ impl Format for Qcow2Format {
         Box::pin(async move { resize::grow(image, size).await.map(drop) })
     }
 
-    fn detach<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<()>> {
+    fn detach<'a>(&'a self, image: &'a SharedStorage, _stop: &'a AtomicBool) -> LocalFuture<'a, Result<()>> {
         Box::pin(detach(image))
     }
 

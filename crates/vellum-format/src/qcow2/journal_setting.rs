@@ -77,16 +77,23 @@ async fn set_inner(image: &SharedStorage, wanted: Option<u64>) -> Result<Journal
     ))
 }
 
-/// Removes the name of the backing file, and of its format, from the header.
+/// Removes the name of the backing file, and of its format, from the header. In a header that is too small to be
+/// laid out anew in steps, the name only loses its length.
 ///
 /// # Errors
-/// `NoSpace` when the header cannot be changed in steps, and errors of the storage.
+/// The errors of the storage.
 pub(super) async fn remove_backing(header: &Header, image: &dyn Storage) -> Result<()> {
-    let wanted = Layout::read(header, image).await?.parts.without_backing(header);
-    match relay(header, image, &wanted).await? {
-        true => Ok(()),
-        false => Err(Error::new(ErrorKind::NoSpace, "the header has no room to be changed in steps")),
+    let old = Layout::read(header, image).await?;
+    if relay(header, image, &old.parts.without_backing(header)).await? {
+        return Ok(());
     }
+    let mut first = old.sector(0).to_vec();
+    put32(&mut first, field::BACKING_FILE_SIZE, 0);
+    if header.version() >= 3 {
+        put64(&mut first, field::AUTOCLEAR, header.autoclear & autoclear::KNOWN);
+    }
+    image.write(ImageOffset::ZERO, Buffer::copy_of(&first)).await?;
+    image.flush().await // commit point
 }
 
 fn refuse(header: &Header, wanted: Option<u64>) -> Result<()> {

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use futures_lite::future::block_on;
 use vellum_core::{
@@ -459,7 +460,7 @@ impl Change {
         match self.what {
             What::Revert(name) => revert(image.clone(), self.setup.below(), options(), name).await,
             What::Resize(size) => resize(image, size, true).await.map(drop),
-            What::Detach => FormatKind::Native.format().detach(image).await,
+            What::Detach => FormatKind::Native.format().detach(image, &AtomicBool::new(false)).await,
             What::Delete(name) => {
                 let disk = Native::open(image.clone(), self.setup.below(), options()).await?;
                 let deleted = disk.snapshot_delete(name).await;

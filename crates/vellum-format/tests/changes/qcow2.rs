@@ -1,5 +1,7 @@
 //! A larger disk in a qcow2 image; one without its backing file. (Adding or removing a journal: `journal_setting.rs`.)
 
+use std::sync::atomic::AtomicBool;
+
 use futures_lite::future::block_on;
 use vellum_core::{
     Buffer, Disk, Error, GuestOffset, ImageOffset, LocalFuture, MemoryDisk, Result, SharedDisk,
@@ -114,12 +116,15 @@ pub(crate) struct Detach {
     options: CreateOptions,
 }
 
-pub(crate) fn detachments() -> [Detach; 3] {
+pub(crate) fn detachments() -> [Detach; 4] {
     // So long that the header takes three sectors.
     let backing = |len| Some(("b".repeat(len), Some("raw".to_owned())));
     let plain = CreateOptions { size: SIZE, cluster_size: 4096, ..CreateOptions::without_journal() };
     let journal = CreateOptions { journal: Some(64 << 10), backing: backing(10), ..plain.clone() };
+    // The header has no room to be laid out anew.
+    let full = CreateOptions { cluster_size: 1024, ..journal.clone() };
     [
+        Detach { name: "qcow2 with a full header", options: full },
         Detach { name: "qcow2", options: CreateOptions { backing: backing(1), ..plain.clone() } },
         Detach { name: "qcow2 with a long name", options: CreateOptions { backing: backing(1000), ..plain } },
         Detach { name: "qcow2 with a journal", options: journal },
@@ -158,7 +163,7 @@ impl Offline for Detach {
     }
 
     fn change(&self, image: SharedStorage) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move { FormatKind::Qcow2.format().detach(&image).await })
+        Box::pin(async move { FormatKind::Qcow2.format().detach(&image, &AtomicBool::new(false)).await })
     }
 
     fn ways(&self) -> usize {

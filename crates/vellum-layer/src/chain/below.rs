@@ -57,11 +57,12 @@ impl Below {
         let mut found: Vec<Found> = Vec::new();
         let mut canonicals = Vec::new();
         let mut next = Some(step);
-        // Noted before they are opened: a file that is replaced in between is then one that nobody shares.
+        // Noted before they are opened, of the path that is opened: a file that is replaced in between is then one
+        // that nobody shares.
         let mut identities = options.templates.is_some().then(Vec::new);
         while let Some(step) = next {
             if let Some(so_far) = &mut identities {
-                match way.opener().identities(vec![step.path.clone()]).await {
+                match way.opener().identities(vec![step.canonical.clone()]).await {
                     Some(identity) => so_far.extend(identity),
                     None => identities = None,
                 }
@@ -115,6 +116,12 @@ impl Below {
             match name.and_then(|name| Gate::resolve(above, name).ok()) {
                 Some(path) => paths.push(path),
                 None => return false,
+            }
+        }
+        // The gate has seen these paths and no others, even if others lead to the same files.
+        for (path, canonical) in paths.iter().zip(&self.canonicals).skip(1) {
+            if opener.canonical(path).await.ok().as_ref() != Some(canonical) {
+                return false;
             }
         }
         opener.identities(paths).await.is_some_and(|are| are == *were)

@@ -28,7 +28,10 @@ use super::{ChainOptions, Gate};
 #[derive(PartialEq, Eq, Hash)]
 struct Key {
     canonical: PathBuf,
+    /// As the image above states it.
     format: Option<FormatKind>,
+    /// As the name suggests it, under which the image above knows it: what is not stated is held against that.
+    suggested: Option<FormatKind>,
     gate: Gate,
     way: u64,
     mapping_bytes_max: Option<u64>,
@@ -61,6 +64,7 @@ impl Templates {
         let slot = self.slot(Key {
             canonical: step.canonical.clone(),
             format: step.format,
+            suggested: FormatKind::of_name(&step.path),
             gate: options.gate.clone(),
             way: way.opener().way(),
             mapping_bytes_max: options.mapping_bytes_max,

@@ -20,10 +20,11 @@ fn template(dir: &Dir) -> String {
 }
 
 /// The formats and layouts of a clone.
-const KINDS: [&[&str]; 8] = [
+const KINDS: [&[&str]; 9] = [
     &["-f", "qcow2"],
     &["-f", "qcow2", "-o", "journal=off"],
     &["-f", "qcow2", "-o", "cluster_size=2M"],
+    &["-f", "qcow2", "-o", "cluster_size=1k,extended_l2=off"],
     &["-f", "qcow2", "-o", "compat=0.10,extended_l2=off,journal=off"],
     &["-f", "vellum"],
     &["-f", "vellum", "-o", "layout=table"],

@@ -105,11 +105,6 @@ impl Head for Header {
         self.backing_file().map(|name| (name, Self::backing_format(self)))
     }
 
-    /// The image may state the format without a name.
-    fn backing_format(&self) -> Option<&str> {
-        Self::backing_format(self)
-    }
-
     fn data_file(&self) -> Option<&str> {
         Self::data_file(self).filter(|_| self.has_data_file())
     }

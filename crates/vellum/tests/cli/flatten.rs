@@ -74,6 +74,7 @@ fn a_clone_reads_the_same_without_its_template() {
         reads_as(&moved, kind[1], &disk);
         let info = vellum(&["info", "-f", kind[1], "--output", "json", &moved]).json();
         assert!(info.get("backing-filename").is_none(), "{info}");
+        assert!(info.get("backing-filename-format").is_none(), "{info}");
         vellum(&["check", "-f", kind[1], &moved]).answer();
         let again = vellum(&["flatten", "-f", kind[1], &moved]).answer();
         assert!(again.contains("nothing to do"), "{again}");

@@ -50,10 +50,8 @@ pub async fn flatten(
     let done = flatten_open(&chain, pieces_at_once, stop, progress).await;
     let closed = chain.close().await;
     let flattened = done.and_then(|flattened| closed.map(|()| flattened))?;
-    if flattened.backing.is_some() {
-        let top = chain.top();
-        top.head.kind().format().detach(&top.storage, stop).await?;
-    }
+    let top = chain.top();
+    top.head.kind().format().detach(&top.storage, stop).await?;
     Ok(flattened)
 }
 

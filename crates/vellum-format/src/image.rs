@@ -206,8 +206,9 @@ pub trait Format: Sync {
     }
 
     /// Removes the reference to the image below from a closed image. Where the disk still shows what is below,
-    /// it reads as zero from then on: whatever the disk below has there must have been written before. `stop` is
-    /// set from outside to stop between two steps.
+    /// it reads as zero from then on: whatever the disk below has there must have been written before. That there
+    /// is no reference is durable when this returns, also where an earlier attempt has removed it. `stop` is set
+    /// from outside to stop between two steps.
     ///
     /// # Errors
     /// `Unsupported` when the image has snapshots, because they also read from the image below, `Closed` when it

@@ -308,6 +308,44 @@ fn what_was_cut_off_does_not_come_back_after_a_flush_that_failed() {
     assert!(tried > 30, "{tried}");
 }
 
+/// A flush of a disk that lets go of its base fails, each in turn. The next attempt sees what the page cache has, and what
+/// it says is true when the cache loses what never reached the medium.
+#[test]
+fn a_base_that_is_said_to_be_gone_is_gone_also_after_a_flush_that_failed() {
+    for change in detachments().iter().filter(|change| !change.is_on_device()) {
+        once_more_after_a_failed_flush(change);
+    }
+    qcow2::detachments().iter().for_each(once_more_after_a_failed_flush);
+}
+
+fn once_more_after_a_failed_flush(change: &impl Offline) {
+    let mut tried = 0;
+    for (number, cache) in (0..8).flat_map(|number| caches().map(move |cache| (number, cache))) {
+        let when = format!("{}, flush {number}, {cache:?}", change.name());
+        let perform = async |image: &SharedStorage| change.change(image.clone()).await;
+        let Some(medium) = behind_a_cache(change.image(), number, cache, perform) else { continue };
+        tried += 1;
+        let image: SharedStorage = medium.clone();
+        futures_lite::future::block_on(async {
+            let again = change.change(image.clone()).await;
+            again.unwrap_or_else(|error| panic!("{when}: {}", error.chain()));
+            medium.lose_cache();
+            let judged = change.judge(image, Some(1), true).await;
+            judged.unwrap_or_else(|what| panic!("{when}: {what}"));
+        });
+    }
+    assert!(tried >= 12, "{}: {tried}", change.name());
+    // What an earlier attempt has removed is removed only when a flush says so.
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, change.image(), DriveOptions::default());
+    let image: SharedStorage = drive.clone();
+    world.run(change.change(image.clone())).expect("it is done");
+    drive
+        .faults()
+        .add(Fault { repeat: Repeat::ForEver, ..Fault::nth(Operations::from(Operation::Flush), 0) });
+    assert!(world.run(change.change(image)).is_err(), "{}: nothing is flushed", change.name());
+}
+
 /// The same with a repair, of an image whose shrinking was cut off right after its commit point.
 #[test]
 fn what_a_repair_clears_does_not_come_back_after_a_flush_that_failed() {

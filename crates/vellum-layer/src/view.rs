@@ -62,7 +62,7 @@ pub(crate) struct View {
 }
 
 impl View {
-    /// The view of these images, from above, with at most so many bytes of memory for its pages.
+    /// The view of these images, listed from the top down. Its pages take at most `memory_max` bytes.
     pub(crate) fn new(layers: Vec<Layer>, memory_max: u64) -> Arc<Self> {
         let size = layers[0].disk.geometry().size;
         let storages = layers.iter().map(|_| OnceLock::new()).collect();

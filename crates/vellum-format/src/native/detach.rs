@@ -12,8 +12,9 @@
 //! 3. Regions stay where they are. Those of bitmap and masks are no more, and in `linear` neither is the
 //!    journal's; their space is left as a gap.
 //! 4. A crash leaves the disk over its base, or the disk alone. Both copies of the superblock are written, so that
-//!    a damaged one is not replaced by one that still names the base.
-//! 5. Snapshots see the base, too: an image that has some is left as it is.
+//!    a damaged one is not replaced by one that still names the base. After a failed flush the next attempt says
+//!    that the base is gone only when a flush has succeeded.
+//! 5. Snapshots also read from the base: an image that has some is left as it is.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -46,7 +47,10 @@ async fn detach_inner(image: &SharedStorage, stop: &AtomicBool) -> Result<()> {
     let native = Native::open(image.clone(), None, without_base(false)).await?;
     let prepared = prepare(&native, stop).await;
     native.close().await?;
-    let Some(over) = prepared? else { return Ok(()) };
+    let Some(over) = prepared? else {
+        // An earlier attempt may have come this far without being durable.
+        return image.flush().await;
+    };
     zero_in_place(image, over, stop).await?;
     image.flush().await?;
     let mut superblocks = Superblocks::read(&**image).await?;

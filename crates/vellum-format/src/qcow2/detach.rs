@@ -22,7 +22,8 @@ pub(super) async fn detach(image: &SharedStorage) -> Result<()> {
 async fn detach_inner(image: &SharedStorage) -> Result<()> {
     let header = Header::read(&**image).await?;
     if header.backing_file().is_none() {
-        return Ok(());
+        // An earlier attempt may have come this far without being durable.
+        return image.flush().await;
     }
     if header.needs_replay() || header.is_dirty() {
         return Err(header.replay_first(image.name()));

@@ -43,6 +43,11 @@
 //! 14. [`tend`](Disk::tend) may be called at any time, concurrently with requests, and need not be called at
 //!     all: whatever it does or leaves undone, the answers of other requests are the same. Its future is also
 //!     polled to its end.
+//! 15. [`fill`](Disk::fill) is given the bytes that the disk below has, read from it while this disk was open.
+//!     It changes no answer of any other request, now or after a crash. It waits for no other request and asks
+//!     for no flush. What it keeps is as durable as a write that was not flushed: it may be lost, and the disk
+//!     then reads the disk below as before. What is claimed, no longer [`Place::Below`], or seen by a snapshot
+//!     is dropped.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -50,7 +55,7 @@ use std::time::Duration;
 use crate::losses::Losses;
 use crate::storage::SharedStorage;
 use crate::units::{BlockSize, GuestOffset, GuestSpan, ImageOffset};
-use crate::{Buffer, LocalFuture, Result};
+use crate::{Buffer, Error, LocalFuture, Result};
 
 /// The properties of a disk. Only `size` may change, when the disk is resized.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -147,6 +152,26 @@ pub struct Room {
     pub refused: u64,
 }
 
+/// How a disk takes copies of what the disk below has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Filling {
+    /// A fill keeps whole blocks of this size, at multiples of it. The last one may end with the disk below, or
+    /// with this one.
+    pub unit: BlockSize,
+    /// Filled blocks are known on the medium only once the disk was closed, so a flush makes none of them
+    /// durable, and [`Filled::wants_flush`] is never set.
+    pub kept_at_close: bool,
+}
+
+/// What became of a fill.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Filled {
+    /// This many bytes were kept: the disk read them from below, and no longer does.
+    pub kept: u64,
+    /// Blocks were dropped because fills have no more room before the next flush.
+    pub wants_flush: bool,
+}
+
 /// What a guest sees. The module has the contract.
 pub trait Disk: Send + Sync {
     /// Facts about it.
@@ -182,6 +207,22 @@ pub trait Disk: Send + Sync {
     /// is more to do at once. What fails is tried again or given up, without an error for the guest.
     fn tend(&self, _now: Duration) -> LocalFuture<'_, bool> {
         Box::pin(std::future::ready(false))
+    }
+
+    /// How copies of what the disk below has are taken; `None` if this disk takes none.
+    fn filling(&self) -> Option<Filling> {
+        None
+    }
+
+    /// Keeps a copy of what the disk below has from `at` on, as far as that is possible at once (contract 15).
+    /// `at` is a multiple of [`Filling::unit`]. Of a last block that is not whole, and ends neither with this disk
+    /// nor with the one below, nothing is kept.
+    ///
+    /// # Errors
+    /// `Unsupported` where [`filling`](Self::filling) is `None`, `NoSpace`, and those of the storage. They concern
+    /// the copy alone.
+    fn fill(&self, _at: GuestOffset, _data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        Box::pin(std::future::ready(Err(Error::unsupported("this disk takes no copies of the disk below"))))
     }
 
     /// How much more can be stored; `None` where the host decides that, as for a file.

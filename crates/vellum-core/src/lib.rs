@@ -36,7 +36,7 @@ use std::pin::Pin;
 pub use buffer::{BUFFER_ALIGNMENT, Buffer, SharedBytes, is_zero};
 pub use checked::CheckedDisk;
 pub use clock::{Clock, Random};
-pub use disk::{Disk, Extent, Geometry, Place, Room, SharedDisk, WriteFlags, ZeroFlags};
+pub use disk::{Disk, Extent, Filled, Filling, Geometry, Place, Room, SharedDisk, WriteFlags, ZeroFlags};
 pub use error::{Context, Error, ErrorKind, Result};
 pub use join::{join_all, try_join_all};
 pub use lending::Lending;

@@ -10,7 +10,7 @@ use std::future::ready;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use crate::disk::{Disk, Extent, Geometry, Place, SharedDisk, WriteFlags, ZeroFlags};
+use crate::disk::{Disk, Extent, Filled, Filling, Geometry, Place, SharedDisk, WriteFlags, ZeroFlags};
 use crate::lock;
 use crate::merged::read_below;
 use crate::storage::{Limits, Storage, StorageRun, Zeroes};
@@ -448,6 +448,36 @@ impl Disk for MemoryDisk {
                 .into_iter()
                 .map(|(span, is_own)| Extent { span, place: place(span, is_own) })
                 .collect())
+        })
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.below.is_some().then_some(Filling { unit: BlockSize::PAGE, kept_at_close: false })
+    }
+
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        Box::pin(async move {
+            let span = self.check(GuestSpan::checked(at, data.len() as u64))?;
+            let below = self.below.as_ref().map_or(0, |below| below.geometry().size);
+            let end = below.min(self.geometry.size);
+            let data = data.owned().to_vec();
+            let mut own = self.lock_own();
+            let mut kept = 0;
+            for block in BlockSize::PAGE.pieces_of(span) {
+                let is_whole = block.len() == BlockSize::PAGE.bytes() || block.end().bytes() >= end;
+                for piece in BlockSize::SECTOR.pieces_of(block) {
+                    let index = Self::sectors_of(piece).start;
+                    if !is_whole || own[index] {
+                        continue;
+                    }
+                    let from = to_usize(piece.start() - span.start());
+                    let bytes = &data[from..from + to_usize(piece.len())];
+                    self.storage.lock().write(ImageOffset::new(piece.start().bytes()), bytes);
+                    own[index] = true;
+                    kept += piece.len();
+                }
+            }
+            Ok(Filled { kept, wants_flush: false })
         })
     }
 

@@ -14,7 +14,7 @@
 //! (its sockets for virtual machines), `fuse` (its files), `ublk` (its block devices), `size_watchers` (the front
 //! ends that are notified when a disk has grown), `grow` (devices that become full), [`control`] (requests to
 //! it while it serves), `notify` (notifications to a service manager), [`stats`] (counters), [`template`]
-//! (where templates are zero).
+//! (where templates are zero), [`published`] (templates in stores).
 
 #![forbid(unsafe_code)]
 
@@ -36,6 +36,7 @@ pub mod map;
 mod meter;
 mod metrics;
 mod notify;
+pub mod published;
 mod rights;
 mod seats;
 pub mod serve;

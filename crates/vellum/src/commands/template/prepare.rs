@@ -1,38 +1,26 @@
-//! `vellum template`: what can be found out of a template once, for all images made over it.
+//! `vellum template prepare`: what can be found out of a template once, for all images made over it.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Subcommand;
 use serde_json::json;
-use vellum_core::{ErrorKind, Result};
+use vellum_core::Result;
 use vellum_daemon::signals::Stop;
 use vellum_daemon::template::{list_path, prepare};
 use vellum_daemon::{IoMode, Zeros, run as run_worker};
 
-use super::{Failure, Outcome, with_code};
+use super::interrupted;
 use crate::args::{OutputFormat, ReadArgs};
+use crate::commands::Outcome;
 use crate::output::{human_bytes, say, say_json};
 use crate::progress::{Progress, Wish};
-
-/// Prepare a template for the clones that will be created from it
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    what: What,
-}
-
-#[derive(Subcommand)]
-enum What {
-    Prepare(Prepare),
-}
 
 /// Record which parts of a template are zero, in the file TEMPLATE.vzero
 ///
 /// `vellum create -f vellum -b TEMPLATE` uses the file: first writes to those parts cost no more than in
 /// an image without a template. A template that has changed must be prepared again; until then, the file is ignored.
 #[derive(clap::Args)]
-struct Prepare {
+pub(crate) struct Args {
     #[command(flatten)]
     read: ReadArgs,
     /// Print nothing but errors
@@ -47,11 +35,7 @@ struct Prepare {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let What::Prepare(args) = &args.what;
-    let zeros = run_worker(IoMode::Auto, async || find(args).await)?.map_err(|error| match error.kind() {
-        ErrorKind::Closed => with_code(130)(error.context("interrupted")),
-        _ => Failure::from(error),
-    })?;
+    let zeros = run_worker(IoMode::Auto, async || find(args).await)?.map_err(interrupted)?;
     let (list, bytes) = (list_path(&args.file), zeros.zero_bytes());
     match args.output {
         OutputFormat::Json => say_json(&json!({
@@ -73,7 +57,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-async fn find(args: &Prepare) -> Result<Zeros> {
+async fn find(args: &Args) -> Result<Zeros> {
     let stop = Stop::new()?;
     let bar = std::cell::OnceCell::new();
     let wish = Wish { is_wanted: false, quiet: args.quiet, output: args.output };

@@ -1,0 +1,27 @@
+//! Object stores, published templates, and a local cache of what was fetched. The only part of the engine that
+//! knows tokio.
+//!
+//! ```text
+//!   runtime.rs      threads of its own for everything that waits for a network
+//!   settings.rs     what the environment says about stores        credentials.rs   files and programs with secrets
+//!   store.rs        s3://BUCKET/PREFIX, file:///DIR: get, put, list, delete, with a deadline each
+//!   template/       published templates: where they lie in a store
+//! ```
+//!
+//! 1. No worker of a disk ever waits here: every future may be polled by any executor, and the work is done on
+//!    the threads of `runtime.rs`.
+//! 2. Nothing that a store sends is trusted: lengths are bounded before anything is allocated, and contents are
+//!    compared with digests.
+//! 3. Credentials come from the environment, from files and from programs. They are in no image, log or error.
+//! 4. The clock is that of the host, except where times of objects are compared: these are all the store's.
+
+#![forbid(unsafe_code)]
+
+mod credentials;
+pub mod runtime;
+pub mod settings;
+pub mod store;
+pub mod template;
+
+pub use settings::Settings;
+pub use store::{ObjectFacts, Put, Store, StoreCounts};

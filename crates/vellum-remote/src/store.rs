@@ -1,0 +1,641 @@
+//! A store of objects: names and bytes, in a bucket of an S3-compatible service or in a directory.
+//!
+//! ```text
+//!   s3://BUCKET/PREFIX      a bucket; where, and with which credentials, stands in the environment (settings.rs)
+//!   file:///DIR             a directory that exists, such as one on NFS: an object is a file in it
+//! ```
+//!
+//! 1. Any executor may poll the futures; the work is done on the runtime's threads.
+//! 2. Each request ends within the deadline of the settings, retries included. What is worth retrying is
+//!    retried with growing, random pauses.
+//! 3. An object that was put is there whole or not at all, and it is durable when `put` returns.
+//! 4. No object is read beyond the length that the caller allows.
+//! 5. Errors name the object by its URL and say what to do about credentials. They have of a server's answer
+//!    the code and the message, cut to [`ANSWER_CHARS_MAX`], and no header or secret.
+//! 6. A request that is denied is tried once more with credentials that are fetched anew: they expire.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use bytes::{Bytes, BytesMut};
+use futures_util::{StreamExt, TryStreamExt};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::local::LocalFileSystem;
+use object_store::path::Path;
+use object_store::{
+    BackoffConfig, ClientOptions, ObjectStore, ObjectStoreExt, PutMode, PutPayload, RetryConfig,
+};
+use vellum_core::{Context, Error, ErrorKind, Result};
+
+use crate::credentials::{Profile, Provider};
+use crate::runtime::job;
+use crate::settings::Settings;
+
+/// How much of a server's answer an error quotes.
+const ANSWER_CHARS_MAX: usize = 300;
+
+/// How long a connection may take to be made.
+const CONNECT_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// How long a server may send nothing in the middle of an answer, or before it.
+const SILENCE_MAX: Duration = Duration::from_secs(15);
+
+/// Retries of one request, within its deadline.
+const RETRIES_MAX: usize = 20;
+
+/// A store, or the part of one under a prefix. Clones are the same store.
+#[derive(Clone)]
+pub struct Store(Arc<Inner>);
+
+struct Inner {
+    objects: Arc<dyn ObjectStore>,
+    prefix: Path,
+    url: String,
+    deadline: Duration,
+    profile: Option<Arc<Profile>>,
+    counts: Counters,
+}
+
+#[derive(Default)]
+struct Counters {
+    requests: AtomicU64,
+    bytes_read: AtomicU64,
+    bytes_written: AtomicU64,
+}
+
+/// What was asked of a store since it was opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StoreCounts {
+    /// Requests, retries not counted.
+    pub requests: u64,
+    /// Bytes of objects that were read.
+    pub bytes_read: u64,
+    /// Bytes of objects that were written.
+    pub bytes_written: u64,
+}
+
+/// What a store knows of an object.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObjectFacts {
+    /// Its name below the store's prefix.
+    pub key: String,
+    /// Its length in bytes.
+    pub len: u64,
+    /// When it was written, by the clock of the store.
+    pub modified: SystemTime,
+}
+
+/// Whether a `put` may replace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Put {
+    /// What was there is replaced.
+    Replace,
+    /// An object that is there stays.
+    IfAbsent,
+}
+
+impl Store {
+    /// Opens the store at a URL. No request is made yet.
+    ///
+    /// # Errors
+    /// `Invalid` for a URL that names no store, `NotFound` for a directory or profile that does not exist.
+    pub fn open(url: &str, settings: &Settings) -> Result<Self> {
+        let location = Location::parse(url)?;
+        let deadline = settings.deadline()?;
+        let (objects, profile, prefix): (Arc<dyn ObjectStore>, _, _) = match &location {
+            Location::Bucket { bucket, prefix } => {
+                let profile = match settings.get("AWS_ACCESS_KEY_ID") {
+                    Some(_) => None,
+                    None => Profile::find(settings)?.map(Arc::new),
+                };
+                let store = bucket_store(bucket, settings, profile.clone(), deadline)
+                    .context(|| format!("can't open the store {url}"))?;
+                (Arc::new(store), profile, path_of(prefix)?)
+            }
+            Location::Directory(directory) => {
+                let store = LocalFileSystem::new_with_prefix(directory).map_err(|error| {
+                    let kind = kind_of(&error);
+                    Error::new(
+                        kind,
+                        format!("{directory} is no directory that can be opened; create it first"),
+                    )
+                })?;
+                (Arc::new(store.with_fsync(true)), None, Path::default())
+            }
+        };
+        let url = url.trim_end_matches('/').to_owned();
+        Ok(Self(Arc::new(Inner { objects, prefix, url, deadline, profile, counts: Counters::default() })))
+    }
+
+    /// Its URL, without credentials.
+    pub fn url(&self) -> &str {
+        &self.0.url
+    }
+
+    /// How long one request may take.
+    pub fn deadline(&self) -> Duration {
+        self.0.deadline
+    }
+
+    /// What was asked of it until now.
+    pub fn counts(&self) -> StoreCounts {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let Counters { requests, bytes_read, bytes_written } = &self.0.counts;
+        StoreCounts {
+            requests: load(requests),
+            bytes_read: load(bytes_read),
+            bytes_written: load(bytes_written),
+        }
+    }
+
+    /// The whole object. An object longer than `len_max` bytes is not read.
+    ///
+    /// # Errors
+    /// `NotFound` when it does not exist, `Corrupt` when it is longer.
+    pub async fn get(&self, key: &str, len_max: u64) -> Result<Bytes> {
+        let path = self.path(key)?;
+        let bytes = self
+            .request("read", key, move |store| {
+                let path = path.clone();
+                async move { read_whole(&*store.objects, &path, len_max).await }
+            })
+            .await?;
+        let bytes = bytes.ok_or_else(|| {
+            Error::corrupt(format!("{} is longer than the {len_max} bytes it may have", self.url_of(key)))
+        })?;
+        self.0.counts.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        Ok(bytes)
+    }
+
+    /// What the store knows of an object; nothing when it does not exist.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub async fn head(&self, key: &str) -> Result<Option<ObjectFacts>> {
+        let path = self.path(key)?;
+        let found = self
+            .request("look at", key, move |store| {
+                let path = path.clone();
+                async move { store.objects.head(&path).await }
+            })
+            .await;
+        match found {
+            Ok(meta) => Ok(Some(self.facts(meta))),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes an object. False when it is there already and was to stay.
+    ///
+    /// # Errors
+    /// `NoSpace` when the store is full, `Refused` when it denies the request.
+    pub async fn put(&self, key: &str, bytes: Bytes, how: Put) -> Result<bool> {
+        let path = self.path(key)?;
+        let len = bytes.len() as u64;
+        let mode = match how {
+            Put::Replace => PutMode::Overwrite,
+            Put::IfAbsent => PutMode::Create,
+        };
+        let is_new = self
+            .request("write", key, move |store| {
+                let (path, bytes, mode) = (path.clone(), bytes.clone(), mode.clone());
+                async move {
+                    match store.objects.put_opts(&path, PutPayload::from_bytes(bytes), mode.into()).await {
+                        Ok(_) => Ok(true),
+                        Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
+                        Err(error) => Err(error),
+                    }
+                }
+            })
+            .await?;
+        if is_new {
+            self.0.counts.bytes_written.fetch_add(len, Ordering::Relaxed);
+        }
+        Ok(is_new)
+    }
+
+    /// The objects below a name, in no particular order. Reads at most `count_max` of them; false when there
+    /// are more.
+    ///
+    /// # Errors
+    /// Those of the store.
+    pub async fn list(&self, below: &str, count_max: usize) -> Result<(Vec<ObjectFacts>, bool)> {
+        let path = self.path(below)?;
+        let found = self
+            .request("list", below, move |store| {
+                let path = path.clone();
+                async move {
+                    let mut found = Vec::new();
+                    let mut listing = store.objects.list(Some(&path));
+                    while let Some(meta) = listing.next().await {
+                        found.push(meta?);
+                        if found.len() > count_max {
+                            break;
+                        }
+                    }
+                    Ok(found)
+                }
+            })
+            .await?;
+        let is_all = found.len() <= count_max;
+        Ok((found.into_iter().take(count_max).map(|meta| self.facts(meta)).collect(), is_all))
+    }
+
+    /// Deletes objects. An object that does not exist is no error.
+    ///
+    /// # Errors
+    /// The first failure. The other objects may be deleted or not.
+    pub async fn delete(&self, keys: &[String]) -> Result<()> {
+        let Some(first) = keys.first() else { return Ok(()) };
+        let paths = keys.iter().map(|key| self.path(key)).collect::<Result<Vec<_>>>()?;
+        self.request("delete", first, move |store| {
+            let paths = paths.clone();
+            async move {
+                let paths = futures_util::stream::iter(paths.into_iter().map(Ok)).boxed();
+                let mut deleted = store.objects.delete_stream(paths);
+                while let Some(one) = deleted.next().await {
+                    match one {
+                        Ok(_) | Err(object_store::Error::NotFound { .. }) => {}
+                        Err(error) => return Err(error),
+                    }
+                }
+                Ok(())
+            }
+        })
+        .await
+    }
+
+    /// The URL of an object, for messages.
+    pub fn url_of(&self, key: &str) -> String {
+        format!("{}/{key}", self.0.url)
+    }
+
+    fn path(&self, key: &str) -> Result<Path> {
+        let path = path_of(key)?;
+        Ok(Path::from_iter(self.0.prefix.parts().chain(path.parts())))
+    }
+
+    fn facts(&self, meta: object_store::ObjectMeta) -> ObjectFacts {
+        let full = meta.location.as_ref();
+        let below = full.strip_prefix(self.0.prefix.as_ref()).unwrap_or(full);
+        ObjectFacts {
+            key: below.trim_start_matches('/').to_owned(),
+            len: meta.size,
+            modified: meta.last_modified.into(),
+        }
+    }
+
+    /// Does a request on the runtime, within the deadline, and once more if it was denied.
+    async fn request<T, F>(
+        &self,
+        what: &'static str,
+        key: &str,
+        ask: impl Fn(Arc<Inner>) -> F + Send + Sync + 'static,
+    ) -> Result<T>
+    where
+        T: Send + 'static,
+        F: Future<Output = object_store::Result<T>> + Send,
+    {
+        self.0.counts.requests.fetch_add(1, Ordering::Relaxed);
+        let inner = self.0.clone();
+        let deadline = self.0.deadline;
+        let answer = job(async move {
+            tokio::time::timeout(deadline, async {
+                match ask(inner.clone()).await {
+                    Err(error) if is_denied(&error) && inner.profile.is_some() => {
+                        if let Some(profile) = &inner.profile {
+                            profile.forget().await;
+                        }
+                        ask(inner).await
+                    }
+                    answer => answer,
+                }
+            })
+            .await
+        })?
+        .await;
+        let context = || format!("can't {what} {}", self.url_of(key));
+        match answer {
+            Ok(Ok(value)) => Ok(value),
+            Ok(Err(error)) => Err(explain(&error)).context(context),
+            Err(_) => Err(Error::new(
+                ErrorKind::Io,
+                format!(
+                    "the store did not answer within {} s (VELLUM_STORE_TIMEOUT); check the network and \
+                     AWS_ENDPOINT_URL",
+                    deadline.as_secs()
+                ),
+            ))
+            .context(context),
+        }
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Store").field(&self.0.url).finish()
+    }
+}
+
+async fn read_whole(
+    objects: &dyn ObjectStore,
+    path: &Path,
+    len_max: u64,
+) -> object_store::Result<Option<Bytes>> {
+    let answer = objects.get(path).await?;
+    let len = answer.meta.size;
+    if len > len_max {
+        return Ok(None);
+    }
+    let mut parts = answer.into_stream();
+    let mut whole: Option<Bytes> = None;
+    let mut joined = BytesMut::new();
+    while let Some(part) = parts.try_next().await? {
+        let have = whole.as_ref().map_or(0, Bytes::len) + joined.len() + part.len();
+        if have as u64 > len_max {
+            return Ok(None);
+        }
+        // Most answers come in one part, which is not copied.
+        if whole.is_none() && joined.is_empty() {
+            whole = Some(part);
+        } else {
+            if let Some(first) = whole.take() {
+                joined.reserve(usize::try_from(len).unwrap_or(0).max(have));
+                joined.extend_from_slice(&first);
+            }
+            joined.extend_from_slice(&part);
+        }
+    }
+    let bytes = whole.unwrap_or_else(|| joined.freeze());
+    if bytes.len() as u64 != len {
+        return Err(object_store::Error::Generic {
+            store: "store",
+            source: format!("it sent {} of the {len} bytes that it announced", bytes.len()).into(),
+        });
+    }
+    Ok(Some(bytes))
+}
+
+/// Where a store is.
+#[derive(Debug, PartialEq, Eq)]
+enum Location {
+    Bucket { bucket: String, prefix: String },
+    Directory(String),
+}
+
+impl Location {
+    fn parse(url: &str) -> Result<Self> {
+        let bad = |why: &str| Error::invalid(format!("{url:?} is not the URL of a store: {why}"));
+        if url.chars().any(char::is_control) {
+            return Err(bad("it contains control characters"));
+        }
+        if let Some(rest) = url.strip_prefix("s3://") {
+            if rest.contains(['?', '#', '@']) {
+                return Err(bad(
+                    "`?`, `#` and `@` have no place in it; credentials stand in the environment",
+                ));
+            }
+            let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+            if bucket.is_empty() {
+                return Err(bad("it names no bucket; write s3://BUCKET/PREFIX"));
+            }
+            return Ok(Self::Bucket { bucket: bucket.into(), prefix: prefix.trim_matches('/').into() });
+        }
+        match url.strip_prefix("file://") {
+            Some(directory) if directory.starts_with('/') => Ok(Self::Directory(directory.into())),
+            Some(_) => Err(bad("write file:///DIR, with three slashes")),
+            None => Err(bad("it begins with neither s3:// nor file://")),
+        }
+    }
+}
+
+fn path_of(key: &str) -> Result<Path> {
+    Path::parse(key).map_err(|error| Error::invalid(format!("{key:?} cannot name an object: {error}")))
+}
+
+fn bucket_store(
+    bucket: &str,
+    settings: &Settings,
+    profile: Option<Arc<Profile>>,
+    deadline: Duration,
+) -> Result<object_store::aws::AmazonS3> {
+    let mut builder = AmazonS3Builder::new().with_bucket_name(bucket);
+    let mut has_region = false;
+    let mut endpoint = None;
+    for (name, value) in settings.of_stores() {
+        let Ok(key) = name.to_ascii_lowercase().parse::<AmazonS3ConfigKey>() else { continue };
+        match key {
+            AmazonS3ConfigKey::Bucket => continue, // the URL has it
+            AmazonS3ConfigKey::Region | AmazonS3ConfigKey::DefaultRegion => has_region = true,
+            AmazonS3ConfigKey::S3Endpoint => endpoint = Some(value.to_owned()),
+            AmazonS3ConfigKey::Endpoint if endpoint.is_none() => endpoint = Some(value.to_owned()),
+            _ => {}
+        }
+        builder = builder.with_config(key, value);
+    }
+    if let Some(profile) = profile {
+        if !has_region && let Some(region) = profile.value("region")? {
+            builder = builder.with_region(region);
+        }
+        if endpoint.is_none()
+            && let Some(url) = profile.value("endpoint_url")?
+        {
+            builder = builder.with_endpoint(&url);
+            endpoint = Some(url);
+        }
+        if profile.source()?.is_some() {
+            builder = builder.with_credentials(Arc::new(Provider(profile)));
+        }
+    }
+    if let Some(endpoint) = &endpoint {
+        if endpoint.contains('@') {
+            return Err(Error::invalid(
+                "AWS_ENDPOINT_URL contains a name or password; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY \
+                 instead",
+            ));
+        }
+        builder = builder.with_allow_http(endpoint.starts_with("http://"));
+    }
+    let client = ClientOptions::new()
+        .with_allow_http(endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")))
+        .with_connect_timeout(CONNECT_TIME_MAX)
+        .with_read_timeout(SILENCE_MAX)
+        .with_timeout(deadline)
+        .with_http1_only()
+        .with_user_agent(object_store::HeaderValue::from_static(concat!(
+            "vellum/",
+            env!("CARGO_PKG_VERSION")
+        )));
+    let backoff = BackoffConfig {
+        init_backoff: Duration::from_millis(50),
+        max_backoff: Duration::from_secs(5),
+        base: 2.0,
+    };
+    let retry = RetryConfig { backoff, max_retries: RETRIES_MAX, retry_timeout: deadline };
+    // The client's runtime threads must exist before it is made: it looks for the choice of cryptography.
+    crate::runtime::start()?;
+    builder.with_client_options(client).with_retry(retry).build().map_err(|error| explain(&error))
+}
+
+fn is_denied(error: &object_store::Error) -> bool {
+    match error {
+        object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => true,
+        other => sources(other).any(|cause| {
+            let text = cause.to_string();
+            text.contains("ExpiredToken") || text.contains("TokenRefreshRequired")
+        }),
+    }
+}
+
+fn sources<'a>(
+    error: &'a object_store::Error,
+) -> impl Iterator<Item = &'a (dyn std::error::Error + 'static)> {
+    std::iter::successors(Some(error as &(dyn std::error::Error + 'static)), |cause| cause.source())
+}
+
+fn kind_of(error: &object_store::Error) -> ErrorKind {
+    match error {
+        object_store::Error::NotFound { .. } => return ErrorKind::NotFound,
+        object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
+            return ErrorKind::Refused;
+        }
+        object_store::Error::InvalidPath { .. } => return ErrorKind::Invalid,
+        object_store::Error::NotSupported { .. } | object_store::Error::NotImplemented { .. } => {
+            return ErrorKind::Unsupported;
+        }
+        _ => {}
+    }
+    if is_denied(error) {
+        return ErrorKind::Refused;
+    }
+    for cause in sources(error) {
+        if let Some(own) = cause.downcast_ref::<Error>() {
+            return own.kind();
+        }
+        if let Some(io) = cause.downcast_ref::<std::io::Error>() {
+            return match ErrorKind::of_io(io) {
+                ErrorKind::ReadOnly => ErrorKind::Refused,
+                kind => kind,
+            };
+        }
+        let text = cause.to_string();
+        if ["507 ", "QuotaExceeded", "StorageFull", "InsufficientCapacity"]
+            .iter()
+            .any(|code| text.contains(code))
+        {
+            return ErrorKind::NoSpace;
+        }
+    }
+    ErrorKind::Io
+}
+
+/// What went wrong, for a person.
+fn explain(error: &object_store::Error) -> Error {
+    let kind = kind_of(error);
+    let innermost = sources(error).map(ToString::to_string).max_by_key(String::len).unwrap_or_default();
+    let said = brief(&innermost);
+    let remedy = match kind {
+        ErrorKind::Refused => {
+            "; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE, and what \
+             they allow"
+        }
+        ErrorKind::NoSpace => "; free space there, then run the command again: it continues where it stopped",
+        _ => "",
+    };
+    Error::new(kind, format!("{said}{remedy}"))
+}
+
+/// A message without the XML of a server's answer, on one line, and not too long.
+fn brief(text: &str) -> String {
+    let element = |name: &str| {
+        let rest = text.split_once(&format!("<{name}>"))?.1;
+        Some(rest.split_once('<')?.0.trim().to_owned())
+    };
+    let head = text.split_once("<?xml").or_else(|| text.split_once("<Error")).map_or(text, |(head, _)| head);
+    let mut brief = head.trim().trim_end_matches(':').to_owned();
+    let answer = [element("Code"), element("Message")].into_iter().flatten().collect::<Vec<_>>().join(": ");
+    if !answer.is_empty() {
+        brief = format!("{brief}: {answer}");
+    }
+    let brief: String =
+        brief.chars().map(|c| if c.is_control() { ' ' } else { c }).take(ANSWER_CHARS_MAX).collect();
+    brief
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_lite::future::block_on;
+
+    use super::*;
+
+    #[test]
+    fn urls_name_a_bucket_or_a_directory() {
+        let bucket =
+            |bucket: &str, prefix: &str| Location::Bucket { bucket: bucket.into(), prefix: prefix.into() };
+        assert_eq!(Location::parse("s3://b").expect("a bucket"), bucket("b", ""));
+        assert_eq!(Location::parse("s3://b/a/c/").expect("a prefix"), bucket("b", "a/c"));
+        assert_eq!(Location::parse("file:///srv/x").expect("a path"), Location::Directory("/srv/x".into()));
+        for bad in ["", "s3://", "s3:///x", "file://x", "http://x/y", "s3://k:s@b", "s3://b/x?y", "s3://b\n"]
+        {
+            assert_eq!(Location::parse(bad).expect_err(bad).kind(), ErrorKind::Invalid, "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_directory_is_a_store() {
+        let directory = tempdir("a_directory_is_a_store");
+        let url = format!("file://{}", directory.display());
+        let store = Store::open(&url, &Settings::default()).expect("it exists");
+        block_on(async {
+            assert!(store.put("a/b", Bytes::from_static(b"one"), Put::IfAbsent).await.expect("writes"));
+            assert!(!store.put("a/b", Bytes::from_static(b"two"), Put::IfAbsent).await.expect("is there"));
+            assert_eq!(store.get("a/b", 3).await.expect("reads"), "one");
+            assert_eq!(store.get("a/b", 2).await.expect_err("too long").kind(), ErrorKind::Corrupt);
+            assert!(store.put("a/b", Bytes::from_static(b"two"), Put::Replace).await.expect("writes"));
+            assert_eq!(store.get("a/b", 3).await.expect("reads"), "two");
+            assert_eq!(store.head("a/b").await.expect("looks").expect("is there").len, 3);
+            assert_eq!(store.head("a/x").await.expect("looks"), None);
+            assert!(store.put("a/c", Bytes::new(), Put::Replace).await.expect("writes"));
+            let (mut found, is_all) = store.list("a", 10).await.expect("lists");
+            found.sort_by(|one, other| one.key.cmp(&other.key));
+            assert_eq!(found.iter().map(|facts| facts.key.as_str()).collect::<Vec<_>>(), ["a/b", "a/c"]);
+            assert!(is_all);
+            assert!(!store.list("a", 1).await.expect("lists").1, "there are more");
+            store.delete(&["a/b".into(), "a/x".into()]).await.expect("deletes");
+            assert_eq!(store.get("a/b", 3).await.expect_err("gone").kind(), ErrorKind::NotFound);
+            for bad in ["../x", "a//b", "a/../b"] {
+                assert_eq!(store.get(bad, 3).await.expect_err(bad).kind(), ErrorKind::Invalid, "{bad}");
+            }
+        });
+        let counts = store.counts();
+        assert_eq!((counts.bytes_read, counts.bytes_written), (6, 6));
+        std::fs::remove_dir_all(directory).expect("removes");
+    }
+
+    #[test]
+    fn a_directory_that_is_not_there_is_not_made() {
+        let error = Store::open("file:///nonexistent/x", &Settings::default()).expect_err("is not there");
+        assert!(error.chain().contains("create it first"), "{}", error.chain());
+    }
+
+    #[test]
+    fn an_answer_is_quoted_without_what_it_echoes() {
+        let answer = "Server returned non-2xx status code: 403 Forbidden: <?xml version=\"1.0\"?><Error><Code>\
+            InvalidAccessKeyId</Code><Message>No such key</Message><AWSAccessKeyId>AKIAHUSH</AWSAccessKeyId></Error>";
+        let brief = brief(answer);
+        assert_eq!(
+            brief,
+            "Server returned non-2xx status code: 403 Forbidden: InvalidAccessKeyId: No such key"
+        );
+        assert_eq!(super::brief(&"x".repeat(1000)).len(), ANSWER_CHARS_MAX);
+    }
+
+    fn tempdir(name: &str) -> std::path::PathBuf {
+        let path = std::env::temp_dir().join(format!("vellum-remote-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).expect("makes a directory");
+        path
+    }
+}

@@ -43,7 +43,7 @@ pub use lending::Lending;
 pub use lock::lock;
 pub use losses::{Losses, Witness};
 pub use memory::{MemoryDisk, MemoryStorage};
-pub use merged::{MergedExtent, map_merged, read_below};
+pub use merged::{MergedExtent, fill_from_below, map_merged, read_below};
 pub use offload::{Inline, Offload, offload};
 pub use storage::{Limits, SharedStorage, Storage, StorageRun, Zeroes};
 pub use stream::ByteStream;

@@ -4,9 +4,9 @@
 //! Here the query goes down the chain until a disk holds the range. Past the end of a shorter disk below,
 //! everything reads as zero.
 
-use crate::disk::{Extent, Place, SharedDisk};
+use crate::disk::{Disk, Extent, Filled, Place, SharedDisk};
 use crate::units::{GuestOffset, GuestSpan};
-use crate::{Buffer, Result};
+use crate::{Buffer, Error, Result};
 
 /// Fills the buffer from the disk below, if there is one; zeros past its end, and where there is none.
 pub async fn read_below(below: Option<&SharedDisk>, at: GuestOffset, mut buffer: Buffer) -> Result<Buffer> {
@@ -19,6 +19,24 @@ pub async fn read_below(below: Option<&SharedDisk>, at: GuestOffset, mut buffer:
     };
     filled.append(outside);
     Ok(filled)
+}
+
+/// Gives the disk a copy of what the disk below has there, widened to whole blocks of
+/// [`Filling::unit`](crate::Filling). Nothing happens to a disk that takes no copies.
+///
+/// # Errors
+/// Those of the disk below, and of [`Disk::fill`].
+pub async fn fill_from_below(disk: &dyn Disk, span: GuestSpan) -> Result<Filled> {
+    let (Some(filling), Some(below)) = (disk.filling(), disk.below()) else { return Ok(Filled::default()) };
+    let end = below.geometry().size.min(disk.geometry().size);
+    let wide = filling.unit.widen(span);
+    let (span, _) = wide.split_at(end.saturating_sub(wide.start().bytes()));
+    if span.is_empty() {
+        return Ok(Filled::default());
+    }
+    let len = usize::try_from(span.len()).map_err(|_| Error::invalid("the run is longer than memory"))?;
+    let copy = below.read(span.start(), Buffer::for_overwrite(len)).await?;
+    disk.fill(span.start(), copy).await
 }
 
 /// After this many extents an answer stops early, so that its size is bounded.

@@ -67,6 +67,18 @@ impl Claims {
         &self.shards[usize::try_from(cluster.index() % SHARDS as u64).expect("a small number")]
     }
 
+    /// Claims the units of the mask, if nobody has claimed any unit of the cluster. Never waits.
+    pub(crate) fn try_claim(&self, cluster: GuestCluster, mask: u32) -> Option<Held<'_>> {
+        let mut claims = self.shard(cluster).lock();
+        let claim = claims.entry(cluster).or_default();
+        // A claim that is listed has a holder.
+        if claim.busy != 0 {
+            return None;
+        }
+        claim.busy = mask;
+        Some(Held { claims: self, cluster, mask, released: false })
+    }
+
     /// Claims the units of the mask, waiting until they are free.
     pub(crate) async fn claim(&self, cluster: GuestCluster, mask: u32) -> Held<'_> {
         loop {
@@ -214,6 +226,20 @@ mod tests {
             assert!(second.release().is_none());
             assert_eq!(third.await.mask(), 0b0110);
         });
+    }
+
+    #[test]
+    fn a_claim_without_waiting_is_refused_beside_any_other() {
+        let claims = Claims::default();
+        let first = claims.try_claim(cluster(), 0b0011).expect("nobody else is here");
+        assert!(claims.try_claim(cluster(), 0b0100).is_none());
+        let mut second = Box::pin(claims.claim(cluster(), 0b0001));
+        assert!(block_on(poll_once(&mut second)).is_none(), "it is a claim like any other");
+        assert!(first.release().is_none());
+        let second = block_on(second);
+        assert!(claims.try_claim(cluster(), 0b0011).is_none());
+        assert!(second.release().is_none());
+        assert!(claims.try_claim(cluster(), 0b0011).is_some());
     }
 
     #[test]

@@ -8,6 +8,8 @@
 //! `VELLUM_EXPLORE_DUMP=FILE` writes its image to a file.
 
 mod common;
+#[path = "explore/filled.rs"]
+mod filled;
 mod subjects;
 
 use common::scale;

@@ -33,8 +33,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vellum_core::{
-    Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, ImageOffset, ImageSpan, Limits, LocalFuture,
-    Losses, Result, Room, SharedDisk, Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
+    Buffer, Disk, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, ImageOffset, ImageSpan, Limits,
+    LocalFuture, Losses, Result, Room, SharedDisk, Storage, StorageRun, WriteFlags, ZeroFlags, Zeroes,
 };
 
 /// Makes a [`ForwardStorage`] a [`Storage`], and a [`ForwardDisk`] a [`Disk`]. It has the fields and methods
@@ -116,6 +116,8 @@ forward! {
     fn discard(span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>>;
     fn map(span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>>;
     fn tend(now: Duration) -> LocalFuture<'_, bool>;
+    fn filling() -> Option<Filling>;
+    fn fill(at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>>;
     fn room() -> LocalFuture<'_, Result<Option<Room>>>;
     fn losses() -> Option<Arc<Losses>>;
     fn close() -> LocalFuture<'_, Result<()>>;

@@ -26,8 +26,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use vellum_core::{
-    Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Result, SharedDisk,
-    WriteFlags, ZeroFlags, lock,
+    Buffer, Disk, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, ImageOffset, LocalFuture,
+    Result, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 
 use crate::content::{Content, SECTOR_BYTES, to_usize};
@@ -262,6 +262,15 @@ impl Disk for OracleDisk {
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
         self.inner.map(span)
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.inner.filling()
+    }
+
+    /// Nothing that the guest could rely on.
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        self.inner.fill(at, data)
     }
 
     /// Nothing to be held against it.

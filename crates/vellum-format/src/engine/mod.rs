@@ -15,6 +15,7 @@
 //! | `group_commit` | flushes that arrive while a commit is under way share the next one |
 //! | `writer` | what a format gives so that its disk can be written |
 //! | `write` | the order of a write; its bytes, their checks, and how they reach the medium |
+//! | `fill` | the order of a fill: a copy of what is below becomes the image's own |
 //! | `commit` | the order of a commit; what is durable |
 //! | `close` | the order of a clean close |
 //!
@@ -27,6 +28,7 @@
 
 mod close;
 mod commit;
+mod fill;
 pub(crate) mod group_commit;
 mod write;
 mod writer;
@@ -37,6 +39,7 @@ use vellum_core::{Clock, Error, ErrorKind, Geometry, GuestSpan, Result};
 
 pub(crate) use close::Close;
 pub(crate) use commit::{Commit, Commits, write_all};
+pub(crate) use fill::{Copier, Fill, whole_units};
 pub(crate) use write::{Write, place_fresh};
 pub(crate) use writer::{Done, Pieces, Runs, Space, Step, Way, Writer};
 

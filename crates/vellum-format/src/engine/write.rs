@@ -180,7 +180,8 @@ async fn transfer_and_publish<W: Writer>(
     steps: &mut [Step<'_, W>],
     data: &mut Buffer,
 ) -> Result<()> {
-    let writes = gather(image, steps, data).await?;
+    let is_checked = image.journal().is_some_and(|journal| !journal.is_fenced());
+    let writes = gather(image, steps, data, is_checked).await?;
     writes.write(image, steps).await?;
     publish(image, steps).await
 }
@@ -244,12 +245,16 @@ pub(crate) async fn place_fresh<W: Writer, F: IntoIterator<Item = Fresh>>(
 
 /// The writes of a request, ready to be sent to the storage.
 #[must_use]
-struct Writes(Vec<(ImageOffset, Buffer)>);
+pub(super) struct Writes(Vec<(ImageOffset, Buffer)>);
 
-/// Gathers the bytes of the steps, and takes the checks of those that are fresh.
-async fn gather<W: Writer>(image: &W, steps: &mut [Step<'_, W>], data: &mut Buffer) -> Result<Writes> {
-    let any_fresh = steps.iter().any(|step| !step.fresh.is_empty());
-    let is_checked = any_fresh && image.journal().is_some_and(|journal| !journal.is_fenced());
+/// Gathers the bytes of the steps, and takes the checks of those that are fresh if there are to be any.
+pub(super) async fn gather<W: Writer>(
+    image: &W,
+    steps: &mut [Step<'_, W>],
+    data: &mut Buffer,
+    is_checked: bool,
+) -> Result<Writes> {
+    let is_checked = is_checked && steps.iter().any(|step| !step.fresh.is_empty());
     if is_checked {
         *data = unchanging(std::mem::take(data));
     }
@@ -275,7 +280,7 @@ async fn gather<W: Writer>(image: &W, steps: &mut [Step<'_, W>], data: &mut Buff
 
 impl Writes {
     /// Sends them.
-    async fn write<W: Writer>(self, image: &W, steps: &[Step<'_, W>]) -> Result<()> {
+    pub(super) async fn write<W: Writer>(self, image: &W, steps: &[Step<'_, W>]) -> Result<()> {
         let mut parts = Vec::with_capacity(self.0.len());
         for (at, data) in self.0 {
             write_mixed(image, steps, at, data, &mut parts);

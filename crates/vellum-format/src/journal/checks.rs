@@ -59,6 +59,8 @@ pub(super) struct OpenTransaction {
     full: BTreeSet<u64>,
     /// None of its data is checked.
     is_fenced: bool,
+    /// Bytes of copies of the disk below that may join it.
+    filled: u64,
 }
 
 #[derive(Default)]
@@ -77,6 +79,7 @@ impl Default for OpenTransaction {
             zeros: Vec::new(),
             full: BTreeSet::new(),
             is_fenced: false,
+            filled: 0,
         }
     }
 }
@@ -224,6 +227,21 @@ impl Journal {
         if open.sectors as u64 * 4 > CHECK_BYTES_MAX.min(longest / 4) {
             self.fence_open(&mut open);
         }
+    }
+
+    /// Whether a copy of this many bytes of the disk below may join the open transaction. Copies take at most a
+    /// quarter of the room for checks, and sixteen times as much data where nothing is checked. A single copy
+    /// that is larger is alone in its transaction.
+    pub(crate) fn has_room_for_copy(&self, bytes: u64) -> bool {
+        let longest = self.record_max();
+        let mut open = lock(&self.open);
+        let checked = CHECK_BYTES_MAX.min(longest / 4) / 4 / 4 * SECTOR;
+        let most = if open.is_fenced { checked * 16 } else { checked };
+        let has_room = open.filled == 0 || open.filled + bytes <= most;
+        if has_room {
+            open.filled += bytes;
+        }
+        has_room
     }
 
     /// Records that the open transaction counts on data without checks. The caller holds the gate, has

@@ -168,6 +168,20 @@ impl Native {
         }
     }
 
+    /// As above, for a change that may as well be left out: `None` where it would have to wait for a commit, or
+    /// where others soon would.
+    pub(super) fn try_enter_transaction(&self, cost: u64) -> Result<Option<RwLockReadGuard<'_, ()>>> {
+        self.engine.state.check_stopped()?;
+        let journal = self.journal().expect("the journal has begun");
+        let gate = journal.shared();
+        let before = self.open_bytes.fetch_add(cost, Ordering::AcqRel);
+        if before + cost <= self.record_max() / 8 && self.home.dirty_count() < DIRTY_PAGES_MAX / 4 {
+            return Ok(Some(gate));
+        }
+        self.open_bytes.fetch_sub(cost, Ordering::AcqRel);
+        Ok(None)
+    }
+
     /// Truncates the file behind the last unit.
     async fn cut_off(&self) -> Result<()> {
         if self.units.is_none() || self.metadata.limits().fixed_len {
@@ -262,6 +276,7 @@ impl Map for Native {
         }
         self.end_compaction().await;
         self.record_all().await?;
+        self.keep_filled().await?;
         self.commit().await?;
         if Self::journal(self).is_some() {
             // Holes are punched for the host's sake. The next opening assumes nothing about free units.

@@ -26,6 +26,7 @@ use std::sync::{Arc, Mutex, Weak};
 
 use vellum_core::{BlockSize, Error, GuestOffset, GuestSpan, ImageOffset, Result, SharedDisk, SharedStorage};
 
+use super::filled::FilledBlocks;
 use super::geometry::{Places, SUB_BLOCK};
 use super::home_pages::{HomePages, Missing};
 use super::in_use::InUse;
@@ -79,6 +80,8 @@ pub struct Native {
     /// `None` when no page of home can change.
     pub(super) journal: Option<Journal>,
     pub(super) in_use: InUse,
+    /// In `linear`: blocks that the image has although their bits say that it has not.
+    pub(super) filled: FilledBlocks,
     /// How many bytes of a record the open transaction may need, at most.
     pub(super) open_bytes: AtomicU64,
 }

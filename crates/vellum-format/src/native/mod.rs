@@ -40,6 +40,8 @@ pub mod create;
 mod detach;
 pub mod embed;
 mod embedded_alloc;
+mod fill;
+mod filled;
 mod format;
 pub mod geometry;
 mod home_pages;

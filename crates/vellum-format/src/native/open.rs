@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use roaring::RoaringBitmap;
 use vellum_core::{
-    BlockSize, Buffer, Clock, Context, Disk, Error, Extent, Geometry, GuestOffset, GuestSpan, HostTally,
-    LocalFuture, Result, Room, SharedDisk, SharedStorage, Tallied, WriteFlags, ZeroFlags,
+    BlockSize, Buffer, Clock, Context, Disk, Error, Extent, Filled, Filling, Geometry, GuestOffset,
+    GuestSpan, HostTally, LocalFuture, Result, Room, SharedDisk, SharedStorage, Tallied, WriteFlags,
+    ZeroFlags,
 };
 
 use super::geometry::{Layout, Places, Region};
@@ -152,6 +153,7 @@ impl Native {
             view: view.map(View::Still),
             journal,
             in_use: Default::default(),
+            filled: Default::default(),
             open_bytes: AtomicU64::new(0),
         });
         if !read_only && native.journal.is_none() {
@@ -422,6 +424,17 @@ impl Disk for Native {
         Box::pin(async move {
             let span = self.engine.check(Some(span))?;
             self.map_span(span).await
+        })
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.takes_copies()
+    }
+
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        Box::pin(async move {
+            let span = self.engine.check_change(GuestSpan::checked(at, data.len() as u64))?;
+            self.fill_span(span, data).await
         })
     }
 

@@ -11,8 +11,11 @@
 //! 3. The masks of one block are changed under its lock: the change that turns the last of them into data
 //!    sets the bit.
 
+use std::sync::RwLockReadGuard;
+
 use vellum_core::{Context, GuestSpan, ImageOffset, Result};
 
+use super::geometry::Bits;
 use super::home_pages::Missing;
 use super::image::{Native, mask};
 use super::zone_state::Given;
@@ -52,26 +55,49 @@ impl Planned {
 impl Native {
     /// Makes one cell's bytes part of the disk.
     pub(super) async fn publish_plain(&self, step: &Step<'_>) -> Result<()> {
-        let entry = self.unit().map(|unit| {
-            let number = unit.cluster_of(step.plan.part.start()).index();
-            (self.places.entry(number), step.at())
-        });
+        let (words, cost) = self.prepare_publishing(step).await?;
+        let gate = self.enter_changing(cost, || words.clone()).await?;
+        self.publish_prepared(step, gate);
+        Ok(())
+    }
+
+    /// As above, if the open transaction has room for it and no snapshot is in the way. Returns whether.
+    pub(super) async fn publish_if_room(&self, step: &Step<'_>) -> Result<bool> {
+        let (words, cost) = self.prepare_publishing(step).await?;
+        let Some(gate) = self.try_enter_transaction(cost)? else { return Ok(false) };
+        let may_change = self.may_change(&|| words.clone());
+        if may_change {
+            self.publish_prepared(step, gate);
+        }
+        Ok(may_change)
+    }
+
+    /// The words that a step changes, loaded, and the most that it takes of a record.
+    async fn prepare_publishing(&self, step: &Step<'_>) -> Result<(Vec<ImageOffset>, u64)> {
         self.load_masks(&step.plan.subs).await?;
         let mut words = self.words_of(&step.plan.subs);
-        words.extend(entry.filter(|_| step.plan.is_fresh).map(|(bits, _)| bits.word));
+        words.extend(self.entry_of(step).filter(|_| step.plan.is_fresh).map(|bits| bits.word));
         self.reserve(&words).await?;
         let checks: u64 = step.checks.iter().map(|(_, crcs)| 20 + crcs.len() as u64 * 4).sum();
-        let gate = self.enter_changing(words.len() as u64 * WORD_COST + checks, || words.clone()).await?;
+        let cost = words.len() as u64 * WORD_COST + checks;
+        Ok((words, cost))
+    }
+
+    fn entry_of(&self, step: &Step<'_>) -> Option<Bits> {
+        let unit = self.unit()?;
+        Some(self.places.entry(unit.cluster_of(step.plan.part.start()).index()))
+    }
+
+    fn publish_prepared(&self, step: &Step<'_>, gate: RwLockReadGuard<'_, ()>) {
         let journal = self.journal().expect("begun before");
         step.note_fresh(journal);
-        if let Some((bits, at)) = entry.filter(|_| step.plan.is_fresh) {
-            let number = self.number_of(at);
+        if let Some(bits) = self.entry_of(step).filter(|_| step.plan.is_fresh) {
+            let number = self.number_of(step.at());
             self.enter_unit(bits, number);
             step.held().published();
         }
         self.publish_subs(&step.plan.subs);
         drop(gate);
-        Ok(())
     }
 
     /// The words of home that a step may change, before it is known whether it gets a unit.

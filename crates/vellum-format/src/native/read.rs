@@ -25,6 +25,15 @@ pub(super) struct Part {
 
 pub(super) type Parts = SmallVec<[Part; 4]>;
 
+/// What decides where the bytes of the base's range are.
+#[derive(Clone, Copy)]
+enum Look {
+    /// Bits and masks.
+    Recorded,
+    /// Also the blocks that were filled, which are read from the image.
+    Shown,
+}
+
 fn push(parts: &mut Parts, next: Part) {
     if let Some(last) = parts.last_mut() {
         let continues = match (last.from, next.from) {
@@ -57,10 +66,14 @@ fn joined(parts: &[Part]) -> usize {
 impl Native {
     /// Adds the parts of the run as far as the pages in memory describe it. The error says from where on a
     /// page is missing, and which.
-    pub(super) fn cut(&self, span: GuestSpan, parts: &mut Parts) -> Result<(), (GuestSpan, Missing)> {
+    fn cut(&self, span: GuestSpan, by: Look, parts: &mut Parts) -> Result<(), (GuestSpan, Missing)> {
         let mut rest = span;
         while !rest.is_empty() {
-            let (sub, len) = self.first_state(rest).map_err(|missing| (rest, missing))?;
+            let state = match by {
+                Look::Recorded => self.first_state(rest),
+                Look::Shown => self.first_state_shown(rest),
+            };
+            let (sub, len) = state.map_err(|missing| (rest, missing))?;
             let (mut now, later) = rest.split_at(len);
             match sub {
                 Sub::Base => push(parts, Part { len, from: Origin::Below }),
@@ -81,11 +94,15 @@ impl Native {
         Ok(())
     }
 
-    /// All parts of a run.
+    /// All parts of a run, as bits and masks say.
     pub(super) async fn parts(&self, span: GuestSpan) -> Result<Parts> {
+        self.parts_by(span, Look::Recorded).await
+    }
+
+    async fn parts_by(&self, span: GuestSpan, by: Look) -> Result<Parts> {
         let mut parts = Parts::new();
         let mut rest = span;
-        while let Err((from, missing)) = self.cut(rest, &mut parts) {
+        while let Err((from, missing)) = self.cut(rest, by, &mut parts) {
             rest = from;
             self.load(missing).await?;
         }
@@ -95,7 +112,7 @@ impl Native {
     pub(super) async fn read_span(&self, span: GuestSpan, mut buffer: Buffer) -> Result<Buffer> {
         // Everything that is looked up here stays in place until this request has left its epoch.
         let _inside = self.engine.epochs.enter();
-        let parts = self.parts(span).await?;
+        let parts = self.parts_by(span, Look::Shown).await?;
         if let [part] = parts[..] {
             return self.read_part(span.start(), part, buffer).await;
         }
@@ -149,7 +166,7 @@ impl Native {
         let (span, _) = span.split_at(LOOKED_AT_ONCE);
         // The old space of a unit that has moved is punched only after this request has left.
         let _inside = self.engine.epochs.enter();
-        let parts = self.parts(span).await?;
+        let parts = self.parts_by(span, Look::Shown).await?;
         let mut at = span.start();
         let mut extents = Vec::new();
         for part in parts.into_iter().take(EXTENTS_MAX) {

@@ -47,7 +47,7 @@ pub(crate) struct LookAgain;
 pub(super) type Done = engine::Done<LookAgain>;
 
 /// The bytes of a cell that lie in these sub-blocks. The cell begins at `start`.
-fn bytes_of(subs: &[u64], start: GuestOffset) -> SmallVec<[Range<u64>; 2]> {
+pub(super) fn bytes_of(subs: &[u64], start: GuestOffset) -> SmallVec<[Range<u64>; 2]> {
     let mut ranges: SmallVec<[Range<u64>; 2]> = SmallVec::new();
     for sub in subs {
         let from = sub * SUB_BLOCK.bytes() - start.bytes();
@@ -196,6 +196,10 @@ impl Native {
     async fn fill_up(&self, span: GuestSpan) -> Result<Buffer> {
         let mut buffer = Buffer::for_overwrite(usize::try_from(span.len()).expect("within a sub-block"));
         match self.find(|| self.sub(SUB_BLOCK.cluster_of(span.start()).index())).await? {
+            // Nobody makes it zero meanwhile: the part is claimed.
+            Sub::Base if self.filled.has(self.places.shape().block.cluster_of(span.start()).index()) => {
+                self.data.read(self.places.linear(span.start()), buffer).await
+            }
             Sub::Base => self.read_base(span.start(), buffer).await,
             Sub::Zero => {
                 buffer.fill(0);

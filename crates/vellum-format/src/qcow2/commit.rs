@@ -34,8 +34,8 @@ use std::sync::{Arc, RwLockWriteGuard};
 use std::time::Duration;
 
 use vellum_core::{
-    Buffer, Context, Disk, Extent, Geometry, GuestOffset, GuestSpan, ImageOffset, ImageSpan, LocalFuture,
-    Result, SharedDisk, WriteFlags, ZeroFlags, try_join_all,
+    Buffer, Context, Disk, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, ImageOffset, ImageSpan,
+    LocalFuture, Result, SharedDisk, WriteFlags, ZeroFlags, try_join_all,
 };
 
 use super::give_back::Pace;
@@ -145,6 +145,17 @@ impl Disk for Qcow2 {
         Box::pin(async move {
             let span = self.engine.check(Some(span))?;
             self.noticed(self.map_span(span).await).await
+        })
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.takes_copies()
+    }
+
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        Box::pin(async move {
+            let span = self.engine.check_change(GuestSpan::checked(at, data.len() as u64))?;
+            self.noticed(self.fill_span(span, data).await).await
         })
     }
 

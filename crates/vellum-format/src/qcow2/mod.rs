@@ -47,6 +47,7 @@ mod corrupt;
 pub mod create;
 mod detach;
 mod entry;
+mod fill;
 mod format;
 mod give_back;
 pub mod header;

@@ -28,13 +28,13 @@ use crate::engine::{self, Pieces, Runs, Space, Way, Write as _, Writer, place_fr
 const CLUSTERS_AT_ONCE: u64 = 512;
 
 /// One cluster of a write.
-type Step<'a> = engine::Step<'a, Qcow2>;
+pub(super) type Step<'a> = engine::Step<'a, Qcow2>;
 
 /// The plan of a step, and what it was made from.
 pub(crate) struct Planned {
-    cluster: GuestCluster,
-    state: ClusterState,
-    plan: Plan,
+    pub(super) cluster: GuestCluster,
+    pub(super) state: ClusterState,
+    pub(super) plan: Plan,
 }
 
 /// Units without bytes of their own before this plan is carried out.
@@ -176,7 +176,12 @@ impl Qcow2 {
 
     /// The step of a plan that may be carried out. If `instead_of` is set, it gets a fresh cluster only because
     /// older writes may land at its own place until this epoch has passed.
-    fn step<'a>(&self, plan: Planned, held: Option<Held<'a>>, instead_of: Option<u64>) -> Step<'a> {
+    pub(super) fn step<'a>(
+        &self,
+        plan: Planned,
+        held: Option<Held<'a>>,
+        instead_of: Option<u64>,
+    ) -> Step<'a> {
         let mut step = Step::new(plan, held);
         let Planned { plan, state, .. } = &step.plan;
         step.fresh = bytes_of(fresh_units(plan, *state), self.entries.unit_size());
@@ -189,7 +194,7 @@ impl Qcow2 {
     }
 
     /// The epoch that must pass before the units of this plan may be filled at their old place.
-    fn must_wait_for_late_writes(&self, plan: &Plan, state: ClusterState) -> Option<u64> {
+    pub(super) fn must_wait_for_late_writes(&self, plan: &Plan, state: ClusterState) -> Option<u64> {
         let Target::Own(place) = plan.target else { return None };
         self.late.must_wait(place, fresh_units(plan, state), &self.engine.epochs)
     }
@@ -198,6 +203,25 @@ impl Qcow2 {
     /// allocated, other requests may be writing to them without a claim.
     fn may_move(&self, state: ClusterState) -> bool {
         !self.has_data_file && matches!(state, ClusterState::Plain(units) if units.alloc == 0)
+    }
+
+    /// Gives a fresh cluster to each step that needs one. Tables are made first.
+    pub(super) async fn place_steps(&self, steps: &mut [Step<'_>]) -> Result<()> {
+        let mut last_table = None;
+        for Planned { cluster, plan, .. } in steps.iter().map(|step| &step.plan) {
+            let table = self.mapping.slot(*cluster).l1_index;
+            if plan.publish != 0 && last_table.replace(table) != Some(table) {
+                self.own_table(*cluster).await?;
+            }
+        }
+        // Adjacent clusters, where adjacent steps need them.
+        let allocate = async |want| {
+            let run = self.allocate(want).await?;
+            let at = |cluster| self.cluster.start_of(ImageCluster::new(cluster));
+            let clusters = run.first..run.first + run.count;
+            Ok(clusters.map(move |cluster| Fresh { at: at(cluster), zeroed: run.zeroed }))
+        };
+        place_fresh(steps, allocate).await
     }
 
     async fn fill(&self, cluster: GuestOffset, segment: Segment, buffer: Buffer) -> Result<Buffer> {
@@ -264,21 +288,7 @@ impl Writer for Qcow2 {
             }
             rest = later;
         }
-        let mut last_table = None;
-        for Planned { cluster, plan, .. } in steps.iter().map(|step| &step.plan) {
-            let table = self.mapping.slot(*cluster).l1_index;
-            if plan.publish != 0 && last_table.replace(table) != Some(table) {
-                self.own_table(*cluster).await?;
-            }
-        }
-        // Adjacent clusters, where adjacent steps need them.
-        let allocate = async |want| {
-            let run = self.allocate(want).await?;
-            let at = |cluster| self.cluster.start_of(ImageCluster::new(cluster));
-            let clusters = run.first..run.first + run.count;
-            Ok(clusters.map(move |cluster| Fresh { at: at(cluster), zeroed: run.zeroed }))
-        };
-        place_fresh(steps, allocate).await.map(|()| Done::Yes)
+        self.place_steps(steps).await.map(|()| Done::Yes)
     }
 
     fn add_pieces<'s>(&'s self, step: &'s Step<'_>, data: &mut Buffer, pieces: &mut Pieces<'s>) {

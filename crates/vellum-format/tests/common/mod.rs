@@ -13,7 +13,7 @@ use std::time::Duration;
 use futures_lite::future::zip;
 use vellum_core::{
     Buffer, Disk, GuestOffset, GuestSpan, MemoryDisk, Random, Result, SharedDisk, SharedStorage, WriteFlags,
-    ZeroFlags,
+    ZeroFlags, fill_from_below,
 };
 use vellum_format::Prealloc;
 use vellum_format::qcow2::check::check;
@@ -142,7 +142,15 @@ pub(crate) async fn look(image: &SharedStorage) -> Result<(CheckReport, Vec<Stri
 pub(crate) async fn random_request(disk: &dyn Disk, random: &mut Random) -> Result<()> {
     let is_tended = random.one_in(2);
     let tending = async { while is_tended && disk.tend(Duration::ZERO).await {} };
-    zip(tending, one_request(disk, random)).await.1
+    let copied = disk.filling().map(|_| random.fork());
+    let filling = async {
+        if let Some(mut random) = copied.filter(|_| is_tended) {
+            let at = GuestOffset::new(random.below(disk.geometry().size));
+            // A copy that fails leaves everything as it was.
+            let _kept = fill_from_below(disk, at.span(random.below(40_000))).await;
+        }
+    };
+    zip(zip(tending, filling), one_request(disk, random)).await.1
 }
 
 async fn one_request(disk: &dyn Disk, random: &mut Random) -> Result<()> {

@@ -11,7 +11,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use vellum_core::{Buffer, Disk, GuestOffset, GuestSpan, Random, Result, WriteFlags, ZeroFlags};
+use vellum_core::{
+    Buffer, Disk, GuestOffset, GuestSpan, Random, Result, WriteFlags, ZeroFlags, fill_from_below,
+};
 
 use crate::mix::mix;
 
@@ -48,6 +50,12 @@ pub enum Act {
     Zero160k,
     /// A discard over more than two units. Never drawn.
     Drop160k,
+    /// A copy of one block of the disk below. Never drawn.
+    Fill4k,
+    /// A copy of 64 KiB of the disk below. Never drawn.
+    Fill64k,
+    /// A copy of what lies below of more than two units. Never drawn.
+    Fill160k,
 }
 
 impl Act {
@@ -62,7 +70,7 @@ impl Act {
     ];
 
     /// What only a program that names it has.
-    const NAMED: [(Self, &'static str); 7] = [
+    const NAMED: [(Self, &'static str); 10] = [
         (Self::Drop64k, "drop64k"),
         (Self::Long, "long"),
         (Self::Keep, "keep"),
@@ -70,6 +78,9 @@ impl Act {
         (Self::DiscardFua, "dfua"),
         (Self::Zero160k, "zero160k"),
         (Self::Drop160k, "drop160k"),
+        (Self::Fill4k, "fill4k"),
+        (Self::Fill64k, "fill64k"),
+        (Self::Fill160k, "fill160k"),
     ];
 
     fn named() -> impl Iterator<Item = (Self, &'static str)> {
@@ -79,15 +90,15 @@ impl Act {
     fn span(self, place: GuestOffset, size: u64) -> GuestSpan {
         let (skip, len) = match self {
             Self::Write512 => (1024, 512),
-            Self::Write4k | Self::Fua => (0, 4096),
-            Self::Write64k => (0, 65_536),
+            Self::Write4k | Self::Fua | Self::Fill4k => (0, 4096),
+            Self::Write64k | Self::Fill64k => (0, 65_536),
             Self::Odd => (300, 5000),
             Self::Zero | Self::Keep | Self::ZeroFua => (2048, 6144),
             Self::Discard | Self::DiscardFua => (0, 8192),
             Self::Drop64k => (0, 65_536),
             Self::Long => (300, 140_001),
             Self::Zero160k => (2048, 163_840),
-            Self::Drop160k => (0, 163_840),
+            Self::Drop160k | Self::Fill160k => (0, 163_840),
         };
         let start = place.bytes() + skip;
         GuestOffset::new(start).span(len.min(size.saturating_sub(start)))
@@ -132,6 +143,8 @@ impl Step {
             Act::Discard | Act::Drop64k | Act::Drop160k | Act::DiscardFua => {
                 disk.discard(span, WriteFlags { fua: act == Act::DiscardFua }).await
             }
+            // What is not copied is read from below, as before.
+            Act::Fill4k | Act::Fill64k | Act::Fill160k => fill_from_below(disk, span).await.map(drop),
             _ => {
                 let mut bytes = vec![0; usize::try_from(span.len()).expect("small")];
                 fill(&mut bytes, seed);

@@ -43,7 +43,7 @@ const CHECKS_TOGETHER: BlockSize = BlockSize::from_shift(20);
 impl Native {
     /// Whether snapshots allow these pages of home to change. `words` is not called where there are no
     /// snapshots.
-    fn may_change(&self, words: &impl Fn() -> Vec<ImageOffset>) -> bool {
+    pub(in crate::native) fn may_change(&self, words: &impl Fn() -> Vec<ImageOffset>) -> bool {
         let Some(views) = self.views.as_ref().filter(|views| views.any()) else { return true };
         let held = lock(&views.copies);
         words().into_iter().all(|word| held.is_kept(page_of(word)))

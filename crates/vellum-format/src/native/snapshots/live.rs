@@ -79,6 +79,7 @@ impl Native {
             view: Some(View::Live(live)),
             journal: None,
             in_use: Default::default(),
+            filled: Default::default(),
             open_bytes: AtomicU64::new(0),
         });
         open.insert(id, Arc::downgrade(&disk));

@@ -12,13 +12,16 @@ mod race;
 #[path = "threads/volatile.rs"]
 mod volatile;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 
 use common::look;
 use common::native::{NativeSetup, look_native};
 use futures_lite::future::block_on;
-use vellum_core::{Buffer, Disk, GuestOffset, Random, SharedDisk, SharedStorage, WriteFlags, ZeroFlags};
+use race::fill_beside;
+use vellum_core::{
+    Buffer, Disk, GuestOffset, MemoryDisk, Random, SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
+};
 use vellum_format::Native;
 use vellum_format::perturb;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
@@ -28,7 +31,8 @@ async fn open(image: &Arc<Volatile>, mapping_bytes_max: u64) -> Arc<Qcow2> {
     let image: SharedStorage = image.clone();
     let header = Header::read(&*image).await.unwrap();
     let options = OpenOptions { mapping_bytes_max, ..OpenOptions::default() };
-    Qcow2::open(header, Files { image, data_file: None, below: None }, options).await.unwrap()
+    let below = header.backing_file().map(|_| MemoryDisk::new(150_000) as SharedDisk);
+    Qcow2::open(header, Files { image, data_file: None, below }, options).await.unwrap()
 }
 
 fn fresh(options: &CreateOptions) -> Arc<Volatile> {
@@ -164,12 +168,20 @@ fn threads_over_the_same_clusters() {
         CreateOptions { extended_l2: true, ..plain(16_384) },
         CreateOptions { refcount_bits: 1, ..plain(512) },
         CreateOptions { version: 2, ..plain(4096) },
+        over_zeros(plain(4096)),
+        over_zeros(CreateOptions { extended_l2: true, ..plain(16_384) }),
     ];
     for (kind, options) in kinds.into_iter().enumerate() {
         for seed in 0..3 * common::scale() {
             one_race(&Racer::Qcow2(options.clone()), kind, seed);
         }
     }
+}
+
+/// With a journal, over a base that is zero, which is not known: so it is filled.
+fn over_zeros(options: CreateOptions) -> CreateOptions {
+    let backing = Some(("base".to_owned(), Some("raw".to_owned())));
+    CreateOptions { backing, journal: Some(128 << 10), ..options }
 }
 
 /// As above, for the native format. The base is zero, which is not known.
@@ -240,7 +252,12 @@ fn one_race(racer: &Racer, kind: usize, seed: u64) {
     let disk = racer.open(&image);
     let clock = AtomicU64::new(1);
     let sectors = racer.size() / 512;
+    let has_ended = AtomicBool::new(false);
     let logs: Vec<Vec<Done>> = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            perturb::begin(seed, 9);
+            fill_beside(&*disk, Random::from_seed(seed * 8 + 7), &has_ended);
+        });
         let handles: Vec<_> = (0..4u64)
             .map(|thread| {
                 let (disk, clock) = (&disk, &clock);
@@ -296,7 +313,9 @@ fn one_race(racer: &Racer, kind: usize, seed: u64) {
                 })
             })
             .collect();
-        handles.into_iter().map(|handle| handle.join().unwrap()).collect()
+        let logs = handles.into_iter().map(|handle| handle.join()).collect::<Vec<_>>();
+        has_ended.store(true, Ordering::SeqCst);
+        logs.into_iter().map(|log| log.unwrap()).collect()
     });
     let mut log: Vec<Done> = logs.into_iter().flatten().collect();
     let now = clock.load(Ordering::SeqCst);

@@ -164,6 +164,18 @@ pub enum Bug {
     MarkedLate,
     /// Checksums are computed over memory that may still change before it is written.
     LentChecked,
+    /// Records have no checksums of the copies of the disk below that they count on.
+    CopyNotChecked,
+    /// A copy of the disk below is written although the guest may have written there since that was read.
+    CopyOverNewer,
+    /// Zeros leave the bit in memory that sends readers to the filled bytes.
+    FilledBehindZeros,
+    /// A block is filled around its zeros, and what lies there is not zeroed.
+    ZerosNotFilled,
+    /// The bits of filled blocks are recorded before the bytes are durable.
+    FilledBeforeDurable,
+    /// Writers take what was filled for the image's own, which no crash remembers.
+    FilledForgotten,
 }
 
 thread_local! {

@@ -21,6 +21,7 @@ use vellum_core::{BlockSize, Buffer, Filled, GuestSpan, Result};
 use super::write::gather;
 use super::writer::{Step, Writer};
 use crate::claims::Held;
+use crate::perturb;
 
 /// A fill is done in pieces of at most this many bytes, so that a guest waits for no more than one of them.
 const BYTES_AT_ONCE: u64 = 1 << 20;
@@ -117,6 +118,7 @@ async fn plan<'a, C: Copier>(
             planned.wants_flush = true;
             break;
         }
+        perturb::point(); // somebody may write there now
         let Some(step) = image.plan_copy(part).await? else { continue };
         steps.push(step);
         last_cell = Some(cell);

@@ -1,5 +1,5 @@
 //! Filling: what the engine needs of the native format to keep copies of the base. The order of a fill is in
-//! `engine/fill.rs`; `linear` is filled in its own way (`filled.rs`).
+//! `engine/fill.rs`; `linear` is filled in its own way (`fill_linear.rs`).
 //!
 //! 1. Sub-blocks are filled that are read from the base. A block whose last sub-block is filled gets its bit.
 //! 2. A unit that a snapshot sees is left out, and so is one whose pages a snapshot has no copy of yet. So a fill

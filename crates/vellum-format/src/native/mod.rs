@@ -41,6 +41,7 @@ mod detach;
 pub mod embed;
 mod embedded_alloc;
 mod fill;
+mod fill_linear;
 mod filled;
 mod format;
 pub mod geometry;

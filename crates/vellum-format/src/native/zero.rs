@@ -222,7 +222,7 @@ impl Native {
             return Ok(Done::Yes);
         }
         self.begin_journal().await?;
-        self.unfill(part);
+        self.take_filled_back(part);
         self.load_masks(&subs).await?;
         let mut words = self.words_of(&subs);
         words.extend(frees.map(|(number, _)| self.places.entry(number).word));

@@ -9,38 +9,10 @@ fn with_copies(plan: &Plan) -> Plan {
     Plan { program: text.parse().unwrap(), ..plan.clone() }
 }
 
-/// What drafts of the protocol did not survive, and its like.
-fn known() -> Vec<Plan> {
-    let texts = [
-        // A part of what was filled is overwritten, and only that is flushed.
-        "fill64k@0 w512@0 flush",
-        "fill160k@4 flush odd@0 flush w4k@4 fua@0",
-        // What was filled becomes zero, and is filled again.
-        "fill64k@0 zero@0 flush fill64k@0 flush reopen",
-        "fill160k@4 zero@0 flush reopen fill160k@4 reopen zero@0 flush",
-        "fill64k@0 keep@0 flush reopen keep@0 fill64k@0 flush",
-        "fill64k@0 flush discard@0 reopen fill160k@4 drop160k@4 flush",
-        "zero@0 fill64k@0 w512@0 flush reopen",
-        "fill64k@0 reopen w4k@0 flush zero@0 reopen",
-        // Beside a guest: in the same cluster, in the same block.
-        "w4k@0 w512@0 flush zero@0 flush | fill64k@0 fill160k@4 fill4k@0 fill64k@0",
-        "zero@0 w512@0 discard@0 flush | fill64k@0 fill64k@0 fill64k@0 | fua@1 odd@0 flush",
-        "w64k@0 zero@0 flush keep@0 | fill160k@4 fill160k@4 | fill4k@0 fill4k@0 fill64k@0",
-    ];
-    let mut plans = Vec::new();
-    for text in texts {
-        let plan = Plan::whole(text.parse().unwrap());
-        plans.extend((0..4 * scale()).map(|seed| Plan { seed, ..plan.clone() }));
-        plans.extend((0..6).map(|number| Plan { fail_flush: Some(number), ..plan.clone() }));
-        plans.extend((0..6).map(|number| Plan { fail_write: Some(number), ..plan.clone() }));
-    }
-    plans
-}
-
 fn explore_filled(subject: &dyn Subject, one_in: usize) {
     let drawn = plans(3);
     let mut chosen: Vec<Plan> = drawn.iter().step_by(part(one_in)).map(with_copies).collect();
-    chosen.extend(known().into_iter().step_by(if one_in > 4 { 2 } else { 1 }));
+    chosen.extend(kinds::copies(4 * scale()).into_iter().step_by(if one_in > 4 { 2 } else { 1 }));
     chosen.extend(failing_flushes().iter().map(with_copies).step_by(part(one_in)));
     let counts = explore_plans(subject, chosen);
     assert!(counts.programs == 0 || counts.states > 500, "{counts:?}");

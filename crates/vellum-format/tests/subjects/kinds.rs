@@ -57,3 +57,33 @@ pub(crate) fn with_a_failing_write(seed: u64) -> Plan {
     plan.fail_write = Some(random.below(16));
     plan
 }
+
+/// Copies of the disk below between and beside requests: what drafts of the protocol did not survive, and its like.
+/// Each program with as many seeds, and with each of the first flushes and writes failing.
+pub(crate) fn copies(seeds: u64) -> Vec<Plan> {
+    let texts = [
+        // A part of what was filled is overwritten, and only that is flushed.
+        "fill64k@0 w512@0 flush",
+        "fill160k@4 flush odd@0 flush w4k@4 fua@0",
+        // What was filled becomes zero, and is filled again.
+        "fill64k@0 zero@0 flush fill64k@0 flush reopen",
+        "fill160k@4 zero@0 flush reopen fill160k@4 reopen zero@0 flush",
+        "fill64k@0 keep@0 flush reopen keep@0 fill64k@0 flush",
+        "fill64k@0 flush discard@0 reopen fill160k@4 drop160k@4 flush",
+        "zero@0 fill64k@0 w512@0 flush reopen",
+        "fill64k@0 zero@0 keep@0 fill64k@0 reopen w512@1",
+        "fill64k@0 reopen w4k@0 flush zero@0 reopen",
+        // Beside a guest: in the same cluster, in the same block.
+        "w4k@0 w512@0 flush zero@0 flush | fill64k@0 fill160k@4 fill4k@0 fill64k@0",
+        "zero@0 w512@0 discard@0 flush | fill64k@0 fill64k@0 fill64k@0 | fua@1 odd@0 flush",
+        "w64k@0 zero@0 flush keep@0 | fill160k@4 fill160k@4 | fill4k@0 fill4k@0 fill64k@0",
+    ];
+    let mut plans = Vec::new();
+    for text in texts {
+        let plan = Plan::whole(text.parse().unwrap());
+        plans.extend((0..seeds).map(|seed| Plan { seed, ..plan.clone() }));
+        plans.extend((0..6).map(|number| Plan { fail_flush: Some(number), ..plan.clone() }));
+        plans.extend((0..6).map(|number| Plan { fail_write: Some(number), ..plan.clone() }));
+    }
+    plans
+}

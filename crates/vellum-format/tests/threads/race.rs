@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_lite::future::block_on;
-use vellum_core::{Buffer, Disk, ErrorKind, GuestOffset, Random, SharedStorage, WriteFlags, ZeroFlags};
+use vellum_core::{
+    Buffer, Disk, ErrorKind, GuestOffset, Random, SharedStorage, WriteFlags, ZeroFlags, fill_from_below,
+};
 use vellum_format::native::{Native, OpenOptions, Superblocks, create};
 use vellum_format::{Prealloc, perturb};
 
@@ -75,15 +77,21 @@ pub(crate) fn nearly_full(units: u64) -> Kind {
 /// Units that the guests use.
 pub(crate) const USED: u64 = SHARED.len() as u64 + WHOLE.len() as u64;
 
+fn zeros() -> Vec<u8> {
+    vec![0; index(SIZE / 2 + 2 * UNIT)]
+}
+
+pub(crate) fn over_a_base() -> Kind {
+    Kind::of(NativeSetup::table("table over a base", SIZE, UNIT).over(zeros(), 16 << 10))
+}
+
 pub(crate) fn kinds() -> Vec<Kind> {
-    let zeros = || vec![0; index(SIZE / 2 + 2 * UNIT)];
-    let over_a_base = NativeSetup::table("table over a base", SIZE, UNIT).over(zeros(), 16 << 10);
     let zoned_over_a_base =
         NativeSetup::zoned("zoned over a base", SIZE, UNIT, 4 * UNIT).over(zeros(), 16 << 10);
     let on_a_device = NativeSetup::zoned("zoned, on a device", SIZE, UNIT, 2 * UNIT);
     vec![
         table(),
-        Kind::of(over_a_base),
+        over_a_base(),
         zoned(),
         Kind { prealloc: Prealloc::Fixed(256 << 10), ..Kind::of(zoned_over_a_base) },
         compacted(),
@@ -238,6 +246,12 @@ impl Fixture<'_> {
         Ok(taken)
     }
 
+    /// A task that fills the disk where guests write.
+    fn fill(&self) {
+        let random = self.begin();
+        fill_beside(&**self.disk, random, &self.has_ended);
+    }
+
     /// A task that tends the disk, with long pauses in between.
     fn tend(&self) {
         self.begin();
@@ -247,6 +261,20 @@ impl Fixture<'_> {
             while block_on(self.disk.tend(Duration::from_secs(seconds))) {}
             std::thread::yield_now();
         }
+    }
+}
+
+/// Fills a disk until that is to end, here and there.
+pub(crate) fn fill_beside(disk: &dyn Disk, mut random: Random, has_ended: &AtomicBool) {
+    while disk.filling().is_some() && !has_ended.load(Ordering::SeqCst) {
+        let places = SHARED.map(|unit| unit * UNIT).into_iter().chain([random.below(disk.geometry().size)]);
+        let at = *random.pick(&places.filter(|at| *at < disk.geometry().size).collect::<Vec<_>>());
+        match block_on(fill_from_below(disk, GuestOffset::new(at).span(1 + random.below(100_000)))) {
+            Ok(filled) if filled.wants_flush && random.one_in(4) => block_on(disk.flush()).unwrap(),
+            Ok(_) => {}
+            Err(error) => assert_eq!(error.kind(), ErrorKind::NoSpace, "{}", error.chain()),
+        }
+        std::thread::yield_now();
     }
 }
 
@@ -281,6 +309,7 @@ pub(crate) fn race(kind: &Kind, seed: u64, on_thread: fn()) -> Outcome {
         let guests: Vec<_> = (0..GUESTS).map(|guest| scope.spawn(move || fixture.sectors(guest))).collect();
         let whole = scope.spawn(|| fixture.units());
         let tender = scope.spawn(|| fixture.tend());
+        let filler = scope.spawn(|| fixture.fill());
         let snapshots = kind.has_snapshots.then(|| scope.spawn(|| fixture.snapshots()));
         for guest in guests {
             note(guest.join().unwrap().map(|mut model| sectors.append(&mut model)));
@@ -288,6 +317,7 @@ pub(crate) fn race(kind: &Kind, seed: u64, on_thread: fn()) -> Outcome {
         note(whole.join().unwrap().map(|model| units = model));
         fixture.has_ended.store(true, Ordering::SeqCst);
         tender.join().unwrap();
+        filler.join().unwrap();
         if let Some(snapshots) = snapshots {
             note(snapshots.join().unwrap().map(|left| taken = left));
         }

@@ -26,7 +26,7 @@ use std::time::Duration;
 
 use futures_lite::FutureExt as _;
 
-use crate::disk::{Disk, Extent, Geometry, Room, SharedDisk, WriteFlags, ZeroFlags};
+use crate::disk::{Disk, Extent, Filled, Filling, Geometry, Room, SharedDisk, WriteFlags, ZeroFlags};
 use crate::losses::Losses;
 use crate::tally::{IoCounts, IoTally};
 use crate::units::{GuestOffset, GuestSpan};
@@ -236,6 +236,27 @@ impl Disk for CheckedDisk {
             AssertUnwindSafe(tended).catch_unwind().await.unwrap_or_else(|panic| {
                 self.break_down(&words_of(&*panic));
                 false
+            })
+        })
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.inner.filling()
+    }
+
+    /// Neither counted as a request nor its failure as an error of one: it is nobody's request.
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        let len = data.len();
+        Box::pin(async move {
+            self.sound()?;
+            self.span(at, len)?;
+            self.writable()?;
+            let mut guard = Abandoned { disk: self, changes: true, ended: false };
+            let result = AssertUnwindSafe(self.inner.fill(at, data)).catch_unwind().await;
+            guard.ended = true;
+            result.unwrap_or_else(|panic| {
+                self.break_down(&words_of(&*panic));
+                Err(broken())
             })
         })
     }

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use crate::buffer::SharedBytes;
 use crate::clock::Random;
-use crate::disk::{Disk, Extent, Geometry, Room, SharedDisk, WriteFlags, ZeroFlags};
+use crate::disk::{Disk, Extent, Filled, Filling, Geometry, Room, SharedDisk, WriteFlags, ZeroFlags};
 use crate::lock;
 use crate::storage::{Limits, SharedStorage, Storage, StorageRun, Zeroes};
 use crate::units::{GuestOffset, GuestSpan, ImageOffset, ImageSpan};
@@ -125,6 +125,14 @@ impl Disk for Lending<dyn Disk> {
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
         self.inner.tend(now)
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.inner.filling()
+    }
+
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        self.inner.fill(at, data)
     }
 
     fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::disk::{Disk, Extent, Geometry, Room, SharedDisk, WriteFlags, ZeroFlags};
+use crate::disk::{Disk, Extent, Filled, Filling, Geometry, Room, SharedDisk, WriteFlags, ZeroFlags};
 use crate::losses::{Losses, Witness};
 use crate::units::{GuestOffset, GuestSpan};
 use crate::{Buffer, LocalFuture, Result};
@@ -86,6 +86,14 @@ impl Disk for Witnessed {
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
         self.inner.tend(now)
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.inner.filling()
+    }
+
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        self.inner.fill(at, data)
     }
 
     fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {

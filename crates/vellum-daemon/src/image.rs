@@ -8,6 +8,7 @@ use vellum_format::probe::{Guess, guess};
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{File, OpenOptions, clock};
 use vellum_layer::chain::{Step, being_written, guess_format, replayed};
+use vellum_layer::hydrate::TapOptions;
 use vellum_layer::{Chain, ChainOptions, Opener, Purpose, Referrer, Templates, Trust};
 
 use crate::host::{Host, HostOptions, Pool};
@@ -38,6 +39,8 @@ pub struct ImageOptions {
     /// Memory for the mappings of a qcow2 image and of those below it, in bytes; as it needs, within bounds,
     /// when not given.
     pub mapping_bytes_max: Option<u64>,
+    /// What an image that is written reads from below is seen, and copied.
+    pub tap: Option<TapOptions>,
 }
 
 impl ImageOptions {
@@ -85,6 +88,7 @@ pub async fn open_over(
         mapping_bytes_max: options.mapping_bytes_max,
         clock: Some(clock()),
         templates: templates.cloned(),
+        tap: options.tap.clone(),
     };
     let opened = Chain::open(&options.host()?, path, &chain).await?;
     if !options.read_only && options.snapshot.is_none() {

@@ -63,7 +63,10 @@ pub use image::{ImageOptions, open_image};
 pub use notify::NotifySocket;
 pub use rights::SocketRights;
 pub use serve::serve;
-pub use spec::{ExportSpec, FuseSpec, NbdSpec, Ready, ReadyDisk, Report, ServeSpec, UblkSpec, VhostSpec};
+pub use served::prefetch_limits;
+pub use spec::{
+    ExportSpec, FuseSpec, HydrationSpec, NbdSpec, Ready, ReadyDisk, Report, ServeSpec, UblkSpec, VhostSpec,
+};
 pub use tls::TlsFiles;
 
 // The types of the crates below that callers give to these functions and get from them.
@@ -77,4 +80,6 @@ pub use vellum_format::report::{CheckReport, JournalChange, Recovered, Recovery,
 pub use vellum_format::zeros::Zeros;
 pub use vellum_format::{FormatKind, Prealloc};
 pub use vellum_io::{Address, IoMode, PassedSocket, PassedTo, run};
+pub use vellum_layer::hydrate::trace::{TRACE_BYTES_MAX, Trace};
+pub use vellum_layer::hydrate::{PrefetchLimits, Run};
 pub use vellum_layer::valve::RateLimits;

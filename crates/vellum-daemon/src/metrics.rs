@@ -283,6 +283,41 @@ impl Collector for Counted {
         self.counters(to, ("vellum_host_bytes", "Bytes of these requests", "request"), |disk| {
             host(&disk.host, bytes)
         })?;
+        let copied = |disk: &DiskStats| {
+            disk.hydration
+                .iter()
+                .flat_map(|hydration| {
+                    vec![
+                        ("read", hydration.bytes_filled),
+                        ("prefetch", hydration.bytes_prefetched),
+                        ("dropped", hydration.bytes_dropped),
+                    ]
+                })
+                .collect()
+        };
+        let help = "Bytes of the backing images: copied because they were read, copied ahead of need, and not copied";
+        self.counters(to, ("vellum_hydration_bytes", help, "why"), copied)?;
+        let missing = |disk: &DiskStats| {
+            let missing = disk.hydration.as_ref().and_then(|hydration| hydration.bytes_missing);
+            missing.map(|bytes| ("", bytes)).into_iter().collect()
+        };
+        let help = "Bytes that only the backing images have, as far as is known";
+        self.gauges(to, ("vellum_hydration_missing_bytes", help, ""), missing)?;
+        let events = |disk: &DiskStats| {
+            disk.hydration
+                .iter()
+                .flat_map(|hydration| {
+                    vec![
+                        ("commit", hydration.commits),
+                        ("pause", hydration.pauses),
+                        ("error", hydration.errors),
+                    ]
+                })
+                .collect()
+        };
+        let help =
+            "Flushes of its own, pauses because of contention, and errors of copying from the backing images";
+        self.counters(to, ("vellum_hydration_events", help, "event"), events)?;
         let metric = to.encode_descriptor(
             "vellum_request_duration_seconds",
             "Latency of requests, from admission to the answer",
@@ -319,7 +354,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::stats::{LastError, Latency};
+    use crate::stats::{HydrationStats, LastError, Latency};
 
     fn disk() -> DiskStats {
         DiskStats {
@@ -327,6 +362,13 @@ mod tests {
             image: "/images/web.vlm".to_owned(),
             virtual_size: 1 << 30,
             state: "no space".to_owned(),
+            hydration: Some(HydrationStats {
+                state: "running".to_owned(),
+                bytes_missing: Some(1 << 20),
+                bytes_filled: 8192,
+                commits: 2,
+                ..HydrationStats::default()
+            }),
             paused_seconds: None,
             held: 2,
             limits: BTreeMap::new(),
@@ -369,6 +411,9 @@ mod tests {
             format!("vellum_requests_waiting{{{disk}}} 3"),
             format!(r#"vellum_guest_requests_total{{{disk},request="read"}} 7"#),
             format!(r#"vellum_failures_total{{{disk},kind="no-space"}} 4"#),
+            format!(r#"vellum_hydration_bytes_total{{{disk},why="read"}} 8192"#),
+            format!(r#"vellum_hydration_events_total{{{disk},event="commit"}} 2"#),
+            format!("vellum_hydration_missing_bytes{{{disk}}} 1048576"),
             format!("vellum_last_error_timestamp_seconds{{{disk}}} 1800000000"),
             format!(r#"vellum_request_duration_seconds_count{{{disk},request="read"}} 7"#),
             format!(r#"vellum_request_duration_seconds_bucket{{le="0.000064",{disk},request="read"}} 5"#),

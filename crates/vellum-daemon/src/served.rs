@@ -17,6 +17,7 @@
 
 mod disks;
 mod gone;
+mod hydrating;
 mod life;
 mod steer;
 mod tending;
@@ -41,6 +42,7 @@ use vellum_export::vhost::Reconnects;
 use vellum_format::FormatKind;
 use vellum_format::image::{Snapshot, SnapshotSupport, Snapshots};
 use vellum_io::{WorkersHandle, clock, unblock};
+use vellum_layer::hydrate::{CopyMemory, FillerTurns, HydrationControl, Tap};
 use vellum_layer::valve::{Hold, State};
 use vellum_layer::{Chain, Durable, Member, Templates, Valve};
 
@@ -53,6 +55,8 @@ use crate::spec::{ExportSpec, ReadyDisk};
 use crate::stats::DiskStats;
 pub(crate) use disks::{Disks, Opening};
 use gone::Gone;
+pub use hydrating::prefetch_limits;
+use hydrating::{Hydrating, tap_options};
 use life::{Life, Stage, Step};
 pub(crate) use steer::Wish;
 use tending::Tending;
@@ -75,6 +79,10 @@ pub(crate) struct How {
     pub(crate) patience: Duration,
     /// The images that the disks stand on.
     pub(crate) templates: Arc<Templates>,
+    /// What copies of what guests read may take in memory.
+    pub(crate) copy_memory: Arc<CopyMemory>,
+    /// Those that fill images take turns.
+    pub(crate) filler_turns: FillerTurns,
 }
 
 /// A disk that is open.
@@ -103,6 +111,11 @@ pub(crate) struct Served {
     /// The task that enlarges its device when it becomes full, if there is one.
     growing: Mutex<Option<Arc<Growing>>>,
     tending: Mutex<Option<Tending>>,
+    /// What its hydration is told, and says.
+    hydration: Arc<HydrationControl>,
+    /// What sees the reads of its image from below.
+    tap: Mutex<Option<Arc<Tap>>>,
+    hydrating: Mutex<Option<Hydrating>>,
     /// Front ends that come from a server before this one.
     reconnects: Reconnects,
     /// Disconnects the readers of its snapshots.
@@ -153,7 +166,8 @@ impl Served {
     async fn open(number: usize, group: &Group, how: Arc<How>, workers: WorkersHandle) -> Result<Arc<Self>> {
         let export = &group.exports[0];
         canonical_path(&export.path).await.context(|| format!("can't open {}", export.path.display()))?;
-        let chain = open_over(Some(&how.templates), &export.path, &export.image).await?;
+        let image = ImageOptions { tap: tap_options(export, &how), ..export.image.clone() };
+        let chain = open_over(Some(&how.templates), &export.path, &image).await?;
         Self::of(number, group, how, workers, chain).await
     }
 
@@ -170,7 +184,10 @@ impl Served {
         let (inner, growing) = behind_valve(&chain, &export.path, &how, &record).await;
         let valve = Valve::new(inner.clone(), clock());
         // Where nothing can be controlled, there should be no overhead.
-        let is_steered = how.is_steered || how.holds_when_full || !export.rate_limits.are_none();
+        let is_steered = how.is_steered
+            || how.holds_when_full
+            || !export.rate_limits.are_none()
+            || export.hydration.is_wanted();
         valve.limit(export.rate_limits.clone());
         valve.hold_when_full(how.holds_when_full);
         let is_written = !export.image.read_only;
@@ -179,16 +196,20 @@ impl Served {
             true => Reconnects::durable(),
             false => Reconnects::doubtful(chain.was_left_open()),
         };
-        Ok(Arc::new(Self {
+        let image = ImageOptions { tap: tap_options(export, &how), ..export.image.clone() };
+        let served = Arc::new(Self {
             number,
             path: export.path.clone(),
             canonical: group.canonical.clone(),
             life: Mutex::new(Life::new(group.exports.iter().map(|export| export.name.clone()))),
-            image: export.image.clone(),
+            image,
             format: chain.top().head.kind(),
             how,
             workers,
             tallies: Mutex::new((chain.top_tally.clone(), chain.below_tally())),
+            hydration: Arc::default(),
+            tap: Mutex::new(chain.tap().cloned()),
+            hydrating: Mutex::default(),
             chain: RwLock::new(Some(chain)),
             holders: AtomicUsize::new(0),
             disk: CheckedDisk::new(if is_steered { valve.clone() } else { inner }),
@@ -199,7 +220,12 @@ impl Served {
             reconnects,
             readers: Shutdown::new(),
             losses_said: AtomicU64::new(0),
-        }))
+        });
+        if let Err(error) = served.hydrate_as_said(&export.hydration) {
+            served.end(&Exports::new()).await?;
+            return Err(error);
+        }
+        Ok(served)
     }
 
     fn watcher(&self) -> MutexGuard<'_, Option<Arc<Growing>>> {
@@ -349,6 +375,7 @@ impl Served {
             latency: crate::stats::latency_of(&self.record),
             host: (&tallies.0).into(),
             below: (&tallies.1).into(),
+            hydration: self.hydration_stats(),
         }
     }
 
@@ -385,10 +412,12 @@ impl Served {
         if !vellum_core::Disk::geometry(&*self.disk).read_only {
             *lock(&self.tending) = Some(Tending::begin(self, &self.workers));
         }
+        self.begin_hydrating();
     }
 
     /// Stops the background task. Waits until it has finished what it had begun.
     async fn tend_no_more(&self) {
+        self.hydrate_no_more().await;
         let tending = lock(&self.tending).take();
         if let Some(tending) = tending {
             tending.end().await;

@@ -43,6 +43,7 @@ use vellum_core::{Error, ErrorKind, Result, join_all, lock};
 use vellum_export::nbd::{Clients, Exports, View};
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{Address, Listener, Signal, Signals, Task, WorkersHandle, clock, spawn_local, unblock};
+use vellum_layer::hydrate::FillerTurns;
 
 use crate::contained::{contained, in_rounds};
 use crate::control::places::{CONNECTIONS_MAX, Places};
@@ -162,6 +163,8 @@ impl Server {
             holds_when_full: spec.hold_when_full,
             patience: PATIENCE,
             templates: Arc::default(),
+            copy_memory: Arc::default(),
+            filler_turns: FillerTurns::default(),
         };
         let disks = Disks::new(how, exports.clone(), workers.clone());
         exports.also(Arc::new(SnapshotExports(disks.clone())));

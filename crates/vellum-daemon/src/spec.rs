@@ -3,6 +3,7 @@
 //! The callbacks that report readiness and the end are here too.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use vellum_core::{Error, Result};
@@ -10,6 +11,7 @@ use vellum_export::nbd::SessionLimits;
 use vellum_export::vhost::QUEUES_MAX;
 use vellum_format::FormatKind;
 use vellum_io::{Address, IoMode, PassedSocket, Signal};
+use vellum_layer::hydrate::{PrefetchLimits, Run};
 use vellum_layer::valve::RateLimits;
 
 use crate::grow::GrowHook;
@@ -32,6 +34,30 @@ pub struct ExportSpec {
     pub description: String,
     /// How its requests are limited. Of several exports of one image those of the first count.
     pub rate_limits: RateLimits,
+    /// How it gets what only the images below it have.
+    pub hydration: HydrationSpec,
+}
+
+/// How a disk gets what only the images below it have.
+#[derive(Debug, Clone, Default)]
+pub struct HydrationSpec {
+    /// Blocks that guests read are copied into the image.
+    pub copy_on_read: bool,
+    /// Everything is copied ahead of need, and then the image is detached from those below.
+    pub prefetch: bool,
+    /// How fast.
+    pub limits: PrefetchLimits,
+    /// What comes first, in this order.
+    pub trace: Option<Arc<[Run]>>,
+    /// The order in which blocks are read first from below is recorded.
+    pub keeps_order: bool,
+}
+
+impl HydrationSpec {
+    /// Whether there is anything to do.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.copy_on_read || self.prefetch || self.keeps_order
+    }
 }
 
 /// What a server is to do.
@@ -41,6 +67,8 @@ pub struct ServeSpec {
     pub exports: Vec<ExportSpec>,
     /// How images are opened that are added later.
     pub image: ImageOptions,
+    /// How those get what only the images below them have.
+    pub hydration: HydrationSpec,
     /// How many queues a front end may use of those.
     pub queues: Option<u16>,
     /// Where NBD clients are waited for.

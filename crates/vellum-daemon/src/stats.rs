@@ -191,6 +191,46 @@ pub(crate) fn latency_of(record: &Record) -> BTreeMap<String, Latency> {
     Kind::ALL.into_iter().filter_map(of).collect()
 }
 
+/// How a disk gets what its image does not have.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct HydrationStats {
+    /// `off`, `running`, `paused` by a user; `contended`, `waiting`, `no space` or `failed` while it waits before it tries
+    /// again; `snapshots` when everything is in the image and snapshots keep it from being detached; `detaching`; `detached`.
+    pub state: String,
+    /// Blocks that guests read are copied.
+    pub copy_on_read: bool,
+    /// Bytes that the image does not have yet, as far as is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_missing: Option<u64>,
+    /// Bytes a second that are copied ahead of need.
+    pub bytes_per_second: u64,
+    /// How long the rest takes at this rate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seconds_left: Option<u64>,
+    /// Bytes read from below for guests.
+    pub bytes_fetched: u64,
+    /// Bytes that a reader got from what was fetched for another.
+    pub bytes_shared: u64,
+    /// Bytes that guests read and that were copied into the image.
+    pub bytes_filled: u64,
+    /// Bytes that were copied ahead of need.
+    pub bytes_prefetched: u64,
+    /// Bytes that were not copied, because there was no memory for them or a copy had failed.
+    pub bytes_dropped: u64,
+    /// Flushes that no guest had asked for.
+    pub commits: u64,
+    /// Pauses because of contention.
+    pub pauses: u64,
+    /// Copies that failed.
+    pub errors: u64,
+    /// What went wrong last.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_error: Option<String>,
+    /// The limits in force, in bytes a second.
+    pub limits: BTreeMap<String, u64>,
+}
+
 /// One disk that is served.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -237,6 +277,9 @@ pub struct DiskStats {
     pub host: HostOperations,
     /// What that cost in the images below it. Disks of a server that share those images share these counts.
     pub below: HostOperations,
+    /// How it gets what only the images below it have, where there are any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hydration: Option<HydrationStats>,
 }
 
 /// A server.

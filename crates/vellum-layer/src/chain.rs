@@ -40,6 +40,7 @@ use vellum_format::image::{Files, Head, OpenOptions, Opened};
 use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memory, settle};
 
 use crate::gate::{Gate, Trust};
+use crate::hydrate::{Tap, TapOptions};
 use below::{Below, Stand};
 pub use templates::Templates;
 pub use way_down::{Step, WayDown};
@@ -117,6 +118,8 @@ pub struct ChainOptions {
     pub clock: Option<Arc<dyn Clock>>,
     /// The images below the top are shared with the other disks of these templates.
     pub templates: Option<Arc<Templates>>,
+    /// What the top image reads from below is seen, and copied. Not where it is only read, or has nothing below.
+    pub tap: Option<TapOptions>,
 }
 
 impl Default for ChainOptions {
@@ -133,6 +136,7 @@ impl Default for ChainOptions {
             compaction: false,
             clock: None,
             templates: None,
+            tap: None,
         }
     }
 }
@@ -157,6 +161,8 @@ pub struct Chain {
     /// What the top image costs the host.
     pub top_tally: HostTally,
     below: Option<Stand>,
+    /// Between the top image and those below.
+    tap: Option<Arc<Tap>>,
     options: ChainOptions,
     /// How much the mapping of the top image takes as a whole, in bytes.
     top_need: u64,
@@ -198,14 +204,17 @@ impl Chain {
             mapping_share: top_share(top_need, below.as_ref(), options),
             options,
         };
-        let below_disk = below.as_ref().map(|below| below.disk().clone());
+        let tap = tap_over(below.as_ref(), options);
         let Found { path, storage, data_file, head } = image;
-        let files = files_of(&storage, data_file.as_ref(), below_disk);
+        let files = files_of(&storage, data_file.as_ref(), over(below.as_ref(), tap.as_ref()));
         let opened = open_disk(&*head, files, how).await;
         let opened = opened.map_err(|error| way_down::describe(error, &path, 0))?;
         let top = Member { path, storage, data_file, head, opened };
+        if let Some(tap) = &tap {
+            tap.is_below(&*top.opened.disk);
+        }
         let options = options.clone();
-        Ok(Self { top, top_tally, below, options, top_need, gone: None, was_left_open })
+        Ok(Self { top, top_tally, below, tap, options, top_need, gone: None, was_left_open })
     }
 
     /// The top image.
@@ -224,6 +233,11 @@ impl Chain {
     /// When the chain is shorter.
     pub fn member(&self, depth: usize) -> &Member {
         self.members().nth(depth).expect("the chain is as long")
+    }
+
+    /// What stands between the top image and those below, if that was wanted and there are any.
+    pub fn tap(&self) -> Option<&Arc<Tap>> {
+        self.tap.as_ref()
     }
 
     /// What the images below cost the host, also for other disks of the process that share them.
@@ -286,6 +300,19 @@ fn top_share(need: u64, below: Option<&Stand>, options: &ChainOptions) -> u64 {
     let below = below.map_or(&[][..], |below| below.needs());
     let needs: Vec<u64> = std::iter::once(need).chain(below.iter().copied()).collect();
     share::shares(&needs, options.mapping_bytes_max).images[0]
+}
+
+/// What sees the reads of the top image from below.
+fn tap_over(below: Option<&Stand>, options: &ChainOptions) -> Option<Arc<Tap>> {
+    let is_written = !options.read_only && options.snapshot.is_none();
+    let tap = options.tap.as_ref().filter(|_| is_written);
+    below.zip(tap).map(|(below, tap)| Tap::over(below.disk().clone(), tap.clone()))
+}
+
+/// The disk that the top image stands on.
+fn over(below: Option<&Stand>, tap: Option<&Arc<Tap>>) -> Option<SharedDisk> {
+    let tap = tap.map(|tap| Arc::clone(tap) as SharedDisk);
+    tap.or_else(|| below.map(|below| below.disk().clone()))
 }
 
 /// How one image of a chain is opened.

@@ -17,8 +17,8 @@ use std::time::Duration;
 
 use event_listener::Event;
 use vellum_core::{
-    Buffer, Disk, Error, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, Room, SharedDisk,
-    WriteFlags, ZeroFlags, lock,
+    Buffer, Disk, Error, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, LocalFuture, Result,
+    Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 
 /// A disk without a write cache.
@@ -155,6 +155,14 @@ impl Disk for Durable {
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
         self.inner.tend(now)
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.inner.filling()
+    }
+
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        self.inner.fill(at, data)
     }
 
     fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {

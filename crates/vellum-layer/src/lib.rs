@@ -7,6 +7,7 @@
 pub mod chain;
 pub mod durable;
 pub mod gate;
+pub mod hydrate;
 pub mod valve;
 mod view;
 

@@ -73,6 +73,7 @@ impl Control {
                 .unwrap_or_default(),
             rate_limits: RateLimits::of(limits)?,
             image: options,
+            hydration: self.spec.hydration.clone(),
         };
         if self.exports.sessions(name).is_some() {
             return Err(Error::new(ErrorKind::Locked, format!("an export named {name:?} already exists")));

@@ -106,6 +106,39 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         set: Option<BTreeMap<String, u64>>,
     },
+    /// Copy ahead of need what only the images below a disk have, or continue.
+    PrefetchStart {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// All limits from now on, by their names, in bytes a second; those before stay when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        limits: Option<BTreeMap<String, u64>>,
+    },
+    /// Stop that until it is started again.
+    PrefetchPause {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+    },
+    /// Tell how far it is.
+    PrefetchStatus {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+    },
+    /// Tell in which order guests have read first what only the images below a disk have.
+    Trace {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+    },
+    /// Copy all of it as fast as possible, and detach the disk. Answered when that is done.
+    Flatten {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+    },
     /// Tell which clients of NBD there are.
     ClientList {},
     /// Send a client away: nothing more is read from it or sent to it.
@@ -173,13 +206,18 @@ pub enum Request {
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// All commands, by their names.
-pub const COMMANDS: [&str; 16] = [
+pub const COMMANDS: [&str; 21] = [
     "hello",
     "stats",
     "pause",
     "resume",
     "resize",
     "limits",
+    "prefetch-start",
+    "prefetch-pause",
+    "prefetch-status",
+    "trace",
+    "flatten",
     "snapshot-create",
     "snapshot-list",
     "snapshot-delete",

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use futures_lite::future::or;
 use serde_json::{Value, json};
-use vellum_core::{Buffer, ByteStream, Error, ErrorKind, Result};
+use vellum_core::{Buffer, ByteStream, Disk as _, Error, ErrorKind, Result};
 use vellum_export::nbd::{Clients, Exports};
 use vellum_export::{ConnectionSlots, Shutdown};
 use vellum_io::{Listener, Stream, clock, spawn_local};
@@ -20,7 +20,7 @@ use super::{Answer, COMMANDS, ClientRow, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Re
 use crate::contained::{contained, in_rounds};
 use crate::door::{Accepting, Door};
 use crate::seats::Seats;
-use crate::served::{Disks, Wish};
+use crate::served::{Disks, Wish, prefetch_limits};
 use crate::size_watchers::SizeWatchers;
 use crate::spec::ServeSpec;
 use crate::vhost::Devices;
@@ -140,12 +140,17 @@ impl Control {
             | Request::SnapshotDelete { disk, .. }
             | Request::SnapshotRevert { disk, .. }
             | Request::Pause { disk }
+            | Request::Flatten { disk }
             | Request::Resize { disk, .. }
             | Request::ExportReopen { disk, .. } => disk.as_deref(),
             Request::ExportRemove { name, .. } => Some(name.as_str()),
             Request::ExportAdd { image, .. } => return Ok(Some(image.display().to_string())),
             Request::Resume { .. }
             | Request::Limits { .. }
+            | Request::PrefetchStart { .. }
+            | Request::PrefetchPause { .. }
+            | Request::PrefetchStatus { .. }
+            | Request::Trace { .. }
             | Request::ClientList {}
             | Request::ClientDisconnect { .. }
             | Request::Stats {}
@@ -225,6 +230,34 @@ impl Control {
                     disk.limit(RateLimits::of(said)?);
                 }
                 json!({ "limits": disk.rate_limits_said() })
+            }
+            Request::PrefetchStart { disk, limits } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                let said = limits.as_ref().map(|limits| {
+                    prefetch_limits(limits.iter().map(|(name, number)| (name.as_str(), *number)))
+                });
+                disk.prefetch(said.transpose()?, None)?;
+                json!(disk.hydration_stats())
+            }
+            Request::PrefetchPause { disk } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                disk.pause_prefetch()?;
+                json!(disk.hydration_stats())
+            }
+            Request::PrefetchStatus { disk } => {
+                let stats = self.disks.find(disk.as_deref())?.hydration_stats();
+                stats.map_or_else(|| json!({ "state": "none" }), |stats| json!(stats))
+            }
+            Request::Trace { disk } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                let (runs, is_whole) = disk.read_order()?;
+                let runs: Vec<[u64; 2]> = runs.iter().map(|run| [run.at, run.len]).collect();
+                json!({ "virtual-size": disk.disk().geometry().size, "runs": runs, "whole": is_whole })
+            }
+            Request::Flatten { disk } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                let bytes = disk.flatten().await?;
+                json!({ "filename": disk.path(), "bytes-written": bytes })
             }
             Request::ClientList {} => {
                 let clients = self.clients.list();

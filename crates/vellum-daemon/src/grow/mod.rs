@@ -24,8 +24,8 @@ use std::time::Duration;
 use event_listener::Event;
 use futures_lite::future::or;
 use vellum_core::{
-    Buffer, Disk, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, Room, SharedDisk,
-    WriteFlags, ZeroFlags, lock,
+    Buffer, Disk, ErrorKind, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, LocalFuture, Result,
+    Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 use vellum_io::clock;
 
@@ -318,6 +318,14 @@ impl Disk for Growing {
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
         self.inner.tend(now)
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.inner.filling()
+    }
+
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        self.inner.fill(at, data)
     }
 
     fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {

@@ -27,8 +27,8 @@ use std::time::Duration;
 
 use event_listener::Event;
 use vellum_core::{
-    Buffer, Clock, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result,
-    Room, SharedDisk, WriteFlags, ZeroFlags, lock,
+    Buffer, Clock, Disk, Error, ErrorKind, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan,
+    LocalFuture, Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 
 pub(crate) use histogram::Counts;
@@ -406,6 +406,14 @@ impl Disk for Metered {
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
         self.inner.tend(now)
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.inner.filling()
+    }
+
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        self.inner.fill(at, data)
     }
 
     fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {

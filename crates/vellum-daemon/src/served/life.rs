@@ -27,6 +27,7 @@ pub(super) enum Step {
     Resize,
     Reopen,
     Revert,
+    Detach,
 }
 
 impl Step {
@@ -35,6 +36,7 @@ impl Step {
             Self::Pause => "it is being paused; try again when that is done",
             Self::Resize => "it is being resized; try again when that is done",
             Self::Reopen => "it is being reopened; try again when that is done",
+            Self::Detach => "it is being detached from its backing image; try again when that is done",
             Self::Revert => "it is being reverted to a snapshot; try again when that is done",
         }
     }
@@ -218,7 +220,7 @@ impl Life {
 mod tests {
     use super::*;
 
-    const STEPS: [Step; 4] = [Step::Pause, Step::Resize, Step::Reopen, Step::Revert];
+    const STEPS: [Step; 5] = [Step::Pause, Step::Resize, Step::Reopen, Step::Revert, Step::Detach];
 
     /// The operations on a disk with the names `a` and `b`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -192,7 +192,18 @@ impl Served {
         if chain.as_ref().is_some_and(reads_a_snapshot) {
             return Err(self.in_use(IS_READ));
         }
-        let held = self.hold_in_time().await?;
+        // It reads the images below, which are closed.
+        if let Err(error) = self.hydrate_no_more_in_time().await {
+            self.begin_hydrating();
+            return Err(error);
+        }
+        let held = match self.hold_in_time().await {
+            Ok(held) => held,
+            Err(error) => {
+                self.begin_hydrating();
+                return Err(error);
+            }
+        };
         if let Some(open) = chain.as_ref() {
             // A disk that is broken, or half changed, gets no more requests.
             let may_be_closed = !self.disk.is_broken() && !self.life().is_cut_off();
@@ -203,6 +214,7 @@ impl Served {
                 && let Err(error) = self.has_room_in_time(open).await
             {
                 held.finish();
+                self.begin_hydrating();
                 return Err(error);
             }
             if may_be_closed && let Err(error) = open.close().await {
@@ -331,6 +343,7 @@ impl Served {
         *lock(&self.tallies) = (opened.top_tally.clone(), opened.below_tally());
         self.valve.exchange(hold, inner);
         *self.watcher() = growing;
+        *lock(&self.tap) = opened.tap().cloned();
         *chain = Some(opened);
         self.life().set_cut_off(false);
         self.tend();

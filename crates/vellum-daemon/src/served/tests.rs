@@ -142,6 +142,8 @@ impl Server {
             holds_when_full: false,
             patience,
             templates: Arc::default(),
+            copy_memory: Arc::default(),
+            filler_turns: Default::default(),
         }
     }
 
@@ -156,6 +158,7 @@ impl Server {
             image: ImageOptions::default(),
             description: String::new(),
             rate_limits: Default::default(),
+            hydration: Default::default(),
         };
         let group = Group { canonical: path.to_owned(), exports: vec![export] };
         let how = Arc::new(Self::how());

@@ -12,9 +12,13 @@
 //! 4. A change that was interrupted is finished by that opening, or has not happened: the disk is in one of
 //!    the two states.
 
+use std::sync::atomic::AtomicBool;
+
 use vellum_core::{Context, Error, ErrorKind, Result};
 
-use super::{Chain, How, files_of, mapping_need, open_disk, top_share};
+use crate::hydrate::is_whole;
+
+use super::{Chain, How, files_of, mapping_need, open_disk, over, top_share};
 
 impl Chain {
     /// Restores the disk from an internal snapshot. The image is closed, changed and opened again, so the
@@ -84,6 +88,57 @@ impl Chain {
         grown.map(|()| before)
     }
 
+    /// Makes the image independent of those below, which are closed unless other disks stand on them: the image has
+    /// everything that they have, apart from zeros. The image is closed, changed and opened again, so the disk is another one
+    /// afterwards, even on failure. The disk must not be in use meanwhile.
+    ///
+    /// # Errors
+    /// `Unsupported` when the image has snapshots, which also read from below, and the errors of the image. The disk can be
+    /// used afterwards unless it is closed; the error also says that it could not be opened again.
+    pub async fn detach(&mut self, stop: &AtomicBool) -> Result<()> {
+        self.mend().await?;
+        if self.below.is_none() {
+            return Ok(());
+        }
+        if self.has_snapshots().await? {
+            return Err(Error::unsupported(format!(
+                "{} has snapshots, which also read from its backing image: delete them first",
+                self.top.path.display()
+            )));
+        }
+        let is_whole = match &self.tap {
+            Some(tap) => is_whole(self.disk(), tap).await?,
+            None => false,
+        };
+        if !is_whole {
+            return Err(Error::invalid(format!(
+                "{} does not have everything that its backing image has: it is not detached",
+                self.top.path.display()
+            )));
+        }
+        self.close_top().await?;
+        let top = &self.top;
+        let detached = top.head.kind().format().detach(&top.storage, stop).await;
+        self.open_top_again().await?;
+        detached
+    }
+
+    /// Whether the top image has internal snapshots.
+    ///
+    /// # Errors
+    /// Those of the image.
+    pub async fn has_snapshots(&self) -> Result<bool> {
+        let top = &self.top;
+        match &top.opened.snapshots {
+            Some(snapshots) => match snapshots.list() {
+                // A layout without snapshots.
+                Err(error) if error.kind() == ErrorKind::Unsupported => Ok(false),
+                listed => Ok(!listed?.is_empty()),
+            },
+            None => Ok(!top.head.snapshots(&top.storage, Some(&top.storage)).await?.is_empty()),
+        }
+    }
+
     /// Closes the top image. If that fails its disk can still be used: as it was before, or opened again,
     /// unless that failed too.
     async fn close_top(&mut self) -> Result<()> {
@@ -127,10 +182,19 @@ impl Chain {
     }
 
     async fn try_open_top(&mut self) -> Result<()> {
-        let below = self.below.as_ref().map(|below| below.disk().clone());
+        let path = self.top.path.display().to_string();
+        let context = || format!("can't reopen {path}");
+        let head = self.top.head.kind().format().read(&*self.top.storage).await.context(context)?;
+        // After it was detached: the image says whether it has been.
+        if head.backing().is_none()
+            && let Some(below) = self.below.take()
+        {
+            self.tap = None;
+            // They were only read.
+            let _ = below.leave().await;
+        }
+        let below = over(self.below.as_ref(), self.tap.as_ref());
         let top = &mut self.top;
-        let context = || format!("can't reopen {}", top.path.display());
-        let head = top.head.kind().format().read(&*top.storage).await.context(context)?;
         // It may be larger than it was.
         self.top_need = mapping_need(&*head, &top.storage, self.options.read_only);
         let how = How {
@@ -143,6 +207,9 @@ impl Chain {
         let files = files_of(&top.storage, top.data_file.as_ref(), below);
         let opened = open_disk(&*head, files, how).await.context(context)?;
         (top.head, top.opened) = (head, opened);
+        if let Some(tap) = &self.tap {
+            tap.is_below(&*top.opened.disk);
+        }
         Ok(())
     }
 }

@@ -13,7 +13,7 @@
 //! 3. A waiting request holds nothing but its place in line; the exports bound how many there can be.
 //! 4. A request that was admitted is not stopped any more. A pause waits for it, and flushes. Requests that
 //!    waited meanwhile begin at the rate of the limits.
-//! 5. Background work ([`Disk::tend`]) does not begin while the disk is held.
+//! 5. Background work ([`Disk::tend`], [`Disk::fill`]) does not begin while the disk is held.
 //! 6. When the server ends the valve opens for good: waiting requests are executed at the disk's own pace.
 //! 7. A snapshot of the disk is read through the same limits and the same passage (`beside`).
 //! 8. If the disk behind it has lost answered writes, the next flush of each user of the valve reports it
@@ -21,6 +21,7 @@
 //! 9. If so configured, a request that finds no space waits until there is some, and fails only when the
 //!    server ends.
 
+mod aside;
 mod beside;
 mod limits;
 mod passage;
@@ -34,8 +35,8 @@ use arc_swap::ArcSwap;
 use event_listener::Event;
 use futures_lite::future::or;
 use vellum_core::{
-    Buffer, Clock, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Losses,
-    Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
+    Buffer, Clock, Disk, Error, ErrorKind, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan,
+    LocalFuture, Losses, Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 
 use limits::{Direction, Limits};
@@ -383,6 +384,18 @@ impl Disk for Valve {
         Box::pin(async move {
             let Some(_inside) = self.passage.try_enter() else { return false };
             self.inner.load().tend(now).await
+        })
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.inner.load().filling()
+    }
+
+    /// While the disk is held nothing is kept: a fill waits for nothing.
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        Box::pin(async move {
+            let Some(_inside) = self.passage.try_enter() else { return Ok(Filled::default()) };
+            self.inner.load().fill(at, data).await
         })
     }
 

@@ -1,11 +1,12 @@
 //! `vellum flatten`: an image that no longer needs its backing image.
 
 use std::cell::OnceCell;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use serde_json::json;
 use vellum_core::ErrorKind;
+use vellum_daemon::control::{Request, call};
 use vellum_daemon::flatten::{Flattened, flatten};
 use vellum_daemon::signals::Stop;
 use vellum_daemon::{FormatKind, ImageOptions, IoMode, run as run_worker};
@@ -22,6 +23,9 @@ use crate::progress::{Progress, Wish};
 /// backing image is removed. Ranges that read as zero take no space. The disk does not change, and a crash at any
 /// moment loses nothing: if the command is interrupted, run it again, and it continues. An image with snapshots is
 /// refused, because they also read from the backing image.
+///
+/// With --control the disk of a running server is flattened while it is served. If the command is interrupted, the server
+/// carries on.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Format of the image: qcow2 or vellum. Default: detected from the file
@@ -54,13 +58,21 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     allow_dir: Vec<PathBuf>,
     /// The image
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
+    #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
+    file: Option<PathBuf>,
+    /// Control socket of the server that serves the image, as given to `vellum serve --control`
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "direct", "data_file", "allow_dir", "progress"])]
+    control: Option<PathBuf>,
+    /// Export name of the disk; optional if the server has one disk
+    #[arg(long, value_name = "EXPORT", requires = "control")]
+    disk: Option<String>,
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let Flattened { backing, bytes_written } = run_worker(IoMode::Auto, async || flattened(args).await)??;
-    let name = args.file.display();
+    let Some(file) = &args.file else { return served(args) };
+    let Flattened { backing, bytes_written } =
+        run_worker(IoMode::Auto, async || flattened(args, file).await)??;
+    let name = file.display();
     let backing = backing.map(|path| path.display().to_string());
     match args.output {
         OutputFormat::Json => {
@@ -83,7 +95,24 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-async fn flattened(args: &Args) -> Result<Flattened, Failure> {
+/// The disk of a server.
+fn served(args: &Args) -> Outcome {
+    let control = args.control.as_ref().expect("one of the two is given");
+    let request = Request::Flatten { disk: args.disk.clone() };
+    let answer = run_worker(IoMode::Auto, async || call(control, &request).await)??;
+    match args.output {
+        OutputFormat::Json => say_json(&answer),
+        OutputFormat::Human if args.quiet => {}
+        OutputFormat::Human => {
+            let copied = human_bytes(answer["bytes-written"].as_u64().unwrap_or_default());
+            let name = answer["filename"].as_str().unwrap_or("the disk");
+            say(&format!("{name} no longer needs a backing image: {copied} copied"));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn flattened(args: &Args, file: &Path) -> Result<Flattened, Failure> {
     let options = ImageOptions {
         format: args.format,
         direct: args.direct,
@@ -95,7 +124,7 @@ async fn flattened(args: &Args) -> Result<Flattened, Failure> {
     let wish = Wish { is_wanted: args.progress, quiet: args.quiet, output: args.output };
     let bar = OnceCell::new();
     let progress = |size, done| bar.get_or_init(|| Progress::new(size, wish)).set(done);
-    let done = flatten(&args.file, &options, usize::from(args.parallel), &stop.flag, &progress).await;
+    let done = flatten(file, &options, usize::from(args.parallel), &stop.flag, &progress).await;
     bar.get().into_iter().for_each(Progress::end);
     done.map_err(|error| match error.kind() {
         ErrorKind::Closed => with_code(130)(error.context("interrupted; run it again to continue")),

@@ -16,6 +16,7 @@ pub(crate) mod limits;
 pub(crate) mod man;
 pub(crate) mod map;
 pub(crate) mod pause;
+pub(crate) mod prefetch;
 pub(crate) mod quickstart;
 pub(crate) mod recover;
 pub(crate) mod resize;
@@ -23,6 +24,7 @@ pub(crate) mod serve;
 pub(crate) mod snapshot;
 pub(crate) mod stats;
 pub(crate) mod template;
+pub(crate) mod trace;
 
 use std::process::ExitCode;
 

@@ -9,12 +9,14 @@ use vellum_core::{Error, Result};
 use vellum_daemon::spec::{parse_address, parse_nbd};
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
-    Address, ExportSpec, FormatKind, FuseSpec, GrowHook, ImageOptions, IoMode, NbdSpec, NotifySocket,
-    PassedSocket, PassedTo, Prealloc, RateLimits, ReadyDisk, ServeSpec, SocketRights, TlsFiles, UblkSpec,
-    VhostSpec, serve,
+    Address, ExportSpec, FormatKind, FuseSpec, GrowHook, HydrationSpec, ImageOptions, IoMode, NbdSpec,
+    NotifySocket, PassedSocket, PassedTo, Prealloc, PrefetchLimits, RateLimits, ReadyDisk, ServeSpec,
+    SocketRights, TlsFiles, UblkSpec, VhostSpec, serve,
 };
 
 use super::limits::limits_of;
+use super::prefetch::prefetch_limits_of;
+use super::trace::read_trace;
 use super::{Outcome, or_share};
 use crate::args::{parse_format, parse_prealloc, parse_size};
 use crate::config::allowed;
@@ -26,6 +28,7 @@ const NBD: &str = "NBD";
 const OTHERS: &str = "Virtual machines, files and block devices";
 const IMAGES: &str = "Images";
 const PERFORMANCE: &str = "Performance";
+const HYDRATION: &str = "Copying from backing images";
 const WRITES: &str = "Durability, space and limits";
 const CONTROL: &str = "Control, sockets and statistics";
 
@@ -143,6 +146,32 @@ pub(crate) struct Args {
     /// again.
     #[arg(long, help_heading = PERFORMANCE)]
     no_compact: bool,
+    /// Copy what guests read from the backing image into the image
+    ///
+    /// A block that was read once is read from the image from then on. This costs no flush and no metadata of its own. With
+    /// =EXPORT, for this export only; may be given several times.
+    #[arg(long, value_name = "EXPORT", num_args = 0..=1, require_equals = true, default_missing_value = "", help_heading = HYDRATION)]
+    copy_on_read: Vec<String>,
+    /// Copy everything from the backing image into the image, in the background, and detach the image then
+    ///
+    /// Guests come first. Once the image has everything it no longer refers to its backing image, unless it has snapshots. See
+    /// `vellum prefetch` for what it does. With =EXPORT, for this export only; may be given several times.
+    #[arg(long, value_name = "EXPORT", num_args = 0..=1, require_equals = true, default_missing_value = "", help_heading = HYDRATION)]
+    prefetch: Vec<String>,
+    /// Limit prefetching, as in base-max=50M,image-max=20M (bytes per second)
+    ///
+    /// base is what is read from the backing image, image is what is written. -max is never exceeded. Less than -min (default
+    /// 1M) means that something else needs the disk or the network: then prefetching pauses.
+    #[arg(long, value_name = "NAME=N,…", value_parser = prefetch_limits_of, help_heading = HYDRATION)]
+    prefetch_limit: Option<PrefetchLimits>,
+    /// Prefetch in the order of this boot trace first
+    ///
+    /// `vellum trace record` makes it.
+    #[arg(long, value_name = "FILE", help_heading = HYDRATION)]
+    prefetch_trace: Option<PathBuf>,
+    /// Record in which order the backing images are read, for `vellum trace record`
+    #[arg(long, help_heading = HYDRATION)]
+    record_trace: bool,
     /// Run this command when the device of a vellum image is nearly full
     ///
     /// The image needs layout=zoned or table. The command is run without a shell; {device}, {size} (the new size
@@ -365,6 +394,29 @@ fn tls_files(args: &Args, speaks_nbd: bool) -> Result<Option<TlsFiles>> {
     }))
 }
 
+/// Whether an option of exports is for this one: it is for all of them without a name.
+fn is_for(names: &[String], name: &str) -> bool {
+    names.iter().any(|its| its.is_empty() || its == name)
+}
+
+/// How disks get what only their backing images have, where nothing else is said of one.
+fn hydration_of(args: &Args) -> Result<HydrationSpec> {
+    let trace = args.prefetch_trace.as_deref().map(read_trace).transpose()?;
+    if args.prefetch.is_empty()
+        && (trace.is_some() || args.prefetch_limit.is_some())
+        && args.control.is_none()
+    {
+        return Err(Error::invalid("--prefetch-trace and --prefetch-limit need --prefetch"));
+    }
+    Ok(HydrationSpec {
+        copy_on_read: args.copy_on_read.iter().any(String::is_empty),
+        prefetch: args.prefetch.iter().any(String::is_empty),
+        limits: args.prefetch_limit.unwrap_or_default(),
+        trace: trace.map(|trace| trace.runs.into()),
+        keeps_order: args.record_trace,
+    })
+}
+
 pub(crate) fn run(args: Args) -> Outcome {
     let passed = passed_sockets(&args)?;
     if args.queues.is_some() && args.vhost_user_blk.is_empty() && args.ublk.is_empty() {
@@ -387,12 +439,19 @@ pub(crate) fn run(args: Args) -> Outcome {
         prealloc: args.prealloc.unwrap_or_default(),
         compaction: !args.no_compact,
         mapping_bytes_max: args.l2_cache_size,
+        tap: None,
         allow_dirs: allowed(&args.allow_dir),
         data_files: args.data_file.clone(),
     };
+    let hydration = hydration_of(&args)?;
     let default = args.image.clone().map(|path| (String::new(), path));
     let exports = default.into_iter().chain(args.export.clone()).map(|(name, path)| ExportSpec {
         rate_limits: limits_for(&args.limit, &name),
+        hydration: HydrationSpec {
+            copy_on_read: is_for(&args.copy_on_read, &name),
+            prefetch: is_for(&args.prefetch, &name),
+            ..hydration.clone()
+        },
         description: path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default(),
         name,
         path,
@@ -404,9 +463,15 @@ pub(crate) fn run(args: Args) -> Outcome {
     {
         return Err(Error::invalid(format!("--limit: there is no export {name:?}")).into());
     }
+    for (option, names) in [("--copy-on-read", &args.copy_on_read), ("--prefetch", &args.prefetch)] {
+        if let Some(name) = names.iter().find(|name| !name.is_empty() && is_unknown(name)) {
+            return Err(Error::invalid(format!("{option}: there is no export {name:?}")).into());
+        }
+    }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spec = ServeSpec {
         exports,
+        hydration,
         nbd: args.nbd.clone(),
         export_snapshots: args.export_snapshots,
         passed,

@@ -1,0 +1,488 @@
+//! The filler: takes the copies that the tap has kept into the image above, and copies ahead of need.
+//!
+//! ```text
+//!   keep_copies   copies of what guests read ──► fill
+//!   prefetch      what is missing: the recorded order, then from the start ──► its turn (`pace`) ──► fetch ──► fill
+//!                      └── nothing is missing: the disk can be detached
+//! ```
+//!
+//! 1. Nothing is held while the disk below is read: no claim and no lock. A fill holds a claim for one local write
+//!    (contract 15).
+//! 2. A fill asks for no flush. Where there is no more room before the next flush, the filler waits for one of the
+//!    guest. Only when the guest has not flushed for [`IDLE`], and is idle, or for [`LONG`], it flushes
+//!    itself; such commits are counted. In a hurry it does so at once.
+//! 3. What fails concerns the copy alone. It is counted, the prefetcher says so, and tries again later.
+//! 4. Prefetching is complete when all that the image does not have is known to be zero below. What the disk itself
+//!    says is asked for each round, so nothing else need be remembered, also over a restart.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_lock::{Mutex as AsyncMutex, MutexGuard, Semaphore};
+use vellum_core::{
+    Clock, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Random, Result, SharedDisk, join_all, lock,
+};
+
+use super::control::{HydrationControl, State};
+use super::missing::{WINDOW, missing_in};
+use super::pace::{Pace, Side, rest_after};
+use super::tap::{Copied, Facts, Tap};
+
+/// A guest that has not flushed for this long, and is idle, is not waited for.
+const IDLE: Duration = Duration::from_secs(2);
+/// Nor is one that has not flushed for this long.
+const LONG: Duration = Duration::from_secs(10);
+/// A guest without a request for this long is idle.
+const QUIET: Duration = Duration::from_millis(100);
+/// How often to look for what is waited for.
+const EVERY: Duration = Duration::from_millis(20);
+/// What is fetched at once, in bytes; a block that is larger counts as a piece.
+const PIECE: u64 = 512 << 10;
+/// The smallest piece, where the disk below is slow.
+const PIECE_MIN: u64 = 64 << 10;
+/// A piece is to take no longer than this, and becomes larger again if it takes much less.
+const PIECE_TIME: Duration = Duration::from_millis(100);
+/// Pieces at once, while the guest is idle.
+const LANES: usize = 4;
+/// So many runs of a trace are looked at together.
+const TRACED_AT_ONCE: usize = 64;
+/// How long to wait after a round that has moved nothing, at first and at most.
+const RETRY_FIRST: Duration = Duration::from_secs(1);
+const RETRY_MAX: Duration = Duration::from_secs(30);
+/// Errors of one round after which it is given up.
+const ERRORS_MAX: u64 = 8;
+
+/// What the guest does.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Activity {
+    /// Requests so far, flushes included.
+    pub requests: u64,
+    /// Flushes so far.
+    pub flushes: u64,
+    /// The disk is paused, or being exchanged.
+    pub is_held: bool,
+}
+
+/// What a filler needs to know of the guest.
+pub trait Guest: Send + Sync {
+    /// What it does.
+    fn activity(&self) -> Activity;
+}
+
+/// How prefetching ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// The image has everything.
+    Complete,
+    /// It was ended before.
+    Ended,
+}
+
+/// What the fillers of a process share.
+#[derive(Debug, Clone)]
+pub struct FillerTurns(Arc<Semaphore>);
+
+impl Default for FillerTurns {
+    /// As many pieces at once as one disk has twice.
+    fn default() -> Self {
+        Self(Arc::new(Semaphore::new(2 * LANES)))
+    }
+}
+
+/// A disk whose image is being filled.
+pub struct Filler {
+    /// What copies come from.
+    pub tap: Arc<Tap>,
+    /// What fills go to.
+    pub disk: SharedDisk,
+    /// For maps and flushes: held by nothing, and failing while the disk is held.
+    pub aside: SharedDisk,
+    /// Who comes first.
+    pub guest: Arc<dyn Guest>,
+    /// The time.
+    pub clock: Arc<dyn Clock>,
+    /// Where pauses come from.
+    pub chance: Random,
+    /// Of all disks of the process.
+    pub turns: FillerTurns,
+    /// What it is told, and says.
+    pub control: Arc<HydrationControl>,
+}
+
+/// When the guest did what last, as far as was noticed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Noticed {
+    activity: Activity,
+    request_at: Duration,
+    flush_at: Duration,
+}
+
+impl Noticed {
+    pub(super) fn new(activity: Activity, now: Duration) -> Self {
+        Self { activity, request_at: now, flush_at: now }
+    }
+
+    pub(super) fn look(&mut self, activity: Activity, now: Duration) -> &Self {
+        if activity.requests != self.activity.requests {
+            self.request_at = now;
+        }
+        if activity.flushes != self.activity.flushes {
+            self.flush_at = now;
+        }
+        self.activity = activity;
+        self
+    }
+
+    pub(super) fn is_quiet(&self, now: Duration) -> bool {
+        now.saturating_sub(self.request_at) >= QUIET
+    }
+
+    /// Whether a flush of the guest need not be waited for.
+    pub(super) fn may_flush(&self, now: Duration) -> bool {
+        let since = now.saturating_sub(self.flush_at);
+        since >= LONG || (since >= IDLE && self.is_quiet(now))
+    }
+}
+
+/// A prefetcher at work.
+struct Round<'a> {
+    filler: &'a Filler,
+    pace: Mutex<Pace>,
+    chance: Mutex<Random>,
+    noticed: Mutex<Noticed>,
+    /// Held by the only piece at a time beside a guest that is at work.
+    alone: AsyncMutex<()>,
+    /// How large the next piece is, in bytes.
+    piece_bytes: Cell<u64>,
+    errors: Cell<u64>,
+    moved: Cell<u64>,
+}
+
+impl Filler {
+    /// Takes copies of what guests read into the image, until it is ended.
+    pub async fn keep_copies(&self) {
+        let noticed = Mutex::new(Noticed::new(self.guest.activity(), self.clock.now()));
+        loop {
+            let came = self.tap.next_copy();
+            if self.control.has_ended() {
+                return self.tap.drop_copies();
+            }
+            let Some(copied) = self.tap.take_copy() else {
+                let ended = self.control.wait_for_word(|| true);
+                futures_lite::future::or(came, ended).await;
+                continue;
+            };
+            if let Err(error) = self.keep(&copied, &noticed).await {
+                self.control.tallies.errors.fetch_add(1, Ordering::Relaxed);
+                drop(copied);
+                self.tap.drop_copies();
+                let _ = error;
+                self.control.wait(&*self.clock, RETRY_FIRST).await;
+            }
+        }
+    }
+
+    async fn keep(&self, copied: &Copied, noticed: &Mutex<Noticed>) -> Result<()> {
+        for span in &copied.keep {
+            let kept = self.fill(copied, *span, noticed, None).await?;
+            self.control.tallies.filled.fetch_add(kept, Ordering::Relaxed);
+            self.control.is_less_missing(kept);
+        }
+        Ok(())
+    }
+
+    /// Fills a part, and waits for flushes where there is no room before one. Returns how much was kept.
+    async fn fill(
+        &self,
+        copied: &Copied,
+        span: GuestSpan,
+        noticed: &Mutex<Noticed>,
+        pace: Option<&Mutex<Pace>>,
+    ) -> Result<u64> {
+        let (mut kept, mut has_waited) = (0, false);
+        loop {
+            let data = copied.part(span);
+            if let Some(pace) = pace {
+                lock(pace).begin(Side::Image, span.len(), self.clock.now());
+            }
+            let filled = self.disk.fill(span.start(), data).await;
+            if let Some(pace) = pace {
+                let moved = filled.as_ref().map_or(0, |_| span.len());
+                lock(pace).end(Side::Image, moved, self.clock.now());
+            }
+            let filled = filled?;
+            kept += filled.kept;
+            // A flush that has made no room will not do so the next time.
+            if !filled.wants_flush || (has_waited && filled.kept == 0) {
+                return Ok(kept);
+            }
+            if !self.is_flushed(noticed).await? {
+                return Ok(kept);
+            }
+            has_waited = true;
+        }
+    }
+
+    /// Waits until there was a flush. False when it was ended before.
+    async fn is_flushed(&self, noticed: &Mutex<Noticed>) -> Result<bool> {
+        let before = self.guest.activity().flushes;
+        loop {
+            let (activity, now) = (self.guest.activity(), self.clock.now());
+            let may_flush = lock(noticed).look(activity, now).may_flush(now);
+            if self.control.has_ended() {
+                return Ok(false);
+            }
+            if activity.flushes != before {
+                return Ok(true);
+            }
+            if !activity.is_held && (self.control.hurries() || may_flush) {
+                self.aside.flush().await?;
+                self.control.tallies.commits.fetch_add(1, Ordering::Relaxed);
+                return Ok(true);
+            }
+            self.control.wait(&*self.clock, EVERY).await;
+        }
+    }
+
+    /// Copies what is missing, until nothing is, or it is ended. Errors are noted, and it tries again.
+    pub async fn prefetch(&self) -> Outcome {
+        let limits = self.control.limits();
+        let mut round = Round {
+            filler: self,
+            pace: Mutex::new(Pace::new(limits, self.clock.now())),
+            chance: Mutex::new(self.chance.clone()),
+            noticed: Mutex::new(Noticed::new(self.guest.activity(), self.clock.now())),
+            alone: AsyncMutex::new(()),
+            piece_bytes: Cell::new(PIECE),
+            errors: Cell::new(0),
+            moved: Cell::new(0),
+        };
+        let (mut in_force, mut retry, mut is_first) = (limits, RETRY_FIRST, true);
+        loop {
+            self.control.wait_for_word(|| !self.control.prefetches()).await;
+            if self.control.is_paused() {
+                self.control.set_state(State::Paused);
+                self.control.wait_for_word(|| self.control.is_paused()).await;
+            }
+            if self.control.has_ended() {
+                return Outcome::Ended;
+            }
+            let limits = self.control.limits();
+            if limits != in_force {
+                in_force = limits;
+                round.pace = Mutex::new(Pace::new(limits, self.clock.now()));
+            }
+            self.control.set_state(State::Running);
+            round.errors.set(0);
+            round.moved.set(0);
+            let done = round.run(is_first).await;
+            match done {
+                Ok(true) => return Outcome::Complete,
+                Ok(false) if round.errors.get() == 0 && round.moved.get() == 0 && !self.is_stopped() => {
+                    self.control.set_state(State::Waiting);
+                }
+                Ok(_) => {}
+                Err(error) => round.note(error),
+            }
+            if round.moved.get() > 0 && round.errors.get() == 0 {
+                (retry, is_first) = (RETRY_FIRST, false);
+            } else if !self.is_stopped() {
+                self.control.wait(&*self.clock, retry).await;
+                retry = (retry * 2).min(RETRY_MAX);
+            }
+        }
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.control.has_ended() || self.control.is_paused()
+    }
+}
+
+/// The size of the next piece, after one of this size that took this long.
+pub(super) fn next_piece(bytes: u64, took: Duration) -> u64 {
+    let next = match took {
+        took if took > PIECE_TIME => bytes / 2,
+        took if took < PIECE_TIME / 4 => bytes * 2,
+        _ => bytes,
+    };
+    next.clamp(PIECE_MIN, PIECE)
+}
+
+impl Round<'_> {
+    /// One look at the whole disk. True when nothing was missing from the start.
+    async fn run(&self, is_first: bool) -> Result<bool> {
+        let filler = self.filler;
+        let Some(facts) = filler.tap.facts() else {
+            return Err(Error::unsupported("the image takes no copies of what is below it"));
+        };
+        let windows = |index: u64| GuestOffset::new(index * WINDOW).span(WINDOW);
+        let count = facts.end.bytes().div_ceil(WINDOW);
+        let mut missing = 0;
+        for index in 0..count {
+            let its = missing_in(&filler.aside, &filler.tap, &facts, windows(index)).await?;
+            missing += its.iter().map(|span| span.len()).sum::<u64>();
+            if filler.is_stopped() {
+                return Ok(false);
+            }
+        }
+        filler.control.set_missing(missing);
+        if missing == 0 {
+            return Ok(true);
+        }
+        let trace = if is_first { filler.control.trace() } else { Arc::default() };
+        for runs in trace.chunks(TRACED_AT_ONCE) {
+            let mut pieces = Vec::new();
+            for run in runs {
+                let Some(span) = GuestSpan::checked(GuestOffset::new(run.at), run.len) else { continue };
+                pieces.extend(missing_in(&filler.aside, &filler.tap, &facts, facts.widened(span)).await?);
+            }
+            self.copy(&facts, pieces).await?;
+        }
+        for index in 0..count {
+            let missing = missing_in(&filler.aside, &filler.tap, &facts, windows(index)).await?;
+            self.copy(&facts, missing).await?;
+            if filler.is_stopped() || self.errors.get() >= ERRORS_MAX {
+                break;
+            }
+        }
+        Ok(false)
+    }
+
+    /// Copies these runs, several pieces at once.
+    async fn copy(&self, facts: &Facts, runs: Vec<GuestSpan>) -> Result<()> {
+        let runs = Mutex::new(VecDeque::from(runs));
+        let lanes = (0..LANES).map(|_| -> LocalFuture<'_, Result<()>> { Box::pin(self.lane(facts, &runs)) });
+        join_all(lanes).await.into_iter().collect()
+    }
+
+    /// The next piece. It ends at a multiple of its size.
+    fn take(&self, facts: &Facts, runs: &Mutex<VecDeque<GuestSpan>>) -> Option<GuestSpan> {
+        let piece = self.piece_bytes.get().max(facts.unit.bytes());
+        let mut runs = lock(runs);
+        let run = runs.pop_front()?;
+        let (now, rest) = run.split_at(piece - run.start().bytes() % piece);
+        if !rest.is_empty() {
+            runs.push_front(rest);
+        }
+        Some(now)
+    }
+
+    async fn lane(&self, facts: &Facts, runs: &Mutex<VecDeque<GuestSpan>>) -> Result<()> {
+        let filler = self.filler;
+        loop {
+            let Some(alone) = self.turn().await else { return Ok(()) };
+            if self.errors.get() >= ERRORS_MAX {
+                return Ok(());
+            }
+            let Some(piece) = self.take(facts, runs) else { return Ok(()) };
+            let began = filler.clock.now();
+            match self.piece(piece).await {
+                Ok(()) => {}
+                // Without space, no other piece will have any.
+                Err(error) if error.kind() == ErrorKind::NoSpace => {
+                    lock(runs).clear();
+                    return Err(error);
+                }
+                Err(error) => self.note(error),
+            }
+            let now = filler.clock.now();
+            self.piece_bytes.set(next_piece(self.piece_bytes.get(), now.saturating_sub(began)));
+            if lock(&self.pace).look(now, &mut lock(&self.chance)).is_some() {
+                filler.control.tallies.pauses.fetch_add(1, Ordering::Relaxed);
+            }
+            let is_quiet = lock(&self.noticed).look(filler.guest.activity(), now).is_quiet(now);
+            if alone.is_some() && !is_quiet {
+                filler.control.wait(&*filler.clock, rest_after(now.saturating_sub(began))).await;
+            }
+        }
+    }
+
+    fn note(&self, error: Error) {
+        self.errors.set(self.errors.get() + 1);
+        let state = match error.kind() {
+            ErrorKind::NoSpace => State::NoSpace,
+            // The disk is held: that passes.
+            ErrorKind::Locked => return,
+            _ => State::Failed,
+        };
+        self.filler.control.set_failed(state, error);
+    }
+
+    /// Waits until a piece may be fetched: alone, if the guest is at work. `None` when none is to be any more.
+    async fn turn(&self) -> Option<Option<MutexGuard<'_, ()>>> {
+        let filler = self.filler;
+        loop {
+            if filler.is_stopped() {
+                return None;
+            }
+            let (activity, now) = (filler.guest.activity(), filler.clock.now());
+            let is_quiet = lock(&self.noticed).look(activity, now).is_quiet(now) && !filler.tap.is_read();
+            if activity.is_held {
+                filler.control.wait(&*filler.clock, EVERY).await;
+                continue;
+            }
+            if filler.control.hurries() {
+                return Some(None);
+            }
+            let (ready, paused) = {
+                let pace = lock(&self.pace);
+                (pace.ready_at(), pace.paused_until(now))
+            };
+            if ready > now {
+                if paused.is_some() {
+                    filler.control.set_state(State::Contended);
+                }
+                filler.control.wait(&*filler.clock, ready - now).await;
+                continue;
+            }
+            if filler.control.progress().state == State::Contended {
+                filler.control.set_state(State::Running);
+            }
+            // A slow disk below is not made slower by several pieces at once.
+            if is_quiet && self.piece_bytes.get() > PIECE_MIN {
+                return Some(None);
+            }
+            let is_alone = self.alone.lock().await;
+            if filler.is_stopped() || filler.guest.activity().is_held {
+                continue;
+            }
+            return Some(Some(is_alone));
+        }
+    }
+
+    async fn piece(&self, span: GuestSpan) -> Result<()> {
+        let filler = self.filler;
+        let taken = loop {
+            match filler.tap.memory(span.len()) {
+                Some(taken) => break taken,
+                None if filler.is_stopped() => return Ok(()),
+                None => filler.control.wait(&*filler.clock, EVERY).await,
+            }
+        };
+        let _shared = filler.tap.share_fetches();
+        let copies = {
+            let _turn = filler.turns.0.acquire().await;
+            lock(&self.pace).begin(Side::Base, span.len(), filler.clock.now());
+            let copies = filler.tap.fetch(span, &taken).await;
+            let moved = copies.as_ref().map_or(0, |_| span.len());
+            lock(&self.pace).end(Side::Base, moved, filler.clock.now());
+            copies?
+        };
+        let mut kept = 0;
+        for copied in &copies {
+            for part in &copied.keep {
+                kept += filler.fill(copied, *part, &self.noticed, Some(&self.pace)).await?;
+            }
+        }
+        let worthless =
+            span.len() - copies.iter().flat_map(|copied| &copied.keep).map(|span| span.len()).sum::<u64>();
+        filler.control.count_prefetched(kept, filler.clock.now());
+        filler.control.is_less_missing(worthless);
+        // Also when it is zero: the next round has less to look at.
+        self.moved.set(self.moved.get() + kept + worthless);
+        Ok(())
+    }
+}

@@ -169,6 +169,7 @@ class Superblock:
             need(self.text(self.name_length, 256, 1023, "base's name"), "the base has no name")
             self.text(self.format_length, 1280, 15, "base's format")
             need(self.base_size <= min(self.size, 64 * TIB), "impossible size of the base")
+            self.check_pin()
         else:
             need((self.base_size, self.name_length, self.format_length) == (0, 0, 0), "a base that is none")
         need((self.key != bytes(16)) == self.needs_replay, "key and feature contradict each other")
@@ -183,6 +184,16 @@ class Superblock:
         if not self.is_table and file.is_device:
             end += self.size
         need(file.size >= end, "the file was cut off")
+
+    def check_pin(self):
+        text = self.text(be32(self.page, 1600), 1608, 504, "pin of the base")
+        for line in text.split("\n") if text else []:
+            kind, length, value = (line.split(" ") + [""])[:3]
+            need(kind in ("etag", "version", "index", "file", "trusted"), "the pin of the base is none")
+            need(length.isdigit() and str(int(length)) == length and int(length) < 2**64, "the pin of the base is none")
+            need((value == "") == (kind == "trusted") and len(value) <= 256, "the pin of the base is none")
+            need(line == f"{kind} {length} {value}".rstrip(), "the pin of the base is none")
+            need(all("!" <= character <= "~" for character in value), "the pin of the base is none")
 
     def check_regions(self):
         """Invariant 1."""

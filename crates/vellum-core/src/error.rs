@@ -41,8 +41,10 @@ pub enum ErrorKind {
     Locked,
     /// The requested file, image or peer does not exist.
     NotFound,
-    /// A file that an image refers to is outside the allowed directories.
+    /// A file or URL that an image refers to is not allowed.
     Refused,
+    /// What an image was made over is not what it was.
+    Changed,
     /// An earlier host flush failed, so nothing written since can be trusted: reopen and recover.
     Poisoned,
     /// The disk, connection or file was closed.
@@ -77,6 +79,7 @@ impl fmt::Display for ErrorKind {
             Self::Locked => "in use",
             Self::NotFound => "not found",
             Self::Refused => "refused",
+            Self::Changed => "changed",
             Self::Poisoned => "stopped after a failed flush",
             Self::Closed => "closed",
         })

@@ -8,7 +8,7 @@
 //! and [`disk`] (the two traits with their written contracts), [`clock`] (time and randomness as arguments),
 //! [`mod@offload`] (long computations elsewhere), [`tally`] (counting I/O), [`stream`] (a connection),
 //! [`losses`] (reports to sessions after a failure; [`witnessed()`] is a disk that gives them), [`merged`] (a
-//! chain's map as one), [`memory`] (the reference implementations), [`checked`] (watches a seam), [`contract`]
+//! chain's map as one), [`mod@pin`] (what proves the content of a base), [`reference`] (URLs as names of images), [`memory`] (the reference implementations), [`checked`] (watches a seam), [`contract`]
 //! (the suites any implementation must pass), [`lending`] (the same in lent memory), [`lock()`] (how every
 //! mutex is locked).
 
@@ -25,6 +25,8 @@ pub mod losses;
 pub mod memory;
 pub mod merged;
 pub mod offload;
+pub mod pin;
+pub mod reference;
 pub mod storage;
 pub mod stream;
 pub mod tally;
@@ -45,6 +47,7 @@ pub use losses::{Losses, Witness};
 pub use memory::{MemoryDisk, MemoryStorage};
 pub use merged::{MergedExtent, fill_from_below, map_merged, read_below};
 pub use offload::{Inline, Offload, offload};
+pub use reference::{Scheme, Url, UrlPrefix};
 pub use storage::{Limits, SharedStorage, Storage, StorageRun, Zeroes};
 pub use stream::ByteStream;
 pub use tally::{HostTally, IoCounts, IoTally, Tallied};

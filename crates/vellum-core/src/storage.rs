@@ -33,6 +33,7 @@
 
 use std::sync::Arc;
 
+use crate::pin::Proof;
 use crate::units::{BlockSize, ImageOffset, ImageSpan};
 use crate::{Buffer, LocalFuture, Result};
 
@@ -111,6 +112,13 @@ pub trait Storage: Send + Sync {
     /// [`len`](Self::len) does from then on.
     fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
         Box::pin(std::future::ready(Ok(self.len())))
+    }
+
+    /// What proves that the content is still the same when the storage is opened again, as it was found when it was
+    /// opened; `None` where nothing does. A remote storage that has a proof gives no bytes of any other content: a
+    /// read fails instead.
+    fn proof(&self) -> Option<Proof> {
+        None
     }
 
     /// Fills the buffer with the bytes from `at` on and returns it: the same buffer, whose memory may be

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use crate::pin::Proof;
 use crate::storage::{Limits, SharedStorage, Storage, StorageRun, Zeroes};
 use crate::units::{ImageOffset, ImageSpan};
 use crate::{Buffer, LocalFuture, Result};
@@ -164,6 +165,10 @@ impl Storage for Tallied {
 
     fn len(&self) -> u64 {
         self.inner.len()
+    }
+
+    fn proof(&self) -> Option<Proof> {
+        self.inner.proof()
     }
 
     fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {

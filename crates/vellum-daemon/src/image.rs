@@ -86,6 +86,8 @@ pub async fn open_over(
         prealloc: options.prealloc,
         compaction: options.compaction,
         mapping_bytes_max: options.mapping_bytes_max,
+        trust_base: false,
+        pin_base: false,
         clock: Some(clock()),
         templates: templates.cloned(),
         tap: options.tap.clone(),

@@ -4,6 +4,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use vellum_core::pin::Pin;
 use vellum_core::{Context, Result};
 use vellum_format::foreign::Foreign;
 use vellum_format::image::{Fact, Head, Snapshot};
@@ -122,6 +123,11 @@ impl ImageFacts {
     /// The format of the image below, as recorded in this one.
     pub fn backing_format(&self) -> Option<&str> {
         self.head.as_ref()?.backing_format()
+    }
+
+    /// What proves that the images below are the ones that this image was made over, if it records that.
+    pub fn pin(&self) -> Option<&Pin> {
+        self.head.as_ref()?.pin()
     }
 
     /// The backing image's name as this program will look for it.

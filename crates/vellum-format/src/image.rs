@@ -18,6 +18,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use vellum_core::pin::Pin;
 use vellum_core::{
     Clock, Error, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage, Storage,
 };
@@ -217,6 +218,15 @@ pub trait Format: Sync {
         ready(Ok(()))
     }
 
+    /// Records in a closed image what proves the content of the images below it. It is durable when this returns.
+    ///
+    /// # Errors
+    /// `Unsupported` if the format has no place for it, `NoSpace` if the header has no room, and the errors of the
+    /// image.
+    fn set_pin<'a>(&'a self, image: &'a SharedStorage, _pin: &'a Pin) -> LocalFuture<'a, Result<()>> {
+        ready(Err(Error::unsupported(format!("{} has no backing image", image.name()))))
+    }
+
     /// Sets whether the image is written with a journal from now on: `None` for none, `Some(None)` for one of
     /// its recorded size, or of the default size if it has none recorded, else the size in bytes. Messages
     /// call the image `name`.
@@ -247,6 +257,11 @@ pub trait Head: Send + Sync {
     /// The format of the image below, as recorded in this one.
     fn backing_format(&self) -> Option<&str> {
         self.backing()?.1
+    }
+
+    /// What proves that the images below are the ones that this image was made over, if it records that.
+    fn pin(&self) -> Option<&Pin> {
+        None
     }
 
     /// The name of the file that has the guest's data, if that is not the image itself.

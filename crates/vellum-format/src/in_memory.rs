@@ -20,6 +20,7 @@ use std::collections::BTreeMap;
 use std::future::ready;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use vellum_core::pin::Proof;
 use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result,
     SharedStorage, Storage, StorageRun, Zeroes, lock,
@@ -264,6 +265,10 @@ impl Storage for Aside {
 
     fn len(&self) -> u64 {
         self.lock().len
+    }
+
+    fn proof(&self) -> Option<Proof> {
+        self.image.proof()
     }
 
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {

@@ -4,7 +4,9 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use vellum_core::pin::Pin;
 use vellum_core::{Buffer, ErrorKind, ImageOffset, Random, SharedStorage, Storage};
+use vellum_format::FormatKind;
 use vellum_format::qcow2::{CreateOptions, Header, create, set_journal};
 use vellum_sim::{Content, CrashKind, Drive, DriveOptions, World};
 
@@ -262,6 +264,83 @@ fn changed(image: &Content, wanted: Option<u64>) -> Result<Content, ErrorKind> {
     let shared: SharedStorage = drive.clone();
     world.run(set_journal(&shared, wanted)).map_err(|error| error.kind())?;
     Ok(drive.content())
+}
+
+const PIN: u32 = 0x564C_504E;
+
+/// The pin that the header has, and what other programs have in it.
+fn pin_of(image: &Content, cluster: u64) -> (Option<String>, Said) {
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, image.clone(), DriveOptions::default());
+    let head = world.run(FormatKind::Qcow2.format().read(&*drive)).expect("a header that can be read");
+    let mut said = Said::of(&first_cluster(image, cluster)).of_others();
+    said.extensions.retain(|(kind, _)| *kind != PIN);
+    (head.pin().map(ToString::to_string), said)
+}
+
+/// Records a pin with a crash at every moment; gives what is there without one.
+fn pinned(name: &str, before: &Content, cluster: u64, text: &str, states: &mut usize) -> Content {
+    let (had, old) = pin_of(before, cluster);
+    let pin = Pin::parse(text).unwrap();
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, before.clone(), DriveOptions::default());
+    let shared: SharedStorage = drive.clone();
+    world.run(FormatKind::Qcow2.format().set_pin(&shared, &pin)).unwrap();
+    let after = drive.content();
+    assert_eq!(pin_of(&after, cluster), (Some(text.to_owned()), old.clone()), "{name}");
+    let log = drive.log();
+    let mut seen = HashSet::new();
+    for position in log.crash_positions() {
+        let point = log.crash(CrashKind::PowerCut, position);
+        let whole = point.subsets().into_iter().flatten().map(|(_, image)| image);
+        let torn = (0..point.pending().len()).flat_map(|index| point.tears(index, u64::MAX));
+        for image in whole.chain(point.corners()).chain(torn).filter(|image| seen.insert(image.digest())) {
+            *states += 1;
+            let (now, said) = pin_of(&image, cluster);
+            assert_eq!(said, old, "{name}, at {position}");
+            assert!(now == had || now.as_deref() == Some(text), "{name}, at {position}: {now:?}");
+        }
+    }
+    after
+}
+
+#[test]
+fn a_crash_leaves_the_old_pin_or_the_new_one() {
+    let mut states = 0;
+    for (cluster, foreign, journal) in [(65_536, 0, None), (65_536, 3000, Some(WANTED)), (4096, 100, None)] {
+        let about = format!("{cluster}, {foreign} of others, journal {journal:?}");
+        let (mut before, _) = image(cluster, "http://host/base.raw", foreign, true);
+        if journal.is_some() {
+            before = changed(&before, journal).unwrap();
+        }
+        let first = pinned(&about, &before, cluster, "etag 5 \"first\"", &mut states);
+        let longer = format!("version 500000 {}\ntrusted 7", "v".repeat(200));
+        let second = pinned(&about, &first, cluster, &longer, &mut states);
+        assert_eq!(journal_of(&second), journal);
+        // Another program gives it another backing file, and keeps the extension.
+        let mut bytes = second.to_vec();
+        let len = usize::try_from(cluster).unwrap();
+        let mut said = Said::of(&bytes[..len]);
+        said.name[7] = b'H';
+        bytes[..len].copy_from_slice(&said.cluster(len));
+        assert_eq!(pin_of(&Content::of(&bytes), cluster).0, None, "the pin is of another file");
+    }
+    assert!(states >= 30, "{states}");
+}
+
+#[test]
+fn a_pin_without_a_backing_file_or_without_room_is_refused_and_changes_nothing() {
+    let pin = Pin::parse("etag 5 \"x\"").unwrap();
+    let long = "a".repeat(300);
+    for (cluster, name, kind) in [(65_536, "", ErrorKind::Unsupported), (512, &*long, ErrorKind::NoSpace)] {
+        let (before, _) = image(cluster, name, 0, false);
+        let world = World::new(0);
+        let drive = Drive::from_content(&world, before.clone(), DriveOptions::default());
+        let shared: SharedStorage = drive.clone();
+        let refused = world.run(FormatKind::Qcow2.format().set_pin(&shared, &pin));
+        assert_eq!(refused.expect_err("refused").kind(), kind);
+        assert_eq!(drive.content().to_vec(), before.to_vec());
+    }
 }
 
 /// Headers that have no checksum: refused, or changed into one that can be read.

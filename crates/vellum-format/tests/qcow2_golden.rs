@@ -12,10 +12,12 @@ use std::process::Command;
 use std::sync::Arc;
 
 use futures_lite::future::block_on;
+use vellum_core::pin::Pin;
 use vellum_core::{
     Buffer, Disk, GuestOffset, MemoryDisk, MemoryStorage, Random, SharedDisk, SharedStorage, WriteFlags,
     ZeroFlags,
 };
+use vellum_format::FormatKind;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create, recover};
 
 use common::look;
@@ -138,8 +140,21 @@ fn images() -> Vec<(String, Vec<u8>)> {
             images.push((format!("{name}-left-out"), without_the_last_write(&open)));
         }
     }
+    let backing = Some(("base.raw".to_owned(), Some("raw".to_owned())));
+    let plain = CreateOptions { size: SIZE, cluster_size: 4096, backing, ..CreateOptions::default() };
+    for (name, version) in [("pinned", 3), ("version-2-pinned", 2)] {
+        let image = used(&CreateOptions { version, ..plain.clone() }, 71, true);
+        let storage = MemoryStorage::holding("image", &image);
+        let shared: SharedStorage = storage.clone();
+        let pin = Pin::parse(PIN).expect("a pin");
+        block_on(FormatKind::Qcow2.format().set_pin(&shared, &pin)).expect("it is recorded");
+        images.push((name.to_owned(), storage.content().to_vec()));
+    }
     images
 }
+
+const PIN: &str =
+    "etag 300000 \"9b2cf535f27731c974343645a3985328-17\"\nfile 300000 131077@1764042000000000000";
 
 /// Makes the image whole. Tells what of the journal counted, where there was one.
 fn recovered(image: &[u8]) -> (Vec<u8>, Option<vellum_format::report::Recovery>) {
@@ -185,6 +200,9 @@ fn golden_images_open_for_ever() {
         assert!(packed.len() <= 50 << 10, "{name}: {} bytes", packed.len());
         let image = zstd::decode_all(&packed[..]).expect("it is packed by zstd");
         let (image, recovery) = recovered(&image);
+        let head = block_on(FormatKind::Qcow2.format().read(&*MemoryStorage::holding("image", &image)));
+        let pin = head.expect("a header").pin().map(ToString::to_string);
+        assert_eq!(pin.as_deref(), Some(PIN).filter(|_| name.ends_with("pinned")), "{name}");
         let must_be_replayed =
             name.starts_with("journal") && name != "journal" && !kinds().iter().any(|kind| kind.0 == name);
         assert_eq!(recovery.is_some(), must_be_replayed, "{name}");

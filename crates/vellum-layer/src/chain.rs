@@ -25,6 +25,7 @@
 
 mod below;
 mod change;
+mod pins;
 mod share;
 mod templates;
 mod way_down;
@@ -32,6 +33,7 @@ mod way_down;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use vellum_core::pin::Pin;
 use vellum_core::{
     Clock, Context, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
     SharedStorage, Storage,
@@ -42,6 +44,7 @@ use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memor
 use crate::gate::{Gate, Trust};
 use crate::hydrate::{Tap, TapOptions};
 use below::{Below, Stand};
+use pins::FoundBelow;
 pub use templates::Templates;
 pub use way_down::{Step, WayDown};
 
@@ -116,6 +119,10 @@ pub struct ChainOptions {
     pub compaction: bool,
     /// If true, flushes of an image wait a little for one another where that lets them share (group commit).
     pub clock: Option<Arc<dyn Clock>>,
+    /// Images at URLs that prove nothing are taken for fixed, because the user says so.
+    pub trust_base: bool,
+    /// An image that is opened for writing records what proves the images below, also where all of them are files.
+    pub pin_base: bool,
     /// The images below the top are shared with the other disks of these templates.
     pub templates: Option<Arc<Templates>>,
     /// What the top image reads from below is seen, and copied. Not where it is only read, or has nothing below.
@@ -135,6 +142,8 @@ impl Default for ChainOptions {
             prealloc: Prealloc::default(),
             compaction: false,
             clock: None,
+            trust_base: false,
+            pin_base: false,
             templates: None,
             tap: None,
         }
@@ -179,6 +188,23 @@ struct Found {
     head: Box<dyn Head>,
 }
 
+impl Found {
+    /// Compares what the image records of those below with what they are, and records it where it must be.
+    async fn hold_against_pin(&mut self, below: &Stand, options: &ChainOptions) -> Result<()> {
+        let found = FoundBelow::of(below.members().iter());
+        let Some(pin) = found.hold_against(self.head.pin(), options.trust_base, options.pin_base)? else {
+            return Ok(());
+        };
+        if options.read_only || options.snapshot.is_some() {
+            return Ok(());
+        }
+        let format = self.head.kind().format();
+        format.set_pin(&self.storage, &pin).await?;
+        self.head = format.read(&*self.storage).await?;
+        Ok(())
+    }
+}
+
 impl Chain {
     /// Opens the image and everything below it.
     ///
@@ -188,7 +214,7 @@ impl Chain {
     /// and its depth.
     pub async fn open(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Result<Self> {
         let (mut way, step) = WayDown::begin(opener, &options.gate, path, options.format).await?;
-        let (image, next) = find_one(&mut way, &step, options).await?;
+        let (mut image, next) = find_one(&mut way, &step, options).await?;
         let was_left_open = image.head.was_left_open();
         let top_need = mapping_need(&*image.head, &image.storage, options.read_only);
         let below = match (next, &options.templates) {
@@ -196,6 +222,9 @@ impl Chain {
             (Some(step), None) => Some(Stand::on(Below::open(&mut way, step, options, top_need).await?)),
             (Some(step), Some(templates)) => Some(templates.stand(&mut way, step, options).await?),
         };
+        if let Some(below) = &below {
+            image.hold_against_pin(below, options).await.map_err(|error| step.describe(error))?;
+        }
         let top_tally = HostTally::default();
         let how = How {
             read_only: options.read_only,
@@ -270,6 +299,15 @@ impl Chain {
             settle(&**storage).await?;
         }
         Ok(())
+    }
+
+    /// The pin that an image over this one is to record; `None` where everything below it is a file.
+    ///
+    /// # Errors
+    /// `Refused` when something at a URL proves nothing and is not trusted, `Unsupported` when the pin is too long.
+    pub fn pin_of_all(&self) -> Result<Option<Pin>> {
+        let found = FoundBelow::of(self.members());
+        found.hold_against(None, self.options.trust_base, self.options.pin_base)
     }
 
     /// Why the disk on top is closed, if a change closed it and could not open it again.

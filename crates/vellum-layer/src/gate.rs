@@ -1,4 +1,4 @@
-//! Which files an image may refer to.
+//! Which files and URLs an image may refer to.
 //!
 //! An image can come from anywhere, its header can name any file as its backing or data file, and the guest
 //! of a raw disk can write a header of its own. So a reference is followed only if a trusted source allows
@@ -17,16 +17,21 @@
 //! 3. A header never decides which file is written: not even one beside the image, because it may be another
 //!    user's disk.
 //! 4. Links are resolved before the check: what counts is where the file *is*, not its name.
-//! 5. A reference that is not a plain file name (`json:…`, `nbd:…`, `http://…`) is always refused.
-//! 6. What the user names on the command line is not a reference, and is not checked.
+//! 5. A URL in a file's header is followed only where the user allows a prefix of it ([`UrlPrefix`]). An image that is at
+//!    a URL may also refer to URLs in its own directory, and never to a local file.
+//! 6. Any other reference that is not a plain file name (`json:…`, `fat:…`) is always refused.
+//! 7. What the user names on the command line is not a reference, and is not checked.
 
 use std::path::{Path, PathBuf};
 
-use vellum_core::{Error, ErrorKind, Result};
+use vellum_core::{Context, Error, ErrorKind, Result, Url, UrlPrefix};
 use vellum_format::FormatKind;
 
 /// The environment variable that allows directories, separated by colons.
 pub const ALLOW_DIRS_VARIABLE: &str = "VELLUM_ALLOW_DIRS";
+
+/// The environment variable that allows prefixes of URLs, separated by spaces.
+pub const ALLOW_URLS_VARIABLE: &str = "VELLUM_ALLOW_URLS";
 
 /// Whether a trusted source states which format an image has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,13 +87,20 @@ pub struct Referrer<'a> {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Gate {
     dirs: Vec<PathBuf>,
+    urls: Vec<UrlPrefix>,
     data_files: Vec<PathBuf>,
 }
 
 impl Gate {
     /// Allows these directories and what is below them. They must be canonical: absolute, without links.
     pub fn allowing(canonical_dirs: Vec<PathBuf>) -> Self {
-        Self { dirs: canonical_dirs, data_files: Vec::new() }
+        Self { dirs: canonical_dirs, ..Self::default() }
+    }
+
+    /// Also allows the URLs that begin like this.
+    #[must_use]
+    pub fn with_urls(self, urls: Vec<UrlPrefix>) -> Self {
+        Self { urls, ..self }
     }
 
     /// Also allows these data files to be read and written. They must be canonical.
@@ -98,11 +110,17 @@ impl Gate {
     }
 
     /// The path that a name in an image means, before links are followed: relative names start at the
-    /// directory of the image.
+    /// directory of the image. A URL is a path in its one spelling.
     ///
     /// # Errors
-    /// `Refused` for a name that is not a plain file name.
+    /// `Refused` for a name that is neither a plain file name nor a URL.
     pub fn resolve(image: &Path, name: &str) -> Result<PathBuf> {
+        if let Some(image) = Url::of_path(image) {
+            return Ok(image?.join(name)?.to_string().into());
+        }
+        if let Some(url) = Url::parse(name) {
+            return Ok(url.context(|| format!("{} refers to a URL", image.display()))?.to_string().into());
+        }
         let plain = name.strip_prefix("file:").unwrap_or(name);
         let before_slash = plain.split('/').next().unwrap_or_default();
         if before_slash.contains(':') || plain.is_empty() || plain.contains('\0') {
@@ -125,6 +143,9 @@ impl Gate {
     /// `Refused`, with the way to allow it.
     pub fn check(&self, image: Referrer<'_>, target: &Path) -> Result<()> {
         let Referrer { canonical, is_device, trust } = image;
+        if let Some(url) = Url::of_path(target) {
+            return self.check_url(image, &url?);
+        }
         let is_beside = canonical.parent().is_some_and(|dir| target.starts_with(dir));
         if self.allows(target) || is_beside && !is_device && trust == Trust::Declared {
             return Ok(());
@@ -144,6 +165,21 @@ impl Gate {
         Err(refused(format!("{why}{colon} allow it with {}", allow_dir(target))))
     }
 
+    fn check_url(&self, image: Referrer<'_>, target: &Url) -> Result<()> {
+        if self.urls.iter().any(|prefix| prefix.allows(target)) {
+            return Ok(());
+        }
+        let is_beside = matches!(Url::of_path(image.canonical), Some(Ok(image)) if image.is_beside(target));
+        if is_beside && image.trust == Trust::Declared {
+            return Ok(());
+        }
+        Err(refused(format!(
+            "{} refers to {target}, and references to URLs must be allowed explicitly: allow it with `--allow-url \
+             {target}` or {ALLOW_URLS_VARIABLE}={target}, or with a prefix that ends at a slash",
+            image.canonical.display()
+        )))
+    }
+
     /// Asks whether an image may have `target`, which is canonical, as its data file.
     ///
     /// # Errors
@@ -151,6 +187,10 @@ impl Gate {
     pub fn check_data_file(&self, image: Referrer<'_>, target: &Path, is_written: bool) -> Result<()> {
         if self.data_files.iter().any(|file| file == target) {
             return Ok(());
+        }
+        if is_written && Url::of_path(target).is_some() {
+            let (name, to) = (image.canonical.display(), target.display());
+            return Err(refused(format!("{name} keeps its data at {to}, and a URL cannot be written")));
         }
         if !is_written || self.allows(target) {
             return self.check(image, target);
@@ -183,10 +223,12 @@ mod tests {
         for name in [
             "json:{\"driver\":\"file\"}",
             "nbd:localhost:10809",
-            "http://host/x",
+            "http:host/x",
             "fat:rw:/etc",
             "",
-            "nbd+unix:///?s=x",
+            "http://host/a/../b",
+            "http://user:password@host/b",
+            "ssh://host/b",
         ] {
             assert_eq!(Gate::resolve(image, name).unwrap_err().kind(), ErrorKind::Refused, "{name}");
         }
@@ -196,10 +238,38 @@ mod tests {
             ("/other/base.raw", "/other/base.raw"),
             ("file:base.raw", "/images/base.raw"),
             ("./od:d.raw", "/images/./od:d.raw"),
+            ("HTTP://Host:80/b", "http://host/b"),
         ] {
             assert_eq!(Gate::resolve(image, name).unwrap(), Path::new(path));
         }
         assert_eq!(Gate::resolve(Path::new("a.qcow2"), "b").unwrap(), Path::new("./b"));
+        let at_url = Path::new("http://host/d/a.qcow2");
+        assert_eq!(Gate::resolve(at_url, "/etc/shadow").unwrap(), Path::new("http://host/etc/shadow"));
+        for name in ["file:/etc/shadow", "../b", "json:{}"] {
+            assert_eq!(Gate::resolve(at_url, name).unwrap_err().kind(), ErrorKind::Refused, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_url_is_followed_only_where_the_user_allows_it_or_beside_an_image_at_a_url() {
+        let allowed = |prefix: &str| Gate::default().with_urls(vec![UrlPrefix::parse(prefix).unwrap()]);
+        let target = Path::new("http://host/t/base.raw");
+        let file = image("/images/a.qcow2");
+        is_refused(
+            Gate::default().check(file, target),
+            &["--allow-url http://host/t/base.raw", "VELLUM_ALLOW_URLS="],
+        );
+        is_refused(Gate::allowing(vec![PathBuf::from("/")]).check(file, target), &["--allow-url"]);
+        is_refused(allowed("http://host.evil/").check(file, target), &["--allow-url"]);
+        allowed("http://host/t/").check(file, target).unwrap();
+        allowed("http://host/t/")
+            .check(Referrer { trust: Trust::Guessed(FormatKind::Qcow2), ..file }, target)
+            .unwrap();
+        let beside = image("http://host/t/a.qcow2");
+        Gate::default().check(beside, target).unwrap();
+        is_refused(Gate::default().check(image("http://host/u/a.qcow2"), target), &["--allow-url"]);
+        is_refused(Gate::default().check(beside, Path::new("/etc/shadow")), &["outside"]);
+        is_refused(allowed("http://host/").check_data_file(file, target, true), &["cannot be written"]);
     }
 
     fn image(path: &str) -> Referrer<'_> {

@@ -318,7 +318,7 @@ impl ClientRow {
 }
 
 /// The kinds of errors, by the words they have on the wire.
-const KINDS: [(ErrorKind, &str); 11] = [
+const KINDS: [(ErrorKind, &str); 12] = [
     (ErrorKind::Io, "io"),
     (ErrorKind::NoSpace, "no-space"),
     (ErrorKind::Corrupt, "corrupt"),
@@ -328,6 +328,7 @@ const KINDS: [(ErrorKind, &str); 11] = [
     (ErrorKind::Locked, "locked"),
     (ErrorKind::NotFound, "not-found"),
     (ErrorKind::Refused, "refused"),
+    (ErrorKind::Changed, "changed"),
     (ErrorKind::Poisoned, "poisoned"),
     (ErrorKind::Closed, "closed"),
 ];

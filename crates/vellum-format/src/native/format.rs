@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use vellum_core::{BlockSize, Error, LocalFuture, Result, SharedDisk, SharedStorage, Storage};
+use vellum_core::pin::Pin;
+use vellum_core::{BlockSize, Context, Error, LocalFuture, Result, SharedDisk, SharedStorage, Storage};
 
 use super::check::check;
 use super::detach::detach;
@@ -92,6 +93,10 @@ impl Format for NativeFormat {
         Box::pin(detach(image, stop))
     }
 
+    fn set_pin<'a>(&'a self, image: &'a SharedStorage, pin: &'a Pin) -> LocalFuture<'a, Result<()>> {
+        Box::pin(set_pin(image, pin))
+    }
+
     fn set_journal<'a>(
         &'a self,
         _image: &'a SharedStorage,
@@ -102,6 +107,17 @@ impl Format for NativeFormat {
             "{name} is a vellum image: it has a journal whenever it needs one, of the size it was created with"
         ))))
     }
+}
+
+async fn set_pin(image: &SharedStorage, pin: &Pin) -> Result<()> {
+    let context = || format!("can't record in {} what proves its backing image", image.name());
+    let mut superblocks = Superblocks::read(&**image).await.context(context)?;
+    if superblocks.superblock.base().is_none() {
+        return Err(Error::unsupported(format!("{} has no backing image", image.name())));
+    }
+    superblocks.superblock.set_pin(pin.clone());
+    superblocks.write(&**image).await.context(context)?;
+    image.flush().await.context(context) // commit point
 }
 
 impl Head for Superblocks {
@@ -121,6 +137,10 @@ impl Head for Superblocks {
     fn backing(&self) -> Option<(&str, Option<&str>)> {
         let base = self.superblock.base()?;
         Some((&base.name, base.format.as_deref()))
+    }
+
+    fn pin(&self) -> Option<&Pin> {
+        self.superblock.pin()
     }
 
     fn was_left_open(&self) -> bool {

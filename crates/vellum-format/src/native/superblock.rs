@@ -10,10 +10,10 @@
 //!  ├─────────────────────┼─────────────┼────────────┼─────┼────────────┼─────────┼──────────┼───────────┼───────┼──────
 //!  │ six regions: at, len│ data_offset │ generation │ key │ not used   │ name len│format len│ zone table│ name  │ format
 //!  └─────────────────────┴─────────────┴────────────┴─────┴────────────┴─────────┴──────────┴───────────┴───────┴──────
-//!  1296                                   1552
-//!  ├──────────────────────────────────────┼──────
-//!  │ eight parts: at, table len, zones len│
-//!  └──────────────────────────────────────┴──────
+//!  1296                                   1552                    1600     1604   1608     2112
+//!  ├──────────────────────────────────────┼───────────────────────┼────────┼──────┼────────┼──────
+//!  │ eight parts: at, table len, zones len│                       │ pin len│ zero │  pin   │
+//!  └──────────────────────────────────────┴───────────────────────┴────────┴──────┴────────┴──────
 //! ```
 //!
 //! 1. [`Superblock::parse`] is the only way in. After it no region exceeds its limits or overlaps another
@@ -24,6 +24,7 @@
 //! 3. A change is written over the copy that does not count. A torn write therefore leaves the one that does.
 //! 4. Bytes that this program does not know are kept.
 
+use vellum_core::pin::Pin;
 use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, Result, Storage};
 
 use super::geometry::{Layout, Places, Region, Shape};
@@ -64,6 +65,8 @@ mod field {
     pub(super) const PARTS: usize = 1296;
     /// Length of one part.
     pub(super) const PART_LEN: usize = 32;
+    pub(super) const PIN_LEN: usize = 1600;
+    pub(super) const PIN: usize = 1608;
 }
 
 /// Longest name of a base, in bytes.
@@ -163,6 +166,7 @@ pub struct Superblock {
     /// Sizes and places.
     pub(crate) places: Places,
     base: Option<Base>,
+    pin: Option<Pin>,
     /// The journal's generation. It increases by one with each opening that changes the image.
     pub(crate) generation: u64,
     /// The journal's key, while the journal is in use.
@@ -198,6 +202,7 @@ impl Superblock {
             uuid,
             places,
             base,
+            pin: None,
             generation: 0,
             key: None,
             has_snapshots: false,
@@ -246,12 +251,17 @@ impl Superblock {
             0 => None,
             _ => Some(base(&*page)?),
         };
+        let pin = match base {
+            None => None, // older programs leave the pin of a base that they remove
+            Some(_) => pin(&*page)?,
+        };
         let key = u128::from(be64(&*page, field::KEY)) << 64 | u128::from(be64(&*page, field::KEY + 8));
         let superblock = Self {
             sequence: be64(&*page, field::SEQUENCE),
             uuid: page[field::UUID..field::UUID + 16].try_into().expect("sixteen bytes"),
             places,
             base,
+            pin,
             generation: be64(&*page, field::GENERATION),
             key: (features & incompatible::REPLAY != 0).then_some(key),
             has_snapshots: features & incompatible::SNAPSHOTS != 0,
@@ -360,6 +370,10 @@ impl Superblock {
             put_text(bytes, field::NAME_LEN, field::NAME, &base.name);
             put_text(bytes, field::FORMAT_LEN, field::FORMAT, base.format.as_deref().unwrap_or(""));
         }
+        if let Some(pin) = &self.pin {
+            bytes[field::PIN..field::PIN + Pin::BYTES_MAX].fill(0);
+            put_text(bytes, field::PIN_LEN, field::PIN, &pin.to_string());
+        }
         put32(bytes, field::CRC, 0);
         let crc = crc32c::crc32c(bytes);
         put32(bytes, field::CRC, crc);
@@ -386,11 +400,23 @@ impl Superblock {
         self.base.as_ref()
     }
 
+    /// What proves that the base is the one that the image was made over, if the image records it.
+    pub fn pin(&self) -> Option<&Pin> {
+        self.pin.as_ref()
+    }
+
+    /// Records what proves the content of the base.
+    pub(crate) fn set_pin(&mut self, pin: Pin) {
+        self.pin = Some(pin);
+    }
+
     /// Removes the base, and the regions that only an image over a base has.
     pub(crate) fn detach(&mut self) -> Result<()> {
         self.places = self.places.without_base()?;
         self.base = None;
+        self.pin = None;
         for (len, bytes) in [
+            (field::PIN_LEN, field::PIN..field::PIN + Pin::BYTES_MAX),
             (field::NAME_LEN, field::NAME..field::NAME + NAME_MAX),
             (field::FORMAT_LEN, field::FORMAT..field::FORMAT + FORMAT_MAX),
         ] {
@@ -569,6 +595,11 @@ fn base(page: &[u8]) -> Result<Base> {
     }
     let format = text(page, field::FORMAT_LEN, field::FORMAT, FORMAT_MAX, "format of the base")?;
     Ok(Base { name, format: Some(format).filter(|format| !format.is_empty()) })
+}
+
+fn pin(page: &[u8]) -> Result<Option<Pin>> {
+    let text = text(page, field::PIN_LEN, field::PIN, Pin::BYTES_MAX, "pin of the base")?;
+    if text.is_empty() { Ok(None) } else { Pin::parse(&text).map(Some) }
 }
 
 fn text(page: &[u8], len_at: usize, at: usize, max: usize, what: &str) -> Result<String> {

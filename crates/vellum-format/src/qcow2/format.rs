@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicBool;
 
+use vellum_core::pin::Pin;
 use vellum_core::{LocalFuture, Result, SharedStorage, Storage};
 
 use super::bitmaps::{self, Bitmap};
@@ -11,6 +12,7 @@ use super::header::{Compression, Encryption, Header, VERSIONS};
 use super::journal_setting::set_journal;
 use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE};
 use super::open::OpenOptions;
+use super::pin::set_pin;
 use super::{Qcow2, resize, snapshot};
 use crate::image::{
     Fact, Files, Format, Head, Machine, OpenOptions as Options, Opened, Snapshot, SnapshotSupport,
@@ -73,6 +75,10 @@ impl Format for Qcow2Format {
         Box::pin(detach(image))
     }
 
+    fn set_pin<'a>(&'a self, image: &'a SharedStorage, pin: &'a Pin) -> LocalFuture<'a, Result<()>> {
+        Box::pin(set_pin(image, pin))
+    }
+
     fn set_journal<'a>(
         &'a self,
         image: &'a SharedStorage,
@@ -103,6 +109,10 @@ impl Head for Header {
 
     fn backing(&self) -> Option<(&str, Option<&str>)> {
         self.backing_file().map(|name| (name, Self::backing_format(self)))
+    }
+
+    fn pin(&self) -> Option<&Pin> {
+        Self::pin(self)
     }
 
     fn data_file(&self) -> Option<&str> {

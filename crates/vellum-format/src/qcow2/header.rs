@@ -16,10 +16,12 @@
 mod extensions;
 mod parse;
 
+use vellum_core::pin::Pin;
 use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, ImageSpan, Result, Storage};
 
 use super::journal::extension::{EXTENSION_LEN, Extension};
 use super::layout::*;
+use super::pin;
 use crate::Prealloc;
 use crate::truth::reconcile;
 
@@ -81,6 +83,7 @@ pub struct Header {
     /// The journal's extension, and the offset of its body in the first sector.
     pub(crate) journal: Option<(Extension, usize)>,
     misplaced_journal: Option<Extension>,
+    pin: Option<Pin>,
 }
 
 impl Header {
@@ -160,7 +163,9 @@ impl Header {
             bitmaps: None,
             journal: extensions.journal,
             misplaced_journal: extensions.misplaced_journal,
+            pin: None,
         };
+        header.pin = header.pin_of_backing_file(extensions.pin.as_deref())?;
         header.check_features(extensions.has_encryption)?;
         header.refcount_table = header.check_refcount_table(
             be64(cluster, field::REFCOUNT_TABLE_OFFSET),
@@ -243,6 +248,19 @@ impl Header {
             self.table(self.snapshots_offset.bytes(), len, "snapshot table")?;
         }
         Ok(())
+    }
+
+    /// The pin in the extension. It belongs to the backing file that it names: a program that sets another one
+    /// keeps the extension, as an unknown one, and has voided it.
+    fn pin_of_backing_file(&self, extension: Option<&[u8]>) -> Result<Option<Pin>> {
+        let (Some(body), Some(name)) = (extension, &self.backing_file) else { return Ok(None) };
+        let (of, pin) = pin::decode(body)?;
+        Ok(Some(pin).filter(|_| of == *name))
+    }
+
+    /// What proves that the backing file is the one that the image was made over, if the image records it.
+    pub(crate) fn pin(&self) -> Option<&Pin> {
+        self.pin.as_ref()
     }
 
     fn check_bitmaps(&self, extension: Option<&[u8]>) -> Result<Option<BitmapDirectory>> {

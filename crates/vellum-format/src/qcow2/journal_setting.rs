@@ -96,6 +96,16 @@ pub(super) async fn remove_backing(header: &Header, image: &dyn Storage) -> Resu
     image.flush().await // commit point
 }
 
+/// Puts the extension with this body in the place of the one that says what proves the backing file. Returns
+/// whether there was room.
+///
+/// # Errors
+/// The errors of the storage.
+pub(super) async fn put_pin(header: &Header, image: &dyn Storage, body: Vec<u8>) -> Result<bool> {
+    let old = Layout::read(header, image).await?;
+    relay(header, image, &old.parts.with_pin(body, header)).await
+}
+
 fn refuse(header: &Header, wanted: Option<u64>) -> Result<()> {
     if header.is_corrupt() {
         return Err(Error::corrupt("the image is marked corrupt: run `vellum check -r all` first"));
@@ -258,9 +268,17 @@ impl Parts {
         parts
     }
 
+    fn with_pin(&self, body: Vec<u8>, header: &Header) -> Self {
+        let mut parts = self.clone();
+        parts.extensions.retain(|(kind, _)| *kind != extension::PIN);
+        parts.extensions.push((extension::PIN, body));
+        parts.forget_unknown(header);
+        parts
+    }
+
     fn without_backing(&self, header: &Header) -> Self {
         let mut parts = self.clone();
-        parts.extensions.retain(|(kind, _)| *kind != extension::BACKING_FORMAT);
+        parts.extensions.retain(|(kind, _)| ![extension::BACKING_FORMAT, extension::PIN].contains(kind));
         parts.backing_name.clear();
         put32(&mut parts.fields, field::BACKING_FILE_SIZE, 0);
         parts.forget_unknown(header);

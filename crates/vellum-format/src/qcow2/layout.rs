@@ -98,6 +98,8 @@ pub(crate) mod extension {
     pub(crate) const ENCRYPTION: u32 = 0x0537_BE77;
     /// Vellum's own: that the image is to have a journal, and where it is. "VLJ1"
     pub(crate) const JOURNAL: u32 = 0x564C_4A31;
+    /// Vellum's own: what proves the content of the backing file. "VLPN"
+    pub(crate) const PIN: u32 = 0x564C_504E;
     /// Vellum's own: bytes without a meaning, while a header is being changed. "VLPD"
     pub(crate) const PADDING: u32 = 0x564C_5044;
 }

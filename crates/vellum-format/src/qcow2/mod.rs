@@ -24,6 +24,7 @@
 //! | [`corrupt`] | the handling of an image that contradicts itself |
 //! | [`late`] | older writes that may still land where units were made zero |
 //! | [`quarantine`], `give_back` | freed clusters, until they may be reused; how they are given back |
+//! | `pin` | what proves the backing file: an extension of the header |
 //! | `resize` | a larger disk, as far as the L1 table has room |
 //! | [`check`] | compares everything an image claims, and repairs it; `hole` and `tail` skip what a file does not have, and cut off what it does not need |
 //! | `format` | the interface that all formats have |
@@ -62,6 +63,7 @@ mod map;
 mod mapping;
 pub mod open;
 mod pages;
+mod pin;
 mod plan;
 mod prepare;
 mod quarantine;

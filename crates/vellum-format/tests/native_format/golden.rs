@@ -7,7 +7,9 @@
 use std::path::{Path, PathBuf};
 
 use futures_lite::future::block_on;
+use vellum_core::pin::Pin;
 use vellum_core::{MemoryStorage, SharedStorage};
+use vellum_format::FormatKind;
 use vellum_format::native::snapshots::snapshots;
 use vellum_format::native::{Superblocks, recover};
 
@@ -43,8 +45,18 @@ fn images() -> Vec<(String, Vec<u8>)> {
         images.push((format!("{name}-parts"), grown(&options, seed, true).content().to_vec()));
         images.push((format!("{name}-parts-not-closed"), grown(&options, seed, false).content().to_vec()));
     }
+    for (seed, (name, options)) in (71..).zip(kinds()).filter(|(_, (name, _))| name.ends_with("-base")) {
+        let (image, _) = used(&options, seed, 40, true);
+        let shared: SharedStorage = image.clone();
+        let pin = Pin::parse(PIN).expect("a pin");
+        block_on(FormatKind::Native.format().set_pin(&shared, &pin)).expect("it is recorded");
+        images.push((format!("{name}-pinned"), image.content().to_vec()));
+    }
     images
 }
+
+const PIN: &str =
+    "etag 700000 \"9b2cf535f27731c974343645a3985328-17\"\nfile 700000 131077@1764042000000000000";
 
 /// Nothing for the disk, and all snapshots.
 fn views(image: &[u8]) -> Vec<Option<String>> {
@@ -80,6 +92,9 @@ fn golden_images_open_for_ever() {
         assert!(packed.len() <= 50 << 10, "{name}: {} bytes", packed.len());
         let image = zstd::decode_all(&packed[..]).expect("it is packed by zstd");
         let (mut disk, recovered) = disk_of(&image);
+        let recorded = block_on(Superblocks::read(&*MemoryStorage::holding("image", &recovered)));
+        let pin = recorded.expect("a superblock").superblock.pin().map(ToString::to_string);
+        assert_eq!(pin.as_deref(), Some(PIN).filter(|_| name.ends_with("-pinned")), "{name}");
         if snapshot.is_some() {
             disk = content_of(&MemoryStorage::holding("image", &recovered), snapshot);
         }

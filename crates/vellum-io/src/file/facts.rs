@@ -20,6 +20,7 @@ use std::path::PathBuf;
 
 use rustix::fs::{AtFlags, FallocateFlags, FileType, FsWord, SeekFrom, Stat, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
+use vellum_core::pin::{Proof, ProofKind};
 use vellum_core::{BlockSize, Error, Limits, Result};
 
 use super::direct::Direct;
@@ -37,6 +38,7 @@ pub(super) struct Facts {
     pub(super) len: u64,
     pub(super) limits: Limits,
     pub(super) direct: Option<Direct>,
+    pub(super) proof: Option<Proof>,
 }
 
 /// Refuses what is no image: everything but regular files and block devices.
@@ -88,7 +90,14 @@ fn of_file(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> Re
         discards: punches,
         prefers_written: options.writable && journals_blocks(file),
     };
-    Ok(Facts { kind: Kind::Regular, len, limits, direct })
+    Ok(Facts { kind: Kind::Regular, len, limits, direct, proof: proof(stat, len) })
+}
+
+/// The file's number tells it from another one in its place, and the time of the last change of its bytes from
+/// what it held before.
+fn proof(stat: &Stat, len: u64) -> Option<Proof> {
+    let nanoseconds = i128::from(stat.st_mtime) * 1_000_000_000 + i128::from(stat.st_mtime_nsec);
+    Proof::new(ProofKind::File, len, format!("{}@{nanoseconds}", stat.st_ino)).ok()
 }
 
 fn of_device(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> Result<Facts> {
@@ -112,7 +121,7 @@ fn of_device(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> 
         discards: options.writable && discards && (zeroes || options.trim),
         prefers_written: false,
     };
-    Ok(Facts { kind: Kind::Block { sector }, len, limits, direct })
+    Ok(Facts { kind: Kind::Block { sector }, len, limits, direct, proof: None })
 }
 
 fn physical_block(known: Option<u64>) -> BlockSize {

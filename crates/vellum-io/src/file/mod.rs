@@ -35,6 +35,7 @@ use std::sync::Arc;
 
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
+use vellum_core::pin::Proof;
 use vellum_core::{
     Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result, Storage, StorageRun,
     Zeroes,
@@ -67,6 +68,7 @@ pub struct File {
     /// How to move whole blocks; `None` for a file that goes through the page cache.
     direct: Option<Direct>,
     abilities: Abilities,
+    proof: Option<Proof>,
 }
 
 /// What was opened.
@@ -244,6 +246,10 @@ impl Storage for File {
 
     fn len(&self) -> u64 {
         self.handle.len()
+    }
+
+    fn proof(&self) -> Option<Proof> {
+        self.proof.clone()
     }
 
     fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {

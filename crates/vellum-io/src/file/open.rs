@@ -147,6 +147,7 @@ pub(super) fn open(path: &Path, options: &OpenOptions) -> Result<File> {
         handle: Arc::new(handle),
         direct: facts.direct,
         abilities: Abilities::hoped_for(options.trim),
+        proof: facts.proof,
     })
 }
 

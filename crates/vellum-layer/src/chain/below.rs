@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex};
 use vellum_core::{Disk as _, HostTally, Result, SharedDisk, lock};
 use vellum_format::FormatKind;
 
+use super::pins::FoundBelow;
 use super::share::{Shares, shares};
 use super::way_down::{Step, WayDown, describe};
 use super::{
@@ -90,6 +91,13 @@ impl Below {
             members.push(Member { path, storage, data_file, head, opened });
         }
         members.reverse();
+        for (index, member) in members.iter().enumerate() {
+            let found = FoundBelow::of(members[index + 1..].iter());
+            if !members[index + 1..].is_empty() {
+                let held = found.hold_against(member.head.pin(), options.trust_base, false);
+                held.map_err(|error| describe(error, &member.path, index + 1))?;
+            }
+        }
         let has_view = members.len() > 1;
         let view = has_view.then(|| View::new(members.iter().map(layer_of).collect(), memory_of_view));
         let disk = match &view {

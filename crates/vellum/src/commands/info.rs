@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use serde_json::{Map, Value, json};
+use vellum_core::pin::Proof;
 use vellum_daemon::inspect::{ImageFacts, inspect};
 use vellum_daemon::{Fact, IoMode, Machine, Snapshot, run as run_worker};
 
@@ -94,6 +95,9 @@ fn human(image: &ImageFacts) -> String {
         if let Some(format) = image.backing_format() {
             lines.push(printable(&format!("backing file format: {format}")).into_owned());
         }
+        lines.extend(
+            image.pin().iter().flat_map(|pin| pin.proofs()).map(|proof| format!("backing file pin: {proof}")),
+        );
         if let Some(first) = image.snapshots.first() {
             lines.push("Snapshot list:".to_owned());
             lines.push(match first.machine {
@@ -164,10 +168,17 @@ fn image_json(image: &ImageFacts) -> Value {
     if let Some(format) = image.backing_format() {
         info["backing-filename-format"] = json!(format);
     }
+    if let Some(pin) = image.pin() {
+        info["backing-pin"] = pin.proofs().iter().map(proof_json).collect();
+    }
     if !image.snapshots.is_empty() {
         info["snapshots"] = image.snapshots.iter().map(snapshot_json).collect();
     }
     info
+}
+
+fn proof_json(proof: &Proof) -> Value {
+    json!({ "kind": proof.kind().name(), "length": proof.len(), "value": proof.value() })
 }
 
 /// What there is to tell of the journal.

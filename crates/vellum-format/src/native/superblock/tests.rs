@@ -76,6 +76,21 @@ fn what_is_not_known_is_kept() {
 }
 
 #[test]
+fn the_pin_of_the_base_is_kept_and_goes_with_the_base() {
+    let mut superblock = sample(true, true);
+    assert!(superblock.pin().is_none());
+    for text in ["etag 5 \"a-longer-one\"\ntrusted 7", "file 9 1@2"] {
+        superblock.set_pin(Pin::parse(text).unwrap());
+        superblock = Superblock::parse(&bytes(&superblock)).unwrap();
+        assert_eq!(superblock.pin().map(ToString::to_string).as_deref(), Some(text));
+    }
+    superblock.detach().unwrap();
+    let page = bytes(&superblock);
+    assert!(Superblock::parse(&page).unwrap().pin().is_none());
+    assert!(page[field::PIN_LEN..field::PIN + Pin::BYTES_MAX].iter().all(|byte| *byte == 0));
+}
+
+#[test]
 fn impossible_fields_are_refused_although_the_crc_is_right() {
     let region = |index: usize| field::REGIONS + 16 * index;
     let cases: Vec<(&str, ErrorKind, Poke)> = vec![
@@ -145,6 +160,16 @@ fn impossible_fields_are_refused_although_the_crc_is_right() {
         ("has no key", ErrorKind::Corrupt, Box::new(|page| page[field::INCOMPATIBLE + 7] |= 1)),
         ("sequence", ErrorKind::Corrupt, Box::new(|page| put64(page, field::SEQUENCE, 0))),
         ("generation", ErrorKind::Corrupt, Box::new(|page| put64(page, field::GENERATION, u64::MAX))),
+        ("505 bytes", ErrorKind::Corrupt, Box::new(|page| put32(page, field::PIN_LEN, 505))),
+        ("pin of the base", ErrorKind::Corrupt, Box::new(|page| put32(page, field::PIN_LEN, 9))),
+        (
+            "pin of the base",
+            ErrorKind::Corrupt,
+            Box::new(|page| {
+                put32(page, field::PIN_LEN, 9);
+                page[field::PIN..field::PIN + 9].copy_from_slice(b"etag 5 \xFFx");
+            }),
+        ),
         ("1024 bytes", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 1024))),
         ("without a name", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 0))),
         ("not valid text", ErrorKind::Corrupt, Box::new(|page| page[field::NAME] = 0xFF)),

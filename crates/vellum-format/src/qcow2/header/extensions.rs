@@ -17,6 +17,7 @@ pub(super) struct Extensions {
     pub(super) feature_names: Vec<u8>,
     pub(super) journal: Option<(Extension, usize)>,
     pub(super) misplaced_journal: Option<Extension>,
+    pub(super) pin: Option<Vec<u8>>,
 }
 
 impl Extensions {
@@ -43,6 +44,7 @@ impl Extensions {
                 extension::BITMAPS => found.bitmaps = Some(body.to_vec()),
                 extension::ENCRYPTION => found.has_encryption = true,
                 extension::FEATURE_NAMES => found.feature_names = body.to_vec(),
+                extension::PIN => found.pin = Some(body.to_vec()),
                 // It changes together with the feature bit, so it counts only where one write covers both.
                 extension::JOURNAL if at + EXTENSION_LEN <= 512 => {
                     found.journal = Some((Extension::decode(body)?, at));

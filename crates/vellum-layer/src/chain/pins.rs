@@ -1,0 +1,95 @@
+//! Whether the images below are the ones that the image above was made over.
+//!
+//! 1. What an image records is compared each time it is opened, with what each image below proves now. Any
+//!    difference fails the opening, and the message names the image, what was recorded, what is there, and the remedy.
+//! 2. An image over a URL that records nothing yet gets the pin before its disk is opened for writing: before
+//!    the first byte of the base is used for a write. When it is only read, nothing is recorded: nothing of the base is
+//!    kept either.
+//! 3. An image below that proves nothing, such as a weak entity tag, counts as trusted only if the user, or the
+//!    pin, says so.
+
+use vellum_core::pin::{Pin, Proof, ProofKind};
+use vellum_core::{Error, ErrorKind, Result, Url};
+
+use super::Member;
+
+/// What is found below an image, from the top down: what each proves, and by which name it is known.
+pub(super) struct FoundBelow {
+    proofs: Vec<Proof>,
+    names: Vec<String>,
+    /// The first image that proves nothing, if there is one.
+    unproven: Option<usize>,
+    has_url: bool,
+}
+
+impl FoundBelow {
+    pub(super) fn of<'a>(members: impl Iterator<Item = &'a Member>) -> Self {
+        let mut found = Self { proofs: Vec::new(), names: Vec::new(), unproven: None, has_url: false };
+        for (index, member) in members.enumerate() {
+            let proof = member.storage.proof();
+            if proof.is_none() {
+                found.unproven.get_or_insert(index);
+            }
+            found.has_url |= Url::of_path(&member.path).is_some();
+            found.proofs.push(proof.unwrap_or_else(|| Proof::trusted(member.storage.len())));
+            found.names.push(member.path.display().to_string());
+        }
+        found
+    }
+
+    /// Compares what the image above records, and says what it is to record, if anything.
+    ///
+    /// # Errors
+    /// `Changed` when the pins differ; `Refused` when a URL proves nothing and is not trusted.
+    pub(super) fn hold_against(
+        &self,
+        pin: Option<&Pin>,
+        trusts: bool,
+        pins_files: bool,
+    ) -> Result<Option<Pin>> {
+        if let Some(pin) = pin {
+            return self.compare(pin).map(|()| None);
+        }
+        if !self.has_url && !pins_files {
+            return Ok(None);
+        }
+        if let Some(index) = self.unproven.filter(|_| !trusts) {
+            return Err(Error::new(
+                ErrorKind::Refused,
+                format!(
+                    "nothing proves that {} stays as it is (a web server must give a strong ETag), so another version of it \
+                     could be mixed in later: if it never changes, say so with `--trust-base`",
+                    self.names[index]
+                ),
+            ));
+        }
+        Pin::new(self.proofs.clone()).map(Some)
+    }
+
+    fn compare(&self, pin: &Pin) -> Result<()> {
+        let Some((index, now)) = pin.difference(&self.proofs) else { return Ok(()) };
+        let was = pin.proofs().get(index);
+        let name = self.names.get(index).or(self.names.last()).map_or("the image below", String::as_str);
+        let why = match (was, now) {
+            (Some(was), Some(now)) => {
+                format!("{name} has changed: it was {}, and is {} now", said(was), said(now))
+            }
+            (Some(was), None) => format!("an image below {name} is gone, which was {}", said(was)),
+            (None, _) => format!("{name} is below the image now, and was not when it was made"),
+        };
+        Err(Error::new(
+            ErrorKind::Changed,
+            format!(
+                "{why}: the image only makes sense over the content that it was made over, so bring that back, or make \
+                 a new image over the new one"
+            ),
+        ))
+    }
+}
+
+fn said(proof: &Proof) -> String {
+    match proof.kind() {
+        ProofKind::Trusted => format!("{} bytes that nothing proves", proof.len()),
+        kind => format!("{} bytes with {} {}", proof.len(), kind.name(), proof.value()),
+    }
+}

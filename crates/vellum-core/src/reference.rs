@@ -15,7 +15,7 @@
 //! 2. A URL never holds a secret: it is stored in images, and printed. A user, a password, or the parameters of a
 //!    signed URL are refused, and the message says where credentials belong. The message does not repeat them.
 //! 3. A prefix is compared part by part, never as text: scheme, host and port must be equal, and a path ends at a
-//!    slash. So `http://good.example` does not allow `http://good.example.evil/`, and `/a` does not allow `/ab`.
+//!    slash. So `http://good.example` does not allow `http://good.example.evil.example/`, and `/a` does not allow `/ab`.
 //! 4. A name in an image that is itself at a URL stays in the world of URLs: it never means a local file.
 
 use std::fmt;
@@ -186,7 +186,7 @@ impl UrlPrefix {
     /// # Errors
     /// `Invalid` when it is not the beginning of a URL.
     pub fn parse(text: &str) -> Result<Self> {
-        let invalid = |why: &str| Error::invalid(format!("can't allow URLs that begin with {why}"));
+        let invalid = |why: &str| Error::invalid(format!("can't allow these URLs: {why}"));
         let Some((scheme, rest)) = split_scheme(text) else {
             return Err(invalid(&format!("{text:?}: use for example https://host/templates/")));
         };
@@ -194,7 +194,7 @@ impl UrlPrefix {
         match url.query {
             None => Ok(Self(url)),
             Some(_) if scheme == Scheme::NbdUnix => Ok(Self(url)),
-            Some(_) => Err(invalid("a query: give the part in front of the question mark")),
+            Some(_) => Err(invalid("give the part in front of the question mark")),
         }
     }
 
@@ -291,8 +291,10 @@ fn parse_rest(scheme: Scheme, rest: &str, text: &str, is_prefix: bool) -> Result
             _ => "its host is neither a name nor an address",
         });
     }
+    // What is encoded in a key of a store would be one thing to some programs and another to others.
+    let is_encoded_key = scheme == Scheme::S3 && path.contains('%');
     let path = path_of(path, is_prefix || matches!(scheme, Scheme::Nbd | Scheme::NbdUnix));
-    let Some(path) = path.filter(|path| scheme != Scheme::S3 || !path.contains('%')) else {
+    let Some(path) = path.filter(|_| !is_encoded_key) else {
         return no("its path must name one image: no empty, `.` or `..` part, and no slash at the end");
     };
     let query = match query {
@@ -511,12 +513,7 @@ mod tests {
             "http://host:080/a",
             "http://ho%73t/a",
             "http://h\u{f6}st/a",
-            "http://host./a",
-            "http://.host/a",
-            "http://ho..st/a",
-            "http://0x7f.1/a",
             "http://2130706433/a",
-            "http://127.1/a",
             "http://0x7f000001/a",
             "http://[::1/a",
             "http://[0::1]/a",
@@ -543,6 +540,10 @@ mod tests {
         ] {
             let refused = Url::parse(text).unwrap_or_else(|| panic!("{text} is like a URL"));
             assert_eq!(refused.expect_err(text).kind(), ErrorKind::Refused, "{text}");
+        }
+        for host in ["host.", ".host", "ho..st", "0x7f.1", "127.1", "127.0.0.256"] {
+            let text = format!("http://{host}/a");
+            assert!(Url::parse(&text).expect("like a URL").is_err(), "{text}");
         }
         let long = format!("http://host/{}", "x".repeat(URL_BYTES_MAX));
         assert!(Url::parse(&long).expect("like a URL").is_err());
@@ -574,10 +575,10 @@ mod tests {
             ("http://good.example", "http://good.example:8080/a", false),
             ("http://good.example", "http://good.example:80/a", true),
             ("http://good.example", "https://good.example/a", false),
-            ("http://good.example", "http://good.example.evil/a", false),
+            ("http://good.example", "http://good.example.evil.example/a", false),
             ("http://good.example", "http://evil.good.example/a", false),
-            ("http://good.example", "http://good.exampleevil/a", false),
-            ("http://GOOD.example", "HTTP://good.EXAMPLE/a", true),
+            ("http://good.example", "http://good.exampleevil.example/a", false),
+            ("HTTP://good.example", "http://good.example/a", true),
             ("http://good.example/a", "http://good.example/a", true),
             ("http://good.example/a", "http://good.example/a/b", true),
             ("http://good.example/a", "http://good.example/ab", false),

@@ -17,7 +17,8 @@ use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use vellum_core::{BlockSize, Context, Error, LocalFuture, Result, try_join_all};
+use vellum_core::pin::Pin;
+use vellum_core::{BlockSize, Context, Error, LocalFuture, Result, Url, try_join_all};
 use vellum_format::zeros::Zeros;
 use vellum_format::{FormatKind, native, qcow2};
 use vellum_io::Draft;
@@ -41,6 +42,8 @@ pub struct Cloning {
     pub size: Option<u64>,
     /// Where the template's own references may lead, and the clones' references to it.
     pub allow_dirs: Vec<PathBuf>,
+    /// A template at a URL that proves nothing never changes: the user says so.
+    pub trust_base: bool,
     /// For clones of the native format. Size and base are filled in.
     pub native: native::CreateOptions,
     /// For qcow2 clones. Size and backing file are filled in; a data file is refused.
@@ -77,6 +80,7 @@ struct Template<'a> {
     disk_bytes: u64,
     size: u64,
     zeros: Option<Zeros>,
+    pin: Option<Pin>,
 }
 
 /// A file, as far as it can be told from others and from what it was.
@@ -102,6 +106,7 @@ pub async fn clone_template(
     let options = ImageOptions {
         format: Some(how.template_format),
         allow_dirs: how.allow_dirs.clone(),
+        trust_base: how.trust_base,
         ..ImageOptions::reading()
     };
     let before = identity(&how.template)?;
@@ -114,7 +119,7 @@ pub async fn clone_template(
     let (chain, (zeros, list)) = stop.or_stopped(opened).await?;
     let disk_bytes = chain.disk().geometry().size;
     let size = BlockSize::SECTOR.round_up(how.size.unwrap_or(disk_bytes));
-    let template = Template { how, disk_bytes, size, zeros };
+    let template = Template { how, disk_bytes, size, zeros, pin: chain.pin_of_all()? };
     let made = RefCell::new(Vec::new());
     let mut failed = None;
     for (batch, some) in clones.chunks(AT_ONCE).enumerate() {
@@ -157,6 +162,10 @@ pub async fn clone_template(
 }
 
 fn identity(path: &Path) -> Result<Identity> {
+    if Url::of_path(path).is_some() {
+        // What is read of it is held against what it proved when it was opened, each time.
+        return Ok(Identity { file: (0, 0), content: None });
+    }
     let facts = path.metadata().context(|| format!("can't open {}", path.display()))?;
     let content = facts.is_file().then(|| (facts.len(), facts.mtime(), facts.mtime_nsec()));
     Ok(Identity { file: (facts.dev(), facts.ino()), content })
@@ -204,6 +213,7 @@ impl Template<'_> {
             // It is open.
             trust_backing: true,
             allow_dirs: self.how.allow_dirs.clone(),
+            trust_base: self.how.trust_base,
         })
     }
 
@@ -223,13 +233,13 @@ impl Template<'_> {
                 let zeros = self.zeros.as_ref().map(|zeros| zeros.runs.clone()).unwrap_or_default();
                 let base = base_of(&target, self.disk_bytes, zeros);
                 let options = native::CreateOptions { size: self.size, base, ..self.how.native.clone() };
-                write_native(&target, &options).await.map(drop)?;
+                write_native(&target, &options, self.pin.as_ref()).await.map(drop)?;
             }
             _ => {
                 let backing = target.backing.clone().map(|(name, format)| (name, Some(format.to_string())));
                 let options =
                     qcow2::CreateOptions { size: self.size, backing, ..self.how.qcow2.clone() }.settled();
-                write_qcow2(&target, None, &options).await?;
+                write_qcow2(&target, None, &options, self.pin.as_ref()).await?;
             }
         }
         draft.publish().await // commit point: the clone has its name

@@ -146,6 +146,7 @@ impl Copying<'_> {
             backing: None,
             trust_backing: true,
             allow_dirs: Vec::new(),
+            trust_base: false,
         };
         match self.how.format {
             FormatKind::Raw => create_raw(self.path(), size, self.how.qcow2.preallocation).await,

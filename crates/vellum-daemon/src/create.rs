@@ -4,8 +4,9 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use vellum_core::pin::Pin;
 use vellum_core::{
-    BlockSize, Buffer, Context, Error, ErrorKind, GuestSpan, ImageOffset, Result, SharedStorage, Storage,
+    BlockSize, Buffer, Context, Error, ErrorKind, GuestSpan, ImageOffset, Result, SharedStorage, Storage, Url,
 };
 use vellum_format::FormatKind;
 use vellum_format::native::{self, Layout, Region};
@@ -29,8 +30,10 @@ pub struct CreateTarget {
     pub backing: Option<(String, FormatKind)>,
     /// The backing image is not opened; the size must be given.
     pub trust_backing: bool,
-    /// Where the backing image's own references may lead.
+    /// Where the backing image's own references may lead: directories, and prefixes of URLs.
     pub allow_dirs: Vec<PathBuf>,
+    /// A backing image at a URL that proves nothing never changes: the user says so.
+    pub trust_base: bool,
 }
 
 impl CreateTarget {
@@ -39,15 +42,16 @@ impl CreateTarget {
     /// # Errors
     /// When there is neither, or the backing image cannot be opened.
     pub async fn disk_size(&self) -> Result<u64> {
-        let backing = match self.open_backing().await? {
-            Some(chain) => {
-                let size = chain.disk().geometry().size;
-                chain.close().await?;
-                Some(size)
-            }
-            None => None,
-        };
-        self.size_over(backing)
+        self.size_and_pin().await.map(|(size, _)| size)
+    }
+
+    /// As above, and what the image is to record of the images below it.
+    async fn size_and_pin(&self) -> Result<(u64, Option<Pin>)> {
+        let Some(chain) = self.open_backing().await? else { return Ok((self.size_over(None)?, None)) };
+        let size = chain.disk().geometry().size;
+        let pin = chain.pin_of_all();
+        chain.close().await?;
+        Ok((self.size_over(Some(size))?, pin?))
     }
 
     /// Why the image, now that it is made, could not be opened for writing as it is: its references would not
@@ -59,8 +63,13 @@ impl CreateTarget {
         let asked = trust.and_then(|trust| {
             let image = Referrer { canonical: &canonical, is_device, trust };
             let gate = Host::gate(&self.allow_dirs, &[])?;
-            let place =
-                |name: &str| Gate::resolve(&self.path, name)?.canonicalize().context(|| name.to_owned());
+            let place = |name: &str| {
+                let path = Gate::resolve(&self.path, name)?;
+                if Url::of_path(&path).is_some() {
+                    return Ok(path);
+                }
+                path.canonicalize().context(|| name.to_owned())
+            };
             if let Some((name, _)) = &self.backing {
                 // A missing file that was not checked is reported when the image is opened.
                 place(name).map_or(Ok(()), |target| gate.check(image, &target))?;
@@ -87,6 +96,7 @@ impl CreateTarget {
         let options = ImageOptions {
             format: Some(*format),
             allow_dirs: self.allow_dirs.clone(),
+            trust_base: self.trust_base,
             ..ImageOptions::reading()
         };
         let path = Gate::resolve(&self.path, name)?;
@@ -108,6 +118,9 @@ impl CreateTarget {
 /// # Errors
 /// Those of finding the backing image and the new image's directory; `Invalid` for a name that is not UTF-8.
 pub fn backing_name(backing: &Path, image: &Path) -> Result<String> {
+    if let Some(url) = Url::of_path(backing) {
+        return Ok(url?.to_string());
+    }
     let context = |path: &Path| format!("can't find {}", path.display());
     let canonical = backing.canonicalize().context(|| context(backing))?;
     if canonical.metadata().is_ok_and(|facts| facts.file_type().is_block_device()) {
@@ -129,7 +142,7 @@ pub fn backing_name(backing: &Path, image: &Path) -> Result<String> {
 /// `Invalid` for options that contradict each other, and what the files say. An image that could not be made
 /// whole is removed.
 pub async fn create_qcow2(target: &CreateTarget, options: CreateOptions) -> Result<CreateOptions> {
-    let size = target.disk_size().await?;
+    let (size, pin) = target.size_and_pin().await?;
     let backing = target.backing.as_ref().map(|(name, format)| (name.clone(), Some(format.to_string())));
     let mut options = CreateOptions { size, backing, ..options }.settled();
     let data_path = options.data_file.as_ref().map(|name| data_file_path(&target.path, name)).transpose()?;
@@ -139,7 +152,7 @@ pub async fn create_qcow2(target: &CreateTarget, options: CreateOptions) -> Resu
         None => None,
         Some(path) => Some(new_data_file(path).await?),
     };
-    let made = write_qcow2(target, data_file.as_ref(), &options).await;
+    let made = write_qcow2(target, data_file.as_ref(), &options, pin.as_ref()).await;
     if let (Err(_), Some(path)) = (&made, is_new_data) {
         drop(data_file);
         let _ = std::fs::remove_file(path);
@@ -185,14 +198,26 @@ async fn new_data_file(path: &Path) -> Result<Arc<File>> {
     }
 }
 
+/// Records the pin in a new image.
+async fn record(image: SharedStorage, format: FormatKind, pin: Option<&Pin>) -> Result<()> {
+    match pin {
+        Some(pin) => format.format().set_pin(&image, pin).await,
+        None => Ok(()),
+    }
+}
+
 pub(crate) async fn write_qcow2(
     target: &CreateTarget,
     data_file: Option<&SharedStorage>,
     options: &CreateOptions,
+    pin: Option<&Pin>,
 ) -> Result<()> {
     let is_new = !target.path.exists();
     let file = target.file().await?;
-    let made = qcow2::create(&*file, data_file, options).await;
+    let mut made = qcow2::create(&*file, data_file, options).await;
+    if made.is_ok() {
+        made = record(file.clone(), FormatKind::Qcow2, pin).await;
+    }
     if made.is_err() && is_new {
         drop(file);
         let _ = std::fs::remove_file(&target.path);
@@ -234,7 +259,8 @@ pub async fn create_native(target: &CreateTarget, options: native::CreateOptions
     let zeros = list.0.map(|zeros| zeros.runs).unwrap_or_default();
     let base = base_of(target, backing_size.unwrap_or(size), zeros);
     let options = native::CreateOptions { size, base, ..options };
-    let made = write_native(target, &options).await;
+    let pin = backing.as_ref().map_or(Ok(None), Chain::pin_of_all)?;
+    let made = write_native(target, &options, pin.as_ref()).await;
     // Until here its files are locked, and so are as the list has them.
     if let Some(chain) = backing {
         chain.close().await?;
@@ -265,10 +291,16 @@ pub(crate) fn base_of(target: &CreateTarget, size: u64, zeros: Vec<GuestSpan>) -
 pub(crate) async fn write_native(
     target: &CreateTarget,
     options: &native::CreateOptions,
+    pin: Option<&Pin>,
 ) -> Result<native::Superblock> {
     let is_new = !target.path.exists();
     let file = target.file().await?;
-    let made = native::create(&*file, options).await;
+    let mut made = native::create(&*file, options).await;
+    if made.is_ok()
+        && let Err(error) = record(file.clone(), FormatKind::Native, pin).await
+    {
+        made = Err(error);
+    }
     if made.is_err() && is_new {
         drop(file);
         let _ = std::fs::remove_file(&target.path);

@@ -1,26 +1,32 @@
 //! The host's files, as the chain opens them, and the host's threads, for long computations.
 
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 
 use futures_lite::FutureExt as _;
-use vellum_core::{Context, Error, ErrorKind, LocalFuture, Offload, Result, SharedStorage, join_all};
+use vellum_core::{
+    Context, Error, ErrorKind, LocalFuture, Offload, Result, SharedStorage, Url, UrlPrefix, join_all,
+};
 use vellum_io::{File, LockMode, OpenOptions, spawn_local, unblock, unblock_at};
-use vellum_layer::gate::ALLOW_DIRS_VARIABLE;
+use vellum_layer::gate::{ALLOW_DIRS_VARIABLE, ALLOW_URLS_VARIABLE};
 use vellum_layer::{Gate, Identity, Opener, Purpose};
+use vellum_remote::RemoteOptions;
 
 /// How files are opened.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct HostOptions {
     /// Past the page cache (O_DIRECT).
     pub direct: bool,
     /// Others may write what is read.
     pub force_share: bool,
+    /// How remote images are read.
+    pub remote: RemoteOptions,
 }
 
 /// Opens files of this host.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Host {
     options: HostOptions,
 }
@@ -31,24 +37,39 @@ impl Host {
         Self { options }
     }
 
-    /// The gate that lets references into these directories and those of the environment, and to these data
-    /// files.
+    /// The gate that lets references into these directories and those of the environment, to these URLs and those of
+    /// the environment, and to these data files. An entry of `places` that begins like a URL is a prefix of URLs.
     ///
     /// # Errors
     /// When one of them does not exist.
-    pub fn gate(dirs: &[PathBuf], data_files: &[PathBuf]) -> Result<Gate> {
+    pub fn gate(places: &[PathBuf], data_files: &[PathBuf]) -> Result<Gate> {
         let variable = std::env::var_os(ALLOW_DIRS_VARIABLE).unwrap_or_default();
         let from_environment = std::env::split_paths(&variable).filter(|dir| !dir.as_os_str().is_empty());
         let canonical = |dir: PathBuf| {
             dir.canonicalize().context(|| format!("can't allow references into {}", dir.display()))
         };
-        let dirs: Result<Vec<PathBuf>> =
-            dirs.iter().cloned().chain(from_environment).map(canonical).collect();
+        let dirs: Result<Vec<PathBuf>> = places
+            .iter()
+            .filter(|place| !is_prefix(place))
+            .cloned()
+            .chain(from_environment)
+            .map(canonical)
+            .collect();
         let data_files: Result<Vec<PathBuf>> = data_files
             .iter()
             .map(|file| file.canonicalize().context(|| format!("can't use the data file {}", file.display())))
             .collect();
-        Ok(Gate::allowing(dirs?).with_data_files(data_files?))
+        Ok(Gate::allowing(dirs?).with_urls(Self::url_prefixes(places)?).with_data_files(data_files?))
+    }
+
+    /// The prefixes of URLs among these places, and those of the environment.
+    ///
+    /// # Errors
+    /// `Invalid` for one that is not the beginning of a URL.
+    pub(crate) fn url_prefixes(places: &[PathBuf]) -> Result<Vec<UrlPrefix>> {
+        let given = places.iter().filter(|place| is_prefix(place)).filter_map(|place| place.to_str());
+        let variable = std::env::var(ALLOW_URLS_VARIABLE).unwrap_or_default();
+        given.map(UrlPrefix::parse).chain(variable.split_whitespace().map(UrlPrefix::parse)).collect()
     }
 }
 
@@ -66,6 +87,22 @@ fn identity(path: &Path) -> Option<Identity> {
     Some([facts.dev(), facts.rdev(), facts.ino(), changed.cast_unsigned()])
 }
 
+/// What a remote image proves now. An image that proves nothing is shared with no other disk.
+async fn remote_identity(url: &Url, options: &RemoteOptions) -> Option<Identity> {
+    let proof = vellum_remote::open(url, options).await.ok()?.proof()?;
+    let hashed = |salt: u64| {
+        let mut hasher = DefaultHasher::new();
+        (salt, proof.to_string()).hash(&mut hasher);
+        hasher.finish()
+    };
+    Some([hashed(0), hashed(1), proof.len(), u64::MAX])
+}
+
+/// Whether a place that the user allows is the beginning of a URL.
+fn is_prefix(place: &Path) -> bool {
+    place.to_str().is_some_and(|text| text.contains("://") || text.starts_with("rbd:"))
+}
+
 /// Whether it is a name that QEMU, or another program, would open over a network or with a driver of its own.
 fn is_url(name: &str) -> bool {
     let schemes = ["json:", "nbd:", "fd:", "rbd:", "ssh:", "iscsi:", "nfs:", "gluster:", "fat:"];
@@ -75,12 +112,15 @@ fn is_url(name: &str) -> bool {
 impl Opener for Host {
     fn canonical<'a>(&'a self, path: &'a Path) -> LocalFuture<'a, Result<PathBuf>> {
         Box::pin(async move {
+            if let Some(url) = Url::of_path(path) {
+                return Ok(url?.to_string().into());
+            }
             canonical_path(path).await.map_err(|error| {
                 let name = path.display().to_string();
                 match error.kind() {
                     std::io::ErrorKind::NotFound if is_url(&name) => Error::unsupported(format!(
-                        "{name}: URLs and QEMU's other ways of naming a disk are not supported, only files and \
-                         block devices; nbdfuse or qemu-nbd can provide it as one"
+                        "{name}: this way of naming a disk is not supported, only files, block devices and URLs that \
+                         begin with http, https or s3; nbdfuse or qemu-nbd can provide it as a file"
                     )),
                     std::io::ErrorKind::NotFound => {
                         Error::new(ErrorKind::NotFound, format!("{name}: no such file"))
@@ -97,6 +137,20 @@ impl Opener for Host {
         _name: &'a Path,
         purpose: Purpose,
     ) -> LocalFuture<'a, Result<SharedStorage>> {
+        if let Some(url) = Url::of_path(canonical) {
+            return Box::pin(async move {
+                if purpose == Purpose::Write {
+                    return Err(Error::new(
+                        ErrorKind::ReadOnly,
+                        format!(
+                            "{}: an image at a URL cannot be written: make a clone of it",
+                            canonical.display()
+                        ),
+                    ));
+                }
+                vellum_remote::open(&url?, &self.options.remote).await
+            });
+        }
         let (writable, lock) = match purpose {
             Purpose::Write => (true, LockMode::Write),
             Purpose::Read if self.options.force_share => (false, LockMode::ForceShare),
@@ -116,13 +170,21 @@ impl Opener for Host {
 
     fn identities(&self, paths: Vec<PathBuf>) -> LocalFuture<'_, Option<Vec<Identity>>> {
         // Each where calls for its own storage wait: one that does not answer takes no threads of another.
-        let one =
-            |path: PathBuf| Box::pin(async move { unblock_at(&path.clone(), move || identity(&path)).await });
+        let one = move |path: PathBuf| {
+            Box::pin(async move {
+                match Url::of_path(&path) {
+                    Some(url) => remote_identity(&url.ok()?, &self.options.remote).await,
+                    None => unblock_at(&path.clone(), move || identity(&path)).await,
+                }
+            })
+        };
         Box::pin(async move { join_all(paths.into_iter().map(one)).await.into_iter().collect() })
     }
 
     fn way(&self) -> u64 {
-        u64::from(self.options.direct) | u64::from(self.options.force_share) << 1
+        let flags = u64::from(self.options.direct) | u64::from(self.options.force_share) << 1;
+        // What is held for different times is not shared.
+        flags | u64::try_from(self.options.remote.timeout.as_millis()).unwrap_or(u64::MAX >> 2) << 2
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use vellum_core::{Error, ErrorKind, Result, SharedStorage};
 use vellum_format::probe::{Guess, guess};
@@ -10,6 +11,7 @@ use vellum_io::{File, OpenOptions, clock};
 use vellum_layer::chain::{Step, being_written, guess_format, replayed};
 use vellum_layer::hydrate::TapOptions;
 use vellum_layer::{Chain, ChainOptions, Opener, Purpose, Referrer, Templates, Trust};
+use vellum_remote::{REMOTE_TIMEOUT_DEFAULT, RemoteOptions};
 
 use crate::host::{Host, HostOptions, Pool};
 
@@ -28,8 +30,12 @@ pub struct ImageOptions {
     pub snapshot: Option<String>,
     /// The image alone, without what it refers to below.
     pub without_backing: bool,
-    /// Where references may lead, besides each image's own directory.
+    /// Where references may lead, besides each image's own directory: directories, and prefixes of URLs.
     pub allow_dirs: Vec<PathBuf>,
+    /// A base at a URL that proves nothing never changes: the user says so.
+    pub trust_base: bool,
+    /// How long a request to a remote base is held while it does not answer.
+    pub remote_timeout: Option<Duration>,
     /// Data files that images may have and write, because the user named them.
     pub data_files: Vec<PathBuf>,
     /// Whether space is prepared ahead of need while it is served.
@@ -55,7 +61,14 @@ impl ImageOptions {
                 "--force-share needs read-only access: only one program at a time may write an image",
             ));
         }
-        Ok(Host::new(HostOptions { direct: self.direct, force_share: self.force_share }))
+        Ok(Host::new(HostOptions {
+            direct: self.direct,
+            force_share: self.force_share,
+            remote: RemoteOptions {
+                timeout: self.remote_timeout.unwrap_or(REMOTE_TIMEOUT_DEFAULT),
+                allowed: Host::url_prefixes(&self.allow_dirs)?,
+            },
+        }))
     }
 }
 
@@ -86,7 +99,7 @@ pub async fn open_over(
         prealloc: options.prealloc,
         compaction: options.compaction,
         mapping_bytes_max: options.mapping_bytes_max,
-        trust_base: false,
+        trust_base: options.trust_base,
         pin_base: false,
         clock: Some(clock()),
         templates: templates.cloned(),

@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use vellum_core::pin::Pin;
-use vellum_core::{Context, Result};
+use vellum_core::{Context, Result, Url};
 use vellum_format::foreign::Foreign;
 use vellum_format::image::{Fact, Head, Snapshot};
 use vellum_format::probe::Guess;
@@ -65,9 +65,14 @@ impl ImageFacts {
     async fn of(host: &Host, step: &Step) -> Result<(Self, Look)> {
         let look = look_at(host, step).await?;
         let storage = &look.storage;
-        let canonical = step.canonical.clone();
-        let metadata = unblock_at(&step.canonical, move || std::fs::metadata(canonical)).await;
-        let metadata = metadata.context(|| format!("can't stat {}", step.path.display()))?;
+        let actual_size = match Url::of_path(&step.canonical) {
+            Some(_) => storage.len(),
+            None => {
+                let canonical = step.canonical.clone();
+                let metadata = unblock_at(&step.canonical, move || std::fs::metadata(canonical)).await;
+                metadata.context(|| format!("can't stat {}", step.path.display()))?.blocks() * 512
+            }
+        };
         let head = match look.format {
             Guess::Known(kind) => Some(kind.format().look(&**storage).await?),
             Guess::Foreign(_) => None,
@@ -86,7 +91,7 @@ impl ImageFacts {
             path: step.path.clone(),
             format: look.format.clone(),
             file_len: storage.len(),
-            actual_size: metadata.blocks() * 512,
+            actual_size,
             virtual_size: match (&head, &look.format) {
                 (Some(head), _) => Some(head.size()),
                 (None, Guess::Foreign(foreign)) => foreign.virtual_size,

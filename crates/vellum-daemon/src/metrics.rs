@@ -400,7 +400,8 @@ mod tests {
 
     #[test]
     fn all_of_a_disk_is_told() {
-        let stats = Stats { uptime_seconds: 1.5, io: "uring".to_owned(), disks: vec![disk()] };
+        let stats =
+            Stats { uptime_seconds: 1.5, io: "uring".to_owned(), disks: vec![disk()], remote: Vec::new() };
         let text = text(stats);
         let disk = r#"export="web \"1\"",image="/images/web.vlm""#;
         for line in [

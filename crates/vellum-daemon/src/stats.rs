@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use vellum_core::{Context, Error, HostTally, IoCounts, Result};
 use vellum_io::{IoMode, clock, io_mode};
+use vellum_remote::FetchCounts;
 
 use crate::control::word_of;
 use crate::meter::{self, Kind, LONG, Record};
@@ -292,6 +293,47 @@ pub struct Stats {
     pub io: String,
     /// Its disks.
     pub disks: Vec<DiskStats>,
+    /// The remote images below them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub remote: Vec<RemoteStats>,
+}
+
+/// What was done for the remote images at one URL since they were opened.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct RemoteStats {
+    /// The URL.
+    pub url: String,
+    /// Requests, with those that were made again.
+    pub requests: u64,
+    /// Bytes that they brought.
+    pub fetched_bytes: u64,
+    /// Requests that were made again after one had failed.
+    pub retries: u64,
+    /// Second requests beside a slow one.
+    pub hedges: u64,
+    /// Blocks that were read ahead, and read later.
+    pub ahead_used: u64,
+    /// Blocks that were read ahead, and dropped unread.
+    pub ahead_wasted: u64,
+    /// Reads that failed.
+    pub failed: u64,
+}
+
+impl RemoteStats {
+    fn all() -> Vec<Self> {
+        let of = |(url, counts): (String, FetchCounts)| Self {
+            url,
+            requests: counts.requests,
+            fetched_bytes: counts.fetched_bytes,
+            retries: counts.retries,
+            hedges: counts.hedges,
+            ahead_used: counts.ahead_used,
+            ahead_wasted: counts.ahead_wasted,
+            failed: counts.failed,
+        };
+        vellum_remote::fetch_counts().into_iter().map(of).collect()
+    }
 }
 
 impl Stats {
@@ -304,6 +346,7 @@ impl Stats {
                 _ => "uring".to_owned(),
             },
             disks,
+            remote: RemoteStats::all(),
         }
     }
 
@@ -399,7 +442,8 @@ mod tests {
     fn only_a_file_is_replaced() {
         let dir = std::env::temp_dir().join(format!("vellum-stats-{}", std::process::id()));
         std::fs::create_dir_all(&dir).expect("a directory");
-        let stats = Stats { uptime_seconds: 1.0, io: "uring".to_owned(), disks: Vec::new() };
+        let stats =
+            Stats { uptime_seconds: 1.0, io: "uring".to_owned(), disks: Vec::new(), remote: Vec::new() };
         let file = dir.join("stats.json");
         for _ in 0..2 {
             stats.write_to(&file).expect("a new file, and one that is there");

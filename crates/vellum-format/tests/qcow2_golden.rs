@@ -37,7 +37,7 @@ fn base_bytes() -> Vec<u8> {
 }
 
 fn kinds() -> [(&'static str, CreateOptions); 6] {
-    let plain = CreateOptions { size: SIZE, cluster_size: 4096, ..CreateOptions::default() };
+    let plain = CreateOptions { size: SIZE, cluster_size: 4096, ..CreateOptions::without_journal() };
     let backing = Some(("base.raw".to_owned(), Some("raw".to_owned())));
     let journal = CreateOptions { journal: Some(64 << 10), ..plain.clone() };
     [
@@ -143,7 +143,7 @@ fn images() -> Vec<(String, Vec<u8>)> {
     let backing = Some(("base.raw".to_owned(), Some("raw".to_owned())));
     let plain = CreateOptions { size: SIZE, cluster_size: 4096, backing, ..CreateOptions::default() };
     for (name, version) in [("pinned", 3), ("version-2-pinned", 2)] {
-        let image = used(&CreateOptions { version, ..plain.clone() }, 71, true);
+        let image = used(&CreateOptions { version, journal: None, ..plain.clone() }, 71, true);
         let storage = MemoryStorage::holding("image", &image);
         let shared: SharedStorage = storage.clone();
         let pin = Pin::parse(PIN).expect("a pin");

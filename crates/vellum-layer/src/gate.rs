@@ -260,7 +260,7 @@ mod tests {
             &["--allow-url http://host/t/base.raw", "VELLUM_ALLOW_URLS="],
         );
         is_refused(Gate::allowing(vec![PathBuf::from("/")]).check(file, target), &["--allow-url"]);
-        is_refused(allowed("http://host.evil/").check(file, target), &["--allow-url"]);
+        is_refused(allowed("http://host.evil.example/").check(file, target), &["--allow-url"]);
         allowed("http://host/t/").check(file, target).unwrap();
         allowed("http://host/t/")
             .check(Referrer { trust: Trust::Guessed(FormatKind::Qcow2), ..file }, target)

@@ -5,6 +5,7 @@
 //!   runtime.rs      threads of its own for everything that waits for a network
 //!   settings.rs     what the environment says about stores        credentials.rs   files and programs with secrets
 //!   store.rs        s3://BUCKET/PREFIX, file:///DIR: get, put, list, delete, with a deadline each
+//!   base/           images at URLs as storages that can be read: fetching, patience, reading ahead
 //!   template/       published templates: where they lie in a store
 //! ```
 //!
@@ -17,11 +18,13 @@
 
 #![forbid(unsafe_code)]
 
+pub mod base;
 mod credentials;
 pub mod runtime;
 pub mod settings;
 pub mod store;
 pub mod template;
 
+pub use base::{FetchCounts, REMOTE_TIMEOUT_DEFAULT, RemoteOptions, fetch_counts, open};
 pub use settings::Settings;
 pub use store::{ObjectFacts, Put, Store, StoreCounts};

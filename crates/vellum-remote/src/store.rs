@@ -416,7 +416,7 @@ fn path_of(key: &str) -> Result<Path> {
     Path::parse(key).map_err(|error| Error::invalid(format!("{key:?} cannot name an object: {error}")))
 }
 
-fn bucket_store(
+pub(crate) fn bucket_store(
     bucket: &str,
     settings: &Settings,
     profile: Option<Arc<Profile>>,
@@ -480,7 +480,7 @@ fn bucket_store(
     builder.with_client_options(client).with_retry(retry).build().map_err(|error| explain(&error))
 }
 
-fn is_denied(error: &object_store::Error) -> bool {
+pub(crate) fn is_denied(error: &object_store::Error) -> bool {
     match error {
         object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => true,
         other => sources(other).any(|cause| {
@@ -533,7 +533,7 @@ fn kind_of(error: &object_store::Error) -> ErrorKind {
 }
 
 /// What went wrong, for a person.
-fn explain(error: &object_store::Error) -> Error {
+pub(crate) fn explain(error: &object_store::Error) -> Error {
     let kind = kind_of(error);
     let innermost = sources(error).map(ToString::to_string).max_by_key(String::len).unwrap_or_default();
     let said = brief(&innermost);

@@ -8,59 +8,13 @@ use std::time::Duration;
 
 use socket2::SockRef;
 
+use crate::message::{Answer, Request};
 use crate::{Asked, Fault, Object, Shared, s3};
 
 /// Longest head of a request, in bytes.
 const HEAD_MAX: usize = 64 << 10;
 /// Longest body of a request, in bytes.
 const BODY_MAX: u64 = 1 << 30;
-
-pub(crate) struct Request {
-    pub(crate) method: String,
-    pub(crate) path: String,
-    pub(crate) query: Vec<(String, String)>,
-    pub(crate) headers: Vec<(String, String)>,
-    pub(crate) body: Vec<u8>,
-}
-
-impl Request {
-    pub(crate) fn header(&self, name: &str) -> Option<&str> {
-        self.headers.iter().find(|(its, _)| its.eq_ignore_ascii_case(name)).map(|(_, value)| value.as_str())
-    }
-
-    pub(crate) fn parameter(&self, name: &str) -> Option<&str> {
-        self.query.iter().find(|(its, _)| its == name).map(|(_, value)| value.as_str())
-    }
-}
-
-pub(crate) struct Answer {
-    pub(crate) status: u16,
-    pub(crate) headers: Vec<(&'static str, String)>,
-    pub(crate) body: Vec<u8>,
-    /// What the header says, where that is not the length of the body.
-    pub(crate) said_len: Option<u64>,
-}
-
-impl Answer {
-    pub(crate) fn of(status: u16) -> Self {
-        Self { status, headers: Vec::new(), body: Vec::new(), said_len: None }
-    }
-
-    pub(crate) fn xml(status: u16, body: String) -> Self {
-        Self {
-            headers: vec![("Content-Type", "application/xml".to_owned())],
-            body: body.into_bytes(),
-            ..Self::of(status)
-        }
-    }
-
-    pub(crate) fn error(status: u16, code: &str) -> Self {
-        Self::xml(
-            status,
-            format!("<?xml version=\"1.0\"?><Error><Code>{code}</Code><Message>{code}</Message></Error>"),
-        )
-    }
-}
 
 /// What is done instead of sending a whole answer.
 #[derive(PartialEq, Eq)]

@@ -17,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 mod http;
+mod message;
 mod s3;
 
 use std::collections::{BTreeMap, VecDeque};

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::http::{Answer, Request};
+use crate::message::{Answer, Request};
 use crate::{Object, Shared};
 
 /// Objects in one page of a listing.

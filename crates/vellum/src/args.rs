@@ -1,9 +1,10 @@
 //! What several commands take: sizes, formats, `-o` options, and how an image is opened.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::ValueEnum;
-use vellum_core::{Error, Result};
+use vellum_core::{Error, Result, UrlPrefix};
 use vellum_daemon::{
     Compression, FormatKind, ImageOptions, JOURNAL_BYTES_DEFAULT, NativeOptions, Prealloc, Preallocation,
     Qcow2Options,
@@ -32,11 +33,47 @@ pub(crate) struct ReadArgs {
     /// The result may be inconsistent.
     #[arg(short = 'U', long)]
     pub(crate) force_share: bool,
+    #[command(flatten)]
+    pub(crate) allow: AllowArgs,
+    /// How long to wait for a remote image that does not answer, in seconds (default 60)
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub(crate) remote_timeout: Option<Duration>,
+}
+
+/// Where the references of images may lead
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct AllowArgs {
     /// Also allow backing and data files in DIR; may be given several times
     ///
     /// By default, an image may only refer to files in its own directory.
     #[arg(long, value_name = "DIR")]
     pub(crate) allow_dir: Vec<PathBuf>,
+    /// Also allow backing images at URLs that begin with PREFIX; may be given several times
+    ///
+    /// For example https://host/templates/ or s3://bucket/. By default, an image must not refer to a URL.
+    #[arg(long, value_name = "PREFIX", value_parser = parse_url_prefix)]
+    pub(crate) allow_url: Vec<UrlPrefix>,
+}
+
+impl AllowArgs {
+    /// Both, as the library takes them.
+    pub(crate) fn places(&self) -> Vec<PathBuf> {
+        let urls = self.allow_url.iter().map(|prefix| PathBuf::from(prefix.to_string()));
+        allowed(&self.allow_dir).into_iter().chain(urls).collect()
+    }
+}
+
+/// The beginning of URLs.
+pub(crate) fn parse_url_prefix(text: &str) -> Result<UrlPrefix> {
+    UrlPrefix::parse(text)
+}
+
+/// A time from 1 second to a day.
+pub(crate) fn parse_seconds(text: &str) -> Result<Duration> {
+    let seconds = text.parse().ok().filter(|seconds| (1..=86_400).contains(seconds));
+    seconds.map(Duration::from_secs).ok_or_else(|| {
+        Error::invalid(format!("invalid time {text:?}: use a number of seconds from 1 to 86400"))
+    })
 }
 
 impl ReadArgs {
@@ -44,7 +81,8 @@ impl ReadArgs {
         ImageOptions {
             format: self.format,
             force_share: self.force_share,
-            allow_dirs: allowed(&self.allow_dir),
+            allow_dirs: self.allow.places(),
+            remote_timeout: self.remote_timeout,
             ..ImageOptions::reading()
         }
     }

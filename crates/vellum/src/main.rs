@@ -22,6 +22,7 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 /// What the environment says; the last part of the help.
 const ENVIRONMENT: &str = "Environment:
   VELLUM_ALLOW_DIRS  like --allow-dir for all commands: directories, separated by colons
+  VELLUM_ALLOW_URLS  like --allow-url for all commands: beginnings of URLs, separated by spaces
   VELLUM_CONFIG      like --config
   VELLUM_LOG         like --log";
 

@@ -9,10 +9,9 @@ use super::bitmaps::{self, Bitmap};
 use super::check::{check, recover};
 use super::detach::detach;
 use super::header::{Compression, Encryption, Header, VERSIONS};
-use super::journal_setting::set_journal;
+use super::journal_setting::{set_journal, set_pin};
 use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE};
 use super::open::OpenOptions;
-use super::pin::set_pin;
 use super::{Qcow2, resize, snapshot};
 use crate::image::{
     Fact, Files, Format, Head, Machine, OpenOptions as Options, Opened, Snapshot, SnapshotSupport,

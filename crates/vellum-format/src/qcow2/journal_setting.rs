@@ -1,5 +1,5 @@
-//! Whether an image is to have a journal: puts the extension into the header of an existing image, or takes
-//! it out.
+//! Whether an image is to have a journal, and what proves its backing file: puts the extension into the header of an
+//! existing image, or takes it out.
 //!
 //! The extension changes together with the feature bit, so it must be in the first sector. The bytes that
 //! were there move back. A header of more than one sector does not change in one write, so it is moved in
@@ -23,6 +23,7 @@
 //!
 //! An extension that another program moved behind the first sector when it rewrote the header is put back.
 
+use vellum_core::pin::Pin;
 use vellum_core::{Buffer, Context, Error, ErrorKind, ImageOffset, Result, SharedStorage, Storage};
 
 use super::check::recover;
@@ -30,6 +31,7 @@ use super::create::{JOURNAL_FEATURE, put_extension};
 use super::header::Header;
 use super::journal::extension::Extension;
 use super::layout::*;
+use super::pin::encode as encode_pin;
 use crate::Prealloc;
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 use crate::report::JournalChange;
@@ -96,12 +98,43 @@ pub(super) async fn remove_backing(header: &Header, image: &dyn Storage) -> Resu
     image.flush().await // commit point
 }
 
+/// Records the pin in a closed image.
+///
+/// # Errors
+/// `Unsupported` without a backing file, `NoSpace` when the header has no room, `Corrupt` for an image that is
+/// marked corrupt, and the errors of the storage.
+pub(super) async fn set_pin(image: &SharedStorage, pin: &Pin) -> Result<()> {
+    let context = || format!("can't record in {} what proves its backing image", image.name());
+    set_pin_inner(image, pin).await.context(context)
+}
+
+async fn set_pin_inner(image: &SharedStorage, pin: &Pin) -> Result<()> {
+    let mut header = Header::read(&**image).await?;
+    if header.is_corrupt() {
+        return Err(Error::corrupt("the image is marked corrupt: run `vellum check -r all` first"));
+    }
+    if header.needs_replay() {
+        recover(image).await.context(|| "the image was not closed")?;
+        header = Header::read(&**image).await?;
+    }
+    let Some(name) = header.backing_file().map(str::to_owned) else {
+        return Err(Error::unsupported("it has no backing image"));
+    };
+    if put_pin(&header, &**image, encode_pin(&name, pin)).await? {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::NoSpace,
+        "the header has no room for it: make the image with larger clusters, or remove extensions of other programs",
+    ))
+}
+
 /// Puts the extension with this body in the place of the one that says what proves the backing file. Returns
 /// whether there was room.
 ///
 /// # Errors
 /// The errors of the storage.
-pub(super) async fn put_pin(header: &Header, image: &dyn Storage, body: Vec<u8>) -> Result<bool> {
+async fn put_pin(header: &Header, image: &dyn Storage, body: Vec<u8>) -> Result<bool> {
     let old = Layout::read(header, image).await?;
     relay(header, image, &old.parts.with_pin(body, header)).await
 }

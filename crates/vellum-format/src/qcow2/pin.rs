@@ -9,11 +9,8 @@
 //! old header or the new one.
 
 use vellum_core::pin::Pin;
-use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
+use vellum_core::{Error, Result};
 
-use super::check::recover;
-use super::header::Header;
-use super::journal_setting::put_pin;
 use super::layout::{BACKING_NAME_MAX, be32};
 
 /// The body of the extension.
@@ -39,37 +36,6 @@ pub(super) fn decode(body: &[u8]) -> Result<(String, Pin)> {
         .ok_or_else(wrong)?;
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).map_err(|_| wrong());
     Ok((text(name)?, Pin::parse(&text(pin)?)?))
-}
-
-/// Records the pin in a closed image.
-///
-/// # Errors
-/// `Unsupported` without a backing file, `NoSpace` when the header has no room, `Corrupt` for an image that is
-/// marked corrupt, and the errors of the storage.
-pub(super) async fn set_pin(image: &SharedStorage, pin: &Pin) -> Result<()> {
-    let context = || format!("can't record in {} what proves its backing image", image.name());
-    set_inner(image, pin).await.context(context)
-}
-
-async fn set_inner(image: &SharedStorage, pin: &Pin) -> Result<()> {
-    let mut header = Header::read(&**image).await?;
-    if header.is_corrupt() {
-        return Err(Error::corrupt("the image is marked corrupt: run `vellum check -r all` first"));
-    }
-    if header.needs_replay() {
-        recover(image).await.context(|| "the image was not closed")?;
-        header = Header::read(&**image).await?;
-    }
-    let Some(name) = header.backing_file().map(str::to_owned) else {
-        return Err(Error::unsupported("it has no backing image"));
-    };
-    if put_pin(&header, &**image, encode(&name, pin)).await? {
-        return Ok(());
-    }
-    Err(Error::new(
-        ErrorKind::NoSpace,
-        "the header has no room for it: make the image with larger clusters, or remove extensions of other programs",
-    ))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use vellum_core::{Context, Error, Result, SharedStorage};
+use vellum_core::{Context, Error, Result, SharedStorage, Url};
 use vellum_format::FormatKind;
 use vellum_format::image::Head;
 
@@ -124,7 +124,11 @@ impl<'a> WayDown<'a> {
 }
 
 pub(super) fn describe(error: Error, path: &Path, depth: usize) -> Error {
-    let name = path.strip_prefix("./").unwrap_or(path).display().to_string();
+    let name = match Url::of_path(path) {
+        // It may hold a secret, and the error says what is wrong with it.
+        Some(Err(_)) => return error,
+        _ => path.strip_prefix("./").unwrap_or(path).display().to_string(),
+    };
     match depth {
         0 if error.to_string().contains(&name) => error,
         0 => error.context(format!("can't open image {name}")),

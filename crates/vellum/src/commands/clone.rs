@@ -10,8 +10,7 @@ use vellum_daemon::template::ListUse;
 use vellum_daemon::{Cloned, Cloning, FormatKind, IoMode, NewClone, clone_template, run as run_worker};
 
 use super::{Failure, Outcome, with_code};
-use crate::args::{NewImage, OutputFormat, options_help, parse_format, parse_size};
-use crate::config::allowed;
+use crate::args::{AllowArgs, NewImage, OutputFormat, options_help, parse_format, parse_size};
 use crate::output::{complain, human_bytes, say, say_json};
 use crate::progress::{Progress, Wish};
 
@@ -46,11 +45,11 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Also allow backing and data files in DIR; may be given several times
-    ///
-    /// By default, an image may only refer to files in its own directory.
-    #[arg(long, value_name = "DIR")]
-    allow_dir: Vec<PathBuf>,
+    #[command(flatten)]
+    allow: AllowArgs,
+    /// Take a template at a URL for fixed although its server does not prove it
+    #[arg(long)]
+    trust_base: bool,
     /// The template, an image of any format
     #[arg(value_name = "TEMPLATE", required_unless_present = "options")]
     template: Option<PathBuf>,
@@ -140,7 +139,8 @@ fn cloning(args: &Args, template: PathBuf, clones: &[NewClone]) -> Result<Clonin
         template,
         template_format,
         size,
-        allow_dirs: allowed(&args.allow_dir),
+        allow_dirs: args.allow.places(),
+        trust_base: args.trust_base,
         native: new.native,
         qcow2: new.qcow2,
     })

@@ -10,8 +10,7 @@ use vellum_daemon::signals::Stop;
 use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
 
 use super::{Outcome, or_share, with_code};
-use crate::args::{OutputFormat, parse_format};
-use crate::config::allowed;
+use crate::args::{AllowArgs, OutputFormat, parse_format};
 use crate::output::{say, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
 
@@ -51,11 +50,8 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Also allow backing and data files in DIR; may be given several times
-    ///
-    /// By default, an image may only refer to files in its own directory.
-    #[arg(long, value_name = "DIR")]
-    allow_dir: Vec<PathBuf>,
+    #[command(flatten)]
+    allow: AllowArgs,
     /// The first image
     first: PathBuf,
     /// The second image
@@ -110,7 +106,7 @@ async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
             format,
             snapshot,
             force_share: args.force_share,
-            allow_dirs: allowed(&args.allow_dir),
+            allow_dirs: args.allow.places(),
             ..ImageOptions::reading()
         };
         open_image(path, &options).await.map_err(|error| (error, CANNOT_OPEN))

@@ -11,8 +11,7 @@ use vellum_daemon::signals::Stop;
 use vellum_daemon::{FormatKind, ImageOptions, IoMode, open_image, run as run_worker};
 
 use super::{Failure, Outcome, or_share, with_code};
-use crate::args::{NewImage, OutputFormat, parse_format, parse_size};
-use crate::config::allowed;
+use crate::args::{AllowArgs, NewImage, OutputFormat, parse_format, parse_size};
 use crate::output::{say_json, say_json_line};
 use crate::progress::{Progress, Wish};
 
@@ -80,11 +79,8 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Also allow backing and data files in DIR; may be given several times
-    ///
-    /// By default, an image may only refer to files in its own directory.
-    #[arg(long, value_name = "DIR")]
-    allow_dir: Vec<PathBuf>,
+    #[command(flatten)]
+    allow: AllowArgs,
     /// The image to copy
     source: PathBuf,
     /// The image to create
@@ -136,7 +132,7 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         snapshot: args.snapshot.clone(),
         force_share: args.force_share,
         direct: args.direct,
-        allow_dirs: allowed(&args.allow_dir),
+        allow_dirs: args.allow.places(),
         ..ImageOptions::reading()
     };
     let source = open_image(&args.source, &options).await.map_err(or_share)?;
@@ -155,7 +151,7 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         fills_existing: args.no_create,
         target_is_zero: args.target_is_zero,
         data_files: args.data_file.clone(),
-        allow_dirs: allowed(&args.allow_dir),
+        allow_dirs: args.allow.places(),
         direct: args.direct,
         pieces_at_once: usize::from(args.parallel),
         sparse_bytes: args.sparse_size,

@@ -13,8 +13,7 @@ use vellum_daemon::{
 };
 
 use super::Outcome;
-use crate::args::{NewImage, OutputFormat, options_help, parse_format, parse_size, prealloc_text};
-use crate::config::allowed;
+use crate::args::{AllowArgs, NewImage, OutputFormat, options_help, parse_format, parse_size, prealloc_text};
 use crate::output::{complain, human_bytes, say, say_json};
 
 /// Create an image, or with -b a clone of a backing image
@@ -27,12 +26,21 @@ pub(crate) struct Args {
     /// Default: taken from the file name (.raw, .qcow2, .vlm), otherwise qcow2 with -b and raw without.
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
-    /// Backing image; a relative name is relative to the new image's directory
+    /// Backing image: a file or a URL; a relative name is relative to the new image's directory
+    ///
+    /// URLs begin with http://, https:// or s3://. Credentials for a store come from the environment (AWS_ACCESS_KEY_ID,
+    /// AWS_PROFILE and so on), never from the URL.
     #[arg(short, long, value_name = "FILE")]
     backing: Option<OsString>,
     /// Format of the backing image; required with -b
     #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format)]
     backing_format: Option<FormatKind>,
+    /// Take a backing image at a URL for fixed although its server does not prove it
+    ///
+    /// Needed where a web server gives no strong ETag. The image records that it was trusted. If the backing image does
+    /// change, the disk is a mixture.
+    #[arg(long, requires = "backing")]
+    trust_base: bool,
     /// Do not open the backing image; SIZE must be given
     #[arg(short, long)]
     unsafe_backing: bool,
@@ -47,11 +55,8 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Also allow backing and data files in DIR; may be given several times
-    ///
-    /// By default, an image may only refer to files in its own directory.
-    #[arg(long, value_name = "DIR")]
-    allow_dir: Vec<PathBuf>,
+    #[command(flatten)]
+    allow: AllowArgs,
     /// The image to create; an existing file is replaced
     #[arg(value_name = "FILE", required_unless_present = "options")]
     file: Option<PathBuf>,
@@ -148,7 +153,8 @@ pub(crate) fn run(args: Args) -> Outcome {
         size,
         backing,
         trust_backing: args.unsafe_backing,
-        allow_dirs: allowed(&args.allow_dir),
+        allow_dirs: args.allow.places(),
+        trust_base: args.trust_base,
     };
     let mut made = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
     new.qcow2 = made.qcow2.take().unwrap_or(new.qcow2);

@@ -12,8 +12,7 @@ use vellum_daemon::signals::Stop;
 use vellum_daemon::{FormatKind, ImageOptions, IoMode, run as run_worker};
 
 use super::{Failure, Outcome, with_code};
-use crate::args::{OutputFormat, parse_format};
-use crate::config::allowed;
+use crate::args::{AllowArgs, OutputFormat, parse_format};
 use crate::output::{human_bytes, say, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
 
@@ -52,16 +51,13 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Also allow backing and data files in DIR; may be given several times
-    ///
-    /// By default, an image may only refer to files in its own directory.
-    #[arg(long, value_name = "DIR")]
-    allow_dir: Vec<PathBuf>,
+    #[command(flatten)]
+    allow: AllowArgs,
     /// The image
     #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
     file: Option<PathBuf>,
     /// Control socket of the server that serves the image, as given to `vellum serve --control`
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "direct", "data_file", "allow_dir", "progress"])]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "direct", "data_file", "allow_dir", "allow_url", "progress"])]
     control: Option<PathBuf>,
     /// Export name of the disk; optional if the server has one disk
     #[arg(long, value_name = "EXPORT", requires = "control")]
@@ -116,7 +112,7 @@ async fn flattened(args: &Args, file: &Path) -> Result<Flattened, Failure> {
     let options = ImageOptions {
         format: args.format,
         direct: args.direct,
-        allow_dirs: allowed(&args.allow_dir),
+        allow_dirs: args.allow.places(),
         data_files: args.data_file.clone(),
         ..ImageOptions::default()
     };

@@ -5,14 +5,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use serde_json::{Value, json};
-use vellum_core::{BlockSize, Error, Result};
+use vellum_core::{BlockSize, Error, Result, UrlPrefix};
 use vellum_daemon::closed::{ResizeOptions, resize};
 use vellum_daemon::control::{Request, call};
 use vellum_daemon::{FormatKind, IoMode, run as run_worker};
 
 use super::{Outcome, or_ask_server};
-use crate::args::{OutputFormat, parse_format, parse_size};
-use crate::config::allowed;
+use crate::args::{AllowArgs, OutputFormat, parse_format, parse_size, parse_url_prefix};
 use crate::output::{say, say_json};
 
 /// Grow the disk of an image, or shrink it with --shrink
@@ -47,6 +46,9 @@ pub(crate) struct Args {
     /// Their sizes are needed. By default, an image may only refer to files in its own directory.
     #[arg(long, value_name = "DIR", conflicts_with = "control")]
     allow_dir: Vec<PathBuf>,
+    /// Also allow backing images at URLs that begin with PREFIX; may be given several times
+    #[arg(long, value_name = "PREFIX", value_parser = parse_url_prefix, conflicts_with = "control")]
+    allow_url: Vec<UrlPrefix>,
     /// With --control: export name of the disk; optional if the server has one disk
     #[arg(long, value_name = "EXPORT", requires = "control")]
     disk: Option<String>,
@@ -91,7 +93,11 @@ pub(crate) fn run(args: &Args) -> Outcome {
             let options = ResizeOptions {
                 format: args.format,
                 may_shrink: args.shrink,
-                allow_dirs: allowed(&args.allow_dir),
+                allow_dirs: AllowArgs {
+                    allow_dir: args.allow_dir.clone(),
+                    allow_url: args.allow_url.clone(),
+                }
+                .places(),
             };
             let resized = async || resize(file, &options, |before| wanted(size, before)).await;
             let (before, after) = run_worker(IoMode::Auto, resized)?.map_err(or_ask_server)?;

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use vellum_core::{Error, Result};
+use vellum_core::{Error, Result, UrlPrefix};
 use vellum_daemon::spec::{parse_address, parse_nbd};
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
@@ -18,8 +18,7 @@ use super::limits::limits_of;
 use super::prefetch::prefetch_limits_of;
 use super::trace::read_trace;
 use super::{Outcome, or_share};
-use crate::args::{parse_format, parse_prealloc, parse_size};
-use crate::config::allowed;
+use crate::args::{AllowArgs, parse_format, parse_prealloc, parse_seconds, parse_size, parse_url_prefix};
 use crate::log::note;
 use crate::output::human_bytes;
 
@@ -240,6 +239,21 @@ pub(crate) struct Args {
     /// By default, an image may only refer to files in its own directory.
     #[arg(long, value_name = "DIR", help_heading = IMAGES)]
     allow_dir: Vec<PathBuf>,
+    /// Also allow backing images at URLs that begin with PREFIX; may be given several times
+    ///
+    /// For example https://host/templates/ or s3://bucket/. By default, an image must not refer to a URL.
+    #[arg(long, value_name = "PREFIX", value_parser = parse_url_prefix, help_heading = IMAGES)]
+    allow_url: Vec<UrlPrefix>,
+    /// Take a backing image at a URL for fixed although its server does not prove it
+    ///
+    /// Needed where a web server gives no strong ETag. If the backing image does change, the disk is a mixture.
+    #[arg(long, help_heading = IMAGES)]
+    trust_base: bool,
+    /// How long to hold a request while a remote backing image does not answer, in seconds (default 60)
+    ///
+    /// After that the request fails with an I/O error, and the next one tries again.
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, help_heading = IMAGES)]
+    remote_timeout: Option<Duration>,
     /// Allow writing to FILE as the data file of an image. Default: read-only
     ///
     /// May be given several times.
@@ -440,7 +454,10 @@ pub(crate) fn run(args: Args) -> Outcome {
         compaction: !args.no_compact,
         mapping_bytes_max: args.l2_cache_size,
         tap: None,
-        allow_dirs: allowed(&args.allow_dir),
+        allow_dirs: AllowArgs { allow_dir: args.allow_dir.clone(), allow_url: args.allow_url.clone() }
+            .places(),
+        trust_base: args.trust_base,
+        remote_timeout: args.remote_timeout,
         data_files: args.data_file.clone(),
     };
     let hydration = hydration_of(&args)?;

@@ -11,6 +11,7 @@
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
 //!   notify.rs    notifications to a service manager
 //!   output.rs    closed pipes and full disks below what is printed; progress
+//!   remote.rs    images at URLs: clones of them, servers that change, fail and lie
 //!   signals.rs   what ends a server and what does not: signals, a log without a reader; rights of sockets
 //!   sockets.rs   sockets that a service manager passes
 //!   space.rs     full file systems, block devices
@@ -36,6 +37,7 @@ mod locks;
 mod making;
 mod notify;
 mod output;
+mod remote;
 mod signals;
 mod sockets;
 mod space;

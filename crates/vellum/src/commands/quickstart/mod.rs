@@ -203,6 +203,7 @@ fn make_clone(path: &Path, has_journal: bool) -> Result<()> {
         backing: Some(("template.raw".to_owned(), FormatKind::Raw)),
         trust_backing: false,
         allow_dirs: Vec::new(),
+        trust_base: false,
     };
     run_worker(IoMode::Auto, async || {
         let options = if has_journal { Qcow2Options::default() } else { Qcow2Options::without_journal() };

@@ -1,0 +1,38 @@
+//! The real ground of the fetch engine: the runtime's clock, timers and tasks, and the host's chance.
+
+use std::time::{Duration, Instant};
+
+use super::engine::{Ground, Task};
+use crate::runtime;
+
+/// Tasks on the threads of the runtime.
+pub(super) struct Real {
+    began: Instant,
+    runtime: &'static tokio::runtime::Runtime,
+}
+
+impl Real {
+    /// # Errors
+    /// When the threads cannot be started.
+    pub(super) fn new() -> vellum_core::Result<Self> {
+        Ok(Self { began: Instant::now(), runtime: runtime::start()? })
+    }
+}
+
+impl Ground for Real {
+    fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    fn sleep(&self, time: Duration) -> Task<()> {
+        Box::pin(async move { tokio::time::sleep(time).await })
+    }
+
+    fn chance(&self) -> u64 {
+        fastrand::u64(..)
+    }
+
+    fn spawn(&self, task: Task<()>) {
+        drop(self.runtime.spawn(task));
+    }
+}

@@ -1,0 +1,117 @@
+//! Remote bases: an image at a URL as a storage that can only be read.
+//!
+//! ```text
+//!   open(url) ─► HTTP or S3: one request finds out length and entity tag    http.rs, s3.rs
+//!            ─► RemoteBase: blocks, patience, reading ahead                 engine.rs, decisions in plan.rs
+//! ```
+//!
+//! 1. What is open is one content: each answer must carry the entity tag and the length that were found when it was
+//!    opened, and each request says so (`If-Match`). Anything else is `Changed`, never a mixture.
+//! 2. A strong entity tag is a proof. A weak one, or none, is not: the storage then has no proof, and whoever opens an
+//!    image over it must say that it is trusted.
+//! 3. A redirect is followed only to the same scheme, host and port, or to a URL that the user allows.
+//! 4. Opening waits at most [`OPEN_TIME_MAX`] for an answer; reads wait as long as the options say.
+
+mod engine;
+mod ground;
+mod http;
+mod plan;
+mod s3;
+
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use vellum_core::pin::{Proof, ProofKind};
+use vellum_core::{Error, Result, Scheme, SharedStorage, Url, UrlPrefix, lock};
+
+pub use engine::{CACHE_BYTES, FETCH_BLOCK, FetchCounts, RemoteBase};
+
+/// How long a request is held, when nothing else is said, while the server does not answer.
+pub const REMOTE_TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
+
+/// How long opening waits for an answer.
+pub const OPEN_TIME_MAX: Duration = Duration::from_secs(10);
+
+/// How remote images are read.
+#[derive(Debug, Clone)]
+pub struct RemoteOptions {
+    /// How long a read is held while the server does not answer; then it fails.
+    pub timeout: Duration,
+    /// Where redirects may lead, besides the same host.
+    pub allowed: Vec<UrlPrefix>,
+}
+
+impl Default for RemoteOptions {
+    fn default() -> Self {
+        Self { timeout: REMOTE_TIMEOUT_DEFAULT, allowed: Vec::new() }
+    }
+}
+
+/// All that are open, for the statistics.
+static OPEN: Mutex<Vec<Weak<RemoteBase>>> = Mutex::new(Vec::new());
+
+/// Opens the image at a URL. Any executor may poll this.
+///
+/// # Errors
+/// `NotFound`, `Refused` where the server denies it, `Unsupported` for a server without ranges and for a scheme that
+/// cannot be read, and `Io` when there was no answer.
+pub async fn open(url: &Url, options: &RemoteOptions) -> Result<SharedStorage> {
+    let base = match url.scheme() {
+        Scheme::Http | Scheme::Https => http::open(url, options).await?,
+        Scheme::S3 => s3::open(url, options).await?,
+        Scheme::Nbd | Scheme::NbdUnix | Scheme::Rbd => {
+            return Err(Error::unsupported(format!(
+                "{url}: images can be read at http:, https: and s3: URLs; qemu-nbd or nbdfuse can provide others as a file"
+            )));
+        }
+    };
+    let base = Arc::new(base);
+    let mut open = lock(&OPEN);
+    open.retain(|other| other.strong_count() > 0);
+    open.push(Arc::downgrade(&base));
+    drop(open);
+    Ok(base)
+}
+
+/// What was done for each remote base that is open, by its URL; bases of one URL together.
+pub fn fetch_counts() -> Vec<(String, FetchCounts)> {
+    let mut all: Vec<(String, FetchCounts)> = Vec::new();
+    for base in lock(&OPEN).iter().filter_map(Weak::upgrade) {
+        let (name, counts) = (vellum_core::Storage::name(&*base).to_owned(), base.counts());
+        match all.iter_mut().find(|(other, _)| *other == name) {
+            Some((_, sum)) => sum.add(counts),
+            None => all.push((name, counts)),
+        }
+    }
+    all
+}
+
+/// The proof in an entity tag; `None` for a weak one and for none.
+fn proof_of(tag: Option<&str>, len: u64) -> Option<Proof> {
+    let tag = tag?;
+    let is_strong = tag.len() > 2 && tag.starts_with('"') && tag.ends_with('"');
+    Proof::new(ProofKind::Etag, len, tag).ok().filter(|_| is_strong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_strong_tag_is_a_proof() {
+        for (tag, is_proof) in [
+            (Some("\"abc\""), true),
+            (Some("\"9b2c-17\""), true),
+            (Some("W/\"abc\""), false),
+            (Some("abc"), false),
+            (Some("\"\""), false),
+            (Some("\""), false),
+            (Some("\"a b\""), false),
+            (None, false),
+        ] {
+            assert_eq!(proof_of(tag, 5).is_some(), is_proof, "{tag:?}");
+        }
+        let long = format!("\"{}\"", "x".repeat(300));
+        assert!(proof_of(Some(&long), 5).is_none());
+    }
+}

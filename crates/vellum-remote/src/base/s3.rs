@@ -1,0 +1,150 @@
+//! Objects of S3-compatible stores. Where the store is, and with which credentials, is in the environment, as for all
+//! stores (`settings.rs`, `store.rs`).
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use object_store::aws::AmazonS3;
+use object_store::path::Path;
+use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt as _};
+use vellum_core::{Context, Error, ErrorKind, Result, Url};
+
+use super::engine::{Facts, Failure, RemoteBase, Task, Transport};
+use super::ground::Real;
+use super::{RemoteOptions, proof_of};
+use crate::credentials::Profile;
+use crate::store::{bucket_store, explain, is_denied};
+use crate::{Settings, runtime};
+
+/// How long one request may be retried here; the engine has the patience.
+const REQUEST_TIME: Duration = Duration::from_secs(10);
+
+/// The store, and what its credentials come from.
+#[derive(Clone)]
+struct Bucket {
+    store: Arc<AmazonS3>,
+    profile: Option<Arc<Profile>>,
+}
+
+impl Bucket {
+    fn open(name: &str) -> Result<Self> {
+        let settings = Settings::from_env();
+        let profile = match settings.get("AWS_ACCESS_KEY_ID") {
+            Some(_) => None,
+            None => Profile::find(&settings)?.map(Arc::new),
+        };
+        let store = Arc::new(bucket_store(name, &settings, profile.clone(), REQUEST_TIME)?);
+        Ok(Self { store, profile })
+    }
+
+    /// Whether other credentials may help: they expire.
+    async fn renews_after(&self, error: &object_store::Error) -> bool {
+        match &self.profile {
+            Some(profile) if is_denied(error) => {
+                profile.forget().await;
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+#[derive(Clone)]
+struct Object {
+    bucket: Bucket,
+    path: Path,
+    url: Arc<str>,
+    len: u64,
+    tag: Option<String>,
+}
+
+impl Object {
+    async fn get(&self, range: Range<u64>) -> Result<Bytes, Failure> {
+        let answer = match self.get_once(&range).await {
+            Err(error) if self.bucket.renews_after(&error).await => self.get_once(&range).await,
+            answer => answer,
+        };
+        answer.map_err(|error| {
+            let is_final = matches!(
+                error,
+                object_store::Error::NotFound { .. }
+                    | object_store::Error::Precondition { .. }
+                    | object_store::Error::PermissionDenied { .. }
+                    | object_store::Error::Unauthenticated { .. }
+            );
+            let has_changed = matches!(error, object_store::Error::Precondition { .. });
+            let mut why = explain(&error);
+            if has_changed {
+                let was = self.tag.as_deref().unwrap_or("without an entity tag");
+                let text = format!(
+                    "it has changed while it was in use: it was {} bytes with entity tag {was}",
+                    self.len
+                );
+                why = Error::new(ErrorKind::Changed, text);
+            }
+            let why = why.context(self.url.to_string());
+            if is_final { Failure::Final(why) } else { Failure::Passing(why) }
+        })
+    }
+
+    async fn get_once(&self, range: &Range<u64>) -> object_store::Result<Bytes> {
+        let options = GetOptions {
+            if_match: self.tag.clone(),
+            range: Some(GetRange::Bounded(range.clone())),
+            ..GetOptions::default()
+        };
+        let answer = self.bucket.store.get_opts(&self.path, options).await?;
+        let changed = |what: String| object_store::Error::Precondition {
+            path: self.path.to_string(),
+            source: what.into(),
+        };
+        // Some stores take no notice of a condition.
+        if answer.meta.e_tag != self.tag || answer.meta.size != self.len {
+            return Err(changed(format!(
+                "{} bytes with entity tag {:?}",
+                answer.meta.size, answer.meta.e_tag
+            )));
+        }
+        if answer.range != *range {
+            return Err(object_store::Error::Generic {
+                store: "S3",
+                source: "other bytes were sent than asked for".into(),
+            });
+        }
+        answer.bytes().await
+    }
+}
+
+impl Transport for Object {
+    fn fetch(&self, range: Range<u64>) -> Task<Result<Bytes, Failure>> {
+        let object = self.clone();
+        Box::pin(async move { object.get(range).await })
+    }
+}
+
+/// Opens the object at the URL.
+pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<RemoteBase> {
+    let bucket = Bucket::open(url.host()).context(|| format!("can't open {url}"))?;
+    let path = Path::parse(url.path().trim_start_matches('/'))
+        .map_err(|error| Error::new(ErrorKind::Refused, format!("{url}: {error}")))?;
+    let (asked, key) = (bucket.clone(), path.clone());
+    let meta = runtime::job(async move {
+        match asked.store.head(&key).await {
+            Err(error) if asked.renews_after(&error).await => asked.store.head(&key).await,
+            found => found,
+        }
+    })?
+    .await
+    .map_err(|error| explain(&error))
+    .context(|| format!("can't open {url}"))?;
+    let facts = Facts {
+        name: url.to_string(),
+        len: meta.size,
+        proof: proof_of(meta.e_tag.as_deref(), meta.size),
+        timeout: options.timeout,
+    };
+    let object = Object { bucket, path, url: url.to_string().into(), len: meta.size, tag: meta.e_tag };
+    Ok(RemoteBase::new(facts, Box::new(object), Box::new(Real::new()?)))
+}

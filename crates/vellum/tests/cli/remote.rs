@@ -1,0 +1,299 @@
+//! Images at URLs: clones of them, what changes and fails below a disk, and what is refused.
+
+use vellum_web::{Fault, Server as Web};
+
+use super::refused;
+use super::support::client::Client;
+use super::support::dir::Dir;
+use super::support::program::{Ran, finish, vellum, vellum_command};
+use super::support::server::Server;
+use super::support::{first_difference, patchy, until};
+
+const LEN: usize = 5 << 20;
+
+/// A web server with a template.
+fn web(seed: u64) -> (Web, Vec<u8>, String) {
+    let (web, bytes) = (Web::start(), patchy(LEN, seed));
+    web.put("/t/base.raw", bytes.clone());
+    let url = web.url("/t/base.raw");
+    (web, bytes, url)
+}
+
+/// A clone of what is at the URL. What the command said on stderr.
+#[track_caller]
+fn clone(url: &str, format: &str, image: &str) -> String {
+    let made = vellum(&["create", "-q", "-f", format, "-b", url, "-F", "raw", image]);
+    assert_eq!(made.code, 0, "{made:?}");
+    made.err
+}
+
+#[test]
+fn a_clone_of_a_template_at_a_url_is_served_where_the_user_allows_it() {
+    let (web, mut disk, url) = web(1);
+    let dir = Dir::new("remote");
+    for format in ["qcow2", "vellum"] {
+        let image = dir.text(&format!("clone.{format}"));
+        let said = clone(&url, format, &image);
+        assert!(
+            said.contains("will need a further option") && said.contains(&format!("--allow-url {url}")),
+            "{said}"
+        );
+        let tag = vellum(&["info", "--output", "json", &image]).json()["backing-pin"][0].clone();
+        assert_eq!((tag["kind"].as_str(), tag["length"].as_u64()), (Some("etag"), Some(LEN as u64)));
+        let text = vellum(&["info", &image]).answer();
+        assert!(text.contains(&format!("backing file pin: etag {LEN} \"")), "{text}");
+
+        let refused = Server::try_start(&["-f", format, &image]).err().expect("it is refused");
+        assert!(
+            refused.err.contains("--allow-url") && refused.err.contains("VELLUM_ALLOW_URLS="),
+            "{refused:?}"
+        );
+        for other in [web.url("/t/base"), web.url("/u/"), "http://127.0.0.1.evil.example/".to_owned()] {
+            let refused =
+                Server::try_start(&["-f", format, "--allow-url", &other, &image]).err().expect("refused");
+            assert!(refused.err.contains("--allow-url"), "{other}: {refused:?}");
+        }
+
+        let served = Server::start(&["-f", format, "--allow-url", &web.url("/t/"), &image]);
+        let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+        guest.write(1 << 20, &[9; 70_000], 0).expect("written");
+        guest.flush().expect("flushed");
+        let mut now = disk.clone();
+        now[1 << 20..(1 << 20) + 70_000].fill(9);
+        assert_eq!(first_difference(&guest.read_all().expect("read"), &now), None, "{format}");
+        guest.disconnect();
+        let stats = served.stop_and_count();
+        assert_eq!(stats["remote"][0]["url"], url, "{stats}");
+        assert!(stats["remote"][0]["fetched-bytes"].as_u64().expect("a number") >= 4 << 20, "{stats}");
+        let (copy, allow) = (dir.text("copy.raw"), web.url("/"));
+        vellum(&["convert", "-f", format, "--allow-url", &allow, "-O", "raw", &image, &copy]).answer();
+        assert_eq!(first_difference(&std::fs::read(&copy).expect("a copy"), &now), None, "{format}");
+    }
+    // The environment allows as well.
+    disk.truncate(0);
+    let mut command = vellum_command();
+    command
+        .args(["map", &dir.text("clone.qcow2")])
+        .env("VELLUM_ALLOW_URLS", format!("s3://other/ {}", web.url("/t/")));
+    finish(command, None).answer();
+}
+
+#[test]
+fn a_template_that_changed_is_an_error_and_never_a_mixture() {
+    let dir = Dir::new("remote-changed");
+    for format in ["qcow2", "vellum"] {
+        let (web, disk, url) = web(2);
+        let (image, allow) = (dir.text(&format!("clone.{format}")), web.url("/"));
+        clone(&url, format, &image);
+        let served = Server::start(&["-f", format, "--allow-url", &allow, &image]);
+        let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+        assert_eq!(guest.read(0, 4096).expect("read"), disk[..4096]);
+        guest.write(4 << 20, &[7; 4096], 0).expect("written");
+        web.put("/t/base.raw", patchy(LEN, 3));
+        assert!(guest.read(3 << 20, 4096).is_err(), "other bytes are never given");
+        assert_eq!(guest.read(4 << 20, 4096).expect("its own"), [7; 4096]);
+        guest.disconnect();
+        served.stop();
+        let refused =
+            Server::try_start(&["-f", format, "--allow-url", &allow, &image]).err().expect("refused");
+        for words in [&*url, "has changed: it was", "and is", "make a new image"] {
+            assert!(refused.err.contains(words), "{words}: {refused:?}");
+        }
+        // The same bytes are back.
+        web.put("/t/base.raw", disk.clone());
+        let served = Server::start(&["-f", format, "--allow-url", &allow, &image]);
+        let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+        assert_eq!(guest.read(3 << 20, 4096).expect("read"), disk[3 << 20..(3 << 20) + 4096]);
+        guest.disconnect();
+        served.stop();
+        web.delete("/t/base.raw");
+        let gone =
+            Server::try_start(&["-f", format, "--allow-url", &allow, &image]).err().expect("it is gone");
+        assert!(gone.err.contains("no such file") && gone.err.contains(&url), "{gone:?}");
+    }
+}
+
+#[test]
+fn requests_are_held_while_the_server_is_away_and_fail_after_the_limit() {
+    let (web, disk, url) = web(4);
+    let dir = Dir::new("remote-away");
+    let (image, allow) = (dir.text("clone.qcow2"), web.url("/"));
+    clone(&url, "qcow2", &image);
+    let served = Server::start(&["--allow-url", &allow, &image]);
+    let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+    web.next(&[Fault::Status(503), Fault::Reset, Fault::Short, Fault::Status(429)]);
+    assert_eq!(guest.read(1 << 20, 4096).expect("in the end"), disk[1 << 20..(1 << 20) + 4096]);
+    web.set_down(true);
+    std::thread::scope(|scope| {
+        let reading = scope.spawn(|| guest.read(3 << 20, 4096));
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        assert!(!reading.is_finished(), "it is held");
+        web.set_down(false);
+        assert_eq!(reading.join().expect("no panic").expect("in the end"), disk[3 << 20..(3 << 20) + 4096]);
+    });
+    guest.disconnect();
+    served.stop();
+
+    let served = Server::start(&["--allow-url", &allow, "--remote-timeout", "1", &image]);
+    let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+    web.always(Fault::Stall);
+    assert!(guest.read(1 << 20, 4096).is_err(), "it is given up");
+    web.always(Fault::None);
+    web.release();
+    until("it is tried again", || {
+        guest.read(1 << 20, 4096).is_ok_and(|read| read == disk[1 << 20..(1 << 20) + 4096])
+    });
+    guest.disconnect();
+    served.stop();
+}
+
+#[test]
+fn a_lying_server_gives_nothing() {
+    let (web, disk, url) = web(5);
+    let dir = Dir::new("remote-lies");
+    let (image, allow) = (dir.text("clone.qcow2"), web.url("/"));
+    clone(&url, "qcow2", &image);
+    let served = Server::start(&["--allow-url", &allow, &image]);
+    let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+    let elsewhere = Web::start();
+    elsewhere.put("/t/base.raw", vec![6; LEN]);
+    let faults = [
+        Fault::OtherTag,
+        Fault::Whole,
+        Fault::OtherRange,
+        Fault::Redirect(elsewhere.url("/t/base.raw")),
+        Fault::Status(403),
+    ];
+    for fault in faults {
+        web.next(std::slice::from_ref(&fault));
+        assert!(guest.read(3 << 20, 4096).is_err(), "{fault:?}");
+    }
+    assert_eq!(elsewhere.counts().requests, 0, "a redirect to another host is not followed");
+    assert_eq!(guest.read(3 << 20, 4096).expect("read"), disk[3 << 20..(3 << 20) + 4096]);
+    guest.disconnect();
+    served.stop();
+}
+
+#[test]
+fn a_server_that_proves_nothing_must_be_trusted() {
+    let (web, disk, url) = web(6);
+    let dir = Dir::new("remote-trust");
+    let (image, allow) = (dir.text("clone.qcow2"), web.url("/"));
+    for tag in ["W/\"weak\"", ""] {
+        web.set_tag("/t/base.raw", tag);
+        refused(1, &["--trust-base", &url], &["create", "-f", "qcow2", "-b", &url, "-F", "raw", &image]);
+        let trusting = ["create", "-q", "-f", "qcow2", "--trust-base", "-b", &url, "-F", "raw", &image];
+        assert_eq!(vellum(&trusting).code, 0);
+        let text = vellum(&["info", &image]).answer();
+        assert!(text.contains(&format!("backing file pin: trusted {LEN}")), "{text}");
+        let served = Server::start(&["--allow-url", &allow, &image]);
+        let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+        assert_eq!(first_difference(&guest.read_all().expect("read"), &disk), None);
+        guest.disconnect();
+        served.stop();
+    }
+    web.put("/t/base.raw", vec![1; LEN / 2]);
+    web.set_tag("/t/base.raw", "");
+    let shorter = Server::try_start(&["--allow-url", &allow, &image]).err().expect("refused");
+    assert!(shorter.err.contains("has changed"), "{shorter:?}");
+}
+
+#[test]
+fn names_that_cannot_be_are_refused_before_anything_is_asked() {
+    let (web, _, url) = web(7);
+    let dir = Dir::new("remote-names");
+    let image = dir.text("clone.qcow2");
+    let create = |name: &str, words: &[&str]| {
+        let arguments = ["create", "-f", "qcow2", "-b", name, "-F", "raw", &image];
+        let ran: Ran = refused(1, words, &arguments);
+        assert!(!ran.err.contains("hunter2"), "{ran:?}");
+        assert!(!dir.join("clone.qcow2").exists());
+    };
+    let with_user = url.replace("http://", "http://user:hunter2@");
+    create(&with_user, &["credentials", "environment"]);
+    create(&format!("{url}?X-Amz-Signature=hunter2"), &["credentials", "environment"]);
+    create(&web.url("/t/../base.raw"), &["`..`"]);
+    create("rbd:pool/image", &["rbd:pool/image"]);
+    create("ftp://host/x", &["ftp://host/x"]);
+    assert_eq!(web.counts().requests, 0);
+    create(&web.url("/t/gone.raw"), &["no such file"]);
+    web.next(&[Fault::Whole]);
+    create(&url, &["instead of a range"]);
+    let ran = refused(1, &["credentials"], &["info", &with_user]);
+    assert!(!ran.err.contains("hunter2"), "{ran:?}");
+    refused(
+        1,
+        &["cannot be written"],
+        &["serve", "--nbd", &format!("unix:{}", dir.text("socket")), "-f", "raw", &url],
+    );
+}
+
+#[test]
+fn an_image_at_a_url_is_described_mapped_and_converted() {
+    let web = Web::start();
+    let dir = Dir::new("remote-reading");
+    let (raw, image) = (dir.text("disk.raw"), dir.text("disk.qcow2"));
+    let bytes = patchy(LEN, 8);
+    std::fs::write(&raw, &bytes).expect("a disk");
+    vellum(&["convert", "-f", "raw", "-O", "qcow2", &raw, &image]).answer();
+    web.put_files("/i", dir.path()).expect("files");
+    let url = web.url("/i/disk.qcow2");
+    let info = vellum(&["info", "--output", "json", &url]).json();
+    assert_eq!((info["format"].as_str(), info["virtual-size"].as_u64()), (Some("qcow2"), Some(LEN as u64)));
+    assert!(vellum(&["map", "--output", "json", &url]).json().as_array().is_some_and(|map| map.len() > 2));
+    vellum(&["check", &url]).answer();
+    let copy = dir.text("copy.raw");
+    vellum(&["convert", "-O", "raw", &url, &copy]).answer();
+    assert_eq!(first_difference(&std::fs::read(&copy).expect("a copy"), &bytes), None);
+    vellum(&["compare", &url, &raw]).answer();
+    // A chain of URLs needs no permission where all are in one directory; a clone of it is pinned to each.
+    let over = dir.text("over.qcow2");
+    vellum(&["create", "-q", "-f", "qcow2", "-b", "disk.qcow2", "-F", "qcow2", &over]).answer();
+    web.put("/i/over.qcow2", std::fs::read(&over).expect("it"));
+    let clone = dir.text("clone.vlm");
+    let made =
+        vellum(&["create", "-q", "-f", "vellum", "-b", &web.url("/i/over.qcow2"), "-F", "qcow2", &clone]);
+    assert_eq!(made.code, 0, "{made:?}");
+    let pins = vellum(&["info", "--output", "json", &clone]).json()["backing-pin"].clone();
+    assert_eq!(pins.as_array().map(Vec::len), Some(2), "{pins}");
+    let allow = web.url("/i/");
+    let arguments = ["convert", "--allow-url", &allow, "-O", "raw", &clone, &copy];
+    vellum(&arguments).answer();
+    assert_eq!(first_difference(&std::fs::read(&copy).expect("a copy"), &bytes), None);
+    let mut changed = web.get("/i/disk.qcow2").expect("it is there");
+    let last = changed.len() - 1;
+    changed[last] ^= 1;
+    web.put("/i/disk.qcow2", changed);
+    refused(1, &["disk.qcow2 has changed"], &arguments);
+}
+
+#[test]
+fn an_object_of_a_store_is_a_base() {
+    let (web, bytes) = (Web::start(), patchy(LEN, 9));
+    web.put("/bucket/t/base.raw", bytes.clone());
+    web.require_key(Some("KEYID"));
+    let dir = Dir::new("remote-s3");
+    let image = dir.text("clone.qcow2");
+    let endpoint = web.url("");
+    let run = |key: &str, arguments: &[&str]| {
+        let mut command = vellum_command();
+        command.args(arguments).env("AWS_ENDPOINT_URL", &endpoint).env("AWS_REGION", "x");
+        command.env("AWS_ACCESS_KEY_ID", key).env("AWS_SECRET_ACCESS_KEY", "hunter2");
+        let ran = finish(command, None);
+        assert!(!ran.err.contains("hunter2") && !ran.out.contains("hunter2"), "{ran:?}");
+        ran
+    };
+    let create = ["create", "-q", "-f", "qcow2", "-b", "s3://bucket/t/base.raw", "-F", "raw", &image];
+    let denied = run("OTHER", &create);
+    assert!(denied.code == 1 && denied.err.contains("AWS_ACCESS_KEY_ID"), "{denied:?}");
+    let made = run("KEYID", &create);
+    assert_eq!(made.code, 0, "{made:?}");
+    let copy = dir.text("copy.raw");
+    let convert = ["convert", "--allow-url", "s3://bucket/t/", "-O", "raw", &image, &copy];
+    run("KEYID", &convert).answer();
+    assert_eq!(first_difference(&std::fs::read(&copy).expect("a copy"), &bytes), None);
+    web.put("/bucket/t/base.raw", patchy(LEN, 10));
+    let changed = run("KEYID", &convert);
+    assert!(changed.code == 1 && changed.err.contains("has changed"), "{changed:?}");
+    assert!(!std::fs::read(&image).expect("the image").windows(7).any(|seven| seven == b"hunter2"));
+}

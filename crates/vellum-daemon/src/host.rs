@@ -76,6 +76,9 @@ impl Host {
 /// The file's own path: absolute, links resolved. This may block where the storage does not answer, so it
 /// does not run on a worker.
 pub(crate) async fn canonical_path(path: &Path) -> std::io::Result<PathBuf> {
+    if let Some(Ok(url)) = Url::of_path(path) {
+        return Ok(url.to_string().into());
+    }
     let asked = path.to_owned();
     unblock_at(path, move || asked.canonicalize()).await
 }
@@ -139,7 +142,8 @@ impl Opener for Host {
     ) -> LocalFuture<'a, Result<SharedStorage>> {
         if let Some(url) = Url::of_path(canonical) {
             return Box::pin(async move {
-                if purpose == Purpose::Write {
+                let url = url?;
+                if purpose == Purpose::Write && vellum_remote::can_open(&url) {
                     return Err(Error::new(
                         ErrorKind::ReadOnly,
                         format!(
@@ -148,7 +152,7 @@ impl Opener for Host {
                         ),
                     ));
                 }
-                vellum_remote::open(&url?, &self.options.remote).await
+                vellum_remote::open(&url, &self.options.remote).await
             });
         }
         let (writable, lock) = match purpose {

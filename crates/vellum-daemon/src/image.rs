@@ -100,7 +100,8 @@ pub async fn open_over(
         compaction: options.compaction,
         mapping_bytes_max: options.mapping_bytes_max,
         trust_base: options.trust_base,
-        pin_base: false,
+        // Copies of a base fit over no other one.
+        pin_base: options.tap.as_ref().is_some_and(|tap| tap.copy_on_read),
         clock: Some(clock()),
         templates: templates.cloned(),
         tap: options.tap.clone(),

@@ -25,6 +25,6 @@ pub mod settings;
 pub mod store;
 pub mod template;
 
-pub use base::{FetchCounts, REMOTE_TIMEOUT_DEFAULT, RemoteOptions, fetch_counts, open};
+pub use base::{FetchCounts, REMOTE_TIMEOUT_DEFAULT, RemoteOptions, can_open, fetch_counts, open};
 pub use settings::Settings;
 pub use store::{ObjectFacts, Put, Store, StoreCounts};

@@ -27,10 +27,12 @@ impl FoundBelow {
         let mut found = Self { proofs: Vec::new(), names: Vec::new(), unproven: None, has_url: false };
         for (index, member) in members.enumerate() {
             let proof = member.storage.proof();
-            if proof.is_none() {
+            let is_at_url = Url::of_path(&member.path).is_some();
+            // A device of this host proves nothing either, and is held as before.
+            if proof.is_none() && is_at_url {
                 found.unproven.get_or_insert(index);
             }
-            found.has_url |= Url::of_path(&member.path).is_some();
+            found.has_url |= is_at_url;
             found.proofs.push(proof.unwrap_or_else(|| Proof::trusted(member.storage.len())));
             found.names.push(member.path.display().to_string());
         }

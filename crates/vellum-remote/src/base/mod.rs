@@ -50,6 +50,11 @@ impl Default for RemoteOptions {
 /// All that are open, for the statistics.
 static OPEN: Mutex<Vec<Weak<RemoteBase>>> = Mutex::new(Vec::new());
 
+/// Whether images at this kind of URL can be read at all.
+pub fn can_open(url: &Url) -> bool {
+    matches!(url.scheme(), Scheme::Http | Scheme::Https | Scheme::S3)
+}
+
 /// Opens the image at a URL. Any executor may poll this.
 ///
 /// # Errors
@@ -61,7 +66,7 @@ pub async fn open(url: &Url, options: &RemoteOptions) -> Result<SharedStorage> {
         Scheme::S3 => s3::open(url, options).await?,
         Scheme::Nbd | Scheme::NbdUnix | Scheme::Rbd => {
             return Err(Error::unsupported(format!(
-                "{url}: images can be read at http:, https: and s3: URLs; qemu-nbd or nbdfuse can provide others as a file"
+                "{url}: this kind of URL is not supported, only http:, https: and s3: URLs; qemu-nbd or nbdfuse can provide others as a file"
             )));
         }
     };

@@ -246,6 +246,11 @@ fn an_image_at_a_url_is_described_mapped_and_converted() {
     vellum(&["convert", "-O", "raw", &url, &copy]).answer();
     assert_eq!(first_difference(&std::fs::read(&copy).expect("a copy"), &bytes), None);
     vellum(&["compare", &url, &raw]).answer();
+    let served = Server::start(&["--read-only", &url]);
+    let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+    assert_eq!(first_difference(&guest.read_all().expect("read"), &bytes), None);
+    guest.disconnect();
+    served.stop();
     // A chain of URLs needs no permission where all are in one directory; a clone of it is pinned to each.
     let over = dir.text("over.qcow2");
     vellum(&["create", "-q", "-f", "qcow2", "-b", "disk.qcow2", "-F", "qcow2", &over]).answer();
@@ -296,4 +301,21 @@ fn an_object_of_a_store_is_a_base() {
     let changed = run("KEYID", &convert);
     assert!(changed.code == 1 && changed.err.contains("has changed"), "{changed:?}");
     assert!(!std::fs::read(&image).expect("the image").windows(7).any(|seven| seven == b"hunter2"));
+}
+
+#[test]
+fn an_image_that_copies_from_a_file_is_pinned_to_it() {
+    let dir = Dir::new("remote-file-pin");
+    let (base, image) = (dir.text("base.raw"), dir.text("clone.qcow2"));
+    std::fs::write(&base, patchy(LEN, 11)).expect("a base");
+    vellum(&["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", &image]).answer();
+    assert_eq!(Server::start(&[&image]).stop().code, 0);
+    assert!(!vellum(&["info", &image]).answer().contains("backing file pin"), "nothing is copied");
+    assert_eq!(Server::start(&["--copy-on-read", &image]).stop().code, 0);
+    let text = vellum(&["info", &image]).answer();
+    assert!(text.contains(&format!("backing file pin: file {LEN} ")), "{text}");
+    assert_eq!(Server::start(&["--copy-on-read", &image]).stop().code, 0, "it is the same file");
+    std::fs::write(&base, patchy(LEN, 12)).expect("another base");
+    let changed = Server::try_start(&[&image]).err().expect("it is refused");
+    assert!(changed.err.contains("has changed: it was"), "{changed:?}");
 }

@@ -152,10 +152,11 @@ class Superblock:
 
     def check(self, file):
         need(self.version == 1, "the version is not known")
-        need(self.features >> 6 == 0, "there are unknown incompatible features")
+        need(self.features >> 7 == 0, "there are unknown incompatible features")
         need(self.layout in (0, 1, 2), "the layout is not known")
         self.needs_replay, self.is_table, self.has_base, self.has_snapshots = (
             bool(self.features >> bit & 1) for bit in range(4))
+        self.has_clones = bool(self.features >> 6 & 1)
         self.is_zoned = self.layout == 2
         need(self.is_table == (self.layout != 0), "layout and features contradict each other")
         need(self.is_zoned == bool(self.features >> 4 & 1), "layout and features contradict each other")
@@ -175,6 +176,7 @@ class Superblock:
         need((self.key != bytes(16)) == self.needs_replay, "key and feature contradict each other")
         need(self.sequence not in (0, 2**64 - 1) and self.generation != 2**64 - 1, "impossible sequence")
         need(self.is_table or not self.has_snapshots, "snapshots of a linear image")
+        need(self.has_snapshots or not self.has_clones, "clones of snapshots, and no snapshots")
         while self.parts and self.parts[-1] == (0, 0, 0):
             self.parts.pop()
         need(bool(self.parts) == self.has_parts, "parts of the table that are none")
@@ -424,6 +426,9 @@ class Check:
                 is_text = False
             is_known = number in self.ids
             self.ids[number] = follows
+            flags = be32(entry, 32)
+            if flags & 3 == 3 or flags & 2 and not self.sb.has_clones:
+                self.corrupt(f"6: entry {index} of the snapshot list, id {number}, has impossible flags")
             if is_known or number >= max(next_id, 1) or size % 512 or size > room or not is_text:
                 self.corrupt(f"6: entry {index} of the snapshot list, id {number}, is impossible")
         if not self.sb.has_snapshots and (self.ids or self.first_map_unit):

@@ -363,8 +363,21 @@ pub trait Snapshots: Send + Sync {
     /// Deletes a snapshot, by its number or name.
     ///
     /// # Errors
-    /// `NotFound` when there is none, and the errors of the image.
+    /// `NotFound` when there is none, `Refused` when clones stand on it, and the errors of the image.
     fn delete<'a>(&'a self, wanted: &'a str) -> LocalFuture<'a, Result<()>>;
+
+    /// Records durably that clones stand on a snapshot, by its number or name: it cannot be deleted until it is
+    /// [released](Snapshots::release).
+    ///
+    /// # Errors
+    /// `NotFound` when there is none, and the errors of the image.
+    fn mark_cloned<'a>(&'a self, wanted: &'a str) -> LocalFuture<'a, Result<Snapshot>>;
+
+    /// Records that no clone stands on a snapshot any more, by its number or name.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none, `Locked` while it is open, and the errors of the image.
+    fn release<'a>(&'a self, wanted: &'a str) -> LocalFuture<'a, Result<()>>;
 
     /// The number of the snapshot with this name.
     ///
@@ -398,6 +411,8 @@ pub struct Snapshot {
     pub seconds: u64,
     /// The machine's state, in formats that have a place for it.
     pub machine: Option<Machine>,
+    /// Whether clones stand on it, so that it cannot be deleted.
+    pub is_cloned: bool,
 }
 
 /// The machine state that a snapshot records.

@@ -68,6 +68,7 @@ pub mod probe;
 pub mod qcow2;
 pub mod raw;
 pub mod report;
+mod snapshot_base;
 mod state;
 mod truth;
 #[cfg(not(feature = "test-hooks"))]
@@ -83,4 +84,5 @@ pub use prealloc::Prealloc;
 pub use probe::{FormatKind, probe};
 pub use qcow2::Qcow2;
 pub use raw::Raw;
+pub use snapshot_base::{SNAPSHOT_FORMAT, SnapshotBase, SnapshotKey};
 pub use truth::settle;

@@ -389,6 +389,11 @@ fn native_snapshots() {
 }
 
 #[test]
+fn native_snapshots_with_clones() {
+    explore_snapshots(&NativeSubject::snapshots_with_clones(), 4);
+}
+
+#[test]
 fn native_snapshots_over_a_base() {
     explore_snapshots(&NativeSubject::snapshots_over_a_base(), 8);
 }

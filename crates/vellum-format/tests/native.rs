@@ -5,6 +5,8 @@
 mod ahead;
 #[path = "native/beside.rs"]
 mod beside;
+#[path = "native/cloned.rs"]
+mod cloned;
 mod common;
 #[path = "native/compact.rs"]
 mod compact;

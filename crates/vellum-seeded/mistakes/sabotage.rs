@@ -106,6 +106,12 @@ pub enum Bug {
     HeldAgain,
     /// What a snapshot sees is written to before it is durable that it is being deleted.
     ReleasedEarly,
+    /// A snapshot is deleted although clones stand on it.
+    ClonedDeleted,
+    /// That clones stand on a snapshot is left out of the record.
+    CloneNotInRecord,
+    /// A snapshot is marked as cloned in an image that earlier programs open, which would delete it.
+    CloneWithoutBit,
     /// A unit is freed although a snapshot sees it.
     NamedUnitFreed,
     /// The state of a unit in an open zone is recorded in the table, and the zone's bit stays.

@@ -167,6 +167,19 @@ fn mistakes_in_growing_with_snapshots() {
     }
 }
 
+/// Where clones are made of each snapshot, and it is deleted afterwards.
+#[test]
+fn mistakes_with_clones() {
+    let known = [
+        (Bug::ClonedDeleted, "w4k@0 drop64k@0 drop64k@1 flush"),
+        (Bug::CloneNotInRecord, "w4k@0 drop64k@0 w4k@0 flush reopen w4k@1"),
+        (Bug::CloneWithoutBit, "w4k@0 drop64k@0 flush"),
+    ];
+    for (bug, text) in known {
+        find_by(NativeSubject::snapshots_with_clones(), bug, &[Plan::whole(text.parse().unwrap())]);
+    }
+}
+
 /// A mistake that shows only after a failed write.
 #[test]
 fn mistakes_when_writes_fail() {

@@ -232,7 +232,14 @@ fn uuid(bytes: [u8; 16]) -> String {
 
 impl From<snapshots::Snapshot> for Snapshot {
     fn from(one: snapshots::Snapshot) -> Self {
-        Self { id: one.id.to_string(), name: one.name, size: one.size, seconds: one.seconds, machine: None }
+        Self {
+            id: one.id.to_string(),
+            name: one.name,
+            size: one.size,
+            seconds: one.seconds,
+            machine: None,
+            is_cloned: one.is_cloned,
+        }
     }
 }
 
@@ -247,6 +254,14 @@ impl Snapshots for Native {
 
     fn delete<'a>(&'a self, wanted: &'a str) -> LocalFuture<'a, Result<()>> {
         Box::pin(self.snapshot_delete(wanted))
+    }
+
+    fn mark_cloned<'a>(&'a self, wanted: &'a str) -> LocalFuture<'a, Result<Snapshot>> {
+        Box::pin(async move { self.snapshot_mark_cloned(wanted).await.map(Snapshot::from) })
+    }
+
+    fn release<'a>(&'a self, wanted: &'a str) -> LocalFuture<'a, Result<()>> {
+        Box::pin(async move { self.snapshot_release(wanted).await.map(drop) })
     }
 
     fn named(&self, name: &str) -> Result<Option<u32>> {

@@ -81,7 +81,8 @@ mod incompatible {
     pub(super) const SNAPSHOTS: u64 = 1 << 3;
     pub(super) const ZONED: u64 = 1 << 4;
     pub(super) const PARTS: u64 = 1 << 5;
-    pub(super) const KNOWN: u64 = REPLAY | TABLE | BASE | SNAPSHOTS | ZONED | PARTS;
+    pub(super) const CLONED: u64 = 1 << 6;
+    pub(super) const KNOWN: u64 = REPLAY | TABLE | BASE | SNAPSHOTS | ZONED | PARTS | CLONED;
 }
 
 /// Bits of the byte of switches.
@@ -173,6 +174,8 @@ pub struct Superblock {
     pub(crate) key: Option<u128>,
     /// Whether the image has snapshots, or has had any.
     pub(crate) has_snapshots: bool,
+    /// Whether clones stand on snapshots of the image, or have stood.
+    pub(crate) has_clones: bool,
     /// Whether units of zones may hold their own entries.
     pub(crate) embeds: bool,
 }
@@ -206,6 +209,7 @@ impl Superblock {
             generation: 0,
             key: None,
             has_snapshots: false,
+            has_clones: false,
             embeds: places.shape().zone().is_some(),
         })
     }
@@ -265,6 +269,7 @@ impl Superblock {
             generation: be64(&*page, field::GENERATION),
             key: (features & incompatible::REPLAY != 0).then_some(key),
             has_snapshots: features & incompatible::SNAPSHOTS != 0,
+            has_clones: features & incompatible::CLONED != 0,
             embeds: has_zones && page[field::SWITCHES] & NO_EMBEDDING == 0,
             page: Page(page),
         };
@@ -283,6 +288,10 @@ impl Superblock {
             (
                 self.has_snapshots && self.places.shape().layout == Layout::Linear,
                 "a linear image cannot have snapshots, but the superblock lists some",
+            ),
+            (
+                self.has_clones && !self.has_snapshots,
+                "there are clones of snapshots, but there has been no snapshot",
             ),
             (self.sequence == 0 || self.sequence == u64::MAX, "the sequence is impossible"),
             (self.generation == u64::MAX, "the generation is impossible"),
@@ -325,6 +334,7 @@ impl Superblock {
             (matches!(layout, Layout::Zoned { .. }), incompatible::ZONED),
             (self.base.is_some(), incompatible::BASE),
             (self.has_snapshots, incompatible::SNAPSHOTS),
+            (self.has_clones, incompatible::CLONED),
             (self.places.parts().next().is_some(), incompatible::PARTS),
         ] {
             features |= if is_set { bit } else { 0 };
@@ -439,6 +449,11 @@ impl Superblock {
     /// Whether the image has snapshots, or has had any.
     pub fn has_snapshots(&self) -> bool {
         self.has_snapshots
+    }
+
+    /// Whether clones stand on snapshots of the image, or have stood.
+    pub fn has_clones(&self) -> bool {
+        self.has_clones
     }
 
     /// The error for an image that must be recovered before it can be inspected.

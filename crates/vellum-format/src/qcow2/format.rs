@@ -290,6 +290,7 @@ impl From<snapshot::Snapshot> for Snapshot {
                 clock_nanoseconds: one.vm_clock_nanoseconds,
                 icount: one.icount,
             }),
+            is_cloned: false,
         }
     }
 }

@@ -57,6 +57,8 @@ pub(crate) struct NativeSubject {
     is_in_a_row: bool,
     /// A discard of 64 KiB stands for one snapshot more, or for one less.
     has_snapshots: bool,
+    /// Clones are made of each of them.
+    has_clones: bool,
     /// Units are made ready ahead of need, beside every request.
     is_tended: bool,
     /// The disk is tended, with quiet time between any two requests.
@@ -83,6 +85,7 @@ impl NativeSubject {
             places: None,
             is_in_a_row: false,
             has_snapshots: false,
+            has_clones: false,
             is_tended: false,
             has_quiet_times: false,
             prealloc: Prealloc::Off,
@@ -241,6 +244,12 @@ impl NativeSubject {
     pub(crate) fn snapshots() -> Self {
         let setup = NativeSetup::table("vellum, table with snapshots", 512 << 10, 64 << 10);
         Self { is_by_units: true, has_snapshots: true, ..Self::new(setup, 256 << 10) }
+    }
+
+    /// As above, with clones of each snapshot.
+    pub(crate) fn snapshots_with_clones() -> Self {
+        let setup = NativeSetup::table("vellum, table with snapshots and clones", 512 << 10, 64 << 10);
+        Self { is_by_units: true, has_snapshots: true, has_clones: true, ..Self::new(setup, 256 << 10) }
     }
 
     pub(crate) fn snapshots_over_a_base() -> Self {
@@ -427,7 +436,7 @@ impl Subject for NativeSubject {
             let disk = Native::open(medium, self.below.clone(), options).await?;
             let size = self.setup.options.size;
             let disk: SharedDisk = match (self.has_snapshots, self.grows) {
-                (true, _) => Snapped::shared(disk, self.looked_at(), self.places()[2], size),
+                (true, _) => Snapped::shared(disk, self.looked_at(), self.places()[2], size, self.has_clones),
                 (false, Some(_)) => Seen::of(disk, size),
                 (false, None) => disk,
             };

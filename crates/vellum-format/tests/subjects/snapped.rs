@@ -6,6 +6,8 @@
 //!   drop64k@0   make one ► read it ► write down its sum│ durable: from now on it is there, and reads so
 //!   drop64k@2   the newest: write down that it goes    │ durable: it is there and reads so, or is not there
 //!   elsewhere   the oldest     ► delete ► write it down│ durable: it is not there
+//!   where clones are made of each: mark it ► write down │ durable: it is there, and marked
+//!               deleting it is refused ► release it     │
 //! ```
 //!
 //! The content of a snapshot is fixed when it is read for the first time, whatever is in flight meanwhile;
@@ -31,6 +33,7 @@ const SECTOR: u64 = 512;
 const THERE: u8 = 1;
 const GOES: u8 = 2;
 const GONE: u8 = 3;
+const CLONED: u8 = 4;
 
 pub(crate) struct Snapped {
     disk: Arc<Native>,
@@ -43,6 +46,8 @@ pub(crate) struct Snapped {
     begun: AtomicU64,
     ended: AtomicU64,
     names: AtomicU64,
+    /// Clones are made of each snapshot.
+    has_clones: bool,
 }
 
 impl Snapped {
@@ -52,9 +57,10 @@ impl Snapped {
         looked_at: Vec<GuestSpan>,
         newest: GuestOffset,
         size: u64,
+        has_clones: bool,
     ) -> SharedDisk {
         let [begun, ended, names] = Default::default();
-        Forwarding::new(Self { disk, looked_at, newest, size, begun, ended, names })
+        Forwarding::new(Self { disk, looked_at, newest, size, begun, ended, names, has_clones })
     }
 
     async fn ask(&self, at: GuestOffset) -> Result<()> {
@@ -65,11 +71,33 @@ impl Snapped {
             return self.make(&name).await;
         }
         let Some(one) = (if at == self.newest { all.last() } else { all.first() }) else { return Ok(()) };
-        self.write_down(one.id, GOES, self.sum_of(one.id).await?).await?;
+        let sum = self.sum_of(one.id).await?;
+        if self.has_clones && one.is_cloned {
+            match self.disk.snapshot_delete(&one.id.to_string()).await {
+                Err(error) if matches!(error.kind(), ErrorKind::Refused | ErrorKind::NotFound) => {}
+                Err(error) => return Err(error),
+                Ok(()) => {
+                    return Err(Error::corrupt(format!("snapshot {} was deleted under its clones", one.id)));
+                }
+            }
+            // It is there for now, and may be marked or not.
+            self.write_down(one.id, THERE, sum).await?;
+            match self.disk.snapshot_release(&one.id.to_string()).await {
+                Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Locked) => {
+                    return Err(error);
+                }
+                _ => {}
+            }
+        }
+        self.write_down(one.id, GOES, sum).await?;
         match self.disk.snapshot_delete(&one.id.to_string()).await {
             Ok(()) => self.write_down(one.id, GONE, 0).await,
             // Another user deletes it, or reads it.
-            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Locked) => Ok(()),
+            Err(error)
+                if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Locked | ErrorKind::Refused) =>
+            {
+                Ok(())
+            }
             Err(error) => Err(error),
         }
     }
@@ -83,7 +111,16 @@ impl Snapped {
         if before.0 == before.1 && counts() == before && sum != now {
             return Err(Error::corrupt(format!("snapshot {id} is not what the disk is")));
         }
-        self.write_down(id, THERE, sum).await
+        self.write_down(id, THERE, sum).await?;
+        if self.has_clones {
+            match self.disk.snapshot_mark_cloned(&id.to_string()).await {
+                Ok(_) => self.write_down(id, CLONED, sum).await?,
+                // Another user deletes it.
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// The content of a snapshot; of one that is gone meanwhile, anything.
@@ -133,7 +170,9 @@ pub(crate) async fn verify(
     size: u64,
 ) -> Result<(), String> {
     let text = |error: Error| error.chain();
-    let there: Vec<u32> = snapshots(image).await.map_err(text)?.into_iter().map(|one| one.id).collect();
+    let all = snapshots(image).await.map_err(text)?;
+    let there: Vec<u32> = all.iter().map(|one| one.id).collect();
+    let cloned: Vec<u32> = all.iter().filter(|one| one.is_cloned).map(|one| one.id).collect();
     let open = async |snapshot: Option<u32>| {
         let snapshot = snapshot.map(|id| id.to_string());
         let options = OpenOptions { snapshot, read_only: true, ..OpenOptions::default() };
@@ -146,6 +185,9 @@ pub(crate) async fn verify(
     for (id, line) in (0..).zip(bytes.contiguous().slice().chunks(512)) {
         let is_there = there.contains(&id);
         let what = line[0];
+        if what == CLONED && !cloned.contains(&id) {
+            return Err(format!("snapshot {id} could be deleted under its clones"));
+        }
         if (what == THERE && !is_there) || (what == GONE && is_there) {
             return Err(format!("snapshot {id} is {}", if is_there { "back" } else { "lost" }));
         }
@@ -153,7 +195,7 @@ pub(crate) async fn verify(
             continue;
         }
         let sum = sum_of(&*open(Some(id)).await?, looked_at).await.map_err(text)?;
-        if matches!(what, THERE | GOES) && sum.to_be_bytes() != line[4..8] {
+        if matches!(what, THERE | GOES | CLONED) && sum.to_be_bytes() != line[4..8] {
             return Err(format!("snapshot {id} has changed"));
         }
     }

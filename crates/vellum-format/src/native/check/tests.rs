@@ -131,7 +131,7 @@ type Poke = fn(&Image);
 #[test]
 fn whatever_is_broken_is_found_and_repaired_where_it_can_be() {
     // The report's words; corruptions, leaks; whether a repair leaves a sound image.
-    let cases: [(&str, u64, u64, bool, Poke); 26] = [
+    let cases: [(&str, u64, u64, bool, Poke); 28] = [
         ("bits of blocks past the end", 1, 0, true, |image| {
             image.put(image.places.region(Region::Bitmap).start() + 1, &[0b1000_0100]);
         }),
@@ -168,6 +168,12 @@ fn whatever_is_broken_is_found_and_repaired_where_it_can_be() {
         }),
         ("its name is not valid text", 1, 0, false, |image| {
             image.put(image.places.snapshot(0).start() + 64, &[0xFF]);
+        }),
+        ("clones stand on it, but the superblock says", 1, 0, false, |image| {
+            image.put(image.places.snapshot(0).start() + 32, &2u32.to_be_bytes());
+        }),
+        ("it is being deleted, and clones stand on it", 1, 0, false, |image| {
+            image.put(image.places.snapshot(0).start() + 32, &3u32.to_be_bytes());
         }),
         ("snapshot 5 does not exist", 0, 1, true, |image| {
             let table = image.places.region(Region::Table).start().bytes();

@@ -39,6 +39,7 @@ impl Walk<'_> {
             return Ok(Snapshots { ids: BTreeSet::new(), first_map_unit });
         };
         let has_snapshots = self.superblocks.superblock.has_snapshots;
+        let has_clones = self.superblocks.superblock.has_clones;
         let size_max = self.places.size_max();
         let at =
             usize::try_from(self.places.snapshot(SNAPSHOTS - 1).start() - region.start()).expect("512 KiB");
@@ -58,6 +59,7 @@ impl Walk<'_> {
             if id == 0 {
                 continue;
             }
+            let flags = be32(entry, 32);
             let name = entry[64..].split(|byte| *byte == 0).next().unwrap_or_default();
             let problem = if id >= last.next_id {
                 Some("its ID was never assigned")
@@ -67,6 +69,10 @@ impl Walk<'_> {
                 Some("its disk has an impossible size")
             } else if std::str::from_utf8(name).is_err() {
                 Some("its name is not valid text")
+            } else if flags & 3 == 3 {
+                Some("it is being deleted, and clones stand on it")
+            } else if flags & 2 != 0 && !has_clones {
+                Some("clones stand on it, but the superblock says that there have never been any")
             } else {
                 None
             };

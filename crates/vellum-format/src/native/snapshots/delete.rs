@@ -51,7 +51,7 @@ impl Native {
     /// space that only it used is free. Requests continue meanwhile.
     ///
     /// # Errors
-    /// `NotFound` when there is none, `Locked` when it is open beside the disk, `Closed` when the deletion
+    /// `NotFound` when there is none, `Locked` when it is open beside the disk, `Refused` when clones stand on it, `Closed` when the deletion
     /// was stopped half way, and the errors of the storage.
     pub async fn snapshot_delete(&self, wanted: &str) -> Result<()> {
         let context = || format!("{}: can't delete snapshot {wanted}", self.engine.name);
@@ -65,6 +65,7 @@ impl Native {
         let (id, index) = {
             let list = lock(&views.list);
             let entry = list.find(wanted)?;
+            entry.refuse_cloned()?;
             (entry.id, entry.index)
         };
         self.begin_journal().await?;
@@ -72,11 +73,14 @@ impl Native {
         {
             let _gate = self.enter_transaction(24).await?;
             let mut list = lock(&views.list);
+            let entry = list.get_mut(id).expect("as just found");
+            // Clones may have been made meanwhile.
+            entry.refuse_cloned()?;
             if self.is_open_beside(id) {
                 return Err(Error::new(ErrorKind::Locked, "it is being read"));
             }
             self.put_word(index, FLAGS_WORD, BEING_DELETED);
-            list.get_mut(id).expect("as just found").is_being_deleted = true;
+            entry.is_being_deleted = true;
         }
         self.engine.commits.note_change();
         self.commit().await?; // commit point: from here on it is gone

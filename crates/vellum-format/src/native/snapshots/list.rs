@@ -16,9 +16,10 @@ pub(super) const NAME_MAX: usize = 64;
 /// Words of an entry, and the first one of the name.
 pub(super) const ENTRY_WORDS: u64 = 16;
 pub(super) const NAME_WORD: u64 = 8;
-/// The word with the flags, and the flag of a snapshot that is being deleted.
+/// The word with the flags: of a snapshot that is being deleted, and of one on which clones stand.
 pub(super) const FLAGS_WORD: u64 = 4;
 pub(super) const BEING_DELETED: u64 = 1 << 32;
+pub(super) const CLONED: u64 = 1 << 33;
 
 /// One snapshot, as in its entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,6 +32,8 @@ pub(super) struct Entry {
     pub(super) size: u64,
     pub(super) seconds: u64,
     pub(super) is_being_deleted: bool,
+    /// Clones stand on it, so it must not be deleted.
+    pub(super) is_cloned: bool,
     pub(super) name: String,
 }
 
@@ -89,6 +92,7 @@ impl List {
                 size: be64(bytes, 8),
                 seconds: be64(bytes, 16),
                 is_being_deleted: be32(bytes, 32) & 1 == 1,
+                is_cloned: be32(bytes, 32) & 2 == 2,
                 name: name.to_owned(),
             });
         }
@@ -105,6 +109,11 @@ impl List {
                 id < self.next_id && entry.size.is_multiple_of(512) && entry.size <= places.size_max();
             if !is_possible || !ids.insert(id) {
                 return Err(Error::corrupt(format!("snapshot {id} is impossible")));
+            }
+            if entry.is_cloned && entry.is_being_deleted {
+                return Err(Error::corrupt(format!(
+                    "snapshot {id} is being deleted, and clones stand on it"
+                )));
             }
             if (entry.next == HOME) != (id == self.relies_on_home) {
                 return Err(Error::corrupt(format!("it is not clear whether snapshot {id} relies on home")));

@@ -7,6 +7,7 @@
 //!   delete   a flag ► copies passed on to the snapshot before, or freed with their units   delete.rs
 //!                   ► the entry
 //!   revert   a mark ► the pages of home become what the snapshot sees ► the size ► no mark revert.rs
+//!   clone    a flag: it cannot be deleted while clones stand on it                        cloned.rs
 //!   open     pages are looked up along the chain                                           still.rs
 //!            the same beside the disk, while that is written                               live.rs
 //! ```
@@ -28,6 +29,7 @@
 //!
 //! What a writer keeps in memory of all this is in `views.rs`.
 
+mod cloned;
 mod copies;
 mod delete;
 mod keep;
@@ -68,6 +70,8 @@ pub struct Snapshot {
     pub size: u64,
     /// When it was made, in seconds since 1970.
     pub seconds: u64,
+    /// Whether clones stand on it, so that it cannot be deleted.
+    pub is_cloned: bool,
 }
 
 impl Native {
@@ -166,6 +170,7 @@ impl Native {
                 size,
                 seconds: now_seconds,
                 is_being_deleted: false,
+                is_cloned: false,
                 name: name.to_owned(),
             });
             self.put_last(&list);
@@ -238,16 +243,19 @@ impl Native {
 
 fn public(list: &List) -> Vec<Snapshot> {
     let there = list.entries.iter().filter(|entry| !entry.is_being_deleted);
-    let mut snapshots: Vec<Snapshot> = there
-        .map(|entry| Snapshot {
-            id: entry.id,
-            name: entry.name.clone(),
-            size: entry.size,
-            seconds: entry.seconds,
-        })
-        .collect();
+    let mut snapshots: Vec<Snapshot> = there.map(public_of).collect();
     snapshots.sort_unstable_by_key(|snapshot| snapshot.id);
     snapshots
+}
+
+fn public_of(entry: &Entry) -> Snapshot {
+    Snapshot {
+        id: entry.id,
+        name: entry.name.clone(),
+        size: entry.size,
+        seconds: entry.seconds,
+        is_cloned: entry.is_cloned,
+    }
 }
 
 /// The snapshots of a closed image, in the order in which they were made.

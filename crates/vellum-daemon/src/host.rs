@@ -157,6 +157,7 @@ impl Opener for Host {
         }
         let (writable, lock) = match purpose {
             Purpose::Write => (true, LockMode::Write),
+            Purpose::Look => (false, LockMode::None),
             Purpose::Read if self.options.force_share => (false, LockMode::ForceShare),
             Purpose::Read | Purpose::Replay => (false, LockMode::Read),
         };

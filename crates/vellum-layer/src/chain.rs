@@ -20,11 +20,14 @@
 //!    long chain costs no more than in a short one.
 //! 5. Disks of one process that stand on the same images may share them ([`Templates`]): each is opened once.
 //!
+//! 6. An image may also stand on a snapshot of another one, which may be written meanwhile (`forks`).
+//!
 //! `way_down` follows the names, also for those that only describe a chain. `change` has the operations that
 //! replace its disk: restoring a snapshot, and resizing.
 
 mod below;
 mod change;
+mod forks;
 mod pins;
 mod share;
 mod templates;
@@ -44,9 +47,10 @@ use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memor
 use crate::gate::{Gate, Trust};
 use crate::hydrate::{Tap, TapOptions};
 use below::{Below, Stand};
+use forks::Fork;
 use pins::FoundBelow;
 pub use templates::Templates;
-pub use way_down::{Step, WayDown};
+pub use way_down::{Backing, Step, WayDown};
 
 /// Images in one chain, at most.
 pub const DEPTH_MAX: usize = 256;
@@ -56,6 +60,8 @@ pub const DEPTH_MAX: usize = 256;
 pub enum Purpose {
     /// Reading: no other program may write.
     Read,
+    /// Reading the header, whatever others do with the file.
+    Look,
     /// Reading an image whose journal must be replayed in memory: no other program may write, whatever the
     /// user has allowed.
     Replay,
@@ -160,6 +166,8 @@ pub struct Member {
     pub data_file: Option<(PathBuf, SharedStorage)>,
     /// Its header, as it was before opening.
     pub head: Box<dyn Head>,
+    /// Whether it stands for a snapshot inside it, whose name in the image above says all that could change.
+    pub is_snapshot: bool,
     /// What its format made of it: the disk, over those below, and the snapshots.
     pub opened: Opened,
 }
@@ -178,6 +186,7 @@ pub struct Chain {
     /// Why the disk on top is closed, if it could not be opened again.
     gone: Option<Error>,
     was_left_open: bool,
+    fork: Fork,
 }
 
 /// An image that was found on the way down and has no disk yet.
@@ -214,13 +223,36 @@ impl Chain {
     /// and its depth.
     pub async fn open(opener: &dyn Opener, path: &Path, options: &ChainOptions) -> Result<Self> {
         let (mut way, step) = WayDown::begin(opener, &options.gate, path, options.format).await?;
-        let (mut image, next) = find_one(&mut way, &step, options).await?;
+        let writes = !options.read_only && options.snapshot.is_none();
+        let Some(templates) = options.templates.as_ref().filter(|_| writes) else {
+            return Self::open_at(&mut way, step, options).await;
+        };
+        // Disks that stand on snapshots of this image have the file open, for reading.
+        let parent = templates.parent(&step.canonical);
+        let turn = parent.detach().await;
+        match Self::open_at(&mut way, step, options).await {
+            Ok(mut chain) => {
+                if let Some(snapshots) = &chain.top.opened.snapshots {
+                    turn.attach(snapshots);
+                    chain.fork.parent = Some(parent);
+                }
+                Ok(chain)
+            }
+            Err(error) => {
+                turn.read_file(opener).await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn open_at(way: &mut WayDown<'_>, step: Step, options: &ChainOptions) -> Result<Self> {
+        let (mut image, next) = find_one(way, &step, options).await?;
         let was_left_open = image.head.was_left_open();
         let top_need = mapping_need(&*image.head, &image.storage, options.read_only);
         let below = match (next, &options.templates) {
             (None, _) => None,
-            (Some(step), None) => Some(Stand::on(Below::open(&mut way, step, options, top_need).await?)),
-            (Some(step), Some(templates)) => Some(templates.stand(&mut way, step, options).await?),
+            (Some(step), None) => Some(Stand::on(Below::open(way, step, options, top_need).await?)),
+            (Some(step), Some(templates)) => Some(templates.stand(way, step, options).await?),
         };
         if let Some(below) = &below {
             image.hold_against_pin(below, options).await.map_err(|error| step.describe(error))?;
@@ -238,12 +270,22 @@ impl Chain {
         let files = files_of(&storage, data_file.as_ref(), over(below.as_ref(), tap.as_ref()));
         let opened = open_disk(&*head, files, how).await;
         let opened = opened.map_err(|error| way_down::describe(error, &path, 0))?;
-        let top = Member { path, storage, data_file, head, opened };
+        let top = Member { path, storage, data_file, head, is_snapshot: false, opened };
         if let Some(tap) = &tap {
             tap.is_below(&*top.opened.disk);
         }
         let options = options.clone();
-        Ok(Self { top, top_tally, below, tap, options, top_need, gone: None, was_left_open })
+        Ok(Self {
+            top,
+            top_tally,
+            below,
+            tap,
+            options,
+            top_need,
+            gone: None,
+            was_left_open,
+            fork: Fork::default(),
+        })
     }
 
     /// The top image.
@@ -412,7 +454,13 @@ async fn find_one(
 }
 
 async fn find_file(opener: &dyn Opener, step: &Step, options: &ChainOptions) -> Result<(Trust, Found)> {
-    let Step { path, canonical, format, depth } = step;
+    let Step { path, canonical, format, depth, snapshot } = step;
+    if snapshot.is_some() {
+        // Its content is read in another way (`forks`). Whoever writes the file may be doing so now.
+        let storage = opener.open(canonical, path, Purpose::Look).await?;
+        let head = FormatKind::Native.format().read(&*storage).await?;
+        return Ok((Trust::Declared, Found { path: path.clone(), storage, data_file: None, head }));
+    }
     let writes = *depth == 0 && !options.read_only && options.snapshot.is_none();
     let purpose = if writes { Purpose::Write } else { Purpose::Read };
     let storage = opener.open(canonical, path, purpose).await?;

@@ -8,6 +8,7 @@ pub mod chain;
 pub mod durable;
 pub mod gate;
 pub mod hydrate;
+mod passage;
 pub mod valve;
 mod view;
 

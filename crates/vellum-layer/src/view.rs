@@ -16,7 +16,7 @@
 //!    is complete, no further image is queried.
 //! 3. The memory for pages is bounded ([`Pages`]), and a part of what the chain has for mappings.
 //! 4. Bytes are read where they are, without the disks in between. Compressed clusters are read by their
-//!    image's own disk, and so is everything in an image that is a raw file: it has all bytes, and
+//!    image's own disk, so is a snapshot (`chain/forks.rs`), and so is everything in an image that is a raw file: it has all bytes, and
 //!    querying the host for its holes would cost more than it saves.
 //! 5. Where a page cannot be made, because a mapping is damaged or cannot be read, a request is passed on from
 //!    image to image: it fails only where its own bytes are concerned.
@@ -48,6 +48,8 @@ pub(crate) struct Layer {
     pub(crate) disk: SharedDisk,
     /// It has all bytes of its disk, so it is not asked for its map.
     pub(crate) is_whole: bool,
+    /// It has no storage of its own for long, so its disk is read.
+    pub(crate) is_exchanged: bool,
 }
 
 /// The images below the top of a chain, as one disk that is read.
@@ -136,7 +138,7 @@ impl View {
     async fn make(&self, index: u64) -> Result<Arc<Page>> {
         let start = GuestOffset::new(index << PAGE.shift());
         let mut draft = Draft::new(within((self.size - start.bytes()).min(PAGE.bytes())));
-        for (layer, Layer { disk, is_whole }) in self.layers.iter().enumerate() {
+        for (layer, Layer { disk, is_whole, .. }) in self.layers.iter().enumerate() {
             let Some(wanted) = draft.wanted() else { break };
             let size = disk.geometry().size.saturating_sub(start.bytes()).min(PAGE.bytes());
             let (inside, outside) = split(wanted, within(size));
@@ -161,7 +163,7 @@ impl View {
         page: GuestOffset,
         range: Range<u32>,
     ) -> Result<Vec<(Range<u32>, Holder, u64)>> {
-        let disk = &self.layers[usize::from(layer)].disk;
+        let Layer { disk, is_exchanged, .. } = &self.layers[usize::from(layer)];
         let mut has = Vec::new();
         let mut rest = (page + u64::from(range.start)).span(u64::from(range.end - range.start));
         while !rest.is_empty() {
@@ -176,7 +178,7 @@ impl View {
                 match extent.place {
                     Place::Below => {}
                     Place::Zero { .. } => has.push((range, Holder::Zero, 0)),
-                    Place::Data { storage, at } if self.is_of(layer, &storage) => {
+                    Place::Data { storage, at } if !is_exchanged && self.is_of(layer, &storage) => {
                         has.push((range, Holder::Storage(layer), at.bytes()));
                     }
                     Place::Data { .. } | Place::Compressed => has.push((range, Holder::Disk(layer), 0)),

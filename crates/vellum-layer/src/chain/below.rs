@@ -19,12 +19,14 @@ use std::sync::{Arc, Mutex};
 
 use vellum_core::{Disk as _, HostTally, Result, SharedDisk, lock};
 use vellum_format::FormatKind;
+use vellum_format::image::Opened;
 
+use super::forks::{Base, Parent, Wanted};
 use super::pins::FoundBelow;
 use super::share::{Shares, shares};
-use super::way_down::{Step, WayDown, describe};
+use super::way_down::{Backing, Step, WayDown, describe};
 use super::{
-    ChainOptions, Found, Gate, How, Identity, Member, Opener, files_of, find_one, mapping_need, open_disk,
+    ChainOptions, Found, How, Identity, Member, Opener, files_of, find_one, mapping_need, open_disk,
 };
 use crate::view::{Layer, View};
 
@@ -36,6 +38,10 @@ pub(super) struct Below {
     canonicals: Vec<PathBuf>,
     /// Which files they are; nothing when that cannot be said, and where an image has a data file.
     identities: Option<Vec<Identity>>,
+    /// For each, whether it is a snapshot, whose file may be written meanwhile.
+    are_snapshots: Vec<bool>,
+    /// The snapshots among them.
+    bases: Vec<Arc<Base>>,
     /// The members as one disk, where there are at least two.
     view: Option<Arc<View>>,
     disk: SharedDisk,
@@ -57,6 +63,7 @@ impl Below {
     ) -> Result<Arc<Self>> {
         let mut found: Vec<Found> = Vec::new();
         let mut canonicals = Vec::new();
+        let mut snapshots = Vec::new();
         let mut next = Some(step);
         // Noted before they are opened, of the path that is opened: a file that is replaced in between is then one
         // that nobody shares.
@@ -72,12 +79,14 @@ impl Below {
             (image, next) = find_one(way, &step, options).await?;
             found.push(image);
             canonicals.push(step.canonical);
+            snapshots.push(step.snapshot);
         }
         let need = |image: &Found| mapping_need(&*image.head, &image.storage, true);
         let needs: Vec<u64> = found.iter().map(need).collect();
         let all: Vec<u64> = std::iter::once(top_need).chain(needs.iter().copied()).collect();
         let Shares { images: memory, view: memory_of_view } = shares(&all, options.mapping_bytes_max);
         let tally = HostTally::default();
+        let mut bases = Vec::new();
         let mut members: Vec<Member> = Vec::with_capacity(found.len());
         for (index, image) in found.into_iter().enumerate().rev() {
             let below = members.last().map(|member| member.opened.disk.clone());
@@ -85,10 +94,35 @@ impl Below {
             let how =
                 How { read_only: true, snapshot: None, tally: &tally, mapping_share: memory[depth], options };
             let Found { path, storage, data_file, head } = image;
-            let files = files_of(&storage, data_file.as_ref(), below);
-            let opened = open_disk(&*head, files, how).await;
+            let opened = match &snapshots[index] {
+                None => open_disk(&*head, files_of(&storage, data_file.as_ref(), below), how).await,
+                Some(snapshot) => {
+                    let canonical = &canonicals[index];
+                    let parent = match &options.templates {
+                        Some(templates) => templates.parent(canonical),
+                        None => Arc::<Parent>::default(),
+                    };
+                    let wanted = Wanted {
+                        path: path.clone(),
+                        canonical: canonical.clone(),
+                        snapshot: snapshot.clone(),
+                        below,
+                        head: head.kind().format().read(&*storage).await?,
+                        tally: tally.clone(),
+                        mapping_share: memory[depth],
+                        // What it stands on is open already.
+                        options: ChainOptions { templates: None, ..options.clone() },
+                    };
+                    let base = parent.open(way.opener(), wanted).await;
+                    base.map(|base| {
+                        bases.push(base.clone());
+                        Opened { disk: base, snapshots: None }
+                    })
+                }
+            };
             let opened = opened.map_err(|error| describe(error, &path, depth))?;
-            members.push(Member { path, storage, data_file, head, opened });
+            let is_snapshot = snapshots[index].is_some();
+            members.push(Member { path, storage, data_file, head, is_snapshot, opened });
         }
         members.reverse();
         for (index, member) in members.iter().enumerate() {
@@ -99,14 +133,28 @@ impl Below {
             }
         }
         let has_view = members.len() > 1;
-        let view = has_view.then(|| View::new(members.iter().map(layer_of).collect(), memory_of_view));
+        let are_snapshots: Vec<bool> = snapshots.iter().map(Option::is_some).collect();
+        let layers =
+            members.iter().zip(&are_snapshots).map(|(member, is_snapshot)| layer_of(member, *is_snapshot));
+        let view = has_view.then(|| View::new(layers.collect(), memory_of_view));
         let disk = match &view {
             Some(view) => view.clone(),
             None => members[0].opened.disk.clone(),
         };
         let identities = identities.filter(|_| members.iter().all(|member| member.data_file.is_none()));
         let users = Mutex::new(1);
-        Ok(Arc::new(Self { members, canonicals, identities, view, disk, tally, needs, users }))
+        Ok(Arc::new(Self {
+            members,
+            canonicals,
+            identities,
+            are_snapshots,
+            bases,
+            view,
+            disk,
+            tally,
+            needs,
+            users,
+        }))
     }
 
     pub(super) fn canonicals(&self) -> &[PathBuf] {
@@ -117,13 +165,15 @@ impl Below {
     /// lead to the files that are open.
     pub(super) async fn are_found_at(&self, first: &Path, opener: &dyn Opener) -> bool {
         let Some(were) = &self.identities else { return false };
+        if !self.bases.iter().all(|base| base.is_well()) {
+            return false;
+        }
         let mut paths = vec![first.to_owned()];
         for member in &self.members[..self.members.len() - 1] {
-            let name = member.head.backing().map(|(name, _)| name);
             let above = paths.last().expect("the first");
-            match name.and_then(|name| Gate::resolve(above, name).ok()) {
-                Some(path) => paths.push(path),
-                None => return false,
+            match Backing::of(above, &*member.head) {
+                Ok(Some(backing)) => paths.push(backing.path),
+                _ => return false,
             }
         }
         // The gate has seen these paths and no others, even if others lead to the same files.
@@ -132,7 +182,13 @@ impl Below {
                 return false;
             }
         }
-        opener.identities(paths).await.is_some_and(|are| are == *were)
+        // The file of a snapshot changes while its disk is written; which file it is does not.
+        let is_same = |((are, were), is_snapshot): ((&Identity, &Identity), &bool)| match is_snapshot {
+            true => are[..3] == were[..3],
+            false => are == were,
+        };
+        let are = opener.identities(paths).await;
+        are.is_some_and(|are| are.iter().zip(were).zip(&self.are_snapshots).all(is_same))
     }
 
     /// One more disk stands on them, unless they are closed.
@@ -162,8 +218,9 @@ impl Below {
 }
 
 /// An image as a part of the view.
-fn layer_of(member: &Member) -> Layer {
-    Layer { disk: member.opened.disk.clone(), is_whole: member.head.kind() == FormatKind::Raw }
+fn layer_of(member: &Member, is_snapshot: bool) -> Layer {
+    let is_whole = member.head.kind() == FormatKind::Raw;
+    Layer { disk: member.opened.disk.clone(), is_whole, is_exchanged: is_snapshot }
 }
 
 /// One disk's place on the images below it.

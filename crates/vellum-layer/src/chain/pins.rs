@@ -26,6 +26,12 @@ impl FoundBelow {
     pub(super) fn of<'a>(members: impl Iterator<Item = &'a Member>) -> Self {
         let mut found = Self { proofs: Vec::new(), names: Vec::new(), unproven: None, has_url: false };
         for (index, member) in members.enumerate() {
+            if member.is_snapshot {
+                // Its file changes while its disk is written; the snapshot, which is named by a number, does not.
+                found.proofs.push(Proof::trusted(member.opened.disk.geometry().size));
+                found.names.push(member.path.display().to_string());
+                continue;
+            }
             let proof = member.storage.proof();
             let is_at_url = Url::of_path(&member.path).is_some();
             // A device of this host proves nothing either, and is held as before.

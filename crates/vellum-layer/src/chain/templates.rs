@@ -14,15 +14,16 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
 
 use vellum_core::{Result, lock};
-use vellum_format::FormatKind;
+use vellum_format::{FormatKind, SnapshotKey};
 
 use super::below::{Below, Stand};
+use super::forks::{Forks, Parent};
 use super::way_down::{Step, WayDown};
-use super::{ChainOptions, Gate};
+use super::{ChainOptions, Gate, Opener};
 
 /// What decides how the images below a disk are opened.
 #[derive(PartialEq, Eq, Hash)]
@@ -30,6 +31,8 @@ struct Key {
     canonical: PathBuf,
     /// As the image above states it.
     format: Option<FormatKind>,
+    /// Which of its snapshots.
+    snapshot: Option<SnapshotKey>,
     /// As the name suggests it, under which the image above knows it: what is not stated is held against that.
     suggested: Option<FormatKind>,
     gate: Gate,
@@ -45,6 +48,7 @@ type Slot = async_lock::Mutex<Weak<Below>>;
 #[derive(Default)]
 pub struct Templates {
     slots: Mutex<HashMap<Key, Arc<Slot>>>,
+    forks: Forks,
 }
 
 impl fmt::Debug for Templates {
@@ -54,6 +58,17 @@ impl fmt::Debug for Templates {
 }
 
 impl Templates {
+    /// The image at this canonical path, of which snapshots may be below disks of the process.
+    pub(super) fn parent(&self, canonical: &Path) -> Arc<Parent> {
+        self.forks.parent(canonical)
+    }
+
+    /// To be called after a chain with these templates was closed and dropped, or could not be opened: disks that
+    /// stand on snapshots of its top image read these from the file from now on.
+    pub async fn left(&self, opener: &dyn Opener, canonical: &Path) {
+        self.forks.parent(canonical).detach().await.read_file(opener).await;
+    }
+
     /// A place on the image of this step and all below it, which are opened if they are not.
     pub(super) async fn stand(
         &self,
@@ -64,6 +79,7 @@ impl Templates {
         let slot = self.slot(Key {
             canonical: step.canonical.clone(),
             format: step.format,
+            snapshot: step.snapshot.clone(),
             suggested: FormatKind::of_name(&step.path),
             gate: options.gate.clone(),
             way: way.opener().way(),

@@ -4,8 +4,8 @@
 use std::path::{Path, PathBuf};
 
 use vellum_core::{Context, Error, Result, SharedStorage, Url};
-use vellum_format::FormatKind;
 use vellum_format::image::Head;
+use vellum_format::{FormatKind, SNAPSHOT_FORMAT, SnapshotBase, SnapshotKey};
 
 use super::{DEPTH_MAX, Opener};
 use crate::gate::{Gate, Referrer, Trust};
@@ -18,6 +18,8 @@ pub struct Step {
     pub canonical: PathBuf,
     /// The format that the user, or the image above, states.
     pub format: Option<FormatKind>,
+    /// The snapshot of it that the image above stands on; nothing, where that is its disk.
+    pub snapshot: Option<SnapshotKey>,
     /// How many images are above it.
     pub depth: usize,
 }
@@ -57,7 +59,10 @@ impl<'a> WayDown<'a> {
     ) -> Result<(Self, Step)> {
         let canonical = opener.canonical(top).await.map_err(|error| describe(error, top, 0))?;
         let seen = vec![canonical.clone()];
-        Ok((Self { opener, gate, top, seen }, Step { path: top.to_owned(), canonical, format, depth: 0 }))
+        Ok((
+            Self { opener, gate, top, seen },
+            Step { path: top.to_owned(), canonical, format, snapshot: None, depth: 0 },
+        ))
     }
 
     pub(super) fn opener(&self) -> &'a dyn Opener {
@@ -99,13 +104,11 @@ impl<'a> WayDown<'a> {
         referrer: Referrer<'_>,
         head: &dyn Head,
     ) -> Result<Option<Step>> {
-        let Some((name, format)) = head.backing() else { return Ok(None) };
-        let format = format
-            .filter(|format| !format.is_empty())
-            .map(|format| format.parse::<FormatKind>())
-            .transpose()
-            .context(|| format!("can't open the backing image of {}", image.path.display()))?;
-        let path = Gate::resolve(&image.path, name)?;
+        let context = || format!("can't open the backing image of {}", image.path.display());
+        let Some(Backing { path, format, snapshot }) = Backing::of(&image.path, head).context(context)?
+        else {
+            return Ok(None);
+        };
         let depth = image.depth + 1;
         let describe = |error| describe(error, &path, depth);
         let canonical = self.opener.canonical(&path).await.map_err(describe)?;
@@ -119,7 +122,35 @@ impl<'a> WayDown<'a> {
         }
         self.gate.check(referrer, &canonical).map_err(describe)?;
         self.seen.push(canonical.clone());
-        Ok(Some(Step { path, canonical, format, depth }))
+        Ok(Some(Step { path, canonical, format, snapshot, depth }))
+    }
+}
+
+/// The image below another one, as that names it.
+pub struct Backing {
+    /// Its file.
+    pub path: PathBuf,
+    /// Its format, where that is stated.
+    pub format: Option<FormatKind>,
+    /// Which of its snapshots it is, if it is one.
+    pub snapshot: Option<SnapshotKey>,
+}
+
+impl Backing {
+    /// The image below the one with this path and header, if there is one.
+    ///
+    /// # Errors
+    /// `Refused` for a name that is not a plain file name, `Unsupported` for a format that is not known, and
+    /// `Corrupt` for the name of a snapshot that is none.
+    pub fn of(image: &Path, head: &dyn Head) -> Result<Option<Self>> {
+        let Some((name, format)) = head.backing() else { return Ok(None) };
+        if format == Some(SNAPSHOT_FORMAT) {
+            let SnapshotBase { file, snapshot } = SnapshotBase::parse(name)?;
+            let path = Gate::resolve(image, &file)?;
+            return Ok(Some(Self { path, format: Some(FormatKind::Native), snapshot: Some(snapshot) }));
+        }
+        let format = format.filter(|format| !format.is_empty()).map(str::parse::<FormatKind>).transpose()?;
+        Ok(Some(Self { path: Gate::resolve(image, name)?, format, snapshot: None }))
     }
 }
 

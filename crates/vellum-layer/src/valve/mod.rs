@@ -24,7 +24,6 @@
 mod aside;
 mod beside;
 mod limits;
-mod passage;
 mod space;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -41,9 +40,10 @@ use vellum_core::{
 
 use limits::{Direction, Limits};
 pub use limits::{Kind, Rate, RateLimits};
-pub use passage::Hold;
-use passage::{Inside, Passage};
 use space::Space;
+
+pub use crate::passage::Hold;
+use crate::passage::{Inside, Passage};
 
 /// A disk that can be stopped, slowed and exchanged.
 pub struct Valve {

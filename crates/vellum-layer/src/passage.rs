@@ -31,7 +31,7 @@ thread_local! {
 
 /// Where all requests of a disk pass.
 #[derive(Default)]
-pub(super) struct Passage {
+pub(crate) struct Passage {
     holders: AtomicUsize,
     inside: [Shard; SHARDS],
     waiting: AtomicUsize,
@@ -40,7 +40,7 @@ pub(super) struct Passage {
 }
 
 /// A request that is inside.
-pub(super) struct Inside<'a> {
+pub(crate) struct Inside<'a> {
     passage: &'a Passage,
     counter: &'a AtomicUsize,
 }
@@ -76,7 +76,7 @@ impl Drop for Waiting<'_> {
 
 impl Passage {
     /// Enters if it is open.
-    pub(super) fn try_enter(&self) -> Option<Inside<'_>> {
+    pub(crate) fn try_enter(&self) -> Option<Inside<'_>> {
         let counter = &self.inside[SHARD.with(|shard| *shard)].0;
         counter.fetch_add(1, SeqCst);
         let inside = Inside { passage: self, counter };
@@ -84,7 +84,7 @@ impl Passage {
     }
 
     /// Enters, as soon as it is open.
-    pub(super) async fn enter(&self) -> Inside<'_> {
+    pub(crate) async fn enter(&self) -> Inside<'_> {
         if let Some(inside) = self.try_enter() {
             return inside;
         }
@@ -100,13 +100,13 @@ impl Passage {
     }
 
     /// From now on no request enters. Requests that are already inside continue.
-    pub(super) fn hold(self: &Arc<Self>) -> Hold {
+    pub(crate) fn hold(self: &Arc<Self>) -> Hold {
         self.holders.fetch_add(1, SeqCst);
         Hold(self.clone())
     }
 
     /// Waits until no request is inside. For a holder.
-    pub(super) async fn drained(&self) {
+    pub(crate) async fn drained(&self) {
         loop {
             let left = self.left.listen();
             if self.inside() == 0 {
@@ -117,12 +117,12 @@ impl Passage {
     }
 
     /// How many are inside.
-    pub(super) fn inside(&self) -> usize {
+    pub(crate) fn inside(&self) -> usize {
         self.inside.iter().map(|shard| shard.0.load(SeqCst)).sum()
     }
 
     /// How many wait until it is open.
-    pub(super) fn waiting(&self) -> usize {
+    pub(crate) fn waiting(&self) -> usize {
         self.waiting.load(SeqCst)
     }
 }

@@ -1,4 +1,4 @@
-//! Clones: one or many new images over one template, which is opened once.
+//! Clones: one or many new images over one template, which is opened once, or over a snapshot.
 //!
 //! ```text
 //!   template        open for reading, and locked against writers until the last clone is there;
@@ -7,10 +7,15 @@
 //!                   at most AT_ONCE at the same time: the host puts their flushes together
 //! ```
 //!
+//! A snapshot of an image that a server has open is not opened here: the server marks it as cloned, says what a
+//! clone must know, and after the last clone confirms that the mark is still there.
+//!
 //! 1. A clone gets its name when it is complete and durable. So a crash leaves whole clones and drafts, which the
 //!    next clone of that name removes.
 //! 2. Nothing that exists is replaced.
 //! 3. After a failure no further clone is begun. Those that are there stay.
+//! 4. The mark of a snapshot is durable before the first clone has its name. Between the two, a crash leaves a
+//!    snapshot that must be released before it can be deleted, and no clone.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -18,12 +23,15 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use vellum_core::pin::Pin;
-use vellum_core::{BlockSize, Context, Error, LocalFuture, Result, Url, try_join_all};
+use vellum_core::{BlockSize, Context, Error, ErrorKind, LocalFuture, Result, Url, try_join_all};
 use vellum_format::zeros::Zeros;
-use vellum_format::{FormatKind, native, qcow2};
+use vellum_format::{FormatKind, SNAPSHOT_FORMAT, SnapshotBase, SnapshotKey, native, qcow2};
 use vellum_io::Draft;
+use vellum_layer::Chain;
 
-use crate::create::{CreateTarget, backing_name, base_of, write_native, write_qcow2};
+use crate::closed::{snapshot_hold, snapshot_of};
+use crate::control::{HeldSnapshot, Request, call};
+use crate::create::{CreateTarget, backing_name, write_native, write_qcow2};
 use crate::image::{ImageOptions, open_image};
 use crate::signals::Stop;
 use crate::template::{self, ListUse};
@@ -34,10 +42,8 @@ const AT_ONCE: usize = 16;
 /// What is cloned, and how.
 #[derive(Debug, Clone)]
 pub struct Cloning {
-    /// The template: an image of any format. It must not change from now on.
-    pub template: PathBuf,
-    /// Its format.
-    pub template_format: FormatKind,
+    /// The template.
+    pub template: CloneOf,
     /// The size of each clone's disk in bytes; that of the template's disk when not given.
     pub size: Option<u64>,
     /// Where the template's own references may lead, and the clones' references to it.
@@ -48,6 +54,34 @@ pub struct Cloning {
     pub native: native::CreateOptions,
     /// For qcow2 clones. Size and backing file are filled in; a data file is refused.
     pub qcow2: qcow2::CreateOptions,
+}
+
+/// What clones stand on.
+#[derive(Debug, Clone)]
+pub enum CloneOf {
+    /// An image of any format. It must not change from now on.
+    Image {
+        /// Its file.
+        path: PathBuf,
+        /// Its format.
+        format: FormatKind,
+    },
+    /// A snapshot of an image of the native format, by its name or number. Its disk may be written.
+    Snapshot {
+        /// The file of the image, which no program writes just now.
+        path: PathBuf,
+        /// Which of its snapshots.
+        snapshot: String,
+    },
+    /// As above, where a server has the image open.
+    Served {
+        /// The control socket of the server.
+        control: PathBuf,
+        /// The export of the disk; the only disk when not given.
+        disk: Option<String>,
+        /// Which of its snapshots.
+        snapshot: String,
+    },
 }
 
 /// A clone to be made.
@@ -62,6 +96,12 @@ pub struct NewClone {
 /// What was made.
 #[derive(Debug)]
 pub struct Cloned {
+    /// The file of the image that they stand on.
+    pub template: PathBuf,
+    /// Its format.
+    pub template_format: FormatKind,
+    /// Which of its snapshots they stand on, if it is one.
+    pub snapshot: Option<String>,
     /// The size of each disk in bytes.
     pub size: u64,
     /// The clones that are there, in the order in which they were named.
@@ -74,9 +114,21 @@ pub struct Cloned {
     pub zeros: ListUse,
 }
 
+impl Cloned {
+    /// What they stand on: the file, and the name of the snapshot if it is one.
+    pub fn template_name(&self) -> String {
+        let file = self.template.display();
+        self.snapshot.as_ref().map_or_else(|| file.to_string(), |name| format!("{file}@{name}"))
+    }
+}
+
 /// What the clones have in common.
 struct Template<'a> {
     how: &'a Cloning,
+    path: PathBuf,
+    format: FormatKind,
+    /// Which of its snapshots they stand on.
+    snapshot: Option<SnapshotKey>,
     disk_bytes: u64,
     size: u64,
     zeros: Option<Zeros>,
@@ -84,7 +136,7 @@ struct Template<'a> {
 }
 
 /// A file, as far as it can be told from others and from what it was.
-#[derive(PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 struct Identity {
     file: (u64, u64),
     /// Of a file that is no device.
@@ -103,23 +155,12 @@ pub async fn clone_template(
     progress: &dyn Fn(usize),
 ) -> Result<Cloned> {
     check(how, clones)?;
-    let options = ImageOptions {
-        format: Some(how.template_format),
-        allow_dirs: how.allow_dirs.clone(),
-        trust_base: how.trust_base,
-        ..ImageOptions::reading()
-    };
-    let before = identity(&how.template)?;
     let is_native = clones.iter().any(|clone| clone.format == FormatKind::Native);
-    let opened = async {
-        let chain = open_image(&how.template, &options).await?;
-        let zeros = if is_native { template::zeros_of(&chain).await } else { (None, ListUse::None) };
-        Ok((chain, zeros))
-    };
-    let (chain, (zeros, list)) = stop.or_stopped(opened).await?;
-    let disk_bytes = chain.disk().geometry().size;
+    let Source { path, format, snapshot, disk_bytes, zeros, list, chain, before } =
+        stop.or_stopped(open_source(how, is_native)).await?;
     let size = BlockSize::SECTOR.round_up(how.size.unwrap_or(disk_bytes));
-    let template = Template { how, disk_bytes, size, zeros, pin: chain.pin_of_all()? };
+    let pin = chain.as_ref().map(Chain::pin_of_all).transpose()?.flatten();
+    let template = Template { how, path, format, snapshot, disk_bytes, size, zeros, pin };
     let made = RefCell::new(Vec::new());
     let mut failed = None;
     for (batch, some) in clones.chunks(AT_ONCE).enumerate() {
@@ -143,14 +184,7 @@ pub async fn clone_template(
             break;
         }
     }
-    let closed = chain.close().await;
-    // The lock was on the file that was opened. Under its name there may be another one by now.
-    let is_same = identity(&how.template).is_ok_and(|now| now == before);
-    let changed = || {
-        let why = "was replaced or changed while clones of it were made: they are of no use, remove them";
-        Err(Error::corrupt(format!("{} {why}", how.template.display())))
-    };
-    let ended = if is_same { closed } else { changed() };
+    let ended = template.end(chain, before).await;
     let mut indices = made.into_inner();
     indices.sort_unstable();
     let made: Vec<NewClone> = indices.into_iter().map(|index| clones[index].clone()).collect();
@@ -158,7 +192,113 @@ pub async fn clone_template(
         Ok(target) => target.refusal(clone.format, None),
         Err(error) => Some(error),
     });
-    Ok(Cloned { size, made, failed: failed.or(ended.err()), refusal, zeros: list })
+    let snapshot = template.snapshot.as_ref().map(|key| key.name.clone());
+    let (path, template_format) = (template.path, template.format);
+    Ok(Cloned {
+        template: path,
+        template_format,
+        snapshot,
+        size,
+        made,
+        failed: failed.or(ended.err()),
+        refusal,
+        zeros: list,
+    })
+}
+
+/// What the clones stand on, found.
+struct Source {
+    path: PathBuf,
+    format: FormatKind,
+    snapshot: Option<SnapshotKey>,
+    disk_bytes: u64,
+    zeros: Option<Zeros>,
+    list: ListUse,
+    /// Open, and so locked; nothing, where a server has it.
+    chain: Option<Chain>,
+    /// The file that is open.
+    before: Option<Identity>,
+}
+
+async fn open_source(how: &Cloning, is_native: bool) -> Result<Source> {
+    let reading = |format, snapshot| ImageOptions {
+        format: Some(format),
+        snapshot,
+        allow_dirs: how.allow_dirs.clone(),
+        trust_base: how.trust_base,
+        ..ImageOptions::reading()
+    };
+    match &how.template {
+        CloneOf::Image { path, format } => {
+            let before = Some(identity(path)?);
+            let chain = open_image(path, &reading(*format, None)).await?;
+            let (zeros, list) =
+                if is_native { template::zeros_of(&chain).await } else { (None, ListUse::None) };
+            let disk_bytes = chain.disk().geometry().size;
+            let (path, format, snapshot) = (path.clone(), *format, None);
+            Ok(Source { path, format, snapshot, disk_bytes, zeros, list, chain: Some(chain), before })
+        }
+        CloneOf::Snapshot { path, snapshot } => {
+            // Where it is marked already, clones of it may be in use: the image is not opened for writing then.
+            let mut is_second = false;
+            let (chain, key) = loop {
+                let options = reading(FormatKind::Native, Some(snapshot.clone()));
+                let chain = open_image(path, &options).await?;
+                let top = chain.top();
+                let all = top.head.snapshots(&top.storage, Some(&top.storage)).await?;
+                let found = snapshot_of(&all, snapshot)?;
+                let key = key_of(&found.name, &found.id)?;
+                if found.is_cloned {
+                    break (chain, key);
+                }
+                chain.close().await?;
+                drop(chain);
+                if std::mem::replace(&mut is_second, true) {
+                    let why = "it was released meanwhile: try again";
+                    return Err(Error::new(ErrorKind::Locked, format!("snapshot {key}: {why}")));
+                }
+                snapshot_hold(path, Some(FormatKind::Native), &found.id).await?;
+            };
+            Ok(Source {
+                path: path.clone(),
+                format: FormatKind::Native,
+                snapshot: Some(key),
+                disk_bytes: chain.disk().geometry().size,
+                zeros: None,
+                list: ListUse::None,
+                before: Some(Identity { content: None, ..identity(path)? }),
+                chain: Some(chain),
+            })
+        }
+        CloneOf::Served { control, disk, snapshot } => {
+            let held = hold(control, disk.clone(), snapshot.clone()).await?;
+            Ok(Source {
+                snapshot: Some(key_of(&held.name, &held.id)?),
+                path: held.image,
+                format: FormatKind::Native,
+                disk_bytes: held.virtual_size,
+                zeros: None,
+                list: ListUse::None,
+                chain: None,
+                before: None,
+            })
+        }
+    }
+}
+
+/// Has the server mark a snapshot as cloned, or confirm that it is.
+async fn hold(control: &Path, disk: Option<String>, name: String) -> Result<HeldSnapshot> {
+    let answer = call(control, &Request::SnapshotHold { disk, name }).await?;
+    serde_json::from_value(answer)
+        .map_err(|error| Error::invalid(format!("unexpected answer of the server: {error}")))
+}
+
+fn key_of(name: &str, id: &str) -> Result<SnapshotKey> {
+    let number = id.parse().map_err(|_| Error::invalid(format!("snapshot {name} has the ID {id:?}")))?;
+    let key = SnapshotKey { name: name.to_owned(), id: number };
+    // Before anything is made.
+    SnapshotBase { file: "image".to_owned(), snapshot: key.clone() }.encode()?;
+    Ok(key)
 }
 
 fn identity(path: &Path) -> Result<Identity> {
@@ -209,12 +349,52 @@ impl Template<'_> {
         Ok(CreateTarget {
             path: file.to_owned(),
             size: Some(self.size),
-            backing: Some((backing_name(&self.how.template, &clone.path)?, self.how.template_format)),
+            backing: Some((backing_name(&self.path, &clone.path)?, self.format)),
             // It is open.
             trust_backing: true,
             allow_dirs: self.how.allow_dirs.clone(),
             trust_base: self.how.trust_base,
         })
+    }
+
+    /// The name of what a clone stands on, as it will stand in the clone, and its format.
+    fn backing(&self, clone: &NewClone) -> Result<(String, String)> {
+        let file = backing_name(&self.path, &clone.path)?;
+        match &self.snapshot {
+            None => Ok((file, self.format.to_string())),
+            Some(snapshot) => {
+                let base = SnapshotBase { file, snapshot: snapshot.clone() };
+                Ok((base.encode()?, SNAPSHOT_FORMAT.to_owned()))
+            }
+        }
+    }
+
+    /// The clones stand on what was meant, and it is closed.
+    async fn end(&self, chain: Option<Chain>, before: Option<Identity>) -> Result<()> {
+        if let (CloneOf::Served { control, disk, .. }, Some(key)) = (&self.how.template, &self.snapshot) {
+            // It may have been released meanwhile, as if there were no clone.
+            let held = hold(control, disk.clone(), key.id.to_string()).await;
+            return held.map(drop).context(|| {
+                format!(
+                    "snapshot {key} was deleted while clones of it were made: they are of no use, remove them"
+                )
+            });
+        }
+        let closed = match chain {
+            Some(chain) => chain.close().await,
+            None => Ok(()),
+        };
+        // The lock was on the file that was opened. Under its name there may be another one by now.
+        let is_same = |before: &Identity| {
+            identity(&self.path).is_ok_and(|now| {
+                now.file == before.file && (before.content.is_none() || now.content == before.content)
+            })
+        };
+        if before.as_ref().is_none_or(is_same) {
+            return closed;
+        }
+        let why = "was replaced or changed while clones of it were made: they are of no use, remove them";
+        Err(Error::corrupt(format!("{} {why}", self.path.display())))
     }
 
     async fn clone_to(&self, clone: &NewClone) -> Result<()> {
@@ -231,12 +411,15 @@ impl Template<'_> {
         match clone.format {
             FormatKind::Native => {
                 let zeros = self.zeros.as_ref().map(|zeros| zeros.runs.clone()).unwrap_or_default();
-                let base = base_of(&target, self.disk_bytes, zeros);
+                let (name, format) = self.backing(clone)?;
+                let base = native::NewBase { name, format: Some(format), size: self.disk_bytes, zeros };
+                let base = Some(base);
                 let options = native::CreateOptions { size: self.size, base, ..self.how.native.clone() };
                 write_native(&target, &options, self.pin.as_ref()).await.map(drop)?;
             }
             _ => {
-                let backing = target.backing.clone().map(|(name, format)| (name, Some(format.to_string())));
+                let (name, format) = self.backing(clone)?;
+                let backing = Some((name, Some(format)));
                 let options =
                     qcow2::CreateOptions { size: self.size, backing, ..self.how.qcow2.clone() }.settled();
                 write_qcow2(&target, None, &options, self.pin.as_ref()).await?;

@@ -10,6 +10,8 @@ use vellum_format::FormatKind;
 use vellum_format::image::{Format, Snapshot, SnapshotSupport};
 use vellum_format::report::{CheckReport, JournalChange, Recovered, Repair};
 
+use crate::clones_of::{refuse_while_cloned, with_clones};
+use crate::host::canonical_path;
 use crate::image::{ImageOptions, open_file, open_file_replayed, open_image};
 
 /// What a check came to.
@@ -177,8 +179,58 @@ pub async fn snapshot_delete(path: &Path, format: Option<FormatKind>, wanted: &s
     let (storage, format) = keeper(path, format, "deleted").await?;
     let (disk, snapshots) = format.open_alone(&storage).await?;
     let deleted = snapshots.delete(wanted).await;
+    let all = snapshots.list();
     let closed = disk.close().await;
-    deleted.and(closed)
+    match (deleted, all, canonical_path(path).await) {
+        (Err(error), Ok(all), Ok(image)) => Err(with_clones(error, &image, &all, wanted).await),
+        (deleted, ..) => deleted.and(closed),
+    }
+}
+
+/// Records that clones stand on a snapshot, unless the image says so already.
+///
+/// # Errors
+/// As [`snapshot_delete`].
+pub(crate) async fn snapshot_hold(path: &Path, format: Option<FormatKind>, wanted: &str) -> Result<Snapshot> {
+    let (storage, format) = keeper(path, format, "cloned").await?;
+    let (disk, snapshots) = format.open_alone(&storage).await?;
+    let marked = snapshots.mark_cloned(wanted).await;
+    let closed = disk.close().await;
+    marked.and_then(|snapshot| closed.map(|()| snapshot))
+}
+
+/// Releases a snapshot on which no clone stands any more, so that it can be deleted. Clones are looked for in the
+/// image's directory and in `look_in`.
+///
+/// # Errors
+/// `Refused` when there is a clone, and as [`snapshot_delete`].
+pub async fn snapshot_release(
+    path: &Path,
+    format: Option<FormatKind>,
+    wanted: &str,
+    look_in: &[PathBuf],
+) -> Result<()> {
+    // The lock keeps others from making a clone meanwhile.
+    let (storage, format) = keeper(path, format, "released").await?;
+    let image = canonical_path(path).await.context(|| format!("can't find {}", path.display()))?;
+    let (disk, snapshots) = format.open_alone(&storage).await?;
+    let released = async {
+        let snapshot = snapshot_of(&snapshots.list()?, wanted)?;
+        refuse_while_cloned(&image, &snapshot, look_in).await?;
+        snapshots.release(&snapshot.id).await
+    };
+    let released = released.await;
+    let closed = disk.close().await;
+    released.and(closed)
+}
+
+/// The snapshot of this number, else of this name.
+pub(crate) fn snapshot_of(all: &[Snapshot], wanted: &str) -> Result<Snapshot> {
+    let by_id = all.iter().find(|one| one.id == wanted);
+    let found = by_id.or_else(|| all.iter().find(|one| one.name == wanted));
+    found
+        .cloned()
+        .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("there is no snapshot named {wanted}")))
 }
 
 /// Makes the disk what a snapshot has.

@@ -278,7 +278,7 @@ pub async fn create_native(target: &CreateTarget, options: native::CreateOptions
 }
 
 /// What a native image holds of its backing image, whose disk has this many bytes and these zeros.
-pub(crate) fn base_of(target: &CreateTarget, size: u64, zeros: Vec<GuestSpan>) -> Option<native::NewBase> {
+fn base_of(target: &CreateTarget, size: u64, zeros: Vec<GuestSpan>) -> Option<native::NewBase> {
     let base = |(name, format): &(String, FormatKind)| native::NewBase {
         name: name.clone(),
         format: Some(format.to_string()),

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 
 use vellum_core::pin::Pin;
 use vellum_core::{Context, Result, Url};
+use vellum_format::SnapshotKey;
 use vellum_format::foreign::Foreign;
 use vellum_format::image::{Fact, Head, Snapshot};
 use vellum_format::probe::Guess;
 use vellum_io::unblock_at;
-use vellum_layer::Gate;
-use vellum_layer::chain::{Step, WayDown};
+use vellum_layer::chain::{Backing, Step, WayDown};
 
 use crate::host::Host;
 use crate::image::{ImageOptions, Look, look_at};
@@ -34,6 +34,8 @@ pub struct ImageFacts {
     pub specifics: Vec<(&'static str, Fact)>,
     /// Its snapshots; of some formats none while it is written.
     pub snapshots: Vec<Snapshot>,
+    /// The snapshot of it that the image above stands on; nothing, where that is its disk.
+    pub snapshot: Option<SnapshotKey>,
     /// Another program has it open for writing.
     pub is_being_written: bool,
 }
@@ -92,14 +94,18 @@ impl ImageFacts {
             format: look.format.clone(),
             file_len: storage.len(),
             actual_size,
-            virtual_size: match (&head, &look.format) {
-                (Some(head), _) => Some(head.size()),
-                (None, Guess::Foreign(foreign)) => foreign.virtual_size,
-                (None, Guess::Known(_)) => None,
+            virtual_size: match (&head, &look.format, &step.snapshot) {
+                (Some(_), _, Some(key)) => {
+                    snapshots.iter().find(|one| one.id == key.id.to_string()).map(|one| one.size)
+                }
+                (Some(head), _, None) => Some(head.size()),
+                (None, Guess::Foreign(foreign), _) => foreign.virtual_size,
+                (None, Guess::Known(_), _) => None,
             },
             head,
             specifics,
             snapshots,
+            snapshot: step.snapshot.clone(),
             is_being_written: within.is_none(),
         };
         Ok((facts, look))
@@ -138,9 +144,16 @@ impl ImageFacts {
     /// The backing image's name as this program will look for it.
     pub fn full_backing(&self) -> Option<String> {
         let (name, _) = self.backing()?;
-        Some(match Gate::resolve(&self.path, name) {
-            Ok(path) => path.strip_prefix("./").unwrap_or(&path).display().to_string(),
-            Err(_) => name.to_owned(),
+        let found = Backing::of(&self.path, self.head.as_deref()?);
+        Some(match found {
+            Ok(Some(Backing { path, snapshot, .. })) => {
+                let path = path.strip_prefix("./").unwrap_or(&path).display().to_string();
+                match snapshot {
+                    Some(SnapshotKey { name, id }) => format!("{path}@{name}#{id}"),
+                    None => path,
+                }
+            }
+            _ => name.to_owned(),
         })
     }
 

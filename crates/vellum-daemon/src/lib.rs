@@ -6,7 +6,7 @@
 //! on this page.
 //!
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening images), [`create`] (making
-//! them), [`mod@clone`] (making many over one template), [`inspect`] (reporting on them), [`mod@map`] (where their data is), [`closed`] (changing them while
+//! them), [`mod@clone`] (making many over one template or snapshot), `clones_of` (finding those of a snapshot), [`inspect`] (reporting on them), [`mod@map`] (where their data is), [`closed`] (changing them while
 //! no server uses them), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image),
 //! [`signals`] (that end such work), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
 //! its start to its end), `door` (accepting NBD clients), `tls`, `rights` (of sockets), `served` (its disks
@@ -19,6 +19,7 @@
 #![forbid(unsafe_code)]
 
 pub mod clone;
+mod clones_of;
 pub mod closed;
 mod contained;
 pub mod control;
@@ -55,7 +56,7 @@ mod ublk;
 mod ublk;
 mod vhost;
 
-pub use clone::{Cloned, Cloning, NewClone, clone_template};
+pub use clone::{CloneOf, Cloned, Cloning, NewClone, clone_template};
 pub use create::{CreateTarget, NativeImage, backing_name, create_native, create_qcow2, create_raw};
 pub use grow::GrowHook;
 pub use host::{Host, HostOptions, Pool};

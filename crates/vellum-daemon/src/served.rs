@@ -15,6 +15,7 @@
 //! 5. Each disk ends independently: its sessions, then its background task, then the image. None waits for
 //!    another.
 
+mod clones;
 mod disks;
 mod gone;
 mod hydrating;
@@ -46,6 +47,7 @@ use vellum_layer::hydrate::{CopyMemory, FillerTurns, HydrationControl, Tap};
 use vellum_layer::valve::{Hold, State};
 use vellum_layer::{Chain, Durable, Member, Templates, Valve};
 
+use crate::clones_of::with_clones;
 use crate::control::SnapshotFacts;
 use crate::grow::{GrowHook, Growing};
 use crate::host::canonical_path;
@@ -431,12 +433,6 @@ impl Served {
         exports.remove_of(name, &disk)
     }
 
-    /// Whether a client reads a snapshot of it.
-    pub(crate) fn is_read_beside(&self) -> bool {
-        // A task that has the chain exclusively has made sure that there is no reader.
-        self.chain.try_read().is_some_and(|chain| chain.as_ref().is_some_and(reads_a_snapshot))
-    }
-
     /// Ends it: no new client is admitted; sessions, steps and requests that were begun end; and it is
     /// closed, once, however many callers ask for that. Other disks are not waited for.
     ///
@@ -461,6 +457,10 @@ impl Served {
                 drop(export.unused().await);
                 self.life().is_gone(&name);
             }
+        }
+        // Clones of its snapshots wait until they can read its file.
+        if let Some(chain) = &*self.chain.read().await {
+            chain.hold_forks().await;
         }
         let mut chain = loop {
             // Repeatedly: a task that was waiting for a disk that was being resized may begin only now.
@@ -502,6 +502,9 @@ impl Served {
         };
         // Its files, and their locks, are released now and not with the last reference to the disk.
         let gone = self.release_files(&hold, &mut chain).await;
+        if gone.is_ok() {
+            self.forks_read_file().await;
+        }
         if closed.is_ok() {
             // A front end that continues with the next server misses nothing.
             self.reconnects.closed();
@@ -595,7 +598,11 @@ impl Served {
     /// Deletes a snapshot.
     pub(crate) async fn snapshot_delete(&self, wanted: &str) -> Result<()> {
         let top = self.top().await?;
-        kept(top.member(), "deleted")?.delete(wanted).await
+        let snapshots = kept(top.member(), "deleted")?;
+        match snapshots.delete(wanted).await {
+            Ok(()) => Ok(()),
+            Err(error) => Err(with_clones(error, &self.canonical, &snapshots.list()?, wanted).await),
+        }
     }
 
     /// Restores the disk from a snapshot. No client may be connected; a client that comes meanwhile finds no
@@ -622,10 +629,12 @@ impl Served {
             }
         };
         let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
+        chain.hold_forks().await;
         let reverted = match snapshots.has_open() {
             true => Err(in_use(IS_READ.to_owned())),
             false => chain.revert(wanted).await,
         };
+        chain.resume_forks();
         self.follow(held, &chain, &before).await;
         reverted
     }

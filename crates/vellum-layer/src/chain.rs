@@ -270,7 +270,7 @@ impl Chain {
         let files = files_of(&storage, data_file.as_ref(), over(below.as_ref(), tap.as_ref()));
         let opened = open_disk(&*head, files, how).await;
         let opened = opened.map_err(|error| way_down::describe(error, &path, 0))?;
-        let top = Member { path, storage, data_file, head, is_snapshot: false, opened };
+        let top = Member { path, storage, data_file, head, is_snapshot: options.snapshot.is_some(), opened };
         if let Some(tap) = &tap {
             tap.is_below(&*top.opened.disk);
         }

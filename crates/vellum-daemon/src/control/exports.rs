@@ -145,7 +145,7 @@ impl Control {
             }
         }
         // The last name has been taken: no other client can begin to read a snapshot.
-        if is_last && !force && served.is_read_beside() {
+        if is_last && !force && served.is_read_beside().await {
             return Err(served.in_use(&format!("{IS_READ}; use --force to disconnect it")));
         }
         // While its clients are still connected and can be notified.

@@ -64,6 +64,27 @@ pub enum Request {
         /// Its name or number.
         name: String,
     },
+    /// Record that clones stand on a snapshot: it cannot be deleted until it is released. Answered when that is
+    /// durable, with what a clone must know.
+    SnapshotHold {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// Its name or number.
+        name: String,
+    },
+    /// Release a snapshot on which no clone stands any more.
+    #[serde(rename_all = "kebab-case")]
+    SnapshotRelease {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// Its name or number.
+        name: String,
+        /// Where clones are looked for besides the image's directory: absolute paths.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        look_in: Vec<PathBuf>,
+    },
     /// Restore the disk from a snapshot. No client may be connected.
     SnapshotRevert {
         /// The export of the disk; the only disk when not given.
@@ -206,7 +227,7 @@ pub enum Request {
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// All commands, by their names.
-pub const COMMANDS: [&str; 21] = [
+pub const COMMANDS: [&str; 23] = [
     "hello",
     "stats",
     "pause",
@@ -221,6 +242,8 @@ pub const COMMANDS: [&str; 21] = [
     "snapshot-create",
     "snapshot-list",
     "snapshot-delete",
+    "snapshot-hold",
+    "snapshot-release",
     "snapshot-revert",
     "client-list",
     "client-disconnect",
@@ -270,12 +293,29 @@ pub struct SnapshotFacts {
     pub virtual_size: u64,
     /// When it was made, in seconds since 1970.
     pub date_sec: u64,
+    /// Clones stand on it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub held_by_clones: bool,
+}
+
+/// A snapshot on which clones may be made.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct HeldSnapshot {
+    /// The image, by its absolute path.
+    pub image: PathBuf,
+    /// Its number.
+    pub id: String,
+    /// Its name.
+    pub name: String,
+    /// The size of the disk then, in bytes.
+    pub virtual_size: u64,
 }
 
 impl From<Snapshot> for SnapshotFacts {
     fn from(snapshot: Snapshot) -> Self {
-        let Snapshot { id, name, size, seconds, .. } = snapshot;
-        Self { id, name, virtual_size: size, date_sec: seconds }
+        let Snapshot { id, name, size, seconds, is_cloned, .. } = snapshot;
+        Self { id, name, virtual_size: size, date_sec: seconds, held_by_clones: is_cloned }
     }
 }
 

@@ -138,6 +138,8 @@ impl Control {
             Request::SnapshotCreate { disk, .. }
             | Request::SnapshotList { disk }
             | Request::SnapshotDelete { disk, .. }
+            | Request::SnapshotHold { disk, .. }
+            | Request::SnapshotRelease { disk, .. }
             | Request::SnapshotRevert { disk, .. }
             | Request::Pause { disk }
             | Request::Flatten { disk }
@@ -197,6 +199,13 @@ impl Control {
             }
             Request::SnapshotDelete { disk, name } => {
                 self.disks.find(disk.as_deref())?.snapshot_delete(name).await?;
+                json!({})
+            }
+            Request::SnapshotHold { disk, name } => {
+                json!(self.disks.find(disk.as_deref())?.snapshot_hold(name).await?)
+            }
+            Request::SnapshotRelease { disk, name, look_in } => {
+                self.disks.find(disk.as_deref())?.snapshot_release(name, look_in).await?;
                 json!({})
             }
             Request::SnapshotRevert { disk, name } => {

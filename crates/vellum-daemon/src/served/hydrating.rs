@@ -333,15 +333,17 @@ impl Served {
     async fn detach(&self) -> Result<()> {
         let _step = self.begin(Step::Detach)?;
         let mut chain = self.alone().await?;
-        if reads_a_snapshot(&chain) {
-            return Err(self.in_use(IS_READ));
-        }
         if chain.has_snapshots().await? {
             return Err(self.has_snapshots());
         }
+        if reads_a_snapshot(&chain) {
+            return Err(self.in_use(IS_READ));
+        }
         self.hydration.set_state(State::Detaching);
         let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
+        chain.hold_forks().await;
         let detached = chain.detach(&AtomicBool::new(false)).await;
+        chain.resume_forks();
         self.follow(held, &chain, &before).await;
         *lock(&self.tap) = chain.tap().cloned();
         if chain.tap().is_none() {

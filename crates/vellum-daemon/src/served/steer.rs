@@ -189,17 +189,15 @@ impl Served {
     pub(crate) async fn reopen(self: &Arc<Self>, lose_unflushed: bool) -> Result<bool> {
         let _step = self.begin(Step::Reopen)?;
         let mut chain = self.alone_or_closed().await?;
-        if chain.as_ref().is_some_and(reads_a_snapshot) {
-            return Err(self.in_use(IS_READ));
-        }
         // It reads the images below, which are closed.
         if let Err(error) = self.hydrate_no_more_in_time().await {
             self.begin_hydrating();
             return Err(error);
         }
-        let held = match self.hold_in_time().await {
+        let held = match self.hold_for_reopening(chain.as_ref()).await {
             Ok(held) => held,
             Err(error) => {
+                chain.iter().for_each(Chain::resume_forks);
                 self.begin_hydrating();
                 return Err(error);
             }
@@ -215,6 +213,7 @@ impl Served {
             {
                 held.finish();
                 self.begin_hydrating();
+                open.resume_forks();
                 return Err(error);
             }
             if may_be_closed && let Err(error) = open.close().await {
@@ -250,6 +249,17 @@ impl Served {
             tracing::warn!("{path} was closed and reopened");
         }
         Ok(may_miss)
+    }
+
+    /// Nothing reads a snapshot of the disk, and no request is in flight.
+    async fn hold_for_reopening(&self, chain: Option<&Chain>) -> Result<Held<'_>> {
+        if let Some(chain) = chain {
+            chain.hold_forks().await;
+            if reads_a_snapshot(chain) {
+                return Err(self.in_use(IS_READ));
+            }
+        }
+        self.hold_in_time().await
     }
 
     /// Makes durable what was answered, if the disk may still be used.
@@ -337,7 +347,13 @@ impl Served {
 
     async fn open_again(self: &Arc<Self>, hold: &Hold, chain: &mut Option<Chain>) -> Result<()> {
         self.release_files(hold, chain).await?;
-        let opened = open_over(Some(&self.how.templates), &self.path, &self.image).await?;
+        let opened = match open_over(Some(&self.how.templates), &self.path, &self.image).await {
+            Ok(opened) => opened,
+            Err(error) => {
+                self.forks_read_file().await;
+                return Err(error);
+            }
+        };
         opened.settle().await?;
         let (inner, growing) = behind_valve(&opened, &self.path, &self.how, &self.record).await;
         *lock(&self.tallies) = (opened.top_tally.clone(), opened.below_tally());
@@ -372,13 +388,20 @@ impl Served {
         let _step = self.begin(Step::Resize)?;
         let mut chain = self.alone().await?;
         let size = wish.bytes(self.disk.geometry().size)?;
-        if reads_a_snapshot(&chain) {
+        chain.hold_forks().await;
+        let grown = self.grow_alone(&mut chain, size).await;
+        chain.resume_forks();
+        Ok((grown?, size))
+    }
+
+    async fn grow_alone(&self, chain: &mut Chain, size: u64) -> Result<u64> {
+        if reads_a_snapshot(chain) {
             return Err(self.in_use(IS_READ));
         }
         let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
         let grown = chain.grow(size).await;
-        self.follow(held, &chain, &before).await;
-        Ok((grown?, size))
+        self.follow(held, chain, &before).await;
+        grown
     }
 
     /// Requests go to the chain's disk from now on, if that is another one than before. The previous disk

@@ -72,9 +72,14 @@ fn human(image: &ImageFacts) -> String {
     let mut lines = vec![
         format!("image: {}", printable(&name_of(image))),
         format!("file format: {}", image.format_name()),
+    ];
+    lines.extend(
+        image.snapshot.as_ref().map(|key| format!("read as snapshot: {}", printable(&key.to_string()))),
+    );
+    lines.extend([
         format!("virtual size: {}", image.virtual_size.map_or_else(|| "unknown".to_owned(), sized)),
         format!("disk size: {}", human_bytes(image.actual_size)),
-    ];
+    ]);
     if image.is_encrypted() {
         lines.push("encrypted: yes".to_owned());
     }
@@ -143,6 +148,9 @@ fn image_json(image: &ImageFacts) -> Value {
         "actual-size": image.actual_size,
         "dirty-flag": image.is_dirty(),
     });
+    if let Some(key) = &image.snapshot {
+        info["snapshot"] = json!({ "name": key.name, "id": key.id.to_string() });
+    }
     if let Some(bytes) = image.virtual_size {
         info["virtual-size"] = json!(bytes);
     }
@@ -203,8 +211,14 @@ fn bitmap_text(bitmap: &Value) -> String {
     format!("{name} (granularity {}{in_use})", human_bytes(bitmap["granularity"].as_u64().unwrap_or(0)))
 }
 
+/// What stands behind a snapshot that cannot be deleted.
+pub(crate) const HELD: &str = "  held by clones";
+
 fn snapshot_json(snapshot: &Snapshot) -> Value {
     let mut value = json!({ "id": snapshot.id, "name": snapshot.name, "date-sec": snapshot.seconds });
+    if snapshot.is_cloned {
+        value["held-by-clones"] = json!(true);
+    }
     match &snapshot.machine {
         None => value["virtual-size"] = json!(snapshot.size),
         Some(machine) => {
@@ -224,7 +238,10 @@ fn snapshot_line(snapshot: &Snapshot) -> String {
     let (name, date) = (printable(&snapshot.name), date(snapshot.seconds));
     match &snapshot.machine {
         Some(machine) => machine_line(snapshot, machine),
-        None => format!("{:<7} {name:<24} {:>10} {date:>19}", snapshot.id, human_bytes(snapshot.size)),
+        None => {
+            let (size, held) = (human_bytes(snapshot.size), if snapshot.is_cloned { HELD } else { "" });
+            format!("{:<7} {name:<24} {size:>10} {date:>19}{held}", snapshot.id)
+        }
     }
 }
 

@@ -6,17 +6,17 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 use serde_json::{Value, json};
-use vellum_core::{Error, Result};
+use vellum_core::{Context, Error, Result};
 use vellum_daemon::closed;
 use vellum_daemon::control::{Request, SnapshotFacts, call};
 use vellum_daemon::{FormatKind, IoMode, Snapshot, run as run_worker};
 
-use super::info::date;
+use super::info::{HELD, date};
 use super::{Outcome, or_ask_server};
 use crate::args::{OutputFormat, parse_format};
 use crate::output::{human_bytes, printable, say, say_json};
 
-/// Create, list, delete and revert to snapshots inside an image
+/// Create, list, release, delete and revert to snapshots inside an image
 ///
 /// Images of the vellum format support snapshots (layout=zoned, the default, and layout=table). Snapshots of
 /// qcow2 images can be listed and read. If a server has the image open, give its control socket
@@ -47,6 +47,16 @@ enum What {
         override_usage = "vellum snapshot delete [OPTIONS] FILE NAME\n       vellum snapshot delete [OPTIONS] --control PATH NAME"
     )]
     Delete(Wanted),
+    /// Release a snapshot on which no clone stands any more, so that it can be deleted
+    ///
+    /// Making a clone of a snapshot (`vellum clone`) marks the snapshot. Remove its clones first, or make them
+    /// independent (`vellum flatten`): a clone cannot be opened once its snapshot is released. Clones in the
+    /// directory of the image are found, and the snapshot is not released then. Clones in other directories are
+    /// found only with --look-in.
+    #[command(
+        override_usage = "vellum snapshot release [OPTIONS] FILE NAME\n       vellum snapshot release [OPTIONS] --control PATH NAME"
+    )]
+    Release(Released),
     /// Revert the disk to a snapshot; later writes are lost
     ///
     /// The snapshots are kept. A served disk can be reverted only while no client is connected.
@@ -91,6 +101,15 @@ struct Wanted {
     /// Name or ID of the snapshot
     #[arg(value_name = "NAME")]
     second: Option<OsString>,
+}
+
+#[derive(clap::Args)]
+struct Released {
+    #[command(flatten)]
+    wanted: Wanted,
+    /// Also look for clones in DIR; may be given several times
+    #[arg(long, value_name = "DIR")]
+    look_in: Vec<PathBuf>,
 }
 
 /// Where the snapshots are: in an image, or with the server that has it.
@@ -143,16 +162,23 @@ struct Row {
     name: String,
     size: u64,
     seconds: u64,
+    is_cloned: bool,
 }
 
 impl Row {
     fn of(snapshot: Snapshot) -> Self {
-        let Snapshot { id, name, size, seconds, .. } = snapshot;
-        Self { id, name, size, seconds }
+        let Snapshot { id, name, size, seconds, is_cloned, .. } = snapshot;
+        Self { id, name, size, seconds, is_cloned }
     }
 
     fn json(&self) -> Value {
-        json!({ "id": self.id, "name": self.name, "virtual-size": self.size, "date-sec": self.seconds })
+        let mut facts = json!({
+            "id": self.id, "name": self.name, "virtual-size": self.size, "date-sec": self.seconds
+        });
+        if self.is_cloned {
+            facts["held-by-clones"] = json!(true);
+        }
+        facts
     }
 }
 
@@ -165,9 +191,11 @@ pub(crate) fn run(args: &Args) -> Outcome {
                 OutputFormat::Json => say_json(&rows.iter().map(Row::json).collect::<Vec<_>>()),
                 OutputFormat::Human => {
                     say(&format!("{:<7} {:<24} {:>10} {:>19}", "ID", "NAME", "DISK SIZE", "DATE"));
-                    for Row { id, name, size, seconds } in &rows {
+                    for Row { id, name, size, seconds, is_cloned } in &rows {
                         let (id, name) = (printable(id), printable(name));
-                        say(&format!("{id:<7} {name:<24} {:>10} {:>19}", human_bytes(*size), date(*seconds)));
+                        let held = if *is_cloned { HELD } else { "" };
+                        let (size, date) = (human_bytes(*size), date(*seconds));
+                        say(&format!("{id:<7} {name:<24} {size:>10} {date:>19}{held}"));
                     }
                 }
             }
@@ -186,6 +214,13 @@ pub(crate) fn run(args: &Args) -> Outcome {
                 &format!("Snapshot {} deleted.", printable(&named.name)),
                 json!({ "deleted": named.name }),
             );
+        }
+        What::Release(released) => {
+            let named = &released.wanted.named()?;
+            let release = async || release(named, &released.look_in).await;
+            run_worker(IoMode::Auto, release)?.map_err(or_ask_server)?;
+            let words = format!("Snapshot {} released: it can be deleted.", printable(&named.name));
+            answer(named, &words, json!({ "released": named.name }));
         }
         What::Revert(wanted) => {
             let named = &wanted.named()?;
@@ -218,12 +253,14 @@ async fn list(common: &Common) -> Result<Vec<Row>> {
         let answer = ask(common, Request::SnapshotList { disk: common.source.disk.clone() }).await?;
         let facts: Vec<SnapshotFacts> = serde_json::from_value(answer)
             .map_err(|error| Error::invalid(format!("unexpected answer of the server: {error}")))?;
-        let rows = facts.into_iter().map(|SnapshotFacts { id, name, virtual_size, date_sec }| Row {
-            id,
-            name,
-            size: virtual_size,
-            seconds: date_sec,
-        });
+        let rows =
+            facts.into_iter().map(|SnapshotFacts { id, name, virtual_size, date_sec, held_by_clones }| Row {
+                id,
+                name,
+                size: virtual_size,
+                seconds: date_sec,
+                is_cloned: held_by_clones,
+            });
         return Ok(rows.collect());
     }
     let all = closed::snapshots(&common.place, common.source.format).await?;
@@ -247,6 +284,18 @@ async fn delete(named: &Named) -> Result<()> {
     }
     let Common { source, place } = &named.common;
     closed::snapshot_delete(place, source.format, &named.name).await
+}
+
+async fn release(named: &Named, look_in: &[PathBuf]) -> Result<()> {
+    let (disk, name) = (named.common.source.disk.clone(), named.name.clone());
+    if named.common.source.control.is_some() {
+        let absolute =
+            |dir: &PathBuf| dir.canonicalize().context(|| format!("can't look in {}", dir.display()));
+        let look_in = look_in.iter().map(absolute).collect::<Result<Vec<PathBuf>>>()?;
+        return ask(&named.common, Request::SnapshotRelease { disk, name, look_in }).await.map(drop);
+    }
+    let Common { source, place } = &named.common;
+    closed::snapshot_release(place, source.format, &named.name, look_in).await
 }
 
 async fn revert(named: &Named) -> Result<()> {

@@ -3,6 +3,7 @@
 //! ```text
 //!   making.rs     create, convert, info, map; options that make no sense; devices
 //!   chains.rs     over and under raw and qcow2 images, in any order; served, killed, recovered
+//!   forks.rs      clones of a snapshot, whose disk is written meanwhile
 //!   resize.rs     larger and smaller disks, of every format
 //!   snapshots.rs  made, listed, read, deleted, gone back to
 //!   served.rs     the same while the disk is served, and what a rude client of the control socket meets
@@ -16,6 +17,7 @@ mod support;
 
 mod chains;
 mod device;
+mod forks;
 mod making;
 mod resize;
 mod served;

@@ -1,4 +1,4 @@
-//! The Debian packages that the tests want. For root, missing ones are installed; for other users their names
+//! The Debian packages that the tests want, and one of Python. For root, missing ones are installed; for other users their names
 //! are printed.
 //!
 //! Nothing here is a failure: a test whose program is absent says so and passes. So this only reports.
@@ -6,7 +6,7 @@
 use std::process::Command;
 
 use crate::kernel::KERNELS;
-use crate::shell::{has, output, root_is_running, run as run_command};
+use crate::shell::{has, output, root_is_running, run as run_command, target_dir};
 use crate::{Outcome, apt, qemu};
 
 /// What a test calls, where Debian has it, and what for.
@@ -24,7 +24,7 @@ enum Need {
 
 use Need::{Program, Python};
 
-const WANTS: [Want; 21] = [
+const WANTS: [Want; 22] = [
     want(Program("qemu-img"), "qemu-utils", "the other opinion on images: check, compare, convert"),
     want(Program("qemu-io"), "qemu-utils", "writes what is read here, and reads what is written here"),
     want(Program("qemu-system-x86_64"), "qemu-system-x86", "boots a guest from a served clone"),
@@ -45,6 +45,7 @@ const WANTS: [Want; 21] = [
     want(Program("valgrind"), "valgrind", "counts the instructions of a request"),
     want(Program("losetup"), "mount", "block devices over files"),
     want(Program("setpriv"), "util-linux", "tests of the locks as another user"),
+    want(Program("curl"), "curl", "makes a bucket in an object store"),
     want(Program("c++"), "g++", "builds libFuzzer"),
 ];
 
@@ -94,11 +95,27 @@ pub(crate) fn get() {
         names.dedup();
         install(&names);
     }
+    if let Err(reason) = get_moto() {
+        eprintln!(
+            "packages: no moto, an object store of Python: {reason}; tests with a real one are skipped"
+        );
+    }
     for kernel in KERNELS {
         if let Err(reason) = kernel.get() {
             eprintln!("packages: no kernel for the guest that {}: {reason}", kernel.purpose);
         }
     }
+}
+
+/// moto is an object store that knows conditions. Debian does not have it, so it gets an environment of its own.
+fn get_moto() -> Outcome {
+    let place = target_dir().join("moto");
+    if place.join("bin/moto_server").exists() {
+        return Ok(());
+    }
+    eprintln!("packages: installing moto into {}", place.display());
+    run_command(Command::new("python3").args(["-m", "venv"]).arg(&place))?;
+    run_command(Command::new(place.join("bin/pip")).args(["install", "-q", "moto[server,s3]==5.2.5"]))
 }
 
 fn install(names: &[&str]) {

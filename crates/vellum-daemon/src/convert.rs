@@ -74,12 +74,33 @@ pub async fn convert(
     stop: &mut Stop,
     progress: &dyn Fn(Step),
 ) -> Result<()> {
-    let size = source.disk().geometry().size;
+    let disk = source.disk().clone();
+    convert_and(&disk, async || source.close().await, conversion, stop, progress).await
+}
+
+/// As [`convert`], for a disk that needs no closing.
+pub(crate) async fn convert_disk(
+    source: &SharedDisk,
+    conversion: &Conversion,
+    stop: &mut Stop,
+    progress: &dyn Fn(Step),
+) -> Result<()> {
+    convert_and(source, async || Ok(()), conversion, stop, progress).await
+}
+
+async fn convert_and(
+    source: &SharedDisk,
+    close: impl AsyncFnOnce() -> Result<()>,
+    conversion: &Conversion,
+    stop: &mut Stop,
+    progress: &dyn Fn(Step),
+) -> Result<()> {
+    let size = source.geometry().size;
     let draft = if conversion.fills_existing { None } else { Draft::begin(&conversion.target).await? };
     let copying = Copying { how: conversion, draft: draft.as_ref(), has_begun: Cell::new(false), progress };
     let data_file = DataFile::of(&copying)?;
-    let copied = copying.make_and_fill(source.disk(), size, stop).await;
-    let copied = copied.and(source.close().await);
+    let copied = copying.make_and_fill(source, size, stop).await;
+    let copied = copied.and(close().await);
     let has_begun = copying.has_begun.get();
     let done = match (copied, draft) {
         (Ok(()), Some(draft)) => {

@@ -374,7 +374,7 @@ async fn next_piece(
 }
 
 /// Which parts of the run read as zero on all disks, from its start. Stops early where an answer does.
-async fn zero_runs(disks: &[&SharedDisk], span: GuestSpan) -> Result<Vec<(GuestSpan, bool)>> {
+pub(crate) async fn zero_runs(disks: &[&SharedDisk], span: GuestSpan) -> Result<Vec<(GuestSpan, bool)>> {
     let mut runs = vec![(span, true)];
     for disk in disks {
         let extents = map_merged(disk, span).await?;

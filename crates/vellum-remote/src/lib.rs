@@ -6,7 +6,8 @@
 //!   settings.rs     what the environment says about stores        credentials.rs   files and programs with secrets
 //!   store.rs        s3://BUCKET/PREFIX, file:///DIR: get, put, list, delete, with a deadline each
 //!   base/           images at URLs as storages that can be read: fetching, patience, reading ahead
-//!   template/       published templates: where they lie in a store
+//!   template/       published templates: name, index, chunk, push, collect, and the leases that keep them apart
+//!   cache.rs        chunks and blocks that were fetched, in a directory of this host
 //! ```
 //!
 //! 1. No worker of a disk ever waits here: every future may be polled by any executor, and the work is done on
@@ -19,6 +20,7 @@
 #![forbid(unsafe_code)]
 
 pub mod base;
+pub mod cache;
 mod credentials;
 pub mod runtime;
 pub mod settings;
@@ -26,5 +28,41 @@ pub mod store;
 pub mod template;
 
 pub use base::{FetchCounts, REMOTE_TIMEOUT_DEFAULT, RemoteOptions, can_open, fetch_counts, open};
+pub use cache::ChunkCache;
 pub use settings::Settings;
 pub use store::{ObjectFacts, Put, Store, StoreCounts};
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::time::{Duration, SystemTime};
+
+    use crate::{Settings, Store};
+
+    /// A store in a directory that is removed with it.
+    pub(crate) struct Directory(pub(crate) PathBuf);
+
+    impl Directory {
+        pub(crate) fn new(name: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("vellum-remote-{name}-{}", std::process::id()));
+            std::fs::create_dir_all(&path).expect("makes a directory");
+            Self(path)
+        }
+
+        pub(crate) fn store(&self) -> Store {
+            Store::open(&format!("file://{}", self.0.display()), &Settings::default()).expect("it exists")
+        }
+
+        /// Makes an object older.
+        pub(crate) fn age(&self, key: &str, by: Duration) {
+            let file = std::fs::File::options().append(true).open(self.0.join(key)).expect("it exists");
+            file.set_modified(SystemTime::now() - by).expect("its time can be set");
+        }
+    }
+
+    impl Drop for Directory {
+        fn drop(&mut self) {
+            drop(std::fs::remove_dir_all(&self.0));
+        }
+    }
+}

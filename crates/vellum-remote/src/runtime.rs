@@ -2,34 +2,29 @@
 //!
 //! ```text
 //!   a worker, or any thread         threads of this runtime
-//!     job(future) ──────────────▶   one of at most JOBS_MAX that run; the others wait their turn
+//!     job(future) ──────────────▶   runs beside the others
 //!     Job, a future   ◀──────────   its value, or its panic
 //! ```
 //!
 //! 1. A [`Job`] is a future for any executor. Dropping it cancels the work at its next `await`.
-//! 2. At most [`JOBS_MAX`] jobs run at once, and at most [`BLOCKING_THREADS_MAX`] threads wait for files.
+//! 2. At most [`BLOCKING_THREADS_MAX`] threads wait for files and compute. Callers bound how many jobs they begin; a
+//!    job may wait for another.
 //! 3. The threads start with the first job and last as long as the process. A program that uses no store
 //!    has none of them.
 
 use std::pin::Pin;
-use std::sync::{LazyLock, OnceLock};
+use std::sync::OnceLock;
 use std::task::{Context, Poll};
 
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use vellum_core::{Context as _, Result};
-
-/// Jobs that run at once. More wait until one of them has ended.
-const JOBS_MAX: usize = 256;
 
 /// Threads that move bytes of all connections.
 const THREADS: usize = 2;
 
 /// Threads that wait for local files, or compute.
 const BLOCKING_THREADS_MAX: usize = 16;
-
-static RUNNING: LazyLock<Semaphore> = LazyLock::new(|| Semaphore::new(JOBS_MAX));
 
 /// Starts the threads unless they run already.
 ///
@@ -54,18 +49,14 @@ pub fn start() -> Result<&'static Runtime> {
 
 /// Work on the runtime's threads, and its value. The module has the rules.
 #[must_use = "dropping it cancels the work"]
-pub struct Job<T>(JoinHandle<T>);
+pub struct Job<T>(Option<JoinHandle<T>>);
 
 /// Runs the future on the runtime.
 ///
 /// # Errors
 /// Those of [`start`].
 pub fn job<T: Send + 'static>(work: impl Future<Output = T> + Send + 'static) -> Result<Job<T>> {
-    let turn = async move {
-        let _permit = RUNNING.acquire().await.expect("the semaphore is never closed");
-        work.await
-    };
-    Ok(Job(start()?.spawn(turn)))
+    Ok(Job(Some(start()?.spawn(work))))
 }
 
 /// Runs a function that blocks or computes for long, on threads that may.
@@ -73,14 +64,22 @@ pub fn job<T: Send + 'static>(work: impl Future<Output = T> + Send + 'static) ->
 /// # Errors
 /// Those of [`start`].
 pub fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<Job<T>> {
-    Ok(Job(start()?.spawn_blocking(work)))
+    Ok(Job(Some(start()?.spawn_blocking(work))))
+}
+
+impl<T> Job<T> {
+    /// Lets the work run to its end. Its value is dropped.
+    pub fn detach(mut self) {
+        self.0 = None;
+    }
 }
 
 impl<T> Future for Job<T> {
     type Output = T;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<T> {
-        Pin::new(&mut self.0).poll(context).map(|ended| match ended {
+        let handle = self.0.as_mut().expect("only `detach` takes it, and the job with it");
+        Pin::new(handle).poll(context).map(|ended| match ended {
             Ok(value) => value,
             Err(error) => match error.try_into_panic() {
                 Ok(panic) => std::panic::resume_unwind(panic),
@@ -93,7 +92,9 @@ impl<T> Future for Job<T> {
 
 impl<T> Drop for Job<T> {
     fn drop(&mut self) {
-        self.0.abort();
+        if let Some(handle) = &self.0 {
+            handle.abort();
+        }
     }
 }
 

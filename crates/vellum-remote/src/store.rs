@@ -10,9 +10,10 @@
 //!    retried with growing, random pauses.
 //! 3. An object that was put is there whole or not at all, and it is durable when `put` returns.
 //! 4. No object is read beyond the length that the caller allows.
-//! 5. Errors name the object by its URL and say what to do about credentials. They have of a server's answer
+//! 5. At most [`REQUESTS_MAX`] requests are under way at once.
+//! 6. Errors name the object by its URL and say what to do about credentials. They have of a server's answer
 //!    the code and the message, cut to [`ANSWER_CHARS_MAX`], and no header or secret.
-//! 6. A request that is denied is tried once more with credentials that are fetched anew: they expire.
+//! 7. A request that is denied is tried once more with credentials that are fetched anew: they expire.
 
 use std::fmt;
 use std::sync::Arc;
@@ -27,6 +28,7 @@ use object_store::path::Path;
 use object_store::{
     BackoffConfig, ClientOptions, ObjectStore, ObjectStoreExt, PutMode, PutPayload, RetryConfig,
 };
+use tokio::sync::Semaphore;
 use vellum_core::{Context, Error, ErrorKind, Result};
 
 use crate::credentials::{Profile, Provider};
@@ -44,6 +46,11 @@ const SILENCE_MAX: Duration = Duration::from_secs(15);
 
 /// Retries of one request, within its deadline.
 const RETRIES_MAX: usize = 20;
+
+/// Requests to all stores that are under way at once. More wait, within their deadline.
+const REQUESTS_MAX: usize = 256;
+
+static UNDER_WAY: Semaphore = Semaphore::const_new(REQUESTS_MAX);
 
 /// A store, or the part of one under a prefix. Clones are the same store.
 #[derive(Clone)]
@@ -304,6 +311,7 @@ impl Store {
         let deadline = self.0.deadline;
         let answer = job(async move {
             tokio::time::timeout(deadline, async {
+                let _turn = UNDER_WAY.acquire().await.expect("the semaphore is never closed");
                 match ask(inner.clone()).await {
                     Err(error) if is_denied(&error) && inner.profile.is_some() => {
                         if let Some(profile) = &inner.profile {
@@ -586,9 +594,8 @@ mod tests {
 
     #[test]
     fn a_directory_is_a_store() {
-        let directory = tempdir("a_directory_is_a_store");
-        let url = format!("file://{}", directory.display());
-        let store = Store::open(&url, &Settings::default()).expect("it exists");
+        let directory = crate::tests::Directory::new("store");
+        let store = directory.store();
         block_on(async {
             assert!(store.put("a/b", Bytes::from_static(b"one"), Put::IfAbsent).await.expect("writes"));
             assert!(!store.put("a/b", Bytes::from_static(b"two"), Put::IfAbsent).await.expect("is there"));
@@ -612,7 +619,6 @@ mod tests {
         });
         let counts = store.counts();
         assert_eq!((counts.bytes_read, counts.bytes_written), (6, 6));
-        std::fs::remove_dir_all(directory).expect("removes");
     }
 
     #[test]
@@ -631,11 +637,5 @@ mod tests {
             "Server returned non-2xx status code: 403 Forbidden: InvalidAccessKeyId: No such key"
         );
         assert_eq!(super::brief(&"x".repeat(1000)).len(), ANSWER_CHARS_MAX);
-    }
-
-    fn tempdir(name: &str) -> std::path::PathBuf {
-        let path = std::env::temp_dir().join(format!("vellum-remote-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&path).expect("makes a directory");
-        path
     }
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use vellum_core::{Error, Result, UrlPrefix};
+use vellum_daemon::published::CacheChoice;
 use vellum_daemon::{
     Compression, FormatKind, ImageOptions, JOURNAL_BYTES_DEFAULT, NativeOptions, Prealloc, Preallocation,
     Qcow2Options,
@@ -85,6 +86,26 @@ impl ReadArgs {
             remote_timeout: self.remote_timeout,
             ..ImageOptions::reading()
         }
+    }
+}
+
+/// For commands that read templates in stores.
+#[derive(clap::Args, Clone)]
+pub(crate) struct ChunkCacheArgs {
+    /// Keep what is fetched from stores in DIR, for all disks and programs of this host that name it
+    ///
+    /// The directory may be deleted at any time.
+    #[arg(long, value_name = "DIR", env = "VELLUM_CHUNK_CACHE", hide_env = true)]
+    pub(crate) chunk_cache: Option<PathBuf>,
+    /// Keep at most about SIZE there, at least 64M
+    #[arg(long, value_name = "SIZE", env = "VELLUM_CHUNK_CACHE_SIZE", hide_env = true, value_parser = parse_size, default_value = "10G")]
+    pub(crate) chunk_cache_size: u64,
+}
+
+impl ChunkCacheArgs {
+    pub(crate) fn choice(&self) -> Option<CacheChoice> {
+        let dir = self.chunk_cache.clone();
+        dir.map(|dir| CacheChoice { dir, bytes_max: self.chunk_cache_size })
     }
 }
 

@@ -23,6 +23,8 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 const ENVIRONMENT: &str = "Environment:
   VELLUM_ALLOW_DIRS  like --allow-dir for all commands: directories, separated by colons
   VELLUM_ALLOW_URLS  like --allow-url for all commands: beginnings of URLs, separated by spaces
+  VELLUM_CHUNK_CACHE, VELLUM_CHUNK_CACHE_SIZE
+                     like --chunk-cache and --chunk-cache-size for all commands that read templates in stores
   VELLUM_CONFIG      like --config
   VELLUM_LOG         like --log";
 

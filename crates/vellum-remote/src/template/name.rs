@@ -14,7 +14,7 @@ use std::fmt;
 use std::time::SystemTime;
 
 use chrono::{DateTime, SecondsFormat, Utc};
-use vellum_core::{Error, Result};
+use vellum_core::{Error, ErrorKind, Result};
 
 use crate::store::Store;
 
@@ -65,6 +65,40 @@ impl fmt::Display for TemplateName {
         f.write_str(&self.name)?;
         self.version.as_ref().map_or(Ok(()), |version| write!(f, ":{version}"))
     }
+}
+
+/// Removes a version. Its chunks stay until they are collected.
+///
+/// # Errors
+/// `Invalid` without a version, `NotFound` when the store does not have it; those of the store.
+pub async fn remove(store: &Store, name: &TemplateName) -> Result<()> {
+    let Some(version) = &name.version else {
+        return Err(Error::invalid(format!("say which version of {name} is to be removed: {name}:VERSION")));
+    };
+    let key = index_key(&name.name, version);
+    if store.head(&key).await?.is_none() {
+        return Err(Error::new(ErrorKind::NotFound, format!("{} has no template {name}", store.url())));
+    }
+    store.delete(&[key]).await
+}
+
+/// The version that a name means: the one it says, else the newest.
+///
+/// # Errors
+/// `NotFound` when the store has no version of the template; those of the store.
+pub(crate) async fn resolve(store: &Store, name: &TemplateName) -> Result<String> {
+    if let Some(version) = &name.version {
+        return Ok(version.clone());
+    }
+    let newest = list(store, Some(&name.name)).await?.pop();
+    newest
+        .map(|newest| newest.version)
+        .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("{} has no template {name}", store.url())))
+}
+
+/// The key of an index.
+pub(crate) fn index_key(name: &str, version: &str) -> String {
+    format!("{INDEXES}/{name}/{version}")
 }
 
 fn check_part(part: &str) -> Result<()> {
@@ -129,8 +163,6 @@ pub async fn list(store: &Store, name: Option<&str>) -> Result<Vec<PublishedVers
 
 #[cfg(test)]
 mod tests {
-    use vellum_core::ErrorKind;
-
     use super::*;
 
     #[test]
@@ -155,10 +187,8 @@ mod tests {
 
     #[test]
     fn versions_are_listed_by_name_and_age() {
-        let directory = std::env::temp_dir().join(format!("vellum-remote-list-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).expect("makes a directory");
-        let url = format!("file://{}", directory.display());
-        let store = Store::open(&url, &crate::Settings::default()).expect("it exists");
+        let directory = crate::tests::Directory::new("list");
+        let store = directory.store();
         let found = futures_lite::future::block_on(async {
             assert_eq!(list(&store, None).await.expect("lists"), []);
             // The last two name no version.
@@ -171,6 +201,5 @@ mod tests {
         let names: Vec<_> = found.iter().map(|one| (one.name.as_str(), one.version.as_str())).collect();
         assert_eq!(names, [("a", "1"), ("b", "2")]);
         assert!(found[0].published_text().starts_with("20"), "{}", found[0].published_text());
-        std::fs::remove_dir_all(directory).expect("removes");
     }
 }

@@ -11,6 +11,7 @@
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
 //!   notify.rs    notifications to a service manager
 //!   output.rs    closed pipes and full disks below what is printed; progress
+//!   published.rs templates in stores
 //!   remote.rs    images at URLs: clones of them, servers that change, fail and lie
 //!   signals.rs   what ends a server and what does not: signals, a log without a reader; rights of sockets
 //!   sockets.rs   sockets that a service manager passes
@@ -37,6 +38,7 @@ mod locks;
 mod making;
 mod notify;
 mod output;
+mod published;
 mod remote;
 mod signals;
 mod sockets;

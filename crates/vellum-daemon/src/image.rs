@@ -13,6 +13,7 @@ use vellum_layer::hydrate::TapOptions;
 use vellum_layer::{Chain, ChainOptions, Opener, Purpose, Referrer, Templates, Trust};
 use vellum_remote::{REMOTE_TIMEOUT_DEFAULT, RemoteOptions};
 
+use crate::chunk_cache::CacheChoice;
 use crate::host::{Host, HostOptions, Pool};
 
 /// How an image is opened.
@@ -45,6 +46,8 @@ pub struct ImageOptions {
     /// Memory for the mappings of a qcow2 image and of those below it, in bytes; as it needs, within bounds,
     /// when not given.
     pub mapping_bytes_max: Option<u64>,
+    /// Where what is fetched from stores and servers is kept on this host; where the environment says, when not given.
+    pub chunk_cache: Option<CacheChoice>,
     /// What an image that is written reads from below is seen, and copied.
     pub tap: Option<TapOptions>,
 }
@@ -67,6 +70,10 @@ impl ImageOptions {
             remote: RemoteOptions {
                 timeout: self.remote_timeout.unwrap_or(REMOTE_TIMEOUT_DEFAULT),
                 allowed: Host::url_prefixes(&self.allow_dirs)?,
+                cache: match &self.chunk_cache {
+                    Some(choice) => Some(choice.open()?),
+                    None => CacheChoice::from_env()?.map(|choice| choice.open()).transpose()?,
+                },
             },
         }))
     }

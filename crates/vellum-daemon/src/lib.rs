@@ -14,10 +14,11 @@
 //! (its sockets for virtual machines), `fuse` (its files), `ublk` (its block devices), `size_watchers` (the front
 //! ends that are notified when a disk has grown), `grow` (devices that become full), [`control`] (requests to
 //! it while it serves), `notify` (notifications to a service manager), [`stats`] (counters), [`template`]
-//! (where templates are zero), [`published`] (templates in stores).
+//! (where templates are zero), [`published`] (templates in stores), [`chunk_cache`] (where what was fetched is kept).
 
 #![forbid(unsafe_code)]
 
+pub mod chunk_cache;
 pub mod clone;
 mod clones_of;
 pub mod closed;

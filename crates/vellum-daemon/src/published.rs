@@ -9,7 +9,7 @@
 //! 2. [`CHUNKS_AT_ONCE`] chunks are in memory at once, each as content and compressed.
 
 use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -18,13 +18,13 @@ use vellum_core::{
     Buffer, Context, GuestOffset, GuestSpan, HostTally, LocalFuture, Result, SharedDisk, is_zero,
 };
 use vellum_format::raw::Raw;
-pub use vellum_remote::cache::{CACHE_BYTES_DEFAULT, CACHE_BYTES_MIN, CacheCounts};
 use vellum_remote::template::{self, Collection, Push, TemplateStorage};
 pub use vellum_remote::template::{
     CHUNK_SHIFT_DEFAULT, Collected, PublishedVersion, PushCounts, Pushed, TemplateCounts, TemplateName,
 };
-use vellum_remote::{ChunkCache, Settings, Store};
+use vellum_remote::{Settings, Store};
 
+use crate::chunk_cache::CacheChoice;
 use crate::convert::{Conversion, Step, convert_disk};
 use crate::copy::zero_runs;
 use crate::image::{ImageOptions, open_image};
@@ -32,15 +32,6 @@ use crate::signals::Stop;
 
 /// Chunks that are read, compressed and uploaded at once.
 const CHUNKS_AT_ONCE: usize = 8;
-
-/// A directory of this host for what was fetched, and how much of it is kept.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CacheChoice {
-    /// Where it is.
-    pub dir: PathBuf,
-    /// About how many bytes it has at most.
-    pub bytes_max: u64,
-}
 
 /// The store of a template's URL, and the template's name in it.
 fn split(url: &str) -> Result<(Store, TemplateName)> {
@@ -205,8 +196,6 @@ pub struct Pulled {
     pub size: u64,
     /// What was fetched.
     pub counts: TemplateCounts,
-    /// What the local cache did, if there is one.
-    pub cache: Option<CacheCounts>,
 }
 
 /// Copies a published template into an image of any format. Must be called on a worker.
@@ -221,8 +210,8 @@ pub async fn pull(
     progress: &dyn Fn(Step),
 ) -> Result<Pulled> {
     let (store, name) = split(url)?;
-    let cache = cache.map(|cache| ChunkCache::open(&cache.dir, cache.bytes_max)).transpose()?;
-    let opened = TemplateStorage::open(&store, &name, cache.clone());
+    let cache = cache.map(CacheChoice::open).transpose()?;
+    let opened = TemplateStorage::open(&store, &name, cache);
     let template = stop.or_stopped(opened).await?;
     let disk: SharedDisk = Raw::open(template.clone(), true, &HostTally::default());
     convert_disk(&disk, conversion, stop, progress).await?;
@@ -230,7 +219,6 @@ pub async fn pull(
         url: vellum_core::Storage::name(&*template).to_owned(),
         size: disk.geometry().size,
         counts: template.counts(),
-        cache: cache.map(|cache| cache.counts()),
     })
 }
 
@@ -244,9 +232,9 @@ mod tests {
     #[test]
     fn chunks_that_the_map_knows_to_be_zero_are_passed_by() {
         const UNIT: u64 = 64 << 10;
-        let disk = MemoryDisk::new(10 * UNIT + 512);
+        let nothing: SharedDisk = MemoryDisk::new(0);
+        let disk = MemoryDisk::over(10 * UNIT + 512, Some(nothing));
         block_on(async {
-            // In MemoryDisk a block of 64 KiB exists once a byte of it was written.
             for at in [0, 3 * UNIT + 512, 4 * UNIT, 10 * UNIT] {
                 let data = Buffer::copy_of(&[1; 512]);
                 disk.write(GuestOffset::new(at), data, WriteFlags::default()).await.expect("writes");

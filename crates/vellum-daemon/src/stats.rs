@@ -316,6 +316,8 @@ pub struct RemoteStats {
     pub ahead_used: u64,
     /// Blocks that were read ahead, and dropped unread.
     pub ahead_wasted: u64,
+    /// Blocks and chunks that the local cache had.
+    pub cached: u64,
     /// Reads that failed.
     pub failed: u64,
 }
@@ -330,6 +332,7 @@ impl RemoteStats {
             hedges: counts.hedges,
             ahead_used: counts.ahead_used,
             ahead_wasted: counts.ahead_wasted,
+            cached: counts.cached,
             failed: counts.failed,
         };
         vellum_remote::fetch_counts().into_iter().map(of).collect()

@@ -25,12 +25,13 @@
 //! 5. The directory is made for its owner alone. Who can write to it can change what disks read from URLs, but not
 //!    what they read from templates: contents of chunks are compared with the index.
 
+use std::fmt;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
@@ -108,6 +109,12 @@ struct Counters {
     evicted: AtomicU64,
 }
 
+impl fmt::Debug for ChunkCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ChunkCache").field(&self.dir).finish()
+    }
+}
+
 /// What a cache did for this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CacheCounts {
@@ -142,7 +149,28 @@ impl ChunkCache {
         make_dir(dir).context(|| format!("can't make the directory {} for the cache", dir.display()))?;
         // Relative names would change their meaning with the working directory.
         let dir = dir.canonicalize().context(|| format!("can't use {} for the cache", dir.display()))?;
-        Ok(Arc::new(Self {
+        Ok(Self::of(dir, bytes_max))
+    }
+
+    /// As [`open`](Self::open), one for all of this process that name the same directory and bound.
+    ///
+    /// # Errors
+    /// Those of `open`.
+    pub fn shared(dir: &Path, bytes_max: u64) -> Result<Arc<Self>> {
+        static OPEN: Mutex<Vec<Weak<ChunkCache>>> = Mutex::new(Vec::new());
+        let own = Self::open(dir, bytes_max)?;
+        let mut open = lock(&OPEN);
+        open.retain(|other| other.strong_count() > 0);
+        let same = |other: &Arc<Self>| other.dir == own.dir && other.share == own.share;
+        if let Some(other) = open.iter().filter_map(Weak::upgrade).find(same) {
+            return Ok(other);
+        }
+        open.push(Arc::downgrade(&own));
+        Ok(own)
+    }
+
+    fn of(dir: PathBuf, bytes_max: u64) -> Arc<Self> {
+        Arc::new(Self {
             dir,
             share: bytes_max / PARTS as u64,
             parts: Default::default(),
@@ -150,7 +178,7 @@ impl ChunkCache {
             resumes: Mutex::new(None),
             names: AtomicU64::new(0),
             counters: Counters::default(),
-        }))
+        })
     }
 
     /// What it did until now.

@@ -31,13 +31,18 @@ const DEADLINE_VARIABLE: &str = "VELLUM_STORE_TIMEOUT";
 #[derive(Clone, Default)]
 pub struct Settings {
     vars: BTreeMap<String, String>,
+    /// Instead of what the variable says.
+    deadline: Option<Duration>,
 }
 
 impl Settings {
     /// From variables, of which all but those for stores are dropped.
     pub fn from_vars(vars: impl IntoIterator<Item = (String, String)>) -> Self {
         let ours = |name: &str| name.starts_with("AWS_") || name == "HOME" || name == DEADLINE_VARIABLE;
-        Self { vars: vars.into_iter().filter(|(name, value)| ours(name) && !value.is_empty()).collect() }
+        Self {
+            vars: vars.into_iter().filter(|(name, value)| ours(name) && !value.is_empty()).collect(),
+            deadline: None,
+        }
     }
 
     /// Those of this process. Variables that are not text are ignored.
@@ -46,6 +51,12 @@ impl Settings {
             std::env::vars_os()
                 .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?))),
         )
+    }
+
+    /// The same, with this deadline for one request.
+    #[must_use]
+    pub fn with_deadline(self, deadline: Duration) -> Self {
+        Self { deadline: Some(deadline), ..self }
     }
 
     /// One variable.
@@ -64,6 +75,9 @@ impl Settings {
     /// # Errors
     /// `Invalid` when the variable is not a number of seconds from 1 to 3600.
     pub fn deadline(&self) -> Result<Duration> {
+        if let Some(deadline) = self.deadline {
+            return Ok(deadline);
+        }
         let Some(text) = self.get(DEADLINE_VARIABLE) else { return Ok(DEADLINE) };
         match text.parse::<u64>() {
             Ok(seconds @ 1..=3600) => Ok(Duration::from_secs(seconds)),

@@ -45,7 +45,7 @@ const CONNECT_TIME_MAX: Duration = Duration::from_secs(5);
 const SILENCE_MAX: Duration = Duration::from_secs(15);
 
 /// Retries of one request, within its deadline.
-const RETRIES_MAX: usize = 20;
+const RETRIES_MAX: usize = 1000;
 
 /// Requests to all stores that are under way at once. More wait, within their deadline.
 const REQUESTS_MAX: usize = 256;

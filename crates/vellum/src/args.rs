@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use vellum_core::{Error, Result, UrlPrefix};
-use vellum_daemon::published::CacheChoice;
+use vellum_daemon::chunk_cache::CacheChoice;
 use vellum_daemon::{
     Compression, FormatKind, ImageOptions, JOURNAL_BYTES_DEFAULT, NativeOptions, Prealloc, Preallocation,
     Qcow2Options,

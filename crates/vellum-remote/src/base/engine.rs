@@ -37,10 +37,8 @@ use vellum_core::{
     Zeroes, lock,
 };
 
-use super::plan::{AfterFailure, Pace, ReadAhead, after_failure, runs};
-
-/// Bytes of a block: what is fetched at least.
-pub const FETCH_BLOCK: u64 = 64 << 10;
+use super::kept::Kept;
+use super::plan::{AfterFailure, FETCH_BLOCK, Pace, ReadAhead, after_failure, runs};
 
 /// The longest request, in bytes.
 pub(crate) const RUN_BYTES_MAX: u64 = 1 << 20;
@@ -99,6 +97,8 @@ pub struct FetchCounts {
     pub ahead_used: u64,
     /// Blocks that were read ahead, and dropped unused.
     pub ahead_wasted: u64,
+    /// Blocks, and chunks of templates, that the cache of this host had.
+    pub cached: u64,
     /// Reads that were given up after the timeout, or failed for good.
     pub failed: u64,
 }
@@ -112,6 +112,7 @@ impl FetchCounts {
             (&mut self.hedges, other.hedges),
             (&mut self.ahead_used, other.ahead_used),
             (&mut self.ahead_wasted, other.ahead_wasted),
+            (&mut self.cached, other.cached),
             (&mut self.failed, other.failed),
         ];
         pairs.into_iter().for_each(|(sum, count)| *sum += count);
@@ -126,6 +127,7 @@ struct Counters {
     hedges: AtomicU64,
     ahead_used: AtomicU64,
     ahead_wasted: AtomicU64,
+    cached: AtomicU64,
     failed: AtomicU64,
 }
 
@@ -174,6 +176,7 @@ struct Inner {
     proof: Option<Proof>,
     limits: Limits,
     timeout: Duration,
+    kept: Option<Kept>,
     transport: Box<dyn Transport>,
     ground: Box<dyn Ground>,
     state: Mutex<State>,
@@ -191,11 +194,13 @@ pub(crate) struct Facts {
     pub(crate) len: u64,
     pub(crate) proof: Option<Proof>,
     pub(crate) timeout: Duration,
+    /// Its blocks in the cache of this host.
+    pub(crate) kept: Option<Kept>,
 }
 
 impl RemoteBase {
     pub(crate) fn new(facts: Facts, transport: Box<dyn Transport>, ground: Box<dyn Ground>) -> Self {
-        let Facts { name, len, proof, timeout } = facts;
+        let Facts { name, len, proof, timeout, kept } = facts;
         let limits = Limits {
             read_only: true,
             grows_zeroed: false,
@@ -209,6 +214,7 @@ impl RemoteBase {
             proof,
             limits,
             timeout,
+            kept,
             transport,
             ground,
             state: Mutex::default(),
@@ -228,6 +234,7 @@ impl RemoteBase {
             hedges: load(&counters.hedges),
             ahead_used: load(&counters.ahead_used),
             ahead_wasted: load(&counters.ahead_wasted),
+            cached: load(&counters.cached),
             failed: load(&counters.failed),
         }
     }
@@ -478,6 +485,17 @@ impl Inner {
 
     /// Tries until there are bytes, a failure that will not pass, or no more time.
     async fn fetch_with_patience(self: &Arc<Self>, range: Range<u64>) -> Result<Bytes, Failure> {
+        let Some(kept) = &self.kept else { return self.ask_with_patience(range).await };
+        if let Some(bytes) = kept.get(&range).await {
+            add(&self.counters.cached, (range.end - range.start).div_ceil(FETCH_BLOCK));
+            return Ok(bytes);
+        }
+        let bytes = self.ask_with_patience(range.clone()).await?;
+        kept.put(&range, &bytes);
+        Ok(bytes)
+    }
+
+    async fn ask_with_patience(self: &Arc<Self>, range: Range<u64>) -> Result<Bytes, Failure> {
         let deadline = self.ground.now() + self.timeout;
         let mut tries = 0;
         loop {

@@ -16,8 +16,10 @@ use reqwest::redirect::Policy;
 use reqwest::{Client, StatusCode};
 use vellum_core::{Error, ErrorKind, Result, Url};
 
-use super::engine::{FETCH_BLOCK, Facts, Failure, RemoteBase, Task, Transport};
+use super::engine::{Facts, Failure, RemoteBase, Task, Transport};
 use super::ground::Real;
+use super::kept::Kept;
+use super::plan::FETCH_BLOCK;
 use super::plan::{AfterFailure, after_failure};
 use super::{OPEN_TIME_MAX, RemoteOptions, proof_of};
 use crate::runtime;
@@ -222,10 +224,12 @@ pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<RemoteBas
     let web = Web { client: client(url, options)?, url: url.to_string().into(), version: None };
     let asked = web.clone();
     let version = runtime::job(async move { first_answer(asked).await })?.await?;
+    let proof = proof_of(version.tag.as_deref(), version.len);
     let facts = Facts {
+        kept: Kept::of(options.cache.as_ref(), &url.to_string(), proof.as_ref()),
         name: url.to_string(),
         len: version.len,
-        proof: proof_of(version.tag.as_deref(), version.len),
+        proof,
         timeout: options.timeout,
     };
     let pinned = Web { version: Some(Arc::new(version)), ..web };

@@ -3,6 +3,7 @@
 //! ```text
 //!   open(url) ─► HTTP or S3: one request finds out length and entity tag    http.rs, s3.rs
 //!            ─► RemoteBase: blocks, patience, reading ahead                 engine.rs, decisions in plan.rs
+//!            ─► s3://…/NAME:VERSION is a published template                 ../template/disk.rs
 //! ```
 //!
 //! 1. What is open is one content: each answer must carry the entity tag and the length that were found when it was
@@ -10,11 +11,13 @@
 //! 2. A strong entity tag is a proof. A weak one, or none, is not: the storage then has no proof, and whoever opens an
 //!    image over it must say that it is trusted.
 //! 3. A redirect is followed only to the same scheme, host and port, or to a URL that the user allows.
-//! 4. Opening waits at most [`OPEN_TIME_MAX`] for an answer; reads wait as long as the options say.
+//! 4. With a cache on the host, a base that has a proof is read from there where possible (`kept.rs`).
+//! 5. Opening waits at most [`OPEN_TIME_MAX`] for an answer; reads wait as long as the options say.
 
 mod engine;
 mod ground;
 mod http;
+mod kept;
 mod plan;
 mod s3;
 
@@ -22,9 +25,13 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use vellum_core::pin::{Proof, ProofKind};
-use vellum_core::{Error, Result, Scheme, SharedStorage, Url, UrlPrefix, lock};
+use vellum_core::{Error, Result, Scheme, SharedStorage, Storage, Url, UrlPrefix, lock};
 
-pub use engine::{CACHE_BYTES, FETCH_BLOCK, FetchCounts, RemoteBase};
+use crate::template::{TemplateName, TemplateStorage};
+use crate::{ChunkCache, Settings, Store};
+
+pub use engine::{CACHE_BYTES, FetchCounts, RemoteBase};
+pub use plan::FETCH_BLOCK;
 
 /// How long a request is held, when nothing else is said, while the server does not answer.
 pub const REMOTE_TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
@@ -39,16 +46,50 @@ pub struct RemoteOptions {
     pub timeout: Duration,
     /// Where redirects may lead, besides the same host.
     pub allowed: Vec<UrlPrefix>,
+    /// Where what was fetched is kept on this host, if anywhere.
+    pub cache: Option<Arc<ChunkCache>>,
 }
 
 impl Default for RemoteOptions {
     fn default() -> Self {
-        Self { timeout: REMOTE_TIMEOUT_DEFAULT, allowed: Vec::new() }
+        Self { timeout: REMOTE_TIMEOUT_DEFAULT, allowed: Vec::new(), cache: None }
+    }
+}
+
+/// What is counted of an open remote image.
+trait Counted: Storage {
+    fn fetch_counts(&self) -> FetchCounts;
+}
+
+impl Counted for RemoteBase {
+    fn fetch_counts(&self) -> FetchCounts {
+        self.counts()
+    }
+}
+
+impl Counted for TemplateStorage {
+    fn fetch_counts(&self) -> FetchCounts {
+        let counts = self.counts();
+        FetchCounts {
+            requests: counts.fetched + counts.damaged,
+            fetched_bytes: counts.fetched_bytes,
+            retries: counts.damaged,
+            cached: counts.cached,
+            failed: counts.failed,
+            ..FetchCounts::default()
+        }
     }
 }
 
 /// All that are open, for the statistics.
-static OPEN: Mutex<Vec<Weak<RemoteBase>>> = Mutex::new(Vec::new());
+static OPEN: Mutex<Vec<Weak<dyn Counted>>> = Mutex::new(Vec::new());
+
+fn keep_count<T: Counted + 'static>(base: &Arc<T>) {
+    let counted: Arc<dyn Counted> = base.clone();
+    let mut open = lock(&OPEN);
+    open.retain(|other| other.strong_count() > 0);
+    open.push(Arc::downgrade(&counted));
+}
 
 /// Whether images at this kind of URL can be read at all.
 pub fn can_open(url: &Url) -> bool {
@@ -63,6 +104,11 @@ pub fn can_open(url: &Url) -> bool {
 pub async fn open(url: &Url, options: &RemoteOptions) -> Result<SharedStorage> {
     let base = match url.scheme() {
         Scheme::Http | Scheme::Https => http::open(url, options).await?,
+        Scheme::S3 if TemplateName::is_version(&url.to_string()) => {
+            let template = open_template(&url.to_string(), options).await?;
+            keep_count(&template);
+            return Ok(template);
+        }
         Scheme::S3 => s3::open(url, options).await?,
         Scheme::Nbd | Scheme::NbdUnix | Scheme::Rbd => {
             return Err(Error::unsupported(format!(
@@ -71,18 +117,24 @@ pub async fn open(url: &Url, options: &RemoteOptions) -> Result<SharedStorage> {
         }
     };
     let base = Arc::new(base);
-    let mut open = lock(&OPEN);
-    open.retain(|other| other.strong_count() > 0);
-    open.push(Arc::downgrade(&base));
-    drop(open);
+    keep_count(&base);
     Ok(base)
+}
+
+/// Opens a published template. Its reads are held as long as those of other remote images.
+async fn open_template(url: &str, options: &RemoteOptions) -> Result<Arc<TemplateStorage>> {
+    let (store, name) = TemplateName::split(url)?;
+    let open = |deadline| Store::open(store, &Settings::from_env().with_deadline(deadline));
+    // A store that does not answer is noticed before the rest is asked for.
+    open(OPEN_TIME_MAX.min(options.timeout))?.head(&name.index_key()?).await?;
+    TemplateStorage::open(&open(options.timeout)?, &name, options.cache.clone()).await
 }
 
 /// What was done for each remote base that is open, by its URL; bases of one URL together.
 pub fn fetch_counts() -> Vec<(String, FetchCounts)> {
     let mut all: Vec<(String, FetchCounts)> = Vec::new();
     for base in lock(&OPEN).iter().filter_map(Weak::upgrade) {
-        let (name, counts) = (vellum_core::Storage::name(&*base).to_owned(), base.counts());
+        let (name, counts) = (base.name().to_owned(), base.fetch_counts());
         match all.iter_mut().find(|(other, _)| *other == name) {
             Some((_, sum)) => sum.add(counts),
             None => all.push((name, counts)),

@@ -4,6 +4,9 @@
 use std::ops::Range;
 use std::time::Duration;
 
+/// Bytes of a block: what is fetched at least.
+pub const FETCH_BLOCK: u64 = 64 << 10;
+
 /// Streams of sequential reads that are followed at once.
 const STREAMS_MAX: usize = 8;
 

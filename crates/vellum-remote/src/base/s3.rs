@@ -13,6 +13,7 @@ use vellum_core::{Context, Error, ErrorKind, Result, Url};
 
 use super::engine::{Facts, Failure, RemoteBase, Task, Transport};
 use super::ground::Real;
+use super::kept::Kept;
 use super::{RemoteOptions, proof_of};
 use crate::credentials::Profile;
 use crate::store::{bucket_store, explain, is_denied};
@@ -139,10 +140,12 @@ pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<RemoteBas
     .await
     .map_err(|error| explain(&error))
     .context(|| format!("can't open {url}"))?;
+    let proof = proof_of(meta.e_tag.as_deref(), meta.size);
     let facts = Facts {
+        kept: Kept::of(options.cache.as_ref(), &url.to_string(), proof.as_ref()),
         name: url.to_string(),
         len: meta.size,
-        proof: proof_of(meta.e_tag.as_deref(), meta.size),
+        proof,
         timeout: options.timeout,
     };
     let object = Object { bucket, path, url: url.to_string().into(), len: meta.size, tag: meta.e_tag };

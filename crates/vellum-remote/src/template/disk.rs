@@ -25,6 +25,7 @@ use bytes::Bytes;
 use futures_util::future::{BoxFuture, FutureExt, Shared};
 use futures_util::{StreamExt, TryStreamExt};
 use tokio::sync::Semaphore;
+use vellum_core::pin::{Proof, ProofKind};
 use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result,
     Storage, StorageRun, Zeroes, lock,
@@ -105,6 +106,7 @@ struct Counters {
     cached: AtomicU64,
     shared: AtomicU64,
     damaged: AtomicU64,
+    failed: AtomicU64,
 }
 
 /// What a template did since it was opened.
@@ -120,6 +122,8 @@ pub struct TemplateCounts {
     pub shared: u64,
     /// Objects that were something else than their chunk.
     pub damaged: u64,
+    /// Chunks that could not be had.
+    pub failed: u64,
 }
 
 impl TemplateStorage {
@@ -177,7 +181,7 @@ impl TemplateStorage {
 
     /// What it did until now.
     pub fn counts(&self) -> TemplateCounts {
-        let Counters { fetched, fetched_bytes, cached, shared, damaged } = &self.chunks.counters;
+        let Counters { fetched, fetched_bytes, cached, shared, damaged, failed } = &self.chunks.counters;
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         TemplateCounts {
             fetched: load(fetched),
@@ -185,6 +189,7 @@ impl TemplateStorage {
             cached: load(cached),
             shared: load(shared),
             damaged: load(damaged),
+            failed: load(failed),
         }
     }
 
@@ -371,6 +376,7 @@ impl Chunks {
 
     /// Why a chunk cannot be had. Never `Corrupt`: that would say that the image above contradicts itself.
     fn explain(&self, number: u32, digest: Digest, error: Error) -> Error {
+        add(&self.counters.failed, 1);
         let url = &self.url;
         let object = self.store.url_of(&chunk_key(digest));
         let what = match error.kind() {
@@ -413,6 +419,10 @@ impl Storage for TemplateStorage {
 
     fn len(&self) -> u64 {
         self.chunks.index.size()
+    }
+
+    fn proof(&self) -> Option<Proof> {
+        Proof::new(ProofKind::Index, self.len(), self.digest().to_string()).ok()
     }
 
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {

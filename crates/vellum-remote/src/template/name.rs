@@ -60,6 +60,24 @@ impl TemplateName {
     }
 }
 
+impl TemplateName {
+    /// Whether a URL names a version of a template, and so no other object.
+    pub(crate) fn is_version(url: &str) -> bool {
+        url.rsplit('/').next().is_some_and(|last| last.contains(':'))
+    }
+
+    /// The key of the index of the version that it names.
+    ///
+    /// # Errors
+    /// `Invalid` when it names none.
+    pub(crate) fn index_key(&self) -> Result<String> {
+        let version = self.version.as_ref();
+        version
+            .map(|version| index_key(&self.name, version))
+            .ok_or_else(|| Error::invalid(format!("say which version of {self} is meant: {self}:VERSION")))
+    }
+}
+
 impl fmt::Display for TemplateName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name)?;
@@ -72,10 +90,7 @@ impl fmt::Display for TemplateName {
 /// # Errors
 /// `Invalid` without a version, `NotFound` when the store does not have it; those of the store.
 pub async fn remove(store: &Store, name: &TemplateName) -> Result<()> {
-    let Some(version) = &name.version else {
-        return Err(Error::invalid(format!("say which version of {name} is to be removed: {name}:VERSION")));
-    };
-    let key = index_key(&name.name, version);
+    let key = name.index_key()?;
     if store.head(&key).await?.is_none() {
         return Err(Error::new(ErrorKind::NotFound, format!("{} has no template {name}", store.url())));
     }

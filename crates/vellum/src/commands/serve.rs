@@ -18,7 +18,9 @@ use super::limits::limits_of;
 use super::prefetch::prefetch_limits_of;
 use super::trace::read_trace;
 use super::{Outcome, or_share};
-use crate::args::{AllowArgs, parse_format, parse_prealloc, parse_seconds, parse_size, parse_url_prefix};
+use crate::args::{
+    AllowArgs, ChunkCacheArgs, parse_format, parse_prealloc, parse_seconds, parse_size, parse_url_prefix,
+};
 use crate::log::note;
 use crate::output::human_bytes;
 
@@ -262,6 +264,8 @@ pub(crate) struct Args {
     /// Print nothing but warnings and errors
     #[arg(short, long)]
     quiet: bool,
+    #[command(flatten, next_help_heading = IMAGES)]
+    chunk_cache: ChunkCacheArgs,
 }
 
 /// Whether NBD clients must use TLS
@@ -459,6 +463,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         trust_base: args.trust_base,
         remote_timeout: args.remote_timeout,
         data_files: args.data_file.clone(),
+        chunk_cache: args.chunk_cache.choice(),
     };
     let hydration = hydration_of(&args)?;
     let default = args.image.clone().map(|path| (String::new(), path));

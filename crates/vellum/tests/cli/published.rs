@@ -6,9 +6,13 @@ use std::process::{Child, Command, Stdio};
 
 use rustix::process::{Signal, kill_process};
 
+use vellum_web::{Fault, Server as Web};
+
+use super::support::client::Client;
 use super::support::dir::Dir;
 use super::support::program::{Ran, finish, path_text, pid_of, run, skipped, vellum, vellum_command};
-use super::support::{noise, patchy, until};
+use super::support::server::Server;
+use super::support::{first_difference, noise, patchy, until};
 use super::{MIB, is_refusal, refused};
 
 /// A store, and a URL in it.
@@ -145,6 +149,121 @@ fn what_names_no_store_is_refused() {
     push(&format!("file://{}/-x:.y", dir.text("none")), &["cannot name a template"]);
     let usage = vellum(&["template", "push", "--chunk-size", "100k", &image, "x"]);
     assert!(usage.code == 1 && usage.err.contains("power of two"), "{usage:?}");
+}
+
+/// Credentials for a store of ours, and where it is.
+fn store_of(web: &Web) -> [(&'static str, String); 4] {
+    [
+        ("AWS_ENDPOINT_URL", web.url("")),
+        ("AWS_REGION", "x".to_owned()),
+        ("AWS_ACCESS_KEY_ID", "key".to_owned()),
+        ("AWS_SECRET_ACCESS_KEY", "hush".to_owned()),
+    ]
+}
+
+#[test]
+fn a_published_template_is_the_base_of_clones_and_a_host_fetches_it_once() {
+    let (web, dir) = (Web::start(), Dir::new("published-base"));
+    let variables = store_of(&web);
+    let variables = variables.each_ref().map(|(name, value)| (*name, value.as_str()));
+    let run = |arguments: &[&str]| {
+        let mut command = vellum_command();
+        finish(
+            {
+                command.args(arguments).envs(variables);
+                command
+            },
+            None,
+        )
+    };
+    let (raw, cache) = (dir.text("t.raw"), dir.text("cache"));
+    let bytes = patchy(6 * MIB, 5);
+    std::fs::write(&raw, &bytes).expect("a disk");
+    let url = "s3://bucket/t/debian:1";
+    let pushed = run(&["template", "push", "--output", "json", &raw, url]).json();
+    let chunks = pushed["uploaded-chunks"].as_u64().expect("a number");
+    // Two clones, served one after the other by processes of their own.
+    for (turn, format) in ["qcow2", "vellum"].into_iter().enumerate() {
+        let image = dir.text(&format!("clone.{format}"));
+        let made = run(&["create", "-q", "-f", format, "-b", url, "-F", "raw", &image]);
+        assert_eq!(made.code, 0, "{made:?}");
+        let pin = run(&["info", "--output", "json", &image]).json()["backing-pin"][0].clone();
+        assert!(pin["kind"] == "index" && pin["value"] == pushed["digest"], "{pin}");
+        let arguments = ["-f", format, "--allow-url", "s3://bucket/t/", "--chunk-cache", &cache, &image];
+        let served = Server::try_start_in(&variables, &arguments).unwrap_or_else(|ran| panic!("{ran:?}"));
+        let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+        assert_eq!(first_difference(&guest.read_all().expect("read"), &bytes), None, "{format}");
+        guest.write(MIB as u64, &[9; 5000], 0).expect("written");
+        guest.disconnect();
+        until("the cache has all chunks", || objects(Path::new(&cache)) as u64 == chunks);
+        let stats = served.stop_and_count();
+        let remote = &stats["remote"][0];
+        let expected = if turn == 0 { (chunks, 0) } else { (0, chunks) };
+        assert_eq!(
+            (remote["requests"].as_u64(), remote["cached"].as_u64()),
+            (Some(expected.0), Some(expected.1))
+        );
+        assert_eq!(remote["fetched-bytes"] == 0, turn > 0, "{remote}");
+    }
+    // Without the cache, and with a store that lies or has lost a chunk: an error, and the clone stays sound.
+    std::fs::remove_dir_all(&cache).expect("it may be deleted at any time");
+    let image = dir.text("clone.qcow2");
+    let serve = || {
+        let arguments = ["--allow-url", "s3://bucket/", "--remote-timeout", "2", &image];
+        Server::try_start_in(&variables, &arguments).unwrap_or_else(|ran| panic!("{ran:?}"))
+    };
+    let served = serve();
+    let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+    for fault in [Fault::OtherBytes, Fault::Short, Fault::Stall] {
+        web.always(fault.clone());
+        assert!(guest.read(0, 3 << 20).is_err(), "{fault:?}");
+        web.always(Fault::None);
+        web.release();
+    }
+    assert_eq!(guest.read(0, 4096).expect("it is well again"), bytes[..4096]);
+    web.next(&[Fault::Status(503), Fault::Reset, Fault::OtherBytes]);
+    assert_eq!(guest.read(5 << 20, 4096).expect("tried again"), bytes[5 << 20..(5 << 20) + 4096]);
+    guest.disconnect();
+    served.stop();
+    let lost: Vec<String> = web.paths().into_iter().filter(|path| path.contains("/chunks/")).collect();
+    assert!(lost.iter().all(|path| web.delete(path)));
+    let served = serve();
+    let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+    assert!(guest.read(0, 3 << 20).is_err(), "its chunks are gone");
+    guest.disconnect();
+    assert_eq!(served.stop().code, 0);
+    let convert = ["convert", "--allow-url", "s3://bucket/", "-O", "raw", &image, &dir.text("out.raw")];
+    is_refusal(&run(&convert), 1, &["debian:1", "is missing in the store", "vellum template push"], &convert);
+    // The image above is not marked as corrupt, and the remedy helps.
+    let again = run(&["template", "push", "--output", "json", &raw, url]).json();
+    assert_eq!(again["uploaded-chunks"], chunks, "{again}");
+    run(&convert).answer();
+    // Another content under the same name is not this base.
+    std::fs::write(dir.join("other.raw"), patchy(6 * MIB, 6)).expect("a disk");
+    run(&["template", "remove", url]).answer();
+    run(&["template", "push", "-q", &dir.text("other.raw"), url]).answer();
+    is_refusal(&run(&convert), 1, &["has changed"], &convert);
+}
+
+#[test]
+fn blocks_of_a_web_server_are_fetched_once_by_a_host() {
+    let (web, dir) = (Web::start(), Dir::new("published-blocks"));
+    let bytes = noise(3 * MIB, 7);
+    web.put("/base.raw", bytes.clone());
+    let (url, image, cache) = (web.url("/base.raw"), dir.text("clone.qcow2"), dir.text("cache"));
+    vellum(&["create", "-q", "-f", "qcow2", "-b", &url, "-F", "raw", &image]).answer();
+    let read_all = |bytes: &[u8]| {
+        let served = Server::start(&["--allow-url", &url, "--chunk-cache", &cache, &image]);
+        let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+        assert_eq!(first_difference(&guest.read_all().expect("read"), bytes), None);
+        guest.disconnect();
+        until("the cache has all blocks", || objects(Path::new(&cache)) == bytes.len() / (64 << 10));
+        served.stop_and_count()["remote"][0].clone()
+    };
+    let first = read_all(&bytes);
+    assert_eq!(first["fetched-bytes"].as_u64(), Some(bytes.len() as u64), "{first}");
+    let second = read_all(&bytes);
+    assert!(second["fetched-bytes"] == 0 && second["cached"] == 48, "{second}");
 }
 
 /// A server of moto, which ends with this.

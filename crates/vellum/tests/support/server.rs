@@ -43,8 +43,14 @@ impl Server {
 
     /// As above; returns how it ended, if it does not come up.
     pub fn try_start(arguments: &[&str]) -> Result<Self, Box<Ran>> {
+        Self::try_start_in(&[], arguments)
+    }
+
+    /// As above, with these variables.
+    pub fn try_start_in(environment: &[(&str, &str)], arguments: &[&str]) -> Result<Self, Box<Ran>> {
         let place = Dir::short();
         let mut command = vellum_command();
+        command.envs(environment.iter().copied());
         let address = format!("unix:{}", place.text("nbd"));
         command.args(["serve", "--nbd", &address, "--stats-json", &place.text("stats.json")]).args(arguments);
         let begun = Instant::now();

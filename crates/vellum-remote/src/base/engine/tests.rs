@@ -133,8 +133,13 @@ fn base_in(world: &Arc<World>, len: usize, acts: &[Act]) -> (RemoteBase, Script)
         then: Arc::new(Mutex::new(FAST)),
         asked: Arc::default(),
     };
-    let facts =
-        Facts { name: "http://host/base".to_owned(), len: len as u64, proof: None, timeout: 60 * SECOND };
+    let facts = Facts {
+        name: "http://host/base".to_owned(),
+        len: len as u64,
+        proof: None,
+        timeout: 60 * SECOND,
+        kept: None,
+    };
     (RemoteBase::new(facts, Box::new(script.clone()), Box::new(Here(world.clone()))), script)
 }
 

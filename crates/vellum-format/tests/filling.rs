@@ -411,6 +411,38 @@ fn a_fill_that_fails_changes_nothing() {
     }
 }
 
+/// A copy that is left out takes no room from those that come after it.
+#[test]
+fn what_was_left_out_takes_no_room() {
+    let journaled: Vec<Kind> = kinds().into_iter().filter(|kind| !is_linear(kind)).collect();
+    for kind in journaled {
+        let world = World::new(0);
+        let drive = Drive::new(&world, DriveOptions::default());
+        world.run(async {
+            let scene = Scene::new(&kind, drive.clone()).await;
+            let name = scene.name();
+            let disk = scene.open().await;
+            disk.write(guest(4 << 20), Buffer::copy_of(&[1; 4096]), WriteFlags::FUA).await.unwrap();
+            let unit = disk.filling().unwrap().unit.bytes();
+            let hold = drive.hold(Operation::Write);
+            let writer = disk.clone();
+            let writing = world.spawn(async move {
+                writer.write(guest(unit + 512), Buffer::copy_of(&[7; 512]), WriteFlags::default()).await
+            });
+            hold.caught(1).await;
+            for _ in 0..(4 << 20) / unit {
+                let filled = fill_from_below(&*disk, guest(unit).span(unit)).await.unwrap();
+                assert_eq!((filled.kept, filled.wants_flush), (0, false), "{name}");
+            }
+            hold.release();
+            writing.await.unwrap();
+            fill_all(&*disk).await;
+            disk.close().await.unwrap();
+            scene.check().await;
+        });
+    }
+}
+
 /// What ends within the base, or behind it, or is no whole unit.
 #[test]
 fn only_whole_units_are_kept() {

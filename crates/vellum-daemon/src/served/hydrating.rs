@@ -205,6 +205,9 @@ impl Served {
         if lock(&self.tap).is_none() && self.hydration.progress().state == State::Detached {
             return Ok(0);
         }
+        if self.alone().await?.has_snapshots().await? {
+            return Err(self.has_snapshots());
+        }
         self.prefetch(None, None)?;
         let (was_hurrying, errors) = (self.hydration.hurries(), self.hydration.counts().errors);
         self.hydration.set_hurry(true);

@@ -114,12 +114,13 @@ async fn plan<'a, C: Copier>(
             planned.has_more = true;
             continue;
         }
+        perturb::point(); // somebody may write there now
+        let Some(step) = image.plan_copy(part).await? else { continue };
         if image.journal().is_none_or(|journal| !journal.has_room_for_copy(part.len())) {
+            image.release_steps(vec![step]).await;
             planned.wants_flush = true;
             break;
         }
-        perturb::point(); // somebody may write there now
-        let Some(step) = image.plan_copy(part).await? else { continue };
         steps.push(step);
         last_cell = Some(cell);
         drop(data.split_to(usize::try_from(part.start() - at).expect("within the buffer")));

@@ -93,6 +93,11 @@ impl OpenTransaction {
         self.is_fenced
     }
 
+    /// No copy of the disk below is in it.
+    pub(super) fn no_copies(&mut self) {
+        self.filled = 0;
+    }
+
     /// The bytes that checks and second values will take in the record.
     pub(super) fn check_bytes(&self) -> u64 {
         self.sectors as u64 * 4 + self.others.len() as u64 * 48

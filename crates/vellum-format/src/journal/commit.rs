@@ -67,6 +67,8 @@ impl Journal {
         let mut open = lock(&self.open);
         let record_wanted = self.record_wanted.swap(false, Ordering::AcqRel);
         if !has_pages && open.is_empty() && !record_wanted {
+            // Copies that found room and were left out after all: that room is free again.
+            open.no_copies();
             return None;
         }
         let fence = open.is_fenced();

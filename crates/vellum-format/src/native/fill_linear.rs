@@ -124,7 +124,11 @@ impl Native {
             return Ok(());
         }
         self.flush_storage().await?;
-        self.begin_journal().await?;
+        match self.begin_journal().await {
+            // Nothing is lost with the bits.
+            Err(error) if error.kind() == ErrorKind::NoSpace => return Ok(()),
+            begun => begun?,
+        }
         let blocks = self.places.shape().blocks();
         for first in (0..blocks).step_by(usize::try_from(BITS_AT_ONCE).expect("small")) {
             let filled = self.filled.of_word(first);

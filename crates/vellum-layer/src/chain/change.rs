@@ -106,6 +106,11 @@ impl Chain {
                 self.top.path.display()
             )));
         }
+        if self.disk().filling().is_some_and(|filling| filling.kept_at_close) {
+            // What it has counts as far as it is recorded, and a close on a full host records less.
+            self.close_top().await?;
+            self.open_top_again().await?;
+        }
         let is_whole = match &self.tap {
             Some(tap) => is_whole(self.disk(), tap).await?,
             None => false,

@@ -8,7 +8,8 @@
 //! and [`disk`] (the two traits with their written contracts), [`clock`] (time and randomness as arguments),
 //! [`mod@offload`] (long computations elsewhere), [`tally`] (counting I/O), [`stream`] (a connection),
 //! [`losses`] (reports to sessions after a failure; [`witnessed()`] is a disk that gives them), [`merged`] (a
-//! chain's map as one), [`mod@pin`] (what proves the content of a base), [`reference`] (URLs as names of images), [`memory`] (the reference implementations), [`checked`] (watches a seam), [`contract`]
+//! chain's map as one), [`mod@pin`] (what proves the content of a base), [`mod@reference`] (URLs as names of
+//! images), [`memory`] (the reference implementations), [`checked`] (watches a seam), [`contract`]
 //! (the suites any implementation must pass), [`lending`] (the same in lent memory), [`lock()`] (how every
 //! mutex is locked).
 

@@ -43,7 +43,7 @@ pub(crate) struct Args {
     /// Output format
     #[arg(long, value_enum, default_value_t)]
     output: OutputFormat,
-    /// Where from: s3://BUCKET/PREFIX/NAME[:VERSION] or file:///DIR/NAME[:VERSION]; without VERSION, the newest
+    /// Where from: s3://BUCKET/PREFIX/NAME or file:///DIR/NAME, with :VERSION or the newest one
     #[arg(value_name = "TEMPLATE")]
     url: String,
     /// The image to create

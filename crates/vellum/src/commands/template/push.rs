@@ -45,7 +45,7 @@ pub(crate) struct Args {
     /// The image to publish, of any format
     #[arg(value_name = "IMAGE")]
     image: PathBuf,
-    /// Where to: s3://BUCKET/PREFIX/NAME[:VERSION] or file:///DIR/NAME[:VERSION]
+    /// Where to: s3://BUCKET/PREFIX/NAME or file:///DIR/NAME, with :VERSION or without
     #[arg(value_name = "TEMPLATE")]
     url: String,
 }

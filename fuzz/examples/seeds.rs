@@ -51,6 +51,10 @@ fn main() -> io::Result<()> {
             write(&root.join("nbd_request"), &format!("{kind}-{index}"), &[&request[..], &[12]].concat())?;
         }
     }
+    for mode in [0, 1, 3, 4, 7, 15] {
+        let said = [&[mode][..], &vellum_remote::nbd::fuzz::greeting_and_facts()].concat();
+        write(&root.join("nbd_client"), &format!("handshake-{mode:02}"), &said)?;
+    }
     for (index, memory) in vellum_export::vhost::fuzz::seeds().into_iter().enumerate() {
         write(&root.join("vhost_request"), &format!("memory-{index}"), &memory)?;
     }

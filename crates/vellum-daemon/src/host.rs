@@ -7,12 +7,14 @@ use std::path::{Path, PathBuf};
 
 use futures_lite::FutureExt as _;
 use vellum_core::{
-    Context, Error, ErrorKind, LocalFuture, Offload, Result, SharedStorage, Url, UrlPrefix, join_all,
+    Context, Error, ErrorKind, LocalFuture, Offload, Result, Scheme, SharedStorage, Url, UrlPrefix, join_all,
 };
+use vellum_format::FormatKind;
 use vellum_io::{File, LockMode, OpenOptions, spawn_local, unblock, unblock_at};
 use vellum_layer::gate::{ALLOW_DIRS_VARIABLE, ALLOW_URLS_VARIABLE};
 use vellum_layer::{Gate, Identity, Opener, Purpose};
 use vellum_remote::RemoteOptions;
+use vellum_remote::nbd::{self, ClientOptions};
 
 /// How files are opened.
 #[derive(Debug, Clone, Default)]
@@ -92,6 +94,9 @@ fn identity(path: &Path) -> Option<Identity> {
 
 /// What a remote image proves now. An image that proves nothing is shared with no other disk.
 async fn remote_identity(url: &Url, options: &RemoteOptions) -> Option<Identity> {
+    if is_nbd(url) {
+        return None;
+    }
     let proof = vellum_remote::open(url, options).await.ok()?.proof()?;
     let hashed = |salt: u64| {
         let mut hasher = DefaultHasher::new();
@@ -99,6 +104,11 @@ async fn remote_identity(url: &Url, options: &RemoteOptions) -> Option<Identity>
         hasher.finish()
     };
     Some([hashed(0), hashed(1), proof.len(), u64::MAX])
+}
+
+/// Whether it names an export of an NBD server.
+pub(crate) fn is_nbd(url: &Url) -> bool {
+    matches!(url.scheme(), Scheme::Nbd | Scheme::NbdUnix)
 }
 
 /// Whether a place that the user allows is the beginning of a URL.
@@ -123,7 +133,7 @@ impl Opener for Host {
                 match error.kind() {
                     std::io::ErrorKind::NotFound if is_url(&name) => Error::unsupported(format!(
                         "{name}: this way of naming a disk is not supported, only files, block devices and URLs that \
-                         begin with http, https or s3; nbdfuse or qemu-nbd can provide it as a file"
+                         begin with http, https, s3, nbd or nbd+unix; nbdfuse or qemu-nbd can provide it as a file"
                     )),
                     std::io::ErrorKind::NotFound => {
                         Error::new(ErrorKind::NotFound, format!("{name}: no such file"))
@@ -143,6 +153,14 @@ impl Opener for Host {
         if let Some(url) = Url::of_path(canonical) {
             return Box::pin(async move {
                 let url = url?;
+                if is_nbd(&url) && purpose == Purpose::Write {
+                    let options = ClientOptions {
+                        read_only: false,
+                        patience: self.options.remote.timeout,
+                        ..ClientOptions::default()
+                    };
+                    return Ok(nbd::open(&url.to_string().parse()?, options).await? as SharedStorage);
+                }
                 if purpose == Purpose::Write && vellum_remote::can_open(&url) {
                     return Err(Error::new(
                         ErrorKind::ReadOnly,
@@ -171,6 +189,11 @@ impl Opener for Host {
             ..OpenOptions::default()
         };
         Box::pin(async move { Ok(File::open(canonical, options).await? as SharedStorage) })
+    }
+
+    fn stated_format(&self, canonical: &Path) -> Option<FormatKind> {
+        // An export is a disk, and its guest may write anything to it.
+        Url::of_path(canonical)?.ok().filter(is_nbd).map(|_| FormatKind::Raw)
     }
 
     fn identities(&self, paths: Vec<PathBuf>) -> LocalFuture<'_, Option<Vec<Identity>>> {

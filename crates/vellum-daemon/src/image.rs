@@ -192,7 +192,7 @@ pub async fn open_file(path: &Path, options: &ImageOptions) -> Result<(SharedSto
     let purpose = if options.read_only { Purpose::Read } else { Purpose::Write };
     let canonical = host.canonical(path).await?;
     let storage = host.open(&canonical, path, purpose).await?;
-    let format = match options.format {
+    let format = match options.format.or_else(|| host.stated_format(&canonical)) {
         Some(format) => format,
         None => guess_format(&*storage, path, &canonical).await?.0,
     };

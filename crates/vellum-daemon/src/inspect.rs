@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use vellum_core::pin::Pin;
-use vellum_core::{Context, Result, Url};
+use vellum_core::{Context, ImageOffset, Result, Storage, Url};
 use vellum_format::SnapshotKey;
 use vellum_format::foreign::Foreign;
 use vellum_format::image::{Fact, Head, Snapshot};
@@ -13,7 +13,7 @@ use vellum_format::probe::Guess;
 use vellum_io::unblock_at;
 use vellum_layer::chain::{Backing, Step, WayDown};
 
-use crate::host::Host;
+use crate::host::{Host, is_nbd};
 use crate::image::{ImageOptions, Look, look_at};
 
 /// Information about one image.
@@ -63,11 +63,24 @@ pub async fn inspect(path: &Path, options: &ImageOptions, with_chain: bool) -> R
     Ok(images)
 }
 
+/// How much of it is data, as far as the storage knows.
+async fn actual_size(storage: &dyn Storage) -> Result<u64> {
+    let (mut at, mut data) = (ImageOffset::ZERO, 0);
+    while at.bytes() < storage.len() {
+        let runs = storage.runs(at.span(storage.len() - at.bytes())).await?;
+        let Some(last) = runs.last() else { break };
+        at = last.span.end();
+        data += runs.iter().filter(|run| run.is_data).map(|run| run.span.len()).sum::<u64>();
+    }
+    Ok(data)
+}
+
 impl ImageFacts {
     async fn of(host: &Host, step: &Step) -> Result<(Self, Look)> {
         let look = look_at(host, step).await?;
         let storage = &look.storage;
         let actual_size = match Url::of_path(&step.canonical) {
+            Some(Ok(url)) if is_nbd(&url) => actual_size(&**storage).await?,
             Some(_) => storage.len(),
             None => {
                 let canonical = step.canonical.clone();

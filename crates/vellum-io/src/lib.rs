@@ -45,6 +45,7 @@ pub use blocking::{unblock, unblock_at};
 pub use driver::IoMode;
 pub use eventfd::ring;
 pub use file::{Draft, File, LockMode, OpenOptions};
+pub use oneshot::{Receiver as OneshotReceiver, Sender as OneshotSender, oneshot};
 pub use ram::GuestRam;
 pub use ready::{readable, writable};
 pub use signal::{Signal, Signals};

@@ -37,18 +37,20 @@ impl<T> Shared<T> {
 }
 
 /// Sends the value, once.
-pub(crate) struct Sender<T>(Arc<Shared<T>>);
+pub struct Sender<T>(Arc<Shared<T>>);
 
 /// Waits for the value; `None` when the sender was dropped without sending one.
-pub(crate) struct Receiver<T>(Arc<Shared<T>>);
+pub struct Receiver<T>(Arc<Shared<T>>);
 
-pub(crate) fn oneshot<T>() -> (Sender<T>, Receiver<T>) {
+/// A place for one value, and its two ends.
+pub fn oneshot<T>() -> (Sender<T>, Receiver<T>) {
     let shared = Arc::new(Shared(Mutex::new(State::Waiting(None))));
     (Sender(shared.clone()), Receiver(shared))
 }
 
 impl<T> Sender<T> {
-    pub(crate) fn send(self, value: T) {
+    /// Gives the value to the receiver, if it is still there.
+    pub fn send(self, value: T) {
         self.0.settle(State::Sent(value));
     }
 }

@@ -83,6 +83,12 @@ pub trait Opener {
         purpose: Purpose,
     ) -> LocalFuture<'a, Result<SharedStorage>>;
 
+    /// The format of what has this canonical name, where the kind of name alone states it. Such content is never
+    /// probed.
+    fn stated_format(&self, _canonical: &Path) -> Option<FormatKind> {
+        None
+    }
+
     /// What shows whether these paths still lead to the same files, links followed; `None` when the opener
     /// cannot tell. Files of such an opener are not shared.
     fn identities(&self, _paths: Vec<PathBuf>) -> LocalFuture<'_, Option<Vec<Identity>>> {

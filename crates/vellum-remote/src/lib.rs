@@ -8,6 +8,7 @@
 //!   base/           images at URLs as storages that can be read: fetching, patience, reading ahead
 //!   template/       published templates: name, index, chunk, push, collect, and the leases that keep them apart
 //!   cache.rs        chunks and blocks that were fetched, in a directory of this host
+//!   nbd/            an export of an NBD server as a storage, without tokio
 //! ```
 //!
 //! 1. No worker of a disk ever waits here: every future may be polled by any executor, and the work is done on
@@ -22,6 +23,7 @@
 pub mod base;
 pub mod cache;
 mod credentials;
+pub mod nbd;
 pub mod runtime;
 pub mod settings;
 pub mod store;

@@ -59,6 +59,7 @@ impl<'a> WayDown<'a> {
     ) -> Result<(Self, Step)> {
         let canonical = opener.canonical(top).await.map_err(|error| describe(error, top, 0))?;
         let seen = vec![canonical.clone()];
+        let format = format.or_else(|| opener.stated_format(&canonical));
         Ok((
             Self { opener, gate, top, seen },
             Step { path: top.to_owned(), canonical, format, snapshot: None, depth: 0 },
@@ -122,6 +123,7 @@ impl<'a> WayDown<'a> {
         }
         self.gate.check(referrer, &canonical).map_err(describe)?;
         self.seen.push(canonical.clone());
+        let format = format.or_else(|| self.opener.stated_format(&canonical));
         Ok(Some(Step { path, canonical, format, snapshot, depth }))
     }
 }

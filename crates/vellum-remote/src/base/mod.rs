@@ -27,6 +27,7 @@ use std::time::Duration;
 use vellum_core::pin::{Proof, ProofKind};
 use vellum_core::{Error, Result, Scheme, SharedStorage, Storage, Url, UrlPrefix, lock};
 
+use crate::nbd::{self, ClientOptions};
 use crate::template::{TemplateName, TemplateStorage};
 use crate::{ChunkCache, Settings, Store};
 
@@ -93,7 +94,7 @@ fn keep_count<T: Counted + 'static>(base: &Arc<T>) {
 
 /// Whether images at this kind of URL can be read at all.
 pub fn can_open(url: &Url) -> bool {
-    matches!(url.scheme(), Scheme::Http | Scheme::Https | Scheme::S3)
+    !matches!(url.scheme(), Scheme::Rbd)
 }
 
 /// Opens the image at a URL. Any executor may poll this.
@@ -110,9 +111,13 @@ pub async fn open(url: &Url, options: &RemoteOptions) -> Result<SharedStorage> {
             return Ok(template);
         }
         Scheme::S3 => s3::open(url, options).await?,
-        Scheme::Nbd | Scheme::NbdUnix | Scheme::Rbd => {
+        Scheme::Nbd | Scheme::NbdUnix => {
+            let client = ClientOptions { patience: options.timeout, ..ClientOptions::default() };
+            return Ok(nbd::open(&url.to_string().parse()?, client).await?);
+        }
+        Scheme::Rbd => {
             return Err(Error::unsupported(format!(
-                "{url}: this kind of URL is not supported, only http:, https: and s3: URLs; qemu-nbd or nbdfuse can provide others as a file"
+                "{url}: this kind of URL is not supported, only http:, https:, s3: and nbd: URLs; qemu-nbd or nbdfuse can provide others as a file"
             )));
         }
     };

@@ -1,0 +1,12 @@
+//! Disks that are elsewhere, through the real program.
+//!
+//! ```text
+//!   nbd.rs      an export of an NBD server as an image: of our server, of QEMU's and of nbdkit
+//! ```
+
+#![allow(unreachable_pub, reason = "the modules of a test are its own")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod nbd;

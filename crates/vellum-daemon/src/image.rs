@@ -48,6 +48,8 @@ pub struct ImageOptions {
     pub mapping_bytes_max: Option<u64>,
     /// Where what is fetched from stores and servers is kept on this host; where the environment says, when not given.
     pub chunk_cache: Option<CacheChoice>,
+    /// The image records what proves those below, because it will have copies of them.
+    pub pin_base: bool,
     /// What an image that is written reads from below is seen, and copied.
     pub tap: Option<TapOptions>,
 }
@@ -108,7 +110,7 @@ pub async fn open_over(
         mapping_bytes_max: options.mapping_bytes_max,
         trust_base: options.trust_base,
         // Copies of a base fit over no other one.
-        pin_base: options.tap.as_ref().is_some_and(|tap| tap.copy_on_read),
+        pin_base: options.pin_base,
         clock: Some(clock()),
         templates: templates.cloned(),
         tap: options.tap.clone(),

@@ -58,7 +58,7 @@ use crate::stats::DiskStats;
 pub(crate) use disks::{Disks, Opening};
 use gone::Gone;
 pub use hydrating::prefetch_limits;
-use hydrating::{Hydrating, tap_options};
+use hydrating::{Hydrating, image_options};
 use life::{Life, Stage, Step};
 pub(crate) use steer::Wish;
 use tending::Tending;
@@ -113,7 +113,7 @@ pub(crate) struct Served {
     /// The task that enlarges its device when it becomes full, if there is one.
     growing: Mutex<Option<Arc<Growing>>>,
     tending: Mutex<Option<Tending>>,
-    /// What its hydration is told, and says.
+    /// Settings and progress of its hydration.
     hydration: Arc<HydrationControl>,
     /// What sees the reads of its image from below.
     tap: Mutex<Option<Arc<Tap>>>,
@@ -168,7 +168,7 @@ impl Served {
     async fn open(number: usize, group: &Group, how: Arc<How>, workers: WorkersHandle) -> Result<Arc<Self>> {
         let export = &group.exports[0];
         canonical_path(&export.path).await.context(|| format!("can't open {}", export.path.display()))?;
-        let image = ImageOptions { tap: tap_options(export, &how), ..export.image.clone() };
+        let image = image_options(export, &how);
         let chain = open_over(Some(&how.templates), &export.path, &image).await?;
         Self::of(number, group, how, workers, chain).await
     }
@@ -198,7 +198,7 @@ impl Served {
             true => Reconnects::durable(),
             false => Reconnects::doubtful(chain.was_left_open()),
         };
-        let image = ImageOptions { tap: tap_options(export, &how), ..export.image.clone() };
+        let image = image_options(export, &how);
         let served = Arc::new(Self {
             number,
             path: export.path.clone(),

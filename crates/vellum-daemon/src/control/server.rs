@@ -245,7 +245,7 @@ impl Control {
                 let said = limits.as_ref().map(|limits| {
                     prefetch_limits(limits.iter().map(|(name, number)| (name.as_str(), *number)))
                 });
-                disk.prefetch(said.transpose()?, None)?;
+                disk.prefetch(said.transpose()?, None).await?;
                 json!(disk.hydration_stats())
             }
             Request::PrefetchPause { disk } => {

@@ -10,8 +10,10 @@
 //!
 //! 1. There is one task for each disk that has images below it and may be changed while it is served. It
 //!    sleeps until something is wanted.
-//! 2. What it is told stays in force when the disk is opened again (`HydrationControl`).
+//! 2. Its settings stay in force when the disk is opened again (`HydrationControl`).
 //! 3. Detaching is a step like resizing: it has the chain alone, and requests wait at the valve meanwhile.
+//! 4. Before the first byte is copied, the image durably records what proves those below: at opening where copying was asked
+//!    for by then, otherwise in a step when it begins. So copies of one base never meet another.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -31,6 +33,7 @@ use vellum_layer::valve;
 
 use super::{How, IS_READ, Served, Step, reads_a_snapshot};
 use crate::contained::in_rounds;
+use crate::image::ImageOptions;
 use crate::spec::{ExportSpec, HydrationSpec};
 use crate::stats::HydrationStats;
 
@@ -98,11 +101,12 @@ fn filler(served: &Arc<Served>, tap: Arc<Tap>) -> Filler {
     }
 }
 
-/// What is to be seen of a disk's reads from below.
-pub(super) fn tap_options(export: &ExportSpec, how: &How) -> Option<TapOptions> {
-    let HydrationSpec { copy_on_read, keeps_order, .. } = export.hydration;
+/// How the image of a disk is opened: what is to be seen of its reads from below, and whether it will have copies.
+pub(super) fn image_options(export: &ExportSpec, how: &How) -> ImageOptions {
+    let HydrationSpec { copy_on_read, prefetch, keeps_order, .. } = export.hydration;
     let is_wanted = how.is_steered || export.hydration.is_wanted();
-    is_wanted.then(|| TapOptions { copy_on_read, keeps_order, memory: how.copy_memory.clone() })
+    let tap = is_wanted.then(|| TapOptions { copy_on_read, keeps_order, memory: how.copy_memory.clone() });
+    ImageOptions { tap, pin_base: copy_on_read || prefetch, ..export.image.clone() }
 }
 
 /// The names of the limits.
@@ -181,11 +185,20 @@ impl Served {
     /// Begins to copy ahead of need, or continues, with these limits.
     ///
     /// # Errors
-    /// `Unsupported` when the image takes no copies.
-    pub(crate) fn prefetch(&self, limits: Option<PrefetchLimits>, trace: Option<Arc<[Run]>>) -> Result<()> {
+    /// `Unsupported` when the image takes no copies, and what keeps it from recording what proves the images below.
+    pub(crate) async fn prefetch(
+        &self,
+        limits: Option<PrefetchLimits>,
+        trace: Option<Arc<[Run]>>,
+    ) -> Result<()> {
         self.may_be_hydrated()?;
-        self.hydration.set_prefetch(limits.unwrap_or_else(|| self.hydration.limits()), trace);
+        self.pin_below().await?;
+        self.prefetch_pinned(limits, trace);
         Ok(())
+    }
+
+    fn prefetch_pinned(&self, limits: Option<PrefetchLimits>, trace: Option<Arc<[Run]>>) {
+        self.hydration.set_prefetch(limits.unwrap_or_else(|| self.hydration.limits()), trace);
     }
 
     /// Stops copying ahead of need until it is started again.
@@ -208,7 +221,7 @@ impl Served {
         if self.alone().await?.has_snapshots().await? {
             return Err(self.has_snapshots());
         }
-        self.prefetch(None, None)?;
+        self.prefetch(None, None).await?;
         let (was_hurrying, errors) = (self.hydration.hurries(), self.hydration.counts().errors);
         self.hydration.set_hurry(true);
         let ended = loop {
@@ -274,7 +287,7 @@ impl Served {
             self.may_be_hydrated()?;
         }
         if said.prefetch && lock(&self.tap).is_some() {
-            self.prefetch(Some(said.limits), said.trace.clone())?;
+            self.prefetch_pinned(Some(said.limits), said.trace.clone());
         }
         Ok(())
     }
@@ -330,6 +343,22 @@ impl Served {
             }
             self.hydration.wait(&*clock(), AGAIN).await;
         }
+    }
+
+    /// Makes the image record what proves those below, unless it does. Requests wait meanwhile.
+    async fn pin_below(&self) -> Result<()> {
+        let _step = self.begin(Step::Pin)?;
+        let mut chain = self.alone().await?;
+        if chain.pin_to_record()?.is_none() {
+            return Ok(());
+        }
+        if reads_a_snapshot(&chain) {
+            return Err(self.in_use(IS_READ));
+        }
+        let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
+        let pinned = chain.pin_below().await;
+        self.follow(held, &chain, &before).await;
+        pinned
     }
 
     /// Makes the image independent of those below. Requests wait meanwhile.

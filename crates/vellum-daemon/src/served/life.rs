@@ -28,6 +28,7 @@ pub(super) enum Step {
     Reopen,
     Revert,
     Detach,
+    Pin,
 }
 
 impl Step {
@@ -36,6 +37,7 @@ impl Step {
             Self::Pause => "it is being paused; try again when that is done",
             Self::Resize => "it is being resized; try again when that is done",
             Self::Reopen => "it is being reopened; try again when that is done",
+            Self::Pin => "what proves its backing image is being recorded; try again when that is done",
             Self::Detach => "it is being detached from its backing image; try again when that is done",
             Self::Revert => "it is being reverted to a snapshot; try again when that is done",
         }
@@ -220,7 +222,7 @@ impl Life {
 mod tests {
     use super::*;
 
-    const STEPS: [Step; 5] = [Step::Pause, Step::Resize, Step::Reopen, Step::Revert, Step::Detach];
+    const STEPS: [Step; 6] = [Step::Pause, Step::Resize, Step::Reopen, Step::Revert, Step::Detach, Step::Pin];
 
     /// The operations on a disk with the names `a` and `b`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]

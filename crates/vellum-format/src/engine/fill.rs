@@ -1,8 +1,8 @@
 //! The order of a fill: the image keeps a copy of what the disk below has (copy-on-read, prefetch, flattening).
 //!
 //! ```text
-//!   parts that the disk reads from below ──► room in the open transaction ──► claimed, if nobody has a claim
-//!     ──► still read from below? ──► a place ──► data ──► published with its checks, as by a write ──► released
+//!   parts that the disk reads from below ──► claimed, if that is possible at once ──► still read from below?
+//!     ──► room in the open transaction ──► a place ──► data ──► published with its checks, as by a write ──► released
 //! ```
 //!
 //! A fill is a write that may be left out. Whatever it would have to wait for, it drops the part instead.

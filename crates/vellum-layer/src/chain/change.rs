@@ -14,10 +14,12 @@
 
 use std::sync::atomic::AtomicBool;
 
+use vellum_core::pin::Pin;
 use vellum_core::{Context, Error, ErrorKind, Result};
 
 use crate::hydrate::is_whole;
 
+use super::pins::FoundBelow;
 use super::{Chain, How, files_of, mapping_need, open_disk, over, top_share};
 
 impl Chain {
@@ -86,6 +88,35 @@ impl Chain {
         let grown = format.grow(&top.storage, size).await;
         self.open_top_again().await?;
         grown.map(|()| before)
+    }
+
+    /// Records in the image what proves those below, before the first byte of them is copied into it. From then on the
+    /// image is refused over others. Where that was not recorded yet the image is closed, changed and opened again, so
+    /// the disk is another one afterwards, even on failure. The disk must not be in use meanwhile.
+    ///
+    /// # Errors
+    /// `Changed` when the images below are not those that it records, `Refused` when one proves nothing, `Unsupported`
+    /// when the image has no place for it, and the errors of the image. The disk can be used afterwards unless it is
+    /// closed; the error also says that it could not be opened again.
+    pub async fn pin_below(&mut self) -> Result<()> {
+        self.mend().await?;
+        self.options.pin_base = true;
+        let Some(pin) = self.pin_to_record()? else { return Ok(()) };
+        self.close_top().await?;
+        let top = &self.top;
+        let pinned = top.head.kind().format().set_pin(&top.storage, &pin).await;
+        self.open_top_again().await?;
+        pinned
+    }
+
+    /// What the image is to record of those below before bytes of them are copied; `None` if it does, or stands alone.
+    ///
+    /// # Errors
+    /// As for [`pin_below`](Self::pin_below).
+    pub fn pin_to_record(&self) -> Result<Option<Pin>> {
+        let Some(below) = &self.below else { return Ok(None) };
+        let found = FoundBelow::of(below.members().iter());
+        found.hold_against(self.top.head.pin(), self.options.trust_base, true)
     }
 
     /// Makes the image independent of those below, which are closed unless other disks stand on them: the image has

@@ -1,5 +1,5 @@
-//! What a hydration is told, and what it says: shared by the tasks that do it and those that steer it, and kept when
-//! the disk is opened again.
+//! Settings and progress of a hydration: shared by the tasks that do it and those that steer it, and kept when the disk
+//! is opened again.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};

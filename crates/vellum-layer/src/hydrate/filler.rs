@@ -108,7 +108,7 @@ pub struct Filler {
     pub chance: Random,
     /// Of all disks of the process.
     pub turns: FillerTurns,
-    /// What it is told, and says.
+    /// Its settings and progress.
     pub control: Arc<HydrationControl>,
 }
 

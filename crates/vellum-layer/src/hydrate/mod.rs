@@ -4,7 +4,7 @@
 //!   guest ─► valve ─► top image ─────── read of what it has not ──────► tap ─► the images below
 //!                        ▲                                               │ copies, bounded
 //!                        └──────────── fill ◄──── filler ◄───────────────┘
-//!                                                   └─ and what nobody has read yet (prefetch)
+//!                                                   └─ and what no guest has read yet (prefetch)
 //! ```
 //!
 //! - [`Tap`] sees what is read from below and keeps copies of it: copy-on-read.

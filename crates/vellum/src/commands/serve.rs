@@ -457,6 +457,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         prealloc: args.prealloc.unwrap_or_default(),
         compaction: !args.no_compact,
         mapping_bytes_max: args.l2_cache_size,
+        pin_base: false,
         tap: None,
         allow_dirs: AllowArgs { allow_dir: args.allow_dir.clone(), allow_url: args.allow_url.clone() }
             .places(),

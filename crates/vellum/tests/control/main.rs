@@ -5,6 +5,7 @@
 //!   exports.rs  added, removed and opened again while others are served; images that cannot be opened
 //!   health.rs   full and failing: which reports there are; Prometheus
 //!   hung.rs     on storage that does not answer: what that keeps others from, and how it ends
+//!   hydration.rs  copies of the backing image, until the disk stands alone; what keeps it from that
 //!   resize.rs   growing, in every format, during writes; what refuses; killed right after the answer
 //!   limits.rs   throttled: no more than the limit, and what is not throttled
 //!   shared.rs   clones of one template, which is opened once
@@ -21,6 +22,7 @@ mod support;
 mod exports;
 mod health;
 mod hung;
+mod hydration;
 mod limits;
 mod pause;
 mod resize;

@@ -1,0 +1,141 @@
+//! Copies of what lies below come into the image of a served disk: what guests read, what nobody has read yet, until
+//! the image stands alone; and what keeps it from that.
+
+use serde_json::Value;
+
+use super::support::dir::Dir;
+use super::support::noise;
+use super::support::program::vellum;
+use super::support::server::Server;
+use super::support::until;
+use super::{Controlled, told_of};
+
+const LEN: usize = 6 << 20;
+
+/// All kinds of images that take copies, each over the same base.
+const KINDS: [(&str, &str); 4] = [
+    ("qcow2", "journal=on"),
+    ("vellum", "layout=linear"),
+    ("vellum", "layout=table"),
+    ("vellum", "layout=zoned"),
+];
+
+fn cloned(dir: &Dir, format: &str, options: &str) -> [String; 2] {
+    let (base, image) =
+        (dir.text("base.raw"), dir.text(if format == "qcow2" { "clone.qcow2" } else { "clone.vlm" }));
+    std::fs::write(&base, noise(LEN, 3)).expect("a base");
+    let arguments = ["create", "-q", "-f", format, "-o", options, "-b", "base.raw", "-F", "raw", &image];
+    vellum(&arguments).answer();
+    [base, image]
+}
+
+#[track_caller]
+fn hydration(served: &Controlled) -> Value {
+    told_of(served, "")["hydration"].clone()
+}
+
+#[track_caller]
+fn until_detached(served: &Controlled) {
+    until("it is detached", || hydration(served)["state"] == "detached");
+}
+
+#[test]
+fn a_disk_that_prefetches_ends_up_without_its_base() {
+    for (format, options) in KINDS {
+        let dir = Dir::new("prefetch");
+        let [base, image] = cloned(&dir, format, options);
+        let served = Controlled::start(&[&image]);
+        let mut model = noise(LEN, 3);
+        let mut guest = served.client("");
+        guest.write(1 << 20, &[9; 5000], 0).expect("it is written");
+        model[1 << 20..(1 << 20) + 5000].fill(9);
+        guest.flush().expect("a flush");
+        assert_eq!(served.server.times_open(&base), 1, "{options}");
+        vellum(&["prefetch", "start", "--control", &served.socket]).answer();
+        until_detached(&served);
+        assert_eq!(served.server.times_open(&base), 0, "{options}: the base is let go");
+        std::fs::remove_file(&base).expect("nobody needs it");
+        let len = u32::try_from(LEN).expect("short");
+        assert!(guest.read(0, len).expect("it is read") == model, "{options}");
+        guest.disconnect();
+        assert_eq!(served.server.stop().code, 0);
+        let info = vellum(&["info", "--output", "json", &image]).json();
+        assert!(info.get("backing-filename").is_none(), "{options}: {info}");
+        vellum(&["check", &image]).answer();
+        let copy = dir.text("copy.raw");
+        vellum(&["convert", "-O", "raw", &image, &copy]).answer();
+        assert!(std::fs::read(&copy).expect("a copy") == model, "{options}");
+    }
+}
+
+#[test]
+fn what_guests_read_is_kept_and_not_read_from_the_base_again() {
+    for (format, options) in KINDS {
+        let dir = Dir::new("copy-on-read");
+        let [_, image] = cloned(&dir, format, options);
+        for is_first in [true, false] {
+            let served = Controlled::start(&["--copy-on-read", &image]);
+            let mut guest = served.client("");
+            let bytes = guest.read(2 << 20, 1 << 20).expect("it is read");
+            assert!(bytes == noise(LEN, 3)[2 << 20..3 << 20], "{options}");
+            let told = hydration(&served);
+            match is_first {
+                true => until("it is copied", || hydration(&served)["bytes-filled"] == 1 << 20),
+                false => assert_eq!(told["bytes-fetched"], 0, "{options}: {told}"),
+            }
+            guest.flush().expect("a flush");
+            guest.disconnect();
+            assert_eq!(served.server.stop().code, 0);
+        }
+        vellum(&["check", &image]).answer();
+    }
+}
+
+/// Whichever way the copying began: with bytes of one base in the image, another base is refused.
+#[test]
+fn an_image_with_copies_is_refused_over_another_base() {
+    for (format, options) in KINDS {
+        for way in ["--prefetch", "start"] {
+            let dir = Dir::new("prefetch-pin");
+            let [base, image] = cloned(&dir, format, options);
+            // So slow that it does not end here.
+            let slow = "base-max=4096";
+            let limit = ["--prefetch", "--prefetch-limit", slow];
+            let said: &[&str] = if way == "start" { &[] } else { &limit };
+            let served = Controlled::start(&[said, &[&image]].concat());
+            if way == "start" {
+                let start = ["prefetch", "start", "--limit", slow, "--control", &served.socket];
+                vellum(&start).answer();
+            }
+            assert_eq!(served.server.stop().code, 0);
+            let info = vellum(&["info", &image]).answer();
+            assert!(info.contains("backing file pin: file"), "{options}, {way}: {info}");
+            std::fs::write(&base, noise(LEN, 4)).expect("another base");
+            let refused = Server::try_start(&[&image]).err().expect("it is refused");
+            assert!(refused.err.contains("has changed: it was"), "{options}, {way}: {refused:?}");
+        }
+    }
+}
+
+#[test]
+fn a_disk_with_snapshots_is_not_flattened() {
+    let dir = Dir::new("flatten-snapshots");
+    let [_, image] = cloned(&dir, "vellum", "layout=table");
+    vellum(&["snapshot", "create", &image, "s"]).answer();
+    let served = Controlled::start(&[&image]);
+    served.refuses(&["has snapshots", "delete them first"], "flatten", &[]);
+    vellum(&["snapshot", "delete", "--control", &served.socket, "s"]).answer();
+    served.ask("flatten", &[]).answer();
+    until_detached(&served);
+    assert_eq!(served.server.stop().code, 0);
+}
+
+#[test]
+fn an_image_that_takes_no_copies_says_so() {
+    let dir = Dir::new("no-copies");
+    let [_, image] = cloned(&dir, "qcow2", "journal=off");
+    let served = Controlled::start(&[&image]);
+    let refused = vellum(&["prefetch", "start", "--control", &served.socket]);
+    assert!(refused.code == 1 && refused.err.contains("vellum flatten"), "{refused:?}");
+    assert_eq!(served.server.stop().code, 0);
+}

@@ -112,7 +112,7 @@ fn map_is_what_qemu_img_answers() {
         assert_eq!(mine.code, yours.code, "{image}: {mine:?} {yours:?}");
         let is_alike = ["template", "v2", "small", "lazy", "subclusters"]
             .iter()
-            .any(|name| image.contains(&format!("/{name}")));
+            .any(|name| image.rsplit('/').next().is_some_and(|file| file.starts_with(name)));
         if is_alike {
             assert_eq!(mine.out, yours.out, "{image}");
         }

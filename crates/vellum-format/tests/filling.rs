@@ -443,6 +443,49 @@ fn what_was_left_out_takes_no_room() {
     }
 }
 
+/// A copy may be written and then find that the transaction has become too large for it. Its unit is given to another
+/// part of the disk later, which must not show the bytes.
+#[test]
+fn a_copy_that_was_written_in_vain_leaves_no_bytes_behind() {
+    for setup in [
+        NativeSetup::table("table, small journal", SIZE, 64 << 10),
+        NativeSetup::zoned("zoned, small journal", SIZE, 64 << 10, 1 << 20),
+    ] {
+        let kind = Kind::Native(setup.over(base_bytes(), 16 << 10));
+        in_world(&[kind], async |scene| {
+            let name = scene.name();
+            let disk = scene.open().await;
+            let (mut model, mut in_vain) = (expected(), 0);
+            for round in 0..48_u64 {
+                // Small writes over the base take room for their masks and checks.
+                for write in 0..round % 24 {
+                    let at = (round * 24 + write) * 4096 % (3 << 20);
+                    disk.write(guest(at), Buffer::copy_of(&[8; 512]), WriteFlags::default()).await.unwrap();
+                    let at = usize::try_from(at).unwrap();
+                    model[at..at + 512].fill(8);
+                }
+                let at = (round << 16) % (BASE & !0xFFFF);
+                let filled = fill_from_below(&*disk, guest(at).span(64 << 10)).await.unwrap();
+                in_vain += u64::from(filled.wants_flush);
+                disk.flush().await.unwrap();
+                // A unit behind the base, of which only a part is written.
+                let behind = (5 << 20) + (round << 16);
+                if behind + 65_536 <= SIZE {
+                    disk.write(guest(behind + 32_768), Buffer::copy_of(&[7; 512]), WriteFlags::default())
+                        .await
+                        .unwrap();
+                    let at = usize::try_from(behind + 32_768).unwrap();
+                    model[at..at + 512].fill(7);
+                }
+            }
+            assert!(in_vain > 0, "{name}");
+            assert!(read_all(&*disk).await == model, "{name}");
+            disk.close().await.unwrap();
+            scene.check().await;
+        });
+    }
+}
+
 /// What ends within the base, or behind it, or is no whole unit.
 #[test]
 fn only_whole_units_are_kept() {

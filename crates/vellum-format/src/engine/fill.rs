@@ -147,7 +147,11 @@ async fn copy<C: Copier>(image: &C, steps: &mut [Step<'_, C>], mut data: Buffer)
         step.is_published = image.publish_copy(step).await?;
         match step.is_published {
             true => kept += len,
-            false => had_room = false,
+            false => {
+                // Its place has the bytes all the same, and must not be taken for zeros by whoever gets it next.
+                step.held().spoil();
+                had_room = false;
+            }
         }
     }
     Ok((kept, had_room))

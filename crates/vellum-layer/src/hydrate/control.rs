@@ -91,6 +91,8 @@ pub struct HydrationCounts {
 
 #[derive(Debug, Default)]
 pub(super) struct Tallies {
+    /// Bytes that any fill has kept, counted as soon as it has.
+    pub(super) kept: AtomicU64,
     pub(super) filled: AtomicU64,
     pub(super) prefetched: AtomicU64,
     pub(super) commits: AtomicU64,
@@ -256,7 +258,7 @@ impl HydrationControl {
     /// What was counted.
     pub fn counts(&self) -> HydrationCounts {
         let of = |tally: &AtomicU64| tally.load(Ordering::Relaxed);
-        let Tallies { filled, prefetched, commits, pauses, errors } = &self.tallies;
+        let Tallies { filled, prefetched, commits, pauses, errors, kept: _ } = &self.tallies;
         HydrationCounts {
             filled: of(filled),
             prefetched: of(prefetched),

@@ -202,7 +202,10 @@ impl Filler {
         noticed: &Mutex<Noticed>,
         pace: Option<&Mutex<Pace>>,
     ) -> Result<u64> {
-        let (mut kept, mut has_waited) = (0, false);
+        let kept_by_all = &self.control.tallies.kept;
+        let mut kept = 0;
+        // What all fills had kept when this one began to wait for a flush.
+        let mut when_waiting = None;
         loop {
             let data = copied.part(span);
             if let Some(pace) = pace {
@@ -215,14 +218,16 @@ impl Filler {
             }
             let filled = filled?;
             kept += filled.kept;
-            // A flush that has made no room will not do so the next time.
-            if !filled.wants_flush || (has_waited && filled.kept == 0) {
+            let by_all = kept_by_all.fetch_add(filled.kept, Ordering::Relaxed) + filled.kept;
+            // A flush that has made no room for any fill will not do so the next time. Where another fill was
+            // faster, the copy is worth the wait: to drop it is to fetch it again.
+            if !filled.wants_flush || when_waiting == Some(by_all) {
                 return Ok(kept);
             }
+            when_waiting = Some(by_all);
             if !self.is_flushed(noticed).await? {
                 return Ok(kept);
             }
-            has_waited = true;
         }
     }
 

@@ -104,12 +104,22 @@ impl ForwardDisk for Top {
             if self.is_full.load(SeqCst) {
                 return Err(Error::new(ErrorKind::NoSpace, "the host is full"));
             }
-            let len = data.len() as u64;
-            let room = self.room.load(SeqCst).min(len) / BLOCK * BLOCK;
-            drop(data.split_off(usize::try_from(room).unwrap()));
-            let filled = self.memory.fill(at, data).await?;
-            self.room.fetch_sub(filled.kept, SeqCst);
-            Ok(Filled { wants_flush: room < len, ..filled })
+            let mut sum = Filled::default();
+            let mut at = at;
+            while !data.is_empty() && !sum.wants_flush {
+                let block = data.split_to(data.len().min(4096));
+                let span = at.span(block.len() as u64);
+                at = span.end();
+                let map = self.memory.map(span).await?;
+                if map.iter().any(|extent| matches!(extent.place, Place::Below)) {
+                    match self.room.load(SeqCst) < BLOCK {
+                        true => sum.wants_flush = true,
+                        false => sum.kept += self.memory.fill(span.start(), block).await?.kept,
+                    }
+                    self.room.fetch_sub(if sum.wants_flush { 0 } else { BLOCK }, SeqCst);
+                }
+            }
+            Ok(sum)
         })
     }
 }
@@ -247,6 +257,30 @@ fn a_block_that_several_miss_is_fetched_once() {
             vellum_core::join_all(reads).await;
             let bytes: u64 = set.base_reads().iter().map(|span| span.len()).sum();
             assert_eq!(bytes, 3 * BLOCK, "{:?}", set.base_reads());
+        });
+    }
+}
+
+/// Pieces that wait for the same flush share the room that it makes. Those that get none wait for the next one.
+#[test]
+fn what_waits_for_room_is_not_fetched_again() {
+    for seed in 0..20 {
+        // A piece has eight times as much.
+        let set = set(seed, false, 64 << 10);
+        set.world.run(async {
+            set.control.set_prefetch(PrefetchLimits::default(), None);
+            let filler = set.filler();
+            let prefetching = set.world.spawn(async move { filler.prefetch().await });
+            while set.own().await < SIZE {
+                set.sleep(50).await;
+                set.top.flush().await.unwrap();
+                set.guest.flushes.fetch_add(1, SeqCst);
+            }
+            set.control.end();
+            prefetching.await;
+            assert_eq!(set.control.counts().commits, 0, "there are flushes of the guest");
+            let bytes: u64 = set.base_reads().iter().map(|span| span.len()).sum();
+            assert_eq!(bytes, SIZE, "seed {seed}");
         });
     }
 }

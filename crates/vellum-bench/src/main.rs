@@ -42,6 +42,7 @@ enum Command {
     Chores(commands::chores::Args),
     Engine(commands::engine::Args),
     Exports(commands::exports::Args),
+    FreeCopies(commands::free_copies::Args),
     Growing(commands::growing::Args),
     #[command(hide = true)]
     Instructions(commands::instructions::Args),
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
         Command::Chores(args) => ("chores", commands::chores::run(&args)),
         Command::Engine(args) => ("engine", commands::engine::run(&args)),
         Command::Exports(args) => ("exports", commands::exports::run(&args)),
+        Command::FreeCopies(args) => ("free-copies", commands::free_copies::run(&args)),
         Command::Growing(args) => ("growing", commands::growing::run(&args)),
         Command::Instructions(args) => ("instructions", commands::instructions::run(&args)),
         Command::Nbd(args) => ("nbd", commands::nbd::run(&args)),

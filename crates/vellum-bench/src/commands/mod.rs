@@ -4,6 +4,7 @@ pub(crate) mod chains;
 pub(crate) mod chores;
 pub(crate) mod engine;
 pub(crate) mod exports;
+pub(crate) mod free_copies;
 pub(crate) mod growing;
 pub(crate) mod instructions;
 pub(crate) mod nbd;

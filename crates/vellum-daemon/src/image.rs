@@ -52,6 +52,8 @@ pub struct ImageOptions {
     pub pin_base: bool,
     /// What an image that is written reads from below is seen, and copied.
     pub tap: Option<TapOptions>,
+    /// As `tap`, where the image itself asks for copies.
+    pub wished_tap: Option<TapOptions>,
 }
 
 impl ImageOptions {
@@ -114,6 +116,7 @@ pub async fn open_over(
         clock: Some(clock()),
         templates: templates.cloned(),
         tap: options.tap.clone(),
+        wished_tap: options.wished_tap.clone(),
     };
     let opened = Chain::open(&options.host()?, path, &chain).await?;
     if !options.read_only && options.snapshot.is_none() {

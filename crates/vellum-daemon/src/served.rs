@@ -189,7 +189,8 @@ impl Served {
         let is_steered = how.is_steered
             || how.holds_when_full
             || !export.rate_limits.are_none()
-            || export.hydration.is_wanted();
+            || export.hydration.is_wanted()
+            || (!export.hydration.ignores_wish && chain.tap().is_some());
         valve.limit(export.rate_limits.clone());
         valve.hold_when_full(how.holds_when_full);
         let is_written = !export.image.read_only;
@@ -198,7 +199,7 @@ impl Served {
             true => Reconnects::durable(),
             false => Reconnects::doubtful(chain.was_left_open()),
         };
-        let image = image_options(export, &how);
+        let (image, wish) = (image_options(export, &how), chain.top().head.wish());
         let served = Arc::new(Self {
             number,
             path: export.path.clone(),
@@ -223,7 +224,7 @@ impl Served {
             readers: Shutdown::new(),
             losses_said: AtomicU64::new(0),
         });
-        if let Err(error) = served.hydrate_as_said(&export.hydration) {
+        if let Err(error) = served.hydrate_as_said(&export.hydration, wish) {
             served.end(&Exports::new()).await?;
             return Err(error);
         }

@@ -51,6 +51,8 @@ pub struct HydrationSpec {
     pub trace: Option<Arc<[Run]>>,
     /// The order in which blocks are read first from below is recorded.
     pub keeps_order: bool,
+    /// What the image itself asks for is not heeded.
+    pub ignores_wish: bool,
 }
 
 impl HydrationSpec {

@@ -26,6 +26,7 @@ use vellum_core::{
 use crate::prealloc::Prealloc;
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
+use crate::wish::Wish;
 
 /// The default limit for the mappings of one image in memory, in bytes: enough for 256 GiB of 64 KiB
 /// clusters.
@@ -264,6 +265,11 @@ pub trait Head: Send + Sync {
         None
     }
 
+    /// What it asks of the program that serves it.
+    fn wish(&self) -> Wish {
+        Wish::default()
+    }
+
     /// The name of the file that has the guest's data, if that is not the image itself.
     fn data_file(&self) -> Option<&str> {
         None
@@ -441,6 +447,14 @@ pub enum Fact {
     Group(Vec<(&'static str, Fact)>),
     /// Facts without names.
     List(Vec<Fact>),
+}
+
+impl Wish {
+    /// What is said of it where an image is described.
+    pub(crate) fn facts(self) -> impl Iterator<Item = (&'static str, Fact)> {
+        let said = [("copy-on-read", self.copy_on_read), ("prefetch", self.prefetch)];
+        said.into_iter().filter(|(_, is_asked)| *is_asked).map(|(name, is_asked)| (name, is_asked.into()))
+    }
 }
 
 impl From<&str> for Fact {

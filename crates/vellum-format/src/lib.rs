@@ -71,6 +71,7 @@ pub mod report;
 mod snapshot_base;
 mod state;
 mod truth;
+mod wish;
 #[cfg(not(feature = "test-hooks"))]
 mod work;
 #[cfg(feature = "test-hooks")]
@@ -86,3 +87,4 @@ pub use qcow2::Qcow2;
 pub use raw::Raw;
 pub use snapshot_base::{SNAPSHOT_FORMAT, SnapshotBase, SnapshotKey};
 pub use truth::settle;
+pub use wish::Wish;

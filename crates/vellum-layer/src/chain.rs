@@ -30,6 +30,7 @@ mod change;
 mod forks;
 mod pins;
 mod share;
+mod taps;
 mod templates;
 mod way_down;
 
@@ -49,6 +50,7 @@ use crate::hydrate::{Tap, TapOptions};
 use below::{Below, Stand};
 use forks::Fork;
 use pins::FoundBelow;
+use taps::{over, tap_over};
 pub use templates::Templates;
 pub use way_down::{Backing, Step, WayDown};
 
@@ -139,6 +141,8 @@ pub struct ChainOptions {
     pub templates: Option<Arc<Templates>>,
     /// What the top image reads from below is seen, and copied. Not where it is only read, or has nothing below.
     pub tap: Option<TapOptions>,
+    /// As `tap`, where the top image itself asks for copies.
+    pub wished_tap: Option<TapOptions>,
 }
 
 impl Default for ChainOptions {
@@ -158,6 +162,7 @@ impl Default for ChainOptions {
             pin_base: false,
             templates: None,
             tap: None,
+            wished_tap: None,
         }
     }
 }
@@ -253,6 +258,7 @@ impl Chain {
 
     async fn open_at(way: &mut WayDown<'_>, step: Step, options: &ChainOptions) -> Result<Self> {
         let (mut image, next) = find_one(way, &step, options).await?;
+        let options = &options.with_wish(image.head.wish());
         let was_left_open = image.head.was_left_open();
         let top_need = mapping_need(&*image.head, &image.storage, options.read_only);
         let below = match (next, &options.templates) {
@@ -386,19 +392,6 @@ fn top_share(need: u64, below: Option<&Stand>, options: &ChainOptions) -> u64 {
     let below = below.map_or(&[][..], |below| below.needs());
     let needs: Vec<u64> = std::iter::once(need).chain(below.iter().copied()).collect();
     share::shares(&needs, options.mapping_bytes_max).images[0]
-}
-
-/// What sees the reads of the top image from below.
-fn tap_over(below: Option<&Stand>, options: &ChainOptions) -> Option<Arc<Tap>> {
-    let is_written = !options.read_only && options.snapshot.is_none();
-    let tap = options.tap.as_ref().filter(|_| is_written);
-    below.zip(tap).map(|(below, tap)| Tap::over(below.disk().clone(), tap.clone()))
-}
-
-/// The disk that the top image stands on.
-fn over(below: Option<&Stand>, tap: Option<&Arc<Tap>>) -> Option<SharedDisk> {
-    let tap = tap.map(|tap| Arc::clone(tap) as SharedDisk);
-    tap.or_else(|| below.map(|below| below.disk().clone()))
 }
 
 /// How one image of a chain is opened.

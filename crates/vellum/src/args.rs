@@ -234,7 +234,7 @@ const OVER_A_BASE: &[FormatKind] = &[FormatKind::Qcow2, FormatKind::Native];
 const EVERY: &[FormatKind] = &[FormatKind::Raw, FormatKind::Qcow2, FormatKind::Native];
 
 /// What `-o help` lists, sorted by name.
-const CREATE_OPTIONS: [OptionHelp; 23] = [
+const CREATE_OPTIONS: [OptionHelp; 25] = [
     (OVER_A_BASE, "backing_file", "NAME", "backing image, like -b"),
     (OVER_A_BASE, "backing_fmt", "raw|qcow2|vellum", "format of the backing image, like -F"),
     (
@@ -246,6 +246,12 @@ const CREATE_OPTIONS: [OptionHelp; 23] = [
     (QCOW2, "cluster_size", "SIZE", "cluster size, 512 to 2M (default 64k)"),
     (QCOW2, "compat", "v2|v3", "version of the format, also written 0.10 and 1.1 (default v3)"),
     (QCOW2, "compression_type", "zlib|zstd", "compression of compressed clusters (default zlib)"),
+    (
+        OVER_A_BASE,
+        "copy_on_read",
+        "on|off",
+        "ask servers to copy what guests read from the backing image, like `vellum serve --copy-on-read` (default off)",
+    ),
     (QCOW2, "data_file", "NAME", "store guest data in this external file"),
     (QCOW2, "data_file_raw", "on|off", "keep the external data file valid as a raw image (default off)"),
     (
@@ -290,6 +296,12 @@ const CREATE_OPTIONS: [OptionHelp; 23] = [
         "off|metadata|falloc|full",
         "allocate clusters and reserve their space now (default off)",
     ),
+    (
+        OVER_A_BASE,
+        "prefetch",
+        "on|off",
+        "ask servers to copy everything and to detach the image, like `vellum serve --prefetch` (default off)",
+    ),
     (QCOW2, "refcount_bits", "1...64", "width of a refcount, a power of two (default 16)"),
     (EVERY, "size", "SIZE", "size of the disk, like the argument SIZE"),
     (NATIVE, "unit_size", "SIZE", "allocation unit, 64k to 2M (default 64k, layout=table 1M)"),
@@ -332,7 +344,8 @@ fn help_row(option: &str, meaning: &str) -> String {
 
 /// Options that raw images have, and images of the native format; qcow2 has all but the last of these.
 const FOR_RAW: [&str; 2] = ["size", "preallocation"];
-const FOR_NATIVE: [&str; 4] = ["size", "backing_file", "backing_fmt", "journal_size"];
+const FOR_NATIVE: [&str; 6] =
+    ["size", "backing_file", "backing_fmt", "copy_on_read", "journal_size", "prefetch"];
 const ONLY_NATIVE: [&str; 6] = ["layout", "unit_size", "zone_size", "embed", "block_size", "zeroed"];
 
 impl NewImage {
@@ -476,6 +489,14 @@ impl NewImage {
             "embed" => self.native.embed = Some(switch()?),
             "unit_size" => self.native.unit_size = Some(parse_size(value)?),
             "block_size" => self.native.block_size = Some(parse_size(value)?),
+            "copy_on_read" => {
+                self.qcow2.wish.copy_on_read = switch()?;
+                self.native.wish.copy_on_read = switch()?;
+            }
+            "prefetch" => {
+                self.qcow2.wish.prefetch = switch()?;
+                self.native.wish.prefetch = switch()?;
+            }
             "zeroed" => self.native.zero_device = switch()?,
             _ => {
                 return Err(Error::invalid(format!("-o {key}: unknown option (`-o help` lists them)")));

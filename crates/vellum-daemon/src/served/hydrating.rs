@@ -23,6 +23,7 @@ use std::time::Duration;
 
 use futures_lite::future::{or, zip};
 use vellum_core::{CheckedDisk, Error, ErrorKind, Random, Result, lock};
+use vellum_format::Wish;
 use vellum_io::{Spawned, WorkersHandle, clock};
 use vellum_layer::Valve;
 use vellum_layer::hydrate::{
@@ -105,8 +106,10 @@ fn filler(served: &Arc<Served>, tap: Arc<Tap>) -> Filler {
 pub(super) fn image_options(export: &ExportSpec, how: &How) -> ImageOptions {
     let HydrationSpec { copy_on_read, prefetch, keeps_order, .. } = export.hydration;
     let is_wanted = how.is_steered || export.hydration.is_wanted();
-    let tap = is_wanted.then(|| TapOptions { copy_on_read, keeps_order, memory: how.copy_memory.clone() });
-    ImageOptions { tap, pin_base: copy_on_read || prefetch, ..export.image.clone() }
+    let options = TapOptions { copy_on_read, keeps_order, memory: how.copy_memory.clone() };
+    let wished_tap = (!export.hydration.ignores_wish).then(|| options.clone());
+    let tap = is_wanted.then_some(options);
+    ImageOptions { tap, wished_tap, pin_base: copy_on_read || prefetch, ..export.image.clone() }
 }
 
 /// The names of the limits.
@@ -282,14 +285,28 @@ impl Served {
     }
 
     /// Begins what the user has asked for when the disk was named.
-    pub(super) fn hydrate_as_said(&self, said: &HydrationSpec) -> Result<()> {
+    pub(super) fn hydrate_as_said(&self, said: &HydrationSpec, wish: Wish) -> Result<()> {
         if (said.copy_on_read || said.prefetch) && lock(&self.tap).is_some() {
             self.may_be_hydrated()?;
         }
         if said.prefetch && lock(&self.tap).is_some() {
             self.prefetch_pinned(Some(said.limits), said.trace.clone());
         }
+        self.heed(said, wish);
         Ok(())
+    }
+
+    /// Begins what the image asks for. What is not possible is no reason not to serve it.
+    fn heed(&self, said: &HydrationSpec, wish: Wish) {
+        if said.ignores_wish || wish.is_none() || lock(&self.tap).is_none() {
+            return;
+        }
+        if let Err(error) = self.may_be_hydrated() {
+            let path = self.path.display();
+            tracing::warn!("{path} asks for copies of its backing image, but gets none: {}", error.chain());
+        } else if wish.prefetch && !said.prefetch {
+            self.prefetch_pinned(Some(said.limits), said.trace.clone());
+        }
     }
 
     /// Starts the task.

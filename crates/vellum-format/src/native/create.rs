@@ -15,6 +15,7 @@ use vellum_core::{
 
 use super::geometry::{JOURNAL_BYTES_MAX, JOURNAL_BYTES_MIN, Layout, Places, Region, Shape, TABLE_BYTES_MAX};
 use super::superblock::{Base, Slot, Superblock};
+use crate::wish::Wish;
 
 /// The default size of a journal, in bytes.
 pub const JOURNAL_BYTES_DEFAULT: u64 = 16 << 20;
@@ -71,6 +72,8 @@ pub struct CreateOptions {
     pub journal_bytes: Option<u64>,
     /// The base, if there is to be one.
     pub base: Option<NewBase>,
+    /// What the image asks of the program that serves it. Needs a base.
+    pub wish: Wish,
     /// Whether a device is zeroed first.
     pub zero_device: bool,
     /// The image's own UUID. Random by default.
@@ -106,6 +109,7 @@ impl CreateOptions {
                 self.block_size.is_some() && self.base.is_none(),
                 "block_size: an image without a backing image has no bitmap; name one with -b, or omit it",
             ),
+            (!self.wish.is_none() && self.base.is_none(), Wish::NEEDS_BACKING),
             (
                 self.journal_bytes.is_some() && self.base.is_none() && !self.has_table,
                 "journal_size: without a backing image or layout=table there is nothing to record; omit it",
@@ -164,6 +168,7 @@ pub async fn create(storage: &dyn Storage, options: &CreateOptions) -> Result<Su
         options.base.as_ref().map(|base| Base { name: base.name.clone(), format: base.format.clone() });
     let mut superblock = Superblock::new(places, base, options.uuid.map_or_else(random_uuid, Ok)?)?;
     superblock.embeds &= options.embed.unwrap_or(true);
+    superblock.wish = options.wish;
     let context = || format!("can't create {}", storage.name());
     make_room(storage, options, &places).await.context(context)?;
     if let Some(base) = &options.base {

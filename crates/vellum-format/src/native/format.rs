@@ -19,6 +19,7 @@ use crate::image::{
 };
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
+use crate::wish::Wish;
 
 /// The native format, as one of the formats.
 pub(crate) struct NativeFormat;
@@ -143,6 +144,10 @@ impl Head for Superblocks {
         self.superblock.pin()
     }
 
+    fn wish(&self) -> Wish {
+        self.superblock.wish
+    }
+
     fn was_left_open(&self) -> bool {
         self.superblock.needs_replay()
     }
@@ -211,6 +216,7 @@ fn facts(superblocks: &Superblocks) -> Vec<(&'static str, Fact)> {
     if let Some(bytes) = shape.base_bytes {
         facts.push(("block-size", shape.block.bytes().into()));
         facts.push(("base-size", bytes.into()));
+        facts.extend(superblock.wish.facts());
     }
     match places.region(Region::Journal).len() {
         0 => {}

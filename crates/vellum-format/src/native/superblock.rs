@@ -31,6 +31,7 @@ use super::geometry::{Layout, Places, Region, Shape};
 use super::parts::{PARTS_MAX, Part, Parts};
 use crate::bytes::{be32, be64, put32, put64};
 use crate::truth::reconcile;
+use crate::wish::Wish;
 
 /// The first bytes of each copy.
 pub(crate) const MAGIC: [u8; 8] = *b"VELLUMv1";
@@ -44,7 +45,6 @@ mod field {
     pub(super) const SEQUENCE: usize = 16;
     pub(super) const UUID: usize = 24;
     pub(super) const INCOMPATIBLE: usize = 40;
-    #[cfg(test)]
     pub(super) const COMPATIBLE: usize = 48;
     pub(super) const LAYOUT: usize = 56;
     pub(super) const BLOCK_SHIFT: usize = 60;
@@ -83,6 +83,12 @@ mod incompatible {
     pub(super) const PARTS: u64 = 1 << 5;
     pub(super) const CLONED: u64 = 1 << 6;
     pub(super) const KNOWN: u64 = REPLAY | TABLE | BASE | SNAPSHOTS | ZONED | PARTS | CLONED;
+}
+
+/// Compatible features: a program that does not know one may ignore it.
+mod compatible {
+    pub(super) const COPY_ON_READ: u64 = 1 << 0;
+    pub(super) const PREFETCH: u64 = 1 << 1;
 }
 
 /// Bits of the byte of switches.
@@ -178,6 +184,8 @@ pub struct Superblock {
     pub(crate) has_clones: bool,
     /// Whether units of zones may hold their own entries.
     pub(crate) embeds: bool,
+    /// What it asks of the program that serves it.
+    pub(crate) wish: Wish,
 }
 
 impl Superblock {
@@ -211,6 +219,7 @@ impl Superblock {
             has_snapshots: false,
             has_clones: false,
             embeds: places.shape().zone().is_some(),
+            wish: Wish::default(),
         })
     }
 
@@ -271,6 +280,7 @@ impl Superblock {
             has_snapshots: features & incompatible::SNAPSHOTS != 0,
             has_clones: features & incompatible::CLONED != 0,
             embeds: has_zones && page[field::SWITCHES] & NO_EMBEDDING == 0,
+            wish: Wish::of(be64(&*page, field::COMPATIBLE), compatible::COPY_ON_READ, compatible::PREFETCH),
             page: Page(page),
         };
         superblock.check_rest(key)?;
@@ -349,6 +359,10 @@ impl Superblock {
         put64(bytes, field::SEQUENCE, self.sequence);
         bytes[field::UUID..field::UUID + 16].copy_from_slice(&self.uuid);
         put64(bytes, field::INCOMPATIBLE, features);
+        let others = be64(bytes, field::COMPATIBLE) & !(compatible::COPY_ON_READ | compatible::PREFETCH);
+        let wish = if self.base.is_some() { self.wish } else { Wish::default() };
+        let wished = wish.bits(compatible::COPY_ON_READ, compatible::PREFETCH);
+        put64(bytes, field::COMPATIBLE, others | wished);
         put32(bytes, field::LAYOUT, layout);
         bytes[field::BLOCK_SHIFT] = u8::try_from(block.shift()).expect("at most 20");
         bytes[field::UNIT_SHIFT] = u8::try_from(unit_shift).expect("at most 21");

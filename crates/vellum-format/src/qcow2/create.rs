@@ -17,6 +17,7 @@ use super::layout::*;
 use super::refcount;
 use crate::Prealloc;
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
+use crate::wish::Wish;
 
 /// The name of the feature that makes other programs refuse an image whose journal must be replayed.
 pub(crate) const JOURNAL_FEATURE: &str = "vellum journal needs replay";
@@ -69,6 +70,8 @@ pub struct CreateOptions {
     /// Whether space is to be prepared ahead of need while the image is written. It is stored beside the
     /// journal's size, so it can be set only for an image with a journal.
     pub prealloc: Prealloc,
+    /// What the image asks of the program that serves it. Needs version 3 and a backing file.
+    pub wish: Wish,
 }
 
 impl CreateOptions {
@@ -95,6 +98,7 @@ impl Default for CreateOptions {
             preallocation: Preallocation::Off,
             journal: Some(JOURNAL_BYTES_DEFAULT),
             prealloc: Prealloc::default(),
+            wish: Wish::default(),
         }
     }
 }
@@ -227,6 +231,14 @@ fn check(options: &CreateOptions) -> Result<BlockSize> {
     }
     if options.journal.is_some() && options.data_file.is_some() {
         return Err(Error::invalid("journal and data_file cannot be combined yet: omit one of them"));
+    }
+    if !options.wish.is_none() && options.backing.is_none() {
+        return Err(Error::invalid(Wish::NEEDS_BACKING));
+    }
+    if !options.wish.is_none() && options.journal.is_none() {
+        return Err(Error::invalid(
+            "copy_on_read and prefetch need the journal: add journal=on, or omit them",
+        ));
     }
     if options.prealloc != Prealloc::Auto && options.journal.is_none() {
         return Err(Error::invalid(
@@ -418,11 +430,9 @@ fn encode_header(options: &CreateOptions, plan: &Plan) -> Result<Vec<u8>> {
             incompatible |= if is_set { bit } else { 0 };
         }
         put64(&mut bytes, field::INCOMPATIBLE, incompatible);
-        put64(
-            &mut bytes,
-            field::COMPATIBLE,
-            if options.lazy_refcounts { compatible::LAZY_REFCOUNTS } else { 0 },
-        );
+        let lazy = if options.lazy_refcounts { compatible::LAZY_REFCOUNTS } else { 0 };
+        let wished = options.wish.bits(compatible::COPY_ON_READ, compatible::PREFETCH);
+        put64(&mut bytes, field::COMPATIBLE, lazy | wished);
         put64(&mut bytes, field::AUTOCLEAR, if options.data_file_raw { autoclear::RAW_EXTERNAL } else { 0 });
         put32(&mut bytes, field::REFCOUNT_ORDER, plan.refcount_order);
         put32(&mut bytes, field::HEADER_LENGTH, u32::try_from(header_len).expect("small"));

@@ -19,6 +19,7 @@ use crate::image::{
 use crate::prealloc::Prealloc;
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
+use crate::wish::Wish;
 
 /// qcow2, as one of the formats.
 pub(crate) struct Qcow2Format;
@@ -104,6 +105,10 @@ impl Head for Header {
 
     fn size(&self) -> u64 {
         Self::size(self)
+    }
+
+    fn wish(&self) -> Wish {
+        Self::wish(self)
     }
 
     fn backing(&self) -> Option<(&str, Option<&str>)> {
@@ -234,6 +239,7 @@ fn facts(header: &Header) -> Vec<(&'static str, Fact)> {
     ];
     if is_new {
         facts.push(("lazy-refcounts", header.has_lazy_refcounts().into()));
+        facts.extend(header.wish().facts());
     }
     facts.push(("refcount-bits", u64::from(header.refcount_bits()).into()));
     if let Some(name) = Head::data_file(header) {

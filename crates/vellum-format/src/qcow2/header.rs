@@ -24,6 +24,7 @@ use super::layout::*;
 use super::pin;
 use crate::Prealloc;
 use crate::truth::reconcile;
+use crate::wish::Wish;
 
 use extensions::{Extensions, refuse_unknown_features};
 use parse::Features;
@@ -414,6 +415,11 @@ impl Header {
     /// Whether the image is marked corrupt, because damaged metadata was found.
     pub fn is_corrupt(&self) -> bool {
         self.incompatible & incompatible::CORRUPT != 0
+    }
+
+    /// What it asks of the program that serves it.
+    pub(crate) fn wish(&self) -> Wish {
+        Wish::of(self.compatible, compatible::COPY_ON_READ, compatible::PREFETCH)
     }
 
     /// Whether refcount updates may be postponed.

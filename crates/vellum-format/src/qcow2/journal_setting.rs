@@ -314,6 +314,10 @@ impl Parts {
         parts.extensions.retain(|(kind, _)| ![extension::BACKING_FORMAT, extension::PIN].contains(kind));
         parts.backing_name.clear();
         put32(&mut parts.fields, field::BACKING_FILE_SIZE, 0);
+        if header.version() >= 3 {
+            let wished = compatible::COPY_ON_READ | compatible::PREFETCH;
+            put64(&mut parts.fields, field::COMPATIBLE, header.compatible & !wished);
+        }
         parts.forget_unknown(header);
         parts
     }

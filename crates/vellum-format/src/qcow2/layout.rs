@@ -74,6 +74,10 @@ pub(crate) mod incompatible {
 pub(crate) mod compatible {
     /// Refcount updates may be postponed, with the dirty bit set meanwhile.
     pub(crate) const LAZY_REFCOUNTS: u64 = 1 << 0;
+    /// The image asks for copy-on-read. Vellum's own.
+    pub(crate) const COPY_ON_READ: u64 = 1 << 47;
+    /// The image asks to be filled from its backing image and detached. Vellum's own.
+    pub(crate) const PREFETCH: u64 = 1 << 48;
 }
 
 /// Autoclear features: a program that writes the image clears the bits whose data it does not update.

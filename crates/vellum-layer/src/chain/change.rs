@@ -20,7 +20,8 @@ use vellum_core::{Context, Error, ErrorKind, Result};
 use crate::hydrate::is_whole;
 
 use super::pins::FoundBelow;
-use super::{Chain, How, files_of, mapping_need, open_disk, over, top_share};
+use super::taps::over;
+use super::{Chain, How, files_of, mapping_need, open_disk, top_share};
 
 impl Chain {
     /// Restores the disk from an internal snapshot. The image is closed, changed and opened again, so the

@@ -150,7 +150,8 @@ pub(crate) struct Args {
     /// Copy what guests read from the backing image into the image
     ///
     /// A block that was read once is read from the image from then on. This costs no flush and no metadata of its own. With
-    /// =EXPORT, for this export only; may be given several times.
+    /// =EXPORT, for this export only; may be given several times. An image created with `-o copy_on_read=on` asks for it
+    /// itself.
     #[arg(long, value_name = "EXPORT", num_args = 0..=1, require_equals = true, default_missing_value = "", help_heading = HYDRATION)]
     copy_on_read: Vec<String>,
     /// Copy everything from the backing image into the image, in the background, and detach the image then
@@ -159,6 +160,9 @@ pub(crate) struct Args {
     /// `vellum prefetch` for what it does. With =EXPORT, for this export only; may be given several times.
     #[arg(long, value_name = "EXPORT", num_args = 0..=1, require_equals = true, default_missing_value = "", help_heading = HYDRATION)]
     prefetch: Vec<String>,
+    /// Copy nothing from the backing image, even if the image asks for it (`-o copy_on_read` and `-o prefetch`)
+    #[arg(long, conflicts_with_all = ["copy_on_read", "prefetch"], help_heading = HYDRATION)]
+    no_copies: bool,
     /// Limit prefetching, as in base-max=50M,image-max=20M (bytes per second)
     ///
     /// base is what is read from the backing image, image is what is written. -max is never exceeded. Less than -min (default
@@ -432,6 +436,7 @@ fn hydration_of(args: &Args) -> Result<HydrationSpec> {
         limits: args.prefetch_limit.unwrap_or_default(),
         trace: trace.map(|trace| trace.runs.into()),
         keeps_order: args.record_trace,
+        ignores_wish: args.no_copies,
     })
 }
 
@@ -459,6 +464,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         mapping_bytes_max: args.l2_cache_size,
         pin_base: false,
         tap: None,
+        wished_tap: None,
         allow_dirs: AllowArgs { allow_dir: args.allow_dir.clone(), allow_url: args.allow_url.clone() }
             .places(),
         trust_base: args.trust_base,

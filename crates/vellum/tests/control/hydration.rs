@@ -5,10 +5,11 @@ use serde_json::Value;
 
 use super::support::dir::Dir;
 use super::support::noise;
-use super::support::program::vellum;
+use super::support::program::{succeed, vellum};
 use super::support::server::Server;
 use super::support::until;
 use super::{Controlled, told_of};
+use crate::requires;
 
 const LEN: usize = 6 << 20;
 
@@ -88,6 +89,51 @@ fn what_guests_read_is_kept_and_not_read_from_the_base_again() {
             assert_eq!(served.server.stop().code, 0);
         }
         vellum(&["check", &image]).answer();
+    }
+}
+
+/// The image asks for it itself, until it is detached; QEMU reads and checks such an image like any other.
+#[test]
+fn what_an_image_asks_for_is_done_unless_the_server_is_told_not_to() {
+    requires!("qemu-img");
+    for (format, options) in KINDS {
+        let dir = Dir::new("wish");
+        let [base, image] = cloned(&dir, format, &format!("{options},copy_on_read=on"));
+        let facts =
+            || vellum(&["info", "--output", "json", &image]).json()["format-specific"]["data"].clone();
+        assert_eq!((&facts()["copy-on-read"], &facts()["prefetch"]), (&Value::from(true), &Value::Null));
+        for (flags, copies) in [(&["--no-copies"][..], false), (&[], true)] {
+            let served = Controlled::start(&[flags, &[&image]].concat());
+            let mut guest = served.client("");
+            guest.read(0, 1 << 20).expect("it is read");
+            match copies {
+                true => until("it is copied", || hydration(&served)["bytes-filled"] == 1 << 20),
+                false => assert_eq!(hydration(&served)["copy-on-read"], false, "{options}"),
+            }
+            guest.flush().expect("a flush");
+            guest.disconnect();
+            assert_eq!(served.server.stop().code, 0);
+        }
+        if format == "qcow2" {
+            succeed("qemu-img", &["check", "-q", &image]);
+        }
+        vellum(&["flatten", &image]).answer();
+        assert_eq!(facts()["copy-on-read"], Value::Null, "{options}: an image on its own asks for nothing");
+        std::fs::remove_file(&base).expect("nobody needs it");
+        vellum(&["check", &image]).answer();
+
+        let [base, image] = cloned(&dir, format, &format!("{options},prefetch=on"));
+        // Without a control socket, too.
+        let server = Server::start(&[&image]);
+        until("the base is let go", || server.times_open(&base) == 0);
+        assert_eq!(server.stop().code, 0);
+        let info = vellum(&["info", "--output", "json", &image]).json();
+        assert!(info.get("backing-filename").is_none(), "{options}: {info}");
+    }
+    let dir = Dir::new("wish-refused");
+    for (format, words) in [("qcow2", "need a backing image"), ("vellum", "need a backing image")] {
+        let ran = vellum(&["create", "-f", format, "-o", "copy_on_read=on", &dir.text("x"), "1M"]);
+        assert!(ran.code == 1 && ran.err.contains(words), "{ran:?}");
     }
 }
 

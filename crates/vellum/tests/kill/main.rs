@@ -52,11 +52,20 @@ struct Kind {
     options: &'static str,
     /// The format of the image below.
     base: Option<&'static str>,
+    /// What else its servers are told.
+    flags: &'static [&'static str],
+    /// It is made independent of the image below while it is written.
+    flattened: bool,
 }
 
 impl Kind {
     const fn qcow2(name: &'static str, options: &'static str, base: Option<&'static str>) -> Self {
-        Self { name, format: "qcow2", options, base }
+        Self { name, format: "qcow2", options, base, flags: &[], flattened: false }
+    }
+
+    /// One that is filled from below while it is written.
+    const fn filled(name: &'static str, format: &'static str, options: &'static str) -> Self {
+        Self { name, format, options, base: Some("raw"), flags: SLOWLY_FILLED, flattened: false }
     }
 
     /// Makes the image, and returns its content.
@@ -69,7 +78,7 @@ impl Kind {
         }
         // QEMU resolves the name of a data file from its own working directory, so the path is absolute.
         let mut options = self.options.replace("DIR", &dir.text(""));
-        if !self.has_journal() {
+        if self.format == "qcow2" && !self.has_journal() {
             options = format!("journal=off,{options}");
         }
         let options = ["-o", &options];
@@ -87,7 +96,7 @@ impl Kind {
             vellum(&["convert", "-f", "raw", "-O", "qcow2", &dir.text("template"), &dir.text(below)])
                 .answer();
         }
-        vellum(&[&["create", "-f", "qcow2", "-b", below, "-F", base], &options[..], &[&text]].concat())
+        vellum(&[&["create", "-f", self.format, "-b", below, "-F", base], &options[..], &[&text]].concat())
             .answer();
         (path, bytes)
     }
@@ -99,7 +108,7 @@ impl Kind {
 
     /// How the image is given to `vellum serve`: a data file beside it is named.
     fn served_as<'a>(&'a self, image: &'a str) -> Vec<&'a str> {
-        let mut arguments = vec![image, "-f", self.format];
+        let mut arguments = [&[image, "-f", self.format], self.flags].concat();
         if self.options.contains("data_file=") {
             let dir = image.rfind('/').map_or("", |at| &image[..at]);
             arguments.extend(["--allow-dir", dir]);
@@ -110,24 +119,32 @@ impl Kind {
     fn has_journal(&self) -> bool {
         self.options.contains("journal=on")
     }
+
+    /// Whether an image that was not closed says so, and is not read by others.
+    fn needs_recovery(&self) -> bool {
+        self.has_journal() || self.format == "vellum"
+    }
 }
 
 /// What a crash has left. An image whose journal must be replayed is sound once that is done, in memory, and
 /// refused by QEMU, which says why; any other may have leaks, and no errors.
 #[track_caller]
 fn check_crashed(kind: &Kind, image: &str) {
-    let needs_recovery = kind.has_journal() && {
+    let needs_recovery = kind.needs_recovery() && {
         let info = vellum(&["info", "--output", "json", image]).json();
-        let needs = info["format-specific"]["data"]["journal"]["needs-recovery"].as_bool();
+        let journal = &info["format-specific"]["data"]["journal"];
+        // A linear image on its own has no journal.
+        let is_alone = kind.options == "layout=linear" && info.get("backing-filename").is_none();
+        let needs = if is_alone { Some(false) } else { journal["needs-recovery"].as_bool() };
         assert_eq!(info["dirty-flag"].as_bool(), needs, "{}: {info}", kind.name);
         needs.expect("the journal is told")
     };
     if !needs_recovery {
-        return check(kind, image, !kind.has_journal());
+        return check(kind, image, !kind.needs_recovery());
     }
     let ours = vellum(&["check", image]);
     assert!(ours.code == 0, "{}: {ours:?}", kind.name);
-    if has("qemu-img") {
+    if kind.format == "qcow2" && has("qemu-img") {
         let theirs = run("qemu-img", &["check", image]);
         let says_why = theirs.err.contains("vellum journal needs replay");
         assert!(theirs.code == 1 && says_why, "{}: {theirs:?}", kind.name);
@@ -143,7 +160,7 @@ fn check(kind: &Kind, image: &str, leaks_allowed: bool) {
     let good = |code: i32| code == 0 || leaks_allowed && code == 3;
     let ours = vellum(&["check", image]);
     assert!(good(ours.code), "{}: {ours:?}", kind.name);
-    if has("qemu-img") {
+    if kind.format == "qcow2" && has("qemu-img") {
         let theirs = run("qemu-img", &["check", image]);
         assert!(good(theirs.code), "{}: {theirs:?}", kind.name);
     }
@@ -169,7 +186,8 @@ fn rounds(kind: &Kind) {
     so_many_rounds(kind, ROUNDS);
 }
 
-fn so_many_rounds(kind: &Kind, count: usize) {
+/// Returns where the image is.
+fn so_many_rounds(kind: &Kind, count: usize) -> Dir {
     let dir = Dir::new("kill");
     let (path, mut bytes) = kind.make(&dir);
     let image = path.to_str().expect("text").to_owned();
@@ -181,7 +199,9 @@ fn so_many_rounds(kind: &Kind, count: usize) {
         let way = ways[round % ways.len()];
         let about = format!("{}, round {round} {way:?}, seed {}", kind.name, seed());
         let model = Model::new(std::mem::take(&mut bytes), random.any());
-        let server = Server::start(&[&kind.served_as(&image)[..], way].concat());
+        let control = dir.text("control");
+        let steered: &[&str] = if kind.flattened { &["--control", &control] } else { &[] };
+        let server = Server::start(&[&kind.served_as(&image)[..], way, steered].concat());
         let block = if way.contains(&"--direct") { 8 } else { 1 };
         let tap = Tap::new(&model, server.peer());
         let (peer, fio_seed) = (server.peer(), random.below(1 << 31));
@@ -204,8 +224,15 @@ fn so_many_rounds(kind: &Kind, count: usize) {
             let endless = has_fio.then(|| fio::start_endless(dir.path(), &tap.socket(), fio_seed));
             until("the guests have begun", || model.counts().0 > 0);
             until("and so has fio", || !has_fio || tap.writes_answered.load(Relaxed) > writes_before);
-            std::thread::sleep(Duration::from_millis(10 + random.below(250)));
+            let flatten = kind.flattened.then(|| {
+                let mut flatten = vellum_command();
+                flatten.args(["flatten", "--control", &control]).stdout(Stdio::null()).stderr(Stdio::null());
+                flatten.spawn().expect("our own program can be started")
+            });
+            let at_most = if kind.flattened { 1200 } else { 250 };
+            std::thread::sleep(Duration::from_millis(10 + random.below(at_most)));
             server.kill();
+            flatten.map(|mut flatten| flatten.wait()); // it ends with the server
             until_let_go(format!("{image}.data")); // at once where there is none
             tap.close();
             if let Some(mut endless) = endless {
@@ -233,6 +260,7 @@ fn so_many_rounds(kind: &Kind, count: usize) {
     }
     assert!(answered > 0 && lost > 0, "{}: {answered} answered, {lost} under way", kind.name);
     assert!(!has_fio || by_fio.0 > 0 && by_fio.1 > 0, "{}: fio has {by_fio:?} answers", kind.name);
+    dir
 }
 
 /// Makes durable what has been answered.
@@ -283,7 +311,7 @@ fn served(kind: &Kind, image: &str) -> Vec<u8> {
 
 #[test]
 fn killed_raw() {
-    rounds(&Kind { name: "raw", format: "raw", options: "", base: None });
+    rounds(&Kind { name: "raw", format: "raw", options: "", base: None, flags: &[], flattened: false });
 }
 
 #[test]
@@ -346,6 +374,35 @@ fn killed_journal_and_small_clusters() {
     so_many_rounds(&Kind::qcow2("journal, clusters of 512 bytes", options, None), 10);
 }
 
+/// Guests read and write while the image is filled, so slowly that kills meet it at each stage.
+const SLOWLY_FILLED: &[&str] = &["--copy-on-read", "--prefetch", "--prefetch-limit", "base-max=1M"];
+/// Kinds of images that take copies.
+const FILLED: [Kind; 4] = [
+    Kind::filled("filled journal", "qcow2", "journal=on"),
+    Kind::filled("filled linear", "vellum", "layout=linear"),
+    Kind::filled("filled table", "vellum", "layout=table"),
+    Kind::filled("filled zoned", "vellum", "layout=zoned"),
+];
+
+#[test]
+fn killed_while_it_is_filled() {
+    FILLED.iter().for_each(|kind| drop(so_many_rounds(kind, 6)));
+}
+
+#[test]
+fn killed_while_it_is_detached() {
+    let mut detached = 0;
+    for kind in FILLED {
+        let kind = Kind { flags: &[], flattened: true, ..kind };
+        for _ in 0..4 {
+            let dir = so_many_rounds(&kind, 1);
+            let info = vellum(&["info", "--output", "json", &dir.text("disk")]).json();
+            detached += usize::from(info.get("backing-filename").is_none());
+        }
+    }
+    assert!(detached > 0, "all were killed before");
+}
+
 /// Requests of each guest that ends before the server.
 const EACH: usize = 40;
 
@@ -364,7 +421,7 @@ fn asked(control: &str) -> u64 {
 #[test]
 fn drained() {
     let kinds = [
-        Kind { name: "raw", format: "raw", options: "", base: None },
+        Kind { name: "raw", format: "raw", options: "", base: None, flags: &[], flattened: false },
         Kind::qcow2("qcow2", "", None),
         Kind::qcow2("subclusters", "extended_l2=on,cluster_size=64k", Some("raw")),
         Kind::qcow2("journal", "journal=on", Some("raw")),

@@ -1,13 +1,16 @@
 //! A larger disk in an existing image, as far as the L1 table has room in its place.
 //!
 //! The new entries of the table are durable zeros before one write of the header's first sector says that
-//! they exist and how large the disk is. So a crash leaves the old size or the new one. A table that must
+//! they exist and how large the disk is. What the last cluster held behind the old end is zero by then. So a crash leaves the old size or the new one. A table that must
 //! move, or a smaller disk, needs a copy of the image.
 
-use vellum_core::{Context, Error, Result, SharedStorage, Storage, Zeroes};
+use vellum_core::{Buffer, Context, Disk, Error, GuestOffset, Place, Result, SharedStorage, Storage, Zeroes};
 
+use super::Qcow2;
 use super::header::Header;
 use super::layout::*;
+use super::open::OpenOptions;
+use crate::image::Files;
 
 /// Enlarges the disk of a closed image. Returns the size before, in bytes.
 ///
@@ -15,10 +18,11 @@ use super::layout::*;
 /// `Invalid` for a smaller size or one that is no multiple of 512, `Unsupported` when the L1 table has no
 /// room or something else in the image must change with the size, and errors of the storage.
 pub async fn grow(image: &SharedStorage, size: u64) -> Result<u64> {
-    grow_inner(&**image, size).await.context(|| format!("can't resize {}", image.name()))
+    grow_inner(image, size).await.context(|| format!("can't resize {}", image.name()))
 }
 
-async fn grow_inner(image: &dyn Storage, size: u64) -> Result<u64> {
+async fn grow_inner(shared: &SharedStorage, size: u64) -> Result<u64> {
+    let image: &dyn Storage = &**shared;
     let mut header = Header::read(image).await?;
     if header.needs_replay() {
         return Err(header.replay_first(image.name()));
@@ -57,10 +61,50 @@ async fn grow_inner(image: &dyn Storage, size: u64) -> Result<u64> {
         image.flush().await?;
         header.set_l1_entries(u32::try_from(needed).expect("at most 4 Mi"));
     }
+    clear_behind_end(shared, &header, size).await?;
     header.set_size(size);
     image.write(vellum_core::ImageOffset::ZERO, header.first_sector()).await?;
     image.flush().await?; // commit point
     Ok(before)
+}
+
+/// Makes zero what the last cluster holds behind the end of the disk, as far as a disk of this size would show it. Other
+/// programs, and older ones of ours, fill whole clusters from below when they write.
+async fn clear_behind_end(image: &SharedStorage, header: &Header, size: u64) -> Result<()> {
+    let before = header.size();
+    let end = header.cluster_size().round_up(before).min(size);
+    if end <= before {
+        return Ok(());
+    }
+    let behind = GuestOffset::new(before).span(end - before);
+    let mut larger = header.clone();
+    larger.set_size(end);
+    let files = Files { image: image.clone(), data_file: None, below: None };
+    let disk = Qcow2::open(larger, files, OpenOptions { read_only: true, ..OpenOptions::default() }).await?;
+    let len = usize::try_from(behind.len()).expect("less than a cluster");
+    let bytes = disk.read(behind.start(), Buffer::for_overwrite(len)).await?;
+    if bytes.is_zero() {
+        return Ok(());
+    }
+    let refusal = || {
+        Error::unsupported(
+            "its last cluster holds bytes behind the end of the disk, and it is compressed or may belong to a \
+             snapshot: write to the last sector of the disk first",
+        )
+    };
+    if header.snapshot_count > 0 {
+        return Err(refusal());
+    }
+    for extent in disk.map(behind).await? {
+        match extent.place {
+            Place::Data { at, .. } => {
+                image.write_zeroes(at.span(extent.span.len()), Zeroes::Allocated).await?
+            }
+            Place::Compressed => return Err(refusal()),
+            Place::Zero { .. } | Place::Below => {}
+        }
+    }
+    image.flush().await
 }
 
 /// A number of bytes in the largest unit that leaves no rest.
@@ -76,7 +120,7 @@ fn exact(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use futures_lite::future::block_on;
-    use vellum_core::MemoryStorage;
+    use vellum_core::{MemoryDisk, MemoryStorage, WriteFlags};
 
     use super::super::check::check;
     use super::super::create::{CreateOptions, create};
@@ -104,6 +148,45 @@ mod tests {
         ] {
             let error = block_on(grow(&shared, size)).unwrap_err().chain();
             assert!(error.contains(why), "{error}");
+        }
+    }
+
+    /// The disk ends within a cluster, and the base goes on: what the base has there is never seen.
+    #[test]
+    fn what_lies_behind_the_old_end_reads_as_zero() {
+        const CLUSTER: u64 = 64 << 10;
+        const SIZE: u64 = 3 * CLUSTER + 512;
+        for (extended_l2, spoiled) in [(false, false), (false, true), (true, false), (true, true)] {
+            block_on(async {
+                let backing = Some(("base".to_owned(), None));
+                let options = CreateOptions { size: SIZE, extended_l2, backing, ..CreateOptions::default() };
+                let storage = MemoryStorage::new("image");
+                let shared: SharedStorage = storage.clone();
+                create(&*storage, None, &options).await.unwrap();
+                let base = MemoryDisk::holding(&vec![0xaa; 5 << 16]);
+                let files = || Files { image: shared.clone(), data_file: None, below: Some(base.clone()) };
+                let header = Header::read(&*storage).await.unwrap();
+                let disk = Qcow2::open(header, files(), OpenOptions::default()).await.unwrap();
+                let last = GuestOffset::new(SIZE - 512);
+                disk.write(last, Buffer::copy_of(&[7; 512]), WriteFlags::default()).await.unwrap();
+                let map = disk.map(last.span(512)).await.unwrap();
+                let Place::Data { at, .. } = map[0].place else { panic!("{map:?}") };
+                disk.close().await.unwrap();
+                let behind = at + 512;
+                let rest = Buffer::for_overwrite(512);
+                assert!(storage.read(behind, rest).await.unwrap().is_zero(), "nothing of the base is copied");
+                if spoiled {
+                    storage.write(behind, Buffer::copy_of(&[9; 1024])).await.unwrap();
+                }
+                grow(&shared, SIZE + CLUSTER).await.unwrap();
+                let header = Header::read(&*storage).await.unwrap();
+                let alone = Files { image: shared.clone(), data_file: None, below: None };
+                let disk = Qcow2::open(header, alone, OpenOptions::default()).await.unwrap();
+                let old = disk.read(last, Buffer::for_overwrite(512)).await.unwrap();
+                let new = Buffer::for_overwrite(64 << 10);
+                let new = disk.read(GuestOffset::new(SIZE), new).await.unwrap();
+                assert!(old.to_vec() == [7; 512] && new.is_zero(), "{extended_l2} {spoiled}");
+            });
         }
     }
 }

@@ -225,8 +225,17 @@ impl Qcow2 {
     }
 
     async fn fill(&self, cluster: GuestOffset, segment: Segment, buffer: Buffer) -> Result<Buffer> {
-        let filled = self.fill_segment(cluster, segment, buffer).await;
-        filled.context(|| format!("{}: can't copy on write", self.engine.name))
+        // What lies behind the end of the disk is not the disk's: were it copied, a larger disk would show it.
+        let room = self.engine.geometry.size.saturating_sub((cluster + segment.start).bytes());
+        let mut within = buffer;
+        let mut behind = within.split_off(within.len().min(usize::try_from(room).unwrap_or(usize::MAX)));
+        behind.fill(0);
+        if !within.is_empty() {
+            let filled = self.fill_segment(cluster, segment, within).await;
+            within = filled.context(|| format!("{}: can't copy on write", self.engine.name))?;
+        }
+        within.append(behind);
+        Ok(within)
     }
 
     async fn fill_segment(

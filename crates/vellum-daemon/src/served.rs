@@ -124,6 +124,8 @@ pub(crate) struct Served {
     readers: Shutdown,
     /// The number of losses that were reported to the client that opened it again.
     losses_said: AtomicU64,
+    /// How often a snapshot was marked for clones; held while a mark is set or cleared.
+    clone_marks: async_lock::Mutex<u64>,
 }
 
 /// How long it is waited for where an image is, to find those that are one.
@@ -223,6 +225,7 @@ impl Served {
             reconnects,
             readers: Shutdown::new(),
             losses_said: AtomicU64::new(0),
+            clone_marks: async_lock::Mutex::new(0),
         });
         if let Err(error) = served.hydrate_as_said(&export.hydration, wish) {
             served.end(&Exports::new()).await?;

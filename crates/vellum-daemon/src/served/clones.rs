@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use vellum_core::Result;
+use vellum_core::{Error, ErrorKind, Result};
 use vellum_format::image::Snapshot;
 
 use super::{Served, kept, reads_a_snapshot};
@@ -34,18 +34,32 @@ impl Served {
     /// Records that clones stand on a snapshot.
     pub(crate) async fn snapshot_hold(&self, wanted: &str) -> Result<HeldSnapshot> {
         let top = self.top().await?;
+        let mut marks = self.clone_marks.lock().await;
         let snapshot = kept(top.member(), "cloned")?.mark_cloned(wanted).await?;
+        *marks += 1;
         let Snapshot { id, name, size, .. } = snapshot;
         Ok(HeldSnapshot { image: self.canonical.clone(), id, name, virtual_size: size })
     }
 
     /// Records that no clone stands on a snapshot any more, unless one is found beside its image or in these
     /// directories.
+    ///
+    /// A clone marks the snapshot again once its file has its name. So a clone that came while the directories were searched,
+    /// and that the search may have missed, has set a mark since.
     pub(crate) async fn snapshot_release(&self, wanted: &str, look_in: &[PathBuf]) -> Result<()> {
         let top = self.top().await?;
         let snapshots = kept(top.member(), "released")?;
         let snapshot = snapshot_of(&snapshots.list()?, wanted)?;
+        let before = *self.clone_marks.lock().await;
         refuse_while_cloned(&self.canonical, &snapshot, look_in).await?;
+        let marks = self.clone_marks.lock().await;
+        if *marks != before {
+            let path = self.path.display();
+            let why = format!(
+                "a clone of {path} was made just now: try again, if {wanted} is still to be released"
+            );
+            return Err(Error::new(ErrorKind::Locked, why));
+        }
         snapshots.release(&snapshot.id).await
     }
 }

@@ -381,3 +381,35 @@ fn hundreds_of_clones_share_one_snapshot() {
     assert_eq!(server.times_open(&image), 2);
     server.stop();
 }
+
+/// The directories take a while to be searched for clones. One that comes meanwhile keeps its snapshot.
+#[test]
+fn a_clone_that_is_made_during_a_release_is_not_lost() {
+    let dir = Dir::new("forks-release-race");
+    let image = parent(&dir, "layout=table,unit_size=64k");
+    for other in 0..1000 {
+        std::fs::write(dir.join(&format!("other{other}")), "x").expect("a file");
+    }
+    let server = Started::with(&["--export", &format!("p={image}")]);
+    let mut made = 0;
+    for round in 0..8 {
+        let name = format!("s{round}");
+        server.snapshot("create", &[&name]).answer();
+        let [first, second] = ["first", "second"].map(|name| dir.text(&format!("{name}{round}.qcow2")));
+        let from = format!("p@{name}");
+        server.clones(&from, &[&first]).answer();
+        std::fs::remove_file(&first).expect("the only clone");
+        let released = std::thread::scope(|scope| {
+            let released = scope.spawn(|| {
+                let released = server.snapshot("release", &[&name]);
+                released.code == 0 && server.snapshot("delete", &[&name]).code == 0
+            });
+            std::thread::sleep(std::time::Duration::from_millis(5 * round));
+            let cloned = server.clones(&from, &[&second]);
+            made += usize::from(cloned.code == 0);
+            (released.join().expect("it ends"), cloned.code == 0)
+        });
+        assert!(released != (true, true), "round {round}: the snapshot of a clone was deleted");
+    }
+    assert!(made > 0, "no clone was made");
+}

@@ -38,6 +38,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Boot(commands::boot::Args),
     Chains(commands::chains::Args),
     Chores(commands::chores::Args),
     Engine(commands::engine::Args),
@@ -58,6 +59,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let (name, result) = match Cli::parse().command {
+        Command::Boot(args) => ("boot", commands::boot::run(&args)),
         Command::Chains(args) => ("chains", commands::chains::run(&args)),
         Command::Chores(args) => ("chores", commands::chores::run(&args)),
         Command::Engine(args) => ("engine", commands::engine::run(&args)),

@@ -1,5 +1,6 @@
 //! One file for each experiment. An experiment chooses cases, lets programs take turns at each, and reports.
 
+pub(crate) mod boot;
 pub(crate) mod chains;
 pub(crate) mod chores;
 pub(crate) mod engine;

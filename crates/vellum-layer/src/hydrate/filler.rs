@@ -12,7 +12,9 @@
 //!    guest. Only when the guest has not flushed for [`IDLE`], and is idle, or for [`LONG`], it flushes
 //!    itself; such commits are counted. In a hurry it does so at once.
 //! 3. What fails concerns the copy alone. It is counted, the prefetcher says so, and tries again later.
-//! 4. Prefetching is complete when all that the image does not have is known to be zero below. What the disk itself
+//! 4. What a boot trace names is copied without a rest and several pieces at once, also beside a guest at work: the
+//!    guest asks for it next, and what is there by then it need not wait for. The limits and the pauses hold all the same.
+//! 5. Prefetching is complete when all that the image does not have is known to be zero below. What the disk itself
 //!    says is asked for each round, so nothing else need be remembered, also over a restart.
 
 use std::cell::Cell;
@@ -28,6 +30,7 @@ use vellum_core::{
 
 use super::control::{HydrationControl, State};
 use super::missing::{WINDOW, missing_in};
+use super::order::Run;
 use super::pace::{Pace, Side, rest_after};
 use super::tap::{Copied, Facts, Tap};
 
@@ -157,6 +160,8 @@ struct Round<'a> {
     alone: AsyncMutex<()>,
     /// How large the next piece is, in bytes.
     piece_bytes: Cell<u64>,
+    /// What a boot trace names is being copied.
+    is_traced: Cell<bool>,
     errors: Cell<u64>,
     moved: Cell<u64>,
 }
@@ -262,6 +267,7 @@ impl Filler {
             noticed: Mutex::new(Noticed::new(self.guest.activity(), self.clock.now())),
             alone: AsyncMutex::new(()),
             piece_bytes: Cell::new(PIECE),
+            is_traced: Cell::new(false),
             errors: Cell::new(0),
             moved: Cell::new(0),
         };
@@ -338,14 +344,10 @@ impl Round<'_> {
             return Ok(true);
         }
         let trace = if is_first { filler.control.trace() } else { Arc::default() };
-        for runs in trace.chunks(TRACED_AT_ONCE) {
-            let mut pieces = Vec::new();
-            for run in runs {
-                let Some(span) = GuestSpan::checked(GuestOffset::new(run.at), run.len) else { continue };
-                pieces.extend(missing_in(&filler.aside, &filler.tap, &facts, facts.widened(span)).await?);
-            }
-            self.copy(&facts, pieces).await?;
-        }
+        self.is_traced.set(true);
+        let traced = self.copy_traced(&facts, &trace).await;
+        self.is_traced.set(false);
+        traced?;
         for index in 0..count {
             let missing = missing_in(&filler.aside, &filler.tap, &facts, windows(index)).await?;
             self.copy(&facts, missing).await?;
@@ -354,6 +356,20 @@ impl Round<'_> {
             }
         }
         Ok(false)
+    }
+
+    /// What the trace names, in its order.
+    async fn copy_traced(&self, facts: &Facts, trace: &[Run]) -> Result<()> {
+        let filler = self.filler;
+        for runs in trace.chunks(TRACED_AT_ONCE) {
+            let mut pieces = Vec::new();
+            for run in runs {
+                let Some(span) = GuestSpan::checked(GuestOffset::new(run.at), run.len) else { continue };
+                pieces.extend(missing_in(&filler.aside, &filler.tap, facts, facts.widened(span)).await?);
+            }
+            self.copy(facts, pieces).await?;
+        }
+        Ok(())
     }
 
     /// Copies these runs, several pieces at once.
@@ -448,6 +464,9 @@ impl Round<'_> {
             }
             // A slow disk below is not made slower by several pieces at once.
             if is_quiet && self.piece_bytes.get() > PIECE_MIN {
+                return Some(None);
+            }
+            if self.is_traced.get() {
                 return Some(None);
             }
             let is_alone = self.alone.lock().await;

@@ -380,6 +380,32 @@ fn everything_is_prefetched_what_is_zero_is_not_and_the_order_is_the_recorded_on
     });
 }
 
+/// A guest boots: it is at work all the time. What a trace names is there before it would have been copied beside any other
+/// guest, and what follows waits again.
+#[test]
+fn what_a_trace_names_is_copied_beside_a_guest_at_work_and_nothing_else_is_hurried() {
+    const TRACED: u64 = 40;
+    let set = set(10, false, u64::MAX);
+    *lock(&set.below.took) = Duration::from_millis(20);
+    let trace: Vec<Run> = (0..TRACED).map(|run| Run { at: SIZE - (run + 1) * 16 * BLOCK, len: 4096 }).collect();
+    set.control.set_prefetch(PrefetchLimits::default(), Some(trace.into()));
+    set.world.run(async {
+        let filler = set.filler();
+        let prefetching = set.world.spawn(async move { filler.prefetch().await });
+        for _ in 0..100 {
+            set.guest.requests.fetch_add(1, SeqCst);
+            set.sleep(5).await;
+        }
+        // 40 pieces of 20 ms, four at a time, take 200 ms. With rests it would be 20 s. In what is left of the half second
+        // there is time for one piece of what follows.
+        let prefetched = set.control.counts().prefetched;
+        assert!(prefetched >= TRACED * BLOCK, "{prefetched}");
+        assert!(prefetched <= TRACED * BLOCK + (512 << 10), "{prefetched}");
+        set.control.end();
+        prefetching.await;
+    });
+}
+
 /// The disk below hangs under the prefetcher: a guest writes what is being fetched, and keeps what it has written.
 #[test]
 fn a_hung_base_holds_up_no_write() {

@@ -387,7 +387,8 @@ fn what_a_trace_names_is_copied_beside_a_guest_at_work_and_nothing_else_is_hurri
     const TRACED: u64 = 40;
     let set = set(10, false, u64::MAX);
     *lock(&set.below.took) = Duration::from_millis(20);
-    let trace: Vec<Run> = (0..TRACED).map(|run| Run { at: SIZE - (run + 1) * 16 * BLOCK, len: 4096 }).collect();
+    let trace: Vec<Run> =
+        (0..TRACED).map(|run| Run { at: SIZE - (run + 1) * 16 * BLOCK, len: 4096 }).collect();
     set.control.set_prefetch(PrefetchLimits::default(), Some(trace.into()));
     set.world.run(async {
         let filler = set.filler();

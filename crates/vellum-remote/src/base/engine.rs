@@ -355,11 +355,13 @@ impl Inner {
             }
             match state.slots.get_mut(&block) {
                 Some(Slot::Ready(ready)) => {
-                    if std::mem::take(&mut ready.is_ahead) {
-                        add(&self.counters.ahead_used, 1);
-                    }
+                    let was_ahead = std::mem::take(&mut ready.is_ahead);
                     ready.used = now;
                     found[index] = Some(ready.bytes.clone());
+                    if was_ahead {
+                        add(&self.counters.ahead_used, 1);
+                        state.ahead.on_used();
+                    }
                 }
                 Some(Slot::Pending(fetch)) => {
                     if waits.last().is_none_or(|last| !Arc::ptr_eq(last, fetch)) {
@@ -392,6 +394,7 @@ impl Inner {
                 && std::mem::take(&mut ready.is_ahead)
             {
                 add(&self.counters.ahead_used, 1);
+                state.ahead.on_used();
             }
         }
     }
@@ -428,6 +431,10 @@ impl Inner {
             for block in first..=first + count {
                 state.slots.insert(block, Slot::Pending(fetch.clone()));
             }
+            match is_ahead {
+                true => state.ahead.on_ahead(count + 1),
+                false => state.ahead.on_wanted(count + 1),
+            }
             (fetch, first..first + count + 1)
         };
         let (fetch, run) = fetch;
@@ -453,7 +460,12 @@ impl Inner {
                     }
                     self.make_room(&mut state);
                 }
-                Err(_) => run.for_each(|block| drop(state.slots.remove(&block))),
+                Err(_) => {
+                    if is_ahead {
+                        state.ahead.on_failed(run.end - run.start);
+                    }
+                    run.for_each(|block| drop(state.slots.remove(&block)));
+                }
             }
         }
         drop(fetch.result.set(result));
@@ -476,7 +488,6 @@ impl Inner {
             if let Some(Slot::Ready(block)) = state.slots.remove(&number) {
                 state.ready -= 1;
                 if block.is_ahead {
-                    state.ahead.on_wasted();
                     add(&self.counters.ahead_wasted, 1);
                 }
             }

@@ -13,6 +13,11 @@ const STREAMS_MAX: usize = 8;
 /// Reads ahead begin with this many blocks.
 const AHEAD_FIRST: u64 = 2;
 
+/// So many blocks may be ahead, or have been in vain, before anything was asked for; and one more for each
+/// [`EARNED_WITH`] that were.
+const UNUSED_FIRST: u64 = 16;
+const EARNED_WITH: u64 = 16;
+
 /// The first pause before a request is tried again. It doubles, up to [`PAUSE_MAX`].
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
@@ -106,21 +111,23 @@ struct Stream {
 
 /// What is read ahead. Reads that go on where an earlier one ended make a stream; its window doubles while it goes on.
 ///
-/// Blocks that were read ahead and dropped unused are waste. When there is more waste than a sixteenth of what was
-/// asked for, nothing is read ahead until that is no longer so.
+/// What was read ahead and has not been asked for is *unused*: it may be asked for soon, or never. Only for so many blocks is
+/// that allowed: [`UNUSED_FIRST`], and a sixteenth of those that were fetched because a read wanted them. Blocks that streams left
+/// behind when they ended stay unused, so that what is fetched in vain has the same bound whether it is still in memory or
+/// was dropped.
 #[derive(Debug, Default)]
 pub(super) struct ReadAhead {
     streams: Vec<Stream>,
     clock: u64,
-    asked: u64,
-    wasted: u64,
+    /// Fetched, and wanted by a read.
+    wanted: u64,
+    unused: u64,
 }
 
 impl ReadAhead {
     /// A read of these blocks came: the blocks to fetch ahead, at most `window_max` of them.
     pub(super) fn on_read(&mut self, read: &Range<u64>, end: u64, window_max: u64) -> Range<u64> {
         self.clock += 1;
-        self.asked += read.end - read.start;
         let clock = self.clock;
         // The last block of the read before may be read again, because reads are not aligned to blocks.
         let follows = |stream: &&mut Stream| read.start == stream.next || read.start + 1 == stream.next;
@@ -142,23 +149,37 @@ impl ReadAhead {
         if ahead - stream.next > stream.window / 2 {
             return 0..0;
         }
-        stream.window = (stream.window * 2).clamp(AHEAD_FIRST, window_max);
-        let until = (stream.next + stream.window).min(end);
+        let room = (UNUSED_FIRST + self.wanted / EARNED_WITH).saturating_sub(self.unused);
+        let window = (stream.window * 2).clamp(AHEAD_FIRST, window_max);
+        let until = (stream.next + window).min(end).min(ahead + room);
+        // No more than it got: the next request is made when half of that is used, and not one for each block.
+        stream.window = until.saturating_sub(stream.next);
         if until <= ahead {
-            return 0..0;
-        }
-        let room = (8 + self.asked / 16).saturating_sub(self.wasted);
-        if room == 0 {
-            stream.window = 0;
             return 0..0;
         }
         stream.ahead = until;
         ahead..until
     }
 
-    /// A block that was read ahead was dropped before anything asked for it.
-    pub(super) fn on_wasted(&mut self) {
-        self.wasted += 1;
+    /// So many blocks are fetched because a read wants them.
+    pub(super) fn on_wanted(&mut self, blocks: u64) {
+        self.wanted += blocks;
+    }
+
+    /// So many are fetched ahead.
+    pub(super) fn on_ahead(&mut self, blocks: u64) {
+        self.unused += blocks;
+    }
+
+    /// A block that was fetched ahead is wanted by a read.
+    pub(super) fn on_used(&mut self) {
+        self.unused = self.unused.saturating_sub(1);
+        self.wanted += 1;
+    }
+
+    /// So many blocks ahead did not come.
+    pub(super) fn on_failed(&mut self, blocks: u64) {
+        self.unused = self.unused.saturating_sub(blocks);
     }
 }
 
@@ -236,17 +257,57 @@ mod tests {
     }
 
     #[test]
-    fn waste_ends_reading_ahead_until_it_is_earned_again() {
+    fn what_is_unused_bounds_what_is_read_ahead_until_more_is_earned() {
         let mut state = ReadAhead::default();
-        state.on_read(&(0..1), 1000, 16);
-        assert_eq!(state.on_read(&(1..2), 1000, 16), 2..4);
-        (0..8).for_each(|_| state.on_wasted());
-        state.on_read(&(100..101), 1000, 16);
-        assert_eq!(state.on_read(&(101..102), 1000, 16), 0..0, "eight were wasted");
-        for at in (200..340).step_by(7) {
-            state.on_read(&(at..at + 1), 1000, 16);
+        // Streams that end after their second block, each with two blocks ahead.
+        let mut begun = 0;
+        for stream in 0..100 {
+            let at = stream * 100;
+            state.on_read(&(at..at + 1), 20_000, 16);
+            let ahead = state.on_read(&(at + 1..at + 2), 20_000, 16);
+            state.on_ahead(ahead.end - ahead.start);
+            begun += ahead.end - ahead.start;
         }
-        state.on_read(&(900..901), 1000, 16);
-        assert_eq!(state.on_read(&(901..902), 1000, 16), 902..904, "one is earned with sixteen");
+        assert_eq!(begun, UNUSED_FIRST, "all of them in vain");
+        state.on_wanted(2 * EARNED_WITH - 1);
+        state.on_read(&(15_000..15_001), 20_000, 16);
+        assert_eq!(state.on_read(&(15_001..15_002), 20_000, 16), 15_002..15_003, "one is earned");
+        state.on_ahead(1);
+        state.on_used();
+        assert_eq!(
+            state.on_read(&(15_002..15_003), 20_000, 16),
+            15_003..15_005,
+            "and another, and one was used"
+        );
+        state.on_ahead(2);
+        assert_eq!(state.on_read(&(15_003..15_006), 20_000, 16), 0..0);
+        state.on_failed(2);
+        state.on_read(&(16_000..16_001), 20_000, 16);
+        assert_eq!(
+            state.on_read(&(16_001..16_002), 20_000, 16),
+            16_002..16_004,
+            "what did not come is not in vain"
+        );
+    }
+
+    #[test]
+    fn a_stream_whose_blocks_are_used_is_read_ahead_to_the_full_window() {
+        let mut state = ReadAhead::default();
+        let (mut ahead, mut requests, mut most) = (0, 0, 0);
+        for at in 0..2000 {
+            match at < ahead {
+                true => state.on_used(),
+                false => state.on_wanted(1),
+            }
+            let now = state.on_read(&(at..at + 1), 10_000, 64);
+            if !now.is_empty() {
+                state.on_ahead(now.end - now.start);
+                requests += 1;
+                ahead = now.end;
+            }
+            most = most.max(ahead.saturating_sub(at + 1));
+        }
+        assert_eq!(most, 64);
+        assert!(requests < 200, "{requests}");
     }
 }

@@ -11,11 +11,12 @@ const PLACES: [&str; 4] =
     [concat!("/ho", "me/"), concat!("/ro", "ot/"), concat!("/wo", "rk/"), concat!("/Us", "ers/")];
 
 /// The hosts that links may lead to. A name without a dot is an example, and so is one that ends in `.example`.
-const HOSTS: [&str; 8] = [
+const HOSTS: [&str; 9] = [
     "127.0.0.1",
     "github.com",
     "www.apache.org",
     "www.debian.org",
+    "www.w3.org",
     "keepachangelog.com",
     "semver.org",
     "doc.rust-lang.org",

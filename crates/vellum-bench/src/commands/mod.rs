@@ -10,6 +10,8 @@ pub(crate) mod growing;
 pub(crate) mod instructions;
 pub(crate) mod nbd;
 pub(crate) mod neighbours;
+pub(crate) mod prefetch;
+pub(crate) mod push;
 pub(crate) mod recovery;
 pub(crate) mod replay_traces;
 pub(crate) mod slow_flush;

@@ -93,10 +93,21 @@ trait Busy: Send {
 
 /// Puts the load on the server and returns the measurement. The same seed requests the same offsets.
 pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing, seed: u64) -> Result<Sample> {
+    run_within(target, workload, timing, seed, u64::MAX)
+}
+
+/// As above, within so many bytes from the start of the disk.
+pub(crate) fn run_within(
+    target: Target<'_>,
+    workload: &Workload,
+    timing: Timing,
+    seed: u64,
+    part: u64,
+) -> Result<Sample> {
     let mut clients = Vec::new();
     for index in 0..target.connections {
         let session = Session::open(target.socket, target.structured)?;
-        let places = Places::new(workload, session.size, index, target.connections, seed);
+        let places = Places::new(workload, session.size.min(part), index, target.connections, seed);
         clients.push(Client::new(session, *workload, places));
     }
     keep_all_busy(clients, target.pid, workload.len, timing)

@@ -212,10 +212,12 @@ impl Found {
     /// Compares what the image records of those below with what they are, and records it where it must be.
     async fn hold_against_pin(&mut self, below: &Stand, options: &ChainOptions) -> Result<()> {
         let found = FoundBelow::of(below.members().iter());
-        let Some(pin) = found.hold_against(self.head.pin(), options.trust_base, options.pin_base)? else {
+        let is_read = options.read_only || options.snapshot.is_some();
+        let trusts = options.trust_base || is_read;
+        let Some(pin) = found.hold_against(self.head.pin(), trusts, options.pin_base)? else {
             return Ok(());
         };
-        if options.read_only || options.snapshot.is_some() {
+        if is_read {
             return Ok(());
         }
         let format = self.head.kind().format();

@@ -126,10 +126,10 @@ impl Below {
         }
         members.reverse();
         for (index, member) in members.iter().enumerate() {
-            let found = FoundBelow::of(members[index + 1..].iter());
-            if !members[index + 1..].is_empty() {
-                let held = found.hold_against(member.head.pin(), options.trust_base, false);
-                held.map_err(|error| describe(error, &member.path, index + 1))?;
+            let under = &members[index + 1..];
+            if let Some(pin) = member.head.pin().filter(|_| !under.is_empty()) {
+                let found = FoundBelow::of(under.iter());
+                found.compare(pin).map_err(|error| describe(error, &member.path, index + 1))?;
             }
         }
         let has_view = members.len() > 1;

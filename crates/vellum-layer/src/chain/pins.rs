@@ -5,8 +5,9 @@
 //! 2. An image over a URL that records nothing yet gets the pin before its disk is opened for writing: before
 //!    the first byte of the base is used for a write. When it is only read, nothing is recorded: nothing of the base is
 //!    kept either.
-//! 3. An image below that proves nothing, such as a weak entity tag, counts as trusted only if the user, or the
-//!    pin, says so.
+//! 3. An image below that proves nothing, such as an NBD export or a weak entity tag, counts as trusted only if the
+//!    user, or the pin, says so. An image over it that is only read needs no trust: it keeps nothing of it. The pin of the
+//!    image on top covers all those below it, so an image further down only compares its own, if it has one.
 
 use vellum_core::pin::{Pin, Proof, ProofKind};
 use vellum_core::{Error, ErrorKind, Result, Url};
@@ -65,8 +66,9 @@ impl FoundBelow {
             return Err(Error::new(
                 ErrorKind::Refused,
                 format!(
-                    "nothing proves that {} stays as it is (a web server must give a strong ETag), so another version of it \
-                     could be mixed in later: if it never changes, say so with `--trust-base`",
+                    "nothing proves that {} stays as it is (a strong ETag, or a protected snapshot, would), so another version of it \
+                     could be mixed in later: if it never changes, say so with `--trust-base` (of `vellum create`, \
+                     `clone` or `serve`, which records it)",
                     self.names[index]
                 ),
             ));
@@ -74,7 +76,11 @@ impl FoundBelow {
         Pin::new(self.proofs.clone()).map(Some)
     }
 
-    fn compare(&self, pin: &Pin) -> Result<()> {
+    /// Compares what an image records of those below it.
+    ///
+    /// # Errors
+    /// `Changed` when they are others.
+    pub(super) fn compare(&self, pin: &Pin) -> Result<()> {
         let Some((index, now)) = pin.difference(&self.proofs) else { return Ok(()) };
         let was = pin.proofs().get(index);
         let name = self.names.get(index).or(self.names.last()).map_or("the image below", String::as_str);

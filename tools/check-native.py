@@ -191,7 +191,7 @@ class Superblock:
         text = self.text(be32(self.page, 1600), 1608, 504, "pin of the base")
         for line in text.split("\n") if text else []:
             kind, length, value = (line.split(" ") + [""])[:3]
-            need(kind in ("etag", "version", "index", "file", "trusted"), "the pin of the base is none")
+            need(kind in ("etag", "version", "index", "file", "snapshot", "trusted"), "the pin of the base is none")
             need(length.isdigit() and str(int(length)) == length and int(length) < 2**64, "the pin of the base is none")
             need((value == "") == (kind == "trusted") and len(value) <= 256, "the pin of the base is none")
             need(line == f"{kind} {length} {value}".rstrip(), "the pin of the base is none")

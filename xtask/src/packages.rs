@@ -24,7 +24,7 @@ enum Need {
 
 use Need::{Program, Python};
 
-const WANTS: [Want; 22] = [
+const WANTS: [Want; 27] = [
     want(Program("qemu-img"), "qemu-utils", "the other opinion on images: check, compare, convert"),
     want(Program("qemu-io"), "qemu-utils", "writes what is read here, and reads what is written here"),
     want(Program("qemu-system-x86_64"), "qemu-system-x86", "boots a guest from a served clone"),
@@ -46,6 +46,11 @@ const WANTS: [Want; 22] = [
     want(Program("losetup"), "mount", "block devices over files"),
     want(Program("setpriv"), "util-linux", "tests of the locks as another user"),
     want(Program("curl"), "curl", "makes a bucket in an object store"),
+    want(Program("ceph-mon"), "ceph-mon", "Ceph: a cluster has a monitor"),
+    want(Program("ceph-osd"), "ceph-osd", "Ceph: and a place for objects"),
+    want(Program("monmaptool"), "ceph-base", "Ceph: what the monitor starts with"),
+    want(Program("ceph"), "ceph-common", "Ceph: users and pools"),
+    want(Program("rbd"), "ceph-common", "Ceph: makes images and snapshots"),
     want(Program("c++"), "g++", "builds libFuzzer"),
 ];
 

@@ -30,12 +30,15 @@ pub enum ProofKind {
     Index,
     /// The number of a local file and the time of its last change.
     File,
+    /// A protected snapshot of a Ceph cluster: cluster, pool, image and number.
+    Snapshot,
     /// Only the user's word that the content never changes.
     Trusted,
 }
 
 impl ProofKind {
-    const ALL: [Self; 5] = [Self::Etag, Self::Version, Self::Index, Self::File, Self::Trusted];
+    const ALL: [Self; 6] =
+        [Self::Etag, Self::Version, Self::Index, Self::File, Self::Snapshot, Self::Trusted];
 
     /// Its name in a header and in messages.
     pub fn name(self) -> &'static str {
@@ -44,6 +47,7 @@ impl ProofKind {
             Self::Version => "version",
             Self::Index => "index",
             Self::File => "file",
+            Self::Snapshot => "snapshot",
             Self::Trusted => "trusted",
         }
     }
@@ -208,9 +212,14 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read_and_nothing_else() {
-        for text in
-            ["etag 5 \"a\"", "version 0 x", "trusted 9", "etag 5 \"a\"\nfile 6 7-8", "index 1 sha256:00"]
-        {
+        for text in [
+            "etag 5 \"a\"",
+            "version 0 x",
+            "trusted 9",
+            "snapshot 5 a/1/b@4",
+            "etag 5 \"a\"\nfile 6 7-8",
+            "index 1 sha256:00",
+        ] {
             assert_eq!(Pin::parse(text).unwrap().to_string(), text);
         }
         let long = format!("etag 5 {}", "x".repeat(257));

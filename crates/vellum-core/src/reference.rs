@@ -312,6 +312,14 @@ fn parse_rest(scheme: Scheme, rest: &str, text: &str, is_prefix: bool) -> Result
 
 /// `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`, without the options that QEMU takes behind a colon.
 fn parse_rbd(rest: &str, text: &str, is_prefix: bool) -> Result<Url> {
+    if rest.contains(':') {
+        // One of the options may be a key: the text is not repeated.
+        return Err(Error::new(
+            ErrorKind::Refused,
+            "an rbd: URL with options cannot name an image, because names are stored in images and printed: use \
+             rbd:POOL/IMAGE@SNAPSHOT, and give the configuration in CEPH_CONF, and the user in CEPH_ARGS (--id)",
+        ));
+    }
     let is_name = |name: &str| {
         !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
     };

@@ -133,7 +133,7 @@ impl Opener for Host {
                 match error.kind() {
                     std::io::ErrorKind::NotFound if is_url(&name) => Error::unsupported(format!(
                         "{name}: this way of naming a disk is not supported, only files, block devices and URLs that \
-                         begin with http, https, s3, nbd or nbd+unix; nbdfuse or qemu-nbd can provide it as a file"
+                         begin with http, https, s3, nbd, nbd+unix or rbd; nbdfuse or qemu-nbd can provide it as a file"
                     )),
                     std::io::ErrorKind::NotFound => {
                         Error::new(ErrorKind::NotFound, format!("{name}: no such file"))
@@ -161,7 +161,7 @@ impl Opener for Host {
                     };
                     return Ok(nbd::open(&url.to_string().parse()?, options).await? as SharedStorage);
                 }
-                if purpose == Purpose::Write && vellum_remote::can_open(&url) {
+                if purpose == Purpose::Write {
                     return Err(Error::new(
                         ErrorKind::ReadOnly,
                         format!(

@@ -6,6 +6,7 @@
 //!   settings.rs     what the environment says about stores        credentials.rs   files and programs with secrets
 //!   store.rs        s3://BUCKET/PREFIX, file:///DIR: get, put, list, delete, with a deadline each
 //!   base/           images at URLs as storages that can be read: fetching, patience, reading ahead
+//!   base/rbd/       images of Ceph clusters, through Ceph's own library: all `unsafe` of the crate
 //!   template/       published templates: name, index, chunk, push, collect, and the leases that keep them apart
 //!   cache.rs        chunks and blocks that were fetched, in a directory of this host
 //!   nbd/            an export of an NBD server as a storage, without tokio
@@ -18,7 +19,7 @@
 //! 3. Credentials come from the environment, from files and from programs. They are in no image, log or error.
 //! 4. The clock is that of the host, except where times of objects are compared: these are all the store's.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod base;
 pub mod cache;
@@ -29,7 +30,7 @@ pub mod settings;
 pub mod store;
 pub mod template;
 
-pub use base::{FetchCounts, REMOTE_TIMEOUT_DEFAULT, RemoteOptions, can_open, fetch_counts, open};
+pub use base::{FetchCounts, REMOTE_TIMEOUT_DEFAULT, RemoteOptions, fetch_counts, open, wait_for_closed};
 pub use cache::ChunkCache;
 pub use settings::Settings;
 pub use store::{ObjectFacts, Put, Store, StoreCounts};

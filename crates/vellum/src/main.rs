@@ -19,6 +19,9 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
+/// How long the end waits for connections that close.
+const CLOSING_TIME: std::time::Duration = std::time::Duration::from_secs(5);
+
 /// What the environment says; the last part of the help.
 const ENVIRONMENT: &str = "Environment:
   VELLUM_ALLOW_DIRS  like --allow-dir for all commands: directories, separated by colons
@@ -89,6 +92,7 @@ fn print_usage(error: &clap::Error) -> ExitCode {
 fn main() -> ExitCode {
     progress::survive_requests();
     let code = carry_out();
+    vellum_daemon::wait_for_closed(CLOSING_TIME);
     log::finish();
     code
 }

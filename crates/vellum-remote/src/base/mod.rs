@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   open(url) ─► HTTP or S3: one request finds out length and entity tag    http.rs, s3.rs
+//!        ─► RBD: the snapshot of a Ceph cluster                              rbd/
 //!            ─► RemoteBase: blocks, patience, reading ahead                 engine.rs, decisions in plan.rs
 //!            ─► s3://…/NAME:VERSION is a published template                 ../template/disk.rs
 //! ```
@@ -19,13 +20,14 @@ mod ground;
 mod http;
 mod kept;
 mod plan;
+mod rbd;
 mod s3;
 
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use vellum_core::pin::{Proof, ProofKind};
-use vellum_core::{Error, Result, Scheme, SharedStorage, Storage, Url, UrlPrefix, lock};
+use vellum_core::{Result, Scheme, SharedStorage, Storage, Url, UrlPrefix, lock};
 
 use crate::nbd::{self, ClientOptions};
 use crate::template::{TemplateName, TemplateStorage};
@@ -33,6 +35,7 @@ use crate::{ChunkCache, Settings, Store};
 
 pub use engine::{CACHE_BYTES, FetchCounts, RemoteBase};
 pub use plan::FETCH_BLOCK;
+pub use rbd::wait_for_closed;
 
 /// How long a request is held, when nothing else is said, while the server does not answer.
 pub const REMOTE_TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
@@ -92,11 +95,6 @@ fn keep_count<T: Counted + 'static>(base: &Arc<T>) {
     open.push(Arc::downgrade(&counted));
 }
 
-/// Whether images at this kind of URL can be read at all.
-pub fn can_open(url: &Url) -> bool {
-    !matches!(url.scheme(), Scheme::Rbd)
-}
-
 /// Opens the image at a URL. Any executor may poll this.
 ///
 /// # Errors
@@ -115,11 +113,7 @@ pub async fn open(url: &Url, options: &RemoteOptions) -> Result<SharedStorage> {
             let client = ClientOptions { patience: options.timeout, ..ClientOptions::default() };
             return Ok(nbd::open(&url.to_string().parse()?, client).await?);
         }
-        Scheme::Rbd => {
-            return Err(Error::unsupported(format!(
-                "{url}: this kind of URL is not supported, only http:, https:, s3: and nbd: URLs; qemu-nbd or nbdfuse can provide others as a file"
-            )));
-        }
+        Scheme::Rbd => rbd::open(url, options).await?,
     };
     let base = Arc::new(base);
     keep_count(&base);

@@ -3,6 +3,7 @@
 //! ```text
 //!   nbd.rs      an export of an NBD server as an image: of our server, of QEMU's and of nbdkit
 //!   nbd_base.rs such an export as the base of other images
+//!   rbd.rs      snapshots of a Ceph cluster
 //! ```
 
 #![allow(unreachable_pub, reason = "the modules of a test are its own")]
@@ -12,3 +13,4 @@ mod support;
 
 mod nbd;
 mod nbd_base;
+mod rbd;

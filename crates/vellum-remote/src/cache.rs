@@ -9,6 +9,7 @@
 //!      80   …  the payload
 //!
 //!   DIR/a/tmp-PID-N               an entry that is being written; renamed when it is whole
+//!   DIR/CACHEDIR.TAG              says to programs that make backups that this is a cache
 //! ```
 //!
 //! A chunk of a template has the digest of its content as its key, and the object as the payload. A block of an
@@ -22,19 +23,22 @@
 //!    the bound by at most a sixteenth for each further process.
 //! 4. At most [`WRITES_MAX`] entries are written at once; others are dropped, and counted. After a failed write, such
 //!    as on a full disk, nothing is written for [`PAUSE`].
-//! 5. The directory is made for its owner alone. Who can write to it can change what disks read from URLs, but not
+//! 5. The directory is made for its owner alone, and one of another owner, one that all may write to, or one with
+//!    something else in it is refused. Nothing is read or deleted but regular files with the names of entries, and
+//!    symbolic links are not followed. Who can write to it can change what disks read from URLs, but not
 //!    what they read from templates: contents of chunks are compared with the index.
 
 use std::fmt;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
+use rustix::fs::OFlags;
 use tokio::sync::Semaphore;
 use vellum_core::{Context, Error, Result, lock};
 
@@ -50,6 +54,11 @@ pub const CACHE_BYTES_DEFAULT: u64 = 10 << 30;
 pub const PAYLOAD_MAX: u64 = 8 << 20;
 
 const PARTS: usize = 16;
+
+/// The file that marks a cache (bford.info/cachedir).
+const TAG: &str = "CACHEDIR.TAG";
+const TAG_TEXT: &[u8] =
+    b"Signature: 8a477f597d28d172789f06886806bc55\n# Chunks that Vellum fetched. Safe to delete.\n";
 const HEADER: usize = 80;
 const MAGIC: &[u8; 8] = b"VELLUMc1";
 
@@ -149,6 +158,7 @@ impl ChunkCache {
         make_dir(dir).context(|| format!("can't make the directory {} for the cache", dir.display()))?;
         // Relative names would change their meaning with the working directory.
         let dir = dir.canonicalize().context(|| format!("can't use {} for the cache", dir.display()))?;
+        claim(&dir).context(|| format!("can't use {} for the cache", dir.display()))?;
         Ok(Self::of(dir, bytes_max))
     }
 
@@ -248,8 +258,11 @@ impl ChunkCache {
 
     fn read(&self, key: &Key) -> Option<Bytes> {
         let path = self.path(key);
-        let mut file = fs::File::open(&path).ok()?;
-        let facts = file.metadata().ok()?;
+        // What is put there instead of a file is not waited for.
+        let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits();
+        let open = fs::OpenOptions::new().read(true).custom_flags(flags.cast_signed()).open(&path);
+        let mut file = open.ok()?;
+        let facts = file.metadata().ok().filter(fs::Metadata::is_file)?;
         let len = facts.len().checked_sub(HEADER as u64).filter(|len| *len <= PAYLOAD_MAX);
         let whole = len.and_then(|len| {
             let mut bytes = Vec::with_capacity(usize::try_from(len).ok()? + HEADER);
@@ -269,6 +282,9 @@ impl ChunkCache {
     fn write(&self, key: &Key, payload: &Bytes) -> io::Result<()> {
         let part = part_of(key);
         let dir = self.part_dir(part);
+        if fs::symlink_metadata(&dir).is_ok_and(|facts| !facts.is_dir()) {
+            return Err(io::Error::other("a part of the cache is no directory"));
+        }
         let number = self.names.fetch_add(1, Ordering::Relaxed);
         let draft = dir.join(format!("tmp-{}-{number}", std::process::id()));
         let open = || fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&draft);
@@ -314,6 +330,9 @@ impl ChunkCache {
             let entry = entry?;
             // What is gone meanwhile was evicted by another process.
             let Ok(facts) = entry.metadata() else { continue };
+            if !facts.is_file() || !is_own(entry.file_name().as_encoded_bytes(), part) {
+                continue;
+            }
             let used = facts.modified().unwrap_or(SystemTime::UNIX_EPOCH);
             if entry.file_name().as_encoded_bytes().starts_with(b"tmp-") {
                 if used.elapsed().is_ok_and(|age| age > LEFT_BEHIND) {
@@ -349,6 +368,42 @@ fn victims<T: Ord + Clone>(entries: &mut [(SystemTime, u64, T)], total: u64, all
         victims.push(name.clone());
     }
     victims
+}
+
+/// Whether a file of this name in this part was made by a cache.
+fn is_own(name: &[u8], part: usize) -> bool {
+    let is_hex = |byte: &u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(byte);
+    name.starts_with(b"tmp-")
+        || (name.len() == 64 && name.iter().all(is_hex) && name.starts_with(format!("{part:x}").as_bytes()))
+}
+
+/// Makes sure that the directory is a cache of this user, or empty.
+fn claim(dir: &Path) -> io::Result<()> {
+    let facts = fs::metadata(dir)?;
+    let refuse = |why: &str| Err(io::Error::new(io::ErrorKind::PermissionDenied, why.to_owned()));
+    if facts.uid() != rustix::process::geteuid().as_raw() {
+        return refuse(
+            "it belongs to another user, who could change what disks read: name a directory of your own",
+        );
+    }
+    if facts.mode() & 0o002 != 0 {
+        return refuse(
+            "all users may write to it, and could change what disks read: run chmod o-w, or name another one",
+        );
+    }
+    for entry in fs::read_dir(dir)?.take(ENTRIES_MAX) {
+        let name = entry?.file_name();
+        let name = name.as_encoded_bytes();
+        let is_part = matches!(name, [b'0'..=b'9' | b'a'..=b'f']);
+        if !is_part && name != TAG.as_bytes() {
+            return refuse("there is something else in it: name a new or an empty directory");
+        }
+    }
+    match fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(dir.join(TAG)) {
+        Ok(mut file) => file.write_all(TAG_TEXT),
+        // It is there, or the directory cannot be written to: then nothing is kept, and nothing else is wrong.
+        Err(_) => Ok(()),
+    }
 }
 
 fn part_of(key: &Key) -> usize {
@@ -406,6 +461,37 @@ mod tests {
                 facts => facts.len(),
             })
             .sum()
+    }
+
+    #[test]
+    fn what_is_not_its_own_is_left_alone() {
+        let directory = Directory::new("cache-foreign");
+        let dir = directory.0.join("chunks");
+        let elsewhere = directory.0.join("elsewhere");
+        fs::create_dir(&elsewhere).expect("a directory");
+        let cache = ChunkCache::open(&dir, CACHE_BYTES_MIN).expect("opens");
+        let precious: Vec<PathBuf> = (0..PARTS).map(|part| cache.part_dir(part).join("precious")).collect();
+        for (part, path) in precious.iter().enumerate() {
+            match part % 2 {
+                0 => fs::create_dir(cache.part_dir(part)).expect("a part"),
+                _ => std::os::unix::fs::symlink(&elsewhere, cache.part_dir(part)).expect("a link"),
+            }
+            let file = fs::File::create(path).expect("a file");
+            file.set_len(64 << 20).expect("large");
+            file.set_modified(SystemTime::UNIX_EPOCH).expect("old");
+        }
+        block_on(async {
+            for number in 0..200 {
+                *lock(&cache.resumes) = None; // what is refused is no reason to wait here
+                cache.put(key(number), payload(number, 1 << 20)).await;
+            }
+        });
+        assert!(cache.counts().evicted > 0 && cache.counts().failed > 0, "{:?}", cache.counts());
+        assert_eq!(fs::read_dir(&elsewhere).expect("lists").count(), 1, "nothing is written there either");
+        assert!(precious.iter().all(|path| path.exists()));
+        fs::write(dir.join("notes"), "x").expect("a file");
+        let refused = ChunkCache::open(&dir, CACHE_BYTES_MIN).expect_err("is not empty");
+        assert!(refused.chain().contains("something else in it"), "{}", refused.chain());
     }
 
     #[test]

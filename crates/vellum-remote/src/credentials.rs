@@ -10,7 +10,7 @@
 //!
 //! 1. A secret is in memory only: no `Debug`, error or log has it. A program that prints credentials gets
 //!    nothing on its command line but what the user wrote in the file.
-//! 2. What was read is used until [`RENEW_BEFORE`] before it expires, else for [`KEPT`]. A store that denies
+//! 2. What was read is used until [`RENEW_BEFORE`] before it expires (but for at least half of its time), else for [`KEPT`]. A store that denies
 //!    a request makes it be read again at once ([`Profile::forget`]).
 //! 3. The output of a program is at most [`OUTPUT_BYTES_MAX`] long and takes at most [`PROGRAM_TIME_MAX`].
 
@@ -238,9 +238,11 @@ fn run(command: &str, time_max: Duration) -> Result<Vec<u8>> {
         .spawn()
         .context(|| "can't be started")?;
     let stdout = child.stdout.take().expect("it is piped");
-    let reader = std::thread::spawn(move || {
+    // A child of the program may keep its output open for as long as it lives: so the thread is not joined.
+    let (sender, read) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
         let mut output = Vec::new();
-        stdout.take(OUTPUT_BYTES_MAX).read_to_end(&mut output).map(|_| output)
+        drop(sender.send(stdout.take(OUTPUT_BYTES_MAX).read_to_end(&mut output).map(|_| output)));
     });
     let begun = Instant::now();
     let status = loop {
@@ -257,7 +259,14 @@ fn run(command: &str, time_max: Duration) -> Result<Vec<u8>> {
     if !status.success() {
         return Err(Error::new(ErrorKind::Io, format!("failed with {status}")));
     }
-    let output = reader.join().map_err(|_| Error::new(ErrorKind::Io, "its output could not be read"))?;
+    let left = time_max.saturating_sub(begun.elapsed());
+    let output = read.recv_timeout(left).map_err(|_| {
+        let why = format!(
+            "left its output open for {} s: does something that it started still run?",
+            time_max.as_secs()
+        );
+        Error::new(ErrorKind::Io, why)
+    })?;
     output.context(|| "its output could not be read")
 }
 
@@ -291,7 +300,8 @@ fn parse_output(output: &[u8], now: DateTime<Utc>) -> Result<(AwsCredential, Dur
             if left.is_zero() {
                 return Err(Error::invalid("printed credentials that have expired"));
             }
-            left.saturating_sub(RENEW_BEFORE)
+            // What lives shorter than that is used for half of its life, and not for one request alone.
+            left.saturating_sub(RENEW_BEFORE).max(left / 2)
         }
     };
     let credential = AwsCredential {
@@ -328,6 +338,8 @@ mod tests {
         assert_eq!(print("").expect("without an end"), KEPT);
         let lasts = print(r#","Expiration":"2026-01-01T01:00:00Z""#).expect("an hour");
         assert_eq!(lasts, Duration::from_secs(3600) - RENEW_BEFORE);
+        let lasts = print(r#","Expiration":"2026-01-01T00:01:00Z""#).expect("a minute");
+        assert_eq!(lasts, Duration::from_secs(30));
         assert!(print(r#","Expiration":"2025-12-31T00:00:00Z""#).is_err(), "expired");
         assert!(print(r#","Expiration":"soon""#).is_err());
         let error = parse_output(b"{\"SecretAccessKey\":\"hush\"", now).expect_err("no JSON");
@@ -340,5 +352,7 @@ mod tests {
         assert!(run("exit 3", PROGRAM_TIME_MAX).expect_err("fails").chain().contains("exit status: 3"));
         let error = run("exec sleep 60", Duration::from_millis(20)).expect_err("hangs");
         assert!(error.chain().contains("did not end"), "{}", error.chain());
+        let error = run("sleep 2 & echo x", Duration::from_millis(50)).expect_err("its output stays open");
+        assert!(error.chain().contains("left its output open"), "{}", error.chain());
     }
 }

@@ -203,9 +203,16 @@ impl UrlPrefix {
     pub fn allows(&self, url: &Url) -> bool {
         let Self(prefix) = self;
         let path = prefix.path.strip_suffix('/').unwrap_or(&prefix.path);
+        // A snapshot of an allowed image.
+        let is_rbd = prefix.scheme == Scheme::Rbd;
         let in_path = match url.path.strip_prefix(path) {
             Some(rest) if prefix.path.ends_with('/') => rest.starts_with('/'),
-            Some(rest) => rest.is_empty() || path.is_empty() || rest.starts_with(['/', '@']),
+            Some(rest) => {
+                rest.is_empty()
+                    || path.is_empty()
+                    || rest.starts_with('/')
+                    || (is_rbd && rest.starts_with('@'))
+            }
             None => false,
         };
         prefix.has_same_origin(url)
@@ -341,29 +348,31 @@ fn parse_rbd(rest: &str, text: &str, is_prefix: bool) -> Result<Url> {
     Ok(Url { scheme: Scheme::Rbd, host: pool.to_owned(), port: None, path, query: None })
 }
 
-/// Parameters that make a URL a credential.
+/// Parameters that make a URL a credential, as far as their names say so.
 fn query_has_secret(query: &str) -> bool {
-    const NAMES: [&str; 14] = [
-        "x-amz-signature",
-        "x-amz-credential",
-        "x-amz-security-token",
-        "x-goog-signature",
-        "x-goog-credential",
-        "awsaccesskeyid",
+    /// Such a name is enough.
+    const NAMES: [&str; 9] = ["key", "sig", "jwt", "policy", "sid", "session", "pwd", "pass", "sas"];
+    /// So is a name that has one of these anywhere, without its separators.
+    const PARTS: [&str; 10] = [
         "signature",
-        "sig",
+        "credential",
         "token",
-        "access_token",
-        "auth",
-        "password",
         "secret",
+        "password",
+        "passwd",
+        "auth",
         "apikey",
+        "accesskey",
+        "keypair",
     ];
     query.split(['&', ';']).any(|pair| {
         let name = pair.split('=').next().unwrap_or_default();
-        let plain = decoded(name).unwrap_or_default().to_ascii_lowercase();
-        let plain = plain.replace("api_key", "apikey").replace("api-key", "apikey");
-        NAMES.iter().any(|secret| plain == *secret)
+        let mut plain = decoded(name).unwrap_or_default().to_ascii_lowercase();
+        plain.retain(|character| !matches!(character, '-' | '_' | '.'));
+        NAMES.contains(&plain.as_str())
+            || plain.ends_with("key")
+            || plain.starts_with("session")
+            || PARTS.iter().any(|part| plain.contains(part))
     })
 }
 
@@ -566,6 +575,13 @@ mod tests {
             "https://host/a?x=1&x-amz-security-token=hunter2",
             "https://host/a?%73ig=hunter2",
             "https://host/a?API_KEY=hunter2",
+            "https://host/a?private_token=hunter2",
+            "https://host/a?X-Oss-Signature=hunter2",
+            "https://host/a?Policy=hunter2&Key-Pair-Id=hunter2",
+            "https://host/a?key=hunter2",
+            "https://host/a?jwt=hunter2",
+            "https://host/a?passwd=hunter2",
+            "https://host/a?session_id=hunter2",
             "nbd://user:hunter2@host/a",
             "s3://key:hunter2@bucket/a",
         ] {
@@ -580,6 +596,8 @@ mod tests {
         for (prefix, text, is_allowed) in [
             ("http://good.example", "http://good.example/a", true),
             ("http://good.example/", "http://good.example/a/b?x=1", true),
+            ("http://good.example/a", "http://good.example/a@evil", false),
+            ("s3://bucket/a", "s3://bucket/a@evil", false),
             ("http://good.example", "http://good.example:8080/a", false),
             ("http://good.example", "http://good.example:80/a", true),
             ("http://good.example", "https://good.example/a", false),

@@ -210,6 +210,7 @@ fn client(url: &Url, options: &RemoteOptions) -> Result<Client> {
     });
     let built = Client::builder()
         .redirect(policy)
+        .referer(false) // it may hold a signature that a redirect has added
         .connect_timeout(CONNECT_TIME_MAX)
         .user_agent(concat!("vellum/", env!("CARGO_PKG_VERSION")))
         .build();

@@ -119,6 +119,9 @@ class Superblock:
         self.zone_shift = page[62]
         self.data_offset = be64(page, 176)
         self.has_parts = bool(self.features >> 5 & 1)
+        state, zero, number = struct.unpack_from(">II16s", page, 1560)
+        need(state <= 4 and zero == 0 and (state == 0) == (number == bytes(16)), "impossible state of a migration")
+        need(bool(self.features >> 7 & 1) == (state in (1, 3, 4)), "bit 7 and the migration contradict each other")
         parts = [struct.unpack_from(">QQQ", page, 1296 + 32 * index) for index in range(8)]
         self.parts = parts if self.has_parts else []
         self.generation = be64(page, 184)
@@ -152,7 +155,7 @@ class Superblock:
 
     def check(self, file):
         need(self.version == 1, "the version is not known")
-        need(self.features >> 7 == 0, "there are unknown incompatible features")
+        need(self.features >> 8 == 0, "there are unknown incompatible features")
         need(self.layout in (0, 1, 2), "the layout is not known")
         self.needs_replay, self.is_table, self.has_base, self.has_snapshots = (
             bool(self.features >> bit & 1) for bit in range(4))

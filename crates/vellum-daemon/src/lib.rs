@@ -37,6 +37,7 @@ pub mod inspect;
 pub mod map;
 mod meter;
 mod metrics;
+pub mod migrate;
 mod notify;
 pub mod published;
 mod rights;

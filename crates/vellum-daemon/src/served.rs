@@ -18,6 +18,7 @@
 mod clones;
 mod disks;
 mod gone;
+mod hand_over;
 mod hydrating;
 mod life;
 mod steer;
@@ -28,7 +29,7 @@ mod tests;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -51,9 +52,9 @@ use crate::clones_of::with_clones;
 use crate::control::SnapshotFacts;
 use crate::grow::{GrowHook, Growing};
 use crate::host::canonical_path;
-use crate::image::{ImageOptions, open_over};
+use crate::image::ImageOptions;
 use crate::meter::{LONG, Metered, Record};
-use crate::spec::{ExportSpec, ReadyDisk};
+use crate::spec::{ExportSpec, HydrationSpec, ReadyDisk};
 use crate::stats::DiskStats;
 pub(crate) use disks::{Disks, Opening};
 use gone::Gone;
@@ -118,8 +119,12 @@ pub(crate) struct Served {
     /// What sees the reads of its image from below.
     tap: Mutex<Option<Arc<Tap>>>,
     hydrating: Mutex<Option<Hydrating>>,
+    /// What the user has asked for when the disk was named.
+    hydration_said: HydrationSpec,
     /// Front ends that come from a server before this one.
     reconnects: Reconnects,
+    /// The user wants it writable, and a migration forbids that.
+    is_barred: AtomicBool,
     /// Disconnects the readers of its snapshots.
     readers: Shutdown,
     /// The number of losses that were reported to the client that opened it again.
@@ -171,7 +176,7 @@ impl Served {
         let export = &group.exports[0];
         canonical_path(&export.path).await.context(|| format!("can't open {}", export.path.display()))?;
         let image = image_options(export, &how);
-        let chain = open_over(Some(&how.templates), &export.path, &image).await?;
+        let chain = hand_over::open_chain(&how, &export.path, image).await?;
         Self::of(number, group, how, workers, chain).await
     }
 
@@ -185,10 +190,13 @@ impl Served {
     ) -> Result<Arc<Self>> {
         let export = &group.exports[0];
         let record = Record::new(export.path.display().to_string(), clock(), how.holds_when_full);
-        let (inner, growing) = behind_valve(&chain, &export.path, &how, &record).await;
+        let is_barred = !export.image.read_only && hand_over::is_read_only(&chain);
+        let (inner, growing) = behind_valve(&chain, &export.path, &how, &record, is_barred).await;
         let valve = Valve::new(inner.clone(), clock());
+        valve.bar(is_barred && hand_over::is_awaiting(&chain));
         // Where nothing can be controlled, there should be no overhead.
         let is_steered = how.is_steered
+            || is_barred
             || how.holds_when_full
             || !export.rate_limits.are_none()
             || export.hydration.is_wanted()
@@ -215,6 +223,7 @@ impl Served {
             hydration: Arc::default(),
             tap: Mutex::new(chain.tap().cloned()),
             hydrating: Mutex::default(),
+            hydration_said: export.hydration.clone(),
             chain: RwLock::new(Some(chain)),
             holders: AtomicUsize::new(0),
             disk: CheckedDisk::new(if is_steered { valve.clone() } else { inner }),
@@ -223,6 +232,7 @@ impl Served {
             growing: Mutex::new(growing),
             tending: Mutex::default(),
             reconnects,
+            is_barred: AtomicBool::new(is_barred),
             readers: Shutdown::new(),
             losses_said: AtomicU64::new(0),
             clone_marks: async_lock::Mutex::new(0),
@@ -410,23 +420,6 @@ impl Served {
         let chain = chain.as_ref().and_then(|chain| chain.as_ref());
         if let Some(snapshots) = chain.and_then(|chain| chain.top().opened.snapshots.as_ref()) {
             snapshots.stop_deleting();
-        }
-    }
-
-    /// Starts the background task.
-    fn tend(self: &Arc<Self>) {
-        if !vellum_core::Disk::geometry(&*self.disk).read_only {
-            *lock(&self.tending) = Some(Tending::begin(self, &self.workers));
-        }
-        self.begin_hydrating();
-    }
-
-    /// Stops the background task. Waits until it has finished what it had begun.
-    async fn tend_no_more(&self) {
-        self.hydrate_no_more().await;
-        let tending = lock(&self.tending).take();
-        if let Some(tending) = tending {
-            tending.end().await;
         }
     }
 
@@ -674,12 +667,14 @@ async fn behind_valve(
     path: &Path,
     how: &How,
     record: &Arc<Record>,
+    is_barred: bool,
 ) -> (SharedDisk, Option<Arc<Growing>>) {
     let growing = Growing::over(chain.disk(), path.display().to_string(), how.grow_hook.clone()).await;
     let disk: SharedDisk = match &growing {
         Some(growing) => growing.clone(),
         None => chain.disk().clone(),
     };
+    let disk = hand_over::barred(chain, disk, is_barred);
     let disk = if how.is_durable { Durable::over(disk) } else { disk };
     (Metered::new(disk, record.clone()), growing)
 }

@@ -23,6 +23,7 @@ use vellum_core::{
     Clock, Error, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk, SharedStorage, Storage,
 };
 
+use crate::handover::Handover;
 use crate::prealloc::Prealloc;
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
@@ -228,6 +229,26 @@ pub trait Format: Sync {
         ready(Err(Error::unsupported(format!("{} has no backing image", image.name()))))
     }
 
+    /// Records in a closed image how far it is in a migration; it is durable when this returns, also where an earlier
+    /// attempt has recorded it, and a crash leaves the state before or after it. Nothing else changes, whatever state
+    /// the image is in.
+    ///
+    /// # Errors
+    /// `Unsupported` if the format has no place for it, or the image was not closed; `NoSpace` if its header has no
+    /// room; and the errors of the image.
+    fn set_handover<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        _handover: Option<Handover>,
+    ) -> LocalFuture<'a, Result<()>> {
+        ready(Err(Error::unsupported(format!(
+            "{} is a {} image, which has no place for the mark that its disk has moved: after a crash two hosts could \
+             write the disk. Convert it with `vellum convert -O qcow2` first",
+            image.name(),
+            self.kind()
+        ))))
+    }
+
     /// Sets whether the image is written with a journal from now on: `None` for none, `Some(None)` for one of
     /// its recorded size, or of the default size if it has none recorded, else the size in bytes. Messages
     /// call the image `name`.
@@ -268,6 +289,11 @@ pub trait Head: Send + Sync {
     /// What it asks of the program that serves it.
     fn wish(&self) -> Wish {
         Wish::default()
+    }
+
+    /// What it records of a migration.
+    fn handover(&self) -> Option<Handover> {
+        None
     }
 
     /// The name of the file that has the guest's data, if that is not the image itself.
@@ -454,6 +480,13 @@ impl Wish {
     pub(crate) fn facts(self) -> impl Iterator<Item = (&'static str, Fact)> {
         let said = [("copy-on-read", self.copy_on_read), ("prefetch", self.prefetch)];
         said.into_iter().filter(|(_, is_asked)| *is_asked).map(|(name, is_asked)| (name, is_asked.into()))
+    }
+}
+
+impl From<Handover> for Fact {
+    fn from(handover: Handover) -> Self {
+        let number = handover.number().to_string();
+        Self::Group(vec![("state", handover.word().into()), ("number", number.into())])
     }
 }
 

@@ -52,6 +52,7 @@ mod engine;
 mod epochs;
 pub mod foreign;
 mod formats;
+pub mod handover;
 mod hash;
 pub mod image;
 mod in_memory;

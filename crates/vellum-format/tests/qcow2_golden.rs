@@ -18,6 +18,7 @@ use vellum_core::{
     ZeroFlags,
 };
 use vellum_format::FormatKind;
+use vellum_format::handover::{Handover, MoveNumber};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create, recover};
 
 use common::look;
@@ -150,7 +151,16 @@ fn images() -> Vec<(String, Vec<u8>)> {
         block_on(FormatKind::Qcow2.format().set_pin(&shared, &pin)).expect("it is recorded");
         images.push((name.to_owned(), storage.content().to_vec()));
     }
+    let storage = MemoryStorage::holding("image", &used(&kinds()[2].1, 72, true));
+    let shared: SharedStorage = storage.clone();
+    let moved = Some(Handover::Moved(number()));
+    block_on(FormatKind::Qcow2.format().set_handover(&shared, moved)).expect("it is recorded");
+    images.push(("moved".to_owned(), storage.content().to_vec()));
     images
+}
+
+fn number() -> MoveNumber {
+    MoveNumber::new(*b"golden migration").expect("it is not zero")
 }
 
 const PIN: &str =
@@ -166,8 +176,8 @@ fn recovered(image: &[u8]) -> (Vec<u8>, Option<vellum_format::report::Recovery>)
             true => Some(recover(&shared).await.expect("a golden image is recovered")),
             false => None,
         };
-        // What has no journal is repaired by opening it.
-        open(&storage, false).await.close().await.expect("closed");
+        // What has no journal is repaired by opening it. What has moved is only read.
+        open(&storage, header.handover().is_some()).await.close().await.expect("closed");
         replayed
     });
     (storage.content().to_vec(), recovery)
@@ -201,7 +211,10 @@ fn golden_images_open_for_ever() {
         let image = zstd::decode_all(&packed[..]).expect("it is packed by zstd");
         let (image, recovery) = recovered(&image);
         let head = block_on(FormatKind::Qcow2.format().read(&*MemoryStorage::holding("image", &image)));
-        let pin = head.expect("a header").pin().map(ToString::to_string);
+        let head = head.expect("a header");
+        let moved = Some(Handover::Moved(number())).filter(|_| name == "moved");
+        assert_eq!(head.handover(), moved, "{name}");
+        let pin = head.pin().map(ToString::to_string);
         assert_eq!(pin.as_deref(), Some(PIN).filter(|_| name.ends_with("pinned")), "{name}");
         let must_be_replayed =
             name.starts_with("journal") && name != "journal" && !kinds().iter().any(|kind| kind.0 == name);
@@ -234,6 +247,11 @@ fn by_qemu(name: &str, image: &[u8], disk: &[u8]) {
         eprintln!("skipped: there is no qemu-img");
         return;
     };
+    if name == "moved" {
+        let said = String::from_utf8_lossy(&checked.stderr);
+        assert!(!checked.status.success() && said.contains("disk that migrates"), "{name}: {checked:?}");
+        return;
+    }
     let is_sound =
         checked.status.success() || name.starts_with("version-2") && checked.status.code() == Some(3);
     assert!(is_sound, "{name}: {checked:?}");

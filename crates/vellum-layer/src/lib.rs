@@ -1,13 +1,15 @@
 //! Layers turn a [`Disk`](vellum_core::Disk) into a [`Disk`](vellum_core::Disk): the copy-on-write chain; the
-//! valve, with which a disk is stopped, throttled and exchanged while it is served; and writes that are
-//! durable when they are answered.
+//! valve, with which a disk is stopped, throttled and exchanged while it is served; writes that are
+//! durable when they are answered; and the order in which a disk migrates to another image.
 
 #![forbid(unsafe_code)]
 
+pub mod barred;
 pub mod chain;
 pub mod durable;
 pub mod gate;
 pub mod hydrate;
+pub mod migrate;
 mod passage;
 pub mod valve;
 mod view;

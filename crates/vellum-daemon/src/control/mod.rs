@@ -30,6 +30,7 @@ use serde::{Deserialize, Serialize};
 use vellum_core::{Error, ErrorKind};
 use vellum_export::nbd::{ClientFacts, Stage};
 use vellum_format::image::Snapshot;
+use vellum_layer::migrate;
 
 pub use client::call;
 
@@ -211,6 +212,22 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         lose_unflushed: bool,
     },
+    /// Tell what the image of a disk records of a migration.
+    MigrateStatus {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+    },
+    /// Take a step of a migration. Answered when it is durable.
+    MigrateStep {
+        /// The export of the disk; the only disk when not given.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        disk: Option<String>,
+        /// Which.
+        step: MigrateStep,
+        /// The number of the migration.
+        number: String,
+    },
     /// Close the image of a disk, and open it again, which recovers it.
     #[serde(rename_all = "kebab-case")]
     ExportReopen {
@@ -223,11 +240,36 @@ pub enum Request {
     },
 }
 
+/// A step of a migration, as `vellum_layer::migrate` orders them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MigrateStep {
+    /// The source is written no more.
+    Fix,
+    /// The target is written from now on.
+    Accept,
+    /// The target is given up.
+    Void,
+    /// The source is written again.
+    Restore,
+}
+
+impl From<MigrateStep> for migrate::Step {
+    fn from(step: MigrateStep) -> Self {
+        match step {
+            MigrateStep::Fix => Self::Fix,
+            MigrateStep::Accept => Self::Accept,
+            MigrateStep::Void => Self::Void,
+            MigrateStep::Restore => Self::Restore,
+        }
+    }
+}
+
 /// The version of the protocol. It changes when an existing field changes its meaning.
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// All commands, by their names.
-pub const COMMANDS: [&str; 23] = [
+pub const COMMANDS: [&str; 25] = [
     "hello",
     "stats",
     "pause",
@@ -251,6 +293,8 @@ pub const COMMANDS: [&str; 23] = [
     "export-add",
     "export-remove",
     "export-reopen",
+    "migrate-status",
+    "migrate-step",
 ];
 
 impl Request {

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use vellum_core::{Buffer, ByteStream, Disk as _, Error, ErrorKind, Result};
 use vellum_export::nbd::{Clients, Exports};
 use vellum_export::{ConnectionSlots, Shutdown};
+use vellum_format::handover::Handover;
 use vellum_io::{Listener, Stream, clock, spawn_local};
 use vellum_layer::valve::RateLimits;
 
@@ -144,6 +145,8 @@ impl Control {
             | Request::Pause { disk }
             | Request::Flatten { disk }
             | Request::Resize { disk, .. }
+            | Request::MigrateStatus { disk }
+            | Request::MigrateStep { disk, .. }
             | Request::ExportReopen { disk, .. } => disk.as_deref(),
             Request::ExportRemove { name, .. } => Some(name.as_str()),
             Request::ExportAdd { image, .. } => return Ok(Some(image.display().to_string())),
@@ -289,6 +292,26 @@ impl Control {
             Request::ExportAdd { .. } => self.export_add(request).await?,
             Request::ExportRemove { name, force, lose_unflushed } => {
                 self.export_remove(name, *force, *lose_unflushed).await?
+            }
+            Request::MigrateStatus { disk } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                let handover = disk.handover().await?;
+                json!({
+                    "image": disk.path().display().to_string(),
+                    "virtual-size": vellum_core::Disk::geometry(&*disk.disk()).size,
+                    "state": handover.map_or("none", Handover::word),
+                    "number": handover.map(|handover| handover.number().to_string()),
+                })
+            }
+            Request::MigrateStep { disk, step, number } => {
+                let disk = self.disks.find(disk.as_deref())?;
+                let done = disk.hand_over((*step).into(), number.parse()?).await?;
+                json!({
+                    "image": disk.path().display().to_string(),
+                    "state": done.handover.map_or("none", Handover::word),
+                    "number": number,
+                    "held-us": u64::try_from(done.held.as_micros()).unwrap_or(u64::MAX),
+                })
             }
             Request::ExportReopen { disk, lose_unflushed } => {
                 let disk = self.disks.find(disk.as_deref())?;

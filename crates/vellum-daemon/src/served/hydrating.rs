@@ -221,6 +221,9 @@ impl Served {
         if lock(&self.tap).is_none() && self.hydration.progress().state == State::Detached {
             return Ok(0);
         }
+        if self.is_barred() {
+            self.may_be_hydrated()?;
+        }
         if self.alone().await?.has_snapshots().await? {
             return Err(self.has_snapshots());
         }
@@ -272,6 +275,12 @@ impl Served {
         let path = self.path.display();
         if lock(&self.tap).is_none() {
             return Err(match self.disk_is_written() {
+                _ if self.is_barred() => Error::new(
+                    ErrorKind::Refused,
+                    format!(
+                        "{path} is not written while its migration is not complete: `vellum migrate run` completes it"
+                    ),
+                ),
                 true => {
                     Error::unsupported(format!("{path} has no backing image: there is nothing to copy from"))
                 }

@@ -5,7 +5,7 @@
 //!   Serving ── its last name is removed, or the server ends ──► Ending ──► Closing ──► Closed
 //!      │  ▲                                                       │ sessions, names and the step that was begun have ended
 //!      ▼  │ done                                                  ▼
-//!    a step: pause, resize, reopen, revert                      nothing begins any more
+//!    a step: pause, resize, reopen, revert, hand over           nothing begins any more
 //! ```
 //!
 //! 1. One step runs at a time, and a second one is refused instead of waiting: it would begin after another
@@ -29,6 +29,7 @@ pub(super) enum Step {
     Revert,
     Detach,
     Pin,
+    HandOver,
 }
 
 impl Step {
@@ -39,6 +40,7 @@ impl Step {
             Self::Reopen => "it is being reopened; try again when that is done",
             Self::Pin => "what proves its backing image is being recorded; try again when that is done",
             Self::Detach => "it is being detached from its backing image; try again when that is done",
+            Self::HandOver => "a step of its migration is in progress; try again when that is done",
             Self::Revert => "it is being reverted to a snapshot; try again when that is done",
         }
     }
@@ -222,7 +224,8 @@ impl Life {
 mod tests {
     use super::*;
 
-    const STEPS: [Step; 6] = [Step::Pause, Step::Resize, Step::Reopen, Step::Revert, Step::Detach, Step::Pin];
+    const STEPS: [Step; 7] =
+        [Step::Pause, Step::Resize, Step::Reopen, Step::Revert, Step::Detach, Step::Pin, Step::HandOver];
 
     /// The operations on a disk with the names `a` and `b`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]

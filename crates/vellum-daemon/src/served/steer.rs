@@ -79,13 +79,13 @@ impl Drop for Begun<'_> {
 /// disk is opened again: the state behind the valve, and in the image, is unknown.
 pub(super) struct Held<'a> {
     served: &'a Served,
-    hold: Hold,
+    pub(super) hold: Hold,
     is_over: bool,
 }
 
 impl Held<'_> {
     /// The step is done, or was not begun: requests continue.
-    fn finish(mut self) {
+    pub(super) fn finish(mut self) {
         self.is_over = true;
     }
 }
@@ -134,7 +134,7 @@ impl Served {
     }
 
     /// As above, also if there is none.
-    async fn alone_or_closed(&self) -> Result<RwLockWriteGuard<'_, Option<Chain>>> {
+    pub(super) async fn alone_or_closed(&self) -> Result<RwLockWriteGuard<'_, Option<Chain>>> {
         for _ in 0..ALONE_TRIES {
             if let Some(chain) = self.chain.try_write() {
                 return Ok(chain);
@@ -252,7 +252,7 @@ impl Served {
     }
 
     /// Nothing reads a snapshot of the disk, and no request is in flight.
-    async fn hold_for_reopening(&self, chain: Option<&Chain>) -> Result<Held<'_>> {
+    pub(super) async fn hold_for_reopening(&self, chain: Option<&Chain>) -> Result<Held<'_>> {
         if let Some(chain) = chain {
             chain.hold_forks().await;
             if reads_a_snapshot(chain) {
@@ -292,7 +292,7 @@ impl Served {
 
     /// The same while its requests are stopped, by the caller that has the chain to itself: a flush that is
     /// late is an error, as the requests should not wait for it.
-    async fn has_room_in_time(self: &Arc<Self>, chain: &Chain) -> Result<()> {
+    pub(super) async fn has_room_in_time(self: &Arc<Self>, chain: &Chain) -> Result<()> {
         let (served, disk) = (self.clone(), chain.disk().clone());
         let mut flush = ToItsEnd(Some(spawn_local(async move { served.has_room(&disk).await })));
         let late = async {
@@ -345,9 +345,9 @@ impl Served {
         Ok(())
     }
 
-    async fn open_again(self: &Arc<Self>, hold: &Hold, chain: &mut Option<Chain>) -> Result<()> {
+    pub(super) async fn open_again(self: &Arc<Self>, hold: &Hold, chain: &mut Option<Chain>) -> Result<()> {
         self.release_files(hold, chain).await?;
-        let opened = match open_over(Some(&self.how.templates), &self.path, &self.image).await {
+        let opened = match open_over(Some(&self.how.templates), &self.path, &self.image_options()).await {
             Ok(opened) => opened,
             Err(error) => {
                 self.forks_read_file().await;
@@ -355,7 +355,8 @@ impl Served {
             }
         };
         opened.settle().await?;
-        let (inner, growing) = behind_valve(&opened, &self.path, &self.how, &self.record).await;
+        let (inner, growing) =
+            behind_valve(&opened, &self.path, &self.how, &self.record, self.is_barred()).await;
         *lock(&self.tallies) = (opened.top_tally.clone(), opened.below_tally());
         self.valve.exchange(hold, inner);
         *self.watcher() = growing;
@@ -415,7 +416,8 @@ impl Served {
         if Arc::ptr_eq(before, chain.disk()) {
             return held.finish();
         }
-        let (inner, growing) = behind_valve(chain, &self.path, &self.how, &self.record).await;
+        let (inner, growing) =
+            behind_valve(chain, &self.path, &self.how, &self.record, self.is_barred()).await;
         self.valve.exchange(&held.hold, inner);
         *self.watcher() = growing;
         self.record.work.wake();

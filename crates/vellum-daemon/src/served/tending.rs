@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures_lite::future::or;
-use vellum_core::Disk;
+use vellum_core::{Disk, lock};
 use vellum_io::{Spawned, WorkersHandle, clock};
 
 use super::Served;
@@ -78,6 +78,25 @@ impl Tending {
         for task in self.tasks {
             // A worker that has ended has nothing in flight.
             let _ = task.await;
+        }
+    }
+}
+
+impl Served {
+    /// Starts the background task.
+    pub(super) fn tend(self: &Arc<Self>) {
+        if !vellum_core::Disk::geometry(&*self.disk).read_only {
+            *lock(&self.tending) = Some(Tending::begin(self, &self.workers));
+        }
+        self.begin_hydrating();
+    }
+
+    /// Stops the background task. Waits until it has finished what it had begun.
+    pub(super) async fn tend_no_more(&self) {
+        self.hydrate_no_more().await;
+        let tending = lock(&self.tending).take();
+        if let Some(tending) = tending {
+            tending.end().await;
         }
     }
 }

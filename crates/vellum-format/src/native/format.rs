@@ -14,6 +14,7 @@ use super::open::{OpenOptions, finish};
 use super::recover::recover;
 use super::superblock::{Superblocks, VERSION};
 use super::{resize, snapshots};
+use crate::handover::{Handover, may_change};
 use crate::image::{
     Fact, Files, Format, Head, OpenOptions as Options, Opened, Snapshot, SnapshotSupport, Snapshots, ready,
 };
@@ -51,7 +52,10 @@ impl Format for NativeFormat {
     }
 
     fn recover<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<Recovery>> {
-        Box::pin(recover(image))
+        Box::pin(async move {
+            changeable(image).await?;
+            recover(image).await
+        })
     }
 
     fn check<'a>(
@@ -60,11 +64,19 @@ impl Format for NativeFormat {
         repair: Repair,
         say: &'a mut dyn FnMut(String),
     ) -> LocalFuture<'a, Result<Option<CheckReport>>> {
-        Box::pin(async move { check(image, repair, say).await.map(Some) })
+        Box::pin(async move {
+            if repair != Repair::Nothing {
+                changeable(image).await?;
+            }
+            check(image, repair, say).await.map(Some)
+        })
     }
 
     fn finish<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<u64>> {
-        Box::pin(finish(image))
+        Box::pin(async move {
+            changeable(image).await?;
+            finish(image).await
+        })
     }
 
     fn resize<'a>(
@@ -73,7 +85,10 @@ impl Format for NativeFormat {
         size: u64,
         may_shrink: bool,
     ) -> LocalFuture<'a, Result<()>> {
-        Box::pin(async move { resize::resize(image, size, may_shrink).await.map(drop) })
+        Box::pin(async move {
+            changeable(image).await?;
+            resize::resize(image, size, may_shrink).await.map(drop)
+        })
     }
 
     fn open_alone<'a>(
@@ -91,11 +106,25 @@ impl Format for NativeFormat {
     }
 
     fn detach<'a>(&'a self, image: &'a SharedStorage, stop: &'a AtomicBool) -> LocalFuture<'a, Result<()>> {
-        Box::pin(detach(image, stop))
+        Box::pin(async move {
+            changeable(image).await?;
+            detach(image, stop).await
+        })
+    }
+
+    fn set_handover<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        handover: Option<Handover>,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(set_handover(image, handover))
     }
 
     fn set_pin<'a>(&'a self, image: &'a SharedStorage, pin: &'a Pin) -> LocalFuture<'a, Result<()>> {
-        Box::pin(set_pin(image, pin))
+        Box::pin(async move {
+            changeable(image).await?;
+            set_pin(image, pin).await
+        })
     }
 
     fn set_journal<'a>(
@@ -119,6 +148,26 @@ async fn set_pin(image: &SharedStorage, pin: &Pin) -> Result<()> {
     superblocks.superblock.set_pin(pin.clone());
     superblocks.write(&**image).await.context(context)?;
     image.flush().await.context(context) // commit point
+}
+
+/// Checks that no migration keeps the image from being changed.
+async fn changeable(image: &SharedStorage) -> Result<()> {
+    may_change(image.name(), Superblocks::read(&**image).await?.superblock.handover)
+}
+
+/// Both copies get it: an older copy would say that the image may be written, if the newer one were ever damaged.
+async fn set_handover(image: &SharedStorage, handover: Option<Handover>) -> Result<()> {
+    let context = || format!("can't record in {} that its disk migrates", image.name());
+    let mut superblocks = Superblocks::read(&**image).await.context(context)?;
+    if superblocks.superblock.needs_replay() {
+        return Err(superblocks.superblock.replay_first(image.name())).context(context);
+    }
+    superblocks.superblock.handover = handover;
+    for _ in 0..2 {
+        superblocks.write(&**image).await.context(context)?;
+        image.flush().await.context(context)?; // commit point, the first time
+    }
+    Ok(())
 }
 
 impl Head for Superblocks {
@@ -146,6 +195,10 @@ impl Head for Superblocks {
 
     fn wish(&self) -> Wish {
         self.superblock.wish
+    }
+
+    fn handover(&self) -> Option<Handover> {
+        self.superblock.handover
     }
 
     fn was_left_open(&self) -> bool {
@@ -228,6 +281,7 @@ fn facts(superblocks: &Superblocks) -> Vec<(&'static str, Fact)> {
     if superblocks.other_is_bad.is_some() {
         facts.push(("damaged-superblock", superblocks.slot.other().name().into()));
     }
+    facts.extend(superblock.handover.map(|handover| ("migration", handover.into())));
     facts
 }
 

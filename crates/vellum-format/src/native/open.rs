@@ -113,6 +113,9 @@ impl Native {
         let metadata = Tallied::shared(image.clone(), options.tally.metadata.clone());
         let superblocks = Superblocks::read(&*metadata).await?;
         let superblock = &superblocks.superblock;
+        if !read_only {
+            crate::handover::may_change(image.name(), superblock.handover)?;
+        }
         if superblock.needs_replay() {
             return match read_only {
                 true => Err(superblock.replay_first(image.name())),

@@ -10,10 +10,10 @@
 //!  ├─────────────────────┼─────────────┼────────────┼─────┼────────────┼─────────┼──────────┼───────────┼───────┼──────
 //!  │ six regions: at, len│ data_offset │ generation │ key │ not used   │ name len│format len│ zone table│ name  │ format
 //!  └─────────────────────┴─────────────┴────────────┴─────┴────────────┴─────────┴──────────┴───────────┴───────┴──────
-//!  1296                                   1552                    1600     1604   1608     2112
-//!  ├──────────────────────────────────────┼───────────────────────┼────────┼──────┼────────┼──────
-//!  │ eight parts: at, table len, zones len│                       │ pin len│ zero │  pin   │
-//!  └──────────────────────────────────────┴───────────────────────┴────────┴──────┴────────┴──────
+//!  1296                                   1552     1560                  1584     1600     1604   1608     2112
+//!  ├──────────────────────────────────────┼────────┼─────────────────────┼────────┼────────┼──────┼────────┼──────
+//!  │ eight parts: at, table len, zones len│        │ state, zero, number │        │ pin len│ zero │  pin   │
+//!  └──────────────────────────────────────┴────────┴─────────────────────┴────────┴────────┴──────┴────────┴──────
 //! ```
 //!
 //! 1. [`Superblock::parse`] is the only way in. After it no region exceeds its limits or overlaps another
@@ -30,6 +30,7 @@ use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, Result, Storag
 use super::geometry::{Layout, Places, Region, Shape};
 use super::parts::{PARTS_MAX, Part, Parts};
 use crate::bytes::{be32, be64, put32, put64};
+use crate::handover::Handover;
 use crate::truth::reconcile;
 use crate::wish::Wish;
 
@@ -63,6 +64,7 @@ mod field {
     pub(super) const NAME: usize = 256;
     pub(super) const FORMAT: usize = 1280;
     pub(super) const PARTS: usize = 1296;
+    pub(super) const HANDOVER: usize = 1560;
     /// Length of one part.
     pub(super) const PART_LEN: usize = 32;
     pub(super) const PIN_LEN: usize = 1600;
@@ -82,7 +84,8 @@ mod incompatible {
     pub(super) const ZONED: u64 = 1 << 4;
     pub(super) const PARTS: u64 = 1 << 5;
     pub(super) const CLONED: u64 = 1 << 6;
-    pub(super) const KNOWN: u64 = REPLAY | TABLE | BASE | SNAPSHOTS | ZONED | PARTS | CLONED;
+    pub(super) const HANDOVER: u64 = 1 << 7;
+    pub(super) const KNOWN: u64 = REPLAY | TABLE | BASE | SNAPSHOTS | ZONED | PARTS | CLONED | HANDOVER;
 }
 
 /// Compatible features: a program that does not know one may ignore it.
@@ -186,6 +189,8 @@ pub struct Superblock {
     pub(crate) embeds: bool,
     /// What it asks of the program that serves it.
     pub(crate) wish: Wish,
+    /// What it records of a migration.
+    pub(crate) handover: Option<Handover>,
 }
 
 impl Superblock {
@@ -220,6 +225,7 @@ impl Superblock {
             has_clones: false,
             embeds: places.shape().zone().is_some(),
             wish: Wish::default(),
+            handover: None,
         })
     }
 
@@ -281,6 +287,10 @@ impl Superblock {
             has_clones: features & incompatible::CLONED != 0,
             embeds: has_zones && page[field::SWITCHES] & NO_EMBEDDING == 0,
             wish: Wish::of(be64(&*page, field::COMPATIBLE), compatible::COPY_ON_READ, compatible::PREFETCH),
+            handover: Handover::parse(
+                page[field::HANDOVER..field::HANDOVER + Handover::BYTES].try_into().expect("so many bytes"),
+                features & incompatible::HANDOVER != 0,
+            )?,
             page: Page(page),
         };
         superblock.check_rest(key)?;
@@ -346,6 +356,7 @@ impl Superblock {
             (self.has_snapshots, incompatible::SNAPSHOTS),
             (self.has_clones, incompatible::CLONED),
             (self.places.parts().next().is_some(), incompatible::PARTS),
+            (self.handover.is_some_and(|handover| !handover.allows_writing()), incompatible::HANDOVER),
         ] {
             features |= if is_set { bit } else { 0 };
         }
@@ -398,6 +409,8 @@ impl Superblock {
             bytes[field::PIN..field::PIN + Pin::BYTES_MAX].fill(0);
             put_text(bytes, field::PIN_LEN, field::PIN, &pin.to_string());
         }
+        bytes[field::HANDOVER..field::HANDOVER + Handover::BYTES]
+            .copy_from_slice(&Handover::encode(self.handover));
         put32(bytes, field::CRC, 0);
         let crc = crc32c::crc32c(bytes);
         put32(bytes, field::CRC, crc);

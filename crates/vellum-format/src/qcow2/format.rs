@@ -9,10 +9,11 @@ use super::bitmaps::{self, Bitmap};
 use super::check::{check, recover};
 use super::detach::detach;
 use super::header::{Compression, Encryption, Header, VERSIONS};
-use super::journal_setting::{set_journal, set_pin};
+use super::journal_setting::{set_handover, set_journal, set_pin};
 use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE};
 use super::open::OpenOptions;
 use super::{Qcow2, resize, snapshot};
+use crate::handover::{Handover, may_change};
 use crate::image::{
     Fact, Files, Format, Head, Machine, OpenOptions as Options, Opened, Snapshot, SnapshotSupport,
 };
@@ -46,7 +47,10 @@ impl Format for Qcow2Format {
     }
 
     fn recover<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<Recovery>> {
-        Box::pin(recover(image))
+        Box::pin(async move {
+            changeable(image).await?;
+            recover(image).await
+        })
     }
 
     fn check<'a>(
@@ -55,7 +59,13 @@ impl Format for Qcow2Format {
         repair: Repair,
         say: &'a mut dyn FnMut(String),
     ) -> LocalFuture<'a, Result<Option<CheckReport>>> {
-        Box::pin(async move { check(&Header::read(&**image).await?, image, repair, say).await.map(Some) })
+        Box::pin(async move {
+            let header = Header::read(&**image).await?;
+            if repair != Repair::Nothing {
+                may_change(image.name(), header.handover())?;
+            }
+            check(&header, image, repair, say).await.map(Some)
+        })
     }
 
     fn finish<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<u64>> {
@@ -68,15 +78,32 @@ impl Format for Qcow2Format {
         size: u64,
         _may_shrink: bool,
     ) -> LocalFuture<'a, Result<()>> {
-        Box::pin(async move { resize::grow(image, size).await.map(drop) })
+        Box::pin(async move {
+            changeable(image).await?;
+            resize::grow(image, size).await.map(drop)
+        })
     }
 
     fn detach<'a>(&'a self, image: &'a SharedStorage, _stop: &'a AtomicBool) -> LocalFuture<'a, Result<()>> {
-        Box::pin(detach(image))
+        Box::pin(async move {
+            changeable(image).await?;
+            detach(image).await
+        })
+    }
+
+    fn set_handover<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        handover: Option<Handover>,
+    ) -> LocalFuture<'a, Result<()>> {
+        Box::pin(set_handover(image, handover))
     }
 
     fn set_pin<'a>(&'a self, image: &'a SharedStorage, pin: &'a Pin) -> LocalFuture<'a, Result<()>> {
-        Box::pin(set_pin(image, pin))
+        Box::pin(async move {
+            changeable(image).await?;
+            set_pin(image, pin).await
+        })
     }
 
     fn set_journal<'a>(
@@ -86,6 +113,7 @@ impl Format for Qcow2Format {
         setting: Option<Option<u64>>,
     ) -> LocalFuture<'a, Result<JournalChange>> {
         Box::pin(async move {
+            changeable(image).await?;
             let wanted = match setting {
                 Some(None) => {
                     Some(Header::read(&**image).await?.journal_bytes().unwrap_or(JOURNAL_BYTES_DEFAULT))
@@ -96,6 +124,11 @@ impl Format for Qcow2Format {
             set_journal(image, wanted).await
         })
     }
+}
+
+/// Checks that no migration keeps the image from being changed.
+async fn changeable(image: &SharedStorage) -> Result<()> {
+    may_change(image.name(), Header::read(&**image).await?.handover())
 }
 
 impl Head for Header {
@@ -117,6 +150,10 @@ impl Head for Header {
 
     fn pin(&self) -> Option<&Pin> {
         Self::pin(self)
+    }
+
+    fn handover(&self) -> Option<Handover> {
+        Self::handover(self)
     }
 
     fn data_file(&self) -> Option<&str> {
@@ -268,6 +305,7 @@ fn facts(header: &Header) -> Vec<(&'static str, Fact)> {
             vec![("size", 0u64.into()), ("needs-recovery", false.into()), ("misplaced", true.into())];
         facts.push(("journal", Fact::Group(journal)));
     }
+    facts.extend(header.handover().map(|handover| ("migration", handover.into())));
     facts
 }
 

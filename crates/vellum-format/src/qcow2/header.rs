@@ -23,6 +23,7 @@ use super::journal::extension::{EXTENSION_LEN, Extension};
 use super::layout::*;
 use super::pin;
 use crate::Prealloc;
+use crate::handover::Handover;
 use crate::truth::reconcile;
 use crate::wish::Wish;
 
@@ -85,6 +86,7 @@ pub struct Header {
     pub(crate) journal: Option<(Extension, usize)>,
     misplaced_journal: Option<Extension>,
     pin: Option<Pin>,
+    handover: Option<Handover>,
 }
 
 impl Header {
@@ -165,6 +167,10 @@ impl Header {
             journal: extensions.journal,
             misplaced_journal: extensions.misplaced_journal,
             pin: None,
+            handover: Handover::parse(
+                &extensions.handover.unwrap_or_default(),
+                incompatible & incompatible::HANDOVER != 0,
+            )?,
         };
         header.pin = header.pin_of_backing_file(extensions.pin.as_deref())?;
         header.check_features(extensions.has_encryption)?;
@@ -455,6 +461,11 @@ impl Header {
     /// The place of the persistent bitmaps, if there are any that count.
     pub fn bitmaps(&self) -> Option<BitmapDirectory> {
         self.bitmaps
+    }
+
+    /// What it records of a migration.
+    pub fn handover(&self) -> Option<Handover> {
+        self.handover
     }
 
     /// Changes the feature bits in memory.

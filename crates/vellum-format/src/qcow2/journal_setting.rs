@@ -33,6 +33,7 @@ use super::journal::extension::Extension;
 use super::layout::*;
 use super::pin::encode as encode_pin;
 use crate::Prealloc;
+use crate::handover::Handover;
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 use crate::report::JournalChange;
 
@@ -137,6 +138,43 @@ async fn set_pin_inner(image: &SharedStorage, pin: &Pin) -> Result<()> {
 async fn put_pin(header: &Header, image: &dyn Storage, body: Vec<u8>) -> Result<bool> {
     let old = Layout::read(header, image).await?;
     relay(header, image, &old.parts.with_pin(body, header)).await
+}
+
+/// Records how far the image is in a migration, in an image that was closed.
+///
+/// # Errors
+/// As [`Format::set_handover`](crate::image::Format::set_handover).
+pub(super) async fn set_handover(image: &SharedStorage, handover: Option<Handover>) -> Result<()> {
+    let context = || format!("can't record in {} that its disk migrates", image.name());
+    set_handover_inner(image, handover).await.context(context)
+}
+
+async fn set_handover_inner(image: &SharedStorage, handover: Option<Handover>) -> Result<()> {
+    let header = Header::read(&**image).await?;
+    if header.version() < 3 {
+        return Err(Error::unsupported(
+            "a migration needs version 3: convert the image with `vellum convert -O qcow2`",
+        ));
+    }
+    if header.has_data_file() {
+        return Err(Error::unsupported(
+            "its data lies in another file, which has no place for the mark that it has moved",
+        ));
+    }
+    if header.needs_replay() || header.is_dirty() {
+        return Err(header.replay_first(image.name()));
+    }
+    let old = Layout::read(&header, &**image).await?;
+    for names in [Names::All, Names::InUse] {
+        if relay(&header, &**image, &old.parts.with_handover(handover, names, &header)).await? {
+            if header.handover() == handover {
+                // It may have been written before, and never flushed.
+                return write_again(&**image).await;
+            }
+            return Ok(());
+        }
+    }
+    Err(Error::new(ErrorKind::NoSpace, "the header has no room for it"))
 }
 
 fn refuse(header: &Header, wanted: Option<u64>) -> Result<()> {
@@ -309,6 +347,38 @@ impl Parts {
         parts
     }
 
+    fn with_handover(&self, handover: Option<Handover>, names: Names, header: &Header) -> Self {
+        let mut parts = self.clone();
+        parts.extensions.retain(|(kind, _)| *kind != extension::HANDOVER);
+        let forbids = handover.is_some_and(|handover| !handover.allows_writing());
+        let features = header.incompatible & !incompatible::HANDOVER;
+        let bit = if forbids { incompatible::HANDOVER } else { 0 };
+        put64(&mut parts.fields, field::INCOMPATIBLE, features | bit);
+        let is_row = |row: &[u8]| row.len() == FEATURE_NAME_LEN && row[0] == 0 && row[1] == HANDOVER_BIT;
+        let table = parts.extensions.iter().position(|(kind, _)| *kind == extension::FEATURE_NAMES);
+        let mut rows = table.map_or_else(Vec::new, |table| std::mem::take(&mut parts.extensions[table].1));
+        let keeps = |row: &[u8]| {
+            !is_row(row) && (names == Names::All || row.len() < FEATURE_NAME_LEN || is_in_use(header, row))
+        };
+        rows = rows.chunks(FEATURE_NAME_LEN).filter(|row| keeps(row)).flatten().copied().collect();
+        if forbids && rows.len().is_multiple_of(FEATURE_NAME_LEN) {
+            let mut row = vec![0; FEATURE_NAME_LEN];
+            row[1] = HANDOVER_BIT;
+            row[2..2 + HANDOVER_FEATURE.len()].copy_from_slice(HANDOVER_FEATURE.as_bytes());
+            rows.extend(row);
+        }
+        match table {
+            Some(table) => parts.extensions[table].1 = rows,
+            None => parts.extensions.push((extension::FEATURE_NAMES, rows)),
+        }
+        if handover.is_some() {
+            parts.extensions.push((extension::HANDOVER, Handover::encode(handover).to_vec()));
+        }
+        parts.extensions.retain(|(kind, body)| *kind != extension::FEATURE_NAMES || !body.is_empty());
+        parts.forget_unknown(header);
+        parts
+    }
+
     fn without_backing(&self, header: &Header) -> Self {
         let mut parts = self.clone();
         parts.extensions.retain(|(kind, _)| ![extension::BACKING_FORMAT, extension::PIN].contains(kind));
@@ -358,6 +428,9 @@ impl Parts {
     }
 }
 
+/// What other programs call the feature of an image that a migration forbids to write.
+const HANDOVER_FEATURE: &str = "disk that migrates to or from another host";
+
 fn is_own_row(row: &[u8]) -> bool {
     row[0] == 0 && row[1] == JOURNAL_BIT
 }
@@ -377,6 +450,8 @@ async fn relay(header: &Header, image: &dyn Storage, wanted: &Parts) -> Result<b
     if seen.journal.is_some() != has_journal {
         return Ok(false); // it would not lie in the first sector
     }
+    // A program that was killed may have left parts of a change that are not durable, and would not be written again.
+    image.flush().await?;
     let old = Layout::read(header, image).await?;
     if old.leads_to(&last) {
         hop(image, &old, &last).await?;
@@ -393,6 +468,13 @@ async fn relay(header: &Header, image: &dyn Storage, wanted: &Parts) -> Result<b
         hop(image, &between, &last).await?;
     }
     Ok(true)
+}
+
+/// Writes the first sector of the header as it is, and flushes it.
+async fn write_again(image: &dyn Storage) -> Result<()> {
+    let first = image.read(ImageOffset::ZERO, Buffer::for_overwrite(SECTOR)).await?;
+    image.write(ImageOffset::ZERO, first).await?;
+    image.flush().await // commit point
 }
 
 /// Moves from one header to another.

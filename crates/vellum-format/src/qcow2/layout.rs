@@ -66,8 +66,11 @@ pub(crate) mod incompatible {
     /// There are changes in a journal that must be replayed first. Vellum's own; its name is in the feature
     /// name table.
     pub(crate) const JOURNAL: u64 = 1 << super::JOURNAL_BIT;
+    /// The image takes part in a migration that forbids writing it. Vellum's own, and named as above.
+    pub(crate) const HANDOVER: u64 = 1 << super::HANDOVER_BIT;
     /// The features that this program knows.
-    pub(crate) const KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2 | JOURNAL;
+    pub(crate) const KNOWN: u64 =
+        DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2 | JOURNAL | HANDOVER;
 }
 
 /// Compatible features: a program that does not know one may ignore it.
@@ -104,12 +107,16 @@ pub(crate) mod extension {
     pub(crate) const JOURNAL: u32 = 0x564C_4A31;
     /// Vellum's own: what proves the content of the backing file. "VLPN"
     pub(crate) const PIN: u32 = 0x564C_504E;
+    /// Vellum's own: how far the image is in a migration. "VLMV"
+    pub(crate) const HANDOVER: u32 = 0x564C_4D56;
     /// Vellum's own: bytes without a meaning, while a header is being changed. "VLPD"
     pub(crate) const PADDING: u32 = 0x564C_5044;
 }
 
 /// The number of the journal's incompatible feature bit.
 pub(crate) const JOURNAL_BIT: u8 = 47;
+/// The number of the incompatible feature bit of an image that a migration forbids to write.
+pub(crate) const HANDOVER_BIT: u8 = 48;
 
 /// Bytes of one row of the feature name table: kind, bit, name padded with zeros.
 pub(crate) const FEATURE_NAME_LEN: usize = 48;

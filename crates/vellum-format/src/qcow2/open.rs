@@ -28,6 +28,7 @@ use super::refcount::Refcounts;
 use super::snapshot::{self, SnapshotTable};
 use crate::Prealloc;
 use crate::engine::Engine;
+use crate::handover::may_change;
 use crate::hash::HashSet;
 use crate::image::{Files, MAPPING_BYTES_DEFAULT};
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
@@ -140,6 +141,9 @@ impl Qcow2 {
 /// Replays the journal or repairs refcounts where an image was not closed, and puts a misplaced journal back.
 /// Returns the header as it is then. Of an image that is only read nothing is changed.
 async fn recover_or_repair(mut header: Header, image: &SharedStorage, read_only: bool) -> Result<Header> {
+    if !read_only {
+        may_change(image.name(), header.handover())?;
+    }
     if !read_only && header.is_corrupt() {
         return Err(Error::corrupt(
             "the image is marked corrupt and can only be read: open it read-only, or run `vellum check -r all`",

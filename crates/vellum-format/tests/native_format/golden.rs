@@ -10,6 +10,8 @@ use futures_lite::future::block_on;
 use vellum_core::pin::Pin;
 use vellum_core::{MemoryStorage, SharedStorage};
 use vellum_format::FormatKind;
+use vellum_format::handover::{Handover, MoveNumber};
+use vellum_format::image::Head;
 use vellum_format::native::snapshots::snapshots;
 use vellum_format::native::{Superblocks, recover};
 
@@ -52,7 +54,18 @@ fn images() -> Vec<(String, Vec<u8>)> {
         block_on(FormatKind::Native.format().set_pin(&shared, &pin)).expect("it is recorded");
         images.push((format!("{name}-pinned"), image.content().to_vec()));
     }
+    for (name, options) in kinds().into_iter().filter(|(name, _)| *name == "table") {
+        let (image, _) = used(&options, 81, 40, true);
+        let shared: SharedStorage = image.clone();
+        let moved = Some(Handover::Moved(number()));
+        block_on(FormatKind::Native.format().set_handover(&shared, moved)).expect("it is recorded");
+        images.push((format!("{name}-moved"), image.content().to_vec()));
+    }
     images
+}
+
+fn number() -> MoveNumber {
+    MoveNumber::new(*b"golden migration").expect("it is not zero")
 }
 
 const PIN: &str =
@@ -93,7 +106,10 @@ fn golden_images_open_for_ever() {
         let image = zstd::decode_all(&packed[..]).expect("it is packed by zstd");
         let (mut disk, recovered) = disk_of(&image);
         let recorded = block_on(Superblocks::read(&*MemoryStorage::holding("image", &recovered)));
-        let pin = recorded.expect("a superblock").superblock.pin().map(ToString::to_string);
+        let recorded = recorded.expect("a superblock");
+        let moved = Some(Handover::Moved(number())).filter(|_| name.ends_with("-moved"));
+        assert_eq!(recorded.handover(), moved, "{name}");
+        let pin = recorded.superblock.pin().map(ToString::to_string);
         assert_eq!(pin.as_deref(), Some(PIN).filter(|_| name.ends_with("-pinned")), "{name}");
         if snapshot.is_some() {
             disk = content_of(&MemoryStorage::holding("image", &recovered), snapshot);

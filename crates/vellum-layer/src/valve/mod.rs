@@ -18,8 +18,10 @@
 //! 7. A snapshot of the disk is read through the same limits and the same passage (`beside`).
 //! 8. If the disk behind it has lost answered writes, the next flush of each user of the valve reports it
 //!    (`Losses`).
-//! 9. If so configured, a request that finds no space waits until there is some, and fails only when the
-//!    server ends.
+//! 9. While it is barred, changes wait before they enter; reads and flushes pass. So is the target of a migration,
+//!    until it may be written.
+//! 10. If so configured, a request that finds no space waits until there is some, and fails only when the
+//!     server ends.
 
 mod aside;
 mod beside;
@@ -58,6 +60,8 @@ pub struct Valve {
     turns: AtomicU64,
     turned: Event,
     has_ended: AtomicBool,
+    is_barred: AtomicBool,
+    unbarred: Event,
     clock: Arc<dyn Clock>,
 }
 
@@ -92,6 +96,8 @@ impl Valve {
             turns: AtomicU64::new(0),
             turned: Event::new(),
             has_ended: AtomicBool::new(false),
+            is_barred: AtomicBool::new(false),
+            unbarred: Event::new(),
             clock,
         })
     }
@@ -227,6 +233,8 @@ impl Valve {
         *flow = Flow::Running;
         self.limits.set(RateLimits::default());
         self.space.set_waited_for(false);
+        self.is_barred.store(false, Ordering::Release);
+        self.unbarred.notify(usize::MAX);
     }
 
     /// Stops new requests until the hold is dropped, in addition to any pause. Returns when none is in
@@ -235,6 +243,28 @@ impl Valve {
         let hold = self.passage.hold();
         self.passage.drained().await;
         hold
+    }
+
+    /// Whether changes wait. Once the server ends they do not.
+    pub fn bar(&self, is_barred: bool) {
+        let _flow = self.flow();
+        self.is_barred.store(is_barred && !self.has_ended.load(Ordering::Acquire), Ordering::Release);
+        self.unbarred.notify(usize::MAX);
+    }
+
+    fn is_barred(&self) -> bool {
+        self.is_barred.load(Ordering::Acquire)
+    }
+
+    /// Waits until changes pass.
+    async fn past_bar(&self) {
+        loop {
+            let unbarred = self.unbarred.listen();
+            if !self.is_barred() {
+                return;
+            }
+            unbarred.await;
+        }
     }
 
     /// Requests go to this disk from now on. The valve must be held, with nothing in flight.
@@ -345,6 +375,12 @@ impl Disk for Valve {
     }
 
     fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        if self.is_barred() {
+            return Box::pin(async move {
+                self.past_bar().await;
+                self.write(at, data, flags).await
+            });
+        }
         let limited = Some((Direction::Write, data.len() as u64));
         if self.space.is_waited_for() {
             // The bytes may be needed again.
@@ -361,6 +397,12 @@ impl Disk for Valve {
     }
 
     fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        if self.is_barred() {
+            return Box::pin(async move {
+                self.past_bar().await;
+                self.write_zeroes(span, flags).await
+            });
+        }
         let limited = Some((Direction::Write, self.moved_by_zeros(span)));
         if self.space.is_waited_for() {
             return self.patiently(limited, Box::new(move |disk| disk.write_zeroes(span, flags)));
@@ -369,6 +411,12 @@ impl Disk for Valve {
     }
 
     fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        if self.is_barred() {
+            return Box::pin(async move {
+                self.past_bar().await;
+                self.discard(span, flags).await
+            });
+        }
         let limited = Some((Direction::Write, 0));
         if self.space.is_waited_for() {
             return self.patiently(limited, Box::new(move |disk| disk.discard(span, flags)));
@@ -463,6 +511,39 @@ mod tests {
             flush.await.expect("now");
             let read = valve.read(GuestOffset::ZERO, Buffer::zeroed(1)).await.expect("now");
             assert_eq!((read.slice()[0], valve.held(), valve.state()), (2, 0, State::Running));
+        });
+    }
+
+    #[test]
+    fn changes_of_a_barred_disk_wait_and_nothing_else_does() {
+        let valve = valve(4096);
+        block_on(async {
+            valve.bar(true);
+            let (mut waits, span) = (write(&valve, 1), GuestOffset::ZERO.span(512));
+            let mut zeros = valve.write_zeroes(span, ZeroFlags::default());
+            let mut discard = valve.discard(span, WriteFlags::default());
+            assert!(poll_once(&mut waits).await.is_none() && poll_once(&mut zeros).await.is_none());
+            assert!(poll_once(&mut discard).await.is_none());
+            valve.flush().await.expect("it passes");
+            assert_eq!(
+                valve.read(GuestOffset::ZERO, Buffer::zeroed(1)).await.expect("it passes").slice()[0],
+                0
+            );
+            // The disk can be exchanged meanwhile.
+            let hold = valve.hold().await;
+            let next = MemoryDisk::new(4096);
+            valve.exchange(&hold, next.clone());
+            valve.bar(false);
+            drop(hold);
+            waits.await.expect("now");
+            assert_eq!(next.read(GuestOffset::ZERO, Buffer::zeroed(1)).await.expect("read").slice()[0], 1);
+            zeros.await.expect("now");
+            discard.await.expect("now");
+            valve.bar(true);
+            let mut late = write(&valve, 2);
+            assert!(poll_once(&mut late).await.is_none());
+            valve.end();
+            late.await.expect("the server ends");
         });
     }
 

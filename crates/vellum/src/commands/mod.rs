@@ -15,6 +15,7 @@ pub(crate) mod journal;
 pub(crate) mod limits;
 pub(crate) mod man;
 pub(crate) mod map;
+pub(crate) mod migrate;
 pub(crate) mod pause;
 pub(crate) mod prefetch;
 pub(crate) mod quickstart;

@@ -1,9 +1,10 @@
 //! Disks that are elsewhere, through the real program.
 //!
 //! ```text
-//!   nbd.rs      an export of an NBD server as an image: of our server, of QEMU's and of nbdkit
-//!   nbd_base.rs such an export as the base of other images
-//!   rbd.rs      snapshots of a Ceph cluster
+//!   hand_over.rs  a disk that moves to another server, killed at each step
+//!   nbd.rs        an export of an NBD server as an image: of our server, of QEMU's and of nbdkit
+//!   nbd_base.rs   such an export as the base of other images
+//!   rbd.rs        snapshots of a Ceph cluster
 //! ```
 
 #![allow(unreachable_pub, reason = "the modules of a test are its own")]
@@ -11,6 +12,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod hand_over;
 mod nbd;
 mod nbd_base;
 mod rbd;

@@ -79,7 +79,8 @@ impl Server {
         let files = words.flatten().map(PathBuf::from).filter(|path| path.exists()).collect();
         let mut server = Self { child: Some(child), begun, place, files, said, reader, tcp: None };
         // One line for each address and export; the socket is there with the first of them.
-        let wanted = arguments.iter().filter(|argument| **argument == "--nbd").count();
+        let wanted =
+            arguments.windows(2).filter(|pair| pair[0] == "--nbd" && pair[1].starts_with("tcp:")).count();
         let mut seen_tcp = 0;
         loop {
             match lines.recv_timeout(PATIENCE) {

@@ -4,6 +4,7 @@
 use vellum_core::{Error, ErrorKind, ImageOffset, Result};
 
 use crate::Prealloc;
+use crate::handover::Handover;
 use crate::qcow2::journal::extension::{EXTENSION_LEN, Extension};
 use crate::qcow2::layout::*;
 
@@ -18,6 +19,7 @@ pub(super) struct Extensions {
     pub(super) journal: Option<(Extension, usize)>,
     pub(super) misplaced_journal: Option<Extension>,
     pub(super) pin: Option<Vec<u8>>,
+    pub(super) handover: Option<[u8; Handover::BYTES]>,
 }
 
 impl Extensions {
@@ -45,6 +47,12 @@ impl Extensions {
                 extension::ENCRYPTION => found.has_encryption = true,
                 extension::FEATURE_NAMES => found.feature_names = body.to_vec(),
                 extension::PIN => found.pin = Some(body.to_vec()),
+                extension::HANDOVER => {
+                    let body = body.try_into().map_err(|_| {
+                        Error::corrupt(format!("what it records of a migration takes {len} bytes, not 24"))
+                    })?;
+                    found.handover = Some(body);
+                }
                 // It changes together with the feature bit, so it counts only where one write covers both.
                 extension::JOURNAL if at + EXTENSION_LEN <= 512 => {
                     found.journal = Some((Extension::decode(body)?, at));

@@ -1,0 +1,89 @@
+//! Preparing the target of a migration: an image over the source's export that awaits its disk.
+//!
+//! It is made under a temporary name, and gets its own when its header says that it is not to be written. So there is
+//! never an image over the source that could be written beside it.
+
+use std::path::{Path, PathBuf};
+
+use vellum_core::pin::{Pin, Proof};
+use vellum_core::{Error, Result, Url};
+pub use vellum_format::handover::{Handover, MoveNumber};
+use vellum_format::{FormatKind, native, qcow2};
+use vellum_io::Draft;
+pub use vellum_layer::migrate::{Goal, Side, Step, next};
+
+use crate::create::{CreateTarget, create_native, create_qcow2};
+use crate::image::{ImageOptions, open_file, open_image};
+
+/// The target of a migration.
+#[derive(Debug, Clone)]
+pub struct NewTarget {
+    /// The image to be made. It must not exist.
+    pub path: PathBuf,
+    /// Its format: qcow2 or vellum.
+    pub format: FormatKind,
+    /// The URL of the source's export.
+    pub source: String,
+    /// The options of a qcow2 image.
+    pub qcow2: qcow2::CreateOptions,
+    /// The options of a native image.
+    pub native: native::CreateOptions,
+}
+
+/// Makes it. Returns the number of the migration and the size of the disk, in bytes.
+///
+/// # Errors
+/// `Unsupported` for a format without a place for the mark, and the errors of the source and of creating the image.
+pub async fn prepare(target: &NewTarget) -> Result<(MoveNumber, u64)> {
+    let source = open_image(Path::new(&target.source), &ImageOptions::reading()).await?;
+    let size = source.disk().geometry().size;
+    source.close().await?;
+    let draft = Draft::begin(&target.path).await?.ok_or_else(|| {
+        Error::invalid(format!("{}: the target of a migration is a new file", target.path.display()))
+    })?;
+    let made = make(target, draft.path(), size).await;
+    match made {
+        Ok(number) => draft.publish().await.map(|()| (number, size)),
+        Err(error) => {
+            drop(draft);
+            Err(error.context(format!("can't prepare {}", target.path.display())))
+        }
+    }
+}
+
+async fn make(target: &NewTarget, path: &Path, size: u64) -> Result<MoveNumber> {
+    let source = match Url::parse(&target.source) {
+        Some(url) => url?.to_string(),
+        None => {
+            return Err(Error::invalid(format!(
+                "{}: the source is given as nbd://HOST/EXPORT",
+                target.source
+            )));
+        }
+    };
+    let create = CreateTarget {
+        path: path.to_owned(),
+        size: Some(size),
+        backing: Some((source, FormatKind::Raw)),
+        // Nothing is derived from what the source holds: it is still written.
+        trust_backing: true,
+        allow_dirs: Vec::new(),
+        trust_base: false,
+    };
+    match target.format {
+        FormatKind::Qcow2 => drop(create_qcow2(&create, target.qcow2.clone()).await?),
+        FormatKind::Native => drop(create_native(&create, target.native.clone()).await?),
+        FormatKind::Raw => {
+            return Err(Error::unsupported(
+                "a raw image has no place for the mark that says which image is written: use -f qcow2 or -f vellum",
+            ));
+        }
+    }
+    let options = ImageOptions { format: Some(target.format), ..ImageOptions::default() };
+    let (storage, format) = open_file(path, &options).await?;
+    // Once the source has moved it never changes: the migration proves what a server of NBD cannot.
+    format.format().set_pin(&storage, &Pin::new(vec![Proof::trusted(size)])?).await?;
+    let number = MoveNumber::random()?;
+    format.format().set_handover(&storage, Some(Handover::Awaiting(number))).await?;
+    Ok(number)
+}

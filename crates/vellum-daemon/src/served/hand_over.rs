@@ -1,0 +1,220 @@
+//! The steps of a migration, on a disk that is served.
+//!
+//! ```text
+//!   requests wait ► flush ► close ► the header changes, durably ► open again, writable or not ► requests continue
+//! ```
+//!
+//! 1. The order of the steps, and what each writes, is that of `vellum-layer/migrate.rs`.
+//! 2. The file is locked for writing while its header changes. Between closing it and that another program may take
+//!    it: then the step fails, and the disk is opened again as it was.
+//! 3. A disk whose image must not be written refuses changes (the source) or holds them (the target, until it
+//!    accepts). The target can be written from the first moment, as its front ends see it; the source has become
+//!    read-only.
+//! 4. A step that is repeated writes and flushes the mark again.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use vellum_core::{Error, ErrorKind, Result, SharedDisk};
+use vellum_format::handover::{Handover, MoveNumber, may_change};
+use vellum_io::clock;
+use vellum_layer::barred::Barred;
+use vellum_layer::{Chain, migrate};
+
+use super::steer::Held;
+use super::{How, Served, Step};
+use crate::image::{ImageOptions, open_file, open_over};
+
+/// What became of a step.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HandedOver {
+    /// What the image says now.
+    pub(crate) handover: Option<Handover>,
+    /// How long its requests waited.
+    pub(crate) held: Duration,
+}
+
+/// The disk as its front ends see it, if a migration forbids to write its image.
+pub(super) fn barred(chain: &Chain, disk: SharedDisk, is_barred: bool) -> SharedDisk {
+    let top = chain.top();
+    match may_change(&top.path.display().to_string(), top.head.handover()) {
+        Err(why) if is_barred => Barred::over(disk, why, !is_awaiting(chain)),
+        _ => disk,
+    }
+}
+
+/// Opens an image to be served. The target of a migration is served at once, and written later; its source stays
+/// served, and is only read.
+pub(super) async fn open_chain(how: &How, path: &Path, image: ImageOptions) -> Result<Chain> {
+    let error = match open_over(Some(&how.templates), path, &image).await {
+        Err(error) if error.kind() == ErrorKind::Refused && !image.read_only => error,
+        opened => return opened,
+    };
+    let image = ImageOptions { read_only: true, ..image };
+    let Ok(chain) = open_over(Some(&how.templates), path, &image).await else { return Err(error) };
+    match chain.top().head.handover() {
+        Some(Handover::Awaiting(_)) if !how.is_steered => {
+            let why =
+                "it is the target of a migration, and its writes would wait forever: serve it with --control";
+            Err(error.context(why))
+        }
+        Some(Handover::Awaiting(_)) => Ok(chain),
+        Some(Handover::Moved(number)) => {
+            let path = path.display();
+            tracing::warn!("{path} has moved (migration {number}): it is served, and refuses every change");
+            Ok(chain)
+        }
+        _ => Err(error),
+    }
+}
+
+/// Whether the target of a migration waits for its disk.
+pub(super) fn is_awaiting(chain: &Chain) -> bool {
+    matches!(chain.top().head.handover(), Some(Handover::Awaiting(_)))
+}
+
+/// Whether a migration forbids to write it.
+pub(super) fn is_read_only(chain: &Chain) -> bool {
+    chain.top().head.handover().is_some_and(|handover| !handover.allows_writing())
+}
+
+impl Served {
+    /// How its image is opened now: as the user wants, unless a migration forbids to write it.
+    pub(super) fn image_options(&self) -> ImageOptions {
+        let read_only = self.image.read_only || self.is_barred();
+        ImageOptions { read_only, ..self.image.clone() }
+    }
+
+    /// Whether the user wants it writable, and a migration forbids that.
+    pub(super) fn is_barred(&self) -> bool {
+        self.is_barred.load(Ordering::Acquire)
+    }
+
+    /// What its image records of a migration.
+    ///
+    /// # Errors
+    /// If it is not open.
+    pub(crate) async fn handover(&self) -> Result<Option<Handover>> {
+        let chain = self.chain.read().await;
+        match &*chain {
+            Some(chain) => Ok(chain.top().head.handover()),
+            None => Err(self.is_closed()),
+        }
+    }
+
+    /// Takes a step of the migration with this number. A step that was taken before is taken again: the mark may be
+    /// one that a server has written and not flushed before it was killed.
+    ///
+    /// # Errors
+    /// `Refused` if the image is not in the state for it; the errors of the image. The disk is then served as before
+    /// unless the error says that it could not be opened again.
+    pub(crate) async fn hand_over(
+        self: &Arc<Self>,
+        step: migrate::Step,
+        number: MoveNumber,
+    ) -> Result<HandedOver> {
+        let path = self.path.display().to_string();
+        let _step = self.begin(Step::HandOver)?;
+        let mut chain = self.alone_or_closed().await?;
+        let Some(open) = chain.as_ref() else { return Err(self.is_closed()) };
+        let before = open.top().head.handover();
+        self.may_hand_over(step, before)?;
+        step.check(before, number).map_err(|error| error.context(path.clone()))?;
+        let Some((_, after)) = step.writes(number) else {
+            return Ok(HandedOver { handover: before, held: Duration::ZERO });
+        };
+        let began = clock().now();
+        // It reads the images below, which are closed.
+        let held = match self.hydrate_no_more_in_time().await {
+            Ok(()) => self.hold_flushed(open).await,
+            Err(error) => Err(error),
+        };
+        let held = match held {
+            Ok(held) => held,
+            Err(error) => {
+                chain.iter().for_each(Chain::resume_forks);
+                self.begin_hydrating();
+                return Err(error);
+            }
+        };
+        let closed = open.close().await;
+        if closed.is_err() && !self.how.is_durable && self.disk_is_written() {
+            self.valve.lose(&held.hold);
+            self.reconnects.lost();
+        }
+        self.tend_no_more().await;
+        let released = self.release_files(&held.hold, &mut chain).await;
+        let changed = match closed.and(released) {
+            Ok(()) => self.change_handover(after).await,
+            failed => failed,
+        };
+        // What the header says now decides what passes. A target whose mark may not be durable is not written: the
+        // step is to be taken again.
+        let says = self.read_handover().await.unwrap_or(before);
+        let is_doubtful = changed.is_err() && step == migrate::Step::Accept;
+        let forbids = is_doubtful || says.is_some_and(|handover| !handover.allows_writing());
+        self.is_barred.store(forbids && !self.image.read_only, Ordering::Release);
+        let opened = self.open_again(&held.hold, &mut chain).await;
+        if opened.is_ok() && self.is_barred() {
+            // Otherwise the disk attaches them.
+            self.forks_read_file().await;
+        }
+        self.valve.bar(self.is_barred() && (is_doubtful || matches!(says, Some(Handover::Awaiting(_)))));
+        // It is open, or closed: nothing is half done.
+        held.finish();
+        let waited = clock().now().saturating_sub(began);
+        changed?;
+        opened?;
+        if let Some(open) = chain.as_ref().filter(|_| step == migrate::Step::Accept) {
+            self.hydrate_as_said(&self.hydration_said, open.top().head.wish())?;
+        }
+        tracing::warn!("{path}: migration {number}: {}", after.map_or("taken back", Handover::word));
+        Ok(HandedOver { handover: after, held: waited })
+    }
+
+    /// Whether this server can take the step on an image in this state.
+    fn may_hand_over(&self, step: migrate::Step, now: Option<Handover>) -> Result<()> {
+        let path = self.path.display();
+        if self.disk.is_broken() || self.life().is_cut_off() || self.record.is_poisoned() {
+            let why =
+                format!("{path} has failed and may have lost writes: `vellum export reopen` recovers it");
+            return Err(Error::new(ErrorKind::Poisoned, why));
+        }
+        let begins_or_ends_writing = match step {
+            migrate::Step::Accept => true,
+            migrate::Step::Fix => now.is_none_or(Handover::allows_writing),
+            migrate::Step::Void | migrate::Step::Restore | migrate::Step::Done => false,
+        };
+        if begins_or_ends_writing && self.image.read_only {
+            let why = format!("{path} is served read-only: a disk that migrates is served writable");
+            return Err(Error::new(ErrorKind::ReadOnly, why));
+        }
+        Ok(())
+    }
+
+    /// Its requests wait, and everything that was answered is durable.
+    async fn hold_flushed(self: &Arc<Self>, open: &Chain) -> Result<Held<'_>> {
+        let held = self.hold_for_reopening(Some(open)).await?;
+        match self.has_room_in_time(open).await {
+            Ok(()) => Ok(held),
+            Err(error) => {
+                held.finish();
+                Err(error)
+            }
+        }
+    }
+
+    async fn read_handover(&self) -> Result<Option<Handover>> {
+        let options = ImageOptions { read_only: true, format: Some(self.format), ..self.image.clone() };
+        let (storage, format) = open_file(&self.path, &options).await?;
+        Ok(format.format().read(&*storage).await?.handover())
+    }
+
+    async fn change_handover(&self, after: Option<Handover>) -> Result<()> {
+        let options = ImageOptions { read_only: false, format: Some(self.format), ..self.image.clone() };
+        let (storage, format) = open_file(&self.path, &options).await?;
+        format.format().set_handover(&storage, after).await
+    }
+}

@@ -1,0 +1,301 @@
+//! `vellum migrate`: moving a disk to another host while it is served.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use vellum_core::{Error, Result};
+use vellum_daemon::control::{MigrateStep, Request, call};
+use vellum_daemon::migrate::{Goal, Handover, NewTarget, Side, Step, next, prepare};
+use vellum_daemon::{FormatKind, IoMode, run as run_worker};
+
+use super::Outcome;
+use super::control::Target;
+use crate::args::{NewImage, OutputFormat, parse_format};
+use crate::output::{human_bytes, say, say_json};
+
+/// Move a disk to another host while it is served
+///
+/// The disk runs on the target host at once: what was not copied yet is read from the source's NBD export. The
+/// hand-over leaves one writer or none, whatever crashes, and can be continued: run the same command again.
+///
+///   source$ vellum serve disk.qcow2 --nbd tcp:[::]:10809 --control /run/disk.control
+///   target$ vellum migrate prepare --from nbd://source/ copy.qcow2
+///   target$ vellum serve copy.qcow2 --allow-url nbd://source/ --nbd unix:/run/copy.sock --control /run/copy.control
+///   target$ vellum migrate run --source-control /run/disk.control --target-control /run/copy.control
+#[derive(clap::Args)]
+#[command(verbatim_doc_comment)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Subcommand,
+}
+
+#[derive(clap::Subcommand)]
+enum Subcommand {
+    Prepare(PrepareArgs),
+    Run(BothArgs),
+    Abort(BothArgs),
+    Status(BothArgs),
+    Step(StepArgs),
+}
+
+/// Create the target image: it reads from the source, and is not written until the hand-over
+#[derive(clap::Args)]
+struct PrepareArgs {
+    /// URL of the source's NBD export: nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=PATH
+    #[arg(long, value_name = "URL")]
+    from: String,
+    /// Format of the target: qcow2 or vellum
+    #[arg(short, long, value_name = "FMT", value_parser = parse_format, default_value = "qcow2")]
+    format: FormatKind,
+    /// Options of the target, as for `vellum create -o`
+    #[arg(short, long = "option", value_name = "NAME=VALUE")]
+    options: Vec<String>,
+    /// Output format
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+    /// The image to create
+    target: PathBuf,
+}
+
+/// Hand the disk over: the source is written no more, then the target's writes begin
+///
+/// Writes of clients of the target wait until then. The command prints for how long the disk was not writable.
+/// A control socket of another host can be forwarded, for example with `ssh -L`. With `migrate abort` in place of
+/// `migrate run` the disk stays with the source, which is possible until the target has taken over.
+#[derive(clap::Args)]
+struct BothArgs {
+    /// Control socket of the server of the source
+    #[arg(long, value_name = "PATH")]
+    source_control: PathBuf,
+    /// Export name of the source; optional if its server has one disk
+    #[arg(long, value_name = "EXPORT")]
+    source_disk: Option<String>,
+    /// Control socket of the server of the target
+    #[arg(long, value_name = "PATH")]
+    target_control: PathBuf,
+    /// Export name of the target; optional if its server has one disk
+    #[arg(long, value_name = "EXPORT")]
+    target_disk: Option<String>,
+    /// Output format
+    #[arg(long, value_enum, default_value_t)]
+    output: OutputFormat,
+}
+
+/// Take one step at one server, where no command can reach both
+///
+/// The order is `fix` at the source, then `accept` at the target. To take the disk back: `void` at the target, then
+/// `restore` at the source. Take each step only after the one before it has succeeded.
+#[derive(clap::Args)]
+struct StepArgs {
+    #[command(flatten)]
+    target: Target,
+    /// Number of the migration, as `migrate prepare` printed it
+    #[arg(long, value_name = "NUMBER")]
+    number: String,
+    /// The step
+    #[arg(value_enum)]
+    step: StepName,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum StepName {
+    /// Stop writing the source, for good
+    Fix,
+    /// Begin to write the target
+    Accept,
+    /// Give the target up, for good
+    Void,
+    /// Write the source again; only after `void`
+    Restore,
+}
+
+impl From<StepName> for MigrateStep {
+    fn from(name: StepName) -> Self {
+        match name {
+            StepName::Fix => Self::Fix,
+            StepName::Accept => Self::Accept,
+            StepName::Void => Self::Void,
+            StepName::Restore => Self::Restore,
+        }
+    }
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    match &args.command {
+        Subcommand::Prepare(args) => prepared(args),
+        Subcommand::Run(args) => handed_over(args, Goal::Forward),
+        Subcommand::Abort(args) => handed_over(args, Goal::Back),
+        Subcommand::Status(args) => status(args),
+        Subcommand::Step(args) => step(args),
+    }
+}
+
+fn prepared(args: &PrepareArgs) -> Outcome {
+    let new = NewImage::parse(&args.options)?;
+    new.suits(args.format, "-f")?;
+    if new.backing_file.is_some() || new.size.is_some() {
+        return Err(Error::invalid("the target has the size of the source, and reads from it").into());
+    }
+    let target = NewTarget {
+        path: args.target.clone(),
+        format: args.format,
+        source: args.from.clone(),
+        qcow2: new.qcow2,
+        native: new.native,
+    };
+    let (number, size) = run_worker(IoMode::Auto, async || prepare(&target).await)??;
+    let name = args.target.display().to_string();
+    match args.output {
+        OutputFormat::Json => say_json(&json!({
+            "filename": name, "format": args.format.to_string(), "virtual-size": size, "number": number.to_string(),
+        })),
+        OutputFormat::Human => {
+            say(&format!("{name} awaits a disk of {} (migration {number})", human_bytes(size)))
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What one server says of its image.
+struct Told {
+    handover: Option<Handover>,
+    size: u64,
+    image: String,
+}
+
+impl BothArgs {
+    async fn told(&self, side: Side) -> Result<Told> {
+        let (socket, disk) = self.server(side);
+        let told = call(socket, &Request::MigrateStatus { disk: disk.cloned() }).await?;
+        let image = told["image"].as_str().unwrap_or_default().to_owned();
+        let handover = match told["state"].as_str() {
+            None | Some("none") => None,
+            Some(state) => Some(Handover::of_words(state, told["number"].as_str().unwrap_or_default())?),
+        };
+        Ok(Told { handover, size: told["virtual-size"].as_u64().unwrap_or_default(), image })
+    }
+
+    fn server(&self, side: Side) -> (&PathBuf, Option<&String>) {
+        match side {
+            Side::Source => (&self.source_control, self.source_disk.as_ref()),
+            Side::Target => (&self.target_control, self.target_disk.as_ref()),
+        }
+    }
+
+    async fn both(&self) -> Result<(Told, Told)> {
+        let (source, target) = (self.told(Side::Source).await?, self.told(Side::Target).await?);
+        if source.size != target.size {
+            return Err(Error::invalid(format!(
+                "{} has {} bytes and {} has {}: they are not the source and the target of one migration",
+                source.image, source.size, target.image, target.size
+            )));
+        }
+        Ok((source, target))
+    }
+}
+
+/// What was done, and for how long the disk could not be written.
+async fn hand_over(args: &BothArgs, goal: Goal) -> Result<(Vec<Step>, Option<Duration>, Told, Told)> {
+    let (mut steps, mut began) = (Vec::new(), None);
+    let mut downtime = None;
+    loop {
+        let (source, target) = args.both().await?;
+        let step = next(source.handover, target.handover, goal, steps.last().copied())?;
+        let number = target.handover.expect("the table has checked that").number();
+        let Some((side, _)) = step.writes(number) else { return Ok((steps, downtime, source, target)) };
+        if step == Step::Fix {
+            began = Some(Instant::now());
+        }
+        let (socket, disk) = args.server(side);
+        let step_name = match step {
+            Step::Fix => MigrateStep::Fix,
+            Step::Accept => MigrateStep::Accept,
+            Step::Void => MigrateStep::Void,
+            Step::Restore | Step::Done => MigrateStep::Restore,
+        };
+        let request =
+            Request::MigrateStep { disk: disk.cloned(), step: step_name, number: number.to_string() };
+        call(socket, &request).await?;
+        if step == Step::Accept {
+            downtime = began.map(|began| began.elapsed());
+        }
+        steps.push(step);
+    }
+}
+
+fn handed_over(args: &BothArgs, goal: Goal) -> Outcome {
+    let (steps, downtime, source, target) = run_worker(IoMode::Auto, async || hand_over(args, goal).await)??;
+    let millis = downtime.map(|time| u64::try_from(time.as_micros()).unwrap_or(u64::MAX));
+    let writer = if goal == Goal::Forward { &target } else { &source };
+    match args.output {
+        OutputFormat::Json => say_json(&json!({
+            "written": writer.image,
+            "source": source.image,
+            "target": target.image,
+            "steps": steps.iter().map(|step| format!("{step:?}").to_lowercase()).collect::<Vec<_>>(),
+            "downtime-us": millis,
+        })),
+        OutputFormat::Human => {
+            let time = downtime.map_or_else(String::new, |time| {
+                format!(" (it was not writable for {:.1} ms)", time.as_secs_f64() * 1000.0)
+            });
+            let again = if steps.is_empty() { "already " } else { "" };
+            say(&format!("The disk is {again}written in {}{time}.", writer.image));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn status(args: &BothArgs) -> Outcome {
+    let (source, target) = run_worker(IoMode::Auto, async || args.both().await)??;
+    let word = |told: &Told| told.handover.map_or("none", Handover::word);
+    let step = |goal| next(source.handover, target.handover, goal, None);
+    let named = |goal| step(goal).map_or(Value::Null, |step| json!(format!("{step:?}").to_lowercase()));
+    match args.output {
+        OutputFormat::Json => say_json(&json!({
+            "source": { "image": source.image, "state": word(&source) },
+            "target": { "image": target.image, "state": word(&target) },
+            "number": target.handover.map(|handover| handover.number().to_string()),
+            "next": { "run": named(Goal::Forward), "abort": named(Goal::Back) },
+        })),
+        OutputFormat::Human => {
+            let next = match step(Goal::Forward) {
+                Ok(Step::Done) => "the target is written".to_owned(),
+                Ok(_) if source.handover.is_none_or(Handover::allows_writing) => {
+                    "the source is written; `vellum migrate run` hands it over".to_owned()
+                }
+                Ok(_) => "neither is written; `vellum migrate run` continues".to_owned(),
+                Err(error) => error.chain(),
+            };
+            say(&format!(
+                "source {}: {}\ntarget {}: {}\n{next}",
+                source.image,
+                word(&source),
+                target.image,
+                word(&target)
+            ));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn step(args: &StepArgs) -> Outcome {
+    let request = Request::MigrateStep {
+        disk: args.target.disk.clone(),
+        step: args.step.into(),
+        number: args.number.clone(),
+    };
+    let answer = args.target.ask(&request)?;
+    match args.target.output {
+        OutputFormat::Json => say_json(&answer),
+        OutputFormat::Human => say(&format!(
+            "{}: {}; its requests waited for {:.1} ms",
+            answer["image"].as_str().unwrap_or_default(),
+            answer["state"].as_str().unwrap_or_default(),
+            answer["held-us"].as_f64().unwrap_or_default() / 1000.0
+        )),
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,385 @@
+//! A disk that moves between two servers while it is used, and every step killed.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::support::client::{Answer, Client, WRITE};
+use super::support::dir::Dir;
+use super::support::program::{Ran, has, run, vellum, vellum_command};
+use super::support::server::Server;
+use super::support::until;
+
+const MIB: u64 = 1 << 20;
+
+/// A source, its target, and where both are served: at the same addresses after each start.
+struct Move {
+    dir: Dir,
+    place: Dir,
+    format: String,
+    number: String,
+}
+
+impl Move {
+    /// Starts the source, with the options of an image of this kind, and prepares the target.
+    #[track_caller]
+    fn new(format: &str, options: &str) -> (Self, Server) {
+        let (dir, place) = (Dir::new("migrate"), Dir::short());
+        let mut moved = Self { dir, place, format: format.to_owned(), number: String::new() };
+        let source = moved.source();
+        let mut create = vec!["create", "-f", format];
+        if !options.is_empty() {
+            create.extend(["-o", options]);
+        }
+        vellum(&[&create[..], &[&source, "8M"]].concat()).answer();
+        let from = moved.serve_source(&[]);
+        let (target, uri) = (moved.target(), moved.uri());
+        let prepared = ["migrate", "prepare", "--output", "json", "-f", format, "--from", &uri, &target];
+        vellum(&prepared).json()["number"].as_str().expect("a number").clone_into(&mut moved.number);
+        (moved, from)
+    }
+
+    fn source(&self) -> String {
+        self.dir.text("source")
+    }
+
+    fn target(&self) -> String {
+        self.dir.text("target")
+    }
+
+    fn control(&self, image: &str) -> String {
+        self.place.text(&format!("{image}.control"))
+    }
+
+    /// Where the target reads from the source.
+    fn uri(&self) -> String {
+        format!("nbd+unix:///disk?socket={}", self.place.text("nbd"))
+    }
+
+    #[track_caller]
+    fn serve_source(&self, more: &[&str]) -> Server {
+        let (control, export) = (self.control("source"), format!("disk={}", self.source()));
+        let address = format!("unix:{}", self.place.text("nbd"));
+        let always = ["-f", &self.format, "--control", &control, "--nbd", &address, "--export", &export];
+        Server::start(&[&always[..], more].concat())
+    }
+
+    #[track_caller]
+    fn serve_target(&self, more: &[&str]) -> Server {
+        let (control, export) = (self.control("target"), format!("disk={}", self.target()));
+        let uri = self.uri();
+        let always = ["-f", &self.format, "--control", &control, "--allow-url", &uri, "--export", &export];
+        Server::start(&[&always[..], more].concat())
+    }
+
+    /// A command that needs both servers.
+    fn arguments(&self, command: &str) -> Vec<String> {
+        let (from, to) = (self.control("source"), self.control("target"));
+        let words =
+            ["migrate", command, "--output", "json", "--source-control", &from, "--target-control", &to];
+        words.map(str::to_owned).to_vec()
+    }
+
+    fn migrate(&self, command: &str) -> Ran {
+        let arguments = self.arguments(command);
+        vellum(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    #[track_caller]
+    fn step(&self, name: &str, image: &str, number: &str) -> Ran {
+        let control = self.control(image);
+        vellum(&["migrate", "step", name, "--control", &control, "--number", number, "--output", "json"])
+    }
+
+    /// What an image says of the migration.
+    fn says(&self, image: &str) -> Option<String> {
+        let facts = vellum(&["info", "--output", "json", "-f", &self.format, &self.dir.text(image)]).json();
+        let data = &facts["format-specific"]["data"];
+        data["migration"]["state"].as_str().map(str::to_owned)
+    }
+}
+
+#[track_caller]
+fn client(server: &Server) -> Client {
+    Client::connect(&server.peer(), "disk").expect("the export is there")
+}
+
+#[track_caller]
+fn is_refused(ran: &Ran, words: &[&str]) {
+    assert_eq!((ran.code, ran.err.lines().count()), (1, 1), "{ran:?}");
+    assert!(words.iter().all(|word| ran.err.contains(word)), "{words:?}: {}", ran.err);
+}
+
+#[test]
+fn a_disk_moves_while_it_is_used_and_nothing_is_lost() {
+    for (format, options) in [("qcow2", ""), ("vellum", "layout=table"), ("vellum", "")] {
+        let (moved, from) = Move::new(format, options);
+        let mut writer = client(&from);
+        for at in 0..32 {
+            writer.write(at * 65_536, &[1; 4096], 0).expect("written");
+        }
+        let to = moved.serve_target(&[]);
+        // The target runs at once: what the source writes is read there, and writes wait.
+        let mut reader = client(&to);
+        writer.write(0, &[2; 4096], 0).expect("written");
+        assert_eq!(reader.read(0, 1).expect("read"), [2]);
+        let waits = reader.send(WRITE, 0, 4096, 4096, &[3; 4096]).expect("sent");
+        let status = moved.migrate("status").json();
+        assert_eq!((&status["target"]["state"], &status["next"]["run"]), (&"awaiting".into(), &"fix".into()));
+        writer.write(8192, &[4; 4096], 0).expect("written: the source is still the writer");
+        let done = moved.migrate("run").json();
+        assert_eq!(done["steps"], serde_json::json!(["fix", "accept"]));
+        assert!(done["downtime-us"].as_u64().is_some_and(|micros| micros > 0), "{done}");
+        assert_eq!(reader.answer().expect("now"), Answer { cookie: waits, error: 0 });
+        writer.write(0, &[9; 4096], 0).expect_err("the source is written no more");
+        for (at, value) in [(0, 2), (4096, 3), (8192, 4), (31 * 65_536, 1), (5 * MIB, 0)] {
+            assert_eq!(reader.read(at, 1).expect("read"), [value], "{format} at {at}");
+        }
+        reader.flush().expect("flushed");
+        assert_eq!(moved.migrate("run").json()["steps"], Value::Array(Vec::new()), "done is done");
+        is_refused(&moved.migrate("abort"), &["has taken over"]);
+        to.stop();
+        from.stop();
+        // The source is never written again, by no command.
+        let source = moved.source();
+        for command in
+            [&["resize", "-f", format, &source, "16M"][..], &["check", "-f", format, "-r", "all", &source]]
+        {
+            let ran = vellum(command);
+            assert!(ran.code != 0 && ran.err.contains("has moved"), "{command:?}: {ran:?}");
+        }
+        if format == "qcow2" && has("qemu-io") {
+            let ran = run("qemu-io", &["-f", format, "-c", "write 0 512", &source]);
+            assert!(ran.err.contains("disk that migrates"), "{ran:?}");
+        }
+        // It is still read, whether the user says that it is only read or not.
+        for more in [&["-r"][..], &[]] {
+            let from = moved.serve_source(more);
+            let mut reader = client(&from);
+            assert_eq!(reader.read(8192, 1).expect("read"), [4]);
+            reader.write(0, &[9; 512], 0).expect_err("it has moved");
+            from.stop();
+        }
+    }
+}
+
+/// With the whole disk in the target, the source is not needed any more.
+#[test]
+fn a_target_that_has_everything_stands_alone() {
+    for format in ["qcow2", "vellum"] {
+        for ahead in [true, false] {
+            let (moved, from) = Move::new(format, "");
+            let mut writer = client(&from);
+            for at in 0..32 {
+                writer.write(at * 65_536, &[1; 4096], 0).expect("written");
+            }
+            let more: &[&str] = if ahead { &["--prefetch"] } else { &["--copy-on-read"] };
+            let to = moved.serve_target(more);
+            let control = moved.control("target");
+            is_refused(&vellum(&["flatten", "--control", &control]), &["migration"]);
+            moved.migrate("run").answer();
+            let mut writer = client(&to);
+            writer.write(0, &[2; 4096], 0).expect("written");
+            match ahead {
+                true => until("it is detached", || {
+                    let said = vellum(&["prefetch", "status", "--output", "json", "--control", &control]);
+                    said.json().to_string().contains("\"detached\"")
+                }),
+                false => {
+                    vellum(&["flatten", "--control", &control]).answer();
+                }
+            }
+            to.stop();
+            from.stop();
+            drop(std::fs::remove_file(moved.source()));
+            let (target, export) = (moved.target(), format!("disk={}", moved.target()));
+            let facts = vellum(&["info", "--output", "json", "-f", format, &target]).json();
+            assert_eq!(facts.get("backing-filename"), None, "{facts}");
+            let alone = Server::start(&["-f", format, "--export", &export]);
+            let mut reader = client(&alone);
+            for (at, value) in [(0, 2), (65_536, 1), (31 * 65_536, 1), (5 * MIB, 0)] {
+                assert_eq!(reader.read(at, 1).expect("read"), [value], "{format} at {at}");
+            }
+            reader.write(4096, &[3; 512], 0).expect("it is a disk like any other");
+            alone.stop();
+            vellum(&["check", "-f", format, &target]).answer();
+        }
+    }
+}
+
+/// Both servers are killed after each step. At most one image can be written, and when the servers are started again
+/// the command continues, in either direction.
+#[test]
+fn whatever_is_killed_there_is_one_writer_or_none_and_the_command_continues() {
+    for format in ["qcow2", "vellum"] {
+        for (steps, back) in [(0, false), (1, false), (2, false), (0, true), (1, true), (2, true), (3, true)]
+        {
+            let (moved, from) = Move::new(format, "");
+            let mut writer = client(&from);
+            writer.write(0, &[1; 4096], 0).expect("written");
+            writer.flush().expect("flushed");
+            writer.write(4096, &[2; 4096], 0).expect("written");
+            let to = moved.serve_target(&[]);
+            let order: &[(&str, &str)] = match back {
+                false => &[("fix", "source"), ("accept", "target")],
+                true => &[("fix", "source"), ("void", "target"), ("restore", "source")],
+            };
+            for (name, image) in &order[..steps] {
+                moved.step(name, image, &moved.number).answer();
+            }
+            if !back && steps == 2 {
+                let mut writer = client(&to);
+                writer.write(12_288, &[7; 512], 0).expect("the target is written");
+                writer.flush().expect("flushed");
+            }
+            to.kill();
+            from.kill();
+            let fixed = steps >= 1 && !(back && steps == 3);
+            let arrived = !back && steps == 2;
+            assert_eq!(
+                moved.says("source").as_deref() == Some("moved"),
+                fixed,
+                "{format}: {order:?} {steps}"
+            );
+            assert_eq!(
+                moved.says("target").as_deref() == Some("arrived"),
+                arrived,
+                "{format}: {order:?} {steps}"
+            );
+            let from = moved.serve_source(&[]);
+            let mut of_source = client(&from);
+            assert_eq!(of_source.read(0, 1).expect("read"), [1], "what was flushed is there");
+            if fixed {
+                let read = of_source.read(4096, 1).expect("read");
+                assert_eq!(read, [2], "a fixed source has all that was answered");
+            }
+            assert_eq!(of_source.write(8192, &[5; 512], 0).is_ok(), !fixed);
+            if back && steps > 1 {
+                let export = format!("disk={}", moved.target());
+                let words = ["-f", format, "--allow-url", &moved.uri(), "--export", &export];
+                let ran = Server::try_start(&words).err().expect("it was given up");
+                assert!(ran.err.contains("given up"), "{ran:?}");
+                if steps == 2 {
+                    // Its server is not needed any more: it was seen to be void.
+                    moved.step("restore", "source", &moved.number).answer();
+                }
+                client(&from).write(8192, &[6; 512], 0).expect("the source is written again");
+                from.stop();
+                continue;
+            }
+            let to = moved.serve_target(&[]);
+            let goal = if back { "abort" } else { "run" };
+            moved.migrate(goal).answer();
+            let (writer, other) = if back { (&from, &to) } else { (&to, &from) };
+            let mut of_writer = client(writer);
+            assert_eq!(of_writer.read(0, 1).expect("read"), [1]);
+            if arrived {
+                assert_eq!(of_writer.read(12_288, 1).expect("read"), [7]);
+            }
+            of_writer.write(8192, &[6; 512], 0).expect("the writer is written");
+            of_writer.flush().expect("flushed");
+            if !back {
+                client(other).write(8192, &[8; 512], 0).expect_err("the other is not");
+            }
+            assert_eq!(of_writer.read(8192, 1).expect("read"), [6]);
+            to.stop();
+            from.stop();
+        }
+    }
+}
+
+/// A server is killed at some moment while the command runs.
+#[test]
+fn servers_that_are_killed_in_the_middle_are_started_again_and_the_command_continues() {
+    let mut cut_short = 0;
+    for round in 0..8_u64 {
+        let format = if round % 2 == 0 { "qcow2" } else { "vellum" };
+        let (moved, from) = Move::new(format, "");
+        let mut writer = client(&from);
+        writer.write(0, &[1; 65_536], 0).expect("written");
+        writer.flush().expect("flushed");
+        let to = moved.serve_target(&[]);
+        let mut command = vellum_command();
+        command.args(moved.arguments("run")).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut running = command.spawn().expect("our own program can be started");
+        std::thread::sleep(Duration::from_millis(round / 2 * 15));
+        let (kills_source, mut from, mut to) = (round / 2 % 2 == 0, Some(from), Some(to));
+        let killed = if kills_source { &mut from } else { &mut to };
+        killed.take().expect("it runs").kill();
+        cut_short += usize::from(!running.wait().expect("it ends").success());
+        let from = from.unwrap_or_else(|| moved.serve_source(&[]));
+        let to = to.unwrap_or_else(|| moved.serve_target(&[]));
+        moved.migrate("run").answer();
+        let mut writer = client(&to);
+        let read = writer.read(0, 65_536).expect("read");
+        assert!(read.iter().all(|byte| *byte == 1), "{format}: what was flushed is there");
+        writer.write(0, &[2; 512], 0).expect("the target is written");
+        client(&from).write(0, &[9; 512], 0).expect_err("the source is not");
+        assert_eq!(writer.read(0, 1).expect("read"), [2]);
+        to.stop();
+        from.stop();
+    }
+    println!("{cut_short} of 8 commands were cut short");
+}
+
+#[test]
+fn the_disk_can_be_taken_back_until_the_target_has_it() {
+    let (moved, from) = Move::new("qcow2", "");
+    let to = moved.serve_target(&[]);
+    let mut writer = client(&from);
+    writer.write(0, &[1; 4096], 0).expect("written");
+    // Orders that do not belong to this migration, or come too early.
+    let other = "0123456789abcdef0123456789abcdef";
+    is_refused(&moved.step("accept", "target", other), &["cannot take over"]);
+    is_refused(&moved.step("accept", "source", &moved.number), &["cannot take over"]);
+    is_refused(&moved.step("restore", "target", &moved.number), &["cannot be taken back"]);
+    moved.step("fix", "source", &moved.number).answer();
+    is_refused(&moved.step("fix", "source", other), &["cannot be fixed"]);
+    is_refused(&moved.step("restore", "source", other), &["cannot be taken back"]);
+    // Also where the source was started again, to be read only.
+    from.stop();
+    let from = moved.serve_source(&["-r"]);
+    let done = moved.migrate("abort").json();
+    assert_eq!(done["steps"], serde_json::json!(["void", "restore"]));
+    is_refused(&moved.step("accept", "target", &moved.number), &["cannot take over"]);
+    is_refused(&moved.migrate("run"), &["given up"]);
+    from.stop();
+    let from = moved.serve_source(&[]);
+    client(&from).write(0, &[2; 4096], 0).expect("the source is written again");
+    to.stop();
+    from.stop();
+}
+
+/// Nothing could ever complete the migration.
+#[test]
+fn a_target_that_cannot_be_steered_is_not_served() {
+    let (moved, from) = Move::new("vellum", "");
+    let export = format!("disk={}", moved.target());
+    let ran = Server::try_start(&["-f", "vellum", "--allow-url", &moved.uri(), "--export", &export]);
+    let ran = ran.err().expect("it has no control socket");
+    assert!(ran.err.contains("--control"), "{ran:?}");
+    from.stop();
+}
+
+#[test]
+fn raw_disks_are_refused_with_the_reason() {
+    let dir = Dir::new("migrate-raw");
+    let image = dir.text("disk.raw");
+    vellum(&["create", "-f", "raw", &image, "1M"]).answer();
+    let control = dir.text("control");
+    let export = format!("disk={image}");
+    let from = Server::start(&["-f", "raw", "--control", &control, "--export", &export]);
+    let uri = from.uri("disk");
+    is_refused(
+        &vellum(&["migrate", "prepare", "-f", "raw", "--from", &uri, &dir.text("copy")]),
+        &["no place for the mark"],
+    );
+    let number = "0123456789abcdef0123456789abcdef";
+    is_refused(
+        &vellum(&["migrate", "step", "fix", "--control", &control, "--number", number]),
+        &["no place for the mark", "convert"],
+    );
+    client(&from).write(0, &[1; 512], 0).expect("served as before");
+    from.stop();
+}

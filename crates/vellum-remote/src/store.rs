@@ -117,7 +117,7 @@ impl Store {
                     Some(_) => None,
                     None => Profile::find(settings)?.map(Arc::new),
                 };
-                let store = bucket_store(bucket, settings, profile.clone(), deadline)
+                let store = bucket_store(bucket, settings, profile.clone(), Deadline::Whole(deadline))
                     .context(|| format!("can't open the store {url}"))?;
                 (Arc::new(store), profile, path_of(prefix)?)
             }
@@ -424,11 +424,20 @@ fn path_of(key: &str) -> Result<Path> {
     Path::parse(key).map_err(|error| Error::invalid(format!("{key:?} cannot name an object: {error}")))
 }
 
+/// What of a request must be over after this time, with its retries.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Deadline {
+    /// All of it.
+    Whole(Duration),
+    /// What is before the body of its answer. Whoever reads that notices when it is silent.
+    Begin(Duration),
+}
+
 pub(crate) fn bucket_store(
     bucket: &str,
     settings: &Settings,
     profile: Option<Arc<Profile>>,
-    deadline: Duration,
+    deadline: Deadline,
 ) -> Result<object_store::aws::AmazonS3> {
     let mut builder = AmazonS3Builder::new().with_bucket_name(bucket);
     let mut has_region = false;
@@ -471,18 +480,21 @@ pub(crate) fn bucket_store(
         .with_allow_http(endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")))
         .with_connect_timeout(CONNECT_TIME_MAX)
         .with_read_timeout(SILENCE_MAX)
-        .with_timeout(deadline)
         .with_http1_only()
         .with_user_agent(object_store::HeaderValue::from_static(concat!(
             "vellum/",
             env!("CARGO_PKG_VERSION")
         )));
+    let (client, retry_timeout) = match deadline {
+        Deadline::Whole(time) => (client.with_timeout(time), time),
+        Deadline::Begin(time) => (client.with_timeout_disabled(), time),
+    };
     let backoff = BackoffConfig {
         init_backoff: Duration::from_millis(50),
         max_backoff: Duration::from_secs(5),
         base: 2.0,
     };
-    let retry = RetryConfig { backoff, max_retries: RETRIES_MAX, retry_timeout: deadline };
+    let retry = RetryConfig { backoff, max_retries: RETRIES_MAX, retry_timeout };
     // The client's runtime threads must exist before it is made: it looks for the choice of cryptography.
     crate::runtime::start()?;
     builder.with_client_options(client).with_retry(retry).build().map_err(|error| explain(&error))

@@ -5,7 +5,7 @@
 //!                        │ no                         a task of the runtime for each run
 //!                        ├─► being fetched? ── wait   ┌──────────────────────────────────────────────────┐
 //!                        └─► runs ──────────────────► │ request ─► failed? pause, again, until the deadline │
-//!                            and what is read ahead   │         └► slow? a second request beside it        │
+//!                            and what is read ahead   │         └► silent? a second request beside it      │
 //!                                                     └──────────────────────────────────────────────────┘
 //! ```
 //!
@@ -13,12 +13,15 @@
 //!    [`RUN_BYTES_MAX`].
 //! 2. Memory is bounded: [`CACHE_BYTES`] of blocks for each base, and [`IN_FLIGHT_MAX`] requests at once. A read takes
 //!    its blocks in windows of [`RUN_BYTES_MAX`].
-//! 3. A request that fails in a way that may pass is tried again, with growing random pauses, for as long as the
-//!    base's timeout: meanwhile the read is held. Then it fails. A failure that will not pass, such as a base that has
-//!    changed, fails at once. A failure is not remembered: the next read tries again.
+//! 3. A request that fails in a way that may pass is tried again, with growing random pauses, behind the bytes that
+//!    have arrived: meanwhile the read is held. It fails when nothing has arrived for the base's timeout, whether it
+//!    waits for a place or for bytes, and at most [`LAST_TRY`] later. A failure that will not pass, such as a base that
+//!    has changed, fails at once. A failure is not remembered: the next read tries again.
 //! 4. One base never waits for another: the limits are each base's own, and no thread waits with a request.
 //! 5. What is read ahead takes no place from a read that waits: it is left out while all places are taken.
-//! 6. All decisions are in `plan.rs`. Time, chance, and the tasks are given by a [`Ground`], and answers by a
+//! 6. All limits are on silence: whatever the link's pace, a request goes on as long as at least [`PROGRESS_BYTES`] come in
+//!    [`SILENCE_MAX`]. After a silence, less is asked for at once.
+//! 7. All decisions are in `plan.rs`. Time, chance, and the tasks are given by a [`Ground`], and answers by a
 //!    [`Transport`], so that tests script both.
 
 use std::collections::HashMap;
@@ -28,9 +31,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use event_listener::Event;
 use futures_util::future::{Either, select};
+use futures_util::stream::{Stream, StreamExt as _};
 use vellum_core::pin::Proof;
 use vellum_core::{
     Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result, Storage, StorageRun,
@@ -38,7 +42,7 @@ use vellum_core::{
 };
 
 use super::kept::Kept;
-use super::plan::{AfterFailure, FETCH_BLOCK, Pace, ReadAhead, after_failure, runs};
+use super::plan::{AfterFailure, FETCH_BLOCK, Pace, ReadAhead, Width, after_failure, runs};
 
 /// The longest request, in bytes.
 pub(crate) const RUN_BYTES_MAX: u64 = 1 << 20;
@@ -49,8 +53,14 @@ pub const CACHE_BYTES: u64 = 32 << 20;
 /// Requests of one base at once.
 pub(crate) const IN_FLIGHT_MAX: usize = 16;
 
-/// How long one request may take before it counts as failed.
-pub(crate) const REQUEST_TIME_MAX: Duration = Duration::from_secs(15);
+/// How long a request may bring nothing before it counts as failed.
+pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(15);
+
+/// So many bytes end a silence: a server that sends one now and then holds nobody.
+pub(crate) const PROGRESS_BYTES: usize = 4096;
+
+/// How long the last try may take when it begins just before the timeout.
+pub(crate) const LAST_TRY: Duration = Duration::from_secs(1);
 
 const RUN_BLOCKS_MAX: u64 = RUN_BYTES_MAX / FETCH_BLOCK;
 const CACHE_BLOCKS: usize = 512;
@@ -58,6 +68,9 @@ const AHEAD_BLOCKS_MAX: u64 = 64;
 
 /// A future for the tasks of the runtime.
 pub(crate) type Task<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// The bytes of a request as they arrive.
+pub(crate) type Parts = Pin<Box<dyn Stream<Item = Result<Bytes, Failure>> + Send>>;
 
 /// Why a request brought no bytes.
 #[derive(Debug, Clone)]
@@ -71,10 +84,10 @@ pub(crate) enum Failure {
 /// Where bytes come from.
 pub(crate) trait Transport: Send + Sync {
     /// Exactly the bytes of this range, of the content that was there when it was opened.
-    fn fetch(&self, range: Range<u64>) -> Task<Result<Bytes, Failure>>;
+    fn fetch(&self, range: Range<u64>) -> Parts;
 }
 
-/// Time, chance and tasks.
+/// Time, chance and tasks. Any thread may wait for a sleep.
 pub(crate) trait Ground: Send + Sync {
     fn now(&self) -> Duration;
     fn sleep(&self, time: Duration) -> Task<()>;
@@ -143,8 +156,32 @@ fn add(counter: &AtomicU64, count: u64) {
 /// A run that is being fetched, or has been.
 struct Fetch {
     first: u64,
+    /// When bytes of it arrived last, or else when its silence began.
+    heard: Heard,
+    /// Why its last try failed.
+    failure: Mutex<Option<Error>>,
     result: OnceLock<Result<Bytes, Failure>>,
     done: Event,
+}
+
+/// The last time that something was heard, by the clock of the ground.
+#[derive(Default)]
+struct Heard(AtomicU64);
+
+impl Heard {
+    fn at(time: Duration) -> Self {
+        let heard = Self::default();
+        heard.note(time);
+        heard
+    }
+
+    fn note(&self, time: Duration) {
+        self.0.fetch_max(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    fn time(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    }
 }
 
 struct Block {
@@ -168,6 +205,14 @@ struct State {
     in_flight: usize,
     ahead: ReadAhead,
     pace: Pace,
+    width: Width,
+}
+
+impl State {
+    /// Requests that may be in flight now.
+    fn places(&self) -> usize {
+        small(self.width.of(IN_FLIGHT_MAX as u64))
+    }
 }
 
 struct Inner {
@@ -182,6 +227,8 @@ struct Inner {
     state: Mutex<State>,
     /// A request has ended, so that there is a place for another one.
     place: Event,
+    /// When bytes of any request arrived last.
+    heard: Heard,
     counters: Counters,
 }
 
@@ -219,6 +266,7 @@ impl RemoteBase {
             ground,
             state: Mutex::default(),
             place: Event::new(),
+            heard: Heard::default(),
             counters: Counters::default(),
         }))
     }
@@ -242,16 +290,18 @@ impl RemoteBase {
     /// The blocks of one window, from the first to the last.
     async fn blocks(&self, wanted: Range<u64>) -> Result<Vec<Bytes>> {
         let inner = &self.0;
-        let deadline = inner.ground.now() + inner.timeout;
+        // Since when nothing that this read waits for has arrived.
+        let mut silent_since = inner.ground.now();
         let mut found: Vec<Option<Bytes>> = vec![None; small(wanted.end - wanted.start)];
         let mut is_first = true;
         loop {
             let (waits, missing) = inner.look(&wanted, &mut found, is_first);
             is_first = false;
             if let Some(missing) = missing {
-                for run in runs(&missing, RUN_BLOCKS_MAX) {
-                    inner.take_place().await;
-                    inner.begin(run, false);
+                let run_max = lock(&inner.state).width.of(RUN_BLOCKS_MAX);
+                for run in runs(&missing, run_max) {
+                    inner.take_place(&mut silent_since).await?;
+                    inner.begin(run, false, silent_since);
                 }
                 continue;
             }
@@ -259,26 +309,15 @@ impl RemoteBase {
                 return Ok(found.into_iter().map(|block| block.expect("none is missing")).collect());
             }
             for fetch in waits {
-                let result = loop {
-                    let listener = fetch.done.listen();
-                    if let Some(result) = fetch.result.get() {
-                        break result;
-                    }
-                    listener.await;
-                };
-                match result {
+                match inner.wait(&fetch, &mut silent_since).await? {
                     // Taken at once: the cache may have dropped it before this reader looks again.
                     Ok(bytes) => {
                         take(&fetch, bytes, &wanted, &mut found);
                         inner.note_used(&wanted);
                     }
-                    Err(Failure::Final(error)) => {
-                        add(&inner.counters.failed, 1);
-                        return Err(error.clone());
-                    }
                     // It was begun for an earlier reader, or ahead: this one has time left.
-                    Err(Failure::Passing(_)) if inner.ground.now() < deadline => {}
-                    Err(Failure::Passing(error)) => {
+                    Err(Failure::Passing(_)) if inner.ground.now() < silent_since + inner.timeout => {}
+                    Err(Failure::Final(error) | Failure::Passing(error)) => {
                         add(&inner.counters.failed, 1);
                         return Err(error.clone());
                     }
@@ -372,14 +411,21 @@ impl Inner {
             }
         }
         if is_first {
-            let ahead = state.ahead.on_read(wanted, self.end_block(), AHEAD_BLOCKS_MAX);
+            let window_max = state.width.of(AHEAD_BLOCKS_MAX);
+            let ahead = state.ahead.on_read(wanted, self.end_block(), window_max);
             let ahead: Vec<u64> = ahead.filter(|block| !state.slots.contains_key(block)).collect();
+            let run_max = state.width.of(RUN_BLOCKS_MAX);
             drop(state);
-            for run in runs(&ahead, RUN_BLOCKS_MAX) {
+            for run in runs(&ahead, run_max) {
                 // Half of the places are for reads that wait.
-                if lock(&self.state).in_flight < IN_FLIGHT_MAX / 2 {
-                    lock(&self.state).in_flight += 1;
-                    self.begin(run, true);
+                let has_place = {
+                    let mut state = lock(&self.state);
+                    let has_place = state.in_flight < state.places() / 2;
+                    state.in_flight += usize::from(has_place);
+                    has_place
+                };
+                if has_place {
+                    self.begin(run, true, self.ground.now());
                 }
             }
         }
@@ -399,22 +445,63 @@ impl Inner {
         }
     }
 
-    async fn take_place(&self) {
+    /// Takes a place. While bytes of other requests arrive, one will become free.
+    async fn take_place(&self, silent_since: &mut Duration) -> Result<()> {
         loop {
             let listener = self.place.listen();
             {
                 let mut state = lock(&self.state);
-                if state.in_flight < IN_FLIGHT_MAX {
+                if state.in_flight < state.places() {
                     state.in_flight += 1;
-                    return;
+                    return Ok(());
                 }
             }
-            listener.await;
+            *silent_since = (*silent_since).max(self.heard.time());
+            let Some(left) = self.left(*silent_since) else {
+                add(&self.counters.failed, 1);
+                let why =
+                    Error::new(ErrorKind::Io, "all requests that may be made at once wait for the server");
+                return Err(self.given_up(why));
+            };
+            select(listener, self.ground.sleep(left)).await;
         }
     }
 
+    /// The result of a fetch. An error when nothing of it arrives for too long.
+    async fn wait<'a>(
+        &self,
+        fetch: &'a Fetch,
+        silent_since: &mut Duration,
+    ) -> Result<&'a Result<Bytes, Failure>> {
+        loop {
+            let listener = fetch.done.listen();
+            if let Some(result) = fetch.result.get() {
+                return Ok(result);
+            }
+            *silent_since = (*silent_since).max(fetch.heard.time());
+            let Some(left) = self.left(*silent_since) else {
+                add(&self.counters.failed, 1);
+                let silent = || Error::new(ErrorKind::Io, "the server is silent");
+                return Err(self.given_up(lock(&fetch.failure).clone().unwrap_or_else(silent)));
+            };
+            select(listener, self.ground.sleep(left)).await;
+        }
+    }
+
+    /// How long a read may still wait; `None` when it is to fail.
+    fn left(&self, silent_since: Duration) -> Option<Duration> {
+        let until = silent_since + self.timeout + LAST_TRY;
+        until.checked_sub(self.ground.now()).filter(|left| !left.is_zero())
+    }
+
+    fn given_up(&self, why: Error) -> Error {
+        let seconds = self.timeout.as_secs_f64().round();
+        why.context(format!("{}: no answer for {seconds} s (--remote-timeout)", self.name))
+            .with_kind(ErrorKind::Io)
+    }
+
     /// Begins to fetch what of the run is still missing. A place has been taken.
-    fn begin(self: &Arc<Self>, run: Range<u64>, is_ahead: bool) {
+    fn begin(self: &Arc<Self>, run: Range<u64>, is_ahead: bool, silent_since: Duration) {
         let fetch = {
             let mut state = lock(&self.state);
             // Another reader may have begun while this one waited for its place.
@@ -423,11 +510,16 @@ impl Inner {
             let count = missing.take_while(|block| !state.slots.contains_key(block)).count() as u64;
             let Some(first) = first else {
                 state.in_flight -= 1;
-                drop(state);
-                self.place.notify(1);
+                self.offer_places(&state);
                 return;
             };
-            let fetch = Arc::new(Fetch { first, result: OnceLock::new(), done: Event::new() });
+            let fetch = Arc::new(Fetch {
+                first,
+                heard: Heard::at(silent_since),
+                failure: Mutex::default(),
+                result: OnceLock::new(),
+                done: Event::new(),
+            });
             for block in first..=first + count {
                 state.slots.insert(block, Slot::Pending(fetch.clone()));
             }
@@ -441,7 +533,7 @@ impl Inner {
         let inner = self.clone();
         self.ground.spawn(Box::pin(async move {
             let bytes = run.start * FETCH_BLOCK..(run.end * FETCH_BLOCK).min(inner.len);
-            let result = inner.fetch_with_patience(bytes).await;
+            let result = inner.fetch_with_patience(bytes, &fetch).await;
             inner.settle(&fetch, run, result, is_ahead);
         }));
     }
@@ -470,7 +562,12 @@ impl Inner {
         }
         drop(fetch.result.set(result));
         fetch.done.notify(usize::MAX);
-        self.place.notify(1);
+        self.offer_places(&lock(&self.state));
+    }
+
+    /// Wakes as many as there are places for, besides those that were woken before.
+    fn offer_places(&self, state: &State) {
+        self.place.notify_additional(state.places().saturating_sub(state.in_flight));
     }
 
     /// Drops the blocks that were used least recently, an eighth of all at once.
@@ -495,34 +592,41 @@ impl Inner {
     }
 
     /// Tries until there are bytes, a failure that will not pass, or no more time.
-    async fn fetch_with_patience(self: &Arc<Self>, range: Range<u64>) -> Result<Bytes, Failure> {
-        let Some(kept) = &self.kept else { return self.ask_with_patience(range).await };
+    async fn fetch_with_patience(&self, range: Range<u64>, fetch: &Fetch) -> Result<Bytes, Failure> {
+        let Some(kept) = &self.kept else { return self.ask_with_patience(range, fetch).await };
         if let Some(bytes) = kept.get(&range).await {
             add(&self.counters.cached, (range.end - range.start).div_ceil(FETCH_BLOCK));
             return Ok(bytes);
         }
-        let bytes = self.ask_with_patience(range.clone()).await?;
+        let bytes = self.ask_with_patience(range.clone(), fetch).await?;
         kept.put(&range, &bytes);
         Ok(bytes)
     }
 
-    async fn ask_with_patience(self: &Arc<Self>, range: Range<u64>) -> Result<Bytes, Failure> {
-        let deadline = self.ground.now() + self.timeout;
+    async fn ask_with_patience(&self, range: Range<u64>, fetch: &Fetch) -> Result<Bytes, Failure> {
+        let mut got = BytesMut::with_capacity(small(range.end - range.start));
         let mut tries = 0;
         loop {
-            let error = match self.fetch_once(range.clone()).await {
+            let heard_before = fetch.heard.time();
+            let error = match self.fetch_once(&range, &mut got, fetch).await {
+                Ok(()) => return Ok(got.freeze()),
                 Err(Failure::Passing(error)) => error,
-                ended => return ended,
+                Err(error) => return Err(error),
             };
-            match after_failure(tries, self.ground.chance(), self.ground.now(), deadline) {
-                AfterFailure::GiveUp => {
-                    let context = format!(
-                        "{}: no answer for {} s (--remote-timeout)",
-                        self.name,
-                        self.timeout.as_secs_f64().round()
-                    );
-                    return Err(Failure::Passing(error.context(context).with_kind(ErrorKind::Io)));
+            let (heard, now) = (fetch.heard.time(), self.ground.now());
+            let error = {
+                let mut last = lock(&fetch.failure);
+                // A try that the timeout cut short says less than the one before.
+                if last.is_none() || now < heard + self.timeout {
+                    *last = Some(error);
                 }
+                last.clone().expect("there is one")
+            };
+            if heard > heard_before {
+                tries = 0;
+            }
+            match after_failure(tries, self.ground.chance(), now, heard + self.timeout) {
+                AfterFailure::GiveUp => return Err(Failure::Passing(self.given_up(error))),
                 AfterFailure::Pause(pause) => self.ground.sleep(pause).await,
             }
             tries += 1;
@@ -530,50 +634,98 @@ impl Inner {
         }
     }
 
-    /// One request, and a second one beside it when it is slow. The first answer counts; what is dropped is cancelled.
-    async fn fetch_once(self: &Arc<Self>, range: Range<u64>) -> Result<Bytes, Failure> {
+    /// One request for what is still to come, and a second one beside it when it is silent for longer than others take.
+    /// The first answer counts; what is dropped is cancelled. What has arrived is added to `got`, also after a failure.
+    async fn fetch_once(&self, range: &Range<u64>, got: &mut BytesMut, fetch: &Fetch) -> Result<(), Failure> {
         let begun = self.ground.now();
-        let ask = || {
-            add(&self.counters.requests, 1);
-            let answer = self.transport.fetch(range.clone());
-            let limit = self.ground.sleep(REQUEST_TIME_MAX);
-            Box::pin(async move {
-                match select(answer, limit).await {
-                    Either::Left((answer, _)) => answer,
-                    Either::Right(_) => {
-                        let why = format!("the server was silent for {} s", REQUEST_TIME_MAX.as_secs());
-                        Err(Failure::Passing(Error::new(ErrorKind::Io, why)))
-                    }
-                }
-            })
-        };
-        let first = ask();
+        let rest = range.start + got.len() as u64..range.end;
+        let (of_first, of_second) = (Mutex::default(), Mutex::default());
+        let mut first = Box::pin(self.receive(rest.clone(), &of_first, fetch));
         let hedge_after = lock(&self.state).pace.hedge_after();
         let answer = match hedge_after {
             None => first.await,
-            Some(time) => match select(first, self.ground.sleep(time)).await {
-                Either::Left((answer, _)) => answer,
-                Either::Right(((), first)) => {
+            Some(time) => {
+                let mut had = 0;
+                loop {
+                    match select(first, self.ground.sleep(time)).await {
+                        Either::Left((answer, _)) => break answer,
+                        Either::Right(((), goes_on)) => first = goes_on,
+                    }
+                    let has = lock(&of_first).len();
+                    if has > had {
+                        had = has;
+                        continue;
+                    }
                     lock(&self.state).pace.note_hedge();
                     add(&self.counters.hedges, 1);
-                    match select(first, ask()).await {
+                    let second = Box::pin(self.receive(rest.clone(), &of_second, fetch));
+                    break match select(first, second).await {
                         // A failure of one is no answer while the other may still bring one.
                         Either::Left((Err(Failure::Passing(_)), other)) => other.await,
                         Either::Right((Err(Failure::Passing(_)), other)) => other.await,
                         Either::Left((answer, _)) | Either::Right((answer, _)) => answer,
-                    }
+                    };
                 }
-            },
+            }
         };
-        if let Ok(bytes) = &answer {
-            add(&self.counters.fetched_bytes, bytes.len() as u64);
-            lock(&self.state).pace.note(self.ground.now().saturating_sub(begun));
-            if bytes.len() as u64 != range.end - range.start {
-                let why = format!("{} bytes came instead of {}", bytes.len(), range.end - range.start);
-                return Err(Failure::Passing(Error::new(ErrorKind::Io, why)));
+        let (of_first, of_second) =
+            (std::mem::take(&mut *lock(&of_first)), std::mem::take(&mut *lock(&of_second)));
+        got.extend_from_slice(if of_first.len() < of_second.len() { &of_second } else { &of_first });
+        if answer.is_ok() {
+            let mut state = lock(&self.state);
+            state.pace.note(self.ground.now().saturating_sub(begun));
+            if state.width.on_answer() {
+                self.offer_places(&state);
             }
         }
         answer
+    }
+
+    /// One request. What arrives is added to `got`: when it succeeds, all of the range.
+    async fn receive(&self, range: Range<u64>, got: &Mutex<BytesMut>, fetch: &Fetch) -> Result<(), Failure> {
+        add(&self.counters.requests, 1);
+        let wanted = small(range.end - range.start);
+        let mut parts = self.transport.fetch(range);
+        let mut silent_since = self.ground.now();
+        let mut fresh = 0;
+        loop {
+            let in_time = (fetch.heard.time() + self.timeout).max(silent_since + LAST_TRY);
+            let until = in_time.min(silent_since + SILENCE_MAX);
+            let limit = self.ground.sleep(until.saturating_sub(self.ground.now()));
+            let part = match select(parts.next(), limit).await {
+                Either::Left((Some(part), _)) => part?,
+                Either::Left((None, _)) => break,
+                Either::Right(_) => {
+                    lock(&self.state).width.on_silence();
+                    let seconds = until.saturating_sub(silent_since).as_secs_f64().round();
+                    let why = match fresh {
+                        0 => format!("the server was silent for {seconds} s"),
+                        _ => format!("the server sent no more than {fresh} bytes in {seconds} s"),
+                    };
+                    return Err(Failure::Passing(Error::new(ErrorKind::Io, why)));
+                }
+            };
+            add(&self.counters.fetched_bytes, part.len() as u64);
+            let mut got = lock(got);
+            if part.len() > wanted - got.len() {
+                let why = format!("more than the {wanted} bytes came that were asked for");
+                return Err(Failure::Passing(Error::new(ErrorKind::Io, why)));
+            }
+            got.extend_from_slice(&part);
+            fresh += part.len();
+            if fresh >= PROGRESS_BYTES {
+                (fresh, silent_since) = (0, self.ground.now());
+                fetch.heard.note(silent_since);
+                self.heard.note(silent_since);
+            }
+        }
+        match lock(got).len() {
+            len if len == wanted => Ok(()),
+            len => {
+                let why = format!("{len} bytes came instead of {wanted}");
+                Err(Failure::Passing(Error::new(ErrorKind::Io, why)))
+            }
+        }
     }
 
     fn refuse_change<T>(&self) -> Result<T> {

@@ -25,7 +25,8 @@ impl Ground for Real {
     }
 
     fn sleep(&self, time: Duration) -> Task<()> {
-        Box::pin(async move { tokio::time::sleep(time).await })
+        let _in_runtime = self.runtime.enter();
+        Box::pin(tokio::time::sleep(time))
     }
 
     fn chance(&self) -> u64 {

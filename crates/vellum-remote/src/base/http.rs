@@ -10,16 +10,17 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
+use futures_util::future::TryFutureExt as _;
+use futures_util::stream;
 use reqwest::header::{CONTENT_RANGE, ETAG, HeaderMap, IF_MATCH, LAST_MODIFIED, RANGE};
 use reqwest::redirect::Policy;
-use reqwest::{Client, StatusCode};
+use reqwest::{Client, Response, StatusCode};
 use vellum_core::{Error, ErrorKind, Result, Url};
 
-use super::engine::{Facts, Failure, RemoteBase, Task, Transport};
+use super::engine::{Facts, Failure, Parts, RemoteBase, Transport};
 use super::ground::Real;
 use super::kept::Kept;
-use super::plan::FETCH_BLOCK;
 use super::plan::{AfterFailure, after_failure};
 use super::{OPEN_TIME_MAX, RemoteOptions, proof_of};
 use crate::runtime;
@@ -123,7 +124,8 @@ fn parse_content_range(text: &str) -> Option<(Option<(u64, u64)>, u64)> {
 }
 
 impl Web {
-    async fn ask(&self, range: Range<u64>) -> Result<(Version, Bytes), Failure> {
+    /// Makes a request. The answer has no body where the object has no bytes.
+    async fn ask(&self, range: Range<u64>) -> Result<(Version, Option<Body>), Failure> {
         let mut request =
             self.client.get(&*self.url).header(RANGE, format!("bytes={}-{}", range.start, range.end - 1));
         let pinned = self.version.as_deref();
@@ -132,16 +134,11 @@ impl Web {
         {
             request = request.header(IF_MATCH, tag);
         }
-        let broken = |error: reqwest::Error| {
-            let (is_redirect, error) = (error.is_redirect(), error.without_url());
-            let failure = Error::new(ErrorKind::Io, format!("{}: {}", self.url, chain(&error)));
-            if is_redirect { Failure::Final(failure) } else { Failure::Passing(failure) }
-        };
-        let mut response = request.send().await.map_err(broken)?;
+        let response = request.send().await.map_err(|error| broken(&self.url, error))?;
         let no = |kind, why: &str| Error::new(kind, format!("{}: {why}", self.url));
         let version = match judge(response.status(), response.headers(), &range) {
             Answer::Range(version) => version,
-            Answer::Empty(version) => return Ok((version, Bytes::new())),
+            Answer::Empty(version) => return Ok((version, None)),
             Answer::No(kind, why, true) => return Err(Failure::Passing(no(kind, &why))),
             Answer::No(kind, why, false) => return Err(Failure::Final(no(kind, &why))),
         };
@@ -153,21 +150,44 @@ impl Web {
             );
             return Err(Failure::Final(no(ErrorKind::Changed, &why)));
         }
-        let wanted = range.end.min(version.len) - range.start;
-        let mut bytes = BytesMut::with_capacity(usize::try_from(wanted).expect("at most one run"));
-        while let Some(part) = response.chunk().await.map_err(broken)? {
-            if (bytes.len() + part.len()) as u64 > wanted {
-                let why = "the server sent more bytes than the ones that it was asked for";
-                return Err(Failure::Final(no(ErrorKind::Io, why)));
-            }
-            bytes.extend_from_slice(&part);
-        }
-        if (bytes.len() as u64) < wanted {
-            let why = format!("the answer ended after {} of {wanted} bytes", bytes.len());
-            return Err(Failure::Passing(no(ErrorKind::Io, &why)));
-        }
-        Ok((version, bytes.freeze()))
+        let left = range.end.min(version.len) - range.start;
+        Ok((version, Some(Body { response, url: self.url.clone(), left })))
     }
+}
+
+/// The body of an answer that counts.
+struct Body {
+    response: Response,
+    url: Arc<str>,
+    /// Bytes of it that have not come yet.
+    left: u64,
+}
+
+impl Body {
+    /// Its next bytes; `None` after its end.
+    async fn next(&mut self) -> Result<Option<Bytes>, Failure> {
+        let no = |why: String| Error::new(ErrorKind::Io, format!("{}: {why}", self.url));
+        match self.response.chunk().await.map_err(|error| broken(&self.url, error))? {
+            Some(part) if part.len() as u64 > self.left => {
+                let why = "the server sent more bytes than the ones that it was asked for";
+                Err(Failure::Final(no(why.to_owned())))
+            }
+            Some(part) => {
+                self.left -= part.len() as u64;
+                Ok(Some(part))
+            }
+            None if self.left > 0 => {
+                Err(Failure::Passing(no(format!("the answer ended {} bytes too early", self.left))))
+            }
+            None => Ok(None),
+        }
+    }
+}
+
+fn broken(url: &str, error: reqwest::Error) -> Failure {
+    let (is_redirect, error) = (error.is_redirect(), error.without_url());
+    let failure = Error::new(ErrorKind::Io, format!("{url}: {}", chain(&error)));
+    if is_redirect { Failure::Final(failure) } else { Failure::Passing(failure) }
 }
 
 /// An error of the client and its causes in one line.
@@ -182,9 +202,16 @@ fn chain(error: &dyn std::error::Error) -> String {
 }
 
 impl Transport for Web {
-    fn fetch(&self, range: Range<u64>) -> Task<Result<Bytes, Failure>> {
+    fn fetch(&self, range: Range<u64>) -> Parts {
         let web = self.clone();
-        Box::pin(async move { web.ask(range).await.map(|(_, bytes)| bytes) })
+        let body = async move {
+            let (_, body) = web.ask(range).await?;
+            Ok(stream::try_unfold(body, async |body: Option<Body>| {
+                let Some(mut body) = body else { return Ok(None) };
+                Ok(body.next().await?.map(|part| (part, Some(body))))
+            }))
+        };
+        Box::pin(body.try_flatten_stream())
     }
 }
 
@@ -237,19 +264,29 @@ pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<RemoteBas
     Ok(RemoteBase::new(facts, Box::new(pinned), Box::new(Real::new()?)))
 }
 
+/// One byte is enough to learn what is there, and that it is sent in ranges.
 async fn first_answer(web: Web) -> Result<Version> {
     let began = std::time::Instant::now();
     let mut tries = 0;
+    let mut last: Option<Error> = None;
     loop {
         let left = OPEN_TIME_MAX.saturating_sub(began.elapsed()).max(Duration::from_millis(1));
-        let silent =
-            || Err(Failure::Passing(Error::new(ErrorKind::Io, format!("{}: the server is silent", web.url))));
-        let error =
-            match tokio::time::timeout(left, web.ask(0..FETCH_BLOCK)).await.unwrap_or_else(|_| silent()) {
-                Ok((version, _)) => return Ok(version),
-                Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Passing(error)) => error,
-            };
+        let asked = tokio::time::timeout(left, async {
+            let (version, body) = web.ask(0..1).await?;
+            if let Some(mut body) = body {
+                while body.next().await?.is_some() {}
+            }
+            Ok(version)
+        });
+        let error = match asked.await {
+            Ok(Ok(version)) => return Ok(version),
+            Ok(Err(Failure::Final(error))) => return Err(error),
+            Ok(Err(Failure::Passing(error))) => error,
+            // A try that was cut short says less than the one before.
+            Err(_) => last
+                .take()
+                .unwrap_or_else(|| Error::new(ErrorKind::Io, format!("{}: the server is silent", web.url))),
+        };
         match after_failure(tries, fastrand::u64(..), began.elapsed(), OPEN_TIME_MAX) {
             AfterFailure::GiveUp => {
                 let why = format!(
@@ -260,6 +297,7 @@ async fn first_answer(web: Web) -> Result<Version> {
             }
             AfterFailure::Pause(pause) => tokio::time::sleep(pause).await,
         }
+        last = Some(error);
         tries += 1;
     }
 }

@@ -99,6 +99,40 @@ impl Pace {
     }
 }
 
+/// How much is asked for at once. Each silence of the server halves it, down to an eighth; each eighth answer after that
+/// doubles it again. What a slow link has to bring for one request is then less, and so is what is lost.
+#[derive(Debug, Default)]
+pub(super) struct Width {
+    halvings: u32,
+    answers: u32,
+}
+
+impl Width {
+    const HALVINGS_MAX: u32 = 3;
+    const ANSWERS: u32 = 8;
+
+    /// What is left of the most that may be asked for.
+    pub(super) fn of(&self, most: u64) -> u64 {
+        (most >> self.halvings).max(1)
+    }
+
+    pub(super) fn on_silence(&mut self) {
+        self.halvings = (self.halvings + 1).min(Self::HALVINGS_MAX);
+        self.answers = 0;
+    }
+
+    /// True when there is more room now.
+    pub(super) fn on_answer(&mut self) -> bool {
+        self.answers += 1;
+        let has_grown = self.halvings > 0 && self.answers >= Self::ANSWERS;
+        if has_grown {
+            self.halvings -= 1;
+            self.answers = 0;
+        }
+        has_grown
+    }
+}
+
 #[derive(Debug, Clone, Copy)]
 struct Stream {
     /// The block behind the last one that was read.
@@ -204,6 +238,18 @@ mod tests {
         ] {
             assert_eq!(after_failure(0, 0, ms(now), ms(deadline)), then, "{now}");
         }
+    }
+
+    #[test]
+    fn silence_halves_what_is_asked_for_and_answers_double_it() {
+        let mut width = Width::default();
+        assert_eq!((width.of(16), width.of(1)), (16, 1));
+        for left in [8, 4, 2, 2] {
+            width.on_silence();
+            assert_eq!((width.of(16), width.of(1)), (left, 1));
+        }
+        let grown: Vec<u64> = (1..=30).filter(|_| width.on_answer()).collect();
+        assert_eq!((grown, width.of(16)), (vec![8, 16, 24], 16));
     }
 
     #[test]

@@ -6,20 +6,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::TryFutureExt as _;
+use futures_util::stream::{BoxStream, TryStreamExt as _};
 use object_store::aws::AmazonS3;
 use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt as _};
 use vellum_core::{Context, Error, ErrorKind, Result, Url};
 
-use super::engine::{Facts, Failure, RemoteBase, Task, Transport};
+use super::engine::{Facts, Failure, Parts, RemoteBase, Transport};
 use super::ground::Real;
 use super::kept::Kept;
 use super::{RemoteOptions, proof_of};
 use crate::credentials::Profile;
-use crate::store::{bucket_store, explain, is_denied};
+use crate::store::{Deadline, bucket_store, explain, is_denied};
 use crate::{Settings, runtime};
 
-/// How long one request may be retried here; the engine has the patience.
+/// How long the begin of an answer may be waited for here; the engine has the patience, and waits for what follows.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
 
 /// The store, and what its credentials come from.
@@ -36,7 +38,7 @@ impl Bucket {
             Some(_) => None,
             None => Profile::find(&settings)?.map(Arc::new),
         };
-        let store = Arc::new(bucket_store(name, &settings, profile.clone(), REQUEST_TIME)?);
+        let store = Arc::new(bucket_store(name, &settings, profile.clone(), Deadline::Begin(REQUEST_TIME))?);
         Ok(Self { store, profile })
     }
 
@@ -62,35 +64,43 @@ struct Object {
 }
 
 impl Object {
-    async fn get(&self, range: Range<u64>) -> Result<Bytes, Failure> {
+    async fn get(
+        &self,
+        range: Range<u64>,
+    ) -> Result<BoxStream<'static, object_store::Result<Bytes>>, Failure> {
         let answer = match self.get_once(&range).await {
             Err(error) if self.bucket.renews_after(&error).await => self.get_once(&range).await,
             answer => answer,
         };
-        answer.map_err(|error| {
-            let is_final = matches!(
-                error,
-                object_store::Error::NotFound { .. }
-                    | object_store::Error::Precondition { .. }
-                    | object_store::Error::PermissionDenied { .. }
-                    | object_store::Error::Unauthenticated { .. }
-            );
-            let has_changed = matches!(error, object_store::Error::Precondition { .. });
-            let mut why = explain(&error);
-            if has_changed {
-                let was = self.tag.as_deref().unwrap_or("without an entity tag");
-                let text = format!(
-                    "it has changed while it was in use: it was {} bytes with entity tag {was}",
-                    self.len
-                );
-                why = Error::new(ErrorKind::Changed, text);
-            }
-            let why = why.context(self.url.to_string());
-            if is_final { Failure::Final(why) } else { Failure::Passing(why) }
-        })
+        answer.map_err(|error| self.failure(&error))
     }
 
-    async fn get_once(&self, range: &Range<u64>) -> object_store::Result<Bytes> {
+    fn failure(&self, error: &object_store::Error) -> Failure {
+        let is_final = matches!(
+            error,
+            object_store::Error::NotFound { .. }
+                | object_store::Error::Precondition { .. }
+                | object_store::Error::PermissionDenied { .. }
+                | object_store::Error::Unauthenticated { .. }
+        );
+        let has_changed = matches!(error, object_store::Error::Precondition { .. });
+        let mut why = explain(error);
+        if has_changed {
+            let was = self.tag.as_deref().unwrap_or("without an entity tag");
+            let text = format!(
+                "it has changed while it was in use: it was {} bytes with entity tag {was}",
+                self.len
+            );
+            why = Error::new(ErrorKind::Changed, text);
+        }
+        let why = why.context(self.url.to_string());
+        if is_final { Failure::Final(why) } else { Failure::Passing(why) }
+    }
+
+    async fn get_once(
+        &self,
+        range: &Range<u64>,
+    ) -> object_store::Result<BoxStream<'static, object_store::Result<Bytes>>> {
         let options = GetOptions {
             if_match: self.tag.clone(),
             range: Some(GetRange::Bounded(range.clone())),
@@ -114,14 +124,18 @@ impl Object {
                 source: "other bytes were sent than asked for".into(),
             });
         }
-        answer.bytes().await
+        Ok(answer.into_stream())
     }
 }
 
 impl Transport for Object {
-    fn fetch(&self, range: Range<u64>) -> Task<Result<Bytes, Failure>> {
+    fn fetch(&self, range: Range<u64>) -> Parts {
         let object = self.clone();
-        Box::pin(async move { object.get(range).await })
+        let parts = async move {
+            let parts = object.get(range).await?;
+            Ok(parts.map_err(move |error| object.failure(&error)))
+        };
+        Box::pin(parts.try_flatten_stream())
     }
 }
 

@@ -8,6 +8,9 @@ use async_executor::Executor;
 use futures_lite::future::{block_on, poll_once};
 use vellum_core::{Random, try_join_all};
 
+use futures_util::future::FutureExt as _;
+use futures_util::stream;
+
 use super::*;
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -87,6 +90,8 @@ enum Act {
     Final,
     Short,
     Never,
+    /// The bytes in parts of this length, each after this long; nothing any more after so many parts.
+    Parts(usize, Duration, usize),
 }
 
 /// Answers by a script; after its end as the last part says.
@@ -100,11 +105,28 @@ struct Script {
 }
 
 impl Transport for Script {
-    fn fetch(&self, range: Range<u64>) -> Task<Result<Bytes, Failure>> {
+    fn fetch(&self, range: Range<u64>) -> Parts {
         lock(&self.asked).push(range.clone());
         let act = lock(&self.acts).pop_front().unwrap_or_else(|| lock(&self.then).clone());
         let (content, ground) = (self.content.clone(), Here(self.world.clone()));
-        Box::pin(async move {
+        if let Act::Parts(len, after, count) = act {
+            return Box::pin(stream::unfold((range.start, 0), move |(at, sent)| {
+                let (content, ground, end) = (content.clone(), ground.clone(), range.end);
+                async move {
+                    if at == end {
+                        return None;
+                    }
+                    if sent == count {
+                        std::future::pending::<()>().await;
+                    }
+                    ground.sleep(after).await;
+                    let next = end.min(at + len as u64);
+                    let part = Bytes::copy_from_slice(&content[small(at)..small(next)]);
+                    Some((Ok(part), (next, sent + 1)))
+                }
+            }));
+        }
+        let answer = async move {
             let bytes = |end: u64| Ok(Bytes::copy_from_slice(&content[small(range.start)..small(end)]));
             let error = || Error::new(ErrorKind::Io, "as scripted");
             match act {
@@ -116,14 +138,20 @@ impl Transport for Script {
                 Act::Final => Err(Failure::Final(error().with_kind(ErrorKind::Changed))),
                 Act::Short => bytes(range.end - 1),
                 Act::Never => std::future::pending().await,
+                Act::Parts(..) => unreachable!("it is above"),
             }
-        })
+        };
+        Box::pin(answer.into_stream())
     }
 }
 
 const FAST: Act = Act::After(Duration::from_millis(10));
 
 fn base_in(world: &Arc<World>, len: usize, acts: &[Act]) -> (RemoteBase, Script) {
+    base_for(world, len, acts, 60 * SECOND)
+}
+
+fn base_for(world: &Arc<World>, len: usize, acts: &[Act], timeout: Duration) -> (RemoteBase, Script) {
     let mut content = vec![0; len];
     Random::from_seed(5).fill(&mut content);
     let script = Script {
@@ -133,13 +161,8 @@ fn base_in(world: &Arc<World>, len: usize, acts: &[Act]) -> (RemoteBase, Script)
         then: Arc::new(Mutex::new(FAST)),
         asked: Arc::default(),
     };
-    let facts = Facts {
-        name: "http://host/base".to_owned(),
-        len: len as u64,
-        proof: None,
-        timeout: 60 * SECOND,
-        kept: None,
-    };
+    let facts =
+        Facts { name: "http://host/base".to_owned(), len: len as u64, proof: None, timeout, kept: None };
     (RemoteBase::new(facts, Box::new(script.clone()), Box::new(Here(world.clone()))), script)
 }
 
@@ -192,7 +215,7 @@ fn a_read_is_held_while_requests_fail_and_no_longer_than_the_timeout() {
     let (world, base, script) = base(BLOCK, &[Act::Passing, Act::Short, Act::Never, Act::Passing]);
     assert!(world.run(read(&base, 0, BLOCK)).expect("in the end") == *script.content);
     let now = Here(world.clone()).now();
-    assert!(now > REQUEST_TIME_MAX && now < REQUEST_TIME_MAX + 2 * SECOND, "{now:?}");
+    assert!(now > SILENCE_MAX && now < SILENCE_MAX + 2 * SECOND, "{now:?}");
     assert_eq!((base.counts().retries, base.counts().requests), (4, 5));
 
     let (world, base, script) = self::base(BLOCK, &[]);
@@ -209,6 +232,103 @@ fn a_read_is_held_while_requests_fail_and_no_longer_than_the_timeout() {
     assert!(base.counts().requests < 40, "the pauses grow: {:?}", base.counts());
     *lock(&script.then) = FAST;
     world.run(read(&base, 0, 10)).expect("a failure is not remembered");
+}
+
+#[test]
+fn a_slow_link_is_not_silent_and_is_read_to_the_end() {
+    // A megabyte takes 160 s, and more than one request waits.
+    let (world, base, script) = base(16 * BLOCK, &[]);
+    *lock(&script.then) = Act::Parts(BLOCK, 10 * SECOND, usize::MAX);
+    let whole = world.run(read(&base, 0, 16 * BLOCK)).expect("bytes come all the time");
+    assert!(whole == *script.content);
+    let counts = base.counts();
+    assert_eq!((counts.requests, counts.failed, counts.fetched_bytes), (1, 0, 16 * FETCH_BLOCK));
+    assert!(Here(world.clone()).now() >= 160 * SECOND);
+
+    // Less than what counts as progress: held no longer than by silence.
+    let (world, base, script) = self::base(BLOCK, &[]);
+    *lock(&script.then) = Act::Parts(1, SECOND, usize::MAX);
+    let error = world.run(read(&base, 0, BLOCK)).expect_err("that would take a day");
+    assert!(error.chain().contains("bytes in"), "{}", error.chain());
+    let now = Here(world.clone()).now();
+    assert!(now >= 60 * SECOND && now <= 60 * SECOND + LAST_TRY, "{now:?}");
+}
+
+#[test]
+fn what_arrived_before_a_failure_is_not_asked_for_again() {
+    let (world, base, script) =
+        base(16 * BLOCK, &[Act::Parts(BLOCK, SECOND, 5), Act::Parts(1000, SECOND, 7)]);
+    let whole = world.run(read(&base, 0, 16 * BLOCK)).expect("in the end");
+    assert!(whole == *script.content);
+    let starts: Vec<u64> = lock(&script.asked).iter().map(|range| range.start).collect();
+    assert_eq!(starts, [0, 5 * FETCH_BLOCK, 5 * FETCH_BLOCK + 7000]);
+    assert_eq!(base.counts().fetched_bytes, 16 * FETCH_BLOCK);
+}
+
+#[test]
+fn silence_makes_requests_shorter_and_fewer_until_there_are_answers() {
+    let (world, base, script) = base(2000 * BLOCK, &[Act::Never, Act::Never, Act::Never]);
+    world.run(read(&base, 0, 100)).expect("by the fourth request");
+    lock(&script.asked).clear();
+    world.run(read(&base, 16 * FETCH_BLOCK, 16 * BLOCK)).expect("in short runs");
+    assert_eq!(lock(&script.asked)[0], 16 * FETCH_BLOCK..18 * FETCH_BLOCK);
+    for at in 10..50 {
+        world.run(read(&base, at * 31 * FETCH_BLOCK, 100)).expect("answers");
+    }
+    lock(&script.asked).clear();
+    world.run(read(&base, 64 * FETCH_BLOCK, 16 * BLOCK)).expect("in one run");
+    assert_eq!(lock(&script.asked)[..], [64 * FETCH_BLOCK..80 * FETCH_BLOCK]);
+}
+
+#[test]
+fn all_reads_over_a_silent_base_fail_in_time_however_many_wait() {
+    for then in [Act::Never, Act::Passing] {
+        let world = Arc::new(World::default());
+        let (base, script) = base_for(&world, 1000 * BLOCK, &[], 5 * SECOND);
+        *lock(&script.then) = then;
+        let reads = (0..96).map(|at| {
+            let (base, world) = (&base, world.clone());
+            Box::pin(async move {
+                read(base, at * 9 * FETCH_BLOCK, 10).await.expect_err("nothing answers");
+                Ok::<_, Error>(Here(world).now())
+            })
+        });
+        let ends = world.run(try_join_all(reads.collect::<Vec<_>>())).expect("all end");
+        let (first, last) = (ends.iter().min().expect("some"), ends.iter().max().expect("some"));
+        assert!(*first >= 5 * SECOND && *last <= 5 * SECOND + LAST_TRY, "{first:?} {last:?}");
+        assert_eq!(base.counts().failed, 96);
+    }
+}
+
+#[test]
+fn a_reader_that_joins_a_fetch_has_one_timeout_in_all() {
+    let world = Arc::new(World::default());
+    let (base, script) = base_for(&world, BLOCK, &[], 5 * SECOND);
+    *lock(&script.then) = Act::Never;
+    let ground = Here(world.clone());
+    let first = async {
+        read(&base, 0, 10).await.expect_err("nothing answers");
+        Ok::<_, Error>(ground.now())
+    };
+    let second = async {
+        ground.sleep(3 * SECOND).await;
+        read(&base, 0, 10).await.expect_err("nothing answers");
+        Ok::<_, Error>(ground.now())
+    };
+    let both: [Pin<Box<dyn Future<Output = Result<Duration>> + '_>>; 2] = [Box::pin(first), Box::pin(second)];
+    let ends = world.run(try_join_all(both.into_iter().collect::<Vec<_>>())).expect("both end");
+    assert_eq!(ends[0], 5 * SECOND);
+    assert!(ends[1] >= 8 * SECOND && ends[1] <= 8 * SECOND + LAST_TRY, "{ends:?}");
+}
+
+#[test]
+fn many_reads_at_once_use_all_places_all_the_time() {
+    let (world, base, script) = base(1000 * BLOCK, &[]);
+    *lock(&script.then) = Act::After(SECOND);
+    let reads = (0..96).map(|at| Box::pin(read(&base, at * 9 * FETCH_BLOCK, 10)));
+    world.run(try_join_all(reads.collect::<Vec<_>>())).expect("all");
+    assert_eq!(Here(world.clone()).now(), 6 * SECOND, "six rounds of sixteen");
+    drop(script);
 }
 
 #[test]

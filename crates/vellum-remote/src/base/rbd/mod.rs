@@ -21,13 +21,13 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use bytes::Bytes;
+use futures_util::future::FutureExt as _;
 use tokio::sync::Semaphore;
 use vellum_core::pin::{Proof, ProofKind};
 use vellum_core::{Context, Error, ErrorKind, Result, Url, lock};
 
 use self::library::{Cluster, Image, ImageFacts, Login, Place, failed};
-use super::engine::{Facts, Failure, IN_FLIGHT_MAX, RemoteBase, Task, Transport};
+use super::engine::{Facts, Failure, IN_FLIGHT_MAX, Parts, RemoteBase, Transport};
 use super::ground::Real;
 use super::kept::Kept;
 use super::{OPEN_TIME_MAX, RemoteOptions};
@@ -148,9 +148,9 @@ struct Reader {
 }
 
 impl Transport for Reader {
-    fn fetch(&self, range: Range<u64>) -> Task<Result<Bytes, Failure>> {
+    fn fetch(&self, range: Range<u64>) -> Parts {
         let (image, url, places) = (self.image.clone(), self.url.clone(), self.places.clone());
-        Box::pin(async move {
+        let whole = async move {
             let passing = |error: Error| Failure::Passing(error.context(url.to_string()));
             let permit = places.acquire_owned().await.expect("it is never closed");
             let len = usize::try_from(range.end - range.start).expect("a run is short");
@@ -169,7 +169,8 @@ impl Transport for Reader {
                 }
                 Err(_) => Err(passing(Error::new(ErrorKind::Closed, "the read was dropped"))),
             }
-        })
+        };
+        Box::pin(whole.into_stream())
     }
 }
 

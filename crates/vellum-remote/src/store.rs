@@ -10,7 +10,8 @@
 //!    retried with growing, random pauses.
 //! 3. An object that was put is there whole or not at all, and it is durable when `put` returns.
 //! 4. No object is read beyond the length that the caller allows.
-//! 5. At most [`REQUESTS_MAX`] requests are under way at once.
+//! 5. At most [`REQUESTS_MAX`] requests of one opened store are under way at once. One that does not answer takes no
+//!    places of another.
 //! 6. Errors name the object by its URL and say what to do about credentials. They have of a server's answer
 //!    the code and the message, cut to [`ANSWER_CHARS_MAX`], and no header or secret.
 //! 7. A request that is denied is tried once more with credentials that are fetched anew: they expire.
@@ -47,10 +48,8 @@ const SILENCE_MAX: Duration = Duration::from_secs(15);
 /// Retries of one request, within its deadline.
 const RETRIES_MAX: usize = 1000;
 
-/// Requests to all stores that are under way at once. More wait, within their deadline.
+/// Requests to one store that are under way at once. More wait, within their deadline.
 const REQUESTS_MAX: usize = 256;
-
-static UNDER_WAY: Semaphore = Semaphore::const_new(REQUESTS_MAX);
 
 /// A store, or the part of one under a prefix. Clones are the same store.
 #[derive(Clone)]
@@ -62,6 +61,7 @@ struct Inner {
     url: String,
     deadline: Duration,
     profile: Option<Arc<Profile>>,
+    under_way: Semaphore,
     counts: Counters,
 }
 
@@ -133,7 +133,9 @@ impl Store {
             }
         };
         let url = url.trim_end_matches('/').to_owned();
-        Ok(Self(Arc::new(Inner { objects, prefix, url, deadline, profile, counts: Counters::default() })))
+        let under_way = Semaphore::new(REQUESTS_MAX);
+        let counts = Counters::default();
+        Ok(Self(Arc::new(Inner { objects, prefix, url, deadline, profile, under_way, counts })))
     }
 
     /// Its URL, without credentials.
@@ -311,13 +313,13 @@ impl Store {
         let deadline = self.0.deadline;
         let answer = job(async move {
             tokio::time::timeout(deadline, async {
-                let _turn = UNDER_WAY.acquire().await.expect("the semaphore is never closed");
+                let _turn = inner.under_way.acquire().await.expect("the semaphore is never closed");
                 match ask(inner.clone()).await {
                     Err(error) if is_denied(&error) && inner.profile.is_some() => {
                         if let Some(profile) = &inner.profile {
                             profile.forget().await;
                         }
-                        ask(inner).await
+                        ask(inner.clone()).await
                     }
                     answer => answer,
                 }
@@ -631,6 +633,28 @@ mod tests {
         });
         let counts = store.counts();
         assert_eq!((counts.bytes_read, counts.bytes_written), (6, 6));
+    }
+
+    #[test]
+    fn a_store_that_does_not_answer_takes_no_places_of_another() {
+        let directory = crate::tests::Directory::new("places");
+        let (stalled, healthy) = (directory.store(), directory.store());
+        // As many requests as ever are under way. The first of them has taken its place when the last one has been made.
+        let never = |_: Arc<Inner>| std::future::pending::<object_store::Result<()>>();
+        let mut waiting: Vec<_> =
+            (0..REQUESTS_MAX).map(|_| Box::pin(stalled.request("read", "x", never))).collect();
+        block_on(async {
+            for one in &mut waiting {
+                assert!(futures_lite::future::poll_once(one).await.is_none());
+            }
+        });
+        while stalled.0.under_way.available_permits() > 0 {
+            std::thread::yield_now();
+        }
+        block_on(async {
+            assert!(healthy.put("a", Bytes::from_static(b"one"), Put::Replace).await.expect("writes"));
+            assert_eq!(healthy.get("a", 3).await.expect("reads"), "one");
+        });
     }
 
     #[test]

@@ -22,7 +22,7 @@ use super::engine::{Facts, Failure, Parts, RemoteBase, Transport};
 use super::ground::Real;
 use super::kept::Kept;
 use super::plan::{AfterFailure, after_failure};
-use super::{OPEN_TIME_MAX, RemoteOptions, proof_of};
+use super::{OPEN_TIME_MAX, REMEDY, RemoteOptions, proof_of};
 use crate::runtime;
 
 /// Redirects that are followed one after another.
@@ -32,6 +32,8 @@ const REDIRECTS_MAX: usize = 5;
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// What tells one content of a URL from another.
+///
+/// A strong tag says all. The time of change is looked at beside a weaker one only: mirrors of one file have their own times.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Version {
     len: u64,
@@ -44,10 +46,19 @@ impl Version {
         proof_of(self.tag.as_deref(), self.len).is_some()
     }
 
+    fn is_of_same_content(&self, other: &Self) -> bool {
+        let is_same_time = self.is_strong() || self.modified == other.modified;
+        self.len == other.len && self.tag == other.tag && is_same_time
+    }
+
     fn said(&self) -> String {
-        match &self.tag {
-            Some(tag) => format!("{} bytes with entity tag {tag}", self.len),
-            None => format!("{} bytes without an entity tag", self.len),
+        let tag = match &self.tag {
+            Some(tag) => format!("with entity tag {tag}"),
+            None => "without an entity tag".to_owned(),
+        };
+        match &self.modified {
+            Some(time) if !self.is_strong() => format!("{} bytes {tag}, changed on {time}", self.len),
+            _ => format!("{} bytes {tag}", self.len),
         }
     }
 }
@@ -95,10 +106,10 @@ fn judge(status: StatusCode, headers: &HeaderMap, range: &Range<u64>) -> Answer 
         ),
         404 | 410 => final_no(ErrorKind::NotFound, "the server has no such file"),
         401 | 403 => final_no(ErrorKind::Refused, "the server denies the request"),
-        412 => final_no(ErrorKind::Changed, "it has changed while it was in use"),
+        412 => final_no(ErrorKind::Changed, &format!("it has changed while it was in use; {REMEDY}")),
         416 => match parse_content_range(&content_range) {
             Some((None, 0)) => Answer::Empty(version(0)),
-            _ => final_no(ErrorKind::Changed, "it is shorter than it was"),
+            _ => final_no(ErrorKind::Changed, &format!("it is shorter than it was; {REMEDY}")),
         },
         300..=399 => final_no(
             ErrorKind::Refused,
@@ -142,9 +153,9 @@ impl Web {
             Answer::No(kind, why, true) => return Err(Failure::Passing(no(kind, &why))),
             Answer::No(kind, why, false) => return Err(Failure::Final(no(kind, &why))),
         };
-        if let Some(pinned) = pinned.filter(|pinned| **pinned != version) {
+        if let Some(pinned) = pinned.filter(|pinned| !pinned.is_of_same_content(&version)) {
             let why = format!(
-                "it has changed while it was in use: it was {}, and is {} now",
+                "it has changed while it was in use: it was {}, and is {} now; {REMEDY}",
                 pinned.said(),
                 version.said()
             );
@@ -251,7 +262,7 @@ pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<RemoteBas
     runtime::start()?;
     let web = Web { client: client(url, options)?, url: url.to_string().into(), version: None };
     let asked = web.clone();
-    let version = runtime::job(async move { first_answer(asked).await })?.await?;
+    let version = runtime::job(async move { first_answer(asked, OPEN_TIME_MAX).await })?.await?;
     let proof = proof_of(version.tag.as_deref(), version.len);
     let facts = Facts {
         kept: Kept::of(options.cache.as_ref(), &url.to_string(), proof.as_ref()),
@@ -265,12 +276,12 @@ pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<RemoteBas
 }
 
 /// One byte is enough to learn what is there, and that it is sent in ranges.
-async fn first_answer(web: Web) -> Result<Version> {
+async fn first_answer(web: Web, time_max: Duration) -> Result<Version> {
     let began = std::time::Instant::now();
     let mut tries = 0;
     let mut last: Option<Error> = None;
     loop {
-        let left = OPEN_TIME_MAX.saturating_sub(began.elapsed()).max(Duration::from_millis(1));
+        let left = time_max.saturating_sub(began.elapsed()).max(Duration::from_millis(1));
         let asked = tokio::time::timeout(left, async {
             let (version, body) = web.ask(0..1).await?;
             if let Some(mut body) = body {
@@ -287,11 +298,11 @@ async fn first_answer(web: Web) -> Result<Version> {
                 .take()
                 .unwrap_or_else(|| Error::new(ErrorKind::Io, format!("{}: the server is silent", web.url))),
         };
-        match after_failure(tries, fastrand::u64(..), began.elapsed(), OPEN_TIME_MAX) {
+        match after_failure(tries, fastrand::u64(..), began.elapsed(), time_max) {
             AfterFailure::GiveUp => {
                 let why = format!(
                     "no usable answer within {} s: check the URL and the network",
-                    OPEN_TIME_MAX.as_secs()
+                    time_max.as_secs()
                 );
                 return Err(error.context(format!("{}: {why}", web.url)));
             }
@@ -350,6 +361,62 @@ mod tests {
                 other => panic!("{status} {range}: {other:?}"),
             }
         }
+    }
+
+    #[test]
+    fn a_strong_tag_says_more_than_a_time() {
+        let version = |len, tag: Option<&str>, modified: Option<&str>| Version {
+            len,
+            tag: tag.map(str::to_owned),
+            modified: modified.map(str::to_owned),
+        };
+        for (was, is, is_same) in [
+            ((5, Some("\"a\""), Some("Mon")), (5, Some("\"a\""), Some("Tue")), true),
+            ((5, Some("\"a\""), Some("Mon")), (5, Some("\"a\""), None), true),
+            ((5, Some("\"a\""), Some("Mon")), (6, Some("\"a\""), Some("Mon")), false),
+            ((5, Some("\"a\""), Some("Mon")), (5, Some("\"b\""), Some("Mon")), false),
+            ((5, Some("W/\"a\""), Some("Mon")), (5, Some("W/\"a\""), Some("Mon")), true),
+            ((5, Some("W/\"a\""), Some("Mon")), (5, Some("W/\"a\""), Some("Tue")), false),
+            ((5, None, Some("Mon")), (5, None, Some("Tue")), false),
+            ((5, None, None), (5, None, None), true),
+        ] {
+            let (was, is) = (version(was.0, was.1, was.2), version(is.0, is.1, is.2));
+            assert_eq!(was.is_of_same_content(&is), is_same, "{was:?} {is:?}");
+            assert!(
+                is_same || was.said() != is.said(),
+                "a message that does not say what differs: {}",
+                was.said()
+            );
+        }
+    }
+
+    #[test]
+    fn the_last_answer_is_told_when_opening_is_given_up() {
+        use std::io::{Read as _, Write as _};
+
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("binds");
+        let text = format!("http://{}/a", listener.local_addr().expect("an address"));
+        std::thread::spawn(move || {
+            for (number, connection) in listener.incoming().enumerate() {
+                let mut connection = connection.expect("accepts");
+                let mut request = [0; 4096];
+                drop(connection.read(&mut request));
+                if number > 1 {
+                    // Silent from now on.
+                    std::mem::forget(connection);
+                    continue;
+                }
+                let no = b"HTTP/1.1 500 No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+                drop(connection.write_all(no));
+            }
+        });
+        let url = Url::parse(&text).expect("a URL").expect("a URL");
+        runtime::start().expect("starts");
+        let client = client(&url, &RemoteOptions::default()).expect("a client");
+        let web = Web { client, url: text.into(), version: None };
+        let job = runtime::job(async move { first_answer(web, Duration::from_millis(1500)).await });
+        let error = futures_lite::future::block_on(job.expect("starts")).expect_err("500 is no answer");
+        assert!(error.chain().contains("500"), "{}", error.chain());
     }
 
     #[test]

@@ -43,6 +43,9 @@ pub const REMOTE_TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
 /// How long opening waits for an answer.
 pub const OPEN_TIME_MAX: Duration = Duration::from_secs(10);
 
+/// What to do about a base that has changed while it was in use.
+const REMEDY: &str = "bring the earlier content back, or make a new image over the new one";
+
 /// How remote images are read.
 #[derive(Debug, Clone)]
 pub struct RemoteOptions {

@@ -16,7 +16,7 @@ use vellum_core::{Context, Error, ErrorKind, Result, Url};
 use super::engine::{Facts, Failure, Parts, RemoteBase, Transport};
 use super::ground::Real;
 use super::kept::Kept;
-use super::{RemoteOptions, proof_of};
+use super::{REMEDY, RemoteOptions, proof_of};
 use crate::credentials::Profile;
 use crate::store::{Deadline, bucket_store, explain, is_denied};
 use crate::{Settings, runtime};
@@ -88,7 +88,7 @@ impl Object {
         if has_changed {
             let was = self.tag.as_deref().unwrap_or("without an entity tag");
             let text = format!(
-                "it has changed while it was in use: it was {} bytes with entity tag {was}",
+                "it has changed while it was in use: it was {} bytes with entity tag {was}; {REMEDY}",
                 self.len
             );
             why = Error::new(ErrorKind::Changed, text);

@@ -4,6 +4,7 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use futures_lite::FutureExt as _;
 use vellum_core::{
@@ -13,8 +14,8 @@ use vellum_format::FormatKind;
 use vellum_io::{File, LockMode, OpenOptions, spawn_local, unblock, unblock_at};
 use vellum_layer::gate::{ALLOW_DIRS_VARIABLE, ALLOW_URLS_VARIABLE};
 use vellum_layer::{Gate, Identity, Opener, Purpose};
-use vellum_remote::RemoteOptions;
 use vellum_remote::nbd::{self, ClientOptions};
+use vellum_remote::{Opened, RemoteOptions};
 
 /// How files are opened.
 #[derive(Debug, Clone, Default)]
@@ -27,16 +28,24 @@ pub struct HostOptions {
     pub remote: RemoteOptions,
 }
 
-/// Opens files of this host.
-#[derive(Debug, Clone, Default)]
+/// Opens files of this host, for one opening of an image.
+#[derive(Debug, Clone)]
 pub struct Host {
     options: HostOptions,
+    /// When that was asked for: what others find at a URL after this is found for it, too.
+    asked: Instant,
+}
+
+impl Default for Host {
+    fn default() -> Self {
+        Self::new(HostOptions::default())
+    }
 }
 
 impl Host {
     /// Opens files in this way.
     pub fn new(options: HostOptions) -> Self {
-        Self { options }
+        Self { options, asked: Instant::now() }
     }
 
     /// The gate that lets references into these directories and those of the environment, to these URLs and those of
@@ -92,18 +101,19 @@ fn identity(path: &Path) -> Option<Identity> {
     Some([facts.dev(), facts.rdev(), facts.ino(), changed.cast_unsigned()])
 }
 
-/// What a remote image proves now. An image that proves nothing is shared with no other disk.
-async fn remote_identity(url: &Url, options: &RemoteOptions) -> Option<Identity> {
+/// What a remote image is now, as far as its server tells. One of which it tells nothing is shared with no other disk.
+async fn remote_identity(url: &Url, options: &RemoteOptions, asked: Instant) -> Option<Identity> {
     if is_nbd(url) {
         return None;
     }
-    let proof = vellum_remote::open(url, options).await.ok()?.proof()?;
+    let Opened { storage, content } = vellum_remote::open_since(url, options, asked).await.ok()?;
+    let content = content?;
     let hashed = |salt: u64| {
         let mut hasher = DefaultHasher::new();
-        (salt, proof.to_string()).hash(&mut hasher);
+        (salt, url.to_string(), &content).hash(&mut hasher);
         hasher.finish()
     };
-    Some([hashed(0), hashed(1), proof.len(), u64::MAX])
+    Some([hashed(0), hashed(1), storage.len(), u64::MAX])
 }
 
 /// Whether it names an export of an NBD server.
@@ -170,7 +180,7 @@ impl Opener for Host {
                         ),
                     ));
                 }
-                vellum_remote::open(&url, &self.options.remote).await
+                Ok(vellum_remote::open_since(&url, &self.options.remote, self.asked).await?.storage)
             });
         }
         let (writable, lock) = match purpose {
@@ -201,7 +211,7 @@ impl Opener for Host {
         let one = move |path: PathBuf| {
             Box::pin(async move {
                 match Url::of_path(&path) {
-                    Some(url) => remote_identity(&url.ok()?, &self.options.remote).await,
+                    Some(url) => remote_identity(&url.ok()?, &self.options.remote, self.asked).await,
                     None => unblock_at(&path.clone(), move || identity(&path)).await,
                 }
             })

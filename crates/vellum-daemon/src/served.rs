@@ -176,7 +176,7 @@ impl Served {
         let export = &group.exports[0];
         canonical_path(&export.path).await.context(|| format!("can't open {}", export.path.display()))?;
         let image = image_options(export, &how);
-        let chain = hand_over::open_chain(&how, &export.path, image).await?;
+        let chain = hand_over::open_named(&how, &export.path, image).await?;
         Self::of(number, group, how, workers, chain).await
     }
 

@@ -30,7 +30,10 @@ pub mod settings;
 pub mod store;
 pub mod template;
 
-pub use base::{FetchCounts, REMOTE_TIMEOUT_DEFAULT, RemoteOptions, fetch_counts, open, wait_for_closed};
+pub use base::{
+    FetchCounts, Opened, REMOTE_TIMEOUT_DEFAULT, RemoteOptions, fetch_counts, open, open_since,
+    wait_for_closed,
+};
 pub use cache::ChunkCache;
 pub use settings::Settings;
 pub use store::{ObjectFacts, Put, Store, StoreCounts};

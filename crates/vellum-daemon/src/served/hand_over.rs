@@ -45,9 +45,17 @@ pub(super) fn barred(chain: &Chain, disk: SharedDisk, is_barred: bool) -> Shared
     }
 }
 
+/// As [`open_chain`]. The error names the image, not only one below it.
+pub(super) async fn open_named(how: &How, path: &Path, image: ImageOptions) -> Result<Chain> {
+    open_chain(how, path, image).await.map_err(|error| {
+        let name = path.display().to_string();
+        if error.chain().contains(&name) { error } else { error.context(format!("can't open {name}")) }
+    })
+}
+
 /// Opens an image to be served. The target of a migration is served at once, and written later; its source stays
 /// served, and is only read.
-pub(super) async fn open_chain(how: &How, path: &Path, image: ImageOptions) -> Result<Chain> {
+async fn open_chain(how: &How, path: &Path, image: ImageOptions) -> Result<Chain> {
     let error = match open_over(Some(&how.templates), path, &image).await {
         Err(error) if error.kind() == ErrorKind::Refused && !image.read_only => error,
         opened => return opened,

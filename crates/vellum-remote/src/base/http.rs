@@ -258,7 +258,7 @@ fn client(url: &Url, options: &RemoteOptions) -> Result<Client> {
 }
 
 /// Opens what is at the URL: one request finds out what it is.
-pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<RemoteBase> {
+pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<(RemoteBase, Option<String>)> {
     runtime::start()?;
     let web = Web { client: client(url, options)?, url: url.to_string().into(), version: None };
     let asked = web.clone();
@@ -271,8 +271,9 @@ pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<RemoteBas
         proof,
         timeout: options.timeout,
     };
+    let content = Some(version.said());
     let pinned = Web { version: Some(Arc::new(version)), ..web };
-    Ok(RemoteBase::new(facts, Box::new(pinned), Box::new(Real::new()?)))
+    Ok((RemoteBase::new(facts, Box::new(pinned), Box::new(Real::new()?)), content))
 }
 
 /// One byte is enough to learn what is there, and that it is sent in ranges.

@@ -13,7 +13,8 @@
 //!    image over it must say that it is trusted.
 //! 3. A redirect is followed only to the same scheme, host and port, or to a URL that the user allows.
 //! 4. With a cache on the host, a base that has a proof is read from there where possible (`kept.rs`).
-//! 5. Opening waits at most [`OPEN_TIME_MAX`] for an answer; reads wait as long as the options say.
+//! 5. Opening waits at most [`OPEN_TIME_MAX`] for an answer; reads wait as long as the options say. Those that want the same
+//!    image at the same time share one opening (`shared.rs`).
 
 mod engine;
 mod ground;
@@ -22,6 +23,7 @@ mod kept;
 mod plan;
 mod rbd;
 mod s3;
+mod shared;
 
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -36,6 +38,7 @@ use crate::{ChunkCache, Settings, Store};
 pub use engine::{CACHE_BYTES, FetchCounts, RemoteBase};
 pub use plan::FETCH_BLOCK;
 pub use rbd::wait_for_closed;
+pub use shared::{Opened, open_since};
 
 /// How long a request is held, when nothing else is said, while the server does not answer.
 pub const REMOTE_TIMEOUT_DEFAULT: Duration = Duration::from_secs(60);
@@ -104,23 +107,30 @@ fn keep_count<T: Counted + 'static>(base: &Arc<T>) {
 /// `NotFound`, `Refused` where the server denies it, `Unsupported` for a server without ranges and for a scheme that
 /// cannot be read, and `Io` when there was no answer.
 pub async fn open(url: &Url, options: &RemoteOptions) -> Result<SharedStorage> {
-    let base = match url.scheme() {
+    Ok(open_known(url, options).await?.storage)
+}
+
+async fn open_known(url: &Url, options: &RemoteOptions) -> Result<Opened> {
+    let (base, content) = match url.scheme() {
         Scheme::Http | Scheme::Https => http::open(url, options).await?,
         Scheme::S3 if TemplateName::is_version(&url.to_string()) => {
             let template = open_template(&url.to_string(), options).await?;
             keep_count(&template);
-            return Ok(template);
+            let content = template.proof().map(|proof| proof.to_string());
+            return Ok(Opened { storage: template, content });
         }
         Scheme::S3 => s3::open(url, options).await?,
         Scheme::Nbd | Scheme::NbdUnix => {
             let client = ClientOptions { patience: options.timeout, ..ClientOptions::default() };
-            return Ok(nbd::open(&url.to_string().parse()?, client).await?);
+            let storage = nbd::open(&url.to_string().parse()?, client).await?;
+            return Ok(Opened { storage, content: None });
         }
-        Scheme::Rbd => rbd::open(url, options).await?,
+        Scheme::Rbd => (rbd::open(url, options).await?, None),
     };
     let base = Arc::new(base);
     keep_count(&base);
-    Ok(base)
+    let content = base.proof().map(|proof| proof.to_string()).or(content);
+    Ok(Opened { storage: base, content })
 }
 
 /// Opens a published template. Its reads are held as long as those of other remote images.

@@ -140,7 +140,7 @@ impl Transport for Object {
 }
 
 /// Opens the object at the URL.
-pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<RemoteBase> {
+pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<(RemoteBase, Option<String>)> {
     let bucket = Bucket::open(url.host()).context(|| format!("can't open {url}"))?;
     let path = Path::parse(url.path().trim_start_matches('/'))
         .map_err(|error| Error::new(ErrorKind::Refused, format!("{url}: {error}")))?;
@@ -162,6 +162,7 @@ pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<RemoteBas
         proof,
         timeout: options.timeout,
     };
+    let content = meta.e_tag.as_ref().map(|tag| format!("{} bytes with entity tag {tag}", meta.size));
     let object = Object { bucket, path, url: url.to_string().into(), len: meta.size, tag: meta.e_tag };
-    Ok(RemoteBase::new(facts, Box::new(object), Box::new(Real::new()?)))
+    Ok((RemoteBase::new(facts, Box::new(object), Box::new(Real::new()?)), content))
 }

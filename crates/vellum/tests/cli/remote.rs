@@ -79,6 +79,33 @@ fn a_clone_of_a_template_at_a_url_is_served_where_the_user_allows_it() {
 }
 
 #[test]
+fn clones_over_a_trusted_base_share_what_is_fetched() {
+    let dir = Dir::new("remote-many");
+    let (web, disk, url) = web(9);
+    web.set_tag("/t/base.raw", "W/\"weak\"");
+    let images: Vec<String> = (0..10).map(|number| dir.text(&format!("{number}.qcow2"))).collect();
+    for image in &images {
+        let arguments = ["create", "-q", "-f", "qcow2", "--trust-base", "-b", &url, "-F", "raw", image];
+        assert_eq!(vellum(&arguments).code, 0);
+    }
+    let before = web.counts();
+    let exports: Vec<String> =
+        images.iter().enumerate().map(|(number, image)| format!("--export=c{number}={image}")).collect();
+    let allow = web.url("/");
+    let mut arguments = vec!["--allow-url", &allow];
+    arguments.extend(exports.iter().map(String::as_str));
+    let served = Server::start(&arguments);
+    for number in 0..images.len() {
+        let mut guest = Client::connect(&served.peer(), &format!("c{number}")).expect("a connection");
+        assert_eq!(guest.read(1 << 20, 4096).expect("read"), disk[1 << 20..(1 << 20) + 4096]);
+        guest.disconnect();
+    }
+    served.stop();
+    let fetched = web.counts().bytes_sent - before.bytes_sent;
+    assert!(fetched < 4 << 16, "{fetched} bytes were fetched for one block that ten disks read");
+}
+
+#[test]
 fn a_template_that_changed_is_an_error_and_never_a_mixture() {
     let dir = Dir::new("remote-changed");
     for format in ["qcow2", "vellum"] {

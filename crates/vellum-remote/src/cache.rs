@@ -23,7 +23,10 @@
 //!    the bound by at most a sixteenth for each further process.
 //! 4. At most [`WRITES_MAX`] entries are written at once; others are dropped, and counted. After a failed write, such
 //!    as on a full disk, nothing is written for [`PAUSE`].
-//! 5. The directory is made for its owner alone, and one of another owner, one that all may write to, or one with
+//! 5. A directory that does not answer, such as one on a hung file system, holds nobody up: after [`ANSWER_TIME_MAX`] an
+//!    entry counts as a miss, and for [`PAUSE`] nothing is asked; then one request tries again. The cache has threads of
+//!    its own, for which nobody waits.
+//! 6. The directory is made for its owner alone, and one of another owner, one that all may write to, or one with
 //!    something else in it is refused. Nothing is read or deleted but regular files with the names of entries, and
 //!    symbolic links are not followed. Who can write to it can change what disks read from URLs, but not
 //!    what they read from templates: contents of chunks are compared with the index.
@@ -38,11 +41,12 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
+use futures_util::future::{Either, select};
 use rustix::fs::OFlags;
 use tokio::sync::Semaphore;
 use vellum_core::{Context, Error, Result, lock};
 
-use crate::runtime::blocking;
+use crate::runtime::{self, Job, Threads};
 
 /// The smallest bound of a cache, in bytes.
 pub const CACHE_BYTES_MIN: u64 = 64 << 20;
@@ -65,7 +69,13 @@ const MAGIC: &[u8; 8] = b"VELLUMc1";
 /// Entries written at once.
 const WRITES_MAX: usize = 16;
 
-/// How long nothing is written after a write failed.
+/// How long an entry is waited for.
+const ANSWER_TIME_MAX: Duration = Duration::from_secs(1);
+
+/// Threads that wait for the directory.
+const THREADS_MAX: usize = 16;
+
+/// How long nothing is written after a write failed, and nothing is asked after the directory did not answer.
 const PAUSE: Duration = Duration::from_secs(10);
 
 /// How old the time of an entry must be to be set anew when it is used.
@@ -97,6 +107,9 @@ pub struct ChunkCache {
     parts: [Mutex<Part>; PARTS],
     writes: Semaphore,
     resumes: Mutex<Option<Instant>>,
+    /// When the next one may ask, after the directory did not answer.
+    silent_until: Mutex<Option<Instant>>,
+    threads: Threads,
     names: AtomicU64,
     counters: Counters,
 }
@@ -137,7 +150,7 @@ pub struct CacheCounts {
     pub written: u64,
     /// Entries that were not written, because too many were being written or a write had failed before.
     pub dropped: u64,
-    /// Writes that failed.
+    /// Writes that failed, and entries for which the directory took too long.
     pub failed: u64,
     /// Entries that made place for others.
     pub evicted: u64,
@@ -159,7 +172,7 @@ impl ChunkCache {
         // Relative names would change their meaning with the working directory.
         let dir = dir.canonicalize().context(|| format!("can't use {} for the cache", dir.display()))?;
         claim(&dir).context(|| format!("can't use {} for the cache", dir.display()))?;
-        Ok(Self::of(dir, bytes_max))
+        Self::of(dir, bytes_max)
     }
 
     /// As [`open`](Self::open), one for all of this process that name the same directory and bound.
@@ -179,16 +192,18 @@ impl ChunkCache {
         Ok(own)
     }
 
-    fn of(dir: PathBuf, bytes_max: u64) -> Arc<Self> {
-        Arc::new(Self {
+    fn of(dir: PathBuf, bytes_max: u64) -> Result<Arc<Self>> {
+        Ok(Arc::new(Self {
             dir,
             share: bytes_max / PARTS as u64,
             parts: Default::default(),
             writes: Semaphore::new(WRITES_MAX),
             resumes: Mutex::new(None),
+            silent_until: Mutex::new(None),
+            threads: Threads::new("vellum-cache", THREADS_MAX)?,
             names: AtomicU64::new(0),
             counters: Counters::default(),
-        })
+        }))
     }
 
     /// What it did until now.
@@ -208,16 +223,55 @@ impl ChunkCache {
 
     /// An entry, if it is there and whole.
     pub async fn get(self: &Arc<Self>, key: Key) -> Option<Bytes> {
-        let cache = self.clone();
-        let found = blocking(move || cache.read(&key)).ok()?.await;
+        let found = match self.may_ask() {
+            true => {
+                let cache = self.clone();
+                self.in_time(self.threads.run(move || cache.read(&key))).await.flatten()
+            }
+            false => None,
+        };
         let counter = if found.is_some() { &self.counters.hits } else { &self.counters.misses };
         add(counter, 1);
         found
     }
 
+    /// Whether the directory answers, as far as is known. Of those that ask when it is time to try again, one may.
+    fn may_ask(&self) -> bool {
+        let mut silent_until = lock(&self.silent_until);
+        let now = Instant::now();
+        match &mut *silent_until {
+            Some(until) if now < *until => false,
+            Some(until) => {
+                *until = now + PAUSE;
+                true
+            }
+            None => true,
+        }
+    }
+
+    /// What the work gives, unless that takes too long.
+    async fn in_time<T: Send + 'static>(&self, work: Job<T>) -> Option<T> {
+        let limit = {
+            let _in_runtime = runtime::start().ok()?.enter();
+            Box::pin(tokio::time::sleep(ANSWER_TIME_MAX))
+        };
+        match select(work, limit).await {
+            Either::Left((value, _)) => {
+                *lock(&self.silent_until) = None;
+                Some(value)
+            }
+            Either::Right(_) => {
+                *lock(&self.silent_until) = Some(Instant::now() + PAUSE);
+                add(&self.counters.failed, 1);
+                None
+            }
+        }
+    }
+
     /// Keeps a payload, if it is worth it and possible. Returns when that is done or refused.
     pub async fn put(self: &Arc<Self>, key: Key, payload: Bytes) {
-        let is_paused = lock(&self.resumes).is_some_and(|until| Instant::now() < until);
+        let is_paused = lock(&self.resumes).is_some_and(|until| Instant::now() < until)
+            || lock(&self.silent_until).is_some();
         let is_long = payload.len() as u64 > PAYLOAD_MAX.min(self.share / 2);
         let Ok(_permit) = self.writes.try_acquire() else {
             add(&self.counters.dropped, 1);
@@ -228,8 +282,7 @@ impl ChunkCache {
             return;
         }
         let cache = self.clone();
-        let Ok(work) = blocking(move || cache.write(&key, &payload)) else { return };
-        match work.await {
+        match self.threads.run(move || cache.write(&key, &payload)).await {
             Ok(()) => add(&self.counters.written, 1),
             Err(_) => {
                 add(&self.counters.failed, 1);
@@ -242,9 +295,7 @@ impl ChunkCache {
     pub fn refuse(&self, key: Key) {
         add(&self.counters.damaged, 1);
         let path = self.path(&key);
-        if let Ok(work) = blocking(move || drop(fs::remove_file(path))) {
-            work.detach();
-        }
+        self.threads.run(move || drop(fs::remove_file(path))).detach();
     }
 
     fn part_dir(&self, part: usize) -> PathBuf {
@@ -461,6 +512,42 @@ mod tests {
                 facts => facts.len(),
             })
             .sum()
+    }
+
+    #[test]
+    fn a_directory_that_does_not_answer_holds_nobody_up() {
+        let directory = Directory::new("cache-silent");
+        let cache = ChunkCache::open(&directory.0.join("chunks"), CACHE_BYTES_MIN).expect("opens");
+        block_on(cache.put(key(1), payload(1, 1000)));
+        // All of its threads wait, as they do for a file system that does not answer.
+        let gate = Arc::new(Mutex::new(()));
+        let held = lock(&gate);
+        for _ in 0..THREADS_MAX {
+            let gate = gate.clone();
+            cache.threads.run(move || drop(lock(&gate))).detach();
+        }
+        for _ in 0..100 {
+            assert_eq!(block_on(cache.get(key(1))), None);
+        }
+        block_on(cache.put(key(2), payload(2, 1000)));
+        let counts = cache.counts();
+        assert_eq!((counts.failed, counts.misses, counts.dropped), (1, 100, 1), "only the first one waits");
+        assert_eq!(block_on(runtime::blocking(|| 1).expect("starts")), 1, "other work goes on");
+        drop(held);
+        *lock(&cache.silent_until) = Some(Instant::now());
+        assert_eq!(block_on(cache.get(key(1))), Some(payload(1, 1000)), "it answers again");
+        block_on(cache.put(key(2), payload(2, 1000)));
+        assert_eq!(cache.counts().written, 2);
+    }
+
+    #[test]
+    fn threads_that_never_return_are_not_waited_for() {
+        let directory = Directory::new("cache-stuck");
+        let cache = ChunkCache::open(&directory.0.join("chunks"), CACHE_BYTES_MIN).expect("opens");
+        let (sender, receiver) = std::sync::mpsc::channel::<()>();
+        cache.threads.run(move || drop(receiver.recv())).detach();
+        drop(cache);
+        drop(sender);
     }
 
     #[test]

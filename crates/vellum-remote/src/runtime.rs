@@ -9,7 +9,8 @@
 //! 1. A [`Job`] is a future for any executor. Dropping it cancels the work at its next `await`.
 //! 2. At most [`BLOCKING_THREADS_MAX`] threads wait for files and compute. Callers bound how many jobs they begin; a
 //!    job may wait for another.
-//! 3. The threads start with the first job and last as long as the process. A program that uses no store
+//! 3. Work that may never return, such as on a file system that hangs, has [`Threads`] of its own, for which nobody waits.
+//! 4. The threads start with the first job and last as long as the process. A program that uses no store
 //!    has none of them.
 
 use std::pin::Pin;
@@ -45,6 +46,34 @@ pub fn start() -> Result<&'static Runtime> {
             .context(|| "can't start the threads for remote storage")
     });
     runtime.as_ref().map_err(Clone::clone)
+}
+
+/// Threads apart from all others, for work that blocks and may never return. Whoever drops them, or ends the process,
+/// does not wait for them.
+pub struct Threads(Option<Runtime>);
+
+impl Threads {
+    /// At most so many of this name. None starts before there is work.
+    ///
+    /// # Errors
+    /// When the host refuses what they need.
+    pub fn new(name: &str, most: usize) -> Result<Self> {
+        let runtime = Builder::new_current_thread().max_blocking_threads(most).thread_name(name).build();
+        Ok(Self(Some(runtime.context(|| format!("can't prepare the threads {name}"))?)))
+    }
+
+    /// Runs the function on one of them.
+    pub fn run<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> Job<T> {
+        Job(Some(self.0.as_ref().expect("only `drop` takes it").spawn_blocking(work)))
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
 }
 
 /// Work on the runtime's threads, and its value. The module has the rules.

@@ -14,7 +14,9 @@
 //! 3. What fails concerns the copy alone. It is counted, the prefetcher says so, and tries again later.
 //! 4. What a boot trace names is copied without a rest and several pieces at once, also beside a guest at work: the
 //!    guest asks for it next, and what is there by then it need not wait for. The limits and the pauses hold all the same.
-//! 5. Prefetching is complete when all that the image does not have is known to be zero below. What the disk itself
+//! 5. A worker is never kept: maps and reads of an image whose tables are in memory complete at once, and so could a whole
+//!    round. Between windows and between pieces, others get their turn.
+//! 6. Prefetching is complete when all that the image does not have is known to be zero below. What the disk itself
 //!    says is asked for each round, so nothing else need be remembered, also over a restart.
 
 use std::cell::Cell;
@@ -24,6 +26,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_lock::{Mutex as AsyncMutex, MutexGuard, Semaphore};
+use futures_lite::future::{or, yield_now};
 use vellum_core::{
     Clock, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Random, Result, SharedDisk, join_all, lock,
 };
@@ -177,7 +180,7 @@ impl Filler {
             }
             let Some(copied) = self.tap.take_copy() else {
                 let ended = self.control.wait_for_word(|| true);
-                futures_lite::future::or(came, ended).await;
+                or(came, ended).await;
                 continue;
             };
             if let Err(error) = self.keep(&copied, &noticed).await {
@@ -333,6 +336,7 @@ impl Round<'_> {
         let count = facts.end.bytes().div_ceil(WINDOW);
         let mut missing = 0;
         for index in 0..count {
+            yield_now().await;
             let its = missing_in(&filler.aside, &filler.tap, &facts, windows(index)).await?;
             missing += its.iter().map(|span| span.len()).sum::<u64>();
             if filler.is_stopped() {
@@ -349,6 +353,7 @@ impl Round<'_> {
         self.is_traced.set(false);
         traced?;
         for index in 0..count {
+            yield_now().await;
             let missing = missing_in(&filler.aside, &filler.tap, &facts, windows(index)).await?;
             self.copy(&facts, missing).await?;
             if filler.is_stopped() || self.errors.get() >= ERRORS_MAX {
@@ -394,6 +399,7 @@ impl Round<'_> {
     async fn lane(&self, facts: &Facts, runs: &Mutex<VecDeque<GuestSpan>>) -> Result<()> {
         let filler = self.filler;
         loop {
+            yield_now().await;
             let Some(alone) = self.turn().await else { return Ok(()) };
             if self.errors.get() >= ERRORS_MAX {
                 return Ok(());
@@ -487,13 +493,13 @@ impl Round<'_> {
             }
         };
         let _shared = filler.tap.share_fetches();
-        let copies = {
+        let (copies, joined) = {
             let _turn = filler.turns.0.acquire().await;
             lock(&self.pace).begin(Side::Base, span.len(), filler.clock.now());
-            let copies = filler.tap.fetch(span, &taken).await;
-            let moved = copies.as_ref().map_or(0, |_| span.len());
+            let fetched = filler.tap.fetch(span, &taken).await;
+            let moved = fetched.as_ref().map_or(0, |_| span.len());
             lock(&self.pace).end(Side::Base, moved, filler.clock.now());
-            copies?
+            fetched?
         };
         let mut kept = 0;
         for copied in &copies {
@@ -501,12 +507,26 @@ impl Round<'_> {
                 kept += filler.fill(copied, *part, &self.noticed, Some(&self.pace)).await?;
             }
         }
-        let worthless =
-            span.len() - copies.iter().flat_map(|copied| &copied.keep).map(|span| span.len()).sum::<u64>();
+        // Also what is zero: the next round has less to look at.
+        let zero: u64 = copies.iter().map(|copied| copied.zero).sum();
         filler.control.count_prefetched(kept, filler.clock.now());
-        filler.control.is_less_missing(worthless);
-        // Also when it is zero: the next round has less to look at.
-        self.moved.set(self.moved.get() + kept + worthless);
+        filler.control.is_less_missing(zero);
+        self.moved.set(self.moved.get() + kept + zero);
+        drop((copies, taken));
+        // What another reader has fetched waits for its own fill. To look again at once is to find it missing still.
+        for part in joined {
+            let is_gone = async {
+                part.is_gone().await;
+                true
+            };
+            let is_late = async {
+                filler.control.wait(&*filler.clock, LONG).await;
+                false
+            };
+            if or(is_gone, is_late).await {
+                self.moved.set(self.moved.get() + part.span.len());
+            }
+        }
         Ok(())
     }
 }

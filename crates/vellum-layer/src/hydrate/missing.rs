@@ -1,5 +1,6 @@
 //! What an image still reads from below, apart from zeros.
 
+use futures_lite::future::yield_now;
 use vellum_core::{Error, GuestOffset, GuestSpan, Place, Result, SharedDisk, map_merged};
 
 use super::tap::{Facts, Tap};
@@ -32,6 +33,8 @@ pub(super) async fn missing_in(
     let mut missing: Vec<GuestSpan> = Vec::new();
     let mut rest = span.intersect(GuestOffset::ZERO.span(facts.end.bytes()));
     while !rest.is_empty() {
+        // A map whose tables are in memory completes at once, and there may be many of them.
+        yield_now().await;
         let extents = top.map(rest).await?;
         let covered = extents.last().map(|last| last.span.end()).ok_or_else(says_nothing)?;
         for extent in extents.iter().filter(|extent| matches!(extent.place, Place::Below)) {
@@ -48,6 +51,7 @@ pub(super) async fn missing_in(
 async fn add_not_zero(tap: &Tap, facts: &Facts, span: GuestSpan, missing: &mut Vec<GuestSpan>) -> Result<()> {
     let mut rest = span;
     while !rest.is_empty() {
+        yield_now().await;
         let extents = map_merged(tap.inner(), rest).await?;
         let covered = extents.last().map(|last| last.span.end()).ok_or_else(says_nothing)?;
         for extent in &extents {

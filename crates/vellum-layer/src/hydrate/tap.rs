@@ -103,6 +103,16 @@ struct Fetch {
     /// Nothing, when it failed.
     bytes: OnceLock<Option<Arc<Buffer>>>,
     done: Event,
+    /// No reader finds it any more: its copy is in the image, or was dropped.
+    is_gone: AtomicBool,
+    gone: Event,
+}
+
+impl Fetch {
+    fn of(span: GuestSpan) -> Self {
+        let (bytes, is_gone) = (OnceLock::new(), AtomicBool::new(false));
+        Self { span, bytes, done: Event::new(), is_gone, gone: Event::new() }
+    }
 }
 
 type Fetches = Arc<Mutex<BTreeMap<u64, Arc<Fetch>>>>;
@@ -119,6 +129,27 @@ impl Drop for Found {
         // One that was dropped half way: the others read for themselves.
         if self.fetch.bytes.set(None).is_ok() {
             self.fetch.done.notify(usize::MAX);
+        }
+        self.fetch.is_gone.store(true, Ordering::Release);
+        self.fetch.gone.notify(usize::MAX);
+    }
+}
+
+/// A part of a fetch of another reader.
+pub(super) struct Joined {
+    pub(super) span: GuestSpan,
+    fetch: Arc<Fetch>,
+}
+
+impl Joined {
+    /// Completes when its copy is in the image, or was dropped.
+    pub(super) async fn is_gone(&self) {
+        loop {
+            let gone = self.fetch.gone.listen();
+            if self.fetch.is_gone.load(Ordering::Acquire) {
+                return;
+            }
+            gone.await;
         }
     }
 }
@@ -139,6 +170,8 @@ pub(super) struct Copied {
     bytes: Arc<Buffer>,
     /// What of it is worth filling: whole blocks that are not zero.
     pub(super) keep: Vec<GuestSpan>,
+    /// Whole blocks of it were found to be zero, and are remembered: so many bytes.
+    pub(super) zero: u64,
     /// What this takes in memory.
     _taken: Arc<Claim>,
     /// Readers find it.
@@ -295,20 +328,24 @@ impl Tap {
         self.knows_zeros.load(Ordering::Acquire) && lock(&self.zeros).has_all(span)
     }
 
-    /// Fetches whole blocks for the prefetcher. Guests that miss them meanwhile get them from here.
-    pub(super) async fn fetch(&self, span: GuestSpan, taken: &Arc<Claim>) -> Result<Vec<Copied>> {
-        let mut copies = Vec::new();
+    /// Fetches whole blocks for the prefetcher. Guests that miss them meanwhile get them from here. What another reader
+    /// fetches, or has fetched, is that one's to copy.
+    pub(super) async fn fetch(
+        &self,
+        span: GuestSpan,
+        taken: &Arc<Claim>,
+    ) -> Result<(Vec<Copied>, Vec<Joined>)> {
+        let (mut copies, mut joined) = (Vec::new(), Vec::new());
         for (part, who) in self.parts(span) {
             match who {
                 Part::Lead(found) => {
                     let bytes = self.fetched(part, &found).await?;
                     copies.push(self.copied(part.start(), bytes, taken.clone(), found));
                 }
-                // The other reader has the copy, or the next round of the prefetcher fetches it.
-                Part::Join(fetch) => drop(awaited(&fetch).await),
+                Part::Join(fetch) => joined.push(Joined { span: part, fetch }),
             }
         }
-        Ok(copies)
+        Ok((copies, joined))
     }
 
     async fn read_and_keep(
@@ -376,14 +413,15 @@ impl Tap {
 
     /// The copy that was fetched. Blocks of zero are remembered and not kept.
     fn copied(&self, at: GuestOffset, bytes: Arc<Buffer>, taken: Arc<Claim>, found: Found) -> Copied {
-        let mut keep: Vec<GuestSpan> = Vec::new();
+        let (mut keep, mut zero): (Vec<GuestSpan>, u64) = (Vec::new(), 0);
         let Some(facts) = self.facts() else {
-            return Copied { at, bytes, keep, _taken: taken, _found: found };
+            return Copied { at, bytes, keep, zero, _taken: taken, _found: found };
         };
         for block in facts.unit.pieces_of(facts.whole(at.span(bytes.len() as u64))) {
             let is_zero = part_is_zero(&bytes, to_usize(block.start() - at), to_usize(block.len()));
             if is_zero && lock(&self.zeros).insert(block) {
                 self.knows_zeros.store(true, Ordering::Release);
+                zero += block.len();
                 continue;
             }
             match keep.last_mut() {
@@ -393,7 +431,7 @@ impl Tap {
                 _ => keep.push(block),
             }
         }
-        Copied { at, bytes, keep, _taken: taken, _found: found }
+        Copied { at, bytes, keep, zero, _taken: taken, _found: found }
     }
 
     /// Divides a span among fetches in progress and new ones.
@@ -414,7 +452,7 @@ impl Tap {
                 .next()
                 .map_or(end, |(start, _)| GuestOffset::new(*start).min(end));
             let span = GuestSpan::between(at, next);
-            let fetch = Arc::new(Fetch { span, bytes: OnceLock::new(), done: Event::new() });
+            let fetch = Arc::new(Fetch::of(span));
             fetches.insert(at.bytes(), fetch.clone());
             parts.push((span, Part::Lead(Found { fetches: self.fetches.clone(), fetch })));
             at = next;

@@ -25,6 +25,8 @@ struct Below {
     reads: Mutex<Vec<GuestSpan>>,
     bad: Mutex<Option<GuestSpan>>,
     hangs: AtomicBool,
+    /// Reads complete when they are first asked, as those of an image in memory do.
+    is_instant: AtomicBool,
     /// Reads as zero, and says so.
     hole: GuestSpan,
 }
@@ -39,7 +41,9 @@ impl ForwardDisk for Below {
             let span = at.span(buffer.len() as u64);
             lock(&self.reads).push(span);
             let took = *lock(&self.took);
-            self.clock.sleep(took).await;
+            if !self.is_instant.load(SeqCst) {
+                self.clock.sleep(took).await;
+            }
             while self.hangs.load(SeqCst) {
                 self.clock.sleep(Duration::from_millis(1)).await;
             }
@@ -164,6 +168,7 @@ fn set_over(seed: u64, copy_on_read: bool, room_each: u64, hole: GuestSpan, byte
         reads: Mutex::default(),
         bad: Mutex::default(),
         hangs: AtomicBool::new(false),
+        is_instant: AtomicBool::new(false),
         hole,
     });
     let options = TapOptions { copy_on_read, keeps_order: true, ..TapOptions::default() };
@@ -283,6 +288,33 @@ fn what_waits_for_room_is_not_fetched_again() {
             assert_eq!(bytes, SIZE, "seed {seed}");
         });
     }
+}
+
+/// The copies that guests have left wait for their fills, and nothing below ever makes a reader wait: the prefetcher leaves
+/// the only worker to those who copy them.
+#[test]
+fn a_prefetcher_that_finds_only_copies_that_wait_lets_them_be_filled() {
+    let set = set(13, true, u64::MAX);
+    set.below.is_instant.store(true, SeqCst);
+    set.world.run(async {
+        for block in 0..SIZE / BLOCK {
+            set.read(block * BLOCK, 4096).await.unwrap();
+        }
+        assert_eq!(set.own().await, 0, "nobody takes the copies yet");
+        set.control.set_prefetch(PrefetchLimits::default(), None);
+        let filler = set.filler();
+        let keeping = filler.keep_copies();
+        let prefetching = async {
+            let outcome = filler.prefetch().await;
+            set.control.end();
+            outcome
+        };
+        // As the server does: one task for both, and the prefetcher is asked first.
+        let (outcome, ()) = futures_lite::future::zip(prefetching, keeping).await;
+        assert_eq!((outcome, set.own().await), (Outcome::Complete, SIZE));
+        let bytes: u64 = set.base_reads().iter().map(|span| span.len()).sum();
+        assert_eq!(bytes, SIZE, "nothing is fetched twice");
+    });
 }
 
 /// A guest that changes the buffer of a read, before the answer and after it, changes its own copy alone.

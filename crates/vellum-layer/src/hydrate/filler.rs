@@ -32,7 +32,7 @@ use vellum_core::{
 };
 
 use super::control::{HydrationControl, State};
-use super::missing::{WINDOW, missing_in};
+use super::missing::{missing_in, windows_of};
 use super::order::Run;
 use super::pace::{Pace, Side, rest_after};
 use super::tap::{Copied, Facts, Tap};
@@ -58,7 +58,7 @@ const TRACED_AT_ONCE: usize = 64;
 /// How long to wait after a round that has moved nothing, at first and at most.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
-/// Errors of one round after which it is given up.
+/// After so many errors in a row a round is given up. The next one begins behind the last.
 const ERRORS_MAX: u64 = 8;
 
 /// What the guest does.
@@ -166,6 +166,10 @@ struct Round<'a> {
     /// What a boot trace names is being copied.
     is_traced: Cell<bool>,
     errors: Cell<u64>,
+    /// Those since something went well.
+    errors_in_a_row: Cell<u64>,
+    /// Where this round begins: behind what the one before has failed at.
+    start: Cell<GuestOffset>,
     moved: Cell<u64>,
 }
 
@@ -272,6 +276,8 @@ impl Filler {
             piece_bytes: Cell::new(PIECE),
             is_traced: Cell::new(false),
             errors: Cell::new(0),
+            errors_in_a_row: Cell::new(0),
+            start: Cell::new(GuestOffset::ZERO),
             moved: Cell::new(0),
         };
         let (mut in_force, mut retry, mut is_first) = (limits, RETRY_FIRST, true);
@@ -291,6 +297,7 @@ impl Filler {
             }
             self.control.set_state(State::Running);
             round.errors.set(0);
+            round.errors_in_a_row.set(0);
             round.moved.set(0);
             let done = round.run(is_first).await;
             match done {
@@ -301,9 +308,14 @@ impl Filler {
                 Ok(_) => {}
                 Err(error) => round.note(error),
             }
+            is_first &= round.moved.get() == 0;
+            if round.moved.get() > 0 {
+                retry = RETRY_FIRST;
+            }
             if round.moved.get() > 0 && round.errors.get() == 0 {
-                (retry, is_first) = (RETRY_FIRST, false);
-            } else if !self.is_stopped() {
+                continue;
+            }
+            if !self.is_stopped() {
                 self.control.wait(&*self.clock, retry).await;
                 retry = (retry * 2).min(RETRY_MAX);
             }
@@ -332,12 +344,9 @@ impl Round<'_> {
         let Some(facts) = filler.tap.facts() else {
             return Err(Error::unsupported("the image takes no copies of what is below it"));
         };
-        let windows = |index: u64| GuestOffset::new(index * WINDOW).span(WINDOW);
-        let count = facts.end.bytes().div_ceil(WINDOW);
         let mut missing = 0;
-        for index in 0..count {
-            yield_now().await;
-            let its = missing_in(&filler.aside, &filler.tap, &facts, windows(index)).await?;
+        for window in windows_of(GuestOffset::ZERO.span(facts.end.bytes())) {
+            let its = missing_in(&filler.aside, &filler.tap, &facts, window).await?;
             missing += its.iter().map(|span| span.len()).sum::<u64>();
             if filler.is_stopped() {
                 return Ok(false);
@@ -352,11 +361,14 @@ impl Round<'_> {
         let traced = self.copy_traced(&facts, &trace).await;
         self.is_traced.set(false);
         traced?;
-        for index in 0..count {
-            yield_now().await;
-            let missing = missing_in(&filler.aside, &filler.tap, &facts, windows(index)).await?;
+        self.errors_in_a_row.set(0);
+        // From where the last round was given up to the end, and then what is before that.
+        let start = self.start.replace(GuestOffset::ZERO).min(facts.end);
+        let halves = [GuestSpan::between(start, facts.end), GuestSpan::between(GuestOffset::ZERO, start)];
+        for window in halves.into_iter().flat_map(windows_of) {
+            let missing = missing_in(&filler.aside, &filler.tap, &facts, window).await?;
             self.copy(&facts, missing).await?;
-            if filler.is_stopped() || self.errors.get() >= ERRORS_MAX {
+            if filler.is_stopped() || self.is_given_up() {
                 break;
             }
         }
@@ -375,6 +387,10 @@ impl Round<'_> {
             self.copy(facts, pieces).await?;
         }
         Ok(())
+    }
+
+    fn is_given_up(&self) -> bool {
+        self.errors_in_a_row.get() >= ERRORS_MAX
     }
 
     /// Copies these runs, several pieces at once.
@@ -401,19 +417,24 @@ impl Round<'_> {
         loop {
             yield_now().await;
             let Some(alone) = self.turn().await else { return Ok(()) };
-            if self.errors.get() >= ERRORS_MAX {
+            if self.is_given_up() {
                 return Ok(());
             }
             let Some(piece) = self.take(facts, runs) else { return Ok(()) };
             let began = filler.clock.now();
             match self.piece(piece).await {
-                Ok(()) => {}
+                Ok(()) => self.errors_in_a_row.set(0),
                 // Without space, no other piece will have any.
                 Err(error) if error.kind() == ErrorKind::NoSpace => {
                     lock(runs).clear();
                     return Err(error);
                 }
-                Err(error) => self.note(error),
+                Err(error) => {
+                    self.note(error);
+                    if self.is_given_up() {
+                        self.start.set(piece.end());
+                    }
+                }
             }
             let now = filler.clock.now();
             self.piece_bytes.set(next_piece(self.piece_bytes.get(), now.saturating_sub(began)));
@@ -429,6 +450,7 @@ impl Round<'_> {
 
     fn note(&self, error: Error) {
         self.errors.set(self.errors.get() + 1);
+        self.errors_in_a_row.set(self.errors_in_a_row.get() + 1);
         let state = match error.kind() {
             ErrorKind::NoSpace => State::NoSpace,
             // The disk is held: that passes.

@@ -6,7 +6,17 @@ use vellum_core::{Error, GuestOffset, GuestSpan, Place, Result, SharedDisk, map_
 use super::tap::{Facts, Tap};
 
 /// The mapping is looked at for this many bytes at a time.
-pub(super) const WINDOW: u64 = 256 << 20;
+const WINDOW: u64 = 256 << 20;
+
+/// The span in windows.
+pub(super) fn windows_of(span: GuestSpan) -> impl Iterator<Item = GuestSpan> {
+    let mut rest = span;
+    std::iter::from_fn(move || {
+        let (window, after) = rest.split_at(WINDOW.min(rest.len()));
+        rest = after;
+        (!window.is_empty()).then_some(window)
+    })
+}
 
 /// Whether the image has everything that the disk below has.
 ///
@@ -14,8 +24,7 @@ pub(super) const WINDOW: u64 = 256 << 20;
 /// Those of the maps.
 pub(crate) async fn is_whole(top: &SharedDisk, tap: &Tap) -> Result<bool> {
     let Some(facts) = tap.facts() else { return Ok(false) };
-    for index in 0..facts.end.bytes().div_ceil(WINDOW) {
-        let window = GuestOffset::new(index * WINDOW).span(WINDOW);
+    for window in windows_of(GuestOffset::ZERO.span(facts.end.bytes())) {
         if !missing_in(top, tap, &facts, window).await?.is_empty() {
             return Ok(false);
         }

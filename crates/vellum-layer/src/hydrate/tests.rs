@@ -89,6 +89,7 @@ struct Top {
     room: AtomicU64,
     room_each: u64,
     flushes: AtomicU64,
+    maps: AtomicU64,
     is_full: AtomicBool,
 }
 
@@ -101,6 +102,11 @@ impl ForwardDisk for Top {
         self.flushes.fetch_add(1, SeqCst);
         self.room.store(self.room_each, SeqCst);
         self.memory.flush()
+    }
+
+    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        self.maps.fetch_add(1, SeqCst);
+        self.memory.map(span)
     }
 
     fn fill(&self, at: GuestOffset, mut data: Buffer) -> LocalFuture<'_, Result<Filled>> {
@@ -178,6 +184,7 @@ fn set_over(seed: u64, copy_on_read: bool, room_each: u64, hole: GuestSpan, byte
         room: AtomicU64::new(room_each),
         room_each,
         flushes: AtomicU64::new(0),
+        maps: AtomicU64::new(0),
         is_full: AtomicBool::new(false),
     });
     tap.is_below(&*top);
@@ -488,6 +495,28 @@ fn a_full_host_and_a_bad_block_are_said_and_tried_again() {
         *lock(&set.below.bad) = None;
         assert_eq!(prefetching.await, Outcome::Complete);
         assert!(set.control.counts().errors >= 2);
+    });
+}
+
+/// The first MiB cannot be read: more pieces than a round bears errors. What follows is copied all the same.
+#[test]
+fn a_bad_start_of_the_base_keeps_nothing_behind_it_from_being_copied() {
+    let set = set(14, false, u64::MAX);
+    let bad = GuestOffset::ZERO.span(2 << 20);
+    *lock(&set.below.bad) = Some(bad);
+    // Slow enough for the smallest pieces: there are 32 bad ones.
+    *lock(&set.below.took) = Duration::from_millis(150);
+    set.control.set_prefetch(PrefetchLimits::default(), None);
+    set.world.run(async {
+        let filler = set.filler();
+        let prefetching = set.world.spawn(async move { filler.prefetch().await });
+        set.sleep(60_000).await;
+        assert_eq!(set.own().await, SIZE - bad.len());
+        let reads = set.base_reads().len();
+        set.sleep(60_000).await;
+        assert!(set.base_reads().len() < reads + 60, "it is tried again, and seldom");
+        *lock(&set.below.bad) = None;
+        assert_eq!(prefetching.await, Outcome::Complete);
     });
 }
 

@@ -33,8 +33,9 @@ use vellum_core::{
 
 use super::control::{HydrationControl, State};
 use super::missing::{missing_in, windows_of};
-use super::order::Run;
+use super::order::{RUNS_MAX, Run};
 use super::pace::{Pace, Side, rest_after};
+use super::runs::Runs;
 use super::tap::{Copied, Facts, Tap};
 
 /// A guest that has not flushed for this long, and is idle, is not waited for.
@@ -55,6 +56,8 @@ const PIECE_TIME: Duration = Duration::from_millis(100);
 const LANES: usize = 4;
 /// So many runs of a trace are looked at together.
 const TRACED_AT_ONCE: usize = 64;
+/// And so many missing pieces of them.
+const PIECES_AT_ONCE: usize = 1024;
 /// How long to wait after a round that has moved nothing, at first and at most.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
@@ -375,16 +378,38 @@ impl Round<'_> {
         Ok(false)
     }
 
-    /// What the trace names, in its order.
+    /// What the trace names, in its order. Runs past the end, and bytes that an earlier run has named, are left out: a trace
+    /// may name the whole disk in each of its runs.
     async fn copy_traced(&self, facts: &Facts, trace: &[Run]) -> Result<()> {
         let filler = self.filler;
+        let disk = GuestOffset::ZERO.span(facts.end.bytes());
+        let mut named = Runs::with_room_for(RUNS_MAX);
         for runs in trace.chunks(TRACED_AT_ONCE) {
             let mut pieces = Vec::new();
             for run in runs {
                 let Some(span) = GuestSpan::checked(GuestOffset::new(run.at), run.len) else { continue };
-                pieces.extend(missing_in(&filler.aside, &filler.tap, facts, facts.widened(span)).await?);
+                let span = span.intersect(disk);
+                if span.is_empty() {
+                    continue;
+                }
+                let span = facts.widened(span);
+                let parts = named.missing_in(span);
+                named.insert(span);
+                for window in parts.into_iter().flat_map(windows_of) {
+                    pieces.extend(missing_in(&filler.aside, &filler.tap, facts, window).await?);
+                    if filler.is_stopped() {
+                        return Ok(());
+                    }
+                    if pieces.len() >= PIECES_AT_ONCE {
+                        self.copy(facts, std::mem::take(&mut pieces)).await?;
+                    }
+                }
             }
             self.copy(facts, pieces).await?;
+            yield_now().await;
+            if filler.is_stopped() || self.is_given_up() {
+                break;
+            }
         }
         Ok(())
     }

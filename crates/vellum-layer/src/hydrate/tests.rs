@@ -520,6 +520,20 @@ fn a_bad_start_of_the_base_keeps_nothing_behind_it_from_being_copied() {
     });
 }
 
+/// Each run of the trace names the whole disk.
+#[test]
+fn a_trace_that_names_everything_again_and_again_is_walked_once() {
+    let set = set(15, false, u64::MAX);
+    set.below.is_instant.store(true, SeqCst);
+    let trace = vec![Run { at: 0, len: 1 << 62 }; 1 << 16];
+    set.control.set_prefetch(PrefetchLimits::default(), Some(trace.into()));
+    set.world.run(async {
+        assert_eq!(set.filler().prefetch().await, Outcome::Complete);
+        let maps = set.top.maps.load(SeqCst);
+        assert!(maps < 100, "the image was asked {maps} times what it has");
+    });
+}
+
 #[test]
 fn fills_wait_for_the_flushes_of_the_guest_and_for_an_idle_one_no_longer_than_seconds() {
     // A guest that flushes every 10 ms.

@@ -17,9 +17,11 @@
 //! 7. A request that is denied is tried once more with credentials that are fetched anew: they expire.
 
 use std::fmt;
+use std::path::{Path as FsPath, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
+use std::{fs, io};
 
 use bytes::{Bytes, BytesMut};
 use futures_util::{StreamExt, TryStreamExt};
@@ -33,7 +35,7 @@ use tokio::sync::Semaphore;
 use vellum_core::{Context, Error, ErrorKind, Result};
 
 use crate::credentials::{Profile, Provider};
-use crate::runtime::job;
+use crate::runtime::{blocking, job};
 use crate::settings::Settings;
 
 /// How much of a server's answer an error quotes.
@@ -59,6 +61,8 @@ struct Inner {
     objects: Arc<dyn ObjectStore>,
     prefix: Path,
     url: String,
+    /// Where it is, if it is a directory of this host.
+    directory: Option<PathBuf>,
     deadline: Duration,
     profile: Option<Arc<Profile>>,
     under_way: Semaphore,
@@ -92,6 +96,34 @@ pub struct ObjectFacts {
     pub len: u64,
     /// When it was written, by the clock of the store.
     pub modified: SystemTime,
+}
+
+/// The directories of a store that hold its objects.
+const OWN: [&str; 3] = ["chunks", "index", "leases"];
+
+/// `object_store` writes an object under its name, `#` and a number, and renames it; lists leave such names out.
+fn forget_staged_in(directory: &FsPath, age: Duration) -> io::Result<()> {
+    let entries = match fs::read_dir(directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        entries => entries?,
+    };
+    for entry in entries {
+        let entry = entry?;
+        let kind = entry.file_type()?;
+        let name = entry.file_name();
+        let is_staged = name.to_str().and_then(|name| name.rsplit_once('#')).is_some_and(|(_, number)| {
+            !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+        });
+        if kind.is_dir() {
+            forget_staged_in(&entry.path(), age)?;
+        } else if kind.is_file()
+            && is_staged
+            && entry.metadata()?.modified()?.elapsed().is_ok_and(|its| its >= age)
+        {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 /// Whether a `put` may replace.
@@ -132,10 +164,14 @@ impl Store {
                 (Arc::new(store.with_fsync(true)), None, Path::default())
             }
         };
+        let directory = match &location {
+            Location::Directory(directory) => Some(PathBuf::from(directory)),
+            _ => None,
+        };
         let url = url.trim_end_matches('/').to_owned();
         let under_way = Semaphore::new(REQUESTS_MAX);
         let counts = Counters::default();
-        Ok(Self(Arc::new(Inner { objects, prefix, url, deadline, profile, under_way, counts })))
+        Ok(Self(Arc::new(Inner { objects, prefix, url, directory, deadline, profile, under_way, counts })))
     }
 
     /// Its URL, without credentials.
@@ -275,6 +311,17 @@ impl Store {
             }
         })
         .await
+    }
+
+    /// Deletes what writers that were killed have left of objects in a directory, if it is at least this old.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub(crate) async fn forget_staged(&self, age: Duration) -> Result<()> {
+        let Some(directory) = self.0.directory.clone() else { return Ok(()) };
+        let context = format!("can't clean up {}", directory.display());
+        let work = move || OWN.iter().try_for_each(|own| forget_staged_in(&directory.join(own), age));
+        blocking(work)?.await.context(|| context)
     }
 
     /// The URL of an object, for messages.

@@ -10,7 +10,9 @@
 //! 1. While it deletes, no push relies on what is in the store (lease.rs).
 //! 2. When an index cannot be read, nothing is deleted.
 //! 3. Chunks younger than the grace time stay: a push that was killed finds them when it is run again.
-//! 4. It can be killed at any time. Each chunk that it deleted was named by no index.
+//! 4. What pushes left that were killed is deleted in the end: leases that have lapsed, and, in a directory, files
+//!    that were never finished.
+//! 5. It can be killed at any time. Each chunk that it deleted was named by no index.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -22,6 +24,9 @@ use super::lease::{Holder, Lease, lasts_until};
 use super::name::{self, index_key};
 use super::push::CHUNKS;
 use crate::store::Store;
+
+/// How old a file that was never finished must be, whatever the grace time: a push may be writing it.
+const STAGED_MIN: Duration = Duration::from_secs(3600);
 
 /// Chunks deleted with one request.
 const BATCH: usize = 1000;
@@ -85,7 +90,12 @@ impl Collection {
     /// # Errors
     /// `Corrupt` when an index cannot be read, `Closed` when it was interrupted for too long; those of the store.
     pub async fn run(&self, grace: Duration, dry_run: bool) -> Result<Collected> {
-        collect(&self.lease, &self.store, grace, dry_run).await
+        let collected = collect(&self.lease, &self.store, grace, dry_run).await?;
+        if !dry_run {
+            self.lease.forget_old().await?;
+            self.store.forget_staged(grace.max(STAGED_MIN)).await?;
+        }
+        Ok(collected)
     }
 
     /// Lets pushes in again.

@@ -29,6 +29,9 @@ use crate::store::{ObjectFacts, Put, Store};
 /// How long a lease lasts after it was last written.
 pub(crate) const LASTS: Duration = Duration::from_secs(600);
 
+/// How long after it has lapsed a lease is kept.
+const FORGOTTEN: Duration = Duration::from_secs(3600);
+
 /// How many leases are looked at. There is one for each push under way, and for those that were killed.
 const LEASES_MAX: usize = 10_000;
 
@@ -128,6 +131,22 @@ impl Lease {
         }
         let live = |lease: &ObjectFacts| lease.key != self.shared.key && !lapsed(lease.modified, now);
         Ok(leases.into_iter().filter(live).collect())
+    }
+
+    /// Deletes the leases of others that lapsed [`FORGOTTEN`] ago: of processes that were killed. One of them that still
+    /// lives has lost its lease all the same (1).
+    pub(crate) async fn forget_old(&self) -> Result<()> {
+        let now = self.check().await?;
+        let (leases, _) = self.shared.store.list(LEASES, LEASES_MAX).await?;
+        let is_old = |lease: &ObjectFacts| {
+            lease.key != self.shared.key
+                && now.duration_since(lease.modified).is_ok_and(|age| age >= LASTS + FORGOTTEN)
+        };
+        let old: Vec<String> = leases.into_iter().filter(is_old).map(|lease| lease.key).collect();
+        match old.is_empty() {
+            true => Ok(()),
+            false => self.shared.store.delete(&old).await.map(drop),
+        }
     }
 
     /// The collections among the leases of others.

@@ -3,6 +3,7 @@
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, SystemTime};
 
 use rustix::process::{Signal, kill_process};
 
@@ -28,7 +29,7 @@ fn objects(below: &Path) -> usize {
     entries
         .map(|path| match path.is_dir() {
             true => objects(&path),
-            false => usize::from(!path_text(&path).contains('#')),
+            false => usize::from(!path_text(&path).contains('#') && !path.ends_with("CACHEDIR.TAG")),
         })
         .sum()
 }
@@ -132,6 +133,18 @@ fn a_push_that_was_killed_or_interrupted_is_continued() {
     // The one that was killed left its lease; the one that was interrupted gave it back.
     assert_eq!(objects(&dir.join("store/leases")), 1);
     refused(1, &["its lease lapses at"], &["template", "gc", &store]);
+    // Long after that, what the one that was killed has left is collected, and nothing of others.
+    let day = SystemTime::now() - Duration::from_secs(86_400);
+    let leases = dir.join("store/leases");
+    let [left, foreign] = ["store/chunks/00/left#1", "store/left#1"].map(|name| dir.join(name));
+    std::fs::create_dir_all(dir.join("store/chunks/00")).expect("a part");
+    let lease = std::fs::read_dir(&leases).expect("leases").next().expect("one").expect("one").path();
+    for file in [&left, &foreign, &lease] {
+        let opened = std::fs::File::options().create(true).append(true).open(file).expect("a file");
+        opened.set_modified(day).expect("old");
+    }
+    vellum(&["template", "gc", &store]).answer();
+    assert_eq!((left.exists(), foreign.exists(), lease.exists()), (false, true, false));
     vellum(&["template", "pull", "-q", &url("debian:1"), &dir.text("out.raw")]).answer();
     same(&dir.text("out.raw"), &image);
 }

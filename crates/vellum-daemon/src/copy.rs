@@ -5,7 +5,7 @@
 //! pieces.
 //!
 //! 1. A piece that failed stops the copy; pieces in flight are finished first, so nothing is written after
-//!    the function has returned.
+//!    the function has returned. A request to stop does not wait for reads.
 //! 2. Zeros are not written to a target that reads as zero already.
 //! 3. The target is flushed before the copy counts as done.
 //! 4. By default pieces are read several at a time and written one after the other, in the order of the disk:
@@ -16,16 +16,22 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Poll, Waker};
+use std::time::Duration;
 
+use futures_lite::future::or;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Place, Result,
     SharedDisk, WriteFlags, ZeroFlags, is_zero, map_merged, read_below,
 };
+use vellum_io::clock;
 
 /// Bytes copied as one piece.
 const PIECE: u64 = 2 << 20;
+
+/// How often a read that takes long is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// How a copy is done.
 #[derive(Clone, Copy)]
@@ -93,7 +99,7 @@ async fn copy_piece(
         }
         return Ok(None);
     }
-    let data = read_piece(source, span).await?;
+    let data = or(read_piece(source, span), stopped(options.stop)).await?;
     turn().await;
     for (part, data) in cut_zeros(span, data, options.sparse_bytes) {
         let context = || format!("can't write {} bytes at {}", part.len(), part.start());
@@ -181,6 +187,14 @@ async fn write_zeros_as_data(
     Ok(None)
 }
 
+/// Ends, with an error, soon after the flag was raised: reading of a disk that does not answer is given up then.
+async fn stopped<T>(stop: &AtomicBool) -> Result<T> {
+    while !stop.load(Ordering::Relaxed) {
+        clock().sleep(LOOK_EVERY).await;
+    }
+    Err(Error::new(ErrorKind::Closed, "stopped by a signal"))
+}
+
 async fn read_piece(disk: &SharedDisk, span: GuestSpan) -> Result<Buffer> {
     let len = usize::try_from(span.len()).expect("a piece is small");
     let context = || format!("can't read {len} bytes at {}", span.start());
@@ -234,7 +248,7 @@ pub async fn compare(
     progress: &dyn Fn(u64),
 ) -> Result<Comparison> {
     let size = first.geometry().size.max(second.geometry().size);
-    let piece = |piece: Piece| compare_piece(first, second, piece);
+    let piece = |piece: Piece| or(compare_piece(first, second, piece), stopped(stop));
     let all = GuestOffset::ZERO.span(size);
     let found = in_pieces(&[first, second], all, pieces_at_once, stop, progress, piece).await?;
     Ok(found.map_or(Comparison::Identical, Comparison::DiffersAt))

@@ -104,7 +104,7 @@ async fn push_disk(
 ) -> Result<Pushed> {
     let push = stop.or_stopped(Push::begin(store, name, disk.geometry().size, chunk_shift)).await?;
     match stop.or_stopped(push_chunks(&push, disk, progress)).await {
-        Ok(()) => push.commit().await,
+        Ok(()) => stop.or_stopped(push.commit()).await,
         Err(error) => {
             push.abandon().await;
             Err(error)

@@ -8,6 +8,9 @@ use futures_lite::future::or;
 use vellum_core::{Error, ErrorKind, Result};
 use vellum_io::{Signal, Signals, Task, spawn_local};
 
+/// The exit code of a command that was stopped.
+const STOPPED_CODE: i32 = 130;
+
 /// Whether SIGINT or SIGTERM has arrived since this was made.
 pub struct Stop {
     /// For work that checks it between its pieces.
@@ -27,6 +30,13 @@ impl Stop {
         let watch = spawn_local(async move {
             if signals.next().await.is_ok() {
                 raised.store(true, Ordering::Relaxed);
+                // What the first one ends in good order may take long: a second one ends it as a kill does.
+                spawn_local(async move {
+                    if signals.next().await.is_ok() {
+                        std::process::exit(STOPPED_CODE);
+                    }
+                })
+                .detach();
             } else {
                 pending::<()>().await;
             }

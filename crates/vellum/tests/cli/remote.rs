@@ -1,15 +1,22 @@
 //! Images at URLs: clones of them, what changes and fails below a disk, and what is refused.
 
-use vellum_web::{Fault, Server as Web};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Signal, kill_process};
+use vellum_web::{Fault, Server as Web, Speed};
 
 use super::refused;
 use super::support::client::Client;
 use super::support::dir::Dir;
-use super::support::program::{Ran, finish, vellum, vellum_command};
+use super::support::program::{Ran, finish, pid_of, vellum, vellum_command};
 use super::support::server::Server;
 use super::support::{first_difference, patchy, until};
 
 const LEN: usize = 5 << 20;
+
+/// A copy takes many seconds.
+const SLOW: Speed = Speed { latency: Duration::from_millis(50), bytes_per_second: 512 << 10 };
 
 /// A web server with a template.
 fn web(seed: u64) -> (Web, Vec<u8>, String) {
@@ -172,6 +179,38 @@ fn requests_are_held_while_the_server_is_away_and_fail_after_the_limit() {
     });
     guest.disconnect();
     served.stop();
+}
+
+#[test]
+fn a_copy_that_waits_for_a_server_ends_at_once_with_ctrl_c() {
+    let (web, _, url) = web(12);
+    let dir = Dir::new("remote-ctrl-c");
+    let (image, allow, copy) = (dir.text("clone.qcow2"), web.url("/"), dir.text("copy.raw"));
+    clone(&url, "qcow2", &image);
+    let convert: &[&str] = &["convert", "--allow-url", &allow, "-O", "raw", &image, &copy];
+    let compare: &[&str] = &["compare", "--allow-url", &allow, "-F", "raw", &image, &dir.text("other.raw")];
+    std::fs::write(dir.join("other.raw"), vec![1; LEN]).expect("a disk");
+    for command_line in [convert, compare] {
+        web.set_speed(SLOW);
+        let before = web.log().len();
+        let mut command = vellum_command();
+        command.args(command_line).stderr(Stdio::null()).stdout(Stdio::null());
+        let mut command = command.spawn().expect("our program");
+        // It has opened its images by then, and reads.
+        until("it reads", || web.log().len() > before + 3);
+        web.always(Fault::Stall);
+        std::thread::sleep(Duration::from_millis(500));
+        let begun = Instant::now();
+        kill_process(pid_of(&command), Signal::INT).expect("it runs");
+        let code = command.wait().expect("it ends").code();
+        assert!(
+            code == Some(130) && begun.elapsed() < Duration::from_secs(10),
+            "{code:?} {:?}",
+            begun.elapsed()
+        );
+        web.always(Fault::None);
+        web.release();
+    }
 }
 
 #[test]

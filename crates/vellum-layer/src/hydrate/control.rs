@@ -29,6 +29,8 @@ pub enum State {
     Contended,
     /// It waits: what it had found missing could not be filled, such as what a snapshot sees.
     Waiting,
+    /// It waits: the disk below does not answer.
+    NoAnswer,
     /// It waits: the host has no space for more.
     NoSpace,
     /// It waits after an error, and tries again.
@@ -50,6 +52,7 @@ impl State {
             Self::Paused => "paused",
             Self::Contended => "contended",
             Self::Waiting => "waiting",
+            Self::NoAnswer => "no answer",
             Self::NoSpace => "no space",
             Self::Failed => "failed",
             Self::Snapshots => "snapshots",
@@ -212,6 +215,14 @@ impl HydrationControl {
     /// How far it is.
     pub fn progress(&self) -> Progress {
         let mut progress = lock(&self.progress).clone();
+        // What is under way may take long: a disk below that hangs is not waited for to say so.
+        let is_at_work =
+            !matches!(progress.state, State::Off | State::Snapshots | State::Detaching | State::Detached);
+        if self.is_paused() && is_at_work {
+            progress.state = State::Paused;
+        }
+        // Nothing that went wrong on the way is wrong any more.
+        progress.last_error.take_if(|_| progress.state == State::Detached);
         if progress.state == State::Running {
             progress.rate = lock(&self.rate).per_second;
             let missing = progress.missing.filter(|_| progress.rate > 0);

@@ -21,11 +21,12 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
+use std::pin::pin;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use async_lock::{Mutex as AsyncMutex, MutexGuard, Semaphore};
+use async_lock::{Mutex as AsyncMutex, MutexGuard, Semaphore, SemaphoreGuard};
 use futures_lite::future::{or, yield_now};
 use vellum_core::{
     Clock, Error, ErrorKind, GuestOffset, GuestSpan, LocalFuture, Random, Result, SharedDisk, join_all, lock,
@@ -52,6 +53,8 @@ const PIECE: u64 = 512 << 10;
 const PIECE_MIN: u64 = 64 << 10;
 /// A piece is to take no longer than this, and becomes larger again if it takes much less.
 const PIECE_TIME: Duration = Duration::from_millis(100);
+/// A fetch that takes longer has no turn any more, and the base is said not to answer.
+const ANSWERED_IN: Duration = Duration::from_secs(5);
 /// Pieces at once, while the guest is idle.
 const LANES: usize = 4;
 /// So many runs of a trace are looked at together.
@@ -97,7 +100,14 @@ pub struct FillerTurns(Arc<Semaphore>);
 impl Default for FillerTurns {
     /// As many pieces at once as one disk has twice.
     fn default() -> Self {
-        Self(Arc::new(Semaphore::new(2 * LANES)))
+        Self::of(2 * LANES)
+    }
+}
+
+impl FillerTurns {
+    /// So many pieces at once.
+    pub(super) fn of(pieces: usize) -> Self {
+        Self(Arc::new(Semaphore::new(pieces)))
     }
 }
 
@@ -325,6 +335,26 @@ impl Filler {
         }
     }
 
+    /// Completes a fetch. When it is not answered in time, others get its turn: a base that hangs is not to keep the disks
+    /// whose bases do not.
+    async fn in_turn<T>(&self, turn: SemaphoreGuard<'_>, fetch: impl Future<Output = T>) -> T {
+        let mut fetch = pin!(fetch);
+        let late = async {
+            self.clock.sleep(ANSWERED_IN).await;
+            None
+        };
+        if let Some(fetched) = or(async { Some(fetch.as_mut().await) }, late).await {
+            return fetched;
+        }
+        drop(turn);
+        self.control.set_state(State::NoAnswer);
+        let fetched = fetch.await;
+        if self.control.progress().state == State::NoAnswer {
+            self.control.set_state(State::Running);
+        }
+        fetched
+    }
+
     fn is_stopped(&self) -> bool {
         self.control.has_ended() || self.control.is_paused()
     }
@@ -541,9 +571,14 @@ impl Round<'_> {
         };
         let _shared = filler.tap.share_fetches();
         let (copies, joined) = {
-            let _turn = filler.turns.0.acquire().await;
+            let stopped = filler.control.wait_for_word(|| !filler.control.is_paused());
+            let turn = or(async { Some(filler.turns.0.acquire().await) }, async {
+                stopped.await;
+                None
+            });
+            let Some(turn) = turn.await else { return Ok(()) };
             lock(&self.pace).begin(Side::Base, span.len(), filler.clock.now());
-            let fetched = filler.tap.fetch(span, &taken).await;
+            let fetched = filler.in_turn(turn, filler.tap.fetch(span, &taken)).await;
             let moved = fetched.as_ref().map_or(0, |_| span.len());
             lock(&self.pace).end(Side::Base, moved, filler.clock.now());
             fetched?

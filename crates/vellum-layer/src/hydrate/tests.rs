@@ -25,6 +25,8 @@ struct Below {
     reads: Mutex<Vec<GuestSpan>>,
     bad: Mutex<Option<GuestSpan>>,
     hangs: AtomicBool,
+    /// Reads of these bytes are not answered.
+    hung: Mutex<Option<GuestSpan>>,
     /// Reads complete when they are first asked, as those of an image in memory do.
     is_instant: AtomicBool,
     /// Reads as zero, and says so.
@@ -44,7 +46,7 @@ impl ForwardDisk for Below {
             if !self.is_instant.load(SeqCst) {
                 self.clock.sleep(took).await;
             }
-            while self.hangs.load(SeqCst) {
+            while self.hangs.load(SeqCst) || lock(&self.hung).is_some_and(|hung| hung.overlaps(span)) {
                 self.clock.sleep(Duration::from_millis(1)).await;
             }
             if lock(&self.bad).is_some_and(|bad| bad.overlaps(span)) {
@@ -174,6 +176,7 @@ fn set_over(seed: u64, copy_on_read: bool, room_each: u64, hole: GuestSpan, byte
         reads: Mutex::default(),
         bad: Mutex::default(),
         hangs: AtomicBool::new(false),
+        hung: Mutex::default(),
         is_instant: AtomicBool::new(false),
         hole,
     });
@@ -470,6 +473,48 @@ fn a_hung_base_holds_up_no_write() {
             }
         });
     }
+}
+
+/// One piece at a time is fetched in the whole process, and one is not answered: the others are, and who ends need not wait.
+#[test]
+fn a_hung_base_keeps_no_other_disk_from_being_filled_or_closed() {
+    let set = set(16, false, u64::MAX);
+    let hung = GuestOffset::ZERO.span(512 << 10);
+    *lock(&set.below.hung) = Some(hung);
+    set.control.set_prefetch(PrefetchLimits::default(), None);
+    set.world.run(async {
+        let filler = Filler { turns: FillerTurns::of(1), ..Arc::into_inner(set.filler()).unwrap() };
+        let turns = filler.turns.clone();
+        let prefetching = set.world.spawn(async move { filler.prefetch().await });
+        set.sleep(100).await;
+        // Of two others, one is closed before its turn has come.
+        let other = |control: &Arc<HydrationControl>| {
+            control.set_prefetch(PrefetchLimits::default(), None);
+            let (turns, control) = (turns.clone(), control.clone());
+            Filler { turns, control, ..Arc::into_inner(set.filler()).unwrap() }
+        };
+        let controls = [Arc::new(HydrationControl::default()), Arc::new(HydrationControl::default())];
+        let [closed, filled] = controls.each_ref().map(|control| {
+            let filler = other(control);
+            set.world.spawn(async move { filler.prefetch().await })
+        });
+        set.sleep(100).await;
+        controls[0].end();
+        set.sleep(100).await;
+        assert!(closed.is_finished() && set.own().await == 0);
+        set.sleep(60_000).await;
+        assert_eq!(set.own().await, SIZE - hung.len());
+        assert_eq!(set.control.progress().state, State::NoAnswer);
+        controls[1].end();
+        assert_eq!(filled.await, Outcome::Ended);
+        set.control.set_paused(true);
+        assert_eq!(set.control.progress().state, State::Paused);
+        *lock(&set.below.hung) = None;
+        set.sleep(100).await;
+        assert_eq!(set.control.progress().state, State::Paused);
+        set.control.set_prefetch(PrefetchLimits::default(), None);
+        assert_eq!(prefetching.await, Outcome::Complete);
+    });
 }
 
 #[test]

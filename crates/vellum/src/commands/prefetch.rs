@@ -33,8 +33,9 @@ enum Verb {
     /// Show the state, the progress, the rate and the time that is left
     ///
     /// The state is off, running, paused, contended (something else needs the disk or the network), waiting (what is missing
-    /// cannot be copied now, such as what a snapshot sees), no space, failed (it tries again), snapshots (everything is
-    /// copied; snapshots keep the image from being detached), detaching, detached, or none (there is no backing image).
+    /// cannot be copied now, such as what a snapshot sees), no answer (the backing image does not answer), no space, failed
+    /// (it tries again), snapshots (everything is copied; snapshots keep the image from being detached), detaching, detached,
+    /// closed (the image could not be opened again), or none (there is no backing image).
     Status(DiskArgs),
 }
 

@@ -25,12 +25,12 @@ use futures_lite::future::{or, zip};
 use vellum_core::{CheckedDisk, Error, ErrorKind, Random, Result, lock};
 use vellum_format::Wish;
 use vellum_io::{Spawned, WorkersHandle, clock};
-use vellum_layer::Valve;
 use vellum_layer::hydrate::{
     Activity, Filler, Guest, HydrationControl, Outcome, PrefetchLimits, Run, SideLimits, State, Tap,
     TapOptions,
 };
 use vellum_layer::valve;
+use vellum_layer::{Chain, Valve};
 
 use super::{How, IS_READ, Served, Step, reads_a_snapshot};
 use crate::contained::in_rounds;
@@ -164,10 +164,12 @@ impl Served {
         if tap.is_none() && progress.state == State::Off {
             return None;
         }
+        let is_closed = |chain: &Option<Chain>| chain.as_ref().is_none_or(|chain| chain.gone().is_some());
+        let is_closed = self.chain.try_read().is_some_and(|chain| is_closed(&chain));
         let counts = self.hydration.counts();
         let seen = tap.as_ref().map(|tap| tap.counts()).unwrap_or_default();
         Some(HydrationStats {
-            state: progress.state.name().to_owned(),
+            state: if is_closed { "closed" } else { progress.state.name() }.to_owned(),
             copy_on_read: tap.is_some_and(|tap| tap.copies_on_read()),
             bytes_missing: progress.missing,
             bytes_per_second: progress.rate,
@@ -228,8 +230,9 @@ impl Served {
             return Err(self.has_snapshots());
         }
         self.prefetch(None, None).await?;
-        let (was_hurrying, errors) = (self.hydration.hurries(), self.hydration.counts().errors);
-        self.hydration.set_hurry(true);
+        let errors = self.hydration.counts().errors;
+        // Also where several wait for it, and where one of them goes away.
+        let hurry = self.hydration.hurry();
         let ended = loop {
             clock().sleep(Duration::from_millis(20)).await;
             let progress = self.hydration.progress();
@@ -245,7 +248,7 @@ impl Served {
                 _ => {}
             }
         };
-        self.hydration.set_hurry(was_hurrying);
+        drop(hurry);
         ended.map(|()| self.hydration.counts().prefetched - before)
     }
 

@@ -411,7 +411,9 @@ impl Served {
     pub(super) async fn follow(&self, held: Held<'_>, chain: &Chain, before: &SharedDisk) {
         if let Some(error) = chain.gone() {
             let (path, error) = (self.path.display(), error.chain());
-            tracing::error!("{path} is closed, and every request fails until a resize reopens it: {error}");
+            tracing::error!(
+                "{path} is closed, and every request fails until `vellum export reopen` opens it again: {error}"
+            );
         }
         if Arc::ptr_eq(before, chain.disk()) {
             return held.finish();

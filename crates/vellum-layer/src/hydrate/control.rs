@@ -1,7 +1,7 @@
 //! Settings and progress of a hydration: shared by the tasks that do it and those that steer it, and kept when the disk
 //! is opened again.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -115,7 +115,7 @@ struct Rate {
 pub struct HydrationControl {
     prefetches: AtomicBool,
     is_paused: AtomicBool,
-    hurries: AtomicBool,
+    hurries: AtomicUsize,
     has_ended: AtomicBool,
     changed: Event,
     limits: Mutex<PrefetchLimits>,
@@ -123,6 +123,17 @@ pub struct HydrationControl {
     progress: Mutex<Progress>,
     rate: Mutex<Rate>,
     pub(super) tallies: Tallies,
+}
+
+/// Somebody waits for the end of a hydration, until dropped.
+#[derive(Debug)]
+pub struct Hurry<'a>(&'a HydrationControl);
+
+impl Drop for Hurry<'_> {
+    fn drop(&mut self) {
+        self.0.hurries.fetch_sub(1, Ordering::AcqRel);
+        self.0.changed.notify(usize::MAX);
+    }
 }
 
 impl HydrationControl {
@@ -144,15 +155,16 @@ impl HydrationControl {
         *lock(&self.limits)
     }
 
-    /// As fast as it can, with flushes of its own; or no more so.
-    pub fn set_hurry(&self, hurries: bool) {
-        self.hurries.store(hurries, Ordering::Release);
+    /// As fast as it can, with flushes of its own, until this is dropped, and all others of them.
+    pub fn hurry(&self) -> Hurry<'_> {
+        self.hurries.fetch_add(1, Ordering::AcqRel);
         self.changed.notify(usize::MAX);
+        Hurry(self)
     }
 
     /// Whether nothing is waited for.
     pub fn hurries(&self) -> bool {
-        self.hurries.load(Ordering::Acquire)
+        self.hurries.load(Ordering::Acquire) > 0
     }
 
     /// Pauses the prefetcher, or lets it continue.

@@ -27,7 +27,7 @@ mod tap;
 mod tests;
 pub mod trace;
 
-pub use control::{HydrationControl, HydrationCounts, Progress, State};
+pub use control::{Hurry, HydrationControl, HydrationCounts, Progress, State};
 pub use filler::{Activity, Filler, FillerTurns, Guest, Outcome};
 pub use memory::CopyMemory;
 pub(crate) use missing::is_whole;

@@ -598,7 +598,7 @@ fn fills_wait_for_the_flushes_of_the_guest_and_for_an_idle_one_no_longer_than_se
     for (hurries, seconds) in [(false, 2), (true, 0)] {
         let set = self::set(8, true, 64 << 10);
         set.control.set_prefetch(PrefetchLimits::default(), None);
-        set.control.set_hurry(hurries);
+        let _hurry = hurries.then(|| set.control.hurry());
         set.world.run(async {
             assert_eq!(set.filler().prefetch().await, Outcome::Complete);
         });
@@ -607,6 +607,17 @@ fn fills_wait_for_the_flushes_of_the_guest_and_for_an_idle_one_no_longer_than_se
         assert!((60..=64).contains(&commits), "{commits}");
         assert_eq!(set.world.now().as_secs(), seconds, "it waits once");
     }
+}
+
+#[test]
+fn it_hurries_as_long_as_anybody_waits_for_it() {
+    let control = HydrationControl::default();
+    let first = control.hurry();
+    let second = control.hurry();
+    drop(first);
+    assert!(control.hurries());
+    drop(second);
+    assert!(!control.hurries());
 }
 
 #[test]

@@ -74,9 +74,13 @@ pub(crate) fn run(args: &Args) -> Outcome {
 /// Reads a trace.
 ///
 /// # Errors
-/// When the file cannot be read, or is no trace.
+/// When the file cannot be read, or is no trace. What is not a regular file is not read: a pipe may never end.
 pub(super) fn read_trace(path: &Path) -> Result<Trace> {
     let mut bytes = Vec::new();
+    if path.metadata().is_ok_and(|facts| !facts.is_file()) {
+        let path = path.display();
+        return Err(Error::invalid(format!("{path} is not a regular file: name the file of a boot trace")));
+    }
     let read = File::open(path).and_then(|file| file.take(TRACE_BYTES_MAX + 1).read_to_end(&mut bytes));
     read.context(|| format!("can't read the boot trace {}", path.display()))?;
     Trace::decode(&bytes).context(|| path.display().to_string())
@@ -152,4 +156,15 @@ fn show(args: &ShowArgs) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_trace_is_a_regular_file() {
+        let refused = read_trace(Path::new("/dev/null")).expect_err("it is a device");
+        assert!(refused.to_string().contains("is not a regular file"), "{refused}");
+    }
 }

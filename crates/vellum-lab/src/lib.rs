@@ -8,7 +8,7 @@
 //!
 //! In reading order: [`subjects`] and [`programs`] make an image, [`server`] serves it, [`guest`] sends it
 //! requests over a [`session`], [`trace`] reads recorded ones, and [`cost`] counts what the server asks of the
-//! host. [`device`] is the block device below, [`line`] makes a server far away, [`report`] prints.
+//! host. [`device`] is the block device below, [`mod@line`] makes a server far away, [`report`] prints.
 //!
 //! The crate runs no measurement of its own, and nothing that serves a disk depends on it.
 

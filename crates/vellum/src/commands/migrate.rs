@@ -20,7 +20,7 @@ use crate::output::{human_bytes, say, say_json};
 /// The disk runs on the target host at once: what was not copied yet is read from the source's NBD export. The
 /// hand-over leaves one writer or none, whatever crashes, and can be continued: run the same command again.
 ///
-///   source$ vellum serve disk.qcow2 --nbd tcp:[::]:10809 --control /run/disk.control
+///   source$ vellum serve disk.qcow2 --nbd tcp:0.0.0.0:10809 --control /run/disk.control
 ///   target$ vellum migrate prepare --from nbd://source/ copy.qcow2
 ///   target$ vellum serve copy.qcow2 --allow-url nbd://source/ --nbd unix:/run/copy.sock --control /run/copy.control
 ///   target$ vellum migrate run --source-control /run/disk.control --target-control /run/copy.control
@@ -34,8 +34,11 @@ pub(crate) struct Args {
 #[derive(clap::Subcommand)]
 enum Subcommand {
     Prepare(PrepareArgs),
+    /// Hand the disk over: from then on it is written in the target
     Run(BothArgs),
+    /// Keep the disk on the source: the target is given up
     Abort(BothArgs),
+    /// Show which of the two images is written
     Status(BothArgs),
     Step(StepArgs),
 }
@@ -43,7 +46,7 @@ enum Subcommand {
 /// Create the target image: it reads from the source, and is not written until the hand-over
 #[derive(clap::Args)]
 struct PrepareArgs {
-    /// URL of the source's NBD export: nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=PATH
+    /// URL of the source's NBD export: nbd://HOST/EXPORT, nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH
     #[arg(long, value_name = "URL")]
     from: String,
     /// Format of the target: qcow2 or vellum

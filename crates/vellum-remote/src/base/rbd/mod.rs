@@ -9,7 +9,7 @@
 //!    a snapshot, or one that is not protected, proves nothing: it must be trusted.
 //! 2. Which cluster, user and key: Ceph's own ways (`CEPH_CONF`, `CEPH_ARGS`, the keyring that the configuration names).
 //!    None of it is in a URL, an image or a message.
-//! 3. Opening runs on a thread of its own, and is left alone after [`OPEN_TIME_MAX`](super::OPEN_TIME_MAX). A read that
+//! 3. Opening runs on a thread of its own, and is left alone after [`OPEN_TIME_MAX`]. A read that
 //!    the library does not answer holds one of [`READS_MAX`] places until it does, or until its own limit.
 //!
 //! Left out: writing; other configurations than one for each process.

@@ -5,6 +5,7 @@ use futures_lite::future::{block_on, poll_once, zip};
 use vellum_core::{Buffer, Disk, ErrorKind, GuestOffset, MemoryStorage, Random, SharedStorage, WriteFlags};
 use vellum_format::native::snapshots::snapshots;
 use vellum_format::native::{Native, Superblocks, create};
+use vellum_format::{SnapshotBase, SnapshotKey};
 use vellum_sim::{CrashKind, Drive, DriveOptions, World};
 
 use super::common::native::{NativeSetup, look_native};
@@ -146,4 +147,27 @@ fn a_snapshot_that_is_read_is_not_released() {
         let closed = disk.snapshot_mark_cloned("s").await.unwrap_err();
         assert_eq!(closed.kind(), ErrorKind::Closed);
     });
+}
+
+/// Whatever a header says is refused, or is the one spelling of what it is read as; and what is spelled is read back.
+#[test]
+fn any_name_of_a_snapshot_has_one_spelling() {
+    let mut random = Random::from_seed(5);
+    let mut read = 0;
+    for _ in 0..40_000 * scale() {
+        let letters = ["@", "#", "0", "7", "4294967295", "a", " ", "\u{e9}"];
+        let text: String = (0..random.below(9)).map(|_| letters[random.index(letters.len())]).collect();
+        if let Ok(base) = SnapshotBase::parse(&text) {
+            assert_eq!(base.encode().unwrap(), text);
+            assert!(
+                !base.file.is_empty() && !base.snapshot.name.is_empty() && base.snapshot.id > 0,
+                "{text:?}"
+            );
+            read += 1;
+        }
+        let snapshot = SnapshotKey { name: format!("n{}", text.replace('@', "")), id: 1 };
+        let base = SnapshotBase { file: format!("f{text}"), snapshot };
+        assert_eq!(SnapshotBase::parse(&base.encode().unwrap()).unwrap(), base, "{text:?}");
+    }
+    assert!(read > 100, "{read} names are sound");
 }

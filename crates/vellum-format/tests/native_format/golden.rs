@@ -5,10 +5,11 @@
 //! made; an existing one is never made again.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use futures_lite::future::block_on;
 use vellum_core::pin::Pin;
-use vellum_core::{MemoryStorage, SharedStorage};
+use vellum_core::{Disk, MemoryStorage, SharedStorage};
 use vellum_format::FormatKind;
 use vellum_format::handover::{Handover, MoveNumber};
 use vellum_format::image::Head;
@@ -16,7 +17,8 @@ use vellum_format::native::snapshots::snapshots;
 use vellum_format::native::{Superblocks, recover};
 
 use super::samples::{
-    Dir, base_bytes, content, content_of, grown, half_deleted, kinds, other_hash, own_code, snapped, used,
+    Dir, base_bytes, content, content_of, grown, half_deleted, kinds, open, other_hash, own_code, snapped,
+    used,
 };
 
 fn directory() -> PathBuf {
@@ -61,11 +63,27 @@ fn images() -> Vec<(String, Vec<u8>)> {
         block_on(FormatKind::Native.format().set_handover(&shared, moved)).expect("it is recorded");
         images.push((format!("{name}-moved"), image.content().to_vec()));
     }
+    for (seed, (name, options)) in (91..).zip(kinds()).filter(|(_, (_, options))| options.has_table) {
+        let (image, _) = snapped(&options, seed);
+        images.push((format!("{name}-cloned"), cloned(&image).content().to_vec()));
+    }
     images
 }
 
 fn number() -> MoveNumber {
     MoveNumber::new(*b"golden migration").expect("it is not zero")
+}
+
+/// Clones stand on the first of its snapshots.
+fn cloned(image: &Arc<MemoryStorage>) -> &Arc<MemoryStorage> {
+    let shared: SharedStorage = image.clone();
+    block_on(async {
+        let first = snapshots(&shared).await.expect("a list of snapshots").remove(0).name;
+        let disk = open(image, false).await.expect("a sound image");
+        assert!(disk.snapshot_mark_cloned(&first).await.expect("it is marked").is_cloned);
+        disk.close().await.expect("closed");
+    });
+    image
 }
 
 const PIN: &str =
@@ -115,6 +133,10 @@ fn golden_images_open_for_ever() {
             disk = content_of(&MemoryStorage::holding("image", &recovered), snapshot);
         }
         assert_eq!(format!("{:08x}", crc32c::crc32c(&disk)), crc, "{what} reads as something else");
+        let opened: SharedStorage = MemoryStorage::holding("image", &recovered);
+        let marked = block_on(snapshots(&opened)).expect("a list of snapshots");
+        let has_clones = marked.iter().any(|snapshot| snapshot.is_cloned);
+        assert_eq!(has_clones, name.ends_with("-cloned"), "{name}: clones stand on it");
         let (code, lines) = own_code(&recovered);
         assert_eq!(code, 0, "{name}: {lines:#?}");
         let path = dir.put("image.vlm", &recovered);

@@ -348,5 +348,6 @@ fn entries(directory: &Directory) -> u64 {
         let names = std::fs::read_dir(part).expect("lists").map(|entry| entry.expect("an entry").file_name());
         names.filter(|name| name.len() == 64).count() as u64
     };
-    parts.map(|part| count(part.expect("a part").path())).sum()
+    // Beside the parts, there is the tag of the directory.
+    parts.map(|part| part.expect("a part").path()).filter(|part| part.is_dir()).map(count).sum()
 }

@@ -120,8 +120,8 @@ class Superblock:
         self.data_offset = be64(page, 176)
         self.has_parts = bool(self.features >> 5 & 1)
         state, zero, number = struct.unpack_from(">II16s", page, 1560)
-        need(state <= 4 and zero == 0 and (state == 0) == (number == bytes(16)), "impossible state of a migration")
-        need(bool(self.features >> 7 & 1) == (state in (1, 3, 4)), "bit 7 and the migration contradict each other")
+        need(state <= 5 and zero == 0 and (state == 0) == (number == bytes(16)), "impossible state of a migration")
+        need(bool(self.features >> 7 & 1) == (state in (1, 3, 4, 5)), "bit 7 and the migration contradict each other")
         parts = [struct.unpack_from(">QQQ", page, 1296 + 32 * index) for index in range(8)]
         self.parts = parts if self.has_parts else []
         self.generation = be64(page, 184)
@@ -194,7 +194,7 @@ class Superblock:
         text = self.text(be32(self.page, 1600), 1608, 504, "pin of the base")
         for line in text.split("\n") if text else []:
             kind, length, value = (line.split(" ") + [""])[:3]
-            need(kind in ("etag", "version", "index", "file", "snapshot", "trusted"), "the pin of the base is none")
+            need(kind in ("etag", "version", "index", "file", "snapshot", "moved", "trusted"), "the pin of the base is none")
             need(length.isdigit() and str(int(length)) == length and int(length) < 2**64, "the pin of the base is none")
             need((value == "") == (kind == "trusted") and len(value) <= 256, "the pin of the base is none")
             need(line == f"{kind} {length} {value}".rstrip(), "the pin of the base is none")

@@ -32,13 +32,15 @@ pub enum ProofKind {
     File,
     /// A protected snapshot of a Ceph cluster: cluster, pool, image and number.
     Snapshot,
+    /// An image that a migration has moved away from, which never changes again: the number of the migration.
+    Moved,
     /// Only the user's word that the content never changes.
     Trusted,
 }
 
 impl ProofKind {
-    const ALL: [Self; 6] =
-        [Self::Etag, Self::Version, Self::Index, Self::File, Self::Snapshot, Self::Trusted];
+    const ALL: [Self; 7] =
+        [Self::Etag, Self::Version, Self::Index, Self::File, Self::Snapshot, Self::Moved, Self::Trusted];
 
     /// Its name in a header and in messages.
     pub fn name(self) -> &'static str {
@@ -48,6 +50,7 @@ impl ProofKind {
             Self::Index => "index",
             Self::File => "file",
             Self::Snapshot => "snapshot",
+            Self::Moved => "moved",
             Self::Trusted => "trusted",
         }
     }
@@ -217,6 +220,7 @@ mod tests {
             "version 0 x",
             "trusted 9",
             "snapshot 5 a/1/b@4",
+            "moved 5 0123456789abcdef0123456789abcdef",
             "etag 5 \"a\"\nfile 6 7-8",
             "index 1 sha256:00",
         ] {

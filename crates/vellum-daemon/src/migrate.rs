@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use vellum_core::pin::{Pin, Proof};
+use vellum_core::pin::{Pin, Proof, ProofKind};
 use vellum_core::{Error, Result, Url};
 pub use vellum_format::handover::{Handover, MoveNumber};
 use vellum_format::{FormatKind, native, qcow2};
@@ -81,9 +81,10 @@ async fn make(target: &NewTarget, path: &Path, size: u64) -> Result<MoveNumber> 
     }
     let options = ImageOptions { format: Some(target.format), ..ImageOptions::default() };
     let (storage, format) = open_file(path, &options).await?;
-    // Once the source has moved it never changes: the migration proves what a server of NBD cannot.
-    format.format().set_pin(&storage, &Pin::new(vec![Proof::trusted(size)])?).await?;
     let number = MoveNumber::random()?;
+    // Once the source has moved it never changes, and its server names the migration: no other export has that number.
+    let proof = Proof::new(ProofKind::Moved, size, number.to_string())?;
+    format.format().set_pin(&storage, &Pin::new(vec![proof])?).await?;
     format.format().set_handover(&storage, Some(Handover::Awaiting(number))).await?;
     Ok(number)
 }

@@ -125,6 +125,8 @@ pub(crate) struct Served {
     reconnects: Reconnects,
     /// The user wants it writable, and a migration forbids that.
     is_barred: AtomicBool,
+    /// What clients are told behind the description of its exports.
+    remark: Mutex<String>,
     /// Disconnects the readers of its snapshots.
     readers: Shutdown,
     /// The number of losses that were reported to the client that opened it again.
@@ -191,6 +193,7 @@ impl Served {
         let export = &group.exports[0];
         let record = Record::new(export.path.display().to_string(), clock(), how.holds_when_full);
         let is_barred = !export.image.read_only && hand_over::is_read_only(&chain);
+        let remark = hand_over::remark(chain.top().head.handover());
         let (inner, growing) = behind_valve(&chain, &export.path, &how, &record, is_barred).await;
         let valve = Valve::new(inner.clone(), clock());
         valve.bar(is_barred && hand_over::is_awaiting(&chain));
@@ -233,6 +236,7 @@ impl Served {
             tending: Mutex::default(),
             reconnects,
             is_barred: AtomicBool::new(is_barred),
+            remark: Mutex::new(remark),
             readers: Shutdown::new(),
             losses_said: AtomicU64::new(0),
             clone_marks: async_lock::Mutex::new(0),
@@ -325,20 +329,23 @@ impl Served {
     fn offer(&self, export: &ExportSpec, exports: &Exports) -> Result<()> {
         let mut life = self.life();
         life.add(&export.name).map_err(|why| self.in_use(why))?;
-        let offered = exports.add(self.as_export(export));
+        let offered = self.add_to(exports, export);
         if offered.is_err() {
             life.is_gone(&export.name);
         }
         offered
     }
 
-    fn as_export(&self, export: &ExportSpec) -> Export {
-        Export {
+    /// Lets clients in under this name.
+    fn add_to(&self, exports: &Exports, export: &ExportSpec) -> Result<()> {
+        let remark = lock(&self.remark).clone();
+        let export = Export {
             name: export.name.clone(),
             description: export.description.clone(),
             disk: self.disk(),
             read_only: export.image.read_only,
-        }
+        };
+        exports.add_with_remark(export, remark)
     }
 
     /// One of its exports is to be removed: no other command removes it, and after the last one no step is

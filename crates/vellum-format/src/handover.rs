@@ -9,12 +9,12 @@
 //!   target   created ─► awaiting N ── accept ──► arrived N      written from here on
 //!                          │
 //!                          └──────── void ─────► void N         never written
-//!   source   written ── fix ──► moved N                         never written, unless the target is void:
-//!              ▲                   │
+//!   source   written ── fix ──► moved N ── seal ──► gone N      never written
+//!              ▲                   │                            unless the target is void:
 //!              └───── restore ─────┘
 //! ```
 //!
-//! 1. An image that is awaiting, moved or void is not opened for writing, and nothing changes it but the steps of
+//! 1. An image that is awaiting, moved, gone or void is not opened for writing, and nothing changes it but the steps of
 //!    the migration. An incompatible feature keeps other programs, and older ones, from it.
 //! 2. A step is durable when it returns, and a crash during it leaves the state before or after it.
 //! 3. The number is the target's, made when the target is created. A source that has moved under a number has moved
@@ -91,9 +91,14 @@ pub enum Handover {
     Moved(MoveNumber),
     /// A target that was given up.
     Void(MoveNumber),
+    /// A source whose target has taken over: nothing takes the disk back.
+    Gone(MoveNumber),
 }
 
 impl Handover {
+    const ALL: [fn(MoveNumber) -> Self; 5] =
+        [Self::Awaiting, Self::Arrived, Self::Moved, Self::Void, Self::Gone];
+
     /// Bytes that it takes in a header: a state, zeros, the number.
     pub(crate) const BYTES: usize = 24;
 
@@ -105,9 +110,11 @@ impl Handover {
     /// The number of the move.
     pub fn number(self) -> MoveNumber {
         match self {
-            Self::Awaiting(number) | Self::Arrived(number) | Self::Moved(number) | Self::Void(number) => {
-                number
-            }
+            Self::Awaiting(number)
+            | Self::Arrived(number)
+            | Self::Moved(number)
+            | Self::Void(number)
+            | Self::Gone(number) => number,
         }
     }
 
@@ -118,6 +125,7 @@ impl Handover {
             Self::Arrived(_) => "arrived",
             Self::Moved(_) => "moved",
             Self::Void(_) => "void",
+            Self::Gone(_) => "gone",
         }
     }
 
@@ -127,8 +135,7 @@ impl Handover {
     /// `Invalid` when they are none.
     pub fn of_words(word: &str, number: &str) -> Result<Self> {
         let number = number.parse()?;
-        let all = [Self::Awaiting(number), Self::Arrived(number), Self::Moved(number), Self::Void(number)];
-        let found = all.into_iter().find(|handover| handover.word() == word);
+        let found = Self::ALL.into_iter().map(|of| of(number)).find(|handover| handover.word() == word);
         found.ok_or_else(|| Error::invalid(format!("{word:?} is no state of a migration")))
     }
 
@@ -146,6 +153,7 @@ impl Handover {
             (2, Some(number)) => Some(Self::Arrived(number)),
             (3, Some(number)) => Some(Self::Moved(number)),
             (4, Some(number)) => Some(Self::Void(number)),
+            (5, Some(number)) => Some(Self::Gone(number)),
             _ => return Err(Error::corrupt("what it records of a migration contradicts itself")),
         };
         let should_forbid = found.is_some_and(|handover| !handover.allows_writing());
@@ -163,6 +171,7 @@ impl Handover {
                 Self::Arrived(_) => 2,
                 Self::Moved(_) => 3,
                 Self::Void(_) => 4,
+                Self::Gone(_) => 5,
             };
             bytes[..4].copy_from_slice(&state.to_be_bytes());
             bytes[8..].copy_from_slice(&handover.number().bytes());
@@ -186,8 +195,13 @@ pub fn may_change(name: &str, handover: Option<Handover>) -> Result<()> {
             "{name} awaits its disk (migration {number}): it is written once the source has moved, and only read \
              until then. Finish with `vellum migrate run`, or give it up with `vellum migrate abort`"
         ),
+        Some(Handover::Gone(number)) => format!(
+            "{name} has moved for good (migration {number}): its disk is written on the target host. Read it with -r, or \
+             copy it with `vellum convert`"
+        ),
         Some(Handover::Void(number)) => format!(
-            "{name} was given up (migration {number}): its disk stayed on the source host. Delete this image"
+            "{name} was given up (migration {number}): its disk stays on the source host. Finish with `vellum migrate \
+             abort`, then delete this image"
         ),
     };
     Err(Error::new(ErrorKind::Refused, why))
@@ -203,8 +217,7 @@ mod tests {
 
     #[test]
     fn what_is_recorded_is_read_again() {
-        let all =
-            [Handover::Awaiting, Handover::Arrived, Handover::Moved, Handover::Void].map(|of| of(number()));
+        let all = Handover::ALL.map(|of| of(number()));
         for handover in all.into_iter().map(Some).chain([None]) {
             let bytes = Handover::encode(handover);
             let forbids = handover.is_some_and(|handover| !handover.allows_writing());

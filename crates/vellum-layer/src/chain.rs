@@ -42,6 +42,7 @@ use vellum_core::{
     Clock, Context, Error, ErrorKind, HostTally, Inline, LocalFuture, Offload, Result, SharedDisk,
     SharedStorage, Storage,
 };
+use vellum_format::handover::Handover;
 use vellum_format::image::{Files, Head, OpenOptions, Opened};
 use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memory, settle};
 
@@ -212,6 +213,10 @@ impl Found {
     /// Compares what the image records of those below with what they are, and records it where it must be.
     async fn hold_against_pin(&mut self, below: &Stand, options: &ChainOptions) -> Result<()> {
         let found = FoundBelow::of(below.members().iter());
+        // The target of a migration is only read. What its pin is to prove comes to be while it waits.
+        if matches!(self.head.handover(), Some(Handover::Awaiting(_) | Handover::Void(_))) {
+            return Ok(());
+        }
         let is_read = options.read_only || options.snapshot.is_some();
         let trusts = options.trust_base || is_read;
         let Some(pin) = found.hold_against(self.head.pin(), trusts, options.pin_base)? else {

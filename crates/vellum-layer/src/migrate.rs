@@ -4,21 +4,26 @@
 //!                                            goal: forward                     goal: back
 //!   source ╲ target     awaiting N     arrived N     void N         awaiting N    arrived N    void N
 //!   writable            fix            both!         refused        void          both!        done
-//!   moved N             fix, accept    done          refused        void          refused      void, restore
-//!   moved M             refused        refused       refused        void          refused      refused
+//!   moved N             fix, accept    seal          refused        void          refused      void, restore
+//!   gone N              refused        done          refused        refused       refused      refused
+//!   moved, gone M       refused        refused       refused        void          refused      refused
 //! ```
 //!
 //! 1. The table is asked before each step, also after a crash: it needs no memory but the two headers.
 //! 2. *Fix*: the source is paused and flushed, closed, and its header says `moved N`, durably. Then *accept*: the
 //!    target's header says `arrived N`, durably, and its writes pass. Until the first, the source is the writer; from
 //!    the second on, the target is; in between nothing is.
+//!    *Seal* is what remains to be done: the source says `gone N`. From then on no other image that awaits under the same
+//!    number, such as a copy of the target, can take the disk back.
 //! 3. *Void* before *restore*: a target that is void never accepts, so its source may be written again. A target that
 //!    has arrived may have been written, and nothing takes it back.
 //! 4. Nothing is copied into the target before the source is fixed: it is not open for writing until it accepts.
 //! 5. A mark that was found, and not made, may be one that was written and never flushed, by a server that was killed
 //!    in between. So *accept* follows a *fix*, and *restore* a *void*, that this run of the command has taken itself: a
 //!    step that is repeated writes and flushes the mark again.
-//! 6. *Both!* is what no order of the steps leads to: the images are not those of one migration.
+//! 6. A target that has arrived, and whose server does not write it, accepts again: its mark may not be durable, or it
+//!    could not be opened.
+//! 7. *Both!* is what no order of the steps leads to: the images are not those of one migration.
 
 use vellum_core::{Error, ErrorKind, Result};
 use vellum_format::handover::{Handover, MoveNumber};
@@ -43,6 +48,8 @@ pub enum Step {
     Void,
     /// The mark is removed from the source.
     Restore,
+    /// The source is marked as gone: nothing takes the disk back.
+    Seal,
     /// Nothing.
     Done,
 }
@@ -64,6 +71,7 @@ impl Step {
             Self::Accept => Some((Side::Target, Some(Handover::Arrived(number)))),
             Self::Void => Some((Side::Target, Some(Handover::Void(number)))),
             Self::Restore => Some((Side::Source, None)),
+            Self::Seal => Some((Side::Source, Some(Handover::Gone(number)))),
             Self::Done => None,
         }
     }
@@ -76,7 +84,8 @@ impl Step {
     pub fn check(self, now: Option<Handover>, number: MoveNumber) -> Result<()> {
         let may = match (self, now) {
             (Self::Fix, None | Some(Handover::Arrived(_))) => true,
-            (Self::Fix | Self::Restore, Some(Handover::Moved(its))) => its == number,
+            (Self::Fix | Self::Restore | Self::Seal, Some(Handover::Moved(its))) => its == number,
+            (Self::Seal, Some(Handover::Gone(its))) => its == number,
             (Self::Accept, Some(Handover::Awaiting(its) | Handover::Arrived(its))) => its == number,
             (Self::Void, Some(Handover::Awaiting(its) | Handover::Void(its))) => its == number,
             // It was restored already.
@@ -92,6 +101,7 @@ impl Step {
             Self::Accept => "take over the disk of",
             Self::Void => "be given up as the target of",
             Self::Restore => "be taken back after",
+            Self::Seal => "be given up for good as the source of",
             Self::Done => unreachable!("nothing is always possible"),
         };
         Err(Error::new(ErrorKind::Refused, format!("it cannot {what} migration {number}: {}", state(now))))
@@ -105,10 +115,12 @@ fn state(handover: Option<Handover>) -> String {
         Some(Handover::Arrived(number)) => format!("it took over the disk in migration {number}"),
         Some(Handover::Moved(number)) => format!("it has moved in migration {number}"),
         Some(Handover::Void(number)) => format!("it was given up in migration {number}"),
+        Some(Handover::Gone(number)) => format!("it has moved for good in migration {number}"),
     }
 }
 
-/// The next step, by what the two headers say. `last`: the step that was taken just before, by the same caller.
+/// The next step, by what the two headers say. `is_written`: the target's server writes the target, if its header allows it.
+/// `last`: the step that was taken just before, by the same caller.
 ///
 /// # Errors
 /// `Refused` where the goal can no longer be reached, or the images do not belong together, and `Corrupt` where both
@@ -116,10 +128,11 @@ fn state(handover: Option<Handover>) -> String {
 pub fn next(
     source: Option<Handover>,
     target: Option<Handover>,
+    is_written: bool,
     goal: Goal,
     last: Option<Step>,
 ) -> Result<Step> {
-    use Handover::{Arrived, Awaiting, Moved, Void};
+    use Handover::{Arrived, Awaiting, Gone, Moved, Void};
     let refuse = |why: &str| {
         let (source, target) = (state(source), state(target));
         let text = format!("{why} (of the source: {source}; of the target: {target})");
@@ -127,18 +140,29 @@ pub fn next(
     };
     let number = match target {
         Some(Awaiting(number) | Arrived(number) | Void(number)) => number,
-        None | Some(Moved(_)) => return refuse("the second image is not the target of a migration"),
+        None | Some(Moved(_) | Gone(_)) => {
+            return refuse("the second image is not the target of a migration");
+        }
     };
     let is_ours = match source {
-        Some(Moved(its)) => Some(its == number),
+        Some(Moved(its) | Gone(its)) => Some(its == number),
         None | Some(Arrived(_)) => None,
         Some(Awaiting(_) | Void(_)) => return refuse("the first image is not the source of a migration"),
     };
+    let is_gone = matches!(source, Some(Gone(_)));
     match (is_ours, target, goal) {
+        (Some(true), Some(Awaiting(_) | Void(_)), _) if is_gone => {
+            refuse("the disk was taken over by another copy of this target")
+        }
         (None, Some(Awaiting(_)), Goal::Forward) => Ok(Step::Fix),
         (Some(true), Some(Awaiting(_)), Goal::Forward) if last == Some(Step::Fix) => Ok(Step::Accept),
         (Some(true), Some(Awaiting(_)), Goal::Forward) => Ok(Step::Fix),
-        (Some(true), Some(Arrived(_)), Goal::Forward) => Ok(Step::Done),
+        (Some(true), Some(Arrived(_)), Goal::Forward) if !is_written => match last {
+            Some(Step::Accept) => refuse("the target has taken over, and its server does not write it"),
+            _ => Ok(Step::Accept),
+        },
+        (Some(true), Some(Arrived(_)), Goal::Forward) if is_gone => Ok(Step::Done),
+        (Some(true), Some(Arrived(_)), Goal::Forward) => Ok(Step::Seal),
         (_, Some(Awaiting(_)), Goal::Back) => Ok(Step::Void),
         (Some(true), Some(Void(_)), Goal::Back) if last == Some(Step::Void) => Ok(Step::Restore),
         (Some(true), Some(Void(_)), Goal::Back) => Ok(Step::Void),
@@ -161,7 +185,7 @@ mod tests {
     #[test]
     fn the_table_is_the_one_at_the_head_of_this_file() {
         use Goal::{Back, Forward};
-        use Handover::{Arrived, Awaiting, Moved, Void};
+        use Handover::{Arrived, Awaiting, Gone, Moved, Void};
         let number = |byte| MoveNumber::new([byte; 16]).unwrap();
         let (n, m) = (number(1), number(2));
         let targets = [Awaiting(n), Arrived(n), Void(n)];
@@ -174,11 +198,22 @@ mod tests {
                 Some(Moved(n)),
                 [
                     Ok(Step::Fix),
-                    Ok(Step::Done),
+                    Ok(Step::Seal),
                     Err("given up"),
                     Ok(Step::Void),
                     Err("taken over"),
                     Ok(Step::Void),
+                ],
+            ),
+            (
+                Some(Gone(n)),
+                [
+                    Err("another copy"),
+                    Ok(Step::Done),
+                    Err("another copy"),
+                    Err("another copy"),
+                    Err("taken over"),
+                    Err("another copy"),
                 ],
             ),
             (
@@ -196,7 +231,7 @@ mod tests {
         for (source, expected) in rows {
             let cells = [Forward, Back].into_iter().flat_map(|goal| targets.map(|target| (goal, target)));
             for ((goal, target), expected) in cells.zip(expected) {
-                match (next(source, Some(target), goal, None), expected) {
+                match (next(source, Some(target), true, goal, None), expected) {
                     (Ok(step), Ok(expected)) => {
                         assert_eq!(step, expected);
                         // What the table orders, the image that takes the step allows.
@@ -215,15 +250,23 @@ mod tests {
             }
         }
         // Each step, once the one before it was taken.
-        let after = |target, goal, last| next(Some(Moved(n)), Some(target), goal, Some(last)).unwrap();
+        let after = |target, goal, last| next(Some(Moved(n)), Some(target), true, goal, Some(last)).unwrap();
         assert_eq!(after(Awaiting(n), Forward, Step::Fix), Step::Accept);
         assert_eq!(after(Awaiting(n), Forward, Step::Void), Step::Fix);
         assert_eq!(after(Void(n), Back, Step::Void), Step::Restore);
         assert_eq!(after(Void(n), Back, Step::Fix), Step::Void);
-        assert_eq!(next(Some(Arrived(m)), Some(Awaiting(n)), Forward, None).unwrap(), Step::Fix);
-        next(Some(Awaiting(m)), Some(Awaiting(n)), Forward, None).unwrap_err();
-        next(None, None, Forward, None).unwrap_err();
+        assert_eq!(next(Some(Arrived(m)), Some(Awaiting(n)), true, Forward, None).unwrap(), Step::Fix);
+        next(Some(Awaiting(m)), Some(Awaiting(n)), true, Forward, None).unwrap_err();
+        next(None, None, true, Forward, None).unwrap_err();
+        // A target that is not written accepts again, once, and before the source is given up.
+        for source in [Moved(n), Gone(n)] {
+            let again = |last| next(Some(source), Some(Arrived(n)), false, Forward, last);
+            assert_eq!(again(None).unwrap(), Step::Accept);
+            again(Some(Step::Accept)).unwrap_err();
+        }
         Step::Accept.check(Some(Void(n)), n).unwrap_err();
+        Step::Restore.check(Some(Gone(n)), n).unwrap_err();
+        Step::Fix.check(Some(Gone(n)), n).unwrap_err();
         Step::Accept.check(Some(Awaiting(m)), n).unwrap_err();
         Step::Void.check(Some(Arrived(n)), n).unwrap_err();
         Step::Fix.check(Some(Awaiting(n)), n).unwrap_err();

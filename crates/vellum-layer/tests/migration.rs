@@ -272,6 +272,9 @@ async fn migrate(world: &World, kind: &str, course: Course, mistake: Option<Mist
     write(&disk, 1, 3).await;
     disk.flush().await.unwrap();
     note([&[2], &[3], &[1]]);
+    if mistake.is_none() {
+        take(kind, &source, Step::Seal).await;
+    }
     disk.close().await.unwrap();
     Run { source: source_drive, target: target_drive, milestones, fixed }
 }
@@ -318,7 +321,7 @@ async fn judge(
     let mut last = None;
     loop {
         let now = (says(kind, source).await?, says(kind, target).await?);
-        let step = match next(now.0, now.1, goal, last) {
+        let step = match next(now.0, now.1, true, goal, last) {
             Ok(step) => step,
             // It has gone too far to be taken back, or was given up.
             Err(error) if matches!(now.1, Some(Handover::Arrived(_) | Handover::Void(_))) => {

@@ -53,7 +53,7 @@ pub fn start() -> Result<&'static Runtime> {
 pub struct Threads(Option<Runtime>);
 
 impl Threads {
-    /// At most so many of this name. None starts before there is work.
+    /// At most this number of threads, with this name. None starts before there is work.
     ///
     /// # Errors
     /// When the host refuses what they need.

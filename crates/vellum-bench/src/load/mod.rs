@@ -96,7 +96,7 @@ pub(crate) fn run(target: Target<'_>, workload: &Workload, timing: Timing, seed:
     run_within(target, workload, timing, seed, u64::MAX)
 }
 
-/// As above, within so many bytes from the start of the disk.
+/// As above, in a part at the start of the disk, of this length in bytes.
 pub(crate) fn run_within(
     target: Target<'_>,
     workload: &Workload,

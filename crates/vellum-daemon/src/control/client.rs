@@ -1,9 +1,11 @@
 //! Requests to a running server.
 
 use std::path::Path;
+use std::time::Duration;
 
+use futures_lite::future::or;
 use vellum_core::{Buffer, ByteStream, Context, Error, ErrorKind, Result};
-use vellum_io::{Address, connect};
+use vellum_io::{Address, clock, connect};
 
 use super::lines::Lines;
 use super::{ANSWER_BYTES_MAX, Answer, Request};
@@ -28,4 +30,17 @@ pub async fn call(socket: &Path, request: &Request) -> Result<serde_json::Value>
         Error::invalid(format!("{}: this is not the answer of a Vellum server: {error}", socket.display()))
     })?;
     answer.into_result()
+}
+
+/// As [`call`], for no longer than this.
+///
+/// # Errors
+/// Those of `call`; `Io` where the server has not answered by then. It may still do what it was asked.
+pub async fn call_within(socket: &Path, request: &Request, time: Duration) -> Result<serde_json::Value> {
+    let late = async {
+        clock().sleep(time).await;
+        let why = format!("{}: the server has not answered for {} s", socket.display(), time.as_secs());
+        Err(Error::new(ErrorKind::Io, why))
+    };
+    or(call(socket, request), late).await
 }

@@ -32,7 +32,7 @@ use vellum_export::nbd::{ClientFacts, Stage};
 use vellum_format::image::Snapshot;
 use vellum_layer::migrate;
 
-pub use client::call;
+pub use client::{call, call_within};
 
 /// The longest request, with the end of its line.
 pub const REQUEST_BYTES_MAX: usize = 64 << 10;
@@ -252,6 +252,8 @@ pub enum MigrateStep {
     Void,
     /// The source is written again.
     Restore,
+    /// The source is given up for good: the target has taken over.
+    Seal,
 }
 
 impl From<MigrateStep> for migrate::Step {
@@ -261,6 +263,7 @@ impl From<MigrateStep> for migrate::Step {
             MigrateStep::Accept => Self::Accept,
             MigrateStep::Void => Self::Void,
             MigrateStep::Restore => Self::Restore,
+            MigrateStep::Seal => Self::Seal,
         }
     }
 }

@@ -301,11 +301,15 @@ impl Control {
                     "virtual-size": vellum_core::Disk::geometry(&*disk.disk()).size,
                     "state": handover.map_or("none", Handover::word),
                     "number": handover.map(|handover| handover.number().to_string()),
+                    "written": disk.is_written_now().await,
                 })
             }
             Request::MigrateStep { disk, step, number } => {
                 let disk = self.disks.find(disk.as_deref())?;
-                let done = disk.hand_over((*step).into(), number.parse()?).await?;
+                let done = disk.hand_over((*step).into(), number.parse()?).await;
+                // Also where it failed: the mark may have been made.
+                disk.tell(&self.exports)?;
+                let done = done?;
                 json!({
                     "image": disk.path().display().to_string(),
                     "state": done.handover.map_or("none", Handover::word),

@@ -207,7 +207,7 @@ impl Disks {
         }
         for (index, export) in exports.iter().enumerate() {
             // It has these names from the beginning.
-            if let Err(error) = self.exports.add(served.as_export(export)) {
+            if let Err(error) = served.add_to(&self.exports, export) {
                 exports[..index].iter().for_each(|export| drop(self.exports.remove(&export.name)));
                 return Err(error);
             }

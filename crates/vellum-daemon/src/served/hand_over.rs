@@ -10,14 +10,18 @@
 //! 3. A disk whose image must not be written refuses changes (the source) or holds them (the target, until it
 //!    accepts). The target can be written from the first moment, as its front ends see it; the source has become
 //!    read-only.
-//! 4. A step that is repeated writes and flushes the mark again.
+//! 4. A step that is repeated writes and flushes the mark again. It may be repeated on a disk that could not be opened after
+//!    it: what the header says counts then.
+//! 5. The target takes over only from a source whose server says that its disk has moved in the same migration.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use vellum_core::{Error, ErrorKind, Result, SharedDisk};
+use vellum_core::{Error, ErrorKind, Result, SharedDisk, lock};
+use vellum_export::nbd::Exports;
+use vellum_export::nbd::wire::info;
 use vellum_format::handover::{Handover, MoveNumber, may_change};
 use vellum_io::clock;
 use vellum_layer::barred::Barred;
@@ -38,11 +42,19 @@ pub(crate) struct HandedOver {
 
 /// The disk as its front ends see it, if a migration forbids to write its image.
 pub(super) fn barred(chain: &Chain, disk: SharedDisk, is_barred: bool) -> SharedDisk {
-    let top = chain.top();
-    match may_change(&top.path.display().to_string(), top.head.handover()) {
-        Err(why) if is_barred => Barred::over(disk, why, !is_awaiting(chain)),
-        _ => disk,
+    if !is_barred {
+        return disk;
     }
+    let top = chain.top();
+    let path = top.path.display().to_string();
+    let handover = top.head.handover();
+    // Targets can be written from the first moment, as their front ends see it.
+    let is_target = matches!(handover, Some(Handover::Awaiting(_) | Handover::Arrived(_)));
+    let why = may_change(&path, handover).err().unwrap_or_else(|| {
+        let why = "it has taken over its disk, and this may not be durable: repeat `vellum migrate run`";
+        Error::new(ErrorKind::Refused, format!("{path}: {why}"))
+    });
+    Barred::over(disk, why, !is_target)
 }
 
 /// As [`open_chain`]. The error names the image, not only one below it.
@@ -69,7 +81,11 @@ async fn open_chain(how: &How, path: &Path, image: ImageOptions) -> Result<Chain
             Err(error.context(why))
         }
         Some(Handover::Awaiting(_)) => Ok(chain),
-        Some(Handover::Moved(number)) => {
+        Some(Handover::Void(_)) if how.is_steered => {
+            tracing::warn!("{}: it is served so that this can be finished", error.chain());
+            Ok(chain)
+        }
+        Some(Handover::Moved(number) | Handover::Gone(number)) => {
             let path = path.display();
             tracing::warn!("{path} has moved (migration {number}): it is served, and refuses every change");
             Ok(chain)
@@ -81,6 +97,14 @@ async fn open_chain(how: &How, path: &Path, image: ImageOptions) -> Result<Chain
 /// Whether the target of a migration waits for its disk.
 pub(super) fn is_awaiting(chain: &Chain) -> bool {
     matches!(chain.top().head.handover(), Some(Handover::Awaiting(_)))
+}
+
+/// What clients are told of an image that says this: that its disk has moved. The target knows its base by that.
+pub(super) fn remark(handover: Option<Handover>) -> String {
+    match handover {
+        Some(Handover::Moved(number) | Handover::Gone(number)) => format!("{}{number}", info::MOVED),
+        _ => String::new(),
+    }
 }
 
 /// Whether a migration forbids to write it.
@@ -103,13 +127,25 @@ impl Served {
     /// What its image records of a migration.
     ///
     /// # Errors
-    /// If it is not open.
+    /// Those of reading its header, where it is not open.
     pub(crate) async fn handover(&self) -> Result<Option<Handover>> {
         let chain = self.chain.read().await;
         match &*chain {
             Some(chain) => Ok(chain.top().head.handover()),
-            None => Err(self.is_closed()),
+            // A step may have closed it: what the header says is how far that was.
+            None => self.read_handover().await,
         }
+    }
+
+    /// Whether changes of it are carried out.
+    pub(crate) async fn is_written_now(&self) -> bool {
+        self.chain.read().await.is_some() && !self.is_barred() && !self.image.read_only
+    }
+
+    /// Tells clients that connect from now on what is to be told.
+    pub(crate) fn tell(&self, exports: &Exports) -> Result<()> {
+        let remark = lock(&self.remark).clone();
+        self.names().iter().try_for_each(|name| exports.set_remark(name, &remark))
     }
 
     /// Takes a step of the migration with this number. A step that was taken before is taken again: the mark may be
@@ -126,17 +162,23 @@ impl Served {
         let path = self.path.display().to_string();
         let _step = self.begin(Step::HandOver)?;
         let mut chain = self.alone_or_closed().await?;
-        let Some(open) = chain.as_ref() else { return Err(self.is_closed()) };
-        let before = open.top().head.handover();
-        self.may_hand_over(step, before)?;
+        let before = match chain.as_ref() {
+            Some(open) => open.top().head.handover(),
+            None if step == migrate::Step::Fix => return Err(self.is_closed()),
+            None => self.read_handover().await?,
+        };
+        self.may_hand_over(step, before, chain.is_some())?;
         step.check(before, number).map_err(|error| error.context(path.clone()))?;
         let Some((_, after)) = step.writes(number) else {
             return Ok(HandedOver { handover: before, held: Duration::ZERO });
         };
+        if step == migrate::Step::Accept && matches!(before, Some(Handover::Awaiting(_))) {
+            self.source_has_moved().await?;
+        }
         let began = clock().now();
         // It reads the images below, which are closed.
         let held = match self.hydrate_no_more_in_time().await {
-            Ok(()) => self.hold_flushed(open).await,
+            Ok(()) => self.hold_flushed(chain.as_ref()).await,
             Err(error) => Err(error),
         };
         let held = match held {
@@ -147,7 +189,10 @@ impl Served {
                 return Err(error);
             }
         };
-        let closed = open.close().await;
+        let closed = match chain.as_ref() {
+            Some(open) => open.close().await,
+            None => Ok(()),
+        };
         if closed.is_err() && !self.how.is_durable && self.disk_is_written() {
             self.valve.lose(&held.hold);
             self.reconnects.lost();
@@ -169,12 +214,25 @@ impl Served {
             // Otherwise the disk attaches them.
             self.forks_read_file().await;
         }
-        self.valve.bar(self.is_barred() && (is_doubtful || matches!(says, Some(Handover::Awaiting(_)))));
+        // Writes that wait for the target wait on where it has taken over and could not be opened.
+        let waits = match says {
+            Some(Handover::Awaiting(_)) => self.is_barred(),
+            Some(Handover::Arrived(_)) => self.is_barred() || opened.is_err(),
+            _ => false,
+        };
+        self.valve.bar(waits);
+        *lock(&self.remark) = remark(says);
         // It is open, or closed: nothing is half done.
         held.finish();
         let waited = clock().now().saturating_sub(began);
         changed?;
-        opened?;
+        match opened {
+            // A target that is given up needs nothing of its source, nor to be open.
+            Err(error) if step == migrate::Step::Void => {
+                tracing::warn!("{path} could not be opened again after it was given up: {}", error.chain());
+            }
+            opened => opened?,
+        }
         if let Some(open) = chain.as_ref().filter(|_| step == migrate::Step::Accept) {
             self.hydrate_as_said(&self.hydration_said, open.top().head.wish())?;
         }
@@ -183,9 +241,11 @@ impl Served {
     }
 
     /// Whether this server can take the step on an image in this state.
-    fn may_hand_over(&self, step: migrate::Step, now: Option<Handover>) -> Result<()> {
+    fn may_hand_over(&self, step: migrate::Step, now: Option<Handover>, is_open: bool) -> Result<()> {
         let path = self.path.display();
-        if self.disk.is_broken() || self.life().is_cut_off() || self.record.is_poisoned() {
+        let is_broken = || self.disk.is_broken() || self.life().is_cut_off() || self.record.is_poisoned();
+        // What a disk lost that is closed was reported when it was closed.
+        if is_open && is_broken() {
             let why =
                 format!("{path} has failed and may have lost writes: `vellum export reopen` recovers it");
             return Err(Error::new(ErrorKind::Poisoned, why));
@@ -193,7 +253,7 @@ impl Served {
         let begins_or_ends_writing = match step {
             migrate::Step::Accept => true,
             migrate::Step::Fix => now.is_none_or(Handover::allows_writing),
-            migrate::Step::Void | migrate::Step::Restore | migrate::Step::Done => false,
+            migrate::Step::Void | migrate::Step::Restore | migrate::Step::Seal | migrate::Step::Done => false,
         };
         if begins_or_ends_writing && self.image.read_only {
             let why = format!("{path} is served read-only: a disk that migrates is served writable");
@@ -203,8 +263,9 @@ impl Served {
     }
 
     /// Its requests wait, and everything that was answered is durable.
-    async fn hold_flushed(self: &Arc<Self>, open: &Chain) -> Result<Held<'_>> {
-        let held = self.hold_for_reopening(Some(open)).await?;
+    async fn hold_flushed(self: &Arc<Self>, open: Option<&Chain>) -> Result<Held<'_>> {
+        let held = self.hold_for_reopening(open).await?;
+        let Some(open) = open else { return Ok(held) };
         match self.has_room_in_time(open).await {
             Ok(()) => Ok(held),
             Err(error) => {
@@ -212,6 +273,24 @@ impl Served {
                 Err(error)
             }
         }
+    }
+
+    /// Asks the server of the source, over a connection of its own, whether what it exports is the disk that has moved in
+    /// this migration. Nothing has changed if it is not, or does not answer.
+    async fn source_has_moved(&self) -> Result<()> {
+        let image = ImageOptions {
+            read_only: true,
+            format: Some(self.format),
+            tap: None,
+            wished_tap: None,
+            ..self.image.clone()
+        };
+        let chain = open_over(None, &self.path, &image).await?;
+        let checked = chain.check_pin();
+        chain.close().await?;
+        let why = "its source has not moved in this migration: was another disk named as the source? Give it back with \
+                   `vellum migrate abort`";
+        checked.map_err(|error| error.context(format!("{}: {why}", self.path.display())))
     }
 
     async fn read_handover(&self) -> Result<Option<Handover>> {

@@ -359,6 +359,9 @@ impl Served {
             behind_valve(&opened, &self.path, &self.how, &self.record, self.is_barred()).await;
         *lock(&self.tallies) = (opened.top_tally.clone(), opened.below_tally());
         self.valve.exchange(hold, inner);
+        if !self.is_barred() {
+            self.valve.bar(false);
+        }
         *self.watcher() = growing;
         *lock(&self.tap) = opened.tap().cloned();
         *chain = Some(opened);

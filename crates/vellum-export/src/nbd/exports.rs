@@ -94,6 +94,8 @@ pub(crate) struct Entry {
     session_ended: Event,
     /// No client is admitted for the time being.
     is_suspended: AtomicBool,
+    /// What is said of it for the time being, behind its description; may be empty.
+    remark: Mutex<String>,
 }
 
 /// Exports that keep their names but admit no client until this is dropped.
@@ -139,6 +141,11 @@ impl Exports {
     /// Offers a disk from now on. `Invalid` when the name or the description is not what the protocol calls a
     /// string, `Locked` when the name is taken.
     pub fn add(&self, export: Export) -> Result<()> {
+        self.add_with_remark(export, String::new())
+    }
+
+    /// As above, with a [remark](Self::set_remark) from the first client on.
+    pub fn add_with_remark(&self, export: Export, remark: String) -> Result<()> {
         for text in [&export.name, &export.description] {
             if !is_string(text) {
                 return Err(Error::invalid(
@@ -146,12 +153,14 @@ impl Exports {
                 ));
             }
         }
+        check_remark(&export, &remark)?;
         let mut exports = self.lock();
         if exports.contains_key(&export.name) {
             let context = format!("an export named {:?} already exists", export.name);
             return Err(Error::new(ErrorKind::Locked, context));
         }
-        exports.insert(export.name.clone(), Arc::new(Entry::new(export, Shutdown::new())));
+        let entry = Entry { remark: Mutex::new(remark), ..Entry::new(export, Shutdown::new()) };
+        exports.insert(entry.export.name.clone(), Arc::new(entry));
         Ok(())
     }
 
@@ -176,6 +185,17 @@ impl Exports {
         let entry = if is_its { exports.remove(name)? } else { return None };
         entry.shutdown.drain();
         Some(Removed(entry))
+    }
+
+    /// Sets what clients that connect from now on are told behind the description; nothing, when the text is empty.
+    ///
+    /// # Errors
+    /// `Invalid` when both together are not what the protocol calls a string.
+    pub fn set_remark(&self, name: &str, text: &str) -> Result<()> {
+        let Some(entry) = self.lock().get(name).cloned() else { return Ok(()) };
+        check_remark(&entry.export, text)?;
+        text.clone_into(&mut lock(&entry.remark));
+        Ok(())
     }
 
     /// Admits no client to these exports until the result is dropped. Fails, with the number of sessions, if
@@ -210,7 +230,7 @@ impl Exports {
     pub(super) fn list(&self, mut want: impl FnMut(&str, &str) -> bool) {
         let is_seen = |entry: &&Arc<Entry>| self.shows(&entry.export.name) && entry.lets_in();
         for entry in self.lock().values().filter(is_seen) {
-            if !want(&entry.export.name, &entry.export.description) {
+            if !want(&entry.export.name, &entry.description()) {
                 return;
             }
         }
@@ -254,11 +274,29 @@ impl Entry {
             sessions: AtomicUsize::new(0),
             session_ended: Event::new(),
             is_suspended: AtomicBool::new(false),
+            remark: Mutex::default(),
         }
+    }
+
+    fn description(&self) -> String {
+        let (description, remark) = (&self.export.description, lock(&self.remark));
+        let between = if description.is_empty() || remark.is_empty() { "" } else { "; " };
+        format!("{description}{between}{remark}")
     }
 
     fn lets_in(&self) -> bool {
         !self.is_suspended.load(Ordering::Acquire)
+    }
+}
+
+fn check_remark(export: &Export, remark: &str) -> Result<()> {
+    match is_string(&format!("{}; {remark}", export.description)) {
+        true => Ok(()),
+        false if remark.is_empty() => Ok(()),
+        false => Err(Error::invalid(format!(
+            "the description of the export {:?} leaves no room for {remark:?}: together they have at most 4096 bytes",
+            export.name
+        ))),
     }
 }
 
@@ -277,6 +315,11 @@ impl Attached {
 
     pub(crate) fn export(&self) -> &Export {
         &self.entry.export
+    }
+
+    /// What its client is told of it.
+    pub(crate) fn description(&self) -> String {
+        self.entry.description()
     }
 
     /// The disk for this session alone, which gets its own reports of lost writes.

@@ -329,8 +329,9 @@ impl<'a> Handshake<'a> {
         if request.wants(info::NAME) {
             fact(info::NAME, &[export.name.as_bytes()]);
         }
-        if request.wants(info::DESCRIPTION) && !export.description.is_empty() {
-            fact(info::DESCRIPTION, &[export.description.as_bytes()]);
+        let description = attached.description();
+        if request.wants(info::DESCRIPTION) && !description.is_empty() {
+            fact(info::DESCRIPTION, &[description.as_bytes()]);
         }
         // Sent to all clients, because they ignore information that they did not request. Clients that did
         // not request the block sizes get a minimum of one byte.

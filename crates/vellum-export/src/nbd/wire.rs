@@ -164,6 +164,9 @@ pub mod info {
     pub const NAME: u16 = 1;
     /// What it is, for a person.
     pub const DESCRIPTION: u16 = 2;
+    /// Vellum's own: a description that ends with this and the number of a migration, 32 hexadecimal digits, is that of
+    /// an image whose disk has moved. It never changes again.
+    pub const MOVED: &str = "moved in migration ";
     /// Its size constraints.
     pub const BLOCK_SIZE: u16 = 3;
 }

@@ -288,7 +288,7 @@ impl Superblock {
             embeds: has_zones && page[field::SWITCHES] & NO_EMBEDDING == 0,
             wish: Wish::of(be64(&*page, field::COMPATIBLE), compatible::COPY_ON_READ, compatible::PREFETCH),
             handover: Handover::parse(
-                page[field::HANDOVER..field::HANDOVER + Handover::BYTES].try_into().expect("so many bytes"),
+                page[field::HANDOVER..field::HANDOVER + Handover::BYTES].try_into().expect("24 bytes"),
                 features & incompatible::HANDOVER != 0,
             )?,
             page: Page(page),

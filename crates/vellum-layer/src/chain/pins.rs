@@ -12,7 +12,7 @@
 use vellum_core::pin::{Pin, Proof, ProofKind};
 use vellum_core::{Error, ErrorKind, Result, Url};
 
-use super::Member;
+use super::{Chain, Member};
 
 /// What is found below an image, from the top down: what each proves, and by which name it is known.
 pub(super) struct FoundBelow {
@@ -21,6 +21,18 @@ pub(super) struct FoundBelow {
     /// The first image that proves nothing, if there is one.
     unproven: Option<usize>,
     has_url: bool,
+}
+
+impl Chain {
+    /// Compares what the image on top records of those below it with what they were when this chain was opened. Opening
+    /// has done so, but for the target of a migration.
+    ///
+    /// # Errors
+    /// `Changed` when they are others.
+    pub fn check_pin(&self) -> Result<()> {
+        let (Some(below), Some(pin)) = (&self.below, self.top.head.pin()) else { return Ok(()) };
+        FoundBelow::of(below.members().iter()).compare(pin)
+    }
 }
 
 impl FoundBelow {
@@ -104,6 +116,9 @@ impl FoundBelow {
 fn said(proof: &Proof) -> String {
     match proof.kind() {
         ProofKind::Trusted => format!("{} bytes that nothing proves", proof.len()),
+        ProofKind::Moved => {
+            format!("the disk of {} bytes that moved in migration {}", proof.len(), proof.value())
+        }
         kind => format!("{} bytes with {} {}", proof.len(), kind.name(), proof.value()),
     }
 }

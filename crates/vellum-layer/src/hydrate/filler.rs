@@ -57,14 +57,14 @@ const PIECE_TIME: Duration = Duration::from_millis(100);
 const ANSWERED_IN: Duration = Duration::from_secs(5);
 /// Pieces at once, while the guest is idle.
 const LANES: usize = 4;
-/// So many runs of a trace are looked at together.
+/// The number of runs of a trace that are looked at together.
 const TRACED_AT_ONCE: usize = 64;
-/// And so many missing pieces of them.
+/// The number of missing pieces of them that are copied together.
 const PIECES_AT_ONCE: usize = 1024;
 /// How long to wait after a round that has moved nothing, at first and at most.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
-/// After so many errors in a row a round is given up. The next one begins behind the last.
+/// The number of errors in a row after which a round is given up. The next one begins behind the last.
 const ERRORS_MAX: u64 = 8;
 
 /// What the guest does.

@@ -170,7 +170,7 @@ pub(super) struct Copied {
     bytes: Arc<Buffer>,
     /// What of it is worth filling: whole blocks that are not zero.
     pub(super) keep: Vec<GuestSpan>,
-    /// Whole blocks of it were found to be zero, and are remembered: so many bytes.
+    /// The length of those whole blocks of it that were found to be zero and are remembered, in bytes.
     pub(super) zero: u64,
     /// What this takes in memory.
     _taken: Arc<Claim>,

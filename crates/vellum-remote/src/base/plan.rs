@@ -145,8 +145,8 @@ struct Stream {
 
 /// What is read ahead. Reads that go on where an earlier one ended make a stream; its window doubles while it goes on.
 ///
-/// What was read ahead and has not been asked for is *unused*: it may be asked for soon, or never. Only for so many blocks is
-/// that allowed: [`UNUSED_FIRST`], and a sixteenth of those that were fetched because a read wanted them. Blocks that streams left
+/// What was read ahead and has not been asked for is *unused*: it may be asked for soon, or never. The number of
+/// such blocks is bounded: [`UNUSED_FIRST`], and a sixteenth of those that were fetched because a read wanted them. Blocks that streams left
 /// behind when they ended stay unused, so that what is fetched in vain has the same bound whether it is still in memory or
 /// was dropped.
 #[derive(Debug, Default)]

@@ -1,14 +1,14 @@
 //! Openings that several use: of the disks that want one URL at the same time, one asks the server.
 //!
 //! ```text
-//!   disk 1 ── asks ─────────────────── is told ──── opens: the same storage
-//!   disk 2 ────── asks ─ waits for 1 ─ is told too
-//!   disk 3 ───────── asks ─ waits for a lock of disk 1 ─────── is told what disk 1 was: it asked before
+//!   disk 1 ── asks ─────────────────── answer ───── opens: the same storage
+//!   disk 2 ────── asks ─ waits for 1 ─ answer
+//!   disk 3 ───────── asks ─ waits for a lock of disk 1 ─────── the answer that disk 1 got: it asked before
 //!                                                      disk 4 ── asks ── the server again
 //! ```
 //!
-//! 1. Whoever asked before an opening ended may have its outcome, a failure too: asking again would find out nothing
-//!    that is newer than the question. Whoever asks later gets an opening of his own.
+//! 1. A caller that asked before an opening ended gets its outcome, a failure too: asking again would find out nothing
+//!    that is newer than the question. A caller that asks later gets an opening of its own.
 //! 2. An outcome is kept for [`KEPT_FOR`], so that what was opened to see what it is need not be opened again.
 //! 3. Openings differ when the URL or any of the options differs. Exports of NBD servers and images
 //!    of Ceph clusters are not shared: they are connections, which end with their last user.

@@ -218,13 +218,15 @@ impl Client {
 /// Whether it is the export that was opened first. The number of a context belongs to its connection, and a disk that
 /// is only read may have become read-only.
 fn is_same(old: &ExportFacts, new: &ExportFacts, read_only: bool) -> bool {
-    let ExportFacts { size, flags, block_size, payload_max, structured, allocation } = old;
+    let ExportFacts { size, flags, block_size, payload_max, structured, allocation, moved } = old;
     *size == new.size
         && (read_only || *flags == new.flags)
         && *block_size == new.block_size
         && *payload_max == new.payload_max
         && *structured == new.structured
         && allocation.is_some() == new.allocation.is_some()
+        // It may move meanwhile, and does not come back.
+        && (moved.is_none() || *moved == new.moved)
 }
 
 async fn within<T>(

@@ -36,6 +36,8 @@ pub struct ExportFacts {
     pub structured: bool,
     /// The number of the context `base:allocation`, if the server reports it.
     pub allocation: Option<u32>,
+    /// The number of the migration in which the disk has moved, if the server says so of a read-only export.
+    pub moved: Option<String>,
 }
 
 impl ExportFacts {
@@ -94,8 +96,9 @@ pub(super) async fn handshake(
         }
     }
     let mut data = text(export);
-    data.extend_from_slice(&1_u16.to_be_bytes());
+    data.extend_from_slice(&2_u16.to_be_bytes());
     data.extend_from_slice(&info::BLOCK_SIZE.to_be_bytes());
+    data.extend_from_slice(&info::DESCRIPTION.to_be_bytes());
     ask(stream, option::GO, &data).await?;
     let (replies, last) = last_reply(intake, option::GO).await?;
     if last.kind != option_reply::ACK {
@@ -108,11 +111,13 @@ pub(super) async fn handshake(
         payload_max: PAYLOAD_BYTES_DEFAULT,
         structured,
         allocation,
+        moved: None,
     };
     let mut has_size = false;
     for reply in replies.iter().filter(|reply| reply.kind == option_reply::INFO) {
         has_size |= note_fact(&mut facts, &reply.data)?;
     }
+    facts.moved.take_if(|_| !facts.flags & transmission_flag::READ_ONLY != 0);
     if !has_size {
         return Err(broken("it does not state the size of the export"));
     }
@@ -146,8 +151,20 @@ fn note_fact(facts: &mut ExportFacts, data: &[u8]) -> Result<bool> {
             facts.payload_max = max.min(PAYLOAD_BYTES_DEFAULT) & !(min - 1);
             Ok(false)
         }
+        Some(info::DESCRIPTION) => {
+            facts.moved = moved_in(rest);
+            Ok(false)
+        }
         _ => Ok(false),
     }
+}
+
+/// The number of the migration that a description ends with.
+fn moved_in(description: &[u8]) -> Option<String> {
+    let (before, number) =
+        std::str::from_utf8(description).ok()?.split_at_checked(description.len().checked_sub(32)?)?;
+    let is_number = number.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
+    (is_number && before.ends_with(info::MOVED)).then(|| number.to_owned())
 }
 
 /// The number of `base:allocation`, if this reply is about it.
@@ -230,4 +247,29 @@ async fn ask(stream: &dyn ByteStream, option: u32, data: &[u8]) -> Result<()> {
 
 async fn send(stream: &dyn ByteStream, bytes: &[u8]) -> Result<()> {
     stream.write_all(Buffer::copy_of(bytes)).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_that_has_moved_is_known_by_the_end_of_its_description() {
+        let number = "0123456789abcdef0123456789abcdef";
+        let found = |text: &str| moved_in(text.as_bytes());
+        for before in ["", "disk.qcow2; "] {
+            assert_eq!(found(&format!("{before}moved in migration {number}")).as_deref(), Some(number));
+        }
+        for other in [
+            String::new(),
+            number.to_owned(),
+            format!("moved in migration {number} "),
+            format!("moved in migration {}", number.to_uppercase()),
+            format!("moved in migration {}", &number[1..]),
+            format!("moved to {number}"),
+            "\u{e9}".repeat(40),
+        ] {
+            assert_eq!(found(&other), None, "{other:?}");
+        }
+    }
 }

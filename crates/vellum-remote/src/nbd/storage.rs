@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use async_lock::RwLock;
+use vellum_core::pin::{Proof, ProofKind};
 use vellum_core::{
     BlockSize, Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result, Storage,
     StorageRun, Zeroes, try_join_all,
@@ -246,6 +247,11 @@ impl Storage for NbdStorage {
 
     fn len(&self) -> u64 {
         self.facts.size
+    }
+
+    fn proof(&self) -> Option<Proof> {
+        let number = self.facts.moved.as_ref()?;
+        Proof::new(ProofKind::Moved, self.facts.size, number).ok()
     }
 
     fn read(&self, at: ImageOffset, mut buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use vellum_core::{Error, Result};
-use vellum_daemon::control::{MigrateStep, Request, call};
+use vellum_daemon::control::{MigrateStep, Request, call_within};
 use vellum_daemon::migrate::{Goal, Handover, NewTarget, Side, Step, next, prepare};
 use vellum_daemon::{FormatKind, IoMode, run as run_worker};
 
@@ -62,6 +62,9 @@ struct PrepareArgs {
     target: PathBuf,
 }
 
+/// How long a server may take for a step.
+const ANSWER_WITHIN: Duration = Duration::from_secs(120);
+
 /// Hand the disk over: the source is written no more, then the target's writes begin
 ///
 /// Writes of clients of the target wait until then. The command prints for how long the disk was not writable.
@@ -88,7 +91,7 @@ struct BothArgs {
 
 /// Take one step at one server, where no command can reach both
 ///
-/// The order is `fix` at the source, then `accept` at the target. To take the disk back: `void` at the target, then
+/// The order is `fix` at the source, `accept` at the target, then `seal` at the source. To take the disk back: `void` at the target, then
 /// `restore` at the source. Take each step only after the one before it has succeeded.
 #[derive(clap::Args)]
 struct StepArgs {
@@ -112,6 +115,8 @@ enum StepName {
     Void,
     /// Write the source again; only after `void`
     Restore,
+    /// Give the source up, for good; only after `accept`
+    Seal,
 }
 
 impl From<StepName> for MigrateStep {
@@ -121,6 +126,7 @@ impl From<StepName> for MigrateStep {
             StepName::Accept => Self::Accept,
             StepName::Void => Self::Void,
             StepName::Restore => Self::Restore,
+            StepName::Seal => Self::Seal,
         }
     }
 }
@@ -166,18 +172,22 @@ struct Told {
     handover: Option<Handover>,
     size: u64,
     image: String,
+    /// Its server carries out changes of it.
+    is_written: bool,
 }
 
 impl BothArgs {
     async fn told(&self, side: Side) -> Result<Told> {
         let (socket, disk) = self.server(side);
-        let told = call(socket, &Request::MigrateStatus { disk: disk.cloned() }).await?;
+        let told =
+            call_within(socket, &Request::MigrateStatus { disk: disk.cloned() }, ANSWER_WITHIN).await?;
         let image = told["image"].as_str().unwrap_or_default().to_owned();
         let handover = match told["state"].as_str() {
             None | Some("none") => None,
             Some(state) => Some(Handover::of_words(state, told["number"].as_str().unwrap_or_default())?),
         };
-        Ok(Told { handover, size: told["virtual-size"].as_u64().unwrap_or_default(), image })
+        let size = told["virtual-size"].as_u64().unwrap_or_default();
+        Ok(Told { handover, size, image, is_written: told["written"].as_bool().unwrap_or(true) })
     }
 
     fn server(&self, side: Side) -> (&PathBuf, Option<&String>) {
@@ -187,9 +197,10 @@ impl BothArgs {
         }
     }
 
-    async fn both(&self) -> Result<(Told, Told)> {
+    /// What both servers say. To take a disk back they need not have the same size.
+    async fn both(&self, goal: Option<Goal>) -> Result<(Told, Told)> {
         let (source, target) = (self.told(Side::Source).await?, self.told(Side::Target).await?);
-        if source.size != target.size {
+        if source.size != target.size && goal == Some(Goal::Forward) {
             return Err(Error::invalid(format!(
                 "{} has {} bytes and {} has {}: they are not the source and the target of one migration",
                 source.image, source.size, target.image, target.size
@@ -204,8 +215,8 @@ async fn hand_over(args: &BothArgs, goal: Goal) -> Result<(Vec<Step>, Option<Dur
     let (mut steps, mut began) = (Vec::new(), None);
     let mut downtime = None;
     loop {
-        let (source, target) = args.both().await?;
-        let step = next(source.handover, target.handover, goal, steps.last().copied())?;
+        let (source, target) = args.both(Some(goal)).await?;
+        let step = next(source.handover, target.handover, target.is_written, goal, steps.last().copied())?;
         let number = target.handover.expect("the table has checked that").number();
         let Some((side, _)) = step.writes(number) else { return Ok((steps, downtime, source, target)) };
         if step == Step::Fix {
@@ -216,15 +227,32 @@ async fn hand_over(args: &BothArgs, goal: Goal) -> Result<(Vec<Step>, Option<Dur
             Step::Fix => MigrateStep::Fix,
             Step::Accept => MigrateStep::Accept,
             Step::Void => MigrateStep::Void,
+            Step::Seal => MigrateStep::Seal,
             Step::Restore | Step::Done => MigrateStep::Restore,
         };
         let request =
             Request::MigrateStep { disk: disk.cloned(), step: step_name, number: number.to_string() };
-        call(socket, &request).await?;
+        let answer = call_within(socket, &request, ANSWER_WITHIN).await;
+        answer.map_err(|error| what_is_next(step, error))?;
         if step == Step::Accept {
             downtime = began.map(|began| began.elapsed());
         }
         steps.push(step);
+    }
+}
+
+/// An error of a step, and where that leaves the disk.
+fn what_is_next(step: Step, error: Error) -> Error {
+    match step {
+        Step::Accept => error.context(
+            "the source is not written any more, and the target perhaps not yet: repeat the command, or take the disk \
+             back with `vellum migrate abort`",
+        ),
+        Step::Seal => error.context(
+            "the disk is written in the target; repeat the command, so that the source is given up for good",
+        ),
+        Step::Restore => error.context("the target was given up, and the source is not written yet: repeat the command"),
+        Step::Fix | Step::Void | Step::Done => error,
     }
 }
 
@@ -252,9 +280,9 @@ fn handed_over(args: &BothArgs, goal: Goal) -> Outcome {
 }
 
 fn status(args: &BothArgs) -> Outcome {
-    let (source, target) = run_worker(IoMode::Auto, async || args.both().await)??;
+    let (source, target) = run_worker(IoMode::Auto, async || args.both(None).await)??;
     let word = |told: &Told| told.handover.map_or("none", Handover::word);
-    let step = |goal| next(source.handover, target.handover, goal, None);
+    let step = |goal| next(source.handover, target.handover, target.is_written, goal, None);
     let named = |goal| step(goal).map_or(Value::Null, |step| json!(format!("{step:?}").to_lowercase()));
     match args.output {
         OutputFormat::Json => say_json(&json!({
@@ -266,6 +294,9 @@ fn status(args: &BothArgs) -> Outcome {
         OutputFormat::Human => {
             let next = match step(Goal::Forward) {
                 Ok(Step::Done) => "the target is written".to_owned(),
+                Ok(Step::Seal) => {
+                    "the target is written; `vellum migrate run` gives the source up for good".to_owned()
+                }
                 Ok(_) if source.handover.is_none_or(Handover::allows_writing) => {
                     "the source is written; `vellum migrate run` hands it over".to_owned()
                 }

@@ -129,7 +129,7 @@ fn a_disk_moves_while_it_is_used_and_nothing_is_lost() {
         assert_eq!((&status["target"]["state"], &status["next"]["run"]), (&"awaiting".into(), &"fix".into()));
         writer.write(8192, &[4; 4096], 0).expect("written: the source is still the writer");
         let done = moved.migrate("run").json();
-        assert_eq!(done["steps"], serde_json::json!(["fix", "accept"]));
+        assert_eq!(done["steps"], serde_json::json!(["fix", "accept", "seal"]));
         assert!(done["downtime-us"].as_u64().is_some_and(|micros| micros > 0), "{done}");
         assert_eq!(reader.answer().expect("now"), Answer { cookie: waits, error: 0 });
         writer.write(0, &[9; 4096], 0).expect_err("the source is written no more");
@@ -213,8 +213,7 @@ fn a_target_that_has_everything_stands_alone() {
 #[test]
 fn whatever_is_killed_there_is_one_writer_or_none_and_the_command_continues() {
     for format in ["qcow2", "vellum"] {
-        for (steps, back) in [(0, false), (1, false), (2, false), (0, true), (1, true), (2, true), (3, true)]
-        {
+        for (steps, back) in [0, 1, 2, 3].into_iter().flat_map(|steps| [(steps, false), (steps, true)]) {
             let (moved, from) = Move::new(format, "");
             let mut writer = client(&from);
             writer.write(0, &[1; 4096], 0).expect("written");
@@ -222,13 +221,13 @@ fn whatever_is_killed_there_is_one_writer_or_none_and_the_command_continues() {
             writer.write(4096, &[2; 4096], 0).expect("written");
             let to = moved.serve_target(&[]);
             let order: &[(&str, &str)] = match back {
-                false => &[("fix", "source"), ("accept", "target")],
+                false => &[("fix", "source"), ("accept", "target"), ("seal", "source")],
                 true => &[("fix", "source"), ("void", "target"), ("restore", "source")],
             };
             for (name, image) in &order[..steps] {
                 moved.step(name, image, &moved.number).answer();
             }
-            if !back && steps == 2 {
+            if !back && steps >= 2 {
                 let mut writer = client(&to);
                 writer.write(12_288, &[7; 512], 0).expect("the target is written");
                 writer.flush().expect("flushed");
@@ -236,9 +235,9 @@ fn whatever_is_killed_there_is_one_writer_or_none_and_the_command_continues() {
             to.kill();
             from.kill();
             let fixed = steps >= 1 && !(back && steps == 3);
-            let arrived = !back && steps == 2;
+            let arrived = !back && steps >= 2;
             assert_eq!(
-                moved.says("source").as_deref() == Some("moved"),
+                matches!(moved.says("source").as_deref(), Some("moved" | "gone")),
                 fixed,
                 "{format}: {order:?} {steps}"
             );
@@ -260,10 +259,11 @@ fn whatever_is_killed_there_is_one_writer_or_none_and_the_command_continues() {
                 let words = ["-f", format, "--allow-url", &moved.uri(), "--export", &export];
                 let ran = Server::try_start(&words).err().expect("it was given up");
                 assert!(ran.err.contains("given up"), "{ran:?}");
-                if steps == 2 {
-                    // Its server is not needed any more: it was seen to be void.
-                    moved.step("restore", "source", &moved.number).answer();
-                }
+                // With a control socket it is served, so that the command can continue.
+                let to = moved.serve_target(&[]);
+                client(&to).write(8192, &[8; 512], 0).expect_err("it is not written");
+                moved.migrate("abort").answer();
+                to.stop();
                 client(&from).write(8192, &[6; 512], 0).expect("the source is written again");
                 from.stop();
                 continue;
@@ -311,12 +311,7 @@ fn servers_that_are_killed_in_the_middle_are_started_again_and_the_command_conti
         cut_short += usize::from(!running.wait().expect("it ends").success());
         let from = from.unwrap_or_else(|| moved.serve_source(&[]));
         let to = to.unwrap_or_else(|| moved.serve_target(&[]));
-        let continued = moved.migrate("run");
-        if continued.err.contains("vellum export reopen") {
-            // The source was killed when the target had to open it again.
-            vellum(&["export", "reopen", "--control", &moved.control("target"), "disk"]).answer();
-            moved.migrate("run").answer();
-        }
+        moved.migrate("run").answer();
         let mut writer = client(&to);
         let read = writer.read(0, 65_536).expect("read");
         assert!(read.iter().all(|byte| *byte == 1), "{format}: what was flushed is there");
@@ -388,4 +383,113 @@ fn raw_disks_are_refused_with_the_reason() {
     );
     client(&from).write(0, &[1; 512], 0).expect("served as before");
     from.stop();
+}
+
+/// Another disk of the same size is named as the source. The target knows that it is not its base.
+#[test]
+fn a_target_takes_over_from_no_other_source() {
+    for format in ["qcow2", "vellum"] {
+        let (moved, from) = Move::new(format, "");
+        client(&from).write(0, &[1; 512], 0).expect("written");
+        from.stop();
+        let other = moved.dir.text("other");
+        vellum(&["create", "-q", "-f", format, &other, "8M"]).answer();
+        let from = moved.serve_source(&["--export", &format!("other={other}")]);
+        let to = moved.serve_target(&[]);
+        let mut waiting = client(&to);
+        let waits = waiting.send(WRITE, 0, 512, 512, &[3; 512]).expect("sent");
+        let command = |name: &str, disk: &str| {
+            let arguments = moved.arguments(name);
+            let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+            vellum(&[&words[..], &["--source-disk", disk]].concat())
+        };
+        is_refused(&command("run", "other"), &["has not moved in this migration", "vellum migrate abort"]);
+        let is_written = |disk: &str| {
+            let mut client = Client::connect(&from.peer(), disk).expect("the export is there");
+            client.write(0, &[2; 512], 0).is_ok()
+        };
+        assert_eq!([is_written("disk"), is_written("other")], [true, false], "{format}");
+        assert_eq!(moved.says("target").as_deref(), Some("awaiting"));
+        assert_eq!(command("abort", "other").json()["steps"], serde_json::json!(["void", "restore"]));
+        assert_eq!([is_written("disk"), is_written("other")], [true, true], "{format}");
+        assert_eq!(waiting.answer().expect("now").cookie, waits);
+        to.stop();
+        from.stop();
+    }
+}
+
+/// Somebody has copied the target while it waited. What the copy says takes nothing back.
+#[test]
+fn a_copy_of_the_target_takes_nothing_back() {
+    for format in ["qcow2", "vellum"] {
+        let (moved, from) = Move::new(format, "");
+        std::fs::copy(moved.target(), moved.dir.join("copy")).expect("a copy");
+        let to = moved.serve_target(&[]);
+        moved.migrate("run").answer();
+        client(&to).write(0, &[3; 512], 0).expect("the target is written");
+        to.stop();
+        std::fs::rename(moved.target(), moved.dir.join("kept")).expect("renamed");
+        std::fs::rename(moved.dir.join("copy"), moved.target()).expect("renamed");
+        let copy = moved.serve_target(&[]);
+        for goal in ["abort", "run"] {
+            is_refused(&moved.migrate(goal), &["another copy"]);
+        }
+        is_refused(&moved.step("restore", "source", &moved.number), &["moved for good"]);
+        client(&from).write(0, &[4; 512], 0).expect_err("it is not written again");
+        copy.stop();
+        from.stop();
+    }
+}
+
+/// After the hand-over another disk is served where the source was.
+#[test]
+fn the_base_of_a_target_is_the_disk_that_has_moved_and_no_other() {
+    for format in ["qcow2", "vellum"] {
+        let (moved, from) = Move::new(format, "");
+        client(&from).write(0, &[1; 512], 0).expect("written");
+        let to = moved.serve_target(&["--remote-timeout", "2"]);
+        moved.migrate("run").answer();
+        from.stop();
+        let source = moved.source();
+        std::fs::rename(&source, moved.dir.join("kept")).expect("renamed");
+        vellum(&["create", "-q", "-f", format, &source, "8M"]).answer();
+        let from = moved.serve_source(&[]);
+        let mut reader = client(&to);
+        assert!(reader.read(0, 512).is_err(), "{format}: not these bytes");
+        reader.write(0, &[2; 512], 0).expect_err("it would need the rest of the block");
+        to.kill();
+        let export = format!("disk={}", moved.target());
+        let words = ["-f", format, "--allow-url", &moved.uri(), "--export", &export];
+        let ran = Server::try_start(&words).err().expect("it has another base");
+        assert!(ran.err.contains("has changed") && ran.err.contains("moved in migration"), "{ran:?}");
+        from.stop();
+        std::fs::rename(moved.dir.join("kept"), &source).expect("renamed");
+        let from = moved.serve_source(&[]);
+        let to = moved.serve_target(&[]);
+        assert_eq!(client(&to).read(0, 1).expect("read"), [1]);
+        to.stop();
+        from.stop();
+    }
+}
+
+/// The source's server is gone when the target is to take over.
+#[test]
+fn a_target_that_cannot_see_its_source_goes_on_waiting() {
+    for format in ["qcow2", "vellum"] {
+        let (moved, from) = Move::new(format, "");
+        client(&from).write(0, &[1; 512], 0).expect("written");
+        let to = moved.serve_target(&["--remote-timeout", "2"]);
+        let mut waiting = client(&to);
+        let waits = waiting.send(WRITE, 0, 512, 512, &[3; 512]).expect("sent");
+        moved.step("fix", "source", &moved.number).answer();
+        from.stop();
+        assert_eq!(moved.step("accept", "target", &moved.number).code, 1);
+        assert_eq!(moved.says("target").as_deref(), Some("awaiting"), "{format}");
+        let from = moved.serve_source(&[]);
+        assert_eq!(moved.migrate("run").json()["steps"], serde_json::json!(["fix", "accept", "seal"]));
+        assert_eq!(waiting.answer().expect("now"), Answer { cookie: waits, error: 0 });
+        assert_eq!([waiting.read(0, 1), waiting.read(512, 1)].map(|read| read.expect("read")[0]), [1, 3]);
+        to.stop();
+        from.stop();
+    }
 }

@@ -90,7 +90,7 @@ enum Act {
     Final,
     Short,
     Never,
-    /// The bytes in parts of this length, each after this long; nothing any more after so many parts.
+    /// The bytes in parts of this length, each after this long; after this number of parts, nothing more comes.
     Parts(usize, Duration, usize),
 }
 

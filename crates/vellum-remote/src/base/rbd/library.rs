@@ -193,7 +193,7 @@ impl Cluster {
         let answer = unsafe { (library.rados_connect)(rados.as_ptr()) };
         checked(answer, &format!("can't connect to the Ceph cluster as client.{}", login.user))?;
         let mut fsid = [0_u8; 64];
-        // SAFETY: the handle is connected; the library writes at most as many bytes as it is told.
+        // SAFETY: the handle is connected; the library writes at most the number of bytes that is passed to it.
         let answer =
             unsafe { (library.rados_cluster_fsid)(rados.as_ptr(), fsid.as_mut_ptr().cast(), fsid.len() - 1) };
         checked(answer, "the cluster does not say which one it is")?;
@@ -308,7 +308,7 @@ impl Image {
         let mut facts = ImageFacts { size, snapshot: None, is_protected: false };
         let Some(name) = snapshot else { return Ok(facts) };
         let (mut id, mut number, mut protected) = ([0_u8; 256], 0_u64, 0);
-        // SAFETY: the image is open; the library writes at most as many bytes as it is told.
+        // SAFETY: the image is open; the library writes at most the number of bytes that is passed to it.
         let answer = unsafe { (library.rbd_get_id)(self.rbd.as_ptr(), id.as_mut_ptr().cast(), id.len() - 1) };
         checked(answer, "it does not say which image it is")?;
         // SAFETY: the image is open; a text that ends with zero, and a place for a number of 64 bits.

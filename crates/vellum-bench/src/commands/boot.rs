@@ -17,6 +17,7 @@ mod machine;
 pub(crate) mod stores;
 mod system;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -124,6 +125,10 @@ impl Way {
         matches!(self, Self::TemplateCold | Self::ObjectCold)
     }
 
+    fn is_second(self) -> bool {
+        matches!(self, Self::TemplateSecond | Self::ObjectSecond)
+    }
+
     fn is_traced(self) -> bool {
         matches!(self, Self::TemplateTraced | Self::ObjectTraced)
     }
@@ -157,6 +162,9 @@ struct Boot {
     /// Each unit of the fetch that has such a byte.
     #[serde(skip_serializing_if = "Option::is_none")]
     distinct_units: Option<u64>,
+    /// Units among them that the cold boot before did not read: of a second boot on the host.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    new_units: Option<u64>,
     unit_bytes: u64,
     /// Units that came from the store.
     fetched_units: u64,
@@ -342,7 +350,7 @@ impl Stage<'_> {
         let serves = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
         let server = Running::start_until(serve, &socket, serves)?;
         let booting = machine::boot(&self.system, &socket)?;
-        let recorded = if way.is_cold() { trace } else { dir.join("trace") };
+        let recorded = if way.is_cold() { trace.clone() } else { dir.join("trace") };
         let mut record = Command::new(&self.lab.vellum.path);
         programs::run(record.args(["trace", "record", "--control"]).arg(&control).arg(&recorded))?;
         server.stop()?;
@@ -353,7 +361,10 @@ impl Stage<'_> {
         if !way.is_traced() {
             // Beside a prefetcher the trace lacks what it was quicker with.
             let (bytes, units) = distinct(&recorded, unit)?;
-            (boot.distinct_bytes, boot.distinct_units) = (Some(bytes), Some(units));
+            (boot.distinct_bytes, boot.distinct_units) = (Some(bytes), Some(units.len() as u64));
+            if way.is_second() {
+                boot.new_units = Some(units.difference(&distinct(&trace, unit)?.1).count() as u64);
+            }
         }
         drop(fs::remove_dir_all(&dir));
         Ok(boot)
@@ -386,30 +397,41 @@ fn read_counts(figures: &Path, unit_bytes: u64, is_template: bool) -> Result<Boo
         ahead_wasted: number("/remote/0/ahead-wasted"),
         distinct_bytes: None,
         distinct_units: None,
+        new_units: None,
         unit_bytes,
         fetched_units: if is_template { requests } else { fetched_bytes.div_ceil(unit_bytes) },
     })
 }
 
 /// The bytes in the runs of a trace, which do not overlap, and the units of this size that have any.
-fn distinct(trace: &Path, unit: u64) -> Result<(u64, u64)> {
+fn distinct(trace: &Path, unit: u64) -> Result<(u64, BTreeSet<u64>)> {
     let text = fs::read_to_string(trace).context(|| format!("can't read {}", trace.display()))?;
     let runs = text.lines().filter_map(|line| {
         let (at, len) = line.split_once(' ')?;
         Some((at.parse::<u64>().ok()?, len.parse::<u64>().ok()?))
     });
-    let (mut bytes, mut units) = (0, std::collections::BTreeSet::new());
+    let (mut bytes, mut units) = (0, BTreeSet::new());
     for (at, len) in runs {
         bytes += len;
         units.extend(at / unit..(at + len).div_ceil(unit));
     }
-    Ok((bytes, units.len() as u64))
+    Ok((bytes, units))
 }
 
 fn lines(rows: &[Row]) -> Vec<String> {
     let head = format!(
-        "{:<29} {:>7} {:>12} {:>10} {:>9} {:>9} {:>9} {:>7} {:>7} {:>7}",
-        "way", "s", "of local", "MiB read", "MiB line", "requests", "MiB units", "units", "plain", "wasted"
+        "{:<29} {:>7} {:>12} {:>10} {:>9} {:>9} {:>9} {:>7} {:>7} {:>7} {:>5}",
+        "way",
+        "s",
+        "of local",
+        "MiB read",
+        "MiB line",
+        "requests",
+        "MiB units",
+        "units",
+        "plain",
+        "wasted",
+        "new"
     );
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let local = rows.iter().find(|row| row.way == Way::Local);
@@ -433,8 +455,11 @@ fn lines(rows: &[Row]) -> Vec<String> {
             true => "-".to_owned(),
             false => format!("{:.2} ±{:.0}%", median(times.clone()), spread_percent(times)),
         };
+        let news: Vec<_> =
+            row.boots.iter().filter_map(|boot| boot.new_units).map(|units| units as f64).collect();
+        let news = if news.is_empty() { "-".to_owned() } else { format!("{:.0}", median(news)) };
         format!(
-            "{:<29} {:>7.1} {:>12} {:>10.1} {:>9.1} {:>9.0} {:>9.1} {:>7} {:>7} {:>7.0}",
+            "{:<29} {:>7.1} {:>12} {:>10.1} {:>9.1} {:>9.0} {:>9.1} {:>7} {:>7} {:>7.0} {:>5}",
             row.way.title(),
             of(&|boot| boot.seconds),
             times,
@@ -444,10 +469,12 @@ fn lines(rows: &[Row]) -> Vec<String> {
             of(&|boot| mib(boot.fetched_units * boot.unit_bytes)),
             ratio(Boot::ratio_of_units),
             ratio(Boot::plain_ratio),
-            of(&|boot| boot.ahead_wasted as f64)
+            of(&|boot| boot.ahead_wasted as f64),
+            news
         )
     };
     let foot = "MiB read: each byte of the base once (traced: with what is prefetched); MiB line: all that the store sent; units: \
-                fetched of what was read, both in units of the fetch; plain: bytes of the disk fetched for each that was read";
+                fetched of what was read, both in units of the fetch; plain: bytes of the disk fetched for each that was read; new: units that a second \
+                boot read and the cold one had not";
     std::iter::once(head).chain(rows.iter().map(line)).chain([foot.to_owned()]).collect()
 }

@@ -1,14 +1,15 @@
 //! A file that gets its name only when it is complete.
 //!
 //! ```text
-//!   begin      .NAME.vellum-1f3a5c7e beside NAME: empty, with the owner and the mode of the file it will replace
+//!   begin      .NAME.vellum-00000000 beside NAME: empty, with the owner and the mode of the file it will replace
 //!              (the caller fills it)
 //!   publish    fsync; rename to NAME; fsync of the directory
 //! ```
 //!
 //! 1. At every moment NAME is either the old file or the complete new one, even after a crash of the machine.
 //! 2. A draft that is dropped is removed. The draft of a killed program is removed by the next draft of the
-//!    same name.
+//!    same name. Drafts of one name have the first free numbers, so that nothing has to list the directory: a
+//!    thousand images that are made in one would read it a thousand times.
 //! 3. The file that will be replaced is locked for writing until then, so that no program works on a file
 //!    that is about to vanish.
 //!
@@ -18,7 +19,6 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -35,6 +35,9 @@ use crate::blocking::unblock_at;
 
 /// Names have 255 bytes at most; the longest that a draft keeps whole leaves room for its own part.
 const NAME_KEPT: usize = 200;
+
+/// More drafts of one file than there ever are at once.
+const NUMBERS_MAX: u32 = 1000;
 
 /// A chain of links that is longer is a loop, for the kernel too.
 const LINKS_MAX: usize = 40;
@@ -131,7 +134,6 @@ fn begin(name: &Path) -> Result<Option<Draft>> {
         return Ok(None);
     }
     let prefix = prefix_of(file_name);
-    remove_left_behind(directory_of(&target), &prefix);
     let (path, file) = match create(directory_of(&target), &prefix, old.is_some()) {
         Ok(created) => created,
         Err(Errno::ACCESS | Errno::PERM | Errno::ROFS) if old.is_some() => return Ok(None),
@@ -186,22 +188,33 @@ fn prefix_of(file_name: &OsStr) -> OsString {
     OsString::from_vec([b".", kept, b".vellum-"].concat())
 }
 
+/// Creates the draft with the first number that is free, and removes those that killed programs have left.
 fn create(directory: &Path, prefix: &OsStr, is_private: bool) -> Result<(PathBuf, OwnedFd), Errno> {
     // The replacement of a file must not be readable by others before it has that file's mode.
     let mode = Mode::from_raw_mode(if is_private { 0o600 } else { 0o644 });
     let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
-    loop {
+    let path_of = |number: u32| {
         let mut name = prefix.to_owned();
-        name.push(format!("{:08x}", RandomState::new().hash_one(std::process::id()) >> 32));
-        let path = directory.join(name);
+        name.push(format!("{number:08x}"));
+        directory.join(name)
+    };
+    let mut number = 0;
+    loop {
+        let path = path_of(number);
         let file = match retry(|| rustix::fs::open(&path, flags, mode)) {
-            Err(Errno::EXIST) => continue,
+            Err(Errno::EXIST) if remove_left_behind(&path) => continue,
+            Err(Errno::EXIST) if number < NUMBERS_MAX => {
+                number += 1;
+                continue;
+            }
             opened => opened?,
         };
         // Where there are no locks an abandoned draft cannot be recognised, so none is removed.
         let _ = lock::claim(file.as_fd());
         // Before it was locked another program may have taken it for an abandoned one.
         if rustix::fs::stat(&path).is_ok_and(|now| is_same(&now, &rustix::fs::fstat(&file).ok())) {
+            // Two programs that were killed have left two.
+            let _ = (number + 1..NUMBERS_MAX).take_while(|next| remove_left_behind(&path_of(*next))).count();
             return Ok((path, file));
         }
     }
@@ -211,24 +224,16 @@ fn is_same(one: &Stat, other: &Option<Stat>) -> bool {
     other.is_some_and(|other| (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino))
 }
 
-/// Removes the drafts of killed programs: those whose lock is free.
-fn remove_left_behind(directory: &Path, prefix: &OsStr) {
-    let Ok(entries) = fs::read_dir(directory) else { return };
-    for entry in entries.flatten() {
-        let name = entry.file_name();
-        let rest = name.as_bytes().strip_prefix(prefix.as_bytes());
-        let is_draft = rest.is_some_and(|rest| rest.len() == 8 && rest.iter().all(u8::is_ascii_hexdigit));
-        if !is_draft || !entry.file_type().is_ok_and(|kind| kind.is_file()) {
-            continue;
-        }
-        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        let path = directory.join(&name);
-        if let Ok(file) = rustix::fs::open(&path, flags, Mode::empty())
-            && lock::claim(file.as_fd()) == Ok(true)
-        {
-            drop(fs::remove_file(path));
-        }
-    }
+/// Removes the draft of a killed program, whose lock is free. Returns whether it did.
+fn remove_left_behind(path: &Path) -> bool {
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) else { return false };
+    let Ok(facts) = rustix::fs::fstat(&file) else { return false };
+    FileType::from_raw_mode(facts.st_mode) == FileType::RegularFile
+        && lock::claim(file.as_fd()) == Ok(true)
+        // It is removed by the one that has its lock, so what has the name now keeps it.
+        && rustix::fs::stat(path).is_ok_and(|now| is_same(&now, &Some(facts)))
+        && fs::remove_file(path).is_ok()
 }
 
 /// Makes the owner and the mode those of the other file.
@@ -411,14 +416,17 @@ mod tests {
     fn what_was_left_behind_is_removed_and_nothing_else() {
         let dir = Dir::new("left");
         let target = dir.0.join("image");
-        for name in [".image.vellum-0123abcd", ".image.vellum-notes", ".other.vellum-0123abcd"] {
+        let left = [0, 1, 3].map(|number| format!(".image.vellum-0000000{number}"));
+        for name in left.iter().map(String::as_str).chain([".image.vellum-notes", ".other.vellum-00000000"]) {
             fs::write(dir.0.join(name), "").expect("a file");
         }
         let first = draft_of(&target);
         let second = draft_of(&target);
         assert!(first.path().exists() && second.path().exists(), "one that is used is no leftover");
-        drop((first, second));
-        assert_eq!(dir.names(), [".image.vellum-notes", ".other.vellum-0123abcd"]);
+        assert_ne!(first.path(), second.path());
+        let third = draft_of(&target);
+        drop((first, second, third));
+        assert_eq!(dir.names(), [".image.vellum-notes", ".other.vellum-00000000"]);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 #
 # Debian: ceph-mon ceph-osd ceph-common. The configuration, for CEPH_CONF, is DIR/ceph.conf; there is a pool `disks` and a
 # user client.reader, which may only read. The daemons are children of this script: it waits for them, and ends them when
-# it is ended (TERM). It prints `ready` once images can be made.
+# it is ended (TERM). It prints `ready` once images can be made, and fails where that takes more than minutes.
 set -eu
 dir=$1 port=$2
 mkdir -p "$dir/mon" "$dir/osd"
@@ -46,13 +46,13 @@ ceph-mon -c "$CEPH_CONF" -i a --mkfs --monmap "$dir/monmap" --keyring "$dir/keyr
 ceph-mon -c "$CEPH_CONF" -i a -f >>"$dir/mon.out" 2>&1 &
 daemons="$daemons $!"
 uuid=$(cat /proc/sys/kernel/random/uuid)
-ceph --connect-timeout 60 osd new "$uuid" >/dev/null
-ceph auth get-or-create osd.0 mon 'allow profile osd' osd 'allow *' -o "$dir/osd/keyring" 2>>"$dir/log"
+timeout 60 ceph --connect-timeout 60 osd new "$uuid" >/dev/null
+timeout 60 ceph auth get-or-create osd.0 mon 'allow profile osd' osd 'allow *' -o "$dir/osd/keyring" 2>>"$dir/log"
 ceph-osd -c "$CEPH_CONF" -i 0 --mkfs --osd-uuid "$uuid" --keyring "$dir/osd/keyring" >>"$dir/osd.out" 2>&1
 ceph-osd -c "$CEPH_CONF" -i 0 -f --keyring "$dir/osd/keyring" >>"$dir/osd.out" 2>&1 &
 daemons="$daemons $!"
-ceph osd pool create disks 8 >/dev/null 2>&1
-ceph auth get-or-create client.reader mon 'profile rbd' osd 'profile rbd-read-only' >>"$dir/keyring"
+timeout 60 ceph osd pool create disks 8 >/dev/null 2>&1
+timeout 60 ceph auth get-or-create client.reader mon 'profile rbd' osd 'profile rbd-read-only' >>"$dir/keyring"
 timeout 100 rbd pool init disks
 echo ready
 wait

@@ -5,6 +5,7 @@
 //!   runtime.rs      threads of its own for everything that waits for a network
 //!   settings.rs     what the environment says about stores        credentials.rs   files and programs with secrets
 //!   store.rs        s3://BUCKET/PREFIX, file:///DIR: get, put, list, delete, with a deadline each
+//!   silence.rs      how long what brings bytes is waited for: limits are on silence
 //!   base/           images at URLs as storages that can be read: fetching, patience, reading ahead
 //!   base/rbd/       images of Ceph clusters, through Ceph's own library: all `unsafe` of the crate
 //!   template/       published templates: name, index, chunk, push, collect, and the leases that keep them apart
@@ -27,6 +28,7 @@ mod credentials;
 pub mod nbd;
 pub mod runtime;
 pub mod settings;
+mod silence;
 pub mod store;
 pub mod template;
 

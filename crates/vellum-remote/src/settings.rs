@@ -7,7 +7,7 @@
 //! | `AWS_PROFILE`, `AWS_SHARED_CREDENTIALS_FILE`, `AWS_CONFIG_FILE` | a profile in files: credentials, a program that prints them (`credential_process`), region, endpoint |
 //! | `AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_DEFAULT_REGION` | which store |
 //! | `AWS_SKIP_SIGNATURE` | `true` for a public bucket |
-//! | `VELLUM_STORE_TIMEOUT` | seconds that one request may take, with all its retries |
+//! | `VELLUM_STORE_TIMEOUT` | seconds that one request may take with all its retries, or a read may bring nothing |
 //!
 //! Other variables `AWS_…` that the crate `object_store` knows are passed on to it.
 //!
@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use vellum_core::{Error, Result};
 
-/// How long one request may take with all its retries, unless the user says otherwise.
+/// How long one request may take with all its retries, or a read may bring nothing, unless the user says otherwise.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
 /// The variable that changes it.
@@ -31,8 +31,8 @@ const DEADLINE_VARIABLE: &str = "VELLUM_STORE_TIMEOUT";
 #[derive(Clone, Default)]
 pub struct Settings {
     vars: BTreeMap<String, String>,
-    /// Instead of what the variable says.
-    deadline: Option<Duration>,
+    /// Instead of what the variable says, and the option that says so, if one does.
+    deadline: Option<(Duration, Option<&'static str>)>,
 }
 
 impl Settings {
@@ -53,10 +53,15 @@ impl Settings {
         )
     }
 
-    /// The same, with this deadline for one request.
+    /// The same, with this deadline for one request, and the option that changes it.
     #[must_use]
-    pub fn with_deadline(self, deadline: Duration) -> Self {
-        Self { deadline: Some(deadline), ..self }
+    pub fn with_deadline(self, deadline: Duration, option: Option<&'static str>) -> Self {
+        Self { deadline: Some((deadline, option)), ..self }
+    }
+
+    /// What changes the deadline, if anything does.
+    pub(crate) fn deadline_option(&self) -> Option<&'static str> {
+        self.deadline.map_or(Some(DEADLINE_VARIABLE), |(_, option)| option)
     }
 
     /// One variable.
@@ -70,12 +75,12 @@ impl Settings {
         all.map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
-    /// How long one request may take, with all its retries.
+    /// How long one request may take with all its retries; how long a read may bring nothing.
     ///
     /// # Errors
     /// `Invalid` when the variable is not a number of seconds from 1 to 3600.
     pub fn deadline(&self) -> Result<Duration> {
-        if let Some(deadline) = self.deadline {
+        if let Some((deadline, _)) = self.deadline {
             return Ok(deadline);
         }
         let Some(text) = self.get(DEADLINE_VARIABLE) else { return Ok(DEADLINE) };

@@ -6,8 +6,9 @@
 //! ```
 //!
 //! 1. Any executor may poll the futures; the work is done on the runtime's threads.
-//! 2. Each request ends within the deadline of the settings, retries included. What is worth retrying is
-//!    retried with growing, random pauses.
+//! 2. A read ends when nothing has arrived for the deadline of the settings (`silence.rs`); a link may be as slow as it
+//!    is. Each other request ends within the deadline, retries included. What is worth retrying is retried with growing,
+//!    random pauses.
 //! 3. An object that was put is there whole or not at all, and it is durable when `put` returns.
 //! 4. No object is read beyond the length that the caller allows.
 //! 5. At most [`REQUESTS_MAX`] requests of one opened store are under way at once. One that does not answer takes no
@@ -18,34 +19,36 @@
 
 use std::fmt;
 use std::path::{Path as FsPath, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 use std::{fs, io};
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
+use futures_util::future::TryFutureExt as _;
+use futures_util::stream::BoxStream;
 use futures_util::{StreamExt, TryStreamExt};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::client::HttpError;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
     BackoffConfig, ClientOptions, ObjectStore, ObjectStoreExt, PutMode, PutPayload, RetryConfig,
 };
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use vellum_core::{Context, Error, ErrorKind, Result};
 
+use crate::base::ground::Real;
 use crate::credentials::{Profile, Provider};
 use crate::runtime::{blocking, job};
 use crate::settings::Settings;
+use crate::silence::{Failure, Ground as _, Heard, Parts, Patience, SILENCE_MAX};
 
 /// How much of a server's answer an error quotes.
 const ANSWER_CHARS_MAX: usize = 300;
 
 /// How long a connection may take to be made.
 const CONNECT_TIME_MAX: Duration = Duration::from_secs(5);
-
-/// How long a server may send nothing in the middle of an answer, or before it.
-const SILENCE_MAX: Duration = Duration::from_secs(15);
 
 /// Retries of one request, within its deadline.
 const RETRIES_MAX: usize = 1000;
@@ -64,8 +67,10 @@ struct Inner {
     /// Where it is, if it is a directory of this host.
     directory: Option<PathBuf>,
     deadline: Duration,
+    /// What changes the deadline, if anything does.
+    deadline_option: Option<&'static str>,
     profile: Option<Arc<Profile>>,
-    under_way: Semaphore,
+    under_way: Arc<Semaphore>,
     counts: Counters,
 }
 
@@ -149,7 +154,7 @@ impl Store {
                     Some(_) => None,
                     None => Profile::find(settings)?.map(Arc::new),
                 };
-                let store = bucket_store(bucket, settings, profile.clone(), Deadline::Whole(deadline))
+                let store = bucket_store(bucket, settings, profile.clone(), deadline)
                     .context(|| format!("can't open the store {url}"))?;
                 (Arc::new(store), profile, path_of(prefix)?)
             }
@@ -169,9 +174,17 @@ impl Store {
             _ => None,
         };
         let url = url.trim_end_matches('/').to_owned();
-        let under_way = Semaphore::new(REQUESTS_MAX);
-        let counts = Counters::default();
-        Ok(Self(Arc::new(Inner { objects, prefix, url, directory, deadline, profile, under_way, counts })))
+        Ok(Self(Arc::new(Inner {
+            objects,
+            prefix,
+            url,
+            directory,
+            deadline,
+            deadline_option: settings.deadline_option(),
+            profile,
+            under_way: Arc::new(Semaphore::new(REQUESTS_MAX)),
+            counts: Counters::default(),
+        })))
     }
 
     /// Its URL, without credentials.
@@ -198,20 +211,74 @@ impl Store {
     /// The whole object. An object longer than `len_max` bytes is not read.
     ///
     /// # Errors
-    /// `NotFound` when it does not exist, `Corrupt` when it is longer.
+    /// `NotFound` when it does not exist, `Corrupt` when it is longer, `Io` when nothing of it arrives for the deadline.
     pub async fn get(&self, key: &str, len_max: u64) -> Result<Bytes> {
-        let path = self.path(key)?;
-        let bytes = self
-            .request("read", key, move |store| {
-                let path = path.clone();
-                async move { read_whole(&*store.objects, &path, len_max).await }
+        let (store, key) = (self.clone(), key.to_owned());
+        let read = job(async move {
+            let ground = Real::new()?;
+            let heard = Heard::at(ground.now());
+            let patience = Patience {
+                ground: &ground,
+                timeout: store.0.deadline,
+                heard: &heard,
+                heard_any: &Heard::default(),
+                failure: &Mutex::default(),
+                repeated: &AtomicU64::new(0),
+            };
+            patience.whole(|| store.parts(&key, len_max)).await.map_err(|failure| match failure {
+                Failure::Final(error) => error,
+                Failure::Passing(error) => store.given_up(error),
             })
-            .await?;
-        let bytes = bytes.ok_or_else(|| {
-            Error::corrupt(format!("{} is longer than the {len_max} bytes it may have", self.url_of(key)))
-        })?;
-        self.0.counts.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        Ok(bytes)
+        });
+        read?.await
+    }
+
+    /// The bytes of an object as they arrive.
+    pub(crate) fn parts(&self, key: &str, len_max: u64) -> Parts {
+        let (store, key) = (self.clone(), key.to_owned());
+        let opened = async move {
+            let path = store.path(&key).map_err(Failure::Final)?;
+            store.0.counts.requests.fetch_add(1, Ordering::Relaxed);
+            let turn =
+                store.0.under_way.clone().acquire_owned().await.expect("the semaphore is never closed");
+            let answer = match store.0.objects.get(&path).await {
+                Err(error) if store.0.renews_after(&error).await => store.0.objects.get(&path).await,
+                answer => answer,
+            };
+            let answer = answer.map_err(|error| store.failure(&key, &error))?;
+            let len = answer.meta.size;
+            let body = Body { store, key, len_max, len, left: len, parts: answer.into_stream(), _turn: turn };
+            if len > len_max {
+                return Err(Failure::Final(body.too_long()));
+            }
+            Ok(futures_util::stream::try_unfold(body, async |mut body| {
+                Ok(body.next().await?.map(|part| (part, body)))
+            }))
+        };
+        Box::pin(opened.try_flatten_stream())
+    }
+
+    fn failure(&self, key: &str, error: &object_store::Error) -> Failure {
+        let why = explain(error).context(format!("can't read {}", self.url_of(key)));
+        // What a file system refuses, it refuses again.
+        if self.0.directory.is_none() && may_pass(error) {
+            Failure::Passing(why)
+        } else {
+            Failure::Final(why)
+        }
+    }
+
+    /// Why a read has failed of which nothing has arrived for the deadline.
+    pub(crate) fn given_up(&self, last: Error) -> Error {
+        last.context(self.silent())
+    }
+
+    fn silent(&self) -> String {
+        let option = self.0.deadline_option.map_or_else(String::new, |option| format!(" ({option})"));
+        format!(
+            "the store did not answer within {} s{option}; check the network and AWS_ENDPOINT_URL",
+            self.0.deadline.as_secs()
+        )
     }
 
     /// What the store knows of an object; nothing when it does not exist.
@@ -362,12 +429,7 @@ impl Store {
             tokio::time::timeout(deadline, async {
                 let _turn = inner.under_way.acquire().await.expect("the semaphore is never closed");
                 match ask(inner.clone()).await {
-                    Err(error) if is_denied(&error) && inner.profile.is_some() => {
-                        if let Some(profile) = &inner.profile {
-                            profile.forget().await;
-                        }
-                        ask(inner.clone()).await
-                    }
+                    Err(error) if inner.renews_after(&error).await => ask(inner.clone()).await,
                     answer => answer,
                 }
             })
@@ -378,16 +440,61 @@ impl Store {
         match answer {
             Ok(Ok(value)) => Ok(value),
             Ok(Err(error)) => Err(explain(&error)).context(context),
-            Err(_) => Err(Error::new(
-                ErrorKind::Io,
-                format!(
-                    "the store did not answer within {} s (VELLUM_STORE_TIMEOUT); check the network and \
-                     AWS_ENDPOINT_URL",
-                    deadline.as_secs()
-                ),
-            ))
-            .context(context),
+            Err(_) => Err(Error::new(ErrorKind::Io, self.silent())).context(context),
         }
+    }
+}
+
+impl Inner {
+    /// Whether other credentials may help: they expire.
+    async fn renews_after(&self, error: &object_store::Error) -> bool {
+        match &self.profile {
+            Some(profile) if is_denied(error) => {
+                profile.forget().await;
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+/// The body of an answer, which takes a place of the store until its end.
+struct Body {
+    store: Store,
+    key: String,
+    len_max: u64,
+    len: u64,
+    /// Bytes of it that have not come yet.
+    left: u64,
+    parts: BoxStream<'static, object_store::Result<Bytes>>,
+    _turn: OwnedSemaphorePermit,
+}
+
+impl Body {
+    /// Its next bytes; `None` after its end.
+    async fn next(&mut self) -> std::result::Result<Option<Bytes>, Failure> {
+        let next = self.parts.try_next().await.map_err(|error| self.store.failure(&self.key, &error))?;
+        match next {
+            Some(part) => {
+                self.left = match self.left.checked_sub(part.len() as u64) {
+                    Some(left) => left,
+                    None => return Err(Failure::Final(self.too_long())),
+                };
+                self.store.0.counts.bytes_read.fetch_add(part.len() as u64, Ordering::Relaxed);
+                Ok(Some(part))
+            }
+            None if self.left > 0 => {
+                let url = self.store.url_of(&self.key);
+                let why = format!("{url}: only {} of its {} bytes came", self.len - self.left, self.len);
+                Err(Failure::Passing(Error::new(ErrorKind::Io, why)))
+            }
+            None => Ok(None),
+        }
+    }
+
+    fn too_long(&self) -> Error {
+        let url = self.store.url_of(&self.key);
+        Error::corrupt(format!("{url} is longer than the {} bytes it may have", self.len_max))
     }
 }
 
@@ -395,45 +502,6 @@ impl fmt::Debug for Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Store").field(&self.0.url).finish()
     }
-}
-
-async fn read_whole(
-    objects: &dyn ObjectStore,
-    path: &Path,
-    len_max: u64,
-) -> object_store::Result<Option<Bytes>> {
-    let answer = objects.get(path).await?;
-    let len = answer.meta.size;
-    if len > len_max {
-        return Ok(None);
-    }
-    let mut parts = answer.into_stream();
-    let mut whole: Option<Bytes> = None;
-    let mut joined = BytesMut::new();
-    while let Some(part) = parts.try_next().await? {
-        let have = whole.as_ref().map_or(0, Bytes::len) + joined.len() + part.len();
-        if have as u64 > len_max {
-            return Ok(None);
-        }
-        // Most answers come in one part, which is not copied.
-        if whole.is_none() && joined.is_empty() {
-            whole = Some(part);
-        } else {
-            if let Some(first) = whole.take() {
-                joined.reserve(usize::try_from(len).unwrap_or(0).max(have));
-                joined.extend_from_slice(&first);
-            }
-            joined.extend_from_slice(&part);
-        }
-    }
-    let bytes = whole.unwrap_or_else(|| joined.freeze());
-    if bytes.len() as u64 != len {
-        return Err(object_store::Error::Generic {
-            store: "store",
-            source: format!("it sent {} of the {len} bytes that it announced", bytes.len()).into(),
-        });
-    }
-    Ok(Some(bytes))
 }
 
 /// Where a store is.
@@ -473,20 +541,13 @@ fn path_of(key: &str) -> Result<Path> {
     Path::parse(key).map_err(|error| Error::invalid(format!("{key:?} cannot name an object: {error}")))
 }
 
-/// What of a request must be over after this time, with its retries.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Deadline {
-    /// All of it.
-    Whole(Duration),
-    /// What is before the body of its answer. Whoever reads that notices when it is silent.
-    Begin(Duration),
-}
-
+/// The client of a bucket. `begin` is how long a request may take with its retries until the body of the answer begins.
+/// The one that reads the body notices when it is silent.
 pub(crate) fn bucket_store(
     bucket: &str,
     settings: &Settings,
     profile: Option<Arc<Profile>>,
-    deadline: Deadline,
+    begin: Duration,
 ) -> Result<object_store::aws::AmazonS3> {
     let mut builder = AmazonS3Builder::new().with_bucket_name(bucket);
     let mut has_region = false;
@@ -528,25 +589,32 @@ pub(crate) fn bucket_store(
     let client = ClientOptions::new()
         .with_allow_http(endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")))
         .with_connect_timeout(CONNECT_TIME_MAX)
+        .with_timeout_disabled()
         .with_read_timeout(SILENCE_MAX)
         .with_http1_only()
         .with_user_agent(object_store::HeaderValue::from_static(concat!(
             "vellum/",
             env!("CARGO_PKG_VERSION")
         )));
-    let (client, retry_timeout) = match deadline {
-        Deadline::Whole(time) => (client.with_timeout(time), time),
-        Deadline::Begin(time) => (client.with_timeout_disabled(), time),
-    };
     let backoff = BackoffConfig {
         init_backoff: Duration::from_millis(50),
         max_backoff: Duration::from_secs(5),
         base: 2.0,
     };
-    let retry = RetryConfig { backoff, max_retries: RETRIES_MAX, retry_timeout };
+    let retry = RetryConfig { backoff, max_retries: RETRIES_MAX, retry_timeout: begin };
     // The client's runtime threads must exist before it is made: it looks for the choice of cryptography.
     crate::runtime::start()?;
     builder.with_client_options(client).with_retry(retry).build().map_err(|error| explain(&error))
+}
+
+/// Whether asking again may help: the connection failed, or the server has a bad time.
+fn may_pass(error: &object_store::Error) -> bool {
+    sources(error).any(|cause| {
+        // The crate shows the status in the text alone.
+        let text = cause.to_string();
+        let status = text.split_once("status code: ").and_then(|(_, rest)| rest.get(..3)?.parse().ok());
+        cause.is::<HttpError>() || status.is_some_and(|status: u16| matches!(status, 408 | 429 | 500..=599))
+    })
 }
 
 pub(crate) fn is_denied(error: &object_store::Error) -> bool {

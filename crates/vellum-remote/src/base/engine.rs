@@ -19,14 +19,13 @@
 //!    has changed, fails at once. A failure is not remembered: the next read tries again.
 //! 4. One base never waits for another: the limits are each base's own, and no thread waits with a request.
 //! 5. What is read ahead takes no place from a read that waits: it is left out while all places are taken.
-//! 6. All limits are on silence: whatever the link's pace, a request goes on as long as at least [`PROGRESS_BYTES`] come in
-//!    [`SILENCE_MAX`]. After a silence, less is asked for at once.
+//! 6. All limits are on silence ([`Watch`]): whatever the link's pace, a request goes on as long as bytes keep coming. After
+//!    a silence, less is asked for at once.
 //! 7. All decisions are in `plan.rs`. Time, chance, and the tasks are given by a [`Ground`], and answers by a
 //!    [`Transport`], so that tests script both.
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -34,7 +33,6 @@ use std::time::Duration;
 use bytes::{Bytes, BytesMut};
 use event_listener::Event;
 use futures_util::future::{Either, select};
-use futures_util::stream::{Stream, StreamExt as _};
 use vellum_core::pin::Proof;
 use vellum_core::{
     Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result, Storage, StorageRun,
@@ -43,6 +41,8 @@ use vellum_core::{
 
 use super::kept::Kept;
 use super::plan::{AfterFailure, FETCH_BLOCK, Pace, ReadAhead, Width, after_failure, runs};
+pub(crate) use crate::silence::{Failure, Parts};
+use crate::silence::{Ground, Heard, LAST_TRY, Watch};
 
 /// The longest request, in bytes.
 pub(crate) const RUN_BYTES_MAX: u64 = 1 << 20;
@@ -53,46 +53,14 @@ pub const CACHE_BYTES: u64 = 32 << 20;
 /// Requests of one base at once.
 pub(crate) const IN_FLIGHT_MAX: usize = 16;
 
-/// How long a request may bring nothing before it counts as failed.
-pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(15);
-
-/// So many bytes end a silence: a server that sends one now and then holds nobody.
-pub(crate) const PROGRESS_BYTES: usize = 4096;
-
-/// How long the last try may take when it begins just before the timeout.
-pub(crate) const LAST_TRY: Duration = Duration::from_secs(1);
-
 const RUN_BLOCKS_MAX: u64 = RUN_BYTES_MAX / FETCH_BLOCK;
 const CACHE_BLOCKS: usize = 512;
 const AHEAD_BLOCKS_MAX: u64 = 64;
-
-/// A future for the tasks of the runtime.
-pub(crate) type Task<T> = Pin<Box<dyn Future<Output = T> + Send>>;
-
-/// The bytes of a request as they arrive.
-pub(crate) type Parts = Pin<Box<dyn Stream<Item = Result<Bytes, Failure>> + Send>>;
-
-/// Why a request brought no bytes.
-#[derive(Debug, Clone)]
-pub(crate) enum Failure {
-    /// It may pass: it is worth trying again.
-    Passing(Error),
-    /// It will not.
-    Final(Error),
-}
 
 /// Where bytes come from.
 pub(crate) trait Transport: Send + Sync {
     /// Exactly the bytes of this range, of the content that was there when it was opened.
     fn fetch(&self, range: Range<u64>) -> Parts;
-}
-
-/// Time, chance and tasks. Any thread may wait for a sleep.
-pub(crate) trait Ground: Send + Sync {
-    fn now(&self) -> Duration;
-    fn sleep(&self, time: Duration) -> Task<()>;
-    fn chance(&self) -> u64;
-    fn spawn(&self, task: Task<()>);
 }
 
 /// What was done for one remote base.
@@ -162,26 +130,6 @@ struct Fetch {
     failure: Mutex<Option<Error>>,
     result: OnceLock<Result<Bytes, Failure>>,
     done: Event,
-}
-
-/// The last time that something was heard, by the clock of the ground.
-#[derive(Default)]
-struct Heard(AtomicU64);
-
-impl Heard {
-    fn at(time: Duration) -> Self {
-        let heard = Self::default();
-        heard.note(time);
-        heard
-    }
-
-    fn note(&self, time: Duration) {
-        self.0.fetch_max(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
-    }
-
-    fn time(&self) -> Duration {
-        Duration::from_nanos(self.0.load(Ordering::Relaxed))
-    }
 }
 
 struct Block {
@@ -686,23 +634,16 @@ impl Inner {
         add(&self.counters.requests, 1);
         let wanted = small(range.end - range.start);
         let mut parts = self.transport.fetch(range);
-        let mut silent_since = self.ground.now();
-        let mut fresh = 0;
+        let mut watch = Watch::begin(self.ground.now());
         loop {
-            let in_time = (fetch.heard.time() + self.timeout).max(silent_since + LAST_TRY);
-            let until = in_time.min(silent_since + SILENCE_MAX);
-            let limit = self.ground.sleep(until.saturating_sub(self.ground.now()));
-            let part = match select(parts.next(), limit).await {
-                Either::Left((Some(part), _)) => part?,
-                Either::Left((None, _)) => break,
-                Either::Right(_) => {
+            let next = watch.next(&mut parts, &*self.ground, fetch.heard.time(), self.timeout).await;
+            let (part, is_progress) = match next {
+                Ok(Some(part)) => part,
+                Ok(None) => break,
+                Err(Some(failure)) => return Err(failure),
+                Err(None) => {
                     lock(&self.state).width.on_silence();
-                    let seconds = until.saturating_sub(silent_since).as_secs_f64().round();
-                    let why = match fresh {
-                        0 => format!("the server was silent for {seconds} s"),
-                        _ => format!("the server sent no more than {fresh} bytes in {seconds} s"),
-                    };
-                    return Err(Failure::Passing(Error::new(ErrorKind::Io, why)));
+                    return Err(watch.said(self.ground.now()));
                 }
             };
             add(&self.counters.fetched_bytes, part.len() as u64);
@@ -712,11 +653,10 @@ impl Inner {
                 return Err(Failure::Passing(Error::new(ErrorKind::Io, why)));
             }
             got.extend_from_slice(&part);
-            fresh += part.len();
-            if fresh >= PROGRESS_BYTES {
-                (fresh, silent_since) = (0, self.ground.now());
-                fetch.heard.note(silent_since);
-                self.heard.note(silent_since);
+            if is_progress {
+                let now = self.ground.now();
+                fetch.heard.note(now);
+                self.heard.note(now);
             }
         }
         match lock(got).len() {

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use super::engine::{Ground, Task};
 use crate::runtime;
+use crate::silence::{Ground, Task};
 
 /// Tasks on the threads of the runtime.
-pub(super) struct Real {
+pub(crate) struct Real {
     began: Instant,
     runtime: &'static tokio::runtime::Runtime,
 }
@@ -14,7 +14,7 @@ pub(super) struct Real {
 impl Real {
     /// # Errors
     /// When the threads cannot be started.
-    pub(super) fn new() -> vellum_core::Result<Self> {
+    pub(crate) fn new() -> vellum_core::Result<Self> {
         Ok(Self { began: Instant::now(), runtime: runtime::start()? })
     }
 }

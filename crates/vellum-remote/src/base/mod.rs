@@ -17,10 +17,10 @@
 //!    image at the same time share one opening (`shared.rs`).
 
 mod engine;
-mod ground;
+pub(crate) mod ground;
 mod http;
 mod kept;
-mod plan;
+pub(crate) mod plan;
 mod rbd;
 mod s3;
 mod shared;
@@ -81,9 +81,9 @@ impl Counted for TemplateStorage {
     fn fetch_counts(&self) -> FetchCounts {
         let counts = self.counts();
         FetchCounts {
-            requests: counts.fetched + counts.damaged,
+            requests: counts.fetched + counts.repeated,
             fetched_bytes: counts.fetched_bytes,
-            retries: counts.damaged,
+            retries: counts.damaged + counts.repeated,
             cached: counts.cached,
             failed: counts.failed,
             ..FetchCounts::default()
@@ -136,10 +136,13 @@ async fn open_known(url: &Url, options: &RemoteOptions) -> Result<Opened> {
 /// Opens a published template. Its reads are held as long as those of other remote images.
 async fn open_template(url: &str, options: &RemoteOptions) -> Result<Arc<TemplateStorage>> {
     let (store, name) = TemplateName::split(url)?;
-    let open = |deadline| Store::open(store, &Settings::from_env().with_deadline(deadline));
+    let open = |deadline, option| Store::open(store, &Settings::from_env().with_deadline(deadline, option));
+    let option = Some("--remote-timeout");
     // A store that does not answer is noticed before the rest is asked for.
-    open(OPEN_TIME_MAX.min(options.timeout))?.head(&name.index_key()?).await?;
-    TemplateStorage::open(&open(options.timeout)?, &name, options.cache.clone()).await
+    let opening =
+        open(OPEN_TIME_MAX.min(options.timeout), option.filter(|_| options.timeout < OPEN_TIME_MAX))?;
+    opening.head(&name.index_key()?).await?;
+    TemplateStorage::open(&open(options.timeout, option)?, &name, options.cache.clone()).await
 }
 
 /// What was done for each remote base that is open, by its URL; bases of one URL together.

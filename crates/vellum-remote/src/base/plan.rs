@@ -31,14 +31,14 @@ pub(super) fn pause(tries: u32, chance: u64) -> Duration {
 
 /// What to do after a request has failed in a way that may pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum AfterFailure {
+pub(crate) enum AfterFailure {
     Pause(Duration),
     GiveUp,
 }
 
 /// `now` and `deadline` on the same clock. A pause that would end at the deadline or later is cut, so that there is one last
 /// try, and after the deadline there is none.
-pub(super) fn after_failure(tries: u32, chance: u64, now: Duration, deadline: Duration) -> AfterFailure {
+pub(crate) fn after_failure(tries: u32, chance: u64, now: Duration, deadline: Duration) -> AfterFailure {
     if now >= deadline {
         return AfterFailure::GiveUp;
     }

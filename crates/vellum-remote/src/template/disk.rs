@@ -9,7 +9,9 @@
 //! 1. Every byte that a read returns belongs to a content whose digest the index has. The index itself is known by
 //!    its own digest ([`TemplateStorage::digest`]), so that one value stands for the whole disk.
 //! 2. Concurrent reads of a chunk share one fetch. Fetches, digests and decompression run on the threads of
-//!    `runtime.rs`; a read that is dropped leaves its fetch running for those that come later.
+//!    `runtime.rs`; a read that is dropped leaves its fetch running for those that come later. A read fails when nothing
+//!    that it waits for has arrived for the deadline of the store, and at most [`LAST_TRY`] later: no bytes of its chunk, or,
+//!    while the chunk waits for its turn, of any. While bytes keep coming it is held, however slow the link is.
 //! 3. Memory: contents of at most [`MEMORY_BYTES_MAX`] are kept, and at most [`FETCHES_MAX`] chunks are fetched at
 //!    once, for all disks that share the storage.
 //! 4. A chunk that is damaged is fetched once more, past the local cache. One that is still damaged, or missing,
@@ -18,13 +20,16 @@
 //!    as many after each further one, at most [`AHEAD_MAX`].
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::{BoxFuture, FutureExt, Shared};
+use event_listener::Event;
+use futures_util::future::{Either, select};
 use futures_util::{StreamExt, TryStreamExt};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, SemaphorePermit};
 use vellum_core::pin::{Proof, ProofKind};
 use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Result,
@@ -35,8 +40,10 @@ use super::chunk::{self, OVERHEAD};
 use super::index::{Digest, INDEX_BYTES_MAX, Index};
 use super::name::{TemplateName, index_key, resolve};
 use super::push::chunk_key;
+use crate::base::ground::Real;
 use crate::cache::ChunkCache;
 use crate::runtime::{blocking, job};
+use crate::silence::{Failure, Ground as _, Heard, LAST_TRY, Patience};
 use crate::store::Store;
 
 /// Contents that are kept in memory, in bytes.
@@ -68,16 +75,28 @@ struct Chunks {
     /// The URL of the version.
     url: String,
     cache: Option<Arc<ChunkCache>>,
+    ground: Real,
     memory: Mutex<Memory>,
     turns: Semaphore,
+    /// When bytes of any chunk arrived last.
+    heard: Heard,
     counters: Counters,
 }
 
-type Flight = Shared<BoxFuture<'static, Result<Bytes>>>;
+/// A chunk that is being fetched, or has been.
+struct Flight {
+    /// When bytes of it arrived last, or else when its silence began.
+    heard: Heard,
+    has_turn: AtomicBool,
+    /// Why its last try failed.
+    failure: Mutex<Option<Error>>,
+    landed: OnceLock<Result<Bytes, Failure>>,
+    done: Event,
+}
 
 #[derive(Default)]
 struct Memory {
-    flights: HashMap<u32, Flight>,
+    flights: HashMap<u32, Arc<Flight>>,
     contents: HashMap<u32, Kept>,
     bytes: u64,
     ticks: u64,
@@ -106,6 +125,7 @@ struct Counters {
     cached: AtomicU64,
     shared: AtomicU64,
     damaged: AtomicU64,
+    repeated: AtomicU64,
     failed: AtomicU64,
 }
 
@@ -122,6 +142,8 @@ pub struct TemplateCounts {
     pub shared: u64,
     /// Objects that were something else than their chunk.
     pub damaged: u64,
+    /// Requests that were made again after one had failed.
+    pub repeated: u64,
     /// Chunks that could not be had.
     pub failed: u64,
 }
@@ -162,8 +184,10 @@ impl TemplateStorage {
             index,
             url: url.clone(),
             cache,
+            ground: Real::new()?,
             memory: Mutex::default(),
             turns: Semaphore::new(FETCHES_MAX),
+            heard: Heard::default(),
             counters: Counters::default(),
         });
         Ok(Arc::new(Self { name: url, limits, chunks, order: Mutex::default() }))
@@ -181,7 +205,8 @@ impl TemplateStorage {
 
     /// What it did until now.
     pub fn counts(&self) -> TemplateCounts {
-        let Counters { fetched, fetched_bytes, cached, shared, damaged, failed } = &self.chunks.counters;
+        let Counters { fetched, fetched_bytes, cached, shared, damaged, repeated, failed } =
+            &self.chunks.counters;
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         TemplateCounts {
             fetched: load(fetched),
@@ -189,6 +214,7 @@ impl TemplateStorage {
             cached: load(cached),
             shared: load(shared),
             damaged: load(damaged),
+            repeated: load(repeated),
             failed: load(failed),
         }
     }
@@ -240,8 +266,8 @@ impl TemplateStorage {
         let last = u32::try_from(index.size().div_ceil(index.chunk_size())).expect("the index numbers them");
         for number in wanted.start..wanted.end.min(last) {
             if let Some(digest) = index.chunk(number) {
-                // The flight goes on without being polled.
-                drop(Chunks::flight(&self.chunks, number, digest));
+                let now = self.chunks.ground.now();
+                drop(Chunks::flight(&self.chunks, number, digest, now));
             }
         }
     }
@@ -282,86 +308,156 @@ fn in_memory(bytes: u64) -> usize {
 
 impl Chunks {
     async fn content(this: &Arc<Self>, number: u32, digest: Digest) -> Result<Bytes> {
-        match Self::flight(this, number, digest)? {
-            Found::Content(content) => Ok(content),
-            Found::Flight(flight) => flight.await,
+        // Since when nothing that this read waits for has arrived.
+        let mut silent_since = this.ground.now();
+        loop {
+            let flight = match Self::flight(this, number, digest, silent_since) {
+                Found::Content(content) => return Ok(content),
+                Found::Flight(flight) => flight,
+            };
+            match this.wait(&flight, &mut silent_since).await {
+                Ok(Ok(content)) => return Ok(content.clone()),
+                // It was begun for an earlier reader, or ahead: this one has time left.
+                Ok(Err(Failure::Passing(_))) if this.ground.now() < silent_since + this.store.deadline() => {}
+                Ok(Err(Failure::Passing(error))) => {
+                    return Err(this.explain(number, digest, this.store.given_up(error.clone())));
+                }
+                Ok(Err(Failure::Final(error))) => return Err(this.explain(number, digest, error.clone())),
+                Err(error) => return Err(this.explain(number, digest, error)),
+            }
         }
     }
 
     /// The content, or the fetch that will give it. One is begun if there is none.
-    fn flight(this: &Arc<Self>, number: u32, digest: Digest) -> Result<Found> {
+    fn flight(this: &Arc<Self>, number: u32, digest: Digest, silent_since: Duration) -> Found {
         let mut memory = lock(&this.memory);
         memory.ticks += 1;
         let now = memory.ticks;
         if let Some(kept) = memory.contents.get_mut(&number) {
             kept.used = now;
-            return Ok(Found::Content(kept.content.clone()));
+            return Found::Content(kept.content.clone());
         }
         if let Some(flight) = memory.flights.get(&number) {
             add(&this.counters.shared, 1);
-            return Ok(Found::Flight(flight.clone()));
+            return Found::Flight(flight.clone());
         }
-        let chunks = this.clone();
-        let work = job(async move {
-            let fetched = chunks.fetch(number, digest).await;
-            chunks.land(number, fetched.as_ref().ok());
-            fetched
-        })?;
-        let flight = work.boxed().shared();
+        let flight = Arc::new(Flight {
+            heard: Heard::at(silent_since),
+            has_turn: AtomicBool::new(false),
+            failure: Mutex::default(),
+            landed: OnceLock::new(),
+            done: Event::new(),
+        });
         memory.flights.insert(number, flight.clone());
-        Ok(Found::Flight(flight))
+        drop(memory);
+        let (chunks, begun) = (this.clone(), flight.clone());
+        this.ground.spawn(Box::pin(async move {
+            let fetched = chunks.fetch(number, digest, &begun).await;
+            chunks.land(number, &begun, fetched);
+        }));
+        Found::Flight(flight)
     }
 
-    /// Keeps a content that has arrived, and lets go of those that were not used for longest.
-    fn land(&self, number: u32, content: Option<&Bytes>) {
-        let mut memory = lock(&self.memory);
-        let flight = memory.flights.remove(&number);
-        if let Some(content) = content {
-            let used = memory.ticks;
-            memory.bytes += content.len() as u64;
-            memory.contents.insert(number, Kept { content: content.clone(), used });
-            while memory.bytes > MEMORY_BYTES_MAX {
-                let oldest =
-                    memory.contents.iter().min_by_key(|(_, kept)| kept.used).map(|(number, _)| *number);
-                let Some(kept) = oldest.and_then(|oldest| memory.contents.remove(&oldest)) else { break };
-                memory.bytes -= kept.content.len() as u64;
+    /// The end of a fetch. An error when nothing arrives for too long.
+    async fn wait<'a>(
+        &self,
+        flight: &'a Flight,
+        silent_since: &mut Duration,
+    ) -> Result<&'a Result<Bytes, Failure>, Error> {
+        loop {
+            let listener = flight.done.listen();
+            if let Some(landed) = flight.landed.get() {
+                return Ok(landed);
+            }
+            // While bytes of others arrive, its turn will come.
+            let heard = if flight.has_turn.load(Ordering::Acquire) { &flight.heard } else { &self.heard };
+            *silent_since = (*silent_since).max(heard.time());
+            let until = *silent_since + self.store.deadline() + LAST_TRY;
+            let Some(left) = until.checked_sub(self.ground.now()).filter(|left| !left.is_zero()) else {
+                let silent = || Error::new(ErrorKind::Io, "the store is silent");
+                return Err(self.store.given_up(lock(&flight.failure).clone().unwrap_or_else(silent)));
+            };
+            select(listener, self.ground.sleep(left)).await;
+        }
+    }
+
+    /// Keeps a content that has arrived, lets go of those that were not used for longest, and wakes those that wait.
+    fn land(&self, number: u32, flight: &Flight, fetched: Result<Bytes, Failure>) {
+        {
+            let mut memory = lock(&self.memory);
+            memory.flights.remove(&number);
+            if let Ok(content) = &fetched {
+                let used = memory.ticks;
+                memory.bytes += content.len() as u64;
+                memory.contents.insert(number, Kept { content: content.clone(), used });
+                while memory.bytes > MEMORY_BYTES_MAX {
+                    let oldest =
+                        memory.contents.iter().min_by_key(|(_, kept)| kept.used).map(|(number, _)| *number);
+                    let Some(kept) = oldest.and_then(|oldest| memory.contents.remove(&oldest)) else { break };
+                    memory.bytes -= kept.content.len() as u64;
+                }
             }
         }
-        drop(memory);
-        drop(flight); // not under the lock: it may be the last one
+        drop(flight.landed.set(fetched));
+        flight.done.notify(usize::MAX);
     }
 
-    async fn fetch(&self, number: u32, digest: Digest) -> Result<Bytes> {
-        let _turn = self.turns.acquire().await.expect("the semaphore is never closed");
+    /// Takes a turn, unless nothing at all arrives for too long.
+    async fn take_turn(&self, flight: &Flight) -> Result<SemaphorePermit<'_>, Failure> {
+        let mut turn = pin!(self.turns.acquire());
+        loop {
+            flight.heard.note(self.heard.time());
+            let until = flight.heard.time() + self.store.deadline();
+            let Some(left) = until.checked_sub(self.ground.now()).filter(|left| !left.is_zero()) else {
+                let why = "all requests that may be made at once wait for the store";
+                return Err(Failure::Passing(Error::new(ErrorKind::Io, why)));
+            };
+            if let Either::Left((turn, _)) = select(turn.as_mut(), self.ground.sleep(left)).await {
+                flight.has_turn.store(true, Ordering::Release);
+                return Ok(turn.expect("the semaphore is never closed"));
+            }
+        }
+    }
+
+    async fn fetch(&self, number: u32, digest: Digest, flight: &Flight) -> Result<Bytes, Failure> {
+        let _turn = self.take_turn(flight).await?;
         let len = self.index.chunk_len(number);
         if let Some(cache) = &self.cache
             && let Some(object) = cache.get(digest.0).await
         {
-            if let Ok(content) = blocking(move || chunk::decode(&object, len, digest))?.await {
+            if let Ok(content) = decode(object, len, digest).await {
                 add(&self.counters.cached, 1);
                 return Ok(content);
             }
             cache.refuse(digest.0);
         }
         let key = chunk_key(digest);
+        let patience = Patience {
+            ground: &self.ground,
+            timeout: self.store.deadline(),
+            heard: &flight.heard,
+            heard_any: &self.heard,
+            failure: &flight.failure,
+            repeated: &self.counters.repeated,
+        };
         let mut is_again = false;
         loop {
-            let object = self.store.get(&key, len as u64 + OVERHEAD).await;
-            let decoded = match object {
+            let decoded = match patience.whole(|| self.store.parts(&key, len as u64 + OVERHEAD)).await {
                 Ok(object) => {
                     add(&self.counters.fetched, 1);
                     add(&self.counters.fetched_bytes, object.len() as u64);
-                    let bytes = object.clone();
-                    let decoded = blocking(move || chunk::decode(&bytes, len, digest))?.await;
+                    let decoded = decode(object.clone(), len, digest).await;
                     decoded.map(|content| (object, content))
                 }
-                Err(error) => Err(error),
+                Err(Failure::Final(error)) => Err(error),
+                Err(passing) => return Err(passing),
             };
             match decoded {
                 Ok((object, content)) => {
                     if let Some(cache) = self.cache.clone() {
                         // The read does not wait for it.
-                        job(async move { cache.put(digest.0, object).await })?.detach();
+                        let keeping = job(async move { cache.put(digest.0, object).await });
+                        keeping.map_err(Failure::Final)?.detach();
                     }
                     return Ok(content);
                 }
@@ -369,7 +465,7 @@ impl Chunks {
                     add(&self.counters.damaged, 1);
                     is_again = true;
                 }
-                Err(error) => return Err(self.explain(number, digest, error)),
+                Err(error) => return Err(Failure::Final(error)),
             }
         }
     }
@@ -394,9 +490,14 @@ impl Chunks {
     }
 }
 
+/// The content of a chunk, from its object.
+async fn decode(object: Bytes, len: usize, digest: Digest) -> Result<Bytes> {
+    blocking(move || chunk::decode(&object, len, digest))?.await
+}
+
 enum Found {
     Content(Bytes),
-    Flight(Flight),
+    Flight(Arc<Flight>),
 }
 
 fn add(counter: &AtomicU64, more: u64) {

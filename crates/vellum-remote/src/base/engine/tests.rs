@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
+use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
 use async_executor::Executor;
@@ -12,6 +13,7 @@ use futures_util::future::FutureExt as _;
 use futures_util::stream;
 
 use super::*;
+use crate::silence::{SILENCE_MAX, Task};
 
 const SECOND: Duration = Duration::from_secs(1);
 

@@ -1,0 +1,90 @@
+//! Templates in a bucket of a server that is slow, or silent.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use futures_lite::future::block_on;
+use futures_util::future::join_all;
+use vellum_core::{Buffer, ErrorKind, ImageOffset, Random, Storage};
+use vellum_remote::template::{Push, TemplateName, TemplateStorage};
+use vellum_remote::{Put, Settings, Store};
+use vellum_web::{Fault, Server, Speed};
+
+/// Chunks of a template that are fetched at once.
+const TURNS: usize = 16;
+
+fn store(web: &Server, deadline: Duration) -> Store {
+    let variables = [
+        ("AWS_ENDPOINT_URL", web.url("")),
+        ("AWS_REGION", "x".to_owned()),
+        ("AWS_ACCESS_KEY_ID", "key".to_owned()),
+        ("AWS_SECRET_ACCESS_KEY", "secret".to_owned()),
+    ];
+    let settings = Settings::from_vars(variables.map(|(name, value)| (name.to_owned(), value)));
+    Store::open("s3://bucket/t", &settings.with_deadline(deadline, None)).expect("a bucket")
+}
+
+fn noise(len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    Random::from_seed(7).fill(&mut bytes);
+    bytes
+}
+
+fn name() -> TemplateName {
+    TemplateName::split("s3://bucket/t/debian:1").expect("a name").1
+}
+
+async fn push(store: &Store, disk: &[u8], chunk_shift: u32) {
+    let push = Push::begin(store, &name(), disk.len() as u64, chunk_shift).await.expect("begins");
+    for (number, chunk) in (0..).zip(disk.chunks(1 << chunk_shift)) {
+        push.add(number, chunk.to_vec()).await.expect("adds");
+    }
+    push.commit().await.expect("commits");
+}
+
+async fn read(template: &TemplateStorage, at: usize, len: usize) -> vellum_core::Result<Vec<u8>> {
+    Ok(template.read(ImageOffset::new(at as u64), Buffer::for_overwrite(len)).await?.to_vec())
+}
+
+#[test]
+fn a_slow_link_is_not_a_silent_one() {
+    let web = Server::start();
+    let disk = noise(1 << 20);
+    block_on(async {
+        let quick = store(&web, Duration::from_secs(60));
+        push(&quick, &disk, 18).await;
+        quick.put("large", disk[..600_000].to_vec().into(), Put::Replace).await.expect("written");
+        // A chunk takes twice as long as nothing may come.
+        web.set_speed(Speed { bytes_per_second: 128 << 10, ..Speed::default() });
+        let patient = store(&web, Duration::from_secs(1));
+        let template = TemplateStorage::open(&patient, &name(), None).await.expect("it is published");
+        assert!(read(&template, 1 << 18, 1 << 18).await.expect("it comes") == disk[1 << 18..2 << 18]);
+        assert!(patient.get("large", 600_000).await.expect("it comes") == disk[..600_000]);
+    });
+}
+
+#[test]
+fn reads_that_wait_for_a_turn_end_when_the_store_is_silent() {
+    let web = Server::start();
+    let disk = noise((4 * TURNS) << 16);
+    block_on(async {
+        push(&store(&web, Duration::from_secs(60)), &disk, 16).await;
+        let patient = store(&web, Duration::from_secs(2));
+        let template = TemplateStorage::open(&patient, &name(), None).await.expect("it is published");
+        web.always(Fault::Stall);
+        let reads = (0..4 * TURNS).map(|number| read(&template, number << 16, 4096));
+        for read in join_all(reads).await {
+            let error = read.expect_err("the store is silent");
+            assert_eq!(error.kind(), ErrorKind::Io);
+            assert!(error.chain().contains("did not answer within 2 s"), "{}", error.chain());
+        }
+        // The first ones were asked for, and others as the last try when those had ended. The rest waited no longer.
+        let is_read = |path: &String| path.contains("/chunks/");
+        let asked = web.log().into_iter().filter(|asked| asked.method == "GET").map(|asked| asked.path);
+        let asked: BTreeSet<String> = asked.filter(is_read).collect();
+        assert!((TURNS..=2 * TURNS).contains(&asked.len()), "{} chunks were asked for", asked.len());
+        web.always(Fault::None);
+        web.release();
+        assert!(read(&template, 0, 4096).await.expect("it is well again") == disk[..4096]);
+    });
+}

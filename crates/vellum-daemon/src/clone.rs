@@ -21,6 +21,7 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use vellum_core::pin::Pin;
 use vellum_core::{BlockSize, Context, Error, ErrorKind, LocalFuture, Result, Url, try_join_all};
@@ -48,6 +49,8 @@ pub struct Cloning {
     pub size: Option<u64>,
     /// Where the template's own references may lead, and the clones' references to it.
     pub allow_dirs: Vec<PathBuf>,
+    /// How long a request to a remote image is held while it does not answer.
+    pub remote_timeout: Option<Duration>,
     /// A template at a URL that proves nothing never changes: the user says so.
     pub trust_base: bool,
     /// For clones of the native format. Size and base are filled in.
@@ -225,6 +228,7 @@ async fn open_source(how: &Cloning, is_native: bool) -> Result<Source> {
         format: Some(format),
         snapshot,
         allow_dirs: how.allow_dirs.clone(),
+        remote_timeout: how.remote_timeout,
         trust_base: how.trust_base,
         ..ImageOptions::reading()
     };
@@ -353,6 +357,7 @@ impl Template<'_> {
             // It is open.
             trust_backing: true,
             allow_dirs: self.how.allow_dirs.clone(),
+            remote_timeout: self.how.remote_timeout,
             trust_base: self.how.trust_base,
         })
     }

@@ -3,7 +3,7 @@
 //! Each function must be called on a worker.
 
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
 use vellum_format::FormatKind;
@@ -82,6 +82,8 @@ pub struct ResizeOptions {
     pub may_shrink: bool,
     /// Where references may lead, besides the image's own directory.
     pub allow_dirs: Vec<PathBuf>,
+    /// How long a request to a remote image is held while it does not answer.
+    pub remote_timeout: Option<Duration>,
 }
 
 /// Resizes the disk of an image. `wanted` computes the new size from the old one. Returns both, in bytes.
@@ -121,6 +123,7 @@ async fn len_below(path: &Path, options: &ResizeOptions) -> Result<Option<u64>> 
     let options = ImageOptions {
         format: options.format,
         allow_dirs: options.allow_dirs.clone(),
+        remote_timeout: options.remote_timeout,
         ..ImageOptions::reading()
     };
     let (storage, kind) = open_file(path, &options).await?;

@@ -13,6 +13,7 @@
 use std::cell::Cell;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use vellum_core::{Error, ErrorKind, Result, SharedDisk};
 use vellum_format::{FormatKind, native, qcow2};
@@ -43,6 +44,8 @@ pub struct Conversion {
     pub data_files: Vec<PathBuf>,
     /// Where references of the target may lead, besides its own directory.
     pub allow_dirs: Vec<PathBuf>,
+    /// How long a request to a remote image is held while it does not answer.
+    pub remote_timeout: Option<Duration>,
     /// Past the page cache.
     pub direct: bool,
     /// Pieces in flight at once, at least one.
@@ -167,6 +170,7 @@ impl Copying<'_> {
             backing: None,
             trust_backing: true,
             allow_dirs: Vec::new(),
+            remote_timeout: None,
             trust_base: false,
         };
         match self.how.format {
@@ -182,6 +186,7 @@ impl Copying<'_> {
             format: Some(how.format),
             direct: how.direct,
             allow_dirs: how.allow_dirs.clone(),
+            remote_timeout: how.remote_timeout,
             data_files: how.data_files.iter().cloned().chain(self.new_data_file()?).collect(),
             ..ImageOptions::default()
         };

@@ -3,6 +3,7 @@
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use vellum_core::pin::Pin;
 use vellum_core::{
@@ -32,6 +33,8 @@ pub struct CreateTarget {
     pub trust_backing: bool,
     /// Where the backing image's own references may lead: directories, and prefixes of URLs.
     pub allow_dirs: Vec<PathBuf>,
+    /// How long a request to a remote image is held while it does not answer.
+    pub remote_timeout: Option<Duration>,
     /// A backing image at a URL that proves nothing never changes: the user says so.
     pub trust_base: bool,
 }
@@ -96,6 +99,7 @@ impl CreateTarget {
         let options = ImageOptions {
             format: Some(*format),
             allow_dirs: self.allow_dirs.clone(),
+            remote_timeout: self.remote_timeout,
             trust_base: self.trust_base,
             ..ImageOptions::reading()
         };

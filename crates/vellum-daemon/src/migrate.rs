@@ -68,6 +68,7 @@ async fn make(target: &NewTarget, path: &Path, size: u64) -> Result<MoveNumber> 
         // Nothing is derived from what the source holds: it is still written.
         trust_backing: true,
         allow_dirs: Vec::new(),
+        remote_timeout: None,
         trust_base: false,
     };
     match target.format {

@@ -107,6 +107,7 @@ impl NewImage {
             backing: self.backing_of_image(path)?,
             trust_backing: false,
             allow_dirs: self.allow_dirs.clone(),
+            remote_timeout: None,
             trust_base: false,
         };
         match self.format {

@@ -36,12 +36,9 @@ pub(crate) struct ReadArgs {
     pub(crate) force_share: bool,
     #[command(flatten)]
     pub(crate) allow: AllowArgs,
-    /// How long to wait for a remote image that does not answer, in seconds (default 60)
-    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
-    pub(crate) remote_timeout: Option<Duration>,
 }
 
-/// Where the references of images may lead
+/// Where the references of images may lead, and how long remote ones are waited for
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct AllowArgs {
     /// Also allow backing and data files in DIR; may be given several times
@@ -54,10 +51,13 @@ pub(crate) struct AllowArgs {
     /// For example https://host/templates/ or s3://bucket/. By default, an image must not refer to a URL.
     #[arg(long, value_name = "PREFIX", value_parser = parse_url_prefix)]
     pub(crate) allow_url: Vec<UrlPrefix>,
+    /// How long to wait for a remote image that does not answer, in seconds (default 60)
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub(crate) remote_timeout: Option<Duration>,
 }
 
 impl AllowArgs {
-    /// Both, as the library takes them.
+    /// The directories and the beginnings of URLs, as the library takes them.
     pub(crate) fn places(&self) -> Vec<PathBuf> {
         let urls = self.allow_url.iter().map(|prefix| PathBuf::from(prefix.to_string()));
         allowed(&self.allow_dir).into_iter().chain(urls).collect()
@@ -83,7 +83,7 @@ impl ReadArgs {
             format: self.format,
             force_share: self.force_share,
             allow_dirs: self.allow.places(),
-            remote_timeout: self.remote_timeout,
+            remote_timeout: self.allow.remote_timeout,
             ..ImageOptions::reading()
         }
     }

@@ -139,6 +139,7 @@ fn cloning(args: &Args, clones: &[NewClone]) -> Result<Cloning> {
         template: clone_of(args)?,
         size,
         allow_dirs: args.allow.places(),
+        remote_timeout: args.allow.remote_timeout,
         trust_base: args.trust_base,
         native: new.native,
         qcow2: new.qcow2,

@@ -133,6 +133,7 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         force_share: args.force_share,
         direct: args.direct,
         allow_dirs: args.allow.places(),
+        remote_timeout: args.allow.remote_timeout,
         ..ImageOptions::reading()
     };
     let source = open_image(&args.source, &options).await.map_err(or_share)?;
@@ -152,6 +153,7 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         target_is_zero: args.target_is_zero,
         data_files: args.data_file.clone(),
         allow_dirs: args.allow.places(),
+        remote_timeout: args.allow.remote_timeout,
         direct: args.direct,
         pieces_at_once: usize::from(args.parallel),
         sparse_bytes: args.sparse_size,

@@ -154,6 +154,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         backing,
         trust_backing: args.unsafe_backing,
         allow_dirs: args.allow.places(),
+        remote_timeout: args.allow.remote_timeout,
         trust_base: args.trust_base,
     };
     let mut made = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;

@@ -57,7 +57,7 @@ pub(crate) struct Args {
     #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
     file: Option<PathBuf>,
     /// Control socket of the server that serves the image, as given to `vellum serve --control`
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "direct", "data_file", "allow_dir", "allow_url", "progress"])]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["format", "direct", "data_file", "allow_dir", "allow_url", "remote_timeout", "progress"])]
     control: Option<PathBuf>,
     /// Export name of the disk; optional if the server has one disk
     #[arg(long, value_name = "EXPORT", requires = "control")]
@@ -113,6 +113,7 @@ async fn flattened(args: &Args, file: &Path) -> Result<Flattened, Failure> {
         format: args.format,
         direct: args.direct,
         allow_dirs: args.allow.places(),
+        remote_timeout: args.allow.remote_timeout,
         data_files: args.data_file.clone(),
         ..ImageOptions::default()
     };

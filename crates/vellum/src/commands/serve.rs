@@ -465,8 +465,12 @@ pub(crate) fn run(args: Args) -> Outcome {
         pin_base: false,
         tap: None,
         wished_tap: None,
-        allow_dirs: AllowArgs { allow_dir: args.allow_dir.clone(), allow_url: args.allow_url.clone() }
-            .places(),
+        allow_dirs: AllowArgs {
+            allow_dir: args.allow_dir.clone(),
+            allow_url: args.allow_url.clone(),
+            remote_timeout: args.remote_timeout,
+        }
+        .places(),
         trust_base: args.trust_base,
         remote_timeout: args.remote_timeout,
         data_files: args.data_file.clone(),

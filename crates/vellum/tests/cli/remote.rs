@@ -214,6 +214,37 @@ fn a_copy_that_waits_for_a_server_ends_at_once_with_ctrl_c() {
 }
 
 #[test]
+fn all_that_open_remote_images_wait_as_long_as_they_are_told() {
+    let (web, _, url) = web(13);
+    let dir = Dir::new("remote-patience");
+    let (image, allow, other) = (dir.text("clone.qcow2"), web.url("/"), dir.text("other.raw"));
+    clone(&url, "qcow2", &image);
+    std::fs::write(&other, vec![1; LEN]).expect("a disk");
+    let patient = ["--allow-url", &allow, "--remote-timeout", "1"];
+    let convert: &[&str] = &["convert", "-O", "raw", &image, &dir.text("copy.raw")];
+    let compare: &[&str] = &["compare", "-F", "raw", &image, &other];
+    let flatten: &[&str] = &["flatten", &image];
+    for command_line in [convert, compare, flatten] {
+        // The base is found when it is opened, and is silent from then on.
+        web.next(&[Fault::None]);
+        web.always(Fault::Stall);
+        let ran = vellum(&[command_line, &patient].concat());
+        assert!(ran.code != 0 && ran.err.contains("no answer for 1 s (--remote-timeout)"), "{ran:?}");
+        web.always(Fault::None);
+        web.release();
+    }
+    // These only look what is there.
+    let resize: &[&str] = &["resize", "-q", &image, "6M"];
+    let second: &[&str] = &["clone", "-q", "-F", "qcow2", &image, &dir.text("second.qcow2")];
+    let third: &[&str] =
+        &["create", "-q", "-f", "qcow2", "-b", "clone.qcow2", "-F", "qcow2", &dir.text("third.qcow2")];
+    for command_line in [resize, second, third] {
+        let ran = vellum(&[command_line, &patient].concat());
+        assert_eq!(ran.code, 0, "{ran:?}");
+    }
+}
+
+#[test]
 fn a_lying_server_gives_nothing() {
     let (web, disk, url) = web(5);
     let dir = Dir::new("remote-lies");

@@ -163,6 +163,7 @@ async fn make(engine: Engine, path: &Path, size: u64) -> Result<()> {
         backing: None,
         trust_backing: false,
         allow_dirs: Vec::new(),
+        remote_timeout: None,
         trust_base: false,
     };
     match engine {

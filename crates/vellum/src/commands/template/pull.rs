@@ -95,6 +95,7 @@ async fn fetch(args: &Args) -> Result<Pulled, Failure> {
         target_is_zero: false,
         data_files: Vec::new(),
         allow_dirs: Vec::new(),
+        remote_timeout: None,
         direct: false,
         pieces_at_once: 8,
         sparse_bytes: 4096,

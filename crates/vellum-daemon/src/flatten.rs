@@ -21,6 +21,7 @@ use vellum_layer::Chain;
 
 use crate::copy::{CopyOptions, copy};
 use crate::image::{ImageOptions, open_image};
+use crate::signals::Stop;
 
 /// Zeros are looked for in units of this many bytes.
 const SPARSE_BYTES: u64 = 64 << 10;
@@ -43,10 +44,11 @@ pub async fn flatten(
     path: &Path,
     options: &ImageOptions,
     pieces_at_once: usize,
-    stop: &AtomicBool,
+    stop: &mut Stop,
     progress: &dyn Fn(u64, u64),
 ) -> Result<Flattened> {
-    let chain = open_image(path, options).await?;
+    let chain = stop.or_stopped(open_image(path, options)).await?;
+    let stop = &*stop.flag;
     let done = flatten_open(&chain, pieces_at_once, stop, progress).await;
     let closed = chain.close().await;
     let flattened = done.and_then(|flattened| closed.map(|()| flattened))?;

@@ -4,6 +4,8 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use futures_lite::FutureExt as _;
@@ -26,6 +28,8 @@ pub struct HostOptions {
     pub force_share: bool,
     /// How remote images are read.
     pub remote: RemoteOptions,
+    /// Becomes true when one is asked for.
+    pub asks_remote: Arc<AtomicBool>,
 }
 
 /// Opens files of this host, for one opening of an image.
@@ -161,6 +165,7 @@ impl Opener for Host {
         purpose: Purpose,
     ) -> LocalFuture<'a, Result<SharedStorage>> {
         if let Some(url) = Url::of_path(canonical) {
+            self.options.asks_remote.store(true, Ordering::Release);
             return Box::pin(async move {
                 let url = url?;
                 if is_nbd(&url) && purpose == Purpose::Write {
@@ -211,7 +216,10 @@ impl Opener for Host {
         let one = move |path: PathBuf| {
             Box::pin(async move {
                 match Url::of_path(&path) {
-                    Some(url) => remote_identity(&url.ok()?, &self.options.remote, self.asked).await,
+                    Some(url) => {
+                        self.options.asks_remote.store(true, Ordering::Release);
+                        remote_identity(&url.ok()?, &self.options.remote, self.asked).await
+                    }
                     None => unblock_at(&path.clone(), move || identity(&path)).await,
                 }
             })

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use vellum_core::{Error, ErrorKind, Result, SharedStorage};
@@ -54,6 +55,8 @@ pub struct ImageOptions {
     pub tap: Option<TapOptions>,
     /// As `tap`, where the image itself asks for copies.
     pub wished_tap: Option<TapOptions>,
+    /// Becomes true when a remote image is asked for.
+    pub asks_remote: Arc<AtomicBool>,
 }
 
 impl ImageOptions {
@@ -71,6 +74,7 @@ impl ImageOptions {
         Ok(Host::new(HostOptions {
             direct: self.direct,
             force_share: self.force_share,
+            asks_remote: self.asks_remote.clone(),
             remote: RemoteOptions {
                 timeout: self.remote_timeout.unwrap_or(REMOTE_TIMEOUT_DEFAULT),
                 allowed: Host::url_prefixes(&self.allow_dirs)?,

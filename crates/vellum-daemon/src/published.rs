@@ -86,7 +86,8 @@ pub async fn push(
     progress: &dyn Fn(u64, u64),
 ) -> Result<Pushed> {
     let (store, name) = split(url)?;
-    let chain = open_image(image, &ImageOptions { read_only: true, ..options.clone() }).await?;
+    let options = ImageOptions { read_only: true, ..options.clone() };
+    let chain = stop.or_stopped(open_image(image, &options)).await?;
     let pushed = push_disk(chain.disk(), &store, &name, chunk_shift, stop, progress).await;
     let closed = chain.close().await;
     let pushed = pushed.context(|| format!("can't publish {} as {url}", image.display()))?;

@@ -6,6 +6,8 @@
 //! 3. No disk is added once the server ends: one that is still being opened is closed when it is open.
 //! 4. An image whose storage does not answer does not keep others from being opened, and is logged until it
 //!    is open or has failed.
+//! 5. When the server ends, an opening that waits for a remote image is abandoned after [`REMOTE_GRACE`]. For the image on
+//!    top that is as a crash is, of which it recovers.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -14,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use event_listener::Event;
+use futures_lite::future::or;
 use vellum_core::losses::COMES_BACK;
 use vellum_core::{Error, ErrorKind, LocalFuture, Result, lock};
 use vellum_export::nbd::Exports;
@@ -31,6 +34,9 @@ const OPENED_AT_ONCE: usize = 16;
 /// If opening takes longer than this, another image is opened meanwhile.
 const OPENING_LONG: Duration = Duration::from_secs(2);
 
+/// How long a server that ends waits for images that are being opened over remote ones.
+const REMOTE_GRACE: Duration = Duration::from_secs(1);
+
 /// All disks of a server.
 pub(crate) struct Disks {
     how: Arc<How>,
@@ -46,6 +52,7 @@ pub(crate) struct Disks {
     lost: Mutex<Vec<(PathBuf, Duration)>>,
     next_number: AtomicUsize,
     has_ended: AtomicBool,
+    ending: Event,
 }
 
 /// An image that is being opened, until dropped.
@@ -108,6 +115,10 @@ impl Opening {
     }
 }
 
+fn ends() -> Error {
+    Error::new(ErrorKind::Closed, "the server is shutting down")
+}
+
 impl Disks {
     /// None yet.
     pub(crate) fn new(how: How, exports: Exports, workers: WorkersHandle) -> Arc<Self> {
@@ -121,6 +132,7 @@ impl Disks {
             lost: Mutex::default(),
             next_number: AtomicUsize::new(0),
             has_ended: AtomicBool::new(false),
+            ending: Event::new(),
         })
     }
 
@@ -179,7 +191,11 @@ impl Disks {
 
     async fn open(self: &Arc<Self>, number: usize, group: &Group) -> Result<Arc<Served>> {
         let _coming = Coming::of(self, &group.exports[0].path);
-        let served = Served::open(number, group, self.how.clone(), self.workers.clone()).await?;
+        let asks_remote = Arc::new(AtomicBool::new(false));
+        let mut group = Group { canonical: group.canonical.clone(), exports: group.exports.clone() };
+        group.exports[0].image.asks_remote = asks_remote.clone();
+        let opening = Served::open(number, &group, self.how.clone(), self.workers.clone());
+        let served = or(opening, self.abandoned(&asks_remote)).await?;
         let lost: Vec<Duration> = {
             let lost = self.lost_now();
             lost.iter().filter(|(path, _)| *path == served.canonical).map(|(_, when)| *when).collect()
@@ -199,11 +215,28 @@ impl Disks {
         }
     }
 
+    /// Completes when the server has ended and a remote image, which may never answer, is waited for.
+    async fn abandoned(&self, asks_remote: &AtomicBool) -> Result<Arc<Served>> {
+        loop {
+            let ending = self.ending.listen();
+            if self.has_ended.load(Ordering::Acquire) {
+                break;
+            }
+            ending.await;
+        }
+        loop {
+            clock().sleep(REMOTE_GRACE).await;
+            if asks_remote.load(Ordering::Acquire) {
+                return Err(ends());
+            }
+        }
+    }
+
     /// Offers a disk that is open.
     pub(super) fn admit(&self, served: &Arc<Served>, exports: &[ExportSpec]) -> Result<()> {
         let mut all = self.lock();
         if self.has_ended.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::Closed, "the server is shutting down"));
+            return Err(ends());
         }
         for (index, export) in exports.iter().enumerate() {
             // It has these names from the beginning.
@@ -276,6 +309,7 @@ impl Disks {
     pub(crate) fn end(&self) -> Vec<Arc<Served>> {
         let all = self.lock();
         self.has_ended.store(true, Ordering::Release);
+        self.ending.notify(usize::MAX);
         all.clone()
     }
 

@@ -136,7 +136,10 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         remote_timeout: args.allow.remote_timeout,
         ..ImageOptions::reading()
     };
-    let source = open_image(&args.source, &options).await.map_err(or_share)?;
+    let source = match stop.or_stopped(open_image(&args.source, &options)).await {
+        Err(error) if error.kind() == ErrorKind::Closed => return Err(interrupted(error)),
+        opened => opened.map_err(or_share)?,
+    };
     let size = source.disk().geometry().size;
     if new.size.is_some_and(|wanted| wanted != size) {
         return Err(Error::invalid(format!(
@@ -167,7 +170,11 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
     };
     let converted = convert::convert(source, &conversion, &mut stop, &progress).await;
     converted.map(|()| size).map_err(|error| match error.kind() {
-        ErrorKind::Closed => with_code(130)(error.context("interrupted")),
+        ErrorKind::Closed => interrupted(error),
         _ => error.into(),
     })
+}
+
+fn interrupted(error: Error) -> Failure {
+    with_code(130)(error.context("interrupted"))
 }

@@ -117,11 +117,11 @@ async fn flattened(args: &Args, file: &Path) -> Result<Flattened, Failure> {
         data_files: args.data_file.clone(),
         ..ImageOptions::default()
     };
-    let stop = Stop::new()?;
+    let mut stop = Stop::new()?;
     let wish = Wish { is_wanted: args.progress, quiet: args.quiet, output: args.output };
     let bar = OnceCell::new();
     let progress = |size, done| bar.get_or_init(|| Progress::new(size, wish)).set(done);
-    let done = flatten(file, &options, usize::from(args.parallel), &stop.flag, &progress).await;
+    let done = flatten(file, &options, usize::from(args.parallel), &mut stop, &progress).await;
     bar.get().into_iter().for_each(Progress::end);
     done.map_err(|error| match error.kind() {
         ErrorKind::Closed => with_code(130)(error.context("interrupted; run it again to continue")),

@@ -475,6 +475,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         remote_timeout: args.remote_timeout,
         data_files: args.data_file.clone(),
         chunk_cache: args.chunk_cache.choice(),
+        ..ImageOptions::default()
     };
     let hydration = hydration_of(&args)?;
     let default = args.image.clone().map(|path| (String::new(), path));

@@ -259,6 +259,54 @@ fn a_published_template_is_the_base_of_clones_and_a_host_fetches_it_once() {
 }
 
 #[test]
+fn what_waits_for_a_store_ends_at_once_when_it_is_asked_to() {
+    let (web, dir) = (Web::start(), Dir::new("published-ends"));
+    let variables = store_of(&web);
+    let variables = variables.each_ref().map(|(name, value)| (*name, value.as_str()));
+    let command = |arguments: &[&str]| {
+        let mut command = vellum_command();
+        command.args(arguments).envs(variables);
+        command
+    };
+    let (raw, image, url) = (dir.text("t.raw"), dir.text("clone.qcow2"), "s3://bucket/t/debian:1");
+    std::fs::write(&raw, noise(MIB, 9)).expect("a disk");
+    finish(command(&["template", "push", "-q", &raw, url]), None).answer();
+    finish(command(&["create", "-q", "-f", "qcow2", "-b", url, "-F", "raw", &image]), None).answer();
+    let socket = Dir::short();
+    let address = format!("unix:{}", socket.text("nbd"));
+    let patient = ["--allow-url", "s3://bucket/t/", "--remote-timeout", "3600"];
+    let serve: &[&str] = &["serve", "--nbd", &address, &image];
+    let convert: &[&str] = &["convert", "-O", "raw", &image, &dir.text("copy.raw")];
+    let flatten: &[&str] = &["flatten", &image];
+    for (command_line, code) in [(serve, 0), (convert, 130), (flatten, 130)] {
+        web.always(Fault::Stall);
+        let before = web.counts().reads;
+        let mut command = command(&[command_line, &patient].concat());
+        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("our own program");
+        let mut child = Killed(child);
+        until("it waits for the index of the template", || web.counts().reads > before);
+        kill_process(pid_of(&child.0), Signal::INT).expect("it runs");
+        // It would wait for an hour.
+        until("it ends", || child.0.try_wait().expect("a child").is_some());
+        let status = child.0.wait().expect("it has ended");
+        assert_eq!(status.code(), Some(code), "{command_line:?}: {status}");
+        web.always(Fault::None);
+        web.release();
+    }
+    finish(command(&["check", &image]), None).answer();
+}
+
+/// A process that does not outlive this.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        drop(self.0.kill());
+        drop(self.0.wait());
+    }
+}
+
+#[test]
 fn blocks_of_a_web_server_are_fetched_once_by_a_host() {
     let (web, dir) = (Web::start(), Dir::new("published-blocks"));
     let bytes = noise(3 * MIB, 7);

@@ -58,11 +58,13 @@ pub(crate) fn run(args: &Args) -> Outcome {
 }
 
 async fn find(args: &Args) -> Result<Zeros> {
-    let stop = Stop::new()?;
+    let mut stop = Stop::new()?;
+    let flag = stop.flag.clone();
     let bar = std::cell::OnceCell::new();
     let wish = Wish { is_wanted: false, quiet: args.quiet, output: args.output };
     let progress = |size, bytes| bar.get_or_init(|| Progress::new(size, wish)).set(bytes);
-    let zeros = prepare(&args.file, &args.read.options(), &stop.flag, &progress).await;
+    let options = args.read.options();
+    let zeros = stop.or_stopped(prepare(&args.file, &options, &flag, &progress)).await;
     if let Some(bar) = bar.get() {
         bar.end();
     }

@@ -43,12 +43,12 @@ impl CacheChoice {
         Ok(Some(Self { dir: dir.into(), bytes_max }))
     }
 
-    /// Opens it, or finds it open in this process.
+    /// Opens it, or finds it open in this process. Nothing when the directory does not answer.
     ///
     /// # Errors
     /// Those of the directory, and of a bound that is too small.
-    pub(crate) fn open(&self) -> Result<Arc<ChunkCache>> {
-        ChunkCache::shared(&self.dir, self.bytes_max)
+    pub(crate) async fn open(&self) -> Result<Option<Arc<ChunkCache>>> {
+        ChunkCache::shared(&self.dir, self.bytes_max).await
     }
 }
 

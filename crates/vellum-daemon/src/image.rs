@@ -65,7 +65,7 @@ impl ImageOptions {
         Self { read_only: true, ..Self::default() }
     }
 
-    pub(crate) fn host(&self) -> Result<Host> {
+    pub(crate) async fn host(&self) -> Result<Host> {
         if self.force_share && !self.read_only {
             return Err(Error::invalid(
                 "--force-share needs read-only access: only one program at a time may write an image",
@@ -78,9 +78,13 @@ impl ImageOptions {
             remote: RemoteOptions {
                 timeout: self.remote_timeout.unwrap_or(REMOTE_TIMEOUT_DEFAULT),
                 allowed: Host::url_prefixes(&self.allow_dirs)?,
-                cache: match &self.chunk_cache {
-                    Some(choice) => Some(choice.open()?),
-                    None => CacheChoice::from_env()?.map(|choice| choice.open()).transpose()?,
+                cache: match self
+                    .chunk_cache
+                    .clone()
+                    .map_or_else(CacheChoice::from_env, |said| Ok(Some(said)))?
+                {
+                    Some(choice) => choice.open().await?,
+                    None => None,
                 },
             },
         }))
@@ -122,7 +126,7 @@ pub async fn open_over(
         tap: options.tap.clone(),
         wished_tap: options.wished_tap.clone(),
     };
-    let opened = Chain::open(&options.host()?, path, &chain).await?;
+    let opened = Chain::open(&options.host().await?, path, &chain).await?;
     if !options.read_only && options.snapshot.is_none() {
         warn_of_losses(&opened).await;
     }
@@ -197,7 +201,7 @@ pub async fn look_at(host: &Host, step: &Step) -> Result<Look> {
 /// # Errors
 /// What opening and reading its first bytes say.
 pub async fn open_file(path: &Path, options: &ImageOptions) -> Result<(SharedStorage, FormatKind)> {
-    let host = options.host()?;
+    let host = options.host().await?;
     let purpose = if options.read_only { Purpose::Read } else { Purpose::Write };
     let canonical = host.canonical(path).await?;
     let storage = host.open(&canonical, path, purpose).await?;
@@ -214,7 +218,7 @@ pub async fn open_file(path: &Path, options: &ImageOptions) -> Result<(SharedSto
 /// Those of [`open_file`] and of the recovery; `Unsupported` when another program writes it just now.
 pub async fn open_file_replayed(path: &Path, options: &ImageOptions) -> Result<(SharedStorage, FormatKind)> {
     let (storage, format) = open_file(path, options).await?;
-    let host = options.host()?;
+    let host = options.host().await?;
     let read = replayed(&host, &host.canonical(path).await?, path, storage, format).await?;
     Ok((read.ok_or_else(|| being_written(path))?, format))
 }

@@ -46,7 +46,7 @@ pub struct ImageFacts {
 /// What opening and reading say; `Corrupt` for a chain that is a loop; `Refused` for a reference that is not
 /// allowed; each names the file and its depth.
 pub async fn inspect(path: &Path, options: &ImageOptions, with_chain: bool) -> Result<Vec<ImageFacts>> {
-    let (host, gate) = (options.host()?, Host::gate(&options.allow_dirs, &[])?);
+    let (host, gate) = (options.host().await?, Host::gate(&options.allow_dirs, &[])?);
     let mut images: Vec<ImageFacts> = Vec::new();
     let (mut way, top) = WayDown::begin(&host, &gate, path, options.format).await?;
     let mut next = Some(top);

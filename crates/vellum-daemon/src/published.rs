@@ -211,7 +211,10 @@ pub async fn pull(
     progress: &dyn Fn(Step),
 ) -> Result<Pulled> {
     let (store, name) = split(url)?;
-    let cache = cache.map(CacheChoice::open).transpose()?;
+    let cache = match cache {
+        Some(choice) => choice.open().await?,
+        None => None,
+    };
     let opened = TemplateStorage::open(&store, &name, cache);
     let template = stop.or_stopped(opened).await?;
     let disk: SharedDisk = Raw::open(template.clone(), true, &HostTally::default());

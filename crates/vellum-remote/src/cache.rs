@@ -25,7 +25,7 @@
 //!    as on a full disk, nothing is written for [`PAUSE`].
 //! 5. A directory that does not answer, such as one on a hung file system, holds nobody up: after [`ANSWER_TIME_MAX`] an
 //!    entry counts as a miss, and for [`PAUSE`] nothing is asked; then one request tries again. The cache has threads of
-//!    its own, for which nobody waits.
+//!    its own, for which nobody waits. One that does not answer when it is opened is not used until a later opening.
 //! 6. The directory is made for its owner alone, and one of another owner, one that all may write to, or one with
 //!    something else in it is refused. Nothing is read or deleted but regular files with the names of entries, and
 //!    symbolic links are not followed. Who can write to it can change what disks read from URLs, but not
@@ -41,7 +41,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
-use futures_util::future::{Either, select};
+use futures_util::future::{BoxFuture, Either, FutureExt as _, Shared, select};
 use rustix::fs::OFlags;
 use tokio::sync::Semaphore;
 use vellum_core::{Context, Error, Result, lock};
@@ -71,6 +71,9 @@ const WRITES_MAX: usize = 16;
 
 /// How long an entry is waited for.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(1);
+
+/// How long a directory is waited for when it is opened.
+const OPEN_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Threads that wait for the directory.
 const THREADS_MAX: usize = 16;
@@ -112,6 +115,68 @@ pub struct ChunkCache {
     threads: Threads,
     names: AtomicU64,
     counters: Counters,
+}
+
+/// A cache that is being opened.
+struct Opening {
+    dir: PathBuf,
+    bytes_max: u64,
+    outcome: Shared<BoxFuture<'static, Result<Arc<ChunkCache>>>>,
+    /// It was waited for in vain.
+    is_silent: bool,
+}
+
+/// Those that are being opened. Of a directory that does not answer there is one, however many want it.
+static OPENINGS: Mutex<Vec<Opening>> = Mutex::new(Vec::new());
+
+/// Opens a cache on a thread of its own, which may never return. Nothing when that takes too long.
+async fn in_time_or_none(
+    dir: &Path,
+    bytes_max: u64,
+    limit: Duration,
+    open: impl FnOnce() -> Result<Arc<ChunkCache>> + Send + 'static,
+) -> Option<Result<Arc<ChunkCache>>> {
+    let is_this = |one: &Opening| one.dir == dir && one.bytes_max == bytes_max;
+    let begun = {
+        let mut all = lock(&OPENINGS);
+        match all.iter().find(|one| is_this(one)) {
+            Some(one) => Ok((one.outcome.clone(), if one.is_silent { Duration::ZERO } else { limit })),
+            None => Threads::new("vellum-cache", 1).map(|threads| {
+                let opening = async move { threads.run(open).await };
+                let outcome = opening.boxed().shared();
+                let dir = dir.to_owned();
+                all.push(Opening { dir, bytes_max, outcome: outcome.clone(), is_silent: false });
+                (outcome, limit)
+            }),
+        }
+    };
+    let begun = begun.and_then(|(outcome, limit)| {
+        let _in_runtime = runtime::start()?.enter();
+        Ok((outcome, Box::pin(tokio::time::sleep(limit))))
+    });
+    let (outcome, limit) = match begun {
+        Ok(begun) => begun,
+        Err(error) => return Some(Err(error)),
+    };
+    match select(outcome.clone(), limit).await {
+        Either::Left((opened, _)) => {
+            let ended = |one: &mut Opening| one.outcome.ptr_eq(&outcome);
+            drop(lock(&OPENINGS).extract_if(.., ended).collect::<Vec<_>>());
+            Some(opened)
+        }
+        Either::Right(_) => {
+            let mut all = lock(&OPENINGS);
+            if let Some(one) = all.iter_mut().find(|one| one.outcome.ptr_eq(&outcome) && !one.is_silent) {
+                one.is_silent = true;
+                tracing::warn!(
+                    "the cache of chunks in {} does not answer: what is opened now is read without it, until it is \
+                     opened again",
+                    dir.display()
+                );
+            }
+            None
+        }
+    }
 }
 
 #[derive(Default)]
@@ -175,21 +240,24 @@ impl ChunkCache {
         Self::of(dir, bytes_max)
     }
 
-    /// As [`open`](Self::open), one for all of this process that name the same directory and bound.
+    /// As [`open`](Self::open), one for all of this process that name the same directory and bound. Nothing when the
+    /// directory does not answer within [`OPEN_TIME_MAX`], which is logged, or did not answer others before.
     ///
     /// # Errors
     /// Those of `open`.
-    pub fn shared(dir: &Path, bytes_max: u64) -> Result<Arc<Self>> {
+    pub async fn shared(dir: &Path, bytes_max: u64) -> Result<Option<Arc<Self>>> {
         static OPEN: Mutex<Vec<Weak<ChunkCache>>> = Mutex::new(Vec::new());
-        let own = Self::open(dir, bytes_max)?;
+        let (asked, limit) = (dir.to_owned(), OPEN_TIME_MAX);
+        let opened = in_time_or_none(dir, bytes_max, limit, move || Self::open(&asked, bytes_max)).await;
+        let Some(own) = opened.transpose()? else { return Ok(None) };
         let mut open = lock(&OPEN);
         open.retain(|other| other.strong_count() > 0);
         let same = |other: &Arc<Self>| other.dir == own.dir && other.share == own.share;
         if let Some(other) = open.iter().filter_map(Weak::upgrade).find(same) {
-            return Ok(other);
+            return Ok(Some(other));
         }
         open.push(Arc::downgrade(&own));
-        Ok(own)
+        Ok(Some(own))
     }
 
     fn of(dir: PathBuf, bytes_max: u64) -> Result<Arc<Self>> {
@@ -538,6 +606,36 @@ mod tests {
         assert_eq!(block_on(cache.get(key(1))), Some(payload(1, 1000)), "it answers again");
         block_on(cache.put(key(2), payload(2, 1000)));
         assert_eq!(cache.counts().written, 2);
+    }
+
+    #[test]
+    fn a_directory_that_does_not_answer_is_opened_once_and_not_waited_for() {
+        let directory = Directory::new("cache-hung");
+        let dir = directory.0.join("chunks");
+        let gate = Arc::new(Mutex::new(()));
+        let held = lock(&gate);
+        let openings = Arc::new(AtomicU64::new(0));
+        let ask = |limit| {
+            let (gate, openings, own) = (gate.clone(), openings.clone(), dir.clone());
+            let open = move || {
+                openings.fetch_add(1, Ordering::Relaxed);
+                drop(lock(&gate));
+                ChunkCache::open(&own, CACHE_BYTES_MIN)
+            };
+            block_on(in_time_or_none(&dir, CACHE_BYTES_MIN, limit, open))
+        };
+        assert!(ask(Duration::from_millis(20)).is_none());
+        // Not for this long again.
+        for _ in 0..100 {
+            assert!(ask(Duration::from_secs(3600)).is_none());
+        }
+        assert_eq!(openings.load(Ordering::Relaxed), 1);
+        drop(held);
+        while ask(Duration::from_secs(3600)).is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        ask(Duration::from_secs(3600)).expect("it answers").expect("opens");
+        assert_eq!(openings.load(Ordering::Relaxed), 2);
     }
 
     #[test]

@@ -26,7 +26,7 @@ impl Served {
 
     /// Clones of its snapshots, in this server, read its file from now on. The image is closed.
     pub(super) async fn forks_read_file(&self) {
-        if let Ok(host) = self.image.host() {
+        if let Ok(host) = self.image.host().await {
             self.how.templates.left(&host, &self.canonical).await;
         }
     }

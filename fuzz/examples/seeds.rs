@@ -41,6 +41,9 @@ fn main() -> io::Result<()> {
         bytes[0] = seed % 8;
         write(&root.join("native_open"), &format!("pokes-{seed:02}"), &bytes)?;
     }
+    for (name, input) in templates() {
+        write(&root.join("template_store"), name, &input)?;
+    }
     for (name, talk) in handshakes() {
         write(&root.join("nbd_handshake"), name, &talk)?;
         // A session that has its own handshake (mode 0).
@@ -187,6 +190,25 @@ fn programs() -> Vec<Vec<u8>> {
         program
     };
     flags.into_iter().map(program).collect()
+}
+
+/// An index with and without its checksum, and chunks in both codecs.
+fn templates() -> Vec<(&'static str, Vec<u8>)> {
+    use vellum_remote::template::{Digest, Index, chunk};
+    let chunks = [0, 1, 5, 6, 9].map(|number| (number, Digest::of(&number.to_be_bytes())));
+    let index = Index::build(10 << 16, 16, &chunks.into()).expect("it fits");
+    let mut noise = vec![0; 600];
+    Random::from_seed(1).fill(&mut noise);
+    let chunk = |content: &[u8]| {
+        let len = u32::try_from(content.len()).expect("small");
+        [&[2][..], &len.to_be_bytes(), &chunk::encode(content)].concat()
+    };
+    vec![
+        ("index", [&[0][..], &index].concat()),
+        ("index-open", [&[1][..], &index[..index.len() - 32]].concat()),
+        ("chunk-zstd", chunk(&[7; 5000])),
+        ("chunk-as-it-is", chunk(&noise)),
+    ]
 }
 
 /// Handshakes for `nbd_handshake`: how they are cut into pieces, the client's flags, options.

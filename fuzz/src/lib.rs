@@ -7,6 +7,7 @@
 //!   qcow2_ops      bytes are a program                     our own image, requests, pokes into closed metadata
 //!   qcow2_journal  bytes are records                       an image that was not closed, recovered, used, checked
 //!   native_open    bytes are pokes                         our own image of the native format, then as qcow2_open
+//!   template_store bytes are an index or a chunk           what a template in a store may claim
 //! ```
 //!
 //! Rules for every input:
@@ -23,6 +24,7 @@ mod journal;
 mod native;
 mod open;
 mod ops;
+mod template;
 mod watched;
 
 pub use header::qcow2_header;
@@ -30,6 +32,7 @@ pub use journal::qcow2_journal;
 pub use native::native_open;
 pub use open::qcow2_open;
 pub use ops::qcow2_ops;
+pub use template::template_store;
 
 use peak_alloc::PeakAlloc;
 use vellum_core::{MemoryDisk, Result, SharedDisk, SharedStorage};

@@ -24,13 +24,14 @@ struct Target {
     ci_inputs: u64,
 }
 
-const TARGETS: [Target; 11] = [
+const TARGETS: [Target; 12] = [
     Target { name: "qcow2_open", input_bytes_max: 96 << 10, ci_inputs: 16_000 },
     Target { name: "qcow2_ops", input_bytes_max: 512, ci_inputs: 4_000 },
     Target { name: "qcow2_journal", input_bytes_max: 1024, ci_inputs: 16_000 },
     Target { name: "qcow2_header", input_bytes_max: 4096, ci_inputs: 250_000 },
     Target { name: "native_open", input_bytes_max: 1024, ci_inputs: 4_000 },
     Target { name: "boot_trace", input_bytes_max: 4096, ci_inputs: 2_000_000 },
+    Target { name: "template_store", input_bytes_max: 4096, ci_inputs: 250_000 },
     Target { name: "nbd_session", input_bytes_max: 4096, ci_inputs: 250_000 },
     Target { name: "nbd_handshake", input_bytes_max: 4096, ci_inputs: 700_000 },
     Target { name: "nbd_request", input_bytes_max: 64, ci_inputs: 12_000_000 },

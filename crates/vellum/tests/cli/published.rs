@@ -307,6 +307,51 @@ impl Drop for Killed {
 }
 
 #[test]
+fn credentials_that_expire_are_fetched_anew() {
+    let (web, dir) = (Web::start(), Dir::new("published-keys"));
+    let (config, keys, image) = (dir.text("config"), dir.text("keys"), dir.text("clone.qcow2"));
+    let print = |key: &str| {
+        let printed = format!(r#"{{"Version":1,"AccessKeyId":"{key}","SecretAccessKey":"hush"}}"#);
+        std::fs::write(&keys, printed).expect("writes");
+    };
+    let url = web.url("");
+    std::fs::write(
+        &config,
+        format!("[default]\nregion = x\nendpoint_url = {url}\ncredential_process = cat {keys}\n"),
+    )
+    .expect("writes");
+    let none = dir.text("none");
+    let variables = [("AWS_CONFIG_FILE", config.as_str()), ("AWS_SHARED_CREDENTIALS_FILE", none.as_str())];
+    let run = |arguments: &[&str]| {
+        let mut command = vellum_command();
+        command.args(arguments).envs(variables);
+        finish(command, None)
+    };
+    let (raw, bytes) = (dir.text("t.raw"), noise(2 * MIB, 8));
+    std::fs::write(&raw, &bytes).expect("a disk");
+    print("ONE");
+    web.require_key(Some("ONE"));
+    run(&["template", "push", "-q", &raw, "s3://bucket/t/debian:1"]).answer();
+    run(&["create", "-q", "-f", "qcow2", "-b", "s3://bucket/t/debian:1", "-F", "raw", &image]).answer();
+    let arguments = ["--allow-url", "s3://bucket/t/", &image];
+    let served = Server::try_start_in(&variables, &arguments).unwrap_or_else(|ran| panic!("{ran:?}"));
+    let mut guest = Client::connect(&served.peer(), "").expect("a connection");
+    assert_eq!(guest.read(0, 4096).expect("read"), bytes[..4096]);
+    web.require_key(Some("TWO"));
+    print("TWO");
+    assert_eq!(guest.read(MIB as u64, 4096).expect("with the new key"), bytes[MIB..MIB + 4096]);
+    // No key is right any more.
+    web.require_key(Some("THREE"));
+    assert!(guest.read(MIB as u64 + (MIB as u64) / 2, 4096).is_err());
+    guest.disconnect();
+    served.stop();
+    let push = ["template", "push", &raw, "s3://bucket/t/debian:2"];
+    let denied = run(&push);
+    is_refusal(&denied, 1, &["s3://bucket/t/leases/", "check AWS_ACCESS_KEY_ID"], &push);
+    assert!(!denied.err.contains("hush"), "{denied:?}");
+}
+
+#[test]
 fn blocks_of_a_web_server_are_fetched_once_by_a_host() {
     let (web, dir) = (Web::start(), Dir::new("published-blocks"));
     let bytes = noise(3 * MIB, 7);

@@ -9,7 +9,8 @@
 //! 2. A read ends when nothing has arrived for the deadline of the settings (`silence.rs`); a link may be as slow as it
 //!    is. Each other request ends within the deadline, retries included. What is worth retrying is retried with growing,
 //!    random pauses.
-//! 3. An object that was put is there whole or not at all, and it is durable when `put` returns.
+//! 3. An object that was put is there whole or not at all, and it is durable when `put` returns. When the answer to an
+//!    upload is lost, the store is asked whether it has the object before it is uploaded again.
 //! 4. No object is read beyond the length that the caller allows.
 //! 5. At most [`REQUESTS_MAX`] requests of one opened store are under way at once. One that does not answer takes no
 //!    places of another.
@@ -21,7 +22,7 @@ use std::fmt;
 use std::path::{Path as FsPath, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 use std::{fs, io};
 
 use bytes::Bytes;
@@ -39,6 +40,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use vellum_core::{Context, Error, ErrorKind, Result};
 
 use crate::base::ground::Real;
+use crate::base::plan::pause;
 use crate::credentials::{Profile, Provider};
 use crate::runtime::{blocking, job};
 use crate::settings::Settings;
@@ -53,6 +55,9 @@ const CONNECT_TIME_MAX: Duration = Duration::from_secs(5);
 /// Retries of one request, within its deadline.
 const RETRIES_MAX: usize = 1000;
 
+/// Bytes of an upload a second that are enough for it to end in time.
+const UPLOAD_PACE_MIN: u64 = 32 << 10;
+
 /// Requests to one store that are under way at once. More wait, within their deadline.
 const REQUESTS_MAX: usize = 256;
 
@@ -62,6 +67,8 @@ pub struct Store(Arc<Inner>);
 
 struct Inner {
     objects: Arc<dyn ObjectStore>,
+    /// The same, which tries nothing again.
+    uploads: Arc<dyn ObjectStore>,
     prefix: Path,
     url: String,
     /// Where it is, if it is a directory of this host.
@@ -136,6 +143,8 @@ fn forget_staged_in(directory: &FsPath, age: Duration) -> io::Result<()> {
 pub enum Put {
     /// What was there is replaced.
     Replace,
+    /// What was there is replaced by the same: the name stands for the content.
+    OfContent,
     /// An object that is there stays.
     IfAbsent,
 }
@@ -148,15 +157,19 @@ impl Store {
     pub fn open(url: &str, settings: &Settings) -> Result<Self> {
         let location = Location::parse(url)?;
         let deadline = settings.deadline()?;
-        let (objects, profile, prefix): (Arc<dyn ObjectStore>, _, _) = match &location {
+        type Objects = Arc<dyn ObjectStore>;
+        let (objects, uploads, profile, prefix): (Objects, Objects, _, _) = match &location {
             Location::Bucket { bucket, prefix } => {
                 let profile = match settings.get("AWS_ACCESS_KEY_ID") {
                     Some(_) => None,
                     None => Profile::find(settings)?.map(Arc::new),
                 };
-                let store = bucket_store(bucket, settings, profile.clone(), deadline)
-                    .context(|| format!("can't open the store {url}"))?;
-                (Arc::new(store), profile, path_of(prefix)?)
+                let client = |client| {
+                    bucket_store(bucket, settings, profile.clone(), client)
+                        .context(|| format!("can't open the store {url}"))
+                };
+                let (reads, uploads) = (client(Client::Patient(deadline))?, client(Client::Once)?);
+                (Arc::new(reads), Arc::new(uploads), profile, path_of(prefix)?)
             }
             Location::Directory(directory) => {
                 let store = LocalFileSystem::new_with_prefix(directory).map_err(|error| {
@@ -166,7 +179,8 @@ impl Store {
                         format!("{directory} is no directory that can be opened; create it first"),
                     )
                 })?;
-                (Arc::new(store.with_fsync(true)), None, Path::default())
+                let store = Arc::new(store.with_fsync(true));
+                (store.clone(), store, None, Path::default())
             }
         };
         let directory = match &location {
@@ -176,6 +190,7 @@ impl Store {
         let url = url.trim_end_matches('/').to_owned();
         Ok(Self(Arc::new(Inner {
             objects,
+            uploads,
             prefix,
             url,
             directory,
@@ -300,27 +315,24 @@ impl Store {
         }
     }
 
-    /// Writes an object. False when it is there already and was to stay.
+    /// Writes an object. False when it is there already and was to stay. It takes no longer than the deadline and what a link
+    /// of [`UPLOAD_PACE_MIN`] needs.
     ///
     /// # Errors
     /// `NoSpace` when the store is full, `Refused` when it denies the request.
     pub async fn put(&self, key: &str, bytes: Bytes, how: Put) -> Result<bool> {
         let path = self.path(key)?;
         let len = bytes.len() as u64;
-        let mode = match how {
-            Put::Replace => PutMode::Overwrite,
-            Put::IfAbsent => PutMode::Create,
+        let on_the_way = Duration::from_secs(len / UPLOAD_PACE_MIN);
+        let all_tries = self.0.deadline + on_the_way;
+        let one_try = match self.0.directory {
+            Some(_) => all_tries,
+            None => SILENCE_MAX.min(self.0.deadline / 2) + on_the_way,
         };
         let is_new = self
-            .request("write", key, move |store| {
-                let (path, bytes, mode) = (path.clone(), bytes.clone(), mode.clone());
-                async move {
-                    match store.objects.put_opts(&path, PutPayload::from_bytes(bytes), mode.into()).await {
-                        Ok(_) => Ok(true),
-                        Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
-                        Err(error) => Err(error),
-                    }
-                }
+            .request_within(all_tries, "write", key, move |store| {
+                let (path, bytes) = (path.clone(), bytes.clone());
+                async move { store.upload(&path, &bytes, how, (one_try, all_tries)).await }
             })
             .await?;
         if is_new {
@@ -422,9 +434,22 @@ impl Store {
         T: Send + 'static,
         F: Future<Output = object_store::Result<T>> + Send,
     {
+        self.request_within(self.0.deadline, what, key, ask).await
+    }
+
+    async fn request_within<T, F>(
+        &self,
+        deadline: Duration,
+        what: &'static str,
+        key: &str,
+        ask: impl Fn(Arc<Inner>) -> F + Send + Sync + 'static,
+    ) -> Result<T>
+    where
+        T: Send + 'static,
+        F: Future<Output = object_store::Result<T>> + Send,
+    {
         self.0.counts.requests.fetch_add(1, Ordering::Relaxed);
         let inner = self.0.clone();
-        let deadline = self.0.deadline;
         let answer = job(async move {
             tokio::time::timeout(deadline, async {
                 let _turn = inner.under_way.acquire().await.expect("the semaphore is never closed");
@@ -455,6 +480,66 @@ impl Inner {
             }
             _ => false,
         }
+    }
+
+    /// Uploads an object until the store says that it has it, or that it will not. `one_try` and `all_tries` are how long
+    /// these may take.
+    async fn upload(
+        &self,
+        path: &Path,
+        bytes: &Bytes,
+        how: Put,
+        (one_try, all_tries): (Duration, Duration),
+    ) -> object_store::Result<bool> {
+        let mode = || match how {
+            Put::Replace | Put::OfContent => PutMode::Overwrite,
+            Put::IfAbsent => PutMode::Create,
+        };
+        let began = Instant::now();
+        // An answer was lost, so the object may be there.
+        let mut is_doubtful = false;
+        let mut tries = 0;
+        loop {
+            let put = self.uploads.put_opts(path, PutPayload::from_bytes(bytes.clone()), mode().into());
+            let (error, may_be_there) = match tokio::time::timeout(one_try, put).await {
+                Ok(Ok(_)) => return Ok(true),
+                Ok(Err(object_store::Error::AlreadyExists { .. })) => {
+                    return Ok(is_doubtful && self.has(path, bytes, true).await?);
+                }
+                Ok(Err(error)) => {
+                    let is_clear = self.directory.is_some() || kind_of(&error) == ErrorKind::NoSpace;
+                    let may_be_there = !is_clear && may_pass(&error);
+                    (error, may_be_there)
+                }
+                Err(_) => {
+                    let source = format!("no answer within {} s", one_try.as_secs()).into();
+                    (object_store::Error::Generic { store: "S3", source }, true)
+                }
+            };
+            let pause = pause(tries, fastrand::u64(..));
+            if !may_be_there || began.elapsed() + pause >= all_tries {
+                return Err(error);
+            }
+            is_doubtful = true;
+            tokio::time::sleep(pause).await;
+            tries += 1;
+            // What is replaced without regard to what it is may be an earlier one.
+            if how != Put::Replace && self.has(path, bytes, how == Put::IfAbsent).await? {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// Whether the store has an object of this length, and of this content if that is to be compared.
+    async fn has(&self, path: &Path, bytes: &Bytes, compares: bool) -> object_store::Result<bool> {
+        let found = match self.objects.head(path).await {
+            Err(object_store::Error::NotFound { .. }) => return Ok(false),
+            found => found?,
+        };
+        if found.size != bytes.len() as u64 || !compares {
+            return Ok(found.size == bytes.len() as u64);
+        }
+        Ok(self.objects.get(path).await?.bytes().await? == *bytes)
     }
 }
 
@@ -541,13 +626,21 @@ fn path_of(key: &str) -> Result<Path> {
     Path::parse(key).map_err(|error| Error::invalid(format!("{key:?} cannot name an object: {error}")))
 }
 
-/// The client of a bucket. `begin` is how long a request may take with its retries until the body of the answer begins.
-/// The one that reads the body notices when it is silent.
+/// What a client of a bucket does with a request that gets no answer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Client {
+    /// It asks again, until the body of an answer begins or this time is over. The one that reads the body notices when it
+    /// is silent.
+    Patient(Duration),
+    /// Nothing: its user has the limits and asks again.
+    Once,
+}
+
 pub(crate) fn bucket_store(
     bucket: &str,
     settings: &Settings,
     profile: Option<Arc<Profile>>,
-    begin: Duration,
+    client: Client,
 ) -> Result<object_store::aws::AmazonS3> {
     let mut builder = AmazonS3Builder::new().with_bucket_name(bucket);
     let mut has_region = false;
@@ -586,11 +679,10 @@ pub(crate) fn bucket_store(
         }
         builder = builder.with_allow_http(endpoint.starts_with("http://"));
     }
-    let client = ClientOptions::new()
+    let mut options = ClientOptions::new()
         .with_allow_http(endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")))
         .with_connect_timeout(CONNECT_TIME_MAX)
         .with_timeout_disabled()
-        .with_read_timeout(SILENCE_MAX)
         .with_http1_only()
         .with_user_agent(object_store::HeaderValue::from_static(concat!(
             "vellum/",
@@ -601,10 +693,18 @@ pub(crate) fn bucket_store(
         max_backoff: Duration::from_secs(5),
         base: 2.0,
     };
-    let retry = RetryConfig { backoff, max_retries: RETRIES_MAX, retry_timeout: begin };
+    let (max_retries, retry_timeout) = match client {
+        Client::Patient(begin) => {
+            // Of an upload, this would also count the time in which it is sent.
+            options = options.with_read_timeout(SILENCE_MAX);
+            (RETRIES_MAX, begin)
+        }
+        Client::Once => (0, Duration::ZERO),
+    };
+    let retry = RetryConfig { backoff, max_retries, retry_timeout };
     // The client's runtime threads must exist before it is made: it looks for the choice of cryptography.
     crate::runtime::start()?;
-    builder.with_client_options(client).with_retry(retry).build().map_err(|error| explain(&error))
+    builder.with_client_options(options).with_retry(retry).build().map_err(|error| explain(&error))
 }
 
 /// Whether asking again may help: the connection failed, or the server has a bad time.

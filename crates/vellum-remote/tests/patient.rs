@@ -88,3 +88,46 @@ fn reads_that_wait_for_a_turn_end_when_the_store_is_silent() {
         assert!(read(&template, 0, 4096).await.expect("it is well again") == disk[..4096]);
     });
 }
+
+#[test]
+fn a_push_looks_whether_the_object_is_there_when_the_answer_is_lost() {
+    let disk = noise(1 << 16);
+    for fault in [Fault::Reset, Fault::Status(500), Fault::Stall] {
+        let web = Server::start();
+        let store = store(&web, Duration::from_secs(4));
+        for part in ["/leases/", "/chunks/", "/index/"] {
+            web.next_uploads(part, std::slice::from_ref(&fault));
+        }
+        block_on(async {
+            let push = Push::begin(&store, &name(), disk.len() as u64, 16).await.expect("begins");
+            push.add(0, disk.clone()).await.expect("it is there");
+            let pushed = push.commit().await.expect("it is there");
+            assert!(pushed.is_new && pushed.counts.uploaded == 1, "{fault:?}: {pushed:?}");
+            let template = TemplateStorage::open(&store, &name(), None).await.expect("it is published");
+            assert!(read(&template, 0, disk.len()).await.expect("it is whole") == disk, "{fault:?}");
+        });
+        let uploads = |part: &str| {
+            let is_one = |asked: &&vellum_web::Asked| asked.method == "PUT" && asked.path.contains(part);
+            web.log().iter().filter(is_one).count()
+        };
+        assert_eq!((uploads("/chunks/"), uploads("/index/")), (1, 1), "{fault:?}: nothing is sent again");
+    }
+}
+
+#[test]
+fn a_version_that_another_push_has_published_stays_although_an_answer_was_lost() {
+    let (web, disk) = (Server::start(), noise(1 << 18));
+    let store = store(&web, Duration::from_secs(60));
+    block_on(async {
+        let other = Push::begin(&store, &name(), 1 << 18, 18).await.expect("begins");
+        other.add(0, vec![5; 1 << 18]).await.expect("adds");
+        let push = Push::begin(&store, &name(), 1 << 18, 18).await.expect("begins");
+        push.add(0, disk).await.expect("adds");
+        let digest = other.commit().await.expect("it is the first").digest;
+        web.next_uploads("/index/", &[Fault::Reset]);
+        let error = push.commit().await.expect_err("there is another");
+        assert!(error.chain().contains("never replaced"), "{}", error.chain());
+        let template = TemplateStorage::open(&store, &name(), None).await.expect("it is published");
+        assert_eq!(template.digest(), digest);
+    });
+}

@@ -49,7 +49,11 @@ fn talk(shared: &Shared, stream: TcpStream) -> io::Result<()> {
         let latency = shared.state().speed.latency;
         thread::sleep(latency);
         let is_read = request.method == "GET" && request.query.is_empty();
-        let fault = if is_read { shared.fault() } else { Fault::None };
+        let fault = match request.method.as_str() {
+            _ if is_read => shared.fault(),
+            "PUT" if request.query.is_empty() => shared.fault_of_upload(&request.path),
+            _ => Fault::None,
+        };
         if is_read {
             shared.reads.fetch_add(1, Ordering::Relaxed);
         }

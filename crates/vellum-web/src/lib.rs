@@ -3,14 +3,15 @@
 //! ```text
 //!   GET, HEAD     objects; Range, If-Match, strong entity tags       http.rs  one request and its answer
 //!   PUT, DELETE   If-None-Match: *, multipart uploads                s3.rs    what S3 adds: listing, uploads, bulk deletion
-//!   faults        one for each of the next reads, or for all
+//!   faults        one for each of the next reads, or for all; for uploads, after the object is stored
 //!   a model       latency of each answer, bandwidth of all together
 //! ```
 //!
 //! One thread accepts, and each connection has a thread. That is simple, and enough for tests: a stalled answer holds up
 //! its own connection only.
 //!
-//! 1. Faults concern reads of objects alone, so that a script counts requests that a test can foresee.
+//! 1. Faults concern reads of objects, and uploads to paths that are named, so that a script counts requests that a test can
+//!    foresee.
 //! 2. Nothing is checked of a signature but that it is there, and whose it is.
 //! 3. The server ends when its last handle is dropped; connections that stall then end, too.
 
@@ -144,6 +145,8 @@ struct State {
     uploads: BTreeMap<String, BTreeMap<u32, Vec<u8>>>,
     next: VecDeque<Fault>,
     always: Option<Fault>,
+    /// For uploads to paths that contain this.
+    uploads_next: Vec<(String, Fault)>,
     log: Vec<Asked>,
     key: Option<String>,
     speed: Speed,
@@ -184,6 +187,12 @@ impl Shared {
     fn fault(&self) -> Fault {
         let mut state = self.state();
         state.next.pop_front().or_else(|| state.always.clone()).unwrap_or(Fault::None)
+    }
+
+    fn fault_of_upload(&self, path: &str) -> Fault {
+        let mut state = self.state();
+        let place = state.uploads_next.iter().position(|(part, _)| path.contains(part.as_str()));
+        place.map_or(Fault::None, |place| state.uploads_next.remove(place).1)
     }
 
     /// When so many bytes have gone over the line that all answers share.
@@ -336,6 +345,12 @@ impl Server {
     /// What goes wrong with the next reads, one each.
     pub fn next(&self, faults: &[Fault]) {
         self.shared().state().next.extend(faults.iter().cloned());
+    }
+
+    /// What goes wrong with the next uploads to paths that contain this, one each, after the object is stored.
+    pub fn next_uploads(&self, part_of_path: &str, faults: &[Fault]) {
+        let faults = faults.iter().map(|fault| (part_of_path.to_owned(), fault.clone()));
+        self.shared().state().uploads_next.extend(faults);
     }
 
     /// What goes wrong with each read for which nothing else was said.

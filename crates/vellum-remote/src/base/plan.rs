@@ -23,7 +23,7 @@ const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 /// The pause before try `tries` + 1: random between half of the backoff and all of it.
-pub(super) fn pause(tries: u32, chance: u64) -> Duration {
+pub(crate) fn pause(tries: u32, chance: u64) -> Duration {
     let full = PAUSE_FIRST.saturating_mul(1 << tries.min(16)).min(PAUSE_MAX);
     let half = full / 2;
     half + half.mul_f64((chance % 1024) as f64 / 1024.0)

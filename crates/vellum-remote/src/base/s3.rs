@@ -18,7 +18,7 @@ use super::ground::Real;
 use super::kept::Kept;
 use super::{REMEDY, RemoteOptions, proof_of};
 use crate::credentials::Profile;
-use crate::store::{bucket_store, explain, is_denied};
+use crate::store::{Client, bucket_store, explain, is_denied};
 use crate::{Settings, runtime};
 
 /// How long the begin of an answer may be waited for here; the engine has the patience, and waits for what follows.
@@ -38,7 +38,7 @@ impl Bucket {
             Some(_) => None,
             None => Profile::find(&settings)?.map(Arc::new),
         };
-        let store = Arc::new(bucket_store(name, &settings, profile.clone(), REQUEST_TIME)?);
+        let store = Arc::new(bucket_store(name, &settings, profile.clone(), Client::Patient(REQUEST_TIME))?);
         Ok(Self { store, profile })
     }
 

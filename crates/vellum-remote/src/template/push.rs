@@ -144,7 +144,7 @@ impl Push {
             if !is_there {
                 let object = blocking(move || chunk::encode(&content))?.await;
                 let len = object.len() as u64;
-                self.store.put(&key, object, Put::Replace).await?;
+                self.store.put(&key, object, Put::OfContent).await?;
                 uploaded = Some(len);
             }
         }

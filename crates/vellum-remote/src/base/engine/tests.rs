@@ -429,3 +429,19 @@ fn it_is_not_written() {
     let runs = world.run(base.runs(ImageOffset::new(100).span(1 << 20))).expect("what is there");
     assert_eq!(runs, [StorageRun { span: ImageOffset::new(100).span(FETCH_BLOCK - 100), is_data: true }]);
 }
+
+#[test]
+fn a_reader_close_behind_another_is_served_from_memory() {
+    const MIB: usize = 1 << 20;
+    // Twice what is kept in memory; and the second reader is a quarter of that behind.
+    let (count, behind) = (64, 8);
+    let (world, base, script) = base(count * MIB, &[]);
+    for turn in 0..count + behind {
+        for at in [Some(turn).filter(|at| *at < count), turn.checked_sub(behind)].into_iter().flatten() {
+            let is = world.run(read(&base, (at * MIB) as u64, MIB)).expect("it can be read");
+            assert!(is == script.content[at * MIB..(at + 1) * MIB], "{at}");
+        }
+    }
+    let asked: u64 = lock(&script.asked).iter().map(|range| range.end - range.start).sum();
+    assert_eq!(asked, (count * MIB) as u64, "each byte once");
+}

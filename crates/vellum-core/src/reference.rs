@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   http://HOST[:PORT]/PATH[?QUERY]      https:// also
-//!   s3://BUCKET/KEY
+//!   s3://BUCKET/KEY[?versionId=VERSION]
 //!   nbd://HOST[:PORT]/EXPORT             nbd+unix:///EXPORT?socket=PATH
 //!   rbd:POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]
 //! ```
@@ -116,6 +116,12 @@ impl Url {
     /// From the first slash on, without the query.
     pub fn path(&self) -> &str {
         &self.path
+    }
+
+    /// The version of an object in a store, if it names one.
+    pub fn version(&self) -> Option<&str> {
+        let query = self.query.as_deref().filter(|_| self.scheme == Scheme::S3)?;
+        query.strip_prefix("versionId=")
     }
 
     /// Behind the question mark.
@@ -307,7 +313,11 @@ fn parse_rest(scheme: Scheme, rest: &str, text: &str, is_prefix: bool) -> Result
     let query = match query {
         None => None,
         Some("") => return no("its query is empty"),
-        Some(_) if scheme == Scheme::S3 => return no("an s3: URL has no query"),
+        Some(query) if scheme == Scheme::S3 && !is_version(query) => {
+            return no(
+                "an s3: URL has no other query than ?versionId=VERSION, with the version of an object",
+            );
+        }
         Some(query) => match normalised(query) {
             Some(query) => Some(query),
             None => return no("its percent-encoding is broken"),
@@ -315,6 +325,15 @@ fn parse_rest(scheme: Scheme, rest: &str, text: &str, is_prefix: bool) -> Result
     };
     let port = port.filter(|port| Some(*port) != scheme.default_port());
     Ok(Url { scheme, host, port, path, query })
+}
+
+/// Whether the query of an object in a store names a version of it. `null` is none: it is what an object without
+/// versions is called, and that can be replaced.
+fn is_version(query: &str) -> bool {
+    query.strip_prefix("versionId=").is_some_and(|version| {
+        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
+        !version.is_empty() && version != "null" && version.bytes().all(is_plain)
+    })
 }
 
 /// `POOL/[NAMESPACE/]IMAGE[@SNAPSHOT]`, without the options that QEMU takes behind a colon.
@@ -477,6 +496,10 @@ mod tests {
             ("http://127.0.0.1:9000/x.qcow2", "http://127.0.0.1:9000/x.qcow2"),
             ("http://[::1]:8080/x", "http://[::1]:8080/x"),
             ("s3://bucket/dir/key.qcow2", "s3://bucket/dir/key.qcow2"),
+            (
+                "s3://bucket/key?versionId=L4kqtJlcpXroDTDmpUMLUo",
+                "s3://bucket/key?versionId=L4kqtJlcpXroDTDmpUMLUo",
+            ),
             ("nbd://host/", "nbd://host/"),
             ("nbd://host:10809/disk", "nbd://host/disk"),
             ("nbd+unix:///disk?socket=/run/x", "nbd+unix:///disk?socket=/run/x"),
@@ -542,7 +565,11 @@ mod tests {
             "s3://bucket/",
             "s3://bucket/a//b",
             "s3://bucket/a/../b",
-            "s3://bucket/k?versionId=1",
+            "s3://bucket/k?versionId=",
+            "s3://bucket/k?versionId=null",
+            "s3://bucket/k?versionId=1&partNumber=2",
+            "s3://bucket/k?versionId=%31",
+            "s3://bucket/k?torrent",
             "s3://bucket:80/k",
             "s3://bucket/%41",
             "nbd+unix://host/x?socket=/a",

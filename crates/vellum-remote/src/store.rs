@@ -207,7 +207,7 @@ impl Store {
         &self.0.url
     }
 
-    /// How long one request may take.
+    /// How long one request may take, or an object that is read may bring nothing.
     pub fn deadline(&self) -> Duration {
         self.0.deadline
     }
@@ -266,7 +266,7 @@ impl Store {
             if len > len_max {
                 return Err(Failure::Final(body.too_long()));
             }
-            Ok(futures_util::stream::try_unfold(body, async |mut body| {
+            Ok(futures_util::stream::try_unfold(body, async |mut body: Body| {
                 Ok(body.next().await?.map(|part| (part, body)))
             }))
         };

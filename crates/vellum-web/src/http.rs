@@ -48,7 +48,8 @@ fn talk(shared: &Shared, stream: TcpStream) -> io::Result<()> {
         });
         let latency = shared.state().speed.latency;
         thread::sleep(latency);
-        let is_read = request.method == "GET" && request.query.is_empty();
+        let is_of_object = request.query.iter().all(|(name, _)| name == "versionId");
+        let is_read = request.method == "GET" && is_of_object;
         let fault = match request.method.as_str() {
             _ if is_read => shared.fault(),
             "PUT" if request.query.is_empty() => shared.fault_of_upload(&request.path),
@@ -114,7 +115,7 @@ fn answer_of(shared: &Shared, request: &Request, fault: &Fault) -> Answer {
             let object = Object::new(request.body.clone());
             let tag = object.tag.clone();
             shared.bytes_stored.fetch_add(object.len(), Ordering::Relaxed);
-            state.objects.insert(request.path.clone(), object);
+            state.store(&request.path, object);
             Answer { headers: vec![("ETag", tag)], ..Answer::of(200) }
         }
         _ => Answer::error(405, "MethodNotAllowed"),
@@ -122,7 +123,16 @@ fn answer_of(shared: &Shared, request: &Request, fault: &Fault) -> Answer {
 }
 
 fn read_object(shared: &Shared, request: &Request, fault: &Fault) -> Answer {
-    let Some(object) = shared.state().objects.get(&request.path).cloned() else {
+    let found = {
+        let state = shared.state();
+        match (request.parameter("versionId"), &state.versions) {
+            (Some(version), Some(versions)) => {
+                versions.get(&(request.path.clone(), version.to_owned())).cloned()
+            }
+            _ => state.objects.get(&request.path).cloned(),
+        }
+    };
+    let Some(object) = found else {
         return Answer::error(404, "NoSuchKey");
     };
     let if_match = request.header("if-match").filter(|_| *fault != Fault::OtherTag);
@@ -134,6 +144,9 @@ fn read_object(shared: &Shared, request: &Request, fault: &Fault) -> Answer {
         ("Accept-Ranges", "bytes".to_owned()),
         ("Last-Modified", "Wed, 25 Nov 2026 00:00:00 GMT".to_owned()),
     ];
+    if let Some(version) = &object.version {
+        headers.push(("x-amz-version-id", version.clone()));
+    }
     if !tag.is_empty() {
         headers.push(("ETag", tag));
     }

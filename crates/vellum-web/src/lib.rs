@@ -108,6 +108,8 @@ struct Object {
     /// With its quotes; empty for none.
     tag: String,
     stored: Instant,
+    /// Of a server that keeps versions.
+    version: Option<String>,
 }
 
 impl Object {
@@ -115,7 +117,7 @@ impl Object {
         let mut hasher = DefaultHasher::new();
         bytes.hash(&mut hasher);
         let tag = format!("\"{:016x}-{:x}\"", hasher.finish(), bytes.len());
-        Self { content: Content::Memory(Arc::new(bytes)), tag, stored: Instant::now() }
+        Self { content: Content::Memory(Arc::new(bytes)), tag, stored: Instant::now(), version: None }
     }
 
     fn len(&self) -> u64 {
@@ -142,6 +144,8 @@ impl Object {
 #[derive(Default)]
 struct State {
     objects: BTreeMap<String, Object>,
+    /// All versions of all objects, by path and version, of a server that keeps them.
+    versions: Option<BTreeMap<(String, String), Object>>,
     uploads: BTreeMap<String, BTreeMap<u32, Vec<u8>>>,
     next: VecDeque<Fault>,
     always: Option<Fault>,
@@ -153,6 +157,17 @@ struct State {
     /// When the line is free again.
     free_at: Option<Instant>,
     uploads_begun: u64,
+}
+
+impl State {
+    fn store(&mut self, path: &str, mut object: Object) {
+        if let Some(versions) = &mut self.versions {
+            let version = format!("version.{}", versions.len() + 1);
+            object.version = Some(version.clone());
+            versions.insert((path.to_owned(), version), object.clone());
+        }
+        self.objects.insert(path.to_owned(), object);
+    }
 }
 
 struct Shared {
@@ -282,7 +297,13 @@ impl Server {
 
     /// Puts an object there; what was there is replaced, and has another entity tag unless the bytes are equal.
     pub fn put(&self, path: &str, bytes: Vec<u8>) {
-        self.shared().state().objects.insert(path.to_owned(), Object::new(bytes));
+        self.shared().state().store(path, Object::new(bytes));
+    }
+
+    /// From now on it keeps a version of each object that is put there, as a bucket of S3 may: `version.1`, `version.2` and
+    /// so on, over all objects.
+    pub fn keep_versions(&self) {
+        self.shared().state().versions.get_or_insert_default();
     }
 
     /// Puts a file there. It must not change meanwhile.
@@ -300,7 +321,7 @@ impl Server {
         self.shared()
             .state()
             .objects
-            .insert(path.to_owned(), Object { content, tag, stored: Instant::now() });
+            .insert(path.to_owned(), Object { content, tag, stored: Instant::now(), version: None });
         Ok(())
     }
 

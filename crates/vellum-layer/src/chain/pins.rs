@@ -78,7 +78,7 @@ impl FoundBelow {
             return Err(Error::new(
                 ErrorKind::Refused,
                 format!(
-                    "nothing proves that {} stays as it is (a strong ETag, or a protected snapshot, would), so another version of it \
+                    "nothing proves that {} stays as it is (a strong ETag, the version of an object in a store, or a protected snapshot would), so another version of it \
                      could be mixed in later: if it never changes, say so with `--trust-base` (of `vellum create`, \
                      `clone` or `serve`, which records it)",
                     self.names[index]

@@ -1,7 +1,7 @@
 //! Blocks of a remote base in the cache of this host.
 //!
-//! 1. Only a base with a strong entity tag, or a protected snapshot, has blocks there: URL, proof and length of the base
-//!    are part of their keys, so a block of another content is never found.
+//! 1. Only a base with a strong entity tag, a version or a protected snapshot has blocks there: URL, proof and length of the
+//!    base are part of their keys, so a block of another content is never found.
 //! 2. A run is taken from the cache whole, or fetched whole.
 
 use std::ops::Range;
@@ -24,7 +24,8 @@ pub(crate) struct Kept {
 impl Kept {
     /// Those of the base at a URL, if there is a cache and the base has a proof.
     pub(crate) fn of(cache: Option<&Arc<ChunkCache>>, url: &str, proof: Option<&Proof>) -> Option<Self> {
-        let proof = proof.filter(|proof| matches!(proof.kind(), ProofKind::Etag | ProofKind::Snapshot))?;
+        let proves = |kind| matches!(kind, ProofKind::Etag | ProofKind::Version | ProofKind::Snapshot);
+        let proof = proof.filter(|proof| proves(proof.kind()))?;
         Some(Self { cache: cache?.clone(), url: url.to_owned(), content: proof.to_string() })
     }
 

@@ -1,4 +1,4 @@
-//! Objects of S3-compatible stores. Where the store is, and with which credentials, is in the environment, as for all
+//! Objects of S3-compatible stores, as they are now or in one version (`?versionId=`), which never changes. Where the store is, and with which credentials, is in the environment, as for all
 //! stores (`settings.rs`, `store.rs`).
 
 use std::ops::Range;
@@ -10,7 +10,8 @@ use futures_util::future::TryFutureExt as _;
 use futures_util::stream::{BoxStream, TryStreamExt as _};
 use object_store::aws::AmazonS3;
 use object_store::path::Path;
-use object_store::{GetOptions, GetRange, ObjectStore, ObjectStoreExt as _};
+use object_store::{GetOptions, GetRange, ObjectStore};
+use vellum_core::pin::{Proof, ProofKind};
 use vellum_core::{Context, Error, ErrorKind, Result, Url};
 
 use super::engine::{Facts, Failure, Parts, RemoteBase, Transport};
@@ -61,6 +62,7 @@ struct Object {
     url: Arc<str>,
     len: u64,
     tag: Option<String>,
+    version: Option<String>,
 }
 
 impl Object {
@@ -103,6 +105,7 @@ impl Object {
     ) -> object_store::Result<BoxStream<'static, object_store::Result<Bytes>>> {
         let options = GetOptions {
             if_match: self.tag.clone(),
+            version: self.version.clone(),
             range: Some(GetRange::Bounded(range.clone())),
             ..GetOptions::default()
         };
@@ -112,7 +115,8 @@ impl Object {
             source: what.into(),
         };
         // Some stores take no notice of a condition.
-        if answer.meta.e_tag != self.tag || answer.meta.size != self.len {
+        let is_other_version = self.version.is_some() && answer.meta.version != self.version;
+        if answer.meta.e_tag != self.tag || answer.meta.size != self.len || is_other_version {
             return Err(changed(format!(
                 "{} bytes with entity tag {:?}",
                 answer.meta.size, answer.meta.e_tag
@@ -144,17 +148,32 @@ pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<(RemoteBa
     let bucket = Bucket::open(url.host()).context(|| format!("can't open {url}"))?;
     let path = Path::parse(url.path().trim_start_matches('/'))
         .map_err(|error| Error::new(ErrorKind::Refused, format!("{url}: {error}")))?;
-    let (asked, key) = (bucket.clone(), path.clone());
+    let version = url.version().map(str::to_owned);
+    let (asked, key, of_version) = (bucket.clone(), path.clone(), version.clone());
     let meta = runtime::job(async move {
-        match asked.store.head(&key).await {
-            Err(error) if asked.renews_after(&error).await => asked.store.head(&key).await,
+        let head = async || {
+            let options = GetOptions { head: true, version: of_version.clone(), ..GetOptions::default() };
+            Ok(asked.store.get_opts(&key, options).await?.meta)
+        };
+        match head().await {
+            Err(error) if asked.renews_after(&error).await => head().await,
             found => found,
         }
     })?
     .await
     .map_err(|error| explain(&error))
     .context(|| format!("can't open {url}"))?;
-    let proof = proof_of(meta.e_tag.as_deref(), meta.size);
+    let proof = match &version {
+        // Stores without versions take no notice of them.
+        Some(_) if meta.version != version => {
+            return Err(Error::unsupported(format!(
+                "{url}: the store does not give this version, but the object as it is now: it keeps no versions, so name the \
+                 object without ?versionId="
+            )));
+        }
+        Some(version) => Proof::new(ProofKind::Version, meta.size, version.as_str()).map(Some)?,
+        None => proof_of(meta.e_tag.as_deref(), meta.size),
+    };
     let facts = Facts {
         kept: Kept::of(options.cache.as_ref(), &url.to_string(), proof.as_ref()),
         name: url.to_string(),
@@ -163,6 +182,7 @@ pub(super) async fn open(url: &Url, options: &RemoteOptions) -> Result<(RemoteBa
         timeout: options.timeout,
     };
     let content = meta.e_tag.as_ref().map(|tag| format!("{} bytes with entity tag {tag}", meta.size));
-    let object = Object { bucket, path, url: url.to_string().into(), len: meta.size, tag: meta.e_tag };
+    let object =
+        Object { bucket, path, url: url.to_string().into(), len: meta.size, tag: meta.e_tag, version };
     Ok((RemoteBase::new(facts, Box::new(object), Box::new(Real::new()?)), content))
 }

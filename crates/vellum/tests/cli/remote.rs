@@ -403,6 +403,44 @@ fn an_object_of_a_store_is_a_base() {
 }
 
 #[test]
+fn a_version_of_an_object_is_a_base_that_never_changes() {
+    let (web, dir) = (Web::start(), Dir::new("remote-s3-version"));
+    let (image, copy, endpoint) = (dir.text("clone.qcow2"), dir.text("copy.raw"), web.url(""));
+    let run = |arguments: &[&str]| {
+        let mut command = vellum_command();
+        command.args(arguments).env("AWS_ENDPOINT_URL", &endpoint).env("AWS_REGION", "x");
+        command.env("AWS_ACCESS_KEY_ID", "key").env("AWS_SECRET_ACCESS_KEY", "hush");
+        finish(command, None)
+    };
+    let create = |url: &str| run(&["create", "-q", "-f", "qcow2", "-b", url, "-F", "raw", &image]);
+    let versioned = "s3://bucket/base.raw?versionId=version.1";
+    web.put("/bucket/base.raw", patchy(LEN, 14));
+    let refused = create(versioned);
+    assert!(refused.code == 1 && refused.err.contains("it keeps no versions"), "{refused:?}");
+    web.keep_versions();
+    let bytes = patchy(LEN, 15);
+    web.put("/bucket/base.raw", bytes.clone());
+    web.put("/bucket/base.raw", patchy(LEN, 16));
+    // Not even an entity tag is needed.
+    web.set_tag("/bucket/base.raw", "");
+    let refused = create("s3://bucket/base.raw");
+    assert!(refused.code == 1 && refused.err.contains("the version of an object in a store"), "{refused:?}");
+    assert_eq!(create(versioned).code, 0);
+    let pin = run(&["info", "--output", "json", &image]).json()["backing-pin"][0].clone();
+    assert_eq!((pin["kind"].as_str(), pin["value"].as_str()), (Some("version"), Some("version.1")));
+    let convert = ["convert", "--allow-url", "s3://bucket/", "-O", "raw", &image, &copy];
+    run(&convert).answer();
+    assert_eq!(first_difference(&std::fs::read(&copy).expect("a copy"), &bytes), None);
+    // It stays what it is when the object is replaced, and deleted.
+    web.put("/bucket/base.raw", vec![1; 4096]);
+    web.delete("/bucket/base.raw");
+    run(&convert).answer();
+    assert_eq!(first_difference(&std::fs::read(&copy).expect("a copy"), &bytes), None);
+    let missing = create("s3://bucket/base.raw?versionId=version.9");
+    assert!(missing.code == 1 && missing.err.contains("version.9"), "{missing:?}");
+}
+
+#[test]
 fn an_image_that_copies_from_a_file_is_pinned_to_it() {
     let dir = Dir::new("remote-file-pin");
     let (base, image) = (dir.text("base.raw"), dir.text("clone.qcow2"));

@@ -121,6 +121,16 @@ pub trait Storage: Send + Sync {
         None
     }
 
+    /// What proves the content now, as far as the host says so without anything being read: a file may be changed from
+    /// outside while it is open. Whoever keeps copies asks after each read: what differs from [`proof`](Self::proof) is another
+    /// content. Where reads themselves fail then, this is what was found at opening.
+    ///
+    /// # Errors
+    /// Those of the host.
+    fn proof_now(&self) -> LocalFuture<'_, Result<Option<Proof>>> {
+        Box::pin(std::future::ready(Ok(self.proof())))
+    }
+
     /// Fills the buffer with the bytes from `at` on and returns it: the same buffer, whose memory may be
     /// lent.
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>>;

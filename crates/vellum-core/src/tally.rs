@@ -171,6 +171,10 @@ impl Storage for Tallied {
         self.inner.proof()
     }
 
+    fn proof_now(&self) -> LocalFuture<'_, Result<Option<Proof>>> {
+        self.inner.proof_now()
+    }
+
     fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
         self.inner.look_at_len()
     }

@@ -5,7 +5,9 @@
 //!    what the disk reads as anyway, and the header changes atomically ([`Format::detach`]).
 //! 2. The images below are open, and so locked, until the reference is gone.
 //! 3. Ranges that read as zero below are not copied: without an image below they read as zero as well.
-//! 4. If it stops or fails, the image keeps its backing image and the data copied so far. The next run continues.
+//! 4. A file below that another program changes meanwhile is noticed after each read and before anything of it is written
+//!    ([`BaseFiles`]), and at the end. It ends there, and the image records from the beginning what it stands on.
+//! 5. If it stops or fails, the image keeps its backing image and the data copied so far. The next run continues.
 //!
 //! [`Format::detach`]: vellum_format::image::Format::detach
 
@@ -14,10 +16,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use vellum_core::{
-    Buffer, Context, Disk, Error, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Place, Result,
-    SharedDisk, WriteFlags, ZeroFlags,
+    Buffer, Context, Disk, Error, ErrorKind, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Place,
+    Result, SharedDisk, WriteFlags, ZeroFlags,
 };
 use vellum_layer::Chain;
+use vellum_layer::hydrate::BaseFiles;
 
 use crate::copy::{CopyOptions, copy};
 use crate::image::{ImageOptions, open_image};
@@ -39,7 +42,8 @@ pub struct Flattened {
 /// the disk and the bytes done.
 ///
 /// # Errors
-/// `Unsupported` when the image has snapshots, the errors of the images, and `Closed` when it was stopped.
+/// `Unsupported` when the image has snapshots, `Changed` when a file below has changed since, the errors of the images, and
+/// `Closed` when it was stopped.
 pub async fn flatten(
     path: &Path,
     options: &ImageOptions,
@@ -47,14 +51,27 @@ pub async fn flatten(
     stop: &mut Stop,
     progress: &dyn Fn(u64, u64),
 ) -> Result<Flattened> {
-    let chain = stop.or_stopped(open_image(path, options)).await?;
+    let mut chain = stop.or_stopped(open_image(path, options)).await?;
     let stop = &*stop.flag;
+    pin(&mut chain).await?;
     let done = flatten_open(&chain, pieces_at_once, stop, progress).await;
     let closed = chain.close().await;
     let flattened = done.and_then(|flattened| closed.map(|()| flattened))?;
     let top = chain.top();
     top.head.kind().format().detach(&top.storage, stop).await?;
     Ok(flattened)
+}
+
+/// Records what proves the images below: from the first copy on the image is refused over others. One that has no place for
+/// that is only watched.
+async fn pin(chain: &mut Chain) -> Result<()> {
+    if chain.has_snapshots().await? {
+        return Ok(()); // it is refused
+    }
+    match chain.pin_below().await {
+        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
+        pinned => pinned,
+    }
 }
 
 async fn flatten_open(
@@ -75,7 +92,8 @@ async fn flatten_open(
     }
     let disk = chain.disk();
     let size = disk.geometry().size;
-    let missing: SharedDisk = Arc::new(Missing { disk: disk.clone() });
+    let base_files = chain.base_files();
+    let missing: SharedDisk = Arc::new(Missing { disk: disk.clone(), base_files: base_files.clone() });
     let copying = CopyOptions {
         pieces_at_once,
         sparse_bytes: SPARSE_BYTES,
@@ -84,6 +102,11 @@ async fn flatten_open(
         stop,
     };
     let copied = copy(&missing, disk, copying, &|bytes| progress(size, bytes)).await;
+    // What they call zero was not read.
+    let copied = match copied {
+        Ok(_) => base_files.check().await,
+        Err(error) => Err(error),
+    };
     copied.context(|| format!("can't copy {} into {}", below.path.display(), top.path.display()))?;
     let bytes_written = chain.top_tally.data.counts().bytes_written;
     let backing = top.head.backing().map(|(name, _)| PathBuf::from(name));
@@ -93,6 +116,7 @@ async fn flatten_open(
 /// A disk as a source of what its image does not have: the rest counts as zero, which is not copied.
 struct Missing {
     disk: SharedDisk,
+    base_files: Arc<BaseFiles>,
 }
 
 impl Disk for Missing {
@@ -105,7 +129,11 @@ impl Disk for Missing {
     }
 
     fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
-        self.disk.read(at, buffer)
+        Box::pin(async move {
+            let read = self.disk.read(at, buffer).await?;
+            self.base_files.check().await?;
+            Ok(read)
+        })
     }
 
     fn write(&self, _: GuestOffset, _: Buffer, _: WriteFlags) -> LocalFuture<'_, Result<()>> {
@@ -141,4 +169,60 @@ impl Disk for Missing {
 
 fn refused() -> LocalFuture<'static, Result<()>> {
     Box::pin(std::future::ready(Err(Error::invalid("this disk is only read"))))
+}
+
+#[cfg(test)]
+mod tests {
+    use vellum_format::qcow2;
+    use vellum_io::{File, IoMode, OpenOptions};
+
+    use super::*;
+
+    /// Another program writes the base between two pieces: no byte of the new content comes into the image, which keeps its
+    /// base, and records which one.
+    #[test]
+    fn a_base_that_changes_meanwhile_ends_it_without_a_mixture() {
+        const LEN: usize = 8 << 20;
+        let dir = std::env::temp_dir().join(format!("vellum-flatten-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("a directory");
+        let (base, image) = (dir.join("base.raw"), dir.join("clone.qcow2"));
+        std::fs::write(&base, vec![1; LEN]).expect("a base");
+        let time = std::fs::metadata(&base).and_then(|facts| facts.modified()).expect("its time");
+        vellum_io::run(IoMode::Threads, async || {
+            let storage = File::create_new(&image, OpenOptions::writing()).await.expect("a file");
+            let options = qcow2::CreateOptions {
+                size: LEN as u64,
+                backing: Some(("base.raw".to_owned(), Some("raw".to_owned()))),
+                ..qcow2::CreateOptions::default()
+            };
+            qcow2::create(&*storage, None, &options).await.expect("an image");
+            drop(storage);
+            let changes = |_, done| {
+                if done > 0 && done < LEN as u64 {
+                    std::fs::write(&base, vec![2; LEN]).expect("no lock is asked for");
+                }
+            };
+            let mut stop = Stop::new().expect("signals");
+            let options = ImageOptions::default();
+            let error = flatten(&image, &options, 1, &mut stop, &changes).await.expect_err("it has changed");
+            assert_eq!(error.kind(), ErrorKind::Changed, "{}", error.chain());
+            assert!(error.chain().contains("base.raw has changed"), "{}", error.chain());
+            let refused =
+                flatten(&image, &options, 1, &mut stop, &|_, _| {}).await.expect_err("it is another base");
+            assert_eq!(refused.kind(), ErrorKind::Changed, "{}", refused.chain());
+            std::fs::write(&base, vec![1; LEN]).expect("the old content");
+            let file = std::fs::OpenOptions::new().write(true).open(&base).expect("it is there");
+            file.set_modified(time).expect("and its time");
+            let flattened =
+                flatten(&image, &options, 1, &mut stop, &|_, _| {}).await.expect("it is the old one");
+            assert!((1..LEN as u64).contains(&flattened.bytes_written), "it continues: {flattened:?}");
+            std::fs::remove_file(&base).expect("nobody needs it");
+            let chain = open_image(&image, &options).await.expect("it stands alone");
+            let read = chain.disk().read(GuestOffset::ZERO, Buffer::zeroed(LEN)).await.expect("a read");
+            assert!(read.to_vec().iter().all(|byte| *byte == 1), "nothing of the other content");
+            chain.close().await.expect("it is closed");
+        })
+        .expect("a worker");
+        std::fs::remove_dir_all(&dir).expect("it is there");
+    }
 }

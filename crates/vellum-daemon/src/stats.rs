@@ -198,7 +198,8 @@ pub(crate) fn latency_of(record: &Record) -> BTreeMap<String, Latency> {
 pub struct HydrationStats {
     /// `off`, `running`, `paused` by a user; `contended`, `waiting`, `no space` or `failed` while it waits before it tries
     /// again; `no answer` while the images below do not answer; `snapshots` when everything is in the image and snapshots keep
-    /// it from being detached; `detaching`; `detached`; `closed` when the image could not be opened again.
+    /// it from being detached; `base changed` when a file below is not what it was when the disk was opened: then nothing is copied
+    /// any more; `detaching`; `detached`; `closed` when the image could not be opened again.
     pub state: String,
     /// Blocks that guests read are copied.
     pub copy_on_read: bool,

@@ -271,6 +271,10 @@ impl Storage for Aside {
         self.image.proof()
     }
 
+    fn proof_now(&self) -> LocalFuture<'_, Result<Option<Proof>>> {
+        self.image.proof_now()
+    }
+
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(self.read_bytes(at, buffer))
     }

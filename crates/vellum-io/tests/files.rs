@@ -115,6 +115,57 @@ fn a_file_for_reading_is_not_changed() {
     });
 }
 
+/// Another program cuts a file that is only read, or writes it. What it had is an error then and not zero, and it is known
+/// to be another one.
+#[test]
+fn a_file_that_is_changed_from_outside_is_noticed() {
+    in_both_modes(|| async {
+        let dir = TempDir::new();
+        for direct in [false, true] {
+            let path = dir.join("base");
+            fs::write(&path, vec![7; 20_000]).expect("a file");
+            let options = OpenOptions { direct, ..OpenOptions::reading() };
+            let Ok(file) = File::open(&path, options).await else { continue };
+            let proven = file.proof_now().await.expect("it is there");
+            assert!(proven.is_some() && proven == file.proof());
+            assert_eq!(
+                file.read(at(16_000), Buffer::zeroed(8000)).await.expect("a read").to_vec()[3999..4001],
+                [7, 0]
+            );
+            assert_eq!(file.proof_now().await.expect("it is there"), proven, "a read is no change");
+
+            let other = fs::OpenOptions::new().write(true).open(&path).expect("no lock is asked for");
+            other.set_len(10_000).expect("it is cut");
+            assert_ne!(file.proof_now().await.expect("it is there"), proven);
+            assert!(
+                file.read(at(0), Buffer::zeroed(8192))
+                    .await
+                    .expect("a read")
+                    .to_vec()
+                    .iter()
+                    .all(|byte| *byte == 7)
+            );
+            for (start, len) in [(8000, 4096), (12_000, 100), (12_288, 4096)] {
+                let error = file.read(at(start), Buffer::zeroed(len)).await.expect_err("it was cut");
+                assert_eq!(error.kind(), ErrorKind::Changed, "{start} {len}");
+                assert!(error.chain().contains("cut to 10000 bytes"), "{}", error.chain());
+            }
+            assert!(file.read(at(20_480), Buffer::zeroed(100)).await.expect("past its end").is_zero());
+            assert_eq!(
+                file.runs(at(0).span(20_000)).await.expect_err("it was cut").kind(),
+                ErrorKind::Changed
+            );
+
+            fs::write(&path, vec![8; 20_000]).expect("a file");
+            assert_ne!(
+                file.proof_now().await.expect("it is there"),
+                proven,
+                "the time of its last change is another"
+            );
+        }
+    });
+}
+
 #[test]
 fn requests_beyond_what_a_file_can_be_are_answered() {
     in_both_modes(|| async {

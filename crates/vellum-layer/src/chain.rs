@@ -47,10 +47,11 @@ use vellum_format::image::{Files, Head, OpenOptions, Opened};
 use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memory, settle};
 
 use crate::gate::{Gate, Trust};
-use crate::hydrate::{Tap, TapOptions};
+use crate::hydrate::{BaseFiles, Tap, TapOptions};
 use below::{Below, Stand};
 use forks::Fork;
-use pins::FoundBelow;
+pub(crate) use pins::said;
+use pins::{FoundBelow, files_below};
 use taps::{over, tap_over};
 pub use templates::Templates;
 pub use way_down::{Backing, Step, WayDown};
@@ -192,6 +193,7 @@ pub struct Chain {
     below: Option<Stand>,
     /// Between the top image and those below.
     tap: Option<Arc<Tap>>,
+    base_files: Arc<BaseFiles>,
     options: ChainOptions,
     /// How much the mapping of the top image takes as a whole, in bytes.
     top_need: u64,
@@ -284,7 +286,8 @@ impl Chain {
             mapping_share: top_share(top_need, below.as_ref(), options),
             options,
         };
-        let tap = tap_over(below.as_ref(), options);
+        let base_files = below.as_ref().map(|below| files_below(below.members())).unwrap_or_default();
+        let tap = tap_over(below.as_ref(), &base_files, options);
         let Found { path, storage, data_file, head } = image;
         let files = files_of(&storage, data_file.as_ref(), over(below.as_ref(), tap.as_ref()));
         let opened = open_disk(&*head, files, how).await;
@@ -299,6 +302,7 @@ impl Chain {
             top_tally,
             below,
             tap,
+            base_files,
             options,
             top_need,
             gone: None,

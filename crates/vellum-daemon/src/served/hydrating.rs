@@ -239,6 +239,11 @@ impl Served {
             match progress.state {
                 State::Detached => break Ok(()),
                 State::Snapshots => break Err(self.has_snapshots()),
+                State::Changed => {
+                    let error =
+                        progress.last_error.unwrap_or_else(|| Error::new(ErrorKind::Changed, "it changed"));
+                    break Err(error.context(format!("can't flatten {}", self.path.display())));
+                }
                 State::NoSpace | State::Failed if self.hydration.counts().errors > errors => {
                     let error = progress.last_error.unwrap_or_else(|| Error::new(ErrorKind::Io, "it failed"));
                     break Err(error.context(format!("can't flatten {}", self.path.display())));
@@ -289,6 +294,10 @@ impl Served {
                 }
                 false => Error::new(ErrorKind::ReadOnly, format!("{path} is served read-only")),
             });
+        }
+        let tap = lock(&self.tap).clone();
+        if let Some(error) = tap.as_ref().and_then(|tap| tap.changed_below()) {
+            return Err(error.clone().context(format!("{path} is not filled")));
         }
         match vellum_core::Disk::filling(&*self.disk) {
             Some(_) => Ok(()),
@@ -355,8 +364,16 @@ impl Served {
 
     /// The task that copies ahead of need.
     async fn hydrate(&self, filler: &Filler) {
-        while filler.prefetch().await == Outcome::Complete {
-            let path = self.path.display();
+        let path = self.path.display();
+        loop {
+            match filler.prefetch().await {
+                Outcome::Complete => {}
+                Outcome::Ended => return,
+                Outcome::Changed => {
+                    let error = filler.tap.changed_below().map(Error::chain).unwrap_or_default();
+                    return tracing::warn!("{path} gets no more copies of what is below it: {error}");
+                }
+            }
             match self.detach().await {
                 Ok(()) => {
                     tracing::info!("{path} has everything and no longer needs its backing image");
@@ -365,6 +382,7 @@ impl Served {
                 Err(error) if error.kind() == ErrorKind::Unsupported => {
                     self.hydration.set_state(State::Snapshots)
                 }
+                Err(_) if filler.tap.changed_below().is_some() => continue,
                 Err(error) => {
                     tracing::warn!("{path} could not be detached from its backing image: {}", error.chain());
                     self.hydration.set_failed(State::Failed, error);

@@ -77,7 +77,7 @@ pub(super) fn storage_of(file: &OwnedFd, stat: &Stat) -> Storage {
 
 fn of_file(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> Result<Facts> {
     let direct = if options.direct { Some(direct_file(file, name)?) } else { None };
-    let len = u64::try_from(stat.st_size).unwrap_or(0);
+    let len = len_of(stat);
     let punches = options.writable && can_punch(file, len);
     let physical = Queue::of(stat.st_dev).number("physical_block_size");
     let limits = Limits {
@@ -93,9 +93,14 @@ fn of_file(file: &OwnedFd, stat: &Stat, options: &OpenOptions, name: &str) -> Re
     Ok(Facts { kind: Kind::Regular, len, limits, direct, proof: proof(stat, len) })
 }
 
+/// The length of a regular file.
+pub(super) fn len_of(stat: &Stat) -> u64 {
+    u64::try_from(stat.st_size).unwrap_or(0)
+}
+
 /// The file's number tells it from another one in its place, and the time of the last change of its bytes from
 /// what it held before.
-fn proof(stat: &Stat, len: u64) -> Option<Proof> {
+pub(super) fn proof(stat: &Stat, len: u64) -> Option<Proof> {
     let nanoseconds = i128::from(stat.st_mtime) * 1_000_000_000 + i128::from(stat.st_mtime_nsec);
     Proof::new(ProofKind::File, len, format!("{}@{nanoseconds}", stat.st_ino)).ok()
 }

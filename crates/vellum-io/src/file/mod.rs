@@ -33,7 +33,7 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use rustix::fs::SeekFrom;
+use rustix::fs::{SeekFrom, Stat};
 use rustix::io::Errno;
 use vellum_core::pin::Proof;
 use vellum_core::{
@@ -174,6 +174,41 @@ impl File {
         Ok(self.handle.len())
     }
 
+    /// What the kernel says of the file now. It notes the time of a change before it changes a byte.
+    async fn look(&self) -> Result<Stat> {
+        let handle = self.handle.clone();
+        let backend = self.handle.storage().backend;
+        let looked = unblock_on(backend, move || retry(|| rustix::fs::fstat(handle.descriptor(false))));
+        looked.await.map_err(|errno| Error::io(errno.into(), format!("can't look at {}", self.name)))
+    }
+
+    async fn prove_now(&self) -> Result<Option<Proof>> {
+        if self.proof.is_none() {
+            return Ok(None);
+        }
+        let stat = self.look().await?;
+        Ok(facts::proof(&stat, facts::len_of(&stat)))
+    }
+
+    /// Whether a file that is only read still has all the bytes that it had when it was opened. What a program
+    /// cuts off meanwhile would read as zero.
+    async fn check_len(&self) -> Result<()> {
+        if !self.limits.read_only || self.kind != Kind::Regular {
+            return Ok(());
+        }
+        let (was, now) = (self.handle.len(), facts::len_of(&self.look().await?));
+        if now >= was {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Changed,
+            format!(
+                "{} was cut to {now} bytes while it was in use; it had {was}: bring its content back, and open it again",
+                self.name
+            ),
+        ))
+    }
+
     async fn find_runs(&self, span: ImageSpan) -> Result<Vec<StorageRun>> {
         let end = ImageOffset::new(self.handle.len()).max(span.start());
         let span = span.intersect(ImageSpan::between(span.start(), end));
@@ -183,6 +218,7 @@ impl File {
         if self.kind != Kind::Regular {
             return Ok(vec![StorageRun { span, is_data: true }]);
         }
+        self.check_len().await?;
         let handle = self.handle.clone();
         let found =
             unblock_on(self.handle.storage().backend, move || seek_runs(handle.descriptor(false), span))
@@ -250,6 +286,10 @@ impl Storage for File {
 
     fn proof(&self) -> Option<Proof> {
         self.proof.clone()
+    }
+
+    fn proof_now(&self) -> LocalFuture<'_, Result<Option<Proof>>> {
+        Box::pin(self.prove_now())
     }
 
     fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {

@@ -3,7 +3,8 @@
 //! The kernel may move less than requested: at the end of the file, at the end of the space, at a signal, or
 //! because there were too many pieces for one call. The rest is requested again, with the same operation.
 //!
-//! 1. A read that meets the end of the file fills the rest with zeros.
+//! 1. A read that meets the end of the file fills the rest with zeros. It fails where a file that is only read has
+//!    become shorter than it was when it was opened.
 //! 2. A write either completes as a whole or fails.
 
 use vellum_core::{Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Result};
@@ -51,6 +52,9 @@ impl File {
                         self.direct.as_ref().map_or(transfer.done, |direct| direct.whole(transfer.done));
                     let is_odd = whole != transfer.done;
                     if count == 0 || is_odd && (was_odd || transfer.position() >= self.handle.len()) {
+                        if transfer.position() < self.handle.len() {
+                            self.check_len().await?;
+                        }
                         zero_from(&mut transfer.buffer, transfer.done);
                         return Ok(transfer.buffer);
                     }

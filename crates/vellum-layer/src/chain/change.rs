@@ -12,6 +12,7 @@
 //! 4. A change that was interrupted is finished by that opening, or has not happened: the disk is in one of
 //!    the two states.
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use vellum_core::pin::Pin;
@@ -125,8 +126,9 @@ impl Chain {
     /// afterwards, even on failure. The disk must not be in use meanwhile.
     ///
     /// # Errors
-    /// `Unsupported` when the image has snapshots, which also read from below, and the errors of the image. The disk can be
-    /// used afterwards unless it is closed; the error also says that it could not be opened again.
+    /// `Unsupported` when the image has snapshots, which also read from below; `Changed` when a file below has changed since it
+    /// was opened; and the errors of the image. The disk can be used afterwards unless it is closed; the error also says that
+    /// it could not be opened again.
     pub async fn detach(&mut self, stop: &AtomicBool) -> Result<()> {
         self.mend().await?;
         if self.below.is_none() {
@@ -153,6 +155,11 @@ impl Chain {
                 self.top.path.display()
             )));
         }
+        // What the maps called zero was asked before. From here on nothing of the images below counts any more.
+        self.base_files
+            .check()
+            .await
+            .context(|| format!("{} is not detached from the images below it", self.top.path.display()))?;
         self.close_top().await?;
         let top = &self.top;
         let detached = top.head.kind().format().detach(&top.storage, stop).await;
@@ -227,6 +234,7 @@ impl Chain {
             && let Some(below) = self.below.take()
         {
             self.tap = None;
+            self.base_files = Arc::default();
             // They were only read.
             let _ = below.leave().await;
         }

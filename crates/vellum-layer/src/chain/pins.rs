@@ -2,6 +2,7 @@
 //!
 //! 1. What an image records is compared each time it is opened, with what each image below proves now. Any
 //!    difference fails the opening, and the message names the image, what was recorded, what is there, and the remedy.
+//!    While it is open, [`BaseFiles`] looks again.
 //! 2. An image over a URL that records nothing yet gets the pin before its disk is opened for writing: before
 //!    the first byte of the base is used for a write. When it is only read, nothing is recorded: nothing of the base is
 //!    kept either.
@@ -9,10 +10,13 @@
 //!    user, or the pin, says so. An image over it that is only read needs no trust: it keeps nothing of it. The pin of the
 //!    image on top covers all those below it, so an image further down only compares its own, if it has one.
 
+use std::sync::Arc;
+
 use vellum_core::pin::{Pin, Proof, ProofKind};
 use vellum_core::{Error, ErrorKind, Result, Url};
 
 use super::{Chain, Member};
+use crate::hydrate::BaseFiles;
 
 /// What is found below an image, from the top down: what each proves, and by which name it is known.
 pub(super) struct FoundBelow {
@@ -24,6 +28,11 @@ pub(super) struct FoundBelow {
 }
 
 impl Chain {
+    /// The files below the image on top, as far as anything tells whether they change while they are open.
+    pub fn base_files(&self) -> &Arc<BaseFiles> {
+        &self.base_files
+    }
+
     /// Compares what the image on top records of those below it with what they were when this chain was opened. Opening
     /// has done so, but for the target of a migration.
     ///
@@ -33,6 +42,16 @@ impl Chain {
         let (Some(below), Some(pin)) = (&self.below, self.top.head.pin()) else { return Ok(()) };
         FoundBelow::of(below.members().iter()).compare(pin)
     }
+}
+
+/// The files of these images, without those that are written by the disks whose snapshots they have.
+pub(super) fn files_below(members: &[Member]) -> Arc<BaseFiles> {
+    let members = members.iter().filter(|member| !member.is_snapshot);
+    let files = members.flat_map(|member| {
+        let data_file = member.data_file.as_ref().map(|(_, file)| file);
+        std::iter::once(&member.storage).chain(data_file).cloned()
+    });
+    BaseFiles::of(files.filter(|file| file.proof().is_some()).collect())
 }
 
 impl FoundBelow {
@@ -113,7 +132,7 @@ impl FoundBelow {
     }
 }
 
-fn said(proof: &Proof) -> String {
+pub(crate) fn said(proof: &Proof) -> String {
     match proof.kind() {
         ProofKind::Trusted => format!("{} bytes that nothing proves", proof.len()),
         ProofKind::Moved => {

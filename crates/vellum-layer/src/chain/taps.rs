@@ -7,7 +7,7 @@ use vellum_format::Wish;
 
 use super::ChainOptions;
 use super::below::Stand;
-use crate::hydrate::Tap;
+use crate::hydrate::{BaseFiles, Tap};
 
 impl ChainOptions {
     /// These, and what the top image asks for.
@@ -23,10 +23,14 @@ impl ChainOptions {
 }
 
 /// What sees the reads of the top image from below.
-pub(super) fn tap_over(below: Option<&Stand>, options: &ChainOptions) -> Option<Arc<Tap>> {
+pub(super) fn tap_over(
+    below: Option<&Stand>,
+    files: &Arc<BaseFiles>,
+    options: &ChainOptions,
+) -> Option<Arc<Tap>> {
     let is_written = !options.read_only && options.snapshot.is_none();
     let tap = options.tap.as_ref().filter(|_| is_written);
-    below.zip(tap).map(|(below, tap)| Tap::over(below.disk().clone(), tap.clone()))
+    below.zip(tap).map(|(below, tap)| Tap::over(below.disk().clone(), files.clone(), tap.clone()))
 }
 
 /// The disk that the top image stands on.

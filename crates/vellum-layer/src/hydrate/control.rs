@@ -35,6 +35,8 @@ pub enum State {
     NoSpace,
     /// It waits after an error, and tries again.
     Failed,
+    /// A file below has changed: nothing is copied any more, until the disk is opened anew.
+    Changed,
     /// Everything is in the image; snapshots keep it from being detached.
     Snapshots,
     /// Everything is in the image, and the disk is being detached.
@@ -55,6 +57,7 @@ impl State {
             Self::NoAnswer => "no answer",
             Self::NoSpace => "no space",
             Self::Failed => "failed",
+            Self::Changed => "base changed",
             Self::Snapshots => "snapshots",
             Self::Detaching => "detaching",
             Self::Detached => "detached",
@@ -228,8 +231,10 @@ impl HydrationControl {
     pub fn progress(&self) -> Progress {
         let mut progress = lock(&self.progress).clone();
         // What is under way may take long: a disk below that hangs is not waited for to say so.
-        let is_at_work =
-            !matches!(progress.state, State::Off | State::Snapshots | State::Detaching | State::Detached);
+        let is_at_work = !matches!(
+            progress.state,
+            State::Off | State::Changed | State::Snapshots | State::Detaching | State::Detached
+        );
         if self.is_paused() && is_at_work {
             progress.state = State::Paused;
         }
@@ -257,6 +262,12 @@ impl HydrationControl {
         let mut progress = lock(&self.progress);
         (progress.state, progress.last_error) = (state, Some(error));
         self.tallies.errors.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A file below has changed. Whoever waits for a word notices.
+    pub(super) fn set_changed(&self, error: Error) {
+        self.set_failed(State::Changed, error);
+        self.changed.notify(usize::MAX);
     }
 
     pub(super) fn count_prefetched(&self, bytes: u64, now: Duration) {

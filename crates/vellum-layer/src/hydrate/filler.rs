@@ -16,7 +16,9 @@
 //!    guest asks for it next, and what is there by then it need not wait for. The limits and the pauses hold all the same.
 //! 5. A worker is never kept: maps and reads of an image whose tables are in memory complete at once, and so could a whole
 //!    round. Between windows and between pieces, others get their turn.
-//! 6. Prefetching is complete when all that the image does not have is known to be zero below. What the disk itself
+//! 6. Between the reading of the base and a fill the files below are looked at ([`Tap`]'s `BaseFiles`). Where one has changed
+//!    nothing is filled any more, and the disk says so.
+//! 7. Prefetching is complete when all that the image does not have is known to be zero below. What the disk itself
 //!    says is asked for each round, so nothing else need be remembered, also over a restart.
 
 use std::cell::Cell;
@@ -89,6 +91,8 @@ pub trait Guest: Send + Sync {
 pub enum Outcome {
     /// The image has everything.
     Complete,
+    /// A file below has changed: there is nothing to copy any more.
+    Changed,
     /// It was ended before.
     Ended,
 }
@@ -200,17 +204,22 @@ impl Filler {
                 or(came, ended).await;
                 continue;
             };
-            if let Err(error) = self.keep(&copied, &noticed).await {
-                self.control.tallies.errors.fetch_add(1, Ordering::Relaxed);
+            if self.keep(&copied, &noticed).await.is_err() {
                 drop(copied);
                 self.tap.drop_copies();
-                let _ = error;
+                if let Some(error) = self.tap.changed_below() {
+                    self.control.set_changed(error.clone());
+                    self.control.wait_for_word(|| true).await;
+                    continue;
+                }
+                self.control.tallies.errors.fetch_add(1, Ordering::Relaxed);
                 self.control.wait(&*self.clock, RETRY_FIRST).await;
             }
         }
     }
 
     async fn keep(&self, copied: &Copied, noticed: &Mutex<Noticed>) -> Result<()> {
+        self.tap.check_below().await?;
         for span in &copied.keep {
             let kept = self.fill(copied, *span, noticed, None).await?;
             self.control.tallies.filled.fetch_add(kept, Ordering::Relaxed);
@@ -295,13 +304,18 @@ impl Filler {
         };
         let (mut in_force, mut retry, mut is_first) = (limits, RETRY_FIRST, true);
         loop {
-            self.control.wait_for_word(|| !self.control.prefetches()).await;
+            let has_changed = || self.tap.changed_below().is_some();
+            self.control.wait_for_word(|| !self.control.prefetches() && !has_changed()).await;
             if self.control.is_paused() {
                 self.control.set_state(State::Paused);
-                self.control.wait_for_word(|| self.control.is_paused()).await;
+                self.control.wait_for_word(|| self.control.is_paused() && !has_changed()).await;
             }
             if self.control.has_ended() {
                 return Outcome::Ended;
+            }
+            if let Some(error) = self.tap.changed_below() {
+                self.control.set_changed(error.clone());
+                return Outcome::Changed;
             }
             let limits = self.control.limits();
             if limits != in_force {
@@ -313,6 +327,10 @@ impl Filler {
             round.errors_in_a_row.set(0);
             round.moved.set(0);
             let done = round.run(is_first).await;
+            if done.as_ref().is_err_and(|error| error.kind() == ErrorKind::Changed) {
+                // A file that was cut also fails to be read. Whether it has changed is decided in one place.
+                let _ = self.tap.check_below().await;
+            }
             match done {
                 Ok(true) => return Outcome::Complete,
                 Ok(false) if round.errors.get() == 0 && round.moved.get() == 0 && !self.is_stopped() => {
@@ -328,7 +346,7 @@ impl Filler {
             if round.moved.get() > 0 && round.errors.get() == 0 {
                 continue;
             }
-            if !self.is_stopped() {
+            if !self.is_stopped() && !has_changed() {
                 self.control.wait(&*self.clock, retry).await;
                 retry = (retry * 2).min(RETRY_MAX);
             }
@@ -385,6 +403,8 @@ impl Round<'_> {
                 return Ok(false);
             }
         }
+        // What they call zero counts, as what is read from them does.
+        filler.tap.check_below().await?;
         filler.control.set_missing(missing);
         if missing == 0 {
             return Ok(true);
@@ -477,10 +497,14 @@ impl Round<'_> {
             }
             let Some(piece) = self.take(facts, runs) else { return Ok(()) };
             let began = filler.clock.now();
-            match self.piece(piece).await {
+            let done = self.piece(piece).await;
+            if done.as_ref().is_err_and(|error| error.kind() == ErrorKind::Changed) {
+                let _ = filler.tap.check_below().await;
+            }
+            match done {
                 Ok(()) => self.errors_in_a_row.set(0),
-                // Without space, no other piece will have any.
-                Err(error) if error.kind() == ErrorKind::NoSpace => {
+                // Without space no other piece will have any, and of another content none is copied.
+                Err(error) if error.kind() == ErrorKind::NoSpace || filler.tap.changed_below().is_some() => {
                     lock(runs).clear();
                     return Err(error);
                 }
@@ -508,6 +532,7 @@ impl Round<'_> {
         self.errors_in_a_row.set(self.errors_in_a_row.get() + 1);
         let state = match error.kind() {
             ErrorKind::NoSpace => State::NoSpace,
+            ErrorKind::Changed => State::Changed,
             // The disk is held: that passes.
             ErrorKind::Locked => return,
             _ => State::Failed,
@@ -583,6 +608,7 @@ impl Round<'_> {
             lock(&self.pace).end(Side::Base, moved, filler.clock.now());
             fetched?
         };
+        filler.tap.check_below().await?;
         let mut kept = 0;
         for copied in &copies {
             for part in &copied.keep {

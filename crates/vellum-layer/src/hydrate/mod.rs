@@ -15,6 +15,7 @@
 //! The chain puts the tap in its place, and detaches a disk that needs nothing from below
 //! ([`Chain::detach`](crate::Chain::detach)). Whoever serves the disk runs the filler.
 
+mod base_files;
 mod control;
 mod filler;
 mod memory;
@@ -27,6 +28,7 @@ mod tap;
 mod tests;
 pub mod trace;
 
+pub use base_files::BaseFiles;
 pub use control::{Hurry, HydrationControl, HydrationCounts, Progress, State};
 pub use filler::{Activity, Filler, FillerTurns, Guest, Outcome};
 pub use memory::CopyMemory;

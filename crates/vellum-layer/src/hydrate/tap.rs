@@ -16,7 +16,8 @@
 //! 4. The memory for copies is bounded, per disk and for all disks ([`CopyMemory`]). Where there is none, a read passes
 //!    through as if there were no tap, and the block counts as dropped.
 //! 5. A block that was found to be zero is not copied: it is remembered, within bounds, and read from memory.
-//! 6. The disk below never changes while it is open, so neither copies nor known zeros become stale.
+//! 6. The disk below never changes while it is open, so neither copies nor known zeros become stale. Where it is found to
+//!    have changed all the same ([`BaseFiles`]), reads pass as if there were no tap.
 //! 7. As a `Disk` the tap is what is below it; it is only read.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -27,10 +28,11 @@ use arc_swap::ArcSwapOption;
 use event_listener::{Event, EventListener};
 use smallvec::SmallVec;
 use vellum_core::{
-    BlockSize, Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, SharedDisk,
-    WriteFlags, ZeroFlags, is_zero, join_all, lock,
+    BlockSize, Buffer, Disk, Error, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result,
+    SharedDisk, WriteFlags, ZeroFlags, is_zero, join_all, lock,
 };
 
+use super::base_files::BaseFiles;
 use super::memory::{CopyMemory, Taken};
 use super::order::{Order, Run};
 use super::runs::Runs;
@@ -190,6 +192,7 @@ impl Copied {
 /// See the module.
 pub struct Tap {
     inner: SharedDisk,
+    files: Arc<BaseFiles>,
     options: TapOptions,
     facts: ArcSwapOption<Facts>,
     fetches: Fetches,
@@ -224,10 +227,11 @@ impl Drop for Reading<'_> {
 }
 
 impl Tap {
-    /// Over this disk.
-    pub fn over(inner: SharedDisk, options: TapOptions) -> Arc<Self> {
+    /// Over this disk, which is made of these files.
+    pub(crate) fn over(inner: SharedDisk, files: Arc<BaseFiles>, options: TapOptions) -> Arc<Self> {
         Arc::new(Self {
             inner,
+            files,
             options,
             facts: ArcSwapOption::empty(),
             fetches: Fetches::default(),
@@ -260,6 +264,19 @@ impl Tap {
     /// The disk below.
     pub(super) fn inner(&self) -> &SharedDisk {
         &self.inner
+    }
+
+    /// Makes sure that what was read from below is still what it was when this disk was opened.
+    ///
+    /// # Errors
+    /// `Changed` when it is not, and those of the host.
+    pub(super) async fn check_below(&self) -> Result<()> {
+        self.files.check().await
+    }
+
+    /// How what is below has changed since, if that was found.
+    pub fn changed_below(&self) -> Option<&Error> {
+        self.files.changed()
     }
 
     /// What was counted.
@@ -528,7 +545,8 @@ impl Disk for Tap {
         if self.options.keeps_order && !span.is_empty() {
             lock(&self.order).note(span);
         }
-        let Some(facts) = self.facts() else { return self.inner.read(at, buffer) };
+        let facts = self.facts().filter(|_| self.files.changed().is_none());
+        let Some(facts) = facts else { return self.inner.read(at, buffer) };
         if span.is_empty() || span.end() > facts.end {
             return self.inner.read(at, buffer);
         }

@@ -7,9 +7,13 @@ use std::time::Duration;
 use futures_lite::future::poll_once;
 use vellum_core::{
     Buffer, Clock, Disk, Error, ErrorKind, Extent, Filled, GuestOffset, GuestSpan, LocalFuture, MemoryDisk,
-    Place, Result, SharedBytes, SharedDisk, WriteFlags, lock,
+    MemoryStorage, Place, Result, SharedBytes, SharedDisk, WriteFlags, lock,
 };
 use vellum_sim::{ForwardDisk, Forwarding, World};
+
+mod changed;
+
+use changed::Fact;
 
 use super::filler::{Noticed, next_piece};
 use super::*;
@@ -152,6 +156,7 @@ impl Guest for Script {
 struct Set {
     world: World,
     below: Arc<Forwarding<Below>>,
+    fact: Arc<Fact>,
     tap: Arc<Tap>,
     top: Arc<Forwarding<Top>>,
     guest: Arc<Script>,
@@ -181,7 +186,8 @@ fn set_over(seed: u64, copy_on_read: bool, room_each: u64, hole: GuestSpan, byte
         hole,
     });
     let options = TapOptions { copy_on_read, keeps_order: true, ..TapOptions::default() };
-    let tap = Tap::over(below.clone(), options);
+    let fact = Arc::new(Fact { memory: MemoryStorage::new("base.raw"), changes: AtomicU64::new(0) });
+    let tap = Tap::over(below.clone(), BaseFiles::of(vec![fact.clone()]), options);
     let top = Forwarding::new(Top {
         memory: MemoryDisk::over(SIZE, Some(tap.clone())),
         room: AtomicU64::new(room_each),
@@ -191,7 +197,7 @@ fn set_over(seed: u64, copy_on_read: bool, room_each: u64, hole: GuestSpan, byte
         is_full: AtomicBool::new(false),
     });
     tap.is_below(&*top);
-    Set { world, below, tap, top, guest: Arc::default(), control: Arc::default() }
+    Set { world, below, fact, tap, top, guest: Arc::default(), control: Arc::default() }
 }
 
 impl Set {
@@ -363,6 +369,7 @@ fn a_copy_without_memory_is_dropped_and_the_read_is_answered() {
     let memory = Arc::new(CopyMemory::of(8 * BLOCK));
     let tap = Tap::over(
         set.below.clone(),
+        Arc::default(),
         TapOptions { copy_on_read: true, memory: memory.clone(), ..TapOptions::default() },
     );
     tap.is_below(&*set.top);

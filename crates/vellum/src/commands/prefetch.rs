@@ -34,8 +34,9 @@ enum Verb {
     ///
     /// The state is off, running, paused, contended (something else needs the disk or the network), waiting (what is missing
     /// cannot be copied now, such as what a snapshot sees), no answer (the backing image does not answer), no space, failed
-    /// (it tries again), snapshots (everything is copied; snapshots keep the image from being detached), detaching, detached,
-    /// closed (the image could not be opened again), or none (there is no backing image).
+    /// (it tries again), base changed (the backing image is not what it was when the disk was opened), snapshots (everything
+    /// is copied; snapshots keep the image from being detached), detaching, detached, closed (the image could not be opened
+    /// again), or none (there is no backing image).
     Status(DiskArgs),
 }
 

@@ -185,3 +185,45 @@ fn an_image_that_takes_no_copies_says_so() {
     assert!(refused.code == 1 && refused.err.contains("vellum flatten"), "{refused:?}");
     assert_eq!(served.server.stop().code, 0);
 }
+
+/// Another program, which asks for no lock, writes the base or cuts it while it is copied. What was copied before stays,
+/// nothing comes after it, and with the old base the disk is what it was.
+#[test]
+fn a_base_that_changes_while_it_is_copied_leaves_no_mixture() {
+    for (format, options) in KINDS {
+        for is_cut in [false, true] {
+            let dir = Dir::new("base-changes");
+            let [base, image] = cloned(&dir, format, options);
+            let model = noise(LEN, 3);
+            let facts = std::fs::metadata(&base).expect("it is there");
+            let limit = ["--prefetch", "--prefetch-limit", "base-max=2M,base-min=0", "--copy-on-read"];
+            let served = Controlled::start(&[&limit[..], &[&image]].concat());
+            until("a part is copied", || hydration(&served)["bytes-prefetched"].as_u64() > Some(1 << 20));
+            let file = std::fs::OpenOptions::new().write(true).open(&base).expect("no lock is asked for");
+            match is_cut {
+                true => file.set_len(1 << 20).expect("it is cut"),
+                false => std::io::Write::write_all(&mut &file, &noise(LEN, 4)).expect("it is written"),
+            }
+            until("it is said", || hydration(&served)["state"] == "base changed");
+            let told = hydration(&served);
+            assert!(told["last-error"].as_str().expect("why").contains("base.raw"), "{told}");
+            served.refuses(&["base.raw", "bring", "back"], "flatten", &[]);
+            let start = vellum(&["prefetch", "start", "--control", &served.socket]);
+            assert!(start.code == 1 && start.err.contains("base.raw"), "{start:?}");
+            let mut guest = served.client("");
+            let last = guest.read(LEN as u64 - 4096, 4096);
+            assert_eq!(last.is_err(), is_cut, "{options}: what was cut off is not zero");
+            guest.disconnect();
+            let said = served.server.stop().err;
+            assert_eq!(said.matches("gets no more copies of what is below it").count(), 1, "{said}");
+            // The old base is back, with its times.
+            std::fs::write(&base, &model).expect("a base");
+            let file = std::fs::OpenOptions::new().write(true).open(&base).expect("it is there");
+            file.set_modified(facts.modified().expect("times")).expect("its time");
+            let copy = dir.text("copy.raw");
+            vellum(&["convert", "-O", "raw", &image, &copy]).answer();
+            assert!(std::fs::read(&copy).expect("a copy") == model, "{options}, cut: {is_cut}");
+            vellum(&["flatten", &image]).answer();
+        }
+    }
+}

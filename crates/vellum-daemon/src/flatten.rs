@@ -58,7 +58,7 @@ pub async fn flatten(
     let closed = chain.close().await;
     let flattened = done.and_then(|flattened| closed.map(|()| flattened))?;
     let top = chain.top();
-    top.head.kind().format().detach(&top.storage, stop).await?;
+    top.head.kind().format().detach(&top.storage, false, stop).await?;
     Ok(flattened)
 }
 

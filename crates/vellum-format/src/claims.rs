@@ -10,8 +10,11 @@
 //! 2. Claims on several clusters are taken in ascending order, so that holders never wait in a cycle; no
 //!    claim is waited for while a fresh cluster is being allocated.
 //! 3. A fresh cluster that was not published when the last holder releases its claim is freed by that holder.
-//! 4. A holder that was dropped keeps nobody waiting: the next one that asks allocates the fresh cluster.
+//! 4. What may be left of a write that failed, or of a copy that was given up, is counted: bytes that the mapping does not
+//!    name, in space that it may name later.
+//! 5. A holder that was dropped keeps nobody waiting: the next one that asks allocates the fresh cluster.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use event_listener::{Event, EventListener};
@@ -50,6 +53,7 @@ struct Shard {
 #[derive(Default)]
 pub(crate) struct Claims {
     shards: [Shard; SHARDS],
+    spoiled: AtomicU64,
 }
 
 /// The result of asking for the fresh cluster.
@@ -63,6 +67,16 @@ pub(crate) enum Ask {
 }
 
 impl Claims {
+    /// How often bytes were left in space that the mapping does not name.
+    pub(crate) fn spoiled(&self) -> u64 {
+        self.spoiled.load(Ordering::Acquire)
+    }
+
+    /// Such bytes were left.
+    pub(crate) fn note_spoiled(&self) {
+        self.spoiled.fetch_add(1, Ordering::AcqRel);
+    }
+
     fn shard(&self, cluster: GuestCluster) -> &Shard {
         &self.shards[usize::try_from(cluster.index() % SHARDS as u64).expect("a small number")]
     }
@@ -146,8 +160,9 @@ impl Held<'_> {
         self.claims.shard(self.cluster).changed.notify(usize::MAX);
     }
 
-    /// A write to the fresh cluster failed, and may have changed any of the bytes it was for.
+    /// A write to the cluster failed, or was not published, and may have changed any of the bytes it was for.
     pub(crate) fn spoil(&self) {
+        self.claims.note_spoiled();
         self.with(|claim| {
             if let Some(fresh) = &mut claim.fresh {
                 fresh.zeroed = false;

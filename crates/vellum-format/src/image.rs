@@ -85,6 +85,26 @@ pub struct Opened {
     pub disk: SharedDisk,
     /// Its snapshots, where the format can make them.
     pub snapshots: Option<Arc<dyn Snapshots>>,
+    /// What takes long of a detach, where the format has that.
+    pub detaching: Option<Arc<dyn Detaching>>,
+}
+
+/// The part of a [detach](Format::detach) that takes as long as the disk is large, done while the disk is open and in use.
+pub trait Detaching: Send + Sync {
+    /// How often a request has undone what this does, so far. To be asked before it is made sure that the image has
+    /// everything that the disk below has.
+    fn mark(&self) -> u64;
+
+    /// Makes ready in place what the disk would otherwise read wrongly without the disk below. It goes step by step, and
+    /// requests continue. `stop` is asked between two steps. Since the mark it has been made sure that the image has everything.
+    ///
+    /// # Errors
+    /// `Closed` when it was stopped, and the errors of the image. The disk is the same before and after, in any case.
+    fn prepare<'a>(&'a self, mark: u64, stop: &'a dyn Fn() -> bool) -> LocalFuture<'a, Result<()>>;
+
+    /// Whether it is ready: it has been prepared, and no request has undone that since its mark. Closing the image well changes
+    /// nothing of it.
+    fn is_prepared(&self) -> bool;
 }
 
 /// How far a format supports snapshots inside an image.
@@ -211,12 +231,18 @@ pub trait Format: Sync {
     /// Removes the reference to the image below from a closed image. Where the disk still shows what is below,
     /// it reads as zero from then on: whatever the disk below has there must have been written before. That there
     /// is no reference is durable when this returns, also where an earlier attempt has removed it. `stop` is set
-    /// from outside to stop between two steps.
+    /// from outside to stop between two steps. Where the image was [prepared](Detaching) in its last opening, and closed
+    /// well, it only changes the header.
     ///
     /// # Errors
     /// `Unsupported` when the image has snapshots, because they also read from the image below, `Closed` when it
     /// was stopped, and the errors of the image.
-    fn detach<'a>(&'a self, _image: &'a SharedStorage, _stop: &'a AtomicBool) -> LocalFuture<'a, Result<()>> {
+    fn detach<'a>(
+        &'a self,
+        _image: &'a SharedStorage,
+        _is_prepared: bool,
+        _stop: &'a AtomicBool,
+    ) -> LocalFuture<'a, Result<()>> {
         ready(Ok(()))
     }
 

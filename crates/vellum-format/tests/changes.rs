@@ -16,9 +16,11 @@ mod qcow2;
 use std::sync::Arc;
 
 use images::{Change, DEVICE, SMALL, care, of_size, over_a_base, table, zoned};
-use vellum_core::{ErrorKind, Random, Result, SharedStorage};
-use vellum_format::native;
+use vellum_core::{Buffer, Disk as _, ErrorKind, GuestOffset, Random, Result, SharedStorage, WriteFlags};
+use vellum_format::FormatKind;
+use vellum_format::image::Detaching as _;
 use vellum_format::native::check::check;
+use vellum_format::native::{self, Native, OpenOptions};
 use vellum_format::report::Repair;
 use vellum_sim::explore::{Medium, Offline, explore_offline};
 use vellum_sim::{
@@ -96,6 +98,10 @@ fn detachments() -> Vec<Change> {
         Change::detach(table(), None),
         Change::detach(zoned(), None),
         Change::detach(zoned(), Some(DEVICE)),
+        Change::detach_ahead(linear(), None),
+        Change::detach_ahead(table(), None),
+        Change::detach_ahead(zoned(), None),
+        Change::detach_ahead(zoned(), Some(DEVICE)),
     ]
 }
 
@@ -375,4 +381,215 @@ fn what_a_repair_clears_does_not_come_back_after_a_flush_that_failed() {
         }
     }
     assert!(tried > 30, "{tried}");
+}
+
+/// What guests wait for costs the same whatever the size of the disk: the superblocks, and two flushes.
+#[test]
+fn the_last_step_of_letting_go_of_a_base_is_as_short_for_every_disk() {
+    for setup in [linear(), table(), zoned()] {
+        for size in [SMALL, 64 << 20, 8 << 30] {
+            let setup = of_size(setup.clone(), size).over(vec![0; 1 << 19], 16 << 10);
+            let image: SharedStorage = vellum_core::MemoryStorage::new("image");
+            futures_lite::future::block_on(async {
+                native::create(&*image, &setup.create_options()).await.unwrap();
+                let disk = Native::open(image.clone(), setup.below(), OpenOptions::default()).await.unwrap();
+                for block in 0..16 {
+                    let data = Buffer::copy_of(&[7; 4096]);
+                    disk.write(GuestOffset::new(block * 36_864), data, WriteFlags::default()).await.unwrap();
+                }
+                disk.prepare(disk.mark(), &|| false).await.unwrap();
+                assert!(disk.is_prepared());
+                disk.close().await.unwrap();
+                let tally = Arc::new(vellum_core::IoTally::default());
+                let counted = vellum_core::Tallied::shared(image.clone(), tally.clone());
+                let stop = std::sync::atomic::AtomicBool::new(false);
+                FormatKind::Native.format().detach(&counted, true, &stop).await.unwrap();
+                let counts = tally.counts();
+                assert_eq!((counts.writes, counts.flushes), (2, 2), "{} of {size}", setup.name);
+                assert!(counts.reads <= 4, "{} of {size}: {counts:?}", setup.name);
+                let alone = Native::open(image.clone(), None, OpenOptions::default()).await.unwrap();
+                for block in 0..16 {
+                    let read =
+                        alone.read(GuestOffset::new(block * 36_864), Buffer::zeroed(8192)).await.unwrap();
+                    let read = read.to_vec();
+                    assert!(
+                        read[..4096] == [7; 4096] && read[4096..] == [0; 4096],
+                        "{} of {size}",
+                        setup.name
+                    );
+                }
+                alone.close().await.unwrap();
+            });
+        }
+    }
+}
+
+/// A disk that is ready to let go of its base is no more when a write of a guest fails: it may have left bytes where the disk
+/// still calls everything zero. It is made ready again.
+#[test]
+fn a_write_that_fails_undoes_that_a_disk_is_ready_to_let_go_of_its_base() {
+    for setup in [linear(), table(), zoned()] {
+        let setup = setup.over(vec![0; 1 << 18], 16 << 10);
+        let world = World::new(0);
+        let drive = Drive::from_content(&world, Content::default(), DriveOptions::default());
+        let image: SharedStorage = drive.clone();
+        world.run(async {
+            native::create(&*image, &setup.create_options()).await.unwrap();
+            let disk = Native::open(image.clone(), setup.below(), OpenOptions::default()).await.unwrap();
+            let write = async |block: u64, byte| {
+                disk.write(
+                    GuestOffset::new(block * 4096),
+                    Buffer::copy_of(&[byte; 4096]),
+                    WriteFlags::default(),
+                )
+                .await
+            };
+            write(0, 1).await.unwrap();
+            disk.prepare(disk.mark(), &|| false).await.unwrap();
+            assert!(disk.is_prepared(), "{}", setup.name);
+            write(1, 2).await.unwrap();
+            disk.flush().await.unwrap();
+            assert!(disk.is_prepared(), "what goes well changes nothing");
+            let writes = Operations::from(Operation::Write);
+            drive.faults().add(Fault { error: ErrorKind::Io, ..Fault::nth(writes, 0) });
+            write(2, 3).await.expect_err("it fails");
+            assert!(!disk.is_prepared(), "{}", setup.name);
+            disk.prepare(disk.mark(), &|| false).await.unwrap();
+            assert!(disk.is_prepared());
+            disk.close().await.unwrap();
+            let stop = std::sync::atomic::AtomicBool::new(false);
+            FormatKind::Native.format().detach(&image, true, &stop).await.unwrap();
+            let alone = Native::open(image.clone(), None, OpenOptions::default()).await.unwrap();
+            let read = alone.read(GuestOffset::ZERO, Buffer::zeroed(16_384)).await.unwrap().to_vec();
+            for (block, byte) in [1, 2, 0, 0].into_iter().enumerate() {
+                assert!(read[block * 4096..][..4096] == [byte; 4096], "{}, block {block}", setup.name);
+            }
+            alone.close().await.unwrap();
+        });
+    }
+}
+
+/// Guests write, zero and discard while the disk is made ready: whatever they did, it reads the same without its base.
+#[test]
+fn a_disk_is_made_ready_while_guests_are_at_work() {
+    for (number, setup) in [linear(), table(), zoned()].into_iter().enumerate() {
+        for seed in 0..30 {
+            let mut base = vec![0; 1 << 19];
+            base[3 << 16..5 << 16].fill(9);
+            let setup = setup.clone().over(base.clone(), 16 << 10);
+            let world = World::new(seed);
+            let drive = Drive::from_content(&world, Content::default(), DriveOptions::default());
+            let image: SharedStorage = drive.clone();
+            world.run(async {
+                native::create(&*image, &setup.create_options()).await.unwrap();
+                let disk = Native::open(image.clone(), setup.below(), OpenOptions::default()).await.unwrap();
+                let mut model = base.clone();
+                model.resize(usize::try_from(SMALL).unwrap(), 0);
+                let mut random = Random::from_seed(seed * 3 + number as u64);
+                let whole = Buffer::copy_of(&base[3 << 16..5 << 16]);
+                disk.fill(GuestOffset::new(3 << 16), whole).await.unwrap();
+                let guest = async |model: &mut Vec<u8>, random: &mut Random, count: u64| {
+                    for _ in 0..count {
+                        let start = random.below(SMALL / 512 - 64) * 512;
+                        let len = (1 + random.below(60)) * 512;
+                        let span = GuestOffset::new(start).span(len);
+                        let part = usize::try_from(start).unwrap()..usize::try_from(start + len).unwrap();
+                        match random.below(5) {
+                            0 => {
+                                disk.write_zeroes(
+                                    span,
+                                    vellum_core::ZeroFlags {
+                                        may_unmap: random.one_in(2),
+                                        ..Default::default()
+                                    },
+                                )
+                                .await
+                                .unwrap();
+                                model[part].fill(0);
+                            }
+                            // A unit that is let go of, and may come to hold its entry.
+                            2 => {
+                                let unit = random.below(8);
+                                let span = GuestOffset::new(unit << 16).span(1 << 16);
+                                let flags = vellum_core::ZeroFlags { may_unmap: true, ..Default::default() };
+                                disk.write_zeroes(span, flags).await.unwrap();
+                                let at = usize::try_from(unit << 16).unwrap();
+                                model[at..at + (1 << 16)].fill(0);
+                            }
+                            1 => disk.flush().await.unwrap(),
+                            _ => {
+                                let byte = u8::try_from(random.below(250) + 1).unwrap();
+                                let data = Buffer::copy_of(&vec![byte; part.len()]);
+                                disk.write(span.start(), data, WriteFlags::default()).await.unwrap();
+                                model[part].fill(byte);
+                            }
+                        }
+                    }
+                };
+                guest(&mut model, &mut random, 20).await;
+                // What is still missing is written, as the filler would.
+                let complete = async || {
+                    for at in (3 << 16..5 << 16).step_by(4096) {
+                        let span = GuestOffset::new(at).span(4096);
+                        let shared: vellum_core::SharedDisk = disk.clone();
+                        let map = vellum_core::map_merged(&shared, span).await.unwrap();
+                        if map.iter().any(|extent| extent.depth > 0) {
+                            let bytes = disk.read(span.start(), Buffer::zeroed(4096)).await.unwrap();
+                            disk.write(span.start(), bytes, WriteFlags::default()).await.unwrap();
+                        }
+                    }
+                };
+                let mark = disk.mark();
+                complete().await;
+                let preparing = disk.prepare(mark, &|| false);
+                let (prepared, ()) =
+                    futures_lite::future::zip(preparing, guest(&mut model, &mut random, 30)).await;
+                prepared.unwrap();
+                guest(&mut model, &mut random, 10).await;
+                while !disk.is_prepared() {
+                    let mark = disk.mark();
+                    complete().await;
+                    disk.prepare(mark, &|| false).await.unwrap();
+                }
+                disk.close().await.unwrap();
+                let stop = std::sync::atomic::AtomicBool::new(false);
+                FormatKind::Native.format().detach(&image, true, &stop).await.unwrap();
+                let alone = Native::open(image.clone(), None, OpenOptions::default()).await.unwrap();
+                let read = alone.read(GuestOffset::ZERO, Buffer::zeroed(model.len())).await.unwrap().to_vec();
+                let wrong = read.iter().zip(&model).position(|(is, should)| is != should);
+                assert_eq!(wrong, None, "{}, seed {seed}", setup.name);
+                alone.close().await.unwrap();
+            });
+        }
+    }
+}
+
+/// In `linear`, a zero in a block that was filled gives the rest of the block back to the base. A disk that was ready to let go
+/// of the base is no more, also where this happens before the places are looked at.
+#[test]
+fn a_block_that_is_given_back_to_the_base_keeps_it() {
+    for is_early in [true, false] {
+        let setup = linear().over(vec![7; 1 << 18], 16 << 10);
+        let image: SharedStorage = vellum_core::MemoryStorage::new("image");
+        futures_lite::future::block_on(async {
+            native::create(&*image, &setup.create_options()).await.unwrap();
+            let disk = Native::open(image.clone(), setup.below(), OpenOptions::default()).await.unwrap();
+            disk.fill(GuestOffset::ZERO, Buffer::copy_of(&[7; 1 << 18])).await.unwrap();
+            let zero =
+                || disk.write_zeroes(GuestOffset::new(4096).span(4096), vellum_core::ZeroFlags::default());
+            let mark = disk.mark();
+            if is_early {
+                zero().await.unwrap();
+            }
+            disk.prepare(mark, &|| false).await.unwrap();
+            assert_eq!(disk.is_prepared(), !is_early);
+            if !is_early {
+                zero().await.unwrap();
+            }
+            assert!(!disk.is_prepared());
+            let read = disk.read(GuestOffset::ZERO, Buffer::zeroed(16_384)).await.unwrap().to_vec();
+            assert!(read[..4096] == [7; 4096] && read[4096..8192] == [0; 4096] && read[8192..] == [7; 8192]);
+            disk.close().await.unwrap();
+        });
+    }
 }

@@ -11,7 +11,8 @@
 //! 1. There is one task for each disk that has images below it and may be changed while it is served. It
 //!    sleeps until something is wanted.
 //! 2. Its settings stay in force when the disk is opened again (`HydrationControl`).
-//! 3. Detaching is a step like resizing: it has the chain alone, and requests wait at the valve meanwhile.
+//! 3. Detaching is a step like resizing: it has the chain alone, and requests wait at the valve. They do not wait for what
+//!    takes as long as the disk is large: that is done before.
 //! 4. Before the first byte is copied, the image durably records what proves those below: at opening where copying was asked
 //!    for by then, otherwise in a step when it begins. So copies of one base never meet another.
 
@@ -40,6 +41,8 @@ use crate::stats::HydrationStats;
 
 /// How long to wait before a disk that could not be detached is looked at again.
 const AGAIN: Duration = Duration::from_secs(10);
+/// How often a disk is made ready to be detached, while guests are at work, before they wait for it.
+const PREPARED_MAX: u32 = 3;
 
 /// The guests of a disk.
 struct Guests {
@@ -383,6 +386,8 @@ impl Served {
                     self.hydration.set_state(State::Snapshots)
                 }
                 Err(_) if filler.tap.changed_below().is_some() => continue,
+                // It was stopped while it was made ready.
+                Err(_) if self.hydration.is_over() => return,
                 Err(error) => {
                     tracing::warn!("{path} could not be detached from its backing image: {}", error.chain());
                     self.hydration.set_failed(State::Failed, error);
@@ -408,7 +413,8 @@ impl Served {
         pinned
     }
 
-    /// Makes the image independent of those below. Requests wait meanwhile.
+    /// Makes the image independent of those below. What takes long is done while guests are at work; requests wait for the
+    /// rest.
     async fn detach(&self) -> Result<()> {
         let _step = self.begin(Step::Detach)?;
         let mut chain = self.alone().await?;
@@ -419,7 +425,19 @@ impl Served {
             return Err(self.in_use(IS_READ));
         }
         self.hydration.set_state(State::Detaching);
-        let (held, before) = (self.hold_in_time().await?, chain.disk().clone());
+        let stop = || self.hydration.is_over();
+        let mut tries = 0;
+        let held = loop {
+            chain.prepare_detach(&stop).await?;
+            let held = self.hold_in_time().await?;
+            // A request that failed meanwhile may have undone it. It is tried again, as long as that is not the rule.
+            tries += 1;
+            if chain.can_be_detached() || tries == PREPARED_MAX {
+                break held;
+            }
+            held.finish();
+        };
+        let before = chain.disk().clone();
         chain.hold_forks().await;
         let detached = chain.detach(&AtomicBool::new(false)).await;
         chain.resume_forks();

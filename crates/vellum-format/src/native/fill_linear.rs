@@ -50,7 +50,11 @@ impl Native {
     /// claimed the part.
     pub(super) fn take_filled_back(&self, part: GuestSpan) {
         let block = self.places.shape().block;
-        self.filled.take_back(block.cluster_of(part.start()).index()..block.count_for(part.end().bytes()));
+        let blocks = block.cluster_of(part.start()).index()..block.count_for(part.end().bytes());
+        if self.filled.take_back(blocks) {
+            // The bytes of the base stay in their places.
+            self.engine.claims.note_spoiled();
+        }
         perturb::point();
     }
 
@@ -77,6 +81,9 @@ impl Native {
         let under_way = UnderWay::begin(&self.engine.state, "a copy of the base");
         let result = self.fill_claimed(block, span, data).await;
         under_way.end();
+        if result.is_err() {
+            held.iter().for_each(Held::spoil);
+        }
         held.into_iter().for_each(|held| self.release_claim(held));
         result
     }

@@ -32,13 +32,16 @@ impl FilledBlocks {
         word.fetch_or(bit, Ordering::AcqRel);
     }
 
-    pub(super) fn take_back(&self, blocks: Range<u64>) {
+    /// Returns whether any of them was filled.
+    pub(super) fn take_back(&self, blocks: Range<u64>) -> bool {
         if self.words.get().is_none() {
-            return;
+            return false;
         }
+        let mut any = false;
         for (word, bit) in blocks.filter_map(|block| self.word(block)) {
-            word.fetch_and(!bit, Ordering::AcqRel);
+            any |= word.fetch_and(!bit, Ordering::AcqRel) & bit != 0;
         }
+        any
     }
 
     /// The filled blocks among 64, of which `first` is the first.
@@ -60,15 +63,15 @@ mod tests {
     fn blocks_are_filled_and_taken_back() {
         let filled = FilledBlocks::default();
         assert!(!filled.any() && !filled.has(0) && !filled.has(1 << 40));
-        filled.take_back(0..10);
+        assert!(!filled.take_back(0..10));
         filled.add(63, 130);
         filled.add(64, 130);
         filled.add(129, 130);
         assert!(filled.has(63) && filled.has(64) && filled.has(129) && !filled.has(128));
-        filled.take_back(64..1 << 20);
+        assert!(filled.take_back(64..1 << 20) && !filled.take_back(64..1 << 20));
         assert!(filled.has(63) && !filled.has(64) && !filled.has(129) && filled.any());
         assert_eq!(filled.of_word(0), 1 << 63);
-        filled.take_back(63..64);
+        assert!(filled.take_back(63..64));
         assert!(!filled.any());
     }
 }

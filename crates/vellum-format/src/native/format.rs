@@ -31,7 +31,7 @@ fn alone() -> OpenOptions {
 }
 
 fn opened(native: Arc<Native>) -> Opened {
-    Opened { disk: native.clone(), snapshots: Some(native) }
+    Opened { disk: native.clone(), snapshots: Some(native.clone()), detaching: Some(native) }
 }
 
 impl Format for NativeFormat {
@@ -105,10 +105,15 @@ impl Format for NativeFormat {
         Box::pin(snapshots::revert(image.clone(), None, alone(), wanted))
     }
 
-    fn detach<'a>(&'a self, image: &'a SharedStorage, stop: &'a AtomicBool) -> LocalFuture<'a, Result<()>> {
+    fn detach<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        is_prepared: bool,
+        stop: &'a AtomicBool,
+    ) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move {
             changeable(image).await?;
-            detach(image, stop).await
+            detach(image, is_prepared, stop).await
         })
     }
 

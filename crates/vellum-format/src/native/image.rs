@@ -82,6 +82,8 @@ pub struct Native {
     pub(super) in_use: InUse,
     /// In `linear`: blocks that the image has although their bits say that it has not.
     pub(super) filled: FilledBlocks,
+    /// What was left in the image, as counted when it was last made ready to stand alone; `u64::MAX`: it was not.
+    pub(super) ready_alone: AtomicU64,
     /// How many bytes of a record the open transaction may need, at most.
     pub(super) open_bytes: AtomicU64,
 }

@@ -157,6 +157,7 @@ impl Native {
             journal,
             in_use: Default::default(),
             filled: Default::default(),
+            ready_alone: AtomicU64::new(u64::MAX),
             open_bytes: AtomicU64::new(0),
         });
         if !read_only && native.journal.is_none() {

@@ -21,7 +21,7 @@ use crate::engine::{Commit as _, Write as _};
 
 /// What happens to the space of bytes that become zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Space {
+pub(super) enum Space {
     Keep,
     Free,
     /// The bytes are not needed any more. The host may do nothing.
@@ -279,7 +279,7 @@ impl Native {
         Ok(())
     }
 
-    async fn zero_in_place(&self, span: vellum_core::ImageSpan, space: Space) -> Result<()> {
+    pub(super) async fn zero_in_place(&self, span: vellum_core::ImageSpan, space: Space) -> Result<()> {
         self.begin_in_place().await?;
         if let Some(journal) = self.journal() {
             journal.make_way(span, async || self.commit().await).await?;

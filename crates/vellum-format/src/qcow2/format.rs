@@ -84,7 +84,12 @@ impl Format for Qcow2Format {
         })
     }
 
-    fn detach<'a>(&'a self, image: &'a SharedStorage, _stop: &'a AtomicBool) -> LocalFuture<'a, Result<()>> {
+    fn detach<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        _is_prepared: bool,
+        _stop: &'a AtomicBool,
+    ) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move {
             changeable(image).await?;
             detach(image).await
@@ -211,7 +216,8 @@ impl Head for Header {
             clock: options.clock,
         };
         Box::pin(async move {
-            Ok(Opened { disk: Qcow2::open(self.clone(), files, options).await?, snapshots: None })
+            let disk = Qcow2::open(self.clone(), files, options).await?;
+            Ok(Opened { disk, snapshots: None, detaching: None })
         })
     }
 

@@ -12,6 +12,7 @@ use vellum_core::{
     WriteFlags, ZeroFlags,
 };
 use vellum_format::FormatKind;
+use vellum_format::image::Detaching as _;
 use vellum_format::native::check::check;
 use vellum_format::native::snapshots::{revert, snapshots};
 use vellum_format::native::{Native, OpenOptions, Superblocks, create, recover, resize};
@@ -150,6 +151,8 @@ pub(crate) enum What {
     Resize(u64),
     Delete(&'static str),
     Detach,
+    /// With what takes long done while the disk is open.
+    DetachAhead,
 }
 
 /// A change of an image.
@@ -278,7 +281,7 @@ impl Change {
         let after = match what {
             What::Revert(name) => taken.iter().find(|(taken, _)| *taken == name).unwrap().1.clone(),
             What::Resize(size) => before.resized(size),
-            What::Delete(_) | What::Detach => before.clone(),
+            What::Delete(_) | What::Detach | What::DetachAhead => before.clone(),
         };
         if let What::Delete(name) = what {
             taken.retain(|(taken, _)| *taken != name);
@@ -419,12 +422,21 @@ impl Change {
 
     /// A disk that lets go of its base. Some of it was zeroed, with and without space, before what the base has was
     /// written and after it; a part of the base is zero.
-    pub(crate) fn detach(mut setup: NativeSetup, device: Option<u64>) -> Self {
+    pub(crate) fn detach(setup: NativeSetup, device: Option<u64>) -> Self {
+        Self::detached(setup, device, What::Detach)
+    }
+
+    /// The same disk, while it is open.
+    pub(crate) fn detach_ahead(setup: NativeSetup, device: Option<u64>) -> Self {
+        Self::detached(setup, device, What::DetachAhead)
+    }
+
+    fn detached(mut setup: NativeSetup, device: Option<u64>, what: What) -> Self {
         let mut base = base();
         base[20 * BLOCK..30 * BLOCK].fill(0);
         base[33 * BLOCK..34 * BLOCK].fill(0);
         setup = setup.over(base, 16 << 10);
-        Self::made(setup, device, What::Detach, async |work| {
+        Self::made(setup, device, what, async |work| {
             work.write(&[0, 17, 21, 22, 140], 1).await;
             work.zero(&[1, 17, 30, 31, 32]).await;
             work.fill().await;
@@ -460,7 +472,22 @@ impl Change {
         match self.what {
             What::Revert(name) => revert(image.clone(), self.setup.below(), options(), name).await,
             What::Resize(size) => resize(image, size, true).await.map(drop),
-            What::Detach => FormatKind::Native.format().detach(image, &AtomicBool::new(false)).await,
+            What::Detach => FormatKind::Native.format().detach(image, false, &AtomicBool::new(false)).await,
+            What::DetachAhead => {
+                let format = FormatKind::Native.format();
+                let (stop, head) = (AtomicBool::new(false), format.read(&**image).await?);
+                if head.backing().is_none() {
+                    return format.detach(image, false, &stop).await;
+                }
+                let disk = Native::open(image.clone(), self.setup.below(), options()).await?;
+                assert!(!disk.is_prepared());
+                let prepared = disk.prepare(disk.mark(), &|| false).await;
+                let is_prepared = disk.is_prepared();
+                disk.close().await?;
+                prepared?;
+                assert!(is_prepared);
+                format.detach(image, true, &stop).await
+            }
             What::Delete(name) => {
                 let disk = Native::open(image.clone(), self.setup.below(), options()).await?;
                 let deleted = disk.snapshot_delete(name).await;

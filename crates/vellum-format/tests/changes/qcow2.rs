@@ -163,7 +163,9 @@ impl Offline for Detach {
     }
 
     fn change(&self, image: SharedStorage) -> LocalFuture<'_, Result<()>> {
-        Box::pin(async move { FormatKind::Qcow2.format().detach(&image, &AtomicBool::new(false)).await })
+        Box::pin(
+            async move { FormatKind::Qcow2.format().detach(&image, false, &AtomicBool::new(false)).await },
+        )
     }
 
     fn ways(&self) -> usize {

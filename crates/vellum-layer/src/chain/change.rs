@@ -13,7 +13,7 @@
 //!    the two states.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use vellum_core::pin::Pin;
 use vellum_core::{Context, Error, ErrorKind, Result};
@@ -121,15 +121,14 @@ impl Chain {
         found.hold_against(self.top.head.pin(), self.options.trust_base, true)
     }
 
-    /// Makes the image independent of those below, which are closed unless other disks stand on them: the image has
-    /// everything that they have, apart from zeros. The image is closed, changed and opened again, so the disk is another one
-    /// afterwards, even on failure. The disk must not be in use meanwhile.
+    /// What takes long of [`detach`](Self::detach): makes sure that the image has everything that those below have, and
+    /// makes it ready to stand alone. The disk may be in use meanwhile, and is the same before and after. `stop` is asked
+    /// between two steps.
     ///
     /// # Errors
-    /// `Unsupported` when the image has snapshots, which also read from below; `Changed` when a file below has changed since it
-    /// was opened; and the errors of the image. The disk can be used afterwards unless it is closed; the error also says that
-    /// it could not be opened again.
-    pub async fn detach(&mut self, stop: &AtomicBool) -> Result<()> {
+    /// `Unsupported` when the image has snapshots, which also read from below; `Invalid` when it lacks something; `Changed` when
+    /// a file below has changed since it was opened; `Closed` when it was stopped; and the errors of the image.
+    pub async fn prepare_detach(&mut self, stop: &dyn Fn() -> bool) -> Result<()> {
         self.mend().await?;
         if self.below.is_none() {
             return Ok(());
@@ -140,13 +139,11 @@ impl Chain {
                 self.top.path.display()
             )));
         }
-        if self.disk().filling().is_some_and(|filling| filling.kept_at_close) {
-            // What it has counts as far as it is recorded, and a close on a full host records less.
-            self.close_top().await?;
-            self.open_top_again().await?;
-        }
+        self.is_whole = false;
+        let detaching = self.top.opened.detaching.clone();
+        let mark = detaching.as_ref().map_or(0, |detaching| detaching.mark());
         let is_whole = match &self.tap {
-            Some(tap) => is_whole(self.disk(), tap).await?,
+            Some(tap) => is_whole(self.disk(), tap, stop).await?,
             None => false,
         };
         if !is_whole {
@@ -160,9 +157,40 @@ impl Chain {
             .check()
             .await
             .context(|| format!("{} is not detached from the images below it", self.top.path.display()))?;
+        if let Some(detaching) = detaching {
+            detaching
+                .prepare(mark, stop)
+                .await
+                .context(|| format!("{} cannot be made ready to stand alone", self.top.path.display()))?;
+        }
+        self.is_whole = true;
+        Ok(())
+    }
+
+    /// Whether the disk can be detached without any further work: it has been prepared, and nothing has happened since that
+    /// would need more.
+    pub fn can_be_detached(&self) -> bool {
+        self.is_whole && self.top.opened.detaching.as_ref().is_none_or(|detaching| detaching.is_prepared())
+    }
+
+    /// Makes the image independent of those below, which are closed unless other disks stand on them. The image is
+    /// closed, its header is changed, and it is opened again, so the disk is another one afterwards, even on failure. It
+    /// must not be in use meanwhile. What takes long is done before ([`prepare_detach`](Self::prepare_detach)), or else now.
+    ///
+    /// # Errors
+    /// As for preparing it. The disk can be used afterwards unless it is closed; the error also says that it could not be
+    /// opened again.
+    pub async fn detach(&mut self, stop: &AtomicBool) -> Result<()> {
+        self.mend().await?;
+        if self.below.is_none() {
+            return Ok(());
+        }
+        if !self.can_be_detached() {
+            self.prepare_detach(&|| stop.load(Ordering::Relaxed)).await?;
+        }
         self.close_top().await?;
         let top = &self.top;
-        let detached = top.head.kind().format().detach(&top.storage, stop).await;
+        let detached = top.head.kind().format().detach(&top.storage, true, stop).await;
         self.open_top_again().await?;
         detached
     }
@@ -217,6 +245,7 @@ impl Chain {
 
     /// Opens the top image, which was closed, over those below as they are.
     async fn open_top_again(&mut self) -> Result<()> {
+        self.is_whole = false;
         let mut opened = self.try_open_top().await;
         if opened.is_err() && self.flush_top().await.is_ok() {
             opened = self.try_open_top().await;

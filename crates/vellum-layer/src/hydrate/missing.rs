@@ -1,7 +1,7 @@
 //! What an image still reads from below, apart from zeros.
 
 use futures_lite::future::yield_now;
-use vellum_core::{Error, GuestOffset, GuestSpan, Place, Result, SharedDisk, map_merged};
+use vellum_core::{Error, ErrorKind, GuestOffset, GuestSpan, Place, Result, SharedDisk, map_merged};
 
 use super::tap::{Facts, Tap};
 
@@ -18,13 +18,16 @@ pub(super) fn windows_of(span: GuestSpan) -> impl Iterator<Item = GuestSpan> {
     })
 }
 
-/// Whether the image has everything that the disk below has.
+/// Whether the image has everything that the disk below has. `stop` is asked between two windows.
 ///
 /// # Errors
-/// Those of the maps.
-pub(crate) async fn is_whole(top: &SharedDisk, tap: &Tap) -> Result<bool> {
+/// Those of the maps, and `Closed` when it was stopped.
+pub(crate) async fn is_whole(top: &SharedDisk, tap: &Tap, stop: &dyn Fn() -> bool) -> Result<bool> {
     let Some(facts) = tap.facts() else { return Ok(false) };
     for window in windows_of(GuestOffset::ZERO.span(facts.end.bytes())) {
+        if stop() {
+            return Err(Error::new(ErrorKind::Closed, "stopped"));
+        }
         if !missing_in(top, tap, &facts, window).await?.is_empty() {
             return Ok(false);
         }

@@ -712,10 +712,10 @@ fn a_disk_is_whole_when_nothing_is_read_from_below() {
     let set = set(12, true, u64::MAX);
     let top: SharedDisk = set.top.clone();
     set.world.run(async {
-        assert!(!is_whole(&top, &set.tap).await.unwrap());
+        assert!(!is_whole(&top, &set.tap, &|| false).await.unwrap());
         set.control.set_prefetch(PrefetchLimits::default(), None);
         set.filler().prefetch().await;
-        assert!(is_whole(&top, &set.tap).await.unwrap());
+        assert!(is_whole(&top, &set.tap, &|| false).await.unwrap());
     });
 }
 

@@ -80,6 +80,7 @@ impl Native {
             journal: None,
             in_use: Default::default(),
             filled: Default::default(),
+            ready_alone: AtomicU64::new(u64::MAX),
             open_bytes: AtomicU64::new(0),
         });
         open.insert(id, Arc::downgrade(&disk));

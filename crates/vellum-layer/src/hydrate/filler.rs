@@ -354,8 +354,13 @@ impl Filler {
     }
 
     /// Completes a fetch. When it is not answered in time, others get its turn: a base that hangs is not to keep the disks
-    /// whose bases do not.
-    async fn in_turn<T>(&self, turn: SemaphoreGuard<'_>, fetch: impl Future<Output = T>) -> T {
+    /// whose bases do not. Nor is a piece that hangs to keep the other pieces of its disk.
+    async fn in_turn<T>(
+        &self,
+        turn: SemaphoreGuard<'_>,
+        alone: &mut Option<MutexGuard<'_, ()>>,
+        fetch: impl Future<Output = T>,
+    ) -> T {
         let mut fetch = pin!(fetch);
         let late = async {
             self.clock.sleep(ANSWERED_IN).await;
@@ -364,7 +369,7 @@ impl Filler {
         if let Some(fetched) = or(async { Some(fetch.as_mut().await) }, late).await {
             return fetched;
         }
-        drop(turn);
+        drop((turn, alone.take()));
         self.control.set_state(State::NoAnswer);
         let fetched = fetch.await;
         if self.control.progress().state == State::NoAnswer {
@@ -491,13 +496,13 @@ impl Round<'_> {
         let filler = self.filler;
         loop {
             yield_now().await;
-            let Some(alone) = self.turn().await else { return Ok(()) };
+            let Some(mut alone) = self.turn().await else { return Ok(()) };
             if self.is_given_up() {
                 return Ok(());
             }
             let Some(piece) = self.take(facts, runs) else { return Ok(()) };
             let began = filler.clock.now();
-            let done = self.piece(piece).await;
+            let done = self.piece(piece, &mut alone).await;
             if done.as_ref().is_err_and(|error| error.kind() == ErrorKind::Changed) {
                 let _ = filler.tap.check_below().await;
             }
@@ -585,7 +590,7 @@ impl Round<'_> {
         }
     }
 
-    async fn piece(&self, span: GuestSpan) -> Result<()> {
+    async fn piece(&self, span: GuestSpan, alone: &mut Option<MutexGuard<'_, ()>>) -> Result<()> {
         let filler = self.filler;
         let taken = loop {
             match filler.tap.memory(span.len()) {
@@ -603,7 +608,7 @@ impl Round<'_> {
             });
             let Some(turn) = turn.await else { return Ok(()) };
             lock(&self.pace).begin(Side::Base, span.len(), filler.clock.now());
-            let fetched = filler.in_turn(turn, filler.tap.fetch(span, &taken)).await;
+            let fetched = filler.in_turn(turn, alone, filler.tap.fetch(span, &taken)).await;
             let moved = fetched.as_ref().map_or(0, |_| span.len());
             lock(&self.pace).end(Side::Base, moved, filler.clock.now());
             fetched?

@@ -524,6 +524,27 @@ fn a_hung_base_keeps_no_other_disk_from_being_filled_or_closed() {
     });
 }
 
+/// Beside a guest at work one piece is copied at a time, and one is not answered: the others are copied, one at a time.
+#[test]
+fn a_piece_that_hangs_beside_a_busy_guest_keeps_no_other_piece_from_being_copied() {
+    let set = set(17, false, u64::MAX);
+    let hung = GuestOffset::ZERO.span(512 << 10);
+    *lock(&set.below.hung) = Some(hung);
+    set.guest.requests.fetch_add(1, SeqCst);
+    set.control.set_prefetch(PrefetchLimits::default(), None);
+    set.world.run(async {
+        let filler = set.filler();
+        let prefetching = set.world.spawn(async move { filler.prefetch().await });
+        for _ in 0..4000 {
+            set.guest.requests.fetch_add(1, SeqCst);
+            set.sleep(10).await;
+        }
+        assert_eq!(set.own().await, SIZE - hung.len());
+        *lock(&set.below.hung) = None;
+        assert_eq!(prefetching.await, Outcome::Complete);
+    });
+}
+
 #[test]
 fn a_full_host_and_a_bad_block_are_said_and_tried_again() {
     let set = set(6, true, u64::MAX);

@@ -68,7 +68,8 @@ pub use rights::SocketRights;
 pub use serve::serve;
 pub use served::prefetch_limits;
 pub use spec::{
-    ExportSpec, FuseSpec, HydrationSpec, NbdSpec, Ready, ReadyDisk, Report, ServeSpec, UblkSpec, VhostSpec,
+    BootTrace, ExportSpec, FuseSpec, HydrationSpec, NbdSpec, Ready, ReadyDisk, Report, ServeSpec, UblkSpec,
+    VhostSpec,
 };
 pub use tls::TlsFiles;
 

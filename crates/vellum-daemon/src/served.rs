@@ -241,7 +241,7 @@ impl Served {
             losses_said: AtomicU64::new(0),
             clone_marks: async_lock::Mutex::new(0),
         });
-        if let Err(error) = served.hydrate_as_said(&export.hydration, wish) {
+        if let Err(error) = served.begin_as_said(&export.hydration, wish).await {
             served.end(&Exports::new()).await?;
             return Err(error);
         }

@@ -48,11 +48,20 @@ pub struct HydrationSpec {
     /// How fast.
     pub limits: PrefetchLimits,
     /// What comes first, in this order.
-    pub trace: Option<Arc<[Run]>>,
+    pub trace: Option<BootTrace>,
     /// The order in which blocks are read first from below is recorded.
     pub keeps_order: bool,
     /// What the image itself asks for is not heeded.
     pub ignores_wish: bool,
+}
+
+/// What a guest that boots reads first.
+#[derive(Debug, Clone)]
+pub struct BootTrace {
+    /// The file that it is from.
+    pub file: PathBuf,
+    /// In this order.
+    pub runs: Arc<[Run]>,
 }
 
 impl HydrationSpec {

@@ -232,6 +232,9 @@ pub struct HydrationStats {
     pub last_error: Option<String>,
     /// The limits in force, in bytes a second.
     pub limits: BTreeMap<String, u64>,
+    /// Why what was asked for is not done, or not to its end: there is nothing to copy from, or there are snapshots.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remark: Option<String>,
 }
 
 /// One disk that is served.

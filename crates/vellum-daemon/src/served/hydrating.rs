@@ -36,7 +36,7 @@ use vellum_layer::{Chain, Valve};
 use super::{How, IS_READ, Served, Step, reads_a_snapshot};
 use crate::contained::in_rounds;
 use crate::image::ImageOptions;
-use crate::spec::{ExportSpec, HydrationSpec};
+use crate::spec::{BootTrace, ExportSpec, HydrationSpec};
 use crate::stats::HydrationStats;
 
 /// How long to wait before a disk that could not be detached is looked at again.
@@ -164,7 +164,8 @@ impl Served {
     pub(crate) fn hydration_stats(&self) -> Option<HydrationStats> {
         let tap = lock(&self.tap).clone();
         let progress = self.hydration.progress();
-        if tap.is_none() && progress.state == State::Off {
+        let remark = self.hydration_remark(tap.is_some(), progress.state);
+        if tap.is_none() && progress.state == State::Off && remark.is_none() {
             return None;
         }
         let is_closed = |chain: &Option<Chain>| chain.as_ref().is_none_or(|chain| chain.gone().is_some());
@@ -187,7 +188,21 @@ impl Served {
             errors: counts.errors,
             last_error: progress.last_error.map(|error| error.chain()),
             limits: limits_said(self.hydration.limits()),
+            remark,
         })
+    }
+
+    /// Why what was asked for is not done, or not to its end.
+    fn hydration_remark(&self, has_tap: bool, state: State) -> Option<String> {
+        let said = &self.hydration_said;
+        if !has_tap && state == State::Off && (said.copy_on_read || said.prefetch) {
+            return self.may_be_hydrated().err().map(|error| error.chain());
+        }
+        let knows = |chain: &Option<Chain>| chain.as_ref().is_some_and(Chain::has_known_snapshots);
+        let stays = has_tap
+            && self.hydration.prefetches()
+            && self.chain.try_read().is_some_and(|chain| knows(&chain));
+        stays.then(|| self.has_snapshots().chain())
     }
 
     /// Begins to copy ahead of need, or continues, with these limits.
@@ -310,13 +325,62 @@ impl Served {
 
     /// Begins what the user has asked for when the disk was named.
     pub(super) fn hydrate_as_said(&self, said: &HydrationSpec, wish: Wish) -> Result<()> {
-        if (said.copy_on_read || said.prefetch) && lock(&self.tap).is_some() {
-            self.may_be_hydrated()?;
+        if said.copy_on_read || said.prefetch {
+            match self.may_be_hydrated() {
+                Err(error) if lock(&self.tap).is_some() => return Err(error),
+                // A server may have many disks, and the option is for all of them.
+                Err(error) if !self.is_barred() => {
+                    tracing::warn!("--copy-on-read and --prefetch do nothing here: {}", error.chain());
+                }
+                _ => {}
+            }
+        }
+        if let Some(trace) = said.trace.as_ref().filter(|_| lock(&self.tap).is_some()) {
+            self.look_at_trace(trace);
         }
         if said.prefetch && lock(&self.tap).is_some() {
-            self.prefetch_pinned(Some(said.limits), said.trace.clone());
+            self.prefetch_pinned(Some(said.limits), said.trace.as_ref().map(|trace| trace.runs.clone()));
         }
         self.heed(said, wish);
+        Ok(())
+    }
+
+    /// As above, at the start. Nobody holds the chain.
+    pub(super) async fn begin_as_said(&self, said: &HydrationSpec, wish: Wish) -> Result<()> {
+        self.hydrate_as_said(said, wish)?;
+        self.warn_of_snapshots().await
+    }
+
+    /// A boot trace of another disk does no harm, and no good.
+    fn look_at_trace(&self, trace: &BootTrace) {
+        let size = vellum_core::Disk::geometry(&*self.disk).size;
+        let past_end = trace.runs.iter().filter(|run| run.at.saturating_add(run.len) > size).count();
+        if past_end > 0 {
+            tracing::warn!(
+                "{} of {} runs of the boot trace {} lie past the end of {}, which has {size} bytes: they are left out. If the \
+                 trace is of another disk, record one of this disk with `vellum trace record`",
+                past_end,
+                trace.runs.len(),
+                trace.file.display(),
+                self.path.display()
+            );
+        }
+    }
+
+    /// Says that it will not be detached as long as it has snapshots.
+    async fn warn_of_snapshots(&self) -> Result<()> {
+        if !self.hydration.prefetches() {
+            return Ok(());
+        }
+        let chain = self.chain.read().await;
+        if let Some(chain) = &*chain
+            && chain.has_snapshots().await?
+        {
+            tracing::warn!(
+                "what its snapshots see is not copied, and it stays over its backing image: {}",
+                self.has_snapshots().chain()
+            );
+        }
         Ok(())
     }
 
@@ -329,7 +393,7 @@ impl Served {
             let path = self.path.display();
             tracing::warn!("{path} asks for copies of its backing image, but gets none: {}", error.chain());
         } else if wish.prefetch && !said.prefetch {
-            self.prefetch_pinned(Some(said.limits), said.trace.clone());
+            self.prefetch_pinned(Some(said.limits), said.trace.as_ref().map(|trace| trace.runs.clone()));
         }
     }
 

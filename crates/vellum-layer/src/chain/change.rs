@@ -211,6 +211,12 @@ impl Chain {
         }
     }
 
+    /// Whether the image is known to have snapshots without being asked: one that is open knows its own.
+    pub fn has_known_snapshots(&self) -> bool {
+        let snapshots = self.top.opened.snapshots.as_ref();
+        snapshots.and_then(|snapshots| snapshots.list().ok()).is_some_and(|listed| !listed.is_empty())
+    }
+
     /// Closes the top image. If that fails its disk can still be used: as it was before, or opened again,
     /// unless that failed too.
     async fn close_top(&mut self) -> Result<()> {

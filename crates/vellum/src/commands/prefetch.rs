@@ -130,6 +130,9 @@ fn lines(answer: &Value) -> Vec<String> {
         number("pauses").unwrap_or_default(),
         number("errors").unwrap_or_default()
     ));
+    if let Some(remark) = answer["remark"].as_str() {
+        lines.push(format!("remark: {remark}"));
+    }
     if let Some(error) = answer["last-error"].as_str() {
         lines.push(format!("last error: {error}"));
     }

@@ -9,9 +9,9 @@ use vellum_core::{Error, Result, UrlPrefix};
 use vellum_daemon::spec::{parse_address, parse_nbd};
 use vellum_daemon::stats::DiskStats;
 use vellum_daemon::{
-    Address, ExportSpec, FormatKind, FuseSpec, GrowHook, HydrationSpec, ImageOptions, IoMode, NbdSpec,
-    NotifySocket, PassedSocket, PassedTo, Prealloc, PrefetchLimits, RateLimits, ReadyDisk, ServeSpec,
-    SocketRights, TlsFiles, UblkSpec, VhostSpec, serve,
+    Address, BootTrace, ExportSpec, FormatKind, FuseSpec, GrowHook, HydrationSpec, ImageOptions, IoMode,
+    NbdSpec, NotifySocket, PassedSocket, PassedTo, Prealloc, PrefetchLimits, RateLimits, ReadyDisk,
+    ServeSpec, SocketRights, TlsFiles, UblkSpec, VhostSpec, serve,
 };
 
 use super::limits::limits_of;
@@ -423,7 +423,11 @@ fn is_for(names: &[String], name: &str) -> bool {
 
 /// How disks get what only their backing images have, where nothing else is said of one.
 fn hydration_of(args: &Args) -> Result<HydrationSpec> {
-    let trace = args.prefetch_trace.as_deref().map(read_trace).transpose()?;
+    let read = |file: &PathBuf| {
+        let trace = read_trace(file)?;
+        Ok::<_, Error>(BootTrace { file: file.clone(), runs: trace.runs.into() })
+    };
+    let trace = args.prefetch_trace.as_ref().map(read).transpose()?;
     if args.prefetch.is_empty()
         && (trace.is_some() || args.prefetch_limit.is_some())
         && args.control.is_none()
@@ -434,7 +438,7 @@ fn hydration_of(args: &Args) -> Result<HydrationSpec> {
         copy_on_read: args.copy_on_read.iter().any(String::is_empty),
         prefetch: args.prefetch.iter().any(String::is_empty),
         limits: args.prefetch_limit.unwrap_or_default(),
-        trace: trace.map(|trace| trace.runs.into()),
+        trace,
         keeps_order: args.record_trace,
         ignores_wish: args.no_copies,
     })

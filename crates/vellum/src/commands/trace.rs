@@ -83,7 +83,8 @@ pub(super) fn read_trace(path: &Path) -> Result<Trace> {
     }
     let read = File::open(path).and_then(|file| file.take(TRACE_BYTES_MAX + 1).read_to_end(&mut bytes));
     read.context(|| format!("can't read the boot trace {}", path.display()))?;
-    Trace::decode(&bytes).context(|| path.display().to_string())
+    Trace::decode(&bytes)
+        .context(|| format!("{}: can't be used; record another with `vellum trace record`", path.display()))
 }
 
 fn record(args: &RecordArgs) -> Result<()> {

@@ -227,3 +227,69 @@ fn a_base_that_changes_while_it_is_copied_leaves_no_mixture() {
         }
     }
 }
+
+/// Where there is nothing to copy from, or an image will stay over its base, that is said once at the start, and in the status.
+#[test]
+fn what_was_asked_for_and_does_nothing_is_said() {
+    let dir = Dir::new("idle");
+    let [_, image] = cloned(&dir, "vellum", "layout=table");
+    let alone = dir.text("alone.vlm");
+    vellum(&["create", "-q", "-f", "vellum", &alone, "1M"]).answer();
+    let idle = "do nothing here";
+    for (arguments, words) in [
+        (&["--prefetch", alone.as_str()][..], [idle, "no backing image"]),
+        (&["--copy-on-read", &alone], [idle, "no backing image"]),
+        (&["--prefetch", "--read-only", &image], [idle, "read-only"]),
+    ] {
+        let served = Controlled::start(arguments);
+        let told = hydration(&served);
+        assert!(told["remark"].as_str().is_some_and(|remark| remark.contains(words[1])), "{told}");
+        let status = served.ask("prefetch", &[]).code;
+        assert_ne!(status, 0, "a verb is needed");
+        let status = vellum(&["prefetch", "status", "--control", &served.socket]).answer();
+        assert!(status.contains(words[1]), "{status}");
+        let said = served.server.stop().err;
+        let lines: Vec<&str> = said.lines().filter(|line| line.contains(words[0])).collect();
+        assert!(lines.len() == 1 && lines[0].contains(words[1]), "{arguments:?}: {said}");
+    }
+    vellum(&["snapshot", "create", &image, "s"]).answer();
+    let served = Controlled::start(&["--prefetch", &image]);
+    assert!(hydration(&served)["remark"].as_str().is_some_and(|remark| remark.contains("delete them first")));
+    let said = served.server.stop().err;
+    assert!(said.contains("stays over its backing image"), "{said}");
+    // Who asks for nothing is told nothing.
+    let served = Controlled::start(&[&alone]);
+    assert!(hydration(&served).is_null());
+    assert!(!served.server.stop().err.contains(idle));
+}
+
+#[test]
+fn a_boot_trace_that_is_none_or_of_another_disk_is_named() {
+    let dir = Dir::new("bad-trace");
+    let [_, image] = cloned(&dir, "vellum", "layout=table");
+    let trace = dir.text("boot.trace");
+    let none = dir.text("none.trace");
+    std::fs::write(&trace, "hello\n").expect("a file");
+    for (file, words) in [(&trace, "vellum trace record"), (&none, "can't read the boot trace")] {
+        let refused = Server::try_start(&["--prefetch", "--prefetch-trace", file, &image])
+            .err()
+            .expect("it is refused");
+        assert!(refused.err.contains(words) && refused.err.contains(file), "{refused:?}");
+    }
+    std::fs::remove_file(&trace).expect("a file");
+    let larger = dir.text("larger.vlm");
+    std::fs::write(dir.text("larger.raw"), noise(2 * LEN, 5)).expect("a base");
+    vellum(&["create", "-q", "-f", "vellum", "-b", "larger.raw", "-F", "raw", &larger]).answer();
+    let served = Controlled::start(&["--record-trace", &larger]);
+    let mut guest = served.client("");
+    for at in [0, 2 * LEN as u64 - 4096] {
+        guest.read(at, 4096).expect("it is read");
+    }
+    guest.disconnect();
+    vellum(&["trace", "record", "--control", &served.socket, &trace]).answer();
+    assert_eq!(served.server.stop().code, 0);
+    let served = Controlled::start(&["--prefetch", "--prefetch-trace", &trace, &image]);
+    until_detached(&served);
+    let said = served.server.stop().err;
+    assert!(said.contains("1 of 2 runs of the boot trace") && said.contains("boot.trace"), "{said}");
+}

@@ -195,7 +195,7 @@ fn programs() -> Vec<Vec<u8>> {
 /// An index with and without its checksum, and chunks in both codecs.
 fn templates() -> Vec<(&'static str, Vec<u8>)> {
     use vellum_remote::template::{Digest, Index, chunk};
-    let chunks = [0, 1, 5, 6, 9].map(|number| (number, Digest::of(&number.to_be_bytes())));
+    let chunks = [0_u32, 1, 5, 6, 9].map(|number| (number, Digest::of(&number.to_be_bytes())));
     let index = Index::build(10 << 16, 16, &chunks.into()).expect("it fits");
     let mut noise = vec![0; 600];
     Random::from_seed(1).fill(&mut noise);

@@ -54,8 +54,8 @@ async fn sample(kind: u8) -> Sample {
         block_size: has_base.then_some(4 << 10),
         journal_bytes: (has_table || has_base).then_some(64 << 10),
         base: has_base.then_some(base),
-        zero_device: false,
         uuid: Some([3; 16]),
+        ..CreateOptions::default()
     };
     let storage = MemoryStorage::new("image");
     let superblock = create(&*storage, &options).await.expect("good options");

@@ -47,6 +47,7 @@ enum Command {
     Growing(commands::growing::Args),
     #[command(hide = true)]
     Instructions(commands::instructions::Args),
+    Migrate(commands::migrate::Args),
     Nbd(commands::nbd::Args),
     Neighbours(commands::neighbours::Args),
     Prefetch(commands::prefetch::Args),
@@ -71,6 +72,7 @@ fn main() -> ExitCode {
         Command::Instructions(args) => ("instructions", commands::instructions::run(&args)),
         Command::Nbd(args) => ("nbd", commands::nbd::run(&args)),
         Command::Neighbours(args) => ("neighbours", commands::neighbours::run(&args)),
+        Command::Migrate(args) => ("migrate", commands::migrate::run(&args)),
         Command::Prefetch(args) => ("prefetch", commands::prefetch::run(&args)),
         Command::Push(args) => ("push", commands::push::run(&args)),
         Command::Recovery(args) => ("recovery", commands::recovery::run(&args)),

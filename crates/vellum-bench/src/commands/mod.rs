@@ -8,6 +8,7 @@ pub(crate) mod exports;
 pub(crate) mod free_copies;
 pub(crate) mod growing;
 pub(crate) mod instructions;
+pub(crate) mod migrate;
 pub(crate) mod nbd;
 pub(crate) mod neighbours;
 pub(crate) mod prefetch;

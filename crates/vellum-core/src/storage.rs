@@ -131,6 +131,12 @@ pub trait Storage: Send + Sync {
         Box::pin(std::future::ready(Ok(self.proof())))
     }
 
+    /// What the server of the storage says about it, for people, as it was found when it was opened; empty where there is
+    /// none.
+    fn description(&self) -> String {
+        String::new()
+    }
+
     /// Fills the buffer with the bytes from `at` on and returns it: the same buffer, whose memory may be
     /// lent.
     fn read(&self, at: ImageOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>>;

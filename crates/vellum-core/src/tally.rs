@@ -175,6 +175,10 @@ impl Storage for Tallied {
         self.inner.proof_now()
     }
 
+    fn description(&self) -> String {
+        self.inner.description()
+    }
+
     fn look_at_len(&self) -> LocalFuture<'_, Result<u64>> {
         self.inner.look_at_len()
     }

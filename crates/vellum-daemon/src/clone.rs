@@ -32,7 +32,7 @@ use vellum_layer::Chain;
 
 use crate::closed::{snapshot_hold, snapshot_of};
 use crate::control::{HeldSnapshot, Request, call};
-use crate::create::{CreateTarget, backing_name, write_native, write_qcow2};
+use crate::create::{CreateTarget, backing_name, refuse_moved, write_native, write_qcow2};
 use crate::image::{ImageOptions, open_image};
 use crate::signals::Stop;
 use crate::template::{self, ListUse};
@@ -236,6 +236,7 @@ async fn open_source(how: &Cloning, is_native: bool) -> Result<Source> {
         CloneOf::Image { path, format } => {
             let before = Some(identity(path)?);
             let chain = open_image(path, &reading(*format, None)).await?;
+            refuse_moved(&chain)?;
             let (zeros, list) =
                 if is_native { template::zeros_of(&chain).await } else { (None, ListUse::None) };
             let disk_bytes = chain.disk().geometry().size;

@@ -10,6 +10,7 @@ use vellum_core::{
     BlockSize, Buffer, Context, Error, ErrorKind, GuestSpan, ImageOffset, Result, SharedStorage, Storage, Url,
 };
 use vellum_format::FormatKind;
+use vellum_format::handover::Handover;
 use vellum_format::native::{self, Layout, Region};
 use vellum_format::probe::probe;
 use vellum_format::qcow2::{self, CreateOptions, Preallocation};
@@ -107,11 +108,30 @@ impl CreateTarget {
         let chain = open_image(&path, &options).await.context(|| {
             format!("can't use the backing image {name} (`-u` creates the image without opening it)")
         })?;
+        refuse_moved(&chain)?;
         Ok(Some(chain))
     }
 
     async fn file(&self) -> Result<Arc<File>> {
         new_file(&self.path).await
+    }
+}
+
+/// Checks that no migration makes an image that is to be a base writable again.
+///
+/// # Errors
+/// `Refused` while its disk may be taken back.
+pub(crate) fn refuse_moved(chain: &Chain) -> Result<()> {
+    match chain.top().head.handover() {
+        Some(Handover::Moved(number)) => Err(Error::new(
+            ErrorKind::Refused,
+            format!(
+                "{} has moved (migration {number}), and its disk can still be taken back and written: finish with `vellum \
+                 migrate run`, or copy it with `vellum convert`",
+                chain.top().path.display()
+            ),
+        )),
+        _ => Ok(()),
     }
 }
 

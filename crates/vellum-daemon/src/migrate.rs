@@ -10,7 +10,7 @@ use vellum_core::{Error, Result, Url};
 pub use vellum_format::handover::{Handover, MoveNumber};
 use vellum_format::{FormatKind, native, qcow2};
 use vellum_io::Draft;
-pub use vellum_layer::migrate::{Goal, Side, Step, next};
+pub use vellum_layer::migrate::{Goal, Side, Step, Written, next};
 
 use crate::create::{CreateTarget, create_native, create_qcow2};
 use crate::image::{ImageOptions, open_file, open_image};
@@ -52,6 +52,12 @@ pub async fn prepare(target: &NewTarget) -> Result<(MoveNumber, u64)> {
 }
 
 async fn make(target: &NewTarget, path: &Path, size: u64) -> Result<MoveNumber> {
+    if target.format == FormatKind::Qcow2 && target.qcow2.journal.is_none() {
+        return Err(Error::unsupported(
+            "a target gets its data while it is served, which an image without a journal cannot do: leave out journal=off \
+             (`vellum journal` removes the journal afterwards)",
+        ));
+    }
     let source = match Url::parse(&target.source) {
         Some(url) => url?.to_string(),
         None => {

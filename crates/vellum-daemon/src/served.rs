@@ -193,7 +193,7 @@ impl Served {
         let export = &group.exports[0];
         let record = Record::new(export.path.display().to_string(), clock(), how.holds_when_full);
         let is_barred = !export.image.read_only && hand_over::is_read_only(&chain);
-        let remark = hand_over::remark(chain.top().head.handover());
+        let remark = hand_over::remark(chain.top().head.handover(), &export.image);
         let (inner, growing) = behind_valve(&chain, &export.path, &how, &record, is_barred).await;
         let valve = Valve::new(inner.clone(), clock());
         valve.bar(is_barred && hand_over::is_awaiting(&chain));

@@ -55,7 +55,7 @@ use forks::Fork;
 pub(crate) use pins::said;
 use pins::{FoundBelow, files_below};
 use taps::{over, tap_over};
-pub use templates::Templates;
+pub use templates::{HeldForks, Templates};
 pub use way_down::{Backing, Step, WayDown};
 
 /// Images in one chain, at most.

@@ -4,7 +4,7 @@
 //!                                            goal: forward                     goal: back
 //!   source ╲ target     awaiting N     arrived N     void N         awaiting N    arrived N    void N
 //!   writable            fix            both!         refused        void          both!        done
-//!   moved N             fix, accept    seal          refused        void          refused      void, restore
+//!   moved N             fix, accept    accept, seal  refused        void          refused      void, restore
 //!   gone N              refused        done          refused        refused       refused      refused
 //!   moved, gone M       refused        refused       refused        void          refused      refused
 //! ```
@@ -19,10 +19,10 @@
 //!    has arrived may have been written, and nothing takes it back.
 //! 4. Nothing is copied into the target before the source is fixed: it is not open for writing until it accepts.
 //! 5. A mark that was found, and not made, may be one that was written and never flushed, by a server that was killed
-//!    in between. So *accept* follows a *fix*, and *restore* a *void*, that this run of the command has taken itself: a
-//!    step that is repeated writes and flushes the mark again.
+//!    in between. So *accept* follows a *fix*, *seal* an *accept*, and *restore* a *void*, that this run of the command
+//!    has taken itself: a step that is repeated writes and flushes the mark again.
 //! 6. A target that has arrived, and whose server does not write it, accepts again: its mark may not be durable, or it
-//!    could not be opened.
+//!    could not be opened. For the same reasons a source that has been taken back, and is not written, is restored again.
 //! 7. *Both!* is what no order of the steps leads to: the images are not those of one migration.
 
 use vellum_core::{Error, ErrorKind, Result};
@@ -52,6 +52,20 @@ pub enum Step {
     Seal,
     /// Nothing.
     Done,
+}
+
+/// Which of the two images is written by its server, if its header allows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Written {
+    /// The source.
+    pub source: bool,
+    /// The target.
+    pub target: bool,
+}
+
+impl Written {
+    /// Both.
+    pub const BOTH: Self = Self { source: true, target: true };
 }
 
 /// Which image a step changes.
@@ -119,8 +133,8 @@ fn state(handover: Option<Handover>) -> String {
     }
 }
 
-/// The next step, by what the two headers say. `is_written`: the target's server writes the target, if its header allows it.
-/// `last`: the step that was taken just before, by the same caller.
+/// The next step, by what the two headers say, and which of the images their servers write. `last`: the step that was taken
+/// just before, by the same caller.
 ///
 /// # Errors
 /// `Refused` where the goal can no longer be reached, or the images do not belong together, and `Corrupt` where both
@@ -128,7 +142,7 @@ fn state(handover: Option<Handover>) -> String {
 pub fn next(
     source: Option<Handover>,
     target: Option<Handover>,
-    is_written: bool,
+    written: Written,
     goal: Goal,
     last: Option<Step>,
 ) -> Result<Step> {
@@ -157,15 +171,19 @@ pub fn next(
         (None, Some(Awaiting(_)), Goal::Forward) => Ok(Step::Fix),
         (Some(true), Some(Awaiting(_)), Goal::Forward) if last == Some(Step::Fix) => Ok(Step::Accept),
         (Some(true), Some(Awaiting(_)), Goal::Forward) => Ok(Step::Fix),
-        (Some(true), Some(Arrived(_)), Goal::Forward) if !is_written => match last {
-            Some(Step::Accept) => refuse("the target has taken over, and its server does not write it"),
-            _ => Ok(Step::Accept),
-        },
-        (Some(true), Some(Arrived(_)), Goal::Forward) if is_gone => Ok(Step::Done),
-        (Some(true), Some(Arrived(_)), Goal::Forward) => Ok(Step::Seal),
+        (Some(true), Some(Arrived(_)), Goal::Forward) if last == Some(Step::Accept) && !written.target => {
+            refuse("the target has taken over, and its server does not write it")
+        }
+        (Some(true), Some(Arrived(_)), Goal::Forward) if is_gone && written.target => Ok(Step::Done),
+        (Some(true), Some(Arrived(_)), Goal::Forward) if last == Some(Step::Accept) => Ok(Step::Seal),
+        (Some(true), Some(Arrived(_)), Goal::Forward) => Ok(Step::Accept),
         (_, Some(Awaiting(_)), Goal::Back) => Ok(Step::Void),
         (Some(true), Some(Void(_)), Goal::Back) if last == Some(Step::Void) => Ok(Step::Restore),
         (Some(true), Some(Void(_)), Goal::Back) => Ok(Step::Void),
+        // Its mark may not be durable. A server that was started to read it writes nothing in any case.
+        (None, Some(Void(_)), Goal::Back) if !written.source && last != Some(Step::Restore) => {
+            Ok(Step::Restore)
+        }
         (None, Some(Void(_)), Goal::Back) => Ok(Step::Done),
         (None, Some(Arrived(_)), _) => Err(Error::corrupt(
             "both images could be written: they are not the two of one migration, or one was replaced by a copy",
@@ -174,6 +192,10 @@ pub fn next(
             refuse("the target has taken over and may have been written: migrate it back instead")
         }
         (Some(false), ..) => refuse("the source has moved to another target"),
+        (Some(true), ..) => refuse(
+            "the target was given up, and nothing is written: take the disk back with `vellum migrate abort`, and create \
+             another target",
+        ),
         _ => refuse("the target was given up: create another one"),
     }
 }
@@ -198,7 +220,7 @@ mod tests {
                 Some(Moved(n)),
                 [
                     Ok(Step::Fix),
-                    Ok(Step::Seal),
+                    Ok(Step::Accept),
                     Err("given up"),
                     Ok(Step::Void),
                     Err("taken over"),
@@ -231,7 +253,7 @@ mod tests {
         for (source, expected) in rows {
             let cells = [Forward, Back].into_iter().flat_map(|goal| targets.map(|target| (goal, target)));
             for ((goal, target), expected) in cells.zip(expected) {
-                match (next(source, Some(target), true, goal, None), expected) {
+                match (next(source, Some(target), Written::BOTH, goal, None), expected) {
                     (Ok(step), Ok(expected)) => {
                         assert_eq!(step, expected);
                         // What the table orders, the image that takes the step allows.
@@ -250,20 +272,28 @@ mod tests {
             }
         }
         // Each step, once the one before it was taken.
-        let after = |target, goal, last| next(Some(Moved(n)), Some(target), true, goal, Some(last)).unwrap();
+        let after =
+            |target, goal, last| next(Some(Moved(n)), Some(target), Written::BOTH, goal, Some(last)).unwrap();
         assert_eq!(after(Awaiting(n), Forward, Step::Fix), Step::Accept);
         assert_eq!(after(Awaiting(n), Forward, Step::Void), Step::Fix);
+        assert_eq!(after(Arrived(n), Forward, Step::Accept), Step::Seal);
         assert_eq!(after(Void(n), Back, Step::Void), Step::Restore);
         assert_eq!(after(Void(n), Back, Step::Fix), Step::Void);
-        assert_eq!(next(Some(Arrived(m)), Some(Awaiting(n)), true, Forward, None).unwrap(), Step::Fix);
-        next(Some(Awaiting(m)), Some(Awaiting(n)), true, Forward, None).unwrap_err();
-        next(None, None, true, Forward, None).unwrap_err();
+        let both = |source, target| next(source, target, Written::BOTH, Forward, None);
+        assert_eq!(both(Some(Arrived(m)), Some(Awaiting(n))).unwrap(), Step::Fix);
+        both(Some(Awaiting(m)), Some(Awaiting(n))).unwrap_err();
+        both(None, None).unwrap_err();
         // A target that is not written accepts again, once, and before the source is given up.
         for source in [Moved(n), Gone(n)] {
-            let again = |last| next(Some(source), Some(Arrived(n)), false, Forward, last);
+            let written = Written { source: false, target: false };
+            let again = |last| next(Some(source), Some(Arrived(n)), written, Forward, last);
             assert_eq!(again(None).unwrap(), Step::Accept);
             again(Some(Step::Accept)).unwrap_err();
         }
+        // A source that is not written is taken back again, once.
+        let written = Written { source: false, target: false };
+        assert_eq!(next(None, Some(Void(n)), written, Back, None).unwrap(), Step::Restore);
+        assert_eq!(next(None, Some(Void(n)), written, Back, Some(Step::Restore)).unwrap(), Step::Done);
         Step::Accept.check(Some(Void(n)), n).unwrap_err();
         Step::Restore.check(Some(Gone(n)), n).unwrap_err();
         Step::Fix.check(Some(Gone(n)), n).unwrap_err();

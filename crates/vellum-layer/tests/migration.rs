@@ -22,7 +22,7 @@ use vellum_core::{
 use vellum_format::handover::{Handover, MoveNumber};
 use vellum_format::image::{Files, OpenOptions};
 use vellum_format::{FormatKind, native, qcow2};
-use vellum_layer::migrate::{Goal, Side, Step, next};
+use vellum_layer::migrate::{Goal, Side, Step, Written, next};
 use vellum_sim::{Content, CrashKind, Drive, DriveOptions, ForwardStorage, Forwarding, Position, World};
 
 const SIZE: u64 = 1 << 20;
@@ -44,6 +44,8 @@ enum Mistake {
     FillEarly,
     /// A mark that was found is taken for one that is durable.
     TrustMark,
+    /// The same of the target's, before the source is given up for good.
+    SealUnflushed,
 }
 
 /// How a migration runs.
@@ -263,8 +265,15 @@ async fn migrate(world: &World, kind: &str, course: Course, mistake: Option<Mist
         disk.close().await.unwrap();
         return Run { source: source_drive, target: target_drive, milestones, fixed };
     }
-    if mistake != Some(Mistake::AcceptEarly) {
-        take(kind, &target, Step::Accept).await;
+    match mistake {
+        Some(Mistake::AcceptEarly) => {}
+        Some(Mistake::SealUnflushed) => {
+            let unflushed: SharedStorage = Forwarding::new(Unflushed(target.clone()));
+            take(kind, &unflushed, Step::Accept).await;
+            take(kind, &source, Step::Seal).await;
+        }
+        None => take_killed(kind, &target, Step::Accept, course, mistake).await,
+        _ => take(kind, &target, Step::Accept).await,
     }
     let below = open(kind, &source, None, true).await.unwrap();
     let disk = open(kind, &target, Some(below), false).await.unwrap();
@@ -321,7 +330,7 @@ async fn judge(
     let mut last = None;
     loop {
         let now = (says(kind, source).await?, says(kind, target).await?);
-        let step = match next(now.0, now.1, true, goal, last) {
+        let step = match next(now.0, now.1, Written::BOTH, goal, last) {
             Ok(step) => step,
             // It has gone too far to be taken back, or was given up.
             Err(error) if matches!(now.1, Some(Handover::Arrived(_) | Handover::Void(_))) => {
@@ -445,6 +454,7 @@ fn mistakes_in_the_order_of_the_steps_are_found() {
             (Mistake::VoidUnflushed, Goal::Back, "both"),
             (Mistake::FillEarly, Goal::Forward, "reads"),
             (Mistake::TrustMark, Goal::Forward, "both"),
+            (Mistake::SealUnflushed, Goal::Forward, "another copy"),
             (Mistake::TrustMark, Goal::Back, "both"),
         ] {
             // Which flush is that of the mark depends on how many sectors of the header change.
@@ -457,7 +467,8 @@ fn mistakes_in_the_order_of_the_steps_are_found() {
                 .find_map(|killed_at| explore(kind, Course { goal, killed_at }, Some(mistake)).1);
             let wrong = wrong.unwrap_or_else(|| panic!("{kind}: {mistake:?} was not found"));
             // Without its flushes the header of a qcow2 image may also be torn.
-            let is_it = [words, "both", "contradicts"].iter().any(|words| wrong.contains(words));
+            let is_it =
+                [words, "both", "contradicts", "no migration"].iter().any(|words| wrong.contains(words));
             assert!(is_it, "{mistake:?}: {wrong}");
         }
     }

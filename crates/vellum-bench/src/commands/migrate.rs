@@ -64,6 +64,9 @@ pub(crate) struct Args {
     /// Number of migrations of each kind of image
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
+    /// Only the kinds of images whose names contain TEXT; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    only: Vec<String>,
     /// Directory for images and sockets. Default: the directory of this program
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
@@ -134,10 +137,19 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         machine.medium
     ));
     lab.programs.iter().take(1).for_each(|program| table.say(program));
-    let mut rows: Vec<Row> = KINDS.iter().map(|(kind, _)| Row { kind, migrations: Vec::new() }).collect();
+    let wanted =
+        |kind: &str| args.only.is_empty() || args.only.iter().any(|text| kind.contains(text.as_str()));
+    let kinds: Vec<_> = KINDS.into_iter().filter(|(kind, _)| wanted(kind)).collect();
+    if kinds.is_empty() {
+        return Err(Error::invalid(format!(
+            "--only names none of: {}",
+            KINDS.map(|(kind, _)| kind).join(", ")
+        )));
+    }
+    let mut rows: Vec<Row> = kinds.iter().map(|(kind, _)| Row { kind, migrations: Vec::new() }).collect();
     for round in 0..args.rounds {
-        for (row, (kind, options)) in rows.iter_mut().zip(KINDS) {
-            let moved = migrate(&lab, options, args, time, round).context(|| kind)?;
+        for (row, (kind, options)) in rows.iter_mut().zip(&kinds) {
+            let moved = migrate(&lab, options, args, time, round).context(|| *kind)?;
             row.migrations.push(moved);
         }
     }
@@ -233,7 +245,10 @@ fn migrate(lab: &Lab, options: &[&str], args: &Args, time: Duration, round: u32)
     let source = Side::serve(lab, &dir, "source", &[])?;
     let uri = format!("nbd+unix:///disk?socket={}", source.socket.display());
     let mut prepare = vellum();
-    prepare.args(["migrate", "prepare", "--output", "json", "--from", &uri]).args(options).arg(dir.join("target.image"));
+    prepare
+        .args(["migrate", "prepare", "--output", "json", "--from", &uri])
+        .args(options)
+        .arg(dir.join("target.image"));
     answer_of(&mut prepare)?;
     let target = Side::serve(lab, &dir, "target", &["--allow-url", &uri, "--prefetch"])?;
     let part = args.size / u64::from(args.guests) / BLOCK as u64;

@@ -254,16 +254,22 @@ pub enum MigrateStep {
     Restore,
     /// The source is given up for good: the target has taken over.
     Seal,
+    /// Not a step: the source's export shows the number, a challenge, to clients that connect, until its next step.
+    Show,
+    /// Not a step: the target looks for the challenge where it reads from.
+    Look,
 }
 
-impl From<MigrateStep> for migrate::Step {
-    fn from(step: MigrateStep) -> Self {
-        match step {
-            MigrateStep::Fix => Self::Fix,
-            MigrateStep::Accept => Self::Accept,
-            MigrateStep::Void => Self::Void,
-            MigrateStep::Restore => Self::Restore,
-            MigrateStep::Seal => Self::Seal,
+impl MigrateStep {
+    /// The step of the migration, if it is one.
+    pub(crate) fn as_step(self) -> Option<migrate::Step> {
+        match self {
+            Self::Fix => Some(migrate::Step::Fix),
+            Self::Accept => Some(migrate::Step::Accept),
+            Self::Void => Some(migrate::Step::Void),
+            Self::Restore => Some(migrate::Step::Restore),
+            Self::Seal => Some(migrate::Step::Seal),
+            Self::Show | Self::Look => None,
         }
     }
 }

@@ -17,7 +17,7 @@ use vellum_layer::valve::RateLimits;
 
 use super::lines::Lines;
 use super::places::Places;
-use super::{Answer, COMMANDS, ClientRow, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Request};
+use super::{Answer, COMMANDS, ClientRow, MigrateStep, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Request};
 use crate::contained::{contained, in_rounds};
 use crate::door::{Accepting, Door};
 use crate::seats::Seats;
@@ -306,7 +306,15 @@ impl Control {
             }
             Request::MigrateStep { disk, step, number } => {
                 let disk = self.disks.find(disk.as_deref())?;
-                let done = disk.hand_over((*step).into(), number.parse()?).await;
+                let number_read = number.parse()?;
+                let Some(step) = step.as_step() else {
+                    let seen = match step {
+                        MigrateStep::Show => disk.ask_for(number_read, &self.exports).map(|()| None)?,
+                        _ => disk.looks_for(number_read).await?,
+                    };
+                    return Ok(json!({ "image": disk.path().display().to_string(), "seen": seen }));
+                };
+                let done = disk.hand_over(step, number_read).await;
                 // Also where it failed: the mark may have been made.
                 disk.tell(&self.exports)?;
                 let done = done?;

@@ -12,20 +12,25 @@
 //!    read-only.
 //! 4. A step that is repeated writes and flushes the mark again. It may be repeated on a disk that could not be opened after
 //!    it: what the header says counts then.
-//! 5. The target takes over only from a source whose server says that its disk has moved in the same migration.
+//! 5. The target takes over only from a source whose server says that its disk has moved in the same migration, and that
+//!    nothing else has taken it over.
+//! 6. A server that reads a snapshot of an image says nothing of the migration of its disk, and takes no step.
 
-use std::path::Path;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use vellum_core::{Error, ErrorKind, Result, SharedDisk, lock};
+use vellum_core::pin::{Proof, ProofKind};
+use vellum_core::{Disk as _, Error, ErrorKind, Result, SharedDisk, SharedStorage, lock};
 use vellum_export::nbd::Exports;
 use vellum_export::nbd::wire::info;
+use vellum_format::FormatKind;
 use vellum_format::handover::{Handover, MoveNumber, may_change};
-use vellum_io::clock;
+use vellum_io::{clock, unblock_at};
 use vellum_layer::barred::Barred;
-use vellum_layer::{Chain, migrate};
+use vellum_layer::{Chain, Gate, migrate};
 
 use super::steer::Held;
 use super::{How, Served, Step};
@@ -100,11 +105,19 @@ pub(super) fn is_awaiting(chain: &Chain) -> bool {
 }
 
 /// What clients are told of an image that says this: that its disk has moved. The target knows its base by that.
-pub(super) fn remark(handover: Option<Handover>) -> String {
+pub(super) fn remark(handover: Option<Handover>, image: &ImageOptions) -> String {
     match handover {
-        Some(Handover::Moved(number) | Handover::Gone(number)) => format!("{}{number}", info::MOVED),
+        // What it has of the disk is older.
+        _ if image.snapshot.is_some() => String::new(),
+        Some(Handover::Moved(number)) => format!("{}{number}", info::MOVED),
+        Some(Handover::Gone(number)) => format!("{}{number}", info::GONE),
         _ => String::new(),
     }
+}
+
+/// The image below the top one.
+fn path_below(chain: &Chain) -> Option<PathBuf> {
+    chain.members().nth(1).map(|member| member.path.clone())
 }
 
 /// Whether a migration forbids to write it.
@@ -142,6 +155,47 @@ impl Served {
         self.chain.read().await.is_some() && !self.is_barred() && !self.image.read_only
     }
 
+    /// Shows a challenge to clients that connect from now on, until the next step.
+    ///
+    /// # Errors
+    /// `Refused` where a snapshot of the image is served.
+    pub(crate) fn ask_for(&self, challenge: MoveNumber, exports: &Exports) -> Result<()> {
+        self.is_its_disk()?;
+        let remark = {
+            let mut remark = lock(&self.remark);
+            let what_it_says = remark.rsplit("; ").next().filter(|text| !text.starts_with(info::ASKED));
+            let what_it_says = what_it_says.unwrap_or_default().to_owned();
+            let between = if what_it_says.is_empty() { "" } else { "; " };
+            *remark = format!("{}{challenge}{between}{what_it_says}", info::ASKED);
+            remark.clone()
+        };
+        self.names().iter().try_for_each(|name| exports.set_remark(name, &remark))
+    }
+
+    /// Whether the export that it reads from shows this challenge; `None` if it reads from nothing.
+    ///
+    /// # Errors
+    /// Those of connecting to it.
+    pub(crate) async fn looks_for(&self, challenge: MoveNumber) -> Result<Option<bool>> {
+        let below = match &*self.chain.read().await {
+            Some(chain) => path_below(chain),
+            // A step may have closed it.
+            None => self.path_in_header().await?,
+        };
+        let Some(below) = below else { return Ok(None) };
+        let source = self.source_at(&below).await?;
+        Ok(Some(source.description().contains(&format!("{}{challenge}", info::ASKED))))
+    }
+
+    fn is_its_disk(&self) -> Result<()> {
+        let Some(snapshot) = &self.image.snapshot else { return Ok(()) };
+        let path = self.path.display();
+        let why = format!(
+            "the snapshot {snapshot} of {path} is served, and not its disk: serve it without --load-snapshot to migrate it"
+        );
+        Err(Error::new(ErrorKind::Refused, why))
+    }
+
     /// Tells clients that connect from now on what is to be told.
     pub(crate) fn tell(&self, exports: &Exports) -> Result<()> {
         let remark = lock(&self.remark).clone();
@@ -159,6 +213,7 @@ impl Served {
         step: migrate::Step,
         number: MoveNumber,
     ) -> Result<HandedOver> {
+        self.is_its_disk()?;
         let path = self.path.display().to_string();
         let _step = self.begin(Step::HandOver)?;
         let mut chain = self.alone_or_closed().await?;
@@ -173,8 +228,9 @@ impl Served {
             return Ok(HandedOver { handover: before, held: Duration::ZERO });
         };
         if step == migrate::Step::Accept && matches!(before, Some(Handover::Awaiting(_))) {
-            self.source_has_moved().await?;
+            self.source_has_moved(chain.as_ref(), number).await?;
         }
+        self.is_the_same_file(chain.as_ref()).await?;
         let began = clock().now();
         // It reads the images below, which are closed.
         let held = match self.hydrate_no_more_in_time().await {
@@ -200,13 +256,19 @@ impl Served {
         self.tend_no_more().await;
         let released = self.release_files(&held.hold, &mut chain).await;
         let changed = match closed.and(released) {
-            Ok(()) => self.change_handover(after).await,
+            Ok(()) => {
+                // Clones of its snapshots, in this server, hold the file as well.
+                let forks = self.how.templates.hold(&self.canonical).await;
+                let changed = self.change_handover(after).await;
+                drop(forks);
+                changed
+            }
             failed => failed,
         };
-        // What the header says now decides what passes. A target whose mark may not be durable is not written: the
-        // step is to be taken again.
+        // What the header says now decides what passes. A disk whose mark may not be durable is not written: the step
+        // is to be taken again.
         let says = self.read_handover().await.unwrap_or(before);
-        let is_doubtful = changed.is_err() && step == migrate::Step::Accept;
+        let is_doubtful = changed.is_err() && matches!(step, migrate::Step::Accept | migrate::Step::Restore);
         let forbids = is_doubtful || says.is_some_and(|handover| !handover.allows_writing());
         self.is_barred.store(forbids && !self.image.read_only, Ordering::Release);
         let opened = self.open_again(&held.hold, &mut chain).await;
@@ -221,7 +283,7 @@ impl Served {
             _ => false,
         };
         self.valve.bar(waits);
-        *lock(&self.remark) = remark(says);
+        *lock(&self.remark) = remark(says, &self.image);
         // It is open, or closed: nothing is half done.
         held.finish();
         let waited = clock().now().saturating_sub(began);
@@ -276,21 +338,65 @@ impl Served {
     }
 
     /// Asks the server of the source, over a connection of its own, whether what it exports is the disk that has moved in
-    /// this migration. Nothing has changed if it is not, or does not answer.
-    async fn source_has_moved(&self) -> Result<()> {
-        let image = ImageOptions {
-            read_only: true,
-            format: Some(self.format),
-            tap: None,
-            wished_tap: None,
-            ..self.image.clone()
+    /// this migration, and that nothing else has taken over. Nothing has changed if it is not, or does not answer.
+    async fn source_has_moved(&self, open: Option<&Chain>, number: MoveNumber) -> Result<()> {
+        let below = match open {
+            Some(open) => path_below(open),
+            None => self.path_in_header().await?,
         };
-        let chain = open_over(None, &self.path, &image).await?;
-        let checked = chain.check_pin();
-        chain.close().await?;
-        let why = "its source has not moved in this migration: was another disk named as the source? Give it back with \
-                   `vellum migrate abort`";
-        checked.map_err(|error| error.context(format!("{}: {why}", self.path.display())))
+        let refused = |why: &str| Error::new(ErrorKind::Refused, format!("{}: {why}", self.path.display()));
+        let below = below.ok_or_else(|| refused("it has no source"))?;
+        let source = self.source_at(&below).await?;
+        let proof = Proof::new(ProofKind::Moved, self.disk.geometry().size, number.to_string())?;
+        if source.proof().as_ref() != Some(&proof) {
+            return Err(refused("its source has not moved in this migration"));
+        }
+        match source.description().ends_with(&format!("{}{number}", info::MOVED)) {
+            true => Ok(()),
+            false => {
+                Err(refused("another image has taken over the disk of its source: was this one copied?"))
+            }
+        }
+    }
+
+    /// The image below, opened anew.
+    async fn source_at(&self, below: &Path) -> Result<SharedStorage> {
+        let options = ImageOptions { read_only: true, format: Some(FormatKind::Raw), ..self.image.clone() };
+        Ok(open_file(below, &options).await?.0)
+    }
+
+    /// The image below, as the header names it.
+    async fn path_in_header(&self) -> Result<Option<PathBuf>> {
+        let options = ImageOptions { read_only: true, format: Some(self.format), ..self.image.clone() };
+        let (storage, format) = open_file(&self.path, &options).await?;
+        let head = format.format().read(&*storage).await?;
+        head.backing().map(|(name, _)| Gate::resolve(&self.path, name)).transpose()
+    }
+
+    /// The file under its name is the one that is open: another one in its place would lack what was written since.
+    ///
+    /// # Errors
+    /// `Refused` if it is not.
+    pub(super) async fn is_the_same_file(&self, open: Option<&Chain>) -> Result<()> {
+        let proof =
+            open.and_then(|open| open.top().storage.proof()).filter(|proof| proof.kind() == ProofKind::File);
+        let Some(number) = proof.and_then(|proof| proof.value().split('@').next()?.parse::<u64>().ok())
+        else {
+            return Ok(());
+        };
+        let path = self.path.clone();
+        let there =
+            unblock_at(&self.path, move || Ok(std::fs::metadata(&path).map(|facts| facts.ino()))).await?;
+        if there.as_ref().is_ok_and(|there| *there == number) {
+            return Ok(());
+        }
+        let what = there.map_or_else(|error| error.to_string(), |_| "there is another file now".to_owned());
+        let why = format!(
+            "{}: {what}, and the disk that is served is that of a file without this name: nothing was changed; put the file back \
+             that was opened (`ls -i`: {number}), or copy the disk from the server, for example with `vellum convert nbd://…`",
+            self.path.display()
+        );
+        Err(Error::new(ErrorKind::Refused, why))
     }
 
     async fn read_handover(&self) -> Result<Option<Handover>> {

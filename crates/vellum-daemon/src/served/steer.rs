@@ -184,11 +184,15 @@ impl Served {
     /// user of the disk reports it. Returns whether there was any loss.
     ///
     /// # Errors
-    /// With nothing changed: `NoSpace` where the host has no room for what was answered and not flushed, and
+    /// With nothing changed: `Refused` where another file has the name of the image, `NoSpace` where the host has no room for what was answered and not flushed, and
     /// `Locked` where the storage does not answer a flush in time, unless that may be lost.
     pub(crate) async fn reopen(self: &Arc<Self>, lose_unflushed: bool) -> Result<bool> {
         let _step = self.begin(Step::Reopen)?;
         let mut chain = self.alone_or_closed().await?;
+        let is_broken = self.disk.is_broken() || self.life().is_cut_off() || self.record.is_poisoned();
+        if !lose_unflushed && !is_broken {
+            self.is_the_same_file(chain.as_ref()).await?;
+        }
         // It reads the images below, which are closed.
         if let Err(error) = self.hydrate_no_more_in_time().await {
             self.begin_hydrating();

@@ -280,7 +280,16 @@ impl Entry {
 
     fn description(&self) -> String {
         let (description, remark) = (&self.export.description, lock(&self.remark));
-        let between = if description.is_empty() || remark.is_empty() { "" } else { "; " };
+        let between = match (description.is_empty(), remark.is_empty()) {
+            (false, false) => "; ",
+            // The name of a file is no remark, whatever it is.
+            (false, true)
+                if [wire::info::MOVED, wire::info::GONE].iter().any(|words| description.contains(words)) =>
+            {
+                ";"
+            }
+            _ => "",
+        };
         format!("{description}{between}{remark}")
     }
 

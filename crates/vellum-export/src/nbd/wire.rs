@@ -165,8 +165,12 @@ pub mod info {
     /// What it is, for a person.
     pub const DESCRIPTION: u16 = 2;
     /// Vellum's own: a description that ends with this and the number of a migration, 32 hexadecimal digits, is that of
-    /// an image whose disk has moved. It never changes again.
+    /// an image whose disk has moved. It never changes again, unless the disk is taken back.
     pub const MOVED: &str = "moved in migration ";
+    /// The same of one whose disk is taken back by nobody: another image has taken it over.
+    pub const GONE: &str = "gone in migration ";
+    /// Vellum's own: with a challenge, 32 hexadecimal digits, what a description has while the export is looked for.
+    pub const ASKED: &str = "asked by ";
     /// Its size constraints.
     pub const BLOCK_SIZE: u16 = 3;
 }

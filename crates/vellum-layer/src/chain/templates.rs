@@ -21,7 +21,7 @@ use vellum_core::{Result, lock};
 use vellum_format::{FormatKind, SnapshotKey};
 
 use super::below::{Below, Stand};
-use super::forks::{Forks, Parent};
+use super::forks::{Forks, Parent, Turn};
 use super::way_down::{Step, WayDown};
 use super::{ChainOptions, Gate, Opener};
 
@@ -51,6 +51,10 @@ pub struct Templates {
     forks: Forks,
 }
 
+/// Nothing of an image's snapshots is read while this is there.
+#[must_use]
+pub struct HeldForks(#[expect(dead_code, reason = "it is held")] Turn);
+
 impl fmt::Debug for Templates {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Templates").field("open", &lock(&self.slots).len()).finish()
@@ -67,6 +71,12 @@ impl Templates {
     /// stand on snapshots of its top image read these from the file from now on.
     pub async fn left(&self, opener: &dyn Opener, canonical: &Path) {
         self.forks.parent(canonical).detach().await.read_file(opener).await;
+    }
+
+    /// Disks that stand on snapshots of the image at this canonical path have nothing of it open until
+    /// [`left`](Self::left) is called, after what this returns was dropped.
+    pub async fn hold(&self, canonical: &Path) -> HeldForks {
+        HeldForks(self.forks.parent(canonical).detach().await)
     }
 
     /// A place on the image of this step and all below it, which are opened if they are not.

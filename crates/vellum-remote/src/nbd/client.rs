@@ -218,7 +218,8 @@ impl Client {
 /// Whether it is the export that was opened first. The number of a context belongs to its connection, and a disk that
 /// is only read may have become read-only.
 fn is_same(old: &ExportFacts, new: &ExportFacts, read_only: bool) -> bool {
-    let ExportFacts { size, flags, block_size, payload_max, structured, allocation, moved } = old;
+    let ExportFacts { size, flags, block_size, payload_max, structured, allocation, moved, description: _ } =
+        old;
     *size == new.size
         && (read_only || *flags == new.flags)
         && *block_size == new.block_size

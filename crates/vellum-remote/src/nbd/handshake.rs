@@ -38,6 +38,8 @@ pub struct ExportFacts {
     pub allocation: Option<u32>,
     /// The number of the migration in which the disk has moved, if the server says so of a read-only export.
     pub moved: Option<String>,
+    /// What the server says about it, for people.
+    pub description: String,
 }
 
 impl ExportFacts {
@@ -112,6 +114,7 @@ pub(super) async fn handshake(
         structured,
         allocation,
         moved: None,
+        description: String::new(),
     };
     let mut has_size = false;
     for reply in replies.iter().filter(|reply| reply.kind == option_reply::INFO) {
@@ -153,6 +156,7 @@ fn note_fact(facts: &mut ExportFacts, data: &[u8]) -> Result<bool> {
         }
         Some(info::DESCRIPTION) => {
             facts.moved = moved_in(rest);
+            facts.description = String::from_utf8_lossy(rest).into_owned();
             Ok(false)
         }
         _ => Ok(false),
@@ -164,7 +168,8 @@ fn moved_in(description: &[u8]) -> Option<String> {
     let (before, number) =
         std::str::from_utf8(description).ok()?.split_at_checked(description.len().checked_sub(32)?)?;
     let is_number = number.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
-    (is_number && before.ends_with(info::MOVED)).then(|| number.to_owned())
+    let has_moved = [info::MOVED, info::GONE].iter().any(|words| before.ends_with(words));
+    (is_number && has_moved).then(|| number.to_owned())
 }
 
 /// The number of `base:allocation`, if this reply is about it.

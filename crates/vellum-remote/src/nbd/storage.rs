@@ -254,6 +254,10 @@ impl Storage for NbdStorage {
         Proof::new(ProofKind::Moved, self.facts.size, number).ok()
     }
 
+    fn description(&self) -> String {
+        self.facts.description.clone()
+    }
+
     fn read(&self, at: ImageOffset, mut buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
         Box::pin(async move {
             let inside = self.facts.size.saturating_sub(at.bytes()).min(buffer.len() as u64);

@@ -5,9 +5,9 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use vellum_core::{Error, Result};
+use vellum_core::{Error, ErrorKind, Result};
 use vellum_daemon::control::{MigrateStep, Request, call_within};
-use vellum_daemon::migrate::{Goal, Handover, NewTarget, Side, Step, next, prepare};
+use vellum_daemon::migrate::{Goal, Handover, MoveNumber, NewTarget, Side, Step, Written, next, prepare};
 use vellum_daemon::{FormatKind, IoMode, run as run_worker};
 
 use super::Outcome;
@@ -197,17 +197,55 @@ impl BothArgs {
         }
     }
 
+    async fn ask(&self, side: Side, step: MigrateStep, number: MoveNumber) -> Result<Value> {
+        let (socket, disk) = self.server(side);
+        let request = Request::MigrateStep { disk: disk.cloned(), step, number: number.to_string() };
+        call_within(socket, &request, ANSWER_WITHIN).await
+    }
+
+    /// Checks that the target reads from this source and from no other disk: the source shows a challenge, and the target
+    /// looks for it. A target that has everything reads from nothing.
+    ///
+    /// # Errors
+    /// `Refused` if it reads from another one. To take a disk back the target need not see its source.
+    async fn are_of_one_migration(&self, goal: Goal, (source, target): (&Told, &Told)) -> Result<()> {
+        let challenge = MoveNumber::random()?;
+        let seen = match self.ask(Side::Source, MigrateStep::Show, challenge).await {
+            Ok(_) => self.ask(Side::Target, MigrateStep::Look, challenge).await,
+            refused => refused,
+        };
+        match seen {
+            Ok(said) if said["seen"] == false => Err(Error::new(
+                ErrorKind::Refused,
+                format!(
+                    "{} is not the disk that {} reads from, and nothing was changed: was another disk named as the source? \
+                     (`vellum info {}` shows the address that it reads from)",
+                    source.image, target.image, target.image
+                ),
+            )),
+            Err(error) if goal == Goal::Forward => {
+                Err(error.context("the target does not reach its source, and nothing was changed"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// What both servers say. To take a disk back they need not have the same size.
     async fn both(&self, goal: Option<Goal>) -> Result<(Told, Told)> {
         let (source, target) = (self.told(Side::Source).await?, self.told(Side::Target).await?);
         if source.size != target.size && goal == Some(Goal::Forward) {
             return Err(Error::invalid(format!(
-                "{} has {} bytes and {} has {}: they are not the source and the target of one migration",
+                "{} has {} bytes and {} has {}: they are not the source and the target of one migration, or the source was \
+                 resized after the target was prepared: give the target up with `vellum migrate abort`, and prepare another",
                 source.image, source.size, target.image, target.size
             )));
         }
         Ok((source, target))
     }
+}
+
+fn written(source: &Told, target: &Told) -> Written {
+    Written { source: source.is_written, target: target.is_written }
 }
 
 /// What was done, and for how long the disk could not be written.
@@ -216,13 +254,16 @@ async fn hand_over(args: &BothArgs, goal: Goal) -> Result<(Vec<Step>, Option<Dur
     let mut downtime = None;
     loop {
         let (source, target) = args.both(Some(goal)).await?;
-        let step = next(source.handover, target.handover, target.is_written, goal, steps.last().copied())?;
+        let step =
+            next(source.handover, target.handover, written(&source, &target), goal, steps.last().copied())?;
         let number = target.handover.expect("the table has checked that").number();
         let Some((side, _)) = step.writes(number) else { return Ok((steps, downtime, source, target)) };
+        if steps.is_empty() {
+            args.are_of_one_migration(goal, (&source, &target)).await?;
+        }
         if step == Step::Fix {
             began = Some(Instant::now());
         }
-        let (socket, disk) = args.server(side);
         let step_name = match step {
             Step::Fix => MigrateStep::Fix,
             Step::Accept => MigrateStep::Accept,
@@ -230,9 +271,7 @@ async fn hand_over(args: &BothArgs, goal: Goal) -> Result<(Vec<Step>, Option<Dur
             Step::Seal => MigrateStep::Seal,
             Step::Restore | Step::Done => MigrateStep::Restore,
         };
-        let request =
-            Request::MigrateStep { disk: disk.cloned(), step: step_name, number: number.to_string() };
-        let answer = call_within(socket, &request, ANSWER_WITHIN).await;
+        let answer = args.ask(side, step_name, number).await;
         answer.map_err(|error| what_is_next(step, error))?;
         if step == Step::Accept {
             downtime = began.map(|began| began.elapsed());
@@ -251,7 +290,9 @@ fn what_is_next(step: Step, error: Error) -> Error {
         Step::Seal => error.context(
             "the disk is written in the target; repeat the command, so that the source is given up for good",
         ),
-        Step::Restore => error.context("the target was given up, and the source is not written yet: repeat the command"),
+        Step::Restore => {
+            error.context("the target was given up, and the source is perhaps not written yet: repeat the command")
+        }
         Step::Fix | Step::Void | Step::Done => error,
     }
 }
@@ -282,7 +323,7 @@ fn handed_over(args: &BothArgs, goal: Goal) -> Outcome {
 fn status(args: &BothArgs) -> Outcome {
     let (source, target) = run_worker(IoMode::Auto, async || args.both(None).await)??;
     let word = |told: &Told| told.handover.map_or("none", Handover::word);
-    let step = |goal| next(source.handover, target.handover, target.is_written, goal, None);
+    let step = |goal| next(source.handover, target.handover, written(&source, &target), goal, None);
     let named = |goal| step(goal).map_or(Value::Null, |step| json!(format!("{step:?}").to_lowercase()));
     match args.output {
         OutputFormat::Json => say_json(&json!({
@@ -294,7 +335,7 @@ fn status(args: &BothArgs) -> Outcome {
         OutputFormat::Human => {
             let next = match step(Goal::Forward) {
                 Ok(Step::Done) => "the target is written".to_owned(),
-                Ok(Step::Seal) => {
+                Ok(Step::Accept) if target.is_written => {
                     "the target is written; `vellum migrate run` gives the source up for good".to_owned()
                 }
                 Ok(_) if source.handover.is_none_or(Handover::allows_writing) => {
@@ -321,7 +362,8 @@ fn step(args: &StepArgs) -> Outcome {
         step: args.step.into(),
         number: args.number.clone(),
     };
-    let answer = args.target.ask(&request)?;
+    let control = &args.target.control;
+    let answer = run_worker(IoMode::Auto, async || call_within(control, &request, ANSWER_WITHIN).await)??;
     match args.target.output {
         OutputFormat::Json => say_json(&answer),
         OutputFormat::Human => say(&format!(

@@ -69,7 +69,7 @@ async fn pin(chain: &mut Chain) -> Result<()> {
         return Ok(()); // it is refused
     }
     match chain.pin_below().await {
-        Err(error) if error.kind() == ErrorKind::Unsupported => Ok(()),
+        Err(error) if matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::NoSpace) => Ok(()),
         pinned => pinned,
     }
 }

@@ -387,13 +387,14 @@ impl Served {
         let path = self.path.clone();
         let there =
             unblock_at(&self.path, move || Ok(std::fs::metadata(&path).map(|facts| facts.ino()))).await?;
-        if there.as_ref().is_ok_and(|there| *there == number) {
+        // Where there is none, opening says so.
+        if there.is_err() || there.is_ok_and(|there| there == number) {
             return Ok(());
         }
-        let what = there.map_or_else(|error| error.to_string(), |_| "there is another file now".to_owned());
         let why = format!(
-            "{}: {what}, and the disk that is served is that of a file without this name: nothing was changed; put the file back \
-             that was opened (`ls -i`: {number}), or copy the disk from the server, for example with `vellum convert nbd://…`",
+            "{}: there is another file now, and the disk that is served is that of a file without this name: nothing was changed; put \
+             the file back that was opened (`ls -i`: {number}), or copy the disk from the server, for example with `vellum \
+             convert nbd://…`",
             self.path.display()
         );
         Err(Error::new(ErrorKind::Refused, why))

@@ -122,8 +122,8 @@ pub trait Storage: Send + Sync {
     }
 
     /// What proves the content now, as far as the host says so without anything being read: a file may be changed from
-    /// outside while it is open. Whoever keeps copies asks after each read: what differs from [`proof`](Self::proof) is another
-    /// content. Where reads themselves fail then, this is what was found at opening.
+    /// outside while it is open. A caller that keeps copies asks after each read: what differs from [`proof`](Self::proof) is
+    /// another content. For a storage whose reads fail in that case, this is what was found at opening.
     ///
     /// # Errors
     /// Those of the host.

@@ -125,7 +125,7 @@ pub(crate) struct Served {
     reconnects: Reconnects,
     /// The user wants it writable, and a migration forbids that.
     is_barred: AtomicBool,
-    /// What clients are told behind the description of its exports.
+    /// What follows the description of its exports.
     remark: Mutex<String>,
     /// Disconnects the readers of its snapshots.
     readers: Shutdown,

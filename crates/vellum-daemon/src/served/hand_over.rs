@@ -56,7 +56,11 @@ pub(super) fn barred(chain: &Chain, disk: SharedDisk, is_barred: bool) -> Shared
     // Targets can be written from the first moment, as their front ends see it.
     let is_target = matches!(handover, Some(Handover::Awaiting(_) | Handover::Arrived(_)));
     let why = may_change(&path, handover).err().unwrap_or_else(|| {
-        let why = "it has taken over its disk, and this may not be durable: repeat `vellum migrate run`";
+        // Its header allows writing, so the mark is one whose flush failed.
+        let why = match is_target {
+            true => "it has taken over its disk, and this may not be durable: repeat `vellum migrate run`",
+            false => "its disk was taken back, and this may not be durable: repeat `vellum migrate abort`",
+        };
         Error::new(ErrorKind::Refused, format!("{path}: {why}"))
     });
     Barred::over(disk, why, !is_target)
@@ -104,7 +108,7 @@ pub(super) fn is_awaiting(chain: &Chain) -> bool {
     matches!(chain.top().head.handover(), Some(Handover::Awaiting(_)))
 }
 
-/// What clients are told of an image that says this: that its disk has moved. The target knows its base by that.
+/// The remark for clients of an image that says this: that its disk has moved. The target knows its base by that.
 pub(super) fn remark(handover: Option<Handover>, image: &ImageOptions) -> String {
     match handover {
         // What it has of the disk is older.
@@ -196,7 +200,7 @@ impl Served {
         Err(Error::new(ErrorKind::Refused, why))
     }
 
-    /// Tells clients that connect from now on what is to be told.
+    /// Gives its exports the remark for clients that connect from now on.
     pub(crate) fn tell(&self, exports: &Exports) -> Result<()> {
         let remark = lock(&self.remark).clone();
         self.names().iter().try_for_each(|name| exports.set_remark(name, &remark))

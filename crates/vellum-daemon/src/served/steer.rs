@@ -184,8 +184,9 @@ impl Served {
     /// user of the disk reports it. Returns whether there was any loss.
     ///
     /// # Errors
-    /// With nothing changed: `Refused` where another file has the name of the image, `NoSpace` where the host has no room for what was answered and not flushed, and
-    /// `Locked` where the storage does not answer a flush in time, unless that may be lost.
+    /// With nothing changed: `Refused` where another file has the name of the image, `NoSpace` where the host has no room
+    /// for what was answered and not flushed, and `Locked` where the storage does not answer a flush in time, unless that
+    /// may be lost.
     pub(crate) async fn reopen(self: &Arc<Self>, lose_unflushed: bool) -> Result<bool> {
         let _step = self.begin(Step::Reopen)?;
         let mut chain = self.alone_or_closed().await?;

@@ -94,7 +94,7 @@ pub(crate) struct Entry {
     session_ended: Event,
     /// No client is admitted for the time being.
     is_suspended: AtomicBool,
-    /// What is said of it for the time being, behind its description; may be empty.
+    /// The text that follows its description for the time being; may be empty.
     remark: Mutex<String>,
 }
 
@@ -187,7 +187,7 @@ impl Exports {
         Some(Removed(entry))
     }
 
-    /// Sets what clients that connect from now on are told behind the description; nothing, when the text is empty.
+    /// Sets the text that follows the description, for clients that connect from now on; an empty one removes it.
     ///
     /// # Errors
     /// `Invalid` when both together are not what the protocol calls a string.
@@ -326,7 +326,7 @@ impl Attached {
         &self.entry.export
     }
 
-    /// What its client is told of it.
+    /// Its description, with the remark, for its client.
     pub(crate) fn description(&self) -> String {
         self.entry.description()
     }

@@ -209,10 +209,11 @@ fn create(directory: &Path, prefix: &OsStr, is_private: bool) -> Result<(PathBuf
             }
             opened => opened?,
         };
-        // Where there are no locks an abandoned draft cannot be recognised, so none is removed.
-        let _ = lock::claim(file.as_fd());
-        // Before it was locked another program may have taken it for an abandoned one.
-        if rustix::fs::stat(&path).is_ok_and(|now| is_same(&now, &rustix::fs::fstat(&file).ok())) {
+        // Where there are no locks an abandoned draft cannot be recognised, so none is removed. Before this one was locked
+        // another program may have taken it for abandoned: it has removed it, or has the lock and is about to.
+        let is_taken = lock::claim(file.as_fd()) == Ok(false);
+        if !is_taken && rustix::fs::stat(&path).is_ok_and(|now| is_same(&now, &rustix::fs::fstat(&file).ok()))
+        {
             // Two programs that were killed have left two.
             let _ = (number + 1..NUMBERS_MAX).take_while(|next| remove_left_behind(&path_of(*next))).count();
             return Ok((path, file));
@@ -427,6 +428,26 @@ mod tests {
         let third = draft_of(&target);
         drop((first, second, third));
         assert_eq!(dir.names(), [".image.vellum-notes", ".other.vellum-00000000"]);
+    }
+
+    /// They all want the first number, and see each other's drafts before these are locked.
+    #[test]
+    fn drafts_of_one_name_that_are_made_at_once_are_all_kept() {
+        let dir = Dir::new("at-once");
+        let target = dir.0.join("image");
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..2_000 {
+                        let draft = draft_of(&target);
+                        assert!(draft.path().exists(), "another one has removed it");
+                        std::thread::yield_now();
+                        assert!(draft.path().exists(), "another one has removed it");
+                    }
+                });
+            }
+        });
+        assert!(dir.names().is_empty(), "{:?}", dir.names());
     }
 
     #[test]

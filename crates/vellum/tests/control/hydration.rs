@@ -257,7 +257,7 @@ fn what_was_asked_for_and_does_nothing_is_said() {
     assert!(hydration(&served)["remark"].as_str().is_some_and(|remark| remark.contains("delete them first")));
     let said = served.server.stop().err;
     assert!(said.contains("stays over its backing image"), "{said}");
-    // Who asks for nothing is told nothing.
+    // Without the options there is no warning.
     let served = Controlled::start(&[&alone]);
     assert!(hydration(&served).is_null());
     assert!(!served.server.stop().err.contains(idle));

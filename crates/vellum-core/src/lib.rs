@@ -46,7 +46,7 @@ pub use lending::Lending;
 pub use lock::lock;
 pub use losses::{Losses, Witness};
 pub use memory::{MemoryDisk, MemoryStorage};
-pub use merged::{MergedExtent, fill_from_below, map_merged, read_below};
+pub use merged::{MergedExtent, PlaceKind, fill_from_below, map_kinds, map_merged, read_below};
 pub use offload::{Inline, Offload, offload};
 pub use reference::{Scheme, Url, UrlPrefix};
 pub use storage::{Limits, SharedStorage, Storage, StorageRun, Zeroes};

@@ -44,33 +44,76 @@ const EXTENTS_MAX: usize = 4096;
 
 /// An extent of a chain.
 #[derive(Debug, Clone)]
-pub struct MergedExtent {
+pub struct MergedExtent<P = Place> {
     /// Which bytes of the top disk.
     pub span: GuestSpan,
     /// Where they are. `Below` only when no disk of the chain has anything there: they read as zero.
-    pub place: Place,
+    pub place: P,
     /// How many disks above had no data there: 0 for the top disk.
     pub depth: usize,
 }
 
-enum Step {
+/// What a place is, without the storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlaceKind {
+    /// It reads as zero. `allocated` says whether space is allocated for it.
+    Zero {
+        /// Space is allocated for it.
+        allocated: bool,
+    },
+    /// The bytes are stored as they are.
+    Data,
+    /// The bytes are stored compressed.
+    Compressed,
+    /// No disk has data there.
+    Below,
+}
+
+impl From<Place> for PlaceKind {
+    fn from(place: Place) -> Self {
+        match place {
+            Place::Zero { allocated } => Self::Zero { allocated },
+            Place::Data { .. } => Self::Data,
+            Place::Compressed => Self::Compressed,
+            Place::Below => Self::Below,
+        }
+    }
+}
+
+enum Step<P> {
     Ask { disk: SharedDisk, span: GuestSpan, depth: usize },
-    Answer { extent: Extent, depth: usize },
+    Answer { span: GuestSpan, place: P, depth: usize },
 }
 
 /// The extents of the run, from its start, in order, without gaps, neighbours of one place merged. May stop
 /// early, but is not empty unless the run is.
+///
+/// A caller that asks a served disk holds its storages while it waits for the next part of a map. It cannot be closed and
+/// opened again meanwhile: use [`map_kinds`].
 pub async fn map_merged(disk: &SharedDisk, span: GuestSpan) -> Result<Vec<MergedExtent>> {
-    let mut answer: Vec<MergedExtent> = Vec::new();
+    merged(disk, span, continues).await
+}
+
+/// The same without the storages, none of which is held while it waits.
+pub async fn map_kinds(disk: &SharedDisk, span: GuestSpan) -> Result<Vec<MergedExtent<PlaceKind>>> {
+    merged(disk, span, |last, next| last.place == *next).await
+}
+
+async fn merged<P: From<Place>>(
+    disk: &SharedDisk,
+    span: GuestSpan,
+    continues: fn(&MergedExtent<P>, &P) -> bool,
+) -> Result<Vec<MergedExtent<P>>> {
+    let mut answer: Vec<MergedExtent<P>> = Vec::new();
     // A stack instead of recursion, because a chain may be long. What comes first on the disk is on top.
     let mut steps = vec![Step::Ask { disk: disk.clone(), span, depth: 0 }];
     while let Some(step) = steps.pop() {
         let (disk, span, depth) = match step {
-            Step::Answer { extent, depth } => {
+            Step::Answer { span, place, depth } => {
                 if answer.len() >= EXTENTS_MAX {
                     break;
                 }
-                push(&mut answer, MergedExtent { span: extent.span, place: extent.place, depth });
+                push(&mut answer, MergedExtent { span, place, depth }, continues);
                 continue;
             }
             Step::Ask { disk, span, depth } => (disk, span, depth),
@@ -78,8 +121,8 @@ pub async fn map_merged(disk: &SharedDisk, span: GuestSpan) -> Result<Vec<Merged
         let size = disk.geometry().size;
         let (inside, outside) = span.split_at(size.saturating_sub(span.start().bytes()));
         if !outside.is_empty() {
-            let extent = Extent { span: outside, place: Place::Zero { allocated: false } };
-            steps.push(Step::Answer { extent, depth });
+            let place = Place::Zero { allocated: false }.into();
+            steps.push(Step::Answer { span: outside, place, depth });
         }
         if inside.is_empty() {
             continue;
@@ -91,17 +134,19 @@ pub async fn map_merged(disk: &SharedDisk, span: GuestSpan) -> Result<Vec<Merged
             steps.push(Step::Ask { disk: disk.clone(), span: rest, depth });
         }
         let below = disk.below();
-        steps.extend(extents.into_iter().rev().map(|extent| match (&extent.place, &below) {
-            (Place::Below, Some(below)) => {
-                Step::Ask { disk: below.clone(), span: extent.span, depth: depth + 1 }
-            }
-            _ => Step::Answer { extent, depth },
+        steps.extend(extents.into_iter().rev().map(|Extent { span, place }| match (&place, &below) {
+            (Place::Below, Some(below)) => Step::Ask { disk: below.clone(), span, depth: depth + 1 },
+            _ => Step::Answer { span, place: place.into(), depth },
         }));
     }
     Ok(answer)
 }
 
-fn push(answer: &mut Vec<MergedExtent>, next: MergedExtent) {
+fn push<P>(
+    answer: &mut Vec<MergedExtent<P>>,
+    next: MergedExtent<P>,
+    continues: fn(&MergedExtent<P>, &P) -> bool,
+) {
     if next.span.is_empty() {
         return;
     }
@@ -124,5 +169,74 @@ fn continues(last: &MergedExtent, next: &Place) -> bool {
         }
         (Place::Compressed, Place::Compressed) | (Place::Below, Place::Below) => true,
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+    use std::sync::Arc;
+
+    use futures_lite::future::{block_on, poll_once};
+
+    use super::*;
+    use crate::{
+        Geometry, ImageOffset, LocalFuture, MemoryDisk, MemoryStorage, SharedStorage, WriteFlags, ZeroFlags,
+    };
+
+    /// A disk whose map has two parts; the second one is waited for, as at a valve that is held.
+    struct InParts {
+        disk: Arc<MemoryDisk>,
+        storage: std::sync::Mutex<Option<SharedStorage>>,
+    }
+
+    impl Disk for InParts {
+        fn geometry(&self) -> Geometry {
+            self.disk.geometry()
+        }
+
+        fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+            self.disk.read(at, buffer)
+        }
+
+        fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+            self.disk.write(at, data, flags)
+        }
+
+        fn flush(&self) -> LocalFuture<'_, Result<()>> {
+            self.disk.flush()
+        }
+
+        fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+            self.disk.write_zeroes(span, flags)
+        }
+
+        fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+            self.disk.discard(span, flags)
+        }
+
+        fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+            Box::pin(async move {
+                let storage = self.storage.lock().expect("no panic").take();
+                let Some(storage) = storage else { return pending().await };
+                let (first, _) = span.split_at(4096);
+                Ok(vec![Extent { span: first, place: Place::Data { storage, at: ImageOffset::ZERO } }])
+            })
+        }
+
+        fn close(&self) -> LocalFuture<'_, Result<()>> {
+            self.disk.close()
+        }
+    }
+
+    #[test]
+    fn no_storage_is_held_while_the_rest_of_a_map_is_waited_for() {
+        let storage: SharedStorage = MemoryStorage::new("held");
+        let left = Arc::downgrade(&storage);
+        let disk: SharedDisk =
+            Arc::new(InParts { disk: MemoryDisk::new(1 << 20), storage: Some(storage).into() });
+        let mut asking = Box::pin(map_kinds(&disk, GuestOffset::ZERO.span(1 << 20)));
+        assert!(block_on(poll_once(&mut asking)).is_none());
+        assert_eq!(left.strong_count(), 0);
     }
 }

@@ -4,7 +4,7 @@
 //! need not read it.
 
 use futures_lite::future::yield_now;
-use vellum_core::{Error, GuestOffset, GuestSpan, Place, Result, SharedDisk, map_merged};
+use vellum_core::{Error, GuestOffset, GuestSpan, PlaceKind, Result, SharedDisk, map_kinds};
 
 use crate::slices::SLICE;
 
@@ -31,9 +31,9 @@ pub(super) async fn seek(
     while !rest.is_empty() {
         let (now, _) = rest.split_at(SLICE.bytes());
         let mut covered = now.start();
-        for extent in map_merged(disk, now).await? {
+        for extent in map_kinds(disk, now).await? {
             let part = extent.span.intersect(now);
-            let is_hole = matches!(extent.place, Place::Zero { .. } | Place::Below);
+            let is_hole = matches!(extent.place, PlaceKind::Zero { .. } | PlaceKind::Below);
             if is_hole == (target == Target::Hole) && !part.is_empty() {
                 return Ok(Some(part.start()));
             }

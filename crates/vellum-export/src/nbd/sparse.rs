@@ -27,8 +27,8 @@ use std::cell::Cell;
 
 use smallvec::SmallVec;
 use vellum_core::{
-    BlockSize, Buffer, Error, ErrorKind, GuestOffset, GuestSpan, Place, Result, SharedDisk, is_zero,
-    join_all, map_merged,
+    BlockSize, Buffer, Error, ErrorKind, GuestOffset, GuestSpan, PlaceKind, Result, SharedDisk, is_zero,
+    join_all, map_kinds,
 };
 
 /// From this length on a read queries the map first.
@@ -105,10 +105,10 @@ async fn read_runs(disk: &SharedDisk, span: GuestSpan, asks_map: bool) -> Parts 
         );
         return parts;
     }
-    let runs = match map_merged(disk, span).await {
+    let runs = match map_kinds(disk, span).await {
         Ok(extents) => {
             let extents = extents.iter().map(|extent| {
-                let reads_zero = matches!(extent.place, Place::Zero { .. } | Place::Below);
+                let reads_zero = matches!(extent.place, PlaceKind::Zero { .. } | PlaceKind::Below);
                 (extent.span.intersect(span), reads_zero)
             });
             runs_of(span, extents)

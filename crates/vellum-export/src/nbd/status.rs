@@ -23,7 +23,7 @@
 //! `qemu:` namespace.
 
 use futures_lite::future::yield_now;
-use vellum_core::{Error, GuestSpan, MergedExtent, Place, Result, SharedDisk, map_merged};
+use vellum_core::{Error, GuestSpan, MergedExtent, PlaceKind, Result, SharedDisk, map_kinds};
 
 use super::sparse::{Outlook, stop_if_left};
 use super::wire::allocation;
@@ -81,14 +81,16 @@ impl MetaContext {
         self.is_named_by(query) || Some(query) == namespace
     }
 
-    fn status_of(self, extent: &MergedExtent) -> u32 {
+    fn status_of(self, extent: &MergedExtent<PlaceKind>) -> u32 {
         match (self, &extent.place) {
             // Zeros that only a disk below has set space aside for have none here: writing them takes new
             // space.
-            (Self::Allocation, Place::Zero { allocated: true }) if extent.depth == 0 => allocation::ZERO,
-            (Self::Allocation, Place::Zero { .. } | Place::Below) => allocation::HOLE | allocation::ZERO,
-            (Self::Allocation, Place::Data { .. } | Place::Compressed) => 0,
-            (Self::AllocationDepth, Place::Below) => 0,
+            (Self::Allocation, PlaceKind::Zero { allocated: true }) if extent.depth == 0 => allocation::ZERO,
+            (Self::Allocation, PlaceKind::Zero { .. } | PlaceKind::Below) => {
+                allocation::HOLE | allocation::ZERO
+            }
+            (Self::Allocation, PlaceKind::Data | PlaceKind::Compressed) => 0,
+            (Self::AllocationDepth, PlaceKind::Below) => 0,
             (Self::AllocationDepth, _) => u32::try_from(extent.depth + 1).unwrap_or(u32::MAX),
         }
     }
@@ -164,7 +166,7 @@ pub(super) async fn block_status(
             stop_if_left(outlook)?;
         }
         let (rest, _) = GuestSpan::between(at, span.end()).split_at(SLICE.bytes());
-        for extent in &map_merged(disk, rest).await? {
+        for extent in &map_kinds(disk, rest).await? {
             // Never past the end of the request, even if the disk reports more.
             let part = extent.span.intersect(rest);
             for folder in &mut folders {
@@ -248,31 +250,27 @@ impl Folder {
 
 #[cfg(test)]
 mod tests {
-    use vellum_core::{GuestOffset, ImageOffset, MemoryStorage};
+    use vellum_core::GuestOffset;
 
     use super::*;
 
     const H: u32 = allocation::HOLE;
     const Z: u32 = allocation::ZERO;
 
-    fn extent(place: Place, depth: usize) -> MergedExtent {
+    fn extent(place: PlaceKind, depth: usize) -> MergedExtent<PlaceKind> {
         MergedExtent { span: GuestOffset::ZERO.span(1), place, depth }
-    }
-
-    fn data() -> Place {
-        Place::Data { storage: MemoryStorage::new("test"), at: ImageOffset::ZERO }
     }
 
     #[test]
     fn statuses_say_what_a_place_is() {
         let cases = [
-            (data(), 0, 0, 1),
-            (data(), 3, 0, 4),
-            (Place::Compressed, 1, 0, 2),
-            (Place::Zero { allocated: true }, 0, Z, 1),
-            (Place::Zero { allocated: true }, 1, H | Z, 2),
-            (Place::Zero { allocated: false }, 0, H | Z, 1),
-            (Place::Below, 2, H | Z, 0),
+            (PlaceKind::Data, 0, 0, 1),
+            (PlaceKind::Data, 3, 0, 4),
+            (PlaceKind::Compressed, 1, 0, 2),
+            (PlaceKind::Zero { allocated: true }, 0, Z, 1),
+            (PlaceKind::Zero { allocated: true }, 1, H | Z, 2),
+            (PlaceKind::Zero { allocated: false }, 0, H | Z, 1),
+            (PlaceKind::Below, 2, H | Z, 0),
         ];
         for (place, depth, allocation, own_depth) in cases {
             let extent = extent(place, depth);

@@ -23,6 +23,16 @@ const XZ_MAGIC: [u8; 6] = [0xfd, b'7', b'z', b'X', b'Z', 0];
 /// What is unpacked at most: more is no trace but a mistake.
 const TEXT_BYTES_MAX: u64 = 1 << 30;
 
+/// Guests that were recorded for this project; `traces/README.md` says how.
+const RECORDED: [(&str, &[u8]); 6] = [
+    ("boot_debian12", include_bytes!("../traces/boot_debian12.csv.xz")),
+    ("dd_256m", include_bytes!("../traces/dd_256m.csv.xz")),
+    ("mkfs_ext4_8g", include_bytes!("../traces/mkfs_ext4_8g.csv.xz")),
+    ("postmark_selfie_small", include_bytes!("../traces/postmark_selfie_small.csv.xz")),
+    ("sqlite_tpcc_like", include_bytes!("../traces/sqlite_tpcc_like.csv.xz")),
+    ("varmail_16t", include_bytes!("../traces/varmail_16t.csv.xz")),
+];
+
 /// A trace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trace {
@@ -38,14 +48,27 @@ impl Trace {
         let context = || format!("can't read {}", path.display());
         let mut bytes = Vec::new();
         File::open(path).and_then(|mut file| file.read_to_end(&mut bytes)).context(context)?;
+        Self::unpacked(&bytes).context(context)
+    }
+
+    /// One of those that come with the program, by the name of its file in `traces/` without `.csv.xz`.
+    pub fn recorded(name: &str) -> Result<Self> {
+        let Some((_, bytes)) = RECORDED.iter().find(|(other, _)| *other == name) else {
+            return Err(Error::invalid(format!("no trace is named {name}")));
+        };
+        Self::unpacked(bytes).context(|| format!("can't read the trace {name}"))
+    }
+
+    fn unpacked(bytes: &[u8]) -> Result<Self> {
         let mut text = String::new();
         if bytes.starts_with(&XZ_MAGIC) {
-            let mut unpacked = XzReader::new(&bytes[..], true).take(TEXT_BYTES_MAX);
-            unpacked.read_to_string(&mut text).context(context)?;
+            let mut unpacked = XzReader::new(bytes, true).take(TEXT_BYTES_MAX);
+            unpacked.read_to_string(&mut text).context(|| "it cannot be unpacked")?;
         } else {
-            text = String::from_utf8(bytes).map_err(|_| Error::corrupt("it is no text")).context(context)?;
+            let bytes = std::str::from_utf8(bytes).map_err(|_| Error::corrupt("it is no text"))?;
+            bytes.clone_into(&mut text);
         }
-        Self::parse(&text).context(context)
+        Self::parse(&text)
     }
 
     fn parse(text: &str) -> Result<Self> {
@@ -88,6 +111,25 @@ impl Trace {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_traces_that_come_with_the_program_can_be_read() {
+        let writes = |trace: &Trace| {
+            trace
+                .requests
+                .iter()
+                .filter(|(phase, request)| {
+                    phase.as_deref() == Some("w")
+                        && matches!(request, Request::Write { .. } | Request::WriteThrough { .. })
+                })
+                .count()
+        };
+        let counts =
+            RECORDED.map(|(name, _)| writes(&Trace::recorded(name).expect("it comes with the program")));
+        // As the table in traces/README.md has them.
+        assert_eq!(counts, [168, 851, 0, 3905, 4781, 3318]);
+        assert!(Trace::recorded("other").is_err());
+    }
 
     const TEXT: &str = "t_us,phase,op,offset,len,fua\n\
                         0,m,F,0,0,0\n\

@@ -11,14 +11,13 @@
 //! that programs take. The recorded trace, if there is one, is a small PostMark on another file system, with
 //! flushes; its results are reported beside them. F5 to F8 are counts of real images.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
 use vellum_core::{
-    Buffer, Context, Disk, Error, GuestOffset, HostTally, ImageOffset, IoCounts, Limits, MemoryStorage,
-    Result, SharedDisk, SharedStorage, WriteFlags,
+    Buffer, Disk, Error, GuestOffset, HostTally, ImageOffset, IoCounts, Limits, MemoryStorage, Result,
+    SharedDisk, SharedStorage, WriteFlags,
 };
 use vellum_format::Raw;
 use vellum_format::native::{CreateOptions, Native, NewBase, OpenOptions, Region, Superblock, create};
@@ -234,8 +233,8 @@ fn own_writes(tally: &HostTally) -> u64 {
 }
 
 /// A recorded guest on the second partition: the requests of its workload.
-pub(crate) fn recorded_requests(trace: &Path) -> Result<Vec<Request>> {
-    let trace = Trace::read(trace)?;
+pub(crate) fn recorded_requests() -> Result<Vec<Request>> {
+    let trace = Trace::recorded("postmark_selfie_small")?;
     if trace.end > DISK - ROOT {
         return Err(Error::invalid("the trace needs a larger disk than the paper had"));
     }
@@ -377,15 +376,6 @@ fn same_head(one: &vellum_core::memory::SparseBytes, other: &vellum_core::memory
         head
     };
     read(one) == read(other)
-}
-
-/// The PostMark trace of a directory.
-pub(crate) fn trace_in(dir: &Path) -> Result<std::path::PathBuf> {
-    let path = dir.join("postmark_selfie_small.csv.xz");
-    match path.try_exists().context(|| format!("can't look into {}", dir.display()))? {
-        true => Ok(path),
-        false => Err(Error::invalid(format!("{} is not there", path.display()))),
-    }
 }
 
 #[cfg(test)]

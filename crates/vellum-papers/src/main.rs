@@ -4,9 +4,10 @@
 //!   postmark ─┐                 ┌─ the engine itself (vellum-format)       ┐
 //!   a trace ──┴─ requests ─▶ player ─ the order of operations of old drivers ├─▶ modelled drive ─▶ time, what reached the medium
 //!
-//!   commands   a paper each: which runs, and its rows beside ours
+//!   commands   a paper each: which runs, its rows beside ours, its figures
 //!     fvd      runs of the paper FVD        postmark, player, old_qcow2 (QEMU 0.12)
 //!     selfie   runs of the paper Selfie     then (drivers of 2015), recent (what the drive remembers)
+//!     run      all of them ─▶ report: a table, a page, its data
 //!       model  a hard disk, an SSD, a file on a host
 //! ```
 //!
@@ -23,6 +24,7 @@ mod old_qcow2;
 mod player;
 mod postmark;
 mod recent;
+mod report;
 mod selfie;
 mod then;
 
@@ -31,35 +33,31 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use vellum_lab::report::complain;
 
-/// Reproduce figures of two papers on modelled drives in virtual time
+/// Make the figures of papers again on modelled drives in virtual time
 ///
 /// Vellum is the engine that serves disks, unchanged. The programs that the papers compared with can no
 /// longer be run, so they are modelled: an advantage over them is an advantage over those models. Each figure
-/// is printed beside the paper's, met or missed.
+/// is printed beside the paper's with their ratio: reproduced, better, worse or not comparable.
 ///
 /// Results, and why some figures are missed: docs/performance/papers.md
 #[derive(Parser)]
 #[command(name = "vellum-papers", version, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
-    paper: Paper,
+    command: Command,
 }
 
 #[derive(Subcommand)]
-enum Paper {
-    Fvd(commands::fvd::Args),
-    Selfie(commands::selfie::Args),
+enum Command {
+    Run(commands::run::Args),
 }
 
 fn main() -> ExitCode {
-    let (name, result) = match Cli::parse().paper {
-        Paper::Fvd(args) => ("fvd", commands::fvd::run(&args)),
-        Paper::Selfie(args) => ("selfie", commands::selfie::run(&args)),
-    };
-    match result {
+    let Command::Run(args) = Cli::parse().command;
+    match commands::run::run(&args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            complain(&format!("vellum-papers {name}: {}", error.chain()));
+            complain(&format!("vellum-papers run: {}", error.chain()));
             ExitCode::FAILURE
         }
     }

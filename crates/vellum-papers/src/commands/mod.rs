@@ -1,34 +1,25 @@
-//! One file for each paper: which runs are made, and what is printed of them.
+//! One file for each paper: which runs are made, and the rows and figures that come of them; `run` puts them together.
 
 pub(crate) mod fvd;
+pub(crate) mod run;
 pub(crate) mod selfie;
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use serde::Serialize;
 use vellum_core::Result;
-use vellum_lab::report::Table;
+use vellum_lab::server::Vellum;
 
-/// One row of the paper.
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Row {
-    id: &'static str,
-    what: &'static str,
-    paper: &'static str,
-    ours: String,
-    is_met: bool,
-}
-
-/// The rows beside the paper's, misses as misses.
-fn tell(rows: &[Row], table: Table) {
-    table.say("");
-    table.say(&format!("{:<4} {:<46} {:>12}  here", "row", "", "paper"));
-    for row in rows {
-        let verdict = if row.is_met { "met" } else { "missed" };
-        table.say(&format!("{:<4} {:<46} {:>12}  {:<46} {verdict}", row.id, row.what, row.paper, row.ours));
-    }
+/// How much of each paper is made, and where QEMU may work.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Options {
+    /// On the papers' own scale.
+    pub(crate) is_full: bool,
+    /// Directory for images of QEMU, whose calls are replayed.
+    pub(crate) dir: Option<PathBuf>,
+    /// A vellum; it is not looked at.
+    pub(crate) vellum: Option<Vellum>,
 }
 
 /// Jobs, each a world of its own, so that processors can share them; the results in the order of the jobs.

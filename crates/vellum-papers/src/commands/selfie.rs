@@ -1,52 +1,19 @@
-//! `vellum-papers selfie`: Figures 5 to 10 and two thirds of Table 1 of the paper, each figure beside
-//! the paper's, met or missed.
+//! `vellum-papers run selfie`: figures 5 to 10 and two thirds of Table 1 of the paper: rows S1 to S24.
 
 mod rows;
-
-use std::path::PathBuf;
-use std::time::SystemTime;
 
 use serde::Serialize;
 use vellum_core::Result;
 use vellum_lab::cost::lab::Lab;
-use vellum_lab::report::{Output, Table, say_json};
-use vellum_lab::server::Vellum;
+use vellum_lab::report::Table;
 
-use super::{Row, on_all_processors, tell};
+use super::{Options, on_all_processors};
 use crate::fvd::todays_log;
+use crate::report::{Figure, Made, Series, Shape};
 use crate::selfie::{
     Below, Dd, Drive, Fio, Image, Order, Overwrites, Played, Recorded, Recovered, Stage, dd, fio, play,
     recovery, replayed_log, requests,
 };
-
-/// Selfie, SYSTOR 2015 (rows S1 to S24)
-///
-/// Synchronous writers, dd, mkfs, copy, PostMark and recovery. Times are simulated: they show what an order
-/// of operations costs on a modelled drive, and do not depend on this machine. Every run gives the same
-/// output. The model was fitted to one number, HOST in row S4; all others follow from it.
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    /// Quick run: requests of 64 KiB, 1 and 8 threads, 1/8 of the bytes, recovery of 4 GiB
-    #[arg(long)]
-    quick: bool,
-    /// Also model figures 5 to 7 on an SSD
-    #[arg(long)]
-    ssd: bool,
-    /// Directory of recorded traces (rows S15 and S18 to S20)
-    ///
-    /// The files are mkfs_ext4_8g.csv.xz and postmark_selfie_small.csv.xz.
-    #[arg(long, value_name = "DIR")]
-    traces: Option<PathBuf>,
-    /// Directory for QEMU's image, whose calls are replayed. Default: this program's
-    #[arg(long, value_name = "DIR")]
-    dir: Option<PathBuf>,
-    /// A vellum; it is not looked at
-    #[arg(long, value_name = "PATH [ARGUMENT ...]", value_parser = Vellum::parse, hide = true)]
-    vellum: Option<Vellum>,
-    /// Output format on stdout; with json, the table goes to stderr
-    #[arg(long, value_enum, value_name = "HOW", default_value_t = Output::Human)]
-    output: Output,
-}
 
 /// What a group of threads reached.
 #[derive(Debug, Clone, Copy, Serialize)]
@@ -98,14 +65,12 @@ struct Today {
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Report {
-    unix_seconds: u64,
     rates: Vec<Rate>,
     copies: Vec<Copied>,
     guests: Vec<Seen>,
-    overwrites: Option<Overwrites>,
+    overwrites: Overwrites,
     today: Today,
     recovered: Vec<(Drive, Recovered)>,
-    rows: Vec<Row>,
 }
 
 const K: usize = 1 << 10;
@@ -114,16 +79,20 @@ const ON_VOLUMES: [Image; 5] = [Image::Host, Image::Zoned, Image::Table, Image::
 /// The paper's tarball.
 const TARBALL: u64 = 77_000_000;
 
-pub(crate) fn run(args: &Args) -> Result<()> {
-    let table = Table::to(args.output);
-    table.say("simulated: HDD 7200 rpm (WD3200AAJS) and SSD SATA (840 EVO)");
-    let mut rates = figures(args, table)?;
-    rates.extend(mixed(args, table)?);
-    let bytes = if args.quick { 256 << 20 } else { 8_000_000_000 / (512 * K as u64) * (512 * K as u64) };
+const SETTING: &str = "Simulated: HDD 7200 rpm (WD3200AAJS) and SSD SATA (840 EVO). The engine with layout=zoned, \
+    layout=table and raw, against models of QCOW2, FVD and QED as the paper describes them. The model was fitted to one \
+    number, HOST in row S4; all others follow from it.";
+
+pub(crate) fn make(options: &Options, table: Table) -> Result<Made> {
+    table.say(SETTING);
+    let is_quick = !options.is_full;
+    let mut rates = figures_5_to_7(options, table)?;
+    rates.extend(mixed(is_quick, table)?);
+    let bytes = if is_quick { 256 << 20 } else { 8_000_000_000 / (512 * K as u64) * (512 * K as u64) };
     let copies = copied(bytes, table)?;
     let tarballs = tarball(table)?;
-    let guests = recorded(args, table)?;
-    let today = match of_today(args, &guests.0) {
+    let (guests, overwrites) = recorded(table)?;
+    let today = match of_today(options) {
         Ok(today) => today,
         Err(error) => {
             table.say(&format!("skipped: QEMU of today: {}", error.chain()));
@@ -131,7 +100,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         }
     };
     show_today(&today, table);
-    let bytes = if args.quick { 4 << 30 } else { 128 << 30 };
+    let bytes = if is_quick { 4 << 30 } else { 128 << 30 };
     let recovered =
         on_all_processors(&[Drive::Hdd, Drive::Ssd], |drive| Ok((*drive, recovery(*drive, bytes)?)))?;
     table.say("");
@@ -144,26 +113,38 @@ pub(crate) fn run(args: &Args) -> Result<()> {
              {mebibytes_read:.1} MiB, {seconds:.2} s"
         ));
     }
-    let (seen, overwrites) = guests;
-    let mut rows = rows::rates(&rates, &today);
-    rows.extend(rows::copies(&copies));
+    // What the scale changes is judged on the paper's own only.
+    let scaled = |rows: Vec<_>, why: &str| -> Vec<_> {
+        let unjudged = |row: crate::report::Row| if is_quick { row.unjudged(why) } else { row };
+        rows.into_iter().map(unjudged).collect()
+    };
+    let mut rows =
+        scaled(rows::rates(&rates, &today), "made with up to 8 threads and 32 MiB; --full makes the paper's");
+    rows.extend(scaled(rows::copies(&copies), "made with 256 MiB; --full makes the paper's 8 GB"));
     rows.extend(rows::tarballs(&tarballs));
-    rows.extend(rows::guests(&seen, &today, overwrites));
-    rows.extend(rows::recovery(&recovered[0].1));
-    tell(&rows, table);
-    if args.output == Output::Json {
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let copies = copies.into_iter().chain(tarballs).collect();
-        let unix_seconds = now.as_secs();
-        say_json(&Report { unix_seconds, rates, copies, guests: seen, overwrites, today, recovered, rows });
-    }
-    Ok(())
+    rows.extend(rows::guests(&guests, &today, overwrites));
+    rows.extend(scaled(rows::recovery(&recovered[0].1), "made with 4 GiB; --full makes the paper's 128"));
+    rows.extend(rows::not_made());
+    rows.sort_by_key(|row| row.id[1..].parse::<u32>().unwrap_or(u32::MAX));
+    let figures = drawn(&rates, &copies, &guests);
+    let copies = copies.into_iter().chain(tarballs).collect();
+    let report = Report { rates, copies, guests, overwrites, today, recovered };
+    Ok(Made {
+        name: "selfie",
+        title: "Selfie: Co-locating Metadata and Data to Enable Fast Virtual Block Devices",
+        venue: "SYSTOR 2015",
+        setting: SETTING.to_owned(),
+        rows,
+        figures,
+        runs: serde_json::to_value(report).expect("numbers and strings"),
+    })
 }
 
 /// Figures 5 to 7.
-fn figures(args: &Args, table: Table) -> Result<Vec<Rate>> {
-    let drives: &[Drive] = if args.ssd { &[Drive::Hdd, Drive::Ssd] } else { &[Drive::Hdd] };
-    let threads: &[u64] = if args.quick { &[1, 8] } else { &[1, 2, 4, 8, 16] };
+fn figures_5_to_7(options: &Options, table: Table) -> Result<Vec<Rate>> {
+    let is_quick = !options.is_full;
+    let drives: &[Drive] = if is_quick { &[Drive::Hdd] } else { &[Drive::Hdd, Drive::Ssd] };
+    let threads: &[u64] = if is_quick { &[1, 8] } else { &[1, 2, 4, 8, 16] };
     let mut rates = Vec::new();
     for drive in drives {
         for (figure, below, order) in [
@@ -176,12 +157,12 @@ fn figures(args: &Args, table: Table) -> Result<Vec<Rate>> {
             let stage = Stage { drive: *drive, below, packs: 100 };
             table.say("");
             table.say(&format!("{figure}, {drive:?}: MB/s of threads that write and flush"));
-            let seen = measured(&jobs(stage, order, threads, args.quick))?;
+            let seen = measured(&jobs(stage, order, threads, is_quick))?;
             show(&seen, threads, table);
             rates.extend(seen);
             if order == Order::Random && *drive == Drive::Hdd {
                 let warm = [1, threads[threads.len() - 1]].map(|threads| {
-                    let (request, bytes) = (64 * K, bytes(args.quick));
+                    let (request, bytes) = (64 * K, bytes(is_quick));
                     (
                         Image::Zoned,
                         stage,
@@ -258,8 +239,8 @@ const MIXES: [(&str, u32, bool); 4] = [
     ("noise over what packs", 0, true),
 ];
 
-fn mixed(args: &Args, table: Table) -> Result<Vec<Rate>> {
-    let most = if args.quick { 8 } else { 16 };
+fn mixed(is_quick: bool, table: Table) -> Result<Vec<Rate>> {
+    let most = if is_quick { 8 } else { 16 };
     let columns: Vec<(Below, u64)> = [Below::Volume, Below::ThinVolume, Below::File]
         .into_iter()
         .flat_map(|below| [(below, 1), (below, most)])
@@ -268,7 +249,7 @@ fn mixed(args: &Args, table: Table) -> Result<Vec<Rate>> {
     for (_, packs, is_again) in MIXES {
         for (below, threads) in &columns {
             let stage = Stage { drive: Drive::Hdd, below: *below, packs };
-            let bytes = bytes(args.quick) / 2;
+            let bytes = bytes(is_quick) / 2;
             let order = Order::Sequential;
             jobs.push((
                 Image::Zoned,
@@ -342,13 +323,9 @@ fn tarball(table: Table) -> Result<Vec<Copied>> {
     Ok(copies)
 }
 
-/// Table 1, mkfs, and Figure 9: as far as there are traces.
-fn recorded(args: &Args, table: Table) -> Result<(Vec<Seen>, Option<Overwrites>)> {
-    let Some(dir) = &args.traces else {
-        table.say("skipped: mkfs and PostMark: no --traces");
-        return Ok((Vec::new(), None));
-    };
-    let (mkfs, postmark) = (Recorded::mkfs(dir)?, Recorded::postmark(dir)?);
+/// Table 1, mkfs, and Figure 9.
+fn recorded(table: Table) -> Result<(Vec<Seen>, Overwrites)> {
+    let (mkfs, postmark) = (Recorded::mkfs()?, Recorded::postmark()?);
     let of = |guest| if guest == Guest::Mkfs { &mkfs } else { &postmark };
     let mut jobs = Vec::new();
     for (guest, drive) in
@@ -373,29 +350,25 @@ fn recorded(args: &Args, table: Table) -> Result<(Vec<Seen>, Option<Overwrites>)
             image.name()
         ));
     }
-    Ok((seen, Some(postmark.overwrites())))
+    Ok((seen, postmark.overwrites()))
 }
 
 /// QEMU's qcow2 as it is now: the requests of one thread of Figure 5, and the recorded guests.
-fn of_today(args: &Args, seen: &[Seen]) -> Result<Today> {
-    let lab = Lab::open(args.dir.as_ref(), args.vellum.as_ref())?;
+fn of_today(options: &Options) -> Result<Today> {
+    let lab = Lab::open(options.dir.as_ref(), options.vellum.as_ref())?;
     let stage = Stage { drive: Drive::Hdd, below: Below::Volume, packs: 100 };
     let replay = |requests| replayed_log(stage, &todays_log(&lab, requests)?);
     let order = Order::Sequential;
     let work = Fio { threads: 1, request: 64 * K, order, bytes: 32 << 20, is_again: false, is_warm: false };
-    let mut today = Today {
+    // Earlier calls are in the log too: they are subtracted.
+    let Recorded { before, counted, .. } = Recorded::postmark()?;
+    let first = replay(before.clone())?;
+    Ok(Today {
         programs: lab.programs.clone(),
         megabytes_per_second: Some(work.bytes as f64 / replay(requests(work))? / 1e6),
-        ..Today::default()
-    };
-    if let Some(dir) = args.traces.as_ref().filter(|_| !seen.is_empty()) {
-        today.mkfs_seconds = Some(replay(Recorded::mkfs(dir)?.counted)?);
-        // Earlier calls are in the log too: they are subtracted.
-        let Recorded { before, counted, .. } = Recorded::postmark(dir)?;
-        let first = replay(before.clone())?;
-        today.postmark_seconds = Some(replay([before, counted].concat())? - first);
-    }
-    Ok(today)
+        mkfs_seconds: Some(replay(Recorded::mkfs()?.counted)?),
+        postmark_seconds: Some(replay([before, counted].concat())? - first),
+    })
 }
 
 fn show_today(today: &Today, table: Table) {
@@ -413,4 +386,138 @@ fn show_today(today: &Today, table: Table) {
         seconds(today.mkfs_seconds),
         seconds(today.postmark_seconds)
     ));
+}
+
+/// The paper's figures with our series: 5 and 6 at each size of request, 7, 8, and 9a and b.
+fn drawn(rates: &[Rate], copies: &[Copied], guests: &[Seen]) -> Vec<Figure> {
+    let mut figures = Vec::new();
+    let mut sizes: Vec<usize> = rates.iter().map(|rate| rate.fio.request).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    for (number, what, below, order) in [
+        ("5", "on a volume, sequential", Below::Volume, Order::Sequential),
+        ("6", "on a volume, random", Below::Volume, Order::Random),
+        ("7", "in a growing file, sequential", Below::File, Order::Sequential),
+    ] {
+        for request in &sizes {
+            figures.push(threads_drawn(rates, (number, what), (below, order, *request)));
+        }
+    }
+    figures.push(copies_drawn(copies));
+    figures.extend([Drive::Hdd, Drive::Ssd].map(|drive| mail_drawn(guests, drive)));
+    figures
+}
+
+fn threads_drawn(
+    rates: &[Rate],
+    (number, what): (&str, &str),
+    (below, order, request): (Below, Order, usize),
+) -> Figure {
+    let fits = |rate: &&Rate| {
+        let is_plain = !(rate.fio.is_again || rate.fio.is_warm) && rate.stage.packs == 100;
+        is_plain
+            && (rate.stage.drive, rate.stage.below) == (Drive::Hdd, below)
+            && (rate.fio.order, rate.fio.request) == (order, request)
+    };
+    let mut threads: Vec<u64> = rates.iter().filter(fits).map(|rate| rate.fio.threads).collect();
+    threads.sort_unstable();
+    threads.dedup();
+    let value = |image, threads| {
+        let is_it = |rate: &&Rate| rate.image == image && rate.fio.threads == threads;
+        rates.iter().filter(fits).find(is_it).map(|rate| rate.megabytes_per_second)
+    };
+    let ours = Image::ALL.into_iter().filter(|image| takes_part(*image, below)).map(|image| Series {
+        name: image.name().to_owned(),
+        is_of_the_paper: false,
+        values: threads.iter().map(|threads| value(image, *threads)).collect(),
+    });
+    let printed = |name: &str, value: f64| Series {
+        name: format!("{name}, as the paper prints it"),
+        is_of_the_paper: true,
+        values: threads.iter().map(|threads| (*threads == 1).then_some(value)).collect(),
+    };
+    let mut series: Vec<Series> = ours.collect();
+    if (number, request) == ("5", 64 * K) {
+        series.extend([printed("QCOW2", 3.5), printed("Selfie, FVD, HOST", 6.0)]);
+    }
+    Figure {
+        file: format!("selfie-{number}-{}k", request / K),
+        title: format!("Figure {number}, {what}, writes of {} KiB and flushes, HDD", request / K),
+        shape: Shape::Lines,
+        x_name: "threads",
+        y_name: "MB/s",
+        places: threads.iter().map(u64::to_string).collect(),
+        series,
+    }
+}
+
+fn copies_drawn(copies: &[Copied]) -> Figure {
+    let ways = [Below::Volume, Below::ThinVolume];
+    let time = |image, below, packs| {
+        let is_it =
+            |copy: &&Copied| (copy.image, copy.stage.below, copy.stage.packs) == (image, below, packs);
+        copies.iter().find(is_it).map(|copy| copy.dd.seconds)
+    };
+    let all = ON_VOLUMES.map(|image| (image, 100, image.name().to_owned()));
+    let zoned = [50, 0].map(|packs| (Image::Zoned, packs, format!("vellum zoned, {packs} % pack")));
+    let mut series: Vec<Series> = all
+        .into_iter()
+        .chain(zoned)
+        .map(|(image, packs, name)| Series {
+            name,
+            is_of_the_paper: false,
+            values: ways
+                .map(|below| Some(time(image, below, packs)? / time(Image::Qcow2, below, 100)?))
+                .to_vec(),
+        })
+        .collect();
+    series.push(Series {
+        name: "Selfie, as the paper prints it".to_owned(),
+        is_of_the_paper: true,
+        values: vec![Some(0.23), None],
+    });
+    Figure {
+        file: "selfie-8".to_owned(),
+        title: "Figure 8, dd and one sync: time, QCOW2 = 1, HDD".to_owned(),
+        shape: Shape::Bars,
+        x_name: "the image is on",
+        y_name: "time by QCOW2's",
+        places: vec!["a volume".to_owned(), "a thin volume".to_owned()],
+        series,
+    }
+}
+
+fn mail_drawn(guests: &[Seen], drive: Drive) -> Figure {
+    let ways = [Below::Volume, Below::ThinVolume];
+    let time = |image, below| {
+        let is_it = |seen: &&Seen| {
+            (seen.guest, seen.image) == (Guest::Postmark, image)
+                && (seen.stage.drive, seen.stage.below) == (drive, below)
+        };
+        guests.iter().find(is_it).map(|seen| seen.played.seconds)
+    };
+    let mut series: Vec<Series> = ON_VOLUMES
+        .map(|image| Series {
+            name: image.name().to_owned(),
+            is_of_the_paper: false,
+            values: ways.map(|below| Some(time(Image::Qcow2, below)? / time(image, below)?)).to_vec(),
+        })
+        .to_vec();
+    let (letter, printed) = if drive == Drive::Hdd { ("a", 2.6) } else { ("b", 1.4) };
+    series.push(Series {
+        name: "Selfie, as the paper prints it".to_owned(),
+        is_of_the_paper: true,
+        values: vec![Some(printed), None],
+    });
+    Figure {
+        file: format!("selfie-9{letter}"),
+        title: format!(
+            "Figure 9{letter}, PostMark (a twentieth of the paper's, recorded): speed, QCOW2 = 1, {drive:?}"
+        ),
+        shape: Shape::Bars,
+        x_name: "the image is on",
+        y_name: "times QCOW2",
+        places: vec!["a volume".to_owned(), "a thin volume".to_owned()],
+        series,
+    }
 }

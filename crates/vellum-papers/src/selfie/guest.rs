@@ -6,7 +6,6 @@
 //! PostMark's blocks as many as its parameters say (`NOISE_PERCENT`).
 
 use std::collections::HashSet;
-use std::path::Path;
 use std::sync::Arc;
 
 use serde::Serialize;
@@ -59,15 +58,15 @@ pub(crate) struct Overwrites {
 }
 
 impl Recorded {
-    /// `mkfs.ext4` of 8 GiB, in this directory of traces.
-    pub(crate) fn mkfs(dir: &Path) -> Result<Self> {
-        let trace = Trace::read(&dir.join("mkfs_ext4_8g.csv.xz"))?;
+    /// `mkfs.ext4` of 8 GiB.
+    pub(crate) fn mkfs() -> Result<Self> {
+        let trace = Trace::recorded("mkfs_ext4_8g")?;
         Ok(Self { counted: phase(&trace, "m"), ..Self::default() })
     }
 
     /// PostMark, a twentieth of the paper's files and transactions.
-    pub(crate) fn postmark(dir: &Path) -> Result<Self> {
-        let trace = Trace::read(&dir.join("postmark_selfie_small.csv.xz"))?;
+    pub(crate) fn postmark() -> Result<Self> {
+        let trace = Trace::recorded("postmark_selfie_small")?;
         let (before, counted) = (phase(&trace, "m"), phase(&trace, "w"));
         Ok(Self { before, counted, noise_percent: NOISE_PERCENT })
     }

@@ -1,48 +1,98 @@
-//! The paper's rows beside the measured ones.
+//! The paper's rows beside ours.
 //!
-//! Where the paper gives a number, a figure of the models of other programs counts as met if it is within a
-//! quarter of it, and one of ours only if it is at least as good. Where the paper gives a curve without
-//! numbers: *near linear* is three quarters of the threads, *far below 1* at most 0.7, *about equal* within a
-//! tenth. Where no unit embeds its entry, compressible and incompressible data are the same to the engine:
-//! then rows that compare the two are missed in any case.
+//! Where the paper gives a curve without numbers, *near linear* is three quarters of the threads, *far below 1* at most
+//! 0.7, *about equal* within a tenth; such rows say whether ours runs as the paper says, and are not judged. Where no
+//! unit embeds its entry, compressible and incompressible data are the same to the engine: then rows that compare the
+//! two are not comparable. Why a row is worse is in `why`.
 
-use super::super::Row;
 use super::{Copied, Guest, K, Rate, Seen, Today};
+use crate::report::{Good, How, Row};
 use crate::selfie::{Below, Drive, Image, Order, Overwrites, Recovered};
+use Good::{High, Low, Near, Said, Within};
 use Image::{Fvd, Host, Qcow2, Qed, Zoned};
 
 /// Rows as they come; those whose figures were not made are left out.
 #[derive(Default)]
-struct Rows(Vec<Row>);
+struct Rows {
+    rows: Vec<Row>,
+    id: &'static str,
+    place: &'static str,
+}
 
 impl Rows {
+    /// What the next rows belong to.
+    fn of(&mut self, id: &'static str, place: &'static str) -> &mut Self {
+        (self.id, self.place) = (id, place);
+        self
+    }
+
     fn add(
         &mut self,
-        id: &'static str,
-        what: &'static str,
+        what: &str,
         paper: &'static str,
         value: Option<f64>,
         unit: &str,
-        is_met: impl Fn(f64) -> bool,
-    ) {
+        good: impl Fn(f64) -> Good,
+    ) -> &mut Self {
         if let Some(value) = value.filter(|value| value.is_finite()) {
-            self.0.push(Row { id, what, paper, ours: format!("{value:.2}{unit}"), is_met: is_met(value) });
+            let here = format!("{value:.2}{unit}");
+            self.push(what, How::Simulated, (paper, here), value, good(value));
         }
+        self
     }
 
-    /// A time against another one, in percent; met when it is no more than the paper's.
+    /// A time against another one, in percent; judged by the factor of the times.
     fn time(
         &mut self,
-        id: &'static str,
-        what: &'static str,
-        paper: &'static str,
+        what: &str,
+        (paper, paper_percent): (&'static str, f64),
         times: (Option<f64>, Option<f64>),
-        most: f64,
-    ) {
+    ) -> &mut Self {
         if let (Some(one), Some(other)) = times {
-            let value = (one / other - 1.0) * 100.0;
-            self.0.push(Row { id, what, paper, ours: format!("{value:+.0} %"), is_met: value <= most });
+            let factor = one / other;
+            let here = format!("{:+.0} %", (factor - 1.0) * 100.0);
+            self.push(what, How::Simulated, (paper, here), factor, Low(1.0 + paper_percent / 100.0));
         }
+        self
+    }
+
+    fn push(&mut self, what: &str, how: How, texts: (&'static str, String), value: f64, good: Good) {
+        let row =
+            Row::judged(self.id, (self.place, what), how, texts, value, good).because(why(self.id, what));
+        self.rows.push(row);
+    }
+
+    /// Takes the verdict of the last row back.
+    fn unjudged(&mut self, is_so: bool, why: &str) {
+        if let Some(row) = self.rows.pop() {
+            self.rows.push(if is_so { row.unjudged(why) } else { row });
+        }
+    }
+}
+
+/// Why a row is worse, and what would change it; longer in docs/performance/papers.md.
+fn why(id: &str, what: &str) -> &'static str {
+    let is_thin = what.contains("thin");
+    match id {
+        "S3" | "S10" | "S12" | "S15" | "S16" if !is_thin => {
+            "dd and copies leave no quiet time, so zeros are written between their writes, twice the bytes; the paper \
+             clears zones in idle time before. Here at most two zones are ready"
+        }
+        "S10" | "S15" | "S16" | "S18" | "S20" => {
+            "our models of QCOW2 and FVD are faster than the paper's runs of them: HOST, which records nothing, does not \
+             reach the paper's gain over them either"
+        }
+        "S4" => "zeros are written while the guest writes, 1 MiB at a time, so some flushes carry them",
+        "S6" => "zeros are written while the guest writes",
+        "S7" => "entries of distant units are in distant table pages, and each is checkpointed by itself",
+        "S11" => "the paper's Selfie packs faster than it writes zeros; here both are bound by the zeros",
+        "S13" => {
+            "the new content of a packed unit goes to the journal and is checkpointed later, 4 KiB at a time with a seek \
+             each; the paper moves the unit"
+        }
+        "S19" => "the recorded PostMark's text is random: a block packs only at the end of a file",
+        "S23" => "two open zones are read whole, 128 MiB; the image's own part is below the paper's",
+        _ => "",
     }
 }
 
@@ -76,99 +126,69 @@ pub(super) fn rates(rates: &[Rate], today: &Today) -> Vec<Row> {
     let file = |image, threads| in_order(image, File, threads);
     let random = |image, below, threads| at(image, below, Order::Random, 64 * K, threads);
     let growth = |image, below| ratio(in_order(image, below, most), in_order(image, below, 1));
-    let mut rows = Rows::default();
     let best = [Volume, File].into_iter().flat_map(|below| {
         [Qcow2, Fvd, Qed].map(|other| ratio(in_order(Zoned, below, most), in_order(other, below, most)))
     });
     let best = best.flatten().reduce(f64::max);
-    rows.add("S1", "zoned over the others, at best", "5", best, "", |v| v >= 5.0);
-    rows.add(
-        "S2",
-        "zoned over QCOW2, all threads",
-        "2 to 8",
-        ratio(small(Zoned, most), small(Qcow2, most)),
-        "",
-        |v| v >= 2.0,
-    );
-    rows.add(
-        "S2",
-        "zoned over FVD, all threads",
-        "2 to 8",
-        ratio(small(Zoned, most), small(Fvd, most)),
-        "",
-        |v| v >= 2.0,
-    );
-    rows.add("S4", "64 KiB, 1 thread: HOST (fitted)", "6 MB/s", small(Host, 1), " MB/s", |v| {
-        (4.5..=7.5).contains(&v)
-    });
-    rows.add("S4", "  QCOW2", "3.5 MB/s", small(Qcow2, 1), " MB/s", |v| (2.6..=4.4).contains(&v));
-    rows.add("S4", "  FVD over HOST", "1", ratio(small(Fvd, 1), small(Host, 1)), "", |v| v >= 0.9);
-    rows.add("S4", "  zoned over HOST", "1", ratio(small(Zoned, 1), small(Host, 1)), "", |v| v >= 0.95);
-    rows.add("S4", "  zoned over HOST, thin volume", "1", ratio(thin(Zoned, 1), thin(Host, 1)), "", |v| {
-        v >= 0.95
-    });
-    rows.add("S4", "  zoned over QCOW2", "1.7", ratio(small(Zoned, 1), small(Qcow2, 1)), "", |v| v >= 1.7);
+    let mut rows = Rows::default();
+    rows.of("S1", "abstract").add("zoned over the others, at best", "5", best, "", |_| High(5.0));
+    let over = |other| ratio(small(Zoned, most), small(other, most));
+    rows.of("S2", "conclusions")
+        .add("zoned over QCOW2, all threads", "2 to 8", over(Qcow2), "", |_| Within(2.0, 8.0))
+        .add("zoned over FVD, all threads", "2 to 8", over(Fvd), "", |_| Within(2.0, 8.0));
+    rows.of("S4", "figure 5a")
+        .add("64 KiB, 1 thread: HOST (fitted)", "6 MB/s", small(Host, 1), " MB/s", |_| Near(6.0))
+        .add("  QCOW2", "3.5 MB/s", small(Qcow2, 1), " MB/s", |_| Near(3.5))
+        .add("  FVD over HOST", "1", ratio(small(Fvd, 1), small(Host, 1)), "", |_| Near(1.0))
+        .add("  zoned over HOST", "1", ratio(small(Zoned, 1), small(Host, 1)), "", |_| High(1.0))
+        .add("  zoned over HOST, thin volume", "1", ratio(thin(Zoned, 1), thin(Host, 1)), "", |_| High(1.0))
+        .add("  zoned over QCOW2", "1.7", ratio(small(Zoned, 1), small(Qcow2, 1)), "", |_| High(6.0 / 3.5));
     let now = today.megabytes_per_second;
-    rows.add("S4", "  zoned over QEMU of today (log)", "-", ratio(small(Zoned, 1), now), "", |v| v >= 1.7);
+    rows.add("  zoned over QEMU of today (log)", "-", ratio(small(Zoned, 1), now), "", |v| Said(v >= 1.0))
+        .unjudged(now.is_some(), "not in the paper");
     let linear = 0.75 * most as f64;
-    rows.add("S5", "zoned, all threads over one", "near linear", growth(Zoned, Volume), "", |v| v >= linear);
-    rows.add("S5", "  on a thin volume", "near linear", growth(Zoned, ThinVolume), "", |v| v >= linear);
-    rows.add("S5", "  in MB/s, against the most of S6", "33 MB/s", small(Zoned, most), " MB/s", |v| {
-        v >= 33.0
-    });
-    rows.add("S5", "  the same, thin volume", "33 MB/s", thin(Zoned, most), " MB/s", |v| v >= 33.0);
-    rows.add("S5", "HOST, all threads over one", "little", growth(Host, Volume), "", |v| v <= 2.0);
+    rows.of("S5", "figure 5a")
+        .add("zoned, all threads over one", "near linear", growth(Zoned, Volume), "", |v| Said(v >= linear))
+        .add("  on a thin volume", "near linear", growth(Zoned, ThinVolume), "", |v| Said(v >= linear))
+        .add("HOST, all threads over one", "little", growth(Host, Volume), "", |v| Said(v <= 2.0));
     let large = 4096 * K;
-    rows.add("S6", "zoned at its most, 4 MiB", "33 MB/s", peak(Zoned, Volume, large), " MB/s", |v| v >= 33.0);
-    rows.add("S6", "  512 KiB", "33 MB/s", peak(Zoned, Volume, 512 * K), " MB/s", |v| v >= 33.0);
-    rows.add("S6", "  4 MiB, thin volume", "33 MB/s", peak(Zoned, ThinVolume, large), " MB/s", |v| v >= 33.0);
-    rows.add("S6", "HOST at its most, 4 MiB", "80 MB/s", peak(Host, Volume, large), " MB/s", |v| {
-        (60.0..=100.0).contains(&v)
-    });
-    rows.add(
-        "S7",
-        "zoned, random over sequential",
-        "1",
-        ratio(random(Zoned, Volume, most), small(Zoned, most)),
-        "",
-        |v| v >= 0.95,
-    );
-    rows.add(
-        "S7",
-        "  on a thin volume",
-        "1",
-        ratio(random(Zoned, ThinVolume, most), thin(Zoned, most)),
-        "",
-        |v| v >= 0.95,
-    );
+    rows.of("S6", "figure 5b, c")
+        .add("zoned at its most, 4 MiB", "33 MB/s", peak(Zoned, Volume, large), " MB/s", |_| High(33.0))
+        .add("  512 KiB", "33 MB/s", peak(Zoned, Volume, 512 * K), " MB/s", |_| High(33.0))
+        .add("  4 MiB, thin volume", "33 MB/s", peak(Zoned, ThinVolume, large), " MB/s", |_| High(33.0))
+        .add("HOST at its most, 4 MiB", "80 MB/s", peak(Host, Volume, large), " MB/s", |_| Near(80.0));
     let warm = |below| {
         let mut all = hdd().filter(|rate| rate.fio.is_warm && rate.stage.below == below);
         all.find(|rate| rate.fio.threads == most).map(|rate| rate.megabytes_per_second)
     };
-    let again = ratio(warm(Volume), small(Zoned, most));
-    rows.add("S7", "  once its table is in memory", "1", again, "", |v| v >= 0.95);
-    let again = ratio(warm(ThinVolume), thin(Zoned, most));
-    rows.add("S7", "  the same, thin volume", "1", again, "", |v| v >= 0.95);
-    let far_below = |v: f64| v <= 0.7;
+    let apart = |below, sequential| ratio(random(Zoned, below, most), sequential);
     let host = ratio(random(Host, Volume, 1), small(Host, 1));
-    rows.add("S7", "HOST, random over sequential, one thread", "far below 1", host, "", far_below);
-    let zoned = ratio(file(Zoned, most), thin(Zoned, most));
-    rows.add("S8", "zoned, file over thin volume, all threads", "1", zoned, "", |v| v >= 0.9);
-    let zoned = ratio(file(Zoned, most), small(Zoned, most));
-    rows.add("S8", "  file over volume", "1", zoned, "", |v| v >= 0.9);
-    let qcow2 = ratio(file(Qcow2, most), small(Qcow2, most));
-    rows.add("S8", "QCOW2, file over volume, all threads", "far below 1", qcow2, "", far_below);
-    let fvd = ratio(file(Fvd, most), small(Fvd, most));
-    rows.add("S8", "FVD, file over volume, all threads", "far below 1", fvd, "", far_below);
-    let qed = ratio(file(Qed, most), file(Qcow2, most));
-    rows.add("S8", "QED over QCOW2 in a file, all threads", "above 1", qed, "", |v| v > 1.0);
-    let qed = ratio(file(Zoned, most), file(Qed, most));
-    rows.add("S8", "zoned over QED in a file, all threads", "far above 1", qed, "", |v| v >= 2.0);
-    rows.0
+    rows.of("S7", "figure 6")
+        .add("zoned, random over sequential", "1", apart(Volume, small(Zoned, most)), "", |_| High(1.0))
+        .add("  on a thin volume", "1", apart(ThinVolume, thin(Zoned, most)), "", |_| High(1.0))
+        .add("  once its table is in memory", "1", ratio(warm(Volume), small(Zoned, most)), "", |_| High(1.0))
+        .add("  the same, thin volume", "1", ratio(warm(ThinVolume), thin(Zoned, most)), "", |_| High(1.0))
+        .add("HOST, random over sequential, one thread", "far below 1", host, "", |v| Said(v <= 0.7));
+    let against = |one, other| ratio(file(one, most), other);
+    rows.of("S8", "figure 7")
+        .add("zoned, file over thin volume", "about 1", against(Zoned, thin(Zoned, most)), "", |v| {
+            Said(v >= 0.9)
+        })
+        .add("  file over volume", "about 1", against(Zoned, small(Zoned, most)), "", |v| Said(v >= 0.9))
+        .add("QCOW2, file over volume", "far below 1", against(Qcow2, small(Qcow2, most)), "", |v| {
+            Said(v <= 0.7)
+        })
+        .add("FVD, file over volume", "far below 1", against(Fvd, small(Fvd, most)), "", |v| Said(v <= 0.7))
+        .add("QED over QCOW2 in a file", "above 1", against(Qed, file(Qcow2, most)), "", |v| Said(v > 1.0))
+        .add("zoned over QED in a file", "far above 1", against(Zoned, file(Qed, most)), "", |v| {
+            Said(v >= 2.0)
+        });
+    rows.rows
 }
 
 /// LZ4 as the paper has it, bytes a second of what goes in.
 const LZ4_RATE: f64 = 340e6;
+const NOTHING_PACKED: &str = "zeros are written as fast as the guest writes, so no unit embedded its entry";
 
 /// S9 to S14, and S3 as far as dd goes.
 pub(super) fn copies(copies: &[Copied]) -> Vec<Row> {
@@ -180,93 +200,97 @@ pub(super) fn copies(copies: &[Copied]) -> Vec<Row> {
                 .find(|copy| (copy.image, copy.stage.below, copy.stage.packs) == (image, below, packs))
         };
         let time = |image, packs| find(image, packs).map(|copy| copy.dd.seconds);
-        let is_thin = below == Below::ThinVolume;
-        let name = |thick, thin| if is_thin { thin } else { thick };
-        let reads = ratio(
-            find(Zoned, 100).map(|copy| copy.dd.read_seconds),
-            find(Host, 100).map(|copy| copy.dd.read_seconds),
-        );
-        rows.add("S9", name("dd, read: zoned over HOST", "  thin volume"), "about 1", reads, "", |v| {
-            v <= 1.1
-        });
+        let on = if below == Below::ThinVolume { ", thin volume" } else { "" };
+        let name = |what: &str| format!("{what}{on}");
+        let read = |image| find(image, 100).map(|copy| copy.dd.read_seconds);
         let best = time(Zoned, 100);
-        rows.time(
-            "S10",
-            name("dd, all packs: time against QCOW2", "  thin volume"),
-            "-77 %",
-            (best, time(Qcow2, 100)),
-            -77.0,
+        let packed = find(Zoned, 100).map_or(0, |copy| copy.dd.packed);
+        rows.of("S9", "figure 8").add(
+            &name("dd, read: zoned over HOST"),
+            "about 1",
+            ratio(read(Zoned), read(Host)),
+            "",
+            |v| Said(v <= 1.1),
         );
-        rows.time("S10", "  against FVD", "-66 %", (best, time(Fvd, 100)), -66.0);
-        let is_born = find(Zoned, 100).is_some_and(|copy| copy.dd.packed > 0);
-        // Nothing is that little.
-        let at_most = |percent: f64| if is_born { percent } else { f64::NEG_INFINITY };
-        rows.time(
-            "S11",
-            name("dd, half packs: time added", "  thin volume"),
-            "+75 %",
-            (time(Zoned, 50), best),
-            at_most(75.0),
-        );
-        rows.time("S11", "  nothing packs", "+153 %", (time(Zoned, 0), best), at_most(153.0));
-        rows.time(
-            "S12",
-            name("dd, nothing packs: time against QCOW2", "  thin volume"),
-            "-43 %",
-            (time(Zoned, 0), time(Qcow2, 100)),
-            -43.0,
-        );
-        rows.time("S12", "  against FVD", "-19 %", (time(Zoned, 0), time(Fvd, 100)), -19.0);
+        rows.of("S10", "figure 8")
+            .time(&name("dd, all packs: time against QCOW2"), ("-77 %", -77.0), (best, time(Qcow2, 100)))
+            .time(&name("  against FVD"), ("-66 %", -66.0), (best, time(Fvd, 100)));
+        rows.of("S11", "figure 8");
+        rows.time(&name("dd, half packs: time added"), ("+75 %", 75.0), (time(Zoned, 50), best))
+            .unjudged(packed == 0, NOTHING_PACKED);
+        rows.time(&name("  nothing packs"), ("+153 %", 153.0), (time(Zoned, 0), best))
+            .unjudged(packed == 0, NOTHING_PACKED);
+        rows.of("S12", "figure 8")
+            .time(
+                &name("dd, nothing packs: time against QCOW2"),
+                ("-43 %", -43.0),
+                (time(Zoned, 0), time(Qcow2, 100)),
+            )
+            .time(&name("  against FVD"), ("-19 %", -19.0), (time(Zoned, 0), time(Fvd, 100)));
         let again = find(Zoned, 100).map(|copy| copy.dd);
+        rows.of("S13", "§3.2");
         rows.time(
-            "S13",
-            name("noise over what packs, against a new file", "  thin volume"),
-            "about 0",
+            &name("noise over what packs, against a new file"),
+            ("about 0", 0.0),
             (again.map(|dd| dd.again_seconds), time(Zoned, 0)),
-            at_most(10.0),
-        );
-        rows.add("S13", "  reads for it", "0", again.map(|dd| dd.again_reads as f64), "", |v| v < 1.0);
-        let packed = again.map(|dd| dd.packed as f64).filter(|_| is_born);
-        let lz4 = ratio(packed.map(|count| count * 4096.0 / LZ4_RATE * 100.0), best);
-        rows.add(
-            "S14",
-            name("dd, all packs: LZ4 at the paper's 340 MB/s", "  thin volume: LZ4 at the paper's 340 MB/s"),
+        )
+        .unjudged(packed == 0, NOTHING_PACKED);
+        if let Some(again) = again {
+            let what = name("  reads for it");
+            rows.push(
+                &what,
+                How::Counted,
+                ("0", again.again_reads.to_string()),
+                again.again_reads as f64,
+                if again.again_reads == 0 { Within(0.0, 0.0) } else { Low(0.5) },
+            );
+            rows.unjudged(packed == 0, NOTHING_PACKED);
+        }
+        let lz4 = ratio((packed > 0).then_some(packed as f64 * 4096.0 / LZ4_RATE * 100.0), best);
+        rows.of("S14", "§3.2").add(
+            &name("dd, all packs: LZ4 at the paper's 340 MB/s"),
             "no change",
             lz4,
             " % of the time",
-            |v| v <= 3.0,
+            |v| Said(v <= 3.0),
         );
         let factors = [Qcow2, Fvd].map(|other| ratio(time(other, 100), best)).into_iter().flatten();
-        rows.add(
-            "S3",
-            name("dd: over QCOW2 and FVD, the lesser", "  thin volume"),
+        rows.of("S3", "conclusions").add(
+            &name("dd: over QCOW2 and FVD, the lesser"),
             "1.5 to 4",
             factors.reduce(f64::min),
             "",
-            |v| v >= 1.5,
+            |_| Within(1.5, 4.0),
         );
     }
-    rows.0
+    rows.rows
 }
 
 /// S16.
 pub(super) fn tarballs(copies: &[Copied]) -> Vec<Row> {
     let mut rows = Rows::default();
+    rows.of("S16", "table 1");
     for below in [Below::Volume, Below::ThinVolume] {
         let time = |image| {
             let copy = copies.iter().find(|copy| (copy.image, copy.stage.below) == (image, below));
             copy.map(|copy| copy.dd.seconds)
         };
-        let name = if below == Below::Volume { "copy of 77 MB: time against QCOW2" } else { "  thin volume" };
-        rows.time("S16", name, "-64 %", (time(Zoned), time(Qcow2)), -64.0);
-        rows.time("S16", "  against FVD", "-37 %", (time(Zoned), time(Fvd)), -37.0);
-        rows.add("S16", "  over HOST", "5.6", ratio(time(Zoned), time(Host)), "", |v| v <= 5.6);
+        let on = if below == Below::Volume { "" } else { ", thin volume" };
+        rows.time(
+            &format!("copy of 77 MB: time against QCOW2{on}"),
+            ("-64 %", -64.0),
+            (time(Zoned), time(Qcow2)),
+        )
+        .time(&format!("  against FVD{on}"), ("-37 %", -37.0), (time(Zoned), time(Fvd)))
+        .add(&format!("  over HOST{on}"), "5.6", ratio(time(Zoned), time(Host)), "", |_| Low(4.682 / 0.831));
     }
-    rows.0
+    rows.rows
 }
 
+const SMALL_POSTMARK: &str = "a twentieth of the paper's files and transactions, recorded on ext4";
+
 /// S15 and S18 to S20.
-pub(super) fn guests(seen: &[Seen], today: &Today, overwrites: Option<Overwrites>) -> Vec<Row> {
+pub(super) fn guests(seen: &[Seen], today: &Today, overwrites: Overwrites) -> Vec<Row> {
     let mut rows = Rows::default();
     let time = |guest, drive, below, image| {
         let is_it = |seen: &&Seen| {
@@ -275,78 +299,121 @@ pub(super) fn guests(seen: &[Seen], today: &Today, overwrites: Option<Overwrites
         seen.iter().find(is_it).map(|seen| seen.played.seconds)
     };
     for below in [Below::Volume, Below::ThinVolume] {
-        let is_thin = below == Below::ThinVolume;
-        let name = |thick, thin| if is_thin { thin } else { thick };
+        let on = if below == Below::ThinVolume { ", thin volume" } else { "" };
         let mkfs = |image| time(Guest::Mkfs, Drive::Hdd, below, image);
-        let against = (mkfs(Zoned), mkfs(Qcow2));
-        rows.time("S15", name("mkfs: time against QCOW2", "  thin volume"), "-87 %", against, -87.0);
-        rows.time("S15", "  against FVD", "-72 %", (mkfs(Zoned), mkfs(Fvd)), -72.0);
-        rows.add("S15", "  over HOST", "1.03", ratio(mkfs(Zoned), mkfs(Host)), "", |v| v <= 1.03);
+        rows.of("S15", "table 1")
+            .time(&format!("mkfs: time against QCOW2{on}"), ("-87 %", -87.1), (mkfs(Zoned), mkfs(Qcow2)))
+            .time(&format!("  against FVD{on}"), ("-72 %", -72.4), (mkfs(Zoned), mkfs(Fvd)))
+            .add(&format!("  over HOST{on}"), "1.03", ratio(mkfs(Zoned), mkfs(Host)), "", |_| {
+                Low(4.062 / 3.961)
+            });
         for drive in [Drive::Hdd, Drive::Ssd] {
             let mail = |image| time(Guest::Postmark, drive, below, image);
             let over = |image| ratio(mail(image), mail(Zoned));
-            let (id, qcow2, fvd) = match drive {
-                Drive::Hdd => ("S18", ("2.6", 2.6), ("2.1", 2.1)),
-                Drive::Ssd => ("S20", ("1.4", 1.4), ("1.4", 1.4)),
+            let (id, place, qcow2, fvd, medium) = match drive {
+                Drive::Hdd => ("S18", "figure 9a", ("2.6", 2.6), ("2.1", 2.1), ""),
+                Drive::Ssd => ("S20", "figure 9b", ("1.4", 1.4), ("1.4", 1.4), " on the SSD"),
             };
-            let what = match drive {
-                Drive::Hdd => name("PostMark: over QCOW2", "  thin volume"),
-                Drive::Ssd => name("PostMark on the SSD: over QCOW2", "  thin volume"),
-            };
-            rows.add(id, what, qcow2.0, over(Qcow2), "", |v| v >= qcow2.1);
-            rows.add(id, "  over FVD", fvd.0, over(Fvd), "", |v| v >= fvd.1);
+            rows.of(id, place);
+            for (what, paper, value) in [
+                (format!("PostMark{medium}: over QCOW2{on}"), qcow2, over(Qcow2)),
+                (format!("  over FVD{on}"), fvd, over(Fvd)),
+            ] {
+                rows.add(&what, paper.0, value, "", |_| High(paper.1))
+                    .unjudged(value.is_some(), SMALL_POSTMARK);
+            }
         }
     }
     let volume = |guest, image| time(guest, Drive::Hdd, Below::Volume, image);
-    let mkfs = ratio(today.mkfs_seconds, volume(Guest::Mkfs, Zoned));
-    rows.add("S15", "mkfs: over QEMU of today (log)", "-", mkfs, "", |v| v >= 1.0);
-    let mail = ratio(today.postmark_seconds, volume(Guest::Postmark, Zoned));
-    rows.add("S18", "PostMark: over QEMU of today (log)", "-", mail, "", |v| v >= 1.0);
-    if let Some(Overwrites { writes, again, units }) = overwrites {
-        let share = again as f64 / writes as f64 * 100.0;
-        rows.add("S19", "PostMark: writes that are overwrites", "2/3", Some(share), " %", |v| {
-            (50.0..=83.0).contains(&v)
-        });
-        let born = seen.iter().find(|seen| {
-            (seen.guest, seen.stage.below, seen.image) == (Guest::Postmark, Below::ThinVolume, Zoned)
-        });
-        let not_born = born.map(|seen| 100.0 - seen.played.packed as f64 / units as f64 * 100.0);
-        rows.add("S19", "  new units that are not told by themselves", "17 %", not_born, " %", |v| v <= 17.0);
+    for (id, place, what, now, guest) in [
+        ("S15", "table 1", "mkfs: over QEMU of today (log)", today.mkfs_seconds, Guest::Mkfs),
+        ("S18", "figure 9a", "PostMark: over QEMU of today (log)", today.postmark_seconds, Guest::Postmark),
+    ] {
+        rows.of(id, place)
+            .add(what, "-", ratio(now, volume(guest, Zoned)), "", |v| Said(v >= 1.0))
+            .unjudged(now.is_some(), "not in the paper");
     }
-    rows.0
+    let Overwrites { writes, again, units } = overwrites;
+    let share = again as f64 / writes as f64 * 100.0;
+    rows.of("S19", "§3.2").push(
+        "PostMark: writes that are overwrites",
+        How::Counted,
+        ("2/3", format!("{share:.0} %")),
+        share,
+        Near(200.0 / 3.0),
+    );
+    let born = seen.iter().find(|seen| {
+        (seen.guest, seen.stage.below, seen.image) == (Guest::Postmark, Below::ThinVolume, Zoned)
+    });
+    if let Some(born) = born {
+        let not_born = 100.0 - born.played.packed as f64 / units as f64 * 100.0;
+        let here = format!("{not_born:.0} %");
+        rows.push(
+            "  new units without an entry of their own",
+            How::Counted,
+            ("17 %", here),
+            not_born,
+            Low(17.0),
+        );
+    }
+    rows.rows
 }
 
-/// S22 and S23. The paper's three ways need this many reads: one lead block for each unit, one metadata
-/// cluster for each zone, one for eight.
+/// S22 to S24. The paper's three ways need this many reads: one lead block for each unit, one metadata cluster for each
+/// zone, one for eight. Ours has one way, which is compared with the paper's best.
 pub(super) fn recovery(recovered: &Recovered) -> Vec<Row> {
     let leads = recovered.units;
     let (zones, eights) = (leads / 1024, leads / 8192);
     let Recovered { reads, mebibytes_read, mebibytes_of_zones, seconds, metadata_writes, .. } = *recovered;
     let gib = (leads * 64).div_ceil(1 << 20);
-    let took = || format!("{seconds:.2} s ({gib} GiB here)");
-    let row = |id, what, paper, ours, is_met| Row { id, what, paper, ours, is_met };
-    let counted = format!("{reads} (leads {leads}, zones {zones}, eights {eights})");
-    let mib = format!(
-        "{mebibytes_read:.1} MiB (leads {}, zones {}, eights {})",
-        leads >> 8,
-        zones >> 4,
-        eights >> 4
-    );
     let own = mebibytes_read - mebibytes_of_zones;
     let each = metadata_writes as f64 / leads as f64;
+    let mut rows = Rows::default();
+    rows.of("S22", "figure 10").push(
+        "recovery of 128 GiB, a cluster for eight zones",
+        How::Simulated,
+        ("1.9 s", format!("{seconds:.2} s ({gib} GiB)")),
+        seconds,
+        Low(1.9),
+    );
+    let ways = format!("of the paper's three ways: {leads}, {zones}, {eights}");
+    rows.of("S23", "figure 10").push(
+        "  reads",
+        How::Counted,
+        ("256", format!("{reads} ({ways})")),
+        reads as f64,
+        Low(256.0),
+    );
+    rows.push(
+        "  bytes",
+        How::Counted,
+        ("16 MiB", format!("{mebibytes_read:.1} MiB")),
+        mebibytes_read,
+        Low(16.0),
+    );
+    let what = "  bytes, without the open zones";
+    rows.push(what, How::Counted, ("16 MiB", format!("{own:.1} MiB")), own, Low(16.0));
+    rows.of("S24", "§1, §2.3").push(
+        "metadata writes for a unit that packs",
+        How::Counted,
+        ("0", format!("0, {each:.4} later")),
+        each,
+        if each < 0.01 { Within(0.0, 0.01) } else { Low(0.001) },
+    );
+    rows.rows
+}
+
+/// Rows for which nothing is made.
+pub(super) fn not_made() -> Vec<Row> {
+    let build = "no build was recorded: 20 of its 22 minutes are the compiler's";
     vec![
-        row("S22", "recovery of 128 GiB, a cluster for eight zones", "1.9 s", took(), seconds <= 1.9),
-        row("S22", "  a cluster for each zone", "11.6 s", took(), seconds <= 11.6),
-        row("S22", "  no metadata clusters", "21 min", took(), seconds <= 1260.0),
-        row("S23", "  reads", "256", counted, reads <= 256),
-        row("S23", "  bytes", "16 MiB", mib, mebibytes_read <= 16.0),
-        row("S23", "  bytes, but for young zones", "16 MiB", format!("{own:.1} MiB"), own <= 16.0),
-        row(
-            "S24",
-            "metadata writes for a unit that packs",
-            "0 at once",
-            format!("{each:.4} later"),
-            each < 0.01,
+        Row::not_made("S17", ("table 1", "makepkg of Linux, -j8: time against QCOW2"), "-30 %", build),
+        Row::not_made("S17", ("table 1", "  against FVD"), "-37 %", build),
+        Row::not_made(
+            "S21",
+            ("figure 9c, d", "host on Btrfs"),
+            "worse",
+            "no model of Btrfs, and the paper prints no value",
         ),
     ]
 }

@@ -78,8 +78,10 @@ pub(crate) fn make(options: &Options, table: Table) -> Result<Made> {
     })
 }
 
-/// The recorded PostMark on each image, and on today's QEMU if it is there.
-fn recorded(options: &Options, first: &Stage, table: Table) -> Result<(Vec<(Image, Phase)>, Option<Phase>)> {
+/// A recorded guest on each image, and on today's QEMU if it is there.
+type Replayed = (Vec<(Image, Phase)>, Option<Phase>);
+
+fn recorded(options: &Options, first: &Stage, table: Table) -> Result<Replayed> {
     table.say("");
     table.say(&format!("{}: a recorded PostMark on ext4, 95 MiB, with flushes", first.name));
     table.say(HEAD[1][..ONE_PHASE].trim_end());

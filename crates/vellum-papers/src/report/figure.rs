@@ -112,7 +112,7 @@ impl Figure {
             ));
         }
         for (number, series) in self.series.iter().enumerate() {
-            self.draw(number, series, (&middle, &y, step, bottom), &mut put);
+            self.draw(number, series, (step, top), &mut put);
         }
         put(format!(
             "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>\
@@ -140,13 +140,10 @@ impl Figure {
         svg
     }
 
-    fn draw(
-        &self,
-        number: usize,
-        series: &Series,
-        (middle, y, step, bottom): (&dyn Fn(usize) -> f64, &dyn Fn(f64) -> f64, f64, f64),
-        put: &mut dyn FnMut(String),
-    ) {
+    fn draw(&self, number: usize, series: &Series, (step, top): (f64, f64), put: &mut dyn FnMut(String)) {
+        let bottom = TOP + PLOT_HEIGHT;
+        let y = |value: f64| bottom - value / top * PLOT_HEIGHT;
+        let middle = |index: usize| LEFT + (index as f64 + 0.5) * step;
         let class = class(number, series);
         let there = || series.values.iter().enumerate().filter_map(|(index, value)| Some((index, (*value)?)));
         let title = |index: usize, value: f64| {

@@ -1,0 +1,99 @@
+//! `vellum-papers run` from outside: the counted rows are exact, and page, data and series are written.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+/// A directory that goes with its owner.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new(name: &str) -> Self {
+        let place = std::env::var_os("VELLUM_TEST_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
+        let path = place.join(format!("vellum-papers-{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).expect("a directory");
+        Self(path)
+    }
+
+    fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn run(arguments: &[&str], out: &Path) -> Value {
+    let program = env!("CARGO_BIN_EXE_vellum-papers");
+    let output = Command::new(program)
+        .args(["run", "--output", "json", "--out"])
+        .arg(out)
+        .args(arguments)
+        .output()
+        .expect("the program runs");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{said}");
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+fn rows(report: &Value) -> Vec<(String, String, String)> {
+    let text = |row: &Value, field: &str| row[field].as_str().unwrap_or_default().to_owned();
+    let papers = report["papers"].as_array().expect("papers");
+    let rows = papers.iter().flat_map(|paper| paper["rows"].as_array().expect("rows"));
+    rows.map(|row| (text(row, "id"), text(row, "here"), text(row, "verdict"))).collect()
+}
+
+#[test]
+fn counted_rows_of_fvd_are_exact_and_scaled_ones_are_not_judged() {
+    let dir = Directory::new("rows");
+    let report = run(&["fvd"], dir.path());
+    let rows = rows(&report);
+    let of = |id: &str| -> Vec<(&str, &str)> {
+        rows.iter()
+            .filter(|(other, ..)| other == id)
+            .map(|(_, here, verdict)| (&**here, &**verdict))
+            .collect()
+    };
+    assert_eq!(
+        of("F5"),
+        [
+            ("2 MiB (masks, a hole at first: 64 MiB)", "reproduced"),
+            ("4 MiB", "reproduced"),
+            ("6 MiB", "reproduced")
+        ]
+    );
+    assert_eq!(of("F6"), [("20 KiB", "reproduced")]);
+    assert_eq!(of("F7"), [("16 MiB", "reproduced")]);
+    assert_eq!(of("F8"), [("0 for 512 flushed writes", "reproduced")]);
+    for id in ["F1", "F2", "F3", "F4"] {
+        assert!(of(id).iter().all(|(_, verdict)| *verdict == "not-comparable"), "{id}: {:?}", of(id));
+    }
+    let page = fs::read_to_string(dir.path().join("index.html")).expect("the page");
+    assert_eq!(page.matches("data-name=\"verdict\"").count(), rows.len());
+    assert!(page.contains("vellum-papers run fvd") && page.contains("<svg"));
+    let data: Value =
+        serde_json::from_slice(&fs::read(dir.path().join("papers.json")).expect("data")).expect("JSON");
+    assert_eq!(data["papers"], report["papers"]);
+    let csv = fs::read_to_string(dir.path().join("fvd-4.csv")).expect("the series");
+    assert!(csv.lines().any(|line| line.ends_with(",3.49,true")), "{csv}");
+}
+
+#[test]
+fn a_directory_that_cannot_be_made_is_named_before_the_work() {
+    let dir = Directory::new("refused");
+    let file = dir.path().join("file");
+    fs::write(&file, "").expect("a file");
+    let output = Command::new(env!("CARGO_BIN_EXE_vellum-papers"))
+        .args(["run", "fvd", "--out"])
+        .arg(file.join("out"))
+        .output()
+        .expect("the program runs");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && output.stdout.is_empty(), "{said}");
+    assert!(said.contains("can't make the directory") && said.contains("file/out"), "{said}");
+}

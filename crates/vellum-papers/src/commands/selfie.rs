@@ -503,7 +503,7 @@ fn mail_drawn(guests: &[Seen], drive: Drive) -> Figure {
             values: ways.map(|below| Some(time(Image::Qcow2, below)? / time(image, below)?)).to_vec(),
         })
         .to_vec();
-    let (letter, printed) = if drive == Drive::Hdd { ("a", 2.6) } else { ("b", 1.4) };
+    let (letter, printed, medium) = if drive == Drive::Hdd { ("a", 2.6, "HDD") } else { ("b", 1.4, "SSD") };
     series.push(Series {
         name: "Selfie, as the paper prints it".to_owned(),
         is_of_the_paper: true,
@@ -512,7 +512,7 @@ fn mail_drawn(guests: &[Seen], drive: Drive) -> Figure {
     Figure {
         file: format!("selfie-9{letter}"),
         title: format!(
-            "Figure 9{letter}, PostMark (a twentieth of the paper's, recorded): speed, QCOW2 = 1, {drive:?}"
+            "Figure 9{letter}, PostMark (a twentieth of the paper's, recorded): speed, QCOW2 = 1, {medium}"
         ),
         shape: Shape::Bars,
         x_name: "the image is on",

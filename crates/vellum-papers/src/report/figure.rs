@@ -43,7 +43,7 @@ const WIDTH: f64 = 640.0;
 const LEFT: f64 = 56.0;
 const RIGHT: f64 = 12.0;
 const TOP: f64 = 12.0;
-const BOTTOM: f64 = 44.0;
+const BOTTOM: f64 = 60.0;
 const PLOT_HEIGHT: f64 = 230.0;
 const LEGEND_LINE: f64 = 18.0;
 /// Legend entries beside each other.

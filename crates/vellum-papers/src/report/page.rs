@@ -38,7 +38,13 @@ pub(crate) fn page(papers: &[Made], command: &str, day: &str) -> String {
         let tally = Tally::of(&made.rows);
         let cells: String =
             Verdict::ALL.map(|verdict| format!("<td class=\"number\">{}</td>", tally.get(verdict))).concat();
-        put(&format!("<tr><td><a href=\"#{}\">{}</a></td>{cells}</tr>", made.name, escaped(made.venue)));
+        let (short, _) = made.title.split_once(':').unwrap_or((made.title, ""));
+        put(&format!(
+            "<tr><td><a href=\"#{}\">{}, {}</a></td>{cells}</tr>",
+            made.name,
+            escaped(short),
+            escaped(made.venue)
+        ));
     }
     put("</tbody></table></div>");
     for made in papers {

@@ -23,7 +23,7 @@ const XZ_MAGIC: [u8; 6] = [0xfd, b'7', b'z', b'X', b'Z', 0];
 /// What is unpacked at most: more is no trace but a mistake.
 const TEXT_BYTES_MAX: u64 = 1 << 30;
 
-/// Guests that were recorded for this project; `traces/README.md` says how.
+/// Guests that were recorded for this project; `crates/vellum-lab/traces/README.md` says how.
 const RECORDED: [(&str, &[u8]); 6] = [
     ("boot_debian12", include_bytes!("../traces/boot_debian12.csv.xz")),
     ("dd_256m", include_bytes!("../traces/dd_256m.csv.xz")),
@@ -126,7 +126,7 @@ mod tests {
         };
         let counts =
             RECORDED.map(|(name, _)| writes(&Trace::recorded(name).expect("it comes with the program")));
-        // As the table in traces/README.md has them.
+        // As the table in their README has them.
         assert_eq!(counts, [168, 851, 0, 3905, 4781, 3318]);
         assert!(Trace::recorded("other").is_err());
     }

@@ -61,7 +61,7 @@ pub(crate) fn make(options: &Options, table: Table) -> Result<Made> {
     let mut rows = simulated_rows(&runs, &stages);
     if scale > 1 {
         let why = format!("made with 1/{scale} of the paper's files; --full makes all of them");
-        rows = rows.into_iter().map(|row| row.unjudged(&why)).collect();
+        rows = rows.into_iter().map(|row| row.not_judged(&why)).collect();
     }
     rows.extend(recorded_rows(&recorded, today));
     rows.extend(counted_rows(sizes, free_writes));
@@ -244,7 +244,7 @@ fn recorded_rows(recorded: &[(Image, Phase)], today: Option<Phase>) -> Vec<Row> 
     };
     let why = "another workload: a recorded PostMark of 95 MiB on ext4, with flushes";
     let row = |id, place, what, how, paper, here, value| {
-        Row::judged(id, (place, what), how, (paper, here), value, Good::High(1.0)).unjudged(why)
+        Row::judged(id, (place, what), how, (paper, here), value, Good::High(1.0)).not_judged(why)
     };
     let percent = |value: f64| format!("{value:+.0} %");
     vec![

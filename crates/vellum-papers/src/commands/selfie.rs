@@ -115,8 +115,8 @@ pub(crate) fn make(options: &Options, table: Table) -> Result<Made> {
     }
     // What the scale changes is judged on the paper's own only.
     let scaled = |rows: Vec<_>, why: &str| -> Vec<_> {
-        let unjudged = |row: crate::report::Row| if is_quick { row.unjudged(why) } else { row };
-        rows.into_iter().map(unjudged).collect()
+        let not_judged = |row: crate::report::Row| if is_quick { row.not_judged(why) } else { row };
+        rows.into_iter().map(not_judged).collect()
     };
     let mut rows =
         scaled(rows::rates(&rates, &today), "made with up to 8 threads and 32 MiB; --full makes the paper's");

@@ -157,7 +157,7 @@ impl Row {
     }
 
     /// Takes the verdict back, for what was made on another scale.
-    pub(crate) fn unjudged(mut self, why: &str) -> Self {
+    pub(crate) fn not_judged(mut self, why: &str) -> Self {
         self.verdict = Verdict::NotComparable;
         why.clone_into(&mut self.note);
         self
@@ -251,7 +251,7 @@ mod tests {
         let row =
             Row::judged("F1", ("Fig. 4", "x"), How::Simulated, ("+249 %", "+900 %"), 10.0, Good::High(3.49));
         assert_eq!(row.verdict, Verdict::Better);
-        let row = row.unjudged("1/100 of the files");
+        let row = row.not_judged("1/100 of the files");
         assert_eq!((row.verdict, &*row.note), (Verdict::NotComparable, "1/100 of the files"));
         let exact =
             |value| Row::exact("F5", ("§2.2", "bitmap"), ("2 MB", String::new()), (2 << 20, value)).verdict;

@@ -63,9 +63,9 @@ impl Rows {
     }
 
     /// Takes the verdict of the last row back.
-    fn unjudged(&mut self, is_so: bool, why: &str) {
+    fn not_judged(&mut self, is_so: bool, why: &str) {
         if let Some(row) = self.rows.pop() {
-            self.rows.push(if is_so { row.unjudged(why) } else { row });
+            self.rows.push(if is_so { row.not_judged(why) } else { row });
         }
     }
 }
@@ -145,7 +145,7 @@ pub(super) fn rates(rates: &[Rate], today: &Today) -> Vec<Row> {
         .add("  zoned over QCOW2", "1.7", ratio(small(Zoned, 1), small(Qcow2, 1)), "", |_| High(6.0 / 3.5));
     let now = today.megabytes_per_second;
     rows.add("  zoned over QEMU of today (log)", "-", ratio(small(Zoned, 1), now), "", |v| Said(v >= 1.0))
-        .unjudged(now.is_some(), "not in the paper");
+        .not_judged(now.is_some(), "not in the paper");
     let linear = 0.75 * most as f64;
     rows.of("S5", "figure 5a")
         .add("zoned, all threads over one", "near linear", growth(Zoned, Volume), "", |v| Said(v >= linear))
@@ -217,9 +217,9 @@ pub(super) fn copies(copies: &[Copied]) -> Vec<Row> {
             .time(&name("  against FVD"), ("-66 %", -66.0), (best, time(Fvd, 100)));
         rows.of("S11", "figure 8");
         rows.time(&name("dd, half packs: time added"), ("+75 %", 75.0), (time(Zoned, 50), best))
-            .unjudged(packed == 0, NOTHING_PACKED);
+            .not_judged(packed == 0, NOTHING_PACKED);
         rows.time(&name("  nothing packs"), ("+153 %", 153.0), (time(Zoned, 0), best))
-            .unjudged(packed == 0, NOTHING_PACKED);
+            .not_judged(packed == 0, NOTHING_PACKED);
         rows.of("S12", "figure 8")
             .time(
                 &name("dd, nothing packs: time against QCOW2"),
@@ -234,7 +234,7 @@ pub(super) fn copies(copies: &[Copied]) -> Vec<Row> {
             ("about 0", 0.0),
             (again.map(|dd| dd.again_seconds), time(Zoned, 0)),
         )
-        .unjudged(packed == 0, NOTHING_PACKED);
+        .not_judged(packed == 0, NOTHING_PACKED);
         if let Some(again) = again {
             let what = name("  reads for it");
             rows.push(
@@ -244,7 +244,7 @@ pub(super) fn copies(copies: &[Copied]) -> Vec<Row> {
                 again.again_reads as f64,
                 if again.again_reads == 0 { Within(0.0, 0.0) } else { Low(0.5) },
             );
-            rows.unjudged(packed == 0, NOTHING_PACKED);
+            rows.not_judged(packed == 0, NOTHING_PACKED);
         }
         let lz4 = ratio((packed > 0).then_some(packed as f64 * 4096.0 / LZ4_RATE * 100.0), best);
         rows.of("S14", "§3.2").add(
@@ -320,7 +320,7 @@ pub(super) fn guests(seen: &[Seen], today: &Today, overwrites: Overwrites) -> Ve
                 (format!("  over FVD{on}"), fvd, over(Fvd)),
             ] {
                 rows.add(&what, paper.0, value, "", |_| High(paper.1))
-                    .unjudged(value.is_some(), SMALL_POSTMARK);
+                    .not_judged(value.is_some(), SMALL_POSTMARK);
             }
         }
     }
@@ -331,7 +331,7 @@ pub(super) fn guests(seen: &[Seen], today: &Today, overwrites: Overwrites) -> Ve
     ] {
         rows.of(id, place)
             .add(what, "-", ratio(now, volume(guest, Zoned)), "", |v| Said(v >= 1.0))
-            .unjudged(now.is_some(), "not in the paper");
+            .not_judged(now.is_some(), "not in the paper");
     }
     let Overwrites { writes, again, units } = overwrites;
     let share = again as f64 / writes as f64 * 100.0;

@@ -324,6 +324,7 @@ fn check(how: &Cloning, clones: &[NewClone]) -> Result<()> {
     let mut places = HashSet::new();
     for clone in clones {
         let name = clone.path.display();
+        clone.format.check_is_written()?;
         if clone.format == FormatKind::Raw {
             return Err(Error::invalid(format!(
                 "{name}: a raw image cannot be a clone: use the format qcow2 or vellum"

@@ -177,6 +177,7 @@ impl Copying<'_> {
             FormatKind::Raw => create_raw(self.path(), size, self.how.qcow2.preallocation).await,
             FormatKind::Qcow2 => create_qcow2(&target, self.how.qcow2.clone()).await.map(drop),
             FormatKind::Native => create_native(&target, self.how.native.clone()).await.map(drop),
+            FormatKind::Foreign(_) => self.how.format.check_is_written(),
         }
     }
 

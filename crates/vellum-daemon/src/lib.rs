@@ -82,7 +82,7 @@ pub use vellum_format::qcow2::{
 };
 pub use vellum_format::report::{CheckReport, JournalChange, Recovered, Recovery, Repair};
 pub use vellum_format::zeros::Zeros;
-pub use vellum_format::{FormatKind, Prealloc};
+pub use vellum_format::{ForeignKind, FormatKind, Prealloc};
 pub use vellum_io::{Address, IoMode, PassedSocket, PassedTo, run};
 pub use vellum_layer::hydrate::trace::{TRACE_BYTES_MAX, Trace};
 pub use vellum_layer::hydrate::{PrefetchLimits, Run};

@@ -108,6 +108,10 @@ fn name(chain: &Chain, depth: usize, storage: &SharedStorage) -> String {
         Some((path, file)) if file.name() == storage.name() || Arc::ptr_eq(file, storage) => {
             path.display().to_string()
         }
+        _ if !member.parts.is_empty() => {
+            let part = member.parts.iter().find(|(_, file)| file.name() == storage.name());
+            part.map_or(&member.path, |(path, _)| path).display().to_string()
+        }
         _ => member.path.strip_prefix("./").unwrap_or(&member.path).display().to_string(),
     }
 }

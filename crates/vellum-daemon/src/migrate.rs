@@ -80,6 +80,7 @@ async fn make(target: &NewTarget, path: &Path, size: u64) -> Result<MoveNumber> 
     match target.format {
         FormatKind::Qcow2 => drop(create_qcow2(&create, target.qcow2.clone()).await?),
         FormatKind::Native => drop(create_native(&create, target.native.clone()).await?),
+        FormatKind::Foreign(_) => target.format.check_is_written()?,
         FormatKind::Raw => {
             return Err(Error::unsupported(
                 "a raw image has no place for the mark that says which image is written: use -f qcow2 or -f vellum",

@@ -113,6 +113,7 @@ impl NewImage {
         match self.format {
             FormatKind::Native => create_native(&target, self.native.clone()).await.map(drop),
             FormatKind::Qcow2 => create_qcow2(&target, self.qcow2_options()).await.map(drop),
+            FormatKind::Foreign(_) => self.format.check_is_written(),
             FormatKind::Raw if target.backing.is_some() => Err(no_backing()),
             FormatKind::Raw => {
                 let size = BlockSize::SECTOR.round_up(target.disk_size().await?);
@@ -155,6 +156,7 @@ impl NewImage {
                 let options = qcow2::CreateOptions { size, ..self.qcow2_options() }.settled();
                 qcow2::create(&*storage, None, &options).await
             }
+            FormatKind::Foreign(_) => self.format.check_is_written(),
             FormatKind::Raw => storage.set_len(BlockSize::SECTOR.round_up(size)).await,
         }
     }

@@ -87,10 +87,10 @@ pub use vellum_core::{
     WriteFlags, ZeroFlags,
 };
 pub use vellum_daemon::closed;
-pub use vellum_format::FormatKind;
 pub use vellum_format::image::Snapshot;
 pub use vellum_format::native::CreateOptions as NativeOptions;
 pub use vellum_format::qcow2::CreateOptions as Qcow2Options;
+pub use vellum_format::{ForeignKind, FormatKind};
 pub use vellum_io::{IoMode, Task, run, spawn_local};
 
 /// The example of the README compiles.

@@ -1,5 +1,5 @@
-//! Formats that other programs know and this one does not, recognised by their signatures, so that such a
-//! file is never taken for a raw disk.
+//! Formats of other programs, recognised by their signatures, so that such a file is never taken for a raw
+//! disk. Most are read (`vellum-foreign`); the others are refused by name.
 //!
 //! ```text
 //!   the first 2 KiB        qcow 1, VMDK, VHDX, dynamic VHD, QED, VDI, Parallels, LUKS, cloop, Bochs
@@ -7,11 +7,12 @@
 //! ```
 //!
 //! 1. Every format that `qemu-img` recognises by its signature is here.
-//! 2. The content of such a file is used only for a message: an impossible size is left out.
+//! 2. The content of a file that is not read is used only for a message: an impossible size is left out.
 
 use vellum_core::{Buffer, Error, ImageOffset, Result, Storage};
+use vellum_foreign::ForeignKind;
 
-/// A format that is known by name only.
+/// A format of another program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Foreign {
     /// Its common name.
@@ -20,6 +21,8 @@ pub struct Foreign {
     pub qemu_name: &'static str,
     /// The size of the disk in bytes, where the header simply contains it.
     pub virtual_size: Option<u64>,
+    /// What reads it, if anything does here.
+    pub reader: Option<ForeignKind>,
 }
 
 impl Foreign {
@@ -52,6 +55,7 @@ const TAIL: usize = 1024;
 struct Kind {
     name: &'static str,
     qemu_name: &'static str,
+    reader: Option<ForeignKind>,
     is_it: fn(&Ends) -> bool,
     size: fn(&Ends) -> Option<u64>,
 }
@@ -68,12 +72,14 @@ const KINDS: [Kind; 12] = [
     Kind {
         name: "qcow (version 1)",
         qemu_name: "qcow",
+        reader: Some(ForeignKind::Qcow1),
         is_it: |ends| ends.head.starts_with(b"QFI\xFB\0\0\0\x01"),
         size: |ends| Some(ends.be64(24)),
     },
     Kind {
         name: "VMDK",
         qemu_name: "vmdk",
+        reader: Some(ForeignKind::Vmdk),
         is_it: |ends| {
             ends.head.starts_with(b"KDMV") || ends.head.starts_with(b"COWD") || is_vmdk_text(&ends.head)
         },
@@ -82,30 +88,35 @@ const KINDS: [Kind; 12] = [
     Kind {
         name: "VHDX",
         qemu_name: "vhdx",
+        reader: Some(ForeignKind::Vhdx),
         is_it: |ends| ends.head.starts_with(b"vhdxfile"),
         size: |_| None,
     },
     Kind {
         name: "VHD",
         qemu_name: "vpc",
+        reader: Some(ForeignKind::Vhd),
         is_it: |ends| ends.vhd_footer().is_some(),
         size: |ends| ends.vhd_footer().and_then(vhd_size),
     },
     Kind {
         name: "QED",
         qemu_name: "qed",
+        reader: Some(ForeignKind::Qed),
         is_it: |ends| ends.head.starts_with(b"QED\0"),
         size: |ends| Some(ends.le64(48)),
     },
     Kind {
         name: "VDI",
         qemu_name: "vdi",
+        reader: Some(ForeignKind::Vdi),
         is_it: |ends| ends.head[64..68] == [0x7F, 0x10, 0xDA, 0xBE],
         size: |ends| Some(ends.le64(368)),
     },
     Kind {
         name: "Parallels",
         qemu_name: "parallels",
+        reader: Some(ForeignKind::Parallels),
         is_it: |ends| {
             let magic = &ends.head[..16];
             (magic == b"WithoutFreeSpace" || magic == b"WithouFreSpacExt") && ends.le32(16) == 2
@@ -119,6 +130,7 @@ const KINDS: [Kind; 12] = [
     Kind {
         name: "LUKS (encrypted)",
         qemu_name: "luks",
+        reader: None,
         is_it: |ends| ends.head.starts_with(b"LUKS\xBA\xBE"),
         // Version 1 states where its data begins, in sectors.
         size: |ends| match ends.head[6..8] {
@@ -129,12 +141,14 @@ const KINDS: [Kind; 12] = [
     Kind {
         name: "cloop",
         qemu_name: "cloop",
+        reader: None,
         is_it: |ends| ends.head.starts_with(b"#!/bin/sh\n#V2.0 Format\nmodprobe cloop "),
         size: |ends| Some(u64::from(ends.be32(128)) * u64::from(ends.be32(132))),
     },
     Kind {
         name: "Bochs",
         qemu_name: "bochs",
+        reader: None,
         is_it: |ends| {
             ends.head.starts_with(b"Bochs Virtual HD Image") && ends.head[32..].starts_with(b"Redolog")
         },
@@ -146,12 +160,14 @@ const KINDS: [Kind; 12] = [
     Kind {
         name: "dmg",
         qemu_name: "dmg",
+        reader: Some(ForeignKind::Dmg),
         is_it: |ends| ends.koly().is_some(),
         size: |ends| be64(ends.koly()?, 492).checked_mul(512),
     },
     Kind {
         name: "VMDK (seSparse)",
         qemu_name: "vmdk",
+        reader: None,
         is_it: |ends| ends.head.starts_with(&0xCAFE_BABE_u64.to_le_bytes()) && ends.le64(8) == 0x2_0000_0001,
         size: |ends| ends.le64(16).checked_mul(512),
     },
@@ -164,9 +180,9 @@ const KINDS: [Kind; 12] = [
 pub(crate) async fn foreign(storage: &dyn Storage) -> Result<Option<Foreign>> {
     let ends = Ends::read(storage).await?;
     let kind = KINDS.iter().find(|kind| (kind.is_it)(&ends));
-    Ok(kind.map(|Kind { name, qemu_name, size, .. }| {
+    Ok(kind.map(|Kind { name, qemu_name, reader, size, .. }| {
         let virtual_size = size(&ends).filter(|bytes| i64::try_from(*bytes).is_ok());
-        Foreign { name, qemu_name, virtual_size }
+        Foreign { name, qemu_name, virtual_size, reader: *reader }
     }))
 }
 
@@ -328,8 +344,12 @@ mod tests {
                 (qemu_name, size.map(|size| size as u64)),
                 "{one:?}"
             );
-            let error =
-                block_on(probe(&*MemoryStorage::holding("x.y/disk.x", &bytes))).expect_err("it is refused");
+            let probed = block_on(probe(&*MemoryStorage::holding("x.y/disk.x", &bytes)));
+            if let Some(kind) = one.reader {
+                assert_eq!(probed.expect("it is read"), FormatKind::Foreign(kind));
+                continue;
+            }
+            let error = probed.expect_err("it is refused");
             assert_eq!(error.kind(), ErrorKind::Unsupported);
             let way_out = format!("qemu-img convert -f {qemu_name} -O qcow2 x.y/disk.x x.y/disk.qcow2");
             assert!(error.to_string().contains(&way_out) && error.to_string().contains("-f raw"), "{error}");

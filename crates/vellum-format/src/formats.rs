@@ -2,7 +2,7 @@
 
 use crate::image::Format;
 use crate::probe::FormatKind;
-use crate::{native, qcow2, raw};
+use crate::{foreign_format, native, qcow2, raw};
 
 impl FormatKind {
     /// What can be done with images of this format.
@@ -11,6 +11,7 @@ impl FormatKind {
             Self::Raw => &raw::RawFormat,
             Self::Qcow2 => &qcow2::Qcow2Format,
             Self::Native => &native::NativeFormat,
+            Self::Foreign(kind) => foreign_format::of(kind),
         }
     }
 }

@@ -327,6 +327,11 @@ pub trait Head: Send + Sync {
         None
     }
 
+    /// The names of further files that have the guest's data, in formats that are only read.
+    fn parts(&self) -> &[String] {
+        &[]
+    }
+
     /// Whether the format records if an image was closed.
     fn knows_whether_closed(&self) -> bool {
         true
@@ -375,6 +380,19 @@ pub trait Head: Send + Sync {
     /// # Errors
     /// The errors of the image and the storage; `NotFound` for a snapshot that does not exist.
     fn open<'a>(&'a self, files: Files, options: OpenOptions) -> LocalFuture<'a, Result<Opened>>;
+
+    /// As above, with the files that [`parts`](Head::parts) names, in its order.
+    ///
+    /// # Errors
+    /// As [`open`](Head::open).
+    fn open_in_parts<'a>(
+        &'a self,
+        files: Files,
+        _parts: Vec<SharedStorage>,
+        options: OpenOptions,
+    ) -> LocalFuture<'a, Result<Opened>> {
+        self.open(files, options)
+    }
 
     /// Its snapshots, as the closed image has them. `replayed` is the image after the replay of its journal.
     /// It is `None` while another program writes the image.

@@ -40,8 +40,8 @@
 //!
 //! [`image`] is the door: [`FormatKind::format`](probe::FormatKind::format) gives a
 //! [`Format`](image::Format), which checks, recovers and resizes closed images and reads their
-//! [`Head`](image::Head), which opens them. [`probe()`] tells the formats apart; [`foreign`] names those that
-//! are not read here. [`qcow2`], [`native`] and [`raw`] are the formats, and have what only they need: the
+//! [`Head`](image::Head), which opens them. [`probe()`] tells the formats apart; [`foreign`] names those of
+//! other programs, of which `vellum-foreign` reads some. [`qcow2`], [`native`] and [`raw`] are the formats, and have what only they need: the
 //! options of new images.
 
 #![forbid(unsafe_code)]
@@ -51,6 +51,7 @@ mod claims;
 mod engine;
 mod epochs;
 pub mod foreign;
+mod foreign_format;
 mod formats;
 pub mod handover;
 mod hash;
@@ -88,4 +89,5 @@ pub use qcow2::Qcow2;
 pub use raw::Raw;
 pub use snapshot_base::{SNAPSHOT_FORMAT, SnapshotBase, SnapshotKey};
 pub use truth::settle;
+pub use vellum_foreign::ForeignKind;
 pub use wish::Wish;

@@ -8,7 +8,8 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
-use vellum_core::{Buffer, Error, ImageOffset, Result, Storage};
+use vellum_core::{Buffer, Error, ErrorKind, ImageOffset, Result, Storage};
+use vellum_foreign::ForeignKind;
 
 use crate::foreign::{Foreign, foreign};
 use crate::native::Slot;
@@ -23,6 +24,8 @@ pub enum FormatKind {
     Qcow2,
     /// Vellum's own.
     Native,
+    /// One of another program, which is only read.
+    Foreign(ForeignKind),
 }
 
 impl FormatKind {
@@ -32,7 +35,21 @@ impl FormatKind {
             "raw" => Some(Self::Raw),
             "qcow2" => Some(Self::Qcow2),
             "vlm" => Some(Self::Native),
-            _ => None,
+            _ => ForeignKind::of_name(path).map(Self::Foreign),
+        }
+    }
+
+    /// Fails unless images of this format can be made and changed.
+    ///
+    /// # Errors
+    /// `ReadOnly`, with the formats that can.
+    pub fn check_is_written(self) -> Result<()> {
+        match self {
+            Self::Raw | Self::Qcow2 | Self::Native => Ok(()),
+            Self::Foreign(kind) => Err(Error::new(
+                ErrorKind::ReadOnly,
+                format!("{kind} images are only read: to make one, use raw, qcow2 or vellum as its format"),
+            )),
         }
     }
 }
@@ -43,6 +60,7 @@ impl fmt::Display for FormatKind {
             Self::Raw => "raw",
             Self::Qcow2 => "qcow2",
             Self::Native => "vellum",
+            Self::Foreign(kind) => kind.qemu_name(),
         })
     }
 }
@@ -55,7 +73,13 @@ impl FromStr for FormatKind {
             "raw" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
             "vellum" => Ok(Self::Native),
-            other => Err(Error::unsupported(format!("unknown format {other}: use raw, qcow2 or vellum"))),
+            other => ForeignKind::named(other).map(Self::Foreign).ok_or_else(|| {
+                let read: Vec<&str> = ForeignKind::ALL.map(ForeignKind::qemu_name).to_vec();
+                Error::unsupported(format!(
+                    "unknown format {other}: use raw, qcow2 or vellum, or, to read an image of another program, {}",
+                    read.join(", ")
+                ))
+            }),
         }
     }
 }
@@ -88,7 +112,11 @@ pub async fn guess(storage: &dyn Storage) -> Result<Guess> {
     if second.slice() == MAGIC {
         return Ok(Guess::Known(FormatKind::Native));
     }
-    Ok(foreign(storage).await?.map_or(Guess::Known(FormatKind::Raw), Guess::Foreign))
+    Ok(match foreign(storage).await? {
+        None => Guess::Known(FormatKind::Raw),
+        Some(Foreign { reader: Some(kind), .. }) => Guess::Known(FormatKind::Foreign(kind)),
+        Some(foreign) => Guess::Foreign(foreign),
+    })
 }
 
 /// As above, for callers that cannot use a format that is not read here.

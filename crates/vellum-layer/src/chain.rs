@@ -179,6 +179,8 @@ pub struct Member {
     pub storage: SharedStorage,
     /// Its external data file: path and file.
     pub data_file: Option<(PathBuf, SharedStorage)>,
+    /// The further files that have its data, in formats that are only read.
+    pub parts: Vec<(PathBuf, SharedStorage)>,
     /// Its header, as it was before opening.
     pub head: Box<dyn Head>,
     /// Whether it stands for a snapshot inside it, whose name in the image above says all that could change.
@@ -212,6 +214,7 @@ struct Found {
     path: PathBuf,
     storage: SharedStorage,
     data_file: Option<(PathBuf, SharedStorage)>,
+    parts: Vec<(PathBuf, SharedStorage)>,
     head: Box<dyn Head>,
 }
 
@@ -292,11 +295,12 @@ impl Chain {
         };
         let base_files = below.as_ref().map(|below| files_below(below.members())).unwrap_or_default();
         let tap = tap_over(below.as_ref(), &base_files, options);
-        let Found { path, storage, data_file, head } = image;
+        let Found { path, storage, data_file, parts, head } = image;
         let files = files_of(&storage, data_file.as_ref(), over(below.as_ref(), tap.as_ref()));
-        let opened = open_disk(&*head, files, how).await;
+        let opened = open_disk(&*head, files, &parts, how).await;
         let opened = opened.map_err(|error| way_down::describe(error, &path, 0))?;
-        let top = Member { path, storage, data_file, head, is_snapshot: options.snapshot.is_some(), opened };
+        let is_snapshot = options.snapshot.is_some();
+        let top = Member { path, storage, data_file, parts, head, is_snapshot, opened };
         if let Some(tap) = &tap {
             tap.is_below(&*top.opened.disk);
         }
@@ -434,7 +438,12 @@ fn mapping_need(head: &dyn Head, storage: &SharedStorage, read_only: bool) -> u6
 }
 
 /// The disk that an image makes.
-async fn open_disk(head: &dyn Head, files: Files, how: How<'_>) -> Result<Opened> {
+async fn open_disk(
+    head: &dyn Head,
+    files: Files,
+    parts: &[(PathBuf, SharedStorage)],
+    how: How<'_>,
+) -> Result<Opened> {
     let How { read_only, snapshot, tally, mapping_share, options } = how;
     if let Some(file) = files.data_file.as_ref().filter(|_| !read_only && head.was_left_open()) {
         settle(&**file).await?;
@@ -449,7 +458,7 @@ async fn open_disk(head: &dyn Head, files: Files, how: How<'_>) -> Result<Opened
         compaction: options.compaction,
         clock: options.clock.clone(),
     };
-    head.open(files, open).await
+    head.open_in_parts(files, parts.iter().map(|(_, file)| file.clone()).collect(), open).await
 }
 
 /// An image on the way, and the next one below it.
@@ -474,7 +483,8 @@ async fn find_file(opener: &dyn Opener, step: &Step, options: &ChainOptions) -> 
         // Its content is read in another way (`forks`). Whoever writes the file may be doing so now.
         let storage = opener.open(canonical, path, Purpose::Look).await?;
         let head = FormatKind::Native.format().read(&*storage).await?;
-        return Ok((Trust::Declared, Found { path: path.clone(), storage, data_file: None, head }));
+        let found = Found { path: path.clone(), storage, data_file: None, parts: Vec::new(), head };
+        return Ok((Trust::Declared, found));
     }
     let writes = *depth == 0 && !options.read_only && options.snapshot.is_none();
     let purpose = if writes { Purpose::Write } else { Purpose::Read };
@@ -508,7 +518,31 @@ async fn find_file(opener: &dyn Opener, step: &Step, options: &ChainOptions) -> 
             Some((path.clone(), opener.open(&canonical_file, &path, purpose).await.context(context)?))
         }
     };
-    Ok((trust, Found { path: path.clone(), storage, data_file, head }))
+    let mut parts = Vec::with_capacity(head.parts().len());
+    for name in head.parts() {
+        parts.push(open_part(opener, step, &storage, trust, name, options).await?);
+    }
+    Ok((trust, Found { path: path.clone(), storage, data_file, parts, head }))
+}
+
+/// A file that an image names as a part of itself. It is only read.
+async fn open_part(
+    opener: &dyn Opener,
+    step: &Step,
+    image: &SharedStorage,
+    trust: Trust,
+    name: &str,
+    options: &ChainOptions,
+) -> Result<(PathBuf, SharedStorage)> {
+    let context = || format!("can't open its extent {name:?}");
+    let path = Gate::resolve(&step.path, name).context(context)?;
+    let canonical = opener.canonical(&path).await.context(context)?;
+    options.gate.check_data_file(step.referrer(image, trust), &canonical, false).context(context)?;
+    if canonical == step.canonical {
+        return Err(Error::corrupt(format!("{} names itself as its extent", step.path.display())));
+    }
+    let file = opener.open(&canonical, &path, Purpose::Read).await.context(context)?;
+    Ok((path, file))
 }
 
 /// The format of a file by what it holds, held against its names; and whether they declare it.

@@ -26,7 +26,7 @@ pub(crate) enum OutputFormat {
 /// How an image that is only looked at is opened
 #[derive(Debug, clap::Args)]
 pub(crate) struct ReadArgs {
-    /// Format of the image: raw, qcow2 or vellum. Default: detected from the file
+    /// Format of the image: raw, qcow2, vellum, or one that is only read (vmdk, vdi, vpc, vhdx, qed, parallels, dmg, qcow). Default: detected from the file
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     pub(crate) format: Option<FormatKind>,
     /// Read the image even if another program has it open for writing
@@ -367,10 +367,12 @@ impl NewImage {
 
     /// Refuses what images of this format have not. `flag` is how the format is said.
     pub(crate) fn suits(&self, format: FormatKind, flag: &str) -> Result<()> {
+        format.check_is_written()?;
         let suits = |key: &&String| match format {
             FormatKind::Raw => FOR_RAW.contains(&key.as_str()),
             FormatKind::Qcow2 => !ONLY_NATIVE.contains(&key.as_str()),
             FormatKind::Native => FOR_NATIVE.contains(&key.as_str()) || ONLY_NATIVE.contains(&key.as_str()),
+            FormatKind::Foreign(_) => false,
         };
         let Some(key) = self.said.iter().find(|key| !suits(key)) else { return Ok(()) };
         let other = match ONLY_NATIVE.contains(&key.as_str()) {

@@ -1,6 +1,6 @@
 //! What `vellum --version` prints: the program, its commit, what was built into it, the formats it knows.
 
-use vellum_daemon::FormatKind;
+use vellum_daemon::{ForeignKind, FormatKind};
 
 /// The first line is what `-V` prints.
 pub(crate) fn long() -> String {
@@ -11,7 +11,8 @@ pub(crate) fn long() -> String {
     let features: Vec<&str> = features.iter().copied().filter(|name| !name.is_empty()).collect();
     let features = if features.is_empty() { "none".to_owned() } else { features.join(", ") };
     let formats = [FormatKind::Raw, FormatKind::Qcow2, FormatKind::Native].map(versions_of).join(", ");
-    format!("{version}\ncommit: {commit}\nfeatures: {features}\nformats: {formats}")
+    let read = ForeignKind::ALL.map(ForeignKind::qemu_name).join(", ");
+    format!("{version}\ncommit: {commit}\nfeatures: {features}\nformats: {formats}\nread only: {read}")
 }
 
 /// A format, and which versions of it are read and written.

@@ -93,9 +93,9 @@ impl Below {
             let depth = index + 1;
             let how =
                 How { read_only: true, snapshot: None, tally: &tally, mapping_share: memory[depth], options };
-            let Found { path, storage, data_file, head } = image;
+            let Found { path, storage, data_file, parts, head } = image;
             let opened = match &snapshots[index] {
-                None => open_disk(&*head, files_of(&storage, data_file.as_ref(), below), how).await,
+                None => open_disk(&*head, files_of(&storage, data_file.as_ref(), below), &parts, how).await,
                 Some(snapshot) => {
                     let canonical = &canonicals[index];
                     let parent = match &options.templates {
@@ -122,7 +122,7 @@ impl Below {
             };
             let opened = opened.map_err(|error| describe(error, &path, depth))?;
             let is_snapshot = snapshots[index].is_some();
-            members.push(Member { path, storage, data_file, head, is_snapshot, opened });
+            members.push(Member { path, storage, data_file, parts, head, is_snapshot, opened });
         }
         members.reverse();
         for (index, member) in members.iter().enumerate() {
@@ -141,7 +141,8 @@ impl Below {
             Some(view) => view.clone(),
             None => members[0].opened.disk.clone(),
         };
-        let identities = identities.filter(|_| members.iter().all(|member| member.data_file.is_none()));
+        let is_one_file = |member: &Member| member.data_file.is_none() && member.parts.is_empty();
+        let identities = identities.filter(|_| members.iter().all(is_one_file));
         let users = Mutex::new(1);
         Ok(Arc::new(Self {
             members,
@@ -220,7 +221,9 @@ impl Below {
 /// An image as a part of the view.
 fn layer_of(member: &Member, is_snapshot: bool) -> Layer {
     let is_whole = member.head.kind() == FormatKind::Raw;
-    Layer { disk: member.opened.disk.clone(), is_whole, is_exchanged: is_snapshot }
+    // What lies in several files has no one storage.
+    let is_exchanged = is_snapshot || !member.parts.is_empty();
+    Layer { disk: member.opened.disk.clone(), is_whole, is_exchanged }
 }
 
 /// One disk's place on the images below it.

@@ -285,7 +285,7 @@ impl Chain {
             options: &self.options,
         };
         let files = files_of(&top.storage, top.data_file.as_ref(), below);
-        let opened = open_disk(&*head, files, how).await.context(context)?;
+        let opened = open_disk(&*head, files, &top.parts, how).await.context(context)?;
         (top.head, top.opened) = (head, opened);
         if let Some(tap) = &self.tap {
             tap.is_below(&*top.opened.disk);

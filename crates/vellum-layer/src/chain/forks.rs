@@ -201,7 +201,7 @@ impl Wanted {
             mapping_share: self.mapping_share,
             options: &self.options,
         };
-        Ok(open_disk(&*head, files_of(&storage, None, self.below.clone()), how).await?.disk)
+        Ok(open_disk(&*head, files_of(&storage, None, self.below.clone()), &[], how).await?.disk)
     }
 
     /// Whether the snapshot is among these, and marked.

@@ -19,10 +19,10 @@ use crate::progress::{Progress, Wish};
 /// Exit codes: 0 identical, 1 different, 2 an image could not be opened, 4 an image could not be read.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the first image: raw, qcow2 or vellum. Default: detected
+    /// Format of the first image: raw, qcow2, vellum, or one that is only read (vmdk, vdi, vpc, vhdx, qed, parallels, dmg, qcow). Default: detected
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
-    /// Format of the second image: raw, qcow2 or vellum. Default: detected
+    /// Format of the second image: raw, qcow2, vellum, or one that is only read (vmdk, vdi, vpc, vhdx, qed, parallels, dmg, qcow). Default: detected
     #[arg(short = 'F', long, value_name = "FMT", value_parser = parse_format)]
     second_format: Option<FormatKind>,
     /// Treat disks of different sizes as different

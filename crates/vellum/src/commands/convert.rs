@@ -25,7 +25,7 @@ use crate::progress::{Progress, Wish};
 /// with -n.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Format of the source: raw, qcow2 or vellum. Default: detected from the file
+    /// Format of the source: raw, qcow2, vellum, or one that is only read (vmdk, vdi, vpc, vhdx, qed, parallels, dmg, qcow). Default: detected from the file
     #[arg(short, long, value_name = "FMT", value_parser = parse_format)]
     format: Option<FormatKind>,
     /// Format of the target: raw, qcow2 or vellum

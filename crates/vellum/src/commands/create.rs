@@ -200,6 +200,7 @@ async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Resu
     }
     new.suits(format, "-f")?;
     match format {
+        FormatKind::Foreign(_) => Err(format.check_is_written().expect_err("they are only read")),
         FormatKind::Qcow2 => {
             let made = create_qcow2(target, new.qcow2.clone()).await?;
             Ok(Made { qcow2: Some(made.clone()), ..Made::of(made.size) })

@@ -49,6 +49,11 @@ fn name_of(image: &ImageFacts) -> String {
     image.path.display().to_string()
 }
 
+/// Whether there is more to say of it than its sizes.
+fn has_more(image: &ImageFacts) -> bool {
+    !image.specifics.is_empty() || image.cluster_size().is_some()
+}
+
 /// What one format has and others have not.
 fn specifics(image: &ImageFacts) -> impl Iterator<Item = (&'static str, Value)> {
     image.specifics.iter().map(|(name, fact)| (*name, fact_json(fact)))
@@ -88,7 +93,7 @@ fn human(image: &ImageFacts) -> String {
             "not readable by Vellum: convert it with `{}`",
             printable(&foreign.conversion(&name_of(image)))
         ));
-    } else if !image.specifics.is_empty() {
+    } else if has_more(image) {
         if image.is_dirty() {
             lines.push("cleanly shut down: no".to_owned());
         }
@@ -111,7 +116,9 @@ fn human(image: &ImageFacts) -> String {
             });
             lines.extend(image.snapshots.iter().map(snapshot_line));
         }
-        lines.push("Format specific information:".to_owned());
+        if !image.specifics.is_empty() {
+            lines.push("Format specific information:".to_owned());
+        }
         for (name, value) in specifics(image) {
             let value = match (name, &value) {
                 ("journal", journal) => journal_line(journal, image),
@@ -161,14 +168,16 @@ fn image_json(image: &ImageFacts) -> Value {
         info["format-specific"] = json!({ "type": image.format_name(), "data": { "readable": false } });
         return info;
     }
-    if image.specifics.is_empty() {
+    if !has_more(image) {
         return info;
     }
     if let Some(bytes) = image.cluster_size() {
         info["cluster-size"] = json!(bytes);
     }
     let data: Map<String, Value> = specifics(image).map(|(name, value)| (name.to_owned(), value)).collect();
-    info["format-specific"] = json!({ "type": image.format_name(), "data": data });
+    if !data.is_empty() {
+        info["format-specific"] = json!({ "type": image.format_name(), "data": data });
+    }
     if let Some((name, _)) = image.backing() {
         info["backing-filename"] = json!(name);
         info["full-backing-filename"] = json!(image.full_backing());

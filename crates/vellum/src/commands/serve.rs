@@ -104,7 +104,7 @@ pub(crate) struct Args {
     /// Serve IMAGE under the export name NAME; may be given several times
     #[arg(long, value_name = "NAME=IMAGE", value_parser = parse_export, help_heading = IMAGES)]
     export: Vec<(String, PathBuf)>,
-    /// Format of the images: raw, qcow2 or vellum. Default: detected
+    /// Format of the images: raw, qcow2, vellum, or one that is only read (vmdk, vdi, vpc, vhdx, qed, parallels, dmg, qcow). Default: detected
     ///
     /// A raw disk is writable only with -f raw, because its guest could make it look like another format.
     #[arg(short, long, value_name = "FMT", value_parser = parse_format, help_heading = IMAGES)]

@@ -8,6 +8,7 @@
 //!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
 //!   cloning.rs   many images over one template
 //!   flatten.rs   clones without their template
+//!   foreign.rs   images of other programs: read, mapped, served, below others
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
 //!   notify.rs    notifications to a service manager
 //!   output.rs    closed pipes and full disks below what is printed; progress
@@ -34,6 +35,7 @@ mod cloning;
 mod config;
 mod damage;
 mod flatten;
+mod foreign;
 mod locks;
 mod making;
 mod notify;

@@ -5,39 +5,26 @@ use serde_json::Value;
 
 use super::support::dir::Dir;
 use super::support::noise;
-use super::support::program::{run, succeed, vellum};
+use super::support::program::vellum;
 use super::{MIB, refused};
-use crate::requires;
 
-/// Formats that this `qemu-img` can write, and Vellum cannot read; whether the size of the disk is easily
-/// found.
-const FOREIGN: [(&str, &str, bool); 9] = [
-    ("vdi", "", true),
-    ("parallels", "", true),
-    ("vmdk", "", true),
-    ("vmdk", "subformat=monolithicFlat", false),
-    ("vpc", "", true),
-    ("vpc", "subformat=fixed", true),
-    ("vhdx", "", false),
-    ("qed", "", true),
-    ("qcow", "", true),
+/// Files of formats that Vellum does not read: their names, and bytes with where they are. Each says a disk of 1 MiB.
+const FOREIGN: [(&str, &[(usize, &[u8])]); 3] = [
+    ("cloop", &[(0, b"#!/bin/sh\n#V2.0 Format\nmodprobe cloop "), (128, &[0, 0, 16, 0, 0, 0, 1, 0])]),
+    ("bochs", &[(0, b"Bochs Virtual HD Image"), (32, b"Redolog"), (66, &[2]), (90, &[16])]),
+    ("vmdk", &[(0, &[0xBE, 0xBA, 0xFE, 0xCA]), (8, &[1, 0, 0, 0, 2]), (17, &[8])]),
 ];
 
 #[test]
-fn formats_of_others_are_refused_by_name_and_told_of() {
-    requires!("qemu-img");
+fn formats_of_others_that_are_not_read_are_refused_by_name_and_told_of() {
     let dir = Dir::new("words");
-    std::fs::write(dir.join("source.raw"), noise(MIB, 1)).expect("a disk");
-    let mut tried = 0;
-    for (format, options, has_size) in FOREIGN {
+    for (format, fields) in FOREIGN {
         let (image, out) = (dir.text(&format!("x.{format}")), dir.text("out.raw"));
-        let options = if options.is_empty() { Vec::new() } else { vec!["-o", options] };
-        let source = dir.text("source.raw");
-        let arguments = [&["convert", "-f", "raw", "-O", format], &options[..], &[&source, &image]].concat();
-        if run("qemu-img", &arguments).code != 0 {
-            continue; // built without it
+        let mut bytes = vec![0; 65_536];
+        for (at, field) in fields {
+            bytes[*at..at + field.len()].copy_from_slice(field);
         }
-        tried += 1;
+        std::fs::write(&image, bytes).expect("an image");
         let way_out = format!("qemu-img convert -f {format} -O qcow2 {image} {}", dir.text("x.qcow2"));
         for arguments in [
             &["convert", "-O", "raw", &image, &out][..],
@@ -49,16 +36,11 @@ fn formats_of_others_are_refused_by_name_and_told_of() {
             refused(1, &["looks like a", &way_out, "-f raw"], arguments);
         }
         let info = vellum(&["info", "--output", "json", &image]).json();
-        assert_eq!(info["format"], format);
-        let size = succeed("qemu-img", &["info", "-f", format, "--output", "json", &image]);
-        let size: Value = serde_json::from_str(&size).expect("JSON");
-        let wanted = if has_size { size["virtual-size"].clone() } else { Value::Null };
-        assert_eq!(info["virtual-size"], wanted, "{format} {options:?}");
+        assert_eq!((&info["format"], info["virtual-size"].as_u64()), (&Value::from(format), Some(1 << 20)));
         assert!(vellum(&["info", &image]).answer().contains(&way_out));
         // As a raw disk it is one.
         vellum(&["convert", "-f", "raw", "-O", "raw", &image, &out]).answer();
     }
-    assert!(tried >= 5, "{tried} formats were tried");
 }
 
 #[test]

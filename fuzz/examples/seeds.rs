@@ -41,6 +41,21 @@ fn main() -> io::Result<()> {
         bytes[0] = seed % 8;
         write(&root.join("native_open"), &format!("pokes-{seed:02}"), &bytes)?;
     }
+    for sample in vellum_foreign::samples::samples() {
+        let target = root.join(format!("foreign_{:?}", sample.kind).to_lowercase());
+        let name = sample.name.replace([' ', ','], "-");
+        if sample.image.len() < 8192 {
+            write(&target, &format!("file-{name}"), &[&[0xFF], &sample.image[..]].concat())?;
+        }
+        for which in 0..3_u8 {
+            let pokes = (0..which).flat_map(|poke| [poke * 37, 0, poke, 2, poke, 0]);
+            write(
+                &target,
+                &format!("pokes-{which}"),
+                &[which].into_iter().chain(pokes).collect::<Vec<u8>>(),
+            )?;
+        }
+    }
     for (name, input) in templates() {
         write(&root.join("template_store"), name, &input)?;
     }

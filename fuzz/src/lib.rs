@@ -7,6 +7,7 @@
 //!   qcow2_ops      bytes are a program                     our own image, requests, pokes into closed metadata
 //!   qcow2_journal  bytes are records                       an image that was not closed, recovered, used, checked
 //!   native_open    bytes are pokes                         our own image of the native format, then as qcow2_open
+//!   foreign_KIND   bytes are pokes, or a file           an image of another program: opened, mapped, read
 //!   template_store bytes are an index or a chunk           what a template in a store may claim
 //! ```
 //!
@@ -19,6 +20,7 @@
 #![forbid(unsafe_code)]
 
 mod bytes;
+mod foreign;
 mod header;
 mod journal;
 mod native;
@@ -27,6 +29,7 @@ mod ops;
 mod template;
 mod watched;
 
+pub use foreign::foreign;
 pub use header::qcow2_header;
 pub use journal::qcow2_journal;
 pub use native::native_open;

@@ -7,6 +7,7 @@
 //!   commands   a paper each: which runs, its rows beside ours, its figures
 //!     fvd      runs of the paper FVD        postmark, player, old_qcow2 (QEMU 0.12)
 //!     selfie   runs of the paper Selfie     then (drivers of 2015), recent (what the drive remembers)
+//!     fast16   runs of the paper on sync amplification, on the images of Selfie
 //!     run      all of them ─▶ report: a table, a page, its data
 //!       model  a hard disk, an SSD, a file on a host
 //! ```
@@ -18,6 +19,7 @@
 #![forbid(unsafe_code)]
 
 mod commands;
+mod fast16;
 mod fvd;
 mod model;
 mod old_qcow2;

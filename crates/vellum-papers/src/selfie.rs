@@ -42,6 +42,10 @@ pub(crate) enum Image {
     Qcow2,
     Fvd,
     Qed,
+    /// A raw image in a file, where `Host` is the volume itself. Not of this paper.
+    RawFile,
+    /// Ours with a journal. Not of this paper.
+    Journal,
 }
 
 impl Image {
@@ -56,6 +60,8 @@ impl Image {
             Self::Qcow2 => "QCOW2 of then (model)",
             Self::Fvd => "FVD of then (model)",
             Self::Qed => "QED of then (model)",
+            Self::RawFile => "raw in a file",
+            Self::Journal => "vellum qcow2 (journal)",
         }
     }
 }

@@ -67,8 +67,12 @@ impl Recorded {
     /// PostMark, a twentieth of the paper's files and transactions.
     pub(crate) fn postmark() -> Result<Self> {
         let trace = Trace::recorded("postmark_selfie_small")?;
-        let (before, counted) = (phase(&trace, "m"), phase(&trace, "w"));
-        Ok(Self { before, counted, noise_percent: NOISE_PERCENT })
+        Ok(Self::of(&trace))
+    }
+
+    /// Any trace that has phases.
+    pub(crate) fn of(trace: &Trace) -> Self {
+        Self { before: phase(trace, "m"), counted: phase(trace, "w"), noise_percent: NOISE_PERCENT }
     }
 
     /// What is written again, counted: no drive, no image.

@@ -10,8 +10,9 @@ use vellum_core::{
     Buffer, Clock, Error, GuestOffset, HostTally, ImageOffset, Limits, Result, SharedDisk, SharedStorage,
     WriteFlags, try_join_all,
 };
-use vellum_format::Raw;
+use vellum_format::image::Files;
 use vellum_format::native::{CreateOptions, Native, OpenOptions, create};
+use vellum_format::{Raw, qcow2};
 use vellum_lab::guest::Bytes;
 use vellum_sim::World;
 use vellum_sim::model::Medium;
@@ -118,6 +119,13 @@ impl Scene {
                 drive.count_from(data_offset + if stage.below == Below::File { ZONE } else { 0 });
                 Engine::Disk(opened)
             }
+            Image::RawFile => {
+                if stage.below == Below::File {
+                    world.run(storage.set_len(disk))?;
+                }
+                Engine::Disk(Raw::open(storage, false, &tally))
+            }
+            Image::Journal => Engine::Disk(world.run(open_qcow2(storage, disk, &tally, world.clock()))?),
             Image::Qcow2 => Engine::Then(Then::new(Kind::Qcow2, storage)),
             Image::Fvd => Engine::Then(Then::new(Kind::Fvd, storage)),
             Image::Qed => Engine::Then(Then::new(Kind::Qed, storage)),
@@ -202,6 +210,25 @@ impl Scene {
         act()?;
         Ok((self.world.now() - begun).as_secs_f64())
     }
+}
+
+/// A new qcow2 image with a journal.
+async fn open_qcow2(
+    storage: SharedStorage,
+    size: u64,
+    tally: &HostTally,
+    clock: Arc<dyn Clock>,
+) -> Result<SharedDisk> {
+    let options = qcow2::CreateOptions { size, ..qcow2::CreateOptions::default() };
+    qcow2::create(&*storage, None, &options).await?;
+    let header = qcow2::Header::read(&*storage).await?;
+    let options = qcow2::OpenOptions {
+        tally: tally.clone(),
+        journal_key: Some(1),
+        clock: Some(clock),
+        ..qcow2::OpenOptions::default()
+    };
+    Ok(qcow2::Qcow2::open(header, Files { image: storage, data_file: None, below: None }, options).await?)
 }
 
 /// A new image, and where its units begin.

@@ -49,7 +49,8 @@ pub(super) fn files_below(members: &[Member]) -> Arc<BaseFiles> {
     let members = members.iter().filter(|member| !member.is_snapshot);
     let files = members.flat_map(|member| {
         let data_file = member.data_file.as_ref().map(|(_, file)| file);
-        std::iter::once(&member.storage).chain(data_file).cloned()
+        let parts = member.parts.iter().map(|(_, file)| file);
+        std::iter::once(&member.storage).chain(data_file).chain(parts).cloned()
     });
     BaseFiles::of(files.filter(|file| file.proof().is_some()).collect())
 }
@@ -73,6 +74,10 @@ impl FoundBelow {
             found.has_url |= is_at_url;
             found.proofs.push(proof.unwrap_or_else(|| Proof::trusted(member.storage.len())));
             found.names.push(member.path.display().to_string());
+            for (path, file) in &member.parts {
+                found.proofs.push(file.proof().unwrap_or_else(|| Proof::trusted(file.len())));
+                found.names.push(path.display().to_string());
+            }
         }
         found
     }

@@ -8,8 +8,11 @@ use super::support::noise;
 use super::support::program::vellum;
 use super::{MIB, refused};
 
+/// Bytes, and where they are.
+type Field = (usize, &'static [u8]);
+
 /// Files of formats that Vellum does not read: their names, and bytes with where they are. Each says a disk of 1 MiB.
-const FOREIGN: [(&str, &[(usize, &[u8])]); 3] = [
+const FOREIGN: [(&str, &[Field]); 3] = [
     ("cloop", &[(0, b"#!/bin/sh\n#V2.0 Format\nmodprobe cloop "), (128, &[0, 0, 16, 0, 0, 0, 1, 0])]),
     ("bochs", &[(0, b"Bochs Virtual HD Image"), (32, b"Redolog"), (66, &[2]), (90, &[16])]),
     ("vmdk", &[(0, &[0xBE, 0xBA, 0xFE, 0xCA]), (8, &[1, 0, 0, 0, 2]), (17, &[8])]),

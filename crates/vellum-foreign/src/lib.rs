@@ -68,6 +68,8 @@ pub struct Description {
     size: u64,
     cluster_size: Option<u64>,
     backing: Option<(String, Option<String>)>,
+    content_id: Option<u32>,
+    content_id_below: Option<u32>,
     parts: Vec<String>,
     was_left_open: bool,
     facts: Vec<(&'static str, ForeignFact)>,
@@ -128,6 +130,16 @@ impl Description {
         self.backing.as_ref().map(|(name, format)| (name.as_str(), format.as_deref()))
     }
 
+    /// A number that a writer changes with the content: the CID of a VMDK.
+    pub fn content_id(&self) -> Option<u32> {
+        self.content_id
+    }
+
+    /// The [content number](Description::content_id) that the image below must have, if it has one.
+    pub fn content_id_below(&self) -> Option<u32> {
+        self.content_id_below
+    }
+
     /// The names of other files that hold the data of the disk. An image can name any file: the caller decides
     /// whether it may.
     pub fn parts(&self) -> &[String] {
@@ -175,6 +187,8 @@ impl Description {
             size,
             cluster_size: None,
             backing: None,
+            content_id: None,
+            content_id_below: None,
             parts: Vec::new(),
             was_left_open: false,
             facts: Vec::new(),

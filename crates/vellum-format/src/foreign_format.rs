@@ -197,6 +197,14 @@ impl Head for ForeignHead {
         self.description.parts()
     }
 
+    fn content_id(&self) -> Option<u32> {
+        self.description.content_id()
+    }
+
+    fn content_id_below(&self) -> Option<u32> {
+        self.description.content_id_below()
+    }
+
     fn knows_whether_closed(&self) -> bool {
         false
     }

@@ -312,6 +312,16 @@ pub trait Head: Send + Sync {
         None
     }
 
+    /// A number that a writer of the image changes with its content, in formats that have that.
+    fn content_id(&self) -> Option<u32> {
+        None
+    }
+
+    /// The [content number](Head::content_id) that the image below must have, in formats that record that.
+    fn content_id_below(&self) -> Option<u32> {
+        None
+    }
+
     /// What it asks of the program that serves it.
     fn wish(&self) -> Wish {
         Wish::default()

@@ -53,7 +53,7 @@ use crate::hydrate::{BaseFiles, Tap, TapOptions};
 use below::{Below, Stand};
 use forks::Fork;
 pub(crate) use pins::said;
-use pins::{FoundBelow, files_below};
+use pins::{FoundBelow, check_content_id, files_below};
 use taps::{over, tap_over};
 pub use templates::{HeldForks, Templates};
 pub use way_down::{Backing, Step, WayDown};
@@ -283,6 +283,7 @@ impl Chain {
             (Some(step), Some(templates)) => Some(templates.stand(way, step, options).await?),
         };
         if let Some(below) = &below {
+            check_content_id(&*image.head, below.members().first()).map_err(|error| step.describe(error))?;
             image.hold_against_pin(below, options).await.map_err(|error| step.describe(error))?;
         }
         let top_tally = HostTally::default();

@@ -84,7 +84,7 @@ fn of_one(name: &str, descriptor: &Descriptor, sparse: Sparse) -> Description {
     let facts = facts(descriptor, vec![extent_fact(name, format, len)]);
     let extent = Planned { len, file: 0, kind: PlannedKind::Itself(sparse) };
     let description = Description::of(ForeignKind::Vmdk, len, Vmdk { extents: vec![extent] });
-    Description { cluster_size: Some(grain), facts, backing: descriptor.parent(), ..description }
+    with_parent(Description { cluster_size: Some(grain), facts, ..description }, descriptor)
 }
 
 fn of_many(descriptor: &Descriptor) -> Result<Description> {
@@ -114,7 +114,15 @@ fn of_many(descriptor: &Descriptor) -> Result<Description> {
         extents.push(Planned { len, file, kind });
     }
     let description = Description::of(ForeignKind::Vmdk, size, Vmdk { extents });
-    Ok(Description { parts, facts: facts(descriptor, listed), backing: descriptor.parent(), ..description })
+    let description = Description { parts, facts: facts(descriptor, listed), ..description };
+    Ok(with_parent(description, descriptor))
+}
+
+/// The parent, and the CIDs of both.
+fn with_parent(description: Description, descriptor: &Descriptor) -> Description {
+    let backing = descriptor.parent();
+    let content_id_below = descriptor.parent_cid.filter(|_| backing.is_some());
+    Description { backing, content_id: descriptor.cid, content_id_below, ..description }
 }
 
 fn facts(

@@ -22,7 +22,7 @@ use vellum_format::FormatKind;
 use vellum_format::image::Opened;
 
 use super::forks::{Base, Parent, Wanted};
-use super::pins::FoundBelow;
+use super::pins::{FoundBelow, check_content_id};
 use super::share::{Shares, shares};
 use super::way_down::{Backing, Step, WayDown, describe};
 use super::{
@@ -127,6 +127,8 @@ impl Below {
         members.reverse();
         for (index, member) in members.iter().enumerate() {
             let under = &members[index + 1..];
+            check_content_id(&*member.head, under.first())
+                .map_err(|error| describe(error, &member.path, index + 1))?;
             if let Some(pin) = member.head.pin().filter(|_| !under.is_empty()) {
                 let found = FoundBelow::of(under.iter());
                 found.compare(pin).map_err(|error| describe(error, &member.path, index + 1))?;

@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use vellum_core::pin::{Pin, Proof, ProofKind};
 use vellum_core::{Error, ErrorKind, Result, Url};
+use vellum_format::image::Head;
 
 use super::{Chain, Member};
 use crate::hydrate::BaseFiles;
@@ -135,6 +136,25 @@ impl FoundBelow {
             ),
         ))
     }
+}
+
+/// Compares the content number that an image records of the one below it, where both formats have that (VMDK).
+///
+/// # Errors
+/// `Changed` when the image below has another one: it was written since.
+pub(super) fn check_content_id(above: &dyn Head, below: Option<&Member>) -> Result<()> {
+    let now = below.and_then(|below| below.head.content_id());
+    let (Some(was), Some(now), Some(below)) = (above.content_id_below(), now, below) else { return Ok(()) };
+    if was == now {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Changed,
+        format!(
+            "{} was written since the image over it was made: its CID was {was:08x}, and is {now:08x} now",
+            below.path.display()
+        ),
+    ))
 }
 
 pub(crate) fn said(proof: &Proof) -> String {

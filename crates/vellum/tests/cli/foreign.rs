@@ -153,6 +153,10 @@ fn the_image_below_an_image_of_another_program_is_read() {
         // What has no format of its own in the name of the image must be allowed, as with others.
         vellum(&["convert", "-f", format, "-O", "raw", &top, &out]).answer();
         succeed("qemu-img", &["compare", "-f", format, "-F", "raw", &top, &out]);
+        if format == "vmdk" {
+            qemu_io(&["-f", format, &base], &["write -P 9 0 4k".to_owned()]);
+            refused(1, &["was written since", "CID"], &["convert", "-O", "raw", &top, &out]);
+        }
     }
 }
 

@@ -33,13 +33,15 @@ pub(crate) fn beyond(file: &dyn Storage, at: u64, len: u64) -> Error {
     ))
 }
 
-/// The name of another file that is stored in a header.
-pub(crate) async fn name_at(file: &dyn Storage, at: u64, len: u64) -> Result<String> {
+/// The name of another file that is stored in a header. An empty one is none, as in QEMU.
+pub(crate) async fn name_at(file: &dyn Storage, at: u64, len: u64) -> Result<Option<String>> {
     if len > NAME_BYTES_MAX {
         return Err(Error::corrupt(format!("the name of its backing image has {len} bytes")));
     }
     let bytes = read_at(file, at, len).await?;
-    String::from_utf8(bytes).map_err(|_| Error::unsupported("the name of its backing image is not UTF-8"))
+    let name = String::from_utf8(bytes);
+    let name = name.map_err(|_| Error::unsupported("the name of its backing image is not UTF-8"))?;
+    Ok(Some(name).filter(|name| !name.is_empty()))
 }
 
 /// A field of a header. The caller has read it as a whole.

@@ -45,7 +45,7 @@ pub(crate) async fn look(image: &dyn Storage) -> Result<Description> {
     let size = size / 512 * 512;
     let backing = match name_from {
         0 => None,
-        _ => Some((name_at(image, name_from, name_len).await?, None)),
+        _ => name_at(image, name_from, name_len).await?.map(|name| (name, None)),
     };
     let header = Qcow1 { cluster_shift, l2_shift, l1_at: be64(&bytes, 40) };
     let description = Description::of(ForeignKind::Qcow1, size, header);

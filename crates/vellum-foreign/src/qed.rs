@@ -63,7 +63,7 @@ pub(crate) async fn look(image: &dyn Storage) -> Result<Description> {
             return Err(Error::corrupt("the name of its backing image is not in the header"));
         }
         let format = (features & BACKING_IS_RAW != 0).then(|| "raw".to_owned());
-        backing = Some((name_at(image, name_from, name_len).await?, format));
+        backing = name_at(image, name_from, name_len).await?.map(|name| (name, format));
     }
     let description = Description::of(ForeignKind::Qed, size, Qed { cluster, entries, l1_at });
     let was_left_open = features & NEEDS_CHECK != 0;

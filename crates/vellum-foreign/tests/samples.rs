@@ -134,6 +134,37 @@ async fn right_or_an_error(sample: &Sample) -> usize {
     errors
 }
 
+/// The name of a backing image: read, none where it is empty, and refused where it cannot be one.
+#[test]
+fn a_name_of_a_backing_image_is_bounded() {
+    let patched = |kind, fields: &[(usize, &[u8])]| {
+        let mut image = samples().into_iter().find(|sample| sample.kind == kind).expect("there is one").image;
+        for (at, bytes) in fields {
+            image[*at..*at + bytes.len()].copy_from_slice(bytes);
+        }
+        let backing = |image: &[u8]| {
+            let file = MemoryStorage::holding("image", image);
+            block_on(look(kind, &*file)).map(|found| found.backing().map(|(name, _)| name.to_owned()))
+        };
+        backing(&image).map_err(|error| error.kind())
+    };
+    let qed = |len: u8, high: u8, name: &[u8]| {
+        let fields: [(usize, &[u8]); 4] = [(16, &[1]), (56, &[64]), (60, &[len, high]), (64, name)];
+        patched(ForeignKind::Qed, &fields)
+    };
+    let qcow = |len: u8, high: u8, name: &[u8]| {
+        // Over the padding of a table that is not read.
+        let fields: [(usize, &[u8]); 3] = [(14, &[1, 0]), (18, &[high, len]), (256, name)];
+        patched(ForeignKind::Qcow1, &fields)
+    };
+    for backing in [&qed as &dyn Fn(u8, u8, &[u8]) -> _, &qcow] {
+        assert_eq!(backing(5, 0, b"a.raw"), Ok(Some("a.raw".to_owned())));
+        assert_eq!(backing(0, 0, b""), Ok(None));
+        assert_eq!(backing(0, 4, b""), Err(ErrorKind::Corrupt));
+        assert_eq!(backing(2, 0, &[0xFF, 0xFE]), Err(ErrorKind::Unsupported));
+    }
+}
+
 /// Damage anywhere: no panic, no hang, and what can be read can be mapped.
 #[test]
 fn damaged_images_end_in_answers_or_errors() {

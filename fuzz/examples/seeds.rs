@@ -13,6 +13,7 @@ use std::{env, fs, io};
 use futures_lite::future::block_on;
 use vellum_core::{Buffer, Disk, GuestOffset, MemoryStorage, Random, SharedStorage, WriteFlags, ZeroFlags};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
+use vellum_luks::{HEADER_LEN, Hash, Mode, NewHeader, Secret};
 
 fn main() -> io::Result<()> {
     let root = PathBuf::from(env::args_os().nth(1).expect("seeds DIRECTORY"));
@@ -55,6 +56,9 @@ fn main() -> io::Result<()> {
                 &[which].into_iter().chain(pokes).collect::<Vec<u8>>(),
             )?;
         }
+    }
+    for (name, header) in luks_headers() {
+        write(&root.join("luks_header"), name, &[&header[..], &[22]].concat())?;
     }
     for (name, input) in templates() {
         write(&root.join("template_store"), name, &input)?;
@@ -100,6 +104,29 @@ fn trimmed(mut image: Vec<u8>, unit: usize) -> Vec<u8> {
     }
     image.resize(image.len().next_multiple_of(unit), 0);
     image
+}
+
+/// Headers of LUKS: of our own making, with keys in some slots.
+fn luks_headers() -> Vec<(&'static str, [u8; HEADER_LEN])> {
+    let mut random = Random::from_seed(1);
+    let mut chance = |bytes: &mut [u8]| {
+        random.fill(bytes);
+        Ok(())
+    };
+    let mut headers = Vec::new();
+    for (name, key_len, hash, slots) in
+        [("aes-256", 64, "sha256", 1), ("aes-128", 32, "sha1", 3), ("all-slots", 64, "sha512", 8)]
+    {
+        let (mode, hash) = (Mode::named("xts-plain64").expect("known"), Hash::named(hash).expect("known"));
+        let new = NewHeader { mode, key_len, hash, digest_iterations: 1000 };
+        let (mut header, key) = new.make(&mut chance).expect("good options");
+        let secret = Secret::new(b"secret".to_vec()).expect("short");
+        for slot in 0..slots {
+            header.fill_slot(slot, &key, &secret, 1000, &mut chance).expect("it is empty");
+        }
+        headers.push((name, header.encode()));
+    }
+    headers
 }
 
 fn own_images() -> Vec<(String, Vec<u8>)> {

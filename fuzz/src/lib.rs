@@ -8,6 +8,7 @@
 //!   qcow2_journal  bytes are records                       an image that was not closed, recovered, used, checked
 //!   native_open    bytes are pokes                         our own image of the native format, then as qcow2_open
 //!   foreign_KIND   bytes are pokes, or a file           an image of another program: opened, mapped, read
+//!   luks_header    bytes are the first part of a file      a LUKS header, alone and as an image
 //!   template_store bytes are an index or a chunk           what a template in a store may claim
 //! ```
 //!
@@ -23,6 +24,7 @@ mod bytes;
 mod foreign;
 mod header;
 mod journal;
+mod luks;
 mod native;
 mod open;
 mod ops;
@@ -32,6 +34,7 @@ mod watched;
 pub use foreign::foreign;
 pub use header::qcow2_header;
 pub use journal::qcow2_journal;
+pub use luks::luks_header;
 pub use native::native_open;
 pub use open::qcow2_open;
 pub use ops::qcow2_ops;
@@ -83,7 +86,8 @@ impl Image {
             data_file: header.has_data_file().then(|| self.data_file.clone()),
             below: self.has_base.then(base),
         };
-        Qcow2::open(header, files, OpenOptions { journal_key: Some(KEY), ..options }).await
+        let cipher = header.encryption().map(|_| luks::cipher());
+        Qcow2::open(header, files, OpenOptions { journal_key: Some(KEY), cipher, ..options }).await
     }
 
     async fn check(&self, repair: Repair) -> Result<(CheckReport, Vec<String>)> {

@@ -21,10 +21,12 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use vellum_core::pin::Pin;
 use vellum_core::{BlockSize, Context, Error, ErrorKind, LocalFuture, Result, Url, try_join_all};
+use vellum_format::luks::Secrets;
 use vellum_format::zeros::Zeros;
 use vellum_format::{FormatKind, SNAPSHOT_FORMAT, SnapshotBase, SnapshotKey, native, qcow2};
 use vellum_io::Draft;
@@ -53,6 +55,8 @@ pub struct Cloning {
     pub remote_timeout: Option<Duration>,
     /// A template at a URL that proves nothing never changes: the user says so.
     pub trust_base: bool,
+    /// What opens the template where it is encrypted.
+    pub secrets: Arc<Secrets>,
     /// For clones of the native format. Size and base are filled in.
     pub native: native::CreateOptions,
     /// For qcow2 clones. Size and backing file are filled in; a data file is refused.
@@ -230,6 +234,7 @@ async fn open_source(how: &Cloning, is_native: bool) -> Result<Source> {
         allow_dirs: how.allow_dirs.clone(),
         remote_timeout: how.remote_timeout,
         trust_base: how.trust_base,
+        secrets: how.secrets.clone(),
         ..ImageOptions::reading()
     };
     match &how.template {
@@ -325,9 +330,10 @@ fn check(how: &Cloning, clones: &[NewClone]) -> Result<()> {
     for clone in clones {
         let name = clone.path.display();
         clone.format.check_is_written()?;
-        if clone.format == FormatKind::Raw {
+        if matches!(clone.format, FormatKind::Raw | FormatKind::Luks) {
             return Err(Error::invalid(format!(
-                "{name}: a raw image cannot be a clone: use the format qcow2 or vellum"
+                "{name}: a {} image cannot be a clone: use the format qcow2 or vellum",
+                clone.format
             )));
         }
         let dir = clone.path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -361,6 +367,7 @@ impl Template<'_> {
             allow_dirs: self.how.allow_dirs.clone(),
             remote_timeout: self.how.remote_timeout,
             trust_base: self.how.trust_base,
+            secrets: self.how.secrets.clone(),
         })
     }
 

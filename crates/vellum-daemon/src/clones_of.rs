@@ -48,7 +48,7 @@ async fn is_clone(file: &Path, image: &Path, id: &str) -> Result<bool> {
     let host = Host::default();
     let storage = host.open(&host.canonical(file).await?, file, Purpose::Look).await?;
     let Guess::Known(kind) = guess(&*storage).await? else { return Ok(false) };
-    let head = kind.format().look(&*storage).await?;
+    let head = kind.format().read(&*storage).await?;
     let Some(Backing { path, snapshot: Some(snapshot), .. }) = Backing::of(file, &*head)? else {
         return Ok(false);
     };

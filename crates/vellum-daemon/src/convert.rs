@@ -13,15 +13,17 @@
 use std::cell::Cell;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use vellum_core::{Error, ErrorKind, Result, SharedDisk};
+use vellum_format::luks::Secrets;
 use vellum_format::{FormatKind, native, qcow2};
 use vellum_io::Draft;
 use vellum_layer::{Chain, Gate};
 
 use crate::copy::{CopyOptions, copy};
-use crate::create::{CreateTarget, create_native, create_qcow2, create_raw};
+use crate::create::{CreateTarget, create_native, create_qcow2, create_raw, no_new_luks};
 use crate::image::{ImageOptions, open_image};
 use crate::signals::Stop;
 
@@ -36,6 +38,8 @@ pub struct Conversion {
     pub qcow2: qcow2::CreateOptions,
     /// The options of a new image of the native format.
     pub native: native::CreateOptions,
+    /// What opens the target, where that is encrypted.
+    pub secrets: Arc<Secrets>,
     /// The target exists already and is filled.
     pub fills_existing: bool,
     /// An existing target reads as zero already.
@@ -172,12 +176,14 @@ impl Copying<'_> {
             allow_dirs: Vec::new(),
             remote_timeout: None,
             trust_base: false,
+            secrets: Arc::default(),
         };
         match self.how.format {
             FormatKind::Raw => create_raw(self.path(), size, self.how.qcow2.preallocation).await,
             FormatKind::Qcow2 => create_qcow2(&target, self.how.qcow2.clone()).await.map(drop),
             FormatKind::Native => create_native(&target, self.how.native.clone()).await.map(drop),
             FormatKind::Foreign(_) => self.how.format.check_is_written(),
+            FormatKind::Luks => Err(no_new_luks(&self.how.target)),
         }
     }
 
@@ -188,6 +194,7 @@ impl Copying<'_> {
             direct: how.direct,
             allow_dirs: how.allow_dirs.clone(),
             remote_timeout: how.remote_timeout,
+            secrets: how.secrets.clone(),
             data_files: how.data_files.iter().cloned().chain(self.new_data_file()?).collect(),
             ..ImageOptions::default()
         };

@@ -11,6 +11,7 @@ use vellum_core::{
 };
 use vellum_format::FormatKind;
 use vellum_format::handover::Handover;
+use vellum_format::luks::Secrets;
 use vellum_format::native::{self, Layout, Region};
 use vellum_format::probe::probe;
 use vellum_format::qcow2::{self, CreateOptions, Preallocation};
@@ -38,6 +39,8 @@ pub struct CreateTarget {
     pub remote_timeout: Option<Duration>,
     /// A backing image at a URL that proves nothing never changes: the user says so.
     pub trust_base: bool,
+    /// What opens the backing image, and those below it, where they are encrypted.
+    pub secrets: Arc<Secrets>,
 }
 
 impl CreateTarget {
@@ -102,6 +105,7 @@ impl CreateTarget {
             allow_dirs: self.allow_dirs.clone(),
             remote_timeout: self.remote_timeout,
             trust_base: self.trust_base,
+            secrets: self.secrets.clone(),
             ..ImageOptions::reading()
         };
         let path = Gate::resolve(&self.path, name)?;
@@ -133,6 +137,15 @@ pub(crate) fn refuse_moved(chain: &Chain) -> Result<()> {
         )),
         _ => Ok(()),
     }
+}
+
+/// Why no raw LUKS image is made.
+pub fn no_new_luks(path: &Path) -> Error {
+    Error::unsupported(format!(
+        "{}: luks images are read and written, but not created: use `-f qcow2 -o encrypt.format=luks`, or `cryptsetup \
+         luksFormat --type luks1`",
+        path.display()
+    ))
 }
 
 /// The name by which a new image refers to its backing image: the file name if both are in the same directory,

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use vellum_core::{Error, ErrorKind, Result, SharedStorage};
+use vellum_format::luks::Secrets;
 use vellum_format::probe::{Guess, guess};
 use vellum_format::{FormatKind, Prealloc};
 use vellum_io::{File, OpenOptions, clock};
@@ -55,6 +56,11 @@ pub struct ImageOptions {
     pub tap: Option<TapOptions>,
     /// As `tap`, where the image itself asks for copies.
     pub wished_tap: Option<TapOptions>,
+    /// What opens encrypted images: each secret is tried on each of them.
+    pub secrets: Arc<Secrets>,
+    /// Images that are only read may be encrypted in a mode that is not written any more: they are to be copied into
+    /// one that is.
+    pub may_be_weak: bool,
     /// Becomes true when a remote image is asked for.
     pub asks_remote: Arc<AtomicBool>,
 }
@@ -125,6 +131,8 @@ pub async fn open_over(
         templates: templates.cloned(),
         tap: options.tap.clone(),
         wished_tap: options.wished_tap.clone(),
+        secrets: options.secrets.clone(),
+        may_be_weak: options.may_be_weak,
     };
     let opened = Chain::open(&options.host().await?, path, &chain).await?;
     if !options.read_only && options.snapshot.is_none() {

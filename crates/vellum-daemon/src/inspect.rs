@@ -89,7 +89,7 @@ impl ImageFacts {
             }
         };
         let head = match look.format {
-            Guess::Known(kind) => Some(kind.format().look(&**storage).await?),
+            Guess::Known(kind) => Some(kind.format().read(&**storage).await?),
             Guess::Foreign(_) => None,
         };
         let specifics = match &head {

@@ -8,7 +8,7 @@
 //! In reading order: [`host`] (files as the chain's opener), [`image`] (opening images), [`create`] (making
 //! them), [`mod@clone`] (making many over one template or snapshot), `clones_of` (finding those of a snapshot), [`inspect`] (reporting on them), [`mod@map`] (where their data is), [`closed`] (changing them while
 //! no server uses them), [`mod@copy`] (whole disks: copied, compared), [`mod@convert`] (into another image),
-//! [`signals`] (that end such work), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
+//! [`keys`] (of encrypted images), [`signals`] (that end such work), [`spec`] (the description of a server), [`mod@serve`] and `server` (from
 //! its start to its end), `door` (accepting NBD clients), `tls`, `rights` (of sockets), `served` (its disks
 //! and their snapshots), `meter` (measuring their requests), `metrics` (the figures for Prometheus), `vhost`
 //! (its sockets for virtual machines), `fuse` (its files), `ublk` (its block devices), `size_watchers` (the front
@@ -34,6 +34,7 @@ mod grow;
 pub mod host;
 pub mod image;
 pub mod inspect;
+pub mod keys;
 pub mod map;
 mod meter;
 mod metrics;
@@ -59,7 +60,9 @@ mod ublk;
 mod vhost;
 
 pub use clone::{CloneOf, Cloned, Cloning, NewClone, clone_template};
-pub use create::{CreateTarget, NativeImage, backing_name, create_native, create_qcow2, create_raw};
+pub use create::{
+    CreateTarget, NativeImage, backing_name, create_native, create_qcow2, create_raw, no_new_luks,
+};
 pub use grow::GrowHook;
 pub use host::{Host, HostOptions, Pool};
 pub use image::{ImageOptions, open_image};
@@ -76,6 +79,7 @@ pub use tls::TlsFiles;
 // The types of the crates below that callers give to these functions and get from them.
 pub use vellum_export::nbd::SessionLimits;
 pub use vellum_format::image::{Fact, Machine, Snapshot};
+pub use vellum_format::luks::{Hash, Secret, Secrets};
 pub use vellum_format::native::{CreateOptions as NativeOptions, Layout};
 pub use vellum_format::qcow2::{
     Compression, CreateOptions as Qcow2Options, JOURNAL_BYTES_DEFAULT, Preallocation,

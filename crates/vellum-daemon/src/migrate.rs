@@ -76,12 +76,13 @@ async fn make(target: &NewTarget, path: &Path, size: u64) -> Result<MoveNumber> 
         allow_dirs: Vec::new(),
         remote_timeout: None,
         trust_base: false,
+        secrets: Default::default(),
     };
     match target.format {
         FormatKind::Qcow2 => drop(create_qcow2(&create, target.qcow2.clone()).await?),
         FormatKind::Native => drop(create_native(&create, target.native.clone()).await?),
         FormatKind::Foreign(_) => target.format.check_is_written()?,
-        FormatKind::Raw => {
+        FormatKind::Raw | FormatKind::Luks => {
             return Err(Error::unsupported(
                 "a raw image has no place for the mark that says which image is written: use -f qcow2 or -f vellum",
             ));

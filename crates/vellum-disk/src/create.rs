@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use vellum_core::{BlockSize, Context, Error, Result, SharedStorage};
-use vellum_daemon::{CreateTarget, backing_name, create_native, create_qcow2, create_raw};
+use vellum_daemon::{CreateTarget, backing_name, create_native, create_qcow2, create_raw, no_new_luks};
 use vellum_format::qcow2::Preallocation;
 use vellum_format::{FormatKind, native, qcow2};
 
@@ -109,11 +109,13 @@ impl NewImage {
             allow_dirs: self.allow_dirs.clone(),
             remote_timeout: None,
             trust_base: false,
+            secrets: Default::default(),
         };
         match self.format {
             FormatKind::Native => create_native(&target, self.native.clone()).await.map(drop),
             FormatKind::Qcow2 => create_qcow2(&target, self.qcow2_options()).await.map(drop),
             FormatKind::Foreign(_) => self.format.check_is_written(),
+            FormatKind::Luks => Err(no_new_luks(path)),
             FormatKind::Raw if target.backing.is_some() => Err(no_backing()),
             FormatKind::Raw => {
                 let size = BlockSize::SECTOR.round_up(target.disk_size().await?);
@@ -157,6 +159,7 @@ impl NewImage {
                 qcow2::create(&*storage, None, &options).await
             }
             FormatKind::Foreign(_) => self.format.check_is_written(),
+            FormatKind::Luks => Err(no_new_luks(Path::new(storage.name()))),
             FormatKind::Raw => storage.set_len(BlockSize::SECTOR.round_up(size)).await,
         }
     }

@@ -2,7 +2,7 @@
 //! disk. Most are read (`vellum-foreign`); the others are refused by name.
 //!
 //! ```text
-//!   the first 2 KiB        qcow 1, VMDK, VHDX, dynamic VHD, QED, VDI, Parallels, LUKS, cloop, Bochs
+//!   the first 2 KiB        qcow 1, VMDK, VHDX, dynamic VHD, QED, VDI, Parallels, LUKS 2, cloop, Bochs
 //!   the last KiB           fixed VHD (whose footer is all it has), dmg
 //! ```
 //!
@@ -38,6 +38,12 @@ impl Foreign {
 
     /// The command that converts it to an image that Vellum can read.
     pub fn conversion(&self, file: &str) -> String {
+        if self.qemu_name == "luks" {
+            // qemu-img does not read this version either.
+            return format!(
+                "cryptsetup open {file} NAME && vellum convert -f raw -O qcow2 /dev/mapper/NAME COPY.qcow2"
+            );
+        }
         let stem = file
             .rsplit_once('.')
             .map(|(stem, _)| stem)
@@ -65,7 +71,6 @@ struct Ends {
     /// What is behind the end of a short file reads as zero here.
     head: Vec<u8>,
     tail: Vec<u8>,
-    len: u64,
 }
 
 const KINDS: [Kind; 12] = [
@@ -128,15 +133,12 @@ const KINDS: [Kind; 12] = [
         },
     },
     Kind {
-        name: "LUKS (encrypted)",
+        // Version 1 is read here (`luks/`).
+        name: "LUKS (version 2)",
         qemu_name: "luks",
         reader: None,
         is_it: |ends| ends.head.starts_with(b"LUKS\xBA\xBE"),
-        // Version 1 states where its data begins, in sectors.
-        size: |ends| match ends.head[6..8] {
-            [0, 1] => ends.len.checked_sub(u64::from(ends.be32(104)) * 512),
-            _ => None,
-        },
+        size: |_| None,
     },
     Kind {
         name: "cloop",
@@ -193,7 +195,7 @@ impl Ends {
         let tail_len = usize::try_from(len).unwrap_or(usize::MAX).min(TAIL);
         let at = ImageOffset::new(len - tail_len as u64);
         let tail = storage.read(at, Buffer::for_overwrite(tail_len)).await?.to_vec();
-        Ok(Self { head, tail, len })
+        Ok(Self { head, tail })
     }
 
     fn le32(&self, at: usize) -> u32 {
@@ -319,7 +321,6 @@ mod tests {
                 file(9000, &[(0, b"WithouFreSpacExt\x02"), (36, &2048_u64.to_le_bytes())]),
             ),
             ("parallels", Some(mib), file(9000, &[(0, b"WithoutFreeSpace\x02"), (36, &[0, 8, 0, 0, 9])])),
-            ("luks", Some(4904), file(9000, &[(0, b"LUKS\xBA\xBE\0\x01"), (107, &[8])])),
             ("luks", None, file(9000, &[(0, b"LUKS\xBA\xBE\0\x02")])),
             ("cloop", Some(3 << 16), file(9000, &[(0, cloop), (128, &[0, 1, 0, 0, 0, 0, 0, 3])])),
             (
@@ -351,7 +352,10 @@ mod tests {
             }
             let error = probed.expect_err("it is refused");
             assert_eq!(error.kind(), ErrorKind::Unsupported);
-            let way_out = format!("qemu-img convert -f {qemu_name} -O qcow2 x.y/disk.x x.y/disk.qcow2");
+            let way_out = match qemu_name {
+                "luks" => "cryptsetup open x.y/disk.x".to_owned(),
+                _ => format!("qemu-img convert -f {qemu_name} -O qcow2 x.y/disk.x x.y/disk.qcow2"),
+            };
             assert!(error.to_string().contains(&way_out) && error.to_string().contains("-f raw"), "{error}");
         }
     }

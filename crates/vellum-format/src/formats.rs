@@ -2,7 +2,7 @@
 
 use crate::image::Format;
 use crate::probe::FormatKind;
-use crate::{foreign_format, native, qcow2, raw};
+use crate::{foreign_format, luks, native, qcow2, raw};
 
 impl FormatKind {
     /// What can be done with images of this format.
@@ -12,6 +12,7 @@ impl FormatKind {
             Self::Qcow2 => &qcow2::Qcow2Format,
             Self::Native => &native::NativeFormat,
             Self::Foreign(kind) => foreign_format::of(kind),
+            Self::Luks => &luks::LuksFormat,
         }
     }
 }

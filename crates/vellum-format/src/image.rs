@@ -24,6 +24,7 @@ use vellum_core::{
 };
 
 use crate::handover::Handover;
+use crate::luks::{KeyArea, Secrets};
 use crate::prealloc::Prealloc;
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
@@ -62,6 +63,10 @@ pub struct OpenOptions {
     pub compaction: bool,
     /// With a clock, flushes wait briefly for one another where that lets them share (group commit).
     pub clock: Option<Arc<dyn Clock>>,
+    /// What opens encrypted images: each secret is tried on each of them.
+    pub secrets: Arc<Secrets>,
+    /// An image that is only read may be encrypted in a mode that is not written any more.
+    pub may_be_weak: bool,
 }
 
 impl Default for OpenOptions {
@@ -75,6 +80,8 @@ impl Default for OpenOptions {
             prealloc: Prealloc::default(),
             compaction: false,
             clock: None,
+            secrets: Arc::default(),
+            may_be_weak: false,
         }
     }
 }
@@ -143,14 +150,6 @@ pub trait Format: Sync {
     /// # Errors
     /// What is wrong with it, and the errors of the storage.
     fn read<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>>;
-
-    /// As above, for inspection only: an image that cannot be opened because it is encrypted is not refused.
-    ///
-    /// # Errors
-    /// As [`read`](Format::read).
-    fn look<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>> {
-        self.read(image)
-    }
 
     /// Replays the journal of an image that was not closed. One that was, or has none, is left as it is.
     ///
@@ -377,6 +376,11 @@ pub trait Head: Send + Sync {
     /// Whether the guest's data is encrypted.
     fn is_encrypted(&self) -> bool {
         false
+    }
+
+    /// Where its LUKS header and key material are, if it has any.
+    fn key_area(&self) -> Option<KeyArea> {
+        None
     }
 
     /// The size of the whole mapping in memory, in bytes. `held` is the number of bytes of data beyond which

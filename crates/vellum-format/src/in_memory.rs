@@ -40,7 +40,7 @@ const PAGE_LEN: usize = 4096;
 /// # Errors
 /// The error of reading its first bytes.
 pub async fn needs_replay(image: &dyn Storage, kind: FormatKind) -> Result<bool> {
-    Ok(kind.format().look(image).await?.needs_replay())
+    Ok(kind.format().read(image).await?.needs_replay())
 }
 
 /// The image as a recovery would leave it. It can be read only, and is not written.

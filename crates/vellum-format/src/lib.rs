@@ -59,6 +59,7 @@ pub mod image;
 mod in_memory;
 mod journal;
 mod keyed;
+pub mod luks;
 pub mod native;
 #[cfg(not(feature = "test-hooks"))]
 mod perturb;

@@ -26,6 +26,8 @@ pub enum FormatKind {
     Native,
     /// One of another program, which is only read.
     Foreign(ForeignKind),
+    /// A disk that is encrypted as a whole, with a LUKS header in front.
+    Luks,
 }
 
 impl FormatKind {
@@ -45,7 +47,8 @@ impl FormatKind {
     /// `ReadOnly`, with the formats that can.
     pub fn check_is_written(self) -> Result<()> {
         match self {
-            Self::Raw | Self::Qcow2 | Self::Native => Ok(()),
+            // A new LUKS image is refused where it would be made; an existing one is written.
+            Self::Raw | Self::Qcow2 | Self::Native | Self::Luks => Ok(()),
             Self::Foreign(kind) => Err(Error::new(
                 ErrorKind::ReadOnly,
                 format!("{kind} images are only read: to make one, use raw, qcow2 or vellum as its format"),
@@ -61,6 +64,7 @@ impl fmt::Display for FormatKind {
             Self::Qcow2 => "qcow2",
             Self::Native => "vellum",
             Self::Foreign(kind) => kind.qemu_name(),
+            Self::Luks => "luks",
         })
     }
 }
@@ -73,10 +77,11 @@ impl FromStr for FormatKind {
             "raw" => Ok(Self::Raw),
             "qcow2" => Ok(Self::Qcow2),
             "vellum" => Ok(Self::Native),
+            "luks" => Ok(Self::Luks),
             other => ForeignKind::named(other).map(Self::Foreign).ok_or_else(|| {
                 let read: Vec<&str> = ForeignKind::ALL.map(ForeignKind::qemu_name).to_vec();
                 Error::unsupported(format!(
-                    "unknown format {other}: use raw, qcow2 or vellum, or, to read an image of another program, {}",
+                    "unknown format {other}: use raw, qcow2, vellum or luks, or, to read an image of another program, {}",
                     read.join(", ")
                 ))
             }),
@@ -106,6 +111,9 @@ pub async fn guess(storage: &dyn Storage) -> Result<Guess> {
     }
     if first.starts_with(&MAGIC) {
         return Ok(Guess::Known(FormatKind::Native));
+    }
+    if first.starts_with(b"LUKS\xBA\xBE\0\x01") {
+        return Ok(Guess::Known(FormatKind::Luks));
     }
     // The first copy of the superblock may be damaged.
     let second = storage.read(Slot::B.offset(), Buffer::for_overwrite(MAGIC.len())).await?;

@@ -205,6 +205,21 @@ fn journal_on_a_device() {
 }
 
 #[test]
+fn encrypted() {
+    explore(&QcowSubject::encrypted(), 2);
+}
+
+#[test]
+fn encrypted_journal() {
+    explore(&QcowSubject::encrypted_journal(), 2);
+}
+
+#[test]
+fn encrypted_journal_with_subclusters_over_a_base() {
+    explore(&QcowSubject::encrypted_journal_subclusters(), 4);
+}
+
+#[test]
 fn journal_with_little_memory() {
     explore(&QcowSubject::journal_small_cache(), 2);
 }

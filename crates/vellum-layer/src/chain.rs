@@ -46,6 +46,7 @@ use vellum_core::{
 };
 use vellum_format::handover::Handover;
 use vellum_format::image::{Files, Head, OpenOptions, Opened};
+use vellum_format::luks::Secrets;
 use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memory, settle};
 
 use crate::gate::{Gate, Trust};
@@ -147,6 +148,10 @@ pub struct ChainOptions {
     pub tap: Option<TapOptions>,
     /// As `tap`, where the top image itself asks for copies.
     pub wished_tap: Option<TapOptions>,
+    /// What opens encrypted images.
+    pub secrets: Arc<Secrets>,
+    /// Images that are only read may be encrypted in a mode that is not written any more.
+    pub may_be_weak: bool,
 }
 
 impl Default for ChainOptions {
@@ -167,6 +172,8 @@ impl Default for ChainOptions {
             templates: None,
             tap: None,
             wished_tap: None,
+            secrets: Arc::default(),
+            may_be_weak: false,
         }
     }
 }
@@ -458,6 +465,8 @@ async fn open_disk(
         prealloc: options.prealloc,
         compaction: options.compaction,
         clock: options.clock.clone(),
+        secrets: options.secrets.clone(),
+        may_be_weak: options.may_be_weak,
     };
     head.open_in_parts(files, parts.iter().map(|(_, file)| file.clone()).collect(), open).await
 }

@@ -6,12 +6,15 @@ use std::time::Duration;
 use clap::ValueEnum;
 use vellum_core::{Error, Result, UrlPrefix};
 use vellum_daemon::chunk_cache::CacheChoice;
+use vellum_daemon::keys::NewEncryption;
 use vellum_daemon::{
-    Compression, FormatKind, ImageOptions, JOURNAL_BYTES_DEFAULT, NativeOptions, Prealloc, Preallocation,
-    Qcow2Options,
+    Compression, FormatKind, Hash, ImageOptions, JOURNAL_BYTES_DEFAULT, NativeOptions, Prealloc,
+    Preallocation, Qcow2Options, Secrets,
 };
 
 use crate::config::allowed;
+use crate::key_values::split_options;
+use crate::secrets::SecretArgs;
 
 /// How results are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
@@ -36,6 +39,8 @@ pub(crate) struct ReadArgs {
     pub(crate) force_share: bool,
     #[command(flatten)]
     pub(crate) allow: AllowArgs,
+    #[command(flatten)]
+    pub(crate) secrets: SecretArgs,
 }
 
 /// Where the references of images may lead, and how long remote ones are waited for
@@ -78,14 +83,16 @@ pub(crate) fn parse_seconds(text: &str) -> Result<Duration> {
 }
 
 impl ReadArgs {
-    pub(crate) fn options(&self) -> ImageOptions {
-        ImageOptions {
+    pub(crate) fn options(&self) -> Result<ImageOptions> {
+        Ok(ImageOptions {
+            secrets: self.secrets.read()?,
+            may_be_weak: true,
             format: self.format,
             force_share: self.force_share,
             allow_dirs: self.allow.places(),
             remote_timeout: self.allow.remote_timeout,
             ..ImageOptions::reading()
-        }
+        })
     }
 }
 
@@ -180,20 +187,6 @@ pub(crate) fn prealloc_text(prealloc: Prealloc) -> Option<String> {
     (prealloc != Prealloc::Auto).then(|| prealloc.to_string())
 }
 
-/// The options of `-o`, as `key=value`; a comma in a value is written twice.
-pub(crate) fn split_options(lists: &[String]) -> Result<Vec<(String, String)>> {
-    let mut options = Vec::new();
-    for list in lists {
-        let list = list.replace(",,", "\0");
-        for option in list.split(',').filter(|option| !option.is_empty()) {
-            let option = option.replace('\0', ",");
-            let (key, value) = option.split_once('=').unwrap_or((&option, "on"));
-            options.push((key.to_owned(), value.to_owned()));
-        }
-    }
-    Ok(options)
-}
-
 /// What `-o` can say of a new image.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct NewImage {
@@ -205,6 +198,8 @@ pub(crate) struct NewImage {
     pub(crate) compat: Option<String>,
     /// What only images of the native format have.
     pub(crate) native: NativeOptions,
+    /// How it is to be encrypted, if it is.
+    encryption: Option<NewEncryption>,
     /// What was said, by its names.
     said: Vec<String>,
     /// Whether somebody said if there are to be subclusters.
@@ -234,7 +229,7 @@ const OVER_A_BASE: &[FormatKind] = &[FormatKind::Qcow2, FormatKind::Native];
 const EVERY: &[FormatKind] = &[FormatKind::Raw, FormatKind::Qcow2, FormatKind::Native];
 
 /// What `-o help` lists, sorted by name.
-const CREATE_OPTIONS: [OptionHelp; 25] = [
+const CREATE_OPTIONS: [OptionHelp; 32] = [
     (OVER_A_BASE, "backing_file", "NAME", "backing image, like -b"),
     (OVER_A_BASE, "backing_fmt", "raw|qcow2|vellum", "format of the backing image, like -F"),
     (
@@ -260,11 +255,18 @@ const CREATE_OPTIONS: [OptionHelp; 25] = [
         "on|off",
         "store the allocation record inside the data where the data compresses; layout=zoned only (default on)",
     ),
+    (QCOW2, "encrypt.cipher-alg", "aes-256|aes-128", "cipher of guest data, in XTS mode (default aes-256)"),
+    (QCOW2, "encrypt.cipher-mode", "xts", "mode of the cipher"),
+    (QCOW2, "encrypt.format", "luks", "encrypt guest data with LUKS"),
+    (QCOW2, "encrypt.hash-alg", "sha256|sha512|...", "hash of the key slots (default sha256)"),
+    (QCOW2, "encrypt.iter-time", "MS", "how long opening the image takes, in milliseconds (default 2000)"),
+    (QCOW2, "encrypt.ivgen-alg", "plain64", "how the cipher uses the place of a sector"),
+    (QCOW2, "encrypt.key-secret", "ID", "secret that opens the image, given with --secret id=ID,file=FILE"),
     (
         QCOW2,
         "extended_l2",
         "on|off",
-        "32 subclusters per cluster (default on with a backing image, otherwise off)",
+        "32 subclusters per cluster (default on with a backing image or encryption, otherwise off)",
     ),
     (
         QCOW2,
@@ -362,7 +364,39 @@ impl NewImage {
             (new.native.has_table, new.native.has_zones) = (is_zoned, is_zoned);
         }
         new.native.journal_bytes = new.journal_bytes;
+        if new.encryption.as_ref().is_some_and(|encryption| encryption.secret.is_empty()) {
+            return Err(Error::invalid(
+                "-o encrypt.key-secret=ID is missing: it names the secret (`--secret id=ID,file=FILE`)",
+            ));
+        }
+        if new.encryption.is_some() {
+            // A write of a part of a cluster would have to fill the rest of it with encrypted zeros.
+            new.suit_overlay();
+        }
         Ok(new)
+    }
+
+    /// The options of a qcow2 image, with its keys if it is to be encrypted: to be called on a worker, where that takes
+    /// seconds.
+    pub(crate) fn qcow2_with_keys(&self, secrets: &Secrets) -> Result<Qcow2Options> {
+        let encryption = self.encryption.as_ref().map(|encryption| encryption.keys(secrets)).transpose()?;
+        Ok(Qcow2Options { encryption, ..self.qcow2.clone() })
+    }
+
+    /// Refuses encryption, for commands that do not make encrypted images.
+    pub(crate) fn refuse_encryption(&self) -> Result<()> {
+        match self.encryption {
+            None => Ok(()),
+            Some(_) => Err(Error::unsupported(
+                "-o encrypt.format: only `vellum create` and `vellum convert` make encrypted images",
+            )),
+        }
+    }
+
+    /// What is said of encryption where a new image is described.
+    pub(crate) fn encryption_text(&self) -> Option<String> {
+        let encryption = self.encryption.as_ref()?;
+        Some(format!("encrypt.format=luks encrypt.key-secret={}", encryption.secret))
     }
 
     /// Refuses what images of this format have not. `flag` is how the format is said.
@@ -371,6 +405,7 @@ impl NewImage {
         let suits = |key: &&String| match format {
             FormatKind::Raw => FOR_RAW.contains(&key.as_str()),
             FormatKind::Qcow2 => !ONLY_NATIVE.contains(&key.as_str()),
+            FormatKind::Luks => key.as_str() == "size",
             FormatKind::Native => FOR_NATIVE.contains(&key.as_str()) || ONLY_NATIVE.contains(&key.as_str()),
             FormatKind::Foreign(_) => false,
         };
@@ -425,6 +460,31 @@ impl NewImage {
         if !self.says_subclusters && self.qcow2.version >= 3 && self.qcow2.cluster_size >= SUBCLUSTERS_FROM {
             self.qcow2.extended_l2 = true;
         }
+    }
+
+    fn set_encryption(&mut self, key: &str, value: &str) -> Result<()> {
+        let bad = |values: &str| Error::invalid(format!("-o {key}={value}: use {values}"));
+        let encryption = self.encryption.get_or_insert_with(|| NewEncryption::with_secret(""));
+        match (key, value) {
+            ("encrypt.format", "luks") => {}
+            ("encrypt.format", _) => return Err(bad("luks; the old scheme (aes) is broken and not written")),
+            ("encrypt.key-secret", "") => return Err(bad("the ID of a secret")),
+            ("encrypt.key-secret", id) => encryption.secret = id.to_owned(),
+            ("encrypt.cipher-alg", "aes-256") => encryption.key_bits = 256,
+            ("encrypt.cipher-alg", "aes-128") => encryption.key_bits = 128,
+            ("encrypt.cipher-alg", _) => return Err(bad("aes-256 or aes-128")),
+            ("encrypt.cipher-mode", "xts") | ("encrypt.ivgen-alg", "plain64") => {}
+            ("encrypt.cipher-mode", _) => return Err(bad("xts")),
+            ("encrypt.ivgen-alg", _) => return Err(bad("plain64")),
+            ("encrypt.hash-alg", name) => encryption.hash = Hash::named(name)?,
+            ("encrypt.iter-time", time) => {
+                let millis = time.parse().ok().filter(|millis| (1..=60_000).contains(millis));
+                encryption.time =
+                    Duration::from_millis(millis.ok_or_else(|| bad("1 to 60000 milliseconds"))?);
+            }
+            _ => return Err(Error::invalid(format!("-o {key}: unknown option (`-o help` lists them)"))),
+        }
+        Ok(())
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<()> {
@@ -500,6 +560,13 @@ impl NewImage {
                 self.native.wish.prefetch = switch()?;
             }
             "zeroed" => self.native.zero_device = switch()?,
+            "encryption" if value != "off" => {
+                return Err(Error::unsupported(
+                    "-o encryption: the old scheme is broken and not written: use encrypt.format=luks",
+                ));
+            }
+            "encryption" => {}
+            _ if key.starts_with("encrypt.") => self.set_encryption(key, value)?,
             _ => {
                 return Err(Error::invalid(format!("-o {key}: unknown option (`-o help` lists them)")));
             }

@@ -8,9 +8,11 @@
 mod args;
 mod commands;
 mod config;
+mod key_values;
 mod log;
 mod output;
 mod progress;
+mod secrets;
 mod version;
 
 use std::io::IsTerminal;
@@ -56,6 +58,7 @@ enum Command {
     Compare(commands::compare::Args),
     Recover(commands::recover::Args),
     Journal(commands::journal::Args),
+    Key(commands::key::Args),
     Resize(commands::resize::Args),
     Flatten(commands::flatten::Args),
     Snapshot(commands::snapshot::Args),
@@ -129,6 +132,7 @@ fn carry_out() -> ExitCode {
         Command::Convert(args) => ("convert", commands::convert::run(args)),
         Command::Compare(args) => ("compare", commands::compare::run(&args)),
         Command::Recover(args) => ("recover", commands::recover::run(&args)),
+        Command::Key(args) => ("key", commands::key::run(&args)),
         Command::Journal(args) => ("journal", commands::journal::run(&args)),
         Command::Resize(args) => ("resize", commands::resize::run(&args)),
         Command::Flatten(args) => ("flatten", commands::flatten::run(&args)),

@@ -10,7 +10,9 @@ pub(crate) fn long() -> String {
     let features: &[&str] = &[if cfg!(feature = "ublk") { "ublk" } else { "" }];
     let features: Vec<&str> = features.iter().copied().filter(|name| !name.is_empty()).collect();
     let features = if features.is_empty() { "none".to_owned() } else { features.join(", ") };
-    let formats = [FormatKind::Raw, FormatKind::Qcow2, FormatKind::Native].map(versions_of).join(", ");
+    let formats = [FormatKind::Raw, FormatKind::Qcow2, FormatKind::Native, FormatKind::Luks]
+        .map(versions_of)
+        .join(", ");
     let read = ForeignKind::ALL.map(ForeignKind::qemu_name).join(", ");
     format!("{version}\ncommit: {commit}\nfeatures: {features}\nformats: {formats}\nread only: {read}")
 }

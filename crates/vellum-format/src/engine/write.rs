@@ -152,11 +152,12 @@ async fn write_some<W: Writer>(image: &W, span: GuestSpan, mut data: Buffer) -> 
 
 async fn write_runs<W: Writer>(image: &W, runs: Runs, mut data: Buffer) -> Result<()> {
     if let [(at, _)] = runs[..] {
-        return write_in_place(image, at, data).await;
+        return write_in_place(image, at, image.as_stored(at, data).await).await;
     }
     let writes = runs.into_iter().map(|(at, len)| {
         let part = data.split_to(usize::try_from(len).expect("within the buffer"));
-        Box::pin(write_in_place(image, at, part)) as LocalFuture<'_, Result<()>>
+        let write = async move { write_in_place(image, at, image.as_stored(at, part).await).await };
+        Box::pin(write) as LocalFuture<'_, Result<()>>
     });
     let writes: Vec<_> = writes.collect();
     try_join_all(writes).await.map(drop)
@@ -262,7 +263,10 @@ pub(super) async fn gather<W: Writer>(
     for step in &*steps {
         image.add_pieces(step, data, &mut pieces);
     }
-    let writes = pieces.join().await?;
+    let mut writes = pieces.join().await?;
+    for (at, data) in &mut writes {
+        *data = image.as_stored(*at, std::mem::take(data)).await;
+    }
     if is_checked {
         for (at, data) in &writes {
             let is_fresh = fresh_at(image, steps);
@@ -289,7 +293,7 @@ impl Writes {
     }
 }
 
-/// Overwrites bytes of the disk in place.
+/// Overwrites bytes of the disk in place; they are as they are to be stored.
 async fn write_in_place<W: Writer>(image: &W, at: ImageOffset, data: Buffer) -> Result<()> {
     match image.journal() {
         None => image.data().write(at, data).await,

@@ -129,6 +129,12 @@ pub(crate) trait Writer: Map {
     /// The size of a cell.
     fn cell(&self) -> BlockSize;
 
+    /// Bytes as they are to be stored at this place. All that is written there passes through this, once, before
+    /// anything else is done with it.
+    async fn as_stored(&self, _at: ImageOffset, data: Buffer) -> Buffer {
+        data
+    }
+
     /// A run of checks never crosses a multiple of this.
     fn checks_together(&self) -> BlockSize {
         self.cell()

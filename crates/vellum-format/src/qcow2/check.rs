@@ -286,6 +286,9 @@ impl<'a> Walk<'a> {
         walk.walk_active().await?;
         walk.walk_snapshots().await?;
         walk.walk_bitmaps().await?;
+        if let Some(keys) = header.key_area() {
+            walk.count_table(keys, Kind::Keys, 1);
+        }
         walk.find_overlaps();
         walk.walk_structure().await?;
         walk.compare().await?;

@@ -1,11 +1,13 @@
 //! Making an image: the smallest set of clusters that is a valid, empty disk.
 //!
 //! ```text
-//!   ┌────────┬──────────────────┬─────────────────┬──────────┬ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┐
-//!   │ header │ refcount table   │ refcount blocks │ L1 table │ L2 tables, data (preallocated) │
-//!   └────────┴──────────────────┴─────────────────┴──────────┴ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┘
+//!   ┌────────┬────────────────┬─────────────────┬──────────┬ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┬ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┐
+//!   │ header │ refcount table │ refcount blocks │ L1 table │ keys (encrypted) │ L2 tables, data (preallocated) │
+//!   └────────┴────────────────┴─────────────────┴──────────┴ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┴ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ┘
 //!   written last, after everything else is durable: a crash leaves no incomplete image that looks complete
 //! ```
+
+use std::sync::Arc;
 
 use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, Result, SharedStorage, Storage, Zeroes};
 
@@ -17,6 +19,7 @@ use super::layout::*;
 use super::refcount;
 use crate::Prealloc;
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
+use crate::luks::NewKeys;
 use crate::wish::Wish;
 
 /// The name of the feature that makes other programs refuse an image whose journal must be replayed.
@@ -72,6 +75,8 @@ pub struct CreateOptions {
     pub prealloc: Prealloc,
     /// What the image asks of the program that serves it. Needs version 3 and a backing file.
     pub wish: Wish,
+    /// The keys with which guest data is to be encrypted.
+    pub encryption: Option<Arc<NewKeys>>,
 }
 
 impl CreateOptions {
@@ -99,6 +104,7 @@ impl Default for CreateOptions {
             journal: Some(JOURNAL_BYTES_DEFAULT),
             prealloc: Prealloc::default(),
             wish: Wish::default(),
+            encryption: None,
         }
     }
 }
@@ -128,6 +134,7 @@ struct Plan {
     blocks: u64,
     l1_entries: u64,
     l1: u64,
+    keys: u64,
     l2: u64,
     data: u64,
 }
@@ -153,6 +160,7 @@ impl Plan {
             blocks: 1,
             l1_entries,
             l1: cluster.count_for(l1_entries * 8),
+            keys: options.encryption.as_ref().map_or(0, |keys| cluster.count_for(keys.len())),
             l2: if is_mapped { l1_entries } else { 0 },
             data: if is_mapped && options.data_file.is_none() { guest_clusters } else { 0 },
         };
@@ -185,8 +193,12 @@ impl Plan {
         self.blocks_at() + self.blocks
     }
 
-    fn l2_at(&self) -> u64 {
+    fn keys_at(&self) -> u64 {
         self.l1_at() + self.l1
+    }
+
+    fn l2_at(&self) -> u64 {
+        self.keys_at() + self.keys
     }
 
     fn data_at(&self) -> u64 {
@@ -266,6 +278,17 @@ fn check(options: &CreateOptions) -> Result<BlockSize> {
     if options.backing.is_some() && options.preallocation == Preallocation::Metadata && !options.extended_l2 {
         return Err(Error::invalid("preallocation=metadata over a backing file needs extended_l2=on"));
     }
+    if options.encryption.is_some() && options.preallocation != Preallocation::Off {
+        return Err(Error::invalid(
+            "preallocation cannot be combined with encryption: allocated space that was never written would read as \
+             random bytes",
+        ));
+    }
+    if options.encryption.is_some() && options.data_file_raw {
+        return Err(Error::invalid(
+            "data_file_raw cannot be combined with encryption: the raw file would be neither",
+        ));
+    }
     if options.size > SIZE_MAX {
         return Err(Error::invalid("the disk is too large"));
     }
@@ -332,6 +355,9 @@ async fn fill(
     }
     storage.write(plan.offset(plan.l1_at()), Buffer::copy_of(&l1)).await?;
 
+    for (at, bytes) in options.encryption.iter().flat_map(|keys| keys.parts()) {
+        storage.write(plan.offset(plan.keys_at()) + at, Buffer::copy_of(&bytes)).await?;
+    }
     if let Some(data_file) = data_file {
         empty_data_file(&**data_file, options).await?;
         preallocate(&**data_file, ImageOffset::ZERO, options.size, options.preallocation).await?;
@@ -443,6 +469,13 @@ fn encode_header(options: &CreateOptions, plan: &Plan) -> Result<Vec<u8>> {
         let run = ImageOffset::ZERO.span(0);
         let extension = Extension { wanted_bytes, run, generation: 0, key: 0, prealloc: options.prealloc };
         put_extension(&mut bytes, extension::JOURNAL, &extension.encode());
+    }
+    if let Some(keys) = &options.encryption {
+        put32(&mut bytes, field::CRYPT_METHOD, CRYPT_LUKS);
+        let mut place = [0; 16];
+        put64(&mut place, 0, plan.offset(plan.keys_at()).bytes());
+        put64(&mut place, 8, keys.len());
+        put_extension(&mut bytes, extension::ENCRYPTION, &place);
     }
     if let Some((_, Some(format))) = &options.backing {
         put_extension(&mut bytes, extension::BACKING_FORMAT, format.as_bytes());

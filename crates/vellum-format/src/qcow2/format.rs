@@ -1,9 +1,11 @@
 //! qcow2's implementation of the interface that all formats have (`image.rs`).
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use vellum_core::pin::Pin;
 use vellum_core::{LocalFuture, Result, SharedStorage, Storage};
+use vellum_luks::SectorCipher;
 
 use super::bitmaps::{self, Bitmap};
 use super::check::{check, recover};
@@ -12,11 +14,12 @@ use super::header::{Compression, Encryption, Header, VERSIONS};
 use super::journal_setting::{set_handover, set_journal, set_pin};
 use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE};
 use super::open::OpenOptions;
-use super::{Qcow2, resize, snapshot};
+use super::{Qcow2, encrypted, resize, snapshot};
 use crate::handover::{Handover, may_change};
 use crate::image::{
     Fact, Files, Format, Head, Machine, OpenOptions as Options, Opened, Snapshot, SnapshotSupport,
 };
+use crate::luks::{self, KeyArea};
 use crate::prealloc::Prealloc;
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
@@ -40,10 +43,6 @@ impl Format for Qcow2Format {
 
     fn read<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>> {
         Box::pin(async move { Ok(Box::new(Header::read(image).await?) as Box<dyn Head>) })
-    }
-
-    fn look<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>> {
-        Box::pin(async move { Ok(Box::new(Header::look(image).await?) as Box<dyn Head>) })
     }
 
     fn recover<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<Recovery>> {
@@ -191,6 +190,10 @@ impl Head for Header {
         self.encryption().is_some()
     }
 
+    fn key_area(&self) -> Option<KeyArea> {
+        Self::key_area(self).map(|span| KeyArea { span })
+    }
+
     /// At most one page for each cluster that is held.
     fn mapping_bytes(&self, held: Option<u64>) -> u64 {
         let cluster = Self::cluster_size(self);
@@ -205,18 +208,9 @@ impl Head for Header {
     }
 
     fn open<'a>(&'a self, files: Files, options: Options) -> LocalFuture<'a, Result<Opened>> {
-        let options = OpenOptions {
-            read_only: options.read_only,
-            snapshot: options.snapshot,
-            mapping_bytes_max: options.mapping_bytes_max,
-            offload: options.offload,
-            tally: options.tally,
-            journal_key: None,
-            prealloc: options.prealloc,
-            clock: options.clock,
-        };
         Box::pin(async move {
-            let disk = Qcow2::open(self.clone(), files, options).await?;
+            let cipher = encrypted::unlock(self, &files.image, &options).await?;
+            let disk = Qcow2::open(self.clone(), files, with_cipher(options, cipher)).await?;
             Ok(Opened { disk, snapshots: None, detaching: None })
         })
     }
@@ -235,7 +229,7 @@ impl Head for Header {
     fn facts<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Vec<(&'static str, Fact)>>> {
         Box::pin(async move {
             let bitmaps = bitmaps::list(self, image).await?;
-            let mut facts = facts(self);
+            let mut facts = facts(self, luks_facts(self, image).await?);
             if !bitmaps.is_empty() {
                 facts.push(("bitmaps", Fact::List(bitmaps.into_iter().map(Fact::from).collect())));
             }
@@ -272,8 +266,30 @@ impl Head for Header {
     }
 }
 
+fn with_cipher(options: Options, cipher: Option<Arc<SectorCipher>>) -> OpenOptions {
+    OpenOptions {
+        read_only: options.read_only,
+        snapshot: options.snapshot,
+        mapping_bytes_max: options.mapping_bytes_max,
+        offload: options.offload,
+        tally: options.tally,
+        journal_key: None,
+        prealloc: options.prealloc,
+        clock: options.clock,
+        cipher,
+    }
+}
+
+/// The facts from the LUKS header, if there is one.
+async fn luks_facts(header: &Header, image: &dyn Storage) -> Result<Vec<(&'static str, Fact)>> {
+    match Head::key_area(header) {
+        Some(area) => Ok(luks::facts(&area.header(image).await?)),
+        None => Ok(Vec::new()),
+    }
+}
+
 /// The properties that only qcow2 has, under the names that QEMU uses.
-fn facts(header: &Header) -> Vec<(&'static str, Fact)> {
+fn facts(header: &Header, luks: Vec<(&'static str, Fact)>) -> Vec<(&'static str, Fact)> {
     let is_new = header.version() >= 3;
     let is_zstd = header.compression() == Compression::Zstd;
     let mut facts: Vec<(&'static str, Fact)> = vec![
@@ -298,7 +314,9 @@ fn facts(header: &Header) -> Vec<(&'static str, Fact)> {
             Encryption::Aes => "aes",
             Encryption::Luks => "luks",
         };
-        facts.push(("encrypt", Fact::Group(vec![("format", format.into())])));
+        let mut group = vec![("format", format.into())];
+        group.extend(luks);
+        facts.push(("encrypt", Fact::Group(group)));
     }
     if let Some(bytes) = header.journal_bytes() {
         let mut journal = vec![("size", bytes.into()), ("needs-recovery", header.needs_replay().into())];

@@ -18,6 +18,7 @@ mod parse;
 
 use vellum_core::pin::Pin;
 use vellum_core::{BlockSize, Buffer, Context, Error, ImageOffset, ImageSpan, Result, Storage};
+use vellum_luks::HEADER_LEN;
 
 use super::journal::extension::{EXTENSION_LEN, Extension};
 use super::layout::*;
@@ -42,10 +43,10 @@ pub enum Compression {
     Zstd,
 }
 
-/// How guest data is encrypted. Such images cannot be read, but `vellum info` shows the method.
+/// How guest data is encrypted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Encryption {
-    /// AES in CBC mode, the legacy method.
+    /// AES in CBC mode, the legacy method, which is not read.
     Aes,
     /// LUKS.
     Luks,
@@ -82,6 +83,8 @@ pub struct Header {
     pub(crate) backing_format: Option<String>,
     pub(crate) data_file: Option<String>,
     pub(crate) bitmaps: Option<BitmapDirectory>,
+    /// Where the LUKS header and the key material are.
+    key_area: Option<ImageSpan>,
     /// The journal's extension, and the offset of its body in the first sector.
     pub(crate) journal: Option<(Extension, usize)>,
     misplaced_journal: Option<Extension>,
@@ -93,13 +96,6 @@ impl Header {
     /// Reads and checks the header of an image. On a writable storage, what the first page reads as is on the
     /// medium, or will be after the next successful flush.
     pub async fn read(storage: &dyn Storage) -> Result<Self> {
-        let header = Self::look(storage).await?;
-        header.refuse_encrypted().context(|| format!("{} is not usable", storage.name()))?;
-        Ok(header)
-    }
-
-    /// As above, for a caller that only describes the image: an encrypted one is not refused.
-    pub async fn look(storage: &dyn Storage) -> Result<Self> {
         reconcile(storage, ImageOffset::ZERO.span(METADATA_PAGE.bytes())).await?;
         let len = storage.len();
         // Cluster 0 holds everything in the header; the first bytes say how long it is.
@@ -107,31 +103,13 @@ impl Header {
         let bits = be32(first.slice(), field::CLUSTER_BITS).clamp(CLUSTER_BITS_MIN, CLUSTER_BITS_MAX);
         let cluster = storage.read(ImageOffset::ZERO, Buffer::for_overwrite(1 << bits)).await?;
         let header =
-            Self::parse_any(cluster.slice(), len).context(|| format!("{} is not usable", storage.name()))?;
+            Self::parse(cluster.slice(), len).context(|| format!("{} is not usable", storage.name()))?;
         header.check_against_len(len).context(|| format!("{} is not usable", storage.name()))?;
         Ok(header)
     }
 
     /// Checks the bytes of cluster 0. `len` is the length of the file, for messages about missing bytes.
     pub fn parse(cluster: &[u8], len: u64) -> Result<Self> {
-        let header = Self::parse_any(cluster, len)?;
-        header.refuse_encrypted()?;
-        Ok(header)
-    }
-
-    fn refuse_encrypted(&self) -> Result<()> {
-        match self.encryption {
-            None => Ok(()),
-            Some(Encryption::Aes) => Err(Error::unsupported(
-                "the image is encrypted with the old AES-CBC scheme: convert it with qemu-img",
-            )),
-            Some(Encryption::Luks) => {
-                Err(Error::unsupported("the image is encrypted with LUKS, which is not supported yet"))
-            }
-        }
-    }
-
-    fn parse_any(cluster: &[u8], len: u64) -> Result<Self> {
         let (version, cluster_size) = parse::version(cluster, len)?;
         let cluster = &cluster[..cluster.len().min(1 << cluster_size.shift())];
         let Features { header_len, incompatible, compatible, autoclear, refcount_order } =
@@ -164,6 +142,7 @@ impl Header {
             backing_format: extensions.backing_format,
             data_file: extensions.data_file,
             bitmaps: None,
+            key_area: None,
             journal: extensions.journal,
             misplaced_journal: extensions.misplaced_journal,
             pin: None,
@@ -173,7 +152,8 @@ impl Header {
             )?,
         };
         header.pin = header.pin_of_backing_file(extensions.pin.as_deref())?;
-        header.check_features(extensions.has_encryption)?;
+        header.key_area = header.check_key_area(extensions.encryption.as_deref())?;
+        header.check_features()?;
         header.refcount_table = header.check_refcount_table(
             be64(cluster, field::REFCOUNT_TABLE_OFFSET),
             be32(cluster, field::REFCOUNT_TABLE_CLUSTERS),
@@ -185,7 +165,7 @@ impl Header {
     }
 
     /// Refuses features that contradict a field, or that need an extension the image does not have.
-    fn check_features(&self, has_encryption_header: bool) -> Result<()> {
+    fn check_features(&self) -> Result<()> {
         if (self.compression != Compression::Zlib) != (self.incompatible & incompatible::COMPRESSION != 0) {
             return Err(Error::corrupt("the compression type and its feature bit contradict each other"));
         }
@@ -194,11 +174,6 @@ impl Header {
         }
         if !self.has_data_file() && self.data_file_is_raw() {
             return Err(Error::corrupt("the raw external data bit is set on an image without a data file"));
-        }
-        if has_encryption_header && self.encryption != Some(Encryption::Luks) {
-            return Err(Error::corrupt(
-                "there is an encryption header on an image that is not encrypted with LUKS",
-            ));
         }
         if self.needs_replay() && self.journal.is_none() {
             return Err(Error::corrupt(
@@ -211,6 +186,30 @@ impl Header {
             return Err(Error::unsupported("the image keeps its data in another file but does not name it"));
         }
         Ok(())
+    }
+
+    /// Where the encryption header is, by its extension.
+    fn check_key_area(&self, extension: Option<&[u8]>) -> Result<Option<ImageSpan>> {
+        let body = match (extension, self.encryption) {
+            (None, Some(Encryption::Luks)) => {
+                return Err(Error::corrupt("the image is encrypted with LUKS, but has no encryption header"));
+            }
+            (Some(_), None | Some(Encryption::Aes)) => {
+                return Err(Error::corrupt(
+                    "there is an encryption header on an image that is not encrypted with LUKS",
+                ));
+            }
+            (None, _) => return Ok(None),
+            (Some(body), _) => body,
+        };
+        if body.len() != 16 {
+            return Err(Error::corrupt("the entry for the encryption header does not have 16 bytes"));
+        }
+        let (offset, len) = (be64(body, 0), be64(body, 8));
+        if len < HEADER_LEN as u64 || len > KEY_AREA_BYTES_MAX {
+            return Err(Error::corrupt(format!("an encryption header of {len} bytes is impossible")));
+        }
+        self.table(offset, len, "encryption header").map(Some)
     }
 
     fn check_refcount_table(&self, offset: u64, clusters: u32) -> Result<ImageSpan> {
@@ -313,6 +312,12 @@ impl Header {
         inside(self.l1_span(), "L1 table")?;
         if let Some(bitmaps) = self.bitmaps {
             inside(bitmaps.span, "bitmap directory")?;
+        }
+        if let Some(keys) = self.key_area {
+            inside(keys, "encryption header")?;
+            if keys.overlaps(self.l1_span()) || keys.overlaps(self.refcount_table) {
+                return Err(Error::corrupt("the encryption header overlaps another table"));
+            }
         }
         if self.l1_span().overlaps(self.refcount_table) {
             return Err(Error::corrupt("the L1 table and the refcount table overlap"));
@@ -436,6 +441,11 @@ impl Header {
     /// How guest data is encrypted, if it is.
     pub fn encryption(&self) -> Option<Encryption> {
         self.encryption
+    }
+
+    /// Where the LUKS header and the key material are, if there are any.
+    pub fn key_area(&self) -> Option<ImageSpan> {
+        self.key_area
     }
 
     /// How compressed clusters are compressed.

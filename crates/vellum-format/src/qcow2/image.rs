@@ -32,6 +32,7 @@ use vellum_core::{
 
 use super::compressed::Decompressor;
 use super::contradiction::Contradiction;
+use super::encrypted::Encrypted;
 use super::entry::{ClusterState, Entries, Words};
 use super::header::Header;
 use super::header_state::HeaderState;
@@ -67,6 +68,10 @@ pub struct Qcow2 {
     pub(crate) checkpoint_storage: SharedStorage,
     /// The storage of guest data: the image file again, or the external data file.
     pub(crate) data: SharedStorage,
+    /// As above, for reading what is not encrypted there: the same storage, where nothing is.
+    pub(crate) plain: SharedStorage,
+    /// How guest data is encrypted, if it is.
+    pub(crate) encrypted: Option<Encrypted>,
     pub(crate) has_data_file: bool,
     pub(crate) below: Option<SharedDisk>,
     pub(crate) mapping: Mapping,

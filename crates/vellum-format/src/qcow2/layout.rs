@@ -44,6 +44,9 @@ pub(crate) mod field {
     pub(crate) const COMPRESSION_TYPE: usize = 104;
 }
 
+/// The encryption method LUKS, of three.
+pub(crate) const CRYPT_LUKS: u32 = 2;
+
 /// The header of version 2 ends here; its extensions begin.
 pub(crate) const V2_HEADER_LEN: usize = 72;
 /// The shortest header of version 3.
@@ -160,6 +163,9 @@ pub(crate) const TABLES_BYTES_MAX: u64 = 256 << 20;
 
 /// Metadata is read and written in runs of this size, or of a cluster where that is smaller.
 pub(crate) const METADATA_PAGE: BlockSize = BlockSize::PAGE;
+
+/// An encryption header with its key material takes at most this many bytes. Those of QEMU take 2 MiB.
+pub(crate) const KEY_AREA_BYTES_MAX: u64 = 64 << 20;
 
 /// Image offsets end here: 56 bits.
 pub(crate) const IMAGE_END: ImageOffset = ImageOffset::new(1 << 56);

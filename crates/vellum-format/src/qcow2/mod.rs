@@ -34,7 +34,7 @@
 //! an old mapping, which one loads a page), and most of the journal (the writes around a record are in
 //! `journal/commit.rs`).
 //!
-//! Source: QEMU's `docs/interop/qcow2.rst`. Left out for now: encryption, updating bitmaps (the autoclear bit
+//! Source: QEMU's `docs/interop/qcow2.rst`. Left out for now: the old AES-CBC encryption, updating bitmaps (the autoclear bit
 //! is cleared before the first change, as the specification requires), making and deleting internal
 //! snapshots.
 
@@ -47,6 +47,7 @@ mod contradiction;
 mod corrupt;
 pub mod create;
 mod detach;
+mod encrypted;
 mod entry;
 mod fill;
 mod format;
@@ -71,6 +72,7 @@ mod read;
 mod refcount;
 mod references;
 mod resize;
+mod sector_parts;
 pub mod snapshot;
 mod tail;
 mod write;

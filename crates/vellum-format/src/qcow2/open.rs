@@ -12,8 +12,11 @@ use vellum_core::{
     Offload, Result, SharedStorage, Tallied,
 };
 
+use vellum_luks::SectorCipher;
+
 use super::check;
 use super::compressed::Decompressor;
+use super::encrypted::{self, Encrypted};
 use super::entry::Entries;
 use super::header::Header;
 use super::header_state::HeaderState;
@@ -55,6 +58,8 @@ pub struct OpenOptions {
     pub prealloc: Prealloc,
     /// With a clock, flushes wait briefly for one another where that lets them share a commit.
     pub clock: Option<Arc<dyn Clock>>,
+    /// What the data of an encrypted image is encrypted with.
+    pub cipher: Option<Arc<SectorCipher>>,
 }
 
 impl Default for OpenOptions {
@@ -68,6 +73,7 @@ impl Default for OpenOptions {
             journal_key: None,
             prealloc: Prealloc::default(),
             clock: None,
+            cipher: None,
         }
     }
 }
@@ -99,10 +105,14 @@ impl Qcow2 {
         let data = Tallied::shared(data, options.tally.data.clone());
         let Tables { l1, size, refcounts } =
             Tables::read(&header, &image, options.snapshot.as_deref(), read_only).await?;
+        encrypted::check(&header, size, options.cipher.is_some())?;
+        let cipher = options.cipher.filter(|_| header.encryption().is_some());
+        let encrypted = cipher.map(|cipher| Encrypted::new(cipher, options.offload.clone()));
         let (cluster, entries) = (header.cluster_size(), Entries::of(&header));
+        let block = data.limits().block_size;
         let geometry = Geometry {
             size,
-            block_size: data.limits().block_size,
+            block_size: if encrypted.is_some() { block.max(BlockSize::SECTOR) } else { block },
             preferred_size: cluster,
             read_only,
             fast_zeroes: entries.has_zero_flag(),
@@ -112,6 +122,8 @@ impl Qcow2 {
             Some(journal) => Arc::new(Overlaid { image: data, full: journal.common.full.clone() }),
             None => data,
         };
+        let plain =
+            encrypted.as_ref().map_or_else(|| data.clone(), |encrypted| encrypted.plain(data.clone()));
         let decompressor = Decompressor::new(data.clone(), header.compression(), cluster, options.offload);
         Ok(Arc::new(Self {
             engine: Engine::new(image.name().to_owned(), geometry, options.clock),
@@ -122,6 +134,8 @@ impl Qcow2 {
             metadata: image,
             checkpoint_storage,
             data,
+            plain,
+            encrypted,
             below: files.below,
             mapping: mapping(cluster, entries, l1, size, options.mapping_bytes_max),
             refcount_loads: Default::default(),
@@ -289,6 +303,9 @@ async fn read_refcounts(
     }
     if let Some(bitmaps) = header.bitmaps() {
         refcounts.note_metadata(bitmaps.span);
+    }
+    if let Some(keys) = header.key_area() {
+        refcounts.note_metadata(keys);
     }
     let tables: Vec<(usize, ImageOffset)> = l1
         .iter()

@@ -133,7 +133,7 @@ impl Qcow2 {
 
     async fn read_part(&self, at: GuestOffset, part: Part, mut buffer: Buffer) -> Result<Buffer> {
         match part.from {
-            Origin::Host(host) => self.data.read(host, buffer).await,
+            Origin::Host(host) => self.plain.read(host, buffer).await,
             Origin::Below => read_below(self.below.as_ref(), at, buffer).await,
             Origin::Zero { .. } => {
                 buffer.fill(0);

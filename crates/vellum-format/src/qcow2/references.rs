@@ -170,6 +170,7 @@ pub(super) enum Kind {
     L2,
     Snapshots,
     Bitmaps,
+    Keys,
 }
 
 impl Kind {
@@ -180,6 +181,7 @@ impl Kind {
             Self::L2 => "L2 table",
             Self::Snapshots => "snapshot table",
             Self::Bitmaps => "bitmap directory or table",
+            Self::Keys => "encryption header",
         }
     }
 }

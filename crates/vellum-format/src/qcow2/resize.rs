@@ -37,6 +37,11 @@ async fn grow_inner(shared: &SharedStorage, size: u64) -> Result<u64> {
             header.snapshot_count > 0 && header.version() < 3,
             "its snapshots (version 2) have no size of their own",
         ),
+        (
+            header.encryption().is_some() && !before.is_multiple_of(header.cluster_size().bytes()),
+            "it is encrypted, and its last cluster is not whole: what is behind the end of the disk there can be made \
+             zero only with its key. Copy it into a larger image",
+        ),
         (header.bitmaps().is_some(), "it has persistent bitmaps, which would have to grow as well"),
     ];
     if let Some((_, why)) = refusals.iter().find(|(is_so, _)| *is_so) {

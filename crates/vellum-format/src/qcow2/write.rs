@@ -70,9 +70,15 @@ fn without_place(state: ClusterState) -> ClusterState {
 impl Qcow2 {
     pub(crate) async fn write_span(&self, span: GuestSpan, data: Buffer) -> Result<()> {
         self.prepare.note_written(span.len());
-        if span.is_empty() {
-            return Ok(());
+        match &self.encrypted {
+            _ if span.is_empty() => Ok(()),
+            Some(encrypted) => Box::pin(self.write_encrypted(encrypted, span, data)).await,
+            None => self.write_sectors(span, data).await,
         }
+    }
+
+    /// Writes a run that is not empty, and of an encrypted disk whole sectors.
+    pub(super) async fn write_sectors(&self, span: GuestSpan, data: Buffer) -> Result<()> {
         self.begin_change().await?;
         self.give_back_if_due().await?;
         let fresh_max = self.journal().map_or(u64::MAX, |journal| journal.common.fresh_bytes_max());
@@ -251,7 +257,7 @@ impl Qcow2 {
                 Ok(buffer)
             }
             Source::Below => read_below(self.below.as_ref(), cluster + segment.start, buffer).await,
-            Source::Host(old) => self.data.read(old + segment.start, buffer).await,
+            Source::Host(old) => self.plain.read(old + segment.start, buffer).await,
             Source::Compressed(packed) => {
                 let bytes = self.decompressor.read(packed).await?;
                 let start = usize::try_from(segment.start).expect("within a cluster");
@@ -274,6 +280,13 @@ impl Writer for Qcow2 {
 
     fn cell(&self) -> BlockSize {
         self.cluster
+    }
+
+    async fn as_stored(&self, at: ImageOffset, data: Buffer) -> Buffer {
+        match &self.encrypted {
+            None => data,
+            Some(encrypted) => Box::pin(encrypted.seal(at, &data)).await,
+        }
     }
 
     async fn decide(&self, span: GuestSpan, _data: &Buffer) -> Result<Way<u64>> {
@@ -309,7 +322,9 @@ impl Writer for Qcow2 {
                 // A data file ends with the disk, not with the cluster.
                 segment.end = segment.end.min(self.engine.geometry.size - start.bytes());
             }
-            if segment.start >= segment.end || (segment.source == Source::Zero && host.zeroed) {
+            if segment.start >= segment.end
+                || (segment.source == Source::Zero && host.zeroed && self.encrypted.is_none())
+            {
                 continue;
             }
             let len = usize::try_from(segment.end - segment.start).expect("within a cluster");

@@ -42,7 +42,11 @@ impl Qcow2 {
         }
         self.begin_change().await?;
         let space = if flags.may_unmap { Space::Free } else { Space::Keep };
-        self.each_cluster(span, async |part| self.zero_part(part, space).await).await
+        let zero = async |span| self.each_cluster(span, async |part| self.zero_part(part, space).await).await;
+        match &self.encrypted {
+            Some(encrypted) => Box::pin(self.zero_encrypted(encrypted, span, zero)).await,
+            None => zero(span).await,
+        }
     }
 
     pub(crate) async fn discard_span(&self, span: GuestSpan) -> Result<()> {

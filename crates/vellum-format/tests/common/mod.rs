@@ -7,7 +7,7 @@ pub(crate) mod native;
 pub(crate) mod sim;
 pub(crate) mod tended;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures_lite::future::zip;
@@ -16,12 +16,44 @@ use vellum_core::{
     ZeroFlags, fill_from_below,
 };
 use vellum_format::Prealloc;
+use vellum_format::luks::{Hash, Mode, NewHeader, NewKeys, Secret};
 use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
 use vellum_format::report::{CheckReport, Repair};
+use vellum_luks::SectorCipher;
 use vellum_sim::{Content, Delay, Drive, DriveOptions, FaultPlan, World};
 
 use sim::Setup;
+
+/// Keys that are always the same, and the cipher that they make. Quick to open, and small.
+pub(crate) fn keys() -> &'static (Arc<NewKeys>, Arc<SectorCipher>) {
+    static KEYS: OnceLock<(Arc<NewKeys>, Arc<SectorCipher>)> = OnceLock::new();
+    KEYS.get_or_init(|| {
+        let mut random = Random::from_seed(20);
+        let mut chance = |bytes: &mut [u8]| {
+            random.fill(bytes);
+            Ok(())
+        };
+        let mode = Mode::named("xts-plain64").unwrap();
+        let new = NewHeader { mode, key_len: 32, hash: Hash::Sha256, digest_iterations: 1000 };
+        let secret = Secret::new(SECRET.into()).unwrap();
+        let (keys, cipher) = NewKeys::make(&new, &secret, 1000, &mut chance).unwrap();
+        (Arc::new(keys), cipher)
+    })
+}
+
+/// What opens them.
+pub(crate) const SECRET: &str = "correct horse";
+
+/// The same image, encrypted.
+pub(crate) fn encrypted(options: CreateOptions) -> CreateOptions {
+    CreateOptions { encryption: Some(keys().0.clone()), ..options }
+}
+
+/// The cipher of an image that was made with these options.
+pub(crate) fn cipher_of(options: &CreateOptions) -> Option<Arc<SectorCipher>> {
+    options.encryption.as_ref().map(|_| keys().1.clone())
+}
 
 /// Space is prepared whenever the disk is tended.
 const PREALLOC: Prealloc = Prealloc::Fixed(64 << 10);
@@ -86,7 +118,12 @@ impl QcowSetup {
         Qcow2::open(
             header,
             Files { image, data_file: None, below },
-            OpenOptions { journal_key: Some(1), prealloc: PREALLOC, ..OpenOptions::default() },
+            OpenOptions {
+                journal_key: Some(1),
+                prealloc: PREALLOC,
+                cipher: cipher_of(&self.options),
+                ..OpenOptions::default()
+            },
         )
         .await
     }

@@ -20,7 +20,7 @@ use vellum_sim::Content;
 use vellum_sim::explore::{Medium, Plan, Subject};
 
 use crate::common::tended::Tended;
-use crate::common::{QcowSetup, base, look};
+use crate::common::{QcowSetup, SECRET, base, cipher_of, encrypted, look};
 use device::Device;
 
 const SIZE: u64 = 4 << 20;
@@ -212,6 +212,24 @@ impl QcowSubject {
         medium.content()
     }
 
+    /// What is filled in around a write is encrypted, and so is not left out where the host has zeros.
+    pub(crate) fn encrypted() -> Self {
+        let options = encrypted(Self::options(4096));
+        Self::new("encrypted qcow2, 4 KiB clusters", options, false, 2 << 20)
+    }
+
+    /// Checks are of encrypted bytes, and so is what goes through the journal.
+    pub(crate) fn encrypted_journal() -> Self {
+        let options = encrypted(CreateOptions { journal: Some(64 << 10), ..Self::options(4096) });
+        Self::new("encrypted qcow2 with a journal, 4 KiB clusters", options, false, 2 << 20)
+    }
+
+    pub(crate) fn encrypted_journal_subclusters() -> Self {
+        let options = CreateOptions { extended_l2: true, journal: Some(128 << 10), ..Self::options(16_384) };
+        let options = encrypted(options);
+        Self::new("encrypted qcow2 with a journal, subclusters over a base", options, true, 3 << 20)
+    }
+
     pub(crate) fn large_clusters() -> Self {
         Self::new("qcow2, 64 KiB clusters", Self::options(65_536), false, 3 << 20)
     }
@@ -253,7 +271,8 @@ impl Subject for QcowSubject {
             let image = self.on_its_medium(image);
             let header = Header::read(&*image).await?;
             let files = Files { image, data_file: None, below: self.below.clone() };
-            let mut options = OpenOptions { journal_key: Some(1), ..OpenOptions::default() };
+            let cipher = cipher_of(&self.setup.options);
+            let mut options = OpenOptions { journal_key: Some(1), cipher, ..OpenOptions::default() };
             if self.has_small_cache {
                 options.mapping_bytes_max = 0;
             }
@@ -279,7 +298,8 @@ impl Subject for QcowSubject {
 
     fn sample(&self, recovered: &Content) -> std::result::Result<(), String> {
         let guest = block_on(self.read_all(recovered)).map_err(|error| error.chain())?;
-        qemu::check(recovered, &guest, self.may_leak)
+        let secret = self.setup.options.encryption.as_ref().map(|_| SECRET);
+        qemu::check(recovered, &guest, self.may_leak, secret)
     }
 }
 
@@ -289,7 +309,8 @@ impl QcowSubject {
         let image = Medium::new(image.clone());
         let header = Header::read(&*image).await?;
         let files = Files { image, data_file: None, below: None };
-        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+        let cipher = cipher_of(&self.setup.options);
+        let options = OpenOptions { read_only: true, cipher, ..OpenOptions::default() };
         let disk = Qcow2::open(header, files, options).await?;
         let len = usize::try_from(disk.geometry().size).unwrap();
         let bytes = disk.read(GuestOffset::ZERO, Buffer::zeroed(len)).await?;

@@ -72,9 +72,20 @@ pub(crate) fn with_snapshots(empty: &Content, far: u64) -> Option<(Content, Cont
 
 /// QEMU's verdict on an image, where QEMU is installed: whether it is sound, and whether it reads as the
 /// guest sees it.
-pub(crate) fn check(image: &Content, guest: &Content, may_leak: bool) -> Result<(), String> {
+pub(crate) fn check(
+    image: &Content,
+    guest: &Content,
+    may_leak: bool,
+    secret: Option<&str>,
+) -> Result<(), String> {
     let file = Scratch::holding("qcow2", image).map_err(|error| error.to_string())?;
-    let Some(output) = run("qemu-img", &["check", "-f", "qcow2"], &file.0) else { return Ok(()) };
+    let object = format!("secret,id=s,data={}", secret.unwrap_or("none"));
+    let encrypted = format!("driver=qcow2,file.filename={},encrypt.key-secret=s", file.0.display());
+    let output = match secret {
+        None => run("qemu-img", &["check", "-f", "qcow2"], &file.0),
+        Some(_) => run("qemu-img", &["check", "--object", &object, "--image-opts"], Path::new(&encrypted)),
+    };
+    let Some(output) = output else { return Ok(()) };
     match output.status.code() {
         Some(0) => {}
         Some(3) if may_leak => {}
@@ -84,6 +95,20 @@ pub(crate) fn check(image: &Content, guest: &Content, may_leak: bool) -> Result<
         }
     }
     let raw = Scratch::holding("raw", guest).map_err(|error| error.to_string())?;
+    if secret.is_some() {
+        let raw = format!("driver=raw,file.filename={}", raw.0.display());
+        let arguments = ["compare", "--object", &object, "--image-opts", &encrypted];
+        return match run("qemu-img", &arguments, Path::new(&raw)) {
+            Some(output) if !output.status.success() => {
+                let text = String::from_utf8_lossy(&output.stdout).into_owned();
+                Err(format!(
+                    "qemu-img reads something else: {text}{}",
+                    String::from_utf8_lossy(&output.stderr)
+                ))
+            }
+            _ => Ok(()),
+        };
+    }
     let both = format!("blkverify:{}:{}", raw.0.display(), file.0.display());
     let read = format!("read 0 {}", guest.len());
     match run("qemu-io", &["-r", "-c", &read], Path::new(&both)) {

@@ -14,10 +14,12 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
 
 use vellum_core::{Result, lock};
+use vellum_format::luks::Secrets;
 use vellum_format::{FormatKind, SnapshotKey};
 
 use super::below::{Below, Stand};
@@ -38,6 +40,24 @@ struct Key {
     gate: Gate,
     way: u64,
     mapping_bytes_max: Option<u64>,
+    secrets: SameSecrets,
+}
+
+/// The secrets that images were opened with, compared by which they are and not by what they say.
+struct SameSecrets(Arc<Secrets>);
+
+impl PartialEq for SameSecrets {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || (self.0.is_empty() && other.0.is_empty())
+    }
+}
+
+impl Eq for SameSecrets {}
+
+impl Hash for SameSecrets {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.is_empty().hash(state);
+    }
 }
 
 /// What is open; held while it is being opened.
@@ -94,6 +114,7 @@ impl Templates {
             gate: options.gate.clone(),
             way: way.opener().way(),
             mapping_bytes_max: options.mapping_bytes_max,
+            secrets: SameSecrets(options.secrets.clone()),
         });
         // Waits only while they are being opened.
         let known = slot.lock().await.upgrade();

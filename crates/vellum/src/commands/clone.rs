@@ -15,6 +15,7 @@ use super::{Failure, Outcome, with_code};
 use crate::args::{AllowArgs, NewImage, OutputFormat, options_help, parse_format, parse_size};
 use crate::output::{complain, human_bytes, say, say_json};
 use crate::progress::{Progress, Wish};
+use crate::secrets::SecretArgs;
 
 /// Create one or many clones of a template or a snapshot
 ///
@@ -62,6 +63,8 @@ pub(crate) struct Args {
     output: OutputFormat,
     #[command(flatten)]
     allow: AllowArgs,
+    #[command(flatten)]
+    secrets: SecretArgs,
     /// Take a template at a URL for fixed although its server does not prove it
     #[arg(long)]
     trust_base: bool,
@@ -120,6 +123,7 @@ fn failure(error: Error) -> Failure {
 /// The options, checked against the formats of the clones.
 fn cloning(args: &Args, clones: &[NewClone]) -> Result<Cloning> {
     let mut new = NewImage::parse(&args.options)?;
+    new.refuse_encryption()?;
     if new.backing_file.is_some() || new.backing_format.is_some() {
         return Err(Error::invalid("-o backing_file and backing_fmt: the template is the backing image"));
     }
@@ -141,6 +145,7 @@ fn cloning(args: &Args, clones: &[NewClone]) -> Result<Cloning> {
         allow_dirs: args.allow.places(),
         remote_timeout: args.allow.remote_timeout,
         trust_base: args.trust_base,
+        secrets: args.secrets.read()?,
         native: new.native,
         qcow2: new.qcow2,
     })

@@ -13,6 +13,7 @@ use super::{Outcome, or_share, with_code};
 use crate::args::{AllowArgs, OutputFormat, parse_format};
 use crate::output::{say, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
+use crate::secrets::SecretArgs;
 
 /// Compare the contents of two disks
 ///
@@ -52,6 +53,8 @@ pub(crate) struct Args {
     output: OutputFormat,
     #[command(flatten)]
     allow: AllowArgs,
+    #[command(flatten)]
+    secrets: SecretArgs,
     /// The first image
     first: PathBuf,
     /// The second image
@@ -101,8 +104,11 @@ pub(crate) fn run(args: &Args) -> Outcome {
 }
 
 async fn examine(args: &Args) -> Result<Answer, (vellum_core::Error, u8)> {
+    let secrets = args.secrets.read().map_err(|error| (error, CANNOT_OPEN))?;
     let open = async |path: &PathBuf, format, snapshot: Option<String>| {
         let options = ImageOptions {
+            secrets: secrets.clone(),
+            may_be_weak: true,
             format,
             snapshot,
             force_share: args.force_share,

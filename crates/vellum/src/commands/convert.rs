@@ -14,6 +14,7 @@ use super::{Failure, Outcome, or_share, with_code};
 use crate::args::{AllowArgs, NewImage, OutputFormat, parse_format, parse_size};
 use crate::output::{say_json, say_json_line};
 use crate::progress::{Progress, Wish};
+use crate::secrets::SecretArgs;
 
 /// Copy a disk into a new image of the same or another format
 ///
@@ -81,6 +82,8 @@ pub(crate) struct Args {
     output: OutputFormat,
     #[command(flatten)]
     allow: AllowArgs,
+    #[command(flatten)]
+    secrets: SecretArgs,
     /// The image to copy
     source: PathBuf,
     /// The image to create
@@ -127,7 +130,10 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
         );
     }
     let mut stop = Stop::new()?;
+    let secrets = args.secrets.read()?;
     let options = ImageOptions {
+        secrets: secrets.clone(),
+        may_be_weak: true,
         format: args.format,
         snapshot: args.snapshot.clone(),
         force_share: args.force_share,
@@ -150,8 +156,9 @@ async fn convert(args: &Args) -> Result<u64, Failure> {
     let conversion = Conversion {
         target: args.target.clone(),
         format: args.target_format(),
-        qcow2: new.qcow2,
+        qcow2: new.qcow2_with_keys(&secrets)?,
         native: new.native,
+        secrets,
         fills_existing: args.no_create,
         target_is_zero: args.target_is_zero,
         data_files: args.data_file.clone(),

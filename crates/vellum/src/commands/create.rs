@@ -9,12 +9,13 @@ use vellum_core::{BlockSize, Error, Result};
 use vellum_daemon::template::ListUse;
 use vellum_daemon::{
     Compression, CreateTarget, FormatKind, IoMode, Layout, NativeImage, Preallocation, Qcow2Options,
-    create_native, create_qcow2, create_raw, run as run_worker,
+    create_native, create_qcow2, create_raw, no_new_luks, run as run_worker,
 };
 
 use super::Outcome;
 use crate::args::{AllowArgs, NewImage, OutputFormat, options_help, parse_format, parse_size, prealloc_text};
 use crate::output::{complain, human_bytes, say, say_json};
+use crate::secrets::SecretArgs;
 
 /// Create an image, or with -b a clone of a backing image
 ///
@@ -57,6 +58,8 @@ pub(crate) struct Args {
     output: OutputFormat,
     #[command(flatten)]
     allow: AllowArgs,
+    #[command(flatten)]
+    secrets: SecretArgs,
     /// The image to create; an existing file is replaced
     #[arg(value_name = "FILE", required_unless_present = "options")]
     file: Option<PathBuf>,
@@ -156,6 +159,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         allow_dirs: args.allow.places(),
         remote_timeout: args.allow.remote_timeout,
         trust_base: args.trust_base,
+        secrets: args.secrets.read()?,
     };
     let mut made = run_worker(IoMode::Auto, async || make(format, &target, &new).await)??;
     new.qcow2 = made.qcow2.take().unwrap_or(new.qcow2);
@@ -202,13 +206,14 @@ async fn make(format: FormatKind, target: &CreateTarget, new: &NewImage) -> Resu
     match format {
         FormatKind::Foreign(_) => Err(format.check_is_written().expect_err("they are only read")),
         FormatKind::Qcow2 => {
-            let made = create_qcow2(target, new.qcow2.clone()).await?;
+            let made = create_qcow2(target, new.qcow2_with_keys(&target.secrets)?).await?;
             Ok(Made { qcow2: Some(made.clone()), ..Made::of(made.size) })
         }
         FormatKind::Native => {
             let made = create_native(target, new.native.clone()).await?;
             Ok(Made { native: Some(made.clone()), ..Made::of(made.size) })
         }
+        FormatKind::Luks => Err(no_new_luks(&target.path)),
         FormatKind::Raw => {
             let size = BlockSize::SECTOR.round_up(target.disk_size().await?);
             create_raw(&target.path, size, new.qcow2.preallocation).await?;
@@ -255,6 +260,7 @@ fn formatting(format: FormatKind, target: &CreateTarget, new: &NewImage, size: u
         }
         return line;
     }
+    line += &new.encryption_text().map(|text| format!(" {text}")).unwrap_or_default();
     let compression = if options.compression == Compression::Zstd { "zstd" } else { "zlib" };
     line += &format!(" cluster_size={} extended_l2={}", options.cluster_size, switch(options.extended_l2));
     if options.preallocation != Preallocation::Off {

@@ -15,6 +15,7 @@ use super::{Failure, Outcome, with_code};
 use crate::args::{AllowArgs, OutputFormat, parse_format};
 use crate::output::{human_bytes, say, say_json, say_json_line};
 use crate::progress::{Progress, Wish};
+use crate::secrets::SecretArgs;
 
 /// Make an image independent of its backing image
 ///
@@ -53,6 +54,8 @@ pub(crate) struct Args {
     output: OutputFormat,
     #[command(flatten)]
     allow: AllowArgs,
+    #[command(flatten)]
+    secrets: SecretArgs,
     /// The image
     #[arg(value_name = "FILE", required_unless_present = "control", conflicts_with = "control")]
     file: Option<PathBuf>,
@@ -110,6 +113,7 @@ fn served(args: &Args) -> Outcome {
 
 async fn flattened(args: &Args, file: &Path) -> Result<Flattened, Failure> {
     let options = ImageOptions {
+        secrets: args.secrets.read()?,
         format: args.format,
         direct: args.direct,
         allow_dirs: args.allow.places(),

@@ -29,7 +29,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let options = args.read.options();
+    let options = args.read.options()?;
     let look = async || inspect(&args.file, &options, args.backing_chain).await;
     let images = run_worker(IoMode::Auto, look)?.map_err(or_share)?;
     match args.output {
@@ -123,7 +123,8 @@ fn human(image: &ImageFacts) -> String {
             let value = match (name, &value) {
                 ("journal", journal) => journal_line(journal, image),
                 ("bitmaps", Value::Array(all)) => all.iter().map(bitmap_text).collect::<Vec<_>>().join(", "),
-                ("encrypt", encryption) => encryption["format"].as_str().unwrap_or_default().to_owned(),
+                ("encrypt", encryption) => encryption_text(encryption),
+                ("slots", slots) => format!("{} in use", slots_in_use(slots)),
                 (_, Value::String(text)) => printable(text).into_owned(),
                 _ => value.to_string(),
             };
@@ -211,6 +212,28 @@ fn journal_line(journal: &Value, image: &ImageFacts) -> String {
         Some(prealloc) => format!("{size}, prealloc={prealloc}"),
         None => size,
     }
+}
+
+/// How guest data is encrypted: the cipher, and which key slots are in use.
+fn encryption_text(encryption: &Value) -> String {
+    let text = |name: &str| encryption[name].as_str().unwrap_or_default().to_owned();
+    match encryption["slots"].is_array() {
+        true => format!(
+            "{} ({}-{}-{}, key slots in use: {})",
+            text("format"),
+            text("cipher-alg"),
+            text("cipher-mode"),
+            text("ivgen-alg"),
+            slots_in_use(&encryption["slots"])
+        ),
+        false => text("format"),
+    }
+}
+
+fn slots_in_use(slots: &Value) -> String {
+    let slots = slots.as_array().into_iter().flatten().enumerate();
+    let used = slots.filter(|(_, slot)| slot["active"] == json!(true)).map(|(number, _)| number.to_string());
+    used.collect::<Vec<_>>().join(", ")
 }
 
 fn bitmap_text(bitmap: &Value) -> String {

@@ -34,7 +34,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let options = ImageOptions { snapshot: args.snapshot.clone(), ..args.read.options() };
+    let options = ImageOptions { snapshot: args.snapshot.clone(), ..args.read.options()? };
     let look = async || map(&args.file, &options, args.start_offset, args.max_length).await;
     let rows = run_worker(IoMode::Auto, look)?.map_err(or_share)?;
     match args.output {
@@ -44,13 +44,14 @@ pub(crate) fn run(args: &Args) -> Outcome {
             say(&format!("[{}]", lines.join(",\n")));
         }
         OutputFormat::Human => {
-            let cannot = "part of the disk is compressed and has no offset to show: use --output json";
-            if rows.iter().any(|row| row.compressed) {
+            let cannot =
+                "part of the disk is compressed or encrypted and has no offset to show: use --output json";
+            if rows.iter().any(|row| row.compressed || (row.data && row.offset.is_none())) {
                 return Err(Error::unsupported(cannot).into());
             }
             say(&format!("{:<15} {:<15} {:<15} File", "Offset", "Length", "Mapped to"));
             for row in rows.iter().filter(|row| row.data) {
-                let offset = row.offset.expect("data that is not compressed has a place");
+                let offset = row.offset.expect("data has a place where nothing is compressed or encrypted");
                 let file = printable(row.file.as_deref().unwrap_or_default());
                 say(&format!("{:<15} {:<15} {:<15} {file}", hex(row.start), hex(row.length), hex(offset)));
             }

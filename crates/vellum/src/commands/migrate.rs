@@ -143,6 +143,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
 
 fn prepared(args: &PrepareArgs) -> Outcome {
     let new = NewImage::parse(&args.options)?;
+    new.refuse_encryption()?;
     new.suits(args.format, "-f")?;
     if new.backing_file.is_some() || new.size.is_some() {
         return Err(Error::invalid("the target has the size of the source, and reads from it").into());

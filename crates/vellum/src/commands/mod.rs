@@ -12,6 +12,7 @@ pub(crate) mod export;
 pub(crate) mod flatten;
 pub(crate) mod info;
 pub(crate) mod journal;
+pub(crate) mod key;
 pub(crate) mod limits;
 pub(crate) mod man;
 pub(crate) mod map;

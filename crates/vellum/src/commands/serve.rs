@@ -23,6 +23,7 @@ use crate::args::{
 };
 use crate::log::note;
 use crate::output::human_bytes;
+use crate::secrets::SecretArgs;
 
 /// The headings of the options in the help.
 const NBD: &str = "NBD";
@@ -270,6 +271,8 @@ pub(crate) struct Args {
     quiet: bool,
     #[command(flatten, next_help_heading = IMAGES)]
     chunk_cache: ChunkCacheArgs,
+    #[command(flatten)]
+    secrets: SecretArgs,
 }
 
 /// Whether NBD clients must use TLS
@@ -479,6 +482,7 @@ pub(crate) fn run(args: Args) -> Outcome {
         remote_timeout: args.remote_timeout,
         data_files: args.data_file.clone(),
         chunk_cache: args.chunk_cache.choice(),
+        secrets: args.secrets.read()?,
         ..ImageOptions::default()
     };
     let hydration = hydration_of(&args)?;

@@ -190,8 +190,10 @@ fn broken_files_are_one_clear_line() {
         ];
         for command in commands {
             let ran = vellum(command);
-            if (name, command[0]) == ("encrypted", "info") {
-                assert!(ran.answer().contains("encrypted: yes"), "what it is can be told");
+            // What needs no key is done without one.
+            if name == "encrypted" && ["info", "check", "recover"].contains(&command[0]) {
+                let answer = ran.answer();
+                assert!(command[0] != "info" || answer.contains("encrypted: yes"), "what it is can be told");
                 continue;
             }
             // A guest size may be absurd and still fit what qcow2 can say.

@@ -7,6 +7,7 @@
 //!   config.rs    the configuration file
 //!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
 //!   cloning.rs   many images over one template
+//!   encrypted.rs LUKS: images to and fro between both programs, secrets, keys
 //!   flatten.rs   clones without their template
 //!   foreign.rs   images of other programs: read, mapped, served, below others
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
@@ -34,6 +35,7 @@ mod answers;
 mod cloning;
 mod config;
 mod damage;
+mod encrypted;
 mod flatten;
 mod foreign;
 mod locks;

@@ -165,6 +165,7 @@ async fn make(engine: Engine, path: &Path, size: u64) -> Result<()> {
         allow_dirs: Vec::new(),
         remote_timeout: None,
         trust_base: false,
+        secrets: Default::default(),
     };
     match engine {
         Engine::Zoned => {

@@ -14,7 +14,7 @@ pub(super) struct Extensions {
     pub(super) backing_format: Option<String>,
     pub(super) data_file: Option<String>,
     pub(super) bitmaps: Option<Vec<u8>>,
-    pub(super) has_encryption: bool,
+    pub(super) encryption: Option<Vec<u8>>,
     pub(super) feature_names: Vec<u8>,
     pub(super) journal: Option<(Extension, usize)>,
     pub(super) misplaced_journal: Option<Extension>,
@@ -44,7 +44,7 @@ impl Extensions {
                 extension::BACKING_FORMAT => found.backing_format = Some(text(body, "backing format")?),
                 extension::DATA_FILE => found.data_file = Some(text(body, "data file name")?),
                 extension::BITMAPS => found.bitmaps = Some(body.to_vec()),
-                extension::ENCRYPTION => found.has_encryption = true,
+                extension::ENCRYPTION => found.encryption = Some(body.to_vec()),
                 extension::FEATURE_NAMES => found.feature_names = body.to_vec(),
                 extension::PIN => found.pin = Some(body.to_vec()),
                 extension::HANDOVER => {

@@ -205,6 +205,7 @@ fn make_clone(path: &Path, has_journal: bool) -> Result<()> {
         allow_dirs: Vec::new(),
         remote_timeout: None,
         trust_base: false,
+        secrets: Default::default(),
     };
     run_worker(IoMode::Auto, async || {
         let options = if has_journal { Qcow2Options::default() } else { Qcow2Options::without_journal() };

@@ -80,6 +80,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
 async fn fetch(args: &Args) -> Result<Pulled, Failure> {
     let format = args.target_format.or_else(|| FormatKind::of_name(&args.target)).unwrap_or(FormatKind::Raw);
     let new = NewImage::parse(&args.options)?;
+    new.refuse_encryption()?;
     new.suits(format, "-O")?;
     if new.backing_file.is_some() {
         return Err(
@@ -87,6 +88,7 @@ async fn fetch(args: &Args) -> Result<Pulled, Failure> {
         );
     }
     let conversion = Conversion {
+        secrets: Default::default(),
         target: args.target.clone(),
         format,
         qcow2: new.qcow2,

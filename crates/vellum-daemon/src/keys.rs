@@ -1,0 +1,153 @@
+//! The keys of encrypted images: made for new ones, listed, added and removed.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use vellum_core::{Error, Offload, Result};
+use vellum_format::FormatKind;
+use vellum_format::luks::{
+    Hash, KeyArea, KeyChange, Mode, NewHeader, NewKeys, SLOTS, Secret, Secrets, TIME_DEFAULT, change_keys,
+    iterations_for, system_chance,
+};
+use vellum_io::clock;
+
+use crate::host::Pool;
+use crate::image::{ImageOptions, open_file};
+
+/// How a new image is to be encrypted.
+#[derive(Debug, Clone)]
+pub struct NewEncryption {
+    /// The name of the secret that opens it.
+    pub secret: String,
+    /// Bits of each half of the key: 128 or 256.
+    pub key_bits: usize,
+    /// The hash of its slots.
+    pub hash: Hash,
+    /// How long opening it is to take.
+    pub time: Duration,
+}
+
+impl NewEncryption {
+    /// As QEMU does it by default: AES-256 in XTS mode, SHA-256.
+    pub fn with_secret(name: &str) -> Self {
+        Self { secret: name.to_owned(), key_bits: 256, hash: Hash::Sha256, time: TIME_DEFAULT }
+    }
+
+    /// Draws the keys, and measures how many iterations they are to have. Must be called on a worker.
+    ///
+    /// # Errors
+    /// `Invalid` when there is no such secret.
+    pub fn keys(&self, secrets: &Secrets) -> Result<Arc<NewKeys>> {
+        let secret = named(secrets, &self.secret)?;
+        let key_len = 2 * self.key_bits / 8;
+        let iterations = iterations_for(self.hash, key_len, self.time, processor_time);
+        let mode = Mode::named("xts-plain64")?;
+        // The digest needs less than a slot: who can try keys has all the work of the slot behind him.
+        let new = NewHeader { mode, key_len, hash: self.hash, digest_iterations: iterations / 8 };
+        NewKeys::make(&new, secret, iterations, &mut system_chance).map(|(keys, _)| Arc::new(keys))
+    }
+}
+
+/// The time that this thread has had of a processor; where the kernel does not say it, the time of a clock.
+fn processor_time() -> Duration {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    let nanos = text.split(' ').next().and_then(|nanos| nanos.parse().ok());
+    nanos.map_or_else(|| clock().now(), Duration::from_nanos)
+}
+
+/// The secret of this name.
+///
+/// # Errors
+/// `Invalid` when there is none.
+pub fn named<'a>(secrets: &'a Secrets, name: &str) -> Result<&'a Secret> {
+    secrets.named(name).ok_or_else(|| {
+        Error::invalid(format!(
+            "there is no secret named {name:?}: give it with `--secret id={name},file=FILE`"
+        ))
+    })
+}
+
+/// One key slot of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KeySlot {
+    /// Its number.
+    pub number: usize,
+    /// Its iterations; nothing, where it is empty.
+    pub iterations: Option<u32>,
+}
+
+/// What is done to the keys of an image.
+#[derive(Debug, Clone)]
+pub enum KeyWish {
+    /// One more secret opens it, by its name among the secrets.
+    Add {
+        /// The name of the new secret.
+        secret: String,
+        /// The slot; the first empty one, when not given.
+        slot: Option<usize>,
+        /// How long opening it is to take.
+        time: Duration,
+    },
+    /// A slot is emptied.
+    Remove {
+        /// The slot.
+        slot: usize,
+    },
+    /// A secret opens it no more, by its name among the secrets.
+    RemoveSecret {
+        /// The name of the secret.
+        secret: String,
+    },
+}
+
+/// The key slots of an image. Must be called on a worker.
+///
+/// # Errors
+/// `Invalid` when the image is not encrypted, and what opening it says.
+pub async fn list(path: &Path, format: Option<FormatKind>) -> Result<Vec<KeySlot>> {
+    let options = ImageOptions { format, force_share: true, ..ImageOptions::reading() };
+    let (storage, kind) = open_file(path, &options).await?;
+    let head = kind.format().read(&*storage).await?;
+    let area = head.key_area().ok_or_else(|| not_encrypted(path))?;
+    let header = area.header(&*storage).await?;
+    Ok((0..SLOTS).map(|number| KeySlot { number, iterations: header.slot_iterations(number) }).collect())
+}
+
+fn not_encrypted(path: &Path) -> Error {
+    Error::invalid(format!("{} is not encrypted with LUKS: it has no keys", path.display()))
+}
+
+/// Changes the keys of an image that no program has open. Returns the slots that were changed. Must be called on a
+/// worker.
+///
+/// # Errors
+/// `Invalid` for an image without keys, a wrong or missing secret, and when no key would be left; `Locked` when another
+/// program has the image open; what the file says.
+pub async fn change(
+    path: &Path,
+    format: Option<FormatKind>,
+    secrets: &Arc<Secrets>,
+    wish: &KeyWish,
+) -> Result<Vec<usize>> {
+    let (storage, kind) = open_file(path, &ImageOptions { format, ..ImageOptions::default() }).await?;
+    let head = kind.format().read(&*storage).await?;
+    let area: KeyArea = head.key_area().ok_or_else(|| not_encrypted(path))?;
+    let hash = area.header(&*storage).await?.hash();
+    let (mut unlocking, change) = (secrets.clone(), &wish);
+    let change = match change {
+        KeyWish::Add { secret, slot, time } => {
+            let new = named(secrets, secret)?.clone();
+            // The new one opens nothing yet.
+            unlocking = Arc::new(secrets.without(secret));
+            let iterations = iterations_for(hash, 64, *time, processor_time);
+            KeyChange::Add { secret: new, slot: *slot, iterations }
+        }
+        KeyWish::Remove { slot } => KeyChange::Remove { slot: *slot },
+        KeyWish::RemoveSecret { secret } => {
+            KeyChange::RemoveSecret { secret: named(secrets, secret)?.clone() }
+        }
+    };
+    let pool: Arc<dyn Offload> = Arc::new(Pool);
+    change_keys(area, &storage, &unlocking, &change, &mut system_chance, &pool).await
+}

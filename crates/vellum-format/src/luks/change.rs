@@ -1,0 +1,164 @@
+//! Keys are added to an image, and removed.
+//!
+//! ```text
+//!   add      material ─ flush ─► second sector of the header ─ flush ─► first sector ─ flush: commit point
+//!   remove   second sector ─ flush ─► first ─ flush: commit point ─► material overwritten with random bytes ─ flush
+//! ```
+//!
+//! The header has 592 bytes and so lies in two sectors, of which a crash may leave either. The slot's state is in the
+//! first for the slots 0 to 6, and in the second for slot 7, which lies there as a whole.
+//!
+//! 1. A slot that is marked as in use has its material. Slot 6 has the end of its salt in the second sector, which is
+//!    written before its state.
+//! 2. A removed slot's material is destroyed only once the slot is durably marked as empty. A crash in between leaves
+//!    material without its salt, which is of no use.
+//! 3. At each moment at least one slot holds the key: a crash cannot lose it.
+
+use std::sync::Arc;
+
+use vellum_core::{Buffer, Context, Error, ImageOffset, Offload, Result, SharedStorage};
+use vellum_luks::{Chance, Header, SECTOR, Secret, Secrets};
+
+use super::area::{KeyArea, Unlock};
+
+/// What is done to the keys of an image.
+#[derive(Debug, Clone)]
+pub enum KeyChange {
+    /// One more secret opens it.
+    Add {
+        /// The new secret.
+        secret: Secret,
+        /// In this slot; in the first empty one, when not given.
+        slot: Option<usize>,
+        /// Iterations for the new slot.
+        iterations: u32,
+    },
+    /// What is in a slot opens it no more.
+    Remove {
+        /// The slot.
+        slot: usize,
+    },
+    /// A secret opens it no more, in whichever slots it is.
+    RemoveSecret {
+        /// The secret.
+        secret: Secret,
+    },
+}
+
+/// Changes the keys of a closed image. `secrets` have one that opens it, where a key is added. Returns the slots that
+/// were changed.
+///
+/// # Errors
+/// `Invalid` for a wrong secret, a slot that is not as it must be, or when no key would be left; those of the storage.
+pub async fn change_keys(
+    area: KeyArea,
+    image: &SharedStorage,
+    secrets: &Secrets,
+    change: &KeyChange,
+    chance: &mut Chance<'_>,
+    offload: &Arc<dyn Offload>,
+) -> Result<Vec<usize>> {
+    let changed = change_inner(area, image, secrets, change, chance, offload).await;
+    changed.context(|| format!("can't change the keys of {}", image.name()))
+}
+
+async fn change_inner(
+    area: KeyArea,
+    image: &SharedStorage,
+    secrets: &Secrets,
+    change: &KeyChange,
+    chance: &mut Chance<'_>,
+    offload: &Arc<dyn Offload>,
+) -> Result<Vec<usize>> {
+    let mut header = area.header(&**image).await?;
+    match change {
+        KeyChange::Add { secret, slot, iterations } => {
+            let unlock = Unlock { secrets, may_be_weak: true, offload };
+            let slot = match *slot {
+                Some(slot) => slot,
+                None => header
+                    .free_slot()
+                    .ok_or_else(|| Error::invalid("all 8 key slots are in use: remove one"))?,
+            };
+            if slot >= vellum_luks::SLOTS {
+                return Err(Error::invalid(format!("there is no key slot {slot}: they are 0 to 7")));
+            }
+            let (key, _) = area.open(&header, image, &unlock).await?;
+            let material = header.fill_slot(slot, &key, secret, *iterations, chance)?;
+            write_material(area, image, &header, slot, &material).await?;
+            write_header(area, image, &header).await?;
+            Ok(vec![slot])
+        }
+        KeyChange::Remove { slot } => {
+            remove(area, image, &mut header, *slot, chance).await?;
+            Ok(vec![*slot])
+        }
+        KeyChange::RemoveSecret { secret } => {
+            let slots = slots_of(area, image, &header, secret).await?;
+            if slots.is_empty() {
+                return Err(Error::invalid("no key slot is opened by this secret"));
+            }
+            for slot in &slots {
+                remove(area, image, &mut header, *slot, chance).await?;
+            }
+            Ok(slots)
+        }
+    }
+}
+
+async fn slots_of(
+    area: KeyArea,
+    image: &SharedStorage,
+    header: &Header,
+    secret: &Secret,
+) -> Result<Vec<usize>> {
+    let mut slots = Vec::new();
+    for slot in header.active_slots() {
+        let material = area.material(header, slot, &**image).await?;
+        if header.open_slot(slot, &material, secret)?.is_some() {
+            slots.push(slot);
+        }
+    }
+    Ok(slots)
+}
+
+async fn remove(
+    area: KeyArea,
+    image: &SharedStorage,
+    header: &mut Header,
+    slot: usize,
+    chance: &mut Chance<'_>,
+) -> Result<()> {
+    header.clear_slot(slot)?;
+    let mut nothing = vec![0; header.material(slot).1];
+    chance(&mut nothing)?;
+    write_header(area, image, header).await?;
+    write_material(area, image, header, slot, &nothing).await
+}
+
+async fn write_material(
+    area: KeyArea,
+    image: &SharedStorage,
+    header: &Header,
+    slot: usize,
+    material: &[u8],
+) -> Result<()> {
+    let (at, len) = header.material(slot);
+    let end = at + len as u64;
+    if end > area.span.len() || area.span.start().bytes() + end > image.len() {
+        return Err(Error::corrupt(format!("the place of slot {slot} is cut off")));
+    }
+    image.write(area.span.start() + at, Buffer::copy_of(material)).await?;
+    image.flush().await
+}
+
+/// Writes the header, its second sector first. The last flush is the commit point.
+async fn write_header(area: KeyArea, image: &SharedStorage, header: &Header) -> Result<()> {
+    let bytes = header.encode();
+    let (first, second) = bytes.split_at(SECTOR);
+    let start: ImageOffset = area.span.start();
+    image.write(start + SECTOR as u64, Buffer::copy_of(second)).await?;
+    image.flush().await?;
+    image.write(start, Buffer::copy_of(first)).await?;
+    image.flush().await // commit point
+}

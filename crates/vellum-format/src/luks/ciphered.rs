@@ -1,0 +1,279 @@
+//! A storage whose sectors are encrypted, as one that has the bytes before they were.
+//!
+//! ```text
+//!   begin of the data                                       sector n of the cipher
+//!   ├───────┬───────┬───────┬─ … of the storage below   ──decrypt──►   ├───────┬───── … of this one
+//! ```
+//!
+//! 1. Buffers of the caller are never encrypted in place: what is written is a copy. What is read into memory that
+//!    is lent to a guest passes through memory of our own, so no guest sees it encrypted.
+//! 2. A part of a sector is read, changed and written as a whole, while no other write is in flight: the only case in
+//!    which a lock is held across a transfer. Everybody who writes whole sectors shares that lock.
+//! 3. It cannot be made longer, because what a longer storage has behind the old end would not read as zero. Nothing
+//!    is ever a hole, and a discard does nothing, for the same reason.
+
+use std::sync::Arc;
+
+use vellum_core::pin::Proof;
+use vellum_core::{
+    BlockSize, Buffer, Error, ErrorKind, ImageOffset, ImageSpan, Limits, LocalFuture, Offload, Result,
+    SharedStorage, Storage, StorageRun, Zeroes, offload,
+};
+use vellum_luks::{SECTOR, SectorCipher};
+
+/// More bytes are encrypted and decrypted elsewhere, so that the worker serves others meanwhile.
+const HERE_MAX: usize = 256 << 10;
+/// Zeros are encrypted and written in pieces of this many bytes.
+const ZEROS_AT_ONCE: u64 = 1 << 20;
+
+/// The storage.
+pub(crate) struct Ciphered {
+    inner: SharedStorage,
+    /// Where sector 0 of the cipher is.
+    begin: u64,
+    /// Where it ends; nothing where it ends with the storage below, however long that becomes.
+    end: Option<u64>,
+    limits: Limits,
+    cipher: Arc<SectorCipher>,
+    offload: Arc<dyn Offload>,
+    /// Shared by those who write whole sectors.
+    parts: async_lock::RwLock<()>,
+}
+
+fn first_sector(at: ImageOffset) -> u64 {
+    at.bytes() / SECTOR as u64
+}
+
+/// An encrypted copy of whole sectors that lie at this place.
+pub(crate) async fn seal(
+    cipher: &Arc<SectorCipher>,
+    place: &Arc<dyn Offload>,
+    at: ImageOffset,
+    data: &Buffer,
+) -> Buffer {
+    debug_assert!(BlockSize::SECTOR.aligns(at));
+    let (first, mut copy) = (first_sector(at), data.duplicate());
+    if copy.len() <= HERE_MAX {
+        cipher.encrypt(first, copy.slice_mut());
+        return copy;
+    }
+    let cipher = cipher.clone();
+    offload(&**place, move || {
+        cipher.encrypt(first, copy.slice_mut());
+        copy
+    })
+    .await
+}
+
+/// Decrypts whole sectors that were read from this place into memory of our own.
+async fn unseal(
+    cipher: &Arc<SectorCipher>,
+    place: &Arc<dyn Offload>,
+    at: ImageOffset,
+    mut data: Buffer,
+) -> Buffer {
+    let decrypt = move |cipher: &SectorCipher, data: &mut Buffer| {
+        let mut first = first_sector(at);
+        for piece in data.pieces_mut() {
+            cipher.decrypt(first, piece);
+            first += (piece.len() / SECTOR) as u64;
+        }
+    };
+    if data.len() <= HERE_MAX {
+        decrypt(cipher, &mut data);
+        return data;
+    }
+    let cipher = cipher.clone();
+    offload(&**place, move || {
+        decrypt(&cipher, &mut data);
+        data
+    })
+    .await
+}
+
+impl Ciphered {
+    /// The data of `inner` from `begin` to its end.
+    pub(crate) fn behind(
+        begin: u64,
+        inner: SharedStorage,
+        cipher: Arc<SectorCipher>,
+        offload: Arc<dyn Offload>,
+    ) -> Self {
+        let end = BlockSize::SECTOR.round_down(inner.len().saturating_sub(begin));
+        Self { begin, end: Some(end), ..Self::all_of(inner, cipher, offload) }
+    }
+
+    /// All of `inner`, which may become longer: for reading what others encrypt there.
+    pub(crate) fn all_of(inner: SharedStorage, cipher: Arc<SectorCipher>, offload: Arc<dyn Offload>) -> Self {
+        let limits = Limits {
+            block_size: inner.limits().block_size.max(BlockSize::SECTOR),
+            fixed_len: true,
+            grows_zeroed: false,
+            fast_zeroes: false,
+            discards: false,
+            ..inner.limits().clone()
+        };
+        Self { inner, begin: 0, end: None, limits, cipher, offload, parts: async_lock::RwLock::new(()) }
+    }
+
+    fn within(&self, span: ImageSpan) -> ImageSpan {
+        (span.start() + self.begin).span(span.len())
+    }
+
+    fn check_end(&self, span: ImageSpan) -> Result<()> {
+        match self.end {
+            Some(end) if span.end().bytes() > end => Err(Error::new(
+                ErrorKind::NoSpace,
+                format!("{}: its encrypted data ends at {end}", self.inner.name()),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads whole sectors.
+    async fn read_whole(&self, at: ImageOffset, mut buffer: Buffer) -> Result<Buffer> {
+        let is_ours = !buffer.is_lent() && buffer.piece_lengths().all(|len| len.is_multiple_of(SECTOR));
+        let own = match is_ours {
+            true => std::mem::take(&mut buffer),
+            false => Buffer::for_overwrite(buffer.len()),
+        };
+        let own = self.inner.read(at + self.begin, own).await?;
+        let own = unseal(&self.cipher, &self.offload, at, own).await;
+        if is_ours {
+            return Ok(own);
+        }
+        buffer.copy_from(0, own.slice());
+        Ok(buffer)
+    }
+
+    async fn read_any(&self, at: ImageOffset, mut buffer: Buffer) -> Result<Buffer> {
+        let span = at.span(buffer.len() as u64);
+        if buffer.is_empty() {
+            return Ok(buffer);
+        }
+        if BlockSize::SECTOR.aligns(at) && BlockSize::SECTOR.aligns(span.end()) {
+            return self.read_whole(at, buffer).await;
+        }
+        let start = ImageOffset::new(BlockSize::SECTOR.round_down(at.bytes()));
+        let end = BlockSize::SECTOR.round_up(span.end().bytes());
+        let len = usize::try_from(end - start.bytes()).expect("a request fits memory");
+        let whole = self.read_whole(start, Buffer::for_overwrite(len)).await?;
+        let skip = usize::try_from(at - start).expect("within a sector");
+        buffer.copy_from(0, &whole.slice()[skip..skip + buffer.len()]);
+        Ok(buffer)
+    }
+
+    async fn write_whole(&self, at: ImageOffset, data: &Buffer) -> Result<()> {
+        let sealed = seal(&self.cipher, &self.offload, at, data).await;
+        self.inner.write(at + self.begin, sealed).await
+    }
+
+    async fn write_any(&self, at: ImageOffset, data: Buffer) -> Result<()> {
+        let span = at.span(data.len() as u64);
+        self.check_end(span)?;
+        if data.is_empty() {
+            return Ok(());
+        }
+        if BlockSize::SECTOR.aligns(at) && BlockSize::SECTOR.aligns(span.end()) {
+            let _shared = self.parts.read().await;
+            return self.write_whole(at, &data).await;
+        }
+        let _alone = self.parts.write().await;
+        let start = ImageOffset::new(BlockSize::SECTOR.round_down(at.bytes()));
+        let end = BlockSize::SECTOR.round_up(span.end().bytes());
+        let len = usize::try_from(end - start.bytes()).expect("a request fits memory");
+        let mut whole = self.read_whole(start, Buffer::for_overwrite(len)).await?;
+        let skip = usize::try_from(at - start).expect("within a sector");
+        data.copy_to(0, &mut whole.slice_mut()[skip..skip + data.len()]);
+        self.write_whole(start, &whole).await
+    }
+}
+
+impl Storage for Ciphered {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    fn len(&self) -> u64 {
+        self.end.unwrap_or_else(|| self.inner.len())
+    }
+
+    fn proof(&self) -> Option<Proof> {
+        self.inner.proof()
+    }
+
+    fn proof_now(&self) -> LocalFuture<'_, Result<Option<Proof>>> {
+        self.inner.proof_now()
+    }
+
+    fn description(&self) -> String {
+        self.inner.description()
+    }
+
+    fn read(&self, at: ImageOffset, mut buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        Box::pin(async move {
+            // What lies past the end reads as zero.
+            let room = self.end.map_or(u64::MAX, |end| end.saturating_sub(at.bytes()));
+            let inside = usize::try_from(room).unwrap_or(usize::MAX);
+            let mut behind = buffer.split_off(buffer.len().min(inside));
+            behind.fill(0);
+            let mut read = self.read_any(at, buffer).await?;
+            read.append(behind);
+            Ok(read)
+        })
+    }
+
+    fn write(&self, at: ImageOffset, data: Buffer) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.write_any(at, data))
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        self.inner.flush()
+    }
+
+    fn reconcile(&self, span: ImageSpan) -> LocalFuture<'_, Result<bool>> {
+        self.inner.reconcile(self.within(span))
+    }
+
+    fn write_zeroes(&self, span: ImageSpan, _how: Zeroes) -> LocalFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.check_end(span)?;
+            for part in BlockSize::from_shift(ZEROS_AT_ONCE.trailing_zeros()).pieces_of(span) {
+                let len = usize::try_from(part.len()).expect("a piece is small");
+                self.write_any(part.start(), Buffer::zeroed(len)).await?;
+            }
+            Ok(())
+        })
+    }
+
+    fn discard(&self, _span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn set_len(&self, _len: u64) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Err(Error::unsupported(format!(
+            "{}: encrypted data has a fixed length",
+            self.inner.name()
+        )))))
+    }
+
+    fn preallocate(&self, _span: ImageSpan) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Err(Error::unsupported(format!(
+            "{}: encrypted data cannot be reserved",
+            self.inner.name()
+        )))))
+    }
+
+    fn runs(&self, span: ImageSpan) -> LocalFuture<'_, Result<Vec<StorageRun>>> {
+        let end = span.end().bytes().min(self.len());
+        let runs = match end > span.start().bytes() {
+            true => vec![StorageRun { span: span.start().span(end - span.start().bytes()), is_data: true }],
+            false => Vec::new(),
+        };
+        Box::pin(std::future::ready(Ok(runs)))
+    }
+}

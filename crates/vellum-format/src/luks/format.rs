@@ -1,0 +1,177 @@
+//! Raw LUKS images, as one of the formats: the disk is what the payload decrypts to, byte for byte.
+//!
+//! There is nothing of an image in it that a write could leave half done: a sector of the disk is one of the file, so
+//! it comes out of a crash old or new, as that does. The key material is never written meanwhile.
+
+use std::sync::Arc;
+
+use vellum_core::{BlockSize, Error, ErrorKind, LocalFuture, Result, SharedStorage, Storage};
+use vellum_luks::Header;
+
+use super::area::{KeyArea, Unlock};
+use super::{Ciphered, facts};
+use crate::image::{Fact, Files, Format, Head, OpenOptions, Opened, ready};
+use crate::probe::FormatKind;
+use crate::raw::Raw;
+use crate::report::{CheckReport, JournalChange, Repair};
+
+/// LUKS, as one of the formats.
+pub(crate) struct LuksFormat;
+
+/// The header of a raw image, and how long the image is.
+struct LuksHead {
+    header: Header,
+    area: KeyArea,
+    size: u64,
+}
+
+async fn head(image: &dyn Storage) -> Result<LuksHead> {
+    let area = KeyArea::of_raw(image);
+    let header = area.header(image).await?;
+    let size = BlockSize::SECTOR.round_down(image.len().saturating_sub(header.payload()));
+    Ok(LuksHead { header, area, size })
+}
+
+impl Format for LuksFormat {
+    fn kind(&self) -> FormatKind {
+        FormatKind::Luks
+    }
+
+    fn versions(&self) -> &'static [u32] {
+        &[1]
+    }
+
+    fn read<'a>(&'a self, image: &'a dyn Storage) -> LocalFuture<'a, Result<Box<dyn Head>>> {
+        Box::pin(async move { Ok(Box::new(head(image).await?) as Box<dyn Head>) })
+    }
+
+    fn check<'a>(
+        &'a self,
+        _image: &'a SharedStorage,
+        _repair: Repair,
+        _say: &'a mut dyn FnMut(String),
+    ) -> LocalFuture<'a, Result<Option<CheckReport>>> {
+        ready(Ok(None))
+    }
+
+    fn finish<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<u64>> {
+        Box::pin(async move { Ok(head(&**image).await?.size) })
+    }
+
+    fn resize<'a>(
+        &'a self,
+        image: &'a SharedStorage,
+        _size: u64,
+        _may_shrink: bool,
+    ) -> LocalFuture<'a, Result<()>> {
+        ready(Err(Error::unsupported(format!(
+            "{} is a luks image, whose new bytes would have to be encrypted zeros: copy it into a qcow2 image with \
+             `vellum convert -O qcow2 -o encrypt.format=luks`, and resize that",
+            image.name()
+        ))))
+    }
+
+    fn set_journal<'a>(
+        &'a self,
+        _image: &'a SharedStorage,
+        name: &'a str,
+        _setting: Option<Option<u64>>,
+    ) -> LocalFuture<'a, Result<JournalChange>> {
+        ready(Err(Error::unsupported(format!("{name} is a luks image, which cannot have a journal"))))
+    }
+}
+
+impl Head for LuksHead {
+    fn kind(&self) -> FormatKind {
+        FormatKind::Luks
+    }
+
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn knows_whether_closed(&self) -> bool {
+        false
+    }
+
+    fn is_encrypted(&self) -> bool {
+        true
+    }
+
+    fn key_area(&self) -> Option<KeyArea> {
+        Some(self.area)
+    }
+
+    fn facts<'a>(&'a self, _image: &'a dyn Storage) -> LocalFuture<'a, Result<Vec<(&'static str, Fact)>>> {
+        ready(Ok(facts(&self.header)))
+    }
+
+    fn open<'a>(&'a self, files: Files, options: OpenOptions) -> LocalFuture<'a, Result<Opened>> {
+        Box::pin(async move {
+            if options.snapshot.is_some() {
+                return Err(Error::new(ErrorKind::NotFound, "a luks image has no snapshots"));
+            }
+            let unlock = Unlock {
+                secrets: &options.secrets,
+                may_be_weak: options.may_be_weak && options.read_only,
+                offload: &options.offload,
+            };
+            let cipher = self.area.unlock(&files.image, &unlock).await?;
+            let data = Ciphered::behind(self.header.payload(), files.image, cipher, options.offload);
+            let disk = Raw::open(Arc::new(data), options.read_only, &options.tally);
+            Ok(Opened { disk, snapshots: None, detaching: None })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_lite::future::block_on;
+    use vellum_core::contract::{self, StorageFixture};
+    use vellum_core::{ImageOffset, Random};
+    use vellum_core::{Inline, MemoryStorage, Zeroes};
+    use vellum_luks::{Hash, Mode, NewHeader, SectorCipher};
+
+    use super::*;
+
+    /// Makes storages behind a cipher.
+    struct Fixture {
+        last: std::cell::RefCell<Option<(SharedStorage, Arc<SectorCipher>)>>,
+    }
+
+    fn over(inner: &SharedStorage, cipher: &Arc<SectorCipher>) -> SharedStorage {
+        Arc::new(Ciphered::behind(8192, inner.clone(), cipher.clone(), Arc::new(Inline)))
+    }
+
+    impl StorageFixture for Fixture {
+        fn fresh(&self, len: u64) -> LocalFuture<'_, Result<SharedStorage>> {
+            Box::pin(async move {
+                let inner: SharedStorage = MemoryStorage::new("inner");
+                inner.set_len(8192 + len).await?;
+                let mut random = Random::from_seed(len);
+                let mut chance = |bytes: &mut [u8]| {
+                    bytes.fill_with(|| u8::try_from(random.below(256)).expect("a byte"));
+                    Ok(())
+                };
+                let mode = Mode::named("xts-plain64")?;
+                let new = NewHeader { mode, key_len: 64, hash: Hash::Sha256, digest_iterations: 1000 };
+                let cipher = Arc::new(SectorCipher::new(mode, &new.make(&mut chance)?.1)?);
+                let storage = over(&inner, &cipher);
+                storage.write_zeroes(ImageOffset::ZERO.span(len), Zeroes::Allocated).await?;
+                *self.last.borrow_mut() = Some((inner, cipher));
+                Ok(storage)
+            })
+        }
+
+        fn reopen(&self) -> LocalFuture<'_, Result<SharedStorage>> {
+            let last = self.last.borrow();
+            let (inner, cipher) = last.as_ref().expect("one was made");
+            ready(Ok(over(inner, cipher)))
+        }
+    }
+
+    #[test]
+    fn what_is_behind_a_cipher_is_a_storage() {
+        block_on(contract::storage(&Fixture { last: Default::default() }));
+    }
+}

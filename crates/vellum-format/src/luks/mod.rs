@@ -1,0 +1,31 @@
+//! LUKS: raw images of it as one of the formats, and what qcow2 images with LUKS inside share with them.
+//!
+//! ```text
+//!   raw image        header │ key material │ payload: the disk, sector 0 of the cipher is its first
+//!   in qcow2         header │ key material, in clusters that a header extension names
+//!                    data clusters anywhere: a sector of the cipher is a sector of the image file
+//!
+//!   KeyArea ── unlock, with the user's secrets ──► SectorCipher ──► Ciphered: a storage that decrypts
+//!      └────── change.rs: keys are added and removed
+//! ```
+//!
+//! 1. Without a secret an image can be described, checked and repaired; nothing of that needs its key.
+//! 2. What was encrypted in a mode that is not written any more is read where the caller allows it, and never
+//!    written.
+
+mod area;
+mod change;
+mod ciphered;
+mod facts;
+mod format;
+mod new;
+
+pub use area::KeyArea;
+pub(crate) use area::Unlock;
+pub use change::{KeyChange, change_keys};
+pub(crate) use ciphered::{Ciphered, seal};
+pub(crate) use facts::facts;
+pub(crate) use format::LuksFormat;
+pub use new::{NewKeys, system_chance};
+pub use vellum_luks::cost::{TIME_DEFAULT, iterations_for};
+pub use vellum_luks::{Chance, Hash, Header, Mode, NewHeader, SLOTS, Secret, Secrets};

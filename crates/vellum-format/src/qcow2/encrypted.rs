@@ -1,0 +1,97 @@
+//! Encryption of guest data: LUKS inside the image.
+//!
+//! ```text
+//!   guest's bytes ──► pieces of a request, each with its place ──encrypt──► checks, journal, image
+//!   guest's bytes ◄────────────────────────────────────────── decrypt ◄──── image, overlaid by the journal
+//! ```
+//!
+//! A sector is encrypted with the number that it has in the image file (or in the data file), not with its number in
+//! the disk. So a cluster that moves is decrypted and encrypted again.
+//!
+//! 1. What goes to the place of guest data is encrypted first: what the guest writes, zeros written as data, and what
+//!    is filled in around them or copied from below. So all that the engine and the journal know of it (checks, full
+//!    data) is what is on the medium, and a recovery needs no key.
+//! 2. Space that reads as zero on the host does not read as zero in the disk. So no fill is left out because a fresh
+//!    cluster is zero.
+//! 3. Metadata and compressed clusters are not encrypted, as in QEMU.
+//! 4. A part of a sector is written with the rest of it (`sector_parts.rs`).
+//!
+//! See `docs/design/0020-encryption.md`.
+
+use std::sync::Arc;
+
+use vellum_core::{BlockSize, Buffer, Error, ImageOffset, Offload, Result, SharedStorage};
+use vellum_luks::SectorCipher;
+
+use super::header::{Encryption, Header};
+use crate::image::OpenOptions;
+use crate::luks::{Ciphered, KeyArea, Unlock, seal};
+
+/// What an open image has for its encryption.
+pub(crate) struct Encrypted {
+    cipher: Arc<SectorCipher>,
+    offload: Arc<dyn Offload>,
+    /// Shared by changes of whole sectors, held alone by those of parts.
+    pub(super) parts: async_lock::RwLock<()>,
+}
+
+impl Encrypted {
+    pub(crate) fn new(cipher: Arc<SectorCipher>, offload: Arc<dyn Offload>) -> Self {
+        Self { cipher, offload, parts: async_lock::RwLock::new(()) }
+    }
+
+    /// The storage of guest data as it reads without encryption.
+    pub(crate) fn plain(&self, data: SharedStorage) -> SharedStorage {
+        Arc::new(Ciphered::all_of(data, self.cipher.clone(), self.offload.clone()))
+    }
+
+    /// The bytes as they are stored at this place: a copy.
+    pub(crate) async fn seal(&self, at: ImageOffset, data: &Buffer) -> Buffer {
+        seal(&self.cipher, &self.offload, at, data).await
+    }
+}
+
+/// The cipher of an image, if it is encrypted.
+///
+/// # Errors
+/// `Unsupported` for a kind of encryption that is not read, or without a secret; `Invalid` for wrong secrets; and those of
+/// the header and the storage.
+pub(crate) async fn unlock(
+    header: &Header,
+    image: &SharedStorage,
+    options: &OpenOptions,
+) -> Result<Option<Arc<SectorCipher>>> {
+    match header.encryption() {
+        None => Ok(None),
+        Some(Encryption::Aes) => Err(Error::unsupported(format!(
+            "{} is encrypted with the old AES-CBC scheme of qcow2, which is broken: convert it with qemu-img",
+            image.name()
+        ))),
+        Some(Encryption::Luks) => {
+            let area = KeyArea { span: header.key_area().expect("it was checked") };
+            let unlock = Unlock {
+                secrets: &options.secrets,
+                may_be_weak: options.may_be_weak && (options.read_only || options.snapshot.is_some()),
+                offload: &options.offload,
+            };
+            area.unlock(image, &unlock).await.map(Some)
+        }
+    }
+}
+
+/// Refuses what cannot be encrypted, and an encrypted image without its cipher.
+pub(crate) fn check(header: &Header, size: u64, has_cipher: bool) -> Result<()> {
+    let Some(_) = header.encryption() else { return Ok(()) };
+    if !has_cipher {
+        return Err(Error::unsupported("it is encrypted, and was opened without its key"));
+    }
+    if header.data_file_is_raw() {
+        return Err(Error::unsupported("its data file cannot be raw and encrypted"));
+    }
+    if !size.is_multiple_of(BlockSize::SECTOR.bytes()) {
+        return Err(Error::corrupt(format!(
+            "a disk of {size} bytes cannot be encrypted: it ends within a sector"
+        )));
+    }
+    Ok(())
+}

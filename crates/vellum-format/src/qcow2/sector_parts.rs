@@ -1,0 +1,76 @@
+//! Changes of an encrypted disk that begin or end within a sector.
+//!
+//! The rest of the sector is read, and all of it is written. No other change is in flight meanwhile, so that no bytes are
+//! lost that another one has put there: the only lock that is held while guest data is moved. All who change whole sectors
+//! share it. A guest does not ask for such changes, because the disk says that its blocks are sectors.
+
+use vellum_core::{BlockSize, Buffer, Context, GuestOffset, GuestSpan, Result};
+
+use super::encrypted::Encrypted;
+use super::image::Qcow2;
+
+fn is_whole(span: GuestSpan) -> bool {
+    BlockSize::SECTOR.aligns(span.start()) && BlockSize::SECTOR.aligns(span.end())
+}
+
+impl Qcow2 {
+    /// Writes a run of an encrypted disk.
+    pub(super) async fn write_encrypted(
+        &self,
+        encrypted: &Encrypted,
+        span: GuestSpan,
+        data: Buffer,
+    ) -> Result<()> {
+        if is_whole(span) {
+            let _shared = encrypted.parts.read().await;
+            return self.write_sectors(span, data).await;
+        }
+        let _alone = encrypted.parts.write().await;
+        self.write_parts(span, data).await
+    }
+
+    /// Writes what begins or ends within a sector. Nothing else is in flight.
+    async fn write_parts(&self, span: GuestSpan, data: Buffer) -> Result<()> {
+        let start = BlockSize::SECTOR.round_down(span.start().bytes());
+        let end = BlockSize::SECTOR.round_up(span.end().bytes());
+        let whole = GuestOffset::new(start).span(end - start);
+        let len = usize::try_from(whole.len()).expect("a request fits memory");
+        let context = || format!("{}: can't read the rest of a sector", self.engine.name);
+        let mut bytes =
+            self.read_span(whole, Buffer::for_overwrite(len)).await.context(context)?.contiguous();
+        let skip = usize::try_from(span.start().bytes() - start).expect("within a sector");
+        data.copy_to(0, &mut bytes.slice_mut()[skip..skip + data.len()]);
+        self.write_sectors(whole, bytes).await
+    }
+
+    /// Makes a run of an encrypted disk zero: parts of sectors by writing them, and what is between by `zero`.
+    pub(super) async fn zero_encrypted(
+        &self,
+        encrypted: &Encrypted,
+        span: GuestSpan,
+        zero: impl AsyncFnOnce(GuestSpan) -> Result<()>,
+    ) -> Result<()> {
+        if is_whole(span) {
+            let _shared = encrypted.parts.read().await;
+            return zero(span).await;
+        }
+        let _alone = encrypted.parts.write().await;
+        let start = GuestOffset::new(BlockSize::SECTOR.round_up(span.start().bytes()));
+        let end = GuestOffset::new(BlockSize::SECTOR.round_down(span.end().bytes()));
+        let write = async |from: GuestOffset, to: GuestOffset| {
+            let part = GuestSpan::between(from, to);
+            let zeros = Buffer::zeroed(usize::try_from(part.len()).expect("two sectors at most"));
+            self.write_parts(part, zeros).await
+        };
+        if start >= end {
+            return write(span.start(), span.end()).await;
+        }
+        if span.start() < start {
+            write(span.start(), start).await?;
+        }
+        if end < span.end() {
+            write(end, span.end()).await?;
+        }
+        zero(GuestSpan::between(start, end)).await
+    }
+}

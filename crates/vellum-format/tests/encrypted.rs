@@ -1,0 +1,409 @@
+//! Encrypted qcow2 images: the disk suite, crashes and failing drives, nothing readable on the medium, and QEMU in turns.
+
+#![allow(clippy::print_stderr, reason = "a test says why it was skipped")]
+
+mod common;
+
+use std::cell::RefCell;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+
+use common::{QcowSetup, SECRET, cipher_of, encrypted, scale, sim};
+use futures_lite::future::block_on;
+use vellum_core::contract::{self, DiskFixture};
+use vellum_core::{
+    Buffer, CheckedDisk, Disk, ErrorKind, GuestOffset, Inline, LocalFuture, MemoryDisk, MemoryStorage,
+    Random, Result, SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
+};
+use vellum_format::FormatKind;
+use vellum_format::image::OpenOptions as AnyOptions;
+use vellum_format::luks::{KeyChange, Secret, Secrets, change_keys};
+use vellum_format::qcow2::check::check;
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Preallocation, Qcow2, create};
+use vellum_format::report::Repair;
+use vellum_sim::Operation;
+
+const SIZE: u64 = 192 << 10;
+
+fn plain(cluster_size: u64) -> CreateOptions {
+    CreateOptions { size: SIZE, cluster_size, ..CreateOptions::without_journal() }
+}
+
+/// What makes a difference: subclusters, a journal, a disk below.
+fn setups() -> Vec<QcowSetup> {
+    let setup = |name, options, has_base| QcowSetup { name, options: encrypted(options), has_base };
+    vec![
+        setup("4 KiB clusters", plain(4096), false),
+        setup("4 KiB clusters over a base", plain(4096), true),
+        setup("a journal", CreateOptions { journal: Some(128 << 10), ..plain(4096) }, false),
+        setup(
+            "a journal, subclusters over a base",
+            CreateOptions { extended_l2: true, journal: Some(128 << 10), ..plain(16_384) },
+            true,
+        ),
+    ]
+}
+
+/// Opens one image again and again, which is clean each time.
+struct Fixture {
+    options: CreateOptions,
+    base: Option<Vec<u8>>,
+    image: RefCell<Option<Arc<MemoryStorage>>>,
+    data_file: RefCell<Option<Arc<MemoryStorage>>>,
+}
+
+impl Fixture {
+    fn new(options: CreateOptions, with_base: bool) -> Self {
+        let base = with_base.then(|| (0..700_001u32).map(|i| u8::try_from(i % 253 + 1).unwrap()).collect());
+        let backing = with_base.then(|| ("base".to_owned(), Some("raw".to_owned())));
+        let options = encrypted(CreateOptions { backing, ..options });
+        Self { options, base, image: RefCell::default(), data_file: RefCell::default() }
+    }
+
+    async fn open(&self) -> Result<SharedDisk> {
+        let image = self.image.borrow().clone().expect("made before") as SharedStorage;
+        let header = Header::read(&*image).await?;
+        let mut lines = Vec::new();
+        let report = check(&header, &image, Repair::Nothing, &mut |line| lines.push(line)).await?;
+        assert!(report.is_clean(), "an image that was closed is clean: {report:?} {lines:?}");
+        let files = Files {
+            image,
+            data_file: self.data_file.borrow().clone().map(|file| file as SharedStorage),
+            below: self.base.as_ref().map(|base| MemoryDisk::holding(base) as SharedDisk),
+        };
+        let options = OpenOptions { cipher: cipher_of(&self.options), ..OpenOptions::default() };
+        Ok(CheckedDisk::new(Qcow2::open(header, files, options).await?))
+    }
+}
+
+impl DiskFixture for Fixture {
+    fn fresh(&self, size: u64) -> LocalFuture<'_, Result<SharedDisk>> {
+        Box::pin(async move {
+            let image = MemoryStorage::new("image");
+            let data_file = self.options.data_file.is_some().then(|| MemoryStorage::new("data"));
+            let shared = data_file.clone().map(|file| file as SharedStorage);
+            create(&*image, shared.as_ref(), &CreateOptions { size, ..self.options.clone() }).await?;
+            *self.image.borrow_mut() = Some(image);
+            *self.data_file.borrow_mut() = data_file;
+            self.open().await
+        })
+    }
+
+    fn reopen(&self) -> LocalFuture<'_, Result<SharedDisk>> {
+        Box::pin(self.open())
+    }
+
+    fn fresh_content(&self, size: u64) -> Vec<u8> {
+        let mut content = self.base.clone().unwrap_or_default();
+        content.resize(usize::try_from(size).unwrap(), 0);
+        content
+    }
+}
+
+#[test]
+fn an_encrypted_image_is_a_disk() {
+    for with_base in [false, true] {
+        for options in [
+            plain(65_536),
+            plain(512),
+            CreateOptions { version: 2, ..plain(4096) },
+            CreateOptions { extended_l2: true, ..plain(65_536) },
+            CreateOptions { journal: Some(1 << 20), ..plain(65_536) },
+            CreateOptions { journal: Some(64 << 10), ..plain(4096) },
+            CreateOptions { journal: Some(128 << 10), extended_l2: true, ..plain(16_384) },
+            CreateOptions { data_file: Some("data".to_owned()), ..plain(65_536) },
+        ] {
+            block_on(contract::disk(&Fixture::new(options, with_base)));
+        }
+    }
+}
+
+#[test]
+fn the_contract_holds_when_the_drive_answers_in_any_order() {
+    sim::contract_in_any_order(&setups());
+}
+
+#[test]
+fn crashes_of_a_busy_image() {
+    sim::crashes_of_a_busy_image(&setups());
+}
+
+#[test]
+fn every_host_operation_fails_once() {
+    sim::every_host_operation_fails(&setups(), Operation::Write | Operation::WriteZeroes, 20);
+}
+
+fn files(image: &Arc<MemoryStorage>, below: Option<SharedDisk>) -> Files {
+    Files { image: image.clone(), data_file: None, below }
+}
+
+async fn open(image: &Arc<MemoryStorage>, options: &CreateOptions, below: Option<SharedDisk>) -> Arc<Qcow2> {
+    let header = Header::read(&**image).await.unwrap();
+    let open = OpenOptions { cipher: cipher_of(options), ..OpenOptions::default() };
+    Qcow2::open(header, files(image, below), open).await.unwrap()
+}
+
+/// Whatever way the bytes take: fresh, in place, through the journal, filled in from below, a part of a sector.
+#[test]
+fn nothing_of_the_guest_is_readable_on_the_medium() {
+    let mark: Vec<u8> = b"nobody may read this".iter().copied().cycle().take(64 << 10).collect();
+    let is_there = |image: &MemoryStorage| {
+        let bytes = image.content().to_vec();
+        bytes.windows(16).any(|window| mark[..40].windows(16).any(|part| part == window))
+    };
+    for setup in setups() {
+        block_on(async {
+            let below = setup.has_base.then(|| MemoryDisk::holding(&mark) as SharedDisk);
+            let image = MemoryStorage::new("image");
+            create(&*image, None, &setup.options).await.unwrap();
+            let disk = open(&image, &setup.options, below).await;
+            let write = async |at: u64, len: usize| {
+                let data = Buffer::copy_of(&mark[..len]);
+                disk.write(GuestOffset::new(at), data, WriteFlags::default()).await.unwrap();
+            };
+            for round in 0..3 {
+                write(0, 20_000).await;
+                write(1000, 300).await;
+                disk.flush().await.unwrap();
+                // Of a transaction that is not verified yet: where there is a journal it goes through that.
+                write(512, 4096).await;
+                write(70_000 + round * 1000, 10).await;
+                disk.write_zeroes(GuestOffset::new(600).span(100), ZeroFlags::default()).await.unwrap();
+                write(100_000, 40).await;
+                disk.flush().await.unwrap();
+                assert!(!is_there(&image), "{}", setup.name);
+            }
+            let read = disk.read(GuestOffset::new(70_000), Buffer::zeroed(10)).await.unwrap();
+            assert_eq!(read.to_vec(), mark[..10]);
+            disk.close().await.unwrap();
+            assert!(!is_there(&image), "{}", setup.name);
+        });
+    }
+}
+
+fn secrets(of: &[&str]) -> Arc<Secrets> {
+    let mut secrets = Secrets::default();
+    for text in of {
+        secrets.add(text, Secret::new((*text).into()).unwrap()).unwrap();
+    }
+    Arc::new(secrets)
+}
+
+/// Through the door that all formats have: the secret is what opens it.
+async fn open_with(image: &Arc<MemoryStorage>, given: &[&str]) -> Result<SharedDisk> {
+    let shared: SharedStorage = image.clone();
+    let head = FormatKind::Qcow2.format().read(&*shared).await?;
+    let options = AnyOptions { secrets: secrets(given), ..AnyOptions::default() };
+    Ok(head.open(files(image, None), options).await?.disk)
+}
+
+#[test]
+fn keys_open_an_image_until_they_are_removed() {
+    block_on(async {
+        let image = MemoryStorage::new("image");
+        create(&*image, None, &encrypted(plain(4096))).await.unwrap();
+        let shared: SharedStorage = image.clone();
+        let area = FormatKind::Qcow2.format().read(&*shared).await.unwrap().key_area().unwrap();
+        let disk = open_with(&image, &[SECRET]).await.unwrap();
+        disk.write(GuestOffset::new(4096), Buffer::copy_of(&[7; 4096]), WriteFlags::default()).await.unwrap();
+        disk.close().await.unwrap();
+        let reads = async |given: &[&str]| {
+            let disk = open_with(&image, given).await?;
+            let read = disk.read(GuestOffset::new(4096), Buffer::zeroed(4096)).await?;
+            assert_eq!(read.to_vec(), [7; 4096]);
+            disk.close().await
+        };
+        let none = reads(&[]).await.unwrap_err();
+        assert_eq!(none.kind(), ErrorKind::Unsupported);
+        assert!(none.chain().contains("--secret id=NAME,file=FILE"), "{}", none.chain());
+        let wrong = reads(&["wrong", "wrong\n"]).await.unwrap_err();
+        assert!(
+            wrong.kind() == ErrorKind::Invalid && wrong.chain().contains("line break"),
+            "{}",
+            wrong.chain()
+        );
+        reads(&["wrong", SECRET]).await.unwrap();
+        let mut random = Random::from_seed(5);
+        let mut change = async |given: &[&str], change: KeyChange| {
+            let mut chance = |bytes: &mut [u8]| {
+                random.fill(bytes);
+                Ok(())
+            };
+            let place: Arc<dyn vellum_core::Offload> = Arc::new(Inline);
+            change_keys(area, &shared, &secrets(given), &change, &mut chance, &place).await
+        };
+        let add = |text: &str, slot| {
+            let secret = Secret::new(text.into()).unwrap();
+            KeyChange::Add { secret, slot, iterations: 1000 }
+        };
+        assert!(change(&["wrong"], add("more", None)).await.unwrap_err().chain().contains("no secret"));
+        for slot in 1..8 {
+            let text = format!("key {slot}");
+            let wanted = (slot == 6).then_some(6);
+            assert_eq!(change(&[SECRET], add(&text, wanted)).await.unwrap(), [slot]);
+            reads(&[&text]).await.unwrap();
+        }
+        assert!(change(&[SECRET], add("more", None)).await.unwrap_err().chain().contains("in use"));
+        assert!(change(&[SECRET], add("more", Some(3))).await.unwrap_err().chain().contains("in use"));
+        let old = KeyChange::RemoveSecret { secret: Secret::new(SECRET.into()).unwrap() };
+        assert_eq!(change(&[], old.clone()).await.unwrap(), [0]);
+        assert!(reads(&[SECRET]).await.is_err());
+        assert!(change(&[], old).await.unwrap_err().chain().contains("no key slot"));
+        for slot in 1..7 {
+            reads(&[&format!("key {slot}")]).await.unwrap();
+            assert_eq!(change(&[], KeyChange::Remove { slot }).await.unwrap(), [slot]);
+            assert!(reads(&[&format!("key {slot}")]).await.is_err());
+        }
+        assert!(change(&[], KeyChange::Remove { slot: 7 }).await.unwrap_err().chain().contains("last key"));
+        reads(&["key 7"]).await.unwrap();
+        // Each slot once more, in any order, and a damaged header.
+        let header = Header::read(&*shared).await.unwrap();
+        let report = check(&header, &shared, Repair::Nothing, &mut |_| {}).await.unwrap();
+        assert!(report.is_clean(), "keys are not leaked: {report:?}");
+        shared.write(area.span.start(), Buffer::copy_of(b"SKUL")).await.unwrap();
+        assert_eq!(reads(&["key 7"]).await.unwrap_err().kind(), ErrorKind::Corrupt);
+    });
+}
+
+#[test]
+fn what_cannot_be_encrypted_is_refused() {
+    let refused = |options: CreateOptions| {
+        let image = MemoryStorage::new("image");
+        block_on(create(&*image, None, &encrypted(options))).unwrap_err().chain()
+    };
+    let all = CreateOptions { preallocation: Preallocation::Full, ..plain(4096) };
+    assert!(refused(all).contains("random bytes"));
+    let image = MemoryStorage::new("image");
+    block_on(async {
+        create(&*image, None, &encrypted(plain(4096))).await.unwrap();
+        let header = Header::read(&*image).await.unwrap();
+        let error = Qcow2::open(header, files(&image, None), OpenOptions::default()).await.err().unwrap();
+        assert!(error.chain().contains("without its key"));
+    });
+}
+
+// QEMU in turns.
+
+struct Dir(PathBuf);
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn qemu(program: &str, arguments: &[&str]) {
+    let output = Command::new(program).args(arguments).output().unwrap();
+    let text =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && !text.contains("error"), "{program} {arguments:?} failed:\n{text}");
+}
+
+/// Draws a request; returns its place, which is aligned so that QEMU need not read around it, and the byte it writes.
+fn draw(random: &mut Random, size: usize) -> (usize, usize, u8) {
+    let align = *random.pick(&[512, 4096, 65_536]);
+    let at = random.index(size / align) * align;
+    let len = (1 + random.index(100_000)).next_multiple_of(align).min(size - at);
+    (at, len, 1 + u8::try_from(random.below(255)).unwrap())
+}
+
+#[test]
+fn qemu_and_this_program_in_turns() {
+    if Command::new("qemu-img").arg("--version").output().is_err() {
+        eprintln!("skipped: qemu-img is not installed");
+        return;
+    }
+    const SIZE: usize = 3 << 20;
+    let dir = Dir(std::env::temp_dir().join(format!("vellum-encrypted-{}", std::process::id())));
+    std::fs::create_dir_all(&dir.0).unwrap();
+    let (path, raw) = (dir.0.join("image.qcow2"), dir.0.join("model.raw"));
+    let (path, raw) = (path.to_str().unwrap(), raw.to_str().unwrap());
+    let secret = format!("secret,id=s,data={SECRET}");
+    let options = format!("driver=qcow2,file.filename={path},encrypt.key-secret=s");
+    for (seed, made) in (0..).zip([
+        "encrypt.cipher-alg=aes-256",
+        "encrypt.cipher-alg=aes-128,cluster_size=4k",
+        "compat=0.10",
+        "extended_l2=on,cluster_size=32k",
+        "encrypt.hash-alg=sha512,cluster_size=512",
+        "ours",
+        "ours, journal",
+    ]) {
+        let mut model = vec![0; SIZE];
+        match made {
+            "ours" | "ours, journal" => {
+                let journal = (made != "ours").then_some(128 << 10);
+                let new = encrypted(CreateOptions { size: SIZE as u64, journal, ..plain(65_536) });
+                let image = MemoryStorage::new("image");
+                block_on(create(&*image, None, &new)).unwrap();
+                std::fs::write(path, image.content().to_vec()).unwrap();
+            }
+            _ => {
+                let made = format!("{made},encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10");
+                let size = SIZE.to_string();
+                qemu(
+                    "qemu-img",
+                    &["create", "-q", "--object", &secret, "-f", "qcow2", "-o", &made, path, &size],
+                );
+            }
+        }
+        for turn in 0..4 * scale() {
+            let mut random = Random::from_seed(seed * 1000 + turn);
+            let mut commands: Vec<String> = Vec::new();
+            for _ in 0..40 {
+                let (at, len, byte) = draw(&mut random, SIZE);
+                match random.below(6) {
+                    0 => {
+                        model[at..at + len].fill(0);
+                        commands.push(format!("write -z {at} {len}"));
+                    }
+                    _ => {
+                        model[at..at + len].fill(byte);
+                        commands.push(format!("write -P {byte} {at} {len}"));
+                    }
+                }
+            }
+            let mut arguments = vec!["--object", &secret, "--image-opts", &options];
+            arguments.extend(commands.iter().flat_map(|command| ["-c", command.as_str()]));
+            qemu("qemu-io", &arguments);
+            if turn == 1 {
+                qemu(
+                    "qemu-img",
+                    &["snapshot", "--object", &secret, "--image-opts", &options, "-c", "before"],
+                );
+            }
+            block_on(async {
+                let image = MemoryStorage::holding(made, &std::fs::read(path).unwrap());
+                let disk = open_with(&image, &[SECRET]).await.unwrap();
+                let read = disk.read(GuestOffset::ZERO, Buffer::zeroed(SIZE)).await.unwrap();
+                assert!(read.to_vec() == model, "{made}: reads differently here");
+                for _ in 0..60 {
+                    let (at, len, byte) = draw(&mut random, SIZE);
+                    let (at, len) =
+                        if random.one_in(4) { (at + 3, len.min(SIZE - at - 3)) } else { (at, len) };
+                    let span = GuestOffset::new(at as u64).span(len as u64);
+                    match random.below(6) {
+                        0 => {
+                            let flags = ZeroFlags { may_unmap: random.one_in(2), ..ZeroFlags::default() };
+                            disk.write_zeroes(span, flags).await.unwrap();
+                            model[at..at + len].fill(0);
+                        }
+                        1 => disk.flush().await.unwrap(),
+                        _ => {
+                            model[at..at + len].fill(byte);
+                            let data = Buffer::copy_of(&model[at..at + len]);
+                            disk.write(span.start(), data, WriteFlags::default()).await.unwrap();
+                        }
+                    }
+                }
+                disk.close().await.unwrap();
+                std::fs::write(path, image.content().to_vec()).unwrap();
+            });
+            std::fs::write(raw, &model).unwrap();
+            qemu("qemu-img", &["check", "-q", "--object", &secret, "--image-opts", &options]);
+            let theirs = format!("driver=raw,file.filename={raw}");
+            qemu("qemu-img", &["compare", "-q", "--object", &secret, "--image-opts", &options, &theirs]);
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! Secrets on the command line: never themselves, only where they are.
+//!
+//! ```text
+//!   --secret id=sec0,file=PATH            the bytes of a file, as they are
+//!   --secret id=sec0,env=NAME             of an environment variable
+//!   --secret id=sec0,fd=3                 of a descriptor that the caller has opened
+//!   --object secret,id=sec0,file=PATH     the same in the words of qemu-img
+//! ```
+//!
+//! `format=base64` says that what is there is the base64 text of the secret. What other processes can see, and what
+//! shells keep (`data=` in the words of qemu-img), is refused, and no message repeats it.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use vellum_core::{Context, Error, Result};
+use vellum_daemon::{Secret, Secrets};
+
+use crate::key_values::split_options;
+
+/// Where the secrets are that open encrypted images
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct SecretArgs {
+    /// Secret that opens encrypted images: id=NAME, and file=FILE, env=VARIABLE or fd=NUMBER; may be given several times
+    ///
+    /// The bytes count as they are, also a line break at their end. With format=base64 they are decoded first. Each
+    /// secret is tried on each encrypted image.
+    #[arg(long, value_name = "id=NAME,file=FILE")]
+    secret: Vec<String>,
+    /// As --secret, in the words of qemu-img: secret,id=NAME,file=FILE
+    #[arg(long, value_name = "secret,id=NAME,file=FILE")]
+    object: Vec<String>,
+}
+
+impl SecretArgs {
+    /// Reads them.
+    pub(crate) fn read(&self) -> Result<Arc<Secrets>> {
+        let mut secrets = Secrets::default();
+        for spec in &self.secret {
+            let (name, secret) = read_one("--secret", spec)?;
+            secrets.add(&name, secret)?;
+        }
+        for spec in &self.object {
+            let Some((_, rest)) = spec.split_once(',').filter(|(kind, _)| *kind == "secret") else {
+                let kind = spec.split_once(',').map_or(spec.as_str(), |(kind, _)| kind);
+                return Err(Error::unsupported(format!(
+                    "--object {kind}: the only kind of object is secret"
+                )));
+            };
+            let (name, secret) = read_one("--object secret", rest)?;
+            secrets.add(&name, secret)?;
+        }
+        Ok(Arc::new(secrets))
+    }
+}
+
+/// The name of a secret, and what is where the user says.
+fn read_one(option: &str, spec: &str) -> Result<(String, Secret)> {
+    let (mut name, mut source, mut is_base64) = (None, None, false);
+    for (key, value) in split_options(&[spec.to_owned()])? {
+        match key.as_str() {
+            "id" => name = Some(value),
+            "file" | "env" | "fd" if source.is_some() => {
+                return Err(Error::invalid(format!("{option}: give one of file=, env= and fd=")));
+            }
+            "file" => source = Some(Source::File(value.into())),
+            "env" => source = Some(Source::Variable(value)),
+            "fd" => {
+                source = Some(Source::Descriptor(value.parse().map_err(|_| {
+                    Error::invalid(format!("{option}: fd={value}: use the number of an open descriptor"))
+                })?))
+            }
+            "format" => match value.as_str() {
+                "raw" => is_base64 = false,
+                "base64" => is_base64 = true,
+                _ => return Err(Error::invalid(format!("{option}: format={value}: use raw or base64"))),
+            },
+            "data" => {
+                return Err(Error::invalid(format!(
+                    "{option}: a secret on the command line is seen by all users of this host: put it into a file that \
+                     only you can read, and use file="
+                )));
+            }
+            "keyid" | "iv" => {
+                return Err(Error::unsupported(format!(
+                    "{option}: secrets that are encrypted themselves ({key}=) are not supported"
+                )));
+            }
+            // Not shown: it may be the secret.
+            _ => {
+                return Err(Error::invalid(format!(
+                    "{option}: use id=NAME with one of file=FILE, env=VARIABLE and fd=NUMBER"
+                )));
+            }
+        }
+    }
+    let name =
+        name.ok_or_else(|| Error::invalid(format!("{option}: the secret has no name: add id=NAME")))?;
+    let source = source.ok_or_else(|| {
+        Error::invalid(format!("{option} {name}: say where it is: file=FILE, env=VARIABLE or fd=NUMBER"))
+    })?;
+    let secret = source.read().context(|| format!("can't use the secret {name}"))?;
+    let secret = if is_base64 {
+        secret.from_base64().context(|| format!("can't use the secret {name}"))?
+    } else {
+        secret
+    };
+    Ok((name, secret))
+}
+
+/// Where a secret is.
+enum Source {
+    File(PathBuf),
+    Variable(String),
+    Descriptor(u32),
+}
+
+impl Source {
+    fn read(self) -> Result<Secret> {
+        match self {
+            Self::File(path) => {
+                let file = File::open(&path).context(|| format!("can't open {}", path.display()))?;
+                Secret::read(file).context(|| path.display().to_string())
+            }
+            Self::Variable(variable) => {
+                let value = std::env::var_os(&variable).ok_or_else(|| {
+                    Error::invalid(format!("the environment variable {variable} is not set"))
+                })?;
+                Secret::new(value.into_encoded_bytes()).context(|| format!("environment variable {variable}"))
+            }
+            Self::Descriptor(number) => {
+                let path = format!("/dev/fd/{number}");
+                let file = File::open(&path).context(|| format!("can't read descriptor {number}"))?;
+                Secret::read(file).context(|| format!("descriptor {number}"))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(option: &str, spec: &str) -> String {
+        let args = match option {
+            "secret" => SecretArgs { secret: vec![spec.to_owned()], object: Vec::new() },
+            _ => SecretArgs { secret: Vec::new(), object: vec![spec.to_owned()] },
+        };
+        args.read().expect_err(spec).chain()
+    }
+
+    #[test]
+    fn no_message_repeats_a_secret() {
+        for (option, spec, says) in [
+            ("secret", "id=a,data=hunter2", "on the command line"),
+            ("secret", "hunter2", "use id=NAME"),
+            ("secret", "id=a", "say where it is"),
+            ("secret", "file=/dev/null", "no name"),
+            ("secret", "id=a,file=/dev/null", "empty"),
+            ("secret", "id=a,file=/dev/null,env=B", "one of"),
+            ("secret", "id=a,env=NO_SUCH_VARIABLE", "not set"),
+            ("secret", "id=a,fd=x", "number"),
+            ("secret", "id=a,file=/nonexistent", "/nonexistent"),
+            ("secret", "id=a,file=/dev/null,format=hex", "base64"),
+            ("secret", "id=a,file=/dev/null,keyid=b", "not supported"),
+            ("object", "secret,id=a,data=hunter2", "on the command line"),
+            ("object", "tls-creds-x509,id=a", "tls-creds-x509"),
+        ] {
+            let error = error(option, spec);
+            assert!(error.contains(says) && !error.contains("hunter2"), "{spec}: {error}");
+        }
+    }
+
+    #[test]
+    fn secrets_come_from_where_they_are() {
+        let file = std::env::temp_dir().join(format!("vellum-secret-{}", std::process::id()));
+        std::fs::write(&file, "aHVudGVyMg==").unwrap();
+        let name = file.display();
+        let args = SecretArgs {
+            secret: vec![
+                format!("id=a,file={name}"),
+                format!("format=base64,id=b,file={name}"),
+                "id=c,env=PATH".into(),
+            ],
+            object: vec![format!("secret,id=d,format=raw,file={name}")],
+        };
+        let secrets = args.read();
+        std::fs::remove_file(&file).unwrap();
+        let secrets = secrets.unwrap();
+        assert!(["a", "b", "c", "d"].iter().all(|name| secrets.named(name).is_some()));
+        assert_eq!(format!("{:?}", secrets.named("b").unwrap()), "Secret(…)");
+    }
+}

@@ -1,0 +1,133 @@
+//! Encrypted images, with `qemu-img` as the other program: made, copied, served; secrets and keys.
+
+use super::refused;
+use super::support::dir::Dir;
+use super::support::program::{succeed, vellum};
+use super::support::server::Server;
+use super::support::{noise, patchy};
+
+const LEN: usize = 3 << 20;
+
+fn qemu_img(arguments: &[&str]) {
+    succeed("qemu-img", arguments);
+}
+
+/// Files of secrets, and the options that name them.
+fn secret(dir: &Dir, id: &str, bytes: &str) -> [String; 2] {
+    let file = dir.text(id);
+    std::fs::write(&file, bytes).expect("a secret");
+    ["--secret".to_owned(), format!("id={id},file={file}")]
+}
+
+#[test]
+fn images_go_to_and_fro_between_both_programs() {
+    crate::requires!("qemu-img");
+    let dir = Dir::new("encrypted");
+    let [option, spec] = secret(&dir, "sec0", "correct horse");
+    let object = format!("secret,id=sec0,file={}", dir.text("sec0"));
+    let (raw, ours, back) = (dir.text("disk.raw"), dir.text("ours.qcow2"), dir.text("back.raw"));
+    std::fs::write(&raw, patchy(LEN, 3)).expect("a disk");
+    let new = "encrypt.format=luks,encrypt.key-secret=sec0,encrypt.iter-time=10";
+    vellum(&["convert", &option, &spec, "-O", "qcow2", "-o", new, &raw, &ours]).answer();
+    let source = format!("driver=qcow2,file.filename={ours},encrypt.key-secret=sec0");
+    qemu_img(&["convert", "--object", &object, "--image-opts", &source, "-O", "raw", &back]);
+    assert!(std::fs::read(&raw).expect("there") == std::fs::read(&back).expect("there"), "QEMU reads ours");
+    qemu_img(&["check", "--object", &object, "--image-opts", &source]);
+    vellum(&["check", &ours]).answer();
+    // Theirs, inside qcow2 and raw, in both programs' words for a secret.
+    for (format, options) in [("qcow2", new), ("luks", "key-secret=sec0,iter-time=10")] {
+        let theirs = dir.text("theirs");
+        qemu_img(&["convert", "--object", &object, "-f", "raw", "-O", format, "-o", options, &raw, &theirs]);
+        let _ = std::fs::remove_file(&back);
+        vellum(&["convert", "--object", &object, &theirs, &back]).answer();
+        assert!(std::fs::read(&raw).expect("there") == std::fs::read(&back).expect("there"), "{format}");
+        vellum(&["compare", &option, &spec, &theirs, &raw]).answer();
+        assert!(vellum(&["info", &theirs]).answer().contains("encrypted: yes"));
+        refused(1, &["encrypted with LUKS", "--secret id=NAME,file=FILE"], &["convert", &theirs, &back]);
+        refused(1, &["line break"], &["convert", "--secret", &wrong(&dir), &theirs, &back]);
+    }
+}
+
+fn wrong(dir: &Dir) -> String {
+    secret(dir, "wrong", "correct horse\n")[1].clone()
+}
+
+#[test]
+fn what_a_server_writes_is_encrypted_and_kept() {
+    let dir = Dir::new("encrypted-served");
+    let [option, spec] = secret(&dir, "a", "b");
+    let image = dir.text("disk.qcow2");
+    let new = "encrypt.format=luks,encrypt.key-secret=a,encrypt.iter-time=10";
+    vellum(&["create", "-q", "-f", "qcow2", &option, &spec, "-o", new, &image, "3M"]).answer();
+    let bytes = noise(70_000, 9);
+    let served = Server::start(&[&option, &spec, &image]);
+    let mut guest = super::support::client::Client::connect(&served.peer(), "").expect("a connection");
+    guest.write(1 << 20, &bytes, 0).expect("written");
+    guest.write(5000, &bytes[..100], 0).expect("written");
+    guest.flush().expect("flushed");
+    assert_eq!(guest.read(1 << 20, 70_000).expect("read"), bytes);
+    drop(guest);
+    drop(served);
+    let raw = dir.text("back.raw");
+    vellum(&["recover", &image]).answer();
+    vellum(&["convert", &option, &spec, &image, &raw]).answer();
+    let read = std::fs::read(&raw).expect("there");
+    assert!(read[1 << 20..][..70_000] == bytes && read[5000..5100] == bytes[..100]);
+    let stored = std::fs::read(&image).expect("there");
+    assert!(!stored.windows(32).any(|window| window == &bytes[512..544]), "nobody may read it");
+}
+
+#[test]
+fn keys_are_changed() {
+    let dir = Dir::new("encrypted-keys");
+    let ([option, old], [_, new]) = (secret(&dir, "old", "one"), secret(&dir, "new", "two"));
+    let (image, raw) = (dir.text("disk.qcow2"), dir.text("back.raw"));
+    let made = "encrypt.format=luks,encrypt.key-secret=old,encrypt.iter-time=10";
+    vellum(&["create", "-q", "-f", "qcow2", &option, &old, "-o", made, &image, "1M"]).answer();
+    let added = vellum(&[
+        "key",
+        "add",
+        &option,
+        &old,
+        &option,
+        &new,
+        "--new-secret",
+        "new",
+        "--iter-time",
+        "10",
+        &image,
+    ]);
+    assert!(added.answer().contains("slot 1"));
+    assert_eq!(vellum(&["key", "list", &image]).answer().matches("in use").count(), 2);
+    for spec in [&old, &new] {
+        vellum(&["convert", &option, spec, &image, &raw]).answer();
+    }
+    vellum(&["key", "remove", &option, &old, "--old-secret", "old", &image]).answer();
+    refused(1, &["no secret that was given opens"], &["convert", &option, &old, &image, &raw]);
+    refused(1, &["last key"], &["key", "remove", "--slot", "1", &image]);
+    refused(1, &["say which key"], &["key", "remove", &image]);
+    vellum(&["convert", &option, &new, &image, &raw]).answer();
+    vellum(&["check", &image]).answer();
+}
+
+#[test]
+fn a_secret_never_stands_on_a_command_line() {
+    let dir = Dir::new("encrypted-words");
+    let image = dir.text("disk.qcow2");
+    let make = |words: &[&str]| {
+        let all = [&["create", "-f", "qcow2"], words, &[&image, "1M"]].concat();
+        let ran = refused(1, &[], &all.iter().map(|word| &**word).collect::<Vec<_>>());
+        assert!(!ran.err.contains("hunter2"), "{}", ran.err);
+        ran.err
+    };
+    let on = "encrypt.format=luks,encrypt.key-secret=a";
+    assert!(make(&["--object", "secret,id=a,data=hunter2", "-o", on]).contains("all users"));
+    assert!(make(&["--secret", "hunter2", "-o", on]).contains("id=NAME"));
+    assert!(make(&["-o", on]).contains("--secret id=a,file=FILE"));
+    assert!(make(&["-o", "encrypt.format=luks"]).contains("encrypt.key-secret"));
+    assert!(make(&["-o", "encryption=on"]).contains("encrypt.format=luks"));
+    assert!(make(&["-o", "encrypt.format=aes,encrypt.key-secret=a"]).contains("broken"));
+    let [option, spec] = secret(&dir, "a", "b");
+    let full = format!("{on},preallocation=full");
+    assert!(make(&[&option, &spec, "-o", &full]).contains("random bytes"));
+}

@@ -203,6 +203,15 @@ pub trait Disk: Send + Sync {
     /// after any extent, but is not empty unless the run is.
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>>;
 
+    /// The same for the whole chain, without the storages: what the guest finds, whichever disk has it. The answer
+    /// may stop early, but is not empty unless the run is.
+    ///
+    /// A disk that can be exchanged answers it as one request. In parts, one disk could say that the bytes are
+    /// below, and another one what is below.
+    fn map_whole(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<MergedExtent<PlaceKind>>>> {
+        Box::pin(whole(self, span))
+    }
+
     /// Does a little background work: called every now and then, with the time of one clock. True when there
     /// is more to do at once. What fails is tried again or given up, without an error for the guest.
     fn tend(&self, _now: Duration) -> LocalFuture<'_, bool> {
@@ -248,3 +257,129 @@ pub trait Disk: Send + Sync {
 
 /// A disk shared by all its users.
 pub type SharedDisk = Arc<dyn Disk>;
+
+/// After this many extents an answer stops early, so that its size is bounded.
+const EXTENTS_MAX: usize = 4096;
+
+/// An extent of a chain.
+#[derive(Debug, Clone)]
+pub struct MergedExtent<P = Place> {
+    /// Which bytes of the top disk.
+    pub span: GuestSpan,
+    /// Where they are. `Below` only when no disk of the chain has anything there: they read as zero.
+    pub place: P,
+    /// How many disks above had no data there: 0 for the top disk.
+    pub depth: usize,
+}
+
+/// What a place is, without the storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlaceKind {
+    /// It reads as zero. `allocated` says whether space is allocated for it.
+    Zero {
+        /// Space is allocated for it.
+        allocated: bool,
+    },
+    /// The bytes are stored as they are.
+    Data,
+    /// The bytes are stored compressed.
+    Compressed,
+    /// No disk has data there.
+    Below,
+}
+
+impl From<Place> for PlaceKind {
+    fn from(place: Place) -> Self {
+        match place {
+            Place::Zero { allocated } => Self::Zero { allocated },
+            Place::Data { .. } => Self::Data,
+            Place::Compressed => Self::Compressed,
+            Place::Below => Self::Below,
+        }
+    }
+}
+
+enum Step<P> {
+    /// `None` is the top disk.
+    Ask {
+        disk: Option<SharedDisk>,
+        span: GuestSpan,
+        depth: usize,
+    },
+    Answer {
+        span: GuestSpan,
+        place: P,
+        depth: usize,
+    },
+}
+
+/// The map of the whole chain without the storages, none of which is held while it waits.
+async fn whole<D: Disk + ?Sized>(disk: &D, span: GuestSpan) -> Result<Vec<MergedExtent<PlaceKind>>> {
+    merged(disk, span, |last, next| last.place == *next).await
+}
+
+/// The walk down a chain: the query goes down until a disk has the range.
+pub(crate) async fn merged<D: Disk + ?Sized, P: From<Place>>(
+    top: &D,
+    span: GuestSpan,
+    continues: fn(&MergedExtent<P>, &P) -> bool,
+) -> Result<Vec<MergedExtent<P>>> {
+    let mut answer: Vec<MergedExtent<P>> = Vec::new();
+    // A stack instead of recursion, because a chain may be long. What comes first on the disk is on top.
+    let mut steps = vec![Step::Ask { disk: None, span, depth: 0 }];
+    while let Some(step) = steps.pop() {
+        let (disk, span, depth) = match step {
+            Step::Answer { span, place, depth } => {
+                if answer.len() >= EXTENTS_MAX {
+                    break;
+                }
+                push(&mut answer, MergedExtent { span, place, depth }, continues);
+                continue;
+            }
+            Step::Ask { disk, span, depth } => (disk, span, depth),
+        };
+        let size = disk.as_ref().map_or_else(|| top.geometry().size, |disk| disk.geometry().size);
+        let (inside, outside) = span.split_at(size.saturating_sub(span.start().bytes()));
+        if !outside.is_empty() {
+            let place = Place::Zero { allocated: false }.into();
+            steps.push(Step::Answer { span: outside, place, depth });
+        }
+        if inside.is_empty() {
+            continue;
+        }
+        let extents = match &disk {
+            Some(disk) => disk.map(inside).await?,
+            None => top.map(inside).await?,
+        };
+        let covered = extents.last().map_or(inside.start(), |last| last.span.end());
+        if covered < inside.end() {
+            let rest = GuestSpan::between(covered, inside.end());
+            steps.push(Step::Ask { disk: disk.clone(), span: rest, depth });
+        }
+        let below = disk.as_ref().map_or_else(|| top.below(), |disk| disk.below());
+        steps.extend(extents.into_iter().rev().map(|Extent { span, place }| match (&place, &below) {
+            (Place::Below, Some(below)) => Step::Ask { disk: Some(below.clone()), span, depth: depth + 1 },
+            _ => Step::Answer { span, place: place.into(), depth },
+        }));
+    }
+    Ok(answer)
+}
+
+fn push<P>(
+    answer: &mut Vec<MergedExtent<P>>,
+    next: MergedExtent<P>,
+    continues: fn(&MergedExtent<P>, &P) -> bool,
+) {
+    if next.span.is_empty() {
+        return;
+    }
+    if let Some(last) = answer.last_mut()
+        && last.depth == next.depth
+        && last.span.end() == next.span.start()
+        && continues(last, &next.place)
+    {
+        last.span = GuestSpan::between(last.span.start(), next.span.end());
+        return;
+    }
+    answer.push(next);
+}

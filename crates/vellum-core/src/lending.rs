@@ -17,7 +17,9 @@ use std::time::Duration;
 
 use crate::buffer::SharedBytes;
 use crate::clock::Random;
-use crate::disk::{Disk, Extent, Filled, Filling, Geometry, Room, SharedDisk, WriteFlags, ZeroFlags};
+use crate::disk::{
+    Disk, Extent, Filled, Filling, Geometry, MergedExtent, PlaceKind, Room, SharedDisk, WriteFlags, ZeroFlags,
+};
 use crate::lock;
 use crate::storage::{Limits, SharedStorage, Storage, StorageRun, Zeroes};
 use crate::units::{GuestOffset, GuestSpan, ImageOffset, ImageSpan};
@@ -121,6 +123,10 @@ impl Disk for Lending<dyn Disk> {
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
         self.inner.map(span)
+    }
+
+    fn map_whole(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<MergedExtent<PlaceKind>>>> {
+        self.inner.map_whole(span)
     }
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {

@@ -39,14 +39,17 @@ use std::pin::Pin;
 pub use buffer::{BUFFER_ALIGNMENT, Buffer, SharedBytes, is_zero};
 pub use checked::CheckedDisk;
 pub use clock::{Clock, Random};
-pub use disk::{Disk, Extent, Filled, Filling, Geometry, Place, Room, SharedDisk, WriteFlags, ZeroFlags};
+pub use disk::{
+    Disk, Extent, Filled, Filling, Geometry, MergedExtent, Place, PlaceKind, Room, SharedDisk, WriteFlags,
+    ZeroFlags,
+};
 pub use error::{Context, Error, ErrorKind, Result};
 pub use join::{join_all, try_join_all};
 pub use lending::Lending;
 pub use lock::lock;
 pub use losses::{Losses, Witness};
 pub use memory::{MemoryDisk, MemoryStorage};
-pub use merged::{MergedExtent, PlaceKind, fill_from_below, map_kinds, map_merged, read_below};
+pub use merged::{fill_from_below, map_merged, read_below};
 pub use offload::{Inline, Offload, offload};
 pub use reference::{Scheme, Url, UrlPrefix};
 pub use storage::{Limits, SharedStorage, Storage, StorageRun, Zeroes};

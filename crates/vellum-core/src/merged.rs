@@ -4,7 +4,7 @@
 //! Here the query goes down the chain until a disk holds the range. Past the end of a shorter disk below,
 //! everything reads as zero.
 
-use crate::disk::{Disk, Extent, Filled, Place, SharedDisk};
+use crate::disk::{Disk, Filled, MergedExtent, Place, SharedDisk, merged};
 use crate::units::{GuestOffset, GuestSpan};
 use crate::{Buffer, Error, Result};
 
@@ -39,126 +39,13 @@ pub async fn fill_from_below(disk: &dyn Disk, span: GuestSpan) -> Result<Filled>
     disk.fill(span.start(), copy).await
 }
 
-/// After this many extents an answer stops early, so that its size is bounded.
-const EXTENTS_MAX: usize = 4096;
-
-/// An extent of a chain.
-#[derive(Debug, Clone)]
-pub struct MergedExtent<P = Place> {
-    /// Which bytes of the top disk.
-    pub span: GuestSpan,
-    /// Where they are. `Below` only when no disk of the chain has anything there: they read as zero.
-    pub place: P,
-    /// How many disks above had no data there: 0 for the top disk.
-    pub depth: usize,
-}
-
-/// What a place is, without the storage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PlaceKind {
-    /// It reads as zero. `allocated` says whether space is allocated for it.
-    Zero {
-        /// Space is allocated for it.
-        allocated: bool,
-    },
-    /// The bytes are stored as they are.
-    Data,
-    /// The bytes are stored compressed.
-    Compressed,
-    /// No disk has data there.
-    Below,
-}
-
-impl From<Place> for PlaceKind {
-    fn from(place: Place) -> Self {
-        match place {
-            Place::Zero { allocated } => Self::Zero { allocated },
-            Place::Data { .. } => Self::Data,
-            Place::Compressed => Self::Compressed,
-            Place::Below => Self::Below,
-        }
-    }
-}
-
-enum Step<P> {
-    Ask { disk: SharedDisk, span: GuestSpan, depth: usize },
-    Answer { span: GuestSpan, place: P, depth: usize },
-}
-
 /// The extents of the run, from its start, in order, without gaps, neighbours of one place merged. May stop
 /// early, but is not empty unless the run is.
 ///
-/// A caller that asks a served disk holds its storages while it waits for the next part of a map. It cannot be closed and
-/// opened again meanwhile: use [`map_kinds`].
+/// The storages that are named are held by the answer, and meanwhile: a caller that need not know them asks for
+/// [`Disk::map_whole`].
 pub async fn map_merged(disk: &SharedDisk, span: GuestSpan) -> Result<Vec<MergedExtent>> {
-    merged(disk, span, continues).await
-}
-
-/// The same without the storages, none of which is held while it waits.
-pub async fn map_kinds(disk: &SharedDisk, span: GuestSpan) -> Result<Vec<MergedExtent<PlaceKind>>> {
-    merged(disk, span, |last, next| last.place == *next).await
-}
-
-async fn merged<P: From<Place>>(
-    disk: &SharedDisk,
-    span: GuestSpan,
-    continues: fn(&MergedExtent<P>, &P) -> bool,
-) -> Result<Vec<MergedExtent<P>>> {
-    let mut answer: Vec<MergedExtent<P>> = Vec::new();
-    // A stack instead of recursion, because a chain may be long. What comes first on the disk is on top.
-    let mut steps = vec![Step::Ask { disk: disk.clone(), span, depth: 0 }];
-    while let Some(step) = steps.pop() {
-        let (disk, span, depth) = match step {
-            Step::Answer { span, place, depth } => {
-                if answer.len() >= EXTENTS_MAX {
-                    break;
-                }
-                push(&mut answer, MergedExtent { span, place, depth }, continues);
-                continue;
-            }
-            Step::Ask { disk, span, depth } => (disk, span, depth),
-        };
-        let size = disk.geometry().size;
-        let (inside, outside) = span.split_at(size.saturating_sub(span.start().bytes()));
-        if !outside.is_empty() {
-            let place = Place::Zero { allocated: false }.into();
-            steps.push(Step::Answer { span: outside, place, depth });
-        }
-        if inside.is_empty() {
-            continue;
-        }
-        let extents = disk.map(inside).await?;
-        let covered = extents.last().map_or(inside.start(), |last| last.span.end());
-        if covered < inside.end() {
-            let rest = GuestSpan::between(covered, inside.end());
-            steps.push(Step::Ask { disk: disk.clone(), span: rest, depth });
-        }
-        let below = disk.below();
-        steps.extend(extents.into_iter().rev().map(|Extent { span, place }| match (&place, &below) {
-            (Place::Below, Some(below)) => Step::Ask { disk: below.clone(), span, depth: depth + 1 },
-            _ => Step::Answer { span, place: place.into(), depth },
-        }));
-    }
-    Ok(answer)
-}
-
-fn push<P>(
-    answer: &mut Vec<MergedExtent<P>>,
-    next: MergedExtent<P>,
-    continues: fn(&MergedExtent<P>, &P) -> bool,
-) {
-    if next.span.is_empty() {
-        return;
-    }
-    if let Some(last) = answer.last_mut()
-        && last.depth == next.depth
-        && last.span.end() == next.span.start()
-        && continues(last, &next.place)
-    {
-        last.span = GuestSpan::between(last.span.start(), next.span.end());
-        return;
-    }
-    answer.push(next);
+    merged(&**disk, span, continues).await
 }
 
 fn continues(last: &MergedExtent, next: &Place) -> bool {
@@ -181,7 +68,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        Geometry, ImageOffset, LocalFuture, MemoryDisk, MemoryStorage, SharedStorage, WriteFlags, ZeroFlags,
+        Extent, Geometry, ImageOffset, LocalFuture, MemoryDisk, MemoryStorage, SharedStorage, WriteFlags,
+        ZeroFlags,
     };
 
     /// A disk whose map has two parts; the second one is waited for, as at a valve that is held.
@@ -235,7 +123,7 @@ mod tests {
         let left = Arc::downgrade(&storage);
         let disk: SharedDisk =
             Arc::new(InParts { disk: MemoryDisk::new(1 << 20), storage: Some(storage).into() });
-        let mut asking = Box::pin(map_kinds(&disk, GuestOffset::ZERO.span(1 << 20)));
+        let mut asking = disk.map_whole(GuestOffset::ZERO.span(1 << 20));
         assert!(block_on(poll_once(&mut asking)).is_none());
         assert_eq!(left.strong_count(), 0);
     }

@@ -6,7 +6,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::disk::{Disk, Extent, Filled, Filling, Geometry, Room, SharedDisk, WriteFlags, ZeroFlags};
+use crate::disk::{
+    Disk, Extent, Filled, Filling, Geometry, MergedExtent, PlaceKind, Room, SharedDisk, WriteFlags, ZeroFlags,
+};
 use crate::losses::{Losses, Witness};
 use crate::units::{GuestOffset, GuestSpan};
 use crate::{Buffer, LocalFuture, Result};
@@ -78,6 +80,10 @@ impl Disk for Witnessed {
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
         self.inner.map(span)
+    }
+
+    fn map_whole(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<MergedExtent<PlaceKind>>>> {
+        self.inner.map_whole(span)
     }
 
     fn losses(&self) -> Option<Arc<Losses>> {

@@ -17,8 +17,8 @@ use std::time::Duration;
 
 use event_listener::Event;
 use vellum_core::{
-    Buffer, Disk, Error, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, LocalFuture, Result,
-    Room, SharedDisk, WriteFlags, ZeroFlags, lock,
+    Buffer, Disk, Error, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, LocalFuture,
+    MergedExtent, PlaceKind, Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 
 /// A disk without a write cache.
@@ -151,6 +151,10 @@ impl Disk for Durable {
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
         self.inner.map(span)
+    }
+
+    fn map_whole(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<MergedExtent<PlaceKind>>>> {
+        self.inner.map_whole(span)
     }
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {

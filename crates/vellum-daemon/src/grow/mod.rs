@@ -24,8 +24,8 @@ use std::time::Duration;
 use event_listener::Event;
 use futures_lite::future::or;
 use vellum_core::{
-    Buffer, Disk, ErrorKind, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, LocalFuture, Result,
-    Room, SharedDisk, WriteFlags, ZeroFlags, lock,
+    Buffer, Disk, ErrorKind, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, LocalFuture,
+    MergedExtent, PlaceKind, Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 use vellum_io::clock;
 
@@ -314,6 +314,10 @@ impl Disk for Growing {
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
         self.inner.map(span)
+    }
+
+    fn map_whole(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<MergedExtent<PlaceKind>>>> {
+        self.inner.map_whole(span)
     }
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {

@@ -28,7 +28,7 @@ use std::time::Duration;
 use event_listener::Event;
 use vellum_core::{
     Buffer, Clock, Disk, Error, ErrorKind, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan,
-    LocalFuture, Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
+    LocalFuture, MergedExtent, PlaceKind, Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 
 pub(crate) use histogram::Counts;
@@ -402,6 +402,11 @@ impl Disk for Metered {
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
         let what = (Kind::Map, span.start().bytes(), span.len());
         self.request(what, self.inner.map(span))
+    }
+
+    fn map_whole(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<MergedExtent<PlaceKind>>>> {
+        let what = (Kind::Map, span.start().bytes(), span.len());
+        self.request(what, self.inner.map_whole(span))
     }
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {

@@ -4,7 +4,7 @@
 //! need not read it.
 
 use futures_lite::future::yield_now;
-use vellum_core::{Error, GuestOffset, GuestSpan, PlaceKind, Result, SharedDisk, map_kinds};
+use vellum_core::{Error, GuestOffset, GuestSpan, PlaceKind, Result, SharedDisk};
 
 use crate::slices::SLICE;
 
@@ -31,7 +31,7 @@ pub(super) async fn seek(
     while !rest.is_empty() {
         let (now, _) = rest.split_at(SLICE.bytes());
         let mut covered = now.start();
-        for extent in map_kinds(disk, now).await? {
+        for extent in disk.map_whole(now).await? {
             let part = extent.span.intersect(now);
             let is_hole = matches!(extent.place, PlaceKind::Zero { .. } | PlaceKind::Below);
             if is_hole == (target == Target::Hole) && !part.is_empty() {

@@ -28,7 +28,7 @@ use std::cell::Cell;
 use smallvec::SmallVec;
 use vellum_core::{
     BlockSize, Buffer, Error, ErrorKind, GuestOffset, GuestSpan, PlaceKind, Result, SharedDisk, is_zero,
-    join_all, map_kinds,
+    join_all,
 };
 
 /// From this length on a read queries the map first.
@@ -105,7 +105,7 @@ async fn read_runs(disk: &SharedDisk, span: GuestSpan, asks_map: bool) -> Parts 
         );
         return parts;
     }
-    let runs = match map_kinds(disk, span).await {
+    let runs = match disk.map_whole(span).await {
         Ok(extents) => {
             let extents = extents.iter().map(|extent| {
                 let reads_zero = matches!(extent.place, PlaceKind::Zero { .. } | PlaceKind::Below);

@@ -23,7 +23,7 @@
 //! `qemu:` namespace.
 
 use futures_lite::future::yield_now;
-use vellum_core::{Error, GuestSpan, MergedExtent, PlaceKind, Result, SharedDisk, map_kinds};
+use vellum_core::{Error, GuestSpan, MergedExtent, PlaceKind, Result, SharedDisk};
 
 use super::sparse::{Outlook, stop_if_left};
 use super::wire::allocation;
@@ -166,7 +166,7 @@ pub(super) async fn block_status(
             stop_if_left(outlook)?;
         }
         let (rest, _) = GuestSpan::between(at, span.end()).split_at(SLICE.bytes());
-        for extent in &map_kinds(disk, rest).await? {
+        for extent in &disk.map_whole(rest).await? {
             // Never past the end of the request, even if the disk reports more.
             let part = extent.span.intersect(rest);
             for folder in &mut folders {

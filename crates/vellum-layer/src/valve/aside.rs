@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vellum_core::{
     Buffer, Disk, Error, ErrorKind, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, LocalFuture,
-    Result, SharedDisk, WriteFlags, ZeroFlags,
+    MergedExtent, PlaceKind, Result, SharedDisk, WriteFlags, ZeroFlags,
 };
 
 use super::Valve;
@@ -65,6 +65,10 @@ impl Disk for Aside {
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
         pass!(self, disk => disk.map(span))
+    }
+
+    fn map_whole(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<MergedExtent<PlaceKind>>>> {
+        pass!(self, disk => disk.map_whole(span))
     }
 
     fn filling(&self) -> Option<Filling> {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vellum_core::{
-    Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, Result, Room, SharedDisk,
-    WriteFlags, ZeroFlags,
+    Buffer, Disk, Extent, Geometry, GuestOffset, GuestSpan, LocalFuture, MergedExtent, PlaceKind, Result,
+    Room, SharedDisk, WriteFlags, ZeroFlags,
 };
 
 use super::Valve;
@@ -73,6 +73,10 @@ impl Disk for Beside {
 
     fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
         self.pass(Some((Direction::Read, 0)), self.disk.map(span))
+    }
+
+    fn map_whole(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<MergedExtent<PlaceKind>>>> {
+        self.pass(Some((Direction::Read, 0)), self.disk.map_whole(span))
     }
 
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {

@@ -37,7 +37,7 @@ use event_listener::Event;
 use futures_lite::future::or;
 use vellum_core::{
     Buffer, Clock, Disk, Error, ErrorKind, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan,
-    LocalFuture, Losses, Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
+    LocalFuture, Losses, MergedExtent, PlaceKind, Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 
 use limits::{Direction, Limits};
@@ -428,6 +428,11 @@ impl Disk for Valve {
         pass!(self, Some((Direction::Read, 0)), disk => disk.map(span))
     }
 
+    /// One request at the chain that is there: it cannot be exchanged between two of its disks.
+    fn map_whole(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<MergedExtent<PlaceKind>>>> {
+        pass!(self, Some((Direction::Read, 0)), disk => disk.map_whole(span))
+    }
+
     fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
         Box::pin(async move {
             let Some(_inside) = self.passage.try_enter() else { return false };
@@ -489,6 +494,50 @@ mod tests {
 
     fn write(valve: &Valve, byte: u8) -> LocalFuture<'_, Result<()>> {
         valve.write(GuestOffset::ZERO, Buffer::copy_of(&[byte; 512]), WriteFlags::default())
+    }
+
+    /// A disk whose map is waited for until it is told.
+    struct Late {
+        disk: Arc<MemoryDisk>,
+        is_told: AtomicBool,
+    }
+
+    impl ForwardDisk for Late {
+        fn inner(&self) -> &dyn Disk {
+            &*self.disk
+        }
+
+        fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+            Box::pin(async move {
+                let is_told = |_: &mut std::task::Context<'_>| match self.is_told.load(Ordering::SeqCst) {
+                    true => std::task::Poll::Ready(()),
+                    false => std::task::Poll::Pending,
+                };
+                std::future::poll_fn(is_told).await;
+                self.disk.map(span).await
+            })
+        }
+    }
+
+    #[test]
+    fn a_chain_is_not_exchanged_in_the_middle_of_its_map() {
+        let below = Forwarding::new(Late { disk: MemoryDisk::new(4096), is_told: false.into() });
+        let valve = Valve::new(MemoryDisk::over(4096, Some(below.clone())), Arc::new(Still));
+        block_on(async {
+            let mut map = valve.map_whole(GuestOffset::ZERO.span(4096));
+            assert!(poll_once(&mut map).await.is_none(), "it asks the disk below");
+            let mut hold = Box::pin(valve.hold());
+            assert!(poll_once(&mut hold).await.is_none(), "it is under way");
+            below.is_told.store(true, Ordering::SeqCst);
+            let extents = map.await.expect("a map");
+            assert_eq!((extents.len(), extents[0].depth), (1, 1));
+            let hold = hold.await;
+            let mut late = valve.map_whole(GuestOffset::ZERO.span(4096));
+            assert!(poll_once(&mut late).await.is_none(), "it is held");
+            valve.exchange(&hold, MemoryDisk::new(4096));
+            drop(hold);
+            assert_eq!(late.await.expect("a map")[0].depth, 0, "of the chain that came meanwhile");
+        });
     }
 
     #[test]

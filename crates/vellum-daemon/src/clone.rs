@@ -29,11 +29,11 @@ use vellum_core::{BlockSize, Context, Error, ErrorKind, LocalFuture, Result, Url
 use vellum_format::luks::Secrets;
 use vellum_format::zeros::Zeros;
 use vellum_format::{FormatKind, SNAPSHOT_FORMAT, SnapshotBase, SnapshotKey, native, qcow2};
-use vellum_io::Draft;
+use vellum_io::{Draft, clock};
 use vellum_layer::Chain;
 
 use crate::closed::{snapshot_hold, snapshot_of};
-use crate::control::{HeldSnapshot, Request, call};
+use crate::control::{HeldSnapshot, Request, SnapshotFacts, call};
 use crate::create::{CreateTarget, backing_name, refuse_moved, write_native, write_qcow2};
 use crate::image::{ImageOptions, open_image};
 use crate::signals::Stop;
@@ -41,6 +41,10 @@ use crate::template::{self, ListUse};
 
 /// This many clones are made at once.
 const AT_ONCE: usize = 16;
+
+/// How long, and how often, to try again to have a snapshot marked while the server has other commands.
+const BUSY_FOR: Duration = Duration::from_secs(30);
+const BUSY_EVERY: Duration = Duration::from_millis(50);
 
 /// What is cloned, and how.
 #[derive(Debug, Clone)]
@@ -296,11 +300,47 @@ async fn open_source(how: &Cloning, is_native: bool) -> Result<Source> {
     }
 }
 
-/// Has the server mark a snapshot as cloned, or confirm that it is.
+/// Has the server mark a snapshot as cloned, or confirm that it is. Waits for a while where other commands, or steps of the
+/// disk, come first.
 async fn hold(control: &Path, disk: Option<String>, name: String) -> Result<HeldSnapshot> {
-    let answer = call(control, &Request::SnapshotHold { disk, name }).await?;
+    let until = clock().now() + BUSY_FOR;
+    let request = Request::SnapshotHold { disk, name };
+    let answer = loop {
+        match call(control, &request).await {
+            Err(error) if error.kind() == ErrorKind::Locked && clock().now() < until => {
+                clock().sleep(BUSY_EVERY).await;
+            }
+            answer => break answer?,
+        }
+    };
     serde_json::from_value(answer)
         .map_err(|error| Error::invalid(format!("unexpected answer of the server: {error}")))
+}
+
+/// The clones are there, and the server does not confirm, for this reason, that their snapshot is kept for them.
+///
+/// # Errors
+/// What became of the snapshot, unless the mark is there and stays: nothing clears it in an image that is not written.
+async fn not_confirmed(control: &Path, disk: Option<String>, key: &SnapshotKey, why: Error) -> Result<()> {
+    let listed = call(control, &Request::SnapshotList { disk }).await.and_then(|answer| {
+        serde_json::from_value::<Vec<SnapshotFacts>>(answer)
+            .map_err(|error| Error::invalid(format!("unexpected answer of the server: {error}")))
+    });
+    let id = key.id.to_string();
+    let there = listed.map(|all| all.into_iter().find(|one| one.id == id));
+    let what = match there {
+        Ok(None) => {
+            format!(
+                "snapshot {key} was deleted while clones of it were made: they are of no use, remove them"
+            )
+        }
+        Ok(Some(one)) if one.held_by_clones && why.kind() == ErrorKind::ReadOnly => return Ok(()),
+        _ => format!(
+            "the clones are there, and whether snapshot {key} is kept for them is not known: they are sound if `vellum \
+             snapshot list` shows it as held by clones, and of no use if it is not there"
+        ),
+    };
+    Err(why.context(what))
 }
 
 fn key_of(name: &str, id: &str) -> Result<SnapshotKey> {
@@ -387,12 +427,10 @@ impl Template<'_> {
     async fn end(&self, chain: Option<Chain>, before: Option<Identity>) -> Result<()> {
         if let (CloneOf::Served { control, disk, .. }, Some(key)) = (&self.how.template, &self.snapshot) {
             // It may have been released meanwhile, as if there were no clone.
-            let held = hold(control, disk.clone(), key.id.to_string()).await;
-            return held.map(drop).context(|| {
-                format!(
-                    "snapshot {key} was deleted while clones of it were made: they are of no use, remove them"
-                )
-            });
+            return match hold(control, disk.clone(), key.id.to_string()).await {
+                Ok(_) => Ok(()),
+                Err(error) => not_confirmed(control, disk.clone(), key, error).await,
+            };
         }
         let closed = match chain {
             Some(chain) => chain.close().await,

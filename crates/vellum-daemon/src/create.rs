@@ -121,10 +121,10 @@ impl CreateTarget {
     }
 }
 
-/// Checks that no migration makes an image that is to be a base writable again.
+/// Checks that no migration makes an image that is to be a base writable.
 ///
 /// # Errors
-/// `Refused` while its disk may be taken back.
+/// `Refused` while its disk may be taken back, or is awaited.
 pub(crate) fn refuse_moved(chain: &Chain) -> Result<()> {
     match chain.top().head.handover() {
         Some(Handover::Moved(number)) => Err(Error::new(
@@ -132,6 +132,14 @@ pub(crate) fn refuse_moved(chain: &Chain) -> Result<()> {
             format!(
                 "{} has moved (migration {number}), and its disk can still be taken back and written: finish with `vellum \
                  migrate run`, or copy it with `vellum convert`",
+                chain.top().path.display()
+            ),
+        )),
+        Some(Handover::Awaiting(number)) => Err(Error::new(
+            ErrorKind::Refused,
+            format!(
+                "{} awaits the disk of migration {number}, and will be written: a base never changes, so copy it with `vellum \
+                 convert`",
                 chain.top().path.display()
             ),
         )),

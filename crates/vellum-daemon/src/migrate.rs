@@ -1,12 +1,13 @@
 //! Preparing the target of a migration: an image over the source's export that awaits its disk.
 //!
 //! It is made under a temporary name, and gets its own when its header says that it is not to be written. So there is
-//! never an image over the source that could be written beside it.
+//! never an image over the source that could be written beside it. It replaces nothing: what has its name already may be
+//! a target that has taken over, and the only copy of what was written since.
 
 use std::path::{Path, PathBuf};
 
 use vellum_core::pin::{Pin, Proof, ProofKind};
-use vellum_core::{Error, Result, Url};
+use vellum_core::{Error, ErrorKind, Result, Url};
 pub use vellum_format::handover::{Handover, MoveNumber};
 use vellum_format::{FormatKind, native, qcow2};
 use vellum_io::Draft;
@@ -33,16 +34,34 @@ pub struct NewTarget {
 /// Makes it. Returns the number of the migration and the size of the disk, in bytes.
 ///
 /// # Errors
-/// `Unsupported` for a format without a place for the mark, and the errors of the source and of creating the image.
+/// `Unsupported` for a format without a place for the mark, `Invalid` where anything has the target's name, `Refused` for a
+/// source that has moved, and the errors of the source and of creating the image.
 pub async fn prepare(target: &NewTarget) -> Result<(MoveNumber, u64)> {
+    let exists = || {
+        let why = "it exists already, and the target of a migration is a new file: remove it, or choose another name";
+        Error::invalid(format!("{}: {why}", target.path.display()))
+    };
+    // A link counts as well, also one that leads nowhere.
+    if target.path.symlink_metadata().is_ok() {
+        return Err(exists());
+    }
     let source = open_image(Path::new(&target.source), &ImageOptions::reading()).await?;
     let size = source.disk().geometry().size;
+    let proof = source.top().storage.proof();
     source.close().await?;
-    let draft = Draft::begin(&target.path).await?.ok_or_else(|| {
-        Error::invalid(format!("{}: the target of a migration is a new file", target.path.display()))
-    })?;
+    if let Some(proof) = proof.filter(|proof| proof.kind() == ProofKind::Moved) {
+        let why = format!(
+            "{}: this disk has moved already (migration {}), and no other target can take it over: prepare the next one from \
+             where it is written now, or take it back with `vellum migrate abort`",
+            target.source,
+            proof.value()
+        );
+        return Err(Error::new(ErrorKind::Refused, why));
+    }
+    let draft = Draft::begin(&target.path).await?.filter(|draft| !draft.replaces()).ok_or_else(exists)?;
     let made = make(target, draft.path(), size).await;
     match made {
+        // commit point: it has its name, which nothing had
         Ok(number) => draft.publish().await.map(|()| (number, size)),
         Err(error) => {
             drop(draft);
@@ -54,8 +73,8 @@ pub async fn prepare(target: &NewTarget) -> Result<(MoveNumber, u64)> {
 async fn make(target: &NewTarget, path: &Path, size: u64) -> Result<MoveNumber> {
     if target.format == FormatKind::Qcow2 && target.qcow2.journal.is_none() {
         return Err(Error::unsupported(
-            "a target gets its data while it is served, which an image without a journal cannot do: leave out journal=off \
-             (`vellum journal` removes the journal afterwards)",
+            "a target gets its data while it is served, which an image without a journal cannot do: leave out journal=off, \
+             compat=v2, and clusters that are too small for one (`vellum journal` removes the journal afterwards)",
         ));
     }
     let source = match Url::parse(&target.source) {

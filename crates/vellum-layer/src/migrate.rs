@@ -165,9 +165,10 @@ pub fn next(
     };
     let is_gone = matches!(source, Some(Gone(_)));
     match (is_ours, target, goal) {
-        (Some(true), Some(Awaiting(_) | Void(_)), _) if is_gone => {
-            refuse("the disk was taken over by another copy of this target")
-        }
+        (Some(true), Some(Awaiting(_) | Void(_)), _) if is_gone => refuse(
+            "the disk was taken over by another copy of this target; if there is none, copy it from the source with \
+                 `vellum convert`",
+        ),
         (None, Some(Awaiting(_)), Goal::Forward) => Ok(Step::Fix),
         (Some(true), Some(Awaiting(_)), Goal::Forward) if last == Some(Step::Fix) => Ok(Step::Accept),
         (Some(true), Some(Awaiting(_)), Goal::Forward) => Ok(Step::Fix),
@@ -186,7 +187,10 @@ pub fn next(
         }
         (None, Some(Void(_)), Goal::Back) => Ok(Step::Done),
         (None, Some(Arrived(_)), _) => Err(Error::corrupt(
-            "both images could be written: they are not the two of one migration, or one was replaced by a copy",
+            "both images could be written: they are not the two of one migration, one was replaced by a copy, or the source was \
+             taken back although the target had taken over. Write only one of them from now on. If the source has not been \
+             written since, `vellum migrate step fix` at the source, with the target's number, makes the target the writer \
+             again; if it has, what the target has not copied is lost to it: copy what is needed from the target, and delete it",
         )),
         (Some(true), Some(Arrived(_)), Goal::Back) => {
             refuse("the target has taken over and may have been written: migrate it back instead")

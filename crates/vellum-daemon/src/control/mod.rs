@@ -227,6 +227,9 @@ pub enum Request {
         step: MigrateStep,
         /// The number of the migration.
         number: String,
+        /// What the target said when it had taken over: for `seal`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        receipt: Option<String>,
     },
     /// Close the image of a disk, and open it again, which recovers it.
     #[serde(rename_all = "kebab-case")]

@@ -70,7 +70,8 @@ impl Places {
             }
         };
         let why = format!(
-            "busy: {who} already has {many} commands running; `vellum stats` shows which disks hang or are paused"
+            "busy: {who} already has {many} commands running; try again when one has ended (`vellum stats` shows \
+             disks that hang or are paused)"
         );
         Err(Error::new(ErrorKind::Locked, why))
     }

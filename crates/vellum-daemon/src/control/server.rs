@@ -304,30 +304,34 @@ impl Control {
                     "written": disk.is_written_now().await,
                 })
             }
-            Request::MigrateStep { disk, step, number } => {
+            Request::MigrateStep { disk, step, number, receipt } => {
                 let disk = self.disks.find(disk.as_deref())?;
                 let number_read = number.parse()?;
-                let Some(step) = step.as_step() else {
+                let Some(its) = step.as_step() else {
                     let seen = match step {
                         MigrateStep::Show => disk.ask_for(number_read, &self.exports).map(|()| None)?,
                         _ => disk.looks_for(number_read).await?,
                     };
                     return Ok(json!({ "image": disk.path().display().to_string(), "seen": seen }));
                 };
-                let done = disk.hand_over(step, number_read).await;
-                // Also where it failed: the mark may have been made.
-                disk.tell(&self.exports)?;
-                let done = done?;
+                if *step == MigrateStep::Seal && *receipt != Some(number_read.receipt()) {
+                    let why = "the source is given up for good only when the target has taken over: give the receipt that \
+                               `vellum migrate step accept` prints at the target (--receipt); it may be taken again";
+                    return Err(Error::new(ErrorKind::Refused, why));
+                }
+                let done = disk.hand_over(its, number_read, &self.exports).await?;
                 json!({
                     "image": disk.path().display().to_string(),
                     "state": done.handover.map_or("none", Handover::word),
                     "number": number,
+                    "receipt": (*step == MigrateStep::Accept).then(|| number_read.receipt()),
                     "held-us": u64::try_from(done.held.as_micros()).unwrap_or(u64::MAX),
                 })
             }
             Request::ExportReopen { disk, lose_unflushed } => {
                 let disk = self.disks.find(disk.as_deref())?;
-                let reopened = disk.reopen(*lose_unflushed).await;
+                let reopened = disk.reopen(*lose_unflushed, &self.exports).await;
+                disk.tell(&self.exports)?;
                 self.size_watchers.notify().await;
                 json!({ "state": "running", "may-miss-writes": reopened? })
             }

@@ -15,6 +15,12 @@
 //! 5. The target takes over only from a source whose server says that its disk has moved in the same migration, and that
 //!    nothing else has taken it over.
 //! 6. A server that reads a snapshot of an image says nothing of the migration of its disk, and takes no step.
+//! 7. Before a running disk is closed its own file, and those below, are looked at: what could not be opened again is
+//!    not closed.
+//! 8. Before the first write of a source that is taken back passes, the clients that were told that it has moved are
+//!    sent away: a target that has taken over reads nothing of a disk that is written.
+//! 9. A disk that is not written because a mark may not be durable is opened for writing by the next step, or a
+//!    reopening, that makes the mark durable. An image that was not closed has no doubtful mark: it is recovered first.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -24,8 +30,8 @@ use std::time::Duration;
 
 use vellum_core::pin::{Proof, ProofKind};
 use vellum_core::{Disk as _, Error, ErrorKind, Result, SharedDisk, SharedStorage, lock};
-use vellum_export::nbd::Exports;
 use vellum_export::nbd::wire::info;
+use vellum_export::nbd::{Exports, SentAway};
 use vellum_format::FormatKind;
 use vellum_format::handover::{Handover, MoveNumber, may_change};
 use vellum_io::{clock, unblock_at};
@@ -34,7 +40,14 @@ use vellum_layer::{Chain, Gate, migrate};
 
 use super::steer::Held;
 use super::{How, Served, Step};
+use crate::closed::recover;
 use crate::image::{ImageOptions, open_file, open_over};
+
+/// How often to look whether clients that were sent away have gone.
+const GONE_EVERY: Duration = Duration::from_millis(2);
+
+/// How many challenges are shown at once: the latest.
+const ASKED_MAX: usize = 4;
 
 /// What became of a step.
 #[derive(Debug, Clone, Copy)]
@@ -43,6 +56,33 @@ pub(crate) struct HandedOver {
     pub(crate) handover: Option<Handover>,
     /// How long its requests waited.
     pub(crate) held: Duration,
+}
+
+/// How far a step came that was tried.
+struct Tried {
+    /// The disk was not written before, by what the header said or because that might not be durable.
+    was_barred: bool,
+    /// The header was to be changed.
+    may_be_marked: bool,
+    /// It has been, durably.
+    is_durable: bool,
+    /// What it says now, if it can be read.
+    read: Option<Option<Handover>>,
+}
+
+impl Tried {
+    /// What the header is taken to say, and whether the disk is not written for that.
+    fn outcome(
+        &self,
+        step: migrate::Step,
+        before: Option<Handover>,
+        after: Option<Handover>,
+    ) -> (Option<Handover>, bool) {
+        let says = self.read.unwrap_or(if self.may_be_marked { after } else { before });
+        let allows = matches!(step, migrate::Step::Accept | migrate::Step::Restore);
+        let is_doubtful = (allows || self.was_barred) && !self.is_durable;
+        (says, is_doubtful || says.is_some_and(|handover| !handover.allows_writing()))
+    }
 }
 
 /// The disk as its front ends see it, if a migration forbids to write its image.
@@ -167,10 +207,15 @@ impl Served {
         self.is_its_disk()?;
         let remark = {
             let mut remark = lock(&self.remark);
-            let what_it_says = remark.rsplit("; ").next().filter(|text| !text.starts_with(info::ASKED));
-            let what_it_says = what_it_says.unwrap_or_default().to_owned();
-            let between = if what_it_says.is_empty() { "" } else { "; " };
-            *remark = format!("{}{challenge}{between}{what_it_says}", info::ASKED);
+            // Of commands that run at once, each looks for its own.
+            let (mut asked, said): (Vec<&str>, Vec<&str>) = remark
+                .split("; ")
+                .filter(|text| !text.is_empty())
+                .partition(|text| text.starts_with(info::ASKED));
+            let new = format!("{}{challenge}", info::ASKED);
+            asked.drain(..asked.len().saturating_sub(ASKED_MAX - 1));
+            asked.push(&new);
+            *remark = [asked, said].concat().join("; ");
             remark.clone()
         };
         self.names().iter().try_for_each(|name| exports.set_remark(name, &remark))
@@ -179,15 +224,22 @@ impl Served {
     /// Whether the export that it reads from shows this challenge; `None` if it reads from nothing.
     ///
     /// # Errors
-    /// Those of connecting to it.
+    /// Those of connecting to it; `Refused` if another file has the name of its image.
     pub(crate) async fn looks_for(&self, challenge: MoveNumber) -> Result<Option<bool>> {
-        let below = match &*self.chain.read().await {
+        let chain = self.chain.read().await;
+        // Its next step would refuse that, when the source is written no more.
+        self.is_the_same_file(chain.as_ref()).await?;
+        let below = match &*chain {
             Some(chain) => path_below(chain),
             // A step may have closed it.
             None => self.path_in_header().await?,
         };
+        drop(chain);
         let Some(below) = below else { return Ok(None) };
-        let source = self.source_at(&below).await?;
+        let source = self
+            .source_at(&below)
+            .await
+            .map_err(|error| error.context(format!("{} does not reach its source", self.path.display())))?;
         Ok(Some(source.description().contains(&format!("{}{challenge}", info::ASKED))))
     }
 
@@ -216,6 +268,7 @@ impl Served {
         self: &Arc<Self>,
         step: migrate::Step,
         number: MoveNumber,
+        exports: &Exports,
     ) -> Result<HandedOver> {
         self.is_its_disk()?;
         let path = self.path.display().to_string();
@@ -235,6 +288,14 @@ impl Served {
             self.source_has_moved(chain.as_ref(), number).await?;
         }
         self.is_the_same_file(chain.as_ref()).await?;
+        // A target that is given up needs nothing of its source.
+        let is_looked_at = matches!((step, before), (migrate::Step::Accept, Some(Handover::Awaiting(_))));
+        if step != migrate::Step::Void && !is_looked_at {
+            self.could_be_opened_again(chain.as_ref()).await?;
+        }
+        if step == migrate::Step::Restore {
+            self.send_away_told(exports).await?;
+        }
         let began = clock().now();
         // It reads the images below, which are closed.
         let held = match self.hydrate_no_more_in_time().await {
@@ -246,6 +307,7 @@ impl Served {
             Err(error) => {
                 chain.iter().for_each(Chain::resume_forks);
                 self.begin_hydrating();
+                self.tell(exports)?;
                 return Err(error);
             }
         };
@@ -259,6 +321,7 @@ impl Served {
         }
         self.tend_no_more().await;
         let released = self.release_files(&held.hold, &mut chain).await;
+        let may_be_marked = closed.is_ok() && released.is_ok();
         let changed = match closed.and(released) {
             Ok(()) => {
                 // Clones of its snapshots, in this server, hold the file as well.
@@ -270,10 +333,11 @@ impl Served {
             failed => failed,
         };
         // What the header says now decides what passes. A disk whose mark may not be durable is not written: the step
-        // is to be taken again.
-        let says = self.read_handover().await.unwrap_or(before);
-        let is_doubtful = changed.is_err() && matches!(step, migrate::Step::Accept | migrate::Step::Restore);
-        let forbids = is_doubtful || says.is_some_and(|handover| !handover.allows_writing());
+        // is to be taken again. One that cannot be read may have got its mark.
+        let read = self.read_handover().await;
+        let (was_barred, is_durable) = (self.is_barred(), changed.is_ok());
+        let tried = Tried { was_barred, may_be_marked, is_durable, read: read.as_ref().ok().copied() };
+        let (says, forbids) = tried.outcome(step, before, after);
         self.is_barred.store(forbids && !self.image.read_only, Ordering::Release);
         let opened = self.open_again(&held.hold, &mut chain).await;
         if opened.is_ok() && self.is_barred() {
@@ -287,11 +351,14 @@ impl Served {
             _ => false,
         };
         self.valve.bar(waits);
-        *lock(&self.remark) = remark(says, &self.image);
+        // Nobody is told what could not be read.
+        *lock(&self.remark) = remark(read.unwrap_or(before), &self.image);
+        let told = self.tell(exports);
         // It is open, or closed: nothing is half done.
         held.finish();
         let waited = clock().now().saturating_sub(began);
         changed?;
+        told?;
         match opened {
             // A target that is given up needs nothing of its source, nor to be open.
             Err(error) if step == migrate::Step::Void => {
@@ -304,6 +371,78 @@ impl Served {
         }
         tracing::warn!("{path}: migration {number}: {}", after.map_or("taken back", Handover::word));
         Ok(HandedOver { handover: after, held: waited })
+    }
+
+    /// Sends away the clients that were told that the disk has moved, and tells nobody else: it is to be written again.
+    /// Returns when none of them gets an answer any more.
+    ///
+    /// # Errors
+    /// `Locked` if their requests do not end. Nothing has changed then.
+    pub(super) async fn send_away_told(&self, exports: &Exports) -> Result<()> {
+        let names = self.names();
+        names.iter().try_for_each(|name| exports.set_remark(name, ""))?;
+        let sent_away: Vec<SentAway> = names.iter().filter_map(|name| exports.send_away_told(name)).collect();
+        let until = clock().now() + self.how.patience;
+        while !sent_away.iter().all(SentAway::is_over) {
+            if clock().now() >= until {
+                self.tell(exports)?;
+                return Err(self.in_use(
+                    "requests of clients that were told that it has moved do not finish; try again",
+                ));
+            }
+            clock().sleep(GONE_EVERY).await;
+        }
+        Ok(())
+    }
+
+    /// Makes the mark durable of a disk that its header allows to be written, and that is barred because the mark may not be.
+    /// The image is closed.
+    ///
+    /// # Errors
+    /// Those of the image: it is not written, as before.
+    pub(super) async fn allow_writing_again(&self) -> Result<()> {
+        if !self.is_barred() {
+            return Ok(());
+        }
+        let says = self.read_handover().await?;
+        if says.is_none_or(Handover::allows_writing) {
+            let forks = self.how.templates.hold(&self.canonical).await;
+            let changed = self.change_handover(says).await;
+            drop(forks);
+            changed?;
+            self.is_barred.store(false, Ordering::Release);
+        }
+        *lock(&self.remark) = remark(says, &self.image);
+        Ok(())
+    }
+
+    /// Opens the images below anew, as the step will: what cannot be opened now could not be after it. The disk goes on.
+    ///
+    /// # Errors
+    /// Those of opening them; `Refused` if one is another than the one that is open.
+    pub(super) async fn could_be_opened_again(&self, open: Option<&Chain>) -> Result<()> {
+        let nothing = || {
+            let path = self.path.display();
+            format!(
+                "{path} could not be opened again after it was closed, so nothing was changed, and the disk goes on"
+            )
+        };
+        let Some(open) = open else { return Ok(()) };
+        // What was read over another content would be wrong.
+        let is_pinned = open.top().head.pin().is_some();
+        // Whoever writes the image of a snapshot may have its file.
+        for member in open.members().skip(1).filter(|member| !member.is_snapshot) {
+            let options =
+                ImageOptions { read_only: true, format: Some(member.head.kind()), ..self.image.clone() };
+            let (storage, _) =
+                open_file(&member.path, &options).await.map_err(|error| error.context(nothing()))?;
+            let proof = member.storage.proof().filter(|proof| is_pinned && proof.kind() != ProofKind::File);
+            if proof.is_some() && storage.proof() != proof {
+                let why = format!("{} has changed since it was opened", member.path.display());
+                return Err(Error::new(ErrorKind::Refused, why).context(nothing()));
+            }
+        }
+        Ok(())
     }
 
     /// Whether this server can take the step on an image in this state.
@@ -391,15 +530,17 @@ impl Served {
         let path = self.path.clone();
         let there =
             unblock_at(&self.path, move || Ok(std::fs::metadata(&path).map(|facts| facts.ino()))).await?;
-        // Where there is none, opening says so.
-        if there.is_err() || there.is_ok_and(|there| there == number) {
-            return Ok(());
-        }
+        let name = self.path.display();
+        let why = match there {
+            Ok(there) if there == number => return Ok(()),
+            Ok(_) => format!(
+                "{name}: there is another file now, and the disk that is served is that of a file without this name"
+            ),
+            Err(error) => format!("{name}: the file that is served is not found under its name ({error})"),
+        };
         let why = format!(
-            "{}: there is another file now, and the disk that is served is that of a file without this name: nothing was changed; put \
-             the file back that was opened (`ls -i`: {number}), or copy the disk from the server, for example with `vellum \
-             convert nbd://…`",
-            self.path.display()
+            "{why}: nothing was changed; put the file back that was opened (`ls -i`: {number}), or copy the disk from the server, \
+             for example with `vellum convert nbd://…`"
         );
         Err(Error::new(ErrorKind::Refused, why))
     }
@@ -410,9 +551,60 @@ impl Served {
         Ok(format.format().read(&*storage).await?.handover())
     }
 
+    /// An image that may be written and was not closed is recovered first.
     async fn change_handover(&self, after: Option<Handover>) -> Result<()> {
         let options = ImageOptions { read_only: false, format: Some(self.format), ..self.image.clone() };
         let (storage, format) = open_file(&self.path, &options).await?;
+        let head = format.format().read(&*storage).await?;
+        if head.was_left_open() && head.handover().is_none_or(Handover::allows_writing) {
+            drop((head, storage));
+            recover(&self.path, Some(self.format)).await?;
+            let (storage, format) = open_file(&self.path, &options).await?;
+            return format.format().set_handover(&storage, after).await;
+        }
         format.format().set_handover(&storage, after).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_that_may_have_a_mark_is_not_written() {
+        use migrate::Step::{Accept, Fix, Restore, Seal};
+        let number = MoveNumber::new([7; 16]).expect("a number");
+        let (awaiting, arrived) = (Some(Handover::Awaiting(number)), Some(Handover::Arrived(number)));
+        let (moved, gone) = (Some(Handover::Moved(number)), Some(Handover::Gone(number)));
+        for (step, before, after, may_be_marked, is_durable, read, is_barred) in [
+            (Fix, None, moved, true, true, Some(moved), true),
+            // It was not closed: nothing was changed.
+            (Fix, None, moved, false, false, Some(None), false),
+            (Fix, None, moved, false, false, None, false),
+            // The mark may be there, and cannot be read.
+            (Fix, None, moved, true, true, None, true),
+            (Fix, None, moved, true, false, None, true),
+            (Accept, awaiting, arrived, true, true, Some(arrived), false),
+            (Accept, awaiting, arrived, true, true, None, false),
+            (Accept, awaiting, arrived, true, false, Some(arrived), true),
+            (Accept, awaiting, arrived, true, false, None, true),
+            (Accept, awaiting, arrived, false, false, None, true),
+            (Restore, moved, None, true, true, Some(None), false),
+            (Restore, moved, None, true, false, Some(None), true),
+            (Restore, moved, None, false, false, None, true),
+            (Restore, moved, None, false, false, Some(None), true),
+            (Seal, moved, gone, true, false, None, true),
+        ] {
+            let was_barred = before.is_some_and(|handover| !handover.allows_writing());
+            let tried = Tried { was_barred, may_be_marked, is_durable, read };
+            assert_eq!(tried.outcome(step, before, after).1, is_barred, "{step:?} {is_durable} {read:?}");
+        }
+        // A doubt stays until a mark is durable.
+        for (is_durable, is_barred) in [(false, true), (true, false)] {
+            let tried = Tried { was_barred: true, may_be_marked: true, is_durable, read: Some(None) };
+            assert_eq!(tried.outcome(Restore, None, None).1, is_barred);
+            let tried = Tried { is_durable: false, ..tried };
+            assert!(tried.outcome(Fix, None, moved).1);
+        }
     }
 }

@@ -12,12 +12,13 @@ use std::time::Duration;
 use async_lock::RwLockWriteGuard;
 use futures_lite::future::or;
 use vellum_core::{BlockSize, Disk, Error, ErrorKind, Result, SharedDisk, lock};
+use vellum_export::nbd::Exports;
 use vellum_io::{Task, clock, spawn_local};
 use vellum_layer::Chain;
 use vellum_layer::valve::{Hold, RateLimits};
 
 use super::gone::Gone;
-use super::{IS_READ, Served, Step, behind_valve, reads_a_snapshot};
+use super::{IS_READ, Served, Step, behind_valve, hand_over, reads_a_snapshot};
 use crate::image::open_over;
 
 /// The requested size.
@@ -187,12 +188,16 @@ impl Served {
     /// With nothing changed: `Refused` where another file has the name of the image, `NoSpace` where the host has no room
     /// for what was answered and not flushed, and `Locked` where the storage does not answer a flush in time, unless that
     /// may be lost.
-    pub(crate) async fn reopen(self: &Arc<Self>, lose_unflushed: bool) -> Result<bool> {
+    pub(crate) async fn reopen(self: &Arc<Self>, lose_unflushed: bool, exports: &Exports) -> Result<bool> {
         let _step = self.begin(Step::Reopen)?;
         let mut chain = self.alone_or_closed().await?;
         let is_broken = self.disk.is_broken() || self.life().is_cut_off() || self.record.is_poisoned();
         if !lose_unflushed && !is_broken {
             self.is_the_same_file(chain.as_ref()).await?;
+            self.could_be_opened_again(chain.as_ref()).await?;
+        }
+        if self.is_barred() && chain.as_ref().is_none_or(|open| !hand_over::is_read_only(open)) {
+            self.send_away_told(exports).await?;
         }
         // It reads the images below, which are closed.
         if let Err(error) = self.hydrate_no_more_in_time().await {
@@ -238,10 +243,19 @@ impl Served {
         }
         // All references to its files must be gone, or their locks would be in the way.
         self.tend_no_more().await;
+        let was_barred = self.is_barred();
+        let allowed = match self.release_files(&held.hold, &mut chain).await {
+            Ok(()) => self.allow_writing_again().await,
+            failed => failed,
+        };
         let opened = self.open_again(&held.hold, &mut chain).await;
         // It is open, or closed: nothing is half done.
         held.finish();
         opened?;
+        allowed?;
+        if let Some(open) = chain.as_ref().filter(|_| was_barred && !self.is_barred()) {
+            self.hydrate_as_said(&self.hydration_said, open.top().head.wish())?;
+        }
         let count = self.valve.losses().map_or(0, |losses| losses.count());
         let may_miss = self.losses_said.swap(count, Ordering::AcqRel) != count;
         let path = self.path.display();

@@ -216,7 +216,7 @@ fn a_disk_whose_flush_hangs_is_not_reopened_and_goes_on() {
         let served = server.add(0).await;
         write(&served, 0, 7).await;
         storage.set_slow(true);
-        let refused = served.reopen(false).await.expect_err("its flush hangs");
+        let refused = served.reopen(false, &Exports::new()).await.expect_err("its flush hangs");
         assert_eq!(refused.kind(), ErrorKind::Locked, "{}", refused.chain());
         assert!(refused.chain().to_string().contains("has not answered a flush"), "{}", refused.chain());
         write(&served, 4096, 8).await;

@@ -96,6 +96,19 @@ pub(crate) struct Entry {
     is_suspended: AtomicBool,
     /// The text that follows its description for the time being; may be empty.
     remark: Mutex<String>,
+    /// What sends away the sessions that were told that its disk has moved.
+    told: Mutex<Arc<Shutdown>>,
+}
+
+/// Sessions that were told that the disk has moved, and are sent away.
+#[must_use = "they may still be in use"]
+pub struct SentAway(Arc<Shutdown>);
+
+impl SentAway {
+    /// Whether all have ended: none of them gets an answer any more.
+    pub fn is_over(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
+    }
 }
 
 /// Exports that keep their names but admit no client until this is dropped.
@@ -113,6 +126,10 @@ pub(crate) struct Attached {
     entry: Arc<Entry>,
     /// As this session uses it.
     disk: SharedDisk,
+    /// With the remark that it had when the session attached.
+    description: String,
+    /// Ends the sessions that were told that the disk has moved; of another one it ends nothing.
+    told: Arc<Shutdown>,
 }
 
 /// An export that is no longer listed, but perhaps still in use.
@@ -198,6 +215,17 @@ impl Exports {
         Ok(())
     }
 
+    /// Sends away the clients that were told that the disk of this export has moved. Nothing more is read from them or
+    /// sent to them. Those that connected before that, or connect from now on, stay.
+    pub fn send_away_told(&self, name: &str) -> Option<SentAway> {
+        let entry = self.lock().get(name).cloned()?;
+        // Under the lock of the remark, like `attach`.
+        let _remark = lock(&entry.remark);
+        let told = std::mem::take(&mut *lock(&entry.told));
+        told.cut();
+        Some(SentAway(told))
+    }
+
     /// Admits no client to these exports until the result is dropped. Fails, with the number of sessions, if
     /// any of them has one. Their names stay taken, and clients get the error for an unknown export.
     ///
@@ -275,11 +303,16 @@ impl Entry {
             session_ended: Event::new(),
             is_suspended: AtomicBool::new(false),
             remark: Mutex::default(),
+            told: Mutex::default(),
         }
     }
 
     fn description(&self) -> String {
-        let (description, remark) = (&self.export.description, lock(&self.remark));
+        self.describe(&lock(&self.remark))
+    }
+
+    fn describe(&self, remark: &str) -> String {
+        let description = &self.export.description;
         let between = match (description.is_empty(), remark.is_empty()) {
             (false, false) => "; ",
             // The name of a file is no remark, whatever it is.
@@ -319,7 +352,13 @@ impl Attached {
         // Before it is counted: what panics here leaves no session behind that never ends.
         let disk = witnessed_by_connection(entry.export.disk.clone());
         entry.sessions.fetch_add(1, Ordering::AcqRel);
-        Self { entry, disk }
+        let (description, told) = {
+            let remark = lock(&entry.remark);
+            let is_told = [wire::info::MOVED, wire::info::GONE].iter().any(|words| remark.contains(words));
+            let told = if is_told { lock(&entry.told).clone() } else { Arc::default() };
+            (entry.describe(&remark), told)
+        };
+        Self { entry, disk, description, told }
     }
 
     pub(crate) fn export(&self) -> &Export {
@@ -327,8 +366,8 @@ impl Attached {
     }
 
     /// Its description, with the remark, for its client.
-    pub(crate) fn description(&self) -> String {
-        self.entry.description()
+    pub(crate) fn description(&self) -> &str {
+        &self.description
     }
 
     /// The disk for this session alone, which gets its own reports of lost writes.
@@ -338,6 +377,11 @@ impl Attached {
 
     pub(crate) fn shutdown(&self) -> &Shutdown {
         &self.entry.shutdown
+    }
+
+    /// Ends this session if it was told that the disk has moved, and that is no longer so.
+    pub(crate) fn told(&self) -> &Shutdown {
+        &self.told
     }
 }
 
@@ -418,6 +462,29 @@ mod tests {
         assert!(exports.attach("a").is_some(), "the other is still there");
         assert!(exports.remove_of("a", &next.disk).is_some() && exports.attach("a").is_none());
         drop(block_on(removed.unused()));
+    }
+
+    #[test]
+    fn those_who_were_told_that_a_disk_has_moved_can_be_sent_away_alone() {
+        let exports = Exports::new();
+        exports.add(export("disk")).expect("the name is free");
+        let attach = || exports.attach("disk").expect("it is there");
+        let before = attach();
+        exports.set_remark("disk", &format!("{}7", wire::info::MOVED)).expect("a string");
+        let told = [attach(), attach()];
+        assert!(told[0].description().ends_with("7") && before.description().is_empty());
+        exports.set_remark("disk", "").expect("a string");
+        let after = attach();
+        let sent_away = exports.send_away_told("disk").expect("it is there");
+        assert!(told.iter().all(|told| told.told().is_cut()) && !sent_away.is_over());
+        drop(told);
+        assert!(sent_away.is_over());
+        exports.set_remark("disk", &format!("{}8", wire::info::GONE)).expect("a string");
+        let again = attach();
+        assert!([&before, &after, &again].iter().all(|stays| !stays.told().is_cut()));
+        drop(exports.send_away_told("disk"));
+        assert!(again.told().is_cut() && !before.told().is_cut());
+        assert!(exports.send_away_told("other").is_none());
     }
 
     struct Letters;

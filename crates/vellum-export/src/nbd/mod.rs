@@ -42,7 +42,7 @@ mod work;
 
 pub use clients::{Bounds, Census, Client, ClientFacts, Clients, Stage};
 pub use ending::Ending;
-pub use exports::{Export, Exports, OnDemand, Removed, Suspended, View};
+pub use exports::{Export, Exports, OnDemand, Removed, SentAway, Suspended, View};
 pub use limits::SessionLimits;
 pub use session::{serve_client, serve_connection, serve_connection_with};
 pub use tls::{Tls, TlsPolicy};

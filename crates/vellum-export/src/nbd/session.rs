@@ -135,8 +135,7 @@ pub async fn serve_client(
                 client.identify(subject);
             }
             let stream = sealed.as_ref().map_or(stream, |sealed| sealed as &dyn ByteStream);
-            let watches =
-                [Watch::new(shutdown), Watch::new(attached.shutdown()), Watch::new(client.shutdown())];
+            let watches = [shutdown, attached.shutdown(), attached.told(), client.shutdown()].map(Watch::new);
             let disk = attached.disk();
             let ground = Ground { client, clock, stream, disk, terms: &terms, limits };
             let ending = transmit(ground, watches, &early).await;

@@ -72,7 +72,7 @@ pub(super) struct Ground<'a> {
 }
 
 /// Serves requests until the client leaves or is disconnected, or a shutdown is requested.
-pub(super) async fn transmit(ground: Ground<'_>, mut watches: [Watch<'_>; 3], early: &[u8]) -> Ending {
+pub(super) async fn transmit(ground: Ground<'_>, mut watches: [Watch<'_>; 4], early: &[u8]) -> Ending {
     let Ground { client, clock, stream, disk, terms, limits } = ground;
     let outlook = Outlook::new();
     let mut session = Session {

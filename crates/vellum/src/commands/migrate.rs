@@ -91,8 +91,8 @@ struct BothArgs {
 
 /// Take one step at one server, where no command can reach both
 ///
-/// The order is `fix` at the source, `accept` at the target, then `seal` at the source. To take the disk back: `void` at the target, then
-/// `restore` at the source. Take each step only after the one before it has succeeded.
+/// The order is `fix` at the source, `accept` at the target, then `seal` at the source, with the receipt that `accept` has printed. To
+/// take the disk back: `void` at the target, then `restore` at the source. Take each step only after the one before it has succeeded.
 #[derive(clap::Args)]
 struct StepArgs {
     #[command(flatten)]
@@ -100,6 +100,9 @@ struct StepArgs {
     /// Number of the migration, as `migrate prepare` printed it
     #[arg(long, value_name = "NUMBER")]
     number: String,
+    /// For `seal`: the receipt that `accept` has printed at the target
+    #[arg(long, value_name = "RECEIPT")]
+    receipt: Option<String>,
     /// The step
     #[arg(value_enum)]
     step: StepName,
@@ -200,7 +203,10 @@ impl BothArgs {
 
     async fn ask(&self, side: Side, step: MigrateStep, number: MoveNumber) -> Result<Value> {
         let (socket, disk) = self.server(side);
-        let request = Request::MigrateStep { disk: disk.cloned(), step, number: number.to_string() };
+        let disk = disk.cloned();
+        // It is asked for this only when the target says that it has taken over.
+        let receipt = (step == MigrateStep::Seal).then(|| number.receipt());
+        let request = Request::MigrateStep { disk, step, number: number.to_string(), receipt };
         call_within(socket, &request, ANSWER_WITHIN).await
     }
 
@@ -224,25 +230,36 @@ impl BothArgs {
                     source.image, target.image, target.image
                 ),
             )),
-            Err(error) if goal == Goal::Forward => {
-                Err(error.context("the target does not reach its source, and nothing was changed"))
-            }
+            Err(error) if goal == Goal::Forward => Err(error.context(match source.handover {
+                Some(Handover::Moved(_)) if !target.is_written => {
+                    "nothing was changed, and the disk is written nowhere: repeat the command, or take the disk back with \
+                     `vellum migrate abort`"
+                }
+                _ => "nothing was changed",
+            })),
             _ => Ok(()),
         }
     }
 
-    /// What both servers say. To take a disk back they need not have the same size.
-    async fn both(&self, goal: Option<Goal>) -> Result<(Told, Told)> {
-        let (source, target) = (self.told(Side::Source).await?, self.told(Side::Target).await?);
-        if source.size != target.size && goal == Some(Goal::Forward) {
-            return Err(Error::invalid(format!(
-                "{} has {} bytes and {} has {}: they are not the source and the target of one migration, or the source was \
-                 resized after the target was prepared: give the target up with `vellum migrate abort`, and prepare another",
-                source.image, source.size, target.image, target.size
-            )));
-        }
-        Ok((source, target))
+    /// What both servers say.
+    async fn both(&self) -> Result<(Told, Told)> {
+        Ok((self.told(Side::Source).await?, self.told(Side::Target).await?))
     }
+}
+
+/// Refuses a step towards a target of another size, before it takes over. A disk that has arrived may be resized, and to take
+/// one back the sizes do not matter.
+fn have_one_size(step: Step, source: &Told, target: &Told) -> Result<()> {
+    let takes_over =
+        matches!((step, target.handover), (Step::Fix | Step::Accept, Some(Handover::Awaiting(_))));
+    if !takes_over || source.size == target.size {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "{} has {} bytes and {} has {}: they are not the source and the target of one migration, or the source was \
+         resized after the target was prepared: give the target up with `vellum migrate abort`, and prepare another",
+        source.image, source.size, target.image, target.size
+    )))
 }
 
 fn written(source: &Told, target: &Told) -> Written {
@@ -254,9 +271,10 @@ async fn hand_over(args: &BothArgs, goal: Goal) -> Result<(Vec<Step>, Option<Dur
     let (mut steps, mut began) = (Vec::new(), None);
     let mut downtime = None;
     loop {
-        let (source, target) = args.both(Some(goal)).await?;
+        let (source, target) = args.both().await?;
         let step =
             next(source.handover, target.handover, written(&source, &target), goal, steps.last().copied())?;
+        have_one_size(step, &source, &target)?;
         let number = target.handover.expect("the table has checked that").number();
         let Some((side, _)) = step.writes(number) else { return Ok((steps, downtime, source, target)) };
         if steps.is_empty() {
@@ -322,7 +340,7 @@ fn handed_over(args: &BothArgs, goal: Goal) -> Outcome {
 }
 
 fn status(args: &BothArgs) -> Outcome {
-    let (source, target) = run_worker(IoMode::Auto, async || args.both(None).await)??;
+    let (source, target) = run_worker(IoMode::Auto, async || args.both().await)??;
     let word = |told: &Told| told.handover.map_or("none", Handover::word);
     let step = |goal| next(source.handover, target.handover, written(&source, &target), goal, None);
     let named = |goal| step(goal).map_or(Value::Null, |step| json!(format!("{step:?}").to_lowercase()));
@@ -362,16 +380,18 @@ fn step(args: &StepArgs) -> Outcome {
         disk: args.target.disk.clone(),
         step: args.step.into(),
         number: args.number.clone(),
+        receipt: args.receipt.clone(),
     };
     let control = &args.target.control;
     let answer = run_worker(IoMode::Auto, async || call_within(control, &request, ANSWER_WITHIN).await)??;
     match args.target.output {
         OutputFormat::Json => say_json(&answer),
         OutputFormat::Human => say(&format!(
-            "{}: {}; its requests waited for {:.1} ms",
+            "{}: {}; its requests waited for {:.1} ms{}",
             answer["image"].as_str().unwrap_or_default(),
             answer["state"].as_str().unwrap_or_default(),
-            answer["held-us"].as_f64().unwrap_or_default() / 1000.0
+            answer["held-us"].as_f64().unwrap_or_default() / 1000.0,
+            answer["receipt"].as_str().map_or_else(String::new, |receipt| format!(" (receipt {receipt})"))
         )),
     }
     Ok(ExitCode::SUCCESS)

@@ -1,5 +1,6 @@
 //! A disk that moves between two servers while it is used, and every step killed.
 
+use std::cell::RefCell;
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -11,22 +12,30 @@ use super::support::program::{Ran, has, run, vellum, vellum_command};
 use super::support::server::Server;
 use super::support::until;
 
-const MIB: u64 = 1 << 20;
+pub const MIB: u64 = 1 << 20;
 
 /// A source, its target, and where both are served: at the same addresses after each start.
-struct Move {
-    dir: Dir,
-    place: Dir,
+pub struct Move {
+    pub dir: Dir,
+    pub place: Dir,
     format: String,
-    number: String,
+    pub number: String,
+    /// What the step accept has said.
+    receipt: RefCell<String>,
 }
 
 impl Move {
     /// Starts the source, with the options of an image of this kind, and prepares the target.
     #[track_caller]
-    fn new(format: &str, options: &str) -> (Self, Server) {
+    pub fn new(format: &str, options: &str) -> (Self, Server) {
         let (dir, place) = (Dir::new("migrate"), Dir::short());
-        let mut moved = Self { dir, place, format: format.to_owned(), number: String::new() };
+        let mut moved = Self {
+            dir,
+            place,
+            format: format.to_owned(),
+            number: String::new(),
+            receipt: RefCell::default(),
+        };
         let source = moved.source();
         let mut create = vec!["create", "-f", format];
         if !options.is_empty() {
@@ -40,25 +49,25 @@ impl Move {
         (moved, from)
     }
 
-    fn source(&self) -> String {
+    pub fn source(&self) -> String {
         self.dir.text("source")
     }
 
-    fn target(&self) -> String {
+    pub fn target(&self) -> String {
         self.dir.text("target")
     }
 
-    fn control(&self, image: &str) -> String {
+    pub fn control(&self, image: &str) -> String {
         self.place.text(&format!("{image}.control"))
     }
 
     /// Where the target reads from the source.
-    fn uri(&self) -> String {
+    pub fn uri(&self) -> String {
         format!("nbd+unix:///disk?socket={}", self.place.text("nbd"))
     }
 
     #[track_caller]
-    fn serve_source(&self, more: &[&str]) -> Server {
+    pub fn serve_source(&self, more: &[&str]) -> Server {
         let (control, export) = (self.control("source"), format!("disk={}", self.source()));
         let address = format!("unix:{}", self.place.text("nbd"));
         let always = ["-f", &self.format, "--control", &control, "--nbd", &address, "--export", &export];
@@ -66,7 +75,7 @@ impl Move {
     }
 
     #[track_caller]
-    fn serve_target(&self, more: &[&str]) -> Server {
+    pub fn serve_target(&self, more: &[&str]) -> Server {
         let (control, export) = (self.control("target"), format!("disk={}", self.target()));
         let uri = self.uri();
         let always = ["-f", &self.format, "--control", &control, "--allow-url", &uri, "--export", &export];
@@ -81,19 +90,28 @@ impl Move {
         words.map(str::to_owned).to_vec()
     }
 
-    fn migrate(&self, command: &str) -> Ran {
+    pub fn migrate(&self, command: &str) -> Ran {
         let arguments = self.arguments(command);
         vellum(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
     }
 
     #[track_caller]
-    fn step(&self, name: &str, image: &str, number: &str) -> Ran {
-        let control = self.control(image);
-        vellum(&["migrate", "step", name, "--control", &control, "--number", number, "--output", "json"])
+    pub fn step(&self, name: &str, image: &str, number: &str) -> Ran {
+        let (control, receipt) = (self.control(image), self.receipt.borrow().clone());
+        let words = ["migrate", "step", name, "--control", &control, "--number", number, "--output", "json"];
+        if name == "seal" {
+            return vellum(&[&words[..], &["--receipt", &receipt]].concat());
+        }
+        let ran = vellum(&words);
+        if name == "accept" && ran.code == 0 {
+            let said = ran.clone().json();
+            said["receipt"].as_str().expect("a receipt").clone_into(&mut self.receipt.borrow_mut());
+        }
+        ran
     }
 
     /// What an image says of the migration.
-    fn says(&self, image: &str) -> Option<String> {
+    pub fn says(&self, image: &str) -> Option<String> {
         let facts = vellum(&["info", "--output", "json", "-f", &self.format, &self.dir.text(image)]).json();
         let data = &facts["format-specific"]["data"];
         data["migration"]["state"].as_str().map(str::to_owned)
@@ -101,12 +119,12 @@ impl Move {
 }
 
 #[track_caller]
-fn client(server: &Server) -> Client {
+pub fn client(server: &Server) -> Client {
     Client::connect(&server.peer(), "disk").expect("the export is there")
 }
 
 #[track_caller]
-fn is_refused(ran: &Ran, words: &[&str]) {
+pub fn is_refused(ran: &Ran, words: &[&str]) {
     assert_eq!((ran.code, ran.err.lines().count()), (1, 1), "{ran:?}");
     assert!(words.iter().all(|word| ran.err.contains(word)), "{words:?}: {}", ran.err);
 }
@@ -519,7 +537,7 @@ fn a_snapshot_of_the_source_is_not_its_disk() {
     moved.step("fix", "source", &moved.number).answer();
     from.kill();
     let from = moved.serve_source(&["-l", "s1"]);
-    is_refused(&moved.step("seal", "source", &moved.number), &["the snapshot s1", "is served"]);
+    is_refused(&moved.step("restore", "source", &moved.number), &["the snapshot s1", "is served"]);
     assert_eq!(moved.step("accept", "target", &moved.number).code, 1);
     assert_eq!(moved.migrate("run").code, 1);
     assert_eq!(moved.says("target").as_deref(), Some("awaiting"));

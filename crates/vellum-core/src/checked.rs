@@ -26,7 +26,9 @@ use std::time::Duration;
 
 use futures_lite::FutureExt as _;
 
-use crate::disk::{Disk, Extent, Filled, Filling, Geometry, Room, SharedDisk, WriteFlags, ZeroFlags};
+use crate::disk::{
+    Disk, Extent, Filled, Filling, Geometry, MergedExtent, PlaceKind, Room, SharedDisk, WriteFlags, ZeroFlags,
+};
 use crate::losses::Losses;
 use crate::tally::{IoCounts, IoTally};
 use crate::units::{GuestOffset, GuestSpan};
@@ -213,16 +215,17 @@ impl Disk for CheckedDisk {
         self.watch(async move {
             self.inside(span)?;
             let extents = self.inner.map(span).await?;
-            assert!(span.is_empty() || !extents.is_empty(), "the map of {span} is empty");
-            let mut at = span.start();
-            for extent in &extents {
-                assert!(
-                    extent.span.start() == at && !extent.span.is_empty(),
-                    "the map of {span} has a gap at {at}: {extent:?}"
-                );
-                at = extent.span.end();
-            }
-            assert!(at <= span.end(), "the map of {span} runs on to {at}");
+            has_no_gap(span, extents.iter().map(|extent| extent.span));
+            Ok(extents)
+        })
+    }
+
+    fn map_whole(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<MergedExtent<PlaceKind>>>> {
+        self.watch(async move {
+            self.inside(span)?;
+            // One request: what is behind may be exchanged between two.
+            let extents = self.inner.map_whole(span).await?;
+            has_no_gap(span, extents.iter().map(|extent| extent.span));
             Ok(extents)
         })
     }
@@ -293,6 +296,17 @@ impl Drop for Abandoned<'_> {
     }
 }
 
+/// What a map answers begins where it was asked, and has no gap.
+fn has_no_gap(span: GuestSpan, extents: impl Iterator<Item = GuestSpan>) {
+    let mut at = span.start();
+    for extent in extents {
+        assert!(extent.start() == at && !extent.is_empty(), "the map of {span} has a gap at {at}: {extent}");
+        at = extent.end();
+    }
+    assert!(span.is_empty() || at > span.start(), "the map of {span} is empty");
+    assert!(at <= span.end(), "the map of {span} runs on to {at}");
+}
+
 fn broken() -> Error {
     let context = "the disk stopped after an internal failure; flushed data is safe: reopen the image";
     Error::new(ErrorKind::Poisoned, context)
@@ -359,6 +373,11 @@ mod tests {
             self.inner.map(span)
         }
 
+        fn map_whole(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<MergedExtent<PlaceKind>>>> {
+            let extent = MergedExtent { span, place: PlaceKind::Compressed, depth: 7 };
+            Box::pin(std::future::ready(Ok(vec![extent])))
+        }
+
         fn tend(&self, _now: Duration) -> LocalFuture<'_, bool> {
             panic!("in the background")
         }
@@ -382,6 +401,15 @@ mod tests {
 
     fn write(disk: &CheckedDisk) -> LocalFuture<'_, Result<()>> {
         disk.write(GuestOffset::ZERO, Buffer::zeroed(512), WriteFlags::default())
+    }
+
+    /// What is behind may be exchanged between two.
+    #[test]
+    fn the_map_of_a_chain_is_one_request_at_what_is_behind() {
+        let (disk, _) = disk(false);
+        let extents = block_on(disk.map_whole(GuestOffset::ZERO.span(4096))).expect("a map");
+        assert_eq!((extents.len(), extents[0].place, extents[0].depth), (1, PlaceKind::Compressed, 7));
+        block_on(disk.map_whole(GuestOffset::ZERO.span(8192))).expect_err("beyond the end");
     }
 
     #[test]

@@ -29,11 +29,11 @@ use vellum_core::{BlockSize, Context, Error, ErrorKind, LocalFuture, Result, Url
 use vellum_format::luks::Secrets;
 use vellum_format::zeros::Zeros;
 use vellum_format::{FormatKind, SNAPSHOT_FORMAT, SnapshotBase, SnapshotKey, native, qcow2};
-use vellum_io::{Draft, clock};
+use vellum_io::Draft;
 use vellum_layer::Chain;
 
 use crate::closed::{snapshot_hold, snapshot_of};
-use crate::control::{HeldSnapshot, Request, SnapshotFacts, call};
+use crate::control::{HeldSnapshot, Request, SnapshotFacts, call, call_in_turn};
 use crate::create::{CreateTarget, backing_name, refuse_moved, write_native, write_qcow2};
 use crate::image::{ImageOptions, open_image};
 use crate::signals::Stop;
@@ -42,9 +42,9 @@ use crate::template::{self, ListUse};
 /// This many clones are made at once.
 const AT_ONCE: usize = 16;
 
-/// How long, and how often, to try again to have a snapshot marked while the server has other commands.
+/// How long to try again to have a snapshot marked while the server has other commands, and how long each may take.
 const BUSY_FOR: Duration = Duration::from_secs(30);
-const BUSY_EVERY: Duration = Duration::from_millis(50);
+const ANSWER_WITHIN: Duration = Duration::from_secs(600);
 
 /// What is cloned, and how.
 #[derive(Debug, Clone)]
@@ -303,16 +303,8 @@ async fn open_source(how: &Cloning, is_native: bool) -> Result<Source> {
 /// Has the server mark a snapshot as cloned, or confirm that it is. Waits for a while where other commands, or steps of the
 /// disk, come first.
 async fn hold(control: &Path, disk: Option<String>, name: String) -> Result<HeldSnapshot> {
-    let until = clock().now() + BUSY_FOR;
     let request = Request::SnapshotHold { disk, name };
-    let answer = loop {
-        match call(control, &request).await {
-            Err(error) if error.kind() == ErrorKind::Locked && clock().now() < until => {
-                clock().sleep(BUSY_EVERY).await;
-            }
-            answer => break answer?,
-        }
-    };
+    let answer = call_in_turn(control, &request, ANSWER_WITHIN, BUSY_FOR).await?;
     serde_json::from_value(answer)
         .map_err(|error| Error::invalid(format!("unexpected answer of the server: {error}")))
 }

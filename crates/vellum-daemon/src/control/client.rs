@@ -44,3 +44,27 @@ pub async fn call_within(socket: &Path, request: &Request, time: Duration) -> Re
     };
     or(call(socket, request), late).await
 }
+
+/// How often a command is tried again that is to wait its turn.
+const TURN_EVERY: Duration = Duration::from_millis(20);
+
+/// As [`call_within`], again for this time where other commands come first.
+///
+/// # Errors
+/// Those of `call_within`; `Locked` where it did not get its turn.
+pub async fn call_in_turn(
+    socket: &Path,
+    request: &Request,
+    time: Duration,
+    turn: Duration,
+) -> Result<serde_json::Value> {
+    let until = clock().now() + turn;
+    loop {
+        match call_within(socket, request, time).await {
+            Err(error) if error.kind() == ErrorKind::Locked && clock().now() < until => {
+                clock().sleep(TURN_EVERY).await;
+            }
+            answer => return answer,
+        }
+    }
+}

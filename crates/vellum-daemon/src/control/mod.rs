@@ -32,7 +32,7 @@ use vellum_export::nbd::{ClientFacts, Stage};
 use vellum_format::image::Snapshot;
 use vellum_layer::migrate;
 
-pub use client::{call, call_within};
+pub use client::{call, call_in_turn, call_within};
 
 /// The longest request, with the end of its line.
 pub const REQUEST_BYTES_MAX: usize = 64 << 10;

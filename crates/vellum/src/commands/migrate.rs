@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use vellum_core::{Error, ErrorKind, Result};
-use vellum_daemon::control::{MigrateStep, Request, call_within};
+use vellum_daemon::control::{MigrateStep, Request, call_in_turn, call_within};
 use vellum_daemon::migrate::{Goal, Handover, MoveNumber, NewTarget, Side, Step, Written, next, prepare};
 use vellum_daemon::{FormatKind, IoMode, run as run_worker};
 
@@ -64,6 +64,9 @@ struct PrepareArgs {
 
 /// How long a server may take for a step.
 const ANSWER_WITHIN: Duration = Duration::from_secs(120);
+
+/// How long a step is tried again that cannot begin beside another command: between two steps nothing is written.
+const BUSY_FOR: Duration = Duration::from_secs(5);
 
 /// Hand the disk over: the source is written no more, then the target's writes begin
 ///
@@ -184,7 +187,8 @@ impl BothArgs {
     async fn told(&self, side: Side) -> Result<Told> {
         let (socket, disk) = self.server(side);
         let told =
-            call_within(socket, &Request::MigrateStatus { disk: disk.cloned() }, ANSWER_WITHIN).await?;
+            call_in_turn(socket, &Request::MigrateStatus { disk: disk.cloned() }, ANSWER_WITHIN, BUSY_FOR)
+                .await?;
         let image = told["image"].as_str().unwrap_or_default().to_owned();
         let handover = match told["state"].as_str() {
             None | Some("none") => None,
@@ -207,7 +211,7 @@ impl BothArgs {
         // It is asked for this only when the target says that it has taken over.
         let receipt = (step == MigrateStep::Seal).then(|| number.receipt());
         let request = Request::MigrateStep { disk, step, number: number.to_string(), receipt };
-        call_within(socket, &request, ANSWER_WITHIN).await
+        call_in_turn(socket, &request, ANSWER_WITHIN, BUSY_FOR).await
     }
 
     /// Checks that the target reads from this source and from no other disk: the source shows a challenge, and the target

@@ -616,6 +616,12 @@ fn a_disk_that_has_moved_is_a_base_only_once_it_is_gone() {
     let (moved, from) = Move::new("qcow2", "");
     client(&from).write(0, &[1; 512], 0).expect("written");
     let to = moved.serve_target(&[]);
+    let uri = moved.uri();
+    let other = moved.dir.text("other");
+    is_refused(
+        &vellum(&["migrate", "prepare", "-o", "journal=off", "--from", &uri, &other]),
+        &["journal=off"],
+    );
     moved.step("fix", "source", &moved.number).answer();
     let (source, clone) = (moved.source(), moved.dir.text("clone"));
     is_refused(&vellum(&["clone", "-F", "qcow2", &source, &clone]), &["can still be taken back"]);
@@ -623,12 +629,6 @@ fn a_disk_that_has_moved_is_a_base_only_once_it_is_gone() {
     is_refused(&vellum(&create), &["can still be taken back"]);
     moved.migrate("run").answer();
     vellum(&["clone", "-F", "qcow2", &source, &clone]).answer();
-    let uri = moved.uri();
-    let other = moved.dir.text("other");
-    is_refused(
-        &vellum(&["migrate", "prepare", "-o", "journal=off", "--from", &uri, &other]),
-        &["journal=off"],
-    );
     to.stop();
     from.stop();
 }

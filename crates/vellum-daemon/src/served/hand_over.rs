@@ -378,7 +378,7 @@ impl Served {
     ///
     /// # Errors
     /// `Locked` if their requests do not end. Nothing has changed then.
-    pub(super) async fn send_away_told(&self, exports: &Exports) -> Result<()> {
+    async fn send_away_told(&self, exports: &Exports) -> Result<()> {
         let names = self.names();
         names.iter().try_for_each(|name| exports.set_remark(name, ""))?;
         let sent_away: Vec<SentAway> = names.iter().filter_map(|name| exports.send_away_told(name)).collect();
@@ -393,6 +393,14 @@ impl Served {
             clock().sleep(GONE_EVERY).await;
         }
         Ok(())
+    }
+
+    /// A barred disk is reopened: if its header may allow writing, as above.
+    pub(super) async fn before_writing(&self, open: Option<&Chain>, exports: &Exports) -> Result<()> {
+        match self.is_barred() && open.is_none_or(|open| !is_read_only(open)) {
+            true => self.send_away_told(exports).await,
+            false => Ok(()),
+        }
     }
 
     /// Makes the mark durable of a disk that its header allows to be written, and that is barred because the mark may not be.

@@ -18,7 +18,7 @@ use vellum_layer::Chain;
 use vellum_layer::valve::{Hold, RateLimits};
 
 use super::gone::Gone;
-use super::{IS_READ, Served, Step, behind_valve, hand_over, reads_a_snapshot};
+use super::{IS_READ, Served, Step, behind_valve, reads_a_snapshot};
 use crate::image::open_over;
 
 /// The requested size.
@@ -196,9 +196,7 @@ impl Served {
             self.is_the_same_file(chain.as_ref()).await?;
             self.could_be_opened_again(chain.as_ref()).await?;
         }
-        if self.is_barred() && chain.as_ref().is_none_or(|open| !hand_over::is_read_only(open)) {
-            self.send_away_told(exports).await?;
-        }
+        self.before_writing(chain.as_ref(), exports).await?;
         // It reads the images below, which are closed.
         if let Err(error) = self.hydrate_no_more_in_time().await {
             self.begin_hydrating();

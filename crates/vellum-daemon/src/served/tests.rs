@@ -282,3 +282,73 @@ fn a_flush_that_takes_long_goes_to_its_end_beside_the_removal() {
         workers.join();
     }
 }
+
+/// A step of a migration failed, and left the image without a disk, not closed, and perhaps doubtful: the next step, or a reopening,
+/// recovers it and opens it for writing. Nothing else could: this server has the file.
+#[test]
+fn a_step_that_failed_is_no_end() {
+    let mode = IoMode::Threads;
+    for (format, is_doubtful) in [FormatKind::Qcow2, FormatKind::Native]
+        .into_iter()
+        .flat_map(|format| [(format, false), (format, true)])
+    {
+        let config = WorkersConfig { threads: 1, mode, ..WorkersConfig::default() };
+        let workers = Workers::start(config).expect("a worker");
+        let handle = workers.handle();
+        let done = vellum_io::run(mode, async || {
+            let name = format!("vellum-failed-step-{format}-{is_doubtful}-{}", std::process::id());
+            let path = std::env::temp_dir().join(name);
+            let file =
+                vellum_io::File::create_new(&path, vellum_io::OpenOptions::writing()).await.expect("a file");
+            let made = match format {
+                FormatKind::Native => {
+                    let options = native::CreateOptions { size: SIZE, has_table: true, ..Default::default() };
+                    native::create(&*file, &options).await.map(drop)
+                }
+                _ => {
+                    let options =
+                        qcow2::CreateOptions { size: SIZE, journal: Some(64 << 10), ..Default::default() };
+                    qcow2::create(&*file, None, &options).await.map(drop)
+                }
+            };
+            made.expect("a new image");
+            drop(file);
+            let image = ImageOptions { format: Some(format), ..ImageOptions::default() };
+            let chain = crate::image::open_over(None, &path, &image).await.expect("it opens");
+            let export = ExportSpec {
+                name: "disk".to_owned(),
+                path: path.clone(),
+                image,
+                description: String::new(),
+                rate_limits: Default::default(),
+                hydration: Default::default(),
+            };
+            let exports = Exports::new();
+            let group = Group { canonical: path.clone(), exports: vec![export] };
+            let how = Arc::new(Server::how());
+            let served = Served::of(0, &group, how, handle, chain).await.expect("it is served");
+            write(&served, 0, 7).await;
+            served.disk().flush().await.expect("flushed");
+            served.tend_no_more().await;
+            {
+                let (mut chain, hold) = (served.chain.write().await, served.valve.hold().await);
+                served.release_files(&hold, &mut chain).await.expect("the file is free");
+            }
+            if is_doubtful {
+                served.is_barred.store(true, Ordering::Release);
+                served.reopen(false, &exports).await.unwrap_or_else(|error| panic!("{}", error.chain()));
+            } else {
+                let number = vellum_format::handover::MoveNumber::new([7; 16]).expect("a number");
+                let restored = served.hand_over(vellum_layer::migrate::Step::Restore, number, &exports).await;
+                restored.unwrap_or_else(|error| panic!("{format}: {}", error.chain()));
+            }
+            assert!(!served.is_barred() && served.is_written_now().await, "{format}");
+            assert_eq!(read(&served, 0).await, vec![7; 4096], "{format}: what was flushed is there");
+            write(&served, 4096, 8).await;
+            served.end(&exports).await.unwrap_or_else(|error| panic!("{}", error.chain()));
+            std::fs::remove_file(&path).expect("the image");
+        });
+        done.expect("a worker");
+        workers.join();
+    }
+}

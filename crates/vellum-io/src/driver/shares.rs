@@ -13,7 +13,8 @@
 //! ```
 //!
 //! 1. The kernel may start as many threads as all lines that were ever used may begin operations, and
-//!    [`SHARE`] for everything else. So whatever hangs, there is a thread for each operation that was begun.
+//!    [`SHARE`] for everything else; and that many in each of the two groups in which it counts them. So whatever
+//!    hangs, there is a thread for each operation that was begun, and no line ever takes those of another.
 //! 2. A waiting operation has not been submitted to the kernel, and can be withdrawn.
 
 use std::collections::{HashMap, VecDeque};

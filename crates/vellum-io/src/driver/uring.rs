@@ -50,10 +50,6 @@ const SUBMISSIONS: u32 = 256;
 /// How many completions the kernel can post without an overflow list.
 const COMPLETIONS: u32 = 2048;
 
-/// The limit on kernel threads of one worker for anything that is neither a regular file nor a block device.
-/// `Shares` limits the others: without a cap a burst of writes on tmpfs starts hundreds.
-const KERNEL_THREADS_BESIDE: u32 = 8;
-
 /// `user_data` that is no slot's: the read of the eventfd, and requests to cancel.
 const WAKE: u64 = u64::MAX;
 const CANCEL: u64 = u64::MAX - 1;
@@ -277,8 +273,11 @@ impl Ring {
         // Lines of files come and go: what was allowed once is not taken back each time.
         if threads > self.threads {
             self.threads = threads;
-            // Only a cap, and old kernels do not know it.
-            let mut most = [threads, KERNEL_THREADS_BESIDE];
+            // The kernel counts in two groups, with a limit for each: flushes and `fallocate` in the first one; in the second
+            // one all reads and writes that are never tried on our thread, also those of regular files, because it
+            // chooses the group before it looks the file up. Only caps (without one a burst of writes on tmpfs
+            // starts hundreds), and old kernels do not know them.
+            let mut most = [threads; 2];
             drop(self.io.submitter().register_iowq_max_workers(&mut most));
         }
     }

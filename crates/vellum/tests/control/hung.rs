@@ -58,6 +58,12 @@ impl Storage {
         self.for_each("pause");
         Hung(self)
     }
+
+    /// As above, for the first file alone.
+    fn hang_first(&self) -> Hung<'_> {
+        vellum(&["pause", "--control", &self.control, "--disk", "0"]).answer();
+        Hung(self)
+    }
 }
 
 /// Storage that does not answer, until dropped.
@@ -148,6 +154,64 @@ fn a_hung_disk_takes_no_threads_from_others() {
                 if answer.cookie % 2 == 0 {
                     client.socket.exactly(4096).expect("the data");
                 }
+            }
+        }
+        drop((hang, goes));
+        served.server.stop();
+        storage.server.stop();
+    }
+}
+
+/// Reads that hang take no thread from those of other disks on the same worker, whose requests also take threads: a file
+/// system that is slow by nature, and what is too much to be copied by the worker. There are as many clients as make the
+/// reads that hang fewer than a share, exactly one, and several.
+#[test]
+fn reads_that_hang_keep_no_reads_and_writes_of_others_waiting() {
+    const LEN: u32 = 1 << 20;
+    let dir = Dir::new("hung-reads");
+    for (io, clients) in [("uring", 1), ("uring", 2), ("uring", 8), ("threads", 8)] {
+        let Some(storage) = Storage::new(&dir, 2) else { return };
+        let exports = [
+            format!("bad={}", storage.files[0]),
+            format!("slow={}", storage.files[1]),
+            format!("good={}", made(&dir, "raw", "", "4M")),
+        ];
+        let arguments: Vec<&str> = exports.iter().flat_map(|export| ["--export", export]).collect();
+        let served =
+            Controlled::start(&[&["-f", "raw", "--threads", "1", "--io", io], &arguments[..]].concat());
+        let mut goes = [served.client("good"), served.client("slow")];
+        let hung = storage.hang_first();
+        let mut hang: Vec<Client> = (0..clients).map(|_| served.client("bad")).collect();
+        for client in &mut hang {
+            for number in 0..8_u64 {
+                client.send(READ, 0, number * 4096, 4096, &[]).expect("sent");
+            }
+        }
+        until("all have begun", || {
+            let told = served.json("stats", &[]);
+            told["disks"][0]["under-way"]["count"].as_u64().is_some_and(|many| many >= clients * 8)
+        });
+        for client in &mut goes {
+            for round in 0..3_u8 {
+                let data = vec![round + 1; LEN as usize];
+                for part in 0..4_u64 {
+                    client.write(part << 20, &data, 0).expect("written beside those that hang");
+                }
+                for number in 0..16_u64 {
+                    client.send(READ, 0, (number % 4) << 20, LEN, &[]).expect("sent");
+                }
+                for _ in 0..16 {
+                    assert_eq!(client.answer().expect("answered beside those that hang").error, 0, "{io}");
+                    assert_eq!(client.socket.exactly(LEN as usize).expect("the data"), data, "{io}");
+                }
+            }
+            client.flush().expect("flushed beside those that hang");
+        }
+        drop(hung);
+        for client in &mut hang {
+            for _ in 0..8 {
+                assert_eq!(client.answer().expect("all are answered").error, 0, "{io}");
+                client.socket.exactly(4096).expect("the data");
             }
         }
         drop((hang, goes));

@@ -99,6 +99,9 @@ pub struct HydrationCounts {
 pub(super) struct Tallies {
     /// Bytes that any fill has kept, counted as soon as it has.
     pub(super) kept: AtomicU64,
+    /// Fills that have begun, and those that are under way.
+    pub(super) fills: AtomicU64,
+    pub(super) filling: AtomicUsize,
     pub(super) filled: AtomicU64,
     pub(super) prefetched: AtomicU64,
     pub(super) commits: AtomicU64,
@@ -292,7 +295,7 @@ impl HydrationControl {
     /// What was counted.
     pub fn counts(&self) -> HydrationCounts {
         let of = |tally: &AtomicU64| tally.load(Ordering::Relaxed);
-        let Tallies { filled, prefetched, commits, pauses, errors, kept: _ } = &self.tallies;
+        let Tallies { filled, prefetched, commits, pauses, errors, .. } = &self.tallies;
         HydrationCounts {
             filled: of(filled),
             prefetched: of(prefetched),

@@ -39,7 +39,7 @@ use super::missing::{missing_in, windows_of};
 use super::order::{RUNS_MAX, Run};
 use super::pace::{Pace, Side, rest_after};
 use super::runs::Runs;
-use super::tap::{Copied, Facts, Tap};
+use super::tap::{Copied, Facts, Reading, Tap};
 
 /// A guest that has not flushed for this long, and is idle, is not waited for.
 const IDLE: Duration = Duration::from_secs(2);
@@ -63,6 +63,8 @@ const LANES: usize = 4;
 const TRACED_AT_ONCE: usize = 64;
 /// The number of missing pieces of them that are copied together.
 const PIECES_AT_ONCE: usize = 1024;
+/// The number of flushes in a row after which a copy is dropped, if none of them made room for any fill.
+const FLUSHES_IN_VAIN_MAX: u32 = 16;
 /// How long to wait after a round that has moved nothing, at first and at most.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
@@ -236,30 +238,39 @@ impl Filler {
         noticed: &Mutex<Noticed>,
         pace: Option<&Mutex<Pace>>,
     ) -> Result<u64> {
-        let kept_by_all = &self.control.tallies.kept;
+        let tallies = &self.control.tallies;
         let mut kept = 0;
-        // What all fills had kept when this one began to wait for a flush.
-        let mut when_waiting = None;
+        // What all fills had kept when this one began to wait for a flush, and how often that was in vain since.
+        let (mut when_waiting, mut in_vain) = (None, 0);
         loop {
             let data = copied.part(span);
             if let Some(pace) = pace {
                 lock(pace).begin(Side::Image, span.len(), self.clock.now());
             }
-            let filled = self.disk.fill(span.start(), data).await;
+            let number = tallies.fills.fetch_add(1, Ordering::AcqRel) + 1;
+            let others = tallies.filling.load(Ordering::Acquire);
+            let filled = {
+                let _filling = Reading::begin(&tallies.filling);
+                self.disk.fill(span.start(), data).await
+            };
+            let was_alone = others == 0 && tallies.fills.load(Ordering::Acquire) == number;
             if let Some(pace) = pace {
                 let moved = filled.as_ref().map_or(0, |_| span.len());
                 lock(pace).end(Side::Image, moved, self.clock.now());
             }
             let filled = filled?;
             kept += filled.kept;
-            let by_all = kept_by_all.fetch_add(filled.kept, Ordering::Relaxed) + filled.kept;
-            // A flush that has made no room for any fill will not do so the next time. Where another fill was
-            // faster, the copy is worth the wait: to drop it is to fetch it again.
-            if !filled.wants_flush || when_waiting == Some(by_all) {
+            let by_all = tallies.kept.fetch_add(filled.kept, Ordering::Relaxed) + filled.kept;
+            if !filled.wants_flush {
                 return Ok(kept);
             }
+            // A flush that has made no room for any fill will not do so the next time. Where another fill was faster, or has
+            // the room and is not done yet, the copy is worth the wait: to drop it is to fetch it again.
+            in_vain = if when_waiting == Some(by_all) { in_vain + 1 } else { 0 };
             when_waiting = Some(by_all);
-            if !self.is_flushed(noticed).await? {
+            let is_hopeless = in_vain > 0 && (was_alone || in_vain == FLUSHES_IN_VAIN_MAX);
+            if is_hopeless || !self.is_flushed(noticed).await? {
+                self.tap.count_dropped(span.len().saturating_sub(kept));
                 return Ok(kept);
             }
         }

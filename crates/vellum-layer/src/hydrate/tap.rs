@@ -88,7 +88,7 @@ pub struct TapCounts {
     pub fetched: u64,
     /// Got from a fetch of another reader, or from a copy.
     pub shared: u64,
-    /// Not copied, because there was no memory.
+    /// Not copied: there was no memory, or no room in the image.
     pub dropped: u64,
 }
 
@@ -214,7 +214,7 @@ pub struct Tap {
 pub(super) struct Reading<'a>(&'a AtomicUsize);
 
 impl<'a> Reading<'a> {
-    fn begin(count: &'a AtomicUsize) -> Self {
+    pub(super) fn begin(count: &'a AtomicUsize) -> Self {
         count.fetch_add(1, Ordering::AcqRel);
         Self(count)
     }

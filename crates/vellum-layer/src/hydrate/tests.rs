@@ -97,6 +97,9 @@ struct Top {
     flushes: AtomicU64,
     maps: AtomicU64,
     is_full: AtomicBool,
+    clock: Arc<dyn Clock>,
+    /// How long a fill has its room before it has kept anything.
+    takes: Mutex<Duration>,
 }
 
 impl ForwardDisk for Top {
@@ -121,7 +124,7 @@ impl ForwardDisk for Top {
                 return Err(Error::new(ErrorKind::NoSpace, "the host is full"));
             }
             let mut sum = Filled::default();
-            let mut at = at;
+            let (mut at, mut planned) = (at, Vec::new());
             while !data.is_empty() && !sum.wants_flush {
                 let block = data.split_to(data.len().min(4096));
                 let span = at.span(block.len() as u64);
@@ -130,10 +133,17 @@ impl ForwardDisk for Top {
                 if map.iter().any(|extent| matches!(extent.place, Place::Below)) {
                     match self.room.load(SeqCst) < BLOCK {
                         true => sum.wants_flush = true,
-                        false => sum.kept += self.memory.fill(span.start(), block).await?.kept,
+                        false => planned.push((span, block)),
                     }
                     self.room.fetch_sub(if sum.wants_flush { 0 } else { BLOCK }, SeqCst);
                 }
+            }
+            let takes = *lock(&self.takes);
+            if !planned.is_empty() && !takes.is_zero() {
+                self.clock.sleep(takes).await;
+            }
+            for (span, block) in planned {
+                sum.kept += self.memory.fill(span.start(), block).await?.kept;
             }
             Ok(sum)
         })
@@ -195,6 +205,8 @@ fn set_over(seed: u64, copy_on_read: bool, room_each: u64, hole: GuestSpan, byte
         flushes: AtomicU64::new(0),
         maps: AtomicU64::new(0),
         is_full: AtomicBool::new(false),
+        clock: world.clock(),
+        takes: Mutex::default(),
     });
     tap.is_below(&*top);
     Set { world, below, fact, tap, top, guest: Arc::default(), control: Arc::default() }
@@ -304,6 +316,45 @@ fn what_waits_for_room_is_not_fetched_again() {
             assert_eq!(bytes, SIZE, "seed {seed}");
         });
     }
+}
+
+/// A fill has taken the room that a flush has made, and is not done, when others look for it: they wait. What is fetched is
+/// what is kept, byte by byte, also where the prefetcher flushes for itself.
+#[test]
+fn a_copy_is_not_dropped_while_another_fill_has_the_room() {
+    for seed in 0..20 {
+        for (hurries, takes) in [(false, 1), (false, 7), (true, 1), (true, 7)] {
+            let set = set(seed, false, 64 << 10);
+            *lock(&set.top.takes) = Duration::from_millis(takes);
+            set.control.set_prefetch(PrefetchLimits::default(), None);
+            let _hurry = hurries.then(|| set.control.hurry());
+            set.world.run(async {
+                assert_eq!(set.filler().prefetch().await, Outcome::Complete);
+            });
+            let fetched: u64 = set.base_reads().iter().map(|span| span.len()).sum();
+            let counts = (fetched, set.control.counts().prefetched, set.tap.counts().dropped);
+            assert_eq!(counts, (SIZE, SIZE, 0), "seed {seed}, in a hurry {hurries}, takes {takes} ms");
+            assert_eq!(set.tap.counts().fetched, SIZE);
+        }
+    }
+}
+
+/// An image that never has room gives up each copy after a bounded number of flushes, and says how much that was.
+#[test]
+fn a_copy_that_no_flush_makes_room_for_is_dropped_and_counted() {
+    let set = set(3, false, 0);
+    set.control.set_prefetch(PrefetchLimits::default(), None);
+    let _hurry = set.control.hurry();
+    set.world.run(async {
+        let filler = set.filler();
+        let prefetching = set.world.spawn(async move { filler.prefetch().await });
+        set.sleep(900).await;
+        set.control.end();
+        prefetching.await;
+        let counts = set.tap.counts();
+        assert!(counts.dropped >= SIZE && counts.dropped == counts.fetched, "{counts:?}");
+        assert_eq!((set.control.counts().prefetched, set.own().await), (0, 0));
+    });
 }
 
 /// The copies that guests have left wait for their fills, and nothing below ever makes a reader wait: the prefetcher leaves

@@ -91,4 +91,4 @@ pub use vellum_io::{Address, IoMode, PassedSocket, PassedTo, run};
 pub use vellum_layer::hydrate::trace::{TRACE_BYTES_MAX, Trace};
 pub use vellum_layer::hydrate::{PrefetchLimits, Run};
 pub use vellum_layer::valve::RateLimits;
-pub use vellum_remote::wait_for_closed;
+pub use vellum_remote::{end_programs, wait_for_closed};

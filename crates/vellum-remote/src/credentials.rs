@@ -12,20 +12,25 @@
 //!    nothing on its command line but what the user wrote in the file.
 //! 2. What was read is used until [`RENEW_BEFORE`] before it expires (but for at least half of its time), else for [`KEPT`]. A store that denies
 //!    a request makes it be read again at once ([`Profile::forget`]).
-//! 3. The output of a program is at most [`OUTPUT_BYTES_MAX`] long and takes at most [`PROGRAM_TIME_MAX`].
+//! 3. The output of a program is at most [`OUTPUT_BYTES_MAX`] long and takes at most [`PROGRAM_TIME_MAX`]. A program that is
+//!    given up is ended with all that it has started and that stayed in its group of processes; so are those that run when
+//!    this process ends ([`end_programs`]).
 
+use std::collections::HashSet;
 use std::io::Read;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 use object_store::CredentialProvider;
 use object_store::aws::AwsCredential;
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use serde::Deserialize;
 use tokio::sync::Mutex;
-use vellum_core::{Context, Error, ErrorKind, Result};
+use vellum_core::{Context, Error, ErrorKind, Result, lock};
 
 use crate::settings::Settings;
 
@@ -228,16 +233,82 @@ fn key_of(text: &str, profile: &str, key: &str) -> Option<String> {
     found
 }
 
+/// The programs that run: each is the first of a group of processes of its own.
+#[derive(Default)]
+struct Running {
+    groups: HashSet<Pid>,
+    /// The process ends: no other program is to start.
+    is_over: bool,
+}
+
+static RUNNING: std::sync::LazyLock<std::sync::Mutex<Running>> = std::sync::LazyLock::new(Default::default);
+
+/// Ends the programs that run, for the end of this process. No other one is started afterwards.
+pub fn end_programs() {
+    let mut running = lock(&RUNNING);
+    running.is_over = true;
+    for group in &running.groups {
+        // One that has ended by itself is not there any more.
+        let _ = kill_process_group(*group, Signal::KILL);
+    }
+}
+
+/// A program that runs, until dropped: then it is ended, with all of its group.
+struct Program {
+    child: Child,
+    group: Pid,
+}
+
+impl Program {
+    fn start(command: &str) -> Result<Self> {
+        let mut running = lock(&RUNNING);
+        if running.is_over {
+            return Err(Error::new(ErrorKind::Closed, "is not started any more: this process ends"));
+        }
+        let child = Command::new("sh")
+            .args(["-c", command])
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null()) // what it prints there may be secret, too
+            .spawn()
+            .context(|| "can't be started")?;
+        let group = Pid::from_child(&child);
+        running.groups.insert(group);
+        Ok(Self { child, group })
+    }
+
+    /// Whether it has ended. Its number stays its own until it is dropped.
+    fn has_ended(&self) -> Result<bool> {
+        let how = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        match waitid(WaitId::Pid(self.group), how) {
+            Err(rustix::io::Errno::INTR) => Ok(false),
+            ended => Ok(ended.map_err(std::io::Error::from).context(|| "can't be waited for")?.is_some()),
+        }
+    }
+
+    /// How it has ended. What it leaves running, without its output, is its own business.
+    fn done(mut self) -> Result<ExitStatus> {
+        lock(&RUNNING).groups.remove(&self.group);
+        self.child.wait().context(|| "can't be waited for")
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let mut running = lock(&RUNNING);
+        // It was not waited for, so the number is still that of its group.
+        if running.groups.remove(&self.group) {
+            let _ = kill_process_group(self.group, Signal::KILL);
+            drop(self.child.wait());
+        }
+    }
+}
+
 /// Runs the command in a shell and returns what it prints.
 fn run(command: &str, time_max: Duration) -> Result<Vec<u8>> {
-    let mut child = Command::new("sh")
-        .args(["-c", command])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null()) // what it prints there may be secret, too
-        .spawn()
-        .context(|| "can't be started")?;
-    let stdout = child.stdout.take().expect("it is piped");
+    let mut program = Program::start(command)?;
+    let stdout = program.child.stdout.take().expect("it is piped");
     // A child of the program may keep its output open for as long as it lives: so the thread is not joined.
     let (sender, read) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
@@ -245,28 +316,25 @@ fn run(command: &str, time_max: Duration) -> Result<Vec<u8>> {
         drop(sender.send(stdout.take(OUTPUT_BYTES_MAX).read_to_end(&mut output).map(|_| output)));
     });
     let begun = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().context(|| "can't be waited for")? {
-            break status;
-        }
+    while !program.has_ended()? {
         if begun.elapsed() > time_max {
-            drop(child.kill());
-            drop(child.wait());
             return Err(Error::new(ErrorKind::Io, format!("did not end within {} s", time_max.as_secs())));
         }
         std::thread::sleep(Duration::from_millis(5));
-    };
-    if !status.success() {
-        return Err(Error::new(ErrorKind::Io, format!("failed with {status}")));
     }
     let left = time_max.saturating_sub(begun.elapsed());
-    let output = read.recv_timeout(left).map_err(|_| {
+    let output = read.recv_timeout(left);
+    let Ok(output) = output else {
         let why = format!(
             "left its output open for {} s: does something that it started still run?",
             time_max.as_secs()
         );
-        Error::new(ErrorKind::Io, why)
-    })?;
+        return Err(Error::new(ErrorKind::Io, why));
+    };
+    let status = program.done()?;
+    if !status.success() {
+        return Err(Error::new(ErrorKind::Io, format!("failed with {status}")));
+    }
     output.context(|| "its output could not be read")
 }
 
@@ -354,5 +422,35 @@ mod tests {
         assert!(error.chain().contains("did not end"), "{}", error.chain());
         let error = run("sleep 2 & echo x", Duration::from_millis(50)).expect_err("its output stays open");
         assert!(error.chain().contains("left its output open"), "{}", error.chain());
+    }
+
+    /// Completes when no process of this number is left.
+    fn gone(file: &Path) {
+        let pid = loop {
+            let text = std::fs::read_to_string(file).unwrap_or_default();
+            if let Some(pid) = text.strip_suffix('\n') {
+                break pid.to_owned();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        // One whose end its new parent has not looked at yet has ended all the same.
+        while !state().is_empty() && !state().contains(") Z ") {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn a_program_that_is_given_up_leaves_nothing_running() {
+        let directory = crate::tests::Directory::new("programs");
+        let file = directory.0.join("pid");
+        let below = format!("(sleep 1000 & echo $! > {}; wait)", file.display());
+        for command in [format!("{below}; true"), format!("{below} & sleep 1000"), format!("{below} & true")]
+        {
+            drop(std::fs::remove_file(&file));
+            let ran = run(&command, Duration::from_millis(300));
+            assert_eq!(ran.expect_err("it hangs").kind(), ErrorKind::Io, "{command}");
+            gone(&file);
+        }
     }
 }

@@ -37,6 +37,7 @@ pub use base::{
     wait_for_closed,
 };
 pub use cache::ChunkCache;
+pub use credentials::end_programs;
 pub use settings::Settings;
 pub use store::{ObjectFacts, Put, Store, StoreCounts};
 

@@ -16,9 +16,11 @@
 //!    places of another.
 //! 6. Errors name the object by its URL and say what to do about credentials (`store/answers.rs`). They have of a server's
 //!    answer the code and the message, cut to a bound, and no header or secret.
-//! 7. A request that is denied is tried once more with credentials that are fetched anew: they expire.
+//! 7. No request follows a redirect (`store/client.rs`): it has credentials with it.
+//! 8. A request that is denied is tried once more with credentials that are fetched anew: they expire.
 
 mod answers;
+mod client;
 
 use std::fmt;
 use std::path::{Path as FsPath, PathBuf};
@@ -31,30 +33,22 @@ use bytes::Bytes;
 use futures_util::future::TryFutureExt as _;
 use futures_util::stream::BoxStream;
 use futures_util::{StreamExt, TryStreamExt};
-use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
-use object_store::{
-    BackoffConfig, ClientOptions, ObjectStore, ObjectStoreExt, PutMode, PutPayload, RetryConfig,
-};
+use object_store::{ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use vellum_core::{Context, Error, ErrorKind, Result};
 
 use crate::base::ground::Real;
 use crate::base::plan::pause;
-use crate::credentials::{Profile, Provider};
+use crate::credentials::Profile;
 use crate::runtime::{blocking, job};
 use crate::settings::Settings;
 use crate::silence::{Failure, Ground as _, Heard, Parts, Patience, SILENCE_MAX};
 
-pub(crate) use answers::{explain, is_denied};
+pub(crate) use answers::{explain, is_denied, redirected};
 use answers::{kind_of, may_pass};
-
-/// How long a connection may take to be made.
-const CONNECT_TIME_MAX: Duration = Duration::from_secs(5);
-
-/// Retries of one request, within its deadline.
-const RETRIES_MAX: usize = 1000;
+pub(crate) use client::{Client, bucket_store};
 
 /// Bytes of an upload a second that are enough for it to end in time.
 const UPLOAD_PACE_MIN: u64 = 32 << 10;
@@ -352,17 +346,20 @@ impl Store {
         let found = self
             .request("list", below, move |store| {
                 let path = path.clone();
-                async move {
-                    let mut found = Vec::new();
-                    let mut listing = store.objects.list(Some(&path));
-                    while let Some(meta) = listing.next().await {
-                        found.push(meta?);
-                        if found.len() > count_max {
-                            break;
+                repeated(store, move |store| {
+                    let path = path.clone();
+                    async move {
+                        let mut found = Vec::new();
+                        let mut listing = store.objects.list(Some(&path));
+                        while let Some(meta) = listing.next().await {
+                            found.push(meta?);
+                            if found.len() > count_max {
+                                break;
+                            }
                         }
+                        Ok(found)
                     }
-                    Ok(found)
-                }
+                })
             })
             .await?;
         let is_all = found.len() <= count_max;
@@ -378,17 +375,20 @@ impl Store {
         let paths = keys.iter().map(|key| self.path(key)).collect::<Result<Vec<_>>>()?;
         self.request("delete", first, move |store| {
             let paths = paths.clone();
-            async move {
-                let paths = futures_util::stream::iter(paths.into_iter().map(Ok)).boxed();
-                let mut deleted = store.objects.delete_stream(paths);
-                while let Some(one) = deleted.next().await {
-                    match one {
-                        Ok(_) | Err(object_store::Error::NotFound { .. }) => {}
-                        Err(error) => return Err(error),
+            repeated(store, move |store| {
+                let paths = paths.clone();
+                async move {
+                    let paths = futures_util::stream::iter(paths.into_iter().map(Ok)).boxed();
+                    let mut deleted = store.objects.delete_stream(paths);
+                    while let Some(one) = deleted.next().await {
+                        match one {
+                            Ok(_) | Err(object_store::Error::NotFound { .. }) => {}
+                            Err(error) => return Err(error),
+                        }
                     }
+                    Ok(())
                 }
-                Ok(())
-            }
+            })
         })
         .await
     }
@@ -468,6 +468,28 @@ impl Store {
             Ok(Err(error)) => Err(explain(&error)).context(context),
             Err(_) => Err(Error::new(ErrorKind::Io, self.silent())).context(context),
         }
+    }
+}
+
+/// Asks again, within the deadline, where an answer has begun and its body breaks off: the client repeats only a request that had
+/// no answer.
+async fn repeated<T, F>(inner: Arc<Inner>, ask: impl Fn(Arc<Inner>) -> F + Send) -> object_store::Result<T>
+where
+    F: Future<Output = object_store::Result<T>> + Send,
+{
+    let began = Instant::now();
+    let mut tries = 0;
+    loop {
+        let error = match ask(inner.clone()).await {
+            Err(error) if inner.directory.is_none() && may_pass(&error) => error,
+            answer => return answer,
+        };
+        let pause = pause(tries, fastrand::u64(..));
+        if began.elapsed() + pause >= inner.deadline {
+            return Err(error);
+        }
+        tokio::time::sleep(pause).await;
+        tries += 1;
     }
 }
 
@@ -625,87 +647,6 @@ impl Location {
 
 fn path_of(key: &str) -> Result<Path> {
     Path::parse(key).map_err(|error| Error::invalid(format!("{key:?} cannot name an object: {error}")))
-}
-
-/// What a client of a bucket does with a request that gets no answer.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Client {
-    /// It asks again, until the body of an answer begins or this time is over. The one that reads the body notices when it
-    /// is silent.
-    Patient(Duration),
-    /// Nothing: its user has the limits and asks again.
-    Once,
-}
-
-pub(crate) fn bucket_store(
-    bucket: &str,
-    settings: &Settings,
-    profile: Option<Arc<Profile>>,
-    client: Client,
-) -> Result<object_store::aws::AmazonS3> {
-    let mut builder = AmazonS3Builder::new().with_bucket_name(bucket);
-    let mut has_region = false;
-    let mut endpoint = None;
-    for (name, value) in settings.of_stores() {
-        let Ok(key) = name.to_ascii_lowercase().parse::<AmazonS3ConfigKey>() else { continue };
-        match key {
-            AmazonS3ConfigKey::Bucket => continue, // the URL has it
-            AmazonS3ConfigKey::Region | AmazonS3ConfigKey::DefaultRegion => has_region = true,
-            AmazonS3ConfigKey::S3Endpoint => endpoint = Some(value.to_owned()),
-            AmazonS3ConfigKey::Endpoint if endpoint.is_none() => endpoint = Some(value.to_owned()),
-            _ => {}
-        }
-        builder = builder.with_config(key, value);
-    }
-    if let Some(profile) = profile {
-        if !has_region && let Some(region) = profile.value("region")? {
-            builder = builder.with_region(region);
-        }
-        if endpoint.is_none()
-            && let Some(url) = profile.value("endpoint_url")?
-        {
-            builder = builder.with_endpoint(&url);
-            endpoint = Some(url);
-        }
-        if profile.source()?.is_some() {
-            builder = builder.with_credentials(Arc::new(Provider(profile)));
-        }
-    }
-    if let Some(endpoint) = &endpoint {
-        if endpoint.contains('@') {
-            return Err(Error::invalid(
-                "AWS_ENDPOINT_URL contains a name or password; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY \
-                 instead",
-            ));
-        }
-        builder = builder.with_allow_http(endpoint.starts_with("http://"));
-    }
-    let mut options = ClientOptions::new()
-        .with_allow_http(endpoint.is_some_and(|endpoint| endpoint.starts_with("http://")))
-        .with_connect_timeout(CONNECT_TIME_MAX)
-        .with_timeout_disabled()
-        .with_http1_only()
-        .with_user_agent(object_store::HeaderValue::from_static(concat!(
-            "vellum/",
-            env!("CARGO_PKG_VERSION")
-        )));
-    let backoff = BackoffConfig {
-        init_backoff: Duration::from_millis(50),
-        max_backoff: Duration::from_secs(5),
-        base: 2.0,
-    };
-    let (max_retries, retry_timeout) = match client {
-        Client::Patient(begin) => {
-            // Of an upload, this would also count the time in which it is sent.
-            options = options.with_read_timeout(SILENCE_MAX);
-            (RETRIES_MAX, begin)
-        }
-        Client::Once => (0, Duration::ZERO),
-    };
-    let retry = RetryConfig { backoff, max_retries, retry_timeout };
-    // The client's runtime threads must exist before it is made: it looks for the choice of cryptography.
-    crate::runtime::start()?;
-    builder.with_client_options(options).with_retry(retry).build().map_err(|error| explain(&error))
 }
 
 #[cfg(test)]

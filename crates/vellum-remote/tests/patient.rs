@@ -19,6 +19,7 @@ fn store(web: &Server, deadline: Duration) -> Store {
         ("AWS_REGION", "x".to_owned()),
         ("AWS_ACCESS_KEY_ID", "key".to_owned()),
         ("AWS_SECRET_ACCESS_KEY", "secret".to_owned()),
+        ("AWS_SESSION_TOKEN", "token".to_owned()),
     ];
     let settings = Settings::from_vars(variables.map(|(name, value)| (name.to_owned(), value)));
     Store::open("s3://bucket/t", &settings.with_deadline(deadline, None)).expect("a bucket")
@@ -130,4 +131,71 @@ fn a_version_that_another_push_has_published_stays_although_an_answer_was_lost()
         let template = TemplateStorage::open(&store, &name(), None).await.expect("it is published");
         assert_eq!(template.digest(), digest);
     });
+}
+
+#[test]
+fn a_request_with_credentials_follows_no_redirect() {
+    let (web, elsewhere) = (Server::start(), Server::start());
+    web.put("/bucket/t/a", vec![1; 100]);
+    elsewhere.put("/bucket/t/a", vec![2; 100]);
+    let store = store(&web, Duration::from_secs(30));
+    let (host, home) = (elsewhere.address().to_string(), web.address().to_string());
+    for (to, named) in [
+        (elsewhere.url("/bucket/t/a?X-Amz-Signature=hush"), host.as_str()),
+        // Nor to itself: it is not the store that the request was signed for, or it is and need not say so.
+        (web.url("/bucket/t/a"), home.as_str()),
+        ("/bucket/t/a".to_owned(), "elsewhere"),
+    ] {
+        let redirect = [Fault::Redirect(to)];
+        let before = web.counts().requests;
+        block_on(async {
+            let refused = |what: &str, error: vellum_core::Error| {
+                let why = error.chain();
+                let words = [named, "AWS_REGION", "AWS_ENDPOINT_URL"];
+                assert!(
+                    words.iter().all(|word| why.contains(word)) && !why.contains("hush"),
+                    "{what}: {why}"
+                );
+                assert_eq!(error.kind(), ErrorKind::Invalid, "{what}");
+            };
+            web.next(&redirect);
+            refused("get", store.get("a", 100).await.expect_err("it redirects"));
+            web.next_others("HEAD", &redirect);
+            refused("head", store.head("a").await.expect_err("it redirects"));
+            web.next_others("GET", &redirect);
+            refused("list", store.list("", 10).await.expect_err("it redirects"));
+            web.next_others("POST", &redirect);
+            refused("delete", store.delete(&["x".to_owned()]).await.expect_err("it redirects"));
+            web.next_uploads("/b", &redirect);
+            let put = store.put("b", vec![3; 10].into(), Put::Replace).await;
+            refused("put", put.expect_err("it redirects"));
+        });
+        assert_eq!(web.counts().requests, before + 5, "nothing is asked again");
+    }
+    assert_eq!(elsewhere.counts().requests, 0, "and nothing of another host");
+    assert_eq!(block_on(store.get("a", 100)).expect("it is well again"), vec![1; 100]);
+}
+
+#[test]
+fn a_listing_and_a_deletion_whose_answers_break_off_are_asked_for_again() {
+    let web = Server::start();
+    for number in 0..3 {
+        web.put(&format!("/bucket/t/chunks/{number}"), vec![1; 10]);
+    }
+    let store = store(&web, Duration::from_secs(30));
+    block_on(async {
+        web.next_others("GET", &[Fault::Short, Fault::Short]);
+        let (found, is_all) = store.list("chunks", 10).await.expect("it is asked again");
+        assert_eq!((found.len(), is_all), (3, true));
+        web.next_others("POST", &[Fault::Short]);
+        let keys: Vec<String> = found.into_iter().map(|facts| facts.key).collect();
+        store.delete(&keys).await.expect("it is asked again");
+    });
+    assert_eq!(web.paths(), Vec::<String>::new());
+    assert_eq!(web.counts().requests, 5);
+    // One that never ends well is given up within the deadline, and says why.
+    web.next_others("GET", &vec![Fault::Short; 100]);
+    let quick = self::store(&web, Duration::from_secs(1));
+    let error = block_on(quick.list("chunks", 10)).expect_err("it never ends well");
+    assert_eq!(error.kind(), ErrorKind::Io, "{}", error.chain());
 }

@@ -53,7 +53,7 @@ fn talk(shared: &Shared, stream: TcpStream) -> io::Result<()> {
         let fault = match request.method.as_str() {
             _ if is_read => shared.fault(),
             "PUT" if request.query.is_empty() => shared.fault_of_upload(&request.path),
-            _ => Fault::None,
+            method => shared.fault_of_other(method),
         };
         if is_read {
             shared.reads.fetch_add(1, Ordering::Relaxed);
@@ -72,6 +72,7 @@ fn talk(shared: &Shared, stream: TcpStream) -> io::Result<()> {
             }
             Fault::Status(status) => answer = Answer::error(status, "AsAsked"),
             Fault::Redirect(to) => answer = Answer { headers: vec![("Location", to)], ..Answer::of(302) },
+            Fault::Encoded(coding) => answer.headers.push(("Content-Encoding", coding.to_owned())),
             Fault::Short => then = Then::Close,
             Fault::StallHalfway => then = Then::Stall,
             Fault::OtherBytes => answer.body.iter_mut().for_each(|byte| *byte ^= 0xff),

@@ -10,7 +10,7 @@
 //! One thread accepts, and each connection has a thread. That is simple, and enough for tests: a stalled answer holds up
 //! its own connection only.
 //!
-//! 1. Faults concern reads of objects, and uploads to paths that are named, so that a script counts requests that a test can
+//! 1. Faults concern reads of objects, uploads to paths that are named, or other requests by their method, so that a script counts requests that a test can
 //!    foresee.
 //! 2. Nothing is checked of a signature but that it is there, and whose it is.
 //! 3. The server ends when its last handle is dropped; connections that stall then end, too.
@@ -59,6 +59,8 @@ pub enum Fault {
     OtherRange,
     /// A redirect to this URL.
     Redirect(String),
+    /// The answer says that its body is encoded in this way.
+    Encoded(&'static str),
 }
 
 /// How fast the server is.
@@ -149,6 +151,8 @@ struct State {
     uploads: BTreeMap<String, BTreeMap<u32, Vec<u8>>>,
     next: VecDeque<Fault>,
     always: Option<Fault>,
+    /// For requests with this method that are neither reads of objects nor uploads.
+    others_next: Vec<(&'static str, Fault)>,
     /// For uploads to paths that contain this.
     uploads_next: Vec<(String, Fault)>,
     log: Vec<Asked>,
@@ -208,6 +212,12 @@ impl Shared {
         let mut state = self.state();
         let place = state.uploads_next.iter().position(|(part, _)| path.contains(part.as_str()));
         place.map_or(Fault::None, |place| state.uploads_next.remove(place).1)
+    }
+
+    fn fault_of_other(&self, method: &str) -> Fault {
+        let mut state = self.state();
+        let place = state.others_next.iter().position(|(its, _)| *its == method);
+        place.map_or(Fault::None, |place| state.others_next.remove(place).1)
     }
 
     /// When so many bytes have gone over the line that all answers share.
@@ -372,6 +382,12 @@ impl Server {
     pub fn next_uploads(&self, part_of_path: &str, faults: &[Fault]) {
         let faults = faults.iter().map(|fault| (part_of_path.to_owned(), fault.clone()));
         self.shared().state().uploads_next.extend(faults);
+    }
+
+    /// What goes wrong with the next requests of this method that are neither reads of objects nor uploads, such as listings
+    /// (`GET`), one each.
+    pub fn next_others(&self, method: &'static str, faults: &[Fault]) {
+        self.shared().state().others_next.extend(faults.iter().map(|fault| (method, fault.clone())));
     }
 
     /// What goes wrong with each read for which nothing else was said.

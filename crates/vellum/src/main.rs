@@ -96,6 +96,7 @@ fn print_usage(error: &clap::Error) -> ExitCode {
 fn main() -> ExitCode {
     progress::survive_requests();
     let code = carry_out();
+    vellum_daemon::end_programs();
     vellum_daemon::wait_for_closed(CLOSING_TIME);
     log::finish();
     code

@@ -1,7 +1,7 @@
 //! HTTP and HTTPS: ranges of one URL, each held against what was found when it was opened.
 //!
 //! 1. An answer counts only when it is 206, says exactly the range that was asked for and the length that the base has,
-//!    and has its entity tag. A body is read no further than what was asked for.
+//!    has its entity tag, and is not encoded. A body is read no further than what was asked for.
 //! 2. 408, 429, 5xx, and what happens to connections may pass. Everything else is final.
 //! 3. Proxies are those of the environment (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`). Certificates are those that the host trusts.
 //! 4. Errors name the URL of the base, never one that a redirect led to: it may hold a signature.
@@ -13,7 +13,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::future::TryFutureExt as _;
 use futures_util::stream;
-use reqwest::header::{CONTENT_RANGE, ETAG, HeaderMap, IF_MATCH, LAST_MODIFIED, RANGE};
+use reqwest::header::{
+    ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_RANGE, ETAG, HeaderMap, IF_MATCH, LAST_MODIFIED, RANGE,
+};
 use reqwest::redirect::Policy;
 use reqwest::{Client, Response, StatusCode};
 use vellum_core::{Error, ErrorKind, Result, Url};
@@ -87,7 +89,16 @@ fn judge(status: StatusCode, headers: &HeaderMap, range: &Range<u64>) -> Answer 
     let version = |len| Version { len, tag: text(ETAG), modified: text(LAST_MODIFIED) };
     let content_range = text(CONTENT_RANGE).unwrap_or_default();
     let final_no = |kind, why: &str| Answer::No(kind, why.to_owned(), false);
+    let is_coded = |coding: &String| !coding.trim().eq_ignore_ascii_case("identity");
+    let coding = text(CONTENT_ENCODING).filter(is_coded).unwrap_or_default();
     match status.as_u16() {
+        206 if !coding.is_empty() => final_no(
+            ErrorKind::Unsupported,
+            &format!(
+                "the server sends encoded bytes (Content-Encoding {coding:?}) instead of those of the file: switch that off for \
+                 this file, or download and decode it first"
+            ),
+        ),
         206 => match parse_content_range(&content_range) {
             Some((Some((first, end)), len)) if first == range.start && end == range.end.min(len) => {
                 Answer::Range(version(len))
@@ -137,8 +148,11 @@ fn parse_content_range(text: &str) -> Option<(Option<(u64, u64)>, u64)> {
 impl Web {
     /// Makes a request. The answer has no body where the object has no bytes.
     async fn ask(&self, range: Range<u64>) -> Result<(Version, Option<Body>), Failure> {
-        let mut request =
-            self.client.get(&*self.url).header(RANGE, format!("bytes={}-{}", range.start, range.end - 1));
+        let mut request = self
+            .client
+            .get(&*self.url)
+            .header(RANGE, format!("bytes={}-{}", range.start, range.end - 1))
+            .header(ACCEPT_ENCODING, "identity");
         let pinned = self.version.as_deref();
         if let Some(tag) =
             pinned.filter(|version| version.is_strong()).and_then(|version| version.tag.as_deref())
@@ -418,6 +432,24 @@ mod tests {
         let job = runtime::job(async move { first_answer(web, Duration::from_millis(1500)).await });
         let error = futures_lite::future::block_on(job.expect("starts")).expect_err("500 is no answer");
         assert!(error.chain().contains("500"), "{}", error.chain());
+    }
+
+    #[test]
+    fn encoded_bytes_are_not_those_of_the_file() {
+        for (coding, counts) in [("identity", true), ("Identity", true), ("gzip", false), ("br, gzip", false)]
+        {
+            let mut headers = HeaderMap::new();
+            headers.insert(CONTENT_RANGE, "bytes 100-199/1000".parse().unwrap());
+            headers.insert(CONTENT_ENCODING, coding.parse().unwrap());
+            let answer = judge(StatusCode::PARTIAL_CONTENT, &headers, &(100..200));
+            match answer {
+                Answer::Range(_) => assert!(counts, "{coding}"),
+                Answer::No(ErrorKind::Unsupported, why, false) => {
+                    assert!(!counts && why.contains(coding), "{why}");
+                }
+                other => panic!("{coding}: {other:?}"),
+            }
+        }
     }
 
     #[test]

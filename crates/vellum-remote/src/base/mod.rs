@@ -11,7 +11,8 @@
 //!    opened, and each request says so (`If-Match`). Anything else is `Changed`, never a mixture.
 //! 2. A strong entity tag is a proof. A weak one, or none, is not: the storage then has no proof, and whoever opens an
 //!    image over it must say that it is trusted.
-//! 3. A redirect is followed only to the same scheme, host and port, or to a URL that the user allows.
+//! 3. A redirect is followed only to the same scheme, host and port, or to a URL that the user allows. The requests to a store
+//!    have credentials with them and follow none.
 //! 4. With a cache on the host, a base that has a proof is read from there where possible (`kept.rs`).
 //! 5. Opening waits at most [`OPEN_TIME_MAX`] for an answer; reads wait as long as the options say. Those that want the same
 //!    image at the same time share one opening (`shared.rs`).

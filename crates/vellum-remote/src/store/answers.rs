@@ -3,17 +3,21 @@
 use object_store::client::HttpError;
 use vellum_core::{Error, ErrorKind};
 
+use super::client::Redirected;
+
 /// How much of a server's answer an error quotes.
 const ANSWER_CHARS_MAX: usize = 300;
 
 /// Whether asking again may help: the connection failed, or the server has a bad time.
 pub(super) fn may_pass(error: &object_store::Error) -> bool {
-    sources(error).any(|cause| {
-        // The crate shows the status in the text alone.
-        let text = cause.to_string();
-        let status = text.split_once("status code: ").and_then(|(_, rest)| rest.get(..3)?.parse().ok());
-        cause.is::<HttpError>() || status.is_some_and(|status: u16| matches!(status, 408 | 429 | 500..=599))
-    })
+    redirected(error).is_none()
+        && sources(error).any(|cause| {
+            // The crate shows the status in the text alone.
+            let text = cause.to_string();
+            let status = text.split_once("status code: ").and_then(|(_, rest)| rest.get(..3)?.parse().ok());
+            cause.is::<HttpError>()
+                || status.is_some_and(|status: u16| matches!(status, 408 | 429 | 500..=599))
+        })
 }
 
 /// Whether the store denies it to these credentials, which may have expired.
@@ -33,7 +37,15 @@ fn sources<'a>(
     std::iter::successors(Some(error as &(dyn std::error::Error + 'static)), |cause| cause.source())
 }
 
+/// That the store sends the request elsewhere, if it does.
+pub(crate) fn redirected(error: &object_store::Error) -> Option<&Redirected> {
+    sources(error).find_map(|cause| cause.downcast_ref())
+}
+
 pub(super) fn kind_of(error: &object_store::Error) -> ErrorKind {
+    if redirected(error).is_some() {
+        return ErrorKind::Invalid;
+    }
     match error {
         object_store::Error::NotFound { .. } => return ErrorKind::NotFound,
         object_store::Error::PermissionDenied { .. } | object_store::Error::Unauthenticated { .. } => {
@@ -72,6 +84,9 @@ pub(super) fn kind_of(error: &object_store::Error) -> ErrorKind {
 /// What went wrong, for a person.
 pub(crate) fn explain(error: &object_store::Error) -> Error {
     let kind = kind_of(error);
+    if let Some(redirected) = redirected(error) {
+        return Error::new(kind, redirected.to_string());
+    }
     let innermost = sources(error).map(ToString::to_string).max_by_key(String::len).unwrap_or_default();
     let said = brief(&innermost);
     let remedy = match kind {

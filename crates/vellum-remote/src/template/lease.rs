@@ -119,6 +119,17 @@ impl Lease {
         Ok(time)
     }
 
+    /// Whether it is this one.
+    pub(crate) fn is(&self, lease: &ObjectFacts) -> bool {
+        lease.key == self.shared.key
+    }
+
+    /// Lets it lapse.
+    #[cfg(test)]
+    pub(crate) fn lose(&self) {
+        self.shared.is_lost.store(true, Ordering::SeqCst);
+    }
+
     /// The leases of others that have not lapsed.
     pub(crate) async fn others(&self) -> Result<Vec<ObjectFacts>> {
         let now = self.check().await?;

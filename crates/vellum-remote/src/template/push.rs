@@ -10,8 +10,9 @@
 //!    that was made while no collection was under way, and none was until after the index was there.
 //! 2. A push that was killed leaves chunks and a lease. The next push of the same content finds the chunks and
 //!    uploads the rest.
-//! 3. A version is never replaced. Pushing the same disk as the same version again is a success without effect.
-//! 4. Memory: one content and one object for each call of [`Push::add`] under way, 32 bytes for each chunk that
+//! 3. What was reported as published is not withdrawn: only an index of which a chunk is missing is.
+//! 4. A version is never replaced. Pushing the same disk as the same version again is a success without effect.
+//! 5. Memory: one content and one object for each call of [`Push::add`] under way, 32 bytes for each chunk that
 //!    the store has, up to [`KNOWN_MAX`], and about 60 for each of the disk.
 
 use std::collections::{BTreeMap, HashSet};
@@ -19,7 +20,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use bytes::Bytes;
-use vellum_core::{Context, Error, ErrorKind, Result, lock};
+use vellum_core::{Error, ErrorKind, Result, lock};
 
 use super::chunk;
 use super::index::{CHUNK_SHIFTS, Digest, INDEX_BYTES_MAX, Index, chunks_of};
@@ -33,6 +34,9 @@ pub(crate) const KNOWN_MAX: usize = 1 << 20;
 
 /// The size of a chunk unless the user says otherwise, as a power of two.
 pub const CHUNK_SHIFT_DEFAULT: u32 = 18;
+
+/// How often to look whether others have ended.
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// Digits of the digest that name a version without a name.
 const VERSION_DIGITS: usize = 16;
@@ -193,20 +197,57 @@ impl Push {
         Ok(Pushed { name, digest, index_len: index.len() as u64, is_new, counts: self.counts() })
     }
 
-    /// If the lease lapsed while the index was on its way, a collection may have begun before it arrived.
+    /// If the lease lapsed while the index was on its way, a collection may have begun before it arrived. The index stays if
+    /// all its chunks are there all the same. It is looked at, and withdrawn, as a collection does: while no other push is under
+    /// way, because one that has found the index there, and has made its chunks sure, reports that it is published.
     async fn confirm(&self, key: &str) -> Result<()> {
         let published = self.store.head(key).await?.map(|facts| facts.modified);
-        let held = match published {
-            Some(time) => self.lease.covers(time).map(|_| ()),
-            None => Err(Error::new(ErrorKind::NotFound, "the index was deleted again at once")),
+        let lost = match published {
+            Some(time) => match self.lease.covers(time) {
+                Ok(_) => return Ok(()),
+                Err(lost) => lost,
+            },
+            None => return Err(Error::new(ErrorKind::NotFound, "the index was deleted again at once")),
         };
-        if held.is_err() {
-            self.store
-                .delete(&[key.to_owned()])
-                .await
-                .context(|| "can't withdraw an index without a lease")?;
+        let mut waited = Duration::ZERO;
+        loop {
+            let lease = Lease::take(&self.store, Holder::Collection).await?;
+            let decided = self.decide(key, &lease).await;
+            lease.give_back().await;
+            match decided {
+                Ok(Some(true)) => return Ok(()),
+                Ok(Some(false)) => return Err(lost),
+                Ok(None) if waited < LASTS * 2 => {}
+                Ok(None) => {
+                    let why = format!(
+                        "{}: whether all its chunks are there could not be found out, because others push there: run the command \
+                         again",
+                        self.store.url_of(key)
+                    );
+                    return Err(Error::new(ErrorKind::Locked, why));
+                }
+                Err(error) => return Err(error.context("can't withdraw an index without a lease")),
+            }
+            crate::runtime::job(async { tokio::time::sleep(PAUSE).await })?.await;
+            waited += PAUSE;
         }
-        held
+    }
+
+    /// Whether the index stays, if that can be decided now: under a lease of a collection that is the only one.
+    async fn decide(&self, key: &str, lease: &Lease) -> Result<Option<bool>> {
+        if lease.others().await?.iter().any(|other| !self.lease.is(other)) {
+            return Ok(None);
+        }
+        let digests: HashSet<Digest> = lock(&self.chunks).values().copied().collect();
+        let mut are_there = true;
+        for digest in digests {
+            are_there &= self.store.head(&chunk_key(digest)).await?.is_some();
+        }
+        lease.check().await?;
+        if !are_there {
+            self.store.delete(&[key.to_owned()]).await?;
+        }
+        Ok(Some(are_there))
     }
 
     async fn compare(&self, key: &str, digest: Digest, name: &TemplateName) -> Result<()> {
@@ -227,7 +268,6 @@ impl Push {
 }
 
 async fn wait_for_collections(lease: &Lease) -> Result<()> {
-    const PAUSE: Duration = Duration::from_secs(1);
     let mut waited = Duration::ZERO;
     loop {
         let collections = lease.collections().await?;
@@ -243,5 +283,53 @@ async fn wait_for_collections(lease: &Lease) -> Result<()> {
         }
         crate::runtime::job(async { tokio::time::sleep(PAUSE).await })?.await;
         waited += PAUSE;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_lite::future::block_on;
+
+    use super::*;
+    use crate::tests::Directory;
+
+    #[test]
+    fn a_version_that_another_push_found_published_is_not_withdrawn() {
+        let directory = Directory::new("withdrawn");
+        let store = directory.store();
+        let name = TemplateName { name: "debian".to_owned(), version: Some("1".to_owned()) };
+        let (key, content) = (index_key("debian", "1"), vec![7; 1 << 16]);
+        block_on(async {
+            let begin = async || Push::begin(&store, &name, 1 << 16, 16).await.expect("begins");
+            let late = begin().await;
+            late.add(0, content.clone()).await.expect("adds");
+            let index = Index::build(late.size, late.chunk_shift, &lock(&late.chunks)).expect("an index");
+            assert!(store.put(&key, index.clone(), Put::IfAbsent).await.expect("writes"));
+            let second = begin().await;
+            second.add(0, content.clone()).await.expect("adds");
+            let pushed = second.commit().await.expect("it is there already");
+            assert!(!pushed.is_new);
+            // Only now does the first one find out that its lease had lapsed.
+            late.lease.lose();
+            late.confirm(&key).await.expect("all its chunks are there");
+            assert_eq!(store.get(&key, INDEX_BYTES_MAX).await.expect("it stays"), index);
+
+            // A chunk is missing; the push that may be about to bring it is not disturbed.
+            let chunk = chunk_key(pushed_chunk(&late));
+            store.delete(std::slice::from_ref(&chunk)).await.expect("deletes");
+            let third = begin().await;
+            let lease = Lease::take(&store, Holder::Collection).await.expect("takes");
+            assert_eq!(late.decide(&key, &lease).await.expect("looks"), None);
+            lease.give_back().await;
+            assert!(store.head(&key).await.expect("looks").is_some());
+            third.abandon().await;
+            let error = late.confirm(&key).await.expect_err("a chunk is missing");
+            assert_eq!(error.kind(), ErrorKind::Closed, "{}", error.chain());
+            assert_eq!(store.head(&key).await.expect("looks"), None, "it was withdrawn");
+        });
+    }
+
+    fn pushed_chunk(push: &Push) -> Digest {
+        *lock(&push.chunks).values().next().expect("it has one")
     }
 }

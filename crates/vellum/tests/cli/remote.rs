@@ -259,6 +259,7 @@ fn a_lying_server_gives_nothing() {
         Fault::Whole,
         Fault::OtherRange,
         Fault::Redirect(elsewhere.url("/t/base.raw")),
+        Fault::Encoded("gzip"),
         Fault::Status(403),
     ];
     for fault in faults {

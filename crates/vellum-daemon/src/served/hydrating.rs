@@ -244,6 +244,12 @@ impl Served {
         if self.is_barred() {
             self.may_be_hydrated()?;
         }
+        // As without a server: it was detached before this one has opened it, or never had anything below it.
+        if self.disk_is_written()
+            && self.chain.read().await.as_ref().is_some_and(|it| it.members().count() == 1)
+        {
+            return Ok(0);
+        }
         if self.alone().await?.has_snapshots().await? {
             return Err(self.has_snapshots());
         }

@@ -33,14 +33,12 @@ use vellum_core::{
 };
 
 use super::base_files::BaseFiles;
-use super::memory::{CopyMemory, Taken};
+use super::memory::{CopyMemory, DiskMemory, Taken};
 use super::order::{Order, Run};
 use super::runs::Runs;
 
 /// Larger blocks than this are copied only where a guest reads all of one.
 const WIDENED_MAX: u64 = 128 << 10;
-/// What the copies of one disk may take, in bytes.
-const DISK_BYTES_MAX: u64 = 16 << 20;
 /// How many runs of zeros are remembered.
 const ZERO_RUNS_MAX: usize = 1 << 16;
 
@@ -156,9 +154,6 @@ impl Joined {
     }
 }
 
-/// Memory that a copy takes: of the disk's own, and of that of all disks.
-pub(super) type Claim = [Taken; 2];
-
 /// Who gets a part of a read.
 enum Part {
     Lead(Found),
@@ -175,7 +170,7 @@ pub(super) struct Copied {
     /// The length of those whole blocks of it that were found to be zero and are remembered, in bytes.
     pub(super) zero: u64,
     /// What this takes in memory.
-    _taken: Arc<Claim>,
+    _taken: Arc<Taken>,
     /// Readers find it.
     _found: Found,
 }
@@ -198,7 +193,7 @@ pub struct Tap {
     fetches: Fetches,
     copies: Mutex<VecDeque<Copied>>,
     /// What the copies of this disk may still take.
-    own: Arc<CopyMemory>,
+    memory: Arc<DiskMemory>,
     came: Event,
     zeros: Mutex<Runs>,
     knows_zeros: AtomicBool,
@@ -229,6 +224,7 @@ impl Drop for Reading<'_> {
 impl Tap {
     /// Over this disk, which is made of these files.
     pub(crate) fn over(inner: SharedDisk, files: Arc<BaseFiles>, options: TapOptions) -> Arc<Self> {
+        let memory = Arc::new(DiskMemory::of(&options.memory));
         Arc::new(Self {
             inner,
             files,
@@ -236,7 +232,7 @@ impl Tap {
             facts: ArcSwapOption::empty(),
             fetches: Fetches::default(),
             copies: Mutex::default(),
-            own: Arc::new(CopyMemory::of(DISK_BYTES_MAX)),
+            memory,
             came: Event::new(),
             zeros: Mutex::new(Runs::with_room_for(ZERO_RUNS_MAX)),
             knows_zeros: AtomicBool::new(false),
@@ -350,7 +346,7 @@ impl Tap {
     pub(super) async fn fetch(
         &self,
         span: GuestSpan,
-        taken: &Arc<Claim>,
+        taken: &Arc<Taken>,
     ) -> Result<(Vec<Copied>, Vec<Joined>)> {
         let (mut copies, mut joined) = (Vec::new(), Vec::new());
         for (part, who) in self.parts(span) {
@@ -370,7 +366,7 @@ impl Tap {
         span: GuestSpan,
         wide: GuestSpan,
         mut buffer: Buffer,
-        taken: Arc<Claim>,
+        taken: Arc<Taken>,
     ) -> Result<Buffer> {
         let parts = self.parts(wide);
         let joined = parts.iter().filter(|(_, who)| matches!(who, Part::Join(_)));
@@ -402,7 +398,7 @@ impl Tap {
         &self,
         part: GuestSpan,
         who: Part,
-        taken: Arc<Claim>,
+        taken: Arc<Taken>,
     ) -> Option<(GuestOffset, Arc<Buffer>)> {
         match who {
             Part::Join(fetch) => Some((fetch.span.start(), awaited(&fetch).await?)),
@@ -429,7 +425,7 @@ impl Tap {
     }
 
     /// The copy that was fetched. Blocks of zero are remembered and not kept.
-    fn copied(&self, at: GuestOffset, bytes: Arc<Buffer>, taken: Arc<Claim>, found: Found) -> Copied {
+    fn copied(&self, at: GuestOffset, bytes: Arc<Buffer>, taken: Arc<Taken>, found: Found) -> Copied {
         let (mut keep, mut zero): (Vec<GuestSpan>, u64) = (Vec::new(), 0);
         let Some(facts) = self.facts() else {
             return Copied { at, bytes, keep, zero, _taken: taken, _found: found };
@@ -478,10 +474,8 @@ impl Tap {
     }
 
     /// Memory for a copy.
-    pub(super) fn memory(&self, bytes: u64) -> Option<Arc<Claim>> {
-        let of_own = self.own.take(bytes)?;
-        let of_all = self.options.memory.take(bytes)?;
-        Some(Arc::new([of_own, of_all]))
+    pub(super) fn memory(&self, bytes: u64) -> Option<Arc<Taken>> {
+        self.memory.take(bytes).map(Arc::new)
     }
 }
 

@@ -260,7 +260,11 @@ fn what_was_asked_for_and_does_nothing_is_said() {
     // Without the options there is no warning.
     let served = Controlled::start(&[&alone]);
     assert!(hydration(&served).is_null());
+    // Nothing is left to flatten, as without a server.
+    assert!(vellum(&["flatten", &alone, "--output", "json"]).code != 0, "it is in use");
+    assert_eq!(served.ask("flatten", &["--output", "json"]).json()["bytes-written"], 0);
     assert!(!served.server.stop().err.contains(idle));
+    vellum(&["flatten", &alone]).answer();
 }
 
 #[test]

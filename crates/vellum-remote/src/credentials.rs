@@ -14,7 +14,7 @@
 //!    a request makes it be read again at once ([`Profile::forget`]).
 //! 3. The output of a program is at most [`OUTPUT_BYTES_MAX`] long and takes at most [`PROGRAM_TIME_MAX`]. A program that is
 //!    given up is ended with all that it has started and that stayed in its group of processes; so are those that run when
-//!    this process ends ([`end_programs`]).
+//!    this process ends ([`end_programs`]), also when it is killed (a shell that watches it).
 
 use std::collections::HashSet;
 use std::io::Read;
@@ -253,10 +253,15 @@ pub fn end_programs() {
     }
 }
 
+/// Waits until this process has ended, however it did, and ends the group: it holds the other end of its input.
+const WATCHER: &str = "read -r _; kill -s KILL -- \"-$0\"";
+
 /// A program that runs, until dropped: then it is ended, with all of its group.
 struct Program {
     child: Child,
     group: Pid,
+    /// Of the same group, so that the number of that is not given to another one while it lives.
+    watcher: Child,
 }
 
 impl Program {
@@ -265,7 +270,7 @@ impl Program {
         if running.is_over {
             return Err(Error::new(ErrorKind::Closed, "is not started any more: this process ends"));
         }
-        let child = Command::new("sh")
+        let mut child = Command::new("sh")
             .args(["-c", command])
             .process_group(0)
             .stdin(Stdio::null())
@@ -274,8 +279,19 @@ impl Program {
             .spawn()
             .context(|| "can't be started")?;
         let group = Pid::from_child(&child);
+        let watcher = Command::new("sh")
+            .args(["-c", WATCHER, &group.as_raw_nonzero().to_string()])
+            .process_group(group.as_raw_nonzero().get())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn();
+        let watcher = watcher.context(|| "can't be watched").inspect_err(|_| {
+            let _ = kill_process_group(group, Signal::KILL);
+            drop(child.wait());
+        })?;
         running.groups.insert(group);
-        Ok(Self { child, group })
+        Ok(Self { child, group, watcher })
     }
 
     /// Whether it has ended. Its number stays its own until it is dropped.
@@ -290,6 +306,8 @@ impl Program {
     /// How it has ended. What it leaves running, without its output, is its own business.
     fn done(mut self) -> Result<ExitStatus> {
         lock(&RUNNING).groups.remove(&self.group);
+        drop(self.watcher.kill());
+        drop(self.watcher.wait());
         self.child.wait().context(|| "can't be waited for")
     }
 }
@@ -301,6 +319,7 @@ impl Drop for Program {
         if running.groups.remove(&self.group) {
             let _ = kill_process_group(self.group, Signal::KILL);
             drop(self.child.wait());
+            drop(self.watcher.wait());
         }
     }
 }

@@ -46,7 +46,7 @@ use crate::runtime::{blocking, job};
 use crate::settings::Settings;
 use crate::silence::{Failure, Ground as _, Heard, Parts, Patience, SILENCE_MAX};
 
-pub(crate) use answers::{explain, is_denied, redirected};
+pub(crate) use answers::{explain, is_denied, sent_away};
 use answers::{kind_of, may_pass};
 pub(crate) use client::{Client, bucket_store};
 

@@ -19,7 +19,7 @@ use super::ground::Real;
 use super::kept::Kept;
 use super::{REMEDY, RemoteOptions, proof_of};
 use crate::credentials::Profile;
-use crate::store::{Client, bucket_store, explain, is_denied, redirected};
+use crate::store::{Client, bucket_store, explain, is_denied, sent_away};
 use crate::{Settings, runtime};
 
 /// How long the begin of an answer may be waited for here; the engine has the patience, and waits for what follows.
@@ -84,7 +84,7 @@ impl Object {
                 | object_store::Error::Precondition { .. }
                 | object_store::Error::PermissionDenied { .. }
                 | object_store::Error::Unauthenticated { .. }
-        ) || redirected(error).is_some();
+        ) || sent_away(error).is_some();
         let has_changed = matches!(error, object_store::Error::Precondition { .. });
         let mut why = explain(error);
         if has_changed {

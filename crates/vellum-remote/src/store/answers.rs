@@ -1,16 +1,16 @@
 //! What the answers of a store mean: which kind of error, whether asking again may help, and what a person should know.
 
+use std::fmt;
+
 use object_store::client::HttpError;
 use vellum_core::{Error, ErrorKind};
-
-use super::client::Redirected;
 
 /// How much of a server's answer an error quotes.
 const ANSWER_CHARS_MAX: usize = 300;
 
 /// Whether asking again may help: the connection failed, or the server has a bad time.
 pub(super) fn may_pass(error: &object_store::Error) -> bool {
-    redirected(error).is_none()
+    sent_away(error).is_none()
         && sources(error).any(|cause| {
             // The crate shows the status in the text alone.
             let text = cause.to_string();
@@ -37,13 +37,25 @@ fn sources<'a>(
     std::iter::successors(Some(error as &(dyn std::error::Error + 'static)), |cause| cause.source())
 }
 
-/// That the store sends the request elsewhere, if it does.
-pub(crate) fn redirected(error: &object_store::Error) -> Option<&Redirected> {
+/// The store sends a request to another place, with words for a person.
+#[derive(Debug)]
+pub(crate) struct SentAway(pub(super) String);
+
+impl fmt::Display for SentAway {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for SentAway {}
+
+/// Where the store sends the request, if it does.
+pub(crate) fn sent_away(error: &object_store::Error) -> Option<&SentAway> {
     sources(error).find_map(|cause| cause.downcast_ref())
 }
 
 pub(super) fn kind_of(error: &object_store::Error) -> ErrorKind {
-    if redirected(error).is_some() {
+    if sent_away(error).is_some() {
         return ErrorKind::Invalid;
     }
     match error {
@@ -84,8 +96,8 @@ pub(super) fn kind_of(error: &object_store::Error) -> ErrorKind {
 /// What went wrong, for a person.
 pub(crate) fn explain(error: &object_store::Error) -> Error {
     let kind = kind_of(error);
-    if let Some(redirected) = redirected(error) {
-        return Error::new(kind, redirected.to_string());
+    if let Some(away) = sent_away(error) {
+        return Error::new(kind, away.to_string());
     }
     let innermost = sources(error).map(ToString::to_string).max_by_key(String::len).unwrap_or_default();
     let said = brief(&innermost);

@@ -9,7 +9,6 @@
 //!    counts for one host alone. The error names the host that it was sent to, never the rest of that URL, which may hold a
 //!    signature.
 
-use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,7 +22,7 @@ use object_store::{BackoffConfig, ClientOptions, RetryConfig};
 use reqwest::header::LOCATION;
 use vellum_core::{Error, Result};
 
-use super::answers::explain;
+use super::answers::{SentAway, explain};
 use crate::credentials::{Profile, Provider};
 use crate::settings::Settings;
 use crate::silence::SILENCE_MAX;
@@ -122,36 +121,22 @@ pub(crate) fn bucket_store(
     builder.build().map_err(|error| explain(&error))
 }
 
-/// The store has sent a request elsewhere.
-#[derive(Debug)]
-pub(crate) struct Redirected(String);
-
-impl fmt::Display for Redirected {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+/// Where the answer leads, if it is a redirect.
+fn redirect_of(answer: &HttpResponse) -> Option<SentAway> {
+    let status = answer.status();
+    if !status.is_redirection() || status.as_u16() == 304 {
+        return None;
     }
-}
-
-impl std::error::Error for Redirected {}
-
-impl Redirected {
-    /// Where the answer leads, if it is a redirect.
-    fn of(answer: &HttpResponse) -> Option<Self> {
-        let status = answer.status();
-        if !status.is_redirection() || status.as_u16() == 304 {
-            return None;
-        }
-        let header = |name: &str| answer.headers().get(name)?.to_str().ok();
-        let region = header("x-amz-bucket-region").map(printable);
-        let host = header(LOCATION.as_str()).and_then(host_of).map(printable);
-        let to = host.map_or_else(|| "elsewhere".to_owned(), |host| format!("to {host}"));
-        let its = region.map_or_else(String::new, |region| format!("; the bucket is in the region {region}"));
-        Some(Self(format!(
-            "the store redirects {to} (status {}), and no request with credentials follows{its}; set AWS_REGION and \
+    let header = |name: &str| answer.headers().get(name)?.to_str().ok();
+    let region = header("x-amz-bucket-region").map(printable);
+    let host = header(LOCATION.as_str()).and_then(host_of).map(printable);
+    let to = host.map_or_else(|| "elsewhere".to_owned(), |host| format!("to {host}"));
+    let its = region.map_or_else(String::new, |region| format!("; the bucket is in the region {region}"));
+    Some(SentAway(format!(
+        "the store redirects {to} (status {}), and no request with credentials follows{its}; set AWS_REGION and \
              AWS_ENDPOINT_URL, or region and endpoint_url of the profile, to where the bucket is",
-            status.as_u16()
-        )))
-    }
+        status.as_u16()
+    )))
 }
 
 /// The host and the port in a URL; `None` where it has none.
@@ -205,8 +190,8 @@ impl HttpService for Staying {
     {
         Box::pin(async {
             let answer = HttpService::call(&self.0, request).await?;
-            match Redirected::of(&answer) {
-                Some(redirected) => Err(HttpError::new(HttpErrorKind::Unknown, redirected)),
+            match redirect_of(&answer) {
+                Some(away) => Err(HttpError::new(HttpErrorKind::Unknown, away)),
                 None => Ok(answer),
             }
         })

@@ -397,10 +397,50 @@ fn an_object_of_a_store_is_a_base() {
     let convert = ["convert", "--allow-url", "s3://bucket/t/", "-O", "raw", &image, &copy];
     run("KEYID", &convert).answer();
     assert_eq!(first_difference(&std::fs::read(&copy).expect("a copy"), &bytes), None);
+    // A redirect is followed with credentials neither when the base is opened nor when it is read.
+    let elsewhere = Web::start();
+    let redirect = Fault::Redirect(elsewhere.url("/bucket/t/base.raw"));
+    web.next_others("HEAD", std::slice::from_ref(&redirect));
+    let opened = run("KEYID", &convert);
+    web.always(redirect);
+    let read = run("KEYID", &convert);
+    web.always(Fault::None);
+    let host = elsewhere.address().to_string();
+    for ran in [opened, read] {
+        assert!(ran.code == 1 && ran.err.contains(&host) && ran.err.contains("AWS_REGION"), "{ran:?}");
+    }
+    assert_eq!(elsewhere.counts().requests, 0);
     web.put("/bucket/t/base.raw", patchy(LEN, 10));
     let changed = run("KEYID", &convert);
     assert!(changed.code == 1 && changed.err.contains("has changed"), "{changed:?}");
     assert!(!std::fs::read(&image).expect("the image").windows(7).any(|seven| seven == b"hunter2"));
+}
+
+/// However the one ends who asked for credentials, the program that was to print them ends with it, and what that has started.
+#[test]
+fn a_program_for_credentials_ends_with_whoever_asked() {
+    let (web, dir) = (Web::start(), Dir::new("remote-program"));
+    web.put("/bucket/base.raw", vec![1; LEN]);
+    let (config, pids) = (dir.text("config"), dir.text("pids"));
+    let program = format!("(sleep 1000 & echo $$ $! > {pids}; wait)");
+    std::fs::write(&config, format!("[default]\nregion = x\ncredential_process = {program}\n"))
+        .expect("a file");
+    for signal in [Signal::TERM, Signal::INT, Signal::KILL] {
+        drop(std::fs::remove_file(&pids));
+        let mut command = vellum_command();
+        command.args(["info", "s3://bucket/base.raw"]).env("AWS_ENDPOINT_URL", web.url(""));
+        command.env("AWS_CONFIG_FILE", &config).env("AWS_SHARED_CREDENTIALS_FILE", dir.text("none"));
+        let mut asking = command.stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("our program");
+        let said = || std::fs::read_to_string(&pids).unwrap_or_default();
+        until("the program runs", || said().ends_with('\n'));
+        kill_process(pid_of(&asking), signal).expect("it runs");
+        asking.wait().expect("it ends");
+        for pid in said().split_whitespace() {
+            let state = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            // One whose end its new parent has not looked at yet has ended all the same.
+            until("it has ended", || state().is_empty() || state().contains(") Z "));
+        }
+    }
 }
 
 #[test]

@@ -122,6 +122,12 @@ class Superblock:
         state, zero, number = struct.unpack_from(">II16s", page, 1560)
         need(state <= 5 and zero == 0 and (state == 0) == (number == bytes(16)), "impossible state of a migration")
         need(bool(self.features >> 7 & 1) == (state in (1, 3, 4, 5)), "bit 7 and the migration contradict each other")
+        cache, number, its_generation = struct.unpack_from(">16s16sQ", page, 2112)
+        need((cache == bytes(16)) == (number == bytes(16)), "a session with half a name")
+        named = number != bytes(16)
+        need(named or its_generation == 0, "the generation of no session")
+        self.session_counts = named and its_generation == be64(page, 184)
+        need(self.session_counts or not self.features >> 8 & 1, "a mark of a flash cache, and no session that counts")
         parts = [struct.unpack_from(">QQQ", page, 1296 + 32 * index) for index in range(8)]
         self.parts = parts if self.has_parts else []
         self.generation = be64(page, 184)
@@ -155,7 +161,7 @@ class Superblock:
 
     def check(self, file):
         need(self.version == 1, "the version is not known")
-        need(self.features >> 8 == 0, "there are unknown incompatible features")
+        need(self.features >> 10 == 0, "there are unknown incompatible features")
         need(self.layout in (0, 1, 2), "the layout is not known")
         self.needs_replay, self.is_table, self.has_base, self.has_snapshots = (
             bool(self.features >> bit & 1) for bit in range(4))
@@ -230,6 +236,8 @@ class Superblock:
             need(all(end <= other[0] or other[1] <= start for other in seen), f"the {name} overlaps another region")
             need(name != "journal" or all(other[1] <= start for other in seen), "the journal is not the last")
             seen.append((start, end))
+        counts_alone = self.session_counts and self.region[6][1] == 0
+        need(bool(self.features >> 9 & 1) == counts_alone, "bit 9 and the session contradict each other")
         self.bitmap, self.masks, self.table, self.partials, self.list, self.zones, self.journal = self.region
         self.tables = [self.table] + [(at, table) for at, table, _ in self.parts]
         self.zone_tables = [self.zones] + [(at + table, zones) for at, table, zones in self.parts]

@@ -13,6 +13,7 @@ use std::{env, fs, io};
 use futures_lite::future::block_on;
 use vellum_core::{Buffer, Disk, GuestOffset, MemoryStorage, Random, SharedStorage, WriteFlags, ZeroFlags};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create};
+use vellum_format::session::{CacheId, SessionNumber, Sessions};
 use vellum_luks::{HEADER_LEN, Hash, Mode, NewHeader, Secret};
 
 fn main() -> io::Result<()> {
@@ -142,10 +143,16 @@ fn own_images() -> Vec<(String, Vec<u8>)> {
         ("data-file", CreateOptions { data_file: Some("data".to_owned()), ..small.clone() }),
         ("subclusters", CreateOptions { cluster_size: 16_384, extended_l2: true, ..small }),
     ];
-    kinds.into_iter().map(|(name, options)| (name.to_owned(), own_image(&options))).collect()
+    let mut images: Vec<_> =
+        kinds.iter().map(|(name, options)| ((*name).to_owned(), own_image(options, None))).collect();
+    for (name, holds_writes) in [("session", false), ("session-behind", true)] {
+        images.push((name.to_owned(), own_image(&kinds[1].1, Some(holds_writes))));
+    }
+    images
 }
 
-fn own_image(options: &CreateOptions) -> Vec<u8> {
+/// With a session with a flash cache, which may hold writes, or without one.
+fn own_image(options: &CreateOptions, session: Option<bool>) -> Vec<u8> {
     let image = MemoryStorage::new("image");
     let data_file: SharedStorage = MemoryStorage::new("data");
     let data_file = options.data_file.is_some().then_some(data_file);
@@ -154,7 +161,13 @@ fn own_image(options: &CreateOptions) -> Vec<u8> {
         let shared: SharedStorage = image.clone();
         let header = Header::read(&*shared).await.expect("a header");
         let files = Files { image: shared, data_file, below: None };
-        let disk = Qcow2::open(header, files, OpenOptions::default()).await.expect("opened");
+        let flash = CacheId::new([1; 16]).filter(|_| session.is_some());
+        let disk = Qcow2::open(header, files, OpenOptions { flash, ..OpenOptions::default() }).await;
+        let disk = disk.expect("opened");
+        if let Some(holds_writes) = session {
+            let number = SessionNumber::new([3; 16]).expect("not zero");
+            disk.begin(number, holds_writes).await.expect("recorded");
+        }
         if options.size > 0 {
             // Little data: what a fuzzer is to play with is the metadata.
             let write = disk.write(GuestOffset::new(700), Buffer::copy_of(&[1; 300]), WriteFlags::default());

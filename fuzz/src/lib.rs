@@ -45,6 +45,7 @@ use vellum_core::{MemoryDisk, Result, SharedDisk, SharedStorage};
 use vellum_format::qcow2::check::check;
 use vellum_format::qcow2::{Files, Header, OpenOptions, Qcow2};
 use vellum_format::report::{CheckReport, Repair};
+use vellum_format::session::CacheId;
 
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
@@ -87,7 +88,9 @@ impl Image {
             below: self.has_base.then(base),
         };
         let cipher = header.encryption().map(|_| luks::cipher());
-        Qcow2::open(header, files, OpenOptions { journal_key: Some(KEY), cipher, ..options }).await
+        // With the cache that it names, or another one: without it an image that is behind would stay closed.
+        let flash = header.session().map(|session| session.cache).or(CacheId::new([1; 16]));
+        Qcow2::open(header, files, OpenOptions { journal_key: Some(KEY), cipher, flash, ..options }).await
     }
 
     async fn check(&self, repair: Repair) -> Result<(CheckReport, Vec<String>)> {

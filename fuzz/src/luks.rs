@@ -15,7 +15,8 @@ fn new() -> (Header, MasterKey) {
         Ok(())
     };
     let mode = Mode::named("xts-plain64").expect("it is known");
-    let made: Result<_> = NewHeader { mode, key_len: 64, hash: Hash::Sha256, digest_iterations: 1000 }.make(&mut chance);
+    let made: Result<_> =
+        NewHeader { mode, key_len: 64, hash: Hash::Sha256, digest_iterations: 1000 }.make(&mut chance);
     made.expect("good options")
 }
 

@@ -5,6 +5,7 @@ use futures_lite::future::block_on;
 use vellum_core::{GuestOffset, GuestSpan, MemoryStorage};
 use vellum_format::qcow2::{Header, OpenOptions, snapshot};
 use vellum_format::report::Repair;
+use vellum_format::session::{SessionNumber, Sessions};
 
 use crate::Image;
 use crate::watched::{Request, Watched};
@@ -72,7 +73,14 @@ async fn repair(data: &[u8], repair: Repair) {
 async fn change(data: &[u8], is_sound: bool) {
     let image = image(data);
     let Ok(disk) = image.open(OpenOptions::default()).await else { return };
-    let mut watched = Watched::new(disk, is_sound).await;
+    let session = SessionNumber::new([2; 16]).expect("not zero");
+    let is_tied = disk.begin(session, true).await.is_ok();
+    if is_tied {
+        let header = Header::read(&*image.storage).await.expect("a header that was just written");
+        let found = header.session().filter(|found| found.holds_writes());
+        assert_eq!(found.map(|found| found.number), Some(session), "it is recorded");
+    }
+    let mut watched = Watched::new(disk.clone(), is_sound).await;
     for (index, span) in places(watched.disk.geometry().size).into_iter().enumerate() {
         let (seed, first) = (u8::try_from(index).expect("few"), span.split_at(span.len() / 3).0);
         watched.request(first, Request::Write { seed, fua: index == 1 }).await;
@@ -82,6 +90,9 @@ async fn change(data: &[u8], is_sound: bool) {
         watched.flush().await;
     }
     let is_watched = watched.model.is_some();
+    if is_tied {
+        let _ = disk.clear_mark().await;
+    }
     let model = watched.close().await;
     let after = image.check(Repair::Nothing).await;
     if !is_watched {

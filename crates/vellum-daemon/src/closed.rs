@@ -9,6 +9,7 @@ use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
 use vellum_format::FormatKind;
 use vellum_format::image::{Format, Snapshot, SnapshotSupport};
 use vellum_format::report::{CheckReport, JournalChange, Recovered, Repair};
+use vellum_format::session::Session;
 
 use crate::clones_of::{refuse_while_cloned, with_clones};
 use crate::host::canonical_path;
@@ -22,6 +23,8 @@ pub struct Checked {
     pub report: Option<CheckReport>,
     /// A line for each thing found.
     pub lines: Vec<String>,
+    /// The session with a flash cache that it names.
+    pub session: Option<Session>,
 }
 
 /// Compares an image's metadata with its content, and repairs it on request.
@@ -36,7 +39,15 @@ pub async fn check(path: &Path, options: &ImageOptions, repair: Repair) -> Resul
     };
     let mut lines = Vec::new();
     let report = format.format().check(&storage, repair, &mut |line| lines.push(line)).await?;
-    Ok(Checked { format, report, lines })
+    let session = format.format().look(&*storage).await?.session();
+    if let Some(session) = session.filter(Session::holds_writes) {
+        lines.push(format!(
+            "{} is behind its disk: the flash cache {} holds writes of it. What was checked is what the image has",
+            path.display(),
+            session.cache
+        ));
+    }
+    Ok(Checked { format, report, lines, session })
 }
 
 /// Does what any opening for writing does first, and nothing else.

@@ -85,6 +85,7 @@ pub use vellum_format::qcow2::{
     Compression, CreateOptions as Qcow2Options, JOURNAL_BYTES_DEFAULT, Preallocation,
 };
 pub use vellum_format::report::{CheckReport, JournalChange, Recovered, Recovery, Repair};
+pub use vellum_format::session::{CacheId, Session};
 pub use vellum_format::zeros::Zeros;
 pub use vellum_format::{ForeignKind, FormatKind, Prealloc};
 pub use vellum_io::{Address, IoMode, PassedSocket, PassedTo, run};

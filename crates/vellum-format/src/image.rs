@@ -28,6 +28,7 @@ use crate::luks::{KeyArea, Secrets};
 use crate::prealloc::Prealloc;
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
+use crate::session::{CacheId, Session, Sessions};
 use crate::wish::Wish;
 
 /// The default limit for the mappings of one image in memory, in bytes: enough for 256 GiB of 64 KiB
@@ -67,6 +68,9 @@ pub struct OpenOptions {
     pub secrets: Arc<Secrets>,
     /// An image that is only read may be encrypted in a mode that is not written any more.
     pub may_be_weak: bool,
+    /// The flash cache that the caller puts over the disk. Without it an image of which a cache holds writes is
+    /// refused, and the first change makes the image's session void.
+    pub flash: Option<CacheId>,
 }
 
 impl Default for OpenOptions {
@@ -82,6 +86,7 @@ impl Default for OpenOptions {
             clock: None,
             secrets: Arc::default(),
             may_be_weak: false,
+            flash: None,
         }
     }
 }
@@ -94,6 +99,8 @@ pub struct Opened {
     pub snapshots: Option<Arc<dyn Snapshots>>,
     /// What takes long of a detach, where the format has that.
     pub detaching: Option<Arc<dyn Detaching>>,
+    /// What ties it to its flash cache, where it is open for writing with one and the image has a place for that.
+    pub sessions: Option<Arc<dyn Sessions>>,
 }
 
 /// The part of a [detach](Format::detach) that takes as long as the disk is large, done while the disk is open and in use.
@@ -157,6 +164,14 @@ pub trait Format: Sync {
     /// `Corrupt` when the journal is not what was flushed once, and the errors of the storage.
     fn recover<'a>(&'a self, _image: &'a SharedStorage) -> LocalFuture<'a, Result<Recovery>> {
         ready(Ok(Recovery::default()))
+    }
+
+    /// As above, for a copy in memory, of an image that may be one that must not be changed.
+    ///
+    /// # Errors
+    /// As [`recover`](Format::recover).
+    fn replay<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<Recovery>> {
+        self.recover(image)
     }
 
     /// Checks the image, and repairs it on request. `say` gets a line for each thing found. `None` if there
@@ -245,7 +260,8 @@ pub trait Format: Sync {
         ready(Ok(()))
     }
 
-    /// Records in a closed image what proves the content of the images below it. It is durable when this returns.
+    /// Records in a closed image what proves the content of the images below it. It is durable when this returns. It says
+    /// nothing of the disk itself, so it may also be recorded while a flash cache holds writes; the caller has that cache.
     ///
     /// # Errors
     /// `Unsupported` if the format has no place for it, `NoSpace` if the header has no room, and the errors of the
@@ -272,6 +288,16 @@ pub trait Format: Sync {
             image.name(),
             self.kind()
         ))))
+    }
+
+    /// Takes the session with a flash cache out of a closed image, and the mark that the cache holds writes: they are
+    /// given up, and the image is what its disk reads as. It is durable when this returns; a crash leaves the session or
+    /// not. Nothing else changes, whatever state the image is in. Returns the session that there was.
+    ///
+    /// # Errors
+    /// The errors of the image.
+    fn forget_session<'a>(&'a self, _image: &'a SharedStorage) -> LocalFuture<'a, Result<Option<Session>>> {
+        ready(Ok(None))
     }
 
     /// Sets whether the image is written with a journal from now on: `None` for none, `Some(None)` for one of
@@ -329,6 +355,23 @@ pub trait Head: Send + Sync {
     /// What it records of a migration.
     fn handover(&self) -> Option<Handover> {
         None
+    }
+
+    /// The session with a flash cache that it names.
+    fn session(&self) -> Option<Session> {
+        None
+    }
+
+    /// Whether it has a place for a session with a flash cache.
+    ///
+    /// # Errors
+    /// `Unsupported`, with the reason why it has none. A cache then can't hold writes of it.
+    fn has_place_for_session(&self) -> Result<()> {
+        Err(Error::unsupported(format!(
+            "a {} image has no place for a session with a flash cache: another program could write it, and nothing would \
+             show that. Convert it with `vellum convert -O qcow2`, or use the policy readonly",
+            self.kind()
+        )))
     }
 
     /// The name of the file that has the guest's data, if that is not the image itself.
@@ -545,6 +588,16 @@ impl From<Handover> for Fact {
     fn from(handover: Handover) -> Self {
         let number = handover.number().to_string();
         Self::Group(vec![("state", handover.word().into()), ("number", number.into())])
+    }
+}
+
+impl From<Session> for Fact {
+    fn from(session: Session) -> Self {
+        Self::Group(vec![
+            ("cache", session.cache.to_string().into()),
+            ("number", session.number.to_string().into()),
+            ("state", session.state.word().into()),
+        ])
     }
 }
 

@@ -55,7 +55,7 @@ async fn replayed_within(image: SharedStorage, kind: FormatKind, memory_max: u64
     let name = image.name().to_owned();
     let aside = Arc::new(Aside::over(image, memory_max));
     let shared: SharedStorage = aside.clone();
-    let replayed = kind.format().recover(&shared).await;
+    let replayed = kind.format().replay(&shared).await;
     replayed.context(|| format!("can't replay the journal of {name} in memory"))?;
     drop(shared);
     let mut aside = Arc::into_inner(aside).expect("a recovery keeps nothing");

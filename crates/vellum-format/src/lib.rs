@@ -71,6 +71,7 @@ pub mod probe;
 pub mod qcow2;
 pub mod raw;
 pub mod report;
+pub mod session;
 mod snapshot_base;
 mod state;
 mod truth;

@@ -5,9 +5,12 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use vellum_core::pin::Pin;
-use vellum_core::{Buffer, ErrorKind, ImageOffset, Random, SharedStorage, Storage};
+use vellum_core::{
+    Buffer, Disk, ErrorKind, ImageOffset, MemoryDisk, Random, SharedDisk, SharedStorage, Storage,
+};
 use vellum_format::FormatKind;
-use vellum_format::qcow2::{CreateOptions, Header, create, set_journal};
+use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create, set_journal};
+use vellum_format::session::{CacheId, Session, SessionNumber, SessionState, Sessions};
 use vellum_sim::{Content, CrashKind, Drive, DriveOptions, World};
 
 const JOURNAL: u32 = 0x564C_4A31;
@@ -264,6 +267,94 @@ fn changed(image: &Content, wanted: Option<u64>) -> Result<Content, ErrorKind> {
     let shared: SharedStorage = drive.clone();
     world.run(set_journal(&shared, wanted)).map_err(|error| error.kind())?;
     Ok(drive.content())
+}
+
+const SESSION: u32 = 0x564C_4653;
+
+/// What the header says without our session, its bits and its name.
+fn without_session(image: &Content, cluster: u64) -> Said {
+    let mut said = Said::of(&first_cluster(image, cluster));
+    said.extensions.retain(|(kind, _)| ![SESSION, PADDING].contains(kind));
+    for (_, body) in said.extensions.iter_mut().filter(|(kind, _)| *kind == NAMES) {
+        *body = body.chunks(ROW).filter(|row| row[..2] != [0, 49]).flatten().copied().collect();
+    }
+    said.extensions.retain(|(kind, body)| *kind != NAMES || !body.is_empty());
+    said.fields[73] &= !2; // incompatible bit 49
+    said.fields[90] &= !0x80; // autoclear bit 47
+    said
+}
+
+fn session_of(image: &Content) -> Option<Session> {
+    let world = World::new(0);
+    let drive = Drive::from_content(&world, image.clone(), DriveOptions::default());
+    world.run(Header::read(&*drive)).expect("a header that can be read").session()
+}
+
+/// The session is begun, begun again, and taken out, with a crash at every moment.
+#[test]
+fn a_session_changes_nothing_else_of_a_header() {
+    let long = "d/".repeat(500) + "base";
+    let mut states = 0;
+    for (cluster, name, foreign, with_names, journal) in [
+        (65_536, "", 0, true, false),
+        (65_536, "base.raw", 0, true, true),
+        (65_536, &long, 3000, true, true),
+        (4096, "base.raw", 100, true, true),
+        (4096, "base.raw", 1000, false, false),
+        (2048, "a name of a few sectors", 24, true, true),
+        (512, "", 0, false, true),
+        (512, "base.raw", 24, false, false),
+    ] {
+        let about = format!("{cluster}, {} of name, {foreign} of others, {journal}", name.len());
+        let (mut before, _) = image(cluster, name, foreign, with_names);
+        if journal {
+            before = changed(&before, Some(WANTED)).expect("a journal");
+        }
+        let old = without_session(&before, cluster);
+        let flash = CacheId::new([1; 16]);
+        let number = |byte| SessionNumber::new([byte; 16]).unwrap();
+        let named = |byte, state| Some(Session { cache: flash.unwrap(), number: number(byte), state });
+        let world = World::new(0);
+        let drive = Drive::from_content(&world, before.clone(), DriveOptions::default());
+        let shared: SharedStorage = drive.clone();
+        let mut steps = vec![(world.position(), [None, named(2, SessionState::HoldsWrites)])];
+        world.run(async {
+            let header = Header::read(&*shared).await.unwrap();
+            let below = (!name.is_empty()).then(|| MemoryDisk::holding(&[3; 4096]) as SharedDisk);
+            let files = Files { image: shared.clone(), data_file: None, below };
+            let options = OpenOptions { flash, journal_key: Some(1), ..OpenOptions::default() };
+            let disk = Qcow2::open(header, files, options).await.unwrap();
+            disk.begin(number(2), true).await.unwrap_or_else(|error| panic!("{about}: {}", error.chain()));
+            steps.push((
+                world.position(),
+                [named(2, SessionState::HoldsWrites), named(3, SessionState::Clean)],
+            ));
+            disk.begin(number(3), false).await.unwrap();
+            disk.close().await.unwrap();
+            steps.push((world.position(), [named(3, SessionState::Clean), None]));
+            FormatKind::Qcow2.format().forget_session(&shared).await.unwrap();
+        });
+        assert_eq!(drive.content().to_vec(), before.to_vec(), "{about}: byte for byte as it was");
+        let log = drive.log();
+        let mut seen = HashSet::new();
+        for position in log.crash_positions() {
+            let (begins, may) = steps.iter().take_while(|(begins, _)| *begins <= position).last().unwrap();
+            for kind in [CrashKind::PowerCut, CrashKind::ProcessKill, CrashKind::FailedFlush] {
+                let point = log.crash(kind, position);
+                let whole = point.subsets().into_iter().flatten().map(|(_, image)| image);
+                let torn = (0..point.pending().len()).flat_map(|index| point.tears(index, u64::MAX));
+                for image in whole.chain(point.corners()).chain(torn) {
+                    if seen.insert((*begins, image.digest())) {
+                        states += 1;
+                        assert_eq!(without_session(&image, cluster), old, "{about}, {kind:?} at {position}");
+                        let found = session_of(&image);
+                        assert!(may.contains(&found), "{about}, {kind:?} at {position}: {found:?}");
+                    }
+                }
+            }
+        }
+    }
+    assert!(states >= 100, "{states}");
 }
 
 const PIN: u32 = 0x564C_504E;

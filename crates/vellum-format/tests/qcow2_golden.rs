@@ -20,6 +20,7 @@ use vellum_core::{
 use vellum_format::FormatKind;
 use vellum_format::handover::{Handover, MoveNumber};
 use vellum_format::qcow2::{CreateOptions, Files, Header, OpenOptions, Qcow2, create, recover};
+use vellum_format::session::{CacheId, Session, SessionNumber, SessionState, Sessions};
 
 use common::look;
 
@@ -61,7 +62,8 @@ async fn open(image: &Arc<MemoryStorage>, read_only: bool) -> Arc<Qcow2> {
     let image: SharedStorage = image.clone();
     let header = Header::read(&*image).await.expect("a header");
     let below = header.backing_file().map(|_| MemoryDisk::holding(&base_bytes()) as SharedDisk);
-    let options = OpenOptions { read_only, journal_key: Some(0x1234_5678), ..OpenOptions::default() };
+    let flash = header.session().map(|session| session.cache);
+    let options = OpenOptions { read_only, flash, journal_key: Some(0x1234_5678), ..OpenOptions::default() };
     Qcow2::open(header, Files { image, data_file: None, below }, options).await.expect("a sound image")
 }
 
@@ -156,7 +158,49 @@ fn images() -> Vec<(String, Vec<u8>)> {
     let moved = Some(Handover::Moved(number()));
     block_on(FormatKind::Qcow2.format().set_handover(&shared, moved)).expect("it is recorded");
     images.push(("moved".to_owned(), storage.content().to_vec()));
+    for (name, seed, is_closed, holds_writes) in [
+        ("session", 73, true, false),
+        ("session-behind", 74, true, true),
+        ("session-behind-not-closed", 75, false, true),
+    ] {
+        images.push((name.to_owned(), with_session(&kinds()[2].1, seed, is_closed, holds_writes)));
+    }
     images
+}
+
+fn session(name: &str) -> Option<Session> {
+    let state = match name {
+        "session" => SessionState::Clean,
+        _ if name.starts_with("session-behind") => SessionState::HoldsWrites,
+        _ => return None,
+    };
+    let (cache, number) = (CacheId::new(*b"golden flash one"), SessionNumber::new(*b"golden session 1"));
+    Some(Session { cache: cache.expect("not zero"), number: number.expect("not zero"), state })
+}
+
+/// An image that was used, and then opened with a flash cache.
+fn with_session(options: &CreateOptions, seed: u64, is_closed: bool, holds_writes: bool) -> Vec<u8> {
+    let session = session(if holds_writes { "session-behind" } else { "session" }).expect("one of those");
+    let storage = MemoryStorage::holding("image", &used(options, seed, true));
+    let image: SharedStorage = storage.clone();
+    block_on(async {
+        let header = Header::read(&*image).await.expect("a header");
+        let options = OpenOptions {
+            flash: Some(session.cache),
+            journal_key: Some(0x1234_5678),
+            ..OpenOptions::default()
+        };
+        let files = Files { image, data_file: None, below: None };
+        let disk = Qcow2::open(header, files, options).await.expect("a sound image");
+        disk.begin(session.number, holds_writes).await.expect("it is recorded");
+        disk.write(GuestOffset::new(70_000), Buffer::copy_of(&[0xC8; 8192]), WriteFlags::FUA)
+            .await
+            .expect("written");
+        if is_closed {
+            disk.close().await.expect("closed");
+        }
+    });
+    storage.content().to_vec()
 }
 
 fn number() -> MoveNumber {
@@ -214,10 +258,12 @@ fn golden_images_open_for_ever() {
         let head = head.expect("a header");
         let moved = Some(Handover::Moved(number())).filter(|_| name == "moved");
         assert_eq!(head.handover(), moved, "{name}");
+        assert_eq!(head.session(), session(name), "{name}");
         let pin = head.pin().map(ToString::to_string);
         assert_eq!(pin.as_deref(), Some(PIN).filter(|_| name.ends_with("pinned")), "{name}");
         let must_be_replayed =
-            name.starts_with("journal") && name != "journal" && !kinds().iter().any(|kind| kind.0 == name);
+            name.starts_with("journal") && name != "journal" && !kinds().iter().any(|kind| kind.0 == name)
+                || name == "session-behind-not-closed";
         assert_eq!(recovery.is_some(), must_be_replayed, "{name}");
         if let Some(recovery) = recovery {
             replayed += 1;
@@ -247,9 +293,14 @@ fn by_qemu(name: &str, image: &[u8], disk: &[u8]) {
         eprintln!("skipped: there is no qemu-img");
         return;
     };
-    if name == "moved" {
+    let refusal = match name {
+        "moved" => Some("disk that migrates"),
+        _ if name.starts_with("session-behind") => Some("vellum flash cache holds writes"),
+        _ => None,
+    };
+    if let Some(words) = refusal {
         let said = String::from_utf8_lossy(&checked.stderr);
-        assert!(!checked.status.success() && said.contains("disk that migrates"), "{name}: {checked:?}");
+        assert!(!checked.status.success() && said.contains(words), "{name}: {checked:?}");
         return;
     }
     let is_sound =

@@ -47,6 +47,7 @@ use vellum_core::{
 use vellum_format::handover::Handover;
 use vellum_format::image::{Files, Head, OpenOptions, Opened};
 use vellum_format::luks::Secrets;
+use vellum_format::session::may_use;
 use vellum_format::{FormatKind, Prealloc, needs_replay, probe, replayed_in_memory, settle};
 
 use crate::gate::{Gate, Trust};
@@ -241,6 +242,7 @@ impl Found {
         if is_read {
             return Ok(());
         }
+        may_use(self.storage.name(), self.head.session(), None)?;
         let format = self.head.kind().format();
         format.set_pin(&self.storage, &pin).await?;
         self.head = format.read(&*self.storage).await?;
@@ -467,6 +469,7 @@ async fn open_disk(
         clock: options.clock.clone(),
         secrets: options.secrets.clone(),
         may_be_weak: options.may_be_weak,
+        flash: None,
     };
     head.open_in_parts(files, parts.iter().map(|(_, file)| file.clone()).collect(), open).await
 }

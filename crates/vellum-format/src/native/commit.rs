@@ -68,6 +68,9 @@ impl Native {
     /// Called before bytes are overwritten in place. Marks the image as in use, without beginning the journal,
     /// whose ring may need space.
     pub(super) async fn begin_in_place(&self) -> Result<()> {
+        if self.journal.is_none() && self.in_use.voids() {
+            return Box::pin(self.void_session()).await;
+        }
         if self.journal.is_none() || self.in_use.is_marked() {
             return Ok(()); // an image without a journal has no mark
         }
@@ -124,7 +127,7 @@ impl Native {
         let written = {
             let mut superblocks = self.superblocks.lock().await;
             let before = superblocks.clone();
-            superblocks.superblock.generation += 1;
+            superblocks.superblock.draw_generation(self.flash);
             superblocks.superblock.key = Some(key);
             let written = superblocks.write(&*self.metadata).await;
             let generation = superblocks.superblock.generation;

@@ -79,6 +79,7 @@ async fn prepare_closed(image: &SharedStorage, stop: &AtomicBool) -> Result<bool
 async fn let_go(image: &SharedStorage) -> Result<()> {
     let mut superblocks = Superblocks::read(&**image).await?;
     superblocks.superblock.detach()?;
+    superblocks.superblock.draw_generation(None);
     superblocks.write(&**image).await?;
     image.flush().await?; // commit point
     superblocks.write(&**image).await?;

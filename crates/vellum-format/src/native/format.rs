@@ -12,6 +12,7 @@ use super::geometry::Region;
 use super::image::Native;
 use super::open::{OpenOptions, finish};
 use super::recover::recover;
+use super::session::put_session;
 use super::superblock::{Superblocks, VERSION};
 use super::{resize, snapshots};
 use crate::handover::{Handover, may_change};
@@ -20,6 +21,7 @@ use crate::image::{
 };
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
+use crate::session::{Session, Sessions, may_use};
 use crate::wish::Wish;
 
 /// The native format, as one of the formats.
@@ -31,7 +33,8 @@ fn alone() -> OpenOptions {
 }
 
 fn opened(native: Arc<Native>) -> Opened {
-    Opened { disk: native.clone(), snapshots: Some(native.clone()), detaching: Some(native) }
+    let sessions = native.is_tied().then(|| native.clone() as Arc<dyn Sessions>);
+    Opened { disk: native.clone(), snapshots: Some(native.clone()), detaching: Some(native), sessions }
 }
 
 impl Format for NativeFormat {
@@ -56,6 +59,10 @@ impl Format for NativeFormat {
             changeable(image).await?;
             recover(image).await
         })
+    }
+
+    fn replay<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<Recovery>> {
+        Box::pin(recover(image))
     }
 
     fn check<'a>(
@@ -122,13 +129,26 @@ impl Format for NativeFormat {
         image: &'a SharedStorage,
         handover: Option<Handover>,
     ) -> LocalFuture<'a, Result<()>> {
-        Box::pin(set_handover(image, handover))
+        Box::pin(async move {
+            may_use(image.name(), Superblocks::read(&**image).await?.superblock.session(), None)?;
+            set_handover(image, handover).await
+        })
     }
 
     fn set_pin<'a>(&'a self, image: &'a SharedStorage, pin: &'a Pin) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move {
-            changeable(image).await?;
+            may_change(image.name(), Superblocks::read(&**image).await?.superblock.handover)?;
             set_pin(image, pin).await
+        })
+    }
+
+    fn forget_session<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<Option<Session>>> {
+        Box::pin(async move {
+            let context = || format!("can't take the session with a flash cache out of {}", image.name());
+            let mut superblocks = Superblocks::read(&**image).await.context(context)?;
+            let before = superblocks.superblock.session();
+            put_session(&mut superblocks, &**image, None).await.context(context)?;
+            Ok(before)
         })
     }
 
@@ -155,9 +175,11 @@ async fn set_pin(image: &SharedStorage, pin: &Pin) -> Result<()> {
     image.flush().await.context(context) // commit point
 }
 
-/// Checks that no migration keeps the image from being changed.
+/// Checks that neither a migration nor a flash cache keeps the image from being changed.
 async fn changeable(image: &SharedStorage) -> Result<()> {
-    may_change(image.name(), Superblocks::read(&**image).await?.superblock.handover)
+    let superblock = Superblocks::read(&**image).await?.superblock;
+    may_change(image.name(), superblock.handover)?;
+    may_use(image.name(), superblock.session(), None)
 }
 
 /// Both copies get it: an older copy would say that the image may be written, if the newer one were ever damaged.
@@ -206,6 +228,14 @@ impl Head for Superblocks {
         self.superblock.handover
     }
 
+    fn session(&self) -> Option<Session> {
+        self.superblock.session()
+    }
+
+    fn has_place_for_session(&self) -> Result<()> {
+        Ok(())
+    }
+
     fn was_left_open(&self) -> bool {
         self.superblock.needs_replay()
     }
@@ -226,6 +256,7 @@ impl Head for Superblocks {
             prealloc: options.prealloc,
             compaction: options.compaction,
             clock: options.clock,
+            flash: options.flash,
             ..OpenOptions::default()
         };
         Box::pin(async move { Native::open(files.image, files.below, options).await.map(opened) })
@@ -287,6 +318,7 @@ fn facts(superblocks: &Superblocks) -> Vec<(&'static str, Fact)> {
         facts.push(("damaged-superblock", superblocks.slot.other().name().into()));
     }
     facts.extend(superblock.handover.map(|handover| ("migration", handover.into())));
+    facts.extend(superblock.session().map(|session| ("flash", session.into())));
     facts
 }
 

@@ -38,6 +38,7 @@ use super::zone_state::Zones;
 use crate::engine::Engine;
 use crate::hash::HashMap;
 use crate::journal::Journal;
+use crate::session::CacheId;
 use crate::state::lock;
 
 /// The number of locks for blocks' masks. Many blocks share one.
@@ -80,6 +81,8 @@ pub struct Native {
     /// `None` when no page of home can change.
     pub(super) journal: Option<Journal>,
     pub(super) in_use: InUse,
+    /// The flash cache that it is open with.
+    pub(super) flash: Option<CacheId>,
     /// In `linear`: blocks that the image has although their bits say that it has not.
     pub(super) filled: FilledBlocks,
     /// What was left in the image, as counted when it was last made ready to stand alone; `u64::MAX`: it was not.

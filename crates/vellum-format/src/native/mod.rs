@@ -20,6 +20,7 @@
 //! | `image`, `home_pages` | what is in memory: the home pages, read without a lock |
 //! | `read`, `write` with `publish`, `zero` | requests |
 //! | `commit` with `in_use` | how the journal begins, what a transaction holds, what the engine needs |
+//! | `session` | which flash cache holds writes of an open image |
 //! | `resize` | another size for the disk |
 //! | [`unfinished`] | what an interrupted change of several steps leaves, and what opening does about it |
 //! | [`snapshots`] | views of the disk that no longer change |
@@ -56,6 +57,7 @@ mod ready;
 mod recover;
 mod resize;
 mod room;
+mod session;
 pub mod snapshots;
 pub mod superblock;
 mod table_places;

@@ -16,6 +16,7 @@ use vellum_core::{
 use super::geometry::{Layout, Places, Region};
 use super::home_pages::HomePages;
 use super::image::{LINEAR_CELL, Native, View};
+use super::in_use::InUse;
 use super::recover::recover;
 use super::room::whole_units;
 use super::snapshots::still::{Still, refuse_half_reverted};
@@ -27,6 +28,7 @@ use super::zone_state::Zones;
 use crate::engine::{Close as _, Commit as _, Engine};
 use crate::journal::{Journal, Overlaid};
 use crate::prealloc::{Need, Prealloc};
+use crate::session::{CacheId, may_use};
 
 /// How an image is opened.
 #[derive(Clone, Default)]
@@ -48,6 +50,8 @@ pub struct OpenOptions {
     pub compaction: bool,
     /// With a clock, flushes wait for one another briefly, where that lets them share.
     pub clock: Option<Arc<dyn Clock>>,
+    /// The flash cache that the caller puts over the disk.
+    pub flash: Option<CacheId>,
 }
 
 impl Native {
@@ -113,9 +117,11 @@ impl Native {
         let metadata = Tallied::shared(image.clone(), options.tally.metadata.clone());
         let superblocks = Superblocks::read(&*metadata).await?;
         let superblock = &superblocks.superblock;
+        may_use(image.name(), superblock.session(), options.flash)?;
         if !read_only {
             crate::handover::may_change(image.name(), superblock.handover)?;
         }
+        let outlives = superblock.session().is_none_or(|session| session.survives_changes_of(options.flash));
         if superblock.needs_replay() {
             return match read_only {
                 true => Err(superblock.replay_first(image.name())),
@@ -135,6 +141,7 @@ impl Native {
         let found = views.as_ref().and_then(Views::unfinished);
         let under = Tallied::shared(image.clone(), options.tally.data.clone());
         let (journal, data) = journal(&places, &under, options.journal_key, read_only);
+        let voids_alone = journal.is_none() && !read_only && !outlives;
         let embeds = superblock.embeds() && units.is_some() && journal.is_some();
         let native = Arc::new(Self {
             engine: Engine::new(image.name().to_owned(), geometry(&image, &places, read_only), options.clock),
@@ -155,7 +162,8 @@ impl Native {
             zones: embeds.then(|| zones(&image, options.prealloc, options.compaction)),
             view: view.map(View::Still),
             journal,
-            in_use: Default::default(),
+            in_use: InUse::new(voids_alone),
+            flash: options.flash,
             filled: Default::default(),
             ready_alone: AtomicU64::new(u64::MAX),
             open_bytes: AtomicU64::new(0),

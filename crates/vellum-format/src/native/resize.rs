@@ -76,6 +76,9 @@ async fn resize_inner(image: &SharedStorage, size: u64, may_shrink: bool) -> Res
     let new = new.resized(size)?;
     let mut superblocks = Superblocks::read(&**image).await?;
     superblocks.superblock.places = new;
+    if size < before {
+        superblocks.superblock.draw_generation(None);
+    }
     superblocks.write(&**image).await?;
     image.flush().await?; // commit point
     if size < before {

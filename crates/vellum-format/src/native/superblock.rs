@@ -14,6 +14,10 @@
 //!  ├──────────────────────────────────────┼────────┼─────────────────────┼────────┼────────┼──────┼────────┼──────
 //!  │ eight parts: at, table len, zones len│        │ state, zero, number │        │ pin len│ zero │  pin   │
 //!  └──────────────────────────────────────┴────────┴─────────────────────┴────────┴────────┴──────┴────────┴──────
+//!  2112                                               2152
+//!  ├──────────────────────────────────────────────────┼──────
+//!  │ session: id of the cache, number, its generation │
+//!  └──────────────────────────────────────────────────┴──────
 //! ```
 //!
 //! 1. [`Superblock::parse`] is the only way in. After it no region exceeds its limits or overlaps another
@@ -31,6 +35,7 @@ use super::geometry::{Layout, Places, Region, Shape};
 use super::parts::{PARTS_MAX, Part, Parts};
 use crate::bytes::{be32, be64, put32, put64};
 use crate::handover::Handover;
+use crate::session::{CacheId, Session, SessionState};
 use crate::truth::reconcile;
 use crate::wish::Wish;
 
@@ -69,6 +74,9 @@ mod field {
     pub(super) const PART_LEN: usize = 32;
     pub(super) const PIN_LEN: usize = 1600;
     pub(super) const PIN: usize = 1608;
+    /// Id of the cache, number, generation.
+    pub(super) const SESSION: usize = 2112;
+    pub(super) const SESSION_GENERATION: usize = SESSION + 32;
 }
 
 /// Longest name of a base, in bytes.
@@ -85,7 +93,12 @@ mod incompatible {
     pub(super) const PARTS: u64 = 1 << 5;
     pub(super) const CLONED: u64 = 1 << 6;
     pub(super) const HANDOVER: u64 = 1 << 7;
-    pub(super) const KNOWN: u64 = REPLAY | TABLE | BASE | SNAPSHOTS | ZONED | PARTS | CLONED | HANDOVER;
+    /// A flash cache may hold writes that the image has not.
+    pub(super) const HOLDS_WRITES: u64 = 1 << 8;
+    /// A session counts, and the image has no journal whose generation would make it void.
+    pub(super) const SESSION: u64 = 1 << 9;
+    pub(super) const KNOWN: u64 =
+        REPLAY | TABLE | BASE | SNAPSHOTS | ZONED | PARTS | CLONED | HANDOVER | HOLDS_WRITES | SESSION;
 }
 
 /// Compatible features: a program that does not know one may ignore it.
@@ -191,6 +204,10 @@ pub struct Superblock {
     pub(crate) wish: Wish,
     /// What it records of a migration.
     pub(crate) handover: Option<Handover>,
+    /// The session with a flash cache that it names.
+    session: Option<Session>,
+    /// The generation in which it counts.
+    session_generation: u64,
 }
 
 impl Superblock {
@@ -226,6 +243,8 @@ impl Superblock {
             embeds: places.shape().zone().is_some(),
             wish: Wish::default(),
             handover: None,
+            session: None,
+            session_generation: 0,
         })
     }
 
@@ -291,8 +310,17 @@ impl Superblock {
                 page[field::HANDOVER..field::HANDOVER + Handover::BYTES].try_into().expect("24 bytes"),
                 features & incompatible::HANDOVER != 0,
             )?,
+            session: Session::parse(
+                page[field::SESSION..field::SESSION + Session::BYTES].try_into().expect("32 bytes"),
+                be64(&*page, field::SESSION_GENERATION) == be64(&*page, field::GENERATION),
+                features & incompatible::HOLDS_WRITES != 0,
+            )?,
+            session_generation: be64(&*page, field::SESSION_GENERATION),
             page: Page(page),
         };
+        if (features & incompatible::SESSION != 0) != superblock.counts_without_journal() {
+            return Err(Error::corrupt("what it records of a flash cache contradicts its feature bit"));
+        }
         superblock.check_rest(key)?;
         Ok(superblock)
     }
@@ -357,6 +385,8 @@ impl Superblock {
             (self.has_clones, incompatible::CLONED),
             (self.places.parts().next().is_some(), incompatible::PARTS),
             (self.handover.is_some_and(|handover| !handover.allows_writing()), incompatible::HANDOVER),
+            (self.session.is_some_and(|session| session.holds_writes()), incompatible::HOLDS_WRITES),
+            (self.counts_without_journal(), incompatible::SESSION),
         ] {
             features |= if is_set { bit } else { 0 };
         }
@@ -411,6 +441,10 @@ impl Superblock {
         }
         bytes[field::HANDOVER..field::HANDOVER + Handover::BYTES]
             .copy_from_slice(&Handover::encode(self.handover));
+        let session = self.session.as_ref();
+        bytes[field::SESSION..field::SESSION + Session::BYTES]
+            .copy_from_slice(&session.map_or([0; Session::BYTES], Session::encode));
+        put64(bytes, field::SESSION_GENERATION, session.map_or(0, |_| self.session_generation));
         put32(bytes, field::CRC, 0);
         let crc = crc32c::crc32c(bytes);
         put32(bytes, field::CRC, crc);
@@ -471,6 +505,33 @@ impl Superblock {
     /// Whether the first write of a unit may embed the unit's entry.
     pub fn embeds(&self) -> bool {
         self.embeds
+    }
+
+    /// The session with a flash cache that it names.
+    pub fn session(&self) -> Option<Session> {
+        self.session
+    }
+
+    /// Names a session, or none.
+    pub(crate) fn set_session(&mut self, session: Option<Session>) {
+        self.session = session;
+        self.session_generation = self.generation;
+    }
+
+    /// A new generation, for an opening that changes the image with this flash cache, or with none. A session that does
+    /// not outlive that is void.
+    pub(crate) fn draw_generation(&mut self, flash: Option<CacheId>) {
+        self.generation += 1;
+        match &mut self.session {
+            Some(session) if session.survives_changes_of(flash) => self.session_generation = self.generation,
+            Some(session) => session.state = SessionState::Void,
+            None => {}
+        }
+    }
+
+    /// Whether nothing but this program makes the session void: an older one would draw no generation.
+    fn counts_without_journal(&self) -> bool {
+        self.session.is_some_and(|session| session.counts()) && self.places.region(Region::Journal).is_empty()
     }
 
     /// Whether the image has snapshots, or has had any.

@@ -187,9 +187,13 @@ pub(super) async fn while_in_use(
 ) -> Result<()> {
     let has_mark = !superblocks.superblock.places().region(Region::Journal).is_empty();
     if has_mark {
-        superblocks.superblock.generation += 1;
+        superblocks.superblock.draw_generation(None);
         // Random, as ever: what the guest has written may lie in the ring, and must not pass for a record.
         superblocks.superblock.key = Some(key.map_or_else(random_key, Ok)?);
+        superblocks.write(&**image).await?;
+        image.flush().await?;
+    } else if superblocks.superblock.session().is_some_and(|session| session.counts()) {
+        superblocks.superblock.draw_generation(None);
         superblocks.write(&**image).await?;
         image.flush().await?;
     }

@@ -41,7 +41,7 @@ use vellum_core::{
 use super::give_back::Pace;
 use super::header::Header;
 use super::image::Qcow2;
-use super::layout::{autoclear, incompatible};
+use super::layout::incompatible;
 use super::mapping::L1Sector;
 use super::pages::Page;
 use super::refcount::SealedRefcounts;
@@ -193,7 +193,7 @@ impl Qcow2 {
             return Ok(());
         }
         self.change_header(|header| {
-            let autoclear = header.autoclear & autoclear::KEPT;
+            let autoclear = header.kept_autoclear(self.flash);
             header.set_features(header.incompatible | incompatible::DIRTY, autoclear);
         })
         .await?;

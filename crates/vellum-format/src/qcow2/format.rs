@@ -4,15 +4,17 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use vellum_core::pin::Pin;
-use vellum_core::{LocalFuture, Result, SharedStorage, Storage};
+use vellum_core::{Context, ImageOffset, LocalFuture, Result, SharedStorage, Storage};
 use vellum_luks::SectorCipher;
 
 use super::bitmaps::{self, Bitmap};
 use super::check::{check, recover};
 use super::detach::detach;
 use super::header::{Compression, Encryption, Header, VERSIONS};
-use super::journal_setting::{set_handover, set_journal, set_pin};
-use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE};
+use super::journal_setting::{
+    has_place_for_session, no_room_for_session, set_handover, set_journal, set_pin, set_session,
+};
+use super::layout::{JOURNAL_BYTES_DEFAULT, METADATA_PAGE, autoclear};
 use super::open::OpenOptions;
 use super::{Qcow2, encrypted, resize, snapshot};
 use crate::handover::{Handover, may_change};
@@ -23,6 +25,7 @@ use crate::luks::{self, KeyArea};
 use crate::prealloc::Prealloc;
 use crate::probe::FormatKind;
 use crate::report::{CheckReport, JournalChange, Recovery, Repair};
+use crate::session::{Session, Sessions, may_use};
 use crate::wish::Wish;
 
 /// qcow2, as one of the formats.
@@ -52,6 +55,10 @@ impl Format for Qcow2Format {
         })
     }
 
+    fn replay<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<Recovery>> {
+        Box::pin(recover(image))
+    }
+
     fn check<'a>(
         &'a self,
         image: &'a SharedStorage,
@@ -62,13 +69,19 @@ impl Format for Qcow2Format {
             let header = Header::read(&**image).await?;
             if repair != Repair::Nothing {
                 may_change(image.name(), header.handover())?;
+                may_use(image.name(), header.session(), None)?;
+                void_session(header.clone(), image).await?;
             }
             check(&header, image, repair, say).await.map(Some)
         })
     }
 
     fn finish<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<u64>> {
-        Box::pin(async move { Ok(Header::read(&**image).await?.size()) })
+        Box::pin(async move {
+            let header = Header::read(&**image).await?;
+            may_use(image.name(), header.session(), None)?;
+            Ok(header.size())
+        })
     }
 
     fn resize<'a>(
@@ -100,13 +113,27 @@ impl Format for Qcow2Format {
         image: &'a SharedStorage,
         handover: Option<Handover>,
     ) -> LocalFuture<'a, Result<()>> {
-        Box::pin(set_handover(image, handover))
+        Box::pin(async move {
+            may_use(image.name(), Header::read(&**image).await?.session(), None)?;
+            set_handover(image, handover).await
+        })
     }
 
     fn set_pin<'a>(&'a self, image: &'a SharedStorage, pin: &'a Pin) -> LocalFuture<'a, Result<()>> {
         Box::pin(async move {
-            changeable(image).await?;
+            may_change(image.name(), Header::read(&**image).await?.handover())?;
             set_pin(image, pin).await
+        })
+    }
+
+    fn forget_session<'a>(&'a self, image: &'a SharedStorage) -> LocalFuture<'a, Result<Option<Session>>> {
+        Box::pin(async move {
+            let context = || format!("can't take the session with a flash cache out of {}", image.name());
+            let header = Header::read(&**image).await.context(context)?;
+            match set_session(&header, &**image, None).await.context(context)? {
+                Some(_) => Ok(header.session()),
+                None => Err(no_room_for_session()).context(context),
+            }
         })
     }
 
@@ -130,9 +157,21 @@ impl Format for Qcow2Format {
     }
 }
 
-/// Checks that no migration keeps the image from being changed.
+/// Checks that neither a migration nor a flash cache keeps the image from being changed.
 async fn changeable(image: &SharedStorage) -> Result<()> {
-    may_change(image.name(), Header::read(&**image).await?.handover())
+    let header = Header::read(&**image).await?;
+    may_change(image.name(), header.handover())?;
+    may_use(image.name(), header.session(), None)
+}
+
+/// Makes the session of a closed image void, durably, before the disk may change.
+async fn void_session(mut header: Header, image: &SharedStorage) -> Result<()> {
+    if header.session().is_some_and(|session| session.counts()) {
+        header.set_features(header.incompatible, header.autoclear & !autoclear::SESSION);
+        image.write(ImageOffset::ZERO, header.first_sector()).await?;
+        image.flush().await?;
+    }
+    Ok(())
 }
 
 impl Head for Header {
@@ -158,6 +197,14 @@ impl Head for Header {
 
     fn handover(&self) -> Option<Handover> {
         Self::handover(self)
+    }
+
+    fn session(&self) -> Option<Session> {
+        Self::session(self)
+    }
+
+    fn has_place_for_session(&self) -> Result<()> {
+        has_place_for_session(self)
     }
 
     fn data_file(&self) -> Option<&str> {
@@ -211,7 +258,8 @@ impl Head for Header {
         Box::pin(async move {
             let cipher = encrypted::unlock(self, &files.image, &options).await?;
             let disk = Qcow2::open(self.clone(), files, with_cipher(options, cipher)).await?;
-            Ok(Opened { disk, snapshots: None, detaching: None })
+            let sessions = disk.is_tied().then(|| disk.clone() as Arc<dyn Sessions>);
+            Ok(Opened { disk, snapshots: None, detaching: None, sessions })
         })
     }
 
@@ -276,6 +324,7 @@ fn with_cipher(options: Options, cipher: Option<Arc<SectorCipher>>) -> OpenOptio
         journal_key: None,
         prealloc: options.prealloc,
         clock: options.clock,
+        flash: options.flash,
         cipher,
     }
 }
@@ -330,6 +379,7 @@ fn facts(header: &Header, luks: Vec<(&'static str, Fact)>) -> Vec<(&'static str,
         facts.push(("journal", Fact::Group(journal)));
     }
     facts.extend(header.handover().map(|handover| ("migration", handover.into())));
+    facts.extend(header.session().map(|session| ("flash", session.into())));
     facts
 }
 

@@ -25,6 +25,7 @@ use super::layout::*;
 use super::pin;
 use crate::Prealloc;
 use crate::handover::Handover;
+use crate::session::{CacheId, Session, SessionState};
 use crate::truth::reconcile;
 use crate::wish::Wish;
 
@@ -90,6 +91,7 @@ pub struct Header {
     misplaced_journal: Option<Extension>,
     pin: Option<Pin>,
     handover: Option<Handover>,
+    session: Option<Session>,
 }
 
 impl Header {
@@ -149,6 +151,12 @@ impl Header {
             handover: Handover::parse(
                 &extensions.handover.unwrap_or_default(),
                 incompatible & incompatible::HANDOVER != 0,
+            )?,
+            session: Session::parse(
+                // Version 2 has no bits that would say how far it counts.
+                &extensions.session.filter(|_| version >= 3).unwrap_or_default(),
+                autoclear & autoclear::SESSION != 0,
+                incompatible & incompatible::HOLDS_WRITES != 0,
             )?,
         };
         header.pin = header.pin_of_backing_file(extensions.pin.as_deref())?;
@@ -478,9 +486,28 @@ impl Header {
         self.handover
     }
 
+    /// The session with a flash cache that it names.
+    pub fn session(&self) -> Option<Session> {
+        self.session
+    }
+
+    /// The autoclear bits whose meaning still holds after a change in an opening with this flash cache, or with none.
+    pub(crate) fn kept_autoclear(&self, flash: Option<CacheId>) -> u64 {
+        let outlives = self.session.is_some_and(|session| session.survives_changes_of(flash));
+        self.autoclear & (autoclear::KEPT | if outlives { autoclear::SESSION } else { 0 })
+    }
+
     /// Changes the feature bits in memory.
     pub(crate) fn set_features(&mut self, incompatible: u64, autoclear: u64) {
         assert!(self.version >= 3, "version 2 has no feature bits");
+        if let Some(session) = &mut self.session {
+            session.state = match (autoclear & autoclear::SESSION, incompatible & incompatible::HOLDS_WRITES)
+            {
+                (0, _) => SessionState::Void,
+                (_, 0) => SessionState::Clean,
+                _ => SessionState::HoldsWrites,
+            };
+        }
         self.incompatible = incompatible;
         self.autoclear = autoclear;
         put64(&mut self.sector, field::INCOMPATIBLE, incompatible);

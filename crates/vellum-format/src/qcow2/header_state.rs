@@ -51,6 +51,20 @@ impl HeaderState {
         Ok(())
     }
 
+    /// Lays the header out anew, in steps. `change` gets the header, and returns it as it is then, or nothing if there was
+    /// no room. Returns whether there was. If it fails, what the medium has is not known, and the caller sees to it that
+    /// nothing is written there any more.
+    pub(crate) async fn change_layout(
+        &self,
+        change: impl AsyncFnOnce(&Header) -> Result<Option<Header>>,
+    ) -> Result<bool> {
+        let _changing = self.changes.lock().await;
+        let old = lock(&self.header).clone();
+        let Some(new) = change(&old).await? else { return Ok(false) };
+        *lock(&self.header) = new;
+        Ok(true)
+    }
+
     /// Whether the image is marked.
     pub(crate) fn is_marked(&self) -> bool {
         self.is_marked.load(Ordering::Acquire)

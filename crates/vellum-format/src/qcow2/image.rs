@@ -47,6 +47,7 @@ use super::refcount::{Look, RefcountPage, Refcounts, Run, Stop};
 use crate::engine::{Commit as _, Engine};
 use crate::keyed::KeyedLocks;
 use crate::perturb;
+use crate::session::CacheId;
 use crate::state::lock;
 
 /// When this many pages of refcounts are dirty, the next writer commits.
@@ -91,6 +92,8 @@ pub struct Qcow2 {
     pub(crate) decompressor: Decompressor,
     pub(crate) growing: async_lock::Mutex<()>,
     pub(crate) contradiction: Contradiction,
+    /// The flash cache that it is open with.
+    pub(crate) flash: Option<CacheId>,
 }
 
 /// The mapping needs this page, which is not in memory.

@@ -36,6 +36,7 @@ use crate::Prealloc;
 use crate::handover::Handover;
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
 use crate::report::JournalChange;
+use crate::session::Session;
 
 const SECTOR: usize = 512;
 
@@ -93,7 +94,7 @@ pub(super) async fn remove_backing(header: &Header, image: &dyn Storage) -> Resu
     let mut first = old.sector(0).to_vec();
     put32(&mut first, field::BACKING_FILE_SIZE, 0);
     if header.version() >= 3 {
-        put64(&mut first, field::AUTOCLEAR, header.autoclear & autoclear::KNOWN);
+        put64(&mut first, field::AUTOCLEAR, header.autoclear & autoclear::KNOWN & !autoclear::SESSION);
     }
     image.write(ImageOffset::ZERO, Buffer::copy_of(&first)).await?;
     image.flush().await // commit point
@@ -175,6 +176,62 @@ async fn set_handover_inner(image: &SharedStorage, handover: Option<Handover>) -
         }
     }
     Err(Error::new(ErrorKind::NoSpace, "the header has no room for it"))
+}
+
+/// Records the session with a flash cache, or takes it out, in an image that has a place for it. Returns the header as
+/// it is then; nothing if it has no room.
+///
+/// # Errors
+/// Those of the storage.
+pub(super) async fn set_session(
+    header: &Header,
+    image: &dyn Storage,
+    session: Option<Session>,
+) -> Result<Option<Header>> {
+    if session.is_none() && header.session().is_none() {
+        image.flush().await?; // an earlier attempt may have come this far without being durable
+        return Ok(Some(header.clone()));
+    }
+    let old = Layout::read(header, image).await?;
+    for names in [Names::All, Names::InUse] {
+        if relay(header, image, &old.parts.with_session(session, names, header)).await? {
+            if header.session() == session {
+                // It may have been written before, and never flushed.
+                write_again(image).await?;
+            }
+            let cluster = Layout::read(header, image).await?;
+            return Header::parse(&cluster.bytes, image.len()).map(Some);
+        }
+    }
+    Ok(None)
+}
+
+/// Why there is none, where the header has no room.
+pub(super) fn no_room_for_session() -> Error {
+    Error::new(
+        ErrorKind::NoSpace,
+        "the header has no room for it: make the image with larger clusters, or remove extensions of other programs",
+    )
+}
+
+/// Whether the image has a place for a session.
+///
+/// # Errors
+/// `Unsupported`, with the reason.
+pub(super) fn has_place_for_session(header: &Header) -> Result<()> {
+    if header.version() < 3 {
+        return Err(Error::unsupported(
+            "qcow2 version 2 has no place for a session with a flash cache: convert the image with `vellum convert -O \
+             qcow2`, or use the policy readonly",
+        ));
+    }
+    if header.data_file_is_raw() {
+        return Err(Error::unsupported(
+            "its data lies in a raw file, which other programs can write, and nothing would show that: use the policy \
+             readonly",
+        ));
+    }
+    Ok(())
 }
 
 fn refuse(header: &Header, wanted: Option<u64>) -> Result<()> {
@@ -354,29 +411,55 @@ impl Parts {
         let features = header.incompatible & !incompatible::HANDOVER;
         let bit = if forbids { incompatible::HANDOVER } else { 0 };
         put64(&mut parts.fields, field::INCOMPATIBLE, features | bit);
-        let is_row = |row: &[u8]| row.len() == FEATURE_NAME_LEN && row[0] == 0 && row[1] == HANDOVER_BIT;
-        let table = parts.extensions.iter().position(|(kind, _)| *kind == extension::FEATURE_NAMES);
-        let mut rows = table.map_or_else(Vec::new, |table| std::mem::take(&mut parts.extensions[table].1));
+        parts.name_feature(HANDOVER_BIT, forbids.then_some(HANDOVER_FEATURE), names, header);
+        if handover.is_some() {
+            parts.extensions.push((extension::HANDOVER, Handover::encode(handover).to_vec()));
+        }
+        parts.forget_unknown(header);
+        parts
+    }
+
+    /// The name of the mark's feature stays as long as there is a session. So a new number, and a mark that is set or
+    /// cleared, mostly change the first sector only.
+    fn with_session(&self, session: Option<Session>, names: Names, header: &Header) -> Self {
+        let mut parts = self.clone();
+        parts.extensions.retain(|(kind, _)| *kind != extension::SESSION);
+        let is_marked = session.is_some_and(|session| session.holds_writes());
+        let features = header.incompatible & !incompatible::HOLDS_WRITES;
+        let bit = if is_marked { incompatible::HOLDS_WRITES } else { 0 };
+        put64(&mut parts.fields, field::INCOMPATIBLE, features | bit);
+        parts.name_feature(HOLDS_WRITES_BIT, session.map(|_| HOLDS_WRITES_FEATURE), names, header);
+        if let Some(session) = &session {
+            let first = parts.extensions.iter().take_while(|(kind, _)| *kind == extension::JOURNAL).count();
+            parts.extensions.insert(first, (extension::SESSION, session.encode().to_vec()));
+        }
+        parts.forget_unknown(header);
+        let autoclear = header.autoclear & autoclear::KNOWN & !autoclear::SESSION;
+        let counts = session.is_some_and(|session| session.counts());
+        put64(&mut parts.fields, field::AUTOCLEAR, autoclear | if counts { autoclear::SESSION } else { 0 });
+        parts
+    }
+
+    /// Gives an incompatible feature this name in the table of feature names, or none.
+    fn name_feature(&mut self, bit: u8, name: Option<&str>, names: Names, header: &Header) {
+        let is_row = |row: &[u8]| row.len() == FEATURE_NAME_LEN && row[0] == 0 && row[1] == bit;
+        let table = self.extensions.iter().position(|(kind, _)| *kind == extension::FEATURE_NAMES);
+        let mut rows = table.map_or_else(Vec::new, |table| std::mem::take(&mut self.extensions[table].1));
         let keeps = |row: &[u8]| {
             !is_row(row) && (names == Names::All || row.len() < FEATURE_NAME_LEN || is_in_use(header, row))
         };
         rows = rows.chunks(FEATURE_NAME_LEN).filter(|row| keeps(row)).flatten().copied().collect();
-        if forbids && rows.len().is_multiple_of(FEATURE_NAME_LEN) {
+        if let Some(name) = name.filter(|_| rows.len().is_multiple_of(FEATURE_NAME_LEN)) {
             let mut row = vec![0; FEATURE_NAME_LEN];
-            row[1] = HANDOVER_BIT;
-            row[2..2 + HANDOVER_FEATURE.len()].copy_from_slice(HANDOVER_FEATURE.as_bytes());
+            row[1] = bit;
+            row[2..2 + name.len()].copy_from_slice(name.as_bytes());
             rows.extend(row);
         }
         match table {
-            Some(table) => parts.extensions[table].1 = rows,
-            None => parts.extensions.push((extension::FEATURE_NAMES, rows)),
+            Some(table) => self.extensions[table].1 = rows,
+            None => self.extensions.push((extension::FEATURE_NAMES, rows)),
         }
-        if handover.is_some() {
-            parts.extensions.push((extension::HANDOVER, Handover::encode(handover).to_vec()));
-        }
-        parts.extensions.retain(|(kind, body)| *kind != extension::FEATURE_NAMES || !body.is_empty());
-        parts.forget_unknown(header);
-        parts
+        self.extensions.retain(|(kind, body)| *kind != extension::FEATURE_NAMES || !body.is_empty());
     }
 
     fn without_backing(&self, header: &Header) -> Self {
@@ -384,11 +467,16 @@ impl Parts {
         parts.extensions.retain(|(kind, _)| ![extension::BACKING_FORMAT, extension::PIN].contains(kind));
         parts.backing_name.clear();
         put32(&mut parts.fields, field::BACKING_FILE_SIZE, 0);
+        parts.forget_unknown(header);
         if header.version() >= 3 {
             let wished = compatible::COPY_ON_READ | compatible::PREFETCH;
             put64(&mut parts.fields, field::COMPATIBLE, header.compatible & !wished);
+            put64(
+                &mut parts.fields,
+                field::AUTOCLEAR,
+                header.autoclear & autoclear::KNOWN & !autoclear::SESSION,
+            );
         }
-        parts.forget_unknown(header);
         parts
     }
 
@@ -431,6 +519,9 @@ impl Parts {
 /// What other programs call the feature of an image that a migration forbids to write.
 const HANDOVER_FEATURE: &str = "disk that migrates to or from another host";
 
+/// What other programs call the feature of an image of which a flash cache holds writes.
+const HOLDS_WRITES_FEATURE: &str = "vellum flash cache holds writes";
+
 fn is_own_row(row: &[u8]) -> bool {
     row[0] == 0 && row[1] == JOURNAL_BIT
 }
@@ -444,8 +535,8 @@ fn is_in_use(header: &Header, row: &[u8]) -> bool {
 async fn relay(header: &Header, image: &dyn Storage, wanted: &Parts) -> Result<bool> {
     let cluster = usize::try_from(header.cluster_size().bytes()).expect("at most 2 MiB");
     let Some(last) = wanted.encode(None, cluster) else { return Ok(false) };
-    // Checked before it is written.
-    let seen = Header::parse(&last.bytes, image.len())?;
+    // Checked before it is written. What another program has laid out in an odd way may have no such place.
+    let Ok(seen) = Header::parse(&last.bytes, image.len()) else { return Ok(false) };
     let has_journal = wanted.extensions.iter().any(|(kind, _)| *kind == extension::JOURNAL);
     if seen.journal.is_some() != has_journal {
         return Ok(false); // it would not lie in the first sector

@@ -71,9 +71,11 @@ pub(crate) mod incompatible {
     pub(crate) const JOURNAL: u64 = 1 << super::JOURNAL_BIT;
     /// The image takes part in a migration that forbids writing it. Vellum's own, and named as above.
     pub(crate) const HANDOVER: u64 = 1 << super::HANDOVER_BIT;
+    /// A flash cache may hold writes that the image has not. Vellum's own, and named as above.
+    pub(crate) const HOLDS_WRITES: u64 = 1 << super::HOLDS_WRITES_BIT;
     /// The features that this program knows.
     pub(crate) const KNOWN: u64 =
-        DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2 | JOURNAL | HANDOVER;
+        DIRTY | CORRUPT | DATA_FILE | COMPRESSION | EXTENDED_L2 | JOURNAL | HANDOVER | HOLDS_WRITES;
 }
 
 /// Compatible features: a program that does not know one may ignore it.
@@ -92,9 +94,11 @@ pub(crate) mod autoclear {
     pub(crate) const BITMAPS: u64 = 1 << 0;
     /// The external data file is a complete raw image on its own.
     pub(crate) const RAW_EXTERNAL: u64 = 1 << 1;
+    /// The session with a flash cache counts. Vellum's own.
+    pub(crate) const SESSION: u64 = 1 << 47;
     /// The bits that this program knows.
-    pub(crate) const KNOWN: u64 = BITMAPS | RAW_EXTERNAL;
-    /// The bits whose meaning still holds after this program writes.
+    pub(crate) const KNOWN: u64 = BITMAPS | RAW_EXTERNAL | SESSION;
+    /// The bits whose meaning still holds after this program writes, but for the session of its own cache.
     pub(crate) const KEPT: u64 = RAW_EXTERNAL;
 }
 
@@ -112,6 +116,8 @@ pub(crate) mod extension {
     pub(crate) const PIN: u32 = 0x564C_504E;
     /// Vellum's own: how far the image is in a migration. "VLMV"
     pub(crate) const HANDOVER: u32 = 0x564C_4D56;
+    /// Vellum's own: the session with a flash cache. "VLFS"
+    pub(crate) const SESSION: u32 = 0x564C_4653;
     /// Vellum's own: bytes without a meaning, while a header is being changed. "VLPD"
     pub(crate) const PADDING: u32 = 0x564C_5044;
 }
@@ -120,6 +126,8 @@ pub(crate) mod extension {
 pub(crate) const JOURNAL_BIT: u8 = 47;
 /// The number of the incompatible feature bit of an image that a migration forbids to write.
 pub(crate) const HANDOVER_BIT: u8 = 48;
+/// The number of the incompatible feature bit of an image of which a flash cache holds writes.
+pub(crate) const HOLDS_WRITES_BIT: u8 = 49;
 
 /// Bytes of one row of the feature name table: kind, bit, name padded with zeros.
 pub(crate) const FEATURE_NAME_LEN: usize = 48;

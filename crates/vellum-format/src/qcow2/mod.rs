@@ -73,6 +73,7 @@ mod refcount;
 mod references;
 mod resize;
 mod sector_parts;
+mod session;
 pub mod snapshot;
 mod tail;
 mod write;

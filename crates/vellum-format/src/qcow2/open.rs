@@ -35,6 +35,7 @@ use crate::handover::may_change;
 use crate::hash::HashSet;
 use crate::image::{Files, MAPPING_BYTES_DEFAULT};
 use crate::journal::record::{BYTES_MAX, BYTES_MIN};
+use crate::session::{CacheId, may_use};
 use crate::truth::settle;
 
 /// How an image is opened.
@@ -60,6 +61,8 @@ pub struct OpenOptions {
     pub clock: Option<Arc<dyn Clock>>,
     /// What the data of an encrypted image is encrypted with.
     pub cipher: Option<Arc<SectorCipher>>,
+    /// The flash cache that the caller puts over the disk.
+    pub flash: Option<CacheId>,
 }
 
 impl Default for OpenOptions {
@@ -74,6 +77,7 @@ impl Default for OpenOptions {
             prealloc: Prealloc::default(),
             clock: None,
             cipher: None,
+            flash: None,
         }
     }
 }
@@ -93,6 +97,7 @@ impl Qcow2 {
     async fn open_inner(header: Header, files: Files, options: OpenOptions) -> Result<Arc<Self>> {
         let read_only = options.read_only || options.snapshot.is_some() || files.image.limits().read_only;
         let image = Tallied::shared(files.image.clone(), options.tally.metadata.clone());
+        may_use(image.name(), header.session(), options.flash)?;
         let header = recover_or_repair(header, &image, read_only).await?;
         let checkpoint_storage = Tallied::shared(files.image.clone(), options.tally.checkpoint.clone());
         let ahead = Tallied::shared(files.image.clone(), options.tally.prealloc.clone());
@@ -148,6 +153,7 @@ impl Qcow2 {
             decompressor,
             growing: Default::default(),
             contradiction: Default::default(),
+            flash: options.flash,
         }))
     }
 }

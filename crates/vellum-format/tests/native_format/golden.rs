@@ -9,16 +9,17 @@ use std::sync::Arc;
 
 use futures_lite::future::block_on;
 use vellum_core::pin::Pin;
-use vellum_core::{Disk, MemoryStorage, SharedStorage};
+use vellum_core::{Buffer, Disk, GuestOffset, MemoryStorage, SharedStorage, WriteFlags};
 use vellum_format::FormatKind;
 use vellum_format::handover::{Handover, MoveNumber};
 use vellum_format::image::Head;
 use vellum_format::native::snapshots::snapshots;
-use vellum_format::native::{Superblocks, recover};
+use vellum_format::native::{OpenOptions, Superblocks, recover};
+use vellum_format::session::{CacheId, Session, SessionNumber, SessionState, Sessions};
 
 use super::samples::{
-    Dir, base_bytes, content, content_of, grown, half_deleted, kinds, open, other_hash, own_code, snapped,
-    used,
+    Dir, base_bytes, content, content_of, grown, half_deleted, kinds, open, open_with, other_hash, own_code,
+    snapped, used,
 };
 
 fn directory() -> PathBuf {
@@ -63,11 +64,44 @@ fn images() -> Vec<(String, Vec<u8>)> {
         block_on(FormatKind::Native.format().set_handover(&shared, moved)).expect("it is recorded");
         images.push((format!("{name}-moved"), image.content().to_vec()));
     }
+    for (seed, (name, options)) in (101..).zip(kinds()) {
+        let (image, _) = used(&options, seed, 40, true);
+        if ["linear", "table-base"].contains(&name) {
+            images.push((format!("{name}-session"), with_session(&image, false)));
+        }
+        if ["linear-base", "zoned"].contains(&name) {
+            images.push((format!("{name}-behind"), with_session(&image, true)));
+        }
+    }
     for (seed, (name, options)) in (91..).zip(kinds()).filter(|(_, (_, options))| options.has_table) {
         let (image, _) = snapped(&options, seed);
         images.push((format!("{name}-cloned"), cloned(&image).content().to_vec()));
     }
     images
+}
+
+fn session(name: &str) -> Option<Session> {
+    let state = match name.rsplit('-').next() {
+        Some("session") => SessionState::Clean,
+        Some("behind") => SessionState::HoldsWrites,
+        _ => return None,
+    };
+    let (cache, number) = (CacheId::new(*b"golden flash one"), SessionNumber::new(*b"golden session 1"));
+    Some(Session { cache: cache.expect("not zero"), number: number.expect("not zero"), state })
+}
+
+/// The image, opened with a flash cache.
+fn with_session(image: &Arc<MemoryStorage>, holds_writes: bool) -> Vec<u8> {
+    let session = session(if holds_writes { "behind" } else { "session" }).expect("one of those");
+    let options = OpenOptions { flash: Some(session.cache), ..OpenOptions::default() };
+    block_on(async {
+        let disk = open_with(image, options).await.expect("a sound image");
+        disk.begin(session.number, holds_writes).await.expect("it is recorded");
+        let data = Buffer::copy_of(&[0xC8; 8192]);
+        disk.write(GuestOffset::new(70_000), data, WriteFlags::FUA).await.expect("written");
+        disk.close().await.expect("closed");
+    });
+    image.content().to_vec()
 }
 
 fn number() -> MoveNumber {
@@ -127,6 +161,7 @@ fn golden_images_open_for_ever() {
         let recorded = recorded.expect("a superblock");
         let moved = Some(Handover::Moved(number())).filter(|_| name.ends_with("-moved"));
         assert_eq!(recorded.handover(), moved, "{name}");
+        assert_eq!(Head::session(&recorded), session(name), "{name}");
         let pin = recorded.superblock.pin().map(ToString::to_string);
         assert_eq!(pin.as_deref(), Some(PIN).filter(|_| name.ends_with("-pinned")), "{name}");
         if snapshot.is_some() {

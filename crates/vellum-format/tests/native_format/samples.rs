@@ -62,9 +62,12 @@ pub async fn open(storage: &Arc<MemoryStorage>, read_only: bool) -> Result<Arc<N
     open_with(storage, OpenOptions { read_only, ..OpenOptions::default() }).await
 }
 
-async fn open_with(storage: &Arc<MemoryStorage>, options: OpenOptions) -> Result<Arc<Native>> {
-    let has_base = Superblocks::read(&**storage).await?.superblock.base().is_some();
-    let options = OpenOptions { journal_key: Some(0x1234_5678), ..options };
+/// An image that names a flash cache is opened with it.
+pub async fn open_with(storage: &Arc<MemoryStorage>, options: OpenOptions) -> Result<Arc<Native>> {
+    let superblock = Superblocks::read(&**storage).await?.superblock;
+    let has_base = superblock.base().is_some();
+    let flash = options.flash.or(superblock.session().map(|session| session.cache));
+    let options = OpenOptions { journal_key: Some(0x1234_5678), flash, ..options };
     Native::open(storage.clone(), has_base.then(base), options).await
 }
 

@@ -116,7 +116,7 @@ impl Below {
                     let base = parent.open(way.opener(), wanted).await;
                     base.map(|base| {
                         bases.push(base.clone());
-                        Opened { disk: base, snapshots: None, detaching: None }
+                        Opened { disk: base, snapshots: None, detaching: None, sessions: None }
                     })
                 }
             };

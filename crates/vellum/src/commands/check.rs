@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use serde_json::json;
 use vellum_core::Error;
 use vellum_daemon::closed::{Checked, check};
-use vellum_daemon::{CheckReport, FormatKind, IoMode, Repair, run as run_worker};
+use vellum_daemon::{CheckReport, FormatKind, IoMode, Repair, Session, run as run_worker};
 
 use super::{Outcome, or_share, with_code};
 use crate::args::{OutputFormat, ReadArgs};
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     };
     let options = args.read.options().map_err(with_code(1))?;
     let result = run_worker(IoMode::Auto, async || check(&args.file, &options, repair).await)?;
-    let Checked { format, report, lines } =
+    let Checked { format, report, lines, session } =
         result.map_err(with_code(CANNOT_CHECK)).map_err(|failure| match args.repair {
             None => or_share(failure),
             Some(_) => failure,
@@ -70,7 +70,13 @@ pub(crate) fn run(args: &Args) -> Outcome {
         return Err(with_code(NOTHING_TO_CHECK)(error));
     };
     match args.output {
-        OutputFormat::Json => say_json(&answer(args, format, &report)),
+        OutputFormat::Json => {
+            let mut answer = answer(args, format, &report);
+            if let Some(session) = session.filter(Session::holds_writes) {
+                answer["behind-flash-cache"] = json!(session.cache.to_string());
+            }
+            say_json(&answer);
+        }
         OutputFormat::Human => {
             for line in &lines {
                 complain(line);

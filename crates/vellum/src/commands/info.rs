@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use serde_json::{Map, Value, json};
 use vellum_core::pin::Proof;
 use vellum_daemon::inspect::{ImageFacts, inspect};
-use vellum_daemon::{Fact, IoMode, Machine, Snapshot, run as run_worker};
+use vellum_daemon::{Fact, IoMode, Machine, Session, Snapshot, run as run_worker};
 
 use super::{Outcome, or_share};
 use crate::args::{OutputFormat, ReadArgs};
@@ -116,6 +116,10 @@ fn human(image: &ImageFacts) -> String {
             });
             lines.extend(image.snapshots.iter().map(snapshot_line));
         }
+        lines.extend(
+            behind(image)
+                .map(|session| format!("behind its disk: flash cache {} holds writes", session.cache)),
+        );
         if !image.specifics.is_empty() {
             lines.push("Format specific information:".to_owned());
         }
@@ -123,6 +127,7 @@ fn human(image: &ImageFacts) -> String {
             let value = match (name, &value) {
                 ("journal", journal) => journal_line(journal, image),
                 ("bitmaps", Value::Array(all)) => all.iter().map(bitmap_text).collect::<Vec<_>>().join(", "),
+                ("flash", flash) => flash_line(flash),
                 ("encrypt", encryption) => encryption_text(encryption),
                 ("slots", slots) => format!("{} in use", slots_in_use(slots)),
                 (_, Value::String(text)) => printable(text).into_owned(),
@@ -208,6 +213,7 @@ fn journal_line(journal: &Value, image: &ImageFacts) -> String {
         _ if is("misplaced") => {
             format!("not used because another program rewrote the header: run `vellum journal enable {name}`")
         }
+        _ if is("needs-recovery") && behind(image).is_some() => format!("{size}, must be replayed"),
         _ if is("needs-recovery") => format!("{size}, must be replayed: run `vellum recover {name}`"),
         Some(prealloc) => format!("{size}, prealloc={prealloc}"),
         None => size,
@@ -234,6 +240,22 @@ fn slots_in_use(slots: &Value) -> String {
     let slots = slots.as_array().into_iter().flatten().enumerate();
     let used = slots.filter(|(_, slot)| slot["active"] == json!(true)).map(|(number, _)| number.to_string());
     used.collect::<Vec<_>>().join(", ")
+}
+
+/// The session whose cache holds writes that the image has not.
+fn behind(image: &ImageFacts) -> Option<Session> {
+    image.head.as_ref()?.session().filter(Session::holds_writes)
+}
+
+/// What there is to tell of a session.
+fn flash_line(flash: &Value) -> String {
+    let text = |name: &str| flash[name].as_str().unwrap_or_default();
+    let state = match text("state") {
+        "void" => "void: the image was changed without the cache",
+        "clean" => "the image is complete",
+        _ => "the cache holds writes that the image has not",
+    };
+    format!("cache {}, session {}; {state}", text("cache"), text("number"))
 }
 
 fn bitmap_text(bitmap: &Value) -> String {

@@ -8,6 +8,7 @@
 //!   damage.rs    check, compare, recover: exit codes, repairs, files that are broken
 //!   cloning.rs   many images over one template
 //!   encrypted.rs LUKS: images to and fro between both programs, secrets, keys
+//!   flash.rs     images of which a flash cache holds writes
 //!   flatten.rs   clones without their template
 //!   foreign.rs   images of other programs: read, mapped, served, below others
 //!   locks.rs     two programs and one image; references that lead out of a directory; the rule for raw disks
@@ -36,6 +37,7 @@ mod cloning;
 mod config;
 mod damage;
 mod encrypted;
+mod flash;
 mod flatten;
 mod foreign;
 mod locks;

@@ -20,6 +20,7 @@ use vellum_core::{Buffer, Error, ErrorKind, Geometry, ImageOffset, ImageSpan, Re
 
 use super::super::home_pages::{HomePages, Missing};
 use super::super::image::{Live, Native, View};
+use super::super::in_use::InUse;
 use super::page_of;
 use crate::engine::{Commit as _, Engine};
 use crate::state::lock;
@@ -78,7 +79,8 @@ impl Native {
             zones: None,
             view: Some(View::Live(live)),
             journal: None,
-            in_use: Default::default(),
+            in_use: InUse::new(false),
+            flash: None,
             filled: Default::default(),
             ready_alone: AtomicU64::new(u64::MAX),
             open_bytes: AtomicU64::new(0),

@@ -49,6 +49,7 @@ use super::geometry::{Bits, Region, SNAPSHOTS};
 use super::image::Native;
 use super::superblock::Superblocks;
 use crate::engine::Commit as _;
+use crate::session::must_be_drained;
 use crate::state::lock;
 use list::{ENTRY_WORDS, Entry, FLAGS_WORD, HOME, List, NAME_MAX, NAME_WORD, name_words, word, word_of};
 pub use revert::revert;
@@ -112,6 +113,7 @@ impl Native {
             )));
         }
         let _one = views.changing.lock().await;
+        must_be_drained(&self.engine.name, self.superblocks.lock().await.superblock.session())?;
         let (index, id, before) = {
             let list = lock(&views.list);
             if list.entries.iter().any(|entry| entry.name == name && !entry.is_being_deleted) {

@@ -91,6 +91,50 @@ fn the_pin_of_the_base_is_kept_and_goes_with_the_base() {
 }
 
 #[test]
+fn a_session_counts_until_a_generation_is_drawn_without_its_cache() {
+    let cache = |byte| CacheId::new([byte; 16]).unwrap();
+    let number = crate::session::SessionNumber::new([9; 16]).unwrap();
+    let again = |superblock: &Superblock| Superblock::parse(&bytes(superblock)).unwrap();
+    for (is_table, with_base) in [(false, false), (false, true), (true, false)] {
+        let has_journal = is_table || with_base;
+        for state in [SessionState::Clean, SessionState::HoldsWrites] {
+            let named = Session { cache: cache(1), number, state };
+            let mut superblock = sample(is_table, with_base);
+            superblock.set_session(Some(named));
+            superblock = again(&superblock);
+            assert_eq!(superblock.session(), Some(named));
+            // An older program of ours refuses the image, or makes the session void by its mark.
+            let features = be64(&bytes(&superblock), field::INCOMPATIBLE);
+            let is_refused = features & (incompatible::HOLDS_WRITES | incompatible::SESSION) != 0;
+            assert_eq!(is_refused, !has_journal || state == SessionState::HoldsWrites);
+            let mut older = superblock.clone();
+            older.generation += 1;
+            let found = Superblock::parse(&older.encode().to_vec());
+            match (has_journal, state) {
+                (true, SessionState::Clean) => {
+                    assert_eq!(found.unwrap().session().map(|one| one.state), Some(SessionState::Void));
+                }
+                _ => drop(found), // it does not come to that
+            }
+            superblock.draw_generation(Some(cache(1)));
+            superblock = again(&superblock);
+            assert_eq!(superblock.session(), Some(named), "with its cache");
+            superblock.draw_generation(None);
+            superblock = again(&superblock);
+            let left = if state == SessionState::Clean { SessionState::Void } else { state };
+            assert_eq!(superblock.session().map(|one| one.state), Some(left), "without it");
+            superblock.draw_generation(None);
+            superblock.draw_generation(Some(cache(1)));
+            superblock = again(&superblock);
+            assert_eq!(superblock.session().map(|one| one.state), Some(left), "what is void stays void");
+            superblock.set_session(None);
+            let page = bytes(&again(&superblock));
+            assert!(page[field::SESSION..field::SESSION + 40].iter().all(|byte| *byte == 0));
+        }
+    }
+}
+
+#[test]
 fn impossible_fields_are_refused_although_the_crc_is_right() {
     let region = |index: usize| field::REGIONS + 16 * index;
     let cases: Vec<(&str, ErrorKind, Poke)> = vec![
@@ -175,6 +219,10 @@ fn impossible_fields_are_refused_although_the_crc_is_right() {
         ("not valid text", ErrorKind::Corrupt, Box::new(|page| page[field::NAME] = 0xFF)),
         ("not valid text", ErrorKind::Corrupt, Box::new(|page| put32(page, field::NAME_LEN, 9))),
         ("16 bytes", ErrorKind::Corrupt, Box::new(|page| put32(page, field::FORMAT_LEN, 16))),
+        ("a flash cache", ErrorKind::Corrupt, Box::new(|page| page[field::INCOMPATIBLE + 6] |= 1)),
+        ("a flash cache", ErrorKind::Corrupt, Box::new(|page| page[field::INCOMPATIBLE + 6] |= 2)),
+        ("a flash cache", ErrorKind::Corrupt, Box::new(|page| page[field::SESSION] = 1)),
+        ("a flash cache", ErrorKind::Corrupt, Box::new(|page| page[field::SESSION + 31] = 1)),
     ];
     for (why, kind, poke) in cases {
         let mut page = bytes(&sample(true, true));

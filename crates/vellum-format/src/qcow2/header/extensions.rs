@@ -7,6 +7,7 @@ use crate::Prealloc;
 use crate::handover::Handover;
 use crate::qcow2::journal::extension::{EXTENSION_LEN, Extension};
 use crate::qcow2::layout::*;
+use crate::session::Session;
 
 /// What the extensions say that this program knows.
 #[derive(Default)]
@@ -20,6 +21,7 @@ pub(super) struct Extensions {
     pub(super) misplaced_journal: Option<Extension>,
     pub(super) pin: Option<Vec<u8>>,
     pub(super) handover: Option<[u8; Handover::BYTES]>,
+    pub(super) session: Option<[u8; Session::BYTES]>,
 }
 
 impl Extensions {
@@ -52,6 +54,12 @@ impl Extensions {
                         Error::corrupt(format!("what it records of a migration takes {len} bytes, not 24"))
                     })?;
                     found.handover = Some(body);
+                }
+                extension::SESSION => {
+                    let body = body.try_into().map_err(|_| {
+                        Error::corrupt(format!("what it records of a flash cache takes {len} bytes, not 32"))
+                    })?;
+                    found.session = Some(body);
                 }
                 // It changes together with the feature bit, so it counts only where one write covers both.
                 extension::JOURNAL if at + EXTENSION_LEN <= 512 => {

@@ -17,7 +17,7 @@ use vellum_core::{Context, ErrorKind, ImageOffset, ImageSpan, Result, Zeroes};
 
 use super::super::header::Header;
 use super::super::image::Qcow2;
-use super::super::layout::{autoclear, incompatible};
+use super::super::layout::incompatible;
 use super::Journal;
 use super::extension::Extension;
 use crate::engine::Commit as _;
@@ -86,7 +86,7 @@ impl Qcow2 {
         let extension = Extension { wanted_bytes: journal.wanted_bytes, run, generation, key, prealloc };
         self.change_header(|header| {
             header.set_journal(extension);
-            let autoclear = header.autoclear & autoclear::KEPT;
+            let autoclear = header.kept_autoclear(self.flash);
             header.set_features(header.incompatible | incompatible::JOURNAL, autoclear);
         })
         .await?;

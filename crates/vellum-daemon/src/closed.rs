@@ -9,7 +9,7 @@ use vellum_core::{Context, Error, ErrorKind, Result, SharedStorage};
 use vellum_format::FormatKind;
 use vellum_format::image::{Format, Snapshot, SnapshotSupport};
 use vellum_format::report::{CheckReport, JournalChange, Recovered, Repair};
-use vellum_format::session::Session;
+use vellum_format::session::{Session, may_use};
 
 use crate::clones_of::{refuse_while_cloned, with_clones};
 use crate::host::canonical_path;
@@ -59,6 +59,7 @@ pub async fn recover(path: &Path, format: Option<FormatKind>) -> Result<Recovere
     let (storage, kind) = open_file(path, &options).await?;
     let format = kind.format();
     let mut head = format.read(&*storage).await?;
+    may_use(&path.display().to_string(), head.session(), None)?;
     let mut done = Recovered { was_dirty: head.was_left_open(), ..Recovered::default() };
     if head.needs_replay() {
         let context = || format!("can't recover {}", path.display());

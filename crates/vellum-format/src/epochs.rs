@@ -26,7 +26,7 @@ struct Shard {
 
 /// The epochs of one image.
 #[derive(Default)]
-pub(crate) struct Epochs {
+pub struct Epochs {
     current: AtomicU64,
     shards: [Shard; SHARDS],
     /// How many tasks wait for requests to leave, and the event that wakes them.
@@ -35,7 +35,7 @@ pub(crate) struct Epochs {
 }
 
 /// A request that is inside an epoch.
-pub(crate) struct Inside<'a> {
+pub struct Inside<'a> {
     epochs: &'a Epochs,
     counter: &'a AtomicU64,
 }
@@ -68,7 +68,7 @@ thread_local! {
 impl Epochs {
     /// Enters the current epoch.
     #[track_caller]
-    pub(crate) fn enter(&self) -> Inside<'_> {
+    pub fn enter(&self) -> Inside<'_> {
         let shard = &self.shards[SHARD.with(|shard| *shard)];
         loop {
             let epoch = self.current.load(SeqCst);
@@ -88,14 +88,14 @@ impl Epochs {
     }
 
     /// The current epoch: the stamp for what is unmapped now.
-    pub(crate) fn now(&self) -> u64 {
+    pub fn now(&self) -> u64 {
         self.current.load(SeqCst)
     }
 
     /// Whether no request is left that entered in the epoch of the stamp or before. Advances the epoch if it
     /// can.
     #[track_caller]
-    pub(crate) fn has_passed(&self, stamp: u64) -> bool {
+    pub fn has_passed(&self, stamp: u64) -> bool {
         perturb::point();
         loop {
             let epoch = self.current.load(SeqCst);
@@ -113,7 +113,7 @@ impl Epochs {
     }
 
     /// Waits until [`Epochs::has_passed`]. Must not be called from inside an epoch.
-    pub(crate) async fn until_passed(&self, stamp: u64) {
+    pub async fn until_passed(&self, stamp: u64) {
         self.waiting.fetch_add(1, SeqCst);
         let _waiting = Waiting(&self.waiting);
         loop {

@@ -42,12 +42,13 @@
 //! [`Format`](image::Format), which checks, recovers and resizes closed images and reads their
 //! [`Head`](image::Head), which opens them. [`probe()`] tells the formats apart; [`foreign`] names those of
 //! other programs, of which `vellum-foreign` reads some. [`qcow2`], [`native`] and [`raw`] are the formats, and have what only they need: the
-//! options of new images.
+//! options of new images. [`commit`] is for engines that keep a journal on another medium.
 
 #![forbid(unsafe_code)]
 
 mod bytes;
 mod claims;
+pub mod commit;
 mod engine;
 mod epochs;
 pub mod foreign;

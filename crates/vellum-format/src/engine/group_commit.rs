@@ -35,7 +35,7 @@ const SKIPS_MAX: u32 = 64;
 
 /// Elects the leader of a round. The other callers wait for its end.
 #[derive(Default)]
-pub(crate) struct GroupCommit {
+pub struct GroupCommit {
     state: Mutex<State>,
     finished: Event,
     /// Every caller that a leader waits for has arrived.
@@ -138,7 +138,7 @@ impl<A: Fn() -> Option<Error>> Drop for Leader<'_, A> {
 
 impl GroupCommit {
     /// With a clock by which leaders wait for other callers.
-    pub(crate) fn with_clock(clock: Option<Arc<dyn Clock>>) -> Self {
+    pub fn with_clock(clock: Option<Arc<dyn Clock>>) -> Self {
         Self { clock, ..Self::default() }
     }
 
@@ -150,7 +150,7 @@ impl GroupCommit {
     /// Does `work`, or waits for a caller that begins it after now. When the work is dropped halfway,
     /// `abandoned` gives the error of the callers that wait; without one, the next of them begins the work
     /// again.
-    pub(crate) async fn share(
+    pub async fn share(
         &self,
         work: impl AsyncFn() -> Result<()>,
         abandoned: impl Fn() -> Option<Error>,

@@ -24,31 +24,32 @@ struct Live {
 
 /// The use of the run. Positions and lengths in bytes, multiples of the journal's block.
 #[derive(Debug)]
-pub(crate) struct Ring {
+pub struct Ring {
     len: u64,
     head: u64,
     live: VecDeque<Live>,
 }
 
 impl Ring {
-    pub(crate) fn new(len: u64) -> Self {
+    /// A ring of this length in which nothing is needed.
+    pub fn new(len: u64) -> Self {
         Self { len, head: 0, live: VecDeque::new() }
     }
 
     /// A ring in which these records are needed: sequence, start and end of each, in order.
-    pub(crate) fn resumed(len: u64, records: impl Iterator<Item = (u64, u64, u64)>) -> Self {
+    pub fn resumed(len: u64, records: impl Iterator<Item = (u64, u64, u64)>) -> Self {
         let live: VecDeque<Live> =
             records.map(|(sequence, start, end)| Live { sequence, start, end }).collect();
         Self { len, head: live.back().map_or(0, |last| last.end), live }
     }
 
     /// The longest record.
-    pub(crate) fn record_max(&self) -> u64 {
+    pub fn record_max(&self) -> u64 {
         self.len / 8
     }
 
     /// Bytes from the first live record to the head, including the gap before the end.
-    pub(crate) fn used(&self) -> u64 {
+    pub fn used(&self) -> u64 {
         match self.live.front() {
             None => 0,
             Some(first) if first.start < self.head => self.head - first.start,
@@ -57,18 +58,18 @@ impl Ring {
     }
 
     /// Whether a checkpoint should free space before more is written.
-    pub(crate) fn is_half_full(&self) -> bool {
+    pub fn is_half_full(&self) -> bool {
         self.used() > self.len / 2
     }
 
     /// Whether this record and another one are sure to have room without a checkpoint.
-    pub(crate) fn has_room(&self) -> bool {
+    pub fn has_room(&self) -> bool {
         self.len - self.used() >= 3 * self.record_max()
     }
 
     /// A place for a record. `None` when there is no room, which does not happen when checkpoints are made in
     /// time.
-    pub(crate) fn place(&mut self, sequence: u64, len: u64) -> Option<u64> {
+    pub fn place(&mut self, sequence: u64, len: u64) -> Option<u64> {
         debug_assert!(self.live.back().is_none_or(|last| last.sequence < sequence));
         let fits = |start: u64| {
             let end = start + len;
@@ -82,7 +83,7 @@ impl Ring {
 
     /// Frees the space of records before this one. They are no longer needed, and the record that says so is
     /// flushed.
-    pub(crate) fn advance(&mut self, tail: u64) {
+    pub fn advance(&mut self, tail: u64) {
         while self.live.front().is_some_and(|live| live.sequence < tail) {
             self.live.pop_front();
         }

@@ -29,3 +29,5 @@
 
 mod bytes;
 mod layout;
+mod slots;
+mod zeros;

@@ -1,0 +1,264 @@
+//! Which request changes which blocks of a disk, and what was changed while somebody looked.
+//!
+//! ```text
+//!   claim  ├──────┤      a writer: others that want any of these blocks wait
+//!   watch     ├─────────────┤      write-back, a read: holds up nobody; at the end it knows what was claimed
+//!   touched   ├───┤
+//! ```
+//!
+//! 1. No block has two claims at a time.
+//! 2. A watch knows each of its blocks that anybody had claimed at any time since it began: those that were
+//!    claimed then already, and each claim since.
+//! 3. What the holder of a watch decides at its end ([`Watch::end`]) happens before any later claim. So nobody
+//!    plans a change by what is just being decided.
+//! 4. A holder of a claim waits for nothing but transfers: never for slots, a commit, or another claim.
+//!
+//! The number of claims and watches is that of the requests under way, so watches are looked through one by one.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Mutex;
+
+use event_listener::Event;
+use vellum_core::lock;
+
+/// A watch lists so many runs, and then only the first and the last block that was touched.
+const TOUCHED_MAX: usize = 64;
+
+/// All claims and watches of one disk.
+#[derive(Default)]
+pub(crate) struct Claims {
+    table: Mutex<Table>,
+    released: Event,
+}
+
+#[derive(Default)]
+struct Table {
+    /// First block of each claim, and the block after its last.
+    held: BTreeMap<u64, u64>,
+    watches: Vec<Watched>,
+    /// How many watches there have been.
+    begun: u64,
+}
+
+struct Watched {
+    number: u64,
+    blocks: Range<u64>,
+    touched: Touched,
+}
+
+/// Blocks that were claimed while they were watched.
+#[derive(Debug, Default)]
+pub(crate) struct Touched(Vec<Range<u64>>);
+
+impl Touched {
+    /// Whether nothing was touched.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether this block was touched, or may have been.
+    pub(crate) fn contains(&self, block: u64) -> bool {
+        self.0.iter().any(|run| run.contains(&block))
+    }
+
+    /// The parts of the run that were not touched, in order.
+    pub(crate) fn rest_of(&self, blocks: Range<u64>) -> Vec<Range<u64>> {
+        let mut touched: Vec<_> = self.0.clone();
+        touched.sort_unstable_by_key(|run| run.start);
+        let (mut rest, mut at) = (Vec::new(), blocks.start);
+        for run in touched {
+            if run.start > at {
+                rest.push(at..run.start.min(blocks.end));
+            }
+            at = at.max(run.end);
+            if at >= blocks.end {
+                return rest.into_iter().filter(|run| run.start < run.end).collect();
+            }
+        }
+        rest.push(at..blocks.end);
+        rest.into_iter().filter(|run| run.start < run.end).collect()
+    }
+
+    fn add(&mut self, run: Range<u64>) {
+        if self.0.len() < TOUCHED_MAX {
+            return self.0.push(run);
+        }
+        let all = self.0.iter().fold(run, |all, run| all.start.min(run.start)..all.end.max(run.end));
+        self.0 = vec![all];
+    }
+}
+
+impl Table {
+    fn is_free(&self, blocks: &Range<u64>) -> bool {
+        let before = self.held.range(..blocks.end).next_back();
+        before.is_none_or(|(_, end)| *end <= blocks.start)
+    }
+
+    fn hold(&mut self, blocks: &Range<u64>) {
+        for watch in &mut self.watches {
+            let both = blocks.start.max(watch.blocks.start)..blocks.end.min(watch.blocks.end);
+            if both.start < both.end {
+                watch.touched.add(both);
+            }
+        }
+        self.held.insert(blocks.start, blocks.end);
+    }
+
+    fn index_of(&self, number: u64) -> usize {
+        let found = self.watches.iter().position(|watch| watch.number == number);
+        found.expect("a watch is listed until it ends")
+    }
+}
+
+impl Claims {
+    /// Claims the blocks, of which there is at least one, when nobody else holds any of them.
+    pub(crate) async fn claim(&self, blocks: Range<u64>) -> Held<'_> {
+        loop {
+            let listener = {
+                let mut table = lock(&self.table);
+                if table.is_free(&blocks) {
+                    table.hold(&blocks);
+                    return Held { claims: self, first: blocks.start };
+                }
+                self.released.listen()
+            };
+            listener.await;
+        }
+    }
+
+    /// Claims the blocks if nobody else holds any of them.
+    pub(crate) fn try_claim(&self, blocks: Range<u64>) -> Option<Held<'_>> {
+        let mut table = lock(&self.table);
+        table.is_free(&blocks).then(|| {
+            table.hold(&blocks);
+            Held { claims: self, first: blocks.start }
+        })
+    }
+
+    /// Watches the blocks from now on.
+    pub(crate) fn watch(&self, blocks: Range<u64>) -> Watch<'_> {
+        let mut table = lock(&self.table);
+        let mut touched = Touched::default();
+        for (start, end) in table.held.range(..blocks.end) {
+            let both = blocks.start.max(*start)..blocks.end.min(*end);
+            if both.start < both.end {
+                touched.add(both);
+            }
+        }
+        table.begun += 1;
+        let number = table.begun;
+        table.watches.push(Watched { number, blocks, touched });
+        Watch { claims: self, number }
+    }
+
+    /// Whether anything is claimed.
+    pub(crate) fn any_held(&self) -> bool {
+        !lock(&self.table).held.is_empty()
+    }
+}
+
+/// Blocks that the holder may change.
+pub(crate) struct Held<'a> {
+    claims: &'a Claims,
+    first: u64,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let was_held = lock(&self.claims.table).held.remove(&self.first);
+        debug_assert!(was_held.is_some());
+        self.claims.released.notify(usize::MAX);
+    }
+}
+
+/// Blocks that somebody looks at.
+pub(crate) struct Watch<'a> {
+    claims: &'a Claims,
+    number: u64,
+}
+
+impl Watch<'_> {
+    /// Whether this block was touched so far.
+    pub(crate) fn is_touched(&self, block: u64) -> bool {
+        let table = lock(&self.claims.table);
+        table.watches[table.index_of(self.number)].touched.contains(block)
+    }
+
+    /// Ends the watch. What `decide` does happens before any later claim (rule 3).
+    pub(crate) fn end<T>(self, decide: impl FnOnce(&Touched) -> T) -> T {
+        let table = lock(&self.claims.table);
+        decide(&table.watches[table.index_of(self.number)].touched)
+    }
+}
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        let mut table = lock(&self.claims.table);
+        let index = table.index_of(self.number);
+        table.watches.swap_remove(index);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_lite::future::{block_on, poll_once};
+
+    use super::*;
+
+    #[test]
+    fn overlapping_claims_wait_and_others_do_not() {
+        let claims = Claims::default();
+        block_on(async {
+            let first = claims.claim(10..20).await;
+            let beside = claims.claim(20..21).await;
+            let before = claims.claim(0..10).await;
+            for overlapping in [19..30, 5..11, 10..11, 0..100, 15..16, 20..21] {
+                assert!(claims.try_claim(overlapping.clone()).is_none(), "{overlapping:?}");
+            }
+            let mut waiting = Box::pin(claims.claim(19..20));
+            assert!(poll_once(&mut waiting).await.is_none());
+            drop(beside);
+            assert!(poll_once(&mut waiting).await.is_none());
+            drop(first);
+            drop(waiting.await);
+            drop(before);
+            assert!(!claims.any_held());
+        });
+    }
+
+    #[test]
+    fn a_watch_knows_what_was_claimed_before_it_and_since() {
+        let claims = Claims::default();
+        block_on(async {
+            let before = claims.claim(0..4).await;
+            let watch = claims.watch(2..50);
+            drop(before);
+            drop(claims.claim(10..12).await);
+            drop(claims.claim(49..60).await);
+            drop(claims.claim(50..51).await);
+            assert!(watch.is_touched(3) && watch.is_touched(11) && !watch.is_touched(12));
+            watch.end(|touched| {
+                let of: Vec<u64> = (0..60).filter(|block| touched.contains(*block)).collect();
+                assert_eq!(of, [2, 3, 10, 11, 49]);
+                assert_eq!(touched.rest_of(0..60), [0..2, 4..10, 12..49, 50..60]);
+                assert_eq!(touched.rest_of(10..12), []);
+                assert_eq!(touched.rest_of(3..11), [4..10]);
+            });
+            claims.watch(0..100).end(|touched| assert!(touched.is_empty(), "nobody holds anything"));
+        });
+    }
+
+    #[test]
+    fn a_watch_that_lists_too_much_says_more_than_was_touched_never_less() {
+        let claims = Claims::default();
+        let watch = claims.watch(0..10_000);
+        for n in 0..500 {
+            drop(claims.try_claim(n * 7..n * 7 + 1).unwrap());
+        }
+        watch.end(|touched| {
+            assert!((0..500).all(|n| touched.contains(n * 7)));
+            assert!(!touched.contains(5000));
+        });
+    }
+}

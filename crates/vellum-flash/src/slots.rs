@@ -1,0 +1,343 @@
+//! Which slots of flash are free.
+//!
+//! ```text
+//!   free ──take──► taken ──leave──► leaving ──release──► free         two bits a slot, by segments of 65,536
+//!     ▲              │  give back: it was never published
+//!     └──────────────┘
+//! ```
+//!
+//! 1. A slot is given out only while it is free, and to one caller.
+//! 2. The caller decides when a slot that leaves is free again (a durable record has released it, no request can
+//!    be reading it). Nothing here reads or writes flash.
+//! 3. A caller names a segment first, that of the block's group. Only when it has nothing free is another used.
+//!    A block without a segment gets one that has more free slots than most, so that the rest of its group will
+//!    have room there.
+//!
+//! Within a segment slots are given out upwards from where the last one was, so neighbouring blocks that are
+//! written together are neighbours on flash.
+
+use crate::layout::{SEGMENT_SLOTS, Slot};
+
+/// What a slot is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SlotState {
+    /// Nothing is in it.
+    Free,
+    /// A block's, or promised to a request that writes it.
+    Taken,
+    /// No block's any more, but a recovery or a request may still read it.
+    Leaving,
+}
+
+/// The slots of 64 numbers: a bit for each in two words.
+#[derive(Debug, Clone, Copy, Default)]
+struct Word {
+    free: u64,
+    leaving: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Segment {
+    free: u32,
+    /// The word in which the last slot was found.
+    at: u32,
+}
+
+const WORD_SLOTS: u32 = 64;
+const SEGMENT_WORDS: u32 = SEGMENT_SLOTS / WORD_SLOTS;
+
+/// The states of all slots.
+#[derive(Debug)]
+pub(crate) struct Slots {
+    words: Vec<Word>,
+    segments: Vec<Segment>,
+    slots: u32,
+    free: u32,
+    leaving: u32,
+    /// The segment of blocks that name none.
+    current: u16,
+}
+
+impl Slots {
+    /// `slots` slots, all free.
+    pub(crate) fn new(slots: u32) -> Self {
+        let word = |number: u32| {
+            let left = slots - number * WORD_SLOTS;
+            Word { free: if left >= WORD_SLOTS { u64::MAX } else { (1 << left) - 1 }, leaving: 0 }
+        };
+        let segment =
+            |number: u32| Segment { free: (slots - number * SEGMENT_SLOTS).min(SEGMENT_SLOTS), at: 0 };
+        Self {
+            words: (0..slots.div_ceil(WORD_SLOTS)).map(word).collect(),
+            segments: (0..slots.div_ceil(SEGMENT_SLOTS)).map(segment).collect(),
+            slots,
+            free: slots,
+            leaving: 0,
+            current: 0,
+        }
+    }
+
+    /// How many there are.
+    pub(crate) const fn total(&self) -> u32 {
+        self.slots
+    }
+
+    /// How many are free.
+    pub(crate) const fn free(&self) -> u32 {
+        self.free
+    }
+
+    /// How many are leaving.
+    pub(crate) const fn leaving(&self) -> u32 {
+        self.leaving
+    }
+
+    /// How many are taken.
+    pub(crate) const fn taken(&self) -> u32 {
+        self.slots - self.free - self.leaving
+    }
+
+    /// What a slot is. Panics when there is no such slot.
+    pub(crate) fn state(&self, slot: Slot) -> SlotState {
+        assert!(slot.0 < self.slots, "slot {} of {}", slot.0, self.slots);
+        let (word, bit) = self.word(slot);
+        match (word.free & bit != 0, word.leaving & bit != 0) {
+            (true, _) => SlotState::Free,
+            (false, true) => SlotState::Leaving,
+            (false, false) => SlotState::Taken,
+        }
+    }
+
+    /// A free slot, which is taken from now on: of the segment `prefer` if it has one. `None` when no slot is
+    /// free.
+    pub(crate) fn take(&mut self, prefer: Option<u16>) -> Option<Slot> {
+        self.take_run(prefer, 1).map(|(slot, _)| slot)
+    }
+
+    /// Up to `most` neighbouring free slots of one segment, as [`Slots::take`]: the first, and how many. It takes
+    /// the first run that it finds, so a caller that needs more asks again.
+    pub(crate) fn take_run(&mut self, prefer: Option<u16>, most: u32) -> Option<(Slot, u32)> {
+        debug_assert!(most > 0);
+        if self.free == 0 || most == 0 {
+            return None;
+        }
+        let has_free = |segment: &u16| self.segments.get(usize::from(*segment)).is_some_and(|s| s.free > 0);
+        let segment = match prefer.filter(has_free) {
+            Some(segment) => segment,
+            None => self.choose_segment(),
+        };
+        let first = self.find_in(segment);
+        let end = self.segment_end(segment);
+        let mut count = 0;
+        while count < most && first.0 + count < end && self.is_free(Slot(first.0 + count)) {
+            self.set_taken(Slot(first.0 + count));
+            count += 1;
+        }
+        Some((first, count))
+    }
+
+    /// Takes this very slot, which a recovery has found in use. False when it is not free.
+    #[must_use]
+    pub(crate) fn take_this(&mut self, slot: Slot) -> bool {
+        let is_free = slot.0 < self.slots && self.is_free(slot);
+        if is_free {
+            self.set_taken(slot);
+        }
+        is_free
+    }
+
+    /// A taken slot is free again: no entry has ever named it.
+    pub(crate) fn give_back(&mut self, slot: Slot) {
+        assert_eq!(self.state(slot), SlotState::Taken, "slot {} is given back", slot.0);
+        self.set_free(slot);
+    }
+
+    /// No entry names this taken slot any more.
+    pub(crate) fn leave(&mut self, slot: Slot) {
+        assert_eq!(self.state(slot), SlotState::Taken, "slot {} leaves", slot.0);
+        let (index, bit) = Self::place(slot);
+        self.words[index].leaving |= bit;
+        self.leaving += 1;
+    }
+
+    /// A slot that was leaving is free.
+    pub(crate) fn release(&mut self, slot: Slot) {
+        assert_eq!(self.state(slot), SlotState::Leaving, "slot {} is released", slot.0);
+        let (index, bit) = Self::place(slot);
+        self.words[index].leaving &= !bit;
+        self.leaving -= 1;
+        self.set_free(slot);
+    }
+
+    /// The memory that all this takes, in bytes.
+    pub(crate) const fn memory_bytes(&self) -> u64 {
+        (self.words.capacity() * size_of::<Word>() + self.segments.capacity() * size_of::<Segment>()) as u64
+    }
+
+    fn place(slot: Slot) -> (usize, u64) {
+        ((slot.0 / WORD_SLOTS) as usize, 1 << (slot.0 % WORD_SLOTS))
+    }
+
+    fn word(&self, slot: Slot) -> (Word, u64) {
+        let (index, bit) = Self::place(slot);
+        (self.words[index], bit)
+    }
+
+    fn is_free(&self, slot: Slot) -> bool {
+        let (word, bit) = self.word(slot);
+        word.free & bit != 0
+    }
+
+    fn set_taken(&mut self, slot: Slot) {
+        let (index, bit) = Self::place(slot);
+        self.words[index].free &= !bit;
+        self.segments[usize::from(slot.segment())].free -= 1;
+        self.free -= 1;
+    }
+
+    fn set_free(&mut self, slot: Slot) {
+        let (index, bit) = Self::place(slot);
+        self.words[index].free |= bit;
+        self.segments[usize::from(slot.segment())].free += 1;
+        self.free += 1;
+    }
+
+    /// The number after the last slot of a segment.
+    fn segment_end(&self, segment: u16) -> u32 {
+        (u64::from(segment) + 1).saturating_mul(u64::from(SEGMENT_SLOTS)).min(u64::from(self.slots)) as u32
+    }
+
+    /// The first free slot at or after the place where the last was found. The segment has one.
+    fn find_in(&mut self, segment: u16) -> Slot {
+        let first = u32::from(segment) * SEGMENT_WORDS;
+        let words = self.segment_end(segment).div_ceil(WORD_SLOTS) - first;
+        let at = self.segments[usize::from(segment)].at;
+        for step in 0..words {
+            let within = (at + step) % words;
+            let word = self.words[(first + within) as usize];
+            if word.free != 0 {
+                self.segments[usize::from(segment)].at = within;
+                return Slot((first + within) * WORD_SLOTS + word.free.trailing_zeros());
+            }
+        }
+        unreachable!("segment {segment} counts a free slot that it has not")
+    }
+
+    /// A segment for a block that names none, or one that is full. The current one stays until it has fewer free
+    /// slots than half the average; then it is the one with most.
+    fn choose_segment(&mut self) -> u16 {
+        let half = self.free / 2 / u32::try_from(self.segments.len()).expect("at most 65,536");
+        if self.segments[usize::from(self.current)].free <= half {
+            let most = self.segments.iter().enumerate().max_by_key(|(_, segment)| segment.free);
+            let (index, _) = most.expect("there is a segment");
+            self.current = u16::try_from(index).expect("at most 65,536");
+        }
+        self.current
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vellum_core::Random;
+
+    use super::*;
+
+    #[test]
+    fn every_slot_is_given_out_once() {
+        for slots in [1, 63, 64, 65, 1000, 65_536, 65_537, 200_001] {
+            let mut free = Slots::new(slots);
+            let mut seen = vec![false; slots as usize];
+            for n in 0..slots {
+                let slot = free.take(Some((n % 5) as u16)).unwrap();
+                assert!(!std::mem::replace(&mut seen[slot.0 as usize], true), "slot {}", slot.0);
+            }
+            assert_eq!((free.take(None), free.free(), free.taken()), (None, 0, slots));
+        }
+    }
+
+    #[test]
+    fn a_segment_that_is_named_is_used_while_it_has_room() {
+        let mut free = Slots::new(3 * SEGMENT_SLOTS + 5);
+        for _ in 0..SEGMENT_SLOTS {
+            assert_eq!(free.take(Some(1)).unwrap().segment(), 1);
+        }
+        assert_ne!(free.take(Some(1)).unwrap().segment(), 1);
+        assert_eq!(free.take(Some(3)).unwrap(), Slot(3 * SEGMENT_SLOTS));
+    }
+
+    #[test]
+    fn runs_are_neighbours_and_end_with_their_segment() {
+        let mut free = Slots::new(2 * SEGMENT_SLOTS);
+        assert_eq!(free.take_run(Some(0), 256), Some((Slot(0), 256)));
+        assert_eq!(free.take_run(Some(0), SEGMENT_SLOTS), Some((Slot(256), SEGMENT_SLOTS - 256)));
+        assert_eq!(free.take_run(Some(0), 9).map(|(slot, n)| (slot.segment(), n)), Some((1, 9)));
+        free.leave(Slot(300));
+        assert_eq!(free.leaving(), 1);
+        free.release(Slot(300));
+        assert_eq!(free.take_run(Some(0), 9), Some((Slot(300), 1)));
+    }
+
+    #[test]
+    fn the_states_are_those_of_a_model() {
+        for seed in 0..20 {
+            let mut random = Random::from_seed(seed);
+            let slots = [5, 130, 70_000][random.index(3)];
+            let mut free = Slots::new(slots);
+            let mut model = vec![SlotState::Free; slots as usize];
+            for _ in 0..3000 {
+                let slot = Slot(u32::try_from(random.below(u64::from(slots))).unwrap());
+                let state = &mut model[slot.0 as usize];
+                match (random.below(4), *state) {
+                    (0, _) => {
+                        let most = 1 + random.below(9) as u32;
+                        let prefer = random.one_in(2).then(|| random.below(3) as u16);
+                        if let Some((first, count)) = free.take_run(prefer, most) {
+                            assert!((1..=most).contains(&count));
+                            for n in first.0..first.0 + count {
+                                assert_eq!(model[n as usize], SlotState::Free, "seed {seed}");
+                                model[n as usize] = SlotState::Taken;
+                            }
+                        } else {
+                            assert!(model.iter().all(|state| *state != SlotState::Free), "seed {seed}");
+                        }
+                    }
+                    (1, was) => {
+                        assert_eq!(free.take_this(slot), was == SlotState::Free, "seed {seed}");
+                        if was == SlotState::Free {
+                            *state = SlotState::Taken;
+                        }
+                    }
+                    (2, SlotState::Taken) => {
+                        free.give_back(slot);
+                        *state = SlotState::Free;
+                    }
+                    (3, SlotState::Taken) => {
+                        free.leave(slot);
+                        *state = SlotState::Leaving;
+                    }
+                    (_, SlotState::Leaving) => {
+                        free.release(slot);
+                        *state = SlotState::Free;
+                    }
+                    _ => {}
+                }
+            }
+            let count =
+                |wanted| u32::try_from(model.iter().filter(|state| **state == wanted).count()).unwrap();
+            assert_eq!(free.free(), count(SlotState::Free), "seed {seed}");
+            assert_eq!(free.leaving(), count(SlotState::Leaving), "seed {seed}");
+            assert_eq!(free.taken(), count(SlotState::Taken), "seed {seed}");
+            for (n, state) in model.iter().enumerate() {
+                assert_eq!(free.state(Slot(n as u32)), *state, "seed {seed}, slot {n}");
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "slot 3 is released")]
+    fn a_slot_that_is_taken_is_not_released() {
+        let mut free = Slots::new(9);
+        assert!(free.take_this(Slot(3)));
+        free.release(Slot(3));
+    }
+}

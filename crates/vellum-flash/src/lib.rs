@@ -29,5 +29,7 @@
 
 mod bytes;
 mod layout;
+mod record;
+mod slice;
 mod slots;
 mod zeros;

@@ -1,0 +1,437 @@
+//! The bytes of a commit: records, and what their items say.
+//!
+//! ```text
+//!   magic  id  sequence  durable  tail  length  items  crc  zero │ item │ item │ … │ zeros
+//!   0      8   24        32       40    48      52     56   60   64            to a multiple of 4 KiB
+//! ```
+//!
+//! 1. [`Record::decode`] trusts nothing: lengths and counts are bounded by the bytes that are there, every slot,
+//!    row and key by what the cache can have.
+//! 2. Items are absolute: applied twice they say the same.
+//! 3. Items about runs and rows come first, in the order of their changes. Items about single blocks come after
+//!    them, one for a block at most.
+//!
+//! The text of this is `docs/format/flash.md`. What is copied to slices is in `slice`.
+
+use smallvec::SmallVec;
+
+use crate::bytes::{be16, be32, be64, be128, put32, put64, put128};
+use crate::layout::{BLOCK_LEN, BLOCKS_MAX, Key, ROWS_MAX, Slot, has_good_crc};
+
+const MAGIC: u64 = 0x5645_4C4C_554D_4631; // "VELLUMF1"
+/// The length of a record's header.
+pub(crate) const HEADER_LEN: usize = 64;
+
+mod at {
+    pub(super) const MAGIC: usize = 0;
+    pub(super) const ID: usize = 8;
+    pub(super) const SEQUENCE: usize = 24;
+    pub(super) const DURABLE: usize = 32;
+    pub(super) const TAIL: usize = 40;
+    pub(super) const LENGTH: usize = 48;
+    pub(super) const ITEMS: usize = 52;
+    pub(super) const CRC: usize = 56;
+    pub(super) const ZERO: usize = 60;
+}
+
+/// A sequence never comes near this limit.
+const SEQUENCE_MAX: u64 = 1 << 62;
+
+/// The CRC32C of each sector that a put names, the first first.
+pub(crate) type Checks = SmallVec<[u32; 8]>;
+
+/// The length of an encoded row.
+pub(crate) const ROW_LEN: usize = 56;
+
+/// What the cache stores about one disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Row {
+    /// Its number, below [`ROWS_MAX`].
+    pub(crate) number: u16,
+    /// The newest session has a record.
+    pub(crate) has_record: bool,
+    /// The image's uuid, or a hash of what identifies it.
+    pub(crate) disk: u128,
+    /// The session that the image named when the newest was made; zero for none.
+    pub(crate) named: u128,
+    /// The newest session; zero for none.
+    pub(crate) newest: u128,
+}
+
+impl Row {
+    /// The row's bytes.
+    pub(crate) fn encode(&self) -> [u8; ROW_LEN] {
+        let mut bytes = [0; ROW_LEN];
+        bytes[..2].copy_from_slice(&self.number.to_be_bytes());
+        bytes[2] = u8::from(self.has_record);
+        put128(&mut bytes, 8, self.disk);
+        put128(&mut bytes, 24, self.named);
+        put128(&mut bytes, 40, self.newest);
+        bytes
+    }
+
+    /// The row in these bytes. `None` when it is none.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let bytes = bytes.get(..ROW_LEN)?;
+        let is_good = be16(bytes, 0) < ROWS_MAX && bytes[2] <= 1 && bytes[3..8].iter().all(|byte| *byte == 0);
+        is_good.then(|| Self {
+            number: be16(bytes, 0),
+            has_record: bytes[2] == 1,
+            disk: be128(bytes, 8),
+            named: be128(bytes, 24),
+            newest: be128(bytes, 40),
+        })
+    }
+}
+
+/// One thing that a commit says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Item {
+    /// The block is in this slot and nowhere else. With checks a recovery verifies the sectors.
+    Put { key: Key, slot: Slot, sectors: u8, dirty: bool, checks: Option<Checks> },
+    /// The block has no slot and is in no run of zeros: home has it.
+    Drop { key: Key },
+    /// The blocks are zero, and have no slots.
+    Zero { key: Key, blocks: u64, may_free: bool },
+    /// The blocks are in no run of zeros: home has the zeros.
+    Unzero { key: Key, blocks: u64 },
+    /// What the row says from now on.
+    Row(Row),
+    /// The row is free; none of its blocks is cached or zero.
+    NoRow(u16),
+}
+
+mod kind {
+    pub(super) const PUT: u8 = 1;
+    pub(super) const DROP: u8 = 2;
+    pub(super) const ZERO: u8 = 3;
+    pub(super) const UNZERO: u8 = 4;
+    pub(super) const ROW: u8 = 5;
+    pub(super) const NO_ROW: u8 = 6;
+}
+
+const DIRTY: u8 = 1;
+const CHECKED: u8 = 2;
+const MAY_FREE: u8 = 1;
+/// The length of a put without checks, and of a drop.
+const BLOCK_ITEM_LEN: usize = 16;
+
+impl Item {
+    /// The longest item about a single block, in bytes.
+    pub(crate) const BLOCK_LEN_MAX: usize = BLOCK_ITEM_LEN + 8 * 4;
+
+    /// How many bytes the item takes in a record.
+    pub(crate) fn encoded_len(&self) -> usize {
+        match self {
+            Self::Put { checks, .. } => BLOCK_ITEM_LEN + checks.as_ref().map_or(0, |checks| checks.len() * 4),
+            Self::Drop { .. } => BLOCK_ITEM_LEN,
+            Self::Zero { .. } | Self::Unzero { .. } => 24,
+            Self::Row(_) => 8 + ROW_LEN,
+            Self::NoRow(_) => 8,
+        }
+    }
+
+    /// The block that the item is about, if it is about a single one.
+    pub(crate) const fn block(&self) -> Option<Key> {
+        match self {
+            Self::Put { key, .. } | Self::Drop { key } => Some(*key),
+            _ => None,
+        }
+    }
+
+    fn encode(&self, out: &mut Vec<u8>) {
+        match self {
+            Self::Put { key, slot, sectors, dirty, checks } => {
+                debug_assert!(checks.as_ref().is_none_or(|c| c.len() == sectors.count_ones() as usize));
+                let flags = if *dirty { DIRTY } else { 0 } | if checks.is_some() { CHECKED } else { 0 };
+                out.extend([kind::PUT, flags, *sectors, 0]);
+                out.extend(slot.0.to_be_bytes());
+                out.extend(key.bits().to_be_bytes());
+                out.extend(checks.iter().flatten().flat_map(|crc| crc.to_be_bytes()));
+            }
+            Self::Drop { key } => {
+                out.extend([kind::DROP, 0, 0, 0, 0, 0, 0, 0]);
+                out.extend(key.bits().to_be_bytes());
+            }
+            Self::Zero { key, blocks, may_free } => {
+                out.extend([kind::ZERO, if *may_free { MAY_FREE } else { 0 }, 0, 0, 0, 0, 0, 0]);
+                out.extend(key.bits().to_be_bytes());
+                out.extend(blocks.to_be_bytes());
+            }
+            Self::Unzero { key, blocks } => {
+                out.extend([kind::UNZERO, 0, 0, 0, 0, 0, 0, 0]);
+                out.extend(key.bits().to_be_bytes());
+                out.extend(blocks.to_be_bytes());
+            }
+            Self::Row(row) => {
+                out.extend([kind::ROW, 0, 0, 0, 0, 0, 0, 0]);
+                out.extend(row.encode());
+            }
+            Self::NoRow(number) => {
+                out.extend([kind::NO_ROW, 0, 0, 0, 0, 0]);
+                out.extend(number.to_be_bytes());
+            }
+        }
+    }
+
+    fn decode(bytes: &[u8], slots: u32) -> Option<Self> {
+        let head = bytes.get(..8)?;
+        let is_zero = |from: usize, to: usize| head[from..to].iter().all(|byte| *byte == 0);
+        let key_at = |at: usize| {
+            let key = Key::from_bits(be64(bytes.get(at..at + 8)?, 0));
+            (key.row() < ROWS_MAX).then_some(key)
+        };
+        let run = || {
+            let (key, blocks) = (key_at(8)?, be64(bytes.get(16..24)?, 0));
+            (blocks > 0 && blocks <= BLOCKS_MAX - key.block()).then_some((key, blocks))
+        };
+        Some(match head[0] {
+            kind::PUT => {
+                let (flags, sectors, slot) = (head[1], head[2], Slot(be32(head, 4)));
+                let is_good =
+                    flags & !(DIRTY | CHECKED) == 0 && sectors != 0 && head[3] == 0 && slot.0 < slots;
+                let key = key_at(8).filter(|_| is_good)?;
+                let checks = if flags & CHECKED != 0 {
+                    let len = sectors.count_ones() as usize * 4;
+                    let crcs = bytes.get(BLOCK_ITEM_LEN..BLOCK_ITEM_LEN + len)?;
+                    Some(crcs.chunks_exact(4).map(|crc| be32(crc, 0)).collect())
+                } else {
+                    None
+                };
+                Self::Put { key, slot, sectors, dirty: flags & DIRTY != 0, checks }
+            }
+            kind::DROP if is_zero(1, 8) => Self::Drop { key: key_at(8)? },
+            kind::ZERO if head[1] & !MAY_FREE == 0 && is_zero(2, 8) => {
+                let (key, blocks) = run()?;
+                Self::Zero { key, blocks, may_free: head[1] & MAY_FREE != 0 }
+            }
+            kind::UNZERO if is_zero(1, 8) => {
+                let (key, blocks) = run()?;
+                Self::Unzero { key, blocks }
+            }
+            kind::ROW if is_zero(1, 8) => Self::Row(Row::decode(&bytes[8..])?),
+            kind::NO_ROW if is_zero(1, 6) && be16(head, 6) < ROWS_MAX => Self::NoRow(be16(head, 6)),
+            _ => return None,
+        })
+    }
+}
+
+/// What one commit says.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Record {
+    /// The cache's id.
+    pub(crate) id: u128,
+    /// From 1.
+    pub(crate) sequence: u64,
+    /// The highest record known to be durable.
+    pub(crate) durable: u64,
+    /// The first record that some slice does not have yet.
+    pub(crate) tail: u64,
+    /// Runs and rows first, then single blocks.
+    pub(crate) items: Vec<Item>,
+}
+
+impl Record {
+    /// How many bytes of flash a record takes whose items take this many.
+    pub(crate) const fn padded_len(items_len: usize) -> usize {
+        (HEADER_LEN + items_len).next_multiple_of(BLOCK_LEN)
+    }
+
+    /// The record's bytes, padded with zeros to a multiple of 4 KiB.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let padded = Self::padded_len(self.items.iter().map(Item::encoded_len).sum());
+        let mut bytes = Vec::with_capacity(padded);
+        bytes.resize(HEADER_LEN, 0);
+        for item in &self.items {
+            item.encode(&mut bytes);
+        }
+        bytes.resize(padded, 0);
+        put64(&mut bytes, at::MAGIC, MAGIC);
+        put128(&mut bytes, at::ID, self.id);
+        put64(&mut bytes, at::SEQUENCE, self.sequence);
+        put64(&mut bytes, at::DURABLE, self.durable);
+        put64(&mut bytes, at::TAIL, self.tail);
+        put32(&mut bytes, at::LENGTH, u32::try_from(padded).expect("a record is far below 4 GiB"));
+        put32(&mut bytes, at::ITEMS, u32::try_from(self.items.len()).expect("far fewer than bytes"));
+        let crc = crc32c::crc32c(&bytes);
+        put32(&mut bytes, at::CRC, crc);
+        bytes
+    }
+
+    /// How long the record that begins with these bytes claims to be, at most `most`. `None` when it is no record of
+    /// this cache. Nothing else in it has been checked yet.
+    pub(crate) fn claimed_len(bytes: &[u8], id: u128, most: u64) -> Option<usize> {
+        let head = bytes.get(..HEADER_LEN)?;
+        let len = be32(head, at::LENGTH);
+        let is_ours = be64(head, at::MAGIC) == MAGIC && be128(head, at::ID) == id;
+        let len_in_memory = len as usize;
+        let is_possible = len != 0
+            && len_in_memory.is_multiple_of(BLOCK_LEN)
+            && u64::from(len) <= most
+            && be32(head, at::ZERO) == 0;
+        (is_ours && is_possible).then_some(len_in_memory)
+    }
+
+    /// The record at the start of `bytes`, of a cache with this id and this many slots, and its length. `None` when
+    /// it is no record of this cache.
+    pub(crate) fn decode(bytes: &[u8], id: u128, slots: u32) -> Option<(Self, usize)> {
+        let len = Self::claimed_len(bytes, id, bytes.len() as u64)?;
+        let bytes = &bytes[..len];
+        if !has_good_crc(bytes, at::CRC) {
+            return None;
+        }
+        let count = be32(bytes, at::ITEMS) as usize;
+        // The shortest item has 8 bytes.
+        if count > (len - HEADER_LEN) / 8 {
+            return None;
+        }
+        let mut items = Vec::new();
+        let mut rest = &bytes[HEADER_LEN..];
+        for _ in 0..count {
+            let item = Item::decode(rest, slots)?;
+            rest = &rest[item.encoded_len()..];
+            items.push(item);
+        }
+        let record = Self {
+            id,
+            sequence: be64(bytes, at::SEQUENCE),
+            durable: be64(bytes, at::DURABLE),
+            tail: be64(bytes, at::TAIL),
+            items,
+        };
+        let is_good = (1..SEQUENCE_MAX).contains(&record.sequence)
+            && record.durable == record.sequence - 1
+            && (1..=record.sequence).contains(&record.tail)
+            && rest.iter().all(|byte| *byte == 0)
+            && record.is_in_order();
+        is_good.then_some((record, len))
+    }
+
+    /// Whether single blocks come last, and each once.
+    fn is_in_order(&self) -> bool {
+        let first = self.items.iter().position(|item| item.block().is_some()).unwrap_or(self.items.len());
+        let mut keys: Vec<_> = self.items[first..].iter().map(Item::block).collect();
+        keys.sort_unstable();
+        keys.first().is_none_or(Option::is_some) && keys.windows(2).all(|pair| pair[0] != pair[1])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use smallvec::smallvec;
+    use vellum_core::Random;
+
+    use super::*;
+
+    fn row() -> Row {
+        Row { number: 3, has_record: true, disk: 1 << 100, named: 5, newest: u128::MAX }
+    }
+
+    fn record() -> Record {
+        let key = |block| Key::new(3, block);
+        Record {
+            id: 77,
+            sequence: 9,
+            durable: 8,
+            tail: 4,
+            items: vec![
+                Item::NoRow(383),
+                Item::Row(row()),
+                Item::Zero { key: key(5), blocks: 7, may_free: true },
+                Item::Unzero { key: key(6), blocks: 1 },
+                Item::Put { key: key(9), slot: Slot(99), sectors: 0xFF, dirty: true, checks: None },
+                Item::Put {
+                    key: key(8),
+                    slot: Slot(0),
+                    sectors: 0b101,
+                    dirty: false,
+                    checks: Some(smallvec![7, u32::MAX]),
+                },
+                Item::Drop { key: key(1 << 40) },
+            ],
+        }
+    }
+
+    #[test]
+    fn a_record_reads_as_it_was_written() {
+        let bytes = record().encode();
+        assert_eq!(bytes.len(), 4096);
+        assert_eq!(Record::claimed_len(&bytes, 77, 4096), Some(4096));
+        assert_eq!(Record::claimed_len(&bytes, 77, 4095), None);
+        assert_eq!(Record::decode(&bytes, 77, 100), Some((record(), 4096)));
+        assert!(Record::decode(&bytes, 78, 100).is_none(), "of another cache");
+        assert!(Record::decode(&bytes, 77, 99).is_none(), "of a slot that is not there");
+    }
+
+    #[test]
+    fn every_bit_counts() {
+        let bytes = record().encode();
+        for bit in 0..bytes.len() * 8 {
+            let mut bytes = bytes.clone();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            assert!(Record::decode(&bytes, 77, 100).is_none(), "bit {bit}");
+        }
+        for len in 0..bytes.len() {
+            assert!(Record::decode(&bytes[..len], 77, 100).is_none(), "cut to {len}");
+        }
+    }
+
+    fn recoded(change: impl FnOnce(&mut Vec<u8>)) -> Option<Record> {
+        let mut bytes = record().encode();
+        change(&mut bytes);
+        put32(&mut bytes, at::CRC, 0);
+        let crc = crc32c::crc32c(&bytes);
+        put32(&mut bytes, at::CRC, crc);
+        Record::decode(&bytes, 77, 100).map(|(record, _)| record)
+    }
+
+    #[test]
+    fn what_no_cache_writes_is_refused() {
+        assert_eq!(recoded(|_| {}), Some(record()));
+        for (what, value) in
+            [(at::SEQUENCE, 0), (at::SEQUENCE, 1 << 62), (at::DURABLE, 9), (at::TAIL, 10), (at::TAIL, 0)]
+        {
+            assert!(recoded(|bytes| put64(bytes, what, value)).is_none(), "{what}: {value}");
+        }
+        for (what, value) in
+            [(at::ITEMS, 6), (at::ITEMS, 8), (at::ITEMS, u32::MAX), (at::ZERO, 1), (at::LENGTH, 8192)]
+        {
+            assert!(recoded(|bytes| put32(bytes, what, value)).is_none(), "{what}: {value}");
+        }
+        let refused = |items: Vec<Item>| {
+            let record = Record { items, ..record() };
+            assert!(Record::decode(&record.encode(), 77, 100).is_none(), "{record:?}");
+        };
+        let drop = Item::Drop { key: Key::new(3, 5) };
+        refused(vec![drop.clone(), drop.clone()]);
+        refused(vec![drop, Item::NoRow(3)]);
+        refused(vec![Item::NoRow(384)]);
+        refused(vec![Item::Row(Row { number: 384, ..row() })]);
+        refused(vec![Item::Drop { key: Key::new(384, 5) }]);
+        refused(vec![Item::Zero { key: Key::new(1, 5), blocks: 0, may_free: true }]);
+        refused(vec![Item::Unzero { key: Key::new(1, 5), blocks: BLOCKS_MAX - 4 }]);
+        refused(vec![Item::Put {
+            key: Key::new(1, 5),
+            slot: Slot(1),
+            sectors: 0,
+            dirty: true,
+            checks: None,
+        }]);
+    }
+
+    #[test]
+    fn any_bytes_with_a_good_crc_are_read_or_refused() {
+        for seed in 0..3000 {
+            let mut random = Random::from_seed(seed);
+            let found = recoded(|bytes| {
+                for _ in 0..=random.below(3) {
+                    bytes[HEADER_LEN + random.index(300)] ^= 1 << random.below(8);
+                }
+            });
+            if let Some(found) = found {
+                let again = Record::decode(&found.encode(), 77, 100).unwrap();
+                assert_eq!(again.0, found, "seed {seed}");
+            }
+        }
+    }
+}

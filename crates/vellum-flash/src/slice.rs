@@ -1,0 +1,229 @@
+//! Slices: what the ledger, or one part of the map, was when a record was durable.
+//!
+//! ```text
+//!   magic  crc  number  id  as_of  length  zero │ payload            at most 88 KiB, in two places by turns
+//!   0      8    12      16  32     40      44   64
+//! ```
+//!
+//! 1. Of the two places of a slice the good one with the higher `as_of` counts. The other is written next, so a
+//!    torn write harms nothing.
+//! 2. A payload is bounded by what fits a place, and trusted for nothing: a part's is read by `map`, the ledger's
+//!    here.
+//!
+//! The text of this is `docs/format/flash.md`.
+
+use std::collections::BTreeMap;
+
+use crate::bytes::{be32, be64, be128, put32, put64, put128};
+use crate::layout::{BLOCK_LEN, BLOCKS_MAX, Key, PAYLOAD_MAX, ROWS_MAX, SLICE_HEADER_LEN, has_good_crc};
+use crate::record::{ROW_LEN, Row};
+use crate::zeros::{RUNS_MAX, Run, Zeros};
+
+const MAGIC: u64 = 0x5645_4C4C_554D_4632; // "VELLUMF2"
+
+mod at {
+    pub(super) const MAGIC: usize = 0;
+    pub(super) const CRC: usize = 8;
+    pub(super) const NUMBER: usize = 12;
+    pub(super) const ID: usize = 16;
+    pub(super) const AS_OF: usize = 32;
+    pub(super) const LENGTH: usize = 40;
+    pub(super) const ZERO: usize = 44;
+}
+
+/// A slice.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Slice {
+    /// 0 is the ledger, n + 1 part n.
+    pub(crate) number: u32,
+    /// The last record that it has.
+    pub(crate) as_of: u64,
+    /// What it says.
+    pub(crate) payload: Vec<u8>,
+}
+
+impl Slice {
+    /// The slice's bytes, padded with zeros to a multiple of 4 KiB. Panics when the payload is too long for a place.
+    pub(crate) fn encode(&self, id: u128) -> Vec<u8> {
+        assert!(self.payload.len() <= PAYLOAD_MAX, "slice {} has {} bytes", self.number, self.payload.len());
+        let len = SLICE_HEADER_LEN + self.payload.len();
+        let mut bytes = Vec::with_capacity(len.next_multiple_of(BLOCK_LEN));
+        bytes.resize(SLICE_HEADER_LEN, 0);
+        bytes.extend_from_slice(&self.payload);
+        put64(&mut bytes, at::MAGIC, MAGIC);
+        put32(&mut bytes, at::NUMBER, self.number);
+        put128(&mut bytes, at::ID, id);
+        put64(&mut bytes, at::AS_OF, self.as_of);
+        put32(&mut bytes, at::LENGTH, u32::try_from(self.payload.len()).expect("bounded above"));
+        let crc = crc32c::crc32c(&bytes);
+        put32(&mut bytes, at::CRC, crc);
+        bytes.resize(len.next_multiple_of(BLOCK_LEN), 0);
+        bytes
+    }
+
+    /// Slice `number` of this cache, in the place that begins with these bytes. `None` when it is not there, or not
+    /// whole.
+    pub(crate) fn decode(bytes: &[u8], id: u128, number: u32) -> Option<Self> {
+        let head = bytes.get(..SLICE_HEADER_LEN)?;
+        let len = be32(head, at::LENGTH) as usize;
+        let is_ours = be64(head, at::MAGIC) == MAGIC
+            && be128(head, at::ID) == id
+            && be32(head, at::NUMBER) == number
+            && len <= PAYLOAD_MAX
+            && head[at::ZERO..].iter().all(|byte| *byte == 0);
+        let whole = bytes.get(..SLICE_HEADER_LEN + len).filter(|_| is_ours)?;
+        has_good_crc(whole, at::CRC).then(|| Self {
+            number,
+            as_of: be64(head, at::AS_OF),
+            payload: whole[SLICE_HEADER_LEN..].to_vec(),
+        })
+    }
+}
+
+/// Rows and runs.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Ledger {
+    /// The disks that the cache knows, by their numbers.
+    pub(crate) rows: BTreeMap<u16, Row>,
+    /// The blocks that are zero.
+    pub(crate) zeros: Zeros,
+}
+
+impl Ledger {
+    /// The payload of slice 0.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut payload = Vec::with_capacity(4 + self.rows.len() * ROW_LEN + self.zeros.len() * 16);
+        payload.extend(u32::try_from(self.rows.len()).expect("at most 384 rows").to_be_bytes());
+        payload.extend(self.rows.values().flat_map(Row::encode));
+        for run in self.zeros.runs() {
+            payload.extend(run.key.bits().to_be_bytes());
+            payload.extend((run.blocks << 1 | u64::from(run.may_free)).to_be_bytes());
+        }
+        payload
+    }
+
+    /// The ledger in the payload of slice 0. `None` when it is none: a row or a block twice, more of them than there
+    /// may be, bytes at the end.
+    pub(crate) fn decode(payload: &[u8]) -> Option<Self> {
+        let mut ledger = Self::default();
+        if payload.is_empty() {
+            return Some(ledger);
+        }
+        let count = be32(payload.get(..4)?, 0);
+        if count > u32::from(ROWS_MAX) {
+            return None;
+        }
+        let (rows, runs) = payload[4..].split_at_checked(count as usize * ROW_LEN)?;
+        for row in rows.chunks_exact(ROW_LEN) {
+            let row = Row::decode(row)?;
+            if ledger.rows.insert(row.number, row).is_some() {
+                return None;
+            }
+        }
+        if !runs.len().is_multiple_of(16) || runs.len() / 16 > RUNS_MAX {
+            return None;
+        }
+        for run in runs.chunks_exact(16) {
+            let (key, blocks) = (Key::from_bits(be64(run, 0)), be64(run, 8) >> 1);
+            let is_good = key.row() < ROWS_MAX
+                && blocks > 0
+                && blocks <= BLOCKS_MAX - key.block()
+                && ledger.zeros.overlapping(key, blocks).next().is_none();
+            let run = Run { key, blocks, may_free: be64(run, 8) & 1 != 0 };
+            if !is_good || !ledger.zeros.restore(run) {
+                return None;
+            }
+        }
+        Some(ledger)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slice() -> Slice {
+        Slice { number: 5, as_of: 9, payload: vec![7; 5000] }
+    }
+
+    fn ledger() -> Ledger {
+        let mut ledger = Ledger::default();
+        for number in [0, 7, 383] {
+            let row = Row { number, has_record: number == 7, disk: 1, named: 2, newest: 3 };
+            ledger.rows.insert(number, row);
+        }
+        for (key, may_free) in [(Key::new(7, 3), true), (Key::new(7, 90), false)] {
+            assert!(ledger.zeros.add(Run { key, blocks: 20, may_free }));
+        }
+        ledger
+    }
+
+    #[test]
+    fn a_slice_reads_as_it_was_written() {
+        let bytes = slice().encode(77);
+        assert_eq!(bytes.len(), 8192);
+        assert_eq!(Slice::decode(&bytes, 77, 5), Some(slice()));
+        assert_eq!(Slice::decode(&bytes, 78, 5), None);
+        assert_eq!(Slice::decode(&bytes, 77, 4), None);
+        let longest = Slice { payload: vec![1; PAYLOAD_MAX], ..slice() };
+        let bytes = longest.encode(77);
+        assert_eq!(bytes.len() as u64, crate::layout::PLACE_BYTES);
+        assert_eq!(Slice::decode(&bytes, 77, 5), Some(longest));
+    }
+
+    #[test]
+    fn every_bit_counts() {
+        let bytes = slice().encode(77);
+        for bit in 0..5064 * 8 {
+            let mut bytes = bytes.clone();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(Slice::decode(&bytes, 77, 5), None, "bit {bit}");
+        }
+        for len in 0..5064 {
+            assert_eq!(Slice::decode(&bytes[..len], 77, 5), None, "cut to {len}");
+        }
+    }
+
+    #[test]
+    fn a_ledger_reads_as_it_was_written() {
+        assert_eq!(Ledger::decode(&ledger().encode()), Some(ledger()));
+        assert_eq!(Ledger::decode(&[]), Some(Ledger::default()));
+        assert_eq!(Ledger::decode(&Ledger::default().encode()), Some(Ledger::default()));
+    }
+
+    #[test]
+    fn the_fullest_ledger_has_room() {
+        let mut full = Ledger::default();
+        for number in 0..ROWS_MAX {
+            full.rows.insert(number, Row { number, has_record: true, disk: 1, named: 2, newest: 3 });
+        }
+        for n in 0..RUNS_MAX as u64 {
+            assert!(full.zeros.restore(Run { key: Key::new(1, n * 2), blocks: 1, may_free: false }));
+        }
+        assert!(full.encode().len() <= PAYLOAD_MAX);
+        assert_eq!(Ledger::decode(&full.encode()), Some(full));
+    }
+
+    #[test]
+    fn what_no_cache_writes_is_refused() {
+        let bytes = ledger().encode();
+        for len in 1..bytes.len() {
+            let is_whole = len >= 4 + 3 * ROW_LEN && (len - 4 - 3 * ROW_LEN).is_multiple_of(16);
+            assert_eq!(Ledger::decode(&bytes[..len]).is_some(), is_whole, "cut to {len}");
+        }
+        let with = |at: usize, value: &[u8]| {
+            let mut bytes = bytes.clone();
+            bytes[at..at + value.len()].copy_from_slice(value);
+            Ledger::decode(&bytes)
+        };
+        let runs = 4 + 3 * ROW_LEN;
+        assert!(with(4 + ROW_LEN, &[0, 0]).is_none(), "a row twice");
+        assert!(with(4, &[2, 0]).is_none(), "a row that has no number");
+        assert!(with(0, &[0, 0, 0, 2]).is_none(), "another number of rows");
+        assert!(with(0, &[255; 4]).is_none());
+        assert!(with(runs + 16, &bytes[runs..runs + 8]).is_none(), "a block in two runs");
+        assert!(with(runs + 8, &[0; 8]).is_none(), "a run of none");
+        assert!(with(runs + 8, &[255; 8]).is_none(), "a run beyond its disk");
+        assert!(with(runs, &[255; 8]).is_none(), "a run of no row");
+    }
+}

@@ -29,7 +29,10 @@
 
 mod bytes;
 mod layout;
+mod map;
 mod record;
 mod slice;
 mod slots;
+mod table;
+mod units;
 mod zeros;

@@ -16,7 +16,7 @@
 use smallvec::SmallVec;
 
 use crate::bytes::{be16, be32, be64, be128, put32, put64, put128};
-use crate::layout::{BLOCK_LEN, BLOCKS_MAX, Key, ROWS_MAX, Slot, has_good_crc};
+use crate::layout::{BLOCK_LEN, BLOCKS_MAX, Key, ROWS_MAX, SECTOR_LEN, Slot, has_good_crc};
 
 const MAGIC: u64 = 0x5645_4C4C_554D_4631; // "VELLUMF1"
 /// The length of a record's header.
@@ -38,7 +38,37 @@ mod at {
 const SEQUENCE_MAX: u64 = 1 << 62;
 
 /// The CRC32C of each sector that a put names, the first first.
-pub(crate) type Checks = SmallVec<[u32; 8]>;
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Checks(SmallVec<[u32; 8]>);
+
+impl Checks {
+    /// Those of these sectors of a block. Panics when it is not 4 KiB.
+    pub(crate) fn of(sectors: u8, block: &[u8]) -> Self {
+        assert_eq!(block.len(), BLOCK_LEN);
+        let named = |index: &usize| sectors & 1 << index != 0;
+        Self(
+            (0..8)
+                .filter(named)
+                .map(|n| crc32c::crc32c(&block[n * SECTOR_LEN..(n + 1) * SECTOR_LEN]))
+                .collect(),
+        )
+    }
+
+    /// Whether these sectors of a block have them.
+    pub(crate) fn matches(&self, sectors: u8, block: &[u8]) -> bool {
+        *self == Self::of(sectors, block)
+    }
+
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The CRC of each sector that is named.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = u32> {
+        self.0.iter().copied()
+    }
+}
 
 /// The length of an encoded row.
 pub(crate) const ROW_LEN: usize = 56;
@@ -147,7 +177,7 @@ impl Item {
                 out.extend([kind::PUT, flags, *sectors, 0]);
                 out.extend(slot.0.to_be_bytes());
                 out.extend(key.bits().to_be_bytes());
-                out.extend(checks.iter().flatten().flat_map(|crc| crc.to_be_bytes()));
+                out.extend(checks.iter().flat_map(Checks::iter).flat_map(u32::to_be_bytes));
             }
             Self::Drop { key } => {
                 out.extend([kind::DROP, 0, 0, 0, 0, 0, 0, 0]);
@@ -194,7 +224,7 @@ impl Item {
                 let checks = if flags & CHECKED != 0 {
                     let len = sectors.count_ones() as usize * 4;
                     let crcs = bytes.get(BLOCK_ITEM_LEN..BLOCK_ITEM_LEN + len)?;
-                    Some(crcs.chunks_exact(4).map(|crc| be32(crc, 0)).collect())
+                    Some(Checks(crcs.chunks_exact(4).map(|crc| be32(crc, 0)).collect()))
                 } else {
                     None
                 };
@@ -345,7 +375,7 @@ mod tests {
                     slot: Slot(0),
                     sectors: 0b101,
                     dirty: false,
-                    checks: Some(smallvec![7, u32::MAX]),
+                    checks: Some(Checks(smallvec![7, u32::MAX])),
                 },
                 Item::Drop { key: key(1 << 40) },
             ],
@@ -374,6 +404,19 @@ mod tests {
         for len in 0..bytes.len() {
             assert!(Record::decode(&bytes[..len], 77, 100).is_none(), "cut to {len}");
         }
+    }
+
+    #[test]
+    fn checks_are_of_the_sectors_that_are_named() {
+        let mut block = vec![0; 4096];
+        block[512] = 7;
+        let checks = Checks::of(0b110, &block);
+        assert_eq!(checks.len(), 2);
+        assert!(checks.matches(0b110, &block) && !checks.matches(0b11, &block));
+        block[0] = 1;
+        assert!(checks.matches(0b110, &block), "a sector that is not named may be anything");
+        block[1535] = 1;
+        assert!(!checks.matches(0b110, &block));
     }
 
     fn recoded(change: impl FnOnce(&mut Vec<u8>)) -> Option<Record> {

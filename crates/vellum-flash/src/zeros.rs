@@ -62,11 +62,20 @@ impl Zeros {
 
     /// The run that this block is in.
     pub(crate) fn get(&self, key: Key) -> Option<Run> {
-        self.overlapping(key, 1).next()
+        self.touching(key, 1).next()
+    }
+
+    /// What these blocks have of runs, in order.
+    pub(crate) fn overlapping(&self, key: Key, blocks: u64) -> impl Iterator<Item = Run> {
+        let (start, end) = (key.bits(), key.bits().saturating_add(blocks));
+        self.touching(key, blocks).map(move |run| {
+            let (from, to) = (run.key.bits().max(start), run.end().min(end));
+            Run { key: Key::from_bits(from), blocks: to - from, ..run }
+        })
     }
 
     /// The runs that have a block of these, whole, in order.
-    pub(crate) fn overlapping(&self, key: Key, blocks: u64) -> impl Iterator<Item = Run> {
+    fn touching(&self, key: Key, blocks: u64) -> impl Iterator<Item = Run> {
         let (start, end) = (key.bits(), key.bits().saturating_add(blocks));
         let before = self.runs.range(..start).next_back().filter(move |(at, run)| *at + run.0 > start);
         before.into_iter().chain(self.runs.range(start..end)).map(|(&key, &(blocks, may_free))| Run {
@@ -125,7 +134,7 @@ impl Zeros {
         // neighbours, unless a disk ends there.
         let wide = key.bits().saturating_sub(u64::from(key.block() > 0));
         let wide_blocks = end - wide + u64::from(key.block() + blocks < BLOCKS_MAX);
-        let near: Vec<Run> = self.overlapping(Key::from_bits(wide), wide_blocks).collect();
+        let near: Vec<Run> = self.touching(Key::from_bits(wide), wide_blocks).collect();
         let mut rests = Vec::new();
         for run in &near {
             if value == Some(run.may_free) {
@@ -243,6 +252,11 @@ mod tests {
                 let wanted: Vec<Run> = runs
                     .into_iter()
                     .filter(|run| run.key.bits() < key.bits() + count && key.bits() < run.end())
+                    .map(|run| {
+                        let from = run.key.max(key);
+                        let blocks = run.end().min(key.bits() + count) - from.bits();
+                        Run { key: from, blocks, ..run }
+                    })
                     .collect();
                 assert_eq!(overlapping, wanted, "seed {seed}");
             }

@@ -1,0 +1,804 @@
+//! Which blocks are cached, and in which slots.
+//!
+//! ```text
+//!   key of a group ─hash─► part ─► table: key, present, dirty, seen, odd, segment, run        20 bytes for 16 blocks
+//!                                                                                  └─► units: two bytes for each block
+//!                                                                                      that is present, in order
+//!   a block that is odd ─► table: key, slot, sectors                                       14 bytes
+//! ```
+//!
+//! 1. `dirty`, `seen` and `odd` have no bit that `present` has not. A group without a present block has no entry.
+//! 2. A block is *odd* when its slot is not in the group's segment, or only some of its sectors are cached. Then
+//!    its two bytes say nothing, and the side table has its slot and sectors. Others have all sectors.
+//! 3. A part knows how long its slice is. A block is put in only where the slice has room, whatever it becomes
+//!    there ([`Map::room_in`]), so a slice can always be written.
+//! 4. The memory is at most 65 bytes for a full group, on average over how full the tables are: 20 bytes at 64 % to
+//!    88 % of the places, and 34 with the mask of its page, which grow by an eighth.
+//!
+//! Nothing here reads or writes flash. Which slots are free is in `slots`.
+
+use crate::bytes::{be16, be32, be64};
+use crate::layout::{GROUP_BLOCKS, Key, Layout, PAYLOAD_MAX, ROWS_MAX, SECTORS_ALL, Slot};
+use crate::table::{Table, entry_of, key_of};
+use crate::units::{Units, order_of};
+
+/// What is known of a block that is cached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Entry {
+    /// Where it is.
+    pub(crate) slot: Slot,
+    /// Which sectors are cached, at least one.
+    pub(crate) sectors: u8,
+    /// Home may have older bytes.
+    pub(crate) dirty: bool,
+}
+
+/// The blocks of a group that have something in common: a bit for each, the first the lowest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct GroupBits {
+    /// The first block.
+    pub(crate) key: Key,
+    /// The blocks that are cached.
+    pub(crate) present: u16,
+    /// Those of which home may have older bytes.
+    pub(crate) dirty: u16,
+}
+
+/// Words of a group, after the four of its key.
+const PRESENT: usize = 4;
+const DIRTY: usize = 5;
+const SEEN: usize = 6;
+const ODD: usize = 7;
+const SEGMENT: usize = 8;
+const RUN: usize = 9;
+const GROUP_WORDS: usize = 10;
+type Group = [u16; GROUP_WORDS];
+
+/// Bytes of a slice: for a group, for a block, and for one that is odd.
+const GROUP_LEN: usize = 16;
+const NUMBER_LEN: usize = 2;
+const ODD_LEN: usize = 5;
+/// The most that a block can add to a slice.
+const BLOCK_LEN_MAX: usize = GROUP_LEN + ODD_LEN;
+
+/// A part of the map: what one slice has.
+#[derive(Debug)]
+struct Part {
+    groups: Table<GROUP_WORDS>,
+    /// Words: key, slot, sectors.
+    odd: Table<7>,
+    units: Units,
+    /// The length of the slice's payload, in bytes.
+    payload: u32,
+    blocks: u32,
+    dirty: u32,
+}
+
+/// All parts.
+#[derive(Debug)]
+pub(crate) struct Map {
+    layout: Layout,
+    parts: Vec<Part>,
+    blocks: u64,
+    dirty: u64,
+    /// The group that is looked at next for blocks to give up: part, place in its table.
+    hand: (usize, usize),
+}
+
+/// The place of a block among those that are present.
+const fn rank(present: u16, index: u32) -> usize {
+    (present & ((1 << index) - 1)).count_ones() as usize
+}
+
+impl Part {
+    const fn new() -> Self {
+        Self { groups: Table::new(), odd: Table::new(), units: Units::new(), payload: 0, blocks: 0, dirty: 0 }
+    }
+
+    fn entry(&self, secret: u64, group: &Group, key: Key) -> Option<Entry> {
+        let bit = 1 << key.index();
+        if group[PRESENT] & bit == 0 {
+            return None;
+        }
+        let dirty = group[DIRTY] & bit != 0;
+        if group[ODD] & bit != 0 {
+            let place = self.odd.find(secret, key.bits()).expect("an odd block is in the side table");
+            let [.., high, low, sectors] = *self.odd.at(place).expect("just found");
+            let slot = Slot(u32::from(high) << 16 | u32::from(low));
+            return Some(Entry { slot, sectors: (sectors & 0xFF) as u8, dirty });
+        }
+        let rank = rank(group[PRESENT], key.index());
+        let within = self.units.run(group[RUN], rank + 1)[rank];
+        Some(Entry { slot: Slot::of_segment(group[SEGMENT], within), sectors: SECTORS_ALL, dirty })
+    }
+
+    /// Puts a number into the run of a group at this rank, which is behind `count` that are there.
+    fn widen(&mut self, run: u16, count: u32, rank: usize) -> u16 {
+        let (old, new) = (order_of(count.max(1)), order_of(count + 1));
+        let count = count as usize;
+        if count == 0 {
+            return self.units.take(0);
+        }
+        if old == new {
+            self.units.run_mut(run, count + 1).copy_within(rank..count, rank + 1);
+            return run;
+        }
+        let longer = self.units.take(new);
+        let mut numbers = [0; GROUP_BLOCKS as usize];
+        numbers[..count].copy_from_slice(self.units.run(run, count));
+        let target = self.units.run_mut(longer, count + 1);
+        target[..rank].copy_from_slice(&numbers[..rank]);
+        target[rank + 1..].copy_from_slice(&numbers[rank..count]);
+        self.units.give_back(run, old);
+        longer
+    }
+
+    /// Takes the number at this rank out of a run of `count`.
+    fn narrow(&mut self, run: u16, count: u32, rank: usize) -> u16 {
+        let old = order_of(count);
+        let len = count as usize;
+        if count == 1 {
+            self.units.give_back(run, old);
+            return 0;
+        }
+        self.units.run_mut(run, len).copy_within(rank + 1..len, rank);
+        let new = order_of(count - 1);
+        if old == new {
+            return run;
+        }
+        let mut numbers = [0; GROUP_BLOCKS as usize];
+        numbers[..len - 1].copy_from_slice(self.units.run(run, len - 1));
+        // Given back first: then the shorter run may stay where it is.
+        self.units.give_back(run, old);
+        let shorter = self.units.take(new);
+        self.units.run_mut(shorter, len - 1).copy_from_slice(&numbers[..len - 1]);
+        shorter
+    }
+
+    fn put(&mut self, secret: u64, key: Key, new: Entry) -> Option<Entry> {
+        let (bit, index) = (1 << key.index(), key.index());
+        let group_key = key.group().bits();
+        let place = self.groups.find(secret, group_key).unwrap_or_else(|| {
+            self.payload += GROUP_LEN as u32;
+            self.groups.insert(secret, entry_of(group_key))
+        });
+        let mut group = *self.groups.at(place).expect("just found");
+        let old = self.entry(secret, &group, key);
+        let rank = rank(group[PRESENT], index);
+        if old.is_none() {
+            group[RUN] = self.widen(group[RUN], group[PRESENT].count_ones(), rank);
+            group[PRESENT] |= bit;
+            self.blocks += 1;
+        }
+        let others = group[PRESENT] & !group[ODD] & !bit;
+        if others == 0 {
+            group[SEGMENT] = new.slot.segment();
+        }
+        let was_odd = group[ODD] & bit != 0;
+        let is_odd = new.sectors != SECTORS_ALL || new.slot.segment() != group[SEGMENT];
+        self.payload -= len_of(old.is_some(), was_odd);
+        self.payload += len_of(true, is_odd);
+        if is_odd {
+            let place = self.odd.find(secret, key.bits());
+            let place = place.unwrap_or_else(|| self.odd.insert(secret, entry_of(key.bits())));
+            let entry = self.odd.at_mut(place);
+            (entry[4], entry[5], entry[6]) = (new.slot.segment(), new.slot.within(), u16::from(new.sectors));
+            group[ODD] |= bit;
+        } else if was_odd {
+            self.forget_odd(secret, key);
+            group[ODD] &= !bit;
+        }
+        self.units.run_mut(group[RUN], rank + 1)[rank] = new.slot.within();
+        self.dirty -= u32::from(group[DIRTY] & bit != 0);
+        self.dirty += u32::from(new.dirty);
+        group[DIRTY] = if new.dirty { group[DIRTY] | bit } else { group[DIRTY] & !bit };
+        *self.groups.at_mut(place) = group;
+        old
+    }
+
+    fn forget_odd(&mut self, secret: u64, key: Key) {
+        let place = self.odd.find(secret, key.bits()).expect("an odd block is in the side table");
+        self.odd.remove(secret, place);
+    }
+
+    fn take_out(&mut self, secret: u64, key: Key) -> Option<Entry> {
+        let bit = 1 << key.index();
+        let place = self.groups.find(secret, key.group().bits())?;
+        let mut group = *self.groups.at(place).expect("just found");
+        let old = self.entry(secret, &group, key)?;
+        self.payload -= len_of(true, group[ODD] & bit != 0);
+        if group[ODD] & bit != 0 {
+            self.forget_odd(secret, key);
+        }
+        group[RUN] = self.narrow(group[RUN], group[PRESENT].count_ones(), rank(group[PRESENT], key.index()));
+        for bits in [PRESENT, DIRTY, SEEN, ODD] {
+            group[bits] &= !bit;
+        }
+        self.blocks -= 1;
+        self.dirty -= u32::from(old.dirty);
+        if group[PRESENT] == 0 {
+            self.payload -= GROUP_LEN as u32;
+            self.groups.remove(secret, place);
+        } else {
+            *self.groups.at_mut(place) = group;
+        }
+        Some(old)
+    }
+
+    fn memory_bytes(&self) -> u64 {
+        self.groups.memory_bytes() + self.odd.memory_bytes() + self.units.memory_bytes()
+    }
+}
+
+/// What a block takes in a slice.
+const fn len_of(is_there: bool, is_odd: bool) -> u32 {
+    match (is_there, is_odd) {
+        (false, _) => 0,
+        (true, false) => NUMBER_LEN as u32,
+        (true, true) => ODD_LEN as u32,
+    }
+}
+
+const fn bits_of(group: &Group) -> GroupBits {
+    GroupBits { key: Key::from_bits(key_of(group)), present: group[PRESENT], dirty: group[DIRTY] }
+}
+
+/// The indexes of the bits that are set, upwards.
+fn indexes(mut bits: u16) -> impl Iterator<Item = u64> {
+    std::iter::from_fn(move || {
+        let index = bits.trailing_zeros();
+        bits &= bits.wrapping_sub(1);
+        (index < 16).then_some(u64::from(index))
+    })
+}
+
+impl GroupBits {
+    /// The keys of the blocks that are cached, upwards.
+    pub(crate) fn keys(&self) -> impl Iterator<Item = Key> {
+        let first = self.key.bits();
+        indexes(self.present).map(move |index| Key::from_bits(first + index))
+    }
+
+    /// The keys of those that are dirty, upwards.
+    pub(crate) fn dirty_keys(&self) -> impl Iterator<Item = Key> {
+        let first = self.key.bits();
+        indexes(self.dirty).map(move |index| Key::from_bits(first + index))
+    }
+}
+
+impl Map {
+    /// An empty map.
+    pub(crate) fn new(layout: &Layout) -> Self {
+        let parts = (0..layout.parts).map(|_| Part::new()).collect();
+        Self { layout: *layout, parts, blocks: 0, dirty: 0, hand: (0, 0) }
+    }
+
+    /// How many blocks are cached.
+    pub(crate) const fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// How many of them are dirty.
+    pub(crate) const fn dirty_blocks(&self) -> u64 {
+        self.dirty
+    }
+
+    /// How many parts there are.
+    pub(crate) const fn parts(&self) -> u32 {
+        self.layout.parts
+    }
+
+    /// What is known of a block.
+    pub(crate) fn get(&self, key: Key) -> Option<Entry> {
+        let part = &self.parts[self.layout.part_of(key) as usize];
+        let place = part.groups.find(self.layout.secret, key.group().bits())?;
+        part.entry(self.layout.secret, part.groups.at(place).expect("just found"), key)
+    }
+
+    /// Which blocks of the group of this key are cached.
+    pub(crate) fn group(&self, key: Key) -> Option<GroupBits> {
+        self.find_group(key).map(bits_of)
+    }
+
+    /// The block is in this slot from now on; what was known of it before. Whether it was seen stays as it is, and a
+    /// new block was not. A caller makes sure that its part has room.
+    pub(crate) fn put(&mut self, key: Key, entry: Entry) -> Option<Entry> {
+        debug_assert!(entry.sectors != 0 && entry.slot.0 < self.layout.slots);
+        let part = &mut self.parts[self.layout.part_of(key) as usize];
+        let old = part.put(self.layout.secret, key, entry);
+        debug_assert!(part.payload as usize <= PAYLOAD_MAX, "a slice is full");
+        self.blocks += u64::from(old.is_none());
+        self.dirty -= u64::from(old.is_some_and(|old| old.dirty));
+        self.dirty += u64::from(entry.dirty);
+        old
+    }
+
+    /// The block is not cached any more; what was known of it.
+    pub(crate) fn remove(&mut self, key: Key) -> Option<Entry> {
+        let part = &mut self.parts[self.layout.part_of(key) as usize];
+        let old = part.take_out(self.layout.secret, key)?;
+        self.blocks -= 1;
+        self.dirty -= u64::from(old.dirty);
+        Some(old)
+    }
+
+    /// Home has, or has not, what the cache has of this block. Nothing changes when the block is not cached.
+    pub(crate) fn set_dirty(&mut self, key: Key, dirty: bool) {
+        let number = self.layout.part_of(key) as usize;
+        let part = &mut self.parts[number];
+        let Some(place) = part.groups.find(self.layout.secret, key.group().bits()) else { return };
+        let (group, bit) = (part.groups.at_mut(place), 1 << key.index());
+        let was_dirty = group[DIRTY] & bit != 0;
+        if group[PRESENT] & bit != 0 && was_dirty != dirty {
+            group[DIRTY] ^= bit;
+            if dirty {
+                (self.dirty, part.dirty) = (self.dirty + 1, part.dirty + 1);
+            } else {
+                (self.dirty, part.dirty) = (self.dirty - 1, part.dirty - 1);
+            }
+        }
+    }
+
+    /// The block was used, or (`false`) is the first to be given up. Nothing changes when it is not cached.
+    pub(crate) fn set_seen(&mut self, key: Key, seen: bool) {
+        let part = &mut self.parts[self.layout.part_of(key) as usize];
+        if let Some(place) = part.groups.find(self.layout.secret, key.group().bits()) {
+            let (group, bit) = (part.groups.at_mut(place), 1 << key.index());
+            group[SEEN] = if seen { group[SEEN] | bit & group[PRESENT] } else { group[SEEN] & !bit };
+        }
+    }
+
+    /// Whether the block was used since it was last looked at for being given up.
+    pub(crate) fn is_seen(&self, key: Key) -> bool {
+        self.find_group(key).is_some_and(|group| group[SEEN] & 1 << key.index() != 0)
+    }
+
+    /// The segment in which a new slot of this block should be: that of its group.
+    pub(crate) fn segment_for(&self, key: Key) -> Option<u16> {
+        let group = self.find_group(key)?;
+        (group[PRESENT] & !group[ODD] != 0).then_some(group[SEGMENT])
+    }
+
+    /// How many more blocks the part of this key has room for, whatever they become there.
+    pub(crate) fn room_in(&self, part: u32) -> u32 {
+        let used = self.parts[part as usize].payload as usize;
+        u32::try_from((PAYLOAD_MAX - used.min(PAYLOAD_MAX)) / BLOCK_LEN_MAX).expect("a slice is short")
+    }
+
+    /// Whether this block can be put in, whatever it becomes: it may be there already.
+    pub(crate) fn has_room(&self, key: Key) -> bool {
+        self.room_in(self.layout.part_of(key)) > 0
+    }
+
+    /// The blocks of a part that are cached, and how many of them are dirty.
+    pub(crate) fn count_in(&self, part: u32) -> (u32, u32) {
+        let part = &self.parts[part as usize];
+        (part.blocks, part.dirty)
+    }
+
+    /// The groups of a part, in no order.
+    pub(crate) fn groups_in(&self, part: u32) -> impl Iterator<Item = GroupBits> {
+        self.parts[part as usize].groups.iter().map(bits_of)
+    }
+
+    /// The cached blocks of a part with what is known of them, in no order.
+    pub(crate) fn entries_in(&self, part: u32) -> impl Iterator<Item = (Key, Entry)> {
+        let (part, secret) = (&self.parts[part as usize], self.layout.secret);
+        part.groups.iter().flat_map(move |group| {
+            bits_of(group)
+                .keys()
+                .collect::<smallvec::SmallVec<[Key; 16]>>()
+                .into_iter()
+                .map(move |key| (key, part.entry(secret, group, key).expect("it is present")))
+        })
+    }
+
+    /// All cached blocks, in no order.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (Key, Entry)> {
+        (0..self.layout.parts).flat_map(|part| self.entries_in(part))
+    }
+
+    /// The groups that have a cached block among these `blocks` blocks, in order; with the bits of those blocks
+    /// alone. Looks at each group of the run, or at each of the map, whichever are fewer.
+    pub(crate) fn groups_between(&self, first: Key, blocks: u64) -> Vec<GroupBits> {
+        let (start, end) = (first.bits(), first.bits().saturating_add(blocks));
+        let clipped = |bits: GroupBits| {
+            let (from, to) = (bits.key.bits().max(start), (bits.key.bits() + GROUP_BLOCKS).min(end));
+            if from >= to {
+                return None;
+            }
+            let (low, count) = (from - bits.key.bits(), to - from);
+            let mask = u16::try_from(((1_u32 << count) - 1) << low).expect("within sixteen bits");
+            let bits = GroupBits { present: bits.present & mask, dirty: bits.dirty & mask, ..bits };
+            (bits.present != 0).then_some(bits)
+        };
+        let in_run = blocks / GROUP_BLOCKS + 2;
+        let in_map: u64 = self.parts.iter().map(|part| part.groups.len() as u64).sum();
+        if in_run <= in_map + u64::from(self.layout.parts) {
+            let groups = (first.group().bits()..end).step_by(16);
+            return groups.filter_map(|key| self.group(Key::from_bits(key))).filter_map(clipped).collect();
+        }
+        let mut found: Vec<_> =
+            (0..self.layout.parts).flat_map(|part| self.groups_in(part)).filter_map(clipped).collect();
+        found.sort_unstable_by_key(|bits| bits.key);
+        found
+    }
+
+    /// The cached blocks among these `blocks` blocks, in order.
+    pub(crate) fn keys_between(&self, first: Key, blocks: u64) -> Vec<Key> {
+        self.groups_between(first, blocks).iter().flat_map(GroupBits::keys).collect()
+    }
+
+    /// Up to `most` clean blocks that were not seen since the hand last passed them. Those that were are passed, and
+    /// count as not seen from now on. Looks at no more than `groups_max` groups, and at none twice, so it may find
+    /// none although there are some: a caller asks again.
+    pub(crate) fn sweep(&mut self, most: usize, groups_max: usize) -> Vec<Key> {
+        let mut found = Vec::new();
+        let (mut groups, start) = (0, self.hand);
+        let mut has_turned = false;
+        while found.len() < most && groups < groups_max && self.blocks > self.dirty {
+            let (number, place) = self.hand;
+            if has_turned && self.hand >= start {
+                break;
+            }
+            let part = &mut self.parts[number];
+            if place >= part.groups.places() {
+                let next = number + 1;
+                has_turned |= next == self.parts.len();
+                self.hand = (if next == self.parts.len() { 0 } else { next }, 0);
+                // Empty parts also cost a look.
+                groups += usize::from(place == 0);
+                continue;
+            }
+            self.hand.1 += 1;
+            let Some(entry) = part.groups.at(place) else { continue };
+            groups += 1;
+            let (key, clean) = (Key::from_bits(key_of(entry)), entry[PRESENT] & !entry[DIRTY]);
+            let unseen = clean & !entry[SEEN];
+            part.groups.at_mut(place)[SEEN] &= !clean;
+            let left = most - found.len();
+            found.extend(indexes(unseen).take(left).map(|index| Key::from_bits(key.bits() + index)));
+        }
+        found
+    }
+
+    /// The payload of a part's slice.
+    pub(crate) fn encode_part(&self, part: u32) -> Vec<u8> {
+        let part = &self.parts[part as usize];
+        let mut payload = Vec::with_capacity(part.payload as usize);
+        for group in part.groups.iter() {
+            let key = Key::from_bits(key_of(group));
+            payload.extend(key.bits().to_be_bytes());
+            for word in [PRESENT, DIRTY, ODD, SEGMENT] {
+                payload.extend(group[word].to_be_bytes());
+            }
+            for index in indexes(group[PRESENT]) {
+                let key = Key::from_bits(key.bits() + index);
+                let entry = part.entry(self.layout.secret, group, key).expect("it is present");
+                if group[ODD] & 1 << index != 0 {
+                    payload.extend(entry.slot.0.to_be_bytes());
+                    payload.push(entry.sectors);
+                } else {
+                    payload.extend(entry.slot.within().to_be_bytes());
+                }
+            }
+        }
+        debug_assert_eq!(payload.len(), part.payload as usize);
+        payload
+    }
+
+    /// The memory that the map takes, in bytes.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        let own = self.parts.capacity() * size_of::<Part>();
+        own as u64 + self.parts.iter().map(Part::memory_bytes).sum::<u64>()
+    }
+
+    fn find_group(&self, key: Key) -> Option<&Group> {
+        let part = &self.parts[self.layout.part_of(key) as usize];
+        let place = part.groups.find(self.layout.secret, key.group().bits())?;
+        part.groups.at(place)
+    }
+}
+
+/// The blocks that the payload of part `part`'s slice names. `None` when it is none: a group twice or of another part,
+/// a slot or a row that there cannot be, bytes at the end. Whether two blocks have one slot is not looked at.
+pub(crate) fn decode_part(layout: &Layout, part: u32, payload: &[u8]) -> Option<Vec<(Key, Entry)>> {
+    let mut found = Vec::new();
+    let mut groups = Vec::new();
+    let mut rest = payload;
+    while !rest.is_empty() {
+        let (head, numbers) = rest.split_at_checked(GROUP_LEN)?;
+        rest = numbers;
+        let key = Key::from_bits(be64(head, 0));
+        let [present, dirty, odd, segment] = [8, 10, 12, 14].map(|at| be16(head, at));
+        let is_good = key.group() == key
+            && key.row() < ROWS_MAX
+            && layout.part_of(key) == part
+            && present != 0
+            && (dirty | odd) & !present == 0;
+        if !is_good {
+            return None;
+        }
+        groups.push(key);
+        for index in indexes(present) {
+            let is_odd = odd & 1 << index != 0;
+            let (number, after) = rest.split_at_checked(if is_odd { ODD_LEN } else { NUMBER_LEN })?;
+            rest = after;
+            let (slot, sectors) = if is_odd {
+                (Slot(be32(number, 0)), number[4])
+            } else {
+                (Slot::of_segment(segment, be16(number, 0)), SECTORS_ALL)
+            };
+            if slot.0 >= layout.slots || sectors == 0 {
+                return None;
+            }
+            let entry = Entry { slot, sectors, dirty: dirty & 1 << index != 0 };
+            found.push((Key::from_bits(key.bits() + index), entry));
+        }
+    }
+    groups.sort_unstable();
+    groups.windows(2).all(|pair| pair[0] != pair[1]).then_some(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use vellum_core::Random;
+
+    use super::*;
+
+    fn layout(slots: u32) -> Layout {
+        Layout::new(slots, 1 << 20, 0x5EC2_E700_0000_0001).unwrap()
+    }
+
+    fn random_entry(random: &mut Random, slots: u32) -> Entry {
+        let slot = Slot(u32::try_from(random.below(u64::from(slots))).unwrap());
+        let sectors = if random.one_in(4) { 1 + random.below(255) as u8 } else { SECTORS_ALL };
+        Entry { slot, sectors, dirty: random.one_in(2) }
+    }
+
+    fn agrees(map: &Map, model: &BTreeMap<Key, Entry>, why: &str) {
+        let found: BTreeMap<Key, Entry> = map.entries().collect();
+        assert_eq!(&found, model, "{why}");
+        assert_eq!(map.blocks(), model.len() as u64, "{why}");
+        assert_eq!(map.dirty_blocks(), model.values().filter(|entry| entry.dirty).count() as u64, "{why}");
+        let counts = (0..map.parts()).map(|part| map.count_in(part));
+        let sum = counts.fold((0, 0), |sum, part| (sum.0 + u64::from(part.0), sum.1 + u64::from(part.1)));
+        assert_eq!(sum, (map.blocks(), map.dirty_blocks()), "{why}");
+    }
+
+    #[test]
+    fn the_entries_are_those_of_a_model() {
+        for seed in 0..40 {
+            let mut random = Random::from_seed(seed);
+            let layout = layout([9000, 200_000][random.index(2)]);
+            let mut map = Map::new(&layout);
+            let mut model = BTreeMap::new();
+            let blocks = [100, 4000][random.index(2)];
+            for step in 0..4000 {
+                let why = format!("seed {seed}, step {step}");
+                let key = Key::new(random.below(2) as u16, random.below(blocks));
+                match random.below(6) {
+                    0..3 => {
+                        let entry = random_entry(&mut random, layout.slots);
+                        assert_eq!(map.put(key, entry), model.insert(key, entry), "{why}");
+                    }
+                    3 | 4 => assert_eq!(map.remove(key), model.remove(&key), "{why}"),
+                    _ => {
+                        let dirty = random.one_in(2);
+                        map.set_dirty(key, dirty);
+                        if let Some(entry) = model.get_mut(&key) {
+                            entry.dirty = dirty;
+                        }
+                    }
+                }
+                assert_eq!(map.get(key), model.get(&key).copied(), "{why}");
+                if step % 500 == 0 {
+                    agrees(&map, &model, &why);
+                }
+            }
+            agrees(&map, &model, &format!("seed {seed}, at the end"));
+            for key in model.keys().copied().collect::<Vec<_>>() {
+                map.remove(key);
+            }
+            assert_eq!(
+                map.memory_bytes(),
+                Map::new(&layout).memory_bytes(),
+                "seed {seed}: an empty map takes none"
+            );
+            assert!((0..map.parts()).all(|part| map.encode_part(part).is_empty()), "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn a_part_reads_as_it_was_written() {
+        for seed in 0..40 {
+            let mut random = Random::from_seed(seed);
+            let layout = layout(20_000);
+            let mut map = Map::new(&layout);
+            for _ in 0..3000 {
+                map.put(Key::new(7, random.below(8000)), random_entry(&mut random, layout.slots));
+            }
+            let mut again = Map::new(&layout);
+            for part in 0..map.parts() {
+                let payload = map.encode_part(part);
+                let room = map.room_in(part) as usize;
+                assert!(
+                    payload.len() + room * 21 <= PAYLOAD_MAX && payload.len() + (room + 1) * 21 > PAYLOAD_MAX
+                );
+                let entries = decode_part(&layout, part, &payload).unwrap();
+                entries.into_iter().for_each(|(key, entry)| drop(again.put(key, entry)));
+                if !payload.is_empty() {
+                    assert_eq!(decode_part(&layout, (part + 1) % layout.parts, &payload), None);
+                    let twice = [&payload[..], &payload[..]].concat();
+                    assert_eq!(decode_part(&layout, part, &twice), None, "a group twice");
+                    assert_eq!(decode_part(&layout, part, &payload[..payload.len() - 1]), None);
+                }
+            }
+            assert_eq!(again.entries().collect::<BTreeMap<_, _>>(), map.entries().collect(), "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn what_no_cache_writes_is_refused() {
+        let layout = layout(4000);
+        let mut map = Map::new(&layout);
+        let odd = Entry { slot: Slot(5), sectors: 1, dirty: true };
+        map.put(Key::new(3, 32), Entry { slot: Slot(3999), sectors: SECTORS_ALL, dirty: false });
+        map.put(Key::new(3, 33), odd);
+        let payload = map.encode_part(0);
+        assert_eq!(payload.len(), 16 + 2 + 5);
+        let with = |at: usize, value: &[u8]| {
+            let mut payload = payload.clone();
+            payload[at..at + value.len()].copy_from_slice(value);
+            decode_part(&layout, 0, &payload).map(|entries| entries.len())
+        };
+        assert_eq!(with(0, &[]), Some(2));
+        assert_eq!(with(7, &[33]), None, "no group begins there");
+        assert_eq!(with(0, &[1, 128]), None, "no row has this number");
+        assert_eq!(with(8, &[0, 0]), None, "nothing is present");
+        assert_eq!(with(10, &[0, 4]), None, "dirty, and not present");
+        assert_eq!(with(12, &[0, 4]), None, "odd, and not present");
+        assert_eq!(with(14, &[0, 1]), None, "a segment that is not there");
+        assert_eq!(with(16, &[0x0F, 0xA0]), None, "a slot that is not there");
+        assert_eq!(with(22, &[0]), None, "no sector");
+    }
+
+    #[test]
+    fn any_payload_is_read_or_refused() {
+        let layout = layout(100);
+        let mut map = Map::new(&layout);
+        let mut random = Random::from_seed(1);
+        for block in 0..40 {
+            map.put(Key::new(0, block), random_entry(&mut random, 100));
+        }
+        let payload = map.encode_part(0);
+        for _ in 0..20_000 {
+            let mut payload = payload.clone();
+            for _ in 0..=random.below(2) {
+                let at = random.index(payload.len());
+                payload[at] ^= 1 << random.below(8);
+            }
+            if let Some(entries) = decode_part(&layout, 0, &payload) {
+                let mut map = Map::new(&layout);
+                let count = entries.len() as u64;
+                entries.into_iter().for_each(|(key, entry)| assert_eq!(map.put(key, entry), None));
+                assert_eq!(map.blocks(), count);
+            }
+        }
+    }
+
+    #[test]
+    fn runs_of_blocks_are_found_by_either_way() {
+        for seed in 0..40 {
+            let mut random = Random::from_seed(seed);
+            let layout = layout(20_000);
+            let mut map = Map::new(&layout);
+            for _ in 0..200 {
+                map.put(Key::new(1, random.below(3000)), random_entry(&mut random, layout.slots));
+            }
+            map.put(Key::new(2, 0), random_entry(&mut random, layout.slots));
+            for _ in 0..100 {
+                let start = random.below(3000);
+                let blocks = [1 + random.below(100), crate::layout::BLOCKS_MAX - start][random.index(2)];
+                let wanted: Vec<Key> = map
+                    .entries()
+                    .map(|(key, _)| key)
+                    .filter(|key| key.row() == 1 && (start..start + blocks).contains(&key.block()))
+                    .collect::<std::collections::BTreeSet<_>>()
+                    .into_iter()
+                    .collect();
+                assert_eq!(map.keys_between(Key::new(1, start), blocks), wanted, "seed {seed}");
+                for bits in map.groups_between(Key::new(1, start), blocks) {
+                    let dirty: Vec<Key> = bits.keys().filter(|key| map.get(*key).unwrap().dirty).collect();
+                    assert_eq!(bits.dirty_keys().collect::<Vec<_>>(), dirty, "seed {seed}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_hand_gives_up_what_was_not_seen_and_nothing_that_is_dirty() {
+        let layout = layout(20_000);
+        let mut map = Map::new(&layout);
+        for block in 0..1000 {
+            let dirty = block % 5 == 0;
+            map.put(Key::new(1, block), Entry { slot: Slot(block as u32), sectors: SECTORS_ALL, dirty });
+            map.set_seen(Key::new(1, block), block % 2 == 0);
+        }
+        let first = map.sweep(1000, usize::MAX);
+        assert_eq!(first.len(), 400);
+        for key in first {
+            assert!(key.block() % 2 == 1 && key.block() % 5 != 0, "{key:?}");
+            map.remove(key);
+        }
+        // Now those that were seen have been passed, and go as well.
+        let mut rounds = 0;
+        while map.blocks() > map.dirty_blocks() {
+            let some = map.sweep(7, 20);
+            assert!(some.len() <= 7);
+            for key in some {
+                assert!(!map.remove(key).unwrap().dirty);
+            }
+            rounds += 1;
+            assert!(rounds < 500);
+        }
+        assert_eq!((map.sweep(9, usize::MAX), map.blocks()), (vec![], 200));
+    }
+
+    #[test]
+    fn a_group_keeps_to_one_segment() {
+        let layout = layout(200_000);
+        let mut map = Map::new(&layout);
+        let full = |slot| Entry { slot: Slot(slot), sectors: SECTORS_ALL, dirty: true };
+        assert_eq!(map.segment_for(Key::new(1, 5)), None);
+        map.put(Key::new(1, 5), full(70_000));
+        assert_eq!(map.segment_for(Key::new(1, 6)), Some(1));
+        map.put(Key::new(1, 6), full(140_000));
+        map.remove(Key::new(1, 5));
+        assert_eq!(map.segment_for(Key::new(1, 6)), None, "none that is left is in it");
+        map.put(Key::new(1, 6), full(140_001));
+        assert_eq!(map.segment_for(Key::new(1, 6)), Some(2));
+    }
+
+    /// Bytes for a full group, over caches that are filled in any order.
+    #[test]
+    fn a_full_group_takes_at_most_65_bytes_on_average() {
+        let layout = layout(64 * 4096);
+        let (mut least, mut most, mut sum, mut count) = (f64::MAX, 0.0_f64, 0.0, 0);
+        let mut random = Random::from_seed(5);
+        let mut map = Map::new(&layout);
+        let mut groups = 0_u64;
+        for round in 0..40 {
+            // Groups of a quarter of a part each round, their blocks in random order among each other.
+            let mut blocks: Vec<u64> = (groups * 16..(groups + 400) * 16).collect();
+            for index in (1..blocks.len()).rev() {
+                blocks.swap(index, random.index(index + 1));
+            }
+            for block in blocks {
+                let slot = Slot(block as u32 % layout.slots);
+                map.put(Key::new(1, block), Entry { slot, sectors: SECTORS_ALL, dirty: false });
+            }
+            groups += 400;
+            if round >= 10 {
+                let each = map.memory_bytes() as f64 / groups as f64;
+                (least, most, sum, count) = (least.min(each), most.max(each), sum + each, count + 1);
+            }
+        }
+        let average = sum / f64::from(count);
+        println!("a full group: {least:.1} to {most:.1} bytes, {average:.1} on average");
+        assert!(average <= 65.0 && most <= 70.0, "{least} to {most}, {average} on average");
+    }
+
+    #[test]
+    fn a_part_takes_its_share_in_any_encoding() {
+        let layout = layout(4096);
+        let mut map = Map::new(&layout);
+        for n in 0..4096 {
+            assert!(map.has_room(Key::new(1, n * 16)));
+            map.put(Key::new(1, n * 16), Entry { slot: Slot(n as u32), sectors: 1, dirty: true });
+        }
+        assert_eq!(map.encode_part(0).len(), 4096 * 21);
+    }
+}

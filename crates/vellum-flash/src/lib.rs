@@ -30,6 +30,7 @@
 mod bytes;
 mod layout;
 mod map;
+mod policy;
 mod record;
 mod slice;
 mod slots;

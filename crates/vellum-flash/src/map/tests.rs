@@ -1,0 +1,261 @@
+//! The map beside a model, and what it takes in memory.
+
+use std::collections::BTreeMap;
+
+use vellum_core::Random;
+
+use super::*;
+
+fn layout(slots: u32) -> Layout {
+    Layout::new(slots, 1 << 20, 0x5EC2_E700_0000_0001).unwrap()
+}
+
+fn random_entry(random: &mut Random, slots: u32) -> Entry {
+    let slot = Slot(u32::try_from(random.below(u64::from(slots))).unwrap());
+    let sectors = if random.one_in(4) { 1 + random.below(255) as u8 } else { SECTORS_ALL };
+    Entry { slot, sectors, dirty: random.one_in(2) }
+}
+
+fn agrees(map: &Map, model: &BTreeMap<Key, Entry>, why: &str) {
+    let found: BTreeMap<Key, Entry> = map.entries().collect();
+    assert_eq!(&found, model, "{why}");
+    assert_eq!(map.blocks(), model.len() as u64, "{why}");
+    assert_eq!(map.dirty_blocks(), model.values().filter(|entry| entry.dirty).count() as u64, "{why}");
+    let counts = (0..map.parts()).map(|part| map.count_in(part));
+    let sum = counts.fold((0, 0), |sum, part| (sum.0 + u64::from(part.0), sum.1 + u64::from(part.1)));
+    assert_eq!(sum, (map.blocks(), map.dirty_blocks()), "{why}");
+}
+
+#[test]
+fn the_entries_are_those_of_a_model() {
+    for seed in 0..40 {
+        let mut random = Random::from_seed(seed);
+        let layout = layout([9000, 200_000][random.index(2)]);
+        let mut map = Map::new(&layout);
+        let mut model = BTreeMap::new();
+        let blocks = [100, 4000][random.index(2)];
+        for step in 0..4000 {
+            let why = format!("seed {seed}, step {step}");
+            let key = Key::new(random.below(2) as u16, random.below(blocks));
+            match random.below(6) {
+                0..3 => {
+                    let entry = random_entry(&mut random, layout.slots);
+                    assert_eq!(map.put(key, entry), model.insert(key, entry), "{why}");
+                }
+                3 | 4 => assert_eq!(map.remove(key), model.remove(&key), "{why}"),
+                _ => {
+                    let dirty = random.one_in(2);
+                    map.set_dirty(key, dirty);
+                    if let Some(entry) = model.get_mut(&key) {
+                        entry.dirty = dirty;
+                    }
+                }
+            }
+            assert_eq!(map.get(key), model.get(&key).copied(), "{why}");
+            if step % 500 == 0 {
+                agrees(&map, &model, &why);
+            }
+        }
+        agrees(&map, &model, &format!("seed {seed}, at the end"));
+        for key in model.keys().copied().collect::<Vec<_>>() {
+            map.remove(key);
+        }
+        assert_eq!(
+            map.memory_bytes(),
+            Map::new(&layout).memory_bytes(),
+            "seed {seed}: an empty map takes none"
+        );
+        assert!((0..map.parts()).all(|part| map.encode_part(part).is_empty()), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_part_reads_as_it_was_written() {
+    for seed in 0..40 {
+        let mut random = Random::from_seed(seed);
+        let layout = layout(20_000);
+        let mut map = Map::new(&layout);
+        for _ in 0..3000 {
+            map.put(Key::new(7, random.below(8000)), random_entry(&mut random, layout.slots));
+        }
+        let mut again = Map::new(&layout);
+        for part in 0..map.parts() {
+            let payload = map.encode_part(part);
+            let room = map.room_in(part) as usize;
+            assert!(
+                payload.len() + room * 21 <= PAYLOAD_MAX && payload.len() + (room + 1) * 21 > PAYLOAD_MAX
+            );
+            let entries = decode_part(&layout, part, &payload).unwrap();
+            entries.into_iter().for_each(|(key, entry)| drop(again.put(key, entry)));
+            if !payload.is_empty() {
+                assert_eq!(decode_part(&layout, (part + 1) % layout.parts, &payload), None);
+                let twice = [&payload[..], &payload[..]].concat();
+                assert_eq!(decode_part(&layout, part, &twice), None, "a group twice");
+                assert_eq!(decode_part(&layout, part, &payload[..payload.len() - 1]), None);
+            }
+        }
+        assert_eq!(again.entries().collect::<BTreeMap<_, _>>(), map.entries().collect(), "seed {seed}");
+    }
+}
+
+#[test]
+fn what_no_cache_writes_is_refused() {
+    let layout = layout(4000);
+    let mut map = Map::new(&layout);
+    let odd = Entry { slot: Slot(5), sectors: 1, dirty: true };
+    map.put(Key::new(3, 32), Entry { slot: Slot(3999), sectors: SECTORS_ALL, dirty: false });
+    map.put(Key::new(3, 33), odd);
+    let payload = map.encode_part(0);
+    assert_eq!(payload.len(), 16 + 2 + 5);
+    let with = |at: usize, value: &[u8]| {
+        let mut payload = payload.clone();
+        payload[at..at + value.len()].copy_from_slice(value);
+        decode_part(&layout, 0, &payload).map(|entries| entries.len())
+    };
+    assert_eq!(with(0, &[]), Some(2));
+    assert_eq!(with(7, &[33]), None, "no group begins there");
+    assert_eq!(with(0, &[1, 128]), None, "no row has this number");
+    assert_eq!(with(8, &[0, 0]), None, "nothing is present");
+    assert_eq!(with(10, &[0, 4]), None, "dirty, and not present");
+    assert_eq!(with(12, &[0, 4]), None, "odd, and not present");
+    assert_eq!(with(14, &[0, 1]), None, "a segment that is not there");
+    assert_eq!(with(16, &[0x0F, 0xA0]), None, "a slot that is not there");
+    assert_eq!(with(22, &[0]), None, "no sector");
+}
+
+#[test]
+fn any_payload_is_read_or_refused() {
+    let layout = layout(100);
+    let mut map = Map::new(&layout);
+    let mut random = Random::from_seed(1);
+    for block in 0..40 {
+        map.put(Key::new(0, block), random_entry(&mut random, 100));
+    }
+    let payload = map.encode_part(0);
+    for _ in 0..20_000 {
+        let mut payload = payload.clone();
+        for _ in 0..=random.below(2) {
+            let at = random.index(payload.len());
+            payload[at] ^= 1 << random.below(8);
+        }
+        if let Some(entries) = decode_part(&layout, 0, &payload) {
+            let mut map = Map::new(&layout);
+            let count = entries.len() as u64;
+            entries.into_iter().for_each(|(key, entry)| assert_eq!(map.put(key, entry), None));
+            assert_eq!(map.blocks(), count);
+        }
+    }
+}
+
+#[test]
+fn runs_of_blocks_are_found_by_either_way() {
+    for seed in 0..40 {
+        let mut random = Random::from_seed(seed);
+        let layout = layout(20_000);
+        let mut map = Map::new(&layout);
+        for _ in 0..200 {
+            map.put(Key::new(1, random.below(3000)), random_entry(&mut random, layout.slots));
+        }
+        map.put(Key::new(2, 0), random_entry(&mut random, layout.slots));
+        for _ in 0..100 {
+            let start = random.below(3000);
+            let blocks = [1 + random.below(100), crate::layout::BLOCKS_MAX - start][random.index(2)];
+            let wanted: Vec<Key> = map
+                .entries()
+                .map(|(key, _)| key)
+                .filter(|key| key.row() == 1 && (start..start + blocks).contains(&key.block()))
+                .collect::<std::collections::BTreeSet<_>>()
+                .into_iter()
+                .collect();
+            assert_eq!(map.keys_between(Key::new(1, start), blocks), wanted, "seed {seed}");
+            for bits in map.groups_between(Key::new(1, start), blocks) {
+                let dirty: Vec<Key> = bits.keys().filter(|key| map.get(*key).unwrap().dirty).collect();
+                assert_eq!(bits.dirty_keys().collect::<Vec<_>>(), dirty, "seed {seed}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_hand_gives_up_what_was_not_seen_and_nothing_that_is_dirty() {
+    let layout = layout(20_000);
+    let mut map = Map::new(&layout);
+    for block in 0..1000 {
+        let dirty = block % 5 == 0;
+        map.put(Key::new(1, block), Entry { slot: Slot(block as u32), sectors: SECTORS_ALL, dirty });
+        map.set_seen(Key::new(1, block), block % 2 == 0);
+    }
+    let first = map.sweep(1000, usize::MAX);
+    assert_eq!(first.len(), 400);
+    for key in first {
+        assert!(key.block() % 2 == 1 && key.block() % 5 != 0, "{key:?}");
+        map.remove(key);
+    }
+    // Now those that were seen have been passed, and go as well.
+    let mut rounds = 0;
+    while map.blocks() > map.dirty_blocks() {
+        let some = map.sweep(7, 20);
+        assert!(some.len() <= 7);
+        for key in some {
+            assert!(!map.remove(key).unwrap().dirty);
+        }
+        rounds += 1;
+        assert!(rounds < 500);
+    }
+    assert_eq!((map.sweep(9, usize::MAX), map.blocks()), (vec![], 200));
+}
+
+#[test]
+fn a_group_keeps_to_one_segment() {
+    let layout = layout(200_000);
+    let mut map = Map::new(&layout);
+    let full = |slot| Entry { slot: Slot(slot), sectors: SECTORS_ALL, dirty: true };
+    assert_eq!(map.segment_for(Key::new(1, 5)), None);
+    map.put(Key::new(1, 5), full(70_000));
+    assert_eq!(map.segment_for(Key::new(1, 6)), Some(1));
+    map.put(Key::new(1, 6), full(140_000));
+    map.remove(Key::new(1, 5));
+    assert_eq!(map.segment_for(Key::new(1, 6)), None, "none that is left is in it");
+    map.put(Key::new(1, 6), full(140_001));
+    assert_eq!(map.segment_for(Key::new(1, 6)), Some(2));
+}
+
+/// Bytes for a full group, over caches that are filled in any order.
+#[test]
+fn a_full_group_takes_at_most_65_bytes_on_average() {
+    let layout = layout(64 * 4096);
+    let (mut least, mut most, mut sum, mut count) = (f64::MAX, 0.0_f64, 0.0, 0);
+    let mut random = Random::from_seed(5);
+    let mut map = Map::new(&layout);
+    let mut groups = 0_u64;
+    for round in 0..40 {
+        // Groups of a quarter of a part each round, their blocks in random order among each other.
+        let mut blocks: Vec<u64> = (groups * 16..(groups + 400) * 16).collect();
+        for index in (1..blocks.len()).rev() {
+            blocks.swap(index, random.index(index + 1));
+        }
+        for block in blocks {
+            let slot = Slot(block as u32 % layout.slots);
+            map.put(Key::new(1, block), Entry { slot, sectors: SECTORS_ALL, dirty: false });
+        }
+        groups += 400;
+        if round >= 10 {
+            let each = map.memory_bytes() as f64 / groups as f64;
+            (least, most, sum, count) = (least.min(each), most.max(each), sum + each, count + 1);
+        }
+    }
+    let average = sum / f64::from(count);
+    println!("a full group: {least:.1} to {most:.1} bytes, {average:.1} on average");
+    assert!(average <= 65.0 && most <= 70.0, "{least} to {most}, {average} on average");
+}
+
+#[test]
+fn a_part_takes_its_share_in_any_encoding() {
+    let layout = layout(4096);
+    let mut map = Map::new(&layout);
+    for n in 0..4096 {
+        assert!(map.has_room(Key::new(1, n * 16)));
+        map.put(Key::new(1, n * 16), Entry { slot: Slot(n as u32), sectors: 1, dirty: true });
+    }
+    assert_eq!(map.encode_part(0).len(), 4096 * 21);
+}

@@ -17,7 +17,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use event_listener::Event;
 use vellum_core::lock;
@@ -137,7 +137,7 @@ impl Claims {
     }
 
     /// Watches the blocks from now on.
-    pub(crate) fn watch(&self, blocks: Range<u64>) -> Watch<'_> {
+    pub(crate) fn watch(self: &Arc<Self>, blocks: Range<u64>) -> Watch {
         let mut table = lock(&self.table);
         let mut touched = Touched::default();
         for (start, end) in table.held.range(..blocks.end) {
@@ -149,7 +149,8 @@ impl Claims {
         table.begun += 1;
         let number = table.begun;
         table.watches.push(Watched { number, blocks, touched });
-        Watch { claims: self, number }
+        drop(table);
+        Watch { claims: self.clone(), number }
     }
 
     /// Whether anything is claimed.
@@ -173,12 +174,12 @@ impl Drop for Held<'_> {
 }
 
 /// Blocks that somebody looks at.
-pub(crate) struct Watch<'a> {
-    claims: &'a Claims,
+pub(crate) struct Watch {
+    claims: Arc<Claims>,
     number: u64,
 }
 
-impl Watch<'_> {
+impl Watch {
     /// Whether this block was touched so far.
     pub(crate) fn is_touched(&self, block: u64) -> bool {
         let table = lock(&self.claims.table);
@@ -192,7 +193,7 @@ impl Watch<'_> {
     }
 }
 
-impl Drop for Watch<'_> {
+impl Drop for Watch {
     fn drop(&mut self) {
         let mut table = lock(&self.claims.table);
         let index = table.index_of(self.number);
@@ -208,7 +209,7 @@ mod tests {
 
     #[test]
     fn overlapping_claims_wait_and_others_do_not() {
-        let claims = Claims::default();
+        let claims = Arc::new(Claims::default());
         block_on(async {
             let first = claims.claim(10..20).await;
             let beside = claims.claim(20..21).await;
@@ -229,7 +230,7 @@ mod tests {
 
     #[test]
     fn a_watch_knows_what_was_claimed_before_it_and_since() {
-        let claims = Claims::default();
+        let claims = Arc::new(Claims::default());
         block_on(async {
             let before = claims.claim(0..4).await;
             let watch = claims.watch(2..50);
@@ -251,7 +252,7 @@ mod tests {
 
     #[test]
     fn a_watch_that_lists_too_much_says_more_than_was_touched_never_less() {
-        let claims = Claims::default();
+        let claims = Arc::new(Claims::default());
         let watch = claims.watch(0..10_000);
         for n in 0..500 {
             drop(claims.try_claim(n * 7..n * 7 + 1).unwrap());

@@ -27,13 +27,36 @@
 
 #![forbid(unsafe_code)]
 
+mod admit;
 mod bytes;
+mod cache;
+mod claims;
+mod create;
+mod disk;
+mod facts;
+mod home;
 mod layout;
 mod map;
+mod open;
+mod options;
 mod policy;
 mod record;
+mod recover;
+pub mod session;
 mod slice;
+mod slices;
 mod slots;
+mod state;
+mod stop;
 mod table;
+mod trial;
 mod units;
 mod zeros;
+
+pub use cache::{CacheCounts, FlashCache};
+pub use create::create;
+pub use disk::{FlashCounts, FlashDisk};
+pub use facts::{Facts, Look, RowFacts, check, look};
+pub use options::{DiskOptions, FlashOptions, FlashPolicy};
+pub use policy::Replacement;
+pub use trial::{HitCounts, hits};

@@ -1,0 +1,390 @@
+//! A disk over its home: what a guest, or an image above, is served.
+//!
+//! ```text
+//!   read    ─► epoch ─► look up ─► slots, zeros, home: each run in one transfer
+//!   write   ─► promise ─► claim ─► plan ─► slots ─► publish                                write.rs
+//!   zeroes  ─► whole blocks: a run ─► publish; the rest is written as data                 write.rs
+//!   flush   ─► commit of the cache
+//!   home    ◄─ write-back                                                                  home.rs
+//! ```
+//!
+//! 1. A read enters an epoch before it looks a slot up, and leaves it after the transfer.
+//! 2. A slot that cannot be read: where home has the same, home is read; else the read fails.
+//! 3. Before the first change of an opening the session's number is durable in the row, and then in the image.
+//! 4. A change is refused once the cache has stopped. Reads go on.
+
+mod begin;
+mod read;
+mod write;
+
+pub(crate) use write::part_is_full;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use vellum_core::{
+    Buffer, Disk, Error, ErrorKind, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, LocalFuture,
+    Losses, Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
+};
+
+use crate::admit::Fetched;
+use crate::cache::FlashCache;
+use crate::claims::Claims;
+use crate::options::FlashPolicy;
+use crate::session::Sessions;
+
+/// What a disk did with its requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FlashCounts {
+    /// Blocks that were read from flash, or known to be zero.
+    pub hits: u64,
+    /// Blocks that were read from home.
+    pub misses: u64,
+    /// Blocks that were written.
+    pub writes: u64,
+    /// Blocks that were read and got slots.
+    pub admitted: u64,
+    /// Blocks that were read and got none: they had changed, or there was no room.
+    pub refused: u64,
+    /// Blocks that were given up before others because a disk above has its own.
+    pub demoted: u64,
+    /// Blocks that were written home.
+    pub written_home: u64,
+    /// Bytes that writes of guests brought to slots.
+    pub slot_writes: u64,
+    /// Bytes that reads brought to slots.
+    pub admit_writes: u64,
+    /// Transfers of slots, and to home, that failed.
+    pub errors: u64,
+}
+
+impl std::ops::AddAssign for FlashCounts {
+    fn add_assign(&mut self, other: Self) {
+        self.hits += other.hits;
+        self.misses += other.misses;
+        self.writes += other.writes;
+        self.admitted += other.admitted;
+        self.refused += other.refused;
+        self.demoted += other.demoted;
+        self.written_home += other.written_home;
+        self.slot_writes += other.slot_writes;
+        self.admit_writes += other.admit_writes;
+        self.errors += other.errors;
+    }
+}
+
+impl std::iter::Sum for FlashCounts {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), |mut sum, one| {
+            sum += one;
+            sum
+        })
+    }
+}
+
+#[derive(Default)]
+pub(crate) struct Tally {
+    pub(crate) hits: AtomicU64,
+    pub(crate) misses: AtomicU64,
+    pub(crate) writes: AtomicU64,
+    pub(crate) admitted: AtomicU64,
+    pub(crate) refused: AtomicU64,
+    pub(crate) written_home: AtomicU64,
+    pub(crate) slot_writes: AtomicU64,
+    pub(crate) admit_writes: AtomicU64,
+    pub(crate) errors: AtomicU64,
+}
+
+/// Adds to a number that is only looked at.
+pub(crate) fn count(number: &AtomicU64, more: u64) {
+    number.fetch_add(more, Ordering::Relaxed);
+}
+
+/// A disk of the cache, shared by those who use it.
+pub(crate) struct Home {
+    pub(crate) cache: Arc<FlashCache>,
+    pub(crate) disk: SharedDisk,
+    pub(crate) row: u16,
+    pub(crate) claims: Arc<Claims>,
+    pub(crate) policy: Mutex<FlashPolicy>,
+    pub(crate) sessions: Option<Arc<dyn Sessions>>,
+    /// The number of this opening is in the row and in the image.
+    pub(crate) has_begun: AtomicBool,
+    beginning: async_lock::Mutex<()>,
+    /// Held by the one write-back that is under way.
+    pub(crate) writing_back: async_lock::Mutex<()>,
+    /// A fill asked for a flush of home.
+    wants_flush: AtomicBool,
+    is_closed: AtomicBool,
+    keeps_at_close: AtomicBool,
+    pub(crate) tally: Tally,
+    /// What was read from home and waits for slots.
+    pub(crate) fetched: Mutex<std::collections::VecDeque<Fetched>>,
+    /// Where the background goes on writing home.
+    pub(crate) hand: AtomicU64,
+}
+
+impl Home {
+    pub(crate) fn policy(&self) -> FlashPolicy {
+        *lock(&self.policy)
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        !self.is_closed.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.disk.geometry().size
+    }
+
+    fn check(&self, span: Option<GuestSpan>) -> Result<GuestSpan> {
+        if !self.is_open() {
+            return Err(Error::new(ErrorKind::Closed, "the disk is closed"));
+        }
+        let span = span.ok_or_else(|| Error::invalid("the request exceeds 2^64"))?;
+        let size = self.size();
+        if span.end().bytes() > size {
+            return Err(Error::invalid(format!(
+                "the request {span} extends past the end of the disk at {size:#x}"
+            )));
+        }
+        Ok(span)
+    }
+
+    fn check_change(&self, span: Option<GuestSpan>) -> Result<GuestSpan> {
+        let span = self.check(span)?;
+        if self.disk.geometry().read_only {
+            return Err(Error::new(ErrorKind::ReadOnly, "the disk is open read-only"));
+        }
+        self.cache.stop.check()?;
+        Ok(span)
+    }
+
+    /// Commits what the disk was written, and flushes home where something was written past the cache.
+    async fn flush(&self) -> Result<()> {
+        self.check(Some(GuestOffset::ZERO.span(0)))?;
+        match self.policy() {
+            FlashPolicy::WriteBack => {
+                self.cache.stop.check()?;
+                if self.wants_flush.swap(false, Ordering::AcqRel) {
+                    self.disk.flush().await?;
+                }
+                self.cache.commit().await
+            }
+            _ => self.disk.flush().await,
+        }
+    }
+
+    async fn close(&self) -> Result<()> {
+        if !self.is_open() {
+            return Ok(());
+        }
+        let is_kept = self.keeps_at_close.load(Ordering::Acquire);
+        let flash = async {
+            if is_kept || self.disk.geometry().read_only {
+                return match self.cache.failure() {
+                    Some(_) => Ok(()),
+                    None => self.cache.commit().await,
+                };
+            }
+            self.drain().await?;
+            self.end_session().await?;
+            self.cache.commit_all().await
+        };
+        let flash = flash.await;
+        self.is_closed.store(true, Ordering::Release);
+        let mut disks = lock(&self.cache.disks);
+        if disks.get(&self.row).is_some_and(|home| std::ptr::eq(home.as_ptr(), self)) {
+            disks.remove(&self.row);
+        }
+        drop(disks);
+        let home = self.disk.close().await;
+        flash.and(home)
+    }
+}
+
+/// A disk whose blocks are on flash and at home.
+pub struct FlashDisk {
+    pub(crate) home: Arc<Home>,
+}
+
+impl FlashDisk {
+    /// Writes home what was dirty when it was called, flushed. Requests may go on meanwhile; what they write stays.
+    ///
+    /// # Errors
+    /// Those of flash and of home.
+    pub async fn drain(&self) -> Result<()> {
+        self.home.drain().await
+    }
+
+    /// What is done for this disk.
+    pub fn policy(&self) -> FlashPolicy {
+        self.home.policy()
+    }
+
+    /// Does something else from now on. A disk leaves write-back by draining; no request changes it meanwhile.
+    ///
+    /// # Errors
+    /// `Unsupported` for what this disk cannot have; those of the draining.
+    pub async fn set_policy(&self, policy: FlashPolicy) -> Result<()> {
+        self.home.set_policy(policy).await
+    }
+
+    /// What it did with its requests.
+    pub fn counts(&self) -> FlashCounts {
+        let tally = &self.home.tally;
+        let of = |number: &AtomicU64| number.load(Ordering::Relaxed);
+        FlashCounts {
+            hits: of(&tally.hits),
+            misses: of(&tally.misses),
+            writes: of(&tally.writes),
+            admitted: of(&tally.admitted),
+            refused: of(&tally.refused),
+            demoted: 0,
+            written_home: of(&tally.written_home),
+            slot_writes: of(&tally.slot_writes),
+            admit_writes: of(&tally.admit_writes),
+            errors: of(&tally.errors),
+        }
+    }
+
+    /// Whether a close leaves dirty blocks on flash, and the image marked.
+    pub fn keep_at_close(&self, keeps: bool) {
+        self.home.keeps_at_close.store(keeps, Ordering::Release);
+    }
+
+    /// Blocks that home may have older. Runs of zeros count as their blocks.
+    pub fn dirty_blocks(&self) -> u64 {
+        let state = self.home.cache.state();
+        let zeros: u64 = state.runs_of(self.home.row).map(|run| run.blocks).sum();
+        state.counts(self.home.row).dirty + zeros
+    }
+
+    /// The same disk for a reader whose bytes are not worth keeping: a fill copies them to an image.
+    pub fn unadmitting(&self) -> SharedDisk {
+        Arc::new(Unadmitting { home: self.home.clone() })
+    }
+}
+
+impl Disk for FlashDisk {
+    fn geometry(&self) -> Geometry {
+        self.home.geometry()
+    }
+
+    fn below(&self) -> Option<SharedDisk> {
+        self.home.disk.below()
+    }
+
+    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        Box::pin(self.home.read(at, buffer, true))
+    }
+
+    fn write(&self, at: GuestOffset, data: Buffer, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.home.write(at, data, flags))
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.home.flush())
+    }
+
+    fn write_zeroes(&self, span: GuestSpan, flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.home.write_zeroes(span, flags))
+    }
+
+    fn discard(&self, span: GuestSpan, flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.home.discard(span, flags))
+    }
+
+    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        Box::pin(self.home.map(span))
+    }
+
+    fn tend(&self, now: Duration) -> LocalFuture<'_, bool> {
+        self.home.disk.tend(now)
+    }
+
+    fn filling(&self) -> Option<Filling> {
+        self.home.disk.filling()
+    }
+
+    fn fill(&self, at: GuestOffset, data: Buffer) -> LocalFuture<'_, Result<Filled>> {
+        Box::pin(async move {
+            self.home.check(GuestSpan::checked(at, data.len() as u64))?;
+            let filled = self.home.disk.fill(at, data).await?;
+            if filled.wants_flush {
+                self.home.wants_flush.store(true, Ordering::Release);
+            }
+            Ok(filled)
+        })
+    }
+
+    fn room(&self) -> LocalFuture<'_, Result<Option<Room>>> {
+        self.home.disk.room()
+    }
+
+    fn losses(&self) -> Option<Arc<Losses>> {
+        self.home.disk.losses()
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(self.home.close())
+    }
+}
+
+/// The same disk, only read, and nothing of it is admitted.
+struct Unadmitting {
+    home: Arc<Home>,
+}
+
+impl Disk for Unadmitting {
+    fn geometry(&self) -> Geometry {
+        Geometry { read_only: true, ..self.home.geometry() }
+    }
+
+    fn below(&self) -> Option<SharedDisk> {
+        self.home.disk.below()
+    }
+
+    fn read(&self, at: GuestOffset, buffer: Buffer) -> LocalFuture<'_, Result<Buffer>> {
+        Box::pin(self.home.read(at, buffer, false))
+    }
+
+    fn write(&self, _at: GuestOffset, _data: Buffer, _flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        refused()
+    }
+
+    fn flush(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn write_zeroes(&self, _span: GuestSpan, _flags: ZeroFlags) -> LocalFuture<'_, Result<()>> {
+        refused()
+    }
+
+    fn discard(&self, _span: GuestSpan, _flags: WriteFlags) -> LocalFuture<'_, Result<()>> {
+        refused()
+    }
+
+    fn map(&self, span: GuestSpan) -> LocalFuture<'_, Result<Vec<Extent>>> {
+        Box::pin(self.home.map(span))
+    }
+
+    fn close(&self) -> LocalFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+fn refused() -> LocalFuture<'static, Result<()>> {
+    Box::pin(std::future::ready(Err(Error::new(ErrorKind::ReadOnly, "the disk is only read here"))))
+}
+
+impl Home {
+    fn geometry(&self) -> Geometry {
+        let home = self.disk.geometry();
+        match self.policy() {
+            FlashPolicy::WriteBack => Geometry { fast_zeroes: !home.read_only, ..home },
+            _ => home,
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! Which row a disk has, and its session.
+//!
+//! ```text
+//!   open    the number that the image names ─► the row that has it       its blocks count
+//!                                           └─► none: a new row           nothing is cached yet
+//!   begin   new number ─► row, beside the one that the image names ► commit ─► image ► flush      before the first write
+//!   close   drained ─► the mark is taken away; the number goes on counting
+//! ```
+//!
+//! 1. The blocks of a row count for an image that names the row's newest number, or the one beside it while the
+//!    newest has no record.
+//! 2. A marked image whose number no row has is refused: the writes that it lacks are elsewhere.
+//! 3. A row that is open is not opened again.
+//! 4. Where nothing ties the image to the cache and it may be written, its blocks count in this opening alone.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use vellum_core::{Error, ErrorKind, Result, lock};
+
+use super::{FlashDisk, Home, Tally};
+use crate::cache::FlashCache;
+use crate::claims::Claims;
+use crate::options::{DiskOptions, FlashPolicy};
+use crate::record::Row;
+use crate::session::{Session, SessionNumber};
+
+fn number_of(session: Option<&Session>) -> u128 {
+    session.map_or(0, |session| u128::from_be_bytes(session.number.bytes()))
+}
+
+impl FlashCache {
+    /// Opens a disk over its home.
+    ///
+    /// # Errors
+    /// `Unsupported` for a policy that this disk cannot have; `Locked` when it is open already; `Refused` when the
+    /// image lacks writes that this cache does not have; `NoSpace` when there is no row left.
+    pub async fn open_disk(self: &Arc<Self>, options: DiskOptions) -> Result<Arc<FlashDisk>> {
+        self.check_open()?;
+        self.stop.check()?;
+        let is_read_only = options.home.geometry().read_only;
+        may_have(options.policy, &options, is_read_only)?;
+        let named = match &options.sessions {
+            Some(sessions) => {
+                let session = sessions.session().await;
+                session.filter(|session| session.counts() && session.cache == self.id)
+            }
+            None => None,
+        };
+        let row = self.choose_row(&options, named.as_ref(), is_read_only)?;
+        let home = Arc::new(Home {
+            cache: self.clone(),
+            disk: options.home,
+            row: row.number,
+            claims: Arc::new(Claims::default()),
+            policy: Mutex::new(options.policy),
+            sessions: options.sessions,
+            has_begun: AtomicBool::new(false),
+            beginning: async_lock::Mutex::new(()),
+            writing_back: async_lock::Mutex::new(()),
+            wants_flush: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
+            keeps_at_close: AtomicBool::new(false),
+            tally: Tally::default(),
+            fetched: Mutex::default(),
+            hand: AtomicU64::new(0),
+        });
+        lock(&self.disks).insert(row.number, Arc::downgrade(&home));
+        Ok(Arc::new(FlashDisk { home }))
+    }
+
+    pub(crate) fn is_row_open(&self, row: u16) -> bool {
+        let home = lock(&self.disks).get(&row).and_then(std::sync::Weak::upgrade);
+        home.is_some_and(|home| home.is_open())
+    }
+
+    fn choose_row(&self, options: &DiskOptions, named: Option<&Session>, is_read_only: bool) -> Result<Row> {
+        let disk = u128::from_be_bytes(options.disk);
+        let found = match (named, &options.sessions) {
+            (Some(session), _) => self.row_of_session(session)?,
+            (None, Some(_)) => None,
+            (None, None) if is_read_only || options.trusts_home => {
+                let row = self.state().row_of(disk);
+                row.filter(|row| row.named == 0 && row.newest == 0)
+            }
+            (None, None) => None,
+        };
+        if let Some(row) = found {
+            if self.is_row_open(row.number) {
+                let why = format!("{}: the disk is open with this flash cache already", self.name());
+                return Err(Error::new(ErrorKind::Locked, why));
+            }
+            return Ok(row);
+        }
+        let counts_later = is_read_only || options.trusts_home || options.sessions.is_some();
+        let disk = if counts_later { disk } else { self.draw_number() };
+        self.forget_useless(disk);
+        self.state().add_row(disk)
+    }
+
+    /// The row whose blocks count for this session.
+    fn row_of_session(&self, session: &Session) -> Result<Option<Row>> {
+        let number = number_of(Some(session));
+        let mut state = self.state();
+        let rows = || state.ledger.rows.values().copied();
+        if let Some(row) = rows().find(|row| row.newest == number) {
+            return Ok(Some(row));
+        }
+        match rows().find(|row| row.named == number) {
+            Some(row) if !row.has_record => {
+                // The newer number never reached the image, and never will.
+                let row = Row { newest: number, has_record: true, ..row };
+                state.set_row(row);
+                Ok(Some(row))
+            }
+            Some(_) if session.holds_writes() => {
+                let why = format!(
+                    "{}: another copy of this image was opened with the flash cache since, so the writes that this copy \
+                     lacks are not known any more: use that copy, or give them up with `vellum flash forget`",
+                    self.name()
+                );
+                Err(Error::new(ErrorKind::Refused, why))
+            }
+            None if session.holds_writes() => {
+                let why = format!(
+                    "{}: the flash cache does not have the writes that the image lacks: give them up with `vellum flash \
+                     forget`",
+                    self.name()
+                );
+                Err(Error::new(ErrorKind::Refused, why))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Clean rows of this disk, which no image names any more; and, when there is no other row left, the first clean one.
+    fn forget_useless(&self, disk: u128) {
+        let rows: Vec<Row> = self.state().ledger.rows.values().copied().collect();
+        let is_full = rows.len() >= usize::from(crate::layout::ROWS_MAX);
+        let mut is_spare = is_full;
+        for row in rows {
+            let is_idle = !self.is_row_open(row.number) && !self.state().is_dirty(row.number);
+            if is_idle && (row.disk == disk || is_spare) {
+                self.state().remove_row(row.number);
+                is_spare = false;
+            }
+        }
+    }
+
+    fn draw_number(&self) -> u128 {
+        let mut random = lock(&self.random);
+        (u128::from(random.any()) << 64 | u128::from(random.any())).max(1)
+    }
+
+    /// Forgets the disk: its row, and what is cached of it, also what is dirty. False when there is no such row.
+    ///
+    /// # Errors
+    /// `Locked` while the disk is open; those of the commit.
+    pub async fn forget(&self, disk: [u8; 16]) -> Result<bool> {
+        let disk = u128::from_be_bytes(disk);
+        let rows: Vec<u16> = {
+            let state = self.state();
+            state.ledger.rows.values().filter(|row| row.disk == disk).map(|row| row.number).collect()
+        };
+        if let Some(row) = rows.iter().find(|row| self.is_row_open(**row)) {
+            let why = format!("{}: disk {row} is open: close it first", self.name());
+            return Err(Error::new(ErrorKind::Locked, why));
+        }
+        for row in &rows {
+            self.state().remove_row(*row);
+        }
+        self.commit_all().await?;
+        Ok(!rows.is_empty())
+    }
+}
+
+fn may_have(policy: FlashPolicy, options: &DiskOptions, is_read_only: bool) -> Result<()> {
+    match policy {
+        FlashPolicy::WriteThrough => Err(Error::unsupported("the flash cache has no writethrough yet")),
+        FlashPolicy::WriteBack if !is_read_only && options.sessions.is_none() && !options.trusts_home => {
+            Err(Error::unsupported(
+                "write-back needs an image that can name its flash cache: qcow2 of version 3 or the native format",
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Home {
+    /// Before the first change of this opening: a new number, in the row and then in the image.
+    pub(super) async fn begin(&self) -> Result<()> {
+        let Some(sessions) = &self.sessions else { return Ok(()) };
+        if self.has_begun.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let _alone = self.beginning.lock().await;
+        if self.has_begun.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let named = sessions.session().await;
+        let named = named.filter(|session| session.counts() && session.cache == self.cache.id);
+        let newest = self.cache.draw_number();
+        {
+            let mut state = self.cache.state();
+            let row = state.ledger.rows.get(&self.row).copied().expect("an open disk has a row");
+            state.set_row(Row { named: number_of(named.as_ref()), newest, has_record: false, ..row });
+        }
+        self.cache.commit().await?; // commit point
+        let number = SessionNumber::new(newest.to_be_bytes()).expect("it is not zero");
+        sessions.begin(number, true).await?; // commit point
+        self.has_begun.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// The disk is drained, and the image is told so.
+    pub(super) async fn end_session(&self) -> Result<()> {
+        let Some(sessions) = &self.sessions else { return Ok(()) };
+        if sessions.session().await.is_some_and(|session| session.holds_writes()) {
+            if self.cache.state().is_dirty(self.row) {
+                return Err(Error::new(ErrorKind::Io, "blocks of the disk are still dirty"));
+            }
+            sessions.clear_mark().await?; // commit point
+        }
+        self.has_begun.store(false, Ordering::Release);
+        Ok(())
+    }
+
+    pub(super) async fn set_policy(&self, policy: FlashPolicy) -> Result<()> {
+        let before = self.policy();
+        if before == policy {
+            return Ok(());
+        }
+        let is_read_only = self.disk.geometry().read_only;
+        if policy == FlashPolicy::WriteThrough {
+            return Err(Error::unsupported("the flash cache has no writethrough yet"));
+        }
+        if policy == FlashPolicy::WriteBack && !is_read_only && self.sessions.is_none() {
+            return Err(Error::unsupported("write-back needs an image that can name its flash cache"));
+        }
+        if before == FlashPolicy::WriteBack && !is_read_only {
+            self.drain().await?;
+            if self.cache.state().is_dirty(self.row) {
+                return Err(Error::new(ErrorKind::Invalid, "the disk was written while it was drained"));
+            }
+            // From now on home changes without flash being told durably, so nothing counts after a crash.
+            if let Some(sessions) = &self.sessions {
+                sessions.end().await?; // commit point
+            }
+            self.has_begun.store(false, Ordering::Release);
+        }
+        *lock(&self.policy) = policy;
+        Ok(())
+    }
+}

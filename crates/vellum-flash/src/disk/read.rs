@@ -1,0 +1,225 @@
+//! Reads, and where the bytes are.
+
+use smallvec::SmallVec;
+use vellum_core::{
+    Buffer, Extent, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Place, Result, try_join_all,
+};
+
+use super::{Home, count};
+use crate::layout::{BLOCK_BYTES, Key, SECTOR_BYTES};
+use crate::options::FlashPolicy;
+use crate::state::Found;
+
+/// Where a run of bytes is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    Slot { at: ImageOffset, dirty: bool },
+    Zero,
+    Home,
+}
+
+/// A run of bytes that are in one place.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    span: GuestSpan,
+    source: Source,
+}
+
+type Pieces = SmallVec<[Piece; 4]>;
+
+fn push(pieces: &mut Pieces, span: GuestSpan, source: Source) {
+    if let Some(last) = pieces.last_mut() {
+        let continues = match (last.source, source) {
+            (Source::Slot { at, dirty }, Source::Slot { at: next, dirty: next_dirty }) => {
+                dirty == next_dirty && at + last.span.len() == next
+            }
+            (a, b) => a == b,
+        };
+        if continues {
+            last.span = GuestSpan::between(last.span.start(), span.end());
+            return;
+        }
+    }
+    pieces.push(Piece { span, source });
+}
+
+/// The parts of a run that lie in one block each: the block's number, and which of its bytes.
+pub(super) fn in_blocks(span: GuestSpan) -> impl Iterator<Item = (u64, u64, u64)> {
+    let (start, end) = (span.start().bytes(), span.end().bytes());
+    let blocks = if span.is_empty() { 0..0 } else { start / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES) };
+    blocks.map(move |block| {
+        let first = block * BLOCK_BYTES;
+        (block, start.max(first) - first, end.min(first + BLOCK_BYTES) - first)
+    })
+}
+
+fn copy_into(buffer: &mut Buffer, own: &Buffer) {
+    let mut at = 0;
+    for piece in own.pieces() {
+        buffer.copy_from(at, piece);
+        at += piece.len();
+    }
+}
+
+impl Home {
+    fn look_up(&self, span: GuestSpan) -> Pieces {
+        let mut pieces = Pieces::new();
+        let mut state = self.cache.state();
+        for (block, from, to) in in_blocks(span) {
+            let start = GuestOffset::new(block * BLOCK_BYTES);
+            let bytes = |from: u64, to: u64| GuestSpan::between(start + from, start + to);
+            let key = Key::new(self.row, block);
+            match state.find(key) {
+                Found::Home => push(&mut pieces, bytes(from, to), Source::Home),
+                Found::Zero => push(&mut pieces, bytes(from, to), Source::Zero),
+                Found::Slot { slot, sectors, dirty } => {
+                    state.map.set_seen(key, true);
+                    let at = self.cache.slot_at(slot);
+                    let (first, end) = (from / SECTOR_BYTES, to.div_ceil(SECTOR_BYTES));
+                    for sector in first..end {
+                        let (from, to) =
+                            (from.max(sector * SECTOR_BYTES), to.min((sector + 1) * SECTOR_BYTES));
+                        let source = match sectors & 1 << sector {
+                            0 => Source::Home,
+                            _ => Source::Slot { at: at + from, dirty },
+                        };
+                        push(&mut pieces, bytes(from, to), source);
+                    }
+                }
+            }
+        }
+        pieces
+    }
+
+    pub(super) async fn read(&self, at: GuestOffset, buffer: Buffer, admits: bool) -> Result<Buffer> {
+        let span = self.check(GuestSpan::checked(at, buffer.len() as u64))?;
+        if span.is_empty() {
+            return Ok(buffer);
+        }
+        if self.policy() == FlashPolicy::Off {
+            return self.disk.read(at, buffer).await;
+        }
+        let inside = self.cache.epochs.enter();
+        let mut pieces = self.look_up(span);
+        let is_home = |piece: &Piece| piece.source == Source::Home;
+        let mut watch = None;
+        if admits && pieces.iter().any(is_home) {
+            // The watch begins before the last look: whatever changes a block that is read from home is seen.
+            let blocks = span.start().bytes() / BLOCK_BYTES..span.end().bytes().div_ceil(BLOCK_BYTES);
+            watch = Some(self.claims.watch(blocks));
+            pieces = self.look_up(span);
+        }
+        self.count_reads(&pieces);
+        let keeps = watch.is_some();
+        let mut copies = Vec::new();
+        let buffer = match &pieces[..] {
+            [piece] => {
+                let (buffer, copy) = self.read_piece(*piece, buffer, keeps).await?;
+                copies.extend(copy.map(|copy| (piece.span, copy)));
+                buffer
+            }
+            _ => {
+                let mut rest = buffer;
+                let mut reads: SmallVec<[LocalFuture<'_, Result<(Buffer, Option<Buffer>)>>; 4]> =
+                    SmallVec::new();
+                for piece in &pieces {
+                    let part = rest.split_to(usize::try_from(piece.span.len()).expect("within a buffer"));
+                    reads.push(Box::pin(self.read_piece(*piece, part, keeps)));
+                }
+                let mut whole = Buffer::empty();
+                for (piece, (part, copy)) in pieces.iter().zip(try_join_all(reads).await?) {
+                    whole.append(part);
+                    copies.extend(copy.map(|copy| (piece.span, copy)));
+                }
+                whole
+            }
+        };
+        drop(inside);
+        if let Some(watch) = watch {
+            self.offer(copies, watch);
+        }
+        Ok(buffer)
+    }
+
+    fn count_reads(&self, pieces: &Pieces) {
+        for piece in pieces {
+            let number = if piece.source == Source::Home { &self.tally.misses } else { &self.tally.hits };
+            count(number, piece.span.len().div_ceil(BLOCK_BYTES));
+        }
+    }
+
+    /// Reads a piece; what home has is copied where it is worth keeping. A guest may change lent memory before it
+    /// is answered, so the copy is what was read, never what is found there.
+    async fn read_piece(
+        &self,
+        piece: Piece,
+        mut buffer: Buffer,
+        keeps: bool,
+    ) -> Result<(Buffer, Option<Buffer>)> {
+        match piece.source {
+            Source::Home if keeps && buffer.is_lent() => {
+                let own = self.disk.read(piece.span.start(), Buffer::for_overwrite(buffer.len())).await?;
+                copy_into(&mut buffer, &own);
+                Ok((buffer, Some(own)))
+            }
+            Source::Home => {
+                let buffer = self.disk.read(piece.span.start(), buffer).await?;
+                let copy = keeps.then(|| buffer.duplicate());
+                Ok((buffer, copy))
+            }
+            Source::Zero => {
+                buffer.fill(0);
+                Ok((buffer, None))
+            }
+            Source::Slot { at, dirty: true } => {
+                let read = self.cache.storage.read(at, buffer).await;
+                let read = read.inspect_err(|_| count(&self.tally.errors, 1))?;
+                Ok((read, None))
+            }
+            // Lent memory comes back only from a read that succeeds, and here another may have to follow.
+            Source::Slot { at, dirty: false } => {
+                let own = Buffer::for_overwrite(buffer.len());
+                match self.cache.storage.read(at, own).await {
+                    Ok(own) if !buffer.is_lent() => Ok((own, None)),
+                    Ok(own) => {
+                        copy_into(&mut buffer, &own);
+                        Ok((buffer, None))
+                    }
+                    Err(_) => {
+                        count(&self.tally.errors, 1);
+                        Ok((self.disk.read(piece.span.start(), buffer).await?, None))
+                    }
+                }
+            }
+        }
+    }
+
+    /// Where the bytes are: home says it, except for what home may have older.
+    pub(super) async fn map(&self, span: GuestSpan) -> Result<Vec<Extent>> {
+        let span = self.check(Some(span))?;
+        if span.is_empty() {
+            return Ok(Vec::new());
+        }
+        // A bounded part: the answer may stop early.
+        let (span, _) = span.split_at(64 << 20);
+        let mut extents = Vec::new();
+        for Piece { span, source } in self.look_up(span) {
+            let place = match source {
+                Source::Slot { at, dirty: true } => Place::Data { storage: self.cache.storage.clone(), at },
+                Source::Zero => Place::Zero { allocated: false },
+                Source::Home | Source::Slot { dirty: false, .. } => {
+                    let mut rest = span;
+                    while !rest.is_empty() {
+                        let part = self.disk.map(rest).await?;
+                        let end = part.last().map_or(rest.end(), |last| last.span.end());
+                        extents.extend(part);
+                        rest = GuestSpan::between(end, rest.end());
+                    }
+                    continue;
+                }
+            };
+            extents.push(Extent { span, place });
+        }
+        Ok(extents)
+    }
+}

@@ -1,0 +1,430 @@
+//! Write-back: what is dirty goes home, with ordinary writes.
+//!
+//! ```text
+//!   commit, if anything of it is not durable ► watch ► read the slots ► write home ► flush the disk ► publish: clean
+//! ```
+//!
+//! 1. Nothing goes home before a recovery would find it on flash. Otherwise a crash could find an older clean
+//!    entry, which reads as the old bytes and, once evicted, as the new ones.
+//! 2. Clean are those blocks alone that nobody had claimed at any time since the watch began. The others stay
+//!    dirty, and those that were claimed while their slots were read are not even written home: such bytes may be
+//!    neither old nor new.
+//! 3. The record that says *clean* has the CRCs of what was read. A write in place that went home with the block is
+//!    durable on flash only with that record's flush.
+//! 4. One write-back of a disk is under way at a time, so what is older never comes home later.
+//! 5. Write-back waits for no slot, and for no claim.
+//! 6. What cannot go home stays dirty, and the caller is told.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use vellum_core::{
+    Buffer, Context, Error, GuestOffset, GuestSpan, LocalFuture, Result, ZeroFlags, join_all, lock, try_join_all,
+};
+
+use crate::cache::FlashCache;
+use crate::disk::{Home, count};
+use crate::layout::{BLOCK_BYTES, BLOCK_LEN, BLOCKS_MAX, Key, SECTOR_BYTES, Slot};
+use crate::open::{Open, PUT_BYTES, ROW_BYTES, RUN_BYTES, Share};
+use crate::record::Checks;
+use crate::state::{Found, State};
+use crate::zeros::Run;
+
+/// A batch has at most so many blocks.
+const BATCH_BLOCKS_MAX: usize = 1024;
+/// A write home has at most so many bytes.
+const WRITE_BYTES_MAX: u64 = 1 << 20;
+/// So many writes home are in flight at once.
+const WRITES_AT_ONCE: usize = 8;
+/// So many sweeps over a disk that is written meanwhile; then the rest is what was written since.
+const SWEEPS_MAX: usize = 4;
+/// The background does so much at a time.
+const STEP_BLOCKS: usize = 256;
+
+/// How much the background has written, and when.
+#[derive(Debug, Default)]
+pub(crate) struct Pace {
+    last: Option<Duration>,
+    /// Bytes that may be written at once.
+    allowed: u64,
+}
+
+/// A block that goes home.
+struct Going {
+    key: Key,
+    slot: Slot,
+    sectors: u8,
+    bytes: Buffer,
+}
+
+impl Home {
+    /// Writes home what was dirty when it was called.
+    pub(crate) async fn drain(&self) -> Result<()> {
+        for _ in 0..SWEEPS_MAX {
+            let mut from = 0;
+            while let Some(next) = self.write_back(from, BATCH_BLOCKS_MAX, u32::MAX).await?.next {
+                from = next;
+            }
+            while self.send_runs_home().await? > 0 {}
+            if !self.cache.state().is_dirty(self.row) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes some blocks home, going on where it stopped. Returns how many.
+    pub(crate) async fn write_back_some(&self) -> Result<u64> {
+        let from = self.hand.load(Ordering::Relaxed);
+        let mut batch = self.write_back(from, BATCH_BLOCKS_MAX, u32::MAX).await?;
+        if batch.clean == 0 && from > 0 {
+            batch = self.write_back(0, BATCH_BLOCKS_MAX, u32::MAX).await?;
+        }
+        self.hand.store(batch.next.unwrap_or(0), Ordering::Relaxed);
+        Ok(batch.clean)
+    }
+
+    /// Writes some blocks home, from this one on. Returns how many.
+    pub(crate) async fn write_back_from(&self, block: u64) -> Result<u64> {
+        self.write_back(block, 1, u32::MAX).await.map(|batch| batch.clean)
+    }
+
+    /// Writes home at most `most` dirty blocks, the first at `from` or behind, of groups that were dirty at `until`.
+    async fn write_back(&self, from: u64, most: usize, until: u32) -> Result<Batch> {
+        let _alone = self.writing_back.lock().await;
+        let cache = &*self.cache;
+        cache.stop.check()?;
+        let (chosen, is_durable) = {
+            let mut state = cache.state();
+            let share = Open::bytes_max(Share::Home, state.record_bytes_max()) - ROW_BYTES;
+            let most = most.min(share / PUT_BYTES).max(1);
+            let chosen = state.dirty_from(self.row, from, most, until);
+            let is_durable = chosen.iter().all(|(key, ..)| state.is_durable(*key));
+            (chosen, is_durable)
+        };
+        let [(first, ..), .., (last, ..)] = &chosen[..] else {
+            return match &chosen[..] {
+                [one] => self.write_these(&[*one], is_durable).await,
+                _ => Ok(Batch::default()),
+            };
+        };
+        debug_assert!(first < last);
+        self.write_these(&chosen, is_durable).await
+    }
+
+    async fn write_these(&self, chosen: &[(Key, Slot, u8)], is_durable: bool) -> Result<Batch> {
+        let cache = &*self.cache;
+        if !is_durable {
+            cache.commit().await?; // commit point, rule 1
+        }
+        let (first, last) = (chosen[0].0.block(), chosen[chosen.len() - 1].0.block());
+        let watch = self.claims.watch(first..last + 1);
+        // What still holds, now that every change is seen.
+        let still: Vec<(Key, Slot, u8)> = {
+            let state = cache.state();
+            let holds = |(key, ..): &&(Key, Slot, u8)| state.is_durable(*key);
+            let found = |(key, ..): &(Key, Slot, u8)| match state.find(*key) {
+                Found::Slot { slot, sectors, dirty: true } => Some((*key, slot, sectors)),
+                _ => None,
+            };
+            chosen.iter().filter(holds).filter_map(found).collect()
+        };
+        let (mut going, unreadable) = self.read_slots(still).await;
+        going.retain(|going| !watch.is_touched(going.key.block()));
+        let size = self.size();
+        self.write_blocks(&going, size).await?;
+        if !going.is_empty() {
+            self.flush_home().await?; // commit point
+        }
+        count(&self.tally.written_home, going.len() as u64);
+        let publishing = cache.publishing.lock().await;
+        if cache.state().room_for(Share::Home) < going.len() * PUT_BYTES {
+            cache.commit_all().await?;
+        }
+        let clean = watch.end(|touched| {
+            let mut state = cache.state();
+            let mut clean = 0;
+            for Going { key, slot, sectors, bytes } in &going {
+                let is_same = state.find(*key) == Found::Slot { slot: *slot, sectors: *sectors, dirty: true };
+                let has_room = state.room_for(Share::Home) >= PUT_BYTES;
+                if is_same && has_room && !touched.contains(key.block()) {
+                    let checks = Checks::of(*sectors, bytes.slice());
+                    state.put(*key, *slot, *sectors, false, checks, Share::Home);
+                    clean += 1;
+                }
+            }
+            clean
+        });
+        drop(publishing);
+        cache.freed.notify(usize::MAX);
+        match unreadable {
+            Some(error) => Err(error),
+            None => Ok(Batch { next: Some(last + 1), clean }),
+        }
+    }
+
+    /// The bytes of the slots, in order. Blocks whose slots cannot be read are left out, and the error is returned.
+    async fn read_slots(&self, blocks: Vec<(Key, Slot, u8)>) -> (Vec<Going>, Option<Error>) {
+        let cache = &*self.cache;
+        let _inside = cache.epochs.enter();
+        let mut by_slot = blocks;
+        by_slot.sort_unstable_by_key(|(_, slot, _)| *slot);
+        let runs = by_slot.chunk_by(|(_, a, _), (_, b, _)| a.0 + 1 == b.0);
+        let read_run = async |run: &[(Key, Slot, u8)]| {
+            let buffer = Buffer::for_overwrite(run.len() * BLOCK_LEN);
+            let mut bytes = cache.storage.read(cache.slot_at(run[0].1), buffer).await?;
+            let going = |(key, slot, sectors): &(Key, Slot, u8)| Going {
+                key: *key,
+                slot: *slot,
+                sectors: *sectors,
+                bytes: bytes.split_to(BLOCK_LEN).contiguous(),
+            };
+            Ok::<Vec<Going>, Error>(run.iter().map(going).collect())
+        };
+        let reads: Vec<_> = runs.map(|run| Box::pin(async move { (run, read_run(run).await) })).collect();
+        let (mut going, mut failed) = (Vec::new(), None);
+        for (run, read) in join_all(reads).await {
+            match read {
+                Ok(some) => going.extend(some),
+                // One by one, so that the others go home.
+                Err(_) => {
+                    for one in run {
+                        match read_run(std::slice::from_ref(one)).await {
+                            Ok(some) => going.extend(some),
+                            Err(error) => {
+                                count(&self.tally.errors, 1);
+                                let what = format!("{}: a dirty block cannot be read", cache.name());
+                                failed.get_or_insert(error.context(what));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        going.sort_unstable_by_key(|going| going.key);
+        (going, failed)
+    }
+
+    /// Neighbours together.
+    async fn write_blocks(&self, going: &[Going], size: u64) -> Result<()> {
+        let mut writes: Vec<(GuestOffset, Buffer)> = Vec::new();
+        for Going { key, sectors, bytes, .. } in going {
+            let start = key.block() * BLOCK_BYTES;
+            let mut sector = 0;
+            while sector < 8 {
+                if sectors & 1 << sector == 0 {
+                    sector += 1;
+                    continue;
+                }
+                let from = sector;
+                while sector < 8 && sectors & 1 << sector != 0 {
+                    sector += 1;
+                }
+                let at = start + from * SECTOR_BYTES;
+                let end = (start + sector * SECTOR_BYTES).min(size);
+                if at >= end {
+                    continue;
+                }
+                let within = |at: u64| usize::try_from(at - start).expect("within a block");
+                let data = Buffer::copy_of(&bytes.slice()[within(at)..within(end)]);
+                match writes.last_mut() {
+                    Some((last, all))
+                        if last.bytes() + all.len() as u64 == at && (all.len() as u64) < WRITE_BYTES_MAX =>
+                    {
+                        all.append(data);
+                    }
+                    _ => writes.push((GuestOffset::new(at), data)),
+                }
+            }
+        }
+        let mut writes = writes.into_iter();
+        loop {
+            let some: Vec<LocalFuture<'_, Result<()>>> = writes
+                .by_ref()
+                .take(WRITES_AT_ONCE)
+                .map(|(at, data)| self.disk.write(at, data, vellum_core::WriteFlags::default()))
+                .collect();
+            if some.is_empty() {
+                return Ok(());
+            }
+            let written = try_join_all(some).await;
+            written.inspect_err(|_| count(&self.tally.errors, 1)).context(|| "blocks cannot go home")?;
+        }
+    }
+
+    async fn flush_home(&self) -> Result<()> {
+        let flushed = self.disk.flush().await;
+        flushed.inspect_err(|_| count(&self.tally.errors, 1)).context(|| "blocks that went home are not durable")
+    }
+
+    /// Sends runs of zeros home, as many as one record may name. Returns how many blocks' runs are gone.
+    pub(crate) async fn send_runs_home(&self) -> Result<u64> {
+        let _alone = self.writing_back.lock().await;
+        let cache = &*self.cache;
+        cache.stop.check()?;
+        let chosen: Vec<Run> = {
+            let state = cache.state();
+            let share = Open::bytes_max(Share::Home, state.record_bytes_max()) - ROW_BYTES;
+            state.runs_of(self.row).take((share / RUN_BYTES / 2).max(1)).collect()
+        };
+        let [first, ..] = &chosen[..] else { return Ok(0) };
+        cache.commit().await?; // commit point, rule 1
+        let last = chosen[chosen.len() - 1];
+        let watch = self.claims.watch(first.key.block()..last.key.block() + last.blocks);
+        let still: Vec<Run> = {
+            let state = cache.state();
+            let both = |run: &Run| -> Vec<Run> {
+                let now = state.ledger.zeros.overlapping(run.key, run.blocks);
+                now.map(|now| clipped(now, *run)).collect()
+            };
+            chosen.iter().flat_map(both).collect()
+        };
+        let size = self.size();
+        for run in &still {
+            let start = run.key.block() * BLOCK_BYTES;
+            let end = (start + run.blocks * BLOCK_BYTES).min(size);
+            if start >= end {
+                continue;
+            }
+            let span = GuestSpan::between(GuestOffset::new(start), GuestOffset::new(end));
+            let flags = ZeroFlags { may_unmap: run.may_free, ..ZeroFlags::default() };
+            let written = self.disk.write_zeroes(span, flags).await;
+            written.inspect_err(|_| count(&self.tally.errors, 1)).context(|| "zeros cannot go home")?;
+        }
+        self.flush_home().await?; // commit point
+        let publishing = cache.publishing.lock().await;
+        if cache.state().room_for(Share::Home) < 2 * still.len() * RUN_BYTES {
+            cache.commit_all().await?;
+        }
+        let gone = watch.end(|touched| {
+            let mut state = cache.state();
+            let mut gone = 0;
+            for run in &still {
+                let blocks = run.key.block()..run.key.block() + run.blocks;
+                for rest in touched.rest_of(blocks) {
+                    let (key, blocks) = (Key::new(self.row, rest.start), rest.end - rest.start);
+                    if state.room_for(Share::Home) >= RUN_BYTES && state.unzero(key, blocks) {
+                        gone += blocks;
+                    }
+                }
+            }
+            gone
+        });
+        drop(publishing);
+        cache.freed.notify(usize::MAX);
+        Ok(gone)
+    }
+}
+
+/// What of a run lies within another.
+fn clipped(run: Run, within: Run) -> Run {
+    let start = run.key.bits().max(within.key.bits());
+    let end = (run.key.bits() + run.blocks).min(within.key.bits() + within.blocks);
+    Run { key: Key::from_bits(start), blocks: end - start, may_free: run.may_free }
+}
+
+/// What a batch came to.
+#[derive(Debug, Default)]
+struct Batch {
+    /// Where the next one begins; none behind the last dirty block.
+    next: Option<u64>,
+    /// Blocks that are clean now.
+    clean: u64,
+}
+
+impl FlashCache {
+    /// Does a little in the background, with the time of one clock: gives slots to what was read, and writes home
+    /// what has been dirty for long, or more when much is dirty. True when there is more to do at once.
+    pub async fn tend(&self, now: Duration) -> bool {
+        if self.failure().is_some() || self.check_open().is_err() {
+            return false;
+        }
+        let seconds = u32::try_from(now.as_secs()).unwrap_or(u32::MAX - 1);
+        self.state().now = seconds;
+        let mut has_more = false;
+        if self.fetched_bytes.load(Ordering::Relaxed) > 0 {
+            // An error has stopped the cache, or home has failed: both are met elsewhere.
+            let _made = self.make_spare().await;
+            for home in self.homes() {
+                has_more |= home.admit_some().await;
+            }
+        }
+        let is_much = {
+            let state = self.state();
+            let dirty = state.dirty_blocks() * 100;
+            dirty > u64::from(state.slots.total()) * u64::from(self.options.dirty_percent)
+        };
+        let age = u32::try_from(self.options.age.as_secs()).unwrap_or(u32::MAX);
+        let until = if is_much { Some(u32::MAX) } else { seconds.checked_sub(age) };
+        let Some(until) = until else { return has_more };
+        for home in self.homes() {
+            if !self.may_write(now) {
+                return has_more;
+            }
+            let from = home.hand.load(Ordering::Relaxed);
+            let batch = match home.write_back(from, STEP_BLOCKS, until).await {
+                Ok(batch) => batch,
+                Err(_) => continue,
+            };
+            // An error is counted, and the next flush or close meets it.
+            home.hand.store(batch.next.filter(|next| *next < BLOCKS_MAX).unwrap_or(0), Ordering::Relaxed);
+            self.note_written(batch.clean * BLOCK_BYTES);
+            has_more |= batch.clean > 0;
+            let is_idle = batch.next.is_none() && from == 0;
+            if is_idle && !is_much && self.state().runs_of(home.row).next().is_some() {
+                let _sent = home.send_runs_home().await;
+            }
+        }
+        has_more
+    }
+
+    /// For blocks that were read: clean ones give up their slots, and what waits for a record gets one when its share
+    /// of the next is used up.
+    async fn make_spare(&self) -> Result<()> {
+        let is_due = {
+            let mut state = self.state();
+            state.reclaim(&self.epochs);
+            let wanted = 2 * state.low_water() + 16;
+            let short = wanted.saturating_sub(state.free_unpromised() + state.leaving_slots());
+            if short > 0 && state.slots.taken() > 0 {
+                state.evict(short as usize);
+            }
+            let is_short = short > 0 && state.has_left();
+            is_short || state.room_for(Share::Admit) < 16 * PUT_BYTES
+        };
+        if is_due && self.state().has_open() { self.commit_all().await } else { Ok(()) }
+    }
+
+    /// Whether the background may write now: its rate is limited.
+    fn may_write(&self, now: Duration) -> bool {
+        let mut pace = lock(&self.pace);
+        let rate = self.options.bytes_per_second;
+        let passed = pace.last.map_or(Duration::from_secs(1), |last| now.saturating_sub(last));
+        let more = u64::try_from(passed.as_micros()).unwrap_or(u64::MAX).saturating_mul(rate / 1_000_000 + 1);
+        pace.last = Some(now);
+        pace.allowed = pace.allowed.saturating_add(more).min(rate);
+        pace.allowed > 0
+    }
+
+    fn note_written(&self, bytes: u64) {
+        let mut pace = lock(&self.pace);
+        pace.allowed = pace.allowed.saturating_sub(bytes);
+    }
+
+    /// Writes home what is dirty of all disks that are open.
+    ///
+    /// # Errors
+    /// The first of a disk; the others are drained all the same.
+    pub async fn drain(&self) -> Result<()> {
+        let mut result = Ok(());
+        for home in self.homes() {
+            result = result.and(home.drain().await);
+        }
+        result
+    }
+
+    /// Sectors that a block of a disk of this size has.
+    pub(crate) fn sectors_of(block: u64, size: u64) -> u8 {
+        State::sectors_of(block, size)
+    }
+}

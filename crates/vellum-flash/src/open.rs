@@ -1,0 +1,159 @@
+//! The open transaction: what was published since the last seal, and how much of a record it takes.
+//!
+//! 1. About a block it says what holds at the end, once. About rows and runs it says every change, in order.
+//! 2. A record has room for all that may join: requests of guests have half of it, and write-back, admission and
+//!    eviction the rest, each its share. A share counts every change, also one that replaces another.
+//! 3. What only saves work later, such as a block that was read, waits for a record that is due for something
+//!    else.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::layout::{Key, Slot};
+use crate::record::{Checks, Item};
+
+/// Who changes something. Each has a share of the record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Share {
+    /// A request of a guest.
+    Guest,
+    /// Write-back says that home has a block.
+    Home,
+    /// A block that was read gets a slot.
+    Admit,
+    /// A clean block gives its slot up.
+    Evict,
+}
+
+/// So many bytes of a record an item about a block takes at most.
+pub(crate) const PUT_BYTES: usize = 48;
+/// So many an item about a run takes.
+pub(crate) const RUN_BYTES: usize = 24;
+/// So many an item about a row takes.
+pub(crate) const ROW_BYTES: usize = 64;
+/// So many the record itself takes.
+pub(crate) const RECORD_BYTES: usize = 64;
+
+/// What holds for a block at the end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Change {
+    Put { slot: Slot, sectors: u8, dirty: bool, checks: Checks },
+    Drop,
+}
+
+/// The open transaction.
+#[derive(Debug, Default)]
+pub(crate) struct Open {
+    /// Rows and runs.
+    ledger: Vec<Item>,
+    blocks: BTreeMap<Key, Change>,
+    /// Slices that change.
+    slices: BTreeSet<u32>,
+    /// Slots that were released.
+    left: Vec<Slot>,
+    bytes: [usize; 4],
+    is_urgent: bool,
+}
+
+impl Open {
+    /// Whether there is nothing to say.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ledger.is_empty() && self.blocks.is_empty() && self.left.is_empty()
+    }
+
+    /// Whether a flush has to write it.
+    pub(crate) fn is_urgent(&self) -> bool {
+        self.is_urgent
+    }
+
+    /// The next seal takes it, whatever it says.
+    pub(crate) fn make_urgent(&mut self) {
+        self.is_urgent = !self.is_empty();
+    }
+
+    /// Whether a put of the block has not been sealed.
+    pub(crate) fn has(&self, key: Key) -> bool {
+        self.blocks.contains_key(&key)
+    }
+
+    /// The bytes of a share that are in use.
+    pub(crate) fn bytes(&self, share: Share) -> usize {
+        self.bytes[share as usize]
+    }
+
+    /// How many bytes of a record a share may use.
+    pub(crate) fn bytes_max(share: Share, record_bytes_max: usize) -> usize {
+        let all = record_bytes_max - RECORD_BYTES;
+        match share {
+            Share::Guest => all / 2,
+            Share::Home => all / 4,
+            Share::Admit | Share::Evict => all / 8,
+        }
+    }
+
+    /// How many slots were released.
+    pub(crate) fn left(&self) -> usize {
+        self.left.len()
+    }
+
+    pub(crate) fn note_slice(&mut self, number: u32) {
+        self.slices.insert(number);
+    }
+
+    pub(crate) fn note_left(&mut self, slot: Slot) {
+        self.left.push(slot);
+    }
+
+    /// Something about rows or runs, which the next flush writes.
+    pub(crate) fn note_ledger(&mut self, item: Item, share: Share) {
+        self.bytes[share as usize] += item.encoded_len();
+        self.slices.insert(0);
+        self.is_urgent |= share == Share::Guest;
+        self.ledger.push(item);
+    }
+
+    /// What holds for a block from now on.
+    pub(crate) fn note_block(&mut self, key: Key, slice: u32, change: Change, share: Share) {
+        self.bytes[share as usize] += match &change {
+            Change::Put { .. } => PUT_BYTES,
+            Change::Drop => 16,
+        };
+        self.slices.insert(slice);
+        self.is_urgent |= share == Share::Guest;
+        self.blocks.insert(key, change);
+    }
+
+    /// The block is in no item of its own any more: a run says what holds.
+    pub(crate) fn forget_block(&mut self, key: Key) {
+        self.blocks.remove(&key);
+    }
+
+    /// As above, for a run of blocks.
+    pub(crate) fn forget_blocks(&mut self, first: Key, blocks: u64) {
+        let last = Key::from_bits(first.bits() + (blocks - 1));
+        let keys: Vec<Key> = self.blocks.range(first..=last).map(|(key, _)| *key).collect();
+        keys.iter().for_each(|key| self.forget_block(*key));
+    }
+
+    /// Everything, for a seal.
+    pub(crate) fn take(&mut self) -> Taken {
+        let open = std::mem::take(self);
+        let keys = open.blocks.keys().copied().collect();
+        let mut items = open.ledger;
+        items.extend(open.blocks.into_iter().map(|(key, change)| match change {
+            Change::Put { slot, sectors, dirty, checks } => {
+                Item::Put { key, slot, sectors, dirty, checks: Some(checks) }
+            }
+            Change::Drop => Item::Drop { key },
+        }));
+        Taken { items, keys, slices: open.slices, left: open.left }
+    }
+}
+
+/// What a seal takes.
+pub(crate) struct Taken {
+    pub(crate) items: Vec<Item>,
+    /// The blocks that have items, in order.
+    pub(crate) keys: Vec<Key>,
+    pub(crate) slices: BTreeSet<u32>,
+    pub(crate) left: Vec<Slot>,
+}

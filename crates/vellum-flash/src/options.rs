@@ -1,0 +1,67 @@
+//! What a caller may choose.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use vellum_core::{Clock, Random};
+
+use crate::session::Sessions;
+
+/// What the cache does for a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FlashPolicy {
+    /// Writes go to flash, and home later. The image must be able to name a session.
+    WriteBack,
+    /// Writes go to flash and home at the same time. Not there yet.
+    WriteThrough,
+    /// What is read is cached. Writes go home, and drop what is cached.
+    ReadOnly,
+    /// Nothing is cached.
+    Off,
+}
+
+/// Options of a cache.
+#[derive(Clone)]
+pub struct FlashOptions {
+    /// The clock by which flushes wait for one another; without one they do not.
+    pub clock: Option<Arc<dyn Clock>>,
+    /// From where the numbers of sessions come.
+    pub chance: Random,
+    /// Blocks that have been dirty for this long go home in the background.
+    pub age: Duration,
+    /// When more than this many of a hundred slots are dirty, blocks go home in the background whatever their age.
+    pub dirty_percent: u32,
+    /// The background writes at most so many bytes home in a second.
+    pub bytes_per_second: u64,
+    /// Copies of what was read wait for their slots in at most so many bytes.
+    pub fetched_bytes_max: usize,
+}
+
+impl FlashOptions {
+    /// The usual ones.
+    pub fn new(clock: Option<Arc<dyn Clock>>, chance: Random) -> Self {
+        Self {
+            clock,
+            chance,
+            age: Duration::from_secs(30),
+            dirty_percent: 40,
+            bytes_per_second: 256 << 20,
+            fetched_bytes_max: 8 << 20,
+        }
+    }
+}
+
+/// A disk that is to be cached.
+pub struct DiskOptions {
+    /// What identifies it where no session does: of what is only read, a hash of what proves the content.
+    pub disk: [u8; 16],
+    /// Where its blocks come from and go to. The disk that is returned closes it.
+    pub home: vellum_core::SharedDisk,
+    /// What ties the image to the cache; none for what is only read.
+    pub sessions: Option<Arc<dyn Sessions>>,
+    /// What is done.
+    pub policy: FlashPolicy,
+    /// `disk` identifies the image and its content, also after writes: nobody changes it without this cache. Then
+    /// write-back needs no session. For tests, and for homes that only this program can reach.
+    pub trusts_home: bool,
+}

@@ -1,0 +1,601 @@
+//! What the cache knows: the map, the zeros, the rows and the slots, together with the open transaction.
+//!
+//! ```text
+//!   publish   map and zeros change, and the open transaction says how                      readers see it at once
+//!   seal      ► the record of what is open; copies of the slices that are furthest behind   one moment
+//!   settle    ◄ the record is durable: what it released may leave, what came before it is proven
+//! ```
+//!
+//! 1. Every change of the map, the zeros and the rows is in the open transaction before anybody else can look. So
+//!    at a seal the map is what the records up to that one say, and a slice that is copied then says no more.
+//! 2. Copies are written with the next record, when theirs is durable. The tail counts them one record later.
+//! 3. An entry is *proven* when a record after its own is durable. Those of the open transaction, of the record on
+//!    its way, and of the newest durable one are not.
+//! 4. A slot that was released is free when that record is durable and no request is left that may have looked
+//!    it up.
+//! 5. Slots, bytes of the record and runs that are promised are there when they are needed.
+//!
+//! Nothing here reads or writes flash, and nothing waits.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use vellum_core::{Error, Result};
+use vellum_format::commit::{Epochs, Ring};
+
+use crate::layout::{Key, Layout, ROWS_MAX, SECTORS_ALL, Slot};
+use crate::map::{Entry, Map};
+use crate::open::{Change, Open, Share};
+use crate::record::{Checks, Item, Record, Row};
+use crate::slice::{Ledger, Slice};
+use crate::slices::Slices;
+use crate::slots::Slots;
+use crate::zeros::{RUNS_MAX, Run};
+
+/// Each seal copies at least this many slices when the ring fills.
+const COPIES_MIN: u64 = 4;
+/// New runs of zeros are promised up to here; the rest of the table is for runs that are split.
+const NEW_RUNS_MAX: usize = RUNS_MAX / 2;
+
+/// The hand of the clock passes at most so many groups at once.
+const GROUPS_AT_ONCE: usize = 1 << 16;
+/// A part whose slice has room for fewer blocks takes no new ones before others have left it.
+const PART_ROOM_MIN: u32 = 32;
+
+/// What a request needs before it claims blocks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Need {
+    pub(crate) slots: u32,
+    /// Bytes of the record.
+    pub(crate) bytes: usize,
+    /// By how many the runs of zeros may grow.
+    pub(crate) runs: usize,
+    /// They are new runs, not splits.
+    pub(crate) is_zero: bool,
+}
+
+/// What is short.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Short {
+    pub(crate) slots: bool,
+    pub(crate) bytes: bool,
+    pub(crate) runs: bool,
+}
+
+/// What is known of the blocks of a disk.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    /// Blocks that have slots.
+    pub(crate) blocks: u64,
+    /// Those of them that home may have older.
+    pub(crate) dirty: u64,
+}
+
+/// Where the bytes of a block are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// These sectors in the slot, the others at home.
+    Slot { slot: Slot, sectors: u8, dirty: bool },
+    Zero,
+    Home,
+}
+
+/// What a seal took: to be written, flushed and settled.
+pub(crate) struct Sealed {
+    pub(crate) record: Record,
+    /// Where in the ring.
+    pub(crate) at: u64,
+    /// Slices to be written with it, with the place of each.
+    pub(crate) slices: Vec<(Slice, u32)>,
+}
+
+pub(crate) struct State {
+    pub(crate) layout: Layout,
+    id: u128,
+    pub(crate) map: Map,
+    pub(crate) ledger: Ledger,
+    pub(crate) slots: Slots,
+    /// Groups that may have dirty blocks, and since when.
+    dirty: BTreeMap<Key, u32>,
+    counts: BTreeMap<u16, Counts>,
+    open: Open,
+    /// Blocks of the record on its way, and of the newest durable one, in order.
+    sealed: Vec<Key>,
+    newest: Vec<Key>,
+    /// The last record that was sealed, and the last durable one.
+    pub(crate) sequence: u64,
+    pub(crate) durable: u64,
+    ring: Ring,
+    slices: Slices,
+    copied: Vec<Slice>,
+    /// Slots that the record on its way releases.
+    left: Vec<Slot>,
+    /// Slots that durable records have released, and the epoch after which no request uses them.
+    leaving: VecDeque<(u64, Vec<Slot>)>,
+    promised: Need,
+    /// The time by which dirty groups are stamped, in seconds.
+    pub(crate) now: u32,
+}
+
+/// What a recovery, or a creation, begins with.
+pub(crate) struct Start {
+    pub(crate) id: u128,
+    pub(crate) layout: Layout,
+    pub(crate) map: Map,
+    pub(crate) ledger: Ledger,
+    pub(crate) slots: Slots,
+    /// The newest record, and the blocks it verifies.
+    pub(crate) sequence: u64,
+    pub(crate) newest: Vec<Key>,
+    /// Sequence, start and end of each record from the tail on.
+    pub(crate) records: Vec<(u64, u64, u64)>,
+    pub(crate) slices: Slices,
+}
+
+impl State {
+    pub(crate) fn new(start: Start) -> Self {
+        let Start { id, layout, map, ledger, slots, sequence, mut newest, records, slices } = start;
+        newest.sort_unstable();
+        let mut state = Self {
+            id,
+            layout,
+            map,
+            ledger,
+            slots,
+            dirty: BTreeMap::new(),
+            counts: BTreeMap::new(),
+            open: Open::default(),
+            sealed: Vec::new(),
+            newest,
+            sequence,
+            durable: sequence,
+            ring: Ring::resumed(layout.ring_bytes, records.into_iter()),
+            slices,
+            copied: Vec::new(),
+            left: Vec::new(),
+            leaving: VecDeque::new(),
+            promised: Need::default(),
+            now: 0,
+        };
+        for part in 0..layout.parts {
+            let (dirty, counts) = (&mut state.dirty, &mut state.counts);
+            for (key, entry) in state.map.entries_in(part) {
+                let counts = counts.entry(key.row()).or_default();
+                counts.blocks += 1;
+                counts.dirty += u64::from(entry.dirty);
+                if entry.dirty {
+                    dirty.insert(key.group(), 0);
+                }
+            }
+        }
+        state
+    }
+
+    // Looking.
+
+    pub(crate) fn find(&self, key: Key) -> Found {
+        match self.map.get(key) {
+            Some(Entry { slot, sectors, dirty }) => Found::Slot { slot, sectors, dirty },
+            None if self.ledger.zeros.is_empty() || self.ledger.zeros.get(key).is_none() => Found::Home,
+            None => Found::Zero,
+        }
+    }
+
+    /// Whether a recovery would find what the map says of the block.
+    pub(crate) fn is_durable(&self, key: Key) -> bool {
+        !self.open.has(key) && self.sealed.binary_search(&key).is_err()
+    }
+
+    /// Whether a record after that of the block's entry is durable.
+    pub(crate) fn is_proven(&self, key: Key) -> bool {
+        self.is_durable(key) && self.newest.binary_search(&key).is_err()
+    }
+
+    pub(crate) fn counts(&self, row: u16) -> Counts {
+        self.counts.get(&row).copied().unwrap_or_default()
+    }
+
+    pub(crate) fn dirty_blocks(&self) -> u64 {
+        self.counts.values().map(|counts| counts.dirty).sum()
+    }
+
+    /// Whether anything of the disk, or of all, is not home.
+    pub(crate) fn is_dirty(&self, row: u16) -> bool {
+        self.counts(row).dirty > 0 || self.runs_of(row).next().is_some()
+    }
+
+    pub(crate) fn runs_of(&self, row: u16) -> impl Iterator<Item = Run> {
+        let (first, last) = (Key::new(row, 0), Key::new(row, crate::layout::BLOCKS_MAX - 1));
+        self.ledger.zeros.overlapping(first, last.block() + 1)
+    }
+
+    /// Dirty blocks of the disk in the order of their numbers, from this one on, at most so many; only of groups
+    /// that became dirty up to that time.
+    pub(crate) fn dirty_from(&mut self, row: u16, from: u64, most: usize, until: u32) -> Vec<(Key, Slot, u8)> {
+        let (mut found, mut clean) = (Vec::new(), Vec::new());
+        let end = Key::from_bits(u64::from(row) << 48 | (crate::layout::BLOCKS_MAX - 1));
+        for (group, since) in self.dirty.range(Key::new(row, from).group()..=end) {
+            if found.len() >= most {
+                break;
+            }
+            let mut any = false;
+            for index in 0..crate::layout::GROUP_BLOCKS {
+                let key = group.plus(index);
+                if let Some(Entry { slot, sectors, dirty: true }) = self.map.get(key) {
+                    any = true;
+                    if key.block() >= from && *since <= until && found.len() < most {
+                        found.push((key, slot, sectors));
+                    }
+                }
+            }
+            if !any {
+                clean.push(*group);
+            }
+        }
+        for group in clean {
+            self.dirty.remove(&group);
+        }
+        found
+    }
+
+    /// Since when the group that has been dirty longest is dirty.
+    pub(crate) fn dirty_since(&self, row: u16) -> Option<u32> {
+        let end = Key::from_bits(u64::from(row) << 48 | (crate::layout::BLOCKS_MAX - 1));
+        self.dirty.range(Key::new(row, 0)..=end).map(|(_, since)| *since).min()
+    }
+
+    // Promises.
+
+    /// Whether this can be had at once; if not, what is short.
+    pub(crate) fn short_of(&self, need: Need) -> Option<Short> {
+        let bytes_max = Open::bytes_max(Share::Guest, self.record_bytes_max());
+        let runs_max = if need.is_zero { NEW_RUNS_MAX } else { RUNS_MAX };
+        let runs = self.ledger.zeros.len() + self.promised.runs + need.runs;
+        let short = Short {
+            slots: self.slots.free() < self.promised.slots + need.slots,
+            bytes: self.open.bytes(Share::Guest) + self.promised.bytes + need.bytes > bytes_max,
+            runs: need.runs > 0 && runs > runs_max,
+        };
+        (short != Short::default()).then_some(short)
+    }
+
+    pub(crate) fn promise(&mut self, need: Need) {
+        self.promised.slots += need.slots;
+        self.promised.bytes += need.bytes;
+        self.promised.runs += need.runs;
+    }
+
+    pub(crate) fn end_promise(&mut self, need: Need) {
+        self.promised.slots -= need.slots;
+        self.promised.bytes -= need.bytes;
+        self.promised.runs -= need.runs;
+    }
+
+    /// One of the slots that were promised.
+    pub(crate) fn take_promised(&mut self, key: Key, promise: &mut Need) -> Slot {
+        assert!(promise.slots > 0, "a slot was promised");
+        promise.slots -= 1;
+        self.promised.slots -= 1;
+        self.slots.take(self.map.segment_for(key)).expect("promised slots are free")
+    }
+
+    /// A slot for something that is not needed, unless slots are short.
+    pub(crate) fn take_spare(&mut self, key: Key) -> Option<Slot> {
+        let spare = self.slots.free() > self.promised.slots + self.low_water();
+        let has_room =
+            self.full_part(key).is_none() && self.room_for(Share::Admit) >= crate::open::PUT_BYTES;
+        (spare && has_room).then(|| self.slots.take(self.map.segment_for(key))).flatten()
+    }
+
+    /// Below this many free slots, clean blocks give up theirs.
+    pub(crate) fn low_water(&self) -> u32 {
+        (self.slots.total() / 32).min(4096)
+    }
+
+    pub(crate) fn free_unpromised(&self) -> u32 {
+        self.slots.free() - self.promised.slots
+    }
+
+    /// Slots that will be free without anything else being given up.
+    pub(crate) fn leaving_slots(&self) -> u32 {
+        self.slots.leaving()
+    }
+
+    /// A slot that was taken and not published is free again: nobody knows it.
+    pub(crate) fn give_back(&mut self, slot: Slot) {
+        self.slots.give_back(slot);
+    }
+
+    pub(crate) fn record_bytes_max(&self) -> usize {
+        usize::try_from(self.layout.record_bytes_max()).expect("at most 8 MiB")
+    }
+
+    /// How many more bytes write-back may add to the record.
+    pub(crate) fn room_for(&self, share: Share) -> usize {
+        // The first item of a disk may bring its row along.
+        let used = self.open.bytes(share) + crate::open::ROW_BYTES;
+        Open::bytes_max(share, self.record_bytes_max()).saturating_sub(used)
+    }
+
+    // Publishing.
+
+    fn release(&mut self, slot: Slot) {
+        self.slots.leave(slot);
+        self.open.note_left(slot);
+    }
+
+    fn forget(&mut self, key: Key) -> Option<Entry> {
+        let entry = self.map.remove(key)?;
+        let counts = self.counts.entry(key.row()).or_default();
+        counts.blocks -= 1;
+        counts.dirty -= u64::from(entry.dirty);
+        self.open.note_slice(self.layout.slice_of(key));
+        self.release(entry.slot);
+        Some(entry)
+    }
+
+    /// The newest session of the disk has a record, with what is published now.
+    fn note_record(&mut self, row: u16, share: Share) {
+        if let Some(row) = self.ledger.rows.get_mut(&row)
+            && !row.has_record
+        {
+            row.has_record = true;
+            let item = Item::Row(*row);
+            self.open.note_ledger(item, share);
+        }
+    }
+
+    /// The block is in this slot and nowhere else.
+    pub(crate) fn put(&mut self, key: Key, slot: Slot, sectors: u8, dirty: bool, checks: Checks, share: Share) {
+        self.note_record(key.row(), share);
+        if !self.ledger.zeros.is_empty() && self.ledger.zeros.get(key).is_some() {
+            assert!(self.ledger.zeros.remove(key, 1), "a split was promised");
+            self.open.note_ledger(Item::Unzero { key, blocks: 1 }, share);
+        }
+        let old = self.map.put(key, Entry { slot, sectors, dirty });
+        let counts = self.counts.entry(key.row()).or_default();
+        match old {
+            Some(old) => counts.dirty -= u64::from(old.dirty),
+            None => counts.blocks += 1,
+        }
+        counts.dirty += u64::from(dirty);
+        if let Some(old) = old
+            && old.slot != slot
+        {
+            self.release(old.slot);
+        }
+        if dirty {
+            self.dirty.entry(key.group()).or_insert(self.now);
+        }
+        let change = Change::Put { slot, sectors, dirty, checks };
+        self.open.note_block(key, self.layout.slice_of(key), change, share);
+    }
+
+    /// Home has the block, and it gives its slot up.
+    pub(crate) fn drop_block(&mut self, key: Key, share: Share) {
+        if self.forget(key).is_some() {
+            self.open.note_block(key, self.layout.slice_of(key), Change::Drop, share);
+        }
+    }
+
+    /// These blocks are zero. Room for the runs was promised.
+    pub(crate) fn zero(&mut self, run: Run) {
+        let Run { key, blocks, may_free } = run;
+        let known = self.ledger.zeros.get(key);
+        let says_so = known.is_some_and(|known| {
+            known.may_free == may_free && known.key.bits() + known.blocks >= key.bits() + blocks
+        });
+        if says_so {
+            return;
+        }
+        self.note_record(key.row(), Share::Guest);
+        for key in self.map.keys_between(key, blocks) {
+            self.forget(key);
+            self.open.forget_block(key);
+        }
+        self.open.forget_blocks(key, blocks);
+        assert!(self.ledger.zeros.restore(run), "runs were promised");
+        self.open.note_ledger(Item::Zero { key, blocks, may_free }, Share::Guest);
+    }
+
+    /// Home has the zeros of these blocks. False when the table has no room for that; then it is not said.
+    pub(crate) fn unzero(&mut self, key: Key, blocks: u64) -> bool {
+        let is_done = self.ledger.zeros.remove(key, blocks);
+        if is_done {
+            self.open.note_ledger(Item::Unzero { key, blocks }, Share::Home);
+        }
+        is_done
+    }
+
+    /// The part of the block, if its slice is as good as full and the block is not in it.
+    pub(crate) fn full_part(&self, key: Key) -> Option<u32> {
+        let part = self.layout.part_of(key);
+        (self.map.room_in(part) < PART_ROOM_MIN && self.map.get(key).is_none()).then_some(part)
+    }
+
+    /// Clean blocks of a part leave it. Without any, the first block that is dirty.
+    pub(crate) fn empty_part(&mut self, part: u32) -> Option<Key> {
+        let most = self.room_for(Share::Evict) / 16;
+        let clean: Vec<Key> =
+            self.map.entries_in(part).filter(|(_, entry)| !entry.dirty).map(|(key, _)| key).take(most).collect();
+        for key in &clean {
+            self.drop_block(*key, Share::Evict);
+        }
+        if clean.is_empty() { self.map.entries_in(part).map(|(key, _)| key).next() } else { None }
+    }
+
+    /// Before blocks of a run are put into slots: they leave the runs of zeros. A split was promised.
+    pub(crate) fn leave_runs(&mut self, key: Key, blocks: u64) {
+        if self.ledger.zeros.is_empty() || self.ledger.zeros.overlapping(key, blocks).next().is_none() {
+            return;
+        }
+        assert!(self.ledger.zeros.remove(key, blocks), "a split was promised");
+        self.open.note_ledger(Item::Unzero { key, blocks }, Share::Guest);
+    }
+
+    /// Clean blocks give up their slots: up to so many.
+    pub(crate) fn evict(&mut self, most: usize) -> usize {
+        let most = most.min(self.room_for(Share::Evict) / 16);
+        let victims = self.map.sweep(most, GROUPS_AT_ONCE);
+        for key in &victims {
+            self.drop_block(*key, Share::Evict);
+        }
+        victims.len()
+    }
+
+    // Rows.
+
+    pub(crate) fn row_of(&self, disk: u128) -> Option<Row> {
+        self.ledger.rows.values().find(|row| row.disk == disk).copied()
+    }
+
+    /// A new row for the disk.
+    pub(crate) fn add_row(&mut self, disk: u128) -> Result<Row> {
+        let free = (0..ROWS_MAX).find(|number| !self.ledger.rows.contains_key(number));
+        let Some(number) = free else {
+            let why = format!(
+                "the flash cache knows {ROWS_MAX} disks already: forget one of them with `vellum flash forget`"
+            );
+            return Err(Error::new(vellum_core::ErrorKind::NoSpace, why));
+        };
+        let row = Row { number, has_record: false, disk, named: 0, newest: 0 };
+        self.set_row(row);
+        Ok(row)
+    }
+
+    pub(crate) fn set_row(&mut self, row: Row) {
+        self.ledger.rows.insert(row.number, row);
+        self.open.note_ledger(Item::Row(row), Share::Guest);
+    }
+
+    /// Nothing of the disk is cached any more, and its row is free.
+    pub(crate) fn remove_row(&mut self, row: u16) {
+        let keys = self.map.keys_between(Key::new(row, 0), crate::layout::BLOCKS_MAX);
+        for key in keys {
+            self.forget(key);
+        }
+        self.open.forget_blocks(Key::new(row, 0), crate::layout::BLOCKS_MAX);
+        self.ledger.zeros.remove_row(row);
+        self.ledger.rows.remove(&row);
+        self.counts.remove(&row);
+        self.open.note_ledger(Item::NoRow(row), Share::Guest);
+    }
+
+    // A commit.
+
+    /// Whether a flush has to write a record.
+    pub(crate) fn has_urgent(&self) -> bool {
+        self.open.is_urgent()
+    }
+
+    pub(crate) fn has_open(&self) -> bool {
+        !self.open.is_empty()
+    }
+
+    /// The next seal takes everything.
+    pub(crate) fn make_urgent(&mut self) {
+        self.open.make_urgent();
+    }
+
+    pub(crate) fn ring_used(&self) -> u64 {
+        self.ring.used()
+    }
+
+    /// How many slices this seal copies: none while the ring has plenty of room, then so many that none is behind
+    /// at three eighths.
+    fn copies(&self) -> usize {
+        let (used, quarter, eighth) =
+            (self.ring.used(), self.layout.ring_bytes / 4, self.layout.ring_bytes / 8);
+        if used < quarter {
+            return 0;
+        }
+        let uncopied = self.slices.uncopied() as u64;
+        let due = (uncopied * (used - quarter)).div_ceil(eighth).clamp(COPIES_MIN, uncopied.max(COPIES_MIN));
+        usize::try_from(due).expect("at most as many as there are parts")
+    }
+
+    /// Takes what is open for a record; none when there is nothing that a flush has to write.
+    pub(crate) fn seal(&mut self) -> Result<Option<Sealed>> {
+        if !self.open.is_urgent() {
+            return Ok(None);
+        }
+        debug_assert!(self.left.is_empty() && self.sealed.is_empty(), "one commit at a time");
+        // Clean blocks give up slots before they are missed, with a record that is due anyway.
+        let short = self.low_water().saturating_sub(self.slots.free() + self.slots.leaving());
+        if short > 0 {
+            self.evict(short as usize);
+        }
+        let taken = self.open.take();
+        self.sequence += 1;
+        let sequence = self.sequence;
+        for slice in taken.slices {
+            self.slices.touch(slice, sequence);
+        }
+        let tail = self.slices.tail().unwrap_or(sequence);
+        let record = Record { id: self.id, sequence, durable: self.durable, tail, items: taken.items };
+        let len = Record::padded_len(record.items.iter().map(Item::encoded_len).sum());
+        let Some(at) = self.ring.place(sequence, len as u64) else {
+            return Err(Error::corrupt("the ring of the flash cache has no room for a record"));
+        };
+        let slices = std::mem::take(&mut self.copied)
+            .into_iter()
+            .map(|slice| {
+                let place = self.slices.place_of_copy(slice.number);
+                (slice, place)
+            })
+            .collect();
+        for number in self.slices.copy_next(self.copies()) {
+            let payload = match number {
+                0 => self.ledger.encode(),
+                number => self.map.encode_part(number - 1),
+            };
+            self.copied.push(Slice { number, as_of: sequence, payload });
+        }
+        (self.sealed, self.left) = (taken.keys, taken.left);
+        Ok(Some(Sealed { record, at, slices }))
+    }
+
+    /// The record, and the slices that were written with it, are durable.
+    pub(crate) fn settle(&mut self, sealed: &Sealed, epochs: &Epochs) {
+        self.durable = sealed.record.sequence;
+        self.newest = std::mem::take(&mut self.sealed);
+        for (slice, _) in &sealed.slices {
+            self.slices.note_written(slice.number);
+        }
+        self.ring.advance(sealed.record.tail);
+        let left = std::mem::take(&mut self.left);
+        if !left.is_empty() {
+            self.leaving.push_back((epochs.now(), left));
+        }
+        self.reclaim(epochs);
+    }
+
+    /// Slots that no request uses any more are free. Returns the epoch that the next ones wait for.
+    pub(crate) fn reclaim(&mut self, epochs: &Epochs) -> Option<u64> {
+        while let Some((stamp, _)) = self.leaving.front() {
+            if !epochs.has_passed(*stamp) {
+                return Some(*stamp);
+            }
+            let (_, slots) = self.leaving.pop_front().expect("it was there");
+            slots.into_iter().for_each(|slot| self.slots.release(slot));
+        }
+        None
+    }
+
+    /// Whether slots were released that no durable record has released yet.
+    pub(crate) fn has_left(&self) -> bool {
+        self.open.left() > 0 || !self.left.is_empty()
+    }
+
+    /// Sectors that a block has, whose disk ends here.
+    pub(crate) fn sectors_of(block: u64, size: u64) -> u8 {
+        let left = size.saturating_sub(block * crate::layout::BLOCK_BYTES).div_ceil(crate::layout::SECTOR_BYTES);
+        if left >= 8 { SECTORS_ALL } else { (1u8 << left) - 1 }
+    }
+
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        self.map.memory_bytes()
+            + self.slots.memory_bytes()
+            + self.slices.memory_bytes()
+            + (self.dirty.len() * 24) as u64
+    }
+}

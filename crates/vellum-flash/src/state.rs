@@ -435,7 +435,11 @@ impl State {
     /// Clean blocks give up their slots: up to so many.
     pub(crate) fn evict(&mut self, most: usize) -> usize {
         let most = most.min(self.room_for(Share::Evict) / 16);
-        let victims = self.map.sweep(most, GROUPS_AT_ONCE);
+        // The hand may have passed blocks that were used; then they are the next.
+        let mut victims = self.map.sweep(most, GROUPS_AT_ONCE);
+        while victims.is_empty() && most > 0 && self.map.blocks() > self.map.dirty_blocks() {
+            victims = self.map.sweep(most, GROUPS_AT_ONCE);
+        }
         for key in &victims {
             self.drop_block(*key, Share::Evict);
         }

@@ -95,9 +95,10 @@ impl Home {
 
     /// The bytes, part by part.
     async fn write_data(&self, mut at: GuestOffset, mut data: Buffer) -> Result<()> {
-        let part_max = self.part_blocks() * BLOCK_BYTES;
+        let blocks = self.part_blocks();
         while !data.is_empty() {
-            let (part, _) = at.span(data.len() as u64).split_between_blocks(part_max);
+            let end = GuestOffset::new((at.bytes() / BLOCK_BYTES + blocks) * BLOCK_BYTES);
+            let (part, _) = at.span(data.len() as u64).split_at(end - at);
             let bytes = data.split_to(usize::try_from(part.len()).expect("within a buffer"));
             self.write_part(part, bytes).await?;
             at = part.end();
@@ -110,8 +111,7 @@ impl Home {
         let state = self.cache.state();
         let of_slots = u64::from(state.slots.total() / 4).max(1);
         let bytes = Open::bytes_max(Share::Guest, state.record_bytes_max()) - ROW_BYTES - RUN_BYTES;
-        // A part of so many bytes may touch one block more.
-        PART_BLOCKS_MAX.min(of_slots).min((bytes / PUT_BYTES) as u64).saturating_sub(1).max(1)
+        PART_BLOCKS_MAX.min(of_slots).min((bytes / PUT_BYTES) as u64)
     }
 
     async fn write_part(&self, span: GuestSpan, data: Buffer) -> Result<()> {
@@ -306,6 +306,9 @@ impl Home {
     }
 
     async fn zero_blocks(&self, span: GuestSpan, may_free: bool) -> Result<()> {
+        if span.is_empty() {
+            return Ok(());
+        }
         let mut first = span.start().bytes() / BLOCK_BYTES;
         let end = span.end().bytes().div_ceil(BLOCK_BYTES);
         let need = Need { slots: 0, bytes: 2 * RUN_BYTES + ROW_BYTES, runs: 2, is_zero: true };

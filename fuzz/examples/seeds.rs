@@ -64,6 +64,9 @@ fn main() -> io::Result<()> {
     for (name, input) in templates() {
         write(&root.join("template_store"), name, &input)?;
     }
+    for (name, input) in vellum_flash::fuzz::seeds() {
+        write(&root.join("flash_bytes"), name, &input)?;
+    }
     for (name, talk) in handshakes() {
         write(&root.join("nbd_handshake"), name, &talk)?;
         // A session that has its own handshake (mode 0).

@@ -1,5 +1,6 @@
 //! What the fuzz targets of image formats do with their bytes. (Those of exports are in
-//! `vellum-export/src/nbd/fuzz.rs` and `vellum-export/src/vhost/fuzz.rs`.)
+//! `vellum-export/src/nbd/fuzz.rs` and `vellum-export/src/vhost/fuzz.rs`, that of the flash cache in
+//! `vellum-flash/src/fuzz.rs`.)
 //!
 //! ```text
 //!   qcow2_header   bytes are the first part of a file      header, names, snapshot table

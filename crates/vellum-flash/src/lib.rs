@@ -34,6 +34,9 @@ mod claims;
 mod create;
 mod disk;
 mod facts;
+#[cfg(any(test, feature = "fuzz"))]
+#[doc(hidden)]
+pub mod fuzz;
 mod home;
 mod layout;
 mod map;
@@ -59,4 +62,4 @@ pub use disk::{FlashCounts, FlashDisk};
 pub use facts::{Facts, Look, RowFacts, check, look};
 pub use options::{DiskOptions, FlashOptions, FlashPolicy};
 pub use policy::Replacement;
-pub use trial::{HitCounts, hits};
+pub use trial::{HitCounts, hits, uses_of};

@@ -181,6 +181,14 @@ impl FlashCache {
         self.commit().await
     }
 
+    /// Makes durable what all disks were written, and what only saves work later.
+    ///
+    /// # Errors
+    /// Those of flash; the cache has stopped then.
+    pub async fn flush(&self) -> Result<()> {
+        self.commit_all().await
+    }
+
     async fn lead(&self) -> Result<()> {
         self.stop.check()?;
         let covers = self.changes.load(Ordering::Acquire);

@@ -2,6 +2,7 @@
 //! with dirty blocks that stay on flash at each close.
 
 mod common;
+use vellum_flash as flash;
 
 use std::cell::RefCell;
 use std::sync::Arc;

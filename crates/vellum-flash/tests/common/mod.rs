@@ -1,16 +1,19 @@
 //! What the tests of the cache share.
 
+#![allow(unreachable_pub, reason = "a module of each test program")]
 #![allow(dead_code, reason = "each test program uses a part")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::flash::{self, DiskOptions, FlashCache, FlashDisk, FlashOptions, FlashPolicy};
 use vellum_core::{
     Buffer, Disk, Extent, Filled, Filling, Geometry, GuestOffset, GuestSpan, LocalFuture, Random, Result,
     SharedDisk, SharedStorage, WriteFlags, ZeroFlags,
 };
-use vellum_flash::{DiskOptions, FlashCache, FlashDisk, FlashOptions, FlashPolicy};
+
+pub mod explorer;
 
 pub const ID: [u8; 16] = [7; 16];
 pub const SECRET: u64 = 0x5EC2_E700_0000_0001;
@@ -41,7 +44,7 @@ pub async fn over(cache: &Arc<FlashCache>, number: u8, home: SharedDisk) -> Resu
 pub async fn cache_on(storage: &SharedStorage, slots: u64, seed: u64) -> Result<Arc<FlashCache>> {
     if storage.len() == 0 {
         storage.set_len(bytes_of(slots)).await?;
-        vellum_flash::create(storage, bytes_of(slots), ID, SECRET).await?;
+        flash::create(storage, bytes_of(slots), ID, SECRET).await?;
     }
     FlashCache::open(storage.clone(), options(seed)).await
 }

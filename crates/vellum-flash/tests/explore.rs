@@ -1,0 +1,57 @@
+//! Every crash of flash and of the homes, recovered and judged. `VELLUM_EXPLORE=all` explores for longer.
+
+mod common;
+use vellum_flash as flash;
+
+use std::collections::HashSet;
+
+use common::explorer::{Counts, Setup, explore};
+
+/// How many programs, of so many that are usual.
+fn scaled(programs: u64) -> u64 {
+    let is_soak = std::env::var("VELLUM_EXPLORE").is_ok_and(|what| what == "all");
+    programs * if is_soak { 20 } else { 1 }
+}
+
+#[allow(clippy::print_stderr, reason = "how much was looked at is worth knowing")]
+fn all(name: &str, setup: &Setup, programs: u64) {
+    let (mut counts, mut seen) = (Counts::default(), HashSet::new());
+    for seed in 0..scaled(programs) {
+        match explore(setup, seed, &mut seen) {
+            Ok(more) => counts += more,
+            Err(what) => panic!("{name}: {what}"),
+        }
+    }
+    eprintln!("{name}: {counts:?}");
+}
+
+#[test]
+fn few_slots() {
+    all("few slots", &Setup::usual(9), 40);
+}
+
+#[test]
+fn some_slots() {
+    all("some slots", &Setup { steps: 70, ..Setup::usual(16) }, 30);
+}
+
+#[test]
+fn slots_for_all() {
+    all("slots for all", &Setup { steps: 90, ..Setup::usual(64) }, 25);
+}
+
+#[test]
+fn two_guests() {
+    all("two guests", &Setup { guests: 2, steps: 25, ..Setup::usual(12) }, 40);
+}
+
+#[test]
+fn two_disks_with_two_guests_each() {
+    all("two disks", &Setup { disks: 2, guests: 2, steps: 14, blocks: 10, ..Setup::usual(20) }, 40);
+}
+
+#[test]
+fn what_fails_and_then_crashes() {
+    all("faults", &Setup { faults: true, ..Setup::usual(12) }, 60);
+    all("faults, several guests", &Setup { faults: true, disks: 2, guests: 2, steps: 10, blocks: 10, ..Setup::usual(12) }, 40);
+}

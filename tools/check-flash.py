@@ -296,8 +296,6 @@ class Cache:
         as_of, payload = max(found, key=lambda one: one[0])
         if as_of > self.newest:
             raise Wrong(f"slice {number} is of record {as_of}, the newest is {self.newest}")
-        if as_of + 1 < self.tail:
-            raise Wrong(f"slice {number} is of record {as_of}, but the records begin with {self.tail}")
         return as_of, payload
 
     def read_slices(self):

@@ -124,8 +124,9 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let row = Row { number: 3, has_record: true, disk: 1, named: 2, newest: 3 };
     let mut ledger = Ledger::default();
     ledger.rows.insert(3, row);
-    drop(ledger.zeros.add(Run { key, blocks: 9, may_free: true }));
-    drop(ledger.zeros.add(Run { key: key.plus(50), blocks: 1, may_free: false }));
+    for (key, blocks, may_free) in [(key, 9, true), (key.plus(50), 1, false)] {
+        assert!(ledger.zeros.add(Run { key, blocks, may_free }));
+    }
     let block: smallvec::SmallVec<[u8; BLOCK_LEN]> = smallvec![7; BLOCK_LEN];
     let items = vec![
         Item::NoRow(2),

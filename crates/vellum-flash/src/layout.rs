@@ -230,7 +230,7 @@ impl Layout {
 /// Which of `parts` parts the key is in.
 pub(crate) fn part_of(secret: u64, parts: u32, key: Key) -> u32 {
     let high = mix(secret, key.group()) >> 32;
-    u32::try_from(high * u64::from(parts) >> 32).expect("below the number of parts")
+    u32::try_from((high * u64::from(parts)) >> 32).expect("below the number of parts")
 }
 
 const MAGIC: u64 = 0x5645_4C4C_554D_4630; // "VELLUMF0"

@@ -55,11 +55,16 @@ const GROUP_WORDS: usize = 10;
 type Group = [u16; GROUP_WORDS];
 
 /// Bytes of a slice: for a group, for a block, and for one that is odd.
-const GROUP_LEN: usize = 16;
-const NUMBER_LEN: usize = 2;
-const ODD_LEN: usize = 5;
+const GROUP_LEN: u32 = 16;
+const NUMBER_LEN: u32 = 2;
+const ODD_LEN: u32 = 5;
 /// The most that a block can add to a slice.
-const BLOCK_LEN_MAX: usize = GROUP_LEN + ODD_LEN;
+const BLOCK_LEN_MAX: u32 = GROUP_LEN + ODD_LEN;
+/// [`PAYLOAD_MAX`], as parts count.
+const PAYLOAD_BYTES_MAX: u32 = 90_048;
+const _: () = assert!(PAYLOAD_BYTES_MAX as usize == PAYLOAD_MAX);
+/// Numbers of the run of a group.
+const NUMBERS_MAX: usize = 16;
 
 /// A part of the map: what one slice has.
 #[derive(Debug)]
@@ -70,8 +75,6 @@ struct Part {
     units: Units,
     /// The length of the slice's payload, in bytes.
     payload: u32,
-    blocks: u32,
-    dirty: u32,
 }
 
 /// All parts.
@@ -92,7 +95,7 @@ const fn rank(present: u16, index: u32) -> usize {
 
 impl Part {
     const fn new() -> Self {
-        Self { groups: Table::new(), odd: Table::new(), units: Units::new(), payload: 0, blocks: 0, dirty: 0 }
+        Self { groups: Table::new(), odd: Table::new(), units: Units::new(), payload: 0 }
     }
 
     fn entry(&self, secret: u64, group: &Group, key: Key) -> Option<Entry> {
@@ -124,7 +127,7 @@ impl Part {
             return run;
         }
         let longer = self.units.take(new);
-        let mut numbers = [0; GROUP_BLOCKS as usize];
+        let mut numbers = [0; NUMBERS_MAX];
         numbers[..count].copy_from_slice(self.units.run(run, count));
         let target = self.units.run_mut(longer, count + 1);
         target[..rank].copy_from_slice(&numbers[..rank]);
@@ -146,7 +149,7 @@ impl Part {
         if old == new {
             return run;
         }
-        let mut numbers = [0; GROUP_BLOCKS as usize];
+        let mut numbers = [0; NUMBERS_MAX];
         numbers[..len - 1].copy_from_slice(self.units.run(run, len - 1));
         // Given back first: then the shorter run may stay where it is.
         self.units.give_back(run, old);
@@ -159,7 +162,7 @@ impl Part {
         let (bit, index) = (1 << key.index(), key.index());
         let group_key = key.group().bits();
         let place = self.groups.find(secret, group_key).unwrap_or_else(|| {
-            self.payload += GROUP_LEN as u32;
+            self.payload += GROUP_LEN;
             self.groups.insert(secret, entry_of(group_key))
         });
         let mut group = *self.groups.at(place).expect("just found");
@@ -168,7 +171,6 @@ impl Part {
         if old.is_none() {
             group[RUN] = self.widen(group[RUN], group[PRESENT].count_ones(), rank);
             group[PRESENT] |= bit;
-            self.blocks += 1;
         }
         let others = group[PRESENT] & !group[ODD] & !bit;
         if others == 0 {
@@ -189,8 +191,6 @@ impl Part {
             group[ODD] &= !bit;
         }
         self.units.run_mut(group[RUN], rank + 1)[rank] = new.slot.within();
-        self.dirty -= u32::from(group[DIRTY] & bit != 0);
-        self.dirty += u32::from(new.dirty);
         group[DIRTY] = if new.dirty { group[DIRTY] | bit } else { group[DIRTY] & !bit };
         *self.groups.at_mut(place) = group;
         old
@@ -214,10 +214,8 @@ impl Part {
         for bits in [PRESENT, DIRTY, SEEN, ODD] {
             group[bits] &= !bit;
         }
-        self.blocks -= 1;
-        self.dirty -= u32::from(old.dirty);
         if group[PRESENT] == 0 {
-            self.payload -= GROUP_LEN as u32;
+            self.payload -= GROUP_LEN;
             self.groups.remove(secret, place);
         } else {
             *self.groups.at_mut(place) = group;
@@ -234,8 +232,8 @@ impl Part {
 const fn len_of(is_there: bool, is_odd: bool) -> u32 {
     match (is_there, is_odd) {
         (false, _) => 0,
-        (true, false) => NUMBER_LEN as u32,
-        (true, true) => ODD_LEN as u32,
+        (true, false) => NUMBER_LEN,
+        (true, true) => ODD_LEN,
     }
 }
 
@@ -260,6 +258,7 @@ impl GroupBits {
     }
 
     /// The keys of those that are dirty, upwards.
+    #[cfg(test)]
     pub(crate) fn dirty_keys(&self) -> impl Iterator<Item = Key> {
         let first = self.key.bits();
         indexes(self.dirty).map(move |index| Key::from_bits(first + index))
@@ -284,6 +283,7 @@ impl Map {
     }
 
     /// How many parts there are.
+    #[cfg(test)]
     pub(crate) const fn parts(&self) -> u32 {
         self.layout.parts
     }
@@ -323,6 +323,7 @@ impl Map {
     }
 
     /// Home has, or has not, what the cache has of this block. Nothing changes when the block is not cached.
+    #[cfg(test)]
     pub(crate) fn set_dirty(&mut self, key: Key, dirty: bool) {
         let number = self.layout.part_of(key) as usize;
         let part = &mut self.parts[number];
@@ -331,11 +332,7 @@ impl Map {
         let was_dirty = group[DIRTY] & bit != 0;
         if group[PRESENT] & bit != 0 && was_dirty != dirty {
             group[DIRTY] ^= bit;
-            if dirty {
-                (self.dirty, part.dirty) = (self.dirty + 1, part.dirty + 1);
-            } else {
-                (self.dirty, part.dirty) = (self.dirty - 1, part.dirty - 1);
-            }
+            self.dirty = if dirty { self.dirty + 1 } else { self.dirty - 1 };
         }
     }
 
@@ -361,19 +358,12 @@ impl Map {
 
     /// How many more blocks the part of this key has room for, whatever they become there.
     pub(crate) fn room_in(&self, part: u32) -> u32 {
-        let used = self.parts[part as usize].payload as usize;
-        u32::try_from((PAYLOAD_MAX - used.min(PAYLOAD_MAX)) / BLOCK_LEN_MAX).expect("a slice is short")
+        (PAYLOAD_BYTES_MAX - self.parts[part as usize].payload.min(PAYLOAD_BYTES_MAX)) / BLOCK_LEN_MAX
     }
 
     /// Whether this block can be put in, whatever it becomes: it may be there already.
     pub(crate) fn has_room(&self, key: Key) -> bool {
         self.room_in(self.layout.part_of(key)) > 0
-    }
-
-    /// The blocks of a part that are cached, and how many of them are dirty.
-    pub(crate) fn count_in(&self, part: u32) -> (u32, u32) {
-        let part = &self.parts[part as usize];
-        (part.blocks, part.dirty)
     }
 
     /// The groups of a part, in no order.
@@ -520,7 +510,7 @@ pub(crate) fn decode_part(layout: &Layout, part: u32, payload: &[u8]) -> Option<
     let mut groups = Vec::new();
     let mut rest = payload;
     while !rest.is_empty() {
-        let (head, numbers) = rest.split_at_checked(GROUP_LEN)?;
+        let (head, numbers) = rest.split_at_checked(GROUP_LEN as usize)?;
         rest = numbers;
         let key = Key::from_bits(be64(head, 0));
         let [present, dirty, odd, segment] = [8, 10, 12, 14].map(|at| be16(head, at));
@@ -535,7 +525,7 @@ pub(crate) fn decode_part(layout: &Layout, part: u32, payload: &[u8]) -> Option<
         groups.push(key);
         for index in indexes(present) {
             let is_odd = odd & 1 << index != 0;
-            let (number, after) = rest.split_at_checked(if is_odd { ODD_LEN } else { NUMBER_LEN })?;
+            let (number, after) = rest.split_at_checked(len_of(true, is_odd) as usize)?;
             rest = after;
             let (slot, sectors) = if is_odd {
                 (Slot(be32(number, 0)), number[4])

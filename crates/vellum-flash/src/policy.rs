@@ -377,7 +377,7 @@ impl Ghosts {
 
     fn place(&self, key: Key) -> (usize, u32) {
         let hash = mix(GHOST_SECRET, key);
-        let set = (hash >> 32) * self.sets.len() as u64 >> 32;
+        let set = ((hash >> 32) * self.sets.len() as u64) >> 32;
         (usize::try_from(set).expect("below the number of sets"), (hash & 0xFFFF_FFFF) as u32 | 1)
     }
 

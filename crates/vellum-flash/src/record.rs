@@ -147,9 +147,6 @@ const MAY_FREE: u8 = 1;
 const BLOCK_ITEM_LEN: usize = 16;
 
 impl Item {
-    /// The longest item about a single block, in bytes.
-    pub(crate) const BLOCK_LEN_MAX: usize = BLOCK_ITEM_LEN + 8 * 4;
-
     /// How many bytes the item takes in a record.
     pub(crate) fn encoded_len(&self) -> usize {
         match self {

@@ -204,7 +204,8 @@ impl Slots {
 
     /// The number after the last slot of a segment.
     fn segment_end(&self, segment: u16) -> u32 {
-        (u64::from(segment) + 1).saturating_mul(u64::from(SEGMENT_SLOTS)).min(u64::from(self.slots)) as u32
+        let first = u32::from(segment) * SEGMENT_SLOTS;
+        first + (self.slots - first).min(SEGMENT_SLOTS)
     }
 
     /// The first free slot at or after the place where the last was found. The segment has one.
@@ -248,7 +249,7 @@ mod tests {
             let mut free = Slots::new(slots);
             let mut seen = vec![false; slots as usize];
             for n in 0..slots {
-                let slot = free.take(Some((n % 5) as u16)).unwrap();
+                let slot = free.take(Some([0, 1, 2, 3, 4][n as usize % 5])).unwrap();
                 assert!(!std::mem::replace(&mut seen[slot.0 as usize], true), "slot {}", slot.0);
             }
             assert_eq!((free.take(None), free.free(), free.taken()), (None, 0, slots));
@@ -289,8 +290,8 @@ mod tests {
                 let state = &mut model[slot.0 as usize];
                 match (random.below(4), *state) {
                     (0, _) => {
-                        let most = 1 + random.below(9) as u32;
-                        let prefer = random.one_in(2).then(|| random.below(3) as u16);
+                        let most = *random.pick(&[1, 2, 5, 9]);
+                        let prefer = random.one_in(2).then(|| *random.pick(&[0, 1, 2]));
                         if let Some((first, count)) = free.take_run(prefer, most) {
                             assert!((1..=most).contains(&count));
                             for n in first.0..first.0 + count {
@@ -328,7 +329,7 @@ mod tests {
             assert_eq!(free.leaving(), count(SlotState::Leaving), "seed {seed}");
             assert_eq!(free.taken(), count(SlotState::Taken), "seed {seed}");
             for (n, state) in model.iter().enumerate() {
-                assert_eq!(free.state(Slot(n as u32)), *state, "seed {seed}, slot {n}");
+                assert_eq!(free.state(Slot(u32::try_from(n).unwrap())), *state, "seed {seed}, slot {n}");
             }
         }
     }

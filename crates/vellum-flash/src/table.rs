@@ -69,7 +69,7 @@ impl<const N: usize> Table<N> {
 
     /// All entries.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &[u16; N]> {
-        self.places.iter().filter(|entry| key_of(*entry) != EMPTY)
+        self.places.iter().filter(|entry| key_of(entry) != EMPTY)
     }
 
     /// The place of a key.
@@ -133,7 +133,7 @@ impl<const N: usize> Table<N> {
 
     fn home(&self, secret: u64, key: u64) -> usize {
         let hash = mix(secret, Key::from_bits(key)) & u64::from(u32::MAX);
-        (hash * self.places.len() as u64 >> 32) as usize
+        usize::try_from((hash * self.places.len() as u64) >> 32).expect("below the number of places")
     }
 
     fn after(&self, place: usize) -> usize {
@@ -175,20 +175,20 @@ mod tests {
             let mut random = Random::from_seed(seed);
             let mut table = Table::<5>::new();
             let mut model = BTreeMap::new();
-            for step in 0..4000_u64 {
+            for step in 0..4000_u16 {
                 let grows = if step / 1000 % 2 == 0 { 3 } else { 1 };
                 let key = random.below(1500) << 44 | random.below(2);
                 match (random.below(4) < grows, table.find(seed, key)) {
                     (true, None) => {
                         let mut entry = entry_of(key);
-                        entry[4] = step as u16;
+                        entry[4] = step;
                         let place = table.insert(seed, entry);
                         assert_eq!(table.at(place), Some(&entry), "seed {seed}");
                         assert_eq!(model.insert(key, entry), None, "seed {seed}");
                     }
                     (true, Some(place)) => {
-                        table.at_mut(place)[4] = step as u16;
-                        model.get_mut(&key).unwrap()[4] = step as u16;
+                        table.at_mut(place)[4] = step;
+                        model.get_mut(&key).unwrap()[4] = step;
                     }
                     (false, Some(place)) => {
                         assert_eq!(table.at(place).copied(), model.remove(&key), "seed {seed}");

@@ -77,7 +77,7 @@ pub fn uses_of(trace: &str) -> Result<Vec<(u64, bool)>> {
     let names: Vec<&str> = first.split(',').collect();
     let column = |name: &str| names.iter().position(|other| *other == name);
     let columns = (column("op"), column("offset"), column("len"));
-    let read: Box<dyn Fn(&str) -> Option<Use>> = match columns {
+    let read: Reader = match columns {
         (Some(op), Some(offset), Some(len)) => Box::new(move |line| named(line, [op, offset, len])),
         _ if names.len() == 7 => Box::new(msr),
         _ if first.split_whitespace().count() == 5 => Box::new(disksim),
@@ -104,6 +104,9 @@ pub fn uses_of(trace: &str) -> Result<Vec<(u64, bool)>> {
     }
     Ok(uses)
 }
+
+/// Reads a line.
+type Reader = Box<dyn Fn(&str) -> Option<Use>>;
 
 /// One line of a trace, in bytes. Flushes and what clears space neither read nor write.
 struct Use {

@@ -111,11 +111,13 @@ impl Zeros {
     }
 
     /// Whether the table takes a new run.
+    #[cfg(test)]
     pub(crate) fn takes_new(&self) -> bool {
         self.runs.len() < RUNS_FOR_NEW
     }
 
     /// Whether `splits` runs can be split.
+    #[cfg(test)]
     pub(crate) fn takes_splits(&self, splits: usize) -> bool {
         self.runs.len() + splits <= RUNS_MAX
     }

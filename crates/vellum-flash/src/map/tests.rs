@@ -12,7 +12,8 @@ fn layout(slots: u32) -> Layout {
 
 fn random_entry(random: &mut Random, slots: u32) -> Entry {
     let slot = Slot(u32::try_from(random.below(u64::from(slots))).unwrap());
-    let sectors = if random.one_in(4) { 1 + random.below(255) as u8 } else { SECTORS_ALL };
+    let sectors =
+        if random.one_in(4) { *random.pick(&[1, 2, 0x0F, 0x81, 0xFE, SECTORS_ALL]) } else { SECTORS_ALL };
     Entry { slot, sectors, dirty: random.one_in(2) }
 }
 
@@ -21,9 +22,6 @@ fn agrees(map: &Map, model: &BTreeMap<Key, Entry>, why: &str) {
     assert_eq!(&found, model, "{why}");
     assert_eq!(map.blocks(), model.len() as u64, "{why}");
     assert_eq!(map.dirty_blocks(), model.values().filter(|entry| entry.dirty).count() as u64, "{why}");
-    let counts = (0..map.parts()).map(|part| map.count_in(part));
-    let sum = counts.fold((0, 0), |sum, part| (sum.0 + u64::from(part.0), sum.1 + u64::from(part.1)));
-    assert_eq!(sum, (map.blocks(), map.dirty_blocks()), "{why}");
 }
 
 #[test]
@@ -36,7 +34,7 @@ fn the_entries_are_those_of_a_model() {
         let blocks = [100, 4000][random.index(2)];
         for step in 0..4000 {
             let why = format!("seed {seed}, step {step}");
-            let key = Key::new(random.below(2) as u16, random.below(blocks));
+            let key = Key::new(*random.pick(&[0, 1]), random.below(blocks));
             match random.below(6) {
                 0..3 => {
                     let entry = random_entry(&mut random, layout.slots);
@@ -86,7 +84,9 @@ fn a_part_reads_as_it_was_written() {
                 payload.len() + room * 21 <= PAYLOAD_MAX && payload.len() + (room + 1) * 21 > PAYLOAD_MAX
             );
             let entries = decode_part(&layout, part, &payload).unwrap();
-            entries.into_iter().for_each(|(key, entry)| drop(again.put(key, entry)));
+            for (key, entry) in entries {
+                assert_eq!(again.put(key, entry), None);
+            }
             if !payload.is_empty() {
                 assert_eq!(decode_part(&layout, (part + 1) % layout.parts, &payload), None);
                 let twice = [&payload[..], &payload[..]].concat();
@@ -182,7 +182,10 @@ fn the_hand_gives_up_what_was_not_seen_and_nothing_that_is_dirty() {
     let mut map = Map::new(&layout);
     for block in 0..1000 {
         let dirty = block % 5 == 0;
-        map.put(Key::new(1, block), Entry { slot: Slot(block as u32), sectors: SECTORS_ALL, dirty });
+        map.put(
+            Key::new(1, block),
+            Entry { slot: Slot(u32::try_from(block).unwrap()), sectors: SECTORS_ALL, dirty },
+        );
         map.set_seen(Key::new(1, block), block % 2 == 0);
     }
     let first = map.sweep(1000, usize::MAX);
@@ -235,7 +238,7 @@ fn a_full_group_takes_at_most_65_bytes_on_average() {
             blocks.swap(index, random.index(index + 1));
         }
         for block in blocks {
-            let slot = Slot(block as u32 % layout.slots);
+            let slot = Slot(u32::try_from(block).unwrap() % layout.slots);
             map.put(Key::new(1, block), Entry { slot, sectors: SECTORS_ALL, dirty: false });
         }
         groups += 400;
@@ -245,7 +248,6 @@ fn a_full_group_takes_at_most_65_bytes_on_average() {
         }
     }
     let average = sum / f64::from(count);
-    println!("a full group: {least:.1} to {most:.1} bytes, {average:.1} on average");
     assert!(average <= 65.0 && most <= 70.0, "{least} to {most}, {average} on average");
 }
 
@@ -255,7 +257,10 @@ fn a_part_takes_its_share_in_any_encoding() {
     let mut map = Map::new(&layout);
     for n in 0..4096 {
         assert!(map.has_room(Key::new(1, n * 16)));
-        map.put(Key::new(1, n * 16), Entry { slot: Slot(n as u32), sectors: 1, dirty: true });
+        map.put(
+            Key::new(1, n * 16),
+            Entry { slot: Slot(u32::try_from(n).unwrap()), sectors: 1, dirty: true },
+        );
     }
     assert_eq!(map.encode_part(0).len(), 4096 * 21);
 }

@@ -36,6 +36,13 @@ fn use_block(map: &mut Map, policy: &mut dyn Policy, blocks: u64, key: Key) -> b
     false
 }
 
+/// Uses blocks in order, with a cache of 1000.
+fn use_all(map: &mut Map, policy: &mut dyn Policy, blocks: std::ops::Range<u64>) {
+    for block in blocks {
+        use_block(map, policy, 1000, key(block));
+    }
+}
+
 #[test]
 fn only_clean_cached_blocks_are_named_and_all_of_them_in_the_end() {
     for kind in Replacement::ALL {
@@ -46,7 +53,9 @@ fn only_clean_cached_blocks_are_named_and_all_of_them_in_the_end() {
             for _ in 0..5000 {
                 let key = key(random.below(2000));
                 match random.below(8) {
-                    0 => drop(map.remove(key)),
+                    0 => {
+                        map.remove(key);
+                    }
                     1 => map.set_dirty(key, random.one_in(2)),
                     2 if map.get(key).is_some() => policy.demoted(&mut map, key),
                     3 => {
@@ -102,7 +111,9 @@ fn lru_with_a_short_list_gives_up_what_is_not_in_it_first() {
     }
     let first: BTreeSet<Key> = policy.victims(&mut map, 7).into_iter().collect();
     assert_eq!(first, (0..7).map(key).collect());
-    first.iter().for_each(|key| drop(map.remove(*key)));
+    for key in first {
+        map.remove(key);
+    }
     assert_eq!(policy.victims(&mut map, 9), [7, 8, 9].map(key));
 }
 
@@ -111,9 +122,9 @@ fn s3_fifo_keeps_what_is_used_from_a_scan() {
     let (mut map, mut policy) = (map(1000), Replacement::S3Fifo.policy(1000));
     let hot = 0..500;
     for _ in 0..3 {
-        hot.clone().for_each(|block| drop(use_block(&mut map, &mut *policy, 1000, key(block))));
+        use_all(&mut map, &mut *policy, hot.clone());
     }
-    (10_000..30_000).for_each(|block| drop(use_block(&mut map, &mut *policy, 1000, key(block))));
+    use_all(&mut map, &mut *policy, 10_000..30_000);
     let stayed = hot.filter(|block| map.get(key(*block)).is_some()).count();
     assert!(stayed > 480, "{stayed} of 500");
 }
@@ -123,9 +134,9 @@ fn s3_fifo_knows_what_it_gave_up_too_early() {
     let (mut map, mut policy) = (map(1000), Replacement::S3Fifo.policy(1000));
     // Twice round a loop that is a little longer than the cache, then a scan.
     for _ in 0..3 {
-        (0..1100).for_each(|block| drop(use_block(&mut map, &mut *policy, 1000, key(block))));
+        use_all(&mut map, &mut *policy, 0..1100);
     }
-    (10_000..12_000).for_each(|block| drop(use_block(&mut map, &mut *policy, 1000, key(block))));
+    use_all(&mut map, &mut *policy, 10_000..12_000);
     assert!((0..1100).filter(|block| map.get(key(*block)).is_some()).count() > 500);
 }
 

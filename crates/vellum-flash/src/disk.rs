@@ -182,11 +182,11 @@ impl Home {
         }
         let is_kept = self.keeps_at_close.load(Ordering::Acquire);
         let flash = async {
-            if is_kept || self.disk.geometry().read_only {
-                return match self.cache.failure() {
-                    Some(_) => Ok(()),
-                    None => self.cache.commit().await,
-                };
+            if self.disk.geometry().read_only {
+                return Ok(());
+            }
+            if is_kept {
+                return self.cache.commit().await;
             }
             self.drain().await?;
             self.end_session().await?;

@@ -147,6 +147,32 @@ struct Run {
     oracles: Vec<Oracle>,
 }
 
+impl Run {
+    /// What happened to all media before a position, for a person.
+    fn events_before(&self, position: Position) -> String {
+        let of = |name: &str, log: &EventLog| -> Vec<(Position, String)> {
+            let events = log.events().iter().filter(|event| event.submitted() < position);
+            let line = |event: &vellum_sim::Event| {
+                let (submitted, ended) = (event.submitted(), event.ended());
+                let text = format!(
+                    "{submitted} {name} {:?} {} ended {ended:?} {:?}",
+                    event.operation(),
+                    event.span(),
+                    event.outcome()
+                );
+                (submitted, text)
+            };
+            events.map(line).collect()
+        };
+        let mut all = of("flash", &self.flash);
+        for (number, home) in self.homes.iter().enumerate() {
+            all.extend(of(&format!("home {number}"), home));
+        }
+        all.sort();
+        all.into_iter().map(|(_, line)| line + "\n").collect()
+    }
+}
+
 fn pattern(seed: u64, len: u64) -> Content {
     let mut random = Random::from_seed(seed);
     let mut bytes = vec![0; usize::try_from(len).unwrap()];
@@ -532,7 +558,10 @@ fn explore_from(
                             "depth {depth}, crash at {position:?} ({of_flash:?} of flash, {of_homes:?} of homes): {what}"
                         )
                     };
-                    let found = judge(setup, &left, &expectations, drains, counts).map_err(at)?;
+                    let found = judge(setup, &left, &expectations, drains, counts).map_err(|what| {
+                        let dump = std::env::var_os("VELLUM_EXPLORE_DUMP").is_some();
+                        at(if dump { format!("{what}\n{}", run.events_before(position)) } else { what })
+                    })?;
                     let goes_on = depth < 2
                         && setup.nested_one_in > 0
                         && left.flash.shown.is_none()

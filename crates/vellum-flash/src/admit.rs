@@ -156,7 +156,6 @@ impl Home {
                     && state.room_for(Share::Admit) >= PUT_BYTES;
                 if may {
                     state.put(key, slot, sectors, false, checks, Share::Admit);
-                    state.map.set_seen(key, false);
                 } else {
                     state.give_back(slot);
                 }

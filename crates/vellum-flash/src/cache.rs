@@ -28,7 +28,7 @@ use vellum_format::commit::{Epochs, GroupCommit};
 use crate::session::CacheId;
 
 use crate::disk::{Home, part_is_full};
-use crate::layout::{BLOCK_BYTES, Layout, Slot};
+use crate::layout::{Layout, Slot};
 use crate::home::Pace;
 use crate::open::Share;
 use crate::options::FlashOptions;
@@ -102,7 +102,13 @@ impl Drop for Promise<'_> {
 }
 
 impl FlashCache {
-    pub(crate) fn with(storage: SharedStorage, id: CacheId, state: State, options: FlashOptions) -> Arc<Self> {
+    pub(crate) fn with(
+        storage: SharedStorage,
+        id: CacheId,
+        mut state: State,
+        options: FlashOptions,
+    ) -> Arc<Self> {
+        state.replace_by(options.replacement);
         let clock: Option<Arc<dyn Clock>> = options.clock.clone();
         let random = Mutex::new(options.chance.clone());
         Arc::new(Self {
@@ -361,6 +367,14 @@ impl FlashCache {
         if written == 0 { Err(part_is_full(self.name())) } else { Ok(()) }
     }
 
+    /// The disk is closed.
+    pub(crate) fn forget_home(&self, home: &Home) {
+        let mut disks = lock(&self.disks);
+        if disks.get(&home.row).is_some_and(|known| std::ptr::eq(known.as_ptr(), home)) {
+            disks.remove(&home.row);
+        }
+    }
+
     /// The disks that are open.
     pub(crate) fn homes(&self) -> Vec<Arc<Home>> {
         lock(&self.disks).values().filter_map(Weak::upgrade).collect()
@@ -403,10 +417,5 @@ impl FlashCache {
         self.commit_all().await?;
         self.is_closed.store(true, Ordering::Release);
         Ok(())
-    }
-
-    /// How many bytes of slots are in use, for limits in terms of the whole.
-    pub(crate) fn slot_bytes(&self) -> u64 {
-        u64::from(self.layout.slots) * BLOCK_BYTES
     }
 }

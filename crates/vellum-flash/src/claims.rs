@@ -52,11 +52,6 @@ struct Watched {
 pub(crate) struct Touched(Vec<Range<u64>>);
 
 impl Touched {
-    /// Whether nothing was touched.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     /// Whether this block was touched, or may have been.
     pub(crate) fn contains(&self, block: u64) -> bool {
         self.0.iter().any(|run| run.contains(&block))
@@ -127,15 +122,6 @@ impl Claims {
         }
     }
 
-    /// Claims the blocks if nobody else holds any of them.
-    pub(crate) fn try_claim(&self, blocks: Range<u64>) -> Option<Held<'_>> {
-        let mut table = lock(&self.table);
-        table.is_free(&blocks).then(|| {
-            table.hold(&blocks);
-            Held { claims: self, first: blocks.start }
-        })
-    }
-
     /// Watches the blocks from now on.
     pub(crate) fn watch(self: &Arc<Self>, blocks: Range<u64>) -> Watch {
         let mut table = lock(&self.table);
@@ -151,11 +137,6 @@ impl Claims {
         table.watches.push(Watched { number, blocks, touched });
         drop(table);
         Watch { claims: self.clone(), number }
-    }
-
-    /// Whether anything is claimed.
-    pub(crate) fn any_held(&self) -> bool {
-        !lock(&self.table).held.is_empty()
     }
 }
 
@@ -215,7 +196,8 @@ mod tests {
             let beside = claims.claim(20..21).await;
             let before = claims.claim(0..10).await;
             for overlapping in [19..30, 5..11, 10..11, 0..100, 15..16, 20..21] {
-                assert!(claims.try_claim(overlapping.clone()).is_none(), "{overlapping:?}");
+                let mut waiting = Box::pin(claims.claim(overlapping.clone()));
+                assert!(poll_once(&mut waiting).await.is_none(), "{overlapping:?}");
             }
             let mut waiting = Box::pin(claims.claim(19..20));
             assert!(poll_once(&mut waiting).await.is_none());
@@ -224,7 +206,7 @@ mod tests {
             drop(first);
             drop(waiting.await);
             drop(before);
-            assert!(!claims.any_held());
+            drop(claims.claim(0..100).await);
         });
     }
 
@@ -242,11 +224,14 @@ mod tests {
             watch.end(|touched| {
                 let of: Vec<u64> = (0..60).filter(|block| touched.contains(*block)).collect();
                 assert_eq!(of, [2, 3, 10, 11, 49]);
-                assert_eq!(touched.rest_of(0..60), [0..2, 4..10, 12..49, 50..60]);
-                assert_eq!(touched.rest_of(10..12), []);
-                assert_eq!(touched.rest_of(3..11), [4..10]);
+                let rest = |run: Range<u64>| -> Vec<(u64, u64)> {
+                    touched.rest_of(run).into_iter().map(|run| (run.start, run.end)).collect()
+                };
+                assert_eq!(rest(0..60), [(0, 2), (4, 10), (12, 49), (50, 60)]);
+                assert_eq!(rest(10..12), []);
+                assert_eq!(rest(3..11), [(4, 10)]);
             });
-            claims.watch(0..100).end(|touched| assert!(touched.is_empty(), "nobody holds anything"));
+            claims.watch(0..100).end(|touched| assert!(!(0..100).any(|block| touched.contains(block))));
         });
     }
 
@@ -254,9 +239,11 @@ mod tests {
     fn a_watch_that_lists_too_much_says_more_than_was_touched_never_less() {
         let claims = Arc::new(Claims::default());
         let watch = claims.watch(0..10_000);
-        for n in 0..500 {
-            drop(claims.try_claim(n * 7..n * 7 + 1).unwrap());
-        }
+        block_on(async {
+            for n in 0..500 {
+                drop(claims.claim(n * 7..n * 7 + 1).await);
+            }
+        });
         watch.end(|touched| {
             assert!((0..500).all(|n| touched.contains(n * 7)));
             assert!(!touched.contains(5000));

@@ -14,6 +14,7 @@
 //! 4. A change is refused once the cache has stopped. Reads go on.
 
 mod begin;
+mod masked;
 mod read;
 mod write;
 
@@ -90,6 +91,7 @@ pub(crate) struct Tally {
     pub(crate) writes: AtomicU64,
     pub(crate) admitted: AtomicU64,
     pub(crate) refused: AtomicU64,
+    pub(crate) demoted: AtomicU64,
     pub(crate) written_home: AtomicU64,
     pub(crate) slot_writes: AtomicU64,
     pub(crate) admit_writes: AtomicU64,
@@ -119,6 +121,9 @@ pub(crate) struct Home {
     is_closed: AtomicBool,
     keeps_at_close: AtomicBool,
     pub(crate) tally: Tally,
+    /// Disks of the cache that this one lies over, and how many lie over it.
+    pub(crate) below: Mutex<Vec<masked::Over>>,
+    pub(crate) above: masked::Above,
     /// What was read from home and waits for slots.
     pub(crate) fetched: Mutex<std::collections::VecDeque<Fetched>>,
     /// Where the background goes on writing home.
@@ -194,11 +199,8 @@ impl Home {
         };
         let flash = flash.await;
         self.is_closed.store(true, Ordering::Release);
-        let mut disks = lock(&self.cache.disks);
-        if disks.get(&self.row).is_some_and(|home| std::ptr::eq(home.as_ptr(), self)) {
-            disks.remove(&self.row);
-        }
-        drop(disks);
+        drop(std::mem::take(&mut *lock(&self.below)));
+        self.cache.forget_home(self);
         let home = self.disk.close().await;
         flash.and(home)
     }
@@ -216,6 +218,16 @@ impl FlashDisk {
     /// Those of flash and of home.
     pub async fn drain(&self) -> Result<()> {
         self.home.drain().await
+    }
+
+    /// Drains, and takes the mark off the image: it is complete, as after a close. No request is under way meanwhile;
+    /// the next change begins a new session.
+    ///
+    /// # Errors
+    /// Those of flash and of home.
+    pub async fn settle(&self) -> Result<()> {
+        self.home.drain().await?;
+        self.home.end_session().await
     }
 
     /// What is done for this disk.
@@ -241,7 +253,7 @@ impl FlashDisk {
             writes: of(&tally.writes),
             admitted: of(&tally.admitted),
             refused: of(&tally.refused),
-            demoted: 0,
+            demoted: of(&tally.demoted),
             written_home: of(&tally.written_home),
             slot_writes: of(&tally.slot_writes),
             admit_writes: of(&tally.admit_writes),

@@ -233,5 +233,4 @@ impl FlashCache {
     pub fn strip(&self) -> Vec<(u32, u32, u32)> {
         strip(&self.state())
     }
-
 }

@@ -19,7 +19,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use vellum_core::{
-    Buffer, Context, Error, GuestOffset, GuestSpan, LocalFuture, Result, ZeroFlags, join_all, lock, try_join_all,
+    Buffer, Context, Error, GuestOffset, GuestSpan, LocalFuture, Result, ZeroFlags, join_all, lock,
+    try_join_all,
 };
 
 use crate::cache::FlashCache;
@@ -254,7 +255,9 @@ impl Home {
 
     async fn flush_home(&self) -> Result<()> {
         let flushed = self.disk.flush().await;
-        flushed.inspect_err(|_| count(&self.tally.errors, 1)).context(|| "blocks that went home are not durable")
+        flushed
+            .inspect_err(|_| count(&self.tally.errors, 1))
+            .context(|| "blocks that went home are not durable")
     }
 
     /// Sends runs of zeros home, as many as one record may name. Returns how many blocks' runs are gone.

@@ -45,7 +45,7 @@ pub(crate) const RING_BYTES_MAX: u64 = 64 << 20;
 /// Blocks are numbered below this.
 pub(crate) const BLOCKS_MAX: u64 = 1 << 48;
 /// Rows are numbered below this.
-pub(crate) const ROWS_MAX: u16 = 384;
+pub(crate) const ROWS_MAX: u16 = 1022;
 
 /// Where the copy of the superblock is.
 pub(crate) const COPY_AT: u64 = BLOCK_BYTES;

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use vellum_core::{Clock, Random};
 
+use crate::policy::Replacement;
 use crate::session::Sessions;
 
 /// What the cache does for a disk.
@@ -33,6 +34,8 @@ pub struct FlashOptions {
     pub dirty_percent: u32,
     /// The background writes at most so many bytes home in a second.
     pub bytes_per_second: u64,
+    /// Which blocks are given up when slots are short.
+    pub replacement: Replacement,
     /// Copies of what was read wait for their slots in at most so many bytes.
     pub fetched_bytes_max: usize,
 }
@@ -46,6 +49,7 @@ impl FlashOptions {
             age: Duration::from_secs(30),
             dirty_percent: 40,
             bytes_per_second: 256 << 20,
+            replacement: Replacement::default(),
             fetched_bytes_max: 8 << 20,
         }
     }

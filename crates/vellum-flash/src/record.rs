@@ -362,7 +362,7 @@ mod tests {
             durable: 8,
             tail: 4,
             items: vec![
-                Item::NoRow(383),
+                Item::NoRow(1021),
                 Item::Row(row()),
                 Item::Zero { key: key(5), blocks: 7, may_free: true },
                 Item::Unzero { key: key(6), blocks: 1 },
@@ -445,9 +445,9 @@ mod tests {
         let drop = Item::Drop { key: Key::new(3, 5) };
         refused(vec![drop.clone(), drop.clone()]);
         refused(vec![drop, Item::NoRow(3)]);
-        refused(vec![Item::NoRow(384)]);
-        refused(vec![Item::Row(Row { number: 384, ..row() })]);
-        refused(vec![Item::Drop { key: Key::new(384, 5) }]);
+        refused(vec![Item::NoRow(1022)]);
+        refused(vec![Item::Row(Row { number: 1022, ..row() })]);
+        refused(vec![Item::Drop { key: Key::new(1022, 5) }]);
         refused(vec![Item::Zero { key: Key::new(1, 5), blocks: 0, may_free: true }]);
         refused(vec![Item::Unzero { key: Key::new(1, 5), blocks: BLOCKS_MAX - 4 }]);
         refused(vec![Item::Put {

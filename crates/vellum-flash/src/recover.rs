@@ -66,7 +66,9 @@ async fn holds(storage: &SharedStorage, layout: &Layout, record: &Record) -> Res
         })
         .collect();
     for some in puts.chunks(READS_AT_ONCE) {
-        let reads = some.iter().map(|(slot, ..)| storage.read(layout.slot_at(*slot), Buffer::for_overwrite(BLOCK_LEN)));
+        let reads = some
+            .iter()
+            .map(|(slot, ..)| storage.read(layout.slot_at(*slot), Buffer::for_overwrite(BLOCK_LEN)));
         for ((_, sectors, checks), block) in some.iter().zip(try_join_all(reads).await?) {
             if !checks.matches(*sectors, block.contiguous().slice()) {
                 return Ok(false);
@@ -93,7 +95,8 @@ async fn records(storage: &SharedStorage, superblock: &Superblock) -> Result<BTr
     let mut at = 0;
     while at < bytes.len() {
         let claimed = Record::claimed_len(&bytes[at..], superblock.id, most);
-        let record = claimed.and_then(|_| Record::decode(&bytes[at..], superblock.id, superblock.layout.slots));
+        let record =
+            claimed.and_then(|_| Record::decode(&bytes[at..], superblock.id, superblock.layout.slots));
         if let Some((record, len)) = record {
             let sequence = record.sequence;
             found.insert(sequence, Found { record, at: at as u64, len: len as u64 });
@@ -203,7 +206,9 @@ async fn read_slices(storage: &SharedStorage, image: &mut Image, newest: u64) ->
                 continue;
             }
             let entries = decode_part(&superblock.layout, number - 1, &slice.payload).ok_or_else(damaged)?;
-            entries.into_iter().for_each(|(key, entry)| drop(image.map.put(key, entry)));
+            for (key, entry) in entries {
+                image.map.put(key, entry);
+            }
         }
     }
     Ok(all)
@@ -237,12 +242,18 @@ fn apply(storage: &SharedStorage, image: &mut Image, as_of: &[u64]) -> Result<()
                     }
                     let run = Run { key: *key, blocks: *blocks, may_free: *may_free };
                     if lacks(0) && !ledger.zeros.restore(run) {
-                        return Err(refused(storage, &format!("record {sequence} has more runs than there may be")));
+                        return Err(refused(
+                            storage,
+                            &format!("record {sequence} has more runs than there may be"),
+                        ));
                     }
                 }
                 Item::Unzero { key, blocks } => {
                     if lacks(0) && !ledger.zeros.remove(*key, *blocks) {
-                        return Err(refused(storage, &format!("record {sequence} has more runs than there may be")));
+                        return Err(refused(
+                            storage,
+                            &format!("record {sequence} has more runs than there may be"),
+                        ));
                     }
                 }
                 Item::Row(row) => {
@@ -252,7 +263,9 @@ fn apply(storage: &SharedStorage, image: &mut Image, as_of: &[u64]) -> Result<()
                 }
                 Item::NoRow(row) => {
                     let first = Key::new(*row, 0);
-                    for gone in map.keys_between(first, crate::layout::BLOCKS_MAX).into_iter().filter(lacks_key) {
+                    for gone in
+                        map.keys_between(first, crate::layout::BLOCKS_MAX).into_iter().filter(lacks_key)
+                    {
                         map.remove(gone);
                         slices.touch(layout.slice_of(gone), sequence);
                     }
@@ -322,8 +335,13 @@ pub(crate) fn start_of(image: Image) -> Start {
         map: image.map,
         slots: image.slots,
         sequence: newest.map_or(0, |(sequence, _)| *sequence),
-        newest: newest.map_or_else(Vec::new, |(_, found)| found.record.items.iter().filter_map(checked).collect()),
-        records: image.records.iter().map(|(sequence, found)| (*sequence, found.at, found.at + found.len)).collect(),
+        newest: newest
+            .map_or_else(Vec::new, |(_, found)| found.record.items.iter().filter_map(checked).collect()),
+        records: image
+            .records
+            .iter()
+            .map(|(sequence, found)| (*sequence, found.at, found.at + found.len))
+            .collect(),
         slices: image.slices,
         ledger: image.ledger,
     }

@@ -93,7 +93,7 @@ impl Ledger {
     /// The payload of slice 0.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut payload = Vec::with_capacity(4 + self.rows.len() * ROW_LEN + self.zeros.len() * 16);
-        payload.extend(u32::try_from(self.rows.len()).expect("at most 384 rows").to_be_bytes());
+        payload.extend(u32::try_from(self.rows.len()).expect("at most 1022 rows").to_be_bytes());
         payload.extend(self.rows.values().flat_map(Row::encode));
         for run in self.zeros.runs() {
             payload.extend(run.key.bits().to_be_bytes());
@@ -148,7 +148,7 @@ mod tests {
 
     fn ledger() -> Ledger {
         let mut ledger = Ledger::default();
-        for number in [0, 7, 383] {
+        for number in [0, 7, 1021] {
             let row = Row { number, has_record: number == 7, disk: 1, named: 2, newest: 3 };
             ledger.rows.insert(number, row);
         }
@@ -218,7 +218,7 @@ mod tests {
         };
         let runs = 4 + 3 * ROW_LEN;
         assert!(with(4 + ROW_LEN, &[0, 0]).is_none(), "a row twice");
-        assert!(with(4, &[2, 0]).is_none(), "a row that has no number");
+        assert!(with(4, &[4, 0]).is_none(), "a row that has no number");
         assert!(with(0, &[0, 0, 0, 2]).is_none(), "another number of rows");
         assert!(with(0, &[255; 4]).is_none());
         assert!(with(runs + 16, &bytes[runs..runs + 8]).is_none(), "a block in two runs");

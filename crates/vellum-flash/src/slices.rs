@@ -77,7 +77,8 @@ impl Slices {
     pub(crate) fn copy_next(&mut self, most: usize) -> Vec<u32> {
         let each = &self.each;
         let is_due = |(_, number): &&(u64, u32)| !each[*number as usize].is_copied;
-        let chosen: Vec<u32> = self.behind.iter().filter(is_due).take(most).map(|(_, number)| *number).collect();
+        let chosen: Vec<u32> =
+            self.behind.iter().filter(is_due).take(most).map(|(_, number)| *number).collect();
         for number in &chosen {
             let one = self.one(*number);
             (one.is_copied, one.behind_copy) = (true, 0);

@@ -25,6 +25,7 @@ use vellum_format::commit::{Epochs, Ring};
 use crate::layout::{Key, Layout, ROWS_MAX, SECTORS_ALL, Slot};
 use crate::map::{Entry, Map};
 use crate::open::{Change, Open, Share};
+use crate::policy::{Policy, Replacement};
 use crate::record::{Checks, Item, Record, Row};
 use crate::slice::{Ledger, Slice};
 use crate::slices::Slices;
@@ -36,8 +37,6 @@ const COPIES_MIN: u64 = 4;
 /// New runs of zeros are promised up to here; the rest of the table is for runs that are split.
 const NEW_RUNS_MAX: usize = RUNS_MAX / 2;
 
-/// The hand of the clock passes at most so many groups at once.
-const GROUPS_AT_ONCE: usize = 1 << 16;
 /// A part whose slice has room for fewer blocks takes no new ones before others have left it.
 const PART_ROOM_MIN: u32 = 32;
 
@@ -74,7 +73,11 @@ pub(crate) struct Counts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Found {
     /// These sectors in the slot, the others at home.
-    Slot { slot: Slot, sectors: u8, dirty: bool },
+    Slot {
+        slot: Slot,
+        sectors: u8,
+        dirty: bool,
+    },
     Zero,
     Home,
 }
@@ -112,6 +115,7 @@ pub(crate) struct State {
     /// Slots that durable records have released, and the epoch after which no request uses them.
     leaving: VecDeque<(u64, Vec<Slot>)>,
     promised: Need,
+    policy: Box<dyn Policy>,
     /// The time by which dirty groups are stamped, in seconds.
     pub(crate) now: u32,
 }
@@ -154,6 +158,7 @@ impl State {
             left: Vec::new(),
             leaving: VecDeque::new(),
             promised: Need::default(),
+            policy: Replacement::default().policy(layout.slots as usize),
             now: 0,
         };
         for part in 0..layout.parts {
@@ -170,7 +175,29 @@ impl State {
         state
     }
 
+    /// Names blocks to give up in this way from now on. What was used before is not known to it.
+    pub(crate) fn replace_by(&mut self, replacement: Replacement) {
+        self.policy = replacement.policy(self.layout.slots as usize);
+    }
+
     // Looking.
+
+    /// A block that has a slot was read.
+    pub(crate) fn note_use(&mut self, key: Key) {
+        self.policy.used(&mut self.map, key, false);
+    }
+
+    /// The block is hidden by one of a disk above. It is given up before others, or at once when no other disk sees it.
+    /// Returns whether it had a slot.
+    pub(crate) fn demote(&mut self, key: Key, is_seen_elsewhere: bool) -> bool {
+        let Some(entry) = self.map.get(key) else { return false };
+        if !is_seen_elsewhere && !entry.dirty && self.room_for(Share::Evict) >= crate::open::PUT_BYTES {
+            self.drop_block(key, Share::Evict);
+        } else {
+            self.policy.demoted(&mut self.map, key);
+        }
+        true
+    }
 
     pub(crate) fn find(&self, key: Key) -> Found {
         match self.map.get(key) {
@@ -210,7 +237,13 @@ impl State {
 
     /// Dirty blocks of the disk in the order of their numbers, from this one on, at most so many; only of groups
     /// that became dirty up to that time.
-    pub(crate) fn dirty_from(&mut self, row: u16, from: u64, most: usize, until: u32) -> Vec<(Key, Slot, u8)> {
+    pub(crate) fn dirty_from(
+        &mut self,
+        row: u16,
+        from: u64,
+        most: usize,
+        until: u32,
+    ) -> Vec<(Key, Slot, u8)> {
         let (mut found, mut clean) = (Vec::new(), Vec::new());
         let end = Key::from_bits(u64::from(row) << 48 | (crate::layout::BLOCKS_MAX - 1));
         for (group, since) in self.dirty.range(Key::new(row, from).group()..=end) {
@@ -281,8 +314,7 @@ impl State {
     /// A slot for something that is not needed, unless slots are short.
     pub(crate) fn take_spare(&mut self, key: Key) -> Option<Slot> {
         let spare = self.slots.free() > self.promised.slots + self.low_water();
-        let has_room =
-            self.full_part(key).is_none() && self.room_for(Share::Admit) >= crate::open::PUT_BYTES;
+        let has_room = self.full_part(key).is_none() && self.room_for(Share::Admit) >= crate::open::PUT_BYTES;
         (spare && has_room).then(|| self.slots.take(self.map.segment_for(key))).flatten()
     }
 
@@ -345,7 +377,15 @@ impl State {
     }
 
     /// The block is in this slot and nowhere else.
-    pub(crate) fn put(&mut self, key: Key, slot: Slot, sectors: u8, dirty: bool, checks: Checks, share: Share) {
+    pub(crate) fn put(
+        &mut self,
+        key: Key,
+        slot: Slot,
+        sectors: u8,
+        dirty: bool,
+        checks: Checks,
+        share: Share,
+    ) {
         self.note_record(key.row(), share);
         if !self.ledger.zeros.is_empty() && self.ledger.zeros.get(key).is_some() {
             assert!(self.ledger.zeros.remove(key, 1), "a split was promised");
@@ -365,6 +405,10 @@ impl State {
         }
         if dirty {
             self.dirty.entry(key.group()).or_insert(self.now);
+        }
+        // That home has the block now is no use of it.
+        if old.is_none() || dirty {
+            self.policy.used(&mut self.map, key, old.is_none());
         }
         let change = Change::Put { slot, sectors, dirty, checks };
         self.open.note_block(key, self.layout.slice_of(key), change, share);
@@ -415,8 +459,13 @@ impl State {
     /// Clean blocks of a part leave it. Without any, the first block that is dirty.
     pub(crate) fn empty_part(&mut self, part: u32) -> Option<Key> {
         let most = self.room_for(Share::Evict) / 16;
-        let clean: Vec<Key> =
-            self.map.entries_in(part).filter(|(_, entry)| !entry.dirty).map(|(key, _)| key).take(most).collect();
+        let clean: Vec<Key> = self
+            .map
+            .entries_in(part)
+            .filter(|(_, entry)| !entry.dirty)
+            .map(|(key, _)| key)
+            .take(most)
+            .collect();
         for key in &clean {
             self.drop_block(*key, Share::Evict);
         }
@@ -435,10 +484,11 @@ impl State {
     /// Clean blocks give up their slots: up to so many.
     pub(crate) fn evict(&mut self, most: usize) -> usize {
         let most = most.min(self.room_for(Share::Evict) / 16);
-        // The hand may have passed blocks that were used; then they are the next.
-        let mut victims = self.map.sweep(most, GROUPS_AT_ONCE);
+        // A policy looks at a bounded number of blocks. It may have passed only some that were used, which are then
+        // the next.
+        let mut victims = self.policy.victims(&mut self.map, most);
         while victims.is_empty() && most > 0 && self.map.blocks() > self.map.dirty_blocks() {
-            victims = self.map.sweep(most, GROUPS_AT_ONCE);
+            victims = self.policy.victims(&mut self.map, most);
         }
         for key in &victims {
             self.drop_block(*key, Share::Evict);
@@ -592,12 +642,14 @@ impl State {
 
     /// Sectors that a block has, whose disk ends here.
     pub(crate) fn sectors_of(block: u64, size: u64) -> u8 {
-        let left = size.saturating_sub(block * crate::layout::BLOCK_BYTES).div_ceil(crate::layout::SECTOR_BYTES);
+        let left =
+            size.saturating_sub(block * crate::layout::BLOCK_BYTES).div_ceil(crate::layout::SECTOR_BYTES);
         if left >= 8 { SECTORS_ALL } else { (1u8 << left) - 1 }
     }
 
     pub(crate) fn memory_bytes(&self) -> u64 {
         self.map.memory_bytes()
+            + self.policy.memory_bytes()
             + self.slots.memory_bytes()
             + self.slices.memory_bytes()
             + (self.dirty.len() * 24) as u64

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use crate::layout::{BLOCKS_MAX, Key};
 
 /// The most runs in the table.
-pub(crate) const RUNS_MAX: usize = 4096;
+pub(crate) const RUNS_MAX: usize = 2048;
 /// From this number of runs on, none is added that makes them more.
 const RUNS_FOR_NEW: usize = RUNS_MAX / 2;
 
@@ -211,10 +211,10 @@ mod tests {
             assert!(zeros.add(run(added * 100, 10, false)));
             added += 1;
         }
-        assert_eq!(added, 2048);
+        assert_eq!(added, 1024);
         assert!(!zeros.add(run(added * 100, 10, false)), "a new run");
         assert!(zeros.add(run(0, 11, false)), "one that grows");
-        for n in 0..2048 {
+        for n in 0..1024 {
             assert!(zeros.takes_splits(1));
             assert!(zeros.remove(Key::new(1, n * 100 + 5), 1), "split {n}");
         }

@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex};
 
 use vellum_core::{Error, ErrorKind, Result, lock};
 
+use super::masked::Above;
 use super::{FlashDisk, Home, Tally};
 use crate::cache::FlashCache;
 use crate::claims::Claims;
@@ -62,6 +63,8 @@ impl FlashCache {
             is_closed: AtomicBool::new(false),
             keeps_at_close: AtomicBool::new(false),
             tally: Tally::default(),
+            below: Mutex::default(),
+            above: Above::default(),
             fetched: Mutex::default(),
             hand: AtomicU64::new(0),
         });
@@ -208,6 +211,28 @@ impl Home {
         self.cache.commit().await?; // commit point
         let number = SessionNumber::new(newest.to_be_bytes()).expect("it is not zero");
         sessions.begin(number, true).await?; // commit point
+        self.has_begun.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Before the first change past the cache: flash is not told of it durably, so nothing of it may count later. What
+    /// flash holds goes home before.
+    pub(super) async fn leave_session(&self) -> Result<()> {
+        let Some(sessions) = &self.sessions else { return Ok(()) };
+        if self.has_begun.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let _alone = self.beginning.lock().await;
+        if self.has_begun.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        if sessions.session().await.is_some_and(|session| session.counts()) {
+            self.drain().await?;
+            if self.cache.state().is_dirty(self.row) {
+                return Err(Error::new(ErrorKind::Io, "blocks of the disk are still dirty"));
+            }
+            sessions.end().await?; // commit point
+        }
         self.has_begun.store(true, Ordering::Release);
         Ok(())
     }

@@ -27,6 +27,9 @@ struct Piece {
 
 type Pieces = SmallVec<[Piece; 4]>;
 
+/// A piece that is read: the bytes, and a copy of what is worth keeping.
+type Reading<'a> = LocalFuture<'a, Result<(Buffer, Option<Buffer>)>>;
+
 fn push(pieces: &mut Pieces, span: GuestSpan, source: Source) {
     if let Some(last) = pieces.last_mut() {
         let continues = match (last.source, source) {
@@ -73,7 +76,7 @@ impl Home {
                 Found::Home => push(&mut pieces, bytes(from, to), Source::Home),
                 Found::Zero => push(&mut pieces, bytes(from, to), Source::Zero),
                 Found::Slot { slot, sectors, dirty } => {
-                    state.map.set_seen(key, true);
+                    state.note_use(key);
                     let at = self.cache.slot_at(slot);
                     let (first, end) = (from / SECTOR_BYTES, to.div_ceil(SECTOR_BYTES));
                     for sector in first..end {
@@ -120,8 +123,7 @@ impl Home {
             }
             _ => {
                 let mut rest = buffer;
-                let mut reads: SmallVec<[LocalFuture<'_, Result<(Buffer, Option<Buffer>)>>; 4]> =
-                    SmallVec::new();
+                let mut reads: SmallVec<[Reading<'_>; 4]> = SmallVec::new();
                 for piece in &pieces {
                     let part = rest.split_to(usize::try_from(piece.span.len()).expect("within a buffer"));
                     reads.push(Box::pin(self.read_piece(*piece, part, keeps)));

@@ -153,6 +153,7 @@ impl Home {
                     }
                     for Done { key, slot, sectors, checks } in done {
                         state.put(key, slot, sectors, true, checks, Share::Guest);
+                        self.mask(&mut state, key.block(), sectors);
                     }
                 }
                 Err(error) => {
@@ -173,7 +174,8 @@ impl Home {
     fn plan(&self, span: GuestSpan, mut take: impl FnMut(&mut State, Key) -> Slot) -> Result<Vec<Step>, u32> {
         let size = self.size();
         let mut state = self.cache.state();
-        if let Some(part) = in_blocks(span).find_map(|(block, ..)| state.full_part(Key::new(self.row, block))) {
+        if let Some(part) = in_blocks(span).find_map(|(block, ..)| state.full_part(Key::new(self.row, block)))
+        {
             return Err(part);
         }
         let plan_one = |(block, from, to)| {
@@ -331,26 +333,28 @@ impl Home {
         let blocks = span.start().bytes() / BLOCK_BYTES..span.end().bytes().div_ceil(BLOCK_BYTES);
         let first = Key::new(self.row, blocks.start);
         let number = blocks.end - blocks.start;
+        self.leave_session().await?;
         loop {
             let claim = self.claims.claim(blocks.clone()).await;
-            {
-                let mut state = self.cache.state();
-                let keys = state.map.keys_between(first, number);
-                let room = state.room_for(Share::Evict) / 16;
-                for key in keys.iter().take(room) {
-                    state.drop_block(*key, Share::Evict);
-                }
-                if keys.len() > room {
-                    drop(state);
-                    drop(claim);
-                    self.cache.commit_all().await?;
-                    continue;
-                }
+            if self.drop_blocks(first, number) {
+                let changed = change().await;
+                drop(claim);
+                return changed;
             }
-            let changed = change().await;
             drop(claim);
-            return changed;
+            self.cache.commit_all().await?;
         }
+    }
+
+    /// Nothing is cached of these blocks any more. False when the record has no room to say so of all of them.
+    fn drop_blocks(&self, first: Key, number: u64) -> bool {
+        let mut state = self.cache.state();
+        let keys = state.map.keys_between(first, number);
+        let room = state.room_for(Share::Evict) / 16;
+        for key in keys.iter().take(room) {
+            state.drop_block(*key, Share::Evict);
+        }
+        keys.len() <= room
     }
 }
 

@@ -125,7 +125,7 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let mut ledger = Ledger::default();
     ledger.rows.insert(3, row);
     for (key, blocks, may_free) in [(key, 9, true), (key.plus(50), 1, false)] {
-        assert!(ledger.zeros.add(Run { key, blocks, may_free }));
+        assert!(ledger.zeros.restore(Run { key, blocks, may_free }));
     }
     let block: smallvec::SmallVec<[u8; BLOCK_LEN]> = smallvec![7; BLOCK_LEN];
     let items = vec![

@@ -17,20 +17,13 @@ use std::sync::atomic::Ordering;
 use vellum_core::{Buffer, GuestOffset, GuestSpan, ImageOffset, Place, Result, lock};
 
 use crate::claims::Watch;
-use crate::disk::{Home, count};
+use crate::disk::count;
 use crate::layout::{BLOCK_BYTES, BLOCK_LEN, Key, Slot};
 use crate::open::{PUT_BYTES, Share};
 use crate::options::FlashPolicy;
 use crate::record::Checks;
+use crate::shared::{Fetched, FlashCache, Home};
 use crate::state::Found;
-
-/// What one read got from home.
-pub(crate) struct Fetched {
-    /// The first block of each run, and the bytes of whole blocks.
-    runs: Vec<(u64, Buffer)>,
-    watch: Watch,
-    bytes: u64,
-}
 
 impl Home {
     /// Copies of what was read from home. What is whole blocks waits for slots.
@@ -92,9 +85,7 @@ impl Home {
                 let (start, end) = (extent.span.start().bytes(), extent.span.end().bytes());
                 // A block that lies in several extents is kept when any of it is own and nothing is below.
                 let run = match is_own {
-                    true if has_below && end != self.size() => {
-                        start.div_ceil(BLOCK_BYTES)..end / BLOCK_BYTES
-                    }
+                    true if has_below && end != self.size() => start.div_ceil(BLOCK_BYTES)..end / BLOCK_BYTES,
                     true => start / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES),
                     false => continue,
                 };
@@ -135,7 +126,7 @@ impl Home {
                     count(&self.tally.refused, 1);
                     continue;
                 };
-                let sectors = crate::cache::FlashCache::sectors_of(block, size);
+                let sectors = FlashCache::sectors_of(block, size);
                 new.push((key, slot, sectors, Checks::of(sectors, copy.slice())));
                 parts.push((self.cache.slot_at(slot), copy));
             }

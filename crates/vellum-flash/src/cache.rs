@@ -14,72 +14,27 @@
 //!    commit, or a write to a slot, that is dropped half way.
 //! 5. A caller that waits for room holds no claim, is in no epoch, and has no promise.
 
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
+use crate::session::CacheId;
 use event_listener::Event;
 use futures_lite::future::zip;
 use vellum_core::{
-    Buffer, Clock, Context, Error, ErrorKind, ImageOffset, LocalFuture, Random, Result, SharedStorage, lock,
+    Buffer, Clock, Context, Error, ErrorKind, ImageOffset, LocalFuture, Result, SharedStorage, lock,
     try_join_all,
 };
 use vellum_format::commit::{Epochs, GroupCommit};
-use crate::session::CacheId;
 
-use crate::disk::{Home, part_is_full};
-use crate::layout::{Layout, Slot};
-use crate::home::Pace;
+use crate::layout::Slot;
 use crate::open::Share;
 use crate::options::FlashOptions;
+use crate::shared::{CacheCounts, FlashCache, Home, part_is_full};
 use crate::state::{Need, Sealed, Short, State};
 use crate::stop::Stop;
 
 /// So many slices are in flight at once.
 const SLICES_AT_ONCE: usize = 16;
-
-/// What the cache wrote to flash for itself.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct CacheCounts {
-    /// Records.
-    pub records: u64,
-    /// The bytes of the records.
-    pub record_bytes: u64,
-    /// Slices of the map.
-    pub slices: u64,
-    /// The bytes of the slices.
-    pub slice_bytes: u64,
-    /// Flushes of flash.
-    pub flushes: u64,
-}
-
-/// A flash cache that is open. Disks are opened over their homes with
-/// [`open_disk`](FlashCache::open_disk).
-pub struct FlashCache {
-    pub(crate) storage: SharedStorage,
-    pub(crate) id: CacheId,
-    pub(crate) layout: Layout,
-    pub(crate) options: FlashOptions,
-    state: Mutex<State>,
-    pub(crate) epochs: Epochs,
-    pub(crate) stop: Stop,
-    commits: GroupCommit,
-    room: GroupCommit,
-    /// Changes of slots that have ended, and how many of them a flush covers.
-    changes: AtomicU64,
-    covered: AtomicU64,
-    /// A promise has ended, or a slot is free.
-    pub(crate) freed: Event,
-    pub(crate) disks: Mutex<BTreeMap<u16, Weak<Home>>>,
-    pub(crate) random: Mutex<Random>,
-    counts: Mutex<CacheCounts>,
-    is_closed: std::sync::atomic::AtomicBool,
-    /// Held while write-back says that home has blocks: it has one share of the record.
-    pub(crate) publishing: async_lock::Mutex<()>,
-    /// Bytes that were read and wait for slots.
-    pub(crate) fetched_bytes: AtomicU64,
-    pub(crate) pace: Mutex<Pace>,
-}
 
 /// What was promised to a request, until it is dropped.
 pub(crate) struct Promise<'a> {

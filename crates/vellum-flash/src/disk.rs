@@ -18,10 +18,8 @@ mod masked;
 mod read;
 mod write;
 
-pub(crate) use write::part_is_full;
-
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use vellum_core::{
@@ -29,11 +27,8 @@ use vellum_core::{
     Losses, Result, Room, SharedDisk, WriteFlags, ZeroFlags, lock,
 };
 
-use crate::admit::Fetched;
-use crate::cache::FlashCache;
-use crate::claims::Claims;
 use crate::options::FlashPolicy;
-use crate::session::Sessions;
+use crate::shared::Home;
 
 /// What a disk did with its requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -84,50 +79,9 @@ impl std::iter::Sum for FlashCounts {
     }
 }
 
-#[derive(Default)]
-pub(crate) struct Tally {
-    pub(crate) hits: AtomicU64,
-    pub(crate) misses: AtomicU64,
-    pub(crate) writes: AtomicU64,
-    pub(crate) admitted: AtomicU64,
-    pub(crate) refused: AtomicU64,
-    pub(crate) demoted: AtomicU64,
-    pub(crate) written_home: AtomicU64,
-    pub(crate) slot_writes: AtomicU64,
-    pub(crate) admit_writes: AtomicU64,
-    pub(crate) errors: AtomicU64,
-}
-
 /// Adds to a number that is only looked at.
 pub(crate) fn count(number: &AtomicU64, more: u64) {
     number.fetch_add(more, Ordering::Relaxed);
-}
-
-/// A disk of the cache, shared by those who use it.
-pub(crate) struct Home {
-    pub(crate) cache: Arc<FlashCache>,
-    pub(crate) disk: SharedDisk,
-    pub(crate) row: u16,
-    pub(crate) claims: Arc<Claims>,
-    pub(crate) policy: Mutex<FlashPolicy>,
-    pub(crate) sessions: Option<Arc<dyn Sessions>>,
-    /// The number of this opening is in the row and in the image.
-    pub(crate) has_begun: AtomicBool,
-    beginning: async_lock::Mutex<()>,
-    /// Held by the one write-back that is under way.
-    pub(crate) writing_back: async_lock::Mutex<()>,
-    /// A fill asked for a flush of home.
-    wants_flush: AtomicBool,
-    is_closed: AtomicBool,
-    keeps_at_close: AtomicBool,
-    pub(crate) tally: Tally,
-    /// Disks of the cache that this one lies over, and how many lie over it.
-    pub(crate) below: Mutex<Vec<masked::Over>>,
-    pub(crate) above: masked::Above,
-    /// What was read from home and waits for slots.
-    pub(crate) fetched: Mutex<std::collections::VecDeque<Fetched>>,
-    /// Where the background goes on writing home.
-    pub(crate) hand: AtomicU64,
 }
 
 impl Home {

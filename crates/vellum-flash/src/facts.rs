@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use vellum_core::{Result, SharedStorage};
 
-use crate::cache::FlashCache;
 use crate::layout::{Key, Layout, Slot};
 use crate::options::FlashOptions;
 use crate::record::Row;
 use crate::recover;
 use crate::session::{CacheId, SessionNumber};
+use crate::shared::FlashCache;
 use crate::state::State;
 
 /// A picture of the slots has at most so many pieces.

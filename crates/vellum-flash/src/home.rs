@@ -23,11 +23,11 @@ use vellum_core::{
     try_join_all,
 };
 
-use crate::cache::FlashCache;
-use crate::disk::{Home, count};
+use crate::disk::count;
 use crate::layout::{BLOCK_BYTES, BLOCK_LEN, BLOCKS_MAX, Key, SECTOR_BYTES, Slot};
 use crate::open::{Open, PUT_BYTES, ROW_BYTES, RUN_BYTES, Share};
 use crate::record::Checks;
+use crate::shared::{FlashCache, Home};
 use crate::state::{Found, State};
 use crate::zeros::Run;
 
@@ -41,14 +41,6 @@ const WRITES_AT_ONCE: usize = 8;
 const SWEEPS_MAX: usize = 4;
 /// The background does so much at a time.
 const STEP_BLOCKS: usize = 256;
-
-/// How much the background has written, and when.
-#[derive(Debug, Default)]
-pub(crate) struct Pace {
-    last: Option<Duration>,
-    /// Bytes that may be written at once.
-    allowed: u64,
-}
 
 /// A block that goes home.
 struct Going {

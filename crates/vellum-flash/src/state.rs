@@ -270,12 +270,6 @@ impl State {
         found
     }
 
-    /// Since when the group that has been dirty longest is dirty.
-    pub(crate) fn dirty_since(&self, row: u16) -> Option<u32> {
-        let end = Key::from_bits(u64::from(row) << 48 | (crate::layout::BLOCKS_MAX - 1));
-        self.dirty.range(Key::new(row, 0)..=end).map(|(_, since)| *since).min()
-    }
-
     // Promises.
 
     /// Whether this can be had at once; if not, what is short.
@@ -535,11 +529,6 @@ impl State {
     }
 
     // A commit.
-
-    /// Whether a flush has to write a record.
-    pub(crate) fn has_urgent(&self) -> bool {
-        self.open.is_urgent()
-    }
 
     pub(crate) fn has_open(&self) -> bool {
         !self.open.is_empty()

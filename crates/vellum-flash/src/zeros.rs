@@ -18,6 +18,7 @@ use crate::layout::{BLOCKS_MAX, Key};
 /// The most runs in the table.
 pub(crate) const RUNS_MAX: usize = 2048;
 /// From this number of runs on, none is added that makes them more.
+#[cfg(test)]
 const RUNS_FOR_NEW: usize = RUNS_MAX / 2;
 
 /// Neighbouring blocks that are zero.
@@ -87,6 +88,7 @@ impl Zeros {
 
     /// These blocks are zero from now on, and say so themselves. False, and nothing is changed, when the table
     /// takes no new runs. Panics when the run is empty or leaves its disk.
+    #[cfg(test)]
     #[must_use]
     pub(crate) fn add(&mut self, run: Run) -> bool {
         self.change(run.key, run.blocks, Some(run.may_free), RUNS_FOR_NEW)

@@ -134,9 +134,16 @@ fn zeros_over_parts_of_blocks() {
         let disk = fixture.fresh(1 << 18).await.unwrap();
         let mut model = vec![0u8; 1 << 18];
         let check = async |disk: &SharedDisk, model: &[u8], what: &str| {
-            let found = disk.read(GuestOffset::ZERO, vellum_core::Buffer::zeroed(1 << 18)).await.unwrap().to_vec();
+            let found =
+                disk.read(GuestOffset::ZERO, vellum_core::Buffer::zeroed(1 << 18)).await.unwrap().to_vec();
             let differs: Vec<usize> = (0..model.len()).filter(|at| found[*at] != model[*at]).collect();
-            assert!(differs.is_empty(), "{what}: {} from {:?} to {:?}", differs.len(), differs.first(), differs.last());
+            assert!(
+                differs.is_empty(),
+                "{what}: {} from {:?} to {:?}",
+                differs.len(),
+                differs.first(),
+                differs.last()
+            );
         };
         let all = GuestOffset::ZERO.span(65536);
         disk.write_zeroes(all, vellum_core::ZeroFlags::default()).await.unwrap();
@@ -144,7 +151,9 @@ fn zeros_over_parts_of_blocks() {
         disk.write(GuestOffset::new(10_000), data, vellum_core::WriteFlags::default()).await.unwrap();
         model[10_000..15_000].fill(8);
         check(&disk, &model, "write").await;
-        disk.write_zeroes(GuestOffset::new(9_000).span(3_000), vellum_core::ZeroFlags::default()).await.unwrap();
+        disk.write_zeroes(GuestOffset::new(9_000).span(3_000), vellum_core::ZeroFlags::default())
+            .await
+            .unwrap();
         model[9_000..12_000].fill(0);
         check(&disk, &model, "zeroes").await;
     });

@@ -54,5 +54,9 @@ fn two_disks_with_two_guests_each() {
 #[test]
 fn what_fails_and_then_crashes() {
     all("faults", &Setup { faults: true, ..Setup::usual(12) }, 60);
-    all("faults, several guests", &Setup { faults: true, disks: 2, guests: 2, steps: 10, blocks: 10, ..Setup::usual(12) }, 40);
+    all(
+        "faults, several guests",
+        &Setup { faults: true, disks: 2, guests: 2, steps: 10, blocks: 10, ..Setup::usual(12) },
+        40,
+    );
 }

@@ -47,7 +47,7 @@ async fn left_behind(seed: u64) -> Vec<u8> {
         let at = GuestOffset::new(512 * random.below((DISK_BYTES - len) / 512));
         match random.below(12) {
             0..7 => {
-                let bytes = vec![random.any() as u8 | 1; usize::try_from(len).unwrap()];
+                let bytes = vec![*random.pick(&[1, 7, 0x55, 255]); usize::try_from(len).unwrap()];
                 disk.write(at, Buffer::copy_of(&bytes), WriteFlags::default()).await.unwrap();
             }
             7 => disk.write_zeroes(at.span(len), ZeroFlags::default()).await.unwrap(),

@@ -18,13 +18,12 @@ use std::sync::{Arc, Mutex};
 
 use vellum_core::{Error, ErrorKind, Result, lock};
 
-use super::masked::Above;
-use super::{FlashDisk, Home, Tally};
-use crate::cache::FlashCache;
+use super::FlashDisk;
 use crate::claims::Claims;
 use crate::options::{DiskOptions, FlashPolicy};
 use crate::record::Row;
 use crate::session::{Session, SessionNumber};
+use crate::shared::{Above, FlashCache, Home, Tally};
 
 fn number_of(session: Option<&Session>) -> u128 {
     session.map_or(0, |session| u128::from_be_bytes(session.number.bytes()))
@@ -271,8 +270,8 @@ impl Home {
             if let Some(sessions) = &self.sessions {
                 sessions.end().await?; // commit point
             }
-            self.has_begun.store(false, Ordering::Release);
         }
+        self.has_begun.store(false, Ordering::Release);
         *lock(&self.policy) = policy;
         Ok(())
     }

@@ -6,29 +6,15 @@
 //!
 //! Only what is clean is dropped. Nothing depends on it: a block that is read again is admitted again.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use vellum_core::lock;
 
-use crate::disk::{FlashDisk, Home, count};
+use crate::disk::{FlashDisk, count};
 use crate::layout::{Key, SECTORS_ALL};
+use crate::shared::{Home, Over};
 use crate::state::State;
-
-/// How many open disks lie over one.
-#[derive(Default)]
-pub(crate) struct Above(AtomicU64);
-
-/// A disk that another lies over, until this is dropped.
-pub(crate) struct Over(Weak<Home>);
-
-impl Drop for Over {
-    fn drop(&mut self) {
-        if let Some(below) = self.0.upgrade() {
-            below.above.0.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-}
 
 impl FlashDisk {
     /// This disk lies over these, in any order, until it is closed. What it has of a block, it does not read from them.

@@ -5,9 +5,10 @@ use vellum_core::{
     Buffer, Extent, GuestOffset, GuestSpan, ImageOffset, LocalFuture, Place, Result, try_join_all,
 };
 
-use super::{Home, count};
+use super::count;
 use crate::layout::{BLOCK_BYTES, Key, SECTOR_BYTES};
 use crate::options::FlashPolicy;
+use crate::shared::Home;
 use crate::state::Found;
 
 /// Where a run of bytes is.

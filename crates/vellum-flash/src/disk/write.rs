@@ -12,16 +12,15 @@
 //! 3. A sector of which only some bytes are written is completed, from the slot or from home, under the claim.
 //! 4. Bytes that are checked do not change: lent memory is copied first.
 
-use vellum_core::{
-    Buffer, Error, ErrorKind, GuestOffset, GuestSpan, ImageOffset, Result, WriteFlags, ZeroFlags,
-};
+use vellum_core::{Buffer, GuestOffset, GuestSpan, ImageOffset, Result, WriteFlags, ZeroFlags};
 
+use super::count;
 use super::read::in_blocks;
-use super::{Home, count};
 use crate::layout::{BLOCK_BYTES, BLOCK_LEN, Key, SECTOR_BYTES, SECTOR_LEN, SECTORS_ALL, Slot};
 use crate::open::{Open, PUT_BYTES, ROW_BYTES, RUN_BYTES, Share};
 use crate::options::FlashPolicy;
 use crate::record::Checks;
+use crate::shared::Home;
 use crate::state::{Found, Need, State};
 use crate::zeros::Run;
 
@@ -365,11 +364,6 @@ fn only_sectors(at: ImageOffset, mut block: Buffer, sectors: u8) -> (ImageOffset
     drop(block.split_off(end * SECTOR_LEN));
     drop(block.split_to(first * SECTOR_LEN));
     (at + (first * SECTOR_LEN) as u64, block)
-}
-
-/// A block whose part of the map is full on flash, and from which nothing leaves.
-pub(crate) fn part_is_full(name: &str) -> Error {
-    Error::new(ErrorKind::NoSpace, format!("{name}: a part of the flash cache is full"))
 }
 
 #[cfg(test)]

@@ -461,7 +461,9 @@ fn judge(
             disks.push(disk);
         }
         flash.lose_cache();
-        homes.iter().for_each(|home| drop(home.lose_cache()));
+        for home in &homes {
+            home.lose_cache();
+        }
         if !drains {
             return Ok(found);
         }

@@ -1,0 +1,141 @@
+//! What a cache is, and a disk of it: two nouns that know each other. What they do is in the files of their names.
+//!
+//! ```text
+//!   FlashCache ─ a weak reference for each open disk ─► Home ─ its cache ─► FlashCache
+//! ```
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use event_listener::Event;
+use vellum_core::{Buffer, Error, ErrorKind, Random, SharedDisk, SharedStorage};
+use vellum_format::commit::{Epochs, GroupCommit};
+
+use crate::claims::{Claims, Watch};
+use crate::layout::Layout;
+use crate::options::{FlashOptions, FlashPolicy};
+use crate::session::{CacheId, Sessions};
+use crate::state::State;
+use crate::stop::Stop;
+
+/// What the cache wrote to flash for itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CacheCounts {
+    /// Records.
+    pub records: u64,
+    /// The bytes of the records.
+    pub record_bytes: u64,
+    /// Slices of the map.
+    pub slices: u64,
+    /// The bytes of the slices.
+    pub slice_bytes: u64,
+    /// Flushes of flash.
+    pub flushes: u64,
+}
+
+/// A flash cache that is open. Disks are opened over their homes with
+/// [`open_disk`](FlashCache::open_disk).
+pub struct FlashCache {
+    pub(crate) storage: SharedStorage,
+    pub(crate) id: CacheId,
+    pub(crate) layout: Layout,
+    pub(crate) options: FlashOptions,
+    pub(crate) state: Mutex<State>,
+    pub(crate) epochs: Epochs,
+    pub(crate) stop: Stop,
+    pub(crate) commits: GroupCommit,
+    pub(crate) room: GroupCommit,
+    /// Changes of slots that have ended, and how many of them a flush covers.
+    pub(crate) changes: AtomicU64,
+    pub(crate) covered: AtomicU64,
+    /// A promise has ended, or a slot is free.
+    pub(crate) freed: Event,
+    pub(crate) disks: Mutex<BTreeMap<u16, Weak<Home>>>,
+    pub(crate) random: Mutex<Random>,
+    pub(crate) counts: Mutex<CacheCounts>,
+    pub(crate) is_closed: AtomicBool,
+    /// Held while write-back says that home has blocks: it has one share of the record.
+    pub(crate) publishing: async_lock::Mutex<()>,
+    /// Bytes that were read and wait for slots.
+    pub(crate) fetched_bytes: AtomicU64,
+    pub(crate) pace: Mutex<Pace>,
+}
+
+/// How much the background has written, and when.
+#[derive(Debug, Default)]
+pub(crate) struct Pace {
+    pub(crate) last: Option<Duration>,
+    /// Bytes that may be written at once.
+    pub(crate) allowed: u64,
+}
+
+#[derive(Default)]
+pub(crate) struct Tally {
+    pub(crate) hits: AtomicU64,
+    pub(crate) misses: AtomicU64,
+    pub(crate) writes: AtomicU64,
+    pub(crate) admitted: AtomicU64,
+    pub(crate) refused: AtomicU64,
+    pub(crate) demoted: AtomicU64,
+    pub(crate) written_home: AtomicU64,
+    pub(crate) slot_writes: AtomicU64,
+    pub(crate) admit_writes: AtomicU64,
+    pub(crate) errors: AtomicU64,
+}
+
+/// A disk of the cache, shared by those who use it.
+pub(crate) struct Home {
+    pub(crate) cache: Arc<FlashCache>,
+    pub(crate) disk: SharedDisk,
+    pub(crate) row: u16,
+    pub(crate) claims: Arc<Claims>,
+    pub(crate) policy: Mutex<FlashPolicy>,
+    pub(crate) sessions: Option<Arc<dyn Sessions>>,
+    /// The number of this opening is in the row and in the image.
+    pub(crate) has_begun: AtomicBool,
+    pub(crate) beginning: async_lock::Mutex<()>,
+    /// Held by the one write-back that is under way.
+    pub(crate) writing_back: async_lock::Mutex<()>,
+    /// A fill asked for a flush of home.
+    pub(crate) wants_flush: AtomicBool,
+    pub(crate) is_closed: AtomicBool,
+    pub(crate) keeps_at_close: AtomicBool,
+    pub(crate) tally: Tally,
+    /// Disks of the cache that this one lies over, and how many lie over it.
+    pub(crate) below: Mutex<Vec<Over>>,
+    pub(crate) above: Above,
+    /// What was read from home and waits for slots.
+    pub(crate) fetched: Mutex<VecDeque<Fetched>>,
+    /// Where the background goes on writing home.
+    pub(crate) hand: AtomicU64,
+}
+
+/// What one read got from home.
+pub(crate) struct Fetched {
+    /// The first block of each run, and the bytes of whole blocks.
+    pub(crate) runs: Vec<(u64, Buffer)>,
+    pub(crate) watch: Watch,
+    pub(crate) bytes: u64,
+}
+
+/// How many open disks lie over one.
+#[derive(Default)]
+pub(crate) struct Above(pub(crate) AtomicU64);
+
+/// A disk that another lies over, until this is dropped.
+pub(crate) struct Over(pub(crate) Weak<Home>);
+
+impl Drop for Over {
+    fn drop(&mut self) {
+        if let Some(below) = self.0.upgrade() {
+            below.above.0.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A block whose part of the map is full on flash, and from which nothing leaves.
+pub(crate) fn part_is_full(name: &str) -> Error {
+    Error::new(ErrorKind::NoSpace, format!("{name}: a part of the flash cache is full"))
+}

@@ -94,7 +94,9 @@ impl Zeros {
         self.change(run.key, run.blocks, Some(run.may_free), RUNS_FOR_NEW)
     }
 
-    /// As [`Zeros::add`], with the whole table: for a recovery, which has to find room for all that had room.
+    /// These blocks are zero from now on, and say so themselves. False, and nothing is changed, when the table is full.
+    /// A caller promises new runs no more than half of the table; a recovery finds room for all that had room. Panics when
+    /// the run is empty or leaves its disk.
     #[must_use]
     pub(crate) fn restore(&mut self, run: Run) -> bool {
         self.change(run.key, run.blocks, Some(run.may_free), RUNS_MAX)

@@ -1,4 +1,5 @@
-//! Makes the copy of `vellum-format` that has the mistakes.
+//! Makes the copy of a crate that has the mistakes: of `vellum-format` for `vellum-seeded`, of `vellum-flash` for
+//! `vellum-flash-seeded`.
 //!
 //! ```text
 //!   crates/vellum-format/src ──► OUT_DIR/src ◄── mistakes/PATH.rs.patch    applied to PATH.rs
@@ -16,8 +17,9 @@ use std::{env, fs};
 
 use diffy::Patch;
 
-const REMEDY: &str = "run `cargo xtask mistakes edit`, put what it reports into target/mistakes/src by hand, \
-                      and run `cargo xtask mistakes record`";
+/// The crate that is copied, this crate, and how `cargo xtask mistakes` is told so.
+const COPIES: [(&str, &str, &str); 2] =
+    [("vellum-format", "vellum-seeded", ""), ("vellum-flash", "vellum-flash-seeded", " flash")];
 
 fn main() -> ExitCode {
     match make() {
@@ -31,7 +33,9 @@ fn main() -> ExitCode {
 
 fn make() -> Result<(), String> {
     let own = PathBuf::from(variable("CARGO_MANIFEST_DIR")?);
-    let (source, mistakes) = (own.join("../vellum-format/src"), own.join("mistakes"));
+    let name = variable("CARGO_PKG_NAME")?;
+    let of = COPIES.iter().find(|(_, copy, _)| *copy == name).ok_or("it is no copy of a crate")?;
+    let (source, mistakes) = (own.join("..").join(of.0).join("src"), own.join("mistakes"));
     for dir in [&source, &mistakes] {
         println!("cargo::rerun-if-changed={}", dir.display());
     }
@@ -46,18 +50,20 @@ fn make() -> Result<(), String> {
     for path in files(&mistakes)? {
         let text = read(&mistakes.join(&path))?;
         match path.strip_suffix(".patch") {
-            Some(patched) => apply(&copy, patched, &text)?,
+            Some(patched) => apply(&copy, patched, &text, of)?,
             None => write(&copy.join(&path), &text)?,
         }
     }
     write(&copy.join("root.rs"), &without_inner(&read(&copy.join("lib.rs"))?))
 }
 
-fn apply(copy: &Path, path: &str, patch: &str) -> Result<(), String> {
+fn apply(copy: &Path, path: &str, patch: &str, of: &(&str, &str, &str)) -> Result<(), String> {
+    let (source, own, word) = of;
     let said = |what: &dyn std::fmt::Display| {
         format!(
-            "crates/vellum-seeded/mistakes/{path}.patch does not apply to crates/vellum-format/src/{path} ({what}): \
-             {REMEDY}"
+            "crates/{own}/mistakes/{path}.patch does not apply to crates/{source}/src/{path} ({what}): run `cargo xtask \
+             mistakes edit{word}`, put what it reports into target/mistakes/src by hand, and run `cargo xtask mistakes \
+             record{word}`"
         )
     };
     let at = copy.join(path);

@@ -49,9 +49,9 @@ cargo xtask COMMAND
                                  program, a Debian package, a directory for a container image, a bill of materials
   deny                           check licences, versions and origins of the dependencies with cargo-deny
   tidy                           check the rules of the house that no lint can check
-  mistakes edit                  write the source of the formats with its seeded mistakes to target/mistakes/src,
-                                 to be edited; what no longer fits is reported, and put in by hand
-  mistakes record                make the patches of crates/vellum-seeded anew from that source
+  mistakes edit [flash]          write the source of the formats, or of the flash cache, with its seeded mistakes to
+                                 target/mistakes/src, to be edited; what no longer fits is reported, and put in by hand
+  mistakes record [flash]        make the patches of crates/vellum-seeded, or vellum-flash-seeded, anew from that source
   packages                       list the Debian packages that the tests need; as root, install the missing ones
 ";
 

@@ -1,4 +1,5 @@
-//! `cargo xtask mistakes edit` and `record`: the seeded mistakes as source that can be edited, and back.
+//! `cargo xtask mistakes edit` and `record`: the seeded mistakes as source that can be edited, and back. With `flash`
+//! behind it, those of `vellum-flash`.
 //!
 //! ```text
 //!   crates/vellum-format/src ──────────┬──► target/mistakes/base    as it was when the editing began
@@ -35,16 +36,20 @@ struct Places {
 
 pub(crate) fn run(arguments: &[String]) -> Outcome {
     let work = target_dir().join("mistakes");
-    let places = Places {
-        source: root().join("crates/vellum-format/src"),
-        mistakes: root().join("crates/vellum-seeded/mistakes"),
+    let places = |of: &str, seeded: &str| Places {
+        source: root().join("crates").join(of).join("src"),
+        mistakes: root().join("crates").join(seeded).join("mistakes"),
         base: work.join("base"),
         copy: work.join("src"),
     };
+    let (format, flash) =
+        (places("vellum-format", "vellum-seeded"), places("vellum-flash", "vellum-flash-seeded"));
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["edit"] => edit(&places),
-        ["record"] => record(&places),
-        _ => Err("`mistakes edit`, or `mistakes record`".to_owned()),
+        ["edit"] => edit(&format),
+        ["record"] => record(&format),
+        ["edit", "flash"] => edit(&flash),
+        ["record", "flash"] => record(&flash),
+        _ => Err("`mistakes edit [flash]`, or `mistakes record [flash]`".to_owned()),
     }
 }
 

@@ -60,3 +60,8 @@ fn what_fails_and_then_crashes() {
         40,
     );
 }
+
+#[test]
+fn a_slot_is_not_reused_beside_a_reader() {
+    common::readers::slots_are_not_reused_beside_a_reader().unwrap();
+}

@@ -1,0 +1,127 @@
+//! Mistakes on purpose, for the tests that look for mistakes: would they find one?
+//!
+//! Each is a place in the cache where one line is left out, or comes too early. The patches beside this file put these
+//! places into a copy of the cache, and this file is added to it. [`is`] returns `false` unless the thread has asked
+//! for that mistake, so without one the copy does what the cache does.
+
+/// One mistake.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Bug {
+    /// Records have no checks of the slots that they fill.
+    NoChecks,
+    /// A record that says clean has no checks of what was read.
+    CleanWithoutChecks,
+    /// A block is overwritten in place although home has the same.
+    InPlaceOverClean,
+    /// A block is overwritten in place as soon as a record names its slot.
+    InPlaceUnproven,
+    /// A block is overwritten in place although no record names its slot.
+    InPlaceUnsealed,
+    /// A block is overwritten in place in sectors that its entry has not.
+    InPlaceOtherSectors,
+    /// What the old entry has of a block, and the write has not, is left behind.
+    CarriedOverLost,
+    /// A flush does not know of what was overwritten in place.
+    OverwriteNotCounted,
+    /// A write does not claim its blocks.
+    WrittenPastClaim,
+    /// A discard is made at home, and forgotten on flash.
+    DiscardForgotten,
+    /// A block that gets a slot stays in its run of zeros.
+    RunNotLeft,
+    /// A slot is free as soon as it was released.
+    ReusedBeforeDurable,
+    /// A slot is free when the record that released it is durable, whoever still reads it.
+    ReusedBesideReaders,
+    /// An entry is proven by its own record.
+    ProvenWhenDurable,
+    /// After a recovery nothing is unproven.
+    NewestForgotten,
+    /// Records before the new tail are given up before a flushed record states the tail.
+    TailUsedEarly,
+    /// The record that is written together with slices already counts them.
+    TailBeforeSlices,
+    /// A slice is written with the record that it counts.
+    SliceTooEarly,
+    /// A slice is written over the one that counts.
+    SliceOverItself,
+    /// A record may name slots whose bytes are still on their way.
+    PublishedBeforeWritten,
+    /// A failed flush of flash is taken for a good one.
+    FlushErrorIgnored,
+    /// Blocks go home although a recovery would not find them on flash.
+    HomeBeforeDurable,
+    /// Blocks are clean although the flush of home is left out.
+    HomeNotFlushed,
+    /// A block is clean although it was written since write-back has read it.
+    CleanThoughTouched,
+    /// Zeros go home although a recovery would not find them on flash.
+    RunHomeBeforeDurable,
+    /// Runs of zeros are forgotten although the flush of home is left out.
+    RunGoneUnflushed,
+    /// What was read is published although the block was written since.
+    AdmittedThoughTouched,
+    /// A recovery does not verify the newest record.
+    UnverifiedKept,
+    /// A record that was never acknowledged is not made void.
+    VoidLeft,
+    /// A recovery trusts what the cache of the host shows.
+    SettleLeftOut,
+    /// After a recovery the next slice is written over the one that counts.
+    WrongPlaceAfterRecovery,
+    /// A recovery forgets which slices are behind.
+    SliceBehindForgotten,
+}
+
+impl Bug {
+    /// All of them.
+    pub const ALL: [Self; 32] = [
+        Self::NoChecks,
+        Self::CleanWithoutChecks,
+        Self::InPlaceOverClean,
+        Self::InPlaceUnproven,
+        Self::InPlaceUnsealed,
+        Self::InPlaceOtherSectors,
+        Self::CarriedOverLost,
+        Self::OverwriteNotCounted,
+        Self::WrittenPastClaim,
+        Self::DiscardForgotten,
+        Self::RunNotLeft,
+        Self::ReusedBeforeDurable,
+        Self::ReusedBesideReaders,
+        Self::ProvenWhenDurable,
+        Self::NewestForgotten,
+        Self::TailUsedEarly,
+        Self::TailBeforeSlices,
+        Self::SliceTooEarly,
+        Self::SliceOverItself,
+        Self::PublishedBeforeWritten,
+        Self::FlushErrorIgnored,
+        Self::HomeBeforeDurable,
+        Self::HomeNotFlushed,
+        Self::CleanThoughTouched,
+        Self::RunHomeBeforeDurable,
+        Self::RunGoneUnflushed,
+        Self::AdmittedThoughTouched,
+        Self::UnverifiedKept,
+        Self::VoidLeft,
+        Self::SettleLeftOut,
+        Self::WrongPlaceAfterRecovery,
+        Self::SliceBehindForgotten,
+    ];
+}
+
+thread_local! {
+    static CURRENT: std::cell::Cell<Option<Bug>> = const { std::cell::Cell::new(None) };
+}
+
+/// From now on this thread's caches have this mistake, or none.
+pub fn put_in(bug: Option<Bug>) {
+    CURRENT.set(bug);
+}
+
+/// Whether the mistake is switched on.
+pub(crate) fn is(bug: Bug) -> bool {
+    CURRENT.get() == Some(bug)
+}

@@ -1,0 +1,186 @@
+//! What requests cost, exactly: writes, bytes and flushes of flash, and operations of home.
+
+mod common;
+use vellum_flash as flash;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{ID, SECRET, over};
+use futures_lite::future::block_on;
+use vellum_core::{
+    Buffer, CheckedDisk, Disk, GuestOffset, IoCounts, IoTally, MemoryDisk, MemoryStorage, Random, SharedDisk,
+    SharedStorage, Storage, Tallied, WriteFlags,
+};
+use vellum_flash::{FlashCache, FlashDisk, FlashOptions};
+use vellum_sim::{Content, Delay, Drive, DriveOptions, World};
+
+const BYTES: u64 = 64 << 20;
+
+struct Bench {
+    tally: Arc<IoTally>,
+    cache: Arc<FlashCache>,
+    home: Arc<CheckedDisk>,
+    disk: Arc<FlashDisk>,
+}
+
+async fn bench() -> Bench {
+    let tally = Arc::new(IoTally::default());
+    let memory = MemoryStorage::new("flash");
+    memory.set_len(BYTES).await.unwrap();
+    let storage: SharedStorage = Tallied::shared(memory, tally.clone());
+    vellum_flash::create(&storage, BYTES, ID, SECRET).await.unwrap();
+    let cache = FlashCache::open(storage, common::options(1)).await.unwrap();
+    let home = CheckedDisk::new(MemoryDisk::holding(&vec![3; 16 << 20]));
+    let disk = over(&cache, 1, home.clone()).await.unwrap();
+    // The row has its record.
+    write(&disk, 4000).await;
+    disk.flush().await.unwrap();
+    Bench { tally, cache, home, disk }
+}
+
+async fn write(disk: &FlashDisk, block: u64) {
+    let data = Buffer::copy_of(&[u8::try_from(block % 251).unwrap(); 4096]);
+    disk.write(GuestOffset::new(block * 4096), data, WriteFlags::default()).await.unwrap();
+}
+
+/// Blocks in no order, none twice.
+fn shuffled(seed: u64, count: usize) -> Vec<u64> {
+    let mut random = Random::from_seed(seed);
+    let mut blocks: Vec<u64> = (0..3000).collect();
+    (0..count).map(|_| blocks.swap_remove(random.index(blocks.len()))).collect()
+}
+
+impl Bench {
+    fn since(&self, before: IoCounts) -> IoCounts {
+        self.tally.counts() - before
+    }
+
+    fn home_operations(&self) -> u64 {
+        let IoCounts { reads, writes, flushes, zeroes, discards, .. } = self.home.counts();
+        reads + writes + flushes + zeroes + discards
+    }
+}
+
+#[test]
+fn a_random_write_and_its_flush_are_two_writes_and_one_flush_of_flash_and_nothing_of_home() {
+    block_on(async {
+        let bench = bench().await;
+        let before = (bench.tally.counts(), bench.home_operations());
+        for block in shuffled(1, 12) {
+            write(&bench.disk, block).await;
+            bench.disk.flush().await.unwrap();
+        }
+        let counts = bench.since(before.0);
+        assert_eq!((counts.writes, counts.bytes_written, counts.flushes), (24, 12 * 8192, 12));
+        assert_eq!((counts.reads, bench.home_operations() - before.1), (0, 0));
+    });
+}
+
+#[test]
+fn over_dirty_blocks_a_write_is_one_write_and_a_flush_has_no_record() {
+    block_on(async {
+        let bench = bench().await;
+        let blocks = shuffled(2, 12);
+        for block in &blocks {
+            write(&bench.disk, *block).await;
+        }
+        bench.disk.flush().await.unwrap();
+        // A later record proves them.
+        write(&bench.disk, 3999).await;
+        bench.disk.flush().await.unwrap();
+        let before = (bench.tally.counts(), bench.cache.counts().records);
+        for block in &blocks {
+            write(&bench.disk, *block).await;
+            bench.disk.flush().await.unwrap();
+        }
+        let counts = bench.since(before.0);
+        assert_eq!((counts.writes, counts.bytes_written, counts.flushes), (12, 12 * 4096, 12));
+        assert_eq!(bench.cache.counts().records, before.1);
+        bench.disk.flush().await.unwrap();
+        assert_eq!(bench.since(before.0).flushes, 12, "nothing was written since");
+    });
+}
+
+#[test]
+fn grouped_writes_share_a_record() {
+    block_on(async {
+        let bench = bench().await;
+        let before = bench.tally.counts();
+        for block in shuffled(3, 80) {
+            write(&bench.disk, block).await;
+        }
+        bench.disk.flush().await.unwrap();
+        let counts = bench.since(before);
+        assert_eq!((counts.writes, counts.flushes, counts.bytes_written), (81, 1, 80 * 4096 + 4096));
+    });
+}
+
+#[test]
+fn a_write_of_neighbours_is_one_write() {
+    block_on(async {
+        let bench = bench().await;
+        let before = bench.tally.counts();
+        let data = Buffer::copy_of(&[7; 128 << 10]);
+        bench.disk.write(GuestOffset::new(1 << 20), data, WriteFlags::default()).await.unwrap();
+        let counts = bench.since(before);
+        assert_eq!((counts.writes, counts.bytes_written), (1, 128 << 10));
+    });
+}
+
+#[test]
+fn what_was_read_is_read_from_flash_the_next_time() {
+    block_on(async {
+        let bench = bench().await;
+        let span = GuestOffset::new(2 << 20);
+        bench.disk.read(span, Buffer::zeroed(64 << 10)).await.unwrap();
+        while bench.cache.tend(Duration::from_secs(1)).await {}
+        let before = (bench.tally.counts(), bench.home_operations());
+        let found = bench.disk.read(span, Buffer::zeroed(64 << 10)).await.unwrap();
+        assert!(found.to_vec().iter().all(|byte| *byte == 3));
+        let counts = bench.since(before.0);
+        assert_eq!((counts.reads, counts.bytes_read, bench.home_operations() - before.1), (1, 64 << 10, 0));
+        assert_eq!((bench.disk.counts().admitted, bench.disk.counts().misses), (16, 16));
+    });
+}
+
+#[test]
+fn four_disks_that_flush_share_their_flushes() {
+    let world = World::shuffled(5);
+    let memory = MemoryStorage::new("flash");
+    let storage: SharedStorage = memory.clone();
+    block_on(async {
+        storage.set_len(BYTES).await.unwrap();
+        vellum_flash::create(&storage, BYTES, ID, SECRET).await.unwrap();
+    });
+    let mut bytes = vec![0; usize::try_from(BYTES).unwrap()];
+    memory.content().read(vellum_core::ImageOffset::ZERO, &mut bytes);
+    let delay = Delay::fixed(Duration::from_micros(60)).with_flush(Duration::from_micros(600));
+    let flash =
+        Drive::from_content(&world, Content::of(&bytes), DriveOptions { delay, ..DriveOptions::default() });
+    let flushes = 4 * 50;
+    world.run(async {
+        let options = FlashOptions::new(Some(world.clock()), Random::from_seed(1));
+        let cache = FlashCache::open(flash.clone(), options).await.unwrap();
+        let mut tasks = Vec::new();
+        let mut disks = Vec::new();
+        for number in 0..4u8 {
+            let home: SharedDisk = MemoryDisk::new(16 << 20);
+            disks.push(over(&cache, number + 1, home).await.unwrap());
+        }
+        let before = flash.counts();
+        for (number, disk) in disks.into_iter().enumerate() {
+            tasks.push(world.spawn(async move {
+                for block in shuffled(number as u64, 50) {
+                    write(&disk, block).await;
+                    disk.flush().await.unwrap();
+                }
+            }));
+        }
+        for task in tasks {
+            task.await;
+        }
+        let counts = flash.counts_since(before);
+        assert!(counts.flushes * 100 <= flushes * 30, "{} flushes for {flushes}", counts.flushes);
+    });
+}

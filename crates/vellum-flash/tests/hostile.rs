@@ -70,6 +70,7 @@ fn structures(bytes: &[u8]) -> Vec<(usize, usize, usize)> {
             found.push((at, be32(at + 48), 56));
         }
     }
+    found.retain(|(at, len, _)| *len >= 64 && at + len <= bytes.len());
     found
 }
 

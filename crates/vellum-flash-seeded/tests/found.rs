@@ -82,7 +82,6 @@ found! {
     reused_before_durable: ReusedBeforeDurable,
     proven_when_durable: ProvenWhenDurable,
     newest_forgotten: NewestForgotten,
-    tail_used_early: TailUsedEarly,
     tail_before_slices: TailBeforeSlices,
     slice_too_early: SliceTooEarly,
     slice_over_itself: SliceOverItself,

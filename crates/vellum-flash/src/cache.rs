@@ -80,6 +80,7 @@ impl FlashCache {
             covered: AtomicU64::new(0),
             freed: Event::new(),
             disks: Mutex::default(),
+            opening: Mutex::default(),
             random,
             counts: Mutex::default(),
             is_closed: std::sync::atomic::AtomicBool::new(false),

@@ -215,6 +215,11 @@ impl FlashDisk {
         }
     }
 
+    /// Why the background could not write home the last time that it tried; none when it could.
+    pub fn trouble(&self) -> Option<Error> {
+        lock(&self.home.trouble).clone()
+    }
+
     /// Whether a close leaves dirty blocks on flash, and the image marked.
     pub fn keep_at_close(&self, keeps: bool) {
         self.home.keeps_at_close.store(keeps, Ordering::Release);

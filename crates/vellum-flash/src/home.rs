@@ -357,11 +357,10 @@ impl FlashCache {
                 return has_more;
             }
             let from = home.hand.load(Ordering::Relaxed);
-            let batch = match home.write_back(from, STEP_BLOCKS, until).await {
-                Ok(batch) => batch,
-                Err(_) => continue,
-            };
-            // An error is counted, and the next flush or close meets it.
+            let batch = home.write_back(from, STEP_BLOCKS, until).await;
+            // It is tried again. What asks for room, and a close, get the error themselves.
+            *lock(&home.trouble) = batch.as_ref().err().cloned();
+            let Ok(batch) = batch else { continue };
             home.hand.store(batch.next.filter(|next| *next < BLOCKS_MAX).unwrap_or(0), Ordering::Relaxed);
             self.note_written(batch.clean * BLOCK_BYTES);
             has_more |= batch.clean > 0;

@@ -53,6 +53,8 @@ pub struct FlashCache {
     /// A promise has ended, or a slot is free.
     pub(crate) freed: Event,
     pub(crate) disks: Mutex<BTreeMap<u16, Weak<Home>>>,
+    /// Held while a row is chosen and its disk is listed as open, so that none is opened twice.
+    pub(crate) opening: Mutex<()>,
     pub(crate) random: Mutex<Random>,
     pub(crate) counts: Mutex<CacheCounts>,
     pub(crate) is_closed: AtomicBool,
@@ -110,6 +112,8 @@ pub(crate) struct Home {
     pub(crate) fetched: Mutex<VecDeque<Fetched>>,
     /// Where the background goes on writing home.
     pub(crate) hand: AtomicU64,
+    /// Why the background could not write home the last time.
+    pub(crate) trouble: Mutex<Option<Error>>,
 }
 
 /// What one read got from home.

@@ -47,6 +47,7 @@ impl FlashCache {
             }
             None => None,
         };
+        let _one_at_a_time = lock(&self.opening);
         let row = self.choose_row(&options, named.as_ref(), is_read_only)?;
         let home = Arc::new(Home {
             cache: self.clone(),
@@ -66,6 +67,7 @@ impl FlashCache {
             above: Above::default(),
             fetched: Mutex::default(),
             hand: AtomicU64::new(0),
+            trouble: Mutex::default(),
         });
         lock(&self.disks).insert(row.number, Arc::downgrade(&home));
         Ok(Arc::new(FlashDisk { home }))
